@@ -1,0 +1,1 @@
+"""gpool: pool GPUs."""

@@ -1,0 +1,201 @@
+"""The agent's vocabulary: events go into the session, instructions come out. The daemon obeys them in order.
+
+Events are past participles, instructions imperatives; all carry plain values, so a test is a list in and a list out.
+Times are microseconds of the agent's own boot clock (counts while the machine sleeps), never the server's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gpool.core.model import Allocation, EndReason, OutputFile, TaskSpec
+from gpool.wire.frames import AgentFrame, ServerFrame
+
+# ---- events
+
+
+@dataclass(frozen=True, slots=True)
+class Connected:
+    """The channel is open; nothing was said yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class Disconnected:
+    """The channel is gone; the daemon dials again by itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class FrameArrived:
+    frame: ServerFrame
+
+
+@dataclass(frozen=True, slots=True)
+class Ticked:
+    """Time passed: `session.wakes_at` had come."""
+
+
+@dataclass(frozen=True, slots=True)
+class CommandStarted:
+    task: int
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class CommandPrinted:
+    task: int
+    epoch: int
+    stream: int
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class CommandEnded:
+    """The attempt is over and its sandbox gone; outputs are uploaded when it exited by itself."""
+
+    task: int
+    epoch: int
+    reason: EndReason
+    exit_code: int | None
+    error_text: str
+    duration_us: int
+    outputs: tuple[OutputFile, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerReady:
+    """The runner of an allocation takes calls."""
+
+    runner: int
+
+
+@dataclass(frozen=True, slots=True)
+class CallAnswered:
+    task: int
+    epoch: int
+    raised: bool
+    value: bytes
+    value_sha256: str
+    error_text: str
+    duration_us: int
+    output: tuple[tuple[int, bytes], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CallsAnswered:
+    """Answers of one runner, in the order they were given."""
+
+    runner: int
+    answers: tuple[CallAnswered, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CallPrinted:
+    runner: int
+    task: int
+    epoch: int
+    stream: int
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerEnded:
+    """The runner is gone, asked for or not; calls sent and unanswered did not answer."""
+
+    runner: int
+    reason: EndReason
+    exit_code: int
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class ShutdownAsked:
+    """The owner stops the agent: hand back what is in line, end what runs."""
+
+
+Event = (
+    Connected
+    | Disconnected
+    | FrameArrived
+    | Ticked
+    | CommandStarted
+    | CommandPrinted
+    | CommandEnded
+    | RunnerReady
+    | CallsAnswered
+    | CallPrinted
+    | RunnerEnded
+    | ShutdownAsked
+)
+
+
+# ---- instructions
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Put the frame on the channel; when it is down, drop it: the session sends again what matters."""
+
+    frame: AgentFrame
+
+
+@dataclass(frozen=True, slots=True)
+class StartCommand:
+    """Fetch the inputs, start a fresh sandbox, stream its output, collect and upload outputs, report each step."""
+
+    task: int
+    epoch: int
+    spec: TaskSpec
+    allocation: Allocation
+    owner: bool
+
+
+@dataclass(frozen=True, slots=True)
+class EndCommand:
+    """Kill the attempt's sandbox and remove it; `CommandEnded` follows with this reason."""
+
+    task: int
+    epoch: int
+    reason: EndReason
+
+
+@dataclass(frozen=True, slots=True)
+class StartRunner:
+    """`RunnerReady` or `RunnerEnded` follows."""
+
+    runner: int  # the session's number for it, never used again
+    user: int
+    owner: bool
+    spec: TaskSpec  # for environment, variables, python
+    allocation: Allocation
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerCall:
+    task: int
+    epoch: int
+    function_sha256: str
+    payload: bytes
+    payload_sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class SendCalls:
+    """Hand calls to a runner, fetching functions and large arguments first."""
+
+    runner: int
+    calls: tuple[RunnerCall, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class EndRunner:
+    """Kill the runner's sandbox; `RunnerEnded` follows."""
+
+    runner: int
+
+
+@dataclass(frozen=True, slots=True)
+class Exit:
+    """Everything has ended: the daemon may go."""
+
+
+Instruction = Send | StartCommand | EndCommand | StartRunner | SendCalls | EndRunner | Exit

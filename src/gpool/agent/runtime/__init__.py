@@ -1,0 +1,1 @@
+"""How a task is isolated on this node. `protocol` is the door; one module a runtime behind it."""

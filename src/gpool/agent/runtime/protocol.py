@@ -1,0 +1,163 @@
+"""The door to sandboxes. The daemon starts them through it and never looks behind it.
+
+A runtime promises, whatever the task does:
+- nothing of a sandbox survives `kill` or the agent's own death (kill -9 included) by more than two seconds;
+- the task sees no variable, descriptor, file or process of the agent's, and no network;
+- the agent never blocks on it, never follows its links and never unpickles its bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from gpool.core.model import EndReason, OutputFile, Slice, Tier
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one sandbox may take."""
+
+    cpu_milli: int
+    memory_bytes: int
+    processes: int = 512
+    disk_bytes: int = 10 * 1024**3
+    open_files: int = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """A file from the artifact cache to be laid into the work directory before the start."""
+
+    path: str
+    source: Path
+    executable: bool
+
+
+@dataclass(frozen=True, slots=True)
+class CommandJob:
+    """One command in a fresh sandbox."""
+
+    argv: tuple[str, ...]
+    env: tuple[tuple[str, str], ...]
+    inputs: tuple[Staged, ...]
+    slices: tuple[Slice, ...]
+    limits: Limits
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerJob:
+    """A sandbox with our runner in it, for functions of one user and environment."""
+
+    python: str  # "3.11"
+    env: tuple[tuple[str, str], ...]
+    slices: tuple[Slice, ...]
+    limits: Limits
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How a sandbox ended. `exit_code` is 128+n for a signal n."""
+
+    exit_code: int
+    reason: EndReason = EndReason.EXITED  # or OUT_OF_MEMORY, SANDBOX_FAILED
+    detail: str = ""
+
+
+class CommandSandbox(Protocol):
+    """A running command. `output` ends when the last writer is gone; `ended` after that."""
+
+    def output(self) -> AsyncIterator[tuple[int, bytes]]:
+        """(stream 1 or 2, bytes) as they come; back-pressure when not read."""
+        ...
+
+    async def ended(self) -> Ended: ...
+
+    async def kill(self) -> None:
+        """Everything in it dies now; returns when it has. Idempotent."""
+        ...
+
+    async def collect(self, wanted: Sequence[str], into: Path) -> list[OutputFile]:
+        """After the end: copies the wanted outputs to `into/<sha256>`, without following links.
+
+        Raises `BadOutput` for what is missing, special, badly named or over the disk limit.
+        """
+        ...
+
+    async def remove(self) -> None:
+        """Work directory and everything else of it is gone afterwards. Idempotent."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One function call for a runner. Exactly one of `arguments` and `arguments_file` is used."""
+
+    number: int  # chosen by the caller, comes back with the answer
+    function: str  # SHA-256 of a function that was `define`d
+    arguments: bytes = b""
+    arguments_file: Path | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What became of a call. `value` is pickled and never loaded here."""
+
+    number: int
+    raised: bool
+    value: bytes
+    error_text: str
+    duration_us: int
+    output: tuple[tuple[int, bytes], ...]  # what it printed since the last `Output`, (stream, bytes)
+    value_file: Path | None = None  # instead of `value` when it is large: yours to move or remove
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """Live output of the call that runs now."""
+
+    number: int
+    stream: int
+    data: bytes
+
+
+class RunnerSandbox(Protocol):
+    """A live runner: calls run one at a time, in the order sent."""
+
+    async def define(self, function: str, pickled: bytes) -> None: ...
+
+    async def send(self, calls: Sequence[Call]) -> None:
+        """Queue calls; returns once they are written."""
+        ...
+
+    def events(self) -> AsyncIterator[Sequence[Answer | Output]]:
+        """Batches as they come; ends when the sandbox is gone."""
+        ...
+
+    async def ended(self) -> Ended: ...
+
+    async def kill(self) -> None: ...
+
+    async def remove(self) -> None: ...
+
+
+class BadOutput(Exception):
+    """An output that cannot be collected; the text goes to the consumer."""
+
+
+class SandboxFailed(Exception):
+    """The sandbox could not be started: this node's fault, not the task's."""
+
+
+class Runtime(Protocol):
+    tier: Tier
+
+    async def start_command(self, job: CommandJob) -> CommandSandbox: ...
+
+    async def start_runner(self, job: RunnerJob) -> RunnerSandbox: ...
+
+    async def sweep(self) -> None:
+        """Remove what an earlier agent, killed without warning, left behind. Called once, before the first task."""
+        ...

@@ -1,0 +1,120 @@
+"""Every error gpool raises on purpose. The `code` crosses the wire; the client raises the same class.
+
+GpoolError
+├── Invalid            400  the request says something that cannot be meant
+│   └── BadGpuSpec     400  a GPU requirement that does not parse; points at the character
+├── NotSignedIn        401  no key, or one we do not know
+├── Forbidden          403  known, and not allowed
+├── NotFound           404  not there, or not yours
+├── Conflict           409  the thing is in a state that does not allow this
+│   ├── StaleLease     409  an effect under a lease that is not the current one
+│   └── KeyReused      409  the same Idempotency-Key with another request
+├── TooLarge           413  body, batch, artifact or log over its limit
+├── Unprocessable      422  well-formed and impossible here
+├── TooMany            429  slow down, or the queue is full
+├── TaskFailed         –    the task ended without success (raised by the client)
+│   ├── TimedOut       –    it ran past its time-out
+│   ├── Cancelled      –    somebody cancelled it
+│   └── LosesNodes     –    three different nodes were lost while it ran
+├── Unreachable        503  the server did not answer; the only error that is retried
+└── InternalFault      500  a bug of ours; the detail names a log entry
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+
+class GpoolError(Exception):
+    """The root. `detail` is for a person: what was wrong, with the value, and what to do next."""
+
+    code = "error"
+    status = 500
+    title = "Something went wrong"
+
+    def __init__(self, detail: str, **members: object) -> None:
+        super().__init__(detail)
+        self.detail = detail
+        self.members: Mapping[str, object] = members
+
+
+class Invalid(GpoolError):
+    code, status, title = "invalid", 400, "The request is not valid"
+
+
+class BadGpuSpec(Invalid):
+    code, title = "bad_gpu_spec", "The GPU requirement does not parse"
+
+    def __init__(self, detail: str, *, text: str = "", position: int = 0) -> None:
+        super().__init__(detail, text=text, position=position)
+        self.text, self.position = text, position
+
+
+class NotSignedIn(GpoolError):
+    code, status, title = "not_signed_in", 401, "Not signed in"
+
+
+class Forbidden(GpoolError):
+    code, status, title = "forbidden", 403, "Not allowed"
+
+
+class NotFound(GpoolError):
+    code, status, title = "not_found", 404, "Not found"
+
+
+class Conflict(GpoolError):
+    code, status, title = "conflict", 409, "Not possible in this state"
+
+
+class StaleLease(Conflict):
+    code, title = "stale_lease", "The lease is not the current one"
+
+
+class KeyReused(Conflict):
+    code, title = "key_reused", "Idempotency-Key used for another request"
+
+
+class TooLarge(GpoolError):
+    code, status, title = "too_large", 413, "Too large"
+
+
+class Unprocessable(GpoolError):
+    code, status, title = "unprocessable", 422, "Cannot be done here"
+
+
+class TooMany(GpoolError):
+    code, status, title = "too_many", 429, "Too many requests"
+
+
+class TaskFailed(GpoolError):
+    code, title = "task_failed", "The task failed"
+
+
+class TimedOut(TaskFailed):
+    code, title = "timed_out", "The task ran past its time-out"
+
+
+class Cancelled(TaskFailed):
+    code, title = "cancelled", "The task was cancelled"
+
+
+class LosesNodes(TaskFailed):
+    code, title = "loses_nodes", "The task keeps losing its nodes"
+
+
+class Unreachable(GpoolError):
+    code, status, title = "unreachable", 503, "The server cannot be reached"
+
+
+class InternalFault(GpoolError):
+    code, status, title = "internal_fault", 500, "A fault in gpool"
+
+
+def _tree(root: type[GpoolError]) -> dict[str, type[GpoolError]]:
+    found = {root.code: root}
+    for child in root.__subclasses__():
+        found |= _tree(child)
+    return found
+
+
+BY_CODE: Mapping[str, type[GpoolError]] = _tree(GpoolError)

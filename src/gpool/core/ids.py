@@ -1,0 +1,58 @@
+"""Ids: 63-bit integers inside, short prefixed text outside. This module refuses to make them; an id source does."""
+
+from __future__ import annotations
+
+from typing import NewType, Protocol
+
+from gpool.core.errors import Invalid
+
+TaskId = NewType("TaskId", int)
+BatchId = NewType("BatchId", int)
+SpecId = NewType("SpecId", int)
+NodeId = NewType("NodeId", int)
+GpuId = NewType("GpuId", int)
+UserId = NewType("UserId", int)
+
+# Crockford's alphabet: no i, l, o, u; sorts as the numbers do.
+ALPHABET = "0123456789abcdefghjkmnpqrstvwxyz"
+DIGITS = 13  # 13 x 5 bits hold 63
+_VALUE = {letter: number for number, letter in enumerate(ALPHABET)}
+PREFIXES = {"task": "t", "batch": "b", "node": "n", "gpu": "g", "user": "u", "key": "k"}
+
+
+class IdSource(Protocol):
+    """Where new ids come from: increasing, never repeated, safe on many replicas."""
+
+    def next(self) -> int: ...
+
+    def take(self, count: int) -> range | list[int]:
+        """`count` ids at once, increasing."""
+        ...
+
+
+def encode(kind: str, number: int) -> str:
+    """`encode("task", 7)` is `t-0000000000007`: fixed width, so text sorts as the ids do."""
+    letters = []
+    for _ in range(DIGITS):
+        letters.append(ALPHABET[number & 31])
+        number >>= 5
+    letters.append("-")
+    letters.append(PREFIXES[kind])
+    return "".join(reversed(letters))
+
+
+def decode(kind: str, text: str) -> int:
+    """The number behind an id, or `Invalid` saying what an id of this kind looks like."""
+    prefix = PREFIXES[kind] + "-"
+    body = text.removeprefix(prefix)
+    if not text.startswith(prefix) or len(body) != DIGITS:
+        raise Invalid(f"{text[:40]!r} is not a {kind} id; one looks like {prefix}{'0' * DIGITS}")
+    number = 0
+    for letter in body:
+        value = _VALUE.get(letter)
+        if value is None:
+            raise Invalid(f"{text[:40]!r} is not a {kind} id: {letter!r} cannot stand in one")
+        number = number << 5 | value
+    if number >= 1 << 63:
+        raise Invalid(f"{text[:40]!r} is not a {kind} id: too large")
+    return number

@@ -1,0 +1,104 @@
+"""The one table of a task's moves. Whoever changes a status asks here; an illegal move is a bug and says so."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from enum import StrEnum
+
+from gpool.core.model import EndReason, TaskStatus
+from gpool.core.model import TaskStatus as S
+
+
+class Move(StrEnum):
+    """What happened to a task."""
+
+    GRANTED = "granted"  # the scheduler leased it to a node, next epoch
+    STARTED = "started"  # the agent says the sandbox runs
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"  # of its own: exit code, exception, time-out, memory
+    RETRIED = "retried"  # failed of its own with tries left
+    REQUEUED = "requeued"  # the lease ended through no fault of the task
+    GAVE_UP = "gave_up"  # lost on three different nodes
+    CANCELLED = "cancelled"
+
+
+TABLE: dict[tuple[TaskStatus, Move], TaskStatus] = {
+    (S.QUEUED, Move.GRANTED): S.LEASED,
+    (S.QUEUED, Move.CANCELLED): S.CANCELLED,
+    (S.LEASED, Move.STARTED): S.RUNNING,
+    (S.LEASED, Move.FAILED): S.FAILED,  # an input missing, a sandbox that would not start
+    (S.LEASED, Move.RETRIED): S.QUEUED,
+    (S.LEASED, Move.REQUEUED): S.QUEUED,
+    (S.LEASED, Move.GAVE_UP): S.FAILED,
+    (S.LEASED, Move.CANCELLED): S.CANCELLED,
+    (S.RUNNING, Move.SUCCEEDED): S.SUCCEEDED,
+    (S.RUNNING, Move.FAILED): S.FAILED,
+    (S.RUNNING, Move.RETRIED): S.QUEUED,
+    (S.RUNNING, Move.REQUEUED): S.QUEUED,
+    (S.RUNNING, Move.GAVE_UP): S.FAILED,
+    (S.RUNNING, Move.CANCELLED): S.CANCELLED,
+}
+
+SUCCESSES = frozenset({EndReason.EXITED, EndReason.RETURNED})
+"""Reasons that can be a success: a command's exit 0, a function's value."""
+
+NO_FAULT = frozenset({EndReason.LOST, EndReason.HANDED_BACK, EndReason.PREEMPTED})
+"""Reasons that requeue without counting as a failed try."""
+
+MAX_LOSSES = 3
+
+
+class IllegalMove(AssertionError):
+    """A move the table does not have: a bug in the caller, never a user's mistake."""
+
+
+def after(status: TaskStatus, moves: Iterable[Move], story: object = "") -> TaskStatus:
+    """The status after the moves, in order; raises `IllegalMove` with the task's story."""
+    for move in moves:
+        try:
+            status = TABLE[status, move]
+        except KeyError:
+            raise IllegalMove(f"a {status} task cannot be {move} ({story})") from None
+    return status
+
+
+def sources(move: Move) -> frozenset[TaskStatus]:
+    """The statuses from which the move is legal: what a guarded write compares with."""
+    return frozenset(status for (status, m) in TABLE if m is move)
+
+
+def end_move(reason: EndReason, exit_code: int | None, *, tries_left: bool, losses: int) -> Move:
+    """Which move an attempt's end is. `losses` counts different lost nodes, this one included."""
+    if reason in NO_FAULT:
+        return Move.GAVE_UP if reason is EndReason.LOST and losses >= MAX_LOSSES else Move.REQUEUED
+    if reason is EndReason.CANCELLED:
+        return Move.CANCELLED
+    if reason is EndReason.LOSES_NODES:
+        return Move.GAVE_UP
+    if reason is EndReason.RETURNED or (reason is EndReason.EXITED and exit_code == 0):
+        return Move.SUCCEEDED
+    return Move.RETRIED if tries_left else Move.FAILED
+
+
+def as_markdown() -> str:
+    """docs/lifecycle.md, generated: `python -m gpool.core.lifecycle > docs/lifecycle.md`."""
+    lines = [
+        "# The lifecycle of a task",
+        "",
+        "Generated from `gpool.core.lifecycle.TABLE` (`make docs`); a test fails when it is stale.",
+        "",
+        "| from | move | to |",
+        "|---|---|---|",
+    ]
+    lines += [f"| {source} | {move} | {target} |" for (source, move), target in TABLE.items()]
+    lines += [
+        "",
+        "`succeeded`, `failed` and `cancelled` are final: no move leaves them.",
+        "A lease keeps its allocation until the agent confirms the end or the lease expires, even when the task is cancelled.",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(as_markdown(), end="")  # noqa: T201 - its output is the page

@@ -1,0 +1,320 @@
+"""The values everything is said in. They hold what is so; they do nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import NewType
+
+from gpool.core.ids import BatchId, GpuId, NodeId, SpecId, TaskId, UserId
+
+Instant = NewType("Instant", int)
+"""Microseconds since 1970 in UTC, by the server's clock."""
+
+Span = NewType("Span", int)
+"""Microseconds."""
+
+SECOND = Span(1_000_000)
+KIB, MIB, GIB = 1024, 1024**2, 1024**3
+INLINE_LIMIT_BYTES = 64 * KIB
+"""A function's arguments or value up to this size travel in the frame; larger ones as an artifact."""
+
+
+class Permission(StrEnum):
+    CONSUMER = "consumer"
+    PROVIDER = "provider"
+    OPERATOR = "operator"
+
+
+class Tier(StrEnum):
+    """How strongly a task is kept apart; ordered by `strength`."""
+
+    NONE = "none"
+    CONTAINER = "container"
+    VM = "vm"
+
+    @property
+    def strength(self) -> int:
+        return {"none": 0, "container": 1, "vm": 2}[self.value]
+
+
+class TaskKind(StrEnum):
+    COMMAND = "command"
+    FUNCTION = "function"
+
+
+class TaskStatus(StrEnum):
+    QUEUED = "queued"
+    LEASED = "leased"
+    RUNNING = "running"
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+    @property
+    def is_final(self) -> bool:
+        return self in FINAL
+
+    @property
+    def text(self) -> str:
+        """The plain word consumers see."""
+        return STATUS_TEXT[self]
+
+
+FINAL = frozenset({TaskStatus.SUCCEEDED, TaskStatus.FAILED, TaskStatus.CANCELLED})
+STATUS_TEXT = {
+    TaskStatus.QUEUED: "waiting",
+    TaskStatus.LEASED: "processing",
+    TaskStatus.RUNNING: "processing",
+    TaskStatus.SUCCEEDED: "completed",
+    TaskStatus.FAILED: "failed",
+    TaskStatus.CANCELLED: "cancelled",
+}
+
+
+class EndReason(StrEnum):
+    """Why an attempt ended. The first group is the task's doing and final; the second requeues it."""
+
+    EXITED = "exited"  # a command's own exit, any code
+    RETURNED = "returned"  # a function gave a value
+    RAISED = "raised"  # a function raised
+    TIMED_OUT = "timed_out"
+    CANCELLED = "cancelled"
+    OUT_OF_MEMORY = "out_of_memory"
+    BAD_INPUT = "bad_input"  # an input artifact is missing or does not match its hash
+    BAD_OUTPUT = "bad_output"  # a named output is missing, special, or over its quota
+    LOSES_NODES = "loses_nodes"
+    SANDBOX_FAILED = "sandbox_failed"  # gpool's own fault on that node
+
+    LOST = "lost"  # the node went silent past the lease
+    HANDED_BACK = "handed_back"  # the agent returned it unstarted
+    PREEMPTED = "preempted"
+
+
+class Availability(StrEnum):
+    """What the owner allows."""
+
+    AVAILABLE = "available"
+    PAUSED = "paused"  # nothing new; what runs goes on
+    DRAINING = "draining"  # nothing new; paused once the last lease ends
+
+
+@dataclass(frozen=True, slots=True)
+class GpuRequest:
+    """One alternative of a GPU requirement: `count` whole GPUs, or (`count` 1) a slice of one.
+
+    A slice is asked for by `share_milli` < 1000 (memory and compute alike) or by `vram_bytes`.
+    """
+
+    count: int = 1
+    model: str | None = None  # normalised: letters and digits, upper case ("RTX4090")
+    vendor: str | None = None  # "nvidia", "amd", "intel", "apple"
+    min_memory_bytes: int | None = None
+    max_memory_bytes: int | None = None
+    share_milli: int = 1000
+    vram_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Requirements:
+    """What a task needs. Hashable: equal requirements are one shape."""
+
+    gpu: tuple[GpuRequest, ...] = ()  # alternatives, tried in order; empty: CPU only
+    cpu_milli: int = 1000
+    memory_bytes: int | None = None  # None: the CPU share's part of the node's memory
+    disk_bytes: int | None = None
+    tier: Tier = Tier.CONTAINER  # the weakest isolation the consumer accepts
+    python: str | None = None  # "3.11": the minor version a function was pickled with
+
+
+@dataclass(frozen=True, slots=True)
+class InputFile:
+    """A file laid into the work directory before the start."""
+
+    path: str  # relative, no "..", checked by core.paths
+    sha256: str
+    size_bytes: int
+    executable: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class OutputFile:
+    """A file found beneath the work directory after the end."""
+
+    path: str
+    sha256: str
+    size_bytes: int
+    executable: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class TaskSpec:
+    """What to run, without the one task's own arguments: one spec serves a whole batch."""
+
+    kind: TaskKind
+    name: str
+    requirements: Requirements = Requirements()
+    command: tuple[str, ...] = ()
+    function_sha256: str = ""  # the pickled function, an artifact
+    env: tuple[tuple[str, str], ...] = ()
+    inputs: tuple[InputFile, ...] = ()
+    outputs: tuple[str, ...] = ()  # paths or directories (ending in "/") beneath the work directory
+    timeout: Span = Span(24 * 3600 * 1_000_000)
+    retries: int = 0  # further tries after a failure of its own
+    priority: int = 0  # higher first, -100..100
+    environment: str = "default"
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Queued tasks of one shape are interchangeable but for age: one entry in the queue.
+
+    `group` tells tasks apart whose run times have nothing in common: the function's hash or the command's name.
+    """
+
+    user: UserId
+    requirements: Requirements
+    priority: int
+    kind: TaskKind
+    environment: str
+    group: str
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """One device, as its agent described it and its owner allows it."""
+
+    index: int
+    uuid: str
+    model: str
+    vendor: str
+    memory_bytes: int
+    simulated: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """What a node lends, as its agent says it."""
+
+    cpu_milli: int
+    memory_bytes: int
+    disk_bytes: int
+    gpus: tuple[Gpu, ...] = ()
+    pythons: frozenset[str] = frozenset()  # minors with a runner, e.g. {"3.11"}
+    tiers: frozenset[Tier] = frozenset({Tier.CONTAINER})
+    environments: frozenset[str] = frozenset({"default"})
+    hostname: str = ""
+    agent_version: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A provider's machine as the scheduler sees it."""
+
+    id: NodeId
+    owner: UserId
+    name: str
+    offer: Offer
+    availability: Availability = Availability.AVAILABLE
+    connected: bool = True
+    gpus_withheld: frozenset[int] = frozenset()  # indexes the owner set unavailable
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """The part of one GPU that a lease holds; a whole GPU is a slice too."""
+
+    gpu_index: int
+    memory_bytes: int
+    share_milli: int
+
+
+@dataclass(frozen=True, slots=True)
+class Allocation:
+    """What leases of one user and shape stand in line for on a node; at most one of them runs.
+
+    `number` is the smallest free one on its node, so that it can be found again from the store.
+    """
+
+    number: int
+    cpu_milli: int
+    memory_bytes: int
+    slices: tuple[Slice, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TaskRow:
+    """One task as the store holds it."""
+
+    id: TaskId
+    batch: BatchId
+    position: int  # place in its batch
+    spec: SpecId
+    user: UserId
+    status: TaskStatus
+    epoch: int  # of the current or last lease; 0: never leased
+    created_at: Instant
+    node: NodeId | None = None
+    allocation: Allocation | None = None
+    holding: bool = False  # the lease still holds its allocation
+    leased_at: Instant | None = None
+    started_at: Instant | None = None
+    finished_at: Instant | None = None
+    reason: EndReason | None = None
+    exit_code: int | None = None
+    error_text: str | None = None
+    tries: int = 0  # failures of its own so far
+    losses: int = 0  # different nodes lost while it ran
+    queued_at: Instant | None = None  # since when it waits this time
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptRow:
+    """An attempt that did not end its task: kept for the task's story."""
+
+    task: TaskId
+    epoch: int
+    node: NodeId
+    leased_at: Instant
+    started_at: Instant | None
+    ended_at: Instant
+    reason: EndReason
+    detail: str = ""
+
+
+__all__ = [
+    "FINAL",
+    "GIB",
+    "INLINE_LIMIT_BYTES",
+    "KIB",
+    "MIB",
+    "SECOND",
+    "STATUS_TEXT",
+    "Allocation",
+    "AttemptRow",
+    "Availability",
+    "BatchId",
+    "EndReason",
+    "Gpu",
+    "GpuId",
+    "GpuRequest",
+    "InputFile",
+    "Instant",
+    "Node",
+    "NodeId",
+    "Offer",
+    "OutputFile",
+    "Permission",
+    "Requirements",
+    "Shape",
+    "Slice",
+    "Span",
+    "SpecId",
+    "TaskId",
+    "TaskKind",
+    "TaskRow",
+    "TaskSpec",
+    "TaskStatus",
+    "Tier",
+    "UserId",
+]

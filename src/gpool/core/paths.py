@@ -1,0 +1,37 @@
+"""Names of inputs and outputs: relative, plain, and the same on every machine. Refuses everything else."""
+
+from __future__ import annotations
+
+import unicodedata
+
+from gpool.core.errors import Invalid
+
+MAX_PATH_BYTES = 1024
+MAX_NAME_BYTES = 255
+_INVISIBLE = {"Cc", "Cf", "Cs", "Zl", "Zp"}  # controls, bidi marks, surrogates, line separators
+
+
+def checked(path: str, *, directory: bool = False) -> str:
+    """The path itself when it is safe beneath a work directory; `Invalid` with the reason otherwise."""
+    body = path.removesuffix("/") if directory else path
+    shown = path[:80].encode("unicode_escape").decode()
+    if not body:
+        raise Invalid("an empty path; name a file beneath the work directory")
+    if body.startswith("/"):
+        raise Invalid(f"path '{shown}' is absolute; give it relative to the work directory")
+    if any(unicodedata.category(letter) in _INVISIBLE for letter in body):
+        raise Invalid(f"path '{shown}' holds a control or invisible character")
+    encoded = body.encode()
+    if len(encoded) > MAX_PATH_BYTES:
+        raise Invalid(f"path '{shown}…' is longer than {MAX_PATH_BYTES} bytes")
+    for name in body.split("/"):
+        if name in ("", ".", ".."):
+            raise Invalid(f"path '{shown}' holds {name!r}; use plain names joined by '/'")
+        if len(name.encode()) > MAX_NAME_BYTES:
+            raise Invalid(f"a name in path '{shown}…' is longer than {MAX_NAME_BYTES} bytes")
+    return path
+
+
+def folded(path: str) -> str:
+    """What a case-insensitive file system takes the path for: two outputs must not fold alike."""
+    return unicodedata.normalize("NFC", path).casefold()

@@ -1,0 +1,1 @@
+"""Scheduling: events fold into State, `plan(state, now)` reads it and decides. Nothing here writes."""

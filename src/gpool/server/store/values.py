@@ -1,0 +1,238 @@
+"""What operations take and give. Plain values; the operations themselves are in `gpool.server.store.operations`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from gpool.core.ids import BatchId, NodeId, SpecId, TaskId, UserId
+from gpool.core.model import (
+    Allocation,
+    AttemptRow,
+    Availability,
+    EndReason,
+    Instant,
+    Node,
+    OutputFile,
+    Permission,
+    Span,
+    TaskRow,
+    TaskSpec,
+    TaskStatus,
+)
+from gpool.core.scheduling.events import Place
+from gpool.wire.frames import Hold, Lease
+
+# ---- people
+
+
+@dataclass(frozen=True, slots=True)
+class User:
+    id: UserId
+    name: str
+    permissions: frozenset[Permission]
+    created_at: Instant
+
+
+# ---- submissions
+
+
+@dataclass(frozen=True, slots=True)
+class NewTask:
+    id: TaskId
+    position: int
+    payload: bytes = b""
+    payload_sha256: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Submission:
+    """Tasks of one spec for one batch, new or open. Artifacts it names must be there, and visible to the user."""
+
+    batch: BatchId
+    is_new_batch: bool
+    closes_batch: bool
+    spec_id: SpecId  # used when this user has no equal spec yet
+    spec: TaskSpec
+    user: UserId
+    tasks: Sequence[NewTask]
+    at: Instant
+
+
+@dataclass(frozen=True, slots=True)
+class Submitted:
+    batch: BatchId
+    spec_id: SpecId  # the one in force: of an equal earlier spec, if there was one
+    first_position: int
+    tasks: Sequence[NewTask]
+
+
+@dataclass(frozen=True, slots=True)
+class MissingArtifacts:
+    """The submission names artifacts this user cannot see: nothing was written."""
+
+    sha256s: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    id: BatchId
+    user: UserId
+    name: str
+    total: int
+    done: int
+    closed: bool
+    created_at: Instant
+
+
+@dataclass(frozen=True, slots=True)
+class BatchResult:
+    """One finished task of a batch, in the order of finishing (`sequence` 1, 2, … without gaps)."""
+
+    sequence: int
+    position: int
+    task: TaskId
+    status: TaskStatus
+    reason: EndReason
+    exit_code: int | None
+    value: bytes
+    value_sha256: str
+    error_text: str
+
+
+# ---- leases
+
+
+@dataclass(frozen=True, slots=True)
+class GrantedLine:
+    """A `Place` as far as it could be written."""
+
+    place: Place
+    leases: tuple[tuple[SpecId, Lease], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AppliedPlan:
+    lines: tuple[GrantedLine, ...]
+    refused: tuple[TaskId, ...]  # not queued any more, or under another epoch
+    deposed: bool = False  # the term is over: somebody else schedules, nothing was written
+
+
+@dataclass(frozen=True, slots=True)
+class HeldLease:
+    """A lease the store has open on a node."""
+
+    task: TaskId
+    epoch: int
+    user: UserId
+    status: TaskStatus
+    spec: SpecId
+    allocation: Allocation
+    payload: bytes
+    payload_sha256: str
+
+
+# ---- ends
+
+
+@dataclass(frozen=True, slots=True)
+class Requeued:
+    task: TaskId
+    epoch: int
+    spec: SpecId
+    user: UserId
+    queued_at: Instant
+    reason: EndReason
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    task: TaskId
+    batch: BatchId
+    user: UserId
+    status: TaskStatus
+    duration: Span  # as the agent measured it
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """What a batch of reports (or an expiry, or a cancel) changed."""
+
+    started: tuple[TaskId, ...] = ()
+    ended: tuple[Ended, ...] = ()
+    requeued: tuple[Requeued, ...] = ()
+    released: tuple[TaskId, ...] = ()  # leases that no longer hold their allocation (all of the above that held one too)
+    withdrawn: tuple[TaskId, ...] = ()  # cancelled while queued
+    to_stop: tuple[tuple[NodeId, Hold], ...] = ()  # cancelled while a node held them
+    logged: tuple[TaskId, ...] = ()
+    refused: tuple[Hold, ...] = ()  # under an old epoch, or another node's
+
+
+# ---- queries
+
+
+@dataclass(frozen=True, slots=True)
+class TaskView:
+    """A task with what its documents show."""
+
+    row: TaskRow
+    spec: TaskSpec
+    node_name: str | None
+    outputs: tuple[OutputFile, ...]
+    value: bytes
+    value_sha256: str
+    log_sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class TaskStory:
+    """For `/events` and `explain`: the row and every earlier attempt."""
+
+    row: TaskRow
+    attempts: tuple[AttemptRow, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LogLine:
+    """A stored chunk of output. `cursor` grows with time; ask for what comes after it."""
+
+    cursor: int
+    epoch: int
+    stream: int
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class NodeRow:
+    node: Node
+    last_beat_at: Instant | None
+    created_at: Instant
+
+
+@dataclass(frozen=True, slots=True)
+class QueuedRow:
+    """What the scheduling state needs of a queued task."""
+
+    task: TaskId
+    epoch: int
+    spec: SpecId
+    user: UserId
+    queued_at: Instant
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """Everything the scheduling state is built from."""
+
+    specs: tuple[tuple[SpecId, UserId, TaskSpec], ...]
+    queued: tuple[QueuedRow, ...]
+    held: tuple[tuple[NodeId, HeldLease], ...]
+    nodes: tuple[NodeRow, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class NodeCredentials:
+    node: NodeId
+    owner: UserId
+    name: str
+    availability: Availability

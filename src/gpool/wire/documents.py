@@ -1,0 +1,323 @@
+"""The REST documents of `/v1`, each written once. They check form; what is allowed is decided in `server.actions`."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Annotated, Literal
+
+from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, StringConstraints
+
+MAX_BATCH = 10_000
+"""Tasks in one call; more go into the same batch with further calls."""
+
+MAX_BODY_BYTES = 32 * 1024 * 1024
+"""A batch submission's JSON; every other body is held to `MAX_SMALL_BODY_BYTES`."""
+
+MAX_SMALL_BODY_BYTES = 1024 * 1024
+
+Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
+Name = Annotated[str, StringConstraints(min_length=1, max_length=200)]
+
+
+def instant_to_datetime(instant: int) -> datetime:
+    return datetime.fromtimestamp(instant / 1_000_000, UTC)
+
+
+class Document(BaseModel):
+    """Unknown fields are refused: a typing mistake must not pass for a default."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class Answer(BaseModel):
+    """What the server sends: a client ignores fields it does not know, so the server may grow first."""
+
+    model_config = ConfigDict(extra="ignore")
+
+
+# ---- errors (RFC 9457)
+
+
+class Problem(Answer):
+    type: str = "about:blank"
+    title: str
+    status: int
+    detail: str
+    code: str
+    instance: str = ""
+    errors: list[dict[str, object]] = []
+
+
+# ---- submitting
+
+
+class InputDocument(Document):
+    path: str
+    sha256: Sha256
+    size_bytes: Annotated[int, Field(ge=0)]
+    executable: bool = False
+
+
+class CallDocument(Document):
+    """One function call: its pickled `(args, kwargs)`, inline (base64) or as an artifact."""
+
+    payload: str = ""
+    payload_sha256: Sha256 | Literal[""] = ""
+
+
+class FunctionDocument(Document):
+    sha256: Sha256
+    python: Annotated[str, StringConstraints(pattern=r"^3\.\d{1,2}$")]
+
+
+class TaskRequest(Document):
+    """`POST /v1/tasks`: one command, or one function with one or many calls.
+
+    `calls` holds base64 strings (the common case) or `CallDocument`s. `copies` submits the same command many times.
+    """
+
+    name: Name | None = None
+    command: Annotated[list[str], Field(min_length=1, max_length=1000)] | None = None
+    function: FunctionDocument | None = None
+    calls: Annotated[list[str | CallDocument], Field(max_length=MAX_BATCH)] | None = None
+    copies: Annotated[int, Field(ge=1, le=MAX_BATCH)] = 1
+    gpu: str | int | float | None = None
+    vram: str | None = None
+    cpus: Annotated[float, Field(gt=0, le=1024)] = 1.0
+    memory: str | None = None  # "4GB"
+    disk: str | None = None
+    tier: Literal["none", "container", "vm"] = "container"
+    env: dict[str, str] = {}
+    inputs: Annotated[list[InputDocument], Field(max_length=10_000)] = []
+    outputs: Annotated[list[str], Field(max_length=1000)] = []
+    timeout_s: Annotated[float, Field(gt=0, le=30 * 86400)] = 86400.0
+    retries: Annotated[int, Field(ge=0, le=20)] = 0
+    priority: Annotated[int, Field(ge=-100, le=100)] = 0
+    environment: Name = "default"
+    batch: str | None = None  # add to this open batch of yours
+    more: bool = False  # the batch stays open for further calls
+
+
+class SubmittedDocument(Answer):
+    """202: durable. `ids` in the order of the calls."""
+
+    batch: str
+    first_position: int
+    ids: list[str]
+
+
+# ---- tasks
+
+
+class GpuSliceDocument(Answer):
+    index: int
+    memory_bytes: int
+    share: float
+
+
+class OutputDocument(Answer):
+    path: str
+    sha256: str
+    size_bytes: int
+    executable: bool
+
+
+class TaskDocument(Answer):
+    id: str
+    name: str
+    kind: Literal["command", "function"]
+    status: str
+    status_text: str
+    created_at: AwareDatetime
+    started_at: AwareDatetime | None = None
+    finished_at: AwareDatetime | None = None
+    batch: str
+    position: int
+    user: str
+    epoch: int
+    node: str | None = None
+    node_name: str | None = None
+    slices: list[GpuSliceDocument] = []
+    command: list[str] = []
+    gpu: str | None = None
+    priority: int = 0
+    exit_code: int | None = None
+    reason: str | None = None
+    error_text: str | None = None
+    tries: int = 0
+    losses: int = 0
+    outputs: list[OutputDocument] = []
+
+
+class TaskPage(Answer):
+    items: list[TaskDocument]
+    next: str | None = None
+
+
+class ResultDocument(Answer):
+    """`GET /v1/tasks/{id}/result`, and each line of `GET /v1/batches/{id}/results` (NDJSON)."""
+
+    id: str
+    position: int
+    sequence: int
+    status: str
+    reason: str | None = None
+    exit_code: int | None = None
+    value: str = ""  # base64 of the pickled value or exception
+    value_sha256: str = ""
+    error_text: str = ""
+    outputs: list[OutputDocument] = []
+
+
+class BatchDocument(Answer):
+    id: str
+    name: str
+    total: int
+    done: int
+    closed: bool
+    created_at: AwareDatetime
+
+
+class EventDocument(Answer):
+    at: AwareDatetime
+    event: str
+    epoch: int
+    node: str | None = None
+    text: str
+
+
+class ExplainDocument(Answer):
+    id: str
+    status: str
+    sentence: str
+    position: int | None = None  # place in line among what waits
+
+
+class LogDocument(Answer):
+    cursor: int
+    epoch: int
+    stream: Literal["stdout", "stderr"]
+    text: str
+
+
+class LogPage(Answer):
+    items: list[LogDocument]
+    next: int | None = None
+    ended: bool
+
+
+# ---- nodes and GPUs
+
+
+class GpuDocument(Answer):
+    """A resource: one GPU, or (kind `cpu`) what a node lends of its processors."""
+
+    id: str
+    kind: Literal["gpu", "cpu"]
+    node: str
+    node_name: str
+    index: int
+    model: str
+    vendor: str
+    uuid: str
+    memory_bytes: int
+    memory_free_bytes: int
+    share_free: float
+    simulated: bool
+    status: Literal["free", "shared", "busy", "paused", "offline"]
+    available: bool
+    tiers: list[str]
+
+
+class GpuPage(Answer):
+    items: list[GpuDocument]
+    next: str | None = None
+
+
+class GpuPatch(Document):
+    available: bool
+
+
+class NodeDocument(Answer):
+    id: str
+    name: str
+    owner: str
+    status: Literal["online", "offline"]
+    availability: str
+    created_at: AwareDatetime
+    last_beat_at: AwareDatetime | None = None
+    cpu_milli: int
+    cpu_free_milli: int
+    memory_bytes: int
+    pythons: list[str]
+    tiers: list[str]
+    gpus: list[GpuDocument] = []
+    running: int = 0
+
+
+class NodePage(Answer):
+    items: list[NodeDocument]
+    next: str | None = None
+
+
+class NodePatch(Document):
+    availability: Literal["available", "paused", "draining"]
+
+
+class InviteRequest(Document):
+    """An owner asks for a join link's token."""
+
+    expires_in_s: Annotated[int, Field(ge=60, le=7 * 86400)] = 3600
+
+
+class InviteDocument(Answer):
+    token: str
+    link: str
+    expires_at: AwareDatetime
+
+
+class OfferedGpu(Document):
+    index: Annotated[int, Field(ge=0, le=1023)]
+    uuid: Annotated[str, StringConstraints(min_length=1, max_length=128)]
+    model: Name
+    vendor: Literal["nvidia", "amd", "intel", "apple", "other"] = "other"
+    memory_bytes: Annotated[int, Field(gt=0, le=1 << 50)]
+    simulated: bool = False
+
+
+class NodeRequest(Document):
+    """`POST /v1/nodes` (and `/v1/resources`, `/register_gpu`): a node joins with an invite's token, or its owner's key."""
+
+    name: Name
+    token: str | None = None
+    cpu_milli: Annotated[int, Field(ge=0, le=10_000_000)] = 0
+    memory_bytes: Annotated[int, Field(ge=0, le=1 << 60)] = 0
+    gpus: Annotated[list[OfferedGpu], Field(max_length=1024)] = []
+
+
+class NodeJoined(Answer):
+    """The secret is shown once; the agent keeps it in a 0600 file."""
+
+    id: str
+    name: str
+    secret: str
+
+
+# ---- the rest
+
+
+class ArtifactDocument(Answer):
+    sha256: str
+    size_bytes: int
+
+
+class MeDocument(Answer):
+    id: str
+    name: str
+    wallets: list[str]
+    permissions: list[str]
+
+
+class HealthDocument(Answer):
+    status: Literal["ok", "starting"]
+    version: str

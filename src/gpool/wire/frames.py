@@ -1,0 +1,200 @@
+"""The agent's channel: msgpack frames over one WebSocket, many leases or reports in each.
+
+The agent speaks first with `Hello`; the server answers `Welcome` or `Refused`. From then on either side sends when it
+has something. Reports are kept by the agent until `Recorded` names their sequence number and sent again after a
+reconnect; the store's fence makes the repetition harmless. Lease time: see `gpool.agent.session`.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import msgspec
+
+from gpool.core.model import Allocation, EndReason, Offer, OutputFile, TaskSpec
+
+PROTOCOL = 1
+MAX_FRAME_BYTES = 8 * 1024 * 1024
+CHANNEL_PATH = "/v1/nodes/channel"
+
+
+class _Frame(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Positional on the wire: fields are only ever added at the end, with a default."""
+
+
+class Hold(msgspec.Struct, frozen=True, array_like=True):
+    """A lease the agent has."""
+
+    task: int
+    epoch: int
+
+
+# ---- what an agent reports; each item is fenced by (task, epoch)
+
+
+class Started(_Frame):
+    """The sandbox runs. Left out for what ended before the batch was sent: `Finished` implies it."""
+
+    task: int
+    epoch: int
+
+
+class Finished(_Frame):
+    """The attempt ended and its sandbox is gone: the allocation is free for the next in line."""
+
+    task: int
+    epoch: int
+    reason: EndReason
+    exit_code: int | None = None
+    value: bytes = b""  # a function's pickled value or exception, when small
+    value_sha256: str = ""  # ... or the artifact that holds it
+    error_text: str = ""  # for people: traceback or message
+    duration_us: int = 0  # as the agent measured it; a hint, billing uses the server's times
+    outputs: tuple[OutputFile, ...] = ()
+
+
+class Released(_Frame):
+    """A stopped lease (cancelled or stale) is really over: nothing of it runs any more."""
+
+    task: int
+    epoch: int
+
+
+class HandedBack(_Frame):
+    """A lease that stood in line and was not started is given back."""
+
+    task: int
+    epoch: int
+
+
+class LogChunk(_Frame):
+    """Output of a running attempt. `sequence` counts from 0 within the epoch."""
+
+    task: int
+    epoch: int
+    sequence: int
+    stream: int  # 1 stdout, 2 stderr
+    data: bytes
+
+
+ReportItem = Started | Finished | Released | HandedBack | LogChunk
+
+
+# ---- agent to server
+
+
+class Hello(_Frame):
+    protocol: int
+    boot: str  # random, new with every start of the agent
+    offer: Offer
+    beat: int  # the hello is a beat too
+    holds: tuple[Hold, ...]  # everything it has, running or in line
+
+
+class Beat(_Frame):
+    number: int
+    holds: tuple[Hold, ...]
+
+
+class Reports(_Frame):
+    sequence: int
+    items: tuple[ReportItem, ...]
+
+
+class OfferChanged(_Frame):
+    """The machine changed: a GPU appeared or fell off, the owner's limits moved."""
+
+    offer: Offer
+
+
+AgentFrame = Hello | Beat | Reports | OfferChanged
+
+
+# ---- server to agent
+
+
+class StopReason(StrEnum):
+    CANCELLED = "cancelled"
+    STALE = "stale"
+    PREEMPTED = "preempted"
+
+
+class Welcome(_Frame):
+    node: int
+    beat: int  # the hello's, seen
+    ttl_us: int
+    margin_us: int
+    beat_every_us: int
+    drop: tuple[Hold, ...]  # of what it holds: not its any more (stop, report nothing)
+
+
+class BeatSeen(_Frame):
+    number: int
+    drop: tuple[Hold, ...] = ()
+
+
+class Lease(msgspec.Struct, frozen=True, array_like=True):
+    task: int
+    epoch: int
+    payload: bytes = b""  # the pickled (args, kwargs) of a function, when small
+    payload_sha256: str = ""  # ... or the artifact that holds it
+
+
+class Line(msgspec.Struct, frozen=True, array_like=True):
+    """Leases to stand in line, in this order, on one allocation."""
+
+    allocation: Allocation
+    user: int
+    owner: bool  # the user owns this node (the `process` runtime asks)
+    spec: int
+    leases: tuple[Lease, ...]
+
+
+class Grants(_Frame):
+    """`specs` holds each spec the first time this connection needs it."""
+
+    beat: int  # the agent's last beat that the server had received
+    specs: tuple[tuple[int, TaskSpec], ...]
+    lines: tuple[Line, ...]
+
+
+class Stop(_Frame):
+    holds: tuple[Hold, ...]
+    reason: StopReason
+
+
+class Recorded(_Frame):
+    """Reports up to `sequence` are durable; `refused` were under an old lease: drop those."""
+
+    sequence: int
+    refused: tuple[Hold, ...] = ()
+
+
+class Refused(_Frame):
+    """The server will not talk; `code` is an error code, `retry` whether later may go better."""
+
+    code: str
+    detail: str
+    retry: bool
+
+
+ServerFrame = Welcome | BeatSeen | Grants | Stop | Recorded | Refused
+
+_encoder = msgspec.msgpack.Encoder()
+_agent_decoder = msgspec.msgpack.Decoder(AgentFrame)
+_server_decoder = msgspec.msgpack.Decoder(ServerFrame)
+
+Malformed = msgspec.MsgspecError
+"""What the decoders raise on bytes that are no frame."""
+
+
+def encode(frame: AgentFrame | ServerFrame) -> bytes:
+    return _encoder.encode(frame)
+
+
+def decode_from_agent(data: bytes) -> AgentFrame:
+    return _agent_decoder.decode(data)
+
+
+def decode_from_server(data: bytes) -> ServerFrame:
+    return _server_decoder.decode(data)
