@@ -1,0 +1,299 @@
+"""A pool of real processes on this machine: server, agents, command line, each with its own home.
+
+For end-to-end tests and benchmarks. It starts what a person would start, with the same commands, and ends only what it
+started, by pid. It reads no table and patches nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx2
+
+from gpool.client import config
+
+GPOOL = (sys.executable, "-m", "gpool.cli.main")
+
+SHORT_LEASE: Mapping[str, str] = {
+    "GPOOL_SERVER_TTL_S": "2",
+    "GPOOL_SERVER_MARGIN_S": "0.5",
+    "GPOOL_SERVER_BEAT_S": "0.5",
+    "GPOOL_SERVER_TICK_S": "0.2",
+}
+"""Settings of a server whose lost nodes are noticed within a test's patience."""
+
+LEASE_TIME_S = 2.0
+
+
+class NeverHappened(AssertionError):
+    """What a test waited for did not come about in time."""
+
+
+def eventually(
+    what: str, holds: Callable[[], bool], within_s: float, every_s: float = 0.02
+) -> float:
+    """Waits until `holds()`; returns the seconds it took, raises `NeverHappened` naming `what`."""
+    pause = threading.Event()
+    began = time.monotonic()
+    while not holds():
+        if time.monotonic() - began > within_s:
+            raise NeverHappened(f"{what}: not within {within_s:g} s")
+        pause.wait(every_s)
+    return time.monotonic() - began
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def alive(pid: int) -> bool:
+    """Whether the process is there and not merely waiting to be reaped."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state != "Z"
+
+
+def processes_saying(mark: str) -> list[int]:
+    """The pids of all processes, in any sandbox, whose command line holds the mark."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit() or int(entry.name) == os.getpid():
+            continue
+        try:
+            line = (entry / "cmdline").read_bytes()
+        except (FileNotFoundError, ProcessLookupError, PermissionError):
+            continue
+        if mark.encode() in line and alive(int(entry.name)):
+            found.append(int(entry.name))
+    return found
+
+
+@dataclass(slots=True)
+class Daemon:
+    """One long-running gpool process. Its output goes to `log`."""
+
+    arguments: Sequence[str]
+    environment: Mapping[str, str]
+    log: Path
+    _process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        with self.log.open("ab") as out:
+            self._process = subprocess.Popen(
+                [*GPOOL, *self.arguments],
+                env=dict(self.environment),
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    @property
+    def pid(self) -> int:
+        if self._process is None:
+            raise NeverHappened(f"gpool {self.arguments[0]} was not started")
+        return self._process.pid
+
+    @property
+    def is_running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def signal(self, number: signal.Signals) -> None:
+        os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """kill -9 of this one process: what depends on it has to notice by itself."""
+        if self._process is not None and self.is_running:
+            self._process.kill()
+            self._process.wait()
+
+    def stop(self) -> None:
+        """As Ctrl-C would; by force after ten seconds."""
+        if self._process is None:
+            return
+        if self.is_running:
+            self.signal(signal.SIGCONT)
+            self.signal(signal.SIGINT)
+            try:
+                self._process.wait(10)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+        self._process.wait()
+
+    def said(self) -> str:
+        return self.log.read_text(errors="replace") if self.log.exists() else ""
+
+    def peak_memory_bytes(self) -> int:
+        """The largest resident set so far, of this process alone."""
+        status = Path(f"/proc/{self.pid}/status").read_text()
+        peak = re.search(r"^VmHWM:\s+(\d+) kB", status, re.MULTILINE)
+        return int(peak[1]) * 1024 if peak else 0
+
+
+@dataclass(slots=True)
+class Pool:
+    """A server and its agents beneath one directory. `start()` it, or use it as a context manager."""
+
+    directory: Path
+    settings: Mapping[str, str] = field(default_factory=dict)
+    port: int = field(default_factory=free_port)
+    agents: dict[str, Daemon] = field(default_factory=dict)
+    _server: Daemon | None = None
+
+    # ---- processes
+
+    def environment(self, home: str) -> dict[str, str]:
+        """What a process of this pool sees: its own home, nothing of the caller's gpool configuration."""
+        folder = self.directory / home
+        folder.mkdir(parents=True, exist_ok=True)
+        inherited = {k: v for k, v in os.environ.items() if not k.startswith("GPOOL_")}
+        return inherited | {"HOME": str(folder), "GPOOL_HOME": str(folder)} | dict(self.settings)
+
+    @property
+    def address(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def server(self) -> Daemon:
+        if self._server is None:
+            arguments = ["up", "--no-agent", "--port", str(self.port)]
+            arguments += ["--data", str(self.directory / "data")]
+            log = self.directory / "server.log"
+            self._server = Daemon(arguments, self.environment("consumer"), log)
+        return self._server
+
+    def start(self, agents: Sequence[str] = ("first",)) -> None:
+        self.start_server()
+        for name in agents:
+            self.join(name)
+
+    def start_server(self) -> float:
+        """Starts it, or starts it again on the same data; returns the seconds until it was ready."""
+        self.server.start()
+
+        def ready() -> bool:
+            if not self.server.is_running:
+                raise NeverHappened(f"the server ended by itself:\n{self.server.said()[-4000:]}")
+            try:
+                return httpx2.get(f"{self.address}/readyz", timeout=2).status_code == 200
+            except httpx2.TransportError:
+                return False
+
+        return eventually("the server is ready", ready, within_s=30)
+
+    def join(self, name: str) -> Daemon:
+        """A further machine: its own home, joined by its own link; returns once the server sees it."""
+        link = self.json("node", "invite")["link"]
+        agent = Daemon(
+            ["join", link, "--name", name], self.environment(name), self.directory / f"{name}.log"
+        )
+        self.agents[name] = agent
+        agent.start()
+        eventually(f"node {name} is online", lambda: name in self.online(), within_s=30)
+        return agent
+
+    def online(self) -> list[str]:
+        return [n["name"] for n in self.json("node", "ls") if n["status"] == "online"]
+
+    def stop(self) -> None:
+        for daemon in (*self.agents.values(), *([self._server] if self._server else [])):
+            daemon.stop()
+
+    def __enter__(self) -> Pool:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def story(self) -> str:
+        """Every log's end, for a failing test."""
+        logs = sorted(self.directory.glob("*.log"))
+        return "\n".join(
+            f"--- {log.name}\n{log.read_text(errors='replace')[-4000:]}" for log in logs
+        )
+
+    # ---- the consumer's side
+
+    def gpool(self, *arguments: str, timeout_s: float = 60) -> subprocess.CompletedProcess[str]:
+        """One command of a consumer; the caller looks at its exit code."""
+        return subprocess.run(
+            [*GPOOL, *arguments],
+            env=self.environment("consumer"),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            check=False,
+        )
+
+    def json(self, *arguments: str) -> Any:
+        done = self.gpool(*arguments, "--json")
+        if done.returncode:
+            raise NeverHappened(f"gpool {' '.join(arguments)}: {done.stderr or done.stdout}")
+        return json.loads(done.stdout)
+
+    def submit(self, *command: str, options: Sequence[str] = ()) -> str:
+        """A detached command's id."""
+        done = self.gpool("run", "--detach", *options, "--", *command)
+        if done.returncode:
+            raise NeverHappened(f"gpool run --detach: {done.stderr or done.stdout}")
+        return done.stdout.split()[-1]
+
+    def status(self, task: str) -> dict[str, Any]:
+        document: dict[str, Any] = self.json("status", task)
+        return document
+
+    def until_status(self, task: str, status: str, within_s: float = 30) -> float:
+        return eventually(
+            f"{task} is {status}", lambda: self.status(task)["status"] == status, within_s, 0.1
+        )
+
+    def get(self, path: str) -> httpx2.Response:
+        """A GET as the consumer's own key allows it, where no command shows what is wanted."""
+        settings = config.load(environ=self.environment("consumer"), directory=self.directory)
+        headers = {"Authorization": f"Bearer {settings.key}"}
+        return httpx2.get(self.address + path, headers=headers, timeout=60).raise_for_status()
+
+    def results(self, batch: str) -> list[dict[str, Any]]:
+        """Every result of a finished batch, in the order the server accepted them."""
+        return [json.loads(line) for line in self.get(f"/v1/batches/{batch}/results").iter_lines()]
+
+    def program(self, source: str) -> Iterator[str]:
+        """Runs a consumer's Python program and gives its lines as it prints them."""
+        process = subprocess.Popen(
+            [sys.executable, "-u", "-c", source],
+            env=self.environment("consumer"),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        assert process.stdout is not None
+        tail: list[str] = []
+        try:
+            for line in process.stdout:
+                tail = [*tail[-40:], line]
+                yield line.rstrip("\n")
+            if process.wait():
+                raise NeverHappened("the consumer's program failed:\n" + "".join(tail))
+        finally:
+            process.kill()
+            process.wait()
