@@ -79,7 +79,7 @@ def kill_server(pool: Pool, tasks: int, kills: int) -> ServerKills:
             pool.server.kill()
             slowest = max(slowest, pool.start_server())
     wrong = sum(answer != f"{n} {n * n}" for n, answer in enumerate(answers))
-    [task] = pool.json("ps", "--all", "--limit", "1")
+    [task] = pool.json("ps", "--limit", "1")
     results = pool.results(task["batch"])
     accepted = {result["id"] for result in results if result["status"] == "succeeded"}
     in_order = [result["sequence"] for result in results] == list(range(1, len(results) + 1))
@@ -134,7 +134,7 @@ def freeze_agent(pool: Pool) -> Freeze:
     after = pool.submit("true")
     pool.until_status(after, "succeeded")
     now = pool.status(task)
-    logs = pool.json("logs", task)
+    logs = pool.get(f"/v1/tasks/{task}/logs").json()["items"]
     return Freeze(now["node_name"], now["epoch"], tuple(item["epoch"] for item in logs))
 
 

@@ -24,7 +24,7 @@ import httpx2
 
 from gpool.client import config
 
-GPOOL = (sys.executable, "-m", "gpool.cli.main")
+GPOOL = (str(Path(sys.executable).with_name("gpool")),)
 
 SHORT_LEASE: Mapping[str, str] = {
     "GPOOL_SERVER_TTL_S": "2",
