@@ -26,8 +26,6 @@ from gpool.client.pickling import PYTHON, dumps_call
 from gpool.client.results import Result
 from peers.base import Peer
 
-from gpool.client import config
-
 PORT = 28_470
 CHUNK = 4000
 
@@ -78,7 +76,7 @@ class P(Peer):  # type: ignore[misc]  # the harness is untyped
 
     def start_server(self) -> None:
         data = self.base / "data" / "gpool"
-        argv = [self.bin / "gpool", "up", "--no-agent", "--port", PORT, "--data", data]
+        argv = [self.bin / "gpool", "server", "--port", PORT, "--data", data]
         self.server = Proc(argv, self.log("server"), env=self._env("server"))
         assert wait_until(self._ready, 30), "gpool did not get ready"
 
@@ -89,8 +87,8 @@ class P(Peer):  # type: ignore[misc]  # the harness is untyped
             return False
 
     def connect(self) -> None:
-        settings = config.load(environ=self._env("server"), directory=self.base)
-        self.client = Client(settings.url, settings.key)
+        key = (self.base / "data" / "gpool" / "operator.key").read_text().strip()
+        self.client = Client(self.url, key)
         self.noop, self.each = self.client.task(tasks.noop), self.client.task(_ignore)
         self.mark = self.client.task(mark)
         self.link = self._door.send_json("POST", "/v1/nodes/invites", {})["link"]
@@ -101,7 +99,7 @@ class P(Peer):  # type: ignore[misc]  # the harness is untyped
         return self.client.door
 
     def start_worker(self, slots: int = 2) -> None:
-        argv = [self.bin / "gpool", "join", self.link, "--cpus", slots]
+        argv = [self.bin / "gpool", "join", self.link, "--slots", slots]
         self.worker = Proc(argv, self.log("agent"), env=self._env("agent"))
 
     def stop(self) -> None:

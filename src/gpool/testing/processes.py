@@ -22,8 +22,6 @@ from typing import Any
 
 import httpx2
 
-from gpool.client import config
-
 GPOOL = (str(Path(sys.executable).with_name("gpool")),)
 
 SHORT_LEASE: Mapping[str, str] = {
@@ -166,6 +164,14 @@ class Pool:
         inherited = {k: v for k, v in os.environ.items() if not k.startswith("GPOOL_")}
         return inherited | {"HOME": str(folder), "GPOOL_HOME": str(folder)} | dict(self.settings)
 
+    def consumer(self) -> dict[str, str]:
+        """What the operator's own commands and programs see, on a machine that is neither server nor node."""
+        return self.environment("consumer") | {"GPOOL_URL": self.address, "GPOOL_KEY": self.key}
+
+    @property
+    def key(self) -> str:
+        return (self.directory / "data" / "operator.key").read_text().strip()
+
     @property
     def address(self) -> str:
         return f"http://127.0.0.1:{self.port}"
@@ -173,10 +179,9 @@ class Pool:
     @property
     def server(self) -> Daemon:
         if self._server is None:
-            arguments = ["up", "--no-agent", "--port", str(self.port)]
-            arguments += ["--data", str(self.directory / "data")]
+            arguments = ["server", "--port", str(self.port), "--data", str(self.directory / "data")]
             log = self.directory / "server.log"
-            self._server = Daemon(arguments, self.environment("consumer"), log)
+            self._server = Daemon(arguments, self.environment("server"), log)
         return self._server
 
     def start(self, agents: Sequence[str] = ("first",)) -> None:
@@ -236,7 +241,7 @@ class Pool:
         """One command of a consumer; the caller looks at its exit code."""
         return subprocess.run(
             [*GPOOL, *arguments],
-            env=self.environment("consumer"),
+            env=self.consumer(),
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
@@ -268,8 +273,7 @@ class Pool:
 
     def get(self, path: str) -> httpx2.Response:
         """A GET as the consumer's own key allows it, where no command shows what is wanted."""
-        settings = config.load(environ=self.environment("consumer"), directory=self.directory)
-        headers = {"Authorization": f"Bearer {settings.key}"}
+        headers = {"Authorization": f"Bearer {self.key}"}
         return httpx2.get(self.address + path, headers=headers, timeout=60).raise_for_status()
 
     def results(self, batch: str) -> list[dict[str, Any]]:
@@ -280,7 +284,7 @@ class Pool:
         """Runs a consumer's Python program and gives its lines as it prints them."""
         process = subprocess.Popen(
             [sys.executable, "-u", "-c", source],
-            env=self.environment("consumer"),
+            env=self.consumer(),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
