@@ -48,7 +48,7 @@ check: setup                ## lint, types, import contracts, generated pages
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy --strict src
-	$(BIN)/lint-imports --no-timing
+	$(BIN)/lint-imports --no-logo
 	$(BIN)/python -m gpool.core.lifecycle | diff -u docs/lifecycle.md - \
 		|| { echo 'docs/lifecycle.md is stale: run make docs'; exit 1; }
 
