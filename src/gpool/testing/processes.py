@@ -301,3 +301,4 @@ class Pool:
         finally:
             process.kill()
             process.wait()
+            process.stdout.close()
