@@ -8,7 +8,7 @@ from store_pool import COMMAND, Pool, exited, returned
 from gpool.core.errors import Conflict, NotFound
 from gpool.core.ids import BatchId, TaskId
 from gpool.core.model import EndReason, InputFile, TaskKind, TaskSpec, TaskStatus
-from gpool.server.store.operations import artifacts, leases, tasks
+from gpool.server.store.operations import artifacts, leases, nodes, tasks
 from gpool.server.store.values import MissingArtifacts, Submitted
 from gpool.wire.frames import HandedBack, Hold, Released, Started
 
@@ -219,3 +219,5 @@ def test_a_node_that_is_gone_leaves_its_tasks_readable(pool: Pool) -> None:
     task = pool.leased(node)
     pool.record(node, returned(task))
     assert pool.view(task).node_name == "box"
+    pool.write(nodes.remove_node(node, pool.ann))
+    assert pool.view(task).node_name is None
