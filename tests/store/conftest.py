@@ -47,6 +47,15 @@ def postgres() -> Iterator[Callable[..., str]]:
         asyncio.run(create(name, template))
         return str(server.get_uri(database=name))
 
+    async def hurry() -> None:
+        connection = await asyncpg.connect(server.get_uri())
+        await connection.execute(
+            "ALTER SYSTEM SET fsync = off"
+        )  # tests kill clients, never the server
+        await connection.execute("SELECT pg_reload_conf()")
+        await connection.close()
+
+    asyncio.run(hurry())
     asyncio.run(create("migrated", "template0"))
     asyncio.run(migrated(server.get_uri(database="migrated")))
     yield fresh
