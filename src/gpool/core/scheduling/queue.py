@@ -8,12 +8,13 @@ A task that leaves from the middle stays as a dead entry until it reaches the fr
 from __future__ import annotations
 
 from array import array
-from bisect import bisect_left, insort
-from collections.abc import Iterable, Iterator
+from bisect import insort
+from collections.abc import Callable, Iterable, Iterator
 from heapq import merge
+from itertools import takewhile
 
 from gpool.core.ids import TaskId
-from gpool.core.model import Instant, Shape
+from gpool.core.model import Shape
 from gpool.core.scheduling.events import QueuedTask
 
 Entry = tuple[int, int, int]
@@ -143,15 +144,20 @@ class Queue:
             at += 1
         return next(e for e in self._late if e[1] == task and e[2] == ticket[1])
 
-    def count_before(self, at: Instant, task: TaskId) -> int:
-        """How many wait here that are older than (at, task)."""
-        if not self._late and self._has_no_dead():
-            low = bisect_left(self._since, at, lo=self._head)
-            while low < len(self._ids) and self._since[low] == at and self._ids[low] < task:
-                low += 1
-            return low - self._head
-        key = (at, task, -1)
-        return sum(1 for entry in self.entries() if entry < key)
+    def count_while(self, is_ahead: Callable[[int, Entry], bool]) -> int:
+        """How many stand before the first that is not ahead; `is_ahead(place, entry)`, once false, stays so."""
+        if self._late or not self._has_no_dead():
+            ahead = takewhile(lambda pair: is_ahead(*pair), enumerate(self.entries()))
+            return sum(1 for _ in ahead)
+        low, high, head = 0, self.size, self._head
+        while low < high:
+            middle = (low + high) // 2
+            at = head + middle
+            if is_ahead(middle, (self._since[at], self._ids[at], self._epochs[at])):
+                low = middle + 1
+            else:
+                high = middle
+        return low
 
     def _is_live(self, entry: Entry) -> bool:
         ticket = self._live.get(TaskId(entry[1]))
