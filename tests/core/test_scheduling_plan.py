@@ -296,6 +296,16 @@ def test_a_line_is_never_fed_while_somebody_first_in_order_waits_for_its_place()
     assert depths(state, FCFS) == [299 - 1]  # here mine came first
 
 
+def test_a_line_never_holds_up_an_older_shape_of_the_same_user() -> None:
+    state, mine, older = a_state(a_node(1, cpus=1)), a_shape(1), a_shape(1, "older")
+    quick(state, mine)
+    enqueue(state, mine, range(1, 1000))
+    apply(state, plan(state, NOW, ROUND_ROBIN))
+    state.fold(TasksReleased(tuple(TaskId(i) for i in range(2, 300))))
+    enqueue(state, older, [5000], at=NOW - 100)
+    assert depths(state, ROUND_ROBIN) == []
+
+
 def test_users_who_hold_equally_much_are_both_fed() -> None:
     state, mine, other = a_state(a_node(1, cpus=2)), a_shape(1), a_shape(2)
     quick(state, mine, other)

@@ -109,6 +109,15 @@ class Life(RuleBasedStateMachine):
             self.queued.pop(task, None)
         self.state.fold(TasksWithdrawn(tuple(gone)))
 
+    @rule(data=st.data())
+    @precondition(lambda self: self.queued)
+    def tasks_leave_and_come_back_unleased(self, data: st.DataObject) -> None:
+        back = data.draw(st.sets(st.sampled_from(sorted(self.queued)), min_size=1, max_size=3))
+        self.state.fold(TasksWithdrawn(tuple(sorted(back))))
+        for id_ in sorted(back):
+            shape, task = self.queued[id_]
+            self.state.fold(TasksQueued(shape, (task,)))
+
     @rule(policy=st.sampled_from(POLICIES), refused=st.integers(0, 3))
     def a_plan_is_applied(self, policy: Policy, refused: int) -> None:
         before = self.state.truth()
