@@ -29,7 +29,7 @@ import traceback
 from _thread import _count as thread_count  # counts threads that `threading` does not know
 from typing import Any
 
-import cloudpickle
+import cloudpickle  # type: ignore[import-untyped]
 
 DEFINE, CALL, CALL_FILE = 1, 2, 3
 READY, ANSWER, ANSWER_FILE, RETIRE = 1, 2, 3, 4
@@ -153,12 +153,14 @@ class Runner:
         try:
             lines = traceback.format_exception(type(failure), failure, trace)
             text = "".join(lines)
-        except Exception:
+        except Exception:  # noqa: BLE001 - `__str__` is user code too
             text = f"{type(failure).__qualname__} (its text cannot be made)"
         if len(text) > TEXT_LIMIT:
             text = text[: TEXT_LIMIT // 2] + "\n…\n" + text[-TEXT_LIMIT // 2 :]
         try:
-            if not isinstance(failure, Exception):  # SystemExit must not end whoever asks for the result
+            if not isinstance(
+                failure, Exception
+            ):  # SystemExit must not end whoever asks for the result
                 raise TypeError
             value = bytes(cloudpickle.dumps(failure, 5))
             pickle.loads(value)
@@ -204,7 +206,9 @@ class Runner:
     def end_others(self) -> None:
         try:
             while True:
-                os.kill(-1, signal.SIGKILL)  # everyone in this namespace but its first process and us
+                os.kill(
+                    -1, signal.SIGKILL
+                )  # everyone in this namespace but its first process and us
                 with contextlib.suppress(ChildProcessError):
                     while os.waitpid(-1, os.WNOHANG)[0]:
                         pass

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from gpool.agent.runtime import cgroups, layout, seccomp
 from gpool.agent.runtime.calls import Keeping, open_runner
-from gpool.agent.runtime.commands import Command
+from gpool.agent.runtime.commands import Command, command_pipes
 from gpool.agent.runtime.devices import device_arguments, visible_devices
 from gpool.agent.runtime.launching import Bind, Exit, Launcher, Order, Started
 from gpool.agent.runtime.protocol import (
@@ -132,9 +132,9 @@ class BubblewrapRuntime:
         try:
             if job.inputs:
                 place.stage(job.inputs)
-            pipes, ours = _pipes()
+            pipes, ours = command_pipes()
             judge = self._judge(slot)
-            started = await self._start(slot, place, job.argv, job, (*pipes,))
+            started = await self._start(slot, place, job.argv, job, pipes)
         except BaseException:
             self._give_back(slot, place)
             raise
@@ -301,7 +301,9 @@ class BubblewrapRuntime:
 
         def judge(exit: Exit, head: bytes) -> Ended:
             if exit.code != 0 and slot.group is not None and slot.group.memory_kills() > before:
-                return Ended(exit.code, EndReason.OUT_OF_MEMORY, "it used more memory than asked for")
+                return Ended(
+                    exit.code, EndReason.OUT_OF_MEMORY, "it used more memory than asked for"
+                )
             text = head.decode("utf-8", "replace").strip()
             if exit.code == 1 and text.startswith("bwrap: execvp "):
                 missing = "No such file" in text
@@ -311,12 +313,3 @@ class BubblewrapRuntime:
             return Ended(137 if exit.killed else exit.code)
 
         return judge
-
-
-def _pipes() -> tuple[tuple[int, int, int], tuple[int, int]]:
-    """((stdin, stdout, stderr) for the command, (stdout, stderr) for us)."""
-    out, out_end = os.pipe()
-    err, err_end = os.pipe()
-    os.set_blocking(out, False)
-    os.set_blocking(err, False)
-    return (os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC), out_end, err_end), (out, err)

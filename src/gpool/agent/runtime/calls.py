@@ -21,6 +21,7 @@ from pathlib import Path
 
 from gpool.agent.runtime.launching import Exit, Started
 from gpool.agent.runtime.protocol import Answer, BadOutput, Call, Ended, Output, SandboxFailed
+from gpool.agent.runtime.waiting import readable, writable
 from gpool.agent.runtime.workplace import Workplace
 from gpool.core.model import INLINE_LIMIT_BYTES
 
@@ -148,7 +149,7 @@ class Runner:
             watched = [self._answers]
             if live:
                 watched += [s.descriptor for s in self._streams if not s.ended]
-            live = not await _readable(watched, LIVE_AFTER_S if not live else None) or live
+            live = not await readable(watched, LIVE_AFTER_S if not live else None) or live
         await self._started.kill()
         last = await self._drain(True)
         if last:
@@ -182,7 +183,7 @@ class Runner:
         try:
             async with asyncio.timeout(READY_WITHIN_S):
                 while True:
-                    await _readable([self._answers], None)
+                    await readable([self._answers])
                     if self._read_answers():
                         return
                     if self._over:
@@ -202,7 +203,7 @@ class Runner:
                     socket.send_fds(self._files, [b"f"], [arguments.fileno()])
                     return
                 except BlockingIOError:
-                    await _writable(self._files.fileno())
+                    await writable(self._files.fileno())
                 except OSError:
                     return  # the sandbox is ending: the events say so
 
@@ -213,7 +214,7 @@ class Runner:
                 try:
                     view = view[os.write(self._calls, view) :]
                 except BlockingIOError:
-                    await _writable(self._calls)
+                    await writable(self._calls)
                 except BrokenPipeError:
                     return  # the sandbox is ending: the events say so
 
@@ -291,7 +292,12 @@ class Runner:
         return tuple(found)
 
     async def _large(
-        self, number: int, raised: bool, text: str, took: int, printed: tuple[tuple[int, bytes], ...]
+        self,
+        number: int,
+        raised: bool,
+        text: str,
+        took: int,
+        printed: tuple[tuple[int, bytes], ...],
     ) -> Answer:
         keeping = self._keeping
         try:
@@ -332,34 +338,3 @@ async def open_runner(start: Start, keeping: Keeping) -> Runner:
         await runner.remove()
         raise
     return runner
-
-
-async def _readable(descriptors: Sequence[int], within_s: float | None) -> bool:
-    """Whether one of them became readable in that time."""
-    loop = asyncio.get_running_loop()
-    ready: asyncio.Future[bool] = loop.create_future()
-
-    def tell(answer: bool) -> None:
-        if not ready.done():
-            ready.set_result(answer)
-
-    timer = loop.call_later(within_s, tell, False) if within_s is not None else None
-    for descriptor in descriptors:
-        loop.add_reader(descriptor, tell, True)
-    try:
-        return await ready
-    finally:
-        for descriptor in descriptors:
-            loop.remove_reader(descriptor)
-        if timer is not None:
-            timer.cancel()
-
-
-async def _writable(descriptor: int) -> None:
-    loop = asyncio.get_running_loop()
-    ready: asyncio.Future[None] = loop.create_future()
-    loop.add_writer(descriptor, lambda: ready.done() or ready.set_result(None))
-    try:
-        await ready
-    finally:
-        loop.remove_writer(descriptor)

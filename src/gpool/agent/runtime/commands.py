@@ -9,6 +9,7 @@ from pathlib import Path
 
 from gpool.agent.runtime.launching import Exit, Started
 from gpool.agent.runtime.protocol import Ended
+from gpool.agent.runtime.waiting import readable
 from gpool.agent.runtime.workplace import Workplace
 from gpool.core.model import OutputFile
 
@@ -16,22 +17,13 @@ READ_BYTES = 64 * 1024
 HEAD_BYTES = 512
 
 
-async def readable(descriptors: Sequence[int]) -> None:
-    """When one of them has something to read, or has ended."""
-    loop = asyncio.get_running_loop()
-    ready: asyncio.Future[None] = loop.create_future()
-
-    def wake() -> None:
-        if not ready.done():
-            ready.set_result(None)
-
-    for descriptor in descriptors:
-        loop.add_reader(descriptor, wake)
-    try:
-        await ready
-    finally:
-        for descriptor in descriptors:
-            loop.remove_reader(descriptor)
+def command_pipes() -> tuple[tuple[int, int, int], tuple[int, int]]:
+    """((stdin, stdout, stderr) for the command, (stdout, stderr) for us)."""
+    out, out_end = os.pipe()
+    err, err_end = os.pipe()
+    os.set_blocking(out, False)
+    os.set_blocking(err, False)
+    return (os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC), out_end, err_end), (out, err)
 
 
 class Command:
@@ -93,9 +85,7 @@ class Command:
         await self._started.exited()
         if not wanted:
             return []
-        return await asyncio.to_thread(
-            self._place.collect, tuple(wanted), into, self._disk_bytes
-        )
+        return await asyncio.to_thread(self._place.collect, tuple(wanted), into, self._disk_bytes)
 
     async def remove(self) -> None:
         release, self._release = self._release, None

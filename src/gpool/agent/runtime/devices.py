@@ -47,11 +47,10 @@ def _minors(driver: Path) -> dict[str, int]:
     found = {}
     if driver.is_dir():
         for entry in driver.iterdir():
-            facts = dict(
-                (part.strip() for part in line.split(":", 1))
-                for line in (entry / "information").read_text().splitlines()
-                if ":" in line
-            )
+            facts: dict[str, str] = {}
+            for line in (entry / "information").read_text().splitlines():
+                name, _, value = line.partition(":")
+                facts[name.strip()] = value.strip()
             if "GPU UUID" in facts and "Device Minor" in facts:
                 found[facts["GPU UUID"]] = int(facts["Device Minor"])
     return found

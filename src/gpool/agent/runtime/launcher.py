@@ -167,7 +167,7 @@ class Launcher:
         if pid == 0:
             try:
                 self.become(order, descriptors)
-            except BaseException as failure:
+            except BaseException as failure:  # noqa: BLE001 - a forked child must never return
                 with contextlib.suppress(OSError):
                     os.write(2, f"bwrap: gpool cannot start it: {failure}\n".encode())
             os._exit(125)
@@ -178,7 +178,9 @@ class Launcher:
 
     def become(self, order: dict[str, Any], descriptors: list[int]) -> None:
         """In the child: exactly the given descriptors as 0, 1, 2 …, the limits, the uid; then the program."""
-        high = [os.dup(d) for d in descriptors]  # past every target, so that no dup2 hits one still needed
+        high = [
+            os.dup(d) for d in descriptors
+        ]  # past every target, so that no dup2 hits one still needed
         while high and min(high) < len(descriptors):
             high = [os.dup(d) for d in high]
         for target, descriptor in enumerate(high):
@@ -212,7 +214,9 @@ class Launcher:
             return
         entry.killed = True
         self.learn_inner(number, entry)
-        mild = signal.SIGTERM if entry.report < 0 else signal.SIGKILL  # a guard needs a breath to kill what it guards
+        mild = (
+            signal.SIGTERM if entry.report < 0 else signal.SIGKILL
+        )  # a guard needs a breath to kill what it guards
         for pid, how in ((entry.inner, signal.SIGKILL), (entry.monitor, mild)):
             if pid:
                 with contextlib.suppress(ProcessLookupError):
@@ -260,7 +264,9 @@ class Launcher:
             if self.known[number].monitor == 0 and self.is_gone(pid):
                 del self.inner[pid]
                 self.known[number].inner = 0
-        for number in [n for n, entry in self.known.items() if entry.monitor == 0 and entry.inner == 0]:
+        for number in [
+            n for n, entry in self.known.items() if entry.monitor == 0 and entry.inner == 0
+        ]:
             entry = self.known.pop(number)
             if entry.report >= 0:
                 os.close(entry.report)

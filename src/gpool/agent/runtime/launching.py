@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from gpool.agent.runtime.protocol import SandboxFailed
+from gpool.agent.runtime.waiting import writable
 
 SCRIPT = Path(__file__).with_name("launcher.py")
 ENCLOSE_PAST_BYTES = 64 * 1024
@@ -138,7 +139,7 @@ class Launcher:
                         channel.sendmsg([data], beside)
                         return
                     except BlockingIOError:
-                        await _writable(channel)
+                        await writable(channel.fileno())
         except OSError as gone:
             raise SandboxFailed(f"the launcher is gone: {gone}") from gone
         finally:
@@ -163,9 +164,10 @@ class Launcher:
             ours.setblocking(False)
             with theirs:
                 # -I -S: nothing but the standard library, so that its forks are small
-                self._child = subprocess.Popen(
+                # and from this very thread: it dies with the thread that made it
+                self._child = subprocess.Popen(  # noqa: ASYNC220 - a vfork, once
                     [sys.executable, "-I", "-S", "-B", str(SCRIPT)],
-                    stdin=theirs,
+                    stdin=theirs.fileno(),
                     env={},
                     cwd="/",
                     start_new_session=True,
@@ -219,13 +221,3 @@ class Launcher:
             if not exit.done():
                 exit.set_result(Exit(137, ran=True, killed=True))
         self._running.clear()
-
-
-async def _writable(channel: socket.socket) -> None:
-    loop = asyncio.get_running_loop()
-    ready = loop.create_future()
-    loop.add_writer(channel.fileno(), lambda: ready.done() or ready.set_result(None))
-    try:
-        await ready
-    finally:
-        loop.remove_writer(channel.fileno())

@@ -172,9 +172,7 @@ def program(machine: str = "") -> bytes:
         for numbers in table.values():
             if numbers[known.column] >= 0:
                 steps += _guarded(numbers[known.column], _step(RETURN, ERRNO | code))
-    steps += _guarded(
-        known.clone, _load_argument(0), *_refuse_if(JUMP_ANY_BIT, (NAMESPACE_FLAGS,))
-    )
+    steps += _guarded(known.clone, _load_argument(0), *_refuse_if(JUMP_ANY_BIT, (NAMESPACE_FLAGS,)))
     foreign = ERRNO | errno.EAFNOSUPPORT
     families = (AF_UNIX, AF_INET, AF_INET6)
     kinds = (SOCK_STREAM, SOCK_DGRAM, SOCK_SEQPACKET)
@@ -191,9 +189,7 @@ def program(machine: str = "") -> bytes:
         *_among(kinds, ERRNO | errno.EPERM),
     )
     steps += _guarded(known.socketpair, _load_argument(0), *_among((AF_UNIX,), foreign))
-    steps += _guarded(
-        known.ioctl, _load_argument(1), *_refuse_if(JUMP_EQUAL, (TIOCSTI, TIOCLINUX))
-    )
+    steps += _guarded(known.ioctl, _load_argument(1), *_refuse_if(JUMP_EQUAL, (TIOCSTI, TIOCLINUX)))
     steps += _guarded(
         known.personality, _load_argument(0), *_among(PERSONALITIES, ERRNO | errno.EPERM)
     )
