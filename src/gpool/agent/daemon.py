@@ -62,6 +62,7 @@ class Daemon:
         self._commands: dict[tuple[int, int], CommandKeeper] = {}
         self._runners: dict[int, RunnerKeeper] = {}
         self._leaving = False
+        self._over = False
 
     def feed(self, event: Event) -> None:
         """Something happened; from the loop's own thread only."""
@@ -79,7 +80,6 @@ class Daemon:
 
     async def run(self) -> None:
         """Until the session says `Exit`; whatever still runs then is killed."""
-        self._over = False
         try:
             while not self._over:
                 await self._wait()
@@ -144,7 +144,10 @@ class Daemon:
                 assert_never(instruction)
 
     async def _end_all(self) -> None:
-        keepers = [*self._commands.values(), *self._runners.values()]
+        keepers: list[CommandKeeper | RunnerKeeper] = [
+            *self._commands.values(),
+            *self._runners.values(),
+        ]
         tasks = [keeper.task for keeper in keepers if not keeper.task.done()]
         for task in tasks:
             task.cancel()

@@ -104,6 +104,14 @@ async def _started(start: Awaitable[S]) -> S:
         raise
 
 
+def _fault(task: asyncio.Task[None]) -> Ended | None:
+    """A bug of ours must not leave the session waiting for an end."""
+    if task.cancelled() or (error := task.exception()) is None:
+        return None
+    log.error("keeper_failed", exc_info=error)
+    return Ended(125, EndReason.SANDBOX_FAILED, f"a fault in the agent: {error!r}")
+
+
 class CommandKeeper:
     """One command, from its inputs to its outputs."""
 
@@ -111,33 +119,43 @@ class CommandKeeper:
         self._with = equipment
         self._start = start
         self._lease = LeaseRef(start.task, start.epoch)
-        self._reason: EndReason | None = None
+        self._outcome = Ended(KILLED, EndReason.LOST)
+        self._outputs: tuple[OutputFile, ...] = ()
         self._began = equipment.clock()
         self.task = asyncio.create_task(self._keep())
+        self.task.add_done_callback(self._report)
 
     def end(self, reason: EndReason) -> None:
-        self._reason = reason
+        self._outcome = Ended(KILLED, reason)
         self.task.cancel()
 
-    async def _keep(self) -> None:
-        outputs: tuple[OutputFile, ...] = ()
-        try:
-            ended, outputs = await self._run()
-        except asyncio.CancelledError:
-            ended = Ended(KILLED, self._reason or EndReason.LOST)
-        except SandboxFailed as error:
-            ended = Ended(125, EndReason.SANDBOX_FAILED, str(error))
-        except BadOutput as error:
-            ended = Ended(125, EndReason.BAD_OUTPUT, str(error))
-        except (GpoolError, OSError) as error:
-            ended = Ended(125, EndReason.SANDBOX_FAILED, f"{type(error).__name__}: {error}")
+    def _report(self, task: asyncio.Task[None]) -> None:
+        """However it came to an end, even before its first step."""
+        ended = _fault(task) or self._outcome
         start = self._start
         took = self._with.clock() - self._began
         self._with.feed(
             CommandEnded(
-                start.task, start.epoch, ended.reason, ended.exit_code, ended.detail, took, outputs
+                start.task,
+                start.epoch,
+                ended.reason,
+                ended.exit_code,
+                ended.detail,
+                took,
+                self._outputs,
             )
         )
+
+    async def _keep(self) -> None:
+        try:
+            self._outcome, self._outputs = await self._run()
+        except SandboxFailed as error:
+            self._outcome = Ended(125, EndReason.SANDBOX_FAILED, str(error))
+        except BadOutput as error:
+            self._outcome = Ended(125, EndReason.BAD_OUTPUT, str(error))
+        except (GpoolError, OSError) as error:
+            detail = f"{type(error).__name__}: {error}"
+            self._outcome = Ended(125, EndReason.SANDBOX_FAILED, detail)
 
     async def _run(self) -> tuple[Ended, tuple[OutputFile, ...]]:
         start, spec = self._start, self._start.spec
@@ -204,8 +222,10 @@ class RunnerKeeper:
         self._leases: dict[int, tuple[int, int]] = {}  # number of a call -> (task, epoch)
         self._number = 0
         self._defined: set[str] = set()
-        self._held = contextlib.AsyncExitStack()
+        self._files: dict[int, contextlib.AsyncExitStack] = {}  # large arguments in use
+        self._outcome = Ended(KILLED, EndReason.EXITED, "ended by the agent")
         self.task = asyncio.create_task(self._keep())
+        self.task.add_done_callback(self._report)
 
     def end(self) -> None:
         self.task.cancel()
@@ -214,16 +234,17 @@ class RunnerKeeper:
         self._queue.extend(calls)
         self._wake.set()
 
-    async def _keep(self) -> None:
-        try:
-            async with self._held:
-                ended = await self._run()
-        except asyncio.CancelledError:
-            ended = Ended(KILLED, EndReason.EXITED, "ended by the agent")
-        except (SandboxFailed, GpoolError, OSError) as error:
-            ended = Ended(125, EndReason.SANDBOX_FAILED, f"{error}")
+    def _report(self, task: asyncio.Task[None]) -> None:
+        """However it came to an end, even before its first step."""
+        ended = _fault(task) or self._outcome
         number = self._start.runner
         self._with.feed(RunnerEnded(number, ended.reason, ended.exit_code, ended.detail))
+
+    async def _keep(self) -> None:
+        try:
+            self._outcome = await self._run()
+        except (SandboxFailed, GpoolError, OSError) as error:
+            self._outcome = Ended(125, EndReason.SANDBOX_FAILED, f"{error}")
 
     async def _run(self) -> Ended:
         start = self._start
@@ -243,6 +264,8 @@ class RunnerKeeper:
             await asyncio.wait([writer])
             await sandbox.kill()
             await sandbox.remove()
+            for stack in self._files.values():
+                await stack.aclose()
 
     # ---- calls in
 
@@ -274,8 +297,10 @@ class RunnerKeeper:
                         await sandbox.define(sha256, pickled)
                         self._defined.add(sha256)
                     if payload:
+                        stack = contextlib.AsyncExitStack()
                         held = self._with.cache.held(payload, lease)
-                        file = await self._held.enter_async_context(held)
+                        file = await stack.enter_async_context(held)
+                        self._files[self._number + 1] = stack
                 except GpoolError as error:
                     self._give_up(call, error)
                     continue
@@ -302,6 +327,8 @@ class RunnerKeeper:
                 lease = leases.pop(event.number, None)
                 if lease is None:
                     continue
+                if self._files and (stack := self._files.pop(event.number, None)) is not None:
+                    await stack.aclose()
                 if event.value_file is not None:
                     answers.append(await self._large(lease, event, event.value_file))
                     continue
@@ -347,4 +374,4 @@ class RunnerKeeper:
             text = f"the value could not be kept: {error}"
             return replace(answered, reason=EndReason.SANDBOX_FAILED, error_text=text)
         finally:
-            file.unlink(missing_ok=True)
+            await asyncio.to_thread(file.unlink, missing_ok=True)
