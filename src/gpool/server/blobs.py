@@ -71,10 +71,14 @@ class Blobs:
             temporary.unlink(missing_ok=True)
         return size
 
-    async def store_part(self, sha256: str, uploader: str, part: Part, body: AsyncIterator[bytes]) -> int | None:
+    async def store_part(
+        self, sha256: str, uploader: str, part: Part, body: AsyncIterator[bytes]
+    ) -> int | None:
         """One piece of an upload; the artifact's size with the last, else None. `Conflict` when it does not fit on."""
         if part.total > self._max_bytes:
-            raise TooLarge(f"an artifact of {part.total} bytes; at most {self._max_bytes} are taken here")
+            raise TooLarge(
+                f"an artifact of {part.total} bytes; at most {self._max_bytes} are taken here"
+            )
         partial = self._partial(sha256, uploader)
         if partial in self._busy:
             raise Conflict("another request is uploading this artifact for you; wait for it")
@@ -83,11 +87,15 @@ class Blobs:
             have = self.offset(sha256, uploader) or 0
             if part.first != have:
                 raise Conflict(
-                    f"the part starts at byte {part.first}, but {have} bytes are here; go on from there", offset=have
+                    f"the part starts at byte {part.first}, but {have} bytes are here; go on from there",
+                    offset=have,
                 )
             await self._append(partial, have, part.last + 1, body, None)
             if self.offset(sha256, uploader) != part.last + 1:
-                raise Invalid("the part is shorter than its Content-Range says", offset=self.offset(sha256, uploader))
+                raise Invalid(
+                    "the part is shorter than its Content-Range says",
+                    offset=self.offset(sha256, uploader),
+                )
             if not part.is_last:
                 return None
             found = await asyncio.to_thread(_digest_of, partial)
@@ -114,7 +122,9 @@ class Blobs:
             raise NotFound(f"artifact {sha256} is not here") from None
         try:
             while length > 0:
-                chunk = await asyncio.to_thread(os.pread, descriptor, min(CHUNK_BYTES, length), first)
+                chunk = await asyncio.to_thread(
+                    os.pread, descriptor, min(CHUNK_BYTES, length), first
+                )
                 if not chunk:
                     return
                 first += len(chunk)
@@ -152,7 +162,12 @@ class Blobs:
         return self._incoming / f"{uploader}-{sha256}.part"
 
     async def _append(
-        self, path: Path, have: int, limit: int, body: AsyncIterator[bytes], digest: hashlib._Hash | None
+        self,
+        path: Path,
+        have: int,
+        limit: int,
+        body: AsyncIterator[bytes],
+        digest: hashlib._Hash | None,
     ) -> int:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         waiting: list[bytes] = []
@@ -184,7 +199,9 @@ class Blobs:
                 os.close(descriptor)
 
 
-def _write(descriptor: int, data: bytes, digest: hashlib._Hash | None, *, sync: bool = False) -> None:
+def _write(
+    descriptor: int, data: bytes, digest: hashlib._Hash | None, *, sync: bool = False
+) -> None:
     if digest is not None:
         digest.update(data)
     view = memoryview(data)
@@ -200,4 +217,6 @@ def _digest_of(path: Path) -> str:
 
 
 def _mismatch(wanted: str, found: str) -> Invalid:
-    return Invalid(f"the bytes have SHA-256 {found}, but the address says {wanted}; nothing was kept")
+    return Invalid(
+        f"the bytes have SHA-256 {found}, but the address says {wanted}; nothing was kept"
+    )

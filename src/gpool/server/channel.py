@@ -120,7 +120,9 @@ class Channel:
         )
         if stop:
             self._send(Stop(stop, StopReason.CANCELLED))
-        await self._offer_again([lease for hold, lease in open_leases.items() if hold not in stated])
+        await self._offer_again(
+            [lease for hold, lease in open_leases.items() if hold not in stated]
+        )
 
     async def close(self) -> None:
         """The transport is gone. What the node holds stays its own until the lease time is over."""
@@ -311,7 +313,9 @@ def _checked_item(item: ReportItem) -> ReportItem:
     if not isinstance(item, Finished):
         return item
     if len(item.value) > INLINE_LIMIT_BYTES:
-        return _failed(item, f"a value of {len(item.value)} bytes came inline; it belongs in an artifact")
+        return _failed(
+            item, f"a value of {len(item.value)} bytes came inline; it belongs in an artifact"
+        )
     if item.outputs:
         try:
             for output in item.outputs:
@@ -337,5 +341,9 @@ def _checked_item(item: ReportItem) -> ReportItem:
 
 def _failed(item: Finished, why: str) -> Finished:
     return Finished(
-        item.task, item.epoch, EndReason.BAD_OUTPUT, None, error_text=f"refused by the server: {why}"
+        item.task,
+        item.epoch,
+        EndReason.BAD_OUTPUT,
+        None,
+        error_text=f"refused by the server: {why}",
     )

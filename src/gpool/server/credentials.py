@@ -33,7 +33,9 @@ class _Remembered:
 
 
 class Credentials:
-    def __init__(self, store: Store, now: Callable[[], Instant], remember: Span, root_key: bytes) -> None:
+    def __init__(
+        self, store: Store, now: Callable[[], Instant], remember: Span, root_key: bytes
+    ) -> None:
         self._store = store
         self._now = now
         self._remember = remember

@@ -25,7 +25,10 @@ class Subscription:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         for topic in self._topics:
             others = self._hub.subscribers.get(topic)

@@ -165,5 +165,3 @@ class Ticker:
 
 def all_loops(server: Server) -> tuple[Loop, ...]:
     return Schedule(server), Expire(server), Prune(server)
-
-

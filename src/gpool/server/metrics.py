@@ -15,14 +15,19 @@ class Metrics:
             "gpool_tasks_ended", "Tasks that reached their end", ["status"], registry=self.registry
         )
         self.requeued = Counter(
-            "gpool_tasks_requeued", "Leases that ended without ending the task", ["reason"], registry=self.registry
+            "gpool_tasks_requeued",
+            "Leases that ended without ending the task",
+            ["reason"],
+            registry=self.registry,
         )
         self.granted = Counter("gpool_leases_granted", "Leases written", registry=self.registry)
         self.refused = Counter(
             "gpool_reports_refused", "Report items under an old lease", registry=self.registry
         )
         self.rebuilt = Counter(
-            "gpool_scheduler_rebuilt", "Times the state was built from the store", registry=self.registry
+            "gpool_scheduler_rebuilt",
+            "Times the state was built from the store",
+            registry=self.registry,
         )
         self.loop_faults = Counter(
             "gpool_loop_faults", "Runs of a loop that raised", ["loop"], registry=self.registry

@@ -28,7 +28,8 @@ from gpool.core.scheduling.events import (
     TasksReleased,
     TasksWithdrawn,
 )
-from gpool.core.scheduling.plan import Policy, plan
+from gpool.core.scheduling.orders import Policy
+from gpool.core.scheduling.plan import plan
 from gpool.core.scheduling.shapes import shape_of
 from gpool.core.scheduling.state import Contradiction, State, build
 from gpool.server.hub import Hub, Wake
@@ -58,7 +59,7 @@ class Scheduler:
         self._store = store
         self._hub = hub
         self._metrics = metrics
-        self._policy = policy
+        self.policy = policy
         self._ttl = ttl
         self._term = 0
         self._doubts = 1
@@ -71,7 +72,7 @@ class Scheduler:
         """One pass: plan, write, fold, send. How many leases it granted."""
         if self.in_doubt:
             await self.rebuild(now)
-        places = plan(self.state, now, self._policy).places
+        places = plan(self.state, now, self.policy).places
         self._metrics.queued.set(self.state.queued_count)
         if not places:
             return 0
@@ -92,9 +93,7 @@ class Scheduler:
         """Takes a new term and a new picture; every silent node's time starts anew, so none is given up early."""
         doubt = self._doubts
         self._term, picture = await self._write(_survey(now))
-        self._specs = {
-            id_: (user, spec, shape_of(spec, user)) for id_, user, spec in picture.specs
-        }
+        self._specs = {id_: (user, spec, shape_of(spec, user)) for id_, user, spec in picture.specs}
         self.state = self._built(picture)
         self._settled = doubt
         for node, _ in picture.held:
@@ -144,7 +143,9 @@ class Scheduler:
     def queued(self, submitted: Submitted, spec: TaskSpec, user: UserId, at: Instant) -> None:
         """A submission was committed."""
         shape = self._remember(submitted.spec_id, user, spec)
-        self.fold(TasksQueued(shape, tuple([QueuedTask(task.id, 0, at) for task in submitted.tasks])))
+        self.fold(
+            TasksQueued(shape, tuple([QueuedTask(task.id, 0, at) for task in submitted.tasks]))
+        )
         self._metrics.submitted.inc(len(submitted.tasks))
         self.wake.call()
 
@@ -179,7 +180,9 @@ class Scheduler:
     def _requeue(self, recording: Recording) -> None:
         by_spec: dict[SpecId, list[QueuedTask]] = {}
         for task in recording.requeued:
-            by_spec.setdefault(task.spec, []).append(QueuedTask(task.task, task.epoch, task.queued_at))
+            by_spec.setdefault(task.spec, []).append(
+                QueuedTask(task.task, task.epoch, task.queued_at)
+            )
             self._metrics.requeued.labels(task.reason.value).inc()
         for spec_id, tasks in by_spec.items():
             known = self._specs.get(spec_id)
@@ -320,5 +323,3 @@ def _wire_lines(granted: Iterable[GrantedLine], owner: UserId | None) -> Iterabl
                 spec_id,
                 tuple([lease for _, lease in pairs]),
             )
-
-

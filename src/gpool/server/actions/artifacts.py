@@ -37,9 +37,7 @@ async def put(
     return size
 
 
-async def _refer(
-    server: Server, who: User | NodeCredentials, upload: Upload, size: int
-) -> None:
+async def _refer(server: Server, who: User | NodeCredentials, upload: Upload, size: int) -> None:
     sha256, at = upload.sha256, server.now
     if isinstance(who, User):
         await server.write(operations.add_artifact(sha256, size, who.id, None, None, at))

@@ -28,7 +28,6 @@ from gpool.wire.documents import (
     instant_to_datetime,
 )
 
-
 _Status = Literal["free", "shared", "busy", "paused", "offline"]
 
 
@@ -90,14 +89,14 @@ async def join(
 async def register(server: Server, who: NodeCredentials, request: NodeRequest) -> NodeJoined:
     """A node that is known says what it lends: its offer replaces the earlier one."""
     offer = _offer(request)
-    row = await server.write(
-        _greet(who.node, offer, server.ids.take(len(offer.gpus)), server.now)
-    )
+    row = await server.write(_greet(who.node, offer, server.ids.take(len(offer.gpus)), server.now))
     server.scheduler.node_changed(row.node)
     return NodeJoined(id=encode("node", who.node), name=who.name, secret="")
 
 
-async def invite(server: Server, user: User, expires_in_s: int, once: Once | None) -> InviteDocument:
+async def invite(
+    server: Server, user: User, expires_in_s: int, once: Once | None
+) -> InviteDocument:
     """A token with which one node may join in the user's name."""
     _must_lend(user)
     token = _secret(server, credentials.INVITE_PREFIX, user, once)
@@ -118,7 +117,9 @@ async def invite(server: Server, user: User, expires_in_s: int, once: Once | Non
 
 def _must_lend(user: User) -> None:
     if not user.permissions & {Permission.PROVIDER, Permission.OPERATOR}:
-        raise Forbidden("your account may not lend machines; ask the operator for the permission 'provider'")
+        raise Forbidden(
+            "your account may not lend machines; ask the operator for the permission 'provider'"
+        )
 
 
 def _secret(server: Server, prefix: str, user: User | None, once: Once | None) -> str:
@@ -247,9 +248,7 @@ async def remove(server: Server, user: User, id_: NodeId, once: Once | None) -> 
 
 
 @operation
-def _allow(
-    id_: NodeId, user: User, availability: Availability, at: Instant
-) -> Operation[NodeRow]:
+def _allow(id_: NodeId, user: User, availability: Availability, at: Instant) -> Operation[NodeRow]:
     row = yield from operations.set_availability(id_, scope(user), availability, at)
     if row is None:
         raise _no_node(id_)

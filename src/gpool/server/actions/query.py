@@ -135,13 +135,26 @@ async def events(server: Server, user: User, id_: TaskId) -> list[EventDocument]
 async def explain(server: Server, user: User, id_: TaskId) -> ExplainDocument:
     """Why the task is where it is, in one sentence."""
     view = await task(server, user, id_)
-    told = core_explain.explain(server.scheduler.state, view, server.now)
+    row, scheduler = view.row, server.scheduler
+    if row.status.is_final:
+        sentence, position = _end_of(view), None
+    elif row.status is TaskStatus.RUNNING:
+        sentence, position = f"It runs on {view.node_name or 'a node'}.", None
+    else:
+        told = core_explain.explain(scheduler.state, id_, server.now, scheduler.policy)
+        sentence, position = told.sentence, told.position
     return ExplainDocument(
-        id=encode("task", id_),
-        status=view.row.status.value,
-        sentence=told.sentence,
-        position=told.position,
+        id=encode("task", id_), status=row.status.value, sentence=sentence, position=position
     )
+
+
+def _end_of(view: TaskView) -> str:
+    row = view.row
+    where = f" on {view.node_name}" if view.node_name else ""
+    why = f": {row.reason.value.replace('_', ' ')}" if row.reason else ""
+    code = f" with code {row.exit_code}" if row.exit_code is not None else ""
+    said = (row.error_text or "").strip().rpartition("\n")[2][:300]
+    return f"It is {row.status.text}{where}{why}{code}." + (f" {said}" if said else "")
 
 
 def _no_task(id_: TaskId) -> NotFound:

@@ -97,7 +97,9 @@ def _check_words(field: str, words: Iterable[str]) -> None:
     total = 0
     for word in words:
         if "\0" in word:
-            raise Invalid(f"'{field}' holds a NUL character, which no program can be given; remove it")
+            raise Invalid(
+                f"'{field}' holds a NUL character, which no program can be given; remove it"
+            )
         total += len(word.encode()) + 1
     if total > MAX_WORDS_BYTES:
         raise Invalid(
@@ -108,7 +110,9 @@ def _check_words(field: str, words: Iterable[str]) -> None:
 def _check_env(env: dict[str, str]) -> None:
     for name in env:
         if not name or "=" in name:
-            raise Invalid(f"'env' has a variable called {name[:40]!r}; a name is not empty and holds no '='")
+            raise Invalid(
+                f"'env' has a variable called {name[:40]!r}; a name is not empty and holds no '='"
+            )
     _check_words("env", [*env.keys(), *env.values()])
 
 
@@ -122,7 +126,8 @@ def _inputs(request: TaskRequest) -> tuple[InputFile, ...]:
     if len(seen) > 1:
         _no_file_is_a_folder(seen)
     return tuple(
-        InputFile(item.path, item.sha256, item.size_bytes, item.executable) for item in request.inputs
+        InputFile(item.path, item.sha256, item.size_bytes, item.executable)
+        for item in request.inputs
     )
 
 
@@ -148,5 +153,7 @@ def _no_file_is_a_folder(seen: dict[str, str]) -> None:
         parent = folded.rpartition("/")[0]
         while parent:
             if parent in seen:
-                raise Invalid(f"input '{seen[parent]}' is a file and the folder of '{path}'; rename one")
+                raise Invalid(
+                    f"input '{seen[parent]}' is a file and the folder of '{path}'; rename one"
+                )
             parent = parent.rpartition("/")[0]

@@ -46,7 +46,9 @@ class Accepted:
 async def submit(server: Server, user: User, request: TaskRequest, once: Once | None) -> Accepted:
     """Checks, commits, and lets the scheduler know. Under a repeated key: the first answer."""
     if Permission.CONSUMER not in user.permissions and Permission.OPERATOR not in user.permissions:
-        raise Forbidden("your account may not submit tasks; ask the operator for the permission 'consumer'")
+        raise Forbidden(
+            "your account may not submit tasks; ask the operator for the permission 'consumer'"
+        )
     submission = _submission(server, user, request)
     waiting = server.scheduler.state.queued_count
     if waiting + len(submission.tasks) > server.settings.max_queued:
@@ -100,7 +102,9 @@ def _tasks(server: Server, request: TaskRequest) -> list[NewTask]:
             assert not isinstance(call, str)
             text, sha256 = call.payload, call.payload_sha256
             if bool(text) == bool(sha256):
-                raise Invalid(f"calls[{position}]: give exactly one of 'payload' and 'payload_sha256'")
+                raise Invalid(
+                    f"calls[{position}]: give exactly one of 'payload' and 'payload_sha256'"
+                )
         if len(text) > _MAX_BASE64:
             raise TooLarge(
                 f"calls[{position}] holds more than {INLINE_LIMIT_BYTES} bytes; "
@@ -111,7 +115,9 @@ def _tasks(server: Server, request: TaskRequest) -> list[NewTask]:
         except (binascii.Error, ValueError):
             raise Invalid(f"calls[{position}] is not base64") from None
         if len(payload) > INLINE_LIMIT_BYTES:
-            raise TooLarge(f"calls[{position}] holds {len(payload)} bytes; upload it as an artifact")
+            raise TooLarge(
+                f"calls[{position}] holds {len(payload)} bytes; upload it as an artifact"
+            )
         if not payload and not sha256:
             raise Invalid(f"calls[{position}] is empty; it holds the pickled (args, kwargs)")
         new.append(NewTask(TaskId(id_), position, payload, sha256))

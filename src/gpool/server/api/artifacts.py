@@ -6,6 +6,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
+from gpool.core.errors import TooLarge, Unprocessable
 from gpool.server.actions import artifacts
 from gpool.server.api.answers import answer
 from gpool.server.api.openapi import SHA256
@@ -18,7 +19,6 @@ from gpool.server.api.requests import (
     server_of,
     sha256_of,
 )
-from gpool.core.errors import TooLarge, Unprocessable
 from gpool.wire.documents import ArtifactDocument
 
 router = APIRouter(tags=["artifacts"])
@@ -54,14 +54,21 @@ async def put_artifact(request: Request, sha256: SHA256) -> Response:
 
 @router.get(
     "/v1/artifacts/{sha256}",
-    responses={200: {"content": _BYTES, "description": "All of it"}, 206: {"description": "A range"}},
+    responses={
+        200: {"content": _BYTES, "description": "All of it"},
+        206: {"description": "A range"},
+    },
     response_class=Response,
 )
 async def get_artifact(request: Request, sha256: SHA256) -> Response:
     """Download; `Range: bytes=FIRST-` goes on where one stopped."""
     server = server_of(request)
     size = await artifacts.size_of(server, await caller(request), sha256_of(sha256))
-    headers = {"ETag": f'"{sha256}"', "Accept-Ranges": "bytes", "Cache-Control": "private, immutable"}
+    headers = {
+        "ETag": f'"{sha256}"',
+        "Accept-Ranges": "bytes",
+        "Cache-Control": "private, immutable",
+    }
     wanted = range_of(request, size)
     if wanted is None:
         first, length, status = 0, size, 200

@@ -10,7 +10,7 @@ from gpool.core.ids import GpuId, NodeId, decode
 from gpool.core.model import Availability
 from gpool.server.actions import nodes
 from gpool.server.api.answers import answer, tagged
-from gpool.server.api.openapi import GPU, NODE, body, ok
+from gpool.server.api.openapi import GPU, NODE, Responses, body, ok
 from gpool.server.api.requests import (
     body_of,
     caller_if_any,
@@ -34,7 +34,7 @@ from gpool.wire.documents import (
 )
 
 router = APIRouter(tags=["nodes"])
-_JOINED = {201: {"model": NodeJoined, "description": "Joined; the secret is shown this once"}}
+_JOINED: Responses = {201: {"model": NodeJoined, "description": "Joined; the secret is shown this once"}}
 
 
 @router.get("/v1/nodes", responses=ok(NodePage), response_class=Response)

@@ -26,13 +26,21 @@ SHA256 = Annotated[str, Path(description="SHA-256 in lower-case hexadecimal")]
 
 Responses = dict[int | str, dict[str, Any]]
 _REFERENCE = "#/components/schemas/{model}"
-_BODIES: tuple[type[BaseModel], ...] = (TaskRequest, NodeRequest, NodePatch, GpuPatch, InviteRequest)
+_BODIES: tuple[type[BaseModel], ...] = (
+    TaskRequest,
+    NodeRequest,
+    NodePatch,
+    GpuPatch,
+    InviteRequest,
+)
 
 
 def body(model: type[BaseModel], *, required: bool = True) -> dict[str, Any]:
     """The description of a JSON body that a route reads itself."""
     schema = {"$ref": _REFERENCE.format(model=model.__name__)}
-    return {"requestBody": {"required": required, "content": {"application/json": {"schema": schema}}}}
+    return {
+        "requestBody": {"required": required, "content": {"application/json": {"schema": schema}}}
+    }
 
 
 def ok(model: Any, description: str = "As asked") -> Responses:
@@ -68,7 +76,9 @@ def _described(app: FastAPI, version: str) -> dict[str, Any]:
     schema["security"] = [{"key": []}]
     wrong = {
         "description": "What was wrong and what to do",
-        "content": {"application/problem+json": {"schema": {"$ref": _REFERENCE.format(model="Problem")}}},
+        "content": {
+            "application/problem+json": {"schema": {"$ref": _REFERENCE.format(model="Problem")}}
+        },
     }
     for path, methods in schema["paths"].items():
         for operation in methods.values():

@@ -47,7 +47,13 @@ def problem(error: GpoolError, instance: str = "") -> Response:
 def _document(
     status: int, members: Mapping[str, object], instance: str, headers: Mapping[str, str]
 ) -> Response:
-    document = {"type": "about:blank", "status": status, "instance": instance, "errors": [], **members}
+    document = {
+        "type": "about:blank",
+        "status": status,
+        "instance": instance,
+        "errors": [],
+        **members,
+    }
     body = json.dumps(document, default=str, ensure_ascii=True).encode()
     return Response(body, status, dict(headers), MEDIA_TYPE)
 
@@ -122,4 +128,6 @@ async def _gone(request: Request, error: Exception) -> Response:  # noqa: ARG001
 async def _fault(request: Request, error: Exception) -> Response:
     entry = secrets.token_hex(6)
     log.error("fault %s at %s %s", entry, request.method, request.url.path, exc_info=error)
-    return problem(InternalFault(f"a fault of gpool; the server's log has it as {entry}"), request.url.path)
+    return problem(
+        InternalFault(f"a fault of gpool; the server's log has it as {entry}"), request.url.path
+    )

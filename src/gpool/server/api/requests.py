@@ -39,7 +39,9 @@ async def caller(connection: HTTPConnection) -> User | NodeCredentials:
     """Whoever the bearer token belongs to; `NotSignedIn` otherwise."""
     found = await caller_if_any(connection)
     if found is None:
-        raise NotSignedIn("send your key as 'Authorization: Bearer gpk_…'; `gpool up` wrote one for you")
+        raise NotSignedIn(
+            "send your key as 'Authorization: Bearer gpk_…'; `gpool up` wrote one for you"
+        )
     return found
 
 

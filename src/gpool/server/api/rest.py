@@ -8,12 +8,12 @@ from fastapi import APIRouter, Query
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from gpool import __version__
 from gpool.core.ids import encode
 from gpool.server.api.answers import answer, tagged
 from gpool.server.api.openapi import body, ok
 from gpool.server.api.requests import Wait, server_of, user_of
 from gpool.server.api.tasks import submit_tasks, task_answer
+from gpool.server.version import VERSION
 from gpool.wire.documents import (
     HealthDocument,
     MeDocument,
@@ -42,7 +42,7 @@ async def me(request: Request) -> Response:
 @router.get("/healthz", responses=ok(HealthDocument), response_class=Response)
 async def health() -> Response:
     """The process answers."""
-    return answer(HealthDocument(status="ok", version=__version__))
+    return answer(HealthDocument(status="ok", version=VERSION))
 
 
 @router.get(
@@ -53,13 +53,18 @@ async def health() -> Response:
 async def ready(request: Request) -> Response:
     """200 once it can take tasks."""
     if not getattr(request.app.state, "ready", False):
-        return answer(HealthDocument(status="starting", version=__version__), 503)
-    return answer(HealthDocument(status="ok", version=__version__))
+        return answer(HealthDocument(status="starting", version=VERSION), 503)
+    return answer(HealthDocument(status="ok", version=VERSION))
 
 
 @router.get(
     "/metrics",
-    responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}, "description": "Prometheus"}},
+    responses={
+        200: {
+            "content": {"text/plain": {"schema": {"type": "string"}}},
+            "description": "Prometheus",
+        }
+    },
     response_class=Response,
 )
 async def metrics(request: Request) -> Response:

@@ -143,7 +143,9 @@ async def get_events(request: Request, id: TASK) -> Response:
     """The task's story, oldest first."""
     user = await user_of(request)
     told = await query.events(server_of(request), user, TaskId(decode("task", id)))
-    return tagged(request, b"[" + b",".join(event.model_dump_json().encode() for event in told) + b"]")
+    return tagged(
+        request, b"[" + b",".join(event.model_dump_json().encode() for event in told) + b"]"
+    )
 
 
 @router.get(
@@ -230,4 +232,6 @@ def _statuses(given: list[str]) -> list[TaskStatus]:
         return [TaskStatus(word) for word in words]
     except ValueError:
         known = ", ".join(status.value for status in TaskStatus)
-        raise Invalid(f"'status' is {','.join(words)[:80]!r}; it is one or more of {known}") from None
+        raise Invalid(
+            f"'status' is {','.join(words)[:80]!r}; it is one or more of {known}"
+        ) from None
