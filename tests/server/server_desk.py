@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import hashlib
 from dataclasses import dataclass, field
@@ -79,7 +80,16 @@ class Agent:
     sequence: int = 0
 
     def __post_init__(self) -> None:
-        self.channel = Channel(self.server, self.credentials, self.sent.append)
+        self.channel = Channel(self.server, self.credentials, self._take)
+        self._news = asyncio.Event()
+
+    def _take(self, frame: ServerFrame) -> None:
+        self.sent.append(frame)
+        self._news.set()
+
+    def again(self, server: Server | None = None) -> Agent:
+        """The same node on a new connection."""
+        return Agent(server or self.server, self.credentials, self.offer, beat=self.beat + 1)
 
     async def connect(self, *holds: Hold) -> None:
         await self.channel.receive(Hello(PROTOCOL, "boot", self.offer, self.beat, holds))
@@ -93,6 +103,22 @@ class Agent:
         self.beat += 1
         await self.channel.receive(Beat(self.beat, holds))
         return self.sent[-1]
+
+    async def granted(self, count: int) -> list[Lease]:
+        """Everything granted, once there are `count` of them."""
+        while len(self.leases()) < count:
+            self._news.clear()
+            async with asyncio.timeout(10):
+                await self._news.wait()
+        return self.leases()
+
+    async def finish(self, count: int) -> None:
+        """Ends what it is given, with success, until `count` tasks have ended."""
+        done = 0
+        while done < count:
+            leases = await self.granted(done + 1)
+            await self.report(*(returned(lease) for lease in leases[done:]))
+            done = len(leases)
 
     def leases(self) -> list[Lease]:
         """Everything granted so far, in order."""
@@ -137,9 +163,7 @@ class Desk:
 
     async def person(self, name: str, *permissions: Permission) -> dict[str, str]:
         """Headers of a new account."""
-        user = User(
-            UserId(self.server.ids.next()), name, frozenset(permissions), self.server.now
-        )
+        user = User(UserId(self.server.ids.next()), name, frozenset(permissions), self.server.now)
         key = credentials.fresh(credentials.USER_PREFIX)
         await self.server.store.write(people.create_user(user))
         await self.server.store.write(
