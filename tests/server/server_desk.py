@@ -151,6 +151,7 @@ class Desk:
     clock: StoppedClock
     key: str
     http: httpx2.AsyncClient
+    bare: httpx2.AsyncClient  # without a key
 
     async def get(self, path: str, **options: Any) -> httpx2.Response:
         return await self.http.get(path, **options)
@@ -210,9 +211,11 @@ async def open_desk(data: Path, clock: StoppedClock) -> Desk:
     key = await ensure_operator(server)
     app = make_app(server)
     app.state.ready = True
+    transport = httpx2.ASGITransport(app=app, raise_app_exceptions=False)
     http = httpx2.AsyncClient(
-        transport=httpx2.ASGITransport(app=app, raise_app_exceptions=False),
+        transport=transport,
         base_url="http://desk",
         headers={"authorization": f"Bearer {key}"},
     )
-    return Desk(server, app, clock, key, http)
+    bare = httpx2.AsyncClient(transport=transport, base_url="http://desk")
+    return Desk(server, app, clock, key, http, bare)
