@@ -14,7 +14,7 @@ from typing import Any
 
 from gpool.core.errors import Invalid, NotSignedIn
 
-LOCAL_URL = "http://127.0.0.1:8470"
+LOCAL_URL = "http://127.0.0.1:8642"
 """Where `gpool up` listens unless told otherwise."""
 
 LOCAL_PROFILE = "local"

@@ -63,6 +63,8 @@ class Door:
         )
         self._patience_s = patience_s
         self._answered = False
+        self.date: str | None = None
+        """The server's clock at its last answer, as HTTP writes it."""
         self._closed = threading.Event()
         base = httpx2.URL(url)
         self._base = base
@@ -186,6 +188,7 @@ class Door:
             response.close()
             raise _away(self.url, response.status_code, detail)
         self._answered = True
+        self.date = response.headers.get("date", self.date)
         return response
 
     def _once(
