@@ -79,7 +79,7 @@ def _writer(name: str) -> Callable[[Printed | None], None]:
             text.flush()
 
         return show
-    raw: BinaryIO = click.get_binary_stream("stdout" if name == "stdout" else "stderr")
+    raw: BinaryIO = text.buffer
 
     def pass_on(piece: Printed | None) -> None:
         if piece is not None:

@@ -160,15 +160,18 @@ class Artifacts:
                     stream.truncate(0)
                     stream.seek(0)
                     digest, done = hashlib.sha256(), 0
-                for pause in self._door.pauses():
+                tries = self._door.pauses()
+                while True:
                     try:
                         for piece in self._pieces_from(output, done):
                             stream.write(piece)
                             digest.update(piece)
                             done += len(piece)
+                            tries = self._door.pauses()
                             progress(output.path, done, output.size_bytes)
                         break
                     except Unreachable:
+                        pause = next(tries, None)
                         if pause is None or self._door.wait(pause):
                             raise
                 if digest.hexdigest() != output.sha256:
@@ -196,7 +199,7 @@ class Artifacts:
         headers = {"range": f"bytes={done}-"} if done else {}
         with self._door.open(f"/v1/artifacts/{output.sha256}", headers=headers) as response:
             skip = done if done and response.status_code == 200 else 0
-            for piece in response.iter_bytes(_CHUNK):
+            for piece in response.iter_bytes():  # unsized: a sized one loses what it holds at a break
                 if skip:
                     dropped = min(skip, len(piece))
                     skip -= dropped
