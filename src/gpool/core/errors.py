@@ -12,10 +12,10 @@ GpoolError
 ├── TooLarge           413  body, batch, artifact or log over its limit
 ├── Unprocessable      422  well-formed and impossible here
 ├── TooMany            429  slow down, or the queue is full
-├── TaskFailed         –    the task ended without success (raised by the client)
-│   ├── TimedOut       –    it ran past its time-out
-│   ├── Cancelled      –    somebody cancelled it
-│   └── LosesNodes     –    three different nodes were lost while it ran
+├── TaskFailed         -    the task ended without success (raised by the client)
+│   ├── TimedOut       -    it ran past its time-out
+│   ├── Cancelled      -    somebody cancelled it
+│   └── LosesNodes     -    three different nodes were lost while it ran
 ├── Unreachable        503  the server did not answer; the only error that is retried
 └── InternalFault      500  a bug of ours; the detail names a log entry
 """

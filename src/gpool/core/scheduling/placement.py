@@ -1,0 +1,183 @@
+"""Where a shape fits on one node, and how well. Pure best fit over slices; who comes first is not decided here.
+
+A score is a tuple, smallest is best. GPU tasks go where the earliest alternative matches, slices first onto GPUs that are
+shared already, then wherever the least GPU memory is left over; CPU-only tasks prefer nodes that lend no GPU.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import NamedTuple
+
+from gpool.core import gpuspec
+from gpool.core.ids import UserId
+from gpool.core.model import (
+    Allocation,
+    Availability,
+    Gpu,
+    GpuRequest,
+    Node,
+    Requirements,
+    Shape,
+    Slice,
+    Tier,
+)
+from gpool.core.scheduling.room import GpuRoom, Room
+
+Score = tuple[int, ...]
+
+
+class Fit(NamedTuple):
+    """A place for one allocation."""
+
+    score: Score
+    cpu_milli: int
+    memory_bytes: int
+    slices: tuple[Slice, ...]
+
+    def numbered(self, number: int) -> Allocation:
+        return Allocation(number, self.cpu_milli, self.memory_bytes, self.slices)
+
+
+class Unfit(StrEnum):
+    """Why a node can never run a shape, however idle it is; in the order in which it is looked at."""
+
+    ENVIRONMENT = "environment"
+    PYTHON = "python"
+    TIER = "tier"
+    CPU = "cpu"
+    MEMORY = "memory"
+    DISK = "disk"
+    GPU = "gpu"
+
+
+def is_open(node: Node) -> bool:
+    """Takes new leases: connected, and its owner lends it."""
+    return node.connected and node.availability is Availability.AVAILABLE
+
+
+def unfit(node: Node, shape: Shape) -> Unfit | None:
+    """The first thing this node lacks for the shape even when idle, or None when it could run it."""
+    offer, needs = node.offer, shape.requirements
+    if shape.environment not in offer.environments:
+        return Unfit.ENVIRONMENT
+    if needs.python is not None and needs.python not in offer.pythons:
+        return Unfit.PYTHON
+    if not tier_allows(node, needs.tier, shape.user):
+        return Unfit.TIER
+    if offer.cpu_milli < needs.cpu_milli:
+        return Unfit.CPU
+    if offer.memory_bytes < memory_for(node, needs):
+        return Unfit.MEMORY
+    if needs.disk_bytes is not None and offer.disk_bytes < needs.disk_bytes:
+        return Unfit.DISK
+    if needs.gpu and not any(
+        sum(usable(node, gpu, request) for gpu in offer.gpus) >= request.count
+        for request in needs.gpu
+    ):
+        return Unfit.GPU
+    return None
+
+
+def tier_allows(node: Node, floor: Tier, user: UserId) -> bool:
+    """Without isolation only on one's own node, where it is offered; else anything at least as strong as the floor."""
+    tiers = node.offer.tiers
+    if floor is Tier.NONE:
+        return node.owner == user and Tier.NONE in tiers
+    return any(tier.strength >= floor.strength for tier in tiers)
+
+
+def usable(node: Node, gpu: Gpu, request: GpuRequest) -> bool:
+    """The owner lends this GPU, and it is what one alternative asks for."""
+    if gpu.index in node.gpus_withheld or not gpuspec.matches(request, gpu):
+        return False
+    return request.vram_bytes is None or request.vram_bytes <= gpu.memory_bytes
+
+
+def memory_for(node: Node, needs: Requirements) -> int:
+    """What was asked for, or the CPU share's part of the node's memory."""
+    if needs.memory_bytes is not None:
+        return needs.memory_bytes
+    offer = node.offer
+    return offer.memory_bytes * needs.cpu_milli // offer.cpu_milli if offer.cpu_milli else 0
+
+
+def fit(node: Node, room: Room, shape: Shape) -> Fit | None:
+    """The best place for one more allocation in this room. The node must not be `unfit`."""
+    needs = shape.requirements
+    cpu_left = room.free_cpu - needs.cpu_milli
+    if cpu_left < 0:
+        return None
+    memory = memory_for(node, needs)
+    memory_left = room.free_memory - memory
+    if memory_left < 0:
+        return None
+    if not needs.gpu:
+        score: Score = (0, 1 if room.gpus else 0, cpu_left, memory_left, node.id)
+        return Fit(score, needs.cpu_milli, memory, ())
+    for turn, request in enumerate(needs.gpu):
+        found = (
+            _a_slice(node, room, request, shape.user)
+            if is_slice(request)
+            else _whole(node, room, request)
+        )
+        if found is not None:
+            score = (turn, *found[0], cpu_left, memory_left, node.id)
+            return Fit(score, needs.cpu_milli, memory, found[1])
+    return None
+
+
+def is_slice(request: GpuRequest) -> bool:
+    return request.vram_bytes is not None or request.share_milli < 1000
+
+
+def slice_of(gpu: Gpu, request: GpuRequest) -> Slice:
+    """What a slice request takes of this GPU; of memory and share, the one not asked for follows the other."""
+    memory = request.vram_bytes
+    if memory is None:
+        return Slice(gpu.index, gpu.memory_bytes * request.share_milli // 1000, request.share_milli)
+    share = request.share_milli
+    if share == 1000:
+        share = max(1, 1000 * memory // max(1, gpu.memory_bytes))
+    return Slice(gpu.index, memory, share)
+
+
+def _a_slice(
+    node: Node, room: Room, request: GpuRequest, user: UserId
+) -> tuple[Score, tuple[Slice, ...]] | None:
+    best: tuple[Score, tuple[Slice, ...]] | None = None
+    for gpu in room.gpus.values():
+        if gpu.holders and gpu.user != user:
+            continue  # strangers never share a GPU
+        if not usable(node, gpu.gpu, request):
+            continue
+        part = slice_of(gpu.gpu, request)
+        memory_left = gpu.free_memory - part.memory_bytes
+        share_left = gpu.free_share - part.share_milli
+        if memory_left < 0 or share_left < 0:
+            continue
+        score = (0 if gpu.holders else 1, memory_left, share_left)
+        if best is None or score < best[0]:
+            best = score, (part,)
+    return best
+
+
+def _whole(node: Node, room: Room, request: GpuRequest) -> tuple[Score, tuple[Slice, ...]] | None:
+    free = [g for g in room.gpus.values() if not g.holders and usable(node, g.gpu, request)]
+    if len(free) < request.count:
+        return None
+    free.sort(key=lambda g: (g.gpu.memory_bytes, g.gpu.model, g.gpu.index))
+    chosen = _alike(free, request.count)
+    taken = sum(g.gpu.memory_bytes for g in chosen)
+    slices = tuple(Slice(g.gpu.index, g.gpu.memory_bytes, 1000) for g in chosen)
+    untouched = sum(1 for g in room.gpus.values() if not g.holders)
+    return (0, taken, untouched - len(chosen)), slices
+
+
+def _alike(free: list[GpuRoom], count: int) -> list[GpuRoom]:
+    """The smallest GPUs of one model, if enough of one model are free; otherwise the smallest."""
+    for first in range(len(free) - count + 1):
+        run = free[first : first + count]
+        if run[0].gpu.model == run[-1].gpu.model:
+            return run
+    return free[:count]

@@ -1,0 +1,339 @@
+"""Decides which waiting tasks get which allocations now. Pure: reads a state, writes nothing, the same state gives the same plan.
+
+A pass has two halves. First **starts**: shapes take turns in the policy's order, one allocation a turn, until nothing more
+fits. Then **lines**: tasks that cannot start stand in line behind leases of their own shape, evenly and no deeper than
+what runs out within `line_target`, so that a node does not idle for a round trip.
+
+What keeps it fair. A line is fed only if its shape would win the allocation again: when another shape that could run there
+comes first in the order (counting the line's own allocation as given up), the line runs dry and the allocation goes over.
+And small tasks do not starve a large one: once a shape of which nothing runs has waited for `patience`, the node that is
+nearest to having room for it takes nothing from those behind it.
+
+What it costs: shapes x nodes, once, plus a little for each grant. The length of a queue does not matter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from heapq import heapify, heappop, heapreplace
+from itertools import islice
+
+from gpool.core.errors import Invalid
+from gpool.core.ids import NodeId, TaskId, UserId
+from gpool.core.model import Allocation, Instant, Node, Shape
+from gpool.core.scheduling.events import Grant, Place, Plan
+from gpool.core.scheduling.orders import ORDERS, Candidate, Key, Order, Policy
+from gpool.core.scheduling.placement import Fit, Score, fit, is_open, unfit
+from gpool.core.scheduling.queue import Entry
+from gpool.core.scheduling.room import Room
+from gpool.core.scheduling.state import ShapeState, State
+
+MAX_KEPT_CLEAR = 8
+_LOOKS_FOR_CLEARING = 64  # shapes a pass for which a node to clear is sought
+_REFILL = 4  # a line is fed once a quarter of it is gone: fewer, fuller grants
+
+DEFAULT = Policy()
+
+
+def plan(
+    state: State, now: Instant, policy: Policy = DEFAULT, orders: Mapping[str, Order] = ORDERS
+) -> Plan:
+    """What to lease now. `Invalid` when the policy names an order that is not in the table."""
+    draft = _Draft(state, now, policy, order_named(policy.order, orders))
+    draft.start_what_fits()
+    draft.fill_lines()
+    return draft.result()
+
+
+def order_named(name: str, orders: Mapping[str, Order] = ORDERS) -> Order:
+    order = orders.get(name)
+    if order is None:
+        raise Invalid(f"no order is called {name!r}; there are: {', '.join(sorted(orders))}")
+    return order
+
+
+def line_depth(state: State, shape: Shape, policy: Policy) -> int:
+    """How many leases may stand in one line: 1 while run times are unknown."""
+    seen = state.estimate(shape)
+    if seen is None:
+        return 1
+    return max(1, min(policy.max_line, policy.line_target // seen))
+
+
+class _Turn:
+    """One shape in this pass: what waits still, and where it could go."""
+
+    __slots__ = ("_ahead", "_entries", "entry", "key", "left", "places")
+
+    def __init__(self, entry: ShapeState) -> None:
+        self.entry = entry
+        self.left = entry.queue.size
+        self.key: Key = ()
+        self.places: list[tuple[Score, NodeId, int, Fit]] | None = (
+            None  # a heap, made when first needed
+        )
+        self._entries: Iterator[Entry] = entry.queue.entries()
+        self._ahead = next(self._entries)
+
+    @property
+    def head(self) -> Entry:
+        return self._ahead
+
+    def take(self, count: int) -> list[Entry]:
+        """The next `count`, which must be there."""
+        taken = [self._ahead, *islice(self._entries, count - 1)]
+        self.left -= count
+        if self.left:
+            self._ahead = next(self._entries)
+        return taken
+
+
+class _NewLine:
+    """A line as this pass leaves it."""
+
+    __slots__ = ("allocation", "before", "grants", "node", "shape")
+
+    def __init__(self, node: NodeId, allocation: Allocation, shape: Shape, before: int) -> None:
+        self.node = node
+        self.allocation = allocation
+        self.shape = shape
+        self.before = before
+        self.grants: list[Entry] = []
+
+
+class _Draft:
+    """The overlay a plan is made on: rooms copied when first taken from, everything else only read."""
+
+    def __init__(self, state: State, now: Instant, policy: Policy, order: Order) -> None:
+        self.state, self.now, self.policy, self.order = state, now, policy, order
+        self.nodes: dict[NodeId, Node] = {
+            id_: entry.node
+            for id_, entry in state.nodes.items()
+            if entry.node is not None and is_open(entry.node)
+        }
+        self.rooms: dict[NodeId, Room] = {}
+        self.versions: dict[NodeId, int] = {}
+        self.numbers: dict[NodeId, int] = {}  # the smallest that may be free
+        self.running: dict[UserId, int] = {}
+        self.kept_clear: dict[NodeId, Shape] = {}
+        self.looks = _LOOKS_FOR_CLEARING
+        self.waiting: list[_Turn] = []  # could not start (any more), first in the order first
+        self.made: list[_NewLine] = []
+        self.lines: dict[tuple[NodeId, int], _NewLine] = {}
+
+    # ---- starts
+
+    def start_what_fits(self) -> None:
+        turns = []
+        for entry in self.state.waiting():
+            turn = _Turn(entry)
+            turn.key = self.key(turn)
+            turns.append((turn.key, turn.head, turn))
+        heapify(turns)
+        while turns and len(self.made) < self.policy.max_places_per_pass:
+            key, _, turn = turns[0]
+            turn.key = self.key(turn)
+            if turn.key > key:  # its user got something meanwhile
+                heapreplace(turns, (turn.key, turn.head, turn))
+                continue
+            if not self.start_one(turn):
+                self.waiting.append(turn)
+                self.keep_clear(turn)
+                heappop(turns)
+            elif turn.left:
+                turn.key = self.key(turn)
+                heapreplace(turns, (turn.key, turn.head, turn))
+            else:
+                heappop(turns)
+        while turns:
+            self.waiting.append(heappop(turns)[2])
+
+    def key(self, turn: _Turn, given_up: int = 0) -> Key:
+        shape = turn.entry.shape
+        at, task, _ = turn.head
+        running = self.state.running.get(shape.user, 0) + self.running.get(shape.user, 0) - given_up
+        served = self.state.served(shape.user)
+        candidate = Candidate(shape, Instant(at), TaskId(task), running, served)
+        return self.order(candidate, self.now, self.policy)
+
+    def start_one(self, turn: _Turn) -> bool:
+        shape = turn.entry.shape
+        if turn.places is None:
+            turn.places = self.places_for(shape)
+        places = turn.places
+        while places:
+            _, node_id, version, found = places[0]
+            if self.kept_clear.get(node_id, shape) is not shape:
+                heappop(places)
+                continue
+            if version == self.versions.get(node_id, 0):
+                self.open_line(turn, node_id, found)
+                return True
+            again = fit(self.nodes[node_id], self.room(node_id), shape)
+            if again is None:
+                heappop(places)
+            else:
+                fresh = (again.score, node_id, self.versions[node_id], again)
+                heapreplace(places, fresh)
+        return False
+
+    def places_for(self, shape: Shape) -> list[tuple[Score, NodeId, int, Fit]]:
+        places = []
+        cpu = shape.requirements.cpu_milli
+        for id_, node in self.nodes.items():
+            room = self.room(id_)
+            if room.free_cpu < cpu or unfit(node, shape) is not None:
+                continue
+            found = fit(node, room, shape)
+            if found is not None:
+                places.append((found.score, id_, self.versions.get(id_, 0), found))
+        heapify(places)
+        return places
+
+    def room(self, node: NodeId) -> Room:
+        return self.rooms.get(node) or self.state.nodes[node].room
+
+    def open_line(self, turn: _Turn, node: NodeId, found: Fit) -> None:
+        shape = turn.entry.shape
+        taken = self.state.nodes[node].lines
+        number = self.numbers.get(node, 0)
+        while number in taken:
+            number += 1
+        self.numbers[node] = number + 1
+        room = self.rooms.get(node)
+        if room is None:
+            room = self.rooms[node] = self.state.nodes[node].room.copy()
+        allocation = found.numbered(number)
+        room.take(allocation, shape.user)
+        self.versions[node] = self.versions.get(node, 0) + 1
+        self.running[shape.user] = self.running.get(shape.user, 0) + 1
+        line = _NewLine(node, allocation, shape, 0)
+        line.grants += turn.take(1)
+        self.made.append(line)
+        self.lines[node, number] = line
+
+    def keep_clear(self, turn: _Turn) -> None:
+        """For a task that has waited long: the node nearest to having room takes nothing from those behind it."""
+        shape = turn.entry.shape
+        if turn.entry.lines or self.now - turn.head[0] < self.policy.patience:
+            return  # what runs somewhere does not starve
+        if not self.looks or len(self.kept_clear) >= MAX_KEPT_CLEAR:
+            return
+        self.looks -= 1
+        nearest = min(
+            (
+                (len(self.state.nodes[id_].lines) + self.versions.get(id_, 0), id_)
+                for id_, node in self.nodes.items()
+                if id_ not in self.kept_clear and unfit(node, shape) is None
+            ),
+            default=None,
+        )
+        if nearest is not None:
+            self.kept_clear[nearest[1]] = shape
+
+    # ---- lines
+
+    def fill_lines(self) -> None:
+        for rank, turn in enumerate(self.waiting):
+            depth = line_depth(self.state, turn.entry.shape, self.policy)
+            if depth > 1 and len(self.made) < self.policy.max_places_per_pass:
+                lines = self.lines_to_feed(turn, self.waiting[:rank], depth)
+                if lines:
+                    self.spread(turn, lines, depth)
+
+    def lines_to_feed(self, turn: _Turn, before: list[_Turn], depth: int) -> list[_NewLine]:
+        shape = turn.entry.shape
+        by_node: dict[NodeId, list[_NewLine]] = {}
+        for (id_, _), line in turn.entry.lines.items():
+            by_node.setdefault(id_, []).append(_NewLine(id_, line.allocation, shape, line.count))
+        for line_made in self.made:
+            if line_made.shape is shape:
+                by_node.setdefault(line_made.node, []).append(line_made)
+        if before:
+            without = self.key(turn, given_up=1)
+            before = [other for other in before if other.key < without]
+        found: list[_NewLine] = []
+        for id_, lines in by_node.items():
+            node = self.nodes.get(id_)
+            if node is None or self.kept_clear.get(id_, shape) is not shape:
+                continue
+            if unfit(node, shape) is not None or self.is_wanted(node, lines, before):
+                continue
+            found += [line for line in lines if self.wants_more(node, line, depth)]
+        room = self.policy.max_places_per_pass - len(self.made)
+        found.sort(
+            key=lambda line: (line.before + len(line.grants), line.node, line.allocation.number)
+        )
+        return found[:room]
+
+    def is_wanted(self, node: Node, lines: list[_NewLine], before: list[_Turn]) -> bool:
+        """Could somebody who comes first start here if these lines were given up?"""
+        room: Room | None = None
+        for other in before:
+            shape = other.entry.shape
+            if unfit(node, shape) is not None:
+                continue
+            if room is None:
+                room = self.room(node.id).copy()
+                for line in lines:
+                    room.give(line.allocation)
+            if fit(node, room, shape) is not None:
+                return True
+        return False
+
+    @staticmethod
+    def wants_more(node: Node, line: _NewLine, depth: int) -> bool:
+        if any(part.gpu_index in node.gpus_withheld for part in line.allocation.slices):
+            return False
+        return (depth - line.before - len(line.grants)) * _REFILL >= depth
+
+    def spread(self, turn: _Turn, lines: list[_NewLine], depth: int) -> None:
+        """Gives the oldest tasks to the shortest lines, interleaved, all lines about equally long in the end."""
+        counts = [line.before + len(line.grants) for line in lines]  # ascending
+        level = _water_level(counts, turn.left, depth)
+        needs = [max(0, level - count) for count in counts]
+        for place in range(
+            min(turn.left - sum(needs), len(lines))
+        ):  # one more each, as far as it goes
+            if counts[place] <= level < depth:
+                needs[place] += 1
+        entries = turn.take(sum(needs)) if sum(needs) else []
+        position = given = 0
+        while position < len(entries):
+            open_lines = [line for line, need in zip(lines, needs, strict=True) if need > given]
+            step = min(need for need in needs if need > given) - given
+            block = entries[position : position + step * len(open_lines)]
+            for place, line in enumerate(open_lines):
+                line.grants += block[place :: len(open_lines)]
+            position += len(block)
+            given += step
+        for line in lines:
+            key = (line.node, line.allocation.number)
+            if line.grants and key not in self.lines:
+                self.lines[key] = line
+                self.made.append(line)
+
+    def result(self) -> Plan:
+        return Plan(
+            tuple(
+                Place(
+                    line.node,
+                    line.allocation,
+                    line.shape,
+                    tuple([Grant(TaskId(task), epoch + 1) for _, task, epoch in line.grants]),
+                )
+                for line in self.made
+            )
+        )
+
+
+def _water_level(counts: list[int], tasks: int, depth: int) -> int:
+    """The highest level, at most `depth`, to which all shorter lines can be filled with this many tasks."""
+    filled = 0
+    for place, count in enumerate(counts):
+        above = min(counts[place + 1], depth) if place + 1 < len(counts) else depth
+        needed = (above - count) * (place + 1)
+        if filled + needed > tasks:
+            return count + (tasks - filled) // (place + 1)
+        filled += needed
+    return depth

@@ -1,0 +1,308 @@
+"""What the scheduler sees: queues by shape, nodes with what is free, and who holds what. Folded from events, never planned upon in place.
+
+`fold` costs a constant per task. The state is a cache of the store: `build` makes an equal one from the store's rows, and a
+state that meets an impossible event says so (`Contradiction`), upon which its owner rebuilds it. Run-time estimates and the
+order in which users were last served are hints, not truth: they are lost in a rebuild and left out of equality.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import assert_never
+
+from gpool.core.ids import NodeId, TaskId, UserId
+from gpool.core.model import Allocation, Node, Shape, Span
+from gpool.core.scheduling.events import (
+    Event,
+    NodeChanged,
+    NodeRemoved,
+    QueuedTask,
+    RunTimesObserved,
+    TasksLeased,
+    TasksQueued,
+    TasksReleased,
+    TasksWithdrawn,
+)
+from gpool.core.scheduling.queue import Queue, Ticket
+from gpool.core.scheduling.room import Room
+
+MAX_ESTIMATES = 10_000
+MAX_SERVED = 100_000
+_KEEP = 0.9  # weight of what was known, for each further attempt observed
+
+
+class Contradiction(AssertionError):
+    """An event that cannot follow what was folded before: the state is wrong and must be rebuilt from the store."""
+
+
+class Line:
+    """An allocation on a node and how many leases stand in line for it."""
+
+    __slots__ = ("allocation", "count", "node", "shape")
+
+    def __init__(self, node: NodeId, allocation: Allocation, shape: Shape) -> None:
+        self.node = node
+        self.allocation = allocation
+        self.shape = shape
+        self.count = 0
+
+
+class ShapeState:
+    """One shape: its waiting tasks and its lines."""
+
+    __slots__ = ("lines", "queue", "shape")
+
+    def __init__(self, shape: Shape, live: dict[TaskId, Ticket]) -> None:
+        self.shape = shape
+        self.queue = Queue(shape, live)
+        self.lines: dict[tuple[NodeId, int], Line] = {}
+
+
+class NodeState:
+    """One node: what it offers (None: gone, leases still held there), what is free, its lines by allocation number."""
+
+    __slots__ = ("lines", "node", "room")
+
+    def __init__(self, node: Node | None) -> None:
+        self.node = node
+        self.room = Room(node)
+        self.lines: dict[int, Line] = {}
+
+    def change(self, node: Node | None) -> None:
+        self.node = node
+        self.room = Room(node)
+        for line in self.lines.values():
+            self.room.take(line.allocation, line.shape.user)
+
+
+class State:
+    """See the module. Read it freely; change it by `fold` only."""
+
+    __slots__ = ("_estimates", "_live", "_serial", "_served", "held", "nodes", "running", "shapes")
+
+    def __init__(self) -> None:
+        self.shapes: dict[Shape, ShapeState] = {}  # only those with waiting tasks or lines
+        self.nodes: dict[NodeId, NodeState] = {}
+        self.held: dict[TaskId, Line] = {}
+        self.running: dict[UserId, int] = {}  # allocations a user holds
+        self._live: dict[TaskId, Ticket] = {}
+        self._estimates: dict[Shape, float] = {}
+        self._served: dict[UserId, int] = {}
+        self._serial = 0
+
+    # ---- reading
+
+    @property
+    def queued_count(self) -> int:
+        return len(self._live)
+
+    def queue_of(self, task: TaskId) -> ShapeState | None:
+        """The shape under which a task waits, or None."""
+        ticket = self._live.get(task)
+        if ticket is None:
+            return None
+        return self.shapes[ticket[0].shape]
+
+    def waiting(self) -> Iterator[ShapeState]:
+        """The shapes that have waiting tasks."""
+        return (entry for entry in self.shapes.values() if entry.queue.size)
+
+    def estimate(self, shape: Shape) -> Span | None:
+        """How long a task of this shape takes, as far as seen."""
+        seen = self._estimates.get(shape)
+        return None if seen is None else Span(max(1, round(seen)))
+
+    def served(self, user: UserId) -> int:
+        """Grows with each lease: the user with the smaller number was served less recently (0: not yet)."""
+        return self._served.get(user, 0)
+
+    def truth(self) -> tuple[object, ...]:
+        """All that is not a hint, as a plain value."""
+        queues = {
+            shape: tuple(entry.queue.entries())
+            for shape, entry in self.shapes.items()
+            if entry.queue.size
+        }
+        nodes = {
+            id_: (
+                entry.node,
+                entry.room.truth(),
+                {n: (line.allocation, line.shape, line.count) for n, line in entry.lines.items()},
+            )
+            for id_, entry in self.nodes.items()
+        }
+        held = {task: (line.node, line.allocation.number) for task, line in self.held.items()}
+        lines = {shape: set(entry.lines) for shape, entry in self.shapes.items() if entry.lines}
+        return queues, nodes, held, lines, self.running, set(self._live), set(self.shapes)
+
+    def __eq__(self, other: object) -> bool:
+        return self.truth() == other.truth() if isinstance(other, State) else NotImplemented
+
+    __hash__ = None  # type: ignore[assignment]
+
+    # ---- folding
+
+    def fold(self, event: Event) -> None:
+        """Takes in one event. Raises `Contradiction` when it cannot be: rebuild the state then."""
+        match event:
+            case TasksQueued(shape, tasks):
+                self._queue(shape, tasks)
+            case TasksWithdrawn(tasks):
+                self._leave_queue(tasks)
+            case TasksLeased():
+                self._lease(event)
+            case TasksReleased(tasks):
+                self._release(tasks)
+            case NodeChanged(node):
+                known = self.nodes.get(node.id)
+                if known is None:
+                    self.nodes[node.id] = NodeState(node)
+                elif known.node != node:
+                    known.change(node)
+            case NodeRemoved(id_):
+                gone = self.nodes.get(id_)
+                if gone is not None and gone.lines:
+                    gone.change(None)  # its leases still have to end
+                elif gone is not None:
+                    del self.nodes[id_]
+            case RunTimesObserved(shape, count, total):
+                self._observe(shape, count, total)
+            case _:
+                assert_never(event)
+
+    def _entry(self, shape: Shape) -> ShapeState:
+        entry = self.shapes.get(shape)
+        if entry is None:
+            entry = self.shapes[shape] = ShapeState(shape, self._live)
+        return entry
+
+    def _drop_if_idle(self, entry: ShapeState) -> None:
+        if not entry.queue.size and not entry.lines:
+            self.shapes.pop(entry.shape, None)
+
+    def _queue(self, shape: Shape, tasks: Iterable[QueuedTask]) -> None:
+        entry = self._entry(shape)
+        self._tidy(entry.queue.add(tasks))
+        self._drop_if_idle(entry)
+
+    def _leave_queue(self, tasks: Iterable[TaskId]) -> None:
+        live = self._live
+        touched: set[Queue] = set()
+        queue_before: Queue | None = None
+        for task in tasks:
+            ticket = live.pop(task, None)
+            if ticket is None:
+                continue
+            queue = ticket[0]
+            queue.size -= 1
+            if queue is not queue_before:
+                queue_before = queue
+                touched.add(queue)
+        self._tidy(touched)
+
+    def _tidy(self, queues: set[Queue]) -> None:
+        for queue in queues:
+            queue.tidy()
+            if not queue.size and queue.shape in self.shapes:
+                self._drop_if_idle(self.shapes[queue.shape])
+
+    def _lease(self, event: TasksLeased) -> None:
+        if not event.tasks:
+            return
+        entry = self._entry(event.shape)
+        number = event.allocation.number
+        key = (event.node, number)
+        line = entry.lines.get(key)
+        if line is None:
+            line = self._open(entry, key, event.allocation)
+        elif line.allocation != event.allocation:
+            raise Contradiction(f"allocation {key} is {line.allocation}, not {event.allocation}")
+        held, size_before = self.held, len(self.held)
+        for task in event.tasks:
+            before = held.setdefault(task, line)
+            if before is not line:
+                raise Contradiction(
+                    f"task {task} holds {before.node}/{before.allocation.number}, not {key}"
+                )
+        line.count += len(held) - size_before
+        self._leave_queue(event.tasks)
+        self._serial += 1
+        user = event.shape.user
+        self._served.pop(user, None)
+        self._served[user] = self._serial
+        if len(self._served) > MAX_SERVED:
+            del self._served[next(iter(self._served))]
+
+    def _open(self, entry: ShapeState, key: tuple[NodeId, int], allocation: Allocation) -> Line:
+        node = self.nodes.get(key[0])
+        if node is None:
+            node = self.nodes[key[0]] = NodeState(None)
+        if key[1] in node.lines:
+            raise Contradiction(f"allocation {key} is held by {node.lines[key[1]].shape}")
+        line = Line(key[0], allocation, entry.shape)
+        entry.lines[key] = node.lines[key[1]] = line
+        user = entry.shape.user
+        node.room.take(allocation, user)
+        self.running[user] = self.running.get(user, 0) + 1
+        return line
+
+    def _release(self, tasks: Iterable[TaskId]) -> None:
+        held = self.held
+        for task in tasks:
+            line = held.pop(task, None)
+            if line is not None:
+                line.count -= 1
+                if not line.count:
+                    self._close(line)
+
+    def _close(self, line: Line) -> None:
+        number, user = line.allocation.number, line.shape.user
+        node, entry = self.nodes[line.node], self.shapes[line.shape]
+        del node.lines[number]
+        del entry.lines[line.node, number]
+        node.room.give(line.allocation)
+        if node.node is None and not node.lines:
+            del self.nodes[line.node]
+        self.running[user] -= 1
+        if not self.running[user]:
+            del self.running[user]
+        self._drop_if_idle(entry)
+
+    def _observe(self, shape: Shape, count: int, total: Span) -> None:
+        if count <= 0:
+            return
+        mean = total / count
+        before = self._estimates.pop(shape, None)
+        old = 0.0 if before is None else _KEEP ** min(count, 64)
+        self._estimates[shape] = (before or 0.0) * old + mean * (1 - old)
+        if len(self._estimates) > MAX_ESTIMATES:
+            del self._estimates[next(iter(self._estimates))]
+
+
+def build(
+    nodes: Iterable[Node],
+    queued: Iterable[tuple[Shape, QueuedTask]],
+    held: Iterable[tuple[NodeId, Allocation, Shape, TaskId]],
+) -> State:
+    """The state as the store has it, in any order of rows."""
+    state = State()
+    for node in nodes:
+        state.fold(NodeChanged(node))
+    groups: dict[int, tuple[Shape, list[QueuedTask]]] = {}  # by identity: hashing a shape is dear
+    for shape, task in queued:
+        group = groups.get(id(shape))
+        if group is None:
+            group = groups[id(shape)] = (shape, [])
+        group[1].append(task)
+    by_shape: dict[Shape, list[QueuedTask]] = {}
+    for shape, tasks in groups.values():
+        by_shape.setdefault(shape, []).extend(tasks)
+    for shape, tasks in by_shape.items():
+        tasks.sort(key=lambda task: (task.queued_at, task.id))
+        state.fold(TasksQueued(shape, tuple(tasks)))
+    lines: dict[tuple[NodeId, Allocation, Shape], list[TaskId]] = {}
+    for node_id, allocation, shape, id_ in held:
+        lines.setdefault((node_id, allocation, shape), []).append(id_)
+    for (node_id, allocation, shape), ids in lines.items():
+        state.fold(TasksLeased(node_id, allocation, shape, tuple(ids)))
+    return state
