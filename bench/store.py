@@ -66,7 +66,9 @@ def reports(first: int, count: int) -> list[ReportItem]:
     ]
 
 
-async def timed(work: Callable[[int], Awaitable[Any]], rounds: int) -> tuple[float, float, list[float]]:
+async def timed(
+    work: Callable[[int], Awaitable[Any]], rounds: int
+) -> tuple[float, float, list[float]]:
     """Seconds of wall and of processor for all rounds, and the wall of each."""
     each = []
     began, cpu = perf_counter(), process_time()
@@ -153,7 +155,9 @@ def main() -> None:
             f"{name:<14}{row['per_s']:>10,.0f}{row['wall_us']:>13.1f}{row['cpu_us']:>12.1f}{row['p50_ms']:>11.2f}"
         )
     if asked.json:
-        asked.json.write_text(json.dumps({"store": url.split(":")[0], "results": results}, indent=2))
+        asked.json.write_text(
+            json.dumps({"store": url.split(":")[0], "results": results}, indent=2)
+        )
 
 
 if __name__ == "__main__":

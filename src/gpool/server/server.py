@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 from gpool.core.errors import GpoolError
 from gpool.core.ids import IdSource
@@ -29,6 +29,14 @@ class Once:
 
     key: str
     fingerprint: str
+
+
+@dataclass(frozen=True, slots=True)
+class Answered(Generic[T]):
+    """What an operation gave (None: it happened before, under the same key) and the answer saved for it."""
+
+    value: T | None
+    body: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +72,10 @@ class Server:
 
     async def write_once(
         self, user: User, once: Once | None, operation: Operation[T], encode: Callable[[T], bytes]
-    ) -> tuple[T | None, bytes]:
-        """Like `write`; under a key already used the first answer comes back, and None for its value."""
+    ) -> Answered[T]:
+        """Like `write`; under a key already used the first answer comes back, without a value."""
         if once is None:
             value = await self.write(operation)
-            return value, encode(value)
-        return await self.write(
-            keys.once(user.id, once.key, once.fingerprint, self.now, operation, encode)
-        )
+            return Answered(value, encode(value))
+        kept = keys.once(user.id, once.key, once.fingerprint, self.now, operation, encode)
+        return Answered(*await self.write(kept))

@@ -15,20 +15,20 @@ from gpool.server.store.values import Recording, User
 
 async def cancel_task(server: Server, user: User, id_: TaskId, once: Once | None) -> None:
     """Cancelling what has ended changes nothing and is no error."""
-    recording, _ = await server.write_once(
+    answered = await server.write_once(
         user, once, _cancel_task(id_, scope(user), server.now), _nothing
     )
-    if recording is not None:
-        server.scheduler.absorb(recording)
+    if answered.value is not None:
+        server.scheduler.absorb(answered.value)
 
 
 async def cancel_batch(server: Server, user: User, id_: BatchId, once: Once | None) -> None:
     """Cancels whatever has not ended and closes the batch: nothing can be added to it."""
-    recording, _ = await server.write_once(
+    answered = await server.write_once(
         user, once, _cancel_batch(id_, scope(user), server.now), _nothing
     )
-    if recording is not None:
-        server.scheduler.absorb(recording)
+    if answered.value is not None:
+        server.scheduler.absorb(answered.value)
         server.hub.publish((id_,))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -79,7 +80,8 @@ async def join(
         saved = _saved(row)
         value: NodeRow | None = row
     else:
-        value, saved = await server.write_once(user, once, create, _saved)
+        answered = await server.write_once(user, once, create, _saved)
+        value, saved = answered.value, answered.body
     if value is not None:
         server.scheduler.node_changed(value.node)
     answer = msgspec.json.decode(saved, type=_Saved)
@@ -101,13 +103,13 @@ async def invite(
     _must_lend(user)
     token = _secret(server, credentials.INVITE_PREFIX, user, once)
     expires_at = Instant(server.now + span(expires_in_s))
-    _, saved = await server.write_once(
+    answered = await server.write_once(
         user,
         once,
         _invite(credentials.hashed(token), user, expires_at, server.now),
         lambda at: msgspec.json.encode(_SavedInvite(at)),
     )
-    expires_at = Instant(msgspec.json.decode(saved, type=_SavedInvite).expires_at)
+    expires_at = Instant(msgspec.json.decode(answered.body, type=_SavedInvite).expires_at)
     return InviteDocument(
         token=token,
         link=f"gpool://{server.settings.address}/join/{token}",
@@ -147,7 +149,7 @@ def _create(
     owner: int | None,
     secret_hash: str,
     offer: Offer,
-    gpu_ids: range,
+    gpu_ids: Sequence[int],
     at: Instant,
 ) -> Operation[NodeRow]:
     invite_hash = credentials.hashed(request.token) if request.token else None
@@ -161,7 +163,7 @@ def _create(
 
 
 @operation
-def _greet(node: NodeId, offer: Offer, gpu_ids: range, at: Instant) -> Operation[NodeRow]:
+def _greet(node: NodeId, offer: Offer, gpu_ids: Sequence[int], at: Instant) -> Operation[NodeRow]:
     yield from operations.greet(node, offer, gpu_ids, at)
     row = yield from operations.node(node)
     assert row is not None
@@ -223,26 +225,26 @@ def _everything() -> Operation[tuple[tuple[NodeRow, ...], tuple[tuple[GpuId, Nod
 async def set_availability(
     server: Server, user: User, id_: NodeId, availability: Availability, once: Once | None
 ) -> NodeDocument:
-    row, _ = await server.write_once(
+    answered = await server.write_once(
         user, once, _allow(id_, user, availability, server.now), _nothing
     )
-    if row is not None:
-        server.scheduler.node_changed(row.node)
+    if answered.value is not None:
+        server.scheduler.node_changed(answered.value.node)
     return await node(server, id_)
 
 
 async def set_gpu_available(
     server: Server, user: User, id_: GpuId, available: bool, once: Once | None
 ) -> GpuDocument:
-    row, _ = await server.write_once(user, once, _allow_gpu(id_, user, available), _nothing)
-    if row is not None:
-        server.scheduler.node_changed(row.node)
+    answered = await server.write_once(user, once, _allow_gpu(id_, user, available), _nothing)
+    if answered.value is not None:
+        server.scheduler.node_changed(answered.value.node)
     return await gpu(server, id_)
 
 
 async def remove(server: Server, user: User, id_: NodeId, once: Once | None) -> None:
-    removed, _ = await server.write_once(user, once, _remove(id_, user), lambda _: b"")
-    if removed:
+    answered = await server.write_once(user, once, _remove(id_, user), lambda _: b"")
+    if answered.value:
         server.credentials.forget()
         server.scheduler.node_removed(id_)
 

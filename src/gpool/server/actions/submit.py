@@ -53,7 +53,8 @@ async def submit(server: Server, user: User, request: TaskRequest, once: Once | 
     waiting = server.scheduler.state.queued_count
     if waiting + len(submission.tasks) > server.settings.max_queued:
         raise TooMany(f"{waiting} tasks wait already, the queue is full; try again later")
-    submitted, body = await server.write_once(user, once, _submit(submission), _document)
+    answered = await server.write_once(user, once, _submit(submission), _document)
+    submitted, body = answered.value, answered.body
     if submitted is None:
         first = _decode(body)
         return Accepted(

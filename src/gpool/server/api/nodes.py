@@ -34,7 +34,9 @@ from gpool.wire.documents import (
 )
 
 router = APIRouter(tags=["nodes"])
-_JOINED: Responses = {201: {"model": NodeJoined, "description": "Joined; the secret is shown this once"}}
+_JOINED: Responses = {
+    201: {"model": NodeJoined, "description": "Joined; the secret is shown this once"}
+}
 
 
 @router.get("/v1/nodes", responses=ok(NodePage), response_class=Response)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated
 
-from fastapi import APIRouter, Query
+from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
@@ -88,7 +87,7 @@ async def submit_task(request: Request, wait: Wait = 0) -> Response:
 
 
 @router.get("/task_status", responses=ok(TaskDocument), response_class=Response)
-async def task_status(request: Request, id: Annotated[str, Query()], wait: Wait = 0) -> Response:
+async def task_status(request: Request, id: str = "", wait: Wait = 0) -> Response:
     """Alias of `GET /v1/tasks/{id}`."""
     return await task_answer(request, id, wait)
 

@@ -42,11 +42,13 @@ def apply_plan(places: Sequence[Place], term: int, at: Instant) -> Operation[App
     )
     takes = {row[0] for row in rows}
     open_places = [place for place in places if place.node in takes]
-    grants: list[Row] = []
+    grants: dict[int, Row] = {}  # a task named twice goes to the first place that names it
     for place in open_places:
         node, number = place.node, place.allocation.number
         text = allocation_text(place.allocation)
-        grants.extend((g.task, g.epoch, node, number, text) for g in place.grants)
+        for grant in place.grants:
+            if grant.task not in grants:
+                grants[grant.task] = (grant.task, grant.epoch, node, number, text)
     if not grants:
         return AppliedPlan((), ())
     granted: dict[int, Row] = {}
@@ -56,7 +58,7 @@ def apply_plan(places: Sequence[Place], term: int, at: Instant) -> Operation[App
         f"WHERE tasks.id = g.id AND tasks.epoch = g.epoch - 1 AND tasks.status IN ({GRANTABLE}) "
         "RETURNING tasks.id, spec_id, payload, payload_sha256",
         {"at": at},
-        {"grants": Relation(GRANTS, grants)},
+        {"grants": Relation(GRANTS, list(grants.values()))},
     )
     for row in rows:
         granted[row[0]] = row
