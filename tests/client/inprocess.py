@@ -70,7 +70,9 @@ class AppTransport(httpx2.BaseTransport):
         }
 
         async def serve() -> None:
-            inbox: list[dict[str, Any]] = [{"type": "http.request", "body": body, "more_body": False}]
+            inbox: list[dict[str, Any]] = [
+                {"type": "http.request", "body": body, "more_body": False}
+            ]
             gone = asyncio.Event()
 
             async def receive() -> dict[str, Any]:
@@ -106,7 +108,9 @@ class RealPool:
     def __init__(self, data: Path) -> None:
         self._data = data
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="the server", daemon=True)
+        self._thread = threading.Thread(
+            target=self._loop.run_forever, name="the server", daemon=True
+        )
         self._thread.start()
         self.command: Command = lambda _: (0, [], {})
         self.start()
@@ -149,7 +153,13 @@ class Node:
         self.id = decode("node", joined["id"])
         who = pool.wait(pool.server.credentials.who(self._secret))
         self._channel = Channel(pool.server, who, self._frames.put)
-        offer = Offer(2000, 2 << 30, 2 << 30, pythons=frozenset({_python()}), tiers=frozenset({Tier.CONTAINER}))
+        offer = Offer(
+            2000,
+            2 << 30,
+            2 << 30,
+            pythons=frozenset({_python()}),
+            tiers=frozenset({Tier.CONTAINER}),
+        )
         pool.wait(self._channel.receive(Hello(PROTOCOL, "boot", offer, 1, ())))
         self._specs: dict[int, TaskSpec] = {}
         self._functions: dict[str, Any] = {}
@@ -183,7 +193,9 @@ class Node:
                 self._specs.update(frame.specs)
                 for line in frame.lines:
                     items = [
-                        item for lease in line.leases for item in self._run(self._specs[line.spec], lease)
+                        item
+                        for lease in line.leases
+                        for item in self._run(self._specs[line.spec], lease)
                     ]
                     self._report(items)
 
@@ -233,6 +245,5 @@ class Node:
 
 
 def _python() -> str:
-
 
     return f"{sys.version_info.major}.{sys.version_info.minor}"

@@ -245,7 +245,10 @@ class Pool(httpx2.BaseTransport):
         sent = 0
         while True:
             with self._change:
-                self._change.wait_for(lambda: len(batch.results) > after or batch.closed, 10)
+                known = after
+                self._change.wait_for(
+                    lambda known=known: len(batch.results) > known or batch.closed, 10
+                )
                 fresh = batch.results[after:]
             if self.break_after is not None:
                 fresh = fresh[: self.break_after - sent]

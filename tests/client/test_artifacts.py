@@ -39,7 +39,9 @@ def test_inputs_from_elsewhere_are_refused(tmp_path: Path, given: str) -> None:
         gather([given], here)
 
 
-def test_a_file_the_server_has_is_not_sent_again(client: Client, pool: Pool, tmp_path: Path) -> None:
+def test_a_file_the_server_has_is_not_sent_again(
+    client: Client, pool: Pool, tmp_path: Path
+) -> None:
     (tmp_path / "data").write_bytes(b"x" * 3_000_000)
     for _ in range(2):
         client.artifacts.put_file(gather(["data"], tmp_path)[0])

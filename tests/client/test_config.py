@@ -27,7 +27,10 @@ def test_a_flag_wins_over_a_variable_over_the_project_over_the_profile(tmp_path:
     (here / "gpool.toml").write_text('url = "http://two:2"\nkey = "from-project"\n')
     assert found() == ("http://two:2", "from-project")
     assert found(GPOOL_URL="http://three:3", GPOOL_KEY="k") == ("http://three:3", "k")
-    assert found("http://four:4", GPOOL_URL="http://three:3", GPOOL_KEY="k") == ("http://four:4", "k")
+    assert found("http://four:4", GPOOL_URL="http://three:3", GPOOL_KEY="k") == (
+        "http://four:4",
+        "k",
+    )
 
 
 def test_a_key_from_a_file_is_never_sent_to_another_address(tmp_path: Path) -> None:

@@ -39,16 +39,10 @@ def test_submissions_grow_and_share_one_batch(client: Client, pool: Pool) -> Non
 
 
 def test_endless_inputs_are_taken_only_as_far_as_the_window(client: Client) -> None:
-    taken = 0
-
-    def inputs() -> Iterator[int]:
-        nonlocal taken
-        for taken in itertools.count(1):
-            yield taken
-
-    values = client.map(client.task(lambda x: x), [inputs()], window=200)
-    assert list(itertools.islice(values, 1000)) == list(range(1, 1001))
-    assert taken <= 1000 + 200
+    inputs = itertools.count()
+    values = client.map(client.task(lambda x: x), [inputs], window=200)
+    assert list(itertools.islice(values, 1000)) == list(range(1000))
+    assert next(inputs) <= 1000 + 200
     values.close()
 
 
@@ -73,11 +67,10 @@ def test_lost_answers_to_submissions_submit_nothing_twice(client: Client, pool: 
 def test_the_first_exception_in_order_is_raised_and_cancels_the_rest(
     client: Client, pool: Pool
 ) -> None:
-    seen = []
+    values = client.task(lambda x: 1 // x).map([1, 1, 0, 1])
+    assert [next(values), next(values)] == [1, 1]
     with pytest.raises(ZeroDivisionError):
-        for value in client.task(lambda x: 1 // x).map([1, 1, 0, 1]):
-            seen.append(value)
-    assert seen == [1, 1]
+        next(values)
     assert pool.cancelled == list(pool.batches)
 
 

@@ -113,7 +113,9 @@ def test_an_argument_that_cannot_travel_is_named(client: Client) -> None:
     @client.task
     def work(data: object, lock: object = None) -> None: ...
 
-    with pytest.raises(gpool.Invalid, match=r"argument 'lock' of work cannot be sent: a _thread\.lock"):
+    with pytest.raises(
+        gpool.Invalid, match=r"argument 'lock' of work cannot be sent: a _thread\.lock"
+    ):
         work.remote(1, threading.Lock())
     with pytest.raises(gpool.Invalid, match="argument 'lock' of work"):
         work.remote(1, lock=threading.Lock())
@@ -121,7 +123,7 @@ def test_an_argument_that_cannot_travel_is_named(client: Client) -> None:
 
 def test_a_function_that_cannot_travel_says_so(client: Client) -> None:
     lock = threading.Lock()
-    with pytest.raises(gpool.Invalid, match="cannot be sent.*create that inside the function"):
+    with pytest.raises(gpool.Invalid, match=r"cannot be sent.*create that inside the function"):
         client.task(lambda: lock).remote()
 
 
@@ -167,7 +169,9 @@ def test_values_of_a_strangers_task_are_never_unpickled(client: Client, pool: Po
     assert client.get(run.id, trust=True).result() == 42
 
 
-def test_a_lost_answer_is_asked_for_again_and_the_task_runs_once(client: Client, pool: Pool) -> None:
+def test_a_lost_answer_is_asked_for_again_and_the_task_runs_once(
+    client: Client, pool: Pool
+) -> None:
     same = client.task(lambda x: x)
     same.remote(0)
     pool.lose_answers = 1

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 SERVER_MODULE = "gpool.server.main"
-AGENT_MODULE = "gpool.agent.main"
+AGENT_MODULE = "gpool.cli.lend"
 
 _STOP_S = 15.0
 _BRIEF_S = 2.0

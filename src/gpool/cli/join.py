@@ -33,8 +33,7 @@ def join(link: str, name: str | None, slots: int | None, simulate_gpus: str | No
     else:
         click.echo(f"Already part of {wanted.url} as {identity.name} ({identity.id}).", err=True)
     click.echo("Lending until Ctrl-C.", err=True)
-    work = file.with_suffix("")
-    become(
-        AGENT_MODULE,
-        agent_variables(file, identity, home=work, slots=slots, simulate=simulate_gpus),
+    variables = agent_variables(
+        identity, wanted.url, data=file.with_suffix(""), slots=slots, simulate=simulate_gpus
     )
+    become(AGENT_MODULE, variables)

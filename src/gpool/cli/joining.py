@@ -11,8 +11,9 @@ from urllib.parse import urlsplit
 
 from gpool.client.config import write_private
 from gpool.client.door import Door
-from gpool.core.errors import Invalid
+from gpool.core.errors import Conflict, Invalid
 
+_MOST_NAMESAKES = 100
 _EXAMPLE = "gpool://HOST:PORT/join/TOKEN"
 
 
@@ -26,12 +27,12 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Who this node is to a server."""
+    """Who this node is to a server; its secret lies in a file beside it."""
 
     url: str
     id: str
     name: str
-    secret: str = field(repr=False)
+    secret_file: Path
 
 
 def parse_link(text: str) -> Link:
@@ -50,10 +51,14 @@ def identity_file(folder: Path, url: str) -> Path:
     return folder / "nodes" / f"{place}.json"
 
 
+def secret_file(file: Path) -> Path:
+    return file.with_suffix(".secret")
+
+
 def load_identity(file: Path) -> Identity | None:
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
-        return Identity(found["url"], found["id"], found["name"], found["secret"])
+        return Identity(found["url"], found["id"], found["name"], secret_file(file))
     except FileNotFoundError:
         return None
     except (ValueError, KeyError, TypeError, OSError) as exc:
@@ -64,30 +69,38 @@ def load_identity(file: Path) -> Identity | None:
 
 def enrol(door: Door, file: Path, *, name: str | None, token: str | None) -> Identity:
     """Ask the server for an identity and keep it; with a token, or by the key the door carries."""
-    wanted = {"name": name or platform.node() or "node"}
-    if token is not None:
-        wanted["token"] = token
-    answer = door.send_json("POST", "/v1/nodes", wanted)
-    identity = Identity(door.url, answer["id"], answer["name"], answer["secret"])
-    content = {
-        "url": identity.url,
-        "id": identity.id,
-        "name": identity.name,
-        "secret": identity.secret,
-    }
-    write_private(file, json.dumps(content).encode())
-    return identity
+    answer = _joined(door, name or platform.node() or "node", token, choose=name is None)
+    write_private(secret_file(file), answer["secret"].encode())
+    content = {"url": door.url, "id": answer["id"], "name": answer["name"]}
+    write_private(file, json.dumps(content).encode())  # last: with it, the identity is whole
+    return Identity(door.url, answer["id"], answer["name"], secret_file(file))
+
+
+def _joined(door: Door, name: str, token: str | None, *, choose: bool) -> dict[str, str]:
+    """The server's answer; a host name that is taken gets a number, a name the owner chose does not."""
+    number = 1
+    while True:
+        wanted = {"name": name if number == 1 else f"{name}-{number}"}
+        if token is not None:
+            wanted["token"] = token
+        try:
+            answer: dict[str, str] = door.send_json("POST", "/v1/nodes", wanted)
+        except Conflict:
+            if not choose or number >= _MOST_NAMESAKES:
+                raise
+            number += 1
+        else:
+            return answer
 
 
 def agent_variables(
-    file: Path, identity: Identity, *, home: Path, slots: int | None, simulate: str | None
+    identity: Identity, url: str, *, data: Path, slots: int | None, simulate: str | None
 ) -> dict[str, str]:
     """How the agent is told what to do: variables, because a command line is for everyone to read."""
     found = {
-        "GPOOL_AGENT_URL": identity.url,
-        "GPOOL_AGENT_NODE": identity.id,
-        "GPOOL_AGENT_IDENTITY": str(file),
-        "GPOOL_AGENT_HOME": str(home),
+        "GPOOL_AGENT_SERVER_URL": url,
+        "GPOOL_AGENT_SECRET_FILE": str(identity.secret_file),
+        "GPOOL_AGENT_DATA_DIR": str(data),
     }
     if slots is not None:
         found["GPOOL_AGENT_SLOTS"] = str(slots)

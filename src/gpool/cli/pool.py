@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from gpool.cli.calling import as_json, client_of, listing
+from gpool.cli.main import FAILED
 from gpool.cli.printing import age, emit_json, fields, gib, table
 from gpool.core.errors import Invalid, NotFound
 
@@ -175,15 +176,15 @@ def invite(ctx: click.Context, expires: str, as_json: bool) -> None:
 @click.pass_context
 def doctor(ctx: click.Context, as_json: bool) -> None:
     """Check whether this machine can lend and whether the pool answers."""
-    from gpool.cli.doctor import examine
+    from dataclasses import asdict
 
-    findings = examine(client_of(ctx))
+    from gpool.cli.doctor import examine
+    from gpool.client.config import data_home
+
+    findings = examine(client_of(ctx), data_home())
     if as_json:
-        emit_json([finding.document() for finding in findings])
+        emit_json([asdict(finding) for finding in findings])
     else:
-        rows = [
-            ("ok" if f.ok else "PROBLEM" if f.needed else "absent", f.name, f.text)
-            for f in findings
-        ]
-        table(("", "check", "finding"), rows, "")
-    ctx.exit(1 if any(finding.needed and not finding.ok for finding in findings) else 0)
+        rows = [("ok" if f.ok else "PROBLEM", f.name, f.text, f.fix) for f in findings]
+        table(("", "check", "finding", "what to do"), rows, "")
+    ctx.exit(0 if all(finding.ok for finding in findings) else FAILED)

@@ -106,9 +106,8 @@ def _agent(
         identity = enrol(door, file, name=None, token=None)
         door.close()
     variables = agent_variables(
-        file, identity, home=folder / "agent", slots=slots, simulate=simulate
+        identity, url, data=folder / "agent", slots=slots, simulate=simulate
     )
-    variables["GPOOL_AGENT_URL"] = url  # the port may have changed since
     return Child(Program("agent", AGENT_MODULE, variables, folder / "agent.log"))
 
 
