@@ -1,0 +1,241 @@
+"""Files in and out: named by their SHA-256, streamed, uploaded once. Refuses to write outside the folder it was given."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from gpool.client.door import Door
+from gpool.client.results import Output
+from gpool.core.errors import Conflict, InternalFault, Invalid, NotFound, Unreachable
+from gpool.core.paths import checked, folded
+
+_CHUNK = 1024 * 1024
+
+Progress = Callable[[str, int, int], None]
+"""Called with (path, bytes done, bytes in all)."""
+
+
+def _silent(_path: str, _done: int, _total: int) -> None:
+    return
+
+
+@dataclass(frozen=True, slots=True)
+class LocalFile:
+    """A file to be sent, with the name it gets in the work directory."""
+
+    path: str
+    source: Path
+    size_bytes: int
+    executable: bool
+
+
+def gather(inputs: Iterable[str | os.PathLike[str]], root: Path | None = None) -> list[LocalFile]:
+    """The files behind the given names, folders with all that is in them; names stay relative to `root`."""
+    base = (root or Path()).absolute()
+    found: dict[str, LocalFile] = {}
+    for given in inputs:
+        source = Path(os.path.normpath(base / given))
+        if not source.is_relative_to(base):
+            raise Invalid(
+                f"input '{given}' lies outside {base}; run gpool from a folder that holds it, "
+                "or copy it here: inputs keep their relative names"
+            )
+        for file in _walk(source, given):
+            name = checked(file.relative_to(base).as_posix())
+            about = file.stat()
+            found[name] = LocalFile(name, file, about.st_size, bool(about.st_mode & stat.S_IXUSR))
+    seen: dict[str, str] = {}
+    for name in found:
+        other = seen.setdefault(folded(name), name)
+        if other != name:
+            raise Invalid(f"inputs '{other}' and '{name}' differ only in case; rename one of them")
+    return list(found.values())
+
+
+def _walk(source: Path, given: str | os.PathLike[str]) -> Iterator[Path]:
+    if source.is_dir():
+        for folder, folders, names in os.walk(source):
+            folders.sort()
+            for name in sorted(names):
+                file = Path(folder) / name
+                if not file.is_file():
+                    raise Invalid(f"'{file}' (in input '{given}') is not a plain file")
+                yield file
+    elif source.is_file():
+        yield source
+    elif source.exists():
+        raise Invalid(f"input '{given}' is neither a file nor a folder")
+    else:
+        raise Invalid(f"input '{given}' does not exist")
+
+
+class Artifacts:
+    """Up- and downloads through the client's door; remembers what the server has."""
+
+    def __init__(self, door: Door) -> None:
+        self._door = door
+        self._there: set[str] = set()
+
+    def put(self, content: bytes) -> str:
+        """Upload bytes unless the server has them; the hash."""
+        sha256 = hashlib.sha256(content).hexdigest()
+        if sha256 in self._there:
+            return sha256
+        if not self._has(sha256):
+            self._door.send("PUT", f"/v1/artifacts/{sha256}", body=content, headers=_BYTES)
+        self._there.add(sha256)
+        return sha256
+
+    def put_file(self, file: LocalFile, progress: Progress = _silent) -> str:
+        """Upload a file in pieces, memory flat; the hash. Repeated whole when the server goes away meanwhile."""
+        digest = hashlib.sha256()
+        with file.source.open("rb") as stream:
+            while piece := stream.read(_CHUNK):
+                digest.update(piece)
+        sha256 = digest.hexdigest()
+        if sha256 in self._there or self._has(sha256):
+            self._there.add(sha256)
+            progress(file.path, file.size_bytes, file.size_bytes)
+            return sha256
+        headers = {**_BYTES, "content-length": str(file.size_bytes)}
+        for pause in self._door.pauses():
+            try:
+                self._door.send_once(
+                    "PUT",
+                    f"/v1/artifacts/{sha256}",
+                    body=_pieces(file, progress),
+                    headers=headers,
+                )
+                break
+            except Unreachable:
+                if pause is None or self._door.wait(pause):
+                    raise
+        self._there.add(sha256)
+        return sha256
+
+    def get(self, sha256: str) -> bytes:
+        """A whole artifact in memory: for values, not for files."""
+        return self._door.send("GET", f"/v1/artifacts/{sha256}").body
+
+    def fetch(
+        self, outputs: Sequence[Output], into: Path, progress: Progress = _silent
+    ) -> list[Path]:
+        """Write the outputs beneath `into`, replacing what is there, and nothing outside it."""
+        into.mkdir(parents=True, exist_ok=True)
+        written = []
+        for output in outputs:
+            name = checked(output.path)
+            folder = _folder_beneath(into, name.split("/")[:-1])
+            try:
+                written.append(into / name)
+                self._fetch_one(output, folder, name.rpartition("/")[2], progress)
+            finally:
+                os.close(folder)
+        return written
+
+    def _has(self, sha256: str) -> bool:
+        try:
+            self._door.send("HEAD", f"/v1/artifacts/{sha256}")
+        except NotFound:
+            return False
+        return True
+
+    def _fetch_one(self, output: Output, folder: int, name: str, progress: Progress) -> None:
+        partial = f".{name[:100]}.{output.sha256[:16]}.part"
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        descriptor = os.open(partial, flags, 0o600, dir_fd=folder)
+        try:
+            with os.fdopen(descriptor, "r+b") as stream:
+                digest = hashlib.sha256()
+                while piece := stream.read(_CHUNK):  # what an earlier try left
+                    digest.update(piece)
+                done = stream.tell()
+                if done > output.size_bytes:
+                    stream.truncate(0)
+                    stream.seek(0)
+                    digest, done = hashlib.sha256(), 0
+                tries = self._door.pauses()
+                while True:
+                    try:
+                        for piece in self._pieces_from(output, done):
+                            stream.write(piece)
+                            digest.update(piece)
+                            done += len(piece)
+                            tries = self._door.pauses()
+                            progress(output.path, done, output.size_bytes)
+                        break
+                    except Unreachable:
+                        pause = next(tries, None)
+                        if pause is None or self._door.wait(pause):
+                            raise
+                if digest.hexdigest() != output.sha256:
+                    stream.truncate(0)
+                    raise InternalFault(
+                        f"output '{output.path}' does not match its hash; fetch it again"
+                    )
+                mask = os.umask(0)
+                os.umask(mask)
+                os.fchmod(stream.fileno(), (0o777 if output.executable else 0o666) & ~mask)
+            try:
+                os.replace(partial, name, src_dir_fd=folder, dst_dir_fd=folder)
+            except IsADirectoryError as exc:
+                raise Conflict(
+                    f"output '{output.path}' cannot be written: a folder of that name is there"
+                ) from exc
+        except InternalFault:
+            with suppress(FileNotFoundError):
+                os.unlink(partial, dir_fd=folder)
+            raise
+
+    def _pieces_from(self, output: Output, done: int) -> Iterator[bytes]:
+        if done == output.size_bytes and done > 0:
+            return
+        headers = {"range": f"bytes={done}-"} if done else {}
+        with self._door.open(f"/v1/artifacts/{output.sha256}", headers=headers) as response:
+            skip = done if done and response.status_code == 200 else 0
+            for piece in response.iter_bytes():  # unsized: a sized one loses what it holds at a break
+                if skip:
+                    dropped = min(skip, len(piece))
+                    skip -= dropped
+                    if dropped == len(piece):
+                        continue
+                    yield piece[dropped:]
+                else:
+                    yield piece
+
+
+_BYTES = {"content-type": "application/octet-stream"}
+
+
+def _pieces(file: LocalFile, progress: Progress) -> Iterator[bytes]:
+    done = 0
+    with file.source.open("rb") as stream:
+        while piece := stream.read(_CHUNK):
+            yield piece
+            done += len(piece)
+            progress(file.path, done, file.size_bytes)
+
+
+def _folder_beneath(root: Path, names: Sequence[str]) -> int:
+    """A descriptor of the folder beneath `root`, made where missing; a link on the way is refused."""
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+    current = os.open(root, flags)
+    for name in names:
+        try:
+            with suppress(FileExistsError):
+                os.mkdir(name, dir_fd=current)
+            deeper = os.open(name, flags | os.O_NOFOLLOW, dir_fd=current)
+        except OSError as exc:
+            raise Conflict(
+                f"'{'/'.join(names)}' beneath {root} cannot be written to: '{name}' is a link or a file"
+            ) from exc
+        finally:
+            os.close(current)
+        current = deeper
+    return current

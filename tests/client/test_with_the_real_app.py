@@ -1,0 +1,120 @@
+"""The real SDK against the real application, in one process, without a socket."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from inprocess import Node, RealPool
+
+import gpool
+from gpool import Client
+
+
+@pytest.fixture(scope="module")
+def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealPool]:
+    pool = RealPool(tmp_path_factory.mktemp("data"))
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="module")
+def node(real: RealPool) -> Iterator[Node]:
+    joined = real.join()
+    yield joined
+    joined.close()
+
+
+@pytest.fixture
+def sdk(real: RealPool) -> Iterator[Client]:
+    with Client("http://pool.test", real.key, transport=real.transport) as client:
+        yield client
+
+
+def test_a_task_nobody_can_take_waits_and_says_why_and_can_be_cancelled(
+    sdk: Client, node: Node
+) -> None:
+    run = sdk.task(gpu="H100")(lambda: 1).submit()
+    assert run.status == "queued"
+    assert run.explain()
+    run.cancel()
+    assert run.status == "cancelled"
+    with pytest.raises(gpool.Cancelled):
+        run.result(timeout=5)
+
+
+def test_values_and_exceptions_come_back(sdk: Client, node: Node) -> None:
+    half = sdk.task(lambda x: 1 / x)
+    assert half.remote(2) == 0.5
+    with pytest.raises(ZeroDivisionError) as caught:
+        half.remote(0)
+    assert "ZeroDivisionError" in str(caught.value.__cause__)
+
+
+def test_map_streams_thousands_in_order(sdk: Client, node: Node) -> None:
+    assert list(sdk.task(lambda x: x + 1).map(range(3000))) == list(range(1, 3001))
+
+
+@pytest.mark.parametrize("count", [0, 1, 64, 192])
+def test_map_ends_at_any_count(sdk: Client, node: Node, count: int) -> None:
+    assert list(sdk.task(lambda x: x).map(range(count))) == list(range(count))
+
+
+def test_a_failing_map_cancels_its_batch(sdk: Client, node: Node) -> None:
+    with pytest.raises(ValueError, match="invalid literal"):
+        list(sdk.task(int).map(["1", "x", *map(str, range(100))]))
+
+
+def test_large_arguments_and_values_travel_as_artifacts(sdk: Client, node: Node) -> None:
+    data = bytes(range(256)) * 1024
+    assert sdk.task(lambda d: d * 2).remote(data) == data * 2
+
+
+def test_a_command_brings_back_what_it_printed_and_left(
+    sdk: Client, real: RealPool, node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "data.txt").write_text("hello")
+    real.command = lambda spec: (
+        3,
+        [(1, b"out\n"), (2, b"err\n")],
+        {"model/weights": spec.inputs[0].path.encode()} if spec.inputs else {},
+    )
+    done = sdk.run(["python", "x.py"], inputs=["in"], outputs=["model/"], into=tmp_path / "got")
+    assert (done.exit_code, done.stdout, done.stderr) == (3, "out\n", "err\n")
+    assert (tmp_path / "got/model/weights").read_text() == "in/data.txt"
+    with pytest.raises(gpool.TaskFailed, match="exited with code 3"):
+        sdk.run(["false"], check=True)
+
+
+def test_following_a_finished_tasks_logs_ends(sdk: Client, real: RealPool, node: Node) -> None:
+    real.command = lambda _: (0, [(1, b"a"), (1, b"b")], {})
+    run = sdk.submit_command(["x"])
+    assert "".join(run.logs(follow=True)) == "ab"
+    assert run.wait().status == "succeeded"
+
+
+def test_errors_arrive_as_the_classes_the_server_raised(sdk: Client, real: RealPool) -> None:
+    with pytest.raises(gpool.NotFound):
+        sdk.get("t-0000000000007")
+    with pytest.raises(gpool.Invalid):
+        sdk.get("nonsense")
+    with pytest.raises(gpool.Invalid) as caught:
+        sdk.submit_command(["x"], options=gpool.client.options.Options(gpu="H1:x:y"))  # type: ignore[attr-defined]
+    assert type(caught.value).__name__ == "BadGpuSpec"
+    with (
+        Client("http://pool.test", "gpk_wrong", transport=real.transport) as stranger,
+        pytest.raises(gpool.NotSignedIn),
+    ):
+        stranger.listing("tasks")
+
+
+def test_listings_are_paged_and_limited(sdk: Client, real: RealPool, node: Node) -> None:
+    for _ in range(5):
+        sdk.task(lambda: 1).remote()
+    assert len(sdk.listing("tasks", limit=3)) == 3
+    everything = sdk.listing("tasks")
+    assert len({task["id"] for task in everything}) == len(everything) >= 5
+    assert [one["name"] for one in sdk.listing("nodes")] == ["node"]
