@@ -119,9 +119,7 @@ def freeze_agent(pool: Pool) -> Freeze:
     """`first` is stopped until its lease went to `second`, then thawed with a finished attempt in its hands."""
     both_on_first(pool)
     agent = pool.agents["first"]
-    task = pool.submit(
-        "sh", "-c", "sleep 2; echo late; echo kept > out", options=["--output", "out"]
-    )
+    task = pool.submit("sh", "-c", "sleep 2; echo late; echo kept > out", outputs=["out"])
     pool.until_status(task, "running")
     pool.set_availability("second", "available")
 
