@@ -96,12 +96,12 @@ def kill_agent(pool: Pool, mark: str) -> AgentKill:
     """Two tasks run on `first`, which is killed; `second` has to finish what can be finished."""
     both_on_first(pool)
     endless = pool.submit("python", "-c", f"import time; time.sleep(600)  # {mark}")
-    short = pool.submit("sh", "-c", "sleep 1")
+    short = pool.submit("sleep", "1")
     for task in (endless, short):
         pool.until_status(task, "running")
-    pool.gpool("node", "resume", "second")
-    eventually("the marked task is seen", lambda: bool(processes_saying(mark)), 5)
+    pool.set_availability("second", "available")
     of_the_task = processes_saying(mark)
+    assert of_the_task, "nothing of the marked task is seen"
 
     pool.agents["first"].kill()
     survived = eventually(
@@ -119,11 +119,9 @@ def freeze_agent(pool: Pool) -> Freeze:
     """`first` is stopped until its lease went to `second`, then thawed with a finished attempt in its hands."""
     both_on_first(pool)
     agent = pool.agents["first"]
-    task = pool.submit(
-        "sh", "-c", "sleep 1; echo late; echo kept > out", options=["--output", "out"]
-    )
+    task = pool.submit("sh", "-c", "sleep 2; echo late; echo kept > out", outputs=["out"])
     pool.until_status(task, "running")
-    pool.gpool("node", "resume", "second")
+    pool.set_availability("second", "available")
 
     agent.signal(signal.SIGSTOP)
     pool.until_status(task, "succeeded", within_s=10 * LEASE_TIME_S)
@@ -134,7 +132,7 @@ def freeze_agent(pool: Pool) -> Freeze:
     after = pool.submit("true")
     pool.until_status(after, "succeeded")
     now = pool.status(task)
-    logs = pool.get(f"/v1/tasks/{task}/logs").json()["items"]
+    logs = pool.ask("GET", f"/v1/tasks/{task}/logs").json()["items"]
     return Freeze(now["node_name"], now["epoch"], tuple(item["epoch"] for item in logs))
 
 
@@ -142,7 +140,7 @@ def both_on_first(pool: Pool) -> None:
     """`first` takes what comes, `second` is there and waits."""
     if "second" not in pool.agents:
         pool.join("second")
-    pool.gpool("node", "pause", "second")
+    pool.set_availability("second", "paused")
     eventually("first is online", lambda: "first" in pool.online(), 30)
 
 

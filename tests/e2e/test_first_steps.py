@@ -89,7 +89,7 @@ def test_a_100_mb_output_comes_back_intact_with_flat_memory(pool: Pool, tmp_path
     agent = pool.agents["first"]
     server_before, agent_before = pool.server.peak_memory_bytes(), agent.peak_memory_bytes()
 
-    task = pool.submit("python", "-c", HUNDRED_MB, options=["--output", "big.bin"])
+    task = pool.submit("python", "-c", HUNDRED_MB, outputs=["big.bin"])
     assert pool.gpool("wait", task, timeout_s=120).returncode == 0
     fetched = tmp_path / "fetched"
     assert pool.gpool("result", task, "-o", str(fetched), timeout_s=120).returncode == 0
@@ -105,7 +105,7 @@ def test_a_second_machine_joined_by_its_link_does_the_same(pool: Pool, tmp_path:
     pool.join("second")
     assert pool.gpool("node", "pause", "first").returncode == 0
     task = pool.submit(
-        "python", "-c", "print(6*7); open('o', 'w').write('x' * 1000)", options=["--output", "o"]
+        "python", "-c", "print(6*7); open('o', 'w').write('x' * 1000)", outputs=["o"]
     )
     assert pool.gpool("wait", task).returncode == 0
     assert pool.gpool("logs", task).stdout == "42\n"
