@@ -103,7 +103,7 @@ def main() -> None:
     print(f"{'what':<18}{'per second':>12}{'agent CPU':>12}{'round trip':>12}")
     for what, figures in found.items():
         trip = figures.get("round_trip_p50_us")
-        shown = f"{trip:,.0f} µs" if trip else "–"
+        shown = f"{trip:,.0f} µs" if trip else "-"
         cpu = f"{figures['agent_cpu_us']:,.0f} µs"
         print(f"{what:<18}{figures['per_second']:>12,.0f}{cpu:>12}{shown:>12}")
     if options.json:

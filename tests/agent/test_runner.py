@@ -47,8 +47,8 @@ def with_runner(kind: str, data: Path, work: Any) -> Any:
 
 
 def shout(text: str) -> str:
-    print("out", text)
-    print("err", text, file=sys.stderr)
+    sys.stdout.write(f"out {text}\n")
+    sys.stderr.write(f"err {text}\n")
     return text.upper()
 
 
@@ -187,10 +187,11 @@ def test_a_call_that_ends_the_process_ends_the_events(kind: str, tmp_path: Path)
 
 
 def chat() -> str:
-    print("first", flush=True)
+    sys.stdout.write("first\n")
+    sys.stdout.flush()
     sys.stdin.read()
     threading.Event().wait(0.6)
-    print("last")
+    sys.stdout.write("last\n")
     return "done"
 
 

@@ -33,7 +33,7 @@ LIMITS = Limits(cpu_milli=2000, memory_bytes=512 << 20, disk_bytes=256 << 20)
 PATIENCE_S = 40
 T = TypeVar("T")
 
-RUNS = {
+RUNS: dict[tuple[str, ...], FakeRun] = {
     ("sh", "-c", "echo hello; echo oops >&2; exit 7"): FakeRun(
         ((1, b"hello\n"), (2, b"oops\n")), exit_code=7
     ),
