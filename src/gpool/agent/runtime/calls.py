@@ -39,6 +39,7 @@ READ_BYTES = 256 * 1024
 OUTPUT_AT_ONCE_BYTES = 64 * 1024
 POLL_S = 0.001
 LIVE_AFTER_S = 0.05
+LAST_BREATH_S = 1.0  # to exit with its own code after the last answer
 READY_WITHIN_S = 60.0
 CALLS_AT, ANSWERS_AT, FILES_AT = 3, 4, 5  # after stdin, stdout, stderr
 
@@ -111,6 +112,7 @@ class Runner:
         self._waiting: deque[int] = deque()  # numbers sent and not answered
         self._writing = asyncio.Lock()
         self._over = False  # no more answers will come
+        self._broken = False  # it said what no runner of ours says
         self._closed = False
         self._ended: Ended | None = None
 
@@ -150,6 +152,9 @@ class Runner:
             if live:
                 watched += [s.descriptor for s in self._streams if not s.ended]
             live = not await readable(watched, LIVE_AFTER_S if not live else None) or live
+        if not self._broken:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._started.exited(), LAST_BREATH_S)
         await self._started.kill()
         last = await self._drain(True)
         if last:
@@ -233,7 +238,7 @@ class Runner:
             while held - start >= HEAD.size:
                 length, kind = HEAD.unpack_from(view, start)
                 if length > MAX_FRAME_BYTES:
-                    self._over = True
+                    self._over = self._broken = True
                     break
                 end = start + HEAD.size + length
                 if end > held:
@@ -257,11 +262,11 @@ class Runner:
         batch: list[Answer | Output] = []
         for frame in frames:
             if not self._waiting or len(frame) < 1 + ANSWER_HEAD.size:
-                self._over = True
+                self._over = self._broken = True
                 break
             number, raised, took, length = ANSWER_HEAD.unpack_from(frame, 1)
             if number != self._waiting[0]:
-                self._over = True
+                self._over = self._broken = True
                 break
             self._waiting.popleft()
             at = 1 + ANSWER_HEAD.size
