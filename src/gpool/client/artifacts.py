@@ -94,6 +94,12 @@ class Artifacts:
         self._there.add(sha256)
         return sha256
 
+    def forget(self, sha256s: Iterable[object]) -> bool:
+        """The server has these no longer; whether any of them was thought to be there."""
+        gone = self._there.intersection(sha256s)
+        self._there -= gone
+        return bool(gone)
+
     def put_file(self, file: LocalFile, progress: Progress = _silent) -> str:
         """Upload a file in parts, memory flat; the hash. A broken upload goes on where the server says."""
         sha256, size_bytes = hash_of(file.source)
