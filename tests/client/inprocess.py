@@ -218,7 +218,7 @@ class Node:
         sha256 = ""
         if len(value) > 64 * 1024:
             sha256, value = self._put(lease, value), b""
-        return [Finished(lease.task, lease.epoch, reason, None, value, sha256, text)]
+        return [Finished(lease.task, lease.epoch, reason, None, value, sha256, text, 10)]
 
     def _command(self, spec: TaskSpec, lease: Any) -> list[Any]:
         code, printed, left = self._pool.command(spec)

@@ -169,6 +169,9 @@ class Pool(httpx2.BaseTransport):
         return httpx2.Response(200, stream=Pieces(events()))
 
     def _submit(self, document: dict[str, Any], wait: bool) -> httpx2.Response:
+        named = document.get("function", {}).get("sha256")
+        if named is not None and named not in self.artifacts:
+            return problem(422, "unprocessable", "1 artifact is missing", missing=[named])
         self.bodies.append(document)
         batch_id = document.get("batch")
         if batch_id is None:

@@ -215,3 +215,12 @@ def test_followed_logs_go_on_after_a_break_and_repeat_nothing(client: Client, po
     pool.logs[run.id] = [("stdout", f"{n}\n") for n in range(10)]
     pool.break_after = 3
     assert list(run.logs(follow=True)) == [f"{n}\n" for n in range(10)]
+
+
+def test_a_function_the_server_forgot_is_uploaded_again(client: Client, pool: Pool) -> None:
+    same = client.task(lambda x: x)
+    assert same.remote(1) == 1
+    pool.artifacts.clear()
+    assert same.remote(2) == 2
+    pool.artifacts.clear()
+    assert list(same.map([3, 4])) == [3, 4]

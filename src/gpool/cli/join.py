@@ -10,9 +10,15 @@ from gpool.cli.children import AGENT_MODULE, become
 @click.command(epilog="Example: gpool join gpool://pool.example:8642/join/TOKEN")
 @click.argument("link")
 @click.option("--name", help="What to call this machine (default: its host name).")
-@click.option("--slots", type=click.IntRange(min=0), help="Processors to lend (default: all).")
+@click.option(
+    "--slots",
+    envvar="GPOOL_AGENT_SLOTS",
+    type=click.IntRange(min=0),
+    help="Processors to lend (default: all).",
+)
 @click.option(
     "--simulate-gpus",
+    envvar="GPOOL_AGENT_SIMULATE_GPUS",
     metavar="SPEC",
     help="Pretend to have GPUs, e.g. H100:2,RTX4090; marked as simulated.",
 )

@@ -21,13 +21,24 @@ _READY_S = 60.0
 _LOOK_S = 0.05
 
 data_option = click.option(
-    "--data", type=click.Path(path_type=Path), help="Where everything is kept."
+    "--data",
+    envvar="GPOOL_SERVER_DATA",
+    type=click.Path(path_type=Path),
+    help="Where everything is kept.",
 )
 host_option = click.option(
-    "--host", default="127.0.0.1", show_default=True, help="The address to listen on."
+    "--host",
+    envvar="GPOOL_SERVER_HOST",
+    default="127.0.0.1",
+    show_default=True,
+    help="The address to listen on.",
 )
 port_option = click.option(
-    "--port", type=click.IntRange(1, 65535), default=DEFAULT_PORT, show_default=True
+    "--port",
+    envvar="GPOOL_SERVER_PORT",
+    type=click.IntRange(1, 65535),
+    default=DEFAULT_PORT,
+    show_default=True,
 )
 
 
@@ -38,10 +49,16 @@ port_option = click.option(
 @click.option("--no-agent", is_flag=True, help="Only the server; lend nothing of this machine.")
 @click.option(
     "--simulate-gpus",
+    envvar="GPOOL_AGENT_SIMULATE_GPUS",
     metavar="SPEC",
     help="Pretend to have GPUs, e.g. H100:2,RTX4090; marked as simulated.",
 )
-@click.option("--slots", type=click.IntRange(min=0), help="Processors to lend (default: all).")
+@click.option(
+    "--slots",
+    envvar="GPOOL_AGENT_SLOTS",
+    type=click.IntRange(min=0),
+    help="Processors to lend (default: all).",
+)
 def up(
     data: Path | None,
     host: str,

@@ -14,6 +14,8 @@ from gpool.client.door import Door
 from gpool.client.results import Output
 from gpool.core.errors import Conflict, InternalFault, Invalid, NotFound, Unreachable
 from gpool.core.paths import checked, folded
+from gpool.transfer.artifacts import Steps, hash_of, upload
+from gpool.transfer.requests import FilePart
 
 _CHUNK = 1024 * 1024
 
@@ -92,31 +94,27 @@ class Artifacts:
         self._there.add(sha256)
         return sha256
 
+    def forget(self, sha256s: Iterable[object]) -> bool:
+        """The server has these no longer; whether any of them was thought to be there."""
+        gone = self._there.intersection(sha256s)
+        self._there -= gone
+        return bool(gone)
+
     def put_file(self, file: LocalFile, progress: Progress = _silent) -> str:
-        """Upload a file in pieces, memory flat; the hash. Repeated whole when the server goes away meanwhile."""
-        digest = hashlib.sha256()
-        with file.source.open("rb") as stream:
-            while piece := stream.read(_CHUNK):
-                digest.update(piece)
-        sha256 = digest.hexdigest()
-        if sha256 in self._there or self._has(sha256):
+        """Upload a file in parts, memory flat; the hash. A broken upload goes on where the server says."""
+        sha256, size_bytes = hash_of(file.source)
+        if sha256 not in self._there:
+            for pause in self._door.pauses():
+                try:
+                    self._door.carry_out(
+                        _told(upload(file.source, sha256, size_bytes), file, progress)
+                    )
+                    break
+                except Unreachable:
+                    if pause is None or self._door.wait(pause):
+                        raise
             self._there.add(sha256)
-            progress(file.path, file.size_bytes, file.size_bytes)
-            return sha256
-        headers = {**_BYTES, "content-length": str(file.size_bytes)}
-        for pause in self._door.pauses():
-            try:
-                self._door.send_once(
-                    "PUT",
-                    f"/v1/artifacts/{sha256}",
-                    body=_pieces(file, progress),
-                    headers=headers,
-                )
-                break
-            except Unreachable:
-                if pause is None or self._door.wait(pause):
-                    raise
-        self._there.add(sha256)
+        progress(file.path, size_bytes, size_bytes)
         return sha256
 
     def get(self, sha256: str) -> bytes:
@@ -199,7 +197,9 @@ class Artifacts:
         headers = {"range": f"bytes={done}-"} if done else {}
         with self._door.open(f"/v1/artifacts/{output.sha256}", headers=headers) as response:
             skip = done if done and response.status_code == 200 else 0
-            for piece in response.iter_bytes():  # unsized: a sized one loses what it holds at a break
+            for (
+                piece
+            ) in response.iter_bytes():  # unsized: a sized one loses what it holds at a break
                 if skip:
                     dropped = min(skip, len(piece))
                     skip -= dropped
@@ -213,13 +213,17 @@ class Artifacts:
 _BYTES = {"content-type": "application/octet-stream"}
 
 
-def _pieces(file: LocalFile, progress: Progress) -> Iterator[bytes]:
-    done = 0
-    with file.source.open("rb") as stream:
-        while piece := stream.read(_CHUNK):
-            yield piece
-            done += len(piece)
-            progress(file.path, done, file.size_bytes)
+def _told(steps: Steps, file: LocalFile, progress: Progress) -> Steps:
+    """The same steps, with each part's start told as progress."""
+    request = next(steps)
+    while True:
+        if isinstance(request.body, FilePart):
+            progress(file.path, request.body.offset, file.size_bytes)
+        reply = yield request
+        try:
+            request = steps.send(reply)
+        except StopIteration:
+            return
 
 
 def _folder_beneath(root: Path, names: Sequence[str]) -> int:

@@ -6,7 +6,7 @@ import binascii
 import itertools
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -17,7 +17,7 @@ import httpx2
 
 from gpool.client import config, mapping
 from gpool.client.artifacts import Artifacts, Progress, gather
-from gpool.client.door import Door
+from gpool.client.door import Door, Reply
 from gpool.client.options import Options
 from gpool.client.pickling import PYTHON, dumps_call
 from gpool.client.results import (
@@ -31,10 +31,11 @@ from gpool.client.results import (
 )
 from gpool.client.runs import LONGEST_WAIT_S, Run, wait_for
 from gpool.client.tasks import Decorator, Task
-from gpool.core.errors import Invalid
+from gpool.core.errors import Invalid, Unprocessable
 from gpool.core.model import INLINE_LIMIT_BYTES
 from gpool.core.paths import checked
 
+_READ_S = LONGEST_WAIT_S + 30.0
 _JSON = {"content-type": "application/json"}
 
 
@@ -99,9 +100,7 @@ class Client:
     def submit_call(
         self, task: Task[..., Any], args: Sequence[object], kwargs: Mapping[str, object]
     ) -> Run:
-        reply = self.door.send(
-            "POST", "/v1/tasks", body=self._one_call(task, args, kwargs), headers=_JSON
-        )
+        reply = self._post(task, "/v1/tasks", lambda: self._one_call(task, args, kwargs))
         return Run(self, decode_submitted(reply.body).ids[0], function=True, own=True)
 
     def map(
@@ -113,13 +112,14 @@ class Client:
         window: int = mapping.WINDOW,
     ) -> Iterator[Any]:
         """See `Task.map`."""
-        head = self._head(task)
         rendered = (self._render(dumps_call(task.function, a, {})) for a in zip(*iterables))  # noqa: B905 - as builtin map
 
         def submit(calls: list[bytes], batch: str | None, more: bool) -> str:
             place = {"more": more} if batch is None else {"more": more, "batch": batch}
-            body = b"%s,%s%s]}" % (_members(place), head, b",".join(calls))
-            reply = self.door.send("POST", "/v1/tasks", body=body, headers=_JSON)
+            start, joined = _members(place), b",".join(calls)
+            reply = self._post(
+                task, "/v1/tasks", lambda: b"%s,%s%s]}" % (start, self._head(task), joined)
+            )
             return batch or decode_submitted(reply.body).batch
 
         outcomes = mapping.stream(
@@ -136,16 +136,22 @@ class Client:
     def _submit_and_wait(
         self, task: Task[..., Any], args: Sequence[object], kwargs: Mapping[str, object]
     ) -> Result:
-        reply = self.door.send(
-            "POST",
-            f"/v1/tasks?wait={LONGEST_WAIT_S}",
-            body=self._one_call(task, args, kwargs),
-            headers=_JSON,
-            read_s=LONGEST_WAIT_S + 30,
-        )
+        path = f"/v1/tasks?wait={LONGEST_WAIT_S}"
+        reply = self._post(task, path, lambda: self._one_call(task, args, kwargs))
         if reply.status == 200:
             return decode_results(reply.body)[0]
         return wait_for(self, decode_submitted(reply.body).ids[0], None)
+
+    def _post(self, task: Task[..., Any], path: str, body: Callable[[], bytes]) -> Reply:
+        """Submit calls; a function the server has no longer (unused for long) is uploaded once more."""
+        try:
+            return self.door.send("POST", path, body=body(), headers=_JSON, read_s=_READ_S)
+        except Unprocessable as error:
+            missing = error.members.get("missing")
+            if not isinstance(missing, list) or not self.artifacts.forget(missing):
+                raise
+            self._heads.pop((id(task), task.label), None)
+        return self.door.send("POST", path, body=body(), headers=_JSON, read_s=_READ_S)
 
     def _one_call(
         self, task: Task[..., Any], args: Sequence[object], kwargs: Mapping[str, object]

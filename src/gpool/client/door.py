@@ -10,14 +10,17 @@ import json
 import secrets
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
 import httpx2
 
-from gpool.core.errors import BY_CODE, BadGpuSpec, GpoolError, InternalFault, NotFound, Unreachable
+from gpool.core.errors import GpoolError, InternalFault, Unreachable
+from gpool.transfer.requests import FilePart, error_from
+from gpool.transfer.requests import Reply as Answered
+from gpool.transfer.requests import Request as Asked
 
 _FIRST_PATIENCE_S = 2.0
 """Until the server has answered once, it is more likely off than restarting."""
@@ -28,7 +31,7 @@ _AWAY = frozenset({502, 503, 504})
 _CONNECT_S = 10.0
 _READ_S = 60.0
 
-Body = bytes | Iterable[bytes] | None
+Body = bytes | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +91,6 @@ class Door:
         read_s: float = _READ_S,
     ) -> Reply:
         """One request, repeated while the server is away; raises our error classes. `path` starts with `/`."""
-        if body is not None and not isinstance(body, bytes):
-            raise TypeError("a streamed body cannot be repeated; use `send_once`")
         pairs = self._pairs(method, headers)
         for pause in self._pauses():
             try:
@@ -108,8 +109,25 @@ class Door:
         headers: Mapping[str, str] | None = None,
         read_s: float = _READ_S,
     ) -> Reply:
-        """One request, not repeated: for bodies that stream."""
+        """One request, not repeated."""
         return self._once(method, path, body, self._pairs(method, headers), read_s)
+
+    def carry_out(self, steps: Generator[Asked, Answered, None]) -> None:
+        """Send what a transfer asks for and give it the answers; broken off by `Unreachable`, it is begun anew."""
+        try:
+            asked = next(steps)
+            while True:
+                body = read_part(asked.body) if isinstance(asked.body, FilePart) else asked.body
+                pairs = self._pairs(asked.method, asked.headers)
+                response = self._handle(asked.method, asked.path, body or None, pairs, _READ_S)
+                try:
+                    content = _read_all(response)
+                finally:
+                    response.close()
+                headers = {name.lower(): value for name, value in response.headers.items()}
+                asked = steps.send(Answered(response.status_code, headers, content))
+        except StopIteration:
+            return
 
     def get_json(self, path: str, *, read_s: float = _READ_S) -> Any:
         return self.send("GET", path, read_s=read_s).json()
@@ -204,6 +222,12 @@ class Door:
         return Reply(response.status_code, response.headers, content)
 
 
+def read_part(part: FilePart) -> bytes:
+    with part.file.open("rb") as stream:
+        stream.seek(part.offset)
+        return stream.read(part.length)
+
+
 def _read_all(response: httpx2.Response) -> bytes:
     try:
         stream = response.stream
@@ -225,32 +249,4 @@ def _away(url: str, status: int, content: bytes) -> Unreachable:
 
 def problem_of(status: int, content: bytes) -> GpoolError:
     """The error a problem document stands for: the same class the server raised."""
-    try:
-        problem = json.loads(content)
-    except ValueError:
-        problem = None
-    if not isinstance(problem, dict):
-        problem = {}
-    detail = str(problem.get("detail") or f"the server answered {status}")
-    code = problem.get("code")
-    if code == BadGpuSpec.code:
-        position = problem.get("position")
-        return BadGpuSpec(
-            detail,
-            text=str(problem.get("text") or ""),
-            position=position if isinstance(position, int) else 0,
-        )
-    found = BY_CODE.get(code) if isinstance(code, str) else None
-    if found is None:
-        found = next(
-            (
-                known
-                for known in BY_CODE.values()
-                if known.status == status and known.code != "error"
-            ),
-            InternalFault if status >= 500 else NotFound if status == 404 else GpoolError,
-        )
-    known = {"type", "title", "status", "detail", "code", "instance"}
-    members = {name: value for name, value in problem.items() if name not in known}
-    members.pop("self", None)
-    return found(detail, **members)
+    return error_from(Answered(status, {}, content))
