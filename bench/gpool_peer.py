@@ -20,11 +20,12 @@ from typing import Any
 import httpx2
 import tasks
 from common import Proc, child_env, wait_until
+from peers.base import Peer
+
 from gpool.client.client import Client
 from gpool.client.mapping import Broken, ResultReader
 from gpool.client.pickling import PYTHON, dumps_call
 from gpool.client.results import Result
-from peers.base import Peer
 
 PORT = 28_470
 CHUNK = 4000
