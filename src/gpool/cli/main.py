@@ -87,7 +87,7 @@ def exit_code_of(error: GpoolError) -> int:
 def say_error(error: GpoolError) -> None:
     """One or two lines: what was wrong, and where to look next."""
     click.echo(f"gpool: {error.detail}", err=True)
-    if isinstance(error, BadGpuSpec) and error.text:
+    if isinstance(error, BadGpuSpec) and error.text and "^" not in error.detail:
         click.echo(f"  {error.text}\n  {' ' * error.position}^", err=True)
     elif isinstance(error, NotSignedIn):
         click.echo(

@@ -113,7 +113,7 @@ def failure(result: Result) -> TaskFailed:
     text = f": {result.error_text.strip()}" if result.error_text.strip() else ""
     task = f"task {result.id}"
     if result.reason == "timed_out":
-        return TimedOut(f"{task} ran past its time-out{text}", id=result.id)
+        return TimedOut(f"{task}{text or ' ran past its time-out'}", id=result.id)
     if result.status == "cancelled" or result.reason == "cancelled":
         return Cancelled(f"{task} was cancelled{text}", id=result.id)
     if result.reason == "loses_nodes":
