@@ -78,6 +78,9 @@ class CallAnswered:
     error_text: str
     duration_us: int
     output: tuple[tuple[int, bytes], ...]
+    reason: EndReason | None = (
+        None  # set when the call could not run: an input missing, a value lost
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,125 @@
+"""Reports on their way: gathered into numbered batches, kept until `Recorded`, sent again after a reconnect.
+
+Batches size themselves. With nothing in flight a report leaves at once; while one is in flight, further ones gather
+until it is recorded, `LINGER_US` has passed or `FULL` items wait. At most `MAX_IN_FLIGHT` batches are unrecorded.
+"""
+
+from __future__ import annotations
+
+from gpool.agent.lines import NEVER
+from gpool.core.model import MIB
+from gpool.wire.frames import Finished, LogChunk, ReportItem, Reports, Started
+
+LINGER_US = 5_000
+FULL = 500
+MAX_ITEMS = 2_000
+MAX_BYTES = 4 * MIB  # half of what a frame may be: sizes below are estimates
+MAX_IN_FLIGHT = 4
+ITEM_BYTES = 64  # what an item costs beside its data
+
+
+class Outbox:
+    __slots__ = ("_batches", "_items", "_sequence", "_since", "_sizes", "_started")
+
+    def __init__(self) -> None:
+        self._items: list[ReportItem] = []
+        self._sizes: list[int] = []
+        self._since = NEVER  # when the oldest waiting item came
+        self._started: dict[int, Started] = {}
+        self._batches: dict[int, tuple[list[ReportItem], list[int]]] = {}
+        self._sequence = 0
+
+    def __bool__(self) -> bool:
+        """Whether anything is not yet recorded."""
+        return bool(self._items or self._batches or self._started)
+
+    def add(self, now: int, item: ReportItem, data_bytes: int = 0) -> None:
+        if self._since == NEVER:
+            self._since = now
+        if self._started and type(item) is not LogChunk:
+            self._started.pop(item.task, None)
+        self._items.append(item)
+        self._sizes.append(ITEM_BYTES + data_bytes)
+
+    def add_started(self, now: int, task: int, epoch: int) -> None:
+        """Said only if nothing ends the attempt before the batch leaves."""
+        if self._since == NEVER:
+            self._since = now
+        self._started[task] = Started(task, epoch)
+
+    def recorded(self, sequence: int) -> None:
+        for number in [n for n in self._batches if n <= sequence]:
+            del self._batches[number]
+
+    def begin_again(self, now: int) -> None:
+        """A new connection: what was sent and not recorded waits again, ahead of the rest."""
+        if not self._batches:
+            return
+        items: list[ReportItem] = []
+        sizes: list[int] = []
+        for number in sorted(self._batches):
+            items += self._batches[number][0]
+            sizes += self._batches[number][1]
+        self._batches.clear()
+        self._items = items + self._items
+        self._sizes = sizes + self._sizes
+        self._since = min(self._since, now)
+
+    def forget(self, gone: set[tuple[int, int]]) -> None:
+        """Drop every item of leases that are `gone`."""
+        self._items, self._sizes = _without(self._items, self._sizes, gone)
+        self._batches = {n: _without(*batch, gone) for n, batch in self._batches.items()}
+        for task in [t for t, s in self._started.items() if (t, s.epoch) in gone]:
+            del self._started[task]
+        if not self._items and not self._started:
+            self._since = NEVER
+
+    def ended_leases(self) -> set[tuple[int, int]]:
+        """Leases whose end is not yet recorded: still stated as held, so that the server keeps them for us."""
+        found = {(i.task, i.epoch) for i in self._items if type(i) is Finished}
+        for items, _ in self._batches.values():
+            found |= {(i.task, i.epoch) for i in items if type(i) is Finished}
+        return found
+
+    @property
+    def flush_at(self) -> int:
+        """When `flush` has something to send although nothing else happens."""
+        if self._since == NEVER or len(self._batches) >= MAX_IN_FLIGHT:
+            return NEVER
+        return self._since + LINGER_US
+
+    def flush(self, now: int) -> list[Reports]:
+        frames: list[Reports] = []
+        while (self._items or self._started) and len(self._batches) < MAX_IN_FLIGHT:
+            if self._batches and len(self._items) < FULL and now < self._since + LINGER_US:
+                break
+            frames.append(self._next_batch())
+        return frames
+
+    def _next_batch(self) -> Reports:
+        started: list[ReportItem] = list(self._started.values())
+        self._started.clear()
+        count = total = 0
+        for size in self._sizes[:MAX_ITEMS]:
+            if count and total + size > MAX_BYTES:
+                break
+            count += 1
+            total += size
+        items = started + self._items[:count]
+        sizes = [ITEM_BYTES] * len(started) + self._sizes[:count]
+        self._items = self._items[count:]
+        self._sizes = self._sizes[count:]
+        if not self._items:
+            self._since = NEVER
+        self._sequence += 1
+        self._batches[self._sequence] = (items, sizes)
+        return Reports(self._sequence, tuple(items))
+
+
+def _without(
+    items: list[ReportItem], sizes: list[int], gone: set[tuple[int, int]]
+) -> tuple[list[ReportItem], list[int]]:
+    kept = [n for n, item in enumerate(items) if (item.task, item.epoch) not in gone]
+    if len(kept) == len(items):
+        return items, sizes
+    return [items[n] for n in kept], [sizes[n] for n in kept]

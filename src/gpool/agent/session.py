@@ -1,0 +1,218 @@
+"""The agent's mind: events in, instructions out. It has no clock, no sockets and no processes; `now` is an argument.
+
+Lease time (law 3: the agent lets go first). The server gives a lease away no sooner than `ttl` after it *received* the
+node's last beat. The agent notes when it *sends* each beat and counts `ttl - margin` from the sending of the latest one
+the server has confirmed (`Welcome.beat`, `BeatSeen.number`, `Grants.beat`). Sending precedes receiving, so the agent's
+deadline precedes the server's by at least the margin, whatever the network did and without comparing clocks. The
+deadline is looked at before anything else in `handle`: the first event after a freeze, whichever it is, ends and
+forgets everything held. What had *ended* before is still reported; the store's fence decides.
+
+Lines, runners and commands are `gpool.agent.work`; reports on their way are `gpool.agent.outbox`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from gpool.agent.instructions import (
+    CallPrinted,
+    CallsAnswered,
+    CommandEnded,
+    CommandPrinted,
+    CommandStarted,
+    Connected,
+    Disconnected,
+    Event,
+    Exit,
+    FrameArrived,
+    Instruction,
+    RunnerEnded,
+    RunnerReady,
+    Send,
+    ShutdownAsked,
+    Ticked,
+)
+from gpool.agent.lines import NEVER
+from gpool.agent.outbox import Outbox
+from gpool.agent.work import Work
+from gpool.core.model import Offer, TaskSpec
+from gpool.wire.frames import (
+    PROTOCOL,
+    Beat,
+    BeatSeen,
+    Grants,
+    Hello,
+    Hold,
+    Recorded,
+    Refused,
+    Stop,
+    Welcome,
+)
+
+SHUTDOWN_US = 3_000_000
+"""How long a stopping agent waits for sandboxes to end and reports to be recorded."""
+
+
+class Session:
+    """One agent's dealings with one server, from boot to exit."""
+
+    def __init__(self, node_boot: str, offer: Offer) -> None:
+        self._boot = node_boot
+        self._offer = offer
+        self._outbox = Outbox()
+        self._work = work = Work(self._outbox)
+        self._specs: dict[int, TaskSpec] = {}
+        self._connected = False
+        self._welcomed = False
+        self._beat = 0
+        self._beats: dict[int, int] = {}  # number -> when it was sent; unconfirmed ones
+        self._beat_every = NEVER
+        self._beat_at = NEVER
+        self._term = NEVER  # ttl - margin
+        self._confirmed_at: int | None = None  # when the last confirmed beat was sent
+        self._deadline = NEVER
+        self._exit_by = NEVER  # set once the owner stops the agent
+        self._exited = False
+        self._on: dict[type, Callable[[int, Any, list[Instruction]], None]] = {
+            Connected: self._on_connected,
+            Disconnected: self._on_disconnected,
+            FrameArrived: self._on_frame,
+            Ticked: self._on_ticked,
+            ShutdownAsked: self._on_shutdown_asked,
+            CommandStarted: work.on_command_started,
+            CommandPrinted: work.on_command_printed,
+            CommandEnded: work.on_command_ended,
+            RunnerReady: work.on_runner_ready,
+            CallsAnswered: work.on_calls_answered,
+            CallPrinted: work.on_call_printed,
+            RunnerEnded: work.on_runner_ended,
+        }
+
+    def handle(self, now: int, event: Event) -> list[Instruction]:
+        """What to do about the event, in this order."""
+        out: list[Instruction] = []
+        if now >= self._deadline:
+            self._let_go(now, out)
+        self._on[type(event)](now, event, out)
+        if self._welcomed:
+            out.extend([Send(frame) for frame in self._outbox.flush(now)])
+        if self._exit_by != NEVER and not self._exited:
+            self._exit_when_done(now, out)
+        return out
+
+    @property
+    def wakes_at(self) -> int | None:
+        """When `Ticked` is wanted, at the latest."""
+        at = self._work.next_at
+        if self._work.has_leases:
+            at = min(at, self._deadline)
+        if self._welcomed:
+            at = min(at, self._beat_at, self._outbox.flush_at)
+        if not self._exited:
+            at = min(at, self._exit_by)
+        return None if at >= NEVER else at
+
+    @property
+    def holds(self) -> tuple[Hold, ...]:
+        """Every lease it has: running, in line, or ended and not yet recorded."""
+        leases = self._work.leases
+        leases += sorted(self._outbox.ended_leases().difference(leases))
+        return tuple([Hold(task, epoch) for task, epoch in leases])
+
+    def violations(self) -> list[str]:
+        """What must never be so and is, in sentences; empty when all is well."""
+        return self._work.violations()
+
+    # ---- beats and lease time
+
+    def _next_beat(self, now: int) -> int:
+        self._beat += 1
+        self._beats[self._beat] = now
+        self._beat_at = now + self._beat_every
+        return self._beat
+
+    def _confirm(self, beat: int) -> None:
+        sent_at = self._beats.get(beat)
+        if sent_at is None:  # confirmed before, or never sent
+            return
+        self._beats = {n: at for n, at in self._beats.items() if n > beat}
+        self._confirmed_at = sent_at
+        self._deadline = sent_at + self._term
+
+    def _let_go(self, now: int, out: list[Instruction]) -> None:
+        self._deadline, self._confirmed_at = NEVER, None
+        self._work.let_go(out)
+        self._beat_at = now  # say at once what is left: nothing
+
+    # ---- what happens
+
+    def _on_connected(self, now: int, _: Connected, out: list[Instruction]) -> None:
+        self._connected, self._welcomed = True, False
+        self._specs.clear()
+        hello = Hello(PROTOCOL, self._boot, self._offer, self._next_beat(now), self.holds)
+        out.append(Send(hello))
+
+    def _on_disconnected(self, _now: int, _: Disconnected, _out: list[Instruction]) -> None:
+        self._connected = self._welcomed = False
+
+    def _on_ticked(self, now: int, _: Ticked, out: list[Instruction]) -> None:
+        self._work.tick(now, out)
+        if self._welcomed and now >= self._beat_at:
+            out.append(Send(Beat(self._next_beat(now), self.holds)))
+
+    def _on_shutdown_asked(self, now: int, _: ShutdownAsked, out: list[Instruction]) -> None:
+        if self._exit_by == NEVER:
+            self._exit_by = now + SHUTDOWN_US
+            self._work.shut_down(now, out)
+
+    def _exit_when_done(self, now: int, out: list[Instruction]) -> None:
+        said = not self._welcomed or not self._outbox
+        if now >= self._exit_by or (self._work.is_idle and said):
+            self._exited = True
+            out.append(Exit())
+
+    def _on_frame(self, now: int, event: FrameArrived, out: list[Instruction]) -> None:
+        frame = event.frame
+        match frame:
+            case Grants():
+                self._on_grants(now, frame, out)
+            case Recorded():
+                self._outbox.recorded(frame.sequence)
+                self._drop(now, frame.refused, out)
+            case BeatSeen():
+                self._confirm(frame.number)
+                self._drop(now, frame.drop, out)
+            case Stop():
+                self._work.stop(now, frame.holds, out)
+            case Welcome():
+                self._on_welcome(now, frame, out)
+            case Refused():
+                pass  # the channel closes; the daemon decides whether to dial again
+
+    def _drop(self, now: int, holds: tuple[Hold, ...], out: list[Instruction]) -> None:
+        if holds:
+            self._work.drop(now, [(hold.task, hold.epoch) for hold in holds], out)
+
+    def _on_welcome(self, now: int, frame: Welcome, out: list[Instruction]) -> None:
+        if not self._connected:
+            return
+        self._term = max(1, frame.ttl_us - frame.margin_us)
+        self._beat_every = frame.beat_every_us
+        if self._confirmed_at is not None:
+            self._deadline = self._confirmed_at + self._term
+        self._confirm(frame.beat)
+        self._drop(now, frame.drop, out)
+        if not self._welcomed:
+            self._welcomed = True
+            self._beat_at = min(self._beat_at, now + self._beat_every)
+            self._outbox.begin_again(now)
+
+    def _on_grants(self, now: int, frame: Grants, out: list[Instruction]) -> None:
+        self._confirm(frame.beat)
+        self._specs.update(frame.specs)
+        in_time = self._confirmed_at is not None and now < self._deadline
+        if in_time and self._exit_by == NEVER:
+            self._work.take(now, frame.lines, self._specs, out)
+        else:
+            self._work.decline(now, frame.lines)
