@@ -34,7 +34,7 @@ VENDORS = frozenset({"nvidia", "amd", "intel", "apple"})
 EXAMPLES = "write for instance 1, H100:2, A100-80GB, 24GB, 0.5 or A10G,A100"
 
 _POWER = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
-_SIZE = re.compile(r"(\d+)(?:\.(\d+))?\s*(?:([KMGT])(i?)B?|B)", re.IGNORECASE | re.ASCII)
+_SIZE = re.compile(r"(\d+)(?:\.(\d+))?\s*(?:([KMGT])(?:(i)B|B?)|B)", re.IGNORECASE | re.ASCII)
 _MODEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9 ._-]*", re.ASCII)
 _MODEL_WITH_SIZE = re.compile(
     r"(.*[A-Za-z0-9].*?)[-_ ]+(\d+(?:\.\d+)?\s*[GT]i?B)", re.IGNORECASE | re.ASCII
@@ -142,15 +142,15 @@ class _Part:
 
 
 def _as_text(gpu: str | int | float) -> str:
+    """A number is a number of GPUs; a model that is one (4090) has to be text."""
     if isinstance(gpu, str):
         return gpu
-    if isinstance(gpu, float):
-        if not isfinite(gpu):
-            raise _bad(str(gpu), 0, f"not a number of GPUs; {EXAMPLES}")
-        if gpu.is_integer() and abs(gpu) < 1e9:
-            return str(int(gpu))
-        return f"{gpu:.9f}" if abs(gpu) < 1e9 else str(gpu)
-    return str(int(gpu)) if abs(gpu) < 10**9 else "9" * 10
+    if isinstance(gpu, float) and not isfinite(gpu):
+        raise _bad(str(gpu), 0, f"not a number of GPUs; {EXAMPLES}")
+    if not 0 <= gpu <= MAX_COUNT:
+        shown = str(gpu) if abs(gpu) < 10**9 else "a huge number"
+        raise _bad(shown, 0, f"a task gets 0 to {MAX_COUNT} GPUs; a model is written as text")
+    return str(int(gpu)) if gpu == int(gpu) else f"{gpu:.9f}"
 
 
 def _requests(text: str) -> tuple[GpuRequest, ...]:
@@ -182,6 +182,8 @@ def _request(text: str, item: _Part) -> GpuRequest:
             if name in said:
                 raise _bad(text, part.at, f"{_NAMES[name]} is given twice; leave out one")
             said[name] = value
+    if "count" in said and "share_milli" in said:
+        raise _bad(text, item.at, "either whole GPUs or a fraction of one; leave out one of them")
     request = GpuRequest(**said)  # type: ignore[arg-type]  # names and types come from _part
     low, high = request.min_memory_bytes, request.max_memory_bytes
     if low is not None and high is not None and low > high:
@@ -206,7 +208,7 @@ def _part(text: str, part: _Part) -> dict[str, object]:
     body, at = part.text, part.at
     if not body:
         raise _bad(text, at, f"something is missing here; {EXAMPLES}")
-    if _NUMBER.fullmatch(body) and len(body) < 4:
+    if _NUMBER.fullmatch(body) and len(body) != 4:
         return {"count": _count(text, part)}
     if _FRACTION.fullmatch(body):
         return {"share_milli": _share(text, part)}
@@ -224,7 +226,7 @@ def _part(text: str, part: _Part) -> dict[str, object]:
 
 
 def _count(text: str, part: _Part) -> int:
-    count = int(part.text)
+    count = int(part.text[-4:]) if len(part.text.lstrip("0")) < 4 else MAX_COUNT + 1
     if count == 0:
         raise _bad(text, part.at, "no GPU at all; write 0 alone, or at least 1")
     if count > MAX_COUNT:
@@ -266,7 +268,7 @@ def _model(text: str, part: _Part) -> dict[str, object]:
         name = sized[1]
         said["min_memory_bytes"] = _size(text, sized[2], part.at + sized.start(2))
     model = normalise(name)
-    if not model or (_NUMBER.fullmatch(model) and len(model) < 4):
+    if not model or (_NUMBER.fullmatch(model) and len(model) != 4):
         raise _bad(text, part.at, f"not a GPU model; {EXAMPLES}")
     return {"model": model, **said}
 

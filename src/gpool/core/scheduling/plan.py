@@ -24,7 +24,7 @@ from gpool.core.model import Allocation, Instant, Node, Shape
 from gpool.core.scheduling.events import Grant, Place, Plan
 from gpool.core.scheduling.orders import ORDERS, Candidate, Key, Order, Policy
 from gpool.core.scheduling.placement import Fit, Score, fit, is_open, unfit
-from gpool.core.scheduling.queue import Entry
+from gpool.core.scheduling.queue import Entry, epoch_of
 from gpool.core.scheduling.room import Room
 from gpool.core.scheduling.state import ShapeState, State
 
@@ -156,6 +156,10 @@ class _Draft:
         candidate = Candidate(shape, Instant(at), TaskId(task), running, served)
         return self.order(candidate, self.now, self.policy)
 
+    def key_beside(self, other: _Turn, user: UserId) -> Key:
+        """The key of another shape if `user` gave up one allocation."""
+        return self.key(other, given_up=1) if other.entry.shape.user == user else other.key
+
     def start_one(self, turn: _Turn) -> bool:
         shape = turn.entry.shape
         if turn.places is None:
@@ -251,7 +255,7 @@ class _Draft:
                 by_node.setdefault(line_made.node, []).append(line_made)
         if before:
             without = self.key(turn, given_up=1)
-            before = [other for other in before if other.key < without]
+            before = [other for other in before if self.key_beside(other, shape.user) < without]
         found: list[_NewLine] = []
         for id_, lines in by_node.items():
             node = self.nodes.get(id_)
@@ -320,7 +324,7 @@ class _Draft:
                     line.node,
                     line.allocation,
                     line.shape,
-                    tuple([Grant(TaskId(task), epoch + 1) for _, task, epoch in line.grants]),
+                    tuple([Grant(TaskId(entry[1]), epoch_of(entry) + 1) for entry in line.grants]),
                 )
                 for line in self.made
             )

@@ -8,33 +8,44 @@ A task that leaves from the middle stays as a dead entry until it reaches the fr
 from __future__ import annotations
 
 from array import array
-from bisect import bisect_left, insort
-from collections.abc import Iterable, Iterator
+from bisect import insort
+from collections.abc import Callable, Iterable, Iterator
 from heapq import merge
+from itertools import takewhile
 
 from gpool.core.ids import TaskId
-from gpool.core.model import Instant, Shape
+from gpool.core.model import Shape
 from gpool.core.scheduling.events import QueuedTask
 
 Entry = tuple[int, int, int]
-"""(queued_at, task, epoch): sorts by age, then by id."""
+"""(queued_at, task, stamp): sorts by age, then by id. The stamp's lower half is the epoch; see `epoch_of`.
+
+Its upper half grows whenever tasks arrive while there are dead entries, so that a task which left and came back under the
+same epoch is not taken for its own dead entry.
+"""
 
 Ticket = tuple["Queue", int]
-"""Where a waiting task stands, and under which epoch; one object shared by all tasks of a queue with that epoch."""
+"""Where a waiting task stands, and its stamp; one object shared by all tasks of a queue with that stamp."""
 
+_EPOCH_BITS = 32
 _SLACK = 256
+
+
+def epoch_of(entry: Entry) -> int:
+    return entry[2] & ((1 << _EPOCH_BITS) - 1)
 
 
 class Queue:
     """One shape's entries. `live` is shared by all queues of a state: a task waits iff its ticket is there."""
 
     __slots__ = (
-        "_epochs",
+        "_arrival",
         "_head",
         "_ids",
         "_late",
         "_live",
         "_since",
+        "_stamps",
         "_tickets",
         "shape",
         "size",
@@ -47,8 +58,9 @@ class Queue:
         self._tickets: dict[int, Ticket] = {}
         self._since = array("q")
         self._ids = array("q")
-        self._epochs = array("q")
+        self._stamps = array("q")
         self._head = 0
+        self._arrival = 0
         self._late: list[Entry] = []
 
     def add(self, tasks: Iterable[QueuedTask]) -> set[Queue]:
@@ -57,31 +69,34 @@ class Queue:
         Returns the queues that tasks were moved out of, to be tidied.
         """
         live, tickets = self._live, self._tickets
-        since, ids, epochs = self._since, self._ids, self._epochs
+        since, ids, stamps = self._since, self._ids, self._stamps
         last_at, last_id = (since[-1], ids[-1]) if since else (-1, -1)
         late: list[Entry] = []
         left: set[Queue] = set()
-        added, epoch_before, ticket = 0, -1, (self, -1)
+        if not self._has_no_dead():
+            self._arrival += 1
+        added, stamp, epoch_before, ticket = 0, -1, -1, (self, -1)
         for task in tasks:
             id_, epoch, at = task.id, task.epoch, task.queued_at
             if id_ in live:
-                queue, waiting_epoch = live[id_]
-                if queue is self and waiting_epoch == epoch:
+                queue, waiting = live[id_]
+                if queue is self and epoch_of((0, 0, waiting)) == epoch:
                     continue
                 queue.size -= 1
                 left.add(queue)
             if epoch != epoch_before:
                 epoch_before = epoch
-                ticket = tickets.setdefault(epoch, (self, epoch))
+                stamp = self._arrival << _EPOCH_BITS | epoch
+                ticket = tickets.setdefault(stamp, (self, stamp))
             live[id_] = ticket
             added += 1
             if at > last_at or (at == last_at and id_ > last_id):
                 since.append(at)
                 ids.append(id_)
-                epochs.append(epoch)
+                stamps.append(stamp)
                 last_at, last_id = at, id_
             else:
-                late.append((at, id_, epoch))
+                late.append((at, id_, stamp))
         self.size += added
         if len(late) == 1:
             insort(self._late, late[0])
@@ -92,30 +107,33 @@ class Queue:
 
     def tidy(self) -> None:
         """Drops dead entries from the front, and all of them once they outnumber the living."""
-        live, ids, epochs, head = self._live, self._ids, self._epochs, self._head
+        live, ids, stamps, head = self._live, self._ids, self._stamps, self._head
         end = len(ids)
         while head < end:
             ticket = live.get(TaskId(ids[head]))
-            if ticket is not None and ticket[0] is self and ticket[1] == epochs[head]:
+            if ticket is not None and ticket[0] is self and ticket[1] == stamps[head]:
                 break
             head += 1
         self._head = head
+        if self._late and not self._is_live(self._late[0]):
+            first = next((i for i, e in enumerate(self._late) if self._is_live(e)), len(self._late))
+            del self._late[:first]
         if end + len(self._late) - self.size > self.size + _SLACK or self.size == 0:
             self._compact()
 
     def _compact(self) -> None:
         if self._has_no_dead():
-            del self._since[: self._head], self._ids[: self._head], self._epochs[: self._head]
+            del self._since[: self._head], self._ids[: self._head], self._stamps[: self._head]
             self._head = 0
             return
         kept = list(self.entries())
         self._since = array("q", [at for at, _, _ in kept])
         self._ids = array("q", [id_ for _, id_, _ in kept])
-        self._epochs = array("q", [epoch for _, _, epoch in kept])
+        self._stamps = array("q", [stamp for _, _, stamp in kept])
         self._head = 0
         self._late = []
-        used = set(self._epochs)
-        self._tickets = {epoch: t for epoch, t in self._tickets.items() if epoch in used}
+        used = set(self._stamps)
+        self._tickets = {stamp: t for stamp, t in self._tickets.items() if stamp in used}
 
     def entries(self) -> Iterator[Entry]:
         """Those who wait, oldest first. Valid until the queue changes."""
@@ -138,20 +156,25 @@ class Queue:
                 at = self._ids.index(task, at)
             except ValueError:
                 break
-            if self._epochs[at] == ticket[1]:
+            if self._stamps[at] == ticket[1]:
                 return self._since[at], task, ticket[1]
             at += 1
         return next(e for e in self._late if e[1] == task and e[2] == ticket[1])
 
-    def count_before(self, at: Instant, task: TaskId) -> int:
-        """How many wait here that are older than (at, task)."""
-        if not self._late and self._has_no_dead():
-            low = bisect_left(self._since, at, lo=self._head)
-            while low < len(self._ids) and self._since[low] == at and self._ids[low] < task:
-                low += 1
-            return low - self._head
-        key = (at, task, -1)
-        return sum(1 for entry in self.entries() if entry < key)
+    def count_while(self, is_ahead: Callable[[int, Entry], bool]) -> int:
+        """How many stand before the first that is not ahead; `is_ahead(place, entry)`, once false, stays so."""
+        if self._late or not self._has_no_dead():
+            ahead = takewhile(lambda pair: is_ahead(*pair), enumerate(self.entries()))
+            return sum(1 for _ in ahead)
+        low, high, head = 0, self.size, self._head
+        while low < high:
+            middle = (low + high) // 2
+            at = head + middle
+            if is_ahead(middle, (self._since[at], self._ids[at], self._stamps[at])):
+                low = middle + 1
+            else:
+                high = middle
+        return low
 
     def _is_live(self, entry: Entry) -> bool:
         ticket = self._live.get(TaskId(entry[1]))
@@ -163,7 +186,7 @@ class Queue:
         while start < len(self._ids):
             end = start + chunk
             block = zip(
-                self._since[start:end], self._ids[start:end], self._epochs[start:end], strict=True
+                self._since[start:end], self._ids[start:end], self._stamps[start:end], strict=True
             )
             if self._has_no_dead():
                 yield from block

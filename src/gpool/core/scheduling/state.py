@@ -23,7 +23,7 @@ from gpool.core.scheduling.events import (
     TasksReleased,
     TasksWithdrawn,
 )
-from gpool.core.scheduling.queue import Queue, Ticket
+from gpool.core.scheduling.queue import Queue, Ticket, epoch_of
 from gpool.core.scheduling.room import Room
 
 MAX_ESTIMATES = 10_000
@@ -119,7 +119,7 @@ class State:
     def truth(self) -> tuple[object, ...]:
         """All that is not a hint, as a plain value."""
         queues = {
-            shape: tuple(entry.queue.entries())
+            shape: tuple((e[0], e[1], epoch_of(e)) for e in entry.queue.entries())
             for shape, entry in self.shapes.items()
             if entry.queue.size
         }
