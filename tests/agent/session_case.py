@@ -148,7 +148,7 @@ class Case:
         return self.feed(CallsAnswered(runner, tuple(answer(t, **changes) for t in tasks)))
 
     def runner_ended(
-        self, runner: int, reason: EndReason = EndReason.EXITED, code: int = 137
+        self, runner: int, reason: EndReason = EndReason.EXITED, code: int = 1
     ) -> list[Instruction]:
         return self.feed(RunnerEnded(runner, reason, code, "said so"))
 

@@ -129,8 +129,8 @@ def test_confirmed_beats_keep_leases_for_ever(case: Case) -> None:
 
 def test_a_new_grant_on_an_allocation_waits_until_the_old_sandbox_is_gone(case: Case) -> None:
     case.grant(command(), 1)
-    case.feed(Ticked(), after=TERM)
-    (beat,) = frames(Beat, case.pass_time(SECOND))
+    (beat,) = frames(Beat, case.feed(Ticked(), after=TERM))
+    assert beat.holds == ()
     case.arrive(BeatSeen(beat.number))
     assert of(StartCommand, case.grant(command(), 2)) == []
     out = case.feed(CommandEnded(1, 1, EndReason.LOST, 137, "", 1))

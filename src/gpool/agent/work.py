@@ -56,6 +56,7 @@ IDLE_RUNNER_US = 60_000_000
 MAX_IDLE_RUNNERS = 8
 MAX_START_FAILURES = 3
 MAX_QUIET_DEATHS = 2
+RETIRED = (0, 137)
 MAX_ERROR_TEXT = 32 * 1024
 
 
@@ -601,11 +602,12 @@ class Work:
     def _charge(self, now: int, runner: Runner, event: RunnerEnded) -> None:
         """A runner went away by itself: the call that ran answers for it.
 
-        A runner may also retire between two calls (exit code 0); the call that would have been next is tried again once.
+        A runner may also retire between two calls: it exits with 0, or is killed after it said so. The call that would
+        have been next is tried again once.
         """
         head = runner.sent[0]
         head.deaths += 1
-        quiet = event.reason is EndReason.EXITED and event.exit_code == 0
+        quiet = event.reason is EndReason.EXITED and event.exit_code in RETIRED
         if quiet and head.deaths < MAX_QUIET_DEATHS:
             return
         runner.sent.popleft()

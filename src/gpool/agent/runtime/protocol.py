@@ -110,7 +110,9 @@ class Answer:
     value: bytes
     error_text: str
     duration_us: int
-    output: tuple[tuple[int, bytes], ...]  # what it printed since the last `Output`, (stream, bytes)
+    output: tuple[
+        tuple[int, bytes], ...
+    ]  # what it printed since the last `Output`, (stream, bytes)
     value_file: Path | None = None  # instead of `value` when it is large: yours to move or remove
 
 

@@ -1,0 +1,54 @@
+"""How much processor, memory and disk this machine can lend, as far as its own limits let it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+
+CGROUP = Path("/sys/fs/cgroup")
+
+
+@dataclass(frozen=True, slots=True)
+class HostFacts:
+    hostname: str
+    cpu_milli: int
+    memory_bytes: int
+    disk_bytes: int  # free where the work directories lie
+
+
+def host_facts(data_dir: Path, cgroup: Path = CGROUP) -> HostFacts:
+    """Never more than affinity and control groups leave us."""
+    place = data_dir
+    while not place.exists():
+        place = place.parent
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for name in ("memory.max", "memory/memory.limit_in_bytes"):
+        limit = _number(cgroup / name)
+        if limit is not None:
+            memory = min(memory, limit)
+    cpu = 1000 * len(os.sched_getaffinity(0))
+    quota = _cpu_quota_milli(cgroup)
+    if quota is not None:
+        cpu = min(cpu, quota)
+    return HostFacts(socket.gethostname(), cpu, memory, shutil.disk_usage(place).free)
+
+
+def _number(path: Path) -> int | None:
+    with contextlib.suppress(OSError, ValueError):
+        return int(path.read_text())
+    return None
+
+
+def _cpu_quota_milli(cgroup: Path) -> int | None:
+    with contextlib.suppress(OSError, ValueError):
+        quota, period = (cgroup / "cpu.max").read_text().split()
+        return max(1, int(quota) * 1000 // int(period))
+    quota_us = _number(cgroup / "cpu" / "cpu.cfs_quota_us")
+    period_us = _number(cgroup / "cpu" / "cpu.cfs_period_us")
+    if quota_us is not None and period_us and quota_us > 0:
+        return max(1, quota_us * 1000 // period_us)
+    return None

@@ -1,0 +1,91 @@
+"""The agent put together: secret, channel, cache, sandboxes, session, signals. Decides nothing itself."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import signal
+from collections.abc import Callable, Mapping
+from random import Random, SystemRandom
+
+import structlog
+
+from gpool.agent.cache import ArtifactCache
+from gpool.agent.channel import Channel
+from gpool.agent.daemon import Daemon, boot_clock
+from gpool.agent.instructions import Event
+from gpool.agent.runtime.protocol import Runtime
+from gpool.agent.sandboxes import Equipment
+from gpool.agent.session import Session
+from gpool.agent.settings import AgentSettings
+from gpool.core.model import Offer, Tier
+from gpool.transfer.requests import Address
+from gpool.transfer.senders import AsyncSender
+from gpool.wire.frames import AgentFrame
+
+log = structlog.get_logger(__name__)
+
+
+async def run_agent(
+    settings: AgentSettings,
+    runtimes: Mapping[Tier, Runtime],
+    offer: Offer,
+    *,
+    stop: asyncio.Event | None = None,
+    random: Random | None = None,
+) -> None:
+    """Serve until told to stop: by `stop`, or (without one) by SIGTERM or Ctrl-C; a second signal does not wait.
+
+    Raises a `GpoolError` when the server will not have this node.
+    """
+    dice = random if random is not None else SystemRandom()
+    address = Address(settings.server_url, settings.fingerprint)
+    secret = settings.read_secret()
+    scratch = settings.data_dir / "scratch"
+    scratch.mkdir(parents=True, exist_ok=True)
+    for runtime in runtimes.values():
+        await runtime.sweep()
+    sender = AsyncSender(address, secret, dice)
+    cache = ArtifactCache(settings.data_dir / "artifacts", sender.download, settings.cache_bytes)
+
+    def send(frame: AgentFrame) -> None:
+        channel.send(frame)
+
+    def equip(feed: Callable[[Event], None]) -> Equipment:
+        return Equipment(runtimes, cache, sender, scratch, feed, boot_clock)
+
+    daemon = Daemon(Session(secrets.token_hex(16), offer), send, equip)
+    channel = Channel(address, secret, daemon.feed, dice)
+    log.info("agent_starts", server=address.url, cpu_milli=offer.cpu_milli, gpus=len(offer.gpus))
+    dialling = asyncio.create_task(channel.keep())
+    serving = asyncio.create_task(daemon.run())
+    stopping = asyncio.create_task(_stopped(stop, daemon))
+    try:
+        await asyncio.wait([dialling, serving], return_when=asyncio.FIRST_COMPLETED)
+        if dialling.done() and not serving.done():
+            daemon.ask_to_stop()  # refused for good: nothing we say will be heard
+            daemon.ask_to_stop()
+        await serving
+        if dialling.done():
+            dialling.result()
+    finally:
+        for task in (stopping, dialling, serving):
+            task.cancel()
+        await asyncio.wait([stopping, dialling, serving])
+        await sender.close()
+        log.info("agent_ends")
+
+
+async def _stopped(stop: asyncio.Event | None, daemon: Daemon) -> None:
+    if stop is not None:
+        await stop.wait()
+        daemon.ask_to_stop()
+        return
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, daemon.ask_to_stop)
+    try:
+        await loop.create_future()
+    finally:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)

@@ -1,0 +1,293 @@
+"""The runner: executes functions inside the sandbox, one call at a time. Stdlib and cloudpickle only; run as a script.
+
+`serve.py alone|guarded CALLS ANSWERS FILES`, the last three being descriptors. `alone`: in a process-id namespace of
+its own, so that it may end every other process there; `guarded`: under a guardian, where it ends its descendants.
+
+Frames, both ways: length (u32, of what follows the kind), kind (u8), body; little-endian.
+  in   1 define    sha256 (32 bytes), pickled function
+       2 call      number (u64), sha256, pickled (args, kwargs)
+       3 call      number (u64), sha256; the pickle is a descriptor that comes over FILES
+  out  1 ready     marker (16 bytes): what ends each call's output on stdout and stderr
+       2 answer    number (u64), raised (u8), microseconds (u64), length of the text (u32), text, pickled value
+       3 answer    the same, the value lying in the values directory under the number
+       4 retire    nothing more will be answered here
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import os
+import pickle
+import signal
+import socket
+import struct
+import sys
+import time
+import traceback
+from _thread import _count as thread_count  # counts threads that `threading` does not know
+from typing import Any
+
+import cloudpickle  # type: ignore[import-untyped]
+
+DEFINE, CALL, CALL_FILE = 1, 2, 3
+READY, ANSWER, ANSWER_FILE, RETIRE = 1, 2, 3, 4
+HEAD = struct.Struct("<IB")
+CALL_HEAD = struct.Struct("<Q32s")
+ANSWER_HEAD = struct.Struct("<QBQI")
+INLINE_LIMIT_BYTES = 64 * 1024
+READ_BYTES = 1 << 20
+TEXT_LIMIT = 64 * 1024
+PR_SET_CHILD_SUBREAPER = 36
+MOST_FIRST_PID = 16  # a namespace's first processes: what runs in one of its own has such a number
+
+
+class Runner:
+    def __init__(self, alone: bool, calls: int, answers: int, files: int, values: str) -> None:
+        self.alone = alone
+        self.calls = calls
+        self.answers = answers
+        self.files = socket.socket(fileno=files)
+        self.values = values
+        self.functions: dict[bytes, Any] = {}
+        self.marker = os.urandom(16)
+        self.home = os.getcwd()
+        self.folders = [self.home, "/tmp", "/dev/shm"] if alone else [self.home]
+        self.environ = dict(os.environ)
+        self.argv = list(sys.argv)
+        self.path = list(sys.path)
+        self.pid = os.getpid()
+        self.environ_data: dict[Any, Any] = {}
+
+    def serve(self) -> None:
+        self.write(READY, self.marker)
+        buffer = bytearray()
+        start = 0
+        read, head, size = os.read, HEAD.unpack_from, HEAD.size
+        while True:
+            held = len(buffer) - start
+            if held >= size:
+                length, kind = head(buffer, start)
+                if held >= size + length:
+                    body = bytes(memoryview(buffer)[start + size : start + size + length])
+                    start += size + length
+                    if kind == DEFINE:
+                        self.functions[body[:32]] = body[32:]
+                    elif not self.call(kind, body):
+                        self.write(RETIRE, b"")
+                        return
+                    continue
+            if start:
+                del buffer[:start]
+                start = 0
+            more = read(self.calls, READ_BYTES)
+            if not more:
+                return
+            buffer += more
+
+    def call(self, kind: int, body: bytes) -> bool:
+        """Answer one call; False when this process is not fit for another."""
+        number, sha256 = CALL_HEAD.unpack_from(body)
+        threads = thread_count()
+        began = time.perf_counter_ns()
+        raised = 0
+        text = ""
+        try:
+            function = self.functions[sha256]
+            if type(function) is bytes:
+                function = self.functions[sha256] = self.load_function(function)
+            if kind == CALL_FILE:
+                args, kwargs = self.receive()
+            else:
+                args, kwargs = pickle.loads(memoryview(body)[CALL_HEAD.size :])
+            result = function(*args, **kwargs)
+            try:
+                value = pickle.dumps(result, 5)
+            except (pickle.PicklingError, AttributeError, TypeError, RecursionError, ImportError):
+                value = self.dump(result)
+            del args, kwargs, result
+        except BaseException as failure:  # noqa: BLE001 - whatever a function raises is its answer
+            raised = 1
+            value, text = self.describe(failure)
+            del failure
+        if os.getpid() != self.pid:
+            os._exit(0)  # a forked child came back from the function: the call is its parent's
+        took = (time.perf_counter_ns() - began) // 1000
+        clean = self.clean(threads)
+        encoded = text.encode("utf-8", "backslashreplace") if text else b""
+        head = ANSWER_HEAD.pack(number, raised, took, len(encoded))
+        if len(value) > INLINE_LIMIT_BYTES:
+            with open(f"{self.values}/{number}", "wb") as large:
+                large.write(value)
+            self.write(ANSWER_FILE, head + encoded)
+        else:
+            self.write(ANSWER, head + encoded + value)
+        return clean
+
+    def load_function(self, pickled: bytes) -> Any:
+        try:
+            return pickle.loads(pickled)
+        except ModuleNotFoundError as missing:
+            raise ModuleNotFoundError(
+                f"the function needs the module {missing.name!r}, which this node does not have",
+                name=missing.name,
+            ) from missing
+
+    def receive(self) -> Any:
+        _, descriptors, _, _ = socket.recv_fds(self.files, 1, 1)
+        with open(descriptors[0], "rb") as arguments:
+            return pickle.load(arguments)
+
+    def dump(self, result: object) -> bytes:
+        try:
+            return bytes(cloudpickle.dumps(result, 5))
+        except Exception as refused:
+            raise TypeError(
+                f"the function returned a {type(result).__qualname__} that cannot be sent back: {refused}"
+            ) from refused
+
+    def describe(self, failure: BaseException) -> tuple[bytes, str]:
+        """(the pickled exception or a stand-in, the traceback as text). The runner's own frame is left out."""
+        trace = failure.__traceback__.tb_next if failure.__traceback__ else None
+        try:
+            lines = traceback.format_exception(type(failure), failure, trace)
+            text = "".join(lines)
+        except Exception:  # noqa: BLE001 - `__str__` is user code too
+            text = f"{type(failure).__qualname__} (its text cannot be made)"
+        if len(text) > TEXT_LIMIT:
+            text = text[: TEXT_LIMIT // 2] + "\n…\n" + text[-TEXT_LIMIT // 2 :]
+        try:
+            if not isinstance(
+                failure, Exception
+            ):  # SystemExit must not end whoever asks for the result
+                raise TypeError
+            value = bytes(cloudpickle.dumps(failure, 5))
+            pickle.loads(value)
+        except BaseException:  # noqa: BLE001 - user code runs in there too
+            last = text.strip().splitlines()[-1] if text.strip() else type(failure).__qualname__
+            value = pickle.dumps(RuntimeError(last), 5)
+        failure.__traceback__ = None
+        return value, text
+
+    def clean(self, threads: int) -> bool:
+        """Between calls: no other process, no file, the first environment; False when threads were left."""
+        for stream in (sys.stdout, sys.stderr):
+            try:
+                stream.flush()
+            except (AttributeError, OSError, ValueError):
+                sys.stdout = sys.__stdout__
+                sys.stderr = sys.__stderr__
+        if self.alone:
+            self.end_others()
+        else:
+            self.end_descendants()
+        os.write(1, self.marker)
+        os.write(2, self.marker)
+        if os.environ._data != self.environ_data:  # type: ignore[attr-defined]
+            os.environ.clear()
+            os.environ.update(self.environ)
+            self.environ_data = dict(os.environ._data)  # type: ignore[attr-defined]
+        try:
+            if os.getcwd() != self.home:
+                os.chdir(self.home)
+        except OSError:
+            os.chdir(self.home)
+        for folder in self.folders:
+            names = os.listdir(folder)
+            if names:
+                empty(folder, names)
+        if sys.argv != self.argv:
+            sys.argv = list(self.argv)
+        if sys.path != self.path:
+            sys.path[:] = self.path
+        return thread_count() <= threads
+
+    def end_others(self) -> None:
+        try:
+            while True:
+                os.kill(
+                    -1, signal.SIGKILL
+                )  # everyone in this namespace but its first process and us
+                with contextlib.suppress(ChildProcessError):
+                    while os.waitpid(-1, os.WNOHANG)[0]:
+                        pass
+                os.sched_yield()
+        except ProcessLookupError:
+            return
+
+    def end_descendants(self) -> None:
+        try:
+            while True:
+                if os.waitpid(-1, os.WNOHANG)[0]:
+                    continue
+                for pid in children():
+                    os.kill(pid, signal.SIGKILL)
+                os.waitpid(-1, 0)
+        except ChildProcessError:
+            return
+
+    def write(self, kind: int, body: bytes) -> None:
+        frame = HEAD.pack(len(body), kind) + body
+        written = os.write(self.answers, frame)
+        while written < len(frame):
+            written += os.write(self.answers, frame[written:])
+
+
+def children() -> list[int]:
+    found = []
+    for thread in os.listdir("/proc/self/task"):
+        with open(f"/proc/self/task/{thread}/children", "rb") as listing:
+            found += [int(word) for word in listing.read().split()]
+    return found
+
+
+def empty(folder: str, names: list[str]) -> None:
+    """Remove what a call left, however deep: what lies deeper is moved up first."""
+    moved = 0
+    pending = [f"{folder}/{name}" for name in names]
+    while pending:
+        path = pending.pop()
+        if os.path.islink(path) or not os.path.isdir(path):
+            os.unlink(path)
+            continue
+        os.chmod(path, 0o700)
+        for name in os.listdir(path):
+            inner = f"{path}/{name}"
+            if os.path.isdir(inner) and not os.path.islink(inner):
+                os.chmod(inner, 0o700)
+                moved += 1
+                higher = f"{folder}/.moved-{os.getpid()}-{moved}"
+                os.rename(inner, higher)
+                pending.append(higher)
+            else:
+                os.unlink(inner)
+        os.rmdir(path)
+
+
+def main(words: list[str]) -> int:
+    alone = words[0] == "alone"
+    if alone and os.getpid() > MOST_FIRST_PID:
+        os.write(2, b"gpool: a runner that is alone must be in a process-id namespace of its own\n")
+        return 2
+    if not alone:
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    os.umask(0o022)
+    for number in words[1:4]:
+        os.set_inheritable(int(number), False)
+    values = "/values" if alone else os.path.join(os.path.dirname(os.getcwd()), "values")
+    runner = Runner(alone, int(words[1]), int(words[2]), int(words[3]), values)
+    sys.argv = [""]
+    runner.argv = [""]
+    runner.environ_data = dict(os.environ._data)  # type: ignore[attr-defined]
+    runner.functions[b""] = sys.modules["__main__"]  # keeps our own globals alive
+    sys.modules["__main__"] = type(sys)("__main__")  # a function's own `__main__`, not the runner's
+    gc.freeze()
+    runner.serve()
+    return 0
+
+
+if __name__ == "__main__":
+    code = main(sys.argv[1:])
+    sys.stdout.flush()
+    os._exit(code)  # threads that a call left must not keep us

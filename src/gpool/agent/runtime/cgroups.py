@@ -1,0 +1,164 @@
+"""Limits by control group, version 1, 2 or hybrid, where the host lets us make one. Refuses nothing: without, rlimits hold."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from gpool.agent.runtime.protocol import Limits
+
+WANTED = ("memory", "pids", "cpu")
+CPU_PERIOD_US = 100_000
+LEAST_CPU_US = 1_000
+
+
+@dataclass(frozen=True, slots=True)
+class Hierarchy:
+    """Where we may make groups: one directory a controller (v1), or the same for all (v2)."""
+
+    version: int  # 0: none
+    parents: tuple[tuple[str, Path], ...]  # (controller, directory)
+
+    @property
+    def controllers(self) -> frozenset[str]:
+        return frozenset(name for name, _ in self.parents)
+
+
+def find(mounts: str, membership: str) -> Hierarchy:
+    """From the text of `/proc/self/mountinfo` and `/proc/self/cgroup`: where this process may make groups."""
+    ours = {}
+    for line in membership.splitlines():
+        _, names, path = line.split(":", 2)
+        for name in names.split(","):
+            ours[name] = path
+    first: list[tuple[str, Path]] = []
+    second: Path | None = None
+    for line in mounts.splitlines():
+        left, _, right = line.partition(" - ")
+        root, place = left.split(" ")[3:5]
+        kind, _, options = right.split(" ", 2)
+        if kind == "cgroup":
+            for name in set(options.split(",")) & set(WANTED):
+                usable = _usable(Path(place), root, ours.get(name, "/"))
+                if usable is not None:
+                    first.append((name, usable))
+        elif kind == "cgroup2" and second is None:
+            second = _usable(Path(place), root, ours.get("", "/"))
+    if first:
+        return Hierarchy(1, tuple(sorted(first)))
+    if second is not None:
+        enabled = _enable(second)
+        if enabled:
+            return Hierarchy(2, tuple((name, second) for name in sorted(enabled)))
+    return Hierarchy(0, ())
+
+
+def _usable(place: Path, root: str, ours: str) -> Path | None:
+    below = os.path.relpath(ours, root) if ours.startswith(root) else "."
+    for candidate in (place / below, place):
+        if (candidate / "cgroup.procs").exists() and os.access(candidate, os.W_OK):
+            return candidate
+    return None
+
+
+def _enable(parent: Path) -> set[str]:
+    """Turn the controllers on for children; the agent steps into a leaf first when the kernel asks for it."""
+    available = set((parent / "cgroup.controllers").read_text().split()) & set(WANTED)
+    switch = parent / "cgroup.subtree_control"
+    words = " ".join(f"+{name}" for name in sorted(available))
+    if available:
+        try:
+            switch.write_text(words)
+        except OSError:
+            with contextlib.suppress(OSError):
+                leaf = parent / "gpool-agent"
+                leaf.mkdir(exist_ok=True)
+                (leaf / "cgroup.procs").write_text(str(os.getpid()))
+                switch.write_text(words)
+    with contextlib.suppress(OSError):
+        return set(switch.read_text().split()) & set(WANTED)
+    return set()
+
+
+class Group:
+    """One sandbox's group, kept for the next sandbox in the same slot. `limit` writes only what changed."""
+
+    def __init__(self, hierarchy: Hierarchy, name: str) -> None:
+        self._version = hierarchy.version
+        self._paths = {controller: parent / name for controller, parent in hierarchy.parents}
+        self._written: dict[Path, str] = {}
+        for path in set(self._paths.values()):
+            path.mkdir(exist_ok=True)
+
+    @property
+    def joins(self) -> tuple[str, ...]:
+        """Files a process writes its id into to be in it."""
+        return tuple(sorted({str(path / "cgroup.procs") for path in self._paths.values()}))
+
+    def limit(self, limits: Limits) -> None:
+        quota = max(LEAST_CPU_US, limits.cpu_milli * CPU_PERIOD_US // 1000)
+        values = {
+            1: {
+                "memory": {"memory.limit_in_bytes": str(limits.memory_bytes)},
+                "pids": {"pids.max": str(limits.processes)},
+                "cpu": {"cpu.cfs_period_us": str(CPU_PERIOD_US), "cpu.cfs_quota_us": str(quota)},
+            },
+            2: {
+                "memory": {"memory.max": str(limits.memory_bytes), "memory.swap.max": "0"},
+                "pids": {"pids.max": str(limits.processes)},
+                "cpu": {"cpu.max": f"{quota} {CPU_PERIOD_US}"},
+            },
+        }
+        for controller, path in self._paths.items():
+            for name, value in values[self._version][controller].items():
+                self._write(path / name, value)
+
+    def _write(self, path: Path, value: str) -> None:
+        if self._written.get(path) == value:
+            return
+        with contextlib.suppress(FileNotFoundError):  # cpu quota and swap are kernel options
+            path.write_text(value)
+        self._written[path] = value
+
+    def memory_kills(self) -> int:
+        """How many processes the kernel killed in it for memory, ever."""
+        path = self._paths.get("memory")
+        if path is None:
+            return 0
+        name = "memory.oom_control" if self._version == 1 else "memory.events"
+        with contextlib.suppress(OSError):
+            for line in (path / name).read_text().splitlines():
+                word, _, count = line.partition(" ")
+                if word == "oom_kill":
+                    return int(count)
+        return 0
+
+    def remove(self) -> None:
+        _end(self._paths.values())
+
+
+def sweep(hierarchy: Hierarchy, prefix: str) -> None:
+    """Kill and remove every group of an earlier agent with this prefix."""
+    for _, parent in hierarchy.parents:
+        _end(parent.glob(f"{prefix}*"))
+
+
+def _end(paths: Iterable[Path]) -> None:
+    for path in set(paths):
+        for _ in range(100):
+            with contextlib.suppress(OSError):
+                for word in (path / "cgroup.procs").read_text().split():
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(int(word), signal.SIGKILL)
+            try:
+                path.rmdir()
+            except FileNotFoundError:
+                break
+            except OSError:
+                os.sched_yield()  # dying processes still count for a moment
+            else:
+                break

@@ -1,0 +1,354 @@
+"""The launcher: a small process beside the agent that starts sandboxes. Stdlib only; run as a script.
+
+It is small so that forking is cheap, single-threaded so that forking is safe, the parent of every sandbox so that
+all die with it, and it dies with the agent. When root, it alone moves into a mount namespace in which interpreter,
+packages and work directories lie where a dropped uid can reach them; each child drops to its uid before `exec`.
+It never reads what a task wrote.
+
+Words on the socket (one JSON document a message, descriptors beside it):
+  in   {"start": n, "argv", "uid", "groups", "limits", "seccomp_at", "mode"}   ·   {"kill": n}
+  out  {"ready": true}   ·   {"ended": n, "status": s, "killed": bool, "detail": text}
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import ctypes
+import json
+import os
+import resource
+import select
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 36, 38
+CLONE_NEWNS = 0x00020000
+MS_RDONLY, MS_NOSUID, MS_REMOUNT, MS_BIND, MS_REC, MS_SLAVE = 1, 2, 32, 4096, 16384, 1 << 19
+MESSAGE_BYTES = 1 << 20
+MAX_DESCRIPTORS = 16
+QUIET_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # for the agent; we end when it does
+CHANGED_SIGNALS = (*QUIET_SIGNALS, signal.SIGPIPE, signal.SIGXFSZ, signal.SIGCHLD)
+
+libc = ctypes.CDLL(None, use_errno=True)
+
+
+def checked(result: int, what: str) -> None:
+    if result != 0:
+        code = ctypes.get_errno()
+        raise OSError(code, f"{what}: {os.strerror(code)}")
+
+
+def mount(source: str, target: str, kind: bytes | None, flags: int, data: bytes = b"") -> None:
+    arguments = (source.encode(), target.encode(), kind, ctypes.c_ulong(flags), data)
+    checked(libc.mount(*arguments), f"mount {target}")
+
+
+def enter_own_namespace(place: str, binds: list[dict[str, Any]]) -> None:
+    """Everything a sandbox is made of, beneath one directory that any uid may walk; seen by this process alone."""
+    checked(libc.unshare(CLONE_NEWNS), "unshare")
+    mount("none", "/", None, MS_REC | MS_SLAVE)
+    # opened in the new namespace, and before the tmpfs that could hide one of them
+    sources = [(os.open(b["source"], os.O_PATH), b["name"], b["writable"]) for b in binds]
+    mount("gpool", place, b"tmpfs", MS_NOSUID, b"mode=0755,size=1m")
+    for descriptor, name, writable in sources:
+        target = os.path.join(place, name)
+        if os.path.isdir(f"/proc/self/fd/{descriptor}"):
+            os.makedirs(target, 0o755, exist_ok=True)
+        else:
+            os.close(os.open(target, os.O_CREAT | os.O_WRONLY, 0o644))
+        mount(f"/proc/self/fd/{descriptor}", target, None, MS_BIND | MS_REC)
+        if not writable:
+            mount("none", target, None, MS_BIND | MS_REMOUNT | MS_RDONLY | MS_NOSUID)
+        os.close(descriptor)
+
+
+def descendants(root: int) -> list[int]:
+    """Every process below `root`, nearest first. Races with forks: ask again until there are none."""
+    found, wave = [], [root]
+    while wave:
+        below = []
+        for pid in wave:
+            with contextlib.suppress(OSError):
+                for thread in os.listdir(f"/proc/{pid}/task"):
+                    with open(f"/proc/{pid}/task/{thread}/children", "rb") as listing:
+                        below += [int(word) for word in listing.read().split()]
+        found += below
+        wave = below
+    return found
+
+
+def reap_all_below(me: int) -> None:
+    """Kill every descendant, orphans included (we are their reaper), until none is left."""
+    while True:
+        for pid in descendants(me):
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+        try:
+            os.waitpid(-1, 0)
+        except ChildProcessError:
+            return
+
+
+def replace(program: list[str], environment: dict[str, str]) -> NoReturn:
+    try:
+        os.execvpe(program[0], program, environment)
+    except OSError as failure:
+        missing = isinstance(failure, (FileNotFoundError, NotADirectoryError))
+        os.write(2, f"gpool: {program[0]}: {failure.strerror}\n".encode())
+        os._exit(127 if missing else 126)
+
+
+def guard(run: Callable[[], NoReturn]) -> NoReturn:
+    """Stand between launcher and an unisolated command: whatever it starts dies with it, with us, or on SIGTERM."""
+    libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    wanted = {signal.SIGTERM, signal.SIGCHLD}
+    signal.pthread_sigmask(signal.SIG_BLOCK, wanted)
+    libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    launcher = os.getppid()
+    child = os.fork()
+    if child == 0:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, wanted)
+        os.setsid()
+        run()
+    os.closerange(0, 1024)  # the pipes belong to the command: they must end when it does
+    status = 9
+    while os.getppid() == launcher:
+        if signal.sigwait(wanted) == signal.SIGTERM:
+            break
+        ended = False
+        with contextlib.suppress(ChildProcessError):
+            while True:
+                pid, state = os.waitpid(-1, os.WNOHANG)
+                if pid == 0:
+                    break
+                if pid == child:
+                    status, ended = state, True
+        if ended:
+            break
+    reap_all_below(os.getpid())
+    os._exit(os.WEXITSTATUS(status) if os.WIFEXITED(status) else 128 + os.WTERMSIG(status))
+
+
+class Sandbox:
+    """One we started: pids that still live (0: gone), and bwrap's report about it (-1: not bwrap's)."""
+
+    def __init__(self, monitor: int, report: int) -> None:
+        self.monitor = monitor
+        self.inner = 0
+        self.status = 0
+        self.report = report
+        self.ran = False  # the command was started and ended, whatever its code
+        self.killed = False
+
+
+class Launcher:
+    def __init__(self, channel: socket.socket, settings: dict[str, Any]) -> None:
+        self.channel = channel
+        self.seccomp = bytes.fromhex(settings["seccomp"])
+        self.children: dict[int, int] = {}  # pid of the monitor -> number
+        self.inner: dict[int, int] = {}  # pid of a namespace's first process -> number
+        self.known: dict[int, Sandbox] = {}  # by number
+
+    def start(self, order: dict[str, Any], descriptors: list[int]) -> None:
+        number = order["start"]
+        report_end = given_end = filter_end = filter_in = -1
+        if order["mode"] == "bubblewrap":
+            report_end, given_end = os.pipe()
+            os.set_blocking(report_end, False)
+            filter_end, filter_in = os.pipe()
+            os.write(filter_in, self.seccomp)
+            os.close(filter_in)
+            descriptors = [*descriptors, filter_end, given_end]
+        pid = os.fork()
+        if pid == 0:
+            try:
+                self.become(order, descriptors)
+            except BaseException as failure:  # noqa: BLE001 - a forked child must never return
+                with contextlib.suppress(OSError):
+                    os.write(2, f"bwrap: gpool cannot start it: {failure}\n".encode())
+            os._exit(125)
+        for descriptor in descriptors:
+            os.close(descriptor)
+        self.children[pid] = number
+        self.known[number] = Sandbox(pid, report_end)
+
+    def become(self, order: dict[str, Any], descriptors: list[int]) -> None:
+        """In the child: exactly the given descriptors as 0, 1, 2 …, the limits, the uid; then the program."""
+        high = [
+            os.dup(d) for d in descriptors
+        ]  # past every target, so that no dup2 hits one still needed
+        while high and min(high) < len(descriptors):
+            high = [os.dup(d) for d in high]
+        for target, descriptor in enumerate(high):
+            os.dup2(descriptor, target)
+        for path in order["groups"]:
+            joining = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+            os.write(joining, b"0")
+            os.close(joining)
+        os.closerange(len(descriptors), 65536)
+        for kind, limit in order["limits"]:
+            resource.setrlimit(kind, (limit, limit))
+        os.umask(0o022)
+        for each in CHANGED_SIGNALS:
+            signal.signal(each, signal.SIG_DFL)
+        uid = order["uid"]
+        if uid:
+            os.setgroups([])
+            os.setresgid(uid, uid, uid)
+            os.setresuid(uid, uid, uid)
+        os.chdir(order["cwd"])
+        program = order["argv"]
+        environment = order["env"]
+        if order["mode"] == "process":
+            guard(lambda: replace(program, environment))
+        libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+        os.execve(program[0], program, environment)
+
+    def kill(self, number: int) -> None:
+        entry = self.known.get(number)
+        if entry is None:
+            return
+        entry.killed = True
+        self.learn_inner(number, entry)
+        mild = (
+            signal.SIGTERM if entry.report < 0 else signal.SIGKILL
+        )  # a guard needs a breath to kill what it guards
+        for pid, how in ((entry.inner, signal.SIGKILL), (entry.monitor, mild)):
+            if pid:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, how)
+
+    def learn_inner(self, number: int, entry: Sandbox) -> None:
+        """From bwrap's own report: the first process of the namespace, and whether the command was started."""
+        if entry.report < 0:
+            return
+        text = b""
+        with contextlib.suppress(BlockingIOError):
+            text = os.read(entry.report, 65536)
+        for line in text.splitlines():
+            with contextlib.suppress(ValueError):
+                said = json.loads(line)
+                if "child-pid" in said:
+                    entry.inner = said["child-pid"]
+                    self.inner[entry.inner] = number
+                if "exit-code" in said:
+                    entry.ran = True
+
+    def reap(self) -> None:
+        gone = []
+        with contextlib.suppress(ChildProcessError):
+            while True:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+                if pid == 0:
+                    break
+                gone.append((pid, status))
+        for pid, status in gone:
+            number = self.children.pop(pid, None)
+            if number is not None:
+                entry = self.known[number]
+                self.learn_inner(number, entry)
+                entry.monitor = 0
+                entry.status = status
+                if entry.inner:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(entry.inner, signal.SIGKILL)
+        for pid, _ in gone:
+            number = self.inner.pop(pid, None)
+            if number is not None:
+                self.known[number].inner = 0
+        for pid, number in list(self.inner.items()):
+            if self.known[number].monitor == 0 and self.is_gone(pid):
+                del self.inner[pid]
+                self.known[number].inner = 0
+        for number in [
+            n for n, entry in self.known.items() if entry.monitor == 0 and entry.inner == 0
+        ]:
+            entry = self.known.pop(number)
+            if entry.report >= 0:
+                os.close(entry.report)
+            said = {
+                "ended": number,
+                "status": entry.status,
+                "ran": entry.ran or entry.report < 0,
+                "killed": entry.killed,
+            }
+            self.channel.send(json.dumps(said).encode())
+
+    def is_gone(self, pid: int) -> bool:
+        """Whether a namespace's first process is reaped, by us or (not our child) by its monitor before."""
+        try:
+            return os.waitpid(pid, os.WNOHANG)[0] == pid
+        except ChildProcessError:
+            return True
+
+    def serve(self) -> None:
+        alarm_out, alarm_in = os.pipe()
+        os.set_blocking(alarm_in, False)
+        os.set_blocking(alarm_out, False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(alarm_in, warn_on_full_buffer=False)
+        poll = select.poll()
+        poll.register(self.channel, select.POLLIN)
+        poll.register(alarm_out, select.POLLIN)
+        self.channel.send(b'{"ready": true}')
+        while True:
+            for descriptor, _ in poll.poll():
+                if descriptor == alarm_out:
+                    with contextlib.suppress(BlockingIOError):
+                        os.read(alarm_out, 4096)
+                    self.reap()
+                elif not self.obey():
+                    return
+
+    def obey(self) -> bool:
+        """One order; False when the agent is gone."""
+        room = socket.CMSG_LEN(MAX_DESCRIPTORS * 4)
+        try:
+            data, beside, _, _ = self.channel.recvmsg(MESSAGE_BYTES, room)
+        except ConnectionResetError:
+            return False
+        if not data:
+            return False
+        descriptors = array.array("i")
+        for _, _, raw in beside:
+            descriptors.frombytes(raw[: len(raw) - len(raw) % 4])
+        order = json.loads(data)
+        if "enclosed" in order:  # too long for a message
+            with os.fdopen(descriptors.pop(), "rb") as enclosed:
+                order = json.load(enclosed)
+        if "start" in order:
+            self.start(order, list(descriptors))
+        elif "kill" in order:
+            self.kill(order["kill"])
+        return True
+
+    def end_all(self) -> None:
+        for number in list(self.known):
+            self.kill(number)
+
+
+def main() -> int:
+    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    for quiet in QUIET_SIGNALS:
+        signal.signal(quiet, signal.SIG_IGN)
+    channel = socket.socket(fileno=0)
+    settings = json.loads(channel.recv(MESSAGE_BYTES))
+    try:
+        if settings["place"]:
+            enter_own_namespace(settings["place"], settings["binds"])
+        launcher = Launcher(channel, settings)
+    except OSError as failure:
+        channel.send(json.dumps({"ready": False, "detail": str(failure)}).encode())
+        return 1
+    launcher.serve()
+    launcher.end_all()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

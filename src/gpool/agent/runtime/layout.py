@@ -1,0 +1,149 @@
+"""What a sandbox finds inside: which host paths lie where, read-only. Refuses to show anything not listed here."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+
+import gpool
+from gpool.agent.runtime.launching import Bind
+
+HOME = "/opt/gpool"  # inside
+SYSTEM_LINKS = ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
+INSIDE_UID = 1000
+ETC_FILES = (
+    "ld.so.cache",
+    "ld.so.conf",
+    "localtime",
+    "mime.types",
+    "os-release",
+    "protocols",
+    "services",
+    "debian_version",
+)
+ETC_TREES = ("alternatives", "ld.so.conf.d", "ssl/certs", "fonts", "OpenCL", "vulkan")
+ETC_TEXTS = {
+    "passwd": f"task:x:{INSIDE_UID}:{INSIDE_UID}:task:/work:/bin/sh\nnobody:x:65534:65534:nobody:/:/bin/false\n",
+    "group": f"task:x:{INSIDE_UID}:\nnogroup:x:65534:\n",
+    "hosts": "127.0.0.1 localhost\n::1 localhost\n",
+    "hostname": "sandbox\n",
+    "nsswitch.conf": "passwd: files\ngroup: files\nhosts: files\n",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """`binds` are host paths by a short name; `seen` says where each lies inside."""
+
+    binds: tuple[Bind, ...]
+    seen: tuple[tuple[str, str], ...]  # (name of the bind, path inside)
+    python: str  # the interpreter, inside
+    runner: str  # the runner's script, inside
+    variables: tuple[tuple[str, str], ...]
+
+
+def prepare(directory: Path) -> Layout:
+    """Writes the small files a sandbox needs beneath `directory` and says where everything lies."""
+    minor = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    base = Path(sys.base_prefix).resolve()
+    packages = Path(sysconfig.get_path("purelib")).resolve()
+    source = Path(gpool.__file__).resolve().parent
+    runner = source / "agent" / "runner"
+    system_python = base.is_relative_to("/usr")
+    inside_base = str(base) if system_python else f"{HOME}/python"
+    etc, venv = directory / "etc", directory / "venv"
+    _write_etc(etc)
+    _write_venv(venv, minor, inside_base, shared=not system_python)
+    binds = [
+        Bind(etc, "etc"),
+        Bind(venv, "venv"),
+        Bind(packages, "packages"),
+        Bind(source, "source"),
+        Bind(runner, "runner"),
+    ]
+    seen = [
+        ("etc", "/etc"),
+        ("venv", f"{HOME}/venv"),
+        ("packages", f"{HOME}/packages"),
+        ("source", f"{HOME}/source/gpool"),
+        ("runner", f"{HOME}/runner"),
+    ]
+    if not system_python:
+        binds.append(Bind(base, "python"))
+        seen.append(("python", f"{HOME}/python"))
+    variables = [
+        ("PATH", f"{HOME}/venv/bin:/usr/local/bin:/usr/bin:/bin"),
+        ("HOME", "/work"),
+        ("LANG", "C.UTF-8"),
+        ("TMPDIR", "/tmp"),
+    ]
+    if not system_python and sysconfig.get_config_var("Py_ENABLE_SHARED"):
+        variables.append(("LD_LIBRARY_PATH", f"{HOME}/venv/lib"))
+    return Layout(
+        tuple(binds),
+        tuple(seen),
+        f"{HOME}/venv/bin/{minor}",
+        f"{HOME}/runner/serve.py",
+        tuple(variables),
+    )
+
+
+def system_arguments() -> list[str]:
+    """The host's programs and libraries, as bwrap's arguments."""
+    arguments = ["--ro-bind", "/usr", "/usr"]
+    for path in SYSTEM_LINKS:
+        if os.path.islink(path):
+            arguments += ["--symlink", os.readlink(path), path]
+        elif os.path.isdir(path):
+            arguments += ["--ro-bind", path, path]
+    return arguments
+
+
+def _fresh(directory: Path) -> None:
+    if directory.exists():
+        shutil.rmtree(directory)
+    directory.mkdir(mode=0o755, parents=True)
+
+
+def _write_etc(etc: Path) -> None:
+    _fresh(etc)
+    for name, text in ETC_TEXTS.items():
+        (etc / name).write_text(text)
+    for name in ETC_FILES:
+        original = Path("/etc") / name
+        if original.is_file():
+            shutil.copyfile(original, etc / name)
+    for name in ETC_TREES:
+        original = Path("/etc") / name
+        if original.is_dir():
+            shutil.copytree(original, etc / name, symlinks=True)
+    for folder, _, names in os.walk(etc):
+        os.chmod(folder, 0o755)
+        for name in names:
+            if not os.path.islink(os.path.join(folder, name)):
+                os.chmod(os.path.join(folder, name), 0o644)
+
+
+def _write_venv(venv: Path, minor: str, inside_base: str, *, shared: bool) -> None:
+    _fresh(venv)
+    site = venv / "lib" / minor / "site-packages"
+    for path in (venv / "bin", site):
+        path.mkdir(mode=0o755, parents=True)
+    for name in ("python", "python3", minor):
+        (venv / "bin" / name).symlink_to(f"{inside_base}/bin/{minor}")
+    (venv / "pyvenv.cfg").write_text(
+        f"home = {inside_base}/bin\ninclude-system-site-packages = true\nversion = {sys.version.split()[0]}\n"
+    )
+    (site / "gpool.pth").write_text(f"{HOME}/packages\n{HOME}/source\n")
+    library = sysconfig.get_config_var("INSTSONAME")
+    if shared and library:
+        (venv / "lib" / str(library)).symlink_to(f"{inside_base}/lib/{library}")
+    for folder, _, names in os.walk(venv):
+        os.chmod(folder, 0o755)
+        for name in names:
+            if not os.path.islink(os.path.join(folder, name)):
+                os.chmod(os.path.join(folder, name), 0o644)

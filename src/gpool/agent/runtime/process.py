@@ -1,0 +1,142 @@
+"""No isolation at all: for tasks of the node's own owner, when the owner asks for it. It promises only a clean end.
+
+The launcher puts a guardian above each command: whatever the command starts, however it detaches itself, dies with
+the command, with the guardian's order to stop, and with the agent.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+import sysconfig
+from collections.abc import Sequence
+from pathlib import Path
+
+import gpool
+from gpool.agent.runtime.calls import Keeping, open_runner
+from gpool.agent.runtime.commands import Command, command_pipes
+from gpool.agent.runtime.devices import visible_devices
+from gpool.agent.runtime.launching import Exit, Launcher, Order, Started
+from gpool.agent.runtime.protocol import (
+    CommandJob,
+    CommandSandbox,
+    Ended,
+    Limits,
+    RunnerJob,
+    RunnerSandbox,
+    SandboxFailed,
+)
+from gpool.agent.runtime.workplace import Workplace
+from gpool.core.model import Gpu, Tier
+
+RUNNER = Path(__file__).parents[1] / "runner" / "serve.py"
+
+
+class ProcessRuntime:
+    """A `Runtime`. Make it once, in the agent's main thread; it starts its launcher at the first command."""
+
+    tier = Tier.NONE
+
+    def __init__(self, data_dir: Path, *, gpus: Sequence[Gpu] = ()) -> None:
+        self._gpus = {gpu.index: gpu for gpu in gpus}
+        self._places = data_dir.resolve() / "processes"
+        self._values = data_dir.resolve() / "process-values"
+        for path in (self._places, self._values):
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._launcher = Launcher(place="", binds=(), seccomp=b"")
+        self._made = 0
+
+    async def start_command(self, job: CommandJob) -> CommandSandbox:
+        place = self._make(with_values=False)
+        try:
+            place.stage(job.inputs)
+            pipes, ours = command_pipes()
+            started = await self._start(place, job.argv, job, pipes)
+        except BaseException:
+            place.remove()
+            raise
+        return Command(
+            started,
+            ours,
+            place,
+            disk_bytes=job.limits.disk_bytes,
+            judge=_judge,
+            release=lambda: None,
+        )
+
+    async def start_runner(self, job: RunnerJob) -> RunnerSandbox:
+        minor = f"{sys.version_info.major}.{sys.version_info.minor}"
+        if job.python != minor:
+            raise SandboxFailed(f"this node has Python {minor}, the function needs {job.python}")
+        place = self._make(with_values=True)
+
+        async def start(descriptors: Sequence[int], numbers: Sequence[int]) -> Started:
+            words = [str(number) for number in numbers]
+            argv = [sys.executable, "-B", str(RUNNER), "guarded", *words]
+            return await self._start(place, argv, job, descriptors)
+
+        keeping = Keeping(place, self._values, job.limits.disk_bytes, _judge, lambda: None)
+        return await open_runner(start, keeping)
+
+    async def sweep(self) -> None:
+        for left in self._places.iterdir():
+            Workplace(left, os.geteuid()).remove()
+        for value in self._values.iterdir():
+            value.unlink()
+
+    async def close(self) -> None:
+        """End every command and the launcher; the runtime is of no use afterwards."""
+        await self._launcher.close()
+
+    def _make(self, *, with_values: bool) -> Workplace:
+        self._made += 1
+        place = Workplace(self._places / f"{os.getpid()}-{self._made}", os.geteuid())
+        place.make(with_values=with_values)
+        (place.root / "tmp").mkdir(mode=0o700)
+        return place
+
+    async def _start(
+        self,
+        place: Workplace,
+        argv: Sequence[str],
+        job: CommandJob | RunnerJob,
+        descriptors: Sequence[int],
+    ) -> Started:
+        variables = {
+            "PATH": f"{Path(sys.executable).parent}:/usr/local/bin:/usr/bin:/bin",
+            "HOME": str(place.work),
+            "LANG": "C.UTF-8",
+            "TMPDIR": str(place.root / "tmp"),
+            "PYTHONPATH": _source(),
+            "CUDA_VISIBLE_DEVICES": visible_devices(self._gpus, job.slices),
+        }
+        return await self._launcher.start(
+            Order(
+                mode="process",
+                argv=argv,
+                descriptors=descriptors,
+                limits=_rlimits(job.limits),
+                env=variables | dict(job.env),
+                cwd=str(place.work),
+            )
+        )
+
+
+def _source() -> str:
+    """Where gpool itself lies, when it is not installed among the packages."""
+    source = Path(gpool.__file__).resolve().parents[1]
+    return "" if source == Path(sysconfig.get_path("purelib")).resolve() else str(source)
+
+
+def _rlimits(limits: Limits) -> list[tuple[int, int]]:
+    return [
+        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_NOFILE, limits.open_files),
+        (resource.RLIMIT_FSIZE, limits.disk_bytes),
+        (resource.RLIMIT_DATA, limits.memory_bytes),
+    ]
+
+
+def _judge(exit: Exit, head: bytes) -> Ended:  # noqa: ARG001 - the same shape as bubblewrap's
+    return Ended(137 if exit.killed else exit.code)

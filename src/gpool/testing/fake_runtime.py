@@ -1,0 +1,174 @@
+"""A runtime without processes, for tests: commands do what a table says, functions run here. Isolates nothing.
+
+It keeps the contract of `agent.runtime.protocol` where that can be kept without a kernel.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import io
+import os
+import pickle
+import traceback
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from gpool.agent.runtime.protocol import (
+    Answer,
+    BadOutput,
+    Call,
+    CommandJob,
+    CommandSandbox,
+    Ended,
+    Output,
+    RunnerJob,
+    RunnerSandbox,
+)
+from gpool.core.model import INLINE_LIMIT_BYTES, OutputFile, Tier
+
+
+@dataclass(frozen=True, slots=True)
+class FakeRun:
+    """What a command does. `waits`: it prints and then runs until it is killed."""
+
+    output: tuple[tuple[int, bytes], ...] = ()
+    exit_code: int = 0
+    files: Mapping[str, bytes] = field(default_factory=dict)
+    waits: bool = False
+    ended: Ended | None = None  # instead of a plain exit
+
+
+class FakeCommand:
+    def __init__(self, run: FakeRun, inputs: Mapping[str, bytes], runtime: FakeRuntime) -> None:
+        self._run = run
+        self._files = {**inputs, **run.files}
+        self._over: asyncio.Future[Ended] = asyncio.get_running_loop().create_future()
+        self._runtime = runtime
+        if not run.waits:
+            self._over.set_result(run.ended or Ended(run.exit_code))
+
+    async def output(self) -> AsyncIterator[tuple[int, bytes]]:
+        for stream, data in self._run.output:
+            yield stream, data
+        await asyncio.shield(self._over)
+
+    async def ended(self) -> Ended:
+        return await asyncio.shield(self._over)
+
+    async def kill(self) -> None:
+        if not self._over.done():
+            self._over.set_result(Ended(137))
+
+    async def collect(self, wanted: Sequence[str], into: Path) -> list[OutputFile]:
+        found = []
+        for path in wanted:
+            names = [
+                name
+                for name in sorted(self._files)
+                if name == path or (path.endswith("/") and name.startswith(path))
+            ]
+            if not names:
+                raise BadOutput(f"output '{path}' was not written")
+            for name in names:
+                data = self._files[name]
+                sha256 = hashlib.sha256(data).hexdigest()
+                (into / sha256).write_bytes(data)
+                found.append(OutputFile(name, sha256, len(data)))
+        return found
+
+    async def remove(self) -> None:
+        await self.kill()
+        self._runtime.live.discard(self)
+
+
+class FakeRunner:
+    """Runs functions in this process, in order, when its events are asked for."""
+
+    def __init__(self, runtime: FakeRuntime) -> None:
+        self._runtime = runtime
+        self._functions: dict[str, bytes] = {}
+        self._calls: list[Call] = []
+        self._wake = asyncio.Event()
+        self._over: asyncio.Future[Ended] = asyncio.get_running_loop().create_future()
+
+    async def define(self, function: str, pickled: bytes) -> None:
+        self._functions[function] = pickled
+
+    async def send(self, calls: Sequence[Call]) -> None:
+        self._calls.extend(calls)
+        self._wake.set()
+
+    async def events(self) -> AsyncIterator[Sequence[Answer | Output]]:
+        while not self._over.done():
+            await self._wake.wait()
+            self._wake.clear()
+            calls, self._calls = self._calls, []
+            if calls and not self._over.done():
+                yield [self._answer(call) for call in calls]
+
+    def _answer(self, call: Call) -> Answer:
+        printed, complained = io.StringIO(), io.StringIO()
+        raised, text = False, ""
+        arguments = call.arguments
+        if call.arguments_file is not None:
+            arguments = call.arguments_file.read_bytes()
+        with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(complained):
+            try:
+                args, kwargs = pickle.loads(arguments)
+                value = pickle.dumps(pickle.loads(self._functions[call.function])(*args, **kwargs))
+            except Exception as failure:  # noqa: BLE001 - whatever a function raises is its answer
+                raised, text = True, traceback.format_exc()
+                value = pickle.dumps(failure)
+        streams = ((1, printed.getvalue().encode()), (2, complained.getvalue().encode()))
+        output = tuple((number, data) for number, data in streams if data)
+        if len(value) <= INLINE_LIMIT_BYTES:
+            return Answer(call.number, raised, value, text, 1, output)
+        path = self._runtime.values / f"{id(self)}-{call.number}"
+        path.write_bytes(value)
+        return Answer(call.number, raised, b"", text, 1, output, path)
+
+    async def ended(self) -> Ended:
+        return await asyncio.shield(self._over)
+
+    async def kill(self) -> None:
+        if not self._over.done():
+            self._over.set_result(Ended(137))
+        self._wake.set()
+
+    async def remove(self) -> None:
+        await self.kill()
+        self._runtime.live.discard(self)
+
+
+class FakeRuntime:
+    """A `Runtime`. `runs` says what each command line does; an unknown one is not found (127)."""
+
+    tier = Tier.CONTAINER
+
+    def __init__(self, values: Path, runs: Mapping[tuple[str, ...], FakeRun] | None = None) -> None:
+        self.values = values
+        self.live: set[FakeCommand | FakeRunner] = set()
+        self._runs = dict(runs or {})
+
+    async def start_command(self, job: CommandJob) -> CommandSandbox:
+        inputs = {staged.path: staged.source.read_bytes() for staged in job.inputs}
+        missing = FakeRun(((2, f"{job.argv[0]}: not found\n".encode()),), exit_code=127)
+        command = FakeCommand(self._runs.get(job.argv, missing), inputs, self)
+        self.live.add(command)
+        return command
+
+    async def start_runner(self, job: RunnerJob) -> RunnerSandbox:  # noqa: ARG002 - any will do
+        runner = FakeRunner(self)
+        self.live.add(runner)
+        return runner
+
+    async def sweep(self) -> None:
+        for name in os.listdir(self.values):
+            (self.values / name).unlink()
+
+    async def close(self) -> None:
+        for each in list(self.live):
+            await each.remove()

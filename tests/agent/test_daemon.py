@@ -1,0 +1,267 @@
+"""The whole agent against a server's end in this process: real sockets, real frames, a runtime without processes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import pickle
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from random import Random
+
+import cloudpickle
+import pytest
+from desk import Desk, secret_file
+
+from gpool.agent.main import run_agent
+from gpool.agent.settings import AgentSettings
+from gpool.core.errors import Forbidden, NotSignedIn
+from gpool.core.model import (
+    EndReason,
+    InputFile,
+    Offer,
+    OutputFile,
+    Requirements,
+    TaskKind,
+    TaskSpec,
+    Tier,
+)
+from gpool.testing.fake_runtime import FakeRun, FakeRuntime
+from gpool.wire.frames import (
+    Finished,
+    HandedBack,
+    Hold,
+    Lease,
+    Refused,
+    Released,
+    Stop,
+    StopReason,
+)
+
+OFFER = Offer(2000, 1 << 30, 1 << 30)
+RUNS = {
+    ("hello",): FakeRun(((1, b"hi\n"), (2, b"oh\n")), exit_code=3),
+    ("wait",): FakeRun(waits=True),
+    ("write",): FakeRun(files={"out.txt": b"result"}),
+}
+
+
+class Pool:
+    def __init__(self, desk: Desk, runtime: FakeRuntime, folder: Path) -> None:
+        self.desk, self.runtime, self.stop = desk, runtime, asyncio.Event()
+        settings = AgentSettings(
+            server_url=desk.url, secret_file=secret_file(folder), data_dir=folder / "data", slots=2
+        )
+        self.agent = asyncio.create_task(
+            run_agent(settings, {Tier.CONTAINER: runtime}, OFFER, stop=self.stop, random=Random(1))
+        )
+
+
+@contextlib.asynccontextmanager
+async def pool(folder: Path, desk: Desk | None = None) -> AsyncIterator[Pool]:
+    values = folder / "values"
+    values.mkdir()
+    async with desk or Desk() as desk:
+        made = Pool(desk, FakeRuntime(values, RUNS), folder)
+        await desk.until(lambda: desk.hellos)
+        yield made
+        made.stop.set()
+        async with asyncio.timeout(8):
+            await made.agent
+        assert made.runtime.live == set(), "a sandbox outlived its agent"
+
+
+def living(folder: Path, story: Callable[[Pool, Desk], Awaitable[None]]) -> None:
+    async def live() -> None:
+        async with pool(folder) as made:
+            await story(made, made.desk)
+
+    asyncio.run(live())
+
+
+def command(name: str, **changes: object) -> TaskSpec:
+    return TaskSpec(TaskKind.COMMAND, name, command=(name,), **changes)  # type: ignore[arg-type]
+
+
+def function(sha256: str) -> TaskSpec:
+    return TaskSpec(TaskKind.FUNCTION, "f", Requirements(python="3.11"), function_sha256=sha256)
+
+
+def call(task: int, *arguments: object) -> Lease:
+    return Lease(task, 1, pickle.dumps((arguments, {})))
+
+
+def test_a_command_s_output_and_end_reach_the_server(tmp_path: Path) -> None:
+    async def story(pool: Pool, desk: Desk) -> None:
+        await desk.grant(command("hello"), [Lease(1, 1)])
+        await desk.until(lambda: 1 in desk.ends())
+        end = desk.ends()[1]
+        assert isinstance(end, Finished)
+        assert (end.reason, end.exit_code) == (EndReason.EXITED, 3)
+        assert desk.log_of(1) == b"hi\noh\n"
+
+    living(tmp_path, story)
+
+
+def test_a_thousand_calls_come_back_in_a_few_batches(tmp_path: Path) -> None:
+    async def story(pool: Pool, desk: Desk) -> None:
+        double = desk.keep(cloudpickle.dumps(lambda x: 2 * x))
+        for number in (0, 1):
+            tasks = range(1 + number * 500, 501 + number * 500)
+            await desk.grant(function(double), [call(t, t) for t in tasks], number)
+        await desk.until(lambda: len(desk.ends()) == 1000)
+        for task, end in desk.ends().items():
+            assert isinstance(end, Finished)
+            assert pickle.loads(end.value) == 2 * task
+        assert desk.batches < 100
+
+    living(tmp_path, story)
+
+
+def test_a_missing_function_fails_its_call_with_a_reason(tmp_path: Path) -> None:
+    async def story(pool: Pool, desk: Desk) -> None:
+        await desk.grant(function("0" * 64), [call(1)])
+        await desk.until(lambda: 1 in desk.ends())
+        end = desk.ends()[1]
+        assert isinstance(end, Finished)
+        assert end.reason is EndReason.BAD_INPUT
+        assert "could not be fetched" in end.error_text
+
+    living(tmp_path, story)
+
+
+def test_large_arguments_are_fetched_by_their_hash(tmp_path: Path) -> None:
+    async def story(pool: Pool, desk: Desk) -> None:
+        size = desk.keep(cloudpickle.dumps(len))
+        arguments = desk.keep(pickle.dumps(((b"x" * 300_000,), {})))
+        await desk.grant(function(size), [Lease(1, 1, b"", arguments)])
+        await desk.until(lambda: 1 in desk.ends())
+        end = desk.ends()[1]
+        assert isinstance(end, Finished)
+        assert pickle.loads(end.value) == 300_000
+
+    living(tmp_path, story)
+
+
+def test_a_missing_input_fails_the_command_with_its_name(tmp_path: Path) -> None:
+    async def story(pool: Pool, desk: Desk) -> None:
+        spec = command("hello", inputs=(InputFile("data.csv", "1" * 64, 5),))
+        await desk.grant(spec, [Lease(1, 1)])
+        await desk.until(lambda: 1 in desk.ends())
+        end = desk.ends()[1]
+        assert isinstance(end, Finished)
+        assert end.reason is EndReason.BAD_INPUT
+        assert "data.csv" in end.error_text
+
+    living(tmp_path, story)
+
+
+def test_an_output_the_server_has_is_named_in_the_end(tmp_path: Path) -> None:
+    async def story(pool: Pool, desk: Desk) -> None:
+        sha256 = desk.keep(b"result")
+        await desk.grant(command("write", outputs=("out.txt",)), [Lease(1, 1)])
+        await desk.until(lambda: 1 in desk.ends())
+        end = desk.ends()[1]
+        assert isinstance(end, Finished)
+        assert end.outputs == (OutputFile("out.txt", sha256, 6),)
+
+    living(tmp_path, story)
+
+
+def test_an_output_that_was_not_written_fails_the_command(tmp_path: Path) -> None:
+    async def story(pool: Pool, desk: Desk) -> None:
+        await desk.grant(command("write", outputs=("other.txt",)), [Lease(1, 1)])
+        await desk.until(lambda: 1 in desk.ends())
+        end = desk.ends()[1]
+        assert isinstance(end, Finished)
+        assert end.reason is EndReason.BAD_OUTPUT
+
+    living(tmp_path, story)
+
+
+def test_a_stopped_command_is_killed_and_released(tmp_path: Path) -> None:
+    async def story(pool: Pool, desk: Desk) -> None:
+        await desk.grant(command("wait"), [Lease(1, 1)])
+        await desk.until(lambda: any(i.task == 1 for i in desk.items))
+        assert len(pool.runtime.live) == 1
+        await desk.say(Stop((Hold(1, 1),), StopReason.CANCELLED))
+        await desk.until(lambda: desk.ends().get(1) == Released(1, 1))
+        assert pool.runtime.live == set()
+
+    living(tmp_path, story)
+
+
+def test_a_command_stopped_at_once_is_released_too(tmp_path: Path) -> None:
+    async def story(pool: Pool, desk: Desk) -> None:
+        await desk.grant(command("wait"), [Lease(1, 1)])
+        await desk.say(Stop((Hold(1, 1),), StopReason.CANCELLED))
+        await desk.until(lambda: desk.ends().get(1) == Released(1, 1))
+
+    living(tmp_path, story)
+
+
+def test_after_a_reconnect_the_agent_states_what_it_holds(tmp_path: Path) -> None:
+    async def story(pool: Pool, desk: Desk) -> None:
+        await desk.grant(command("wait"), [Lease(1, 1), Lease(2, 1)])
+        await desk.until(lambda: any(i.task == 1 for i in desk.items))
+        assert desk.connection is not None
+        await desk.connection.close()
+        await desk.until(lambda: len(desk.hellos) == 2)
+        assert set(desk.hellos[1].holds) == {Hold(1, 1), Hold(2, 1)}
+
+    living(tmp_path, story)
+
+
+def test_a_silent_server_s_leases_are_let_go_in_time(tmp_path: Path) -> None:
+    async def live() -> None:
+        async with pool(tmp_path, Desk(ttl_us=1_500_000, margin_us=500_000)) as made:
+            desk = made.desk
+            await desk.grant(command("wait"), [Lease(1, 1)])
+            await desk.until(lambda: any(i.task == 1 for i in desk.items))
+            desk.mute = True
+            (sandbox,) = made.runtime.live
+            async with asyncio.timeout(2):
+                await sandbox.ended()
+            assert 1 not in desk.ends()
+
+    asyncio.run(live())
+
+
+def test_a_stopping_agent_hands_back_its_line(tmp_path: Path) -> None:
+    async def story(pool: Pool, desk: Desk) -> None:
+        await desk.grant(command("wait"), [Lease(1, 1), Lease(2, 1)])
+        await desk.until(lambda: any(i.task == 1 for i in desk.items))
+        pool.stop.set()
+        await pool.agent
+        assert desk.ends()[2] == HandedBack(2, 1)
+        end = desk.ends()[1]
+        assert isinstance(end, Finished)
+        assert end.reason is EndReason.PREEMPTED
+
+    living(tmp_path, story)
+
+
+def test_a_refusal_for_good_ends_the_agent_with_its_reason(tmp_path: Path) -> None:
+    async def live() -> None:
+        async with Desk() as desk:
+            desk.refuse = Refused("forbidden", "this node was removed", retry=False)
+            (tmp_path / "values").mkdir()
+            made = Pool(desk, FakeRuntime(tmp_path / "values"), tmp_path)
+            async with asyncio.timeout(5):
+                with pytest.raises(Forbidden, match="this node was removed"):
+                    await made.agent
+
+    asyncio.run(live())
+
+
+def test_a_wrong_secret_ends_the_agent_and_says_what_to_do(tmp_path: Path) -> None:
+    async def live() -> None:
+        async with Desk() as desk:
+            (tmp_path / "values").mkdir()
+            made = Pool(desk, FakeRuntime(tmp_path / "values"), tmp_path)
+            (tmp_path / "secret").write_text("gpn_wrong")
+            async with asyncio.timeout(5):
+                with pytest.raises(NotSignedIn, match="join again"):
+                    await made.agent
+
+    asyncio.run(live())
