@@ -1,1 +1,9 @@
 """The store: one protocol, SQLite and PostgreSQL behind it from one code. The store is the truth."""
+
+from __future__ import annotations
+
+from gpool.server.store.opening import open_inline, open_store
+from gpool.server.store.operation import operation
+from gpool.server.store.sqlite import InlineStore, SqliteStore
+
+__all__ = ["InlineStore", "SqliteStore", "open_inline", "open_store", "operation"]

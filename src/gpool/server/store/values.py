@@ -161,7 +161,9 @@ class Recording:
     started: tuple[TaskId, ...] = ()
     ended: tuple[Ended, ...] = ()
     requeued: tuple[Requeued, ...] = ()
-    released: tuple[TaskId, ...] = ()  # leases that no longer hold their allocation (all of the above that held one too)
+    released: tuple[
+        TaskId, ...
+    ] = ()  # leases that no longer hold their allocation (all of the above that held one too)
     withdrawn: tuple[TaskId, ...] = ()  # cancelled while queued
     to_stop: tuple[tuple[NodeId, Hold], ...] = ()  # cancelled while a node held them
     logged: tuple[TaskId, ...] = ()

@@ -1,0 +1,1 @@
+"""Schema migrations: forward only, in process, for both databases."""

@@ -1,0 +1,18 @@
+"""Alembic's entry: online over the connection it is given (SQLite), or writing SQL down for another driver (PostgreSQL)."""
+
+from __future__ import annotations
+
+from alembic import context
+
+from gpool.server.store.schema import metadata
+
+given = context.config.attributes
+if context.is_offline_mode():
+    context.configure(
+        dialect_name=given["dialect"], target_metadata=metadata, literal_binds=True, as_sql=True
+    )
+else:
+    context.configure(
+        connection=given["connection"], target_metadata=metadata, render_as_batch=True
+    )
+context.run_migrations()

@@ -1,0 +1,35 @@
+"""Brings a database to the newest schema. SQLite is migrated over its own connection; for PostgreSQL the SQL is made here and run by the driver."""
+
+from __future__ import annotations
+
+from io import StringIO
+from pathlib import Path
+
+from alembic import command
+from alembic.config import Config
+from sqlalchemy import URL, create_engine
+from sqlalchemy.pool import NullPool
+
+
+def config() -> Config:
+    made = Config()
+    made.set_main_option("script_location", str(Path(__file__).parent).replace("%", "%%"))
+    return made
+
+
+def upgrade_sqlite(path: Path) -> None:
+    engine = create_engine(URL.create("sqlite", database=str(path)), poolclass=NullPool)
+    with engine.begin() as connection:
+        made = config()
+        made.attributes["connection"] = connection
+        command.upgrade(made, "head")
+    engine.dispose()
+
+
+def postgres_script(current: str | None) -> str:
+    """The SQL that leads from `current` (None: an empty database) to the newest schema."""
+    made = config()
+    made.output_buffer = StringIO()
+    made.attributes["dialect"] = "postgresql"
+    command.upgrade(made, f"{current or 'base'}:head", sql=True)
+    return made.output_buffer.getvalue()

@@ -1,0 +1,57 @@
+"""Operations that can be run again. When a group rolls back, its innocent members start over, from their first step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from functools import wraps
+from types import TracebackType
+from typing import Any, Generic, ParamSpec, TypeVar
+
+from gpool.server.store.protocol import Operation, Row, Statement
+
+T = TypeVar("T")
+P = ParamSpec("P")
+
+
+class Replayable(Generator[Statement, list[Row], T], Generic[T]):
+    """A generator that remembers how it was made."""
+
+    __slots__ = ("_make", "_running")
+
+    def __init__(self, make: Callable[[], Operation[T]]) -> None:
+        self._make = make
+        self._running: Operation[T] | None = None
+
+    def fresh(self) -> Operation[T]:
+        """The same operation, not yet begun."""
+        return self._make()
+
+    def send(self, value: Any, /) -> Statement:
+        if self._running is None:
+            self._running = self._make()
+        return self._running.send(value)
+
+    def throw(self, typ: Any, val: Any = None, tb: TracebackType | None = None, /) -> Statement:
+        if self._running is None:
+            self._running = self._make()
+        error = typ if isinstance(typ, BaseException) else (val or typ())
+        return self._running.throw(error.with_traceback(tb or error.__traceback__))
+
+    def close(self) -> None:
+        if self._running is not None:
+            self._running.close()
+
+
+def operation(function: Callable[P, Operation[T]]) -> Callable[P, Operation[T]]:
+    """Marks a generator function as an operation: pure but for what it is sent, so it may run more than once."""
+
+    @wraps(function)
+    def made(*args: P.args, **kwargs: P.kwargs) -> Operation[T]:
+        return Replayable(lambda: function(*args, **kwargs))
+
+    return made
+
+
+def again(op: Operation[T]) -> Operation[T]:
+    """A fresh run of an operation; a bare generator can only be had once and is given back as it is."""
+    return op.fresh() if isinstance(op, Replayable) else op

@@ -1,0 +1,187 @@
+"""Artifacts and who may see them. A hash grants nothing: every reading goes through a reference.
+
+References by `kind` and `holder`: an `upload` is its user's, `lease` is what a node uploaded under (task, epoch) and
+nobody sees yet; both are weak, they keep nothing alive. `spec` (a function, inputs), `payload`, `result` and `log`
+(of a task) are strong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from gpool.core.ids import NodeId, SpecId, TaskId, UserId
+from gpool.core.model import Instant
+from gpool.server.store.operation import operation
+from gpool.server.store.protocol import Operation, Relation, Statement
+from gpool.server.store.rows import of_names
+
+NAMED = (
+    ("sha256", "text"),
+    ("task", "int"),
+    ("epoch", "int"),
+    ("spec", "int"),
+    ("user_id", "int"),
+)
+STRONG = "('spec', 'payload', 'result', 'log')"
+
+
+def put_artifact(sha256: str, size_bytes: int, at: Instant) -> Operation[None]:
+    yield Statement(
+        "INSERT INTO artifacts (sha256, size_bytes, touched_at) VALUES (:sha256, :size, :at) "
+        "ON CONFLICT (sha256) DO UPDATE SET touched_at = excluded.touched_at",
+        {"sha256": sha256, "size": size_bytes, "at": at},
+    )
+
+
+def put_reference(
+    sha256: str, kind: str, holder: int, user: UserId, epoch: int = 0
+) -> Operation[None]:
+    yield Statement(
+        "INSERT INTO artifact_refs (sha256, kind, holder, user_id, epoch) "
+        "VALUES (:sha256, :kind, :holder, :user, :epoch) "
+        "ON CONFLICT (sha256, kind, holder) DO UPDATE SET epoch = excluded.epoch",
+        {"sha256": sha256, "kind": kind, "holder": holder, "user": user, "epoch": epoch},
+    )
+
+
+@operation
+def add_artifact(
+    sha256: str,
+    size_bytes: int,
+    user: UserId | None,
+    node: NodeId | None,
+    task_epoch: tuple[TaskId, int] | None,
+    at: Instant,
+) -> Operation[bool]:
+    """The bytes are in the blob store. A user's upload is the user's; a node's is fenced by the lease it names."""
+    if task_epoch is not None:
+        rows = yield Statement(
+            "SELECT user_id FROM tasks WHERE id = :task AND epoch = :epoch AND node_id = :node AND holding = 1 "
+            "/*postgresql FOR UPDATE*/",
+            {"task": task_epoch[0], "epoch": task_epoch[1], "node": node},
+        )
+        if not rows:
+            return False
+        yield from put_artifact(sha256, size_bytes, at)
+        yield from put_reference(sha256, "lease", task_epoch[0], UserId(rows[0][0]), task_epoch[1])
+        return True
+    if user is None:
+        return False
+    yield from put_artifact(sha256, size_bytes, at)
+    yield from put_reference(sha256, "upload", user, user)
+    return True
+
+
+@operation
+def visible(sha256: str, user: UserId) -> Operation[int | None]:
+    rows = yield Statement(
+        "SELECT a.size_bytes FROM artifacts a WHERE a.sha256 = :sha256 AND EXISTS (SELECT 1 FROM artifact_refs r "
+        "WHERE r.sha256 = a.sha256 AND r.user_id = :user AND r.kind <> 'lease')",
+        {"sha256": sha256, "user": user},
+    )
+    return rows[0][0] if rows else None
+
+
+@operation
+def visible_to_node(sha256: str, node: NodeId) -> Operation[int | None]:
+    """Functions, inputs and payloads of leases it holds."""
+    rows = yield Statement(
+        "SELECT a.size_bytes FROM artifacts a WHERE a.sha256 = :sha256 AND EXISTS ("
+        "SELECT 1 FROM tasks t WHERE t.node_id = :node AND t.holding = 1 AND ("
+        "EXISTS (SELECT 1 FROM artifact_refs r WHERE r.sha256 = a.sha256 AND r.kind = 'spec' AND r.holder = t.spec_id) "
+        "OR EXISTS (SELECT 1 FROM artifact_refs r WHERE r.sha256 = a.sha256 AND r.kind = 'payload' AND r.holder = t.id)))",
+        {"sha256": sha256, "node": node},
+    )
+    return rows[0][0] if rows else None
+
+
+@operation
+def known(sha256: str) -> Operation[bool]:
+    rows = yield Statement("SELECT 1 FROM artifacts WHERE sha256 = :sha256", {"sha256": sha256})
+    return bool(rows)
+
+
+def missing(sha256s: Sequence[str], user: UserId) -> Operation[tuple[str, ...]]:
+    """Which of them the user cannot see. Those found stay until the transaction ends."""
+    if not sha256s:
+        return ()
+    rows = yield Statement(
+        "SELECT a.sha256 FROM {wanted} AS w JOIN artifacts a ON a.sha256 = w.name WHERE EXISTS ("
+        "SELECT 1 FROM artifact_refs r WHERE r.sha256 = a.sha256 AND r.user_id = :user AND r.kind <> 'lease') "
+        "/*postgresql FOR SHARE OF a*/",
+        {"user": user},
+        {"wanted": of_names(sha256s)},
+    )
+    found = {row[0] for row in rows}
+    return tuple(sha256 for sha256 in dict.fromkeys(sha256s) if sha256 not in found)
+
+
+def keep(kind: str, pairs: Sequence[tuple[str, int]], user: UserId) -> Operation[None]:
+    """Strong references for (sha256, holder) that `missing` has found."""
+    if pairs:
+        yield Statement(
+            "INSERT INTO artifact_refs (sha256, kind, holder, user_id) "
+            "SELECT p.sha256, CAST(:kind AS TEXT), p.holder, CAST(:user AS BIGINT) FROM {pairs} AS p WHERE true "
+            "ON CONFLICT (sha256, kind, holder) DO NOTHING",
+            {"kind": kind, "user": user},
+            {"pairs": Relation((("sha256", "text"), ("holder", "int")), sorted(set(pairs)))},
+        )
+
+
+def keep_results(named: Sequence[tuple[str, TaskId, int, SpecId, UserId]]) -> Operation[None]:
+    """References from ended tasks to what their node uploaded under that lease, or could see through it anyway."""
+    if not named:
+        return
+    relation = Relation(NAMED, sorted(set(named)))
+    yield Statement(
+        "UPDATE artifact_refs SET kind = 'result' FROM {named} AS n WHERE artifact_refs.sha256 = n.sha256 "
+        "AND artifact_refs.kind = 'lease' AND artifact_refs.holder = n.task AND artifact_refs.epoch = n.epoch",
+        {},
+        {"named": relation},
+    )
+    yield Statement(
+        "INSERT INTO artifact_refs (sha256, kind, holder, user_id) "
+        "SELECT n.sha256, 'result', n.task, n.user_id FROM {named} AS n WHERE "
+        "EXISTS (SELECT 1 FROM artifact_refs r WHERE r.sha256 = n.sha256 AND r.kind = 'spec' AND r.holder = n.spec) OR "
+        "EXISTS (SELECT 1 FROM artifact_refs r WHERE r.sha256 = n.sha256 AND r.kind = 'payload' AND r.holder = n.task) "
+        "ON CONFLICT (sha256, kind, holder) DO NOTHING",
+        {},
+        {"named": relation},
+    )
+
+
+@operation
+def unreferenced(before: Instant, limit: int) -> Operation[tuple[str, ...]]:
+    """Nothing strong holds them and nobody has uploaded them since."""
+    rows = yield Statement(
+        "SELECT a.sha256 FROM artifacts a WHERE a.touched_at < :before AND NOT EXISTS ("  # noqa: S608
+        f"SELECT 1 FROM artifact_refs r WHERE r.sha256 = a.sha256 AND r.kind IN {STRONG}) "
+        "ORDER BY a.touched_at, a.sha256 LIMIT :limit",
+        {"before": before, "limit": limit},
+    )
+    return tuple(row[0] for row in rows)
+
+
+@operation
+def forget_artifacts(sha256s: Sequence[str]) -> Operation[tuple[str, ...]]:
+    """Drops those that still nothing strong holds, and says which: only their bytes may go."""
+    wanted = {"wanted": of_names(sha256s)}
+    yield Statement(
+        "SELECT a.sha256 FROM artifacts a WHERE a.sha256 IN (SELECT name FROM {wanted} AS w) /*postgresql FOR UPDATE*/",
+        {},
+        wanted,
+    )
+    rows = yield Statement(
+        "DELETE FROM artifacts WHERE sha256 IN (SELECT name FROM {wanted} AS w) AND NOT EXISTS ("  # noqa: S608
+        f"SELECT 1 FROM artifact_refs r WHERE r.sha256 = artifacts.sha256 AND r.kind IN {STRONG}) RETURNING sha256",
+        {},
+        wanted,
+    )
+    forgotten = tuple(row[0] for row in rows)
+    if forgotten:
+        yield Statement(
+            "DELETE FROM artifact_refs WHERE sha256 IN (SELECT name FROM {gone} AS g)",
+            {},
+            {"gone": of_names(forgotten)},
+        )
+    return forgotten

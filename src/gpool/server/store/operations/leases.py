@@ -1,0 +1,155 @@
+"""Leases: granted by a plan, held by nodes, ended by reports or expiry. A grant is written only on a queued task."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from gpool.core.ids import NodeId, SpecId, TaskId, UserId
+from gpool.core.lifecycle import Move, sources
+from gpool.core.model import Instant, TaskSpec
+from gpool.core.scheduling.events import Place
+from gpool.server.store.operation import operation
+from gpool.server.store.operations.nodes import load_nodes
+from gpool.server.store.operations.reports import expire, record
+from gpool.server.store.protocol import Operation, Relation, Row, Statement
+from gpool.server.store.rows import HELD_COLUMNS, allocation_text, held_lease, of_ids, spec_from
+from gpool.server.store.values import AppliedPlan, GrantedLine, HeldLease, Picture, QueuedRow
+from gpool.wire.frames import Hold, Lease
+
+GRANTS = (
+    ("id", "int"),
+    ("epoch", "int"),
+    ("node", "int"),
+    ("number", "int"),
+    ("allocation", "text"),
+)
+GRANTABLE = ", ".join(f"'{status.value}'" for status in sources(Move.GRANTED))
+
+
+@operation
+def apply_plan(places: Sequence[Place], term: int, at: Instant) -> Operation[AppliedPlan]:
+    """Writes what is still so. Grants on a node that is gone or takes nothing new are left out, their tasks stay queued."""
+    current = yield Statement(
+        "SELECT term FROM scheduler_term WHERE id = 1 /*postgresql FOR SHARE*/"
+    )
+    if not current or current[0][0] != term:
+        return AppliedPlan((), (), deposed=True)
+    rows = yield Statement(
+        "SELECT n.id FROM {nodes} AS i JOIN nodes n ON n.id = i.id WHERE n.availability = 'available' "
+        "/*postgresql FOR SHARE OF n*/",
+        {},
+        {"nodes": of_ids(place.node for place in places)},
+    )
+    takes = {row[0] for row in rows}
+    open_places = [place for place in places if place.node in takes]
+    grants: dict[int, Row] = {}  # a task named twice goes to the first place that names it
+    for place in open_places:
+        node, number = place.node, place.allocation.number
+        text = allocation_text(place.allocation)
+        for grant in place.grants:
+            if grant.task not in grants:
+                grants[grant.task] = (grant.task, grant.epoch, node, number, text)
+    if not grants:
+        return AppliedPlan((), ())
+    granted: dict[int, Row] = {}
+    rows = yield Statement(
+        "UPDATE tasks SET status = 'leased', epoch = g.epoch, node_id = g.node, holding = 1, "  # noqa: S608
+        "allocation_number = g.number, allocation = g.allocation, leased_at = :at FROM {grants} AS g "
+        f"WHERE tasks.id = g.id AND tasks.epoch = g.epoch - 1 AND tasks.status IN ({GRANTABLE}) "
+        "RETURNING tasks.id, spec_id, payload, payload_sha256",
+        {"at": at},
+        {"grants": Relation(GRANTS, list(grants.values()))},
+    )
+    for row in rows:
+        granted[row[0]] = row
+    lines: list[GrantedLine] = []
+    refused: list[TaskId] = []
+    for place in open_places:
+        leases: list[tuple[SpecId, Lease]] = []
+        for grant in place.grants:
+            found = granted.pop(grant.task, None)
+            if found is None:
+                refused.append(grant.task)
+            else:
+                lease = Lease(grant.task, grant.epoch, bytes(found[2] or b""), found[3])
+                leases.append((found[1], lease))
+        if leases:
+            lines.append(GrantedLine(place, tuple(leases)))
+    return AppliedPlan(tuple(lines), tuple(refused))
+
+
+@operation
+def held(node: NodeId) -> Operation[tuple[HeldLease, ...]]:
+    """Everything that holds something there, cancelled tasks too; line by line."""
+    rows = yield Statement(
+        f"SELECT {HELD_COLUMNS}, t.payload, t.payload_sha256 FROM tasks t "  # noqa: S608
+        "WHERE t.node_id = :node AND t.holding = 1 ORDER BY t.allocation_number, t.leased_at, t.id",
+        {"node": node},
+    )
+    return tuple(held_lease(row, row[7], row[8]) for row in rows)
+
+
+@operation
+def holds_current(node: NodeId, holds: Sequence[Hold]) -> Operation[tuple[Hold, ...]]:
+    """Those of `holds` that are not this node's any more. A cancelled one is, until it is released."""
+    rows = yield Statement(
+        "SELECT id, epoch FROM tasks WHERE node_id = :node AND holding = 1", {"node": node}
+    )
+    current = {(row[0], row[1]) for row in rows}
+    return tuple(hold for hold in holds if (hold.task, hold.epoch) not in current)
+
+
+@operation
+def picture() -> Operation[Picture]:
+    """All that is open. Held leases come without their payloads: the scheduler has no use for them."""
+    specs = yield Statement(
+        "SELECT s.id, s.user_id, s.body FROM specs s WHERE s.id IN ("
+        "SELECT t.spec_id FROM tasks t WHERE t.status = 'queued' UNION "
+        "SELECT t.spec_id FROM tasks t WHERE t.holding = 1) ORDER BY s.id"
+    )
+    queued = yield Statement(
+        "SELECT id, epoch, spec_id, user_id, queued_at FROM tasks WHERE status = 'queued' ORDER BY queued_at, id"
+    )
+    holding = yield Statement(
+        f"SELECT {HELD_COLUMNS}, t.node_id FROM tasks t WHERE t.holding = 1 "  # noqa: S608
+        "ORDER BY t.node_id, t.allocation_number, t.leased_at, t.id"
+    )
+    nodes = yield from load_nodes("true", {})
+    return Picture(
+        specs=tuple((SpecId(row[0]), UserId(row[1]), spec_from(row[2])) for row in specs),
+        queued=tuple(QueuedRow(*row) for row in queued),
+        held=tuple((NodeId(row[7]), held_lease(row)) for row in holding),
+        nodes=nodes,
+    )
+
+
+@operation
+def spec(id: SpecId) -> Operation[tuple[UserId, TaskSpec] | None]:
+    rows = yield Statement("SELECT user_id, body FROM specs WHERE id = :id", {"id": id})
+    for user, body in rows:
+        return UserId(user), spec_from(body)
+    return None
+
+
+@operation
+def take_term(at: Instant) -> Operation[int]:
+    """Who takes it schedules; every plan of an earlier term is refused from now on."""
+    rows = yield Statement(
+        "INSERT INTO scheduler_term (id, term, taken_at) VALUES (1, 1, :at) ON CONFLICT (id) "
+        "DO UPDATE SET term = scheduler_term.term + 1, taken_at = excluded.taken_at RETURNING term",
+        {"at": at},
+    )
+    term: int = rows[0][0]
+    return term
+
+
+__all__ = [
+    "apply_plan",
+    "expire",
+    "held",
+    "holds_current",
+    "picture",
+    "record",
+    "spec",
+    "take_term",
+]

@@ -1,0 +1,217 @@
+"""What agents report about their leases, fenced by (task, epoch, node). Refuses what an old lease says.
+
+At most one end is accepted for a (task, epoch). Something said again about a lease that this node really had, and that
+did not expire, is accepted in silence: the agent repeats itself until it is told that its report is durable.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from gpool.core.ids import NodeId, SpecId, TaskId, UserId
+from gpool.core.lifecycle import Move, end_move, sources
+from gpool.core.model import EndReason, Instant, TaskStatus
+from gpool.server.store.operation import operation
+from gpool.server.store.operations.artifacts import keep_results
+from gpool.server.store.operations.ends import HELD, Ends, lose
+from gpool.server.store.operations.logs import append_chunks
+from gpool.server.store.protocol import Operation, Relation, Row, Statement
+from gpool.server.store.rows import of_ids, outputs_text
+from gpool.server.store.values import Recording
+from gpool.wire.frames import (
+    Finished,
+    HandedBack,
+    Hold,
+    LogChunk,
+    Released,
+    ReportItem,
+    Started,
+)
+
+NEVER_STARTED = frozenset(
+    {
+        EndReason.BAD_INPUT,
+        EndReason.SANDBOX_FAILED,
+        EndReason.HANDED_BACK,
+        EndReason.PREEMPTED,
+        EndReason.CANCELLED,
+        EndReason.LOST,
+    }
+)
+"""Ends that do not imply a start that was not reported."""
+
+STARTABLE = tuple(status.value for status in sources(Move.STARTED))
+CANCELLED = TaskStatus.CANCELLED.value
+HOLDS = (("id", "int"), ("epoch", "int"))
+
+
+@operation
+def record(node: NodeId, items: Sequence[ReportItem], at: Instant) -> Operation[Recording]:
+    rows = yield Statement(
+        f"SELECT {HELD} FROM {{tasks}} AS i JOIN tasks t ON t.id = i.id "  # noqa: S608
+        "WHERE t.node_id = :node AND t.holding <> 0 /*postgresql ORDER BY t.id FOR UPDATE OF t*/",
+        {"node": node},
+        {"tasks": of_ids(item.task for item in items)},
+    )
+    held: dict[int, Row] = {row[0]: row for row in rows}
+    open_now = dict(held)
+    ends = Ends(node, at)
+    started: dict[int, int] = {}
+    failed: list[tuple[Row, Finished]] = []
+    lost: list[Row] = []
+    named: list[tuple[str, TaskId, int, SpecId, UserId]] = []
+    chunks: list[LogChunk] = []
+    doubtful: list[ReportItem] = []
+
+    for item in items:
+        row = open_now.get(item.task)
+        if row is None or row[1] != item.epoch:
+            at_first = held.get(item.task)
+            if type(item) is LogChunk and at_first is not None and at_first[1] == item.epoch:
+                chunks.append(item)  # in one frame with the end it belongs to
+            else:
+                doubtful.append(item)
+            continue
+        match item:
+            case Finished():
+                del open_now[item.task]
+                started.pop(item.task, None)
+                if row[5] == CANCELLED:
+                    ends.let_go(row)
+                elif item.reason is EndReason.RETURNED or item.exit_code == 0:
+                    _finish(ends, row, item, at, tries_left=False, named=named)
+                elif item.reason is EndReason.LOST:
+                    lost.append(row)
+                else:
+                    failed.append((row, item))
+            case Started():
+                if row[5] in STARTABLE:
+                    started[item.task] = item.epoch
+            case LogChunk():
+                chunks.append(item)
+            case HandedBack() | Released():
+                del open_now[item.task]
+                started.pop(item.task, None)
+                if row[5] == CANCELLED:
+                    ends.let_go(row)
+                else:
+                    begun = row[7] is not None
+                    reason = EndReason.PREEMPTED if begun else EndReason.HANDED_BACK
+                    ends.requeue(row, Move.REQUEUED, reason, started_at=row[7])
+
+    if failed:
+        retries = yield from _retries({row[3] for row, _ in failed})
+        for row, item in failed:
+            _finish(ends, row, item, at, tries_left=row[8] < retries[row[3]], named=named)
+    if lost:
+        yield from lose(ends, lost)
+    if started:
+        yield from _start(started, at)
+    logged = yield from append_chunks(chunks)
+    yield from ends.write()
+    yield from keep_results(named)
+    refused = (yield from _refused(node, doubtful)) if doubtful else ()
+    return Recording(
+        started=tuple(TaskId(task) for task in started),
+        ended=tuple(ends.ended),
+        requeued=tuple(ends.requeued),
+        released=tuple(ends.released),
+        logged=logged,
+        refused=refused,
+    )
+
+
+def _finish(
+    ends: Ends,
+    row: Row,
+    item: Finished,
+    at: Instant,
+    *,
+    tries_left: bool,
+    named: list[tuple[str, TaskId, int, SpecId, UserId]],
+) -> None:
+    reason = item.reason
+    move = end_move(reason, item.exit_code, tries_left=tries_left, losses=0)
+    started_at = row[7]
+    if started_at is None and reason not in NEVER_STARTED:
+        # never said, so reckoned from the agent's measure, within what the server's own clock allows
+        started_at = min(at, max(row[6], at - item.duration_us))
+    if move is Move.RETRIED or move is Move.REQUEUED:
+        ends.requeue(row, move, reason, started_at=started_at, detail=item.error_text)
+        return
+    ends.end(
+        row,
+        move,
+        reason,
+        started_at=started_at,
+        exit_code=item.exit_code,
+        error_text=item.error_text,
+        value=item.value,
+        value_sha256=item.value_sha256,
+        outputs=outputs_text(item.outputs) if item.outputs else None,
+        duration=item.duration_us,
+    )
+    if item.value_sha256:
+        named.append((item.value_sha256, row[0], row[1], row[3], row[4]))
+    for output in item.outputs:
+        named.append((output.sha256, row[0], row[1], row[3], row[4]))
+
+
+def _retries(specs: set[int]) -> Operation[dict[int, int]]:
+    rows = yield Statement(
+        "SELECT s.id, s.retries FROM {specs} AS i JOIN specs s ON s.id = i.id",
+        {},
+        {"specs": of_ids(specs)},
+    )
+    return dict(rows)
+
+
+def _start(started: dict[int, int], at: Instant) -> Operation[None]:
+    yield Statement(
+        "UPDATE tasks SET status = 'running', started_at = :at FROM {started} AS s "  # noqa: S608
+        "WHERE tasks.id = s.id AND tasks.epoch = s.epoch AND tasks.holding <> 0 "
+        f"AND tasks.status IN ({', '.join(repr(word) for word in STARTABLE)})",
+        {"at": at},
+        {"started": Relation(HOLDS, list(started.items()))},
+    )
+
+
+def _refused(node: NodeId, doubtful: Sequence[ReportItem]) -> Operation[tuple[Hold, ...]]:
+    """Of what this node says about leases it does not hold: what it never had, or had and let expire."""
+    said = {(item.task, item.epoch) for item in doubtful}
+    parameters = {"node": node}
+    relations = {"said": Relation(HOLDS, sorted(said))}
+    ended_here = yield Statement(
+        "SELECT t.id, t.epoch FROM {said} AS s JOIN tasks t ON t.id = s.id AND t.epoch = s.epoch "
+        "WHERE t.node_id = :node AND (t.finished_at IS NOT NULL AND t.reason <> 'loses_nodes' OR t.holding = 1)",
+        parameters,
+        relations,
+    )
+    archived = yield Statement(
+        "SELECT a.task_id, a.epoch, a.reason FROM {said} AS s "
+        "JOIN attempts a ON a.task_id = s.id AND a.epoch = s.epoch WHERE a.node_id = :node",
+        parameters,
+        relations,
+    )
+    repeated = {(row[0], row[1]) for row in ended_here}
+    repeated |= {(row[0], row[1]) for row in archived}
+    repeated -= {(row[0], row[1]) for row in archived if row[2] == EndReason.LOST}
+    return tuple(Hold(task, epoch) for task, epoch in sorted(said - repeated))
+
+
+@operation
+def expire(node: NodeId, at: Instant) -> Operation[Recording]:
+    """The node is lost: every lease it holds ends."""
+    rows = yield Statement(
+        f"SELECT {HELD} FROM tasks t WHERE t.node_id = :node AND t.holding = 1 "  # noqa: S608
+        "ORDER BY t.id /*postgresql FOR UPDATE*/",
+        {"node": node},
+    )
+    if not rows:
+        return Recording()
+    ends = Ends(node, at)
+    yield from lose(ends, rows)
+    yield from ends.write()
+    return Recording(
+        ended=tuple(ends.ended), requeued=tuple(ends.requeued), released=tuple(ends.released)
+    )

@@ -1,0 +1,330 @@
+"""Tasks and batches as their users see them: submitted, listed, cancelled. Nobody sees another user's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from gpool.core.errors import Conflict, NotFound
+from gpool.core.ids import BatchId, SpecId, TaskId, UserId
+from gpool.core.lifecycle import Move, sources
+from gpool.core.model import AttemptRow, Instant, Span, TaskStatus
+from gpool.server.store.operation import operation
+from gpool.server.store.operations.artifacts import keep, missing
+from gpool.server.store.operations.ends import take_sequences, target
+from gpool.server.store.protocol import Operation, Relation, Row, Statement
+from gpool.server.store.rows import (
+    REASON,
+    STATUS,
+    TASK_COLUMNS,
+    TASK_WIDTH,
+    digest_of,
+    of_ids,
+    outputs_from,
+    spec_from,
+    spec_text,
+    task_row,
+)
+from gpool.server.store.values import (
+    Batch,
+    BatchResult,
+    Ended,
+    MissingArtifacts,
+    NewTask,
+    Recording,
+    Submission,
+    Submitted,
+    TaskStory,
+    TaskView,
+)
+from gpool.wire.frames import Hold
+
+NEW = (("id", "int"), ("position", "int"), ("payload_sha256", "text"))
+NEW_WITH_PAYLOAD = (*NEW, ("payload", "blob"))
+CANCELLED = (("id", "int"), ("epoch", "int"), ("sequence", "int"))
+HELD_STATUSES = frozenset({TaskStatus.LEASED, TaskStatus.RUNNING})
+CANCELLABLE = ", ".join(f"'{status.value}'" for status in sorted(sources(Move.CANCELLED)))
+LAST = (1 << 63) - 1
+
+
+@operation
+def submit(s: Submission) -> Operation[Submitted | MissingArtifacts]:
+    """All of it or nothing. Costs the same however many tasks there are already."""
+    first = 0
+    if not s.is_new_batch:
+        first = yield from _open_batch(s.batch, s.user)
+    body = spec_text(s.spec)
+    digest = digest_of(body)
+    spec_id = yield from _equal_spec(s.user, digest)
+    payloads = [(task.payload_sha256, task.id) for task in s.tasks if task.payload_sha256]
+    needs = [sha256 for sha256, _ in payloads]
+    spec_needs = [file.sha256 for file in s.spec.inputs]
+    if s.spec.function_sha256:
+        spec_needs.append(s.spec.function_sha256)
+    if spec_id is None:
+        needs += spec_needs  # an equal spec of this user holds them already
+    lacks = yield from missing(needs, s.user)
+    if lacks:
+        return MissingArtifacts(lacks)
+    if spec_id is None:
+        spec_id = yield from _put_spec(s, body, digest)
+        yield from keep("spec", [(sha256, spec_id) for sha256 in spec_needs], s.user)
+    yield from keep("payload", payloads, s.user)
+    yield from _count(s)
+    tasks = s.tasks
+    if any(task.position != first + place for place, task in enumerate(tasks)):
+        tasks = [replace(task, position=first + place) for place, task in enumerate(tasks)]
+    yield from _put_tasks(s, spec_id, tasks)
+    return Submitted(s.batch, spec_id, first, tasks)
+
+
+def _open_batch(batch: BatchId, user: UserId) -> Operation[int]:
+    rows = yield Statement(
+        "SELECT total, closed FROM batches WHERE id = :batch AND user_id = :user /*postgresql FOR UPDATE*/",
+        {"batch": batch, "user": user},
+    )
+    if not rows:
+        raise NotFound("there is no such batch of yours; leave `batch` out to begin a new one")
+    total, closed = rows[0]
+    if closed:
+        raise Conflict("this batch is closed; submit with more=true to keep the next one open")
+    return int(total)
+
+
+def _equal_spec(user: UserId, digest: str) -> Operation[SpecId | None]:
+    rows = yield Statement(
+        "SELECT id FROM specs WHERE user_id = :user AND digest = :digest",
+        {"user": user, "digest": digest},
+    )
+    return SpecId(rows[0][0]) if rows else None
+
+
+def _put_spec(s: Submission, body: str, digest: str) -> Operation[SpecId]:
+    yield Statement(
+        "INSERT INTO specs (id, user_id, digest, body, retries, created_at) "
+        "VALUES (:id, :user, :digest, :body, :retries, :at) ON CONFLICT (user_id, digest) DO NOTHING",
+        {
+            "id": s.spec_id,
+            "user": s.user,
+            "digest": digest,
+            "body": body,
+            "retries": s.spec.retries,
+            "at": s.at,
+        },
+    )
+    # another replica may have been first
+    return (yield from _equal_spec(s.user, digest)) or s.spec_id
+
+
+def _count(s: Submission) -> Operation[None]:
+    if s.is_new_batch:
+        yield Statement(
+            "INSERT INTO batches (id, user_id, name, total, closed, created_at) "
+            "VALUES (:id, :user, :name, :total, :closed, :at)",
+            {
+                "id": s.batch,
+                "user": s.user,
+                "name": s.spec.name,
+                "total": len(s.tasks),
+                "closed": int(s.closes_batch),
+                "at": s.at,
+            },
+        )
+    else:
+        yield Statement(
+            "UPDATE batches SET total = total + :count, closed = :closed WHERE id = :id",
+            {"id": s.batch, "count": len(s.tasks), "closed": int(s.closes_batch)},
+        )
+
+
+def _put_tasks(s: Submission, spec_id: SpecId, tasks: Sequence[NewTask]) -> Operation[None]:
+    if not tasks:
+        return
+    rows: list[Row]
+    columns: tuple[tuple[str, str], ...]
+    if any(task.payload for task in tasks):
+        columns, picked = NEW_WITH_PAYLOAD, "n.payload"
+        rows = [(t.id, t.position, t.payload_sha256, t.payload or None) for t in tasks]
+    else:
+        columns, picked = NEW, "NULL"
+        rows = [(t.id, t.position, t.payload_sha256) for t in tasks]
+    yield Statement(
+        "INSERT INTO tasks (id, batch_id, position, spec_id, user_id, status, created_at, queued_at, "  # noqa: S608
+        "payload_sha256, payload) SELECT n.id, CAST(:batch AS BIGINT), n.position, CAST(:spec AS BIGINT), "
+        "CAST(:user AS BIGINT), 'queued', CAST(:at AS BIGINT), CAST(:at AS BIGINT), n.payload_sha256, "
+        f"{picked} FROM {{tasks}} AS n",
+        {"batch": s.batch, "spec": spec_id, "user": s.user, "at": s.at},
+        {"tasks": Relation(columns, rows)},
+    )
+
+
+# ---- reading
+
+VIEW = (
+    f"SELECT {TASK_COLUMNS}, s.body, n.name, t.outputs, t.value_sha256, t.log_sha256, {{value}} "  # noqa: S608
+    "FROM tasks t JOIN specs s ON s.id = t.spec_id LEFT JOIN nodes n ON n.id = t.node_id "
+)
+VIEW_WITH_VALUE = VIEW.replace("{value}", "t.value")
+VIEW_WITHOUT_VALUE = VIEW.replace("{value}", "NULL")
+
+
+def _view(row: Row) -> TaskView:
+    body, node_name, outputs, value_sha256, log_sha256, value = row[TASK_WIDTH:]
+    return TaskView(
+        row=task_row(row),
+        spec=spec_from(body),
+        node_name=node_name,
+        outputs=outputs_from(outputs),
+        value=bytes(value or b""),
+        value_sha256=value_sha256,
+        log_sha256=log_sha256,
+    )
+
+
+@operation
+def task(id: TaskId, user: UserId | None) -> Operation[TaskView | None]:
+    rows = yield Statement(VIEW_WITH_VALUE + "WHERE t.id = :id", {"id": id})
+    if not rows or (user is not None and rows[0][4] != user):
+        return None
+    return _view(rows[0])
+
+
+@operation
+def tasks(
+    user: UserId | None,
+    before: TaskId | None,
+    limit: int,
+    statuses: Sequence[TaskStatus] = (),
+) -> Operation[tuple[TaskView, ...]]:
+    """Newest first, without the values. Asking only for what is open looks at nothing else."""
+    mine = "t.id < :before" if user is None else "t.user_id = :user AND t.id < :before"
+    parameters: dict[str, int] = {"before": LAST if before is None else before, "limit": limit}
+    if user is not None:
+        parameters["user"] = user
+    wanted = frozenset(statuses)
+    if wanted and not any(status.is_final for status in wanted):
+        parts = []
+        if TaskStatus.QUEUED in wanted:
+            parts.append(_newest(f"t.status = 'queued' AND {mine}"))
+        if wanted & HELD_STATUSES:
+            parts.append(_newest(f"t.holding = 1 AND {_one_of(wanted & HELD_STATUSES)} AND {mine}"))
+        where = f"t.id IN ({' UNION ALL '.join(parts)})"
+    else:
+        where = f"{mine} AND {_one_of(wanted)}" if wanted else mine
+    rows = yield Statement(
+        f"{VIEW_WITHOUT_VALUE} WHERE {where} ORDER BY t.id DESC LIMIT :limit", parameters
+    )
+    return tuple(_view(row) for row in rows)
+
+
+def _newest(where: str) -> str:
+    return f"SELECT id FROM (SELECT t.id FROM tasks t WHERE {where} ORDER BY t.id DESC LIMIT :limit) AS newest"  # noqa: S608
+
+
+def _one_of(statuses: frozenset[TaskStatus]) -> str:
+    return f"t.status IN ({', '.join(repr(status.value) for status in sorted(statuses))})"
+
+
+@operation
+def story(id: TaskId, user: UserId | None) -> Operation[TaskStory | None]:
+    rows = yield Statement(f"SELECT {TASK_COLUMNS} FROM tasks t WHERE t.id = :id", {"id": id})  # noqa: S608
+    if not rows or (user is not None and rows[0][4] != user):
+        return None
+    attempts = yield Statement(
+        "SELECT task_id, epoch, node_id, leased_at, started_at, ended_at, reason, detail "
+        "FROM attempts WHERE task_id = :id ORDER BY epoch",
+        {"id": id},
+    )
+    return TaskStory(
+        task_row(rows[0]),
+        tuple(
+            AttemptRow(row[0], row[1], row[2], row[3], row[4], row[5], REASON[row[6]], row[7])
+            for row in attempts
+        ),
+    )
+
+
+@operation
+def batch(id: BatchId, user: UserId | None) -> Operation[Batch | None]:
+    rows = yield Statement(
+        "SELECT id, user_id, name, total, done, closed, created_at FROM batches WHERE id = :id",
+        {"id": id},
+    )
+    for row in rows:
+        if user is None or row[1] == user:
+            return Batch(row[0], row[1], row[2], row[3], row[4], bool(row[5]), row[6])
+    return None
+
+
+@operation
+def batch_results(batch: BatchId, after: int, limit: int) -> Operation[tuple[BatchResult, ...]]:
+    rows = yield Statement(
+        "SELECT sequence, position, id, status, reason, exit_code, value, value_sha256, error_text FROM tasks "
+        "WHERE batch_id = :batch AND sequence > :after AND sequence IS NOT NULL ORDER BY sequence LIMIT :limit",
+        {"batch": batch, "after": after, "limit": limit},
+    )
+    return tuple(
+        BatchResult(
+            row[0],
+            row[1],
+            row[2],
+            STATUS[row[3]],
+            REASON[row[4]],
+            row[5],
+            bytes(row[6] or b""),
+            row[7],
+            row[8] or "",
+        )
+        for row in rows
+    )
+
+
+@operation
+def batch_tasks(batch: BatchId) -> Operation[tuple[TaskId, ...]]:
+    """The ids that have not ended. Looks only at what is open."""
+    rows = yield Statement(
+        "SELECT t.id FROM tasks t JOIN batches b ON b.id = :batch "
+        "WHERE t.user_id = b.user_id AND t.status = 'queued' AND t.batch_id = :batch UNION ALL "
+        "SELECT t.id FROM tasks t WHERE t.holding = 1 AND t.batch_id = :batch AND t.status IN ('leased', 'running')",
+        {"batch": batch},
+    )
+    return tuple(sorted(TaskId(row[0]) for row in rows))
+
+
+# ---- cancelling
+
+
+@operation
+def cancel(ids: Sequence[TaskId], user: UserId | None, at: Instant) -> Operation[Recording]:
+    """Queued tasks end at once. Leased ones too, but their leases hold on until the node lets go."""
+    rows = yield Statement(
+        "SELECT t.id, t.epoch, t.batch_id, t.user_id, t.status, t.node_id FROM {wanted} AS w "  # noqa: S608
+        f"JOIN tasks t ON t.id = w.id WHERE t.status IN ({CANCELLABLE}) "
+        "/*postgresql ORDER BY t.id FOR UPDATE OF t*/",
+        {},
+        {"wanted": of_ids(ids)},
+    )
+    found = [row for row in rows if user is None or row[3] == user]
+    if not found:
+        return Recording()
+    last = yield from take_sequences(row[2] for row in found)
+    cancelled: list[Row] = []
+    ended: list[Ended] = []
+    for number, epoch, in_batch, owner, status, _ in found:
+        last[in_batch] = sequence = last[in_batch] + 1
+        cancelled.append((number, epoch, sequence))
+        ended.append(Ended(number, in_batch, owner, target(status, Move.CANCELLED), Span(0)))
+    yield Statement(
+        "UPDATE tasks SET status = 'cancelled', reason = 'cancelled', finished_at = :at, sequence = c.sequence "  # noqa: S608
+        "FROM {cancelled} AS c WHERE tasks.id = c.id AND tasks.epoch = c.epoch "
+        f"AND tasks.status IN ({CANCELLABLE})",
+        {"at": at},
+        {"cancelled": Relation(CANCELLED, cancelled)},
+    )
+    return Recording(
+        ended=tuple(ended),
+        withdrawn=tuple(TaskId(row[0]) for row in found if row[4] == TaskStatus.QUEUED),
+        to_stop=tuple(
+            (row[5], Hold(row[0], row[1])) for row in found if row[4] != TaskStatus.QUEUED
+        ),
+    )

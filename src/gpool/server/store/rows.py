@@ -1,0 +1,160 @@
+"""How values lie in rows, and back. Texts that repeat (specs, offers, allocations) are decoded once and remembered."""
+
+from __future__ import annotations
+
+import hashlib
+from functools import lru_cache
+from typing import Any
+
+import msgspec
+
+from gpool.core.ids import BatchId, NodeId, SpecId, TaskId, UserId
+from gpool.core.model import (
+    Allocation,
+    Availability,
+    EndReason,
+    Instant,
+    Node,
+    Offer,
+    OutputFile,
+    Slice,
+    TaskRow,
+    TaskSpec,
+    TaskStatus,
+)
+from gpool.server.store.protocol import Relation, Row
+from gpool.server.store.values import HeldLease, NodeRow
+
+STATUS = {status.value: status for status in TaskStatus}
+REASON = {reason.value: reason for reason in EndReason}
+
+_encode = msgspec.json.Encoder(order="deterministic").encode
+_spec = msgspec.json.Decoder(TaskSpec).decode
+_offer = msgspec.json.Decoder(Offer).decode
+_outputs = msgspec.json.Decoder(tuple[OutputFile, ...]).decode
+
+
+def spec_text(spec: TaskSpec) -> str:
+    return _encode(spec).decode()
+
+
+def digest_of(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+@lru_cache(maxsize=4096)
+def spec_from(text: str) -> TaskSpec:
+    return _spec(text)
+
+
+def offer_text(offer: Offer) -> str:
+    return _encode(offer).decode()
+
+
+@lru_cache(maxsize=1024)
+def offer_from(text: str) -> Offer:
+    return _offer(text)
+
+
+def outputs_text(outputs: tuple[OutputFile, ...]) -> str | None:
+    return _encode(outputs).decode() if outputs else None
+
+
+def outputs_from(text: str | None) -> tuple[OutputFile, ...]:
+    return _outputs(text) if text else ()
+
+
+@lru_cache(maxsize=4096)
+def allocation_text(allocation: Allocation) -> str:
+    slices = [(s.gpu_index, s.memory_bytes, s.share_milli) for s in allocation.slices]
+    return _encode((allocation.cpu_milli, allocation.memory_bytes, slices)).decode()
+
+
+@lru_cache(maxsize=4096)
+def allocation_from(number: int, text: str) -> Allocation:
+    cpu, memory, slices = msgspec.json.decode(text)
+    return Allocation(number, cpu, memory, tuple(Slice(*part) for part in slices))
+
+
+def storable(text: str) -> str:
+    """PostgreSQL's texts hold no NUL."""
+    return text.replace("\x00", "\ufffd")
+
+
+def of_ids(numbers: Any) -> Relation:
+    """A relation of one column, `id`; sorted, so that locks are taken in one order."""
+    return Relation((("id", "int"),), [(number,) for number in sorted(set(numbers))])
+
+
+def of_names(texts: Any) -> Relation:
+    """A relation of one column, `name`."""
+    return Relation((("name", "text"),), [(text,) for text in sorted(set(texts))])
+
+
+TASK_COLUMNS = (
+    "t.id, t.batch_id, t.position, t.spec_id, t.user_id, t.status, t.epoch, t.created_at, t.node_id, "
+    "t.allocation_number, t.allocation, t.holding, t.leased_at, t.started_at, t.finished_at, t.reason, "
+    "t.exit_code, t.error_text, t.tries, t.losses, t.queued_at"
+)
+TASK_WIDTH = 21
+
+
+def task_row(row: Row) -> TaskRow:
+    """From `TASK_COLUMNS`; what follows them in the row is not looked at."""
+    reason = row[15]
+    return TaskRow(
+        id=TaskId(row[0]),
+        batch=BatchId(row[1]),
+        position=row[2],
+        spec=SpecId(row[3]),
+        user=UserId(row[4]),
+        status=STATUS[row[5]],
+        epoch=row[6],
+        created_at=row[7],
+        node=row[8],
+        allocation=None if row[10] is None else allocation_from(row[9], row[10]),
+        holding=bool(row[11]),
+        leased_at=row[12],
+        started_at=row[13],
+        finished_at=row[14],
+        reason=None if reason is None else REASON[reason],
+        exit_code=row[16],
+        error_text=row[17],
+        tries=row[18],
+        losses=row[19],
+        queued_at=row[20],
+    )
+
+
+HELD_COLUMNS = "t.id, t.epoch, t.user_id, t.status, t.spec_id, t.allocation_number, t.allocation"
+
+
+def held_lease(row: Row, payload: bytes | None = None, payload_sha256: str = "") -> HeldLease:
+    """From `HELD_COLUMNS`."""
+    return HeldLease(
+        task=TaskId(row[0]),
+        epoch=row[1],
+        user=UserId(row[2]),
+        status=STATUS[row[3]],
+        spec=SpecId(row[4]),
+        allocation=allocation_from(row[5], row[6]),
+        payload=payload or b"",
+        payload_sha256=payload_sha256,
+    )
+
+
+NODE_COLUMNS = "n.id, n.owner_id, n.name, n.offer, n.availability, n.last_beat_at, n.created_at"
+
+
+def node_row(row: Row, withheld: frozenset[int]) -> NodeRow:
+    """From `NODE_COLUMNS`. Whether it is connected, only the server knows: here it is not."""
+    node = Node(
+        id=NodeId(row[0]),
+        owner=UserId(row[1]),
+        name=row[2],
+        offer=offer_from(row[3]),
+        availability=Availability(row[4]),
+        connected=False,
+        gpus_withheld=withheld,
+    )
+    return NodeRow(node, row[5], Instant(row[6]))

@@ -1,0 +1,199 @@
+"""A store with a user and nodes in it, and short words for what tests do to it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import count
+from typing import Any, TypeVar
+
+from gpool.core.ids import BatchId, NodeId, SpecId, TaskId, UserId
+from gpool.core.model import (
+    Allocation,
+    EndReason,
+    Gpu,
+    Instant,
+    Offer,
+    Permission,
+    TaskKind,
+    TaskSpec,
+)
+from gpool.core.scheduling.events import Grant, Place
+from gpool.core.scheduling.shapes import shape_of
+from gpool.server.store import open_store
+from gpool.server.store.operations import leases, nodes, people, tasks
+from gpool.server.store.protocol import Operation, Store
+from gpool.server.store.values import (
+    AppliedPlan,
+    MissingArtifacts,
+    NewTask,
+    Recording,
+    Submission,
+    Submitted,
+    TaskView,
+    User,
+)
+from gpool.wire.frames import Finished, ReportItem, Started
+
+T = TypeVar("T")
+COMMAND = TaskSpec(TaskKind.COMMAND, "true", command=("true",))
+CPU = Allocation(0, 1000, 1 << 30)
+
+
+class Database:
+    """A fresh database of one kind: an address, and a store opened on it inside a loop of the test's own."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.loop = asyncio.new_event_loop()
+        self.store: Store = self.run(open_store(url))
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        return self.loop.run_until_complete(coroutine)
+
+    def write(self, operation: Operation[T]) -> T:
+        return self.run(self.store.write(operation))
+
+    def read(self, operation: Operation[T]) -> T:
+        return self.run(self.store.read(operation))
+
+    def reopen(self) -> None:
+        self.run(self.store.close())
+        self.store = self.run(open_store(self.url))
+
+    def close(self) -> None:
+        self.run(self.store.close())
+        self.run(self.loop.shutdown_default_executor())
+        self.loop.close()
+
+
+@contextmanager
+def opened(url: str) -> Iterator[Database]:
+    made = Database(url)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def returned(task: int, epoch: int = 1, value: bytes = b"v") -> Finished:
+    return Finished(task, epoch, EndReason.RETURNED, None, value, duration_us=1000)
+
+
+def exited(task: int, epoch: int = 1, code: int = 1, text: str = "") -> Finished:
+    return Finished(task, epoch, EndReason.EXITED, code, error_text=text, duration_us=1000)
+
+
+class Pool:
+    """One user, `ann`, and a term; nodes and tasks as the test asks for them. Time passes with every call."""
+
+    def __init__(self, database: Database) -> None:
+        self.database = database
+        self.numbers = count(1000)
+        self.clock = count(1_700_000_000_000_000, 1_000_000)
+        self.ann = self.user("ann")
+        self.term = database.write(leases.take_term(self.now()))
+
+    def now(self) -> Instant:
+        return Instant(next(self.clock))
+
+    def write(self, operation: Operation[T]) -> T:
+        return self.database.write(operation)
+
+    def read(self, operation: Operation[T]) -> T:
+        return self.database.read(operation)
+
+    def user(self, name: str) -> UserId:
+        made = User(UserId(next(self.numbers)), name, frozenset({Permission.CONSUMER}), self.now())
+        self.write(people.create_user(made))
+        return made.id
+
+    def node(self, name: str, gpus: int = 0) -> NodeId:
+        offered = tuple(
+            Gpu(i, f"{name}-{i}", "H100", "nvidia", 80 << 30, simulated=True) for i in range(gpus)
+        )
+        offer = Offer(4000, 1 << 34, 1 << 36, offered)
+        node = NodeId(next(self.numbers))
+        ids = [next(self.numbers) for _ in offered]
+        self.write(
+            nodes.create_node(node, name, self.ann, None, f"secret-{node}", offer, ids, self.now())
+        )
+        return node
+
+    def submission(
+        self,
+        count: int = 1,
+        *,
+        spec: TaskSpec = COMMAND,
+        user: UserId | None = None,
+        batch: BatchId | None = None,
+        more: bool = False,
+        payload: bytes = b"",
+        payload_sha256: str = "",
+    ) -> Submission:
+        made = [
+            NewTask(TaskId(next(self.numbers)), place, payload, payload_sha256)
+            for place in range(count)
+        ]
+        return Submission(
+            BatchId(next(self.numbers)) if batch is None else batch,
+            batch is None,
+            not more,
+            SpecId(next(self.numbers)),
+            spec,
+            self.ann if user is None else user,
+            made,
+            self.now(),
+        )
+
+    def submit(self, count: int = 1, **options: Any) -> list[TaskId]:
+        done = self.write(tasks.submit(self.submission(count, **options)))
+        assert isinstance(done, Submitted)
+        return [task.id for task in done.tasks]
+
+    def try_submit(self, **options: Any) -> Submitted | MissingArtifacts:
+        return self.write(tasks.submit(self.submission(**options)))
+
+    def place(
+        self,
+        node: NodeId,
+        granted: Sequence[TaskId],
+        epoch: int = 1,
+        allocation: Allocation = CPU,
+        spec: TaskSpec = COMMAND,
+    ) -> Place:
+        grants = tuple(Grant(task, epoch) for task in granted)
+        return Place(node, allocation, shape_of(spec, self.ann), grants)
+
+    def grant(
+        self, node: NodeId, granted: Sequence[TaskId], epoch: int = 1, number: int = 0
+    ) -> AppliedPlan:
+        place = self.place(node, granted, epoch, replace(CPU, number=number))
+        return self.write(leases.apply_plan([place], self.term, self.now()))
+
+    def leased(self, node: NodeId, **options: Any) -> TaskId:
+        """A fresh task, leased to the node under epoch 1."""
+        (task,) = self.submit(**options)
+        assert self.grant(node, [task]).refused == ()
+        return task
+
+    def running(self, node: NodeId, **options: Any) -> TaskId:
+        task = self.leased(node, **options)
+        assert self.record(node, Started(task, 1)).started == (task,)
+        return task
+
+    def record(self, node: NodeId, *items: ReportItem) -> Recording:
+        return self.write(leases.record(node, items, self.now()))
+
+    def expire(self, node: NodeId) -> Recording:
+        return self.write(leases.expire(node, self.now()))
+
+    def cancel(self, *wanted: TaskId, user: UserId | None = None) -> Recording:
+        return self.write(tasks.cancel(wanted, user, self.now()))
+
+    def view(self, task: TaskId) -> TaskView:
+        found = self.read(tasks.task(task, None))
+        assert found is not None
+        return found
