@@ -295,6 +295,12 @@ def batch_tasks(batch: BatchId) -> Operation[tuple[TaskId, ...]]:
 
 
 @operation
+def close_batch(batch: BatchId) -> Operation[None]:
+    """Nothing more can be added to it."""
+    yield Statement("UPDATE batches SET closed = 1 WHERE id = :batch", {"batch": batch})
+
+
+@operation
 def cancel(ids: Sequence[TaskId], user: UserId | None, at: Instant) -> Operation[Recording]:
     """Queued tasks end at once. Leased ones too, but their leases hold on until the node lets go."""
     rows = yield Statement(

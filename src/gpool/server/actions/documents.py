@@ -1,0 +1,197 @@
+"""From stored values to the documents consumers read. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from datetime import datetime
+
+import msgspec
+
+from gpool.core import gpuspec
+from gpool.core.ids import encode
+from gpool.core.model import AttemptRow, Instant, OutputFile, Slice, TaskRow, TaskStatus
+from gpool.server.actions.spelling import spell
+from gpool.server.store.values import Batch, BatchResult, TaskStory, TaskView
+from gpool.wire.documents import (
+    BatchDocument,
+    EventDocument,
+    GpuSliceDocument,
+    OutputDocument,
+    TaskDocument,
+    instant_to_datetime,
+)
+
+
+class ResultLine(msgspec.Struct, frozen=True):
+    """`wire.documents.ResultDocument`, encoded without pydantic: a map reads thousands a second. Bytes become base64."""
+
+    id: str
+    position: int
+    sequence: int
+    status: TaskStatus
+    reason: str | None = None
+    exit_code: int | None = None
+    value: bytes = b""
+    value_sha256: str = ""
+    error_text: str = ""
+    outputs: tuple[OutputFile, ...] = ()
+
+
+_encoder = msgspec.json.Encoder()
+
+
+def result_lines(results: Iterable[BatchResult]) -> bytes:
+    """NDJSON, one line a result."""
+    return _encoder.encode_lines(_results(results))
+
+
+def result_list(results: Iterable[BatchResult]) -> bytes:
+    """A JSON array."""
+    return _encoder.encode(_results(results))
+
+
+def _results(results: Iterable[BatchResult]) -> list[ResultLine]:
+    rows = list(results)
+    return [
+        ResultLine(
+            name,
+            row.position,
+            row.sequence,
+            row.status,
+            row.reason,
+            row.exit_code,
+            row.value,
+            row.value_sha256,
+            row.error_text or "",
+        )
+        for name, row in zip(spell("task", [row.task for row in rows]), rows, strict=True)
+    ]
+
+
+def result(view: TaskView) -> bytes:
+    """One finished task's result, its outputs included."""
+    row = view.row
+    return _encoder.encode(
+        ResultLine(
+            encode("task", row.id),
+            row.position,
+            0,
+            row.status,
+            row.reason,
+            row.exit_code,
+            view.value,
+            view.value_sha256,
+            row.error_text or "",
+            view.outputs,
+        )
+    )
+
+
+def task(view: TaskView) -> TaskDocument:
+    row, spec = view.row, view.spec
+    return TaskDocument(
+        id=encode("task", row.id),
+        name=spec.name,
+        kind=spec.kind.value,
+        status=row.status.value,
+        status_text=row.status.text,
+        created_at=instant_to_datetime(row.created_at),
+        started_at=_maybe(row.started_at),
+        finished_at=_maybe(row.finished_at),
+        batch=encode("batch", row.batch),
+        position=row.position,
+        user=encode("user", row.user),
+        epoch=row.epoch,
+        node=encode("node", row.node) if row.node is not None else None,
+        node_name=view.node_name,
+        slices=[slice_(part) for part in (row.allocation.slices if row.allocation else ())],
+        command=list(spec.command),
+        gpu=gpuspec.format(spec.requirements.gpu) if spec.requirements.gpu else None,
+        priority=spec.priority,
+        exit_code=row.exit_code,
+        reason=row.reason.value if row.reason else None,
+        error_text=row.error_text,
+        tries=row.tries,
+        losses=row.losses,
+        outputs=[output(file) for file in view.outputs],
+    )
+
+
+def slice_(part: Slice) -> GpuSliceDocument:
+    return GpuSliceDocument(
+        index=part.gpu_index, memory_bytes=part.memory_bytes, share=part.share_milli / 1000
+    )
+
+
+def output(file: OutputFile) -> OutputDocument:
+    return OutputDocument(
+        path=file.path,
+        sha256=file.sha256,
+        size_bytes=file.size_bytes,
+        executable=file.executable,
+    )
+
+
+def batch(value: Batch) -> BatchDocument:
+    return BatchDocument(
+        id=encode("batch", value.id),
+        name=value.name,
+        total=value.total,
+        done=value.done,
+        closed=value.closed,
+        created_at=instant_to_datetime(value.created_at),
+    )
+
+
+def events(story: TaskStory) -> list[EventDocument]:
+    """The task's life so far, oldest first."""
+    row = story.row
+    told = [_event(row.created_at, "queued", 0, None, "submitted; waits for a node")]
+    for attempt in sorted(story.attempts, key=lambda attempt: attempt.epoch):
+        told += _attempt(attempt)
+    told += _current(row, {attempt.epoch for attempt in story.attempts})
+    return told
+
+
+def _attempt(attempt: AttemptRow) -> list[EventDocument]:
+    epoch, node = attempt.epoch, attempt.node
+    told = [_event(attempt.leased_at, "leased", epoch, node, f"leased to a node (epoch {epoch})")]
+    if attempt.started_at is not None:
+        told.append(_event(attempt.started_at, "started", epoch, node, "started"))
+    text = f"the attempt ended: {attempt.reason.value.replace('_', ' ')}; back in the queue"
+    if attempt.detail:
+        text += f" ({attempt.detail[:200]})"
+    told.append(_event(attempt.ended_at, attempt.reason.value, epoch, node, text))
+    return told
+
+
+def _current(row: TaskRow, archived: set[int]) -> list[EventDocument]:
+    told = []
+    if row.epoch not in archived and row.node is not None:
+        if row.leased_at is not None:
+            text = f"leased to a node (epoch {row.epoch})"
+            told.append(_event(row.leased_at, "leased", row.epoch, row.node, text))
+        if row.started_at is not None:
+            told.append(_event(row.started_at, "started", row.epoch, row.node, "started"))
+    if row.finished_at is not None:
+        text = row.status.text
+        if row.reason is not None:
+            text += f": {row.reason.value.replace('_', ' ')}"
+        if row.exit_code is not None:
+            text += f" with code {row.exit_code}"
+        told.append(_event(row.finished_at, row.status.value, row.epoch, row.node, text))
+    return told
+
+
+def _event(at: Instant, event: str, epoch: int, node: int | None, text: str) -> EventDocument:
+    return EventDocument(
+        at=instant_to_datetime(at),
+        event=event,
+        epoch=epoch,
+        node=encode("node", node) if node is not None else None,
+        text=text,
+    )
+
+
+def _maybe(at: Instant | None) -> datetime | None:
+    return instant_to_datetime(at) if at is not None else None

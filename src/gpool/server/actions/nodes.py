@@ -1,0 +1,386 @@
+"""Nodes and their GPUs: joining, listing, and what their owners allow. Registering by REST is what an agent's hello does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import msgspec
+
+from gpool.core.errors import Forbidden, Invalid, NotFound, NotSignedIn
+from gpool.core.ids import GpuId, NodeId, UserId, encode
+from gpool.core.model import Availability, Gpu, Instant, Node, Offer, Permission, Tier
+from gpool.core.scheduling.state import NodeState
+from gpool.server import credentials
+from gpool.server.actions.query import scope
+from gpool.server.server import Once, Server
+from gpool.server.settings import span
+from gpool.server.store.operation import operation
+from gpool.server.store.operations import nodes as operations
+from gpool.server.store.protocol import Operation
+from gpool.server.store.values import NodeCredentials, NodeRow, User
+from gpool.wire.documents import (
+    GpuDocument,
+    InviteDocument,
+    NodeDocument,
+    NodeJoined,
+    NodeRequest,
+    instant_to_datetime,
+)
+
+_Status = Literal["free", "shared", "busy", "paused", "offline"]
+
+
+class _Saved(msgspec.Struct, frozen=True):
+    """A joining's answer as it is kept under its key: without the secret, which is derived again."""
+
+    id: str
+    name: str
+
+
+class _SavedInvite(msgspec.Struct, frozen=True):
+    expires_at: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """Every node, with the ids of its GPUs."""
+
+    rows: tuple[NodeRow, ...]
+    gpu_ids: dict[tuple[NodeId, int], GpuId]
+
+
+# ---- joining
+
+
+async def join(
+    server: Server, user: User | None, request: NodeRequest, once: Once | None
+) -> NodeJoined:
+    """A new node, by its owner's key or by an invite's token. The secret is shown this once."""
+    if user is None and not request.token:
+        raise NotSignedIn("joining needs an invite's token, or the owner's key in 'Authorization'")
+    if user is not None and not request.token:
+        _must_lend(user)
+    if "\0" in request.name or "\0" in (request.token or ""):
+        raise Invalid("'name' and 'token' hold no NUL character")
+    secret = _secret(server, credentials.NODE_PREFIX, user, once)
+    offer = _offer(request)
+    create = _create(
+        NodeId(server.ids.next()),
+        request,
+        user.id if user is not None and not request.token else None,
+        credentials.hashed(secret),
+        offer,
+        server.ids.take(len(offer.gpus)),
+        server.now,
+    )
+    if user is None:
+        row = await server.write(create)
+        saved = _saved(row)
+        value: NodeRow | None = row
+    else:
+        answered = await server.write_once(user, once, create, _saved)
+        value, saved = answered.value, answered.body
+    if value is not None:
+        server.scheduler.node_changed(value.node)
+    answer = msgspec.json.decode(saved, type=_Saved)
+    return NodeJoined(id=answer.id, name=answer.name, secret=secret)
+
+
+async def register(server: Server, who: NodeCredentials, request: NodeRequest) -> NodeJoined:
+    """A node that is known says what it lends: its offer replaces the earlier one."""
+    offer = _offer(request)
+    row = await server.write(_greet(who.node, offer, server.ids.take(len(offer.gpus)), server.now))
+    server.scheduler.node_changed(row.node)
+    return NodeJoined(id=encode("node", who.node), name=who.name, secret="")
+
+
+async def invite(
+    server: Server, user: User, expires_in_s: int, once: Once | None
+) -> InviteDocument:
+    """A token with which one node may join in the user's name."""
+    _must_lend(user)
+    token = _secret(server, credentials.INVITE_PREFIX, user, once)
+    expires_at = Instant(server.now + span(expires_in_s))
+    answered = await server.write_once(
+        user,
+        once,
+        _invite(credentials.hashed(token), user, expires_at, server.now),
+        lambda at: msgspec.json.encode(_SavedInvite(at)),
+    )
+    expires_at = Instant(msgspec.json.decode(answered.body, type=_SavedInvite).expires_at)
+    return InviteDocument(
+        token=token,
+        link=f"gpool://{server.settings.address}/join/{token}",
+        expires_at=instant_to_datetime(expires_at),
+    )
+
+
+def _must_lend(user: User) -> None:
+    if not user.permissions & {Permission.PROVIDER, Permission.OPERATOR}:
+        raise Forbidden(
+            "your account may not lend machines; ask the operator for the permission 'provider'"
+        )
+
+
+def _secret(server: Server, prefix: str, user: User | None, once: Once | None) -> str:
+    if user is None or once is None:
+        return credentials.fresh(prefix)
+    return server.credentials.derived(prefix, str(user.id), once.key, once.fingerprint)
+
+
+def _offer(request: NodeRequest) -> Offer:
+    gpus = tuple(
+        Gpu(gpu.index, gpu.uuid, gpu.model, gpu.vendor, gpu.memory_bytes, gpu.simulated)
+        for gpu in request.gpus
+    )
+    if len({gpu.index for gpu in gpus}) < len(gpus) or len({gpu.uuid for gpu in gpus}) < len(gpus):
+        raise Invalid("'gpus' names one index or one uuid twice")
+    if any("\0" in gpu.uuid or "\0" in gpu.model for gpu in gpus):
+        raise Invalid("'gpus': a uuid or model holds a NUL character")
+    return Offer(request.cpu_milli, request.memory_bytes, 0, gpus)
+
+
+@operation
+def _create(
+    id_: NodeId,
+    request: NodeRequest,
+    owner: int | None,
+    secret_hash: str,
+    offer: Offer,
+    gpu_ids: Sequence[int],
+    at: Instant,
+) -> Operation[NodeRow]:
+    invite_hash = credentials.hashed(request.token) if request.token else None
+    whose = UserId(owner) if owner is not None else None
+    yield from operations.create_node(
+        id_, request.name, whose, invite_hash, secret_hash, offer, gpu_ids, at
+    )
+    row = yield from operations.node(id_)
+    assert row is not None
+    return row
+
+
+@operation
+def _greet(node: NodeId, offer: Offer, gpu_ids: Sequence[int], at: Instant) -> Operation[NodeRow]:
+    yield from operations.greet(node, offer, gpu_ids, at)
+    row = yield from operations.node(node)
+    assert row is not None
+    return row
+
+
+@operation
+def _invite(hashed: str, user: User, expires_at: Instant, at: Instant) -> Operation[int]:
+    yield from operations.create_invite(hashed, user.id, expires_at, at)
+    return expires_at
+
+
+def _saved(row: NodeRow) -> bytes:
+    return msgspec.json.encode(_Saved(encode("node", row.node.id), row.node.name))
+
+
+# ---- reading
+
+
+async def pool(server: Server) -> Pool:
+    rows, ids = await server.store.read(_everything())
+    return Pool(rows, {(node, index): gpu for gpu, node, index in ids})
+
+
+async def node(server: Server, id_: NodeId) -> NodeDocument:
+    found = await pool(server)
+    for row in found.rows:
+        if row.node.id == id_:
+            return node_document(server, found, row)
+    raise _no_node(id_)
+
+
+async def gpu(server: Server, id_: GpuId) -> GpuDocument:
+    found = await pool(server)
+    for row in found.rows:
+        for index, document in gpu_documents(server, found, row):
+            if found.gpu_ids.get((row.node.id, index)) == id_:
+                return document
+    raise NotFound(f"no GPU {encode('gpu', id_)}; `gpool gpus` lists them")
+
+
+async def processors(server: Server, id_: NodeId) -> GpuDocument:
+    row = await server.store.read(operations.node(id_))
+    if row is None:
+        raise _no_node(id_)
+    return cpu_document(server, row)
+
+
+@operation
+def _everything() -> Operation[tuple[tuple[NodeRow, ...], tuple[tuple[GpuId, NodeId, int], ...]]]:
+    rows = yield from operations.nodes()
+    ids = yield from operations.gpus()
+    return rows, ids
+
+
+# ---- what owners allow
+
+
+async def set_availability(
+    server: Server, user: User, id_: NodeId, availability: Availability, once: Once | None
+) -> NodeDocument:
+    answered = await server.write_once(
+        user, once, _allow(id_, user, availability, server.now), _nothing
+    )
+    if answered.value is not None:
+        server.scheduler.node_changed(answered.value.node)
+    return await node(server, id_)
+
+
+async def set_gpu_available(
+    server: Server, user: User, id_: GpuId, available: bool, once: Once | None
+) -> GpuDocument:
+    answered = await server.write_once(user, once, _allow_gpu(id_, user, available), _nothing)
+    if answered.value is not None:
+        server.scheduler.node_changed(answered.value.node)
+    return await gpu(server, id_)
+
+
+async def remove(server: Server, user: User, id_: NodeId, once: Once | None) -> None:
+    answered = await server.write_once(user, once, _remove(id_, user), lambda _: b"")
+    if answered.value:
+        server.credentials.forget()
+        server.scheduler.node_removed(id_)
+
+
+@operation
+def _allow(id_: NodeId, user: User, availability: Availability, at: Instant) -> Operation[NodeRow]:
+    row = yield from operations.set_availability(id_, scope(user), availability, at)
+    if row is None:
+        raise _no_node(id_)
+    return row
+
+
+@operation
+def _allow_gpu(id_: GpuId, user: User, available: bool) -> Operation[NodeRow]:
+    row = yield from operations.set_gpu_available(id_, scope(user), available)
+    if row is None:
+        raise NotFound(f"no GPU {encode('gpu', id_)} of yours; `gpool node ls` lists them")
+    return row
+
+
+@operation
+def _remove(id_: NodeId, user: User) -> Operation[bool]:
+    if not (yield from operations.remove_node(id_, scope(user))):
+        raise _no_node(id_)
+    return True
+
+
+def _nothing(_: NodeRow) -> bytes:
+    return b""
+
+
+def _no_node(id_: NodeId) -> NotFound:
+    return NotFound(f"no node {encode('node', id_)} of yours; `gpool node ls` lists them")
+
+
+# ---- documents
+
+
+def node_document(server: Server, pool: Pool, row: NodeRow) -> NodeDocument:
+    here = row.node
+    entry = _entry(server, here.id)
+    return NodeDocument(
+        id=encode("node", here.id),
+        name=here.name,
+        owner=encode("user", here.owner),
+        status="online" if here.id in server.scheduler.channels else "offline",
+        availability=here.availability.value,
+        created_at=instant_to_datetime(row.created_at),
+        last_beat_at=instant_to_datetime(row.last_beat_at) if row.last_beat_at else None,
+        cpu_milli=here.offer.cpu_milli,
+        cpu_free_milli=max(0, entry.room.free_cpu) if entry else here.offer.cpu_milli,
+        memory_bytes=here.offer.memory_bytes,
+        pythons=sorted(here.offer.pythons),
+        tiers=_tiers(here.offer.tiers),
+        gpus=[document for _, document in gpu_documents(server, pool, row)],
+        running=len(entry.lines) if entry else 0,
+    )
+
+
+def gpu_documents(server: Server, pool: Pool, row: NodeRow) -> list[tuple[int, GpuDocument]]:
+    """The node's GPUs, by index."""
+    here = row.node
+    entry = _entry(server, here.id)
+    told = []
+    for device in here.offer.gpus:
+        id_ = pool.gpu_ids.get((here.id, device.index))
+        if id_ is None:
+            continue
+        room = entry.room.gpus.get(device.index) if entry else None
+        free_share = max(0, room.free_share) if room else 1000
+        free_memory = max(0, room.free_memory) if room else device.memory_bytes
+        allowed = device.index not in here.gpus_withheld
+        told.append(
+            (
+                device.index,
+                GpuDocument(
+                    id=encode("gpu", id_),
+                    kind="gpu",
+                    node=encode("node", here.id),
+                    node_name=here.name,
+                    index=device.index,
+                    model=device.model,
+                    vendor=device.vendor,
+                    uuid=device.uuid,
+                    memory_bytes=device.memory_bytes,
+                    memory_free_bytes=free_memory,
+                    share_free=free_share / 1000,
+                    simulated=device.simulated,
+                    status=_status(server, here, allowed, free_share, free_memory),
+                    available=allowed and here.availability is Availability.AVAILABLE,
+                    tiers=_tiers(here.offer.tiers),
+                ),
+            )
+        )
+    return told
+
+
+def cpu_document(server: Server, row: NodeRow) -> GpuDocument:
+    """What a node lends of its processors, as a resource under the node's own id."""
+    here = row.node
+    entry = _entry(server, here.id)
+    whole = here.offer.cpu_milli
+    free = max(0, entry.room.free_cpu) if entry else whole
+    share = round(1000 * free / whole) if whole else 0
+    return GpuDocument(
+        id=encode("node", here.id),
+        kind="cpu",
+        node=encode("node", here.id),
+        node_name=here.name,
+        index=0,
+        model=f"{whole / 1000:g} CPUs",
+        vendor="cpu",
+        uuid="",
+        memory_bytes=here.offer.memory_bytes,
+        memory_free_bytes=max(0, entry.room.free_memory) if entry else here.offer.memory_bytes,
+        share_free=share / 1000,
+        simulated=False,
+        status=_status(server, here, True, share, 1),
+        available=here.availability is Availability.AVAILABLE,
+        tiers=_tiers(here.offer.tiers),
+    )
+
+
+def _status(server: Server, here: Node, allowed: bool, share: int, memory: int) -> _Status:
+    if here.id not in server.scheduler.channels:
+        return "offline"
+    if not allowed or here.availability is not Availability.AVAILABLE:
+        return "paused"
+    if share <= 0 or memory <= 0:
+        return "busy"
+    return "free" if share >= 1000 else "shared"
+
+
+def _tiers(tiers: frozenset[Tier]) -> list[str]:
+    return [tier.value for tier in sorted(tiers, key=lambda tier: tier.strength)]
+
+
+def _entry(server: Server, id_: NodeId) -> NodeState | None:
+    return server.scheduler.state.nodes.get(id_)

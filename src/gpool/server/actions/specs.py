@@ -1,0 +1,159 @@
+"""From what a consumer wrote to what the pool runs. Accepts what no node can do today; refuses what none ever could."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from gpool.core import gpuspec, paths
+from gpool.core.errors import BadGpuSpec, Invalid, Unprocessable
+from gpool.core.model import (
+    InputFile,
+    Requirements,
+    Span,
+    TaskKind,
+    TaskSpec,
+    Tier,
+)
+from gpool.wire.documents import TaskRequest
+
+MAX_WORDS_BYTES = 128 * 1024
+"""Command and variables together: what every kernel takes."""
+
+MAX_BYTES = 1 << 50
+"""A petabyte: more memory, disk or input than this is a slip of the hand."""
+
+
+def spec_of(request: TaskRequest) -> TaskSpec:
+    """The spec a request asks for, its artifacts unseen; `Invalid` or `Unprocessable` with what to do."""
+    if (request.command is None) == (request.function is None):
+        raise Invalid("give exactly one of 'command' and 'function'")
+    kind = TaskKind.COMMAND if request.function is None else TaskKind.FUNCTION
+    if kind is TaskKind.COMMAND and request.calls is not None:
+        raise Invalid("'calls' belongs to a function; for the same command many times use 'copies'")
+    if kind is TaskKind.FUNCTION and request.copies != 1:
+        raise Invalid("'copies' belongs to a command; a function is run once for each of 'calls'")
+    command = tuple(request.command or ())
+    _check_words("command", command)
+    if command and not command[0]:
+        raise Invalid("the command's first word is empty; it names the program to run")
+    _check_env(request.env)
+    _check_words("name", [request.name or "", request.environment])
+    return TaskSpec(
+        kind=kind,
+        name=request.name or _default_name(command),
+        requirements=_requirements(request),
+        command=command,
+        function_sha256=request.function.sha256 if request.function else "",
+        env=tuple(sorted(request.env.items())),
+        inputs=_inputs(request),
+        outputs=_outputs(request.outputs),
+        timeout=Span(max(1, round(_finite("timeout_s", request.timeout_s) * 1_000_000))),
+        retries=request.retries,
+        priority=request.priority,
+        environment=request.environment,
+    )
+
+
+def _default_name(command: tuple[str, ...]) -> str:
+    return command[0].rstrip("/").rpartition("/")[2][:200] or "command" if command else "function"
+
+
+def _requirements(request: TaskRequest) -> Requirements:
+    gpu = request.gpu
+    if isinstance(gpu, float):
+        _finite("gpu", gpu)
+    return Requirements(
+        gpu=gpuspec.parse(gpu, request.vram),
+        cpu_milli=max(1, round(_finite("cpus", request.cpus) * 1000)),
+        memory_bytes=_size("memory", request.memory),
+        disk_bytes=_size("disk", request.disk),
+        tier=Tier(request.tier),
+        python=request.function.python if request.function else None,
+    )
+
+
+def _finite(field: str, value: float) -> float:
+    if not math.isfinite(value):
+        raise Invalid(f"'{field}' is {value}; give a finite number")
+    return value
+
+
+def _size(field: str, text: str | None) -> int | None:
+    if text is None:
+        return None
+    try:
+        size = gpuspec.parse_bytes(text)
+    except BadGpuSpec as error:
+        raise Invalid(f"'{field}': {error.detail}") from None
+    if size <= 0:
+        raise Invalid(f"'{field}' is {text[:40]!r}; give more than nothing, or leave it out")
+    if size > MAX_BYTES:
+        raise Unprocessable(f"'{field}' is {text[:40]!r}; no machine has more than 1 PB")
+    return size
+
+
+def _check_words(field: str, words: Iterable[str]) -> None:
+    total = 0
+    for word in words:
+        if "\0" in word:
+            raise Invalid(
+                f"'{field}' holds a NUL character, which no program can be given; remove it"
+            )
+        total += len(word.encode()) + 1
+    if total > MAX_WORDS_BYTES:
+        raise Invalid(
+            f"'{field}' is {total} bytes long, at most {MAX_WORDS_BYTES} go through; use an input file"
+        )
+
+
+def _check_env(env: dict[str, str]) -> None:
+    for name in env:
+        if not name or "=" in name:
+            raise Invalid(
+                f"'env' has a variable called {name[:40]!r}; a name is not empty and holds no '='"
+            )
+    _check_words("env", [*env.keys(), *env.values()])
+
+
+def _inputs(request: TaskRequest) -> tuple[InputFile, ...]:
+    seen: dict[str, str] = {}
+    for item in request.inputs:
+        paths.checked(item.path)
+        _distinct("inputs", item.path, seen)
+        if item.size_bytes > MAX_BYTES:
+            raise Unprocessable(f"input '{item.path}' of {item.size_bytes} bytes; at most 1 PB")
+    if len(seen) > 1:
+        _no_file_is_a_folder(seen)
+    return tuple(
+        InputFile(item.path, item.sha256, item.size_bytes, item.executable)
+        for item in request.inputs
+    )
+
+
+def _outputs(outputs: list[str]) -> tuple[str, ...]:
+    seen: dict[str, str] = {}
+    for path in outputs:
+        paths.checked(path, directory=True)
+        _distinct("outputs", path.removesuffix("/"), seen)
+    return tuple(outputs)
+
+
+def _distinct(field: str, path: str, seen: dict[str, str]) -> None:
+    folded = paths.folded(path)
+    if folded in seen:
+        raise Invalid(
+            f"'{field}' names '{path}' and '{seen[folded]}', which are one file on some machines; rename one"
+        )
+    seen[folded] = path
+
+
+def _no_file_is_a_folder(seen: dict[str, str]) -> None:
+    for folded, path in seen.items():
+        parent = folded.rpartition("/")[0]
+        while parent:
+            if parent in seen:
+                raise Invalid(
+                    f"input '{seen[parent]}' is a file and the folder of '{path}'; rename one"
+                )
+            parent = parent.rpartition("/")[0]

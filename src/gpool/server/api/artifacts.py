@@ -1,0 +1,94 @@
+"""Routes of artifacts: streamed both ways, resumable both ways."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+
+from gpool.core.errors import TooLarge, Unprocessable
+from gpool.server.actions import artifacts
+from gpool.server.api.answers import answer
+from gpool.server.api.openapi import SHA256
+from gpool.server.api.problems import problem
+from gpool.server.api.requests import (
+    caller,
+    lease_of,
+    part_of,
+    range_of,
+    server_of,
+    sha256_of,
+)
+from gpool.wire.documents import ArtifactDocument
+
+router = APIRouter(tags=["artifacts"])
+_BYTES = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
+
+
+@router.put(
+    "/v1/artifacts/{sha256}",
+    status_code=201,
+    openapi_extra={"requestBody": {"required": True, "content": _BYTES}},
+    responses={
+        201: {"model": ArtifactDocument, "description": "Durable"},
+        202: {"description": "A part was taken; `Upload-Offset` says how much is here"},
+    },
+    response_class=Response,
+)
+async def put_artifact(request: Request, sha256: SHA256) -> Response:
+    """Upload, whole or in parts (`Content-Range: bytes FIRST-LAST/TOTAL`). Nodes name their lease."""
+    server = server_of(request)
+    who = await caller(request)
+    upload = artifacts.Upload(sha256_of(sha256), part_of(request), lease_of(request))
+    told = request.headers.get("content-length", "")
+    if told.isdigit() and int(told) > server.settings.max_artifact_bytes:
+        raise TooLarge(
+            f"an artifact of {told[:20]} bytes; at most {server.settings.max_artifact_bytes} are taken here"
+        )
+    size = await artifacts.put(server, who, upload, request.stream())
+    if size is None:
+        assert upload.part is not None
+        return Response(status_code=202, headers={"Upload-Offset": str(upload.part.last + 1)})
+    return answer(ArtifactDocument(sha256=upload.sha256, size_bytes=size), 201)
+
+
+@router.get(
+    "/v1/artifacts/{sha256}",
+    responses={
+        200: {"content": _BYTES, "description": "All of it"},
+        206: {"description": "A range"},
+    },
+    response_class=Response,
+)
+async def get_artifact(request: Request, sha256: SHA256) -> Response:
+    """Download; `Range: bytes=FIRST-` goes on where one stopped."""
+    server = server_of(request)
+    size = await artifacts.size_of(server, await caller(request), sha256_of(sha256))
+    headers = {
+        "ETag": f'"{sha256}"',
+        "Accept-Ranges": "bytes",
+        "Cache-Control": "private, immutable",
+    }
+    wanted = range_of(request, size)
+    if wanted is None:
+        first, length, status = 0, size, 200
+    else:
+        (first, length), status = wanted, 206
+        if length <= 0 or first >= size:
+            refusal = problem(Unprocessable(f"the artifact has {size} bytes"), request.url.path)
+            refusal.status_code = 416
+            refusal.headers["Content-Range"] = f"bytes */{size}"
+            return refusal
+        headers["Content-Range"] = f"bytes {first}-{first + length - 1}/{size}"
+    headers["Content-Length"] = str(length)
+    return StreamingResponse(
+        server.blobs.read(sha256, first, length), status, headers, "application/octet-stream"
+    )
+
+
+@router.head("/v1/artifacts/{sha256}", response_class=Response)
+async def head_artifact(request: Request, sha256: SHA256) -> Response:
+    """Is it there? 404 with `Upload-Offset` while your upload of it is unfinished."""
+    size = await artifacts.size_of(server_of(request), await caller(request), sha256_of(sha256))
+    headers = {"ETag": f'"{sha256}"', "Accept-Ranges": "bytes", "Content-Length": str(size)}
+    return Response(status_code=200, headers=headers, media_type="application/octet-stream")

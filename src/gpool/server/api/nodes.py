@@ -1,0 +1,196 @@
+"""Routes of nodes and resources, and their old names."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from gpool.core.ids import GpuId, NodeId, decode
+from gpool.core.model import Availability
+from gpool.server.actions import nodes
+from gpool.server.api.answers import answer, tagged
+from gpool.server.api.openapi import GPU, NODE, Responses, body, ok
+from gpool.server.api.requests import (
+    body_of,
+    caller_if_any,
+    once_of,
+    parsed,
+    server_of,
+    user_of,
+)
+from gpool.server.store.values import NodeCredentials, User
+from gpool.wire.documents import (
+    GpuDocument,
+    GpuPage,
+    GpuPatch,
+    InviteDocument,
+    InviteRequest,
+    NodeDocument,
+    NodeJoined,
+    NodePage,
+    NodePatch,
+    NodeRequest,
+)
+
+router = APIRouter(tags=["nodes"])
+_JOINED: Responses = {
+    201: {"model": NodeJoined, "description": "Joined; the secret is shown this once"}
+}
+
+
+@router.get("/v1/nodes", responses=ok(NodePage), response_class=Response)
+async def list_nodes(request: Request) -> Response:
+    await user_of(request)
+    server = server_of(request)
+    pool = await nodes.pool(server)
+    return tagged(
+        request,
+        NodePage(items=[nodes.node_document(server, pool, row) for row in pool.rows]),
+    )
+
+
+@router.post(
+    "/v1/nodes",
+    status_code=201,
+    openapi_extra=body(NodeRequest),
+    responses=_JOINED,
+    response_class=Response,
+)
+async def join(request: Request) -> Response:
+    """A node joins, with its owner's key or with the `token` of an invite."""
+    who = await caller_if_any(request)
+    content = await body_of(request)
+    wanted = parsed(NodeRequest, content)
+    server = server_of(request)
+    if isinstance(who, NodeCredentials):
+        return answer(await nodes.register(server, who, wanted))
+    return answer(await nodes.join(server, who, wanted, once_of(request, content)), 201)
+
+
+@router.post(
+    "/v1/nodes/invites",
+    status_code=201,
+    openapi_extra=body(InviteRequest, required=False),
+    responses={201: {"model": InviteDocument, "description": "Made"}},
+    response_class=Response,
+)
+async def invite(request: Request) -> Response:
+    """A token and link with which one node may join in your name."""
+    user = await user_of(request)
+    content = await body_of(request)
+    wanted = parsed(InviteRequest, content)
+    made = await nodes.invite(
+        server_of(request), user, wanted.expires_in_s, once_of(request, content)
+    )
+    return answer(made, 201)
+
+
+@router.get("/v1/nodes/{id}", responses=ok(NodeDocument), response_class=Response)
+async def get_node(request: Request, id: NODE) -> Response:
+    await user_of(request)
+    return tagged(request, await nodes.node(server_of(request), NodeId(decode("node", id))))
+
+
+@router.patch(
+    "/v1/nodes/{id}",
+    openapi_extra=body(NodePatch),
+    responses=ok(NodeDocument),
+    response_class=Response,
+)
+async def change_node(request: Request, id: NODE) -> Response:
+    """Pause, drain or resume a node of yours."""
+    user = await user_of(request)
+    content = await body_of(request)
+    wanted = Availability(parsed(NodePatch, content).availability)
+    node = NodeId(decode("node", id))
+    changed = await nodes.set_availability(
+        server_of(request), user, node, wanted, once_of(request, content)
+    )
+    return answer(changed)
+
+
+@router.delete("/v1/nodes/{id}", status_code=204, response_class=Response)
+async def remove_node(request: Request, id: NODE) -> Response:
+    """Remove a node of yours that holds no lease."""
+    user = await user_of(request)
+    await nodes.remove(server_of(request), user, NodeId(decode("node", id)), once_of(request))
+    return Response(status_code=204)
+
+
+# ---- resources
+
+
+@router.get("/v1/resources", responses=ok(GpuPage), response_class=Response)
+@router.get("/resources", responses=ok(GpuPage), response_class=Response)
+async def list_resources(request: Request) -> Response:
+    """Every GPU, and what nodes lend of their processors (kind `cpu`)."""
+    await user_of(request)
+    server = server_of(request)
+    pool = await nodes.pool(server)
+    items = []
+    for row in pool.rows:
+        items += [document for _, document in nodes.gpu_documents(server, pool, row)]
+        if row.node.offer.cpu_milli:
+            items.append(nodes.cpu_document(server, row))
+    return tagged(request, GpuPage(items=items))
+
+
+@router.post(
+    "/v1/resources",
+    status_code=201,
+    openapi_extra=body(NodeRequest),
+    responses=_JOINED,
+    response_class=Response,
+)
+@router.post(
+    "/register_gpu",
+    status_code=201,
+    openapi_extra=body(NodeRequest),
+    responses=_JOINED,
+    response_class=Response,
+)
+async def register(request: Request) -> Response:
+    """Register a machine's GPUs: what an agent's hello does. A node's own secret updates its offer."""
+    return await join(request)
+
+
+@router.get("/v1/resources/{gpu}", responses=ok(GpuDocument), response_class=Response)
+async def get_resource(request: Request, gpu: GPU) -> Response:
+    await user_of(request)
+    server = server_of(request)
+    if gpu.startswith("n-"):
+        return tagged(request, await nodes.processors(server, NodeId(decode("node", gpu))))
+    return tagged(request, await nodes.gpu(server, GpuId(decode("gpu", gpu))))
+
+
+@router.patch(
+    "/v1/resources/{gpu}",
+    openapi_extra=body(GpuPatch),
+    responses=ok(GpuDocument),
+    response_class=Response,
+)
+async def change_resource(request: Request, gpu: GPU) -> Response:
+    """Lend a GPU of yours, or keep it."""
+    user = await user_of(request)
+    content = await body_of(request)
+    return await _lend(request, user, gpu, parsed(GpuPatch, content).available, content)
+
+
+@router.delete("/v1/resources/{gpu}", responses=ok(GpuDocument), response_class=Response)
+async def withdraw_resource(request: Request, gpu: GPU) -> Response:
+    """Take a GPU of yours out of the pool; what runs on it goes on to its end."""
+    return await _lend(request, await user_of(request), gpu, False, b"")
+
+
+async def _lend(
+    request: Request, user: User, id_: str, available: bool, content: bytes
+) -> Response:
+    server, once = server_of(request), once_of(request, content)
+    if id_.startswith("n-"):
+        node = NodeId(decode("node", id_))
+        wanted = Availability.AVAILABLE if available else Availability.PAUSED
+        await nodes.set_availability(server, user, node, wanted, once)
+        return answer(await nodes.processors(server, node))
+    gpu = GpuId(decode("gpu", id_))
+    return answer(await nodes.set_gpu_available(server, user, gpu, available, once))

@@ -1,0 +1,133 @@
+"""Every error as an RFC 9457 problem document. A fault of ours says no more than where to look."""
+
+from __future__ import annotations
+
+import json
+import logging
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from pydantic import ValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+
+from gpool.core.errors import Conflict, GpoolError, InternalFault, Invalid, NotFound, TooLarge
+
+log = logging.getLogger(__name__)
+
+MEDIA_TYPE = "application/problem+json"
+MAX_ERRORS = 10
+MAX_SHOWN = 80
+_TITLES = {405: "Method not allowed", 404: NotFound.title, 400: Invalid.title}
+_CODES = {405: "method_not_allowed", 404: NotFound.code, 400: Invalid.code}
+
+
+def problem(error: GpoolError, instance: str = "") -> Response:
+    """The document for an error of ours, its extra members beside it."""
+    headers = {}
+    offset = error.members.get("offset")
+    if isinstance(offset, int):
+        headers["Upload-Offset"] = str(offset)
+    if isinstance(error, TooLarge):
+        headers["Connection"] = "close"  # the rest of the body is not read
+    if error.status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    return _document(
+        error.status,
+        {**error.members, "title": error.title, "detail": error.detail, "code": error.code},
+        instance,
+        headers,
+    )
+
+
+def _document(
+    status: int, members: Mapping[str, object], instance: str, headers: Mapping[str, str]
+) -> Response:
+    document = {
+        "type": "about:blank",
+        "status": status,
+        "instance": instance,
+        "errors": [],
+        **members,
+    }
+    body = json.dumps(document, default=str, ensure_ascii=True).encode()
+    return Response(body, status, dict(headers), MEDIA_TYPE)
+
+
+def invalid(errors: Sequence[Any]) -> Invalid:
+    """What pydantic found, said once in a sentence and once as a list."""
+    told = [_finding(error) for error in errors[:MAX_ERRORS]]
+    first = told[0]
+    where = f"'{first['field']}': " if first["field"] else ""
+    more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
+    return Invalid(f"{where}{first['message']}{more}", errors=told)
+
+
+def _finding(error: Mapping[str, Any]) -> dict[str, object]:
+    place = [str(part) for part in error.get("loc", ())]
+    if place and place[0] in ("query", "path", "header"):
+        place = place[1:]
+    message = str(error.get("msg", "is not valid"))
+    kind = error.get("type", "")
+    if kind == "extra_forbidden":
+        message = "there is no such field; check its spelling"
+    elif kind == "missing":
+        message = "is required"
+    elif kind == "json_invalid":
+        message = f"the body is not JSON ({message})"
+    elif error.get("input") is not None and not isinstance(error["input"], (dict, list)):
+        message = f"{message} (got {repr(error['input'])[:MAX_SHOWN]})"
+    return {"field": ".".join(place)[:200], "message": message[:500]}
+
+
+def install(app: FastAPI) -> None:
+    app.add_exception_handler(GpoolError, _ours)
+    app.add_exception_handler(RequestValidationError, _form)
+    app.add_exception_handler(ValidationError, _form)
+    app.add_exception_handler(HTTPException, _http)
+    app.add_exception_handler(ClientDisconnect, _gone)
+    app.add_exception_handler(Exception, _fault)
+
+
+async def _ours(request: Request, error: Exception) -> Response:
+    assert isinstance(error, GpoolError)
+    if error.status >= 500:
+        log.error("request failed: %s", error.detail, exc_info=error)
+    return problem(error, request.url.path)
+
+
+async def _form(request: Request, error: Exception) -> Response:
+    assert isinstance(error, (RequestValidationError, ValidationError))
+    return problem(invalid(list(error.errors())), request.url.path)
+
+
+async def _http(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    status = error.status_code
+    detail = str(error.detail)
+    if status == 404:
+        detail = f"nothing is at {request.url.path[:200]}; /openapi.json lists what there is"
+    elif status == 405:
+        detail = f"{request.method} does not go with {request.url.path[:200]}"
+    members = {
+        "title": _TITLES.get(status, detail),
+        "detail": detail,
+        "code": _CODES.get(status, Conflict.code if status == 409 else "error"),
+    }
+    return _document(status, members, request.url.path, error.headers or {})
+
+
+async def _gone(request: Request, error: Exception) -> Response:  # noqa: ARG001 - a handler's shape
+    return problem(Invalid("the connection ended before the body did"), request.url.path)
+
+
+async def _fault(request: Request, error: Exception) -> Response:
+    entry = secrets.token_hex(6)
+    log.error("fault %s at %s %s", entry, request.method, request.url.path, exc_info=error)
+    return problem(
+        InternalFault(f"a fault of gpool; the server's log has it as {entry}"), request.url.path
+    )

@@ -1,0 +1,97 @@
+"""Who am I, health, metrics, and the old names of the task routes."""
+
+from __future__ import annotations
+
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from gpool.core.ids import encode
+from gpool.server.api.answers import answer, tagged
+from gpool.server.api.openapi import body, ok
+from gpool.server.api.requests import Wait, server_of, user_of
+from gpool.server.api.tasks import submit_tasks, task_answer
+from gpool.server.version import VERSION
+from gpool.wire.documents import (
+    HealthDocument,
+    MeDocument,
+    ResultDocument,
+    SubmittedDocument,
+    TaskDocument,
+    TaskRequest,
+)
+
+router = APIRouter(tags=["server"])
+
+
+@router.get("/v1/me", responses=ok(MeDocument), response_class=Response)
+async def me(request: Request) -> Response:
+    """The account behind the key."""
+    user = await user_of(request)
+    told = MeDocument(
+        id=encode("user", user.id),
+        name=user.name,
+        wallets=[],
+        permissions=sorted(permission.value for permission in user.permissions),
+    )
+    return tagged(request, told)
+
+
+@router.get("/healthz", responses=ok(HealthDocument), response_class=Response)
+async def health() -> Response:
+    """The process answers."""
+    return answer(HealthDocument(status="ok", version=VERSION))
+
+
+@router.get(
+    "/readyz",
+    responses=ok(HealthDocument) | {503: {"model": HealthDocument, "description": "Not yet"}},
+    response_class=Response,
+)
+async def ready(request: Request) -> Response:
+    """200 once it can take tasks."""
+    if not getattr(request.app.state, "ready", False):
+        return answer(HealthDocument(status="starting", version=VERSION), 503)
+    return answer(HealthDocument(status="ok", version=VERSION))
+
+
+@router.get(
+    "/metrics",
+    responses={
+        200: {
+            "content": {"text/plain": {"schema": {"type": "string"}}},
+            "description": "Prometheus",
+        }
+    },
+    response_class=Response,
+)
+async def metrics(request: Request) -> Response:
+    await user_of(request)
+    return Response(server_of(request).metrics.page(), media_type="text/plain; version=0.0.4")
+
+
+@router.post(
+    "/submit_task",
+    status_code=202,
+    openapi_extra=body(TaskRequest),
+    responses={
+        200: {"model": list[ResultDocument], "description": "All ended within `wait` seconds"},
+        202: {"model": SubmittedDocument, "description": "Durable"},
+    },
+    response_class=Response,
+)
+async def submit_task(request: Request, wait: Wait = 0) -> Response:
+    """Alias of `POST /v1/tasks`."""
+    return await submit_tasks(request, wait)
+
+
+@router.get("/task_status", responses=ok(TaskDocument), response_class=Response)
+async def task_status(request: Request, id: str = "", wait: Wait = 0) -> Response:
+    """Alias of `GET /v1/tasks/{id}`."""
+    return await task_answer(request, id, wait)
+
+
+@router.get("/openapi.json", include_in_schema=False)
+async def openapi(request: Request) -> Response:
+    return JSONResponse(request.app.openapi())

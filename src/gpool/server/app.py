@@ -1,0 +1,188 @@
+"""The only wiring: settings in, a server out, and the application around it."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from fastapi import FastAPI
+
+from gpool.core.errors import Conflict
+from gpool.core.ids import NodeId, UserId
+from gpool.core.model import Offer, Permission
+from gpool.core.scheduling.orders import Policy
+from gpool.server import credentials
+from gpool.server.api import artifacts, channel, nodes, openapi, problems, rest, tasks
+from gpool.server.blobs import Blobs
+from gpool.server.clock import Clock, SystemClock, system_ids
+from gpool.server.credentials import Credentials
+from gpool.server.hub import Hub
+from gpool.server.loops import Ticker, all_loops
+from gpool.server.metrics import Metrics
+from gpool.server.scheduler import Scheduler
+from gpool.server.server import Server
+from gpool.server.settings import Settings, span
+from gpool.server.store.opening import open_store
+from gpool.server.store.operations import nodes as node_operations
+from gpool.server.store.operations import people
+from gpool.server.store.protocol import Store
+from gpool.server.store.values import User
+from gpool.server.version import VERSION
+
+OPERATOR = "operator"
+OPERATOR_KEY_FILE = "operator.key"
+NODE_KEY_FILE = "node.key"
+ROOT_KEY_FILE = "server.key"
+
+
+async def open_server(settings: Settings, clock: Clock | None = None) -> Server:
+    """Opens the store, takes up where the last server stopped, and makes the first account."""
+    settings.data.mkdir(parents=True, exist_ok=True, mode=0o700)
+    clock = clock or SystemClock()
+    server = wire(settings, await open_store(settings.store_url), clock)
+    await server.scheduler.rebuild(server.now)
+    await ensure_operator(server)
+    return server
+
+
+def wire(settings: Settings, store: Store, clock: Clock) -> Server:
+    """A server over an open store; nothing runs yet."""
+    hub, metrics = Hub(), Metrics()
+    scheduler = Scheduler(store, hub, metrics, Policy(order=settings.order), settings.ttl)
+    return Server(
+        settings=settings,
+        store=store,
+        clock=clock,
+        ids=system_ids(clock),
+        hub=hub,
+        scheduler=scheduler,
+        blobs=Blobs(settings.data / "artifacts", settings.max_artifact_bytes),
+        credentials=Credentials(
+            store, clock.now, span(settings.key_cache_s), _root_key(settings.data)
+        ),
+        metrics=metrics,
+    )
+
+
+@asynccontextmanager
+async def running(server: Server) -> AsyncIterator[Server]:
+    """The loops run while this is open; then agents are told to come again, and the store is closed."""
+    ticker = Ticker(server, *all_loops(server))
+    ticker.start()
+    try:
+        yield server
+    finally:
+        await ticker.stop()
+        for one in tuple(server.scheduler.channels.values()):
+            one.refuse("unreachable", "the server stops; connect again", retry=True)
+        await server.store.close()
+
+
+def make_app(server: Server) -> FastAPI:
+    """The application: routes, problems, description. Its lifespan runs the loops."""
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        async with running(server):
+            app.state.ready = True
+            yield
+            app.state.ready = False
+
+    app = FastAPI(
+        title="gpool",
+        version=VERSION,
+        lifespan=lifespan,
+        openapi_url=None,
+        docs_url=None,
+        redoc_url=None,
+    )
+    app.state.server = server
+    problems.install(app)
+    for room in (tasks, nodes, artifacts, rest, channel):
+        app.include_router(room.router)
+    openapi.describe(app, VERSION)
+    return app
+
+
+# ---- first start
+
+
+async def ensure_operator(server: Server) -> str:
+    """The operator's key, from its 0600 file; account and key are made when missing."""
+    path = server.settings.data / OPERATOR_KEY_FILE
+    user = await server.store.read(people.user_by_name(OPERATOR))
+    if user is None:
+        user = User(UserId(server.ids.next()), OPERATOR, frozenset(Permission), server.now)
+        await server.store.write(people.create_user(user))
+    key = _secret_in(path)
+    if key is not None and await server.credentials.who(key) is not None:
+        return key
+    key = credentials.fresh(credentials.USER_PREFIX)
+    await server.store.write(
+        people.add_key(
+            server.ids.next(), user.id, "first start", credentials.hashed(key), server.now
+        )
+    )
+    _write_secret(path, key)
+    return key
+
+
+async def ensure_local_node(server: Server, name: str) -> str:
+    """The secret of this machine's own node, from its 0600 file; the operator's node is made when missing."""
+    path = server.settings.data / NODE_KEY_FILE
+    secret = _secret_in(path)
+    if secret is not None and await server.credentials.who(secret) is not None:
+        return secret
+    operator = await server.store.read(people.user_by_name(OPERATOR))
+    assert operator is not None, "open_server makes the operator"
+    secret = credentials.fresh(credentials.NODE_PREFIX)
+    for number in range(1, 1000):
+        try:
+            await server.store.write(
+                node_operations.create_node(
+                    NodeId(server.ids.next()),
+                    name if number == 1 else f"{name}-{number}",
+                    operator.id,
+                    None,
+                    credentials.hashed(secret),
+                    Offer(0, 0, 0),
+                    (),
+                    server.now,
+                )
+            )
+            break
+        except Conflict:
+            continue  # its secret was lost: the old node stays, this one gets the next name
+    _write_secret(path, secret)
+    return secret
+
+
+def _secret_in(path: Path) -> str | None:
+    try:
+        return path.read_text().strip() or None
+    except FileNotFoundError:
+        return None
+
+
+def _write_secret(path: Path, secret: str) -> None:
+    """Whole or not at all, and readable by nobody else from the first byte on."""
+    temporary = path.with_suffix(".new")
+    temporary.unlink(missing_ok=True)
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    with os.fdopen(descriptor, "w") as file:
+        file.write(secret + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+def _root_key(data: Path) -> bytes:
+    path = data / ROOT_KEY_FILE
+    found = _secret_in(path)
+    if found is None:
+        found = secrets.token_hex(32)
+        _write_secret(path, found)
+    return bytes.fromhex(found)

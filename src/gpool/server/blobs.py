@@ -1,0 +1,222 @@
+"""Artifacts in a folder, named by their SHA-256. Knows files only: who may read or write them is decided elsewhere.
+
+A file gets its name only after its bytes are on disk and match the hash. Parts of a resumable upload are kept per
+uploader, so that nobody can spoil another's. What is being uploaded is pinned until its reference is written.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import secrets
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from gpool.core.errors import Conflict, Invalid, NotFound, TooLarge
+from gpool.core.model import Instant, Span
+
+CHUNK_BYTES = 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Where a piece of an upload belongs: bytes `first..last` of `total`."""
+
+    first: int
+    last: int
+    total: int
+
+    @property
+    def is_last(self) -> bool:
+        return self.last + 1 == self.total
+
+
+class Blobs:
+    def __init__(self, root: Path, max_bytes: int) -> None:
+        self._root = root
+        self._incoming = root / "incoming"
+        self._max_bytes = max_bytes
+        self._pins: Counter[str] = Counter()
+        self._busy: set[Path] = set()
+        self._incoming.mkdir(parents=True, exist_ok=True, mode=0o700)
+
+    def path(self, sha256: str) -> Path:
+        return self._root / sha256[:2] / sha256[2:4] / sha256
+
+    @contextmanager
+    def pinned(self, sha256: str) -> Iterator[None]:
+        """While open, `remove` leaves this artifact alone."""
+        self._pins[sha256] += 1
+        try:
+            yield
+        finally:
+            self._pins[sha256] -= 1
+            if not self._pins[sha256]:
+                del self._pins[sha256]
+
+    async def store(self, sha256: str, body: AsyncIterator[bytes]) -> int:
+        """A whole artifact in one go; its size. `Invalid` when the bytes are not what their name says."""
+        temporary = self._incoming / f"{secrets.token_hex(8)}.tmp"
+        digest = hashlib.sha256()
+        try:
+            size = await self._append(temporary, 0, self._max_bytes, body, digest)
+            if digest.hexdigest() != sha256:
+                raise _mismatch(sha256, digest.hexdigest())
+            await asyncio.to_thread(self._settle, temporary, sha256)
+        finally:
+            temporary.unlink(missing_ok=True)
+        return size
+
+    async def store_part(
+        self, sha256: str, uploader: str, part: Part, body: AsyncIterator[bytes]
+    ) -> int | None:
+        """One piece of an upload; the artifact's size with the last, else None. `Conflict` when it does not fit on."""
+        if part.total > self._max_bytes:
+            raise TooLarge(
+                f"an artifact of {part.total} bytes; at most {self._max_bytes} are taken here"
+            )
+        partial = self._partial(sha256, uploader)
+        if partial in self._busy:
+            raise Conflict("another request is uploading this artifact for you; wait for it")
+        self._busy.add(partial)
+        try:
+            have = self.offset(sha256, uploader) or 0
+            if part.first != have:
+                raise Conflict(
+                    f"the part starts at byte {part.first}, but {have} bytes are here; go on from there",
+                    offset=have,
+                )
+            await self._append(partial, have, part.last + 1, body, None)
+            if self.offset(sha256, uploader) != part.last + 1:
+                raise Invalid(
+                    "the part is shorter than its Content-Range says",
+                    offset=self.offset(sha256, uploader),
+                )
+            if not part.is_last:
+                return None
+            found = await asyncio.to_thread(_digest_of, partial)
+            if found != sha256:
+                partial.unlink(missing_ok=True)
+                raise _mismatch(sha256, found)
+            await asyncio.to_thread(self._settle, partial, sha256)
+            return part.total
+        finally:
+            self._busy.discard(partial)
+
+    def offset(self, sha256: str, uploader: str) -> int | None:
+        """How many bytes of an unfinished upload are here; None: there is none."""
+        try:
+            return self._partial(sha256, uploader).stat().st_size
+        except FileNotFoundError:
+            return None
+
+    async def read(self, sha256: str, first: int, length: int) -> AsyncIterator[bytes]:
+        """`length` bytes from `first` on, a chunk at a time."""
+        try:
+            descriptor = os.open(self.path(sha256), os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            raise NotFound(f"artifact {sha256} is not here") from None
+        try:
+            while length > 0:
+                chunk = await asyncio.to_thread(
+                    os.pread, descriptor, min(CHUNK_BYTES, length), first
+                )
+                if not chunk:
+                    return
+                first += len(chunk)
+                length -= len(chunk)
+                yield chunk
+        finally:
+            os.close(descriptor)
+
+    async def put_bytes(self, data: bytes) -> str:
+        """Something the server itself wrote, e.g. a finished task's log."""
+
+        async def once() -> AsyncIterator[bytes]:
+            yield data
+
+        sha256 = hashlib.sha256(data).hexdigest()
+        await self.store(sha256, once())
+        return sha256
+
+    def remove(self, sha256: str) -> bool:
+        """False: somebody is just uploading it again, it stays."""
+        if sha256 in self._pins:
+            return False
+        self.path(sha256).unlink(missing_ok=True)
+        return True
+
+    def remove_stale_parts(self, now: Instant, older_than: Span) -> int:
+        removed = 0
+        for path in self._incoming.iterdir():
+            if path not in self._busy and path.stat().st_mtime_ns // 1000 + older_than < now:
+                path.unlink(missing_ok=True)
+                removed += 1
+        return removed
+
+    def _partial(self, sha256: str, uploader: str) -> Path:
+        return self._incoming / f"{uploader}-{sha256}.part"
+
+    async def _append(
+        self,
+        path: Path,
+        have: int,
+        limit: int,
+        body: AsyncIterator[bytes],
+        digest: hashlib._Hash | None,
+    ) -> int:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        waiting: list[bytes] = []
+        held = 0
+        try:
+            async for chunk in body:
+                have += len(chunk)
+                if have > limit:
+                    raise TooLarge(f"more than the {limit} bytes allowed for this upload")
+                waiting.append(chunk)
+                held += len(chunk)
+                if held >= CHUNK_BYTES:
+                    await asyncio.to_thread(_write, descriptor, b"".join(waiting), digest)
+                    waiting, held = [], 0
+            await asyncio.to_thread(_write, descriptor, b"".join(waiting), digest, sync=True)
+        finally:
+            os.close(descriptor)
+        return have
+
+    def _settle(self, temporary: Path, sha256: str) -> None:
+        final = self.path(sha256)
+        final.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        temporary.replace(final)
+        for folder in (final.parent, final.parent.parent, self._root):
+            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+
+
+def _write(
+    descriptor: int, data: bytes, digest: hashlib._Hash | None, *, sync: bool = False
+) -> None:
+    if digest is not None:
+        digest.update(data)
+    view = memoryview(data)
+    while view:
+        view = view[os.write(descriptor, view) :]
+    if sync:
+        os.fsync(descriptor)
+
+
+def _digest_of(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _mismatch(wanted: str, found: str) -> Invalid:
+    return Invalid(
+        f"the bytes have SHA-256 {found}, but the address says {wanted}; nothing was kept"
+    )

@@ -1,0 +1,349 @@
+"""One agent's connection, without a transport: frames in by `receive`, frames out by `send`.
+
+On connect the agent states what it holds and is told what it should hold (reconcile, not replay). Every answer leaves
+after the commit that covers it. The caller hands frames over one at a time, in order. A node has one channel: a newer
+connection replaces the older one. `Refused` is the last frame of a channel; the transport closes after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from gpool.core import paths
+from gpool.core.errors import Invalid
+from gpool.core.ids import NodeId, SpecId
+from gpool.core.model import INLINE_LIMIT_BYTES, EndReason, Instant, Offer, TaskSpec, TaskStatus
+from gpool.server.store.operation import operation
+from gpool.server.store.operations import leases, nodes
+from gpool.server.store.protocol import Operation
+from gpool.server.store.values import HeldLease, NodeCredentials, NodeRow, Recording
+from gpool.wire.frames import (
+    PROTOCOL,
+    AgentFrame,
+    Beat,
+    BeatSeen,
+    Finished,
+    Grants,
+    Hello,
+    Hold,
+    Line,
+    OfferChanged,
+    Recorded,
+    Refused,
+    Released,
+    ReportItem,
+    Reports,
+    ServerFrame,
+    Stop,
+    StopReason,
+    Welcome,
+)
+from gpool.wire.frames import Lease as WireLease
+
+if TYPE_CHECKING:
+    from gpool.server.server import Server
+
+FRAME_PAYLOAD_BYTES = 4 * 1024 * 1024
+"""Payloads in one `Grants`: half a frame's limit, the rest is for everything else."""
+
+MAX_HOLDS = 200_000
+
+
+class Channel:
+    def __init__(
+        self, server: Server, credentials: NodeCredentials, send: Callable[[ServerFrame], None]
+    ) -> None:
+        self.node: NodeId = credentials.node
+        self.closed = False
+        self._server = server
+        self._owner = credentials.owner
+        self._send = send
+        self._greeted = False
+        self._beat = 0
+        self._specs_sent: set[SpecId] = set()
+
+    async def receive(self, frame: AgentFrame) -> None:
+        """Takes one frame to its end, commit and answer included."""
+        if self.closed:
+            return
+        if isinstance(frame, Hello):
+            await self.greet(frame)
+        elif not self._greeted:
+            self.refuse("invalid", "the first frame must be Hello", retry=False)
+        elif isinstance(frame, Reports):
+            await self._record(frame)
+        elif isinstance(frame, Beat):
+            await self._take_beat(frame)
+        else:
+            await self._change_offer(frame)
+
+    async def greet(self, hello: Hello) -> None:
+        """Registers what the node lends and reconciles what it holds."""
+        server, scheduler = self._server, self._server.scheduler
+        wrong = _wrong_with_hello(hello, greeted=self._greeted)
+        if wrong is not None:
+            self.refuse("invalid", wrong, retry=False)
+            return
+        now = server.now
+        scheduler.disconnect(self.node, "replaced by a newer connection of this node")
+        scheduler.heard_from(self.node, now)
+        held, row = await server.write(
+            _greeting(self.node, hello.offer, server.ids.take(len(hello.offer.gpus)), now)
+        )
+        if self.closed:
+            return
+        if row is None:
+            self.refuse("not_found", "this node was removed; join again", retry=False)
+            return
+        scheduler.disconnect(self.node, "replaced by a newer connection of this node")
+        self._greeted = True
+        self._beat = hello.beat
+        stated = set(hello.holds)
+        open_leases = {Hold(lease.task, lease.epoch): lease for lease in held}
+        settings = server.settings
+        self._send(
+            Welcome(
+                node=self.node,
+                beat=hello.beat,
+                ttl_us=settings.ttl,
+                margin_us=settings.margin,
+                beat_every_us=settings.beat_every,
+                drop=tuple(hold for hold in hello.holds if hold not in open_leases),
+            )
+        )
+        scheduler.connect(self, row.node)
+        stop = tuple(
+            hold
+            for hold, lease in open_leases.items()
+            if hold in stated and lease.status is TaskStatus.CANCELLED
+        )
+        if stop:
+            self._send(Stop(stop, StopReason.CANCELLED))
+        await self._offer_again(
+            [lease for hold, lease in open_leases.items() if hold not in stated]
+        )
+
+    async def close(self) -> None:
+        """The transport is gone. What the node holds stays its own until the lease time is over."""
+        self.closed = True
+        self._server.scheduler.forget_channel(self)
+
+    def refuse(self, code: str, detail: str, *, retry: bool) -> None:
+        if not self.closed:
+            self._send(Refused(code, detail, retry))
+            self.closed = True
+            self._server.scheduler.forget_channel(self)
+
+    def stop(self, holds: tuple[Hold, ...], reason: StopReason) -> None:
+        if not self.closed:
+            self._send(Stop(holds, reason))
+
+    def grant(self, lines: Iterable[Line], spec_of: Callable[[int], TaskSpec | None]) -> None:
+        """Sends leases that are committed, in as few frames as their payloads allow."""
+        if self.closed:
+            return
+        batch: list[Line] = []
+        size = 0
+        for line in _split(lines):
+            weight = sum(len(lease.payload) for lease in line.leases)
+            if batch and size + weight > FRAME_PAYLOAD_BYTES:
+                self._send_grants(batch, spec_of)
+                batch, size = [], 0
+            batch.append(line)
+            size += weight
+        if batch:
+            self._send_grants(batch, spec_of)
+
+    def _send_grants(self, lines: list[Line], spec_of: Callable[[int], TaskSpec | None]) -> None:
+        specs = []
+        for line in lines:
+            spec_id = SpecId(line.spec)
+            if spec_id not in self._specs_sent:
+                spec = spec_of(spec_id)
+                if spec is None:
+                    raise LookupError(f"spec {spec_id} of a committed lease is not known")
+                self._specs_sent.add(spec_id)
+                specs.append((line.spec, spec))
+        self._send(Grants(self._beat, tuple(specs), tuple(lines)))
+
+    async def _offer_again(self, missing: Sequence[HeldLease]) -> None:
+        """Leases the store has open and the agent did not name: it never got them, or it forgot them."""
+        gone = tuple(
+            Released(lease.task, lease.epoch)
+            for lease in missing
+            if lease.status is TaskStatus.CANCELLED
+        )
+        wanted = [lease for lease in missing if lease.status is not TaskStatus.CANCELLED]
+        specs: dict[int, TaskSpec | None] = {}
+        for spec_id in {lease.spec for lease in wanted}:
+            specs[spec_id] = await self._server.scheduler.spec(spec_id)
+        self.grant(_lines(wanted, self._owner), specs.get)
+        if gone:
+            self._absorb(await self._server.write(leases.record(self.node, gone, self._server.now)))
+
+    async def _record(self, frame: Reports) -> None:
+        items = [_checked_item(item) for item in frame.items]
+        recording = await self._server.write(leases.record(self.node, items, self._server.now))
+        self._absorb(recording)
+        if not self.closed:
+            self._send(Recorded(frame.sequence, recording.refused))
+
+    async def _take_beat(self, frame: Beat) -> None:
+        if len(frame.holds) > MAX_HOLDS:
+            self.refuse("too_large", f"a beat with {len(frame.holds)} holds", retry=False)
+            return
+        now = self._server.now
+        # Before the commit: if that fails we only give the leases away later than we might.
+        self._server.scheduler.heard_from(self.node, now)
+        drop = await self._server.write(_beating(self.node, frame.holds, now))
+        if not self.closed:
+            self._beat = max(self._beat, frame.number)
+            self._send(BeatSeen(frame.number, drop))
+
+    async def _change_offer(self, frame: OfferChanged) -> None:
+        wrong = _wrong_with_offer(frame.offer)
+        if wrong is not None:
+            self.refuse("invalid", wrong, retry=False)
+            return
+        server = self._server
+        _, row = await server.write(
+            _greeting(self.node, frame.offer, server.ids.take(len(frame.offer.gpus)), server.now)
+        )
+        if row is not None:
+            server.scheduler.node_changed(row.node)
+
+    def _absorb(self, recording: Recording) -> None:
+        self._server.scheduler.absorb(recording)
+
+
+@operation
+def _greeting(
+    node: NodeId, offer: Offer, gpu_ids: Sequence[int], at: Instant
+) -> Operation[tuple[tuple[HeldLease, ...], NodeRow | None]]:
+    row = yield from nodes.node(node)
+    if row is None:
+        return (), None
+    yield from nodes.greet(node, offer, gpu_ids, at)
+    held = yield from leases.held(node)
+    row = yield from nodes.node(node)
+    return held, row
+
+
+@operation
+def _beating(node: NodeId, holds: Sequence[Hold], at: Instant) -> Operation[tuple[Hold, ...]]:
+    """What is current is read in the transaction that extends it: no expiry can slip in between."""
+    yield from nodes.beat(node, at)
+    return (yield from leases.holds_current(node, holds))
+
+
+def _lines(held: Iterable[HeldLease], owner: int) -> Iterable[Line]:
+    """Leases of one allocation and spec are one line; the order in line is that of the tasks."""
+    grouped: dict[tuple[int, int], list[HeldLease]] = {}
+    for lease in sorted(held, key=lambda lease: (lease.allocation.number, lease.task)):
+        grouped.setdefault((lease.allocation.number, lease.spec), []).append(lease)
+    for members in grouped.values():
+        first = members[0]
+        yield Line(
+            first.allocation,
+            first.user,
+            first.user == owner,
+            first.spec,
+            tuple(_wire_lease(lease) for lease in members),
+        )
+
+
+def _wire_lease(lease: HeldLease) -> WireLease:
+    return WireLease(lease.task, lease.epoch, lease.payload, lease.payload_sha256)
+
+
+def _split(lines: Iterable[Line]) -> Iterable[Line]:
+    """Lines whose payloads would overfill a frame, in pieces that do not."""
+    for line in lines:
+        if sum(len(lease.payload) for lease in line.leases) <= FRAME_PAYLOAD_BYTES:
+            yield line
+            continue
+        piece: list[WireLease] = []
+        size = 0
+        for lease in line.leases:
+            if piece and size + len(lease.payload) > FRAME_PAYLOAD_BYTES:
+                yield Line(line.allocation, line.user, line.owner, line.spec, tuple(piece))
+                piece, size = [], 0
+            piece.append(lease)
+            size += len(lease.payload)
+        yield Line(line.allocation, line.user, line.owner, line.spec, tuple(piece))
+
+
+def _wrong_with_hello(hello: Hello, *, greeted: bool) -> str | None:
+    if greeted:
+        return "a second Hello on one connection; open a new one"
+    if hello.protocol != PROTOCOL:
+        return f"protocol {hello.protocol}; this server speaks {PROTOCOL}: install the same gpool version"
+    if len(hello.holds) > MAX_HOLDS:
+        return f"a hello with {len(hello.holds)} holds"
+    return _wrong_with_offer(hello.offer)
+
+
+def _wrong_with_offer(offer: Offer) -> str | None:
+    """What no honest machine lends; an agent that says so is refused."""
+    if not (0 <= offer.cpu_milli <= 10_000_000 and 0 <= offer.memory_bytes <= 1 << 60):
+        return f"an offer of {offer.cpu_milli} milli-CPUs and {offer.memory_bytes} bytes of memory"
+    if not 0 <= offer.disk_bytes <= 1 << 60:
+        return f"an offer of {offer.disk_bytes} bytes of disk"
+    if len(offer.gpus) > 1024:
+        return f"an offer of {len(offer.gpus)} GPUs"
+    if len({gpu.index for gpu in offer.gpus}) < len(offer.gpus):
+        return "two GPUs with one index"
+    if len({gpu.uuid for gpu in offer.gpus}) < len(offer.gpus):
+        return "one GPU under two indexes"
+    for gpu in offer.gpus:
+        texts = (gpu.uuid, gpu.model, gpu.vendor)
+        if not (0 <= gpu.index <= 1023 and 0 < gpu.memory_bytes <= 1 << 50):
+            return f"a GPU with index {gpu.index} and {gpu.memory_bytes} bytes of memory"
+        if any(not text or len(text) > 200 or "\0" in text for text in texts):
+            return f"a GPU whose uuid, model or vendor is empty, too long or holds a NUL (index {gpu.index})"
+    words = (offer.hostname, offer.agent_version, *offer.pythons, *offer.environments)
+    if len(words) > 1000 or any(len(word) > 300 or "\0" in word for word in words):
+        return "an offer with too many or too long words"
+    return None
+
+
+def _checked_item(item: ReportItem) -> ReportItem:
+    """A report as it may be stored: what breaks the rules becomes a failed attempt that says so."""
+    if not isinstance(item, Finished):
+        return item
+    if len(item.value) > INLINE_LIMIT_BYTES:
+        return _failed(
+            item, f"a value of {len(item.value)} bytes came inline; it belongs in an artifact"
+        )
+    if item.outputs:
+        try:
+            for output in item.outputs:
+                paths.checked(output.path)
+        except Invalid as error:
+            return _failed(item, error.detail)
+    if item.exit_code is not None and not -(1 << 31) <= item.exit_code < 1 << 31:
+        return _failed(item, f"exit code {item.exit_code}")
+    if "\0" in item.error_text or not 0 <= item.duration_us < 1 << 53:
+        return Finished(
+            item.task,
+            item.epoch,
+            item.reason,
+            item.exit_code,
+            item.value,
+            item.value_sha256,
+            item.error_text.replace("\0", "\N{REPLACEMENT CHARACTER}"),
+            0,
+            item.outputs,
+        )
+    return item
+
+
+def _failed(item: Finished, why: str) -> Finished:
+    return Finished(
+        item.task,
+        item.epoch,
+        EndReason.BAD_OUTPUT,
+        None,
+        error_text=f"refused by the server: {why}",
+    )

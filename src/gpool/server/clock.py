@@ -1,0 +1,54 @@
+"""The server's one clock and its id source. Everything else takes `now` as an argument."""
+
+from __future__ import annotations
+
+import random
+import time
+from typing import Protocol
+
+from gpool.core.model import Instant
+
+COUNTER_BITS = 22
+"""Below the millisecond in an id: room for four million ids a millisecond."""
+
+
+class Clock(Protocol):
+    def now(self) -> Instant: ...
+
+
+class SystemClock:
+    """UTC that never steps back within one process: a corrected host clock must not reorder what was written."""
+
+    def __init__(self) -> None:
+        self._last = 0
+
+    def now(self) -> Instant:
+        self._last = max(self._last, time.time_ns() // 1000)
+        return Instant(self._last)
+
+
+class Ids:
+    """Increasing 63-bit ids: the millisecond, then a counter that starts somewhere random each time.
+
+    The random start keeps replicas apart that make ids in the same millisecond.
+    """
+
+    def __init__(self, clock: Clock, dice: random.Random) -> None:
+        self._clock = clock
+        self._dice = dice
+        self._last = 0
+
+    def next(self) -> int:
+        return self.take(1)[0]
+
+    def take(self, count: int) -> range:
+        floor = self._clock.now() // 1000 << COUNTER_BITS
+        if self._last < floor:
+            self._last = floor | self._dice.getrandbits(COUNTER_BITS - 1)
+        first = self._last + 1
+        self._last += count
+        return range(first, first + count)
+
+
+def system_ids(clock: Clock) -> Ids:
+    return Ids(clock, random.SystemRandom())

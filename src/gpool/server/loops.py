@@ -1,0 +1,167 @@
+"""The server's loops. Each does its work in `run_once(now)`; the ticker wakes it, and only the ticker survives its faults."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Protocol
+
+import msgspec
+
+from gpool.core.model import Availability, Instant
+from gpool.server.hub import Wake
+from gpool.server.server import Server
+from gpool.server.settings import span
+from gpool.server.store.operations import artifacts, keys, leases, logs, nodes, tasks
+from gpool.server.store.values import LogLine
+
+log = logging.getLogger(__name__)
+
+PRUNE_ROWS = 500
+"""Rows a single write of `prune` may touch, so that others get their turn."""
+
+
+class Loop(Protocol):
+    name: str
+    wake: Wake
+    every_s: float
+
+    async def run_once(self, now: Instant) -> None: ...
+
+
+class Schedule:
+    """Passes of the scheduler: one at a time; changes during a pass lead to exactly one more."""
+
+    name = "schedule"
+
+    def __init__(self, server: Server) -> None:
+        self.wake = server.scheduler.wake
+        self.every_s = server.settings.tick_s
+        self._server = server
+
+    async def run_once(self, now: Instant) -> None:
+        with self._server.metrics.passes.time():
+            await self._server.scheduler.run_once(now)
+
+
+class Expire:
+    """Gives up nodes that were silent for a whole lease time, and pauses drained ones."""
+
+    name = "expire"
+
+    def __init__(self, server: Server) -> None:
+        self.wake = Wake()
+        self.every_s = min(server.settings.tick_s, server.settings.ttl_s / 4)
+        self._server = server
+
+    async def run_once(self, now: Instant) -> None:
+        scheduler = self._server.scheduler
+        for node in scheduler.silent(now):
+            # Checked again for each: a beat may have come while the last one was written.
+            if scheduler.deadlines.get(node, now) >= now:
+                continue
+            scheduler.disconnect(
+                node, "no beat for a whole lease time; say hello again", retry=True
+            )
+            recording = await self._server.write(leases.expire(node, now))
+            if scheduler.deadlines.get(node, now) < now:
+                del scheduler.deadlines[node]
+            scheduler.absorb(recording)
+        await self._pause_drained(now)
+
+    async def _pause_drained(self, now: Instant) -> None:
+        drained = [
+            id_
+            for id_, entry in self._server.scheduler.state.nodes.items()
+            if entry.node is not None
+            and entry.node.availability is Availability.DRAINING
+            and not entry.lines
+        ]
+        for id_ in drained:
+            row = await self._server.write(
+                nodes.set_availability(id_, None, Availability.PAUSED, now)
+            )
+            if row is not None:
+                self._server.scheduler.node_changed(row.node)
+
+
+class Prune:
+    """Forgets what nobody needs: old idempotency keys, logs as rows, unreferenced artifacts, abandoned uploads."""
+
+    name = "prune"
+
+    def __init__(self, server: Server) -> None:
+        self.wake = Wake()
+        self.every_s = server.settings.prune_s
+        self._server = server
+
+    async def run_once(self, now: Instant) -> None:
+        server, settings = self._server, self._server.settings
+        before = Instant(now - span(settings.keep_keys_s))
+        while await server.write(keys.forget_keys(before, PRUNE_ROWS)) >= PRUNE_ROWS:
+            pass
+        await self._seal_logs(now)
+        await self._remove_unreferenced(now)
+        server.blobs.remove_stale_parts(now, span(settings.keep_unreferenced_s))
+        server.scheduler.tidy()
+
+    async def _seal_logs(self, now: Instant) -> None:
+        server = self._server
+        before = Instant(now - span(server.settings.seal_logs_after_s))
+        for task in await server.store.read(logs.finished_with_logs(before, PRUNE_ROWS)):
+            view = await server.store.read(tasks.task(task, None))
+            if view is None or not view.row.status.is_final or view.row.holding:
+                continue
+            lines: list[LogLine] = []
+            while chunk := await server.store.read(
+                logs.logs(task, lines[-1].cursor if lines else 0, PRUNE_ROWS)
+            ):
+                lines += chunk
+            data = msgspec.json.Encoder().encode_lines(lines)
+            sha256 = await server.blobs.put_bytes(data)
+            with server.blobs.pinned(sha256):
+                await server.write(logs.seal_logs(task, sha256, len(data), now))
+
+    async def _remove_unreferenced(self, now: Instant) -> None:
+        server = self._server
+        before = Instant(now - span(server.settings.keep_unreferenced_s))
+        while found := await server.store.read(artifacts.unreferenced(before, PRUNE_ROWS)):
+            for sha256 in await server.write(artifacts.forget_artifacts(found)):
+                server.blobs.remove(sha256)
+            if len(found) < PRUNE_ROWS:
+                return
+
+
+class Ticker:
+    """The only place where a loop's fault is caught: it is logged, counted, and the loop goes on at its next tick."""
+
+    def __init__(self, server: Server, *loops: Loop) -> None:
+        self._server = server
+        self._loops = loops
+        self._running: list[asyncio.Task[None]] = []
+
+    def start(self) -> None:
+        self._running = [
+            asyncio.create_task(self._keep(loop), name=f"gpool-{loop.name}") for loop in self._loops
+        ]
+
+    async def stop(self) -> None:
+        for task in self._running:
+            task.cancel()
+        await asyncio.gather(*self._running, return_exceptions=True)
+        self._running = []
+
+    async def _keep(self, loop: Loop) -> None:
+        while True:
+            try:
+                await loop.run_once(self._server.now)
+            except Exception:
+                log.exception("loop %s failed; it goes on at the next tick", loop.name)
+                self._server.metrics.loop_faults.labels(loop.name).inc()
+                self._server.scheduler.doubt()
+                await Wake().wait(loop.every_s)
+            await loop.wake.wait(loop.every_s)
+
+
+def all_loops(server: Server) -> tuple[Loop, ...]:
+    return Schedule(server), Expire(server), Prune(server)

@@ -1,0 +1,54 @@
+"""Runs the server: uvicorn on uvloop, one process, until it is told to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+
+import uvicorn
+import uvloop
+
+from gpool.server.app import make_app, open_server
+from gpool.server.server import Server
+from gpool.server.settings import Settings
+from gpool.wire.frames import MAX_FRAME_BYTES
+
+STOP_WITHIN_S = 3
+
+Opened = Callable[[Server], Awaitable[None]]
+
+
+async def serve(settings: Settings, opened: Opened | None = None) -> None:
+    """Opens a server and answers until SIGINT or SIGTERM. `opened` is called before the first request."""
+    server = await open_server(settings)
+    if opened is not None:
+        await opened(server)
+    config = uvicorn.Config(
+        make_app(server),
+        host=settings.host,
+        port=settings.port,
+        http="httptools",
+        ws="websockets-sansio",
+        ws_max_size=MAX_FRAME_BYTES,
+        ws_per_message_deflate=False,
+        ws_ping_interval=None,  # the agent's beats do that
+        access_log=False,
+        log_config=None,
+        lifespan="on",
+        timeout_graceful_shutdown=STOP_WITHIN_S,
+    )
+    await uvicorn.Server(config).serve()
+
+
+def main() -> None:
+    """`python -m gpool.server.main`: everything from `GPOOL_SERVER_*` variables."""
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(serve(Settings()))
+
+
+if __name__ == "__main__":
+    main()

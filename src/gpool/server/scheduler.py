@@ -1,0 +1,325 @@
+"""Holds the scheduling state of this server and runs its passes. The store is the truth; this is a picture of it.
+
+Whoever commits something folds it here before the next await; the store answers in the order of its commits, so the
+folds keep that order. A picture is taken through the writer too, so it has a place in that order: what was committed
+before is in it, what comes after is folded onto it. When in doubt (a caller was cancelled between commit and fold, a
+contradiction), folding stops and the next pass takes a new picture.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+from operator import itemgetter
+from typing import TYPE_CHECKING, TypeVar
+
+from gpool.core.errors import GpoolError
+from gpool.core.ids import NodeId, SpecId, TaskId, UserId
+from gpool.core.model import Instant, Node, Shape, Span, TaskSpec
+from gpool.core.scheduling.events import (
+    Event,
+    NodeChanged,
+    NodeRemoved,
+    QueuedTask,
+    RunTimesObserved,
+    TasksLeased,
+    TasksQueued,
+    TasksReleased,
+    TasksWithdrawn,
+)
+from gpool.core.scheduling.orders import Policy
+from gpool.core.scheduling.plan import plan
+from gpool.core.scheduling.shapes import shape_of
+from gpool.core.scheduling.state import Contradiction, State, build
+from gpool.server.hub import Hub, Wake
+from gpool.server.metrics import Metrics
+from gpool.server.store.operation import operation
+from gpool.server.store.operations import leases
+from gpool.server.store.protocol import Operation, Store
+from gpool.server.store.values import GrantedLine, Picture, Recording, Submitted
+from gpool.wire.frames import Line, StopReason
+
+if TYPE_CHECKING:
+    from gpool.server.channel import Channel
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+MAX_SPECS = 50_000
+"""Specs remembered beyond those in use; a new picture forgets the rest."""
+
+
+class Scheduler:
+    def __init__(self, store: Store, hub: Hub, metrics: Metrics, policy: Policy, ttl: Span) -> None:
+        self.state = State()
+        self.wake = Wake()
+        self.channels: dict[NodeId, Channel] = {}
+        self.deadlines: dict[NodeId, Instant] = {}  # when a silent node's leases may be given away
+        self._store = store
+        self._hub = hub
+        self._metrics = metrics
+        self.policy = policy
+        self._ttl = ttl
+        self._term = 0
+        self._doubts = 1
+        self._settled = 0  # the doubt that the current picture answers
+        self._specs: dict[SpecId, tuple[UserId, TaskSpec, Shape]] = {}
+
+    # ---- passes
+
+    async def run_once(self, now: Instant) -> int:
+        """One pass: plan, write, fold, send. How many leases it granted."""
+        if self.in_doubt:
+            await self.rebuild(now)
+        places = plan(self.state, now, self.policy).places
+        self._metrics.queued.set(self.state.queued_count)
+        if not places:
+            return 0
+        applied = await self._write(leases.apply_plan(places, self._term, now))
+        if applied.deposed:
+            log.warning("another scheduler has taken over; looking again")
+            self.doubt()
+            return 0
+        for line in applied.lines:
+            tasks = tuple(TaskId(lease.task) for _, lease in line.leases)
+            self.fold(TasksLeased(line.place.node, line.place.allocation, line.place.shape, tasks))
+        self._deliver(applied.lines)
+        granted = sum(len(line.leases) for line in applied.lines)
+        self._metrics.granted.inc(granted)
+        return granted
+
+    async def rebuild(self, now: Instant) -> None:
+        """Takes a new term and a new picture; every silent node's time starts anew, so none is given up early."""
+        doubt = self._doubts
+        self._term, picture = await self._write(_survey(now))
+        self._specs = {id_: (user, spec, shape_of(spec, user)) for id_, user, spec in picture.specs}
+        self.state = self._built(picture)
+        self._settled = doubt
+        for node, _ in picture.held:
+            self.deadlines.setdefault(node, Instant(now + self._ttl))
+        self._metrics.rebuilt.inc()
+
+    def _built(self, picture: Picture) -> State:
+        specs = self._specs
+        return build(
+            (self._with_connection(row.node) for row in picture.nodes),
+            (
+                (specs[row.spec][2], QueuedTask(row.task, row.epoch, row.queued_at))
+                for row in picture.queued
+            ),
+            (
+                (node, lease.allocation, specs[lease.spec][2], lease.task)
+                for node, lease in picture.held
+            ),
+        )
+
+    # ---- doubt
+
+    @property
+    def in_doubt(self) -> bool:
+        return self._settled != self._doubts
+
+    def doubt(self) -> None:
+        self._doubts += 1
+        self.wake.call()
+
+    def tidy(self) -> None:
+        """Forgets specs nobody needs, by taking a new picture when there are too many."""
+        if len(self._specs) > MAX_SPECS + len(self.state.shapes):
+            self.doubt()
+
+    # ---- folding what was committed
+
+    def fold(self, event: Event) -> None:
+        if self.in_doubt:
+            return
+        try:
+            self.state.fold(event)
+        except Contradiction:
+            log.exception("the scheduling state contradicts the store; taking a new picture")
+            self.doubt()
+
+    def queued(self, submitted: Submitted, spec: TaskSpec, user: UserId, at: Instant) -> None:
+        """A submission was committed."""
+        shape = self._remember(submitted.spec_id, user, spec)
+        self.fold(
+            TasksQueued(shape, tuple([QueuedTask(task.id, 0, at) for task in submitted.tasks]))
+        )
+        self._metrics.submitted.inc(len(submitted.tasks))
+        self.wake.call()
+
+    def absorb(self, recording: Recording) -> None:
+        """Reports, an expiry or a cancel were committed: fold them, tell those who wait, stop what was cancelled."""
+        if recording.withdrawn:
+            self.fold(TasksWithdrawn(recording.withdrawn))
+        if recording.released:
+            if recording.ended:
+                self._observe(recording)
+            self.fold(TasksReleased(recording.released))
+        if recording.requeued:
+            self._requeue(recording)
+        self._publish(recording)
+        for node, pairs in groupby(sorted(recording.to_stop, key=itemgetter(0)), key=itemgetter(0)):
+            channel = self.channels.get(node)
+            if channel is not None:
+                channel.stop(tuple(hold for _, hold in pairs), StopReason.CANCELLED)
+        if recording.released or recording.requeued or recording.withdrawn:
+            self.wake.call()
+
+    def _observe(self, recording: Recording) -> None:
+        held = self.state.held
+        seen: dict[int, tuple[Shape, list[int]]] = {}
+        for ended in recording.ended:
+            line = held.get(ended.task)
+            if line is not None and ended.duration > 0:
+                seen.setdefault(id(line.shape), (line.shape, []))[1].append(ended.duration)
+        for shape, durations in seen.values():
+            self.fold(RunTimesObserved(shape, len(durations), Span(sum(durations))))
+
+    def _requeue(self, recording: Recording) -> None:
+        by_spec: dict[SpecId, list[QueuedTask]] = {}
+        for task in recording.requeued:
+            by_spec.setdefault(task.spec, []).append(
+                QueuedTask(task.task, task.epoch, task.queued_at)
+            )
+            self._metrics.requeued.labels(task.reason.value).inc()
+        for spec_id, tasks in by_spec.items():
+            known = self._specs.get(spec_id)
+            if known is None:
+                self.doubt()
+                return
+            self.fold(TasksQueued(known[2], tuple(tasks)))
+
+    def _publish(self, recording: Recording) -> None:
+        topics: set[int] = set(recording.started)
+        topics.update(recording.logged, recording.released, recording.withdrawn)
+        if recording.ended:
+            counts: dict[str, int] = {}
+            for ended in recording.ended:
+                topics.add(ended.task)
+                topics.add(ended.batch)
+                counts[ended.status] = counts.get(ended.status, 0) + 1
+            for status, count in counts.items():
+                self._metrics.ended.labels(str(status)).inc(count)
+        if recording.refused:
+            self._metrics.refused.inc(len(recording.refused))
+        self._hub.publish(topics)
+
+    # ---- nodes
+
+    def heard_from(self, node: NodeId, now: Instant) -> None:
+        self.deadlines[node] = Instant(now + self._ttl)
+
+    def silent(self, now: Instant) -> Sequence[NodeId]:
+        """Nodes not heard from for a whole lease time."""
+        return [node for node, deadline in self.deadlines.items() if deadline < now]
+
+    def connect(self, channel: Channel, node: Node) -> None:
+        self.channels[channel.node] = channel
+        self._metrics.nodes.set(len(self.channels))
+        self.node_changed(node)
+
+    def forget_channel(self, channel: Channel) -> None:
+        """This channel is over; a newer one of the same node is not touched."""
+        if self.channels.get(channel.node) is channel:
+            del self.channels[channel.node]
+            self._metrics.nodes.set(len(self.channels))
+            known = self.state.nodes.get(channel.node)
+            if known is not None and known.node is not None:
+                self.node_changed(known.node)
+
+    def disconnect(self, node: NodeId, why: str, *, retry: bool = False) -> None:
+        channel = self.channels.get(node)
+        if channel is not None:
+            channel.refuse("conflict", why, retry=retry)
+
+    def node_changed(self, node: Node) -> None:
+        """A node's committed row is as given; whether it is connected, we know ourselves."""
+        self.fold(NodeChanged(self._with_connection(node)))
+        self._hub.publish((node.id,))
+        self.wake.call()
+
+    def node_removed(self, node: NodeId) -> None:
+        self.disconnect(node, "its owner removed this node")
+        self.deadlines.pop(node, None)
+        self.fold(NodeRemoved(node))
+
+    def _with_connection(self, node: Node) -> Node:
+        connected = node.id in self.channels
+        if node.connected == connected:
+            return node
+        return Node(
+            node.id,
+            node.owner,
+            node.name,
+            node.offer,
+            node.availability,
+            connected,
+            node.gpus_withheld,
+        )
+
+    # ---- specs and sending
+
+    async def spec(self, id_: SpecId) -> TaskSpec | None:
+        known = self._specs.get(id_)
+        if known is None:
+            found = await self._store.read(leases.spec(id_))
+            if found is None:
+                return None
+            self._remember(id_, *found)
+            return found[1]
+        return known[1]
+
+    def _remember(self, id_: SpecId, user: UserId, spec: TaskSpec) -> Shape:
+        known = self._specs.get(id_)
+        if known is None:
+            known = self._specs[id_] = (user, spec, shape_of(spec, user))
+        return known[2]
+
+    def _known_spec(self, id_: int) -> TaskSpec | None:
+        known = self._specs.get(SpecId(id_))
+        return None if known is None else known[1]
+
+    def _deliver(self, lines: Iterable[GrantedLine]) -> None:
+        by_node: dict[NodeId, list[GrantedLine]] = {}
+        for line in lines:
+            by_node.setdefault(line.place.node, []).append(line)
+        for node_id, granted in by_node.items():
+            channel = self.channels.get(node_id)
+            entry = self.state.nodes.get(node_id)
+            if channel is None:
+                continue  # it gets them when it connects, or they expire
+            owner = entry.node.owner if entry is not None and entry.node is not None else None
+            channel.grant(_wire_lines(granted, owner), self._known_spec)
+
+    async def _write(self, op: Operation[T]) -> T:
+        try:
+            return await self._store.write(op)
+        except GpoolError as error:
+            if error.status >= 500:  # the commit itself failed
+                self.doubt()
+            raise
+        except BaseException:
+            self.doubt()
+            raise
+
+
+@operation
+def _survey(at: Instant) -> Operation[tuple[int, Picture]]:
+    term = yield from leases.take_term(at)
+    picture = yield from leases.picture()
+    return term, picture
+
+
+def _wire_lines(granted: Iterable[GrantedLine], owner: UserId | None) -> Iterable[Line]:
+    for line in granted:
+        user = line.place.shape.user
+        for spec_id, pairs in groupby(line.leases, key=itemgetter(0)):
+            yield Line(
+                line.place.allocation,
+                user,
+                user == owner,
+                spec_id,
+                tuple([lease for _, lease in pairs]),
+            )

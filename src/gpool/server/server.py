@@ -1,0 +1,81 @@
+"""The server as one value: what every action needs. Wired in `app`; holds no rules of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from gpool.core.errors import GpoolError
+from gpool.core.ids import IdSource
+from gpool.core.model import Instant
+from gpool.server.blobs import Blobs
+from gpool.server.clock import Clock
+from gpool.server.credentials import Credentials
+from gpool.server.hub import Hub
+from gpool.server.metrics import Metrics
+from gpool.server.scheduler import Scheduler
+from gpool.server.settings import Settings
+from gpool.server.store.operations import keys
+from gpool.server.store.protocol import Operation, Store
+from gpool.server.store.values import User
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Once:
+    """A request that must happen at most once: its Idempotency-Key, and what was asked under it."""
+
+    key: str
+    fingerprint: str
+
+
+@dataclass(frozen=True, slots=True)
+class Answered(Generic[T]):
+    """What an operation gave (None: it happened before, under the same key) and the answer saved for it."""
+
+    value: T | None
+    body: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    settings: Settings
+    store: Store
+    clock: Clock
+    ids: IdSource
+    hub: Hub
+    scheduler: Scheduler
+    blobs: Blobs
+    credentials: Credentials
+    metrics: Metrics
+
+    @property
+    def now(self) -> Instant:
+        return self.clock.now()
+
+    async def write(self, operation: Operation[T]) -> T:
+        """Commits, and returns in commit order: fold what it gave before the next await.
+
+        When the caller is cancelled or the commit fails we cannot know what was written: the scheduler looks again.
+        """
+        try:
+            return await self.store.write(operation)
+        except GpoolError as error:
+            if error.status >= 500:  # the commit itself failed
+                self.scheduler.doubt()
+            raise
+        except BaseException:
+            self.scheduler.doubt()
+            raise
+
+    async def write_once(
+        self, user: User, once: Once | None, operation: Operation[T], encode: Callable[[T], bytes]
+    ) -> Answered[T]:
+        """Like `write`; under a key already used the first answer comes back, without a value."""
+        if once is None:
+            value = await self.write(operation)
+            return Answered(value, encode(value))
+        kept = keys.once(user.id, once.key, once.fingerprint, self.now, operation, encode)
+        return Answered(*await self.write(kept))

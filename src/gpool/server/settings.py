@@ -1,0 +1,71 @@
+"""What an operator may set: `GPOOL_SERVER_*` variables or arguments. Refuses times that would break the lease law."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from gpool.core.model import GIB, Span
+
+
+class Settings(BaseSettings):
+    model_config = SettingsConfigDict(env_prefix="GPOOL_SERVER_", frozen=True, extra="forbid")
+
+    host: str = "127.0.0.1"
+    port: int = Field(default=8642, ge=0, le=65535)
+    data: Path = Path("gpool-data")
+    database_url: str | None = None  # None: SQLite in the data directory
+    public_url: str | None = None  # how others reach it, for join links; None: host and port
+
+    ttl_s: float = Field(default=30.0, gt=0)
+    margin_s: float = Field(default=5.0, ge=0)
+    beat_s: float = Field(default=8.0, gt=0)
+    tick_s: float = Field(default=1.0, gt=0)
+    prune_s: float = Field(default=60.0, gt=0)
+
+    order: Literal["fcfs", "round_robin", "priority"] = "priority"
+
+    max_queued: int = Field(default=5_000_000, ge=1)
+    max_artifact_bytes: int = Field(default=256 * GIB, ge=1)
+    max_wait_s: float = Field(default=60.0, ge=0)
+    key_cache_s: float = Field(default=5.0, ge=0)
+    keep_keys_s: float = Field(default=86_400.0, ge=0)
+    keep_unreferenced_s: float = Field(default=86_400.0, ge=0)
+    seal_logs_after_s: float = Field(default=60.0, ge=0)
+
+    @model_validator(mode="after")
+    def _agent_lets_go_first(self) -> Self:
+        if self.margin_s + self.beat_s >= self.ttl_s:
+            raise ValueError(
+                f"ttl_s={self.ttl_s} must be longer than beat_s={self.beat_s} plus margin_s={self.margin_s}"
+            )
+        return self
+
+    @property
+    def store_url(self) -> str:
+        return self.database_url or f"sqlite:///{self.data / 'gpool.db'}"
+
+    @property
+    def address(self) -> str:
+        """`HOST:PORT` as others reach it."""
+        url = self.public_url or f"http://{self.host}:{self.port}"
+        return url.removeprefix("https://").removeprefix("http://").rstrip("/")
+
+    @property
+    def ttl(self) -> Span:
+        return span(self.ttl_s)
+
+    @property
+    def margin(self) -> Span:
+        return span(self.margin_s)
+
+    @property
+    def beat_every(self) -> Span:
+        return span(self.beat_s)
+
+
+def span(seconds: float) -> Span:
+    return Span(round(seconds * 1_000_000))

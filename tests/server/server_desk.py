@@ -1,0 +1,221 @@
+"""A real server in process: real SQLite, real routes, real channel; only the sockets are left out."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx2
+from fastapi import FastAPI
+
+from gpool.core.ids import UserId
+from gpool.core.model import EndReason, Gpu, Instant, Offer, Permission, Tier
+from gpool.server import credentials
+from gpool.server.app import ensure_operator, make_app, open_server
+from gpool.server.channel import Channel
+from gpool.server.server import Server
+from gpool.server.settings import Settings
+from gpool.server.store.operations import people
+from gpool.server.store.values import NodeCredentials, User
+from gpool.wire.frames import (
+    PROTOCOL,
+    Beat,
+    Finished,
+    Grants,
+    Hello,
+    Hold,
+    Lease,
+    Reports,
+    ServerFrame,
+)
+
+GIB = 1024**3
+FUNCTION = b"the pickled function"
+FUNCTION_SHA256 = hashlib.sha256(FUNCTION).hexdigest()
+
+
+class StoppedClock:
+    """Moves only when told to."""
+
+    def __init__(self) -> None:
+        self.instant = 1_790_000_000_000_000
+
+    def now(self) -> Instant:
+        return Instant(self.instant)
+
+    def advance(self, seconds: float) -> Instant:
+        self.instant += round(seconds * 1_000_000)
+        return self.now()
+
+
+def an_offer(cpus: int = 2, gpus: int = 0, python: str = "3.11") -> Offer:
+    return Offer(
+        cpu_milli=cpus * 1000,
+        memory_bytes=8 * GIB,
+        disk_bytes=100 * GIB,
+        gpus=tuple(
+            Gpu(index, f"GPU-{index}", "NVIDIA A100-SXM4-80GB", "nvidia", 80 * GIB, True)
+            for index in range(gpus)
+        ),
+        pythons=frozenset({python}),
+        tiers=frozenset({Tier.CONTAINER}),
+        hostname="bench",
+        agent_version="test",
+    )
+
+
+@dataclass
+class Agent:
+    """Speaks frames as an agent does, and does what it is told at once."""
+
+    server: Server
+    credentials: NodeCredentials
+    offer: Offer
+    sent: list[ServerFrame] = field(default_factory=list)
+    beat: int = 1
+    sequence: int = 0
+
+    def __post_init__(self) -> None:
+        self.channel = Channel(self.server, self.credentials, self._take)
+        self._news = asyncio.Event()
+
+    def _take(self, frame: ServerFrame) -> None:
+        self.sent.append(frame)
+        self._news.set()
+
+    def again(self, server: Server | None = None) -> Agent:
+        """The same node on a new connection."""
+        return Agent(server or self.server, self.credentials, self.offer, beat=self.beat + 1)
+
+    async def connect(self, *holds: Hold) -> None:
+        await self.channel.receive(Hello(PROTOCOL, "boot", self.offer, self.beat, holds))
+
+    async def report(self, *items: Any) -> ServerFrame:
+        self.sequence += 1
+        await self.channel.receive(Reports(self.sequence, items))
+        return self.sent[-1]
+
+    async def send_beat(self, *holds: Hold) -> ServerFrame:
+        self.beat += 1
+        await self.channel.receive(Beat(self.beat, holds))
+        return self.sent[-1]
+
+    async def granted(self, count: int) -> list[Lease]:
+        """Everything granted, once there are `count` of them."""
+        while len(self.leases()) < count:
+            self._news.clear()
+            async with asyncio.timeout(10):
+                await self._news.wait()
+        return self.leases()
+
+    async def finish(self, count: int) -> None:
+        """Ends what it is given, with success, until `count` tasks have ended."""
+        done = 0
+        while done < count:
+            leases = await self.granted(done + 1)
+            await self.report(*(returned(lease) for lease in leases[done:]))
+            done = len(leases)
+
+    def leases(self) -> list[Lease]:
+        """Everything granted so far, in order."""
+        return [
+            lease
+            for frame in self.sent
+            if isinstance(frame, Grants)
+            for line in frame.lines
+            for lease in line.leases
+        ]
+
+    def frames(self, kind: type) -> list[Any]:
+        return [frame for frame in self.sent if isinstance(frame, kind)]
+
+
+def returned(lease: Lease, value: bytes = b"value") -> Finished:
+    return Finished(lease.task, lease.epoch, EndReason.RETURNED, value=value, duration_us=1000)
+
+
+def exited(lease: Lease, code: int = 0) -> Finished:
+    return Finished(lease.task, lease.epoch, EndReason.EXITED, exit_code=code, duration_us=1000)
+
+
+@dataclass
+class Desk:
+    """The server, its application, and people at it."""
+
+    server: Server
+    app: FastAPI
+    clock: StoppedClock
+    key: str
+    http: httpx2.AsyncClient
+    bare: httpx2.AsyncClient  # without a key
+
+    async def get(self, path: str, **options: Any) -> httpx2.Response:
+        return await self.http.get(path, **options)
+
+    async def post(self, path: str, document: Any = None, **options: Any) -> httpx2.Response:
+        return await self.http.post(path, json=document, **options)
+
+    async def schedule(self) -> int:
+        return await self.server.scheduler.run_once(self.server.now)
+
+    async def person(self, name: str, *permissions: Permission) -> dict[str, str]:
+        """Headers of a new account."""
+        user = User(UserId(self.server.ids.next()), name, frozenset(permissions), self.server.now)
+        key = credentials.fresh(credentials.USER_PREFIX)
+        await self.server.store.write(people.create_user(user))
+        await self.server.store.write(
+            people.add_key(
+                self.server.ids.next(), user.id, "test", credentials.hashed(key), self.server.now
+            )
+        )
+        return {"authorization": f"Bearer {key}"}
+
+    async def node(self, name: str = "bench", offer: Offer | None = None) -> Agent:
+        """A node that has joined; not yet connected."""
+        answer = await self.post("/v1/nodes", {"name": name})
+        assert answer.status_code == 201, answer.text
+        who = await self.server.credentials.who(answer.json()["secret"])
+        assert isinstance(who, NodeCredentials)
+        return Agent(self.server, who, offer or an_offer())
+
+    async def agent(self, name: str = "bench", offer: Offer | None = None) -> Agent:
+        """A node that has joined and is connected."""
+        agent = await self.node(name, offer)
+        await agent.connect()
+        return agent
+
+    async def command(self, **members: Any) -> str:
+        answer = await self.post("/v1/tasks", {"command": ["true"], **members})
+        assert answer.status_code == 202, answer.text
+        task: str = answer.json()["ids"][0]
+        return task
+
+    async def calls(self, count: int, **members: Any) -> httpx2.Response:
+        await self.http.put(f"/v1/artifacts/{FUNCTION_SHA256}", content=FUNCTION)
+        return await self.post("/v1/tasks", calls_document(count, **members))
+
+
+def calls_document(count: int, **members: Any) -> dict[str, Any]:
+    payloads = [base64.b64encode(b"args %d" % number).decode() for number in range(count)]
+    function = {"sha256": FUNCTION_SHA256, "python": "3.11"}
+    return {"function": function, "calls": payloads, **members}
+
+
+async def open_desk(data: Path, clock: StoppedClock) -> Desk:
+    settings = Settings(data=data, seal_logs_after_s=0, max_wait_s=5)
+    server = await open_server(settings, clock)
+    key = await ensure_operator(server)
+    app = make_app(server)
+    app.state.ready = True
+    transport = httpx2.ASGITransport(app=app, raise_app_exceptions=False)
+    http = httpx2.AsyncClient(
+        transport=transport,
+        base_url="http://desk",
+        headers={"authorization": f"Bearer {key}"},
+    )
+    bare = httpx2.AsyncClient(transport=transport, base_url="http://desk")
+    return Desk(server, app, clock, key, http, bare)

@@ -1,0 +1,220 @@
+"""Artifacts: only what its name says, only for those who may, whole or in parts."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from server_desk import FUNCTION_SHA256, Agent, Desk, an_offer, exited
+
+from gpool.core.ids import encode
+from gpool.core.model import EndReason, OutputFile, Permission
+from gpool.server.loops import Expire, Prune
+from gpool.wire.frames import Finished, Lease, Started
+
+pytestmark = pytest.mark.anyio
+
+
+def named(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+async def test_what_was_put_can_be_got(desk: Desk) -> None:
+    content = os.urandom(3_000_000)
+    path = f"/v1/artifacts/{named(content)}"
+    assert (await desk.http.head(path)).status_code == 404
+    put = await desk.http.put(path, content=content)
+    assert (put.status_code, put.json()["size_bytes"]) == (201, len(content))
+    got = await desk.get(path)
+    assert (got.content, got.headers["etag"]) == (content, f'"{named(content)}"')
+    head = await desk.http.head(path)
+    assert (head.status_code, head.headers["content-length"]) == (200, str(len(content)))
+
+
+async def test_bytes_that_are_not_what_their_name_says_are_not_kept(desk: Desk) -> None:
+    path = f"/v1/artifacts/{named(b'right')}"
+    answer = await desk.http.put(path, content=b"wrong")
+    assert (answer.status_code, answer.json()["code"]) == (400, "invalid")
+    assert (await desk.get(path)).status_code == 404
+    assert list((desk.server.settings.data / "artifacts" / "incoming").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("asked", "status", "first", "last"),
+    [
+        ("bytes=0-", 206, 0, 9),
+        ("bytes=4-", 206, 4, 9),
+        ("bytes=2-3", 206, 2, 3),
+        ("bytes=2-99", 206, 2, 9),
+        ("bytes=-3", 206, 7, 9),
+        ("bytes=0-1,3-4", 200, 0, 9),
+        ("pages=1-2", 200, 0, 9),
+        ("bytes=10-", 416, 0, 0),
+        ("bytes=5-4", 416, 0, 0),
+    ],
+)
+async def test_a_range_is_given_as_asked(
+    desk: Desk, asked: str, status: int, first: int, last: int
+) -> None:
+    content = b"0123456789"
+    path = f"/v1/artifacts/{named(content)}"
+    await desk.http.put(path, content=content)
+    answer = await desk.get(path, headers={"range": asked})
+    assert answer.status_code == status
+    if status == 206:
+        assert answer.content == content[first : last + 1]
+        assert answer.headers["content-range"] == f"bytes {first}-{last}/10"
+    elif status == 416:
+        assert answer.headers["content-range"] == "bytes */10"
+
+
+async def test_an_empty_artifact_is_one_too(desk: Desk) -> None:
+    path = f"/v1/artifacts/{named(b'')}"
+    assert (await desk.http.put(path, content=b"")).status_code == 201
+    assert (await desk.get(path)).content == b""
+
+
+async def test_an_upload_goes_on_where_it_stopped(desk: Desk) -> None:
+    content = os.urandom(2_500_000)
+    path = f"/v1/artifacts/{named(content)}"
+
+    async def put(first: int, last: int) -> Any:
+        headers = {"content-range": f"bytes {first}-{last}/{len(content)}"}
+        return await desk.http.put(path, content=content[first : last + 1], headers=headers)
+
+    part = await put(0, 999_999)
+    assert (part.status_code, part.headers["upload-offset"]) == (202, "1000000")
+    head = await desk.http.head(path)
+    assert (head.status_code, head.headers["upload-offset"]) == (404, "1000000")
+    wrong = await put(0, 5)
+    assert (wrong.status_code, wrong.headers["upload-offset"]) == (409, "1000000")
+    last = await put(1_000_000, len(content) - 1)
+    assert last.status_code == 201
+    assert (await desk.get(path)).content == content
+
+
+async def test_a_part_cut_short_is_taken_up_again(desk: Desk) -> None:
+    content = b"x" * 100
+    path = f"/v1/artifacts/{named(content)}"
+    headers = {"content-range": "bytes 0-99/100"}
+    short = await desk.http.put(path, content=content[:40], headers=headers)
+    assert (short.status_code, short.headers["upload-offset"]) == (400, "40")
+    rest = await desk.http.put(
+        path, content=content[40:], headers={"content-range": "bytes 40-99/100"}
+    )
+    assert rest.status_code == 201
+
+
+async def test_parts_of_two_people_do_not_mix(desk: Desk) -> None:
+    content = b"y" * 100
+    path = f"/v1/artifacts/{named(content)}"
+    other = await desk.person("other", Permission.CONSUMER)
+    headers = {"content-range": "bytes 0-49/100"}
+    await desk.http.put(path, content=b"n" * 50, headers={**other, **headers})
+    assert "upload-offset" not in (await desk.http.head(path)).headers
+    await desk.http.put(path, content=content[:50], headers=headers)
+    done = await desk.http.put(
+        path, content=content[50:], headers={"content-range": "bytes 50-99/100"}
+    )
+    assert done.status_code == 201
+
+
+async def test_knowing_a_hash_grants_nothing(desk: Desk) -> None:
+    content = b"mine"
+    path = f"/v1/artifacts/{named(content)}"
+    await desk.http.put(path, content=content)
+    other = await desk.person("other", Permission.CONSUMER)
+    assert (await desk.get(path, headers=other)).status_code == 404
+    inputs = [{"path": "a", "sha256": named(content), "size_bytes": 4}]
+    stolen = await desk.post("/v1/tasks", {"command": ["cat", "a"], "inputs": inputs}, headers=other)
+    assert stolen.status_code == 422
+    await desk.http.put(path, content=content, headers=other)
+    assert (await desk.get(path, headers=other)).content == content
+
+
+async def leased(desk: Desk, **members: Any) -> tuple[Agent, dict[str, str], Lease, str]:
+    """An agent with a running task, and the headers it uploads with."""
+    joined = await desk.post("/v1/nodes", {"name": "maker"})
+    secret = joined.json()["secret"]
+    who = await desk.server.credentials.who(secret)
+    agent = Agent(desk.server, who, an_offer())  # type: ignore[arg-type]
+    await agent.connect()
+    task = await desk.command(**members)
+    await desk.schedule()
+    [lease] = agent.leases()
+    await agent.report(Started(lease.task, lease.epoch))
+    headers = {
+        "authorization": f"Bearer {secret}",
+        "gpool-lease": f"{encode('task', lease.task)}:{lease.epoch}",
+    }
+    return agent, headers, lease, task
+
+
+async def test_an_output_travels_from_node_to_consumer(desk: Desk) -> None:
+    agent, headers, lease, task = await leased(desk, outputs=["out"])
+    content = b"the model"
+    path = f"/v1/artifacts/{named(content)}"
+    assert (await desk.http.put(path, content=content, headers=headers)).status_code == 201
+    output = OutputFile("out", named(content), len(content))
+    await agent.report(
+        Finished(lease.task, lease.epoch, EndReason.EXITED, 0, outputs=(output,))
+    )
+    result = (await desk.get(f"/v1/tasks/{task}/result")).json()
+    assert [file["sha256"] for file in result["outputs"]] == [named(content)]
+    assert (await desk.get(path)).content == content
+
+
+async def test_a_node_reads_the_inputs_of_its_leases_only(desk: Desk) -> None:
+    await desk.http.put(f"/v1/artifacts/{named(b'input')}", content=b"input")
+    await desk.http.put(f"/v1/artifacts/{named(b'other')}", content=b"other")
+    inputs = [{"path": "a", "sha256": named(b"input"), "size_bytes": 5}]
+    agent, headers, lease, _ = await leased(desk, inputs=inputs)
+    assert (await desk.get(f"/v1/artifacts/{named(b'input')}", headers=headers)).content == b"input"
+    assert (await desk.get(f"/v1/artifacts/{named(b'other')}", headers=headers)).status_code == 404
+    await agent.report(exited(lease))
+    assert (await desk.get(f"/v1/artifacts/{named(b'input')}", headers=headers)).status_code == 404
+
+
+async def test_an_artifact_from_an_old_lease_is_refused(desk: Desk) -> None:
+    _, headers, _, _ = await leased(desk)
+    await Expire(desk.server).run_once(desk.clock.advance(31))
+    path = f"/v1/artifacts/{named(b'late')}"
+    answer = await desk.http.put(path, content=b"late", headers=headers)
+    assert (answer.status_code, answer.json()["code"]) == (409, "stale_lease")
+    assert (await desk.get(path)).status_code == 404
+    del headers["gpool-lease"]
+    answer = await desk.http.put(path, content=b"late", headers=headers)
+    assert (answer.status_code, answer.json()["code"]) == (400, "invalid")
+
+
+async def test_what_nobody_refers_to_is_removed_in_time(desk: Desk) -> None:
+    path = f"/v1/artifacts/{named(b'orphan')}"
+    await desk.http.put(path, content=b"orphan")
+    await desk.calls(1)
+    await Prune(desk.server).run_once(desk.clock.advance(86_401))
+    assert (await desk.get(path)).status_code == 404
+    assert not desk.server.blobs.path(named(b"orphan")).exists()
+    assert desk.server.blobs.path(FUNCTION_SHA256).exists()
+
+
+async def test_what_is_being_uploaded_again_is_not_removed(desk: Desk) -> None:
+    blobs = desk.server.blobs
+    await blobs.put_bytes(b"again")
+    with blobs.pinned(named(b"again")):
+        assert not blobs.remove(named(b"again"))
+    assert blobs.remove(named(b"again"))
+
+
+async def test_an_upload_over_the_limit_is_refused_on_the_way(desk: Desk) -> None:
+    blobs = desk.server.blobs
+    blobs._max_bytes = 100
+
+    async def body() -> AsyncIterator[bytes]:
+        for _ in range(100):
+            yield b"x" * 50
+
+    answer = await desk.http.put(f"/v1/artifacts/{'0' * 64}", content=body())
+    assert answer.status_code == 413
