@@ -263,6 +263,7 @@ class Agent:
             self._dial(boot)
             return
         boot.link = link
+        boot.sent.clear()  # what was not recorded is said again, under new numbers
         boot.backoff_us = 20 * MS
         link.down.deliver = lambda data: self._arrived(boot, link, data)
         link.on_agent_closed = lambda: self._closed(boot, link)

@@ -221,7 +221,8 @@ class Consumer:
         except TimeoutError:
             raise Unreachable("no answer in time") from None
         except asyncio.CancelledError:
-            if not answer.cancelled():
+            me = asyncio.current_task()
+            if me is None or me.cancelling() or not answer.cancelled():
                 raise
             raise await self._silence("the server died") from None
         if dice.chance(weather.answer_lost):

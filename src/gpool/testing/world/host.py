@@ -177,11 +177,12 @@ class Host:
             self.current = None
             self._site.trace.say("server", "crashes", "with a group open" if lost else "")
 
-    def stop(self) -> None:
-        """The run is over: the process goes, and nobody is told."""
-        if self.current is not None:
-            self.current.kill()
-            self.current = None
+    def stop(self) -> list[asyncio.Task[Any]]:
+        """The run is over: the process goes, and nobody is told. What is left of its tasks."""
+        if self.current is None:
+            return []
+        self.current.kill()
+        return self.current.household.tasks
 
     def accept(self, link: Link, secret: str) -> bool:
         if self.current is None:

@@ -26,7 +26,7 @@ from gpool.server.store import SqliteStore, open_inline
 from gpool.server.store.operations import artifacts, leases, nodes, people
 from gpool.server.store.values import Picture, User
 from gpool.testing.dice import Dice
-from gpool.testing.loop import VirtualLoop, new_loop
+from gpool.testing.loop import Deadlock, Livelock, VirtualLoop, new_loop
 from gpool.testing.world.agents import Agent, Surroundings
 from gpool.testing.world.consumers import FUNCTION_SHA256, Consumer, Counter, draw_wish
 from gpool.testing.world.disk import Pace
@@ -144,6 +144,7 @@ class World:
         self.agents = self._make_nodes()
         self.consumers = self._make_consumers()
         self._reader = Reader(folder / "gpool.db", self._node_names)
+        self._lives: list[asyncio.Task[None]] = []
         self.commits = 0
         self.crashes = 0
 
@@ -200,7 +201,10 @@ class World:
         try:
             asyncio.set_event_loop(self.loop)
             self.loop.run_until_complete(self._live())
+        except (Deadlock, Livelock) as stuck:
+            self.fail(str(stuck))
         finally:
+            self.loop.run_until_complete(self._wind_up())
             root.removeHandler(handler)
             root.propagate = propagates
             self._close()
@@ -226,7 +230,7 @@ class World:
         for fault in self.plan.faults:
             self.loop.after_us(fault.at_us, self._strike, fault)
         wishes = self.dice.branch("wishes")
-        lives = [
+        self._lives = [
             self.loop.create_task(
                 consumer.live(
                     [
@@ -237,16 +241,20 @@ class World:
             )
             for consumer in self.consumers
         ]
-        for life in lives:
+        for life in self._lives:
             life.add_done_callback(self._life_ended)
         self.loop.after_us(300 * MS, self._compare)
         self.loop.after_us(self.plan.ends_us, self._calm)
         self.loop.after_us(self.plan.ends_us + 100 * MS, self._look_for_the_end)
         await self._over
-        for life in lives:
+
+    async def _wind_up(self) -> None:
+        for life in self._lives:
             life.cancel()
-        self.host.stop()
-        await asyncio.gather(*lives, return_exceptions=True)
+        for agent in self.agents:
+            agent.crash()
+        processes = self.host.stop()
+        await asyncio.gather(*self._lives, *processes, return_exceptions=True)
 
     def _life_ended(self, life: asyncio.Task[None]) -> None:
         if not life.cancelled() and life.exception() is not None:
