@@ -229,3 +229,15 @@ def test_a_lease_whose_spec_is_not_known_is_handed_back(case: Case) -> None:
     case.welcome()
     case.arrive(Grants(0, (), (Line(allocation(), 7, False, 99, (Lease(2, 1),)),)))
     assert case.take_reports() == [HandedBack(2, 1)]
+
+
+def test_unrecorded_output_of_what_was_let_go_is_never_sent_again(case: Case) -> None:
+    case.recording = False
+    case.grant(command(), 1)
+    case.feed(CommandStarted(1, 1))
+    case.feed(CommandPrinted(1, 1, 1, b"hello"))
+    case.pass_time(SECOND)
+    assert case.take_reports()
+    case.feed(Disconnected())
+    case.feed(Ticked(), after=TERM)
+    assert frames(Reports, case.welcome()) == []

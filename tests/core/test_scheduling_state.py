@@ -41,6 +41,7 @@ from gpool.core.scheduling.state import Contradiction, State, build
 SHAPES = [
     a_shape(1),
     a_shape(1, "g", gpu=(GpuRequest(),)),
+    a_shape(1, gpu=(GpuRequest(share_milli=200),)),
     a_shape(2, gpu=(GpuRequest(share_milli=300),)),
     a_shape(2, "h", gpu=(GpuRequest(vram_bytes=5 * GIB), GpuRequest(count=2))),
     a_shape(3, cpu_milli=2500, memory_bytes=3 * GIB),
@@ -67,7 +68,7 @@ class Life(RuleBasedStateMachine):
 
     @initialize()
     def first_nodes(self) -> None:
-        for node in (a_node(1), a_node(2, gpus=2)):
+        for node in (a_node(1, cpus=6), a_node(2, cpus=12, gpus=3)):
             self.change(node)
 
     def change(self, node: Node) -> None:
@@ -76,10 +77,10 @@ class Life(RuleBasedStateMachine):
 
     @rule(
         number=st.integers(1, 3),
-        cpus=st.integers(0, 6),
+        cpus=st.integers(0, 12),
         gpus=st.integers(0, 3),
-        availability=st.sampled_from(Availability),
-        connected=st.booleans(),
+        availability=st.sampled_from([Availability.AVAILABLE] * 4 + list(Availability)),
+        connected=st.sampled_from([True, True, True, False]),
     )
     def node_changes(
         self, number: int, cpus: int, gpus: int, availability: Availability, connected: bool
@@ -91,7 +92,7 @@ class Life(RuleBasedStateMachine):
         self.nodes.pop(NodeId(number), None)
         self.state.fold(NodeRemoved(NodeId(number)))
 
-    @rule(shape=st.sampled_from(SHAPES), count=st.integers(1, 9), back=st.integers(0, 5))
+    @rule(shape=st.sampled_from(SHAPES), count=st.integers(1, 5), back=st.integers(0, 5))
     def tasks_come(self, shape: Shape, count: int, back: int) -> None:
         tasks = []
         for _ in range(count):
@@ -118,7 +119,7 @@ class Life(RuleBasedStateMachine):
             shape, task = self.queued[id_]
             self.state.fold(TasksQueued(shape, (task,)))
 
-    @rule(policy=st.sampled_from(POLICIES), refused=st.integers(0, 3))
+    @rule(policy=st.sampled_from(POLICIES), refused=st.sampled_from([0, 0, 0, 1, 2]))
     def a_plan_is_applied(self, policy: Policy, refused: int) -> None:
         before = self.state.truth()
         decided = plan(self.state, Instant(self.now), policy)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import shutil
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
-from server_desk import Desk, StoppedClock, open_desk
+from server_desk import Desk, Live, StoppedClock, open_desk, serving
 
 from gpool.server.app import running
+from gpool.server.store.versions import migrate_sqlite
 
 
 @pytest.fixture
@@ -16,18 +18,41 @@ def anyio_backend() -> str:
     return "asyncio"
 
 
+@pytest.fixture(scope="session")
+def migrated(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An empty database with today's schema, to start each test from."""
+    path = tmp_path_factory.mktemp("migrated") / "gpool.db"
+    migrate_sqlite(path)
+    return path
+
+
 @pytest.fixture
-async def desk(tmp_path: Path) -> AsyncIterator[Desk]:
+def data(tmp_path: Path, migrated: Path) -> Path:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    shutil.copy(migrated, folder)
+    return folder
+
+
+@pytest.fixture
+async def desk(data: Path) -> AsyncIterator[Desk]:
     """Nothing runs by itself: the test calls the loops."""
-    desk = await open_desk(tmp_path / "data", StoppedClock())
+    desk = await open_desk(data, StoppedClock())
     async with desk.http:
         yield desk
     await desk.server.store.close()
 
 
 @pytest.fixture
-async def busy_desk(tmp_path: Path) -> AsyncIterator[Desk]:
+async def busy_desk(data: Path) -> AsyncIterator[Desk]:
     """The loops run."""
-    desk = await open_desk(tmp_path / "data", StoppedClock())
+    desk = await open_desk(data, StoppedClock())
     async with running(desk.server), desk.http:
         yield desk
+
+
+@pytest.fixture
+def live(data: Path) -> Iterator[Live]:
+    """A real server behind a real socket on loopback, in a thread of its own."""
+    with serving(data) as live:
+        yield live

@@ -5,11 +5,18 @@ from __future__ import annotations
 import asyncio
 import base64
 import hashlib
+import queue
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import httpx2
+import uvicorn
+import uvloop
 from fastapi import FastAPI
 
 from gpool.core.ids import UserId
@@ -17,6 +24,7 @@ from gpool.core.model import EndReason, Gpu, Instant, Offer, Permission, Tier
 from gpool.server import credentials
 from gpool.server.app import ensure_operator, make_app, open_server
 from gpool.server.channel import Channel
+from gpool.server.main import configuration
 from gpool.server.server import Server
 from gpool.server.settings import Settings
 from gpool.server.store.operations import people
@@ -219,3 +227,40 @@ async def open_desk(data: Path, clock: StoppedClock) -> Desk:
     )
     bare = httpx2.AsyncClient(transport=transport, base_url="http://desk")
     return Desk(server, app, clock, key, http, bare)
+
+
+@dataclass(frozen=True)
+class Live:
+    url: str
+    key: str
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"authorization": f"Bearer {self.key}"}
+
+
+@contextmanager
+def serving(data: Path, **settings: Any) -> Iterator[Live]:
+    """The server as `gpool server` runs it, on a free port, in a thread."""
+    listening = socket.create_server(("127.0.0.1", 0))
+    opened: queue.SimpleQueue[tuple[str, uvicorn.Server]] = queue.SimpleQueue()
+
+    async def run() -> None:
+        server = await open_server(Settings(data=data, **settings))
+        runner = uvicorn.Server(configuration(server))
+        opened.put((await ensure_operator(server), runner))
+        await runner.serve([listening])
+
+    def thread() -> None:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(run())
+
+    worker = Thread(target=thread, name="live-server")
+    worker.start()
+    key, runner = opened.get(timeout=20)
+    try:
+        yield Live(f"http://127.0.0.1:{listening.getsockname()[1]}", key)
+    finally:
+        runner.should_exit = True
+        worker.join(timeout=20)
+        listening.close()

@@ -129,7 +129,9 @@ async def test_knowing_a_hash_grants_nothing(desk: Desk) -> None:
     other = await desk.person("other", Permission.CONSUMER)
     assert (await desk.get(path, headers=other)).status_code == 404
     inputs = [{"path": "a", "sha256": named(content), "size_bytes": 4}]
-    stolen = await desk.post("/v1/tasks", {"command": ["cat", "a"], "inputs": inputs}, headers=other)
+    stolen = await desk.post(
+        "/v1/tasks", {"command": ["cat", "a"], "inputs": inputs}, headers=other
+    )
     assert stolen.status_code == 422
     await desk.http.put(path, content=content, headers=other)
     assert (await desk.get(path, headers=other)).content == content
@@ -159,9 +161,7 @@ async def test_an_output_travels_from_node_to_consumer(desk: Desk) -> None:
     path = f"/v1/artifacts/{named(content)}"
     assert (await desk.http.put(path, content=content, headers=headers)).status_code == 201
     output = OutputFile("out", named(content), len(content))
-    await agent.report(
-        Finished(lease.task, lease.epoch, EndReason.EXITED, 0, outputs=(output,))
-    )
+    await agent.report(Finished(lease.task, lease.epoch, EndReason.EXITED, 0, outputs=(output,)))
     result = (await desk.get(f"/v1/tasks/{task}/result")).json()
     assert [file["sha256"] for file in result["outputs"]] == [named(content)]
     assert (await desk.get(path)).content == content

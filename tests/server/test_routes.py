@@ -155,7 +155,7 @@ async def test_resources_show_what_is_free(desk: Desk) -> None:
     await desk.command(gpu=1)
     await desk.command(vram="20GB")
     await desk.schedule()
-    gpus = [item for item in (await desk.get("/v1/resources")).json()["items"]]
+    gpus = (await desk.get("/v1/resources")).json()["items"]
     assert sorted(gpu["status"] for gpu in gpus if gpu["kind"] == "gpu") == ["busy", "shared"]
     [cpu] = [gpu for gpu in gpus if gpu["kind"] == "cpu"]
     assert cpu["share_free"] == 0.5

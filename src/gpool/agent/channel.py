@@ -95,23 +95,23 @@ class Channel:
             ping_timeout=PING_EVERY_S,
             close_timeout=1.0,
         )
-        async with connection:
-            self._outgoing.clear()
-            self._open = True
-            self._feed(Connected())
-            writer = asyncio.create_task(self._write(connection))
-            try:
-                async with asyncio.timeout(ANSWER_WITHIN_S):
-                    self._arrived(await connection.recv())
-                self._welcomed = True
-                log.info("channel_open", server=self._address.url)
-                async for message in connection:
-                    self._arrived(message)
-            finally:
-                self._open = False
-                writer.cancel()
-                self._feed(Disconnected())
-                await asyncio.wait([writer])
+        self._outgoing.clear()
+        self._open = True
+        self._feed(Connected())
+        writer = asyncio.create_task(self._write(connection))
+        try:
+            async with asyncio.timeout(ANSWER_WITHIN_S):
+                self._arrived(await connection.recv())
+            self._welcomed = True
+            log.info("channel_open", server=self._address.url)
+            async for message in connection:
+                self._arrived(message)
+        finally:
+            self._open = False
+            writer.cancel()
+            self._feed(Disconnected())
+            await asyncio.wait([writer])
+            await connection.close()
 
     def _arrived(self, message: str | bytes) -> None:
         if isinstance(message, str):

@@ -153,3 +153,5 @@ class Daemon:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks)
+        if self._equipment.cleaning:
+            await asyncio.wait(list(self._equipment.cleaning))

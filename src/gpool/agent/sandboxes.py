@@ -11,7 +11,7 @@ import sys
 import tempfile
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -73,6 +73,19 @@ class Equipment:
     scratch: Path
     feed: Callable[[Event], None]
     clock: Callable[[], int]
+    cleaning: set[asyncio.Task[None]] = field(default_factory=set)
+
+    async def clear_away(self, sandbox: CommandSandbox | RunnerSandbox) -> None:
+        """Returns once nothing of it runs; its files go while the next one starts."""
+        await sandbox.kill()
+        cleaner = asyncio.create_task(sandbox.remove())
+        self.cleaning.add(cleaner)
+        cleaner.add_done_callback(self._cleared)
+
+    def _cleared(self, cleaner: asyncio.Task[None]) -> None:
+        self.cleaning.discard(cleaner)
+        if not cleaner.cancelled() and (error := cleaner.exception()) is not None:
+            log.error("sandbox_not_removed", exc_info=error)
 
     def runtime_for(self, spec: TaskSpec, owner: bool) -> Runtime:
         """The weakest runtime here that is strong enough; without isolation only for the owner."""
@@ -184,8 +197,7 @@ class CommandKeeper:
                     return ended, ()
                 return await self._collect(sandbox, ended)
             finally:
-                await sandbox.kill()
-                await sandbox.remove()
+                await self._with.clear_away(sandbox)
 
     async def _collect(
         self, sandbox: CommandSandbox, ended: Ended
@@ -262,8 +274,7 @@ class RunnerKeeper:
         finally:
             writer.cancel()
             await asyncio.wait([writer])
-            await sandbox.kill()
-            await sandbox.remove()
+            await self._with.clear_away(sandbox)
             for stack in self._files.values():
                 await stack.aclose()
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+from gpool.agent import ends
 from gpool.agent.instructions import (
     CallPrinted,
     CallsAnswered,
@@ -57,7 +58,6 @@ MAX_IDLE_RUNNERS = 8
 MAX_START_FAILURES = 3
 MAX_QUIET_DEATHS = 2
 RETIRED = (0, 137)
-MAX_ERROR_TEXT = 32 * 1024
 
 
 class Work:
@@ -447,12 +447,9 @@ class Work:
             self._leave(held)
             self._outbox.add(now, Released(held.task, held.epoch))
         elif held.fate is Fate.TIMED_OUT:
-            limit = held.order.spec.timeout / 1_000_000
-            text = f"it ran past its time-out of {limit:g} s"
-            self._finish(now, held, _end(held, EndReason.TIMED_OUT, text))
+            self._finish(now, held, ends.timed_out(held))
         elif held.fate is Fate.SHUTDOWN:
-            text = "the owner stopped the agent"
-            self._finish(now, held, _end(held, EndReason.PREEMPTED, text))
+            self._finish(now, held, ends.preempted(held))
 
     def _print(self, now: int, held: Held, stream: int, data: bytes) -> None:
         if held.log is None:
@@ -496,16 +493,7 @@ class Work:
         if held.fate and not (held.fate is Fate.TIMED_OUT and by_itself):
             self._conclude(now, held)
         else:
-            finished = Finished(
-                held.task,
-                held.epoch,
-                event.reason,
-                event.exit_code,
-                error_text=event.error_text[:MAX_ERROR_TEXT],
-                duration_us=event.duration_us,
-                outputs=event.outputs,
-            )
-            self._finish(now, held, finished)
+            self._finish(now, held, ends.of_command(event))
         self._advance(now, line, out)
         self._unblock(now, out)
 
@@ -541,18 +529,7 @@ class Work:
                 continue
             for stream, data in answer.output:
                 self._print(now, held, stream, data)
-            reason = EndReason.RAISED if answer.raised else EndReason.RETURNED
-            finished = Finished(
-                answer.task,
-                answer.epoch,
-                answer.reason or reason,
-                None,
-                answer.value,
-                answer.value_sha256,
-                answer.error_text[:MAX_ERROR_TEXT],
-                answer.duration_us,
-            )
-            self._finish(now, held, finished)
+            self._finish(now, held, ends.of_call(answer))
         if count:
             mean = total_us // count
             runner.mean_us = mean if runner.mean_us < 0 else (runner.mean_us + mean) // 2
@@ -579,8 +556,7 @@ class Work:
             if line.failures >= MAX_START_FAILURES and line.waiting:
                 line.failures = 0
                 head = line.waiting.popleft()
-                text = f"the sandbox did not start: {event.detail}"
-                self._finish(now, head, _end(head, EndReason.SANDBOX_FAILED, text))
+                self._finish(now, head, ends.not_started(head, event))
                 self._hand_back(now, list(line.waiting))
                 line.waiting.clear()
         elif runner.state is RunnerState.READY and runner.sent:
@@ -608,23 +584,6 @@ class Work:
         head = runner.sent[0]
         head.deaths += 1
         quiet = event.reason is EndReason.EXITED and event.exit_code in RETIRED
-        if quiet and head.deaths < MAX_QUIET_DEATHS:
-            return
-        runner.sent.popleft()
-        if event.reason is EndReason.OUT_OF_MEMORY:
-            text = f"the function ran out of memory: {event.detail}".rstrip(": ")
-        elif event.reason is EndReason.SANDBOX_FAILED:
-            text = f"the sandbox failed: {event.detail}".rstrip(": ")
-        else:
-            text = (
-                f"the function's process ended with exit code {event.exit_code} before it returned"
-            )
-        code = event.exit_code or 1  # a function that exits has failed, whatever it says
-        reason = event.reason
-        if reason not in (EndReason.OUT_OF_MEMORY, EndReason.SANDBOX_FAILED):
-            reason = EndReason.EXITED
-        self._finish(now, head, _end(head, reason, text, code))
-
-
-def _end(held: Held, reason: EndReason, text: str, code: int | None = None) -> Finished:
-    return Finished(held.task, held.epoch, reason, code, error_text=text)
+        if not quiet or head.deaths >= MAX_QUIET_DEATHS:
+            runner.sent.popleft()
+            self._finish(now, head, ends.died(head, event))

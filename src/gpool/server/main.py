@@ -24,10 +24,14 @@ async def serve(settings: Settings, opened: Opened | None = None) -> None:
     server = await open_server(settings)
     if opened is not None:
         await opened(server)
-    config = uvicorn.Config(
+    await uvicorn.Server(configuration(server)).serve()
+
+
+def configuration(server: Server) -> uvicorn.Config:
+    return uvicorn.Config(
         make_app(server),
-        host=settings.host,
-        port=settings.port,
+        host=server.settings.host,
+        port=server.settings.port,
         http="httptools",
         ws="websockets-sansio",
         ws_max_size=MAX_FRAME_BYTES,
@@ -38,7 +42,6 @@ async def serve(settings: Settings, opened: Opened | None = None) -> None:
         lifespan="on",
         timeout_graceful_shutdown=STOP_WITHIN_S,
     )
-    await uvicorn.Server(config).serve()
 
 
 def main() -> None:

@@ -1,0 +1,205 @@
+"""Many operations in one commit: the refused fail alone, the broken do not harm the others, the answered are durable."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from store_pool import Database, Pool
+
+from gpool.core.errors import GpoolError, InternalFault, NotFound
+from gpool.core.ids import BatchId, NodeId
+from gpool.core.model import Instant, Offer
+from gpool.server.store import open_inline, open_store, operation
+from gpool.server.store.operations import nodes, people, tasks
+from gpool.server.store.protocol import Operation, Statement
+from gpool.server.store.values import Submitted
+
+
+def together(database: Database, *operations: Operation) -> list:
+    """All of them put before the writer can answer any."""
+
+    async def all_at_once() -> list:
+        writes = (database.store.write(operation) for operation in operations)
+        return await asyncio.gather(*writes, return_exceptions=True)
+
+    return database.run(all_at_once())
+
+
+def test_a_refused_operation_fails_alone(pool: Pool, database: Database) -> None:
+    good = [pool.submission() for _ in range(20)]
+    answers = together(
+        database,
+        *(tasks.submit(s) for s in good[:10]),
+        tasks.submit(pool.submission(batch=BatchId(1))),
+        *(tasks.submit(s) for s in good[10:]),
+    )
+    assert isinstance(answers.pop(10), NotFound)
+    assert all(isinstance(answer, Submitted) for answer in answers)
+    assert len(pool.read(tasks.tasks(None, None, 100))) == 20
+
+
+def test_an_operation_the_database_refuses_fails_alone(pool: Pool, database: Database) -> None:
+    first, last = pool.submission(2), pool.submission(2)
+    taken = pool.submission()
+    pool.write(tasks.submit(taken))
+    clash = pool.submission(batch=None)
+    twice = type(clash)(
+        *(getattr(clash, name) for name in clash.__slots__[:6]), taken.tasks, clash.at
+    )
+    answers = together(database, *(tasks.submit(s) for s in (first, twice, last)))
+    assert isinstance(answers[1], InternalFault)
+    assert isinstance(answers[0], Submitted)
+    assert isinstance(answers[2], Submitted)
+    assert len(pool.read(tasks.tasks(None, None, 100))) == 5
+    assert pool.read(tasks.batch(clash.batch, None)) is None
+
+
+@operation
+def write_then_break(name: str, at: Instant) -> Operation[None]:
+    yield Statement(
+        "INSERT INTO invites (hashed, owner_id, expires_at, created_at) VALUES (:name, 1, 1, :at)",
+        {"name": name, "at": at},
+    )
+    raise ZeroDivisionError("a bug of ours")
+
+
+def test_a_bug_in_one_operation_rolls_back_only_that_one(pool: Pool, database: Database) -> None:
+    good = [pool.submission() for _ in range(4)]
+    answers = together(
+        database,
+        tasks.submit(good[0]),
+        write_then_break("token", pool.now()),
+        *(tasks.submit(s) for s in good[1:]),
+    )
+    assert isinstance(answers[1], ZeroDivisionError)
+    assert len(pool.read(tasks.tasks(None, None, 100))) == 4
+    with pytest.raises(GpoolError, match="not known"):
+        pool.write(
+            nodes.create_node(NodeId(5), "box", None, "token", "s", Offer(1, 1, 1), (), pool.now())
+        )
+
+
+def test_what_is_answered_is_seen_by_every_other_connection(pool: Pool, database: Database) -> None:
+    async def watch() -> int:
+        other = await open_store(database.url)
+        seen = 0
+        for _ in range(20):
+            done = await database.store.write(tasks.submit(pool.submission()))
+            seen += await other.read(tasks.task(done.tasks[0].id, pool.ann)) is not None
+        await other.close()
+        return seen
+
+    assert database.run(watch()) == 20
+
+
+def test_what_waits_when_the_store_closes_is_still_written(pool: Pool, database: Database) -> None:
+    submissions = [pool.submission() for _ in range(50)]
+
+    async def close_at_once() -> list[Submitted]:
+        writes = [asyncio.ensure_future(database.store.write(tasks.submit(s))) for s in submissions]
+        await asyncio.gather(*(asyncio.wait([write], timeout=0) for write in writes[:1]))
+        await database.store.close()
+        return await asyncio.gather(*writes)
+
+    assert len(database.run(close_at_once())) == 50
+    with pytest.raises(InternalFault, match="closed"):
+        pool.write(tasks.submit(pool.submission()))
+    database.reopen()
+    assert len(pool.read(tasks.tasks(None, None, 100))) == 50
+
+
+def test_an_asker_that_goes_away_does_not_disturb_the_others(
+    pool: Pool, database: Database
+) -> None:
+    gone, stays = pool.submission(), pool.submission()
+
+    async def leave() -> object:
+        leaving = asyncio.ensure_future(database.store.write(tasks.submit(gone)))
+        staying = asyncio.ensure_future(database.store.write(tasks.submit(stays)))
+        await asyncio.wait([leaving], timeout=0)
+        leaving.cancel()
+        return await staying
+
+    assert isinstance(database.run(leave()), Submitted)
+
+
+CHILD = """
+import asyncio, sys
+sys.path.insert(0, sys.argv[2])
+from store_pool import COMMAND
+from gpool.core.ids import BatchId, SpecId, TaskId, UserId
+from gpool.core.model import Instant
+from gpool.server.store import open_store
+from gpool.server.store.operations import tasks
+from gpool.server.store.values import NewTask, Submission
+
+async def main():
+    store = await open_store(sys.argv[1])
+    async def submit(lane):
+        for number in range(100000):
+            task = TaskId(10**9 + lane * 10**6 + number)
+            s = Submission(BatchId(task), True, True, SpecId(task), COMMAND, UserId(1000), [NewTask(task, 0)], Instant(1))
+            await store.write(tasks.submit(s))
+            print(task, flush=True)
+    await asyncio.gather(*(submit(lane) for lane in range(4)))
+
+asyncio.run(main())
+"""
+
+
+def test_a_killed_process_loses_nothing_it_acknowledged(pool: Pool, database: Database) -> None:
+    here = str(Path(__file__).parent)
+    for _ in range(3):
+        with subprocess.Popen(
+            [sys.executable, "-c", CHILD, database.url, here], stdout=subprocess.PIPE
+        ) as child:
+            said = [child.stdout.readline() for _ in range(150)]
+            child.kill()
+            said += child.stdout.readlines()
+        acknowledged = [int(line) for line in said if line.endswith(b"\n")]
+        assert len(acknowledged) >= 150
+        database.reopen()
+        lost = [task for task in acknowledged if pool.read(tasks.task(task, None)) is None]
+        assert lost == []
+        database.write(forget_tasks())
+
+
+@operation
+def forget_tasks() -> Operation[None]:
+    yield Statement("DELETE FROM tasks")
+    yield Statement("DELETE FROM batches")
+    yield Statement("DELETE FROM specs")
+
+
+def test_inline_an_abandoned_group_leaves_no_trace(tmp_path: Path) -> None:
+    store = open_inline(tmp_path / "inline.db", synchronous="OFF")
+    store.begin_group()
+    store.write_now(nodes.create_invite("token", 1, Instant(5), Instant(1)))
+    assert store.read_now(invites()) == 0
+    store.abandon_group()
+    assert store.read_now(invites()) == 0
+    store.begin_group()
+    store.write_now(nodes.create_invite("token", 1, Instant(5), Instant(1)))
+    store.commit_group()
+    assert store.read_now(invites()) == 1
+    answers = store.group_now(
+        [
+            nodes.create_invite("second", 1, Instant(5), Instant(1)),
+            nodes.greet(NodeId(9), Offer(1, 1, 1), (), Instant(1)),
+            people.user_by_name("nobody"),
+        ]
+    )
+    assert answers[0] is None
+    assert isinstance(answers[1], NotFound)
+    assert store.read_now(invites()) == 2
+    store.close()
+
+
+@operation
+def invites() -> Operation[int]:
+    rows = yield Statement("SELECT COUNT(*) FROM invites")
+    return rows[0][0]

@@ -1,0 +1,182 @@
+"""The migrated schema is the one the metadata describes, on both databases; hot statements use the indexes they are meant to."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import sqlite3
+from collections.abc import Callable
+from contextlib import closing
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+from alembic.script import ScriptDirectory
+from sqlalchemy import create_engine
+from sqlalchemy.dialects import postgresql
+from sqlalchemy.schema import CreateIndex, CreateTable
+from store_pool import Pool, returned
+
+from gpool.core.errors import Invalid
+from gpool.core.ids import NodeId
+from gpool.core.model import Instant
+from gpool.server.store import open_inline, open_store
+from gpool.server.store.migrations.upgrade import config, postgres_script
+from gpool.server.store.operations import leases, tasks
+from gpool.server.store.protocol import Operation, Statement
+from gpool.server.store.schema import metadata
+from gpool.server.store.sqlite import compiled
+from gpool.server.store.versions import HEAD, migrate_sqlite, sqlite_version
+from gpool.wire.frames import Started
+
+
+def described_by(path: Path) -> dict[str, str]:
+    with closing(sqlite3.connect(path)) as connection:
+        rows = connection.execute(
+            "SELECT name, sql FROM sqlite_master WHERE sql IS NOT NULL AND name <> 'alembic_version'"
+        ).fetchall()
+    return {name: re.sub(r"\s+", " ", sql) for name, sql in rows}
+
+
+def test_the_metadata_and_the_migrations_agree_on_sqlite(tmp_path: Path) -> None:
+    migrate_sqlite(tmp_path / "migrated.db")
+    engine = create_engine(f"sqlite:///{tmp_path}/made.db")
+    metadata.create_all(engine)
+    engine.dispose()
+    assert described_by(tmp_path / "migrated.db") == described_by(tmp_path / "made.db")
+
+
+def test_the_metadata_and_the_migrations_agree_on_postgresql(
+    postgres: Callable[..., str],
+) -> None:
+    asyncpg = import_module("asyncpg")
+    dialect = postgresql.dialect()
+    statements = [
+        str(made.compile(dialect=dialect))
+        for table in metadata.sorted_tables
+        for made in (CreateTable(table), *(CreateIndex(index) for index in table.indexes))
+    ]
+
+    async def described(url: str, *made: str) -> list[tuple]:
+        connection = await asyncpg.connect(url)
+        for statement in made:
+            await connection.execute(statement)
+        columns = await connection.fetch(
+            "SELECT table_name, column_name, ordinal_position, data_type, is_nullable, column_default "
+            "FROM information_schema.columns WHERE table_schema = 'public' "
+            "AND table_name <> 'alembic_version' ORDER BY 1, 3"
+        )
+        indexes = await connection.fetch(
+            "SELECT tablename, indexname, indexdef FROM pg_indexes WHERE schemaname = 'public' "
+            "AND tablename <> 'alembic_version' ORDER BY 1, 2"
+        )
+        await connection.close()
+        return [tuple(row) for row in (*columns, *indexes)]
+
+    migrated = asyncio.run(described(postgres()))
+    made = asyncio.run(described(postgres("template0"), *statements))
+    assert migrated == made
+    assert len(made) > 100
+
+
+def test_the_newest_migration_is_the_one_the_store_looks_for(tmp_path: Path) -> None:
+    assert ScriptDirectory.from_config(config()).get_current_head() == HEAD
+    migrate_sqlite(tmp_path / "x.db")
+    assert sqlite_version(tmp_path / "x.db") == HEAD
+    assert postgres_script(HEAD).strip() == ""
+
+
+def test_opening_again_keeps_what_is_there(pool: Pool) -> None:
+    (task,) = pool.submit()
+    pool.database.reopen()
+    assert pool.view(task).row.id == task
+
+
+def test_replicas_that_open_an_empty_database_at_once_migrate_it_once(
+    postgres: Callable[..., str],
+) -> None:
+    url = postgres("template0")
+
+    async def open_all() -> list[int]:
+        stores = await asyncio.gather(*(open_store(url) for _ in range(3)))
+        terms = [await store.write(leases.take_term(Instant(1))) for store in stores]
+        for store in stores:
+            await store.close()
+        return terms
+
+    assert asyncio.run(open_all()) == [1, 2, 3]
+
+
+def test_an_unknown_address_is_refused() -> None:
+    with pytest.raises(Invalid, match="sqlite:///PATH"):
+        asyncio.run(open_store("mysql://x"))
+
+
+def statements_of(operation: Operation, *answers: list) -> list[Statement]:
+    """What the operation asks when the database answers so (and with nothing, after that)."""
+    asked = []
+    rows = iter(answers)
+    try:
+        statement = next(operation)
+        while True:
+            asked.append(statement)
+            statement = operation.send(next(rows, []))
+    except StopIteration:
+        return asked
+
+
+def test_no_hot_statement_scans_the_tasks(tmp_path: Path, pool: Pool) -> None:
+    (task,) = pool.submission().tasks
+    node = NodeId(7)
+    place = pool.place(node, [task.id])
+    held = (task.id, 1, 1, 1, 1, "leased", 1, None, 0, 0)
+    hot = [
+        *statements_of(tasks.submit(pool.submission())),
+        *statements_of(leases.apply_plan([place], 1, Instant(1)), [(1,)], [(node,)]),
+        *statements_of(leases.record(node, [Started(task.id, 1)], Instant(1)), [held]),
+        *statements_of(leases.record(node, [returned(task.id)], Instant(1)), [held], [(1, 1)]),
+        *statements_of(leases.record(node, [Started(task.id, 1)], Instant(1))),
+        *statements_of(leases.expire(node, Instant(1)), [held]),
+        *statements_of(leases.held(node)),
+        *statements_of(
+            tasks.cancel([task.id], None, Instant(1)),
+            [(task.id, 1, 1, 1, "queued", None)],
+            [(1, 1)],
+        ),
+        *statements_of(tasks.task(task.id, None)),
+        *statements_of(tasks.tasks(pool.ann, None, 10)),
+        *statements_of(tasks.batch_results(1, 0, 10)),
+        *statements_of(tasks.batch_tasks(1)),
+        *statements_of(leases.picture()),
+    ]
+    assert len(hot) > 20
+    store = open_inline(tmp_path / "plans.db")
+    store.close()
+    with closing(sqlite3.connect(tmp_path / "plans.db")) as connection:
+        for statement in hot:
+            plan = plan_of(connection, statement)
+            assert not [
+                step
+                for step in plan
+                if re.match(r"SCAN (t|tasks)\b(?!.*ix_tasks_(held|queued))", step)
+            ], (
+                statement.sql,
+                plan,
+            )
+            if "FROM {" in statement.sql and "tasks" in statement.sql.split("{")[0]:
+                assert not [step for step in plan if "ix_tasks" in step], (statement.sql, plan)
+
+
+def plan_of(connection: sqlite3.Connection, statement: Statement) -> list[str]:
+    signature = tuple((name, relation.columns) for name, relation in statement.relations.items())
+    parameters = dict(statement.parameters)
+    for name, relation in statement.relations.items():
+        parameters[f"relation_{name}"] = "[]"
+        if any(kind == "blob" for _, kind in relation.columns):
+            table = re.search(rf"temp\.(relation_{name}_\w+)", compiled(statement.sql, signature))[
+                1
+            ]
+            columns = ", ".join(column for column, _ in relation.columns)
+            connection.execute(f"CREATE TEMP TABLE IF NOT EXISTS {table} ({columns})")
+    sql = compiled(statement.sql, signature)
+    return [row[3] for row in connection.execute(f"EXPLAIN QUERY PLAN {sql}", parameters)]
