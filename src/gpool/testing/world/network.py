@@ -77,11 +77,11 @@ class Link:
         delay = dice.between(*weather.delay_us)
         if weather.spike and dice.chance(weather.spike):
             delay += dice.between(*weather.spike_us)
-        at_us = max(loop.us + delay, blocked_until_us, way.free_at_us)
+        at_us = max(loop.us + delay, blocked_until_us, way.free_at_us + 1)
         way.free_at_us = at_us
         loop.call_at(at_us / 1e6, self._arrive, way, data)
         if weather.repeat and dice.chance(weather.repeat):
-            way.free_at_us = at_us + dice.between(0, 50 * MS)
+            way.free_at_us = at_us + dice.between(1, 50 * MS)
             loop.call_at(way.free_at_us / 1e6, self._arrive, way, data)
 
     @staticmethod
