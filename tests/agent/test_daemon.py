@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import pickle
+import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from random import Random
@@ -143,6 +145,22 @@ def test_large_arguments_are_fetched_by_their_hash(tmp_path: Path) -> None:
     living(tmp_path, story)
 
 
+def test_a_large_value_travels_as_an_artifact(tmp_path: Path) -> None:
+    async def story(pool: Pool, desk: Desk) -> None:
+        repeat = desk.keep(cloudpickle.dumps(lambda count: b"v" * count))
+        value = desk.keep(pickle.dumps(b"v" * 200_000))
+        await desk.grant(function(repeat), [call(1, 200_000), call(2, 3)])
+        await desk.until(lambda: len(desk.ends()) == 2)
+        large, small = desk.ends()[1], desk.ends()[2]
+        assert isinstance(large, Finished)
+        assert isinstance(small, Finished)
+        assert (large.value, large.value_sha256) == (b"", value)
+        assert pickle.loads(small.value) == b"vvv"
+        assert not list(os.scandir(pool.runtime.values))
+
+    living(tmp_path, story)
+
+
 def test_a_missing_input_fails_the_command_with_its_name(tmp_path: Path) -> None:
     async def story(pool: Pool, desk: Desk) -> None:
         spec = command("hello", inputs=(InputFile("data.csv", "1" * 64, 5),))
@@ -263,5 +281,26 @@ def test_a_wrong_secret_ends_the_agent_and_says_what_to_do(tmp_path: Path) -> No
             async with asyncio.timeout(5):
                 with pytest.raises(NotSignedIn, match="join again"):
                     await made.agent
+
+    asyncio.run(live())
+
+
+def test_a_signal_stops_the_agent_in_good_order(tmp_path: Path) -> None:
+    async def live() -> None:
+        async with Desk() as desk:
+            (tmp_path / "values").mkdir()
+            runtime = FakeRuntime(tmp_path / "values", RUNS)
+            settings = AgentSettings(
+                server_url=desk.url, secret_file=secret_file(tmp_path), data_dir=tmp_path / "data"
+            )
+            agent = asyncio.create_task(run_agent(settings, {Tier.CONTAINER: runtime}, OFFER))
+            await desk.until(lambda: desk.hellos)
+            await desk.grant(command("wait"), [Lease(1, 1)])
+            await desk.until(lambda: any(i.task == 1 for i in desk.items))
+            os.kill(os.getpid(), signal.SIGTERM)
+            async with asyncio.timeout(5):
+                await agent
+            assert isinstance(desk.ends()[1], Finished)
+            assert runtime.live == set()
 
     asyncio.run(live())

@@ -71,7 +71,7 @@ class SessionMachine(RuleBasedStateMachine):
         self.ready: set[int] = set()
         self.dying_runners: set[int] = set()
         self.commands: dict[Lease_, bool] = {}  # whether it is being ended
-        self.welcomed_once = False
+        self.just_ended: int | Lease_ | None = None
 
     # ---- the machinery
 
@@ -112,6 +112,8 @@ class SessionMachine(RuleBasedStateMachine):
                     self.commands[lease] = False
                 case EndCommand():
                     lease = (instruction.task, instruction.epoch)
+                    if lease == self.just_ended:  # let go before its end was looked at
+                        continue
                     assert self.commands[lease] is False, "ended twice, or unknown"
                     self.commands[lease] = True
                 case StartRunner():
@@ -125,6 +127,8 @@ class SessionMachine(RuleBasedStateMachine):
                         self.assert_free(self.places[lease], instruction.runner)
                         self.runners[instruction.runner].append(call)
                 case EndRunner():
+                    if instruction.runner == self.just_ended:
+                        continue
                     assert instruction.runner in self.runners
                     assert instruction.runner not in self.dying_runners
                     self.dying_runners.add(instruction.runner)
@@ -144,8 +148,6 @@ class SessionMachine(RuleBasedStateMachine):
         if sent_at is not None and (self.confirmed is None or sent_at > self.confirmed):
             self.beats = {n: at for n, at in self.beats.items() if at > sent_at}
             self.confirmed = sent_at
-        if isinstance(frame, Welcome):
-            self.welcomed_once = True
 
     # ---- the channel
 
@@ -239,7 +241,9 @@ class SessionMachine(RuleBasedStateMachine):
         del self.runners[runner]
         self.ready.discard(runner)
         self.dying_runners.discard(runner)
+        self.just_ended = runner
         self.feed(RunnerEnded(runner, EndReason.EXITED, code, ""))
+        self.just_ended = None
 
     @precondition(lambda self: self.commands)
     @rule(data=st.data())
@@ -253,7 +257,9 @@ class SessionMachine(RuleBasedStateMachine):
     def command_ended(self, data: st.DataObject) -> None:
         lease = data.draw(st.sampled_from(sorted(self.commands)))
         reason = EndReason.LOST if self.commands.pop(lease) else EndReason.EXITED
+        self.just_ended = lease
         self.feed(CommandEnded(*lease, reason, 0, "", 5))
+        self.just_ended = None
 
     # ---- time
 

@@ -23,7 +23,21 @@ from gpool.transfer.requests import Address
 from gpool.transfer.senders import AsyncSender
 from gpool.wire.frames import AgentFrame
 
+NewLoop = Callable[[], asyncio.AbstractEventLoop]
+try:
+    import uvloop
+
+    new_loop: NewLoop = uvloop.new_event_loop
+except ImportError:  # not on every platform
+    new_loop = asyncio.new_event_loop
+
 log = structlog.get_logger(__name__)
+
+
+def serve(settings: AgentSettings, runtimes: Mapping[Tier, Runtime], offer: Offer) -> None:
+    """Be an agent until SIGTERM or Ctrl-C, on the fastest loop there is."""
+    with asyncio.Runner(loop_factory=new_loop) as runner:
+        runner.run(run_agent(settings, runtimes, offer))
 
 
 async def run_agent(
