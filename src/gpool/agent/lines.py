@@ -27,7 +27,8 @@ class Fate(IntEnum):
     STOPPED = 1  # the server asked: `Released` once nothing of it runs
     TIMED_OUT = 2
     SHUTDOWN = 3  # the owner stops the agent: requeued by the server
-    FORGOTTEN = 4  # let go, dropped or handed back: never reported again
+    FORGOTTEN = 4  # dropped or handed back: never reported again
+    LET_GO = 5  # the lease time was over: `Finished` as lost once nothing of it runs
 
 
 class Place(IntEnum):

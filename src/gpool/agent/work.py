@@ -197,17 +197,23 @@ class Work:
         del self._held[held.task]
         self._past.add(held.task, held.epoch)
 
-    def let_go(self, out: list[Instruction]) -> None:
-        """End everything, forget every lease, report nothing of them."""
-        leases = set(self.leases)
-        for held in list(self._held.values()):
-            self._forget(held)
-        self._outbox.forget(leases)
+    def let_go(self, now: int, out: list[Instruction]) -> None:
+        """End everything. What waits is given back, what runs is reported lost once nothing of it runs.
+
+        It has to be said: while beats arrive and only their answers do not, the server knows of no end to the lease.
+        """
+        self._outbox.forget(set(self.leases))
         for line in list(self._lines.values()):
+            self._hand_back(now, list(line.waiting))
             line.waiting.clear()
-            self._end_command(line, EndReason.LOST, out)
+            running = [line.command] if line.command is not None else []
             if line.runner is not None:
+                running += line.runner.sent
                 self._end_runner(line.runner, out)
+            for held in running:
+                if held.fate in (Fate.NONE, Fate.TIMED_OUT):
+                    held.fate = Fate.LET_GO
+            self._end_command(line, EndReason.LOST, out)
             self._settle(line)
 
     def shut_down(self, now: int, out: list[Instruction]) -> None:
@@ -450,6 +456,9 @@ class Work:
             self._finish(now, held, ends.timed_out(held))
         elif held.fate is Fate.SHUTDOWN:
             self._finish(now, held, ends.preempted(held))
+        elif held.fate is Fate.LET_GO:
+            held.log = None
+            self._finish(now, held, ends.lost(held))
 
     def _print(self, now: int, held: Held, stream: int, data: bytes) -> None:
         if held.log is None:
