@@ -16,12 +16,12 @@ from gpool.testing.dice import Dice
 from gpool.testing.loop import VirtualLoop
 from gpool.testing.world.machine import Machine
 from gpool.testing.world.network import Link, Network
+from gpool.testing.world.parts import Parts
 from gpool.testing.world.record import Record
 from gpool.testing.world.trace import Trace
 from gpool.wire import frames
 
 MS = 1_000
-SessionMaker = Callable[[str, Offer], Session]
 
 
 class Door(Protocol):
@@ -39,7 +39,7 @@ class Surroundings:
     record: Record
     trace: Trace
     door: Door
-    make_session: SessionMaker
+    parts: Parts
     fail: Callable[[str], None]
 
 
@@ -99,8 +99,8 @@ class Agent:
             return
         self._boots += 1
         number = self._boots
-        session = self._around.make_session(f"{self.name}-boot-{number}", self._offer)
-        machine = Machine(
+        session = self._around.parts.session(f"{self.name}-boot-{number}", self._offer)
+        machine = self._around.parts.machine(
             self._around.loop,
             self._dice.branch(f"machine-{number}"),
             self._around.record,

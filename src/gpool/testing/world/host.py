@@ -79,7 +79,7 @@ class Incarnation:
         )
         hub, metrics = Hub(), Metrics()
         policy = Policy(order=site.settings.order)
-        self.server = Server(
+        self.server: Server = site.parts.server(
             settings=site.settings,
             store=self.disk,
             clock=site.clock,

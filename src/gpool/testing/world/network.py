@@ -131,7 +131,6 @@ class Network:
     loop: VirtualLoop
     dice: Dice
     weather: Weather
-    make_link: Callable[[Network, str, int, Dice], Link]
     blockages: dict[str, Blockage] = field(default_factory=dict)
     links: dict[str, list[Link]] = field(default_factory=dict)
     dialled: int = 0
@@ -148,7 +147,7 @@ class Network:
 
     def open(self, node: str) -> Link:
         self.dialled += 1
-        link = self.make_link(self, node, self.dialled, self.dice.branch(f"link-{self.dialled}"))
+        link = Link(self, node, self.dialled, self.dice.branch(f"link-{self.dialled}"))
         self.links[node] = [old for old in self.links.get(node, ()) if not old.broken] + [link]
         return link
 

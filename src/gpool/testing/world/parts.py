@@ -9,8 +9,9 @@ from gpool.agent.session import Session
 from gpool.core.model import Offer
 from gpool.server.channel import Channel
 from gpool.server.scheduler import Scheduler
+from gpool.server.server import Server
 from gpool.testing.world.disk import Disk
-from gpool.testing.world.network import Link
+from gpool.testing.world.machine import Machine
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,4 +22,5 @@ class Parts:
     disk: Callable[..., Disk] = Disk
     channel: Callable[..., Channel] = Channel
     scheduler: Callable[..., Scheduler] = Scheduler
-    link: Callable[..., Link] = Link
+    server: Callable[..., Server] = Server
+    machine: Callable[..., Machine] = Machine

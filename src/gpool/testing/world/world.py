@@ -107,9 +107,7 @@ class World:
         self._parts = parts
         self.plan: FaultPlan = draw(self.dice.branch("faults"), len(OFFERS), mischief)
         self.record = Record(lambda: self.loop.us, self.fail)
-        self.network = Network(
-            self.loop, self.dice.branch("network"), self.plan.weather, parts.link
-        )
+        self.network = Network(self.loop, self.dice.branch("network"), self.plan.weather)
         (folder / "gpool.db").write_bytes(_empty_database())
         self._file = SqliteStore.inline(folder / "gpool.db", synchronous="OFF")
         self._pace = Pace()
@@ -159,7 +157,7 @@ class World:
             self.record,
             self.trace,
             self.host,
-            self._parts.session,
+            self._parts,
             self.fail,
         )
         agents = []
