@@ -128,7 +128,6 @@ class Runner:
         "mean_us",
         "number",
         "sent",
-        "spoiled",
         "state",
     )
 
@@ -141,7 +140,6 @@ class Runner:
         self.head_since = 0
         self.announced = False  # the head's `Started` was said
         self.idle_since = NEVER  # since when it has nothing to do
-        self.spoiled = False  # what it has behind the head was handed back
         self.mean_us = -1  # of a call; -1: not known yet
 
 

@@ -62,7 +62,7 @@ class Wish:
 
 
 def draw_wish(dice: Dice, name: str, until_us: int) -> Wish:
-    count = dice.pick((1, 1, 2, 4, 8))
+    count = dice.pick((1, 1, 2, 4, 8, 16))
     keyed = dice.chance(0.85)
     splits = keyed and dice.chance(0.2)
     request = _request(dice, name, count).model_copy(update={"more": splits})
@@ -86,14 +86,14 @@ def _request(dice: Dice, name: str, count: int) -> TaskRequest:
         "gpu": dice.pick((None, None, None, 0.5, 0.5, 1, 2)),
         "cpus": dice.pick((0.5, 1.0, 2.0)),
         "memory": "1GB",
-        "timeout_s": dice.pick((0.8, 1.5, 3.0)),
+        "timeout_s": dice.pick((0.8, 2.0, 4.0)),
         "retries": dice.pick((0, 0, 1, 2)),
         "priority": dice.pick((0, 0, 0, 10, -10)),
     }
     if common["gpu"] is None and dice.chance(0.3):
         common["vram"] = "6GB"
     if dice.chance(0.5):
-        longest = dice.pick((100, 500, 2000))
+        longest = dice.pick((100, 1000, 4000))
         return TaskRequest(command=["work", str(longest)], copies=count, **common)
     calls: list[Any] = [base64.b64encode(f"{name}:{n}".encode()).decode() for n in range(count)]
     function = FunctionDocument(sha256=FUNCTION_SHA256, python="3.11")

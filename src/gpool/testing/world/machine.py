@@ -32,6 +32,8 @@ class Fate(StrEnum):
 COMMAND_FATES = [Fate.WELL] * 30 + [Fate.FAILS] * 4 + [Fate.HANGS] * 2 + [Fate.DIES] * 2 + [Fate.NEVER_STARTS]
 CALL_FATES = [Fate.WELL] * 40 + [Fate.FAILS] * 5 + [Fate.HANGS] * 1 + [Fate.DIES] * 2
 
+CALL_US = ((1 * MS, 10 * MS), (1 * MS, 80 * MS), (1 * MS, 80 * MS), (100 * MS, 2500 * MS))
+
 
 def tag(task: int, epoch: int, node: str, boot: int) -> str:
     """What an attempt leaves in its result, so that the record can tell whose it was."""
@@ -223,7 +225,7 @@ class Machine:
         )
         dice = self._dice.branch(f"{call.task}.{call.epoch}")
         fate = dice.pick(CALL_FATES)
-        run_us = dice.between(1 * MS, 80 * MS) if dice.chance(0.7) else dice.between(100 * MS, 900 * MS)
+        run_us = dice.between(*dice.pick(CALL_US))
         if fate is Fate.DIES:
             self._later(run_us, self._runner_ends, runner, EndReason.OUT_OF_MEMORY, 137)
         elif fate is not Fate.HANGS:

@@ -233,7 +233,7 @@ class World:
                 consumer.live(
                     [
                         draw_wish(wishes, f"{consumer.name}-s{n}", self.plan.ends_us - 4 * S)
-                        for n in range(wishes.between(2, 4))
+                        for n in range(wishes.between(2, 5))
                     ]
                 )
             )
