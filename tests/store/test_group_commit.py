@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from store_pool import Database, Pool
+from store_pool import Database, Pool, opened
 
-from gpool.core.errors import GpoolError, InternalFault, NotFound
+from gpool.core.errors import GpoolError, InternalFault, NotFound, Unreachable
 from gpool.core.ids import BatchId, NodeId
 from gpool.core.model import Instant, Offer
 from gpool.server.store import open_inline, open_store, operation
@@ -81,6 +82,42 @@ def test_a_bug_in_one_operation_rolls_back_only_that_one(pool: Pool, database: D
         pool.write(
             nodes.create_node(NodeId(5), "box", None, "token", "s", Offer(1, 1, 1), (), pool.now())
         )
+
+
+def test_a_bare_generator_never_passes_for_done_when_it_cannot_run_again(
+    pool: Pool, database: Database
+) -> None:
+    at = pool.now()
+
+    def bare() -> Operation[str]:
+        yield Statement("SELECT 1")
+        return "done"
+
+    assert pool.write(bare()) == "done"
+    first, broken, last = together(database, bare(), write_then_break("token", at), bare())
+    assert isinstance(broken, ZeroDivisionError)
+    for answer in (first, last):
+        assert answer == "done" or isinstance(answer, InternalFault)
+
+
+@operation
+def cut_the_line() -> Operation[None]:
+    yield Statement("SELECT pg_terminate_backend(pg_backend_pid())")
+
+
+def test_a_lost_connection_is_unreachable_and_then_made_again(
+    postgres: Callable[..., str],
+) -> None:
+    with opened(postgres()) as database:
+        pool = Pool(database)
+        lost = together(database, tasks.submit(pool.submission()), cut_the_line())
+        assert [type(answer) for answer in lost] == [Unreachable, Unreachable]
+        assert pool.read(tasks.tasks(None, None, 10)) == ()
+        (task,) = pool.submit()
+        assert pool.view(task).row.id == task
+        with pytest.raises(Unreachable):
+            pool.read(cut_the_line())
+        assert pool.view(task).row.id == task
 
 
 def test_what_is_answered_is_seen_by_every_other_connection(pool: Pool, database: Database) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from store_pool import Pool, returned
 
 from gpool.core.ids import TaskId
@@ -108,3 +109,13 @@ def test_logs_are_not_sealed_while_the_task_may_still_print(pool: Pool) -> None:
     assert text(pool, task) == b"hello"
     pool.record(node, LogChunk(task, 1, 1, 1, b" again"))
     assert text(pool, task) == b"hello again"
+
+
+@pytest.mark.parametrize("sequence", [-1, 1 << 32])
+def test_a_chunk_that_would_stand_for_another_attempts_is_dropped(
+    pool: Pool, sequence: int
+) -> None:
+    node = pool.node("box")
+    task = pool.running(node)
+    pool.record(node, LogChunk(task, 1, sequence, 1, b"odd"), LogChunk(task, 1, 0, 9, b"fine"))
+    assert text(pool, task) == b"fine"

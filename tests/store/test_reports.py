@@ -247,3 +247,19 @@ def test_many_ends_at_once_are_all_recorded_in_order(pool: Pool) -> None:
     results = pool.read(tasks.batch_results(done.batch, 0, 1000))
     assert [r.task for r in results] == made[::-1]
     assert [r.sequence for r in results] == list(range(1, 501))
+
+
+@pytest.mark.parametrize("number", [-1, 1 << 63, (1 << 64) - 1])
+def test_a_report_with_an_impossible_number_is_refused_alone(pool: Pool, number: int) -> None:
+    node = pool.node("box")
+    task = pool.leased(node)
+    done = pool.record(node, Started(number, 1), Started(1, number), returned(task))
+    assert set(done.refused) == {Hold(number, 1), Hold(1, number)}
+    assert [e.task for e in done.ended] == [task]
+
+
+def test_an_exit_code_beyond_all_bounds_is_held_to_them(pool: Pool) -> None:
+    node = pool.node("box")
+    task = pool.leased(node)
+    pool.record(node, exited(task, code=1 << 63))
+    assert pool.view(task).row.exit_code == (1 << 31) - 1

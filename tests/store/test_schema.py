@@ -19,7 +19,7 @@ from store_pool import Pool, returned
 
 from gpool.core.errors import Invalid
 from gpool.core.ids import NodeId
-from gpool.core.model import Instant
+from gpool.core.model import Instant, TaskStatus
 from gpool.server.store import open_inline, open_store
 from gpool.server.store.migrations.upgrade import config, postgres_script
 from gpool.server.store.operations import leases, tasks
@@ -145,6 +145,8 @@ def test_no_hot_statement_scans_the_tasks(tmp_path: Path, pool: Pool) -> None:
         ),
         *statements_of(tasks.task(task.id, None)),
         *statements_of(tasks.tasks(pool.ann, None, 10)),
+        *statements_of(tasks.tasks(pool.ann, None, 10, [TaskStatus.QUEUED, TaskStatus.RUNNING])),
+        *statements_of(tasks.tasks(None, None, 10, [TaskStatus.QUEUED, TaskStatus.LEASED])),
         *statements_of(tasks.batch_results(1, 0, 10)),
         *statements_of(tasks.batch_tasks(1)),
         *statements_of(leases.picture()),

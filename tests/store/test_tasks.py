@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from store_pool import COMMAND, Pool, exited, returned
 
-from gpool.core.errors import Conflict, NotFound
+from gpool.core.errors import Conflict, Invalid, NotFound
 from gpool.core.ids import BatchId, TaskId
 from gpool.core.model import EndReason, InputFile, TaskKind, TaskSpec, TaskStatus
 from gpool.server.store.operations import artifacts, leases, nodes, tasks
@@ -221,3 +223,14 @@ def test_a_node_that_is_gone_leaves_its_tasks_readable(pool: Pool) -> None:
     assert pool.view(task).node_name == "box"
     pool.write(nodes.remove_node(node, pool.ann))
     assert pool.view(task).node_name is None
+
+
+def test_text_that_is_no_text_is_refused(pool: Pool) -> None:
+    with pytest.raises(Invalid, match="surrogate"):
+        pool.try_submit(spec=replace(COMMAND, env=(("A", "half \ud800 a letter"),)))
+
+
+def test_text_with_a_nul_in_it_is_kept(pool: Pool) -> None:
+    spec = replace(COMMAND, name="a\x00b", env=(("A", "x\x00y"),))
+    (task,) = pool.submit(spec=spec)
+    assert pool.view(task).spec == spec

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from functools import wraps
+from inspect import GEN_CREATED, getgeneratorstate, isgenerator
 from types import TracebackType
 from typing import Any, Generic, ParamSpec, TypeVar
 
+from gpool.core.errors import InternalFault
 from gpool.server.store.protocol import Operation, Row, Statement
 
 T = TypeVar("T")
@@ -53,5 +55,9 @@ def operation(function: Callable[P, Operation[T]]) -> Callable[P, Operation[T]]:
 
 
 def again(op: Operation[T]) -> Operation[T]:
-    """A fresh run of an operation; a bare generator can only be had once and is given back as it is."""
-    return op.fresh() if isinstance(op, Replayable) else op
+    """A fresh run of an operation. A bare generator can only be had once; asked for again, it must not pass for done."""
+    if isinstance(op, Replayable):
+        return op.fresh()
+    if isgenerator(op) and getgeneratorstate(op) != GEN_CREATED:
+        raise InternalFault("an operation without @operation cannot be run again; mark it")
+    return op

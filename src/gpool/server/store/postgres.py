@@ -127,10 +127,8 @@ class PostgresStore:
                 connection.transaction(isolation="repeatable_read", readonly=True),
             ):
                 return await drive(connection, operation)
-        except LOST as exc:
-            raise Unreachable("the database does not answer; try again") from exc
-        except asyncpg.PostgresError as exc:
-            raise InternalFault(f"the database refused: {exc}") from exc
+        except (*LOST, asyncpg.PostgresError) as exc:
+            raise _translated(exc) from exc
 
     async def close(self) -> None:
         """What waits is still written and answered."""
@@ -165,12 +163,13 @@ class PostgresStore:
                         waiting.value = await drive(self._writer, waiting.operation)
                     except GpoolError as exc:
                         waiting.fail(exc)
-        except LOST as exc:
-            # nobody knows whether the commit arrived: the askers repeat, and the fences make that harmless
+        except Exception as broken:  # noqa: BLE001 - whatever it is, the others must not suffer; `_alone` raises it again
+            unreachable = _translated(broken)
             for waiting in group:
-                waiting.fail(_unreachable(exc))
-        except Exception:  # noqa: BLE001 - whatever it is, the others must not suffer; `_alone` raises it again
-            for waiting in group:
+                if isinstance(unreachable, Unreachable):
+                    # nobody knows whether the commit arrived: who asked repeats it, and the fences make that harmless
+                    waiting.fail(unreachable)
+                    continue
                 waiting.error = None
                 try:
                     waiting.value = await self._alone(waiting.operation)
@@ -182,20 +181,19 @@ class PostgresStore:
             try:
                 async with self._writer.transaction():
                     return await drive(self._writer, operation)
-            except LOST as exc:
-                raise _unreachable(exc) from exc
-            except RACES as exc:
-                if tried == LONE_TRIES:
-                    raise InternalFault(f"the database refused: {exc}") from exc
-            except asyncpg.PostgresError as exc:
-                raise InternalFault(f"the database refused: {exc}") from exc
+            except (*LOST, asyncpg.PostgresError) as exc:
+                if tried == LONE_TRIES or not isinstance(exc, RACES):
+                    raise _translated(exc) from exc
         raise AssertionError("the last try returns or raises")
 
 
-def _unreachable(cause: BaseException) -> Unreachable:
-    error = Unreachable("the database does not answer; try again")
-    error.__cause__ = cause
-    return error
+def _translated(exc: Exception) -> Exception:
+    """A driver's error in our words. What it says of a value it cannot carry is a bug, not a lost connection."""
+    if isinstance(exc, LOST) and not isinstance(exc, ValueError):
+        return Unreachable("the database does not answer; try again")
+    if isinstance(exc, asyncpg.PostgresError):
+        return InternalFault(f"the database refused: {exc}")
+    return exc
 
 
 async def migrate(connection: Any) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from gpool.core.errors import Invalid
 from gpool.core.ids import BatchId, NodeId, SpecId, TaskId, UserId
 from gpool.core.model import (
     Allocation,
@@ -35,7 +36,12 @@ _outputs = msgspec.json.Decoder(tuple[OutputFile, ...]).decode
 
 
 def spec_text(spec: TaskSpec) -> str:
-    return _encode(spec).decode()
+    try:
+        return _encode(spec).decode()
+    except UnicodeEncodeError as exc:
+        raise Invalid(
+            "the task holds half a character (a lone surrogate); send valid text"
+        ) from exc
 
 
 def digest_of(text: str) -> str:

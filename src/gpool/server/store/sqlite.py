@@ -183,9 +183,13 @@ class SqliteStore:
         self._reads: SimpleQueue[Waiting | None] = SimpleQueue()
         writer = Connection(str(path), writes=True)
         readers = [Connection(str(path), writes=False) for _ in range(READERS)]
-        self._threads = [Thread(target=self._write_all, args=(writer,), name="store-writer")]
+        self._threads = [
+            Thread(target=self._write_all, args=(writer,), name="store-writer", daemon=True)
+        ]
         self._threads += [
-            Thread(target=self._read_all, args=(reader,), name=f"store-reader-{number}")
+            Thread(
+                target=self._read_all, args=(reader,), name=f"store-reader-{number}", daemon=True
+            )
             for number, reader in enumerate(readers)
         ]
         for thread in self._threads:
@@ -239,7 +243,7 @@ class SqliteStore:
             group = [waiting for waiting in taken if waiting is not None]
             if group:
                 connection.group(group)
-                self._loop.call_soon_threadsafe(answer_all, group)
+                going = self._tell(group) and going
         connection.close()
 
     def _read_all(self, connection: Connection) -> None:
@@ -248,8 +252,17 @@ class SqliteStore:
                 waiting.value = connection.alone(waiting.operation)
             except Exception as exc:  # noqa: BLE001 - raised where the operation was asked for
                 waiting.fail(exc)
-            self._loop.call_soon_threadsafe(waiting.answer)
+            if not self._tell([waiting]):
+                break
         connection.close()
+
+    def _tell(self, answered: list[Waiting]) -> bool:
+        """One wake-up of the loop for all of them. False: the loop is gone, and with it everybody who asked."""
+        try:
+            self._loop.call_soon_threadsafe(answer_all, answered)
+        except RuntimeError:
+            return False
+        return True
 
 
 class InlineStore:

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import Any
 
 from gpool.core.ids import BatchId, NodeId, SpecId, TaskId, UserId
 from gpool.core.lifecycle import Move, after, end_move
@@ -37,6 +38,7 @@ ENDED = (
     ("outputs", "text"),
     ("value", "blob"),
 )
+SEQUENCE = ENDED.index(("sequence", "int"))
 REQUEUED = (("task", "int"), ("epoch", "int"), ("tries", "int"), ("losses", "int"))
 ARCHIVED = (
     ("task", "int"),
@@ -79,7 +81,7 @@ class Ends:
     ended: list[Ended] = field(default_factory=list)
     requeued: list[Requeued] = field(default_factory=list)
     released: list[TaskId] = field(default_factory=list)
-    _ended_rows: list[Row] = field(default_factory=list)
+    _ended_rows: list[list[Any]] = field(default_factory=list)
     _batches: list[int] = field(default_factory=list)
     _requeued_rows: list[Row] = field(default_factory=list)
     _archived: list[Row] = field(default_factory=list)
@@ -105,7 +107,7 @@ class Ends:
         becomes = target(status, move)
         self._batches.append(batch)
         self._ended_rows.append(
-            (
+            [
                 task,
                 epoch,
                 becomes.value,
@@ -119,7 +121,7 @@ class Ends:
                 value_sha256,
                 outputs,
                 value or None,
-            )
+            ]
         )
         self.ended.append(
             Ended(TaskId(task), BatchId(batch), UserId(user), becomes, Span(duration))
@@ -187,10 +189,8 @@ class Ends:
 
     def _write_ended(self) -> Operation[None]:
         last = yield from take_sequences(self._batches)
-        rows = []
         for row, batch in zip(self._ended_rows, self._batches, strict=True):
-            last[batch] = sequence = last[batch] + 1
-            rows.append((*row[:8], sequence, *row[9:]))
+            last[batch] = row[SEQUENCE] = last[batch] + 1
         yield Statement(
             "UPDATE tasks SET status = e.status, reason = e.reason, exit_code = e.exit_code, "
             "started_at = e.started_at, finished_at = :at, tries = e.tries, losses = e.losses, "
@@ -198,7 +198,7 @@ class Ends:
             "outputs = e.outputs, value = e.value, holding = 0 FROM {ended} AS e "
             "WHERE tasks.id = e.task AND tasks.epoch = e.epoch AND tasks.holding <> 0",
             {"at": self.at},
-            {"ended": Relation(ENDED, rows)},
+            {"ended": Relation(ENDED, [tuple(row) for row in self._ended_rows])},
         )
 
 

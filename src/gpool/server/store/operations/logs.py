@@ -17,7 +17,7 @@ MAX_LOG_BYTES = 16 * MIB
 """A task's output over all its attempts; then one line says that there was more."""
 
 TRUNCATED = b"output truncated\n"
-STDERR = 2
+STDOUT, STDERR = 1, 2
 EPOCH_SHIFT = 32
 """A cursor is the epoch, then the sequence within it: it grows with time and needs no counter."""
 
@@ -30,7 +30,11 @@ def append_chunks(chunks: Sequence[LogChunk]) -> Operation[tuple[TaskId, ...]]:
     """Writes what is new of chunks that the current leases sent; gives the tasks whose logs grew."""
     if not chunks:
         return ()
-    wanted = {(c.task, c.epoch << EPOCH_SHIFT | c.sequence): c for c in chunks}
+    wanted = {
+        (c.task, c.epoch << EPOCH_SHIFT | c.sequence): c
+        for c in chunks
+        if not c.sequence >> EPOCH_SHIFT  # one beyond would stand for another epoch's
+    }
     found = yield Statement(
         "SELECT l.task_id, l.cursor FROM {wanted} AS w "
         "JOIN log_chunks l ON l.task_id = w.task AND l.cursor = w.cursor",
@@ -51,7 +55,7 @@ def append_chunks(chunks: Sequence[LogChunk]) -> Operation[tuple[TaskId, ...]]:
         size, cut = heads.get(task, (0, 0))
         if cut:
             continue
-        stream, data = chunk.stream, chunk.data
+        stream, data = STDOUT if chunk.stream == STDOUT else STDERR, chunk.data
         if size + len(data) > MAX_LOG_BYTES:
             stream, data, cut = STDERR, TRUNCATED, 1
         heads[task] = grown[task] = (size + len(data), cut)

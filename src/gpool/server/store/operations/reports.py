@@ -43,10 +43,14 @@ NEVER_STARTED = frozenset(
 STARTABLE = tuple(status.value for status in sources(Move.STARTED))
 CANCELLED = TaskStatus.CANCELLED.value
 HOLDS = (("id", "int"), ("epoch", "int"))
+INT = (1 << 31) - 1
 
 
 @operation
 def record(node: NodeId, items: Sequence[ReportItem], at: Instant) -> Operation[Recording]:
+    impossible = [item for item in items if (item.task | item.epoch) >> 63]
+    if impossible:
+        items = [item for item in items if not (item.task | item.epoch) >> 63]
     rows = yield Statement(
         f"SELECT {HELD} FROM {{tasks}} AS i JOIN tasks t ON t.id = i.id "  # noqa: S608
         "WHERE t.node_id = :node AND t.holding <> 0 /*postgresql ORDER BY t.id FOR UPDATE OF t*/",
@@ -111,6 +115,7 @@ def record(node: NodeId, items: Sequence[ReportItem], at: Instant) -> Operation[
     yield from ends.write()
     yield from keep_results(named)
     refused = (yield from _refused(node, doubtful)) if doubtful else ()
+    refused += tuple(Hold(item.task, item.epoch) for item in impossible)
     return Recording(
         started=tuple(TaskId(task) for task in started),
         ended=tuple(ends.ended),
@@ -144,7 +149,7 @@ def _finish(
         move,
         reason,
         started_at=started_at,
-        exit_code=item.exit_code,
+        exit_code=None if item.exit_code is None else max(-INT, min(item.exit_code, INT)),
         error_text=item.error_text,
         value=item.value,
         value_sha256=item.value_sha256,

@@ -23,6 +23,7 @@ from gpool.server.store.rows import (
     outputs_from,
     spec_from,
     spec_text,
+    storable,
     task_row,
 )
 from gpool.server.store.values import (
@@ -124,7 +125,7 @@ def _count(s: Submission) -> Operation[None]:
             {
                 "id": s.batch,
                 "user": s.user,
-                "name": s.spec.name,
+                "name": storable(s.spec.name),
                 "total": len(s.tasks),
                 "closed": int(s.closes_batch),
                 "at": s.at,
@@ -203,11 +204,15 @@ def tasks(
         parameters["user"] = user
     wanted = frozenset(statuses)
     if wanted and not any(status.is_final for status in wanted):
+        # a plus keeps the planner from walking through everything that ended, in the order of the ids
+        few = mine.replace("t.", "+t.")
         parts = []
         if TaskStatus.QUEUED in wanted:
-            parts.append(_newest(f"t.status = 'queued' AND {mine}"))
+            queued = few if user is None else mine
+            parts.append(_newest(f"t.status = 'queued' AND {queued}", plain=user is not None))
         if wanted & HELD_STATUSES:
-            parts.append(_newest(f"t.holding = 1 AND {_one_of(wanted & HELD_STATUSES)} AND {mine}"))
+            held = f"t.holding = 1 AND {_one_of(wanted & HELD_STATUSES)} AND {few}"
+            parts.append(_newest(held, plain=False))
         where = f"t.id IN ({' UNION ALL '.join(parts)})"
     else:
         where = f"{mine} AND {_one_of(wanted)}" if wanted else mine
@@ -217,8 +222,9 @@ def tasks(
     return tuple(_view(row) for row in rows)
 
 
-def _newest(where: str) -> str:
-    return f"SELECT id FROM (SELECT t.id FROM tasks t WHERE {where} ORDER BY t.id DESC LIMIT :limit) AS newest"  # noqa: S608
+def _newest(where: str, *, plain: bool) -> str:
+    order = "t.id" if plain else "+t.id"
+    return f"SELECT id FROM (SELECT t.id FROM tasks t WHERE {where} ORDER BY {order} DESC LIMIT :limit) AS newest"  # noqa: S608
 
 
 def _one_of(statuses: frozenset[TaskStatus]) -> str:
