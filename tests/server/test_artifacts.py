@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from server_desk import FUNCTION_SHA256, Agent, Desk, an_offer, exited
 
 from gpool.core.ids import encode
 from gpool.core.model import EndReason, OutputFile, Permission
+from gpool.server.blobs import Blobs
 from gpool.server.loops import Expire, Prune
 from gpool.wire.frames import Finished, Lease, Started
 
@@ -209,8 +211,8 @@ async def test_what_is_being_uploaded_again_is_not_removed(desk: Desk) -> None:
 
 
 async def test_an_upload_over_the_limit_is_refused_on_the_way(desk: Desk) -> None:
-    blobs = desk.server.blobs
-    blobs._max_bytes = 100
+    small = Blobs(desk.server.settings.data / "small", 100)
+    desk.app.state.server = replace(desk.server, blobs=small)
 
     async def body() -> AsyncIterator[bytes]:
         for _ in range(100):

@@ -6,6 +6,7 @@ import base64
 import json
 import pickle
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -218,7 +219,7 @@ async def test_a_header_that_cannot_be_meant_is_refused(
 
 async def test_a_full_queue_says_try_later(desk: Desk) -> None:
     small = desk.server.settings.model_copy(update={"max_queued": 3})
-    object.__setattr__(desk.server, "settings", small)
+    desk.app.state.server = replace(desk.server, settings=small)
     await desk.command(copies=3)
     answer = await desk.post("/v1/tasks", TRUE)
     assert (answer.status_code, is_problem(answer)["code"]) == (429, "too_many")

@@ -243,6 +243,19 @@ async def test_a_beat_keeps_the_leases_of_a_node(desk: Desk) -> None:
     assert events == ["queued", "leased", "lost"]
 
 
+async def test_a_node_that_knows_nothing_of_its_lease_is_made_to_say_hello_again(
+    desk: Desk,
+) -> None:
+    agent = await desk.agent()
+    await desk.command()
+    await desk.schedule()
+    assert isinstance(await agent.send_beat(), BeatSeen)  # the grant may be under way
+    assert isinstance(await agent.send_beat(), Refused)
+    again = agent.again()
+    await again.connect()
+    assert again.leases() == agent.leases()
+
+
 async def test_after_a_restart_a_silent_node_has_a_whole_lease_time_again(
     desk: Desk, tmp_path: Path
 ) -> None:

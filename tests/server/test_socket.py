@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -131,3 +132,16 @@ def test_a_long_body_is_answered_before_it_is_sent(live: Live) -> None:
     body = b" " * 10_000_000
     answer = httpx2.post(f"{live.url}/v1/nodes", content=body, headers=live.headers)
     assert (answer.status_code, answer.json()["code"]) == (413, "too_large")
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/me", "/v1/me/", "/nowhere", "/%ff%00", "//", "/v1/tasks?x=%ff"]
+)
+def test_a_host_that_is_none_is_no_fault_of_ours(live: Live, path: str) -> None:
+    where = live.url.removeprefix("http://").split(":")
+    with socket.create_connection((where[0], int(where[1])), timeout=20) as raw:
+        request = f"GET {path} HTTP/1.1\r\nHost: [\r\nConnection: close\r\n\r\n"
+        raw.sendall(request.encode())
+        answer = b"".join(iter(lambda: raw.recv(65536), b""))
+    assert answer.startswith(b"HTTP/1.1 4"), answer
+    assert b"application/problem+json" in answer

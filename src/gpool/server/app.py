@@ -98,6 +98,7 @@ def make_app(server: Server) -> FastAPI:
         openapi_url=None,
         docs_url=None,
         redoc_url=None,
+        redirect_slashes=False,
     )
     app.state.server = server
     problems.install(app)

@@ -7,17 +7,18 @@ connection replaces the older one. `Refused` is the last frame of a channel; the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from gpool.core import paths
 from gpool.core.errors import Invalid
-from gpool.core.ids import NodeId, SpecId
+from gpool.core.ids import NodeId, SpecId, TaskId
 from gpool.core.model import INLINE_LIMIT_BYTES, EndReason, Instant, Offer, TaskSpec, TaskStatus
 from gpool.server.store.operation import operation
 from gpool.server.store.operations import leases, nodes
 from gpool.server.store.protocol import Operation
-from gpool.server.store.values import HeldLease, NodeCredentials, NodeRow, Recording
+from gpool.server.store.values import HeldLease, NodeCredentials, NodeRow
 from gpool.wire.frames import (
     PROTOCOL,
     AgentFrame,
@@ -62,6 +63,7 @@ class Channel:
         self._greeted = False
         self._beat = 0
         self._specs_sent: set[SpecId] = set()
+        self._unstated: set[TaskId] = set()
 
     async def receive(self, frame: AgentFrame) -> None:
         """Takes one frame to its end, commit and answer included."""
@@ -88,19 +90,19 @@ class Channel:
         now = server.now
         scheduler.disconnect(self.node, "replaced by a newer connection of this node")
         scheduler.heard_from(self.node, now)
-        held, row = await server.write(
+        greeted = await server.write(
             _greeting(self.node, hello.offer, server.ids.take(len(hello.offer.gpus)), now)
         )
         if self.closed:
             return
-        if row is None:
+        if greeted is None:
             self.refuse("not_found", "this node was removed; join again", retry=False)
             return
         scheduler.disconnect(self.node, "replaced by a newer connection of this node")
         self._greeted = True
         self._beat = hello.beat
         stated = set(hello.holds)
-        open_leases = {Hold(lease.task, lease.epoch): lease for lease in held}
+        open_leases = {Hold(lease.task, lease.epoch): lease for lease in greeted.held}
         settings = server.settings
         self._send(
             Welcome(
@@ -112,7 +114,7 @@ class Channel:
                 drop=tuple(hold for hold in hello.holds if hold not in open_leases),
             )
         )
-        scheduler.connect(self, row.node)
+        scheduler.connect(self, greeted.row.node)
         stop = tuple(
             hold
             for hold, lease in open_leases.items()
@@ -120,9 +122,17 @@ class Channel:
         )
         if stop:
             self._send(Stop(stop, StopReason.CANCELLED))
-        await self._offer_again(
-            [lease for hold, lease in open_leases.items() if hold not in stated]
-        )
+        # All of it before the next await: a cancel must not overtake the grant it stops.
+        missing = [lease for hold, lease in open_leases.items() if hold not in stated]
+        wanted = [lease for lease in missing if lease.status is not TaskStatus.CANCELLED]
+        self.grant(_lines(wanted, self._owner), greeted.specs.get)
+        gone = [
+            Released(lease.task, lease.epoch)
+            for lease in missing
+            if lease.status is TaskStatus.CANCELLED
+        ]
+        if gone:
+            scheduler.absorb(await server.write(leases.record(self.node, gone, server.now)))
 
     async def close(self) -> None:
         """The transport is gone. What the node holds stays its own until the lease time is over."""
@@ -167,25 +177,10 @@ class Channel:
                 specs.append((line.spec, spec))
         self._send(Grants(self._beat, tuple(specs), tuple(lines)))
 
-    async def _offer_again(self, missing: Sequence[HeldLease]) -> None:
-        """Leases the store has open and the agent did not name: it never got them, or it forgot them."""
-        gone = tuple(
-            Released(lease.task, lease.epoch)
-            for lease in missing
-            if lease.status is TaskStatus.CANCELLED
-        )
-        wanted = [lease for lease in missing if lease.status is not TaskStatus.CANCELLED]
-        specs: dict[int, TaskSpec | None] = {}
-        for spec_id in {lease.spec for lease in wanted}:
-            specs[spec_id] = await self._server.scheduler.spec(spec_id)
-        self.grant(_lines(wanted, self._owner), specs.get)
-        if gone:
-            self._absorb(await self._server.write(leases.record(self.node, gone, self._server.now)))
-
     async def _record(self, frame: Reports) -> None:
         items = [_checked_item(item) for item in frame.items]
         recording = await self._server.write(leases.record(self.node, items, self._server.now))
-        self._absorb(recording)
+        self._server.scheduler.absorb(recording)
         if not self.closed:
             self._send(Recorded(frame.sequence, recording.refused))
 
@@ -197,9 +192,14 @@ class Channel:
         # Before the commit: if that fails we only give the leases away later than we might.
         self._server.scheduler.heard_from(self.node, now)
         drop = await self._server.write(_beating(self.node, frame.holds, now))
-        if not self.closed:
-            self._beat = max(self._beat, frame.number)
-            self._send(BeatSeen(frame.number, drop))
+        if self.closed:
+            return
+        self._beat = max(self._beat, frame.number)
+        self._send(BeatSeen(frame.number, drop))
+        if self._forgotten(frame.holds):
+            self.refuse(
+                "conflict", "leases of yours are not in your beats; say hello again", retry=True
+            )
 
     async def _change_offer(self, frame: OfferChanged) -> None:
         wrong = _wrong_with_offer(frame.offer)
@@ -207,27 +207,55 @@ class Channel:
             self.refuse("invalid", wrong, retry=False)
             return
         server = self._server
-        _, row = await server.write(
-            _greeting(self.node, frame.offer, server.ids.take(len(frame.offer.gpus)), server.now)
+        row = await server.write(
+            _offering(self.node, frame.offer, server.ids.take(len(frame.offer.gpus)), server.now)
         )
         if row is not None:
             server.scheduler.node_changed(row.node)
 
-    def _absorb(self, recording: Recording) -> None:
-        self._server.scheduler.absorb(recording)
+    def _forgotten(self, stated: Iterable[Hold]) -> set[TaskId]:
+        """Leases of this node that it has not named in two beats on end: it does not know of them.
+
+        Frames are not lost on a connection, so this should not happen; if it does, nobody else would ever notice.
+        """
+        held = self._server.scheduler.held_by(self.node)
+        unstated = held.difference(hold.task for hold in stated)
+        forgotten = unstated & self._unstated
+        self._unstated = unstated
+        return forgotten
+
+
+@dataclass(frozen=True, slots=True)
+class _Greeted:
+    row: NodeRow
+    held: tuple[HeldLease, ...]
+    specs: Mapping[int, TaskSpec]
 
 
 @operation
 def _greeting(
     node: NodeId, offer: Offer, gpu_ids: Sequence[int], at: Instant
-) -> Operation[tuple[tuple[HeldLease, ...], NodeRow | None]]:
-    row = yield from nodes.node(node)
-    if row is None:
-        return (), None
+) -> Operation[_Greeted | None]:
+    """Offer, leases and their specs as of one moment; None: there is no such node any more."""
+    if (yield from nodes.node(node)) is None:
+        return None
     yield from nodes.greet(node, offer, gpu_ids, at)
     held = yield from leases.held(node)
+    specs = {}
+    for id_ in {lease.spec for lease in held}:
+        found = yield from leases.spec(id_)
+        if found is not None:
+            specs[int(id_)] = found[1]
     row = yield from nodes.node(node)
-    return held, row
+    return None if row is None else _Greeted(row, held, specs)
+
+
+@operation
+def _offering(
+    node: NodeId, offer: Offer, gpu_ids: Sequence[int], at: Instant
+) -> Operation[NodeRow | None]:
+    yield from nodes.greet(node, offer, gpu_ids, at)
+    return (yield from nodes.node(node))
 
 
 @operation

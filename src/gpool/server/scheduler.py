@@ -215,6 +215,13 @@ class Scheduler:
         """Nodes not heard from for a whole lease time."""
         return [node for node, deadline in self.deadlines.items() if deadline < now]
 
+    def held_by(self, node: NodeId) -> set[TaskId]:
+        """Tasks whose leases a node holds, as far as we know."""
+        entry = self.state.nodes.get(node)
+        if self.in_doubt or entry is None or not entry.lines:
+            return set()
+        return {task for task, line in self.state.held.items() if line.node == node}
+
     def connect(self, channel: Channel, node: Node) -> None:
         self.channels[channel.node] = channel
         self._metrics.nodes.set(len(self.channels))
@@ -260,16 +267,6 @@ class Scheduler:
         )
 
     # ---- specs and sending
-
-    async def spec(self, id_: SpecId) -> TaskSpec | None:
-        known = self._specs.get(id_)
-        if known is None:
-            found = await self._store.read(leases.spec(id_))
-            if found is None:
-                return None
-            self._remember(id_, *found)
-            return found[1]
-        return known[1]
 
     def _remember(self, id_: SpecId, user: UserId, spec: TaskSpec) -> Shape:
         known = self._specs.get(id_)

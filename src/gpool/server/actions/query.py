@@ -63,27 +63,40 @@ async def wait_for_task(server: Server, user: User, id_: TaskId, seconds: float)
             await changed.wait(left)
 
 
+@dataclass(frozen=True, slots=True)
+class Awaited:
+    """Tasks of one batch whose results are wanted; `fresh`: committed just now, they cannot have ended yet."""
+
+    batch: BatchId
+    tasks: Sequence[TaskId]
+    fresh: bool
+
+
 async def wait_for_results(
-    server: Server, batch: BatchId, wanted: Sequence[TaskId], seconds: float
+    server: Server, awaited: Awaited, seconds: float
 ) -> list[BatchResult] | None:
-    """The results of these tasks of a batch, in their order; None when the time is over first."""
-    ends = asyncio.get_running_loop().time() + seconds
+    """The results in the order of the tasks; None when the time is over first."""
+    clock = asyncio.get_running_loop().time
+    ends = clock() + seconds
     found: dict[TaskId, BatchResult] = {}
-    missing = set(wanted)
+    missing = set(awaited.tasks)
     after = 0
-    with server.hub.subscription(batch) as changed:
-        while missing:
-            rows = await server.store.read(operations.batch_results(batch, after, RESULT_ROWS))
+    with server.hub.subscription(awaited.batch) as changed:
+        if awaited.fresh and not await changed.wait(seconds):
+            return None
+        while True:
+            rows = await server.store.read(
+                operations.batch_results(awaited.batch, after, RESULT_ROWS)
+            )
             for row in rows:
                 after = row.sequence
                 if row.task in missing:
                     missing.discard(row.task)
                     found[row.task] = row
-            if missing and len(rows) < RESULT_ROWS:
-                left = ends - asyncio.get_running_loop().time()
-                if left <= 0 or not await changed.wait(left):
-                    return None
-    return [found[id_] for id_ in wanted]
+            if not missing:
+                return [found[id_] for id_ in awaited.tasks]
+            if len(rows) < RESULT_ROWS and not await changed.wait(ends - clock()):
+                return None
 
 
 async def batch(server: Server, user: User, id_: BatchId) -> Batch:

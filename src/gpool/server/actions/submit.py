@@ -36,11 +36,12 @@ _MAX_BASE64 = (INLINE_LIMIT_BYTES + 2) // 3 * 4
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """Durable. `body` is the document; `batch` and `tasks` are what it names."""
+    """Durable. `body` is the document; `batch` and `tasks` are what it names; not `fresh`: it happened before."""
 
     body: bytes
     batch: BatchId
     tasks: tuple[TaskId, ...]
+    fresh: bool
 
 
 async def submit(server: Server, user: User, request: TaskRequest, once: Once | None) -> Accepted:
@@ -61,11 +62,13 @@ async def submit(server: Server, user: User, request: TaskRequest, once: Once | 
             body,
             BatchId(decode("batch", first.batch)),
             tuple(TaskId(decode("task", text)) for text in first.ids),
+            fresh=False,
         )
     server.scheduler.queued(submitted, submission.spec, user.id, submission.at)
     if not submitted.tasks:
         server.hub.publish((submitted.batch,))  # closed: those who stream its results may be done
-    return Accepted(body, submitted.batch, tuple([task.id for task in submitted.tasks]))
+    ids = tuple([task.id for task in submitted.tasks])
+    return Accepted(body, submitted.batch, ids, fresh=True)
 
 
 def _submission(server: Server, user: User, request: TaskRequest) -> Submission:

@@ -75,7 +75,9 @@ async def get_artifact(request: Request, sha256: SHA256) -> Response:
     else:
         (first, length), status = wanted, 206
         if length <= 0 or first >= size:
-            refusal = problem(Unprocessable(f"the artifact has {size} bytes"), request.url.path)
+            refusal = problem(
+                Unprocessable(f"the artifact has {size} bytes"), request.scope["path"]
+            )
             refusal.status_code = 416
             refusal.headers["Content-Range"] = f"bytes */{size}"
             return refusal

@@ -60,7 +60,7 @@ async def agent_channel(socket: WebSocket) -> None:
         if not isinstance(who, NodeCredentials):
             raise Forbidden("the channel is for nodes; use a node's secret (gpn_…)")
     except GpoolError as error:
-        await socket.send_denial_response(problem(error, socket.url.path))
+        await socket.send_denial_response(problem(error, socket.scope["path"]))
         return
     await socket.accept()
     outbox = _Outbox(socket)

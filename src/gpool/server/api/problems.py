@@ -97,12 +97,12 @@ async def _ours(request: Request, error: Exception) -> Response:
     assert isinstance(error, GpoolError)
     if error.status >= 500:
         log.error("request failed: %s", error.detail, exc_info=error)
-    return problem(error, request.url.path)
+    return problem(error, request.scope["path"])
 
 
 async def _form(request: Request, error: Exception) -> Response:
     assert isinstance(error, (RequestValidationError, ValidationError))
-    return problem(invalid(list(error.errors())), request.url.path)
+    return problem(invalid(list(error.errors())), request.scope["path"])
 
 
 async def _http(request: Request, error: Exception) -> Response:
@@ -110,24 +110,25 @@ async def _http(request: Request, error: Exception) -> Response:
     status = error.status_code
     detail = str(error.detail)
     if status == 404:
-        detail = f"nothing is at {request.url.path[:200]}; /openapi.json lists what there is"
+        detail = f"nothing is at {request.scope['path'][:200]}; /openapi.json lists what there is"
     elif status == 405:
-        detail = f"{request.method} does not go with {request.url.path[:200]}"
+        detail = f"{request.method} does not go with {request.scope['path'][:200]}"
     members = {
         "title": _TITLES.get(status, detail),
         "detail": detail,
         "code": _CODES.get(status, Conflict.code if status == 409 else "error"),
     }
-    return _document(status, members, request.url.path, error.headers or {})
+    return _document(status, members, request.scope["path"], error.headers or {})
 
 
 async def _gone(request: Request, error: Exception) -> Response:  # noqa: ARG001 - a handler's shape
-    return problem(Invalid("the connection ended before the body did"), request.url.path)
+    return problem(Invalid("the connection ended before the body did"), request.scope["path"])
 
 
 async def _fault(request: Request, error: Exception) -> Response:
     entry = secrets.token_hex(6)
-    log.error("fault %s at %s %s", entry, request.method, request.url.path, exc_info=error)
+    log.error("fault %s at %s %s", entry, request.method, request.scope["path"], exc_info=error)
     return problem(
-        InternalFault(f"a fault of gpool; the server's log has it as {entry}"), request.url.path
+        InternalFault(f"a fault of gpool; the server's log has it as {entry}"),
+        request.scope["path"],
     )

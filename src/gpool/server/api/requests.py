@@ -95,7 +95,7 @@ def once_of(request: Request, raw: bytes = b"") -> Once | None:
         return None
     if not key or len(key) > MAX_KEY_LENGTH or not key.isprintable():
         raise Invalid(f"an Idempotency-Key has 1 to {MAX_KEY_LENGTH} printable characters")
-    asked = f"{request.method} {request.url.path}\n".encode() + raw
+    asked = f"{request.method} {request.scope['path']}\n".encode() + raw
     return Once(key, hashlib.sha256(asked).hexdigest())
 
 

@@ -61,7 +61,8 @@ async def submit_tasks(request: Request, wait: Wait = 0) -> Response:
     accepted = await submit(server, user, parsed(TaskRequest, content), once_of(request, content))
     if wait > 0 and accepted.tasks:
         seconds = min(wait, server.settings.max_wait_s)
-        results = await query.wait_for_results(server, accepted.batch, accepted.tasks, seconds)
+        awaited = query.Awaited(accepted.batch, accepted.tasks, accepted.fresh)
+        results = await query.wait_for_results(server, awaited, seconds)
         if results is not None:
             return raw(documents.result_list(results))
     return raw(accepted.body, 202)
