@@ -69,7 +69,7 @@ def draw_wish(dice: Dice, name: str, until_us: int) -> Wish:
     rest = _request(dice, f"{name}+", dice.between(1, 3)) if splits else None
     return Wish(
         name=name,
-        count=count,
+        count=tasks_in(request),
         request=request,
         once=Once(name, f"print of {name}") if keyed else None,
         at_us=dice.between(0, until_us),
@@ -90,6 +90,8 @@ def _request(dice: Dice, name: str, count: int) -> TaskRequest:
         "retries": dice.pick((0, 0, 1, 2)),
         "priority": dice.pick((0, 0, 0, 10, -10)),
     }
+    if common["gpu"] in (1, 2):
+        count = min(count, 4)  # they run one by one: the end of the run is in sight
     if common["gpu"] is None and dice.chance(0.3):
         common["vram"] = "6GB"
     if dice.chance(0.5):
@@ -98,6 +100,10 @@ def _request(dice: Dice, name: str, count: int) -> TaskRequest:
     calls: list[Any] = [base64.b64encode(f"{name}:{n}".encode()).decode() for n in range(count)]
     function = FunctionDocument(sha256=FUNCTION_SHA256, python="3.11")
     return TaskRequest(function=function, calls=calls, **common)
+
+
+def tasks_in(request: TaskRequest) -> int:
+    return request.copies if request.calls is None else len(request.calls)
 
 
 class Consumer:
@@ -124,8 +130,7 @@ class Consumer:
         if wish.closes_with is not None:
             rest = wish.closes_with.model_copy(update={"batch": encode("batch", batch)})
             once = Once(f"{wish.name}+", "the rest")
-            count = len(rest.calls) if rest.calls is not None else rest.copies
-            more = await self._submit(f"{wish.name}+", count, rest, once)
+            more = await self._submit(f"{wish.name}+", tasks_in(rest), rest, once)
             if more.batch != batch:
                 self._counter.fail(f"{wish.name}+ went into another batch")
             tasks += more.tasks

@@ -40,7 +40,7 @@ from gpool.testing.world.trace import Trace
 
 S = 1_000_000
 MS = 1_000
-CALM_US = 60 * S
+CALM_US = 180 * S
 """Once the faults are over, everything must have ended after this long."""
 
 OFFERS = (
