@@ -36,6 +36,7 @@ class Way:
     free_at_us: int = 0  # nothing behind overtakes what is under way
     cut: bool = False  # what is sent from now on never arrives
     closed: bool = False  # the receiver has learnt of the break: what still comes is dropped
+    sent: int = 0
 
 
 @dataclass(slots=True)
@@ -80,7 +81,8 @@ class Link:
         at_us = max(loop.us + delay, blocked_until_us, way.free_at_us + 1)
         way.free_at_us = at_us
         loop.call_at(at_us / 1e6, self._arrive, way, data)
-        if weather.repeat and dice.chance(weather.repeat):
+        way.sent += 1
+        if way.sent > 1 and dice.chance(weather.repeat):  # the first is the handshake
             way.free_at_us = at_us + dice.between(1, 50 * MS)
             loop.call_at(way.free_at_us / 1e6, self._arrive, way, data)
 
