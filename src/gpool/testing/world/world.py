@@ -288,6 +288,8 @@ class World:
                 self.loop.after_us(fault.lasts_us, agent.thaw)
             case Kind.BREAK:
                 self.network.break_links(agent.name)
+            case Kind.STALL:
+                self.network.stall(agent.name, fault.lasts_us)
             case Kind.BLOCK | Kind.BLOCK_UP | Kind.BLOCK_DOWN:
                 if fault.kind is not Kind.BLOCK_DOWN:
                     blockage.up_until_us = max(blockage.up_until_us, over)
