@@ -6,10 +6,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 from inprocess import Node, RealPool
 
 import gpool
 from gpool import Client
+from gpool.cli.main import cli
+from gpool.client.logs import printed
 
 
 @pytest.fixture(scope="module")
@@ -94,6 +97,46 @@ def test_following_a_finished_tasks_logs_ends(sdk: Client, real: RealPool, node:
     run = sdk.submit_command(["x"])
     assert "".join(run.logs(follow=True)) == "ab"
     assert run.wait().status == "succeeded"
+
+
+BINARY = [b"\xe6\xbc", b"\xa2 \xff\x00", bytes(range(256)), "漢\n".encode(), b"\xe2\x82"]
+
+
+@pytest.mark.parametrize("follow", [True, False])
+def test_output_comes_back_byte_by_byte_and_readable(
+    sdk: Client, real: RealPool, node: Node, follow: bool
+) -> None:
+    real.command = lambda _: (0, [(1, data) for data in BINARY], {})
+    run = sdk.submit_command(["x"])
+    run.wait()
+    documents = list(run.log_documents(follow=follow))
+    assert [one["data"] is None for one in documents] == [False, False, False, True, False]
+    pieces = list(run.printed(follow=follow))
+    assert b"".join(piece.data for piece in pieces) == b"".join(BINARY)
+    assert "".join(piece.text for piece in pieces) == b"".join(BINARY).decode(errors="replace")
+
+
+def test_a_character_cut_by_a_reconnect_is_whole_for_the_reader(
+    sdk: Client, real: RealPool, node: Node
+) -> None:
+    real.command = lambda _: (0, [(1, b"\xe6\xbc"), (1, b"\xa2")], {})
+    run = sdk.submit_command(["x"])
+    run.wait()
+    first, second = run.log_documents()
+    (again,) = sdk.door.get_json(f"/v1/tasks/{run.id}/logs?after={first['cursor']}")["items"]
+    assert (second["text"], again["data"]) == ("漢", second["data"])
+    assert [piece.text for piece in printed([first, again])] == ["", "漢"]
+
+
+def test_the_command_line_passes_bytes_on_unchanged(
+    sdk: Client, real: RealPool, node: Node
+) -> None:
+    real.command = lambda _: (0, [(1, data) for data in BINARY], {})
+    ran = CliRunner().invoke(cli, ["run", "--", "x"], obj=sdk)
+    assert (ran.exit_code, ran.stdout_bytes) == (0, b"".join(BINARY))
+    task = sdk.listing("tasks", limit=1)[0]["id"]
+    for args in (["logs", task], ["logs", "-f", task]):
+        assert CliRunner().invoke(cli, args, obj=sdk).stdout_bytes == b"".join(BINARY)
 
 
 def test_errors_arrive_as_the_classes_the_server_raised(sdk: Client, real: RealPool) -> None:

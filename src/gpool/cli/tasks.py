@@ -68,12 +68,7 @@ def logs(ctx: click.Context, task: str, follow: bool, as_json: bool) -> None:
     """Print what a task wrote."""
     run = client_of(ctx).get(task)
     if as_json:
-        emit_json(
-            [
-                {"cursor": p.cursor, "stream": p.stream, "text": p.text}
-                for p in run.printed(follow=follow)
-            ]
-        )
+        emit_json(list(run.log_documents(follow=follow)))
         return
     try:
         LogPrinter().show(run.printed(follow=follow))
