@@ -88,13 +88,18 @@ class Equipment:
             log.error("sandbox_not_removed", exc_info=error)
 
     def runtime_for(self, spec: TaskSpec, owner: bool) -> Runtime:
-        """The weakest runtime here that is strong enough; without isolation only for the owner."""
-        floor = (
-            spec.requirements.tier.strength if owner else max(1, spec.requirements.tier.strength)
-        )
-        fitting = [tier for tier in self.runtimes if tier.strength >= floor]
-        if not fitting:
-            raise SandboxFailed(f"this node has no runtime of tier {spec.requirements.tier}")
+        """The weakest runtime here that is strong enough; without isolation only for the owner, who must ask for it.
+
+        The scheduler sees to that as well; a node does not take its word for it.
+        """
+        floor = spec.requirements.tier
+        if floor is Tier.NONE and not owner:
+            raise SandboxFailed(
+                "tier 'none' runs without isolation: only tasks of this node's owner may"
+            )
+        fitting = [tier for tier in self.runtimes if tier.strength >= floor.strength]
+        if not fitting or (floor is Tier.NONE and Tier.NONE not in fitting):
+            raise SandboxFailed(f"this node has no runtime of tier {floor.value!r}")
         return self.runtimes[min(fitting, key=lambda tier: tier.strength)]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from collections.abc import Sequence
 
 import click
 import uvloop
@@ -12,6 +13,7 @@ from gpool import __version__
 from gpool.agent.detect import detect, host_facts
 from gpool.agent.main import run_agent
 from gpool.agent.runtime.bubblewrap import BubblewrapRuntime
+from gpool.agent.runtime.process import ProcessRuntime
 from gpool.agent.runtime.protocol import Runtime, SandboxFailed
 from gpool.agent.settings import AgentSettings
 from gpool.cli.main import FAILED, exit_code_of, say_error
@@ -35,15 +37,20 @@ def offer_of(settings: AgentSettings, gpus: tuple[Gpu, ...], tiers: frozenset[Ti
     )
 
 
+def runtimes_of(settings: AgentSettings, gpus: Sequence[Gpu]) -> dict[Tier, Runtime]:
+    """Bubblewrap for everyone; no isolation only where the owner asked for it."""
+    made: dict[Tier, Runtime] = {Tier.CONTAINER: BubblewrapRuntime(settings.data_dir, gpus=gpus)}
+    if settings.allow_process:
+        made[Tier.NONE] = ProcessRuntime(settings.data_dir, gpus=gpus)
+    return made
+
+
 def lend() -> None:
     """Until told to stop; raises when it cannot or may not."""
     settings = AgentSettings()  # type: ignore[call-arg]  # from the environment
     settings.data_dir.mkdir(parents=True, exist_ok=True)
     gpus = detect(settings.simulate_gpus)
-    real = [gpu for gpu in gpus if not gpu.simulated]
-    runtimes: dict[Tier, Runtime] = {
-        Tier.CONTAINER: BubblewrapRuntime(settings.data_dir, gpus=real)
-    }
+    runtimes = runtimes_of(settings, [gpu for gpu in gpus if not gpu.simulated])
     offer = offer_of(settings, gpus, frozenset(runtimes))
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(run_agent(settings, runtimes, offer))

@@ -40,7 +40,7 @@ SECOND_CHANCE_S = 2.0
 @click.option(
     "--tier",
     type=click.Choice(["none", "container", "vm"]),
-    help="The weakest isolation you accept.",
+    help="The weakest isolation you accept; none: only on a node of your own that allows it.",
 )
 @click.option("--timeout", metavar="TIME", help="Stop it after, e.g. 2h (default 24h).")
 @click.option("--priority", type=click.IntRange(-100, 100), help="Higher goes first.")
