@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from random import Random
 
+import httpx2
 import pytest
 from click.testing import CliRunner
 from inprocess import Node, RealPool
@@ -12,7 +14,9 @@ from inprocess import Node, RealPool
 import gpool
 from gpool import Client
 from gpool.cli.main import cli
+from gpool.client.artifacts import gather
 from gpool.client.logs import printed
+from gpool.transfer.artifacts import PART_BYTES
 
 
 @pytest.fixture(scope="module")
@@ -97,6 +101,41 @@ def test_following_a_finished_tasks_logs_ends(sdk: Client, real: RealPool, node:
     run = sdk.submit_command(["x"])
     assert "".join(run.logs(follow=True)) == "ab"
     assert run.wait().status == "succeeded"
+
+
+class Stumbling(httpx2.BaseTransport):
+    """The way to the real application, broken at the second and fourth part."""
+
+    def __init__(self, way: httpx2.BaseTransport) -> None:
+        self._way = way
+        self.parts: list[str] = []
+
+    def handle_request(self, request: httpx2.Request) -> httpx2.Response:
+        if request.method == "PUT":
+            self.parts.append(request.headers["content-range"])
+            if len(self.parts) in (2, 4):
+                raise httpx2.WriteError("stumbled")
+        return self._way.handle_request(request)
+
+
+@pytest.mark.parametrize("source", ["file", "memory"])
+def test_a_broken_upload_goes_on_at_the_part_the_server_lacks(
+    real: RealPool, tmp_path: Path, source: str
+) -> None:
+    content = Random(source).randbytes(2 * PART_BYTES + 9)
+    (tmp_path / "big").write_bytes(content)
+    way = Stumbling(real.transport)
+    told: list[int] = []
+    with Client("http://pool.test", real.key, transport=way) as client:
+        if source == "memory":
+            sha256 = client.artifacts.put(content)
+        else:
+            [file] = gather(["big"], tmp_path)
+            sha256 = client.artifacts.put_file(file, lambda _path, done, _total: told.append(done))
+            assert told == [0, *[PART_BYTES] * 2, *[2 * PART_BYTES] * 2, len(content)]
+        starts = [int(part.removeprefix("bytes ").split("-")[0]) for part in way.parts]
+        assert starts == [0, PART_BYTES, PART_BYTES, 2 * PART_BYTES, 2 * PART_BYTES]
+        assert client.artifacts.get(sha256) == content
 
 
 BINARY = [b"\xe6\xbc", b"\xa2 \xff\x00", bytes(range(256)), "漢\n".encode(), b"\xe2\x82"]
