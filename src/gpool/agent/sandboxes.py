@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import sys
 import tempfile
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -32,6 +31,7 @@ from gpool.agent.instructions import (
     StartCommand,
     StartRunner,
 )
+from gpool.agent.runtime.calls import PYTHON
 from gpool.agent.runtime.protocol import (
     Answer,
     BadOutput,
@@ -266,7 +266,7 @@ class RunnerKeeper:
     async def _run(self) -> Ended:
         start = self._start
         runtime = self._with.runtime_for(start.spec, start.owner)
-        python = start.spec.requirements.python or f"{sys.version_info[0]}.{sys.version_info[1]}"
+        python = start.spec.requirements.python or PYTHON
         limits = limits_of(start.spec, start.allocation)
         job = RunnerJob(python, start.spec.env, start.allocation.slices, limits)
         sandbox = await _started(runtime.start_runner(job))

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import sys
 from collections.abc import Sequence
 
 import click
-import uvloop
 
 from gpool import __version__
 from gpool.agent.detect import detect, host_facts
-from gpool.agent.main import run_agent
+from gpool.agent.main import serve
 from gpool.agent.runtime.bubblewrap import BubblewrapRuntime
+from gpool.agent.runtime.calls import PYTHON
 from gpool.agent.runtime.process import ProcessRuntime
 from gpool.agent.runtime.protocol import Runtime, SandboxFailed
 from gpool.agent.settings import AgentSettings
@@ -30,7 +29,7 @@ def offer_of(settings: AgentSettings, gpus: tuple[Gpu, ...], tiers: frozenset[Ti
         memory_bytes=facts.memory_bytes,
         disk_bytes=facts.disk_bytes,
         gpus=gpus,
-        pythons=frozenset({f"{sys.version_info.major}.{sys.version_info.minor}"}),
+        pythons=frozenset({PYTHON}),
         tiers=tiers,
         hostname=facts.hostname,
         agent_version=__version__,
@@ -51,9 +50,7 @@ def lend() -> None:
     settings.data_dir.mkdir(parents=True, exist_ok=True)
     gpus = detect(settings.simulate_gpus)
     runtimes = runtimes_of(settings, [gpu for gpu in gpus if not gpu.simulated])
-    offer = offer_of(settings, gpus, frozenset(runtimes))
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(run_agent(settings, runtimes, offer))
+    serve(settings, runtimes, offer_of(settings, gpus, frozenset(runtimes)))
 
 
 def main() -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from gpool.cli.calling import as_json, client_of
+from gpool.cli.calling import as_json, client_of, into
 from gpool.cli.main import FAILED, GPOOL_FAULT, say_error
 from gpool.core.errors import GpoolError, Invalid
 
@@ -56,13 +56,7 @@ SECOND_CHANCE_S = 2.0
     metavar="PATH",
     help="A file or folder (FOLDER/) to bring back.",
 )
-@click.option(
-    "-o",
-    "--into",
-    type=click.Path(path_type=Path),
-    default=Path(),
-    help="Where outputs go (default: here).",
-)
+@into
 @click.option("--name", help="A name for listings.")
 @click.option("-d", "--detach", is_flag=True, help="Print the id and do not wait.")
 @as_json

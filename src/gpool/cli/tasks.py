@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from gpool.cli.calling import as_json, client_of, listing
+from gpool.cli.calling import as_json, client_of, into, listing
 from gpool.cli.main import FAILED, GPOOL_FAULT, say_error
 from gpool.cli.printing import LogPrinter, age, emit_json, fields, table
 from gpool.cli.run import progress_bar, say_how_it_ended
@@ -121,13 +121,7 @@ def cancel(ctx: click.Context, tasks: tuple[str, ...], as_json: bool) -> None:
 
 @click.command()
 @task_id
-@click.option(
-    "-o",
-    "--into",
-    type=click.Path(path_type=Path),
-    default=Path(),
-    help="Where outputs go (default: here).",
-)
+@into
 @as_json
 @click.pass_context
 def result(ctx: click.Context, task: str, into: Path, as_json: bool) -> None:

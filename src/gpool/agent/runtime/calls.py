@@ -14,6 +14,7 @@ import os
 import pickle
 import socket
 import struct
+import sys
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -43,7 +44,16 @@ LAST_BREATH_S = 1.0  # to exit with its own code after the last answer
 READY_WITHIN_S = 60.0
 CALLS_AT, ANSWERS_AT, FILES_AT = 3, 4, 5  # after stdin, stdout, stderr
 
+PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
+"""What runners run: the agent's own."""
+
 Start = Callable[[Sequence[int], Sequence[int]], Awaitable[Started]]
+
+
+def must_have(python: str) -> None:
+    """Refuse functions for another Python: their pickles would not load, or worse, would."""
+    if python != PYTHON:
+        raise SandboxFailed(f"this node has Python {PYTHON}, the function needs {python}")
 
 
 class Stream:
