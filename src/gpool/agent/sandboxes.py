@@ -255,7 +255,9 @@ class RunnerKeeper:
         """However it came to an end, even before its first step."""
         ended = _fault(task) or self._outcome
         number = self._start.runner
-        self._with.feed(RunnerEnded(number, ended.reason, ended.exit_code, ended.detail))
+        self._with.feed(
+            RunnerEnded(number, ended.reason, ended.exit_code, ended.detail, ended.retired)
+        )
 
     async def _keep(self) -> None:
         try:

@@ -57,8 +57,6 @@ HAND_BACK_AFTER_US = 2_000_000
 IDLE_RUNNER_US = 60_000_000
 MAX_IDLE_RUNNERS = 8
 MAX_START_FAILURES = 3
-MAX_QUIET_DEATHS = 2
-RETIRED = (0, 137)
 
 
 class Work:
@@ -566,8 +564,9 @@ class Work:
                 self._finish(now, head, ends.not_started(head, event))
                 self._hand_back(now, list(line.waiting))
                 line.waiting.clear()
-        elif runner.state is RunnerState.READY and runner.sent:
-            self._charge(now, runner, event)
+        elif runner.state is RunnerState.READY and runner.sent and not event.retired:
+            head = runner.sent.popleft()  # it went away by itself: the call that ran answers for it
+            self._finish(now, head, ends.died(head, event))
         rest: list[Held] = []
         for place, held in enumerate(runner.sent):
             if held.fate is Fate.SHUTDOWN and place > 0:
@@ -581,16 +580,3 @@ class Work:
         line.waiting.extendleft(reversed(rest))
         self._advance(now, line, out)
         self._unblock(now, out)
-
-    def _charge(self, now: int, runner: Runner, event: RunnerEnded) -> None:
-        """A runner went away by itself: the call that ran answers for it.
-
-        A runner may also retire between two calls: it exits with 0, or is killed after it said so. The call that would
-        have been next is tried again once.
-        """
-        head = runner.sent[0]
-        head.deaths += 1
-        quiet = event.reason is EndReason.EXITED and event.exit_code in RETIRED
-        if not quiet or head.deaths >= MAX_QUIET_DEATHS:
-            runner.sent.popleft()
-            self._finish(now, head, ends.died(head, event))

@@ -17,7 +17,7 @@ import struct
 import sys
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from gpool.agent.runtime.launching import Exit, Started
@@ -125,6 +125,8 @@ class Runner:
         self._writing = asyncio.Lock()
         self._over = False  # no more answers will come
         self._broken = False  # it said what no runner of ours says
+        self._answered = False  # at least one call
+        self._retired = False  # it said that it would end, between two calls
         self._closed = False
         self._ended: Ended | None = None
 
@@ -175,7 +177,8 @@ class Runner:
     async def ended(self) -> Ended:
         exit = await self._started.exited()
         if self._ended is None:
-            self._ended = self._keeping.judge(exit, b"")
+            judged = self._keeping.judge(exit, b"")
+            self._ended = replace(judged, retired=self._retired and not self._broken)
         return self._ended
 
     async def kill(self) -> None:
@@ -259,7 +262,10 @@ class Runner:
                     for stream in self._streams:
                         stream.marker = bytes(view[start + HEAD.size : end])
                 elif kind == RETIRE:
-                    self._over = True
+                    # Only after an answer: else a call that claims it would be tried again for ever.
+                    self._over, self._retired = True, self._answered
+                elif kind in (ANSWER, ANSWER_FILE):
+                    self._answered = True
                 frames.append(bytes(view[start + HEAD.size - 1 : end]))
                 start = end
         del self._buffer[:start]
