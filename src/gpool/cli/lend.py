@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -56,6 +57,8 @@ def lend() -> None:
 def main() -> None:
     try:
         lend()
+    except KeyboardInterrupt:  # before it could be stopped in good order
+        sys.exit(128 + signal.SIGINT)
     except GpoolError as error:
         say_error(error)
         sys.exit(exit_code_of(error))
