@@ -40,7 +40,11 @@ def ps(ctx: click.Context, as_json: bool, everything: bool, limit: int, status: 
         )
         for task in found
     ]
-    table(("id", "name", "status", "age", "node", "gpu"), rows, "No tasks yet.")
+    table(
+        ("id", "name", "status", "age", "node", "gpu"),
+        rows,
+        f"No task is {status}." if status else "No tasks yet.",
+    )
 
 
 @click.command()
@@ -95,6 +99,9 @@ def wait(ctx: click.Context, task: str, timeout: str | None, as_json: bool) -> N
     except TimeoutError as late:
         click.echo(f"gpool: {late}", err=True)
         ctx.exit(FAILED)
+    except KeyboardInterrupt:
+        click.echo(f"\nTask {task} goes on. Wait again with: gpool wait {task}", err=True)
+        ctx.exit(FAILED)
     except GpoolError as error:
         if os.environ.get("GPOOL_DEBUG"):
             raise
@@ -144,8 +151,8 @@ def result(ctx: click.Context, task: str, into: Path, as_json: bool) -> None:
         for path in written:
             click.echo(str(path))
         if not written:
-            click.echo(f"Task {task} {found.status}; it left no outputs.", err=True)
-    say_how_it_ended(found)
+            click.echo(f"Task {task} left no outputs.", err=True)
+    say_how_it_ended(found, code_too=True)
     ctx.exit(0 if found.status == "succeeded" else FAILED)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -58,6 +59,7 @@ def up(data: Path | None, host: str, port: int, no_agent: bool, terms: Terms) ->
     url = f"http://{_dialled(host)}:{port}"
     children: list[Child] = []
     with only_one(folder):
+        must_be_free(host, port)
         stop = stop_signals()
         try:
             server = Child(
@@ -172,6 +174,20 @@ def only_one(folder: Path) -> Iterator[None]:
                 f"a pool runs in {folder} already; stop it, or choose another folder with --data"
             ) from exc
         yield
+
+
+def must_be_free(host: str, port: int) -> None:
+    """Whoever answers there would be taken for our own server."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as tried:
+        tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the server does
+        try:
+            tried.bind((host, port))
+        except OSError as exc:
+            raise Conflict(
+                f"cannot listen on {host} port {port} ({exc.strerror}); "
+                "choose another with --port, or --host"
+            ) from exc
 
 
 def _dialled(host: str) -> str:
