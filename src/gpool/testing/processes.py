@@ -62,24 +62,41 @@ def free_port() -> int:
 def alive(pid: int) -> bool:
     """Whether the process is there and not merely waiting to be reaped."""
     try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return _stat(pid)[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
         return False
-    return state != "Z"
+
+
+def cpu_s(pid: int) -> float:
+    """Processor seconds a process has used so far; 0 when it is gone."""
+    try:
+        user, system = _stat(pid)[11:13]
+    except (FileNotFoundError, ProcessLookupError):
+        return 0.0
+    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+
+
+def _stat(pid: int) -> list[str]:
+    """The fields of /proc/PID/stat from the third on (state, parent, …)."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+
+
+def _all_pids() -> list[int]:
+    return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
 
 
 def processes_saying(mark: str) -> list[int]:
     """The pids of all processes, in any sandbox, whose command line holds the mark."""
     found = []
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit() or int(entry.name) == os.getpid():
+    for pid in _all_pids():
+        if pid == os.getpid():
             continue
         try:
-            line = (entry / "cmdline").read_bytes()
+            line = Path(f"/proc/{pid}/cmdline").read_bytes()
         except (FileNotFoundError, ProcessLookupError, PermissionError):
             continue
-        if mark.encode() in line and alive(int(entry.name)):
-            found.append(int(entry.name))
+        if mark.encode() in line and alive(pid):
+            found.append(pid)
     return found
 
 
@@ -137,6 +154,24 @@ class Daemon:
 
     def said(self) -> str:
         return self.log.read_text(errors="replace") if self.log.exists() else ""
+
+    def cpu_s(self) -> float:
+        """Processor seconds so far, of this process alone."""
+        return cpu_s(self.pid)
+
+    def descendants(self) -> list[int]:
+        """The pids of everything it started, however deep, as far as it is still beneath it."""
+        parents: dict[int, list[int]] = {}
+        for pid in _all_pids():
+            try:
+                parents.setdefault(int(_stat(pid)[1]), []).append(pid)
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+        found, new = [], [self.pid]
+        while new:
+            new = [child for parent in new for child in parents.get(parent, ())]
+            found += new
+        return found
 
     def peak_memory_bytes(self) -> int:
         """The largest resident set so far, of this process alone."""
@@ -203,12 +238,11 @@ class Pool:
 
         return eventually("the server is ready", ready, within_s=30)
 
-    def join(self, name: str) -> Daemon:
+    def join(self, name: str, *options: str) -> Daemon:
         """A further machine: its own home, joined by its own link; returns once the server sees it."""
-        link = self.json("node", "invite")["link"]
-        agent = Daemon(
-            ["join", link, "--name", name], self.environment(name), self.directory / f"{name}.log"
-        )
+        link = self.ask("POST", "/v1/nodes/invites", {}).json()["link"]
+        arguments = ["join", link, "--name", name, *options]
+        agent = Daemon(arguments, self.environment(name), self.directory / f"{name}.log")
         self.agents[name] = agent
         agent.start()
         eventually(f"node {name} is online", lambda: name in self.online(), within_s=30)
