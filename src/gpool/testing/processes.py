@@ -189,6 +189,9 @@ class Pool:
     port: int = field(default_factory=free_port)
     agents: dict[str, Daemon] = field(default_factory=dict)
     _server: Daemon | None = None
+    _http: httpx2.Client = field(
+        default_factory=lambda: httpx2.Client(timeout=60, trust_env=False, verify=False)  # noqa: S501 - loopback, no TLS
+    )
 
     # ---- processes
 
@@ -232,7 +235,7 @@ class Pool:
             if not self.server.is_running:
                 raise NeverHappened(f"the server ended by itself:\n{self.server.said()[-4000:]}")
             try:
-                return httpx2.get(f"{self.address}/readyz", timeout=2).status_code == 200
+                return self._http.get(f"{self.address}/readyz", timeout=2).status_code == 200
             except httpx2.TransportError:
                 return False
 
@@ -258,6 +261,7 @@ class Pool:
     def stop(self) -> None:
         for daemon in (*self.agents.values(), *([self._server] if self._server else [])):
             daemon.stop()
+        self._http.close()
 
     def __enter__(self) -> Pool:
         self.start()
@@ -296,8 +300,7 @@ class Pool:
     def ask(self, method: str, path: str, document: object = None) -> httpx2.Response:
         """A request with the operator's key: where a command would be too slow, or shows less than is wanted."""
         headers = {"Authorization": f"Bearer {self.key}"}
-        url = self.address + path
-        answer = httpx2.request(method, url, headers=headers, json=document, timeout=60)
+        answer = self._http.request(method, self.address + path, headers=headers, json=document)
         return answer.raise_for_status()
 
     def submit(self, *command: str, outputs: Sequence[str] = ()) -> str:
