@@ -45,13 +45,9 @@ def configuration(server: Server) -> uvicorn.Config:
 
 
 def main() -> None:
-    """`python -m gpool.server.main`: everything from `GPOOL_SERVER_*` variables."""
+    """What `python -m gpool.server` runs: everything from `GPOOL_SERVER_*` variables."""
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(serve(Settings()))
-
-
-if __name__ == "__main__":
-    main()
