@@ -22,6 +22,8 @@ from typing import Any
 
 import httpx2
 
+from gpool.testing.scripted_agent import ScriptedAgent
+
 GPOOL = (str(Path(sys.executable).with_name("gpool")),)
 
 SHORT_LEASE: Mapping[str, str] = {
@@ -250,6 +252,11 @@ class Pool:
         agent.start()
         eventually(f"node {name} is online", lambda: name in self.online(), within_s=30)
         return agent
+
+    def scripted(self, name: str, cpus: int) -> ScriptedAgent:
+        """A further node, known to the server and not connected: it does what the test says."""
+        secret = self.ask("POST", "/v1/nodes", {"name": name}).json()["secret"]
+        return ScriptedAgent(self.address, secret, cpus)
 
     def online(self) -> list[str]:
         return [
