@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import resource
+import signal
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -43,6 +45,10 @@ print(size >> 20)
 """
 
 
+def is_child(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1] == str(os.getpid())
+
+
 def ran(tmp_path: Path, kind: str, *argv: str, limits: Limits = SMALL) -> Any:
     return using(kind, tmp_path, lambda runtime: command(runtime, *argv, limits=limits))
 
@@ -67,8 +73,33 @@ def test_nothing_else_can_be_written(path: str, tmp_path: Path) -> None:
 
 
 def test_a_file_ends_at_the_disk_limit(tmp_path: Path) -> None:
-    said = ran(tmp_path, "bubblewrap", "python", "-c", FILL, "/work/full").out
+    said = ran(tmp_path, "bubblewrap", "python", "-c", FILL, "full").out
     assert said == b"EFBIG 8\n"
+
+
+SPREAD = """
+import itertools
+for number in itertools.count():
+    with open(f"full-{number}", "wb") as full:
+        full.write(b"x" * (4 << 20))
+    if number > 2000:
+        break
+"""
+INODES = """
+import itertools
+for number in itertools.count():
+    open(f"empty-{number}", "w").close()
+    if number > 300_000:
+        break
+"""
+
+
+@pytest.mark.parametrize("code", [SPREAD, INODES], ids=["bytes", "inodes"])
+def test_many_files_past_the_disk_limit_end_the_task(code: str, tmp_path: Path) -> None:
+    small = replace(SMALL, disk_bytes=32 << 20)
+    found = ran(tmp_path, "bubblewrap", "python", "-c", code, limits=small)
+    assert found.ended.reason is EndReason.BAD_OUTPUT
+    assert "disk limit" in found.ended.detail
 
 
 def test_a_memory_bomb_is_ended_and_named(tmp_path: Path) -> None:
@@ -115,6 +146,42 @@ def test_a_flood_of_output_neither_grows_nor_starves_the_agent(tmp_path: Path) -
 def test_kill_of_everyone_reaches_nobody_outside(tmp_path: Path) -> None:
     found = ran(tmp_path, "bubblewrap", "python", "-c", "import os; os.kill(-1, 9)")
     assert found.ended.exit_code != 0
+
+
+def test_variables_show_in_nobodys_process_list(tmp_path: Path) -> None:
+    """The control is the command line itself, which does show."""
+    secret, word = "hidden-a8f3e1", "shown-b7c2d9"
+
+    async def work(runtime: Any) -> tuple[int, int]:
+        argv = ("sh", "-c", "echo up; sleep 60; :", word)
+        sandbox = await runtime.start_command(CommandJob(argv, (("KEY", secret),), (), (), LIMITS))
+        assert await anext(sandbox.output()) == (1, b"up\n")
+        found = len(processes_with(secret)), len(processes_with(word))
+        await sandbox.remove()
+        return found
+
+    hidden, shown = using("bubblewrap", tmp_path, work)
+    assert hidden == 0
+    assert shown > 0
+
+
+def test_a_launcher_that_is_killed_takes_its_sandboxes_along_and_is_replaced(
+    tmp_path: Path,
+) -> None:
+    async def work(runtime: Any) -> None:
+        argv = ("sh", "-c", "echo up; exec sleep 6543")
+        sandbox = await runtime.start_command(CommandJob(argv, (), (), (), LIMITS))
+        assert await anext(sandbox.output()) == (1, b"up\n")
+        for pid in processes_with("launcher.py"):
+            if is_child(pid):
+                os.kill(pid, signal.SIGKILL)
+        assert (await sandbox.ended()).exit_code == 137
+        assert [rest async for rest in sandbox.output()] == []
+        assert processes_with("sleep\x006543") == []
+        await sandbox.remove()
+        assert (await command(runtime, "echo", "again")).out == b"again\n"
+
+    using("bubblewrap", tmp_path, work)
 
 
 def test_a_stopped_tree_that_ignores_signals_is_killed(tmp_path: Path) -> None:

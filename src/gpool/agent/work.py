@@ -4,9 +4,10 @@ The pure half of the session that does not know the server: `gpool.agent.session
 dropped and let go. Nothing here reads a clock or starts anything; instructions are appended to `out`.
 
 The leases of an allocation stand in one line; one of them runs. A command runs alone in a fresh sandbox. Calls are
-handed to a runner in a window worth about `WINDOW_US` of work. A call cannot be taken back out of a runner, so one that
-is stopped, dropped or handed back while it waits there is only marked; when a marked call would be the next to run, the
-runner is ended and the unmarked rest goes to a fresh one.
+handed to a runner in a window worth about `WINDOW_US` of work. A call cannot be taken back out of a runner: it may begin
+there at any moment. So what waits behind a long call in a runner is not handed back, it would run here and elsewhere at
+once; and one that is stopped or dropped while it waits there is only marked: when it would be the next to run, the runner
+is ended and the unmarked rest goes to a fresh one.
 """
 
 from __future__ import annotations
@@ -197,17 +198,23 @@ class Work:
         del self._held[held.task]
         self._past.add(held.task, held.epoch)
 
-    def let_go(self, out: list[Instruction]) -> None:
-        """End everything, forget every lease, report nothing of them."""
-        leases = set(self.leases)
-        for held in list(self._held.values()):
-            self._forget(held)
-        self._outbox.forget(leases)
+    def let_go(self, now: int, out: list[Instruction]) -> None:
+        """End everything. What waits is given back, what runs is reported lost once nothing of it runs.
+
+        It has to be said: while beats arrive and only their answers do not, the server knows of no end to the lease.
+        """
+        self._outbox.forget(set(self.leases))
         for line in list(self._lines.values()):
+            self._hand_back(now, list(line.waiting))
             line.waiting.clear()
-            self._end_command(line, EndReason.LOST, out)
+            running = [line.command] if line.command is not None else []
             if line.runner is not None:
+                running += line.runner.sent
                 self._end_runner(line.runner, out)
+            for held in running:
+                if held.fate in (Fate.NONE, Fate.TIMED_OUT):
+                    held.fate = Fate.LET_GO
+            self._end_command(line, EndReason.LOST, out)
             self._settle(line)
 
     def shut_down(self, now: int, out: list[Instruction]) -> None:
@@ -296,7 +303,7 @@ class Work:
         sent, waiting, mean = runner.sent, line.waiting, runner.mean_us
         window = FIRST_WINDOW if mean < 0 else min(MAX_WINDOW, max(1, WINDOW_US // (mean + 1)))
         room = window - len(sent)
-        if room <= 0 or len(sent) > window // 2 or runner.spoiled:
+        if room <= 0 or len(sent) > window // 2:
             return
         key, last, outlived = runner.key, None, self._outlived
         calls: list[RunnerCall] = []
@@ -368,7 +375,7 @@ class Work:
         elif runner is not None:
             if runner.sent and runner.state is RunnerState.READY:
                 at = self._running_until(runner.head_since, runner.sent[0], runner.announced)
-                if line.waiting or (len(runner.sent) > 1 and not runner.spoiled):
+                if line.waiting:
                     at = min(at, max(runner.head_since, line.granted_at) + HAND_BACK_AFTER_US)
             elif runner.idle_since != NEVER:
                 at = runner.idle_since + IDLE_RUNNER_US
@@ -413,9 +420,6 @@ class Work:
             if now >= max(since, line.granted_at) + HAND_BACK_AFTER_US:
                 self._hand_back(now, list(line.waiting))
                 line.waiting.clear()
-                if runner is not None and len(runner.sent) > 1:
-                    self._hand_back(now, [h for h in list(runner.sent)[1:] if not h.fate])
-                    runner.spoiled = True
         self._advance(now, line, out)
 
     def _hand_back(self, now: int, leases: Iterable[Held]) -> None:
@@ -450,6 +454,9 @@ class Work:
             self._finish(now, held, ends.timed_out(held))
         elif held.fate is Fate.SHUTDOWN:
             self._finish(now, held, ends.preempted(held))
+        elif held.fate is Fate.LET_GO:
+            held.log = None
+            self._finish(now, held, ends.lost(held))
 
     def _print(self, now: int, held: Held, stream: int, data: bytes) -> None:
         if held.log is None:

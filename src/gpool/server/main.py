@@ -38,6 +38,7 @@ def configuration(server: Server) -> uvicorn.Config:
         ws_per_message_deflate=False,
         ws_ping_interval=None,  # the agent's beats do that
         access_log=False,
+        proxy_headers=False,  # whom to believe about X-Forwarded-* is a setting yet to come
         log_config=None,
         lifespan="on",
         timeout_graceful_shutdown=STOP_WITHIN_S,

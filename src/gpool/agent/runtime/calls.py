@@ -63,8 +63,12 @@ class Stream:
         self.segments.extend(parts)
 
     def read(self, until: int) -> None:
-        """What is there; stops early once `until` segments are whole, so that a flood cannot hold us."""
-        while not self.ended and len(self.rest) < OUTPUT_AT_ONCE_BYTES:
+        """What is there; until so many segments are whole (0: whatever comes), but no more than lies in a full pipe.
+
+        Markers are written before the answer: what belongs to one lies in the pipe when the answer is read.
+        """
+        most = 2 * PIPE_BYTES if until else OUTPUT_AT_ONCE_BYTES
+        while not self.ended and len(self.segments) < max(until, 1) and len(self.rest) < most:
             try:
                 data = os.read(self.descriptor, READ_BYTES)
             except BlockingIOError:
@@ -73,8 +77,6 @@ class Stream:
                 self.ended = True
                 return
             self.feed(data)
-            if until and len(self.segments) >= until:
-                return
 
     def take_rest(self) -> bytes:
         """All of it but what may be the beginning of a marker."""
@@ -316,7 +318,7 @@ class Runner:
 
 
 async def open_runner(start: Start, keeping: Keeping) -> Runner:
-    """A runner that is ready for calls, or `SandboxFailed`; then the caller keeps place and slot."""
+    """A runner that is ready for calls; or `SandboxFailed`, and then place and slot are given back already."""
     out, out_end = os.pipe()
     err, err_end = os.pipe()
     calls_end, calls = os.pipe()
@@ -335,7 +337,15 @@ async def open_runner(start: Start, keeping: Keeping) -> Runner:
         answers_end,
         theirs.detach(),
     )
-    started = await start(given, (CALLS_AT, ANSWERS_AT, FILES_AT))
+    try:
+        started = await start(given, (CALLS_AT, ANSWERS_AT, FILES_AT))
+    except BaseException:
+        for descriptor in (out, err, calls, answers):
+            os.close(descriptor)
+        ours.close()
+        keeping.place.remove()
+        keeping.release()
+        raise
     runner = Runner(started, (out, err, calls, answers, ours), keeping)
     try:
         await runner.wait_ready()

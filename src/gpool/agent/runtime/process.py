@@ -6,6 +6,7 @@ the command, with the guardian's order to stop, and with the agent.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import resource
 import sys
@@ -49,16 +50,20 @@ class ProcessRuntime:
 
     async def start_command(self, job: CommandJob) -> CommandSandbox:
         place = self._make(with_values=False)
+        ours: tuple[int, ...] = ()
         try:
-            place.stage(job.inputs)
+            if job.inputs:
+                await asyncio.to_thread(place.stage, job.inputs)
             pipes, ours = command_pipes()
             started = await self._start(place, job.argv, job, pipes)
         except BaseException:
+            for descriptor in ours:
+                os.close(descriptor)
             place.remove()
             raise
         return Command(
             started,
-            ours,
+            (ours[0], ours[1]),
             place,
             disk_bytes=job.limits.disk_bytes,
             judge=_judge,
@@ -139,4 +144,4 @@ def _rlimits(limits: Limits) -> list[tuple[int, int]]:
 
 
 def _judge(exit: Exit, head: bytes) -> Ended:  # noqa: ARG001 - the same shape as bubblewrap's
-    return Ended(137 if exit.killed else exit.code)
+    return Ended(exit.code)
