@@ -152,7 +152,9 @@ def main() -> int:
     options = asked.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         found = measure(Path(folder), 20_000 if options.quick else options.tasks)
-    print(f"{found.tasks} tasks queued with no node, then drained by two slots (load {found.load})\n")
+    print(
+        f"{found.tasks} tasks queued with no node, then drained by two slots (load {found.load})\n"
+    )
     print("| | measured | promised |\n|---|---|---|")
     print(f"| durable submissions/s | {found.submissions_per_s} | ≥ {SUBMISSIONS_PER_S} |")
     print(f"| server memory, MB more | {found.memory_mb} | ≤ {MEMORY_MB} |")

@@ -66,10 +66,7 @@ def passes(rounds: int, nodes: int) -> Cost:
     few, many = (planner.pool(count, SHAPES, nodes) for count in (FEW, QUEUED))
     policy = Policy(order="fcfs")
     timed = [
-        [
-            planner.best(partial(plan, state, planner.NOW, policy), 5)
-            for state in (few, many)
-        ]
+        [planner.best(partial(plan, state, planner.NOW, policy), 5) for state in (few, many)]
         for _ in range(rounds)
     ]
     best = [round(min(column) * 1e6, 1) for column in zip(*timed, strict=True)]
@@ -93,9 +90,7 @@ async def fill(url: str, rows: int) -> list[TaskId]:
             for position, id_ in enumerate(ids.take(min(CHUNK, rows - first)))
         ]
         batch, spec, at = BatchId(ids.next()), SpecId(ids.next()), Instant(clock.now())
-        await store.write(
-            tasks.submit(Submission(batch, True, True, spec, TRUE, user.id, new, at))
-        )
+        await store.write(tasks.submit(Submission(batch, True, True, spec, TRUE, user.id, new, at)))
         await store.write(tasks.cancel([task.id for task in new], None, at))
         kept += [task.id for task in new[:: max(1, len(new) // 100)]]
     await store.close()
@@ -227,7 +222,9 @@ def main() -> int:
         options.json.write_text(json.dumps(rows, indent=2) + "\n")
     short = [cost for cost in costs if cost.grows_by > PROMISED]
     for cost in short:
-        print(f"falls short: {cost.what} costs {cost.grows_by:.2f} times more, promised ≤ {PROMISED}")
+        print(
+            f"falls short: {cost.what} costs {cost.grows_by:.2f} times more, promised ≤ {PROMISED}"
+        )
     return 1 if short else 0
 
 
