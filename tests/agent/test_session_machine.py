@@ -107,7 +107,9 @@ class SessionMachine(RuleBasedStateMachine):
                 case Send(frame=Reports() as reports):
                     for item in reports.items:
                         lease = (item.task, item.epoch)
-                        assert lease not in self.forgotten or is_giving_up(item), f"{item} of a forgotten lease"
+                        assert lease not in self.forgotten or is_giving_up(item), (
+                            f"{item} of a forgotten lease"
+                        )
                     if self.connected:
                         self.inbound.append(Recorded(reports.sequence))
                 case Send(frame=Hello() as hello):

@@ -212,6 +212,25 @@ async def test_a_node_that_reconnects_gets_what_it_did_not_state(desk: Desk) -> 
     assert len(again.frames(Grants)[0].specs) == 1
 
 
+async def test_an_attempt_its_restarted_agent_forgot_never_runs_again_under_its_epoch(
+    desk: Desk,
+) -> None:
+    agent = await desk.agent()
+    task = await desk.command()
+    await desk.schedule()
+    [lease] = agent.leases()
+    await agent.report(Started(lease.task, lease.epoch))
+    await agent.channel.close()
+    again = agent.again()
+    await again.connect()
+    assert again.leases() == []
+    events = [event["event"] for event in (await desk.get(f"/v1/tasks/{task}/events")).json()]
+    assert events == ["queued", "leased", "started", "lost"]
+    await desk.schedule()
+    [fresh] = again.leases()
+    assert (fresh.task, fresh.epoch) == (lease.task, lease.epoch + 1)
+
+
 async def test_a_newer_connection_replaces_the_older(desk: Desk) -> None:
     agent = await desk.agent()
     newer = agent.again()

@@ -124,13 +124,9 @@ class Channel:
             self._send(Stop(stop, StopReason.CANCELLED))
         # All of it before the next await: a cancel must not overtake the grant it stops.
         missing = [lease for hold, lease in open_leases.items() if hold not in stated]
-        wanted = [lease for lease in missing if lease.status is not TaskStatus.CANCELLED]
-        self.grant(_lines(wanted, self._owner), greeted.specs.get)
-        gone = [
-            Released(lease.task, lease.epoch)
-            for lease in missing
-            if lease.status is TaskStatus.CANCELLED
-        ]
+        unstarted = [lease for lease in missing if lease.status is TaskStatus.LEASED]
+        self.grant(_lines(unstarted, self._owner), greeted.specs.get)
+        gone = [_forgotten_end(lease) for lease in missing if lease.status is not TaskStatus.LEASED]
         if gone:
             scheduler.absorb(await server.write(leases.record(self.node, gone, server.now)))
 
@@ -279,6 +275,13 @@ def _lines(held: Iterable[HeldLease], owner: int) -> Iterable[Line]:
             first.spec,
             tuple(_wire_lease(lease) for lease in members),
         )
+
+
+def _forgotten_end(lease: HeldLease) -> ReportItem:
+    """How a lease ends that its agent, started anew, knows nothing of: an attempt runs once under its epoch."""
+    if lease.status is TaskStatus.CANCELLED:
+        return Released(lease.task, lease.epoch)
+    return Finished(lease.task, lease.epoch, EndReason.LOST)
 
 
 def _wire_lease(lease: HeldLease) -> WireLease:

@@ -70,7 +70,9 @@ class VirtualLoop(BaseEventLoop):
     def us(self) -> int:
         return round(self._selector.now_s * 1_000_000)
 
-    def after_us(self, delay_us: int, callback: Callable[..., object], *args: Any) -> asyncio.TimerHandle:
+    def after_us(
+        self, delay_us: int, callback: Callable[..., object], *args: Any
+    ) -> asyncio.TimerHandle:
         return self.call_at((self.us + max(0, delay_us)) / 1_000_000, callback, *args)
 
     def _process_events(self, event_list: list[NoReturn]) -> None: ...

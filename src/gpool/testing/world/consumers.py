@@ -121,7 +121,9 @@ class Consumer:
         try:
             await self._obtain(wish)
         except Unreachable:
-            self._tell("gives up", wish.name)  # it had no key: it cannot know, and does not ask twice
+            self._tell(
+                "gives up", wish.name
+            )  # it had no key: it cannot know, and does not ask twice
         self.unfinished -= 1
 
     async def _obtain(self, wish: Wish) -> None:
@@ -138,7 +140,9 @@ class Consumer:
             await asyncio.sleep(self._dice.between(0, 3_000) / 1e3)
             await self._cancel(wish, batch, tasks)
         if wish.asks_twice:
-            again = await self._persist(lambda s: submit.submit(s, self._user, wish.request, wish.once))
+            again = await self._persist(
+                lambda s: submit.submit(s, self._user, wish.request, wish.once)
+            )
             if again.body != accepted.body:
                 self._counter.fail(f"{wish.name}: the same key was answered differently")
         await self._collect(batch, tasks)
@@ -152,7 +156,9 @@ class Consumer:
             return submit.submit(server, self._user, request, once)
 
         self._tell("submits", name, count)
-        accepted = await (self._ask(work, repeatable=False) if once is None else self._persist(work))
+        accepted = await (
+            self._ask(work, repeatable=False) if once is None else self._persist(work)
+        )
         self._tell("has", name, accepted.tasks)
         self._counter.record.submission_acknowledged(name, accepted.tasks)
         return accepted
@@ -167,7 +173,9 @@ class Consumer:
             for task in unlucky:
                 self._tell("cancels", task)
                 once = Once(f"cancel-{task}", "")
-                await self._persist(lambda s, t=task, o=once: cancel.cancel_task(s, self._user, t, o))
+                await self._persist(
+                    lambda s, t=task, o=once: cancel.cancel_task(s, self._user, t, o)
+                )
         for task in unlucky:
             self._counter.record.cancel_acknowledged(task)
 
@@ -182,7 +190,9 @@ class Consumer:
                 document = json.loads(line)
                 after += 1
                 if document["sequence"] != after:
-                    self._counter.fail(f"{batch}: result {document['sequence']} came after {after - 1}")
+                    self._counter.fail(
+                        f"{batch}: result {document['sequence']} came after {after - 1}"
+                    )
                 task = decode("task", document["id"])
                 value = base64.b64decode(document.get("value", ""))
                 mark = mark_of(value, document.get("error_text", ""))
@@ -254,5 +264,3 @@ class Consumer:
 
     def _tell(self, what: str, *details: object) -> None:
         self._counter.trace.say(self.name, what, *details)
-
-

@@ -92,7 +92,9 @@ def draw(dice: Dice, nodes: int, mischief: Mischief) -> FaultPlan:
         for _ in range(dice.between(1, mischief.most)):
             kind = dice.pick(moments)
             at_us = dice.between(500 * MS, mischief.until_us)
-            faults.append(Fault(at_us, kind, dice.between(0, nodes - 1), dice.between(*LASTS_US[kind])))
+            faults.append(
+                Fault(at_us, kind, dice.between(0, nodes - 1), dice.between(*LASTS_US[kind]))
+            )
     faults.sort(key=lambda fault: (fault.at_us, fault.kind.value, fault.node))
     weather = Weather(
         delay_us=(1 * MS, dice.pick((3, 30, 150)) * MS),

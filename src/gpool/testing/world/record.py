@@ -198,7 +198,9 @@ class Record:
             counts[row.submission] = counts.get(row.submission, 0) + 1
         for submission, count in counts.items():
             if count > self.asked.get(submission, 0):
-                self._fail(f"{submission} asked for {self.asked.get(submission)} tasks and made {count}")
+                self._fail(
+                    f"{submission} asked for {self.asked.get(submission)} tasks and made {count}"
+                )
 
     def _check_granted(self, name: str) -> None:
         """What is leased on a node fits into it, by the durable rows."""
@@ -228,7 +230,9 @@ class Record:
         for task, epoch in tasks:
             row = self.rows.get(task)
             if row is None or row.epoch < epoch:
-                self._fail(f"{name} was granted task {task} epoch {epoch}, which is not durable: {row}")
+                self._fail(
+                    f"{name} was granted task {task} epoch {epoch}, which is not durable: {row}"
+                )
             elif row.epoch == epoch and row.node is not None and row.node != name:
                 self._fail(f"{name} was granted task {task} epoch {epoch} of another node: {row}")
 
@@ -241,7 +245,9 @@ class Record:
         if isinstance(item, frames.LogChunk | frames.Started):
             return
         if row.holding and row.epoch == item.epoch and row.node == name:
-            self._fail(f"{what} was {'refused' if refused else 'acknowledged'}, and it holds: {row}")
+            self._fail(
+                f"{what} was {'refused' if refused else 'acknowledged'}, and it holds: {row}"
+            )
         good = isinstance(item, frames.Finished) and (
             item.reason is EndReason.RETURNED
             or (item.reason is EndReason.EXITED and item.exit_code == 0)

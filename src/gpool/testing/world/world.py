@@ -166,16 +166,16 @@ class World:
             self._node_names[id_] = name
             gpu_ids = [GpuId(1000 + 10 * number + gpu.index) for gpu in offer.gpus]
             credentials = self._file.write_now(
-                nodes.create_node(id_, name, owner.id, None, secret, offer, gpu_ids, self._clock.now())
+                nodes.create_node(
+                    id_, name, owner.id, None, secret, offer, gpu_ids, self._clock.now()
+                )
             )
             self.host.know(secret, credentials)
             agents.append(Agent(around, name, secret, offer, self.dice.branch(name)))
         return agents
 
     def _make_consumers(self) -> list[Consumer]:
-        counter = Counter(
-            self.loop, self.network, self.host, self.record, self.trace, self.fail
-        )
+        counter = Counter(self.loop, self.network, self.host, self.record, self.trace, self.fail)
         consumers = []
         for number in range(3):
             name, now = f"c{number}", self._clock.now()
@@ -379,18 +379,12 @@ def rebuilt(scheduler: Scheduler, picture: Picture) -> object:
     """The scheduling state from a picture, and who is connected."""
     shapes = {id_: shape_of(spec, user) for id_, user, spec in picture.specs}
     return build(
-        [
-            replace(row.node, connected=row.node.id in scheduler.channels)
-            for row in picture.nodes
-        ],
+        [replace(row.node, connected=row.node.id in scheduler.channels) for row in picture.nodes],
         [
             (shapes[row.spec], QueuedTask(row.task, row.epoch, row.queued_at))
             for row in picture.queued
         ],
-        [
-            (node, lease.allocation, shapes[lease.spec], lease.task)
-            for node, lease in picture.held
-        ],
+        [(node, lease.allocation, shapes[lease.spec], lease.task) for node, lease in picture.held],
     )
 
 
