@@ -15,6 +15,7 @@ import os
 import sys
 import tempfile
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from time import perf_counter
 
@@ -104,7 +105,7 @@ def drain(client: Client, batch: str, tasks: int, pool: Pool) -> tuple[tuple[Fif
         succeeded += sum(result.status == "succeeded" for result in found)
     reader.stop()
     fifths = []
-    for before, after in zip(marks, marks[1:], strict=False):
+    for before, after in pairwise(marks):
         count, wall, server, machine = (b - a for a, b in zip(before, after, strict=True))
         fifths.append(
             Fifth(

@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,21 @@ def cpu_s(pid: int) -> float:
     except (FileNotFoundError, ProcessLookupError):
         return 0.0
     return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+
+
+def descendants(root: int) -> list[int]:
+    """The pids of everything a process started, however deep, as far as it is still beneath it."""
+    parents: dict[int, list[int]] = {}
+    for pid in _all_pids():
+        try:
+            parents.setdefault(int(_stat(pid)[1]), []).append(pid)
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+    found, new = [], [root]
+    while new:
+        new = [child for parent in new for child in parents.get(parent, ())]
+        found += new
+    return found
 
 
 def _stat(pid: int) -> list[str]:
@@ -162,18 +178,7 @@ class Daemon:
         return cpu_s(self.pid)
 
     def descendants(self) -> list[int]:
-        """The pids of everything it started, however deep, as far as it is still beneath it."""
-        parents: dict[int, list[int]] = {}
-        for pid in _all_pids():
-            try:
-                parents.setdefault(int(_stat(pid)[1]), []).append(pid)
-            except (FileNotFoundError, ProcessLookupError):
-                continue
-        found, new = [], [self.pid]
-        while new:
-            new = [child for parent in new for child in parents.get(parent, ())]
-            found += new
-        return found
+        return descendants(self.pid)
 
     def peak_memory_bytes(self) -> int:
         """The largest resident set so far, of this process alone."""
@@ -192,7 +197,7 @@ class Pool:
     agents: dict[str, Daemon] = field(default_factory=dict)
     _server: Daemon | None = None
     _http: httpx2.Client = field(
-        default_factory=lambda: httpx2.Client(timeout=60, trust_env=False, verify=False)  # noqa: S501 - loopback, no TLS
+        default_factory=lambda: httpx2.Client(timeout=60, trust_env=False, verify=False)
     )
 
     # ---- processes
@@ -295,6 +300,37 @@ class Pool:
             capture_output=True,
             text=True,
             timeout=timeout_s,
+            check=False,
+        )
+
+    @contextmanager
+    def command(self, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+        """A command of a consumer while it runs, its output in pipes; killed if it is still there in the end."""
+        process = subprocess.Popen(
+            [*GPOOL, *arguments],
+            env=self.consumer(),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        with process:
+            try:
+                yield process
+            finally:
+                process.kill()
+
+    def script(self, path: Path, folder: Path) -> subprocess.CompletedProcess[str]:
+        """A consumer's program in a file, run in that folder."""
+        return subprocess.run(
+            [sys.executable, str(path)],
+            env=self.consumer(),
+            cwd=folder,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=60,
             check=False,
         )
 

@@ -6,6 +6,7 @@ It runs nothing and believes nothing; who scripts it decides every frame and eve
 from __future__ import annotations
 
 import hashlib
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -60,26 +61,28 @@ class ScriptedAgent:
     heard: list[ServerFrame] = field(default_factory=list)
     _beat: int = 0
     _sequence: int = 0
+    _open: ExitStack = field(default_factory=ExitStack)
     _socket: ClientConnection | None = None
 
     def connect(self, *holds: Hold) -> Welcome:
         """Says hello, on a new connection."""
         self.close()
-        self._socket = connect(
-            self.address.replace("http", "ws", 1) + CHANNEL_PATH,
-            additional_headers={"Authorization": f"Bearer {self.secret}"},
-            max_size=MAX_FRAME_BYTES,
-            compression=None,
-            ping_interval=None,
+        self._socket = self._open.enter_context(
+            connect(
+                self.address.replace("http", "ws", 1) + CHANNEL_PATH,
+                additional_headers={"Authorization": f"Bearer {self.secret}"},
+                max_size=MAX_FRAME_BYTES,
+                compression=None,
+                ping_interval=None,
+            )
         )
         self._beat += 1
         self.send(Hello(PROTOCOL, "scripted", offer(self.cpus), self._beat, holds))
         return self.awaited(Welcome)
 
     def close(self) -> None:
-        if self._socket is not None:
-            self._socket.close()
-            self._socket = None
+        self._socket = None
+        self._open.close()
 
     def send(self, frame: AgentFrame) -> None:
         assert self._socket is not None, "connect first"
