@@ -45,15 +45,18 @@ def _content(path: Path, data: bytes) -> Key | Keystore:
 
 def _load(path: Path) -> tuple[bytes, int]:
     try:
-        # Not blocking: opening a named pipe would otherwise wait for a writer.
-        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
+        with open(path, "rb", opener=_without_waiting) as file:
+            about = os.fstat(file.fileno())
+            if not stat.S_ISREG(about.st_mode):
+                raise BadKeyFile(f"{path} is not a file")
+            data = file.read(keystore.MAX_FILE_BYTES + 1)
     except OSError as exc:
-        raise BadKeyFile(f"{path} cannot be opened: {exc.strerror}") from exc
-    with os.fdopen(descriptor, "rb") as file:
-        about = os.fstat(descriptor)
-        if not stat.S_ISREG(about.st_mode):
-            raise BadKeyFile(f"{path} is not a file")
-        data = file.read(keystore.MAX_FILE_BYTES + 1)
+        raise BadKeyFile(f"{path} cannot be read: {exc.strerror}") from exc
     if len(data) > keystore.MAX_FILE_BYTES:
         raise BadKeyFile(f"{path} is too large for a key file")
     return data, stat.S_IMODE(about.st_mode) if os.name == "posix" else 0
+
+
+def _without_waiting(path: str, flags: int) -> int:
+    """Opening a named pipe would otherwise wait for a writer."""
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))

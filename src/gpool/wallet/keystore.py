@@ -14,6 +14,7 @@ from typing import Literal, TypeVar
 
 import msgspec
 from Crypto.Cipher import AES
+from Crypto.Protocol.KDF import scrypt
 
 from gpool.wallet.errors import BadKey, BadKeyFile, WrongPassword
 from gpool.wallet.keccak import keccak256
@@ -24,6 +25,8 @@ MAX_SCRYPT_MEMORY = 512 * 1024 * 1024
 """Twice what the costliest common setting takes (n = 262,144, r = 8)."""
 MAX_SCRYPT_WORK = 1 << 25
 """n · r · p; the costliest common setting has 2^21 and takes about a second."""
+MAX_SCRYPT_BLOCKS = 64
+"""r and p, each; common settings have at most 10."""
 MAX_PBKDF2_ROUNDS = 10_000_000
 MAX_SALT_BYTES = 1024
 KEY_LENGTH = 32
@@ -43,23 +46,21 @@ class Scrypt:
             raise BadKeyFile(
                 f"scrypt cannot run with n={self.n}, r={self.r}, p={self.p}: n is a power of two, all are positive"
             )
-        if 128 * self.n * self.r > MAX_SCRYPT_MEMORY or self.n * self.r * self.p > MAX_SCRYPT_WORK:
+        memory, work = 128 * self.n * self.r, self.n * self.r * self.p
+        if (
+            memory > MAX_SCRYPT_MEMORY
+            or work > MAX_SCRYPT_WORK
+            or max(self.r, self.p) > MAX_SCRYPT_BLOCKS
+        ):
             raise BadKeyFile(
                 f"the key file asks for scrypt with n={self.n}, r={self.r}, p={self.p}: more work than any wallet's;"
                 " make it anew with n=262144, r=8, p=1"
             )
 
     def derive(self, password: bytes) -> bytes:
-        memory = 128 * self.r * (self.n + self.p + 2) + 1024 * 1024
-        return hashlib.scrypt(
-            password,
-            salt=self.salt,
-            n=self.n,
-            r=self.r,
-            p=self.p,
-            maxmem=memory,
-            dklen=KEY_LENGTH,
-        )
+        # Not hashlib's: OpenSSL refuses n = 262,144 with r = 1, which the standard's own example has.
+        derived = scrypt(password, self.salt, KEY_LENGTH, self.n, self.r, self.p)  # type: ignore[arg-type]
+        return b"".join(derived) if isinstance(derived, tuple) else derived
 
 
 @dataclass(frozen=True, slots=True)
