@@ -1,0 +1,31 @@
+"""The three things asked of secp256k1. The only module that knows which library does them."""
+
+from __future__ import annotations
+
+try:
+    from coincurve import PrivateKey, PublicKey
+except ModuleNotFoundError as exc:
+    raise ModuleNotFoundError(
+        "wallets need the package coincurve: pip install 'gpool[wallet]'", name=exc.name
+    ) from exc
+
+ORDER = 0xFFFFFFFF_FFFFFFFF_FFFFFFFF_FFFFFFFE_BAAEDCE6_AF48A03B_BFD25E8C_D0364141
+
+
+def public_key(secret: bytes) -> bytes:
+    """x and y, 64 bytes, of a secret that is a scalar below the order and not zero."""
+    return PublicKey.from_valid_secret(secret).format(compressed=False)[1:]
+
+
+def sign(secret: bytes, digest: bytes) -> bytes:
+    """r, s and the parity, 65 bytes: deterministic (RFC 6979), s in the lower half."""
+    return PrivateKey(secret).sign_recoverable(digest, hasher=None)
+
+
+def recover(signature: bytes, digest: bytes) -> bytes | None:
+    """x and y of the key behind r, s and the parity; None where there is no such point."""
+    try:
+        key = PublicKey.from_signature_and_message(signature, digest, hasher=None)
+    except ValueError:
+        return None
+    return key.format(compressed=False)[1:]

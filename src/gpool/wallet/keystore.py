@@ -1,0 +1,203 @@
+"""Encrypted key files: Web3 Secret Storage, version 3 (scrypt or PBKDF2, AES-128-CTR, Keccak MAC). Decrypts only.
+
+The file names its own cost, so a file from a stranger could ask for any amount of memory and time: absurd costs are
+refused before any work is done.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal, TypeVar, cast
+
+import msgspec
+from Crypto.Cipher import AES
+from Crypto.Protocol.KDF import scrypt
+
+from gpool.wallet.errors import BadKey, BadKeyFile, WrongPassword
+from gpool.wallet.keccak import keccak256
+from gpool.wallet.signing import Key
+
+MAX_FILE_BYTES = 64 * 1024
+MAX_SCRYPT_MEMORY = 512 * 1024 * 1024
+"""Twice what the costliest common setting takes (n = 262,144, r = 8)."""
+MAX_SCRYPT_WORK = 1 << 25
+"""n · r · p; the costliest common setting has 2^21 and takes about a second."""
+MAX_SCRYPT_BLOCKS = 64
+"""r and p, each; common settings have at most 10."""
+MAX_PBKDF2_ROUNDS = 10_000_000
+MAX_SALT_BYTES = 1024
+KEY_LENGTH = 32
+# Not hashlib's: OpenSSL refuses n = 262,144 with r = 1, which the standard's own example has.
+# The library takes bytes, its stubs say text.
+_scrypt = cast("Callable[[bytes, bytes, int, int, int, int], bytes]", scrypt)
+_T = TypeVar("_T")
+_ADDRESS = re.compile(r"(?:0x)?([0-9a-fA-F]{40})")
+
+
+@dataclass(frozen=True, slots=True)
+class Scrypt:
+    salt: bytes
+    n: int
+    r: int
+    p: int
+
+    def __post_init__(self) -> None:
+        if self.n < 2 or self.n & (self.n - 1) or self.r < 1 or self.p < 1:
+            raise BadKeyFile(
+                f"scrypt cannot run with n={self.n}, r={self.r}, p={self.p}: n is a power of two, all are positive"
+            )
+        memory, work = 128 * self.n * self.r, self.n * self.r * self.p
+        if (
+            memory > MAX_SCRYPT_MEMORY
+            or work > MAX_SCRYPT_WORK
+            or max(self.r, self.p) > MAX_SCRYPT_BLOCKS
+        ):
+            raise BadKeyFile(
+                f"the key file asks for scrypt with n={self.n}, r={self.r}, p={self.p}: more work than any wallet's;"
+                " make it anew with n=262144, r=8, p=1"
+            )
+
+    def derive(self, password: bytes) -> bytes:
+        return _scrypt(password, self.salt, KEY_LENGTH, self.n, self.r, self.p)
+
+
+@dataclass(frozen=True, slots=True)
+class Pbkdf2:
+    salt: bytes
+    rounds: int
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.rounds <= MAX_PBKDF2_ROUNDS:
+            raise BadKeyFile(
+                f"the key file asks for {self.rounds} rounds of PBKDF2; 1 to {MAX_PBKDF2_ROUNDS} are done here"
+            )
+
+    def derive(self, password: bytes) -> bytes:
+        return hashlib.pbkdf2_hmac("sha256", password, self.salt, self.rounds, KEY_LENGTH)
+
+
+@dataclass(frozen=True, slots=True)
+class Keystore:
+    """A read file whose cost is bounded; `decrypt` does the work."""
+
+    kdf: Scrypt | Pbkdf2
+    iv: bytes
+    ciphertext: bytes = field(repr=False)
+    mac: bytes = field(repr=False)
+    address: str | None
+    """40 lower-case hex digits, where the file names its address."""
+
+    def decrypt(self, password: str) -> Key:
+        """The key; `WrongPassword` when the MAC does not hold. Takes about a second by design."""
+        derived = self.kdf.derive(password.encode("utf-8", "surrogatepass"))
+        if not hmac.compare_digest(keccak256(derived[16:32] + self.ciphertext), self.mac):
+            raise WrongPassword("the password does not open this key file (or the file is damaged)")
+        cipher = AES.new(derived[:16], AES.MODE_CTR, nonce=b"", initial_value=self.iv)
+        try:
+            key = Key(cipher.decrypt(self.ciphertext))
+        except BadKey as exc:
+            raise BadKeyFile("the key file opens, but holds no private key") from exc
+        if self.address is not None and key.address[2:].lower() != self.address:
+            raise BadKeyFile(f"the key file says 0x{self.address}, but its key is {key.address}'s")
+        return key
+
+
+class _Cipher(msgspec.Struct):
+    iv: str
+
+
+class _ScryptParams(msgspec.Struct):
+    dklen: int
+    salt: str
+    n: int
+    r: int
+    p: int
+
+
+class _Pbkdf2Params(msgspec.Struct):
+    dklen: int
+    salt: str
+    c: int
+    prf: Literal["hmac-sha256"]
+
+
+class _Crypto(msgspec.Struct):
+    cipher: Literal["aes-128-ctr"]
+    cipherparams: _Cipher
+    ciphertext: str
+    kdf: Literal["scrypt", "pbkdf2"]
+    kdfparams: msgspec.Raw
+    mac: str
+
+
+class _File(msgspec.Struct):
+    version: Literal[3]
+    crypto: _Crypto | None = None
+    old_crypto: _Crypto | None = msgspec.field(
+        default=None, name="Crypto"
+    )  # as early geth wrote it
+    address: str | None = None
+
+
+def parse(data: bytes) -> Keystore:
+    """The key file behind this JSON, or `BadKeyFile` naming what is wrong with it."""
+    if len(data) > MAX_FILE_BYTES:
+        raise BadKeyFile(f"a key file has at most {MAX_FILE_BYTES} bytes, this one {len(data)}")
+    file = _decoded(data, _File)
+    crypto = file.crypto or file.old_crypto
+    if crypto is None:
+        raise BadKeyFile("the key file has no 'crypto' part")
+    return Keystore(
+        kdf=_kdf(crypto),
+        iv=_hex("iv", crypto.cipherparams.iv, 16),
+        ciphertext=_hex("ciphertext", crypto.ciphertext, KEY_LENGTH),
+        mac=_hex("mac", crypto.mac, 32),
+        address=_address(file.address),
+    )
+
+
+def _kdf(crypto: _Crypto) -> Scrypt | Pbkdf2:
+    params: _ScryptParams | _Pbkdf2Params
+    if crypto.kdf == "scrypt":
+        params = _decoded(crypto.kdfparams, _ScryptParams)
+    else:
+        params = _decoded(crypto.kdfparams, _Pbkdf2Params)
+    if params.dklen != KEY_LENGTH:
+        raise BadKeyFile(f"dklen is {params.dklen} in the key file; {KEY_LENGTH} is what is in use")
+    salt = _hex("salt", params.salt)
+    if len(salt) > MAX_SALT_BYTES:
+        raise BadKeyFile(f"the salt has {len(salt)} bytes; {MAX_SALT_BYTES} are allowed")
+    if isinstance(params, _ScryptParams):
+        return Scrypt(salt, params.n, params.r, params.p)
+    return Pbkdf2(salt, params.c)
+
+
+def _decoded(data: bytes | msgspec.Raw, kind: type[_T]) -> _T:
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as exc:
+        raise BadKeyFile(f"not a version 3 key file: {exc}") from exc
+
+
+def _hex(name: str, text: str, length: int | None = None) -> bytes:
+    try:
+        raw = bytes.fromhex(text) if text.isalnum() or not text else None
+    except ValueError:
+        raw = None
+    if raw is None or (length is not None and len(raw) != length):
+        wanted = f"{length} bytes in hex" if length is not None else "hex"
+        raise BadKeyFile(f"{name} in the key file is not {wanted}")
+    return raw
+
+
+def _address(text: str | None) -> str | None:
+    if not text:
+        return None
+    found = _ADDRESS.fullmatch(text)
+    if found is None:
+        raise BadKeyFile("the address in the key file is not 40 hex digits")
+    return found[1].lower()

@@ -1,0 +1,82 @@
+"""Merkle trees as OpenZeppelin's `MerkleProof` and `StandardMerkleTree` have them: Keccak-256, pairs sorted before hashing,
+leaves hashed twice so that no inner node can pass for one. Refuses an empty tree and a value it does not hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from gpool.wallet.errors import BadTree
+from gpool.wallet.keccak import keccak256
+
+HASH_LENGTH = 32
+MAX_DEPTH = 64
+"""No proof is longer: a tree of more leaves could not be held."""
+
+
+def leaf(value: bytes) -> bytes:
+    """The leaf of a value; for a contract the value is the ABI encoding of what is claimed."""
+    return keccak256(keccak256(value))
+
+
+def node(one: bytes, other: bytes) -> bytes:
+    return keccak256(one + other if one < other else other + one)
+
+
+@dataclass(frozen=True, slots=True)
+class Tree:
+    """Leaves stand sorted at the end of one list, last first; the parent of entry i is entry (i - 1) // 2, the root entry 0."""
+
+    nodes: tuple[bytes, ...] = field(repr=False)
+    places: dict[bytes, int] = field(repr=False, compare=False)
+
+    @classmethod
+    def of(cls, values: Iterable[bytes]) -> Tree:
+        return cls.of_leaves([leaf(value) for value in values])
+
+    @classmethod
+    def of_leaves(cls, leaves: Sequence[bytes]) -> Tree:
+        """From hashes made by `leaf`. Raw values of 64 bytes here would undo what the double hash is for."""
+        if not leaves:
+            raise BadTree("a Merkle tree needs at least one leaf")
+        if any(len(each) != HASH_LENGTH for each in leaves):
+            raise BadTree(f"a leaf has {HASH_LENGTH} bytes")
+        nodes = [b""] * (len(leaves) - 1) + sorted(leaves, reverse=True)
+        for index in range(len(leaves) - 2, -1, -1):
+            nodes[index] = node(nodes[2 * index + 1], nodes[2 * index + 2])
+        places = {
+            each: len(leaves) - 1 + place for place, each in enumerate(nodes[len(leaves) - 1 :])
+        }
+        return cls(tuple(nodes), places)
+
+    @property
+    def root(self) -> bytes:
+        return self.nodes[0]
+
+    def proof(self, value: bytes) -> tuple[bytes, ...]:
+        """The siblings from the value's leaf up to the root."""
+        return self.proof_of_leaf(leaf(value))
+
+    def proof_of_leaf(self, hashed: bytes) -> tuple[bytes, ...]:
+        index = self.places.get(hashed)
+        if index is None:
+            raise BadTree("the tree does not hold this value")
+        proof = []
+        while index:
+            proof.append(self.nodes[index + 1 if index % 2 else index - 1])
+            index = (index - 1) // 2
+        return tuple(proof)
+
+
+def verify(root: bytes, value: bytes, proof: Sequence[bytes]) -> bool:
+    """Whether a tree with this root holds the value."""
+    return verify_leaf(root, leaf(value), proof)
+
+
+def verify_leaf(root: bytes, hashed: bytes, proof: Sequence[bytes]) -> bool:
+    if len(proof) > MAX_DEPTH or any(len(each) != HASH_LENGTH for each in (root, hashed, *proof)):
+        return False
+    for sibling in proof:
+        hashed = node(hashed, sibling)
+    return hashed == root

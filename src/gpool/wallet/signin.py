@@ -1,0 +1,324 @@
+"""Sign-In with Ethereum (EIP-4361): build, write, read and check the message. Strict: what does not follow the grammar
+letter by letter is refused with the line it fails on, so a message has one spelling and `format(parse(text)) == text`.
+
+Stricter than the grammar in three places, where two texts would mean one thing or a time would mean none: the chain id has
+no leading zeros, the host is not empty, there are no leap seconds. Whether the address signed it is `login`'s question.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+
+from gpool.core.model import Instant
+from gpool.wallet import address as addresses
+from gpool.wallet import uris
+from gpool.wallet.address import Address
+from gpool.wallet.errors import BadAddress, BadMoment, BadSignIn, shown
+from gpool.wallet.moments import Moment
+
+MAX_LENGTH = 8192
+MAX_AHEAD = 5 * 60 * 1_000_000
+"""How far a client's clock may run ahead of ours: five minutes, in microseconds."""
+
+VERSION = "1"
+_HEADER = " wants you to sign in with your Ethereum account:"
+_STATEMENT = re.compile(r"[A-Za-z0-9\-._~:/?#\[\]@!$&'()*+,;= ]+")
+_CHAIN_ID = re.compile(r"0|[1-9][0-9]{0,77}")
+_NONCE = re.compile(r"[A-Za-z0-9]{8,}")
+_FOREIGN = re.compile(r"[^\n\x20-\x7e]")
+
+_LABELS = {
+    "uri": "URI: ",
+    "version": "Version: ",
+    "chain_id": "Chain ID: ",
+    "nonce": "Nonce: ",
+    "issued_at": "Issued At: ",
+    "expires_at": "Expiration Time: ",
+    "not_before": "Not Before: ",
+    "request_id": "Request ID: ",
+    "resources": "Resources:",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SignIn:
+    """Checked when made: each value of this class can be written, and reads back as itself.
+
+    `request_id` and `resources` may be there and empty, which is another text than being absent.
+    """
+
+    domain: str
+    address: Address
+    uri: str
+    chain_id: int
+    nonce: str
+    issued_at: Moment
+    scheme: str | None = None
+    statement: str | None = None
+    expires_at: Moment | None = None
+    not_before: Moment | None = None
+    request_id: str | None = None
+    resources: tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        for name, wrong in self._faults():
+            raise BadSignIn(wrong, field=name)
+        if (length := len(format(self))) > MAX_LENGTH:
+            raise BadSignIn(f"the message has {length} characters; {MAX_LENGTH} are allowed")
+
+    def _faults(self) -> Iterator[tuple[str, str]]:
+        if self.scheme is not None and not uris.is_scheme(self.scheme):
+            yield "scheme", f"{shown(self.scheme)} is not a URI scheme"
+        if not uris.is_authority(self.domain, empty_host=False):
+            yield "domain", f"{shown(self.domain)} is not a domain (RFC 3986 authority)"
+        try:
+            addresses.parse(self.address)
+        except BadAddress as exc:
+            yield "address", exc.detail
+        if self.statement is not None and not _STATEMENT.fullmatch(self.statement):
+            yield (
+                "statement",
+                f"the statement {shown(self.statement)} {_statement_fault(self.statement)}",
+            )
+        if not uris.is_uri(self.uri):
+            yield "uri", f"{shown(self.uri)} is not a URI (RFC 3986)"
+        if not 0 <= self.chain_id < 1 << 256:
+            yield "chain_id", "the chain id is not a number of 256 bits"
+        if not _NONCE.fullmatch(self.nonce):
+            yield "nonce", f"the nonce {shown(self.nonce)} is not 8 or more letters and digits"
+        if self.request_id is not None and not uris.is_pchars(self.request_id):
+            yield (
+                "request_id",
+                f"the request id {shown(self.request_id)} holds more than path characters",
+            )
+        for number, resource in enumerate(self.resources or ()):
+            if not uris.is_uri(resource):
+                yield f"resources.{number}", f"{shown(resource)} is not a URI (RFC 3986)"
+
+
+def format(message: SignIn) -> str:
+    """The text a wallet is asked to sign."""
+    lines = [
+        (f"{message.scheme}://" if message.scheme is not None else "") + message.domain + _HEADER,
+        message.address,
+        "",
+        *([message.statement] if message.statement is not None else []),
+        "",
+        f"URI: {message.uri}",
+        f"Version: {VERSION}",
+        f"Chain ID: {message.chain_id}",
+        f"Nonce: {message.nonce}",
+        f"Issued At: {message.issued_at}",
+    ]
+    if message.expires_at is not None:
+        lines.append(f"Expiration Time: {message.expires_at}")
+    if message.not_before is not None:
+        lines.append(f"Not Before: {message.not_before}")
+    if message.request_id is not None:
+        lines.append(f"Request ID: {message.request_id}")
+    if message.resources is not None:
+        lines.append("Resources:")
+        lines.extend(f"- {resource}" for resource in message.resources)
+    return "\n".join(lines)
+
+
+def parse(text: str) -> SignIn:
+    """The message this text is, or `BadSignIn` with the first line that is wrong."""
+    _check_letters(text)
+    return _Reading(text.split("\n")).message()
+
+
+class Reason(StrEnum):
+    """Why a well-formed message is not the one that was asked for."""
+
+    WRONG_DOMAIN = "wrong_domain"
+    WRONG_SCHEME = "wrong_scheme"
+    WRONG_URI = "wrong_uri"
+    WRONG_CHAIN = "wrong_chain"
+    WRONG_NONCE = "wrong_nonce"
+    EXPIRED = "expired"
+    NOT_YET_VALID = "not_yet_valid"
+    ISSUED_AHEAD = "issued_ahead"
+    WRONG_SIGNER = "wrong_signer"
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    reason: Reason
+    detail: str
+
+
+def check(
+    message: SignIn, *, domain: str, uri: str, chain_id: int, nonce: str, now: Instant
+) -> Problem | None:
+    """Whether this is the message we asked for, and asked for now. That a nonce works once is the store's to hold."""
+    if message.domain != domain:
+        return _problem(Reason.WRONG_DOMAIN, "domain", message.domain, domain)
+    scheme = uris.scheme_of(uri)
+    if message.scheme is not None and message.scheme.lower() != scheme:
+        return _problem(Reason.WRONG_SCHEME, "scheme", message.scheme, scheme)
+    if message.uri != uri:
+        return _problem(Reason.WRONG_URI, "URI", message.uri, uri)
+    if message.chain_id != chain_id:
+        return _problem(Reason.WRONG_CHAIN, "chain id", message.chain_id, chain_id)
+    if message.nonce != nonce:
+        return Problem(
+            Reason.WRONG_NONCE, "the message holds another nonce; ask for a new one and sign again"
+        )
+    if message.issued_at.at > now + MAX_AHEAD:
+        return Problem(
+            Reason.ISSUED_AHEAD,
+            f"the message was issued at {message.issued_at}, ahead of our clock ({Moment.of(now)}); set yours",
+        )
+    return check_times(message, now=now)
+
+
+def check_times(message: SignIn, *, now: Instant) -> Problem | None:
+    """The standard's own two times, and nothing else: valid from `not_before` on, until just before `expires_at`."""
+    if message.expires_at is not None and now >= message.expires_at.at:
+        return Problem(
+            Reason.EXPIRED, f"the message expired at {message.expires_at}; sign a new one"
+        )
+    if message.not_before is not None and now < message.not_before.at:
+        return Problem(
+            Reason.NOT_YET_VALID, f"the message is not valid before {message.not_before}"
+        )
+    return None
+
+
+def _problem(reason: Reason, name: str, found: object, asked: object) -> Problem:
+    return Problem(
+        reason, f"the message is for the {name} {shown(str(found))}, here it is {shown(str(asked))}"
+    )
+
+
+def _statement_fault(statement: str) -> str:
+    if not statement:
+        return "is empty; leave it out"
+    if "\n" in statement:
+        return "holds a line break"
+    letter = next(each for each in statement if not _STATEMENT.fullmatch(each))
+    return (
+        f"holds {shown(letter)}; letters, digits, spaces and -._~:/?#[]@!$&'()*+,;= may stand in it"
+    )
+
+
+def _check_letters(text: str) -> None:
+    """Printable ASCII and line feeds: all the grammar derives, and nothing that only looks like it."""
+    if len(text) > MAX_LENGTH:
+        raise BadSignIn(f"the message has {len(text)} characters; {MAX_LENGTH} are allowed")
+    foreign = _FOREIGN.search(text)
+    if foreign is None:
+        return
+    line = text.count("\n", 0, foreign.start()) + 1
+    column = foreign.start() - text.rfind("\n", 0, foreign.start())
+    name = "a carriage return" if foreign[0] == "\r" else f"the character U+{ord(foreign[0]):04X}"
+    raise BadSignIn(f"{name} at column {column}; only ASCII may stand here", line=line)
+
+
+class _Reading:
+    """One pass over the lines; remembers where each field stood, so that a wrong value is shown with its line."""
+
+    def __init__(self, lines: list[str]) -> None:
+        self._lines = lines
+        self._next = 0
+        self._field = ""
+        self._where: dict[str, int] = {}
+
+    def message(self) -> SignIn:
+        header = self._take("domain")
+        if not header.endswith(_HEADER):
+            raise self._wrong(f"{shown(header)} does not end with {_HEADER!r}")
+        scheme, separator, rest = header.removesuffix(_HEADER).partition("://")
+        self._where["scheme"] = self._next
+        account = self._take("address")
+        self._empty_line("after the address")
+        statement = None
+        if self._next < len(self._lines) and self._lines[self._next]:
+            statement = self._take("statement")
+        self._empty_line("before the URI")
+        uri = self._labelled("uri")
+        if (version := self._labelled("version")) != VERSION:
+            raise self._wrong(f"the version is {shown(version)}; only {VERSION} is known")
+        chain_id = self._labelled("chain_id")
+        if not _CHAIN_ID.fullmatch(chain_id):
+            raise self._wrong(
+                f"{shown(chain_id)} is not a chain id: a number without leading zeros"
+            )
+        nonce = self._labelled("nonce")
+        issued_at = self._moment("issued_at")
+        expires_at = self._moment("expires_at") if self._follows("expires_at") else None
+        not_before = self._moment("not_before") if self._follows("not_before") else None
+        request_id = self._labelled("request_id") if self._follows("request_id") else None
+        resources = self._resources() if self._follows("resources") else None
+        self._end()
+        try:
+            return SignIn(
+                domain=rest if separator else scheme,
+                address=Address(account),
+                uri=uri,
+                chain_id=int(chain_id),
+                nonce=nonce,
+                issued_at=issued_at,
+                scheme=scheme if separator else None,
+                statement=statement,
+                expires_at=expires_at,
+                not_before=not_before,
+                request_id=request_id,
+                resources=resources,
+            )
+        except BadSignIn as exc:
+            line = self._where.get(exc.field, 0)
+            raise BadSignIn(exc.reason, field=exc.field, line=line) from exc
+
+    def _take(self, field: str) -> str:
+        if self._next >= len(self._lines):
+            raise BadSignIn(
+                f"the message ends where the {field} should stand", field=field, line=self._next
+            )
+        line = self._lines[self._next]
+        self._next += 1
+        self._field, self._where[field] = field, self._next
+        return line
+
+    def _wrong(self, detail: str) -> BadSignIn:
+        return BadSignIn(detail, field=self._field, line=self._next)
+
+    def _empty_line(self, where: str) -> None:
+        if line := self._take("empty line"):
+            raise self._wrong(f"there must be an empty line {where}, not {shown(line)}")
+
+    def _follows(self, field: str) -> bool:
+        return self._next < len(self._lines) and self._lines[self._next].startswith(_LABELS[field])
+
+    def _labelled(self, field: str) -> str:
+        label = _LABELS[field]
+        line = self._take(field)
+        if not line.startswith(label):
+            raise self._wrong(f"{label!r} must stand here, not {shown(line)}")
+        return line.removeprefix(label)
+
+    def _moment(self, field: str) -> Moment:
+        try:
+            return Moment(self._labelled(field))
+        except BadMoment as exc:
+            raise self._wrong(exc.detail) from exc
+
+    def _resources(self) -> tuple[str, ...]:
+        if rest := self._labelled("resources"):
+            raise self._wrong(f"{shown(rest)} after 'Resources:'; each stands on its own line")
+        found: list[str] = []
+        while self._next < len(self._lines) and self._lines[self._next].startswith("- "):
+            found.append(self._take(f"resources.{len(found)}").removeprefix("- "))
+        return tuple(found)
+
+    def _end(self) -> None:
+        if self._next >= len(self._lines):
+            return
+        line = self._take("end")
+        known = any(line.startswith(label) for label in _LABELS.values())
+        place = "stands out of order or twice" if known else "follows the end of the message"
+        raise self._wrong(f"{shown(line)} {place}")
