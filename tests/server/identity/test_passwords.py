@@ -86,7 +86,7 @@ async def test_a_hash_of_an_older_cost_is_made_anew_and_one_of_today_is_not(
         ("\ufdfa" * 100, "at most 1024 bytes"),  # one letter that NFKC writes out as eighteen
         ("correct \ud800 horse", "proper Unicode"),
         ("Ada.Lovelace", "account's name"),
-        ("ａｄａ．ｌｏｖｅｌａｃｅ", "account's name"),
+        ("".join(chr(ord(c) + 0xFEE0) for c in "ada.lovelace"), "account's name"),
     ],
 )
 def test_a_password_that_breaks_a_rule_is_told_which(password: str, complaint: str) -> None:

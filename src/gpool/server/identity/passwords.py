@@ -42,6 +42,9 @@ class Cost:
     lanes: int = 1
 
 
+TODAY = Cost()
+
+
 @dataclass(frozen=True, slots=True)
 class Match:
     """The right password. `rehash`: the hash to store instead, when the cost has changed since."""
@@ -80,7 +83,7 @@ def _normal(text: str) -> str | None:
 class Passwords:
     """Hashes and verifies. `waiting` more than `threads` may stand in line; who comes then is told to come back."""
 
-    def __init__(self, cost: Cost = Cost(), threads: int | None = None, waiting: int = 8) -> None:
+    def __init__(self, cost: Cost = TODAY, threads: int | None = None, waiting: int = 8) -> None:
         threads = threads or max(1, (os.cpu_count() or 1) // 2)
         self._hasher = PasswordHasher(
             time_cost=cost.passes,
