@@ -461,3 +461,31 @@ def standings(actor: Actor, thing: Thing) -> frozenset[Standing]:
 
 def _words(who: Collection[Standing]) -> str:
     return " or ".join(sorted(standing.value.replace("_", " ") for standing in who))
+
+
+def as_markdown() -> str:
+    """docs/permissions.md, generated: `python -m gpool.core.permissions > docs/permissions.md`."""
+    lines = [
+        "# Who may do what",
+        "",
+        "Generated from `gpool.core.permissions.RULES`; a test fails when it is stale.",
+        "",
+        "| action | on | who may | scope of an API key | permission |",
+        "|---|---|---|---|---|",
+    ]
+    for action, rule in RULES.items():
+        scope = rule.scope.value if rule.scope else "-" if Standing.ANYONE in rule.may else "none"
+        who = ", ".join(standing.value for standing in Standing if standing in rule.may)
+        needs = rule.needs.value if rule.needs else ""
+        lines.append(f"| {action} | {rule.kind} | {who} | {scope} | {needs} |")
+    lines += [
+        "",
+        "Scope `none`: only a sign-in may, no API key. Whoever has no standing to a thing is told it is not there;",
+        "whoever can see it and may not do this is refused.",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(as_markdown(), end="")  # noqa: T201 - its output is the page

@@ -77,6 +77,7 @@ def pinned_context(fingerprint: str) -> ssl.SSLContext:
 
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.options |= ssl.OP_NO_RENEGOTIATION  # the certificate that was checked stays the one
     context.check_hostname = False  # the certificate itself is known; its names add nothing
     context.verify_mode = ssl.CERT_NONE  # `check` verifies, and a chain to a CA is not needed
     context.sslsocket_class = PinnedSocket

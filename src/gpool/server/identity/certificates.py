@@ -128,6 +128,8 @@ def _name(text: str) -> x509.GeneralName:
     except ValueError:
         pass
     try:
+        if not text:
+            raise ValueError("an empty name")
         return x509.DNSName(text.encode("idna").decode())
     except (UnicodeError, ValueError) as error:
         raise Invalid(f"{text[:80]!r} is neither a host name nor an address") from error
