@@ -22,6 +22,7 @@ from gpool.server.identity.tokens import (
     Key,
     KeySet,
     Place,
+    Reader,
     Rejected,
     TokenType,
     Why,
@@ -126,6 +127,27 @@ def test_pyjwt_reads_our_tokens_as_we_do() -> None:
     )
     assert (read["sub"], read["jti"], read["type"]) == (encode("user", 7), JTI, "user-access")
     assert jwt.get_unverified_header(BENCH.token())["kid"] == BENCH.kid
+
+
+# ---- remembering
+
+
+def test_a_remembered_token_is_still_refused_for_its_time_its_type_and_its_key() -> None:
+    reader = Reader(BENCH.keys, PLACE)
+    token, end = BENCH.token(), LIFE_S[TokenType.USER]
+    for _ in range(2):
+        assert isinstance(reader.read(token, TokenType.USER, NOW), Claims)
+        assert isinstance(reader.read(token, TokenType.NODE, NOW), Rejected)
+        assert isinstance(reader.read(token, TokenType.USER, later(end)), Rejected)
+    reader.use(KeySet((new_key(b"9" * 32, NOW),)))
+    assert isinstance(reader.read(token, TokenType.USER, NOW), Rejected)
+
+
+def test_having_taken_a_genuine_token_no_forgery_of_it_is_taken() -> None:
+    reader = Reader(BENCH.keys, PLACE, most=2)
+    for forged in FORGED.values():
+        assert isinstance(reader.read(BENCH.token(), TokenType.USER, NOW), Claims)
+        assert isinstance(reader.read(forged, TokenType.USER, NOW), Rejected)
 
 
 # ---- time

@@ -25,6 +25,7 @@ import re
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import lru_cache
 
 from gpool.core.model import SECOND, Instant, Span
 
@@ -102,6 +103,7 @@ class Buckets:
             self._empty_at = dict(order[len(order) - (self._most - self._most // 8) :])
 
 
+@lru_cache(maxsize=16_384)
 def network_of(address: str) -> str:
     """What counts as one address: an IPv4 address, an IPv6 /64 (one customer has them all), else the text itself."""
     try:

@@ -289,6 +289,30 @@ def verify(
     return claims
 
 
+class Reader:
+    """`verify`, remembering tokens it took: a signature costs a hundred times a look-up. Expiry is asked every time."""
+
+    def __init__(self, keys: KeySet, place: Place, most: int = 10_000) -> None:
+        self._keys, self._place, self._most = keys, place, most
+        self._taken: dict[str, Claims] = {}
+
+    def use(self, keys: KeySet) -> None:
+        """Keys have changed: what an old one signed is asked about again."""
+        self._keys = keys
+        self._taken.clear()
+
+    def read(self, token: str, wanted: TokenType, now: Instant) -> Claims | Rejected:
+        known = self._taken.get(token)
+        if known is not None and known.type is wanted and now // SECOND < known.expires_at_s:
+            return known
+        found = verify(token, self._keys, self._place, wanted, now)
+        if isinstance(found, Claims):
+            if len(self._taken) >= self._most:
+                self._taken.clear()
+            self._taken[token] = found
+        return found
+
+
 _REQUIRED = frozenset({"iss", "aud", "sub", "iat", "exp", "jti", "type"})
 _ALLOWED = {TokenType.USER: _REQUIRED | {"sid"}, TokenType.NODE: _REQUIRED | {"cnf"}}
 
