@@ -1,0 +1,463 @@
+"""The one place that decides who may do what: `may(actor, action, thing)`. Reads one table; loads nothing, asks nobody.
+
+A decision has two gates. The first looks at actor and action alone (signed in? right permission? scope of the key?), so
+it says nothing about any object. The second looks at how the actor stands to the object. Whoever has no standing gets
+`HIDDEN`, the same answer as for an object that is not there; whoever can see it and may not do this gets `REFUSED`.
+
+An object of a team belongs to the team: its maker keeps a say in it only while being an owner or member there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import NewType
+
+from gpool.core.ids import NodeId, UserId
+from gpool.core.model import Permission
+
+TeamId = NewType("TeamId", int)
+
+
+class Role(StrEnum):
+    """What somebody is in a team."""
+
+    OWNER = "owner"
+    MEMBER = "member"
+    VIEWER = "viewer"
+
+
+class Scope(StrEnum):
+    """What an API key was made for. A sign-in by its owner has them all, and more."""
+
+    TASKS_READ = "tasks:read"
+    TASKS_WRITE = "tasks:write"
+    NODES_READ = "nodes:read"
+    NODES_WRITE = "nodes:write"
+    ACCOUNT_READ = "account:read"
+    TEAMS_READ = "teams:read"
+    TEAMS_WRITE = "teams:write"
+    MONEY_READ = "money:read"
+    WEBHOOKS = "webhooks"
+    ADMIN = "admin"
+
+
+class Kind(StrEnum):
+    """What is acted on. `ACCOUNT` is the user or team in whose name something is made or listed."""
+
+    SERVER = "server"  # the pool itself: nobody's in particular
+    ACCOUNT = "account"
+    SESSION = "session"
+    KEY = "key"
+    MEMBERSHIP = "membership"  # its owner is the member
+    TEAM = "team"
+    TASK = "task"
+    BATCH = "batch"
+    ARTIFACT = "artifact"
+    NODE = "node"
+    GPU = "gpu"
+    WEBHOOK = "webhook"
+    RECEIPT = "receipt"
+
+
+# ---- who acts
+
+
+@dataclass(frozen=True, slots=True)
+class Nobody:
+    """Not signed in."""
+
+
+@dataclass(frozen=True, slots=True)
+class Person:
+    """A user. `scopes` is None for a sign-in of their own, else what their API key may do."""
+
+    id: UserId
+    permissions: frozenset[Permission] = frozenset()
+    teams: Mapping[TeamId, Role] = field(default_factory=dict)
+    scopes: frozenset[Scope] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """A node, acting for itself and for the leases it holds; never for its owner."""
+
+    id: NodeId
+
+
+Actor = Nobody | Person | Machine
+
+
+# ---- what is acted on
+
+
+@dataclass(frozen=True, slots=True)
+class Thing:
+    """The facts about an object that decide. `holder`: the node whose current lease covers it, or the node it is."""
+
+    kind: Kind
+    owner: UserId | None = None
+    team: TeamId | None = None
+    node_owner: UserId | None = None
+    holder: NodeId | None = None
+    exists: bool = True
+
+
+POOL = Thing(Kind.SERVER)
+
+
+def missing(kind: Kind) -> Thing:
+    """What a route asks about when it found nothing: answered like a stranger's."""
+    return Thing(kind, exists=False)
+
+
+# ---- how they stand to each other
+
+
+class Standing(StrEnum):
+    ANYONE = "anyone"  # signed in or not
+    SIGNED_IN = "signed_in"  # any user
+    SELF = "self"  # it is theirs
+    TEAM_OWNER = "team_owner"
+    TEAM_MEMBER = "team_member"
+    TEAM_VIEWER = "team_viewer"
+    HOST = "host"  # it ran on a node of theirs
+    OPERATOR = "operator"
+    HOLDER = "holder"  # a node: this is itself, or what its lease covers
+
+
+_BY_ROLE = {
+    Role.OWNER: Standing.TEAM_OWNER,
+    Role.MEMBER: Standing.TEAM_MEMBER,
+    Role.VIEWER: Standing.TEAM_VIEWER,
+}
+_MACHINES = frozenset({Standing.ANYONE, Standing.HOLDER})
+_STRANGERS = frozenset({Standing.ANYONE, Standing.SIGNED_IN})
+
+
+class Action(StrEnum):
+    """Everything a request can ask for. Each has exactly one row in `RULES`."""
+
+    # coming in
+    REGISTER = "account.register"
+    SIGN_IN = "session.sign_in"
+    REFRESH = "session.refresh"
+    SIGN_OUT = "session.sign_out"
+    SESSIONS_LIST = "session.list"
+    SESSION_END = "session.end"
+    # one's account
+    ME_READ = "account.read"
+    ACCOUNT_CHANGE = "account.change"
+    ACCOUNT_DELETE = "account.delete"
+    PASSWORD_CHANGE = "account.password"
+    WALLET_LINK = "wallet.link"
+    WALLET_UNLINK = "wallet.unlink"
+    PAYOUT_WALLET_SET = "wallet.payout"
+    KEY_MAKE = "key.make"
+    KEYS_LIST = "key.list"
+    KEY_END = "key.end"
+    # teams
+    TEAM_MAKE = "team.make"
+    TEAMS_LIST = "team.list"
+    TEAM_READ = "team.read"
+    TEAM_CHANGE = "team.change"
+    TEAM_DELETE = "team.delete"
+    TEAM_INVITE = "team.invite"
+    TEAM_JOIN = "team.join"
+    TEAM_ROLE_SET = "team.role"
+    TEAM_LEAVE = "membership.leave"
+    # tasks
+    TASK_SUBMIT = "task.submit"
+    TASKS_LIST = "task.list"
+    TASKS_LIST_ALL = "task.list_all"
+    TASK_READ = "task.read"
+    TASK_CANCEL = "task.cancel"
+    BATCH_READ = "batch.read"
+    BATCH_EXTEND = "batch.extend"
+    BATCH_CANCEL = "batch.cancel"
+    ARTIFACT_UPLOAD = "artifact.upload"
+    ARTIFACT_UPLOAD_OUTPUT = "artifact.upload_output"
+    ARTIFACT_READ = "artifact.read"
+    # nodes
+    NODES_LIST = "node.list"
+    NODE_READ = "node.read"
+    NODE_INVITE = "node.invite"
+    NODE_JOIN = "node.join"
+    NODE_JOIN_BY_INVITE = "node.join_by_invite"
+    NODE_PROVE = "node.prove"
+    NODE_OFFER = "node.offer"
+    NODE_CHANNEL = "node.channel"
+    NODE_REPORT = "node.report"
+    NODE_CHANGE = "node.change"
+    NODE_REMOVE = "node.remove"
+    GPUS_LIST = "gpu.list"
+    GPU_READ = "gpu.read"
+    GPU_CHANGE = "gpu.change"
+    GPU_UNFLAG = "gpu.unflag"
+    # notices and money
+    WEBHOOK_MAKE = "webhook.make"
+    WEBHOOKS_LIST = "webhook.list"
+    WEBHOOK_READ = "webhook.read"
+    WEBHOOK_CHANGE = "webhook.change"
+    WEBHOOK_DELETE = "webhook.delete"
+    LEDGER_READ = "ledger.read"
+    RECEIPT_READ = "receipt.read"
+    PAYOUT_ASK = "payout.ask"
+    CREDIT_GIVE = "credit.give"
+    # the pool
+    HEALTH_READ = "server.health"
+    SCHEMA_READ = "server.schema"
+    METRICS_READ = "server.metrics"
+    USERS_LIST = "user.list"
+    USER_READ = "user.read"
+    USER_INVITE = "user.invite"
+    USER_PERMISSIONS_SET = "user.permissions"
+    USER_SUSPEND = "user.suspend"
+    QUOTA_SET = "quota.set"
+    POLICY_READ = "policy.read"
+    POLICY_CHANGE = "policy.change"
+    KEYS_ROTATE = "server.rotate_keys"
+    BACKUP = "server.backup"
+    AUDIT_READ = "audit.read"
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One row: who may, on what kind of thing. `scope` None: never with an API key. `needs`: a permission on top."""
+
+    kind: Kind
+    may: frozenset[Standing]
+    scope: Scope | None
+    changes: bool
+    needs: Permission | None = None
+
+
+_ANYONE = frozenset({Standing.ANYONE})
+_SIGNED_IN = frozenset({Standing.SIGNED_IN})
+_OPERATOR = frozenset({Standing.OPERATOR})
+_SELF = frozenset({Standing.SELF})
+_NODE = frozenset({Standing.HOLDER})
+_OWN = _SELF | {Standing.TEAM_OWNER}  # what a team's owner does in the team's name
+_WORK = _OWN | {Standing.TEAM_MEMBER}
+_VIEW = _WORK | {Standing.TEAM_VIEWER}
+
+
+def _reads(
+    kind: Kind,
+    may: frozenset[Standing],
+    scope: Scope | None,
+    needs: Permission | None = None,
+) -> Rule:
+    return Rule(kind, may, scope, False, needs)
+
+
+def _changes(
+    kind: Kind,
+    may: frozenset[Standing],
+    scope: Scope | None,
+    needs: Permission | None = None,
+) -> Rule:
+    return Rule(kind, may, scope, True, needs)
+
+
+_A, _K, _S = Action, Kind, Scope
+
+RULES: Mapping[Action, Rule] = {
+    _A.REGISTER: _changes(_K.SERVER, _ANYONE, None),
+    _A.SIGN_IN: _changes(_K.SERVER, _ANYONE, None),
+    _A.REFRESH: _changes(_K.SERVER, _ANYONE, None),
+    _A.SIGN_OUT: _changes(_K.SESSION, _SELF, None),
+    _A.SESSIONS_LIST: _reads(_K.ACCOUNT, _SELF | _OPERATOR, None),
+    _A.SESSION_END: _changes(_K.SESSION, _SELF | _OPERATOR, None),
+    _A.ME_READ: _reads(_K.ACCOUNT, _SELF, _S.ACCOUNT_READ),
+    _A.ACCOUNT_CHANGE: _changes(_K.ACCOUNT, _SELF, None),
+    _A.ACCOUNT_DELETE: _changes(_K.ACCOUNT, _SELF | _OPERATOR, None),
+    _A.PASSWORD_CHANGE: _changes(_K.ACCOUNT, _SELF, None),
+    _A.WALLET_LINK: _changes(_K.ACCOUNT, _SELF, None),
+    _A.WALLET_UNLINK: _changes(_K.ACCOUNT, _SELF, None),
+    _A.PAYOUT_WALLET_SET: _changes(_K.ACCOUNT, _SELF, None, Permission.PROVIDER),
+    _A.KEY_MAKE: _changes(_K.ACCOUNT, _SELF, None),
+    _A.KEYS_LIST: _reads(_K.ACCOUNT, _SELF | _OPERATOR, _S.ACCOUNT_READ),
+    _A.KEY_END: _changes(_K.KEY, _SELF | _OPERATOR, None),
+    _A.TEAM_MAKE: _changes(_K.ACCOUNT, _SELF, _S.TEAMS_WRITE),
+    _A.TEAMS_LIST: _reads(_K.ACCOUNT, _SELF | _OPERATOR, _S.TEAMS_READ),
+    _A.TEAM_READ: _reads(_K.TEAM, _VIEW | _OPERATOR, _S.TEAMS_READ),
+    _A.TEAM_CHANGE: _changes(_K.TEAM, _OWN | _OPERATOR, _S.TEAMS_WRITE),
+    _A.TEAM_DELETE: _changes(_K.TEAM, _OWN, None),
+    _A.TEAM_INVITE: _changes(_K.TEAM, _OWN, _S.TEAMS_WRITE),
+    _A.TEAM_JOIN: _changes(_K.SERVER, _SIGNED_IN, _S.TEAMS_WRITE),
+    _A.TEAM_ROLE_SET: _changes(_K.TEAM, _OWN, _S.TEAMS_WRITE),
+    _A.TEAM_LEAVE: _changes(_K.MEMBERSHIP, _SELF, _S.TEAMS_WRITE),
+    _A.TASK_SUBMIT: _changes(_K.ACCOUNT, _WORK, _S.TASKS_WRITE, Permission.CONSUMER),
+    _A.TASKS_LIST: _reads(_K.ACCOUNT, _VIEW | _OPERATOR, _S.TASKS_READ),
+    _A.TASKS_LIST_ALL: _reads(_K.SERVER, _OPERATOR, _S.ADMIN),
+    _A.TASK_READ: _reads(_K.TASK, _VIEW | _OPERATOR, _S.TASKS_READ),
+    _A.TASK_CANCEL: _changes(_K.TASK, _OWN | _OPERATOR, _S.TASKS_WRITE),
+    _A.BATCH_READ: _reads(_K.BATCH, _VIEW | _OPERATOR, _S.TASKS_READ),
+    _A.BATCH_EXTEND: _changes(_K.BATCH, _SELF, _S.TASKS_WRITE, Permission.CONSUMER),
+    _A.BATCH_CANCEL: _changes(_K.BATCH, _OWN | _OPERATOR, _S.TASKS_WRITE),
+    _A.ARTIFACT_UPLOAD: _changes(_K.ACCOUNT, _WORK, _S.TASKS_WRITE),
+    _A.ARTIFACT_UPLOAD_OUTPUT: _changes(_K.TASK, _NODE, None),
+    _A.ARTIFACT_READ: _reads(_K.ARTIFACT, _VIEW | _OPERATOR | _NODE, _S.TASKS_READ),
+    _A.NODES_LIST: _reads(_K.SERVER, _SIGNED_IN, _S.NODES_READ),
+    _A.NODE_READ: _reads(_K.NODE, _SIGNED_IN, _S.NODES_READ),
+    _A.NODE_INVITE: _changes(_K.ACCOUNT, _SELF, _S.NODES_WRITE, Permission.PROVIDER),
+    _A.NODE_JOIN: _changes(_K.ACCOUNT, _SELF, _S.NODES_WRITE, Permission.PROVIDER),
+    _A.NODE_JOIN_BY_INVITE: _changes(_K.SERVER, _ANYONE, None),
+    _A.NODE_PROVE: _changes(_K.SERVER, _ANYONE, None),
+    _A.NODE_OFFER: _changes(_K.NODE, _NODE, None),
+    _A.NODE_CHANNEL: _changes(_K.NODE, _NODE, None),
+    _A.NODE_REPORT: _changes(_K.TASK, _NODE, None),
+    _A.NODE_CHANGE: _changes(_K.NODE, _SELF | _OPERATOR, _S.NODES_WRITE),
+    _A.NODE_REMOVE: _changes(_K.NODE, _SELF | _OPERATOR, _S.NODES_WRITE),
+    _A.GPUS_LIST: _reads(_K.SERVER, _SIGNED_IN, _S.NODES_READ),
+    _A.GPU_READ: _reads(_K.GPU, _SIGNED_IN, _S.NODES_READ),
+    _A.GPU_CHANGE: _changes(_K.GPU, _SELF | _OPERATOR, _S.NODES_WRITE),
+    _A.GPU_UNFLAG: _changes(_K.GPU, _OPERATOR, _S.ADMIN),
+    _A.WEBHOOK_MAKE: _changes(_K.ACCOUNT, _WORK, _S.WEBHOOKS),
+    _A.WEBHOOKS_LIST: _reads(_K.ACCOUNT, _VIEW, _S.WEBHOOKS),
+    _A.WEBHOOK_READ: _reads(_K.WEBHOOK, _VIEW, _S.WEBHOOKS),
+    _A.WEBHOOK_CHANGE: _changes(_K.WEBHOOK, _OWN, _S.WEBHOOKS),
+    _A.WEBHOOK_DELETE: _changes(_K.WEBHOOK, _OWN | _OPERATOR, _S.WEBHOOKS),
+    _A.LEDGER_READ: _reads(_K.ACCOUNT, _VIEW | _OPERATOR, _S.MONEY_READ),
+    _A.RECEIPT_READ: _reads(_K.RECEIPT, _VIEW | _OPERATOR | {Standing.HOST}, _S.MONEY_READ),
+    _A.PAYOUT_ASK: _changes(_K.ACCOUNT, _SELF, None, Permission.PROVIDER),
+    _A.CREDIT_GIVE: _changes(_K.SERVER, _OPERATOR, None),
+    _A.HEALTH_READ: _reads(_K.SERVER, _ANYONE, None),
+    _A.SCHEMA_READ: _reads(_K.SERVER, _ANYONE, None),
+    _A.METRICS_READ: _reads(_K.SERVER, _SIGNED_IN, _S.NODES_READ),
+    _A.USERS_LIST: _reads(_K.SERVER, _OPERATOR, _S.ADMIN),
+    _A.USER_READ: _reads(_K.ACCOUNT, _SELF | _OPERATOR, _S.ACCOUNT_READ),
+    _A.USER_INVITE: _changes(_K.SERVER, _OPERATOR, _S.ADMIN),
+    _A.USER_PERMISSIONS_SET: _changes(_K.ACCOUNT, _OPERATOR, None),
+    _A.USER_SUSPEND: _changes(_K.ACCOUNT, _OPERATOR, _S.ADMIN),
+    _A.QUOTA_SET: _changes(_K.ACCOUNT, _OPERATOR, _S.ADMIN),
+    _A.POLICY_READ: _reads(_K.SERVER, _OPERATOR, _S.ADMIN),
+    _A.POLICY_CHANGE: _changes(_K.SERVER, _OPERATOR, None),
+    _A.KEYS_ROTATE: _changes(_K.SERVER, _OPERATOR, None),
+    _A.BACKUP: _reads(_K.SERVER, _OPERATOR, None),
+    _A.AUDIT_READ: _reads(_K.SERVER, _OPERATOR, _S.ADMIN),
+}
+
+
+def whole(
+    rules: Mapping[Action, Rule], actions: Iterable[Action] = Action
+) -> Mapping[Kind, frozenset[Standing]]:
+    """Who knows of things of each kind; raises when an action has no row, or a row makes no sense."""
+    rowless = [action.value for action in actions if action not in rules]
+    if rowless:
+        raise AssertionError(f"no rule for {', '.join(rowless)}: say in core/permissions who may")
+    sees: dict[Kind, frozenset[Standing]] = {kind: frozenset() for kind in Kind}
+    for action, rule in rules.items():
+        if not rule.may:
+            raise AssertionError(f"nobody may {action}")
+        if rule.changes and Standing.TEAM_VIEWER in rule.may:
+            raise AssertionError(f"a viewer could {action}")
+        if rule.kind is not Kind.SERVER and Standing.ANYONE in rule.may:
+            raise AssertionError(f"anyone could {action}, a {rule.kind} of somebody")
+        sees[rule.kind] |= rule.may - _STRANGERS  # whoever may do anything to it knows it is there
+    return sees
+
+
+_SEES = whole(RULES)
+
+
+# ---- deciding
+
+
+class Outcome(StrEnum):
+    ALLOWED = "allowed"
+    HIDDEN = "hidden"  # 404, as if it were not there
+    REFUSED = "refused"  # 403
+    SIGN_IN = "sign_in"  # 401: nobody is signed in
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    outcome: Outcome
+    reason: str = ""  # for a person; never tells more than the outcome does
+
+    @property
+    def allowed(self) -> bool:
+        return self.outcome is Outcome.ALLOWED
+
+
+ALLOWED = Decision(Outcome.ALLOWED)
+HIDDEN = Decision(Outcome.HIDDEN, "not there, or not yours")
+
+
+def may(actor: Actor, action: Action, thing: Thing) -> Decision:
+    """Whether the actor may do this to the thing. Total: only a thing of another kind than the rule's is a bug and raises."""
+    rule = RULES[action]
+    if rule.kind is not thing.kind:
+        raise AssertionError(f"{action} is asked of a {rule.kind}, not of a {thing.kind}")
+    refusal = _refused_whatever_it_is(actor, action, rule)
+    if refusal is not None:
+        return refusal
+    if not thing.exists:
+        return HIDDEN
+    has = standings(actor, thing)
+    if has & rule.may:
+        return ALLOWED
+    if thing.kind is Kind.SERVER:
+        return Decision(Outcome.REFUSED, f"{action} needs {_words(rule.may)}")
+    if has & _SEES[thing.kind]:
+        return Decision(
+            Outcome.REFUSED, f"you can see this {thing.kind}; {action} needs {_words(rule.may)}"
+        )
+    return HIDDEN
+
+
+def _refused_whatever_it_is(actor: Actor, action: Action, rule: Rule) -> Decision | None:
+    """The first gate: actor and action alone."""
+    if Standing.ANYONE in rule.may:
+        return None
+    match actor:
+        case Nobody():
+            return Decision(Outcome.SIGN_IN, f"{action} needs somebody who is signed in")
+        case Machine():
+            if not rule.may & _MACHINES:
+                return Decision(Outcome.REFUSED, f"{action} is for users, not for nodes")
+            return None
+        case Person():
+            if rule.may <= _NODE:
+                return Decision(Outcome.REFUSED, f"{action} is for nodes, not for users")
+            if actor.scopes is not None and rule.scope not in actor.scopes:
+                wanted = (
+                    f"an API key with the scope {rule.scope}"
+                    if rule.scope
+                    else "a sign-in; no API key can do this"
+                )
+                return Decision(Outcome.REFUSED, f"{action} needs {wanted}")
+            if rule.needs is not None and rule.needs not in actor.permissions:
+                return Decision(Outcome.REFUSED, f"{action} needs the permission {rule.needs}")
+            return None
+
+
+def standings(actor: Actor, thing: Thing) -> frozenset[Standing]:
+    """How the actor stands to the thing."""
+    found = {Standing.ANYONE}
+    match actor:
+        case Nobody():
+            pass
+        case Machine():
+            if thing.holder == actor.id:
+                found.add(Standing.HOLDER)
+        case Person():
+            found.add(Standing.SIGNED_IN)
+            if Permission.OPERATOR in actor.permissions:
+                found.add(Standing.OPERATOR)
+            if thing.node_owner == actor.id:
+                found.add(Standing.HOST)
+            role = actor.teams.get(thing.team) if thing.team is not None else None
+            if role is not None:
+                found.add(_BY_ROLE[role])
+            at_work = thing.team is None or role in (Role.OWNER, Role.MEMBER)
+            if thing.owner == actor.id and at_work:
+                found.add(Standing.SELF)
+    return frozenset(found)
+
+
+def _words(who: Collection[Standing]) -> str:
+    return " or ".join(sorted(standing.value.replace("_", " ") for standing in who))

@@ -1,0 +1,230 @@
+"""Access tokens: what we issue we take, and nothing else, whoever made it and however it is spelt."""
+
+from __future__ import annotations
+
+import json
+
+import jwt
+import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+from hypothesis import given
+from hypothesis import strategies as st
+from identity.forged_tokens import GRANTS, GROUPS, NODE_KEY, bench, forgeries
+
+from gpool.core.errors import Invalid
+from gpool.core.ids import encode
+from gpool.core.model import SECOND, Instant, Span
+from gpool.server.identity.tokens import (
+    LIFE_S,
+    SKEW_S,
+    Claims,
+    Grant,
+    Key,
+    KeySet,
+    Place,
+    Rejected,
+    TokenType,
+    Why,
+    issue,
+    new_key,
+    verify,
+)
+
+PLACE = Place("https://pool.example", "gpool")
+NOW = Instant(1_800_000_000 * SECOND)
+BENCH = bench(PLACE, NOW)
+FORGED = forgeries(BENCH)
+JTI = "jti-0123456789abcdef"
+
+
+def later(seconds: float) -> Instant:
+    return Instant(NOW + int(seconds * SECOND))
+
+
+@pytest.mark.parametrize("type_", list(TokenType))
+def test_what_we_issue_we_take(type_: TokenType) -> None:
+    claims = verify(BENCH.token(type_), BENCH.keys, PLACE, type_, NOW)
+    assert isinstance(claims, Claims)
+    assert (claims.type, claims.subject, claims.id) == (type_, GRANTS[type_].subject, JTI)
+    assert (claims.session, claims.key) == (GRANTS[type_].session, GRANTS[type_].key)
+
+
+def test_there_are_at_least_sixty_kinds_of_forgery_and_all_differ() -> None:
+    assert len(FORGED) >= 60
+    assert len({*FORGED.values(), BENCH.token()}) == len(FORGED) + 1
+
+
+@pytest.mark.parametrize("name", list(FORGED))
+def test_no_forgery_is_taken(name: str) -> None:
+    assert isinstance(verify(FORGED[name], BENCH.keys, PLACE, TokenType.USER, NOW), Rejected)
+
+
+@pytest.mark.parametrize("name", [n for n in FORGED if not n.startswith("types")])
+def test_no_forgery_is_taken_for_a_nodes_token_either(name: str) -> None:
+    assert isinstance(verify(FORGED[name], BENCH.keys, PLACE, TokenType.NODE, NOW), Rejected)
+
+
+@pytest.mark.parametrize("name", list(FORGED))
+def test_the_control_of_its_group_takes_every_forgery(name: str) -> None:
+    """Each careless verifier is fooled, so the forgeries are worth refusing."""
+    careless = GROUPS[name.partition(":")[0]][1]
+    assert careless(FORGED[name], BENCH)
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("algorithm: alg none", Why.HEADER),
+        ("header keys: jwk in the header", Why.HEADER),
+        ("header keys: kid of the forger's key", Why.KEY),
+        ("header keys: another server's key under our kid", Why.SIGNATURE),
+        ("signatures: signed by a key long retired", Why.KEY),
+        ("signatures: signature shifted by the group's order", Why.SIGNATURE),
+        ("claims: another audience", Why.PLACE),
+        ("claims: expires now", Why.TIME),
+        ("claims: lives for a year", Why.TIME),
+        ("claims: expires true", Why.CLAIMS),
+        ("claims: type of another token", Why.TYPE),
+        ("claims: a claim of the forger's", Why.CLAIMS),
+        ("spelling: subject twice", Why.CLAIMS),
+        ("spelling: alg twice", Why.HEADER),
+        ("spelling: spare bits set in the signature", Why.FORM),
+        ("spelling: a long one", Why.FORM),
+        ("types: a node's own token", Why.TYPE),
+    ],
+)
+def test_a_forgery_is_refused_for_its_own_fault(name: str, why: Why) -> None:
+    """Otherwise a token broken in two places would prove nothing about either."""
+    found = verify(FORGED[name], BENCH.keys, PLACE, TokenType.USER, NOW)
+    assert isinstance(found, Rejected)
+    assert found.why is why
+
+
+@given(st.integers(0, 10_000), st.integers(1, 127))
+def test_no_token_with_a_letter_changed_is_ever_taken(place: int, turn: int) -> None:
+    genuine = BENCH.token()
+    at = place % len(genuine)
+    changed = genuine[:at] + chr(ord(genuine[at]) ^ turn) + genuine[at + 1 :]
+    assert isinstance(verify(changed, BENCH.keys, PLACE, TokenType.USER, NOW), Rejected)
+
+
+@given(st.text(max_size=300))
+def test_any_text_has_an_answer(text: str) -> None:
+    assert isinstance(verify(text, BENCH.keys, PLACE, TokenType.USER, NOW), Rejected)
+
+
+def test_pyjwt_reads_our_tokens_as_we_do() -> None:
+    public = BENCH.keys.verifier(BENCH.kid, NOW)
+    assert public is not None
+    read = jwt.decode(
+        BENCH.token(),
+        Ed25519PublicKey.from_public_bytes(public),
+        algorithms=["EdDSA"],
+        audience=PLACE.audience,
+        issuer=PLACE.issuer,
+        options={"verify_exp": False, "verify_iat": False},
+    )
+    assert (read["sub"], read["jti"], read["type"]) == (encode("user", 7), JTI, "user-access")
+    assert jwt.get_unverified_header(BENCH.token())["kid"] == BENCH.kid
+
+
+# ---- time
+
+
+def test_a_token_is_good_until_the_second_it_expires() -> None:
+    token, life = BENCH.token(), LIFE_S[TokenType.USER]
+    for seconds, good in [(0, True), (life - 1, True), (life, False), (life + 1, False)]:
+        found = verify(token, BENCH.keys, PLACE, TokenType.USER, later(seconds))
+        assert isinstance(found, Claims) is good
+
+
+def test_a_replica_whose_clock_is_a_little_behind_takes_it_and_one_far_behind_does_not() -> None:
+    token = BENCH.token()
+    for behind, good in [(SKEW_S, True), (SKEW_S + 2, False)]:
+        found = verify(token, BENCH.keys, PLACE, TokenType.USER, later(-behind))
+        assert isinstance(found, Claims) is good
+
+
+# ---- keys
+
+
+def test_a_new_key_is_known_before_it_signs_and_the_old_ones_tokens_live_out_their_time() -> None:
+    keys = KeySet((new_key(b"1" * 32, NOW),))
+    old = issue(keys, PLACE, GRANTS[TokenType.USER], JTI, NOW)
+    rotated = keys.rotated(b"2" * 32, NOW, Span(10 * SECOND))
+    assert rotated.signer(later(9)).kid == keys.keys[0].kid
+    assert rotated.signer(later(10)).kid == rotated.keys[1].kid
+    last_old = issue(rotated, PLACE, GRANTS[TokenType.USER], JTI, later(9))
+    end = LIFE_S[TokenType.USER]
+    assert isinstance(verify(old, rotated, PLACE, TokenType.USER, later(end - 1)), Claims)
+    assert isinstance(verify(last_old, rotated, PLACE, TokenType.USER, later(9 + end - 1)), Claims)
+    assert rotated.verifier(keys.keys[0].kid, later(10 + end + SKEW_S)) is None
+
+
+def test_pruning_drops_what_verifies_nothing_and_private_halves_that_will_not_sign_again() -> None:
+    keys = KeySet((new_key(b"1" * 32, NOW),)).rotated(b"2" * 32, NOW, Span(10 * SECOND))
+    early, handed_over, over = (
+        keys.pruned(NOW),
+        keys.pruned(later(11)),
+        keys.pruned(later(86_400)),
+    )
+    assert [key.private is not None for key in early.keys] == [True, True]
+    assert [key.private is not None for key in handed_over.keys] == [False, True]
+    assert [key.kid for key in over.keys] == [keys.keys[1].kid]
+
+
+@given(st.lists(st.integers(0, 2000), max_size=8))
+def test_however_keys_rotate_an_unexpired_token_is_always_taken(gaps: list[int]) -> None:
+    now, lead = NOW, Span(10 * SECOND)
+    keys = KeySet((new_key(b"0" * 32, now),))
+    held: list[tuple[Instant, str]] = []
+    for turn, gap in enumerate(gaps):
+        held.append((now, issue(keys, PLACE, GRANTS[TokenType.USER], JTI, now)))
+        now = Instant(now + gap * SECOND)
+        keys = keys.pruned(now).rotated(bytes([turn + 1]) * 32, now, lead)
+        for issued, token in held:
+            alive = now // SECOND < issued // SECOND + LIFE_S[TokenType.USER]
+            found = verify(token, keys, PLACE, TokenType.USER, now)
+            assert isinstance(found, Claims) is alive
+
+
+def test_keys_come_back_from_the_store_as_they_were() -> None:
+    pruned = BENCH.keys.pruned(NOW)
+    assert KeySet.from_json(pruned.to_json()) == pruned
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda d: d | {"version": 2},
+        lambda d: d | {"keys": None},
+        lambda d: {"keys": d["keys"]},
+        lambda d: d | {"keys": [d["keys"][-1] | {"private": "A" * 43}]},
+        lambda d: d | {"keys": [d["keys"][-1] | {"public": "short="}]},
+    ],
+)
+def test_stored_keys_that_cannot_be_right_are_refused(change: object) -> None:
+    document = json.loads(BENCH.keys.to_json())
+    with pytest.raises(Invalid, match="stored signing keys"):
+        KeySet.from_json(json.dumps(change(document)).encode())  # type: ignore[operator]
+
+
+def test_a_private_key_never_shows_when_a_key_is_printed() -> None:
+    key: Key = BENCH.keys.signer(NOW)
+    assert key.private is not None
+    assert repr(key.private) not in repr(BENCH.keys)
+
+
+@pytest.mark.parametrize(
+    "grant",
+    [
+        Grant(TokenType.USER, encode("node", 1), session="s"),
+        Grant(TokenType.USER, encode("user", 1)),
+        Grant(TokenType.USER, encode("user", 1), session="s", key=NODE_KEY),
+        Grant(TokenType.NODE, encode("node", 1)),
+        Grant(TokenType.NODE, encode("node", 1), key="short"),
+    ],
+)
+def test_we_never_issue_what_we_would_not_take(grant: Grant) -> None:
+    with pytest.raises(Invalid):
+        issue(BENCH.keys, PLACE, grant, JTI, NOW)
