@@ -22,7 +22,7 @@ from gpool.core.ids import NodeId
 from gpool.core.model import Instant, TaskStatus
 from gpool.server.store import open_inline, open_store
 from gpool.server.store.migrations.upgrade import config, postgres_script
-from gpool.server.store.operations import leases, tasks
+from gpool.server.store.operations import leases, tasks, teams
 from gpool.server.store.protocol import Operation, Statement
 from gpool.server.store.schema import metadata
 from gpool.server.store.sqlite import compiled
@@ -30,12 +30,21 @@ from gpool.server.store.versions import HEAD, migrate_sqlite, sqlite_version
 from gpool.wire.frames import Started
 
 
-def described_by(path: Path) -> dict[str, str]:
+def described_by(path: Path) -> dict[str, object]:
+    """Tables by their columns and constraints, in order: a column that was added later is written down elsewhere."""
+    found: dict[str, object] = {}
     with closing(sqlite3.connect(path)) as connection:
         rows = connection.execute(
-            "SELECT name, sql FROM sqlite_master WHERE sql IS NOT NULL AND name <> 'alembic_version'"
+            "SELECT type, name, sql FROM sqlite_master WHERE sql IS NOT NULL AND name <> 'alembic_version'"
         ).fetchall()
-    return {name: re.sub(r"\s+", " ", sql) for name, sql in rows}
+        for kind, name, sql in rows:
+            if kind == "table":
+                columns = connection.execute(f"PRAGMA table_xinfo({name})").fetchall()
+                constraints = sorted(re.findall(r"CONSTRAINT \w+ [A-Z ]+\([^)]*\)", sql))
+                found[name] = (columns, constraints)
+            else:
+                found[name] = re.sub(r"\s+", " ", sql)
+    return found
 
 
 def test_the_metadata_and_the_migrations_agree_on_sqlite(tmp_path: Path) -> None:
@@ -140,13 +149,20 @@ def test_no_hot_statement_scans_the_tasks(tmp_path: Path, pool: Pool) -> None:
         *statements_of(leases.held(node)),
         *statements_of(
             tasks.cancel([task.id], None, Instant(1)),
-            [(task.id, 1, 1, 1, "queued", None)],
+            [(task.id, 1, 1, 1, "queued", None, None)],
             [(1, 1)],
         ),
         *statements_of(tasks.task(task.id, None)),
         *statements_of(tasks.tasks(pool.ann, None, 10)),
         *statements_of(tasks.tasks(pool.ann, None, 10, [TaskStatus.QUEUED, TaskStatus.RUNNING])),
         *statements_of(tasks.tasks(None, None, 10, [TaskStatus.QUEUED, TaskStatus.LEASED])),
+        *statements_of(tasks.tasks(pool.ann, None, 10, (), [7, 8])),
+        *statements_of(tasks.tasks(None, None, 10, [TaskStatus.SUCCEEDED], [7])),
+        *statements_of(
+            tasks.tasks(pool.ann, None, 10, [TaskStatus.QUEUED, TaskStatus.LEASED], [7])
+        ),
+        *statements_of(teams.usage_of("user", pool.ann), [], [(0,)], [(0,)]),
+        *statements_of(teams.usage_of("team", 7), [], [(0,)], [(0,)]),
         *statements_of(tasks.batch_results(1, 0, 10)),
         *statements_of(tasks.batch_tasks(1)),
         *statements_of(leases.picture()),
@@ -160,7 +176,7 @@ def test_no_hot_statement_scans_the_tasks(tmp_path: Path, pool: Pool) -> None:
             assert not [
                 step
                 for step in plan
-                if re.match(r"SCAN (t|tasks)\b(?!.*ix_tasks_(held|queued))", step)
+                if re.match(r"SCAN (t|tasks)\b(?!.*ix_tasks_(team_)?(held|queued))", step)
             ], (
                 statement.sql,
                 plan,

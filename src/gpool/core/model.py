@@ -266,6 +266,7 @@ class TaskRow:
     tries: int = 0  # failures of its own so far
     losses: int = 0  # different nodes lost while it ran
     queued_at: Instant | None = None  # since when it waits this time
+    team: int | None = None  # whose it is; None: the user's own
 
 
 @dataclass(frozen=True, slots=True)

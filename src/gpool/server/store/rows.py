@@ -100,9 +100,9 @@ def of_names(texts: Any) -> Relation:
 TASK_COLUMNS = (
     "t.id, t.batch_id, t.position, t.spec_id, t.user_id, t.status, t.epoch, t.created_at, t.node_id, "
     "t.allocation_number, t.allocation, t.holding, t.leased_at, t.started_at, t.finished_at, t.reason, "
-    "t.exit_code, t.error_text, t.tries, t.losses, t.queued_at"
+    "t.exit_code, t.error_text, t.tries, t.losses, t.queued_at, t.team_id"
 )
-TASK_WIDTH = 21
+TASK_WIDTH = 22
 
 
 def task_row(row: Row) -> TaskRow:
@@ -129,6 +129,7 @@ def task_row(row: Row) -> TaskRow:
         tries=row[18],
         losses=row[19],
         queued_at=row[20],
+        team=row[21],
     )
 
 

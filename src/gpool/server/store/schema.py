@@ -2,7 +2,8 @@
 
 A task's row is written three times on its way (submitted, leased, ended). Listings go by (user, id); what is open is
 found by two partial indexes, so a million finished rows cost the scheduling picture nothing; results of a batch go by
-(batch, sequence). There are no foreign keys: the operations guard what they write.
+(batch, sequence). What belongs to a team has its own partial indexes, so it costs the others nothing. There are no
+foreign keys: the operations guard what they write. One file, however long: it is the one picture of the database.
 """
 
 from __future__ import annotations
@@ -52,8 +53,20 @@ def _text(name: str, *, primary_key: bool = False) -> Column[str]:
     return Column(name, Text, nullable=False, primary_key=primary_key)
 
 
+def _words(name: str) -> Column[str]:
+    return Column(name, Text)
+
+
+def _bytes(name: str, *, nullable: bool = False) -> Column[bytes]:
+    return Column(name, LargeBinary, nullable=nullable)
+
+
 def _note(name: str) -> Column[str]:
     return Column(name, Text, nullable=False, server_default=text("''"))
+
+
+def _partial(name: str, *columns: Column[int], where: str) -> Index:
+    return Index(name, *columns, sqlite_where=text(where), postgresql_where=text(where))
 
 
 users = Table(
@@ -63,6 +76,8 @@ users = Table(
     _text("name"),
     _text("permissions"),
     _int("created_at"),
+    _words("password_hash"),
+    _maybe("disabled_at"),
     UniqueConstraint("name"),
 )
 
@@ -74,7 +89,13 @@ api_keys = Table(
     _text("name"),
     _text("hashed"),
     _int("created_at"),
+    _words("scopes"),
+    _maybe("expires_at"),
+    _maybe("ended_at"),
+    _maybe("last_used_at"),
+    _maybe("team_id"),
     UniqueConstraint("hashed"),
+    Index("ix_api_keys_user_id_id", "user_id", "id"),
 )
 
 invites = Table(
@@ -100,8 +121,10 @@ nodes = Table(
     _maybe("availability_at"),
     _maybe("last_beat_at"),
     _int("created_at"),
+    _words("public_key"),
     UniqueConstraint("owner_id", "name"),
     UniqueConstraint("secret_hash"),
+    Index("ix_nodes_public_key", "public_key", unique=True),
 )
 
 gpus = Table(
@@ -113,7 +136,9 @@ gpus = Table(
     _int("position"),
     Column("available", BIG, nullable=False, server_default=text("1")),
     _counter("gone"),
+    _words("flagged"),
     UniqueConstraint("node_id", "uuid"),
+    Index("ix_gpus_uuid", "uuid"),
 )
 
 specs = Table(
@@ -138,6 +163,7 @@ batches = Table(
     _counter("done"),
     _counter("closed"),
     _int("created_at"),
+    _maybe("team_id"),
 )
 
 tasks = Table(
@@ -171,27 +197,24 @@ tasks = Table(
     Column("outputs", Text),
     Column("payload", LargeBinary),
     Column("value", LargeBinary),
+    _maybe("team_id"),
 )
-Index("ix_tasks_user_id_id", tasks.c.user_id, tasks.c.id)
-Index(
-    "ix_tasks_queued",
-    tasks.c.user_id,
+_partial("ix_tasks_user_id_id", tasks.c.user_id, tasks.c.id, where="team_id IS NULL")
+_partial("ix_tasks_queued", tasks.c.user_id, tasks.c.id, where="status = 'queued'")
+_partial("ix_tasks_held", tasks.c.node_id, tasks.c.user_id, where="holding = 1")
+_partial("ix_tasks_results", tasks.c.batch_id, tasks.c.sequence, where="sequence IS NOT NULL")
+_partial("ix_tasks_team_id_id", tasks.c.team_id, tasks.c.id, where="team_id IS NOT NULL")
+_partial(
+    "ix_tasks_team_queued",
+    tasks.c.team_id,
     tasks.c.id,
-    sqlite_where=text("status = 'queued'"),
-    postgresql_where=text("status = 'queued'"),
+    where="team_id IS NOT NULL AND status = 'queued'",
 )
-Index(
-    "ix_tasks_held",
-    tasks.c.node_id,
-    sqlite_where=text("holding = 1"),
-    postgresql_where=text("holding = 1"),
-)
-Index(
-    "ix_tasks_results",
-    tasks.c.batch_id,
-    tasks.c.sequence,
-    sqlite_where=text("sequence IS NOT NULL"),
-    postgresql_where=text("sequence IS NOT NULL"),
+_partial(
+    "ix_tasks_team_held",
+    tasks.c.team_id,
+    tasks.c.id,
+    where="team_id IS NOT NULL AND holding = 1",
 )
 
 attempts = Table(
@@ -240,6 +263,7 @@ artifact_refs = Table(
     _int("holder", primary_key=True),
     _int("user_id"),
     _counter("epoch"),
+    _maybe("team_id"),
 )
 
 idempotency = Table(
@@ -259,4 +283,180 @@ scheduler_term = Table(
     _id(),
     _int("term"),
     _int("taken_at"),
+)
+
+# ---- ways in
+
+wallets = Table(
+    "wallets",
+    metadata,
+    _text("address", primary_key=True),
+    _int("user_id"),
+    _int("linked_at"),
+    _counter("payout"),
+    Index("ix_wallets_user_id", "user_id"),
+)
+
+oidc_identities = Table(
+    "oidc_identities",
+    metadata,
+    _text("issuer", primary_key=True),
+    _text("subject", primary_key=True),
+    _int("user_id"),
+    Index("ix_oidc_identities_user_id", "user_id"),
+)
+
+sign_in_nonces = Table(
+    "sign_in_nonces",
+    metadata,
+    _text("nonce", primary_key=True),
+    _int("expires_at"),
+    Index("ix_sign_in_nonces_expires_at", "expires_at"),
+)
+
+user_invites = Table(
+    "user_invites",
+    metadata,
+    _text("hashed", primary_key=True),
+    _int("made_by"),
+    _text("permissions"),
+    _maybe("team_id"),
+    _words("role"),
+    _int("expires_at"),
+    _int("created_at"),
+    _maybe("used_at"),
+    _maybe("used_by"),
+)
+
+signing_keys = Table(
+    "signing_keys",
+    metadata,
+    _text("kid", primary_key=True),
+    _bytes("sealed", nullable=True),
+    _text("public"),
+    _int("created_at"),
+    _int("signs_from"),
+    _maybe("verifies_until"),
+)
+"""`sealed` is empty once the key only verifies."""
+
+sessions = Table(
+    "sessions",
+    metadata,
+    _text("id", primary_key=True),
+    _int("user_id"),
+    _bytes("seed_sealed"),
+    _int("generation"),
+    _int("rotated_at"),
+    _int("idle_until"),
+    _int("created_at"),
+    _int("expires_at"),
+    _maybe("ended_at"),
+    _words("ended_why"),
+    _note("label"),
+    Index("ix_sessions_idle_until", "idle_until"),
+)
+_partial("ix_sessions_live", sessions.c.user_id, where="ended_at IS NULL")
+
+# ---- teams and quotas
+
+teams = Table(
+    "teams",
+    metadata,
+    _id(),
+    _text("name"),
+    _int("created_at"),
+    UniqueConstraint("name"),
+)
+
+memberships = Table(
+    "memberships",
+    metadata,
+    _int("team_id", primary_key=True),
+    _int("user_id", primary_key=True),
+    _text("role"),
+    _int("since"),
+    Index("ix_memberships_user_id", "user_id"),
+)
+
+quotas = Table(
+    "quotas",
+    metadata,
+    _text("kind", primary_key=True),
+    _int("id", primary_key=True),
+    _maybe("running_gpu_milli"),
+    _maybe("queued_tasks"),
+    _maybe("storage_bytes"),
+)
+
+stored = Table(
+    "stored",
+    metadata,
+    _text("kind", primary_key=True),
+    _int("id", primary_key=True),
+    _text("sha256", primary_key=True),
+    Index("ix_stored_sha256", "sha256"),
+)
+"""Whose storage an artifact counts in, once however often it is referenced."""
+
+storage = Table(
+    "storage",
+    metadata,
+    _text("kind", primary_key=True),
+    _int("id", primary_key=True),
+    _int("shard", primary_key=True),
+    _int("size_bytes"),
+)
+"""The sum of each one's `stored`. In shards, so that replicas do not wait for one another's commits."""
+
+# ---- the record, secrets, bindings
+
+audit = Table(
+    "audit",
+    metadata,
+    _int("number", primary_key=True),
+    _int("at"),
+    _text("actor"),
+    _text("action"),
+    _text("thing"),
+    _text("outcome"),
+    _text("address"),
+    _text("facts"),
+    _bytes("hash"),
+)
+
+audit_head = Table(
+    "audit_head",
+    metadata,
+    _id(),
+    _int("number"),
+    _bytes("hash", nullable=True),
+)
+"""One row, locked by whoever appends: numbers have no gaps. No hash while the record is empty."""
+
+data_keys = Table(
+    "data_keys",
+    metadata,
+    _text("id", primary_key=True),
+    _bytes("wrapped"),
+    _int("created_at"),
+    _maybe("retired_at"),
+)
+
+task_secrets = Table(
+    "task_secrets",
+    metadata,
+    _int("spec_id", primary_key=True),
+    _text("name", primary_key=True),
+    _bytes("sealed"),
+)
+
+gpu_bindings = Table(
+    "gpu_bindings",
+    metadata,
+    _text("uuid", primary_key=True),
+    _int("owner_id"),
+    _words("wallet"),
+    _int("bound_at"),
+    _maybe("settled_at"),
 )

@@ -57,6 +57,11 @@ class Submission:
     user: UserId
     tasks: Sequence[NewTask]
     at: Instant
+    team: int | None = None  # whose the tasks are; None: the user's own
+    secrets: Sequence[tuple[str, bytes]] = ()  # (name, sealed for `spec_id`)
+    secrets_mark: str = (
+        ""  # equal for equal secrets of a user, and says nothing of them; "": never equal
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +88,7 @@ class Batch:
     done: int
     closed: bool
     created_at: Instant
+    team: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,3 +245,4 @@ class NodeCredentials:
     owner: UserId
     name: str
     availability: Availability
+    public_key: str | None = None  # base64url; None: it came without one

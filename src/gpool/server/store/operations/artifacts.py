@@ -2,18 +2,19 @@
 
 References by `kind` and `holder`: an `upload` is its user's, `lease` is what a node uploaded under (task, epoch) and
 nobody sees yet; both are weak, they keep nothing alive. `spec` (a function, inputs), `payload`, `result` and `log`
-(of a task) are strong.
+(of a task) are strong. A reference of a team's task is the team's: who made it sees it only through the team.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from gpool.core.ids import NodeId, SpecId, TaskId, UserId
 from gpool.core.model import Instant
 from gpool.server.store.operation import operation
+from gpool.server.store.operations.storage import count, holder_of, uncount
 from gpool.server.store.protocol import Operation, Relation, Statement
-from gpool.server.store.rows import of_names
+from gpool.server.store.rows import of_ids, of_names
 
 NAMED = (
     ("sha256", "text"),
@@ -23,6 +24,10 @@ NAMED = (
     ("user_id", "int"),
 )
 STRONG = "('spec', 'payload', 'result', 'log')"
+SEES = (
+    "r.kind <> 'lease' AND (r.team_id IS NULL AND r.user_id = :user "
+    "OR r.team_id IN (SELECT id FROM {teams} AS m))"
+)
 
 
 def put_artifact(sha256: str, size_bytes: int, at: Instant) -> Operation[None]:
@@ -34,14 +39,24 @@ def put_artifact(sha256: str, size_bytes: int, at: Instant) -> Operation[None]:
 
 
 def put_reference(
-    sha256: str, kind: str, holder: int, user: UserId, epoch: int = 0
+    sha256: str, kind: str, holder: int, user: UserId, epoch: int = 0, team: int | None = None
 ) -> Operation[None]:
+    """The artifact is there. What only a lease refers to is not counted yet."""
     yield Statement(
-        "INSERT INTO artifact_refs (sha256, kind, holder, user_id, epoch) "
-        "VALUES (:sha256, :kind, :holder, :user, :epoch) "
+        "INSERT INTO artifact_refs (sha256, kind, holder, user_id, epoch, team_id) "
+        "VALUES (:sha256, :kind, :holder, :user, :epoch, :team) "
         "ON CONFLICT (sha256, kind, holder) DO UPDATE SET epoch = excluded.epoch",
-        {"sha256": sha256, "kind": kind, "holder": holder, "user": user, "epoch": epoch},
+        {
+            "sha256": sha256,
+            "kind": kind,
+            "holder": holder,
+            "user": user,
+            "epoch": epoch,
+            "team": team,
+        },
     )
+    if kind != "lease":
+        yield from count([(*holder_of(user, team), sha256)])
 
 
 @operation
@@ -56,14 +71,15 @@ def add_artifact(
     """The bytes are in the blob store. A user's upload is the user's; a node's is fenced by the lease it names."""
     if task_epoch is not None:
         rows = yield Statement(
-            "SELECT user_id FROM tasks WHERE id = :task AND epoch = :epoch AND node_id = :node AND holding = 1 "
+            "SELECT user_id, team_id FROM tasks WHERE id = :task AND epoch = :epoch AND node_id = :node AND holding = 1 "
             "/*postgresql FOR UPDATE*/",
             {"task": task_epoch[0], "epoch": task_epoch[1], "node": node},
         )
         if not rows:
             return False
         yield from put_artifact(sha256, size_bytes, at)
-        yield from put_reference(sha256, "lease", task_epoch[0], UserId(rows[0][0]), task_epoch[1])
+        owner, team = rows[0]
+        yield from put_reference(sha256, "lease", task_epoch[0], UserId(owner), task_epoch[1], team)
         return True
     if user is None:
         return False
@@ -73,11 +89,13 @@ def add_artifact(
 
 
 @operation
-def visible(sha256: str, user: UserId) -> Operation[int | None]:
+def visible(sha256: str, user: UserId, teams: Collection[int] = ()) -> Operation[int | None]:
+    """The size, if it is the user's or one of these teams'."""
     rows = yield Statement(
-        "SELECT a.size_bytes FROM artifacts a WHERE a.sha256 = :sha256 AND EXISTS (SELECT 1 FROM artifact_refs r "
-        "WHERE r.sha256 = a.sha256 AND r.user_id = :user AND r.kind <> 'lease')",
+        "SELECT a.size_bytes FROM artifacts a WHERE a.sha256 = :sha256 AND EXISTS ("  # noqa: S608
+        f"SELECT 1 FROM artifact_refs r WHERE r.sha256 = a.sha256 AND {SEES})",
         {"sha256": sha256, "user": user},
+        {"teams": of_ids(teams)},
     )
     return rows[0][0] if rows else None
 
@@ -101,31 +119,36 @@ def known(sha256: str) -> Operation[bool]:
     return bool(rows)
 
 
-def missing(sha256s: Sequence[str], user: UserId) -> Operation[tuple[str, ...]]:
+def missing(
+    sha256s: Sequence[str], user: UserId, team: int | None = None
+) -> Operation[tuple[str, ...]]:
     """Which of them the user cannot see. Those found stay until the transaction ends."""
     if not sha256s:
         return ()
     rows = yield Statement(
-        "SELECT a.sha256 FROM {wanted} AS w JOIN artifacts a ON a.sha256 = w.name WHERE EXISTS ("
-        "SELECT 1 FROM artifact_refs r WHERE r.sha256 = a.sha256 AND r.user_id = :user AND r.kind <> 'lease') "
+        "SELECT a.sha256 FROM {wanted} AS w JOIN artifacts a ON a.sha256 = w.name WHERE EXISTS ("  # noqa: S608
+        f"SELECT 1 FROM artifact_refs r WHERE r.sha256 = a.sha256 AND {SEES}) "
         "/*postgresql FOR SHARE OF a*/",
         {"user": user},
-        {"wanted": of_names(sha256s)},
+        {"wanted": of_names(sha256s), "teams": of_ids(() if team is None else (team,))},
     )
     found = {row[0] for row in rows}
     return tuple(sha256 for sha256 in dict.fromkeys(sha256s) if sha256 not in found)
 
 
-def keep(kind: str, pairs: Sequence[tuple[str, int]], user: UserId) -> Operation[None]:
+def keep(
+    kind: str, pairs: Sequence[tuple[str, int]], user: UserId, team: int | None = None
+) -> Operation[None]:
     """Strong references for (sha256, holder) that `missing` has found."""
     if pairs:
         yield Statement(
-            "INSERT INTO artifact_refs (sha256, kind, holder, user_id) "
-            "SELECT p.sha256, CAST(:kind AS TEXT), p.holder, CAST(:user AS BIGINT) FROM {pairs} AS p WHERE true "
-            "ON CONFLICT (sha256, kind, holder) DO NOTHING",
-            {"kind": kind, "user": user},
+            "INSERT INTO artifact_refs (sha256, kind, holder, user_id, team_id) "
+            "SELECT p.sha256, CAST(:kind AS TEXT), p.holder, CAST(:user AS BIGINT), CAST(:team AS BIGINT) "
+            "FROM {pairs} AS p WHERE true ON CONFLICT (sha256, kind, holder) DO NOTHING",
+            {"kind": kind, "user": user, "team": team},
             {"pairs": Relation((("sha256", "text"), ("holder", "int")), sorted(set(pairs)))},
         )
+        yield from count([(*holder_of(user, team), sha256) for sha256, _ in pairs])
 
 
 def keep_results(named: Sequence[tuple[str, TaskId, int, SpecId, UserId]]) -> Operation[None]:
@@ -133,15 +156,19 @@ def keep_results(named: Sequence[tuple[str, TaskId, int, SpecId, UserId]]) -> Op
     if not named:
         return
     relation = Relation(NAMED, sorted(set(named)))
-    yield Statement(
+    uploaded = yield Statement(
         "UPDATE artifact_refs SET kind = 'result' FROM {named} AS n WHERE artifact_refs.sha256 = n.sha256 "
-        "AND artifact_refs.kind = 'lease' AND artifact_refs.holder = n.task AND artifact_refs.epoch = n.epoch",
+        "AND artifact_refs.kind = 'lease' AND artifact_refs.holder = n.task AND artifact_refs.epoch = n.epoch "
+        "RETURNING artifact_refs.user_id, artifact_refs.team_id, artifact_refs.sha256",
         {},
         {"named": relation},
     )
+    yield from count([(*holder_of(user, team), sha256) for user, team, sha256 in uploaded])
+    # what it could see is counted already: for the task's own references
     yield Statement(
-        "INSERT INTO artifact_refs (sha256, kind, holder, user_id) "
-        "SELECT n.sha256, 'result', n.task, n.user_id FROM {named} AS n WHERE "
+        "INSERT INTO artifact_refs (sha256, kind, holder, user_id, team_id) "
+        "SELECT n.sha256, 'result', n.task, n.user_id, t.team_id FROM {named} AS n "
+        "JOIN tasks t ON t.id = n.task WHERE "
         "EXISTS (SELECT 1 FROM artifact_refs r WHERE r.sha256 = n.sha256 AND r.kind = 'spec' AND r.holder = n.spec) OR "
         "EXISTS (SELECT 1 FROM artifact_refs r WHERE r.sha256 = n.sha256 AND r.kind = 'payload' AND r.holder = n.task) "
         "ON CONFLICT (sha256, kind, holder) DO NOTHING",
@@ -173,12 +200,14 @@ def forget_artifacts(sha256s: Sequence[str]) -> Operation[tuple[str, ...]]:
     )
     rows = yield Statement(
         "DELETE FROM artifacts WHERE sha256 IN (SELECT name FROM {wanted} AS w) AND NOT EXISTS ("  # noqa: S608
-        f"SELECT 1 FROM artifact_refs r WHERE r.sha256 = artifacts.sha256 AND r.kind IN {STRONG}) RETURNING sha256",
+        f"SELECT 1 FROM artifact_refs r WHERE r.sha256 = artifacts.sha256 AND r.kind IN {STRONG}) "
+        "RETURNING sha256, size_bytes",
         {},
         wanted,
     )
     forgotten = tuple(row[0] for row in rows)
     if forgotten:
+        yield from uncount(dict(rows))
         yield Statement(
             "DELETE FROM artifact_refs WHERE sha256 IN (SELECT name FROM {gone} AS g)",
             {},

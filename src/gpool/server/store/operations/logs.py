@@ -104,14 +104,15 @@ def finished_with_logs(before: Instant, limit: int) -> Operation[tuple[TaskId, .
 def seal_logs(task: TaskId, sha256: str, size: int, at: Instant) -> Operation[None]:
     """The rows are replaced by the artifact that holds the same. Nothing happens while the task may still print."""
     rows = yield Statement(
-        "SELECT user_id FROM tasks WHERE id = :task AND finished_at IS NOT NULL AND holding = 0 "
+        "SELECT user_id, team_id FROM tasks WHERE id = :task AND finished_at IS NOT NULL AND holding = 0 "
         "/*postgresql FOR UPDATE*/",
         {"task": task},
     )
     if not rows:
         return
     yield from put_artifact(sha256, size, at)
-    yield from put_reference(sha256, "log", task, UserId(rows[0][0]))
+    user, team = rows[0]
+    yield from put_reference(sha256, "log", task, UserId(user), team=team)
     yield Statement(
         "UPDATE tasks SET log_sha256 = :sha256 WHERE id = :task", {"sha256": sha256, "task": task}
     )

@@ -33,7 +33,11 @@ def create_node(
     offer: Offer,
     gpu_ids: Sequence[int],
     at: Instant,
+    public_key: str | None = None,
 ) -> Operation[NodeCredentials]:
+    """With a public key the secret may be left out ("")."""
+    if not secret_hash and public_key is None:
+        raise Invalid("a node needs a key or a secret")
     if invite_hash is not None:
         invited = yield Statement(
             "SELECT owner_id, expires_at, used_at FROM invites WHERE hashed = :hashed /*postgresql FOR UPDATE*/",
@@ -48,15 +52,20 @@ def create_node(
     )
     if taken:
         raise Conflict(f"you have a node named {name!r} already; choose another name or remove it")
+    if public_key is not None:
+        known = yield Statement("SELECT 1 FROM nodes WHERE public_key = :key", {"key": public_key})
+        if known:
+            raise Conflict("a node with this key has joined already; make a new key")
     gpus = _gpu_rows(offer, gpu_ids)
     yield Statement(
-        "INSERT INTO nodes (id, owner_id, name, secret_hash, offer, availability, created_at) "
-        "VALUES (:id, :owner, :name, :secret_hash, :offer, 'available', :at)",
+        "INSERT INTO nodes (id, owner_id, name, secret_hash, offer, availability, created_at, public_key) "
+        "VALUES (:id, :owner, :name, :secret_hash, :offer, 'available', :at, :key)",
         {
             "id": node_id,
             "owner": owner,
             "name": name,
-            "secret_hash": secret_hash,
+            "secret_hash": secret_hash or f"none {public_key}",  # no hash looks like this
+            "key": public_key,
             "offer": offer_text(offer),
             "at": at,
         },
@@ -67,7 +76,7 @@ def create_node(
             {"at": at, "node": node_id, "hashed": invite_hash},
         )
     yield from _put_gpus(node_id, gpus)
-    return NodeCredentials(node_id, owner, name, Availability.AVAILABLE)
+    return NodeCredentials(node_id, owner, name, Availability.AVAILABLE, public_key)
 
 
 def _inviter(invited: list[Row], at: Instant) -> UserId:
@@ -100,15 +109,30 @@ def _put_gpus(node: NodeId, gpus: Relation) -> Operation[None]:
         )
 
 
+def _credentials(where: str, **parameters: int | str) -> Operation[NodeCredentials | None]:
+    rows = yield Statement(
+        f"SELECT id, owner_id, name, availability, public_key FROM nodes WHERE {where}",  # noqa: S608
+        parameters,
+    )
+    for number, owner, name, availability, key in rows:
+        return NodeCredentials(NodeId(number), UserId(owner), name, Availability(availability), key)
+    return None
+
+
 @operation
 def node_by_secret(hashed: str) -> Operation[NodeCredentials | None]:
-    rows = yield Statement(
-        "SELECT id, owner_id, name, availability FROM nodes WHERE secret_hash = :hashed",
-        {"hashed": hashed},
-    )
-    for number, owner, name, availability in rows:
-        return NodeCredentials(NodeId(number), UserId(owner), name, Availability(availability))
-    return None
+    return (yield from _credentials("secret_hash = :hashed", hashed=hashed))
+
+
+@operation
+def node_by_key(public_key: str) -> Operation[NodeCredentials | None]:
+    return (yield from _credentials("public_key = :key", key=public_key))
+
+
+@operation
+def credentials_of(node: NodeId) -> Operation[NodeCredentials | None]:
+    """With the key a node must prove it has."""
+    return (yield from _credentials("id = :node", node=node))
 
 
 @operation
@@ -132,11 +156,11 @@ def beat(node: NodeId, at: Instant) -> Operation[None]:
 
 
 def load_nodes(where: str, parameters: dict[str, int]) -> Operation[tuple[NodeRow, ...]]:
-    """Nodes with the indexes of the GPUs their owners withhold; `where` speaks of `n`."""
+    """Nodes with the indexes of the GPUs that take nothing: withheld by the owner, or flagged. `where` speaks of `n`."""
     withheld: dict[int, set[int]] = {}
     rows = yield Statement(
         "SELECT g.node_id, g.position FROM gpus g JOIN nodes n ON n.id = g.node_id "  # noqa: S608
-        f"WHERE g.gone = 0 AND g.available = 0 AND {where}",
+        f"WHERE g.gone = 0 AND (g.available = 0 OR g.flagged IS NOT NULL) AND {where}",
         parameters,
     )
     for number, position in rows:

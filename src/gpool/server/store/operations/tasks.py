@@ -1,17 +1,22 @@
-"""Tasks and batches as their users see them: submitted, listed, cancelled. Nobody sees another user's."""
+"""Tasks and batches as their users see them: submitted, listed, cancelled. Nobody sees another user's.
+
+Where a user is named, `teams` are those whose tasks this user may see, or do this to: `core.permissions` decides which.
+A team's task is the team's; who submitted it has no say in it but through the team.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
-from gpool.core.errors import Conflict, NotFound
+from gpool.core.errors import Conflict, Invalid, NotFound
 from gpool.core.ids import BatchId, SpecId, TaskId, UserId
 from gpool.core.lifecycle import Move, sources
 from gpool.core.model import AttemptRow, Instant, Span, TaskStatus
 from gpool.server.store.operation import operation
 from gpool.server.store.operations.artifacts import keep, missing
 from gpool.server.store.operations.ends import take_sequences, target
+from gpool.server.store.operations.sealed import insert_secrets
 from gpool.server.store.protocol import Operation, Relation, Row, Statement
 from gpool.server.store.rows import (
     REASON,
@@ -46,6 +51,8 @@ CANCELLED = (("id", "int"), ("epoch", "int"), ("sequence", "int"))
 HELD_STATUSES = frozenset({TaskStatus.LEASED, TaskStatus.RUNNING})
 CANCELLABLE = ", ".join(f"'{status.value}'" for status in sorted(sources(Move.CANCELLED)))
 LAST = (1 << 63) - 1
+MAX_TEAMS = 100
+"""In one listing: each is a branch of its statement."""
 
 
 @operation
@@ -53,9 +60,9 @@ def submit(s: Submission) -> Operation[Submitted | MissingArtifacts]:
     """All of it or nothing. Costs the same however many tasks there are already."""
     first = 0
     if not s.is_new_batch:
-        first = yield from _open_batch(s.batch, s.user)
+        first = yield from _open_batch(s)
     body = spec_text(s.spec)
-    digest = digest_of(body)
+    digest = _digest(s, body)
     spec_id = yield from _equal_spec(s.user, digest)
     payloads = [(task.payload_sha256, task.id) for task in s.tasks if task.payload_sha256]
     needs = [sha256 for sha256, _ in payloads]
@@ -64,13 +71,15 @@ def submit(s: Submission) -> Operation[Submitted | MissingArtifacts]:
         spec_needs.append(s.spec.function_sha256)
     if spec_id is None:
         needs += spec_needs  # an equal spec of this user holds them already
-    lacks = yield from missing(needs, s.user)
+    lacks = yield from missing(needs, s.user, s.team)
     if lacks:
         return MissingArtifacts(lacks)
     if spec_id is None:
         spec_id = yield from _put_spec(s, body, digest)
-        yield from keep("spec", [(sha256, spec_id) for sha256 in spec_needs], s.user)
-    yield from keep("payload", payloads, s.user)
+        yield from keep("spec", [(sha256, spec_id) for sha256 in spec_needs], s.user, s.team)
+        if s.secrets and spec_id == s.spec_id:
+            yield from insert_secrets(spec_id, s.secrets)
+    yield from keep("payload", payloads, s.user, s.team)
     yield from _count(s)
     tasks = s.tasks
     if any(task.position != first + place for place, task in enumerate(tasks)):
@@ -79,14 +88,26 @@ def submit(s: Submission) -> Operation[Submitted | MissingArtifacts]:
     return Submitted(s.batch, spec_id, first, tasks)
 
 
-def _open_batch(batch: BatchId, user: UserId) -> Operation[int]:
+def _digest(s: Submission, body: str) -> str:
+    """Specs are equal only within a team, and with equal secrets."""
+    parts = [body]
+    if s.team is not None:
+        parts.append(f"team {s.team}")
+    if s.secrets:
+        parts.append(f"secrets {s.secrets_mark or s.spec_id}")
+    return digest_of("\0".join(parts))
+
+
+def _open_batch(s: Submission) -> Operation[int]:
     rows = yield Statement(
-        "SELECT total, closed FROM batches WHERE id = :batch AND user_id = :user /*postgresql FOR UPDATE*/",
-        {"batch": batch, "user": user},
+        "SELECT total, closed, team_id FROM batches WHERE id = :batch AND user_id = :user /*postgresql FOR UPDATE*/",
+        {"batch": s.batch, "user": s.user},
     )
     if not rows:
         raise NotFound("there is no such batch of yours; leave `batch` out to begin a new one")
-    total, closed = rows[0]
+    total, closed, team = rows[0]
+    if team != s.team:
+        raise Conflict("this batch is not of that team; name the team it was begun for")
     if closed:
         raise Conflict("this batch is closed; submit with more=true to keep the next one open")
     return int(total)
@@ -120,8 +141,8 @@ def _put_spec(s: Submission, body: str, digest: str) -> Operation[SpecId]:
 def _count(s: Submission) -> Operation[None]:
     if s.is_new_batch:
         yield Statement(
-            "INSERT INTO batches (id, user_id, name, total, closed, created_at) "
-            "VALUES (:id, :user, :name, :total, :closed, :at)",
+            "INSERT INTO batches (id, user_id, name, total, closed, created_at, team_id) "
+            "VALUES (:id, :user, :name, :total, :closed, :at, :team)",
             {
                 "id": s.batch,
                 "user": s.user,
@@ -129,6 +150,7 @@ def _count(s: Submission) -> Operation[None]:
                 "total": len(s.tasks),
                 "closed": int(s.closes_batch),
                 "at": s.at,
+                "team": s.team,
             },
         )
     else:
@@ -151,10 +173,10 @@ def _put_tasks(s: Submission, spec_id: SpecId, tasks: Sequence[NewTask]) -> Oper
         rows = [(t.id, t.position, t.payload_sha256) for t in tasks]
     yield Statement(
         "INSERT INTO tasks (id, batch_id, position, spec_id, user_id, status, created_at, queued_at, "  # noqa: S608
-        "payload_sha256, payload) SELECT n.id, CAST(:batch AS BIGINT), n.position, CAST(:spec AS BIGINT), "
-        "CAST(:user AS BIGINT), 'queued', CAST(:at AS BIGINT), CAST(:at AS BIGINT), n.payload_sha256, "
-        f"{picked} FROM {{tasks}} AS n",
-        {"batch": s.batch, "spec": spec_id, "user": s.user, "at": s.at},
+        "team_id, payload_sha256, payload) SELECT n.id, CAST(:batch AS BIGINT), n.position, CAST(:spec AS BIGINT), "
+        "CAST(:user AS BIGINT), 'queued', CAST(:at AS BIGINT), CAST(:at AS BIGINT), CAST(:team AS BIGINT), "
+        f"n.payload_sha256, {picked} FROM {{tasks}} AS n",
+        {"batch": s.batch, "spec": spec_id, "user": s.user, "at": s.at, "team": s.team},
         {"tasks": Relation(columns, rows)},
     )
 
@@ -183,10 +205,17 @@ def _view(row: Row) -> TaskView:
     )
 
 
+def _theirs(owner: int, team: int | None, user: UserId | None, teams: Collection[int]) -> bool:
+    """Whether this user is the owner, or one of the teams. Nobody named: an operator, or the server itself."""
+    return user is None or (owner == user if team is None else team in teams)
+
+
 @operation
-def task(id: TaskId, user: UserId | None) -> Operation[TaskView | None]:
+def task(
+    id: TaskId, user: UserId | None, teams: Collection[int] = ()
+) -> Operation[TaskView | None]:
     rows = yield Statement(VIEW_WITH_VALUE + "WHERE t.id = :id", {"id": id})
-    if not rows or (user is not None and rows[0][4] != user):
+    if not rows or not _theirs(rows[0][4], rows[0][21], user, teams):
         return None
     return _view(rows[0])
 
@@ -197,30 +226,62 @@ def tasks(
     before: TaskId | None,
     limit: int,
     statuses: Sequence[TaskStatus] = (),
+    teams: Collection[int] = (),
 ) -> Operation[tuple[TaskView, ...]]:
-    """Newest first, without the values. Asking only for what is open looks at nothing else."""
-    mine = "t.id < :before" if user is None else "t.user_id = :user AND t.id < :before"
+    """The user's own and these teams', newest first, without the values; no user and no team: everybody's.
+
+    Asking only for what is open looks at nothing else.
+    """
+    if len(teams) > MAX_TEAMS:
+        raise Invalid(f"{len(teams)} teams in one listing; name at most {MAX_TEAMS}")
     parameters: dict[str, int] = {"before": LAST if before is None else before, "limit": limit}
+    whose: list[str] = []
     if user is not None:
         parameters["user"] = user
+        whose.append("t.user_id = :user AND t.team_id IS NULL")
+    for place, team in enumerate(sorted(teams)):
+        parameters[f"team_{place}"] = team
+        whose.append(f"t.team_id = :team_{place}")
     wanted = frozenset(statuses)
     if wanted and not any(status.is_final for status in wanted):
-        # a plus keeps the planner from walking through everything that ended, in the order of the ids
-        few = mine.replace("t.", "+t.")
-        parts = []
-        if TaskStatus.QUEUED in wanted:
-            queued = few if user is None else mine
-            parts.append(_newest(f"t.status = 'queued' AND {queued}", plain=user is not None))
-        if wanted & HELD_STATUSES:
-            held = f"t.holding = 1 AND {_one_of(wanted & HELD_STATUSES)} AND {few}"
-            parts.append(_newest(held, plain=False))
-        where = f"t.id IN ({' UNION ALL '.join(parts)})"
+        parts = [part for each in whose or [""] for part in _open(each, wanted)]
     else:
-        where = f"{mine} AND {_one_of(wanted)}" if wanted else mine
+        of_status = f" AND {_one_of(wanted)}" if wanted else ""
+        parts = [f"{each} AND t.id < :before{of_status}" for each in whose]
+        if len(parts) <= 1:
+            where = parts[0] if parts else f"t.id < :before{of_status}"
+            return (yield from _views(where, parameters))
+        parts = [_newest(part, plain=True) for part in parts]
+    return (yield from _views(f"t.id IN ({' UNION ALL '.join(parts)})", parameters))
+
+
+def _views(where: str, parameters: dict[str, int]) -> Operation[tuple[TaskView, ...]]:
     rows = yield Statement(
         f"{VIEW_WITHOUT_VALUE} WHERE {where} ORDER BY t.id DESC LIMIT :limit", parameters
     )
     return tuple(_view(row) for row in rows)
+
+
+def _open(whose: str, wanted: frozenset[TaskStatus]) -> list[str]:
+    """What is queued and what is held, each from its own index.
+
+    A plus keeps the planner from another index: from walking through everything that ended, in the order of the ids.
+    """
+    parts = []
+    ours = "team_id = :" in whose
+    if TaskStatus.QUEUED in wanted:
+        if whose:
+            mine = f"{whose.replace('t.team_id IS', '+t.team_id IS')} AND t.id < :before"
+        else:
+            mine = "+t.id < :before"
+        parts.append(_newest(f"t.status = 'queued' AND {mine}", plain=bool(whose)))
+    if wanted & HELD_STATUSES:
+        few = f"{whose} AND t.id < :before" if whose else "t.id < :before"
+        if not ours:
+            few = few.replace("t.", "+t.")
+        held = f"t.holding = 1 AND {_one_of(wanted & HELD_STATUSES)} AND {few}"
+        parts.append(_newest(held, plain=ours))
+    return parts
 
 
 def _newest(where: str, *, plain: bool) -> str:
@@ -233,9 +294,11 @@ def _one_of(statuses: frozenset[TaskStatus]) -> str:
 
 
 @operation
-def story(id: TaskId, user: UserId | None) -> Operation[TaskStory | None]:
+def story(
+    id: TaskId, user: UserId | None, teams: Collection[int] = ()
+) -> Operation[TaskStory | None]:
     rows = yield Statement(f"SELECT {TASK_COLUMNS} FROM tasks t WHERE t.id = :id", {"id": id})  # noqa: S608
-    if not rows or (user is not None and rows[0][4] != user):
+    if not rows or not _theirs(rows[0][4], rows[0][21], user, teams):
         return None
     attempts = yield Statement(
         "SELECT task_id, epoch, node_id, leased_at, started_at, ended_at, reason, detail "
@@ -252,14 +315,14 @@ def story(id: TaskId, user: UserId | None) -> Operation[TaskStory | None]:
 
 
 @operation
-def batch(id: BatchId, user: UserId | None) -> Operation[Batch | None]:
+def batch(id: BatchId, user: UserId | None, teams: Collection[int] = ()) -> Operation[Batch | None]:
     rows = yield Statement(
-        "SELECT id, user_id, name, total, done, closed, created_at FROM batches WHERE id = :id",
+        "SELECT id, user_id, name, total, done, closed, created_at, team_id FROM batches WHERE id = :id",
         {"id": id},
     )
     for row in rows:
-        if user is None or row[1] == user:
-            return Batch(row[0], row[1], row[2], row[3], row[4], bool(row[5]), row[6])
+        if _theirs(row[1], row[7], user, teams):
+            return Batch(row[0], row[1], row[2], row[3], row[4], bool(row[5]), row[6], row[7])
     return None
 
 
@@ -308,22 +371,24 @@ def close_batch(batch: BatchId) -> Operation[None]:
 
 
 @operation
-def cancel(ids: Sequence[TaskId], user: UserId | None, at: Instant) -> Operation[Recording]:
+def cancel(
+    ids: Sequence[TaskId], user: UserId | None, at: Instant, teams: Collection[int] = ()
+) -> Operation[Recording]:
     """Queued tasks end at once. Leased ones too, but their leases hold on until the node lets go."""
     rows = yield Statement(
-        "SELECT t.id, t.epoch, t.batch_id, t.user_id, t.status, t.node_id FROM {wanted} AS w "  # noqa: S608
+        "SELECT t.id, t.epoch, t.batch_id, t.user_id, t.status, t.node_id, t.team_id FROM {wanted} AS w "  # noqa: S608
         f"JOIN tasks t ON t.id = w.id WHERE t.status IN ({CANCELLABLE}) "
         "/*postgresql ORDER BY t.id FOR UPDATE OF t*/",
         {},
         {"wanted": of_ids(ids)},
     )
-    found = [row for row in rows if user is None or row[3] == user]
+    found = [row for row in rows if _theirs(row[3], row[6], user, teams)]
     if not found:
         return Recording()
     last = yield from take_sequences(row[2] for row in found)
     cancelled: list[Row] = []
     ended: list[Ended] = []
-    for number, epoch, in_batch, owner, status, _ in found:
+    for number, epoch, in_batch, owner, status, _, _ in found:
         last[in_batch] = sequence = last[in_batch] + 1
         cancelled.append((number, epoch, sequence))
         ended.append(Ended(number, in_batch, owner, target(status, Move.CANCELLED), Span(0)))

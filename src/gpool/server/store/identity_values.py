@@ -1,0 +1,186 @@
+"""What the identity operations take and give. Plain values; they hold what is stored, sealed where it is stored sealed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from gpool.core.ids import GpuId, NodeId, UserId
+from gpool.core.model import Instant, Permission
+from gpool.core.permissions import Role, Scope, TeamId
+from gpool.server.store.values import User
+
+Holder = Literal["user", "team"]
+"""Whose quota or storage is meant."""
+
+# ---- accounts
+
+
+@dataclass(frozen=True, slots=True)
+class Account:
+    user: User
+    password_hash: str | None = field(repr=False)  # None: no password
+    disabled_at: Instant | None
+
+    @property
+    def disabled(self) -> bool:
+        return self.disabled_at is not None
+
+
+@dataclass(frozen=True, slots=True)
+class LinkedWallet:
+    address: str  # lower-case hex
+    linked_at: Instant
+    payout: bool
+
+
+@dataclass(frozen=True, slots=True)
+class UserInvite:
+    """Lets somebody register, with these permissions; or, with a team, also join it."""
+
+    hashed: str
+    made_by: UserId
+    permissions: frozenset[Permission]
+    expires_at: Instant
+    created_at: Instant
+    team: TeamId | None = None
+    role: Role | None = None
+
+
+# ---- callers
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Somebody who asks for something now: never disabled, the key never ended or expired."""
+
+    user: User
+    teams: Mapping[TeamId, Role]
+    scopes: frozenset[Scope] | None = None  # None: all
+    key: int | None = None  # the API key's id; None: a sign-in
+    key_team: TeamId | None = None  # the only team this key is for; None: all of the user's
+
+
+@dataclass(frozen=True, slots=True)
+class ApiKey:
+    id: int
+    user: UserId
+    name: str
+    scopes: frozenset[Scope] | None
+    team: TeamId | None
+    created_at: Instant
+    expires_at: Instant | None
+    ended_at: Instant | None
+    last_used_at: Instant | None
+
+
+# ---- sessions
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """A sign-in: a family of refresh tokens. `identity.refresh` says what its fields mean."""
+
+    id: str
+    user: UserId
+    seed_sealed: bytes = field(repr=False)
+    generation: int
+    rotated_at: Instant
+    idle_until: Instant
+    created_at: Instant
+    expires_at: Instant
+    ended_at: Instant | None = None
+    ended_why: str | None = None
+    label: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """`won`: this call made the new generation. `session` is the row as it is now, whoever made it so."""
+
+    won: bool
+    session: Session | None
+
+
+@dataclass(frozen=True, slots=True)
+class SigningKey:
+    kid: str
+    sealed: bytes | None = field(repr=False)  # the private half; None once it only verifies
+    public: str
+    created_at: Instant
+    signs_from: Instant
+    verifies_until: Instant | None = None  # None: not retiring
+
+
+# ---- teams and quotas
+
+
+@dataclass(frozen=True, slots=True)
+class Team:
+    id: TeamId
+    name: str
+    created_at: Instant
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    team: TeamId
+    user: UserId
+    name: str
+    role: Role
+    since: Instant
+
+
+@dataclass(frozen=True, slots=True)
+class GivenQuota:
+    """What an operator gave a user or a team; None: the default. `core.quotas.Quota` is what then holds."""
+
+    running_gpu_milli: int | None = None
+    queued_tasks: int | None = None
+    storage_bytes: int | None = None
+
+
+# ---- sealed fields
+
+
+@dataclass(frozen=True, slots=True)
+class DataKey:
+    id: bytes
+    wrapped: bytes = field(repr=False)
+    created_at: Instant
+    retired_at: Instant | None = None  # None: something may still be sealed with it
+
+
+@dataclass(frozen=True, slots=True)
+class SealedField:
+    """One sealed value and where it lies. `row` is the primary key as text, its parts joined by `/`."""
+
+    table: str
+    row: str
+    column: str
+    sealed: bytes = field(repr=False)
+
+
+# ---- GPUs
+
+
+@dataclass(frozen=True, slots=True)
+class Binding:
+    uuid: str
+    owner: UserId
+    wallet: str | None
+    bound_at: Instant
+    settled_at: Instant | None  # when an operator decided whose it is
+
+
+@dataclass(frozen=True, slots=True)
+class GpuRow:
+    id: GpuId
+    node: NodeId
+    owner: UserId
+    uuid: str
+    position: int
+    available: bool
+    gone: bool
+    flagged: str | None  # why it is not scheduled; None: fine
