@@ -48,7 +48,7 @@ def configuration(server: Server) -> uvicorn.Config:
 
 
 def main() -> None:
-    """`python -m gpool.server.main`: everything from `GPOOL_SERVER_*` variables."""
+    """What `python -m gpool.server` runs: everything from `GPOOL_SERVER_*` variables."""
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
@@ -57,7 +57,3 @@ def main() -> None:
             runner.run(serve(Settings()))
     except KeyboardInterrupt:  # uvicorn has stopped in good order, and repeats the signal
         sys.exit(128 + signal.SIGINT)
-
-
-if __name__ == "__main__":
-    main()
