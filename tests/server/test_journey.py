@@ -1,4 +1,7 @@
-"""One task from submission to result, over the real routes and the real channel."""
+"""One task from submission to result, over the real routes and the real channel.
+
+Past 400 lines because the journey is one: its stories share the desk, and are read in its order.
+"""
 
 from __future__ import annotations
 
@@ -53,6 +56,7 @@ async def test_a_command_runs_from_submission_to_result(desk: Desk) -> None:
     logs = (await desk.get(f"/v1/tasks/{task}/logs")).json()
     assert [item["text"] for item in logs["items"]] == ["42\n"]
     assert logs["ended"] is True
+    assert (await desk.get(f"/v1/tasks/{task}/result")).json()["sequence"] == 1
     events = [event["event"] for event in (await desk.get(f"/v1/tasks/{task}/events")).json()]
     assert events == ["queued", "leased", "started", "failed"]
 

@@ -148,6 +148,12 @@ class Daemon:
     def is_running(self) -> bool:
         return self._process is not None and self._process.poll() is None
 
+    @property
+    def exit_code(self) -> int | None:
+        """None while it runs; 128+n for a signal n, as a shell says it."""
+        code = self._process.poll() if self._process is not None else None
+        return 128 - code if code is not None and code < 0 else code
+
     def signal(self, number: signal.Signals) -> None:
         os.kill(self.pid, number)
 

@@ -308,5 +308,7 @@ class Agent:
                     for item in boot.sent.pop(number):
                         refused = frames.Hold(item.task, item.epoch) in frame.refused
                         record.report_acknowledged(self.name, item, refused=refused)
+            case frames.Refused(retry=False):
+                self._around.fail(f"{self.name} was told never to come back: {frame.detail}")
             case _:
                 pass

@@ -10,6 +10,7 @@ import base64
 import json
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from gpool.core.errors import Unreachable
@@ -173,9 +174,7 @@ class Consumer:
             for task in unlucky:
                 self._tell("cancels", task)
                 once = Once(f"cancel-{task}", "")
-                await self._persist(
-                    lambda s, t=task, o=once: cancel.cancel_task(s, self._user, t, o)
-                )
+                await self._persist(partial(self._cancel_task, task, once))
         for task in unlucky:
             self._counter.record.cancel_acknowledged(task)
 
@@ -183,7 +182,7 @@ class Consumer:
         after = 0
         missing = set(tasks)
         while missing:
-            chunk = await self._persist(lambda s, a=after: self._read_results(s, batch, a))
+            chunk = await self._persist(partial(self._read_results, batch, after))
             for line in chunk.splitlines():
                 if not line.strip():
                     continue
@@ -200,7 +199,10 @@ class Consumer:
                 missing.discard(TaskId(task))
         self._tell("is served", batch)
 
-    async def _read_results(self, server: Server, batch: BatchId, after: int) -> bytes:
+    async def _cancel_task(self, task: TaskId, once: Once, server: Server) -> None:
+        await cancel.cancel_task(server, self._user, task, once)
+
+    async def _read_results(self, batch: BatchId, after: int, server: Server) -> bytes:
         """The first piece of the stream; the rest is asked for from there, as after a broken connection."""
         stream = await query.batch_results(server, self._user, batch, after)
         try:

@@ -20,6 +20,7 @@ class Kind(StrEnum):
     AGENT_CRASH = "agent_crash"
     FREEZE = "freeze"
     BREAK = "break"
+    STALL = "stall"  # one connection's words arrive after those of a newer one
     BLOCK = "block"  # both ways
     BLOCK_UP = "block_up"
     BLOCK_DOWN = "block_down"
@@ -36,6 +37,7 @@ MOMENTS = (
     Kind.AGENT_CRASH,
     Kind.FREEZE,
     Kind.BREAK,
+    Kind.STALL,
     Kind.BLOCK,
     Kind.BLOCK_UP,
     Kind.BLOCK_DOWN,
@@ -50,6 +52,7 @@ LASTS_US: dict[Kind, tuple[int, int]] = {
     Kind.AGENT_CRASH: (300 * MS, 6 * S),
     Kind.FREEZE: (200 * MS, 9 * S),
     Kind.BREAK: (0, 0),
+    Kind.STALL: (50 * MS, 3 * S),
     Kind.BLOCK: (300 * MS, 8 * S),
     Kind.BLOCK_UP: (300 * MS, 8 * S),
     Kind.BLOCK_DOWN: (300 * MS, 6 * S),

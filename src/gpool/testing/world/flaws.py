@@ -5,7 +5,7 @@ No flaw is an `if` in production code. `parts_with(flaw)` gives what a World is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from enum import StrEnum
 from typing import Any, TypeVar
@@ -16,7 +16,7 @@ from gpool.agent.instructions import Event, FrameArrived, Instruction
 from gpool.agent.lines import NEVER, Past
 from gpool.agent.session import Session
 from gpool.core.ids import NodeId, TaskId
-from gpool.core.model import Instant, Span
+from gpool.core.model import Instant, Span, TaskSpec
 from gpool.core.scheduling.events import Event as SchedulingEvent
 from gpool.core.scheduling.events import TasksQueued
 from gpool.server.channel import Channel
@@ -24,11 +24,11 @@ from gpool.server.scheduler import Scheduler
 from gpool.server.server import Answered, Once, Server
 from gpool.server.store.operations import leases
 from gpool.server.store.protocol import Operation, Row, Statement
-from gpool.server.store.values import AppliedPlan, HeldLease, Recording, User
+from gpool.server.store.values import AppliedPlan, Recording, User
 from gpool.testing.world.disk import Asked, Disk
 from gpool.testing.world.machine import Machine
 from gpool.testing.world.parts import Parts
-from gpool.wire.frames import Grants, Recorded, Released, ReportItem, Reports, Stop
+from gpool.wire.frames import Grants, Hello, Line, Recorded, Released, ReportItem, Reports, Stop
 
 T = TypeVar("T")
 
@@ -62,7 +62,7 @@ class EarlyAnswers(Disk):
         self._answer([asked for asked in group if self.is_early(asked)])
 
     def is_early(self, asked: Asked) -> bool:
-        return True
+        return asked.error is None
 
     def _answer(self, group: list[Asked]) -> None:
         super()._answer([asked for asked in group if not asked.future.done()])
@@ -141,7 +141,7 @@ class FencelessChannel(Channel):
 
     async def _record(self, frame: Reports) -> None:
         for recording in await self._server.write(_unfenced(frame.items, self._server.now)):
-            self._absorb(recording)
+            self._server.scheduler.absorb(recording)
         if not self.closed:
             self._send(Recorded(frame.sequence))
 
@@ -165,13 +165,24 @@ class HastyChannel(Channel):
         if not self.closed:
             self._send(Recorded(frame.sequence))
         now = self._server.now
-        self._absorb(await self._server.write(leases.record(self.node, frame.items, now)))
+        self._server.scheduler.absorb(
+            await self._server.write(leases.record(self.node, frame.items, now))
+        )
 
 
 class DeafChannel(Channel):
-    """Does not offer again what the agent never got."""
+    """Does not offer again, when an agent says hello, what it never got."""
 
-    async def _offer_again(self, missing: Sequence[HeldLease]) -> None: ...
+    _greets = False
+
+    async def greet(self, hello: Hello) -> None:
+        self._greets = True
+        await super().greet(hello)
+        self._greets = False
+
+    def grant(self, lines: Iterable[Line], spec_of: Callable[[int], TaskSpec | None]) -> None:
+        if not self._greets:
+            super().grant(lines, spec_of)
 
 
 class ImpatientScheduler(Scheduler):
@@ -214,7 +225,7 @@ class LosingScheduler(Scheduler):
 class ClingingSession(Session):
     """Never lets go."""
 
-    def _let_go(self, now: int, out: list[Instruction]) -> None:
+    def _let_go(self, now: int, out: list[Instruction]) -> None:  # noqa: ARG002
         self._deadline = NEVER
 
 
@@ -235,7 +246,7 @@ class RestartingSession(Session):
 
     def handle(self, now: int, event: Event) -> list[Instruction]:
         if isinstance(event, FrameArrived) and isinstance(event.frame, Grants):
-            self._work._past = Past()
+            self._work._leases.past = Past()
         return super().handle(now, event)
 
 

@@ -10,27 +10,23 @@ import gc
 import logging
 import shutil
 import tempfile
-from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from gpool.core.ids import GpuId, NodeId, UserId
 from gpool.core.model import GIB, Availability, Gpu, Offer, Permission
-from gpool.core.scheduling.events import QueuedTask
-from gpool.core.scheduling.shapes import shape_of
-from gpool.core.scheduling.state import build
-from gpool.server.scheduler import Scheduler
 from gpool.server.settings import Settings
-from gpool.server.store import SqliteStore, open_inline
+from gpool.server.store import SqliteStore
 from gpool.server.store.operations import artifacts, leases, nodes, people
-from gpool.server.store.values import Picture, User
+from gpool.server.store.values import User
 from gpool.testing.dice import Dice
 from gpool.testing.loop import Deadlock, Livelock, VirtualLoop, new_loop
 from gpool.testing.world.agents import Agent, Surroundings
 from gpool.testing.world.consumers import FUNCTION_SHA256, Consumer, Counter, draw_wish
 from gpool.testing.world.disk import Pace
 from gpool.testing.world.faults import Fault, FaultPlan, Kind, Mischief, draw
+from gpool.testing.world.files import empty_database, fast_folder, rebuilt
 from gpool.testing.world.host import FaultLog, Host, Site, WallClock
 from gpool.testing.world.network import Network, Weather
 from gpool.testing.world.parts import Parts
@@ -86,7 +82,7 @@ def run(
     mischief: Mischief | None = None,
 ) -> Outcome:
     """One run; a violation ends it."""
-    folder = Path(tempfile.mkdtemp(prefix="gpool-world-", dir=_fast_folder()))
+    folder = Path(tempfile.mkdtemp(prefix="gpool-world-", dir=fast_folder()))
     try:
         return World(seed, folder, parts or Parts(), mischief or Mischief(), keep_trace).run()
     finally:
@@ -108,7 +104,7 @@ class World:
         self.plan: FaultPlan = draw(self.dice.branch("faults"), len(OFFERS), mischief)
         self.record = Record(lambda: self.loop.us, self.fail)
         self.network = Network(self.loop, self.dice.branch("network"), self.plan.weather)
-        (folder / "gpool.db").write_bytes(_empty_database())
+        (folder / "gpool.db").write_bytes(empty_database())
         self._file = SqliteStore.inline(folder / "gpool.db", synchronous="OFF")
         self._pace = Pace()
         clock = WallClock(self.loop, 1 + (self.dice.branch("clock").random() - 0.5) * 0.01)
@@ -292,6 +288,8 @@ class World:
                 self.loop.after_us(fault.lasts_us, agent.thaw)
             case Kind.BREAK:
                 self.network.break_links(agent.name)
+            case Kind.STALL:
+                self.network.stall(agent.name, fault.lasts_us)
             case Kind.BLOCK | Kind.BLOCK_UP | Kind.BLOCK_DOWN:
                 if fault.kind is not Kind.BLOCK_DOWN:
                     blockage.up_until_us = max(blockage.up_until_us, over)
@@ -373,30 +371,3 @@ class World:
         self._file.close()
         self.loop.close()
         asyncio.set_event_loop(None)
-
-
-def rebuilt(scheduler: Scheduler, picture: Picture) -> object:
-    """The scheduling state from a picture, and who is connected."""
-    shapes = {id_: shape_of(spec, user) for id_, user, spec in picture.specs}
-    return build(
-        [replace(row.node, connected=row.node.id in scheduler.channels) for row in picture.nodes],
-        [
-            (shapes[row.spec], QueuedTask(row.task, row.epoch, row.queued_at))
-            for row in picture.queued
-        ],
-        [(node, lease.allocation, shapes[lease.spec], lease.task) for node, lease in picture.held],
-    )
-
-
-@lru_cache(maxsize=1)
-def _empty_database() -> bytes:
-    """A migrated file: made once, copied for every run."""
-    with tempfile.TemporaryDirectory(dir=_fast_folder()) as folder:
-        path = Path(folder) / "empty.db"
-        open_inline(path, synchronous="OFF").close()
-        return path.read_bytes()
-
-
-def _fast_folder() -> str | None:
-    """Memory, where the machine has such a folder: nothing here has to outlive the run."""
-    return "/dev/shm" if Path("/dev/shm").is_dir() else None  # noqa: S108
