@@ -1,1 +1,86 @@
-"""gpool: pool GPUs."""
+"""gpool: pool GPUs. `import gpool` is cheap: what a name needs is loaded when the name is first used."""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from gpool.client.client import Client as Client
+    from gpool.client.client import Completed as Completed
+    from gpool.client.client import run as run
+    from gpool.client.client import task as task
+    from gpool.client.results import RemoteTraceback as RemoteTraceback
+    from gpool.client.runs import Run as Run
+    from gpool.client.tasks import Task as Task
+    from gpool.core.errors import Cancelled as Cancelled
+    from gpool.core.errors import Conflict as Conflict
+    from gpool.core.errors import Forbidden as Forbidden
+    from gpool.core.errors import GpoolError as GpoolError
+    from gpool.core.errors import Invalid as Invalid
+    from gpool.core.errors import LosesNodes as LosesNodes
+    from gpool.core.errors import NotFound as NotFound
+    from gpool.core.errors import NotSignedIn as NotSignedIn
+    from gpool.core.errors import TaskFailed as TaskFailed
+    from gpool.core.errors import TimedOut as TimedOut
+    from gpool.core.errors import Unreachable as Unreachable
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "Client": "gpool.client.client",
+    "Completed": "gpool.client.client",
+    "RemoteTraceback": "gpool.client.results",
+    "Run": "gpool.client.runs",
+    "Task": "gpool.client.tasks",
+    "run": "gpool.client.client",
+    "task": "gpool.client.client",
+} | dict.fromkeys(
+    (
+        "Cancelled",
+        "Conflict",
+        "Forbidden",
+        "GpoolError",
+        "Invalid",
+        "LosesNodes",
+        "NotFound",
+        "NotSignedIn",
+        "TaskFailed",
+        "TimedOut",
+        "Unreachable",
+    ),
+    "gpool.core.errors",
+)
+
+__all__ = [
+    "Cancelled",
+    "Client",
+    "Completed",
+    "Conflict",
+    "Forbidden",
+    "GpoolError",
+    "Invalid",
+    "LosesNodes",
+    "NotFound",
+    "NotSignedIn",
+    "RemoteTraceback",
+    "Run",
+    "Task",
+    "TaskFailed",
+    "TimedOut",
+    "Unreachable",
+    "__version__",
+    "run",
+    "task",
+]
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"gpool has no {name!r}")
+    value = getattr(importlib.import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,1 @@
+"""The command line: parses, calls the client, prints. It holds no logic of its own."""

@@ -128,8 +128,12 @@ class Channel:
             self._send(Stop(stop, StopReason.CANCELLED))
         # All of it before the next await: a cancel must not overtake the grant it stops.
         missing = [lease for hold, lease in open_leases.items() if hold not in stated]
-        wanted = [lease for lease in missing if lease.status is not TaskStatus.CANCELLED]
-        self.grant(_lines(wanted, self._owner), greeted.specs.get)
+        unstarted = [lease for lease in missing if lease.status is TaskStatus.LEASED]
+        self.grant(_lines(unstarted, self._owner), greeted.specs.get)
+        forgotten = [lease for lease in missing if lease.status is TaskStatus.RUNNING]
+        if forgotten:  # by an agent started anew: an attempt runs once under its epoch
+            lost = [Finished(lease.task, lease.epoch, EndReason.LOST) for lease in forgotten]
+            scheduler.absorb(await server.write(leases.record(self.node, lost, server.now)))
 
     def _is_overtaken(self, hello: Hello) -> bool:
         """A hello that was so long on its way that a newer connection of the same agent is open already."""

@@ -32,14 +32,14 @@ class Hold(msgspec.Struct, frozen=True, array_like=True):
 # ---- what an agent reports; each item is fenced by (task, epoch)
 
 
-class Started(_Frame):
+class Started(_Frame, frozen=True):
     """The sandbox runs. Left out for what ended before the batch was sent: `Finished` implies it."""
 
     task: int
     epoch: int
 
 
-class Finished(_Frame):
+class Finished(_Frame, frozen=True):
     """The attempt ended and its sandbox is gone: the allocation is free for the next in line."""
 
     task: int
@@ -53,21 +53,21 @@ class Finished(_Frame):
     outputs: tuple[OutputFile, ...] = ()
 
 
-class Released(_Frame):
+class Released(_Frame, frozen=True):
     """A stopped lease (cancelled or stale) is really over: nothing of it runs any more."""
 
     task: int
     epoch: int
 
 
-class HandedBack(_Frame):
+class HandedBack(_Frame, frozen=True):
     """A lease that stood in line and was not started is given back."""
 
     task: int
     epoch: int
 
 
-class LogChunk(_Frame):
+class LogChunk(_Frame, frozen=True):
     """Output of a running attempt. `sequence` counts from 0 within the epoch."""
 
     task: int
@@ -83,7 +83,7 @@ ReportItem = Started | Finished | Released | HandedBack | LogChunk
 # ---- agent to server
 
 
-class Hello(_Frame):
+class Hello(_Frame, frozen=True):
     protocol: int
     boot: str  # random, new with every start of the agent
     offer: Offer
@@ -91,17 +91,17 @@ class Hello(_Frame):
     holds: tuple[Hold, ...]  # everything it has, running or in line
 
 
-class Beat(_Frame):
+class Beat(_Frame, frozen=True):
     number: int
     holds: tuple[Hold, ...]
 
 
-class Reports(_Frame):
+class Reports(_Frame, frozen=True):
     sequence: int
     items: tuple[ReportItem, ...]
 
 
-class OfferChanged(_Frame):
+class OfferChanged(_Frame, frozen=True):
     """The machine changed: a GPU appeared or fell off, the owner's limits moved."""
 
     offer: Offer
@@ -119,7 +119,7 @@ class StopReason(StrEnum):
     PREEMPTED = "preempted"
 
 
-class Welcome(_Frame):
+class Welcome(_Frame, frozen=True):
     node: int
     beat: int  # the hello's, seen
     ttl_us: int
@@ -128,7 +128,7 @@ class Welcome(_Frame):
     drop: tuple[Hold, ...]  # of what it holds: not its any more (stop, report nothing)
 
 
-class BeatSeen(_Frame):
+class BeatSeen(_Frame, frozen=True):
     number: int
     drop: tuple[Hold, ...] = ()
 
@@ -150,7 +150,7 @@ class Line(msgspec.Struct, frozen=True, array_like=True):
     leases: tuple[Lease, ...]
 
 
-class Grants(_Frame):
+class Grants(_Frame, frozen=True):
     """`specs` holds each spec the first time this connection needs it."""
 
     beat: int  # the agent's last beat that the server had received
@@ -158,19 +158,19 @@ class Grants(_Frame):
     lines: tuple[Line, ...]
 
 
-class Stop(_Frame):
+class Stop(_Frame, frozen=True):
     holds: tuple[Hold, ...]
     reason: StopReason
 
 
-class Recorded(_Frame):
+class Recorded(_Frame, frozen=True):
     """Reports up to `sequence` are durable; `refused` were under an old lease: drop those."""
 
     sequence: int
     refused: tuple[Hold, ...] = ()
 
 
-class Refused(_Frame):
+class Refused(_Frame, frozen=True):
     """The server will not talk; `code` is an error code, `retry` whether later may go better."""
 
     code: str
@@ -181,8 +181,8 @@ class Refused(_Frame):
 ServerFrame = Welcome | BeatSeen | Grants | Stop | Recorded | Refused
 
 _encoder = msgspec.msgpack.Encoder()
-_agent_decoder = msgspec.msgpack.Decoder(AgentFrame)
-_server_decoder = msgspec.msgpack.Decoder(ServerFrame)
+_agent_decoder: msgspec.msgpack.Decoder[AgentFrame] = msgspec.msgpack.Decoder(AgentFrame)
+_server_decoder: msgspec.msgpack.Decoder[ServerFrame] = msgspec.msgpack.Decoder(ServerFrame)
 
 Malformed = msgspec.MsgspecError
 """What the decoders raise on bytes that are no frame."""

@@ -48,14 +48,16 @@ MEMORY_GIB = {
     "V10032GB": 32,
 }
 MOST_SIMULATED = 64
-_DECORATION = re.compile(r"NVIDIA|GEFORCE|TESLA|QUADRO|GRAPHICS|[^A-Z0-9]")
-_SUFFIX = re.compile(r"(SXM\d|PCIE|HBM\d?E?|NVL|\d+GB|\d+GIB)+$")
+_DECORATION = re.compile(
+    r"NVIDIA|GEFORCE|TESLA|QUADRO|GRAPHICS|GPU|SXM\d?|PCIE|HBM\d?E?|NVL|\d+GI?B"
+)
 
 
 def normalised(name: str) -> str:
     """`NVIDIA A100-SXM4-80GB` is A100, `NVIDIA GeForce RTX 4090` is RTX4090: what consumers write."""
-    plain = _DECORATION.sub("", name.upper())
-    return _SUFFIX.sub("", plain) or plain
+    words = re.findall(r"[A-Z0-9]+", name.upper())
+    kept = [word for word in words if not _DECORATION.fullmatch(word)]
+    return "".join(kept or words)
 
 
 def detect(simulate: str | None = None) -> tuple[Gpu, ...]:
@@ -80,9 +82,7 @@ def _simulated(text: str) -> tuple[Gpu, ...]:
         for _ in range(int(count or "1")):
             index = len(found)
             uuid = "SIM-" + hashlib.sha256(f"{model}/{index}".encode()).hexdigest()[:32]
-            found.append(
-                Gpu(index, uuid, normalised(model), "nvidia", memory * GIB, simulated=True)
-            )
+            found.append(Gpu(index, uuid, normalised(name), "nvidia", memory * GIB, simulated=True))
     return tuple(found)
 
 

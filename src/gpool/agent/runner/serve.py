@@ -51,7 +51,7 @@ class Runner:
         self.files = socket.socket(fileno=files)
         self.values = values
         self.functions: dict[bytes, Any] = {}
-        self.marker = os.urandom(16)
+        self.marker = b"\0\xff" + os.urandom(14)  # begins as no text ends
         self.home = os.getcwd()
         self.folders = [self.home, "/tmp", "/dev/shm"] if alone else [self.home]
         self.environ = dict(os.environ)

@@ -9,21 +9,22 @@ is there but `/usr`, a few harmless files of `/etc`, Python with its packages, a
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import hashlib
 import os
 import resource
 import shutil
-import sys
 import sysconfig
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from gpool.agent.runtime import cgroups, layout, seccomp
-from gpool.agent.runtime.calls import Keeping, open_runner
+from gpool.agent.runtime.calls import Keeping, must_have, open_runner
 from gpool.agent.runtime.commands import Command, command_pipes
 from gpool.agent.runtime.devices import device_arguments, visible_devices
+from gpool.agent.runtime.disk import DiskWatch, Watched
 from gpool.agent.runtime.launching import Bind, Exit, Launcher, Order, Started
 from gpool.agent.runtime.protocol import (
     CommandJob,
@@ -34,7 +35,7 @@ from gpool.agent.runtime.protocol import (
     RunnerSandbox,
     SandboxFailed,
 )
-from gpool.agent.runtime.workplace import Workplace
+from gpool.agent.runtime.workplace import Workplace, clear
 from gpool.core.model import EndReason, Gpu, Slice, Tier
 
 RUN = Path("/run/gpool")  # a root agent's, and only it may write there
@@ -106,6 +107,7 @@ class BubblewrapRuntime:
         self._hierarchy = cgroups.find(
             Path("/proc/self/mountinfo").read_text(), Path("/proc/self/cgroup").read_text()
         )
+        self._watch = DiskWatch(self._sandboxes)
         self._free: list[Slot] = []
         self._slots = 0
         self._made = 0
@@ -129,56 +131,56 @@ class BubblewrapRuntime:
 
     async def start_command(self, job: CommandJob) -> CommandSandbox:
         slot, place = self._take(with_values=False)
+        watched = Watched(place.root, job.limits.disk_bytes)
+        judge = self._judge(slot, watched)
+        ours: tuple[int, ...] = ()
         try:
             if job.inputs:
-                place.stage(job.inputs)
+                await asyncio.to_thread(place.stage, job.inputs)
             pipes, ours = command_pipes()
-            judge = self._judge(slot)
             started = await self._start(slot, place, job.argv, job, pipes)
+            self._watch.begin(watched, started.kill)
         except BaseException:
+            for descriptor in ours:
+                os.close(descriptor)
             self._give_back(slot, place)
             raise
         return Command(
             started,
-            ours,
+            (ours[0], ours[1]),
             place,
             disk_bytes=job.limits.disk_bytes,
             judge=judge,
-            release=lambda: self._free.append(slot),
+            release=lambda: self._release(slot, watched),
         )
 
     async def start_runner(self, job: RunnerJob) -> RunnerSandbox:
-        minor = f"{sys.version_info.major}.{sys.version_info.minor}"
-        if job.python != minor:
-            raise SandboxFailed(f"this node has Python {minor}, the function needs {job.python}")
+        must_have(job.python)
         slot, place = self._take(with_values=True)
-        try:
+        watched = Watched(place.root, job.limits.disk_bytes)
 
-            async def start(descriptors: Sequence[int], numbers: Sequence[int]) -> Started:
-                words = [str(number + 1) for number in numbers]  # the arguments lie before them
-                argv = [self._layout.python, "-B", self._layout.runner, "alone", *words]
-                return await self._start(slot, place, argv, job, descriptors)
+        async def start(descriptors: Sequence[int], numbers: Sequence[int]) -> Started:
+            words = [str(number + 1) for number in numbers]  # the arguments lie before them
+            argv = [self._layout.python, "-B", self._layout.runner, "alone", *words]
+            started = await self._start(slot, place, argv, job, descriptors)
+            self._watch.begin(watched, started.kill)
+            return started
 
-            keeping = Keeping(
-                place,
-                self._values,
-                job.limits.disk_bytes,
-                self._judge(slot),
-                lambda: self._free.append(slot),
-            )
-            return await open_runner(start, keeping)
-        except OSError as refused:
-            raise SandboxFailed(f"cannot start a runner: {refused}") from refused
+        keeping = Keeping(
+            place,
+            self._values,
+            job.limits.disk_bytes,
+            self._judge(slot, watched),
+            lambda: self._release(slot, watched),
+        )
+        return await open_runner(start, keeping)
 
     async def sweep(self) -> None:
-        cgroups.sweep(self._hierarchy, self._tag)
-        for left in self._sandboxes.iterdir():
-            Workplace(left, os.geteuid()).remove()
-        for value in self._values.iterdir():
-            value.unlink()
+        await asyncio.to_thread(self._sweep)
 
     async def close(self) -> None:
         """End every sandbox and the launcher; the runtime is of no use afterwards."""
+        await self._watch.close()
         await self._launcher.close()
         for slot in self._free:
             if slot.group is not None:
@@ -189,6 +191,10 @@ class BubblewrapRuntime:
             self._uids = None
 
     # ---- how
+
+    def _sweep(self) -> None:
+        cgroups.sweep(self._hierarchy, self._tag)
+        clear(self._sandboxes, self._values)
 
     def _take(self, *, with_values: bool) -> tuple[Slot, Workplace]:
         if self._free:
@@ -211,6 +217,10 @@ class BubblewrapRuntime:
         place.make(with_values=with_values)
         return slot, place
 
+    def _release(self, slot: Slot, watched: Watched) -> None:
+        self._watch.end(watched)
+        self._free.append(slot)
+
     def _give_back(self, slot: Slot, place: Workplace) -> None:
         place.remove()
         self._free.append(slot)
@@ -224,8 +234,13 @@ class BubblewrapRuntime:
         descriptors: Sequence[int],
     ) -> Started:
         """`descriptors` are stdin, stdout, stderr and what else the command gets; taken over."""
-        if slot.group is not None:
-            slot.group.limit(job.limits)
+        try:
+            if slot.group is not None:
+                slot.group.limit(job.limits)
+        except OSError as refused:
+            for descriptor in descriptors:
+                os.close(descriptor)
+            raise SandboxFailed(f"cannot set limits: {refused}") from refused
         options = os.memfd_create("options", os.MFD_CLOEXEC)
         text = self._fixed + b"".join(
             word.encode() + b"\0" for word in self._own_arguments(place, job)
@@ -296,10 +311,13 @@ class BubblewrapRuntime:
             chosen.append((resource.RLIMIT_NPROC, limits.processes))
         return chosen
 
-    def _judge(self, slot: Slot) -> Callable[[Exit, bytes], Ended]:
+    def _judge(self, slot: Slot, watched: Watched) -> Callable[[Exit, bytes], Ended]:
         before = slot.group.memory_kills() if slot.group is not None else 0
 
         def judge(exit: Exit, head: bytes) -> Ended:
+            if watched.exceeded:
+                limit = f"it wrote more than its disk limit of {watched.limit_bytes} bytes"
+                return Ended(137, EndReason.BAD_OUTPUT, limit)
             if exit.code != 0 and slot.group is not None and slot.group.memory_kills() > before:
                 return Ended(
                     exit.code, EndReason.OUT_OF_MEMORY, "it used more memory than asked for"
@@ -310,6 +328,6 @@ class BubblewrapRuntime:
                 return Ended(NOT_FOUND if missing else NOT_EXECUTABLE, detail=text)
             if not exit.ran and not exit.killed:
                 return Ended(exit.code, EndReason.SANDBOX_FAILED, text or "bwrap did not start")
-            return Ended(137 if exit.killed else exit.code)
+            return Ended(137 if exit.killed and not exit.ran else exit.code)
 
         return judge

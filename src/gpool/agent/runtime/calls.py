@@ -14,9 +14,10 @@ import os
 import pickle
 import socket
 import struct
+import sys
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from gpool.agent.runtime.launching import Exit, Started
@@ -39,10 +40,20 @@ READ_BYTES = 256 * 1024
 OUTPUT_AT_ONCE_BYTES = 64 * 1024
 POLL_S = 0.001
 LIVE_AFTER_S = 0.05
+LAST_BREATH_S = 1.0  # to exit with its own code after the last answer
 READY_WITHIN_S = 60.0
 CALLS_AT, ANSWERS_AT, FILES_AT = 3, 4, 5  # after stdin, stdout, stderr
 
+PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
+"""What runners run: the agent's own."""
+
 Start = Callable[[Sequence[int], Sequence[int]], Awaitable[Started]]
+
+
+def must_have(python: str) -> None:
+    """Refuse functions for another Python: their pickles would not load, or worse, would."""
+    if python != PYTHON:
+        raise SandboxFailed(f"this node has Python {PYTHON}, the function needs {python}")
 
 
 class Stream:
@@ -62,8 +73,12 @@ class Stream:
         self.segments.extend(parts)
 
     def read(self, until: int) -> None:
-        """What is there; stops early once `until` segments are whole, so that a flood cannot hold us."""
-        while not self.ended and len(self.rest) < OUTPUT_AT_ONCE_BYTES:
+        """What is there; until so many segments are whole (0: whatever comes), but no more than lies in a full pipe.
+
+        Markers are written before the answer: what belongs to one lies in the pipe when the answer is read.
+        """
+        most = 2 * PIPE_BYTES if until else OUTPUT_AT_ONCE_BYTES
+        while not self.ended and len(self.segments) < max(until, 1) and len(self.rest) < most:
             try:
                 data = os.read(self.descriptor, READ_BYTES)
             except BlockingIOError:
@@ -72,8 +87,6 @@ class Stream:
                 self.ended = True
                 return
             self.feed(data)
-            if until and len(self.segments) >= until:
-                return
 
     def take_rest(self) -> bytes:
         """All of it but what may be the beginning of a marker."""
@@ -111,6 +124,9 @@ class Runner:
         self._waiting: deque[int] = deque()  # numbers sent and not answered
         self._writing = asyncio.Lock()
         self._over = False  # no more answers will come
+        self._broken = False  # it said what no runner of ours says
+        self._answered = False  # at least one call
+        self._retired = False  # it said that it would end, between two calls
         self._closed = False
         self._ended: Ended | None = None
 
@@ -150,6 +166,9 @@ class Runner:
             if live:
                 watched += [s.descriptor for s in self._streams if not s.ended]
             live = not await readable(watched, LIVE_AFTER_S if not live else None) or live
+        if not self._broken:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._started.exited(), LAST_BREATH_S)
         await self._started.kill()
         last = await self._drain(True)
         if last:
@@ -158,7 +177,8 @@ class Runner:
     async def ended(self) -> Ended:
         exit = await self._started.exited()
         if self._ended is None:
-            self._ended = self._keeping.judge(exit, b"")
+            judged = self._keeping.judge(exit, b"")
+            self._ended = replace(judged, retired=self._retired and not self._broken)
         return self._ended
 
     async def kill(self) -> None:
@@ -233,7 +253,7 @@ class Runner:
             while held - start >= HEAD.size:
                 length, kind = HEAD.unpack_from(view, start)
                 if length > MAX_FRAME_BYTES:
-                    self._over = True
+                    self._over = self._broken = True
                     break
                 end = start + HEAD.size + length
                 if end > held:
@@ -242,7 +262,10 @@ class Runner:
                     for stream in self._streams:
                         stream.marker = bytes(view[start + HEAD.size : end])
                 elif kind == RETIRE:
-                    self._over = True
+                    # Only after an answer: else a call that claims it would be tried again for ever.
+                    self._over, self._retired = True, self._answered
+                elif kind in (ANSWER, ANSWER_FILE):
+                    self._answered = True
                 frames.append(bytes(view[start + HEAD.size - 1 : end]))
                 start = end
         del self._buffer[:start]
@@ -257,11 +280,11 @@ class Runner:
         batch: list[Answer | Output] = []
         for frame in frames:
             if not self._waiting or len(frame) < 1 + ANSWER_HEAD.size:
-                self._over = True
+                self._over = self._broken = True
                 break
             number, raised, took, length = ANSWER_HEAD.unpack_from(frame, 1)
             if number != self._waiting[0]:
-                self._over = True
+                self._over = self._broken = True
                 break
             self._waiting.popleft()
             at = 1 + ANSWER_HEAD.size
@@ -311,7 +334,7 @@ class Runner:
 
 
 async def open_runner(start: Start, keeping: Keeping) -> Runner:
-    """A runner that is ready for calls, or `SandboxFailed`; then the caller keeps place and slot."""
+    """A runner that is ready for calls; or `SandboxFailed`, and then place and slot are given back already."""
     out, out_end = os.pipe()
     err, err_end = os.pipe()
     calls_end, calls = os.pipe()
@@ -330,7 +353,15 @@ async def open_runner(start: Start, keeping: Keeping) -> Runner:
         answers_end,
         theirs.detach(),
     )
-    started = await start(given, (CALLS_AT, ANSWERS_AT, FILES_AT))
+    try:
+        started = await start(given, (CALLS_AT, ANSWERS_AT, FILES_AT))
+    except BaseException:
+        for descriptor in (out, err, calls, answers):
+            os.close(descriptor)
+        ours.close()
+        keeping.place.remove()
+        keeping.release()
+        raise
     runner = Runner(started, (out, err, calls, answers, ours), keeping)
     try:
         await runner.wait_ready()

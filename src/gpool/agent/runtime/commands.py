@@ -95,7 +95,7 @@ class Command:
         await self.ended()
         for descriptor in tuple(self._streams):
             self._close(descriptor)
-        if any(self._place.work.iterdir()):
+        if os.listdir(self._place.work):
             await asyncio.to_thread(self._place.remove)
         else:
             self._place.remove()

@@ -77,7 +77,7 @@ class Started:
 
 
 class Launcher:
-    """Starts the launcher process at the first order, from the loop's own thread, and again when it died."""
+    """Starts the launcher process at the first order, and again when it died."""
 
     def __init__(self, *, place: str, binds: Sequence[Bind], seccomp: bytes) -> None:
         self._settings = {
@@ -149,12 +149,9 @@ class Launcher:
     async def close(self) -> None:
         """End the launcher and everything it runs."""
         waiting = list(self._running.values())
-        child = self._child
         self._forget()
         for exit in waiting:
             await exit
-        if child is not None:
-            await asyncio.to_thread(child.wait)
 
     async def _awake(self) -> None:
         if self._ready is None:
@@ -164,7 +161,6 @@ class Launcher:
             ours.setblocking(False)
             with theirs:
                 # -I -S: nothing but the standard library, so that its forks are small
-                # and from this very thread: it dies with the thread that made it
                 self._child = subprocess.Popen(  # noqa: ASYNC220 - a vfork, once
                     [sys.executable, "-I", "-S", "-B", str(SCRIPT)],
                     stdin=theirs.fileno(),
@@ -213,6 +209,8 @@ class Launcher:
         if self._channel is not None:
             asyncio.get_running_loop().remove_reader(self._channel.fileno())
             self._channel.close()
+        if self._child is not None:
+            self._child.wait()  # it ends as soon as the channel does
         self._channel = self._child = None
         if self._ready is not None and not self._ready.done():
             self._ready.set_exception(SandboxFailed("the launcher ended while it started"))

@@ -166,7 +166,8 @@ class _Collector:
         self._into = into
         self._left_bytes = quota_bytes
         self._quota_bytes = quota_bytes
-        self._names: dict[str, str] = {}
+        self._names: dict[str, str] = {}  # by what a case-insensitive machine takes it for
+        self._taken: set[str] = set()
 
     def take(self, top: int, path: str) -> None:
         wants_directory = path.endswith("/")
@@ -223,7 +224,7 @@ class _Collector:
             raise BadOutput(
                 f"outputs '{_shown(twin)}' and '{_shown(path)}' are one name on some machines"
             )
-        if any(output.path == path for output in self.found[-1:]):
+        if path in self._taken:
             return
         if len(self.found) >= MAX_OUTPUTS:
             raise BadOutput(f"more than {MAX_OUTPUTS} outputs; put them into one archive")
@@ -248,6 +249,7 @@ class _Collector:
             os.close(descriptor)
         temporary.rename(self._into / sha256)
         self._left_bytes -= size
+        self._taken.add(path)
         self.found.append(OutputFile(path, sha256, size, bool(facts.st_mode & stat.S_IXUSR)))
 
 
@@ -268,6 +270,14 @@ def _directory(above: int, name: str) -> int:
         finally:
             os.close(held)
         return os.open(name, _DIRECTORY, dir_fd=above)
+
+
+def clear(places: Path, values: Path) -> None:
+    """Remove what an earlier agent left: work places, and values nobody fetched."""
+    for left in places.iterdir():
+        Workplace(left, os.geteuid()).remove()
+    for value in values.iterdir():
+        value.unlink()
 
 
 def _empty(top: int) -> None:

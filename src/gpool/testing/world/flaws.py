@@ -256,7 +256,7 @@ class RestartingSession(Session):
 
     def handle(self, now: int, event: Event) -> list[Instruction]:
         if isinstance(event, FrameArrived) and isinstance(event.frame, Grants):
-            self._work._past = Past()
+            self._work._leases.past = Past()
         return super().handle(now, event)
 
 

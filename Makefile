@@ -1,0 +1,85 @@
+# Two commands on a fresh machine: `make up` starts a pool, `make test` checks everything.
+# Only Python >= 3.11, pip and make are assumed; everything else goes into .venv.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+WORKERS ?= 2
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
+
+COMPILE = uv pip compile --universal --python-version 3.11 --generate-hashes \
+	--no-emit-index-url --no-annotate --custom-compile-command 'make lock' --quiet
+
+.PHONY: help setup up test check bench soak docs lock system clean
+.DELETE_ON_ERROR:
+
+help:                       ## this list
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## */  make \1\t/' | expand -t 16
+
+# ---- setting up: each stamp is older than what it was made from exactly when something changed
+
+$(VENV)/pyvenv.cfg:
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else f"gpool needs Python 3.11 or newer, {sys.executable} is {v.major}.{v.minor}; try make PYTHON=python3.12")'
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.installed: requirements/all.txt requirements/build.txt pyproject.toml | $(VENV)/pyvenv.cfg
+	$(PIP) install --require-hashes -r requirements/all.txt -r requirements/build.txt
+	$(PIP) install --no-deps --no-build-isolation --editable .
+	@touch $@
+
+$(VENV)/.installed-dev: requirements/dev.txt $(VENV)/.installed
+	$(PIP) install --require-hashes -r requirements/dev.txt
+	@touch $@
+
+setup: $(VENV)/.installed-dev  ## everything for work on gpool, into .venv
+
+# ---- using
+
+up: $(VENV)/.installed      ## start a pool on this machine: server, agent, embedded store
+	$(BIN)/gpool up
+
+# ---- checking
+
+test: system setup check    ## lint, types, contracts, then every test
+	$(PYTEST)
+
+check: setup                ## lint, types, import contracts, generated pages
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy --strict src
+	$(BIN)/lint-imports --no-logo
+	$(BIN)/python -m gpool.core.lifecycle | diff -u docs/lifecycle.md - \
+		|| { echo 'docs/lifecycle.md is stale: run make docs'; exit 1; }
+
+# In CI, as root, what requirements/apt.txt lists is installed, so that nothing has to be skipped.
+system:
+ifeq ($(CI),true)
+	@packages="$$(sed -e 's/#.*//' requirements/apt.txt | xargs)"; \
+	if [ -n "$$packages" ] && [ "$$(id -u)" = 0 ] && ! dpkg -s $$packages >/dev/null 2>&1; then \
+		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $$packages; \
+	fi
+endif
+
+soak: setup                 ## hours instead of minutes: more seeds, more kills
+	GPOOL_SOAK=1 $(PYTEST) tests/world tests/e2e
+	$(BIN)/python -m bench.run --full
+
+bench: setup                ## every benchmark that needs nothing but gpool; tables here, JSON in bench/results
+	$(BIN)/python -m bench.run
+
+# ---- making
+
+docs: setup                 ## write the generated pages again
+	$(BIN)/python -m gpool.core.lifecycle > docs/lifecycle.md
+
+lock: $(VENV)/pyvenv.cfg    ## resolve requirements/*.txt again
+	@command -v uv >/dev/null || $(PIP) install uv
+	PATH="$$PATH:$(CURDIR)/$(BIN)"; export PATH; set -e; \
+	$(COMPILE) $(UPGRADE) pyproject.toml --all-extras --group dev --group build -o requirements/dev.txt; \
+	$(COMPILE) pyproject.toml --extra all -c requirements/dev.txt -o requirements/all.txt; \
+	$(COMPILE) --group build -c requirements/dev.txt -o requirements/build.txt; \
+	$(COMPILE) pyproject.toml -c requirements/dev.txt -o requirements/base.txt
+
+clean:                      ## remove what was built
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

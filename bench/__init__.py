@@ -1,0 +1,1 @@
+"""Measurements. Each prints a table and, with `--json FILE`, writes what it measured."""

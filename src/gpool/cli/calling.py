@@ -1,0 +1,48 @@
+"""What several verbs share: the client of this call, and the options of listings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+if TYPE_CHECKING:
+    from gpool.client.client import Client
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+as_json = click.option("--json", "as_json", is_flag=True, help="Print the REST document(s).")
+
+into = click.option(
+    "-o",
+    "--into",
+    type=click.Path(path_type=Path),
+    default=Path(),
+    help="Where outputs go (default: here).",
+)
+
+
+def listing(function: F) -> F:
+    """`--json --all --limit N`, as every listing has them."""
+    function = click.option(
+        "--limit",
+        type=click.IntRange(min=1),
+        default=50,
+        show_default=True,
+        help="At most so many.",
+    )(function)
+    function = click.option("--all", "everything", is_flag=True, help="All there are.")(function)
+    return as_json(function)
+
+
+def client_of(ctx: click.Context) -> Client:
+    """The client of this call; a test passes its own as the context's object."""
+    from gpool.client.client import Client
+
+    if isinstance(ctx.obj, Client):
+        return ctx.obj
+    client = Client(ctx.obj["url"], ctx.obj["key"])
+    ctx.call_on_close(client.close)
+    return client

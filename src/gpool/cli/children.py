@@ -1,0 +1,134 @@
+"""Server and agent as child processes: started, watched, started again when they die, stopped in order.
+
+A child never outlives its parent: the kernel sends it SIGTERM when the parent is gone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+SERVER_MODULE = "gpool.server"
+AGENT_MODULE = "gpool.cli.lend"
+
+_STOP_S = 15.0
+_BRIEF_S = 2.0
+"""A child that lived shorter than this is started again with growing pauses."""
+
+_LONGEST_PAUSE_S = 5.0
+_KEPT_LOG_BYTES = 16 * 1024 * 1024
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """What a child runs, and where what it says goes."""
+
+    name: str
+    module: str
+    env: Mapping[str, str]
+    log: Path
+
+    def environment(self) -> dict[str, str]:
+        return {**os.environ, **self.env}
+
+
+def become(module: str, env: Mapping[str, str]) -> None:
+    """Replace this process by the program, so that signals reach it and its exit code is ours."""
+    argv = [sys.executable, "-m", module]
+    os.execve(argv[0], argv, {**os.environ, **env})
+
+
+class Child:
+    """One program that is to run."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self._process: subprocess.Popen[bytes] | None = None
+        self._started_at = 0.0
+        self._pause_s = 0.0
+        self._next_at = 0.0
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid if self._process is not None else None
+
+    def start(self) -> None:
+        log = self.program.log
+        log.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if log.exists() and log.stat().st_size > _KEPT_LOG_BYTES:
+            log.replace(log.with_suffix(".old.log"))
+        with log.open("ab") as said:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", self.program.module],
+                env=self.program.environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=said,
+                stderr=said,
+                start_new_session=True,  # Ctrl-C is ours to pass on, in order
+                preexec_fn=_die_with_parent if sys.platform == "linux" else None,
+            )
+        self._started_at = time.monotonic()
+
+    def exit_code(self) -> int | None:
+        """Its exit code, or None while it runs."""
+        return self._process.poll() if self._process is not None else None
+
+    def keep_alive(self) -> str | None:
+        """Start it again when it died and its pause is over; what to tell the user, if anything."""
+        code = self.exit_code()
+        if code is None:
+            return None
+        now = time.monotonic()
+        if self._next_at == 0.0:
+            lived_s = now - self._started_at
+            brief = lived_s < _BRIEF_S
+            self._pause_s = min(max(0.2, self._pause_s * 2), _LONGEST_PAUSE_S) if brief else 0.0
+            self._next_at = now + self._pause_s
+            how = f"signal {-code}" if code < 0 else f"code {code}"
+            told = f"The {self.program.name} ended ({how}); starting it again. Its log: {self.program.log}"
+        else:
+            told = None
+        if now >= self._next_at:
+            self._next_at = 0.0
+            self.start()
+        return told
+
+    def stop(self) -> None:
+        """Ask it to end, wait, then insist."""
+        if self._process is None or self._process.poll() is not None:
+            return
+        self._process.terminate()
+        try:
+            self._process.wait(_STOP_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def last_words(self, lines: int = 5) -> str:
+        """The end of its log."""
+        try:
+            text = self.program.log.read_text(errors="replace")
+        except FileNotFoundError:
+            return ""
+        return "\n".join(text.strip().splitlines()[-lines:])
+
+
+def _die_with_parent() -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def stop_signals() -> threading.Event:
+    """An event that SIGINT, SIGTERM and SIGHUP set."""
+    stop = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda *_: stop.set())
+    return stop

@@ -1,0 +1,72 @@
+"""`python -m gpool.cli.lend`: the agent, told by `GPOOL_AGENT_*` variables. Finds what the machine has and lends it."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Sequence
+
+import click
+
+from gpool import __version__
+from gpool.agent.detect import detect, host_facts
+from gpool.agent.main import serve
+from gpool.agent.runtime.bubblewrap import BubblewrapRuntime
+from gpool.agent.runtime.calls import PYTHON
+from gpool.agent.runtime.process import ProcessRuntime
+from gpool.agent.runtime.protocol import Runtime, SandboxFailed
+from gpool.agent.settings import AgentSettings
+from gpool.cli.main import FAILED, exit_code_of, say_error
+from gpool.core.errors import GpoolError
+from gpool.core.model import Gpu, Offer, Tier
+
+
+def offer_of(settings: AgentSettings, gpus: tuple[Gpu, ...], tiers: frozenset[Tier]) -> Offer:
+    """What this machine lends: the slots its owner named, else all processors it may use."""
+    facts = host_facts(settings.data_dir)
+    named = "slots" in settings.model_fields_set
+    return Offer(
+        cpu_milli=settings.slots * 1000 if named else facts.cpu_milli,
+        memory_bytes=facts.memory_bytes,
+        disk_bytes=facts.disk_bytes,
+        gpus=gpus,
+        pythons=frozenset({PYTHON}),
+        tiers=tiers,
+        hostname=facts.hostname,
+        agent_version=__version__,
+    )
+
+
+def runtimes_of(settings: AgentSettings, gpus: Sequence[Gpu]) -> dict[Tier, Runtime]:
+    """Bubblewrap for everyone; no isolation only where the owner asked for it."""
+    made: dict[Tier, Runtime] = {Tier.CONTAINER: BubblewrapRuntime(settings.data_dir, gpus=gpus)}
+    if settings.allow_process:
+        made[Tier.NONE] = ProcessRuntime(settings.data_dir, gpus=gpus)
+    return made
+
+
+def lend() -> None:
+    """Until told to stop; raises when it cannot or may not."""
+    settings = AgentSettings()  # type: ignore[call-arg]  # from the environment
+    settings.data_dir.mkdir(parents=True, exist_ok=True)
+    gpus = detect(settings.simulate_gpus)
+    runtimes = runtimes_of(settings, [gpu for gpu in gpus if not gpu.simulated])
+    serve(settings, runtimes, offer_of(settings, gpus, frozenset(runtimes)))
+
+
+def main() -> None:
+    try:
+        lend()
+    except KeyboardInterrupt:  # before it could be stopped in good order
+        sys.exit(128 + signal.SIGINT)
+    except GpoolError as error:
+        say_error(error)
+        sys.exit(exit_code_of(error))
+    except SandboxFailed as error:
+        click.echo(f"gpool: this machine cannot isolate tasks: {error}", err=True)
+        click.echo("  Look closer with: gpool node doctor", err=True)
+        sys.exit(FAILED)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,134 @@
+"""`gpool`: the verbs, loaded when used, and the one place where errors become lines and exit codes."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any
+
+import click
+
+from gpool.core.errors import (
+    BadGpuSpec,
+    Forbidden,
+    GpoolError,
+    Invalid,
+    NotFound,
+    NotSignedIn,
+    TooLarge,
+    Unreachable,
+)
+
+FAILED, USAGE, REFUSED, NOT_FOUND, UNREACHABLE = 1, 2, 3, 4, 5
+GPOOL_FAULT = 125
+
+# verb: (module, one line for --help, which must not load the module; a test holds them equal)
+VERBS = {
+    "up": ("gpool.cli.up", "Start a server and an agent on this machine."),
+    "run": ("gpool.cli.run", "Run a command in the pool."),
+    "ps": ("gpool.cli.tasks", "List tasks, newest first."),
+    "status": ("gpool.cli.tasks", "Show one task."),
+    "logs": ("gpool.cli.tasks", "Print what a task wrote."),
+    "wait": ("gpool.cli.tasks", "Wait for a task; exit with its code."),
+    "cancel": ("gpool.cli.tasks", "Cancel tasks."),
+    "result": ("gpool.cli.tasks", "Fetch a finished task's outputs."),
+    "explain": ("gpool.cli.tasks", "Say why a task waits."),
+    "gpus": ("gpool.cli.pool", "List what the pool has, free and busy."),
+    "whoami": ("gpool.cli.pool", "Show the account of the key in use."),
+    "node": ("gpool.cli.pool", "For owners: list, pause, resume, drain, invite nodes."),
+    "server": ("gpool.cli.up", "Start a server alone."),
+    "join": ("gpool.cli.join", "Lend this machine to a pool."),
+    "completion": ("gpool.cli.completion", "Print the completion script of a shell."),
+}
+
+
+class LazyVerbs(click.Group):
+    """Loads a verb's module when the verb is used; translates our errors once, here."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 - click's signature
+        return list(VERBS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002 - click's signature
+        if cmd_name not in VERBS:
+            return None
+        module = importlib.import_module(VERBS[cmd_name][0])
+        command = getattr(module, cmd_name)
+        assert isinstance(command, click.Command)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002 - click's signature
+        with formatter.section("Commands"):
+            formatter.write_dl([(verb, line) for verb, (_, line) in VERBS.items()])
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except GpoolError as error:
+            if os.environ.get("GPOOL_DEBUG"):
+                raise
+            say_error(error)
+            ctx.exit(exit_code_of(error))
+
+
+def exit_code_of(error: GpoolError) -> int:
+    """DESIGN §7: 1 failed, 2 usage, 3 not signed in or refused, 4 not found, 5 server unreachable."""
+    if isinstance(error, Invalid | TooLarge):
+        return USAGE
+    if isinstance(error, NotSignedIn | Forbidden):
+        return REFUSED
+    if isinstance(error, NotFound):
+        return NOT_FOUND
+    return UNREACHABLE if isinstance(error, Unreachable) else FAILED
+
+
+def say_error(error: GpoolError) -> None:
+    """One or two lines: what was wrong, and where to look next."""
+    click.echo(f"gpool: {error.detail}", err=True)
+    if isinstance(error, BadGpuSpec) and error.text and "^" not in error.detail:
+        click.echo(f"  {error.text}\n  {' ' * error.position}^", err=True)
+    elif isinstance(error, NotSignedIn):
+        click.echo(
+            "  Set GPOOL_URL and GPOOL_KEY, or start a pool of your own with: gpool up", err=True
+        )
+    elif isinstance(error, Unreachable):
+        click.echo(
+            "  Start one with: gpool up. Another address: gpool --url URL, or GPOOL_URL", err=True
+        )
+
+
+@click.group(
+    cls=LazyVerbs,
+    epilog="Example: gpool run --gpu 24GB --input train.py --output model/ -- python train.py",
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
+@click.option("--url", metavar="URL", help="The pool's address (default: from the configuration).")
+@click.option(
+    "--key", metavar="KEY", help="Your API key. It shows in process lists: prefer GPOOL_KEY."
+)
+@click.version_option(package_name="gpool", prog_name="gpool")
+@click.pass_context
+def cli(ctx: click.Context, url: str | None, key: str | None) -> None:
+    """Pool GPUs: lend idle ones, run code on everyone's."""
+    if ctx.obj is None:  # a test passes its own
+        ctx.obj = {"url": url, "key": key}
+
+
+def _no_traceback(
+    kind: type[BaseException], error: BaseException, at: TracebackType | None
+) -> None:
+    if os.environ.get("GPOOL_DEBUG"):
+        sys.__excepthook__(kind, error, at)
+        return
+    click.echo(
+        f"gpool: {kind.__name__}: {error}\n  This is a fault in gpool; GPOOL_DEBUG=1 shows where.",
+        err=True,
+    )
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """The console script."""
+    sys.excepthook = _no_traceback
+    cli.main(args=args, prog_name="gpool")

@@ -1,0 +1,190 @@
+"""Verbs about the pool: gpus, whoami, and node for owners."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from gpool.cli.calling import as_json, client_of, listing
+from gpool.cli.main import FAILED
+from gpool.cli.printing import age, emit_json, fields, gib, table
+from gpool.core.errors import Invalid, NotFound
+
+if TYPE_CHECKING:
+    from gpool.client.client import Client
+
+
+@click.command()
+@listing
+@click.pass_context
+def gpus(ctx: click.Context, as_json: bool, everything: bool, limit: int) -> None:
+    """List what the pool has, free and busy."""
+    found = client_of(ctx).listing("resources", limit=None if everything else limit)
+    if as_json:
+        emit_json(found)
+        return
+    rows = [
+        (
+            one["id"],
+            one["model"] + (" (simulated)" if one.get("simulated") else ""),
+            gib(one["memory_bytes"]),
+            gib(one["memory_free_bytes"]),
+            one["status"],
+            one.get("node_name") or one["node"],
+            ",".join(one.get("tiers") or []),
+        )
+        for one in found
+    ]
+    columns = ("id", "model", "memory", "free", "status", "node", "tier")
+    table(columns, rows, "The pool has nothing to lend yet; add this machine with: gpool join LINK")
+
+
+@click.command()
+@as_json
+@click.pass_context
+def whoami(ctx: click.Context, as_json: bool) -> None:
+    """Show the account of the key in use."""
+    client = client_of(ctx)
+    document = client.door.get_json("/v1/me")
+    if as_json:
+        emit_json(document)
+        return
+    fields({**document, "server": client.url}, ("id", "name", "wallets", "permissions", "server"))
+
+
+@click.group()
+def node() -> None:
+    """For owners: list, pause, resume, drain, invite nodes."""
+
+
+@node.command("ls")
+@listing
+@click.pass_context
+def node_ls(ctx: click.Context, as_json: bool, everything: bool, limit: int) -> None:
+    """List nodes."""
+    client = client_of(ctx)
+    found = client.listing("nodes", limit=None if everything else limit)
+    if as_json:
+        emit_json(found)
+        return
+    date = client.door.date
+    rows = [
+        (
+            one["id"],
+            one["name"],
+            one["status"],
+            one["availability"],
+            f"{one['cpu_free_milli'] / 1000:g}/{one['cpu_milli'] / 1000:g}",
+            len(one.get("gpus") or []),
+            one.get("running", 0),
+            age(one["last_beat_at"], date) if one.get("last_beat_at") else "-",
+        )
+        for one in found
+    ]
+    columns = ("id", "name", "status", "availability", "cpus free", "gpus", "running", "seen")
+    table(columns, rows, "No nodes yet; make a join link with: gpool node invite")
+
+
+def _set(ctx: click.Context, what: str | None, availability: str, as_json: bool) -> None:
+    client = client_of(ctx)
+    if what is not None and what.startswith("g-"):
+        if availability == "draining":
+            raise Invalid("a single GPU is paused or resumed; drain works on whole nodes")
+        wanted: dict[str, Any] = {"available": availability == "available"}
+        document = client.door.send_json("PATCH", f"/v1/resources/{what}", wanted)
+    else:
+        found = _node(client, what)
+        wanted = {"availability": availability}
+        document = client.door.send_json("PATCH", f"/v1/nodes/{found}", wanted)
+    if as_json:
+        emit_json(document)
+    else:
+        label = document.get("name") or document.get("model")
+        click.echo(f"{document['id']} ({label}) is {availability} now")
+
+
+def _node(client: Client, what: str | None) -> str:
+    """The node's id, from its id or name; without either, the only one there is."""
+    if what is not None and what.startswith("n-"):
+        return what
+    nodes = client.listing("nodes")
+    matching = [one for one in nodes if what is None or one["name"] == what]
+    if len(matching) == 1:
+        return str(matching[0]["id"])
+    names = ", ".join(f"{one['id']} ({one['name']})" for one in matching or nodes) or "none"
+    if what is not None and not matching:
+        raise NotFound(f"there is no node {what!r}; there are: {names}")
+    raise Invalid(f"say which node: {names}")
+
+
+which = click.argument("what", metavar="[NODE|GPU]", required=False)
+
+
+@node.command()
+@which
+@as_json
+@click.pass_context
+def pause(ctx: click.Context, what: str | None, as_json: bool) -> None:
+    """Take no new tasks; what runs goes on."""
+    _set(ctx, what, "paused", as_json)
+
+
+@node.command()
+@which
+@as_json
+@click.pass_context
+def resume(ctx: click.Context, what: str | None, as_json: bool) -> None:
+    """Take tasks again."""
+    _set(ctx, what, "available", as_json)
+
+
+@node.command()
+@which
+@as_json
+@click.pass_context
+def drain(ctx: click.Context, what: str | None, as_json: bool) -> None:
+    """Take no new tasks, and be paused once the last one ends."""
+    _set(ctx, what, "draining", as_json)
+
+
+@node.command()
+@click.option(
+    "--expires",
+    default="1h",
+    show_default=True,
+    metavar="TIME",
+    help="How long the link can be used.",
+)
+@as_json
+@click.pass_context
+def invite(ctx: click.Context, expires: str, as_json: bool) -> None:
+    """Make a link with which one machine can join."""
+    from gpool.client.options import seconds
+
+    wanted = {"expires_in_s": int(seconds(expires))}
+    document = client_of(ctx).door.send_json("POST", "/v1/nodes/invites", wanted)
+    if as_json:
+        emit_json(document)
+    else:
+        click.echo(f"gpool join {document['link']}")
+        click.echo(f"  One machine, once, until {document['expires_at']}.", err=True)
+
+
+@node.command()
+@as_json
+@click.pass_context
+def doctor(ctx: click.Context, as_json: bool) -> None:
+    """Check whether this machine can lend and whether the pool answers."""
+    from dataclasses import asdict
+
+    from gpool.cli.doctor import examine
+    from gpool.client.config import data_home
+
+    findings = examine(client_of(ctx), data_home())
+    if as_json:
+        emit_json([asdict(finding) for finding in findings])
+    else:
+        rows = [("ok" if f.ok else "PROBLEM", f.name, f.text, f.fix) for f in findings]
+        table(("", "check", "finding", "what to do"), rows, "")
+    ctx.exit(0 if all(finding.ok for finding in findings) else FAILED)

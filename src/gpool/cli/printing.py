@@ -1,0 +1,152 @@
+"""How things are printed: tables for people, JSON for programs, a task's bytes unchanged unless a terminal would obey them."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import datetime
+from email.utils import parsedate_to_datetime
+from typing import Any, BinaryIO, TextIO
+
+import click
+
+from gpool.client.logs import Printed
+
+_ALLOWED = re.compile(r"\x1b\[[0-9;:]{0,32}m")
+_UNFINISHED = re.compile(r"\x1b(?:\[[0-9;:]{0,32})?\Z")
+_CONTROLS = re.compile(r"\x1b\[[0-9;:]{0,32}m|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")
+
+
+class TerminalText:
+    """Makes a task's output harmless for a terminal: colours, tabs and line ends pass, all else is shown, not obeyed.
+
+    A sequence cut in two by the stream is put together first.
+    """
+
+    def __init__(self) -> None:
+        self._held = ""
+
+    def feed(self, text: str) -> str:
+        text = self._held + text
+        cut = _UNFINISHED.search(text)
+        self._held = cut.group() if cut else ""
+        return neutral(text[: cut.start()] if cut else text)
+
+    def flush(self) -> str:
+        held, self._held = self._held, ""
+        return neutral(held)
+
+
+def neutral(text: str) -> str:
+    """Text in which nothing but colour is an instruction to a terminal."""
+    return _CONTROLS.sub(_shown, text.encode("utf-8", "replace").decode())
+
+
+def _shown(match: re.Match[str]) -> str:
+    found = match.group()
+    if _ALLOWED.fullmatch(found):
+        return found
+    code = ord(found)
+    return chr(0x2400 + code) if code < 0x20 else "\u2421" if code == 0x7F else "\ufffd"
+
+
+class LogPrinter:
+    """Standard output to standard output, standard error to standard error."""
+
+    def __init__(self, *, all_to_stderr: bool = False) -> None:
+        out = "stderr" if all_to_stderr else "stdout"
+        self._writers: dict[str, Callable[[Printed | None], None]] = {
+            "stdout": _writer(out),
+            "stderr": _writer("stderr"),
+        }
+
+    def show(self, pieces: Iterable[Printed]) -> None:
+        for piece in pieces:
+            self._writers[piece.stream](piece)
+        for write in self._writers.values():
+            write(None)
+
+
+def _writer(name: str) -> Callable[[Printed | None], None]:
+    text: TextIO = sys.stdout if name == "stdout" else sys.stderr
+    if text.isatty():
+        filtered = TerminalText()
+
+        def show(piece: Printed | None) -> None:
+            text.write(filtered.flush() if piece is None else filtered.feed(piece.text))
+            text.flush()
+
+        return show
+    raw: BinaryIO = text.buffer
+
+    def pass_on(piece: Printed | None) -> None:
+        if piece is not None:
+            raw.write(piece.data)
+        raw.flush()
+
+    return pass_on
+
+
+def emit_json(document: object) -> None:
+    click.echo(json.dumps(document, indent=2, ensure_ascii=False))
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[object]], empty: str) -> None:
+    """A plain table on standard output; on a terminal the header is bold."""
+    cells = [[_cell(value) for value in row] for row in rows]
+    if not cells:
+        click.echo(empty, err=True)
+        return
+    widths = [max(len(line[at]) for line in [list(columns), *cells]) for at in range(len(columns))]
+    header = "  ".join(
+        name.upper().ljust(width) for name, width in zip(columns, widths, strict=True)
+    )
+    click.echo(styled(header.rstrip(), bold=True))
+    for line in cells:
+        text = "  ".join(value.ljust(width) for value, width in zip(line, widths, strict=True))
+        click.echo(text.rstrip())
+
+
+def fields(document: Mapping[str, Any], names: Sequence[str]) -> None:
+    """Name and value, one a line, empty ones left out."""
+    shown = [(name, document.get(name)) for name in names]
+    shown = [(name, value) for name, value in shown if value not in (None, "", [], {})]
+    width = max((len(name) for name, _ in shown), default=0)
+    for name, value in shown:
+        click.echo(f"{name.ljust(width)}  {_cell(value)}")
+
+
+def _cell(value: object) -> str:
+    text = (
+        " ".join(map(str, value))
+        if isinstance(value, list)
+        else str("" if value is None else value)
+    )
+    return neutral(text.replace("\n", " ").replace("\r", " ").replace("\x1b", "\u241b"))
+
+
+def styled(text: str, *, bold: bool = False, colour: str | None = None) -> str:
+    """Styled where a terminal wants it; click drops it elsewhere, NO_COLOR drops it everywhere."""
+    import os
+
+    if os.environ.get("NO_COLOR"):
+        return text
+    return click.style(text, bold=bold, fg=colour)
+
+
+def age(created_at: str, server_date: str | None) -> str:
+    """How long ago, by the server's own clock: `42s`, `3m`, `5h`, `2d`."""
+    if server_date is None:
+        return created_at
+    now = parsedate_to_datetime(server_date)
+    passed = max(0, int((now - datetime.fromisoformat(created_at)).total_seconds()))
+    for unit, size in (("d", 86400), ("h", 3600), ("m", 60)):
+        if passed >= size:
+            return f"{passed // size}{unit}"
+    return f"{passed}s"
+
+
+def gib(size_bytes: int) -> str:
+    return f"{size_bytes / 1024**3:.0f} GB" if size_bytes else "-"

@@ -1,0 +1,199 @@
+"""`gpool run`: submit a command, stream what it prints, fetch what it leaves, exit as it did."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from gpool.cli.calling import as_json, client_of, into
+from gpool.cli.main import FAILED, GPOOL_FAULT, say_error
+from gpool.core.errors import GpoolError, Invalid
+
+if TYPE_CHECKING:
+    from gpool.client.artifacts import Progress
+    from gpool.client.client import Client
+    from gpool.client.results import Result
+    from gpool.client.runs import Run
+
+SECOND_CHANCE_S = 2.0
+"""How long after the first Ctrl-C a second one cancels."""
+
+
+@click.command(
+    context_settings={"allow_interspersed_args": False},
+    epilog="Examples: gpool run -- python -c 'print(6*7)'   "
+    "gpool run --gpu A100 --input train.py --output model/ -- python train.py",
+)
+@click.option("--gpu", metavar="SPEC", help="GPUs, e.g. 1, H100:2, 24GB, 0.5 (default: none).")
+@click.option("--vram", metavar="SIZE", help="So much memory of any GPU, shared, e.g. 6GB.")
+@click.option("--cpus", type=float, metavar="N", help="Processors (default 1).")
+@click.option("--memory", metavar="SIZE", help="Memory, e.g. 4GB.")
+@click.option("--disk", metavar="SIZE", help="Disk, e.g. 20GB.")
+@click.option(
+    "--tier",
+    type=click.Choice(["none", "container", "vm"]),
+    help="The weakest isolation you accept; none: only on a node of your own that allows it.",
+)
+@click.option("--timeout", metavar="TIME", help="Stop it after, e.g. 2h (default 24h).")
+@click.option("--priority", type=click.IntRange(-100, 100), help="Higher goes first.")
+@click.option("--retries", type=click.IntRange(0, 20), help="Further tries when it fails.")
+@click.option("--env", multiple=True, metavar="K=V", help="A variable; K alone copies yours.")
+@click.option(
+    "--input", "inputs", multiple=True, metavar="PATH", help="A file or folder to send along."
+)
+@click.option(
+    "--output",
+    "outputs",
+    multiple=True,
+    metavar="PATH",
+    help="A file or folder (FOLDER/) to bring back.",
+)
+@into
+@click.option("--name", help="A name for listings.")
+@click.option("-d", "--detach", is_flag=True, help="Print the id and do not wait.")
+@as_json
+@click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED, metavar="-- CMD...")
+@click.pass_context
+def run(
+    ctx: click.Context,
+    /,
+    env: tuple[str, ...],
+    inputs: tuple[str, ...],
+    outputs: tuple[str, ...],
+    into: Path,
+    detach: bool,
+    as_json: bool,
+    command: tuple[str, ...],
+    **requirements: object,
+) -> None:
+    """Run a command in the pool.
+
+    Streams its output, fetches its outputs and exits with its code. Ctrl-C detaches; a second one cancels.
+    """
+    from gpool.client.options import Options
+
+    client = client_of(ctx)
+    options = Options.of({**requirements, "env": variables(env)})
+    with progress_bar() as progress:
+        submitted = client.submit_command(
+            command, inputs=inputs, outputs=outputs, options=options, progress=progress
+        )
+    if detach:
+        if as_json:
+            _print_document(submitted)
+        else:
+            click.echo(submitted.id)
+        return
+    try:
+        code = attend(client, submitted, into, quiet=as_json)
+        if as_json:
+            _print_document(submitted)
+    except GpoolError as error:
+        if os.environ.get("GPOOL_DEBUG"):
+            raise
+        say_error(error)
+        click.echo(f"  Task {submitted.id} may go on: gpool status {submitted.id}", err=True)
+        code = GPOOL_FAULT
+    ctx.exit(code)
+
+
+def attend(client: Client, submitted: Run, into: Path, *, quiet: bool) -> int:
+    """Stream logs, wait, fetch outputs; the code to exit with."""
+    from gpool.cli.printing import LogPrinter
+    from gpool.client.results import exit_code
+
+    try:
+        LogPrinter(all_to_stderr=quiet).show(submitted.printed(follow=True))
+        result = submitted.wait()
+    except KeyboardInterrupt:
+        return detached(submitted)
+    say_how_it_ended(result)
+    if result.outputs:
+        with progress_bar() as progress:
+            client.artifacts.fetch(result.outputs, into, *([progress] if progress else []))
+    return exit_code(result)
+
+
+def say_how_it_ended(result: Result, *, code_too: bool = False) -> None:
+    """A line for every end that its exit code does not tell; `code_too`: for that one as well."""
+    from gpool.cli.printing import neutral
+    from gpool.client.results import failure
+
+    if result.status != "succeeded" and (code_too or result.reason != "exited"):
+        click.echo(f"gpool: {neutral(failure(result).detail)}", err=True)
+
+
+def detached(submitted: Run) -> int:
+    """After the first Ctrl-C: say how to come back; a second one cancels."""
+    click.echo(
+        f"\nDetached; task {submitted.id} goes on. Come back with: gpool logs -f {submitted.id}\n"
+        f"Stop it with: gpool cancel {submitted.id} (or press Ctrl-C again now)",
+        err=True,
+    )
+    again = threading.Event()
+    before = signal.signal(signal.SIGINT, lambda *_: again.set())
+    try:
+        if not again.wait(SECOND_CHANCE_S):
+            return FAILED
+    finally:
+        signal.signal(signal.SIGINT, before)
+    submitted.cancel()
+    click.echo(f"Cancelled {submitted.id}.", err=True)
+    return 130
+
+
+def variables(given: tuple[str, ...]) -> dict[str, str]:
+    """`K=V`, or `K` for the caller's own value of it."""
+    found = {}
+    for one in given:
+        name, equals, value = one.partition("=")
+        if not name:
+            raise Invalid(f"--env {one!r} has no name; write --env NAME=VALUE")
+        if not equals:
+            if name not in os.environ:
+                raise Invalid(
+                    f"--env {name}: there is no such variable here; write --env {name}=VALUE"
+                )
+            value = os.environ[name]
+        found[name] = value
+    return found
+
+
+@contextmanager
+def progress_bar() -> Iterator[Progress | None]:
+    """A bar a file, on a terminal only."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
+
+    with Progress(
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        DownloadColumn(),
+        console=Console(stderr=True),
+        transient=True,
+    ) as bars:
+        known = {}
+
+        def show(path: str, done: int, total: int) -> None:
+            if path not in known:
+                known[path] = bars.add_task(path, total=total)
+            bars.update(known[path], completed=done)
+
+        yield show
+
+
+def _print_document(submitted: Run) -> None:
+    from gpool.cli.printing import emit_json
+
+    emit_json(submitted.document())

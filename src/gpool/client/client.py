@@ -1,0 +1,311 @@
+"""The SDK's centre: one `Client` is one pool and one key. It builds requests and reads answers; `Door` sends them."""
+
+from __future__ import annotations
+
+import binascii
+import itertools
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+from urllib.parse import quote, urlencode
+
+import httpx2
+
+from gpool.client import config, mapping
+from gpool.client.artifacts import Artifacts, Progress, gather
+from gpool.client.door import Door
+from gpool.client.options import Options
+from gpool.client.pickling import PYTHON, dumps_call
+from gpool.client.results import (
+    Raised,
+    Result,
+    decode_results,
+    decode_submitted,
+    exit_code,
+    failure,
+    outcome,
+)
+from gpool.client.runs import LONGEST_WAIT_S, Run, wait_for
+from gpool.client.tasks import Decorator, Task
+from gpool.core.errors import Invalid, Unprocessable
+from gpool.core.model import INLINE_LIMIT_BYTES
+from gpool.core.paths import checked
+from gpool.transfer.requests import Reply
+
+_READ_S = LONGEST_WAIT_S + 30.0
+_JSON = {"content-type": "application/json"}
+
+
+@dataclass(frozen=True, slots=True)
+class Completed:
+    """A command that ran to its end."""
+
+    id: str
+    exit_code: int
+    status: str
+    stdout: str
+    stderr: str
+    outputs: tuple[Path, ...] = ()
+
+
+class Client:
+    """A pool. Without arguments: the one the configuration names (`gpool up` writes a local one)."""
+
+    def __init__(
+        self,
+        url: str | None = None,
+        key: str | None = None,
+        transport: httpx2.BaseTransport | None = None,
+        *,
+        patience_s: float = 60.0,
+    ) -> None:
+        settings = config.load(url, key)
+        self.url = settings.url
+        self.door = Door(settings.url, settings.key, transport, patience_s=patience_s)
+        self.artifacts = Artifacts(self.door)
+        self.task = Decorator(lambda: self)
+        """`@client.task(...)`: like `@gpool.task`, bound to this client."""
+        self._heads: dict[tuple[int, str], bytes] = {}
+        self._headed: dict[tuple[int, str], Task[..., Any]] = {}
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self.door.close()
+
+    # ---- functions
+
+    def call(
+        self, task: Task[..., Any], args: Sequence[object], kwargs: Mapping[str, object]
+    ) -> Any:
+        """Submit one call and wait for its value."""
+        result = self._submit_and_wait(task, args, kwargs)
+        value = outcome(result, self.artifacts.get)
+        if type(value) is Raised:
+            raise value.exception
+        return value
+
+    def submit_call(
+        self, task: Task[..., Any], args: Sequence[object], kwargs: Mapping[str, object]
+    ) -> Run:
+        reply = self._post(task, "/v1/tasks", lambda: self._one_call(task, args, kwargs))
+        return Run(self, decode_submitted(reply.body).ids[0], function=True, own=True)
+
+    def map(
+        self,
+        task: Task[..., Any],
+        iterables: Sequence[Iterable[Any]],
+        *,
+        return_exceptions: bool = False,
+        window: int = mapping.WINDOW,
+    ) -> Iterator[Any]:
+        """See `Task.map`."""
+        rendered = (self._render(dumps_call(task.function, a, {})) for a in zip(*iterables))  # noqa: B905 - as builtin map
+
+        def submit(calls: list[bytes], batch: str | None, more: bool) -> str:
+            place = {"more": more} if batch is None else {"more": more, "batch": batch}
+            start, joined = _members(place), b",".join(calls)
+            reply = self._post(
+                task, "/v1/tasks", lambda: b"%s,%s%s]}" % (start, self._head(task), joined)
+            )
+            return batch or decode_submitted(reply.body).batch
+
+        outcomes = mapping.stream(
+            self.door,
+            rendered,
+            submit,
+            lambda result: outcome(result, self.artifacts.get),
+            self.cancel_batch,
+            window=window,
+        )
+        wrap = mapping.exceptions_as_values if return_exceptions else mapping.raise_first
+        return wrap(outcomes)
+
+    def _submit_and_wait(
+        self, task: Task[..., Any], args: Sequence[object], kwargs: Mapping[str, object]
+    ) -> Result:
+        path = f"/v1/tasks?wait={LONGEST_WAIT_S}"
+        reply = self._post(task, path, lambda: self._one_call(task, args, kwargs))
+        if reply.status == 200:
+            return decode_results(reply.body)[0]
+        return wait_for(self, decode_submitted(reply.body).ids[0], None)
+
+    def _post(self, task: Task[..., Any], path: str, body: Callable[[], bytes]) -> Reply:
+        """Submit calls; a function the server has no longer (unused for long) is uploaded once more."""
+        try:
+            return self.door.send("POST", path, body=body(), headers=_JSON, read_s=_READ_S)
+        except Unprocessable as error:
+            missing = error.members.get("missing")
+            if not isinstance(missing, list) or not self.artifacts.forget(missing):
+                raise
+            self._heads.pop((id(task), task.label), None)
+        return self.door.send("POST", path, body=body(), headers=_JSON, read_s=_READ_S)
+
+    def _one_call(
+        self, task: Task[..., Any], args: Sequence[object], kwargs: Mapping[str, object]
+    ) -> bytes:
+        call = self._render(dumps_call(task.function, args, kwargs))
+        return b"{%s%s]}" % (self._head(task), call)
+
+    def _head(self, task: Task[..., Any]) -> bytes:
+        """A function submission's JSON without braces, up to the first call; uploads the function once."""
+        at = (id(task), task.label)
+        head = self._heads.get(at)
+        if head is None:
+            function = {"sha256": self.artifacts.put(task.pickled()), "python": PYTHON}
+            members = {**task.options.members(), "name": task.label, "function": function}
+            head = _members(members)[1:] + b',"calls":['
+            self._heads[at] = head
+            self._headed[at] = task  # keeps the id from being used again
+        return head
+
+    def _render(self, pickled: bytes) -> bytes:
+        """One call as JSON: base64 inline, or the name of an artifact when it is large."""
+        if len(pickled) <= INLINE_LIMIT_BYTES:
+            return b'"%s"' % binascii.b2a_base64(pickled, newline=False)
+        return b'{"payload_sha256":"%s"}' % self.artifacts.put(pickled).encode()
+
+    # ---- commands
+
+    def submit_command(
+        self,
+        command: Sequence[str],
+        *,
+        inputs: Iterable[str | os.PathLike[str]] = (),
+        outputs: Iterable[str] = (),
+        options: Options | None = None,
+        progress: Progress | None = None,
+    ) -> Run:
+        """Upload the inputs and submit; the names of inputs and outputs are relative to the current folder."""
+        if isinstance(command, str) or not command:
+            raise Invalid("a command is a list of words, e.g. ['python', 'train.py']")
+        wanted = [checked(str(output), directory=True) for output in outputs]
+        sent = [
+            {
+                "path": file.path,
+                "sha256": self.artifacts.put_file(file, *([progress] if progress else [])),
+                "size_bytes": file.size_bytes,
+                "executable": file.executable,
+            }
+            for file in gather(inputs)
+        ]
+        document: dict[str, object] = dict((options or Options()).members())
+        document["command"] = [str(word) for word in command]
+        if sent:
+            document["inputs"] = sent
+        if wanted:
+            document["outputs"] = wanted
+        answer = self.door.send_json("POST", "/v1/tasks", document)
+        return Run(self, str(answer["ids"][0]), function=False, own=True)
+
+    def run(
+        self,
+        command: Sequence[str],
+        *,
+        inputs: Iterable[str | os.PathLike[str]] = (),
+        outputs: Iterable[str] = (),
+        into: str | os.PathLike[str] = ".",
+        check: bool = False,
+        **options: Any,
+    ) -> Completed:
+        """Run a command to its end and fetch its outputs into `into`.
+
+        A command that exits with another code than 0 is an answer (with `check`, an exception); one that timed out,
+        was cancelled or could not run raises.
+        """
+        run = self.submit_command(
+            command, inputs=inputs, outputs=outputs, options=Options.of(options)
+        )
+        result = run.wait()
+        if result.status != "succeeded" and (check or result.reason != "exited"):
+            raise failure(result)
+        printed = list(run.printed())
+        written = self.artifacts.fetch(result.outputs, Path(into)) if result.outputs else []
+        return Completed(
+            id=run.id,
+            exit_code=exit_code(result),
+            status=result.status,
+            stdout="".join(piece.text for piece in printed if piece.stream == "stdout"),
+            stderr="".join(piece.text for piece in printed if piece.stream == "stderr"),
+            outputs=tuple(written),
+        )
+
+    # ---- tasks by id
+
+    def get(self, task: str, *, trust: bool = False) -> Run:
+        """A task submitted earlier or elsewhere. `trust`: its function is yours, its value may be unpickled."""
+        document = self.door.get_json(f"/v1/tasks/{quote(task, safe='')}")
+        return Run(self, task, function=document["kind"] == "function", own=trust)
+
+    def cancel(self, task: str) -> dict[str, Any]:
+        """Cancel; the task's document."""
+        reply = self.door.send("DELETE", f"/v1/tasks/{quote(task, safe='')}")
+        found: dict[str, Any] = reply.json() if reply.body else {}
+        return found
+
+    def cancel_batch(self, batch: str) -> None:
+        """Cancel whatever of a batch has not ended, and close it."""
+        self.door.send("DELETE", f"/v1/batches/{quote(batch, safe='')}")
+
+    def explain(self, task: str) -> dict[str, Any]:
+        found: dict[str, Any] = self.door.get_json(f"/v1/tasks/{quote(task, safe='')}/explain")
+        return found
+
+    def listing(
+        self, what: str, *, limit: int | None = None, **filters: str
+    ) -> list[dict[str, Any]]:
+        """REST documents of a listing (`tasks`, `nodes`, `resources`), pages joined, at most `limit`."""
+        return list(itertools.islice(self._pages(what, limit, filters), limit))
+
+    def _pages(
+        self, what: str, limit: int | None, filters: Mapping[str, str]
+    ) -> Iterator[dict[str, Any]]:
+        query = dict(filters)
+        if limit is not None:
+            query["limit"] = str(max(1, min(limit, 200)))
+        while True:
+            page = self.door.get_json(f"/v1/{what}?{urlencode(query)}")
+            yield from page["items"]
+            if not page.get("next"):
+                return
+            query["cursor"] = str(page["next"])
+
+
+def _members(members: Mapping[str, object]) -> bytes:
+    """A JSON object without its closing brace."""
+    return json.dumps(members, separators=(",", ":")).encode()[:-1]
+
+
+_default: tuple[int, Client] | None = None
+
+
+def default_client() -> Client:
+    """The client `gpool.task` and `gpool.run` use: made at first use, anew in a forked process."""
+    global _default
+    if _default is None or _default[0] != os.getpid():
+        _default = (os.getpid(), Client())
+    return _default[1]
+
+
+task: Decorator = Decorator(default_client)
+
+
+def run(command: Sequence[str], **options: Any) -> Completed:
+    """Run a command in the pool to its end: see `Client.run`."""
+    return default_client().run(command, **options)
+
+
+__all__ = ["Client", "Completed", "default_client", "run", "task"]

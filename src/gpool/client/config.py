@@ -1,0 +1,158 @@
+"""Where the pool is and which key opens it: flag, then variable, then ./gpool.toml, then the profile in the user's home.
+
+It reads and writes configuration files only; it never talks to a server.
+"""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from gpool.core.errors import Invalid, NotSignedIn
+
+LOCAL_URL = "http://127.0.0.1:8642"
+"""Where `gpool up` listens unless told otherwise."""
+
+LOCAL_PROFILE = "local"
+_KEYS = {"url", "key", "key_file"}
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What a client needs to know, and where it found it."""
+
+    url: str
+    key: str = field(repr=False)
+    origin: str = "defaults"
+
+
+def home(environ: Mapping[str, str] | None = None) -> Path:
+    """The folder of configuration and profiles: `GPOOL_HOME`, else the platform's (`~/.config/gpool`)."""
+    chosen = (os.environ if environ is None else environ).get("GPOOL_HOME", "")
+    if chosen:
+        return Path(chosen).expanduser().absolute()
+    import platformdirs  # noqa: PLC0415 - only needed without GPOOL_HOME, and not free
+
+    return Path(platformdirs.user_config_path("gpool"))
+
+
+def data_home(environ: Mapping[str, str] | None = None) -> Path:
+    """Where `gpool up` keeps its data unless told otherwise."""
+    if (os.environ if environ is None else environ).get("GPOOL_HOME"):
+        return home(environ) / "data"
+    import platformdirs  # noqa: PLC0415 - only needed without GPOOL_HOME, and not free
+
+    return Path(platformdirs.user_data_path("gpool"))
+
+
+def load(
+    url: str | None = None,
+    key: str | None = None,
+    *,
+    environ: Mapping[str, str] | None = None,
+    directory: Path | None = None,
+    profile: str | None = None,
+) -> Settings:
+    """The settings that hold here. A key found in a file is only used with that file's address.
+
+    Otherwise `--url http://elsewhere` would hand the local pool's key to a stranger.
+    """
+    environ = os.environ if environ is None else environ
+    project_file = (directory or Path()) / "gpool.toml"
+    project = _read(project_file)
+    _refuse_unknown(project, _KEYS | {"profile"}, project_file)
+    user_file = home(environ) / "config.toml"
+    user = _read(user_file)
+    name = profile or environ.get("GPOOL_PROFILE") or project.get("profile") or user.get("profile")
+    profiles = _table(user.get("profiles", {}), user_file)
+    if name is not None and name not in profiles:
+        raise Invalid(
+            f"there is no profile {name!r} in {user_file}; it has: {', '.join(profiles) or 'none'}"
+        )
+    chosen = _table(profiles[name], user_file) if name is not None else {}
+
+    given_url = url or environ.get("GPOOL_URL")
+    given_key = key or environ.get("GPOOL_KEY")
+    for table, file in ((project, project_file), (chosen, user_file)):
+        found_url = table.get("url")
+        if not found_url or (given_url and not _same_place(given_url, str(found_url))):
+            continue
+        return Settings(
+            _checked_url(given_url or str(found_url)),
+            given_key or _key_of(table, file),
+            origin=str(file),
+        )
+    return Settings(_checked_url(given_url or LOCAL_URL), given_key or "", origin="environment")
+
+
+def save_profile(name: str, url: str, key_file: Path, *, folder: Path | None = None) -> Path:
+    """Write (or replace) a profile and make it the chosen one when none is; the file is for its owner only."""
+    import tomli_w  # noqa: PLC0415 - only `gpool up` and `login` write
+
+    file = (folder or home()) / "config.toml"
+    content = _read(file)
+    profiles = _table(content.setdefault("profiles", {}), file)
+    profiles[name] = {"url": url, "key_file": str(key_file)}
+    content.setdefault("profile", name)
+    write_private(file, tomli_w.dumps(content).encode())
+    return file
+
+
+def write_private(file: Path, content: bytes) -> None:
+    """Replace a file whole, readable by its owner only from the first byte on."""
+    file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    fresh = file.with_name(f".{file.name}.{os.getpid()}")
+    descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "wb") as stream:
+        stream.write(content)
+        stream.flush()
+        os.fsync(stream.fileno())
+    fresh.replace(file)
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as exc:
+        raise Invalid(f"{file} cannot be read: {exc}") from exc
+
+
+def _table(value: object, file: Path) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise Invalid(f"{file}: 'profiles' must be tables, e.g. [profiles.local]")
+    return value
+
+
+def _refuse_unknown(table: Mapping[str, object], known: set[str], file: Path) -> None:
+    unknown = sorted(set(table) - known)
+    if unknown:
+        raise Invalid(f"{file}: unknown setting {unknown[0]!r}; known: {', '.join(sorted(known))}")
+
+
+def _key_of(table: Mapping[str, object], file: Path) -> str:
+    if "key" in table:
+        return str(table["key"])
+    named = table.get("key_file")
+    if not named:
+        return ""
+    path = file.parent / Path(str(named)).expanduser()
+    try:
+        return path.read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError) as exc:
+        raise NotSignedIn(f"the key file {path} (named in {file}) cannot be read: {exc}") from exc
+
+
+def _same_place(one: str, other: str) -> bool:
+    return one.rstrip("/") == other.rstrip("/")
+
+
+def _checked_url(url: str) -> str:
+    if not url.startswith(("http://", "https://")):
+        raise Invalid(f"{url!r} is not an address of a pool; one looks like {LOCAL_URL}")
+    return url.rstrip("/")

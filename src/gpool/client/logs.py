@@ -1,0 +1,106 @@
+"""A task's output, page by page or as it comes. A broken stream goes on after the last cursor; nothing is shown twice."""
+
+from __future__ import annotations
+
+import codecs
+import json
+from base64 import b64decode
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from gpool.client.door import Door
+from gpool.core.errors import Unreachable
+
+
+@dataclass(frozen=True, slots=True)
+class Printed:
+    """A piece of output: its bytes as the task wrote them, and what there is to read in them.
+
+    A character cut in two by the end of a piece is in the `text` of the piece that completes it.
+    """
+
+    cursor: int
+    stream: str  # "stdout" or "stderr"
+    data: bytes
+    text: str
+
+
+def printed(items: Iterable[dict[str, Any]]) -> Iterator[Printed]:
+    """The pieces that log documents stand for; at the end one more if a stream broke off inside a character."""
+    decoders: dict[tuple[int, str], codecs.IncrementalDecoder] = {}
+    cursor = 0
+    for item in items:
+        cursor, stream, encoded = int(item["cursor"]), str(item["stream"]), item.get("data")
+        data = str(item["text"]).encode() if encoded is None else b64decode(encoded)
+        key = (int(item["epoch"]), stream)
+        decoder = decoders.get(key)
+        if decoder is None:
+            decoder = decoders[key] = codecs.getincrementaldecoder("utf-8")("replace")
+        yield Printed(cursor, stream, data, decoder.decode(data))
+    for (_, stream), decoder in decoders.items():
+        if rest := decoder.decode(b"", final=True):
+            yield Printed(cursor, stream, b"", rest)
+
+
+def pages(door: Door, task: str, after: int = 0) -> Iterator[dict[str, Any]]:
+    """The documents of what is there now."""
+    while True:
+        page = door.get_json(f"/v1/tasks/{task}/logs?after={after}")
+        for item in page["items"]:
+            after = max(after, int(item["cursor"]))
+            yield item
+        if not page["items"] or page.get("next") is None:
+            return
+        after = max(after, int(page["next"]))
+
+
+def follow(door: Door, task: str, after: int = 0) -> Iterator[dict[str, Any]]:
+    """The documents of what is there and what comes, until the task has ended and all its output was given."""
+    tries = door.pauses()
+    while True:
+        try:
+            headers = {"accept": "text/event-stream"}
+            with door.open(f"/v1/tasks/{task}/logs?after={after}", headers=headers) as response:
+                tries = door.pauses()
+                for event, data in _events(response.iter_bytes()):
+                    if event == "end":
+                        return
+                    item = json.loads(data)
+                    if isinstance(item, dict) and "cursor" in item and "text" in item:
+                        after = max(after, int(item["cursor"]))
+                        yield item
+        except Unreachable:
+            pause = next(tries, None)
+            if pause is None or door.wait(pause):
+                raise
+            continue
+        page = door.get_json(
+            f"/v1/tasks/{task}/logs?after={after}"
+        )  # the stream ended: did the task?
+        if page.get("ended") and not page["items"]:
+            return
+
+
+def _events(pieces: Iterable[bytes]) -> Iterator[tuple[str, str]]:
+    """Server-sent events: (name, data), comments left out."""
+    name, data = "message", list[str]()
+    for line in _lines(pieces):
+        if not line:
+            if data:
+                yield name, "\n".join(data)
+            elif name != "message":
+                yield name, ""
+            name, data = "message", []
+        elif line.startswith("data:"):
+            data.append(line[5:].removeprefix(" "))
+        elif line.startswith("event:"):
+            name = line[6:].strip()
+
+
+def _lines(pieces: Iterable[bytes]) -> Iterator[str]:
+    decoder, rest = codecs.getincrementaldecoder("utf-8")("replace"), ""
+    for piece in pieces:
+        *whole, rest = (rest + decoder.decode(piece)).split("\n")
+        for line in whole:
+            yield line.removesuffix("\r")

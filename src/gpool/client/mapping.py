@@ -1,0 +1,200 @@
+"""`.map`: many calls in one open batch, answered in order while they are still being submitted.
+
+The caller's thread pickles and submits, in chunks that grow; one background thread reads the stream of results and
+goes on after the last sequence when the server goes away. At most `WINDOW` calls are out at a time, so endless inputs
+take bounded memory. Inputs are consumed in the caller's thread only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from queue import SimpleQueue
+from typing import Protocol
+
+import httpx2
+
+from gpool.client.door import Door
+from gpool.client.results import Raised, Result, decode_lines
+from gpool.core.errors import GpoolError, InternalFault, Unreachable
+
+FIRST_CHUNK, LAST_CHUNK = 64, 4000
+WINDOW = 50_000
+_CHUNK_BYTES = 8 * 1024 * 1024
+_CHUNK_S = 0.1
+"""A chunk is sent off when its inputs took this long to come, however few they are."""
+
+_SILENCE_S = 90.0
+"""A stream silent for this long is opened anew: the way may be dead without either side knowing."""
+
+
+class Submit(Protocol):
+    """Sends rendered calls into a batch (None: a new one); the batch's id."""
+
+    def __call__(self, calls: list[bytes], batch: str | None, more: bool) -> str: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Broken:
+    """The reader gave up."""
+
+    error: GpoolError
+
+
+class ResultReader:
+    """Reads one batch's results in the background and hands them on in lists, each result once."""
+
+    def __init__(self, door: Door, batch: str) -> None:
+        self._door, self._batch = door, batch
+        self._stopped = threading.Event()
+        self.inbox: SimpleQueue[list[Result] | Broken] = SimpleQueue()
+        self._thread = threading.Thread(target=self._read, name=f"gpool {batch}", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """The thread ends with what it reads next; nobody waits for it."""
+        self._stopped.set()
+
+    def _read(self) -> None:
+        after, tries = 0, self._door.pauses()
+        while not self._stopped.is_set():
+            try:
+                path = f"/v1/batches/{self._batch}/results?after={after}"
+                with self._door.open(path, read_s=_SILENCE_S) as response:
+                    for results in _batches(response):
+                        if results[0].sequence != after + 1:
+                            self.inbox.put(Broken(_gap(self._batch, after, results[0].sequence)))
+                            return
+                        after = results[-1].sequence
+                        tries = self._door.pauses()
+                        self.inbox.put(results)
+                        if self._stopped.is_set():
+                            return
+                    # An orderly end: the batch is complete, or the server stops. The owner of this reader
+                    # knows which, and stops it; until then it asks again, no faster than a retry.
+                pause = next(tries, None)
+            except Unreachable as exc:
+                pause = next(tries, None)
+                if pause is None:
+                    self.inbox.put(Broken(exc))
+                    return
+            except GpoolError as exc:
+                self.inbox.put(Broken(exc))
+                return
+            if self._stopped.wait(pause or 1.0):
+                return
+
+
+def _gap(batch: str, after: int, found: int) -> InternalFault:
+    return InternalFault(f"the results of {batch} jump from {after} to {found}")
+
+
+def _batches(response: httpx2.Response) -> Iterator[list[Result]]:
+    rest = b""
+    for piece in response.iter_bytes():
+        end = piece.rfind(b"\n") + 1
+        if not end:
+            rest += piece
+            continue
+        results = decode_lines(rest + piece[:end])
+        rest = piece[end:]
+        if results:
+            yield results
+
+
+def stream(
+    door: Door,
+    calls: Iterator[bytes],
+    submit: Submit,
+    outcome: Callable[[Result], object],
+    abandon: Callable[[str], None],
+    *,
+    window: int = WINDOW,
+) -> Iterator[object]:
+    """Values (or `Raised`) of the rendered calls, in order. `abandon` is called with the batch when left early."""
+    batch: str | None = None
+    reader: ResultReader | None = None
+    early: dict[int, Result] = {}
+    size, exhausted, complete = FIRST_CHUNK, False, False
+    submitted = received = given = 0
+    try:
+        while True:
+            if reader is not None:
+                while not reader.inbox.empty():
+                    received += _take(reader, early)
+            ready = given in early
+            room = min(size, window - (submitted - given))
+            if not exhausted and room > 0 and not (ready and submitted - received > size // 2):
+                chunk, exhausted = _chunk(calls, room)
+                if chunk or batch is not None:
+                    batch = submit(chunk, batch, not exhausted)
+                submitted += len(chunk)
+                size = min(size * 2, LAST_CHUNK)
+                if reader is None and batch is not None:
+                    reader = ResultReader(door, batch)
+            elif ready:
+                result = early.pop(given)
+                given += 1
+                yield outcome(result)
+            elif exhausted and given == submitted:
+                complete = True
+                return
+            else:
+                assert reader is not None
+                received += _take(reader, early)
+    finally:
+        if reader is not None:
+            reader.stop()
+        if batch is not None and not complete:
+            with contextlib.suppress(GpoolError):
+                abandon(batch)
+
+
+def _take(reader: ResultReader, early: dict[int, Result]) -> int:
+    """Move one list of results from the reader into `early` (waiting for it); how many."""
+    got = reader.inbox.get()
+    if isinstance(got, Broken):
+        raise got.error
+    for result in got:
+        early[result.position] = result
+    return len(got)
+
+
+def _chunk(calls: Iterator[bytes], room: int) -> tuple[list[bytes], bool]:
+    """Up to `room` calls, fewer when they are large or slow to come; and whether there are no more."""
+    chunk: list[bytes] = []
+    began, size_bytes = time.monotonic(), 0
+    for call in islice(calls, room):
+        chunk.append(call)
+        size_bytes += len(call)
+        if size_bytes > _CHUNK_BYTES or time.monotonic() - began > _CHUNK_S:
+            return chunk, False
+    return chunk, len(chunk) < room
+
+
+def raise_first(outcomes: Iterator[object]) -> Iterator[object]:
+    """The values; the first exception in order is raised and ends it."""
+    try:
+        for value in outcomes:
+            if type(value) is Raised:
+                raise value.exception
+            yield value
+    finally:
+        close = getattr(outcomes, "close", None)
+        if close is not None:
+            close()
+
+
+def exceptions_as_values(outcomes: Iterator[object]) -> Iterator[object]:
+    """Values and exceptions, each in its place."""
+    try:
+        for value in outcomes:
+            yield value.exception if type(value) is Raised else value
+    finally:
+        close = getattr(outcomes, "close", None)
+        if close is not None:
+            close()

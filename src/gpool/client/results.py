@@ -1,0 +1,148 @@
+"""What a finished task left behind, as the server says it, and as Python sees it: a value or an exception."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+
+import msgspec
+
+from gpool.client.pickling import PICKLING_ERRORS, loads
+from gpool.core.errors import Cancelled, InternalFault, LosesNodes, TaskFailed, TimedOut
+
+Fetch = Callable[[str], bytes]
+"""An artifact by its hash, whole."""
+
+
+class Output(msgspec.Struct, frozen=True):
+    path: str
+    sha256: str
+    size_bytes: int
+    executable: bool = False
+
+
+class Result(msgspec.Struct, frozen=True):
+    """`wire.documents.ResultDocument`, decoded without pydantic: a map reads thousands a second."""
+
+    id: str
+    position: int
+    sequence: int
+    status: str
+    reason: str | None = None
+    exit_code: int | None = None
+    value: bytes = b""
+    value_sha256: str = ""
+    error_text: str = ""
+    outputs: list[Output] = []
+
+
+class Submitted(msgspec.Struct, frozen=True):
+    """`wire.documents.SubmittedDocument`."""
+
+    batch: str
+    ids: list[str]
+    first_position: int = 0
+
+
+decode_result = msgspec.json.Decoder(Result).decode
+decode_results = msgspec.json.Decoder(list[Result]).decode
+decode_lines = msgspec.json.Decoder(Result).decode_lines
+decode_submitted = msgspec.json.Decoder(Submitted).decode
+
+
+class RemoteTraceback(Exception):
+    """The cause of an exception that was raised on a node: prints the traceback from there."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.text = text
+
+    def __str__(self) -> str:
+        return f"\n\n{self.text.rstrip()}\n"
+
+
+class Raised(msgspec.Struct, frozen=True):
+    """An exception in the place of a value."""
+
+    exception: BaseException
+
+
+def outcome(result: Result, fetch: Fetch) -> object:
+    """The value of a function's call, or `Raised`."""
+    if result.reason == "returned" and result.status == "succeeded":
+        content = result.value or _fetched(result, fetch)
+        return loads(content)
+    if result.reason == "raised":
+        return Raised(_raised(result, fetch))
+    return Raised(failure(result))
+
+
+def _fetched(result: Result, fetch: Fetch) -> bytes:
+    if not result.value_sha256:
+        raise InternalFault(f"the value of task {result.id} is missing from the server's answer")
+    content = fetch(result.value_sha256)
+    if hashlib.sha256(content).hexdigest() != result.value_sha256:
+        raise InternalFault(
+            f"the value of task {result.id} does not match its hash; fetch it again"
+        )
+    return content
+
+
+def _raised(result: Result, fetch: Fetch) -> BaseException:
+    exception: object = None
+    if result.value or result.value_sha256:
+        try:
+            exception = loads(result.value or _fetched(result, fetch))
+        except (*PICKLING_ERRORS, EOFError, KeyError, IndexError) as exc:
+            exception = None
+            reason = f"; its exception could not be rebuilt here: {exc}"
+        else:
+            reason = ""
+    else:
+        reason = ""
+    if not isinstance(exception, BaseException):
+        last = result.error_text.strip().rpartition("\n")[2] or "it raised an exception"
+        exception = TaskFailed(f"task {result.id} failed: {last}{reason}", id=result.id)
+    if result.error_text:
+        exception.__cause__ = RemoteTraceback(result.error_text)
+    return exception
+
+
+def failure(result: Result) -> TaskFailed:
+    """The exception for a task that ended without success and without raising one of its own."""
+    text = f": {result.error_text.strip()}" if result.error_text.strip() else ""
+    task = f"task {result.id}"
+    if result.reason == "timed_out":
+        return TimedOut(f"{task}{text or ' ran past its time-out'}", id=result.id)
+    if result.status == "cancelled" or result.reason == "cancelled":
+        return Cancelled(f"{task} was cancelled{text}", id=result.id)
+    if result.reason == "loses_nodes":
+        return LosesNodes(f"{task} was lost with three different nodes{text}", id=result.id)
+    if result.reason == "exited":
+        return TaskFailed(
+            f"{task} exited with code {result.exit_code}{text}",
+            id=result.id,
+            exit_code=result.exit_code,
+        )
+    why = {
+        "out_of_memory": "ran out of memory; ask for more with memory=",
+        "bad_input": "did not find its inputs",
+        "bad_output": "did not leave the outputs it was to leave",
+        "sandbox_failed": "could not be started by its node (gpool's fault, not yours)",
+    }.get(result.reason or "", "failed")
+    return TaskFailed(f"{task} {why}{text}", id=result.id, reason=result.reason)
+
+
+def exit_code(result: Result) -> int:
+    """What `gpool run` and `gpool wait` exit with: the task's own code, or what stands for its end."""
+    if result.reason == "timed_out":
+        return 124
+    if result.status == "cancelled" or result.reason == "cancelled":
+        return 130
+    if result.status == "succeeded":
+        return 0
+    if result.reason == "exited" and result.exit_code is not None:
+        return result.exit_code if 0 < result.exit_code < 256 else 1
+    if result.reason in ("sandbox_failed", "loses_nodes"):
+        return 125
+    return 137 if result.reason == "out_of_memory" else 1

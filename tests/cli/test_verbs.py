@@ -1,0 +1,204 @@
+"""Each verb as a user types it: what it prints where, and what it exits with."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+from click.testing import CliRunner, Result
+from standin import Pool
+
+from gpool import Client
+from gpool.cli.main import VERBS, cli
+
+Gpool = Callable[..., Result]
+
+
+def left(pool: Pool, path: str, content: bytes) -> dict[str, Any]:
+    sha256 = hashlib.sha256(content).hexdigest()
+    pool.artifacts[sha256] = content
+    return {"path": path, "sha256": sha256, "size_bytes": len(content), "executable": False}
+
+
+def ends(pool: Pool, **result: Any) -> None:
+    pool.command = lambda _: {"status": "failed", "exit_code": None} | result
+
+
+def test_the_lines_in_help_are_those_of_the_verbs() -> None:
+    context = click.Context(cli)
+    for verb, (_, line) in VERBS.items():
+        command = cli.get_command(context, verb)
+        assert command is not None
+        assert (command.help or "").splitlines()[0] == line
+        assert command.name == verb
+
+
+def test_run_prints_what_the_task_prints_and_exits_as_it_does(gpool: Gpool, pool: Pool) -> None:
+    def command(task: dict[str, Any]) -> dict[str, Any]:
+        pool.logs[task["id"]] = [("stdout", "42\n"), ("stderr", "oops\n")]
+        return {"status": "failed", "exit_code": 7}
+
+    pool.command = command
+    done = gpool("run", "--", "python", "-c", "print(6*7)")
+    assert (done.exit_code, done.stdout, done.stderr) == (7, "42\n", "oops\n")
+    assert pool.bodies[-1]["command"] == ["python", "-c", "print(6*7)"]
+
+
+@pytest.mark.parametrize(
+    ("result", "code"),
+    [
+        ({"reason": "timed_out"}, 124),
+        ({"reason": "cancelled", "status": "cancelled"}, 130),
+        ({"reason": "exited", "exit_code": 137}, 137),
+        ({"reason": "sandbox_failed"}, 125),
+        ({"reason": "loses_nodes"}, 125),
+        ({"reason": "bad_output"}, 1),
+        ({"reason": "exited", "exit_code": 0, "status": "succeeded"}, 0),
+    ],
+)
+def test_run_and_wait_exit_with_the_tasks_code(
+    gpool: Gpool, pool: Pool, result: dict[str, Any], code: int
+) -> None:
+    ends(pool, **result)
+    assert gpool("run", "--", "x").exit_code == code
+    task = gpool("run", "--detach", "--", "x").stdout.strip()
+    assert gpool("wait", task).exit_code == code
+
+
+def test_run_sends_inputs_and_fetches_outputs_here(
+    gpool: Gpool, pool: Pool, tmp_path: Path
+) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "x.txt").write_text("hello")
+    ends(pool, status="succeeded", exit_code=0, outputs=[left(pool, "model/w", b"weights")])
+    done = gpool("run", "--input", "data", "--output", "model/", "--", "train")
+    assert done.exit_code == 0, done.output
+    assert (tmp_path / "model" / "w").read_bytes() == b"weights"
+    assert [one["path"] for one in pool.bodies[-1]["inputs"]] == ["data/x.txt"]
+    assert pool.bodies[-1]["outputs"] == ["model/"]
+
+
+def test_an_output_that_points_outside_is_gpools_fault_and_not_written(
+    gpool: Gpool, pool: Pool, tmp_path: Path
+) -> None:
+    ends(pool, status="succeeded", exit_code=0, outputs=[left(pool, "../evil", b"x")])
+    done = gpool("run", "--output", "x", "--", "train")
+    assert done.exit_code == 125
+    assert not (tmp_path.parent / "evil").exists()
+
+
+def test_run_passes_requirements_on(
+    gpool: Gpool, pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TOKEN", "t")
+    options = "--gpu H100:2 --cpus 4 --memory 8GB --timeout 2h --retries 1 --priority -5"
+    gpool("run", *options.split(), "--env", "A=b=c", "--env", "TOKEN", "--name", "n", "--", "x")
+    sent = pool.bodies[-1]
+    assert (sent["gpu"], sent["cpus"], sent["memory"], sent["timeout_s"]) == (
+        "H100:2",
+        4.0,
+        "8GB",
+        7200.0,
+    )
+    assert (sent["retries"], sent["priority"], sent["name"]) == (1, -5, "n")
+    assert sent["env"] == {"A": "b=c", "TOKEN": "t"}
+
+
+def test_json_of_run_is_the_document_alone(gpool: Gpool, pool: Pool) -> None:
+    pool.command = lambda task: pool.logs.update({task["id"]: [("stdout", "noise\n")]}) or {}
+    done = gpool("run", "--json", "--", "x")
+    assert json.loads(done.stdout)["status"] == "succeeded"
+    assert done.stderr == "noise\n"
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "said"),
+    [
+        (["run", "--gppu", "1", "--", "x"], 2, "No such option"),
+        (["run"], 2, "Missing argument"),
+        (["run", "--timeout", "soon", "--", "x"], 2, "'soon' is not a duration"),
+        (["run", "--input", "missing", "--", "x"], 2, "input 'missing' does not exist"),
+        (["run", "--env", "NO_SUCH_THING", "--", "x"], 2, "no such variable"),
+        (["status", "t-0000000000000"], 4, "nothing at"),
+        (["wait", "t-0000000000000"], 4, "nothing at"),
+        (["join", "http://x/join/y"], 2, "not a join link"),
+    ],
+)
+def test_mistakes_are_said_in_a_line_with_the_right_code(
+    gpool: Gpool, args: list[str], code: int, said: str
+) -> None:
+    done = gpool(*args)
+    assert done.exit_code == code, done.output
+    assert said in done.stderr
+    assert "Traceback" not in done.output
+
+
+def test_a_wrong_key_exits_3_and_an_absent_server_5(gpool: Gpool, pool: Pool) -> None:
+    with Client("http://pool.test", "wrong", transport=pool) as stranger:
+        assert CliRunner().invoke(cli, ["ps"], obj=stranger).exit_code == 3
+        pool.refuse = 10**9
+        with Client("http://pool.test", "x", transport=pool, patience_s=0.05) as far:
+            done = CliRunner().invoke(cli, ["ps"], obj=far)
+    assert done.exit_code == 5
+    assert "gpool up" in done.stderr
+
+
+def test_ps_lists_and_json_is_the_documents(gpool: Gpool) -> None:
+    assert "No tasks yet" in gpool("ps").stderr
+    task = gpool("run", "-d", "--name", "train", "--", "x").stdout.strip()
+    listed = gpool("ps")
+    assert listed.stdout.splitlines()[0].split() == ["ID", "NAME", "STATUS", "AGE", "NODE", "GPU"]
+    assert task in listed.stdout
+    documents = json.loads(gpool("ps", "--json", "--all").stdout)
+    assert documents[0]["id"] == task
+    assert {"id", "name", "status", "created_at"} <= set(documents[0])
+
+
+def test_logs_status_explain_cancel_result_and_whoami(
+    gpool: Gpool, pool: Pool, tmp_path: Path
+) -> None:
+    ends(pool, status="succeeded", exit_code=0, outputs=[left(pool, "out", b"data")])
+    task = gpool("run", "-d", "--", "x").stdout.strip()
+    pool.logs[task] = [("stdout", "a\n"), ("stderr", "b\n"), ("stdout", "c\n")]
+    for args in (["logs", task], ["logs", "-f", task]):
+        assert (gpool(*args).stdout, gpool(*args).stderr) == ("a\nc\n", "b\n")
+    assert len(json.loads(gpool("logs", task, "--json").stdout)) == 3
+    assert task in gpool("status", task).stdout
+    assert json.loads(gpool("status", task, "--json").stdout)["id"] == task
+    assert gpool("explain", task).stdout == "No node has a GPU.\n"
+    assert gpool("result", task, "-o", "into").stdout == "into/out\n"
+    assert (tmp_path / "into" / "out").read_bytes() == b"data"
+    assert gpool("cancel", task).stdout == f"{task} cancelled\n"
+    assert "ada" in gpool("whoami").stdout
+
+
+def test_the_result_of_an_unfinished_task_says_to_wait(gpool: Gpool, pool: Pool) -> None:
+    pool.runs = False
+    task = gpool("run", "-d", "--", "x").stdout.strip()
+    done = gpool("result", task)
+    assert done.exit_code == 1
+    assert f"gpool wait {task}" in done.stderr
+
+
+def test_the_result_of_a_failed_task_says_how_it_ended(gpool: Gpool, pool: Pool) -> None:
+    ends(pool, status="failed", reason="exited", exit_code=3)
+    task = gpool("run", "-d", "--", "x").stdout.strip()
+    done = gpool("result", task)
+    assert (done.exit_code, done.stdout) == (1, "")
+    assert done.stderr == f"Task {task} left no outputs.\ngpool: task {task} exited with code 3\n"
+
+
+def test_empty_listings_say_what_there_is_none_of(gpool: Gpool, pool: Pool) -> None:
+    assert gpool("ps").stderr == "No tasks yet.\n"
+    assert gpool("ps", "--status", "running").stderr == "No task is running.\n"
+    assert gpool("ps", "--json").stdout == "[]\n"
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_each_shell_gets_its_completion(gpool: Gpool, shell: str) -> None:
+    assert "_GPOOL_COMPLETE" in gpool("completion", shell).stdout

@@ -1,0 +1,21 @@
+"""A client and the stand-in pool behind its door."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from standin import Pool
+
+from gpool import Client
+
+
+@pytest.fixture
+def pool() -> Pool:
+    return Pool()
+
+
+@pytest.fixture
+def client(pool: Pool) -> Iterator[Client]:
+    with Client("http://pool.test", "gpk_test", transport=pool) as made:
+        yield made

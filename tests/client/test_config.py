@@ -1,0 +1,78 @@
+"""Flag over variable over ./gpool.toml over the user's profile; a key stays with its address."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from gpool import Invalid, NotSignedIn
+from gpool.client import config
+
+
+def test_a_flag_wins_over_a_variable_over_the_project_over_the_profile(tmp_path: Path) -> None:
+    environ = {"GPOOL_HOME": str(tmp_path / "home")}
+    here = tmp_path / "project"
+    here.mkdir()
+    key_file = tmp_path / "key"
+    key_file.write_text("from-profile\n")
+
+    def found(url: str | None = None, **more: str) -> tuple[str, str]:
+        settings = config.load(url, environ=environ | more, directory=here)
+        return settings.url, settings.key
+
+    assert found() == (config.LOCAL_URL, "")
+    config.save_profile("local", "http://one:1", key_file, folder=tmp_path / "home")
+    assert found() == ("http://one:1", "from-profile")
+    (here / "gpool.toml").write_text('url = "http://two:2"\nkey = "from-project"\n')
+    assert found() == ("http://two:2", "from-project")
+    assert found(GPOOL_URL="http://three:3", GPOOL_KEY="k") == ("http://three:3", "k")
+    assert found("http://four:4", GPOOL_URL="http://three:3", GPOOL_KEY="k") == (
+        "http://four:4",
+        "k",
+    )
+
+
+def test_a_key_from_a_file_is_never_sent_to_another_address(tmp_path: Path) -> None:
+    key_file = tmp_path / "key"
+    key_file.write_text("secret")
+    config.save_profile("local", "http://one:1", key_file, folder=tmp_path)
+    environ = {"GPOOL_HOME": str(tmp_path)}
+    assert config.load("http://evil:1", environ=environ, directory=tmp_path).key == ""
+    assert config.load("http://one:1/", environ=environ, directory=tmp_path).key == "secret"
+
+
+def test_the_profile_file_is_for_its_owner_only(tmp_path: Path) -> None:
+    file = config.save_profile("local", "http://one:1", tmp_path / "key", folder=tmp_path)
+    assert file.stat().st_mode & 0o777 == 0o600
+
+
+def test_saving_a_profile_keeps_the_others_and_the_choice(tmp_path: Path) -> None:
+    key = tmp_path / "key"
+    key.write_text("k")
+    config.save_profile("work", "http://work:1", key, folder=tmp_path)
+    config.save_profile("local", "http://one:1", key, folder=tmp_path)
+    environ = {"GPOOL_HOME": str(tmp_path)}
+    assert config.load(environ=environ, directory=tmp_path).url == "http://work:1"
+    assert config.load(environ=environ, directory=tmp_path, profile="local").url == "http://one:1"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("url = ", "cannot be read"),
+        ('adress = "x"', "unknown setting 'adress'"),
+        ('profile = "nowhere"', "there is no profile 'nowhere'"),
+        ('url = "ftp://x"', "not an address of a pool"),
+    ],
+)
+def test_a_bad_file_is_named_with_what_is_wrong(tmp_path: Path, text: str, said: str) -> None:
+    (tmp_path / "gpool.toml").write_text(text)
+    with pytest.raises(Invalid, match=said):
+        config.load(environ={"GPOOL_HOME": str(tmp_path / "home")}, directory=tmp_path)
+
+
+def test_a_missing_key_file_says_which(tmp_path: Path) -> None:
+    config.save_profile("local", "http://one:1", tmp_path / "gone", folder=tmp_path)
+    with pytest.raises(NotSignedIn, match="gone"):
+        config.load(environ={"GPOOL_HOME": str(tmp_path)}, directory=tmp_path)

@@ -1,0 +1,226 @@
+"""Functions in the pool: values, exceptions, what travels and what is refused."""
+
+from __future__ import annotations
+
+import threading
+import traceback
+
+import pytest
+from standin import Pool
+
+import gpool
+from gpool import Client
+
+
+class Account:
+    """A class of the caller's own module: it must travel by value and come back as the same class."""
+
+    def __init__(self, balance: int) -> None:
+        self.balance = balance
+
+
+class TooPoor(ValueError):
+    pass
+
+
+def test_a_task_called_directly_runs_here(client: Client, pool: Pool) -> None:
+    double = client.task(lambda x: 2 * x)
+    assert double(21) == 42
+    assert pool.requests == []
+
+
+def test_remote_gives_the_value(client: Client) -> None:
+    @client.task
+    def add(a: int, b: int = 1) -> int:
+        return a + b
+
+    assert add.remote(1) == 2
+    assert add.remote(1, b=41) == 42
+
+
+def test_remote_is_one_request_once_the_function_is_there(client: Client, pool: Pool) -> None:
+    same = client.task(lambda x: x)
+    same.remote(1)
+    before = len(pool.requests)
+    same.remote(2)
+    assert [(method, url) for method, url, _ in pool.requests[before:]] == [
+        ("POST", "http://pool.test/v1/tasks?wait=30")
+    ]
+
+
+def test_a_task_that_takes_longer_than_the_wait_is_asked_for_again(
+    client: Client, pool: Pool
+) -> None:
+    pool.runs = False
+    run = client.task(lambda: 42).submit()
+    assert run.status == "queued"
+    with pytest.raises(TimeoutError, match="it goes on"):
+        run.result(timeout=0)
+    pool._run(pool.batches[pool.tasks[run.id]["batch"]], pool.tasks[run.id])
+    assert run.result() == 42
+    assert run.status == "succeeded"
+    assert run.cost is None
+
+
+def test_the_remote_exception_is_raised_with_the_remote_traceback(client: Client) -> None:
+    @client.task
+    def divide(a: int, b: int) -> float:
+        return a / b
+
+    with pytest.raises(ZeroDivisionError) as caught:
+        divide.remote(1, 0)
+    assert isinstance(caught.value.__cause__, gpool.RemoteTraceback)
+    told = "".join(traceback.format_exception(caught.value))
+    assert "in divide" in told
+    assert "return a / b" in told
+
+
+def test_an_exception_class_of_the_callers_module_comes_back_as_itself(client: Client) -> None:
+    @client.task
+    def pay(account: Account, amount: int) -> Account:
+        if account.balance < amount:
+            raise TooPoor(f"{account.balance} < {amount}")
+        return Account(account.balance - amount)
+
+    assert type(pay.remote(Account(5), 3)) is Account
+    with pytest.raises(TooPoor, match="5 < 9"):
+        pay.remote(Account(5), 9)
+
+
+@pytest.mark.parametrize(
+    ("reason", "status", "error"),
+    [
+        ("timed_out", "failed", gpool.TimedOut),
+        ("cancelled", "cancelled", gpool.Cancelled),
+        ("loses_nodes", "failed", gpool.LosesNodes),
+        ("out_of_memory", "failed", gpool.TaskFailed),
+    ],
+)
+def test_an_end_that_is_not_its_own_raises_its_class(
+    client: Client, pool: Pool, reason: str, status: str, error: type[gpool.TaskFailed]
+) -> None:
+    pool.runs = False
+    run = client.task(lambda: 1).submit()
+    pool.batches[pool.tasks[run.id]["batch"]].results.append(
+        {"id": run.id, "position": 0, "sequence": 1, "status": status, "reason": reason}
+    )
+    with pytest.raises(error) as caught:
+        run.result()
+    assert type(caught.value) is error
+
+
+def test_an_argument_that_cannot_travel_is_named(client: Client) -> None:
+    @client.task
+    def work(data: object, lock: object = None) -> None: ...
+
+    with pytest.raises(
+        gpool.Invalid, match=r"argument 'lock' of work cannot be sent: a _thread\.lock"
+    ):
+        work.remote(1, threading.Lock())
+    with pytest.raises(gpool.Invalid, match="argument 'lock' of work"):
+        work.remote(1, lock=threading.Lock())
+
+
+def test_a_function_that_cannot_travel_says_so(client: Client) -> None:
+    lock = threading.Lock()
+    with pytest.raises(gpool.Invalid, match=r"cannot be sent.*create that inside the function"):
+        client.task(lambda: lock).remote()
+
+
+def test_large_arguments_and_values_go_as_artifacts(client: Client, pool: Pool) -> None:
+    reverse = client.task(lambda data: data[::-1])
+    data = bytes(range(256)) * 4096
+    assert reverse.remote(data) == data[::-1]
+    assert "payload_sha256" in pool.bodies[-1]["calls"][0]
+
+
+def test_a_task_may_call_another_and_itself(client: Client) -> None:
+    @client.task
+    def one() -> int:
+        return 1
+
+    @client.task
+    def down(n: int) -> int:
+        return one() if n == 0 else down(n - 1) + 1
+
+    assert down.remote(3) == 4
+
+
+def test_requirements_are_sent_as_the_server_knows_them(client: Client, pool: Pool) -> None:
+    options = {"gpu": "24GB", "cpus": 2, "memory": "4GB", "timeout": "1h30m", "retries": 2}
+    client.task(**options, priority=5, env={"A": "b"}, name="train", tier="vm")(lambda: 1).remote()
+    sent = pool.bodies[-1]
+    assert (sent["gpu"], sent["timeout_s"], sent["retries"]) == ("24GB", 5400.0, 2)
+    assert (sent["priority"], sent["env"], sent["name"]) == (5, {"A": "b"}, "train")
+    assert sent["function"]["python"].startswith("3.")
+
+
+def test_an_unknown_option_is_refused_where_it_is_written(client: Client) -> None:
+    with pytest.raises(TypeError, match="no option 'gppu'; it knows gpu"):
+        client.task(gppu=1)
+    with pytest.raises(gpool.Invalid, match="'soon' is not a duration"):
+        client.task(timeout="soon")
+
+
+def test_values_of_a_strangers_task_are_never_unpickled(client: Client, pool: Pool) -> None:
+    run = client.task(lambda: 42).submit()
+    with pytest.raises(gpool.Forbidden, match="not unpickled"):
+        client.get(run.id).result()
+    assert client.get(run.id, trust=True).result() == 42
+
+
+def test_a_lost_answer_is_asked_for_again_and_the_task_runs_once(
+    client: Client, pool: Pool
+) -> None:
+    same = client.task(lambda x: x)
+    same.remote(0)
+    pool.lose_answers = 1
+    assert same.remote(1) == 1
+    assert len(pool.tasks) == 2
+    keys = [headers["idempotency-key"] for method, _, headers in pool.requests[-2:]]
+    assert keys[0] == keys[1]
+
+
+def test_a_server_that_never_answered_is_unreachable_soon() -> None:
+    pool = Pool()
+    pool.refuse = 10**9
+    with (
+        Client("http://pool.test", "gpk_test", transport=pool, patience_s=0.1) as client,
+        pytest.raises(gpool.Unreachable, match="is the server running"),
+    ):
+        client.task(lambda: 1).remote()
+
+
+def test_a_wrong_key_is_not_signed_in_and_not_retried(pool: Pool) -> None:
+    with (
+        Client("http://pool.test", "wrong", transport=pool) as client,
+        pytest.raises(gpool.NotSignedIn),
+    ):
+        client.task(lambda: 1).remote()
+    assert len(pool.requests) == 1
+
+
+def test_a_run_can_be_explained_cancelled_and_read(client: Client, pool: Pool) -> None:
+    pool.runs = False
+    run = client.task(lambda: 1).submit()
+    assert run.explain() == "No node has a GPU."
+    run.cancel()
+    assert run.status == "cancelled"
+    pool.logs[run.id] = [("stdout", "one\n"), ("stderr", "two\n"), ("stdout", "three\n")]
+    assert run.logs() == "one\ntwo\nthree\n"
+
+
+def test_followed_logs_go_on_after_a_break_and_repeat_nothing(client: Client, pool: Pool) -> None:
+    run = client.task(lambda: 1).submit()
+    pool.logs[run.id] = [("stdout", f"{n}\n") for n in range(10)]
+    pool.break_after = 3
+    assert list(run.logs(follow=True)) == [f"{n}\n" for n in range(10)]
+
+
+def test_a_function_the_server_forgot_is_uploaded_again(client: Client, pool: Pool) -> None:
+    same = client.task(lambda x: x)
+    assert same.remote(1) == 1
+    pool.artifacts.clear()
+    assert same.remote(2) == 2
+    pool.artifacts.clear()
+    assert list(same.map([3, 4])) == [3, 4]

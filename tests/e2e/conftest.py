@@ -1,0 +1,53 @@
+"""A real pool of real processes for each file; what it said is shown when a test fails."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator
+from pathlib import Path
+
+import pytest
+
+from gpool.testing.processes import SHORT_LEASE, Pool
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Whole pools share two cores badly: one worker runs them one after another."""
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.xdist_group("e2e"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    for pool in getattr(item, "funcargs", {}).values():
+        if report.failed and isinstance(pool, Pool):
+            report.sections.append(("the pool's logs", pool.story()))
+    return report
+
+
+@pytest.fixture(scope="module")
+def pool(
+    tmp_path_factory: pytest.TempPathFactory, require: Callable[[str], None]
+) -> Iterator[Pool]:
+    """A server and one agent, as separate processes with their own homes; leases of two seconds."""
+    require("bubblewrap")
+    pool = Pool(tmp_path_factory.mktemp("pool"), SHORT_LEASE)
+    try:
+        pool.start()
+        yield pool
+    finally:
+        pool.stop()
+
+
+@pytest.fixture
+def server_alone(tmp_path: Path) -> Iterator[Pool]:
+    """A server whose nodes the test plays itself."""
+    pool = Pool(tmp_path, SHORT_LEASE)
+    try:
+        pool.start(agents=())
+        yield pool
+    finally:
+        pool.stop()

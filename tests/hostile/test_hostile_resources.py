@@ -1,0 +1,197 @@
+"""A task that takes all it can get: it gets its limits and no more, and the agent stays small and awake."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import resource
+import signal
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpool.agent.runtime.protocol import CommandJob, Limits
+from gpool.core.model import EndReason
+from gpool.testing.runtimes import LIMITS, command, processes_with, using
+
+SMALL = Limits(
+    cpu_milli=1000, memory_bytes=96 << 20, processes=40, disk_bytes=8 << 20, open_files=64
+)
+FORKS = """
+import os
+made = 0
+try:
+    while made < 300:
+        if os.fork() == 0:
+            os.execvp("sleep", ["sleep", "4321"])
+        made += 1
+except OSError:
+    pass
+print(made)
+"""
+FILL = """
+import errno, sys
+path, size = sys.argv[1], 0
+try:
+    with open(path, "wb", buffering=0) as full:
+        while size < 200 << 20:
+            size += full.write(b"x" * (1 << 20))
+except OSError as why:
+    print(errno.errorcode[why.errno], end=" ")
+print(size >> 20)
+"""
+
+
+def is_child(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1] == str(os.getpid())
+
+
+def ran(tmp_path: Path, kind: str, *argv: str, limits: Limits = SMALL) -> Any:
+    return using(kind, tmp_path, lambda runtime: command(runtime, *argv, limits=limits))
+
+
+def test_a_fork_bomb_gets_its_share_of_processes(tmp_path: Path) -> None:
+    made = int(ran(tmp_path, "bubblewrap", "python", "-c", FORKS).out)
+    assert 10 < made < 40
+    assert processes_with("sleep\x004321") == []
+    assert int(ran(tmp_path, "process", "python", "-c", FORKS).out) == 300
+
+
+@pytest.mark.parametrize("path", ["/tmp/full", "/dev/shm/full"])
+def test_a_private_folder_is_full_at_half_the_memory(path: str, tmp_path: Path) -> None:
+    wide = replace(SMALL, disk_bytes=1 << 30)
+    found = ran(tmp_path, "bubblewrap", "python", "-c", FILL, path, limits=wide)
+    assert found.out == b"ENOSPC 48\n"
+
+
+@pytest.mark.parametrize("path", ["/full", "/dev/full-one", "/etc/full", "/opt/full", "/usr/full"])
+def test_nothing_else_can_be_written(path: str, tmp_path: Path) -> None:
+    assert b"Read-only file system" in ran(tmp_path, "bubblewrap", "touch", path).err
+
+
+def test_a_file_ends_at_the_disk_limit(tmp_path: Path) -> None:
+    said = ran(tmp_path, "bubblewrap", "python", "-c", FILL, "full").out
+    assert said == b"EFBIG 8\n"
+
+
+SPREAD = """
+import itertools
+for number in itertools.count():
+    with open(f"full-{number}", "wb") as full:
+        full.write(b"x" * (4 << 20))
+    if number > 2000:
+        break
+"""
+INODES = """
+import itertools
+for number in itertools.count():
+    open(f"empty-{number}", "w").close()
+    if number > 300_000:
+        break
+"""
+
+
+@pytest.mark.parametrize("code", [SPREAD, INODES], ids=["bytes", "inodes"])
+def test_many_files_past_the_disk_limit_end_the_task(code: str, tmp_path: Path) -> None:
+    small = replace(SMALL, disk_bytes=32 << 20)
+    found = ran(tmp_path, "bubblewrap", "python", "-c", code, limits=small)
+    assert found.ended.reason is EndReason.BAD_OUTPUT
+    assert "disk limit" in found.ended.detail
+
+
+def test_a_memory_bomb_is_ended_and_named(tmp_path: Path) -> None:
+    bomb = "held = []\nwhile True: held.append(bytearray(8 << 20))"
+    found = ran(tmp_path, "bubblewrap", "python", "-c", bomb)
+    assert found.ended.reason is EndReason.OUT_OF_MEMORY
+
+
+def test_descriptors_run_out_at_the_limit(tmp_path: Path) -> None:
+    code = "import os\ntry:\n  while True: os.dup(0)\nexcept OSError as e: print(e.errno)"
+    assert ran(tmp_path, "bubblewrap", "python", "-c", code).out == b"24\n"
+
+
+def test_a_flood_of_output_neither_grows_nor_starves_the_agent(tmp_path: Path) -> None:
+    """A gigabyte in one line; the loop's other work goes on meanwhile."""
+
+    async def work(runtime: Any) -> tuple[int, int, float]:
+        argv = ("head", "-c", str(1 << 30), "/dev/zero")
+        loop = asyncio.get_running_loop()
+        beats: list[float] = []
+
+        async def beat() -> None:
+            while True:
+                beats.append(loop.time())
+                await asyncio.sleep(0.01)
+
+        beating = asyncio.ensure_future(beat())
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        sandbox = await runtime.start_command(CommandJob(argv, (), (), (), LIMITS))
+        size = 0
+        async for _, data in sandbox.output():
+            size += len(data)
+        await sandbox.remove()
+        beating.cancel()
+        grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+        return size, grown, max(b - a for a, b in pairwise(beats))
+
+    size, grown_kib, longest_pause_s = using("bubblewrap", tmp_path, work)
+    assert size == 1 << 30
+    assert grown_kib < 16 * 1024
+    assert longest_pause_s < 1
+
+
+def test_kill_of_everyone_reaches_nobody_outside(tmp_path: Path) -> None:
+    found = ran(tmp_path, "bubblewrap", "python", "-c", "import os; os.kill(-1, 9)")
+    assert found.ended.exit_code != 0
+
+
+def test_variables_show_in_nobodys_process_list(tmp_path: Path) -> None:
+    """The control is the command line itself, which does show."""
+    secret, word = "hidden-a8f3e1", "shown-b7c2d9"
+
+    async def work(runtime: Any) -> tuple[int, int]:
+        argv = ("sh", "-c", "echo up; sleep 60; :", word)
+        sandbox = await runtime.start_command(CommandJob(argv, (("KEY", secret),), (), (), LIMITS))
+        assert await anext(sandbox.output()) == (1, b"up\n")
+        found = len(processes_with(secret)), len(processes_with(word))
+        await sandbox.remove()
+        return found
+
+    hidden, shown = using("bubblewrap", tmp_path, work)
+    assert hidden == 0
+    assert shown > 0
+
+
+def test_a_launcher_that_is_killed_takes_its_sandboxes_along_and_is_replaced(
+    tmp_path: Path,
+) -> None:
+    async def work(runtime: Any) -> None:
+        argv = ("sh", "-c", "echo up; exec sleep 6543")
+        sandbox = await runtime.start_command(CommandJob(argv, (), (), (), LIMITS))
+        assert await anext(sandbox.output()) == (1, b"up\n")
+        for pid in processes_with("launcher.py"):
+            if is_child(pid):
+                os.kill(pid, signal.SIGKILL)
+        assert (await sandbox.ended()).exit_code == 137
+        assert [rest async for rest in sandbox.output()] == []
+        assert processes_with("sleep\x006543") == []
+        await sandbox.remove()
+        assert (await command(runtime, "echo", "again")).out == b"again\n"
+
+    using("bubblewrap", tmp_path, work)
+
+
+def test_a_stopped_tree_that_ignores_signals_is_killed(tmp_path: Path) -> None:
+    async def work(runtime: Any) -> None:
+        script = "trap '' TERM INT HUP; sleep 5432 & kill -STOP $!; echo up; kill -STOP $$"
+        sandbox = await runtime.start_command(CommandJob(("sh", "-c", script), (), (), (), LIMITS))
+        assert await anext(sandbox.output()) == (1, b"up\n")
+        async with asyncio.timeout(2):
+            await sandbox.kill()
+        assert processes_with("sleep\x005432") == []
+        await sandbox.remove()
+
+    using("bubblewrap", tmp_path, work)
