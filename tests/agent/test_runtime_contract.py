@@ -247,6 +247,30 @@ def test_nothing_survives_the_agents_own_death_and_the_next_sweeps(
     assert left_over(tmp_path) == []
 
 
+def my_launchers() -> set[int]:
+    mine = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text()
+    return {int(pid) for pid in mine.split()} & {*processes_with("launcher.py")}
+
+
+@real
+def test_a_launcher_that_died_is_not_said_to_be_the_tasks_own_exit(
+    kind: str, tmp_path: Path
+) -> None:
+    async def work(runtime: Any) -> tuple[EndReason, int]:
+        argv = ("sh", "-c", "echo up; exec sleep 1000")
+        sandbox = await runtime.start_command(CommandJob(argv, (), (), (), LIMITS))
+        stream = sandbox.output()
+        assert await anext(stream) == (1, b"up\n")
+        for pid in my_launchers():
+            os.kill(pid, signal.SIGKILL)
+        ended = await sandbox.ended()
+        await sandbox.remove()
+        again = await command(runtime, "true")
+        return ended.reason, again.ended.exit_code
+
+    assert using(kind, tmp_path, work) == (EndReason.SANDBOX_FAILED, 0)
+
+
 HASTY_AGENT = """
 import asyncio
 from pathlib import Path

@@ -40,8 +40,9 @@ def sha256_of(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def test_up_starts_a_pool_and_ctrl_c_leaves_nothing_of_it(
-    tmp_path: Path, require: Callable[[str], None]
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+def test_up_starts_a_pool_and_nothing_of_it_outlives_it(
+    tmp_path: Path, require: Callable[[str], None], how: signal.Signals
 ) -> None:
     require("bubblewrap")
     port, log = free_port(), tmp_path / "up.log"
@@ -75,9 +76,9 @@ def test_up_starts_a_pool_and_ctrl_c_leaves_nothing_of_it(
         eventually("the endless task runs", lambda: len(processes_saying(mark)) > 0, 30)
         everything = {*descendants(up.pid), *processes_saying(mark)}
         assert len(everything) >= 4  # server, agent, launcher, sandbox
-        up.send_signal(signal.SIGINT)
-        assert up.wait(20) in (0, 130)
-        eventually("nothing of it is left", lambda: not any(map(alive, everything)), 2)
+        up.send_signal(how)
+        assert up.wait(20) in ((0, 130) if how == signal.SIGINT else (-signal.SIGKILL,))
+        eventually("nothing of it is left", lambda: not any(map(alive, everything)), 5)
         assert processes_saying(mark) == []
         assert gpool("ps")[0] == 5  # unreachable, and said so
     finally:

@@ -25,7 +25,7 @@ from gpool.agent.runtime.calls import Keeping, must_have, open_runner
 from gpool.agent.runtime.commands import Command, command_pipes
 from gpool.agent.runtime.devices import device_arguments, visible_devices
 from gpool.agent.runtime.disk import DiskWatch, Watched
-from gpool.agent.runtime.launching import Bind, Exit, Launcher, Order, Started
+from gpool.agent.runtime.launching import LAUNCHER_DIED, Bind, Exit, Launcher, Order, Started
 from gpool.agent.runtime.protocol import (
     CommandJob,
     CommandSandbox,
@@ -322,6 +322,8 @@ class BubblewrapRuntime:
                 return Ended(
                     exit.code, EndReason.OUT_OF_MEMORY, "it used more memory than asked for"
                 )
+            if exit.lost:
+                return Ended(exit.code, EndReason.SANDBOX_FAILED, LAUNCHER_DIED)
             text = head.decode("utf-8", "replace").strip()
             if exit.code == 1 and text.startswith("bwrap: execvp "):
                 missing = "No such file" in text

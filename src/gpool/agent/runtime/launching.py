@@ -52,6 +52,10 @@ class Exit:
     code: int  # 128+n for a signal n
     ran: bool
     killed: bool
+    lost: bool = False  # its launcher died, and it with that: nobody's doing
+
+
+LAUNCHER_DIED = "gpool's launcher on that node died, and the sandbox with it"
 
 
 class Started:
@@ -187,7 +191,7 @@ class Launcher:
                 except ConnectionResetError:
                     data = b""
                 if not data:
-                    self._forget()
+                    self._forget(lost=True)
                     return
                 said = json.loads(data)
                 if "ended" in said:
@@ -204,7 +208,7 @@ class Launcher:
                     else:
                         self._ready.set_exception(SandboxFailed(said["detail"]))
 
-    def _forget(self) -> None:
+    def _forget(self, *, lost: bool = False) -> None:
         """The launcher is gone, and all it ran with it."""
         if self._channel is not None:
             asyncio.get_running_loop().remove_reader(self._channel.fileno())
@@ -217,5 +221,5 @@ class Launcher:
         self._ready = None
         for exit in self._running.values():
             if not exit.done():
-                exit.set_result(Exit(137, ran=True, killed=True))
+                exit.set_result(Exit(137, ran=True, killed=not lost, lost=lost))
         self._running.clear()

@@ -18,7 +18,7 @@ import gpool
 from gpool.agent.runtime.calls import Keeping, must_have, open_runner
 from gpool.agent.runtime.commands import Command, command_pipes
 from gpool.agent.runtime.devices import visible_devices
-from gpool.agent.runtime.launching import Exit, Launcher, Order, Started
+from gpool.agent.runtime.launching import LAUNCHER_DIED, Exit, Launcher, Order, Started
 from gpool.agent.runtime.protocol import (
     CommandJob,
     CommandSandbox,
@@ -28,7 +28,7 @@ from gpool.agent.runtime.protocol import (
     RunnerSandbox,
 )
 from gpool.agent.runtime.workplace import Workplace, clear
-from gpool.core.model import Gpu, Tier
+from gpool.core.model import EndReason, Gpu, Tier
 
 RUNNER = Path(__file__).parents[1] / "runner" / "serve.py"
 
@@ -138,4 +138,6 @@ def _rlimits(limits: Limits) -> list[tuple[int, int]]:
 
 
 def _judge(exit: Exit, head: bytes) -> Ended:  # noqa: ARG001 - the same shape as bubblewrap's
+    if exit.lost:
+        return Ended(exit.code, EndReason.SANDBOX_FAILED, LAUNCHER_DIED)
     return Ended(exit.code)
