@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import pty
 import socket
 import subprocess
 import sys
@@ -75,3 +78,21 @@ def test_a_child_that_dies_is_started_again_and_stops_when_told(tmp_path: Path) 
     assert child.pid != first
     child.stop()
     assert child.exit_code() is not None
+
+
+def on_a_terminal(code: str) -> bytes:
+    """What a program writes to a terminal."""
+    parent, child = pty.openpty()
+    subprocess.run([sys.executable, "-c", code], stdout=child, stderr=child, check=True, timeout=30)
+    os.close(child)
+    said = b""
+    with contextlib.suppress(OSError), open(parent, "rb", buffering=0) as terminal:
+        while piece := terminal.read(4096):
+            said += piece
+    return said
+
+
+def test_a_bar_is_drawn_only_when_bytes_are_moved() -> None:
+    drawn = "from gpool.cli.run import progress_bar\nwith progress_bar() as show:\n    "
+    assert on_a_terminal(drawn + "pass") == b""
+    assert b"weights" in on_a_terminal(drawn + "show('weights', 1, 2)")

@@ -10,6 +10,7 @@ import base64
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
 from server_desk import Desk, an_offer, calls_document, exited, open_desk, returned
 
@@ -19,9 +20,11 @@ from gpool.server.loops import Expire, Prune
 from gpool.server.store.operations import tasks
 from gpool.wire.frames import (
     MAX_FRAME_BYTES,
+    PROTOCOL,
     BeatSeen,
     Grants,
     HandedBack,
+    Hello,
     Hold,
     LogChunk,
     Recorded,
@@ -357,17 +360,32 @@ async def test_a_cancelled_task_keeps_its_room_until_its_node_lets_go(desk: Desk
     assert await desk.schedule() == 1
 
 
-async def test_a_cancelled_lease_its_agent_forgot_is_released_on_connect(desk: Desk) -> None:
+async def test_a_cancelled_lease_is_only_released_by_the_agent_s_own_word(desk: Desk) -> None:
     agent = await desk.agent(offer=an_offer(cpus=1))
     task = await desk.command()
     await desk.schedule()
     await agent.channel.close()
     await desk.http.delete(f"/v1/tasks/{task}")
     again = agent.again()
-    await again.connect()
+    await again.connect()  # states nothing: it may be an old hello, long on its way
     assert again.leases() == []
+    [stop] = again.frames(Stop)
     await desk.command()
+    assert await desk.schedule() == 0
+    [hold] = stop.holds
+    await again.report(Released(hold.task, hold.epoch))
     assert await desk.schedule() == 1
+
+
+async def test_a_hello_that_was_overtaken_by_a_newer_one_is_turned_away(desk: Desk) -> None:
+    agent = await desk.agent()
+    late, newer = agent.again(), agent.again()
+    hello = Hello(PROTOCOL, "boot", an_offer(), 7, ())
+    await newer.channel.receive(hello)
+    await late.channel.receive(msgspec.structs.replace(hello, beat=6))
+    assert [frame.retry for frame in late.frames(Refused)] == [True]
+    assert newer.frames(Refused) == []
+    assert desk.server.scheduler.channels[newer.channel.node] is newer.channel
 
 
 async def test_a_cancelled_lease_its_agent_states_is_stopped_on_connect(desk: Desk) -> None:

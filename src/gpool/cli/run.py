@@ -174,23 +174,28 @@ def progress_bar() -> Iterator[Progress | None]:
         yield None
         return
     from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
+    from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn
 
-    with Progress(
+    bars = Progress(
         TextColumn("{task.description}", markup=False),
         BarColumn(),
         DownloadColumn(),
         console=Console(stderr=True),
         transient=True,
-    ) as bars:
-        known = {}
+    )
+    known: dict[str, TaskID] = {}
 
-        def show(path: str, done: int, total: int) -> None:
-            if path not in known:
-                known[path] = bars.add_task(path, total=total)
-            bars.update(known[path], completed=done)
+    def show(path: str, done: int, total: int) -> None:
+        if not known:
+            bars.start()  # not before: where nothing is moved, the terminal is left alone
+        if path not in known:
+            known[path] = bars.add_task(path, total=total)
+        bars.update(known[path], completed=done)
 
+    try:
         yield show
+    finally:
+        bars.stop()
 
 
 def _print_document(submitted: Run) -> None:

@@ -232,7 +232,8 @@ class Consumer:
             raise await self._silence("the request was lost")
         answer = self._deliver(work)
         if repeatable and dice.chance(weather.request_repeated):
-            self._counter.loop.after_us(dice.between(0, 2_000 * MS), self._deliver_again, work)
+            late_us = dice.between(0, dice.pick((3, 3, 2_000)) * MS)
+            self._counter.loop.after_us(late_us, self._deliver_again, work)
         try:
             value = await asyncio.wait_for(asyncio.shield(answer), PATIENCE_S)
         except TimeoutError:

@@ -24,6 +24,7 @@ class Kind(StrEnum):
     BLOCK = "block"  # both ways
     BLOCK_UP = "block_up"
     BLOCK_DOWN = "block_down"
+    BLOCK_CROSSED = "block_crossed"  # down for a while; up later, and for longer than a lease
     OWNER_PAUSE = "owner_pause"
     SLOW_DISK = "slow_disk"
     SHUTDOWN = "shutdown"  # the owner stops the agent properly, and starts it again
@@ -41,6 +42,7 @@ MOMENTS = (
     Kind.BLOCK,
     Kind.BLOCK_UP,
     Kind.BLOCK_DOWN,
+    Kind.BLOCK_CROSSED,
     Kind.OWNER_PAUSE,
     Kind.SLOW_DISK,
     Kind.SHUTDOWN,
@@ -49,13 +51,14 @@ MOMENTS = (
 
 LASTS_US: dict[Kind, tuple[int, int]] = {
     Kind.SERVER_CRASH: (50 * MS, 2 * S),
-    Kind.AGENT_CRASH: (300 * MS, 6 * S),
+    Kind.AGENT_CRASH: (100 * MS, 5 * S),
     Kind.FREEZE: (200 * MS, 9 * S),
     Kind.BREAK: (0, 0),
     Kind.STALL: (50 * MS, 3 * S),
     Kind.BLOCK: (300 * MS, 8 * S),
     Kind.BLOCK_UP: (300 * MS, 8 * S),
     Kind.BLOCK_DOWN: (300 * MS, 6 * S),
+    Kind.BLOCK_CROSSED: (1500 * MS, 2800 * MS),
     Kind.OWNER_PAUSE: (500 * MS, 4 * S),
     Kind.SLOW_DISK: (300 * MS, 2 * S),
     Kind.SHUTDOWN: (300 * MS, 3 * S),

@@ -111,9 +111,9 @@ class World:
         settings = Settings(
             data=folder,
             ttl_s=4.0,
-            margin_s=1.0,
+            margin_s=0.5,
             beat_s=0.8,
-            tick_s=0.5,
+            tick_s=0.25,
             prune_s=20.0,
             seal_logs_after_s=1e6,
             order=self.dice.branch("order").pick(("fcfs", "round_robin", "priority")),
@@ -297,6 +297,9 @@ class World:
                     blockage.down_until_us = max(blockage.down_until_us, over)
                 if self.dice.chance(0.5):
                     self.loop.after_us(fault.lasts_us // 2, self.network.break_links, agent.name)
+            case Kind.BLOCK_CROSSED:
+                blockage.down_until_us = max(blockage.down_until_us, over)
+                self.loop.after_us(fault.lasts_us // 3, self._block_up, agent.name, 6 * S)
             case Kind.OWNER_PAUSE:
                 self._set_availability(fault.node, Availability.PAUSED)
                 self.loop.after_us(
@@ -306,6 +309,10 @@ class World:
                 self._pace.stuck_until_us = over
             case _:
                 pass
+
+    def _block_up(self, name: str, lasts_us: int) -> None:
+        blockage = self.network.blockage(name)
+        blockage.up_until_us = max(blockage.up_until_us, self.loop.us + lasts_us)
 
     def _set_availability(self, node: int, availability: Availability) -> None:
         incarnation = self.host.current
