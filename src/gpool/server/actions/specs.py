@@ -64,7 +64,9 @@ def _check_weight(spec: TaskSpec) -> None:
     try:
         weight = weight_of(spec)
     except UnicodeEncodeError:
-        raise Invalid("the task holds half a character (a lone surrogate); send valid text") from None
+        raise Invalid(
+            "the task holds half a character (a lone surrogate); send valid text"
+        ) from None
     if weight > MAX_SPEC_BYTES:
         raise TooLarge(
             f"the names of {len(spec.inputs)} inputs and {len(spec.outputs)} outputs are {weight} bytes long, "
