@@ -38,6 +38,7 @@ from gpool.wire.frames import (
     Stop,
     StopReason,
     Welcome,
+    weight_of,
 )
 from gpool.wire.frames import Lease as WireLease
 
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
     from gpool.server.server import Server
 
 FRAME_PAYLOAD_BYTES = 4 * 1024 * 1024
-"""Payloads in one `Grants`: half a frame's limit, the rest is for everything else."""
+"""Payloads and specs in one `Grants`, unless one lease is more: half a frame's limit, the rest is for everything else."""
 
 MAX_HOLDS = 200_000
 REPLACED = "replaced by a newer connection of this node"
@@ -164,8 +165,13 @@ class Channel:
             return
         batch: list[Line] = []
         size = 0
+        weighed: set[int] = set()
         for line in _split(lines):
             weight = sum(len(lease.payload) for lease in line.leases)
+            if line.spec not in weighed and SpecId(line.spec) not in self._specs_sent:
+                weighed.add(line.spec)
+                spec = spec_of(line.spec)
+                weight += weight_of(spec) if spec is not None else 0
             if batch and size + weight > FRAME_PAYLOAD_BYTES:
                 self._send_grants(batch, spec_of)
                 batch, size = [], 0
