@@ -157,3 +157,22 @@ def test_removing_follows_no_link(place: Workplace, tmp_path: Path) -> None:
     place.remove()
     assert (tmp_path / "keep" / "file").exists()
     assert not place.root.exists()
+
+
+def test_names_too_long_for_a_report_are_refused(place: Workplace, into: Path) -> None:
+    """The end of the task names all its outputs in one frame: past its limit the node would be cut off for good."""
+    folder = place.work / "out"
+    folder.mkdir()
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        for depth in range(3):
+            os.mkdir(f"{depth}" * 250, dir_fd=descriptor)
+            below = os.open(f"{depth}" * 250, os.O_RDONLY | os.O_DIRECTORY, dir_fd=descriptor)
+            os.close(descriptor)
+            descriptor = below
+        for number in range(4000):
+            os.close(os.open(f"{number:0250}", os.O_CREAT | os.O_WRONLY, dir_fd=descriptor))
+    finally:
+        os.close(descriptor)
+    with pytest.raises(BadOutput, match="archive"):
+        place.collect(["out/"], into, 1 << 30)

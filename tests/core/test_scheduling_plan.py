@@ -18,6 +18,7 @@ from gpool.core.errors import Invalid
 from gpool.core.ids import TaskId, UserId
 from gpool.core.model import (
     GIB,
+    MIB,
     SECOND,
     Allocation,
     Availability,
@@ -34,7 +35,7 @@ from gpool.core.scheduling.events import (
     RunTimesObserved,
     TasksReleased,
 )
-from gpool.core.scheduling.orders import Candidate, Key, Policy
+from gpool.core.scheduling.orders import ORDERS, Candidate, Key, Policy
 from gpool.core.scheduling.plan import plan
 from gpool.core.scheduling.state import State
 
@@ -414,6 +415,25 @@ def crowded(tasks: int, shapes: int = 10, nodes: int = 20) -> State:
         first = number * 10**6 + 1
         enqueue(state, a_shape(UserId(number + 1)), range(first, first + tasks // shapes))
     return state
+
+
+def test_a_pass_over_many_shapes_of_known_run_times_costs_a_little_for_each() -> None:
+    """Whoever submits thousands of tasks, each with a need of its own, must not stop the server for others."""
+    state = a_state(a_node(1, cpus=2))
+    shapes = [a_shape(cpu_milli=1000, memory_bytes=MIB + number) for number in range(3000)]
+    for number, shape in enumerate(shapes):
+        enqueue(state, shape, [10 * number + 1, 10 * number + 2], NOW + number)
+        state.fold(RunTimesObserved(shape, 10, Span(10_000)))
+    apply(state, plan(state, NOW))
+    asked = 0
+
+    def counting(candidate: Candidate, now: Instant, policy: Policy) -> Key:
+        nonlocal asked
+        asked += 1
+        return ORDERS["priority"](candidate, now, policy)
+
+    plan(state, NOW, Policy(order="counting"), {"counting": counting})
+    assert asked <= 10 * len(shapes)
 
 
 def test_a_pass_over_100_000_tasks_costs_no_more_than_over_1000() -> None:

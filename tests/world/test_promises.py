@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from gpool.testing.world import run
 
-CHUNK = 15
-SEEDS = 300
+CHUNK = 20
+SEEDS = 10_000 if os.environ.get("GPOOL_SOAK") else 300
 
 
 @pytest.mark.parametrize("first", range(0, SEEDS, CHUNK))

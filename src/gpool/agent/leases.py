@@ -10,6 +10,8 @@ from gpool.agent.logs import LogBuffer
 from gpool.agent.outbox import Outbox
 from gpool.wire.frames import Finished, HandedBack, Released
 
+OUTPUT_BYTES = 100  # what an output costs a report beside its name
+
 
 class Leases:
     """Every lease of one agent; each end is reported once, into the outbox."""
@@ -44,7 +46,9 @@ class Leases:
         if held.log is not None:
             self.flush_log(now, held)
         self.leave(held)
-        data = len(finished.value) + len(finished.error_text) + 200 * len(finished.outputs)
+        data = len(finished.value) + len(finished.error_text.encode("utf-8", "replace"))
+        for output in finished.outputs:
+            data += len(output.path.encode()) + OUTPUT_BYTES
         self._outbox.add(now, finished, data)
 
     def conclude(self, now: int, held: Held) -> None:

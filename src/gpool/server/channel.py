@@ -15,7 +15,7 @@ from gpool.core import paths
 from gpool.core.errors import Invalid
 from gpool.core.ids import NodeId, SpecId, TaskId
 from gpool.core.model import INLINE_LIMIT_BYTES, EndReason, Instant, Offer, TaskSpec, TaskStatus
-from gpool.server.store.operation import operation
+from gpool.server.store.operation import brief, operation
 from gpool.server.store.operations import leases, nodes
 from gpool.server.store.protocol import Operation
 from gpool.server.store.values import HeldLease, NodeCredentials, NodeRow
@@ -38,6 +38,7 @@ from gpool.wire.frames import (
     Stop,
     StopReason,
     Welcome,
+    weight_of,
 )
 from gpool.wire.frames import Lease as WireLease
 
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
     from gpool.server.server import Server
 
 FRAME_PAYLOAD_BYTES = 4 * 1024 * 1024
-"""Payloads in one `Grants`: half a frame's limit, the rest is for everything else."""
+"""Payloads and specs in one `Grants`, unless one lease is more: half a frame's limit, the rest is for everything else."""
 
 MAX_HOLDS = 200_000
 REPLACED = "replaced by a newer connection of this node"
@@ -164,8 +165,13 @@ class Channel:
             return
         batch: list[Line] = []
         size = 0
+        weighed: set[int] = set()
         for line in _split(lines):
             weight = sum(len(lease.payload) for lease in line.leases)
+            if line.spec not in weighed and SpecId(line.spec) not in self._specs_sent:
+                weighed.add(line.spec)
+                spec = spec_of(line.spec)
+                weight += weight_of(spec) if spec is not None else 0
             if batch and size + weight > FRAME_PAYLOAD_BYTES:
                 self._send_grants(batch, spec_of)
                 batch, size = [], 0
@@ -188,7 +194,8 @@ class Channel:
 
     async def _record(self, frame: Reports) -> None:
         items = [_checked_item(item) for item in frame.items]
-        recording = await self._server.write(leases.record(self.node, items, self._server.now))
+        writing = brief(leases.record(self.node, items, self._server.now), len(items))
+        recording = await self._server.write(writing)
         self._server.scheduler.absorb(recording)
         if not self.closed:
             self._send(Recorded(frame.sequence, recording.refused))

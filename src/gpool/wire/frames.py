@@ -15,6 +15,9 @@ from gpool.core.model import Allocation, EndReason, Offer, OutputFile, TaskSpec
 
 PROTOCOL = 1
 MAX_FRAME_BYTES = 8 * 1024 * 1024
+MAX_SPEC_BYTES = 3 * 1024 * 1024
+"""One spec on the wire: with a frame's share of payloads it must fit into a frame."""
+
 CHANNEL_PATH = "/v1/nodes/channel"
 
 
@@ -190,6 +193,11 @@ Malformed = msgspec.MsgspecError
 
 def encode(frame: AgentFrame | ServerFrame) -> bytes:
     return _encoder.encode(frame)
+
+
+def weight_of(spec: TaskSpec) -> int:
+    """The bytes a spec takes in a frame."""
+    return len(_encoder.encode(spec))
 
 
 def decode_from_agent(data: bytes) -> AgentFrame:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +14,10 @@ from gpool.agent.runtime.protocol import Limits
 WANTED = ("memory", "pids", "cpu")
 CPU_PERIOD_US = 100_000
 LEAST_CPU_US = 1_000
+
+
+Enable = Callable[[Path, bool], set[str]]
+"""Turns controllers on for a group's children and says which are on; the flag: it is the agent's own group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +32,7 @@ class Hierarchy:
         return frozenset(name for name, _ in self.parents)
 
 
-def find(mounts: str, membership: str) -> Hierarchy:
+def find(mounts: str, membership: str, enable: Enable | None = None) -> Hierarchy:
     """From the text of `/proc/self/mountinfo` and `/proc/self/cgroup`: where this process may make groups."""
     ours = {}
     for line in membership.splitlines():
@@ -36,37 +40,45 @@ def find(mounts: str, membership: str) -> Hierarchy:
         for name in names.split(","):
             ours[name] = path
     first: list[tuple[str, Path]] = []
-    second: Path | None = None
+    second: Hierarchy | None = None
     for line in mounts.splitlines():
         left, _, right = line.partition(" - ")
         root, place = left.split(" ")[3:5]
         kind, _, options = right.split(" ", 2)
         if kind == "cgroup":
             for name in set(options.split(",")) & set(WANTED):
-                usable = _usable(Path(place), root, ours.get(name, "/"))
-                if usable is not None:
+                for usable in _usable(Path(place), root, ours.get(name, "/")):
                     first.append((name, usable))
+                    break
         elif kind == "cgroup2" and second is None:
-            second = _usable(Path(place), root, ours.get("", "/"))
+            own = ours.get("", "/")
+            for usable in _usable(Path(place), root, own):
+                enabled = (enable or _enable)(usable, usable == _of(Path(place), root, own))
+                if enabled:
+                    second = Hierarchy(2, tuple((name, usable) for name in sorted(enabled)))
+                    break
     if first:
         return Hierarchy(1, tuple(sorted(first)))
-    if second is not None:
-        enabled = _enable(second)
-        if enabled:
-            return Hierarchy(2, tuple((name, second) for name in sorted(enabled)))
-    return Hierarchy(0, ())
+    return second or Hierarchy(0, ())
 
 
-def _usable(place: Path, root: str, ours: str) -> Path | None:
-    below = os.path.relpath(ours, root) if ours.startswith(root) else "."
-    for candidate in (place / below, place):
+def _of(place: Path, root: str, ours: str) -> Path:
+    """The directory of the group we are in; the mount itself when ours lies outside of it."""
+    return place / os.path.relpath(ours, root) if ours.startswith(root) else place
+
+
+def _usable(place: Path, root: str, ours: str) -> Iterator[Path]:
+    """Our own group, then those above it: a group that holds other processes can have no limited children."""
+    own = _of(place, root, ours)
+    for candidate in (own, *own.parents):
         if (candidate / "cgroup.procs").exists() and os.access(candidate, os.W_OK):
-            return candidate
-    return None
+            yield candidate
+        if candidate == place:
+            return
 
 
-def _enable(parent: Path) -> set[str]:
-    """Turn the controllers on for children; the agent steps into a leaf first when the kernel asks for it."""
+def _enable(parent: Path, is_own: bool) -> set[str]:
+    """Turn the controllers on for children; the agent steps into a leaf of its own group when the kernel asks for it."""
     available = set((parent / "cgroup.controllers").read_text().split()) & set(WANTED)
     switch = parent / "cgroup.subtree_control"
     words = " ".join(f"+{name}" for name in sorted(available))
@@ -74,6 +86,8 @@ def _enable(parent: Path) -> set[str]:
         try:
             switch.write_text(words)
         except OSError:
+            if not is_own:
+                return set()
             with contextlib.suppress(OSError):
                 leaf = parent / "gpool-agent"
                 leaf.mkdir(exist_ok=True)

@@ -6,6 +6,7 @@ import os
 import shutil
 import sys
 import sysconfig
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from gpool.agent.runtime.launching import Bind
 HOME = "/opt/gpool"  # inside
 SYSTEM_LINKS = ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 INSIDE_UID = 1000
+PACKAGE_FOLDERS = ("site-packages", "dist-packages")
 ETC_FILES = (
     "ld.so.cache",
     "ld.so.conf",
@@ -46,29 +48,36 @@ class Layout:
     variables: tuple[tuple[str, str], ...]
 
 
-def prepare(directory: Path) -> Layout:
+def package_folders(paths: Iterable[str], base: Path) -> list[Path]:
+    """Where the agent's own Python finds packages: a task's finds the same ones, and nothing else of its path."""
+    folders = [Path(path) for path in paths if Path(path).name in PACKAGE_FOLDERS]
+    known = dict.fromkeys(folder.resolve() for folder in folders if folder.is_dir())
+    return [folder for folder in known if not folder.is_relative_to(base / "lib")]
+
+
+def prepare(directory: Path, paths: Iterable[str] = tuple(sys.path)) -> Layout:
     """Writes the small files a sandbox needs beneath `directory` and says where everything lies."""
     minor = f"python{sys.version_info.major}.{sys.version_info.minor}"
     base = Path(sys.base_prefix).resolve()
-    packages = Path(sysconfig.get_path("purelib")).resolve()
     source = Path(gpool.__file__).resolve().parent
     runner = source / "agent" / "runner"
     system_python = base.is_relative_to("/usr")
     inside_base = str(base) if system_python else f"{HOME}/python"
     etc, venv = directory / "etc", directory / "venv"
+    found = {f"packages{n}": folder for n, folder in enumerate(package_folders(paths, base))}
     _write_etc(etc)
-    _write_venv(venv, minor, inside_base, shared=not system_python)
+    _write_venv(venv, minor, inside_base, list(found), shared=not system_python)
     binds = [
         Bind(etc, "etc"),
         Bind(venv, "venv"),
-        Bind(packages, "packages"),
+        *(Bind(folder, name) for name, folder in found.items()),
         Bind(source, "source"),
         Bind(runner, "runner"),
     ]
     seen = [
         ("etc", "/etc"),
         ("venv", f"{HOME}/venv"),
-        ("packages", f"{HOME}/packages"),
+        *((name, f"{HOME}/{name}") for name in found),
         ("source", f"{HOME}/source/gpool"),
         ("runner", f"{HOME}/runner"),
     ]
@@ -128,7 +137,9 @@ def _write_etc(etc: Path) -> None:
                 os.chmod(os.path.join(folder, name), 0o644)
 
 
-def _write_venv(venv: Path, minor: str, inside_base: str, *, shared: bool) -> None:
+def _write_venv(
+    venv: Path, minor: str, inside_base: str, packages: Sequence[str], *, shared: bool
+) -> None:
     _fresh(venv)
     site = venv / "lib" / minor / "site-packages"
     for path in (venv / "bin", site):
@@ -138,7 +149,7 @@ def _write_venv(venv: Path, minor: str, inside_base: str, *, shared: bool) -> No
     (venv / "pyvenv.cfg").write_text(
         f"home = {inside_base}/bin\ninclude-system-site-packages = true\nversion = {sys.version.split()[0]}\n"
     )
-    (site / "gpool.pth").write_text(f"{HOME}/packages\n{HOME}/source\n")
+    (site / "gpool.pth").write_text("".join(f"{HOME}/{name}\n" for name in (*packages, "source")))
     library = sysconfig.get_config_var("INSTSONAME")
     if shared and library:
         (venv / "lib" / str(library)).symlink_to(f"{inside_base}/lib/{library}")

@@ -18,6 +18,8 @@ from gpool.core.model import OutputFile
 from gpool.core.paths import checked, folded
 
 MAX_OUTPUTS = 10_000
+MAX_NAMES_BYTES = 3 << 20  # all of them go into one report
+NAME_COST_BYTES = 100  # hash, size and rights beside each
 CHUNK_BYTES = 1 << 20
 SHOWN_NAMES = 8
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -166,6 +168,7 @@ class _Collector:
         self._into = into
         self._left_bytes = quota_bytes
         self._quota_bytes = quota_bytes
+        self._names_bytes = 0
         self._names: dict[str, str] = {}  # by what a case-insensitive machine takes it for
         self._taken: set[str] = set()
 
@@ -228,6 +231,11 @@ class _Collector:
             return
         if len(self.found) >= MAX_OUTPUTS:
             raise BadOutput(f"more than {MAX_OUTPUTS} outputs; put them into one archive")
+        self._names_bytes += len(path.encode()) + NAME_COST_BYTES
+        if self._names_bytes > MAX_NAMES_BYTES:
+            raise BadOutput(
+                f"more than {len(self.found)} outputs with names this long; put them into one archive"
+            )
         try:
             descriptor, facts = _regular(above, name, path, self._uid)
         except FileNotFoundError as missing:

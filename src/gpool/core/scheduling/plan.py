@@ -30,6 +30,9 @@ from gpool.core.scheduling.state import ShapeState, State
 
 MAX_KEPT_CLEAR = 8
 _LOOKS_FOR_CLEARING = 64  # shapes a pass for which a node to clear is sought
+_LOOKS_FOR_FEEDING = (
+    200_000  # comparisons a pass for who comes before whom; past them lines run dry
+)
 _REFILL = 4  # a line is fed once a quarter of it is gone: fewer, fuller grants
 
 DEFAULT = Policy()
@@ -238,21 +241,35 @@ class _Draft:
     # ---- lines
 
     def fill_lines(self) -> None:
+        """Shapes without a line cost nothing here, and those with one no more than a budget: whoever has many shapes
+        waiting must not hold up the rest."""
+        started: dict[int, list[_NewLine]] = {}
+        for line in self.made:
+            started.setdefault(id(line.shape), []).append(line)
+        looks = _LOOKS_FOR_FEEDING
         for rank, turn in enumerate(self.waiting):
+            made = started.get(id(turn.entry.shape), [])
+            if not (made or turn.entry.lines):
+                continue
             depth = line_depth(self.state, turn.entry.shape, self.policy)
             if depth > 1 and len(self.made) < self.policy.max_places_per_pass:
-                lines = self.lines_to_feed(turn, self.waiting[:rank], depth)
+                nodes = {line.node for line in made} | {node for node, _ in turn.entry.lines}
+                if rank * (1 + len(nodes)) > looks:
+                    continue
+                looks -= rank * (1 + len(nodes))
+                lines = self.lines_to_feed(turn, made, self.waiting[:rank], depth)
                 if lines:
                     self.spread(turn, lines, depth)
 
-    def lines_to_feed(self, turn: _Turn, before: list[_Turn], depth: int) -> list[_NewLine]:
+    def lines_to_feed(
+        self, turn: _Turn, made: list[_NewLine], before: list[_Turn], depth: int
+    ) -> list[_NewLine]:
         shape = turn.entry.shape
         by_node: dict[NodeId, list[_NewLine]] = {}
         for (id_, _), line in turn.entry.lines.items():
             by_node.setdefault(id_, []).append(_NewLine(id_, line.allocation, shape, line.count))
-        for line_made in self.made:
-            if line_made.shape is shape:
-                by_node.setdefault(line_made.node, []).append(line_made)
+        for line_made in made:
+            by_node.setdefault(line_made.node, []).append(line_made)
         if before:
             without = self.key(turn, given_up=1)
             before = [other for other in before if self.key_beside(other, shape.user) < without]

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 
 from gpool.core import gpuspec, paths
-from gpool.core.errors import BadGpuSpec, Invalid, Unprocessable
+from gpool.core.errors import BadGpuSpec, Invalid, TooLarge, Unprocessable
 from gpool.core.model import (
     InputFile,
     Requirements,
@@ -16,6 +16,7 @@ from gpool.core.model import (
     Tier,
 )
 from gpool.wire.documents import TaskRequest
+from gpool.wire.frames import MAX_SPEC_BYTES, weight_of
 
 MAX_WORDS_BYTES = 128 * 1024
 """Command and variables together: what every kernel takes."""
@@ -39,7 +40,7 @@ def spec_of(request: TaskRequest) -> TaskSpec:
         raise Invalid("the command's first word is empty; it names the program to run")
     _check_env(request.env)
     _check_words("name", [request.name or "", request.environment])
-    return TaskSpec(
+    spec = TaskSpec(
         kind=kind,
         name=request.name or _default_name(command),
         requirements=_requirements(request),
@@ -53,6 +54,24 @@ def spec_of(request: TaskRequest) -> TaskSpec:
         priority=request.priority,
         environment=request.environment,
     )
+    if spec.inputs or spec.outputs:  # nothing else is without a limit of its own
+        _check_weight(spec)
+    return spec
+
+
+def _check_weight(spec: TaskSpec) -> None:
+    """What does not fit into a frame would cut off every node it is granted to."""
+    try:
+        weight = weight_of(spec)
+    except UnicodeEncodeError:
+        raise Invalid(
+            "the task holds half a character (a lone surrogate); send valid text"
+        ) from None
+    if weight > MAX_SPEC_BYTES:
+        raise TooLarge(
+            f"the names of {len(spec.inputs)} inputs and {len(spec.outputs)} outputs are {weight} bytes long, "
+            f"at most {MAX_SPEC_BYTES} go through; put the files into one archive"
+        )
 
 
 def _default_name(command: tuple[str, ...]) -> str:
