@@ -6,12 +6,13 @@ import hashlib
 import os
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from server_desk import FUNCTION_SHA256, Agent, Desk, an_offer, exited
 
-from gpool.core.ids import encode
+from gpool.core.ids import decode, encode
 from gpool.core.model import EndReason, OutputFile, Permission
 from gpool.server.blobs import Blobs
 from gpool.server.loops import Expire, Prune
@@ -251,3 +252,18 @@ async def test_an_upload_over_the_limit_is_refused_on_the_way(desk: Desk) -> Non
 
     answer = await desk.http.put(f"/v1/artifacts/{'0' * 64}", content=body())
     assert answer.status_code == 413
+
+
+async def test_a_full_disk_is_said_plainly_and_may_be_tried_again(desk: Desk, data: Path) -> None:
+    """`/dev/full` stands for the disk: the part's file is one that takes no byte."""
+    me = (await desk.get("/v1/me")).json()["id"]
+    sha256 = named(b"no room")
+    part = data / "artifacts" / "incoming" / f"u{decode('user', me)}-{sha256}.part"
+    part.symlink_to("/dev/full")
+    headers = {"content-range": "bytes 0-6/7"}
+    path = f"/v1/artifacts/{sha256}"
+    answer = await desk.http.put(path, content=b"no room", headers=headers)
+    assert (answer.status_code, answer.json()["code"]) == (503, "unreachable")
+    assert "disk is full" in answer.json()["detail"]
+    part.unlink()
+    assert (await desk.http.put(path, content=b"no room", headers=headers)).status_code == 201

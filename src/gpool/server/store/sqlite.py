@@ -57,10 +57,17 @@ def compiled(sql: str, relations: tuple[tuple[str, Columns], ...]) -> str:
 class Connection:
     """One SQLite connection that runs statements. Belongs to one thread at a time."""
 
-    def __init__(self, path: str, *, synchronous: str = "FULL", writes: bool) -> None:
+    def __init__(
+        self,
+        path: str,
+        *,
+        synchronous: str = "FULL",
+        writes: bool,
+        busy_timeout_s: float = BUSY_TIMEOUT_S,
+    ) -> None:
         self._raw = sqlite3.connect(
             path,
-            timeout=BUSY_TIMEOUT_S,
+            timeout=busy_timeout_s,
             isolation_level=None,  # we say BEGIN ourselves; sqlite3 would not before a SELECT
             check_same_thread=False,
             cached_statements=512,
@@ -138,13 +145,13 @@ class Connection:
 
     def alone(self, operation: Operation[T]) -> T:
         """Runs the operation in a transaction of its own."""
-        self.begin()
         try:
+            self.begin()
             value = self.drive(operation)
             self.commit()
         except sqlite3.Error as exc:
             self.rollback()
-            raise InternalFault(f"the database refused: {exc}") from exc
+            raise _told(exc) from exc
         except BaseException:
             self.rollback()
             raise
@@ -154,9 +161,15 @@ class Connection:
         """Runs all of them in one transaction and commits. A refused one fails alone.
 
         Any other exception rolls everything back; then each has its own transaction, so only the culprit fails.
+        When none can begin, because somebody else holds the database, all fail at once: none is to blame.
         """
         try:
             self.begin()
+        except sqlite3.Error as exc:
+            for waiting in members:
+                waiting.fail(_told(exc))
+            return
+        try:
             for waiting in members:
                 try:
                     waiting.value = self.drive(waiting.operation)
@@ -171,6 +184,20 @@ class Connection:
                     waiting.value = self.alone(waiting.operation)
                 except Exception as exc:  # noqa: BLE001 - raised where the operation was asked for
                     waiting.fail(exc)
+
+
+_PASSING = {
+    sqlite3.SQLITE_FULL: "the server's disk is full",
+    sqlite3.SQLITE_BUSY: "the database is held by another program",
+}
+
+
+def _told(error: sqlite3.Error) -> GpoolError:
+    """What passes (a full disk, a lock) may be tried again; the rest is a fault of ours. Nothing was written."""
+    why = _PASSING.get(getattr(error, "sqlite_errorcode", 0) & 0xFF)
+    if why is not None:
+        return Unreachable(f"{why}; nothing was written, try again later")
+    return InternalFault(f"the database refused: {error}")
 
 
 class SqliteStore:
