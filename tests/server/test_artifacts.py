@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import os
 from collections.abc import AsyncIterator
@@ -267,3 +268,26 @@ async def test_a_full_disk_is_said_plainly_and_may_be_tried_again(desk: Desk, da
     assert "disk is full" in answer.json()["detail"]
     part.unlink()
     assert (await desk.http.put(path, content=b"no room", headers=headers)).status_code == 201
+
+
+async def test_a_cancelled_upload_does_not_write_into_another_file(tmp_path: Path) -> None:
+    """Cancelled while a thread hashes the piece it will then write: the descriptor must still be the upload's."""
+    blobs = Blobs(tmp_path / "artifacts", 1 << 30)
+    asked = asyncio.Event()
+
+    async def body() -> AsyncIterator[bytes]:
+        asked.set()
+        yield bytes(64 << 20)  # hashing takes longer than all that follows here
+
+    upload = asyncio.create_task(blobs.store("0" * 64, body()))
+    await asked.wait()
+    await asyncio.to_thread(os.getpid)  # by now its thread is at work
+    upload.cancel()
+    await asyncio.wait([upload], timeout=0.01)
+    victims = [os.open(tmp_path / f"victim-{at}", os.O_RDWR | os.O_CREAT) for at in range(4)]
+    await asyncio.wait([upload])
+    await asyncio.get_running_loop().shutdown_default_executor()
+    assert upload.cancelled()
+    assert [os.fstat(victim).st_size for victim in victims] == [0] * 4
+    for victim in victims:
+        os.close(victim)

@@ -12,7 +12,7 @@ import hashlib
 import os
 import secrets
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -182,9 +182,9 @@ class Blobs:
                 waiting.append(chunk)
                 held += len(chunk)
                 if held >= CHUNK_BYTES:
-                    await asyncio.to_thread(_write, descriptor, b"".join(waiting), digest)
+                    await _to_its_end(_write, descriptor, b"".join(waiting), digest)
                     waiting, held = [], 0
-            await asyncio.to_thread(_write, descriptor, b"".join(waiting), digest, sync=True)
+            await _to_its_end(_write, descriptor, b"".join(waiting), digest, True)
         finally:
             os.close(descriptor)
         return have
@@ -201,9 +201,18 @@ class Blobs:
                 os.close(descriptor)
 
 
-def _write(
-    descriptor: int, data: bytes, digest: hashlib._Hash | None, *, sync: bool = False
-) -> None:
+async def _to_its_end(work: Callable[..., None], *args: object) -> None:
+    """In a thread. A caller that is cancelled waits all the same: else it would close the descriptor under the thread's
+    hands, and the rest of the bytes would go into whatever file gets its number next."""
+    running = asyncio.ensure_future(asyncio.to_thread(work, *args))
+    try:
+        await asyncio.shield(running)
+    except asyncio.CancelledError:
+        await asyncio.wait([running])
+        raise
+
+
+def _write(descriptor: int, data: bytes, digest: hashlib._Hash | None, sync: bool = False) -> None:
     if digest is not None:
         digest.update(data)
     view = memoryview(data)
