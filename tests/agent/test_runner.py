@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import io
 import os
 import pickle
 import secrets
@@ -295,3 +296,65 @@ def test_another_python_is_refused_by_name(kind: str, tmp_path: Path) -> None:
         await asyncio.sleep(0)
 
     using(kind, tmp_path, work)
+
+
+def tamper(how: str) -> str:
+    """Leaves the process's output as no later call may find it."""
+    if how == "redirect":
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, 1)
+        os.dup2(nowhere, 2)
+    elif how == "close the descriptors":
+        os.close(1)
+        os.close(2)
+    elif how == "close the streams":
+        sys.stdout.close()
+        sys.stderr.close()
+    elif how == "swap the streams":
+        sys.stdout = sys.stderr = io.StringIO()
+    elif how == "no streams":
+        sys.stdout = sys.stderr = None  # type: ignore[assignment]
+    return how
+
+
+@real
+@pytest.mark.parametrize(
+    "how",
+    [
+        "redirect",
+        "close the descriptors",
+        "close the streams",
+        "swap the streams",
+        "no streams",
+    ],
+)
+def test_a_call_that_spoils_its_output_spoils_no_other(kind: str, how: str, tmp_path: Path) -> None:
+    async def work(calling: Caller) -> None:
+        answer = await calling.call(tamper, how)
+        assert pickle.loads(answer.value) == how
+        for text in ("after", "and again"):
+            answer = await calling.call(shout, text)
+            assert not answer.raised, answer.error_text
+            assert answer.output == ((1, f"out {text}\n".encode()), (2, f"err {text}\n".encode()))
+
+    with_runner(kind, tmp_path, work)
+
+
+def set_alarm() -> None:
+    signal.setitimer(signal.ITIMER_REAL, 0.2)
+    os.umask(0o777)
+
+
+def wait_a_moment() -> int:
+    threading.Event().wait(0.6)
+    return os.umask(0o022)
+
+
+@real
+def test_an_alarm_of_one_call_does_not_end_the_next(kind: str, tmp_path: Path) -> None:
+    async def work(calling: Caller) -> None:
+        await calling.call(set_alarm)
+        answer = await calling.call(wait_a_moment)
+        assert pickle.loads(answer.value) == 0o022
+
+    with_runner(kind, tmp_path, work)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
-from gpool.cli.printing import TerminalText, age, neutral
+from gpool.cli.main import say_error
+from gpool.cli.printing import TerminalText, age, emit_json, neutral, table
+from gpool.core.errors import Conflict
 
 
 @pytest.mark.parametrize(
@@ -49,3 +53,29 @@ def test_age_is_told_in_one_unit() -> None:
     assert age("2026-01-01T02:59:18Z", now) == "42s"
     assert age("2026-01-01T02:57:00Z", now) == "3m"
     assert age("2025-12-30T03:00:00Z", now) == "2d"
+
+
+EVIL = "\x1b]0;t\x07\x9b2J\rok\u202egnp.exe\u2066\u2028"
+
+
+def is_harmless(text: str) -> bool:
+    return not any(letter in text for letter in "\x1b\x07\x9b\r\u202e\u2066\u2028")
+
+
+def test_names_of_strangers_are_harmless_in_tables(capsys: pytest.CaptureFixture[str]) -> None:
+    table(("name",), [(EVIL,)], "")
+    assert is_harmless(capsys.readouterr().out)
+
+
+def test_what_the_server_says_is_harmless_in_errors(capsys: pytest.CaptureFixture[str]) -> None:
+    say_error(Conflict(EVIL))
+    assert is_harmless(capsys.readouterr().err)
+
+
+def test_json_shown_on_a_terminal_is_harmless_and_means_the_same(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    emit_json({"name": EVIL})
+    shown = capsys.readouterr().out
+    assert is_harmless(shown)
+    assert json.loads(shown) == {"name": EVIL}

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import os
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from server_desk import FUNCTION_SHA256, Agent, Desk, an_offer, exited
 
-from gpool.core.ids import encode
+from gpool.core.ids import decode, encode
 from gpool.core.model import EndReason, OutputFile, Permission
 from gpool.server.blobs import Blobs
 from gpool.server.loops import Expire, Prune
@@ -192,6 +194,37 @@ async def test_an_artifact_from_an_old_lease_is_refused(desk: Desk) -> None:
     assert (answer.status_code, answer.json()["code"]) == (400, "invalid")
 
 
+async def test_bytes_under_an_old_lease_are_not_even_taken(desk: Desk) -> None:
+    _, headers, _, _ = await leased(desk)
+    await Expire(desk.server).run_once(desk.clock.advance(31))
+    taken = 0
+
+    async def body() -> AsyncIterator[bytes]:
+        nonlocal taken
+        for _ in range(100):
+            taken += 1
+            yield b"x" * 65536
+
+    path = f"/v1/artifacts/{named(b'late')}"
+    answer = await desk.http.put(path, content=body(), headers=headers)
+    assert (answer.status_code, answer.json()["code"]) == (409, "stale_lease")
+    assert not desk.server.blobs.path(named(b"late")).exists()
+    assert taken <= 1
+
+
+async def test_bytes_whose_lease_ends_on_the_way_are_removed_in_time(desk: Desk) -> None:
+    _, headers, _, _ = await leased(desk)
+
+    async def body() -> AsyncIterator[bytes]:
+        await Expire(desk.server).run_once(desk.clock.advance(31))
+        yield b"late"
+
+    answer = await desk.http.put(f"/v1/artifacts/{named(b'late')}", content=body(), headers=headers)
+    assert (answer.status_code, answer.json()["code"]) == (409, "stale_lease")
+    await Prune(desk.server).run_once(desk.clock.advance(86_401))
+    assert not desk.server.blobs.path(named(b"late")).exists()
+
+
 async def test_what_nobody_refers_to_is_removed_in_time(desk: Desk) -> None:
     path = f"/v1/artifacts/{named(b'orphan')}"
     await desk.http.put(path, content=b"orphan")
@@ -220,3 +253,41 @@ async def test_an_upload_over_the_limit_is_refused_on_the_way(desk: Desk) -> Non
 
     answer = await desk.http.put(f"/v1/artifacts/{'0' * 64}", content=body())
     assert answer.status_code == 413
+
+
+async def test_a_full_disk_is_said_plainly_and_may_be_tried_again(desk: Desk, data: Path) -> None:
+    """`/dev/full` stands for the disk: the part's file is one that takes no byte."""
+    me = (await desk.get("/v1/me")).json()["id"]
+    sha256 = named(b"no room")
+    part = data / "artifacts" / "incoming" / f"u{decode('user', me)}-{sha256}.part"
+    part.symlink_to("/dev/full")
+    headers = {"content-range": "bytes 0-6/7"}
+    path = f"/v1/artifacts/{sha256}"
+    answer = await desk.http.put(path, content=b"no room", headers=headers)
+    assert (answer.status_code, answer.json()["code"]) == (503, "unreachable")
+    assert "disk is full" in answer.json()["detail"]
+    part.unlink()
+    assert (await desk.http.put(path, content=b"no room", headers=headers)).status_code == 201
+
+
+async def test_a_cancelled_upload_does_not_write_into_another_file(tmp_path: Path) -> None:
+    """Cancelled while a thread hashes the piece it will then write: the descriptor must still be the upload's."""
+    blobs = Blobs(tmp_path / "artifacts", 1 << 30)
+    asked = asyncio.Event()
+
+    async def body() -> AsyncIterator[bytes]:
+        asked.set()
+        yield bytes(64 << 20)  # hashing takes longer than all that follows here
+
+    upload = asyncio.create_task(blobs.store("0" * 64, body()))
+    await asked.wait()
+    await asyncio.to_thread(os.getpid)  # by now its thread is at work
+    upload.cancel()
+    await asyncio.wait([upload], timeout=0.01)
+    victims = [os.open(tmp_path / f"victim-{at}", os.O_RDWR | os.O_CREAT) for at in range(4)]
+    await asyncio.wait([upload])
+    await asyncio.get_running_loop().shutdown_default_executor()
+    assert upload.cancelled()
+    assert [os.fstat(victim).st_size for victim in victims] == [0] * 4
+    for victim in victims:
+        os.close(victim)

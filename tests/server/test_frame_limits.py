@@ -5,6 +5,9 @@ from __future__ import annotations
 import pytest
 from server_desk import Desk, an_offer
 
+from gpool.core.ids import BatchId, SpecId, UserId
+from gpool.core.model import InputFile, Requirements, TaskKind, TaskSpec
+from gpool.server.store.values import Submitted
 from gpool.wire.frames import MAX_FRAME_BYTES, encode
 
 pytestmark = pytest.mark.anyio
@@ -52,3 +55,20 @@ async def test_ten_thousand_inputs_with_ordinary_names_are_taken(desk: Desk) -> 
     await desk.schedule()
     assert len(agent.leases()) == 1
     assert max(len(encode(frame)) for frame in agent.sent) < MAX_FRAME_BYTES
+
+
+async def test_specs_with_many_inputs_are_not_remembered_for_ever(desk: Desk) -> None:
+    """The scheduler keeps specs at hand; thousands of heavy ones would fill the server's memory."""
+    scheduler = desk.server.scheduler
+    inputs = tuple(InputFile(f"{number}", "0" * 64, 3, False) for number in range(10_000))
+    spec = TaskSpec(TaskKind.COMMAND, "heavy", Requirements(), ("true",), inputs=inputs)
+    for number in range(51):
+        scheduler.tidy()
+        assert not scheduler.in_doubt
+        ended = Submitted(BatchId(number), SpecId(number), 0, ())
+        scheduler.queued(ended, spec, UserId(1), desk.server.now)
+    scheduler.tidy()
+    assert scheduler.in_doubt
+    await desk.schedule()
+    scheduler.tidy()
+    assert not scheduler.in_doubt

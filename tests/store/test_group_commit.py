@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
+import sqlite3
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from time import perf_counter
 
 import pytest
 from store_pool import Database, Pool, opened
 
 from gpool.core.errors import GpoolError, InternalFault, NotFound, Unreachable
-from gpool.core.ids import BatchId, NodeId
+from gpool.core.ids import BatchId, NodeId, UserId
 from gpool.core.model import Instant, Offer
 from gpool.server.store import open_inline, open_store, operation
+from gpool.server.store.driving import Waiting
 from gpool.server.store.operations import nodes, people, tasks
 from gpool.server.store.protocol import Operation, Statement
+from gpool.server.store.sqlite import Connection
 from gpool.server.store.values import Submitted
 
 
@@ -240,3 +245,37 @@ def test_inline_an_abandoned_group_leaves_no_trace(tmp_path: Path) -> None:
 def invites() -> Operation[int]:
     rows = yield Statement("SELECT COUNT(*) FROM invites")
     return rows[0][0]
+
+
+def test_a_locked_database_fails_a_whole_group_after_one_wait(
+    migrated_file: Path, tmp_path: Path
+) -> None:
+    """Not one wait for each: with a group of 256 and 30 s that would be hours."""
+    path = tmp_path / "locked.db"
+    shutil.copy(migrated_file, path)
+    holder = sqlite3.connect(path, isolation_level=None)
+    holder.execute("BEGIN IMMEDIATE")
+    connection = Connection(str(path), writes=True, busy_timeout_s=0.2)
+    loop = asyncio.new_event_loop()
+    group = [Waiting(people.user_by_name("a"), loop.create_future()) for _ in range(20)]
+    began = perf_counter()
+    connection.group(group)
+    assert perf_counter() - began < 2
+    assert all(isinstance(waiting.error, Unreachable) for waiting in group)
+    holder.execute("ROLLBACK")
+    connection.group(group[:1])
+    holder.close()
+    connection.close()
+    loop.close()
+
+
+def test_a_full_disk_refuses_and_says_so(migrated_file: Path, tmp_path: Path) -> None:
+    path = tmp_path / "full.db"
+    shutil.copy(migrated_file, path)
+    connection = Connection(str(path), writes=True)
+    connection.execute(Statement("PRAGMA max_page_count = 1"))
+    big = people.add_key(1, UserId(1), "x" * 5_000_000, "hash", Instant(1))
+    with pytest.raises(Unreachable, match="disk is full"):
+        connection.alone(big)
+    assert connection.alone(people.user_by_key("hash")) is None
+    connection.close()

@@ -86,9 +86,11 @@ def exit_code_of(error: GpoolError) -> int:
 
 def say_error(error: GpoolError) -> None:
     """One or two lines: what was wrong, and where to look next."""
-    click.echo(f"gpool: {error.detail}", err=True)
+    from gpool.cli.printing import plain
+
+    click.echo(f"gpool: {plain(error.detail)}", err=True)
     if isinstance(error, BadGpuSpec) and error.text and "^" not in error.detail:
-        click.echo(f"  {error.text}\n  {' ' * error.position}^", err=True)
+        click.echo(f"  {plain(error.text)}\n  {' ' * error.position}^", err=True)
     elif isinstance(error, NotSignedIn):
         click.echo(
             "  Set GPOOL_URL and GPOOL_KEY, or start a pool of your own with: gpool up", err=True

@@ -8,7 +8,7 @@ import click
 
 from gpool.cli.calling import as_json, client_of, listing
 from gpool.cli.main import FAILED
-from gpool.cli.printing import age, emit_json, fields, gib, table
+from gpool.cli.printing import age, emit_json, fields, gib, plain, table
 from gpool.core.errors import Invalid, NotFound
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ def _set(ctx: click.Context, what: str | None, availability: str, as_json: bool)
         emit_json(document)
     else:
         label = document.get("name") or document.get("model")
-        click.echo(f"{document['id']} ({label}) is {availability} now")
+        click.echo(f"{document['id']} ({plain(str(label))}) is {availability} now")
 
 
 def _node(client: Client, what: str | None) -> str:

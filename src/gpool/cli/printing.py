@@ -17,6 +17,10 @@ from gpool.client.logs import Printed
 _ALLOWED = re.compile(r"\x1b\[[0-9;:]{0,32}m")
 _UNFINISHED = re.compile(r"\x1b(?:\[[0-9;:]{0,32})?\Z")
 _CONTROLS = re.compile(r"\x1b\[[0-9;:]{0,32}m|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")
+_UNSAID = re.compile("[\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+_TURNS = re.compile(
+    "[\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]"
+)  # line ends and turns of direction
 
 
 class TerminalText:
@@ -42,6 +46,11 @@ class TerminalText:
 def neutral(text: str) -> str:
     """Text in which nothing but colour is an instruction to a terminal."""
     return _CONTROLS.sub(_shown, text.encode("utf-8", "replace").decode())
+
+
+def plain(text: str) -> str:
+    """A sentence that holds names or texts of strangers: nothing in it colours, overwrites or turns around what is shown."""
+    return neutral(_TURNS.sub("\ufffd", text.replace("\r", " ").replace("\x1b", "\u241b")))
 
 
 def _shown(match: re.Match[str]) -> str:
@@ -90,7 +99,8 @@ def _writer(name: str) -> Callable[[Printed | None], None]:
 
 
 def emit_json(document: object) -> None:
-    click.echo(json.dumps(document, indent=2, ensure_ascii=False))
+    text = json.dumps(document, indent=2, ensure_ascii=False)
+    click.echo(_UNSAID.sub(lambda found: f"\\u{ord(found.group()):04x}", text))
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]], empty: str) -> None:
@@ -124,7 +134,7 @@ def _cell(value: object) -> str:
         if isinstance(value, list)
         else str("" if value is None else value)
     )
-    return neutral(text.replace("\n", " ").replace("\r", " ").replace("\x1b", "\u241b"))
+    return plain(text.replace("\n", " "))
 
 
 def styled(text: str, *, bold: bool = False, colour: str | None = None) -> str:

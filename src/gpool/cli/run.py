@@ -124,11 +124,11 @@ def attend(client: Client, submitted: Run, into: Path, *, quiet: bool) -> int:
 
 def say_how_it_ended(result: Result, *, code_too: bool = False) -> None:
     """A line for every end that its exit code does not tell; `code_too`: for that one as well."""
-    from gpool.cli.printing import neutral
+    from gpool.cli.printing import plain
     from gpool.client.results import failure
 
     if result.status != "succeeded" and (code_too or result.reason != "exited"):
-        click.echo(f"gpool: {neutral(failure(result).detail)}", err=True)
+        click.echo(f"gpool: {plain(failure(result).detail)}", err=True)
 
 
 def detached(submitted: Run) -> int:

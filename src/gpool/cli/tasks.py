@@ -9,7 +9,7 @@ import click
 
 from gpool.cli.calling import as_json, client_of, into, listing
 from gpool.cli.main import FAILED, GPOOL_FAULT, say_error
-from gpool.cli.printing import LogPrinter, age, emit_json, fields, table
+from gpool.cli.printing import LogPrinter, age, emit_json, fields, plain, table
 from gpool.cli.run import progress_bar, say_how_it_ended
 from gpool.core.errors import GpoolError
 
@@ -166,4 +166,4 @@ def explain(ctx: click.Context, task: str, as_json: bool) -> None:
     if as_json:
         emit_json(document)
     else:
-        click.echo(document["sentence"])
+        click.echo(plain(document["sentence"]))

@@ -19,7 +19,8 @@ def checked(path: str, *, directory: bool = False) -> str:
         raise Invalid("an empty path; name a file beneath the work directory")
     if body.startswith("/"):
         raise Invalid(f"path '{shown}' is absolute; give it relative to the work directory")
-    if any(unicodedata.category(letter) in _INVISIBLE for letter in body):
+    # `isprintable` first: it is stricter, and a hundred times faster for the thousands of names one task may have
+    if not body.isprintable() and any(unicodedata.category(c) in _INVISIBLE for c in body):
         raise Invalid(f"path '{shown}' holds a control or invisible character")
     encoded = body.encode()
     if len(encoded) > MAX_PATH_BYTES:

@@ -7,16 +7,17 @@ uploader, so that nobody can spoil another's. What is being uploaded is pinned u
 from __future__ import annotations
 
 import asyncio
+import errno
 import hashlib
 import os
 import secrets
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from gpool.core.errors import Conflict, Invalid, NotFound, TooLarge
+from gpool.core.errors import Conflict, Invalid, NotFound, TooLarge, Unreachable
 from gpool.core.model import Instant, Span
 
 CHUNK_BYTES = 1024 * 1024
@@ -153,9 +154,10 @@ class Blobs:
     def remove_stale_parts(self, now: Instant, older_than: Span) -> int:
         removed = 0
         for path in self._incoming.iterdir():
-            if path not in self._busy and path.stat().st_mtime_ns // 1000 + older_than < now:
-                path.unlink(missing_ok=True)
-                removed += 1
+            with suppress(FileNotFoundError):  # an upload ended while we looked
+                if path not in self._busy and path.stat().st_mtime_ns // 1000 + older_than < now:
+                    path.unlink()
+                    removed += 1
         return removed
 
     def _partial(self, sha256: str, uploader: str) -> Path:
@@ -180,9 +182,9 @@ class Blobs:
                 waiting.append(chunk)
                 held += len(chunk)
                 if held >= CHUNK_BYTES:
-                    await asyncio.to_thread(_write, descriptor, b"".join(waiting), digest)
+                    await _to_its_end(_write, descriptor, b"".join(waiting), digest)
                     waiting, held = [], 0
-            await asyncio.to_thread(_write, descriptor, b"".join(waiting), digest, sync=True)
+            await _to_its_end(_write, descriptor, b"".join(waiting), digest, True)
         finally:
             os.close(descriptor)
         return have
@@ -199,16 +201,30 @@ class Blobs:
                 os.close(descriptor)
 
 
-def _write(
-    descriptor: int, data: bytes, digest: hashlib._Hash | None, *, sync: bool = False
-) -> None:
+async def _to_its_end(work: Callable[..., None], *args: object) -> None:
+    """In a thread. A caller that is cancelled waits all the same: else it would close the descriptor under the thread's
+    hands, and the rest of the bytes would go into whatever file gets its number next."""
+    running = asyncio.ensure_future(asyncio.to_thread(work, *args))
+    try:
+        await asyncio.shield(running)
+    except asyncio.CancelledError:
+        await asyncio.wait([running])
+        raise
+
+
+def _write(descriptor: int, data: bytes, digest: hashlib._Hash | None, sync: bool = False) -> None:
     if digest is not None:
         digest.update(data)
     view = memoryview(data)
-    while view:
-        view = view[os.write(descriptor, view) :]
-    if sync:
-        os.fsync(descriptor)
+    try:
+        while view:
+            view = view[os.write(descriptor, view) :]
+        if sync:
+            os.fsync(descriptor)
+    except OSError as full:
+        if full.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise Unreachable("the server's disk is full; try again later") from full
 
 
 def _digest_of(path: Path) -> str:

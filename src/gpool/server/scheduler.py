@@ -49,6 +49,9 @@ T = TypeVar("T")
 MAX_SPECS = 50_000
 """Specs remembered beyond those in use; a new picture forgets the rest."""
 
+MAX_NAMES = 500_000
+"""Names of inputs and outputs in such specs, about 100 MB."""
+
 
 class Scheduler:
     def __init__(self, store: Store, hub: Hub, metrics: Metrics, policy: Policy, ttl: Span) -> None:
@@ -65,6 +68,7 @@ class Scheduler:
         self._doubts = 1
         self._settled = 0  # the doubt that the current picture answers
         self._specs: dict[SpecId, tuple[UserId, TaskSpec, Shape]] = {}
+        self._names = 0  # in specs remembered since the picture
 
     # ---- passes
 
@@ -96,6 +100,7 @@ class Scheduler:
         self._term, picture = await self._write(_survey(now))
         self._specs = {id_: (user, spec, shape_of(spec, user)) for id_, user, spec in picture.specs}
         self.state = self._built(picture)
+        self._names = 0
         self._settled = doubt
         for node, _ in picture.held:
             self.deadlines.setdefault(node, Instant(now + self._ttl))
@@ -127,7 +132,7 @@ class Scheduler:
 
     def tidy(self) -> None:
         """Forgets specs nobody needs, by taking a new picture when there are too many."""
-        if len(self._specs) > MAX_SPECS + len(self.state.shapes):
+        if len(self._specs) > MAX_SPECS + len(self.state.shapes) or self._names > MAX_NAMES:
             self.doubt()
 
     # ---- folding what was committed
@@ -273,6 +278,7 @@ class Scheduler:
         known = self._specs.get(id_)
         if known is None:
             known = self._specs[id_] = (user, spec, shape_of(spec, user))
+            self._names += len(spec.inputs) + len(spec.outputs)
         return known[2]
 
     def _known_spec(self, id_: int) -> TaskSpec | None:

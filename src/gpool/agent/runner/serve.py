@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import gc
 import os
 import pickle
@@ -40,6 +41,8 @@ INLINE_LIMIT_BYTES = 64 * 1024
 READ_BYTES = 1 << 20
 TEXT_LIMIT = 64 * 1024
 PR_SET_CHILD_SUBREAPER = 36
+UMASK = 0o022
+HIGH = 200  # descriptors of ours that a call should not meet
 MOST_FIRST_PID = 16  # a namespace's first processes: what runs in one of its own has such a number
 
 
@@ -59,6 +62,8 @@ class Runner:
         self.path = list(sys.path)
         self.pid = os.getpid()
         self.environ_data: dict[Any, Any] = {}
+        self.texts = [sys.stdout, sys.stderr]
+        self.pipes = [(number, duplicate(number), identity(number)) for number in (1, 2)]
 
     def serve(self) -> None:
         self.write(READY, self.marker)
@@ -172,12 +177,9 @@ class Runner:
 
     def clean(self, threads: int) -> bool:
         """Between calls: no other process, no file, the first environment; False when threads were left."""
-        for stream in (sys.stdout, sys.stderr):
-            try:
-                stream.flush()
-            except (AttributeError, OSError, ValueError):
-                sys.stdout = sys.__stdout__
-                sys.stderr = sys.__stderr__
+        signal.alarm(0)
+        os.umask(UMASK)
+        self.restore_output()
         if self.alone:
             self.end_others()
         else:
@@ -202,6 +204,31 @@ class Runner:
         if sys.path != self.path:
             sys.path[:] = self.path
         return thread_count() <= threads
+
+    def restore_output(self) -> None:
+        """What is buffered leaves; then output goes where it went before the call, whatever the call did to it."""
+        texts = self.texts
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):
+                stream.flush()
+        for number, kept, first in self.pipes:
+            if identity(number) != first:
+                os.dup2(kept, number)
+        if (
+            sys.stdout is not texts[0]
+            or sys.stderr is not texts[1]
+            or texts[0].closed
+            or texts[1].closed
+        ):
+            for at, stream in enumerate(texts):
+                if stream.closed:
+                    texts[at] = open(  # noqa: SIM115 - stays open
+                        at + 1, "w", encoding="utf-8", errors="backslashreplace", closefd=False
+                    )
+                with contextlib.suppress(OSError):
+                    texts[at].flush()
+            sys.stdout, sys.stderr = texts
+            sys.__stdout__, sys.__stderr__ = texts  # type: ignore[assignment, misc]
 
     def end_others(self) -> None:
         try:
@@ -232,6 +259,19 @@ class Runner:
         written = os.write(self.answers, frame)
         while written < len(frame):
             written += os.write(self.answers, frame[written:])
+
+
+def duplicate(number: int) -> int:
+    """The same pipe under a number that a call which closes "all" descriptors hardly reaches."""
+    return fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, HIGH)
+
+
+def identity(number: int) -> tuple[int, int] | None:
+    try:
+        facts = os.fstat(number)
+    except OSError:
+        return None
+    return facts.st_dev, facts.st_ino
 
 
 def children() -> list[int]:
@@ -272,7 +312,7 @@ def main(words: list[str]) -> int:
         return 2
     if not alone:
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    os.umask(0o022)
+    os.umask(UMASK)
     for number in words[1:4]:
         os.set_inheritable(int(number), False)
     values = "/values" if alone else os.path.join(os.path.dirname(os.getcwd()), "values")

@@ -25,8 +25,12 @@ async def put(
     server: Server, who: User | NodeCredentials, upload: Upload, body: AsyncIterator[bytes]
 ) -> int | None:
     """Takes the bytes, then the reference; the size, or None while parts are missing."""
-    if isinstance(who, NodeCredentials) and upload.lease is None:
-        raise Invalid("a node uploads under a lease: send the header 'Gpool-Lease: TASK:EPOCH'")
+    if isinstance(who, NodeCredentials):
+        if upload.lease is None:
+            raise Invalid("a node uploads under a lease: send the header 'Gpool-Lease: TASK:EPOCH'")
+        task, epoch = TaskId(upload.lease.task), upload.lease.epoch
+        if not await server.store.read(operations.may_upload(who.node, task, epoch)):
+            raise _stale()
     with server.blobs.pinned(upload.sha256):
         if upload.part is None:
             size: int | None = await server.blobs.store(upload.sha256, body)
@@ -45,7 +49,12 @@ async def _refer(server: Server, who: User | NodeCredentials, upload: Upload, si
     lease = upload.lease
     fence = (TaskId(lease.task), lease.epoch) if lease is not None else None
     if not await server.write(operations.add_artifact(sha256, size, None, who.node, fence, at)):
-        raise StaleLease("this lease is not the current one; what was uploaded under it is dropped")
+        await server.write(operations.leave_to_prune(sha256, size, at))
+        raise _stale()
+
+
+def _stale() -> StaleLease:
+    return StaleLease("this lease is not the current one; what was uploaded under it is dropped")
 
 
 async def size_of(server: Server, who: User | NodeCredentials, sha256: str) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from itertools import pairwise
 
 from gpool.core import gpuspec, paths
 from gpool.core.errors import BadGpuSpec, Invalid, TooLarge, Unprocessable
@@ -68,10 +69,14 @@ def _check_weight(spec: TaskSpec) -> None:
             "the task holds half a character (a lone surrogate); send valid text"
         ) from None
     if weight > MAX_SPEC_BYTES:
-        raise TooLarge(
-            f"the names of {len(spec.inputs)} inputs and {len(spec.outputs)} outputs are {weight} bytes long, "
-            f"at most {MAX_SPEC_BYTES} go through; put the files into one archive"
-        )
+        raise _too_many_names(len(spec.inputs), len(spec.outputs))
+
+
+def _too_many_names(inputs: int, outputs: int) -> TooLarge:
+    return TooLarge(
+        f"the names of {inputs} inputs and {outputs} outputs are longer than the {MAX_SPEC_BYTES} bytes "
+        "that go through; put the files into one archive"
+    )
 
 
 def _default_name(command: tuple[str, ...]) -> str:
@@ -137,6 +142,8 @@ def _check_env(env: dict[str, str]) -> None:
 
 
 def _inputs(request: TaskRequest) -> tuple[InputFile, ...]:
+    if sum(len(item.path) for item in request.inputs) > MAX_SPEC_BYTES:  # before each is looked at
+        raise _too_many_names(len(request.inputs), len(request.outputs))
     seen: dict[str, str] = {}
     for item in request.inputs:
         paths.checked(item.path)
@@ -169,11 +176,9 @@ def _distinct(field: str, path: str, seen: dict[str, str]) -> None:
 
 
 def _no_file_is_a_folder(seen: dict[str, str]) -> None:
-    for folded, path in seen.items():
-        parent = folded.rpartition("/")[0]
-        while parent:
-            if parent in seen:
-                raise Invalid(
-                    f"input '{seen[parent]}' is a file and the folder of '{path}'; rename one"
-                )
-            parent = parent.rpartition("/")[0]
+    """With NUL for '/', which sorts before every letter, what lies beneath a name comes right after it."""
+    ordered = sorted(folded.replace("/", "\0") for folded in seen)
+    for above, below in pairwise(ordered):
+        if below.startswith(above + "\0"):
+            parent, path = (seen[name.replace("\0", "/")] for name in (above, below))
+            raise Invalid(f"input '{parent}' is a file and the folder of '{path}'; rename one")

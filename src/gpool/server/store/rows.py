@@ -29,6 +29,9 @@ from gpool.server.store.values import HeldLease, NodeRow
 STATUS = {status.value: status for status in TaskStatus}
 REASON = {reason.value: reason for reason in EndReason}
 
+REMEMBERED_LENGTH = 8 * 1024
+"""Longer specs are decoded each time: thousands of them, each with thousands of inputs, would fill the memory."""
+
 _encode = msgspec.json.Encoder(order="deterministic").encode
 _spec = msgspec.json.Decoder(TaskSpec).decode
 _offer = msgspec.json.Decoder(Offer).decode
@@ -48,8 +51,12 @@ def digest_of(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-@lru_cache(maxsize=4096)
 def spec_from(text: str) -> TaskSpec:
+    return _remembered_spec(text) if len(text) <= REMEMBERED_LENGTH else _spec(text)
+
+
+@lru_cache(maxsize=4096)
+def _remembered_spec(text: str) -> TaskSpec:
     return _spec(text)
 
 

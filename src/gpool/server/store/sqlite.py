@@ -68,7 +68,14 @@ def compiled(sql: str, relations: tuple[tuple[str, Columns], ...]) -> str:
 class Connection:
     """One SQLite connection that runs statements. Belongs to one thread at a time."""
 
-    def __init__(self, path: str, *, synchronous: str = "FULL", writes: bool) -> None:
+    def __init__(
+        self,
+        path: str,
+        *,
+        synchronous: str = "FULL",
+        writes: bool,
+        busy_timeout_s: float = BUSY_TIMEOUT_S,
+    ) -> None:
         self._raw = sqlite3.connect(
             path,
             timeout=LOCKED_S,
@@ -86,21 +93,22 @@ class Connection:
             f"query_only={'OFF' if writes else 'ON'}",
         ):
             self._raw.execute(f"PRAGMA {pragma}")
+        self._patience_s = busy_timeout_s
         self._temporary: set[str] = set()
         self._begin = "BEGIN IMMEDIATE" if writes else "BEGIN"
 
     def begin(self) -> None:
-        ends = perf_counter() + BUSY_TIMEOUT_S
-        while not self.begins():
-            if perf_counter() > ends:
-                raise InternalFault("somebody else keeps the database locked; see who has it open")
+        """Waits for whoever has the database locked, a backup say, as long as it was told to."""
+        ends = perf_counter() + self._patience_s
+        while not self.begins(last=perf_counter() >= ends):
+            pass
 
-    def begins(self) -> bool:
-        """False when somebody else, a backup say, has the database locked."""
+    def begins(self, *, last: bool = False) -> bool:
+        """False when somebody else has the database locked; the `last` try raises that."""
         try:
             self._raw.execute(self._begin)
         except sqlite3.OperationalError as exc:
-            if exc.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY:
+            if last or exc.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY:
                 raise
             return False
         return True
@@ -162,13 +170,13 @@ class Connection:
 
     def alone(self, operation: Operation[T]) -> T:
         """Runs the operation in a transaction of its own."""
-        self.begin()
         try:
+            self.begin()
             value = self.drive(operation)
             self.commit()
         except sqlite3.Error as exc:
             self.rollback()
-            raise InternalFault(f"the database refused: {exc}") from exc
+            raise _told(exc) from exc
         except BaseException:
             self.rollback()
             raise
@@ -178,10 +186,16 @@ class Connection:
         """Runs all of them in one transaction and commits. A refused one fails alone.
 
         Any other exception rolls everything back; then each has its own transaction, so only the culprit fails.
+        When none can begin, because somebody else holds the database, all fail at once: none is to blame.
         """
         try:
             if not begun:
                 self.begin()
+        except sqlite3.Error as exc:
+            for waiting in members:
+                waiting.fail(_told(exc))
+            return
+        try:
             for waiting in members:
                 try:
                     waiting.value = self.drive(waiting.operation)
@@ -196,6 +210,20 @@ class Connection:
                     waiting.value = self.alone(waiting.operation)
                 except Exception as exc:  # noqa: BLE001 - raised where the operation was asked for
                     waiting.fail(exc)
+
+
+_PASSING = {
+    sqlite3.SQLITE_FULL: "the server's disk is full",
+    sqlite3.SQLITE_BUSY: "the database is held by another program",
+}
+
+
+def _told(error: sqlite3.Error) -> GpoolError:
+    """What passes (a full disk, a lock) may be tried again; the rest is a fault of ours. Nothing was written."""
+    why = _PASSING.get(getattr(error, "sqlite_errorcode", 0) & 0xFF)
+    if why is not None:
+        return Unreachable(f"{why}; nothing was written, try again later")
+    return InternalFault(f"the database refused: {error}")
 
 
 class SqliteStore:
@@ -274,10 +302,15 @@ class SqliteStore:
         if not group:
             return  # they were handed over meanwhile
         began = perf_counter()
-        if not self._writer.begins():
-            self._hand_over(group)
-            return
-        self._writer.group(group, begun=True)
+        try:
+            if not self._writer.begins():
+                self._hand_over(group)
+                return
+        except sqlite3.Error as exc:
+            for waiting in group:
+                waiting.fail(_told(exc))
+        else:
+            self._writer.group(group, begun=True)
         self._pace_s += (perf_counter() - began - self._pace_s) / 8
         answer_all(group)
 

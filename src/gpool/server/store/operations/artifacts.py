@@ -114,6 +114,22 @@ def visible_to_node(sha256: str, node: NodeId) -> Operation[int | None]:
 
 
 @operation
+def leave_to_prune(sha256: str, size_bytes: int, at: Instant) -> Operation[None]:
+    """Bytes that came and were refused: known, so that they are removed in time, and seen by nobody."""
+    yield from put_artifact(sha256, size_bytes, at)
+
+
+@operation
+def may_upload(node: NodeId, task: TaskId, epoch: int) -> Operation[bool]:
+    """Whether the lease is the node's, now. Only spares the bytes' way: `add_artifact` is the fence."""
+    rows = yield Statement(
+        "SELECT 1 FROM tasks WHERE id = :task AND epoch = :epoch AND node_id = :node AND holding = 1",
+        {"task": task, "epoch": epoch, "node": node},
+    )
+    return bool(rows)
+
+
+@operation
 def known(sha256: str) -> Operation[bool]:
     rows = yield Statement("SELECT 1 FROM artifacts WHERE sha256 = :sha256", {"sha256": sha256})
     return bool(rows)
