@@ -97,7 +97,9 @@ class SessionMachine(RuleBasedStateMachine):
         out = self.session.handle(self.now, event)
         if overdue:
             left = before & set(self.session._work.leases)
-            assert all(self.session._work._held[task].fate for task, _ in left), "one is not ended"
+            assert all(self.session._work._leases.held[task].fate for task, _ in left), (
+                "one is not ended"
+            )
             ended = {i.runner for i in out if isinstance(i, EndRunner)} | self.dying_runners
             assert set(self.runners) <= ended | {
                 i.runner for i in out if isinstance(i, StartRunner)
@@ -107,7 +109,9 @@ class SessionMachine(RuleBasedStateMachine):
                 case Send(frame=Reports() as reports):
                     for item in reports.items:
                         lease = (item.task, item.epoch)
-                        assert lease not in self.forgotten or is_giving_up(item), f"{item} of a forgotten lease"
+                        assert lease not in self.forgotten or is_giving_up(item), (
+                            f"{item} of a forgotten lease"
+                        )
                     if self.connected:
                         self.inbound.append(Recorded(reports.sequence))
                 case Send(frame=Hello() as hello):

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import pty
+import socket
 import subprocess
 import sys
 import time
@@ -10,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from gpool.cli.children import Child, Program
-from gpool.cli.up import only_one
+from gpool.cli.up import must_be_free, only_one
 from gpool.core.errors import Conflict
 
 GPOOL = [sys.executable, "-m", "gpool"]
@@ -44,6 +48,16 @@ def test_two_pools_never_share_a_folder(tmp_path: Path) -> None:
         pass
 
 
+def test_a_port_that_is_taken_is_said_before_anything_starts() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(Conflict, match=f"port {port}.*--port"):
+            must_be_free("127.0.0.1", port)
+    must_be_free("127.0.0.1", port)
+    with pytest.raises(Conflict, match="--host"):
+        must_be_free("203.0.113.7", port)
+
+
 def test_a_child_that_dies_is_started_again_and_stops_when_told(tmp_path: Path) -> None:
     (tmp_path / "sleeper.py").write_text("import signal\nprint('up', flush=True)\nsignal.pause()\n")
     child = Child(
@@ -64,3 +78,21 @@ def test_a_child_that_dies_is_started_again_and_stops_when_told(tmp_path: Path) 
     assert child.pid != first
     child.stop()
     assert child.exit_code() is not None
+
+
+def on_a_terminal(code: str) -> bytes:
+    """What a program writes to a terminal."""
+    parent, child = pty.openpty()
+    subprocess.run([sys.executable, "-c", code], stdout=child, stderr=child, check=True, timeout=30)
+    os.close(child)
+    said = b""
+    with contextlib.suppress(OSError), open(parent, "rb", buffering=0) as terminal:
+        while piece := terminal.read(4096):
+            said += piece
+    return said
+
+
+def test_a_bar_is_drawn_only_when_bytes_are_moved() -> None:
+    drawn = "from gpool.cli.run import progress_bar\nwith progress_bar() as show:\n    "
+    assert on_a_terminal(drawn + "pass") == b""
+    assert b"weights" in on_a_terminal(drawn + "show('weights', 1, 2)")

@@ -17,7 +17,9 @@ def test_no_seed_breaks_a_promise(first: int) -> None:
         outcome = run(seed)
         if outcome.violation:
             broken[seed] = outcome.violation
-    assert not broken, f"tell the story with: python -m gpool.testing.world --trace --seed {min(broken)}"
+    assert not broken, (
+        f"tell the story with: python -m gpool.testing.world --trace --seed {min(broken)}"
+    )
 
 
 def test_the_runs_are_not_idle() -> None:

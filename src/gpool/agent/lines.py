@@ -80,7 +80,6 @@ class Held:
     """One lease this agent has."""
 
     __slots__ = (
-        "deaths",
         "epoch",
         "fate",
         "line",
@@ -103,7 +102,6 @@ class Held:
         self.payload_sha256 = payload_sha256
         self.place = Place.WAITING
         self.fate = Fate.NONE
-        self.deaths = 0  # runners that went away quietly while it was their head
         self.log: LogBuffer | None = None
 
     def __repr__(self) -> str:

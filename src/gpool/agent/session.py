@@ -8,7 +8,7 @@ deadline is looked at before anything else in `handle`: the first event after a 
 everything held. What had *ended* before is still reported; what is let go is reported lost, once nothing of it runs
 (when beats arrive and only their answers do not, nobody else would end those leases); the store's fence decides.
 
-Lines, runners and commands are `gpool.agent.work`; reports on their way are `gpool.agent.outbox`.
+Leases, lines, runners and commands are `gpool.agent.work`; reports on their way are `gpool.agent.outbox`.
 """
 
 from __future__ import annotations

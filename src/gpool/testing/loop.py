@@ -70,17 +70,19 @@ class VirtualLoop(BaseEventLoop):
     def us(self) -> int:
         return round(self._selector.now_s * 1_000_000)
 
-    def after_us(self, delay_us: int, callback: Callable[..., object], *args: Any) -> asyncio.TimerHandle:
+    def after_us(
+        self, delay_us: int, callback: Callable[..., object], *args: Any
+    ) -> asyncio.TimerHandle:
         return self.call_at((self.us + max(0, delay_us)) / 1_000_000, callback, *args)
 
     def _process_events(self, event_list: list[NoReturn]) -> None: ...
 
     def _write_to_self(self) -> None: ...
 
-    def run_in_executor(self, *_: Any, **__: Any) -> NoReturn:
+    def run_in_executor(self, *_: Any, **__: Any) -> NoReturn:  # type: ignore[override]
         raise OutsideWorld("no threads under virtual time")
 
-    async def shutdown_default_executor(self, timeout: float | None = None) -> None: ...
+    async def shutdown_default_executor(self, timeout: float | None = None) -> None: ...  # noqa: ASYNC109
 
 
 class Household:
@@ -127,7 +129,7 @@ def _create(
     coroutine: Coroutine[Any, Any, T] | Generator[Any, None, T],
     context: contextvars.Context | None = None,
 ) -> asyncio.Task[T]:
-    task: asyncio.Task[T] = asyncio.Task(coroutine, loop=loop, context=context)  # type: ignore[arg-type]
+    task: asyncio.Task[T] = asyncio.Task(coroutine, loop=loop, context=context)
     household = (context or contextvars.copy_context()).get(_household)
     if household is not None:
         household.adopt(task)
@@ -136,5 +138,5 @@ def _create(
 
 def new_loop() -> VirtualLoop:
     loop = VirtualLoop()
-    loop.set_task_factory(_create)  # type: ignore[arg-type]
+    loop.set_task_factory(_create)
     return loop

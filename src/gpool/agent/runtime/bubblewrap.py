@@ -15,18 +15,17 @@ import hashlib
 import os
 import resource
 import shutil
-import sys
 import sysconfig
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from gpool.agent.runtime import cgroups, layout, seccomp
-from gpool.agent.runtime.calls import Keeping, open_runner
+from gpool.agent.runtime.calls import Keeping, must_have, open_runner
 from gpool.agent.runtime.commands import Command, command_pipes
 from gpool.agent.runtime.devices import device_arguments, visible_devices
 from gpool.agent.runtime.disk import DiskWatch, Watched
-from gpool.agent.runtime.launching import Bind, Exit, Launcher, Order, Started
+from gpool.agent.runtime.launching import LAUNCHER_DIED, Bind, Exit, Launcher, Order, Started
 from gpool.agent.runtime.protocol import (
     CommandJob,
     CommandSandbox,
@@ -36,7 +35,7 @@ from gpool.agent.runtime.protocol import (
     RunnerSandbox,
     SandboxFailed,
 )
-from gpool.agent.runtime.workplace import Workplace
+from gpool.agent.runtime.workplace import Workplace, clear
 from gpool.core.model import EndReason, Gpu, Slice, Tier
 
 RUN = Path("/run/gpool")  # a root agent's, and only it may write there
@@ -156,9 +155,7 @@ class BubblewrapRuntime:
         )
 
     async def start_runner(self, job: RunnerJob) -> RunnerSandbox:
-        minor = f"{sys.version_info.major}.{sys.version_info.minor}"
-        if job.python != minor:
-            raise SandboxFailed(f"this node has Python {minor}, the function needs {job.python}")
+        must_have(job.python)
         slot, place = self._take(with_values=True)
         watched = Watched(place.root, job.limits.disk_bytes)
 
@@ -197,10 +194,7 @@ class BubblewrapRuntime:
 
     def _sweep(self) -> None:
         cgroups.sweep(self._hierarchy, self._tag)
-        for name in os.listdir(self._sandboxes):
-            Workplace(self._sandboxes / name, os.geteuid()).remove()
-        for name in os.listdir(self._values):
-            (self._values / name).unlink()
+        clear(self._sandboxes, self._values)
 
     def _take(self, *, with_values: bool) -> tuple[Slot, Workplace]:
         if self._free:
@@ -328,6 +322,8 @@ class BubblewrapRuntime:
                 return Ended(
                     exit.code, EndReason.OUT_OF_MEMORY, "it used more memory than asked for"
                 )
+            if exit.lost:
+                return Ended(exit.code, EndReason.SANDBOX_FAILED, LAUNCHER_DIED)
             text = head.decode("utf-8", "replace").strip()
             if exit.code == 1 and text.startswith("bwrap: execvp "):
                 missing = "No such file" in text

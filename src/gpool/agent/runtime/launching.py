@@ -52,6 +52,10 @@ class Exit:
     code: int  # 128+n for a signal n
     ran: bool
     killed: bool
+    lost: bool = False  # its launcher died, and it with that: nobody's doing
+
+
+LAUNCHER_DIED = "gpool's launcher on that node died, and the sandbox with it"
 
 
 class Started:
@@ -77,7 +81,7 @@ class Started:
 
 
 class Launcher:
-    """Starts the launcher process at the first order, from the loop's own thread, and again when it died."""
+    """Starts the launcher process at the first order, and again when it died."""
 
     def __init__(self, *, place: str, binds: Sequence[Bind], seccomp: bytes) -> None:
         self._settings = {
@@ -161,7 +165,6 @@ class Launcher:
             ours.setblocking(False)
             with theirs:
                 # -I -S: nothing but the standard library, so that its forks are small
-                # and from this very thread: it dies with the thread that made it
                 self._child = subprocess.Popen(  # noqa: ASYNC220 - a vfork, once
                     [sys.executable, "-I", "-S", "-B", str(SCRIPT)],
                     stdin=theirs.fileno(),
@@ -188,7 +191,7 @@ class Launcher:
                 except ConnectionResetError:
                     data = b""
                 if not data:
-                    self._forget()
+                    self._forget(lost=True)
                     return
                 said = json.loads(data)
                 if "ended" in said:
@@ -205,7 +208,7 @@ class Launcher:
                     else:
                         self._ready.set_exception(SandboxFailed(said["detail"]))
 
-    def _forget(self) -> None:
+    def _forget(self, *, lost: bool = False) -> None:
         """The launcher is gone, and all it ran with it."""
         if self._channel is not None:
             asyncio.get_running_loop().remove_reader(self._channel.fileno())
@@ -218,5 +221,5 @@ class Launcher:
         self._ready = None
         for exit in self._running.values():
             if not exit.done():
-                exit.set_result(Exit(137, ran=True, killed=True))
+                exit.set_result(Exit(137, ran=True, killed=not lost, lost=lost))
         self._running.clear()

@@ -85,7 +85,9 @@ def summed_up(outcomes: list[Outcome], seconds: float) -> dict[str, int | float]
 
 def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m gpool.testing.world", description=__doc__)
-    parser.add_argument("--seeds", type=_span, default=range(300), help="FIRST:LAST, the last left out")
+    parser.add_argument(
+        "--seeds", type=_span, default=range(300), help="FIRST:LAST, the last left out"
+    )
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--json", type=Path, help="write the table here too")
     parser.add_argument("--seed", type=int, help="one seed only")

@@ -73,8 +73,16 @@ class _Boot:
 
 
 class Agent:
-    def __init__(self, around: Surroundings, name: str, secret: str, offer: Offer, dice: Dice) -> None:
-        self._around, self.name, self._secret, self._offer, self._dice = around, name, secret, offer, dice
+    def __init__(
+        self, around: Surroundings, name: str, secret: str, offer: Offer, dice: Dice
+    ) -> None:
+        self._around, self.name, self._secret, self._offer, self._dice = (
+            around,
+            name,
+            secret,
+            offer,
+            dice,
+        )
         self._clock = BootClock(dice.between(0, 10**9), 1 + (dice.random() - 0.5) * 0.02)
         self._boots = 0
         self._boot: _Boot | None = None
@@ -291,12 +299,16 @@ class Agent:
         record = self._around.record
         match frame:
             case frames.Grants():
-                leases = [(lease.task, lease.epoch) for line in frame.lines for lease in line.leases]
+                leases = [
+                    (lease.task, lease.epoch) for line in frame.lines for lease in line.leases
+                ]
                 record.grants_received(self.name, leases)
             case frames.Recorded():
                 for number in [n for n in boot.sent if n <= frame.sequence]:
                     for item in boot.sent.pop(number):
                         refused = frames.Hold(item.task, item.epoch) in frame.refused
                         record.report_acknowledged(self.name, item, refused=refused)
+            case frames.Refused(retry=False):
+                self._around.fail(f"{self.name} was told never to come back: {frame.detail}")
             case _:
                 pass

@@ -10,6 +10,7 @@ import base64
 import json
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from gpool.core.errors import Unreachable
@@ -121,7 +122,9 @@ class Consumer:
         try:
             await self._obtain(wish)
         except Unreachable:
-            self._tell("gives up", wish.name)  # it had no key: it cannot know, and does not ask twice
+            self._tell(
+                "gives up", wish.name
+            )  # it had no key: it cannot know, and does not ask twice
         self.unfinished -= 1
 
     async def _obtain(self, wish: Wish) -> None:
@@ -138,7 +141,9 @@ class Consumer:
             await asyncio.sleep(self._dice.between(0, 3_000) / 1e3)
             await self._cancel(wish, batch, tasks)
         if wish.asks_twice:
-            again = await self._persist(lambda s: submit.submit(s, self._user, wish.request, wish.once))
+            again = await self._persist(
+                lambda s: submit.submit(s, self._user, wish.request, wish.once)
+            )
             if again.body != accepted.body:
                 self._counter.fail(f"{wish.name}: the same key was answered differently")
         await self._collect(batch, tasks)
@@ -152,7 +157,9 @@ class Consumer:
             return submit.submit(server, self._user, request, once)
 
         self._tell("submits", name, count)
-        accepted = await (self._ask(work, repeatable=False) if once is None else self._persist(work))
+        accepted = await (
+            self._ask(work, repeatable=False) if once is None else self._persist(work)
+        )
         self._tell("has", name, accepted.tasks)
         self._counter.record.submission_acknowledged(name, accepted.tasks)
         return accepted
@@ -167,7 +174,7 @@ class Consumer:
             for task in unlucky:
                 self._tell("cancels", task)
                 once = Once(f"cancel-{task}", "")
-                await self._persist(lambda s, t=task, o=once: cancel.cancel_task(s, self._user, t, o))
+                await self._persist(partial(self._cancel_task, task, once))
         for task in unlucky:
             self._counter.record.cancel_acknowledged(task)
 
@@ -175,14 +182,16 @@ class Consumer:
         after = 0
         missing = set(tasks)
         while missing:
-            chunk = await self._persist(lambda s, a=after: self._read_results(s, batch, a))
+            chunk = await self._persist(partial(self._read_results, batch, after))
             for line in chunk.splitlines():
                 if not line.strip():
                     continue
                 document = json.loads(line)
                 after += 1
                 if document["sequence"] != after:
-                    self._counter.fail(f"{batch}: result {document['sequence']} came after {after - 1}")
+                    self._counter.fail(
+                        f"{batch}: result {document['sequence']} came after {after - 1}"
+                    )
                 task = decode("task", document["id"])
                 value = base64.b64decode(document.get("value", ""))
                 mark = mark_of(value, document.get("error_text", ""))
@@ -190,7 +199,10 @@ class Consumer:
                 missing.discard(TaskId(task))
         self._tell("is served", batch)
 
-    async def _read_results(self, server: Server, batch: BatchId, after: int) -> bytes:
+    async def _cancel_task(self, task: TaskId, once: Once, server: Server) -> None:
+        await cancel.cancel_task(server, self._user, task, once)
+
+    async def _read_results(self, batch: BatchId, after: int, server: Server) -> bytes:
         """The first piece of the stream; the rest is asked for from there, as after a broken connection."""
         stream = await query.batch_results(server, self._user, batch, after)
         try:
@@ -220,7 +232,8 @@ class Consumer:
             raise await self._silence("the request was lost")
         answer = self._deliver(work)
         if repeatable and dice.chance(weather.request_repeated):
-            self._counter.loop.after_us(dice.between(0, 2_000 * MS), self._deliver_again, work)
+            late_us = dice.between(0, dice.pick((3, 3, 2_000)) * MS)
+            self._counter.loop.after_us(late_us, self._deliver_again, work)
         try:
             value = await asyncio.wait_for(asyncio.shield(answer), PATIENCE_S)
         except TimeoutError:
@@ -254,5 +267,3 @@ class Consumer:
 
     def _tell(self, what: str, *details: object) -> None:
         self._counter.trace.say(self.name, what, *details)
-
-

@@ -20,9 +20,11 @@ class Kind(StrEnum):
     AGENT_CRASH = "agent_crash"
     FREEZE = "freeze"
     BREAK = "break"
+    STALL = "stall"  # one connection's words arrive after those of a newer one
     BLOCK = "block"  # both ways
     BLOCK_UP = "block_up"
     BLOCK_DOWN = "block_down"
+    BLOCK_CROSSED = "block_crossed"  # down for a while; up later, and for longer than a lease
     OWNER_PAUSE = "owner_pause"
     SLOW_DISK = "slow_disk"
     SHUTDOWN = "shutdown"  # the owner stops the agent properly, and starts it again
@@ -36,9 +38,11 @@ MOMENTS = (
     Kind.AGENT_CRASH,
     Kind.FREEZE,
     Kind.BREAK,
+    Kind.STALL,
     Kind.BLOCK,
     Kind.BLOCK_UP,
     Kind.BLOCK_DOWN,
+    Kind.BLOCK_CROSSED,
     Kind.OWNER_PAUSE,
     Kind.SLOW_DISK,
     Kind.SHUTDOWN,
@@ -47,12 +51,14 @@ MOMENTS = (
 
 LASTS_US: dict[Kind, tuple[int, int]] = {
     Kind.SERVER_CRASH: (50 * MS, 2 * S),
-    Kind.AGENT_CRASH: (300 * MS, 6 * S),
+    Kind.AGENT_CRASH: (100 * MS, 5 * S),
     Kind.FREEZE: (200 * MS, 9 * S),
     Kind.BREAK: (0, 0),
+    Kind.STALL: (50 * MS, 3 * S),
     Kind.BLOCK: (300 * MS, 8 * S),
     Kind.BLOCK_UP: (300 * MS, 8 * S),
     Kind.BLOCK_DOWN: (300 * MS, 6 * S),
+    Kind.BLOCK_CROSSED: (1500 * MS, 2800 * MS),
     Kind.OWNER_PAUSE: (500 * MS, 4 * S),
     Kind.SLOW_DISK: (300 * MS, 2 * S),
     Kind.SHUTDOWN: (300 * MS, 3 * S),
@@ -92,7 +98,9 @@ def draw(dice: Dice, nodes: int, mischief: Mischief) -> FaultPlan:
         for _ in range(dice.between(1, mischief.most)):
             kind = dice.pick(moments)
             at_us = dice.between(500 * MS, mischief.until_us)
-            faults.append(Fault(at_us, kind, dice.between(0, nodes - 1), dice.between(*LASTS_US[kind])))
+            faults.append(
+                Fault(at_us, kind, dice.between(0, nodes - 1), dice.between(*LASTS_US[kind]))
+            )
     faults.sort(key=lambda fault: (fault.at_us, fault.kind.value, fault.node))
     weather = Weather(
         delay_us=(1 * MS, dice.pick((3, 30, 150)) * MS),

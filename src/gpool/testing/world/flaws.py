@@ -5,7 +5,7 @@ No flaw is an `if` in production code. `parts_with(flaw)` gives what a World is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from enum import StrEnum
 from typing import Any, TypeVar
@@ -16,7 +16,7 @@ from gpool.agent.instructions import Event, FrameArrived, Instruction
 from gpool.agent.lines import NEVER, Past
 from gpool.agent.session import Session
 from gpool.core.ids import NodeId, TaskId
-from gpool.core.model import Instant, Span
+from gpool.core.model import Instant, Span, TaskSpec
 from gpool.core.scheduling.events import Event as SchedulingEvent
 from gpool.core.scheduling.events import TasksQueued
 from gpool.server.channel import Channel
@@ -24,11 +24,11 @@ from gpool.server.scheduler import Scheduler
 from gpool.server.server import Answered, Once, Server
 from gpool.server.store.operations import leases
 from gpool.server.store.protocol import Operation, Row, Statement
-from gpool.server.store.values import AppliedPlan, HeldLease, Recording, User
+from gpool.server.store.values import AppliedPlan, Recording, User
 from gpool.testing.world.disk import Asked, Disk
 from gpool.testing.world.machine import Machine
 from gpool.testing.world.parts import Parts
-from gpool.wire.frames import Grants, Recorded, Released, ReportItem, Reports, Stop
+from gpool.wire.frames import Grants, Hello, Line, Recorded, Released, ReportItem, Reports, Stop
 
 T = TypeVar("T")
 
@@ -50,6 +50,7 @@ class Flaw(StrEnum):
     LOST_GRANTS_NOT_REPEATED = "lost_grants_not_repeated"
     REQUEUE_NOT_FOLDED = "requeue_not_folded"
     SANDBOX_OUTLIVES_AGENT = "sandbox_outlives_agent"
+    LETS_GO_IN_SILENCE = "lets_go_in_silence"  # this one was real once
 
 
 # ---- the store
@@ -62,7 +63,7 @@ class EarlyAnswers(Disk):
         self._answer([asked for asked in group if self.is_early(asked)])
 
     def is_early(self, asked: Asked) -> bool:
-        return True
+        return asked.error is None
 
     def _answer(self, group: list[Asked]) -> None:
         super()._answer([asked for asked in group if not asked.future.done()])
@@ -141,7 +142,7 @@ class FencelessChannel(Channel):
 
     async def _record(self, frame: Reports) -> None:
         for recording in await self._server.write(_unfenced(frame.items, self._server.now)):
-            self._absorb(recording)
+            self._server.scheduler.absorb(recording)
         if not self.closed:
             self._send(Recorded(frame.sequence))
 
@@ -165,13 +166,24 @@ class HastyChannel(Channel):
         if not self.closed:
             self._send(Recorded(frame.sequence))
         now = self._server.now
-        self._absorb(await self._server.write(leases.record(self.node, frame.items, now)))
+        self._server.scheduler.absorb(
+            await self._server.write(leases.record(self.node, frame.items, now))
+        )
 
 
 class DeafChannel(Channel):
-    """Does not offer again what the agent never got."""
+    """Does not offer again, when an agent says hello, what it never got."""
 
-    async def _offer_again(self, missing: Sequence[HeldLease]) -> None: ...
+    _greets = False
+
+    async def greet(self, hello: Hello) -> None:
+        self._greets = True
+        await super().greet(hello)
+        self._greets = False
+
+    def grant(self, lines: Iterable[Line], spec_of: Callable[[int], TaskSpec | None]) -> None:
+        if not self._greets:
+            super().grant(lines, spec_of)
 
 
 class ImpatientScheduler(Scheduler):
@@ -214,8 +226,17 @@ class LosingScheduler(Scheduler):
 class ClingingSession(Session):
     """Never lets go."""
 
-    def _let_go(self, now: int, out: list[Instruction]) -> None:
+    def _let_go(self, now: int, out: list[Instruction]) -> None:  # noqa: ARG002
         self._deadline = NEVER
+
+
+class SilentSession(Session):
+    """Lets go of its leases and tells nobody."""
+
+    def _let_go(self, now: int, out: list[Instruction]) -> None:
+        leases = self._work.leases
+        super()._let_go(now, out)
+        self._work.drop(now, leases, out)
 
 
 class ReceiptSession(Session):
@@ -235,7 +256,7 @@ class RestartingSession(Session):
 
     def handle(self, now: int, event: Event) -> list[Instruction]:
         if isinstance(event, FrameArrived) and isinstance(event.frame, Grants):
-            self._work._past = Past()
+            self._work._leases.past = Past()
         return super().handle(now, event)
 
 
@@ -264,7 +285,7 @@ class UndeadMachine(Machine):
 
     def _die(self, task: int, epoch: int) -> int:
         self._loop.after_us(
-            self._dice.between(500_000, 3_000_000),
+            self._dice.between(1_000_000, 4_000_000),
             self._record.attempt_ended,
             self._node,
             task,
@@ -290,6 +311,7 @@ _PARTS: dict[Flaw, dict[str, Any]] = {
     Flaw.LOST_GRANTS_NOT_REPEATED: {"channel": DeafChannel},
     Flaw.REQUEUE_NOT_FOLDED: {"scheduler": LosingScheduler},
     Flaw.SANDBOX_OUTLIVES_AGENT: {"machine": UndeadMachine},
+    Flaw.LETS_GO_IN_SILENCE: {"session": SilentSession},
 }
 
 

@@ -29,7 +29,9 @@ class Fate(StrEnum):
     NEVER_STARTS = "never_starts"
 
 
-COMMAND_FATES = [Fate.WELL] * 30 + [Fate.FAILS] * 4 + [Fate.HANGS] * 2 + [Fate.DIES] * 2 + [Fate.NEVER_STARTS]
+COMMAND_FATES = (
+    [Fate.WELL] * 30 + [Fate.FAILS] * 4 + [Fate.HANGS] * 2 + [Fate.DIES] * 2 + [Fate.NEVER_STARTS]
+)
 CALL_FATES = [Fate.WELL] * 40 + [Fate.FAILS] * 5 + [Fate.HANGS] * 1 + [Fate.DIES] * 2
 
 CALL_US = ((1 * MS, 10 * MS), (1 * MS, 80 * MS), (1 * MS, 80 * MS), (100 * MS, 2500 * MS))
@@ -140,7 +142,9 @@ class Machine:
         fate = dice.pick(COMMAND_FATES)
         start_us = dice.between(5 * MS, 60 * MS)
         if fate is Fate.NEVER_STARTS:
-            self._later(start_us, self._command_ends, command, EndReason.SANDBOX_FAILED, None, "no sandbox")
+            self._later(
+                start_us, self._command_ends, command, EndReason.SANDBOX_FAILED, None, "no sandbox"
+            )
             return
         self._later(start_us, self._command_starts, command, order.spec, fate, dice)
 
@@ -155,7 +159,9 @@ class Machine:
         if fate is Fate.WELL:
             self._later(run_us, self._command_ends, command, EndReason.EXITED, 0, mark)
         elif fate is Fate.FAILS:
-            self._later(run_us, self._command_ends, command, EndReason.EXITED, dice.between(1, 9), mark)
+            self._later(
+                run_us, self._command_ends, command, EndReason.EXITED, dice.between(1, 9), mark
+            )
         elif fate is Fate.DIES:
             self._later(run_us, self._command_ends, command, EndReason.OUT_OF_MEMORY, 137, mark)
 
@@ -184,16 +190,16 @@ class Machine:
             return
         command.ending = order.reason
         mark = tag(command.task, command.epoch, self._node, self._boot)
-        self._later(self._dice.between(*KILL_US), self._command_ends, command, order.reason, None, mark)
+        self._later(
+            self._dice.between(*KILL_US), self._command_ends, command, order.reason, None, mark
+        )
 
     # ---- runners
 
     def start_runner(self, order: say.StartRunner) -> None:
         runner = _Runner(order.runner, order.allocation)
         self._runners[order.runner] = runner
-        self._record.sandbox_opened(
-            self._node, self._sandbox(runner), order.allocation
-        )
+        self._record.sandbox_opened(self._node, self._sandbox(runner), order.allocation)
         if self._dice.chance(0.03):
             self._later(20 * MS, self._runner_ends, runner, EndReason.SANDBOX_FAILED, 1)
         else:
@@ -256,9 +262,7 @@ class Machine:
         if runner is None or runner.over or runner.ending:
             return
         runner.ending = True
-        self._later(
-            self._dice.between(*KILL_US), self._runner_ends, runner, EndReason.EXITED, 137
-        )
+        self._later(self._dice.between(*KILL_US), self._runner_ends, runner, EndReason.EXITED, 137)
 
     def _runner_ends(self, runner: _Runner, reason: EndReason, exit_code: int) -> None:
         if runner.over:

@@ -36,6 +36,7 @@ class Way:
     free_at_us: int = 0  # nothing behind overtakes what is under way
     cut: bool = False  # what is sent from now on never arrives
     closed: bool = False  # the receiver has learnt of the break: what still comes is dropped
+    sent: int = 0
 
 
 @dataclass(slots=True)
@@ -80,7 +81,8 @@ class Link:
         at_us = max(loop.us + delay, blocked_until_us, way.free_at_us + 1)
         way.free_at_us = at_us
         loop.call_at(at_us / 1e6, self._arrive, way, data)
-        if weather.repeat and dice.chance(weather.repeat):
+        way.sent += 1
+        if way.sent > 1 and dice.chance(weather.repeat):  # the first is the handshake
             way.free_at_us = at_us + dice.between(1, 50 * MS)
             loop.call_at(way.free_at_us / 1e6, self._arrive, way, data)
 
@@ -134,6 +136,7 @@ class Network:
     blockages: dict[str, Blockage] = field(default_factory=dict)
     links: dict[str, list[Link]] = field(default_factory=dict)
     dialled: int = 0
+    stalls_us: dict[str, int] = field(default_factory=dict)  # node -> how long its next link stalls
 
     def blockage(self, node: str) -> Blockage:
         found = self.blockages.get(node)
@@ -149,7 +152,27 @@ class Network:
         self.dialled += 1
         link = Link(self, node, self.dialled, self.dice.branch(f"link-{self.dialled}"))
         self.links[node] = [old for old in self.links.get(node, ()) if not old.broken] + [link]
+        if node in self.stalls_us:
+            self._stall(link, self.stalls_us.pop(node))
         return link
+
+    def stall(self, node: str, lasts_us: int) -> None:
+        """What the node says gets stuck on its way; it dials anew, and the old words arrive after the new ones."""
+        if self.dice.chance(0.5):
+            self.stalls_us[node] = lasts_us
+            self.break_links(node)
+        else:
+            for link in self.links.get(node, ()):
+                self._stall(link, lasts_us)
+
+    def _stall(self, link: Link, lasts_us: int) -> None:
+        link.up.free_at_us = max(link.up.free_at_us, self.loop.us + lasts_us)
+        self.loop.after_us(self.dice.between(1, lasts_us), self._give_up, link)
+
+    def _give_up(self, link: Link) -> None:
+        """The agent takes the link for dead before the server does."""
+        late = max(0, link.up.free_at_us - self.loop.us) + self.dice.between(1, 500 * MS)
+        link.break_off(1, late, lose=False)
 
     def break_links(self, node: str) -> None:
         """Every connection of the node breaks; nobody learns of it at once."""

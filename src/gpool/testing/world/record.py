@@ -90,9 +90,7 @@ class Record:
         row = self.rows.get(task)
         if row is None or row.epoch < epoch:
             self._fail(f"{who} was started, and no such lease is durable")
-        elif not self._excused(node) and not (
-            row.holding and row.epoch == epoch and row.node == name
-        ):
+        elif not self._excused(node) and self._is_over(name, task, epoch):
             self._fail(f"{who} was started under a lease that is over: {row}")
         if not self._excused(node):
             for other, truth in self.nodes.items():
@@ -115,8 +113,16 @@ class Record:
         self.nodes[name].runners.pop(key, None)
 
     def _check_room(self, name: str, node: NodeTruth) -> None:
-        """What runs at this instant fits into the machine, slice by slice; an idle runner still has its slices."""
-        busy = [allocation for allocation, _ in node.running.values()]
+        """What runs at this instant fits into the machine, slice by slice; an idle runner still has its slices.
+
+        After a freeze past its lease, what is being killed may still use processors; never a GPU's slice.
+        """
+        busy = [
+            replace(allocation, cpu_milli=0, memory_bytes=0)
+            if self._excused(node) and self._is_over(name, task, epoch)
+            else allocation
+            for (task, epoch), (allocation, _) in node.running.items()
+        ]
         in_use = [sandbox for _, sandbox in node.running.values()]
         idle = [
             replace(allocation, cpu_milli=0, memory_bytes=0)
@@ -129,6 +135,10 @@ class Record:
         numbers = [allocation.number for allocation in busy]
         if len(set(numbers)) < len(numbers):
             self._fail(f"{name}: two tasks of one allocation run at once: {sorted(node.running)}")
+
+    def _is_over(self, name: str, task: int, epoch: int) -> bool:
+        row = self.rows.get(task)
+        return row is None or not (row.holding and row.epoch == epoch and row.node == name)
 
     # ---- the database file
 
@@ -198,7 +208,9 @@ class Record:
             counts[row.submission] = counts.get(row.submission, 0) + 1
         for submission, count in counts.items():
             if count > self.asked.get(submission, 0):
-                self._fail(f"{submission} asked for {self.asked.get(submission)} tasks and made {count}")
+                self._fail(
+                    f"{submission} asked for {self.asked.get(submission)} tasks and made {count}"
+                )
 
     def _check_granted(self, name: str) -> None:
         """What is leased on a node fits into it, by the durable rows."""
@@ -228,7 +240,9 @@ class Record:
         for task, epoch in tasks:
             row = self.rows.get(task)
             if row is None or row.epoch < epoch:
-                self._fail(f"{name} was granted task {task} epoch {epoch}, which is not durable: {row}")
+                self._fail(
+                    f"{name} was granted task {task} epoch {epoch}, which is not durable: {row}"
+                )
             elif row.epoch == epoch and row.node is not None and row.node != name:
                 self._fail(f"{name} was granted task {task} epoch {epoch} of another node: {row}")
 
@@ -241,7 +255,9 @@ class Record:
         if isinstance(item, frames.LogChunk | frames.Started):
             return
         if row.holding and row.epoch == item.epoch and row.node == name:
-            self._fail(f"{what} was {'refused' if refused else 'acknowledged'}, and it holds: {row}")
+            self._fail(
+                f"{what} was {'refused' if refused else 'acknowledged'}, and it holds: {row}"
+            )
         good = isinstance(item, frames.Finished) and (
             item.reason is EndReason.RETURNED
             or (item.reason is EndReason.EXITED and item.exit_code == 0)

@@ -68,7 +68,9 @@ class Reader:
 
     def _name(self, spec: int) -> str:
         if spec not in self._specs:
-            ((body,),) = self._raw.execute("SELECT body FROM specs WHERE id = ?", (spec,)).fetchall()
+            ((body,),) = self._raw.execute(
+                "SELECT body FROM specs WHERE id = ?", (spec,)
+            ).fetchall()
             self._specs[spec] = json.loads(body)["name"]
         return self._specs[spec]
 

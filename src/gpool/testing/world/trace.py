@@ -23,7 +23,9 @@ class Trace:
         self.count += 1
         self._pending.append(line)
         if self._keep:
-            self.lines.append(f"{self._loop.us / 1e6:10.6f}  {who:<12} {what} {' '.join(map(str, details))}")
+            self.lines.append(
+                f"{self._loop.us / 1e6:10.6f}  {who:<12} {what} {' '.join(map(str, details))}"
+            )
         if len(self._pending) >= 256:
             self._flush()
 

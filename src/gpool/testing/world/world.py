@@ -10,27 +10,23 @@ import gc
 import logging
 import shutil
 import tempfile
-from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from gpool.core.ids import GpuId, NodeId, UserId
 from gpool.core.model import GIB, Availability, Gpu, Offer, Permission
-from gpool.core.scheduling.events import QueuedTask
-from gpool.core.scheduling.shapes import shape_of
-from gpool.core.scheduling.state import build
-from gpool.server.scheduler import Scheduler
 from gpool.server.settings import Settings
-from gpool.server.store import SqliteStore, open_inline
+from gpool.server.store import SqliteStore
 from gpool.server.store.operations import artifacts, leases, nodes, people
-from gpool.server.store.values import Picture, User
+from gpool.server.store.values import User
 from gpool.testing.dice import Dice
 from gpool.testing.loop import Deadlock, Livelock, VirtualLoop, new_loop
 from gpool.testing.world.agents import Agent, Surroundings
 from gpool.testing.world.consumers import FUNCTION_SHA256, Consumer, Counter, draw_wish
 from gpool.testing.world.disk import Pace
 from gpool.testing.world.faults import Fault, FaultPlan, Kind, Mischief, draw
+from gpool.testing.world.files import empty_database, fast_folder, rebuilt
 from gpool.testing.world.host import FaultLog, Host, Site, WallClock
 from gpool.testing.world.network import Network, Weather
 from gpool.testing.world.parts import Parts
@@ -86,7 +82,7 @@ def run(
     mischief: Mischief | None = None,
 ) -> Outcome:
     """One run; a violation ends it."""
-    folder = Path(tempfile.mkdtemp(prefix="gpool-world-", dir=_fast_folder()))
+    folder = Path(tempfile.mkdtemp(prefix="gpool-world-", dir=fast_folder()))
     try:
         return World(seed, folder, parts or Parts(), mischief or Mischief(), keep_trace).run()
     finally:
@@ -108,16 +104,16 @@ class World:
         self.plan: FaultPlan = draw(self.dice.branch("faults"), len(OFFERS), mischief)
         self.record = Record(lambda: self.loop.us, self.fail)
         self.network = Network(self.loop, self.dice.branch("network"), self.plan.weather)
-        (folder / "gpool.db").write_bytes(_empty_database())
+        (folder / "gpool.db").write_bytes(empty_database())
         self._file = SqliteStore.inline(folder / "gpool.db", synchronous="OFF")
         self._pace = Pace()
         clock = WallClock(self.loop, 1 + (self.dice.branch("clock").random() - 0.5) * 0.01)
         settings = Settings(
             data=folder,
             ttl_s=4.0,
-            margin_s=1.0,
+            margin_s=0.5,
             beat_s=0.8,
-            tick_s=0.5,
+            tick_s=0.25,
             prune_s=20.0,
             seal_logs_after_s=1e6,
             order=self.dice.branch("order").pick(("fcfs", "round_robin", "priority")),
@@ -166,16 +162,16 @@ class World:
             self._node_names[id_] = name
             gpu_ids = [GpuId(1000 + 10 * number + gpu.index) for gpu in offer.gpus]
             credentials = self._file.write_now(
-                nodes.create_node(id_, name, owner.id, None, secret, offer, gpu_ids, self._clock.now())
+                nodes.create_node(
+                    id_, name, owner.id, None, secret, offer, gpu_ids, self._clock.now()
+                )
             )
             self.host.know(secret, credentials)
             agents.append(Agent(around, name, secret, offer, self.dice.branch(name)))
         return agents
 
     def _make_consumers(self) -> list[Consumer]:
-        counter = Counter(
-            self.loop, self.network, self.host, self.record, self.trace, self.fail
-        )
+        counter = Counter(self.loop, self.network, self.host, self.record, self.trace, self.fail)
         consumers = []
         for number in range(3):
             name, now = f"c{number}", self._clock.now()
@@ -292,6 +288,8 @@ class World:
                 self.loop.after_us(fault.lasts_us, agent.thaw)
             case Kind.BREAK:
                 self.network.break_links(agent.name)
+            case Kind.STALL:
+                self.network.stall(agent.name, fault.lasts_us)
             case Kind.BLOCK | Kind.BLOCK_UP | Kind.BLOCK_DOWN:
                 if fault.kind is not Kind.BLOCK_DOWN:
                     blockage.up_until_us = max(blockage.up_until_us, over)
@@ -299,6 +297,9 @@ class World:
                     blockage.down_until_us = max(blockage.down_until_us, over)
                 if self.dice.chance(0.5):
                     self.loop.after_us(fault.lasts_us // 2, self.network.break_links, agent.name)
+            case Kind.BLOCK_CROSSED:
+                blockage.down_until_us = max(blockage.down_until_us, over)
+                self.loop.after_us(fault.lasts_us // 3, self._block_up, agent.name, 6 * S)
             case Kind.OWNER_PAUSE:
                 self._set_availability(fault.node, Availability.PAUSED)
                 self.loop.after_us(
@@ -308,6 +309,10 @@ class World:
                 self._pace.stuck_until_us = over
             case _:
                 pass
+
+    def _block_up(self, name: str, lasts_us: int) -> None:
+        blockage = self.network.blockage(name)
+        blockage.up_until_us = max(blockage.up_until_us, self.loop.us + lasts_us)
 
     def _set_availability(self, node: int, availability: Availability) -> None:
         incarnation = self.host.current
@@ -373,36 +378,3 @@ class World:
         self._file.close()
         self.loop.close()
         asyncio.set_event_loop(None)
-
-
-def rebuilt(scheduler: Scheduler, picture: Picture) -> object:
-    """The scheduling state from a picture, and who is connected."""
-    shapes = {id_: shape_of(spec, user) for id_, user, spec in picture.specs}
-    return build(
-        [
-            replace(row.node, connected=row.node.id in scheduler.channels)
-            for row in picture.nodes
-        ],
-        [
-            (shapes[row.spec], QueuedTask(row.task, row.epoch, row.queued_at))
-            for row in picture.queued
-        ],
-        [
-            (node, lease.allocation, shapes[lease.spec], lease.task)
-            for node, lease in picture.held
-        ],
-    )
-
-
-@lru_cache(maxsize=1)
-def _empty_database() -> bytes:
-    """A migrated file: made once, copied for every run."""
-    with tempfile.TemporaryDirectory(dir=_fast_folder()) as folder:
-        path = Path(folder) / "empty.db"
-        open_inline(path, synchronous="OFF").close()
-        return path.read_bytes()
-
-
-def _fast_folder() -> str | None:
-    """Memory, where the machine has such a folder: nothing here has to outlive the run."""
-    return "/dev/shm" if Path("/dev/shm").is_dir() else None  # noqa: S108
