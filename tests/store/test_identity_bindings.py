@@ -9,7 +9,7 @@ from store_pool import Database, Pool, race
 
 from gpool.core.errors import Conflict, Invalid
 from gpool.core.ids import GpuId, NodeId, UserId
-from gpool.core.model import Gpu, Instant, Offer
+from gpool.core.model import Gpu, Instant, Offer, Slice, TaskStatus
 from gpool.server.store.identity_values import Binding
 from gpool.server.store.operation import operation
 from gpool.server.store.operations import accounts, bindings, leases, nodes
@@ -77,6 +77,20 @@ def test_a_uuid_under_two_owners_is_flagged_everywhere_and_not_scheduled(pool: P
     assert bind(pool, later, pool.ann, "G1") == ("G1",)
     assert withheld(pool, later) == {0}
     assert pool.read(bindings.binding("G1")).owner == pool.ann
+
+
+def test_a_plan_made_before_the_flag_grants_nothing_on_the_gpu(pool: Pool) -> None:
+    bob = pool.user("bob")
+    mine, theirs = joined(pool, "mine", pool.ann, "G0", "G1"), joined(pool, "theirs", bob, "G1")
+    bind(pool, mine, pool.ann, "G0", "G1")
+    bind(pool, theirs, bob, "G1")
+    first, second, third = pool.submit(3)
+    assert pool.grant(mine, [first], number=0, slices=(Slice(1, 1, 500),)).lines == ()
+    assert pool.view(first).row.status is TaskStatus.QUEUED
+    assert len(pool.grant(mine, [second], number=0, slices=(Slice(0, 1, 500),)).lines) == 1
+    assert len(pool.grant(theirs, [third], number=0).lines) == 1  # its processors are still fine
+    pool.write(bindings.unflag(gpu_on(pool, mine, 1), pool.now()))
+    assert len(pool.grant(mine, [first], number=1, slices=(Slice(1, 1, 500),)).lines) == 1
 
 
 def test_a_flag_outlives_a_hello(pool: Pool) -> None:
