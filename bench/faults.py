@@ -1,17 +1,25 @@
 """kill -9 and SIGSTOP against a real pool: what was lost, what was accepted twice, how long until it went on.
 
-python bench/faults.py [--tasks 5000] [--kills 20] [--freezes 100] [--agent-kills 5] [--json FILE]
+    python -m bench.faults [--tasks 5000] [--kills 20] [--agent-kills 5] [--freezes 10] [--quick] [--json FILE]
+
+Late reports are tried twice over: by agents that are really stopped and thawed, and, one kind at a time, by a scripted
+agent under an old epoch; the same frames under the current epoch are the control and must be taken.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import signal
+import sys
 import tempfile
+from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from gpool.core.ids import decode, encode
+from gpool.core.model import EndReason
 from gpool.testing.processes import (
     LEASE_TIME_S,
     SHORT_LEASE,
@@ -20,6 +28,14 @@ from gpool.testing.processes import (
     eventually,
     processes_saying,
 )
+from gpool.testing.scripted_agent import ScriptedAgent
+from gpool.wire.frames import Finished, Hold, LogChunk
+
+READY_S = 2.0
+SURVIVES_S = 2.0
+LEASE_TIMES = 3
+COMMANDS_A_KILL = 15
+KINDS = ("beat", "log", "artifact", "result")
 
 SQUARES = """
 import time
@@ -39,11 +55,15 @@ for n, value in enumerate(square.map(range({tasks}))):
 class ServerKills:
     """`lost`: acknowledged and never answered. `twice`: accepted more than once, or answered wrongly."""
 
-    tasks: int
-    kills: int
+    functions: int
+    commands: int
     lost: int
     twice: int
-    slowest_ready_s: float
+    ready_s: tuple[float, ...]
+
+    @property
+    def slowest_ready_s(self) -> float:
+        return max(self.ready_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,34 +82,55 @@ class Freeze:
     node: str
     epoch: int
     log_epochs: tuple[int, ...]
+    outputs: int
 
     @property
     def late_reports_refused(self) -> bool:
-        return self.node == "second" and self.epoch == 2 and set(self.log_epochs) == {2}
+        return (self.node, self.epoch, set(self.log_epochs), self.outputs) == ("second", 2, {2}, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Stale:
+    """Of `each` tries of every kind: refused under the old epoch, taken under the current one."""
+
+    each: int
+    refused: dict[str, int]
+    taken: dict[str, int]
+    unharmed: int
+    """Tasks that in the end show what came under the current epoch and nothing else."""
+
+    @property
+    def holds(self) -> bool:
+        every = dict.fromkeys(KINDS, self.each)
+        return self.refused == every and self.taken == every and self.unharmed == self.each
 
 
 def kill_server(pool: Pool, tasks: int, kills: int) -> ServerKills:
-    """A consumer maps a function over `tasks` numbers while the server is killed `kills` times, evenly spread."""
-    due = {tasks * (kill + 1) // (kills + 1) for kill in range(kills)}
+    """A consumer maps a function over `tasks` numbers; `kills` times, evenly spread, commands are added and the server dies."""
+    commands = min(COMMANDS_A_KILL * kills, tasks // 4)
+    functions, a_kill = tasks - commands, commands // kills
+    due = {functions * (kill + 1) // (kills + 1) for kill in range(kills)}
     answers: list[str] = []
-    slowest = 0.0
-    for line in pool.program(SQUARES.format(tasks=tasks)):
+    ready: list[float] = []
+    batches: list[str] = []
+    mapped = ""
+    for line in pool.program(SQUARES.format(tasks=functions)):
         answers.append(line)
+        mapped = mapped or pool.ask("GET", "/v1/tasks?limit=1").json()["items"][0]["batch"]
         if len(answers) in due:
+            wanted = {"command": ["sh", "-c", "echo done"], "copies": a_kill}
+            batches.append(pool.ask("POST", "/v1/tasks", wanted).json()["batch"])
             pool.server.kill()
-            slowest = max(slowest, pool.start_server())
+            ready.append(round(pool.start_server(), 2))
     wrong = sum(answer != f"{n} {n * n}" for n, answer in enumerate(answers))
-    [task] = pool.json("ps", "--limit", "1")
-    results = pool.results(task["batch"])
-    accepted = {result["id"] for result in results if result["status"] == "succeeded"}
-    in_order = [result["sequence"] for result in results] == list(range(1, len(results) + 1))
-    return ServerKills(
-        tasks=tasks,
-        kills=kills,
-        lost=tasks - len(accepted),
-        twice=len(results) - len(accepted) + wrong + (not in_order),
-        slowest_ready_s=round(slowest, 2),
-    )
+    lost = twice = 0
+    for batch, count in ((mapped, functions), *((batch, a_kill) for batch in batches)):
+        results = pool.results(batch)
+        accepted = {result["id"] for result in results if result["status"] == "succeeded"}
+        in_order = [result["sequence"] for result in results] == list(range(1, len(results) + 1))
+        lost += count - len(accepted)
+        twice += len(results) - len(accepted) + (not in_order)
+    return ServerKills(functions, a_kill * kills, lost, twice + wrong, tuple(ready))
 
 
 def kill_agent(pool: Pool, mark: str) -> AgentKill:
@@ -133,7 +174,78 @@ def freeze_agent(pool: Pool) -> Freeze:
     pool.until_status(after, "succeeded")
     now = pool.status(task)
     logs = pool.ask("GET", f"/v1/tasks/{task}/logs").json()["items"]
-    return Freeze(now["node_name"], now["epoch"], tuple(item["epoch"] for item in logs))
+    epochs = tuple(item["epoch"] for item in logs)
+    return Freeze(now["node_name"], now["epoch"], epochs, len(now["outputs"]))
+
+
+def stale_reports(pool: Pool, each: int, *, same_node: bool) -> Stale:
+    """A scripted agent falls silent until its leases are given anew, to another node or to itself, then speaks under the old ones."""
+    old = pool.scripted(f"old-{same_node}", each)
+    new = old if same_node else pool.scripted("new", each)
+    old.connect()
+    ids = pool.ask("POST", "/v1/tasks", {"command": ["true"], "copies": each}).json()["ids"]
+    before = {lease.task: Hold(lease.task, lease.epoch) for lease in old.granted(each)}
+    old.close()
+    eventually(
+        "the silent node's leases are given up",
+        lambda: all(pool.status(task)["status"] == "queued" for task in ids),
+        within_s=10 * LEASE_TIME_S,
+    )
+    new.heard.clear()
+    new.connect()
+    now = {lease.task: Hold(lease.task, lease.epoch) for lease in new.granted(each)}
+    if not same_node:
+        old.connect()
+    held, tasks = tuple(now.values()), [decode("task", text) for text in ids]
+
+    refused: Counter[str] = Counter()
+    for task in tasks:
+        stated = (*held, before[task]) if same_node else (before[task],)
+        for kind in KINDS:
+            refused[kind] += not _taken(old, kind, before[task], stated)
+        new.beat(*held)
+    taken: Counter[str] = Counter()
+    for task in tasks:
+        for kind in KINDS:
+            taken[kind] += _taken(new, kind, now[task], held)
+        held = tuple(hold for hold in held if hold.task != task)
+    unharmed = sum(_shows_only(pool, encode("task", hold.task), hold) for hold in now.values())
+    for agent in (old, new):
+        agent.close()
+    return Stale(each, dict(refused), dict(taken), unharmed)
+
+
+def _taken(agent: ScriptedAgent, kind: str, hold: Hold, stated: tuple[Hold, ...]) -> bool:
+    """Whether the server takes this under the lease; anything but a clear yes or no is an error."""
+    if kind == "beat":
+        dropped = agent.beat(*stated).drop
+        assert set(dropped) <= {hold}
+        return not dropped
+    if kind == "artifact":
+        answer = agent.upload(_said(hold), hold)
+        code = "" if answer.is_success else answer.json()["code"]
+        assert (answer.status_code, code) in {(201, ""), (409, "stale_lease")}, answer.text
+        return answer.is_success
+    if kind == "log":
+        refused = agent.report(LogChunk(hold.task, hold.epoch, 0, 1, _said(hold))).refused
+    else:
+        end = Finished(hold.task, hold.epoch, EndReason.EXITED, 0, error_text=_said(hold).decode())
+        refused = agent.report(end).refused
+    assert set(refused) <= {hold}
+    return not refused
+
+
+def _said(hold: Hold) -> bytes:
+    return b"said by %d under %d" % (hold.task, hold.epoch)
+
+
+def _shows_only(pool: Pool, task: str, hold: Hold) -> bool:
+    """Whether the task ended under this lease, with its logs and no other's."""
+    now = pool.status(task)
+    logs = pool.ask("GET", f"/v1/tasks/{task}/logs").json()["items"]
+    said = [(item["epoch"], item["text"]) for item in logs]
+    ended = (now["status"], now["epoch"])
+    return ended == ("succeeded", hold.epoch) and said == [(hold.epoch, _said(hold).decode())]
 
 
 def both_on_first(pool: Pool) -> None:
@@ -144,47 +256,74 @@ def both_on_first(pool: Pool) -> None:
     eventually("first is online", lambda: "first" in pool.online(), 30)
 
 
-def main() -> None:
+def main() -> int:
     asked = argparse.ArgumentParser(description=__doc__)
     asked.add_argument("--tasks", type=int, default=5000)
     asked.add_argument("--kills", type=int, default=20)
-    asked.add_argument("--freezes", type=int, default=100)
+    asked.add_argument("--freezes", type=int, default=10)
     asked.add_argument("--agent-kills", type=int, default=5)
+    asked.add_argument("--each", type=int, default=25, help="late frames of each of four kinds")
     asked.add_argument("--quick", action="store_true", help="the sizes of make test")
     asked.add_argument("--json", type=Path)
     options = asked.parse_args()
     if options.quick:
-        options.tasks, options.kills, options.freezes, options.agent_kills = 1500, 3, 3, 1
+        options.tasks, options.kills, options.freezes, options.agent_kills = 1500, 3, 1, 1
 
     with tempfile.TemporaryDirectory() as folder, Pool(Path(folder), SHORT_LEASE) as pool:
         server = kill_server(pool, options.tasks, options.kills)
         agents = [kill_agent(pool, f"gpool-fault-{n}") for n in range(options.agent_kills)]
         freezes = [freeze_agent(pool) for _ in range(options.freezes)]
+    stale = {}
+    for same_node in (False, True):
+        with tempfile.TemporaryDirectory() as folder:
+            pool = Pool(Path(folder), SHORT_LEASE)
+            try:
+                pool.start(agents=())
+                whose = "its own new lease" if same_node else "another node's lease"
+                stale[whose] = stale_reports(pool, options.each, same_node=same_node)
+            finally:
+                pool.stop()
 
     refused = sum(freeze.late_reports_refused for freeze in freezes)
-    print("| fault | times | outcome |\n|---|---|---|")
+    survived = max((kill.survived_s for kill in agents), default=0.0)
+    elsewhere = max((kill.finished_elsewhere_s for kill in agents), default=0.0)
+    print(f"load {os.getloadavg()[0]:.1f}\n")
+    print("| fault | times | outcome | promised |\n|---|---|---|---|")
     print(
-        f"| kill -9 server, {server.tasks} tasks | {server.kills} | {server.lost} lost, "
-        f"{server.twice} twice, ready again within {server.slowest_ready_s} s |"
+        f"| kill -9 server during {server.functions} functions and {server.commands} commands "
+        f"| {len(server.ready_s)} | {server.lost} lost, {server.twice} twice, ready again within "
+        f"{server.slowest_ready_s} s | 0, 0, {READY_S} s |"
     )
-    if agents:
-        survived = max(kill.survived_s for kill in agents)
-        elsewhere = max(kill.finished_elsewhere_s for kill in agents)
+    print(
+        f"| kill -9 agent | {len(agents)} | processes gone within {survived} s, done elsewhere within "
+        f"{elsewhere} s ({elsewhere / LEASE_TIME_S:.1f} lease times) | {SURVIVES_S} s, {LEASE_TIMES} lease times |"
+    )
+    print(f"| agent stopped past its lease, thawed | {len(freezes)} | refused {refused} | all |")
+    for whose, told in stale.items():
         print(
-            f"| kill -9 agent | {len(agents)} | processes gone within {survived} s, done elsewhere "
-            f"within {elsewhere} s ({elsewhere / LEASE_TIME_S:.1f} lease times) |"
+            f"| late frames after {whose} | {len(KINDS) * told.each} | refused {sum(told.refused.values())} "
+            f"({', '.join(f'{kind} {count}' for kind, count in told.refused.items())}); current ones taken "
+            f"{sum(told.taken.values())} | all, all |"
         )
-    print(
-        f"| agent frozen past its lease | {len(freezes)} | late reports refused {refused} times |"
-    )
     if options.json:
         rows = {
             "server_kills": asdict(server),
             "agent_kills": [asdict(kill) for kill in agents],
             "freezes": {"times": len(freezes), "refused": refused},
+            "late_frames": {whose: asdict(told) for whose, told in stale.items()},
+            "load": os.getloadavg()[0],
         }
         options.json.write_text(json.dumps(rows, indent=2) + "\n")
+    held = (
+        (server.lost, server.twice) == (0, 0)
+        and server.slowest_ready_s <= READY_S
+        and survived <= SURVIVES_S
+        and elsewhere <= LEASE_TIMES * LEASE_TIME_S
+        and refused == len(freezes)
+        and all(told.holds for told in stale.values())
+    )
+    return 0 if held else 1
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

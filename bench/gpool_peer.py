@@ -2,8 +2,10 @@
 
 Server and agent are processes of their own, as everybody's; the client is the SDK in the harness's process. W1 goes through
 `.map`, W2 through `.remote` (submitted when waited for: one request each), commands and backlogs through one call a batch.
-A sandboxed task cannot write the host's marks file: a thread writes it from the tasks' logs, one line for each execution
-(task, epoch) that a log shows.
+A sandboxed task cannot write the host's marks file: a thread writes it, a line for each accepted result as it comes (so that
+the harness kills in the middle of the work, not when thousands of logs have been fetched), and at the end a line for each
+further execution (task, epoch) that the log of a task with more than one lease shows. What ran and was never reported
+(the machine died) leaves no trace here: attempts happen at least once, effects exactly once.
 """
 
 from __future__ import annotations
@@ -22,10 +24,14 @@ import tasks
 from common import Proc, child_env, wait_until
 from peers.base import Peer
 
+import gpool
 from gpool.client.client import Client
 from gpool.client.mapping import Broken, ResultReader
 from gpool.client.pickling import PYTHON, dumps_call
 from gpool.client.results import Result
+
+SOURCE = Path(gpool.__file__).parents[1]
+"""Server and agent run the gpool that this process has imported."""
 
 PORT = 28_470
 CHUNK = 4000
@@ -72,7 +78,7 @@ class P(Peer):  # type: ignore[misc]  # the harness is untyped
     def _env(self, home: str) -> dict[str, str]:
         folder = self.base / "data" / f"gpool-{home}"
         folder.mkdir(parents=True, exist_ok=True)
-        environment: dict[str, str] = child_env(GPOOL_HOME=folder)
+        environment: dict[str, str] = child_env(GPOOL_HOME=folder, PYTHONPATH=SOURCE)
         return environment
 
     def start_server(self) -> None:
@@ -131,7 +137,7 @@ class P(Peer):  # type: ignore[misc]  # the harness is untyped
         assert self.client is not None
         if isinstance(handles, Submitted):
             done = self._results(handles, timeout)
-            return sum(result.status == "succeeded" for result in done)
+            return sum(result.status == "succeeded" for results in done for result in results)
         if handles.count == 1:
             self.noop.remote()
             return 1
@@ -163,7 +169,7 @@ class P(Peer):  # type: ignore[misc]  # the harness is untyped
         assert batch is not None
         return Submitted(batch, count)
 
-    def _results(self, submitted: Submitted, timeout: float) -> Iterator[Result]:
+    def _results(self, submitted: Submitted, timeout: float) -> Iterator[list[Result]]:
         """Each result once, in order of acceptance, across restarts of the server; ends early after `timeout`."""
         reader = ResultReader(self._door, submitted.batch)
         alarm = threading.Timer(timeout, lambda: reader.inbox.put([]))
@@ -178,18 +184,22 @@ class P(Peer):  # type: ignore[misc]  # the harness is untyped
                 if not found:
                     return
                 seen += len(found)
-                yield from found
+                yield found
         finally:
             alarm.cancel()
             reader.stop()
 
     def _write_marks(self, submitted: Submitted, path: Path) -> None:
         with path.open("a") as file:
-            for result in self._results(submitted, timeout=600):
-                page = self._door.get_json(f"/v1/tasks/{result.id}/logs")
-                said = {(item["epoch"], item["text"].strip()) for item in page["items"]}
-                file.writelines(f"{index}\n" for _, index in sorted(said) if index)
+            for results in self._results(submitted, timeout=600):
+                done = [result for result in results if result.status == "succeeded"]
+                file.writelines(f"{result.position}\n" for result in done)
                 file.flush()
+            for task in self.client.listing("tasks"):  # type: ignore[union-attr]
+                if task["batch"] == submitted.batch and task["epoch"] > 1:
+                    page = self._door.get_json(f"/v1/tasks/{task['id']}/logs")
+                    said = {(item["epoch"], item["text"].strip()) for item in page["items"]}
+                    file.writelines(f"{index}\n" for _, index in sorted(said)[1:])
 
 
 def _ignore(_: None) -> None:

@@ -131,7 +131,7 @@ def main() -> int:
 
     base = options.base.resolve()
     harness = lay_out(options.shared, base)
-    peers = [*([] if options.without_gpool else ["gpool"]), *options.peers.split(",")]
+    peers = [*([] if options.without_gpool else ["gpool"]), *filter(None, options.peers.split(","))]
     rows: Rows = {work.lower(): defaultdict(list) for work in options.work}
     for _ in range(options.rounds):
         for work in rows:

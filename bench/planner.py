@@ -1,12 +1,15 @@
-"""What one scheduling pass and one folded task cost, as queues, shapes and nodes grow. `--json` prints the figures as JSON."""
+"""What one scheduling pass and one folded task cost, as queues, shapes and nodes grow.
+
+python -m bench.planner [--quick] [--json FILE]
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
-import sys
 import tracemalloc
 from collections.abc import Callable
+from pathlib import Path
 from time import process_time
 
 from gpool.core.explain import explain
@@ -132,21 +135,22 @@ def memory(total: int = 100_000) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--quick", action="store_true", help="20,000 tasks folded")
     arguments = parser.parse_args()
-    rows, costs, megabytes = passes(), folding(), memory()
-    if arguments.json:
-        figures = {"passes": rows, "folding": costs, "queued_100000_megabytes": megabytes}
-        json.dump(figures, sys.stdout, indent=2)
-        print()
-        return
-    print("  ".join(f"{name:>10}" for name in rows[0]))
+    total = 20_000 if arguments.quick else 100_000
+    rows, costs, megabytes = passes(), folding(total), memory(total)
+    names = list(rows[0])
+    print("| " + " | ".join(names) + " |\n" + "|---" * len(names) + "|")
     for row in rows:
-        print("  ".join(f"{value:>10}" for value in row.values()))
-    print()
+        print("| " + " | ".join(f"{value}" for value in row.values()) + " |")
+    print("\n| folding | |\n|---|---|")
     for name, value in costs.items():
-        print(f"{name:>22} {value:>8}")
-    print(f"{'100,000 waiting, MB':>22} {megabytes:>8}")
+        print(f"| {name} | {value} |")
+    print(f"| {total} waiting, MB | {megabytes} |")
+    if arguments.json:
+        figures = {"passes": rows, "folding": costs, "queued": total, "queued_mb": megabytes}
+        arguments.json.write_text(json.dumps(figures, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,14 @@
-"""What one call task costs in the agent's session: granted, handed over, answered, reported, recorded. `--json` for figures."""
+"""What one call task costs in the agent's session: granted, handed over, answered, reported, recorded.
+
+python -m bench.session [--tasks 50000] [--quick] [--json FILE]
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
 import time
+from pathlib import Path
 
 from gpool.agent.instructions import (
     CallAnswered,
@@ -81,19 +85,21 @@ class Bench:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--json", type=Path)
     parser.add_argument("--tasks", type=int, default=50_000)
+    parser.add_argument("--quick", action="store_true", help="10,000 tasks")
     chosen = parser.parse_args()
+    tasks = 10_000 if chosen.quick else chosen.tasks
     figures = {
-        f"lines={lines} answers={answered}": round(Bench(lines, answered).run(chosen.tasks), 2)
+        f"lines={lines} answers={answered}": round(Bench(lines, answered).run(tasks), 2)
         for lines, answered in ((1, 1), (2, 8), (2, 64), (64, 32))
     }
-    if chosen.json:
-        print(json.dumps({"session_us_per_call": figures}))
-        return
-    print("microseconds per call in the session (limit 20)")
+    print("| in the session | µs a call (limit 20) |\n|---|---|")
     for name, cost in figures.items():
-        print(f"  {name:24} {cost:8.2f}")
+        print(f"| {name} | {cost} |")
+    if chosen.json:
+        found = {"session_us_per_call": figures}
+        chosen.json.write_text(json.dumps(found, indent=2) + "\n")
 
 
 if __name__ == "__main__":

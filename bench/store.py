@@ -1,6 +1,6 @@
 """How fast the store submits, leases and records, in batches of 500, and how long one operation takes alone.
 
-`python bench/store.py [--json FILE] [--url URL] [--tasks N]`; without a URL, SQLite in a temporary folder, fully synced.
+`python -m bench.store [--json FILE] [--url URL] [--tasks N] [--quick]`; without a URL, SQLite in a temporary folder, fully synced.
 """
 
 from __future__ import annotations
@@ -145,14 +145,16 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--url")
     parser.add_argument("--tasks", type=int, default=20_000)
+    parser.add_argument("--quick", action="store_true", help="5,000 tasks")
     asked = parser.parse_args()
+    tasks = 5000 if asked.quick else asked.tasks
     with tempfile.TemporaryDirectory() as folder:
         url = asked.url or f"sqlite:///{folder}/bench.db"
-        results = asyncio.run(measure(url, asked.tasks))
-    print(f"{'operation':<14}{'rows/s':>10}{'wall µs/row':>13}{'cpu µs/row':>12}{'p50 ms/op':>11}")
+        results = asyncio.run(measure(url, tasks))
+    print("| operation | rows/s | wall µs/row | cpu µs/row | p50 ms/op |\n|---|---|---|---|---|")
     for name, row in results.items():
         print(
-            f"{name:<14}{row['per_s']:>10,.0f}{row['wall_us']:>13.1f}{row['cpu_us']:>12.1f}{row['p50_ms']:>11.2f}"
+            f"| {name} | {row['per_s']:,.0f} | {row['wall_us']:.1f} | {row['cpu_us']:.1f} | {row['p50_ms']:.2f} |"
         )
     if asked.json:
         asked.json.write_text(

@@ -148,9 +148,14 @@ class Case:
         return self.feed(CallsAnswered(runner, tuple(answer(t, **changes) for t in tasks)))
 
     def runner_ended(
-        self, runner: int, reason: EndReason = EndReason.EXITED, code: int = 1
+        self,
+        runner: int,
+        reason: EndReason = EndReason.EXITED,
+        code: int = 1,
+        *,
+        retired: bool = False,
     ) -> list[Instruction]:
-        return self.feed(RunnerEnded(runner, reason, code, "said so"))
+        return self.feed(RunnerEnded(runner, reason, code, "said so", retired=retired))
 
     def pass_time(self, span: int) -> list[Instruction]:
         """Tick whenever the session wants it, as the daemon does."""

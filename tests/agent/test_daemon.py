@@ -49,22 +49,27 @@ RUNS = {
 
 
 class Pool:
-    def __init__(self, desk: Desk, runtime: FakeRuntime, folder: Path) -> None:
+    def __init__(
+        self, desk: Desk, runtime: FakeRuntime, folder: Path, bare: FakeRuntime | None = None
+    ) -> None:
         self.desk, self.runtime, self.stop = desk, runtime, asyncio.Event()
+        runtimes = {Tier.CONTAINER: runtime} | ({Tier.NONE: bare} if bare else {})
         settings = AgentSettings(
             server_url=desk.url, secret_file=secret_file(folder), data_dir=folder / "data", slots=2
         )
         self.agent = asyncio.create_task(
-            run_agent(settings, {Tier.CONTAINER: runtime}, OFFER, stop=self.stop, random=Random(1))
+            run_agent(settings, runtimes, OFFER, stop=self.stop, random=Random(1))
         )
 
 
 @contextlib.asynccontextmanager
-async def pool(folder: Path, desk: Desk | None = None) -> AsyncIterator[Pool]:
+async def pool(
+    folder: Path, desk: Desk | None = None, bare: FakeRuntime | None = None
+) -> AsyncIterator[Pool]:
     values = folder / "values"
     values.mkdir()
     async with desk or Desk() as desk:
-        made = Pool(desk, FakeRuntime(values, RUNS), folder)
+        made = Pool(desk, FakeRuntime(values, RUNS), folder, bare)
         await desk.until(lambda: desk.hellos)
         yield made
         made.stop.set()
@@ -103,6 +108,35 @@ def test_a_command_s_output_and_end_reach_the_server(tmp_path: Path) -> None:
         assert desk.log_of(1) == b"hi\noh\n"
 
     living(tmp_path, story)
+
+
+@pytest.mark.parametrize(
+    ("owner", "tier", "code"),
+    [
+        (True, Tier.NONE, 40),  # the bare runtime's
+        (True, Tier.CONTAINER, 3),
+        (False, Tier.CONTAINER, 3),
+        (False, Tier.NONE, None),  # whatever the server says
+        (True, Tier.VM, None),
+    ],
+)
+def test_only_the_owner_s_tasks_that_ask_for_it_run_without_isolation(
+    tmp_path: Path, owner: bool, tier: Tier, code: int | None
+) -> None:
+    async def live() -> None:
+        bare = FakeRuntime(tmp_path / "values", {("hello",): FakeRun(exit_code=40)})
+        async with pool(tmp_path, bare=bare) as made:
+            spec = command("hello", requirements=Requirements(tier=tier))
+            await made.desk.grant(spec, [Lease(1, 1)], owner=owner)
+            await made.desk.until(lambda: 1 in made.desk.ends())
+            end = made.desk.ends()[1]
+            assert isinstance(end, Finished)
+            if code is None:
+                assert (end.reason, "tier" in end.error_text) == (EndReason.SANDBOX_FAILED, True)
+            else:
+                assert (end.reason, end.exit_code) == (EndReason.EXITED, code)
+
+    asyncio.run(live())
 
 
 def test_a_thousand_calls_come_back_in_a_few_batches(tmp_path: Path) -> None:

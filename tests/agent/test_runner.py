@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import os
 import pickle
 import secrets
+import signal
 import subprocess
 import sys
 import threading
@@ -22,6 +24,7 @@ from gpool.agent.runtime.protocol import Call, SandboxFailed
 from gpool.testing.runtimes import Caller, caller, processes_with, using
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
+RETIRE_FRAME = calls.HEAD.pack(0, calls.RETIRE)
 every = pytest.mark.parametrize("kind", ["bubblewrap", "process", "fake"])
 real = pytest.mark.parametrize("kind", ["bubblewrap", "process"])
 
@@ -171,7 +174,38 @@ def test_a_runner_whose_call_left_a_thread_answers_and_retires(kind: str, tmp_pa
         await calling.send(spin, (), ())
         answers = await calling.answers(9)
         assert [answer.number for answer in answers] == [1]
-        assert (await calling.runner.ended()).exit_code in (0, 137)
+        assert (await calling.runner.ended()).retired
+
+    with_runner(kind, tmp_path, work)
+
+
+def claim_to_retire() -> None:
+    for descriptor in range(3, 64):  # one of them is the runner's answers
+        with contextlib.suppress(OSError):
+            os.write(descriptor, RETIRE_FRAME)
+    os._exit(0)
+
+
+@real
+def test_a_call_that_claims_to_retire_its_runner_is_still_charged(
+    kind: str, tmp_path: Path
+) -> None:
+    async def work(calling: Caller) -> None:
+        await calling.send(claim_to_retire, (), ())
+        assert await calling.answers(1) == []
+        assert not (await calling.runner.ended()).retired
+
+    with_runner(kind, tmp_path, work)
+
+
+@real
+def test_a_killed_runner_has_not_retired(kind: str, tmp_path: Path) -> None:
+    async def work(calling: Caller) -> None:
+        assert not (await calling.call(len, "xy")).raised
+        await calling.send(signal.raise_signal, (signal.SIGKILL,))
+        assert await calling.answers(1) == []
+        ended = await calling.runner.ended()
+        assert (ended.exit_code, ended.retired) == (137, False)
 
     with_runner(kind, tmp_path, work)
 

@@ -247,6 +247,48 @@ def test_nothing_survives_the_agents_own_death_and_the_next_sweeps(
     assert left_over(tmp_path) == []
 
 
+HASTY_AGENT = """
+import asyncio
+from pathlib import Path
+
+from gpool.testing.runtimes import MAKERS, LIMITS
+from gpool.agent.runtime.protocol import CommandJob
+async def main():
+    runtime = MAKERS[{kind!r}](Path({data!r}))
+    job = CommandJob(("sleep", {seconds!r}), (), (), (), LIMITS)
+    first = await runtime.start_command(CommandJob(("true",), (), (), (), LIMITS))
+    await first.ended()
+    for _ in range(8):
+        await runtime.start_command(job)
+    print("asked", flush=True)
+    await asyncio.Event().wait()
+asyncio.run(main())
+"""
+
+
+@real
+def test_a_sandbox_that_is_just_being_made_dies_with_the_agent_too(
+    kind: str, tmp_path: Path
+) -> None:
+    """The kernel's death signal reaches only those who have asked for it yet."""
+    seen = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    for number in range(4):
+        seconds = f"98765.{secrets.randbelow(10**9)}"
+        code = HASTY_AGENT.format(kind=kind, data=str(tmp_path / str(number)), seconds=seconds)
+        argv = [sys.executable, "-c", code]
+        with subprocess.Popen(argv, stdout=subprocess.PIPE, env=seen) as agent:
+            assert agent.stdout is not None
+            assert agent.stdout.readline() == b"asked\n"
+            agent.kill()
+            agent.wait()
+        began = time.monotonic()
+        while (left := processes_with(seconds)) and time.monotonic() - began < 2:
+            os.sched_yield()
+        for pid in left:
+            os.kill(pid, signal.SIGKILL)
+        assert left == []
+
+
 def test_using_too_much_memory_is_said_to_be_that(tmp_path: Path) -> None:
     small = Limits(cpu_milli=1000, memory_bytes=64 << 20)
     ran = using(

@@ -8,7 +8,8 @@ import httpx2
 import pytest
 
 from gpool import Invalid
-from gpool.cli.joining import agent_variables, enrol, identity_file, load_identity, parse_link
+from gpool.cli.joining import enrol, identity_file, load_identity, parse_link
+from gpool.cli.terms import Terms, agent_variables
 from gpool.client.door import Door
 from gpool.core.errors import Conflict
 
@@ -51,7 +52,7 @@ def test_an_identity_is_kept_and_found_again(tmp_path: Path) -> None:
     assert load_identity(file) == made
     assert made.secret_file.read_text() == "gpn_secret"
     assert made.secret_file.stat().st_mode & 0o777 == 0o600
-    told = agent_variables(made, made.url, data=tmp_path / "d", slots=2, simulate="H100")
+    told = agent_variables(made, made.url, tmp_path / "d", Terms(2, "H100"))
     assert "gpn_secret" not in str(told)
 
 

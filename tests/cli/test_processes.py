@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 import time
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from gpool.cli.children import Child, Program
-from gpool.cli.up import only_one
+from gpool.cli.up import must_be_free, only_one
 from gpool.core.errors import Conflict
 
 GPOOL = [sys.executable, "-m", "gpool"]
@@ -42,6 +43,16 @@ def test_an_absent_server_is_one_helpful_line_and_code_5(tmp_path: Path) -> None
 def test_two_pools_never_share_a_folder(tmp_path: Path) -> None:
     with only_one(tmp_path), pytest.raises(Conflict, match="already"), only_one(tmp_path):
         pass
+
+
+def test_a_port_that_is_taken_is_said_before_anything_starts() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(Conflict, match=f"port {port}.*--port"):
+            must_be_free("127.0.0.1", port)
+    must_be_free("127.0.0.1", port)
+    with pytest.raises(Conflict, match="--host"):
+        must_be_free("203.0.113.7", port)
 
 
 def test_a_child_that_dies_is_started_again_and_stops_when_told(tmp_path: Path) -> None:

@@ -185,6 +185,20 @@ def test_the_result_of_an_unfinished_task_says_to_wait(gpool: Gpool, pool: Pool)
     assert f"gpool wait {task}" in done.stderr
 
 
+def test_the_result_of_a_failed_task_says_how_it_ended(gpool: Gpool, pool: Pool) -> None:
+    ends(pool, status="failed", reason="exited", exit_code=3)
+    task = gpool("run", "-d", "--", "x").stdout.strip()
+    done = gpool("result", task)
+    assert (done.exit_code, done.stdout) == (1, "")
+    assert done.stderr == f"Task {task} left no outputs.\ngpool: task {task} exited with code 3\n"
+
+
+def test_empty_listings_say_what_there_is_none_of(gpool: Gpool, pool: Pool) -> None:
+    assert gpool("ps").stderr == "No tasks yet.\n"
+    assert gpool("ps", "--status", "running").stderr == "No task is running.\n"
+    assert gpool("ps", "--json").stdout == "[]\n"
+
+
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_each_shell_gets_its_completion(gpool: Gpool, shell: str) -> None:
     assert "_GPOOL_COMPLETE" in gpool("completion", shell).stdout

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from random import Random
 
+import httpx2
 import pytest
+from click.testing import CliRunner
 from inprocess import Node, RealPool
 
 import gpool
 from gpool import Client
+from gpool.cli.main import cli
+from gpool.client.artifacts import gather
+from gpool.client.logs import printed
+from gpool.transfer.artifacts import PART_BYTES
 
 
 @pytest.fixture(scope="module")
@@ -94,6 +101,81 @@ def test_following_a_finished_tasks_logs_ends(sdk: Client, real: RealPool, node:
     run = sdk.submit_command(["x"])
     assert "".join(run.logs(follow=True)) == "ab"
     assert run.wait().status == "succeeded"
+
+
+class Stumbling(httpx2.BaseTransport):
+    """The way to the real application, broken at the second and fourth part."""
+
+    def __init__(self, way: httpx2.BaseTransport) -> None:
+        self._way = way
+        self.parts: list[str] = []
+
+    def handle_request(self, request: httpx2.Request) -> httpx2.Response:
+        if request.method == "PUT":
+            self.parts.append(request.headers["content-range"])
+            if len(self.parts) in (2, 4):
+                raise httpx2.WriteError("stumbled")
+        return self._way.handle_request(request)
+
+
+@pytest.mark.parametrize("source", ["file", "memory"])
+def test_a_broken_upload_goes_on_at_the_part_the_server_lacks(
+    real: RealPool, tmp_path: Path, source: str
+) -> None:
+    content = Random(source).randbytes(2 * PART_BYTES + 9)
+    (tmp_path / "big").write_bytes(content)
+    way = Stumbling(real.transport)
+    told: list[int] = []
+    with Client("http://pool.test", real.key, transport=way) as client:
+        if source == "memory":
+            sha256 = client.artifacts.put(content)
+        else:
+            [file] = gather(["big"], tmp_path)
+            sha256 = client.artifacts.put_file(file, lambda _path, done, _total: told.append(done))
+            assert told == [0, *[PART_BYTES] * 2, *[2 * PART_BYTES] * 2, len(content)]
+        starts = [int(part.removeprefix("bytes ").split("-")[0]) for part in way.parts]
+        assert starts == [0, PART_BYTES, PART_BYTES, 2 * PART_BYTES, 2 * PART_BYTES]
+        assert client.artifacts.get(sha256) == content
+
+
+BINARY = [b"\xe6\xbc", b"\xa2 \xff\x00", bytes(range(256)), "漢\n".encode(), b"\xe2\x82"]
+
+
+@pytest.mark.parametrize("follow", [True, False])
+def test_output_comes_back_byte_by_byte_and_readable(
+    sdk: Client, real: RealPool, node: Node, follow: bool
+) -> None:
+    real.command = lambda _: (0, [(1, data) for data in BINARY], {})
+    run = sdk.submit_command(["x"])
+    run.wait()
+    documents = list(run.log_documents(follow=follow))
+    assert [one["data"] is None for one in documents] == [False, False, False, True, False]
+    pieces = list(run.printed(follow=follow))
+    assert b"".join(piece.data for piece in pieces) == b"".join(BINARY)
+    assert "".join(piece.text for piece in pieces) == b"".join(BINARY).decode(errors="replace")
+
+
+def test_a_character_cut_by_a_reconnect_is_whole_for_the_reader(
+    sdk: Client, real: RealPool, node: Node
+) -> None:
+    real.command = lambda _: (0, [(1, b"\xe6\xbc"), (1, b"\xa2")], {})
+    run = sdk.submit_command(["x"])
+    run.wait()
+    first, second = run.log_documents()
+    (again,) = sdk.door.get_json(f"/v1/tasks/{run.id}/logs?after={first['cursor']}")["items"]
+    assert (second["text"], again["data"]) == ("漢", second["data"])
+    assert [piece.text for piece in printed([first, again])] == ["", "漢"]
+
+
+def test_the_command_line_passes_bytes_on_unchanged(
+    sdk: Client, real: RealPool, node: Node
+) -> None:
+    real.command = lambda _: (0, [(1, data) for data in BINARY], {})
+    ran = CliRunner().invoke(cli, ["run", "--", "x"], obj=sdk)
+    assert (ran.exit_code, ran.stdout_bytes) == (0, b"".join(BINARY))
+    task = sdk.listing("tasks", limit=1)[0]["id"]
+    for args in (["logs", task], ["logs", "-f", task]):
+        assert CliRunner().invoke(cli, args, obj=sdk).stdout_bytes == b"".join(BINARY)
 
 
 def test_errors_arrive_as_the_classes_the_server_raised(sdk: Client, real: RealPool) -> None:

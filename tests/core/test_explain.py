@@ -64,7 +64,7 @@ H200 = ("NVIDIA H200",)
             a_shape(tier=Tier.NONE),
             (a_node(1, tiers=frozenset(Tier)),),
             "no_tier",
-            "Isolation 'none' is only given on your own nodes, and none of yours offers it.",
+            "Isolation 'none' is only given on your own nodes, and none of yours offers it; start its agent with --allow-process.",
         ),
         (
             a_shape(cpu_milli=6500),

@@ -1,4 +1,7 @@
-"""What a plan always and never does: best fit, orders, fairness of lines, growth."""
+"""What a plan always and never does: best fit, orders, fairness of lines, growth.
+
+Past 400 lines because the promises of one function, `plan`, stand together.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A real pool of real processes for each test; what it said is shown when the test fails."""
+"""A real pool of real processes for each file; what it said is shown when a test fails."""
 
 from __future__ import annotations
 
@@ -22,19 +22,32 @@ def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     report = yield
-    pool = getattr(item, "funcargs", {}).get("pool")
-    if report.failed and isinstance(pool, Pool):
-        report.sections.append(("the pool's logs", pool.story()))
+    for pool in getattr(item, "funcargs", {}).values():
+        if report.failed and isinstance(pool, Pool):
+            report.sections.append(("the pool's logs", pool.story()))
     return report
 
 
-@pytest.fixture
-def pool(tmp_path: Path, require: Callable[[str], None]) -> Iterator[Pool]:
+@pytest.fixture(scope="module")
+def pool(
+    tmp_path_factory: pytest.TempPathFactory, require: Callable[[str], None]
+) -> Iterator[Pool]:
     """A server and one agent, as separate processes with their own homes; leases of two seconds."""
     require("bubblewrap")
-    pool = Pool(tmp_path, SHORT_LEASE)
+    pool = Pool(tmp_path_factory.mktemp("pool"), SHORT_LEASE)
     try:
         pool.start()
+        yield pool
+    finally:
+        pool.stop()
+
+
+@pytest.fixture
+def server_alone(tmp_path: Path) -> Iterator[Pool]:
+    """A server whose nodes the test plays itself."""
+    pool = Pool(tmp_path, SHORT_LEASE)
+    try:
+        pool.start(agents=())
         yield pool
     finally:
         pool.stop()

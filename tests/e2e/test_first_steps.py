@@ -6,12 +6,23 @@ import hashlib
 import os
 import signal
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from gpool.testing.processes import GPOOL, Pool, eventually, free_port
+import pytest
+
+from gpool.testing.processes import (
+    GPOOL,
+    Pool,
+    alive,
+    descendants,
+    eventually,
+    free_port,
+    processes_saying,
+)
 
 MIB = 1024 * 1024
+EXAMPLES = Path(__file__).parents[2] / "examples"
 HUNDRED_MB = """
 import hashlib, random
 stream, digest = random.Random(7), hashlib.sha256()
@@ -29,29 +40,46 @@ def sha256_of(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def test_up_starts_a_pool_that_computes_42_and_stops_on_ctrl_c(
+def test_up_starts_a_pool_and_ctrl_c_leaves_nothing_of_it(
     tmp_path: Path, require: Callable[[str], None]
 ) -> None:
     require("bubblewrap")
     port, log = free_port(), tmp_path / "up.log"
     environment = {k: v for k, v in os.environ.items() if not k.startswith("GPOOL_")}
     environment |= {"HOME": str(tmp_path), "GPOOL_HOME": str(tmp_path / "home")}
-    argv = [*GPOOL, "up", "--data", str(tmp_path / "data"), "--port", str(port)]
-    with log.open("wb") as out:
-        up = subprocess.Popen(argv, env=environment, stdout=out, stderr=out, start_new_session=True)
-    try:
-        eventually("gpool up says how to join", lambda: b"gpool://" in log.read_bytes(), 30)
-        first = subprocess.run(
-            [*GPOOL, "run", "--", "python", "-c", "print(6*7)"],
+
+    def gpool(*arguments: str) -> tuple[int, str]:
+        done = subprocess.run(
+            [*GPOOL, *arguments],
             env=environment,
             capture_output=True,
             text=True,
             timeout=60,
             check=False,
         )
-        assert (first.returncode, first.stdout) == (0, "42\n"), first.stderr + log.read_text()
+        return done.returncode, done.stdout + done.stderr
+
+    argv = [*GPOOL, "up", "--data", str(tmp_path / "data"), "--port", str(port)]
+    with log.open("wb") as out:
+        up = subprocess.Popen(argv, env=environment, stdout=out, stderr=out, start_new_session=True)
+    try:
+        eventually("gpool up says how to join", lambda: b"gpool://" in log.read_bytes(), 30)
+        assert gpool("run", "--", "python", "-c", "print(6*7)") == (0, "42\n"), log.read_text()
+        assert gpool("run", "--", "sh", "-c", "exit 7") == (7, "")
+
+        mark = f"still-there-{port}"
+        code, said = gpool(
+            "run", "--detach", "--", "python", "-c", f"import time; time.sleep(600)  # {mark}"
+        )
+        assert code == 0, said
+        eventually("the endless task runs", lambda: len(processes_saying(mark)) > 0, 30)
+        everything = {*descendants(up.pid), *processes_saying(mark)}
+        assert len(everything) >= 4  # server, agent, launcher, sandbox
         up.send_signal(signal.SIGINT)
-        assert up.wait(15) in (0, 130)
+        assert up.wait(20) in (0, 130)
+        eventually("nothing of it is left", lambda: not any(map(alive, everything)), 2)
+        assert processes_saying(mark) == []
+        assert gpool("ps")[0] == 5  # unreachable, and said so
     finally:
         up.kill()
         up.wait()
@@ -83,32 +111,102 @@ def test_a_function_gives_its_value_and_raises_its_exception(pool: Pool) -> None
     assert lines[1].startswith("raised 3 is odd")
 
 
-def test_a_100_mb_output_comes_back_intact_with_flat_memory(pool: Pool, tmp_path: Path) -> None:
+EXAMPLES_SAY = {
+    "hello.py": "Hello world, from Python 3.",
+    "pi.py": "pi is about 3.1",
+    "failure.py": "out of stock: pears",
+    "count_words.py": "6 words\n2 to\n2 be\n1 or\n1 not\n",
+}
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in EXAMPLES.glob("*.py")))
+def test_an_example_does_what_it_says(pool: Pool, tmp_path: Path, name: str) -> None:
+    done = pool.script(EXAMPLES / name, tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert EXAMPLES_SAY[name] in done.stdout
+
+
+# ---- a large output
+
+
+def brings_100_mb(pool: Pool, name: str, into: Path) -> None:
     """Neither server nor agent may hold the file: their peaks grow by less than a third of it."""
     assert pool.gpool("run", "--", "true").returncode == 0  # everything is imported and warm
-    agent = pool.agents["first"]
+    agent = pool.agents[name]
     server_before, agent_before = pool.server.peak_memory_bytes(), agent.peak_memory_bytes()
 
     task = pool.submit("python", "-c", HUNDRED_MB, outputs=["big.bin"])
     assert pool.gpool("wait", task, timeout_s=120).returncode == 0
-    fetched = tmp_path / "fetched"
-    assert pool.gpool("result", task, "-o", str(fetched), timeout_s=120).returncode == 0
+    assert pool.gpool("result", task, "-o", str(into), timeout_s=120).returncode == 0
 
-    [file] = fetched.rglob("big.bin")
+    assert pool.status(task)["node_name"] == name
+    [file] = into.rglob("big.bin")
     assert file.stat().st_size == 100_000_000
     assert pool.gpool("logs", task).stdout.strip() == sha256_of(file)
     assert pool.server.peak_memory_bytes() - server_before < 32 * MIB
     assert agent.peak_memory_bytes() - agent_before < 32 * MIB
 
 
-def test_a_second_machine_joined_by_its_link_does_the_same(pool: Pool, tmp_path: Path) -> None:
-    pool.join("second")
+def test_a_100_mb_output_comes_back_intact_with_flat_memory(pool: Pool, tmp_path: Path) -> None:
+    brings_100_mb(pool, "first", tmp_path)
+
+
+@pytest.fixture
+def on_second(pool: Pool) -> Iterator[Pool]:
+    """A second machine has joined by its link, and is the only one that takes tasks."""
+    if "second" not in pool.agents:
+        pool.join("second")
+    assert pool.gpool("node", "resume", "second").returncode == 0
     assert pool.gpool("node", "pause", "first").returncode == 0
-    task = pool.submit(
-        "python", "-c", "print(6*7); open('o', 'w').write('x' * 1000)", outputs=["o"]
-    )
-    assert pool.gpool("wait", task).returncode == 0
-    assert pool.gpool("logs", task).stdout == "42\n"
-    assert pool.status(task)["node_name"] == "second"
-    assert pool.gpool("result", task, "-o", str(tmp_path / "got")).returncode == 0
-    assert next((tmp_path / "got").rglob("o")).read_text() == "x" * 1000
+    yield pool
+    assert pool.gpool("node", "resume", "first").returncode == 0
+    assert pool.gpool("node", "pause", "second").returncode == 0
+
+
+def test_a_second_machine_joined_by_its_link_does_the_same(on_second: Pool, tmp_path: Path) -> None:
+    done = on_second.gpool("run", "--", "python", "-c", "print(6*7)")
+    assert (done.returncode, done.stdout) == (0, "42\n"), done.stderr
+    assert on_second.gpool("run", "--", "sh", "-c", "exit 7").returncode == 7
+    brings_100_mb(on_second, "second", tmp_path)
+
+
+# ---- Ctrl-C
+
+
+def running(pool: Pool, said: str) -> str:
+    """The id of the newest task, once it has started."""
+    [task] = pool.json("ps", "--limit", "1")
+    assert task["status"] == "running", said
+    id_: str = task["id"]
+    return id_
+
+
+def test_ctrl_c_detaches_and_says_how_to_come_back(pool: Pool) -> None:
+    with pool.command("run", "--", "sh", "-c", "echo up; sleep 600") as run:
+        assert run.stdout is not None
+        assert run.stderr is not None
+        assert run.stdout.readline() == "up\n"
+        task = running(pool, "up")
+        run.send_signal(signal.SIGINT)
+        told = run.stderr.read()
+        assert run.wait(30) == 1
+    assert f"gpool logs -f {task}" in told
+    assert pool.status(task)["status"] == "running"
+    assert pool.gpool("cancel", task).returncode == 0
+    assert pool.gpool("wait", task).returncode == 130
+
+
+def test_a_second_ctrl_c_cancels(pool: Pool) -> None:
+    with pool.command("run", "--", "sh", "-c", "echo up; sleep 600") as run:
+        assert run.stdout is not None
+        assert run.stderr is not None
+        assert run.stdout.readline() == "up\n"
+        task = running(pool, "up")
+        run.send_signal(signal.SIGINT)
+        said = [
+            run.stderr.readline() for _ in range(3)
+        ]  # an empty line after ^C, then how to go on
+        assert "press Ctrl-C again" in said[2], said
+        run.send_signal(signal.SIGINT)
+        assert run.wait(30) == 130
+    assert pool.status(task)["status"] == "cancelled"

@@ -73,7 +73,7 @@ def test_nothing_else_can_be_written(path: str, tmp_path: Path) -> None:
 
 
 def test_a_file_ends_at_the_disk_limit(tmp_path: Path) -> None:
-    said = ran(tmp_path, "bubblewrap", "python", "-c", FILL, "/work/full").out
+    said = ran(tmp_path, "bubblewrap", "python", "-c", FILL, "full").out
     assert said == b"EFBIG 8\n"
 
 

@@ -1,4 +1,7 @@
-"""One task from submission to result, over the real routes and the real channel."""
+"""One task from submission to result, over the real routes and the real channel.
+
+Past 400 lines because the journey is one: its stories share the desk, and are read in its order.
+"""
 
 from __future__ import annotations
 
@@ -53,6 +56,7 @@ async def test_a_command_runs_from_submission_to_result(desk: Desk) -> None:
     logs = (await desk.get(f"/v1/tasks/{task}/logs")).json()
     assert [item["text"] for item in logs["items"]] == ["42\n"]
     assert logs["ended"] is True
+    assert (await desk.get(f"/v1/tasks/{task}/result")).json()["sequence"] == 1
     events = [event["event"] for event in (await desk.get(f"/v1/tasks/{task}/events")).json()]
     assert events == ["queued", "leased", "started", "failed"]
 
@@ -210,6 +214,25 @@ async def test_a_node_that_reconnects_gets_what_it_did_not_state(desk: Desk) -> 
     assert again.sent[0].drop == (Hold(12345, 1),)  # type: ignore[union-attr]
     assert again.leases() == [lost]
     assert len(again.frames(Grants)[0].specs) == 1
+
+
+async def test_an_attempt_its_restarted_agent_forgot_never_runs_again_under_its_epoch(
+    desk: Desk,
+) -> None:
+    agent = await desk.agent()
+    task = await desk.command()
+    await desk.schedule()
+    [lease] = agent.leases()
+    await agent.report(Started(lease.task, lease.epoch))
+    await agent.channel.close()
+    again = agent.again()
+    await again.connect()
+    assert again.leases() == []
+    events = [event["event"] for event in (await desk.get(f"/v1/tasks/{task}/events")).json()]
+    assert events == ["queued", "leased", "started", "lost"]
+    await desk.schedule()
+    [fresh] = again.leases()
+    assert (fresh.task, fresh.epoch) == (lease.task, lease.epoch + 1)
 
 
 async def test_a_newer_connection_replaces_the_older(desk: Desk) -> None:

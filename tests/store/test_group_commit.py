@@ -143,7 +143,7 @@ def test_what_waits_when_the_store_closes_is_still_written(pool: Pool, database:
         return await asyncio.gather(*writes)
 
     assert len(database.run(close_at_once())) == 50
-    with pytest.raises(InternalFault, match="closed"):
+    with pytest.raises(Unreachable, match="going down"):
         pool.write(tasks.submit(pool.submission()))
     database.reopen()
     assert len(pool.read(tasks.tasks(None, None, 100))) == 50

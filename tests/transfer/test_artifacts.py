@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import io
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -12,13 +13,14 @@ from random import Random
 import httpx2
 import pytest
 
-from gpool.core.errors import BadGpuSpec, NotFound, StaleLease, Unprocessable, Unreachable
-from gpool.transfer.artifacts import PART_BYTES, LeaseRef, hash_of
-from gpool.transfer.requests import Address, Backoff, Reply, Request, error_from
+from gpool.core.errors import BadGpuSpec, InternalFault, NotFound, StaleLease, Unreachable
+from gpool.transfer.artifacts import PART_BYTES, LeaseRef, Pause, download, hash_of, patiently
+from gpool.transfer.landing import Landing
+from gpool.transfer.requests import Address, Patience, Reply, Request, error_from
 from gpool.transfer.senders import AsyncSender, Sender
 
 ADDRESS = Address("http://pool.test")
-QUICK = Backoff(first=0.0001, cap=0.001, tries=6)
+QUICK = Patience(0.05, 0.0001, 0.001)
 
 
 class Shelf:
@@ -99,7 +101,7 @@ class Both:
 
     def do(self, name: str, *arguments: object) -> None:
         if self.kind == "threads":
-            sender = Sender(ADDRESS, "gpn_x", Random(1), backoff=QUICK, transport=self.transport)
+            sender = Sender(ADDRESS, "gpn_x", Random(1), patience=QUICK, transport=self.transport)
             try:
                 getattr(sender, name)(*arguments)
             finally:
@@ -108,7 +110,7 @@ class Both:
 
         async def go() -> None:
             sender = AsyncSender(
-                ADDRESS, "gpn_x", Random(1), backoff=QUICK, transport=self.transport
+                ADDRESS, "gpn_x", Random(1), patience=QUICK, transport=self.transport
             )
             try:
                 await getattr(sender, name)(*arguments)
@@ -180,13 +182,13 @@ def test_a_download_goes_on_where_it_was_cut(both: Both, shelf: Shelf, tmp_path:
     shelf.cut_downloads_at = 2_000_000
     both.do("download", sha256, tmp_path / "got")
     assert (tmp_path / "got").read_bytes() == data
-    assert shelf.seen[-1].headers["Range"] == "bytes=1048576-"  # whole chunks are kept
+    assert shelf.seen[-1].headers["Range"] == "bytes=2000000-"
     assert sorted(p.name for p in tmp_path.iterdir()) == ["got"]
 
 
 def test_what_does_not_match_its_hash_never_lands(both: Both, shelf: Shelf, tmp_path: Path) -> None:
     shelf.whole["a" * 64] = b"something else"
-    with pytest.raises(Unprocessable, match="does not match its hash"):
+    with pytest.raises(InternalFault, match="does not match its hash"):
         both.do("download", "a" * 64, tmp_path / "got")
     assert list(tmp_path.iterdir()) == []
 
@@ -197,6 +199,7 @@ def test_a_missing_artifact_is_not_found_and_never_retried(
     with pytest.raises(NotFound, match="no such artifact"):
         both.do("download", "b" * 64, tmp_path / "got")
     assert len(shelf.seen) == 1
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_server_that_never_answers_is_unreachable(
@@ -205,7 +208,29 @@ def test_a_server_that_never_answers_is_unreachable(
     shelf.stumbles = set(range(100))
     with pytest.raises(Unreachable, match=r"pool\.test"):
         both.do("download", "b" * 64, tmp_path / "got")
-    assert len(shelf.seen) == QUICK.tries
+    assert len(shelf.seen) > 3
+    assert list(tmp_path.iterdir()) == []
+
+
+def broken(count: int, moved: bool) -> list[Request | Pause]:
+    """What a download of which `count` tries break asks for, with one pause's worth of patience."""
+    landing = Landing(io.BytesIO())
+    sha256 = hashlib.sha256(b"x" * count).hexdigest()
+    steps = patiently(lambda: download(sha256, landing), lambda: iter([0.5]))
+    asked = [next(steps)]
+    for _ in range(count):
+        if moved:
+            landing.write(b"x")
+        asked += [steps.send(Unreachable("cut")), next(steps)]
+    return asked
+
+
+def test_patience_starts_over_when_bytes_have_moved_and_only_then() -> None:
+    assert [type(step) for step in broken(1, moved=False)] == [Request, Pause, Request]
+    with pytest.raises(Unreachable):
+        broken(2, moved=False)
+    with pytest.raises(StopIteration):  # after the last break nothing is missing
+        broken(9, moved=True)
 
 
 def test_a_problem_becomes_the_error_it_names() -> None:

@@ -45,6 +45,10 @@ def preempted(held: Held) -> Finished:
     return _end(held, EndReason.PREEMPTED, "the owner stopped the agent")
 
 
+def lost(held: Held) -> Finished:
+    return _end(held, EndReason.LOST, "the node lost touch with the server and let go")
+
+
 def not_started(held: Held, event: RunnerEnded) -> Finished:
     text = f"the sandbox did not start: {event.detail}"
     return _end(held, EndReason.SANDBOX_FAILED, text, event.exit_code)

@@ -102,12 +102,16 @@ class CallPrinted:
 
 @dataclass(frozen=True, slots=True)
 class RunnerEnded:
-    """The runner is gone, asked for or not; calls sent and unanswered did not answer."""
+    """The runner is gone, asked for or not; calls sent and unanswered did not answer.
+
+    `retired`: it ended by its own intent, between two calls; none of the unanswered had begun.
+    """
 
     runner: int
     reason: EndReason
     exit_code: int
     detail: str
+    retired: bool = False
 
 
 @dataclass(frozen=True, slots=True)

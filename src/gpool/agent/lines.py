@@ -27,7 +27,8 @@ class Fate(IntEnum):
     STOPPED = 1  # the server asked: `Released` once nothing of it runs
     TIMED_OUT = 2
     SHUTDOWN = 3  # the owner stops the agent: requeued by the server
-    FORGOTTEN = 4  # let go, dropped or handed back: never reported again
+    FORGOTTEN = 4  # dropped or handed back: never reported again
+    LET_GO = 5  # the lease time was over: `Finished` as lost once nothing of it runs
 
 
 class Place(IntEnum):
@@ -79,7 +80,6 @@ class Held:
     """One lease this agent has."""
 
     __slots__ = (
-        "deaths",
         "epoch",
         "fate",
         "line",
@@ -102,7 +102,6 @@ class Held:
         self.payload_sha256 = payload_sha256
         self.place = Place.WAITING
         self.fate = Fate.NONE
-        self.deaths = 0  # runners that went away quietly while it was their head
         self.log: LogBuffer | None = None
 
     def __repr__(self) -> str:
@@ -127,7 +126,6 @@ class Runner:
         "mean_us",
         "number",
         "sent",
-        "spoiled",
         "state",
     )
 
@@ -140,7 +138,6 @@ class Runner:
         self.head_since = 0
         self.announced = False  # the head's `Started` was said
         self.idle_since = NEVER  # since when it has nothing to do
-        self.spoiled = False  # what it has behind the head was handed back
         self.mean_us = -1  # of a call; -1: not known yet
 
 

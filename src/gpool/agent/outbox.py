@@ -63,7 +63,8 @@ class Outbox:
         self._batches.clear()
         self._items = items + self._items
         self._sizes = sizes + self._sizes
-        self._since = min(self._since, now)
+        if self._items:  # they may all have been forgotten meanwhile
+            self._since = min(self._since, now)
 
     def forget(self, gone: set[tuple[int, int]]) -> None:
         """Drop every item of leases that are `gone`."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import sys
 import tempfile
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -32,6 +31,7 @@ from gpool.agent.instructions import (
     StartCommand,
     StartRunner,
 )
+from gpool.agent.runtime.calls import PYTHON
 from gpool.agent.runtime.protocol import (
     Answer,
     BadOutput,
@@ -88,13 +88,18 @@ class Equipment:
             log.error("sandbox_not_removed", exc_info=error)
 
     def runtime_for(self, spec: TaskSpec, owner: bool) -> Runtime:
-        """The weakest runtime here that is strong enough; without isolation only for the owner."""
-        floor = (
-            spec.requirements.tier.strength if owner else max(1, spec.requirements.tier.strength)
-        )
-        fitting = [tier for tier in self.runtimes if tier.strength >= floor]
-        if not fitting:
-            raise SandboxFailed(f"this node has no runtime of tier {spec.requirements.tier}")
+        """The weakest runtime here that is strong enough; without isolation only for the owner, who must ask for it.
+
+        The scheduler sees to that as well; a node does not take its word for it.
+        """
+        floor = spec.requirements.tier
+        if floor is Tier.NONE and not owner:
+            raise SandboxFailed(
+                "tier 'none' runs without isolation: only tasks of this node's owner may"
+            )
+        fitting = [tier for tier in self.runtimes if tier.strength >= floor.strength]
+        if not fitting or (floor is Tier.NONE and Tier.NONE not in fitting):
+            raise SandboxFailed(f"this node has no runtime of tier {floor.value!r}")
         return self.runtimes[min(fitting, key=lambda tier: tier.strength)]
 
 
@@ -250,7 +255,9 @@ class RunnerKeeper:
         """However it came to an end, even before its first step."""
         ended = _fault(task) or self._outcome
         number = self._start.runner
-        self._with.feed(RunnerEnded(number, ended.reason, ended.exit_code, ended.detail))
+        self._with.feed(
+            RunnerEnded(number, ended.reason, ended.exit_code, ended.detail, ended.retired)
+        )
 
     async def _keep(self) -> None:
         try:
@@ -261,7 +268,7 @@ class RunnerKeeper:
     async def _run(self) -> Ended:
         start = self._start
         runtime = self._with.runtime_for(start.spec, start.owner)
-        python = start.spec.requirements.python or f"{sys.version_info[0]}.{sys.version_info[1]}"
+        python = start.spec.requirements.python or PYTHON
         limits = limits_of(start.spec, start.allocation)
         job = RunnerJob(python, start.spec.env, start.allocation.slices, limits)
         sandbox = await _started(runtime.start_runner(job))

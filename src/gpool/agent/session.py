@@ -4,10 +4,11 @@ Lease time (law 3: the agent lets go first). The server gives a lease away no so
 node's last beat. The agent notes when it *sends* each beat and counts `ttl - margin` from the sending of the latest one
 the server has confirmed (`Welcome.beat`, `BeatSeen.number`, `Grants.beat`). Sending precedes receiving, so the agent's
 deadline precedes the server's by at least the margin, whatever the network did and without comparing clocks. The
-deadline is looked at before anything else in `handle`: the first event after a freeze, whichever it is, ends and
-forgets everything held. What had *ended* before is still reported; the store's fence decides.
+deadline is looked at before anything else in `handle`: the first event after a freeze, whichever it is, ends
+everything held. What had *ended* before is still reported; what is let go is reported lost, once nothing of it runs
+(when beats arrive and only their answers do not, nobody else would end those leases); the store's fence decides.
 
-Lines, runners and commands are `gpool.agent.work`; reports on their way are `gpool.agent.outbox`.
+Leases, lines, runners and commands are `gpool.agent.work`; reports on their way are `gpool.agent.outbox`.
 """
 
 from __future__ import annotations
@@ -142,8 +143,8 @@ class Session:
 
     def _let_go(self, now: int, out: list[Instruction]) -> None:
         self._deadline, self._confirmed_at = NEVER, None
-        self._work.let_go(out)
-        self._beat_at = now  # say at once what is left: nothing
+        self._work.let_go(now, out)
+        self._beat_at = now  # say at once what is left
 
     # ---- what happens
 

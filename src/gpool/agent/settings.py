@@ -23,6 +23,7 @@ class AgentSettings(BaseSettings):
     data_dir: Path
     slots: int = Field(default_factory=lambda: os.cpu_count() or 1, ge=0, le=1024)
     simulate_gpus: str | None = None
+    allow_process: bool = False  # the owner's own tasks may run without isolation
     cache_bytes: int = Field(default=10 * GIB, ge=0)
 
     def read_secret(self) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
@@ -13,6 +14,14 @@ if TYPE_CHECKING:
 F = TypeVar("F", bound=Callable[..., Any])
 
 as_json = click.option("--json", "as_json", is_flag=True, help="Print the REST document(s).")
+
+into = click.option(
+    "-o",
+    "--into",
+    type=click.Path(path_type=Path),
+    default=Path(),
+    help="Where outputs go (default: here).",
+)
 
 
 def listing(function: F) -> F:

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-SERVER_MODULE = "gpool.server.main"
+SERVER_MODULE = "gpool.server"
 AGENT_MODULE = "gpool.cli.lend"
 
 _STOP_S = 15.0

@@ -5,26 +5,16 @@ from __future__ import annotations
 import click
 
 from gpool.cli.children import AGENT_MODULE, become
+from gpool.cli.terms import Terms, agent_variables, lending
 
 
 @click.command(epilog="Example: gpool join gpool://pool.example:8642/join/TOKEN")
 @click.argument("link")
 @click.option("--name", help="What to call this machine (default: its host name).")
-@click.option(
-    "--slots",
-    envvar="GPOOL_AGENT_SLOTS",
-    type=click.IntRange(min=0),
-    help="Processors to lend (default: all).",
-)
-@click.option(
-    "--simulate-gpus",
-    envvar="GPOOL_AGENT_SIMULATE_GPUS",
-    metavar="SPEC",
-    help="Pretend to have GPUs, e.g. H100:2,RTX4090; marked as simulated.",
-)
-def join(link: str, name: str | None, slots: int | None, simulate_gpus: str | None) -> None:
+@lending
+def join(link: str, name: str | None, terms: Terms) -> None:
     """Lend this machine to a pool."""
-    from gpool.cli.joining import agent_variables, enrol, identity_file, load_identity, parse_link
+    from gpool.cli.joining import enrol, identity_file, load_identity, parse_link
     from gpool.client.config import home
     from gpool.client.door import Door
 
@@ -39,7 +29,4 @@ def join(link: str, name: str | None, slots: int | None, simulate_gpus: str | No
     else:
         click.echo(f"Already part of {wanted.url} as {identity.name} ({identity.id}).", err=True)
     click.echo("Lending until Ctrl-C.", err=True)
-    variables = agent_variables(
-        identity, wanted.url, data=file.with_suffix(""), slots=slots, simulate=simulate_gpus
-    )
-    become(AGENT_MODULE, variables)
+    become(AGENT_MODULE, agent_variables(identity, wanted.url, file.with_suffix(""), terms))

@@ -91,19 +91,3 @@ def _joined(door: Door, name: str, token: str | None, *, choose: bool) -> dict[s
             number += 1
         else:
             return answer
-
-
-def agent_variables(
-    identity: Identity, url: str, *, data: Path, slots: int | None, simulate: str | None
-) -> dict[str, str]:
-    """How the agent is told what to do: variables, because a command line is for everyone to read."""
-    found = {
-        "GPOOL_AGENT_SERVER_URL": url,
-        "GPOOL_AGENT_SECRET_FILE": str(identity.secret_file),
-        "GPOOL_AGENT_DATA_DIR": str(data),
-    }
-    if slots is not None:
-        found["GPOOL_AGENT_SLOTS"] = str(slots)
-    if simulate:
-        found["GPOOL_AGENT_SIMULATE_GPUS"] = simulate
-    return found

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
+import signal
 import sys
+from collections.abc import Sequence
 
 import click
-import uvloop
 
 from gpool import __version__
 from gpool.agent.detect import detect, host_facts
-from gpool.agent.main import run_agent
+from gpool.agent.main import serve
 from gpool.agent.runtime.bubblewrap import BubblewrapRuntime
+from gpool.agent.runtime.calls import PYTHON
+from gpool.agent.runtime.process import ProcessRuntime
 from gpool.agent.runtime.protocol import Runtime, SandboxFailed
 from gpool.agent.settings import AgentSettings
 from gpool.cli.main import FAILED, exit_code_of, say_error
@@ -28,11 +30,19 @@ def offer_of(settings: AgentSettings, gpus: tuple[Gpu, ...], tiers: frozenset[Ti
         memory_bytes=facts.memory_bytes,
         disk_bytes=facts.disk_bytes,
         gpus=gpus,
-        pythons=frozenset({f"{sys.version_info.major}.{sys.version_info.minor}"}),
+        pythons=frozenset({PYTHON}),
         tiers=tiers,
         hostname=facts.hostname,
         agent_version=__version__,
     )
+
+
+def runtimes_of(settings: AgentSettings, gpus: Sequence[Gpu]) -> dict[Tier, Runtime]:
+    """Bubblewrap for everyone; no isolation only where the owner asked for it."""
+    made: dict[Tier, Runtime] = {Tier.CONTAINER: BubblewrapRuntime(settings.data_dir, gpus=gpus)}
+    if settings.allow_process:
+        made[Tier.NONE] = ProcessRuntime(settings.data_dir, gpus=gpus)
+    return made
 
 
 def lend() -> None:
@@ -40,18 +50,15 @@ def lend() -> None:
     settings = AgentSettings()  # type: ignore[call-arg]  # from the environment
     settings.data_dir.mkdir(parents=True, exist_ok=True)
     gpus = detect(settings.simulate_gpus)
-    real = [gpu for gpu in gpus if not gpu.simulated]
-    runtimes: dict[Tier, Runtime] = {
-        Tier.CONTAINER: BubblewrapRuntime(settings.data_dir, gpus=real)
-    }
-    offer = offer_of(settings, gpus, frozenset(runtimes))
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(run_agent(settings, runtimes, offer))
+    runtimes = runtimes_of(settings, [gpu for gpu in gpus if not gpu.simulated])
+    serve(settings, runtimes, offer_of(settings, gpus, frozenset(runtimes)))
 
 
 def main() -> None:
     try:
         lend()
+    except KeyboardInterrupt:  # before it could be stopped in good order
+        sys.exit(128 + signal.SIGINT)
     except GpoolError as error:
         say_error(error)
         sys.exit(exit_code_of(error))

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from gpool.cli.calling import as_json, client_of
+from gpool.cli.calling import as_json, client_of, into
 from gpool.cli.main import FAILED, GPOOL_FAULT, say_error
 from gpool.core.errors import GpoolError, Invalid
 
@@ -40,7 +40,7 @@ SECOND_CHANCE_S = 2.0
 @click.option(
     "--tier",
     type=click.Choice(["none", "container", "vm"]),
-    help="The weakest isolation you accept.",
+    help="The weakest isolation you accept; none: only on a node of your own that allows it.",
 )
 @click.option("--timeout", metavar="TIME", help="Stop it after, e.g. 2h (default 24h).")
 @click.option("--priority", type=click.IntRange(-100, 100), help="Higher goes first.")
@@ -56,13 +56,7 @@ SECOND_CHANCE_S = 2.0
     metavar="PATH",
     help="A file or folder (FOLDER/) to bring back.",
 )
-@click.option(
-    "-o",
-    "--into",
-    type=click.Path(path_type=Path),
-    default=Path(),
-    help="Where outputs go (default: here).",
-)
+@into
 @click.option("--name", help="A name for listings.")
 @click.option("-d", "--detach", is_flag=True, help="Print the id and do not wait.")
 @as_json
@@ -128,12 +122,12 @@ def attend(client: Client, submitted: Run, into: Path, *, quiet: bool) -> int:
     return exit_code(result)
 
 
-def say_how_it_ended(result: Result) -> None:
-    """A line for every end that its exit code does not tell."""
+def say_how_it_ended(result: Result, *, code_too: bool = False) -> None:
+    """A line for every end that its exit code does not tell; `code_too`: for that one as well."""
     from gpool.cli.printing import neutral
     from gpool.client.results import failure
 
-    if result.status != "succeeded" and result.reason != "exited":
+    if result.status != "succeeded" and (code_too or result.reason != "exited"):
         click.echo(f"gpool: {neutral(failure(result).detail)}", err=True)
 
 

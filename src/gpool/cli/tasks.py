@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from gpool.cli.calling import as_json, client_of, listing
+from gpool.cli.calling import as_json, client_of, into, listing
 from gpool.cli.main import FAILED, GPOOL_FAULT, say_error
 from gpool.cli.printing import LogPrinter, age, emit_json, fields, table
 from gpool.cli.run import progress_bar, say_how_it_ended
@@ -40,7 +40,11 @@ def ps(ctx: click.Context, as_json: bool, everything: bool, limit: int, status: 
         )
         for task in found
     ]
-    table(("id", "name", "status", "age", "node", "gpu"), rows, "No tasks yet.")
+    table(
+        ("id", "name", "status", "age", "node", "gpu"),
+        rows,
+        f"No task is {status}." if status else "No tasks yet.",
+    )
 
 
 @click.command()
@@ -68,12 +72,7 @@ def logs(ctx: click.Context, task: str, follow: bool, as_json: bool) -> None:
     """Print what a task wrote."""
     run = client_of(ctx).get(task)
     if as_json:
-        emit_json(
-            [
-                {"cursor": p.cursor, "stream": p.stream, "text": p.text}
-                for p in run.printed(follow=follow)
-            ]
-        )
+        emit_json(list(run.log_documents(follow=follow)))
         return
     try:
         LogPrinter().show(run.printed(follow=follow))
@@ -99,6 +98,9 @@ def wait(ctx: click.Context, task: str, timeout: str | None, as_json: bool) -> N
             emit_json(run.document())
     except TimeoutError as late:
         click.echo(f"gpool: {late}", err=True)
+        ctx.exit(FAILED)
+    except KeyboardInterrupt:
+        click.echo(f"\nTask {task} goes on. Wait again with: gpool wait {task}", err=True)
         ctx.exit(FAILED)
     except GpoolError as error:
         if os.environ.get("GPOOL_DEBUG"):
@@ -126,13 +128,7 @@ def cancel(ctx: click.Context, tasks: tuple[str, ...], as_json: bool) -> None:
 
 @click.command()
 @task_id
-@click.option(
-    "-o",
-    "--into",
-    type=click.Path(path_type=Path),
-    default=Path(),
-    help="Where outputs go (default: here).",
-)
+@into
 @as_json
 @click.pass_context
 def result(ctx: click.Context, task: str, into: Path, as_json: bool) -> None:
@@ -155,8 +151,8 @@ def result(ctx: click.Context, task: str, into: Path, as_json: bool) -> None:
         for path in written:
             click.echo(str(path))
         if not written:
-            click.echo(f"Task {task} {found.status}; it left no outputs.", err=True)
-    say_how_it_ended(found)
+            click.echo(f"Task {task} left no outputs.", err=True)
+    say_how_it_ended(found, code_too=True)
     ctx.exit(0 if found.status == "succeeded" else FAILED)
 
 

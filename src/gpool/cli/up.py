@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ from pathlib import Path
 import click
 
 from gpool.cli.children import AGENT_MODULE, SERVER_MODULE, Child, Program, become, stop_signals
+from gpool.cli.terms import Terms, agent_variables, lending
 from gpool.core.errors import Conflict, GpoolError, InternalFault, Unreachable
 
 KEY_FILE = "operator.key"
@@ -47,26 +49,8 @@ port_option = click.option(
 @host_option
 @port_option
 @click.option("--no-agent", is_flag=True, help="Only the server; lend nothing of this machine.")
-@click.option(
-    "--simulate-gpus",
-    envvar="GPOOL_AGENT_SIMULATE_GPUS",
-    metavar="SPEC",
-    help="Pretend to have GPUs, e.g. H100:2,RTX4090; marked as simulated.",
-)
-@click.option(
-    "--slots",
-    envvar="GPOOL_AGENT_SLOTS",
-    type=click.IntRange(min=0),
-    help="Processors to lend (default: all).",
-)
-def up(
-    data: Path | None,
-    host: str,
-    port: int,
-    no_agent: bool,
-    simulate_gpus: str | None,
-    slots: int | None,
-) -> None:
+@lending
+def up(data: Path | None, host: str, port: int, no_agent: bool, terms: Terms) -> None:
     """Start a server and an agent on this machine."""
     from gpool.client.config import LOCAL_PROFILE, data_home, save_profile
 
@@ -75,6 +59,7 @@ def up(
     url = f"http://{_dialled(host)}:{port}"
     children: list[Child] = []
     with only_one(folder):
+        must_be_free(host, port)
         stop = stop_signals()
         try:
             server = Child(
@@ -91,7 +76,7 @@ def up(
             key_file = folder / KEY_FILE
             profile = save_profile(LOCAL_PROFILE, url, key_file)
             if not no_agent and not stop.is_set():
-                agent = _agent(folder, url, key_file, slots, simulate_gpus)
+                agent = _agent(folder, url, key_file, terms)
                 children.insert(0, agent)  # stopped first: it hands back what it holds
                 agent.start()
             _announce(url, key_file, profile)
@@ -110,10 +95,8 @@ def server_variables(folder: Path, host: str, port: int) -> dict[str, str]:
     }
 
 
-def _agent(
-    folder: Path, url: str, key_file: Path, slots: int | None, simulate: str | None
-) -> Child:
-    from gpool.cli.joining import agent_variables, enrol, load_identity
+def _agent(folder: Path, url: str, key_file: Path, terms: Terms) -> Child:
+    from gpool.cli.joining import enrol, load_identity
     from gpool.client.door import Door
 
     file = folder / "node.json"
@@ -122,9 +105,7 @@ def _agent(
         door = Door(url, key_file.read_text(encoding="ascii").strip())
         identity = enrol(door, file, name=None, token=None)
         door.close()
-    variables = agent_variables(
-        identity, url, data=folder / "agent", slots=slots, simulate=simulate
-    )
+    variables = agent_variables(identity, url, folder / "agent", terms)
     return Child(Program("agent", AGENT_MODULE, variables, folder / "agent.log"))
 
 
@@ -193,6 +174,20 @@ def only_one(folder: Path) -> Iterator[None]:
                 f"a pool runs in {folder} already; stop it, or choose another folder with --data"
             ) from exc
         yield
+
+
+def must_be_free(host: str, port: int) -> None:
+    """Whoever answers there would be taken for our own server."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as tried:
+        tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the server does
+        try:
+            tried.bind((host, port))
+        except OSError as exc:
+            raise Conflict(
+                f"cannot listen on {host} port {port} ({exc.strerror}); "
+                "choose another with --port, or --host"
+            ) from exc
 
 
 def _dialled(host: str) -> str:

@@ -12,12 +12,11 @@ from pathlib import Path
 
 from gpool.client.door import Door
 from gpool.client.results import Output
-from gpool.core.errors import Conflict, InternalFault, Invalid, NotFound, Unreachable
+from gpool.core.errors import Conflict, GpoolError, Invalid
 from gpool.core.paths import checked, folded
-from gpool.transfer.artifacts import Steps, hash_of, upload
+from gpool.transfer.artifacts import Steps, download, hash_of, path_of, upload
+from gpool.transfer.landing import Landing
 from gpool.transfer.requests import FilePart
-
-_CHUNK = 1024 * 1024
 
 Progress = Callable[[str, int, int], None]
 """Called with (path, bytes done, bytes in all)."""
@@ -87,11 +86,9 @@ class Artifacts:
     def put(self, content: bytes) -> str:
         """Upload bytes unless the server has them; the hash."""
         sha256 = hashlib.sha256(content).hexdigest()
-        if sha256 in self._there:
-            return sha256
-        if not self._has(sha256):
-            self._door.send("PUT", f"/v1/artifacts/{sha256}", body=content, headers=_BYTES)
-        self._there.add(sha256)
+        if sha256 not in self._there:
+            self._door.carry_out(lambda: upload(content, sha256, len(content)))
+            self._there.add(sha256)
         return sha256
 
     def forget(self, sha256s: Iterable[object]) -> bool:
@@ -104,22 +101,16 @@ class Artifacts:
         """Upload a file in parts, memory flat; the hash. A broken upload goes on where the server says."""
         sha256, size_bytes = hash_of(file.source)
         if sha256 not in self._there:
-            for pause in self._door.pauses():
-                try:
-                    self._door.carry_out(
-                        _told(upload(file.source, sha256, size_bytes), file, progress)
-                    )
-                    break
-                except Unreachable:
-                    if pause is None or self._door.wait(pause):
-                        raise
+            self._door.carry_out(
+                lambda: _told(upload(file.source, sha256, size_bytes), file, progress)
+            )
             self._there.add(sha256)
         progress(file.path, size_bytes, size_bytes)
         return sha256
 
     def get(self, sha256: str) -> bytes:
         """A whole artifact in memory: for values, not for files."""
-        return self._door.send("GET", f"/v1/artifacts/{sha256}").body
+        return self._door.send("GET", path_of(sha256)).body
 
     def fetch(
         self, outputs: Sequence[Output], into: Path, progress: Progress = _silent
@@ -137,80 +128,26 @@ class Artifacts:
                 os.close(folder)
         return written
 
-    def _has(self, sha256: str) -> bool:
-        try:
-            self._door.send("HEAD", f"/v1/artifacts/{sha256}")
-        except NotFound:
-            return False
-        return True
-
     def _fetch_one(self, output: Output, folder: int, name: str, progress: Progress) -> None:
         partial = f".{name[:100]}.{output.sha256[:16]}.part"
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         descriptor = os.open(partial, flags, 0o600, dir_fd=folder)
         try:
-            with os.fdopen(descriptor, "r+b") as stream:
-                digest = hashlib.sha256()
-                while piece := stream.read(_CHUNK):  # what an earlier try left
-                    digest.update(piece)
-                done = stream.tell()
-                if done > output.size_bytes:
-                    stream.truncate(0)
-                    stream.seek(0)
-                    digest, done = hashlib.sha256(), 0
-                tries = self._door.pauses()
-                while True:
-                    try:
-                        for piece in self._pieces_from(output, done):
-                            stream.write(piece)
-                            digest.update(piece)
-                            done += len(piece)
-                            tries = self._door.pauses()
-                            progress(output.path, done, output.size_bytes)
-                        break
-                    except Unreachable:
-                        pause = next(tries, None)
-                        if pause is None or self._door.wait(pause):
-                            raise
-                if digest.hexdigest() != output.sha256:
-                    stream.truncate(0)
-                    raise InternalFault(
-                        f"output '{output.path}' does not match its hash; fetch it again"
-                    )
+            with os.fdopen(descriptor, "r+b") as file:
+                landing = Landing(file, lambda done: progress(output.path, done, output.size_bytes))
+                self._door.carry_out(lambda: download(output.sha256, landing))
                 mask = os.umask(0)
                 os.umask(mask)
-                os.fchmod(stream.fileno(), (0o777 if output.executable else 0o666) & ~mask)
-            try:
-                os.replace(partial, name, src_dir_fd=folder, dst_dir_fd=folder)
-            except IsADirectoryError as exc:
-                raise Conflict(
-                    f"output '{output.path}' cannot be written: a folder of that name is there"
-                ) from exc
-        except InternalFault:
-            with suppress(FileNotFoundError):
+                os.fchmod(file.fileno(), (0o777 if output.executable else 0o666) & ~mask)
+            os.replace(partial, name, src_dir_fd=folder, dst_dir_fd=folder)
+        except IsADirectoryError as exc:
+            raise Conflict(
+                f"output '{output.path}' cannot be written: a folder of that name is there"
+            ) from exc
+        except GpoolError:
+            if not os.stat(partial, dir_fd=folder).st_size:  # nothing to go on from
                 os.unlink(partial, dir_fd=folder)
             raise
-
-    def _pieces_from(self, output: Output, done: int) -> Iterator[bytes]:
-        if done == output.size_bytes and done > 0:
-            return
-        headers = {"range": f"bytes={done}-"} if done else {}
-        with self._door.open(f"/v1/artifacts/{output.sha256}", headers=headers) as response:
-            skip = done if done and response.status_code == 200 else 0
-            for (
-                piece
-            ) in response.iter_bytes():  # unsized: a sized one loses what it holds at a break
-                if skip:
-                    dropped = min(skip, len(piece))
-                    skip -= dropped
-                    if dropped == len(piece):
-                        continue
-                    yield piece[dropped:]
-                else:
-                    yield piece
-
-
-_BYTES = {"content-type": "application/octet-stream"}
 
 
 def _told(steps: Steps, file: LocalFile, progress: Progress) -> Steps:

@@ -17,7 +17,7 @@ import httpx2
 
 from gpool.client import config, mapping
 from gpool.client.artifacts import Artifacts, Progress, gather
-from gpool.client.door import Door, Reply
+from gpool.client.door import Door
 from gpool.client.options import Options
 from gpool.client.pickling import PYTHON, dumps_call
 from gpool.client.results import (
@@ -34,6 +34,7 @@ from gpool.client.tasks import Decorator, Task
 from gpool.core.errors import Invalid, Unprocessable
 from gpool.core.model import INLINE_LIMIT_BYTES
 from gpool.core.paths import checked
+from gpool.transfer.requests import Reply
 
 _READ_S = LONGEST_WAIT_S + 30.0
 _JSON = {"content-type": "application/json"}

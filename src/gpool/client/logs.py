@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import json
+from base64 import b64decode
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -14,33 +15,48 @@ from gpool.core.errors import Unreachable
 
 @dataclass(frozen=True, slots=True)
 class Printed:
-    """A piece of output."""
+    """A piece of output: its bytes as the task wrote them, and what there is to read in them.
+
+    A character cut in two by the end of a piece is in the `text` of the piece that completes it.
+    """
 
     cursor: int
     stream: str  # "stdout" or "stderr"
+    data: bytes
     text: str
 
-    @property
-    def data(self) -> bytes:
-        """The bytes as the task wrote them, as far as text can carry them."""
-        return self.text.encode("utf-8", "surrogateescape")
+
+def printed(items: Iterable[dict[str, Any]]) -> Iterator[Printed]:
+    """The pieces that log documents stand for; at the end one more if a stream broke off inside a character."""
+    decoders: dict[tuple[int, str], codecs.IncrementalDecoder] = {}
+    cursor = 0
+    for item in items:
+        cursor, stream, encoded = int(item["cursor"]), str(item["stream"]), item.get("data")
+        data = str(item["text"]).encode() if encoded is None else b64decode(encoded)
+        key = (int(item["epoch"]), stream)
+        decoder = decoders.get(key)
+        if decoder is None:
+            decoder = decoders[key] = codecs.getincrementaldecoder("utf-8")("replace")
+        yield Printed(cursor, stream, data, decoder.decode(data))
+    for (_, stream), decoder in decoders.items():
+        if rest := decoder.decode(b"", final=True):
+            yield Printed(cursor, stream, b"", rest)
 
 
-def pages(door: Door, task: str, after: int = 0) -> Iterator[Printed]:
-    """What is there now, then the end."""
+def pages(door: Door, task: str, after: int = 0) -> Iterator[dict[str, Any]]:
+    """The documents of what is there now."""
     while True:
         page = door.get_json(f"/v1/tasks/{task}/logs?after={after}")
         for item in page["items"]:
-            piece = _printed(item)
-            after = max(after, piece.cursor)
-            yield piece
+            after = max(after, int(item["cursor"]))
+            yield item
         if not page["items"] or page.get("next") is None:
             return
         after = max(after, int(page["next"]))
 
 
-def follow(door: Door, task: str, after: int = 0) -> Iterator[Printed]:
-    """What is there and what comes, until the task has ended and all its output was given."""
+def follow(door: Door, task: str, after: int = 0) -> Iterator[dict[str, Any]]:
+    """The documents of what is there and what comes, until the task has ended and all its output was given."""
     tries = door.pauses()
     while True:
         try:
@@ -52,9 +68,8 @@ def follow(door: Door, task: str, after: int = 0) -> Iterator[Printed]:
                         return
                     item = json.loads(data)
                     if isinstance(item, dict) and "cursor" in item and "text" in item:
-                        piece = _printed(item)
-                        after = max(after, piece.cursor)
-                        yield piece
+                        after = max(after, int(item["cursor"]))
+                        yield item
         except Unreachable:
             pause = next(tries, None)
             if pause is None or door.wait(pause):
@@ -65,10 +80,6 @@ def follow(door: Door, task: str, after: int = 0) -> Iterator[Printed]:
         )  # the stream ended: did the task?
         if page.get("ended") and not page["items"]:
             return
-
-
-def _printed(item: dict[str, Any]) -> Printed:
-    return Printed(int(item["cursor"]), str(item["stream"]), str(item["text"]))
 
 
 def _events(pieces: Iterable[bytes]) -> Iterator[tuple[str, str]]:

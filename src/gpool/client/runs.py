@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 from urllib.parse import quote
 
+from gpool.client import logs
 from gpool.client.logs import Printed
-from gpool.client.logs import follow as follow_logs
-from gpool.client.logs import pages as log_pages
 from gpool.client.results import Raised, Result, decode_result, failure, outcome
 from gpool.core.errors import Forbidden
 
@@ -62,7 +61,11 @@ class Run:
 
     def printed(self, *, follow: bool = False) -> Iterator[Printed]:
         """The pieces of output with the stream each went to."""
-        source = follow_logs if follow else log_pages
+        return logs.printed(self.log_documents(follow=follow))
+
+    def log_documents(self, *, follow: bool = False) -> Iterator[dict[str, Any]]:
+        """The pieces of output as the server describes them (`LogDocument`s)."""
+        source = logs.follow if follow else logs.pages
         return source(self._client.door, quote(self.id, safe=""))
 
     def wait(self, timeout: float | None = None) -> Result:

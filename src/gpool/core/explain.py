@@ -99,7 +99,10 @@ def _nothing_can(nodes: list[Node], shape: Shape) -> Explanation:
             said = f"No node has Python {needs.python}; there are: {_list(there)}."
             return Explanation("no_python", said)
         case Unfit.TIER if needs.tier is Tier.NONE:
-            said = "Isolation 'none' is only given on your own nodes, and none of yours offers it."
+            said = (
+                "Isolation 'none' is only given on your own nodes, and none of yours offers it; "
+                "start its agent with --allow-process."
+            )
             return Explanation("no_tier", said)
         case Unfit.TIER:
             there = sorted({tier for node in near for tier in node.offer.tiers})

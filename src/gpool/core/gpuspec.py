@@ -303,7 +303,9 @@ def _bad(text: str, position: int, reason: str) -> BadGpuSpec:
         letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text
     )
     position = max(0, min(position, len(text)))
-    detail = f"GPU requirement {shown!r}: {reason}\n  {shown}\n  {' ' * position}^"
+    detail = f"GPU requirement {shown!r}: {reason}"
+    if shown.strip():
+        detail += f"\n  {shown}\n  {' ' * position}^"
     return BadGpuSpec(detail, text=text, position=position)
 
 

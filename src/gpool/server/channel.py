@@ -32,7 +32,6 @@ from gpool.wire.frames import (
     OfferChanged,
     Recorded,
     Refused,
-    Released,
     ReportItem,
     Reports,
     ServerFrame,
@@ -49,6 +48,7 @@ FRAME_PAYLOAD_BYTES = 4 * 1024 * 1024
 """Payloads in one `Grants`: half a frame's limit, the rest is for everything else."""
 
 MAX_HOLDS = 200_000
+REPLACED = "replaced by a newer connection of this node"
 
 
 class Channel:
@@ -61,6 +61,7 @@ class Channel:
         self._owner = credentials.owner
         self._send = send
         self._greeted = False
+        self._boot = ""
         self._beat = 0
         self._specs_sent: set[SpecId] = set()
         self._unstated: set[TaskId] = set()
@@ -88,7 +89,9 @@ class Channel:
             self.refuse("invalid", wrong, retry=False)
             return
         now = server.now
-        scheduler.disconnect(self.node, "replaced by a newer connection of this node")
+        if self._is_overtaken(hello):
+            return
+        scheduler.disconnect(self.node, REPLACED, retry=True)
         scheduler.heard_from(self.node, now)
         greeted = await server.write(
             _greeting(self.node, hello.offer, server.ids.take(len(hello.offer.gpus)), now)
@@ -98,9 +101,11 @@ class Channel:
         if greeted is None:
             self.refuse("not_found", "this node was removed; join again", retry=False)
             return
-        scheduler.disconnect(self.node, "replaced by a newer connection of this node")
+        if self._is_overtaken(hello):
+            return
+        scheduler.disconnect(self.node, REPLACED, retry=True)
         self._greeted = True
-        self._beat = hello.beat
+        self._boot, self._beat = hello.boot, hello.beat
         stated = set(hello.holds)
         open_leases = {Hold(lease.task, lease.epoch): lease for lease in greeted.held}
         settings = server.settings
@@ -115,24 +120,28 @@ class Channel:
             )
         )
         scheduler.connect(self, greeted.row.node)
+        # Unstated ones too: that the agent has nothing of them, only the agent can say, and now.
         stop = tuple(
-            hold
-            for hold, lease in open_leases.items()
-            if hold in stated and lease.status is TaskStatus.CANCELLED
+            hold for hold, lease in open_leases.items() if lease.status is TaskStatus.CANCELLED
         )
         if stop:
             self._send(Stop(stop, StopReason.CANCELLED))
         # All of it before the next await: a cancel must not overtake the grant it stops.
         missing = [lease for hold, lease in open_leases.items() if hold not in stated]
-        wanted = [lease for lease in missing if lease.status is not TaskStatus.CANCELLED]
-        self.grant(_lines(wanted, self._owner), greeted.specs.get)
-        gone = [
-            Released(lease.task, lease.epoch)
-            for lease in missing
-            if lease.status is TaskStatus.CANCELLED
-        ]
-        if gone:
-            scheduler.absorb(await server.write(leases.record(self.node, gone, server.now)))
+        unstarted = [lease for lease in missing if lease.status is TaskStatus.LEASED]
+        self.grant(_lines(unstarted, self._owner), greeted.specs.get)
+        forgotten = [lease for lease in missing if lease.status is TaskStatus.RUNNING]
+        if forgotten:  # by an agent started anew: an attempt runs once under its epoch
+            lost = [Finished(lease.task, lease.epoch, EndReason.LOST) for lease in forgotten]
+            scheduler.absorb(await server.write(leases.record(self.node, lost, server.now)))
+
+    def _is_overtaken(self, hello: Hello) -> bool:
+        """A hello that was so long on its way that a newer connection of the same agent is open already."""
+        current = self._server.scheduler.channels.get(self.node)
+        if current is None or current._boot != hello.boot or current._beat < hello.beat:
+            return False
+        self.refuse("conflict", "a newer connection of this agent is open", retry=True)
+        return True
 
     async def close(self) -> None:
         """The transport is gone. What the node holds stays its own until the lease time is over."""

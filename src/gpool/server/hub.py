@@ -21,7 +21,7 @@ class Subscription:
 
     def __enter__(self) -> Self:
         for topic in self._topics:
-            self._hub.subscribers.setdefault(topic, set()).add(self)
+            self._hub.subscribers.setdefault(topic, {})[self] = None
         return self
 
     def __exit__(
@@ -33,7 +33,7 @@ class Subscription:
         for topic in self._topics:
             others = self._hub.subscribers.get(topic)
             if others is not None:
-                others.discard(self)
+                others.pop(self, None)
                 if not others:
                     del self._hub.subscribers[topic]
 
@@ -61,7 +61,8 @@ class Hub:
     """Topics are ids: those of tasks, batches and nodes never meet, they come from one source."""
 
     def __init__(self) -> None:
-        self.subscribers: dict[int, set[Subscription]] = {}
+        # in the order they came, so that they wake in one order in every process
+        self.subscribers: dict[int, dict[Subscription, None]] = {}
 
     def subscription(self, *topics: int) -> Subscription:
         return Subscription(self, topics)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import signal
+import sys
 from collections.abc import Awaitable, Callable
 
 import uvicorn
@@ -38,6 +40,7 @@ def configuration(server: Server) -> uvicorn.Config:
         ws_per_message_deflate=False,
         ws_ping_interval=None,  # the agent's beats do that
         access_log=False,
+        proxy_headers=False,  # whom to believe about X-Forwarded-* is a setting yet to come
         log_config=None,
         lifespan="on",
         timeout_graceful_shutdown=STOP_WITHIN_S,
@@ -45,13 +48,12 @@ def configuration(server: Server) -> uvicorn.Config:
 
 
 def main() -> None:
-    """`python -m gpool.server.main`: everything from `GPOOL_SERVER_*` variables."""
+    """What `python -m gpool.server` runs: everything from `GPOOL_SERVER_*` variables."""
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(serve(Settings()))
-
-
-if __name__ == "__main__":
-    main()
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(serve(Settings()))
+    except KeyboardInterrupt:  # uvicorn has stopped in good order, and repeats the signal
+        sys.exit(128 + signal.SIGINT)

@@ -16,11 +16,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import httpx2
+
+from gpool.testing.scripted_agent import ScriptedAgent
 
 GPOOL = (str(Path(sys.executable).with_name("gpool")),)
 
@@ -62,24 +65,56 @@ def free_port() -> int:
 def alive(pid: int) -> bool:
     """Whether the process is there and not merely waiting to be reaped."""
     try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return _stat(pid)[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
         return False
-    return state != "Z"
+
+
+def cpu_s(pid: int) -> float:
+    """Processor seconds a process has used so far; 0 when it is gone."""
+    try:
+        user, system = _stat(pid)[11:13]
+    except (FileNotFoundError, ProcessLookupError):
+        return 0.0
+    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+
+
+def descendants(root: int) -> list[int]:
+    """The pids of everything a process started, however deep, as far as it is still beneath it."""
+    parents: dict[int, list[int]] = {}
+    for pid in _all_pids():
+        try:
+            parents.setdefault(int(_stat(pid)[1]), []).append(pid)
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+    found, new = [], [root]
+    while new:
+        new = [child for parent in new for child in parents.get(parent, ())]
+        found += new
+    return found
+
+
+def _stat(pid: int) -> list[str]:
+    """The fields of /proc/PID/stat from the third on (state, parent, …)."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+
+
+def _all_pids() -> list[int]:
+    return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
 
 
 def processes_saying(mark: str) -> list[int]:
     """The pids of all processes, in any sandbox, whose command line holds the mark."""
     found = []
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit() or int(entry.name) == os.getpid():
+    for pid in _all_pids():
+        if pid == os.getpid():
             continue
         try:
-            line = (entry / "cmdline").read_bytes()
+            line = Path(f"/proc/{pid}/cmdline").read_bytes()
         except (FileNotFoundError, ProcessLookupError, PermissionError):
             continue
-        if mark.encode() in line and alive(int(entry.name)):
-            found.append(int(entry.name))
+        if mark.encode() in line and alive(pid):
+            found.append(pid)
     return found
 
 
@@ -113,6 +148,12 @@ class Daemon:
     def is_running(self) -> bool:
         return self._process is not None and self._process.poll() is None
 
+    @property
+    def exit_code(self) -> int | None:
+        """None while it runs; 128+n for a signal n, as a shell says it."""
+        code = self._process.poll() if self._process is not None else None
+        return 128 - code if code is not None and code < 0 else code
+
     def signal(self, number: signal.Signals) -> None:
         os.kill(self.pid, number)
 
@@ -138,6 +179,13 @@ class Daemon:
     def said(self) -> str:
         return self.log.read_text(errors="replace") if self.log.exists() else ""
 
+    def cpu_s(self) -> float:
+        """Processor seconds so far, of this process alone."""
+        return cpu_s(self.pid)
+
+    def descendants(self) -> list[int]:
+        return descendants(self.pid)
+
     def peak_memory_bytes(self) -> int:
         """The largest resident set so far, of this process alone."""
         status = Path(f"/proc/{self.pid}/status").read_text()
@@ -154,6 +202,9 @@ class Pool:
     port: int = field(default_factory=free_port)
     agents: dict[str, Daemon] = field(default_factory=dict)
     _server: Daemon | None = None
+    _http: httpx2.Client = field(
+        default_factory=lambda: httpx2.Client(timeout=60, trust_env=False, verify=False)
+    )
 
     # ---- processes
 
@@ -197,22 +248,26 @@ class Pool:
             if not self.server.is_running:
                 raise NeverHappened(f"the server ended by itself:\n{self.server.said()[-4000:]}")
             try:
-                return httpx2.get(f"{self.address}/readyz", timeout=2).status_code == 200
+                return self._http.get(f"{self.address}/readyz", timeout=2).status_code == 200
             except httpx2.TransportError:
                 return False
 
         return eventually("the server is ready", ready, within_s=30)
 
-    def join(self, name: str) -> Daemon:
+    def join(self, name: str, *options: str) -> Daemon:
         """A further machine: its own home, joined by its own link; returns once the server sees it."""
-        link = self.json("node", "invite")["link"]
-        agent = Daemon(
-            ["join", link, "--name", name], self.environment(name), self.directory / f"{name}.log"
-        )
+        link = self.ask("POST", "/v1/nodes/invites", {}).json()["link"]
+        arguments = ["join", link, "--name", name, *options]
+        agent = Daemon(arguments, self.environment(name), self.directory / f"{name}.log")
         self.agents[name] = agent
         agent.start()
         eventually(f"node {name} is online", lambda: name in self.online(), within_s=30)
         return agent
+
+    def scripted(self, name: str, cpus: int) -> ScriptedAgent:
+        """A further node, known to the server and not connected: it does what the test says."""
+        secret = self.ask("POST", "/v1/nodes", {"name": name}).json()["secret"]
+        return ScriptedAgent(self.address, secret, cpus)
 
     def online(self) -> list[str]:
         return [
@@ -224,6 +279,7 @@ class Pool:
     def stop(self) -> None:
         for daemon in (*self.agents.values(), *([self._server] if self._server else [])):
             daemon.stop()
+        self._http.close()
 
     def __enter__(self) -> Pool:
         self.start()
@@ -253,6 +309,37 @@ class Pool:
             check=False,
         )
 
+    @contextmanager
+    def command(self, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+        """A command of a consumer while it runs, its output in pipes; killed if it is still there in the end."""
+        process = subprocess.Popen(
+            [*GPOOL, *arguments],
+            env=self.consumer(),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        with process:
+            try:
+                yield process
+            finally:
+                process.kill()
+
+    def script(self, path: Path, folder: Path) -> subprocess.CompletedProcess[str]:
+        """A consumer's program in a file, run in that folder."""
+        return subprocess.run(
+            [sys.executable, str(path)],
+            env=self.consumer(),
+            cwd=folder,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+
     def json(self, *arguments: str) -> Any:
         done = self.gpool(*arguments, "--json")
         if done.returncode:
@@ -262,8 +349,7 @@ class Pool:
     def ask(self, method: str, path: str, document: object = None) -> httpx2.Response:
         """A request with the operator's key: where a command would be too slow, or shows less than is wanted."""
         headers = {"Authorization": f"Bearer {self.key}"}
-        url = self.address + path
-        answer = httpx2.request(method, url, headers=headers, json=document, timeout=60)
+        answer = self._http.request(method, self.address + path, headers=headers, json=document)
         return answer.raise_for_status()
 
     def submit(self, *command: str, outputs: Sequence[str] = ()) -> str:

@@ -6,7 +6,6 @@ import asyncio
 import hashlib
 import os
 import pickle
-import sys
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any, TypeVar
 import cloudpickle  # type: ignore[import-untyped]
 
 from gpool.agent.runtime.bubblewrap import BubblewrapRuntime
+from gpool.agent.runtime.calls import PYTHON
 from gpool.agent.runtime.process import ProcessRuntime
 from gpool.agent.runtime.protocol import (
     Answer,
@@ -152,8 +152,7 @@ class Caller:
 
 
 async def caller(runtime: Any, limits: Limits = LIMITS) -> Caller:
-    minor = f"{sys.version_info.major}.{sys.version_info.minor}"
-    return Caller(await runtime.start_runner(RunnerJob(minor, (), (), limits)))
+    return Caller(await runtime.start_runner(RunnerJob(PYTHON, (), (), limits)))
 
 
 def processes_with(word: str) -> list[int]:

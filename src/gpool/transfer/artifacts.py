@@ -1,20 +1,20 @@
 """Artifacts up and down, written once: generators that yield requests and are given replies. They touch no network.
 
 An upload first asks what the server has, then sends the rest in parts; a download goes on where an earlier one stopped.
-Both can be started anew after any failure: that is how they are retried.
+Both can be begun anew after any failure, and `patiently` does so.
 """
 
 from __future__ import annotations
 
 import hashlib
-import os
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from gpool.core.errors import InternalFault, Unprocessable, Unreachable
+from gpool.core.errors import InternalFault, Unreachable
 from gpool.core.ids import encode
 from gpool.core.model import MIB
+from gpool.transfer.landing import Landing
 from gpool.transfer.requests import FilePart, Reply, Request, error_from
 
 PART_BYTES = 8 * MIB
@@ -35,6 +35,16 @@ class LeaseRef:
         return f"{encode('task', self.task)}:{self.epoch}"
 
 
+@dataclass(frozen=True, slots=True)
+class Pause:
+    """Wait so long before the next request."""
+
+    seconds: float
+
+
+PatientSteps = Generator[Request | Pause, Reply | Unreachable | None, None]
+
+
 def path_of(sha256: str) -> str:
     return f"/v1/artifacts/{sha256}"
 
@@ -45,8 +55,8 @@ def hash_of(file: Path) -> tuple[str, int]:
         return hashlib.file_digest(opened, "sha256").hexdigest(), opened.tell()
 
 
-def upload(file: Path, sha256: str, size: int, lease: LeaseRef | None = None) -> Steps:
-    """Send a file that hashes to `sha256`; nothing is sent that the server has."""
+def upload(source: Path | bytes, sha256: str, size: int, lease: LeaseRef | None = None) -> Steps:
+    """Send what hashes to `sha256`; nothing is sent that the server has."""
     headers = {LEASE_HEADER: lease.header} if lease is not None else {}
     reply = yield Request("HEAD", path_of(sha256), headers)
     if reply.status == 200:
@@ -60,7 +70,11 @@ def upload(file: Path, sha256: str, size: int, lease: LeaseRef | None = None) ->
         if size > PART_BYTES or offset:
             ranged["Content-Range"] = f"bytes {offset}-{offset + length - 1}/{size}"
         ranged["Content-Type"] = "application/octet-stream"
-        part = FilePart(file, offset, length)
+        part = (
+            source[offset : offset + length]
+            if isinstance(source, bytes)
+            else FilePart(source, offset, length)
+        )
         reply = yield Request("PUT", path_of(sha256), ranged, part)
         if reply.status in (200, 201, 204):
             return
@@ -72,35 +86,51 @@ def upload(file: Path, sha256: str, size: int, lease: LeaseRef | None = None) ->
         offset = reached
 
 
-def download(sha256: str, target: Path, lease: LeaseRef | None = None) -> Steps:
-    """Fetch an artifact to `target`: whole and verified, or not there at all."""
-    part = target.with_name(target.name + ".part")
-    have = part.stat().st_size if part.exists() else 0
+def download(sha256: str, landing: Landing, lease: LeaseRef | None = None) -> Steps:
+    """Fetch an artifact; returns once the landing holds all of it, verified."""
+    if landing.size and landing.sha256 == sha256:
+        return
     headers = {"Accept-Encoding": "identity"}  # ranges count the bytes that are hashed
     if lease is not None:
         headers[LEASE_HEADER] = lease.header
-    if have:
-        headers["Range"] = f"bytes={have}-"
-    reply = yield Request("GET", path_of(sha256), headers, into=part)
+    if landing.size:
+        headers["Range"] = f"bytes={landing.size}-"
+    reply = yield Request("GET", path_of(sha256), headers, into=landing)
+    if reply.status == 416:  # more is there than there should be
+        landing.begin_again()
+        raise Unreachable(f"the fetched part of {sha256} was of no use; trying again")
     if reply.status not in (200, 206):
-        if reply.status == 416:  # we have all of it, or too much
-            if _settles(part, sha256, target):
-                return
-            raise Unreachable(f"the fetched part of {sha256} was of no use; trying again")
         raise error_from(reply)
-    if not part.exists():
-        part.touch()  # an empty artifact
-    if not _settles(part, sha256, target):
-        raise Unprocessable(f"what the server sent for {sha256} does not match its hash")
+    if landing.sha256 != sha256:
+        landing.begin_again()
+        raise InternalFault(f"what the server sent for {sha256} does not match its hash")
 
 
-def _settles(part: Path, sha256: str, target: Path) -> bool:
-    """Whether the part is the whole and now stands at its place; a wrong one is removed."""
-    if hash_of(part)[0] == sha256:
-        os.replace(part, target)
-        return True
-    part.unlink()
-    return False
+def patiently(begin: Callable[[], Steps], pauses: Callable[[], Iterator[float]]) -> PatientSteps:
+    """The same steps, begun anew after each `Unreachable`; patience starts over whenever bytes have moved."""
+    left = pauses()
+    while True:
+        steps = begin()
+        try:
+            request = next(steps)
+            while True:
+                had = request.into.size if request.into is not None else 0
+                came = yield request
+                assert came is not None
+                if isinstance(came, Unreachable):
+                    if request.into is not None and request.into.size > had:
+                        left = pauses()
+                    raise came
+                if came.status == 202:  # a part was taken
+                    left = pauses()
+                request = steps.send(came)
+        except StopIteration:
+            return
+        except Unreachable:
+            pause = next(left, None)
+            if pause is None:
+                raise
+        yield Pause(pause)
 
 
 def _offset(reply: Reply) -> int:

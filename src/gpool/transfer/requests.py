@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
+from typing import Any
 
 from gpool.core.errors import (
     BY_CODE,
@@ -23,6 +25,10 @@ from gpool.core.errors import (
     Unprocessable,
     Unreachable,
 )
+from gpool.transfer.landing import Landing
+
+AWAY = frozenset({502, 503, 504})
+"""What a server that stops, or a proxy before one that is gone, answers."""
 
 _BY_STATUS: Mapping[int, type[GpoolError]] = {
     400: Invalid,
@@ -33,9 +39,7 @@ _BY_STATUS: Mapping[int, type[GpoolError]] = {
     413: TooLarge,
     422: Unprocessable,
     429: TooMany,
-    502: Unreachable,
-    503: Unreachable,
-    504: Unreachable,
+    **dict.fromkeys(AWAY, Unreachable),
 }
 
 
@@ -62,29 +66,38 @@ class Request:
     path: str
     headers: Mapping[str, str] = field(default_factory=dict)
     body: bytes | FilePart = b""
-    into: Path | None = None  # append the body of a 206 to this file; a 200 replaces it
+    into: Landing | None = None  # takes the body of a 206, or (begun again) that of a 200
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """`headers` have lower-case names; `body` is empty when it went into a file."""
+    """`headers` answer to lower-case names; `body` is empty when it went into a landing."""
 
     status: int
     headers: Mapping[str, str]
     body: bytes = b""
 
+    def json(self) -> Any:
+        try:
+            return json.loads(self.body)
+        except ValueError as exc:
+            raise InternalFault(f"the server answered something that is not JSON: {exc}") from exc
+
 
 @dataclass(frozen=True, slots=True)
-class Backoff:
-    """How long to wait between tries: doubling, with jitter, never past the cap."""
+class Patience:
+    """How long to go on trying, and how long to wait between tries: doubling, with jitter, never past the longest."""
 
-    first: float = 0.1
-    cap: float = 5.0
-    tries: int = 7
+    total_s: float = 60.0
+    first_s: float = 0.05
+    longest_s: float = 2.0
 
-    def delays(self, random: Random) -> Iterator[float]:
-        for turn in range(self.tries - 1):
-            yield min(self.cap, self.first * 2**turn) * random.uniform(0.5, 1.0)
+    def pauses(self, random: Random) -> Iterator[float]:
+        """One pause before each further try; none are left when the time is over."""
+        ends, pause = time.monotonic() + self.total_s, self.first_s
+        while (left := ends - time.monotonic()) > 0:
+            yield min(pause * random.uniform(0.5, 1.0), left)
+            pause = min(pause * 2, self.longest_s)
 
 
 def error_from(reply: Reply) -> GpoolError:
@@ -95,10 +108,11 @@ def error_from(reply: Reply) -> GpoolError:
         document = {}
     if not isinstance(document, dict):
         document = {}
+    by_status = _BY_STATUS.get(reply.status, InternalFault)
+    kind = BY_CODE.get(str(document.get("code")), by_status)
+    if by_status is Unreachable and kind is not Unreachable:  # a proxy's words are not ours
+        return Unreachable(f"the answer was {reply.status}: the server is away, or starting")
     detail = str(document.get("detail") or f"the server answered {reply.status}")
-    kind = BY_CODE.get(str(document.get("code")))
-    if kind is None:
-        kind = _BY_STATUS.get(reply.status, InternalFault)
     if issubclass(kind, BadGpuSpec):
         position = document.get("position", 0)
         return kind(

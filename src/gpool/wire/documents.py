@@ -194,10 +194,14 @@ class ExplainDocument(Answer):
 
 
 class LogDocument(Answer):
+    """A piece of output. `data` (base64) are its bytes, there when they are not `text` in UTF-8: binary, or a character
+    cut in two by the piece's end, which `text` has where it is whole."""
+
     cursor: int
     epoch: int
     stream: Literal["stdout", "stderr"]
     text: str
+    data: str | None = None
 
 
 class LogPage(Answer):

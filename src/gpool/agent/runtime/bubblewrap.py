@@ -15,14 +15,13 @@ import hashlib
 import os
 import resource
 import shutil
-import sys
 import sysconfig
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from gpool.agent.runtime import cgroups, layout, seccomp
-from gpool.agent.runtime.calls import Keeping, open_runner
+from gpool.agent.runtime.calls import Keeping, must_have, open_runner
 from gpool.agent.runtime.commands import Command, command_pipes
 from gpool.agent.runtime.devices import device_arguments, visible_devices
 from gpool.agent.runtime.disk import DiskWatch, Watched
@@ -36,7 +35,7 @@ from gpool.agent.runtime.protocol import (
     RunnerSandbox,
     SandboxFailed,
 )
-from gpool.agent.runtime.workplace import Workplace
+from gpool.agent.runtime.workplace import Workplace, clear
 from gpool.core.model import EndReason, Gpu, Slice, Tier
 
 RUN = Path("/run/gpool")  # a root agent's, and only it may write there
@@ -156,9 +155,7 @@ class BubblewrapRuntime:
         )
 
     async def start_runner(self, job: RunnerJob) -> RunnerSandbox:
-        minor = f"{sys.version_info.major}.{sys.version_info.minor}"
-        if job.python != minor:
-            raise SandboxFailed(f"this node has Python {minor}, the function needs {job.python}")
+        must_have(job.python)
         slot, place = self._take(with_values=True)
         watched = Watched(place.root, job.limits.disk_bytes)
 
@@ -197,10 +194,7 @@ class BubblewrapRuntime:
 
     def _sweep(self) -> None:
         cgroups.sweep(self._hierarchy, self._tag)
-        for name in os.listdir(self._sandboxes):
-            Workplace(self._sandboxes / name, os.geteuid()).remove()
-        for name in os.listdir(self._values):
-            (self._values / name).unlink()
+        clear(self._sandboxes, self._values)
 
     def _take(self, *, with_values: bool) -> tuple[Slot, Workplace]:
         if self._free:

@@ -14,9 +14,10 @@ import os
 import pickle
 import socket
 import struct
+import sys
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from gpool.agent.runtime.launching import Exit, Started
@@ -43,7 +44,16 @@ LAST_BREATH_S = 1.0  # to exit with its own code after the last answer
 READY_WITHIN_S = 60.0
 CALLS_AT, ANSWERS_AT, FILES_AT = 3, 4, 5  # after stdin, stdout, stderr
 
+PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
+"""What runners run: the agent's own."""
+
 Start = Callable[[Sequence[int], Sequence[int]], Awaitable[Started]]
+
+
+def must_have(python: str) -> None:
+    """Refuse functions for another Python: their pickles would not load, or worse, would."""
+    if python != PYTHON:
+        raise SandboxFailed(f"this node has Python {PYTHON}, the function needs {python}")
 
 
 class Stream:
@@ -115,6 +125,8 @@ class Runner:
         self._writing = asyncio.Lock()
         self._over = False  # no more answers will come
         self._broken = False  # it said what no runner of ours says
+        self._answered = False  # at least one call
+        self._retired = False  # it said that it would end, between two calls
         self._closed = False
         self._ended: Ended | None = None
 
@@ -165,7 +177,8 @@ class Runner:
     async def ended(self) -> Ended:
         exit = await self._started.exited()
         if self._ended is None:
-            self._ended = self._keeping.judge(exit, b"")
+            judged = self._keeping.judge(exit, b"")
+            self._ended = replace(judged, retired=self._retired and not self._broken)
         return self._ended
 
     async def kill(self) -> None:
@@ -249,7 +262,10 @@ class Runner:
                     for stream in self._streams:
                         stream.marker = bytes(view[start + HEAD.size : end])
                 elif kind == RETIRE:
-                    self._over = True
+                    # Only after an answer: else a call that claims it would be tried again for ever.
+                    self._over, self._retired = True, self._answered
+                elif kind in (ANSWER, ANSWER_FILE):
+                    self._answered = True
                 frames.append(bytes(view[start + HEAD.size - 1 : end]))
                 start = end
         del self._buffer[:start]

@@ -1,9 +1,10 @@
 """The launcher: a small process beside the agent that starts sandboxes. Stdlib only; run as a script.
 
-It is small so that forking is cheap, single-threaded so that forking is safe, the parent of every sandbox so that
-all die with it, and it dies with the agent. When root, it alone moves into a mount namespace in which interpreter,
-packages and work directories lie where a dropped uid can reach them; each child drops to its uid before `exec`.
-It never reads what a task wrote.
+It is small so that forking is cheap, single-threaded so that forking is safe, and the reaper of every sandbox: when the
+agent is gone, however it went, the socket ends, and the launcher kills all that lives beneath it before it ends itself.
+(A death signal alone would miss a sandbox that is just being made and has not asked for one yet.)
+When root, it alone moves into a mount namespace in which interpreter, packages and work directories lie where a dropped
+uid can reach them; each child drops to its uid before `exec`. It never reads what a task wrote.
 
 Words on the socket (one JSON document a message, descriptors beside it):
   in   {"start": n, "argv", "uid", "groups", "limits", "seccomp_at", "mode"}   ·   {"kill": n}
@@ -326,13 +327,8 @@ class Launcher:
             self.kill(order["kill"])
         return True
 
-    def end_all(self) -> None:
-        for number in list(self.known):
-            self.kill(number)
-
 
 def main() -> int:
-    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     for quiet in QUIET_SIGNALS:
         signal.signal(quiet, signal.SIG_IGN)
@@ -345,8 +341,11 @@ def main() -> int:
     except OSError as failure:
         channel.send(json.dumps({"ready": False, "detail": str(failure)}).encode())
         return 1
-    launcher.serve()
-    launcher.end_all()
+    try:
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it went while we spoke
+            launcher.serve()
+    finally:
+        reap_all_below(os.getpid())
     return 0
 
 

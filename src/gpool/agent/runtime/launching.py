@@ -77,7 +77,7 @@ class Started:
 
 
 class Launcher:
-    """Starts the launcher process at the first order, from the loop's own thread, and again when it died."""
+    """Starts the launcher process at the first order, and again when it died."""
 
     def __init__(self, *, place: str, binds: Sequence[Bind], seccomp: bytes) -> None:
         self._settings = {
@@ -161,7 +161,6 @@ class Launcher:
             ours.setblocking(False)
             with theirs:
                 # -I -S: nothing but the standard library, so that its forks are small
-                # and from this very thread: it dies with the thread that made it
                 self._child = subprocess.Popen(  # noqa: ASYNC220 - a vfork, once
                     [sys.executable, "-I", "-S", "-B", str(SCRIPT)],
                     stdin=theirs.fileno(),

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import gpool
-from gpool.agent.runtime.calls import Keeping, open_runner
+from gpool.agent.runtime.calls import Keeping, must_have, open_runner
 from gpool.agent.runtime.commands import Command, command_pipes
 from gpool.agent.runtime.devices import visible_devices
 from gpool.agent.runtime.launching import Exit, Launcher, Order, Started
@@ -26,9 +26,8 @@ from gpool.agent.runtime.protocol import (
     Limits,
     RunnerJob,
     RunnerSandbox,
-    SandboxFailed,
 )
-from gpool.agent.runtime.workplace import Workplace
+from gpool.agent.runtime.workplace import Workplace, clear
 from gpool.core.model import Gpu, Tier
 
 RUNNER = Path(__file__).parents[1] / "runner" / "serve.py"
@@ -71,9 +70,7 @@ class ProcessRuntime:
         )
 
     async def start_runner(self, job: RunnerJob) -> RunnerSandbox:
-        minor = f"{sys.version_info.major}.{sys.version_info.minor}"
-        if job.python != minor:
-            raise SandboxFailed(f"this node has Python {minor}, the function needs {job.python}")
+        must_have(job.python)
         place = self._make(with_values=True)
 
         async def start(descriptors: Sequence[int], numbers: Sequence[int]) -> Started:
@@ -85,10 +82,7 @@ class ProcessRuntime:
         return await open_runner(start, keeping)
 
     async def sweep(self) -> None:
-        for left in self._places.iterdir():
-            Workplace(left, os.geteuid()).remove()
-        for value in self._values.iterdir():
-            value.unlink()
+        await asyncio.to_thread(clear, self._places, self._values)
 
     async def close(self) -> None:
         """End every command and the launcher; the runtime is of no use afterwards."""

@@ -64,6 +64,7 @@ class Ended:
     exit_code: int
     reason: EndReason = EndReason.EXITED  # or OUT_OF_MEMORY, SANDBOX_FAILED
     detail: str = ""
+    retired: bool = False  # a runner that ended between two calls, as it had said it would
 
 
 class CommandSandbox(Protocol):

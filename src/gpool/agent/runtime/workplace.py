@@ -272,6 +272,14 @@ def _directory(above: int, name: str) -> int:
         return os.open(name, _DIRECTORY, dir_fd=above)
 
 
+def clear(places: Path, values: Path) -> None:
+    """Remove what an earlier agent left: work places, and values nobody fetched."""
+    for left in places.iterdir():
+        Workplace(left, os.geteuid()).remove()
+    for value in values.iterdir():
+        value.unlink()
+
+
 def _empty(top: int) -> None:
     """Never deeper than one level: what lies deeper is moved up first."""
     moved = 0

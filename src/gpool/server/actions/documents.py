@@ -75,7 +75,7 @@ def result(view: TaskView) -> bytes:
         ResultLine(
             encode("task", row.id),
             row.position,
-            0,
+            view.sequence,
             row.status,
             row.reason,
             row.exit_code,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+from base64 import b64encode
 from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass
 
@@ -42,11 +43,13 @@ class _Texts:
         if decoder is None:
             decoder = codecs.getincrementaldecoder("utf-8")("replace")
             self._decoders[key] = decoder
+        text = decoder.decode(line.data)
         return LogDocument(
             cursor=line.cursor,
             epoch=line.epoch,
             stream="stderr" if line.stream == 2 else "stdout",
-            text=decoder.decode(line.data),
+            text=text,
+            data=None if text.encode() == line.data else b64encode(line.data).decode(),
         )
 
 

@@ -261,7 +261,7 @@ def _allow(id_: NodeId, user: User, availability: Availability, at: Instant) -> 
 def _allow_gpu(id_: GpuId, user: User, available: bool) -> Operation[NodeRow]:
     row = yield from operations.set_gpu_available(id_, scope(user), available)
     if row is None:
-        raise NotFound(f"no GPU {encode('gpu', id_)} of yours; `gpool node ls` lists them")
+        raise NotFound(f"no GPU {encode('gpu', id_)} of yours; `gpool gpus` lists them")
     return row
 
 

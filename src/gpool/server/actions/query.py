@@ -164,7 +164,8 @@ async def explain(server: Server, user: User, id_: TaskId) -> ExplainDocument:
 def _end_of(view: TaskView) -> str:
     row = view.row
     where = f" on {view.node_name}" if view.node_name else ""
-    why = f": {row.reason.value.replace('_', ' ')}" if row.reason else ""
+    reason = row.reason.value.replace("_", " ") if row.reason else ""
+    why = f": {reason}" if reason not in ("", row.status.text) else ""
     code = f" with code {row.exit_code}" if row.exit_code is not None else ""
     said = (row.error_text or "").strip().rpartition("\n")[2][:300]
     return f"It is {row.status.text}{where}{why}{code}." + (f" {said}" if said else "")

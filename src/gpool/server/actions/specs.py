@@ -85,7 +85,8 @@ def _size(field: str, text: str | None) -> int | None:
     try:
         size = gpuspec.parse_bytes(text)
     except BadGpuSpec as error:
-        raise Invalid(f"'{field}': {error.detail}") from None
+        said = error.detail.partition("\n")[0].removeprefix("GPU requirement ")
+        raise Invalid(f"'{field}' is {said}") from None
     if size <= 0:
         raise Invalid(f"'{field}' is {text[:40]!r}; give more than nothing, or leave it out")
     if size > MAX_BYTES:

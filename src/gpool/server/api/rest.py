@@ -8,17 +8,14 @@ from starlette.responses import JSONResponse, Response
 
 from gpool.core.ids import encode
 from gpool.server.api.answers import answer, tagged
-from gpool.server.api.openapi import body, ok
+from gpool.server.api.openapi import ok
 from gpool.server.api.requests import Wait, server_of, user_of
-from gpool.server.api.tasks import submit_tasks, task_answer
+from gpool.server.api.tasks import SUBMITTING, submit_tasks, task_answer
 from gpool.server.version import VERSION
 from gpool.wire.documents import (
     HealthDocument,
     MeDocument,
-    ResultDocument,
-    SubmittedDocument,
     TaskDocument,
-    TaskRequest,
 )
 
 router = APIRouter(tags=["server"])
@@ -70,16 +67,7 @@ async def metrics(request: Request) -> Response:
     return Response(server_of(request).metrics.page(), media_type="text/plain; version=0.0.4")
 
 
-@router.post(
-    "/submit_task",
-    status_code=202,
-    openapi_extra=body(TaskRequest),
-    responses={
-        200: {"model": list[ResultDocument], "description": "All ended within `wait` seconds"},
-        202: {"model": SubmittedDocument, "description": "Durable"},
-    },
-    response_class=Response,
-)
+@router.post("/submit_task", **SUBMITTING)
 async def submit_task(request: Request, wait: Wait = 0) -> Response:
     """Alias of `POST /v1/tasks`."""
     return await submit_tasks(request, wait)

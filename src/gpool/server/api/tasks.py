@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from typing import Annotated
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, Query
 from starlette.requests import Request
@@ -42,17 +42,19 @@ from gpool.wire.documents import (
 
 router = APIRouter(tags=["tasks"])
 
-
-@router.post(
-    "/v1/tasks",
-    status_code=202,
-    openapi_extra=body(TaskRequest),
-    responses={
+SUBMITTING: dict[str, Any] = {
+    "status_code": 202,
+    "openapi_extra": body(TaskRequest),
+    "responses": {
         200: {"model": list[ResultDocument], "description": "All ended within `wait` seconds"},
         202: {"model": SubmittedDocument, "description": "Durable"},
     },
-    response_class=Response,
-)
+    "response_class": Response,
+}
+"""How a route that submits tasks is described; it has an alias."""
+
+
+@router.post("/v1/tasks", **SUBMITTING)
 async def submit_tasks(request: Request, wait: Wait = 0) -> Response:
     """Submit one task or a batch; with `wait`, the results when they are there in time."""
     server = server_of(request)

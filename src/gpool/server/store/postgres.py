@@ -112,7 +112,7 @@ class PostgresStore:
 
     async def write(self, operation: Operation[T]) -> T:
         if self._closing:
-            raise InternalFault("the store is closed; the server is going down")
+            raise Unreachable("the server is going down; try again in a moment")
         future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         self._waiting.append(Waiting(operation, future))
         self._wake.set()
@@ -120,7 +120,7 @@ class PostgresStore:
 
     async def read(self, operation: Operation[T]) -> T:
         if self._closing:
-            raise InternalFault("the store is closed; the server is going down")
+            raise Unreachable("the server is going down; try again in a moment")
         try:
             async with (
                 self._readers.acquire() as connection,

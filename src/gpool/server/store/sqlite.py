@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from gpool.core.errors import GpoolError, InternalFault
+from gpool.core.errors import GpoolError, InternalFault, Unreachable
 from gpool.server.store.driving import MAX_GROUP, Waiting, answer_all
 from gpool.server.store.operation import again
 from gpool.server.store.protocol import Operation, Relation, Row, Statement
@@ -212,7 +212,7 @@ class SqliteStore:
 
     async def _put(self, queue: SimpleQueue[Waiting | None], operation: Operation[T]) -> T:
         if self._closed:
-            raise InternalFault("the store is closed; the server is going down")
+            raise Unreachable("the server is going down; try again in a moment")
         future: asyncio.Future[T] = self._loop.create_future()
         queue.put(Waiting(operation, future))
         return await future

@@ -184,6 +184,7 @@ class TaskView:
     value: bytes
     value_sha256: str
     log_sha256: str
+    sequence: int = 0  # among the ended of its batch; 0 until it has ended
 
 
 @dataclass(frozen=True, slots=True)

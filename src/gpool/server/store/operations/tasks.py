@@ -162,7 +162,7 @@ def _put_tasks(s: Submission, spec_id: SpecId, tasks: Sequence[NewTask]) -> Oper
 # ---- reading
 
 VIEW = (
-    f"SELECT {TASK_COLUMNS}, s.body, n.name, t.outputs, t.value_sha256, t.log_sha256, {{value}} "  # noqa: S608
+    f"SELECT {TASK_COLUMNS}, s.body, n.name, t.outputs, t.value_sha256, t.log_sha256, t.sequence, {{value}} "  # noqa: S608
     "FROM tasks t JOIN specs s ON s.id = t.spec_id LEFT JOIN nodes n ON n.id = t.node_id "
 )
 VIEW_WITH_VALUE = VIEW.replace("{value}", "t.value")
@@ -170,7 +170,7 @@ VIEW_WITHOUT_VALUE = VIEW.replace("{value}", "NULL")
 
 
 def _view(row: Row) -> TaskView:
-    body, node_name, outputs, value_sha256, log_sha256, value = row[TASK_WIDTH:]
+    body, node_name, outputs, value_sha256, log_sha256, sequence, value = row[TASK_WIDTH:]
     return TaskView(
         row=task_row(row),
         spec=spec_from(body),
@@ -179,6 +179,7 @@ def _view(row: Row) -> TaskView:
         value=bytes(value or b""),
         value_sha256=value_sha256,
         log_sha256=log_sha256,
+        sequence=sequence or 0,
     )
 
 

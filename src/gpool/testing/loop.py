@@ -1,0 +1,142 @@
+"""An asyncio loop under virtual time: nothing is waited for, the clock jumps to the next timer.
+
+It refuses sockets, threads and executors: whatever runs on it is a function of its inputs alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+from asyncio import BaseEventLoop
+from collections.abc import Callable, Coroutine, Generator
+from typing import Any, NoReturn, TypeVar
+
+T = TypeVar("T")
+
+RESOLUTION_S = 1e-7  # below the microsecond everything is stamped with
+MAX_TURNS = 20_000
+INSTANT_S = 2e-6  # a loop that turns faster than this, for so many turns, is stuck
+
+
+class Deadlock(RuntimeError):
+    """Nothing is ready and no timer is set: the program waits for what will never come."""
+
+
+class Livelock(RuntimeError):
+    """Something turns round and round and no time passes."""
+
+
+class OutsideWorld(RuntimeError):
+    """Something asked for a thread, a socket or a process: not under virtual time."""
+
+
+class _Leap:
+    """Stands where the selector stands: instead of waiting for I/O it moves the clock."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self._turns = 0
+        self._since_s = 0.0
+
+    def select(self, timeout: float | None) -> list[NoReturn]:
+        if timeout is None:
+            raise Deadlock("every task waits and no timer is set")
+        self.now_s += timeout
+        self._turns += 1
+        if self._turns > MAX_TURNS:
+            if self.now_s < self._since_s + MAX_TURNS * INSTANT_S:
+                raise Livelock(f"{MAX_TURNS} turns of the loop at {self.now_s} s")
+            self._turns, self._since_s = 0, self.now_s
+        return []
+
+    def close(self) -> None: ...
+
+
+class VirtualLoop(BaseEventLoop):
+    """Starts at zero; `us` is the time in microseconds."""
+
+    _selector: _Leap
+    _clock_resolution: float
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._selector = _Leap()
+        self._clock_resolution = RESOLUTION_S
+
+    def time(self) -> float:
+        return self._selector.now_s
+
+    @property
+    def us(self) -> int:
+        return round(self._selector.now_s * 1_000_000)
+
+    def after_us(
+        self, delay_us: int, callback: Callable[..., object], *args: Any
+    ) -> asyncio.TimerHandle:
+        return self.call_at((self.us + max(0, delay_us)) / 1_000_000, callback, *args)
+
+    def _process_events(self, event_list: list[NoReturn]) -> None: ...
+
+    def _write_to_self(self) -> None: ...
+
+    def run_in_executor(self, *_: Any, **__: Any) -> NoReturn:  # type: ignore[override]
+        raise OutsideWorld("no threads under virtual time")
+
+    async def shutdown_default_executor(self, timeout: float | None = None) -> None: ...  # noqa: ASYNC109
+
+
+class Household:
+    """The tasks that one simulated process started, directly or through its tasks: they die together."""
+
+    def __init__(self, name: str, on_end: Callable[[asyncio.Task[Any]], None]) -> None:
+        self.name = name
+        self.alive = True
+        self._on_end = on_end  # a task of the living process ended by itself
+        self._tasks: dict[asyncio.Task[Any], None] = {}
+
+    def spawn(self, loop: VirtualLoop, coroutine: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        context = contextvars.Context()
+        context.run(_household.set, self)
+        return loop.create_task(coroutine, context=context)
+
+    @property
+    def tasks(self) -> list[asyncio.Task[Any]]:
+        return list(self._tasks)
+
+    def adopt(self, task: asyncio.Task[Any]) -> None:
+        self._tasks[task] = None
+        task.add_done_callback(self._forget)
+
+    def _forget(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.pop(task, None)
+        if self.alive and not task.cancelled():
+            self._on_end(task)
+
+    def kill(self) -> None:
+        """No task of it takes another step of its own; what their `finally` does, it does as a dead process."""
+        self.alive = False
+        for task in self.tasks:
+            task.cancel()
+
+
+_household: contextvars.ContextVar[Household | None] = contextvars.ContextVar(
+    "household", default=None
+)
+
+
+def _create(
+    loop: asyncio.AbstractEventLoop,
+    coroutine: Coroutine[Any, Any, T] | Generator[Any, None, T],
+    context: contextvars.Context | None = None,
+) -> asyncio.Task[T]:
+    task: asyncio.Task[T] = asyncio.Task(coroutine, loop=loop, context=context)
+    household = (context or contextvars.copy_context()).get(_household)
+    if household is not None:
+        household.adopt(task)
+    return task
+
+
+def new_loop() -> VirtualLoop:
+    loop = VirtualLoop()
+    loop.set_task_factory(_create)
+    return loop

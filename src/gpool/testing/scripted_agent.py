@@ -1,0 +1,135 @@
+"""An agent that says what it is told to say, over a real socket: for what no honest agent would send.
+
+It runs nothing and believes nothing; who scripts it decides every frame and every upload.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import httpx2
+from websockets.sync.client import ClientConnection, connect
+
+from gpool.core.model import GIB, Offer, Tier
+from gpool.transfer.artifacts import LEASE_HEADER, LeaseRef, path_of
+from gpool.wire.frames import (
+    CHANNEL_PATH,
+    MAX_FRAME_BYTES,
+    PROTOCOL,
+    AgentFrame,
+    Beat,
+    BeatSeen,
+    Grants,
+    Hello,
+    Hold,
+    Lease,
+    Recorded,
+    ReportItem,
+    Reports,
+    ServerFrame,
+    Welcome,
+    decode_from_server,
+    encode,
+)
+
+F = TypeVar("F", bound=ServerFrame)
+ANSWER_S = 20.0
+
+
+def offer(cpus: int) -> Offer:
+    return Offer(
+        cpus * 1000,
+        cpus * GIB,
+        cpus * GIB,
+        pythons=frozenset({"3.11"}),
+        tiers=frozenset({Tier.CONTAINER}),
+        hostname="scripted",
+        agent_version="scripted",
+    )
+
+
+@dataclass(slots=True)
+class ScriptedAgent:
+    """One node. Frames that come while it waits for another kind are kept in `heard`."""
+
+    address: str
+    secret: str
+    cpus: int = 1
+    heard: list[ServerFrame] = field(default_factory=list)
+    _beat: int = 0
+    _sequence: int = 0
+    _open: ExitStack = field(default_factory=ExitStack)
+    _socket: ClientConnection | None = None
+
+    def connect(self, *holds: Hold) -> Welcome:
+        """Says hello, on a new connection."""
+        self.close()
+        self._socket = self._open.enter_context(
+            connect(
+                self.address.replace("http", "ws", 1) + CHANNEL_PATH,
+                additional_headers={"Authorization": f"Bearer {self.secret}"},
+                max_size=MAX_FRAME_BYTES,
+                compression=None,
+                ping_interval=None,
+            )
+        )
+        self._beat += 1
+        self.send(Hello(PROTOCOL, "scripted", offer(self.cpus), self._beat, holds))
+        return self.awaited(Welcome)
+
+    def close(self) -> None:
+        self._socket = None
+        self._open.close()
+
+    def send(self, frame: AgentFrame) -> None:
+        assert self._socket is not None, "connect first"
+        self._socket.send(encode(frame))
+
+    def awaited(self, kind: type[F]) -> F:
+        """The next frame of this kind."""
+        assert self._socket is not None, "connect first"
+        while True:
+            data = self._socket.recv(timeout=ANSWER_S)
+            assert isinstance(data, bytes)
+            frame = decode_from_server(data)
+            self.heard.append(frame)
+            if isinstance(frame, kind):
+                return frame
+
+    def beat(self, *holds: Hold) -> BeatSeen:
+        self._beat += 1
+        self.send(Beat(self._beat, holds))
+        return self.awaited(BeatSeen)
+
+    def report(self, *items: ReportItem) -> Recorded:
+        self._sequence += 1
+        self.send(Reports(self._sequence, items))
+        return self.awaited(Recorded)
+
+    def granted(self, count: int) -> list[Lease]:
+        """Everything granted so far, once there are `count` leases."""
+        while len(found := self._leases()) < count:
+            self.awaited(Grants)
+        return found
+
+    def _leases(self) -> list[Lease]:
+        return [
+            lease
+            for frame in self.heard
+            if isinstance(frame, Grants)
+            for line in frame.lines
+            for lease in line.leases
+        ]
+
+    def upload(self, content: bytes, under: Hold) -> httpx2.Response:
+        """PUTs an artifact under a lease."""
+        headers = {
+            "Authorization": f"Bearer {self.secret}",
+            LEASE_HEADER: LeaseRef(under.task, under.epoch).header,
+        }
+        url = self.address + path_of(hashlib.sha256(content).hexdigest())
+        with httpx2.Client(trust_env=False, verify=False) as http:
+            return http.put(url, content=content, headers=headers)

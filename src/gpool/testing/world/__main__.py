@@ -1,0 +1,105 @@
+"""`python -m gpool.testing.world`: many seeds and a table, or one seed and its story. Exits 1 when a promise was broken."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+
+import msgspec
+
+from gpool.testing.world.flaws import Flaw, parts_with
+from gpool.testing.world.world import Outcome, run
+
+CHUNK = 25
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Seeds that one process ran, and the seconds it took."""
+
+    outcomes: list[Outcome]
+    seconds: float
+
+
+def run_chunk(flaw: Flaw | None, seeds: range) -> Chunk:
+    began = time.perf_counter()
+    outcomes = [run(seed, parts_with(flaw)) for seed in seeds]
+    return Chunk(outcomes, time.perf_counter() - began)
+
+
+def run_all(seeds: range, jobs: int, flaw: Flaw | None) -> Iterator[Chunk]:
+    chunks = [seeds[at : at + CHUNK] for at in range(0, len(seeds), CHUNK)]
+    if jobs <= 1:
+        yield from map(partial(run_chunk, flaw), chunks)
+        return
+    with ProcessPoolExecutor(jobs) as pool:
+        yield from pool.map(partial(run_chunk, flaw), chunks)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = _options(arguments)
+    write = sys.stdout.write
+    if options.seed is not None:
+        outcome = run(options.seed, parts_with(options.flaw), keep_trace=options.trace)
+        for line in outcome.lines:
+            write(line + "\n")
+        write(f"seed {outcome.seed}: {outcome.violation or 'no violation'}\n{outcome.digest}\n")
+        return 1 if outcome.violation else 0
+    outcomes: list[Outcome] = []
+    seconds = 0.0
+    for chunk in run_all(options.seeds, options.jobs, options.flaw):
+        outcomes += chunk.outcomes
+        seconds += chunk.seconds
+        for outcome in chunk.outcomes:
+            if outcome.violation:
+                write(f"seed {outcome.seed}: {outcome.violation}\n")
+        sys.stdout.flush()
+    summary = summed_up(outcomes, seconds)
+    for name, value in summary.items():
+        write(f"{name:<28}{value:>14}\n")
+    if options.json is not None:
+        broken = [asdict(outcome) for outcome in outcomes if outcome.violation]
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_bytes(msgspec.json.encode({**summary, "violations": broken}))
+    return 1 if summary["violations found"] else 0
+
+
+def summed_up(outcomes: list[Outcome], seconds: float) -> dict[str, int | float]:
+    return {
+        "seeds": len(outcomes),
+        "violations found": sum(outcome.violation is not None for outcome in outcomes),
+        "attempts": sum(outcome.attempts for outcome in outcomes),
+        "results accepted": sum(outcome.accepted for outcome in outcomes),
+        "commits": sum(outcome.commits for outcome in outcomes),
+        "crashes of the server": sum(outcome.crashes for outcome in outcomes),
+        "virtual hours": round(sum(outcome.virtual_s for outcome in outcomes) / 3600, 1),
+        "seconds a seed": round(seconds / max(1, len(outcomes)), 3),
+    }
+
+
+def _options(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m gpool.testing.world", description=__doc__)
+    parser.add_argument(
+        "--seeds", type=_span, default=range(300), help="FIRST:LAST, the last left out"
+    )
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--json", type=Path, help="write the table here too")
+    parser.add_argument("--seed", type=int, help="one seed only")
+    parser.add_argument("--trace", action="store_true", help="with --seed: tell the story")
+    parser.add_argument("--flaw", type=Flaw, choices=list(Flaw), help="plant this bug")
+    return parser.parse_args(arguments)
+
+
+def _span(text: str) -> range:
+    first, _, last = text.partition(":")
+    return range(int(first), int(last))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,314 @@
+"""An agent: the real session, with a daemon made of virtual time. It obeys, dials again, freezes, crashes and boots.
+
+Its boot clock is its own: set off at random and running a little fast or slow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from gpool.agent import instructions as say
+from gpool.agent.session import Session
+from gpool.core.model import Offer
+from gpool.testing.dice import Dice
+from gpool.testing.loop import VirtualLoop
+from gpool.testing.world.machine import Machine
+from gpool.testing.world.network import Link, Network
+from gpool.testing.world.parts import Parts
+from gpool.testing.world.record import Record
+from gpool.testing.world.trace import Trace
+from gpool.wire import frames
+
+MS = 1_000
+
+
+class Door(Protocol):
+    """Where agents dial: the server, when it is up."""
+
+    def accept(self, link: Link, secret: str) -> bool: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What every agent stands in."""
+
+    loop: VirtualLoop
+    network: Network
+    record: Record
+    trace: Trace
+    door: Door
+    parts: Parts
+    fail: Callable[[str], None]
+
+
+@dataclass(slots=True)
+class BootClock:
+    """Microseconds since some boot, by this machine's crystal."""
+
+    offset_us: int
+    rate: float
+
+    def at(self, world_us: int) -> int:
+        return self.offset_us + int(world_us * self.rate)
+
+    def world_us(self, boot_us: int) -> int:
+        return int((boot_us - self.offset_us) / self.rate) + 1
+
+
+@dataclass(slots=True)
+class _Boot:
+    """One life of the agent's process."""
+
+    number: int
+    session: Session
+    machine: Machine
+    link: Link | None = None
+    dialling: bool = False
+    backoff_us: int = 20 * MS
+    over: bool = False
+    stopping: bool = False
+    sent: dict[int, tuple[frames.ReportItem, ...]] = field(default_factory=dict)
+
+
+class Agent:
+    def __init__(
+        self, around: Surroundings, name: str, secret: str, offer: Offer, dice: Dice
+    ) -> None:
+        self._around, self.name, self._secret, self._offer, self._dice = (
+            around,
+            name,
+            secret,
+            offer,
+            dice,
+        )
+        self._clock = BootClock(dice.between(0, 10**9), 1 + (dice.random() - 0.5) * 0.02)
+        self._boots = 0
+        self._boot: _Boot | None = None
+        self._alarm_us = -1
+        self._frozen = False
+        self._backlog: list[say.Event] = []
+        self._clear_us = 0  # when the last sandbox of the boot before is dead
+        self.truth = around.record.node(name, offer)
+
+    # ---- life
+
+    @property
+    def is_up(self) -> bool:
+        return self._boot is not None
+
+    def start(self) -> None:
+        """Boots, after sweeping away what an earlier boot left."""
+        if self._boot is not None:
+            return
+        if self._clear_us > self._around.loop.us:
+            self._around.loop.after_us(self._clear_us - self._around.loop.us, self.start)
+            return
+        self._boots += 1
+        number = self._boots
+        session = self._around.parts.session(f"{self.name}-boot-{number}", self._offer)
+        machine = self._around.parts.machine(
+            self._around.loop,
+            self._dice.branch(f"machine-{number}"),
+            self._around.record,
+            self.name,
+            number,
+            self._happened,
+        )
+        self._boot = _Boot(number, session, machine)
+        self._around.trace.say(self.name, "boots", number)
+        self._dial(self._boot)
+
+    def crash(self) -> None:
+        """kill -9: its sandboxes die with it, soon."""
+        boot, self._boot = self._boot, None
+        self._thaw_quietly()
+        self._backlog = []
+        if boot is None:
+            return
+        boot.over = True
+        self._around.trace.say(self.name, "crashes")
+        if boot.link is not None:
+            boot.link.close_by_agent()
+        self._clear_us = self._around.loop.us + boot.machine.crash() + 1
+
+    def shut_down(self) -> None:
+        """The owner stops it properly; it goes when it has handed back what it had."""
+        if self._boot is not None:
+            self._boot.stopping = True
+            self._happened(say.ShutdownAsked())
+
+    def start_again(self) -> None:
+        """Boots as soon as the shutdown is over."""
+        if self._boot is not None and self._boot.stopping:
+            self._around.loop.after_us(100 * MS, self.start_again)
+        else:
+            self.start()
+
+    def freeze(self) -> None:
+        if self._boot is not None and not self._frozen:
+            self._frozen = self.truth.frozen = True
+            self._around.trace.say(self.name, "freezes")
+            self._boot.machine.freeze()
+
+    def thaw(self) -> None:
+        """Everything that came meanwhile is there at once: frames, the ends of sandboxes, and the time."""
+        if not self._frozen or self._boot is None:
+            return
+        self._thaw_quietly()
+        self._around.trace.say(self.name, "thaws", len(self._backlog))
+        backlog, self._backlog = self._backlog, []
+        if self._dice.chance(0.5):
+            self._handle(say.Ticked())
+        for event in backlog:
+            self._handle(event)
+        if self._boot is not None:
+            self._boot.machine.thaw()
+            self._handle(say.Ticked())
+
+    def _thaw_quietly(self) -> None:
+        if self._frozen:
+            self._frozen = self.truth.frozen = False
+            self.truth.thawed_us = self._around.loop.us
+
+    # ---- the daemon
+
+    def _happened(self, event: say.Event) -> None:
+        if self._boot is None:
+            return
+        if self._frozen:
+            self._backlog.append(event)
+        else:
+            self._handle(event)
+
+    def _handle(self, event: say.Event) -> None:
+        boot = self._boot
+        if boot is None:
+            return
+        now = self._clock.at(self._around.loop.us)
+        for instruction in boot.session.handle(now, event):
+            if self._boot is not boot:
+                return
+            self._obey(boot, instruction)
+        wrong = boot.session.violations()
+        if wrong:
+            self._around.fail(f"{self.name}: {wrong[0]} after {event}")
+        self._set_alarm(boot)
+
+    def _set_alarm(self, boot: _Boot) -> None:
+        if self._boot is not boot:
+            return
+        wakes_at = boot.session.wakes_at
+        if wakes_at is None:
+            return
+        at_us = max(self._clock.world_us(wakes_at), self._around.loop.us)
+        if self._alarm_us <= self._around.loop.us or at_us < self._alarm_us:
+            self._alarm_us = at_us
+            self._around.loop.call_at(at_us / 1e6, self._rang, boot, at_us)
+
+    def _rang(self, boot: _Boot, at_us: int) -> None:
+        if self._boot is boot and self._alarm_us == at_us:
+            self._alarm_us = -1
+            if not self._frozen:
+                self._handle(say.Ticked())
+
+    def _obey(self, boot: _Boot, instruction: say.Instruction) -> None:
+        match instruction:
+            case say.Send(frame):
+                self._send(boot, frame)
+            case say.StartCommand():
+                self._tell("starts command", instruction.task, instruction.epoch)
+                boot.machine.start_command(instruction)
+            case say.EndCommand():
+                self._tell("ends command", instruction.task, instruction.epoch, instruction.reason)
+                boot.machine.end_command(instruction)
+            case say.StartRunner():
+                self._tell("starts runner", instruction.runner)
+                boot.machine.start_runner(instruction)
+            case say.SendCalls():
+                calls = [(call.task, call.epoch) for call in instruction.calls]
+                self._tell("sends calls", instruction.runner, calls)
+                boot.machine.send_calls(instruction)
+            case say.EndRunner():
+                self._tell("ends runner", instruction.runner)
+                boot.machine.end_runner(instruction)
+            case say.Exit():
+                self._tell("exits")
+                self.crash()
+
+    def _tell(self, what: str, *details: object) -> None:
+        self._around.trace.say(self.name, what, *details)
+
+    # ---- the channel
+
+    def _send(self, boot: _Boot, frame: frames.AgentFrame) -> None:
+        data = frames.encode(frame)
+        self._around.trace.frame(self.name, ">", data, frame)
+        if boot.link is None:
+            return
+        if isinstance(frame, frames.Reports):
+            boot.sent[frame.sequence] = frame.items
+        boot.link.send_up(data)
+
+    def _dial(self, boot: _Boot) -> None:
+        if not boot.dialling and not boot.over:
+            boot.dialling = True
+            delay = self._dice.between(1, boot.backoff_us)
+            boot.backoff_us = min(2 * boot.backoff_us, 500 * MS)
+            self._around.loop.after_us(delay, self._dialled, boot)
+
+    def _dialled(self, boot: _Boot) -> None:
+        boot.dialling = False
+        if boot.over or boot.link is not None:
+            return
+        network = self._around.network
+        if self._frozen or not network.reachable(self.name):
+            self._dial(boot)
+            return
+        link = network.open(self.name)
+        if not self._around.door.accept(link, self._secret):
+            self._dial(boot)
+            return
+        boot.link = link
+        boot.sent.clear()  # what was not recorded is said again, under new numbers
+        boot.backoff_us = 20 * MS
+        link.down.deliver = lambda data: self._arrived(boot, link, data)
+        link.on_agent_closed = lambda: self._closed(boot, link)
+        self._tell("dials", link.name)
+        self._handle(say.Connected())
+
+    def _arrived(self, boot: _Boot, link: Link, data: bytes) -> None:
+        if boot.over or boot.link is not link:
+            return
+        frame = frames.decode_from_server(data)
+        self._around.trace.frame(self.name, "<", data, frame)
+        self._witness(boot, frame)
+        self._happened(say.FrameArrived(frame))
+
+    def _closed(self, boot: _Boot, link: Link) -> None:
+        if boot.over or boot.link is not link:
+            return
+        boot.link = None
+        self._tell("loses", link.name)
+        self._happened(say.Disconnected())
+        self._dial(boot)
+
+    def _witness(self, boot: _Boot, frame: frames.ServerFrame) -> None:
+        """What it is told must be durable by now."""
+        record = self._around.record
+        match frame:
+            case frames.Grants():
+                leases = [
+                    (lease.task, lease.epoch) for line in frame.lines for lease in line.leases
+                ]
+                record.grants_received(self.name, leases)
+            case frames.Recorded():
+                for number in [n for n in boot.sent if n <= frame.sequence]:
+                    for item in boot.sent.pop(number):
+                        refused = frames.Hold(item.task, item.epoch) in frame.refused
+                        record.report_acknowledged(self.name, item, refused=refused)
+            case frames.Refused(retry=False):
+                self._around.fail(f"{self.name} was told never to come back: {frame.detail}")
+            case _:
+                pass

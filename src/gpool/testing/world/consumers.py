@@ -1,0 +1,268 @@
+"""Consumers: they submit, repeat what was not answered under the same key, cancel, and wait for results.
+
+Requests go through the network: lost, late, repeated, answered into the void. Only what is answered is believed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+from gpool.core.errors import Unreachable
+from gpool.core.ids import BatchId, TaskId, decode, encode
+from gpool.server.actions import cancel, query, submit
+from gpool.server.server import Once, Server
+from gpool.server.store.values import User
+from gpool.testing.dice import Dice
+from gpool.testing.loop import VirtualLoop
+from gpool.testing.world.host import Host
+from gpool.testing.world.network import Network
+from gpool.testing.world.record import Record, mark_of
+from gpool.testing.world.trace import Trace
+from gpool.wire.documents import FunctionDocument, TaskRequest
+
+T = TypeVar("T")
+MS = 1_000
+PATIENCE_S = 5.0
+"""A client gives up on an answer after this long, and asks again."""
+
+FUNCTION_SHA256 = "f" * 64
+Work = Callable[[Server], Coroutine[Any, Any, T]]
+
+
+@dataclass(frozen=True, slots=True)
+class Counter:
+    """What every consumer stands before."""
+
+    loop: VirtualLoop
+    network: Network
+    host: Host
+    record: Record
+    trace: Trace
+    fail: Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """One submission: what is asked for, and what its consumer does then."""
+
+    name: str
+    count: int
+    request: TaskRequest
+    once: Once | None
+    at_us: int
+    asks_twice: bool
+    cancels: int  # how many of its tasks it cancels
+    cancels_all: bool
+    closes_with: TaskRequest | None = None  # a second part of the same batch
+
+
+def draw_wish(dice: Dice, name: str, until_us: int) -> Wish:
+    count = dice.pick((1, 1, 2, 4, 8, 16))
+    keyed = dice.chance(0.85)
+    splits = keyed and dice.chance(0.2)
+    request = _request(dice, name, count).model_copy(update={"more": splits})
+    rest = _request(dice, f"{name}+", dice.between(1, 3)) if splits else None
+    return Wish(
+        name=name,
+        count=tasks_in(request),
+        request=request,
+        once=Once(name, f"print of {name}") if keyed else None,
+        at_us=dice.between(0, until_us),
+        asks_twice=keyed and dice.chance(0.3),
+        cancels=dice.between(1, 3) if dice.chance(0.35) else 0,
+        cancels_all=dice.chance(0.15),
+        closes_with=rest,
+    )
+
+
+def _request(dice: Dice, name: str, count: int) -> TaskRequest:
+    common: dict[str, Any] = {
+        "name": name,
+        "gpu": dice.pick((None, None, None, 0.5, 0.5, 1, 2)),
+        "cpus": dice.pick((0.5, 1.0, 2.0)),
+        "memory": "1GB",
+        "timeout_s": dice.pick((0.8, 2.0, 4.0)),
+        "retries": dice.pick((0, 0, 1, 2)),
+        "priority": dice.pick((0, 0, 0, 10, -10)),
+    }
+    if common["gpu"] in (1, 2):
+        count = min(count, 4)  # they run one by one: the end of the run is in sight
+    if common["gpu"] is None and dice.chance(0.3):
+        common["vram"] = "6GB"
+    if dice.chance(0.5):
+        longest = dice.pick((100, 1000, 4000))
+        return TaskRequest(command=["work", str(longest)], copies=count, **common)
+    calls: list[Any] = [base64.b64encode(f"{name}:{n}".encode()).decode() for n in range(count)]
+    function = FunctionDocument(sha256=FUNCTION_SHA256, python="3.11")
+    return TaskRequest(function=function, calls=calls, **common)
+
+
+def tasks_in(request: TaskRequest) -> int:
+    return request.copies if request.calls is None else len(request.calls)
+
+
+class Consumer:
+    def __init__(self, counter: Counter, name: str, user: User, dice: Dice) -> None:
+        self._counter, self.name, self._user, self._dice = counter, name, user, dice
+        self.unfinished = 0
+
+    async def live(self, wishes: list[Wish]) -> None:
+        """Everything this consumer does; ends when it has every result it was promised."""
+        self.unfinished = len(wishes)
+        await asyncio.gather(*(self._pursue(wish) for wish in wishes))
+
+    async def _pursue(self, wish: Wish) -> None:
+        await asyncio.sleep(wish.at_us / 1e6)
+        try:
+            await self._obtain(wish)
+        except Unreachable:
+            self._tell(
+                "gives up", wish.name
+            )  # it had no key: it cannot know, and does not ask twice
+        self.unfinished -= 1
+
+    async def _obtain(self, wish: Wish) -> None:
+        accepted = await self._submit(wish.name, wish.count, wish.request, wish.once)
+        batch, tasks = accepted.batch, accepted.tasks
+        if wish.closes_with is not None:
+            rest = wish.closes_with.model_copy(update={"batch": encode("batch", batch)})
+            once = Once(f"{wish.name}+", "the rest")
+            more = await self._submit(f"{wish.name}+", tasks_in(rest), rest, once)
+            if more.batch != batch:
+                self._counter.fail(f"{wish.name}+ went into another batch")
+            tasks += more.tasks
+        if wish.cancels or wish.cancels_all:
+            await asyncio.sleep(self._dice.between(0, 3_000) / 1e3)
+            await self._cancel(wish, batch, tasks)
+        if wish.asks_twice:
+            again = await self._persist(
+                lambda s: submit.submit(s, self._user, wish.request, wish.once)
+            )
+            if again.body != accepted.body:
+                self._counter.fail(f"{wish.name}: the same key was answered differently")
+        await self._collect(batch, tasks)
+
+    async def _submit(
+        self, name: str, count: int, request: TaskRequest, once: Once | None
+    ) -> submit.Accepted:
+        self._counter.record.asked[name] = count
+
+        def work(server: Server) -> Coroutine[Any, Any, submit.Accepted]:
+            return submit.submit(server, self._user, request, once)
+
+        self._tell("submits", name, count)
+        accepted = await (
+            self._ask(work, repeatable=False) if once is None else self._persist(work)
+        )
+        self._tell("has", name, accepted.tasks)
+        self._counter.record.submission_acknowledged(name, accepted.tasks)
+        return accepted
+
+    async def _cancel(self, wish: Wish, batch: BatchId, tasks: tuple[TaskId, ...]) -> None:
+        if wish.cancels_all:
+            self._tell("cancels batch", batch)
+            await self._persist(lambda s: cancel.cancel_batch(s, self._user, batch, None))
+            unlucky = list(tasks)
+        else:
+            unlucky = self._dice.sample(tasks, min(wish.cancels, len(tasks)))
+            for task in unlucky:
+                self._tell("cancels", task)
+                once = Once(f"cancel-{task}", "")
+                await self._persist(partial(self._cancel_task, task, once))
+        for task in unlucky:
+            self._counter.record.cancel_acknowledged(task)
+
+    async def _collect(self, batch: BatchId, tasks: tuple[TaskId, ...]) -> None:
+        after = 0
+        missing = set(tasks)
+        while missing:
+            chunk = await self._persist(partial(self._read_results, batch, after))
+            for line in chunk.splitlines():
+                if not line.strip():
+                    continue
+                document = json.loads(line)
+                after += 1
+                if document["sequence"] != after:
+                    self._counter.fail(
+                        f"{batch}: result {document['sequence']} came after {after - 1}"
+                    )
+                task = decode("task", document["id"])
+                value = base64.b64decode(document.get("value", ""))
+                mark = mark_of(value, document.get("error_text", ""))
+                self._counter.record.result_seen(task, document["status"], mark)
+                missing.discard(TaskId(task))
+        self._tell("is served", batch)
+
+    async def _cancel_task(self, task: TaskId, once: Once, server: Server) -> None:
+        await cancel.cancel_task(server, self._user, task, once)
+
+    async def _read_results(self, batch: BatchId, after: int, server: Server) -> bytes:
+        """The first piece of the stream; the rest is asked for from there, as after a broken connection."""
+        stream = await query.batch_results(server, self._user, batch, after)
+        try:
+            async for chunk in stream:
+                return chunk
+        finally:
+            await stream.aclose()  # type: ignore[attr-defined]
+        return b""
+
+    # ---- the network
+
+    async def _persist(self, work: Work[T]) -> T:
+        """Asks until there is an answer; what is asked for must be safe to repeat."""
+        pause_s = 0.05
+        while True:
+            try:
+                return await self._ask(work, repeatable=True)
+            except Unreachable:
+                await asyncio.sleep(pause_s * (0.5 + self._dice.random()))
+                pause_s = min(2 * pause_s, 1.0)
+
+    async def _ask(self, work: Work[T], *, repeatable: bool) -> T:
+        """One request over the network."""
+        network, dice, weather = self._counter.network, self._dice, self._counter.network.weather
+        await asyncio.sleep(network.latency_us() / 1e6)
+        if dice.chance(weather.request_lost):
+            raise await self._silence("the request was lost")
+        answer = self._deliver(work)
+        if repeatable and dice.chance(weather.request_repeated):
+            self._counter.loop.after_us(dice.between(0, 2_000 * MS), self._deliver_again, work)
+        try:
+            value = await asyncio.wait_for(asyncio.shield(answer), PATIENCE_S)
+        except TimeoutError:
+            raise Unreachable("no answer in time") from None
+        except asyncio.CancelledError:
+            me = asyncio.current_task()
+            if me is None or me.cancelling() or not answer.cancelled():
+                raise
+            raise await self._silence("the server died") from None
+        if dice.chance(weather.answer_lost):
+            raise await self._silence("the answer was lost")
+        await asyncio.sleep(network.latency_us() / 1e6)
+        return value
+
+    def _deliver(self, work: Work[T]) -> asyncio.Task[T]:
+        incarnation = self._counter.host.current
+        if incarnation is None:
+            raise Unreachable("nobody listens")
+        return incarnation.spawn(work(incarnation.server))
+
+    def _deliver_again(self, work: Work[T]) -> None:
+        """A copy of the request arrives on its own; nobody waits for the answer."""
+        incarnation = self._counter.host.current
+        if incarnation is not None:
+            self._tell("is repeated")
+            incarnation.spawn(work(incarnation.server))
+
+    async def _silence(self, why: str) -> Unreachable:
+        await asyncio.sleep(self._dice.between(10, 1_000) / 1e3)
+        return Unreachable(why)
+
+    def _tell(self, what: str, *details: object) -> None:
+        self._counter.trace.say(self.name, what, *details)

@@ -1,0 +1,170 @@
+"""The server's disk: the real store, driven inline, with a commit that takes time and a crash that can fall into it.
+
+Operations run in groups inside a real open transaction; it becomes durable at the commit, and only then is anybody
+answered, in commit order. A crash before it abandons the group; one after it leaves effects nobody was told of.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from gpool.core.errors import GpoolError
+from gpool.server.store import InlineStore
+from gpool.server.store.protocol import Operation
+from gpool.testing.dice import Dice
+from gpool.testing.loop import VirtualLoop
+
+T = TypeVar("T")
+MS = 1_000
+MAX_GROUP = 256
+
+
+@dataclass(slots=True)
+class Asked:
+    """An operation that waits, and later its answer."""
+
+    operation: Operation[Any]
+    future: asyncio.Future[Any]
+    value: Any = None
+    error: BaseException | None = None
+
+    def answer(self) -> None:
+        if self.future.done():
+            return
+        if self.error is None:
+            self.future.set_result(self.value)
+        else:
+            self.future.set_exception(self.error)
+
+
+@dataclass(slots=True)
+class Pace:
+    """How slow the disk is."""
+
+    commit_us: tuple[int, int] = (100, 3 * MS)
+    answer_us: tuple[int, int] = (10, 500)
+    stuck_until_us: int = 0
+
+
+class Disk:
+    """The store as one incarnation of the server has it; the file behind it outlives the incarnation."""
+
+    def __init__(
+        self,
+        loop: VirtualLoop,
+        dice: Dice,
+        file: InlineStore,
+        pace: Pace,
+        committed: Callable[[], None],
+        broken: Callable[[str], None],
+    ) -> None:
+        self._loop, self._dice, self._file, self._pace = loop, dice, file, pace
+        self._committed, self._broken = committed, broken
+        self._waiting: list[Asked] = []
+        self._group: list[Asked] = []
+        self._open = False  # a transaction is
+        self._dead = False
+        self.unanswered = 0
+        self.commits = 0
+        self.last_answer_us = -1
+
+    # ---- the store's door
+
+    async def write(self, operation: Operation[T]) -> T:
+        asked = self._ask(operation)
+        self._waiting.append(asked)
+        if not self._open and len(self._waiting) == 1:
+            self._loop.call_soon(self._begin)
+        answer: T = await asked.future
+        return answer
+
+    async def read(self, operation: Operation[T]) -> T:
+        asked = self._ask(operation)
+        self._loop.after_us(self._dice.between(10, 300), self._look, asked)
+        answer: T = await asked.future
+        return answer
+
+    async def close(self) -> None: ...
+
+    # ---- how it goes
+
+    def _ask(self, operation: Operation[T]) -> Asked:
+        if self._dead:
+            raise asyncio.CancelledError  # the process is gone: nothing of it reaches the disk
+        self.unanswered += 1
+        return Asked(operation, self._loop.create_future())
+
+    def _look(self, asked: Asked) -> None:
+        if self._dead:
+            return
+        self._run(asked, self._file.read_now)
+        self._loop.after_us(self._dice.between(10, 300), self._answer, [asked])
+
+    def _begin(self) -> None:
+        if self._dead or self._open or not self._waiting:
+            return
+        self._group, self._waiting = self._waiting[:MAX_GROUP], self._waiting[MAX_GROUP:]
+        self._open = True
+        self._file.begin_group()
+        for asked in self._group:
+            self._run(asked, self._file.write_now)
+        self.executed(self._group)
+        delay = self._dice.between(*self._pace.commit_us)
+        delay = max(delay, self._pace.stuck_until_us - self._loop.us)
+        self._loop.after_us(delay, self._commit)
+
+    def executed(self, group: list[Asked]) -> None:
+        """The group has run and is not durable yet: nobody may know. (A flaw tells them.)"""
+
+    def _run(self, asked: Asked, run: Callable[[Operation[Any]], Any]) -> None:
+        try:
+            asked.value = run(asked.operation)
+        except GpoolError as refusal:
+            asked.error = refusal
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is what this room looks for
+            asked.error = error
+            self._broken(f"the store raised {error!r}")
+
+    def _commit(self) -> None:
+        if self._dead:
+            return
+        self._file.commit_group()
+        self._open = False
+        self.commits += 1
+        self._committed()
+        group, self._group = self._group, []
+        self._loop.after_us(self._dice.between(*self._pace.answer_us), self._answer_group, group)
+
+    def _answer_group(self, group: list[Asked]) -> None:
+        if not self._dead:
+            self._answer(group)
+            self._begin()
+
+    def _answer(self, group: list[Asked]) -> None:
+        if self._dead:
+            return
+        self.last_answer_us = self._loop.us
+        self.unanswered -= len(group)
+        for asked in group:
+            asked.answer()
+
+    @property
+    def is_quiet(self) -> bool:
+        """Nothing is asked for, under way, or answered in this very instant."""
+        return not self.unanswered and self.last_answer_us < self._loop.us
+
+    def crash(self) -> bool:
+        """Whether a group was lost."""
+        lost = self._open
+        if self._open:
+            self._file.abandon_group()
+            self._open = False
+        self._dead = True
+        return lost
+
+
+def operations_in(group: list[Asked]) -> Iterator[Operation[Any]]:
+    return (asked.operation for asked in group)

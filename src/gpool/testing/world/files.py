@@ -1,0 +1,42 @@
+"""The database file of a run: where it lies, how it begins, and what a scheduler would see in it."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+
+from gpool.core.scheduling.events import QueuedTask
+from gpool.core.scheduling.shapes import shape_of
+from gpool.core.scheduling.state import State, build
+from gpool.server.scheduler import Scheduler
+from gpool.server.store import open_inline
+from gpool.server.store.values import Picture
+
+
+def rebuilt(scheduler: Scheduler, picture: Picture) -> State:
+    """The scheduling state from a picture, and who is connected."""
+    shapes = {id_: shape_of(spec, user) for id_, user, spec in picture.specs}
+    return build(
+        [replace(row.node, connected=row.node.id in scheduler.channels) for row in picture.nodes],
+        [
+            (shapes[row.spec], QueuedTask(row.task, row.epoch, row.queued_at))
+            for row in picture.queued
+        ],
+        [(node, lease.allocation, shapes[lease.spec], lease.task) for node, lease in picture.held],
+    )
+
+
+@lru_cache(maxsize=1)
+def empty_database() -> bytes:
+    """A migrated file: made once, copied for every run."""
+    with tempfile.TemporaryDirectory(dir=fast_folder()) as folder:
+        path = Path(folder) / "empty.db"
+        open_inline(path, synchronous="OFF").close()
+        return path.read_bytes()
+
+
+def fast_folder() -> str | None:
+    """Memory, where the machine has such a folder: nothing here has to outlive the run."""
+    return "/dev/shm" if Path("/dev/shm").is_dir() else None

@@ -1,0 +1,309 @@
+"""Known bugs, planted by putting a broken part in the place of a real one. Each must be found: else the World is blind.
+
+No flaw is an `if` in production code. `parts_with(flaw)` gives what a World is built from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from enum import StrEnum
+from typing import Any, TypeVar
+
+import msgspec
+
+from gpool.agent.instructions import Event, FrameArrived, Instruction
+from gpool.agent.lines import NEVER, Past
+from gpool.agent.session import Session
+from gpool.core.ids import NodeId, TaskId
+from gpool.core.model import Instant, Span, TaskSpec
+from gpool.core.scheduling.events import Event as SchedulingEvent
+from gpool.core.scheduling.events import TasksQueued
+from gpool.server.channel import Channel
+from gpool.server.scheduler import Scheduler
+from gpool.server.server import Answered, Once, Server
+from gpool.server.store.operations import leases
+from gpool.server.store.protocol import Operation, Row, Statement
+from gpool.server.store.values import AppliedPlan, Recording, User
+from gpool.testing.world.disk import Asked, Disk
+from gpool.testing.world.machine import Machine
+from gpool.testing.world.parts import Parts
+from gpool.wire.frames import Grants, Hello, Line, Recorded, Released, ReportItem, Reports, Stop
+
+T = TypeVar("T")
+
+
+class Flaw(StrEnum):
+    FENCE_OFF = "fence_off"
+    ACKNOWLEDGE_BEFORE_COMMIT = "acknowledge_before_commit"
+    GRANT_BEFORE_COMMIT = "grant_before_commit"
+    REPORT_ACKNOWLEDGED_BEFORE_RECORDED = "report_acknowledged_before_recorded"
+    KEY_SAVED_AFTER_EFFECT = "key_saved_after_effect"
+    AGENT_NEVER_LETS_GO = "agent_never_lets_go"
+    LEASE_COUNTED_FROM_RECEIPT = "lease_counted_from_receipt"
+    SERVER_EXPIRES_EARLY = "server_expires_early"
+    RESTART_FORGETS_TTL = "restart_forgets_ttl"
+    FREED_AT_CANCEL = "freed_at_cancel"
+    RELEASED_BEFORE_DEAD = "released_before_dead"
+    GRANT_STARTS_TWICE = "grant_starts_twice"
+    REPORTS_NOT_REPEATED = "reports_not_repeated"
+    LOST_GRANTS_NOT_REPEATED = "lost_grants_not_repeated"
+    REQUEUE_NOT_FOLDED = "requeue_not_folded"
+    SANDBOX_OUTLIVES_AGENT = "sandbox_outlives_agent"
+
+
+# ---- the store
+
+
+class EarlyAnswers(Disk):
+    """Answers before the commit: a crash in between takes back what was promised."""
+
+    def executed(self, group: list[Asked]) -> None:
+        self._answer([asked for asked in group if self.is_early(asked)])
+
+    def is_early(self, asked: Asked) -> bool:
+        return asked.error is None
+
+    def _answer(self, group: list[Asked]) -> None:
+        super()._answer([asked for asked in group if not asked.future.done()])
+
+
+class EarlyGrants(EarlyAnswers):
+    """Only plans are answered early: leases are sent that may never have been."""
+
+    def is_early(self, asked: Asked) -> bool:
+        return isinstance(asked.value, AppliedPlan)
+
+
+class FreesAtCancel(Disk):
+    """A cancelled lease holds nothing from the moment of the cancel, whatever still runs."""
+
+    async def write(self, operation: Operation[T]) -> T:
+        return await super().write(_rewritten(operation, _free_at_cancel))
+
+
+def _free_at_cancel(sql: str) -> str:
+    return sql.replace("SET status = 'cancelled',", "SET status = 'cancelled', holding = 0,")
+
+
+def _rewritten(operation: Operation[T], rewrite: Callable[[str], str]) -> Operation[T]:
+    answer: list[Row] | None = None
+    try:
+        while True:
+            statement = operation.send(answer)  # type: ignore[arg-type]
+            answer = yield Statement(
+                rewrite(statement.sql), statement.parameters, statement.relations
+            )
+    except StopIteration as stop:
+        value: T = stop.value
+        return value
+
+
+# ---- the server
+
+
+class ForgetfulServer(Server):
+    """Saves an Idempotency-Key in a transaction of its own, after the effect."""
+
+    async def write_once(
+        self, user: User, once: Once | None, operation: Operation[T], encode: Callable[[T], bytes]
+    ) -> Answered[T]:
+        if once is None:
+            value = await self.write(operation)
+            return Answered(value, encode(value))
+        saved = await self.store.read(_saved(user.id, once.key))
+        if saved is not None:
+            return Answered(None, saved)
+        value = await self.write(operation)
+        body = encode(value)
+        await self.write(_save(user.id, once, body, self.now))
+        return Answered(value, body)
+
+
+def _saved(user: int, key: str) -> Operation[bytes | None]:
+    rows = yield Statement(
+        "SELECT answer FROM idempotency WHERE user_id = :user AND key = :key",
+        {"user": user, "key": key},
+    )
+    return bytes(rows[0][0]) if rows else None
+
+
+def _save(user: int, once: Once, body: bytes, at: Instant) -> Operation[None]:
+    yield Statement(
+        "INSERT INTO idempotency (user_id, key, fingerprint, answer, created_at) "
+        "VALUES (:user, :key, :fingerprint, :answer, :at) ON CONFLICT DO NOTHING",
+        {"user": user, "key": once.key, "fingerprint": once.fingerprint, "answer": body, "at": at},
+    )
+
+
+class FencelessChannel(Channel):
+    """Takes every report for one about the current lease, whoever has it."""
+
+    async def _record(self, frame: Reports) -> None:
+        for recording in await self._server.write(_unfenced(frame.items, self._server.now)):
+            self._server.scheduler.absorb(recording)
+        if not self.closed:
+            self._send(Recorded(frame.sequence))
+
+
+def _unfenced(items: Sequence[ReportItem], at: Instant) -> Operation[list[Recording]]:
+    recordings = []
+    for item in items:
+        rows = yield Statement(
+            "SELECT epoch, node_id FROM tasks WHERE id = :task", {"task": item.task}
+        )
+        if rows and rows[0][1] is not None:
+            current = msgspec.structs.replace(item, epoch=rows[0][0])
+            recordings.append((yield from leases.record(NodeId(rows[0][1]), (current,), at)))
+    return recordings
+
+
+class HastyChannel(Channel):
+    """Says `Recorded` and then records."""
+
+    async def _record(self, frame: Reports) -> None:
+        if not self.closed:
+            self._send(Recorded(frame.sequence))
+        now = self._server.now
+        self._server.scheduler.absorb(
+            await self._server.write(leases.record(self.node, frame.items, now))
+        )
+
+
+class DeafChannel(Channel):
+    """Does not offer again, when an agent says hello, what it never got."""
+
+    _greets = False
+
+    async def greet(self, hello: Hello) -> None:
+        self._greets = True
+        await super().greet(hello)
+        self._greets = False
+
+    def grant(self, lines: Iterable[Line], spec_of: Callable[[int], TaskSpec | None]) -> None:
+        if not self._greets:
+            super().grant(lines, spec_of)
+
+
+class ImpatientScheduler(Scheduler):
+    """Gives a node up after half the time it promised."""
+
+    def heard_from(self, node: NodeId, now: Instant) -> None:
+        self.deadlines[node] = Instant(now + Span(self._ttl // 2))
+
+
+class AmnesiacScheduler(Scheduler):
+    """After a restart it takes every node for lost at once."""
+
+    async def rebuild(self, now: Instant) -> None:
+        known = set(self.deadlines)
+        await super().rebuild(now)
+        for node in self.deadlines:
+            if node not in known:
+                self.deadlines[node] = Instant(now - 1)
+
+
+class FreeingScheduler(Scheduler):
+    """Goes with `FreesAtCancel`."""
+
+    def absorb(self, recording: Recording) -> None:
+        stopped = tuple(TaskId(hold.task) for _, hold in recording.to_stop)
+        super().absorb(replace(recording, released=recording.released + stopped))
+
+
+class LosingScheduler(Scheduler):
+    """Does not fold what came back to the queue."""
+
+    def fold(self, event: SchedulingEvent) -> None:
+        if not (isinstance(event, TasksQueued) and any(task.epoch for task in event.tasks)):
+            super().fold(event)
+
+
+# ---- the agent
+
+
+class ClingingSession(Session):
+    """Never lets go."""
+
+    def _let_go(self, now: int, out: list[Instruction]) -> None:  # noqa: ARG002
+        self._deadline = NEVER
+
+
+class ReceiptSession(Session):
+    """Counts its lease time from when the confirmation came, not from when the beat went."""
+
+    def handle(self, now: int, event: Event) -> list[Instruction]:
+        before = self._confirmed_at
+        out = super().handle(now, event)
+        if self._confirmed_at is not None and self._confirmed_at != before:
+            self._confirmed_at = now
+            self._deadline = now + self._term
+        return out
+
+
+class RestartingSession(Session):
+    """Forgets which leases are over: a late copy of their grant starts them again."""
+
+    def handle(self, now: int, event: Event) -> list[Instruction]:
+        if isinstance(event, FrameArrived) and isinstance(event.frame, Grants):
+            self._work._leases.past = Past()
+        return super().handle(now, event)
+
+
+class LyingSession(Session):
+    """Says `Released` as soon as it is asked to stop, and kills afterwards."""
+
+    def handle(self, now: int, event: Event) -> list[Instruction]:
+        if isinstance(event, FrameArrived) and isinstance(event.frame, Stop):
+            for hold in event.frame.holds:
+                if (hold.task, hold.epoch) in self._work.leases:
+                    self._outbox.add(now, Released(hold.task, hold.epoch))
+        return super().handle(now, event)
+
+
+class OnceSession(Session):
+    """Does not repeat, after a reconnect, what was not recorded."""
+
+    def handle(self, now: int, event: Event) -> list[Instruction]:
+        if isinstance(event, FrameArrived) and not self._welcomed:
+            self._outbox._batches.clear()
+        return super().handle(now, event)
+
+
+class UndeadMachine(Machine):
+    """Its sandboxes live on when the agent dies."""
+
+    def _die(self, task: int, epoch: int) -> int:
+        self._loop.after_us(
+            self._dice.between(500_000, 3_000_000),
+            self._record.attempt_ended,
+            self._node,
+            task,
+            epoch,
+        )
+        return 0
+
+
+_PARTS: dict[Flaw, dict[str, Any]] = {
+    Flaw.FENCE_OFF: {"channel": FencelessChannel},
+    Flaw.ACKNOWLEDGE_BEFORE_COMMIT: {"disk": EarlyAnswers},
+    Flaw.GRANT_BEFORE_COMMIT: {"disk": EarlyGrants},
+    Flaw.REPORT_ACKNOWLEDGED_BEFORE_RECORDED: {"channel": HastyChannel},
+    Flaw.KEY_SAVED_AFTER_EFFECT: {"server": ForgetfulServer},
+    Flaw.AGENT_NEVER_LETS_GO: {"session": ClingingSession},
+    Flaw.LEASE_COUNTED_FROM_RECEIPT: {"session": ReceiptSession},
+    Flaw.SERVER_EXPIRES_EARLY: {"scheduler": ImpatientScheduler},
+    Flaw.RESTART_FORGETS_TTL: {"scheduler": AmnesiacScheduler},
+    Flaw.FREED_AT_CANCEL: {"disk": FreesAtCancel, "scheduler": FreeingScheduler},
+    Flaw.RELEASED_BEFORE_DEAD: {"session": LyingSession},
+    Flaw.GRANT_STARTS_TWICE: {"session": RestartingSession},
+    Flaw.REPORTS_NOT_REPEATED: {"session": OnceSession},
+    Flaw.LOST_GRANTS_NOT_REPEATED: {"channel": DeafChannel},
+    Flaw.REQUEUE_NOT_FOLDED: {"scheduler": LosingScheduler},
+    Flaw.SANDBOX_OUTLIVES_AGENT: {"machine": UndeadMachine},
+}
+
+
+def parts_with(flaw: Flaw | None) -> Parts:
+    """The real parts, but for the flaw."""
+    return Parts() if flaw is None else replace(Parts(), **_PARTS[flaw])

@@ -1,0 +1,281 @@
+"""A provider's machine: sandboxes that take time to start, run, fail, hang, run out of memory and die when killed.
+
+It tells the record what really runs when, and the agent what an agent would see. It knows nothing of leases.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from gpool.agent import instructions as say
+from gpool.core.model import Allocation, EndReason, TaskSpec
+from gpool.testing.dice import Dice
+from gpool.testing.loop import VirtualLoop
+from gpool.testing.world.record import Record
+
+MS = 1_000
+KILL_US = (2 * MS, 250 * MS)
+"""How long a sandbox takes to die; the lease's margin has to cover it."""
+
+
+class Fate(StrEnum):
+    WELL = "well"
+    FAILS = "fails"
+    HANGS = "hangs"  # until somebody ends it
+    DIES = "dies"  # out of memory: takes its sandbox along
+    NEVER_STARTS = "never_starts"
+
+
+COMMAND_FATES = (
+    [Fate.WELL] * 30 + [Fate.FAILS] * 4 + [Fate.HANGS] * 2 + [Fate.DIES] * 2 + [Fate.NEVER_STARTS]
+)
+CALL_FATES = [Fate.WELL] * 40 + [Fate.FAILS] * 5 + [Fate.HANGS] * 1 + [Fate.DIES] * 2
+
+CALL_US = ((1 * MS, 10 * MS), (1 * MS, 80 * MS), (1 * MS, 80 * MS), (100 * MS, 2500 * MS))
+
+
+def tag(task: int, epoch: int, node: str, boot: int) -> str:
+    """What an attempt leaves in its result, so that the record can tell whose it was."""
+    return f"{task}.{epoch}.{node}.{boot}"
+
+
+@dataclass(slots=True)
+class _Command:
+    task: int
+    epoch: int
+    allocation: Allocation
+    began_us: int
+    over: bool = False
+    ending: EndReason | None = None
+
+
+@dataclass(slots=True)
+class _Runner:
+    number: int
+    allocation: Allocation
+    ready: bool = False
+    over: bool = False
+    ending: bool = False
+    line: deque[say.RunnerCall] = field(default_factory=deque)
+    current: say.RunnerCall | None = None
+    began_us: int = 0
+
+
+class Machine:
+    """One boot of it: after `crash` it does nothing any more."""
+
+    def __init__(
+        self,
+        loop: VirtualLoop,
+        dice: Dice,
+        record: Record,
+        node: str,
+        boot: int,
+        emit: Callable[[say.Event], None],
+    ) -> None:
+        self._loop, self._dice, self._record = loop, dice, record
+        self._node, self._boot, self._emit = node, boot, emit
+        self._commands: dict[tuple[int, int], _Command] = {}
+        self._runners: dict[int, _Runner] = {}
+        self._backlog: list[tuple[Callable[..., None], tuple[object, ...]]] = []
+        self._frozen = False
+        self._off = False
+
+    # ---- time on this machine
+
+    def _later(self, delay_us: int, step: Callable[..., None], *args: object) -> None:
+        self._loop.after_us(delay_us, self._due, step, args)
+
+    def _due(self, step: Callable[..., None], args: tuple[object, ...]) -> None:
+        if self._off:
+            return
+        if self._frozen:
+            self._backlog.append((step, args))
+        else:
+            step(*args)
+
+    def freeze(self) -> None:
+        self._frozen = True
+
+    def thaw(self) -> None:
+        self._frozen = False
+        backlog, self._backlog = self._backlog, []
+        for step, args in backlog:
+            self._due(step, args)
+
+    def crash(self) -> int:
+        """The agent was killed; its sandboxes die with it, the last after the time given back."""
+        self._off = True
+        last = 0
+        for command in self._commands.values():
+            if not command.over:
+                last = max(last, self._die(command.task, command.epoch))
+        for runner in self._runners.values():
+            if not runner.over and runner.current is not None:
+                last = max(last, self._die(runner.current.task, runner.current.epoch))
+        for runner in self._runners.values():
+            if not runner.over:
+                self._record.sandbox_closed(self._node, self._sandbox(runner))
+        return last
+
+    def _die(self, task: int, epoch: int) -> int:
+        delay = self._dice.between(*KILL_US)
+        self._loop.after_us(delay, self._record.attempt_ended, self._node, task, epoch)
+        return delay
+
+    @property
+    def busy(self) -> bool:
+        return any(not c.over for c in self._commands.values()) or any(
+            not r.over and r.current is not None for r in self._runners.values()
+        )
+
+    # ---- commands
+
+    def start_command(self, order: say.StartCommand) -> None:
+        command = _Command(order.task, order.epoch, order.allocation, self._loop.us)
+        self._commands[order.task, order.epoch] = command
+        self._record.attempt_began(self._node, order.task, order.epoch, order.allocation)
+        dice = self._dice.branch(f"{order.task}.{order.epoch}")
+        fate = dice.pick(COMMAND_FATES)
+        start_us = dice.between(5 * MS, 60 * MS)
+        if fate is Fate.NEVER_STARTS:
+            self._later(
+                start_us, self._command_ends, command, EndReason.SANDBOX_FAILED, None, "no sandbox"
+            )
+            return
+        self._later(start_us, self._command_starts, command, order.spec, fate, dice)
+
+    def _command_starts(self, command: _Command, spec: TaskSpec, fate: Fate, dice: Dice) -> None:
+        if command.over:
+            return
+        self._emit(say.CommandStarted(command.task, command.epoch))
+        run_us = duration_us(spec, dice)
+        if dice.chance(0.4):
+            self._later(run_us // 2, self._command_prints, command)
+        mark = tag(command.task, command.epoch, self._node, self._boot)
+        if fate is Fate.WELL:
+            self._later(run_us, self._command_ends, command, EndReason.EXITED, 0, mark)
+        elif fate is Fate.FAILS:
+            self._later(
+                run_us, self._command_ends, command, EndReason.EXITED, dice.between(1, 9), mark
+            )
+        elif fate is Fate.DIES:
+            self._later(run_us, self._command_ends, command, EndReason.OUT_OF_MEMORY, 137, mark)
+
+    def _command_prints(self, command: _Command) -> None:
+        if not command.over:
+            data = f"{command.task}.{command.epoch}\n".encode()
+            self._emit(say.CommandPrinted(command.task, command.epoch, 1, data))
+
+    def _command_ends(
+        self, command: _Command, reason: EndReason, exit_code: int | None, text: str
+    ) -> None:
+        if command.over:
+            return
+        command.over = True
+        self._record.attempt_ended(self._node, command.task, command.epoch)
+        took = self._loop.us - command.began_us
+        self._emit(
+            say.CommandEnded(
+                command.task, command.epoch, command.ending or reason, exit_code, text, took
+            )
+        )
+
+    def end_command(self, order: say.EndCommand) -> None:
+        command = self._commands.get((order.task, order.epoch))
+        if command is None or command.over or command.ending is not None:
+            return
+        command.ending = order.reason
+        mark = tag(command.task, command.epoch, self._node, self._boot)
+        self._later(
+            self._dice.between(*KILL_US), self._command_ends, command, order.reason, None, mark
+        )
+
+    # ---- runners
+
+    def start_runner(self, order: say.StartRunner) -> None:
+        runner = _Runner(order.runner, order.allocation)
+        self._runners[order.runner] = runner
+        self._record.sandbox_opened(self._node, self._sandbox(runner), order.allocation)
+        if self._dice.chance(0.03):
+            self._later(20 * MS, self._runner_ends, runner, EndReason.SANDBOX_FAILED, 1)
+        else:
+            self._later(self._dice.between(10 * MS, 120 * MS), self._runner_ready, runner)
+
+    def _runner_ready(self, runner: _Runner) -> None:
+        if not runner.over:
+            runner.ready = True
+            self._emit(say.RunnerReady(runner.number))
+            self._next_call(runner)
+
+    def send_calls(self, order: say.SendCalls) -> None:
+        runner = self._runners.get(order.runner)
+        if runner is None or runner.over:
+            return
+        runner.line.extend(order.calls)
+        self._next_call(runner)
+
+    def _sandbox(self, runner: _Runner) -> tuple[int, int]:
+        return self._boot, runner.number
+
+    def _next_call(self, runner: _Runner) -> None:
+        if not runner.ready or runner.over or runner.current is not None or not runner.line:
+            return
+        call = runner.current = runner.line.popleft()
+        runner.began_us = self._loop.us
+        self._record.attempt_began(
+            self._node, call.task, call.epoch, runner.allocation, self._sandbox(runner)
+        )
+        dice = self._dice.branch(f"{call.task}.{call.epoch}")
+        fate = dice.pick(CALL_FATES)
+        run_us = dice.between(*dice.pick(CALL_US))
+        if fate is Fate.DIES:
+            self._later(run_us, self._runner_ends, runner, EndReason.OUT_OF_MEMORY, 137)
+        elif fate is not Fate.HANGS:
+            self._later(run_us, self._call_answers, runner, call, fate)
+
+    def _call_answers(self, runner: _Runner, call: say.RunnerCall, fate: Fate) -> None:
+        if runner.over or runner.current is not call:
+            return
+        runner.current = None
+        self._record.attempt_ended(self._node, call.task, call.epoch)
+        mark = tag(call.task, call.epoch, self._node, self._boot)
+        raised = fate is Fate.FAILS
+        answer = say.CallAnswered(
+            call.task,
+            call.epoch,
+            raised,
+            mark.encode(),
+            "",
+            mark if raised else "",
+            self._loop.us - runner.began_us,
+            ((1, f"{call.task}.{call.epoch}\n".encode()),) if raised else (),
+        )
+        self._emit(say.CallsAnswered(runner.number, (answer,)))
+        self._next_call(runner)
+
+    def end_runner(self, order: say.EndRunner) -> None:
+        runner = self._runners.get(order.runner)
+        if runner is None or runner.over or runner.ending:
+            return
+        runner.ending = True
+        self._later(self._dice.between(*KILL_US), self._runner_ends, runner, EndReason.EXITED, 137)
+
+    def _runner_ends(self, runner: _Runner, reason: EndReason, exit_code: int) -> None:
+        if runner.over:
+            return
+        runner.over = True
+        if runner.current is not None:
+            self._record.attempt_ended(self._node, runner.current.task, runner.current.epoch)
+            runner.current = None
+        self._record.sandbox_closed(self._node, self._sandbox(runner))
+        self._emit(say.RunnerEnded(runner.number, reason, exit_code, "it died"))
+
+
+def duration_us(spec: TaskSpec, dice: Dice) -> int:
+    """How long a command runs: its first argument says the longest, in milliseconds."""
+    longest = int(spec.command[1]) if len(spec.command) > 1 else 500
+    return dice.between(10 * MS, longest * MS)

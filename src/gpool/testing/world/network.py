@@ -1,0 +1,190 @@
+"""The network between agents, consumers and the server: late, lossy, repeating, and in order only within a connection.
+
+A link is one WebSocket. It delivers in order or breaks; each side learns of a break in its own time, and what was under
+way may still arrive at a side that has not learnt of it, after a newer link is open.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from gpool.testing.dice import Dice
+from gpool.testing.loop import VirtualLoop
+
+MS = 1_000
+
+
+@dataclass(slots=True)
+class Weather:
+    """How bad the network is; the calm end of a run sets everything to its defaults."""
+
+    delay_us: tuple[int, int] = (1 * MS, 30 * MS)
+    spike: float = 0.0  # chance that a frame (and all behind it) is late ...
+    spike_us: tuple[int, int] = (200 * MS, 3_000 * MS)  # ... by this much
+    repeat: float = 0.0  # chance that a frame arrives twice
+    request_lost: float = 0.0
+    answer_lost: float = 0.0
+    request_repeated: float = 0.0
+
+
+@dataclass(slots=True)
+class Way:
+    """One direction of a link, or of all of a node's links when it names a blockage."""
+
+    deliver: Callable[[bytes], None]
+    free_at_us: int = 0  # nothing behind overtakes what is under way
+    cut: bool = False  # what is sent from now on never arrives
+    closed: bool = False  # the receiver has learnt of the break: what still comes is dropped
+    sent: int = 0
+
+
+@dataclass(slots=True)
+class Blockage:
+    """A node's line is blocked until then, by direction; frames wait, dials fail."""
+
+    up_until_us: int = 0
+    down_until_us: int = 0
+
+
+class Link:
+    """One connection. `up` carries to the server, `down` to the agent."""
+
+    def __init__(self, network: Network, node: str, number: int, dice: Dice) -> None:
+        self.node = node
+        self.number = number
+        self.name = f"{node}#{number}"
+        self._network = network
+        self._dice = dice
+        self.up = Way(self._lost)
+        self.down = Way(self._lost)
+        self.on_agent_closed: Callable[[], None] = lambda: None
+        self.on_server_closed: Callable[[], None] = lambda: None
+        self.broken = False
+
+    @staticmethod
+    def _lost(data: bytes) -> None: ...
+
+    def send_up(self, data: bytes) -> None:
+        self._send(self.up, data, self._network.blockage(self.node).up_until_us)
+
+    def send_down(self, data: bytes) -> None:
+        self._send(self.down, data, self._network.blockage(self.node).down_until_us)
+
+    def _send(self, way: Way, data: bytes, blocked_until_us: int) -> None:
+        if way.cut:
+            return
+        loop, dice, weather = self._network.loop, self._dice, self._network.weather
+        delay = dice.between(*weather.delay_us)
+        if weather.spike and dice.chance(weather.spike):
+            delay += dice.between(*weather.spike_us)
+        at_us = max(loop.us + delay, blocked_until_us, way.free_at_us + 1)
+        way.free_at_us = at_us
+        loop.call_at(at_us / 1e6, self._arrive, way, data)
+        way.sent += 1
+        if way.sent > 1 and dice.chance(weather.repeat):  # the first is the handshake
+            way.free_at_us = at_us + dice.between(1, 50 * MS)
+            loop.call_at(way.free_at_us / 1e6, self._arrive, way, data)
+
+    @staticmethod
+    def _arrive(way: Way, data: bytes) -> None:
+        if not way.closed:
+            way.deliver(data)
+
+    def break_off(self, agent_learns_us: int, server_learns_us: int, *, lose: bool) -> None:
+        """The connection is gone; `lose`: so is what was under way, else it arrives until the receiver learns."""
+        if self.broken:
+            return
+        self.broken = True
+        self.up.cut = self.down.cut = True
+        if lose:
+            self.up.closed = self.down.closed = True
+        self._network.loop.after_us(agent_learns_us, self._agent_learns)
+        self._network.loop.after_us(server_learns_us, self._server_learns)
+
+    def _agent_learns(self) -> None:
+        self.down.closed = True
+        self.on_agent_closed()
+
+    def _server_learns(self) -> None:
+        self.up.closed = True
+        self.on_server_closed()
+
+    def close_by_server(self) -> None:
+        """What the server sent before still arrives, in order; then the agent learns of the end."""
+        if self.broken:
+            return
+        self.broken = True
+        self.up.cut = self.up.closed = self.down.cut = True
+        rest = max(self.down.free_at_us - self._network.loop.us, 0) + self._dice.between(1, 20 * MS)
+        self._network.loop.after_us(rest, self._agent_learns)
+
+    def close_by_agent(self) -> None:
+        if self.broken:
+            return
+        self.broken = True
+        self.down.cut = self.down.closed = self.up.cut = True
+        rest = max(self.up.free_at_us - self._network.loop.us, 0) + self._dice.between(1, 20 * MS)
+        self._network.loop.after_us(rest, self._server_learns)
+
+
+@dataclass(slots=True)
+class Network:
+    loop: VirtualLoop
+    dice: Dice
+    weather: Weather
+    blockages: dict[str, Blockage] = field(default_factory=dict)
+    links: dict[str, list[Link]] = field(default_factory=dict)
+    dialled: int = 0
+    stalls_us: dict[str, int] = field(default_factory=dict)  # node -> how long its next link stalls
+
+    def blockage(self, node: str) -> Blockage:
+        found = self.blockages.get(node)
+        if found is None:
+            found = self.blockages[node] = Blockage()
+        return found
+
+    def reachable(self, node: str) -> bool:
+        blocked = self.blockage(node)
+        return self.loop.us >= max(blocked.up_until_us, blocked.down_until_us)
+
+    def open(self, node: str) -> Link:
+        self.dialled += 1
+        link = Link(self, node, self.dialled, self.dice.branch(f"link-{self.dialled}"))
+        self.links[node] = [old for old in self.links.get(node, ()) if not old.broken] + [link]
+        if node in self.stalls_us:
+            self._stall(link, self.stalls_us.pop(node))
+        return link
+
+    def stall(self, node: str, lasts_us: int) -> None:
+        """What the node says gets stuck on its way; it dials anew, and the old words arrive after the new ones."""
+        if self.dice.chance(0.5):
+            self.stalls_us[node] = lasts_us
+            self.break_links(node)
+        else:
+            for link in self.links.get(node, ()):
+                self._stall(link, lasts_us)
+
+    def _stall(self, link: Link, lasts_us: int) -> None:
+        link.up.free_at_us = max(link.up.free_at_us, self.loop.us + lasts_us)
+        self.loop.after_us(self.dice.between(1, lasts_us), self._give_up, link)
+
+    def _give_up(self, link: Link) -> None:
+        """The agent takes the link for dead before the server does."""
+        late = max(0, link.up.free_at_us - self.loop.us) + self.dice.between(1, 500 * MS)
+        link.break_off(1, late, lose=False)
+
+    def break_links(self, node: str) -> None:
+        """Every connection of the node breaks; nobody learns of it at once."""
+        for link in self.links.get(node, ()):
+            link.break_off(
+                self.dice.between(1, 300 * MS),
+                self.dice.between(1, 2_000 * MS),
+                lose=self.dice.chance(0.5),
+            )
+
+    def latency_us(self) -> int:
+        delay = self.dice.between(*self.weather.delay_us)
+        if self.weather.spike and self.dice.chance(self.weather.spike):
+            delay += self.dice.between(*self.weather.spike_us)
+        return delay

@@ -1,0 +1,292 @@
+"""What really is so: which sandboxes run, which rows are durable, who was told what.
+
+The record sees everything and shares no code with what it judges. What it finds wrong it tells, in a sentence.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from gpool.core.model import Allocation, EndReason, Offer, TaskStatus
+from gpool.wire import frames
+
+RELEASE_BOUND_US = 600_000
+"""After a thaw: how long something may still run under a lease that passed while the machine stood still."""
+
+
+_MARK = re.compile(r"\d+\.\d+\.\w+\.\d+")
+
+
+def mark_of(value: bytes, text: str) -> str:
+    """The mark an attempt left (`machine.tag`), or nothing where somebody else spoke for it."""
+    found = value.decode() if value else text
+    return found if _MARK.fullmatch(found) else ""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A task as the database file holds it."""
+
+    task: int
+    batch: int
+    submission: str  # the spec's name: one for each submission
+    status: TaskStatus
+    epoch: int
+    node: str | None
+    holding: bool
+    allocation: Allocation | None
+    reason: str | None
+    exit_code: int | None
+    mark: str  # which attempt's effect it is: see `machine.tag`
+    sequence: int | None  # in its batch's results
+
+    @property
+    def result(self) -> tuple[object, ...]:
+        return (self.status, self.epoch, self.reason, self.exit_code, self.mark, self.sequence)
+
+
+@dataclass(slots=True)
+class NodeTruth:
+    """A machine as it really is."""
+
+    offer: Offer
+    frozen: bool = False
+    thawed_us: int = -(10**9)
+    running: dict[tuple[int, int], tuple[Allocation, object]] = field(default_factory=dict)
+    runners: dict[tuple[int, int], Allocation] = field(default_factory=dict)
+
+
+class Record:
+    def __init__(self, now_us: Callable[[], int], fail: Callable[[str], None]) -> None:
+        self._now_us = now_us
+        self._fail = fail
+        self.nodes: dict[str, NodeTruth] = {}
+        self.rows: Mapping[int, Row] = {}
+        self.asked: dict[str, int] = {}  # submission -> tasks it asked for
+        self.promised: dict[int, str] = {}  # acknowledged task -> submission
+        self.attempts = 0
+        self.accepted = 0
+
+    # ---- machines
+
+    def node(self, name: str, offer: Offer) -> NodeTruth:
+        return self.nodes.setdefault(name, NodeTruth(offer))
+
+    def _excused(self, node: NodeTruth) -> bool:
+        """It stood still past its lease, and could not have let go before now."""
+        return node.frozen or self._now_us() - node.thawed_us <= RELEASE_BOUND_US
+
+    def attempt_began(
+        self, name: str, task: int, epoch: int, allocation: Allocation, sandbox: object = None
+    ) -> None:
+        """It runs from now on: in a sandbox of its own, or as a call in the one named."""
+        node = self.nodes[name]
+        self.attempts += 1
+        who = f"task {task} epoch {epoch} on {name}"
+        if (task, epoch) in node.running:
+            self._fail(f"{who} was started twice")
+        row = self.rows.get(task)
+        if row is None or row.epoch < epoch:
+            self._fail(f"{who} was started, and no such lease is durable")
+        elif not self._excused(node) and self._is_over(name, task, epoch):
+            self._fail(f"{who} was started under a lease that is over: {row}")
+        if not self._excused(node):
+            for other, truth in self.nodes.items():
+                twins = [e for t, e in truth.running if t == task]
+                if twins and not self._excused(truth):
+                    self._fail(f"{who} was started while {other} runs its epoch {twins[0]}")
+        if row is not None and row.epoch == epoch and row.allocation is not None:
+            allocation = row.allocation  # a runner may have moved to another number since it began
+        node.running[task, epoch] = (allocation, sandbox)
+        self._check_room(name, node)
+
+    def attempt_ended(self, name: str, task: int, epoch: int) -> None:
+        self.nodes[name].running.pop((task, epoch), None)
+
+    def sandbox_opened(self, name: str, key: tuple[int, int], allocation: Allocation) -> None:
+        self.nodes[name].runners[key] = allocation
+        self._check_room(name, self.nodes[name])
+
+    def sandbox_closed(self, name: str, key: tuple[int, int]) -> None:
+        self.nodes[name].runners.pop(key, None)
+
+    def _check_room(self, name: str, node: NodeTruth) -> None:
+        """What runs at this instant fits into the machine, slice by slice; an idle runner still has its slices.
+
+        After a freeze past its lease, what is being killed may still use processors; never a GPU's slice.
+        """
+        busy = [
+            replace(allocation, cpu_milli=0, memory_bytes=0)
+            if self._excused(node) and self._is_over(name, task, epoch)
+            else allocation
+            for (task, epoch), (allocation, _) in node.running.items()
+        ]
+        in_use = [sandbox for _, sandbox in node.running.values()]
+        idle = [
+            replace(allocation, cpu_milli=0, memory_bytes=0)
+            for sandbox, allocation in node.runners.items()
+            if allocation.slices and sandbox not in in_use
+        ]
+        problem = overfull(node.offer, [*busy, *idle])
+        if problem:
+            self._fail(f"{name}: {problem} by what runs there: {sorted(node.running)}")
+        numbers = [allocation.number for allocation in busy]
+        if len(set(numbers)) < len(numbers):
+            self._fail(f"{name}: two tasks of one allocation run at once: {sorted(node.running)}")
+
+    def _is_over(self, name: str, task: int, epoch: int) -> bool:
+        row = self.rows.get(task)
+        return row is None or not (row.holding and row.epoch == epoch and row.node == name)
+
+    # ---- the database file
+
+    def absorb(self, rows: Mapping[int, Row]) -> None:
+        """A commit is durable: compare with what was durable before."""
+        before = self.rows
+        self.rows = rows
+        touched: set[str] = set()
+        for task, row in rows.items():
+            old = before.get(task)
+            if old is row or old == row:
+                continue
+            if row.node is not None:
+                touched.add(row.node)
+            if old is None:
+                if row.epoch or row.status is not TaskStatus.QUEUED:
+                    self._fail(f"a new task is not simply queued: {row}")
+            else:
+                self._check_move(old, row)
+        if len(rows) < len(before) or before.keys() - rows.keys():
+            self._fail(f"tasks vanished: {sorted(before.keys() - rows.keys())}")
+        if len(rows) > len(before):
+            self._check_asked(rows)
+        for name in sorted(touched):
+            self._check_granted(name)
+
+    def _check_move(self, old: Row, row: Row) -> None:
+        if old.status.is_final and row.result != old.result:
+            self._fail(f"a result changed after it was accepted: {old} became {row}")
+        if row.epoch < old.epoch:
+            self._fail(f"an epoch went back: {old} became {row}")
+        if row.epoch > old.epoch and old.holding and old.node is not None and row.holding:
+            self._check_released(old)
+        if old.holding and old.node is not None and not (row.holding and row.epoch == old.epoch):
+            self._check_released(old)
+        if row.status.is_final and not old.status.is_final:
+            self.accepted += 1
+            if row.mark:
+                self._check_mark(old, row)
+
+    def _check_released(self, old: Row) -> None:
+        assert old.node is not None
+        node = self.nodes[old.node]
+        if (old.task, old.epoch) in node.running and not self._excused(node):
+            self._fail(
+                f"{old.node} still runs task {old.task} epoch {old.epoch} while its place is given away"
+            )
+
+    def _check_mark(self, old: Row, row: Row) -> None:
+        """The accepted effect is that of the lease that was current, on the node that had it."""
+        task, epoch, node = row.mark.split(".")[:3]
+        if int(task) != row.task:
+            self._fail(f"a result of task {task} was accepted for another: {row}")
+        if not (old.holding and int(epoch) == old.epoch and node == old.node):
+            self._fail(f"an effect of epoch {epoch} on {node} was accepted while it was {old}")
+
+    def logged(self, before: Mapping[int, Row], task: int, line: str) -> None:
+        """Output was written: it must be of the lease that was current."""
+        of, epoch = line.split(".")[:2]
+        rows = [row for row in (before.get(task), self.rows.get(task)) if row is not None]
+        if int(of) != task or not any(row.epoch == int(epoch) for row in rows):
+            self._fail(f"output of epoch {epoch} of task {of} was accepted for {rows}")
+
+    def _check_asked(self, rows: Mapping[int, Row]) -> None:
+        counts: dict[str, int] = {}
+        for row in rows.values():
+            counts[row.submission] = counts.get(row.submission, 0) + 1
+        for submission, count in counts.items():
+            if count > self.asked.get(submission, 0):
+                self._fail(
+                    f"{submission} asked for {self.asked.get(submission)} tasks and made {count}"
+                )
+
+    def _check_granted(self, name: str) -> None:
+        """What is leased on a node fits into it, by the durable rows."""
+        held: dict[int, Allocation] = {}
+        for row in self.rows.values():
+            if row.holding and row.node == name and row.allocation is not None:
+                known = held.setdefault(row.allocation.number, row.allocation)
+                if known != row.allocation:
+                    self._fail(f"{name}: two allocations are number {known.number}: {row}")
+        problem = overfull(self.nodes[name].offer, list(held.values()))
+        if problem:
+            self._fail(f"{name}: {problem} by its leases")
+
+    # ---- what was said
+
+    def submission_acknowledged(self, submission: str, tasks: Sequence[int]) -> None:
+        if len(tasks) != self.asked[submission]:
+            self._fail(f"{submission} was answered with {len(tasks)} tasks")
+        for task in tasks:
+            known = self.promised.setdefault(task, submission)
+            if known != submission:
+                self._fail(f"task {task} was given to {known} and to {submission}")
+            if task not in self.rows:
+                self._fail(f"task {task} of {submission} was acknowledged and is not durable")
+
+    def grants_received(self, name: str, tasks: Sequence[tuple[int, int]]) -> None:
+        for task, epoch in tasks:
+            row = self.rows.get(task)
+            if row is None or row.epoch < epoch:
+                self._fail(
+                    f"{name} was granted task {task} epoch {epoch}, which is not durable: {row}"
+                )
+            elif row.epoch == epoch and row.node is not None and row.node != name:
+                self._fail(f"{name} was granted task {task} epoch {epoch} of another node: {row}")
+
+    def report_acknowledged(self, name: str, item: frames.ReportItem, *, refused: bool) -> None:
+        row = self.rows.get(item.task)
+        what = f"{type(item).__name__} of task {item.task} epoch {item.epoch} by {name}"
+        if row is None:
+            self._fail(f"{what} was acknowledged for a task that is not there")
+            return
+        if isinstance(item, frames.LogChunk | frames.Started):
+            return
+        if row.holding and row.epoch == item.epoch and row.node == name:
+            self._fail(
+                f"{what} was {'refused' if refused else 'acknowledged'}, and it holds: {row}"
+            )
+        good = isinstance(item, frames.Finished) and (
+            item.reason is EndReason.RETURNED
+            or (item.reason is EndReason.EXITED and item.exit_code == 0)
+        )
+        if not refused and good and row.status is not TaskStatus.CANCELLED:
+            mine = row.mark.startswith(f"{item.task}.{item.epoch}.{name}.")
+            if row.status is not TaskStatus.SUCCEEDED or not mine:
+                self._fail(f"{what} was acknowledged, and the result is not there: {row}")
+
+    def cancel_acknowledged(self, task: int) -> None:
+        if not self.rows[task].status.is_final:
+            self._fail(f"the cancel of task {task} was acknowledged: {self.rows[task]}")
+
+    def result_seen(self, task: int, status: str, mark: str) -> None:
+        row = self.rows[task]
+        if (row.status.value, row.mark) != (status, mark):
+            self._fail(f"a consumer saw {status} {mark!r}, durable is {row}")
+
+
+def overfull(offer: Offer, allocations: Sequence[Allocation]) -> str:
+    """What is given twice, or nothing."""
+    if sum(a.cpu_milli for a in allocations) > offer.cpu_milli:
+        return "processors are taken twice"
+    if sum(a.memory_bytes for a in allocations) > offer.memory_bytes:
+        return "memory is taken twice"
+    for gpu in offer.gpus:
+        slices = [s for a in allocations for s in a.slices if s.gpu_index == gpu.index]
+        if sum(s.share_milli for s in slices) > 1000:
+            return f"GPU {gpu.index} is taken twice"
+        if sum(s.memory_bytes for s in slices) > gpu.memory_bytes:
+            return f"memory of GPU {gpu.index} is taken twice"
+    return ""

@@ -1,0 +1,80 @@
+"""Reads the database file behind the server's back, with SQL of its own: what a commit made durable, and nothing else."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from gpool.core.model import Allocation, Slice, TaskStatus
+from gpool.testing.world.record import Row, mark_of
+
+TASKS = (
+    "SELECT t.id, t.batch_id, t.spec_id, t.status, t.epoch, t.node_id, t.holding, t.allocation_number, t.allocation, "
+    "t.reason, t.exit_code, t.value, t.error_text, t.sequence FROM tasks t"
+)
+LOGS = "SELECT rowid, task_id, data FROM log_chunks WHERE rowid > ? ORDER BY rowid"
+
+
+class Reader:
+    def __init__(self, path: Path, node_names: Mapping[int, str]) -> None:
+        self._raw = sqlite3.connect(path, isolation_level=None)
+        self._nodes = node_names
+        self._specs: dict[int, str] = {}
+        self._seen: dict[int, tuple[object, ...]] = {}
+        self._rows: dict[int, Row] = {}
+        self._log = 0
+
+    def rows(self) -> Mapping[int, Row]:
+        """Every task; a row that did not change is the same object as before."""
+        found: dict[int, Row] = {}
+        for raw in self._raw.execute(TASKS):
+            task = raw[0]
+            if self._seen.get(task) != raw:
+                self._seen[task] = raw
+                self._rows[task] = self._row(raw)
+            found[task] = self._rows[task]
+        return found
+
+    def new_logs(self) -> Iterator[tuple[int, str]]:
+        """(task, what the attempt printed), each once."""
+        for number, task, data in self._raw.execute(LOGS, (self._log,)).fetchall():
+            self._log = number
+            for line in data.decode().splitlines():
+                yield task, line
+
+    def close(self) -> None:
+        self._raw.close()
+
+    def _row(self, raw: tuple[object, ...]) -> Row:
+        task, batch, spec, status, epoch, node, holding, number, allocation = raw[:9]
+        reason, exit_code, value, error_text, sequence = raw[9:]
+        mark = mark_of(bytes(value or b""), str(error_text or ""))  # type: ignore[call-overload]
+        return Row(
+            task=task,  # type: ignore[arg-type]
+            batch=batch,  # type: ignore[arg-type]
+            submission=self._name(spec),  # type: ignore[arg-type]
+            status=TaskStatus(str(status)),
+            epoch=epoch,  # type: ignore[arg-type]
+            node=None if node is None else self._nodes[node],  # type: ignore[index]
+            holding=bool(holding),
+            allocation=None if allocation is None else _allocation(number, str(allocation)),  # type: ignore[arg-type]
+            reason=reason,  # type: ignore[arg-type]
+            exit_code=exit_code,  # type: ignore[arg-type]
+            mark=mark,
+            sequence=sequence,  # type: ignore[arg-type]
+        )
+
+    def _name(self, spec: int) -> str:
+        if spec not in self._specs:
+            ((body,),) = self._raw.execute(
+                "SELECT body FROM specs WHERE id = ?", (spec,)
+            ).fetchall()
+            self._specs[spec] = json.loads(body)["name"]
+        return self._specs[spec]
+
+
+def _allocation(number: int, text: str) -> Allocation:
+    cpu_milli, memory_bytes, slices = json.loads(text)
+    return Allocation(number, cpu_milli, memory_bytes, tuple(Slice(*part) for part in slices))

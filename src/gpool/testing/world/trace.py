@@ -1,0 +1,45 @@
+"""The story of a run: every message and decision with its virtual time, hashed as it is told."""
+
+from __future__ import annotations
+
+import hashlib
+
+from gpool.testing.loop import VirtualLoop
+
+
+class Trace:
+    """`keep` holds the lines too; the hash is the same either way."""
+
+    def __init__(self, loop: VirtualLoop, *, keep: bool = False) -> None:
+        self._loop = loop
+        self._keep = keep
+        self._hash = hashlib.sha256()
+        self._pending: list[str] = []
+        self.lines: list[str] = []
+        self.count = 0
+
+    def say(self, who: str, what: str, *details: object) -> None:
+        line = f"{self._loop.us} {who} {what} {' '.join(map(str, details))}"
+        self.count += 1
+        self._pending.append(line)
+        if self._keep:
+            self.lines.append(
+                f"{self._loop.us / 1e6:10.6f}  {who:<12} {what} {' '.join(map(str, details))}"
+            )
+        if len(self._pending) >= 256:
+            self._flush()
+
+    def frame(self, who: str, way: str, data: bytes, frame: object) -> None:
+        """A frame by its bytes; the words only when somebody reads them."""
+        self.count += 1
+        self._pending.append(f"{self._loop.us} {who} {way} {data.hex()}")
+        if self._keep:
+            self.lines.append(f"{self._loop.us / 1e6:10.6f}  {who:<12} {way} {frame}")
+
+    def _flush(self) -> None:
+        self._hash.update("\n".join(self._pending).encode() + b"\n")
+        self._pending.clear()
+
+    def digest(self) -> str:
+        self._flush()
+        return self._hash.hexdigest()

@@ -1,0 +1,52 @@
+"""What an owner says about lending reaches the agent, and the agent's offer says it to the pool."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from gpool.agent.settings import AgentSettings
+from gpool.cli.joining import Identity
+from gpool.cli.lend import runtimes_of
+from gpool.cli.terms import Terms, agent_variables, lending
+from gpool.core.model import Tier
+
+
+def said(*args: str) -> Terms:
+    heard: list[Terms] = []
+
+    @click.command()
+    @lending
+    def verb(terms: Terms) -> None:
+        heard.append(terms)
+
+    assert CliRunner().invoke(verb, args).exit_code == 0
+    return heard[0]
+
+
+def settings(monkeypatch: pytest.MonkeyPatch, folder: Path, terms: Terms) -> AgentSettings:
+    identity = Identity("http://pool.test", "n-1", "node", folder / "secret")
+    for name, value in agent_variables(identity, identity.url, folder, terms).items():
+        monkeypatch.setenv(name, value)
+    return AgentSettings()  # type: ignore[call-arg]  # from the environment
+
+
+def test_without_a_word_of_the_owner_nothing_runs_without_isolation(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("GPOOL_AGENT_ALLOW_PROCESS", "1")  # of an outer agent: told to nobody
+    told = settings(monkeypatch, tmp_path, Terms())
+    assert set(runtimes_of(told, ())) == {Tier.CONTAINER}
+
+
+def test_an_owner_who_asks_for_it_offers_the_tier_none(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    terms = said("--allow-process", "--slots", "3")
+    assert terms == Terms(3, None, allow_process=True)
+    told = settings(monkeypatch, tmp_path, terms)
+    assert set(runtimes_of(told, ())) == {Tier.CONTAINER, Tier.NONE}
+    assert told.slots == 3

@@ -1,0 +1,32 @@
+"""Stopping is not an accident: no traceback, and an exit code that says who asked."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from gpool.testing.processes import Pool, eventually
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_server_told_to_stop_leaves_no_traceback(tmp_path: Path, number: signal.Signals) -> None:
+    pool = Pool(tmp_path)
+    try:
+        pool.start_server()
+        pool.server.signal(number)
+        eventually("the server is gone", lambda: not pool.server.is_running, 10)
+        assert "Traceback" not in pool.server.said()
+        assert pool.server.exit_code == 128 + number
+    finally:
+        pool.stop()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_agent_told_to_stop_leaves_no_traceback(pool: Pool, number: signal.Signals) -> None:
+    agent = pool.agents["first"]
+    agent.signal(number)
+    eventually("the agent is gone", lambda: not agent.is_running, 10)
+    assert "Traceback" not in agent.said()
+    assert agent.exit_code == 0
