@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -28,6 +29,7 @@ from gpool.core.permissions import (
     Standing,
     TeamId,
     Thing,
+    as_markdown,
     may,
     missing,
     whole,
@@ -300,3 +302,8 @@ def test_a_naive_rule_without_standing_would_let_strangers_in() -> None:
     assert whole({**RULES, Action.TASK_READ: careless})
     assert may(person(), Action.NODE_READ, of(Action.NODE_READ, owner=OTHER)).allowed
     assert not may(person(), Action.TASK_READ, of(Action.TASK_READ, owner=OTHER)).allowed
+
+
+def test_the_page_is_what_the_table_says() -> None:
+    page = Path(__file__).resolve().parents[2] / "docs" / "permissions.md"
+    assert page.read_text() == as_markdown()

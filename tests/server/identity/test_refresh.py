@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import random
+import sqlite3
+import threading
+from contextlib import closing
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -320,3 +324,61 @@ def test_a_thief_and_an_owner_who_both_use_a_token_never_both_stay(
             held[who] = decision.token
         if len(users) == 2:
             assert family.ended_at is not None
+
+
+# ---- the guarded write on a real database
+
+
+def refresh_once(path: Path, token: str, go: threading.Barrier) -> tuple[str | None, bool]:
+    """One replica's request: its own connection, the statements of the module's text. (answer, did it rotate)"""
+    presented = shown(token)
+    with closing(sqlite3.connect(path, timeout=60, isolation_level=None)) as database:
+        go.wait()
+        for _ in range(MAX_TURNS):
+            columns = "user, seed, generation, rotated_at, idle_until, expires_at, ended_at"
+            row = database.execute(f"SELECT id, {columns} FROM refresh_families").fetchone()  # noqa: S608
+            decision = present(Family(*row), presented, NOW)
+            if isinstance(decision, Repeat):
+                return decision.token, False
+            if not isinstance(decision, Rotate):
+                return None, False
+            new = decision.row
+            done = database.execute(
+                "UPDATE refresh_families SET generation = ?, rotated_at = ?, idle_until = ?"
+                " WHERE id = ? AND generation = ? - 1 AND ended_at IS NULL",
+                (new.generation, new.rotated_at, new.idle_until, new.id, new.generation),
+            )
+            if done.rowcount == 1:
+                return decision.token, True
+    raise AssertionError("it never came to an end")
+
+
+def test_fifty_threads_with_one_token_get_one_successor_from_a_real_database(
+    tmp_path: Path,
+) -> None:
+    for turn in range(5):
+        family, token = begin(UserId(1), bytes([turn]) * 48, NOW)
+        path = tmp_path / f"{turn}.db"
+        with closing(sqlite3.connect(path, isolation_level=None)) as database:
+            database.execute("PRAGMA journal_mode = WAL")
+            database.execute(
+                "CREATE TABLE refresh_families (id, user, seed, generation, rotated_at,"
+                " idle_until, expires_at, ended_at)"
+            )
+            database.execute(
+                "INSERT INTO refresh_families VALUES (?, ?, ?, ?, ?, ?, ?, NULL)",
+                (family.id, 1, family.seed, 0, NOW, family.idle_until, family.expires_at),
+            )
+        answers: list[tuple[str | None, bool]] = []
+        go = threading.Barrier(50)
+        threads = [
+            threading.Thread(target=lambda: answers.append(refresh_once(path, token, go)))  # noqa: B023
+            for _ in range(50)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert {answer for answer, _ in answers} == {token_of(family, 1)}
+        assert sum(rotated for _, rotated in answers) == 1
+        assert len(answers) == 50

@@ -22,6 +22,7 @@ from gpool.server.identity.tokens import (
     Key,
     KeySet,
     Place,
+    Reader,
     Rejected,
     TokenType,
     Why,
@@ -128,6 +129,27 @@ def test_pyjwt_reads_our_tokens_as_we_do() -> None:
     assert jwt.get_unverified_header(BENCH.token())["kid"] == BENCH.kid
 
 
+# ---- remembering
+
+
+def test_a_remembered_token_is_still_refused_for_its_time_its_type_and_its_key() -> None:
+    reader = Reader(BENCH.keys, PLACE)
+    token, end = BENCH.token(), LIFE_S[TokenType.USER]
+    for _ in range(2):
+        assert isinstance(reader.read(token, TokenType.USER, NOW), Claims)
+        assert isinstance(reader.read(token, TokenType.NODE, NOW), Rejected)
+        assert isinstance(reader.read(token, TokenType.USER, later(end)), Rejected)
+    reader.use(KeySet((new_key(b"9" * 32, NOW),)))
+    assert isinstance(reader.read(token, TokenType.USER, NOW), Rejected)
+
+
+def test_having_taken_a_genuine_token_no_forgery_of_it_is_taken() -> None:
+    reader = Reader(BENCH.keys, PLACE, most=2)
+    for forged in FORGED.values():
+        assert isinstance(reader.read(BENCH.token(), TokenType.USER, NOW), Claims)
+        assert isinstance(reader.read(forged, TokenType.USER, NOW), Rejected)
+
+
 # ---- time
 
 
@@ -207,6 +229,20 @@ def test_stored_keys_that_cannot_be_right_are_refused(change: object) -> None:
     document = json.loads(BENCH.keys.to_json())
     with pytest.raises(Invalid, match="stored signing keys"):
         KeySet.from_json(json.dumps(change(document)).encode())  # type: ignore[operator]
+
+
+def test_the_public_keys_are_published_without_the_private_ones_and_pyjwt_finds_its_key() -> None:
+    page = BENCH.keys.jwks(NOW)
+    assert "d" not in {name for key in page["keys"] for name in key}  # type: ignore[attr-defined]
+    found = jwt.PyJWKSet.from_dict(page)[BENCH.kid]
+    read = jwt.decode(
+        BENCH.token(),
+        found.key,
+        algorithms=["EdDSA"],
+        audience=PLACE.audience,
+        options={"verify_exp": False, "verify_iat": False},
+    )
+    assert read["sub"] == encode("user", 7)
 
 
 def test_a_private_key_never_shows_when_a_key_is_printed() -> None:

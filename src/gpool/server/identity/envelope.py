@@ -19,9 +19,7 @@ from __future__ import annotations
 import base64
 import binascii
 import hashlib
-import os
 import secrets
-import stat
 import subprocess
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -33,6 +31,7 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from gpool.core.errors import InternalFault, Invalid
 from gpool.core.model import Instant, Span
+from gpool.transfer.private_files import read_private, write_private
 
 VERSION = 1
 KEY_BYTES, ID_BYTES, NONCE_BYTES, TAG_BYTES = 32, 8, 12, 16
@@ -103,26 +102,21 @@ def _master_from(word: str, source: str) -> Master:
 def masters_from_file(path: Path) -> tuple[Master, ...]:
     """The keys in a file that only its owner may read; made, with a fresh key, when it is not there."""
     if not path.exists():
-        _write_private(path, _line(secrets.token_bytes(KEY_BYTES)), replace=False)
-    with path.open(encoding="ascii", errors="replace") as file:
-        facts = os.fstat(file.fileno())
-        if not stat.S_ISREG(facts.st_mode) or stat.S_IMODE(facts.st_mode) & 0o077:
-            mode = stat.S_IMODE(facts.st_mode)
-            raise Invalid(f"{path} can be read by others (mode {mode:04o}); run `chmod 600 {path}`")
-        return masters_from_text(file.read(), str(path))
+        write_private(path, _line(secrets.token_bytes(KEY_BYTES)), replace=False)
+    return masters_from_text(read_private(path).decode("ascii", errors="replace"), str(path))
 
 
 def add_master_to_file(path: Path) -> tuple[Master, ...]:
     """A fresh key before those that are there: the first half of a master's rotation."""
     before = masters_from_file(path)
     lines = [_line(secrets.token_bytes(KEY_BYTES)), *(_line(each.key) for each in before)]
-    _write_private(path, "".join(lines), replace=True)
+    write_private(path, b"".join(lines), replace=True)
     return masters_from_file(path)
 
 
 def drop_old_masters_from_file(path: Path) -> tuple[Master, ...]:
     """Only the first key stays: the last half of a rotation, once everything is wrapped anew and that is committed."""
-    _write_private(path, _line(masters_from_file(path)[0].key), replace=True)
+    write_private(path, _line(masters_from_file(path)[0].key), replace=True)
     return masters_from_file(path)
 
 
@@ -145,32 +139,8 @@ def masters_from_command(command: Sequence[str]) -> tuple[Master, ...]:
     return masters_from_text(done.stdout.decode("ascii", errors="replace"), name)
 
 
-def _line(key: bytes) -> str:
-    return base64.urlsafe_b64encode(key).decode() + "\n"
-
-
-def _write_private(path: Path, text: str, *, replace: bool) -> None:
-    """Whole or not at all; of two that make the file at once, one wins and both read the same."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
-    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    try:
-        with os.fdopen(descriptor, "w", encoding="ascii") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        if replace:
-            draft.replace(path)
-        else:
-            with suppress(FileExistsError):
-                os.link(draft, path)
-    finally:
-        draft.unlink(missing_ok=True)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+def _line(key: bytes) -> bytes:
+    return base64.urlsafe_b64encode(key) + b"\n"
 
 
 # ---- sealing

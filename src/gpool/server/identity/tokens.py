@@ -44,7 +44,7 @@ class TokenType(StrEnum):
     NODE = "node"
 
 
-LIFE_S = {TokenType.USER: 900, TokenType.NODE: 300}
+LIFE_S = {TokenType.USER: 300, TokenType.NODE: 300}
 """How long a token lives. A longer one is refused, whoever signed it."""
 
 _SUBJECT_KIND = {TokenType.USER: "user", TokenType.NODE: "node"}
@@ -114,6 +114,23 @@ class KeySet:
                 for key in kept
             )
         )
+
+    def jwks(self, now: Instant) -> dict[str, object]:
+        """The public halves (RFC 7517, RFC 8037), for whoever wants to check our tokens."""
+        return {
+            "keys": [
+                {
+                    "kty": "OKP",
+                    "crv": "Ed25519",
+                    "x": _b64(key.public),
+                    "kid": key.kid,
+                    "alg": ALGORITHM,
+                    "use": "sig",
+                }
+                for key in self.keys
+                if key.verifies_until is None or now < key.verifies_until
+            ]
+        }
 
     def to_json(self) -> bytes:
         """For the store, sealed: it holds private keys."""
@@ -287,6 +304,30 @@ def verify(
     if claims.expires_at_s <= seconds:
         return Rejected(Why.TIME, "expired")
     return claims
+
+
+class Reader:
+    """`verify`, remembering tokens it took: a signature costs a hundred times a look-up. Expiry is asked every time."""
+
+    def __init__(self, keys: KeySet, place: Place, most: int = 10_000) -> None:
+        self._keys, self._place, self._most = keys, place, most
+        self._taken: dict[str, Claims] = {}
+
+    def use(self, keys: KeySet) -> None:
+        """Keys have changed: what an old one signed is asked about again."""
+        self._keys = keys
+        self._taken.clear()
+
+    def read(self, token: str, wanted: TokenType, now: Instant) -> Claims | Rejected:
+        known = self._taken.get(token)
+        if known is not None and known.type is wanted and now // SECOND < known.expires_at_s:
+            return known
+        found = verify(token, self._keys, self._place, wanted, now)
+        if isinstance(found, Claims):
+            if len(self._taken) >= self._most:
+                self._taken.clear()
+            self._taken[token] = found
+        return found
 
 
 _REQUIRED = frozenset({"iss", "aud", "sub", "iat", "exp", "jti", "type"})

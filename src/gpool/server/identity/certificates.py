@@ -1,0 +1,150 @@
+"""The server's TLS certificate: one it makes itself on first start, or one it is given. Contacts no authority.
+
+A made one is ECDSA P-256 rather than Ed25519, because browsers take no other; it lives long, because clients know it by
+its fingerprint and a new one means new links for everybody.
+"""
+
+from __future__ import annotations
+
+import datetime
+import ipaddress
+import ssl
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from gpool.core.errors import Invalid
+from gpool.core.model import SECOND, Instant
+from gpool.transfer.pinning import fingerprint_of
+from gpool.transfer.private_files import read_private, write_private
+
+LIFE_DAYS = 3650
+CLOCK_SLACK_DAYS = 1
+"""A client whose clock is behind must not find the certificate to be from the future."""
+
+
+@dataclass(frozen=True, slots=True)
+class Certificate:
+    """A certificate with its key, in files, and the fingerprint clients pin."""
+
+    file: Path
+    key_file: Path
+    fingerprint: str
+    names: tuple[str, ...]
+    expires_at: Instant
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    certificate_pem: bytes
+    key_pem: bytes = field(repr=False)
+
+
+def make(names: Sequence[str], now: Instant) -> Made:
+    """Self-made, for these host names and addresses."""
+    if not names:
+        raise Invalid("a certificate needs at least one host name or address")
+    key = ec.generate_private_key(ec.SECP256R1())
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "gpool server")])
+    start = _datetime(now)
+    builder = (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(subject)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(start - datetime.timedelta(days=CLOCK_SLACK_DAYS))
+        .not_valid_after(start + datetime.timedelta(days=LIFE_DAYS))
+        .add_extension(x509.SubjectAlternativeName([_name(each) for each in names]), critical=False)
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
+    )
+    signed = builder.sign(key, hashes.SHA256())
+    return Made(
+        signed.public_bytes(serialization.Encoding.PEM),
+        key.private_bytes(
+            serialization.Encoding.PEM,
+            serialization.PrivateFormat.PKCS8,
+            serialization.NoEncryption(),
+        ),
+    )
+
+
+def own(folder: Path, names: Sequence[str], now: Instant) -> Certificate:
+    """The one in the folder; made there, with a key for its owner only, when there is none.
+
+    Key and certificate are one file while being made, so that a crash never leaves half a pair.
+    """
+    both = folder / "server.pem"
+    if not both.exists():
+        made = make(names, now)
+        write_private(both, made.key_pem + made.certificate_pem, replace=False)
+    read_private(both)
+    return load(both, both)
+
+
+def load(file: Path, key_file: Path) -> Certificate:
+    """A given certificate (the server's first, then any chain) and its key; `Invalid` says what is wrong with them."""
+    try:
+        pem, key_pem = file.read_bytes(), key_file.read_bytes()
+    except OSError as error:
+        raise Invalid(f"the certificate cannot be read: {error}") from error
+    try:
+        found = x509.load_pem_x509_certificates(pem)[0]
+    except ValueError as error:
+        raise Invalid(f"{file} holds no certificate in PEM form") from error
+    try:
+        key = serialization.load_pem_private_key(key_pem, password=None)
+    except (ValueError, TypeError, UnsupportedAlgorithm) as error:
+        raise Invalid(f"{key_file} holds no private key in PEM form without a password") from error
+    form = (serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo)
+    if key.public_key().public_bytes(*form) != found.public_key().public_bytes(*form):
+        raise Invalid(f"the key in {key_file} does not belong to the certificate in {file}")
+    return Certificate(
+        file,
+        key_file,
+        fingerprint_of(found.public_bytes(serialization.Encoding.DER)),
+        _names(found),
+        Instant(int(found.not_valid_after_utc.timestamp()) * SECOND),
+    )
+
+
+def server_context(certificate: Certificate) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.load_cert_chain(certificate.file, certificate.key_file)
+    return context
+
+
+def _name(text: str) -> x509.GeneralName:
+    try:
+        return x509.IPAddress(ipaddress.ip_address(text.strip("[]")))
+    except ValueError:
+        pass
+    try:
+        if not text:
+            raise ValueError("an empty name")
+        return x509.DNSName(text.encode("idna").decode())
+    except (UnicodeError, ValueError) as error:
+        raise Invalid(f"{text[:80]!r} is neither a host name nor an address") from error
+
+
+def _names(found: x509.Certificate) -> tuple[str, ...]:
+    try:
+        names = found.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except x509.ExtensionNotFound:
+        return ()
+    return (
+        *names.get_values_for_type(x509.DNSName),
+        *(str(each) for each in names.get_values_for_type(x509.IPAddress)),
+    )
+
+
+def _datetime(now: Instant) -> datetime.datetime:
+    return datetime.datetime.fromtimestamp(now // SECOND, datetime.UTC)

@@ -1,0 +1,85 @@
+"""TLS to a server known by its certificate's SHA-256, as the join link names it. No CA and no host name are asked.
+
+The check is part of the handshake, so nothing is sent to a server that shows another certificate: not a request, not a
+key. It works wherever an `ssl.SSLContext` goes: httpx2 in threads and in asyncio, uvloop, websockets.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import re
+import ssl
+
+from gpool.core.errors import Invalid
+
+_HEX = re.compile(r"[0-9a-f]{64}")
+
+
+def fingerprint_of(der: bytes) -> str:
+    """64 hexadecimal digits, lower case: how links and profiles hold it."""
+    return hashlib.sha256(der).hexdigest()
+
+
+def spelt_out(fingerprint: str) -> str:
+    """For people to compare: `AB:CD:…`."""
+    return ":".join(fingerprint[at : at + 2] for at in range(0, len(fingerprint), 2)).upper()
+
+
+def parse_fingerprint(text: str) -> str:
+    """The 64 digits of a fingerprint as people write it: with colons or blanks, in capitals, behind `sha256=`."""
+    plain = re.sub(r"[:\s]", "", re.sub(r"^\s*sha-?256\s*[=:]", "", text, flags=re.IGNORECASE))
+    plain = plain.lower()
+    if not _HEX.fullmatch(plain):
+        raise Invalid(f"{text[:100]!r} is not a SHA-256 fingerprint: 64 hexadecimal digits")
+    return plain
+
+
+class WrongCertificate(ssl.SSLError):
+    """The server showed another certificate than the pinned one."""
+
+    def __init__(self, pinned: str, shown: str | None) -> None:
+        self.pinned, self.shown = pinned, shown
+        seen = f"shows {spelt_out(shown)}" if shown else "shows none"
+        self.sentence = (
+            f"the server's certificate is not the one you trust: it {seen}, and {spelt_out(pinned)} was pinned. "
+            "Somebody may be between you and the server. If its operator changed the certificate, "
+            "ask them for a new link and sign in or join again"
+        )
+        super().__init__(1, self.sentence)
+
+    def __str__(self) -> str:
+        return self.sentence
+
+
+def pinned_context(fingerprint: str) -> ssl.SSLContext:
+    """A client's context that talks to the one server with this certificate."""
+    pinned = parse_fingerprint(fingerprint)
+
+    def check(der: bytes | None) -> None:
+        shown = fingerprint_of(der) if der else None
+        if shown is None or not hmac.compare_digest(shown, pinned):
+            raise WrongCertificate(pinned, shown)
+
+    class PinnedSocket(ssl.SSLSocket):
+        """For blocking sockets."""
+
+        def do_handshake(self, block: bool = False) -> None:
+            super().do_handshake(block)
+            check(self.getpeercert(binary_form=True))
+
+    class PinnedObject(ssl.SSLObject):
+        """For event loops."""
+
+        def do_handshake(self) -> None:
+            super().do_handshake()
+            check(self.getpeercert(binary_form=True))
+
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.options |= ssl.OP_NO_RENEGOTIATION  # the certificate that was checked stays the one
+    context.check_hostname = False  # the certificate itself is known; its names add nothing
+    context.verify_mode = ssl.CERT_NONE  # `check` verifies, and a chain to a CA is not needed
+    context.sslsocket_class = PinnedSocket
+    context.sslobject_class = PinnedObject
+    return context
