@@ -72,14 +72,17 @@ async def sign_in(server: Server, request: WalletSignIn, label: str) -> TokensDo
 
 
 async def _first(server: Server, address: str, invite: str | None) -> Account:
-    try:
-        user = await accounts.create(server, address, Beginning(wallet=address), invite)
-    except Conflict:
-        found = await server.store.read(operations.user_by_wallet(address))
-        if found is None:
-            raise
-        return found  # two first sign-ins at once
-    return Account(user, None, None)
+    """Named by its address; an account that the wallet was unlinked from may still have that name."""
+    for name in (address, f"{address}-{secrets.token_hex(4)}"):
+        try:
+            user = await accounts.create(server, name, Beginning(wallet=address), invite)
+        except Conflict:
+            found = await server.store.read(operations.user_by_wallet(address))
+            if found is not None:
+                return found  # two first sign-ins at once
+        else:
+            return Account(user, None, None)
+    raise Conflict("this wallet's account could not be made just now; sign in again")
 
 
 # ---- proofs
