@@ -70,7 +70,7 @@ async def caller_if_any(connection: HTTPConnection) -> Caller | NodeCredentials 
     scheme, _, secret = header.partition(" ")
     found = None
     if scheme.lower() == "bearer":
-        found = await server_of(connection).credentials.who(secret.strip())
+        found = await server_of(connection).credentials.who(secret)
     if found is None:
         raise NotSignedIn(
             "this key or token is not known here, or no longer good; sign in again, or check it"
