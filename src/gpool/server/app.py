@@ -15,13 +15,31 @@ from gpool.core.ids import NodeId, UserId
 from gpool.core.model import Offer, Permission
 from gpool.core.scheduling.orders import Policy
 from gpool.server import credentials
-from gpool.server.api import artifacts, channel, nodes, openapi, problems, rest, tasks
+from gpool.server.api import (
+    accounts,
+    artifacts,
+    channel,
+    nodes,
+    openapi,
+    problems,
+    rest,
+    tasks,
+    teams,
+    users,
+)
 from gpool.server.blobs import Blobs
 from gpool.server.clock import Clock, SystemClock, system_ids
 from gpool.server.credentials import Credentials
 from gpool.server.hub import Hub
+from gpool.server.identity.desk import SignIns
+from gpool.server.identity.passwords import Cost
+from gpool.server.identity.refresh import Terms
+from gpool.server.identity.sealer import MasterSource, Sealer
+from gpool.server.identity.signing import Rotating, Signing
+from gpool.server.identity.tokens import Place
 from gpool.server.loops import Ticker, all_loops
 from gpool.server.metrics import Metrics
+from gpool.server.outbound import Outbound
 from gpool.server.scheduler import Scheduler
 from gpool.server.server import Server
 from gpool.server.settings import Settings, span
@@ -36,6 +54,8 @@ OPERATOR = "operator"
 OPERATOR_KEY_FILE = "operator.key"
 NODE_KEY_FILE = "node.key"
 ROOT_KEY_FILE = "server.key"
+MASTER_KEY_FILE = "master.key"
+DAY_S = 86_400
 
 
 async def open_server(settings: Settings, clock: Clock | None = None) -> Server:
@@ -43,6 +63,7 @@ async def open_server(settings: Settings, clock: Clock | None = None) -> Server:
     settings.data.mkdir(parents=True, exist_ok=True, mode=0o700)
     clock = clock or SystemClock()
     server = wire(settings, await open_store(settings.store_url), clock)
+    await server.identity.signing.ready(server.now)
     await server.scheduler.rebuild(server.now)
     await ensure_operator(server)
     return server
@@ -51,6 +72,7 @@ async def open_server(settings: Settings, clock: Clock | None = None) -> Server:
 def wire(settings: Settings, store: Store, clock: Clock) -> Server:
     """A server over an open store; nothing runs yet."""
     hub, metrics = Hub(), Metrics()
+    sign_ins = _sign_ins(settings, store, clock)
     scheduler = Scheduler(store, hub, metrics, Policy(order=settings.order), settings.ttl)
     return Server(
         settings=settings,
@@ -61,9 +83,36 @@ def wire(settings: Settings, store: Store, clock: Clock) -> Server:
         scheduler=scheduler,
         blobs=Blobs(settings.data / "artifacts", settings.max_artifact_bytes),
         credentials=Credentials(
-            store, clock.now, span(settings.key_cache_s), _root_key(settings.data)
+            store,
+            clock.now,
+            span(settings.key_cache_s),
+            _root_key(settings.data),
+            sign_ins.signing,
         ),
         metrics=metrics,
+        sign_ins=sign_ins,
+    )
+
+
+def _sign_ins(settings: Settings, store: Store, clock: Clock) -> SignIns:
+    sealer = Sealer(store, MasterSource(settings.data / MASTER_KEY_FILE), clock.now)
+    name = settings.public_url or "gpool"  # the same on every replica
+    signing = Signing(
+        store,
+        sealer,
+        Place(issuer=name, audience=name),
+        Rotating(span(settings.rotate_signing_keys_s), span(settings.signing_key_lead_s)),
+    )
+    return SignIns(
+        sealer,
+        signing,
+        Outbound(),
+        Terms(
+            grace=span(settings.grace_s),
+            idle=span(settings.idle_days * DAY_S),
+            life=span(settings.session_days * DAY_S),
+        ),
+        Cost(settings.password_passes, settings.password_memory_kib),
     )
 
 
@@ -78,6 +127,7 @@ async def running(server: Server) -> AsyncIterator[Server]:
         await ticker.stop()
         for one in tuple(server.scheduler.channels.values()):
             one.refuse("unreachable", "the server stops; connect again", retry=True)
+        await server.identity.close()
         await server.store.close()
 
 
@@ -102,7 +152,7 @@ def make_app(server: Server) -> FastAPI:
     )
     app.state.server = server
     problems.install(app)
-    for room in (tasks, nodes, artifacts, rest, channel):
+    for room in (tasks, nodes, artifacts, accounts, teams, users, rest, channel):
         app.include_router(room.router)
     openapi.describe(app, VERSION)
     return app

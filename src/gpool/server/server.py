@@ -13,6 +13,7 @@ from gpool.server.blobs import Blobs
 from gpool.server.clock import Clock
 from gpool.server.credentials import Credentials
 from gpool.server.hub import Hub
+from gpool.server.identity.desk import SignIns
 from gpool.server.metrics import Metrics
 from gpool.server.scheduler import Scheduler
 from gpool.server.settings import Settings
@@ -51,10 +52,16 @@ class Server:
     blobs: Blobs
     credentials: Credentials
     metrics: Metrics
+    sign_ins: SignIns | None = None  # None: a server that only schedules
 
     @property
     def now(self) -> Instant:
         return self.clock.now()
+
+    @property
+    def identity(self) -> SignIns:
+        assert self.sign_ins is not None, "this server signs nobody in"
+        return self.sign_ins
 
     async def write(self, operation: Operation[T]) -> T:
         """Commits, and returns in commit order: fold what it gave before the next await.

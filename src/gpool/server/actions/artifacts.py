@@ -7,10 +7,14 @@ from dataclasses import dataclass
 
 from gpool.core.errors import Invalid, NotFound, StaleLease
 from gpool.core.ids import TaskId
+from gpool.core.model import Permission
+from gpool.core.permissions import Action, Kind, Thing, missing
+from gpool.server.asking import gate, own, permit
 from gpool.server.blobs import Part
 from gpool.server.server import Server
+from gpool.server.store.identity_values import Caller
 from gpool.server.store.operations import artifacts as operations
-from gpool.server.store.values import NodeCredentials, User
+from gpool.server.store.values import NodeCredentials
 from gpool.wire.frames import Hold
 
 
@@ -22,10 +26,13 @@ class Upload:
 
 
 async def put(
-    server: Server, who: User | NodeCredentials, upload: Upload, body: AsyncIterator[bytes]
+    server: Server, who: Caller | NodeCredentials, upload: Upload, body: AsyncIterator[bytes]
 ) -> int | None:
     """Takes the bytes, then the reference; the size, or None while parts are missing."""
-    if isinstance(who, NodeCredentials):
+    if isinstance(who, Caller):
+        permit(who, Action.ARTIFACT_UPLOAD, own(who))
+    else:
+        gate(who, Action.ARTIFACT_UPLOAD_OUTPUT)  # that it holds the lease is asked with the write
         if upload.lease is None:
             raise Invalid("a node uploads under a lease: send the header 'Gpool-Lease: TASK:EPOCH'")
         task, epoch = TaskId(upload.lease.task), upload.lease.epoch
@@ -41,10 +48,10 @@ async def put(
     return size
 
 
-async def _refer(server: Server, who: User | NodeCredentials, upload: Upload, size: int) -> None:
+async def _refer(server: Server, who: Caller | NodeCredentials, upload: Upload, size: int) -> None:
     sha256, at = upload.sha256, server.now
-    if isinstance(who, User):
-        await server.write(operations.add_artifact(sha256, size, who.id, None, None, at))
+    if isinstance(who, Caller):
+        await server.write(operations.add_artifact(sha256, size, who.user.id, None, None, at))
         return
     lease = upload.lease
     fence = (TaskId(lease.task), lease.epoch) if lease is not None else None
@@ -57,18 +64,38 @@ def _stale() -> StaleLease:
     return StaleLease("this lease is not the current one; what was uploaded under it is dropped")
 
 
-async def size_of(server: Server, who: User | NodeCredentials, sha256: str) -> int:
+async def size_of(server: Server, who: Caller | NodeCredentials, sha256: str) -> int:
     """Its size, if it is there and `who` may read it."""
-    if isinstance(who, User):
-        size = await server.store.read(operations.visible(sha256, who.id))
-    else:
-        size = await server.store.read(operations.visible_to_node(sha256, who.node))
-    if size is None:
+    size, thing = await _seen(server, who, sha256)
+    try:
+        permit(who, Action.ARTIFACT_READ, thing, f"artifact {sha256}")
+    except NotFound as hidden:
         offset = server.blobs.offset(sha256, _uploader(who))
-        members = {} if offset is None else {"offset": offset}
-        raise NotFound(f"no artifact {sha256} that you may read", **members)
+        if offset is not None:
+            raise NotFound(hidden.detail, offset=offset) from None
+        raise
+    assert size is not None
     return size
 
 
-def _uploader(who: User | NodeCredentials) -> str:
-    return f"u{who.id}" if isinstance(who, User) else f"n{who.node}"
+async def _seen(
+    server: Server, who: Caller | NodeCredentials, sha256: str
+) -> tuple[int | None, Thing]:
+    """Its size and how it stands to `who`: through which of its references they see it, if through any."""
+    if isinstance(who, NodeCredentials):
+        size = await server.store.read(operations.visible_to_node(sha256, who.node))
+        return size, missing(Kind.ARTIFACT) if size is None else Thing(
+            Kind.ARTIFACT, holder=who.node
+        )
+    size = await server.store.read(operations.visible(sha256, who.user.id, tuple(who.teams)))
+    if size is not None:
+        return size, Thing(
+            Kind.ARTIFACT, owner=who.user.id if who.key_team is None else None, team=who.key_team
+        )
+    if Permission.OPERATOR in who.user.permissions:
+        size = await server.store.read(operations.size_of(sha256))
+    return size, missing(Kind.ARTIFACT) if size is None else Thing(Kind.ARTIFACT)
+
+
+def _uploader(who: Caller | NodeCredentials) -> str:
+    return f"u{who.user.id}" if isinstance(who, Caller) else f"n{who.node}"

@@ -8,16 +8,20 @@ from dataclasses import dataclass
 
 import msgspec
 
-from gpool.core.errors import Forbidden, Invalid, TooLarge, TooMany, Unprocessable
+from gpool.core.errors import Invalid, TooLarge, TooMany, Unprocessable
 from gpool.core.ids import BatchId, SpecId, TaskId, decode, encode
-from gpool.core.model import INLINE_LIMIT_BYTES, Permission
+from gpool.core.model import INLINE_LIMIT_BYTES
+from gpool.core.permissions import Action, TeamId
+from gpool.server.actions.query import in_the_name_of
 from gpool.server.actions.specs import spec_of
 from gpool.server.actions.spelling import spell
+from gpool.server.asking import batch_thing, permit
 from gpool.server.server import Once, Server
+from gpool.server.store.identity_values import Caller
 from gpool.server.store.operation import brief, operation
 from gpool.server.store.operations import tasks as operations
 from gpool.server.store.protocol import Operation
-from gpool.server.store.values import MissingArtifacts, NewTask, Submission, Submitted, User
+from gpool.server.store.values import MissingArtifacts, NewTask, Submission, Submitted
 from gpool.wire.documents import MAX_BATCH, TaskRequest
 
 
@@ -44,18 +48,17 @@ class Accepted:
     fresh: bool
 
 
-async def submit(server: Server, user: User, request: TaskRequest, once: Once | None) -> Accepted:
+async def submit(server: Server, who: Caller, request: TaskRequest, once: Once | None) -> Accepted:
     """Checks, commits, and lets the scheduler know. Under a repeated key: the first answer."""
-    if Permission.CONSUMER not in user.permissions and Permission.OPERATOR not in user.permissions:
-        raise Forbidden(
-            "your account may not submit tasks; ask the operator for the permission 'consumer'"
-        )
-    submission = _submission(server, user, request)
+    team = None if request.team is None else TeamId(decode("team", request.team))
+    thing = await in_the_name_of(server, who, team)
+    permit(who, Action.TASK_SUBMIT, thing, f"team {request.team}")
+    submission = _submission(server, who, request, team)
     waiting = server.scheduler.state.queued_count
     if waiting + len(submission.tasks) > server.settings.max_queued:
         raise TooMany(f"{waiting} tasks wait already, the queue is full; try again later")
-    operation = brief(_submit(submission), len(submission.tasks))
-    answered = await server.write_once(user, once, operation, _document)
+    operation = brief(_submit(submission, who), len(submission.tasks))
+    answered = await server.write_once(who.user, once, operation, _document)
     submitted, body = answered.value, answered.body
     if submitted is None:
         first = _decode(body)
@@ -65,14 +68,16 @@ async def submit(server: Server, user: User, request: TaskRequest, once: Once | 
             tuple(TaskId(decode("task", text)) for text in first.ids),
             fresh=False,
         )
-    server.scheduler.queued(submitted, submission.spec, user.id, submission.at)
+    server.scheduler.queued(submitted, submission.spec, who.user.id, submission.at)
     if not submitted.tasks:
         server.hub.publish((submitted.batch,))  # closed: those who stream its results may be done
     ids = tuple([task.id for task in submitted.tasks])
     return Accepted(body, submitted.batch, ids, fresh=True)
 
 
-def _submission(server: Server, user: User, request: TaskRequest) -> Submission:
+def _submission(
+    server: Server, who: Caller, request: TaskRequest, team: TeamId | None
+) -> Submission:
     spec = spec_of(request)
     new = request.batch is None
     batch = BatchId(server.ids.next() if request.batch is None else decode("batch", request.batch))
@@ -82,9 +87,10 @@ def _submission(server: Server, user: User, request: TaskRequest) -> Submission:
         closes_batch=not request.more,
         spec_id=SpecId(server.ids.next()),
         spec=spec,
-        user=user.id,
+        user=who.user.id,
         tasks=_tasks(server, request),
         at=server.now,
+        team=team,
     )
 
 
@@ -130,7 +136,10 @@ def _tasks(server: Server, request: TaskRequest) -> list[NewTask]:
 
 
 @operation
-def _submit(submission: Submission) -> Operation[Submitted]:
+def _submit(submission: Submission, who: Caller) -> Operation[Submitted]:
+    if not submission.is_new_batch:
+        found = yield from operations.batch(submission.batch, None)
+        permit(who, Action.BATCH_EXTEND, batch_thing(found), _batch(submission.batch))
     outcome = yield from operations.submit(submission)
     if isinstance(outcome, MissingArtifacts):
         raise Unprocessable(
@@ -139,6 +148,10 @@ def _submit(submission: Submission) -> Operation[Submitted]:
             missing=list(outcome.sha256s[:100]),
         )
     return outcome
+
+
+def _batch(id_: BatchId) -> str:
+    return f"batch {encode('batch', id_)}"
 
 
 def _document(submitted: Submitted) -> bytes:

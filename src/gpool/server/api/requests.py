@@ -10,12 +10,15 @@ from fastapi import Query
 from pydantic import BaseModel, ValidationError
 from starlette.requests import HTTPConnection, Request
 
-from gpool.core.errors import Forbidden, Invalid, NotSignedIn, TooLarge
+from gpool.core.errors import Invalid, NotSignedIn, TooLarge
 from gpool.core.ids import decode
+from gpool.core.permissions import Action
 from gpool.server.api.problems import invalid
+from gpool.server.asking import SIGN_IN, gate
 from gpool.server.blobs import Part
 from gpool.server.server import Once, Server
-from gpool.server.store.values import NodeCredentials, User
+from gpool.server.store.identity_values import Caller
+from gpool.server.store.values import NodeCredentials
 from gpool.wire.documents import MAX_SMALL_BODY_BYTES
 from gpool.wire.frames import Hold
 
@@ -35,34 +38,43 @@ def server_of(connection: HTTPConnection) -> Server:
     return server
 
 
-async def caller(connection: HTTPConnection) -> User | NodeCredentials:
-    """Whoever the bearer token belongs to; `NotSignedIn` otherwise."""
+async def asker(connection: HTTPConnection, action: Action) -> Caller | NodeCredentials:
+    """Whoever asks for this, past the gate that looks at them and the action alone; the action asks about the object."""
     found = await caller_if_any(connection)
+    gate(found, action)
     if found is None:
-        raise NotSignedIn(
-            "send your key as 'Authorization: Bearer gpk_…'; `gpool up` wrote one for you"
-        )
+        raise NotSignedIn(SIGN_IN)
     return found
 
 
-async def caller_if_any(connection: HTTPConnection) -> User | NodeCredentials | None:
-    """None when no key was sent; a wrong one is an error."""
+async def user_of(connection: HTTPConnection, action: Action) -> Caller:
+    """The same, for what only users do: the gate lets no node pass."""
+    found = await asker(connection, action)
+    assert isinstance(found, Caller), f"{action} is for nodes"
+    return found
+
+
+async def caller(connection: HTTPConnection) -> Caller | NodeCredentials:
+    """Whoever the bearer token belongs to; `NotSignedIn` otherwise."""
+    found = await caller_if_any(connection)
+    if found is None:
+        raise NotSignedIn(SIGN_IN)
+    return found
+
+
+async def caller_if_any(connection: HTTPConnection) -> Caller | NodeCredentials | None:
+    """None when no credentials were sent; wrong ones are an error."""
     header = connection.headers.get("authorization")
     if header is None:
         return None
     scheme, _, secret = header.partition(" ")
     found = None
     if scheme.lower() == "bearer":
-        found = await server_of(connection).credentials.who(secret.strip())
+        found = await server_of(connection).credentials.who(secret)
     if found is None:
-        raise NotSignedIn("this key is not known here; check it, or ask the operator for a new one")
-    return found
-
-
-async def user_of(connection: HTTPConnection) -> User:
-    found = await caller(connection)
-    if not isinstance(found, User):
-        raise Forbidden("this needs a user's key (gpk_…), not a node's secret")
+        raise NotSignedIn(
+            "this key or token is not known here, or no longer good; sign in again, or check it"
+        )
     return found
 
 

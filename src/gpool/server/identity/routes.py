@@ -29,6 +29,8 @@ _TASK = _row(_C.READ, _A.TASK_READ)
 _SIGN_IN = _row(_C.SIGN_IN, _A.SIGN_IN)
 _GPUS = _row(_C.READ, _A.GPUS_LIST)
 
+_SIGN_IN_OR_UP = _row(_C.SIGN_IN, _A.SIGN_IN, _A.REGISTER)
+
 WEBSOCKET = "WEBSOCKET"
 ROUTES: Mapping[tuple[str, str], Row] = {
     ("GET", "/healthz"): _row(_C.READ, _A.HEALTH_READ),
@@ -73,9 +75,9 @@ ROUTES: Mapping[tuple[str, str], Row] = {
     ("POST", "/v1/users"): _row(_C.SIGN_IN, _A.REGISTER),
     ("POST", "/v1/auth/password"): _SIGN_IN,
     ("POST", "/v1/auth/wallet/nonce"): _SIGN_IN,
-    ("POST", "/v1/auth/wallet"): _SIGN_IN,
+    ("POST", "/v1/auth/wallet"): _SIGN_IN_OR_UP,
     ("GET", "/v1/auth/oidc/start"): _row(_C.SIGN_IN, _A.SIGN_IN_BEGIN),
-    ("POST", "/v1/auth/oidc/finish"): _SIGN_IN,
+    ("POST", "/v1/auth/oidc/finish"): _SIGN_IN_OR_UP,
     ("POST", "/v1/auth/refresh"): _row(_C.SIGN_IN, _A.REFRESH),
     ("POST", "/v1/auth/logout"): _row(_C.SIGN_IN, _A.SIGN_OUT),
     ("PUT", "/v1/me/password"): _row(_C.SIGN_IN, _A.PASSWORD_CHANGE),
@@ -84,17 +86,20 @@ ROUTES: Mapping[tuple[str, str], Row] = {
     ("GET", "/v1/keys"): _row(_C.READ, _A.KEYS_LIST),
     ("POST", "/v1/keys"): _row(_C.CHANGE, _A.KEY_MAKE),
     ("DELETE", "/v1/keys/{id}"): _row(_C.CHANGE, _A.KEY_END),
+    ("GET", "/v1/wallets"): _row(_C.READ, _A.ME_READ),
     ("POST", "/v1/wallets"): _row(_C.SIGN_IN, _A.WALLET_LINK),
     ("PATCH", "/v1/wallets/{address}"): _row(_C.CHANGE, _A.PAYOUT_WALLET_SET),
     ("DELETE", "/v1/wallets/{address}"): _row(_C.SIGN_IN, _A.WALLET_UNLINK),
     # teams
     ("GET", "/v1/teams"): _row(_C.READ, _A.TEAMS_LIST),
     ("POST", "/v1/teams"): _row(_C.CHANGE, _A.TEAM_MAKE),
+    ("POST", "/v1/teams/join"): _row(_C.SIGN_IN, _A.TEAM_JOIN),
     ("GET", "/v1/teams/{id}"): _row(_C.READ, _A.TEAM_READ),
-    ("PATCH", "/v1/teams/{id}"): _row(_C.CHANGE, _A.TEAM_CHANGE),
+    ("PATCH", "/v1/teams/{id}"): _row(_C.CHANGE, _A.TEAM_CHANGE, _A.QUOTA_SET),
     ("DELETE", "/v1/teams/{id}"): _row(_C.CHANGE, _A.TEAM_DELETE),
+    ("POST", "/v1/teams/{id}/invites"): _row(_C.CHANGE, _A.TEAM_INVITE),
     ("GET", "/v1/teams/{id}/members"): _row(_C.READ, _A.TEAM_READ),
-    ("POST", "/v1/teams/{id}/members"): _row(_C.CHANGE, _A.TEAM_INVITE),
+    ("POST", "/v1/teams/{id}/members"): _row(_C.CHANGE, _A.TEAM_ROLE_SET),
     ("PATCH", "/v1/teams/{id}/members/{user}"): _row(_C.CHANGE, _A.TEAM_ROLE_SET),
     ("DELETE", "/v1/teams/{id}/members/{user}"): _row(_C.CHANGE, _A.TEAM_ROLE_SET, _A.TEAM_LEAVE),
     # operators
