@@ -65,7 +65,7 @@ class Client:
     ) -> None:
         settings = config.load(url, key)
         self.url = settings.url
-        self.door = Door(settings.url, settings.key, transport, patience_s=patience_s)
+        self.door = Door(settings.address, settings.key, transport, patience_s=patience_s)
         self.artifacts = Artifacts(self.door)
         self.task = Decorator(lambda: self)
         """`@client.task(...)`: like `@gpool.task`, bound to this client."""

@@ -28,16 +28,17 @@ class Door:
 
     def __init__(
         self,
-        url: str,
+        address: str | Address,
         key: str,
         transport: httpx2.BaseTransport | None = None,
         *,
         patience_s: float = 60.0,
     ) -> None:
-        self.url = url
+        self.address = Address(address) if isinstance(address, str) else address
+        self.url = self.address.url
         patience = Patience(patience_s)
         self._sender = Sender(
-            Address(url), key, SystemRandom(), patience=patience, transport=transport
+            self.address, key, SystemRandom(), patience=patience, transport=transport
         )
 
     @property
@@ -85,6 +86,12 @@ class Door:
         content = json.dumps(document, separators=(",", ":")).encode()
         reply = self.send(method, path, body=content, headers={"content-type": "application/json"})
         return reply.json() if reply.body else None
+
+    def send_json_once(self, method: str, path: str, document: object) -> Any:
+        """Not repeated: for what may be asked only once as it is."""
+        content = json.dumps(document, separators=(",", ":")).encode()
+        headers = {"content-type": "application/json"}
+        return self._once(_keyed(Request(method, path, headers, content)), READ_S).json()
 
     @contextmanager
     def open(

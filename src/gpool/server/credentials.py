@@ -10,11 +10,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from gpool.core.model import Instant, Span
-from gpool.server.store.operations import nodes, people
+from gpool.server.store.operations import people
 from gpool.server.store.protocol import Store
-from gpool.server.store.values import NodeCredentials, User
+from gpool.server.store.values import User
 
-USER_PREFIX, NODE_PREFIX, INVITE_PREFIX = "gpk_", "gpn_", "gpi_"
+USER_PREFIX, INVITE_PREFIX = "gpk_", "gpi_"
 MAX_REMEMBERED = 10_000
 
 
@@ -28,7 +28,7 @@ def fresh(prefix: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Remembered:
-    who: User | NodeCredentials | None
+    who: User
     until: Instant
 
 
@@ -42,18 +42,16 @@ class Credentials:
         self._root_key = root_key
         self._known: dict[str, _Remembered] = {}
 
-    async def who(self, secret: str) -> User | NodeCredentials | None:
+    async def who(self, secret: str) -> User | None:
         """Whom the secret belongs to; None for one we do not know."""
         digest = hashed(secret)
         now = self._now()
         known = self._known.get(digest)
         if known is not None and known.until > now:
             return known.who
-        found: User | NodeCredentials | None = None
+        found: User | None = None
         if secret.startswith(USER_PREFIX):
             found = await self._store.read(people.user_by_key(digest))
-        elif secret.startswith(NODE_PREFIX):
-            found = await self._store.read(nodes.node_by_secret(digest))
         if len(self._known) >= MAX_REMEMBERED:
             self._known.clear()
         if found is not None:

@@ -50,6 +50,7 @@ ROUTES: Mapping[tuple[str, str], Row] = {
     ("GET", "/v1/batches/{id}/results"): _row(_C.STREAM, _A.BATCH_READ),
     ("GET", "/v1/nodes"): _row(_C.READ, _A.NODES_LIST),
     ("POST", "/v1/nodes"): _JOIN,
+    ("POST", "/v1/nodes/challenges"): _row(_C.SIGN_IN, _A.NODE_PROVE),
     ("POST", "/v1/resources"): _JOIN,
     ("POST", "/register_gpu"): _JOIN,
     ("POST", "/v1/nodes/invites"): _row(_C.CHANGE, _A.NODE_INVITE),
@@ -60,7 +61,7 @@ ROUTES: Mapping[tuple[str, str], Row] = {
     ("GET", "/v1/resources"): _GPUS,
     ("GET", "/resources"): _GPUS,
     ("GET", "/v1/resources/{gpu}"): _row(_C.READ, _A.GPU_READ, _A.NODE_READ),
-    ("PATCH", "/v1/resources/{gpu}"): _row(_C.CHANGE, _A.GPU_CHANGE, _A.NODE_CHANGE),
+    ("PATCH", "/v1/resources/{gpu}"): _row(_C.CHANGE, _A.GPU_CHANGE, _A.NODE_CHANGE, _A.GPU_UNFLAG),
     ("DELETE", "/v1/resources/{gpu}"): _row(_C.CHANGE, _A.GPU_CHANGE, _A.NODE_CHANGE),
     ("PUT", "/v1/artifacts/{sha256}"): _row(
         _C.TRANSFER, _A.ARTIFACT_UPLOAD, _A.ARTIFACT_UPLOAD_OUTPUT
