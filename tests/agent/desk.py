@@ -67,6 +67,7 @@ class Desk:
         self.offers: list[Offer] = []
         self.proofs: list[Prove] = []
         self.unproven = 0
+        self.asked = Purpose.CHANNEL
         self.token_us = 300_000_000
         self.batches = 0
         self.artifacts: dict[str, bytes] = {}
@@ -117,8 +118,15 @@ class Desk:
         if proof is None or request.headers.get("Authorization") != f"Bearer {TOKEN}":
             return False
         lease = request.headers.get("Gpool-Lease", "")
-        said = RequestStatement(SERVER, "GET", request.path, TOKEN, proof.at_s, proof.nonce, lease)
-        return 0 <= proof.at_s - AT_S < 60 and KEY.sign(said) == proof.signature
+        signed = {
+            KEY.sign(
+                RequestStatement(
+                    SERVER, method, request.path, TOKEN, proof.at_s, proof.nonce, lease
+                )
+            )
+            for method in ("GET", "HEAD")  # the library does not say which
+        }
+        return 0 <= proof.at_s - AT_S < 60 and proof.signature in signed
 
     def keep(self, data: bytes) -> str:
         sha256 = hashlib.sha256(data).hexdigest()
@@ -127,7 +135,7 @@ class Desk:
 
     async def converse(self, connection: ServerConnection) -> None:
         self.connection = connection
-        await connection.send(encode(Challenge("nonce-1", "channel")))
+        await self.say(Challenge("nonce-1", "channel"))
         async for message in connection:
             assert isinstance(message, bytes)
             frame = decode_any_from_agent(message)
@@ -154,7 +162,7 @@ class Desk:
 
     async def judge(self, frame: Prove) -> None:
         self.proofs.append(frame)
-        purpose = Purpose.TOKEN if self.hellos else Purpose.CHANNEL
+        purpose = self.asked
         statement = Statement(purpose, SERVER, NODE, KEY.public, frame.nonce)
         if frame.signature != KEY.sign(statement):
             await self.say(Refused("not_signed_in", "join again with a new link", False))
@@ -163,6 +171,8 @@ class Desk:
 
     async def say(self, frame: FromServer) -> None:
         assert self.connection is not None
+        if isinstance(frame, Challenge):
+            self.asked = Purpose(frame.purpose)
         await self.connection.send(encode(frame))
 
     async def grant(
