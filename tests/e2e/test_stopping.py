@@ -25,7 +25,7 @@ def test_a_server_told_to_stop_leaves_no_traceback(tmp_path: Path, number: signa
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_agent_told_to_stop_leaves_no_traceback(pool: Pool, number: signal.Signals) -> None:
-    agent = pool.agents["first"]
+    agent = pool.join(f"stops-on-{number}")
     agent.signal(number)
     eventually("the agent is gone", lambda: not agent.is_running, 10)
     assert "Traceback" not in agent.said()

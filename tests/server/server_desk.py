@@ -266,6 +266,7 @@ async def open_desk(data: Path, clock: StoppedClock) -> Desk:
 class Live:
     url: str
     key: str
+    fingerprint: str | None = None
 
     @property
     def headers(self) -> dict[str, str]:
@@ -276,12 +277,12 @@ class Live:
 def serving(data: Path, **settings: Any) -> Iterator[Live]:
     """The server as `gpool server` runs it, on a free port, in a thread."""
     listening = socket.create_server(("127.0.0.1", 0))
-    opened: queue.SimpleQueue[tuple[str, uvicorn.Server]] = queue.SimpleQueue()
+    opened: queue.SimpleQueue[tuple[str, uvicorn.Server, Server]] = queue.SimpleQueue()
 
     async def run() -> None:
         server = await open_server(Settings(data=data, **settings))
         runner = uvicorn.Server(configuration(server))
-        opened.put((await ensure_operator(server), runner))
+        opened.put((await ensure_operator(server), runner, server))
         await runner.serve([listening])
 
     def thread() -> None:
@@ -290,9 +291,15 @@ def serving(data: Path, **settings: Any) -> Iterator[Live]:
 
     worker = Thread(target=thread, name="live-server")
     worker.start()
-    key, runner = opened.get(timeout=20)
+    key, runner, server = opened.get(timeout=20)
+    shown = server.certificate
+    scheme = "http" if shown is None else "https"
     try:
-        yield Live(f"http://127.0.0.1:{listening.getsockname()[1]}", key)
+        yield Live(
+            f"{scheme}://127.0.0.1:{listening.getsockname()[1]}",
+            key,
+            None if shown is None else shown.fingerprint,
+        )
     finally:
         runner.should_exit = True
         worker.join(timeout=20)

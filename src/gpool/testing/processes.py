@@ -128,12 +128,13 @@ class Daemon:
     arguments: Sequence[str]
     environment: Mapping[str, str]
     log: Path
+    within: Sequence[str] = ()  # a command that runs it elsewhere, in its own place: `nsenter …`
     _process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
         with self.log.open("ab") as out:
             self._process = subprocess.Popen(
-                [*GPOOL, *self.arguments],
+                [*self.within, *GPOOL, *self.arguments],
                 env=dict(self.environment),
                 stdin=subprocess.DEVNULL,
                 stdout=out,
