@@ -148,7 +148,7 @@ class Proofs:
         at = proof.at_s * SECOND
         if abs(now - at) > REQUEST_LIFE:
             return NotProven.STALE
-        said = replace(statement, server=self._server, at_s=proof.at_s, nonce=proof.nonce)
+        said = replace(statement, at_s=proof.at_s, nonce=proof.nonce)
         if statement.server != self._server:
             return NotProven.FOREIGN
         if not _signed(public, raw, said.message()):
