@@ -16,9 +16,11 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 
 from gpool.agent.badge import Badge
+from gpool.agent.daemon import boot_clock
 from gpool.core.ids import encode as encode_id
 from gpool.testing import nodes
 from gpool.transfer.proving import NodeKey
+from gpool.transfer.requests import Request
 from gpool.wire.frames import (
     CHANNEL_PATH,
     NODE_HEADER,
@@ -29,6 +31,7 @@ from gpool.wire.frames import (
     Grants,
     Hello,
     Hold,
+    Prove,
     Proven,
     Recorded,
     Refused,
@@ -138,6 +141,65 @@ def test_the_channel_is_for_nodes(live: Live) -> None:
         ):
             pass
         assert refused.value.response.status_code == 401
+
+
+def proof_of(badge: Badge, socket: ClientConnection) -> Prove:
+    challenge = received(socket)
+    assert isinstance(challenge, Challenge)
+    proof = badge.answer(challenge, is_open=False)
+    assert proof is not None
+    return proof
+
+
+def refusal(socket: ClientConnection) -> Refused:
+    """The last word, after which the connection is over."""
+    last = received(socket)
+    assert isinstance(last, Refused), last
+    with pytest.raises(ConnectionClosed):
+        socket.recv(timeout=20)
+    return last
+
+
+def test_a_proof_is_good_once_and_by_the_nodes_own_key_only(live: Live) -> None:
+    alice, bob = joined(live, "alice"), joined(live, "bob")
+    with bare_socket(live, alice) as socket:
+        heard = proof_of(alice, socket)
+        socket.send(encode(heard))
+        assert isinstance(received(socket), Proven)
+    thief = Badge(nodes.a_key(9), alice.identity, boot_clock)
+    for who in (thief, bob):
+        with bare_socket(live, alice) as socket:
+            socket.send(encode(proof_of(who, socket)))
+            assert "join again" in refusal(socket).detail
+    with bare_socket(live, alice) as socket:
+        received(socket)
+        socket.send(encode(heard))
+        assert "join again" in refusal(socket).detail
+
+
+def test_a_stolen_token_opens_neither_channel_nor_artifacts(live: Live) -> None:
+    alice, bob = joined(live, "alice"), joined(live, "bob")
+    with agent_socket(live, alice):
+        stolen = alice.vouch(Request("GET", "/"))["Authorization"].removeprefix("Bearer ")
+    with bare_socket(live, alice) as socket:
+        received(socket)
+        socket.send(encode(Reports(1, (), stolen)))
+        refusal(socket)
+    with agent_socket(live, bob) as socket:
+        socket.send(hello())
+        received(socket)
+        socket.send(encode(Reports(1, (), stolen)))
+        assert "token" in refusal(socket).detail
+    path = f"{live.url}/v1/artifacts/{'0' * 64}"
+    bobs = bob.vouch(Request("GET", f"/v1/artifacts/{'0' * 64}"))
+    bearer = f"Bearer {stolen}"
+    for headers, status in (
+        ({"Authorization": bearer}, 401),
+        ({**bobs, "Authorization": bearer}, 401),
+        (alice.vouch(Request("GET", "/v1/artifacts/else")), 401),
+        (alice.vouch(Request("GET", f"/v1/artifacts/{'0' * 64}")), 404),  # proven: it is not there
+    ):
+        assert httpx2.get(path, headers=headers).status_code == status
 
 
 def test_what_is_no_frame_ends_the_channel_with_a_reason(live: Live) -> None:
