@@ -42,6 +42,8 @@ class Handshake:
         self._asked_at: Instant | None = None
         self._key = ""  # the thumbprint that was proved; empty: nothing yet
         self._renew_at = Instant(0)
+        self._token = ""  # the last that was verified
+        self._token_until = Instant(0)
 
     @property
     def is_proven(self) -> bool:
@@ -56,16 +58,23 @@ class Handshake:
             return await self._judge(frame)
         if not self._key:
             return Refused("not_signed_in", "the first frame must be Prove", False)
-        if isinstance(frame, Reports) and not self._gate.is_token_of(
-            frame.token, self._who.node, self._key
-        ):
+        now = self._now()
+        if type(frame) is Reports and not self._holds(frame.token, now):
             return Refused(
                 "not_signed_in", "a report without a token that holds; connect again", True
             )
-        now = self._now()
         if now >= self._renew_at and (self._asked_at is None or now - self._asked_at >= ASK_AGAIN):
             self._ask(Purpose.TOKEN)
         return frame
+
+    def _holds(self, token: str, now: Instant) -> bool:
+        """A token is verified when it first comes; after that it is compared, and its end looked at."""
+        if token != self._token:
+            until = self._gate.good_until(token, self._who.node, self._key)
+            if until is None:
+                return False
+            self._token, self._token_until = token, until
+        return now < self._token_until
 
     def _ask(self, purpose: Purpose) -> None:
         self._asked_at = self._now()

@@ -147,10 +147,12 @@ class NodeGate:
         made = issue(self._keys, self._place, grant, secrets.token_urlsafe(16), now)
         return Issued(made, now, LIFE)
 
-    def is_token_of(self, token: str, node: NodeId, key: str) -> bool:
-        """Whether a frame of this node, behind a connection that proved `key`, carries its token. Cheap: signatures are remembered."""
+    def good_until(self, token: str, node: NodeId, key: str) -> Instant | None:
+        """Until when a frame of this node, behind a connection that proved `key`, may carry the token; None: never."""
         claims = self._claims(token)
-        return claims is not None and claims.key == key and claims.subject == _spelt(node)
+        if claims is None or claims.key != key or claims.subject != _spelt(node):
+            return None
+        return Instant(claims.expires_at_s * SECOND)
 
     def _claims(self, token: str) -> Claims | None:
         found = self._reader.read(token, TokenType.NODE, self._now())
