@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import hashlib
 from http import HTTPStatus
 from pathlib import Path
@@ -11,29 +12,49 @@ from websockets.asyncio.server import Server, ServerConnection, serve
 from websockets.datastructures import Headers
 from websockets.http11 import Request, Response
 
-from gpool.core.model import Allocation, TaskSpec
+from gpool.agent.settings import AgentSettings
+from gpool.core.model import Allocation, Offer, TaskSpec
+from gpool.testing.nodes import a_key
+from gpool.transfer.private_files import write_private
+from gpool.transfer.proving import (
+    PROOF_HEADER,
+    NodeKey,
+    Purpose,
+    RequestStatement,
+    Statement,
+    parse_request_proof,
+)
 from gpool.wire.frames import (
+    CHANNEL_PATH,
+    NODE_HEADER,
     Beat,
     BeatSeen,
+    Challenge,
     Finished,
+    FromServer,
     Grants,
     HandedBack,
     Hello,
     Lease,
     Line,
     LogChunk,
+    OfferChanged,
+    Prove,
+    Proven,
     Recorded,
     Refused,
     Released,
     ReportItem,
     Reports,
-    ServerFrame,
     Welcome,
-    decode_from_agent,
+    decode_any_from_agent,
     encode,
 )
 
-SECRET = "gpn_secret"
+NODE, SERVER, TOKEN = "n-0000000000001", "pool-of-the-test", "the node's token"
+KEY = a_key()
+AT_S = 1_900_000_000
+"""The server's time; nobody else's clock shows it."""
 
 
 class Desk:
@@ -43,6 +64,11 @@ class Desk:
         self.ttl_us, self.margin_us = ttl_us, margin_us
         self.hellos: list[Hello] = []
         self.items: list[ReportItem] = []
+        self.offers: list[Offer] = []
+        self.proofs: list[Prove] = []
+        self.unproven = 0
+        self.asked = Purpose.CHANNEL
+        self.token_us = 300_000_000
         self.batches = 0
         self.artifacts: dict[str, bytes] = {}
         self.refuse: Refused | None = None
@@ -75,15 +101,32 @@ class Desk:
         return f"http://127.0.0.1:{next(iter(self._server.sockets)).getsockname()[1]}"
 
     def artifact(self, connection: ServerConnection, request: Request) -> Response | None:
-        if request.headers.get("Authorization") != f"Bearer {SECRET}":
+        if request.path == CHANNEL_PATH:
+            known = request.headers.get(NODE_HEADER) == NODE
+            return None if known else connection.respond(HTTPStatus.UNAUTHORIZED, "no")
+        if not self.is_vouched_for(request):
+            self.unproven += 1
             return connection.respond(HTTPStatus.UNAUTHORIZED, "no")
-        if not request.path.startswith("/v1/artifacts/"):
-            return None
         data = self.artifacts.get(request.path.rsplit("/", 1)[1])
         if data is None:
             return connection.respond(HTTPStatus.NOT_FOUND, "no such artifact")
         headers = Headers({"Content-Length": str(len(data)), "Connection": "close"})
         return Response(200, "OK", headers, data)
+
+    def is_vouched_for(self, request: Request) -> bool:
+        proof = parse_request_proof(request.headers.get(PROOF_HEADER, ""))
+        if proof is None or request.headers.get("Authorization") != f"Bearer {TOKEN}":
+            return False
+        lease = request.headers.get("Gpool-Lease", "")
+        signed = {
+            KEY.sign(
+                RequestStatement(
+                    SERVER, method, request.path, TOKEN, proof.at_s, proof.nonce, lease
+                )
+            )
+            for method in ("GET", "HEAD")  # the library does not say which
+        }
+        return 0 <= proof.at_s - AT_S < 60 and proof.signature in signed
 
     def keep(self, data: bytes) -> str:
         sha256 = hashlib.sha256(data).hexdigest()
@@ -92,10 +135,13 @@ class Desk:
 
     async def converse(self, connection: ServerConnection) -> None:
         self.connection = connection
+        await self.say(Challenge("nonce-1", "channel"))
         async for message in connection:
             assert isinstance(message, bytes)
-            frame = decode_from_agent(message)
+            frame = decode_any_from_agent(message)
             match frame:
+                case Prove():
+                    await self.judge(frame)
                 case Hello() if self.refuse is not None:
                     await connection.send(encode(self.refuse))
                 case Hello():
@@ -105,14 +151,28 @@ class Desk:
                 case Beat() if not self.mute:
                     self.beat = frame.number
                     await self.say(BeatSeen(frame.number))
+                case OfferChanged():
+                    self.offers.append(frame.offer)
                 case Reports():
+                    assert frame.token == TOKEN
                     self.batches += 1
                     self.items += frame.items
                     await self.say(Recorded(frame.sequence))
             self.changed.set()
 
-    async def say(self, frame: ServerFrame) -> None:
+    async def judge(self, frame: Prove) -> None:
+        self.proofs.append(frame)
+        purpose = self.asked
+        statement = Statement(purpose, SERVER, NODE, KEY.public, frame.nonce)
+        if frame.signature != KEY.sign(statement):
+            await self.say(Refused("not_signed_in", "join again with a new link", False))
+        else:
+            await self.say(Proven(TOKEN, AT_S * 1_000_000, self.token_us))
+
+    async def say(self, frame: FromServer) -> None:
         assert self.connection is not None
+        if isinstance(frame, Challenge):
+            self.asked = Purpose(frame.purpose)
         await self.connection.send(encode(frame))
 
     async def grant(
@@ -138,7 +198,15 @@ class Desk:
         return b"".join(i.data for i in self.items if isinstance(i, LogChunk) and i.task == task)
 
 
-def secret_file(folder: Path) -> Path:
-    file = folder / "secret"
-    file.write_text(SECRET + "\n")
-    return file
+def settings_for(desk: Desk, folder: Path) -> AgentSettings:
+    file = folder / "node.key"
+    write_private(file, base64.urlsafe_b64encode((1).to_bytes(32, "big")), replace=False)
+    assert NodeKey.from_file(file).public == KEY.public
+    return AgentSettings(
+        server_url=desk.url,
+        node=NODE,
+        server_name=SERVER,
+        key_file=file,
+        data_dir=folder / "data",
+        slots=2,
+    )

@@ -8,18 +8,19 @@ import os
 import pickle
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 
 import cloudpickle
 import pytest
-from desk import Desk, secret_file
+from desk import Desk, settings_for
 
 from gpool.agent.main import run_agent
-from gpool.agent.settings import AgentSettings
-from gpool.core.errors import Forbidden, NotSignedIn
+from gpool.core.errors import Forbidden, Invalid, NotSignedIn
 from gpool.core.model import (
     EndReason,
+    Gpu,
     InputFile,
     Offer,
     OutputFile,
@@ -29,7 +30,9 @@ from gpool.core.model import (
     Tier,
 )
 from gpool.testing.fake_runtime import FakeRun, FakeRuntime
+from gpool.transfer.proving import NodeKey
 from gpool.wire.frames import (
+    Challenge,
     Finished,
     HandedBack,
     Hold,
@@ -54,11 +57,17 @@ class Pool:
     ) -> None:
         self.desk, self.runtime, self.stop = desk, runtime, asyncio.Event()
         runtimes = {Tier.CONTAINER: runtime} | ({Tier.NONE: bare} if bare else {})
-        settings = AgentSettings(
-            server_url=desk.url, secret_file=secret_file(folder), data_dir=folder / "data", slots=2
-        )
+        self.offer = OFFER
         self.agent = asyncio.create_task(
-            run_agent(settings, runtimes, OFFER, stop=self.stop, random=Random(1))
+            run_agent(
+                settings_for(desk, folder),
+                runtimes,
+                OFFER,
+                stop=self.stop,
+                random=Random(1),
+                look=lambda: self.offer,
+                look_every_s=0.05,
+            )
         )
 
 
@@ -306,15 +315,55 @@ def test_a_refusal_for_good_ends_the_agent_with_its_reason(tmp_path: Path) -> No
     asyncio.run(live())
 
 
-def test_a_wrong_secret_ends_the_agent_and_says_what_to_do(tmp_path: Path) -> None:
+def test_an_unknown_node_ends_the_agent_and_says_what_to_do(tmp_path: Path) -> None:
     async def live() -> None:
         async with Desk() as desk:
-            (tmp_path / "values").mkdir()
-            made = Pool(desk, FakeRuntime(tmp_path / "values"), tmp_path)
-            (tmp_path / "secret").write_text("gpn_wrong")
+            told = settings_for(desk, tmp_path).model_copy(update={"node": "n-0000000000002"})
             async with asyncio.timeout(5):
                 with pytest.raises(NotSignedIn, match="join again"):
-                    await made.agent
+                    await run_agent(told, {}, OFFER, stop=asyncio.Event())
+
+    asyncio.run(live())
+
+
+def test_a_wrong_key_ends_the_agent_and_a_missing_one_does_not_start_it(tmp_path: Path) -> None:
+    async def live() -> None:
+        async with Desk() as desk:
+            told = settings_for(desk, tmp_path)
+            other = told.model_copy(update={"key_file": tmp_path / "other.key"})
+            with pytest.raises(Invalid, match="join again"):
+                await run_agent(other, {}, OFFER, stop=asyncio.Event())
+            NodeKey.from_file(other.key_file)
+            async with asyncio.timeout(5):
+                with pytest.raises(NotSignedIn, match="join again"):
+                    await run_agent(other, {}, OFFER, stop=asyncio.Event())
+
+    asyncio.run(live())
+
+
+def test_a_token_is_renewed_on_the_channel_and_nothing_else_is_signed(tmp_path: Path) -> None:
+    async def live() -> None:
+        async with pool(tmp_path) as made:
+            desk = made.desk
+            await desk.say(Challenge("nonce-2", "token"))
+            await desk.until(lambda: len(desk.proofs) == 2)
+            await desk.say(Challenge("nonce-3", "join"))
+            await desk.until(lambda: len(desk.hellos) == 2)  # it hung up, and came again
+            assert [proof.nonce for proof in desk.proofs[:2]] == ["nonce-1", "nonce-2"]
+            assert "nonce-3" not in {proof.nonce for proof in desk.proofs}
+
+    asyncio.run(live())
+
+
+def test_a_changed_offer_is_told_once(tmp_path: Path) -> None:
+    async def live() -> None:
+        async with pool(tmp_path) as made:
+            grown = replace(OFFER, gpus=(Gpu(0, "GPU-1", "A100", "nvidia", 1 << 36),))
+            made.offer = grown
+            await made.desk.until(lambda: made.desk.offers)
+            made.offer = OFFER
+            await made.desk.until(lambda: len(made.desk.offers) == 2)
+            assert made.desk.offers == [grown, OFFER]
 
     asyncio.run(live())
 
@@ -324,9 +373,7 @@ def test_a_signal_stops_the_agent_in_good_order(tmp_path: Path) -> None:
         async with Desk() as desk:
             (tmp_path / "values").mkdir()
             runtime = FakeRuntime(tmp_path / "values", RUNS)
-            settings = AgentSettings(
-                server_url=desk.url, secret_file=secret_file(tmp_path), data_dir=tmp_path / "data"
-            )
+            settings = settings_for(desk, tmp_path)
             agent = asyncio.create_task(run_agent(settings, {Tier.CONTAINER: runtime}, OFFER))
             await desk.until(lambda: desk.hellos)
             await desk.grant(command("wait"), [Lease(1, 1)])

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import httpx2
 import pytest
 
 from gpool import Invalid
+from gpool.cli.join import must_be_the_same
 from gpool.cli.joining import enrol, identity_file, load_identity, parse_link
 from gpool.cli.terms import Terms, agent_variables
 from gpool.client.door import Door
-from gpool.core.errors import Conflict
+from gpool.core.errors import Conflict, Forbidden
+from gpool.transfer.requests import Address
+
+PRINT = "a" * 64
 
 
 class Desk(httpx2.BaseTransport):
@@ -19,21 +24,53 @@ class Desk(httpx2.BaseTransport):
 
     def __init__(self) -> None:
         self.names: list[str] = []
+        self.asked: list[dict[str, Any]] = []
+        self.nonces = 0
 
     def handle_request(self, request: httpx2.Request) -> httpx2.Response:
-        name = httpx2.Response(200, content=request.read()).json()["name"]
+        if request.url.path == "/v1/nodes/challenges":
+            self.nonces += 1
+            answer = {"nonce": f"nonce-{self.nonces}", "server": "pool-x", "expires_in_s": 30}
+            return httpx2.Response(200, json=answer)
+        asked = httpx2.Response(200, content=request.read()).json()
+        self.asked.append(asked)
+        name = asked["name"]
         if name in self.names:
             return httpx2.Response(409, json={"code": "conflict", "detail": "the name is taken"})
         self.names.append(name)
         return httpx2.Response(
-            201, json={"id": "n-0000000000001", "name": name, "secret": "gpn_secret"}
+            201, json={"id": "n-0000000000001", "name": name, "server": "pool-x"}
         )
 
 
 def test_a_link_is_taken_apart() -> None:
-    link = parse_link("gpool://pool.example:8642/join/gpi_a-b_c")
-    assert (link.url, link.token) == ("http://pool.example:8642", "gpi_a-b_c")
+    link = parse_link(f"gpool://pool.example:8642/join/gpi_a-b_c#sha256={PRINT}")
+    assert (link.address, link.token) == (Address("https://pool.example:8642", PRINT), "gpi_a-b_c")
     assert "gpi_a" not in repr(link)
+
+
+@pytest.mark.parametrize(
+    ("link", "plain", "url"),
+    [
+        ("gpool://127.0.0.1:8642/join/t", False, "http://127.0.0.1:8642"),
+        ("gpool://127.0.0.1:8642/join/t#tls", False, "https://127.0.0.1:8642"),
+        ("gpool://localhost:1/join/t", False, "http://localhost:1"),
+        ("gpool://[::1]:1/join/t", False, "http://[::1]:1"),
+        ("gpool://10.0.0.7:8642/join/t", False, "https://10.0.0.7:8642"),
+        ("gpool://10.0.0.7:8642/join/t", True, "http://10.0.0.7:8642"),
+        ("gpool://pool.example/join/t#tls", True, "https://pool.example"),
+        (f"gpool://pool.example/join/t#sha256={PRINT}", True, "https://pool.example"),
+    ],
+)
+def test_off_this_machine_only_the_owner_can_say_no_encryption(
+    link: str, plain: bool, url: str
+) -> None:
+    assert parse_link(link, plain=plain).address.url == url
+
+
+def test_a_link_with_half_a_fingerprint_is_refused() -> None:
+    with pytest.raises(Invalid, match="64 hexadecimal digits"):
+        parse_link(f"gpool://pool.example:8642/join/t#sha256={PRINT[:32]}")
 
 
 @pytest.mark.parametrize(
@@ -50,10 +87,34 @@ def test_an_identity_is_kept_and_found_again(tmp_path: Path) -> None:
     door = Door("http://pool.example:8642", "", Desk())
     made = enrol(door, file, name="first", token="t")
     assert load_identity(file) == made
-    assert made.secret_file.read_text() == "gpn_secret"
-    assert made.secret_file.stat().st_mode & 0o777 == 0o600
-    told = agent_variables(made, made.url, tmp_path / "d", Terms(2, "H100"))
-    assert "gpn_secret" not in str(told)
+    assert made.key_file.stat().st_mode & 0o777 == 0o600
+    told = agent_variables(made, tmp_path / "d", Terms(2, "H100"))
+    assert made.key_file.read_text().strip() not in str(told)
+
+
+def test_each_try_of_joining_has_a_challenge_of_its_own_and_one_key(tmp_path: Path) -> None:
+    desk = Desk()
+    desk.names.append("taken")
+    door = Door("http://pool.example:8642", "", desk)
+    with pytest.raises(Conflict):
+        enrol(door, tmp_path / "a.json", name="taken", token="t")
+    enrol(door, tmp_path / "a.json", name="free", token="t")
+    first, second = desk.asked
+    assert first["public_key"] == second["public_key"]
+    assert first["proof"]["nonce"] != second["proof"]["nonce"]
+
+
+def test_who_joined_before_nodes_had_keys_joins_anew(tmp_path: Path) -> None:
+    file = tmp_path / "a.json"
+    file.write_text('{"url": "http://127.0.0.1:1", "id": "n-0000000000001", "name": "old"}')
+    assert load_identity(file) is None
+
+
+def test_a_link_with_another_certificate_is_refused(tmp_path: Path) -> None:
+    known, linked = Address("https://a", PRINT), Address("https://a", "b" * 64)
+    with pytest.raises(Forbidden, match="another certificate"):
+        must_be_the_same(known, linked, tmp_path)
+    must_be_the_same(known, known, tmp_path)
 
 
 def test_a_taken_host_name_gets_a_number_and_a_chosen_one_does_not(tmp_path: Path) -> None:

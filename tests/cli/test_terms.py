@@ -13,6 +13,7 @@ from gpool.cli.joining import Identity
 from gpool.cli.lend import runtimes_of
 from gpool.cli.terms import Terms, agent_variables, lending
 from gpool.core.model import Tier
+from gpool.transfer.requests import Address
 
 
 def said(*args: str) -> Terms:
@@ -28,8 +29,10 @@ def said(*args: str) -> Terms:
 
 
 def settings(monkeypatch: pytest.MonkeyPatch, folder: Path, terms: Terms) -> AgentSettings:
-    identity = Identity("http://pool.test", "n-1", "node", folder / "secret")
-    for name, value in agent_variables(identity, identity.url, folder, terms).items():
+    identity = Identity(
+        Address("https://pool.test", "a" * 64), "n-1", "node", "pool-x", folder / "node.key"
+    )
+    for name, value in agent_variables(identity, folder, terms).items():
         monkeypatch.setenv(name, value)
     return AgentSettings()  # type: ignore[call-arg]  # from the environment
 

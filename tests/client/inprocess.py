@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 import pickle
 import queue
 import sys
@@ -25,7 +26,9 @@ from gpool.server.app import ensure_operator, make_app, open_server
 from gpool.server.channel import Channel
 from gpool.server.server import Server
 from gpool.server.settings import Settings
-from gpool.wire.frames import PROTOCOL, Finished, Grants, Hello, LogChunk, Reports, Started
+from gpool.testing.nodes import a_key, joined
+from gpool.transfer.requests import Request
+from gpool.wire.frames import PROTOCOL, Finished, Grants, Hello, LogChunk, Proven, Reports, Started
 
 Command = Callable[[TaskSpec], tuple[int, list[tuple[int, bytes]], dict[str, bytes]]]
 _SILENCE_S = 30.0
@@ -148,10 +151,11 @@ class Node:
     def __init__(self, pool: RealPool) -> None:
         self._pool = pool
         self._frames: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        joined = self._send("POST", "/v1/nodes", pool.key, b'{"name":"node"}').json()
-        self._secret = joined["secret"]
-        self.id = decode("node", joined["id"])
-        who = pool.wait(pool.server.credentials.who(self._secret))
+        self._badge = joined(self._ask, a_key(), name="node")
+        self.id = decode("node", self._badge.identity.node)
+        who = pool.wait(pool.server.gate.node(self.id))
+        issued = pool.server.gate.token(who)
+        self._badge.take(Proven(issued.token, issued.at, issued.lives))
         self._channel = Channel(pool.server, who, self._frames.put)
         offer = Offer(
             2000,
@@ -172,15 +176,23 @@ class Node:
         self._thread.join()
         self._pool.wait(self._channel.close())
 
-    def _send(
-        self, method: str, path: str, token: str, body: bytes = b"", **headers: str
-    ) -> httpx2.Response:
-        named = {name.replace("_", "-"): value for name, value in headers.items()}
+    def _ask(self, path: str, document: dict[str, Any]) -> dict[str, Any]:
+        headers = {"authorization": f"Bearer {self._pool.key}"}
+        sent = Request("POST", path, headers, json.dumps(document).encode())
+        answer: dict[str, Any] = self._send(sent).json()
+        return answer
+
+    def _send_proven(self, request: Request) -> httpx2.Response:
+        headers = {**request.headers, **self._badge.vouch(request)}
+        return self._send(Request(request.method, request.path, headers, request.body))
+
+    def _send(self, sent: Request) -> httpx2.Response:
+        assert isinstance(sent.body, bytes)
         request = httpx2.Request(
-            method,
-            f"http://pool.test{path}",
-            headers={"authorization": f"Bearer {token}", **named},
-            content=body,
+            sent.method,
+            f"http://pool.test{sent.path}",
+            headers=dict(sent.headers),
+            content=sent.body,
         )
         response = self._pool.transport.handle_request(request)
         response.read()
@@ -235,12 +247,13 @@ class Node:
         return [*chunks, end]
 
     def _get(self, sha256: str) -> bytes:
-        return self._send("GET", f"/v1/artifacts/{sha256}", self._secret).content
+        return self._send_proven(Request("GET", f"/v1/artifacts/{sha256}")).content
 
     def _put(self, lease: Any, content: bytes) -> str:
         sha256 = hashlib.sha256(content).hexdigest()
         fence = f"{encode('task', lease.task)}:{lease.epoch}"
-        self._send("PUT", f"/v1/artifacts/{sha256}", self._secret, content, gpool_lease=fence)
+        headers = {"Gpool-Lease": fence}
+        self._send_proven(Request("PUT", f"/v1/artifacts/{sha256}", headers, content))
         return sha256
 
 

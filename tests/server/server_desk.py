@@ -19,7 +19,8 @@ import uvicorn
 import uvloop
 from fastapi import FastAPI
 
-from gpool.core.ids import UserId
+from gpool.agent.badge import Badge, Identity
+from gpool.core.ids import NodeId, UserId, decode
 from gpool.core.model import EndReason, Gpu, Instant, Offer, Permission, Tier
 from gpool.server import credentials
 from gpool.server.app import ensure_operator, make_app, open_server
@@ -29,6 +30,9 @@ from gpool.server.server import Server
 from gpool.server.settings import Settings
 from gpool.server.store.operations import people
 from gpool.server.store.values import NodeCredentials, User
+from gpool.testing.nodes import join_request
+from gpool.transfer.proving import NodeKey
+from gpool.transfer.requests import Request
 from gpool.wire.frames import (
     PROTOCOL,
     Beat,
@@ -37,6 +41,7 @@ from gpool.wire.frames import (
     Hello,
     Hold,
     Lease,
+    Proven,
     Reports,
     ServerFrame,
 )
@@ -92,6 +97,7 @@ class Agent:
     server: Server
     credentials: NodeCredentials
     offer: Offer
+    badge: Badge
     sent: list[ServerFrame] = field(default_factory=list)
     beat: int = 1
     sequence: int = 0
@@ -106,7 +112,8 @@ class Agent:
 
     def again(self, server: Server | None = None) -> Agent:
         """The same node on a new connection."""
-        return Agent(server or self.server, self.credentials, self.offer, beat=self.beat + 1)
+        server = server or self.server
+        return Agent(server, self.credentials, self.offer, self.badge, beat=self.beat + 1)
 
     async def connect(self, *holds: Hold) -> None:
         await self.channel.receive(Hello(PROTOCOL, "boot", self.offer, self.beat, holds))
@@ -193,11 +200,37 @@ class Desk:
 
     async def node(self, name: str = "bench", offer: Offer | None = None) -> Agent:
         """A node that has joined; not yet connected."""
-        answer = await self.post("/v1/nodes", {"name": name})
+        key = NodeKey(hashlib.sha256(name.encode()).digest())
+        return await self.join(key, offer or an_offer(), {}, name=name)
+
+    async def join(
+        self, key: NodeKey, offer: Offer, headers: dict[str, str], **members: Any
+    ) -> Agent:
+        """The same in somebody's name, or by a token."""
+        challenge = (await self.bare.post("/v1/nodes/challenges", json={})).json()
+        wanted = join_request(key, challenge, **members)
+        answer = await self.post("/v1/nodes", wanted, headers=headers)
         assert answer.status_code == 201, answer.text
-        who = await self.server.credentials.who(answer.json()["secret"])
-        assert isinstance(who, NodeCredentials)
-        return Agent(self.server, who, offer or an_offer())
+        who = await self.server.gate.node(NodeId(decode("node", answer.json()["id"])))
+        assert who is not None
+        told = Identity(answer.json()["id"], answer.json()["server"])
+        return Agent(self.server, who, offer, Badge(key, told, self.clock.now))
+
+    def http_of(self, agent: Agent, lease: str = "") -> httpx2.AsyncClient:
+        """Sends requests as the agent does: each with its own proof, over a token it has proved itself for."""
+        issued = self.server.gate.token(agent.credentials)
+        agent.badge.take(Proven(issued.token, issued.at, issued.lives))
+
+        async def vouch(request: httpx2.Request) -> None:
+            if lease:
+                request.headers["Gpool-Lease"] = lease
+            path = request.url.raw_path.decode()
+            headers = {"Gpool-Lease": lease} if lease else {}
+            request.headers.update(agent.badge.vouch(Request(request.method, path, headers)))
+
+        transport = httpx2.ASGITransport(app=self.app, raise_app_exceptions=False)
+        hooks: Any = {"request": [vouch]}
+        return httpx2.AsyncClient(transport=transport, base_url="http://desk", event_hooks=hooks)
 
     async def agent(self, name: str = "bench", offer: Offer | None = None) -> Agent:
         """A node that has joined and is connected."""
@@ -242,6 +275,7 @@ async def open_desk(data: Path, clock: StoppedClock, **settings: Any) -> Desk:
 class Live:
     url: str
     key: str
+    fingerprint: str | None = None
 
     @property
     def headers(self) -> dict[str, str]:
@@ -252,13 +286,13 @@ class Live:
 def serving(data: Path, **settings: Any) -> Iterator[Live]:
     """The server as `gpool server` runs it, on a free port, in a thread."""
     listening = socket.create_server(("127.0.0.1", 0))
-    opened: queue.SimpleQueue[tuple[str, uvicorn.Server]] = queue.SimpleQueue()
+    opened: queue.SimpleQueue[tuple[str, uvicorn.Server, Server]] = queue.SimpleQueue()
 
     async def run() -> None:
         cheap = {"password_passes": 1, "password_memory_kib": 64}
         server = await open_server(Settings(data=data, **{**cheap, **settings}))
         runner = uvicorn.Server(configuration(server))
-        opened.put((await ensure_operator(server), runner))
+        opened.put((await ensure_operator(server), runner, server))
         await runner.serve([listening])
 
     def thread() -> None:
@@ -267,9 +301,15 @@ def serving(data: Path, **settings: Any) -> Iterator[Live]:
 
     worker = Thread(target=thread, name="live-server")
     worker.start()
-    key, runner = opened.get(timeout=20)
+    key, runner, server = opened.get(timeout=20)
+    shown = server.certificate
+    scheme = "http" if shown is None else "https"
     try:
-        yield Live(f"http://127.0.0.1:{listening.getsockname()[1]}", key)
+        yield Live(
+            f"{scheme}://127.0.0.1:{listening.getsockname()[1]}",
+            key,
+            None if shown is None else shown.fingerprint,
+        )
     finally:
         runner.should_exit = True
         worker.join(timeout=20)

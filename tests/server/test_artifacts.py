@@ -10,8 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import pytest
-from server_desk import FUNCTION_SHA256, Agent, Desk, an_offer, exited
+from server_desk import FUNCTION_SHA256, Agent, Desk, exited
 
 from gpool.core.ids import decode, encode
 from gpool.core.model import EndReason, OutputFile, Permission
@@ -141,29 +142,22 @@ async def test_knowing_a_hash_grants_nothing(desk: Desk) -> None:
     assert (await desk.get(path, headers=other)).content == content
 
 
-async def leased(desk: Desk, **members: Any) -> tuple[Agent, dict[str, str], Lease, str]:
-    """An agent with a running task, and the headers it uploads with."""
-    joined = await desk.post("/v1/nodes", {"name": "maker"})
-    secret = joined.json()["secret"]
-    who = await desk.server.credentials.who(secret)
-    agent = Agent(desk.server, who, an_offer())  # type: ignore[arg-type]
-    await agent.connect()
+async def leased(desk: Desk, **members: Any) -> tuple[Agent, httpx2.AsyncClient, Lease, str]:
+    """An agent with a running task, and how it sends requests under that lease."""
+    agent = await desk.agent("maker")
     task = await desk.command(**members)
     await desk.schedule()
     [lease] = agent.leases()
     await agent.report(Started(lease.task, lease.epoch))
-    headers = {
-        "authorization": f"Bearer {secret}",
-        "gpool-lease": f"{encode('task', lease.task)}:{lease.epoch}",
-    }
-    return agent, headers, lease, task
+    http = desk.http_of(agent, f"{encode('task', lease.task)}:{lease.epoch}")
+    return agent, http, lease, task
 
 
 async def test_an_output_travels_from_node_to_consumer(desk: Desk) -> None:
-    agent, headers, lease, task = await leased(desk, outputs=["out"])
+    agent, http, lease, task = await leased(desk, outputs=["out"])
     content = b"the model"
     path = f"/v1/artifacts/{named(content)}"
-    assert (await desk.http.put(path, content=content, headers=headers)).status_code == 201
+    assert (await http.put(path, content=content)).status_code == 201
     output = OutputFile("out", named(content), len(content))
     await agent.report(Finished(lease.task, lease.epoch, EndReason.EXITED, 0, outputs=(output,)))
     result = (await desk.get(f"/v1/tasks/{task}/result")).json()
@@ -175,22 +169,21 @@ async def test_a_node_reads_the_inputs_of_its_leases_only(desk: Desk) -> None:
     await desk.http.put(f"/v1/artifacts/{named(b'input')}", content=b"input")
     await desk.http.put(f"/v1/artifacts/{named(b'other')}", content=b"other")
     inputs = [{"path": "a", "sha256": named(b"input"), "size_bytes": 5}]
-    agent, headers, lease, _ = await leased(desk, inputs=inputs)
-    assert (await desk.get(f"/v1/artifacts/{named(b'input')}", headers=headers)).content == b"input"
-    assert (await desk.get(f"/v1/artifacts/{named(b'other')}", headers=headers)).status_code == 404
+    agent, http, lease, _ = await leased(desk, inputs=inputs)
+    assert (await http.get(f"/v1/artifacts/{named(b'input')}")).content == b"input"
+    assert (await http.get(f"/v1/artifacts/{named(b'other')}")).status_code == 404
     await agent.report(exited(lease))
-    assert (await desk.get(f"/v1/artifacts/{named(b'input')}", headers=headers)).status_code == 404
+    assert (await http.get(f"/v1/artifacts/{named(b'input')}")).status_code == 404
 
 
 async def test_an_artifact_from_an_old_lease_is_refused(desk: Desk) -> None:
-    _, headers, _, _ = await leased(desk)
+    agent, http, _, _ = await leased(desk)
     await Expire(desk.server).run_once(desk.clock.advance(31))
     path = f"/v1/artifacts/{named(b'late')}"
-    answer = await desk.http.put(path, content=b"late", headers=headers)
+    answer = await http.put(path, content=b"late")
     assert (answer.status_code, answer.json()["code"]) == (409, "stale_lease")
     assert (await desk.get(path)).status_code == 404
-    del headers["gpool-lease"]
-    answer = await desk.http.put(path, content=b"late", headers=headers)
+    answer = await desk.http_of(agent).put(path, content=b"late")
     assert (answer.status_code, answer.json()["code"]) == (400, "invalid")
 
 

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import hashlib
+from typing import Any
 
+import httpx2
 import pytest
 from server_desk import FUNCTION_SHA256, Desk, an_offer, calls_document, exited, returned
 
-from gpool.core.ids import decode, encode
+from gpool.core.ids import NodeId, decode, encode
 from gpool.core.model import Permission
 from gpool.server.actions.documents import ResultLine
 from gpool.server.actions.spelling import spell
-from gpool.server.app import ensure_local_node, ensure_operator
+from gpool.server.app import ensure_operator
 from gpool.server.loops import Expire, Prune
-from gpool.server.store.values import NodeCredentials
+from gpool.testing.nodes import a_key, join_request
 from gpool.wire.documents import ResultDocument
 from gpool.wire.frames import Refused
 
@@ -31,6 +33,7 @@ OPEN = {
     ("get", "/v1/auth/oidc/start"),
     ("post", "/v1/auth/oidc/finish"),
     ("post", "/v1/auth/refresh"),
+    ("post", "/v1/nodes/challenges"),
 }
 NOBODY = {"task": "t-" + "0" * 13, "batch": "b-" + "0" * 13, "node": "n-" + "0" * 13}
 
@@ -241,23 +244,60 @@ async def test_a_removed_node_is_cut_off(desk: Desk) -> None:
 async def test_a_node_joins_once_with_an_invite(desk: Desk) -> None:
     made = (await desk.post("/v1/nodes/invites", {"expires_in_s": 60})).json()
     assert made["link"] == f"gpool://127.0.0.1:8642/join/{made['token']}"
-    request = {"name": "guest", "token": made["token"], "cpu_milli": 1000}
-    joined = await desk.bare.post("/v1/nodes", json=request)
+
+    async def join(number: int, **members: Any) -> httpx2.Response:
+        challenge = (await desk.bare.post("/v1/nodes/challenges", json={})).json()
+        return await desk.bare.post(
+            "/v1/nodes", json=join_request(a_key(number), challenge, **members)
+        )
+
+    joined = await join(1, name="guest", token=made["token"], cpu_milli=1000)
     assert joined.status_code == 201
-    who = await desk.server.credentials.who(joined.json()["secret"])
-    assert isinstance(who, NodeCredentials)
-    again = await desk.bare.post("/v1/nodes", json={**request, "name": "guest2"})
+    node = NodeId(decode("node", joined.json()["id"]))
+    assert await desk.server.gate.node(node) is not None
+    lost = await join(1, name="guest", token=made["token"], cpu_milli=1000)
+    assert (lost.status_code, lost.json()) == (201, joined.json())  # its answer was lost
+    again = await join(2, name="guest2", token=made["token"])
     assert (again.status_code, again.json()["code"]) == (403, "forbidden")
     late = (await desk.post("/v1/nodes/invites", {"expires_in_s": 60})).json()["token"]
     desk.clock.advance(61)
-    expired = await desk.bare.post("/v1/nodes", json={"name": "late", "token": late})
-    assert expired.status_code == 403
+    assert (await join(3, name="late", token=late)).status_code == 403
+
+
+async def test_joining_takes_a_proof_of_the_key(desk: Desk) -> None:
+    token = (await desk.post("/v1/nodes/invites", {"expires_in_s": 60})).json()["token"]
+    challenge = (await desk.bare.post("/v1/nodes/challenges", json={})).json()
+    good = join_request(a_key(1), challenge, name="guest", token=token)
+    other = join_request(a_key(2), challenge)
+    for wrong, status in (
+        ({"name": "guest", "token": token}, 400),
+        ({**good, "proof": None}, 400),
+        ({**good, "public_key": "AAAA"}, 400),
+        ({**good, "public_key": "A" * 43}, 400),  # signs for everybody
+        ({**good, "proof": other["proof"]}, 403),
+        ({**good, "public_key": other["public_key"]}, 403),
+        ({**good, "proof": {**good["proof"], "nonce": "A" * 54}}, 403),
+    ):
+        answer = await desk.bare.post("/v1/nodes", json=wrong)
+        assert answer.status_code == status, answer.text
+    assert (await desk.bare.post("/v1/nodes", json=good)).status_code == 201
+    assert (await desk.bare.post("/v1/nodes", json=good)).status_code == 403
+
+
+async def test_a_machine_without_an_agent_is_registered_and_updated_by_its_owner(
+    desk: Desk,
+) -> None:
+    first = await desk.post("/register_gpu", {"name": "plain"})
+    again = await desk.post("/v1/resources", {"name": "plain", "gpus": [a_gpu()]})
+    assert (first.status_code, again.json()["id"]) == (201, first.json()["id"])
+    assert [gpu["kind"] for gpu in (await desk.get("/v1/resources")).json()["items"]] == ["gpu"]
+    assert await desk.server.gate.node(NodeId(decode("node", first.json()["id"]))) is None
 
 
 async def test_a_node_updates_its_offer_by_rest(desk: Desk) -> None:
-    joined = (await desk.post("/v1/resources", {"name": "plain"})).json()
-    secret = {"authorization": f"Bearer {joined['secret']}"}
-    answer = await desk.post("/v1/resources", {"name": "plain", "gpus": [a_gpu()]}, headers=secret)
+    agent = await desk.node()
+    async with desk.http_of(agent) as http:
+        answer = await http.post("/v1/resources", json={"name": "bench", "gpus": [a_gpu()]})
     assert answer.status_code == 200
     assert [gpu["kind"] for gpu in (await desk.get("/v1/resources")).json()["items"]] == ["gpu"]
 
@@ -274,11 +314,10 @@ async def test_who_may_not_lend_or_submit_is_told_so(desk: Desk) -> None:
         assert (answer.status_code, answer.json()["code"]) == (403, "forbidden")
 
 
-async def test_a_nodes_secret_opens_no_users_route(desk: Desk) -> None:
-    secret = (await desk.post("/v1/nodes", {"name": "x"})).json()["secret"]
-    for path in ("/v1/tasks", "/v1/me", "/v1/nodes", "/metrics"):
-        answer = await desk.get(path, headers={"authorization": f"Bearer {secret}"})
-        assert answer.status_code == 403
+async def test_a_nodes_token_opens_no_users_route(desk: Desk) -> None:
+    async with desk.http_of(await desk.node()) as http:
+        for path in ("/v1/tasks", "/v1/me", "/v1/nodes", "/metrics"):
+            assert (await http.get(path)).status_code == 403
 
 
 async def test_metrics_count_what_happened(desk: Desk) -> None:
@@ -345,11 +384,11 @@ async def test_every_mutating_route_takes_a_key(desk: Desk) -> None:
 
 async def test_no_secret_is_kept_with_a_key(desk: Desk) -> None:
     headers = {"idempotency-key": "secret"}
-    secret = (await desk.post("/v1/nodes", {"name": "x"}, headers=headers)).json()["secret"]
+    token = (await desk.post("/v1/nodes/invites", {}, headers=headers)).json()["token"]
     await desk.server.store.close()
     database = (desk.server.settings.data / "gpool.db").read_bytes()
-    assert secret.encode() not in database
-    assert hashlib.sha256(secret.encode()).hexdigest().encode() in database
+    assert token.encode() not in database
+    assert hashlib.sha256(token.encode()).hexdigest().encode() in database
 
 
 async def test_old_keys_are_forgotten(desk: Desk) -> None:
@@ -363,20 +402,10 @@ async def test_old_keys_are_forgotten(desk: Desk) -> None:
 # ---- first start
 
 
-async def test_the_first_account_and_node_are_found_again(desk: Desk) -> None:
+async def test_the_first_account_is_found_again(desk: Desk) -> None:
     assert await ensure_operator(desk.server) == desk.key
-    secret = await ensure_local_node(desk.server, "here")
-    assert await ensure_local_node(desk.server, "here") == secret
-    for name in ("operator.key", "node.key", "server.key"):
+    for name in ("operator.key", "server.key"):
         assert (desk.server.settings.data / name).stat().st_mode & 0o777 == 0o600
-
-
-async def test_a_lost_node_secret_makes_another_node(desk: Desk) -> None:
-    secret = await ensure_local_node(desk.server, "here")
-    (desk.server.settings.data / "node.key").unlink()
-    assert await ensure_local_node(desk.server, "here") != secret
-    names = [node["name"] for node in (await desk.get("/v1/nodes")).json()["items"]]
-    assert names == ["here", "here-2"]
 
 
 # ---- written twice for speed, held together here

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import httpx2
 import pytest
@@ -13,35 +15,64 @@ from server_desk import Live, an_offer, exited, returned
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 
+from gpool.agent.badge import Badge
+from gpool.agent.daemon import boot_clock
+from gpool.core.ids import encode as encode_id
+from gpool.testing import nodes
+from gpool.transfer.proving import NodeKey
+from gpool.transfer.requests import Request
 from gpool.wire.frames import (
     CHANNEL_PATH,
+    NODE_HEADER,
     PROTOCOL,
     Beat,
     BeatSeen,
+    Challenge,
     Grants,
     Hello,
     Hold,
+    Prove,
+    Proven,
     Recorded,
     Refused,
     Reports,
     Welcome,
-    decode_from_server,
+    decode_any_from_server,
     encode,
 )
 
 
 @contextmanager
-def agent_socket(live: Live, secret: str) -> Iterator[ClientConnection]:
+def bare_socket(live: Live, badge: Badge) -> Iterator[ClientConnection]:
+    """Nothing is proved yet."""
     address = live.url.replace("http", "ws") + CHANNEL_PATH
-    headers = {"Authorization": f"Bearer {secret}"}
+    headers = {NODE_HEADER: badge.identity.node}
     with connect(address, additional_headers=headers, max_size=None) as socket:
         yield socket
 
 
-def joined(live: Live, name: str = "socket") -> str:
-    answer = httpx2.post(f"{live.url}/v1/nodes", json={"name": name}, headers=live.headers)
-    secret: str = answer.json()["secret"]
-    return secret
+@contextmanager
+def agent_socket(live: Live, badge: Badge) -> Iterator[ClientConnection]:
+    with bare_socket(live, badge) as socket:
+        challenge = received(socket)
+        assert isinstance(challenge, Challenge)
+        proof = badge.answer(challenge, is_open=False)
+        assert proof is not None
+        socket.send(encode(proof))
+        proven = received(socket)
+        assert isinstance(proven, Proven)
+        badge.take(proven)
+        yield socket
+
+
+def joined(live: Live, name: str = "socket") -> Badge:
+    def ask(path: str, document: dict[str, Any]) -> dict[str, Any]:
+        answer: dict[str, Any] = httpx2.post(
+            f"{live.url}{path}", json=document, headers=live.headers
+        ).json()
+        return answer
+
+    return nodes.joined(ask, NodeKey(hashlib.sha256(name.encode()).digest()), name=name)
 
 
 def hello(*holds: Hold, beat: int = 1) -> bytes:
@@ -51,12 +82,13 @@ def hello(*holds: Hold, beat: int = 1) -> bytes:
 def received(socket: ClientConnection) -> object:
     data = socket.recv(timeout=20)
     assert isinstance(data, bytes)
-    return decode_from_server(data)
+    return decode_any_from_server(data)
 
 
 def test_a_task_runs_over_the_socket(live: Live) -> None:
+    badge = joined(live)
     with (
-        agent_socket(live, joined(live)) as socket,
+        agent_socket(live, badge) as socket,
         httpx2.Client(base_url=live.url, headers=live.headers) as http,
     ):
         socket.send(hello())
@@ -67,15 +99,16 @@ def test_a_task_runs_over_the_socket(live: Live) -> None:
         [lease] = grants.lines[0].leases
         socket.send(encode(Beat(2, (Hold(lease.task, lease.epoch),))))
         assert received(socket) == BeatSeen(2)
-        socket.send(encode(Reports(1, (exited(lease),))))
+        socket.send(encode(badge.stamped(Reports(1, (exited(lease),)))))
         assert received(socket) == Recorded(1)
         task = http.get(f"/v1/tasks/{submitted['ids'][0]}?wait=20").json()
         assert task["status"] == "succeeded"
 
 
 def test_each_result_is_flushed_while_the_batch_is_open(live: Live) -> None:
+    badge = joined(live)
     with (
-        agent_socket(live, joined(live)) as socket,
+        agent_socket(live, badge) as socket,
         httpx2.Client(base_url=live.url, headers=live.headers, timeout=20) as http,
     ):
         socket.send(hello())
@@ -87,7 +120,8 @@ def test_each_result_is_flushed_while_the_batch_is_open(live: Live) -> None:
             for sequence in (1, 2):
                 grants = received(socket)
                 assert isinstance(grants, Grants)
-                socket.send(encode(Reports(sequence, (returned(grants.lines[0].leases[0]),))))
+                report = Reports(sequence, (returned(grants.lines[0].leases[0]),))
+                socket.send(encode(badge.stamped(report)))
                 assert json.loads(next(lines))["sequence"] == sequence
                 assert isinstance(received(socket), Recorded)
                 httpx2.post(
@@ -98,16 +132,80 @@ def test_each_result_is_flushed_while_the_batch_is_open(live: Live) -> None:
 
 
 def test_the_channel_is_for_nodes(live: Live) -> None:
-    for secret, status in (("gpn_wrong", 401), (live.key, 403)):
-        with pytest.raises(InvalidStatus) as refused, agent_socket(live, secret):
+    address = live.url.replace("http", "ws") + CHANNEL_PATH
+    stranger = encode_id("node", 1)
+    for headers in ({}, live.headers, {NODE_HEADER: "n-?"}, {NODE_HEADER: stranger}):
+        with (
+            pytest.raises(InvalidStatus) as refused,
+            connect(address, additional_headers=headers),
+        ):
             pass
-        assert refused.value.response.status_code == status
+        assert refused.value.response.status_code == 401
+
+
+def proof_of(badge: Badge, socket: ClientConnection) -> Prove:
+    challenge = received(socket)
+    assert isinstance(challenge, Challenge)
+    proof = badge.answer(challenge, is_open=False)
+    assert proof is not None
+    return proof
+
+
+def refusal(socket: ClientConnection) -> Refused:
+    """The last word, after which the connection is over."""
+    last = received(socket)
+    assert isinstance(last, Refused), last
+    with pytest.raises(ConnectionClosed):
+        socket.recv(timeout=20)
+    return last
+
+
+def test_a_proof_is_good_once_and_by_the_nodes_own_key_only(live: Live) -> None:
+    alice, bob = joined(live, "alice"), joined(live, "bob")
+    with bare_socket(live, alice) as socket:
+        heard = proof_of(alice, socket)
+        socket.send(encode(heard))
+        assert isinstance(received(socket), Proven)
+    thief = Badge(nodes.a_key(9), alice.identity, boot_clock)
+    for who in (thief, bob):
+        with bare_socket(live, alice) as socket:
+            socket.send(encode(proof_of(who, socket)))
+            assert "join again" in refusal(socket).detail
+    with bare_socket(live, alice) as socket:
+        received(socket)
+        socket.send(encode(heard))
+        assert "join again" in refusal(socket).detail
+
+
+def test_a_stolen_token_opens_neither_channel_nor_artifacts(live: Live) -> None:
+    alice, bob = joined(live, "alice"), joined(live, "bob")
+    with agent_socket(live, alice):
+        stolen = alice.vouch(Request("GET", "/"))["Authorization"].removeprefix("Bearer ")
+    with bare_socket(live, alice) as socket:
+        received(socket)
+        socket.send(encode(Reports(1, (), stolen)))
+        refusal(socket)
+    with agent_socket(live, bob) as socket:
+        socket.send(hello())
+        received(socket)
+        socket.send(encode(Reports(1, (), stolen)))
+        assert "token" in refusal(socket).detail
+    path = f"{live.url}/v1/artifacts/{'0' * 64}"
+    bobs = bob.vouch(Request("GET", f"/v1/artifacts/{'0' * 64}"))
+    bearer = f"Bearer {stolen}"
+    for headers, status in (
+        ({"Authorization": bearer}, 401),
+        ({**bobs, "Authorization": bearer}, 401),
+        (alice.vouch(Request("GET", "/v1/artifacts/else")), 401),
+        (alice.vouch(Request("GET", f"/v1/artifacts/{'0' * 64}")), 404),  # proven: it is not there
+    ):
+        assert httpx2.get(path, headers=headers).status_code == status
 
 
 def test_what_is_no_frame_ends_the_channel_with_a_reason(live: Live) -> None:
-    secret = joined(live)
+    badge = joined(live)
     for data in (b"\xc1", "text", encode(Beat(1, ()))):
-        with agent_socket(live, secret) as socket:
+        with agent_socket(live, badge) as socket:
             socket.send(data)
             refused = received(socket)
             assert isinstance(refused, Refused)
@@ -116,11 +214,11 @@ def test_what_is_no_frame_ends_the_channel_with_a_reason(live: Live) -> None:
 
 
 def test_a_newer_connection_closes_the_older(live: Live) -> None:
-    secret = joined(live)
-    with agent_socket(live, secret) as older:
+    badge = joined(live)
+    with agent_socket(live, badge) as older:
         older.send(hello())
         received(older)
-        with agent_socket(live, secret) as newer:
+        with agent_socket(live, badge) as newer:
             newer.send(hello(beat=2))
             assert isinstance(received(newer), Welcome)
             assert isinstance(received(older), Refused)

@@ -160,7 +160,6 @@ def test_a_node_is_found_by_the_key_it_joined_with(pool: Pool) -> None:
     assert pool.read(nodes.node_by_key("k5")) == pool.read(nodes.credentials_of(NodeId(5))) == who
     assert pool.read(nodes.node_by_key("k6")) is None
     assert pool.read(nodes.credentials_of(NodeId(6))) is None
-    assert pool.read(nodes.node_by_secret("")) is None
     old = pool.node("old")
     assert pool.read(nodes.credentials_of(old)).public_key is None
     with pytest.raises(Invalid, match="key or a secret"):

@@ -95,7 +95,7 @@ def test_a_database_of_the_first_schema_keeps_its_rows_and_takes_new_ones(
     assert (account.password_hash, account.disabled) == (None, False)
     caller = upgraded.read(people.caller_by_key("hashed", Instant(9)))
     assert (caller.user.id, caller.scopes, caller.teams) == (ann, None, {})
-    assert upgraded.read(nodes.node_by_secret("secret")).public_key is None
+    assert upgraded.read(nodes.credentials_of(NodeId(3))).public_key is None
     assert upgraded.read(nodes.node(NodeId(3))).node.gpus_withheld == frozenset()
     listed = upgraded.read(tasks.tasks(ann, None, 10))
     assert [(view.row.id, view.row.team) for view in listed] == [(9, None), (8, None)]

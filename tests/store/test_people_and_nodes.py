@@ -47,10 +47,11 @@ def test_an_invite_is_redeemed_once_and_binds_the_node_to_the_inviter(pool: Pool
     pool.write(nodes.create_invite("token", pool.ann, Instant(at + 10**9), at))
     joined = pool.write(nodes.create_node(NodeId(5), "box", None, "token", "s5", OFFER, (), at))
     assert (joined.node, joined.owner, joined.name) == (5, pool.ann, "box")
-    assert pool.read(nodes.node_by_secret("s5")) == joined
+    assert pool.read(nodes.credentials_of(NodeId(5))) == joined
+    assert pool.read(nodes.node_of_invite("token")) == 5
     with pytest.raises(Forbidden, match="used"):
         pool.write(nodes.create_node(NodeId(6), "box2", None, "token", "s6", OFFER, (), at))
-    assert pool.read(nodes.node_by_secret("s6")) is None
+    assert pool.read(nodes.credentials_of(NodeId(6))) is None
 
 
 @pytest.mark.parametrize(("token", "word"), [("token", "expired"), ("other", "not known")])

@@ -1,8 +1,12 @@
-"""The agent's one WebSocket to the server: dials, dials again, passes frames. It knows no frame but `Refused`."""
+"""The agent's one WebSocket to the server: dials, proves who it is, dials again, passes frames.
+
+Of the frames it knows those of the proof, and `Refused`; it puts the node's token on the reports.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import ssl
 from collections import deque
 from collections.abc import Callable
 from random import Random
@@ -12,16 +16,22 @@ import structlog
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import InvalidStatus, WebSocketException
 
+from gpool.agent.badge import Badge
 from gpool.agent.instructions import Connected, Disconnected, Event, FrameArrived
-from gpool.core.errors import BY_CODE, GpoolError, NotSignedIn
+from gpool.core.errors import BY_CODE, Forbidden, GpoolError, NotSignedIn
+from gpool.transfer.pinning import pinned_context, wrong_certificate
 from gpool.transfer.requests import Address
 from gpool.wire.frames import (
     CHANNEL_PATH,
     MAX_FRAME_BYTES,
+    NODE_HEADER,
     AgentFrame,
+    Challenge,
+    FromServer,
     Malformed,
+    Proven,
     Refused,
-    decode_from_server,
+    decode_any_from_server,
     encode,
 )
 
@@ -41,14 +51,23 @@ def channel_url(address: Address) -> str:
     return urlunsplit((scheme, parts.netloc, parts.path.rstrip("/") + CHANNEL_PATH, "", ""))
 
 
+def _tls(address: Address) -> ssl.SSLContext | bool | None:
+    """How the server is known: by its pinned certificate, by an authority, or (None) not at all."""
+    if not address.url.startswith("https://"):
+        return None
+    return True if address.fingerprint is None else pinned_context(address.fingerprint)
+
+
 class Channel:
     """`feed` gets `Connected`, `FrameArrived` and `Disconnected`, in that order for each connection."""
 
     def __init__(
-        self, address: Address, secret: str, feed: Callable[[Event], None], random: Random
+        self, address: Address, badge: Badge, feed: Callable[[Event], None], random: Random
     ) -> None:
+        address.refuse_if_open()
         self._address = address
-        self._secret = secret
+        self._badge = badge
+        self._tls = _tls(address)
         self._feed = feed
         self._random = random
         self._outgoing: deque[AgentFrame] = deque()
@@ -72,9 +91,13 @@ class Channel:
                 status = error.response.status_code
                 if status in (401, 403):
                     raise NotSignedIn(
-                        f"{self._address.url} does not know this node's secret; join again with a new link"
+                        f"{self._address.url} does not know this node by its key; join again with a new link"
                     ) from error
                 log.warning("channel_refused", status=status, retry_s=round(delay, 2))
+            except ssl.SSLError as error:
+                if (wrong := wrong_certificate(error)) is not None:
+                    raise Forbidden(f"{self._address.url}: {wrong}") from error
+                log.warning("channel_lost", error=str(error), retry_s=round(delay, 2))
             except (OSError, WebSocketException, Malformed, TimeoutError) as error:
                 what = str(error) or type(error).__name__
                 log.warning("channel_lost", error=what, retry_s=round(delay, 2))
@@ -86,7 +109,8 @@ class Channel:
     async def _converse(self) -> None:
         connection = await connect(
             channel_url(self._address),
-            additional_headers={"Authorization": f"Bearer {self._secret}"},
+            additional_headers={NODE_HEADER: self._badge.identity.node},
+            ssl=self._tls,
             compression=None,
             max_size=MAX_FRAME_BYTES,
             max_queue=64,
@@ -95,33 +119,57 @@ class Channel:
             ping_timeout=PING_EVERY_S,
             close_timeout=1.0,
         )
+        try:
+            async with asyncio.timeout(ANSWER_WITHIN_S):
+                await self._prove(connection)
+            await self._talk(connection)
+        finally:
+            await connection.close()
+
+    async def _prove(self, connection: ClientConnection) -> None:
+        """Until the server has taken our proof."""
+        challenge = _decoded(await connection.recv())
+        if isinstance(challenge, Challenge):
+            await self._answer(connection, challenge, is_open=False)
+            challenge = _decoded(await connection.recv())
+        if not isinstance(challenge, Proven):
+            raise OSError("the server did not ask for a proof; it may be another version of gpool")
+        self._badge.take(challenge)
+
+    async def _answer(
+        self, connection: ClientConnection, challenge: Challenge, *, is_open: bool
+    ) -> None:
+        proof = self._badge.answer(challenge, is_open=is_open)
+        if proof is None:
+            raise OSError(f"the server wants a proof for {challenge.purpose[:40]!r} here")
+        await connection.send(encode(proof))
+
+    async def _talk(self, connection: ClientConnection) -> None:
         self._outgoing.clear()
         self._open = True
         self._feed(Connected())
         writer = asyncio.create_task(self._write(connection))
         try:
             async with asyncio.timeout(ANSWER_WITHIN_S):
-                self._arrived(await connection.recv())
+                await self._arrived(connection, await connection.recv())
             self._welcomed = True
             log.info("channel_open", server=self._address.url)
             async for message in connection:
-                self._arrived(message)
+                await self._arrived(connection, message)
         finally:
             self._open = False
             writer.cancel()
             self._feed(Disconnected())
             await asyncio.wait([writer])
-            await connection.close()
 
-    def _arrived(self, message: str | bytes) -> None:
-        if isinstance(message, str):
-            message = message.encode()
-        frame = decode_from_server(message)
-        if isinstance(frame, Refused):
-            if not frame.retry:
-                raise BY_CODE.get(frame.code, GpoolError)(f"the server refused: {frame.detail}")
-            raise OSError(f"the server refused for now: {frame.detail}")
-        self._feed(FrameArrived(frame))
+    async def _arrived(self, connection: ClientConnection, message: str | bytes) -> None:
+        frame = _decoded(message)
+        if isinstance(frame, Challenge):
+            await self._answer(connection, frame, is_open=True)
+        elif isinstance(frame, Proven):
+            self._badge.take(frame)
+        else:
+            self._feed(FrameArrived(frame))
 
     async def _write(self, connection: ClientConnection) -> None:
         """A frame that cannot be sent any more is lost with its connection; the reader notices the end."""
@@ -130,6 +178,17 @@ class Channel:
                 await self._wake.wait()
                 self._wake.clear()
                 while self._outgoing:
-                    await connection.send(encode(self._outgoing.popleft()))
+                    frame = self._badge.stamped(self._outgoing.popleft())
+                    await connection.send(encode(frame))
         except WebSocketException:
             return
+
+
+def _decoded(message: str | bytes) -> FromServer:
+    """A refusal is an error: for good, or (`OSError`) for now."""
+    frame = decode_any_from_server(message.encode() if isinstance(message, str) else message)
+    if isinstance(frame, Refused):
+        if not frame.retry:
+            raise BY_CODE.get(frame.code, GpoolError)(f"the server refused: {frame.detail}")
+        raise OSError(f"the server refused for now: {frame.detail}")
+    return frame

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gpool.core.model import Allocation, EndReason, OutputFile, TaskSpec
+from gpool.core.model import Allocation, EndReason, Offer, OutputFile, TaskSpec
 from gpool.wire.frames import AgentFrame, ServerFrame
 
 # ---- events
@@ -32,6 +32,13 @@ class FrameArrived:
 @dataclass(frozen=True, slots=True)
 class Ticked:
     """Time passed: `session.wakes_at` had come."""
+
+
+@dataclass(frozen=True, slots=True)
+class OfferDetected:
+    """The machine was looked at again."""
+
+    offer: Offer
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +131,7 @@ Event = (
     | Disconnected
     | FrameArrived
     | Ticked
+    | OfferDetected
     | CommandStarted
     | CommandPrinted
     | CommandEnded

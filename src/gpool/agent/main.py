@@ -1,4 +1,4 @@
-"""The agent put together: secret, channel, cache, sandboxes, session, signals. Decides nothing itself."""
+"""The agent put together: key, channel, cache, sandboxes, session, signals. Decides nothing itself."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from random import Random, SystemRandom
 
 import structlog
 
+from gpool.agent.badge import Badge, Identity
 from gpool.agent.cache import ArtifactCache
 from gpool.agent.channel import Channel
 from gpool.agent.daemon import Daemon, boot_clock
-from gpool.agent.instructions import Event
+from gpool.agent.instructions import Event, OfferDetected
 from gpool.agent.runtime.protocol import Runtime
 from gpool.agent.sandboxes import Equipment
 from gpool.agent.session import Session
 from gpool.agent.settings import AgentSettings
 from gpool.core.model import Offer, Tier
-from gpool.transfer.requests import Address
 from gpool.transfer.senders import AsyncSender
 from gpool.wire.frames import AgentFrame
 
@@ -34,10 +34,18 @@ except ImportError:  # not on every platform
 log = structlog.get_logger(__name__)
 
 
-def serve(settings: AgentSettings, runtimes: Mapping[Tier, Runtime], offer: Offer) -> None:
+Look = Callable[[], Offer]
+"""Looks at the machine again: what it lends now. Runs in a thread, may take its time."""
+
+LOOK_EVERY_S = 10.0
+
+
+def serve(
+    settings: AgentSettings, runtimes: Mapping[Tier, Runtime], offer: Offer, look: Look
+) -> None:
     """Be an agent until SIGTERM or Ctrl-C, on the fastest loop there is."""
     with asyncio.Runner(loop_factory=new_loop) as runner:
-        runner.run(run_agent(settings, runtimes, offer))
+        runner.run(run_agent(settings, runtimes, offer, look=look))
 
 
 async def run_agent(
@@ -47,19 +55,21 @@ async def run_agent(
     *,
     stop: asyncio.Event | None = None,
     random: Random | None = None,
+    look: Look | None = None,
+    look_every_s: float = LOOK_EVERY_S,
 ) -> None:
     """Serve until told to stop: by `stop`, or (without one) by SIGTERM or Ctrl-C; a second signal does not wait.
 
     Raises a `GpoolError` when the server will not have this node.
     """
     dice = random if random is not None else SystemRandom()
-    address = Address(settings.server_url, settings.fingerprint)
-    secret = settings.read_secret()
+    address = settings.address
+    badge = Badge(settings.read_key(), Identity(settings.node, settings.server_name), boot_clock)
     scratch = settings.data_dir / "scratch"
     scratch.mkdir(parents=True, exist_ok=True)
     for runtime in runtimes.values():
         await runtime.sweep()
-    sender = AsyncSender(address, secret, dice)
+    sender = AsyncSender(address, None, dice, vouch=badge.vouch)
     cache = ArtifactCache(settings.data_dir / "artifacts", sender.download, settings.cache_bytes)
 
     def send(frame: AgentFrame) -> None:
@@ -69,11 +79,12 @@ async def run_agent(
         return Equipment(runtimes, cache, sender, scratch, feed, boot_clock)
 
     daemon = Daemon(Session(secrets.token_hex(16), offer), send, equip)
-    channel = Channel(address, secret, daemon.feed, dice)
+    channel = Channel(address, badge, daemon.feed, dice)
     log.info("agent_starts", server=address.url, cpu_milli=offer.cpu_milli, gpus=len(offer.gpus))
     dialling = asyncio.create_task(channel.keep())
     serving = asyncio.create_task(daemon.run())
     stopping = asyncio.create_task(_stopped(stop, daemon))
+    looking = asyncio.create_task(_looked(look or (lambda: offer), look_every_s, daemon))
     try:
         await asyncio.wait([dialling, serving], return_when=asyncio.FIRST_COMPLETED)
         if dialling.done() and not serving.done():
@@ -83,9 +94,9 @@ async def run_agent(
         if dialling.done():
             dialling.result()
     finally:
-        for task in (stopping, dialling, serving):
+        for task in (stopping, looking, dialling, serving):
             task.cancel()
-        await asyncio.wait([stopping, dialling, serving])
+        await asyncio.wait([stopping, looking, dialling, serving])
         await sender.close()
         log.info("agent_ends")
 
@@ -103,3 +114,10 @@ async def _stopped(stop: asyncio.Event | None, daemon: Daemon) -> None:
     finally:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.remove_signal_handler(number)
+
+
+async def _looked(look: Look, every_s: float, daemon: Daemon) -> None:
+    """Tells the session, now and then, what the machine has; whether that is news, the session knows."""
+    while True:
+        await asyncio.sleep(every_s)
+        daemon.feed(OfferDetected(await asyncio.to_thread(look)))

@@ -28,6 +28,7 @@ from gpool.agent.instructions import (
     Exit,
     FrameArrived,
     Instruction,
+    OfferDetected,
     RunnerEnded,
     RunnerReady,
     Send,
@@ -45,6 +46,7 @@ from gpool.wire.frames import (
     Grants,
     Hello,
     Hold,
+    OfferChanged,
     Recorded,
     Refused,
     Stop,
@@ -80,6 +82,7 @@ class Session:
             Disconnected: self._on_disconnected,
             FrameArrived: self._on_frame,
             Ticked: self._on_ticked,
+            OfferDetected: self._on_offer_detected,
             ShutdownAsked: self._on_shutdown_asked,
             CommandStarted: work.on_command_started,
             CommandPrinted: work.on_command_printed,
@@ -161,6 +164,14 @@ class Session:
         self._work.tick(now, out)
         if self._welcomed and now >= self._beat_at:
             out.append(Send(Beat(self._next_beat(now), self.holds)))
+
+    def _on_offer_detected(self, _now: int, event: OfferDetected, out: list[Instruction]) -> None:
+        """Said at once, or with the next hello."""
+        if event.offer == self._offer:
+            return
+        self._offer = event.offer
+        if self._welcomed:
+            out.append(Send(OfferChanged(self._offer)))
 
     def _on_shutdown_asked(self, now: int, _: ShutdownAsked, out: list[Instruction]) -> None:
         if self._exit_by == NEVER:

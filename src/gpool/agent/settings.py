@@ -10,6 +10,8 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from gpool.core.errors import Invalid
 from gpool.core.model import GIB
+from gpool.transfer.proving import NodeKey
+from gpool.transfer.requests import Address
 
 
 class AgentSettings(BaseSettings):
@@ -18,22 +20,25 @@ class AgentSettings(BaseSettings):
     model_config = SettingsConfigDict(env_prefix="GPOOL_AGENT_", extra="forbid")
 
     server_url: str
-    fingerprint: str | None = None
-    secret_file: Path
+    fingerprint: str | None = None  # of the server's certificate
+    plain_http: bool = False  # the owner's word that nothing need be encrypted
+    node: str  # who it is, to `server_name`; both were told when it joined
+    server_name: str
+    key_file: Path
     data_dir: Path
     slots: int = Field(default_factory=lambda: os.cpu_count() or 1, ge=0, le=1024)
     simulate_gpus: str | None = None
     allow_process: bool = False  # the owner's own tasks may run without isolation
     cache_bytes: int = Field(default=10 * GIB, ge=0)
 
-    def read_secret(self) -> str:
-        """The node's secret; `Invalid` says how to get one."""
-        try:
-            secret = self.secret_file.read_text().strip()
-        except OSError as error:
+    @property
+    def address(self) -> Address:
+        return Address(self.server_url, self.fingerprint, self.plain_http)
+
+    def read_key(self) -> NodeKey:
+        """The node's key; `Invalid` says how to get one."""
+        if not self.key_file.exists():
             raise Invalid(
-                f"cannot read the node's secret from {self.secret_file}: {error.strerror}; join first: gpool join LINK"
-            ) from error
-        if not secret:
-            raise Invalid(f"{self.secret_file} is empty; join again: gpool join LINK")
-        return secret
+                f"there is no node's key in {self.key_file}; join again with a new link: gpool join LINK"
+            )
+        return NodeKey.from_file(self.key_file)

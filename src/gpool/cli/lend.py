@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 
 import click
 
@@ -14,7 +15,7 @@ from gpool.agent.main import serve
 from gpool.agent.runtime.bubblewrap import BubblewrapRuntime
 from gpool.agent.runtime.calls import PYTHON
 from gpool.agent.runtime.process import ProcessRuntime
-from gpool.agent.runtime.protocol import Runtime, SandboxFailed
+from gpool.agent.runtime.protocol import SandboxFailed
 from gpool.agent.settings import AgentSettings
 from gpool.cli.main import FAILED, exit_code_of, say_error
 from gpool.core.errors import GpoolError
@@ -37,9 +38,13 @@ def offer_of(settings: AgentSettings, gpus: tuple[Gpu, ...], tiers: frozenset[Ti
     )
 
 
-def runtimes_of(settings: AgentSettings, gpus: Sequence[Gpu]) -> dict[Tier, Runtime]:
+def runtimes_of(
+    settings: AgentSettings, gpus: Sequence[Gpu]
+) -> dict[Tier, BubblewrapRuntime | ProcessRuntime]:
     """Bubblewrap for everyone; no isolation only where the owner asked for it."""
-    made: dict[Tier, Runtime] = {Tier.CONTAINER: BubblewrapRuntime(settings.data_dir, gpus=gpus)}
+    made: dict[Tier, BubblewrapRuntime | ProcessRuntime] = {
+        Tier.CONTAINER: BubblewrapRuntime(settings.data_dir, gpus=gpus)
+    }
     if settings.allow_process:
         made[Tier.NONE] = ProcessRuntime(settings.data_dir, gpus=gpus)
     return made
@@ -50,8 +55,21 @@ def lend() -> None:
     settings = AgentSettings()  # type: ignore[call-arg]  # from the environment
     settings.data_dir.mkdir(parents=True, exist_ok=True)
     gpus = detect(settings.simulate_gpus)
-    runtimes = runtimes_of(settings, [gpu for gpu in gpus if not gpu.simulated])
-    serve(settings, runtimes, offer_of(settings, gpus, frozenset(runtimes)))
+    runtimes = runtimes_of(settings, _real(gpus))
+    offer = offer_of(settings, gpus, frozenset(runtimes))
+
+    def look() -> Offer:
+        """Only GPUs come and go while an agent runs."""
+        found = detect(settings.simulate_gpus)
+        for runtime in runtimes.values():
+            runtime.use_gpus(_real(found))
+        return replace(offer, gpus=found)
+
+    serve(settings, runtimes, offer, look)
+
+
+def _real(gpus: Sequence[Gpu]) -> list[Gpu]:
+    return [gpu for gpu in gpus if not gpu.simulated]
 
 
 def main() -> None:

@@ -63,14 +63,19 @@ def lending(function: Callable[..., None]) -> Callable[..., None]:
     return found
 
 
-def agent_variables(identity: Identity, url: str, data: Path, terms: Terms) -> dict[str, str]:
+def agent_variables(identity: Identity, data: Path, terms: Terms) -> dict[str, str]:
     """How the agent is told what to do: variables, because a command line is for everyone to read."""
     found = {
-        "GPOOL_AGENT_SERVER_URL": url,
-        "GPOOL_AGENT_SECRET_FILE": str(identity.secret_file),
+        "GPOOL_AGENT_SERVER_URL": identity.address.url,
+        "GPOOL_AGENT_PLAIN_HTTP": str(int(identity.address.plain)),
+        "GPOOL_AGENT_NODE": identity.id,
+        "GPOOL_AGENT_SERVER_NAME": identity.server,
+        "GPOOL_AGENT_KEY_FILE": str(identity.key_file),
         "GPOOL_AGENT_DATA_DIR": str(data),
         "GPOOL_AGENT_ALLOW_PROCESS": str(int(terms.allow_process)),
     }
+    if identity.address.fingerprint is not None:
+        found["GPOOL_AGENT_FINGERPRINT"] = identity.address.fingerprint
     if terms.slots is not None:
         found["GPOOL_AGENT_SLOTS"] = str(terms.slots)
     if terms.simulate_gpus:

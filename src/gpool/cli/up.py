@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import fcntl
+import os
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import wraps
 from pathlib import Path
+from typing import Any
 
 import click
 
 from gpool.cli.children import AGENT_MODULE, SERVER_MODULE, Child, Program, become, stop_signals
 from gpool.cli.terms import Terms, agent_variables, lending
-from gpool.core.errors import Conflict, GpoolError, InternalFault, Unreachable
+from gpool.core.errors import Conflict, GpoolError, InternalFault, Invalid, Unreachable
+from gpool.transfer.pinning import spelt_out
+from gpool.transfer.requests import Address, is_loopback
 
 KEY_FILE = "operator.key"
 """Where, beneath its data folder, the server leaves the first operator's key."""
@@ -44,42 +50,147 @@ port_option = click.option(
 )
 
 
+_TLS = (
+    click.option("--tls/--no-tls", default=None, help="Encrypt (default: off loopback only)."),
+    click.option(
+        "--tls-cert",
+        envvar="GPOOL_SERVER_TLS_CERT",
+        type=click.Path(path_type=Path, exists=True, dir_okay=False),
+        help="A certificate in PEM form (default: one of its own, known by its fingerprint).",
+    ),
+    click.option(
+        "--tls-key",
+        envvar="GPOOL_SERVER_TLS_KEY",
+        type=click.Path(path_type=Path, exists=True, dir_okay=False),
+        help="Its private key.",
+    ),
+    click.option(
+        "--behind-proxy",
+        metavar="ADDRESSES",
+        help="Plain HTTP, for a proxy that ends TLS: its addresses or networks, with commas. "
+        "Their X-Forwarded-* are believed.",
+    ),
+    click.option(
+        "--public-url",
+        envvar="GPOOL_SERVER_PUBLIC_URL",
+        metavar="URL",
+        help="How others reach it, for links (default: host and port).",
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Transport:
+    """Where and how the server listens."""
+
+    host: str
+    port: int
+    tls: bool | None = None
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+    behind_proxy: str | None = None
+    public_url: str | None = None
+
+    def variables(self, folder: Path) -> dict[str, str]:
+        named = {
+            "DATA": str(folder),
+            "HOST": self.host,
+            "PORT": str(self.port),
+            "TLS": None if self.tls is None else str(int(self.tls)),
+            "TLS_CERT": self.tls_cert and str(self.tls_cert.absolute()),
+            "TLS_KEY": self.tls_key and str(self.tls_key.absolute()),
+            "TRUSTED_PROXIES": self.behind_proxy,
+            "PLAIN_HTTP": None if self.behind_proxy is None else "1",
+            "PUBLIC_URL": self.public_url,
+        }
+        return {f"GPOOL_SERVER_{name}": value for name, value in named.items() if value}
+
+    def address(self, folder: Path) -> Address:
+        """How this machine reaches it; its certificate is made here when there is none."""
+        place = f"{_dialled(self.host)}:{self.port}"
+        asked = any(os.environ.get(f"GPOOL_SERVER_{name}") for name in ("TLS", "PLAIN_HTTP"))
+        if is_loopback(self.host) and not (self.tls or self.tls_cert or self.behind_proxy or asked):
+            return Address(f"http://{place}")  # without loading the server to say so
+        from pydantic import ValidationError
+
+        from gpool.server.clock import SystemClock
+        from gpool.server.settings import Settings
+        from gpool.server.tls import certificate_of
+
+        told = self.variables(folder)
+        try:
+            settings = Settings(
+                **{k.removeprefix("GPOOL_SERVER_").lower(): v for k, v in told.items()}  # type: ignore[arg-type]
+            )
+        except ValidationError as error:
+            raise Invalid("; ".join(each["msg"] for each in error.errors())) from error
+        shown = certificate_of(settings, SystemClock().now())
+        if shown is None:
+            return Address(f"http://{place}", plain=settings.plain_http)
+        return Address(f"https://{place}", shown.fingerprint)
+
+
+def listening(function: Callable[..., None]) -> Callable[..., None]:
+    """Where and how to listen, given to the verb as `transport`."""
+
+    @wraps(function)
+    def with_transport(
+        *args: Any,
+        host: str,
+        port: int,
+        tls: bool | None,
+        tls_cert: Path | None,
+        tls_key: Path | None,
+        behind_proxy: str | None,
+        public_url: str | None,
+        **kwargs: Any,
+    ) -> None:
+        transport = Transport(host, port, tls, tls_cert, tls_key, behind_proxy, public_url)
+        function(*args, transport=transport, **kwargs)
+
+    found: Callable[..., None] = with_transport
+    for option in reversed((host_option, port_option, *_TLS)):
+        found = option(found)
+    return found
+
+
 @click.command(epilog="Example: gpool up --simulate-gpus H100:2,RTX4090")
 @data_option
-@host_option
-@port_option
+@listening
 @click.option("--no-agent", is_flag=True, help="Only the server; lend nothing of this machine.")
 @lending
-def up(data: Path | None, host: str, port: int, no_agent: bool, terms: Terms) -> None:
+def up(data: Path | None, transport: Transport, no_agent: bool, terms: Terms) -> None:
     """Start a server and an agent on this machine."""
     from gpool.client.config import LOCAL_PROFILE, data_home, save_profile
 
     folder = (data or data_home()).expanduser().absolute()
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    url = f"http://{_dialled(host)}:{port}"
+    address = transport.address(folder)
     children: list[Child] = []
     with only_one(folder):
-        must_be_free(host, port)
+        must_be_free(transport.host, transport.port)
         stop = stop_signals()
         try:
             server = Child(
                 Program(
                     "server",
                     SERVER_MODULE,
-                    server_variables(folder, host, port),
+                    transport.variables(folder),
                     folder / "server.log",
                 )
             )
             children.append(server)
             server.start()
-            await_ready(server, url, stop)
+            await_ready(server, address, stop)
             key_file = folder / KEY_FILE
-            profile = save_profile(LOCAL_PROFILE, url, key_file)
+            profile = save_profile(
+                LOCAL_PROFILE, address.url, key_file, fingerprint=address.fingerprint
+            )
             if not no_agent and not stop.is_set():
-                agent = _agent(folder, url, key_file, terms)
+                agent = _agent(folder, address, key_file, terms)
                 children.insert(0, agent)  # stopped first: it hands back what it holds
                 agent.start()
-            _announce(url, key_file, profile)
+            _announce(address, key_file, profile)
             _watch(children, stop)
         finally:
             for child in children:
@@ -87,35 +198,28 @@ def up(data: Path | None, host: str, port: int, no_agent: bool, terms: Terms) ->
     click.echo("Stopped.", err=True)
 
 
-def server_variables(folder: Path, host: str, port: int) -> dict[str, str]:
-    return {
-        "GPOOL_SERVER_DATA": str(folder),
-        "GPOOL_SERVER_HOST": host,
-        "GPOOL_SERVER_PORT": str(port),
-    }
-
-
-def _agent(folder: Path, url: str, key_file: Path, terms: Terms) -> Child:
+def _agent(folder: Path, address: Address, key_file: Path, terms: Terms) -> Child:
     from gpool.cli.joining import enrol, load_identity
     from gpool.client.door import Door
 
     file = folder / "node.json"
     identity = load_identity(file)
     if identity is None:
-        door = Door(url, key_file.read_text(encoding="ascii").strip())
+        door = Door(address, key_file.read_text(encoding="ascii").strip())
         identity = enrol(door, file, name=None, token=None)
         door.close()
-    variables = agent_variables(identity, url, folder / "agent", terms)
+    identity = replace(identity, address=address)  # our own server: wherever it listens today
+    variables = agent_variables(identity, folder / "agent", terms)
     return Child(Program("agent", AGENT_MODULE, variables, folder / "agent.log"))
 
 
-def await_ready(server: Child, url: str, stop: threading.Event) -> None:
+def await_ready(server: Child, address: Address, stop: threading.Event) -> None:
     """Until the server can take tasks; an error with its last words when it ends instead."""
     import time
 
     from gpool.client.door import Door
 
-    door = Door(url, "")
+    door = Door(address, "")
     ends = time.monotonic() + _READY_S
     try:
         while not stop.is_set():
@@ -132,9 +236,11 @@ def await_ready(server: Child, url: str, stop: threading.Event) -> None:
         door.close()
 
 
-def _announce(url: str, key_file: Path, profile: Path) -> None:
-    link = _join_link(url, key_file)
-    click.echo(f"gpool is up at {url}")
+def _announce(address: Address, key_file: Path, profile: Path) -> None:
+    link = _join_link(address, key_file)
+    click.echo(f"gpool is up at {address.url}")
+    if address.fingerprint is not None:
+        click.echo(f"  certificate {spelt_out(address.fingerprint)}")
     click.echo(f"  key        {key_file} (profile 'local' in {profile})")
     click.echo("  try        gpool run -- python -c 'print(6*7)'")
     if link:
@@ -142,10 +248,10 @@ def _announce(url: str, key_file: Path, profile: Path) -> None:
     click.echo("Ctrl-C stops it.")
 
 
-def _join_link(url: str, key_file: Path) -> str:
+def _join_link(address: Address, key_file: Path) -> str:
     from gpool.client.door import Door
 
-    door = Door(url, key_file.read_text(encoding="ascii").strip())
+    door = Door(address, key_file.read_text(encoding="ascii").strip())
     try:
         return str(door.send_json("POST", "/v1/nodes/invites", {"expires_in_s": 86400})["link"])
     except GpoolError as error:
@@ -199,13 +305,15 @@ def _dialled(host: str) -> str:
 
 @click.command()
 @data_option
-@host_option
-@port_option
-def server(data: Path | None, host: str, port: int) -> None:
+@listening
+def server(data: Path | None, transport: Transport) -> None:
     """Start a server alone."""
     from gpool.client.config import data_home
 
     folder = (data or data_home()).expanduser().absolute()
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    address = transport.address(folder)
     click.echo(f"Data in {folder}; the operator's key will be in {folder / KEY_FILE}", err=True)
-    become(SERVER_MODULE, {**server_variables(folder, host, port)})
+    if address.fingerprint is not None:
+        click.echo(f"Certificate {spelt_out(address.fingerprint)}", err=True)
+    become(SERVER_MODULE, transport.variables(folder))

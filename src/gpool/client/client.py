@@ -71,7 +71,7 @@ class Client:
             session = SignedIn(SessionFile(settings.session_file))
         self.session = session
         self.door = Door(
-            settings.url, settings.key, transport, patience_s=patience_s, session=session
+            settings.address, settings.key, transport, patience_s=patience_s, session=session
         )
         self.artifacts = Artifacts(self.door)
         self.task = Decorator(lambda: self)

@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from gpool.core.errors import Invalid, NotSignedIn
+from gpool.transfer.requests import Address
 
 LOCAL_URL = "http://127.0.0.1:8642"
 """Where `gpool up` listens unless told otherwise."""
 
 LOCAL_PROFILE = "local"
-_KEYS = {"url", "key", "key_file", "session_file"}
+_KEYS = {"url", "key", "key_file", "session_file", "fingerprint", "plain_http"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +29,13 @@ class Settings:
     url: str
     key: str = field(repr=False)
     origin: str = "defaults"
+    fingerprint: str | None = None  # of the server's certificate; None: an authority vouches for it
+    plain_http: bool = False  # keys may travel unencrypted
     session_file: Path | None = None  # a sign-in's tokens; a key wins over it
+
+    @property
+    def address(self) -> Address:
+        return Address(self.url, self.fingerprint, self.plain_http)
 
 
 def home(environ: Mapping[str, str] | None = None) -> Path:
@@ -78,6 +85,8 @@ def load(
 
     given_url = url or environ.get("GPOOL_URL")
     given_key = key or environ.get("GPOOL_KEY")
+    given_print = environ.get("GPOOL_FINGERPRINT") or None
+    plain = environ.get("GPOOL_PLAIN_HTTP", "") not in ("", "0")
     for table, file in ((project, project_file), (chosen, user_file)):
         found_url = table.get("url")
         if not found_url or (given_url and not _same_place(given_url, str(found_url))):
@@ -85,13 +94,38 @@ def load(
         return Settings(
             _checked_url(given_url or str(found_url)),
             given_key or _key_of(table, file),
-            origin=str(file),
+            str(file),
+            _print_of(given_print or table.get("fingerprint"), file),
+            plain or table.get("plain_http") is True,
             session_file=None if given_key else _session_of(table, file),
         )
-    return Settings(_checked_url(given_url or LOCAL_URL), given_key or "", origin="environment")
+    return Settings(
+        _checked_url(given_url or LOCAL_URL),
+        given_key or "",
+        "environment",
+        _print_of(given_print, user_file),
+        plain,
+    )
 
 
-def save_profile(name: str, url: str, key_file: Path, *, folder: Path | None = None) -> Path:
+def _print_of(value: object, file: Path) -> str | None:
+    if value is None:
+        return None
+    from gpool.transfer.pinning import parse_fingerprint  # noqa: PLC0415 - only where one is pinned
+
+    if not isinstance(value, str):
+        raise Invalid(f"{file}: 'fingerprint' is a text of 64 hexadecimal digits")
+    return parse_fingerprint(value)
+
+
+def save_profile(
+    name: str,
+    url: str,
+    key_file: Path,
+    *,
+    folder: Path | None = None,
+    fingerprint: str | None = None,
+) -> Path:
     """Write (or replace) a profile and make it the chosen one when none is; the file is for its owner only."""
     import tomli_w  # noqa: PLC0415 - only `gpool up` and `login` write
 
@@ -99,6 +133,8 @@ def save_profile(name: str, url: str, key_file: Path, *, folder: Path | None = N
     content = _read(file)
     profiles = _table(content.setdefault("profiles", {}), file)
     profiles[name] = {"url": url, "key_file": str(key_file)}
+    if fingerprint is not None:
+        profiles[name]["fingerprint"] = fingerprint
     content.setdefault("profile", name)
     write_private(file, tomli_w.dumps(content).encode())
     return file

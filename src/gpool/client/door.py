@@ -30,7 +30,7 @@ class Door:
 
     def __init__(
         self,
-        url: str,
+        address: str | Address,
         key: str,
         transport: httpx2.BaseTransport | None = None,
         *,
@@ -38,15 +38,16 @@ class Door:
         session: SignedIn | None = None,
     ) -> None:
         """With a key, or with a session, which is renewed when the server says it is over; with neither: as nobody."""
-        self.url = url
+        self.address = Address(address) if isinstance(address, str) else address
+        self.url = self.address.url
         self._transport, self._patience_s = transport, patience_s
-        patience, address = Patience(patience_s), Address(url)
+        patience = Patience(patience_s)
         if session is None:
             self._sender = Sender(
-                address, key, SystemRandom(), patience=patience, transport=transport
+                self.address, key, SystemRandom(), patience=patience, transport=transport
             )
         else:
-            self._sender = _SignedSender(session, address, patience, transport)
+            self._sender = _SignedSender(session, self.address, patience, transport)
 
     @property
     def date(self) -> str | None:
@@ -107,6 +108,12 @@ class Door:
         content = json.dumps(document, separators=(",", ":")).encode()
         reply = self.send(method, path, body=content, headers={"content-type": "application/json"})
         return reply.json() if reply.body else None
+
+    def send_json_once(self, method: str, path: str, document: object) -> Any:
+        """Not repeated: for what may be asked only once as it is."""
+        content = json.dumps(document, separators=(",", ":")).encode()
+        headers = {"content-type": "application/json"}
+        return self._once(_keyed(Request(method, path, headers, content)), READ_S).json()
 
     @contextmanager
     def open(

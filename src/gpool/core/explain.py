@@ -132,6 +132,14 @@ def _no_such_gpu(nodes: list[Node], wanted: tuple[GpuRequest, ...]) -> Explanati
     if not every:
         return Explanation("no_gpu", f"It asks for a GPU ({asked}) and no node lends one.")
     lent = [gpu for node, gpu in every if gpu.index not in node.gpus_withheld]
+    flagged = [gpu for node, gpu in every if gpu.index in node.gpus_flagged]
+    suiting = [gpu for gpu in flagged if any(gpuspec.matches(request, gpu) for request in wanted)]
+    if suiting and not any(gpuspec.matches(request, gpu) for request in wanted for gpu in lent):
+        said = (
+            f"{len(suiting)} GPUs would do ({asked}), but were seen under two owners; "
+            "they take nothing until an operator decides whose they are."
+        )
+        return Explanation("flagged", said)
     if not lent:
         return Explanation("withheld", "The owners have set all GPUs unavailable.")
     if len(wanted) == 1:

@@ -217,7 +217,10 @@ class Node:
     offer: Offer
     availability: Availability = Availability.AVAILABLE
     connected: bool = True
-    gpus_withheld: frozenset[int] = frozenset()  # indexes the owner set unavailable
+    gpus_withheld: frozenset[int] = (
+        frozenset()
+    )  # indexes that take nothing: set unavailable, or ...
+    gpus_flagged: frozenset[int] = frozenset()  # ... seen under two owners
 
 
 @dataclass(frozen=True, slots=True)

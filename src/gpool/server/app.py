@@ -10,9 +10,8 @@ from pathlib import Path
 
 from fastapi import FastAPI
 
-from gpool.core.errors import Conflict
-from gpool.core.ids import NodeId, UserId
-from gpool.core.model import Offer, Permission
+from gpool.core.ids import UserId
+from gpool.core.model import Permission
 from gpool.core.scheduling.orders import Policy
 from gpool.server import credentials
 from gpool.server.api import (
@@ -32,6 +31,7 @@ from gpool.server.clock import Clock, SystemClock, system_ids
 from gpool.server.credentials import Credentials
 from gpool.server.hub import Hub
 from gpool.server.identity.desk import SignIns
+from gpool.server.identity.node_gate import NodeGate
 from gpool.server.identity.passwords import Cost
 from gpool.server.identity.refresh import Terms
 from gpool.server.identity.sealer import MasterSource, Sealer
@@ -44,15 +44,14 @@ from gpool.server.scheduler import Scheduler
 from gpool.server.server import Server
 from gpool.server.settings import Settings, span
 from gpool.server.store.opening import open_store
-from gpool.server.store.operations import nodes as node_operations
 from gpool.server.store.operations import people
 from gpool.server.store.protocol import Store
 from gpool.server.store.values import User
+from gpool.server.tls import certificate_of
 from gpool.server.version import VERSION
 
 OPERATOR = "operator"
 OPERATOR_KEY_FILE = "operator.key"
-NODE_KEY_FILE = "node.key"
 ROOT_KEY_FILE = "server.key"
 MASTER_KEY_FILE = "master.key"
 DAY_S = 86_400
@@ -71,7 +70,8 @@ async def open_server(settings: Settings, clock: Clock | None = None) -> Server:
 
 def wire(settings: Settings, store: Store, clock: Clock) -> Server:
     """A server over an open store; nothing runs yet."""
-    hub, metrics = Hub(), Metrics()
+    hub, metrics, root_key = Hub(), Metrics(), _root_key(settings.data)
+    remember = span(settings.key_cache_s)
     sign_ins = _sign_ins(settings, store, clock)
     scheduler = Scheduler(store, hub, metrics, Policy(order=settings.order), settings.ttl)
     return Server(
@@ -82,15 +82,11 @@ def wire(settings: Settings, store: Store, clock: Clock) -> Server:
         hub=hub,
         scheduler=scheduler,
         blobs=Blobs(settings.data / "artifacts", settings.max_artifact_bytes),
-        credentials=Credentials(
-            store,
-            clock.now,
-            span(settings.key_cache_s),
-            _root_key(settings.data),
-            sign_ins.signing,
-        ),
+        credentials=Credentials(store, clock.now, remember, root_key, sign_ins.signing),
+        gate=NodeGate(store, clock.now, root_key, remember=remember),
         metrics=metrics,
         sign_ins=sign_ins,
+        certificate=certificate_of(settings, clock.now()),
     )
 
 
@@ -179,36 +175,6 @@ async def ensure_operator(server: Server) -> str:
     )
     _write_secret(path, key)
     return key
-
-
-async def ensure_local_node(server: Server, name: str) -> str:
-    """The secret of this machine's own node, from its 0600 file; the operator's node is made when missing."""
-    path = server.settings.data / NODE_KEY_FILE
-    secret = _secret_in(path)
-    if secret is not None and await server.credentials.who(secret) is not None:
-        return secret
-    operator = await server.store.read(people.user_by_name(OPERATOR))
-    assert operator is not None, "open_server makes the operator"
-    secret = credentials.fresh(credentials.NODE_PREFIX)
-    for number in range(1, 1000):
-        try:
-            await server.store.write(
-                node_operations.create_node(
-                    NodeId(server.ids.next()),
-                    name if number == 1 else f"{name}-{number}",
-                    operator.id,
-                    None,
-                    credentials.hashed(secret),
-                    Offer(0, 0, 0),
-                    (),
-                    server.now,
-                )
-            )
-            break
-        except Conflict:
-            continue  # its secret was lost: the old node stays, this one gets the next name
-    _write_secret(path, secret)
-    return secret
 
 
 def _secret_in(path: Path) -> str | None:

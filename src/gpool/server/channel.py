@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from gpool.core import paths
-from gpool.core.errors import Invalid
+from gpool.core.errors import Invalid, NotFound
 from gpool.core.ids import NodeId, SpecId, TaskId
 from gpool.core.model import INLINE_LIMIT_BYTES, EndReason, Instant, Offer, TaskSpec, TaskStatus
+from gpool.server import offers
 from gpool.server.store.operation import brief, operation
 from gpool.server.store.operations import leases, nodes
 from gpool.server.store.protocol import Operation
@@ -120,7 +121,9 @@ class Channel:
                 drop=tuple(hold for hold in hello.holds if hold not in open_leases),
             )
         )
-        scheduler.connect(self, greeted.row.node)
+        scheduler.connect(self, greeted.rows[0].node)
+        for row in greeted.rows[1:]:  # theirs were seen here, and flagged
+            scheduler.node_changed(row.node)
         # Unstated ones too: that the agent has nothing of them, only the agent can say, and now.
         stop = tuple(
             hold for hold, lease in open_leases.items() if lease.status is TaskStatus.CANCELLED
@@ -223,10 +226,16 @@ class Channel:
             self.refuse("invalid", wrong, retry=False)
             return
         server = self._server
-        row = await server.write(
-            _offering(self.node, frame.offer, server.ids.take(len(frame.offer.gpus)), server.now)
-        )
-        if row is not None:
+        try:
+            rows = await server.write(
+                offers.take(
+                    self.node, frame.offer, server.ids.take(len(frame.offer.gpus)), server.now
+                )
+            )
+        except NotFound as error:
+            self.refuse("not_found", error.detail, retry=False)
+            return
+        for row in rows:
             server.scheduler.node_changed(row.node)
 
     def _forgotten(self, stated: Iterable[Hold]) -> set[TaskId]:
@@ -243,7 +252,7 @@ class Channel:
 
 @dataclass(frozen=True, slots=True)
 class _Greeted:
-    row: NodeRow
+    rows: tuple[NodeRow, ...]  # the node's own first
     held: tuple[HeldLease, ...]
     specs: Mapping[int, TaskSpec]
 
@@ -255,23 +264,14 @@ def _greeting(
     """Offer, leases and their specs as of one moment; None: there is no such node any more."""
     if (yield from nodes.node(node)) is None:
         return None
-    yield from nodes.greet(node, offer, gpu_ids, at)
+    rows = yield from offers.take(node, offer, gpu_ids, at)
     held = yield from leases.held(node)
     specs = {}
     for id_ in {lease.spec for lease in held}:
         found = yield from leases.spec(id_)
         if found is not None:
             specs[int(id_)] = found[1]
-    row = yield from nodes.node(node)
-    return None if row is None else _Greeted(row, held, specs)
-
-
-@operation
-def _offering(
-    node: NodeId, offer: Offer, gpu_ids: Sequence[int], at: Instant
-) -> Operation[NodeRow | None]:
-    yield from nodes.greet(node, offer, gpu_ids, at)
-    return (yield from nodes.node(node))
+    return _Greeted(rows, held, specs)
 
 
 @operation

@@ -15,11 +15,10 @@ from gpool.server.identity.signing import Signing
 from gpool.server.identity.tokens import Claims, TokenType
 from gpool.server.store.identity_values import Caller
 from gpool.server.store.operation import operation
-from gpool.server.store.operations import nodes, people, sessions
+from gpool.server.store.operations import people, sessions
 from gpool.server.store.protocol import Operation, Store
-from gpool.server.store.values import NodeCredentials
 
-USER_PREFIX, NODE_PREFIX, INVITE_PREFIX = "gpk_", "gpn_", "gpi_"
+USER_PREFIX, INVITE_PREFIX = "gpk_", "gpi_"
 MAX_REMEMBERED = 10_000
 
 
@@ -33,7 +32,7 @@ def fresh(prefix: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Remembered:
-    who: Caller | NodeCredentials
+    who: Caller
     until: Instant
 
 
@@ -54,22 +53,19 @@ class Credentials:
         self._known: dict[str, _Remembered] = {}
         self._used: dict[int, Instant] = {}
 
-    async def who(self, secret: str) -> Caller | NodeCredentials | None:
-        """Whom an API key, a node's secret or an access token belongs to; None for one that opens nothing."""
-        if not secret.startswith((USER_PREFIX, NODE_PREFIX)):
+    async def who(self, secret: str) -> Caller | None:
+        """Whom an API key or an access token belongs to; None for one that opens nothing."""
+        if not secret.startswith(USER_PREFIX):
             return await self._by_token(secret)
         digest = hashed(secret)
         now = self._now()
         known = self._known.get(digest)
         if known is not None and known.until > now:
-            found: Caller | NodeCredentials | None = known.who
-        elif secret.startswith(USER_PREFIX):
+            found: Caller | None = known.who
+        else:
             found = await self._store.read(people.caller_by_key(digest, now))
             self._keep(digest, found, now)
-        else:
-            found = await self._store.read(nodes.node_by_secret(digest))
-            self._keep(digest, found, now)
-        if isinstance(found, Caller) and found.key is not None:
+        if found is not None and found.key is not None:
             self._used[found.key] = now
         return found
 
@@ -83,15 +79,15 @@ class Credentials:
             return None
         known = self._known.get(claims.session)
         if known is not None and known.until > now:
-            found: Caller | NodeCredentials | None = known.who
+            found: Caller | None = known.who
         else:
             found = await self._store.read(_in_session(claims.session, now))
             self._keep(claims.session, found, now)
-        if not isinstance(found, Caller) or encode("user", found.user.id) != claims.subject:
+        if found is None or encode("user", found.user.id) != claims.subject:
             return None
         return found
 
-    def _keep(self, name: str, found: Caller | NodeCredentials | None, now: Instant) -> None:
+    def _keep(self, name: str, found: Caller | None, now: Instant) -> None:
         if len(self._known) >= MAX_REMEMBERED:
             self._known.clear()
         if found is not None:

@@ -30,6 +30,7 @@ async def serve(settings: Settings, opened: Opened | None = None) -> None:
 
 
 def configuration(server: Server) -> uvicorn.Config:
+    shown = server.certificate
     return uvicorn.Config(
         make_app(server),
         host=server.settings.host,
@@ -40,7 +41,10 @@ def configuration(server: Server) -> uvicorn.Config:
         ws_per_message_deflate=False,
         ws_ping_interval=None,  # the agent's beats do that
         access_log=False,
-        proxy_headers=False,  # whom to believe about X-Forwarded-* is a setting yet to come
+        proxy_headers=bool(server.settings.proxies),
+        forwarded_allow_ips=server.settings.proxies,  # whoever else says X-Forwarded-* is not heard
+        ssl_certfile=shown.file if shown is not None else None,
+        ssl_keyfile=shown.key_file if shown is not None else None,
         log_config=None,
         lifespan="on",
         timeout_graceful_shutdown=STOP_WITHIN_S,

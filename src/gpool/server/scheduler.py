@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from itertools import groupby
 from operator import itemgetter
 from typing import TYPE_CHECKING, TypeVar
@@ -262,15 +263,7 @@ class Scheduler:
         connected = node.id in self.channels
         if node.connected == connected:
             return node
-        return Node(
-            node.id,
-            node.owner,
-            node.name,
-            node.offer,
-            node.availability,
-            connected,
-            node.gpus_withheld,
-        )
+        return replace(node, connected=connected)
 
     # ---- specs and sending
 

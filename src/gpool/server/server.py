@@ -13,7 +13,9 @@ from gpool.server.blobs import Blobs
 from gpool.server.clock import Clock
 from gpool.server.credentials import Credentials
 from gpool.server.hub import Hub
+from gpool.server.identity.certificates import Certificate
 from gpool.server.identity.desk import SignIns
+from gpool.server.identity.node_gate import NodeGate
 from gpool.server.metrics import Metrics
 from gpool.server.scheduler import Scheduler
 from gpool.server.settings import Settings
@@ -51,8 +53,10 @@ class Server:
     scheduler: Scheduler
     blobs: Blobs
     credentials: Credentials
+    gate: NodeGate
     metrics: Metrics
     sign_ins: SignIns | None = None  # None: a server that only schedules
+    certificate: Certificate | None = None  # None: plain HTTP
 
     @property
     def now(self) -> Instant:

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from gpool.core.model import GIB, Permission, Span
+from gpool.transfer.requests import is_loopback
 
 Registration = Literal["open", "invite", "closed"]
 
@@ -34,6 +35,12 @@ class Settings(BaseSettings):
     data: Path = Path("gpool-data")
     database_url: str | None = None  # None: SQLite in the data directory
     public_url: str | None = None  # how others reach it, for join links; None: host and port
+
+    tls: bool | None = None  # None: on when it listens off loopback
+    tls_cert: Path | None = None  # PEM, the server's first; None: one of its own, pinned by links
+    tls_key: Path | None = None
+    plain_http: bool = False  # off loopback without TLS: only behind a proxy that ends it
+    trusted_proxies: str = ""  # addresses or networks, with commas; only their X-Forwarded-* count
 
     ttl_s: float = Field(default=30.0, gt=0)
     margin_s: float = Field(default=5.0, ge=0)
@@ -73,6 +80,43 @@ class Settings(BaseSettings):
             )
         return self
 
+    @model_validator(mode="after")
+    def _nothing_travels_in_the_clear(self) -> Self:
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ValueError("tls_cert and tls_key come together")
+        if self.plain_http and (self.tls or self.tls_cert):
+            raise ValueError("plain_http contradicts tls; the proxy before this server ends TLS")
+        if not self.uses_tls and not self.plain_http and not is_loopback(self.host):
+            raise ValueError(
+                f"host={self.host} without TLS would show every key to the network; leave tls on, "
+                "or say plain_http behind a proxy that ends TLS"
+            )
+        for each in self.proxies:
+            ipaddress.ip_network(each)  # says what is wrong with it
+        return self
+
+    @property
+    def uses_tls(self) -> bool:
+        if self.tls is not None:
+            return self.tls
+        return self.tls_cert is not None or not (self.plain_http or is_loopback(self.host))
+
+    @property
+    def is_reached_by_tls(self) -> bool:
+        """By others, perhaps through a proxy."""
+        return self.url.startswith("https://")
+
+    @property
+    def proxies(self) -> list[str]:
+        return [each.strip() for each in self.trusted_proxies.split(",") if each.strip()]
+
+    @property
+    def url(self) -> str:
+        """As others reach it."""
+        scheme = "https" if self.uses_tls else "http"
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return (self.public_url or f"{scheme}://{host}:{self.port}").rstrip("/")
+
     @property
     def store_url(self) -> str:
         return self.database_url or f"sqlite:///{self.data / 'gpool.db'}"
@@ -80,8 +124,7 @@ class Settings(BaseSettings):
     @property
     def address(self) -> str:
         """`HOST:PORT` as others reach it."""
-        url = self.public_url or f"http://{self.host}:{self.port}"
-        return url.removeprefix("https://").removeprefix("http://").rstrip("/")
+        return self.url.removeprefix("https://").removeprefix("http://")
 
     @property
     def origin(self) -> str:
@@ -104,15 +147,6 @@ class Settings(BaseSettings):
     @property
     def beat_every(self) -> Span:
         return span(self.beat_s)
-
-
-def is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False
 
 
 def span(seconds: float) -> Span:

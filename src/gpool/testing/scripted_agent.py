@@ -13,25 +13,31 @@ from typing import TypeVar
 import httpx2
 from websockets.sync.client import ClientConnection, connect
 
+from gpool.agent.badge import Badge
 from gpool.core.model import GIB, Offer, Tier
 from gpool.transfer.artifacts import LEASE_HEADER, LeaseRef, path_of
+from gpool.transfer.requests import Request
 from gpool.wire.frames import (
     CHANNEL_PATH,
     MAX_FRAME_BYTES,
+    NODE_HEADER,
     PROTOCOL,
     AgentFrame,
     Beat,
     BeatSeen,
+    Challenge,
+    FromServer,
     Grants,
     Hello,
     Hold,
     Lease,
+    Proven,
     Recorded,
     ReportItem,
     Reports,
     ServerFrame,
     Welcome,
-    decode_from_server,
+    decode_any_from_server,
     encode,
 )
 
@@ -56,7 +62,7 @@ class ScriptedAgent:
     """One node. Frames that come while it waits for another kind are kept in `heard`."""
 
     address: str
-    secret: str
+    badge: Badge
     cpus: int = 1
     heard: list[ServerFrame] = field(default_factory=list)
     _beat: int = 0
@@ -70,15 +76,33 @@ class ScriptedAgent:
         self._socket = self._open.enter_context(
             connect(
                 self.address.replace("http", "ws", 1) + CHANNEL_PATH,
-                additional_headers={"Authorization": f"Bearer {self.secret}"},
+                additional_headers={NODE_HEADER: self.badge.identity.node},
                 max_size=MAX_FRAME_BYTES,
                 compression=None,
                 ping_interval=None,
             )
         )
+        self._prove()
         self._beat += 1
         self.send(Hello(PROTOCOL, "scripted", offer(self.cpus), self._beat, holds))
         return self.awaited(Welcome)
+
+    def _prove(self) -> None:
+        challenge = self._received()
+        assert isinstance(challenge, Challenge), challenge
+        proof = self.badge.answer(challenge, is_open=False)
+        assert self._socket is not None
+        assert proof is not None
+        self._socket.send(encode(proof))
+        proven = self._received()
+        assert isinstance(proven, Proven), proven
+        self.badge.take(proven)
+
+    def _received(self) -> FromServer:
+        assert self._socket is not None, "connect first"
+        data = self._socket.recv(timeout=ANSWER_S)
+        assert isinstance(data, bytes)
+        return decode_any_from_server(data)
 
     def close(self) -> None:
         self._socket = None
@@ -86,15 +110,13 @@ class ScriptedAgent:
 
     def send(self, frame: AgentFrame) -> None:
         assert self._socket is not None, "connect first"
-        self._socket.send(encode(frame))
+        self._socket.send(encode(self.badge.stamped(frame)))
 
     def awaited(self, kind: type[F]) -> F:
         """The next frame of this kind."""
-        assert self._socket is not None, "connect first"
         while True:
-            data = self._socket.recv(timeout=ANSWER_S)
-            assert isinstance(data, bytes)
-            frame = decode_from_server(data)
+            frame = self._received()
+            assert not isinstance(frame, Challenge | Proven), "scripts do not live that long"
             self.heard.append(frame)
             if isinstance(frame, kind):
                 return frame
@@ -126,10 +148,9 @@ class ScriptedAgent:
 
     def upload(self, content: bytes, under: Hold) -> httpx2.Response:
         """PUTs an artifact under a lease."""
-        headers = {
-            "Authorization": f"Bearer {self.secret}",
-            LEASE_HEADER: LeaseRef(under.task, under.epoch).header,
-        }
-        url = self.address + path_of(hashlib.sha256(content).hexdigest())
+        path = path_of(hashlib.sha256(content).hexdigest())
+        headers = {LEASE_HEADER: LeaseRef(under.task, under.epoch).header}
+        headers |= self.badge.vouch(Request("PUT", path, headers))
+        url = self.address + path
         with httpx2.Client(trust_env=False, verify=False) as http:
             return http.put(url, content=content, headers=headers)

@@ -83,3 +83,13 @@ def pinned_context(fingerprint: str) -> ssl.SSLContext:
     context.sslsocket_class = PinnedSocket
     context.sslobject_class = PinnedObject
     return context
+
+
+def wrong_certificate(error: BaseException) -> WrongCertificate | None:
+    """The refusal of a changed certificate that lies behind an error of whatever library, if one does."""
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, WrongCertificate):
+            return seen
+        seen = seen.__cause__ or seen.__context__
+    return None

@@ -21,8 +21,9 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from gpool.core.errors import Invalid
 from gpool.transfer.private_files import read_private, write_private
 
+PROOF_HEADER = "Gpool-Proof"
 KEY_BYTES = 32
-SIGNATURE_LETTERS = 86
+KEY_LETTERS, SIGNATURE_LETTERS = 43, 86
 _REQUEST_PROOF = re.compile(r"([0-9]{1,12})\.([A-Za-z0-9_-]{22})\.([A-Za-z0-9_-]{86})")
 
 
@@ -101,6 +102,22 @@ class NodeKey:
     def request_proof(self, statement: RequestStatement) -> str:
         """The value of the `Gpool-Proof` header."""
         return f"{statement.at_s}.{statement.nonce}.{self.sign(statement)}"
+
+
+def public_text(public: bytes) -> str:
+    """A public key as documents and the store hold it."""
+    return _b64(public)
+
+
+def public_from(text: str) -> bytes | None:
+    """The key, when this is its one spelling."""
+    if len(text) != KEY_LETTERS or not text.isascii():
+        return None
+    try:
+        raw = base64.b64decode(text + "=", altchars=b"-_", validate=True)
+    except (binascii.Error, ValueError):
+        return None
+    return raw if _b64(raw) == text else None
 
 
 def new_nonce() -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import time
 from collections.abc import Iterator, Mapping
@@ -9,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 from typing import Any
+from urllib.parse import urlsplit
 
 from gpool.core.errors import (
     BY_CODE,
@@ -45,10 +47,33 @@ _BY_STATUS: Mapping[int, type[GpoolError]] = {
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where a server is. `fingerprint` is that of its certificate, from the join link."""
+    """Where a server is. `fingerprint` is that of its certificate, from the join link or the profile.
+
+    `plain` is the word of whoever runs this that keys may travel unencrypted; off loopback nothing does without it.
+    """
 
     url: str
     fingerprint: str | None = None
+    plain: bool = False
+
+    def refuse_if_open(self) -> None:
+        """`Invalid` when what is sent there could be read on its way."""
+        parts = urlsplit(self.url)
+        if parts.scheme == "https" or self.plain or is_loopback(parts.hostname or ""):
+            return
+        raise Invalid(
+            f"{self.url} is not encrypted, and your key could be read on its way there; use https://, with the "
+            "fingerprint of its certificate where no authority vouches for it (GPOOL_PLAIN_HTTP=1 sends it all the same)"
+        )
+
+
+def is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import ssl
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -18,10 +19,11 @@ from typing import BinaryIO
 
 import httpx2
 
-from gpool.core.errors import GpoolError, Invalid, Unreachable
+from gpool.core.errors import Forbidden, GpoolError, Unreachable
 from gpool.core.model import MIB
 from gpool.transfer.artifacts import LeaseRef, Pause, Steps, download, patiently, upload
 from gpool.transfer.landing import Landing
+from gpool.transfer.pinning import pinned_context, wrong_certificate
 from gpool.transfer.requests import AWAY, Address, FilePart, Patience, Reply, Request
 
 CONNECT_S, READ_S = 10.0, 60.0
@@ -31,13 +33,18 @@ FIRST_CONTACT_S = 2.0
 """Until the server has answered once, it is more likely off than restarting."""
 
 
-def _headers(address: Address, token: str | None) -> dict[str, str]:
-    if address.fingerprint is not None:
-        raise Invalid(
-            "this version cannot check a pinned certificate yet; "
-            "use an address whose certificate the system trusts"
-        )
+Vouch = Callable[[Request], Mapping[str, str]]
+"""Headers that say who sends this very request; `Unreachable` while that cannot be said."""
+
+
+def _headers(token: str | None) -> dict[str, str]:
     return {"Authorization": f"Bearer {token}"} if token else {}
+
+
+def _tls(address: Address) -> ssl.SSLContext | bool:
+    """How the server is known: by its pinned certificate, else by the authorities the system trusts."""
+    address.refuse_if_open()
+    return True if address.fingerprint is None else pinned_context(address.fingerprint)
 
 
 def _body(request: Request) -> bytes:
@@ -48,7 +55,10 @@ def _body(request: Request) -> bytes:
     return request.body
 
 
-def _unreachable(address: Address, error: httpx2.TransportError) -> Unreachable:
+def _unreachable(address: Address, error: httpx2.TransportError) -> GpoolError:
+    wrong = wrong_certificate(error)
+    if wrong is not None:
+        return Forbidden(f"{address.url}: {wrong}")
     what = str(error) or type(error).__name__
     return Unreachable(f"{address.url} does not answer ({what}); is the server running?")
 
@@ -92,14 +102,15 @@ class Sender:
     ) -> None:
         self._address, self._random, self._patience = address, random, patience
         self._transport = transport or httpx2.HTTPTransport(
-            limits=httpx2.Limits(max_connections=32, keepalive_expiry=60.0)
+            verify=_tls(address),
+            limits=httpx2.Limits(max_connections=32, keepalive_expiry=60.0),
         )
         self._base = httpx2.URL(address.url)
         self._prefix = self._base.raw_path.rstrip(b"/")
         self._headers = [
             ("Host", self._base.netloc.decode()),
             ("User-Agent", "gpool"),
-            *_headers(address, token).items(),
+            *_headers(token).items(),
         ]
         self._closed = threading.Event()
         self._answered = False
@@ -192,7 +203,7 @@ def _read(answer: httpx2.Response) -> bytes:
 
 
 class AsyncSender:
-    """Sends from an event loop."""
+    """Sends from an event loop, with a token, or vouching for each request."""
 
     def __init__(
         self,
@@ -200,15 +211,17 @@ class AsyncSender:
         token: str | None,
         random: Random,
         *,
+        vouch: Vouch | None = None,
         patience: Patience = PATIENT,
         transport: httpx2.AsyncBaseTransport | None = None,
     ) -> None:
         self._address, self._random, self._patience = address, random, patience
+        self._vouch = vouch
         self._http = httpx2.AsyncClient(
             base_url=address.url,
-            headers=_headers(address, token),
+            headers=_headers(token),
             timeout=httpx2.Timeout(READ_S, connect=CONNECT_S),
-            transport=transport,
+            transport=transport or httpx2.AsyncHTTPTransport(verify=_tls(address)),
         )
 
     async def close(self) -> None:
@@ -218,12 +231,15 @@ class AsyncSender:
         """One request, one reply; `Unreachable` when there is none."""
         is_file = isinstance(request.body, FilePart)
         content = await asyncio.to_thread(_body, request) if is_file else _body(request)
+        vouched = self._vouch(request) if self._vouch is not None else {}
         built = self._http.build_request(
-            request.method, request.path, headers=dict(request.headers), content=content
+            request.method, request.path, headers={**request.headers, **vouched}, content=content
         )
         try:
             answer = await self._http.send(built, stream=True)
             try:
+                if answer.status_code == 401 and self._vouch is not None:
+                    raise Unreachable(f"{self._address.url} did not take the proof of who we are")
                 landing = _lands(request, answer.status_code)
                 if landing is None:
                     return Reply(answer.status_code, answer.headers, await answer.aread())

@@ -233,6 +233,7 @@ class GpuDocument(Answer):
     status: Literal["free", "shared", "busy", "paused", "offline"]
     available: bool
     tiers: list[str]
+    flagged: str | None = None  # why it is not scheduled, whatever its owner says
 
 
 class GpuPage(Answer):
@@ -241,7 +242,10 @@ class GpuPage(Answer):
 
 
 class GpuPatch(Document):
-    available: bool
+    """Owners say `available`; operators settle a dispute with `flagged: null`: the GPU is its node's owner's."""
+
+    available: bool | None = None
+    flagged: None = None
 
 
 class NodeDocument(Answer):
@@ -291,22 +295,43 @@ class OfferedGpu(Document):
     simulated: bool = False
 
 
+class NodeProof(Document):
+    """The answer to a challenge of `POST /v1/nodes/challenges`, signed with the node's key."""
+
+    nonce: Annotated[str, StringConstraints(max_length=100)]
+    signature: Annotated[str, StringConstraints(max_length=100)]
+
+
 class NodeRequest(Document):
-    """`POST /v1/nodes` (and `/v1/resources`, `/register_gpu`): a node joins with an invite's token, or its owner's key."""
+    """`POST /v1/nodes` (and `/v1/resources`, `/register_gpu`): a node joins with an invite's token, or its owner's key.
+
+    An agent sends the public half of its key (Ed25519, base64url) with a proof that it holds the other one. Without a
+    key a machine is only listed, under its owner's account: nothing can be scheduled there.
+    """
 
     name: Name
     token: str | None = None
+    public_key: Annotated[str, StringConstraints(max_length=100)] | None = None
+    proof: NodeProof | None = None
     cpu_milli: Annotated[int, Field(ge=0, le=10_000_000)] = 0
     memory_bytes: Annotated[int, Field(ge=0, le=1 << 60)] = 0
     gpus: Annotated[list[OfferedGpu], Field(max_length=1024)] = []
 
 
 class NodeJoined(Answer):
-    """The secret is shown once; the agent keeps it in a 0600 file."""
+    """`server` is the name that this server goes by in the node's proofs."""
 
     id: str
     name: str
-    secret: str
+    server: str
+
+
+class NodeChallenge(Answer):
+    """What a node about to join signs, with `server` as the name it is signed for."""
+
+    nonce: str
+    server: str
+    expires_in_s: int
 
 
 # ---- the rest

@@ -1,7 +1,11 @@
 """The agent's channel: msgpack frames over one WebSocket, many leases or reports in each.
 
-The agent speaks first with `Hello`; the server answers `Welcome` or `Refused`. From then on either side sends when it
-has something. Reports are kept by the agent until `Recorded` names their sequence number and sent again after a
+First the connection itself: the server sends a `Challenge`, the agent answers `Prove`, and is given `Proven` with a
+short-lived token; near the token's end the same three pass again. Whoever carries the frames deals with these and puts
+the token on every `Reports`; behind it nobody sees them.
+
+Then the agent speaks first with `Hello`; the server answers `Welcome` or `Refused`. From then on either side sends when
+it has something. Reports are kept by the agent until `Recorded` names their sequence number and sent again after a
 reconnect; the store's fence makes the repetition harmless. Lease time: see `gpool.agent.session`.
 """
 
@@ -17,8 +21,12 @@ PROTOCOL = 1
 MAX_FRAME_BYTES = 8 * 1024 * 1024
 MAX_SPEC_BYTES = 3 * 1024 * 1024
 """One spec on the wire: with a frame's share of payloads it must fit into a frame."""
+MAX_PROOF_BYTES = 1024
+"""A frame from somebody who has proved nothing yet."""
 
 CHANNEL_PATH = "/v1/nodes/channel"
+NODE_HEADER = "Gpool-Node"
+"""Who the dialling agent says it is; the challenge asks it to prove that."""
 
 
 class _Frame(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -102,6 +110,7 @@ class Beat(_Frame, frozen=True):
 class Reports(_Frame, frozen=True):
     sequence: int
     items: tuple[ReportItem, ...]
+    token: str = ""  # of `Proven`; put on by the connection
 
 
 class OfferChanged(_Frame, frozen=True):
@@ -111,6 +120,13 @@ class OfferChanged(_Frame, frozen=True):
 
 
 AgentFrame = Hello | Beat | Reports | OfferChanged
+
+
+class Prove(_Frame, frozen=True):
+    """The signature of a challenge's statement; see `gpool.transfer.proving`."""
+
+    nonce: str
+    signature: str
 
 
 # ---- server to agent
@@ -183,15 +199,37 @@ class Refused(_Frame, frozen=True):
 
 ServerFrame = Welcome | BeatSeen | Grants | Stop | Recorded | Refused
 
+
+class Challenge(_Frame, frozen=True):
+    """Prove that you hold your key, for this purpose (`transfer.proving.Purpose`), now."""
+
+    nonce: str
+    purpose: str
+
+
+class Proven(_Frame, frozen=True):
+    """A token bound to the node's key, good for `lives_us` from `server_at_us`, the server's time."""
+
+    token: str
+    server_at_us: int
+    lives_us: int
+
+
+FromAgent = AgentFrame | Prove
+FromServer = ServerFrame | Challenge | Proven
+"""What is on the wire; without what concerns the connection alone, it is an `AgentFrame` or a `ServerFrame`."""
+
 _encoder = msgspec.msgpack.Encoder()
 _agent_decoder: msgspec.msgpack.Decoder[AgentFrame] = msgspec.msgpack.Decoder(AgentFrame)
 _server_decoder: msgspec.msgpack.Decoder[ServerFrame] = msgspec.msgpack.Decoder(ServerFrame)
+_from_agent: msgspec.msgpack.Decoder[FromAgent] = msgspec.msgpack.Decoder(FromAgent)
+_from_server: msgspec.msgpack.Decoder[FromServer] = msgspec.msgpack.Decoder(FromServer)
 
 Malformed = msgspec.MsgspecError
 """What the decoders raise on bytes that are no frame."""
 
 
-def encode(frame: AgentFrame | ServerFrame) -> bytes:
+def encode(frame: FromAgent | FromServer) -> bytes:
     return _encoder.encode(frame)
 
 
@@ -206,3 +244,12 @@ def decode_from_agent(data: bytes) -> AgentFrame:
 
 def decode_from_server(data: bytes) -> ServerFrame:
     return _server_decoder.decode(data)
+
+
+def decode_any_from_agent(data: bytes) -> FromAgent:
+    """With what concerns the connection."""
+    return _from_agent.decode(data)
+
+
+def decode_any_from_server(data: bytes) -> FromServer:
+    return _from_server.decode(data)

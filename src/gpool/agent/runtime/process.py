@@ -39,13 +39,17 @@ class ProcessRuntime:
     tier = Tier.NONE
 
     def __init__(self, data_dir: Path, *, gpus: Sequence[Gpu] = ()) -> None:
-        self._gpus = {gpu.index: gpu for gpu in gpus}
+        self.use_gpus(gpus)
         self._places = data_dir.resolve() / "processes"
         self._values = data_dir.resolve() / "process-values"
         for path in (self._places, self._values):
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._launcher = Launcher(place="", binds=(), seccomp=b"")
         self._made = 0
+
+    def use_gpus(self, gpus: Sequence[Gpu]) -> None:
+        """What the machine has now; sandboxes that run keep what they were given."""
+        self._gpus = {gpu.index: gpu for gpu in gpus}
 
     async def start_command(self, job: CommandJob) -> CommandSandbox:
         place = self._make(with_values=False)

@@ -8,13 +8,16 @@ from typing import Literal
 
 import msgspec
 
-from gpool.core.errors import Invalid, NotFound
+from gpool.core.errors import Forbidden, Invalid, NotFound
 from gpool.core.ids import GpuId, NodeId, UserId, encode
-from gpool.core.model import Availability, Gpu, Instant, Node, Offer, Tier
+from gpool.core.model import SECOND, Availability, Gpu, Instant, Node, Offer, Tier
 from gpool.core.permissions import POOL, Action, Kind, Thing, missing
 from gpool.core.scheduling.state import NodeState
-from gpool.server import credentials
+from gpool.server import credentials, offers
 from gpool.server.asking import node_thing, own, permit
+from gpool.server.identity.node_gate import checked_public_key
+from gpool.server.identity.proofs import LIFE as CHALLENGE_LIFE
+from gpool.server.identity.proofs import NotProven
 from gpool.server.server import Once, Server
 from gpool.server.settings import span
 from gpool.server.store.identity_values import Caller, GpuRow
@@ -23,9 +26,11 @@ from gpool.server.store.operations import bindings
 from gpool.server.store.operations import nodes as operations
 from gpool.server.store.protocol import Operation
 from gpool.server.store.values import NodeCredentials, NodeRow, User
+from gpool.transfer.proving import Purpose
 from gpool.wire.documents import (
     GpuDocument,
     InviteDocument,
+    NodeChallenge,
     NodeDocument,
     NodeJoined,
     NodeRequest,
@@ -36,7 +41,7 @@ _Status = Literal["free", "shared", "busy", "paused", "offline"]
 
 
 class _Saved(msgspec.Struct, frozen=True):
-    """A joining's answer as it is kept under its key: without the secret, which is derived again."""
+    """A joining's answer as it is kept under its key."""
 
     id: str
     name: str
@@ -48,10 +53,10 @@ class _SavedInvite(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """Every node, with the ids of its GPUs."""
+    """Every node, with the rows of its GPUs."""
 
     rows: tuple[NodeRow, ...]
-    gpu_ids: dict[tuple[NodeId, int], GpuId]
+    gpus: dict[tuple[NodeId, int], GpuRow]
 
 
 # ---- joining
@@ -60,7 +65,7 @@ class Pool:
 async def join(
     server: Server, who: Caller | None, request: NodeRequest, once: Once | None
 ) -> NodeJoined:
-    """A new node, by its owner's key or by an invite's token. The secret is shown this once."""
+    """A node, by its owner's key or by an invite's token; an agent proves the key it brings."""
     if request.token:
         permit(who, Action.NODE_JOIN_BY_INVITE, POOL)
     else:
@@ -68,37 +73,66 @@ async def join(
     user = None if who is None else who.user
     if "\0" in request.name or "\0" in (request.token or ""):
         raise Invalid("'name' and 'token' hold no NUL character")
-    secret = _secret(server, credentials.NODE_PREFIX, user, once)
+    public_key = _proved_key(server, request)
     offer = _offer(request)
     create = _create(
         NodeId(server.ids.next()),
         request,
         user.id if user is not None and not request.token else None,
-        credentials.hashed(secret),
+        public_key,
         offer,
         server.ids.take(len(offer.gpus)),
         server.now,
     )
     if user is None:
-        row = await server.write(create)
-        saved = _saved(row)
-        value: NodeRow | None = row
+        value: tuple[NodeRow, ...] | None = await server.write(create)
+        assert value is not None
+        saved = _saved(value)
     else:
         answered = await server.write_once(user, once, create, _saved)
         value, saved = answered.value, answered.body
-    if value is not None:
-        server.scheduler.node_changed(value.node)
+    for row in value or ():
+        server.scheduler.node_changed(row.node)
     answer = msgspec.json.decode(saved, type=_Saved)
-    return NodeJoined(id=answer.id, name=answer.name, secret=secret)
+    return NodeJoined(id=answer.id, name=answer.name, server=server.gate.name)
 
 
 async def register(server: Server, who: NodeCredentials, request: NodeRequest) -> NodeJoined:
     """A node that is known says what it lends: its offer replaces the earlier one."""
     permit(who, Action.NODE_OFFER, Thing(Kind.NODE, owner=who.owner, holder=who.node))
     offer = _offer(request)
-    row = await server.write(_greet(who.node, offer, server.ids.take(len(offer.gpus)), server.now))
-    server.scheduler.node_changed(row.node)
-    return NodeJoined(id=encode("node", who.node), name=who.name, secret="")
+    rows = await server.write(
+        offers.take(who.node, offer, server.ids.take(len(offer.gpus)), server.now)
+    )
+    for row in rows:
+        server.scheduler.node_changed(row.node)
+    return NodeJoined(id=encode("node", who.node), name=who.name, server=server.gate.name)
+
+
+def challenge(server: Server) -> NodeChallenge:
+    """What a node about to join signs."""
+    return NodeChallenge(
+        nonce=server.gate.challenge(Purpose.JOIN),
+        server=server.gate.name,
+        expires_in_s=CHALLENGE_LIFE // SECOND,
+    )
+
+
+def _proved_key(server: Server, request: NodeRequest) -> str | None:
+    """The key of the node, whose other half it has shown to hold; None: it brings none."""
+    if request.public_key is None:
+        if request.token:
+            raise Invalid(
+                "joining with an invite takes 'public_key' and 'proof'; install the same gpool version"
+            )
+        return None
+    key = checked_public_key(request.public_key)
+    if request.proof is None:
+        raise Invalid("'public_key' needs a 'proof': the answer to POST /v1/nodes/challenges")
+    found = server.gate.joins(key, request.proof.nonce, request.proof.signature)
+    if isinstance(found, NotProven):
+        raise Forbidden("the proof does not show that you hold this key; ask for a new challenge")
+    return key
 
 
 async def invite(
@@ -118,9 +152,16 @@ async def invite(
     expires_at = Instant(msgspec.json.decode(answered.body, type=_SavedInvite).expires_at)
     return InviteDocument(
         token=token,
-        link=f"gpool://{server.settings.address}/join/{token}",
+        link=f"gpool://{server.settings.address}/join/{token}{_pin(server)}",
         expires_at=instant_to_datetime(expires_at),
     )
+
+
+def _pin(server: Server) -> str:
+    """How the link says to know the server: by its own certificate, or by one an authority vouches for."""
+    if server.certificate is not None and server.certificate.own:
+        return f"#sha256={server.certificate.fingerprint}"
+    return "#tls" if server.settings.is_reached_by_tls else ""
 
 
 def _secret(server: Server, prefix: str, user: User | None, once: Once | None) -> str:
@@ -146,27 +187,52 @@ def _create(
     id_: NodeId,
     request: NodeRequest,
     owner: int | None,
-    secret_hash: str,
+    public_key: str | None,
     offer: Offer,
     gpu_ids: Sequence[int],
     at: Instant,
-) -> Operation[NodeRow]:
+) -> Operation[tuple[NodeRow, ...]]:
+    """The node's row, then those of others its GPUs concern."""
     invite_hash = credentials.hashed(request.token) if request.token else None
     whose = UserId(owner) if owner is not None else None
+    known = yield from _again(request.name, whose, invite_hash, public_key)
+    if known is not None and public_key is None:
+        return (yield from offers.take(known, offer, gpu_ids, at))
+    if known is not None:
+        row = yield from operations.node(known)
+        assert row is not None
+        return (row,)
     yield from operations.create_node(
-        id_, request.name, whose, invite_hash, secret_hash, offer, gpu_ids, at
+        id_,
+        request.name,
+        whose,
+        invite_hash,
+        "" if public_key is not None else credentials.hashed(credentials.fresh("")),  # told nobody
+        offer,
+        gpu_ids,
+        at,
+        public_key,
     )
-    row = yield from operations.node(id_)
-    assert row is not None
-    return row
+    return (yield from offers.bind(id_, offer, at))
 
 
-@operation
-def _greet(node: NodeId, offer: Offer, gpu_ids: Sequence[int], at: Instant) -> Operation[NodeRow]:
-    yield from operations.greet(node, offer, gpu_ids, at)
-    row = yield from operations.node(node)
-    assert row is not None
-    return row
+def _again(
+    name: str, owner: UserId | None, invite_hash: str | None, public_key: str | None
+) -> Operation[NodeId | None]:
+    """The node this is, when its joining succeeded before and only the answer was lost; or, without a key, an update."""
+    if public_key is not None:
+        known = yield from operations.node_by_key(public_key)
+        if known is None:
+            return None
+        if invite_hash is not None:
+            made = yield from operations.node_of_invite(invite_hash)
+            return known.node if made == known.node else None
+        return known.node if known.owner == owner else None
+    for row in (yield from operations.nodes(owner)) if owner is not None else ():
+        if row.node.name == name:
+            found = yield from operations.credentials_of(row.node.id)
+            return row.node.id if found is not None and found.public_key is None else None
+    return None
 
 
 @operation
@@ -175,16 +241,16 @@ def _invite(hashed: str, user: User, expires_at: Instant, at: Instant) -> Operat
     return expires_at
 
 
-def _saved(row: NodeRow) -> bytes:
-    return msgspec.json.encode(_Saved(encode("node", row.node.id), row.node.name))
+def _saved(rows: tuple[NodeRow, ...]) -> bytes:
+    return msgspec.json.encode(_Saved(encode("node", rows[0].node.id), rows[0].node.name))
 
 
 # ---- reading
 
 
 async def pool(server: Server) -> Pool:
-    rows, ids = await server.store.read(_everything())
-    return Pool(rows, {(node, index): gpu for gpu, node, index in ids})
+    rows, gpus = await server.store.read(_everything())
+    return Pool(rows, {(row.node, row.position): row for row in gpus})
 
 
 async def node(server: Server, id_: NodeId) -> NodeDocument:
@@ -196,10 +262,10 @@ async def node(server: Server, id_: NodeId) -> NodeDocument:
 
 
 async def gpu(server: Server, id_: GpuId) -> GpuDocument:
-    found = await pool(server)
+    found, wanted = await pool(server), encode("gpu", id_)
     for row in found.rows:
-        for index, document in gpu_documents(server, found, row):
-            if found.gpu_ids.get((row.node.id, index)) == id_:
+        for _, document in gpu_documents(server, found, row):
+            if document.id == wanted:
                 return document
     raise NotFound(f"no GPU {encode('gpu', id_)}; `gpool gpus` lists them")
 
@@ -212,10 +278,10 @@ async def processors(server: Server, id_: NodeId) -> GpuDocument:
 
 
 @operation
-def _everything() -> Operation[tuple[tuple[NodeRow, ...], tuple[tuple[GpuId, NodeId, int], ...]]]:
+def _everything() -> Operation[tuple[tuple[NodeRow, ...], tuple[GpuRow, ...]]]:
     rows = yield from operations.nodes()
-    ids = yield from operations.gpus()
-    return rows, ids
+    gpus = yield from bindings.gpu_rows()
+    return rows, gpus
 
 
 # ---- what owners allow
@@ -241,10 +307,19 @@ async def set_gpu_available(
     return await gpu(server, id_)
 
 
+async def unflag(server: Server, who: Caller, id_: GpuId, once: Once | None) -> GpuDocument:
+    """An operator decides that a GPU seen under two owners is its node's owner's."""
+    operation = _unflag(id_, who, server.now)
+    answered = await server.write_once(who.user, once, operation, lambda _: b"")
+    for row in answered.value or ():
+        server.scheduler.node_changed(row.node)
+    return await gpu(server, id_)
+
+
 async def remove(server: Server, who: Caller, id_: NodeId, once: Once | None) -> None:
     answered = await server.write_once(who.user, once, _remove(id_, who), lambda _: b"")
     if answered.value:
-        server.credentials.forget()
+        server.gate.forget()
         server.scheduler.node_removed(id_)
 
 
@@ -272,6 +347,16 @@ def gpu_thing(row: GpuRow | None) -> Thing:
     if row is None or row.gone:
         return missing(Kind.GPU)
     return Thing(Kind.GPU, owner=row.owner, holder=row.node)
+
+
+@operation
+def _unflag(id_: GpuId, who: Caller, at: Instant) -> Operation[tuple[NodeRow, ...]]:
+    found = yield from bindings.gpu(id_)
+    permit(who, Action.GPU_UNFLAG, gpu_thing(found), f"GPU {encode('gpu', id_)}")
+    settled = yield from bindings.unflag(id_, at)
+    if settled is None:
+        raise NotFound(f"no GPU {encode('gpu', id_)}; `gpool gpus` lists them")
+    return (yield from offers.rows_with((settled.uuid,)))
 
 
 @operation
@@ -325,8 +410,8 @@ def gpu_documents(server: Server, pool: Pool, row: NodeRow) -> list[tuple[int, G
     entry = _entry(server, here.id)
     told = []
     for device in here.offer.gpus:
-        id_ = pool.gpu_ids.get((here.id, device.index))
-        if id_ is None:
+        stored = pool.gpus.get((here.id, device.index))
+        if stored is None:
             continue
         room = entry.room.gpus.get(device.index) if entry else None
         free_share = max(0, room.free_share) if room else 1000
@@ -336,7 +421,7 @@ def gpu_documents(server: Server, pool: Pool, row: NodeRow) -> list[tuple[int, G
             (
                 device.index,
                 GpuDocument(
-                    id=encode("gpu", id_),
+                    id=encode("gpu", stored.id),
                     kind="gpu",
                     node=encode("node", here.id),
                     node_name=here.name,
@@ -351,6 +436,7 @@ def gpu_documents(server: Server, pool: Pool, row: NodeRow) -> list[tuple[int, G
                     status=_status(server, here, allowed, free_share, free_memory),
                     available=allowed and here.availability is Availability.AVAILABLE,
                     tiers=_tiers(here.offer.tiers),
+                    flagged=stored.flagged,
                 ),
             )
         )

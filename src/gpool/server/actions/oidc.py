@@ -24,9 +24,10 @@ from gpool.server.identity import oidc
 from gpool.server.identity.envelope import Place
 from gpool.server.identity.oidc import Expected, Identity, Provider
 from gpool.server.server import Server
-from gpool.server.settings import OidcProvider, is_loopback, span
+from gpool.server.settings import OidcProvider, span
 from gpool.server.store.identity_values import Account
 from gpool.server.store.operations import accounts as operations
+from gpool.transfer.requests import is_loopback
 from gpool.wire.identity import OidcFinish, OidcStarted, TokensDocument
 
 _STATE = Place("oidc", "state", "sealed")

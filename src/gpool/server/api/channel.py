@@ -1,4 +1,4 @@
-"""The agent's WebSocket: carries frames between the socket and `server.channel.Channel`, one at a time and in order."""
+"""The agent's WebSocket: carries frames between the socket, the handshake and the channel, one at a time and in order."""
 
 from __future__ import annotations
 
@@ -6,20 +6,25 @@ import asyncio
 import logging
 
 from fastapi import APIRouter
+from starlette.types import Message
 from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
 
-from gpool.core.errors import Forbidden, GpoolError
+from gpool.core.errors import GpoolError, Invalid, NotSignedIn
+from gpool.core.ids import NodeId, decode
 from gpool.server.api.problems import problem
-from gpool.server.api.requests import caller, server_of
+from gpool.server.api.requests import server_of
 from gpool.server.channel import Channel
-from gpool.server.store.values import NodeCredentials
+from gpool.server.handshake import Handshake
+from gpool.server.identity.node_gate import JOIN_AGAIN
 from gpool.wire.frames import (
     CHANNEL_PATH,
     MAX_FRAME_BYTES,
+    MAX_PROOF_BYTES,
+    NODE_HEADER,
+    FromServer,
     Malformed,
     Refused,
-    ServerFrame,
-    decode_from_agent,
+    decode_any_from_agent,
     encode,
 )
 
@@ -28,6 +33,9 @@ router = APIRouter()
 
 MAX_WAITING_BYTES = 64 * 1024 * 1024
 """Frames an agent has not taken yet; one that lets more pile up is cut off and may come again."""
+
+PROVE_WITHIN_S = 10.0
+"""Connections that have proved nothing are not kept."""
 
 
 class _Outbox:
@@ -38,7 +46,7 @@ class _Outbox:
         self._waiting: asyncio.Queue[bytes | None] = asyncio.Queue()
         self._bytes = 0
 
-    def put(self, frame: ServerFrame) -> None:
+    def put(self, frame: FromServer) -> None:
         data = encode(frame)
         self._bytes += len(data)
         self._waiting.put_nowait(data)
@@ -55,19 +63,22 @@ class _Outbox:
 
 @router.websocket(CHANNEL_PATH)
 async def agent_channel(socket: WebSocket) -> None:
+    server = server_of(socket)
     try:
-        who = await caller(socket)
-        if not isinstance(who, NodeCredentials):
-            raise Forbidden("the channel is for nodes; use a node's secret (gpn_…)")
+        who = await server.gate.node(_named(socket))
+        if who is None:
+            raise NotSignedIn(JOIN_AGAIN)
     except GpoolError as error:
         await socket.send_denial_response(problem(error, socket.scope["path"]))
         return
     await socket.accept()
     outbox = _Outbox(socket)
-    channel = Channel(server_of(socket), who, outbox.put)
+    handshake = Handshake(server.gate, who, server.clock.now, outbox.put)
+    channel = Channel(server, who, outbox.put)
     carrier = asyncio.create_task(outbox.carry(), name=f"gpool-channel-{who.node}")
     try:
-        await _listen(socket, channel)
+        handshake.begin()
+        await _listen(socket, handshake, channel)
         if socket.application_state is WebSocketState.CONNECTED:
             await carrier  # what is left, a refusal last
     except WebSocketDisconnect:
@@ -78,18 +89,48 @@ async def agent_channel(socket: WebSocket) -> None:
         await asyncio.gather(carrier, return_exceptions=True)
 
 
-async def _listen(socket: WebSocket, channel: Channel) -> None:
-    while not channel.closed:
-        message = await socket.receive()
-        if message["type"] == "websocket.disconnect":
-            raise WebSocketDisconnect(message.get("code", 1005))
-        data = message.get("bytes")
-        if data is None or len(data) > MAX_FRAME_BYTES:
-            channel.refuse("invalid", "frames are binary and at most 8 MiB", retry=False)
-            return
+def _named(socket: WebSocket) -> NodeId:
+    """Who it says it is."""
+    text = socket.headers.get(NODE_HEADER)
+    if text is None:
+        raise NotSignedIn(
+            f"the channel is for nodes, which name themselves in '{NODE_HEADER}' and prove their key; "
+            "install the same gpool version, and join with a link"
+        )
+    try:
+        return NodeId(decode("node", text))
+    except Invalid as error:
+        raise NotSignedIn(JOIN_AGAIN) from error
+
+
+async def _listen(socket: WebSocket, handshake: Handshake, channel: Channel) -> None:
+    while not channel.closed and not handshake.is_proven:
         try:
-            frame = decode_from_agent(data)
-        except Malformed as error:
-            channel.refuse("invalid", f"not a frame: {error}", retry=False)
+            async with asyncio.timeout(PROVE_WITHIN_S):
+                message = await socket.receive()
+        except TimeoutError:
+            channel.refuse("not_signed_in", "no proof came in time; connect again", retry=True)
             return
-        await channel.receive(frame)
+        await _pass_on(message, MAX_PROOF_BYTES, handshake, channel)
+    while not channel.closed:
+        await _pass_on(await socket.receive(), MAX_FRAME_BYTES, handshake, channel)
+
+
+async def _pass_on(message: Message, most: int, handshake: Handshake, channel: Channel) -> None:
+    """One message from the socket, as far as it may go."""
+    if message["type"] == "websocket.disconnect":
+        raise WebSocketDisconnect(message.get("code", 1005))
+    data = message.get("bytes")
+    if data is None or len(data) > most:
+        channel.refuse("invalid", f"frames are binary and at most {most} bytes", retry=False)
+        return
+    try:
+        frame = decode_any_from_agent(data)
+    except Malformed as error:
+        channel.refuse("invalid", f"not a frame: {error}", retry=False)
+        return
+    passed = await handshake.take(frame)
+    if isinstance(passed, Refused):
+        channel.refuse(passed.code, passed.detail, retry=passed.retry)
+    elif passed is not None:
+        await channel.receive(passed)

@@ -6,6 +6,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from gpool.core.errors import Invalid
 from gpool.core.ids import GpuId, NodeId, decode
 from gpool.core.model import Availability
 from gpool.core.permissions import Action
@@ -28,6 +29,7 @@ from gpool.wire.documents import (
     GpuPatch,
     InviteDocument,
     InviteRequest,
+    NodeChallenge,
     NodeDocument,
     NodeJoined,
     NodePage,
@@ -36,9 +38,7 @@ from gpool.wire.documents import (
 )
 
 router = APIRouter(tags=["nodes"])
-_JOINED: Responses = {
-    201: {"model": NodeJoined, "description": "Joined; the secret is shown this once"}
-}
+_JOINED: Responses = {201: {"model": NodeJoined, "description": "Joined"}}
 
 
 @router.get("/v1/nodes", responses=ok(NodePage), response_class=Response)
@@ -68,6 +68,12 @@ async def join(request: Request) -> Response:
     if isinstance(who, NodeCredentials):
         return answer(await nodes.register(server, who, wanted))
     return answer(await nodes.join(server, who, wanted, once_of(request, content)), 201)
+
+
+@router.post("/v1/nodes/challenges", responses=ok(NodeChallenge), response_class=Response)
+async def challenge(request: Request) -> Response:
+    """What a node about to join signs, to show that it holds the key it brings."""
+    return answer(nodes.challenge(server_of(request)))
 
 
 @router.post(
@@ -153,7 +159,7 @@ async def list_resources(request: Request) -> Response:
     response_class=Response,
 )
 async def register(request: Request) -> Response:
-    """Register a machine's GPUs: what an agent's hello does. A node's own secret updates its offer."""
+    """Register a machine's GPUs: what an agent's hello does. Its owner's key updates what was registered without an agent."""
     return await join(request)
 
 
@@ -174,10 +180,17 @@ async def get_resource(request: Request, gpu: GPU) -> Response:
     response_class=Response,
 )
 async def change_resource(request: Request, gpu: GPU) -> Response:
-    """Lend a GPU of yours, or keep it."""
+    """Lend a GPU of yours, or keep it. Operators settle with `flagged: null` whose a GPU is."""
     who = await user_of(request, _lending(gpu))
     content = await body_of(request)
-    return await _lend(request, who, gpu, parsed(GpuPatch, content).available, content)
+    wanted = parsed(GpuPatch, content)
+    if "flagged" in wanted.model_fields_set:
+        once = once_of(request, content)
+        device = GpuId(decode("gpu", gpu))
+        return answer(await nodes.unflag(server_of(request), who, device, once))
+    if wanted.available is None:
+        raise Invalid("say 'available' (owners) or 'flagged': null (operators)")
+    return await _lend(request, who, gpu, wanted.available, content)
 
 
 @router.delete("/v1/resources/{gpu}", responses=ok(GpuDocument), response_class=Response)

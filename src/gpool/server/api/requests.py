@@ -19,6 +19,8 @@ from gpool.server.blobs import Part
 from gpool.server.server import Once, Server
 from gpool.server.store.identity_values import Caller
 from gpool.server.store.values import NodeCredentials
+from gpool.transfer.artifacts import LEASE_HEADER
+from gpool.transfer.proving import PROOF_HEADER
 from gpool.wire.documents import MAX_SMALL_BODY_BYTES
 from gpool.wire.frames import Hold
 
@@ -68,7 +70,10 @@ async def caller_if_any(connection: HTTPConnection) -> Caller | NodeCredentials 
     if header is None:
         return None
     scheme, _, secret = header.partition(" ")
-    found = None
+    found: Caller | None = None
+    proof = connection.headers.get(PROOF_HEADER)
+    if proof is not None:
+        return await _node_of(connection, secret.strip(), proof)
     if scheme.lower() == "bearer":
         found = await server_of(connection).credentials.who(secret)
     if found is None:
@@ -76,6 +81,17 @@ async def caller_if_any(connection: HTTPConnection) -> Caller | NodeCredentials 
             "this key or token is not known here, or no longer good; sign in again, or check it"
         )
     return found
+
+
+async def _node_of(connection: HTTPConnection, token: str, proof: str) -> NodeCredentials:
+    """The node whose token this is, by its proof for this very request."""
+    scope = connection.scope
+    path = (scope.get("raw_path") or scope["path"].encode()).decode("ascii", "replace")
+    if scope["query_string"]:
+        path += "?" + scope["query_string"].decode("ascii", "replace")
+    lease = connection.headers.get(LEASE_HEADER, "")
+    gate = server_of(connection).gate
+    return await gate.requests(scope.get("method", ""), path, lease, token, proof)
 
 
 async def body_of(request: Request, limit: int = MAX_SMALL_BODY_BYTES) -> bytes:
@@ -119,7 +135,7 @@ def sha256_of(text: str) -> str:
 
 def lease_of(request: Request) -> Hold | None:
     """`Gpool-Lease: t-…:EPOCH`, under which a node uploads."""
-    header = request.headers.get("gpool-lease")
+    header = request.headers.get(LEASE_HEADER)
     if header is None:
         return None
     task, _, epoch = header.rpartition(":")

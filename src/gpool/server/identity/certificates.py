@@ -10,7 +10,7 @@ import datetime
 import ipaddress
 import ssl
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from cryptography import x509
@@ -38,6 +38,7 @@ class Certificate:
     fingerprint: str
     names: tuple[str, ...]
     expires_at: Instant
+    own: bool = False  # made here: nobody vouches for it, so it is known by its fingerprint alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +87,7 @@ def own(folder: Path, names: Sequence[str], now: Instant) -> Certificate:
         made = make(names, now)
         write_private(both, made.key_pem + made.certificate_pem, replace=False)
     read_private(both)
-    return load(both, both)
+    return replace(load(both, both), own=True)
 
 
 def load(file: Path, key_file: Path) -> Certificate:

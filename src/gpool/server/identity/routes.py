@@ -53,6 +53,7 @@ ROUTES: Mapping[tuple[str, str], Row] = {
     ("GET", "/v1/batches/{id}/results"): _row(_C.STREAM, _A.BATCH_READ),
     ("GET", "/v1/nodes"): _row(_C.READ, _A.NODES_LIST),
     ("POST", "/v1/nodes"): _JOIN,
+    ("POST", "/v1/nodes/challenges"): _row(_C.SIGN_IN, _A.NODE_PROVE),
     ("POST", "/v1/resources"): _JOIN,
     ("POST", "/register_gpu"): _JOIN,
     ("POST", "/v1/nodes/invites"): _row(_C.CHANGE, _A.NODE_INVITE),

@@ -160,7 +160,7 @@ def held_lease(row: Row, payload: bytes | None = None, payload_sha256: str = "")
 NODE_COLUMNS = "n.id, n.owner_id, n.name, n.offer, n.availability, n.last_beat_at, n.created_at"
 
 
-def node_row(row: Row, withheld: frozenset[int]) -> NodeRow:
+def node_row(row: Row, withheld: frozenset[int], flagged: frozenset[int] = frozenset()) -> NodeRow:
     """From `NODE_COLUMNS`. Whether it is connected, only the server knows: here it is not."""
     node = Node(
         id=NodeId(row[0]),
@@ -170,5 +170,6 @@ def node_row(row: Row, withheld: frozenset[int]) -> NodeRow:
         availability=Availability(row[4]),
         connected=False,
         gpus_withheld=withheld,
+        gpus_flagged=flagged,
     )
     return NodeRow(node, row[5], Instant(row[6]))

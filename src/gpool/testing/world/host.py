@@ -20,6 +20,7 @@ from gpool.server.blobs import Blobs
 from gpool.server.clock import Ids
 from gpool.server.credentials import Credentials
 from gpool.server.hub import Hub
+from gpool.server.identity.node_gate import NodeGate
 from gpool.server.loops import Ticker, all_loops
 from gpool.server.metrics import Metrics
 from gpool.server.server import Server
@@ -89,6 +90,9 @@ class Incarnation:
             blobs=Blobs(site.folder / "blobs", site.settings.max_artifact_bytes),
             credentials=Credentials(
                 self.disk, site.clock.now, site.settings.ttl, b"the world's root key"
+            ),
+            gate=NodeGate(
+                self.disk, site.clock.now, b"the world's root key", remember=site.settings.ttl
             ),
             metrics=metrics,
         )

@@ -120,8 +120,10 @@ def _credentials(where: str, **parameters: int | str) -> Operation[NodeCredentia
 
 
 @operation
-def node_by_secret(hashed: str) -> Operation[NodeCredentials | None]:
-    return (yield from _credentials("secret_hash = :hashed", hashed=hashed))
+def node_of_invite(hashed: str) -> Operation[NodeId | None]:
+    """The node that joined with it."""
+    rows = yield Statement("SELECT node_id FROM invites WHERE hashed = :hashed", {"hashed": hashed})
+    return NodeId(rows[0][0]) if rows and rows[0][0] is not None else None
 
 
 @operation
@@ -158,18 +160,24 @@ def beat(node: NodeId, at: Instant) -> Operation[None]:
 def load_nodes(where: str, parameters: dict[str, int]) -> Operation[tuple[NodeRow, ...]]:
     """Nodes with the indexes of the GPUs that take nothing: withheld by the owner, or flagged. `where` speaks of `n`."""
     withheld: dict[int, set[int]] = {}
+    flagged: dict[int, set[int]] = {}
     rows = yield Statement(
-        "SELECT g.node_id, g.position FROM gpus g JOIN nodes n ON n.id = g.node_id "  # noqa: S608
+        "SELECT g.node_id, g.position, g.flagged FROM gpus g JOIN nodes n ON n.id = g.node_id "  # noqa: S608
         f"WHERE g.gone = 0 AND (g.available = 0 OR g.flagged IS NOT NULL) AND {where}",
         parameters,
     )
-    for number, position in rows:
+    for number, position, why in rows:
         withheld.setdefault(number, set()).add(position)
+        if why is not None:
+            flagged.setdefault(number, set()).add(position)
     rows = yield Statement(
         f"SELECT {NODE_COLUMNS} FROM nodes n WHERE {where} ORDER BY n.id",  # noqa: S608
         parameters,
     )
-    return tuple(node_row(row, frozenset(withheld.get(row[0], ()))) for row in rows)
+    return tuple(
+        node_row(row, frozenset(withheld.get(row[0], ())), frozenset(flagged.get(row[0], ())))
+        for row in rows
+    )
 
 
 @operation

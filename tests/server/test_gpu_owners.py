@@ -1,0 +1,127 @@
+"""A GPU is bound to its owner and the owner's payout wallet; one seen under two owners takes nothing until it is settled."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+
+import pytest
+from server_desk import Agent, Desk, an_offer
+
+from gpool.core.ids import decode
+from gpool.core.model import Gpu, Offer, Permission
+from gpool.server.store.operations import accounts, bindings, people
+from gpool.transfer.proving import NodeKey
+from gpool.wire.frames import OfferChanged
+
+pytestmark = pytest.mark.anyio
+UUID = "GPU-5f1c9b1e-0000-4000-8000-000000000001"
+WALLET = "0x" + "ab" * 20
+
+
+def offering(*uuids: str, simulated: bool = False) -> Offer:
+    gpus = tuple(
+        Gpu(index, uuid, "A100", "nvidia", 80 << 30, simulated) for index, uuid in enumerate(uuids)
+    )
+    return replace(an_offer(), gpus=gpus)
+
+
+async def owned(desk: Desk, owner: str, offer: Offer) -> Agent:
+    """A connected node of somebody else's."""
+    headers = await desk.person(owner, Permission.PROVIDER, Permission.CONSUMER)
+    key = NodeKey(hashlib.sha256(owner.encode()).digest())
+    agent = await desk.join(key, offer, headers, name=f"{owner}s")
+    await agent.connect()
+    return agent
+
+
+async def flags(desk: Desk) -> dict[str, str | None]:
+    items = (await desk.get("/v1/resources")).json()["items"]
+    return {each["node_name"]: each["flagged"] for each in items if each["kind"] == "gpu"}
+
+
+async def explained(desk: Desk, task: str) -> str:
+    answer = (await desk.get(f"/v1/tasks/{task}/explain")).json()
+    return str(answer)
+
+
+async def test_a_gpu_is_bound_to_its_owner_and_their_payout_wallet(desk: Desk) -> None:
+    operator = await desk.server.store.read(people.user_by_name("operator"))
+    assert operator is not None
+    await desk.server.store.write(accounts.link_wallet(operator.id, WALLET, desk.clock.now()))
+    await desk.agent(offer=offering(UUID))
+    bound = await desk.server.store.read(bindings.binding(UUID))
+    assert bound is not None
+    assert (bound.owner, bound.wallet) == (operator.id, WALLET)
+
+
+async def test_one_seen_under_two_owners_is_flagged_on_both_and_takes_nothing(desk: Desk) -> None:
+    await desk.agent("first", offering(UUID, "GPU-mine"))
+    task = await desk.command(gpu="A100:2")
+    thief = await owned(desk, "thief", offering(UUID))
+    told = await flags(desk)
+    assert "two owners" in str(told["thiefs"])
+    await desk.schedule()
+    assert thief.leases() == []
+    assert "flagged" not in await explained(desk, task)  # one of the two is fine: too few
+    alone = await desk.command(gpu="A100")
+    await desk.schedule()
+    pages = (await desk.get("/v1/nodes")).json()["items"]
+    first = next(node for node in pages if node["name"] == "first")
+    assert [gpu["flagged"] is not None for gpu in first["gpus"]] == [True, False]
+    assert first["gpus"][0]["status"] == "paused"
+    assert (await desk.get(f"/v1/tasks/{alone}")).json()["status"] == "leased"
+
+
+async def test_a_task_that_only_flagged_gpus_would_suit_is_told_so(desk: Desk) -> None:
+    await desk.agent("first", offering(UUID))
+    await owned(desk, "thief", offering(UUID))
+    task = await desk.command(gpu="A100")
+    await desk.schedule()
+    assert "two owners" in await explained(desk, task)
+
+
+async def test_an_operator_settles_whose_it_is_and_nobody_else_does(desk: Desk) -> None:
+    first = await desk.agent("first", offering(UUID))
+    thief = await owned(desk, "thief", offering(UUID))
+    items = (await desk.get("/v1/resources")).json()["items"]
+    mine = next(each["id"] for each in items if each["node_name"] == "first" and each["uuid"])
+    other = await desk.person("other", Permission.PROVIDER, Permission.CONSUMER)
+    refused = await desk.http.patch(f"/v1/resources/{mine}", json={"flagged": None}, headers=other)
+    assert refused.status_code in (403, 404)
+    settled = await desk.http.patch(f"/v1/resources/{mine}", json={"flagged": None})
+    assert (settled.status_code, settled.json()["flagged"]) == (200, None)
+    told = await flags(desk)
+    assert told["first"] is None
+    assert "another owner" in str(told["thiefs"])
+    await desk.command(gpu="A100")
+    await desk.schedule()
+    assert (len(first.leases()), len(thief.leases())) == (1, 0)
+    assert (await desk.http.patch(f"/v1/resources/{mine}", json={})).status_code == 400
+
+
+async def test_simulated_gpus_are_nobodys_to_claim(desk: Desk) -> None:
+    await desk.agent("first", offering(UUID, simulated=True))
+    await owned(desk, "second", offering(UUID, simulated=True))
+    assert set((await flags(desk)).values()) == {None}
+    assert await desk.server.store.read(bindings.binding(UUID)) is None
+
+
+async def test_a_gpu_that_appears_later_is_bound_and_flagged_alike(desk: Desk) -> None:
+    await desk.agent("first", offering(UUID))
+    thief = await owned(desk, "thief", offering())
+    assert set((await flags(desk)).values()) == {None}
+    await thief.channel.receive(OfferChanged(offering(UUID)))
+    assert None not in (await flags(desk)).values()
+    node = desk.server.scheduler.state.nodes[thief.credentials.node].node
+    assert node.gpus_withheld == {0}
+    assert decode("node", thief.badge.identity.node) == thief.credentials.node
+
+
+async def test_a_machine_registered_by_rest_claims_its_gpus_too(desk: Desk) -> None:
+    await desk.agent("first", offering(UUID))
+    other = await desk.person("other", Permission.PROVIDER)
+    gpu = {"index": 0, "uuid": UUID, "model": "A100", "memory_bytes": 80 << 30}
+    answer = await desk.post("/register_gpu", {"name": "claim", "gpus": [gpu]}, headers=other)
+    assert answer.status_code == 201
+    assert None not in (await flags(desk)).values()
