@@ -6,7 +6,7 @@ Times are microseconds of the agent's own boot clock (counts while the machine s
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from gpool.core.model import Allocation, EndReason, OutputFile, TaskSpec
 from gpool.wire.frames import AgentFrame, ServerFrame
@@ -154,6 +154,7 @@ class StartCommand:
     spec: TaskSpec
     allocation: Allocation
     owner: bool
+    secrets: tuple[tuple[str, str], ...] = field(default=(), repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +175,7 @@ class StartRunner:
     owner: bool
     spec: TaskSpec  # for environment, variables, python
     allocation: Allocation
+    secrets: tuple[tuple[str, str], ...] = field(default=(), repr=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,8 @@ from gpool.server.blobs import Blobs
 from gpool.server.clock import Clock, SystemClock, system_ids
 from gpool.server.credentials import Credentials
 from gpool.server.hub import Hub
+from gpool.server.identity.guard import Guard
+from gpool.server.identity.sealer import Sealer
 from gpool.server.loops import Ticker, all_loops
 from gpool.server.metrics import Metrics
 from gpool.server.scheduler import Scheduler
@@ -51,7 +53,9 @@ async def open_server(settings: Settings, clock: Clock | None = None) -> Server:
 def wire(settings: Settings, store: Store, clock: Clock) -> Server:
     """A server over an open store; nothing runs yet."""
     hub, metrics = Hub(), Metrics()
-    scheduler = Scheduler(store, hub, metrics, Policy(order=settings.order), settings.ttl)
+    sealer = Sealer(store, settings.master_source, clock.now)
+    policy = Policy(order=settings.order)
+    scheduler = Scheduler(store, hub, metrics, policy, settings.ttl, sealer)
     return Server(
         settings=settings,
         store=store,
@@ -64,6 +68,8 @@ def wire(settings: Settings, store: Store, clock: Clock) -> Server:
             store, clock.now, span(settings.key_cache_s), _root_key(settings.data)
         ),
         metrics=metrics,
+        sealer=sealer,
+        guard=Guard(clock.now),
     )
 
 

@@ -13,6 +13,8 @@ from gpool.server.blobs import Blobs
 from gpool.server.clock import Clock
 from gpool.server.credentials import Credentials
 from gpool.server.hub import Hub
+from gpool.server.identity.guard import Guard
+from gpool.server.identity.sealer import Sealer
 from gpool.server.metrics import Metrics
 from gpool.server.scheduler import Scheduler
 from gpool.server.settings import Settings
@@ -50,6 +52,8 @@ class Server:
     blobs: Blobs
     credentials: Credentials
     metrics: Metrics
+    sealer: Sealer
+    guard: Guard
 
     @property
     def now(self) -> Instant:

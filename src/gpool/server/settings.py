@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, SecretStr, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from gpool.core.model import GIB, Span
+from gpool.server.identity.sealer import MasterSource
 
 
 class Settings(BaseSettings):
@@ -36,6 +37,11 @@ class Settings(BaseSettings):
     keep_unreferenced_s: float = Field(default=86_400.0, ge=0)
     seal_logs_after_s: float = Field(default=60.0, ge=0)
 
+    # Master keys: what a command prints, else the variable's value, else a file that is made on the first start.
+    master_key: SecretStr | None = None
+    master_key_command: str | None = None
+    master_key_file: Path | None = None  # None: `master.key` in the data directory
+
     @model_validator(mode="after")
     def _agent_lets_go_first(self) -> Self:
         if self.margin_s + self.beat_s >= self.ttl_s:
@@ -53,6 +59,12 @@ class Settings(BaseSettings):
         """`HOST:PORT` as others reach it."""
         url = self.public_url or f"http://{self.host}:{self.port}"
         return url.removeprefix("https://").removeprefix("http://").rstrip("/")
+
+    @property
+    def master_source(self) -> MasterSource:
+        text = self.master_key.get_secret_value() if self.master_key is not None else ""
+        file = self.master_key_file or self.data / "master.key"
+        return MasterSource(file, text, self.master_key_command or "")
 
     @property
     def ttl(self) -> Span:

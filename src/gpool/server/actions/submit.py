@@ -11,8 +11,9 @@ import msgspec
 from gpool.core.errors import Forbidden, Invalid, TooLarge, TooMany, Unprocessable
 from gpool.core.ids import BatchId, SpecId, TaskId, decode, encode
 from gpool.core.model import INLINE_LIMIT_BYTES, Permission
-from gpool.server.actions.specs import spec_of
+from gpool.server.actions.specs import secrets_of, spec_of
 from gpool.server.actions.spelling import spell
+from gpool.server.identity.sealer import secret_place
 from gpool.server.server import Once, Server
 from gpool.server.store.operation import operation
 from gpool.server.store.operations import tasks as operations
@@ -50,7 +51,7 @@ async def submit(server: Server, user: User, request: TaskRequest, once: Once | 
         raise Forbidden(
             "your account may not submit tasks; ask the operator for the permission 'consumer'"
         )
-    submission = _submission(server, user, request)
+    submission = await _submission(server, user, request)
     waiting = server.scheduler.state.queued_count
     if waiting + len(submission.tasks) > server.settings.max_queued:
         raise TooMany(f"{waiting} tasks wait already, the queue is full; try again later")
@@ -64,27 +65,45 @@ async def submit(server: Server, user: User, request: TaskRequest, once: Once | 
             tuple(TaskId(decode("task", text)) for text in first.ids),
             fresh=False,
         )
-    server.scheduler.queued(submitted, submission.spec, user.id, submission.at)
+    server.scheduler.queued(submitted, submission)
     if not submitted.tasks:
         server.hub.publish((submitted.batch,))  # closed: those who stream its results may be done
     ids = tuple([task.id for task in submitted.tasks])
     return Accepted(body, submitted.batch, ids, fresh=True)
 
 
-def _submission(server: Server, user: User, request: TaskRequest) -> Submission:
+async def _submission(server: Server, user: User, request: TaskRequest) -> Submission:
     spec = spec_of(request)
+    spec_id = SpecId(server.ids.next())
+    secrets, mark = await _sealed(server, user, spec_id, request) if spec.secrets else ((), "")
     new = request.batch is None
     batch = BatchId(server.ids.next() if request.batch is None else decode("batch", request.batch))
     return Submission(
         batch=batch,
         is_new_batch=new,
         closes_batch=not request.more,
-        spec_id=SpecId(server.ids.next()),
+        spec_id=spec_id,
         spec=spec,
         user=user.id,
         tasks=_tasks(server, request),
         at=server.now,
+        secrets=secrets,
+        secrets_mark=mark,
     )
+
+
+async def _sealed(
+    server: Server, user: User, spec: SpecId, request: TaskRequest
+) -> tuple[tuple[tuple[str, bytes], ...], str]:
+    """The secrets, each sealed for its place; and their mark, equal for equal secrets of this user."""
+    given = sorted(secrets_of(request).items())
+    await server.sealer.prepare()
+    sealed = tuple(
+        (name, server.sealer.seal_now(secret_place(spec, name), value.encode()))
+        for name, value in given
+    )
+    words = [word.encode() for pair in given for word in pair]
+    return sealed, server.sealer.mark(b"secrets", str(user.id).encode(), *words)
 
 
 def _tasks(server: Server, request: TaskRequest) -> list[NewTask]:

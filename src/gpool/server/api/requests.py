@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 from typing import Annotated, TypeVar
 
@@ -95,8 +94,9 @@ def once_of(request: Request, raw: bytes = b"") -> Once | None:
         return None
     if not key or len(key) > MAX_KEY_LENGTH or not key.isprintable():
         raise Invalid(f"an Idempotency-Key has 1 to {MAX_KEY_LENGTH} printable characters")
-    asked = f"{request.method} {request.scope['path']}\n".encode() + raw
-    return Once(key, hashlib.sha256(asked).hexdigest())
+    asked = f"{request.method} {request.scope['path']}".encode()
+    # A keyed hash: what was asked may hold a password or a secret, and must not be guessed from the store.
+    return Once(key, server_of(request).sealer.mark(b"request", asked, raw))
 
 
 def sha256_of(text: str) -> str:

@@ -194,10 +194,14 @@ class SignInThrottle:
         wait = buckets.spend(spending, now)
         return wait or Admitted(attempt, spending)
 
-    def succeeded(self, admitted: Admitted, now: Instant) -> None:
-        """The password was right: nothing was guessed, and the address is known from now on."""
+    def not_tried(self, admitted: Admitted) -> None:
+        """The password was not looked at: nothing was guessed."""
         self._trusted.give_back(admitted.spent)
         self._strangers.give_back(admitted.spent)
+
+    def succeeded(self, admitted: Admitted, now: Instant) -> None:
+        """The password was right: nothing was guessed, and the address is known from now on."""
+        self.not_tried(admitted)
         key = (admitted.attempt.name.casefold(), network_of(admitted.attempt.address))
         self._known.pop(key, None)  # to the end: the longest unused is forgotten first
         self._known[key] = Instant(now + self._rates.remembered)
@@ -252,17 +256,17 @@ class ClassRates:
     address: Rate
 
 
-def _per_second(rate: int, burst: int) -> Rate:
+def per_second(rate: int, burst: int) -> Rate:
     return Rate(burst, Span(SECOND // rate))
 
 
 CLASS_RATES: Mapping[RouteClass, ClassRates] = {
-    RouteClass.SIGN_IN: ClassRates(_per_second(2, 30), _per_second(10, 100)),
-    RouteClass.READ: ClassRates(_per_second(500, 2000), _per_second(1000, 5000)),
-    RouteClass.CHANGE: ClassRates(_per_second(100, 500), _per_second(300, 1500)),
-    RouteClass.SUBMIT: ClassRates(_per_second(500, 2000), _per_second(1000, 5000)),
-    RouteClass.TRANSFER: ClassRates(_per_second(500, 5000), _per_second(1000, 10_000)),
-    RouteClass.STREAM: ClassRates(_per_second(50, 500), _per_second(200, 2000)),
+    RouteClass.SIGN_IN: ClassRates(per_second(2, 30), per_second(10, 100)),
+    RouteClass.READ: ClassRates(per_second(500, 2000), per_second(1000, 5000)),
+    RouteClass.CHANGE: ClassRates(per_second(100, 500), per_second(300, 1500)),
+    RouteClass.SUBMIT: ClassRates(per_second(500, 2000), per_second(1000, 5000)),
+    RouteClass.TRANSFER: ClassRates(per_second(500, 5000), per_second(1000, 10_000)),
+    RouteClass.STREAM: ClassRates(per_second(50, 500), per_second(200, 2000)),
 }
 
 
@@ -282,3 +286,10 @@ class RouteLimits:
         if account is not None:
             wanted.append(((route, account), rates.account))
         return self._buckets.spend(wanted, now)
+
+    def take_account(self, route: RouteClass, account: int, now: Instant) -> Wait | None:
+        """Of somebody signed in: people who share an address do not slow one another."""
+        return self._buckets.spend([((route, account), self._rates[route].account)], now)
+
+    def take_address(self, route: RouteClass, address: str, now: Instant) -> Wait | None:
+        return self.take(route, None, address, now)
