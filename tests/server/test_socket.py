@@ -44,8 +44,8 @@ def joined(live: Live, name: str = "socket") -> str:
     return secret
 
 
-def hello(*holds: Hold) -> bytes:
-    return encode(Hello(PROTOCOL, "boot", an_offer(), 1, holds))
+def hello(*holds: Hold, beat: int = 1) -> bytes:
+    return encode(Hello(PROTOCOL, "boot", an_offer(), beat, holds))
 
 
 def received(socket: ClientConnection) -> object:
@@ -121,7 +121,7 @@ def test_a_newer_connection_closes_the_older(live: Live) -> None:
         older.send(hello())
         received(older)
         with agent_socket(live, secret) as newer:
-            newer.send(hello())
+            newer.send(hello(beat=2))
             assert isinstance(received(newer), Welcome)
             assert isinstance(received(older), Refused)
             with pytest.raises(ConnectionClosed):

@@ -9,6 +9,7 @@ from dataclasses import replace
 from itertools import count
 from typing import Any, TypeVar
 
+from gpool.core.errors import GpoolError, InternalFault
 from gpool.core.ids import BatchId, NodeId, SpecId, TaskId, UserId
 from gpool.core.model import (
     Allocation,
@@ -17,13 +18,16 @@ from gpool.core.model import (
     Instant,
     Offer,
     Permission,
+    Slice,
     TaskKind,
     TaskSpec,
 )
+from gpool.core.permissions import TeamId
 from gpool.core.scheduling.events import Grant, Place
 from gpool.core.scheduling.shapes import shape_of
 from gpool.server.store import open_store
-from gpool.server.store.operations import leases, nodes, people, tasks
+from gpool.server.store.identity_values import Team
+from gpool.server.store.operations import accounts, leases, nodes, people, tasks, teams
 from gpool.server.store.protocol import Operation, Store
 from gpool.server.store.values import (
     AppliedPlan,
@@ -69,6 +73,26 @@ class Database:
         self.loop.close()
 
 
+def race(database: Database, operations: Sequence[Operation[Any]], stores: int = 4) -> list[Any]:
+    """All at once, dealt out to several replicas; a refusal stands in its operation's place."""
+
+    async def run() -> list[Any]:
+        replicas = [await open_store(database.url) for _ in range(stores)]
+        answers = await asyncio.gather(
+            *(replicas[i % stores].write(each) for i, each in enumerate(operations)),
+            return_exceptions=True,
+        )
+        for replica in replicas:
+            await replica.close()
+        return list(answers)
+
+    answers = database.run(run())
+    for answer in answers:
+        assert not isinstance(answer, BaseException) or isinstance(answer, GpoolError), answer
+        assert not isinstance(answer, InternalFault), answer
+    return answers
+
+
 @contextmanager
 def opened(url: str) -> Iterator[Database]:
     made = Database(url)
@@ -78,8 +102,8 @@ def opened(url: str) -> Iterator[Database]:
         made.close()
 
 
-def returned(task: int, epoch: int = 1, value: bytes = b"v") -> Finished:
-    return Finished(task, epoch, EndReason.RETURNED, None, value, duration_us=1000)
+def returned(task: int, epoch: int = 1, value: bytes = b"v", value_sha256: str = "") -> Finished:
+    return Finished(task, epoch, EndReason.RETURNED, None, value, value_sha256, duration_us=1000)
 
 
 def exited(task: int, epoch: int = 1, code: int = 1, text: str = "") -> Finished:
@@ -110,6 +134,26 @@ class Pool:
         self.write(people.create_user(made))
         return made.id
 
+    def account(self, name: str, **ways: Any) -> UserId:
+        """A user with ways in: `password_hash`, `wallet`, `oidc`."""
+        made = User(UserId(next(self.numbers)), name, frozenset({Permission.CONSUMER}), self.now())
+        self.write(
+            accounts.register(
+                made,
+                ways.get("password_hash"),
+                ways.get("wallet"),
+                ways.get("invite_hash"),
+                self.now(),
+                ways.get("oidc"),
+            )
+        )
+        return made.id
+
+    def team(self, name: str, owner: UserId | None = None) -> TeamId:
+        made = Team(TeamId(next(self.numbers)), name, self.now())
+        self.write(teams.create_team(made, self.ann if owner is None else owner))
+        return made.id
+
     def node(self, name: str, gpus: int = 0) -> NodeId:
         offered = tuple(
             Gpu(i, f"{name}-{i}", "H100", "nvidia", 80 << 30, simulated=True) for i in range(gpus)
@@ -132,6 +176,7 @@ class Pool:
         more: bool = False,
         payload: bytes = b"",
         payload_sha256: str = "",
+        **further: Any,
     ) -> Submission:
         made = [
             NewTask(TaskId(next(self.numbers)), place, payload, payload_sha256)
@@ -146,6 +191,7 @@ class Pool:
             self.ann if user is None else user,
             made,
             self.now(),
+            **further,
         )
 
     def submit(self, count: int = 1, **options: Any) -> list[TaskId]:
@@ -168,9 +214,14 @@ class Pool:
         return Place(node, allocation, shape_of(spec, self.ann), grants)
 
     def grant(
-        self, node: NodeId, granted: Sequence[TaskId], epoch: int = 1, number: int = 0
+        self,
+        node: NodeId,
+        granted: Sequence[TaskId],
+        epoch: int = 1,
+        number: int = 0,
+        slices: tuple[Slice, ...] = (),
     ) -> AppliedPlan:
-        place = self.place(node, granted, epoch, replace(CPU, number=number))
+        place = self.place(node, granted, epoch, replace(CPU, number=number, slices=slices))
         return self.write(leases.apply_plan([place], self.term, self.now()))
 
     def leased(self, node: NodeId, **options: Any) -> TaskId:

@@ -185,6 +185,28 @@ def test_no_hot_statement_scans_the_tasks(tmp_path: Path, pool: Pool) -> None:
                 assert not [step for step in plan if "ix_tasks" in step], (statement.sql, plan)
 
 
+def test_what_is_open_is_read_from_its_own_index(tmp_path: Path, pool: Pool) -> None:
+    """With a million finished tasks, nothing but these plans keeps a listing or a quota cheap."""
+    is_open = [TaskStatus.QUEUED, TaskStatus.LEASED]
+    migrate_sqlite(tmp_path / "plans.db")
+    with closing(sqlite3.connect(tmp_path / "plans.db")) as connection:
+        for operation in (
+            tasks.tasks(pool.ann, None, 10, is_open),
+            tasks.tasks(None, None, 10, is_open, [7]),
+            tasks.tasks(pool.ann, None, 10, is_open, [7, 8]),
+            teams.usage_of("user", pool.ann),
+            teams.usage_of("team", 7),
+        ):
+            plans = [
+                step
+                for statement in statements_of(operation, [], [(0,)], [(0,)])
+                for step in plan_of(connection, statement)
+                if re.search(r"\b(t|tasks) USING\b", step) and "PRIMARY KEY" not in step
+            ]
+            assert plans
+            assert all(re.search(r"ix_tasks_(team_)?(held|queued)\b", step) for step in plans)
+
+
 def plan_of(connection: sqlite3.Connection, statement: Statement) -> list[str]:
     signature = tuple((name, relation.columns) for name, relation in statement.relations.items())
     parameters = dict(statement.parameters)

@@ -141,6 +141,7 @@ class Action(StrEnum):
 
     # coming in
     REGISTER = "account.register"
+    SIGN_IN_BEGIN = "session.begin_sign_in"  # where a provider is to be asked
     SIGN_IN = "session.sign_in"
     REFRESH = "session.refresh"
     SIGN_OUT = "session.sign_out"
@@ -208,6 +209,7 @@ class Action(StrEnum):
     # the pool
     HEALTH_READ = "server.health"
     SCHEMA_READ = "server.schema"
+    PUBLIC_KEYS_READ = "server.public_keys"
     METRICS_READ = "server.metrics"
     USERS_LIST = "user.list"
     USER_READ = "user.read"
@@ -265,6 +267,7 @@ _A, _K, _S = Action, Kind, Scope
 
 RULES: Mapping[Action, Rule] = {
     _A.REGISTER: _changes(_K.SERVER, _ANYONE, None),
+    _A.SIGN_IN_BEGIN: _reads(_K.SERVER, _ANYONE, None),
     _A.SIGN_IN: _changes(_K.SERVER, _ANYONE, None),
     _A.REFRESH: _changes(_K.SERVER, _ANYONE, None),
     _A.SIGN_OUT: _changes(_K.SESSION, _SELF, None),
@@ -326,6 +329,7 @@ RULES: Mapping[Action, Rule] = {
     _A.CREDIT_GIVE: _changes(_K.SERVER, _OPERATOR, None),
     _A.HEALTH_READ: _reads(_K.SERVER, _ANYONE, None),
     _A.SCHEMA_READ: _reads(_K.SERVER, _ANYONE, None),
+    _A.PUBLIC_KEYS_READ: _reads(_K.SERVER, _ANYONE, None),
     _A.METRICS_READ: _reads(_K.SERVER, _SIGNED_IN, _S.NODES_READ),
     _A.USERS_LIST: _reads(_K.SERVER, _OPERATOR, _S.ADMIN),
     _A.USER_READ: _reads(_K.ACCOUNT, _SELF | _OPERATOR, _S.ACCOUNT_READ),

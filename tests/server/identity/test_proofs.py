@@ -217,6 +217,7 @@ def test_a_request_signed_by_the_tokens_key_is_taken_once() -> None:
         {"path": "/v1/artifacts/abd"},
         {"path": "/v1/artifacts/abc?x"},
         {"token": TOKEN + "x"},
+        {"lease": "t-0000000000001:2"},
         {"server": "other.example:8642"},
     ],
 )

@@ -231,6 +231,20 @@ def test_stored_keys_that_cannot_be_right_are_refused(change: object) -> None:
         KeySet.from_json(json.dumps(change(document)).encode())  # type: ignore[operator]
 
 
+def test_the_public_keys_are_published_without_the_private_ones_and_pyjwt_finds_its_key() -> None:
+    page = BENCH.keys.jwks(NOW)
+    assert "d" not in {name for key in page["keys"] for name in key}  # type: ignore[attr-defined]
+    found = jwt.PyJWKSet.from_dict(page)[BENCH.kid]
+    read = jwt.decode(
+        BENCH.token(),
+        found.key,
+        algorithms=["EdDSA"],
+        audience=PLACE.audience,
+        options={"verify_exp": False, "verify_iat": False},
+    )
+    assert read["sub"] == encode("user", 7)
+
+
 def test_a_private_key_never_shows_when_a_key_is_printed() -> None:
     key: Key = BENCH.keys.signer(NOW)
     assert key.private is not None

@@ -15,7 +15,7 @@ import binascii
 import hashlib
 import hmac
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from cryptography.exceptions import InvalidSignature
@@ -148,9 +148,7 @@ class Proofs:
         at = proof.at_s * SECOND
         if abs(now - at) > REQUEST_LIFE:
             return NotProven.STALE
-        said = RequestStatement(
-            self._server, statement.method, statement.path, statement.token, proof.at_s, proof.nonce
-        )
+        said = replace(statement, at_s=proof.at_s, nonce=proof.nonce)
         if statement.server != self._server:
             return NotProven.FOREIGN
         if not _signed(public, raw, said.message()):

@@ -44,7 +44,7 @@ class TokenType(StrEnum):
     NODE = "node"
 
 
-LIFE_S = {TokenType.USER: 900, TokenType.NODE: 300}
+LIFE_S = {TokenType.USER: 300, TokenType.NODE: 300}
 """How long a token lives. A longer one is refused, whoever signed it."""
 
 _SUBJECT_KIND = {TokenType.USER: "user", TokenType.NODE: "node"}
@@ -114,6 +114,23 @@ class KeySet:
                 for key in kept
             )
         )
+
+    def jwks(self, now: Instant) -> dict[str, object]:
+        """The public halves (RFC 7517, RFC 8037), for whoever wants to check our tokens."""
+        return {
+            "keys": [
+                {
+                    "kty": "OKP",
+                    "crv": "Ed25519",
+                    "x": _b64(key.public),
+                    "kid": key.kid,
+                    "alg": ALGORITHM,
+                    "use": "sig",
+                }
+                for key in self.keys
+                if key.verifies_until is None or now < key.verifies_until
+            ]
+        }
 
     def to_json(self) -> bytes:
         """For the store, sealed: it holds private keys."""

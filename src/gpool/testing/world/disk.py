@@ -7,7 +7,7 @@ answered, in commit order. A crash before it abandons the group; one after it le
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -164,7 +164,3 @@ class Disk:
             self._open = False
         self._dead = True
         return lost
-
-
-def operations_in(group: list[Asked]) -> Iterator[Operation[Any]]:
-    return (asked.operation for asked in group)

@@ -50,6 +50,7 @@ class Flaw(StrEnum):
     LOST_GRANTS_NOT_REPEATED = "lost_grants_not_repeated"
     REQUEUE_NOT_FOLDED = "requeue_not_folded"
     SANDBOX_OUTLIVES_AGENT = "sandbox_outlives_agent"
+    LETS_GO_IN_SILENCE = "lets_go_in_silence"  # this one was real once
 
 
 # ---- the store
@@ -231,6 +232,15 @@ class ClingingSession(Session):
         self._deadline = NEVER
 
 
+class SilentSession(Session):
+    """Lets go of its leases and tells nobody."""
+
+    def _let_go(self, now: int, out: list[Instruction]) -> None:
+        leases = self._work.leases
+        super()._let_go(now, out)
+        self._work.drop(now, leases, out)
+
+
 class ReceiptSession(Session):
     """Counts its lease time from when the confirmation came, not from when the beat went."""
 
@@ -303,6 +313,7 @@ _PARTS: dict[Flaw, dict[str, Any]] = {
     Flaw.LOST_GRANTS_NOT_REPEATED: {"channel": DeafChannel},
     Flaw.REQUEUE_NOT_FOLDED: {"scheduler": LosingScheduler},
     Flaw.SANDBOX_OUTLIVES_AGENT: {"machine": UndeadMachine},
+    Flaw.LETS_GO_IN_SILENCE: {"session": SilentSession},
 }
 
 

@@ -31,8 +31,9 @@ GRANTABLE = ", ".join(f"'{status.value}'" for status in sources(Move.GRANTED))
 def apply_plan(
     places: Sequence[Place], term: int, at: Instant, with_secrets: Collection[SpecId] = ()
 ) -> Operation[AppliedPlan]:
-    """Writes what is still so. Grants on a node that is gone or takes nothing new are left out, their tasks stay queued.
+    """Writes what is still so.
 
+    Grants on a node that is gone or takes nothing new, or on a flagged GPU, are left out; their tasks stay queued.
     `with_secrets`: the specs that have some; those of what is granted come along, still sealed.
     """
     current = yield Statement(
@@ -47,7 +48,13 @@ def apply_plan(
         {"nodes": of_ids(place.node for place in places)},
     )
     takes = {row[0] for row in rows}
-    open_places = [place for place in places if place.node in takes]
+    flagged = yield from _flagged(places)
+    open_places = [
+        place
+        for place in places
+        if place.node in takes
+        and not any((place.node, part.gpu_index) in flagged for part in place.allocation.slices)
+    ]
     grants: dict[int, Row] = {}  # a task named twice goes to the first place that names it
     for place in open_places:
         node, number = place.node, place.allocation.number
@@ -83,6 +90,20 @@ def apply_plan(
             lines.append(GrantedLine(place, tuple(leases)))
     secret = {spec for line in lines for spec, _ in line.leases if spec in with_secrets}
     return AppliedPlan(tuple(lines), tuple(refused), secrets=(yield from secrets_to_open(secret)))
+
+
+def _flagged(places: Sequence[Place]) -> Operation[set[tuple[int, int]]]:
+    """(node, index) of GPUs that nobody may have until an operator says whose they are."""
+    on_gpus = {place.node for place in places if place.allocation.slices}
+    if not on_gpus:
+        return set()
+    rows = yield Statement(
+        "SELECT g.node_id, g.position FROM {nodes} AS i JOIN gpus g ON g.node_id = i.id "
+        "WHERE g.flagged IS NOT NULL AND g.gone = 0",
+        {},
+        {"nodes": of_ids(on_gpus)},
+    )
+    return {(row[0], row[1]) for row in rows}
 
 
 @operation

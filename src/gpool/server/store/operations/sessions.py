@@ -20,6 +20,7 @@ SESSION = (
     "id, user_id, seed_sealed, generation, rotated_at, idle_until, created_at, expires_at, "
     "ended_at, ended_why, label"
 )
+KEYS_LOCK = 0x67706B657973  # "gpkeys"
 KEY = "kid, sealed, public, created_at, signs_from, verifies_until"
 
 
@@ -158,11 +159,10 @@ def signing_keys() -> Operation[tuple[SigningKey, ...]]:
 
 @operation
 def put_signing_key(key: SigningKey, known: Collection[str]) -> Operation[bool]:
-    """Adds a key, if `known` are still all the others: of replicas that rotate at once one does.
-
-    Two that make the very first key at once may both succeed; both keys then verify, and the newer signs.
-    """
-    rows = yield Statement("SELECT kid FROM signing_keys ORDER BY kid /*postgresql FOR UPDATE*/")
+    """Adds a key, if `known` are still all the others: of replicas that rotate at once, or start at once, one does."""
+    # rows that another replica adds cannot be locked: the lock comes first, and only then the look
+    yield Statement(f"SELECT 1 /*postgresql FROM pg_advisory_xact_lock({KEYS_LOCK})*/")  # noqa: S608
+    rows = yield Statement("SELECT kid FROM signing_keys")
     if {row[0] for row in rows} != set(known):
         return False
     yield Statement(

@@ -247,11 +247,9 @@ def tasks(
         parts = [part for each in whose or [""] for part in _open(each, wanted)]
     else:
         of_status = f" AND {_one_of(wanted)}" if wanted else ""
-        parts = [f"{each} AND t.id < :before{of_status}" for each in whose]
-        if len(parts) <= 1:
-            where = parts[0] if parts else f"t.id < :before{of_status}"
-            return (yield from _views(where, parameters))
-        parts = [_newest(part, plain=True) for part in parts]
+        if not whose:
+            return (yield from _views(f"t.id < :before{of_status}", parameters))
+        parts = [_newest(f"{each} AND t.id < :before{of_status}", plain=True) for each in whose]
     return (yield from _views(f"t.id IN ({' UNION ALL '.join(parts)})", parameters))
 
 

@@ -208,7 +208,7 @@ def new_columns() -> None:
     op.create_index(
         "ix_tasks_team_held",
         "tasks",
-        ["team_id", "id"],
+        ["team_id", "holding", "id"],
         unique=False,
         sqlite_where=sa.text("team_id IS NOT NULL AND holding = 1"),
         postgresql_where=sa.text("team_id IS NOT NULL AND holding = 1"),
@@ -224,7 +224,7 @@ def new_columns() -> None:
     op.create_index(
         "ix_tasks_team_queued",
         "tasks",
-        ["team_id", "id"],
+        ["team_id", "status", "id"],
         unique=False,
         sqlite_where=sa.text("team_id IS NOT NULL AND status = 'queued'"),
         postgresql_where=sa.text("team_id IS NOT NULL AND status = 'queued'"),

@@ -1,0 +1,190 @@
+"""GPUs and whose they are; nodes and their keys."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from store_pool import Database, Pool, race
+
+from gpool.core.errors import Conflict, Invalid
+from gpool.core.ids import GpuId, NodeId, UserId
+from gpool.core.model import Gpu, Instant, Offer, Slice, TaskStatus
+from gpool.server.store.identity_values import Binding
+from gpool.server.store.operation import operation
+from gpool.server.store.operations import accounts, bindings, leases, nodes
+from gpool.server.store.protocol import Operation
+
+OFFER = Offer(1000, 1 << 30, 1 << 30)
+
+
+def joined(pool: Pool, name: str, owner: UserId, *uuids: str) -> NodeId:
+    gpus = tuple(Gpu(i, uuid, "H100", "nvidia", 80 << 30) for i, uuid in enumerate(uuids))
+    node = NodeId(next(pool.numbers))
+    ids = [next(pool.numbers) for _ in uuids]
+    offer = replace(OFFER, gpus=gpus)
+    pool.write(nodes.create_node(node, name, owner, None, f"s{node}", offer, ids, pool.now()))
+    return node
+
+
+def withheld(pool: Pool, node: NodeId) -> set[int]:
+    return set(pool.read(nodes.node(node)).node.gpus_withheld)
+
+
+def bind(pool: Pool, node: NodeId, owner: UserId, *uuids: str, wallet: str = "") -> tuple[str, ...]:
+    return pool.write(bindings.bind(node, owner, wallet or None, uuids, pool.now()))
+
+
+def gpu_on(pool: Pool, node: NodeId, place: int = 0) -> GpuId:
+    return [row for row in pool.read(bindings.gpu_rows()) if row.node == node][place].id
+
+
+def test_a_gpu_is_bound_to_its_owner_and_the_owners_wallet(pool: Pool) -> None:
+    box = joined(pool, "box", pool.ann, "G1", "G2")
+    at = pool.now()
+    assert pool.write(bindings.bind(box, pool.ann, "0xa", ["G1", "G2"], at)) == ()
+    assert pool.read(bindings.binding("G1")) == Binding("G1", pool.ann, "0xa", at, None)
+    assert bind(pool, box, pool.ann, "G1", wallet="0xb") == ()
+    assert pool.read(bindings.binding("G1")) == Binding("G1", pool.ann, "0xb", at, None)
+    assert pool.write(bindings.rebind_wallet(pool.ann, None)) == 2
+    assert pool.read(bindings.binding("G2")).wallet is None
+    assert pool.read(bindings.binding("G3")) is None
+    assert bind(pool, box, pool.ann) == ()
+    row = pool.read(bindings.gpu(gpu_on(pool, box)))
+    assert (row.owner, row.uuid, row.available, row.flagged) == (pool.ann, "G1", True, None)
+    assert pool.read(bindings.gpu(GpuId(1))) is None
+
+
+def test_a_uuid_under_two_owners_is_flagged_everywhere_and_not_scheduled(pool: Pool) -> None:
+    bob = pool.user("bob")
+    mine = joined(pool, "mine", pool.ann, "G0", "G1")
+    spare = joined(pool, "spare", pool.ann, "G1")
+    bind(pool, mine, pool.ann, "G0", "G1")
+    assert bind(pool, spare, pool.ann, "G1") == ()  # moved between her own machines
+    theirs = joined(pool, "theirs", bob, "G1", "G2")
+    assert bind(pool, theirs, bob, "G1", "G2") == ("G1",)
+    assert [withheld(pool, node) for node in (mine, spare, theirs)] == [{1}, {0}, {0}]
+    picture = pool.read(leases.picture())
+    assert {row.node.id: set(row.node.gpus_withheld) for row in picture.nodes} == {
+        mine: {1},
+        spare: {0},
+        theirs: {0},
+    }
+    assert pool.read(bindings.nodes_with(["G1"])) == (mine, spare, theirs)
+    assert {row.node for row in pool.read(bindings.flagged())} == {mine, spare, theirs}
+    assert bind(pool, mine, pool.ann, "G0", "G1") == ("G1",)  # saying it again does not help
+    later = joined(pool, "later", pool.ann, "G1")
+    assert bind(pool, later, pool.ann, "G1") == ("G1",)
+    assert withheld(pool, later) == {0}
+    assert pool.read(bindings.binding("G1")).owner == pool.ann
+
+
+def test_a_plan_made_before_the_flag_grants_nothing_on_the_gpu(pool: Pool) -> None:
+    bob = pool.user("bob")
+    mine, theirs = joined(pool, "mine", pool.ann, "G0", "G1"), joined(pool, "theirs", bob, "G1")
+    bind(pool, mine, pool.ann, "G0", "G1")
+    bind(pool, theirs, bob, "G1")
+    first, second, third = pool.submit(3)
+    assert pool.grant(mine, [first], number=0, slices=(Slice(1, 1, 500),)).lines == ()
+    assert pool.view(first).row.status is TaskStatus.QUEUED
+    assert len(pool.grant(mine, [second], number=0, slices=(Slice(0, 1, 500),)).lines) == 1
+    assert len(pool.grant(theirs, [third], number=0).lines) == 1  # its processors are still fine
+    pool.write(bindings.unflag(gpu_on(pool, mine, 1), pool.now()))
+    assert len(pool.grant(mine, [first], number=1, slices=(Slice(1, 1, 500),)).lines) == 1
+
+
+def test_a_flag_outlives_a_hello(pool: Pool) -> None:
+    bob = pool.user("bob")
+    mine, theirs = joined(pool, "mine", pool.ann, "G1"), joined(pool, "theirs", bob, "G1")
+    bind(pool, mine, pool.ann, "G1")
+    bind(pool, theirs, bob, "G1")
+    offer = pool.read(nodes.node(mine)).node.offer
+    pool.write(nodes.greet(mine, offer, [next(pool.numbers)], pool.now()))
+    assert withheld(pool, mine) == {0}
+    pool.write(nodes.set_gpu_available(gpu_on(pool, mine), pool.ann, True))
+    assert withheld(pool, mine) == {0}
+
+
+def test_an_operator_settles_whose_it_is_and_a_later_claim_harms_only_the_claimant(
+    pool: Pool,
+) -> None:
+    bob = pool.account("bob", wallet="0xbb")
+    mine, theirs = joined(pool, "mine", pool.ann, "G1"), joined(pool, "theirs", bob, "G1")
+    bind(pool, mine, pool.ann, "G1", wallet="0xaa")
+    bind(pool, theirs, bob, "G1", wallet="0xbb")
+    at = pool.now()
+    row = pool.write(bindings.unflag(gpu_on(pool, theirs), at))
+    assert (row.node, row.flagged) == (theirs, None)
+    assert pool.read(bindings.binding("G1")) == Binding("G1", bob, "0xbb", at, at)
+    assert [withheld(pool, node) for node in (mine, theirs)] == [{0}, set()]
+    assert bind(pool, mine, pool.ann, "G1", wallet="0xaa") == ("G1",)
+    assert [withheld(pool, node) for node in (mine, theirs)] == [{0}, set()]
+    assert bind(pool, theirs, bob, "G1", wallet="0xbc") == ()
+    assert pool.read(bindings.binding("G1")).wallet == "0xbc"
+    pool.write(bindings.unflag(gpu_on(pool, mine), pool.now()))
+    assert [withheld(pool, node) for node in (mine, theirs)] == [set(), {0}]
+    assert pool.read(bindings.binding("G1")).owner == pool.ann
+    assert pool.write(bindings.unflag(GpuId(1), at)) is None
+
+
+def test_of_owners_who_claim_a_uuid_at_once_all_are_flagged(pool: Pool, database: Database) -> None:
+    owners = [pool.user(f"u{i}") for i in range(6)]
+
+    @operation
+    def join(number: int, owner: UserId) -> Operation[tuple[str, ...]]:
+        node = NodeId(number)
+        gpu = Gpu(0, "G1", "H100", "nvidia", 1)
+        offer = replace(OFFER, gpus=(gpu,))
+        yield from nodes.create_node(
+            node, "box", owner, None, f"s{number}", offer, [number + 100], Instant(1)
+        )
+        return (yield from bindings.bind(node, owner, None, ["G1"], Instant(1)))
+
+    answers = race(database, [join(i + 1, owner) for i, owner in enumerate(owners)])
+    assert sorted(answers) == [()] + [("G1",)] * 5
+    rows = pool.read(bindings.gpu_rows())
+    assert len(rows) == 6
+    assert all(row.flagged for row in rows)
+    assert pool.read(bindings.gpu_rows(owners[0]))[0].owner == owners[0]
+
+
+# ---- nodes' keys
+
+
+def test_a_node_is_found_by_the_key_it_joined_with(pool: Pool) -> None:
+    made = nodes.create_node(
+        NodeId(5), "box", pool.ann, None, "", OFFER, (), pool.now(), public_key="k5"
+    )
+    who = pool.write(made)
+    assert who.public_key == "k5"
+    assert pool.read(nodes.node_by_key("k5")) == pool.read(nodes.credentials_of(NodeId(5))) == who
+    assert pool.read(nodes.node_by_key("k6")) is None
+    assert pool.read(nodes.credentials_of(NodeId(6))) is None
+    assert pool.read(nodes.node_by_secret("")) is None
+    old = pool.node("old")
+    assert pool.read(nodes.credentials_of(old)).public_key is None
+    with pytest.raises(Invalid, match="key or a secret"):
+        pool.write(nodes.create_node(NodeId(7), "x", pool.ann, None, "", OFFER, (), pool.now()))
+
+
+def test_a_key_is_one_nodes_only(pool: Pool, database: Database) -> None:
+    def join(number: int) -> Operation:
+        return nodes.create_node(
+            NodeId(number), f"n{number}", pool.ann, None, "", OFFER, (), Instant(1), "key"
+        )
+
+    answers = race(database, [join(number) for number in range(1, 9)])
+    assert sum(isinstance(answer, Conflict) for answer in answers) == 7
+    assert len(pool.read(nodes.nodes())) == 1
+
+
+def test_a_join_link_works_once_whoever_comes_at_once(pool: Pool, database: Database) -> None:
+    at = pool.now()
+    pool.write(nodes.create_invite("invite", pool.ann, Instant(at + 10), at))
+    made = [
+        nodes.create_node(NodeId(i), f"n{i}", None, "invite", "", OFFER, (), at, f"k{i}")
+        for i in range(1, 9)
+    ]
+    answers = race(database, made)
+    assert sum(not isinstance(answer, Exception) for answer in answers) == 1
+    assert pool.read(accounts.account(pool.ann)) is not None
