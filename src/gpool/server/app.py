@@ -15,7 +15,18 @@ from gpool.core.ids import NodeId, UserId
 from gpool.core.model import Offer, Permission
 from gpool.core.scheduling.orders import Policy
 from gpool.server import credentials
-from gpool.server.api import artifacts, channel, nodes, openapi, problems, rest, tasks
+from gpool.server.actions import quotas
+from gpool.server.api import (
+    admin,
+    artifacts,
+    channel,
+    limits,
+    nodes,
+    openapi,
+    problems,
+    rest,
+    tasks,
+)
 from gpool.server.blobs import Blobs
 from gpool.server.clock import Clock, SystemClock, system_ids
 from gpool.server.credentials import Credentials
@@ -45,6 +56,7 @@ async def open_server(settings: Settings, clock: Clock | None = None) -> Server:
     settings.data.mkdir(parents=True, exist_ok=True, mode=0o700)
     clock = clock or SystemClock()
     server = wire(settings, await open_store(settings.store_url), clock)
+    await quotas.refresh(server)
     await server.scheduler.rebuild(server.now)
     await ensure_operator(server)
     return server
@@ -108,9 +120,10 @@ def make_app(server: Server) -> FastAPI:
     )
     app.state.server = server
     problems.install(app)
-    for room in (tasks, nodes, artifacts, rest, channel):
+    for room in (tasks, nodes, artifacts, rest, admin, channel):
         app.include_router(room.router)
     openapi.describe(app, VERSION)
+    limits.install(app, server.guard)
     return app
 
 

@@ -60,6 +60,11 @@ class Credentials:
             self._known[digest] = _Remembered(found, Instant(now + self._remember))
         return found
 
+    def remembers(self, secret: str) -> bool:
+        """Whether `who` answers without looking into the store."""
+        known = self._known.get(hashed(secret))
+        return known is not None and known.until > self._now()
+
     def forget(self) -> None:
         """Somebody was removed: the next look-up asks the store."""
         self._known.clear()

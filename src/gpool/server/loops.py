@@ -9,6 +9,7 @@ from typing import Protocol
 import msgspec
 
 from gpool.core.model import Availability, Instant
+from gpool.server.actions import quotas
 from gpool.server.hub import Wake
 from gpool.server.server import Server
 from gpool.server.settings import span
@@ -104,6 +105,7 @@ class Prune:
         await self._remove_unreferenced(now)
         server.blobs.remove_stale_parts(now, span(settings.keep_unreferenced_s))
         server.scheduler.tidy()
+        await quotas.refresh(server)  # another replica may have changed them
 
     async def _seal_logs(self, now: Instant) -> None:
         server = self._server
@@ -130,6 +132,26 @@ class Prune:
                 server.blobs.remove(sha256)
             if len(found) < PRUNE_ROWS:
                 return
+
+
+class Keys:
+    """Takes up what was done to the keys, and moves fields away from retired ones: woken by a rotation."""
+
+    name = "keys"
+
+    def __init__(self, server: Server) -> None:
+        self.wake = server.sealer.wake
+        self.every_s = server.settings.prune_s
+        self._server = server
+
+    async def run_once(self, now: Instant) -> None:  # noqa: ARG002 - a loop's shape
+        sealer = self._server.sealer
+        await sealer.rewrap()
+        await sealer.rekey(_let_others_go)
+
+
+async def _let_others_go() -> None:
+    await asyncio.sleep(0)
 
 
 class Ticker:
@@ -164,4 +186,4 @@ class Ticker:
 
 
 def all_loops(server: Server) -> tuple[Loop, ...]:
-    return Schedule(server), Expire(server), Prune(server)
+    return Schedule(server), Expire(server), Prune(server), Keys(server)

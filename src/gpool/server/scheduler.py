@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from itertools import groupby
 from operator import itemgetter
 from typing import TYPE_CHECKING, TypeVar
@@ -28,6 +29,7 @@ from gpool.core.scheduling.events import (
     TasksReleased,
     TasksWithdrawn,
 )
+from gpool.core.scheduling.limits import GpuLimits
 from gpool.core.scheduling.orders import Policy
 from gpool.core.scheduling.plan import plan
 from gpool.core.scheduling.shapes import shape_of
@@ -137,6 +139,12 @@ class Scheduler:
                 for node, lease in picture.held
             ),
         )
+
+    def use_limits(self, limits: GpuLimits) -> None:
+        """How many GPUs users and teams may run at once, from the next pass on."""
+        if limits != self.policy.limits:
+            self.policy = replace(self.policy, limits=limits)
+            self.wake.call()
 
     # ---- doubt
 

@@ -9,6 +9,7 @@ from pydantic import Field, SecretStr, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from gpool.core.model import GIB, Span
+from gpool.core.quotas import Quota
 from gpool.server.identity.sealer import MasterSource
 
 
@@ -37,6 +38,14 @@ class Settings(BaseSettings):
     keep_unreferenced_s: float = Field(default=86_400.0, ge=0)
     seal_logs_after_s: float = Field(default=60.0, ge=0)
 
+    # What one account, or one team, may have at once unless an operator gave it another quota; None: no limit.
+    user_gpus: float | None = Field(default=None, ge=0)
+    user_queued: int | None = Field(default=1_000_000, ge=0)
+    user_storage_bytes: int | None = Field(default=1024 * GIB, ge=0)
+    team_gpus: float | None = Field(default=None, ge=0)
+    team_queued: int | None = Field(default=2_000_000, ge=0)
+    team_storage_bytes: int | None = Field(default=4096 * GIB, ge=0)
+
     # Master keys: what a command prints, else the variable's value, else a file that is made on the first start.
     master_key: SecretStr | None = None
     master_key_command: str | None = None
@@ -61,6 +70,14 @@ class Settings(BaseSettings):
         return url.removeprefix("https://").removeprefix("http://").rstrip("/")
 
     @property
+    def user_quota(self) -> Quota:
+        return Quota(_milli(self.user_gpus), self.user_queued, self.user_storage_bytes)
+
+    @property
+    def team_quota(self) -> Quota:
+        return Quota(_milli(self.team_gpus), self.team_queued, self.team_storage_bytes)
+
+    @property
     def master_source(self) -> MasterSource:
         text = self.master_key.get_secret_value() if self.master_key is not None else ""
         file = self.master_key_file or self.data / "master.key"
@@ -77,6 +94,10 @@ class Settings(BaseSettings):
     @property
     def beat_every(self) -> Span:
         return span(self.beat_s)
+
+
+def _milli(gpus: float | None) -> int | None:
+    return None if gpus is None else round(gpus * 1000)
 
 
 def span(seconds: float) -> Span:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
-from gpool.core.errors import Invalid, NotFound, StaleLease
-from gpool.core.ids import TaskId
+from gpool.core.errors import Forbidden, Invalid, NotFound, StaleLease
+from gpool.server.actions import quotas
 from gpool.server.blobs import Part
 from gpool.server.server import Server
 from gpool.server.store.operations import artifacts as operations
@@ -19,6 +19,7 @@ class Upload:
     sha256: str
     part: Part | None
     lease: Hold | None
+    told_bytes: int = 0  # by `Content-Length`; 0: it did not say
 
 
 async def put(
@@ -27,24 +28,29 @@ async def put(
     """Takes the bytes, then the reference; the size, or None while parts are missing."""
     if isinstance(who, NodeCredentials) and upload.lease is None:
         raise Invalid("a node uploads under a lease: send the header 'Gpool-Lease: TASK:EPOCH'")
+    coming = (
+        quotas.Upload(upload.sha256, who.id)
+        if isinstance(who, User)
+        else quotas.Upload(upload.sha256, None, who.node, upload.lease)
+    )
+    told = upload.part.total if upload.part is not None else upload.told_bytes
+    if told <= server.settings.max_artifact_bytes:  # else that is what is said
+        body = await quotas.body_within(server, coming, told, body)
     with server.blobs.pinned(upload.sha256):
         if upload.part is None:
             size: int | None = await server.blobs.store(upload.sha256, body)
         else:
             size = await server.blobs.store_part(upload.sha256, _uploader(who), upload.part, body)
         if size is not None:
-            await _refer(server, who, upload, size)
+            await _refer(server, coming, size)
     return size
 
 
-async def _refer(server: Server, who: User | NodeCredentials, upload: Upload, size: int) -> None:
-    sha256, at = upload.sha256, server.now
-    if isinstance(who, User):
-        await server.write(operations.add_artifact(sha256, size, who.id, None, None, at))
-        return
-    lease = upload.lease
-    fence = (TaskId(lease.task), lease.epoch) if lease is not None else None
-    if not await server.write(operations.add_artifact(sha256, size, None, who.node, fence, at)):
+async def _refer(server: Server, coming: quotas.Upload, size: int) -> None:
+    done = await server.write(quotas.add_within(server.settings, coming, size, server.now))
+    if isinstance(done, Forbidden):
+        raise done
+    if not done:
         raise StaleLease("this lease is not the current one; what was uploaded under it is dropped")
 
 

@@ -12,6 +12,7 @@ from gpool.core.ids import encode
 from gpool.core.model import Instant
 from gpool.server.identity.audit import Anchor, Broken, Entry, Link, Whole, check, facts
 from gpool.server.server import Server
+from gpool.server.store.identity_values import Caller
 from gpool.server.store.operation import again, operation
 from gpool.server.store.operations import audit as operations
 from gpool.server.store.protocol import Operation, Store
@@ -19,13 +20,16 @@ from gpool.server.store.values import NodeCredentials, User
 
 T = TypeVar("T")
 
+Actor = User | Caller | NodeCredentials | None
+"""Who did it; None: nobody we know."""
+
 OK, REFUSED = "ok", "refused"
 PAGE = 1000
 
 
 def entry(
     at: Instant,
-    actor: User | NodeCredentials | None,
+    actor: Actor,
     action: str,
     thing: str = "",
     *,
@@ -37,12 +41,16 @@ def entry(
     return Entry(0, at, named(actor), action, thing, outcome, address, facts(told))
 
 
-def named(actor: User | NodeCredentials | None) -> str:
-    if actor is None:
-        return ""
-    if isinstance(actor, User):
-        return encode("user", actor.id)
-    return encode("node", actor.node)
+def named(actor: Actor) -> str:
+    match actor:
+        case None:
+            return ""
+        case User():
+            return encode("user", actor.id)
+        case Caller():
+            return encode("user", actor.user.id)
+        case NodeCredentials():
+            return encode("node", actor.node)
 
 
 @operation

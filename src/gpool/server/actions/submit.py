@@ -11,6 +11,7 @@ import msgspec
 from gpool.core.errors import Forbidden, Invalid, TooLarge, TooMany, Unprocessable
 from gpool.core.ids import BatchId, SpecId, TaskId, decode, encode
 from gpool.core.model import INLINE_LIMIT_BYTES, Permission
+from gpool.server.actions.quotas import room_in_queue
 from gpool.server.actions.specs import secrets_of, spec_of
 from gpool.server.actions.spelling import spell
 from gpool.server.identity.sealer import secret_place
@@ -55,7 +56,7 @@ async def submit(server: Server, user: User, request: TaskRequest, once: Once | 
     waiting = server.scheduler.state.queued_count
     if waiting + len(submission.tasks) > server.settings.max_queued:
         raise TooMany(f"{waiting} tasks wait already, the queue is full; try again later")
-    answered = await server.write_once(user, once, _submit(submission), _document)
+    answered = await server.write_once(user, once, _submit(server, submission), _document)
     submitted, body = answered.value, answered.body
     if submitted is None:
         first = _decode(body)
@@ -148,7 +149,8 @@ def _tasks(server: Server, request: TaskRequest) -> list[NewTask]:
 
 
 @operation
-def _submit(submission: Submission) -> Operation[Submitted]:
+def _submit(server: Server, submission: Submission) -> Operation[Submitted]:
+    yield from room_in_queue(server, submission)
     outcome = yield from operations.submit(submission)
     if isinstance(outcome, MissingArtifacts):
         raise Unprocessable(

@@ -39,8 +39,9 @@ async def put_artifact(request: Request, sha256: SHA256) -> Response:
     """Upload, whole or in parts (`Content-Range: bytes FIRST-LAST/TOTAL`). Nodes name their lease."""
     server = server_of(request)
     who = await caller(request)
-    upload = artifacts.Upload(sha256_of(sha256), part_of(request), lease_of(request))
     told = request.headers.get("content-length", "")
+    size_told = int(told) if told.isdigit() and len(told) < 19 else 0
+    upload = artifacts.Upload(sha256_of(sha256), part_of(request), lease_of(request), size_told)
     if told.isdigit() and int(told) > server.settings.max_artifact_bytes:
         raise TooLarge(
             f"an artifact of {told[:20]} bytes; at most {server.settings.max_artifact_bytes} are taken here"

@@ -9,6 +9,7 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
+from gpool.wire.admin import RotateRequest
 from gpool.wire.documents import (
     GpuPatch,
     InviteRequest,
@@ -32,6 +33,7 @@ _BODIES: tuple[type[BaseModel], ...] = (
     NodePatch,
     GpuPatch,
     InviteRequest,
+    RotateRequest,
 )
 
 

@@ -11,6 +11,7 @@ from starlette.requests import HTTPConnection, Request
 
 from gpool.core.errors import Forbidden, Invalid, NotSignedIn, TooLarge
 from gpool.core.ids import decode
+from gpool.server.api.limits import address_in, count_account
 from gpool.server.api.problems import invalid
 from gpool.server.blobs import Part
 from gpool.server.server import Once, Server
@@ -51,11 +52,25 @@ async def caller_if_any(connection: HTTPConnection) -> User | NodeCredentials | 
         return None
     scheme, _, secret = header.partition(" ")
     found = None
+    server = server_of(connection)
     if scheme.lower() == "bearer":
-        found = await server_of(connection).credentials.who(secret.strip())
+        secret = secret.strip()
+        if server.credentials.remembers(secret):
+            found = await server.credentials.who(secret)
+        else:  # a look into the store: keys that nobody has are not tried at any speed
+            server.guard.count_unknown_key(address_of(connection))
+            found = await server.credentials.who(secret)
+            if found is not None:
+                server.guard.key_was_known(address_of(connection))
     if found is None:
         raise NotSignedIn("this key is not known here; check it, or ask the operator for a new one")
+    if isinstance(found, User):  # a node is limited by its leases
+        count_account(connection, server.guard, found.id)
     return found
+
+
+def address_of(connection: HTTPConnection) -> str:
+    return address_in(connection.scope)
 
 
 async def user_of(connection: HTTPConnection) -> User:

@@ -105,5 +105,6 @@ ROUTES: Mapping[tuple[str, str], Row] = {
         _C.CHANGE, _A.USER_PERMISSIONS_SET, _A.USER_SUSPEND, _A.QUOTA_SET
     ),
     ("GET", "/v1/audit"): _row(_C.READ, _A.AUDIT_READ),
+    ("GET", "/v1/admin/keys"): _row(_C.READ, _A.POLICY_READ),
     ("POST", "/v1/admin/keys/rotate"): _row(_C.CHANGE, _A.KEYS_ROTATE),
 }

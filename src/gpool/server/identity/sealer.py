@@ -23,6 +23,7 @@ from pathlib import Path
 from gpool.core.errors import Conflict, InternalFault
 from gpool.core.ids import SpecId
 from gpool.core.model import SECOND, Instant, Span
+from gpool.server.hub import Wake
 from gpool.server.identity import envelope
 from gpool.server.identity.envelope import Envelope, Master, Place, WrappedKey
 from gpool.server.store.operations import sealed
@@ -80,6 +81,7 @@ class Sealer:
         self._envelope = Envelope(self._masters)
         self._own: bytes | None = None  # committed, and not retired as far as we know
         self._turn = asyncio.Lock()
+        self.wake = Wake()
 
     # ---- fields
 
@@ -144,7 +146,7 @@ class Sealer:
     def _adopt(self, keys: Sequence[DataKey]) -> None:
         wrapped = [WrappedKey(key.id, key.wrapped, key.created_at) for key in keys]
         if any(not self._has_master_of(key) for key in wrapped):
-            self._reload_masters()  # another replica changed them
+            self._use(self._source.load())  # another replica changed them
         self._envelope.adopt(wrapped)
 
     # ---- rotation
@@ -211,13 +213,13 @@ class Sealer:
 
     async def rotate_master(self) -> int:
         """A new master in our file, or the one that was put first where they come from; how many keys it wraps anew."""
-        if self._source.is_ours and len(self._source.load()) == 1:
-            envelope.add_master_to_file(self._source.file)
+        if self._source.is_ours and len(await asyncio.to_thread(self._source.load)) == 1:
+            await asyncio.to_thread(envelope.add_master_to_file, self._source.file)
+        self._use(await asyncio.to_thread(self._source.load))
         return await self.rewrap()
 
     async def rewrap(self) -> int:
         """Wraps every data key by the first master; then, in our own file, the others go. Does nothing when all is so."""
-        self._reload_masters()
         keys = await self._store.read(sealed.data_keys())
         old = {key.id: key.wrapped for key in keys}
         done = 0
@@ -230,15 +232,15 @@ class Sealer:
             first = self._masters[0].id
             left = await self._store.read(sealed.data_keys())
             if all(key.wrapped[1 : envelope.HEAD_BYTES] == first for key in left):
-                envelope.drop_old_masters_from_file(self._source.file)
-                self._reload_masters()
+                await asyncio.to_thread(envelope.drop_old_masters_from_file, self._source.file)
+                self._use(await asyncio.to_thread(self._source.load))
         return done
 
     def _has_master_of(self, key: WrappedKey) -> bool:
         return any(key.wrapped[1 : envelope.HEAD_BYTES] == each.id for each in self._masters)
 
-    def _reload_masters(self) -> None:
-        self._masters = self._source.load()
+    def _use(self, masters: tuple[Master, ...]) -> None:
+        self._masters = masters
         self._marking = _marking(self._masters)
         self._envelope.use_masters(self._masters)
 
