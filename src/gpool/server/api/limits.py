@@ -11,6 +11,8 @@ from starlette.requests import HTTPConnection
 from starlette.routing import BaseRoute, Route, WebSocketRoute
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from gpool.core.errors import TooLarge
+from gpool.server.http import MAX_HEAD_BYTES
 from gpool.server.identity.guard import Guard
 from gpool.server.identity.routes import ROUTES, WEBSOCKET
 from gpool.server.identity.throttle import RouteClass
@@ -42,6 +44,8 @@ def class_of(route: BaseRoute) -> RouteClass:
 def _counted(app: ASGIApp, kind: RouteClass, guard: Guard) -> ASGIApp:
     async def counted(scope: Scope, receive: Receive, send: Send) -> None:
         scope[CLASS] = kind
+        if sum(len(name) + len(value) for name, value in scope["headers"]) > MAX_HEAD_BYTES:
+            raise TooLarge(f"headers of more than {MAX_HEAD_BYTES} bytes; send less")
         if scope["type"] == "http" and not _names_somebody(scope):
             guard.count_address(kind, address_in(scope))
         await app(scope, receive, send)
