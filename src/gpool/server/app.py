@@ -20,13 +20,13 @@ from gpool.server.api import (
     admin,
     artifacts,
     channel,
-    limits,
     nodes,
     openapi,
     problems,
     rest,
     tasks,
 )
+from gpool.server.api.limits import Limits
 from gpool.server.blobs import Blobs
 from gpool.server.clock import Clock, SystemClock, system_ids
 from gpool.server.credentials import Credentials
@@ -123,7 +123,7 @@ def make_app(server: Server) -> FastAPI:
     for room in (tasks, nodes, artifacts, rest, admin, channel):
         app.include_router(room.router)
     openapi.describe(app, VERSION)
-    limits.install(app, server.guard)
+    app.add_middleware(Limits, guard=server.guard)
     return app
 
 

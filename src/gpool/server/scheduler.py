@@ -84,6 +84,7 @@ class Scheduler:
         self._term = 0
         self._doubts = 1
         self._settled = 0  # the doubt that the current picture answers
+        self.arriving = 0  # tasks being submitted, not yet folded
         self._specs: dict[SpecId, tuple[UserId, TaskSpec, Shape]] = {}
         self._with_secrets: set[SpecId] = set()
 

@@ -100,14 +100,14 @@ def limits_of(settings: Settings, given: dict[Holder, GivenQuota]) -> GpuLimits:
 def room_in_queue(server: Server, submission: Submission) -> Operation[None]:
     """For the submission's transaction: `TooMany` when it would queue more than its user or team may.
 
-    Counting costs as much as is queued, so it is left out while all that waits, whoever's it is, is far below.
+    Counting costs as much as is queued, so it is left out while all that waits or arrives, whoever's it is, is no more.
     """
     scheduler, count = server.scheduler, len(submission.tasks)
-    waiting = None if scheduler.in_doubt else scheduler.state.queued_count
+    most = None if scheduler.in_doubt else scheduler.state.queued_count + scheduler.arriving
     for holder in _holders(submission.user, submission.team):
         given = yield from teams.quota_of(*holder)
         limit = effective(server.settings, holder, given).queued_tasks
-        if limit is None or (waiting is not None and (waiting + count) * 2 <= limit):
+        if limit is None or (most is not None and most <= limit):
             continue
         yield from teams.hold_account(*holder)
         used = yield from _queued(holder, limit)

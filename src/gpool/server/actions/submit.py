@@ -56,7 +56,13 @@ async def submit(server: Server, user: User, request: TaskRequest, once: Once | 
     waiting = server.scheduler.state.queued_count
     if waiting + len(submission.tasks) > server.settings.max_queued:
         raise TooMany(f"{waiting} tasks wait already, the queue is full; try again later")
-    answered = await server.write_once(user, once, _submit(server, submission), _document)
+    server.scheduler.arriving += len(submission.tasks)
+    try:
+        answered = await server.write_once(user, once, _submit(server, submission), _document)
+        if answered.value is not None:
+            server.scheduler.queued(answered.value, submission)
+    finally:
+        server.scheduler.arriving -= len(submission.tasks)
     submitted, body = answered.value, answered.body
     if submitted is None:
         first = _decode(body)
@@ -66,7 +72,6 @@ async def submit(server: Server, user: User, request: TaskRequest, once: Once | 
             tuple(TaskId(decode("task", text)) for text in first.ids),
             fresh=False,
         )
-    server.scheduler.queued(submitted, submission)
     if not submitted.tasks:
         server.hub.publish((submitted.batch,))  # closed: those who stream its results may be done
     ids = tuple([task.id for task in submitted.tasks])

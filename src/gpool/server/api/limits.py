@@ -1,20 +1,21 @@
-"""Rate limits, around every route: anonymous requests count for their address, others for the account once it is known.
+"""Rate limits, before every route: anonymous requests count for their address, others for the account once it is known.
 
-Each route's class is looked up once, when the application is made. What is signed in does not count for its address, so
-people behind one router do not slow one another, and a guesser there does not lock them out.
+What is signed in does not count for its address, so people behind one router do not slow one another, and a guesser
+there does not lock them out. A head that is too large is refused here too.
 """
 
 from __future__ import annotations
 
-from fastapi import FastAPI
+from collections.abc import Mapping
+
 from starlette.requests import HTTPConnection
-from starlette.routing import BaseRoute, Route, WebSocketRoute
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from gpool.core.errors import TooLarge
+from gpool.core.errors import GpoolError, TooLarge
+from gpool.server.api.problems import problem
 from gpool.server.http import MAX_HEAD_BYTES
 from gpool.server.identity.guard import Guard
-from gpool.server.identity.routes import ROUTES, WEBSOCKET
+from gpool.server.identity.routes import ROUTES, Row
 from gpool.server.identity.throttle import RouteClass
 
 CLASS = "gpool.route_class"
@@ -24,37 +25,57 @@ FREE = frozenset({"/healthz", "/readyz"})
 """Asked by load balancers, and costs nothing."""
 
 
-def install(app: FastAPI, guard: Guard) -> None:
-    """After all routes are there."""
-    for route in app.routes:
-        if isinstance(route, Route | WebSocketRoute) and route.path not in FREE:
-            route.app = _counted(route.app, class_of(route), guard)
+class Classes:
+    """The class of each route, by method and path; what is not there counts as reading."""
+
+    def __init__(self, routes: Mapping[tuple[str, str], Row] = ROUTES) -> None:
+        self._plain: dict[tuple[str, str], RouteClass] = {}
+        self._others: dict[tuple[str, int], list[tuple[list[str | None], RouteClass]]] = {}
+        for (method, path), row in routes.items():
+            if "{" in path:
+                parts = [None if part.startswith("{") else part for part in path.split("/")]
+                self._others.setdefault((method, len(parts)), []).append((parts, row.limit))
+            else:
+                self._plain[method, path] = row.limit
+
+    def of(self, method: str, path: str) -> RouteClass:
+        plain = self._plain.get((method, path))
+        if plain is not None:
+            return plain
+        parts = path.split("/")
+        for wanted, kind in self._others.get((method, len(parts)), ()):
+            if all(want is None or want == part for want, part in zip(wanted, parts, strict=True)):
+                return kind
+        return RouteClass.READ
 
 
-def class_of(route: BaseRoute) -> RouteClass:
-    """From the table of routes; what has no row there (a test sees to that) counts as reading."""
-    if isinstance(route, Route):
-        keys = [(method, route.path) for method in route.methods or ()]
-    else:
-        assert isinstance(route, WebSocketRoute)
-        keys = [(WEBSOCKET, route.path)]
-    return next((ROUTES[key].limit for key in keys if key in ROUTES), RouteClass.READ)
+class Limits:
+    """The middleware."""
 
+    def __init__(self, app: ASGIApp, guard: Guard) -> None:
+        self._app = app
+        self._guard = guard
+        self._classes = Classes()
 
-def _counted(app: ASGIApp, kind: RouteClass, guard: Guard) -> ASGIApp:
-    async def counted(scope: Scope, receive: Receive, send: Send) -> None:
-        scope[CLASS] = kind
-        if sum(len(name) + len(value) for name, value in scope["headers"]) > MAX_HEAD_BYTES:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] not in FREE:
+            kind = scope[CLASS] = self._classes.of(scope["method"], scope["path"])
+            try:
+                self._look_at(scope, kind)
+            except GpoolError as error:
+                await problem(error, scope["path"])(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+    def _look_at(self, scope: Scope, kind: RouteClass) -> None:
+        size, named = 0, False
+        for name, value in scope["headers"]:
+            size += len(name) + len(value)
+            named = named or name == b"authorization"
+        if size > MAX_HEAD_BYTES:
             raise TooLarge(f"headers of more than {MAX_HEAD_BYTES} bytes; send less")
-        if scope["type"] == "http" and not _names_somebody(scope):
-            guard.count_address(kind, address_in(scope))
-        await app(scope, receive, send)
-
-    return counted
-
-
-def _names_somebody(scope: Scope) -> bool:
-    return any(name == b"authorization" for name, _ in scope["headers"])
+        if not named:
+            self._guard.count_address(kind, address_in(scope))
 
 
 def count_account(connection: HTTPConnection, guard: Guard, account: int) -> None:
