@@ -46,6 +46,15 @@ FUNCTION = b"the pickled function"
 FUNCTION_SHA256 = hashlib.sha256(FUNCTION).hexdigest()
 
 
+QUICK: dict[str, Any] = {
+    "seal_logs_after_s": 0,
+    "max_wait_s": 5,
+    "password_passes": 1,
+    "password_memory_kib": 64,
+}
+"""Settings of desks: nothing waits long, and a password costs next to nothing."""
+
+
 class StoppedClock:
     """Moves only when told to."""
 
@@ -213,8 +222,8 @@ def calls_document(count: int, **members: Any) -> dict[str, Any]:
     return {"function": function, "calls": payloads, **members}
 
 
-async def open_desk(data: Path, clock: StoppedClock) -> Desk:
-    settings = Settings(data=data, seal_logs_after_s=0, max_wait_s=5)
+async def open_desk(data: Path, clock: StoppedClock, **settings: Any) -> Desk:
+    settings = Settings(data=data, **{**QUICK, **settings})
     server = await open_server(settings, clock)
     key = await ensure_operator(server)
     app = make_app(server)
@@ -246,7 +255,8 @@ def serving(data: Path, **settings: Any) -> Iterator[Live]:
     opened: queue.SimpleQueue[tuple[str, uvicorn.Server]] = queue.SimpleQueue()
 
     async def run() -> None:
-        server = await open_server(Settings(data=data, **settings))
+        cheap = {"password_passes": 1, "password_memory_kib": 64}
+        server = await open_server(Settings(data=data, **{**cheap, **settings}))
         runner = uvicorn.Server(configuration(server))
         opened.put((await ensure_operator(server), runner))
         await runner.serve([listening])

@@ -21,8 +21,8 @@ from gpool.server.clock import Ids, SystemClock
 from gpool.server.hub import Hub, Wake
 from gpool.server.loops import Ticker
 from gpool.server.settings import Settings
+from gpool.server.store.identity_values import Caller
 from gpool.server.store.protocol import Operation, Store
-from gpool.server.store.values import User
 from gpool.wire.documents import TaskRequest
 
 pytestmark = pytest.mark.anyio
@@ -149,7 +149,7 @@ async def test_what_a_cancelled_caller_committed_is_found_again(desk: Desk) -> N
     store = Dallying(desk.server.store)
     slow = replace(desk.server, store=store)
     user = await desk.server.credentials.who(desk.key)
-    assert isinstance(user, User)
+    assert isinstance(user, Caller)
     submitting = asyncio.create_task(submit(slow, user, TaskRequest(command=["true"]), None))
     await store.committed.wait()
     submitting.cancel()

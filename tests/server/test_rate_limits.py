@@ -93,7 +93,6 @@ def test_a_head_without_an_end_is_cut_off(live: Live) -> None:
     host, port = live.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=10) as raw:
         raw.sendall(b"GET /healthz HTTP/1.1\r\nx-endless: ")
-        with pytest.raises(OSError):  # cut off long before ten megabytes
-            for _ in range(1000):
-                raw.sendall(b"x" * 10_000)
+        with pytest.raises(ConnectionError):
+            raw.sendall(b"x" * 20_000_000)
     assert httpx2.get(f"{live.url}/healthz").status_code == 200

@@ -17,7 +17,15 @@ UserId = NewType("UserId", int)
 ALPHABET = "0123456789abcdefghjkmnpqrstvwxyz"
 DIGITS = 13  # 13 x 5 bits hold 63
 _VALUE = {letter: number for number, letter in enumerate(ALPHABET)}
-PREFIXES = {"task": "t", "batch": "b", "node": "n", "gpu": "g", "user": "u", "key": "k"}
+PREFIXES = {
+    "task": "t",
+    "batch": "b",
+    "node": "n",
+    "gpu": "g",
+    "user": "u",
+    "key": "k",
+    "team": "tm",
+}
 
 
 class IdSource(Protocol):

@@ -17,6 +17,7 @@ from gpool.core.scheduling.orders import Policy
 from gpool.server import credentials
 from gpool.server.actions import quotas
 from gpool.server.api import (
+    accounts,
     admin,
     artifacts,
     channel,
@@ -25,16 +26,24 @@ from gpool.server.api import (
     problems,
     rest,
     tasks,
+    teams,
+    users,
 )
 from gpool.server.api.limits import Limits
 from gpool.server.blobs import Blobs
 from gpool.server.clock import Clock, SystemClock, system_ids
 from gpool.server.credentials import Credentials
 from gpool.server.hub import Hub
+from gpool.server.identity.desk import SignIns
 from gpool.server.identity.guard import Guard
+from gpool.server.identity.passwords import Cost
+from gpool.server.identity.refresh import Terms
 from gpool.server.identity.sealer import Sealer
+from gpool.server.identity.signing import Rotating, Signing
+from gpool.server.identity.tokens import Place
 from gpool.server.loops import Ticker, all_loops
 from gpool.server.metrics import Metrics
+from gpool.server.outbound import Outbound
 from gpool.server.scheduler import Scheduler
 from gpool.server.server import Server
 from gpool.server.settings import Settings, span
@@ -49,6 +58,8 @@ OPERATOR = "operator"
 OPERATOR_KEY_FILE = "operator.key"
 NODE_KEY_FILE = "node.key"
 ROOT_KEY_FILE = "server.key"
+MASTER_KEY_FILE = "master.key"
+DAY_S = 86_400
 
 
 async def open_server(settings: Settings, clock: Clock | None = None) -> Server:
@@ -57,6 +68,7 @@ async def open_server(settings: Settings, clock: Clock | None = None) -> Server:
     clock = clock or SystemClock()
     server = wire(settings, await open_store(settings.store_url), clock)
     await quotas.refresh(server)
+    await server.identity.signing.ready(server.now)
     await server.scheduler.rebuild(server.now)
     await ensure_operator(server)
     return server
@@ -66,6 +78,7 @@ def wire(settings: Settings, store: Store, clock: Clock) -> Server:
     """A server over an open store; nothing runs yet."""
     hub, metrics = Hub(), Metrics()
     sealer = Sealer(store, settings.master_source, clock.now)
+    sign_ins = _sign_ins(settings, store, sealer)
     policy = Policy(order=settings.order)
     scheduler = Scheduler(store, hub, metrics, policy, settings.ttl, sealer)
     return Server(
@@ -77,11 +90,37 @@ def wire(settings: Settings, store: Store, clock: Clock) -> Server:
         scheduler=scheduler,
         blobs=Blobs(settings.data / "artifacts", settings.max_artifact_bytes),
         credentials=Credentials(
-            store, clock.now, span(settings.key_cache_s), _root_key(settings.data)
+            store,
+            clock.now,
+            span(settings.key_cache_s),
+            _root_key(settings.data),
+            sign_ins.signing,
         ),
         metrics=metrics,
         sealer=sealer,
         guard=Guard(clock.now),
+        sign_ins=sign_ins,
+    )
+
+
+def _sign_ins(settings: Settings, store: Store, sealer: Sealer) -> SignIns:
+    name = settings.public_url or "gpool"  # the same on every replica
+    signing = Signing(
+        store,
+        sealer,
+        Place(issuer=name, audience=name),
+        Rotating(span(settings.rotate_signing_keys_s), span(settings.signing_key_lead_s)),
+    )
+    return SignIns(
+        sealer,
+        signing,
+        Outbound(),
+        Terms(
+            grace=span(settings.grace_s),
+            idle=span(settings.idle_days * DAY_S),
+            life=span(settings.session_days * DAY_S),
+        ),
+        Cost(settings.password_passes, settings.password_memory_kib),
     )
 
 
@@ -96,6 +135,7 @@ async def running(server: Server) -> AsyncIterator[Server]:
         await ticker.stop()
         for one in tuple(server.scheduler.channels.values()):
             one.refuse("unreachable", "the server stops; connect again", retry=True)
+        await server.identity.close()
         await server.store.close()
 
 
@@ -120,7 +160,7 @@ def make_app(server: Server) -> FastAPI:
     )
     app.state.server = server
     problems.install(app)
-    for room in (tasks, nodes, artifacts, rest, admin, channel):
+    for room in (tasks, nodes, artifacts, accounts, teams, users, admin, rest, channel):
         app.include_router(room.router)
     openapi.describe(app, VERSION)
     app.add_middleware(Limits, guard=server.guard)

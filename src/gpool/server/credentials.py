@@ -1,4 +1,4 @@
-"""Keys and secrets: made here, hashed before they are stored, looked up by hash and remembered for a few seconds."""
+"""Keys, tokens and secrets: who stands behind them. Hashed before they are stored, remembered for a few seconds."""
 
 from __future__ import annotations
 
@@ -7,12 +7,17 @@ import hashlib
 import hmac
 import secrets
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from gpool.core.ids import encode
 from gpool.core.model import Instant, Span
-from gpool.server.store.operations import nodes, people
-from gpool.server.store.protocol import Store
-from gpool.server.store.values import NodeCredentials, User
+from gpool.server.identity.signing import Signing
+from gpool.server.identity.tokens import Claims, TokenType
+from gpool.server.store.identity_values import Caller
+from gpool.server.store.operation import operation
+from gpool.server.store.operations import nodes, people, sessions
+from gpool.server.store.protocol import Operation, Store
+from gpool.server.store.values import NodeCredentials
 
 USER_PREFIX, NODE_PREFIX, INVITE_PREFIX = "gpk_", "gpn_", "gpi_"
 MAX_REMEMBERED = 10_000
@@ -28,45 +33,84 @@ def fresh(prefix: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Remembered:
-    who: User | NodeCredentials | None
+    who: Caller | NodeCredentials
     until: Instant
 
 
 class Credentials:
     def __init__(
-        self, store: Store, now: Callable[[], Instant], remember: Span, root_key: bytes
+        self,
+        store: Store,
+        now: Callable[[], Instant],
+        remember: Span,
+        root_key: bytes,
+        signing: Signing | None = None,
     ) -> None:
         self._store = store
         self._now = now
         self._remember = remember
         self._root_key = root_key
+        self._signing = signing
         self._known: dict[str, _Remembered] = {}
+        self._used: dict[int, Instant] = {}
 
-    async def who(self, secret: str) -> User | NodeCredentials | None:
-        """Whom the secret belongs to; None for one we do not know."""
+    async def who(self, secret: str) -> Caller | NodeCredentials | None:
+        """Whom an API key, a node's secret or an access token belongs to; None for one that opens nothing."""
+        if not secret.startswith((USER_PREFIX, NODE_PREFIX)):
+            return await self._by_token(secret)
         digest = hashed(secret)
         now = self._now()
         known = self._known.get(digest)
         if known is not None and known.until > now:
-            return known.who
-        found: User | NodeCredentials | None = None
-        if secret.startswith(USER_PREFIX):
-            found = await self._store.read(people.user_by_key(digest))
-        elif secret.startswith(NODE_PREFIX):
+            found: Caller | NodeCredentials | None = known.who
+        elif secret.startswith(USER_PREFIX):
+            found = await self._store.read(people.caller_by_key(digest, now))
+            self._keep(digest, found, now)
+        else:
             found = await self._store.read(nodes.node_by_secret(digest))
+            self._keep(digest, found, now)
+        if isinstance(found, Caller) and found.key is not None:
+            self._used[found.key] = now
+        return found
+
+    async def _by_token(self, token: str) -> Caller | None:
+        """The token says which session; whether that is still on is asked of the store, every few seconds."""
+        if self._signing is None:
+            return None
+        now = self._now()
+        claims = await self._signing.read(token, TokenType.USER, now)
+        if not isinstance(claims, Claims) or claims.session is None:
+            return None
+        known = self._known.get(claims.session)
+        if known is not None and known.until > now:
+            found: Caller | NodeCredentials | None = known.who
+        else:
+            found = await self._store.read(_in_session(claims.session, now))
+            self._keep(claims.session, found, now)
+        if not isinstance(found, Caller) or encode("user", found.user.id) != claims.subject:
+            return None
+        return found
+
+    def _keep(self, name: str, found: Caller | NodeCredentials | None, now: Instant) -> None:
         if len(self._known) >= MAX_REMEMBERED:
             self._known.clear()
         if found is not None:
-            self._known[digest] = _Remembered(found, Instant(now + self._remember))
-        return found
+            self._known[name] = _Remembered(found, Instant(now + self._remember))
+
+    def used_keys(self) -> list[tuple[int, Instant]]:
+        """API keys used since this was last asked."""
+        used, self._used = self._used, {}
+        return list(used.items())
 
     def remembers(self, secret: str) -> bool:
         """Whether `who` answers without looking into the store."""
+        if not secret.startswith((USER_PREFIX, NODE_PREFIX)):
+            return True  # a token: its signature is looked at first
         known = self._known.get(hashed(secret))
         return known is not None and known.until > self._now()
 
     def forget(self) -> None:
-        """Somebody was removed: the next look-up asks the store."""
+        """Somebody was removed, or may do other things now: the next look-up asks the store."""
         self._known.clear()
 
     def derived(self, prefix: str, *context: str) -> str:
@@ -74,3 +118,13 @@ class Credentials:
         message = "\0".join(context).encode()
         digest = hmac.new(self._root_key, message, hashlib.sha256).digest()
         return prefix + base64.urlsafe_b64encode(digest).decode().rstrip("=")
+
+
+@operation
+def _in_session(id_: str, at: Instant) -> Operation[Caller | None]:
+    """Whoever signed in, if that is not over."""
+    session = yield from sessions.session(id_)
+    if session is None or session.ended_at is not None or session.expires_at <= at:
+        return None
+    found = yield from people.caller(session.user)
+    return None if found is None else replace(found, session=id_)

@@ -9,11 +9,20 @@ from typing import Protocol
 import msgspec
 
 from gpool.core.model import Availability, Instant
-from gpool.server.actions import quotas
+from gpool.server.actions import audit, quotas
 from gpool.server.hub import Wake
 from gpool.server.server import Server
 from gpool.server.settings import span
-from gpool.server.store.operations import artifacts, keys, leases, logs, nodes, tasks
+from gpool.server.store.operations import (
+    accounts,
+    artifacts,
+    keys,
+    leases,
+    logs,
+    nodes,
+    sessions,
+    tasks,
+)
 from gpool.server.store.values import LogLine
 
 log = logging.getLogger(__name__)
@@ -154,6 +163,29 @@ async def _let_others_go() -> None:
     await asyncio.sleep(0)
 
 
+class Identity:
+    """Keeps what signing in needs in order: signing keys, used API keys, old nonces and sessions."""
+
+    name = "identity"
+
+    def __init__(self, server: Server) -> None:
+        self.wake = Wake()
+        self.every_s = min(server.settings.prune_s, max(server.settings.signing_key_lead_s, 1) / 2)
+        self._server = server
+
+    async def run_once(self, now: Instant) -> None:
+        server = self._server
+        await server.identity.signing.look(now)
+        used = server.credentials.used_keys()
+        if used:
+            await server.write(audit.keys_used(used))
+        while await server.write(accounts.forget_nonces(now, PRUNE_ROWS)) >= PRUNE_ROWS:
+            pass
+        before = Instant(now - span(server.settings.keep_keys_s))
+        while await server.write(sessions.forget_sessions(before, PRUNE_ROWS)) >= PRUNE_ROWS:
+            pass
+
+
 class Ticker:
     """The only place where a loop's fault is caught: it is logged, counted, and the loop goes on at its next tick."""
 
@@ -186,4 +218,5 @@ class Ticker:
 
 
 def all_loops(server: Server) -> tuple[Loop, ...]:
-    return Schedule(server), Expire(server), Prune(server), Keys(server)
+    loops: tuple[Loop, ...] = (Schedule(server), Expire(server), Prune(server), Keys(server))
+    return loops if server.sign_ins is None else (*loops, Identity(server))

@@ -13,6 +13,7 @@ from gpool.server.blobs import Blobs
 from gpool.server.clock import Clock
 from gpool.server.credentials import Credentials
 from gpool.server.hub import Hub
+from gpool.server.identity.desk import SignIns
 from gpool.server.identity.guard import Guard
 from gpool.server.identity.sealer import Sealer
 from gpool.server.metrics import Metrics
@@ -54,10 +55,16 @@ class Server:
     metrics: Metrics
     sealer: Sealer
     guard: Guard
+    sign_ins: SignIns | None = None  # None: a server that only schedules
 
     @property
     def now(self) -> Instant:
         return self.clock.now()
+
+    @property
+    def identity(self) -> SignIns:
+        assert self.sign_ins is not None, "this server signs nobody in"
+        return self.sign_ins
 
     async def write(self, operation: Operation[T]) -> T:
         """Commits, and returns in commit order: fold what it gave before the next await.

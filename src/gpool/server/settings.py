@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
+import ipaddress
 from pathlib import Path
 from typing import Literal, Self
 
-from pydantic import Field, SecretStr, model_validator
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from gpool.core.model import GIB, Span
+from gpool.core.model import GIB, Permission, Span
 from gpool.core.quotas import Quota
 from gpool.server.identity.sealer import MasterSource
+
+Registration = Literal["open", "invite", "closed"]
+
+
+class OidcProvider(BaseModel):
+    """Somebody else who says who people are. `issuer` is where its discovery document lies."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str = Field(pattern=r"^[a-z0-9-]{1,32}$")
+    issuer: str = Field(pattern=r"^https?://")
+    client_id: str = Field(min_length=1)
+    client_secret: SecretStr | None = None  # None: a public client, PKCE alone
+    scope: str = "openid"
 
 
 class Settings(BaseSettings):
@@ -33,11 +48,24 @@ class Settings(BaseSettings):
     max_queued: int = Field(default=5_000_000, ge=1)
     max_artifact_bytes: int = Field(default=256 * GIB, ge=1)
     max_wait_s: float = Field(default=60.0, ge=0)
-    key_cache_s: float = Field(default=5.0, ge=0)
+    key_cache_s: float = Field(default=4.0, ge=0, le=5)  # how long a revocation may go unnoticed
     keep_keys_s: float = Field(default=86_400.0, ge=0)
     keep_unreferenced_s: float = Field(default=86_400.0, ge=0)
     seal_logs_after_s: float = Field(default=60.0, ge=0)
 
+    registration: Registration | None = None  # None: open on loopback, by invite elsewhere
+    new_users_may: frozenset[Permission] = frozenset({Permission.CONSUMER, Permission.PROVIDER})
+    grace_s: float = Field(default=30.0, ge=0, le=600)  # a refresh whose answer got lost
+    idle_days: float = Field(default=30.0, gt=0)
+    session_days: float = Field(default=180.0, gt=0)
+    rotate_signing_keys_s: float = Field(default=30 * 86_400.0, gt=0)
+    signing_key_lead_s: float = Field(default=60.0, ge=0)  # until every replica knows a new key
+    password_passes: int = Field(default=3, ge=1)
+    password_memory_kib: int = Field(default=64 * 1024, ge=8)
+    nonce_s: float = Field(default=600.0, gt=0)
+    chain_id: int = Field(default=1, ge=1)
+    chain_url: str | None = None  # JSON-RPC endpoint; None: contract wallets cannot sign in
+    oidc: tuple[OidcProvider, ...] = ()
     # What one account, or one team, may have at once unless an operator gave it another quota; None: no limit.
     user_gpus: float | None = Field(default=None, ge=0)
     user_queued: int | None = Field(default=1_000_000, ge=0)
@@ -70,6 +98,16 @@ class Settings(BaseSettings):
         return url.removeprefix("https://").removeprefix("http://").rstrip("/")
 
     @property
+    def origin(self) -> str:
+        """`SCHEME://HOST:PORT` as others reach it: what sign-in messages are for."""
+        return (self.public_url or f"http://{self.host}:{self.port}").rstrip("/")
+
+    @property
+    def registers(self) -> Registration:
+        """Who may make an account."""
+        return self.registration or ("open" if is_loopback(self.host) else "invite")
+
+    @property
     def user_quota(self) -> Quota:
         return Quota(_milli(self.user_gpus), self.user_queued, self.user_storage_bytes)
 
@@ -98,6 +136,15 @@ class Settings(BaseSettings):
 
 def _milli(gpus: float | None) -> int | None:
     return None if gpus is None else round(gpus * 1000)
+
+
+def is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
 
 
 def span(seconds: float) -> Span:

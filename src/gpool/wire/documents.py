@@ -97,6 +97,7 @@ class TaskRequest(Document):
     environment: Name = "default"
     batch: str | None = None  # add to this open batch of yours
     more: bool = False  # the batch stays open for further calls
+    team: str | None = None  # in whose name; None: your own
 
 
 class SubmittedDocument(Answer):
@@ -135,6 +136,7 @@ class TaskDocument(Answer):
     batch: str
     position: int
     user: str
+    team: str | None = None
     epoch: int
     node: str | None = None
     node_name: str | None = None
@@ -314,13 +316,6 @@ class NodeJoined(Answer):
 class ArtifactDocument(Answer):
     sha256: str
     size_bytes: int
-
-
-class MeDocument(Answer):
-    id: str
-    name: str
-    wallets: list[str]
-    permissions: list[str]
 
 
 class HealthDocument(Answer):

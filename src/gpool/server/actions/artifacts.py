@@ -6,11 +6,15 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
 from gpool.core.errors import Forbidden, Invalid, NotFound, StaleLease
+from gpool.core.model import Permission
+from gpool.core.permissions import Action, Kind, Thing, missing
 from gpool.server.actions import quotas
+from gpool.server.asking import gate, own, permit
 from gpool.server.blobs import Part
 from gpool.server.server import Server
+from gpool.server.store.identity_values import Caller
 from gpool.server.store.operations import artifacts as operations
-from gpool.server.store.values import NodeCredentials, User
+from gpool.server.store.values import NodeCredentials
 from gpool.wire.frames import Hold
 
 
@@ -23,14 +27,18 @@ class Upload:
 
 
 async def put(
-    server: Server, who: User | NodeCredentials, upload: Upload, body: AsyncIterator[bytes]
+    server: Server, who: Caller | NodeCredentials, upload: Upload, body: AsyncIterator[bytes]
 ) -> int | None:
     """Takes the bytes, then the reference; the size, or None while parts are missing."""
+    if isinstance(who, Caller):
+        permit(who, Action.ARTIFACT_UPLOAD, own(who))
+    else:
+        gate(who, Action.ARTIFACT_UPLOAD_OUTPUT)  # that it holds the lease is asked with the write
     if isinstance(who, NodeCredentials) and upload.lease is None:
         raise Invalid("a node uploads under a lease: send the header 'Gpool-Lease: TASK:EPOCH'")
     coming = (
-        quotas.Upload(upload.sha256, who.id)
-        if isinstance(who, User)
+        quotas.Upload(upload.sha256, who.user.id)
+        if isinstance(who, Caller)
         else quotas.Upload(upload.sha256, None, who.node, upload.lease)
     )
     told = upload.part.total if upload.part is not None else upload.told_bytes
@@ -54,18 +62,38 @@ async def _refer(server: Server, coming: quotas.Upload, size: int) -> None:
         raise StaleLease("this lease is not the current one; what was uploaded under it is dropped")
 
 
-async def size_of(server: Server, who: User | NodeCredentials, sha256: str) -> int:
+async def size_of(server: Server, who: Caller | NodeCredentials, sha256: str) -> int:
     """Its size, if it is there and `who` may read it."""
-    if isinstance(who, User):
-        size = await server.store.read(operations.visible(sha256, who.id))
-    else:
-        size = await server.store.read(operations.visible_to_node(sha256, who.node))
-    if size is None:
+    size, thing = await _seen(server, who, sha256)
+    try:
+        permit(who, Action.ARTIFACT_READ, thing, f"artifact {sha256}")
+    except NotFound as hidden:
         offset = server.blobs.offset(sha256, _uploader(who))
-        members = {} if offset is None else {"offset": offset}
-        raise NotFound(f"no artifact {sha256} that you may read", **members)
+        if offset is not None:
+            raise NotFound(hidden.detail, offset=offset) from None
+        raise
+    assert size is not None
     return size
 
 
-def _uploader(who: User | NodeCredentials) -> str:
-    return f"u{who.id}" if isinstance(who, User) else f"n{who.node}"
+async def _seen(
+    server: Server, who: Caller | NodeCredentials, sha256: str
+) -> tuple[int | None, Thing]:
+    """Its size and how it stands to `who`: through which of its references they see it, if through any."""
+    if isinstance(who, NodeCredentials):
+        size = await server.store.read(operations.visible_to_node(sha256, who.node))
+        return size, missing(Kind.ARTIFACT) if size is None else Thing(
+            Kind.ARTIFACT, holder=who.node
+        )
+    size = await server.store.read(operations.visible(sha256, who.user.id, tuple(who.teams)))
+    if size is not None:
+        return size, Thing(
+            Kind.ARTIFACT, owner=who.user.id if who.key_team is None else None, team=who.key_team
+        )
+    if Permission.OPERATOR in who.user.permissions:
+        size = await server.store.read(operations.size_of(sha256))
+    return size, missing(Kind.ARTIFACT) if size is None else Thing(Kind.ARTIFACT)
+
+
+def _uploader(who: Caller | NodeCredentials) -> str:
+    return f"u{who.user.id}" if isinstance(who, Caller) else f"n{who.node}"

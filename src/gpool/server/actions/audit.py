@@ -9,13 +9,15 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from typing import TypeVar
 
 from gpool.core.ids import encode
-from gpool.core.model import Instant
+from gpool.core.model import SECOND, Instant
 from gpool.server.identity.audit import Anchor, Broken, Entry, Link, Whole, check, facts
 from gpool.server.server import Server
 from gpool.server.store.identity_values import Caller
 from gpool.server.store.operation import again, operation
 from gpool.server.store.operations import audit as operations
-from gpool.server.store.protocol import Operation, Store
+from gpool.server.store.operations import people
+from gpool.server.store.protocol import Operation, Statement, Store
+from gpool.server.store.rows import of_ids
 from gpool.server.store.values import NodeCredentials, User
 
 T = TypeVar("T")
@@ -25,6 +27,7 @@ Actor = User | Caller | NodeCredentials | None
 
 OK, REFUSED = "ok", "refused"
 PAGE = 1000
+DAY = 86_400 * SECOND
 
 
 def entry(
@@ -38,7 +41,8 @@ def entry(
     **told: str,
 ) -> Entry:
     """An entry to be appended; the record gives it its number."""
-    return Entry(0, at, named(actor), action, thing, outcome, address, facts(told))
+    where = address or (actor.address if isinstance(actor, Caller) else "")
+    return Entry(0, at, named(actor), action, thing, outcome, where, facts(told))
 
 
 def named(actor: Actor) -> str:
@@ -67,6 +71,34 @@ def audited(
     if told:
         yield from operations.append_all(told)
     return value
+
+
+@operation
+def keys_used(used: Sequence[tuple[int, Instant]]) -> Operation[None]:
+    """When API keys were last used; the first use of each in a day is noted."""
+    rows = yield Statement(
+        "SELECT k.id, k.user_id, k.name, k.last_used_at FROM {used} AS u JOIN api_keys k ON k.id = u.id",
+        {},
+        {"used": of_ids(number for number, _ in used)},
+    )
+    latest = dict(used)
+    noted = [
+        Entry(
+            0,
+            latest[number],
+            encode("user", user),
+            "key.used",
+            encode("key", number),
+            OK,
+            "",
+            facts({"name": name}),
+        )
+        for number, user, name, last in rows
+        if last is None or last // DAY < latest[number] // DAY
+    ]
+    yield from people.touch_keys(used)
+    if noted:
+        yield from operations.append_all(noted)
 
 
 async def note(server: Server, *entries: Entry) -> None:

@@ -101,6 +101,7 @@ def task(view: TaskView) -> TaskDocument:
         batch=encode("batch", row.batch),
         position=row.position,
         user=encode("user", row.user),
+        team=None if row.team is None else encode("team", row.team),
         epoch=row.epoch,
         node=encode("node", row.node) if row.node is not None else None,
         node_name=view.node_name,

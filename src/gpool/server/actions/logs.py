@@ -12,8 +12,9 @@ import msgspec
 from gpool.core.ids import TaskId
 from gpool.server.actions import query
 from gpool.server.server import Server
+from gpool.server.store.identity_values import Caller
 from gpool.server.store.operations import logs as operations
-from gpool.server.store.values import LogLine, TaskView, User
+from gpool.server.store.values import LogLine, TaskView
 from gpool.wire.documents import LogDocument
 
 LOG_ROWS = 500
@@ -53,8 +54,8 @@ class _Texts:
         )
 
 
-async def page(server: Server, user: User, id_: TaskId, after: int) -> Page:
-    view = await query.task(server, user, id_)
+async def page(server: Server, who: Caller, id_: TaskId, after: int) -> Page:
+    view = await query.task(server, who, id_)
     lines = await _after(server, view, after)
     more = len(lines) >= LOG_ROWS
     return Page(
@@ -65,21 +66,21 @@ async def page(server: Server, user: User, id_: TaskId, after: int) -> Page:
 
 
 async def follow(
-    server: Server, user: User, id_: TaskId, after: int
+    server: Server, who: Caller, id_: TaskId, after: int
 ) -> AsyncIterator[list[LogDocument]]:
     """What is there, then what comes, until the task has ended; an empty list now and then while nothing comes."""
-    await query.task(server, user, id_)
-    return _follow(server, user, id_, after)
+    await query.task(server, who, id_)
+    return _follow(server, who, id_, after)
 
 
 async def _follow(
-    server: Server, user: User, id_: TaskId, after: int
+    server: Server, who: Caller, id_: TaskId, after: int
 ) -> AsyncIterator[list[LogDocument]]:
     texts = _Texts()
     with server.hub.subscription(id_) as changed:
         while True:
             # The task first, then its output: what a finished task wrote is there already.
-            view = await query.task(server, user, id_)
+            view = await query.task(server, who, id_)
             lines = await _after(server, view, after)
             if lines:
                 after = lines[-1].cursor

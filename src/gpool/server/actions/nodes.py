@@ -8,15 +8,19 @@ from typing import Literal
 
 import msgspec
 
-from gpool.core.errors import Forbidden, Invalid, NotFound, NotSignedIn
+from gpool.core.errors import Invalid, NotFound
 from gpool.core.ids import GpuId, NodeId, UserId, encode
-from gpool.core.model import Availability, Gpu, Instant, Node, Offer, Permission, Tier
+from gpool.core.model import Availability, Gpu, Instant, Node, Offer, Tier
+from gpool.core.permissions import POOL, Action, Kind, Thing, missing
 from gpool.core.scheduling.state import NodeState
 from gpool.server import credentials
-from gpool.server.actions.query import scope
+from gpool.server.actions.audit import audited, entry
+from gpool.server.asking import node_thing, own, permit
 from gpool.server.server import Once, Server
 from gpool.server.settings import span
+from gpool.server.store.identity_values import Caller, GpuRow
 from gpool.server.store.operation import operation
+from gpool.server.store.operations import bindings
 from gpool.server.store.operations import nodes as operations
 from gpool.server.store.protocol import Operation
 from gpool.server.store.values import NodeCredentials, NodeRow, User
@@ -55,13 +59,14 @@ class Pool:
 
 
 async def join(
-    server: Server, user: User | None, request: NodeRequest, once: Once | None
+    server: Server, who: Caller | None, request: NodeRequest, once: Once | None
 ) -> NodeJoined:
     """A new node, by its owner's key or by an invite's token. The secret is shown this once."""
-    if user is None and not request.token:
-        raise NotSignedIn("joining needs an invite's token, or the owner's key in 'Authorization'")
-    if user is not None and not request.token:
-        _must_lend(user)
+    if request.token:
+        permit(who, Action.NODE_JOIN_BY_INVITE, POOL)
+    else:
+        permit(who, Action.NODE_JOIN, missing(Kind.ACCOUNT) if who is None else own(who))
+    user = None if who is None else who.user
     if "\0" in request.name or "\0" in (request.token or ""):
         raise Invalid("'name' and 'token' hold no NUL character")
     secret = _secret(server, credentials.NODE_PREFIX, user, once)
@@ -74,6 +79,20 @@ async def join(
         offer,
         server.ids.take(len(offer.gpus)),
         server.now,
+    )
+    now = server.now
+    create = audited(
+        create,
+        lambda row: [
+            entry(
+                now,
+                who,
+                "node.join",
+                encode("node", row.node.id),
+                name=row.node.name,
+                owner=encode("user", row.node.owner),
+            )
+        ],
     )
     if user is None:
         row = await server.write(create)
@@ -90,6 +109,7 @@ async def join(
 
 async def register(server: Server, who: NodeCredentials, request: NodeRequest) -> NodeJoined:
     """A node that is known says what it lends: its offer replaces the earlier one."""
+    permit(who, Action.NODE_OFFER, Thing(Kind.NODE, owner=who.owner, holder=who.node))
     offer = _offer(request)
     row = await server.write(_greet(who.node, offer, server.ids.take(len(offer.gpus)), server.now))
     server.scheduler.node_changed(row.node)
@@ -97,10 +117,11 @@ async def register(server: Server, who: NodeCredentials, request: NodeRequest) -
 
 
 async def invite(
-    server: Server, user: User, expires_in_s: int, once: Once | None
+    server: Server, who: Caller, expires_in_s: int, once: Once | None
 ) -> InviteDocument:
     """A token with which one node may join in the user's name."""
-    _must_lend(user)
+    permit(who, Action.NODE_INVITE, own(who))
+    user = who.user
     token = _secret(server, credentials.INVITE_PREFIX, user, once)
     expires_at = Instant(server.now + span(expires_in_s))
     answered = await server.write_once(
@@ -115,13 +136,6 @@ async def invite(
         link=f"gpool://{server.settings.address}/join/{token}",
         expires_at=instant_to_datetime(expires_at),
     )
-
-
-def _must_lend(user: User) -> None:
-    if not user.permissions & {Permission.PROVIDER, Permission.OPERATOR}:
-        raise Forbidden(
-            "your account may not lend machines; ask the operator for the permission 'provider'"
-        )
 
 
 def _secret(server: Server, prefix: str, user: User | None, once: Once | None) -> str:
@@ -223,10 +237,10 @@ def _everything() -> Operation[tuple[tuple[NodeRow, ...], tuple[tuple[GpuId, Nod
 
 
 async def set_availability(
-    server: Server, user: User, id_: NodeId, availability: Availability, once: Once | None
+    server: Server, who: Caller, id_: NodeId, availability: Availability, once: Once | None
 ) -> NodeDocument:
     answered = await server.write_once(
-        user, once, _allow(id_, user, availability, server.now), _nothing
+        who.user, once, _allow(id_, who, availability, server.now), _nothing
     )
     if answered.value is not None:
         server.scheduler.node_changed(answered.value.node)
@@ -234,40 +248,54 @@ async def set_availability(
 
 
 async def set_gpu_available(
-    server: Server, user: User, id_: GpuId, available: bool, once: Once | None
+    server: Server, who: Caller, id_: GpuId, available: bool, once: Once | None
 ) -> GpuDocument:
-    answered = await server.write_once(user, once, _allow_gpu(id_, user, available), _nothing)
+    answered = await server.write_once(who.user, once, _allow_gpu(id_, who, available), _nothing)
     if answered.value is not None:
         server.scheduler.node_changed(answered.value.node)
     return await gpu(server, id_)
 
 
-async def remove(server: Server, user: User, id_: NodeId, once: Once | None) -> None:
-    answered = await server.write_once(user, once, _remove(id_, user), lambda _: b"")
+async def remove(server: Server, who: Caller, id_: NodeId, once: Once | None) -> None:
+    noted = entry(server.now, who, "node.remove", encode("node", id_))
+    removing = audited(_remove(id_, who), [noted])
+    answered = await server.write_once(who.user, once, removing, lambda _: b"")
     if answered.value:
         server.credentials.forget()
         server.scheduler.node_removed(id_)
 
 
 @operation
-def _allow(id_: NodeId, user: User, availability: Availability, at: Instant) -> Operation[NodeRow]:
-    row = yield from operations.set_availability(id_, scope(user), availability, at)
+def _allow(id_: NodeId, who: Caller, availability: Availability, at: Instant) -> Operation[NodeRow]:
+    found = yield from operations.node(id_)
+    permit(who, Action.NODE_CHANGE, node_thing(found), _named(id_))
+    row = yield from operations.set_availability(id_, None, availability, at)
     if row is None:
         raise _no_node(id_)
     return row
 
 
 @operation
-def _allow_gpu(id_: GpuId, user: User, available: bool) -> Operation[NodeRow]:
-    row = yield from operations.set_gpu_available(id_, scope(user), available)
+def _allow_gpu(id_: GpuId, who: Caller, available: bool) -> Operation[NodeRow]:
+    found = yield from bindings.gpu(id_)
+    permit(who, Action.GPU_CHANGE, gpu_thing(found), f"GPU {encode('gpu', id_)}")
+    row = yield from operations.set_gpu_available(id_, None, available)
     if row is None:
-        raise NotFound(f"no GPU {encode('gpu', id_)} of yours; `gpool gpus` lists them")
+        raise NotFound(f"no GPU {encode('gpu', id_)} of yours")
     return row
 
 
+def gpu_thing(row: GpuRow | None) -> Thing:
+    if row is None or row.gone:
+        return missing(Kind.GPU)
+    return Thing(Kind.GPU, owner=row.owner, holder=row.node)
+
+
 @operation
-def _remove(id_: NodeId, user: User) -> Operation[bool]:
-    if not (yield from operations.remove_node(id_, scope(user))):
+def _remove(id_: NodeId, who: Caller) -> Operation[bool]:
+    found = yield from operations.node(id_)
+    permit(who, Action.NODE_REMOVE, node_thing(found), _named(id_))
+    if not (yield from operations.remove_node(id_, None)):
         raise _no_node(id_)
     return True
 
@@ -276,8 +304,12 @@ def _nothing(_: NodeRow) -> bytes:
     return b""
 
 
+def _named(id_: NodeId) -> str:
+    return f"node {encode('node', id_)}"
+
+
 def _no_node(id_: NodeId) -> NotFound:
-    return NotFound(f"no node {encode('node', id_)} of yours; `gpool node ls` lists them")
+    return NotFound(f"no node {encode('node', id_)} of yours")
 
 
 # ---- documents

@@ -7,25 +7,22 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
 from gpool.core import explain as core_explain
-from gpool.core.errors import NotFound
-from gpool.core.ids import BatchId, TaskId, UserId, encode
-from gpool.core.model import Permission, TaskStatus
+from gpool.core.ids import BatchId, TaskId, encode
+from gpool.core.model import TaskStatus
+from gpool.core.permissions import POOL, Action, TeamId
 from gpool.server.actions import documents
+from gpool.server.asking import batch_thing, in_the_name_of, permit, task_thing
 from gpool.server.server import Server
+from gpool.server.store.identity_values import Caller
 from gpool.server.store.operation import operation
 from gpool.server.store.operations import tasks as operations
 from gpool.server.store.protocol import Operation
-from gpool.server.store.values import Batch, BatchResult, TaskView, User
+from gpool.server.store.values import Batch, BatchResult, TaskView
 from gpool.wire.documents import EventDocument, ExplainDocument
 
 RESULT_ROWS = 1000
 SILENCE_S = 15.0
 """A stream with nothing to say sends a blank line this often, so that no proxy takes it for dead."""
-
-
-def scope(user: User) -> UserId | None:
-    """Whose things a user may touch: their own; an operator's scope is everybody."""
-    return None if Permission.OPERATOR in user.permissions else user.id
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,29 +31,40 @@ class Listing:
     limit: int
     statuses: Sequence[TaskStatus] = ()
     everybody: bool = False
+    team: TeamId | None = None
 
 
-async def task(server: Server, user: User, id_: TaskId) -> TaskView:
-    view = await server.store.read(operations.task(id_, scope(user)))
-    if view is None:
-        raise _no_task(id_)
+async def task(server: Server, who: Caller, id_: TaskId) -> TaskView:
+    view = await server.store.read(operations.task(id_, None))
+    permit(who, Action.TASK_READ, task_thing(view), named(id_))
+    assert view is not None
     return view
 
 
-async def list_tasks(server: Server, user: User, listing: Listing) -> tuple[TaskView, ...]:
-    """Newest first. One's own, or everybody's when an operator asks for it."""
-    whose = scope(user) if listing.everybody else user.id
+async def list_tasks(server: Server, who: Caller, listing: Listing) -> tuple[TaskView, ...]:
+    """Newest first. One's own, a team's, or everybody's when an operator asks for it."""
+    if listing.everybody:
+        permit(who, Action.TASKS_LIST_ALL, POOL)
+    else:
+        thing = in_the_name_of(who, listing.team)
+        permit(who, Action.TASKS_LIST, thing, _team(listing.team))
+    own = None if listing.everybody or listing.team is not None else who.user.id
+    teams = () if listing.everybody or listing.team is None else (listing.team,)
     return await server.store.read(
-        operations.tasks(whose, listing.before, listing.limit, tuple(listing.statuses))
+        operations.tasks(own, listing.before, listing.limit, tuple(listing.statuses), teams)
     )
 
 
-async def wait_for_task(server: Server, user: User, id_: TaskId, seconds: float) -> TaskView:
+def _team(team: TeamId | None) -> str:
+    return "account" if team is None else f"team {encode('team', team)}"
+
+
+async def wait_for_task(server: Server, who: Caller, id_: TaskId, seconds: float) -> TaskView:
     """The task once it has ended, or as it is when the time is over."""
     ends = asyncio.get_running_loop().time() + seconds
     with server.hub.subscription(id_) as changed:
         while True:
-            view = await task(server, user, id_)
+            view = await task(server, who, id_)
             left = ends - asyncio.get_running_loop().time()
             if view.row.status.is_final or left <= 0:
                 return view
@@ -99,25 +107,25 @@ async def wait_for_results(
                 return None
 
 
-async def batch(server: Server, user: User, id_: BatchId) -> Batch:
-    found = await server.store.read(operations.batch(id_, scope(user)))
-    if found is None:
-        raise NotFound(f"no batch {encode('batch', id_)} of yours")
+async def batch(server: Server, who: Caller, id_: BatchId) -> Batch:
+    found = await server.store.read(operations.batch(id_, None))
+    permit(who, Action.BATCH_READ, batch_thing(found), f"batch {encode('batch', id_)}")
+    assert found is not None
     return found
 
 
 async def batch_results(
-    server: Server, user: User, id_: BatchId, after: int
+    server: Server, who: Caller, id_: BatchId, after: int
 ) -> AsyncIterator[bytes]:
     """NDJSON from `after` on, as the tasks end, until the batch is closed and done."""
-    await batch(server, user, id_)
-    return _results(server, user, id_, after)
+    await batch(server, who, id_)
+    return _results(server, id_, after)
 
 
-async def _results(server: Server, user: User, id_: BatchId, after: int) -> AsyncIterator[bytes]:
+async def _results(server: Server, id_: BatchId, after: int) -> AsyncIterator[bytes]:
     with server.hub.subscription(id_) as changed:
         while True:
-            rows, now = await server.store.read(_more(id_, scope(user), after))
+            rows, now = await server.store.read(_more(id_, after))
             if rows:
                 after = rows[-1].sequence
                 yield documents.result_lines(rows)
@@ -130,24 +138,22 @@ async def _results(server: Server, user: User, id_: BatchId, after: int) -> Asyn
 
 
 @operation
-def _more(
-    id_: BatchId, whose: UserId | None, after: int
-) -> Operation[tuple[tuple[BatchResult, ...], Batch | None]]:
+def _more(id_: BatchId, after: int) -> Operation[tuple[tuple[BatchResult, ...], Batch | None]]:
     rows = yield from operations.batch_results(id_, after, RESULT_ROWS)
-    now = yield from operations.batch(id_, whose)
+    now = yield from operations.batch(id_, None)
     return rows, now
 
 
-async def events(server: Server, user: User, id_: TaskId) -> list[EventDocument]:
-    story = await server.store.read(operations.story(id_, scope(user)))
-    if story is None:
-        raise _no_task(id_)
+async def events(server: Server, who: Caller, id_: TaskId) -> list[EventDocument]:
+    story = await server.store.read(operations.story(id_, None))
+    permit(who, Action.TASK_READ, task_thing(story), named(id_))
+    assert story is not None
     return documents.events(story)
 
 
-async def explain(server: Server, user: User, id_: TaskId) -> ExplainDocument:
+async def explain(server: Server, who: Caller, id_: TaskId) -> ExplainDocument:
     """Why the task is where it is, in one sentence."""
-    view = await task(server, user, id_)
+    view = await task(server, who, id_)
     row, scheduler = view.row, server.scheduler
     if row.status.is_final:
         sentence, position = _end_of(view), None
@@ -171,5 +177,5 @@ def _end_of(view: TaskView) -> str:
     return f"It is {row.status.text}{where}{why}{code}." + (f" {said}" if said else "")
 
 
-def _no_task(id_: TaskId) -> NotFound:
-    return NotFound(f"no task {encode('task', id_)} of yours; `gpool ps --all` lists them")
+def named(id_: TaskId) -> str:
+    return f"task {encode('task', id_)}"

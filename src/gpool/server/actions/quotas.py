@@ -49,7 +49,7 @@ async def set_quota(
 ) -> None:
     """For operators; who may is decided before. `NotFound` when there is no such user or team."""
     kind, number = holder
-    thing = encode("user", number) if kind == "user" else f"team {number}"
+    thing = encode(kind, number)
     told = {
         name: "default" if value is None else str(value)
         for name, value in (

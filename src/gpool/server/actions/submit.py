@@ -8,18 +8,21 @@ from dataclasses import dataclass
 
 import msgspec
 
-from gpool.core.errors import Forbidden, Invalid, TooLarge, TooMany, Unprocessable
-from gpool.core.ids import BatchId, SpecId, TaskId, decode, encode
-from gpool.core.model import INLINE_LIMIT_BYTES, Permission
+from gpool.core.errors import Invalid, TooLarge, TooMany, Unprocessable
+from gpool.core.ids import BatchId, SpecId, TaskId, UserId, decode, encode
+from gpool.core.model import INLINE_LIMIT_BYTES
+from gpool.core.permissions import Action, TeamId
 from gpool.server.actions.quotas import room_in_queue
 from gpool.server.actions.specs import secrets_of, spec_of
 from gpool.server.actions.spelling import spell
+from gpool.server.asking import batch_thing, in_the_name_of, permit
 from gpool.server.identity.sealer import secret_place
 from gpool.server.server import Once, Server
+from gpool.server.store.identity_values import Caller
 from gpool.server.store.operation import operation
 from gpool.server.store.operations import tasks as operations
 from gpool.server.store.protocol import Operation
-from gpool.server.store.values import MissingArtifacts, NewTask, Submission, Submitted, User
+from gpool.server.store.values import MissingArtifacts, NewTask, Submission, Submitted
 from gpool.wire.documents import MAX_BATCH, TaskRequest
 
 
@@ -46,19 +49,18 @@ class Accepted:
     fresh: bool
 
 
-async def submit(server: Server, user: User, request: TaskRequest, once: Once | None) -> Accepted:
+async def submit(server: Server, who: Caller, request: TaskRequest, once: Once | None) -> Accepted:
     """Checks, commits, and lets the scheduler know. Under a repeated key: the first answer."""
-    if Permission.CONSUMER not in user.permissions and Permission.OPERATOR not in user.permissions:
-        raise Forbidden(
-            "your account may not submit tasks; ask the operator for the permission 'consumer'"
-        )
-    submission = await _submission(server, user, request)
+    team = None if request.team is None else TeamId(decode("team", request.team))
+    permit(who, Action.TASK_SUBMIT, in_the_name_of(who, team), f"team {request.team}")
+    submission = await _submission(server, who, request, team)
     waiting = server.scheduler.state.queued_count
     if waiting + len(submission.tasks) > server.settings.max_queued:
         raise TooMany(f"{waiting} tasks wait already, the queue is full; try again later")
     server.scheduler.arriving += len(submission.tasks)
     try:
-        answered = await server.write_once(user, once, _submit(server, submission), _document)
+        operation = _submit(server, submission, who)
+        answered = await server.write_once(who.user, once, operation, _document)
         if answered.value is not None:
             server.scheduler.queued(answered.value, submission)
     finally:
@@ -78,10 +80,14 @@ async def submit(server: Server, user: User, request: TaskRequest, once: Once | 
     return Accepted(body, submitted.batch, ids, fresh=True)
 
 
-async def _submission(server: Server, user: User, request: TaskRequest) -> Submission:
+async def _submission(
+    server: Server, who: Caller, request: TaskRequest, team: TeamId | None
+) -> Submission:
     spec = spec_of(request)
     spec_id = SpecId(server.ids.next())
-    secrets, mark = await _sealed(server, user, spec_id, request) if spec.secrets else ((), "")
+    secrets, mark = (
+        await _sealed(server, who.user.id, spec_id, request) if spec.secrets else ((), "")
+    )
     new = request.batch is None
     batch = BatchId(server.ids.next() if request.batch is None else decode("batch", request.batch))
     return Submission(
@@ -90,16 +96,17 @@ async def _submission(server: Server, user: User, request: TaskRequest) -> Submi
         closes_batch=not request.more,
         spec_id=spec_id,
         spec=spec,
-        user=user.id,
+        user=who.user.id,
         tasks=_tasks(server, request),
         at=server.now,
+        team=team,
         secrets=secrets,
         secrets_mark=mark,
     )
 
 
 async def _sealed(
-    server: Server, user: User, spec: SpecId, request: TaskRequest
+    server: Server, user: UserId, spec: SpecId, request: TaskRequest
 ) -> tuple[tuple[tuple[str, bytes], ...], str]:
     """The secrets, each sealed for its place; and their mark, equal for equal secrets of this user."""
     given = sorted(secrets_of(request).items())
@@ -109,7 +116,7 @@ async def _sealed(
         for name, value in given
     )
     words = [word.encode() for pair in given for word in pair]
-    return sealed, server.sealer.mark(b"secrets", str(user.id).encode(), *words)
+    return sealed, server.sealer.mark(b"secrets", str(user).encode(), *words)
 
 
 def _tasks(server: Server, request: TaskRequest) -> list[NewTask]:
@@ -154,7 +161,10 @@ def _tasks(server: Server, request: TaskRequest) -> list[NewTask]:
 
 
 @operation
-def _submit(server: Server, submission: Submission) -> Operation[Submitted]:
+def _submit(server: Server, submission: Submission, who: Caller) -> Operation[Submitted]:
+    if not submission.is_new_batch:
+        found = yield from operations.batch(submission.batch, None)
+        permit(who, Action.BATCH_EXTEND, batch_thing(found), _batch(submission.batch))
     yield from room_in_queue(server, submission)
     outcome = yield from operations.submit(submission)
     if isinstance(outcome, MissingArtifacts):
@@ -164,6 +174,10 @@ def _submit(server: Server, submission: Submission) -> Operation[Submitted]:
             missing=list(outcome.sha256s[:100]),
         )
     return outcome
+
+
+def _batch(id_: BatchId) -> str:
+    return f"batch {encode('batch', id_)}"
 
 
 def _document(submitted: Submitted) -> bytes:

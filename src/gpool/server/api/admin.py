@@ -8,32 +8,24 @@ from fastapi import APIRouter, Query
 from starlette.requests import Request
 from starlette.responses import Response
 
-from gpool.core.errors import Forbidden, Invalid
-from gpool.core.model import Permission
+from gpool.core.errors import Invalid
+from gpool.core.permissions import Action
 from gpool.server.actions import admin, audit
 from gpool.server.api.answers import answer
 from gpool.server.api.openapi import body, ok
 from gpool.server.api.requests import Limit, address_of, body_of, parsed, server_of, user_of
 from gpool.server.identity.audit import Anchor, Link, Whole
 from gpool.server.identity.sealer import KeyStatus
-from gpool.server.store.values import User
 from gpool.wire.admin import AuditCheck, AuditDocument, AuditPage, KeysDocument, RotateRequest
 from gpool.wire.documents import instant_to_datetime
 
 router = APIRouter(tags=["operators"])
 
 
-async def _operator(request: Request) -> User:
-    user = await user_of(request)
-    if Permission.OPERATOR not in user.permissions:
-        raise Forbidden("this is for operators")
-    return user
-
-
 @router.get("/v1/admin/keys", responses=ok(KeysDocument), response_class=Response)
 async def get_keys(request: Request) -> Response:
     """The keys that seal what is secret here, and how far a rotation is."""
-    await _operator(request)
+    await user_of(request, Action.POLICY_READ)
     return answer(_keys(await server_of(request).sealer.status()))
 
 
@@ -46,7 +38,7 @@ async def get_keys(request: Request) -> Response:
 )
 async def rotate_keys(request: Request) -> Response:
     """A new data key; everything sealed is moved to it. Asking again begins another."""
-    user = await _operator(request)
+    user = await user_of(request, Action.KEYS_ROTATE)
     wanted = parsed(RotateRequest, await body_of(request))
     server, address = server_of(request), address_of(request)
     status = await admin.rotate_keys(server, user, master=wanted.master, address=address)
@@ -71,7 +63,7 @@ async def get_audit(
     anchor: Annotated[list[str] | None, Query(max_length=100)] = None,
 ) -> Response:
     """Who did what. `anchor` (NUMBER:HASH, any number of them) are heads you kept: `verify` takes them along."""
-    await _operator(request)
+    await user_of(request, Action.AUDIT_READ)
     server = server_of(request)
     if verify:
         return answer(await _checked(request, [_anchor(text) for text in anchor or []]))

@@ -7,11 +7,13 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from gpool.core.errors import TooLarge, Unprocessable
+from gpool.core.permissions import Action
 from gpool.server.actions import artifacts
 from gpool.server.api.answers import answer
 from gpool.server.api.openapi import SHA256
 from gpool.server.api.problems import problem
 from gpool.server.api.requests import (
+    asker,
     caller,
     lease_of,
     part_of,
@@ -19,6 +21,8 @@ from gpool.server.api.requests import (
     server_of,
     sha256_of,
 )
+from gpool.server.asking import gate
+from gpool.server.store.values import NodeCredentials
 from gpool.wire.documents import ArtifactDocument
 
 router = APIRouter(tags=["artifacts"])
@@ -39,6 +43,8 @@ async def put_artifact(request: Request, sha256: SHA256) -> Response:
     """Upload, whole or in parts (`Content-Range: bytes FIRST-LAST/TOTAL`). Nodes name their lease."""
     server = server_of(request)
     who = await caller(request)
+    is_node = isinstance(who, NodeCredentials)
+    gate(who, Action.ARTIFACT_UPLOAD_OUTPUT if is_node else Action.ARTIFACT_UPLOAD)
     told = request.headers.get("content-length", "")
     size_told = int(told) if told.isdigit() and len(told) < 19 else 0
     upload = artifacts.Upload(sha256_of(sha256), part_of(request), lease_of(request), size_told)
@@ -64,7 +70,8 @@ async def put_artifact(request: Request, sha256: SHA256) -> Response:
 async def get_artifact(request: Request, sha256: SHA256) -> Response:
     """Download; `Range: bytes=FIRST-` goes on where one stopped."""
     server = server_of(request)
-    size = await artifacts.size_of(server, await caller(request), sha256_of(sha256))
+    who = await asker(request, Action.ARTIFACT_READ)
+    size = await artifacts.size_of(server, who, sha256_of(sha256))
     headers = {
         "ETag": f'"{sha256}"',
         "Accept-Ranges": "bytes",
@@ -92,6 +99,7 @@ async def get_artifact(request: Request, sha256: SHA256) -> Response:
 @router.head("/v1/artifacts/{sha256}", response_class=Response)
 async def head_artifact(request: Request, sha256: SHA256) -> Response:
     """Is it there? 404 with `Upload-Offset` while your upload of it is unfinished."""
-    size = await artifacts.size_of(server_of(request), await caller(request), sha256_of(sha256))
+    who = await asker(request, Action.ARTIFACT_READ)
+    size = await artifacts.size_of(server_of(request), who, sha256_of(sha256))
     headers = {"ETag": f'"{sha256}"', "Accept-Ranges": "bytes", "Content-Length": str(size)}
     return Response(status_code=200, headers=headers, media_type="application/octet-stream")

@@ -8,6 +8,7 @@ from starlette.responses import Response
 
 from gpool.core.ids import GpuId, NodeId, decode
 from gpool.core.model import Availability
+from gpool.core.permissions import Action
 from gpool.server.actions import nodes
 from gpool.server.api.answers import answer, tagged
 from gpool.server.api.openapi import GPU, NODE, Responses, body, ok
@@ -19,7 +20,8 @@ from gpool.server.api.requests import (
     server_of,
     user_of,
 )
-from gpool.server.store.values import NodeCredentials, User
+from gpool.server.store.identity_values import Caller
+from gpool.server.store.values import NodeCredentials
 from gpool.wire.documents import (
     GpuDocument,
     GpuPage,
@@ -41,7 +43,7 @@ _JOINED: Responses = {
 
 @router.get("/v1/nodes", responses=ok(NodePage), response_class=Response)
 async def list_nodes(request: Request) -> Response:
-    await user_of(request)
+    await user_of(request, Action.NODES_LIST)
     server = server_of(request)
     pool = await nodes.pool(server)
     return tagged(
@@ -77,18 +79,18 @@ async def join(request: Request) -> Response:
 )
 async def invite(request: Request) -> Response:
     """A token and link with which one node may join in your name."""
-    user = await user_of(request)
+    who = await user_of(request, Action.NODE_INVITE)
     content = await body_of(request)
     wanted = parsed(InviteRequest, content)
     made = await nodes.invite(
-        server_of(request), user, wanted.expires_in_s, once_of(request, content)
+        server_of(request), who, wanted.expires_in_s, once_of(request, content)
     )
     return answer(made, 201)
 
 
 @router.get("/v1/nodes/{id}", responses=ok(NodeDocument), response_class=Response)
 async def get_node(request: Request, id: NODE) -> Response:
-    await user_of(request)
+    await user_of(request, Action.NODE_READ)
     return tagged(request, await nodes.node(server_of(request), NodeId(decode("node", id))))
 
 
@@ -100,12 +102,12 @@ async def get_node(request: Request, id: NODE) -> Response:
 )
 async def change_node(request: Request, id: NODE) -> Response:
     """Pause, drain or resume a node of yours."""
-    user = await user_of(request)
+    who = await user_of(request, Action.NODE_CHANGE)
     content = await body_of(request)
     wanted = Availability(parsed(NodePatch, content).availability)
     node = NodeId(decode("node", id))
     changed = await nodes.set_availability(
-        server_of(request), user, node, wanted, once_of(request, content)
+        server_of(request), who, node, wanted, once_of(request, content)
     )
     return answer(changed)
 
@@ -113,8 +115,8 @@ async def change_node(request: Request, id: NODE) -> Response:
 @router.delete("/v1/nodes/{id}", status_code=204, response_class=Response)
 async def remove_node(request: Request, id: NODE) -> Response:
     """Remove a node of yours that holds no lease."""
-    user = await user_of(request)
-    await nodes.remove(server_of(request), user, NodeId(decode("node", id)), once_of(request))
+    who = await user_of(request, Action.NODE_REMOVE)
+    await nodes.remove(server_of(request), who, NodeId(decode("node", id)), once_of(request))
     return Response(status_code=204)
 
 
@@ -125,7 +127,7 @@ async def remove_node(request: Request, id: NODE) -> Response:
 @router.get("/resources", responses=ok(GpuPage), response_class=Response)
 async def list_resources(request: Request) -> Response:
     """Every GPU, and what nodes lend of their processors (kind `cpu`)."""
-    await user_of(request)
+    await user_of(request, Action.GPUS_LIST)
     server = server_of(request)
     pool = await nodes.pool(server)
     items = []
@@ -157,9 +159,10 @@ async def register(request: Request) -> Response:
 
 @router.get("/v1/resources/{gpu}", responses=ok(GpuDocument), response_class=Response)
 async def get_resource(request: Request, gpu: GPU) -> Response:
-    await user_of(request)
+    is_node = gpu.startswith("n-")
+    await user_of(request, Action.NODE_READ if is_node else Action.GPU_READ)
     server = server_of(request)
-    if gpu.startswith("n-"):
+    if is_node:
         return tagged(request, await nodes.processors(server, NodeId(decode("node", gpu))))
     return tagged(request, await nodes.gpu(server, GpuId(decode("gpu", gpu))))
 
@@ -172,25 +175,29 @@ async def get_resource(request: Request, gpu: GPU) -> Response:
 )
 async def change_resource(request: Request, gpu: GPU) -> Response:
     """Lend a GPU of yours, or keep it."""
-    user = await user_of(request)
+    who = await user_of(request, _lending(gpu))
     content = await body_of(request)
-    return await _lend(request, user, gpu, parsed(GpuPatch, content).available, content)
+    return await _lend(request, who, gpu, parsed(GpuPatch, content).available, content)
 
 
 @router.delete("/v1/resources/{gpu}", responses=ok(GpuDocument), response_class=Response)
 async def withdraw_resource(request: Request, gpu: GPU) -> Response:
     """Take a GPU of yours out of the pool; what runs on it goes on to its end."""
-    return await _lend(request, await user_of(request), gpu, False, b"")
+    return await _lend(request, await user_of(request, _lending(gpu)), gpu, False, b"")
+
+
+def _lending(id_: str) -> Action:
+    return Action.NODE_CHANGE if id_.startswith("n-") else Action.GPU_CHANGE
 
 
 async def _lend(
-    request: Request, user: User, id_: str, available: bool, content: bytes
+    request: Request, who: Caller, id_: str, available: bool, content: bytes
 ) -> Response:
     server, once = server_of(request), once_of(request, content)
     if id_.startswith("n-"):
         node = NodeId(decode("node", id_))
         wanted = Availability.AVAILABLE if available else Availability.PAUSED
-        await nodes.set_availability(server, user, node, wanted, once)
+        await nodes.set_availability(server, who, node, wanted, once)
         return answer(await nodes.processors(server, node))
     gpu = GpuId(decode("gpu", id_))
-    return answer(await nodes.set_gpu_available(server, user, gpu, available, once))
+    return answer(await nodes.set_gpu_available(server, who, gpu, available, once))

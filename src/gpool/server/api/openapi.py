@@ -9,6 +9,7 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
+from gpool.wire import identity
 from gpool.wire.admin import RotateRequest
 from gpool.wire.documents import (
     GpuPatch,
@@ -34,7 +35,40 @@ _BODIES: tuple[type[BaseModel], ...] = (
     GpuPatch,
     InviteRequest,
     RotateRequest,
+    identity.UserRequest,
+    identity.PasswordSignIn,
+    identity.WalletSignIn,
+    identity.RefreshRequest,
+    identity.SignOutRequest,
+    identity.OidcFinish,
+    identity.PasswordChange,
+    identity.WalletLink,
+    identity.WalletUnlink,
+    identity.WalletPatch,
+    identity.KeyRequest,
+    identity.TeamRequest,
+    identity.TeamPatch,
+    identity.MemberRequest,
+    identity.MemberPatch,
+    identity.TeamInviteRequest,
+    identity.TeamJoin,
+    identity.UserPatch,
+    identity.UserInviteRequest,
 )
+OPEN = frozenset(
+    {
+        "/healthz",
+        "/readyz",
+        "/.well-known/jwks.json",
+        "/v1/auth/password",
+        "/v1/auth/wallet/nonce",
+        "/v1/auth/wallet",
+        "/v1/auth/oidc/start",
+        "/v1/auth/oidc/finish",
+        "/v1/auth/refresh",
+    }
+)
+"""Paths that nobody has to be signed in for."""
 
 
 def body(model: type[BaseModel], *, required: bool = True) -> dict[str, Any]:
@@ -86,6 +120,9 @@ def _described(app: FastAPI, version: str) -> dict[str, Any]:
         for operation in methods.values():
             operation["responses"].pop("422", None)
             operation["responses"]["default"] = wrong
-            if path in ("/healthz", "/readyz"):
+            if path in OPEN or (path, operation.get("operationId", "")[:8]) == (
+                "/v1/users",
+                "register",
+            ):
                 operation["security"] = []
     return schema

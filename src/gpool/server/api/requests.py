@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Annotated, TypeVar
 
 from fastapi import Query
 from pydantic import BaseModel, ValidationError
 from starlette.requests import HTTPConnection, Request
 
-from gpool.core.errors import Forbidden, Invalid, NotSignedIn, TooLarge
+from gpool.core.errors import Invalid, NotSignedIn, TooLarge
 from gpool.core.ids import decode
+from gpool.core.permissions import Action
 from gpool.server.api.limits import address_in, count_account
 from gpool.server.api.problems import invalid
+from gpool.server.asking import SIGN_IN, gate
 from gpool.server.blobs import Part
 from gpool.server.server import Once, Server
-from gpool.server.store.values import NodeCredentials, User
+from gpool.server.store.identity_values import Caller
+from gpool.server.store.values import NodeCredentials
 from gpool.wire.documents import MAX_SMALL_BODY_BYTES
 from gpool.wire.frames import Hold
 
@@ -35,18 +39,32 @@ def server_of(connection: HTTPConnection) -> Server:
     return server
 
 
-async def caller(connection: HTTPConnection) -> User | NodeCredentials:
-    """Whoever the bearer token belongs to; `NotSignedIn` otherwise."""
+async def asker(connection: HTTPConnection, action: Action) -> Caller | NodeCredentials:
+    """Whoever asks for this, past the gate that looks at them and the action alone; the action asks about the object."""
     found = await caller_if_any(connection)
+    gate(found, action)
     if found is None:
-        raise NotSignedIn(
-            "send your key as 'Authorization: Bearer gpk_…'; `gpool up` wrote one for you"
-        )
+        raise NotSignedIn(SIGN_IN)
     return found
 
 
-async def caller_if_any(connection: HTTPConnection) -> User | NodeCredentials | None:
-    """None when no key was sent; a wrong one is an error."""
+async def user_of(connection: HTTPConnection, action: Action) -> Caller:
+    """The same, for what only users do: the gate lets no node pass."""
+    found = await asker(connection, action)
+    assert isinstance(found, Caller), f"{action} is for nodes"
+    return found
+
+
+async def caller(connection: HTTPConnection) -> Caller | NodeCredentials:
+    """Whoever the bearer token belongs to; `NotSignedIn` otherwise."""
+    found = await caller_if_any(connection)
+    if found is None:
+        raise NotSignedIn(SIGN_IN)
+    return found
+
+
+async def caller_if_any(connection: HTTPConnection) -> Caller | NodeCredentials | None:
+    """None when no credentials were sent; wrong ones are an error."""
     header = connection.headers.get("authorization")
     if header is None:
         return None
@@ -63,21 +81,17 @@ async def caller_if_any(connection: HTTPConnection) -> User | NodeCredentials | 
             if found is not None:
                 server.guard.key_was_known(address_of(connection))
     if found is None:
-        raise NotSignedIn("this key is not known here; check it, or ask the operator for a new one")
-    if isinstance(found, User):  # a node is limited by its leases
-        count_account(connection, server.guard, found.id)
+        raise NotSignedIn(
+            "this key or token is not known here, or no longer good; sign in again, or check it"
+        )
+    if isinstance(found, Caller):  # a node is limited by its leases
+        count_account(connection, server.guard, found.user.id)
+        return replace(found, address=address_of(connection))
     return found
 
 
 def address_of(connection: HTTPConnection) -> str:
     return address_in(connection.scope)
-
-
-async def user_of(connection: HTTPConnection) -> User:
-    found = await caller(connection)
-    if not isinstance(found, User):
-        raise Forbidden("this needs a user's key (gpk_…), not a node's secret")
-    return found
 
 
 async def body_of(request: Request, limit: int = MAX_SMALL_BODY_BYTES) -> bytes:

@@ -1,4 +1,4 @@
-"""Who am I, health, metrics, and the old names of the task routes."""
+"""Health, metrics, and the old names of the task routes."""
 
 from __future__ import annotations
 
@@ -6,37 +6,22 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from gpool.core.ids import encode
-from gpool.server.api.answers import answer, tagged
+from gpool.core.permissions import POOL, Action
+from gpool.server.api.answers import answer
 from gpool.server.api.openapi import ok
 from gpool.server.api.requests import Wait, server_of, user_of
 from gpool.server.api.tasks import SUBMITTING, submit_tasks, task_answer
+from gpool.server.asking import permit
 from gpool.server.version import VERSION
-from gpool.wire.documents import (
-    HealthDocument,
-    MeDocument,
-    TaskDocument,
-)
+from gpool.wire.documents import HealthDocument, TaskDocument
 
 router = APIRouter(tags=["server"])
-
-
-@router.get("/v1/me", responses=ok(MeDocument), response_class=Response)
-async def me(request: Request) -> Response:
-    """The account behind the key."""
-    user = await user_of(request)
-    told = MeDocument(
-        id=encode("user", user.id),
-        name=user.name,
-        wallets=[],
-        permissions=sorted(permission.value for permission in user.permissions),
-    )
-    return tagged(request, told)
 
 
 @router.get("/healthz", responses=ok(HealthDocument), response_class=Response)
 async def health() -> Response:
     """The process answers."""
+    permit(None, Action.HEALTH_READ, POOL)
     return answer(HealthDocument(status="ok", version=VERSION))
 
 
@@ -47,6 +32,7 @@ async def health() -> Response:
 )
 async def ready(request: Request) -> Response:
     """200 once it can take tasks."""
+    permit(None, Action.HEALTH_READ, POOL)
     if not getattr(request.app.state, "ready", False):
         return answer(HealthDocument(status="starting", version=VERSION), 503)
     return answer(HealthDocument(status="ok", version=VERSION))
@@ -63,7 +49,7 @@ async def ready(request: Request) -> Response:
     response_class=Response,
 )
 async def metrics(request: Request) -> Response:
-    await user_of(request)
+    await user_of(request, Action.METRICS_READ)
     return Response(server_of(request).metrics.page(), media_type="text/plain; version=0.0.4")
 
 
@@ -81,4 +67,5 @@ async def task_status(request: Request, id: str = "", wait: Wait = 0) -> Respons
 
 @router.get("/openapi.json", include_in_schema=False)
 async def openapi(request: Request) -> Response:
+    permit(None, Action.SCHEMA_READ, POOL)
     return JSONResponse(request.app.openapi())

@@ -12,6 +12,7 @@ from starlette.responses import Response
 from gpool.core.errors import Invalid
 from gpool.core.ids import BatchId, TaskId, decode, encode
 from gpool.core.model import TaskStatus
+from gpool.core.permissions import Action, TeamId
 from gpool.server.actions import cancel, documents, logs, query
 from gpool.server.actions.submit import submit
 from gpool.server.api.answers import answer, raw, stream, tagged
@@ -58,9 +59,9 @@ SUBMITTING: dict[str, Any] = {
 async def submit_tasks(request: Request, wait: Wait = 0) -> Response:
     """Submit one task or a batch; with `wait`, the results when they are there in time."""
     server = server_of(request)
-    user = await user_of(request)
+    who = await user_of(request, Action.TASK_SUBMIT)
     content = await body_of(request, MAX_BODY_BYTES)
-    accepted = await submit(server, user, parsed(TaskRequest, content), once_of(request, content))
+    accepted = await submit(server, who, parsed(TaskRequest, content), once_of(request, content))
     if wait > 0 and accepted.tasks:
         seconds = min(wait, server.settings.max_wait_s)
         awaited = query.Awaited(accepted.batch, accepted.tasks, accepted.fresh)
@@ -77,16 +78,18 @@ async def list_tasks(
     cursor: str | None = None,
     status: Annotated[list[str] | None, Query()] = None,
     all: bool = False,
+    team: str | None = None,
 ) -> Response:
     """Newest first. `status` may be given several times or joined by commas; `all` is everybody's, for operators."""
-    user = await user_of(request)
+    who = await user_of(request, Action.TASKS_LIST_ALL if all else Action.TASKS_LIST)
     listing = query.Listing(
         before=TaskId(decode("task", cursor)) if cursor else None,
         limit=limit,
         statuses=_statuses(status or []),
         everybody=all,
+        team=TeamId(decode("team", team)) if team else None,
     )
-    views = await query.list_tasks(server_of(request), user, listing)
+    views = await query.list_tasks(server_of(request), who, listing)
     page = TaskPage(
         items=[documents.task(view) for view in views],
         next=encode("task", views[-1].row.id) if len(views) == limit else None,
@@ -102,9 +105,9 @@ async def get_task(request: Request, id: TASK, wait: Wait = 0) -> Response:
 
 async def task_answer(request: Request, id: str, wait: float) -> Response:
     server = server_of(request)
-    user = await user_of(request)
+    who = await user_of(request, Action.TASK_READ)
     seconds = min(wait, server.settings.max_wait_s)
-    view = await query.wait_for_task(server, user, TaskId(decode("task", id)), seconds)
+    view = await query.wait_for_task(server, who, TaskId(decode("task", id)), seconds)
     return tagged(request, documents.task(view))
 
 
@@ -112,10 +115,10 @@ async def task_answer(request: Request, id: str, wait: float) -> Response:
 async def cancel_task(request: Request, id: TASK) -> Response:
     """Cancel. Repeating it, or cancelling what has ended, changes nothing."""
     server = server_of(request)
-    user = await user_of(request)
+    who = await user_of(request, Action.TASK_CANCEL)
     task = TaskId(decode("task", id))
-    await cancel.cancel_task(server, user, task, once_of(request))
-    return answer(documents.task(await query.task(server, user, task)))
+    await cancel.cancel_task(server, who, task, once_of(request))
+    return answer(documents.task(await query.task(server, who, task)))
 
 
 @router.get(
@@ -126,9 +129,9 @@ async def cancel_task(request: Request, id: TASK) -> Response:
 async def get_result(request: Request, id: TASK, wait: Wait = 0) -> Response:
     """What the task left behind; 202 with the task while it has not ended."""
     server = server_of(request)
-    user = await user_of(request)
+    who = await user_of(request, Action.TASK_READ)
     seconds = min(wait, server.settings.max_wait_s)
-    view = await query.wait_for_task(server, user, TaskId(decode("task", id)), seconds)
+    view = await query.wait_for_task(server, who, TaskId(decode("task", id)), seconds)
     if not view.row.status.is_final:
         return answer(documents.task(view), 202)
     return tagged(request, documents.result(view))
@@ -137,15 +140,15 @@ async def get_result(request: Request, id: TASK, wait: Wait = 0) -> Response:
 @router.get("/v1/tasks/{id}/explain", responses=ok(ExplainDocument), response_class=Response)
 async def get_explanation(request: Request, id: TASK) -> Response:
     """Why the task waits, or what became of it, in one sentence."""
-    user = await user_of(request)
-    return answer(await query.explain(server_of(request), user, TaskId(decode("task", id))))
+    who = await user_of(request, Action.TASK_READ)
+    return answer(await query.explain(server_of(request), who, TaskId(decode("task", id))))
 
 
 @router.get("/v1/tasks/{id}/events", responses=ok(list[EventDocument]), response_class=Response)
 async def get_events(request: Request, id: TASK) -> Response:
     """The task's story, oldest first."""
-    user = await user_of(request)
-    told = await query.events(server_of(request), user, TaskId(decode("task", id)))
+    who = await user_of(request, Action.TASK_READ)
+    told = await query.events(server_of(request), who, TaskId(decode("task", id)))
     return tagged(
         request, b"[" + b",".join(event.model_dump_json().encode() for event in told) + b"]"
     )
@@ -170,15 +173,15 @@ async def get_logs(
 ) -> Response:
     """Output after a cursor."""
     server = server_of(request)
-    user = await user_of(request)
+    who = await user_of(request, Action.TASK_READ)
     task = TaskId(decode("task", id))
     if last_event_id is not None:
         if not (last_event_id.isascii() and last_event_id.isdigit() and len(last_event_id) < 19):
             raise Invalid(f"Last-Event-ID {last_event_id[:40]!r} is not one that came from here")
         after = max(after, int(last_event_id))
     if "text/event-stream" in request.headers.get("accept", ""):
-        return stream(_events(await logs.follow(server, user, task, after)), "text/event-stream")
-    page = await logs.page(server, user, task, after)
+        return stream(_events(await logs.follow(server, who, task, after)), "text/event-stream")
+    page = await logs.page(server, who, task, after)
     return answer(LogPage(items=page.items, next=page.next, ended=page.ended))
 
 
@@ -195,8 +198,8 @@ async def _events(pieces: AsyncIterator[list[LogDocument]]) -> AsyncIterator[byt
 
 @router.get("/v1/batches/{id}", responses=ok(BatchDocument), response_class=Response)
 async def get_batch(request: Request, id: BATCH) -> Response:
-    user = await user_of(request)
-    found = await query.batch(server_of(request), user, BatchId(decode("batch", id)))
+    who = await user_of(request, Action.BATCH_READ)
+    found = await query.batch(server_of(request), who, BatchId(decode("batch", id)))
     return tagged(request, documents.batch(found))
 
 
@@ -204,10 +207,10 @@ async def get_batch(request: Request, id: BATCH) -> Response:
 async def cancel_batch(request: Request, id: BATCH) -> Response:
     """Cancel what has not ended, and close the batch."""
     server = server_of(request)
-    user = await user_of(request)
+    who = await user_of(request, Action.BATCH_CANCEL)
     batch = BatchId(decode("batch", id))
-    await cancel.cancel_batch(server, user, batch, once_of(request))
-    return answer(documents.batch(await query.batch(server, user, batch)))
+    await cancel.cancel_batch(server, who, batch, once_of(request))
+    return answer(documents.batch(await query.batch(server, who, batch)))
 
 
 @router.get(
@@ -222,10 +225,8 @@ async def cancel_batch(request: Request, id: BATCH) -> Response:
 )
 async def get_batch_results(request: Request, id: BATCH, after: After = 0) -> Response:
     """A stream that ends when the batch is closed and done; resume with the last `sequence` as `after`."""
-    user = await user_of(request)
-    pieces = await query.batch_results(
-        server_of(request), user, BatchId(decode("batch", id)), after
-    )
+    who = await user_of(request, Action.BATCH_READ)
+    pieces = await query.batch_results(server_of(request), who, BatchId(decode("batch", id)), after)
     return stream(pieces, "application/x-ndjson")
 
 

@@ -62,6 +62,8 @@ class Caller:
     scopes: frozenset[Scope] | None = None  # None: all
     key: int | None = None  # the API key's id; None: a sign-in
     key_team: TeamId | None = None  # the only team this key is for; None: all of the user's
+    session: str | None = None  # the sign-in it is; None: an API key
+    address: str = ""  # where this request came from
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from gpool.core.errors import Unreachable
 from gpool.core.ids import BatchId, TaskId, decode, encode
 from gpool.server.actions import cancel, query, submit
 from gpool.server.server import Once, Server
+from gpool.server.store.identity_values import Caller
 from gpool.server.store.values import User
 from gpool.testing.dice import Dice
 from gpool.testing.loop import VirtualLoop
@@ -109,7 +110,8 @@ def tasks_in(request: TaskRequest) -> int:
 
 class Consumer:
     def __init__(self, counter: Counter, name: str, user: User, dice: Dice) -> None:
-        self._counter, self.name, self._user, self._dice = counter, name, user, dice
+        self._counter, self.name, self._dice = counter, name, dice
+        self._user = Caller(user, {})
         self.unfinished = 0
 
     async def live(self, wishes: list[Wish]) -> None:

@@ -114,6 +114,15 @@ def visible_to_node(sha256: str, node: NodeId) -> Operation[int | None]:
 
 
 @operation
+def size_of(sha256: str) -> Operation[int | None]:
+    """Whoever sees it: for operators."""
+    rows = yield Statement(
+        "SELECT size_bytes FROM artifacts WHERE sha256 = :sha256", {"sha256": sha256}
+    )
+    return rows[0][0] if rows else None
+
+
+@operation
 def known(sha256: str) -> Operation[bool]:
     rows = yield Statement("SELECT 1 FROM artifacts WHERE sha256 = :sha256", {"sha256": sha256})
     return bool(rows)

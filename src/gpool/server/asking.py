@@ -1,0 +1,127 @@
+"""Who asks, and the one way to ask `core.permissions`: every action comes through `permit`, with the facts of its object.
+
+A stranger's object and a missing one raise the same `NotFound`: what it says depends on nothing but what was asked for.
+"""
+
+from __future__ import annotations
+
+from gpool.core.errors import Forbidden, NotFound, NotSignedIn
+from gpool.core.ids import UserId
+from gpool.core.model import Permission
+from gpool.core.permissions import (
+    POOL,
+    RULES,
+    Action,
+    Actor,
+    Kind,
+    Machine,
+    Nobody,
+    Outcome,
+    Person,
+    TeamId,
+    Thing,
+    may,
+    missing,
+)
+from gpool.server.store.identity_values import Caller
+from gpool.server.store.values import Batch, NodeCredentials, NodeRow, TaskStory, TaskView
+
+Who = Caller | NodeCredentials | None
+"""A user, a node, or nobody who is signed in."""
+
+SIGN_IN = (
+    "sign in (`gpool login`), or send an API key as 'Authorization: Bearer gpk_…'; "
+    "`gpool up` wrote one for you"
+)
+_TEAM_KEY_TOO = frozenset({Action.ME_READ, Action.ARTIFACT_UPLOAD})
+"""What a key for one team may do although it is not the team's: the way to submit in its name leads through it."""
+
+
+def actor_of(who: Who) -> Actor:
+    match who:
+        case None:
+            return Nobody()
+        case NodeCredentials():
+            return Machine(who.node)
+        case Caller():
+            permissions = who.user.permissions
+            if who.key_team is not None:
+                permissions -= {Permission.OPERATOR}
+            return Person(who.user.id, permissions, who.teams, who.scopes)
+
+
+def permit(who: Who, action: Action, thing: Thing, what: str = "") -> None:
+    """Returns when `who` may; raises otherwise. `what` names the object as the asker did."""
+    if isinstance(who, Caller) and who.key_team is not None and _is_beyond(who, action, thing):
+        thing = missing(thing.kind)
+    decision = may(actor_of(who), action, thing)
+    match decision.outcome:
+        case Outcome.ALLOWED:
+            return
+        case Outcome.SIGN_IN:
+            raise NotSignedIn(SIGN_IN)
+        case Outcome.REFUSED:
+            raise Forbidden(f"not allowed: {decision.reason}")
+        case Outcome.HIDDEN:
+            raise NotFound(f"no {what or thing.kind.value} of yours")
+
+
+def gate(who: Who, action: Action) -> None:
+    """As much as can be decided before the object is known: raises for whoever may do this to no object at all."""
+    kind = RULES[action].kind
+    if kind is Kind.SERVER:
+        permit(who, action, POOL)
+        return
+    decision = may(actor_of(who), action, missing(kind))
+    if decision.outcome is Outcome.SIGN_IN:
+        raise NotSignedIn(SIGN_IN)
+    if decision.outcome is Outcome.REFUSED:
+        raise Forbidden(f"not allowed: {decision.reason}")
+
+
+def _is_beyond(who: Caller, action: Action, thing: Thing) -> bool:
+    return (
+        thing.kind is not Kind.SERVER and thing.team != who.key_team and action not in _TEAM_KEY_TOO
+    )
+
+
+# ---- the facts of objects
+
+
+def own(who: Caller) -> Thing:
+    """The account in whose name the caller acts."""
+    return Thing(Kind.ACCOUNT, owner=who.user.id)
+
+
+def account_of(user: UserId | None) -> Thing:
+    return missing(Kind.ACCOUNT) if user is None else Thing(Kind.ACCOUNT, owner=user)
+
+
+def in_the_name_of(who: Caller, team: TeamId | None) -> Thing:
+    return own(who) if team is None else Thing(Kind.ACCOUNT, team=team)
+
+
+def task_thing(view: TaskView | TaskStory | None) -> Thing:
+    if view is None:
+        return missing(Kind.TASK)
+    row = view.row
+    return Thing(
+        Kind.TASK,
+        owner=row.user,
+        team=None if row.team is None else TeamId(row.team),
+        holder=row.node if row.holding else None,
+    )
+
+
+def batch_thing(batch: Batch | None) -> Thing:
+    if batch is None:
+        return missing(Kind.BATCH)
+    return Thing(
+        Kind.BATCH, owner=batch.user, team=None if batch.team is None else TeamId(batch.team)
+    )
+
+
+def node_thing(row: NodeRow | None) -> Thing:
+    if row is None:
+        return missing(Kind.NODE)
+    return Thing(Kind.NODE, owner=row.node.owner, holder=row.node.id)

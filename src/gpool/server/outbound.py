@@ -1,0 +1,128 @@
+"""The one door out of the server. What operators configured (OIDC, chain) is dialled as configured; what users name is
+resolved first, refused when any of its addresses is private, and the checked address is what is dialled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import json
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx2
+
+from gpool.core.errors import Invalid, Unreachable
+
+TIMEOUT_S = 10.0
+MAX_ANSWER_BYTES = 1024 * 1024
+_HEADERS = {"accept": "application/json", "user-agent": "gpool"}
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    status: int
+    body: bytes
+
+    def json(self) -> Any:
+        """`Unreachable` when it is none: whoever answered is not whom we wanted."""
+        try:
+            return json.loads(self.body)
+        except ValueError as error:
+            raise Unreachable(f"the answer was not JSON: {error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """A user's destination whose addresses were looked at: dial `address`, speak to `host`."""
+
+    url: str
+    host: str
+    port: int
+    address: str
+
+
+class Outbound:
+    """Redirects are not followed, proxies of the environment not used, answers bounded."""
+
+    def __init__(self, transport: httpx2.AsyncBaseTransport | None = None) -> None:
+        self._transport = transport
+        self._http: httpx2.AsyncClient | None = None
+
+    async def get(self, url: str, headers: Mapping[str, str] | None = None) -> Answer:
+        """From where the operator said."""
+        return await self._send("GET", url, headers=headers)
+
+    async def post_form(
+        self, url: str, form: Mapping[str, str], auth: tuple[str, str] | None = None
+    ) -> Answer:
+        return await self._send("POST", url, data=dict(form), auth=auth)
+
+    async def post_json(self, url: str, document: object) -> Answer:
+        return await self._send("POST", url, json=document)
+
+    async def _send(self, method: str, url: str, **options: Any) -> Answer:
+        if self._http is None:
+            self._http = httpx2.AsyncClient(
+                transport=self._transport, timeout=TIMEOUT_S, headers=_HEADERS, trust_env=False
+            )
+        try:
+            async with asyncio.timeout(2 * TIMEOUT_S):
+                async with self._http.stream(method, url, **options) as answer:
+                    body = bytearray()
+                    async for piece in answer.aiter_bytes():
+                        body += piece
+                        if len(body) > MAX_ANSWER_BYTES:
+                            raise Unreachable(f"{_shown(url)} answered more than is read")
+                    return Answer(answer.status_code, bytes(body))
+        except (httpx2.HTTPError, httpx2.InvalidURL, TimeoutError) as error:
+            what = str(error) or type(error).__name__
+            raise Unreachable(f"{_shown(url)} does not answer ({what})") from error
+
+    async def close(self) -> None:
+        if self._http is not None:
+            await self._http.aclose()
+
+
+async def checked(url: str) -> Checked:
+    """A user's destination: https or http, a public address. `Invalid` says what is wrong with it."""
+    try:
+        parts = urlsplit(url)
+        port = parts.port or (443 if parts.scheme == "https" else 80)
+    except ValueError as error:
+        raise Invalid(f"{url[:200]!r} is not an address: {error}") from error
+    host = parts.hostname
+    if parts.scheme not in ("http", "https") or not host or parts.username is not None:
+        raise Invalid(f"{url[:200]!r} is not an http(s) address without a user name")
+    try:
+        found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise Invalid(f"{host[:200]!r} has no address: {error.strerror}") from error
+    addresses = [str(entry[4][0]) for entry in found]
+    for address in addresses:
+        if not is_public(address):
+            raise Invalid(f"{host[:200]!r} is at {address}, which is not a public address")
+    return Checked(url, host, port, addresses[0])
+
+
+def is_public(address: str) -> bool:
+    """Not private, loopback, link-local (metadata services), multicast or reserved; neither what is wrapped inside."""
+    parsed = ipaddress.ip_address(address.partition("%")[0])
+    if isinstance(parsed, ipaddress.IPv6Address):
+        inner = (
+            parsed.ipv4_mapped or parsed.sixtofour or (parsed.teredo[1] if parsed.teredo else None)
+        )
+        if inner is None and parsed in ipaddress.ip_network("64:ff9b::/96"):
+            inner = ipaddress.IPv4Address(int(parsed) & 0xFFFFFFFF)
+        if inner is not None and not is_public(str(inner)):
+            return False
+    return parsed.is_global and not parsed.is_multicast
+
+
+def _shown(url: str) -> str:
+    """Without what may be a secret: only where, not what."""
+    parts = urlsplit(url)
+    return f"{parts.scheme}://{parts.hostname}" + (f":{parts.port}" if parts.port else "")

@@ -1,0 +1,333 @@
+"""The REST documents of accounts, sign-ins, keys, wallets, sessions and teams. They check form; `server.actions` decide."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import AwareDatetime, Field, StringConstraints
+
+from gpool.wire.documents import Answer, Document
+
+USER_NAME = r"^[a-z][a-z0-9._-]{1,62}$"
+"""One spelling per name: lower case, and never mistaken for a wallet's address or an id."""
+
+UserName = Annotated[str, StringConstraints(pattern=USER_NAME)]
+TeamName = Annotated[str, StringConstraints(pattern=USER_NAME)]
+KeyName = Annotated[str, StringConstraints(pattern=r"^[\x20-\x7e]{1,80}$")]
+Password = Annotated[str, StringConstraints(max_length=1024)]
+Token = Annotated[str, StringConstraints(max_length=200)]
+SignInMessage = Annotated[str, StringConstraints(max_length=8192)]
+SignatureText = Annotated[str, StringConstraints(max_length=2 + 2 * 8192)]
+PermissionName = Literal["consumer", "provider", "operator"]
+RoleName = Literal["owner", "member", "viewer"]
+ScopeName = Literal[
+    "tasks:read",
+    "tasks:write",
+    "nodes:read",
+    "nodes:write",
+    "account:read",
+    "teams:read",
+    "teams:write",
+    "money:read",
+    "webhooks",
+    "admin",
+]
+DAY_S = 86_400
+
+
+# ---- coming in
+
+
+class UserRequest(Document):
+    """`POST /v1/users`: a new account with a password."""
+
+    name: UserName
+    password: Password
+    invite: Token | None = None
+
+
+class PasswordSignIn(Document):
+    name: Annotated[str, StringConstraints(max_length=200)]
+    password: Password
+
+
+class NonceDocument(Answer):
+    """What a sign-in message must hold; it works once, until it expires."""
+
+    nonce: str
+    domain: str
+    uri: str
+    chain_id: int
+    issued_at: AwareDatetime  # the server's own time, for machines without a good clock
+    expires_at: AwareDatetime
+
+
+class SignedMessage(Document):
+    """A Sign-In with Ethereum message (EIP-4361) and the wallet's signature of it."""
+
+    message: SignInMessage
+    signature: SignatureText
+
+
+class WalletSignIn(SignedMessage):
+    """The first sign-in of a wallet makes its account, where registration allows it."""
+
+    invite: Token | None = None
+
+
+class TokensDocument(Answer):
+    access_token: str
+    refresh_token: str
+    token_type: Literal["Bearer"] = "Bearer"
+    expires_in: int  # seconds, of the access token
+
+
+class RefreshRequest(Document):
+    refresh_token: Token
+
+
+class SignOutRequest(Document):
+    """Of the session of this refresh token, or of the one that asks; `everywhere`: of all sessions of the account."""
+
+    refresh_token: Token | None = None
+    everywhere: bool = False
+
+
+class OidcStarted(Answer):
+    """Open `url` in a browser; it comes back to `redirect_uri` with `code` and `state`, which finish the sign-in."""
+
+    url: str
+    state: str
+    provider: str
+
+
+class OidcFinish(Document):
+    state: Annotated[str, StringConstraints(max_length=4096)]
+    code: Annotated[str, StringConstraints(max_length=4096)]
+    invite: Token | None = None
+
+
+class JwkDocument(Answer):
+    kty: str
+    crv: str
+    alg: str
+    use: str
+    kid: str
+    x: str
+
+
+class JwksDocument(Answer):
+    keys: list[JwkDocument]
+
+
+# ---- one's account
+
+
+class OwnTeam(Answer):
+    id: str
+    name: str
+    role: RoleName
+
+
+class MeDocument(Answer):
+    id: str
+    name: str
+    wallets: list[str]
+    permissions: list[str]
+    has_password: bool = False
+    identities: list[str] = Field(default=[])  # issuers of OpenID Connect
+    payout_wallet: str | None = None
+    teams: list[OwnTeam] = Field(default=[])
+    scopes: list[str] | None = None  # of the API key in use; None: all
+
+
+class PasswordChange(Document):
+    """`old` is needed where there is one."""
+
+    old: Password | None = None
+    new: Password
+
+
+class WalletLink(SignedMessage):
+    """The new wallet's signature, and one way in that the account has: its password, or a linked wallet's signature."""
+
+    password: Password | None = None
+    proof: SignedMessage | None = None
+
+
+class WalletUnlink(SignedMessage):
+    """The wallet's own signature, and one way in that stays: the password, or another wallet's signature."""
+
+    password: Password | None = None
+    proof: SignedMessage | None = None
+
+
+class WalletPatch(Document):
+    payout: bool
+
+
+class WalletDocument(Answer):
+    address: str
+    linked_at: AwareDatetime
+    payout: bool
+
+
+class WalletPage(Answer):
+    items: list[WalletDocument]
+    next: str | None = None
+
+
+# ---- API keys
+
+
+class KeyRequest(Document):
+    """Without `scopes`: everything but `admin`. With `team`, the key is good for that team's tasks only."""
+
+    name: KeyName
+    scopes: Annotated[list[ScopeName], Field(max_length=20)] | None = None
+    expires_in_s: Annotated[int, Field(ge=60, le=3650 * DAY_S)] | None = None
+    team: str | None = None
+
+
+class KeyDocument(Answer):
+    id: str
+    name: str
+    scopes: list[str] | None  # None: all
+    team: str | None
+    created_at: AwareDatetime
+    expires_at: AwareDatetime | None
+    ended_at: AwareDatetime | None
+    last_used_at: AwareDatetime | None
+
+
+class KeyMade(KeyDocument):
+    """The key itself is shown this once."""
+
+    key: str
+
+
+class KeyPage(Answer):
+    items: list[KeyDocument]
+    next: str | None = None
+
+
+# ---- sessions
+
+
+class SessionDocument(Answer):
+    id: str
+    label: str
+    created_at: AwareDatetime
+    last_used_at: AwareDatetime
+    expires_at: AwareDatetime
+    current: bool
+
+
+class SessionPage(Answer):
+    items: list[SessionDocument]
+    next: str | None = None
+
+
+# ---- teams
+
+
+class QuotaDocument(Document):
+    """What may be had at once; null: the default of the pool."""
+
+    running_gpus: Annotated[float, Field(ge=0, le=1_000_000)] | None = None
+    queued_tasks: Annotated[int, Field(ge=0, le=1 << 40)] | None = None
+    storage_bytes: Annotated[int, Field(ge=0, le=1 << 60)] | None = None
+
+
+class TeamRequest(Document):
+    name: TeamName
+
+
+class TeamPatch(Document):
+    """Owners change the name, operators the quota."""
+
+    name: TeamName | None = None
+    quota: QuotaDocument | None = None
+
+
+class TeamDocument(Answer):
+    id: str
+    name: str
+    created_at: AwareDatetime
+    role: RoleName | None = None  # yours; null for an operator who is not in it
+    quota: QuotaDocument | None = None
+
+
+class TeamPage(Answer):
+    items: list[TeamDocument]
+    next: str | None = None
+
+
+class MemberRequest(Document):
+    """`user` is a name or an id."""
+
+    user: Annotated[str, StringConstraints(min_length=1, max_length=64)]
+    role: RoleName = "member"
+
+
+class MemberPatch(Document):
+    role: RoleName
+
+
+class MemberDocument(Answer):
+    user: str
+    name: str
+    role: RoleName
+    since: AwareDatetime
+
+
+class MemberPage(Answer):
+    items: list[MemberDocument]
+    next: str | None = None
+
+
+class TeamInviteRequest(Document):
+    role: RoleName = "member"
+    expires_in_s: Annotated[int, Field(ge=60, le=30 * DAY_S)] = 7 * DAY_S
+
+
+class TeamJoin(Document):
+    token: Token
+
+
+# ---- operators
+
+
+class UserDocument(Answer):
+    id: str
+    name: str
+    permissions: list[str]
+    created_at: AwareDatetime
+    disabled_at: AwareDatetime | None = None
+    has_password: bool = False
+    quota: QuotaDocument | None = None
+
+
+class UserPage(Answer):
+    items: list[UserDocument]
+    next: str | None = None
+
+
+class UserPatch(Document):
+    permissions: list[PermissionName] | None = None
+    disabled: bool | None = None
+    quota: QuotaDocument | None = None
+
+
+class UserInviteRequest(Document):
+    permissions: list[PermissionName] | None = None  # null: what new users may
+    team: str | None = None
+    role: RoleName | None = None
+    expires_in_s: Annotated[int, Field(ge=60, le=30 * DAY_S)] = 7 * DAY_S
+
+
+class UserInviteDocument(Answer):
+    """The token is shown this once."""
+
+    token: str
+    expires_at: AwareDatetime

@@ -1,0 +1,224 @@
+"""Journeys of API keys, teams and operators."""
+
+from __future__ import annotations
+
+import pytest
+from people_desk import PASSWORD, Somebody, bearer, registered, signed_in
+from server_desk import Desk
+
+from gpool.server.loops import Identity
+
+pytestmark = pytest.mark.anyio
+
+
+async def a_team(owner: Somebody, name: str = "lab") -> str:
+    made = await owner.ask("POST", "/v1/teams", {"name": name})
+    assert made.status_code == 201, made.text
+    team: str = made.json()["id"]
+    return team
+
+
+# ---- API keys
+
+
+async def test_a_key_works_until_it_is_ended(desk: Desk) -> None:
+    ada = await registered(desk, "ada")
+    made = (await ada.ask("POST", "/v1/keys", {"name": "laptop"})).json()
+    key = bearer(made["key"])
+    assert (await desk.bare.get("/v1/me", headers=key)).json()["id"] == ada.id
+    await Identity(desk.server).run_once(desk.server.now)
+    listed = (await ada.ask("GET", "/v1/keys")).json()["items"]
+    assert [one["name"] for one in listed] == ["laptop"]
+    assert listed[0]["last_used_at"] is not None
+    assert "key" not in listed[0]
+    assert (await ada.ask("DELETE", f"/v1/keys/{made['id']}")).status_code == 204
+    assert (await desk.bare.get("/v1/me", headers=key)).status_code == 401
+
+
+async def test_a_key_expires(desk: Desk) -> None:
+    ada = await registered(desk, "ada")
+    made = (await ada.ask("POST", "/v1/keys", {"name": "short", "expires_in_s": 60})).json()
+    assert (await desk.bare.get("/v1/me", headers=bearer(made["key"]))).status_code == 200
+    desk.clock.advance(66)
+    assert (await desk.bare.get("/v1/me", headers=bearer(made["key"]))).status_code == 401
+
+
+async def test_a_key_does_no_more_than_its_scopes(desk: Desk) -> None:
+    ada = await registered(desk, "ada")
+    wanted = {"name": "watcher", "scopes": ["tasks:read"]}
+    key = bearer((await ada.ask("POST", "/v1/keys", wanted)).json()["key"])
+    assert (await desk.bare.get("/v1/tasks", headers=key)).status_code == 200
+    submitted = await desk.bare.post("/v1/tasks", json={"command": ["true"]}, headers=key)
+    assert submitted.status_code == 403
+    assert (await desk.bare.get("/v1/me", headers=key)).status_code == 403
+
+
+async def test_no_key_makes_a_key_or_changes_a_password(desk: Desk) -> None:
+    ada = await registered(desk, "ada")
+    key = bearer((await ada.ask("POST", "/v1/keys", {"name": "all"})).json()["key"])
+    for method, path, document in (
+        ("POST", "/v1/keys", {"name": "more"}),
+        ("PUT", "/v1/me/password", {"old": PASSWORD, "new": "another one 22"}),
+        ("GET", "/v1/sessions", None),
+        ("POST", "/v1/auth/logout", {"everywhere": True}),
+    ):
+        answer = await desk.bare.request(method, path, json=document, headers=key)
+        assert answer.status_code == 403, (path, answer.text)
+
+
+async def test_only_operators_make_admin_keys(desk: Desk) -> None:
+    ada = await registered(desk, "ada")
+    wanted = {"name": "root", "scopes": ["admin"]}
+    assert (await ada.ask("POST", "/v1/keys", wanted)).status_code == 403
+    assert (await desk.post("/v1/keys", wanted)).status_code == 201
+
+
+async def test_the_same_idempotency_key_gives_the_same_api_key(desk: Desk) -> None:
+    ada = await registered(desk, "ada")
+    once = {"headers": {"idempotency-key": "once"}}
+    first = (await ada.ask("POST", "/v1/keys", {"name": "laptop"}, **once)).json()
+    once = {"headers": {"idempotency-key": "once"}}
+    again = (await ada.ask("POST", "/v1/keys", {"name": "laptop"}, **once)).json()
+    assert first == again
+    assert len((await ada.ask("GET", "/v1/keys")).json()["items"]) == 1
+
+
+async def test_a_key_for_a_team_opens_nothing_else(desk: Desk) -> None:
+    ada = await registered(desk, "ada")
+    team = await a_team(ada)
+    own = (await ada.ask("POST", "/v1/tasks", {"command": ["own"]})).json()["ids"][0]
+    made = await ada.ask("POST", "/v1/keys", {"name": "ci", "team": team})
+    key = bearer(made.json()["key"])
+    joint = await desk.bare.post("/v1/tasks", json={"command": ["x"], "team": team}, headers=key)
+    assert joint.status_code == 202
+    task = joint.json()["ids"][0]
+    assert (await desk.bare.get(f"/v1/tasks/{task}", headers=key)).status_code == 200
+    assert (await desk.bare.get(f"/v1/tasks/{own}", headers=key)).status_code == 404
+    alone = await desk.bare.post("/v1/tasks", json={"command": ["x"]}, headers=key)
+    assert alone.status_code == 404
+
+
+# ---- teams
+
+
+async def test_a_team_shares_its_tasks_by_role(desk: Desk) -> None:
+    ada, bob, cy = [await registered(desk, name) for name in ("ada", "bob", "cy-viewer")]
+    eve = await registered(desk, "eve")
+    team = await a_team(ada)
+    await ada.ask("POST", f"/v1/teams/{team}/members", {"user": "bob", "role": "member"})
+    await ada.ask("POST", f"/v1/teams/{team}/members", {"user": cy.id, "role": "viewer"})
+    submitted = await bob.ask("POST", "/v1/tasks", {"command": ["true"], "team": team})
+    assert submitted.status_code == 202
+    task = submitted.json()["ids"][0]
+    for one in (ada, bob, cy):
+        assert (await one.ask("GET", f"/v1/tasks/{task}")).json()["team"] == team
+        listed = (await one.ask("GET", f"/v1/tasks?team={team}")).json()["items"]
+        assert [each["id"] for each in listed] == [task]
+        assert (await one.ask("GET", "/v1/tasks")).json()["items"] == []
+    assert (await eve.ask("GET", f"/v1/tasks/{task}")).status_code == 404
+    assert (await eve.ask("GET", f"/v1/tasks?team={team}")).status_code == 404
+    refused = await cy.ask("POST", "/v1/tasks", {"command": ["true"], "team": team})
+    assert refused.status_code == 403
+    unseen = await eve.ask("POST", "/v1/tasks", {"command": ["true"], "team": team})
+    assert unseen.status_code == 404
+    assert (await cy.ask("DELETE", f"/v1/tasks/{task}")).status_code == 403
+    assert (await ada.ask("DELETE", f"/v1/tasks/{task}")).status_code == 200
+
+
+async def test_who_leaves_a_team_leaves_its_tasks(desk: Desk) -> None:
+    ada, bob = await registered(desk, "ada"), await registered(desk, "bob")
+    team = await a_team(ada)
+    await ada.ask("POST", f"/v1/teams/{team}/members", {"user": "bob"})
+    task = (await bob.ask("POST", "/v1/tasks", {"command": ["x"], "team": team})).json()["ids"][0]
+    assert (await bob.ask("DELETE", f"/v1/teams/{team}/members/{bob.id}")).status_code == 204
+    assert (await bob.ask("GET", f"/v1/tasks/{task}")).status_code == 404
+    assert (await ada.ask("GET", f"/v1/tasks/{task}")).status_code == 200
+
+
+async def test_a_team_keeps_an_owner(desk: Desk) -> None:
+    ada, bob = await registered(desk, "ada"), await registered(desk, "bob")
+    team = await a_team(ada)
+    path = f"/v1/teams/{team}/members"
+    assert (await ada.ask("DELETE", f"{path}/{ada.id}")).status_code == 409
+    assert (await ada.ask("PATCH", f"{path}/{ada.id}", {"role": "viewer"})).status_code == 409
+    await ada.ask("POST", path, {"user": "bob", "role": "owner"})
+    assert (await bob.ask("PATCH", f"{path}/{ada.id}", {"role": "viewer"})).status_code == 200
+    names = {one["name"]: one["role"] for one in (await ada.ask("GET", path)).json()["items"]}
+    assert names == {"ada": "viewer", "bob": "owner"}
+
+
+async def test_an_invite_lets_one_person_into_a_team(desk: Desk) -> None:
+    ada, bob, eve = [await registered(desk, name) for name in ("ada", "bob", "eve")]
+    team = await a_team(ada)
+    made = (await ada.ask("POST", f"/v1/teams/{team}/invites", {"role": "viewer"})).json()
+    joined = await bob.ask("POST", "/v1/teams/join", {"token": made["token"]})
+    assert (joined.status_code, joined.json()["role"]) == (200, "viewer")
+    again = await eve.ask("POST", "/v1/teams/join", {"token": made["token"]})
+    assert again.status_code == 403
+    assert (await bob.ask("POST", f"/v1/teams/{team}/invites")).status_code == 403
+
+
+async def test_a_teams_invite_makes_no_account(desk: Desk) -> None:
+    ada = await registered(desk, "ada")
+    team = await a_team(ada)
+    made = (await ada.ask("POST", f"/v1/teams/{team}/invites")).json()
+    answer = await desk.bare.post(
+        "/v1/users", json={"name": "eve", "password": PASSWORD, "invite": made["token"]}
+    )
+    assert answer.status_code == 403
+
+
+async def test_a_team_is_renamed_and_deleted(desk: Desk) -> None:
+    ada = await registered(desk, "ada")
+    team = await a_team(ada)
+    renamed = await ada.ask("PATCH", f"/v1/teams/{team}", {"name": "office"})
+    assert renamed.json()["name"] == "office"
+    assert (await ada.ask("DELETE", f"/v1/teams/{team}")).status_code == 204
+    assert (await ada.ask("GET", f"/v1/teams/{team}")).status_code == 404
+    assert (await ada.ask("GET", "/v1/teams")).json()["items"] == []
+
+
+# ---- operators
+
+
+async def test_operators_see_and_change_users(desk: Desk) -> None:
+    ada = await registered(desk, "ada")
+    listed = (await desk.get("/v1/users")).json()["items"]
+    assert [one["name"] for one in listed] == ["operator", "ada"]
+    quota = {"running_gpus": 1.5, "queued_tasks": 10, "storage_bytes": None}
+    changed = await desk.http.patch(
+        f"/v1/users/{ada.id}", json={"permissions": ["provider"], "quota": quota}
+    )
+    assert changed.json()["permissions"] == ["provider"]
+    assert changed.json()["quota"] == quota
+    assert (await ada.ask("POST", "/v1/tasks", {"command": ["x"]})).status_code == 403
+    assert (await ada.ask("GET", f"/v1/users/{ada.id}")).json()["quota"] == quota
+
+
+async def test_who_is_disabled_is_out_at_once(desk: Desk) -> None:
+    ada = await registered(desk, "ada")
+    key = bearer((await ada.ask("POST", "/v1/keys", {"name": "k"})).json()["key"])
+    await desk.http.patch(f"/v1/users/{ada.id}", json={"disabled": True})
+    assert (await ada.ask("GET", "/v1/me")).status_code == 401
+    assert (await ada.refresh()).status_code == 401
+    assert (await desk.bare.get("/v1/me", headers=key)).status_code == 401
+    refused = await desk.bare.post("/v1/auth/password", json={"name": "ada", "password": PASSWORD})
+    assert refused.status_code == 403
+    await desk.http.patch(f"/v1/users/{ada.id}", json={"disabled": False})
+    assert (await signed_in(desk, "ada")).id == ada.id
+
+
+async def test_the_last_operator_stays_one(desk: Desk) -> None:
+    me = (await desk.get("/v1/me")).json()["id"]
+    for change in ({"disabled": True}, {"permissions": ["consumer"]}):
+        answer = await desk.http.patch(f"/v1/users/{me}", json=change)
+        assert answer.status_code == 409
+
+
+async def test_users_are_listed_in_pages(desk: Desk) -> None:
+    for number in range(3):
+        await registered(desk, f"user-{number}")
+    first = (await desk.get("/v1/users?limit=2")).json()
+    rest = (await desk.get(f"/v1/users?limit=2&cursor={first['next']}")).json()
+    names = [one["name"] for one in first["items"] + rest["items"]]
+    assert names == ["operator", "user-0", "user-1", "user-2"]
