@@ -54,7 +54,7 @@ async def by_password(
     async with server.guard.sign_in(name, address) as guess:
         account = await server.store.read(account_operations.account_by_name(name))
         stored = None if account is None else account.password_hash
-        found = await server.identity.passwords.verify(stored, password)
+        found = await server.identity.passwords.verify(stored, password, trusted=guess.trusted)
         if isinstance(found, Match):
             guess.succeeded()
     if not isinstance(found, Match) or account is None or stored is None:

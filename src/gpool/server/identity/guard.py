@@ -31,6 +31,11 @@ class Guess:
     admitted: Admitted = field(repr=False)
     right: bool = False
 
+    @property
+    def trusted(self) -> bool:
+        """From where this name signed in before."""
+        return self.admitted.trusted
+
     def succeeded(self) -> None:
         """The password (or signature) was right: the attempt costs nothing, and the address is known from now on."""
         self.right = True

@@ -150,6 +150,7 @@ class Admitted:
 
     attempt: Attempt
     spent: tuple[Spending, ...] = field(repr=False)
+    trusted: bool = False  # the device, or the address, signed in with this name before
 
 
 class SignInThrottle:
@@ -187,12 +188,11 @@ class SignInThrottle:
             self._fresh.spend([(pair, rates.fresh)], now)
         return found
 
-    @staticmethod
     def _take(
-        attempt: Attempt, buckets: Buckets, *spending: Spending, now: Instant
+        self, attempt: Attempt, buckets: Buckets, *spending: Spending, now: Instant
     ) -> Admitted | Wait:
         wait = buckets.spend(spending, now)
-        return wait or Admitted(attempt, spending)
+        return wait or Admitted(attempt, spending, trusted=buckets is self._trusted)
 
     def not_tried(self, admitted: Admitted) -> None:
         """The password was not looked at: nothing was guessed."""
