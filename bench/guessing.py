@@ -62,6 +62,8 @@ class Guessing:
             said.append(f"a beat was {self.oldest_beat_s} s old, {self.reconnects} reconnects")
         if self.owner_in < self.owner_tries:
             said.append(f"the owner got in {self.owner_in} times of {self.owner_tries}")
+        if "200" in self.answers:
+            said.append("a guess was right")
         if self.guesses_per_s < 0.95 * PER_S:
             said.append(f"only {self.guesses_per_s} guesses/s were made")
         return said
@@ -101,8 +103,12 @@ class Attack:
 
     async def _one(self, client: httpx2.AsyncClient, name: str) -> None:
         body = {"name": name, "password": secrets.token_hex(8)}
-        answer = await client.post("/v1/auth/password", json=body)
-        self.answers[str(answer.status_code)] += 1
+        try:
+            answer = await client.post("/v1/auth/password", json=body)
+        except httpx2.TransportError as error:
+            self.answers[type(error).__name__] += 1
+        else:
+            self.answers[str(answer.status_code)] += 1
 
     async def work(self, headers: dict[str, str]) -> list[float]:
         """Somebody who is signed in."""
