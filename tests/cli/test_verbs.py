@@ -202,3 +202,20 @@ def test_empty_listings_say_what_there_is_none_of(gpool: Gpool, pool: Pool) -> N
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_each_shell_gets_its_completion(gpool: Gpool, shell: str) -> None:
     assert "_GPOOL_COMPLETE" in gpool("completion", shell).stdout
+
+
+def test_a_secret_comes_from_the_environment_or_a_file_and_never_from_the_command_line(
+    gpool: Gpool, pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TOKEN", "from the environment")
+    (tmp_path / "file").write_text("from a file\n")
+    done = gpool(
+        "run", "--secret", "TOKEN", "--secret", f"OTHER=@{tmp_path / 'file'}", "--", "true"
+    )
+    assert done.exit_code == 0, done.output
+    assert pool.bodies[-1]["secrets"] == {"TOKEN": "from the environment", "OTHER": "from a file"}
+    assert "from the environment" not in done.output
+    for wrong in ("TOKEN=value", "=@file", "MISSING_ONE", f"OTHER=@{tmp_path / 'none'}"):
+        done = gpool("run", "--secret", wrong, "--", "true")
+        assert done.exit_code == 2, wrong
+        assert "value" not in done.stderr.replace("a value on the command line", "")

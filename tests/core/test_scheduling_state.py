@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import tracemalloc
+from dataclasses import replace
 
 import pytest
 from hypothesis import settings
@@ -46,6 +47,8 @@ SHAPES = [
     a_shape(2, "h", gpu=(GpuRequest(vram_bytes=5 * GIB), GpuRequest(count=2))),
     a_shape(3, cpu_milli=2500, memory_bytes=3 * GIB),
     a_shape(3, "i", gpu=(GpuRequest(count=2),)),
+    replace(a_shape(3, "j", gpu=(GpuRequest(),)), team=7),
+    replace(a_shape(1, "j", gpu=(GpuRequest(share_milli=500),)), team=7),
 ]
 POLICIES = [
     Policy(order=order, max_line=7, max_places_per_pass=places)

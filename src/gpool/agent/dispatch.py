@@ -73,7 +73,14 @@ class Dispatch:
             line.command, line.command_ending, line.announced = held, False, False
             line.command_since = NEVER
             out.append(
-                StartCommand(held.task, held.epoch, order.spec, order.allocation, order.owner)
+                StartCommand(
+                    held.task,
+                    held.epoch,
+                    order.spec,
+                    order.allocation,
+                    order.owner,
+                    order.secrets,
+                )
             )
             return
         for runner in self.idle.values():
@@ -86,7 +93,14 @@ class Dispatch:
         runner = Runner(self._last_runner, order.key, line)
         self.runners[runner.number] = line.runner = runner
         out.append(
-            StartRunner(runner.number, order.user, order.owner, order.spec, order.allocation)
+            StartRunner(
+                runner.number,
+                order.user,
+                order.owner,
+                order.spec,
+                order.allocation,
+                order.secrets,
+            )
         )
 
     def _is_in_the_way(self, order: Order, line: Line, out: list[Instruction]) -> bool:

@@ -6,7 +6,7 @@ Times are microseconds of the agent's own boot clock (counts while the machine s
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from gpool.core.model import Allocation, EndReason, Offer, OutputFile, TaskSpec
 from gpool.wire.frames import AgentFrame, ServerFrame
@@ -162,6 +162,7 @@ class StartCommand:
     spec: TaskSpec
     allocation: Allocation
     owner: bool
+    secrets: tuple[tuple[str, str], ...] = field(default=(), repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,6 +183,7 @@ class StartRunner:
     owner: bool
     spec: TaskSpec  # for environment, variables, python
     allocation: Allocation
+    secrets: tuple[tuple[str, str], ...] = field(default=(), repr=False)
 
 
 @dataclass(frozen=True, slots=True)

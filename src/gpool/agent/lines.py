@@ -5,6 +5,7 @@ Plain mutable records without behaviour towards the world; only `gpool.agent.ses
 
 from __future__ import annotations
 
+import hashlib
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -37,6 +38,15 @@ class Place(IntEnum):
     COMMAND = 2  # its line's command
 
 
+Variables = tuple[tuple[str, str], ...]
+
+
+def digest_of(secrets: Variables) -> str:
+    """Tells secrets apart without holding them."""
+    told = "".join(f"{len(word)}:{word}" for pair in secrets for word in pair)
+    return hashlib.sha256(told.encode("utf-8", "surrogatepass")).hexdigest()
+
+
 @dataclass(frozen=True, slots=True)
 class RunnerKey:
     """Calls with equal keys may share a runner, one after another."""
@@ -45,6 +55,7 @@ class RunnerKey:
     owner: bool
     environment: str
     env: tuple[tuple[str, str], ...]
+    secrets: str  # a hash of them, or nothing
     python: str | None
     tier: Tier
     cpu_milli: int
@@ -55,19 +66,28 @@ class RunnerKey:
 class Order:
     """What the leases of one granted line have in common."""
 
-    __slots__ = ("allocation", "is_function", "key", "owner", "spec", "user")
+    __slots__ = ("allocation", "is_function", "key", "owner", "secrets", "spec", "user")
 
-    def __init__(self, allocation: Allocation, user: int, owner: bool, spec: TaskSpec) -> None:
+    def __init__(
+        self,
+        allocation: Allocation,
+        user: int,
+        owner: bool,
+        spec: TaskSpec,
+        secrets: Variables = (),
+    ) -> None:
         self.allocation = allocation
         self.user = user
         self.owner = owner
         self.spec = spec
+        self.secrets = secrets
         self.is_function = spec.kind is TaskKind.FUNCTION
         self.key = RunnerKey(
             user,
             owner,
             spec.environment,
             spec.env,
+            digest_of(secrets) if secrets else "",
             spec.requirements.python,
             spec.requirements.tier,
             allocation.cpu_milli,

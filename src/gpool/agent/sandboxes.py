@@ -190,7 +190,13 @@ class CommandKeeper:
             except GpoolError as error:
                 return Ended(125, EndReason.BAD_INPUT, f"input {wanted.path}: {error.detail}"), ()
             limits = limits_of(spec, start.allocation)
-            job = CommandJob(spec.command, spec.env, tuple(staged), start.allocation.slices, limits)
+            job = CommandJob(
+                spec.command,
+                (*spec.env, *start.secrets),
+                tuple(staged),
+                start.allocation.slices,
+                limits,
+            )
             sandbox = await _started(runtime.start_command(job))
             self._began = self._with.clock()
             try:
@@ -270,7 +276,8 @@ class RunnerKeeper:
         runtime = self._with.runtime_for(start.spec, start.owner)
         python = start.spec.requirements.python or PYTHON
         limits = limits_of(start.spec, start.allocation)
-        job = RunnerJob(python, start.spec.env, start.allocation.slices, limits)
+        variables = (*start.spec.env, *start.secrets)
+        job = RunnerJob(python, variables, start.allocation.slices, limits)
         sandbox = await _started(runtime.start_runner(job))
         writer = asyncio.create_task(self._write(sandbox))
         try:

@@ -35,7 +35,7 @@ from gpool.agent.instructions import (
     ShutdownAsked,
     Ticked,
 )
-from gpool.agent.lines import NEVER
+from gpool.agent.lines import NEVER, Variables
 from gpool.agent.outbox import Outbox
 from gpool.agent.work import Work
 from gpool.core.model import Offer, TaskSpec
@@ -66,6 +66,7 @@ class Session:
         self._outbox = Outbox()
         self._work = work = Work(self._outbox)
         self._specs: dict[int, TaskSpec] = {}
+        self._secrets: dict[int, Variables] = {}
         self._connected = False
         self._welcomed = False
         self._beat = 0
@@ -154,6 +155,7 @@ class Session:
     def _on_connected(self, now: int, _: Connected, out: list[Instruction]) -> None:
         self._connected, self._welcomed = True, False
         self._specs.clear()
+        self._secrets.clear()
         hello = Hello(PROTOCOL, self._boot, self._offer, self._next_beat(now), self.holds)
         out.append(Send(hello))
 
@@ -223,8 +225,11 @@ class Session:
     def _on_grants(self, now: int, frame: Grants, out: list[Instruction]) -> None:
         self._confirm(frame.beat)
         self._specs.update(frame.specs)
+        for secret in frame.secrets:
+            told = self._secrets.get(secret.spec, ())
+            self._secrets[secret.spec] = (*told, (secret.name, secret.value))
         in_time = self._confirmed_at is not None and now < self._deadline
         if in_time and self._exit_by == NEVER:
-            self._work.take(now, frame.lines, self._specs, out)
+            self._work.take(now, frame.lines, self._specs, out, self._secrets)
         else:
             self._work.decline(now, frame.lines)

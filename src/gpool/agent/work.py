@@ -30,12 +30,15 @@ from gpool.agent.lines import (
     Order,
     Place,
     RunnerState,
+    Variables,
     wrongs,
 )
 from gpool.agent.outbox import Outbox
 from gpool.core.model import EndReason, TaskSpec
 from gpool.wire.frames import HandedBack, Hold, Released
 from gpool.wire.frames import Line as GrantedLine
+
+NO_SECRETS: Mapping[int, Variables] = {}
 
 MAX_START_FAILURES = 3
 
@@ -83,6 +86,7 @@ class Work:
         granted: Iterable[GrantedLine],
         specs: Mapping[int, TaskSpec],
         out: list[Instruction],
+        secrets: Mapping[int, Variables] = NO_SECRETS,
     ) -> None:
         """Let leases join their lines; those already known are skipped, those without a spec handed back."""
         touched: dict[int, Line] = {}
@@ -94,7 +98,11 @@ class Work:
             number = joining.allocation.number
             line = touched.get(number) or self._dispatch.lines.get(number) or Line(number)
             touched[number] = line
-            order = Order(joining.allocation, joining.user, joining.owner, spec)
+            told = secrets.get(joining.spec, ())
+            if len(told) < len(spec.secrets):  # never run it without them
+                self.decline(now, (joining,))
+                continue
+            order = Order(joining.allocation, joining.user, joining.owner, spec, told)
             for lease in joining.leases:
                 task, epoch = lease.task, lease.epoch
                 older = self._leases.held.get(task)

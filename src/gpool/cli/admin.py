@@ -1,4 +1,4 @@
-"""`gpool admin`: what operators do about users."""
+"""`gpool admin`: what operators do."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import click
 
 from gpool.cli.account import quoted, show
 from gpool.cli.calling import as_json, client_of, listing
+from gpool.cli.operating import audit, keys
 from gpool.cli.printing import emit_json, table
 from gpool.core.errors import Invalid, NotFound
 
@@ -21,7 +22,11 @@ _FIELDS = "id name permissions disabled_at quota created_at"
 
 @click.group()
 def admin() -> None:
-    """For operators: users and invites."""
+    """For operators: users, invites, keys, the audit record."""
+
+
+admin.add_command(keys)
+admin.add_command(audit)
 
 
 @admin.group()

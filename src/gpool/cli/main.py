@@ -44,10 +44,10 @@ VERBS = {
     "keys": ("gpool.cli.account", "API keys: list, make, end."),
     "wallet": ("gpool.cli.wallet", "Wallets of your account: list, link, unlink."),
     "team": ("gpool.cli.team", "Teams: list, make, invite, join, leave."),
-    "admin": ("gpool.cli.admin", "For operators: users and invites."),
     "node": ("gpool.cli.pool", "For owners: list, pause, resume, drain, invite nodes."),
     "server": ("gpool.cli.up", "Start a server alone."),
     "join": ("gpool.cli.join", "Lend this machine to a pool."),
+    "admin": ("gpool.cli.admin", "For operators: users, keys, the audit record."),
     "completion": ("gpool.cli.completion", "Print the completion script of a shell."),
 }
 

@@ -47,6 +47,13 @@ SECOND_CHANCE_S = 2.0
 @click.option("--retries", type=click.IntRange(0, 20), help="Further tries when it fails.")
 @click.option("--env", multiple=True, metavar="K=V", help="A variable; K alone copies yours.")
 @click.option(
+    "--secret",
+    "secret",
+    multiple=True,
+    metavar="K[=@FILE]",
+    help="A variable that is never shown: yours, or what a file holds.",
+)
+@click.option(
     "--input", "inputs", multiple=True, metavar="PATH", help="A file or folder to send along."
 )
 @click.option(
@@ -66,6 +73,7 @@ def run(
     ctx: click.Context,
     /,
     env: tuple[str, ...],
+    secret: tuple[str, ...],
     inputs: tuple[str, ...],
     outputs: tuple[str, ...],
     into: Path,
@@ -81,7 +89,7 @@ def run(
     from gpool.client.options import Options
 
     client = client_of(ctx)
-    options = Options.of({**requirements, "env": variables(env)})
+    options = Options.of({**requirements, "env": variables(env), "secrets": secrets(secret)})
     with progress_bar() as progress:
         submitted = client.submit_command(
             command, inputs=inputs, outputs=outputs, options=options, progress=progress
@@ -164,6 +172,30 @@ def variables(given: tuple[str, ...]) -> dict[str, str]:
                 )
             value = os.environ[name]
         found[name] = value
+    return found
+
+
+def secrets(given: tuple[str, ...]) -> dict[str, str]:
+    """`K` for the caller's own value of it, `K=@FILE` for a file's. Never `K=VALUE`: others see command lines."""
+    found = {}
+    for one in given:
+        name, equals, source = one.partition("=")
+        if not name or (equals and not source.startswith("@")):
+            raise Invalid(
+                f"--secret {name or one[:20]!r}: write --secret NAME (from your environment) or --secret NAME=@FILE; "
+                "a value on the command line is seen by everybody on this machine"
+            )
+        if equals:
+            try:
+                found[name] = Path(source[1:]).read_text().removesuffix("\n")
+            except (OSError, UnicodeDecodeError) as error:
+                raise Invalid(f"--secret {name}: {source[1:]} cannot be read: {error}") from None
+        elif name in os.environ:
+            found[name] = os.environ[name]
+        else:
+            raise Invalid(
+                f"--secret {name}: there is no such variable here; set it, or write --secret {name}=@FILE"
+            )
     return found
 
 

@@ -46,6 +46,7 @@ class Options:
     priority: int | None = None
     env: Mapping[str, str] = field(default_factory=dict)
     name: str | None = None
+    secrets: Mapping[str, str] = field(default_factory=dict, repr=False)  # variables never shown
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Options:
@@ -70,5 +71,6 @@ class Options:
             "retries": self.retries,
             "priority": self.priority,
             "env": {str(name): str(value) for name, value in self.env.items()} or None,
+            "secrets": {str(name): str(value) for name, value in self.secrets.items()} or None,
         }
         return {name: value for name, value in said.items() if value is not None}

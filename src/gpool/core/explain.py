@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from gpool.core import gpuspec
 from gpool.core.ids import NodeId, TaskId
 from gpool.core.model import GIB, Gpu, GpuRequest, Instant, Node, Shape, Tier
+from gpool.core.scheduling.limits import holders_of, least_gpus
 from gpool.core.scheduling.orders import ORDERS, Candidate, Key, Order, Policy
 from gpool.core.scheduling.placement import Unfit, fit, is_open, slice_of, unfit, usable
 from gpool.core.scheduling.plan import DEFAULT, order_named
@@ -57,6 +58,9 @@ def explain(
         return Explanation(
             "paused", f"{_those(capable)} could run it, but its owner takes no new tasks just now."
         )
+    over = _over_limit(state, shape, policy)
+    if over is not None:
+        return over
     key = _ranking(state, now, policy, order_named(policy.order, orders))
     ahead = _ahead(state, waiting, task, open_nodes, key)
     if any(fit(node, state.nodes[node.id].room, shape) for node in open_nodes):
@@ -65,6 +69,23 @@ def explain(
             return Explanation("ahead", sentence, ahead + 1)
         return Explanation("next", "It starts with the next scheduling pass.", 1)
     return _busy(state, shape, open_nodes, ahead)
+
+
+def _over_limit(state: State, shape: Shape, policy: Policy) -> Explanation | None:
+    least = least_gpus(shape)
+    for holder in holders_of(shape) if least else ():
+        limit, used = policy.limits.of(holder), state.gpus.get(holder, 0)
+        if limit is None or used + least <= limit:
+            continue
+        whose = "You" if holder[0] == "user" else "Your team"
+        said = f"{whose} may run {limit / 1000:g} GPUs at once"
+        if least > limit:
+            return Explanation("over_quota", f"{said}; it asks for {least / 1000:g}.")
+        return Explanation(
+            "quota_used",
+            f"{said} and {used / 1000:g} are in use; it starts when enough of them end.",
+        )
+    return None
 
 
 def _not_waiting(state: State, task: TaskId) -> Explanation:

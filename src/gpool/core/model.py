@@ -163,6 +163,7 @@ class TaskSpec:
     retries: int = 0  # further tries after a failure of its own
     priority: int = 0  # higher first, -100..100
     environment: str = "default"
+    secrets: tuple[str, ...] = ()  # names of variables whose values are kept apart, sealed
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +179,7 @@ class Shape:
     kind: TaskKind
     environment: str
     group: str
+    team: int | None = None  # whose quota it counts against too
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,10 @@ from gpool.core.ids import UserId
 from gpool.core.model import Permission
 from gpool.core.scheduling.orders import Policy
 from gpool.server import credentials
+from gpool.server.actions import quotas
 from gpool.server.api import (
     accounts,
+    admin,
     artifacts,
     channel,
     nodes,
@@ -26,15 +28,17 @@ from gpool.server.api import (
     teams,
     users,
 )
+from gpool.server.api.limits import Limits
 from gpool.server.blobs import Blobs
 from gpool.server.clock import Clock, SystemClock, system_ids
 from gpool.server.credentials import Credentials
 from gpool.server.hub import Hub
 from gpool.server.identity.desk import SignIns
+from gpool.server.identity.guard import Guard
 from gpool.server.identity.node_gate import NodeGate
 from gpool.server.identity.passwords import Cost
 from gpool.server.identity.refresh import Terms
-from gpool.server.identity.sealer import MasterSource, Sealer
+from gpool.server.identity.sealer import Sealer
 from gpool.server.identity.signing import Rotating, Signing
 from gpool.server.identity.tokens import Place
 from gpool.server.loops import Ticker, all_loops
@@ -62,6 +66,7 @@ async def open_server(settings: Settings, clock: Clock | None = None) -> Server:
     settings.data.mkdir(parents=True, exist_ok=True, mode=0o700)
     clock = clock or SystemClock()
     server = wire(settings, await open_store(settings.store_url), clock)
+    await quotas.refresh(server)
     await server.identity.signing.ready(server.now)
     await server.scheduler.rebuild(server.now)
     await ensure_operator(server)
@@ -72,8 +77,10 @@ def wire(settings: Settings, store: Store, clock: Clock) -> Server:
     """A server over an open store; nothing runs yet."""
     hub, metrics, root_key = Hub(), Metrics(), _root_key(settings.data)
     remember = span(settings.key_cache_s)
-    sign_ins = _sign_ins(settings, store, clock)
-    scheduler = Scheduler(store, hub, metrics, Policy(order=settings.order), settings.ttl)
+    sealer = Sealer(store, settings.master_source, clock.now)
+    sign_ins = _sign_ins(settings, store, sealer)
+    policy = Policy(order=settings.order)
+    scheduler = Scheduler(store, hub, metrics, policy, settings.ttl, sealer)
     return Server(
         settings=settings,
         store=store,
@@ -85,13 +92,14 @@ def wire(settings: Settings, store: Store, clock: Clock) -> Server:
         credentials=Credentials(store, clock.now, remember, root_key, sign_ins.signing),
         gate=NodeGate(store, clock.now, root_key, remember=remember),
         metrics=metrics,
+        sealer=sealer,
+        guard=Guard(clock.now),
         sign_ins=sign_ins,
         certificate=certificate_of(settings, clock.now()),
     )
 
 
-def _sign_ins(settings: Settings, store: Store, clock: Clock) -> SignIns:
-    sealer = Sealer(store, MasterSource(settings.data / MASTER_KEY_FILE), clock.now)
+def _sign_ins(settings: Settings, store: Store, sealer: Sealer) -> SignIns:
     name = settings.public_url or "gpool"  # the same on every replica
     signing = Signing(
         store,
@@ -148,9 +156,10 @@ def make_app(server: Server) -> FastAPI:
     )
     app.state.server = server
     problems.install(app)
-    for room in (tasks, nodes, artifacts, accounts, teams, users, rest, channel):
+    for room in (tasks, nodes, artifacts, accounts, teams, users, admin, rest, channel):
         app.include_router(room.router)
     openapi.describe(app, VERSION)
+    app.add_middleware(Limits, guard=server.guard)
     return app
 
 

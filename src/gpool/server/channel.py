@@ -18,7 +18,9 @@ from gpool.core.model import INLINE_LIMIT_BYTES, EndReason, Instant, Offer, Task
 from gpool.server import offers
 from gpool.server.store.operation import brief, operation
 from gpool.server.store.operations import leases, nodes
+from gpool.server.store.operations.sealed import secrets_to_open
 from gpool.server.store.protocol import Operation
+from gpool.server.store.sealed_values import SealedSecrets
 from gpool.server.store.values import HeldLease, NodeCredentials, NodeRow
 from gpool.wire.frames import (
     PROTOCOL,
@@ -35,6 +37,7 @@ from gpool.wire.frames import (
     Refused,
     ReportItem,
     Reports,
+    Secret,
     ServerFrame,
     Stop,
     StopReason,
@@ -48,6 +51,9 @@ if TYPE_CHECKING:
 
 FRAME_PAYLOAD_BYTES = 4 * 1024 * 1024
 """Payloads and specs in one `Grants`, unless one lease is more: half a frame's limit, the rest is for everything else."""
+
+Secrets = Mapping[int, tuple[Secret, ...]]
+"""Opened, by spec: on their way to a node, and kept nowhere."""
 
 MAX_HOLDS = 200_000
 REPLACED = "replaced by a newer connection of this node"
@@ -133,11 +139,15 @@ class Channel:
         # All of it before the next await: a cancel must not overtake the grant it stops.
         missing = [lease for hold, lease in open_leases.items() if hold not in stated]
         unstarted = [lease for lease in missing if lease.status is TaskStatus.LEASED]
-        self.grant(_lines(unstarted, self._owner), greeted.specs.get)
+        secrets, shut = server.sealer.opened(greeted.secrets)
+        lines = _lines([lease for lease in unstarted if lease.spec not in shut], self._owner)
+        self.grant(lines, greeted.specs.get, secrets)
         forgotten = [lease for lease in missing if lease.status is TaskStatus.RUNNING]
-        if forgotten:  # by an agent started anew: an attempt runs once under its epoch
-            lost = [Finished(lease.task, lease.epoch, EndReason.LOST) for lease in forgotten]
-            scheduler.absorb(await server.write(leases.record(self.node, lost, server.now)))
+        ended = [secrets_shut(each.task, each.epoch) for each in unstarted if each.spec in shut]
+        # by an agent started anew: an attempt runs once under its epoch
+        ended += [Finished(lease.task, lease.epoch, EndReason.LOST) for lease in forgotten]
+        if ended:
+            scheduler.absorb(await server.write(leases.record(self.node, ended, server.now)))
 
     def _is_overtaken(self, hello: Hello) -> bool:
         """A hello that was so long on its way that a newer connection of the same agent is open already."""
@@ -162,7 +172,9 @@ class Channel:
         if not self.closed:
             self._send(Stop(holds, reason))
 
-    def grant(self, lines: Iterable[Line], spec_of: Callable[[int], TaskSpec | None]) -> None:
+    def grant(
+        self, lines: Iterable[Line], spec_of: Callable[[int], TaskSpec | None], secrets: Secrets
+    ) -> None:
         """Sends leases that are committed, in as few frames as their payloads allow."""
         if self.closed:
             return
@@ -176,15 +188,18 @@ class Channel:
                 spec = spec_of(line.spec)
                 weight += weight_of(spec) if spec is not None else 0
             if batch and size + weight > FRAME_PAYLOAD_BYTES:
-                self._send_grants(batch, spec_of)
+                self._send_grants(batch, spec_of, secrets)
                 batch, size = [], 0
             batch.append(line)
             size += weight
         if batch:
-            self._send_grants(batch, spec_of)
+            self._send_grants(batch, spec_of, secrets)
 
-    def _send_grants(self, lines: list[Line], spec_of: Callable[[int], TaskSpec | None]) -> None:
+    def _send_grants(
+        self, lines: list[Line], spec_of: Callable[[int], TaskSpec | None], secrets: Secrets
+    ) -> None:
         specs = []
+        told: list[Secret] = []
         for line in lines:
             spec_id = SpecId(line.spec)
             if spec_id not in self._specs_sent:
@@ -193,7 +208,8 @@ class Channel:
                     raise LookupError(f"spec {spec_id} of a committed lease is not known")
                 self._specs_sent.add(spec_id)
                 specs.append((line.spec, spec))
-        self._send(Grants(self._beat, tuple(specs), tuple(lines)))
+                told += secrets.get(spec_id, ())
+        self._send(Grants(self._beat, tuple(specs), tuple(lines), tuple(told)))
 
     async def _record(self, frame: Reports) -> None:
         items = [_checked_item(item) for item in frame.items]
@@ -255,6 +271,7 @@ class _Greeted:
     rows: tuple[NodeRow, ...]  # the node's own first
     held: tuple[HeldLease, ...]
     specs: Mapping[int, TaskSpec]
+    secrets: SealedSecrets
 
 
 @operation
@@ -271,7 +288,9 @@ def _greeting(
         found = yield from leases.spec(id_)
         if found is not None:
             specs[int(id_)] = found[1]
-    return _Greeted(rows, held, specs)
+    secret = [SpecId(id_) for id_, spec in specs.items() if spec.secrets]
+    secrets = yield from secrets_to_open(secret)
+    return _Greeted(rows, held, specs, secrets)
 
 
 @operation
@@ -279,6 +298,16 @@ def _beating(node: NodeId, holds: Sequence[Hold], at: Instant) -> Operation[tupl
     """What is current is read in the transaction that extends it: no expiry can slip in between."""
     yield from nodes.beat(node, at)
     return (yield from leases.holds_current(node, holds))
+
+
+def secrets_shut(task: int, epoch: int) -> Finished:
+    """A task whose secrets were changed in the store, or whose key is lost, does not run."""
+    return Finished(
+        task,
+        epoch,
+        EndReason.BAD_INPUT,
+        error_text="a secret of this task does not open any more; tell the operator",
+    )
 
 
 def _lines(held: Iterable[HeldLease], owner: int) -> Iterable[Line]:

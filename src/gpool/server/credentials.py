@@ -98,6 +98,13 @@ class Credentials:
         used, self._used = self._used, {}
         return list(used.items())
 
+    def remembers(self, secret: str) -> bool:
+        """Whether `who` answers without looking into the store."""
+        if not secret.startswith(USER_PREFIX):
+            return True  # a token: its signature is looked at first
+        known = self._known.get(hashed(secret))
+        return known is not None and known.until > self._now()
+
     def forget(self) -> None:
         """Somebody was removed, or may do other things now: the next look-up asks the store."""
         self._known.clear()

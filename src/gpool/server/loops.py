@@ -9,6 +9,7 @@ from typing import Protocol
 import msgspec
 
 from gpool.core.model import Availability, Instant
+from gpool.server.actions import audit, quotas
 from gpool.server.hub import Wake
 from gpool.server.server import Server
 from gpool.server.settings import span
@@ -19,7 +20,6 @@ from gpool.server.store.operations import (
     leases,
     logs,
     nodes,
-    people,
     sessions,
     tasks,
 )
@@ -114,6 +114,7 @@ class Prune:
         await self._remove_unreferenced(now)
         server.blobs.remove_stale_parts(now, span(settings.keep_unreferenced_s))
         server.scheduler.tidy()
+        await quotas.refresh(server)  # another replica may have changed them
 
     async def _seal_logs(self, now: Instant) -> None:
         server = self._server
@@ -142,6 +143,26 @@ class Prune:
                 return
 
 
+class Keys:
+    """Takes up what was done to the keys, and moves fields away from retired ones: woken by a rotation."""
+
+    name = "keys"
+
+    def __init__(self, server: Server) -> None:
+        self.wake = server.sealer.wake
+        self.every_s = server.settings.prune_s
+        self._server = server
+
+    async def run_once(self, now: Instant) -> None:  # noqa: ARG002 - a loop's shape
+        sealer = self._server.sealer
+        await sealer.rewrap()
+        await sealer.rekey(_let_others_go)
+
+
+async def _let_others_go() -> None:
+    await asyncio.sleep(0)
+
+
 class Identity:
     """Keeps what signing in needs in order: signing keys, used API keys, old nonces and sessions."""
 
@@ -157,7 +178,7 @@ class Identity:
         await server.identity.signing.look(now)
         used = server.credentials.used_keys()
         if used:
-            await server.write(people.touch_keys(used))
+            await server.write(audit.keys_used(used))
         while await server.write(accounts.forget_nonces(now, PRUNE_ROWS)) >= PRUNE_ROWS:
             pass
         before = Instant(now - span(server.settings.keep_keys_s))
@@ -197,5 +218,5 @@ class Ticker:
 
 
 def all_loops(server: Server) -> tuple[Loop, ...]:
-    loops: tuple[Loop, ...] = (Schedule(server), Expire(server), Prune(server))
+    loops: tuple[Loop, ...] = (Schedule(server), Expire(server), Prune(server), Keys(server))
     return loops if server.sign_ins is None else (*loops, Identity(server))

@@ -12,6 +12,7 @@ import uvicorn
 import uvloop
 
 from gpool.server.app import make_app, open_server
+from gpool.server.http import LimitedHttp
 from gpool.server.server import Server
 from gpool.server.settings import Settings
 from gpool.wire.frames import MAX_FRAME_BYTES
@@ -35,7 +36,7 @@ def configuration(server: Server) -> uvicorn.Config:
         make_app(server),
         host=server.settings.host,
         port=server.settings.port,
-        http="httptools",
+        http=LimitedHttp,
         ws="websockets-sansio",
         ws_max_size=MAX_FRAME_BYTES,
         ws_per_message_deflate=False,

@@ -29,17 +29,27 @@ from gpool.core.scheduling.events import (
     TasksReleased,
     TasksWithdrawn,
 )
+from gpool.core.scheduling.limits import GpuLimits
 from gpool.core.scheduling.orders import Policy
 from gpool.core.scheduling.plan import plan
 from gpool.core.scheduling.shapes import shape_of
 from gpool.core.scheduling.state import Contradiction, State, build
+from gpool.server.channel import secrets_shut
 from gpool.server.hub import Hub, Wake
+from gpool.server.identity.sealer import Sealer
 from gpool.server.metrics import Metrics
 from gpool.server.store.operation import brief, operation
 from gpool.server.store.operations import leases
 from gpool.server.store.protocol import Operation, Store
-from gpool.server.store.values import GrantedLine, Picture, Recording, Submitted
-from gpool.wire.frames import Line, StopReason
+from gpool.server.store.values import (
+    AppliedPlan,
+    GrantedLine,
+    Picture,
+    Recording,
+    Submission,
+    Submitted,
+)
+from gpool.wire.frames import Finished, Line, StopReason
 
 if TYPE_CHECKING:
     from gpool.server.channel import Channel
@@ -55,7 +65,15 @@ MAX_NAMES = 500_000
 
 
 class Scheduler:
-    def __init__(self, store: Store, hub: Hub, metrics: Metrics, policy: Policy, ttl: Span) -> None:
+    def __init__(
+        self,
+        store: Store,
+        hub: Hub,
+        metrics: Metrics,
+        policy: Policy,
+        ttl: Span,
+        sealer: Sealer,
+    ) -> None:
         self.state = State()
         self.wake = Wake()
         self.channels: dict[NodeId, Channel] = {}
@@ -65,11 +83,14 @@ class Scheduler:
         self._metrics = metrics
         self.policy = policy
         self._ttl = ttl
+        self._sealer = sealer
         self._term = 0
         self._doubts = 1
         self._settled = 0  # the doubt that the current picture answers
+        self.arriving = 0  # tasks being submitted, not yet folded
         self._specs: dict[SpecId, tuple[UserId, TaskSpec, Shape]] = {}
         self._names = 0  # in specs remembered since the picture
+        self._with_secrets: set[SpecId] = set()
 
     # ---- passes
 
@@ -82,7 +103,8 @@ class Scheduler:
         if not places:
             return 0
         asked = sum(len(place.grants) for place in places)
-        applied = await self._write(brief(leases.apply_plan(places, self._term, now), asked))
+        writing = leases.apply_plan(places, self._term, now, self._with_secrets)
+        applied = await self._write(brief(writing, asked))
         if applied.deposed:
             log.warning("another scheduler has taken over; looking again")
             self.doubt()
@@ -90,7 +112,7 @@ class Scheduler:
         for line in applied.lines:
             tasks = tuple(TaskId(lease.task) for _, lease in line.leases)
             self.fold(TasksLeased(line.place.node, line.place.allocation, line.place.shape, tasks))
-        self._deliver(applied.lines)
+        await self._deliver(applied, now)
         granted = sum(len(line.leases) for line in applied.lines)
         self._metrics.granted.inc(granted)
         return granted
@@ -99,7 +121,12 @@ class Scheduler:
         """Takes a new term and a new picture; every silent node's time starts anew, so none is given up early."""
         doubt = self._doubts
         self._term, picture = await self._write(_survey(now))
-        self._specs = {id_: (user, spec, shape_of(spec, user)) for id_, user, spec in picture.specs}
+        teams = picture.teams
+        self._specs = {
+            id_: (user, spec, shape_of(spec, user, teams.get(id_)))
+            for id_, user, spec in picture.specs
+        }
+        self._with_secrets = {id_ for id_, _, spec in picture.specs if spec.secrets}
         self.state = self._built(picture)
         self._names = 0
         self._settled = doubt
@@ -120,6 +147,12 @@ class Scheduler:
                 for node, lease in picture.held
             ),
         )
+
+    def use_limits(self, limits: GpuLimits) -> None:
+        """How many GPUs users and teams may run at once, from the next pass on."""
+        if limits != self.policy.limits:
+            self.policy = replace(self.policy, limits=limits)
+            self.wake.call()
 
     # ---- doubt
 
@@ -147,9 +180,10 @@ class Scheduler:
             log.exception("the scheduling state contradicts the store; taking a new picture")
             self.doubt()
 
-    def queued(self, submitted: Submitted, spec: TaskSpec, user: UserId, at: Instant) -> None:
+    def queued(self, submitted: Submitted, submission: Submission) -> None:
         """A submission was committed."""
-        shape = self._remember(submitted.spec_id, user, spec)
+        shape = self._remember(submitted.spec_id, submission)
+        at = submission.at
         self.fold(
             TasksQueued(shape, tuple([QueuedTask(task.id, 0, at) for task in submitted.tasks]))
         )
@@ -267,18 +301,24 @@ class Scheduler:
 
     # ---- specs and sending
 
-    def _remember(self, id_: SpecId, user: UserId, spec: TaskSpec) -> Shape:
+    def _remember(self, id_: SpecId, submission: Submission) -> Shape:
         known = self._specs.get(id_)
         if known is None:
-            known = self._specs[id_] = (user, spec, shape_of(spec, user))
+            user, spec = submission.user, submission.spec
+            known = self._specs[id_] = (user, spec, shape_of(spec, user, submission.team))
             self._names += len(spec.inputs) + len(spec.outputs)
+            if spec.secrets:
+                self._with_secrets.add(id_)
         return known[2]
 
     def _known_spec(self, id_: int) -> TaskSpec | None:
         known = self._specs.get(SpecId(id_))
         return None if known is None else known[1]
 
-    def _deliver(self, lines: Iterable[GrantedLine]) -> None:
+    async def _deliver(self, applied: AppliedPlan, now: Instant) -> None:
+        """All of it before the next await: a cancel must not overtake the grant it stops."""
+        secrets, shut = self._sealer.opened(applied.secrets)
+        lines, ended = (applied.lines, []) if not shut else _without(applied.lines, shut)
         by_node: dict[NodeId, list[GrantedLine]] = {}
         for line in lines:
             by_node.setdefault(line.place.node, []).append(line)
@@ -288,7 +328,9 @@ class Scheduler:
             if channel is None:
                 continue  # it gets them when it connects, or they expire
             owner = entry.node.owner if entry is not None and entry.node is not None else None
-            channel.grant(_wire_lines(granted, owner), self._known_spec)
+            channel.grant(_wire_lines(granted, owner), self._known_spec, secrets)
+        for node_id, finished in ended:
+            self.absorb(await self._write(leases.record(node_id, finished, now)))
 
     async def _write(self, op: Operation[T]) -> T:
         try:
@@ -307,6 +349,21 @@ def _survey(at: Instant) -> Operation[tuple[int, Picture]]:
     term = yield from leases.take_term(at)
     picture = yield from leases.picture()
     return term, picture
+
+
+def _without(
+    lines: Iterable[GrantedLine], shut: set[SpecId]
+) -> tuple[list[GrantedLine], list[tuple[NodeId, list[Finished]]]]:
+    """The lines without leases whose secrets do not open, and how those end."""
+    kept, ended = [], []
+    for line in lines:
+        bad = [secrets_shut(lease.task, lease.epoch) for id_, lease in line.leases if id_ in shut]
+        good = tuple([pair for pair in line.leases if pair[0] not in shut])
+        if good:
+            kept.append(GrantedLine(line.place, good))
+        if bad:
+            ended.append((line.place.node, bad))
+    return kept, ended
 
 
 def _wire_lines(granted: Iterable[GrantedLine], owner: UserId | None) -> Iterable[Line]:

@@ -15,7 +15,9 @@ from gpool.server.credentials import Credentials
 from gpool.server.hub import Hub
 from gpool.server.identity.certificates import Certificate
 from gpool.server.identity.desk import SignIns
+from gpool.server.identity.guard import Guard
 from gpool.server.identity.node_gate import NodeGate
+from gpool.server.identity.sealer import Sealer
 from gpool.server.metrics import Metrics
 from gpool.server.scheduler import Scheduler
 from gpool.server.settings import Settings
@@ -55,6 +57,8 @@ class Server:
     credentials: Credentials
     gate: NodeGate
     metrics: Metrics
+    sealer: Sealer
+    guard: Guard
     sign_ins: SignIns | None = None  # None: a server that only schedules
     certificate: Certificate | None = None  # None: plain HTTP
 

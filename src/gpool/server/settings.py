@@ -10,6 +10,8 @@ from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from gpool.core.model import GIB, Permission, Span
+from gpool.core.quotas import Quota
+from gpool.server.identity.sealer import MasterSource
 from gpool.transfer.requests import is_loopback
 
 Registration = Literal["open", "invite", "closed"]
@@ -71,6 +73,18 @@ class Settings(BaseSettings):
     chain_id: int = Field(default=1, ge=1)
     chain_url: str | None = None  # JSON-RPC endpoint; None: contract wallets cannot sign in
     oidc: tuple[OidcProvider, ...] = ()
+    # What one account, or one team, may have at once unless an operator gave it another quota; None: no limit.
+    user_gpus: float | None = Field(default=None, ge=0)
+    user_queued: int | None = Field(default=1_000_000, ge=0)
+    user_storage_bytes: int | None = Field(default=1024 * GIB, ge=0)
+    team_gpus: float | None = Field(default=None, ge=0)
+    team_queued: int | None = Field(default=2_000_000, ge=0)
+    team_storage_bytes: int | None = Field(default=4096 * GIB, ge=0)
+
+    # Master keys: what a command prints, else the variable's value, else a file that is made on the first start.
+    master_key: SecretStr | None = None
+    master_key_command: str | None = None
+    master_key_file: Path | None = None  # None: `master.key` in the data directory
 
     @model_validator(mode="after")
     def _agent_lets_go_first(self) -> Self:
@@ -137,6 +151,20 @@ class Settings(BaseSettings):
         return self.registration or ("open" if is_loopback(self.host) else "invite")
 
     @property
+    def user_quota(self) -> Quota:
+        return Quota(_milli(self.user_gpus), self.user_queued, self.user_storage_bytes)
+
+    @property
+    def team_quota(self) -> Quota:
+        return Quota(_milli(self.team_gpus), self.team_queued, self.team_storage_bytes)
+
+    @property
+    def master_source(self) -> MasterSource:
+        text = self.master_key.get_secret_value() if self.master_key is not None else ""
+        file = self.master_key_file or self.data / "master.key"
+        return MasterSource(file, text, self.master_key_command or "")
+
+    @property
     def ttl(self) -> Span:
         return span(self.ttl_s)
 
@@ -147,6 +175,10 @@ class Settings(BaseSettings):
     @property
     def beat_every(self) -> Span:
         return span(self.beat_s)
+
+
+def _milli(gpus: float | None) -> int | None:
+    return None if gpus is None else round(gpus * 1000)
 
 
 def span(seconds: float) -> Span:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from typing import Annotated, Literal
 
-from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, SecretStr, StringConstraints
 
 MAX_BATCH = 10_000
 """Tasks in one call; more go into the same batch with further calls."""
@@ -88,6 +88,7 @@ class TaskRequest(Document):
     disk: str | None = None
     tier: Literal["none", "container", "vm"] = "container"
     env: dict[str, str] = {}
+    secrets: Annotated[dict[str, SecretStr], Field(max_length=100)] = {}  # variables never shown
     inputs: Annotated[list[InputDocument], Field(max_length=10_000)] = []
     outputs: Annotated[list[str], Field(max_length=1000)] = []
     timeout_s: Annotated[float, Field(gt=0, le=30 * 86400)] = 86400.0

@@ -159,6 +159,17 @@ class Lease(msgspec.Struct, frozen=True, array_like=True):
     payload_sha256: str = ""  # ... or the artifact that holds it
 
 
+class Secret(msgspec.Struct, frozen=True, array_like=True):
+    """A variable of a spec's tasks that is never shown: not in a log, not in an error, not in its own `repr`."""
+
+    spec: int
+    name: str
+    value: str
+
+    def __repr__(self) -> str:
+        return f"Secret({self.spec}, {self.name!r}, …)"
+
+
 class Line(msgspec.Struct, frozen=True, array_like=True):
     """Leases to stand in line, in this order, on one allocation."""
 
@@ -170,11 +181,12 @@ class Line(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Grants(_Frame, frozen=True):
-    """`specs` holds each spec the first time this connection needs it."""
+    """`specs` holds each spec the first time this connection needs it, `secrets` theirs."""
 
     beat: int  # the agent's last beat that the server had received
     specs: tuple[tuple[int, TaskSpec], ...]
     lines: tuple[Line, ...]
+    secrets: tuple[Secret, ...] = ()
 
 
 class Stop(_Frame, frozen=True):

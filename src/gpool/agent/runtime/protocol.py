@@ -9,7 +9,7 @@ A runtime promises, whatever the task does:
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -41,7 +41,7 @@ class CommandJob:
     """One command in a fresh sandbox."""
 
     argv: tuple[str, ...]
-    env: tuple[tuple[str, str], ...]
+    env: tuple[tuple[str, str], ...] = field(repr=False)  # secrets are among them
     inputs: tuple[Staged, ...]
     slices: tuple[Slice, ...]
     limits: Limits
@@ -52,7 +52,7 @@ class RunnerJob:
     """A sandbox with our runner in it, for functions of one user and environment."""
 
     python: str  # "3.11"
-    env: tuple[tuple[str, str], ...]
+    env: tuple[tuple[str, str], ...] = field(repr=False)  # secrets are among them
     slices: tuple[Slice, ...]
     limits: Limits
 

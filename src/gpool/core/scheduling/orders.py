@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from gpool.core.ids import TaskId
 from gpool.core.model import Instant, Shape, Span
+from gpool.core.scheduling.limits import NO_LIMITS, GpuLimits
 
 Key = tuple[int, ...]
 _LINE_TARGET, _AGEING, _PATIENCE = Span(300_000), Span(5 * 60 * 1_000_000), Span(60 * 1_000_000)
@@ -28,6 +29,7 @@ class Policy:
     max_places_per_pass: int = 1000
     ageing: Span = _AGEING  # waiting this long is worth one point of priority
     patience: Span = _PATIENCE  # then a node is kept clear for a task that does not fit
+    limits: GpuLimits = NO_LIMITS
 
 
 class Candidate(NamedTuple):

@@ -9,6 +9,9 @@ comes first in the order (counting the line's own allocation as given up), the l
 And small tasks do not starve a large one: once a shape of which nothing runs has waited for `patience`, the node that is
 nearest to having room for it takes nothing from those behind it.
 
+No start takes a user or a team past its limit of running GPUs (`policy.limits`); a task that waits for nothing else keeps
+no node clear and takes no line from others, but after `patience` its own people's limit is kept for it.
+
 What it costs: shapes x nodes, once, plus a little for each grant. The length of a queue does not matter.
 """
 
@@ -22,6 +25,7 @@ from gpool.core.errors import Invalid
 from gpool.core.ids import NodeId, TaskId, UserId
 from gpool.core.model import Allocation, Instant, Node, Shape
 from gpool.core.scheduling.events import Grant, Place, Plan
+from gpool.core.scheduling.limits import Holder, gpus_in, gpus_of, holders_of
 from gpool.core.scheduling.orders import ORDERS, Candidate, Key, Order, Policy
 from gpool.core.scheduling.placement import Fit, Score, fit, is_open, unfit
 from gpool.core.scheduling.queue import Entry, epoch_of
@@ -66,11 +70,12 @@ def line_depth(state: State, shape: Shape, policy: Policy) -> int:
 class _Turn:
     """One shape in this pass: what waits still, and where it could go."""
 
-    __slots__ = ("_ahead", "_entries", "entry", "key", "left", "places")
+    __slots__ = ("_ahead", "_entries", "entry", "is_over", "key", "left", "places")
 
     def __init__(self, entry: ShapeState) -> None:
         self.entry = entry
         self.left = entry.queue.size
+        self.is_over = False  # its user or team runs as many GPUs as it may
         self.key: Key = ()
         self.places: list[tuple[Score, NodeId, int, Fit]] | None = (
             None  # a heap, made when first needed
@@ -118,6 +123,8 @@ class _Draft:
         self.versions: dict[NodeId, int] = {}
         self.numbers: dict[NodeId, int] = {}  # the smallest that may be free
         self.running: dict[UserId, int] = {}
+        self.gpus: dict[Holder, int] = {}
+        self.saved: set[Holder] = set()  # whose limit is kept for a task that has waited long
         self.kept_clear: dict[NodeId, Shape] = {}
         self.looks = _LOOKS_FOR_CLEARING
         self.waiting: list[_Turn] = []  # could not start (any more), first in the order first
@@ -174,6 +181,9 @@ class _Draft:
                 heappop(places)
                 continue
             if version == self.versions.get(node_id, 0):
+                if not self.is_within_limits(turn, found):
+                    heappop(places)
+                    continue
                 self.open_line(turn, node_id, found)
                 return True
             again = fit(self.nodes[node_id], self.room(node_id), shape)
@@ -183,6 +193,25 @@ class _Draft:
                 fresh = (again.score, node_id, self.versions[node_id], again)
                 heapreplace(places, fresh)
         return False
+
+    def is_within_limits(self, turn: _Turn, found: Fit) -> bool:
+        """Whether its user and team may run so many GPUs more; else the turn is over its limit."""
+        taken = gpus_in(found.slices)
+        if not taken or not self.policy.limits.is_any:
+            return True
+        for holder in holders_of(turn.entry.shape):
+            limit = self.policy.limits.of(holder)
+            if limit is None:
+                continue
+            used = self.state.gpus.get(holder, 0) + self.gpus.get(holder, 0)
+            if used + taken > limit or holder in self.saved:
+                turn.is_over = True
+                if taken <= limit and self.now - turn.head[0] >= self.policy.patience:
+                    self.saved.add(
+                        holder
+                    )  # or smaller tasks of the same people would always pass it
+                return False
+        return True
 
     def places_for(self, shape: Shape) -> list[tuple[Score, NodeId, int, Fit]]:
         places = []
@@ -214,6 +243,10 @@ class _Draft:
         room.take(allocation, shape.user)
         self.versions[node] = self.versions.get(node, 0) + 1
         self.running[shape.user] = self.running.get(shape.user, 0) + 1
+        gpus = gpus_of(allocation)
+        if gpus:
+            for holder in holders_of(shape):
+                self.gpus[holder] = self.gpus.get(holder, 0) + gpus
         line = _NewLine(node, allocation, shape, 0)
         line.grants += turn.take(1)
         self.made.append(line)
@@ -224,6 +257,8 @@ class _Draft:
         shape = turn.entry.shape
         if turn.entry.lines or self.now - turn.head[0] < self.policy.patience:
             return  # what runs somewhere does not starve
+        if turn.is_over:
+            return  # room would not help it
         if not self.looks or len(self.kept_clear) >= MAX_KEPT_CLEAR:
             return
         self.looks -= 1
@@ -272,7 +307,13 @@ class _Draft:
             by_node.setdefault(line_made.node, []).append(line_made)
         if before:
             without = self.key(turn, given_up=1)
-            before = [other for other in before if self.key_beside(other, shape.user) < without]
+            mine = set(holders_of(shape))
+            before = [
+                other
+                for other in before
+                if (not other.is_over or mine.intersection(holders_of(other.entry.shape)))
+                and self.key_beside(other, shape.user) < without
+            ]
         found: list[_NewLine] = []
         for id_, lines in by_node.items():
             node = self.nodes.get(id_)

@@ -23,6 +23,7 @@ from gpool.core.scheduling.events import (
     TasksReleased,
     TasksWithdrawn,
 )
+from gpool.core.scheduling.limits import Holder, gpus_of, holders_of
 from gpool.core.scheduling.queue import Queue, Ticket, epoch_of
 from gpool.core.scheduling.room import Room
 
@@ -78,13 +79,24 @@ class NodeState:
 class State:
     """See the module. Read it freely; change it by `fold` only."""
 
-    __slots__ = ("_estimates", "_live", "_serial", "_served", "held", "nodes", "running", "shapes")
+    __slots__ = (
+        "_estimates",
+        "_live",
+        "_serial",
+        "_served",
+        "gpus",
+        "held",
+        "nodes",
+        "running",
+        "shapes",
+    )
 
     def __init__(self) -> None:
         self.shapes: dict[Shape, ShapeState] = {}  # only those with waiting tasks or lines
         self.nodes: dict[NodeId, NodeState] = {}
         self.held: dict[TaskId, Line] = {}
         self.running: dict[UserId, int] = {}  # allocations a user holds
+        self.gpus: dict[Holder, int] = {}  # thousandths of GPUs that users and teams hold
         self._live: dict[TaskId, Ticket] = {}
         self._estimates: dict[Shape, float] = {}
         self._served: dict[UserId, int] = {}
@@ -133,7 +145,8 @@ class State:
         }
         held = {task: (line.node, line.allocation.number) for task, line in self.held.items()}
         lines = {shape: set(entry.lines) for shape, entry in self.shapes.items() if entry.lines}
-        return queues, nodes, held, lines, self.running, set(self._live), set(self.shapes)
+        live, shapes = set(self._live), set(self.shapes)
+        return queues, nodes, held, lines, self.running, self.gpus, live, shapes
 
     def __eq__(self, other: object) -> bool:
         return self.truth() == other.truth() if isinstance(other, State) else NotImplemented
@@ -244,6 +257,10 @@ class State:
         user = entry.shape.user
         node.room.take(allocation, user)
         self.running[user] = self.running.get(user, 0) + 1
+        taken = gpus_of(allocation)
+        if taken:
+            for holder in holders_of(entry.shape):
+                self.gpus[holder] = self.gpus.get(holder, 0) + taken
         return line
 
     def _release(self, tasks: Iterable[TaskId]) -> None:
@@ -266,6 +283,12 @@ class State:
         self.running[user] -= 1
         if not self.running[user]:
             del self.running[user]
+        taken = gpus_of(line.allocation)
+        if taken:
+            for holder in holders_of(line.shape):
+                self.gpus[holder] -= taken
+                if not self.gpus[holder]:
+                    del self.gpus[holder]
         self._drop_if_idle(entry)
 
     def _observe(self, shape: Shape, count: int, total: Span) -> None:

@@ -9,6 +9,7 @@ from gpool.core.ids import UserId, encode
 from gpool.core.model import Instant
 from gpool.core.permissions import POOL, Action, Role
 from gpool.server import credentials
+from gpool.server.actions.audit import audited, entry
 from gpool.server.asking import own, permit
 from gpool.server.identity.passwords import Match
 from gpool.server.identity.refresh import End
@@ -62,16 +63,16 @@ async def create(server: Server, name: str, beginning: Beginning, invite: str | 
     now = server.now
     user = User(UserId(server.ids.next()), name, server.settings.new_users_may, now)
     invite_hash = None if invite is None else credentials.hashed(invite)
-    return await server.write(
-        operations.register(
-            user,
-            beginning.password_hash,
-            beginning.wallet,
-            invite_hash,
-            now,
-            beginning.identity,
-        )
+    registering = operations.register(
+        user,
+        beginning.password_hash,
+        beginning.wallet,
+        invite_hash,
+        now,
+        beginning.identity,
     )
+    noted = entry(now, user, "register", encode("user", user.id), name=name)
+    return await server.write(audited(registering, [noted]))
 
 
 # ---- one's own
@@ -125,11 +126,15 @@ async def change_password(
     if stored is not None:
         if old is None:
             raise Invalid("'old': the password so far is needed")
-        if not isinstance(await server.identity.passwords.verify(stored, old), Match):
+        async with server.guard.sign_in(who.user.name, who.address) as guess:
+            if isinstance(await server.identity.passwords.verify(stored, old), Match):
+                guess.succeeded()
+        if not guess.right:
             raise Forbidden("the password so far is another one")
     hashed = await server.identity.passwords.hash(who.user.name, new)
     change = _change_password(who, stored, hashed, server.now)
-    await server.write_once(who.user, once, change, lambda _: b"")
+    noted = entry(server.now, who, "password.set", encode("user", who.user.id))
+    await server.write_once(who.user, once, audited(change, [noted]), lambda _: b"")
     server.credentials.forget()
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
-from gpool.core.errors import Invalid, NotFound, StaleLease
+from gpool.core.errors import Forbidden, Invalid, NotFound, StaleLease
 from gpool.core.ids import TaskId
 from gpool.core.model import Permission
 from gpool.core.permissions import Action, Kind, Thing, missing
+from gpool.server.actions import quotas
 from gpool.server.asking import gate, own, permit
 from gpool.server.blobs import Part
 from gpool.server.server import Server
@@ -23,6 +24,7 @@ class Upload:
     sha256: str
     part: Part | None
     lease: Hold | None
+    told_bytes: int = 0  # by `Content-Length`; 0: it did not say
 
 
 async def put(
@@ -38,25 +40,30 @@ async def put(
         task, epoch = TaskId(upload.lease.task), upload.lease.epoch
         if not await server.store.read(operations.may_upload(who.node, task, epoch)):
             raise _stale()
+    coming = (
+        quotas.Upload(upload.sha256, who.user.id)
+        if isinstance(who, Caller)
+        else quotas.Upload(upload.sha256, None, who.node, upload.lease)
+    )
+    told = upload.part.total if upload.part is not None else upload.told_bytes
+    if told <= server.settings.max_artifact_bytes:  # else that is what is said
+        body = await quotas.body_within(server, coming, told, body)
     with server.blobs.pinned(upload.sha256):
         if upload.part is None:
             size: int | None = await server.blobs.store(upload.sha256, body)
         else:
             size = await server.blobs.store_part(upload.sha256, _uploader(who), upload.part, body)
         if size is not None:
-            await _refer(server, who, upload, size)
+            await _refer(server, coming, size)
     return size
 
 
-async def _refer(server: Server, who: Caller | NodeCredentials, upload: Upload, size: int) -> None:
-    sha256, at = upload.sha256, server.now
-    if isinstance(who, Caller):
-        await server.write(operations.add_artifact(sha256, size, who.user.id, None, None, at))
-        return
-    lease = upload.lease
-    fence = (TaskId(lease.task), lease.epoch) if lease is not None else None
-    if not await server.write(operations.add_artifact(sha256, size, None, who.node, fence, at)):
-        await server.write(operations.leave_to_prune(sha256, size, at))
+async def _refer(server: Server, coming: quotas.Upload, size: int) -> None:
+    done = await server.write(quotas.add_within(server.settings, coming, size, server.now))
+    if isinstance(done, Forbidden):
+        raise done
+    if not done:
+        await server.write(operations.leave_to_prune(coming.sha256, size, server.now))
         raise _stale()
 
 

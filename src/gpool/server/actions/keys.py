@@ -9,6 +9,7 @@ from gpool.core.ids import decode, encode
 from gpool.core.model import Instant, Permission
 from gpool.core.permissions import Action, Kind, Scope, TeamId, Thing, missing
 from gpool.server import credentials
+from gpool.server.actions.audit import audited, entry
 from gpool.server.asking import own, permit
 from gpool.server.server import Once, Server
 from gpool.server.settings import span
@@ -67,10 +68,14 @@ async def make(server: Server, who: Caller, request: KeyRequest, once: Once | No
         ended_at=None,
         last_used_at=None,
     )
+    words = None if scopes is None else " ".join(sorted(scope.value for scope in scopes))
+    noted = entry(
+        now, who, "key.make", encode("key", made.id), name=made.name, scopes=words or "all"
+    )
     answered = await server.write_once(
         who.user,
         once,
-        _add(made, credentials.hashed(key)),
+        audited(_add(made, credentials.hashed(key)), [noted]),
         lambda id_: msgspec.json.encode(_Saved(id_)),
     )
     saved = msgspec.json.decode(answered.body, type=_Saved)
@@ -95,7 +100,9 @@ def _add(key: ApiKey, hashed: str) -> Operation[int]:
 
 async def end(server: Server, who: Caller, id_: int, once: Once | None) -> None:
     """Ending what has ended changes nothing and is no error."""
-    await server.write_once(who.user, once, _end(id_, who, server.now), lambda _: b"")
+    noted = entry(server.now, who, "key.end", encode("key", id_))
+    ending = audited(_end(id_, who, server.now), [noted])
+    await server.write_once(who.user, once, ending, lambda _: b"")
     server.credentials.forget()
 
 

@@ -14,6 +14,7 @@ from gpool.core.model import SECOND, Availability, Gpu, Instant, Node, Offer, Ti
 from gpool.core.permissions import POOL, Action, Kind, Thing, missing
 from gpool.core.scheduling.state import NodeState
 from gpool.server import credentials, offers
+from gpool.server.actions.audit import audited, entry
 from gpool.server.asking import node_thing, own, permit
 from gpool.server.identity.node_gate import checked_public_key
 from gpool.server.identity.proofs import LIFE as CHALLENGE_LIFE
@@ -83,6 +84,20 @@ async def join(
         offer,
         server.ids.take(len(offer.gpus)),
         server.now,
+    )
+    now = server.now
+    create = audited(
+        create,
+        lambda rows: [
+            entry(
+                now,
+                who,
+                "node.join",
+                encode("node", rows[0].node.id),
+                name=rows[0].node.name,
+                owner=encode("user", rows[0].node.owner),
+            )
+        ],
     )
     if user is None:
         value: tuple[NodeRow, ...] | None = await server.write(create)
@@ -317,7 +332,9 @@ async def unflag(server: Server, who: Caller, id_: GpuId, once: Once | None) -> 
 
 
 async def remove(server: Server, who: Caller, id_: NodeId, once: Once | None) -> None:
-    answered = await server.write_once(who.user, once, _remove(id_, who), lambda _: b"")
+    noted = entry(server.now, who, "node.remove", encode("node", id_))
+    removing = audited(_remove(id_, who), [noted])
+    answered = await server.write_once(who.user, once, removing, lambda _: b"")
     if answered.value:
         server.gate.forget()
         server.scheduler.node_removed(id_)

@@ -78,7 +78,9 @@ async def start(server: Server, provider: str, redirect_uri: str) -> OidcStarted
     return OidcStarted(url=url, state=state, provider=configured.name)
 
 
-async def finish(server: Server, request: OidcFinish, label: str) -> TokensDocument:
+async def finish(
+    server: Server, request: OidcFinish, label: str, address: str = ""
+) -> TokensDocument:
     """The account of this identity; made now, where registration allows it."""
     permit(None, Action.SIGN_IN, POOL)
     flow = await _opened(server, request.state)
@@ -91,7 +93,7 @@ async def finish(server: Server, request: OidcFinish, label: str) -> TokensDocum
         permit(None, Action.REGISTER, POOL)
         accounts.may_register(server, request.invite)
         account = await _first(server, configured, identity, request.invite)
-    return await sessions.begin(server, account, label)
+    return await sessions.begin(server, account, label, address, f"oidc {configured.name}")
 
 
 async def _asked(server: Server, configured: OidcProvider, flow: _Flow, code: str) -> Identity:

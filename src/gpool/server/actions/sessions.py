@@ -9,6 +9,7 @@ from gpool.core.errors import Forbidden, Invalid, NotSignedIn
 from gpool.core.ids import encode
 from gpool.core.model import Instant
 from gpool.core.permissions import POOL, Action, Kind, Thing, missing
+from gpool.server.actions.audit import REFUSED, audited, entry, note
 from gpool.server.asking import own, permit
 from gpool.server.identity import refresh
 from gpool.server.identity.envelope import Place
@@ -42,22 +43,34 @@ DISABLED = "this account was disabled by an operator; ask them"
 # ---- signing in
 
 
-async def by_password(server: Server, name: str, password: str, label: str) -> TokensDocument:
-    """An unknown name, an account without a password and a wrong password are answered alike, and take as long."""
+async def by_password(
+    server: Server, name: str, password: str, label: str, address: str = ""
+) -> TokensDocument:
+    """An unknown name, an account without a password and a wrong password are answered alike, and take as long.
+
+    `TooMany` before anything is looked at, when there were too many wrong ones.
+    """
     permit(None, Action.SIGN_IN, POOL)
-    account = await server.store.read(account_operations.account_by_name(name))
-    stored = None if account is None else account.password_hash
-    found = await server.identity.passwords.verify(stored, password)
+    async with server.guard.sign_in(name, address) as guess:
+        account = await server.store.read(account_operations.account_by_name(name))
+        stored = None if account is None else account.password_hash
+        found = await server.identity.passwords.verify(stored, password, trusted=guess.trusted)
+        if isinstance(found, Match):
+            guess.succeeded()
     if not isinstance(found, Match) or account is None or stored is None:
+        told = {"outcome": REFUSED, "address": address, "via": "password"}
+        await note(server, entry(server.now, None, "sign_in", f"name {name[:64]}", **told))
         raise NotSignedIn(NO_MATCH)
     if found.rehash is not None:
         await server.write(
             account_operations.rehash_password(account.user.id, stored, found.rehash)
         )
-    return await begin(server, account, label)
+    return await begin(server, account, label, address, "password")
 
 
-async def begin(server: Server, account: Account, label: str) -> TokensDocument:
+async def begin(
+    server: Server, account: Account, label: str, address: str = "", via: str = ""
+) -> TokensDocument:
     """A session for somebody who has proved who they are."""
     if account.disabled:
         raise Forbidden(DISABLED)
@@ -65,21 +78,23 @@ async def begin(server: Server, account: Account, label: str) -> TokensDocument:
         account.user.id, secrets.token_bytes(48), server.now, server.identity.terms
     )
     sealed = await server.identity.sealer.seal(_place(family.id), family.seed)
-    await server.write(
-        operations.open_session(
-            Session(
-                id=family.id,
-                user=family.user,
-                seed_sealed=sealed,
-                generation=0,
-                rotated_at=family.rotated_at,
-                idle_until=family.idle_until,
-                created_at=family.rotated_at,
-                expires_at=family.expires_at,
-                label=_label(label),
-            )
+    opened = operations.open_session(
+        Session(
+            id=family.id,
+            user=family.user,
+            seed_sealed=sealed,
+            generation=0,
+            rotated_at=family.rotated_at,
+            idle_until=family.idle_until,
+            created_at=family.rotated_at,
+            expires_at=family.expires_at,
+            label=_label(label),
         )
     )
+    noted = entry(
+        server.now, account.user, "sign_in", f"session {family.id}", address=address, via=via
+    )
+    await server.write(audited(opened, [noted]))
     return _tokens(server, account.user, family.id, token)
 
 
@@ -134,11 +149,13 @@ async def refreshed(server: Server, token: str) -> TokensDocument:
                 standing = _Standing(won.session, user)
             case EndFamily(row=row):
                 assert row.end_reason is not None
-                ended = await server.write(
-                    operations.end_session(
-                        row.id, row.end_reason.value, server.now, generation=row.generation
-                    )
+                ending = operations.end_session(
+                    row.id, row.end_reason.value, server.now, generation=row.generation
                 )
+                noted = entry(
+                    server.now, user, "session.end", f"session {row.id}", why=row.end_reason.value
+                )
+                ended = await server.write(audited(ending, [noted]))
                 server.credentials.forget()
                 if ended:
                     raise NotSignedIn(
@@ -193,12 +210,13 @@ async def sign_out(server: Server, who: Caller | None, token: str | None, everyw
     assert who is not None
     permit(who, Action.SIGN_OUT, Thing(Kind.SESSION, owner=who.user.id))
     name = session.id if session is not None else who.session
+    why = refresh.End.SIGNED_OUT.value
+    noted = entry(server.now, who, "sign_out", "everywhere" if everywhere else f"session {name}")
     if everywhere:
-        await server.write(
-            operations.end_sessions_of(who.user.id, refresh.End.SIGNED_OUT.value, server.now)
-        )
+        ending = operations.end_sessions_of(who.user.id, why, server.now)
+        await server.write(audited(ending, [noted]))
     elif name is not None:
-        await server.write(operations.end_session(name, refresh.End.SIGNED_OUT.value, server.now))
+        await server.write(audited(operations.end_session(name, why, server.now), [noted]))
     else:
         raise Invalid("an API key is no sign-in; end it with DELETE /v1/keys/{id}")
     server.credentials.forget()
@@ -238,7 +256,9 @@ async def listed(server: Server, who: Caller) -> list[SessionDocument]:
 
 
 async def end(server: Server, who: Caller, id_: str, once: Once | None) -> None:
-    await server.write_once(who.user, once, _end(id_, who, server.now), lambda _: b"")
+    noted = entry(server.now, who, "session.end", f"session {id_[:64]}", why="revoked")
+    ending = audited(_end(id_, who, server.now), [noted])
+    await server.write_once(who.user, once, ending, lambda _: b"")
     server.credentials.forget()
 
 

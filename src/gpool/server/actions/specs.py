@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import pairwise
 
 from gpool.core import gpuspec, paths
@@ -39,7 +39,8 @@ def spec_of(request: TaskRequest) -> TaskSpec:
     _check_words("command", command)
     if command and not command[0]:
         raise Invalid("the command's first word is empty; it names the program to run")
-    _check_env(request.env)
+    _check_env("env", request.env)
+    _check_secrets(request)
     _check_words("name", [request.name or "", request.environment])
     spec = TaskSpec(
         kind=kind,
@@ -54,6 +55,7 @@ def spec_of(request: TaskRequest) -> TaskSpec:
         retries=request.retries,
         priority=request.priority,
         environment=request.environment,
+        secrets=tuple(sorted(request.secrets)),
     )
     if spec.inputs or spec.outputs:  # nothing else is without a limit of its own
         _check_weight(spec)
@@ -132,13 +134,25 @@ def _check_words(field: str, words: Iterable[str]) -> None:
         )
 
 
-def _check_env(env: dict[str, str]) -> None:
+def _check_env(field: str, env: Mapping[str, str]) -> None:
     for name in env:
         if not name or "=" in name:
             raise Invalid(
-                f"'env' has a variable called {name[:40]!r}; a name is not empty and holds no '='"
+                f"'{field}' has a variable called {name[:40]!r}; a name is not empty and holds no '='"
             )
-    _check_words("env", [*env.keys(), *env.values()])
+    _check_words(field, [*env.keys(), *env.values()])
+
+
+def _check_secrets(request: TaskRequest) -> None:
+    """Says names, never values."""
+    for name in request.secrets:
+        if name in request.env:
+            raise Invalid(f"'{name[:40]}' is in 'env' and in 'secrets'; leave it out of one")
+    _check_env("secrets", secrets_of(request))
+
+
+def secrets_of(request: TaskRequest) -> dict[str, str]:
+    return {name: secret.get_secret_value() for name, secret in request.secrets.items()}
 
 
 def _inputs(request: TaskRequest) -> tuple[InputFile, ...]:

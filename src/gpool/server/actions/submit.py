@@ -9,13 +9,15 @@ from dataclasses import dataclass
 import msgspec
 
 from gpool.core.errors import Invalid, TooLarge, TooMany, Unprocessable
-from gpool.core.ids import BatchId, SpecId, TaskId, decode, encode
+from gpool.core.ids import BatchId, SpecId, TaskId, UserId, decode, encode
 from gpool.core.model import INLINE_LIMIT_BYTES
 from gpool.core.permissions import Action, TeamId
 from gpool.server.actions.query import in_the_name_of
-from gpool.server.actions.specs import spec_of
+from gpool.server.actions.quotas import room_in_queue
+from gpool.server.actions.specs import secrets_of, spec_of
 from gpool.server.actions.spelling import spell
 from gpool.server.asking import batch_thing, permit
+from gpool.server.identity.sealer import secret_place
 from gpool.server.server import Once, Server
 from gpool.server.store.identity_values import Caller
 from gpool.server.store.operation import brief, operation
@@ -53,12 +55,18 @@ async def submit(server: Server, who: Caller, request: TaskRequest, once: Once |
     team = None if request.team is None else TeamId(decode("team", request.team))
     thing = await in_the_name_of(server, who, team)
     permit(who, Action.TASK_SUBMIT, thing, f"team {request.team}")
-    submission = _submission(server, who, request, team)
+    submission = await _submission(server, who, request, team)
     waiting = server.scheduler.state.queued_count
     if waiting + len(submission.tasks) > server.settings.max_queued:
         raise TooMany(f"{waiting} tasks wait already, the queue is full; try again later")
-    operation = brief(_submit(submission, who), len(submission.tasks))
-    answered = await server.write_once(who.user, once, operation, _document)
+    server.scheduler.arriving += len(submission.tasks)
+    try:
+        operation = brief(_submit(server, submission, who), len(submission.tasks))
+        answered = await server.write_once(who.user, once, operation, _document)
+        if answered.value is not None:
+            server.scheduler.queued(answered.value, submission)
+    finally:
+        server.scheduler.arriving -= len(submission.tasks)
     submitted, body = answered.value, answered.body
     if submitted is None:
         first = _decode(body)
@@ -68,30 +76,49 @@ async def submit(server: Server, who: Caller, request: TaskRequest, once: Once |
             tuple(TaskId(decode("task", text)) for text in first.ids),
             fresh=False,
         )
-    server.scheduler.queued(submitted, submission.spec, who.user.id, submission.at)
     if not submitted.tasks:
         server.hub.publish((submitted.batch,))  # closed: those who stream its results may be done
     ids = tuple([task.id for task in submitted.tasks])
     return Accepted(body, submitted.batch, ids, fresh=True)
 
 
-def _submission(
+async def _submission(
     server: Server, who: Caller, request: TaskRequest, team: TeamId | None
 ) -> Submission:
     spec = spec_of(request)
+    spec_id = SpecId(server.ids.next())
+    secrets, mark = (
+        await _sealed(server, who.user.id, spec_id, request) if spec.secrets else ((), "")
+    )
     new = request.batch is None
     batch = BatchId(server.ids.next() if request.batch is None else decode("batch", request.batch))
     return Submission(
         batch=batch,
         is_new_batch=new,
         closes_batch=not request.more,
-        spec_id=SpecId(server.ids.next()),
+        spec_id=spec_id,
         spec=spec,
         user=who.user.id,
         tasks=_tasks(server, request),
         at=server.now,
         team=team,
+        secrets=secrets,
+        secrets_mark=mark,
     )
+
+
+async def _sealed(
+    server: Server, user: UserId, spec: SpecId, request: TaskRequest
+) -> tuple[tuple[tuple[str, bytes], ...], str]:
+    """The secrets, each sealed for its place; and their mark, equal for equal secrets of this user."""
+    given = sorted(secrets_of(request).items())
+    await server.sealer.prepare()
+    sealed = tuple(
+        (name, server.sealer.seal_now(secret_place(spec, name), value.encode()))
+        for name, value in given
+    )
+    words = [word.encode() for pair in given for word in pair]
+    return sealed, server.sealer.mark(b"secrets", str(user).encode(), *words)
 
 
 def _tasks(server: Server, request: TaskRequest) -> list[NewTask]:
@@ -136,10 +163,11 @@ def _tasks(server: Server, request: TaskRequest) -> list[NewTask]:
 
 
 @operation
-def _submit(submission: Submission, who: Caller) -> Operation[Submitted]:
+def _submit(server: Server, submission: Submission, who: Caller) -> Operation[Submitted]:
     if not submission.is_new_batch:
         found = yield from operations.batch(submission.batch, None)
         permit(who, Action.BATCH_EXTEND, batch_thing(found), _batch(submission.batch))
+    yield from room_in_queue(server, submission)
     outcome = yield from operations.submit(submission)
     if isinstance(outcome, MissingArtifacts):
         raise Unprocessable(

@@ -9,7 +9,9 @@ from gpool.core.ids import UserId, decode, encode
 from gpool.core.model import Instant, Permission
 from gpool.core.permissions import POOL, Action, Kind, Role, TeamId, Thing, missing
 from gpool.server import credentials
+from gpool.server.actions import quotas
 from gpool.server.actions.accounts import USER_INVITE_PREFIX
+from gpool.server.actions.audit import audited, entry
 from gpool.server.asking import own, permit
 from gpool.server.server import Once, Server
 from gpool.server.settings import span
@@ -111,7 +113,15 @@ async def change(
     """Its owners name it; operators say what it may have at once."""
     if wanted.name is None and wanted.quota is None:
         raise Invalid("say what is to change: 'name' or 'quota'")
-    await server.write_once(who.user, once, _change(id_, who, wanted), lambda _: b"")
+    told = {
+        name: str(value)
+        for name, value in wanted.model_dump(exclude_none=True, mode="json").items()
+    }
+    noted = entry(server.now, who, "team.change", encode("team", id_), **told)
+    change = audited(_change(id_, who, wanted), [noted])
+    await server.write_once(who.user, once, change, lambda _: b"")
+    if wanted.quota is not None:
+        await quotas.refresh(server)
     team, quota = await server.store.read(_found(id_, who, Action.TEAM_READ))
     return document(team, who.teams.get(id_), quota)
 
@@ -146,9 +156,21 @@ async def set_member(
     server: Server, who: Caller, id_: TeamId, user: str, role: Role, once: Once | None
 ) -> MemberDocument:
     """Takes somebody in, or changes their role. `user` is a name or an id."""
-    kept = await server.write_once(
-        who.user, once, _set_member(id_, who, user, role, server.now), _saved_member
+    now = server.now
+    change = audited(
+        _set_member(id_, who, user, role, now),
+        lambda found: [
+            entry(
+                now,
+                who,
+                "team.role",
+                encode("team", id_),
+                user=encode("user", found),
+                role=role.value,
+            )
+        ],
     )
+    kept = await server.write_once(who.user, once, change, _saved_member)
     server.credentials.forget()
     saved = msgspec.json.decode(kept.body, type=_SavedTeam)
     for member in await server.store.read(operations.members(id_)):
@@ -172,9 +194,10 @@ def _set_member(id_: TeamId, who: Caller, user: str, role: Role, at: Instant) ->
 async def change_role(
     server: Server, who: Caller, id_: TeamId, user: UserId, role: Role, once: Once | None
 ) -> MemberDocument:
-    await server.write_once(
-        who.user, once, _change_role(id_, who, user, role, server.now), lambda _: b""
-    )
+    told = {"user": encode("user", user), "role": role.value}
+    noted = entry(server.now, who, "team.role", encode("team", id_), **told)
+    change = audited(_change_role(id_, who, user, role, server.now), [noted])
+    await server.write_once(who.user, once, change, lambda _: b"")
     server.credentials.forget()
     for member in await server.store.read(operations.members(id_)):
         if member.user == user:
@@ -197,7 +220,10 @@ async def remove_member(
     server: Server, who: Caller, id_: TeamId, user: UserId, once: Once | None
 ) -> None:
     """An owner sends somebody away, or somebody leaves."""
-    await server.write_once(who.user, once, _remove_member(id_, who, user), lambda _: b"")
+    told = {"user": encode("user", user), "role": "none"}
+    noted = entry(server.now, who, "team.role", encode("team", id_), **told)
+    change = audited(_remove_member(id_, who, user), [noted])
+    await server.write_once(who.user, once, change, lambda _: b"")
     server.credentials.forget()
 
 

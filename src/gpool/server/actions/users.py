@@ -9,7 +9,9 @@ from gpool.core.ids import UserId, decode, encode
 from gpool.core.model import Instant, Permission
 from gpool.core.permissions import POOL, Action, Role, TeamId
 from gpool.server import credentials
+from gpool.server.actions import quotas
 from gpool.server.actions.accounts import USER_INVITE_PREFIX, user_document
+from gpool.server.actions.audit import audited, entry
 from gpool.server.actions.teams import SavedInvite, fresh_invite, given, quota_document
 from gpool.server.asking import account_of, permit
 from gpool.server.server import Once, Server
@@ -57,10 +59,16 @@ async def change(
     actions = asked_for(wanted)
     if not actions:
         raise Invalid("say what is to change: 'permissions', 'disabled' or 'quota'")
-    await server.write_once(
-        who.user, once, _change(id_, who, wanted, actions, server.now), lambda _: b""
-    )
+    told = {
+        name: str(value)
+        for name, value in wanted.model_dump(exclude_none=True, mode="json").items()
+    }
+    noted = entry(server.now, who, "user.change", encode("user", id_), **told)
+    change = audited(_change(id_, who, wanted, actions, server.now), [noted])
+    await server.write_once(who.user, once, change, lambda _: b"")
     server.credentials.forget()
+    if wanted.quota is not None:
+        await quotas.refresh(server)
     account, quota = await server.store.read(_found(id_, who, actions))
     return user_document(account).model_copy(update={"quota": quota_document(quota)})
 

@@ -13,6 +13,7 @@ from gpool.core.model import Instant
 from gpool.core.permissions import POOL, Action
 from gpool.server.actions import accounts, sessions
 from gpool.server.actions.accounts import Beginning, spelled
+from gpool.server.actions.audit import REFUSED, audited, entry, note
 from gpool.server.asking import own, permit
 from gpool.server.identity.passwords import Match
 from gpool.server.server import Once, Server
@@ -59,16 +60,23 @@ async def nonce(server: Server) -> NonceDocument:
     )
 
 
-async def sign_in(server: Server, request: WalletSignIn, label: str) -> TokensDocument:
-    """The account of this wallet; made now, where registration allows it."""
+async def sign_in(
+    server: Server, request: WalletSignIn, label: str, origin: str = ""
+) -> TokensDocument:
+    """The account of this wallet; made now, where registration allows it. `origin` is where the request came from."""
     permit(None, Action.SIGN_IN, POOL)
-    address = (await proven(server, request)).lower()
+    try:
+        address = (await proven(server, request)).lower()
+    except NotSignedIn:
+        told = {"outcome": REFUSED, "address": origin, "via": "wallet"}
+        await note(server, entry(server.now, None, "sign_in", **told))
+        raise
     account = await server.store.read(operations.user_by_wallet(address))
     if account is None:
         permit(None, Action.REGISTER, POOL)
         accounts.may_register(server, request.invite)
         account = await _first(server, address, request.invite)
-    return await sessions.begin(server, account, label)
+    return await sessions.begin(server, account, label, origin, "wallet")
 
 
 async def _first(server: Server, address: str, invite: str | None) -> Account:
@@ -146,7 +154,10 @@ async def _prove_account(
     if request.password is not None:
         account = await server.store.read(operations.account(who.user.id))
         stored = None if account is None else account.password_hash
-        found = await server.identity.passwords.verify(stored, request.password)
+        async with server.guard.sign_in(who.user.name, who.address) as guess:
+            found = await server.identity.passwords.verify(stored, request.password)
+            if isinstance(found, Match):
+                guess.succeeded()
         if not isinstance(found, Match):
             raise Forbidden("the password is not right")
         return
@@ -182,7 +193,9 @@ async def link(
     permit(who, Action.WALLET_LINK, own(who))
     address = (await proven(server, request)).lower()
     await _prove_account(server, who, request, address)
-    await server.write_once(who.user, once, _link(who, address, server.now), lambda _: b"")
+    noted = entry(server.now, who, "wallet.link", address)
+    linking = audited(_link(who, address, server.now), [noted])
+    await server.write_once(who.user, once, linking, lambda _: b"")
     return await _one(server, who, address)
 
 
@@ -204,7 +217,9 @@ async def unlink(
     if (await proven(server, request)).lower() != wanted:
         raise Forbidden("the message is not signed by the wallet to be unlinked")
     await _prove_account(server, who, request, wanted)
-    await server.write_once(who.user, once, _unlink(who, wanted), lambda _: b"")
+    noted = entry(server.now, who, "wallet.unlink", wanted)
+    unlinking = audited(_unlink(who, wanted), [noted])
+    await server.write_once(who.user, once, unlinking, lambda _: b"")
 
 
 @operation
@@ -223,7 +238,9 @@ async def set_payout(
     """Where earnings go; the GPUs of this owner are bound to it."""
     permit(who, Action.PAYOUT_WALLET_SET, own(who))
     wanted = _parsed(address)
-    await server.write_once(who.user, once, _set_payout(who, wanted, payout), lambda _: b"")
+    noted = entry(server.now, who, "wallet.payout", wanted, payout=str(payout))
+    change = audited(_set_payout(who, wanted, payout), [noted])
+    await server.write_once(who.user, once, change, lambda _: b"")
     return await _one(server, who, wanted)
 
 

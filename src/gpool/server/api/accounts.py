@@ -15,6 +15,7 @@ from gpool.server.actions import accounts, keys, oidc, sessions, wallets
 from gpool.server.api.answers import answer, tagged
 from gpool.server.api.openapi import Responses, body, ok
 from gpool.server.api.requests import (
+    address_of,
     body_of,
     caller_if_any,
     once_of,
@@ -95,7 +96,7 @@ async def sign_in_by_password(request: Request) -> Response:
     """Sign in with name and password."""
     wanted = parsed(PasswordSignIn, await body_of(request))
     found = await sessions.by_password(
-        server_of(request), wanted.name, wanted.password, _label(request)
+        server_of(request), wanted.name, wanted.password, _label(request), address_of(request)
     )
     return _secret(found)
 
@@ -115,7 +116,9 @@ async def wallet_nonce(request: Request) -> Response:
 async def sign_in_by_wallet(request: Request) -> Response:
     """Sign in with Ethereum (EIP-4361). The first time makes the account."""
     wanted = parsed(WalletSignIn, await body_of(request))
-    return _secret(await wallets.sign_in(server_of(request), wanted, _label(request)))
+    return _secret(
+        await wallets.sign_in(server_of(request), wanted, _label(request), address_of(request))
+    )
 
 
 @router.get("/v1/auth/oidc/start", responses=ok(OidcStarted), response_class=Response)
@@ -133,7 +136,9 @@ async def oidc_start(request: Request, redirect_uri: str, provider: str = "") ->
 async def oidc_finish(request: Request) -> Response:
     """The code and state that came back."""
     wanted = parsed(OidcFinish, await body_of(request))
-    return _secret(await oidc.finish(server_of(request), wanted, _label(request)))
+    return _secret(
+        await oidc.finish(server_of(request), wanted, _label(request), address_of(request))
+    )
 
 
 @router.post(

@@ -45,8 +45,9 @@ async def put_artifact(request: Request, sha256: SHA256) -> Response:
     who = await caller(request)
     is_node = isinstance(who, NodeCredentials)
     gate(who, Action.ARTIFACT_UPLOAD_OUTPUT if is_node else Action.ARTIFACT_UPLOAD)
-    upload = artifacts.Upload(sha256_of(sha256), part_of(request), lease_of(request))
     told = request.headers.get("content-length", "")
+    size_told = int(told) if told.isdigit() and len(told) < 19 else 0
+    upload = artifacts.Upload(sha256_of(sha256), part_of(request), lease_of(request), size_told)
     if told.isdigit() and int(told) > server.settings.max_artifact_bytes:
         raise TooLarge(
             f"an artifact of {told[:20]} bytes; at most {server.settings.max_artifact_bytes} are taken here"

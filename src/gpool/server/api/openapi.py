@@ -10,6 +10,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from gpool.wire import identity
+from gpool.wire.admin import RotateRequest
 from gpool.wire.documents import (
     GpuPatch,
     InviteRequest,
@@ -33,6 +34,7 @@ _BODIES: tuple[type[BaseModel], ...] = (
     NodePatch,
     GpuPatch,
     InviteRequest,
+    RotateRequest,
     identity.UserRequest,
     identity.PasswordSignIn,
     identity.WalletSignIn,

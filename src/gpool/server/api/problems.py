@@ -22,6 +22,10 @@ log = logging.getLogger(__name__)
 MEDIA_TYPE = "application/problem+json"
 MAX_ERRORS = 10
 MAX_SHOWN = 80
+NEVER_SHOWN = frozenset(
+    {"secrets", "password", "old", "new", "refresh_token", "access_token", "signature", "token"}
+)
+"""Members whose values are not repeated to whoever sent them: an error may end up in a log or a screenshot."""
 _TITLES = {405: "Method not allowed", 404: NotFound.title, 400: Invalid.title}
 _CODES = {405: "method_not_allowed", 404: NotFound.code, 400: Invalid.code}
 
@@ -34,6 +38,9 @@ def problem(error: GpoolError, instance: str = "") -> Response:
         headers["Upload-Offset"] = str(offset)
     if isinstance(error, TooLarge):
         headers["Connection"] = "close"  # the rest of the body is not read
+    wait = error.members.get("retry_after")
+    if isinstance(wait, int):
+        headers["Retry-After"] = str(wait)
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     return _document(
@@ -79,7 +86,11 @@ def _finding(error: Mapping[str, Any]) -> dict[str, object]:
         message = "is required"
     elif kind == "json_invalid":
         message = f"the body is not JSON ({message})"
-    elif error.get("input") is not None and not isinstance(error["input"], (dict, list)):
+    elif (
+        error.get("input") is not None
+        and not isinstance(error["input"], (dict, list))
+        and not NEVER_SHOWN.intersection(place)
+    ):
         message = f"{message} (got {repr(error['input'])[:MAX_SHOWN]})"
     return {"field": ".".join(place)[:200], "message": message[:500]}
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
+from dataclasses import replace
 from typing import Annotated, TypeVar
 
 from fastapi import Query
@@ -13,6 +13,7 @@ from starlette.requests import HTTPConnection, Request
 from gpool.core.errors import Invalid, NotSignedIn, TooLarge
 from gpool.core.ids import decode
 from gpool.core.permissions import Action
+from gpool.server.api.limits import address_in, count_account
 from gpool.server.api.problems import invalid
 from gpool.server.asking import SIGN_IN, gate
 from gpool.server.blobs import Part
@@ -74,12 +75,22 @@ async def caller_if_any(connection: HTTPConnection) -> Caller | NodeCredentials 
     proof = connection.headers.get(PROOF_HEADER)
     if proof is not None:
         return await _node_of(connection, secret.strip(), proof)
+    server = server_of(connection)
     if scheme.lower() == "bearer":
-        found = await server_of(connection).credentials.who(secret)
+        if server.credentials.remembers(secret):
+            found = await server.credentials.who(secret)
+        else:  # a look into the store: keys that nobody has are not tried at any speed
+            server.guard.count_unknown_key(address_of(connection))
+            found = await server.credentials.who(secret)
+            if found is not None:
+                server.guard.key_was_known(address_of(connection))
     if found is None:
         raise NotSignedIn(
             "this key or token is not known here, or no longer good; sign in again, or check it"
         )
+    if isinstance(found, Caller):  # a node is limited by its leases
+        count_account(connection, server.guard, found.user.id)
+        return replace(found, address=address_of(connection))
     return found
 
 
@@ -92,6 +103,10 @@ async def _node_of(connection: HTTPConnection, token: str, proof: str) -> NodeCr
     lease = connection.headers.get(LEASE_HEADER, "")
     gate = server_of(connection).gate
     return await gate.requests(scope.get("method", ""), path, lease, token, proof)
+
+
+def address_of(connection: HTTPConnection) -> str:
+    return address_in(connection.scope)
 
 
 async def body_of(request: Request, limit: int = MAX_SMALL_BODY_BYTES) -> bytes:
@@ -123,8 +138,9 @@ def once_of(request: Request, raw: bytes = b"") -> Once | None:
         return None
     if not key or len(key) > MAX_KEY_LENGTH or not key.isprintable():
         raise Invalid(f"an Idempotency-Key has 1 to {MAX_KEY_LENGTH} printable characters")
-    asked = f"{request.method} {request.scope['path']}\n".encode() + raw
-    return Once(key, hashlib.sha256(asked).hexdigest())
+    asked = f"{request.method} {request.scope['path']}".encode()
+    # A keyed hash: what was asked may hold a password or a secret, and must not be guessed from the store.
+    return Once(key, server_of(request).sealer.mark(b"request", asked, raw))
 
 
 def sha256_of(text: str) -> str:

@@ -163,6 +163,10 @@ class Envelope:
             if key.id not in self._ciphers:
                 self._ciphers[key.id] = AESGCM(_unwrapped(self._masters, key))
 
+    def use_masters(self, masters: Sequence[Master]) -> None:
+        """After a rotation: the first wraps from now on."""
+        self._masters = tuple(masters)
+
     def begin_key(self, now: Instant) -> WrappedKey:
         """A new data key for this process. Commit it before anything is sealed under it."""
         raw, id_ = secrets.token_bytes(KEY_BYTES), secrets.token_bytes(ID_BYTES)

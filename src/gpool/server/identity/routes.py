@@ -26,9 +26,9 @@ _A, _C = Action, RouteClass
 _SUBMIT = _row(_C.SUBMIT, _A.TASK_SUBMIT, _A.BATCH_EXTEND)
 _JOIN = _row(_C.SIGN_IN, _A.NODE_JOIN, _A.NODE_JOIN_BY_INVITE, _A.NODE_OFFER)
 _TASK = _row(_C.READ, _A.TASK_READ)
-_SIGN_IN = _row(_C.SIGN_IN, _A.SIGN_IN)
 _GPUS = _row(_C.READ, _A.GPUS_LIST)
 
+_SIGN_IN = _row(_C.SIGN_IN, _A.SIGN_IN)
 _SIGN_IN_OR_UP = _row(_C.SIGN_IN, _A.SIGN_IN, _A.REGISTER)
 
 WEBSOCKET = "WEBSOCKET"
@@ -64,7 +64,7 @@ ROUTES: Mapping[tuple[str, str], Row] = {
     ("GET", "/v1/resources"): _GPUS,
     ("GET", "/resources"): _GPUS,
     ("GET", "/v1/resources/{gpu}"): _row(_C.READ, _A.GPU_READ, _A.NODE_READ),
-    ("PATCH", "/v1/resources/{gpu}"): _row(_C.CHANGE, _A.GPU_CHANGE, _A.NODE_CHANGE, _A.GPU_UNFLAG),
+    ("PATCH", "/v1/resources/{gpu}"): _row(_C.CHANGE, _A.GPU_CHANGE, _A.NODE_CHANGE),
     ("DELETE", "/v1/resources/{gpu}"): _row(_C.CHANGE, _A.GPU_CHANGE, _A.NODE_CHANGE),
     ("PUT", "/v1/artifacts/{sha256}"): _row(
         _C.TRANSFER, _A.ARTIFACT_UPLOAD, _A.ARTIFACT_UPLOAD_OUTPUT
@@ -111,5 +111,6 @@ ROUTES: Mapping[tuple[str, str], Row] = {
         _C.CHANGE, _A.USER_PERMISSIONS_SET, _A.USER_SUSPEND, _A.QUOTA_SET
     ),
     ("GET", "/v1/audit"): _row(_C.READ, _A.AUDIT_READ),
+    ("GET", "/v1/admin/keys"): _row(_C.READ, _A.POLICY_READ),
     ("POST", "/v1/admin/keys/rotate"): _row(_C.CHANGE, _A.KEYS_ROTATE),
 }

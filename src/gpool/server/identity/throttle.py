@@ -150,6 +150,7 @@ class Admitted:
 
     attempt: Attempt
     spent: tuple[Spending, ...] = field(repr=False)
+    trusted: bool = False  # the device, or the address, signed in with this name before
 
 
 class SignInThrottle:
@@ -187,17 +188,20 @@ class SignInThrottle:
             self._fresh.spend([(pair, rates.fresh)], now)
         return found
 
-    @staticmethod
     def _take(
-        attempt: Attempt, buckets: Buckets, *spending: Spending, now: Instant
+        self, attempt: Attempt, buckets: Buckets, *spending: Spending, now: Instant
     ) -> Admitted | Wait:
         wait = buckets.spend(spending, now)
-        return wait or Admitted(attempt, spending)
+        return wait or Admitted(attempt, spending, trusted=buckets is self._trusted)
+
+    def not_tried(self, admitted: Admitted) -> None:
+        """The password was not looked at: nothing was guessed."""
+        self._trusted.give_back(admitted.spent)
+        self._strangers.give_back(admitted.spent)
 
     def succeeded(self, admitted: Admitted, now: Instant) -> None:
         """The password was right: nothing was guessed, and the address is known from now on."""
-        self._trusted.give_back(admitted.spent)
-        self._strangers.give_back(admitted.spent)
+        self.not_tried(admitted)
         key = (admitted.attempt.name.casefold(), network_of(admitted.attempt.address))
         self._known.pop(key, None)  # to the end: the longest unused is forgotten first
         self._known[key] = Instant(now + self._rates.remembered)
@@ -246,23 +250,27 @@ class RouteClass(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ClassRates:
-    """Per account, and per address: the latter is wider, because many people share one."""
+    """Per account, for who is signed in; per address, for who is not.
+
+    Accounts are held to what would hurt others, far above what an honest program asks for: a batch of 10,000 tasks is
+    one request. Without a sign-in there is little to ask for but the sign-in.
+    """
 
     account: Rate
     address: Rate
 
 
-def _per_second(rate: int, burst: int) -> Rate:
+def per_second(rate: int, burst: int) -> Rate:
     return Rate(burst, Span(SECOND // rate))
 
 
 CLASS_RATES: Mapping[RouteClass, ClassRates] = {
-    RouteClass.SIGN_IN: ClassRates(_per_second(2, 30), _per_second(10, 100)),
-    RouteClass.READ: ClassRates(_per_second(500, 2000), _per_second(1000, 5000)),
-    RouteClass.CHANGE: ClassRates(_per_second(100, 500), _per_second(300, 1500)),
-    RouteClass.SUBMIT: ClassRates(_per_second(500, 2000), _per_second(1000, 5000)),
-    RouteClass.TRANSFER: ClassRates(_per_second(500, 5000), _per_second(1000, 10_000)),
-    RouteClass.STREAM: ClassRates(_per_second(50, 500), _per_second(200, 2000)),
+    RouteClass.SIGN_IN: ClassRates(per_second(2, 30), per_second(10, 100)),
+    RouteClass.READ: ClassRates(per_second(2000, 10_000), per_second(100, 1000)),
+    RouteClass.CHANGE: ClassRates(per_second(500, 5000), per_second(50, 500)),
+    RouteClass.SUBMIT: ClassRates(per_second(2000, 20_000), per_second(50, 500)),
+    RouteClass.TRANSFER: ClassRates(per_second(2000, 20_000), per_second(50, 500)),
+    RouteClass.STREAM: ClassRates(per_second(200, 2000), per_second(50, 500)),
 }
 
 
@@ -282,3 +290,10 @@ class RouteLimits:
         if account is not None:
             wanted.append(((route, account), rates.account))
         return self._buckets.spend(wanted, now)
+
+    def take_account(self, route: RouteClass, account: int, now: Instant) -> Wait | None:
+        """Of somebody signed in: people who share an address do not slow one another."""
+        return self._buckets.spend([((route, account), self._rates[route].account)], now)
+
+    def take_address(self, route: RouteClass, address: str, now: Instant) -> Wait | None:
+        return self.take(route, None, address, now)

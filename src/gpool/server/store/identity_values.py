@@ -9,6 +9,8 @@ from typing import Literal
 from gpool.core.ids import GpuId, NodeId, UserId
 from gpool.core.model import Instant, Permission
 from gpool.core.permissions import Role, Scope, TeamId
+from gpool.server.store.sealed_values import DataKey as DataKey
+from gpool.server.store.sealed_values import SealedField as SealedField
 from gpool.server.store.values import User
 
 Holder = Literal["user", "team"]
@@ -61,6 +63,7 @@ class Caller:
     key: int | None = None  # the API key's id; None: a sign-in
     key_team: TeamId | None = None  # the only team this key is for; None: all of the user's
     session: str | None = None  # the sign-in it is; None: an API key
+    address: str = ""  # where this request came from
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,27 +143,6 @@ class GivenQuota:
     running_gpu_milli: int | None = None
     queued_tasks: int | None = None
     storage_bytes: int | None = None
-
-
-# ---- sealed fields
-
-
-@dataclass(frozen=True, slots=True)
-class DataKey:
-    id: bytes
-    wrapped: bytes = field(repr=False)
-    created_at: Instant
-    retired_at: Instant | None = None  # None: something may still be sealed with it
-
-
-@dataclass(frozen=True, slots=True)
-class SealedField:
-    """One sealed value and where it lies. `row` is the primary key as text, its parts joined by `/`."""
-
-    table: str
-    row: str
-    column: str
-    sealed: bytes = field(repr=False)
 
 
 # ---- GPUs

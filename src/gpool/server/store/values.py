@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from gpool.core.ids import BatchId, NodeId, SpecId, TaskId, UserId
 from gpool.core.model import (
@@ -21,6 +21,7 @@ from gpool.core.model import (
     TaskStatus,
 )
 from gpool.core.scheduling.events import Place
+from gpool.server.store.sealed_values import NO_SECRETS, SealedSecrets
 from gpool.wire.frames import Hold, Lease
 
 # ---- people
@@ -122,6 +123,7 @@ class AppliedPlan:
     lines: tuple[GrantedLine, ...]
     refused: tuple[TaskId, ...]  # not queued any more, or under another epoch
     deposed: bool = False  # the term is over: somebody else schedules, nothing was written
+    secrets: SealedSecrets = NO_SECRETS
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,6 +239,7 @@ class Picture:
     queued: tuple[QueuedRow, ...]
     held: tuple[tuple[NodeId, HeldLease], ...]
     nodes: tuple[NodeRow, ...]
+    teams: Mapping[SpecId, int] = field(default_factory=dict)  # of the specs that are a team's
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,9 @@ from gpool.server.store.values import Picture
 
 def rebuilt(scheduler: Scheduler, picture: Picture) -> State:
     """The scheduling state from a picture, and who is connected."""
-    shapes = {id_: shape_of(spec, user) for id_, user, spec in picture.specs}
+    shapes = {
+        id_: shape_of(spec, user, picture.teams.get(id_)) for id_, user, spec in picture.specs
+    }
     return build(
         [replace(row.node, connected=row.node.id in scheduler.channels) for row in picture.nodes],
         [

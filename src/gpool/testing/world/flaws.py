@@ -19,7 +19,7 @@ from gpool.core.ids import NodeId, TaskId
 from gpool.core.model import Instant, Span, TaskSpec
 from gpool.core.scheduling.events import Event as SchedulingEvent
 from gpool.core.scheduling.events import TasksQueued
-from gpool.server.channel import Channel
+from gpool.server.channel import Channel, Secrets
 from gpool.server.scheduler import Scheduler
 from gpool.server.server import Answered, Once, Server
 from gpool.server.store.operations import leases
@@ -181,9 +181,11 @@ class DeafChannel(Channel):
         await super().greet(hello)
         self._greets = False
 
-    def grant(self, lines: Iterable[Line], spec_of: Callable[[int], TaskSpec | None]) -> None:
+    def grant(
+        self, lines: Iterable[Line], spec_of: Callable[[int], TaskSpec | None], secrets: Secrets
+    ) -> None:
         if not self._greets:
-            super().grant(lines, spec_of)
+            super().grant(lines, spec_of, secrets)
 
 
 class ImpatientScheduler(Scheduler):

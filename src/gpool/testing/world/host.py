@@ -20,7 +20,9 @@ from gpool.server.blobs import Blobs
 from gpool.server.clock import Ids
 from gpool.server.credentials import Credentials
 from gpool.server.hub import Hub
+from gpool.server.identity.guard import Guard
 from gpool.server.identity.node_gate import NodeGate
+from gpool.server.identity.sealer import MasterSource, Sealer
 from gpool.server.loops import Ticker, all_loops
 from gpool.server.metrics import Metrics
 from gpool.server.server import Server
@@ -80,13 +82,16 @@ class Incarnation:
         )
         hub, metrics = Hub(), Metrics()
         policy = Policy(order=site.settings.order)
+        sealer = Sealer(self.disk, MasterSource(site.folder / "master.key"), site.clock.now)
         self.server: Server = site.parts.server(
             settings=site.settings,
             store=self.disk,
             clock=site.clock,
             ids=Ids(site.clock, dice.branch("ids")),
             hub=hub,
-            scheduler=site.parts.scheduler(self.disk, hub, metrics, policy, site.settings.ttl),
+            scheduler=site.parts.scheduler(
+                self.disk, hub, metrics, policy, site.settings.ttl, sealer
+            ),
             blobs=Blobs(site.folder / "blobs", site.settings.max_artifact_bytes),
             credentials=Credentials(
                 self.disk, site.clock.now, site.settings.ttl, b"the world's root key"
@@ -95,6 +100,8 @@ class Incarnation:
                 self.disk, site.clock.now, b"the world's root key", remember=site.settings.ttl
             ),
             metrics=metrics,
+            sealer=sealer,
+            guard=Guard(site.clock.now),
         )
         self._links: list[Link] = []
 

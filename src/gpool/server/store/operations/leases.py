@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from gpool.core.ids import NodeId, SpecId, TaskId, UserId
 from gpool.core.lifecycle import Move, sources
@@ -11,6 +11,7 @@ from gpool.core.scheduling.events import Place
 from gpool.server.store.operation import operation
 from gpool.server.store.operations.nodes import load_nodes
 from gpool.server.store.operations.reports import expire, record
+from gpool.server.store.operations.sealed import secrets_to_open
 from gpool.server.store.protocol import Operation, Relation, Row, Statement
 from gpool.server.store.rows import HELD_COLUMNS, allocation_text, held_lease, of_ids, spec_from
 from gpool.server.store.values import AppliedPlan, GrantedLine, HeldLease, Picture, QueuedRow
@@ -27,10 +28,13 @@ GRANTABLE = ", ".join(f"'{status.value}'" for status in sources(Move.GRANTED))
 
 
 @operation
-def apply_plan(places: Sequence[Place], term: int, at: Instant) -> Operation[AppliedPlan]:
+def apply_plan(
+    places: Sequence[Place], term: int, at: Instant, with_secrets: Collection[SpecId] = ()
+) -> Operation[AppliedPlan]:
     """Writes what is still so.
 
     Grants on a node that is gone or takes nothing new, or on a flagged GPU, are left out; their tasks stay queued.
+    `with_secrets`: the specs that have some; those of what is granted come along, still sealed.
     """
     current = yield Statement(
         "SELECT term FROM scheduler_term WHERE id = 1 /*postgresql FOR SHARE*/"
@@ -84,7 +88,8 @@ def apply_plan(places: Sequence[Place], term: int, at: Instant) -> Operation[App
                 leases.append((found[1], lease))
         if leases:
             lines.append(GrantedLine(place, tuple(leases)))
-    return AppliedPlan(tuple(lines), tuple(refused))
+    secret = {spec for line in lines for spec, _ in line.leases if spec in with_secrets}
+    return AppliedPlan(tuple(lines), tuple(refused), secrets=(yield from secrets_to_open(secret)))
 
 
 def _flagged(places: Sequence[Place]) -> Operation[set[tuple[int, int]]]:
@@ -126,9 +131,10 @@ def holds_current(node: NodeId, holds: Sequence[Hold]) -> Operation[tuple[Hold, 
 def picture() -> Operation[Picture]:
     """All that is open. Held leases come without their payloads: the scheduler has no use for them."""
     specs = yield Statement(
-        "SELECT s.id, s.user_id, s.body FROM specs s WHERE s.id IN ("
-        "SELECT t.spec_id FROM tasks t WHERE t.status = 'queued' UNION "
-        "SELECT t.spec_id FROM tasks t WHERE t.holding = 1) ORDER BY s.id"
+        "SELECT s.id, s.user_id, s.body, o.team_id FROM ("  # a spec is one team's, or nobody's
+        "SELECT t.spec_id, t.team_id FROM tasks t WHERE t.status = 'queued' UNION "
+        "SELECT t.spec_id, t.team_id FROM tasks t WHERE t.holding = 1) AS o "
+        "JOIN specs s ON s.id = o.spec_id ORDER BY s.id"
     )
     queued = yield Statement(
         "SELECT id, epoch, spec_id, user_id, queued_at FROM tasks WHERE status = 'queued' ORDER BY queued_at, id"
@@ -140,6 +146,7 @@ def picture() -> Operation[Picture]:
     nodes = yield from load_nodes("true", {})
     return Picture(
         specs=tuple((SpecId(row[0]), UserId(row[1]), spec_from(row[2])) for row in specs),
+        teams={SpecId(row[0]): row[3] for row in specs if row[3] is not None},
         queued=tuple(QueuedRow(*row) for row in queued),
         held=tuple((NodeId(row[7]), held_lease(row)) for row in holding),
         nodes=nodes,

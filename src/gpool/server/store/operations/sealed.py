@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from gpool.core.errors import Conflict, Invalid
 from gpool.core.ids import SpecId
 from gpool.core.model import Instant
-from gpool.server.store.identity_values import DataKey, SealedField
 from gpool.server.store.operation import operation
 from gpool.server.store.protocol import Operation, Relation, Row, Statement
 from gpool.server.store.rows import of_ids
+from gpool.server.store.sealed_values import DataKey, SealedField, SealedSecrets
 
 KEY_ID_AT, KEY_ID_BYTES = 2, 8
 
@@ -93,6 +93,15 @@ def retire_data_key(id: bytes, at: Instant) -> Operation[bool]:
 
 
 @operation
+def retire_data_keys(at: Instant) -> Operation[int]:
+    """All that seal at the moment: a rotation. Gives how many."""
+    rows = yield Statement(
+        "UPDATE data_keys SET retired_at = :at WHERE retired_at IS NULL RETURNING id", {"at": at}
+    )
+    return len(rows)
+
+
+@operation
 def forget_data_key(id: bytes) -> Operation[bool]:
     """Only a retired key that no field needs any more. False: no such key."""
     rows = yield Statement(
@@ -155,7 +164,29 @@ def secrets_of(
     return found
 
 
+def secrets_to_open(specs: Collection[SpecId]) -> Operation[SealedSecrets]:
+    """For other operations to include: the secrets of these specs, and the data keys to open them with."""
+    if not specs:
+        return SealedSecrets()
+    fields = yield from secrets_of(specs)
+    return SealedSecrets(fields, (yield from data_keys()) if fields else ())
+
+
 # ---- re-keying
+
+
+@operation
+def sealed_counts() -> Operation[dict[bytes, int]]:
+    """How many fields each data key seals. Looks at all of them."""
+    counts: dict[bytes, int] = {}
+    for place in PLACES.values():
+        rows = yield Statement(
+            f"SELECT substr({place.column}, {KEY_ID_AT}, {KEY_ID_BYTES}), COUNT(*) FROM {place.table} "  # noqa: S608
+            f"WHERE {place.column} IS NOT NULL GROUP BY substr({place.column}, {KEY_ID_AT}, {KEY_ID_BYTES})"
+        )
+        for key, count in rows:
+            counts[bytes(key)] = counts.get(bytes(key), 0) + count
+    return counts
 
 
 @operation
