@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import platform
 import socket
 import threading
 from collections.abc import Iterator
@@ -78,6 +79,11 @@ def test_what_would_leave_keys_in_the_clear_is_refused(
 ) -> None:
     with pytest.raises(ValueError, match=words):
         Settings(**settings)
+
+
+def test_a_link_never_says_everywhere() -> None:
+    assert Settings(host="0.0.0.0", port=1).address == f"{platform.node()}:1"
+    assert Settings(host="::", public_url="https://pool.example").address == "pool.example"
 
 
 # ---- what passes

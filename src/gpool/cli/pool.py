@@ -30,7 +30,7 @@ def gpus(ctx: click.Context, as_json: bool, everything: bool, limit: int) -> Non
             one["model"] + (" (simulated)" if one.get("simulated") else ""),
             gib(one["memory_bytes"]),
             gib(one["memory_free_bytes"]),
-            one["status"],
+            "flagged" if one.get("flagged") else one["status"],
             one.get("node_name") or one["node"],
             ",".join(one.get("tiers") or []),
         )
@@ -38,6 +38,9 @@ def gpus(ctx: click.Context, as_json: bool, everything: bool, limit: int) -> Non
     ]
     columns = ("id", "model", "memory", "free", "status", "node", "tier")
     table(columns, rows, "The pool has nothing to lend yet; add this machine with: gpool join LINK")
+    for one in found:
+        if one.get("flagged"):
+            click.echo(f"{one['id']} takes nothing: {one['flagged']}.", err=True)
 
 
 @click.command()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import platform
 from pathlib import Path
 from typing import Literal, Self
 
@@ -137,7 +138,9 @@ class Settings(BaseSettings):
 
     @property
     def address(self) -> str:
-        """`HOST:PORT` as others reach it."""
+        """`HOST:PORT` as others reach it; a server that listens everywhere goes by its machine's name."""
+        if self.public_url is None and self.host in ("0.0.0.0", "::"):
+            return f"{platform.node()}:{self.port}"
         return self.url.removeprefix("https://").removeprefix("http://")
 
     @property
