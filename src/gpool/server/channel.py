@@ -15,7 +15,7 @@ from gpool.core import paths
 from gpool.core.errors import Invalid
 from gpool.core.ids import NodeId, SpecId, TaskId
 from gpool.core.model import INLINE_LIMIT_BYTES, EndReason, Instant, Offer, TaskSpec, TaskStatus
-from gpool.server.store.operation import operation
+from gpool.server.store.operation import brief, operation
 from gpool.server.store.operations import leases, nodes
 from gpool.server.store.protocol import Operation
 from gpool.server.store.values import HeldLease, NodeCredentials, NodeRow
@@ -194,7 +194,8 @@ class Channel:
 
     async def _record(self, frame: Reports) -> None:
         items = [_checked_item(item) for item in frame.items]
-        recording = await self._server.write(leases.record(self.node, items, self._server.now))
+        writing = brief(leases.record(self.node, items, self._server.now), len(items))
+        recording = await self._server.write(writing)
         self._server.scheduler.absorb(recording)
         if not self.closed:
             self._send(Recorded(frame.sequence, recording.refused))

@@ -34,7 +34,7 @@ from gpool.core.scheduling.shapes import shape_of
 from gpool.core.scheduling.state import Contradiction, State, build
 from gpool.server.hub import Hub, Wake
 from gpool.server.metrics import Metrics
-from gpool.server.store.operation import operation
+from gpool.server.store.operation import brief, operation
 from gpool.server.store.operations import leases
 from gpool.server.store.protocol import Operation, Store
 from gpool.server.store.values import GrantedLine, Picture, Recording, Submitted
@@ -80,7 +80,8 @@ class Scheduler:
         self._metrics.queued.set(self.state.queued_count)
         if not places:
             return 0
-        applied = await self._write(leases.apply_plan(places, self._term, now))
+        asked = sum(len(place.grants) for place in places)
+        applied = await self._write(brief(leases.apply_plan(places, self._term, now), asked))
         if applied.deposed:
             log.warning("another scheduler has taken over; looking again")
             self.doubt()

@@ -16,6 +16,7 @@ from gpool.server.hub import Hub
 from gpool.server.metrics import Metrics
 from gpool.server.scheduler import Scheduler
 from gpool.server.settings import Settings
+from gpool.server.store.operation import brief, is_brief
 from gpool.server.store.operations import keys
 from gpool.server.store.protocol import Operation, Store
 from gpool.server.store.values import User
@@ -78,4 +79,6 @@ class Server:
             value = await self.write(operation)
             return Answered(value, encode(value))
         kept = keys.once(user.id, once.key, once.fingerprint, self.now, operation, encode)
+        if is_brief(operation):
+            kept = brief(kept)
         return Answered(*await self.write(kept))

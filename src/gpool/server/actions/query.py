@@ -12,7 +12,7 @@ from gpool.core.ids import BatchId, TaskId, UserId, encode
 from gpool.core.model import Permission, TaskStatus
 from gpool.server.actions import documents
 from gpool.server.server import Server
-from gpool.server.store.operation import operation
+from gpool.server.store.operation import brief, operation
 from gpool.server.store.operations import tasks as operations
 from gpool.server.store.protocol import Operation
 from gpool.server.store.values import Batch, BatchResult, TaskView, User
@@ -37,7 +37,7 @@ class Listing:
 
 
 async def task(server: Server, user: User, id_: TaskId) -> TaskView:
-    view = await server.store.read(operations.task(id_, scope(user)))
+    view = await server.store.read(brief(operations.task(id_, scope(user))))
     if view is None:
         raise _no_task(id_)
     return view
@@ -85,9 +85,8 @@ async def wait_for_results(
         if awaited.fresh and not await changed.wait(seconds):
             return None
         while True:
-            rows = await server.store.read(
-                operations.batch_results(awaited.batch, after, RESULT_ROWS)
-            )
+            reading = operations.batch_results(awaited.batch, after, RESULT_ROWS)
+            rows = await server.store.read(brief(reading, len(awaited.tasks)))
             for row in rows:
                 after = row.sequence
                 if row.task in missing:

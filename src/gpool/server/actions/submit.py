@@ -14,7 +14,7 @@ from gpool.core.model import INLINE_LIMIT_BYTES, Permission
 from gpool.server.actions.specs import spec_of
 from gpool.server.actions.spelling import spell
 from gpool.server.server import Once, Server
-from gpool.server.store.operation import operation
+from gpool.server.store.operation import brief, operation
 from gpool.server.store.operations import tasks as operations
 from gpool.server.store.protocol import Operation
 from gpool.server.store.values import MissingArtifacts, NewTask, Submission, Submitted, User
@@ -54,7 +54,8 @@ async def submit(server: Server, user: User, request: TaskRequest, once: Once | 
     waiting = server.scheduler.state.queued_count
     if waiting + len(submission.tasks) > server.settings.max_queued:
         raise TooMany(f"{waiting} tasks wait already, the queue is full; try again later")
-    answered = await server.write_once(user, once, _submit(submission), _document)
+    operation = brief(_submit(submission), len(submission.tasks))
+    answered = await server.write_once(user, once, operation, _document)
     submitted, body = answered.value, answered.body
     if submitted is None:
         first = _decode(body)

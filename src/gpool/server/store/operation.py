@@ -15,14 +15,18 @@ T = TypeVar("T")
 P = ParamSpec("P")
 
 
+BRIEF_ROWS = 8
+
+
 class Replayable(Generator[Statement, list[Row], T], Generic[T]):
     """A generator that remembers how it was made."""
 
-    __slots__ = ("_make", "_running")
+    __slots__ = ("_make", "_running", "is_brief")
 
     def __init__(self, make: Callable[[], Operation[T]]) -> None:
         self._make = make
         self._running: Operation[T] | None = None
+        self.is_brief = False
 
     def fresh(self) -> Operation[T]:
         """The same operation, not yet begun."""
@@ -52,6 +56,20 @@ def operation(function: Callable[P, Operation[T]]) -> Callable[P, Operation[T]]:
         return Replayable(lambda: function(*args, **kwargs))
 
     return made
+
+
+def brief(op: Operation[T], rows: int = 1) -> Operation[T]:
+    """Marks an operation that finds its few `rows` by key. A store may then run it where it stands.
+
+    For a handful of rows, handing the work to a thread and back takes longer than the work.
+    """
+    if rows <= BRIEF_ROWS and isinstance(op, Replayable):
+        op.is_brief = True
+    return op
+
+
+def is_brief(op: Operation[T]) -> bool:
+    return isinstance(op, Replayable) and op.is_brief
 
 
 def again(op: Operation[T]) -> Operation[T]:

@@ -1,24 +1,26 @@
-"""SQLite behind the store's door: one writer thread that commits in groups, a few reader threads, no other process.
+"""SQLite behind the store's door: one writer that commits in groups, a few reader threads, no other process.
 
-Each commit is synced (`synchronous=FULL`) before anybody is answered. It refuses to be shared over a network disk.
+The writer is a thread, except for brief writes on a quick disk: those are committed in the loop's own thread, because
+handing three of them over and back is most of what a single short task would wait for. Each commit is synced (`synchronous=FULL`) before anybody is answered. It refuses to be shared over a network disk.
 """
 
 from __future__ import annotations
 
 import asyncio
 import sqlite3
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from threading import Thread
+from time import perf_counter
 from typing import Any, TypeVar
 
 import msgspec
 
 from gpool.core.errors import GpoolError, InternalFault, Unreachable
 from gpool.server.store.driving import MAX_GROUP, Waiting, answer_all
-from gpool.server.store.operation import again
+from gpool.server.store.operation import again, is_brief
 from gpool.server.store.protocol import Operation, Relation, Row, Statement
 
 T = TypeVar("T")
@@ -26,6 +28,15 @@ Columns = tuple[tuple[str, str], ...]
 
 READERS = 2
 BUSY_TIMEOUT_S = 30.0
+LOCKED_S = 0.02
+"""How long SQLite itself waits for somebody else's lock; the threads ask again until `BUSY_TIMEOUT_S`, the loop does not."""
+
+QUICK_COMMIT_S = 0.001
+"""Commits that take longer on the average are the thread's."""
+
+SLOW_FORGIVEN = 0.98
+"""Each group of the thread makes the loop forget a little of how slow its own commits were, so that it tries again."""
+
 WRITER_CACHE_KIB, READER_CACHE_KIB = 32 * 1024, 8 * 1024
 _encode = msgspec.json.Encoder().encode
 
@@ -67,7 +78,7 @@ class Connection:
     ) -> None:
         self._raw = sqlite3.connect(
             path,
-            timeout=busy_timeout_s,
+            timeout=LOCKED_S,
             isolation_level=None,  # we say BEGIN ourselves; sqlite3 would not before a SELECT
             check_same_thread=False,
             cached_statements=512,
@@ -82,11 +93,27 @@ class Connection:
             f"query_only={'OFF' if writes else 'ON'}",
         ):
             self._raw.execute(f"PRAGMA {pragma}")
+        self._busy_timeout_s = busy_timeout_s
         self._temporary: set[str] = set()
         self._begin = "BEGIN IMMEDIATE" if writes else "BEGIN"
 
     def begin(self) -> None:
-        self._raw.execute(self._begin)
+        ends = perf_counter() + self._busy_timeout_s
+        while not self.begins():
+            if perf_counter() > ends:
+                raise Unreachable(
+                    "another program keeps the database locked; nothing was written, try again later"
+                )
+
+    def begins(self) -> bool:
+        """False when somebody else, a backup say, has the database locked."""
+        try:
+            self._raw.execute(self._begin)
+        except sqlite3.OperationalError as exc:
+            if exc.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY:
+                raise
+            return False
+        return True
 
     def commit(self) -> None:
         self._raw.execute("COMMIT")
@@ -157,15 +184,16 @@ class Connection:
             raise
         return value
 
-    def group(self, members: Iterable[Waiting]) -> None:
+    def group(self, members: Iterable[Waiting], *, begun: bool = False) -> None:
         """Runs all of them in one transaction and commits. A refused one fails alone.
 
         Any other exception rolls everything back; then each has its own transaction, so only the culprit fails.
         When none can begin, because somebody else holds the database, all fail at once: none is to blame.
         """
         try:
-            self.begin()
-        except sqlite3.Error as exc:
+            if not begun:
+                self.begin()
+        except (sqlite3.Error, Unreachable) as exc:
             for waiting in members:
                 waiting.fail(_told(exc))
             return
@@ -186,17 +214,12 @@ class Connection:
                     waiting.fail(exc)
 
 
-_PASSING = {
-    sqlite3.SQLITE_FULL: "the server's disk is full",
-    sqlite3.SQLITE_BUSY: "the database is held by another program",
-}
-
-
-def _told(error: sqlite3.Error) -> GpoolError:
+def _told(error: sqlite3.Error | Unreachable) -> GpoolError:
     """What passes (a full disk, a lock) may be tried again; the rest is a fault of ours. Nothing was written."""
-    why = _PASSING.get(getattr(error, "sqlite_errorcode", 0) & 0xFF)
-    if why is not None:
-        return Unreachable(f"{why}; nothing was written, try again later")
+    if isinstance(error, Unreachable):
+        return error
+    if getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_FULL:
+        return Unreachable("the server's disk is full; nothing was written, try again later")
     return InternalFault(f"the database refused: {error}")
 
 
@@ -206,9 +229,15 @@ class SqliteStore:
     def __init__(self, path: Path, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._closed = False
+        self._near: list[Waiting] = []  # brief writes, committed together in the loop's next turn
+        self._handed = (
+            0  # writes in the thread's hands; while there are any, the connection is the thread's
+        )
+        self._pace_s = 0.0  # what a commit of brief writes takes, smoothed
         self._writes: SimpleQueue[Waiting | None] = SimpleQueue()
         self._reads: SimpleQueue[Waiting | None] = SimpleQueue()
-        writer = Connection(str(path), writes=True)
+        writer = self._writer = Connection(str(path), writes=True)
+        self._reader = Connection(str(path), writes=False)
         readers = [Connection(str(path), writes=False) for _ in range(READERS)]
         self._threads = [
             Thread(target=self._write_all, args=(writer,), name="store-writer", daemon=True)
@@ -232,28 +261,74 @@ class SqliteStore:
         return InlineStore(Path(path), synchronous)
 
     async def write(self, operation: Operation[T]) -> T:
-        return await self._put(self._writes, operation)
+        """Brief ones are committed here, one commit a turn of the loop, as long as the disk is quick.
+
+        The rest, and whatever comes while the thread is at work, is the thread's: in the order of the calls.
+        """
+        waiting = self._waiting(operation)
+        if is_brief(operation) and not self._handed and self._pace_s < QUICK_COMMIT_S:
+            self._near.append(waiting)
+            if len(self._near) == 1:
+                self._loop.call_soon(self._write_near)
+        else:
+            self._hand_over([*self._near, waiting])
+            self._near.clear()
+        value: T = await waiting.future
+        return value
 
     async def read(self, operation: Operation[T]) -> T:
-        return await self._put(self._reads, operation)
+        waiting = self._waiting(operation)
+        if is_brief(operation):
+            return self._reader.alone(operation)
+        self._reads.put(waiting)
+        value: T = await waiting.future
+        return value
 
-    async def _put(self, queue: SimpleQueue[Waiting | None], operation: Operation[T]) -> T:
+    def _waiting(self, operation: Operation[T]) -> Waiting:
         if self._closed:
             raise Unreachable("the server is going down; try again in a moment")
-        future: asyncio.Future[T] = self._loop.create_future()
-        queue.put(Waiting(operation, future))
-        return await future
+        return Waiting(operation, self._loop.create_future())
+
+    def _hand_over(self, group: list[Waiting]) -> None:
+        self._handed += len(group)
+        for waiting in group:
+            self._writes.put(waiting)
+
+    def _write_near(self) -> None:
+        group, self._near = self._near, []
+        if not group:
+            return  # they were handed over meanwhile
+        began = perf_counter()
+        try:
+            begun = self._writer.begins()
+        except sqlite3.Error:  # the thread meets it again, and says so to those who wait
+            begun = False
+        if not begun:
+            self._hand_over(group)
+            return
+        self._writer.group(group, begun=True)
+        self._pace_s += (perf_counter() - began - self._pace_s) / 8
+        answer_all(group)
+
+    def _written(self, group: list[Waiting]) -> None:
+        """The thread is done with these."""
+        self._handed -= len(group)
+        self._pace_s *= SLOW_FORGIVEN
+        answer_all(group)
 
     async def close(self) -> None:
         """What waits is still written and answered."""
         if self._closed:
             return
         self._closed = True
+        self._hand_over(self._near)
+        self._near = []
         self._writes.put(None)
         for _ in range(READERS):
             self._reads.put(None)
         for thread in self._threads:
             await asyncio.to_thread(thread.join)
+        self._reader.close()
 
     # ---- in the threads
 
@@ -270,7 +345,7 @@ class SqliteStore:
             group = [waiting for waiting in taken if waiting is not None]
             if group:
                 connection.group(group)
-                going = self._tell(group) and going
+                going = self._tell(self._written, group) and going
         connection.close()
 
     def _read_all(self, connection: Connection) -> None:
@@ -279,14 +354,14 @@ class SqliteStore:
                 waiting.value = connection.alone(waiting.operation)
             except Exception as exc:  # noqa: BLE001 - raised where the operation was asked for
                 waiting.fail(exc)
-            if not self._tell([waiting]):
+            if not self._tell(answer_all, [waiting]):
                 break
         connection.close()
 
-    def _tell(self, answered: list[Waiting]) -> bool:
+    def _tell(self, how: Callable[[list[Waiting]], None], answered: list[Waiting]) -> bool:
         """One wake-up of the loop for all of them. False: the loop is gone, and with it everybody who asked."""
         try:
-            self._loop.call_soon_threadsafe(answer_all, answered)
+            self._loop.call_soon_threadsafe(how, answered)
         except RuntimeError:
             return False
         return True
