@@ -93,22 +93,24 @@ class Connection:
             f"query_only={'OFF' if writes else 'ON'}",
         ):
             self._raw.execute(f"PRAGMA {pragma}")
-        self._patience_s = busy_timeout_s
+        self._busy_timeout_s = busy_timeout_s
         self._temporary: set[str] = set()
         self._begin = "BEGIN IMMEDIATE" if writes else "BEGIN"
 
     def begin(self) -> None:
-        """Waits for whoever has the database locked, a backup say, as long as it was told to."""
-        ends = perf_counter() + self._patience_s
-        while not self.begins(last=perf_counter() >= ends):
-            pass
+        ends = perf_counter() + self._busy_timeout_s
+        while not self.begins():
+            if perf_counter() > ends:
+                raise Unreachable(
+                    "another program keeps the database locked; nothing was written, try again later"
+                )
 
-    def begins(self, *, last: bool = False) -> bool:
-        """False when somebody else has the database locked; the `last` try raises that."""
+    def begins(self) -> bool:
+        """False when somebody else, a backup say, has the database locked."""
         try:
             self._raw.execute(self._begin)
         except sqlite3.OperationalError as exc:
-            if last or exc.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY:
+            if exc.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY:
                 raise
             return False
         return True
@@ -191,7 +193,7 @@ class Connection:
         try:
             if not begun:
                 self.begin()
-        except sqlite3.Error as exc:
+        except (sqlite3.Error, Unreachable) as exc:
             for waiting in members:
                 waiting.fail(_told(exc))
             return
@@ -212,17 +214,12 @@ class Connection:
                     waiting.fail(exc)
 
 
-_PASSING = {
-    sqlite3.SQLITE_FULL: "the server's disk is full",
-    sqlite3.SQLITE_BUSY: "the database is held by another program",
-}
-
-
-def _told(error: sqlite3.Error) -> GpoolError:
+def _told(error: sqlite3.Error | Unreachable) -> GpoolError:
     """What passes (a full disk, a lock) may be tried again; the rest is a fault of ours. Nothing was written."""
-    why = _PASSING.get(getattr(error, "sqlite_errorcode", 0) & 0xFF)
-    if why is not None:
-        return Unreachable(f"{why}; nothing was written, try again later")
+    if isinstance(error, Unreachable):
+        return error
+    if getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_FULL:
+        return Unreachable("the server's disk is full; nothing was written, try again later")
     return InternalFault(f"the database refused: {error}")
 
 
@@ -303,14 +300,13 @@ class SqliteStore:
             return  # they were handed over meanwhile
         began = perf_counter()
         try:
-            if not self._writer.begins():
-                self._hand_over(group)
-                return
-        except sqlite3.Error as exc:
-            for waiting in group:
-                waiting.fail(_told(exc))
-        else:
-            self._writer.group(group, begun=True)
+            begun = self._writer.begins()
+        except sqlite3.Error:  # the thread meets it again, and says so to those who wait
+            begun = False
+        if not begun:
+            self._hand_over(group)
+            return
+        self._writer.group(group, begun=True)
         self._pace_s += (perf_counter() - began - self._pace_s) / 8
         answer_all(group)
 
