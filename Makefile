@@ -49,6 +49,8 @@ check: setup                ## lint, types, import contracts, generated pages
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy --strict src
 	$(BIN)/lint-imports --no-logo
+	$(BIN)/python -m pytest -q -p no:cacheprovider tests/server/identity_routes/test_matrix.py -k row \
+		|| { echo 'a route has no row in the matrix of who gets what'; exit 1; }
 	$(BIN)/python -m gpool.core.lifecycle | diff -u docs/lifecycle.md - \
 		|| { echo 'docs/lifecycle.md is stale: run make docs'; exit 1; }
 

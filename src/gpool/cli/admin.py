@@ -2,9 +2,22 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 import click
 
+from gpool.cli.account import quoted, show
+from gpool.cli.calling import as_json, client_of, listing
 from gpool.cli.operating import audit, keys
+from gpool.cli.printing import emit_json, table
+from gpool.core.errors import Invalid, NotFound
+
+if TYPE_CHECKING:
+    from gpool.client.client import Client
+
+PERMISSIONS = ("consumer", "provider", "operator")
+the_user = click.argument("user")
+_FIELDS = "id name permissions disabled_at quota created_at"
 
 
 @click.group()
@@ -14,3 +27,149 @@ def admin() -> None:
 
 admin.add_command(keys)
 admin.add_command(audit)
+
+
+@admin.group()
+def users() -> None:
+    """List users, and say what they may."""
+
+
+@users.command("ls")
+@listing
+@click.pass_context
+def users_ls(ctx: click.Context, as_json: bool, everything: bool, limit: int) -> None:
+    """List users."""
+    found = client_of(ctx).listing("users", limit=None if everything else limit)
+    if as_json:
+        emit_json(found)
+        return
+    rows = [
+        (
+            one["id"],
+            one["name"],
+            ",".join(one["permissions"]),
+            "disabled" if one["disabled_at"] else "",
+            one["created_at"],
+        )
+        for one in found
+    ]
+    table(("id", "name", "permissions", "", "created"), rows, "No users.")
+
+
+@users.command("show")
+@the_user
+@as_json
+@click.pass_context
+def users_show(ctx: click.Context, user: str, as_json: bool) -> None:
+    """Show one user."""
+    client = client_of(ctx)
+    show(client.door.get_json(f"/v1/users/{_user(client, user)}"), as_json, _FIELDS)
+
+
+@users.command("set")
+@the_user
+@click.option(
+    "--permission",
+    "permissions",
+    multiple=True,
+    type=click.Choice([*PERMISSIONS, "none"]),
+    help="All they may from now on; may be given several times.",
+)
+@click.option("--gpus", type=float, help="GPUs at once.")
+@click.option("--queued", type=int, help="Tasks waiting at once.")
+@click.option("--storage", metavar="SIZE", help="Bytes stored, e.g. 10GB.")
+@as_json
+@click.pass_context
+def users_set(
+    ctx: click.Context,
+    user: str,
+    permissions: tuple[str, ...],
+    gpus: float | None,
+    queued: int | None,
+    storage: str | None,
+    as_json: bool,
+) -> None:
+    """Say what a user may do and have."""
+    client = client_of(ctx)
+    path = f"/v1/users/{_user(client, user)}"
+    wanted: dict[str, Any] = {}
+    if permissions:
+        wanted["permissions"] = [one for one in permissions if one != "none"]
+    quota = {
+        "running_gpus": gpus,
+        "queued_tasks": queued,
+        "storage_bytes": None if storage is None else _bytes(storage),
+    }
+    given = {name: value for name, value in quota.items() if value is not None}
+    if given:
+        before = client.door.get_json(path).get("quota") or {}
+        wanted["quota"] = {**before, **given}
+    if not wanted:
+        raise Invalid("say what is to change: --permission, --gpus, --queued or --storage")
+    show(client.door.send_json("PATCH", path, wanted), as_json, _FIELDS)
+
+
+@users.command("disable")
+@the_user
+@as_json
+@click.pass_context
+def users_disable(ctx: click.Context, user: str, as_json: bool) -> None:
+    """Sign a user out everywhere and let them in no more."""
+    _disable(ctx, user, True, as_json)
+
+
+@users.command("enable")
+@the_user
+@as_json
+@click.pass_context
+def users_enable(ctx: click.Context, user: str, as_json: bool) -> None:
+    """Let a disabled user in again."""
+    _disable(ctx, user, False, as_json)
+
+
+def _disable(ctx: click.Context, user: str, disabled: bool, as_json: bool) -> None:
+    client = client_of(ctx)
+    path = f"/v1/users/{_user(client, user)}"
+    show(client.door.send_json("PATCH", path, {"disabled": disabled}), as_json, _FIELDS)
+
+
+@admin.command()
+@click.option(
+    "--permission",
+    "permissions",
+    multiple=True,
+    type=click.Choice(PERMISSIONS),
+    help="What the new user may (default: what new users may here).",
+)
+@click.option("--expires", default="7d", show_default=True, metavar="TIME")
+@as_json
+@click.pass_context
+def invite(ctx: click.Context, permissions: tuple[str, ...], expires: str, as_json: bool) -> None:
+    """Make a token with which one person may register."""
+    from gpool.client.options import seconds
+
+    wanted: dict[str, Any] = {"expires_in_s": int(seconds(expires))}
+    if permissions:
+        wanted["permissions"] = list(permissions)
+    client = client_of(ctx)
+    made = client.door.send_json("POST", "/v1/users/invites", wanted)
+    if as_json:
+        emit_json(made)
+    else:
+        click.echo(f"gpool --url {client.url} register NAME --invite {made['token']}")
+        click.echo(f"  One person, once, until {made['expires_at']}.", err=True)
+
+
+def _user(client: Client, text: str) -> str:
+    if text.startswith("u-"):
+        return quoted(text)
+    for one in client.listing("users"):
+        if one["name"] == text:
+            return str(one["id"])
+    raise NotFound(f"no user {text!r}; `gpool admin users ls --all` lists them")
+
+
+def _bytes(text: str) -> int:
+    from gpool.core.gpuspec import parse_bytes
+
+    return parse_bytes(text)

@@ -37,7 +37,13 @@ VERBS = {
     "result": ("gpool.cli.tasks", "Fetch a finished task's outputs."),
     "explain": ("gpool.cli.tasks", "Say why a task waits."),
     "gpus": ("gpool.cli.pool", "List what the pool has, free and busy."),
+    "register": ("gpool.cli.account", "Make an account, and sign in."),
+    "login": ("gpool.cli.account", "Sign in, with a password or a wallet."),
+    "logout": ("gpool.cli.account", "Sign out."),
     "whoami": ("gpool.cli.pool", "Show the account of the key in use."),
+    "keys": ("gpool.cli.account", "API keys: list, make, end."),
+    "wallet": ("gpool.cli.wallet", "Wallets of your account: list, link, unlink."),
+    "team": ("gpool.cli.team", "Teams: list, make, invite, join, leave."),
     "node": ("gpool.cli.pool", "For owners: list, pause, resume, drain, invite nodes."),
     "server": ("gpool.cli.up", "Start a server alone."),
     "join": ("gpool.cli.join", "Lend this machine to a pool."),
@@ -92,7 +98,8 @@ def say_error(error: GpoolError) -> None:
         click.echo(f"  {error.text}\n  {' ' * error.position}^", err=True)
     elif isinstance(error, NotSignedIn):
         click.echo(
-            "  Set GPOOL_URL and GPOOL_KEY, or start a pool of your own with: gpool up", err=True
+            "  Sign in with: gpool login. Or set GPOOL_URL and GPOOL_KEY, or start a pool: gpool up",
+            err=True,
         )
     elif isinstance(error, Unreachable):
         click.echo(

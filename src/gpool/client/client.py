@@ -30,6 +30,7 @@ from gpool.client.results import (
     outcome,
 )
 from gpool.client.runs import LONGEST_WAIT_S, Run, wait_for
+from gpool.client.sessions import SessionFile, SignedIn
 from gpool.client.tasks import Decorator, Task
 from gpool.core.errors import Invalid, Unprocessable
 from gpool.core.model import INLINE_LIMIT_BYTES
@@ -65,7 +66,13 @@ class Client:
     ) -> None:
         settings = config.load(url, key)
         self.url = settings.url
-        self.door = Door(settings.url, settings.key, transport, patience_s=patience_s)
+        session = None
+        if settings.session_file is not None and not settings.key:
+            session = SignedIn(SessionFile(settings.session_file))
+        self.session = session
+        self.door = Door(
+            settings.url, settings.key, transport, patience_s=patience_s, session=session
+        )
         self.artifacts = Artifacts(self.door)
         self.task = Decorator(lambda: self)
         """`@client.task(...)`: like `@gpool.task`, bound to this client."""

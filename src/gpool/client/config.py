@@ -18,7 +18,7 @@ LOCAL_URL = "http://127.0.0.1:8642"
 """Where `gpool up` listens unless told otherwise."""
 
 LOCAL_PROFILE = "local"
-_KEYS = {"url", "key", "key_file"}
+_KEYS = {"url", "key", "key_file", "session_file"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +28,7 @@ class Settings:
     url: str
     key: str = field(repr=False)
     origin: str = "defaults"
+    session_file: Path | None = None  # a sign-in's tokens; a key wins over it
 
 
 def home(environ: Mapping[str, str] | None = None) -> Path:
@@ -85,6 +86,7 @@ def load(
             _checked_url(given_url or str(found_url)),
             given_key or _key_of(table, file),
             origin=str(file),
+            session_file=None if given_key else _session_of(table, file),
         )
     return Settings(_checked_url(given_url or LOCAL_URL), given_key or "", origin="environment")
 
@@ -146,6 +148,48 @@ def _key_of(table: Mapping[str, object], file: Path) -> str:
         return path.read_text(encoding="ascii").strip()
     except (OSError, UnicodeDecodeError) as exc:
         raise NotSignedIn(f"the key file {path} (named in {file}) cannot be read: {exc}") from exc
+
+
+def _session_of(table: Mapping[str, object], file: Path) -> Path | None:
+    named = table.get("session_file")
+    return None if not named else file.parent / Path(str(named)).expanduser()
+
+
+def save_sign_in(name: str, url: str, session_file: Path, *, folder: Path | None = None) -> Path:
+    """A profile of a sign-in, chosen from now on. What else the profile had (a pinned certificate) stays."""
+    import tomli_w  # noqa: PLC0415 - only `gpool up` and `login` write
+
+    file = (folder or home()) / "config.toml"
+    content = _read(file)
+    profiles = _table(content.setdefault("profiles", {}), file)
+    kept = _table(profiles.get(name, {}), file)
+    kept = {key: value for key, value in kept.items() if key not in ("key", "key_file")}
+    profiles[name] = {**kept, "url": url, "session_file": str(session_file)}
+    content["profile"] = name
+    write_private(file, tomli_w.dumps(content).encode())
+    return file
+
+
+def forget_sign_in(session_file: Path, *, folder: Path | None = None) -> None:
+    """The profiles of a sign-in that is over go; the local one is chosen again where there is one."""
+    import tomli_w  # noqa: PLC0415 - only `gpool up` and `login` write
+
+    file = (folder or home()) / "config.toml"
+    content = _read(file)
+    profiles = _table(content.get("profiles", {}), file)
+    gone = [
+        name
+        for name, table in profiles.items()
+        if _session_of(_table(table, file), file) == session_file
+    ]
+    for name in gone:
+        del profiles[name]
+    if content.get("profile") in gone:
+        del content["profile"]
+        if LOCAL_PROFILE in profiles:
+            content["profile"] = LOCAL_PROFILE
+    if gone:
+        write_private(file, tomli_w.dumps(content).encode())
 
 
 def _same_place(one: str, other: str) -> bool:

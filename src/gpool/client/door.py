@@ -10,12 +10,14 @@ import json
 import secrets
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from random import SystemRandom
 from typing import Any
 
 import httpx2
 
-from gpool.core.errors import Unreachable
+from gpool.client.sessions import OVER, SignedIn, Tokens
+from gpool.core.errors import NotSignedIn, Unreachable
 from gpool.transfer.artifacts import Steps
 from gpool.transfer.requests import Address, Patience, Reply, Request, error_from
 from gpool.transfer.senders import READ_S, Sender
@@ -33,17 +35,37 @@ class Door:
         transport: httpx2.BaseTransport | None = None,
         *,
         patience_s: float = 60.0,
+        session: SignedIn | None = None,
     ) -> None:
+        """With a key, or with a session, which is renewed when the server says it is over; with neither: as nobody."""
         self.url = url
-        patience = Patience(patience_s)
-        self._sender = Sender(
-            Address(url), key, SystemRandom(), patience=patience, transport=transport
-        )
+        self._transport, self._patience_s = transport, patience_s
+        patience, address = Patience(patience_s), Address(url)
+        if session is None:
+            self._sender = Sender(
+                address, key, SystemRandom(), patience=patience, transport=transport
+            )
+        else:
+            self._sender = _SignedSender(session, address, patience, transport)
 
     @property
     def date(self) -> str | None:
         """The server's clock at its last answer, as HTTP writes it."""
         return self._sender.date
+
+    def as_nobody(self) -> Door:
+        """The same pool without credentials: for signing in. To be closed like this one."""
+        return Door(self.url, "", _borrowed(self._transport), patience_s=self._patience_s)
+
+    def as_somebody(self, session: SignedIn) -> Door:
+        """The same pool, signed in. To be closed like this one."""
+        return Door(
+            self.url,
+            "",
+            _borrowed(self._transport),
+            patience_s=self._patience_s,
+            session=session,
+        )
 
     def close(self) -> None:
         """Connections are closed; a retry that waits gives up."""
@@ -109,6 +131,70 @@ class Door:
         if reply.status >= 400:
             raise error_from(reply)
         return reply
+
+
+class _Borrowed(httpx2.BaseTransport):
+    """Somebody else's transport: closing it is theirs."""
+
+    def __init__(self, transport: httpx2.BaseTransport) -> None:
+        self._transport = transport
+
+    def handle_request(self, request: httpx2.Request) -> httpx2.Response:
+        return self._transport.handle_request(request)
+
+
+def _borrowed(transport: httpx2.BaseTransport | None) -> httpx2.BaseTransport | None:
+    return None if transport is None else _Borrowed(transport)
+
+
+class _SignedSender(Sender):
+    """Sends as whoever is signed in: a refused access token is renewed once, then the request goes out again."""
+
+    def __init__(
+        self,
+        session: SignedIn,
+        address: Address,
+        patience: Patience,
+        transport: httpx2.BaseTransport | None,
+    ) -> None:
+        super().__init__(address, None, SystemRandom(), patience=patience, transport=transport)
+        self._session = session
+
+    @contextmanager
+    def open(self, request: Request, read_s: float = READ_S) -> Iterator[httpx2.Response]:
+        token = self._session.token
+        if token is None:
+            raise NotSignedIn(OVER)
+        with super().open(_as(request, token), read_s) as answer:
+            if answer.status_code != 401:
+                yield answer
+                return
+        token = self._session.renewed(token, self._renew)
+        with super().open(_as(request, token), read_s) as answer:
+            yield answer
+
+    def _renew(self, refresh_token: str) -> Tokens:
+        """Sent again while the answer does not come: the server gives the same successor for the same token."""
+        content = json.dumps({"refresh_token": refresh_token}).encode()
+        request = Request("POST", "/v1/auth/refresh", {"content-type": "application/json"}, content)
+        pauses = self.pauses()
+        while True:
+            try:
+                with super().open(request, READ_S) as answer:
+                    reply = Reply(answer.status_code, answer.headers, answer.read())
+                if reply.status == 401:
+                    raise NotSignedIn(OVER)
+                if reply.status >= 400:
+                    raise error_from(reply)
+                return Tokens.of(reply.json())
+            except Unreachable:
+                pause = next(pauses, None)
+                if pause is None or self.wait(pause):
+                    raise
+
+
+def _as(request: Request, token: str) -> Request:
+    return replace(request, headers={**request.headers, "Authorization": f"Bearer {token}"})
 
 
 def _keyed(request: Request) -> Request:

@@ -97,10 +97,6 @@ def account_of(user: UserId | None) -> Thing:
     return missing(Kind.ACCOUNT) if user is None else Thing(Kind.ACCOUNT, owner=user)
 
 
-def in_the_name_of(who: Caller, team: TeamId | None) -> Thing:
-    return own(who) if team is None else Thing(Kind.ACCOUNT, team=team)
-
-
 def task_thing(view: TaskView | TaskStory | None) -> Thing:
     if view is None:
         return missing(Kind.TASK)

@@ -222,3 +222,16 @@ async def test_users_are_listed_in_pages(desk: Desk) -> None:
     rest = (await desk.get(f"/v1/users?limit=2&cursor={first['next']}")).json()
     names = [one["name"] for one in first["items"] + rest["items"]]
     assert names == ["operator", "user-0", "user-1", "user-2"]
+
+
+async def test_a_change_that_is_refused_changes_nothing(desk: Desk) -> None:
+    me = (await desk.get("/v1/me")).json()
+    both = {"permissions": ["operator"], "disabled": True}
+    assert (await desk.http.patch(f"/v1/users/{me['id']}", json=both)).status_code == 409
+    desk.server.credentials.forget()
+    assert (await desk.get("/v1/me")).json()["permissions"] == me["permissions"]
+    for name in ("lab", "office"):
+        team = (await desk.post("/v1/teams", {"name": name})).json()["id"]
+    both = {"name": "lab", "quota": {"queued_tasks": 1}}
+    assert (await desk.http.patch(f"/v1/teams/{team}", json=both)).status_code == 409
+    assert (await desk.get(f"/v1/teams/{team}")).json()["quota"]["queued_tasks"] is None

@@ -43,7 +43,7 @@ class _Flow:
 
 async def start(server: Server, provider: str, redirect_uri: str) -> OidcStarted:
     """Where the browser goes. Without a name: the only provider there is."""
-    permit(None, Action.SIGN_IN, POOL)
+    permit(None, Action.SIGN_IN_BEGIN, POOL)
     configured = _configured(server, provider)
     if not _may_come_back(server, redirect_uri):
         raise Invalid(

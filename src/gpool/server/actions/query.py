@@ -9,13 +9,14 @@ from dataclasses import dataclass
 from gpool.core import explain as core_explain
 from gpool.core.ids import BatchId, TaskId, encode
 from gpool.core.model import TaskStatus
-from gpool.core.permissions import POOL, Action, TeamId
+from gpool.core.permissions import POOL, Action, Kind, TeamId, Thing, missing
 from gpool.server.actions import documents
-from gpool.server.asking import batch_thing, in_the_name_of, permit, task_thing
+from gpool.server.asking import batch_thing, own, permit, task_thing
 from gpool.server.server import Server
 from gpool.server.store.identity_values import Caller
 from gpool.server.store.operation import operation
 from gpool.server.store.operations import tasks as operations
+from gpool.server.store.operations import teams as teams_operations
 from gpool.server.store.protocol import Operation
 from gpool.server.store.values import Batch, BatchResult, TaskView
 from gpool.wire.documents import EventDocument, ExplainDocument
@@ -46,13 +47,22 @@ async def list_tasks(server: Server, who: Caller, listing: Listing) -> tuple[Tas
     if listing.everybody:
         permit(who, Action.TASKS_LIST_ALL, POOL)
     else:
-        thing = in_the_name_of(who, listing.team)
+        thing = await in_the_name_of(server, who, listing.team)
         permit(who, Action.TASKS_LIST, thing, _team(listing.team))
-    own = None if listing.everybody or listing.team is not None else who.user.id
+    mine = None if listing.everybody or listing.team is not None else who.user.id
     teams = () if listing.everybody or listing.team is None else (listing.team,)
     return await server.store.read(
-        operations.tasks(own, listing.before, listing.limit, tuple(listing.statuses), teams)
+        operations.tasks(mine, listing.before, listing.limit, tuple(listing.statuses), teams)
     )
+
+
+async def in_the_name_of(server: Server, who: Caller, team: TeamId | None) -> Thing:
+    """The account that acts: one's own, or a team's. Only who is not in it is looked up for: is there one at all?"""
+    if team is None:
+        return own(who)
+    if team not in who.teams and await server.store.read(teams_operations.team(team)) is None:
+        return missing(Kind.ACCOUNT)
+    return Thing(Kind.ACCOUNT, team=team)
 
 
 def _team(team: TeamId | None) -> str:

@@ -12,10 +12,11 @@ from gpool.core.errors import Invalid, TooLarge, TooMany, Unprocessable
 from gpool.core.ids import BatchId, SpecId, TaskId, UserId, decode, encode
 from gpool.core.model import INLINE_LIMIT_BYTES
 from gpool.core.permissions import Action, TeamId
+from gpool.server.actions.query import in_the_name_of
 from gpool.server.actions.quotas import room_in_queue
 from gpool.server.actions.specs import secrets_of, spec_of
 from gpool.server.actions.spelling import spell
-from gpool.server.asking import batch_thing, in_the_name_of, permit
+from gpool.server.asking import batch_thing, permit
 from gpool.server.identity.sealer import secret_place
 from gpool.server.server import Once, Server
 from gpool.server.store.identity_values import Caller
@@ -52,7 +53,8 @@ class Accepted:
 async def submit(server: Server, who: Caller, request: TaskRequest, once: Once | None) -> Accepted:
     """Checks, commits, and lets the scheduler know. Under a repeated key: the first answer."""
     team = None if request.team is None else TeamId(decode("team", request.team))
-    permit(who, Action.TASK_SUBMIT, in_the_name_of(who, team), f"team {request.team}")
+    thing = await in_the_name_of(server, who, team)
+    permit(who, Action.TASK_SUBMIT, thing, f"team {request.team}")
     submission = await _submission(server, who, request, team)
     waiting = server.scheduler.state.queued_count
     if waiting + len(submission.tasks) > server.settings.max_queued:

@@ -131,9 +131,10 @@ def _change(id_: TeamId, who: Caller, wanted: TeamPatch) -> Operation[bool]:
     yield from _found(id_, who, Action.TEAM_CHANGE)
     if wanted.quota is not None:
         permit(who, Action.QUOTA_SET, Thing(Kind.ACCOUNT, team=id_), named(id_))
-        yield from operations.set_quota("team", id_, given(wanted.quota))
     if wanted.name is not None:
-        yield from operations.rename_team(id_, wanted.name)
+        yield from operations.rename_team(id_, wanted.name)  # may refuse, so it comes first
+    if wanted.quota is not None:
+        yield from operations.set_quota("team", id_, given(wanted.quota))
     return True
 
 

@@ -87,11 +87,12 @@ def _change(
     id_: UserId, who: Caller, wanted: UserPatch, actions: tuple[Action, ...], at: Instant
 ) -> Operation[bool]:
     yield from _found(id_, who, actions)
+    # What refuses must come before what writes: who could be disabled is not the last operator.
+    if wanted.disabled is not None:
+        yield from operations.set_disabled(id_, wanted.disabled, at)
     if wanted.permissions is not None:
         granted = frozenset(Permission(word) for word in wanted.permissions)
         yield from operations.set_permissions(id_, granted)
-    if wanted.disabled is not None:
-        yield from operations.set_disabled(id_, wanted.disabled, at)
     if wanted.quota is not None:
         yield from team_operations.set_quota("user", id_, given(wanted.quota))
     return True

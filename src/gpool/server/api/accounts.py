@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from gpool.core.errors import Forbidden
 from gpool.core.ids import decode
-from gpool.core.permissions import Action
+from gpool.core.permissions import POOL, Action
 from gpool.server.actions import accounts, keys, oidc, sessions, wallets
 from gpool.server.api.answers import answer, tagged
 from gpool.server.api.openapi import Responses, body, ok
@@ -23,6 +23,7 @@ from gpool.server.api.requests import (
     server_of,
     user_of,
 )
+from gpool.server.asking import permit
 from gpool.server.store.identity_values import Caller
 from gpool.wire.identity import (
     JwksDocument,
@@ -171,6 +172,7 @@ async def sign_out(request: Request) -> Response:
 @router.get("/.well-known/jwks.json", responses=ok(JwksDocument), response_class=Response)
 async def jwks(request: Request) -> Response:
     """The public keys of our access tokens."""
+    permit(None, Action.PUBLIC_KEYS_READ, POOL)
     server = server_of(request)
     document = JwksDocument.model_validate({"keys": server.identity.signing.jwks(server.now)})
     return tagged(request, document)

@@ -72,7 +72,6 @@ async def caller_if_any(connection: HTTPConnection) -> Caller | NodeCredentials 
     found = None
     server = server_of(connection)
     if scheme.lower() == "bearer":
-        secret = secret.strip()
         if server.credentials.remembers(secret):
             found = await server.credentials.who(secret)
         else:  # a look into the store: keys that nobody has are not tried at any speed

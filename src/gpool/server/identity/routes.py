@@ -26,11 +26,10 @@ _A, _C = Action, RouteClass
 _SUBMIT = _row(_C.SUBMIT, _A.TASK_SUBMIT, _A.BATCH_EXTEND)
 _JOIN = _row(_C.SIGN_IN, _A.NODE_JOIN, _A.NODE_JOIN_BY_INVITE, _A.NODE_OFFER)
 _TASK = _row(_C.READ, _A.TASK_READ)
+_SIGN_IN = _row(_C.SIGN_IN, _A.SIGN_IN)
 _GPUS = _row(_C.READ, _A.GPUS_LIST)
 
-_SIGN_IN = _row(_C.SIGN_IN, _A.SIGN_IN)
 _SIGN_IN_OR_UP = _row(_C.SIGN_IN, _A.SIGN_IN, _A.REGISTER)
-_ROLE = _row(_C.CHANGE, _A.TEAM_ROLE_SET)
 
 WEBSOCKET = "WEBSOCKET"
 ROUTES: Mapping[tuple[str, str], Row] = {
@@ -39,45 +38,6 @@ ROUTES: Mapping[tuple[str, str], Row] = {
     ("GET", "/openapi.json"): _row(_C.READ, _A.SCHEMA_READ),
     ("GET", "/metrics"): _row(_C.READ, _A.METRICS_READ),
     ("GET", "/v1/me"): _row(_C.READ, _A.ME_READ),
-    ("GET", "/.well-known/jwks.json"): _row(_C.READ, _A.SCHEMA_READ),
-    ("POST", "/v1/users"): _row(_C.SIGN_IN, _A.REGISTER),
-    ("POST", "/v1/auth/password"): _SIGN_IN,
-    ("POST", "/v1/auth/wallet/nonce"): _SIGN_IN,
-    ("POST", "/v1/auth/wallet"): _SIGN_IN_OR_UP,
-    ("GET", "/v1/auth/oidc/start"): _SIGN_IN,
-    ("POST", "/v1/auth/oidc/finish"): _SIGN_IN_OR_UP,
-    ("POST", "/v1/auth/refresh"): _row(_C.SIGN_IN, _A.REFRESH),
-    ("POST", "/v1/auth/logout"): _row(_C.SIGN_IN, _A.SIGN_OUT),
-    ("PUT", "/v1/me/password"): _row(_C.SIGN_IN, _A.PASSWORD_CHANGE),
-    ("GET", "/v1/sessions"): _row(_C.READ, _A.SESSIONS_LIST),
-    ("DELETE", "/v1/sessions/{id}"): _row(_C.CHANGE, _A.SESSION_END),
-    ("GET", "/v1/wallets"): _row(_C.READ, _A.ME_READ),
-    ("POST", "/v1/wallets"): _row(_C.SIGN_IN, _A.WALLET_LINK),
-    ("PATCH", "/v1/wallets/{address}"): _row(_C.CHANGE, _A.PAYOUT_WALLET_SET),
-    ("DELETE", "/v1/wallets/{address}"): _row(_C.SIGN_IN, _A.WALLET_UNLINK),
-    ("GET", "/v1/keys"): _row(_C.READ, _A.KEYS_LIST),
-    ("POST", "/v1/keys"): _row(_C.CHANGE, _A.KEY_MAKE),
-    ("DELETE", "/v1/keys/{id}"): _row(_C.CHANGE, _A.KEY_END),
-    ("GET", "/v1/teams"): _row(_C.READ, _A.TEAMS_LIST),
-    ("POST", "/v1/teams"): _row(_C.CHANGE, _A.TEAM_MAKE),
-    ("POST", "/v1/teams/join"): _row(_C.SIGN_IN, _A.TEAM_JOIN),
-    ("GET", "/v1/teams/{id}"): _row(_C.READ, _A.TEAM_READ),
-    ("PATCH", "/v1/teams/{id}"): _row(_C.CHANGE, _A.TEAM_CHANGE, _A.QUOTA_SET),
-    ("DELETE", "/v1/teams/{id}"): _row(_C.CHANGE, _A.TEAM_DELETE),
-    ("POST", "/v1/teams/{id}/invites"): _row(_C.CHANGE, _A.TEAM_INVITE),
-    ("GET", "/v1/teams/{id}/members"): _row(_C.READ, _A.TEAM_READ),
-    ("POST", "/v1/teams/{id}/members"): _ROLE,
-    ("PATCH", "/v1/teams/{id}/members/{user}"): _ROLE,
-    ("DELETE", "/v1/teams/{id}/members/{user}"): _row(_C.CHANGE, _A.TEAM_ROLE_SET, _A.TEAM_LEAVE),
-    ("GET", "/v1/users"): _row(_C.READ, _A.USERS_LIST),
-    ("POST", "/v1/users/invites"): _row(_C.CHANGE, _A.USER_INVITE),
-    ("GET", "/v1/users/{id}"): _row(_C.READ, _A.USER_READ),
-    ("GET", "/v1/audit"): _row(_C.READ, _A.AUDIT_READ),
-    ("GET", "/v1/admin/keys"): _row(_C.READ, _A.POLICY_READ),
-    ("POST", "/v1/admin/keys/rotate"): _row(_C.CHANGE, _A.KEYS_ROTATE),
-    ("PATCH", "/v1/users/{id}"): _row(
-        _C.CHANGE, _A.USER_PERMISSIONS_SET, _A.USER_SUSPEND, _A.QUOTA_SET
-    ),
     ("POST", "/v1/tasks"): _SUBMIT,
     ("POST", "/submit_task"): _SUBMIT,
     ("GET", "/v1/tasks"): _row(_C.READ, _A.TASKS_LIST, _A.TASKS_LIST_ALL),
@@ -103,11 +63,53 @@ ROUTES: Mapping[tuple[str, str], Row] = {
     ("GET", "/v1/resources"): _GPUS,
     ("GET", "/resources"): _GPUS,
     ("GET", "/v1/resources/{gpu}"): _row(_C.READ, _A.GPU_READ, _A.NODE_READ),
-    ("PATCH", "/v1/resources/{gpu}"): _row(_C.CHANGE, _A.GPU_CHANGE, _A.NODE_CHANGE),
+    ("PATCH", "/v1/resources/{gpu}"): _row(_C.CHANGE, _A.GPU_CHANGE, _A.NODE_CHANGE, _A.GPU_UNFLAG),
     ("DELETE", "/v1/resources/{gpu}"): _row(_C.CHANGE, _A.GPU_CHANGE, _A.NODE_CHANGE),
     ("PUT", "/v1/artifacts/{sha256}"): _row(
         _C.TRANSFER, _A.ARTIFACT_UPLOAD, _A.ARTIFACT_UPLOAD_OUTPUT
     ),
     ("GET", "/v1/artifacts/{sha256}"): _row(_C.TRANSFER, _A.ARTIFACT_READ),
     ("HEAD", "/v1/artifacts/{sha256}"): _row(_C.TRANSFER, _A.ARTIFACT_READ),
+    # accounts
+    ("GET", "/.well-known/jwks.json"): _row(_C.READ, _A.PUBLIC_KEYS_READ),
+    ("POST", "/v1/users"): _row(_C.SIGN_IN, _A.REGISTER),
+    ("POST", "/v1/auth/password"): _SIGN_IN,
+    ("POST", "/v1/auth/wallet/nonce"): _SIGN_IN,
+    ("POST", "/v1/auth/wallet"): _SIGN_IN_OR_UP,
+    ("GET", "/v1/auth/oidc/start"): _row(_C.SIGN_IN, _A.SIGN_IN_BEGIN),
+    ("POST", "/v1/auth/oidc/finish"): _SIGN_IN_OR_UP,
+    ("POST", "/v1/auth/refresh"): _row(_C.REFRESH, _A.REFRESH),
+    ("POST", "/v1/auth/logout"): _row(_C.SIGN_IN, _A.SIGN_OUT),
+    ("PUT", "/v1/me/password"): _row(_C.SIGN_IN, _A.PASSWORD_CHANGE),
+    ("GET", "/v1/sessions"): _row(_C.READ, _A.SESSIONS_LIST),
+    ("DELETE", "/v1/sessions/{id}"): _row(_C.CHANGE, _A.SESSION_END),
+    ("GET", "/v1/keys"): _row(_C.READ, _A.KEYS_LIST),
+    ("POST", "/v1/keys"): _row(_C.CHANGE, _A.KEY_MAKE),
+    ("DELETE", "/v1/keys/{id}"): _row(_C.CHANGE, _A.KEY_END),
+    ("GET", "/v1/wallets"): _row(_C.READ, _A.ME_READ),
+    ("POST", "/v1/wallets"): _row(_C.SIGN_IN, _A.WALLET_LINK),
+    ("PATCH", "/v1/wallets/{address}"): _row(_C.CHANGE, _A.PAYOUT_WALLET_SET),
+    ("DELETE", "/v1/wallets/{address}"): _row(_C.SIGN_IN, _A.WALLET_UNLINK),
+    # teams
+    ("GET", "/v1/teams"): _row(_C.READ, _A.TEAMS_LIST),
+    ("POST", "/v1/teams"): _row(_C.CHANGE, _A.TEAM_MAKE),
+    ("POST", "/v1/teams/join"): _row(_C.SIGN_IN, _A.TEAM_JOIN),
+    ("GET", "/v1/teams/{id}"): _row(_C.READ, _A.TEAM_READ),
+    ("PATCH", "/v1/teams/{id}"): _row(_C.CHANGE, _A.TEAM_CHANGE, _A.QUOTA_SET),
+    ("DELETE", "/v1/teams/{id}"): _row(_C.CHANGE, _A.TEAM_DELETE),
+    ("POST", "/v1/teams/{id}/invites"): _row(_C.CHANGE, _A.TEAM_INVITE),
+    ("GET", "/v1/teams/{id}/members"): _row(_C.READ, _A.TEAM_READ),
+    ("POST", "/v1/teams/{id}/members"): _row(_C.CHANGE, _A.TEAM_ROLE_SET),
+    ("PATCH", "/v1/teams/{id}/members/{user}"): _row(_C.CHANGE, _A.TEAM_ROLE_SET),
+    ("DELETE", "/v1/teams/{id}/members/{user}"): _row(_C.CHANGE, _A.TEAM_ROLE_SET, _A.TEAM_LEAVE),
+    # operators
+    ("GET", "/v1/users"): _row(_C.READ, _A.USERS_LIST),
+    ("POST", "/v1/users/invites"): _row(_C.CHANGE, _A.USER_INVITE),
+    ("GET", "/v1/users/{id}"): _row(_C.READ, _A.USER_READ),
+    ("PATCH", "/v1/users/{id}"): _row(
+        _C.CHANGE, _A.USER_PERMISSIONS_SET, _A.USER_SUSPEND, _A.QUOTA_SET
+    ),
+    ("GET", "/v1/audit"): _row(_C.READ, _A.AUDIT_READ),
+    ("GET", "/v1/admin/keys"): _row(_C.READ, _A.POLICY_READ),
+    ("POST", "/v1/admin/keys/rotate"): _row(_C.CHANGE, _A.KEYS_ROTATE),
 }

@@ -1,0 +1,117 @@
+"""`gpool wallet`: the wallets of one's account. Linking and unlinking prove both the wallet and the account."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from gpool.cli.account import anonymous, password_of, quoted
+from gpool.cli.calling import as_json, client_of
+from gpool.cli.printing import emit_json, table
+from gpool.cli.signing import signed
+from gpool.core.errors import Invalid
+
+key_option = click.option(
+    "--wallet-key",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="The wallet's key file or keystore; without it, a signature is asked for.",
+)
+proof_option = click.option(
+    "--proof-key",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Prove the account with another wallet of it instead of the password.",
+)
+
+
+@click.group()
+def wallet() -> None:
+    """Wallets of your account: list, link, unlink."""
+
+
+@wallet.command("ls")
+@as_json
+@click.pass_context
+def wallet_ls(ctx: click.Context, as_json: bool) -> None:
+    """List your wallets."""
+    found = client_of(ctx).door.get_json("/v1/wallets")["items"]
+    if as_json:
+        emit_json(found)
+        return
+    rows = [(one["address"], "yes" if one["payout"] else "", one["linked_at"]) for one in found]
+    table(("address", "payout", "linked"), rows, "No wallets; link one with: gpool wallet link")
+
+
+@wallet.command("link")
+@click.argument("address", required=False)
+@key_option
+@proof_option
+@as_json
+@click.pass_context
+def wallet_link(
+    ctx: click.Context,
+    address: str | None,
+    wallet_key: Path | None,
+    proof_key: Path | None,
+    as_json: bool,
+) -> None:
+    """Link a wallet to your account."""
+    document = _proved(ctx, address, wallet_key, proof_key)
+    linked = client_of(ctx).door.send_json("POST", "/v1/wallets", document)
+    if as_json:
+        emit_json(linked)
+    else:
+        click.echo(f"Linked {linked['address']}.")
+
+
+@wallet.command("unlink")
+@click.argument("address")
+@key_option
+@proof_option
+@click.pass_context
+def wallet_unlink(
+    ctx: click.Context, address: str, wallet_key: Path | None, proof_key: Path | None
+) -> None:
+    """Unlink a wallet; another way in has to stay."""
+    import json
+
+    document = _proved(ctx, address if wallet_key is None else None, wallet_key, proof_key)
+    client_of(ctx).door.send(
+        "DELETE",
+        f"/v1/wallets/{quoted(address)}",
+        body=json.dumps(document).encode(),
+        headers={"content-type": "application/json"},
+    )
+    click.echo(f"Unlinked {address}.")
+
+
+@wallet.command("payout")
+@click.argument("address")
+@click.option("--off", is_flag=True, help="No payouts to it any more.")
+@as_json
+@click.pass_context
+def wallet_payout(ctx: click.Context, address: str, off: bool, as_json: bool) -> None:
+    """Choose the wallet that earnings go to."""
+    path = f"/v1/wallets/{quoted(address)}"
+    changed = client_of(ctx).door.send_json("PATCH", path, {"payout": not off})
+    if as_json:
+        emit_json(changed)
+    else:
+        click.echo(f"{changed['address']} {'takes' if changed['payout'] else 'takes no'} payouts.")
+
+
+def _proved(
+    ctx: click.Context, address: str | None, wallet_key: Path | None, proof_key: Path | None
+) -> dict[str, Any]:
+    if (address is None) == (wallet_key is None):
+        raise Invalid("give the wallet's ADDRESS, or --wallet-key FILE")
+    door = anonymous(ctx)
+    document: dict[str, Any] = dict(signed(door, wallet_key, address))
+    if proof_key is not None:
+        document["proof"] = signed(door, proof_key, None)
+    else:
+        document["password"] = password_of("Password of your account")
+    return document

@@ -1,0 +1,169 @@
+"""The verbs of accounts against a real server on loopback: register, login, logout, keys, wallets, teams, admin."""
+
+from __future__ import annotations
+
+import json
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+from server_desk import Live, serving
+
+from gpool.cli.main import cli
+from gpool.cli.signing import tidy
+from gpool.wallet.signing import Key
+
+PASSWORD = "a long enough password"
+
+
+class Terminal:
+    """One person's command line, with a home of their own."""
+
+    def __init__(self, live: Live, home: Path) -> None:
+        self.live, self.home = live, home
+
+    def __call__(self, *words: str, code: int = 0, typed: str = "", **variables: str) -> Result:
+        environment = {
+            "GPOOL_HOME": str(self.home),
+            "GPOOL_URL": self.live.url,
+            "GPOOL_KEY": "",
+            "GPOOL_PASSWORD": PASSWORD,
+            **variables,
+        }
+        result = CliRunner().invoke(cli, words, input=typed, env=environment)
+        assert result.exit_code == code, result.output
+        return result
+
+    def json(self, *words: str, **more: Any) -> Any:
+        return json.loads(self(*words, "--json", **more).stdout)
+
+
+@pytest.fixture
+def live(tmp_path: Path) -> Iterator[Live]:
+    with serving(tmp_path / "data") as live:
+        yield live
+
+
+@pytest.fixture
+def ada(live: Live, tmp_path: Path) -> Terminal:
+    return Terminal(live, tmp_path / "ada")
+
+
+@pytest.fixture
+def bob(live: Live, tmp_path: Path) -> Terminal:
+    return Terminal(live, tmp_path / "bob")
+
+
+def test_register_sign_out_and_sign_in(ada: Terminal) -> None:
+    assert ada.json("register", "ada")["name"] == "ada"
+    assert ada.json("whoami")["name"] == "ada"
+    files = list((ada.home / "sessions").glob("*.json"))
+    assert [stat.S_IMODE(file.stat().st_mode) for file in files] == [0o600]
+    ada("logout")
+    assert not list((ada.home / "sessions").glob("*.json"))
+    ada("whoami", code=3)
+    ada("login", "ada")
+    assert ada.json("whoami")["name"] == "ada"
+
+
+def test_a_wrong_password_is_exit_code_3(ada: Terminal) -> None:
+    ada("register", "ada")
+    ada("login", "ada", code=3, GPOOL_PASSWORD="not the password")
+    assert PASSWORD not in ada("whoami").output
+
+
+def test_who_is_not_signed_in_is_told_so(ada: Terminal) -> None:
+    told = ada("ps", code=3)
+    assert "gpool login" in told.output
+
+
+def test_tokens_are_renewed_by_themselves(ada: Terminal) -> None:
+    ada("register", "ada")
+    (file,) = (ada.home / "sessions").glob("*.json")
+    tokens = json.loads(file.read_text())
+    file.write_text(json.dumps({**tokens, "access_token": "worn.out.token"}))
+    assert ada.json("whoami")["name"] == "ada"
+    renewed = json.loads(file.read_text())
+    assert renewed["refresh_token"] != tokens["refresh_token"]
+
+
+def test_an_ended_sign_in_is_exit_code_3(ada: Terminal, live: Live, tmp_path: Path) -> None:
+    ada("register", "ada")
+    elsewhere = Terminal(live, tmp_path / "elsewhere")
+    elsewhere("login", "ada")
+    elsewhere("logout", "--everywhere")
+    told = ada("whoami", code=3)
+    assert "gpool login" in told.output
+
+
+def test_keys_are_made_listed_and_ended(ada: Terminal) -> None:
+    ada("register", "ada")
+    made = ada.json("keys", "make", "ci", "--scope", "tasks:read", "--expires", "30d")
+    assert [key["name"] for key in ada.json("keys", "ls")] == ["ci"]
+    assert ada.json("ps", GPOOL_KEY=made["key"]) == []
+    ada("whoami", code=3, GPOOL_KEY=made["key"])  # its scope does not reach that far
+    ada("keys", "end", made["id"])
+    ada("ps", code=3, GPOOL_KEY=made["key"])
+    assert ada.json("keys", "ls") == []
+
+
+def test_a_wallet_signs_in_from_a_key_file_with_a_warning(ada: Terminal, tmp_path: Path) -> None:
+    file = tmp_path / "wallet.key"
+    file.write_text((5).to_bytes(32, "big").hex())
+    file.chmod(0o600)
+    result = ada("login", "--wallet-key", str(file))
+    assert "not encrypted" in result.stderr
+    address = Key((5).to_bytes(32, "big")).address
+    assert ada.json("whoami")["wallets"] == [address]
+    assert [one["address"] for one in ada.json("wallet", "ls")] == [address]
+
+
+def test_a_wallet_is_linked_and_unlinked(ada: Terminal, tmp_path: Path) -> None:
+    ada("register", "ada")
+    file = tmp_path / "wallet.key"
+    file.write_text((6).to_bytes(32, "big").hex())
+    linked = ada.json("wallet", "link", "--wallet-key", str(file))
+    assert ada.json("wallet", "payout", linked["address"])["payout"] is True
+    ada("wallet", "unlink", linked["address"], "--wallet-key", str(file))
+    assert ada.json("wallet", "ls") == []
+
+
+@pytest.mark.parametrize(
+    "pasted",
+    ["0xABcd", "ABcd", " 0xabcd \n", "'0xabcd'", '"0XABCD"', "0xab\n  cd"],
+)
+def test_pasted_signatures_are_tidied(pasted: str) -> None:
+    assert tidy(pasted) == "0xabcd"
+
+
+def test_a_team_is_made_and_shared(ada: Terminal, bob: Terminal) -> None:
+    ada("register", "ada")
+    bob("register", "bob")
+    ada("team", "make", "lab")
+    token = ada.json("team", "invite", "lab", "--role", "viewer")["token"]
+    assert bob.json("team", "join", token)["role"] == "viewer"
+    assert [one["name"] for one in bob.json("team", "members", "lab")] == ["ada", "bob"]
+    assert ada.json("team", "add", "lab", "bob", "--role", "member")["role"] == "member"
+    bob("team", "leave", "lab")
+    bob("team", "members", "lab", code=4)
+    ada("team", "delete", "lab", "--yes")
+    assert ada.json("team", "ls") == []
+
+
+def test_operators_administer_users(ada: Terminal, live: Live) -> None:
+    ada("register", "ada")
+    key = {"GPOOL_KEY": live.key}
+    assert [one["name"] for one in ada.json("admin", "users", "ls", **key)] == ["operator", "ada"]
+    changed = ada.json(
+        "admin", "users", "set", "ada", "--permission", "consumer", "--gpus", "2", **key
+    )
+    assert changed["permissions"] == ["consumer"]
+    assert changed["quota"]["running_gpus"] == 2
+    ada("admin", "users", "disable", "ada", **key)
+    ada("whoami", code=3)
+    ada("admin", "users", "enable", "ada", **key)
+    assert "gpool" in ada("admin", "invite", **key).stdout
+    ada("admin", "users", "ls", code=3)

@@ -1,0 +1,256 @@
+"""The pool that the matrix is asked about: people, teams, objects, and everybody's credentials.
+
+Nothing an asker is allowed to do stays done: its write is carried out to the end and then rolled back, so that every
+cell meets the same pool.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+from matrix import CONTENT, EVERYTHING, SHA256, USUAL, Asker, Row
+from people_desk import PASSWORD, Somebody, bearer, registered, signed, wallet
+from server_desk import Desk
+
+from gpool.server.store.operation import again, operation
+from gpool.server.store.protocol import Operation, Store
+
+T = TypeVar("T")
+NONE = "0" * 13
+TEAM_INPUT = b"the team's input"
+
+
+class _Done(Exception):
+    """Its value is what it would have given. No refusal of ours, so the store rolls everything back."""
+
+    def __init__(self, value: object) -> None:
+        super().__init__("rolled back")
+        self.value = value
+
+
+class Rehearsing:
+    """A store whose writes come to their end and are rolled back."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self.ended = 0
+
+    async def write(self, op: Operation[T]) -> T:
+        try:
+            await self._store.write(_rehearsed(op))
+        except _Done as done:
+            self.ended += 1
+            return done.value  # type: ignore[return-value]
+        raise AssertionError("a rehearsal always ends with an error")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+
+@operation
+def _rehearsed(op: Operation[T]) -> Operation[T]:
+    raise _Done((yield from again(op)))
+
+
+@dataclass
+class Pool:
+    desk: Desk
+    store: Rehearsing
+    askers: dict[str, tuple[Asker, dict[str, str]]] = field(default_factory=dict)
+    ids: dict[str, str] = field(default_factory=dict)  # of objects, by the matrix's names
+
+    def parts(self, thing: str) -> dict[str, str]:
+        """The object's id under every name a path has for it."""
+        found = self.ids.get(thing, "")
+        first, _, second = found.partition(" ")
+        return {
+            "id": first,
+            "gpu": first,
+            "sha256": first or SHA256,
+            "address": first,
+            "user": second,
+        }
+
+    async def ask(self, asker: str, route: tuple[str, str], row: Row, thing: str) -> int | str:
+        """The status, or OK for whatever was allowed to go on."""
+        parts = self.parts(thing)
+        method, path = route
+        url = (path + row.query).format(**parts)
+        body = row.body(parts) if callable(row.body) else row.body
+        content = {"content": body} if isinstance(body, bytes) else {"json": body}
+        before = self.store.ended
+        answer = await self.desk.bare.request(
+            method, url, headers=self.askers[asker][1], **(content if body is not None else {})
+        )
+        if row.open is not None:
+            return answer.status_code
+        if self.store.ended > before:
+            return "ok"  # it was done, and undone
+        if answer.status_code in (401, 403, 404):
+            return answer.status_code
+        assert answer.status_code < 500, answer.text
+        return "ok"
+
+
+async def a_pool(desk: Desk) -> Pool:
+    """Everything is there and everybody signed in; from then on nothing stays written."""
+    pool = Pool(desk, Rehearsing(desk.server.store))
+    people = {
+        name: await registered(desk, name)
+        for name in ("ada", "stranger", "weak", "tess", "mel", "mem", "vic", "exa")
+    }
+    for name in ("disabled", "signed-out"):
+        people[name] = await registered(desk, name)
+    await _objects(pool, people)
+    await _askers(pool, people)
+    server = replace(desk.server, store=pool.store)  # type: ignore[arg-type]
+    server.credentials._store = pool.store
+    desk.app.state.server = server
+    return pool
+
+
+async def _objects(pool: Pool, people: dict[str, Somebody]) -> None:
+    ada, tess, mel, exa = (people[name] for name in ("ada", "tess", "mel", "exa"))
+    ids = pool.ids
+    team = await _id(tess, "/v1/teams", {"name": "lab"})
+    ids["team:t"] = team
+    for name, role in (("mel", "member"), ("mem", "member"), ("vic", "viewer"), ("exa", "member")):
+        path = f"/v1/teams/{team}/members"
+        assert (await tess.ask("POST", path, {"user": name, "role": role})).status_code == 201
+    ids["member:t"] = f"{team} {people['vic'].id}"
+    sha256 = hashlib.sha256(TEAM_INPUT).hexdigest()
+    await mel.desk.bare.put(f"/v1/artifacts/{sha256}", content=TEAM_INPUT, headers=mel.headers)
+    ids["artifact:t"] = sha256
+    one = {"path": "in", "sha256": sha256, "size_bytes": len(TEAM_INPUT)}
+    ids["task:p"], ids["batch:p"] = await _task(ada, more=True)
+    ids["task:t"], ids["batch:t"] = await _task(mel, team=team, inputs=[one])
+    ids["task:o"], ids["batch:o"] = await _task(exa, team=team)
+    assert (await exa.ask("DELETE", f"/v1/teams/{team}/members/{exa.id}")).status_code == 204
+    await ada.desk.bare.put(f"/v1/artifacts/{SHA256}", content=CONTENT, headers=ada.headers)
+    ids["artifact:p"] = SHA256
+    done, ids["batch:done"] = await _task(ada)
+    await ada.ask("DELETE", f"/v1/tasks/{done}")
+    gpu = {"index": 0, "uuid": "GPU-of-ada", "model": "H100", "memory_bytes": 80 << 30}
+    joined = await ada.ask("POST", "/v1/nodes", {"name": "ada's", "cpu_milli": 2000, "gpus": [gpu]})
+    ids["node:p"] = joined.json()["id"]
+    ids["machine"] = joined.json()["secret"]
+    ids["other machine"] = (
+        await people["stranger"].ask("POST", "/v1/nodes", {"name": "x"})
+    ).json()["secret"]
+    listed = (await ada.ask("GET", "/v1/resources")).json()["items"]
+    ids["gpu:p"] = next(each["id"] for each in listed if each["kind"] == "gpu")
+    ids["key:p"] = await _id(ada, "/v1/keys", {"name": "an old one"})
+    ids["session:p"] = (await ada.ask("GET", "/v1/sessions")).json()["items"][0]["id"]
+    ids["user:p"] = ada.id
+    linking = {**await signed(pool.desk, wallet(7)), "password": PASSWORD}
+    assert (await ada.ask("POST", "/v1/wallets", linking)).status_code == 201
+    ids["wallet:p"] = wallet(7).address
+    ids |= {
+        "team:-": f"tm-{NONE}",
+        "member:-": f"tm-{NONE} {people['vic'].id}",
+        "task:-": f"t-{NONE}",
+        "batch:-": f"b-{NONE}",
+        "node:-": f"n-{NONE}",
+        "gpu:-": f"g-{NONE}",
+        "key:-": f"k-{NONE}",
+        "session:-": "0" * 26,
+        "user:-": f"u-{NONE}",
+        "wallet:-": wallet(8).address,
+        "artifact:-": "f" * 64,
+    }
+
+
+async def _askers(pool: Pool, people: dict[str, Somebody]) -> None:
+    personal = ["task", "batch", "node", "gpu", "key", "session", "user", "wallet", "artifact"]
+    own = {f"{kind}:p": frozenset({"self"}) for kind in personal}
+    own["batch:done"] = frozenset({"self"})
+    of_team = ["task", "batch", "artifact", "team", "member"]
+
+    def in_team(*words: str, orphans: str) -> dict[str, frozenset[str]]:
+        stands = {f"{kind}:t": frozenset(words) for kind in of_team}
+        return stands | {f"{kind}:o": frozenset({orphans}) for kind in ("task", "batch")}
+
+    stands: dict[str, dict[str, frozenset[str]]] = {
+        "ada": own,
+        "tess": in_team("owner", orphans="owner"),
+        "mel": in_team("member", "self", orphans="member"),
+        "mem": in_team("member", orphans="member"),
+        "vic": in_team("viewer", orphans="viewer") | {"member:t": frozenset({"viewer", "leaver"})},
+    }
+    # `self` of a team's member is about what they made, not about the team
+    for kind in ("team:t", "member:t"):
+        stands["mel"][kind] = frozenset({"member"})
+    desk, ada, mel = pool.desk, people["ada"], people["mel"]
+    for name in ("ada", "stranger", "weak", "tess", "mel", "mem", "vic", "exa"):
+        granted = frozenset() if name == "weak" else EVERYTHING
+        asker = Asker(name, permissions=granted, stands=stands.get(name, {}))
+        pool.askers[name] = (asker, people[name].headers)
+
+    async def key(of: Somebody, **members: Any) -> dict[str, str]:
+        made = await of.ask("POST", "/v1/keys", {"name": "k", **members})
+        assert made.status_code == 201, made.text
+        return bearer(made.json()["key"])
+
+    add = pool.askers.__setitem__
+    add("ada's key", (Asker("ada's key", scopes=USUAL, stands=own), await key(ada)))
+    reader = frozenset({"tasks:read"})
+    add(
+        "ada's reader",
+        (Asker("ada's reader", scopes=reader, stands=own), await key(ada, scopes=["tasks:read"])),
+    )
+    add(
+        "mel's key for the team",
+        (
+            Asker("mel's", scopes=USUAL, stands=stands["mel"], only_team=True),
+            await key(mel, team=pool.ids["team:t"]),
+        ),
+    )
+    all_three = EVERYTHING | {"operator"}
+    add("operator", (Asker("operator", permissions=all_three, is_operator=True), bearer(desk.key)))
+    admin = await desk.post("/v1/keys", {"name": "admin", "scopes": ["admin"]})
+    add(
+        "operator's key",
+        (
+            Asker(
+                "operator's key",
+                permissions=all_three,
+                scopes=frozenset({"admin"}),
+                is_operator=True,
+            ),
+            bearer(admin.json()["key"]),
+        ),
+    )
+    for name in ("machine", "other machine"):
+        add(name, (Asker(name, "machine"), bearer(pool.ids[name])))
+    ended = await ada.ask("POST", "/v1/keys", {"name": "ended"})
+    await ada.ask("DELETE", f"/v1/keys/{ended.json()['id']}")
+    expiring = await key(ada, expires_in_s=60)
+    await desk.http.patch(f"/v1/users/{people['disabled'].id}", json={"disabled": True})
+    await desk.http.patch(f"/v1/users/{people['weak'].id}", json={"permissions": []})
+    await people["signed-out"].ask("POST", "/v1/auth/logout")
+    desk.clock.advance(61)
+    unknown: dict[str, dict[str, str]] = {
+        "nobody": {},
+        "a made-up key": bearer("gpk_" + "x" * 43),
+        "an ended key": bearer(ended.json()["key"]),
+        "an expired key": expiring,
+        "somebody disabled": people["disabled"].headers,
+        "somebody signed out": people["signed-out"].headers,
+    }
+    for name, headers in unknown.items():
+        add(name, (Asker(name, "unknown"), headers))
+
+
+async def _id(who: Somebody, path: str, document: Any) -> str:
+    made = await who.ask("POST", path, document)
+    assert made.status_code == 201, made.text
+    found: str = made.json()["id"]
+    return found
+
+
+async def _task(who: Somebody, **members: Any) -> tuple[str, str]:
+    answer = await who.ask("POST", "/v1/tasks", {"command": ["true"], **members})
+    assert answer.status_code == 202, answer.text
+    return answer.json()["ids"][0], answer.json()["batch"]

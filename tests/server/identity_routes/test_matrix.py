@@ -1,0 +1,56 @@
+"""Every route × every object × every asker, from the OpenAPI document: each cell answers what the table says."""
+
+from __future__ import annotations
+
+import pytest
+from matrix import TABLE, expected, rowless
+from matrix_world import a_pool
+from server_desk import Desk
+
+pytestmark = pytest.mark.anyio
+
+
+async def test_every_route_has_a_row(desk: Desk) -> None:
+    assert rowless(desk.app.openapi()["paths"]) == set(), "say in matrix.TABLE who gets what there"
+
+
+async def test_every_cell_answers_what_the_table_says(desk: Desk) -> None:
+    pool = await a_pool(desk)
+    wrong, cells = [], 0
+    for (method, path, variant), row in TABLE.items():
+        for thing in row.objects:
+            for name, (asker, _) in pool.askers.items():
+                found = await pool.ask(name, (method, path), row, thing)
+                cells += 1
+                if found != expected(asker, row, thing):
+                    wrong.append(
+                        (method, path, variant, thing, name, expected(asker, row, thing), found)
+                    )
+    assert not wrong, "\n".join(map(str, wrong))
+    assert cells >= 2000
+
+
+async def test_a_strangers_object_and_a_missing_one_are_answered_alike(desk: Desk) -> None:
+    pool = await a_pool(desk)
+    headers = pool.askers["stranger"][1]
+    compared = 0
+    for (method, path, _), row in TABLE.items():
+        for thing in row.objects:
+            if thing.endswith(":-") or thing == "-" or "user" in row.may:
+                continue
+            kind = thing.partition(":")[0]
+            theirs, nobodys = pool.parts(thing), pool.parts(f"{kind}:-")
+            answers = []
+            for parts in (theirs, nobodys):
+                body = row.body(parts) if callable(row.body) else row.body
+                url = (path + row.query).format(**parts)
+                answer = await desk.bare.request(method, url, json=body, headers=headers)
+                answers.append((answer.status_code, answer.text, sorted(answer.headers)))
+            (status, text, names), (other_status, other_text, other_names) = answers
+            for mine, other in zip(theirs.values(), nobodys.values(), strict=True):
+                if mine:
+                    text = text.replace(mine, other).replace(mine.lower(), other.lower())
+            assert (status, text, names) == (other_status, other_text, other_names), (method, path)
+            assert status == 404
+            compared += 1
+    assert compared > 30

@@ -1,0 +1,327 @@
+"""OpenID Connect: a sign-in through a real provider process, and every way an ID token can be wrong."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+import httpx2
+import pytest
+from cryptography.hazmat.primitives.asymmetric import ec, padding, rsa
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.asymmetric.utils import decode_dss_signature
+from cryptography.hazmat.primitives.hashes import SHA256
+from people_desk import bearer
+from server_desk import Desk, StoppedClock, open_desk
+
+from gpool.core.errors import NotSignedIn, Unreachable
+from gpool.core.model import SECOND, Instant
+from gpool.server.clock import SystemClock
+from gpool.server.identity import oidc
+from gpool.server.identity.oidc import Expected, Identity
+
+pytestmark = pytest.mark.anyio
+BACK = "http://127.0.0.1:1/back"
+
+
+# ---- a real provider
+
+PYTHON = os.environ.get("GPOOL_OIDC_PYTHON", sys.executable)
+
+
+@pytest.fixture(scope="module")
+def provider() -> Iterator[str]:
+    """oidc-provider-mock (Authlib), as a process of its own."""
+    there = subprocess.run(
+        [PYTHON, "-W", "ignore", "-c", "import oidc_provider_mock"],
+        capture_output=True,
+        check=False,
+    )
+    if there.returncode:
+        if os.environ.get("CI"):
+            pytest.fail("oidc-provider-mock is not installed")
+        pytest.skip("oidc-provider-mock is not installed")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    process = subprocess.Popen(
+        [PYTHON, "-W", "ignore", "-m", "oidc_provider_mock", "--port", str(port)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    url = f"http://127.0.0.1:{port}"
+    pause = threading.Event()
+    try:
+        for _ in range(200):
+            try:
+                httpx2.get(f"{url}/.well-known/openid-configuration", timeout=2).raise_for_status()
+                break
+            except httpx2.HTTPError:
+                assert process.poll() is None, "the provider ended"
+                pause.wait(0.1)
+        yield url
+    finally:
+        process.terminate()
+        process.wait()
+
+
+async def a_desk(data: Path, issuer: str, **settings: Any) -> Desk:
+    clock = StoppedClock()
+    clock.instant = SystemClock().now()
+    known = {"name": "mock", "issuer": issuer, "client_id": "gpool", "client_secret": "hush"}
+    return await open_desk(data, clock, oidc=(known,), **settings)
+
+
+async def consented(url: str, subject: str) -> dict[str, str]:
+    """What somebody does in the browser: they say who they are, and are sent back."""
+    async with httpx2.AsyncClient() as browser:
+        answer = await browser.post(url, data={"sub": subject, "action": "authorize"})
+    assert answer.status_code in (302, 303), answer.text
+    back = urlsplit(answer.headers["location"])
+    assert f"{back.scheme}://{back.netloc}{back.path}" == BACK
+    return {name: values[0] for name, values in parse_qs(back.query).items()}
+
+
+async def signed_in(desk: Desk, subject: str) -> dict[str, Any]:
+    started = await desk.bare.get("/v1/auth/oidc/start", params={"redirect_uri": BACK})
+    assert started.status_code == 200, started.text
+    came = await consented(started.json()["url"], subject)
+    assert came["state"] == started.json()["state"]
+    wanted = {"state": came["state"], "code": came["code"]}
+    done = await desk.bare.post("/v1/auth/oidc/finish", json=wanted)
+    assert done.status_code == 200, done.text
+    again = await desk.bare.post("/v1/auth/oidc/finish", json=wanted)
+    assert again.status_code == 401  # a sign-in is finished once
+    me = await desk.bare.get("/v1/me", headers=bearer(done.json()["access_token"]))
+    found: dict[str, Any] = me.json()
+    return found
+
+
+async def close(desk: Desk) -> None:
+    await desk.server.identity.close()
+    await desk.server.store.close()
+
+
+async def test_somebody_signs_in_with_a_providers_account(data: Path, provider: str) -> None:
+    desk = await a_desk(data, provider)
+    ada = await signed_in(desk, "ada")
+    assert ada["identities"] == [provider]
+    assert ada["name"].startswith("mock-")
+    assert (await signed_in(desk, "ada"))["id"] == ada["id"]
+    assert (await signed_in(desk, "bob"))["id"] != ada["id"]
+    await close(desk)
+
+
+async def test_a_providers_account_needs_an_invite_where_registration_does(
+    data: Path, provider: str
+) -> None:
+    desk = await a_desk(data, provider, registration="invite")
+    started = (await desk.bare.get("/v1/auth/oidc/start", params={"redirect_uri": BACK})).json()
+    came = await consented(started["url"], "ada")
+    wanted = {"state": came["state"], "code": came["code"]}
+    assert (await desk.bare.post("/v1/auth/oidc/finish", json=wanted)).status_code == 403
+    await close(desk)
+
+
+async def test_a_code_of_another_sign_in_is_refused(data: Path, provider: str) -> None:
+    """Its ID token carries the other one's nonce."""
+    desk = await a_desk(data, provider)
+    mine, theirs = [
+        (await desk.bare.get("/v1/auth/oidc/start", params={"redirect_uri": BACK})).json()
+        for _ in range(2)
+    ]
+    code = (await consented(theirs["url"], "eve"))["code"]
+    wanted = {"state": mine["state"], "code": code}
+    assert (await desk.bare.post("/v1/auth/oidc/finish", json=wanted)).status_code == 401
+    await close(desk)
+
+
+async def test_a_state_that_is_not_ours_is_refused(data: Path, provider: str) -> None:
+    desk = await a_desk(data, provider)
+    started = (await desk.bare.get("/v1/auth/oidc/start", params={"redirect_uri": BACK})).json()
+    came = await consented(started["url"], "ada")
+    for state in ("", "x", came["state"][:-4], "A" * 200):
+        wanted = {"state": state, "code": came["code"]}
+        assert (await desk.bare.post("/v1/auth/oidc/finish", json=wanted)).status_code == 401
+    await close(desk)
+
+
+@pytest.mark.parametrize(
+    "back",
+    [
+        "http://elsewhere.example/back",
+        "https://127.0.0.1.elsewhere.example/",
+        "http://127.0.0.1@elsewhere.example/",
+        "javascript:alert(1)",
+        "//127.0.0.1/",
+    ],
+)
+async def test_the_browser_comes_back_to_nobody_else(data: Path, back: str) -> None:
+    desk = await a_desk(data, "http://127.0.0.1:1")
+    answer = await desk.bare.get("/v1/auth/oidc/start", params={"redirect_uri": back})
+    assert answer.status_code == 400
+    await close(desk)
+
+
+# ---- ID tokens
+
+NOW = Instant(1_790_000_000 * SECOND)
+EXPECTED = Expected("https://id.example", "gpool", "the nonce")
+CLAIMS: dict[str, Any] = {
+    "iss": EXPECTED.issuer,
+    "aud": EXPECTED.client_id,
+    "sub": "ada",
+    "nonce": EXPECTED.nonce,
+    "iat": NOW // SECOND - 5,
+    "exp": NOW // SECOND + 300,
+}
+Signer = tuple[str, dict[str, Any], Callable[[bytes], bytes]]
+
+
+def b64(raw: bytes) -> str:
+    return base64.urlsafe_b64encode(raw).decode().rstrip("=")
+
+
+def number(value: int) -> str:
+    return b64(value.to_bytes((value.bit_length() + 7) // 8, "big"))
+
+
+def rs256() -> Signer:
+    key = rsa.generate_private_key(65537, 2048)
+    public = key.public_key().public_numbers()
+    jwk = {"kty": "RSA", "kid": "r", "n": number(public.n), "e": number(public.e)}
+    return "RS256", jwk, lambda message: key.sign(message, padding.PKCS1v15(), SHA256())
+
+
+def es256() -> Signer:
+    key = ec.generate_private_key(ec.SECP256R1())
+    public = key.public_key().public_numbers()
+    jwk = {
+        "kty": "EC",
+        "crv": "P-256",
+        "kid": "e",
+        "x": b64(public.x.to_bytes(32, "big")),
+        "y": b64(public.y.to_bytes(32, "big")),
+    }
+
+    def sign(message: bytes) -> bytes:
+        r, s = decode_dss_signature(key.sign(message, ec.ECDSA(SHA256())))
+        return r.to_bytes(32, "big") + s.to_bytes(32, "big")
+
+    return "ES256", jwk, sign
+
+
+def eddsa() -> Signer:
+    key = Ed25519PrivateKey.generate()
+    jwk = {
+        "kty": "OKP",
+        "crv": "Ed25519",
+        "kid": "o",
+        "x": b64(key.public_key().public_bytes_raw()),
+    }
+    return "EdDSA", jwk, key.sign
+
+
+def token(signer: Signer, header: dict[str, Any] | None = None, **changes: Any) -> str:
+    algorithm, jwk, sign = signer
+    head = {"alg": algorithm, "kid": jwk["kid"], **(header or {})}
+    claims = {name: value for name, value in {**CLAIMS, **changes}.items() if value is not ...}
+    message = ".".join(b64(json.dumps(part).encode()) for part in (head, claims))
+    return f"{message}.{b64(sign(message.encode()))}"
+
+
+@pytest.fixture(scope="module", params=[rs256, es256, eddsa])
+def signer(request: pytest.FixtureRequest) -> Signer:
+    made: Signer = request.param()
+    return made
+
+
+def test_a_providers_token_is_taken(signer: Signer) -> None:
+    keys = {"keys": [signer[1]]}
+    assert oidc.verify(token(signer), keys, EXPECTED, NOW) == Identity(EXPECTED.issuer, "ada")
+    listed = token(signer, aud=["gpool", "other"], azp="gpool")
+    assert oidc.verify(listed, keys, EXPECTED, NOW).subject == "ada"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"iss": "https://elsewhere.example"},
+        {"aud": "another"},
+        {"aud": ["gpool", "another"]},
+        {"azp": "another"},
+        {"nonce": "another"},
+        {"nonce": ...},
+        {"sub": ...},
+        {"sub": ""},
+        {"sub": 7},
+        {"exp": NOW // SECOND - 100},
+        {"exp": ...},
+        {"exp": "2099"},
+        {"iat": NOW // SECOND + 1000},
+        {"iat": ...},
+        {"nbf": NOW // SECOND + 1000},
+    ],
+)
+def test_a_token_that_says_something_else_is_refused(
+    signer: Signer, changes: dict[str, Any]
+) -> None:
+    with pytest.raises(NotSignedIn):
+        oidc.verify(token(signer, **changes), {"keys": [signer[1]]}, EXPECTED, NOW)
+
+
+def test_a_token_that_chooses_how_it_is_checked_is_refused(signer: Signer) -> None:
+    keys = {"keys": [signer[1]]}
+    genuine = token(signer)
+    forged = [
+        token(signer, {"alg": "none"}),
+        token(signer, {"alg": "HS256"}),
+        token(signer, {"kid": "another"}),
+        token(signer, {"crit": ["exp"]}),
+        token((signer[0], signer[1], eddsa()[2])),
+        genuine.rsplit(".", 1)[0] + ".",
+        genuine[:-8],
+        genuine + "A",
+        "",
+        "a.b.c",
+    ]
+    for each in forged:
+        with pytest.raises(NotSignedIn):
+            oidc.verify(each, keys, EXPECTED, NOW)
+    with pytest.raises(NotSignedIn):
+        oidc.verify(genuine, {"keys": []}, EXPECTED, NOW)
+    with pytest.raises(NotSignedIn):
+        oidc.verify(None, keys, EXPECTED, NOW)
+
+
+def test_the_challenge_is_that_of_rfc_7636() -> None:
+    verifier = "dBjftJeZ4CVP-mB92K27uhbUJU1p1r_wW1gFWFOEjXk"
+    assert oidc.challenge_of(verifier) == "E9Melhoa2OwvFrEMTJguCHaoeK1t8URWbuGJSstw-cM"
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        None,
+        {},
+        {"issuer": "https://elsewhere.example"},
+        {"issuer": "https://id.example", "authorization_endpoint": "https://id.example/a"},
+        {
+            "issuer": "https://id.example",
+            "authorization_endpoint": "https://id.example/a",
+            "token_endpoint": "http://id.example/t",  # without TLS
+            "jwks_uri": "https://id.example/k",
+        },
+    ],
+)
+def test_a_discovery_document_that_is_not_the_issuers_is_refused(document: object) -> None:
+    with pytest.raises(Unreachable):
+        oidc.read_discovery(document, "https://id.example")
