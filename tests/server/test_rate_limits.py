@@ -9,6 +9,7 @@ import pytest
 from server_desk import Desk, Live
 
 from gpool.core.errors import TooMany
+from gpool.core.ids import decode
 from gpool.core.model import Permission
 from gpool.server.identity.guard import UNKNOWN_KEYS
 from gpool.server.identity.throttle import CLASS_RATES, RouteClass
@@ -20,9 +21,10 @@ async def test_an_account_that_asks_too_fast_is_told_when_to_come_back(desk: Des
     rate = CLASS_RATES[RouteClass.CHANGE].account
     headers = await desk.person("erin", Permission.CONSUMER)
     gone = "/v1/tasks/t-0000000000007"
-    for _ in range(rate.burst):
-        answer = await desk.bare.delete(gone, headers=headers)
-        assert answer.status_code == 404
+    me = (await desk.bare.get("/v1/me", headers=headers)).json()["id"]
+    for _ in range(rate.burst - 1):
+        desk.server.guard.count_account(RouteClass.CHANGE, decode("user", me))
+    assert (await desk.bare.delete(gone, headers=headers)).status_code == 404
     refused = await desk.bare.delete(gone, headers=headers)
     assert refused.status_code == 429
     assert refused.json()["code"] == "too_many"

@@ -22,7 +22,7 @@ _FIELDS = "id name permissions disabled_at quota created_at"
 
 @click.group()
 def admin() -> None:
-    """For operators: users, invites, keys, the audit record."""
+    """For operators: users, keys, the audit record."""
 
 
 admin.add_command(keys)

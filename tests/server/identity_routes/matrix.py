@@ -171,6 +171,9 @@ TABLE: dict[tuple[str, str, str], Row] = {
     # operators
     ("GET", "/v1/users", ""): row("admin", "operator", "user"),
     ("POST", "/v1/users/invites", ""): row("admin", "operator", "user", body={}),
+    ("GET", "/v1/audit", ""): row("admin", "operator", "user"),
+    ("GET", "/v1/admin/keys", ""): row("admin", "operator", "user"),
+    ("POST", "/v1/admin/keys/rotate", ""): row(None, "operator", "user", body={}),
     ("GET", "/v1/users/{id}", ""): row(
         "account:read", "self operator", objects=("user:p", "user:-")
     ),

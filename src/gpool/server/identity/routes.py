@@ -26,6 +26,7 @@ _A, _C = Action, RouteClass
 _SUBMIT = _row(_C.SUBMIT, _A.TASK_SUBMIT, _A.BATCH_EXTEND)
 _JOIN = _row(_C.SIGN_IN, _A.NODE_JOIN, _A.NODE_JOIN_BY_INVITE, _A.NODE_OFFER)
 _TASK = _row(_C.READ, _A.TASK_READ)
+_SIGN_IN = _row(_C.SIGN_IN, _A.SIGN_IN)
 _GPUS = _row(_C.READ, _A.GPUS_LIST)
 
 _SIGN_IN = _row(_C.SIGN_IN, _A.SIGN_IN)
@@ -64,7 +65,7 @@ ROUTES: Mapping[tuple[str, str], Row] = {
     ("GET", "/v1/resources"): _GPUS,
     ("GET", "/resources"): _GPUS,
     ("GET", "/v1/resources/{gpu}"): _row(_C.READ, _A.GPU_READ, _A.NODE_READ),
-    ("PATCH", "/v1/resources/{gpu}"): _row(_C.CHANGE, _A.GPU_CHANGE, _A.NODE_CHANGE),
+    ("PATCH", "/v1/resources/{gpu}"): _row(_C.CHANGE, _A.GPU_CHANGE, _A.NODE_CHANGE, _A.GPU_UNFLAG),
     ("DELETE", "/v1/resources/{gpu}"): _row(_C.CHANGE, _A.GPU_CHANGE, _A.NODE_CHANGE),
     ("PUT", "/v1/artifacts/{sha256}"): _row(
         _C.TRANSFER, _A.ARTIFACT_UPLOAD, _A.ARTIFACT_UPLOAD_OUTPUT
@@ -79,7 +80,7 @@ ROUTES: Mapping[tuple[str, str], Row] = {
     ("POST", "/v1/auth/wallet"): _SIGN_IN_OR_UP,
     ("GET", "/v1/auth/oidc/start"): _row(_C.SIGN_IN, _A.SIGN_IN_BEGIN),
     ("POST", "/v1/auth/oidc/finish"): _SIGN_IN_OR_UP,
-    ("POST", "/v1/auth/refresh"): _row(_C.SIGN_IN, _A.REFRESH),
+    ("POST", "/v1/auth/refresh"): _row(_C.REFRESH, _A.REFRESH),
     ("POST", "/v1/auth/logout"): _row(_C.SIGN_IN, _A.SIGN_OUT),
     ("PUT", "/v1/me/password"): _row(_C.SIGN_IN, _A.PASSWORD_CHANGE),
     ("GET", "/v1/sessions"): _row(_C.READ, _A.SESSIONS_LIST),

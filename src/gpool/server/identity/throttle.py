@@ -240,7 +240,8 @@ def _device_tag(key: bytes, name: str, device: str, until: int) -> str:
 
 
 class RouteClass(StrEnum):
-    SIGN_IN = "sign_in"  # also refresh, nonces, registration, joining
+    SIGN_IN = "sign_in"  # also nonces, registration, joining
+    REFRESH = "refresh"  # nothing can be guessed there: only floods are held back
     READ = "read"
     CHANGE = "change"
     SUBMIT = "submit"
@@ -266,6 +267,7 @@ def per_second(rate: int, burst: int) -> Rate:
 
 CLASS_RATES: Mapping[RouteClass, ClassRates] = {
     RouteClass.SIGN_IN: ClassRates(per_second(2, 30), per_second(10, 100)),
+    RouteClass.REFRESH: ClassRates(per_second(500, 50_000), per_second(500, 50_000)),
     RouteClass.READ: ClassRates(per_second(2000, 10_000), per_second(100, 1000)),
     RouteClass.CHANGE: ClassRates(per_second(500, 5000), per_second(50, 500)),
     RouteClass.SUBMIT: ClassRates(per_second(2000, 20_000), per_second(50, 500)),
