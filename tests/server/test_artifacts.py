@@ -188,7 +188,7 @@ async def test_an_artifact_from_an_old_lease_is_refused(desk: Desk) -> None:
 
 
 async def test_bytes_under_an_old_lease_are_not_even_taken(desk: Desk) -> None:
-    _, headers, _, _ = await leased(desk)
+    _, http, _, _ = await leased(desk)
     await Expire(desk.server).run_once(desk.clock.advance(31))
     taken = 0
 
@@ -199,20 +199,20 @@ async def test_bytes_under_an_old_lease_are_not_even_taken(desk: Desk) -> None:
             yield b"x" * 65536
 
     path = f"/v1/artifacts/{named(b'late')}"
-    answer = await desk.http.put(path, content=body(), headers=headers)
+    answer = await http.put(path, content=body())
     assert (answer.status_code, answer.json()["code"]) == (409, "stale_lease")
     assert not desk.server.blobs.path(named(b"late")).exists()
     assert taken <= 1
 
 
 async def test_bytes_whose_lease_ends_on_the_way_are_removed_in_time(desk: Desk) -> None:
-    _, headers, _, _ = await leased(desk)
+    _, http, _, _ = await leased(desk)
 
     async def body() -> AsyncIterator[bytes]:
         await Expire(desk.server).run_once(desk.clock.advance(31))
         yield b"late"
 
-    answer = await desk.http.put(f"/v1/artifacts/{named(b'late')}", content=body(), headers=headers)
+    answer = await http.put(f"/v1/artifacts/{named(b'late')}", content=body())
     assert (answer.status_code, answer.json()["code"]) == (409, "stale_lease")
     await Prune(desk.server).run_once(desk.clock.advance(86_401))
     assert not desk.server.blobs.path(named(b"late")).exists()

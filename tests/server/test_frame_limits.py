@@ -7,7 +7,7 @@ from server_desk import Desk, an_offer
 
 from gpool.core.ids import BatchId, SpecId, UserId
 from gpool.core.model import InputFile, Requirements, TaskKind, TaskSpec
-from gpool.server.store.values import Submitted
+from gpool.server.store.values import Submission, Submitted
 from gpool.wire.frames import MAX_FRAME_BYTES, encode
 
 pytestmark = pytest.mark.anyio
@@ -65,8 +65,9 @@ async def test_specs_with_many_inputs_are_not_remembered_for_ever(desk: Desk) ->
     for number in range(51):
         scheduler.tidy()
         assert not scheduler.in_doubt
-        ended = Submitted(BatchId(number), SpecId(number), 0, ())
-        scheduler.queued(ended, spec, UserId(1), desk.server.now)
+        batch, id_ = BatchId(number), SpecId(number)
+        asked = Submission(batch, True, True, id_, spec, UserId(1), (), desk.server.now)
+        scheduler.queued(Submitted(batch, id_, 0, ()), asked)
     scheduler.tidy()
     assert scheduler.in_doubt
     await desk.schedule()

@@ -253,6 +253,7 @@ TABLE: dict[tuple[str, str, str], Row] = {
     ("POST", "/register_gpu", ""): row(
         "nodes:write", "user", needs="provider", own_account=True, machine=OK, body=_NODE
     ),
+    ("POST", "/v1/nodes/challenges", ""): is_open(200, body={}),
     ("POST", "/v1/nodes/invites", ""): row(
         "nodes:write", "user", needs="provider", own_account=True, body={}
     ),

@@ -10,12 +10,14 @@ import hashlib
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
+import httpx2
 from matrix import CONTENT, EVERYTHING, SHA256, USUAL, Asker, Row
 from people_desk import PASSWORD, Somebody, bearer, registered, signed, wallet
-from server_desk import Desk
+from server_desk import Desk, an_offer
 
 from gpool.server.store.operation import again, operation
 from gpool.server.store.protocol import Operation, Store
+from gpool.testing.nodes import a_key
 
 T = TypeVar("T")
 NONE = "0" * 13
@@ -60,6 +62,7 @@ class Pool:
     store: Rehearsing
     askers: dict[str, tuple[Asker, dict[str, str]]] = field(default_factory=dict)
     ids: dict[str, str] = field(default_factory=dict)  # of objects, by the matrix's names
+    machines: dict[str, httpx2.AsyncClient] = field(default_factory=dict)  # each proves itself
 
     def parts(self, thing: str) -> dict[str, str]:
         """The object's id under every name a path has for it."""
@@ -81,7 +84,7 @@ class Pool:
         body = row.body(parts) if callable(row.body) else row.body
         content = {"content": body} if isinstance(body, bytes) else {"json": body}
         before = self.store.ended
-        answer = await self.desk.bare.request(
+        answer = await self.machines.get(asker, self.desk.bare).request(
             method, url, headers=self.askers[asker][1], **(content if body is not None else {})
         )
         if row.open is not None:
@@ -133,12 +136,12 @@ async def _objects(pool: Pool, people: dict[str, Somebody]) -> None:
     done, ids["batch:done"] = await _task(ada)
     await ada.ask("DELETE", f"/v1/tasks/{done}")
     gpu = {"index": 0, "uuid": "GPU-of-ada", "model": "H100", "memory_bytes": 80 << 30}
-    joined = await ada.ask("POST", "/v1/nodes", {"name": "ada's", "cpu_milli": 2000, "gpus": [gpu]})
-    ids["node:p"] = joined.json()["id"]
-    ids["machine"] = joined.json()["secret"]
-    ids["other machine"] = (
-        await people["stranger"].ask("POST", "/v1/nodes", {"name": "x"})
-    ).json()["secret"]
+    desk, offer = pool.desk, an_offer()
+    lends = {"name": "ada's", "cpu_milli": 2000, "gpus": [gpu]}
+    machine = await desk.join(a_key(1), offer, ada.headers, **lends)
+    other = await desk.join(a_key(2), offer, people["stranger"].headers, name="x")
+    ids["node:p"] = machine.badge.identity.node
+    pool.machines = {"machine": desk.http_of(machine), "other machine": desk.http_of(other)}
     listed = (await ada.ask("GET", "/v1/resources")).json()["items"]
     ids["gpu:p"] = next(each["id"] for each in listed if each["kind"] == "gpu")
     ids["key:p"] = await _id(ada, "/v1/keys", {"name": "an old one"})
@@ -223,7 +226,7 @@ async def _askers(pool: Pool, people: dict[str, Somebody]) -> None:
         ),
     )
     for name in ("machine", "other machine"):
-        add(name, (Asker(name, "machine"), bearer(pool.ids[name])))
+        add(name, (Asker(name, "machine"), {}))
     ended = await ada.ask("POST", "/v1/keys", {"name": "ended"})
     await ada.ask("DELETE", f"/v1/keys/{ended.json()['id']}")
     expiring = await key(ada, expires_in_s=60)
