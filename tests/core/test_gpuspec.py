@@ -263,3 +263,9 @@ def test_a_caret_is_shown_under_the_character_and_never_under_nothing() -> None:
     with pytest.raises(BadGpuSpec) as caught:
         gpuspec.parse("")
     assert "\n" not in caught.value.detail
+
+
+@pytest.mark.parametrize("text", ["nvidia 1k", "1-K", "geforce-24GB+", "Tesla 0K"])
+def test_a_brand_before_a_size_is_never_taken_for_a_model(text: str) -> None:
+    with pytest.raises(BadGpuSpec):
+        gpuspec.parse(text)

@@ -268,7 +268,7 @@ def _model(text: str, part: _Part) -> dict[str, object]:
         name = sized[1]
         said["min_memory_bytes"] = _size(text, sized[2], part.at + sized.start(2))
     model = normalise(name)
-    if not model or (_NUMBER.fullmatch(model) and len(model) != 4):
+    if not model or _SIZE.fullmatch(model) or (_NUMBER.fullmatch(model) and len(model) != 4):
         raise _bad(text, part.at, f"not a GPU model; {EXAMPLES}")
     return {"model": model, **said}
 
