@@ -278,6 +278,9 @@ TABLE: dict[tuple[str, str, str], Row] = {
         objects=("gpu:p", "gpu:-", "node:p", "node:-"),
         body={"available": True},
     ),
+    ("PATCH", "/v1/resources/{gpu}", "whose it is"): row(
+        "admin", "operator", "self", objects=("gpu:p", "gpu:-"), body={"flagged": None}
+    ),
     ("DELETE", "/v1/resources/{gpu}", ""): row(
         "nodes:write", "self operator", objects=("gpu:p", "gpu:-", "node:p", "node:-")
     ),

@@ -15,12 +15,14 @@ from gpool.server.api.answers import answer, tagged
 from gpool.server.api.openapi import GPU, NODE, Responses, body, ok
 from gpool.server.api.requests import (
     body_of,
+    caller,
     caller_if_any,
     once_of,
     parsed,
     server_of,
     user_of,
 )
+from gpool.server.asking import gate
 from gpool.server.store.identity_values import Caller
 from gpool.server.store.values import NodeCredentials
 from gpool.wire.documents import (
@@ -181,12 +183,14 @@ async def get_resource(request: Request, gpu: GPU) -> Response:
 )
 async def change_resource(request: Request, gpu: GPU) -> Response:
     """Lend a GPU of yours, or keep it. Operators settle with `flagged: null` whose a GPU is."""
-    who = await user_of(request, _lending(gpu))
+    who = await caller(request)  # once: a node's proof is good for one look
     content = await body_of(request)
     wanted = parsed(GpuPatch, content)
-    if "flagged" in wanted.model_fields_set:
-        once = once_of(request, content)
-        device = GpuId(decode("gpu", gpu))
+    settles = "flagged" in wanted.model_fields_set
+    gate(who, Action.GPU_UNFLAG if settles else _lending(gpu))
+    assert isinstance(who, Caller), "the gate lets no node pass"
+    if settles:
+        device, once = GpuId(decode("gpu", gpu)), once_of(request, content)
         return answer(await nodes.unflag(server_of(request), who, device, once))
     if wanted.available is None:
         raise Invalid("say 'available' (owners) or 'flagged': null (operators)")
