@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
+from importlib import import_module
 
 import pytest
 from hypothesis import given, settings
@@ -16,10 +17,10 @@ from gpool.wallet.signing import Key, Signature
 
 with warnings.catch_warnings():  # theirs, about each other
     warnings.simplefilter("ignore")
-    eth_account = pytest.importorskip("eth_account", reason="eth-account, an oracle, is not here")
-    eth_keyfile = pytest.importorskip("eth_keyfile", reason="eth-keyfile, an oracle, is not here")
-    eth_abi = pytest.importorskip("eth_abi", reason="eth-abi, an oracle, is not here")
-    eth_utils = pytest.importorskip("eth_utils", reason="eth-utils, an oracle, is not here")
+    eth_account = import_module("eth_account")
+    eth_keyfile = import_module("eth_keyfile")
+    eth_abi = import_module("eth_abi")
+    eth_utils = import_module("eth_utils")
     from eth_account.messages import encode_defunct
 
 keys = st.integers(1, ORDER - 1).map(lambda number: Key(number.to_bytes(32, "big")))
