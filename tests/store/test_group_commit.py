@@ -89,6 +89,33 @@ def test_a_bug_in_one_operation_rolls_back_only_that_one(pool: Pool, database: D
         )
 
 
+@operation
+def write_then_refuse(name: str, at: Instant) -> Operation[None]:
+    yield Statement(
+        "INSERT INTO invites (hashed, owner_id, expires_at, created_at) VALUES (:name, 1, 1, :at)",
+        {"name": name, "at": at},
+    )
+    raise NotFound("too late to say so")
+
+
+def test_what_a_late_refusal_wrote_never_stays(pool: Pool, database: Database) -> None:
+    good = [pool.submission() for _ in range(4)]
+    answers = together(
+        database,
+        tasks.submit(good[0]),
+        write_then_refuse("token", pool.now()),
+        *(tasks.submit(s) for s in good[1:]),
+    )
+    assert isinstance(answers.pop(1), NotFound)
+    assert all(isinstance(answer, Submitted) for answer in answers)
+    with pytest.raises(NotFound, match="too late"):
+        pool.write(write_then_refuse("token", pool.now()))
+    with pytest.raises(GpoolError, match="not known"):
+        pool.write(
+            nodes.create_node(NodeId(5), "box", None, "token", "s", Offer(1, 1, 1), (), pool.now())
+        )
+
+
 def test_a_bare_generator_never_passes_for_done_when_it_cannot_run_again(
     pool: Pool, database: Database
 ) -> None:

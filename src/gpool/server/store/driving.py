@@ -6,10 +6,23 @@ import asyncio
 from dataclasses import dataclass
 from typing import Any
 
-from gpool.server.store.protocol import Operation
+from gpool.core.errors import GpoolError
+from gpool.server.store.protocol import Operation, Statement
 
 MAX_GROUP = 256
 """Operations in one commit; bounds how long the first of them waits for the last."""
+
+
+class RefusedLate(Exception):
+    """An operation refused after it had written. Its group is rolled back, so that what it wrote does not stay."""
+
+    def __init__(self, refusal: GpoolError) -> None:
+        super().__init__(refusal.detail)
+        self.refusal = refusal
+
+
+def writes(statement: Statement) -> bool:
+    return not statement.sql.startswith("SELECT")
 
 
 @dataclass(slots=True)

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import asyncpg  # type: ignore[import-untyped]
 
 from gpool.core.errors import GpoolError, InternalFault, Unreachable
-from gpool.server.store.driving import MAX_GROUP, Waiting, answer_all
+from gpool.server.store.driving import MAX_GROUP, RefusedLate, Waiting, answer_all, writes
 from gpool.server.store.operation import again
 from gpool.server.store.protocol import Operation, Row, Statement
 from gpool.server.store.versions import HEAD
@@ -89,13 +89,19 @@ async def execute(connection: Any, statement: Statement) -> list[Row]:
 async def drive(connection: Any, operation: Operation[T]) -> T:
     """Runs the operation to its end inside the transaction that is open."""
     steps = again(operation)
+    wrote = False
     try:
         statement = next(steps)
         while True:
+            wrote = wrote or writes(statement)
             statement = steps.send(await execute(connection, statement))
     except StopIteration as stop:
         value: T = stop.value
         return value
+    except GpoolError as refusal:
+        if wrote:
+            raise RefusedLate(refusal) from refusal
+        raise
 
 
 class PostgresStore:
@@ -181,6 +187,8 @@ class PostgresStore:
             try:
                 async with self._writer.transaction():
                     return await drive(self._writer, operation)
+            except RefusedLate as late:
+                raise late.refusal from None
             except (*LOST, asyncpg.PostgresError) as exc:
                 if tried == LONE_TRIES or not isinstance(exc, RACES):
                     raise _translated(exc) from exc

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from gpool.core.errors import GpoolError, InternalFault, Unreachable
-from gpool.server.store.driving import MAX_GROUP, Waiting, answer_all
+from gpool.server.store.driving import MAX_GROUP, RefusedLate, Waiting, answer_all, writes
 from gpool.server.store.operation import again, is_brief
 from gpool.server.store.protocol import Operation, Relation, Row, Statement
 
@@ -162,13 +162,19 @@ class Connection:
         """Runs the operation to its end inside the transaction that is open."""
         steps = again(operation)
         send, execute = steps.send, self.execute
+        wrote = False
         try:
             statement = next(steps)
             while True:
+                wrote = wrote or writes(statement)
                 statement = send(execute(statement))
         except StopIteration as stop:
             value: T = stop.value
             return value
+        except GpoolError as refusal:
+            if wrote:
+                raise RefusedLate(refusal) from refusal
+            raise
 
     def alone(self, operation: Operation[T]) -> T:
         """Runs the operation in a transaction of its own."""
@@ -179,6 +185,9 @@ class Connection:
         except sqlite3.Error as exc:
             self.rollback()
             raise _told(exc) from exc
+        except RefusedLate as late:
+            self.rollback()
+            raise late.refusal from None
         except BaseException:
             self.rollback()
             raise
