@@ -141,6 +141,16 @@ class Case:
         line = Line(allocation(number, gpu), user, False, known, leases)
         return self.arrive(Grants(0, ((known, spec),), (line,)))
 
+    def grant_lines(self, *lines: tuple[TaskSpec, int, int, int]) -> list[Instruction]:
+        """Several lines in one frame, each (spec, task, number, gpu)."""
+        known = [self.specs.setdefault(spec, len(self.specs) + 1) for spec, _, _, _ in lines]
+        granted = tuple(
+            Line(allocation(number, gpu), 7, False, id_, (Lease(task, 1, b"args"),))
+            for id_, (_, task, number, gpu) in zip(known, lines, strict=True)
+        )
+        specs = tuple((id_, spec) for id_, (spec, _, _, _) in zip(known, lines, strict=True))
+        return self.arrive(Grants(0, specs, granted))
+
     def stop(self, *tasks: int, epoch: int = 1) -> list[Instruction]:
         return self.arrive(Stop(tuple(Hold(t, epoch) for t in tasks), StopReason.CANCELLED))
 

@@ -191,6 +191,17 @@ def test_an_idle_runner_on_the_same_gpu_is_ended_before_another_starts(case: Cas
     assert [s.task for s in of(StartCommand, case.runner_ended(1))] == [2]
 
 
+def test_a_runner_starting_for_nobody_never_shares_its_gpu_with_the_next(case: Case) -> None:
+    """World, seed 2001: the call was cancelled while its runner started, and its line's number was given away."""
+    case.grant(function(), 1, number=2, gpu=0)
+    case.stop(1)
+    out = case.grant_lines((command(), 2, 1, 0), (command(), 3, 2, 0))
+    assert of(EndRunner, out) == [EndRunner(1)]
+    assert of(StartCommand, out) == []
+    started = {each.task for each in of(StartCommand, case.runner_ended(1))}
+    assert started == {2, 3}
+
+
 def test_a_runner_idle_for_a_minute_is_ended(case: Case) -> None:
     case.grant(function(), 1)
     case.feed(RunnerReady(1))

@@ -238,6 +238,23 @@ async def test_an_attempt_its_restarted_agent_forgot_never_runs_again_under_its_
     assert (fresh.task, fresh.epoch) == (lease.task, lease.epoch + 1)
 
 
+async def test_a_hello_from_before_a_restart_never_ends_what_runs_now(desk: Desk) -> None:
+    """World, seed 2829: it was seconds on its way, and the agent had been killed and started meanwhile."""
+    agent = await desk.agent()
+    await agent.channel.close()
+    now = agent.again()
+    await now.channel.receive(Hello(PROTOCOL, "boot-2", now.offer, 1, ()))
+    task = await desk.command()
+    await desk.schedule()
+    [lease] = now.leases()
+    await now.report(Started(lease.task, lease.epoch))
+    late = agent.again()
+    await late.channel.receive(Hello(PROTOCOL, "boot-1", late.offer, 9, ()))
+    assert isinstance(late.sent[-1], Refused)
+    assert not now.channel.closed
+    assert (await desk.get(f"/v1/tasks/{task}")).json()["status"] == "running"
+
+
 async def test_a_newer_connection_replaces_the_older(desk: Desk) -> None:
     agent = await desk.agent()
     newer = agent.again()

@@ -112,7 +112,8 @@ class Dispatch:
         for runner in self.runners.values():
             if runner.line is line or not gpus & {s.gpu_index for s in runner.key.slices}:
                 continue
-            if runner.number in self.idle and not (order.is_function and runner.key == order.key):
+            taken_over = runner.number in self.idle and runner.serves(order)
+            if not runner.is_wanted and not taken_over:
                 self.end_runner(runner, out)
             found = found or runner.state is RunnerState.ENDING
         for other in self.lines.values():

@@ -160,6 +160,15 @@ class Runner:
         self.idle_since = NEVER  # since when it has nothing to do
         self.mean_us = -1  # of a call; -1: not known yet
 
+    def serves(self, order: Order) -> bool:
+        return order.is_function and order.key == self.key
+
+    @property
+    def is_wanted(self) -> bool:
+        """It has calls, or the next in its line is one for it. A runner can start, or idle, for nobody any more."""
+        waiting = self.line.waiting
+        return bool(self.sent) or (bool(waiting) and self.serves(waiting[0].order))
+
 
 class Line:
     """The leases of one allocation: at most one of them runs.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
 import signal
 from collections.abc import Callable, Mapping
 from random import Random, SystemRandom
@@ -11,6 +10,7 @@ from random import Random, SystemRandom
 import structlog
 
 from gpool.agent.badge import Badge, Identity
+from gpool.agent.boots import next_boot
 from gpool.agent.cache import ArtifactCache
 from gpool.agent.channel import Channel
 from gpool.agent.daemon import Daemon, boot_clock
@@ -78,7 +78,7 @@ async def run_agent(
     def equip(feed: Callable[[Event], None]) -> Equipment:
         return Equipment(runtimes, cache, sender, scratch, feed, boot_clock)
 
-    daemon = Daemon(Session(secrets.token_hex(16), offer), send, equip)
+    daemon = Daemon(Session(next_boot(settings.data_dir), offer), send, equip)
     channel = Channel(address, badge, daemon.feed, dice)
     log.info("agent_starts", server=address.url, cpu_milli=offer.cpu_milli, gpus=len(offer.gpus))
     dialling = asyncio.create_task(channel.keep())

@@ -114,6 +114,7 @@ class Channel:
         scheduler.disconnect(self.node, REPLACED, retry=True)
         self._greeted = True
         self._boot, self._beat = hello.boot, hello.beat
+        scheduler.boots[self.node] = hello.boot
         stated = set(hello.holds)
         open_leases = {Hold(lease.task, lease.epoch): lease for lease in greeted.held}
         settings = server.settings
@@ -150,12 +151,15 @@ class Channel:
             scheduler.absorb(await server.write(leases.record(self.node, ended, server.now)))
 
     def _is_overtaken(self, hello: Hello) -> bool:
-        """A hello that was so long on its way that a newer connection of the same agent is open already."""
-        current = self._server.scheduler.channels.get(self.node)
-        if current is None or current._boot != hello.boot or current._beat < hello.beat:
-            return False
-        self.refuse("conflict", "a newer connection of this agent is open", retry=True)
-        return True
+        """A hello that was so long on its way that a newer connection, or a newer start, of the agent was heard first."""
+        scheduler = self._server.scheduler
+        current = scheduler.channels.get(self.node)
+        repeated = current is not None and current._boot == hello.boot
+        if hello.boot < scheduler.boots.get(self.node, ""):
+            self.refuse("conflict", "this agent has been started anew since", retry=True)
+        elif repeated and current is not None and current._beat >= hello.beat:
+            self.refuse("conflict", "a newer connection of this agent is open", retry=True)
+        return self.closed
 
     async def close(self) -> None:
         """The transport is gone. What the node holds stays its own until the lease time is over."""

@@ -96,7 +96,7 @@ ReportItem = Started | Finished | Released | HandedBack | LogChunk
 
 class Hello(_Frame, frozen=True):
     protocol: int
-    boot: str  # random, new with every start of the agent
+    boot: str  # of this start of the agent; sorts after those of its earlier starts
     offer: Offer
     beat: int  # the hello is a beat too
     holds: tuple[Hold, ...]  # everything it has, running or in line

@@ -107,7 +107,7 @@ class Agent:
             return
         self._boots += 1
         number = self._boots
-        session = self._around.parts.session(f"{self.name}-boot-{number}", self._offer)
+        session = self._around.parts.session(f"{self.name}-boot-{number:06d}", self._offer)
         machine = self._around.parts.machine(
             self._around.loop,
             self._dice.branch(f"machine-{number}"),
