@@ -255,6 +255,21 @@ async def test_a_hello_from_before_a_restart_never_ends_what_runs_now(desk: Desk
     assert (await desk.get(f"/v1/tasks/{task}")).json()["status"] == "running"
 
 
+async def test_a_late_hello_is_refused_even_when_the_newer_connection_is_gone(desk: Desk) -> None:
+    """World, seed 2570: the server had just closed the newer one."""
+    agent = await desk.agent()
+    late = agent.again()
+    newer = late.again()
+    await newer.connect()
+    await newer.send_beat()
+    await newer.channel.close()
+    await late.connect()
+    assert isinstance(late.sent[-1], Refused)
+    again = newer.again()
+    await again.connect()
+    assert isinstance(again.sent[0], Welcome)
+
+
 async def test_a_newer_connection_replaces_the_older(desk: Desk) -> None:
     agent = await desk.agent()
     newer = agent.again()

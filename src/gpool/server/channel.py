@@ -114,7 +114,7 @@ class Channel:
         scheduler.disconnect(self.node, REPLACED, retry=True)
         self._greeted = True
         self._boot, self._beat = hello.boot, hello.beat
-        scheduler.boots[self.node] = hello.boot
+        scheduler.heard[self.node] = (hello.boot, hello.beat)
         stated = set(hello.holds)
         open_leases = {Hold(lease.task, lease.epoch): lease for lease in greeted.held}
         settings = server.settings
@@ -151,15 +151,17 @@ class Channel:
             scheduler.absorb(await server.write(leases.record(self.node, ended, server.now)))
 
     def _is_overtaken(self, hello: Hello) -> bool:
-        """A hello that was so long on its way that a newer connection, or a newer start, of the agent was heard first."""
-        scheduler = self._server.scheduler
-        current = scheduler.channels.get(self.node)
-        repeated = current is not None and current._boot == hello.boot
-        if hello.boot < scheduler.boots.get(self.node, ""):
-            self.refuse("conflict", "this agent has been started anew since", retry=True)
-        elif repeated and current is not None and current._beat >= hello.beat:
-            self.refuse("conflict", "a newer connection of this agent is open", retry=True)
-        return self.closed
+        """A hello so long on its way that a later beat of the agent, or of its next start, was heard first.
+
+        What it says it holds is out of date, whether or not that later connection is still open.
+        """
+        newest = self._server.scheduler.heard.get(self.node)
+        if newest is None or (hello.boot, hello.beat) > newest:
+            return False
+        self.refuse(
+            "conflict", "something newer was heard of this agent; say hello again", retry=True
+        )
+        return True
 
     async def close(self) -> None:
         """The transport is gone. What the node holds stays its own until the lease time is over."""
@@ -234,6 +236,7 @@ class Channel:
         if self.closed:
             return
         self._beat = max(self._beat, frame.number)
+        self._server.scheduler.heard[self.node] = (self._boot, self._beat)
         self._send(BeatSeen(frame.number, drop))
         if self._forgotten(frame.holds):
             self.refuse(

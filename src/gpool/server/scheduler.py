@@ -77,7 +77,9 @@ class Scheduler:
         self.state = State()
         self.wake = Wake()
         self.channels: dict[NodeId, Channel] = {}
-        self.boots: dict[NodeId, str] = {}  # the newest start of each node's agent
+        self.heard: dict[
+            NodeId, tuple[str, int]
+        ] = {}  # the newest beat of each node: (boot, number)
         self.deadlines: dict[NodeId, Instant] = {}  # when a silent node's leases may be given away
         self._store = store
         self._hub = hub
@@ -292,7 +294,7 @@ class Scheduler:
     def node_removed(self, node: NodeId) -> None:
         self.disconnect(node, "its owner removed this node")
         self.deadlines.pop(node, None)
-        self.boots.pop(node, None)
+        self.heard.pop(node, None)
         self.fold(NodeRemoved(node))
 
     def _with_connection(self, node: Node) -> Node:
