@@ -73,7 +73,7 @@ class Backlog:
             (self.submissions_per_s >= SUBMISSIONS_PER_S, f"under {SUBMISSIONS_PER_S} a second"),
             (self.memory_mb <= MEMORY_MB, f"more than {MEMORY_MB} MB"),
             (
-                min(self.slows_by, self.costs_more_by) <= SLOWER,
+                self.slows_by <= SLOWER,
                 f"drains {self.slows_by:.2f} times slower at its end",
             ),
             (self.succeeded == self.tasks, f"{self.tasks - self.succeeded} did not succeed"),
@@ -179,7 +179,7 @@ def main() -> int:
     agent = " · ".join(f"{fifth.agent_cpu_us_a_task:g}" for fifth in found.fifths)
     print(f"| agent and runners, CPU µs | {agent} | |")
     print(f"| slower at its end, wall | {found.slows_by:.2f}× | ≤ {SLOWER}× |")
-    print(f"| slower at its end, CPU | {found.costs_more_by:.2f}× | ≤ {SLOWER}× |")
+    print(f"| dearer at its end, CPU | {found.costs_more_by:.2f}× | |")
     if options.json:
         ratios = {"slows_by": found.slows_by, "costs_more_by": found.costs_more_by}
         figures = asdict(found) | {name: round(value, 3) for name, value in ratios.items()}
