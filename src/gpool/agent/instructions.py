@@ -8,7 +8,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from gpool.core.model import Allocation, EndReason, Offer, OutputFile, TaskSpec
+from gpool.core.model import (
+    Allocation,
+    EndReason,
+    InputFile,
+    Offer,
+    OutputFile,
+    Phase,
+    TaskSpec,
+)
 from gpool.wire.frames import AgentFrame, ServerFrame
 
 # ---- events
@@ -39,6 +47,32 @@ class OfferDetected:
     """The machine was looked at again."""
 
     offer: Offer
+
+
+@dataclass(frozen=True, slots=True)
+class CommandReached:
+    """The attempt came to this phase (`CommandStarted` says `run`)."""
+
+    task: int
+    epoch: int
+    phase: Phase
+
+
+@dataclass(frozen=True, slots=True)
+class CommandCheckpointed:
+    """The checkpoint was saved and uploaded."""
+
+    task: int
+    epoch: int
+    files: tuple[OutputFile, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ReclaimAsked:
+    """The owner wants these GPUs back (None: the whole machine); what runs there is warned, saved and ended."""
+
+    gpus: frozenset[int] | None
+    why: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +166,9 @@ Event = (
     | FrameArrived
     | Ticked
     | OfferDetected
+    | ReclaimAsked
+    | CommandReached
+    | CommandCheckpointed
     | CommandStarted
     | CommandPrinted
     | CommandEnded
@@ -163,15 +200,21 @@ class StartCommand:
     allocation: Allocation
     owner: bool
     secrets: tuple[tuple[str, str], ...] = field(default=(), repr=False)
+    checkpoint: tuple[InputFile, ...] = ()  # laid in after the inputs
+    user: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class EndCommand:
-    """Kill the attempt's sandbox and remove it; `CommandEnded` follows with this reason."""
+    """Kill the attempt's sandbox and remove it; `CommandEnded` follows with this reason.
+
+    With a `grace_us` it is sent SIGTERM first and has that long; a checkpoint is saved before the end is told.
+    """
 
     task: int
     epoch: int
     reason: EndReason
+    grace_us: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from gpool.core import gpuspec
+from gpool.core import environments, gpuspec
 from gpool.core.ids import NodeId, TaskId
 from gpool.core.model import GIB, Gpu, GpuRequest, Instant, Node, Shape, Tier
 from gpool.core.scheduling.limits import holders_of, least_gpus
@@ -55,8 +55,10 @@ def explain(
         return _nothing_can(connected or nodes, shape)
     open_nodes = [node for node in capable if is_open(node)]
     if not open_nodes:
+        why = next((f" ({node.offer.closed})" for node in capable if node.offer.closed), "")
         return Explanation(
-            "paused", f"{_those(capable)} could run it, but its owner takes no new tasks just now."
+            "paused",
+            f"{_those(capable)} could run it, but its owner takes no new tasks just now{why}.",
         )
     over = _over_limit(state, shape, policy)
     if over is not None:
@@ -111,6 +113,18 @@ def _nothing_can(nodes: list[Node], shape: Shape) -> Explanation:
     near = [node for node in nodes if reasons[node.id] is last]
     needs = shape.requirements
     match last:
+        case Unfit.AUDIENCE:
+            said = "The owners of the nodes that are here take only the tasks of people they named."
+            return Explanation("not_for_you", said)
+        case Unfit.NETWORK:
+            said = f"No node gives the network {needs.network.value!r}; its owners can allow it."
+            return Explanation("no_network", said)
+        case Unfit.ENVIRONMENT if environments.kind_of(shape.environment) == environments.PIP:
+            said = "No node builds environments from packages; one with uv and egress does."
+            return Explanation("no_environment", said)
+        case Unfit.ENVIRONMENT if environments.kind_of(shape.environment) == environments.IMAGE:
+            said = "No node runs images; one with Docker or Podman does."
+            return Explanation("no_environment", said)
         case Unfit.ENVIRONMENT:
             there = sorted({name for node in near for name in node.offer.environments})
             said = f"No node has the environment {shape.environment!r}; there are: {_list(there)}."

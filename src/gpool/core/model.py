@@ -38,6 +38,23 @@ class Tier(StrEnum):
         return {"none": 0, "container": 1, "vm": 2}[self.value]
 
 
+class Network(StrEnum):
+    """What a task may reach."""
+
+    NONE = "none"  # nothing, not even itself by another name
+    EGRESS = "egress"  # the public internet; never private, link-local or metadata addresses
+
+
+class Phase(StrEnum):
+    """Where an attempt is on its node; the time-out covers them all."""
+
+    FETCH = "fetch"  # inputs
+    BUILD = "build"  # the environment
+    START = "start"  # the sandbox
+    RUN = "run"
+    COLLECT = "collect"  # outputs
+
+
 class TaskKind(StrEnum):
     COMMAND = "command"
     FUNCTION = "function"
@@ -124,7 +141,8 @@ class Requirements:
     memory_bytes: int | None = None  # None: the CPU share's part of the node's memory
     disk_bytes: int | None = None
     tier: Tier = Tier.CONTAINER  # the weakest isolation the consumer accepts
-    python: str | None = None  # "3.11": the minor version a function was pickled with
+    python: str | None = None  # "3.11": the minor a function was pickled with, or a recipe's
+    network: Network = Network.NONE
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +166,15 @@ class OutputFile:
 
 
 @dataclass(frozen=True, slots=True)
+class Recipe:
+    """How an environment is made, in the normal form of `core.environments`: packages, or an image."""
+
+    python: str | None = None  # a minor, "3.11"; None: the node's own
+    packages: tuple[str, ...] = ()  # PEP 508, sorted
+    image: str = ""  # for Docker: a name, best with its digest
+
+
+@dataclass(frozen=True, slots=True)
 class TaskSpec:
     """What to run, without the one task's own arguments: one spec serves a whole batch."""
 
@@ -164,6 +191,12 @@ class TaskSpec:
     priority: int = 0  # higher first, -100..100
     environment: str = "default"
     secrets: tuple[str, ...] = ()  # names of variables whose values are kept apart, sealed
+    recipe: Recipe | None = None  # of `environment`, when a node may have to make it
+    preload: tuple[str, ...] = ()  # modules a warm sandbox of this environment has imported
+    checkpoint: str = ""  # a directory beneath the work directory ("state/"), kept between attempts
+    checkpoint_every: Span = Span(600 * 1_000_000)
+    grace: Span = Span(10 * 1_000_000)  # between the warning signal and the kill
+    preemptible: bool = False  # may be stopped for others; one with a checkpoint may as well
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +213,7 @@ class Shape:
     environment: str
     group: str
     team: int | None = None  # whose quota it counts against too
+    preemptible: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,9 +238,21 @@ class Offer:
     gpus: tuple[Gpu, ...] = ()
     pythons: frozenset[str] = frozenset()  # minors with a runner, e.g. {"3.11"}
     tiers: frozenset[Tier] = frozenset({Tier.CONTAINER})
-    environments: frozenset[str] = frozenset({"default"})
+    environments: frozenset[str] = frozenset({"default"})  # that lie ready
+    builds: frozenset[str] = frozenset()  # kinds it can make: "pip", "image"
+    networks: frozenset[Network] = frozenset({Network.NONE})
+    audience: tuple[str, ...] = ()  # whose tasks: "me", "user:NAME", "team:NAME"; empty: anyone's
+    closed: str = ""  # why it takes nothing new just now, by its owner's rules
     hostname: str = ""
     agent_version: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Audience:
+    """Whose tasks an owner takes; its own always."""
+
+    users: frozenset[int] = frozenset()
+    teams: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,6 +269,7 @@ class Node:
         frozenset()
     )  # indexes that take nothing: set unavailable, or ...
     gpus_flagged: frozenset[int] = frozenset()  # ... seen under two owners
+    audience: Audience | None = None  # None: anyone
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,6 +345,7 @@ __all__ = [
     "STATUS_TEXT",
     "Allocation",
     "AttemptRow",
+    "Audience",
     "Availability",
     "BatchId",
     "EndReason",
@@ -306,11 +354,14 @@ __all__ = [
     "GpuRequest",
     "InputFile",
     "Instant",
+    "Network",
     "Node",
     "NodeId",
     "Offer",
     "OutputFile",
     "Permission",
+    "Phase",
+    "Recipe",
     "Requirements",
     "Shape",
     "Slice",

@@ -27,7 +27,7 @@ from gpool.agent.runtime.protocol import (
     RunnerJob,
     RunnerSandbox,
 )
-from gpool.core.model import INLINE_LIMIT_BYTES, OutputFile, Tier
+from gpool.core.model import INLINE_LIMIT_BYTES, Network, OutputFile, Tier
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +38,7 @@ class FakeRun:
     exit_code: int = 0
     files: Mapping[str, bytes] = field(default_factory=dict)
     waits: bool = False
+    heeds: bool = True  # SIGTERM ends it, as it does what has no handler
     ended: Ended | None = None  # instead of a plain exit
 
 
@@ -61,6 +62,10 @@ class FakeCommand:
     async def kill(self) -> None:
         if not self._over.done():
             self._over.set_result(Ended(137))
+
+    async def warn(self) -> None:
+        if self._run.heeds and not self._over.done():
+            self._over.set_result(Ended(143))
 
     async def collect(self, wanted: Sequence[str], into: Path) -> list[OutputFile]:
         found = []
@@ -146,7 +151,10 @@ class FakeRunner:
 class FakeRuntime:
     """A `Runtime`. `runs` says what each command line does; an unknown one is not found (127)."""
 
+    name = "fake"
     tier = Tier.CONTAINER
+    networks = frozenset({Network.NONE})
+    images = False
 
     def __init__(self, values: Path, runs: Mapping[tuple[str, ...], FakeRun] | None = None) -> None:
         self.values = values

@@ -15,7 +15,15 @@ from enum import StrEnum
 
 import msgspec
 
-from gpool.core.model import Allocation, EndReason, Offer, OutputFile, TaskSpec
+from gpool.core.model import (
+    Allocation,
+    EndReason,
+    InputFile,
+    Offer,
+    OutputFile,
+    Phase,
+    TaskSpec,
+)
 
 PROTOCOL = 1
 MAX_FRAME_BYTES = 8 * 1024 * 1024
@@ -88,7 +96,23 @@ class LogChunk(_Frame, frozen=True):
     data: bytes
 
 
-ReportItem = Started | Finished | Released | HandedBack | LogChunk
+class Reached(_Frame, frozen=True):
+    """The attempt came to a phase that takes its time; `Started` says `run`, short phases are left out."""
+
+    task: int
+    epoch: int
+    phase: Phase
+
+
+class Checkpointed(_Frame, frozen=True):
+    """The checkpoint directory as it was: uploaded under this lease, for the next attempt to begin with."""
+
+    task: int
+    epoch: int
+    files: tuple[OutputFile, ...]  # paths beneath the work directory
+
+
+ReportItem = Started | Finished | Released | HandedBack | LogChunk | Reached | Checkpointed
 
 
 # ---- agent to server
@@ -157,6 +181,7 @@ class Lease(msgspec.Struct, frozen=True, array_like=True):
     epoch: int
     payload: bytes = b""  # the pickled (args, kwargs) of a function, when small
     payload_sha256: str = ""  # ... or the artifact that holds it
+    checkpoint: tuple[InputFile, ...] = ()  # what the last attempt saved, to begin with
 
 
 class Secret(msgspec.Struct, frozen=True, array_like=True):

@@ -36,7 +36,7 @@ from gpool.agent.runtime.protocol import (
     SandboxFailed,
 )
 from gpool.agent.runtime.workplace import Workplace, clear
-from gpool.core.model import EndReason, Gpu, Slice, Tier
+from gpool.core.model import EndReason, Gpu, Network, Slice, Tier
 
 RUN = Path("/run/gpool")  # a root agent's, and only it may write there
 FIRST_UID = 2_000_000_000  # past every range that distributions, subuids and containers use
@@ -93,7 +93,10 @@ class _Uids:
 class BubblewrapRuntime:
     """A `Runtime`. Make it once, in the agent's main thread; it starts its launcher at the first sandbox."""
 
+    name = "bubblewrap"
     tier = Tier.CONTAINER
+    networks = frozenset({Network.NONE})
+    images = False
 
     def __init__(self, data_dir: Path, *, gpus: Sequence[Gpu] = (), bwrap: str = "") -> None:
         self._bwrap = bwrap or find_bwrap()

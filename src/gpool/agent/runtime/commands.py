@@ -81,8 +81,10 @@ class Command:
     async def kill(self) -> None:
         await self._started.kill()
 
+    async def warn(self) -> None:
+        await self._started.warn()
+
     async def collect(self, wanted: Sequence[str], into: Path) -> list[OutputFile]:
-        await self._started.exited()
         if not wanted:
             return []
         return await asyncio.to_thread(self._place.collect, tuple(wanted), into, self._disk_bytes)

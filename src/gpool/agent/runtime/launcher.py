@@ -7,7 +7,7 @@ When root, it alone moves into a mount namespace in which interpreter, packages 
 uid can reach them; each child drops to its uid before `exec`. It never reads what a task wrote.
 
 Words on the socket (one JSON document a message, descriptors beside it):
-  in   {"start": n, "argv", "uid", "groups", "limits", "seccomp_at", "mode"}   ·   {"kill": n}
+  in   {"start": n, "argv", "uid", "groups", "limits", "seccomp_at", "mode"}   ·   {"kill": n}   ·   {"warn": n}
   out  {"ready": true}   ·   {"ended": n, "status": s, "killed": bool, "detail": text}
 """
 
@@ -67,16 +67,20 @@ def enter_own_namespace(place: str, binds: list[dict[str, Any]]) -> None:
         os.close(descriptor)
 
 
+def children(pid: int) -> list[int]:
+    found = []
+    with contextlib.suppress(OSError):
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with open(f"/proc/{pid}/task/{thread}/children", "rb") as listing:
+                found += [int(word) for word in listing.read().split()]
+    return found
+
+
 def descendants(root: int) -> list[int]:
     """Every process below `root`, nearest first. Races with forks: ask again until there are none."""
     found, wave = [], [root]
     while wave:
-        below = []
-        for pid in wave:
-            with contextlib.suppress(OSError):
-                for thread in os.listdir(f"/proc/{pid}/task"):
-                    with open(f"/proc/{pid}/task/{thread}/children", "rb") as listing:
-                        below += [int(word) for word in listing.read().split()]
+        below = [child for pid in wave for child in children(pid)]
         found += below
         wave = below
     return found
@@ -223,6 +227,17 @@ class Launcher:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, how)
 
+    def warn(self, number: int) -> None:
+        """SIGTERM to the command itself: what the sandbox's first process, or the guard, has as its child."""
+        entry = self.known.get(number)
+        if entry is None:
+            return
+        self.learn_inner(number, entry)
+        above = entry.inner if entry.report >= 0 else entry.monitor
+        for pid in children(above) if above else []:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGTERM)
+
     def learn_inner(self, number: int, entry: Sandbox) -> None:
         """From bwrap's own report: the first process of the namespace, and whether the command was started."""
         if entry.report < 0:
@@ -325,6 +340,8 @@ class Launcher:
             self.start(order, list(descriptors))
         elif "kill" in order:
             self.kill(order["kill"])
+        elif "warn" in order:
+            self.warn(order["warn"])
         return True
 
 

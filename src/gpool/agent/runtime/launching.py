@@ -79,6 +79,10 @@ class Started:
             await self._launcher.say({"kill": self._number}, ())
         await asyncio.shield(self._exit)
 
+    async def warn(self) -> None:
+        if not self._exit.done():
+            await self._launcher.say({"warn": self._number}, ())
+
 
 class Launcher:
     """Starts the launcher process at the first order, and again when it died."""

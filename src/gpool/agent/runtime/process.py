@@ -28,7 +28,7 @@ from gpool.agent.runtime.protocol import (
     RunnerSandbox,
 )
 from gpool.agent.runtime.workplace import Workplace, clear
-from gpool.core.model import EndReason, Gpu, Tier
+from gpool.core.model import EndReason, Gpu, Network, Tier
 
 RUNNER = Path(__file__).parents[1] / "runner" / "serve.py"
 
@@ -36,7 +36,10 @@ RUNNER = Path(__file__).parents[1] / "runner" / "serve.py"
 class ProcessRuntime:
     """A `Runtime`. Make it once, in the agent's main thread; it starts its launcher at the first command."""
 
+    name = "process"
     tier = Tier.NONE
+    networks = frozenset({Network.NONE})
+    images = False
 
     def __init__(self, data_dir: Path, *, gpus: Sequence[Gpu] = ()) -> None:
         self.use_gpus(gpus)

@@ -8,12 +8,12 @@ A runtime promises, whatever the task does:
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from gpool.core.model import EndReason, OutputFile, Slice, Tier
+from gpool.core.model import EndReason, Network, OutputFile, Slice, Tier
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +25,7 @@ class Limits:
     processes: int = 512
     disk_bytes: int = 10 * 1024**3
     open_files: int = 1024
+    io_bytes_per_s: int | None = None  # of the disk, each way; None: no cap
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +37,33 @@ class Staged:
     executable: bool
 
 
+ENVIRONMENT_AT = "/opt/gpool/env"
+"""Where an environment lies inside; it was built at this path, so its scripts' first lines are right."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """An environment that lies ready on this node, to be mounted read-only at `ENVIRONMENT_AT`."""
+
+    name: str  # as in `TaskSpec.environment`
+    root: Path  # a virtual environment; owned by nobody a task can be
+    python: str  # the interpreter, inside: f"{ENVIRONMENT_AT}/bin/python"
+    binds: Mapping[str, Path] = field(default_factory=dict)
+    """What else must be seen for it, inside path -> host path, read-only (an interpreter of another minor)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """A network namespace made for one sandbox, to be entered before its own namespaces are made.
+
+    Whoever opened the lane closes it after the sandbox is gone. `namespaces` are descriptors for `setns`, in this
+    order (an unprivileged agent's lane lies in a user namespace of its own); they stay the opener's.
+    """
+
+    namespaces: tuple[int, ...]
+    resolver: str  # the address of the only name server it can reach; goes into /etc/resolv.conf
+
+
 @dataclass(frozen=True, slots=True)
 class CommandJob:
     """One command in a fresh sandbox."""
@@ -45,6 +73,9 @@ class CommandJob:
     inputs: tuple[Staged, ...]
     slices: tuple[Slice, ...]
     limits: Limits
+    environment: Prepared | None = None  # None: the agent's own Python with its packages
+    lane: Lane | None = None  # None: no network
+    image: str = ""  # for a runtime whose `images` is true
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +86,12 @@ class RunnerJob:
     env: tuple[tuple[str, str], ...] = field(repr=False)  # secrets are among them
     slices: tuple[Slice, ...]
     limits: Limits
+    environment: Prepared | None = None
+    lane: Lane | None = None
+    image: str = ""
+    preload: tuple[
+        str, ...
+    ] = ()  # modules imported before the first call; a failing one is skipped
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +117,12 @@ class CommandSandbox(Protocol):
         """Everything in it dies now; returns when it has. Idempotent."""
         ...
 
+    async def warn(self) -> None:
+        """SIGTERM to the command; it may go on, save and end by itself. Nothing happens when it has ended."""
+        ...
+
     async def collect(self, wanted: Sequence[str], into: Path) -> list[OutputFile]:
-        """After the end: copies the wanted outputs to `into/<sha256>`, without following links.
+        """Copies the wanted outputs to `into/<sha256>`, without following links; a checkpoint also while it runs.
 
         Raises `BadOutput` for what is missing, special, badly named or over the disk limit.
         """
@@ -155,7 +196,12 @@ class SandboxFailed(Exception):
 
 
 class Runtime(Protocol):
+    """`name` is the word of the glossary; what it can give is said by the rest."""
+
+    name: str
     tier: Tier
+    networks: frozenset[Network]
+    images: bool  # it runs `image`s; otherwise `environment`s
 
     async def start_command(self, job: CommandJob) -> CommandSandbox: ...
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import NamedTuple
 
-from gpool.core import gpuspec
+from gpool.core import environments, gpuspec
 from gpool.core.ids import UserId
 from gpool.core.model import (
     Allocation,
+    Audience,
     Availability,
     Gpu,
     GpuRequest,
@@ -42,9 +43,11 @@ class Fit(NamedTuple):
 class Unfit(StrEnum):
     """Why a node can never run a shape, however idle it is; in the order in which it is looked at."""
 
+    AUDIENCE = "audience"
     ENVIRONMENT = "environment"
     PYTHON = "python"
     TIER = "tier"
+    NETWORK = "network"
     CPU = "cpu"
     MEMORY = "memory"
     DISK = "disk"
@@ -53,18 +56,24 @@ class Unfit(StrEnum):
 
 def is_open(node: Node) -> bool:
     """Takes new leases: connected, and its owner lends it."""
-    return node.connected and node.availability is Availability.AVAILABLE
+    return node.connected and node.availability is Availability.AVAILABLE and not node.offer.closed
 
 
 def unfit(node: Node, shape: Shape) -> Unfit | None:
     """The first thing this node lacks for the shape even when idle, or None when it could run it."""
     offer, needs = node.offer, shape.requirements
-    if shape.environment not in offer.environments:
+    if node.audience is not None and not _is_for(node, node.audience, shape):
+        return Unfit.AUDIENCE
+    if shape.environment not in offer.environments and (
+        environments.kind_of(shape.environment) not in offer.builds
+    ):
         return Unfit.ENVIRONMENT
     if needs.python is not None and needs.python not in offer.pythons:
         return Unfit.PYTHON
     if not tier_allows(node, needs.tier, shape.user):
         return Unfit.TIER
+    if needs.network not in offer.networks:
+        return Unfit.NETWORK
     if offer.cpu_milli < needs.cpu_milli:
         return Unfit.CPU
     if offer.memory_bytes < memory_for(node, needs):
@@ -77,6 +86,11 @@ def unfit(node: Node, shape: Shape) -> Unfit | None:
     ):
         return Unfit.GPU
     return None
+
+
+def _is_for(node: Node, audience: Audience, shape: Shape) -> bool:
+    user, team = shape.user, shape.team
+    return user == node.owner or user in audience.users or team in audience.teams
 
 
 def tier_allows(node: Node, floor: Tier, user: UserId) -> bool:

@@ -1,0 +1,75 @@
+"""Environments by name: what a consumer asks for in a normal form, and the name that equal ones share. Builds nothing.
+
+A name is "default", "pip:<digest>" or "image:<reference>". It goes into the task's shape, so that tasks of one
+environment are interchangeable; a node that can build the kind may run it, one that has it ready runs it sooner.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+
+from gpool.core.errors import Invalid
+from gpool.core.model import Recipe
+
+DEFAULT = "default"
+PIP, IMAGE = "pip", "image"
+MAX_PACKAGES = 500
+
+_REQUIREMENT = re.compile(r"([A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?)\s*(.*)", re.DOTALL)
+_MINOR = re.compile(r"3\.\d{1,2}")
+_IMAGE = re.compile(r"[a-z0-9][\w./:@-]{0,254}", re.ASCII | re.IGNORECASE)
+
+
+def recipe(python: str | None = None, packages: tuple[str, ...] = (), image: str = "") -> Recipe:
+    """The normal form of what was asked for; `Invalid` names the word that cannot be."""
+    if python is not None and not _MINOR.fullmatch(python):
+        raise Invalid(f"python {python[:20]!r} is not a minor version; write it like 3.12")
+    if image and (python or packages):
+        raise Invalid("an image brings its own Python; leave out 'python' and 'pip', or the image")
+    if image and not _IMAGE.fullmatch(image):
+        raise Invalid(f"{image[:60]!r} is no image name; write it like debian@sha256:…")
+    if len(packages) > MAX_PACKAGES:
+        raise Invalid(f"{len(packages)} packages; at most {MAX_PACKAGES}")
+    return Recipe(python, tuple(sorted({_normal(one) for one in packages})), image)
+
+
+def _normal(requirement: str) -> str:
+    """One PEP 508 requirement: name folded, spaces closed up. Files, addresses and options of pip are refused."""
+    text = " ".join(requirement.split())
+    found = _REQUIREMENT.fullmatch(text)
+    if found is None or len(text) > 500 or not text.isprintable():
+        raise Invalid(
+            f"{requirement[:60]!r} is not a package requirement; write numpy or 'numpy>=2'"
+        )
+    name, rest = found[1], found[2]
+    if rest.startswith("@") or "://" in rest:
+        raise Invalid(
+            f"{requirement[:60]!r} names an address; packages come from the node's own index, "
+            "and your own code travels with --workdir"
+        )
+    if rest and rest[0] not in "=<>!~[;(":
+        raise Invalid(
+            f"{requirement[:60]!r} is not a package requirement; write numpy or 'numpy>=2'"
+        )
+    specifier, semicolon, marker = rest.partition(";")
+    words = re.sub(r"\s+", "", specifier)
+    folded = re.sub(r"[-_.]+", "-", name).lower()
+    return f"{folded}{words}" + (f"; {marker.strip()}" if semicolon else "")
+
+
+def name_of(recipe: Recipe | None) -> str:
+    """Equal recipes have one name; nothing asked for is the default."""
+    if recipe is None or recipe == Recipe():
+        return DEFAULT
+    if recipe.image:
+        return f"{IMAGE}:{recipe.image}"
+    if not recipe.packages:
+        return DEFAULT  # a Python alone is a placement constraint
+    told = "\n".join([recipe.python or "", *recipe.packages])
+    return f"{PIP}:{hashlib.sha256(told.encode()).hexdigest()}"
+
+
+def kind_of(name: str) -> str:
+    """What a node must be able to build for it: "pip", "image", or the name itself."""
+    return name.partition(":")[0]
