@@ -140,10 +140,11 @@ class BubblewrapRuntime:
             path.mkdir(mode=mode, parents=True, exist_ok=True)
             path.chmod(mode)
         self._layout = layout.prepare(data_dir.resolve() / "inside")
-        self._tag = "gpool-" + hashlib.sha256(bytes(self._sandboxes)).hexdigest()[:12] + "-"
+        self.tag = "gpool-" + hashlib.sha256(bytes(self._sandboxes)).hexdigest()[:12] + "-"
         self._hierarchy = cgroups.find(
             Path("/proc/self/mountinfo").read_text(), Path("/proc/self/cgroup").read_text()
         )
+        self._disk = cgroups.disk_of(self._sandboxes)
         self._watch = DiskWatch(self._sandboxes)
         self._free: list[Slot] = []
         self._slots = 0
@@ -248,7 +249,7 @@ class BubblewrapRuntime:
     # ---- how
 
     def _sweep(self) -> None:
-        cgroups.sweep(self._hierarchy, self._tag)
+        cgroups.sweep(self._hierarchy, self.tag)
         clear(self._sandboxes, self._values)
 
     def _take(self, *, with_values: bool) -> tuple[Slot, Workplace]:
@@ -262,7 +263,7 @@ class BubblewrapRuntime:
             group = None
             if self._hierarchy.version:
                 try:
-                    group = cgroups.Group(self._hierarchy, f"{self._tag}{number}")
+                    group = cgroups.Group(self._hierarchy, f"{self.tag}{number}", self._disk)
                 except OSError as refused:
                     raise SandboxFailed(f"cannot make a control group: {refused}") from refused
             slot = Slot(number, uid, group)

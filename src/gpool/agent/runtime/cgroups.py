@@ -11,9 +11,10 @@ from pathlib import Path
 
 from gpool.agent.runtime.protocol import Limits
 
-WANTED = ("memory", "pids", "cpu")
+WANTED = ("memory", "pids", "cpu", "blkio", "io")  # the last two: version 1's and version 2's word
 CPU_PERIOD_US = 100_000
 LEAST_CPU_US = 1_000
+LEAST_SHARES, LEAST_WEIGHT, MOST_WEIGHT = 2, 1, 10_000
 
 
 Enable = Callable[[Path, bool], set[str]]
@@ -101,8 +102,9 @@ def _enable(parent: Path, is_own: bool) -> set[str]:
 class Group:
     """One sandbox's group, kept for the next sandbox in the same slot. `limit` writes only what changed."""
 
-    def __init__(self, hierarchy: Hierarchy, name: str) -> None:
+    def __init__(self, hierarchy: Hierarchy, name: str, disk: str = "") -> None:
         self._version = hierarchy.version
+        self._disk = disk  # "major:minor" of where work directories lie; "": it has none
         self._paths = {controller: parent / name for controller, parent in hierarchy.parents}
         self._written: dict[Path, str] = {}
         for path in set(self._paths.values()):
@@ -114,27 +116,18 @@ class Group:
         return tuple(sorted({str(path / "cgroup.procs") for path in self._paths.values()}))
 
     def limit(self, limits: Limits) -> None:
-        quota = max(LEAST_CPU_US, limits.cpu_milli * CPU_PERIOD_US // 1000)
-        values = {
-            1: {
-                "memory": {"memory.limit_in_bytes": str(limits.memory_bytes)},
-                "pids": {"pids.max": str(limits.processes)},
-                "cpu": {"cpu.cfs_period_us": str(CPU_PERIOD_US), "cpu.cfs_quota_us": str(quota)},
-            },
-            2: {
-                "memory": {"memory.max": str(limits.memory_bytes), "memory.swap.max": "0"},
-                "pids": {"pids.max": str(limits.processes)},
-                "cpu": {"cpu.max": f"{quota} {CPU_PERIOD_US}"},
-            },
-        }
+        """A cap, and for the processor a weight too: under pressure each keeps what it leased."""
+        values = _first(limits, self._disk) if self._version == 1 else _second(limits, self._disk)
         for controller, path in self._paths.items():
-            for name, value in values[self._version][controller].items():
+            for name, value in values.get(controller, {}).items():
                 self._write(path / name, value)
 
     def _write(self, path: Path, value: str) -> None:
         if self._written.get(path) == value:
             return
-        with contextlib.suppress(FileNotFoundError):  # cpu quota and swap are kernel options
+        # cpu quota and swap are kernel options; a virtual disk may know no throttling
+        missing = (OSError,) if path.name.startswith(("io.", "blkio.")) else (FileNotFoundError,)
+        with contextlib.suppress(*missing):
             path.write_text(value)
         self._written[path] = value
 
@@ -153,6 +146,49 @@ class Group:
 
     def remove(self) -> None:
         _end(self._paths.values())
+
+
+def _first(limits: Limits, disk: str) -> dict[str, dict[str, str]]:
+    throttle = {}
+    if disk:
+        rate = limits.io_bytes_per_s or 0  # 0: none; buffered writes are only counted by version 2
+        throttle = {
+            f"blkio.throttle.{way}_bps_device": f"{disk} {rate}" for way in ("read", "write")
+        }
+    return {
+        "memory": {"memory.limit_in_bytes": str(limits.memory_bytes)},
+        "pids": {"pids.max": str(limits.processes)},
+        "cpu": {
+            "cpu.shares": str(max(LEAST_SHARES, limits.cpu_milli * 1024 // 1000)),
+            "cpu.cfs_period_us": str(CPU_PERIOD_US),
+            "cpu.cfs_quota_us": str(_quota(limits)),
+        },
+        "blkio": throttle,
+    }
+
+
+def _second(limits: Limits, disk: str) -> dict[str, dict[str, str]]:
+    rate = limits.io_bytes_per_s or "max"
+    weight = min(MOST_WEIGHT, max(LEAST_WEIGHT, limits.cpu_milli // 10))
+    return {
+        "memory": {"memory.max": str(limits.memory_bytes), "memory.swap.max": "0"},
+        "pids": {"pids.max": str(limits.processes)},
+        "cpu": {"cpu.weight": str(weight), "cpu.max": f"{_quota(limits)} {CPU_PERIOD_US}"},
+        "io": {"io.max": f"{disk} rbps={rate} wbps={rate}"} if disk else {},
+    }
+
+
+def _quota(limits: Limits) -> int:
+    return max(LEAST_CPU_US, limits.cpu_milli * CPU_PERIOD_US // 1000)
+
+
+def disk_of(directory: Path, sys: Path = Path("/sys/dev/block")) -> str:
+    """ "major:minor" of the whole disk a directory lies on, as throttles want it; "" where there is no such disk."""
+    number = directory.stat().st_dev
+    entry = sys / f"{os.major(number)}:{os.minor(number)}"
+    if (entry / "partition").exists():
+        return (entry.resolve().parent / "dev").read_text().strip()
+    return entry.name if entry.exists() else ""
 
 
 def sweep(hierarchy: Hierarchy, prefix: str) -> None:
