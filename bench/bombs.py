@@ -34,14 +34,18 @@ BOMB_MEMORY, BOMB_DISK = "256MB", "256MB"
 HONEST = """
 import hashlib, time
 def work():
+    wrote = 0.0
     for turn in range({turns}):
-        block = hashlib.sha256(b"x" * 200_000).digest() * 1000
-        with open("kept", "wb") as kept:
-            kept.write(block)
+        block = hashlib.sha256(b"x" * 1_000_000).digest() * 1000
         sorted(block)
-began = time.perf_counter()
-work()
-print("took", time.perf_counter() - began)
+        began = time.perf_counter()
+        kept.write(block)
+        wrote += time.perf_counter() - began
+    return wrote
+with open("kept", "wb") as kept:
+    began = time.perf_counter()
+    wrote = work()
+print("took", time.perf_counter() - began, wrote, time.process_time())
 """
 IDLE = "while True: time.sleep(1000)"
 BOMBS = {
@@ -125,6 +129,8 @@ class Turn:
 
     beside: str
     took_s: float
+    wrote_s: float  # of it, with files
+    cpu_s: float
     longest_silence_s: float
     ended_early: dict[str, str]
 
@@ -210,14 +216,15 @@ def turn(pool: Pool, kind: str, codes: dict[str, str], turns: int, beats: Beats)
         honest = pool.ask("POST", "/v1/tasks", wanted).json()["ids"][0]
         pool.until_status(honest, "succeeded", within_s=300)
         items = pool.ask("GET", f"/v1/tasks/{honest}/logs").json()["items"]
-        took = float("".join(item["text"] for item in items).split()[1])
+        said = "".join(item["text"] for item in items)
+        took, wrote, cpu = map(float, said.split()[1:])
         seen = {name: pool.status(task) for name, task in tasks.items()}
         early = {
             name: f"{task['status']}: {task.get('reason')}"
             for name, task in seen.items()
             if task["status"] != "running"
         }
-    return Turn(kind, took, max(beats.silences_s(first), default=0.0), early)
+    return Turn(kind, took, wrote, cpu, max(beats.silences_s(first), default=0.0), early)
 
 
 def measure(rounds: int, turns: int) -> Found:

@@ -150,10 +150,8 @@ opener.wait()
 """
 
 
-def test_an_unprivileged_agents_sandbox_enters_its_lane(
-    require: Callable[[str], None], tmp_path: Path
-) -> None:
+def test_an_unprivileged_agents_sandbox_enters_its_lane(require: Callable[[str], None]) -> None:
     require("network namespaces")
-    said = unprivileged.run(ROOTLESS, tmp_path, LOOK).splitlines()
+    said = unprivileged.run(ROOTLESS, LOOK).splitlines()
     assert said[:4] == [f"nameserver {ADDRESS}", "hosts: files dns", "there", "refused"]
     assert said[4:] == ["hosts: files", "absent", "refused"]

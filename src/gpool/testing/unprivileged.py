@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import sys
+import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import gpool
@@ -35,14 +36,14 @@ def closed_above(path: Path) -> Path:
     return Path("/")
 
 
-def run(code: str, data: Path, *words: str, timeout_s: float = 120) -> str:
-    """What the code prints; `sys.argv[1]` is a folder of that user's below `data`, whose parents it opens."""
-    own = data / "unprivileged"
-    own.mkdir(mode=0o700)
-    shutil.chown(own, UID, UID)
-    for folder in (data, *data.parents):
-        if folder.stat().st_uid == os.geteuid() and folder != Path("/"):
-            folder.chmod(folder.stat().st_mode | 0o011)
+def run(code: str, *words: str, timeout_s: float = 120) -> str:
+    """What the code prints; `sys.argv[1]` is an empty folder of that user's, gone afterwards."""
+    with tempfile.TemporaryDirectory(prefix="gpool-") as folder:
+        shutil.chown(folder, UID, UID)
+        return _run(code, Path(folder), words, timeout_s)
+
+
+def _run(code: str, own: Path, words: Sequence[str], timeout_s: float) -> str:
     base = Path(sys.base_prefix).resolve()
     script = ["sh", "-c", REACH, "reach", str(base), str(closed_above(base)), str(UID)]
     done = subprocess.run(
