@@ -258,7 +258,7 @@ def measure(rounds: int, turns: int) -> Found:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--turns", type=int, default=600, help="of the honest task's work")
+    parser.add_argument("--turns", type=int, default=1500, help="of the honest task's work")
     parser.add_argument("--quick", action="store_true", help="one round of a third of the work")
     parser.add_argument("--json", type=Path, help="write the figures there as well")
     options = parser.parse_args()

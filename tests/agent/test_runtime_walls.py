@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from gpool.agent.runtime import cgroups, landlock
-from gpool.agent.runtime.protocol import Limits
+from gpool.agent.runtime.protocol import CommandJob, Limits
+from gpool.core.model import Gpu, Slice
 from gpool.testing.runtimes import LIMITS, command, using
 
 needs_landlock = pytest.mark.skipif(
@@ -128,6 +129,27 @@ def test_a_task_without_a_gpu_sees_no_sys(tmp_path: Path) -> None:
     assert ran.out == b""
 
 
+def test_a_task_with_a_gpu_sees_of_sys_what_cuda_reads_and_no_more(tmp_path: Path) -> None:
+    """The GPU is claimed to be real; there need be none."""
+    gpu = Gpu(0, "GPU-claimed", "A100", "nvidia", 1 << 30)
+
+    async def work(runtime: Any) -> bytes:
+        runtime.use_gpus([gpu])
+        script = "cd /sys && ls devices/system/cpu | grep -c . && find . -maxdepth 2; touch x"
+        job = CommandJob(("sh", "-c", script), (), (), (Slice(0, 1 << 30, 1000),), LIMITS)
+        sandbox = await runtime.start_command(job)
+        said = b"".join([data async for _, data in sandbox.output()])
+        await sandbox.remove()
+        return said
+
+    first, *rest = using("bubblewrap", tmp_path, work).decode().splitlines()
+    assert int(first) > 1
+    assert "Read-only file system" in rest.pop()
+    tops = {"./bus", "./devices", "./module"}
+    assert {line for line in rest if line.count("/") == 1} <= tops
+    assert os.path.exists("/sys/kernel")  # the control: the host has more
+
+
 PARALLEL = """
 import concurrent.futures, multiprocessing, os, pty, queue, socket, sqlite3, subprocess, threading
 if __name__ == "__main__":
@@ -196,6 +218,20 @@ def test_a_group_is_told_weights_and_rates(
     group = cgroups.Group(hierarchy, "one", disk="8:0")
     group.limit(Limits(500, 1 << 20, io_bytes_per_s=1_000_000))
     assert (tmp_path / "one" / name).read_text() == value
+
+
+def test_a_group_that_is_let_die_is_limited_again_for_the_next(tmp_path: Path) -> None:
+    for version, name, free, held in (
+        (1, "cpu.cfs_quota_us", "-1", "50000"),
+        (2, "cpu.max", "max 100000", "50000 100000"),
+    ):
+        group = cgroups.Group(cgroups.Hierarchy(version, (("cpu", tmp_path),)), f"v{version}")
+        path = tmp_path / f"v{version}" / name
+        group.limit(Limits(500, 1 << 20))
+        group.let_die()
+        assert path.read_text() == free
+        group.limit(Limits(500, 1 << 20))
+        assert path.read_text() == held
 
 
 def test_a_rate_that_is_no_more_asked_for_is_taken_back(tmp_path: Path) -> None:

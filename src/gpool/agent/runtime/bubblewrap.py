@@ -148,7 +148,6 @@ class BubblewrapRuntime:
         self._watch = DiskWatch(self._sandboxes)
         self._free: list[Slot] = []
         self._slots = 0
-        self._made = 0
         self._place = place = RUN / "inside"
         if self._root:
             place.mkdir(mode=0o755, exist_ok=True)
@@ -239,6 +238,7 @@ class BubblewrapRuntime:
         await self._watch.close()
         await self._launcher.close()
         for slot in self._free:
+            Workplace(self._root_of(slot), slot.uid).remove()
             if slot.group is not None:
                 slot.group.remove()
         self._free.clear()
@@ -268,10 +268,12 @@ class BubblewrapRuntime:
                     raise SandboxFailed(f"cannot make a control group: {refused}") from refused
             slot = Slot(number, uid, group)
             self._slots += 1
-        self._made += 1
-        place = Workplace(self._sandboxes / f"{slot.number}-{os.getpid()}-{self._made}", slot.uid)
+        place = Workplace(self._root_of(slot), slot.uid, stays=True)
         place.make(with_values=with_values)
         return slot, place
+
+    def _root_of(self, slot: Slot) -> Path:
+        return self._sandboxes / f"{slot.number}-{os.getpid()}"
 
     def _release(self, slot: Slot, watched: Watched) -> None:
         self._watch.end(watched)
@@ -322,7 +324,7 @@ class BubblewrapRuntime:
         if self._wall:
             processes = 0 if self._root else job.limits.processes
             command += landlock.command(len(given) - 1, processes, self.landlock)
-        return await self._launcher.start(
+        started = await self._launcher.start(
             Order(
                 mode="bubblewrap",
                 argv=[*command, *argv],
@@ -334,6 +336,9 @@ class BubblewrapRuntime:
                 binds=[bind for bind, _ in brought],
             )
         )
+        if slot.group is not None:
+            started.before_kill = slot.group.let_die
+        return started
 
     def _brought(self, environment: Prepared | None) -> list[tuple[Bind, str]]:
         """What of an environment the launcher must have in reach, and where each lies inside."""

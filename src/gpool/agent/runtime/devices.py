@@ -14,6 +14,9 @@ CONTROL_NODES = (
     "/dev/nvidia-uvm-tools",
     "/dev/nvidia-modeset",
 )
+SYSTEM = Path("/sys")
+SYSTEM_FOLDERS = ("bus/pci", "devices/pci*", "devices/system", "module/nvidia*")
+"""What CUDA and its libraries read of it: where a GPU sits, which processors and memory are near, the driver."""
 DRIVER = Path("/proc/driver/nvidia/gpus")
 
 
@@ -30,7 +33,11 @@ def device_arguments(gpus: Mapping[int, Gpu], slices: Sequence[Slice]) -> list[s
     for node in nodes:
         if os.path.exists(node):
             words += ["--dev-bind", node, node]
-    return [*words, "--ro-bind", "/sys", "/sys"]
+    words += ["--tmpfs", str(SYSTEM)]
+    for folder in SYSTEM_FOLDERS:
+        for found in sorted(SYSTEM.glob(folder)):
+            words += ["--ro-bind", str(found), str(found)]
+    return [*words, "--remount-ro", str(SYSTEM)]
 
 
 def visible_devices(gpus: Mapping[int, Gpu], slices: Sequence[Slice]) -> str:

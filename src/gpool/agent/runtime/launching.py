@@ -10,7 +10,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -80,6 +80,7 @@ class Started:
         self._launcher = launcher
         self._number = number
         self._exit = exit
+        self.before_kill: Callable[[], None] | None = None
 
     @property
     def is_over(self) -> bool:
@@ -91,6 +92,8 @@ class Started:
 
     async def kill(self) -> None:
         if not self._exit.done():
+            if self.before_kill is not None:
+                self.before_kill()
             await self._launcher.say({"kill": self._number}, ())
         await asyncio.shield(self._exit)
 

@@ -27,10 +27,14 @@ _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 @dataclass(frozen=True, slots=True)
 class Workplace:
-    """`root` holds `work` (the task's), and for runners `values`; all of them belong to `uid` alone."""
+    """`root` holds `work` (the task's), and for runners `values`; all of them belong to `uid` alone.
+
+    A root that `stays` is the agent's own and used by one sandbox after another: nothing but the root is.
+    """
 
     root: Path
     uid: int
+    stays: bool = False
 
     @property
     def work(self) -> Path:
@@ -41,7 +45,10 @@ class Workplace:
         return self.root / "values"
 
     def make(self, *, with_values: bool = False) -> None:
-        self.root.mkdir(mode=0o711)
+        if self.stays and self.root.exists():
+            self.remove()  # it is empty, unless somebody was stopped half-way
+        else:
+            self.root.mkdir(mode=0o711)
         for path in (self.work, self.values) if with_values else (self.work,):
             path.mkdir(mode=0o700)
             self._give(path)
@@ -95,8 +102,9 @@ class Workplace:
         """Everything, however deep or unreadable: directories are moved to the top before they are emptied."""
         with contextlib.suppress(FileNotFoundError), opened(self.root, None) as top:
             empty(top)
-        with contextlib.suppress(FileNotFoundError):
-            self.root.rmdir()
+        if not self.stays:
+            with contextlib.suppress(FileNotFoundError):
+                self.root.rmdir()
 
 
 @contextlib.contextmanager
