@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from ipaddress import IPv4Address, ip_address
 from pathlib import Path
@@ -268,9 +269,9 @@ def attempt(targets: dict[str, str], within_s: float = 1.0) -> dict[str, list[st
     by_number = {each.fileno(): each for each in waiting}
     for each in waiting:
         poll.register(each, select.POLLIN)
-    rounds = 20
-    for _ in range(rounds):
-        for number, _ in poll.poll(within_s * 1000 / rounds):
+    until = time.monotonic() + within_s
+    while (left := until - time.monotonic()) > 0:
+        for number, _ in poll.poll(left * 1000):
             each = by_number[number]
             poll.unregister(each)
             name, word = waiting[each]
@@ -352,9 +353,7 @@ def fingerprint() -> dict[str, Any]:
     routes = subprocess.run(
         ["ip", "-j", "route", "show", "table", "all"], capture_output=True, text=True, check=True
     )
-    tables = subprocess.run(
-        ["nft", "list", "ruleset"], capture_output=True, text=True, check=False
-    )
+    tables = subprocess.run(["nft", "list", "ruleset"], capture_output=True, text=True, check=False)
     return {
         "settings": settings,
         "interfaces": [each["ifname"] for each in json.loads(listed.stdout)],
@@ -451,7 +450,9 @@ async def agent(mode: str, capture: socket.socket) -> dict[str, Any]:
     with contextlib.ExitStack() as stack:
         if mode == "root":
             near["another lane"] = stack.enter_context(listening_in(other))
-            near["the host by its lane"] = str(IPv4Address(int(IPv4Address(near["another lane"])) & ~0xFFF | 1))
+            near["the host by its lane"] = str(
+                IPv4Address(int(IPv4Address(near["another lane"])) & ~0xFFF | 1)
+            )
         lane_spoken = {**spoken, "multicast by IPv6": "ff02::fb%2"}
         forbidden = {**outside, "the host": HOST, **near, **lane_spoken}
         refused = await several.refused_packets()
@@ -465,9 +466,15 @@ async def agent(mode: str, capture: socket.socket) -> dict[str, Any]:
         arrived(capture)
         told["names"] = await off_loop(opened, lookups)
         tally = opened.resolver.tally
-        told["tally"] = {"refused": tally.refused, "stripped": tally.stripped, "forwarded": tally.forwarded}
+        told["tally"] = {
+            "refused": tally.refused,
+            "stripped": tally.stripped,
+            "forwarded": tally.forwarded,
+        }
 
-        listed = Only((parse_target(f"10.9.9.9:{PORT}"),), {"index.example": (IPv4Address("10.9.9.9"),)})
+        listed = Only(
+            (parse_target(f"10.9.9.9:{PORT}"),), {"index.example": (IPv4Address("10.9.9.9"),)}
+        )
         async with await several.open(listed) as only:
             told["from a listed lane"] = await off_loop(
                 only, lambda: attempt({**OUTSIDE, "the host": HOST, "public": PUBLIC})
@@ -544,7 +551,9 @@ def main() -> int:
                     os.setgroups([])
                     os.setresgid(NOBODY, NOBODY, NOBODY)
                     os.setresuid(NOBODY, NOBODY, NOBODY)
-                    libc.prctl(4, 1, 0, 0, 0)  # PR_SET_DUMPABLE: as a process started by that user is
+                    libc.prctl(
+                        4, 1, 0, 0, 0
+                    )  # PR_SET_DUMPABLE: as a process started by that user is
                 told = asyncio.run(agent(mode, capture))
                 sys.stdout.write(json.dumps(told))
                 sys.stdout.flush()

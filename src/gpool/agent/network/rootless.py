@@ -43,9 +43,7 @@ def slirp_arguments(holder: int, ready: int, ending: int) -> list[str]:
         "--enable-seccomp",
         f"--ready-fd={ready}",
         f"--exit-fd={ending}",
-        "--netns-type=path",
-        f"--userns-path=/proc/{holder}/ns/user",
-        f"/proc/{holder}/ns/net",
+        str(holder),  # by its pid, which is our child's: given paths it cannot make its sandbox
         TAP,
     ]
 
@@ -241,8 +239,8 @@ class RootlessNetworks:
                 os.set_blocking(held.said, False)
                 with contextlib.suppress(BlockingIOError):
                     said = os.read(held.said, 2000)
-                last = said.decode(errors="replace").strip().splitlines()[-1:] or ["it ended"]
-                raise NoLane(f"slirp4netns: {last[0]}")
+                last = said.decode(errors="replace").strip().splitlines()[-2:] or ["it ended"]
+                raise NoLane(f"slirp4netns: {', '.join(last)}")
         finally:
             for descriptor in (ready_out, ready_in, end_out, said_in):
                 if descriptor >= 0:
