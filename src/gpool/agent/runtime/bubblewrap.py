@@ -20,23 +20,25 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from gpool.agent.runtime import cgroups, layout, seccomp
+from gpool.agent.runtime import cgroups, landlock, layout, seccomp
 from gpool.agent.runtime.calls import Keeping, must_have, open_runner
 from gpool.agent.runtime.commands import Command, command_pipes
 from gpool.agent.runtime.devices import device_arguments, visible_devices
 from gpool.agent.runtime.disk import DiskWatch, Watched
 from gpool.agent.runtime.launching import LAUNCHER_DIED, Bind, Exit, Launcher, Order, Started
 from gpool.agent.runtime.protocol import (
+    ENVIRONMENT_AT,
     CommandJob,
     CommandSandbox,
     Ended,
     Limits,
+    Prepared,
     RunnerJob,
     RunnerSandbox,
     SandboxFailed,
 )
 from gpool.agent.runtime.workplace import Workplace, clear
-from gpool.core.model import EndReason, Gpu, Network, Slice, Tier
+from gpool.core.model import EndReason, Gpu, Network, Tier
 
 RUN = Path("/run/gpool")  # a root agent's, and only it may write there
 FIRST_UID = 2_000_000_000  # past every range that distributions, subuids and containers use
@@ -58,6 +60,33 @@ def find_bwrap() -> str:
         return found
     from_wheel = wheels_bwrap()
     return str(from_wheel) if from_wheel.exists() else ""
+
+
+def _joined(words: Sequence[str]) -> bytes:
+    return b"".join(word.encode() + b"\0" for word in words)
+
+
+def _letter(name: str, data: bytes) -> int:
+    """A descriptor to read the data from: no command line shows what comes this way."""
+    letter = os.memfd_create(name, os.MFD_CLOEXEC)
+    view = memoryview(data)
+    while view:
+        view = view[os.write(letter, view) :]
+    os.lseek(letter, 0, os.SEEK_SET)
+    return letter
+
+
+def _fixed_arguments(root: Sequence[str]) -> bytes:
+    """What every sandbox gets; `root` makes its root directory."""
+    words = ["--unshare-all", "--unshare-user", "--new-session", "--die-with-parent"]
+    words += ["--cap-drop", "ALL", "--hostname", "sandbox", "--clearenv"]
+    words += ["--uid", str(layout.INSIDE_UID), "--gid", str(layout.INSIDE_UID)]
+    words += [*root, "--proc", "/proc", "--dev", "/dev"]
+    for name in layout.MASKED:
+        if os.path.exists(f"/proc/{name}"):
+            words += ["--ro-bind", "/dev/null", f"/proc/{name}"]
+    words += ["--remount-ro", "/proc"]
+    return _joined(words)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +124,7 @@ class BubblewrapRuntime:
 
     name = "bubblewrap"
     tier = Tier.CONTAINER
-    networks = frozenset({Network.NONE})
+    networks = frozenset({Network.NONE, Network.EGRESS})
     images = False
 
     def __init__(self, data_dir: Path, *, gpus: Sequence[Gpu] = (), bwrap: str = "") -> None:
@@ -119,7 +148,7 @@ class BubblewrapRuntime:
         self._free: list[Slot] = []
         self._slots = 0
         self._made = 0
-        place = RUN / "inside"
+        self._place = place = RUN / "inside"
         if self._root:
             place.mkdir(mode=0o755, exist_ok=True)
         binds = [*self._layout.binds, Bind(self._sandboxes, "sandboxes", writable=True)]
@@ -128,11 +157,22 @@ class BubblewrapRuntime:
         }
         if self._root:
             self._bwrap = self._within_reach(Path(self._bwrap).resolve())
-        self._launcher = Launcher(
-            place=str(place) if self._root else "", binds=binds, seccomp=seccomp.program()
+        tree, bare = (
+            layout.system_tree((self._reach[name], inside) for name, inside in seen)
+            for seen in (self._layout.seen, self._layout.bare)
         )
-        self._fixed = self._fixed_arguments()
-        self._prlimit = "" if self._root else shutil.which("prlimit") or ""
+        self._launcher = Launcher(
+            place=str(place) if self._root else "",
+            binds=binds,
+            seccomp=seccomp.program(),
+            tree=tree,
+        )
+        planted = ["--ro-bind", str(place / "tree"), "/"]
+        self._fixed = _fixed_arguments(planted if self._root else layout.as_arguments(tree))
+        self._fixed_bare = _fixed_arguments(layout.as_arguments(bare))
+        self.landlock = landlock.version() if landlock.perl() else 0
+        """Which Landlock stands behind the mounts; 0: none, for the kernel or the host's Perl is missing."""
+        self._wall = bool(self.landlock) or (bool(landlock.perl()) and not self._root)
 
     def use_gpus(self, gpus: Sequence[Gpu]) -> None:
         """What the machine has now; sandboxes that run keep what they were given."""
@@ -166,13 +206,17 @@ class BubblewrapRuntime:
         )
 
     async def start_runner(self, job: RunnerJob) -> RunnerSandbox:
-        must_have(job.python)
+        if job.environment is None:
+            must_have(job.python)
+            program = [self._layout.python, "-B", self._layout.runner]
+        else:
+            program = [job.environment.python, "-B", self._layout.boot]
         slot, place = self._take(with_values=True)
         watched = Watched(place.root, job.limits.disk_bytes)
 
         async def start(descriptors: Sequence[int], numbers: Sequence[int]) -> Started:
             words = [str(number + 1) for number in numbers]  # the arguments lie before them
-            argv = [self._layout.python, "-B", self._layout.runner, "alone", *words]
+            argv = [*program, "alone", *words]
             started = await self._start(slot, place, argv, job, descriptors)
             self._watch.begin(watched, started.kill)
             return started
@@ -252,15 +296,18 @@ class BubblewrapRuntime:
             for descriptor in descriptors:
                 os.close(descriptor)
             raise SandboxFailed(f"cannot set limits: {refused}") from refused
-        options = os.memfd_create("options", os.MFD_CLOEXEC)
-        text = self._fixed + b"".join(
-            word.encode() + b"\0" for word in self._own_arguments(place, job)
-        )
-        view = memoryview(text)
-        while view:
-            view = view[os.write(options, view) :]
-        os.lseek(options, 0, os.SEEK_SET)
-        given = (*descriptors[:ARGUMENTS_AT], options, *descriptors[ARGUMENTS_AT:])
+        brought = self._brought(job.environment)
+        fixed = self._fixed if job.environment is None else self._fixed_bare
+        words = self._own_arguments(place, job, brought)
+        variables = self._variables(job)
+        given = [*descriptors]
+        if self._wall:
+            given.append(_letter("variables", "\0".join(f"{n}={v}" for n, v in variables).encode()))
+        else:
+            for name, value in variables:
+                words += ["--setenv", name, value]
+        options = _letter("options", fixed + _joined(words))
+        given.insert(ARGUMENTS_AT, options)
         command = [
             self._bwrap,
             "--args",
@@ -271,8 +318,9 @@ class BubblewrapRuntime:
             str(len(given) + 1),
             "--",
         ]
-        if self._prlimit:
-            command += [self._prlimit, f"--nproc={job.limits.processes}", "--"]
+        if self._wall:
+            processes = 0 if self._root else job.limits.processes
+            command += landlock.command(len(given) - 1, processes, self.landlock)
         return await self._launcher.start(
             Order(
                 mode="bubblewrap",
@@ -281,8 +329,20 @@ class BubblewrapRuntime:
                 uid=slot.uid if self._root else 0,
                 groups=slot.group.joins if slot.group is not None else (),
                 limits=self._rlimits(job.limits),
+                lane=job.lane.namespaces if job.lane is not None else (),
+                binds=[bind for bind, _ in brought],
             )
         )
+
+    def _brought(self, environment: Prepared | None) -> list[tuple[Bind, str]]:
+        """What of an environment the launcher must have in reach, and where each lies inside."""
+        if environment is None:
+            return []
+        found = {ENVIRONMENT_AT: environment.root, **environment.binds}
+        return [
+            (Bind(path, "brought-" + hashlib.sha256(bytes(path)).hexdigest()[:32]), inside)
+            for inside, path in found.items()
+        ]
 
     def _within_reach(self, program: Path) -> str:
         """Where a dropped uid finds the program: the wheel's lies among packages that may be in a closed home."""
@@ -291,16 +351,9 @@ class BubblewrapRuntime:
                 return str(Path(self._reach[bind.name]) / program.relative_to(bind.source))
         return str(program)
 
-    def _fixed_arguments(self) -> bytes:
-        words = ["--unshare-all", "--unshare-user", "--new-session", "--die-with-parent"]
-        words += ["--cap-drop", "ALL", "--hostname", "sandbox", "--clearenv"]
-        words += ["--uid", str(layout.INSIDE_UID), "--gid", str(layout.INSIDE_UID)]
-        words += [*layout.system_arguments(), "--proc", "/proc", "--dev", "/dev"]
-        for name, inside in self._layout.seen:
-            words += ["--ro-bind", self._reach[name], inside]
-        return b"".join(word.encode() + b"\0" for word in words)
-
-    def _own_arguments(self, place: Workplace, job: CommandJob | RunnerJob) -> list[str]:
+    def _own_arguments(
+        self, place: Workplace, job: CommandJob | RunnerJob, brought: Sequence[tuple[Bind, str]]
+    ) -> list[str]:
         reach = self._reach["sandboxes"] + "/" + place.root.name
         half = str(max(1 << 20, job.limits.memory_bytes // 2))
         words = ["--size", half, "--perms", "1777", "--tmpfs", "/tmp"]
@@ -308,14 +361,26 @@ class BubblewrapRuntime:
         words += ["--bind", reach + "/work", "/work"]
         if isinstance(job, RunnerJob):
             words += ["--bind", reach + "/values", "/values"]
+        for bind, inside in brought:
+            source = str(self._place / bind.name) if self._root else str(bind.source)
+            words += ["--ro-bind", source, inside]
+        if brought and isinstance(job, RunnerJob):
+            for name in ("runner", "boot"):
+                words += ["--ro-bind", self._reach[name], f"{layout.HOME}/{name}"]
+        if job.lane is not None:
+            place.write_aside("resolv.conf", f"nameserver {job.lane.resolver}\n")
+            words += ["--share-net", "--ro-bind", reach + "/resolv.conf", "/etc/resolv.conf"]
+            words += ["--ro-bind", self._reach["etc"] + "/nsswitch.lane", "/etc/nsswitch.conf"]
         words += device_arguments(self._gpus, job.slices)
-        words += ["--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/work"]
-        for name, value in (*self._layout.variables, *self._gpu_variables(job.slices), *job.env):
-            words += ["--setenv", name, value]
+        words += ["--remount-ro", "/dev", "--chdir", "/work"]
+        if brought or not self._root:
+            words += ["--remount-ro", "/"]  # a planted tree is so already
         return words
 
-    def _gpu_variables(self, slices: Sequence[Slice]) -> tuple[tuple[str, str], ...]:
-        return (("CUDA_VISIBLE_DEVICES", visible_devices(self._gpus, slices)),)
+    def _variables(self, job: CommandJob | RunnerJob) -> list[tuple[str, str]]:
+        plain = self._layout.variables if job.environment is None else self._layout.bare_variables
+        cuda = ("CUDA_VISIBLE_DEVICES", visible_devices(self._gpus, job.slices))
+        return list(dict([*plain, ("PWD", "/work"), cuda, *job.env]).items())
 
     def _rlimits(self, limits: Limits) -> list[tuple[int, int]]:
         chosen = [

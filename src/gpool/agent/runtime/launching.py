@@ -32,6 +32,15 @@ class Bind:
 
 
 @dataclass(frozen=True, slots=True)
+class Tree:
+    """A sandbox's root directory, which a launcher with its own mounts prepares once."""
+
+    folders: tuple[str, ...] = ()
+    links: tuple[tuple[str, str], ...] = ()  # (path inside, what it says)
+    binds: tuple[tuple[str, str], ...] = ()  # (path inside, where the launcher has it)
+
+
+@dataclass(frozen=True, slots=True)
 class Order:
     """What to start. `descriptors` become 0, 1, 2 … and are closed here once sent."""
 
@@ -43,6 +52,8 @@ class Order:
     limits: Sequence[tuple[int, int]] = ()
     env: Mapping[str, str] = field(default_factory=dict)
     cwd: str = "/"
+    lane: Sequence[int] = ()  # namespaces to enter first, in this order; they stay the caller's
+    binds: Sequence[Bind] = ()  # what it needs in reach besides what every sandbox does
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +64,10 @@ class Exit:
     ran: bool
     killed: bool
     lost: bool = False  # its launcher died, and it with that: nobody's doing
+
+
+def _bind(bind: Bind) -> dict[str, object]:
+    return {"source": str(bind.source), "name": bind.name, "writable": bind.writable}
 
 
 LAUNCHER_DIED = "gpool's launcher on that node died, and the sandbox with it"
@@ -87,13 +102,15 @@ class Started:
 class Launcher:
     """Starts the launcher process at the first order, and again when it died."""
 
-    def __init__(self, *, place: str, binds: Sequence[Bind], seccomp: bytes) -> None:
+    def __init__(
+        self, *, place: str, binds: Sequence[Bind], seccomp: bytes, tree: Tree | None = None
+    ) -> None:
+        tree = tree or Tree()
         self._settings = {
             "place": place,
-            "binds": [
-                {"source": str(b.source), "name": b.name, "writable": b.writable} for b in binds
-            ],
+            "binds": [_bind(bind) for bind in binds],
             "seccomp": seccomp.hex(),
+            "tree": {"folders": tree.folders, "links": tree.links, "binds": tree.binds},
         }
         self._channel: socket.socket | None = None
         self._child: subprocess.Popen[bytes] | None = None
@@ -118,8 +135,10 @@ class Launcher:
                 "limits": list(order.limits),
                 "env": dict(order.env),
                 "cwd": order.cwd,
+                "lane": len(order.lane),
+                "binds": [_bind(bind) for bind in order.binds],
             }
-            await self.say(document, order.descriptors)
+            await self.say(document, (*order.descriptors, *order.lane))
         finally:
             for descriptor in order.descriptors:
                 os.close(descriptor)

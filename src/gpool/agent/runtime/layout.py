@@ -10,11 +10,17 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import cloudpickle  # type: ignore[import-untyped]
+
 import gpool
-from gpool.agent.runtime.launching import Bind
+from gpool.agent.runtime.launching import Bind, Tree
+from gpool.agent.runtime.protocol import ENVIRONMENT_AT
 
 HOME = "/opt/gpool"  # inside
 SYSTEM_LINKS = ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
+SYSTEM_PATH = "/usr/local/bin:/usr/bin:/bin"
+FOLDERS = ("/proc", "/dev", "/sys", "/tmp", "/work", "/values")
+MASKED = ("kallsyms", "kcore", "key-users", "keys", "sysrq-trigger", "timer_list")  # of /proc
 INSIDE_UID = 1000
 PACKAGE_FOLDERS = ("site-packages", "dist-packages")
 ETC_FILES = (
@@ -34,7 +40,19 @@ ETC_TEXTS = {
     "hosts": "127.0.0.1 localhost\n::1 localhost\n",
     "hostname": "sandbox\n",
     "nsswitch.conf": "passwd: files\ngroup: files\nhosts: files\n",
+    "nsswitch.lane": "passwd: files\ngroup: files\nhosts: files dns\n",
+    "resolv.conf": "",  # a lane's lies over it
 }
+BOOT = f"""import sys
+
+sys.path[0] = "{HOME}/runner"
+sys.path.append("{HOME}/boot/packages")
+sys.argv[0] = __file__ = "{HOME}/runner/serve.py"
+with open(__file__, "rb") as script:
+    code = compile(script.read(), __file__, "exec")
+exec(code)
+"""
+"""Runs the runner by an environment's interpreter, which finds cloudpickle here when it has none of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +64,9 @@ class Layout:
     python: str  # the interpreter, inside
     runner: str  # the runner's script, inside
     variables: tuple[tuple[str, str], ...]
+    bare: tuple[tuple[str, str], ...]  # `seen` of a sandbox that brings an environment
+    bare_variables: tuple[tuple[str, str], ...]
+    boot: str  # the runner's script when an environment's interpreter runs it, inside
 
 
 def package_folders(paths: Iterable[str], base: Path) -> list[Path]:
@@ -63,9 +84,10 @@ def prepare(directory: Path, paths: Iterable[str] = tuple(sys.path)) -> Layout:
     runner = source / "agent" / "runner"
     system_python = base.is_relative_to("/usr")
     inside_base = str(base) if system_python else f"{HOME}/python"
-    etc, venv = directory / "etc", directory / "venv"
+    etc, venv, boot = directory / "etc", directory / "venv", directory / "boot"
     found = {f"packages{n}": folder for n, folder in enumerate(package_folders(paths, base))}
     _write_etc(etc)
+    _write_boot(boot)
     _write_venv(venv, minor, inside_base, list(found), shared=not system_python)
     binds = [
         Bind(etc, "etc"),
@@ -73,6 +95,7 @@ def prepare(directory: Path, paths: Iterable[str] = tuple(sys.path)) -> Layout:
         *(Bind(folder, name) for name, folder in found.items()),
         Bind(source, "source"),
         Bind(runner, "runner"),
+        Bind(boot, "boot"),
     ]
     seen = [
         ("etc", "/etc"),
@@ -84,32 +107,48 @@ def prepare(directory: Path, paths: Iterable[str] = tuple(sys.path)) -> Layout:
     if not system_python:
         binds.append(Bind(base, "python"))
         seen.append(("python", f"{HOME}/python"))
-    variables = [
-        ("PATH", f"{HOME}/venv/bin:/usr/local/bin:/usr/bin:/bin"),
-        ("HOME", "/work"),
-        ("LANG", "C.UTF-8"),
-        ("TMPDIR", "/tmp"),
-    ]
+    variables = [("HOME", "/work"), ("LANG", "C.UTF-8"), ("TMPDIR", "/tmp")]
+    needed = {"etc", "python"}
     if not system_python and sysconfig.get_config_var("Py_ENABLE_SHARED"):
         variables.append(("LD_LIBRARY_PATH", f"{HOME}/venv/lib"))
+        needed.add("venv")
     return Layout(
         tuple(binds),
         tuple(seen),
         f"{HOME}/venv/bin/{minor}",
         f"{HOME}/runner/serve.py",
-        tuple(variables),
+        (("PATH", f"{HOME}/venv/bin:{SYSTEM_PATH}"), *variables),
+        tuple(entry for entry in seen if entry[0] in needed),
+        (
+            ("PATH", f"{ENVIRONMENT_AT}/bin:{SYSTEM_PATH}"),
+            ("VIRTUAL_ENV", ENVIRONMENT_AT),
+            *variables,
+        ),
+        f"{HOME}/boot/runner.py",
     )
 
 
-def system_arguments() -> list[str]:
-    """The host's programs and libraries, as bwrap's arguments."""
-    arguments = ["--ro-bind", "/usr", "/usr"]
+def system_tree(seen: Iterable[tuple[str, str]]) -> Tree:
+    """A root directory: the host's programs and libraries, and what is `seen`, (where we have it, path inside)."""
+    binds = [("/usr", "/usr")]
+    links = []
     for path in SYSTEM_LINKS:
         if os.path.islink(path):
-            arguments += ["--symlink", os.readlink(path), path]
+            links.append((path, os.readlink(path)))
         elif os.path.isdir(path):
-            arguments += ["--ro-bind", path, path]
-    return arguments
+            binds.append((path, path))
+    binds += [(inside, source) for source, inside in seen]
+    return Tree(FOLDERS, tuple(links), tuple(binds))
+
+
+def as_arguments(tree: Tree) -> list[str]:
+    """The same for bwrap to make anew."""
+    words = []
+    for inside, source in tree.binds:
+        words += ["--ro-bind", source, inside]
+    for path, to in tree.links:
+        words += ["--symlink", to, path]
+    return words
 
 
 def _fresh(directory: Path) -> None:
@@ -130,7 +169,22 @@ def _write_etc(etc: Path) -> None:
         original = Path("/etc") / name
         if original.is_dir():
             shutil.copytree(original, etc / name, symlinks=True)
-    for folder, _, names in os.walk(etc):
+    _open_to_all(etc)
+
+
+def _write_boot(boot: Path) -> None:
+    _fresh(boot)
+    (boot / "runner.py").write_text(BOOT)
+    package = Path(cloudpickle.__file__).parent
+    shutil.copytree(
+        package, boot / "packages" / package.name, ignore=shutil.ignore_patterns("__pycache__")
+    )
+    _open_to_all(boot)
+
+
+def _open_to_all(directory: Path) -> None:
+    """Readable by any uid, whatever the agent's umask."""
+    for folder, _, names in os.walk(directory):
         os.chmod(folder, 0o755)
         for name in names:
             if not os.path.islink(os.path.join(folder, name)):
@@ -153,8 +207,4 @@ def _write_venv(
     library = sysconfig.get_config_var("INSTSONAME")
     if shared and library:
         (venv / "lib" / str(library)).symlink_to(f"{inside_base}/lib/{library}")
-    for folder, _, names in os.walk(venv):
-        os.chmod(folder, 0o755)
-        for name in names:
-            if not os.path.islink(os.path.join(folder, name)):
-                os.chmod(os.path.join(folder, name), 0o644)
+    _open_to_all(venv)
