@@ -166,6 +166,7 @@ async def agent(mode: str, capture: socket.socket, place: Path) -> dict[str, Any
 
     arrived(capture)
     told["from the host"] = attempt({**outside, **ON_HOST, **spoken, "public": PUBLIC})
+    told["names without resolver"] = [reaching.ask("rebind.example", at=GATEWAY) for _ in range(4)]
     told["spoken from the host"] = sorted(set(arrived(capture)))
 
     runtime = BubblewrapRuntime(place)

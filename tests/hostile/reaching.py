@@ -56,27 +56,30 @@ def attempt(targets: dict[str, str], within_s: float = 1.0) -> dict[str, list[st
     return reached
 
 
+def ask(name: str, kind: int = 1, *, stream: bool = False, at: str = "127.0.0.53") -> list[str]:
+    """The addresses a name server gives for it."""
+    labels = b"".join(bytes((len(p),)) + p.encode() for p in name.split("."))
+    question = struct.pack("!HHHHHH", 7, 0x100, 1, 0, 0, 0) + labels + b"\0"
+    question += struct.pack("!HH", kind, 1)
+    how = socket.SOCK_STREAM if stream else socket.SOCK_DGRAM
+    with socket.socket(socket.AF_INET, how) as asking:
+        asking.settimeout(4)
+        asking.connect((at, 53))
+        if stream:
+            asking.sendall(struct.pack("!H", len(question)) + question)
+            answer = asking.recv(4096)[2:]
+        else:
+            asking.send(question)
+            answer = asking.recv(4096)
+    (count,) = struct.unpack_from("!H", answer, 6)
+    begin = len(question)
+    return [
+        str(IPv4Address(answer[begin + 16 * n + 12 : begin + 16 * n + 16])) for n in range(count)
+    ]
+
+
 def lookups() -> dict[str, Any]:
-    """What names resolve to in here, by the resolver at its address; and whether the way found leads there."""
-
-    def ask(name: str, kind: int = 1, stream: bool = False) -> list[str]:
-        labels = b"".join(bytes((len(p),)) + p.encode() for p in name.split("."))
-        question = struct.pack("!HHHHHH", 7, 0x100, 1, 0, 0, 0) + labels + b"\0"
-        question += struct.pack("!HH", kind, 1)
-        how = socket.SOCK_STREAM if stream else socket.SOCK_DGRAM
-        with socket.socket(socket.AF_INET, how) as asking:
-            asking.settimeout(4)
-            asking.connect(("127.0.0.53", 53))
-            if stream:
-                asking.sendall(struct.pack("!H", len(question)) + question)
-                answer = asking.recv(4096)[2:]
-            else:
-                asking.send(question)
-                answer = asking.recv(4096)
-        (count,) = struct.unpack_from("!H", answer, 6)
-        at = len(question)
-        return [str(IPv4Address(answer[at + 16 * n + 12 : at + 16 * n + 16])) for n in range(count)]
-
+    """What names resolve to in here, by the resolver at its address."""
     return {
         "good.example": ask("good.example"),
         "good.example by tcp": ask("good.example", stream=True),
