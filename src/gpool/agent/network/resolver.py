@@ -66,6 +66,7 @@ class Names:
     queries_per_s: int
     servers: Sequence[Server]
     fixed: Mapping[str, tuple[IPv4Address, ...]] | None = None  # not None: these and no others
+    within_s: float = UPSTREAM_WITHIN_S  # each server has that long
 
 
 @dataclass(slots=True)
@@ -198,7 +199,7 @@ class Resolver:
         self.tally.forwarded += 1
         for server in self.names.servers:
             try:
-                async with asyncio.timeout(UPSTREAM_WITHIN_S):
+                async with asyncio.timeout(self.names.within_s):
                     answer = await _ask_by_datagram(server, name)
                     if answer.truncated:
                         answer = await _ask_by_stream(server, name)
