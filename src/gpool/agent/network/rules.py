@@ -27,8 +27,9 @@ FAMILY = "inet"
 PREFIX = "gpool"
 MAX_LANES = 1024
 KINDS: tuple[Wants, ...] = (Egress(), Only(()))
-BURST_S = 0.25
-MIN_BURST_BYTES = 128 * 1024
+BURST_BYTES = (
+    128 * 1024
+)  # beside a second's worth, which the kernel adds: two of the largest packets
 TAG_LETTERS = 5  # interface names have 15: the prefix, the tag, the kind, four digits
 
 
@@ -262,8 +263,7 @@ def _cap(side: str, interfaces: str, meter: str, policy: EgressPolicy) -> str:
     rate = policy.rate_bytes_per_s
     if rate is None:
         return ""
-    burst = max(MIN_BURST_BYTES, int(rate * BURST_S))
     return (
         f"{side} {interfaces} update @{meter} {{ {side} limit rate over {rate} bytes/second"
-        f" burst {burst} bytes }} counter name over_rate drop"
+        f" burst {BURST_BYTES} bytes }} counter name over_rate drop"
     )
