@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import reaching
+import uvloop
 from lanes_world import (
     CLONE_NEWNET,
     CLONE_NEWNS,
@@ -163,6 +164,7 @@ async def agent(mode: str, capture: socket.socket, place: Path) -> dict[str, Any
     outside = {**OUTSIDE, **OUTSIDE_6}
     spoken = {name: address.format(scope=scope) for name, address in SPOKEN.items()}
     told: dict[str, Any] = {}
+    await nft.nft("--version")  # the loop opens what it needs for children, once
     before = fingerprint()
 
     arrived(capture)
@@ -264,7 +266,7 @@ def main() -> int:
                     libc.prctl(
                         4, 1, 0, 0, 0
                     )  # PR_SET_DUMPABLE: as a process started by that user is
-                told = asyncio.run(agent(mode, capture, data))
+                told = uvloop.run(agent(mode, capture, data))
                 sys.stdout.write(json.dumps(told))
                 sys.stdout.flush()
                 code = 0

@@ -27,6 +27,7 @@ from gpool.agent.network.lanes import OpenLane
 CLONE_NEWNS, CLONE_NEWUSER, CLONE_NEWNET = 0x20000, 0x10000000, 0x40000000
 MS_BIND, MS_MOVE, MS_REC, MS_SLAVE = 4096, 8192, 16384, 1 << 19
 NOBODY = 65534
+SO_RCVBUFFORCE = 33
 HOST, GATEWAY, PUBLIC = "192.168.77.10", "192.168.77.1", "11.22.33.44"
 PUBLIC_6 = "2a00:77::44"
 OUTSIDE = {
@@ -200,7 +201,7 @@ def build_world() -> socket.socket:
     def inside() -> socket.socket:
         capture = socket.socket(socket.AF_PACKET, socket.SOCK_DGRAM, socket.htons(3))
         capture.bind(("w0", 3))
-        capture.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 22)
+        capture.setsockopt(socket.SOL_SOCKET, SO_RCVBUFFORCE, 1 << 26)
         capture.setblocking(False)
         echo(answering(*OUTSIDE.values(), PUBLIC, "::"))
         upstream = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
@@ -213,8 +214,8 @@ def build_world() -> socket.socket:
     return capture
 
 
-def arrived(capture: socket.socket) -> list[str]:
-    """Destinations of packets to our port that reached the world since we last looked."""
+def arrived(capture: socket.socket, port: int = PORT) -> list[str]:
+    """Destinations of packets to a port that reached the world since we last looked."""
     found = []
     with contextlib.suppress(BlockingIOError):
         while True:
@@ -230,7 +231,7 @@ def arrived(capture: socket.socket) -> list[str]:
                 ports = packet[40:]
             else:
                 continue
-            if protocol in (6, 17) and ports[2:4] == struct.pack("!H", PORT):
+            if protocol in (6, 17) and ports[2:4] == struct.pack("!H", port):
                 found.append(str(destination))
     return found
 

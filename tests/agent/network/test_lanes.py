@@ -70,8 +70,8 @@ def test_a_lane_never_sends_faster_than_its_rate(stage: Stage) -> None:
     told = stage("rate")
     packets, took_s = told["capped"]
     assert packets * PACKET_BYTES <= BURST_BYTES + RATE_BYTES_PER_S * (1 + took_s) * 1.05
-    assert packets < 4000
-    assert told["free"][0] == 4000
+    assert packets > 500
+    assert told["free"][0] > 2 * packets  # the kernel may drop some of a flood by itself
 
 
 def test_a_lane_never_has_more_flows_than_allowed(stage: Stage) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import shutil
 from typing import Any
 
@@ -24,16 +25,20 @@ async def nft(*arguments: str, text: str = "") -> str:
     path = program("nft")
     if path is None:
         raise NftFailed("there is no nft here (Debian: apt-get install nftables)")
-    child = await asyncio.create_subprocess_exec(
-        path,
-        *arguments,
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-        env={},
-    )
+    given = _enclosed(text)
     try:
-        out, err = await asyncio.wait_for(child.communicate(text.encode()), WITHIN_S)
+        child = await asyncio.create_subprocess_exec(
+            path,
+            *arguments,
+            stdin=given,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            env={},
+        )
+    finally:
+        os.close(given)
+    try:
+        out, err = await asyncio.wait_for(child.communicate(), WITHIN_S)
     except TimeoutError as silent:
         child.kill()
         await child.wait()
@@ -42,6 +47,15 @@ async def nft(*arguments: str, text: str = "") -> str:
         said = err.decode(errors="replace").strip().splitlines() or ["it said nothing"]
         raise NftFailed(said[0])
     return out.decode()
+
+
+def _enclosed(text: str) -> int:
+    """As a file: a pipe would have to be fed while the child reads, and may be closed before it is."""
+    descriptor = os.memfd_create("rules")
+    with os.fdopen(os.dup(descriptor), "wb") as file:
+        file.write(text.encode())
+    os.lseek(descriptor, 0, os.SEEK_SET)
+    return descriptor
 
 
 async def load(text: str) -> None:
