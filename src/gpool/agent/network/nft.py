@@ -1,0 +1,74 @@
+"""The `nft` program, started and read. Knows nothing of what the rules are for."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+from typing import Any
+
+SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+WITHIN_S = 10.0
+
+
+class NftFailed(Exception):
+    """What nft said against it."""
+
+
+def program(name: str) -> str | None:
+    """Where it is, in the directories of administrators too."""
+    return shutil.which(name) or shutil.which(name, path=SYSTEM_PATH)
+
+
+async def nft(*arguments: str, text: str = "") -> str:
+    path = program("nft")
+    if path is None:
+        raise NftFailed("there is no nft here (Debian: apt-get install nftables)")
+    given = _enclosed(text)
+    try:
+        child = await asyncio.create_subprocess_exec(
+            path,
+            *arguments,
+            stdin=given,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            env={},
+        )
+    finally:
+        os.close(given)
+    try:
+        out, err = await asyncio.wait_for(child.communicate(), WITHIN_S)
+    except TimeoutError as silent:
+        child.kill()
+        await child.wait()
+        raise NftFailed("nft did not answer within 10 s") from silent
+    if child.returncode != 0:
+        said = err.decode(errors="replace").strip().splitlines() or ["it said nothing"]
+        raise NftFailed(said[0])
+    return out.decode()
+
+
+def _enclosed(text: str) -> int:
+    """As a file: a pipe would have to be fed while the child reads, and may be closed before it is."""
+    descriptor = os.memfd_create("rules")
+    with os.fdopen(os.dup(descriptor), "wb") as file:
+        file.write(text.encode())
+    os.lseek(descriptor, 0, os.SEEK_SET)
+    return descriptor
+
+
+async def load(text: str) -> None:
+    """All of it or nothing: nft commits a file as one transaction."""
+    await nft("-f", "-", text=text)
+
+
+async def listed(*what: str) -> list[dict[str, Any]]:
+    """Objects of a listing, without nft's own preamble."""
+    document = json.loads(await nft("-j", "list", *what))
+    return [each for each in document["nftables"] if "metainfo" not in each]
+
+
+def packets(objects: list[dict[str, Any]], name: str) -> int:
+    counters = (each["counter"] for each in objects if "counter" in each)
+    return sum(counter["packets"] for counter in counters if counter["name"] == name)

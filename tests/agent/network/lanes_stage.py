@@ -1,0 +1,305 @@
+"""Lanes of a root agent on a host of the test's own: one case a run, as a script, in fresh namespaces. Prints JSON."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import reaching
+import uvloop
+from lanes_world import (
+    CLONE_NEWNET,
+    CLONE_NEWNS,
+    HOST,
+    MS_REC,
+    MS_SLAVE,
+    PUBLIC,
+    arrived,
+    build_world,
+    differences,
+    fingerprint,
+    in_namespace,
+    must,
+    sh,
+)
+
+from gpool.agent.network import door, nft
+from gpool.agent.network.lanes import OpenLane
+from gpool.agent.network.policy import Egress, EgressPolicy, Only, parse_target
+from gpool.agent.network.rooted import RootNetworks, forwarding, read_sysctl, write_sysctl
+
+libc = ctypes.CDLL(None, use_errno=True)
+SERVERS = ((PUBLIC, 53),)
+PORT = reaching.PORT
+UPLINK = forwarding("up0")
+
+
+def lanes(tag: str = "aaaaa", policy: EgressPolicy | None = None) -> RootNetworks:
+    return RootNetworks(policy or EgressPolicy(), tag, servers=SERVERS)
+
+
+async def inside(opened: OpenLane, work: Callable[[], Any]) -> Any:
+    """By a thread of root's in the lane: worse than any task could be."""
+    return await asyncio.to_thread(in_namespace, opened.lane.namespaces[0], work)
+
+
+async def reached(opened: OpenLane, address: str = PUBLIC, within_s: float = 5) -> bool:
+    found = await inside(opened, lambda: reaching.attempt({"it": address}, within_s))
+    return bool(found["it"])
+
+
+async def kept_from(opened: OpenLane, address: str = PUBLIC) -> bool:
+    return not await reached(opened, address, 0.5)
+
+
+async def tables() -> str:
+    return await nft.nft("list", "tables")
+
+
+async def killed(_: socket.socket) -> dict[str, Any]:
+    """An agent is killed without warning; the next one of that tag cleans up."""
+    await nft.nft("--version")  # the loop opens what it needs for children, once
+    before = fingerprint()
+    out, into = os.pipe()
+    child = os.fork()
+    if child == 0:
+
+        async def live() -> None:
+            several = lanes()
+            await several.start()
+            await several.open(Egress())
+            await several.open(Only((parse_target("10.9.9.9:80"),)))
+            os.write(into, b"1")
+            await asyncio.Event().wait()
+
+        asyncio.set_event_loop(None)
+        asyncio.new_event_loop().run_until_complete(live())
+    os.close(into)
+    await asyncio.to_thread(os.read, out, 1)
+    os.kill(child, signal.SIGKILL)
+    await asyncio.to_thread(os.waitpid, child, 0)
+    os.close(out)
+    left = {"table": "gpool_aaaaa" in await tables(), "forwarding": read_sysctl(UPLINK)}
+    several = lanes()
+    await several.sweep()
+    return {"left": left, "changed": differences(before, fingerprint())}
+
+
+async def two(_: socket.socket) -> dict[str, Any]:
+    """Two agents share a host; the first to go leaves the other's way open."""
+    one, other = lanes("aaaaa"), lanes("bbbbb")
+    await one.start()
+    await other.start()
+    told: dict[str, Any] = {}
+    async with await one.open(Egress()) as first, await other.open(Egress()) as second:
+        told["both"] = [await reached(first), await reached(second)]
+    await one.close()
+    async with await other.open(Egress()) as second:
+        told["after one went"] = [await reached(second), read_sysctl(UPLINK)]
+    await other.close()
+    told["after both went"] = [await tables(), read_sysctl(UPLINK)]
+    return told
+
+
+async def dropper(_: socket.socket) -> dict[str, Any]:
+    """Another's table drops what is forwarded, as Docker's does."""
+    await nft.load(
+        "table ip filter {\n chain FORWARD {\n type filter hook forward priority 0; policy drop;\n }\n }\n"
+    )
+    before = await nft.nft("list", "table", "ip", "filter")
+    several = lanes()
+    await several.start()
+    async with await several.open(Egress()) as opened:
+        told: dict[str, Any] = {"with our rules in it": await reached(opened)}
+        await nft.load("flush chain ip filter FORWARD\n")
+        told["without"] = not await kept_from(opened)
+    await several.close()
+    again = lanes()
+    await again.start()
+    await again.close()
+    told["left"] = await nft.nft("list", "table", "ip", "filter") != before
+    return told
+
+
+def blast() -> None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sending:
+        for _ in range(4000):
+            sending.sendto(b"x" * 1000, (PUBLIC, PORT + 1))
+
+
+async def rate(capture: socket.socket) -> dict[str, Any]:
+    """4 MB at once through a lane that may send 1 MB a second: packets that arrived, and how long that took."""
+    told = {}
+    for word, cap in (("capped", 1_000_000), ("free", None)):
+        several = lanes(policy=EgressPolicy(rate_bytes_per_s=cap))
+        await several.start()
+        async with await several.open(Egress()) as opened:
+            arrived(capture)
+            begun = time.monotonic()
+            sent = asyncio.ensure_future(inside(opened, blast))
+            come, last = 0, begun
+            while not sent.done() or time.monotonic() < last + 1:
+                if await asyncio.to_thread(capture_wait, capture, 0.1):
+                    last = time.monotonic()
+                    come += len(arrived(capture, PORT + 1))
+            told[word] = [come, last - begun]
+        await several.close()
+    return told
+
+
+def many() -> int:
+    """How many of twenty flows, open at once, are answered."""
+    sockets = [socket.socket(socket.AF_INET, socket.SOCK_DGRAM) for _ in range(20)]
+    for each in sockets:
+        each.sendto(b"?", (PUBLIC, PORT))
+    waiting, heard = set(sockets), 0
+    while waiting and (ready := select.select(waiting, [], [], 1.5)[0]):
+        waiting -= set(ready)
+        heard += len(ready)
+    for each in sockets:
+        each.close()
+    return heard
+
+
+async def flows(_: socket.socket) -> dict[str, Any]:
+    told = {}
+    for allowed in (5, 100):
+        several = lanes(policy=EgressPolicy(flows=allowed))
+        await several.start()
+        async with await several.open(Egress()) as opened:
+            told[str(allowed)] = await inside(opened, many)
+        await several.close()
+    return told
+
+
+async def router(capture: socket.socket) -> dict[str, Any]:
+    """A neighbour uses the host as a router while its uplink forwards for lanes."""
+    world = world_namespace(capture)
+    sh(f"route add 9.9.9.9/32 via {HOST}", namespace=world)
+
+    def send() -> None:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sending:
+            sending.sendto(b"?", ("9.9.9.9", PORT))
+
+    async def came_back() -> bool:
+        arrived(capture)
+        await asyncio.to_thread(in_namespace, world, send)
+        await asyncio.to_thread(capture_wait, capture)
+        return "9.9.9.9" in arrived(capture)
+
+    told = {"before": await came_back()}
+    several = lanes()
+    await several.start()
+    told["with lanes"] = await came_back()
+    await several.close()
+    write_sysctl(UPLINK, "1")
+    told["forwarding without our table"] = await came_back()
+    write_sysctl(UPLINK, "0")
+    return told
+
+
+def capture_wait(capture: socket.socket, within_s: float = 0.3) -> bool:
+    """What is on its way arrives within this, in one kernel."""
+    return bool(select.select([capture], [], [], within_s)[0])
+
+
+def world_namespace(capture: socket.socket) -> int:
+    """SIOCGSKNS: the namespace a socket lives in."""
+    return int(libc.ioctl(capture.fileno(), 0x894C))
+
+
+async def moved(_: socket.socket) -> dict[str, Any]:
+    """The host gets another address, on a public network, after the start."""
+    neighbour = "11.22.33.44"
+    several = lanes()
+    await several.start()
+    async with await several.open(Egress()) as opened:
+        told: dict[str, Any] = {"before": await reached(opened, neighbour)}
+    sh("addr add 11.22.33.9/24 dev up0")
+    async with await several.open(Egress()) as opened:
+        told["after"] = not await kept_from(opened, neighbour)
+    sh("addr del 11.22.33.9/24 dev up0")
+    async with await several.open(Egress()) as opened:
+        told["gone again"] = await reached(opened, neighbour)
+    await several.close()
+    return told
+
+
+async def spoofed(capture: socket.socket) -> dict[str, Any]:
+    """Root inside the lane gives itself another address, and still reaches nobody by it."""
+    several = lanes()
+    await several.start()
+    async with await several.open(Egress()) as opened:
+        sh("addr add 9.9.9.9/32 dev eth0", namespace=opened.lane.namespaces[0])
+
+        def send(source: str) -> None:
+            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sending:
+                sending.bind((source, 0))
+                sending.sendto(b"?", (PUBLIC, PORT))
+
+        told = {}
+        for word, source in (("as itself", "0.0.0.0"), ("as another", "9.9.9.9")):
+            arrived(capture)
+            before = await several.refused_packets()
+            await inside(opened, lambda source=source: send(source))
+            await asyncio.to_thread(capture_wait, capture)
+            told[word] = [len(arrived(capture)), await several.refused_packets() - before]
+    await several.close()
+    return told
+
+
+async def listed(_: socket.socket) -> dict[str, Any]:
+    """A list may name the host's own address: an index may run there."""
+    several = lanes()
+    await several.start()
+    async with await several.open(Only((parse_target(f"{HOST}:{PORT}"),))) as opened:
+        told: dict[str, Any] = {
+            "the host": await reached(opened, HOST),
+            "public": not await kept_from(opened),
+        }
+    async with await several.open(Only(())) as nothing:
+        told["an empty list"] = not await kept_from(nothing, HOST)
+    sets = await nft.nft("list", "set", "inet", "gpool_aaaaa", "permitted")
+    told["left"] = "elements" in sets
+    await several.close()
+    return told
+
+
+async def probed(_: socket.socket) -> dict[str, Any]:
+    await nft.nft("--version")  # the loop opens what it needs for children, once
+    before = fingerprint()
+    told: dict[str, Any] = {"said": await door.probe(Path("/nowhere"))}
+    told["changed"] = differences(before, fingerprint())
+    sh("route del default")
+    told["no way out"] = await door.probe(Path("/nowhere"))
+    return told
+
+
+CASES: dict[str, Callable[[socket.socket], Awaitable[dict[str, Any]]]] = {
+    each.__name__: each
+    for each in (killed, two, dropper, rate, flows, router, moved, spoofed, listed, probed)
+}
+
+
+def main() -> int:
+    must(libc.unshare(CLONE_NEWNET | CLONE_NEWNS), "unshare")
+    must(libc.mount(b"none", b"/", None, MS_REC | MS_SLAVE, None), "slave")
+    capture = build_world()
+    told = uvloop.run(CASES[sys.argv[1]](capture))
+    sys.stdout.write(json.dumps(told))
+    sys.stdout.flush()
+    os._exit(0)  # the world's threads serve for ever
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,106 @@
+"""Lanes of a root agent, on a host of the test's own: what they cost the host, what is left, what holds when things change."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpool.agent.network.nft import program
+from gpool.agent.network.rules import BURST_BYTES
+from gpool.testing import components
+
+STAGE = Path(__file__).with_name("lanes_stage.py")
+RATE_BYTES_PER_S = 1_000_000
+PACKET_BYTES = 1028
+
+
+@pytest.fixture
+def stage(require: Callable[[str], None]) -> Callable[[str], dict[str, Any]]:
+    """Runs one case of the stage."""
+    require("network namespaces")
+    if program("nft") is None:
+        if components.must_be_there("network namespaces"):
+            pytest.fail("nft must be there in CI")
+        pytest.skip("there is no nft here")
+
+    def run(case: str) -> dict[str, Any]:
+        done = subprocess.run(
+            [sys.executable, str(STAGE), case],
+            capture_output=True,
+            text=True,
+            timeout=100,
+            check=False,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        )
+        assert done.returncode == 0, done.stderr[-4000:]
+        told: dict[str, Any] = json.loads(done.stdout)
+        return told
+
+    return run
+
+
+Stage = Callable[[str], dict[str, Any]]
+
+
+def test_what_a_killed_agent_leaves_is_swept_by_the_next(stage: Stage) -> None:
+    told = stage("killed")
+    assert told["left"] == {"table": True, "forwarding": "1"}  # the control: there was something
+    assert told["changed"] == []
+
+
+def test_an_agent_that_goes_never_closes_anothers_way(stage: Stage) -> None:
+    told = stage("two")
+    assert told["both"] == [True, True]
+    assert told["after one went"] == [True, "1"]
+    assert told["after both went"] == ["", "0"]
+
+
+def test_a_table_that_drops_forwarded_packets_is_passed_and_left_as_it_was(stage: Stage) -> None:
+    assert stage("dropper") == {"with our rules in it": True, "without": False, "left": False}
+
+
+def test_a_lane_never_sends_faster_than_its_rate(stage: Stage) -> None:
+    told = stage("rate")
+    packets, took_s = told["capped"]
+    assert packets * PACKET_BYTES <= BURST_BYTES + RATE_BYTES_PER_S * (1 + took_s) * 1.05
+    assert packets > 500
+    assert told["free"][0] > 2 * packets  # the kernel may drop some of a flood by itself
+
+
+def test_a_lane_never_has_more_flows_than_allowed(stage: Stage) -> None:
+    assert stage("flows") == {"5": 5, "100": 20}
+
+
+def test_the_host_does_not_become_a_router_for_others(stage: Stage) -> None:
+    told = stage("router")
+    assert told["before"] is told["with lanes"] is False
+    assert told["forwarding without our table"] is True
+
+
+def test_what_the_host_is_now_is_refused_not_what_it_was(stage: Stage) -> None:
+    assert stage("moved") == {"before": True, "after": False, "gone again": True}
+
+
+def test_another_source_address_never_leaves_a_lane(stage: Stage) -> None:
+    told = stage("spoofed")
+    assert told["as itself"][0] == 1
+    assert told["as another"] == [0, 1]
+
+
+def test_a_list_may_name_the_host_and_ends_with_its_lane(stage: Stage) -> None:
+    told = stage("listed")
+    assert told == {"the host": True, "public": False, "an empty list": False, "left": False}
+
+
+def test_the_probe_really_opens_a_lane_and_leaves_nothing(stage: Stage) -> None:
+    told = stage("probed")
+    assert told["said"][0] is True
+    assert told["changed"] == []
+    assert told["no way out"] == [False, "egress is not offered: this host has no IPv4 route out"]

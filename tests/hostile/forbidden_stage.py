@@ -1,0 +1,282 @@
+"""A host, its LAN and the internet in namespaces of their own; run as root, as a script. Prints what a lane reached as JSON.
+
+    forbidden_stage.py root|rootless
+
+The world beyond the host is one namespace that owns every outside address and answers on each; a packet socket there sees
+all that arrives. Each target is tried from the host itself (no lane), from a lane without its filter, and from a lane.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import socket
+import sys
+import tempfile
+from ipaddress import IPv4Address
+from pathlib import Path
+from typing import Any
+
+import reaching
+import uvloop
+from lanes_world import (
+    CLONE_NEWNET,
+    CLONE_NEWNS,
+    CLONE_NEWUSER,
+    GATEWAY,
+    HOST,
+    MS_REC,
+    MS_SLAVE,
+    NOBODY,
+    ON_HOST,
+    OUTSIDE,
+    OUTSIDE_6,
+    PUBLIC,
+    SPOKEN,
+    arrived,
+    build_world,
+    differences,
+    fingerprint,
+    libc,
+    listening_in,
+    must,
+    open_the_way,
+    open_tun,
+    setns,
+)
+from reaching import PORT, attempt
+
+from gpool.agent.network import nft, rules
+from gpool.agent.network.lanes import Networks, OpenLane
+from gpool.agent.network.policy import Egress, EgressPolicy, Only, parse_target
+from gpool.agent.network.rooted import RootNetworks, read_sysctl
+from gpool.agent.network.rootless import RootlessNetworks, slirp_arguments
+from gpool.agent.runtime.bubblewrap import BubblewrapRuntime
+from gpool.agent.runtime.protocol import CommandJob, Staged
+from gpool.testing.runtimes import LIMITS
+
+Order = dict[str, Any]
+TAG = "57a6e"
+PATIENCE_S = 10.0  # for what must answer; it ends as soon as all have
+
+
+def entered(opened: OpenLane, order: Order) -> Any:
+    """In a child that has entered the lane and lost every capability there, but has no other wall around it."""
+    out, into = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            for descriptor in opened.lane.namespaces:
+                setns(descriptor)
+            if os.geteuid() == 0 and len(opened.lane.namespaces) == 1:
+                os.setresuid(NOBODY, NOBODY, NOBODY)
+            else:
+                must(libc.unshare(CLONE_NEWUSER), "unshare")
+            os.write(into, json.dumps(reaching.work(order)).encode())
+        finally:
+            os._exit(0)
+    os.close(into)
+    with os.fdopen(out) as said:
+        text = said.read()
+    os.waitpid(child, 0)
+    return json.loads(text)
+
+
+async def from_lane(opened: OpenLane, order: Order) -> Any:
+    """The resolver answers on the loop meanwhile."""
+    return await asyncio.to_thread(entered, opened, order)
+
+
+async def from_sandbox(runtime: BubblewrapRuntime, opened: OpenLane, order: Order) -> Any:
+    """As a task does: by a command of its own in a real sandbox."""
+    script = Path(reaching.__file__)
+    job = CommandJob(
+        ("python", script.name, json.dumps(order)),
+        (),
+        (Staged(script.name, script, False),),
+        (),
+        LIMITS,
+        lane=opened.lane,
+    )
+    sandbox = await runtime.start_command(job)
+    text = b"".join([data async for _, data in sandbox.output()])
+    await sandbox.remove()
+    return json.loads(text)
+
+
+def no_protection(holder: int, ready: int, ending: int) -> list[str]:
+    return [
+        each
+        for each in slirp_arguments(holder, ready, ending)
+        if each not in ("--disable-host-loopback",)
+    ]
+
+
+async def take_filter_away(mode: str, opened: OpenLane) -> None:
+    """The control: the same lane, but nobody judges."""
+    if mode == "root":
+        table = f"inet {rules.PREFIX}_{TAG}"
+        chains = ("judge", "arriving", "through", "from_host")
+    else:
+        table = f"inet {rules.PREFIX}"
+        chains = ("judge", "counted", "coming", "leaving")
+    text = "".join(f"flush chain {table} {chain}\n" for chain in chains)
+    if mode == "root":
+        await nft.load(text)
+        return
+
+    def run() -> None:
+        child = os.fork()
+        if child == 0:
+            for descriptor in opened.lane.namespaces:
+                setns(descriptor)
+            out, into = os.pipe()
+            os.write(into, text.encode())
+            os.close(into)
+            os.dup2(out, 0)
+            path = nft.program("nft") or "nft"
+            os.execve(path, [path, "-f", "-"], {})
+        if os.waitpid(child, 0)[1] != 0:
+            raise OSError("the filter could not be taken away")
+
+    await asyncio.to_thread(run)
+
+
+def networks(mode: str, policy: EgressPolicy, *, guarded: bool = True) -> Networks:
+    servers = ((GATEWAY, 53),)
+    if mode == "root":
+        return RootNetworks(policy, TAG, servers=servers)
+    attach = slirp_arguments if guarded else no_protection
+    return RootlessNetworks(policy, servers=servers, attach=attach)
+
+
+def inside_targets(mode: str) -> dict[str, str]:
+    """What only a lane has near it."""
+    if mode == "rootless":
+        return {"the host's loopback by the way out": "10.0.2.2"}
+    return {}
+
+
+async def agent(mode: str, capture: socket.socket, place: Path) -> dict[str, Any]:
+    scope = socket.if_nametoindex("up0")
+    outside = {**OUTSIDE, **OUTSIDE_6}
+    spoken = {name: address.format(scope=scope) for name, address in SPOKEN.items()}
+    told: dict[str, Any] = {}
+    await nft.nft("--version")  # the loop opens what it needs for children, once
+    before = fingerprint()
+
+    arrived(capture)
+    told["from the host"] = attempt({**outside, **ON_HOST, "public": PUBLIC}, PATIENCE_S)
+    attempt(spoken)
+    told["names without resolver"] = [reaching.ask("rebind.example", at=GATEWAY) for _ in range(4)]
+    told["spoken from the host"] = sorted(set(arrived(capture)))
+
+    runtime = BubblewrapRuntime(place)
+    await runtime.sweep()
+    several = networks(mode, EgressPolicy())
+    await several.start()
+    opened, other = await several.open(Egress()), await several.open(Egress())
+    near = inside_targets(mode)
+    with contextlib.ExitStack() as stack:
+        if mode == "root":
+            near["another lane"] = stack.enter_context(listening_in(other))
+            near["the host by its lane"] = str(
+                IPv4Address(int(IPv4Address(near["another lane"])) & ~0xFFF | 1)
+            )
+        lane_spoken = {**spoken, "multicast by IPv6": "ff02::fb%2"}
+        forbidden = {**outside, "the host": HOST, **near, **lane_spoken}
+        refused = await several.refused_packets()
+        told["from a lane"] = await from_lane(opened, {"targets": forbidden})
+        told["host's loopback from a lane"] = await from_lane(
+            opened, {"targets": {"the host's loopback": "127.0.0.1"}, "within_s": 0.3}
+        )
+        told["from a sandbox"] = await from_sandbox(runtime, opened, {"targets": forbidden})
+        told["packets out"] = arrived(capture)
+        told["refused packets"] = await several.refused_packets() - refused
+        told["public"] = await from_lane(
+            opened, {"targets": {"public": PUBLIC}, "within_s": PATIENCE_S}
+        )
+        told["public from a sandbox"] = await from_sandbox(
+            runtime, opened, {"targets": {"public": PUBLIC}, "within_s": PATIENCE_S}
+        )
+        arrived(capture)
+        told["names"] = await from_lane(opened, {"names": True})
+        tally = opened.resolver.tally
+        told["tally"] = {
+            "refused": tally.refused,
+            "stripped": tally.stripped,
+            "forwarded": tally.forwarded,
+        }
+
+        listed = Only(
+            (parse_target(f"10.9.9.9:{PORT}"),), {"index.example": (IPv4Address("10.9.9.9"),)}
+        )
+        async with await several.open(listed) as only:
+            told["from a listed lane"] = await from_lane(
+                only, {"targets": {**OUTSIDE, "the host": HOST, "public": PUBLIC}}
+            )
+        await opened.close()
+        await other.close()
+        await several.close()
+
+        arrived(capture)
+        unguarded = networks(mode, EgressPolicy(), guarded=False)
+        await unguarded.start()
+        async with await unguarded.open(Egress()) as bare, await unguarded.open(Egress()) as other:
+            await take_filter_away(mode, bare)
+            if mode == "root":
+                near["another lane"] = stack.enter_context(listening_in(other))
+            told["from a lane without filter"] = await from_lane(
+                bare, {"targets": {**OUTSIDE, "the host": HOST, **near}, "within_s": PATIENCE_S}
+            )
+            told["packets out without filter"] = sorted(set(arrived(capture)))
+        await unguarded.close()
+
+    await runtime.close()
+    told["changed"] = differences(before, fingerprint())
+    told["forwarding"] = read_sysctl("ipv4/conf/up0/forwarding")
+    return told
+
+
+def main() -> int:
+    mode = sys.argv[1]
+    must(libc.unshare(CLONE_NEWNET | CLONE_NEWNS), "unshare")
+    must(libc.mount(b"none", b"/", None, MS_REC | MS_SLAVE, None), "slave")
+    with tempfile.TemporaryDirectory() as place:
+        if mode == "rootless":
+            open_tun(Path(place))
+            source = Path(__file__).resolve().parents[2]
+            open_the_way(Path(sys.base_prefix).resolve(), Path(sys.prefix).resolve(), source)
+        data = Path(place) / "agent"
+        data.mkdir()
+        if mode == "rootless":
+            Path(place).chmod(0o711)
+            os.chown(data, NOBODY, NOBODY)
+        capture = build_world()
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                if mode == "rootless":
+                    os.setgroups([])
+                    os.setresgid(NOBODY, NOBODY, NOBODY)
+                    os.setresuid(NOBODY, NOBODY, NOBODY)
+                    libc.prctl(
+                        4, 1, 0, 0, 0
+                    )  # PR_SET_DUMPABLE: as a process started by that user is
+                told = uvloop.run(agent(mode, capture, data))
+                sys.stdout.write(json.dumps(told))
+                sys.stdout.flush()
+                code = 0
+            except BaseException:  # noqa: BLE001 - a forked child must never return
+                sys.excepthook(*sys.exc_info())
+            os._exit(code)
+        status = os.waitpid(child, 0)[1]
+        must(libc.umount2(b"/dev/net/tun", 2) if mode == "rootless" else 0, "umount")
+    return os.waitstatus_to_exitcode(status)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
