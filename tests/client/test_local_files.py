@@ -210,7 +210,7 @@ def test_git_and_we_always_leave_out_the_same(
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         subprocess.run(["git", "init", "-q", "."], cwd=root, check=True)
-        files = {p: "" for p in sorted(paths)}
+        files = dict.fromkeys(sorted(paths), "")
         for where, content in below.items():
             files[f"{where}/.gitignore"] = "\n".join(content)
         files[".gitignore"] = "\n".join([*top, ""])

@@ -47,8 +47,8 @@ class Rules:
 
     def leaves_out(self, path: str, *, folder: bool) -> bool | None:
         """None: no line here says anything about it."""
-        below = self.lead + (path[len(self.base) + 1 :] if self.base else path)
-        name = path.rpartition("/")[2]
+        below = _bytewise(self.lead + (path[len(self.base) + 1 :] if self.base else path))
+        name = below.rpartition("/")[2]
         for rule in reversed(self.rules):
             if rule.only_folders and not folder:
                 continue
@@ -71,8 +71,13 @@ def left_out(stack: Iterable[Rules], path: str, *, folder: bool) -> bool:
     return False
 
 
+def _bytewise(text: str) -> str:
+    """One letter a byte: git compares bytes, so its ? is half an é."""
+    return text.encode("utf-8", "surrogateescape").decode("latin-1")
+
+
 def _rule(line: str) -> Rule | None:
-    text = _trimmed(line.removesuffix("\r"))
+    text = _trimmed(_bytewise(line.removesuffix("\r")))
     if not text or text.startswith("#"):
         return None
     keeps = text.startswith("!")
