@@ -27,10 +27,12 @@ from gpool.agent.runtime.devices import device_arguments, visible_devices
 from gpool.agent.runtime.disk import DiskWatch, Watched
 from gpool.agent.runtime.launching import LAUNCHER_DIED, Bind, Exit, Launcher, Order, Started
 from gpool.agent.runtime.protocol import (
+    ENVIRONMENT_AT,
     CommandJob,
     CommandSandbox,
     Ended,
     Limits,
+    Prepared,
     RunnerJob,
     RunnerSandbox,
     SandboxFailed,
@@ -95,7 +97,7 @@ class BubblewrapRuntime:
 
     name = "bubblewrap"
     tier = Tier.CONTAINER
-    networks = frozenset({Network.NONE})
+    networks = frozenset({Network.NONE, Network.EGRESS})
     images = False
 
     def __init__(self, data_dir: Path, *, gpus: Sequence[Gpu] = (), bwrap: str = "") -> None:
@@ -119,7 +121,7 @@ class BubblewrapRuntime:
         self._free: list[Slot] = []
         self._slots = 0
         self._made = 0
-        place = RUN / "inside"
+        self._place = place = RUN / "inside"
         if self._root:
             place.mkdir(mode=0o755, exist_ok=True)
         binds = [*self._layout.binds, Bind(self._sandboxes, "sandboxes", writable=True)]
@@ -131,7 +133,8 @@ class BubblewrapRuntime:
         self._launcher = Launcher(
             place=str(place) if self._root else "", binds=binds, seccomp=seccomp.program()
         )
-        self._fixed = self._fixed_arguments()
+        self._fixed = self._fixed_arguments(self._layout.seen)
+        self._fixed_bare = self._fixed_arguments(self._layout.bare)
         self._prlimit = "" if self._root else shutil.which("prlimit") or ""
 
     def use_gpus(self, gpus: Sequence[Gpu]) -> None:
@@ -166,13 +169,17 @@ class BubblewrapRuntime:
         )
 
     async def start_runner(self, job: RunnerJob) -> RunnerSandbox:
-        must_have(job.python)
+        if job.environment is None:
+            must_have(job.python)
+            program = [self._layout.python, "-B", self._layout.runner]
+        else:
+            program = [job.environment.python, "-B", self._layout.boot]
         slot, place = self._take(with_values=True)
         watched = Watched(place.root, job.limits.disk_bytes)
 
         async def start(descriptors: Sequence[int], numbers: Sequence[int]) -> Started:
             words = [str(number + 1) for number in numbers]  # the arguments lie before them
-            argv = [self._layout.python, "-B", self._layout.runner, "alone", *words]
+            argv = [*program, "alone", *words]
             started = await self._start(slot, place, argv, job, descriptors)
             self._watch.begin(watched, started.kill)
             return started
@@ -253,8 +260,10 @@ class BubblewrapRuntime:
                 os.close(descriptor)
             raise SandboxFailed(f"cannot set limits: {refused}") from refused
         options = os.memfd_create("options", os.MFD_CLOEXEC)
-        text = self._fixed + b"".join(
-            word.encode() + b"\0" for word in self._own_arguments(place, job)
+        brought = self._brought(job.environment)
+        fixed = self._fixed if job.environment is None else self._fixed_bare
+        text = fixed + b"".join(
+            word.encode() + b"\0" for word in self._own_arguments(place, job, brought)
         )
         view = memoryview(text)
         while view:
@@ -281,8 +290,20 @@ class BubblewrapRuntime:
                 uid=slot.uid if self._root else 0,
                 groups=slot.group.joins if slot.group is not None else (),
                 limits=self._rlimits(job.limits),
+                lane=job.lane.namespaces if job.lane is not None else (),
+                binds=[bind for bind, _ in brought],
             )
         )
+
+    def _brought(self, environment: Prepared | None) -> list[tuple[Bind, str]]:
+        """What of an environment the launcher must have in reach, and where each lies inside."""
+        if environment is None:
+            return []
+        found = {ENVIRONMENT_AT: environment.root, **environment.binds}
+        return [
+            (Bind(path, "brought-" + hashlib.sha256(bytes(path)).hexdigest()[:32]), inside)
+            for inside, path in found.items()
+        ]
 
     def _within_reach(self, program: Path) -> str:
         """Where a dropped uid finds the program: the wheel's lies among packages that may be in a closed home."""
@@ -291,16 +312,18 @@ class BubblewrapRuntime:
                 return str(Path(self._reach[bind.name]) / program.relative_to(bind.source))
         return str(program)
 
-    def _fixed_arguments(self) -> bytes:
+    def _fixed_arguments(self, seen: Sequence[tuple[str, str]]) -> bytes:
         words = ["--unshare-all", "--unshare-user", "--new-session", "--die-with-parent"]
         words += ["--cap-drop", "ALL", "--hostname", "sandbox", "--clearenv"]
         words += ["--uid", str(layout.INSIDE_UID), "--gid", str(layout.INSIDE_UID)]
         words += [*layout.system_arguments(), "--proc", "/proc", "--dev", "/dev"]
-        for name, inside in self._layout.seen:
+        for name, inside in seen:
             words += ["--ro-bind", self._reach[name], inside]
         return b"".join(word.encode() + b"\0" for word in words)
 
-    def _own_arguments(self, place: Workplace, job: CommandJob | RunnerJob) -> list[str]:
+    def _own_arguments(
+        self, place: Workplace, job: CommandJob | RunnerJob, brought: Sequence[tuple[Bind, str]]
+    ) -> list[str]:
         reach = self._reach["sandboxes"] + "/" + place.root.name
         half = str(max(1 << 20, job.limits.memory_bytes // 2))
         words = ["--size", half, "--perms", "1777", "--tmpfs", "/tmp"]
@@ -308,9 +331,20 @@ class BubblewrapRuntime:
         words += ["--bind", reach + "/work", "/work"]
         if isinstance(job, RunnerJob):
             words += ["--bind", reach + "/values", "/values"]
+        for bind, inside in brought:
+            source = str(self._place / bind.name) if self._root else str(bind.source)
+            words += ["--ro-bind", source, inside]
+        if brought and isinstance(job, RunnerJob):
+            for name in ("runner", "boot"):
+                words += ["--ro-bind", self._reach[name], f"{layout.HOME}/{name}"]
+        if job.lane is not None:
+            place.write_aside("resolv.conf", f"nameserver {job.lane.resolver}\n")
+            words += ["--share-net", "--ro-bind", reach + "/resolv.conf", "/etc/resolv.conf"]
+            words += ["--ro-bind", self._reach["etc"] + "/nsswitch.lane", "/etc/nsswitch.conf"]
         words += device_arguments(self._gpus, job.slices)
         words += ["--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/work"]
-        for name, value in (*self._layout.variables, *self._gpu_variables(job.slices), *job.env):
+        variables = self._layout.bare_variables if brought else self._layout.variables
+        for name, value in (*variables, *self._gpu_variables(job.slices), *job.env):
             words += ["--setenv", name, value]
         return words
 

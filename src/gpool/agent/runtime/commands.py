@@ -9,6 +9,7 @@ from pathlib import Path
 
 from gpool.agent.runtime.launching import Exit, Started
 from gpool.agent.runtime.protocol import Ended
+from gpool.agent.runtime.taking import take
 from gpool.agent.runtime.waiting import readable
 from gpool.agent.runtime.workplace import Workplace
 from gpool.core.model import OutputFile
@@ -88,6 +89,15 @@ class Command:
         if not wanted:
             return []
         return await asyncio.to_thread(self._place.collect, tuple(wanted), into, self._disk_bytes)
+
+    async def take(self, directory: str, to: Path) -> None:
+        """After the end: a directory beneath the work directory becomes `to`, the agent's own and nobody's to write.
+
+        Links stay links and are never followed. Raises `BadOutput` for what is missing, special or too deep.
+        """
+        await self._started.exited()
+        place = self._place
+        await asyncio.to_thread(take, place.work, directory, to, place.uid)
 
     async def remove(self) -> None:
         release, self._release = self._release, None

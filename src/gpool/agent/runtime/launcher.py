@@ -7,7 +7,7 @@ When root, it alone moves into a mount namespace in which interpreter, packages 
 uid can reach them; each child drops to its uid before `exec`. It never reads what a task wrote.
 
 Words on the socket (one JSON document a message, descriptors beside it):
-  in   {"start": n, "argv", "uid", "groups", "limits", "seccomp_at", "mode"}   ·   {"kill": n}   ·   {"warn": n}
+  in   {"start": n, "argv", "uid", "groups", "limits", "mode", "lane", "binds"}   ·   {"kill": n}   ·   {"warn": n}
   out  {"ready": true}   ·   {"ended": n, "status": s, "killed": bool, "detail": text}
 """
 
@@ -29,6 +29,8 @@ from typing import Any, NoReturn
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 36, 38
 CLONE_NEWNS = 0x00020000
 MS_RDONLY, MS_NOSUID, MS_REMOUNT, MS_BIND, MS_REC, MS_SLAVE = 1, 2, 32, 4096, 16384, 1 << 19
+MNT_DETACH = 2
+MOST_BROUGHT = 64  # every sandbox's mount namespace begins as a copy of ours
 MESSAGE_BYTES = 1 << 20
 MAX_DESCRIPTORS = 16
 QUIET_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # for the agent; we end when it does
@@ -56,15 +58,19 @@ def enter_own_namespace(place: str, binds: list[dict[str, Any]]) -> None:
     sources = [(os.open(b["source"], os.O_PATH), b["name"], b["writable"]) for b in binds]
     mount("gpool", place, b"tmpfs", MS_NOSUID, b"mode=0755,size=1m")
     for descriptor, name, writable in sources:
-        target = os.path.join(place, name)
-        if os.path.isdir(f"/proc/self/fd/{descriptor}"):
-            os.makedirs(target, 0o755, exist_ok=True)
-        else:
-            os.close(os.open(target, os.O_CREAT | os.O_WRONLY, 0o644))
-        mount(f"/proc/self/fd/{descriptor}", target, None, MS_BIND | MS_REC)
-        if not writable:
-            mount("none", target, None, MS_BIND | MS_REMOUNT | MS_RDONLY | MS_NOSUID)
+        lay(descriptor, os.path.join(place, name), writable=writable)
         os.close(descriptor)
+
+
+def lay(source: int, target: str, *, writable: bool) -> None:
+    """Mount what the descriptor names at `target`."""
+    if os.path.isdir(f"/proc/self/fd/{source}"):
+        os.makedirs(target, 0o755, exist_ok=True)
+    else:
+        os.close(os.open(target, os.O_CREAT | os.O_WRONLY, 0o644))
+    mount(f"/proc/self/fd/{source}", target, None, MS_BIND | MS_REC)
+    if not writable:
+        mount("none", target, None, MS_BIND | MS_REMOUNT | MS_RDONLY | MS_NOSUID)
 
 
 def children(pid: int) -> list[int]:
@@ -138,6 +144,16 @@ def guard(run: Callable[[], NoReturn]) -> NoReturn:
     os._exit(os.WEXITSTATUS(status) if os.WIFEXITED(status) else 128 + os.WTERMSIG(status))
 
 
+def arrange(given: list[int], lane: list[int]) -> None:
+    """Exactly the given descriptors as 0, 1, 2 …, the lane's behind them."""
+    targets = len(given) + len(lane)
+    high = [*given, *lane]
+    while high and min(high) < targets:
+        high = [os.dup(d) for d in high]  # past every target: no dup2 hits one still needed
+    for target, descriptor in enumerate(high):
+        os.dup2(descriptor, target)
+
+
 class Sandbox:
     """One we started: pids that still live (0: gone), and bwrap's report about it (-1: not bwrap's)."""
 
@@ -157,9 +173,39 @@ class Launcher:
         self.children: dict[int, int] = {}  # pid of the monitor -> number
         self.inner: dict[int, int] = {}  # pid of a namespace's first process -> number
         self.known: dict[int, Sandbox] = {}  # by number
+        self.place = settings["place"]
+        self.brought: dict[str, tuple[int, int]] = {}  # name -> what lies there
+
+    def bring(self, bind: dict[str, Any]) -> None:
+        """Into reach of a dropped uid, once; anew when another directory took its place since."""
+        if not self.place:
+            return  # nobody drops a uid: sandboxes reach what we reach
+        name, target = bind["name"], os.path.join(self.place, bind["name"])
+        source = os.open(bind["source"], os.O_PATH | os.O_CLOEXEC)
+        try:
+            facts = os.fstat(source)
+            identity = (facts.st_dev, facts.st_ino)
+            if self.brought.get(name) == identity:
+                return
+            if len(self.brought) >= MOST_BROUGHT:
+                self.put_away(next(iter(self.brought)))
+            if name in self.brought:
+                self.put_away(name)
+            lay(source, target, writable=False)
+            self.brought[name] = identity
+        finally:
+            os.close(source)
+
+    def put_away(self, name: str) -> None:
+        """Out of reach of sandboxes to come; those that run have their own copy of the mount."""
+        del self.brought[name]
+        target = os.path.join(self.place, name)
+        checked(libc.umount2(target.encode(), MNT_DETACH), f"umount {target}")
 
     def start(self, order: dict[str, Any], descriptors: list[int]) -> None:
         number = order["start"]
+        split = len(descriptors) - order["lane"]
+        descriptors, lane = descriptors[:split], descriptors[split:]
         report_end = given_end = filter_end = filter_in = -1
         if order["mode"] == "bubblewrap":
             report_end, given_end = os.pipe()
@@ -168,33 +214,37 @@ class Launcher:
             os.write(filter_in, self.seccomp)
             os.close(filter_in)
             descriptors = [*descriptors, filter_end, given_end]
+        refused = ""
+        try:
+            for bind in order["binds"]:
+                self.bring(bind)
+        except OSError as failure:
+            refused = str(failure)
         pid = os.fork()
         if pid == 0:
             try:
-                self.become(order, descriptors)
+                arrange(descriptors, lane)
+                if refused:
+                    raise OSError(refused)
+                self.become(order, len(descriptors), len(lane))
             except BaseException as failure:  # noqa: BLE001 - a forked child must never return
                 with contextlib.suppress(OSError):
                     os.write(2, f"bwrap: gpool cannot start it: {failure}\n".encode())
             os._exit(125)
-        for descriptor in descriptors:
+        for descriptor in (*descriptors, *lane):
             os.close(descriptor)
         self.children[pid] = number
         self.known[number] = Sandbox(pid, report_end)
 
-    def become(self, order: dict[str, Any], descriptors: list[int]) -> None:
-        """In the child: exactly the given descriptors as 0, 1, 2 …, the limits, the uid; then the program."""
-        high = [
-            os.dup(d) for d in descriptors
-        ]  # past every target, so that no dup2 hits one still needed
-        while high and min(high) < len(descriptors):
-            high = [os.dup(d) for d in high]
-        for target, descriptor in enumerate(high):
-            os.dup2(descriptor, target)
+    def become(self, order: dict[str, Any], given: int, lane: int) -> None:
+        """In the child, its descriptors in place: the limits, the lane, the uid; then the program."""
         for path in order["groups"]:
             joining = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
             os.write(joining, b"0")
             os.close(joining)
-        os.closerange(len(descriptors), 65536)
+        for namespace in range(given, given + lane):
+            checked(libc.setns(namespace, 0), "setns")
+        os.closerange(given, 65536)
         for kind, limit in order["limits"]:
             resource.setrlimit(kind, (limit, limit))
         os.umask(0o022)

@@ -43,6 +43,8 @@ class Order:
     limits: Sequence[tuple[int, int]] = ()
     env: Mapping[str, str] = field(default_factory=dict)
     cwd: str = "/"
+    lane: Sequence[int] = ()  # namespaces to enter first, in this order; they stay the caller's
+    binds: Sequence[Bind] = ()  # what it needs in reach besides what every sandbox does
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +55,10 @@ class Exit:
     ran: bool
     killed: bool
     lost: bool = False  # its launcher died, and it with that: nobody's doing
+
+
+def _bind(bind: Bind) -> dict[str, object]:
+    return {"source": str(bind.source), "name": bind.name, "writable": bind.writable}
 
 
 LAUNCHER_DIED = "gpool's launcher on that node died, and the sandbox with it"
@@ -90,9 +96,7 @@ class Launcher:
     def __init__(self, *, place: str, binds: Sequence[Bind], seccomp: bytes) -> None:
         self._settings = {
             "place": place,
-            "binds": [
-                {"source": str(b.source), "name": b.name, "writable": b.writable} for b in binds
-            ],
+            "binds": [_bind(bind) for bind in binds],
             "seccomp": seccomp.hex(),
         }
         self._channel: socket.socket | None = None
@@ -118,8 +122,10 @@ class Launcher:
                 "limits": list(order.limits),
                 "env": dict(order.env),
                 "cwd": order.cwd,
+                "lane": len(order.lane),
+                "binds": [_bind(bind) for bind in order.binds],
             }
-            await self.say(document, order.descriptors)
+            await self.say(document, (*order.descriptors, *order.lane))
         finally:
             for descriptor in order.descriptors:
                 os.close(descriptor)

@@ -10,11 +10,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import cloudpickle  # type: ignore[import-untyped]
+
 import gpool
 from gpool.agent.runtime.launching import Bind
+from gpool.agent.runtime.protocol import ENVIRONMENT_AT
 
 HOME = "/opt/gpool"  # inside
 SYSTEM_LINKS = ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
+SYSTEM_PATH = "/usr/local/bin:/usr/bin:/bin"
 INSIDE_UID = 1000
 PACKAGE_FOLDERS = ("site-packages", "dist-packages")
 ETC_FILES = (
@@ -34,7 +38,19 @@ ETC_TEXTS = {
     "hosts": "127.0.0.1 localhost\n::1 localhost\n",
     "hostname": "sandbox\n",
     "nsswitch.conf": "passwd: files\ngroup: files\nhosts: files\n",
+    "nsswitch.lane": "passwd: files\ngroup: files\nhosts: files dns\n",
+    "resolv.conf": "",  # a lane's lies over it
 }
+BOOT = f"""import sys
+
+sys.path[0] = "{HOME}/runner"
+sys.path.append("{HOME}/boot/packages")
+sys.argv[0] = __file__ = "{HOME}/runner/serve.py"
+with open(__file__, "rb") as script:
+    code = compile(script.read(), __file__, "exec")
+exec(code)
+"""
+"""Runs the runner by an environment's interpreter, which finds cloudpickle here when it has none of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +62,9 @@ class Layout:
     python: str  # the interpreter, inside
     runner: str  # the runner's script, inside
     variables: tuple[tuple[str, str], ...]
+    bare: tuple[tuple[str, str], ...]  # `seen` of a sandbox that brings an environment
+    bare_variables: tuple[tuple[str, str], ...]
+    boot: str  # the runner's script when an environment's interpreter runs it, inside
 
 
 def package_folders(paths: Iterable[str], base: Path) -> list[Path]:
@@ -63,9 +82,10 @@ def prepare(directory: Path, paths: Iterable[str] = tuple(sys.path)) -> Layout:
     runner = source / "agent" / "runner"
     system_python = base.is_relative_to("/usr")
     inside_base = str(base) if system_python else f"{HOME}/python"
-    etc, venv = directory / "etc", directory / "venv"
+    etc, venv, boot = directory / "etc", directory / "venv", directory / "boot"
     found = {f"packages{n}": folder for n, folder in enumerate(package_folders(paths, base))}
     _write_etc(etc)
+    _write_boot(boot)
     _write_venv(venv, minor, inside_base, list(found), shared=not system_python)
     binds = [
         Bind(etc, "etc"),
@@ -73,6 +93,7 @@ def prepare(directory: Path, paths: Iterable[str] = tuple(sys.path)) -> Layout:
         *(Bind(folder, name) for name, folder in found.items()),
         Bind(source, "source"),
         Bind(runner, "runner"),
+        Bind(boot, "boot"),
     ]
     seen = [
         ("etc", "/etc"),
@@ -84,20 +105,24 @@ def prepare(directory: Path, paths: Iterable[str] = tuple(sys.path)) -> Layout:
     if not system_python:
         binds.append(Bind(base, "python"))
         seen.append(("python", f"{HOME}/python"))
-    variables = [
-        ("PATH", f"{HOME}/venv/bin:/usr/local/bin:/usr/bin:/bin"),
-        ("HOME", "/work"),
-        ("LANG", "C.UTF-8"),
-        ("TMPDIR", "/tmp"),
-    ]
+    variables = [("HOME", "/work"), ("LANG", "C.UTF-8"), ("TMPDIR", "/tmp")]
+    needed = {"etc", "python"}
     if not system_python and sysconfig.get_config_var("Py_ENABLE_SHARED"):
         variables.append(("LD_LIBRARY_PATH", f"{HOME}/venv/lib"))
+        needed.add("venv")
     return Layout(
         tuple(binds),
         tuple(seen),
         f"{HOME}/venv/bin/{minor}",
         f"{HOME}/runner/serve.py",
-        tuple(variables),
+        (("PATH", f"{HOME}/venv/bin:{SYSTEM_PATH}"), *variables),
+        tuple(entry for entry in seen if entry[0] in needed),
+        (
+            ("PATH", f"{ENVIRONMENT_AT}/bin:{SYSTEM_PATH}"),
+            ("VIRTUAL_ENV", ENVIRONMENT_AT),
+            *variables,
+        ),
+        f"{HOME}/boot/runner.py",
     )
 
 
@@ -130,7 +155,22 @@ def _write_etc(etc: Path) -> None:
         original = Path("/etc") / name
         if original.is_dir():
             shutil.copytree(original, etc / name, symlinks=True)
-    for folder, _, names in os.walk(etc):
+    _open_to_all(etc)
+
+
+def _write_boot(boot: Path) -> None:
+    _fresh(boot)
+    (boot / "runner.py").write_text(BOOT)
+    package = Path(cloudpickle.__file__).parent
+    shutil.copytree(
+        package, boot / "packages" / package.name, ignore=shutil.ignore_patterns("__pycache__")
+    )
+    _open_to_all(boot)
+
+
+def _open_to_all(directory: Path) -> None:
+    """Readable by any uid, whatever the agent's umask."""
+    for folder, _, names in os.walk(directory):
         os.chmod(folder, 0o755)
         for name in names:
             if not os.path.islink(os.path.join(folder, name)):
@@ -153,8 +193,4 @@ def _write_venv(
     library = sysconfig.get_config_var("INSTSONAME")
     if shared and library:
         (venv / "lib" / str(library)).symlink_to(f"{inside_base}/lib/{library}")
-    for folder, _, names in os.walk(venv):
-        os.chmod(folder, 0o755)
-        for name in names:
-            if not os.path.islink(os.path.join(folder, name)):
-                os.chmod(os.path.join(folder, name), 0o644)
+    _open_to_all(venv)

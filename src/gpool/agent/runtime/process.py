@@ -26,6 +26,7 @@ from gpool.agent.runtime.protocol import (
     Limits,
     RunnerJob,
     RunnerSandbox,
+    SandboxFailed,
 )
 from gpool.agent.runtime.workplace import Workplace, clear
 from gpool.core.model import EndReason, Gpu, Network, Tier
@@ -55,6 +56,7 @@ class ProcessRuntime:
         self._gpus = {gpu.index: gpu for gpu in gpus}
 
     async def start_command(self, job: CommandJob) -> CommandSandbox:
+        _must_be_plain(job)
         place = self._make(with_values=False)
         ours: tuple[int, ...] = ()
         try:
@@ -77,6 +79,7 @@ class ProcessRuntime:
         )
 
     async def start_runner(self, job: RunnerJob) -> RunnerSandbox:
+        _must_be_plain(job)
         must_have(job.python)
         place = self._make(with_values=True)
 
@@ -127,6 +130,12 @@ class ProcessRuntime:
                 cwd=str(place.work),
             )
         )
+
+
+def _must_be_plain(job: CommandJob | RunnerJob) -> None:
+    """Environments lie at a path of their own and lanes wall a network off: neither goes without namespaces."""
+    if job.environment is not None or job.lane is not None:
+        raise SandboxFailed("without isolation there is only the agent's own Python and network")
 
 
 def _source() -> str:

@@ -65,17 +65,23 @@ class Workplace:
             target.chmod(0o755 if staged.executable else 0o644)
             self._give(target)
 
+    def write_aside(self, name: str, text: str) -> None:
+        """A file beside the work directory that the task may read and not write."""
+        path = self.root / name
+        path.write_text(text)
+        path.chmod(0o644)
+
     def collect(self, wanted: Sequence[str], into: Path, quota_bytes: int) -> list[OutputFile]:
         """After the end of everything inside; see `CommandSandbox.collect`."""
         collector = _Collector(self.uid, into, quota_bytes)
-        with _opened(self.work, None) as top:
+        with opened(self.work, None) as top:
             for path in wanted:
                 collector.take(top, path)
         return collector.found
 
     def take_value(self, name: str, into: Path, quota_bytes: int) -> Path:
         """A large value a runner wrote, copied to a file of ours: the task may still hold the original open."""
-        with _opened(self.values, None) as top:
+        with opened(self.values, None) as top:
             descriptor, facts = _regular(top, name, name, self.uid)
             target = into / f"value-{secrets.token_hex(8)}"
             with os.fdopen(descriptor, "rb", buffering=0) as source:
@@ -87,14 +93,14 @@ class Workplace:
 
     def remove(self) -> None:
         """Everything, however deep or unreadable: directories are moved to the top before they are emptied."""
-        with contextlib.suppress(FileNotFoundError), _opened(self.root, None) as top:
-            _empty(top)
+        with contextlib.suppress(FileNotFoundError), opened(self.root, None) as top:
+            empty(top)
         with contextlib.suppress(FileNotFoundError):
             self.root.rmdir()
 
 
 @contextlib.contextmanager
-def _opened(path: str | Path, above: int | None) -> Iterator[int]:
+def opened(path: str | Path, above: int | None) -> Iterator[int]:
     descriptor = os.open(path, _DIRECTORY, dir_fd=above)
     try:
         yield descriptor
@@ -102,7 +108,7 @@ def _opened(path: str | Path, above: int | None) -> Iterator[int]:
         os.close(descriptor)
 
 
-def _shown(path: str) -> str:
+def shown(path: str) -> str:
     return path[:120].encode("unicode_escape").decode()
 
 
@@ -112,9 +118,9 @@ def _regular(above: int, name: str, path: str, uid: int) -> tuple[int, os.stat_r
     try:
         facts = os.fstat(held)
         if not stat.S_ISREG(facts.st_mode):
-            raise BadOutput(f"output '{_shown(path)}' is {_kind(facts.st_mode)}; {_ADVICE}")
+            raise BadOutput(f"output '{shown(path)}' is {kind_of(facts.st_mode)}; {_ADVICE}")
         if facts.st_uid != uid:
-            raise BadOutput(f"output '{_shown(path)}' belongs to somebody else; write it anew")
+            raise BadOutput(f"output '{shown(path)}' belongs to somebody else; write it anew")
         try:
             return os.open(f"/proc/self/fd/{held}", os.O_RDONLY | os.O_CLOEXEC), facts
         except PermissionError:
@@ -127,7 +133,7 @@ def _regular(above: int, name: str, path: str, uid: int) -> tuple[int, os.stat_r
 _ADVICE = "only plain files can be outputs"
 
 
-def _kind(mode: int) -> str:
+def kind_of(mode: int) -> str:
     kinds = {
         stat.S_IFLNK: "a symbolic link",
         stat.S_IFIFO: "a FIFO",
@@ -192,13 +198,13 @@ class _Collector:
 
     def _down(self, above: int, name: str, path: str, wanted: str) -> int:
         try:
-            below = _directory(above, name)
+            below = directory_at(above, name)
         except FileNotFoundError as missing:
             raise BadOutput(_missing(above, wanted)) from missing
         except OSError as other:
-            kind = _kind(os.stat(name, dir_fd=above, follow_symlinks=False).st_mode)
+            kind = kind_of(os.stat(name, dir_fd=above, follow_symlinks=False).st_mode)
             raise BadOutput(
-                f"output '{_shown(wanted)}': '{_shown(path)}' is {kind}, not a directory"
+                f"output '{shown(wanted)}': '{shown(path)}' is {kind}, not a directory"
             ) from other
         os.close(above)
         return below
@@ -213,7 +219,7 @@ class _Collector:
                 raise BadOutput(bad.detail) from bad
             facts = os.stat(name, dir_fd=directory, follow_symlinks=False)
             if stat.S_ISDIR(facts.st_mode):
-                inner = _directory(directory, name)
+                inner = directory_at(directory, name)
                 try:
                     self._walk(inner, below)
                 finally:
@@ -225,7 +231,7 @@ class _Collector:
         twin = self._names.setdefault(folded(path), path)
         if twin != path:
             raise BadOutput(
-                f"outputs '{_shown(twin)}' and '{_shown(path)}' are one name on some machines"
+                f"outputs '{shown(twin)}' and '{shown(path)}' are one name on some machines"
             )
         if path in self._taken:
             return
@@ -243,13 +249,13 @@ class _Collector:
         except BadOutput:
             if stat.S_ISDIR(os.stat(name, dir_fd=above, follow_symlinks=False).st_mode):
                 raise BadOutput(
-                    f"output '{_shown(path)}' is a directory; ask for '{_shown(path)}/'"
+                    f"output '{shown(path)}' is a directory; ask for '{shown(path)}/'"
                 ) from None
             raise
         try:
             if facts.st_size > self._left_bytes:
                 raise BadOutput(
-                    f"output '{_shown(path)}' of {facts.st_size} bytes is over the disk limit of {self._quota_bytes}"
+                    f"output '{shown(path)}' of {facts.st_size} bytes is over the disk limit of {self._quota_bytes}"
                 )
             temporary = self._into / f"taking-{secrets.token_hex(8)}"
             sha256, size = _copy(descriptor, temporary, self._left_bytes)
@@ -262,12 +268,12 @@ class _Collector:
 
 
 def _missing(above: int, path: str) -> str:
-    names = sorted(_shown(name) for name in os.listdir(above))
+    names = sorted(shown(name) for name in os.listdir(above))
     held = ", ".join(names[:SHOWN_NAMES]) + (" …" if len(names) > SHOWN_NAMES else "")
-    return f"output '{_shown(path)}' was not written; its directory holds {held or 'nothing'}"
+    return f"output '{shown(path)}' was not written; its directory holds {held or 'nothing'}"
 
 
-def _directory(above: int, name: str) -> int:
+def directory_at(above: int, name: str) -> int:
     """A directory of the task's, opened even when the task took its own rights to it."""
     try:
         return os.open(name, _DIRECTORY, dir_fd=above)
@@ -288,7 +294,7 @@ def clear(places: Path, values: Path) -> None:
         value.unlink()
 
 
-def _empty(top: int) -> None:
+def empty(top: int) -> None:
     """Never deeper than one level: what lies deeper is moved up first."""
     moved = 0
     pending = os.listdir(top)
@@ -298,7 +304,7 @@ def _empty(top: int) -> None:
         if not stat.S_ISDIR(facts.st_mode):
             os.unlink(name, dir_fd=top)
             continue
-        directory = _directory(top, name)
+        directory = directory_at(top, name)
         try:
             if facts.st_mode & 0o700 != 0o700:
                 os.fchmod(directory, 0o700)
@@ -310,7 +316,7 @@ def _empty(top: int) -> None:
                 try:
                     os.rmdir(inner, dir_fd=directory)
                 except OSError:
-                    os.close(_directory(directory, inner))
+                    os.close(directory_at(directory, inner))
                     moved += 1
                     higher = f".moved-{moved}-{secrets.token_hex(4)}"
                     os.rename(inner, higher, src_dir_fd=directory, dst_dir_fd=top)
