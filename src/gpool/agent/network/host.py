@@ -1,0 +1,104 @@
+"""What the host's network looks like: its addresses, gateways, neighbours, the interfaces that lead out. Reads, changes nothing."""
+
+from __future__ import annotations
+
+import hashlib
+import socket
+import struct
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from ipaddress import IPv4Address, IPv4Interface, IPv4Network
+from pathlib import Path
+
+import psutil  # type: ignore[import-untyped]
+
+from gpool.agent.network.policy import HostFacts
+
+ROUTES = Path("/proc/net/route")
+RTF_UP, RTF_GATEWAY, RTF_REJECT = 1, 2, 0x200
+SHORTEST_NEIGHBOURHOOD = 8  # a shorter prefix is a provider's way to say "everywhere", not a LAN
+POOLS = tuple(
+    IPv4Network(text)
+    for text in ("10.128.0.0/9", "172.16.0.0/12", "100.64.0.0/10", "198.18.0.0/15")
+)
+POOL_PREFIX = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """One line of the host's main table."""
+
+    interface: str
+    network: IPv4Network
+    gateway: IPv4Address | None
+
+
+def parse_routes(text: str) -> tuple[Route, ...]:
+    """The kernel's own listing: numbers in hexadecimal, in the order of this machine's bytes."""
+    found = []
+    for line in text.splitlines()[1:]:
+        words = line.split()
+        if len(words) < 8:
+            continue
+        flags = int(words[3], 16)
+        if not flags & RTF_UP or flags & RTF_REJECT:
+            continue
+        network = IPv4Network((_address(words[1]), str(_address(words[7]))))
+        gateway = _address(words[2]) if flags & RTF_GATEWAY else None
+        found.append(Route(words[0], network, gateway))
+    return tuple(found)
+
+
+def _address(text: str) -> IPv4Address:
+    return IPv4Address(struct.pack("=I", int(text, 16)))
+
+
+def routes(path: Path = ROUTES) -> tuple[Route, ...]:
+    try:
+        return parse_routes(path.read_text())
+    except OSError:
+        return ()
+
+
+def own_addresses(without: str = "") -> tuple[IPv4Interface, ...]:
+    """All interfaces of the namespace we are in, those that are down too; but for lanes, whose names start with `without`."""
+    return tuple(
+        IPv4Interface((each.address, each.netmask or 32))
+        for name, several in psutil.net_if_addrs().items()
+        for each in several
+        if each.family == socket.AF_INET and not (without and name.startswith(without))
+    )
+
+
+def facts(found: Sequence[Route], own: Sequence[IPv4Interface]) -> HostFacts:
+    """Itself, its gateways, and what lies on its own links: with public addresses these are in no fixed list."""
+    networks = {IPv4Network(each.ip) for each in own}
+    networks |= {each.network for each in own if each.network.prefixlen >= SHORTEST_NEIGHBOURHOOD}
+    for route in found:
+        if route.gateway is not None:
+            networks.add(IPv4Network(route.gateway))
+        elif route.network.prefixlen >= SHORTEST_NEIGHBOURHOOD:
+            networks.add(route.network)
+    return HostFacts(tuple(sorted(networks)))
+
+
+def uplinks(found: Sequence[Route], towards: Iterable[IPv4Network] = ()) -> tuple[str, ...]:
+    """Interfaces by which packets for the internet, or for these networks, leave."""
+    names = {route.interface for route in found if route.network.prefixlen == 0}
+    for network in towards:
+        ways = [r for r in found if r.network.supernet_of(network)]
+        longest = max((r.network.prefixlen for r in ways), default=0)
+        names |= {r.interface for r in ways if r.network.prefixlen == longest}
+    return tuple(sorted(names - {"lo"}))
+
+
+def free_pool(tag: str, found: Sequence[Route]) -> IPv4Network:
+    """A private network that nothing on this host uses; the search starts at a place of the agent's own."""
+    busy = [r.network for r in found if r.network.prefixlen > 0]
+    for whole in POOLS:
+        pools = list(whole.subnets(new_prefix=POOL_PREFIX))
+        first = int.from_bytes(hashlib.sha256(tag.encode()).digest()[:4]) % len(pools)
+        for pool in pools[first:] + pools[:first]:
+            if not any(pool.overlaps(network) for network in busy):
+                return pool
+    raise OSError("this host has routes to every private network: none is left for lanes")

@@ -1,0 +1,199 @@
+"""The owner's word on what tasks may reach, and what one lane is opened for. Pure; a line it does not understand is an error.
+
+The owner's `allow` narrows, never widens: private, link-local and metadata addresses stay refused whatever it says.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from ipaddress import IPv4Address, IPv4Network, IPv6Address, ip_network
+
+from gpool.agent.network.addresses import NEVER_LISTED, Address, is_refused
+
+ANY_PORT = (0, 65535)
+UNITS = {"B": 1, "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+RATE = re.compile(r"(\d+(?:\.\d+)?)\s*(B|[kKMG]B)/s")
+COUNT = re.compile(r"(\d+)(?:/s)?")
+MIN_RATE_BYTES_PER_S = 16 * 1024  # below it not even a handshake gets through
+
+
+class BadPolicy(ValueError):
+    """A policy that cannot be read; the text says what was wrong and what would be right."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Target:
+    """Addresses with ports of TCP and UDP. Lanes carry IPv4 only, so nothing else can be a target."""
+
+    network: IPv4Network
+    ports: tuple[int, int] = ANY_PORT  # first and last
+
+    def __str__(self) -> str:
+        alone = self.network.prefixlen == 32
+        where = str(self.network.network_address if alone else self.network)
+        first, last = self.ports
+        if self.ports == ANY_PORT:
+            return where
+        return f"{where}:{first}" if first == last else f"{where}:{first}-{last}"
+
+    def covers(self, address: IPv4Address, port: int) -> bool:
+        return address in self.network and self.ports[0] <= port <= self.ports[1]
+
+
+def parse_target(text: str) -> Target:
+    """`1.2.3.4`, `1.2.3.0/24`, `1.2.3.4:443`, `1.2.3.0/24:8000-8010`, `*:25`."""
+    where, colon, ports = text.strip().partition(":")
+    if ":" in ports or where.startswith("["):
+        raise BadPolicy(f"{text!r}: lanes carry no IPv6, every such address is refused already")
+    try:
+        network = ip_network("0.0.0.0/0" if where == "*" else where)
+    except ValueError as wrong:
+        raise BadPolicy(f"{text!r}: {wrong}; write 1.2.3.4, 1.2.3.0/24 or *") from wrong
+    if not isinstance(network, IPv4Network):
+        raise BadPolicy(f"{text!r}: lanes carry no IPv6, every such address is refused already")
+    return Target(network, _ports(text, ports) if colon else ANY_PORT)
+
+
+def _ports(text: str, ports: str) -> tuple[int, int]:
+    match = re.fullmatch(r"(\d{1,5})(?:-(\d{1,5}))?", ports)
+    if match is None:
+        raise BadPolicy(f"{text!r}: {ports!r} is no port; write 443 or 8000-8010")
+    first, last = int(match[1]), int(match[2] or match[1])
+    if not 1 <= first <= last <= 65535:
+        raise BadPolicy(f"{text!r}: ports go from 1 to 65535, the smaller one first")
+    return first, last
+
+
+@dataclass(frozen=True, slots=True)
+class EgressPolicy:
+    """What the owner lets tasks reach. Rates and counts are per lane, so per sandbox."""
+
+    allow: tuple[Target, ...] = ()  # empty: every public address
+    deny: tuple[Target, ...] = (Target(IPv4Network("0.0.0.0/0"), (25, 25)),)  # no mail by default
+    rate_bytes_per_s: int | None = None  # each way
+    flows: int = 1024  # open at once; they take room in a table that the whole host shares
+    queries_per_s: int = 20  # names asked; bursts of ten times that
+
+
+def parse_policy(text: str) -> EgressPolicy:
+    """One word and its value a line: `allow TARGET`, `deny TARGET`, `rate 10MB/s`, `flows 1024`, `queries 20/s`.
+
+    Lines that start with # are for people. A policy that says `deny nothing` drops the default.
+    """
+    allow: list[Target] = []
+    deny: list[Target] = []
+    known = EgressPolicy()
+    denies = known.deny
+    rate: int | None = None
+    counts = {"flows": known.flows, "queries": known.queries_per_s}
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.strip() or line.lstrip().startswith("#"):
+            continue
+        word, _, value = line.strip().partition(" ")
+        value = value.strip()
+        try:
+            match word:
+                case "allow":
+                    allow.append(_worth_allowing(parse_target(value)))
+                case "deny" if value == "nothing":
+                    denies = ()
+                case "deny":
+                    deny.append(parse_target(value))
+                case "rate":
+                    rate = parse_rate(value)
+                case "flows" | "queries":
+                    counts[word] = _count(value)
+                case _:
+                    raise BadPolicy(f"{word!r} is none of allow, deny, rate, flows, queries")
+        except BadPolicy as wrong:
+            raise BadPolicy(f"line {number}: {wrong}") from wrong
+    return EgressPolicy(
+        tuple(allow), tuple(deny) or denies, rate, counts["flows"], counts["queries"]
+    )
+
+
+def _worth_allowing(target: Target) -> Target:
+    ends = (target.network.network_address, target.network.broadcast_address)
+    if all(is_refused(end) for end in ends) and target.network.prefixlen >= 8:
+        raise BadPolicy(f"{target}: no policy opens private, link-local or reserved addresses")
+    return target
+
+
+def parse_rate(text: str) -> int | None:
+    """`10MB/s`, `500 kB/s`, `none`."""
+    if text == "none":
+        return None
+    match = RATE.fullmatch(text)
+    if match is None:
+        raise BadPolicy(f"{text!r} is no rate; write 10MB/s, 500kB/s or none")
+    rate = int(float(match[1]) * UNITS[match[2]])
+    if not MIN_RATE_BYTES_PER_S <= rate < 2**32:  # the upper end: what the kernel counts with
+        raise BadPolicy(f"{text!r}: a rate lies between 16 kB/s and 4 GB/s")
+    return rate
+
+
+def _count(text: str) -> int:
+    match = COUNT.fullmatch(text)
+    if match is None or not 1 <= int(match[1]) <= 100_000:
+        raise BadPolicy(f"{text!r} is no number between 1 and 100000")
+    return int(match[1])
+
+
+@dataclass(frozen=True, slots=True)
+class Egress:
+    """A lane to the public internet, as the owner's policy has it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Only:
+    """A lane to these targets alone, private ones too: an index's servers, or later the peers of a gang.
+
+    Never made from a consumer's words. `names` is all that resolves in it, each to what the agent resolved and allowed.
+    """
+
+    targets: tuple[Target, ...]
+    names: Mapping[str, tuple[IPv4Address, ...]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for target in self.targets:
+            if any(target.network.overlaps(never) for never in NEVER_LISTED if never.version == 4):
+                raise BadPolicy(
+                    f"{target}: loopback, link-local, metadata, multicast and reserved addresses can't be listed"
+                )
+
+
+Wants = Egress | Only
+
+
+@dataclass(frozen=True, slots=True)
+class HostFacts:
+    """What is refused beside the fixed ranges: this host, its gateways, its neighbours."""
+
+    networks: tuple[IPv4Network, ...] = ()
+
+
+def reaches(
+    policy: EgressPolicy, host: HostFacts, wants: Wants, address: Address, port: int | None = None
+) -> bool:
+    """Whether a packet to it would leave. The firewall's rules say the same; port None: to any port at all."""
+    if isinstance(address, IPv6Address):
+        return False
+    if isinstance(wants, Only):
+        return _any_covers(wants.targets, address, port)
+    if is_refused(address) or any(address in network for network in host.networks):
+        return False
+    if port is None:
+        if any(d.ports == ANY_PORT and address in d.network for d in policy.deny):
+            return False
+    elif _any_covers(policy.deny, address, port):
+        return False
+    return not policy.allow or _any_covers(policy.allow, address, port)
+
+
+def _any_covers(targets: Iterable[Target], address: IPv4Address, port: int | None) -> bool:
+    return any(
+        address in target.network if port is None else target.covers(address, port)
+        for target in targets
+    )

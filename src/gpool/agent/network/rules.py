@@ -1,0 +1,269 @@
+"""The firewall of the lanes as nftables text. Pure: policy and facts in, rules out; what no rule lets through is refused.
+
+A root agent's lanes end on interfaces of the host, so they are judged where packets come in from there, before routing, NAT
+and connection tracking have seen them: one place for what is forwarded and what is for the host itself. A rootless agent's
+lane is judged as packets leave its namespace, in which the task holds no capability. The judging chain is the same text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from ipaddress import IPv4Address, IPv4Network, collapse_addresses
+from itertools import pairwise
+
+from gpool.agent.network.addresses import REFUSED_V4
+from gpool.agent.network.policy import (
+    ANY_PORT,
+    Egress,
+    EgressPolicy,
+    HostFacts,
+    Only,
+    Target,
+    Wants,
+)
+
+FAMILY = "inet"
+PREFIX = "gpool"
+MAX_LANES = 1024
+KINDS: tuple[Wants, ...] = (Egress(), Only(()))
+BURST_S = 0.25
+MIN_BURST_BYTES = 128 * 1024
+TAG_LETTERS = 5  # interface names have 15: the prefix, the tag, the kind, four digits
+
+
+@dataclass(frozen=True, slots=True)
+class Naming:
+    """What one agent calls its things on a host that others share."""
+
+    tag: str  # five hexadecimal digits, the same after a restart
+
+    @property
+    def table(self) -> str:
+        return f"{PREFIX}_{self.tag}"
+
+    @property
+    def interfaces(self) -> str:
+        return f"{PREFIX}{self.tag}"
+
+    def interface(self, wants: Wants, number: int) -> str:
+        """The kind is in the name, so that the rules for each kind can stand before the lane does."""
+        return f"{self.interfaces}{'e' if not isinstance(wants, Only) else 'o'}{number}"
+
+
+def lane_address(pool: IPv4Network, number: int) -> IPv4Address:
+    """Address 1 of the pool is the gateway, the same on every lane."""
+    return pool.network_address + 2 + number
+
+
+def gateway_address(pool: IPv4Network) -> IPv4Address:
+    return pool.network_address + 1
+
+
+def host_ruleset(
+    naming: Naming,
+    pool: IPv4Network,
+    policy: EgressPolicy,
+    host: HostFacts,
+    lent: Sequence[str],
+) -> str:
+    """The table of a root agent. `lent`: interfaces on which we switched forwarding on; they forward for lanes only."""
+    kinds = ((naming.interface(kind, n), n) for kind in KINDS for n in range(MAX_LANES))
+    addresses = (f'"{name}" . {lane_address(pool, n)}' for name, n in kinds)
+    ours = f'"{naming.interfaces}*"'
+    return f"""
+table {FAMILY} {naming.table} {{
+    counter refused {{ }}
+    counter over_rate {{ }}
+    counter over_flows {{ }}
+    {_set("lent", "type ifname", (f'"{name}"' for name in lent))}
+    {_set("addresses", "type ifname . ipv4_addr", addresses)}
+    set permitted {{ type ifname . inet_proto . ipv4_addr . inet_service; flags interval; }}
+    set sending {{ type ifname; flags dynamic; size {4 * MAX_LANES}; }}
+    set receiving {{ type ifname; flags dynamic; size {4 * MAX_LANES}; }}
+    set flows {{ type ifname; flags dynamic; size {4 * MAX_LANES}; }}
+    {_sets(policy, host)}
+    chain refuse {{
+        counter name refused drop
+    }}
+    chain judge {{
+        meta nfproto != ipv4 goto refuse
+        iifname . ip saddr != @addresses goto refuse
+        iifname "{naming.interfaces}o*" iifname . ip protocol . ip daddr . th dport @permitted return
+        iifname "{naming.interfaces}o*" goto refuse
+        {_judging(policy)}
+    }}
+    chain from_lanes {{
+        type filter hook prerouting priority raw; policy accept;
+        iifname {ours} jump judge
+        {_cap("iifname", ours, "sending", policy)}
+    }}
+    chain arriving {{
+        type filter hook input priority filter; policy accept;
+        iifname {ours} iifname . ip protocol . ip daddr . th dport @permitted accept
+        iifname {ours} goto refuse
+    }}
+    chain through {{
+        type filter hook forward priority filter; policy accept;
+        iifname {ours} oifname "{PREFIX}*" goto refuse
+        iifname {ours} ct state invalid goto refuse
+        iifname {ours} ct state new add @flows {{ iifname ct count over {policy.flows} }} counter name over_flows drop
+        iifname {ours} tcp flags syn tcp option maxseg size set rt mtu
+        oifname {ours} ct state != established,related goto refuse
+        {_cap("oifname", ours, "receiving", policy)}
+        iifname @lent oifname != "{PREFIX}*" drop
+    }}
+    chain from_host {{
+        type filter hook output priority filter; policy accept;
+        oifname {ours} ct state != established,related drop
+    }}
+    chain masked {{
+        type nat hook postrouting priority srcnat; policy accept;
+        ip saddr {pool} oifname != "{PREFIX}*" masquerade
+    }}
+}}
+"""
+
+
+def inner_ruleset(policy: EgressPolicy, host: HostFacts, wants: Wants, tap: str) -> str:
+    """The table inside a rootless agent's lane, set before anything can enter it."""
+    if isinstance(wants, Only):
+        judging = """ip protocol . ip daddr . th dport @permitted return
+        goto refuse"""
+    else:
+        judging = _judging(policy)
+    permitted = _permitted(wants.targets) if isinstance(wants, Only) else ()
+    return f"""
+table {FAMILY} {PREFIX} {{
+    counter refused {{ }}
+    counter over_rate {{ }}
+    counter over_flows {{ }}
+    {_set("permitted", "type inet_proto . ipv4_addr . inet_service; flags interval", permitted)}
+    set sending {{ type ifname; flags dynamic; size 16; }}
+    set receiving {{ type ifname; flags dynamic; size 16; }}
+    set flows {{ type ifname; flags dynamic; size 16; }}
+    {_sets(policy, host)}
+    chain refuse {{
+        counter name refused drop
+    }}
+    chain judge {{
+        meta nfproto != ipv4 goto refuse
+        {judging}
+    }}
+    chain leaving {{
+        type filter hook output priority raw; policy accept;
+        oifname != "lo" jump judge
+        {_cap("oifname", f'"{tap}"', "sending", policy)}
+    }}
+    chain counted {{
+        type filter hook output priority filter; policy accept;
+        oifname != "lo" ct state new add @flows {{ oifname ct count over {policy.flows} }} counter name over_flows drop
+    }}
+    chain coming {{
+        type filter hook input priority filter; policy accept;
+        iifname != "lo" meta nfproto != ipv4 drop
+        iifname != "lo" ct state != established,related drop
+        {_cap("iifname", f'"{tap}"', "receiving", policy)}
+    }}
+    chain through {{
+        type filter hook forward priority filter; policy drop;
+    }}
+}}
+"""
+
+
+def permit(naming: Naming, interface: str, only: Only) -> str:
+    """Add one lane's list to the standing table."""
+    elements = ", ".join(f'"{interface}" . {each}' for each in _permitted(only.targets))
+    if not elements:
+        return ""
+    return f"add element {FAMILY} {naming.table} permitted {{ {elements} }}\n"
+
+
+def refresh(table: str, host: HostFacts) -> str:
+    """What the host is now, instead of what it was."""
+    listed = ", ".join(_merged((*REFUSED_V4, *host.networks)))
+    return f"flush set {table} refused\nadd element {table} refused {{ {listed} }}\n"
+
+
+def revoke(naming: Naming, interface: str, only: Only) -> str:
+    return permit(naming, interface, only).replace("add element", "delete element", 1)
+
+
+def _permitted(targets: Iterable[Target]) -> Iterable[str]:
+    for target in disjoint(targets):
+        for protocol in ("tcp", "udp"):
+            yield f"{protocol} . {target.network} . {_ports(target)}"
+
+
+def _ports(target: Target) -> str:
+    first, last = target.ports
+    return str(first) if first == last else f"{first}-{last}"
+
+
+def _judging(policy: EgressPolicy) -> str:
+    """Ends in `refuse` unless a rule returns, so that a packet whose ports can't be read is refused too."""
+    # An echo asks nobody's port: it may go wherever some port may.
+    echo = " ip daddr @allowed_hosts" if policy.allow else ""
+    last = "ip daddr . th dport @allowed return" if policy.allow else "th dport 0-65535 return"
+    return f"""ip daddr @refused goto refuse
+        ip daddr @denied_hosts goto refuse
+        icmp type echo-request{echo} return
+        meta l4proto != {{ tcp, udp }} goto refuse
+        ip daddr . th dport @denied goto refuse
+        {last}
+        goto refuse"""
+
+
+def _sets(policy: EgressPolicy, host: HostFacts) -> str:
+    ranges = "type ipv4_addr; flags interval"
+    pairs = "type ipv4_addr . inet_service; flags interval"
+    whole = (t.network for t in policy.deny if t.ports == ANY_PORT)
+    return "\n    ".join(
+        (
+            _set("refused", ranges, _merged((*REFUSED_V4, *host.networks))),
+            _set("denied_hosts", ranges, _merged(whole)),
+            _set("denied", pairs, _pairs(policy.deny)),
+            _set("allowed", pairs, _pairs(policy.allow)),
+            _set("allowed_hosts", ranges, _merged(t.network for t in policy.allow)),
+        )
+    )
+
+
+def _merged(networks: Iterable[IPv4Network]) -> Iterable[str]:
+    return (str(network) for network in collapse_addresses(networks))
+
+
+def _pairs(targets: Iterable[Target]) -> Iterable[str]:
+    return (f"{target.network} . {_ports(target)}" for target in disjoint(targets))
+
+
+def disjoint(targets: Iterable[Target]) -> list[Target]:
+    """The same address and port pairs, none of them twice: the kernel's sets refuse elements that overlap."""
+    given = list(targets)
+    edges = sorted({edge for t in given for edge in (t.ports[0], t.ports[1] + 1)})
+    found: list[tuple[tuple[int, int], tuple[IPv4Network, ...]]] = []
+    for first, past in pairwise(edges):
+        over = (t.network for t in given if t.ports[0] <= first and past - 1 <= t.ports[1])
+        networks = tuple(collapse_addresses(over))
+        if found and found[-1][1] == networks and found[-1][0][1] == first - 1:
+            found[-1] = ((found[-1][0][0], past - 1), networks)
+        elif networks:
+            found.append(((first, past - 1), networks))
+    return [Target(network, ports) for ports, networks in found for network in networks]
+
+
+def _set(name: str, kind: str, elements: Iterable[str]) -> str:
+    listed = ", ".join(dict.fromkeys(elements))
+    return f"set {name} {{ {kind}; {f'elements = {{ {listed} }}' if listed else ''} }}"
+
+
+def _cap(side: str, interfaces: str, meter: str, policy: EgressPolicy) -> str:
+    rate = policy.rate_bytes_per_s
+    if rate is None:
+        return ""
+    burst = max(MIN_BURST_BYTES, int(rate * BURST_S))
+    return (
+        f"{side} {interfaces} update @{meter} {{ {side} limit rate over {rate} bytes/second"
+        f" burst {burst} bytes }} counter name over_rate drop"
+    )
