@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import shutil
 import sys
 import sysconfig
@@ -56,6 +57,12 @@ env -i LD_LIBRARY_PATH="${{LD_LIBRARY_PATH:-}}" "$BASE" -I -S -m compileall -q -
     --invalidation-mode unchecked-hash -s /work/env -p "$AT" . > /dev/null 2>&1 || true
 """
 """Nothing of a recipe stands in it. What is installed is compiled by the bare interpreter, which runs none of it."""
+
+
+_AWAY = re.compile(
+    r"^\s*(?:cause:|Caused by:)? *(?:dns error|client error \(Connect\))", re.MULTILINE
+)
+"""How uv says that a server cannot be reached at all."""
 
 
 class Building(CommandSandbox, Protocol):
@@ -197,6 +204,8 @@ def _judge(ended: Ended, output: _Listened) -> None:
         raise SandboxFailed(f"no sandbox for a build: {ended.detail}")
     if ended.reason is not EndReason.EXITED:
         raise BuildFailed(f"the build ended early: {ended.detail}\n{output.tail}")
+    if ended.exit_code and _AWAY.search(output.tail):
+        raise SandboxFailed(f"this node cannot reach its package indexes:\n{output.tail}")
     if ended.exit_code:
         raise BuildFailed(f"the environment cannot be built:\n{output.tail}")
 
