@@ -52,6 +52,12 @@ def test_ordinary_calls_always_pass(machine: str) -> None:
     for family in (1, 2, 10):
         for kind in (1, 2, 5, 1 | 0o2000000):
             assert verdict(machine, facts.socket, family, kind) == ALLOW
+    for protocol in (6, 17):
+        assert verdict(machine, facts.socket, 2, 1, protocol) == ALLOW
+    assert verdict(machine, facts.setsockopt, 3, 6, 1) == ALLOW  # TCP_NODELAY
+    assert verdict(machine, facts.setsockopt, 3, 1, 31) == ALLOW  # another level's 31
+    for number in (444, 445, 446, 449, 462):  # Landlock, futex_waitv, mseal
+        assert verdict(machine, number) == ALLOW
 
 
 @both
@@ -62,6 +68,22 @@ def test_what_is_listed_is_never_allowed(machine: str) -> None:
             assert verdict(machine, numbers[facts.column]) == ERRNO | errno.EPERM, name
     assert verdict(machine, 435) == ERRNO | errno.ENOSYS
     assert verdict(machine, 425) == ERRNO | errno.ENOSYS
+
+
+@both
+def test_calls_of_a_newer_kernel_are_absent(machine: str) -> None:
+    for number in (seccomp.LAST_KNOWN + 1, 500, 512, 0x3FFFFFFF):
+        assert verdict(machine, number) == ERRNO | errno.ENOSYS
+
+
+@both
+def test_what_would_load_a_kernel_module_is_refused(machine: str) -> None:
+    facts = MACHINES[machine]
+    for protocol in (1, 33, 132, 136, 256, 262):
+        absent = ERRNO | errno.EPROTONOSUPPORT
+        assert verdict(machine, facts.socket, 2, 1, protocol) == absent
+    assert verdict(machine, facts.ioctl, 0, 0x5423) == ERRNO | errno.EPERM  # line disciplines
+    assert verdict(machine, facts.setsockopt, 3, 6, 31) == ERRNO | errno.EPERM  # TCP_ULP
 
 
 @both

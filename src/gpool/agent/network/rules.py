@@ -109,13 +109,13 @@ table {FAMILY} {naming.table} {{
         iifname {ours} ct state invalid goto refuse
         iifname {ours} ct state new add @flows {{ iifname ct count over {policy.flows} }} counter name over_flows drop
         iifname {ours} tcp flags syn tcp option maxseg size set rt mtu
-        oifname {ours} ct state != established,related goto refuse
+        oifname {ours} ct state {{ new, invalid, untracked }} goto refuse
         {_cap("oifname", ours, "receiving", policy)}
         iifname @lent oifname != "{PREFIX}*" drop
     }}
     chain from_host {{
         type filter hook output priority filter; policy accept;
-        oifname {ours} ct state != established,related drop
+        oifname {ours} ct state {{ new, invalid, untracked }} drop
     }}
     chain masked {{
         type nat hook postrouting priority srcnat; policy accept;
@@ -162,7 +162,7 @@ table {FAMILY} {PREFIX} {{
     chain coming {{
         type filter hook input priority filter; policy accept;
         iifname != "lo" meta nfproto != ipv4 drop
-        iifname != "lo" ct state != established,related drop
+        iifname != "lo" ct state {{ new, invalid, untracked }} drop
         {_cap("iifname", f'"{tap}"', "receiving", policy)}
     }}
     chain through {{

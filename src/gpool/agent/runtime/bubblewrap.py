@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from gpool.agent.runtime import cgroups, layout, seccomp
+from gpool.agent.runtime import cgroups, landlock, layout, seccomp
 from gpool.agent.runtime.calls import Keeping, must_have, open_runner
 from gpool.agent.runtime.commands import Command, command_pipes
 from gpool.agent.runtime.devices import device_arguments, visible_devices
@@ -38,7 +38,7 @@ from gpool.agent.runtime.protocol import (
     SandboxFailed,
 )
 from gpool.agent.runtime.workplace import Workplace, clear
-from gpool.core.model import EndReason, Gpu, Network, Slice, Tier
+from gpool.core.model import EndReason, Gpu, Network, Tier
 
 RUN = Path("/run/gpool")  # a root agent's, and only it may write there
 FIRST_UID = 2_000_000_000  # past every range that distributions, subuids and containers use
@@ -60,6 +60,33 @@ def find_bwrap() -> str:
         return found
     from_wheel = wheels_bwrap()
     return str(from_wheel) if from_wheel.exists() else ""
+
+
+def _joined(words: Sequence[str]) -> bytes:
+    return b"".join(word.encode() + b"\0" for word in words)
+
+
+def _letter(name: str, data: bytes) -> int:
+    """A descriptor to read the data from: no command line shows what comes this way."""
+    letter = os.memfd_create(name, os.MFD_CLOEXEC)
+    view = memoryview(data)
+    while view:
+        view = view[os.write(letter, view) :]
+    os.lseek(letter, 0, os.SEEK_SET)
+    return letter
+
+
+def _fixed_arguments(root: Sequence[str]) -> bytes:
+    """What every sandbox gets; `root` makes its root directory."""
+    words = ["--unshare-all", "--unshare-user", "--new-session", "--die-with-parent"]
+    words += ["--cap-drop", "ALL", "--hostname", "sandbox", "--clearenv"]
+    words += ["--uid", str(layout.INSIDE_UID), "--gid", str(layout.INSIDE_UID)]
+    words += [*root, "--proc", "/proc", "--dev", "/dev"]
+    for name in layout.MASKED:
+        if os.path.exists(f"/proc/{name}"):
+            words += ["--ro-bind", "/dev/null", f"/proc/{name}"]
+    words += ["--remount-ro", "/proc"]
+    return _joined(words)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,12 +157,22 @@ class BubblewrapRuntime:
         }
         if self._root:
             self._bwrap = self._within_reach(Path(self._bwrap).resolve())
-        self._launcher = Launcher(
-            place=str(place) if self._root else "", binds=binds, seccomp=seccomp.program()
+        tree, bare = (
+            layout.system_tree((self._reach[name], inside) for name, inside in seen)
+            for seen in (self._layout.seen, self._layout.bare)
         )
-        self._fixed = self._fixed_arguments(self._layout.seen)
-        self._fixed_bare = self._fixed_arguments(self._layout.bare)
-        self._prlimit = "" if self._root else shutil.which("prlimit") or ""
+        self._launcher = Launcher(
+            place=str(place) if self._root else "",
+            binds=binds,
+            seccomp=seccomp.program(),
+            tree=tree,
+        )
+        planted = ["--ro-bind", str(place / "tree"), "/"]
+        self._fixed = _fixed_arguments(planted if self._root else layout.as_arguments(tree))
+        self._fixed_bare = _fixed_arguments(layout.as_arguments(bare))
+        self.landlock = landlock.version() if landlock.perl() else 0
+        """Which Landlock stands behind the mounts; 0: none, for the kernel or the host's Perl is missing."""
+        self._wall = bool(self.landlock) or (bool(landlock.perl()) and not self._root)
 
     def use_gpus(self, gpus: Sequence[Gpu]) -> None:
         """What the machine has now; sandboxes that run keep what they were given."""
@@ -259,17 +296,18 @@ class BubblewrapRuntime:
             for descriptor in descriptors:
                 os.close(descriptor)
             raise SandboxFailed(f"cannot set limits: {refused}") from refused
-        options = os.memfd_create("options", os.MFD_CLOEXEC)
         brought = self._brought(job.environment)
         fixed = self._fixed if job.environment is None else self._fixed_bare
-        text = fixed + b"".join(
-            word.encode() + b"\0" for word in self._own_arguments(place, job, brought)
-        )
-        view = memoryview(text)
-        while view:
-            view = view[os.write(options, view) :]
-        os.lseek(options, 0, os.SEEK_SET)
-        given = (*descriptors[:ARGUMENTS_AT], options, *descriptors[ARGUMENTS_AT:])
+        words = self._own_arguments(place, job, brought)
+        variables = self._variables(job)
+        given = [*descriptors]
+        if self._wall:
+            given.append(_letter("variables", "\0".join(f"{n}={v}" for n, v in variables).encode()))
+        else:
+            for name, value in variables:
+                words += ["--setenv", name, value]
+        options = _letter("options", fixed + _joined(words))
+        given.insert(ARGUMENTS_AT, options)
         command = [
             self._bwrap,
             "--args",
@@ -280,8 +318,9 @@ class BubblewrapRuntime:
             str(len(given) + 1),
             "--",
         ]
-        if self._prlimit:
-            command += [self._prlimit, f"--nproc={job.limits.processes}", "--"]
+        if self._wall:
+            processes = 0 if self._root else job.limits.processes
+            command += landlock.command(len(given) - 1, processes, self.landlock)
         return await self._launcher.start(
             Order(
                 mode="bubblewrap",
@@ -312,15 +351,6 @@ class BubblewrapRuntime:
                 return str(Path(self._reach[bind.name]) / program.relative_to(bind.source))
         return str(program)
 
-    def _fixed_arguments(self, seen: Sequence[tuple[str, str]]) -> bytes:
-        words = ["--unshare-all", "--unshare-user", "--new-session", "--die-with-parent"]
-        words += ["--cap-drop", "ALL", "--hostname", "sandbox", "--clearenv"]
-        words += ["--uid", str(layout.INSIDE_UID), "--gid", str(layout.INSIDE_UID)]
-        words += [*layout.system_arguments(), "--proc", "/proc", "--dev", "/dev"]
-        for name, inside in seen:
-            words += ["--ro-bind", self._reach[name], inside]
-        return b"".join(word.encode() + b"\0" for word in words)
-
     def _own_arguments(
         self, place: Workplace, job: CommandJob | RunnerJob, brought: Sequence[tuple[Bind, str]]
     ) -> list[str]:
@@ -342,14 +372,15 @@ class BubblewrapRuntime:
             words += ["--share-net", "--ro-bind", reach + "/resolv.conf", "/etc/resolv.conf"]
             words += ["--ro-bind", self._reach["etc"] + "/nsswitch.lane", "/etc/nsswitch.conf"]
         words += device_arguments(self._gpus, job.slices)
-        words += ["--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/work"]
-        variables = self._layout.bare_variables if brought else self._layout.variables
-        for name, value in (*variables, *self._gpu_variables(job.slices), *job.env):
-            words += ["--setenv", name, value]
+        words += ["--remount-ro", "/dev", "--chdir", "/work"]
+        if brought or not self._root:
+            words += ["--remount-ro", "/"]  # a planted tree is so already
         return words
 
-    def _gpu_variables(self, slices: Sequence[Slice]) -> tuple[tuple[str, str], ...]:
-        return (("CUDA_VISIBLE_DEVICES", visible_devices(self._gpus, slices)),)
+    def _variables(self, job: CommandJob | RunnerJob) -> list[tuple[str, str]]:
+        plain = self._layout.variables if job.environment is None else self._layout.bare_variables
+        cuda = ("CUDA_VISIBLE_DEVICES", visible_devices(self._gpus, job.slices))
+        return list(dict([*plain, ("PWD", "/work"), cuda, *job.env]).items())
 
     def _rlimits(self, limits: Limits) -> list[tuple[int, int]]:
         chosen = [

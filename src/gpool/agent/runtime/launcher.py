@@ -28,7 +28,9 @@ from typing import Any, NoReturn
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 36, 38
 CLONE_NEWNS = 0x00020000
-MS_RDONLY, MS_NOSUID, MS_REMOUNT, MS_BIND, MS_REC, MS_SLAVE = 1, 2, 32, 4096, 16384, 1 << 19
+MS_RDONLY, MS_NOSUID, MS_NODEV, MS_REMOUNT, MS_BIND = 1, 2, 4, 32, 4096
+MS_REC, MS_SLAVE = 16384, 1 << 19
+SEALED = MS_RDONLY | MS_NOSUID | MS_NODEV
 MNT_DETACH = 2
 MOST_BROUGHT = 64  # every sandbox's mount namespace begins as a copy of ours
 MESSAGE_BYTES = 1 << 20
@@ -50,7 +52,7 @@ def mount(source: str, target: str, kind: bytes | None, flags: int, data: bytes 
     checked(libc.mount(*arguments), f"mount {target}")
 
 
-def enter_own_namespace(place: str, binds: list[dict[str, Any]]) -> None:
+def enter_own_namespace(place: str, binds: list[dict[str, Any]], tree: dict[str, Any]) -> None:
     """Everything a sandbox is made of, beneath one directory that any uid may walk; seen by this process alone."""
     checked(libc.unshare(CLONE_NEWNS), "unshare")
     mount("none", "/", None, MS_REC | MS_SLAVE)
@@ -60,6 +62,26 @@ def enter_own_namespace(place: str, binds: list[dict[str, Any]]) -> None:
     for descriptor, name, writable in sources:
         lay(descriptor, os.path.join(place, name), writable=writable)
         os.close(descriptor)
+    plant(place, tree)
+
+
+def plant(place: str, tree: dict[str, Any]) -> None:
+    """The root directory of a sandbox, ready: bwrap then binds one directory instead of mounting each of its own.
+
+    Everything is sealed as bwrap would seal it, so that it finds nothing to mount again.
+    """
+    root = os.path.join(place, "tree")
+    os.mkdir(root, 0o755)
+    mount("tree", root, b"tmpfs", MS_NOSUID | MS_NODEV, b"mode=0755,size=1m")
+    for folder in tree["folders"]:
+        os.makedirs(root + folder, 0o755)
+    for path, to in tree["links"]:
+        os.symlink(to, root + path)
+    for path, source in tree["binds"]:
+        os.makedirs(root + path, 0o755, exist_ok=True)
+        mount(source, root + path, None, MS_BIND | MS_REC)
+        mount("none", root + path, None, MS_BIND | MS_REMOUNT | SEALED)
+    mount("none", root, None, MS_REMOUNT | SEALED)
 
 
 def lay(source: int, target: str, *, writable: bool) -> None:
@@ -70,7 +92,7 @@ def lay(source: int, target: str, *, writable: bool) -> None:
         os.close(os.open(target, os.O_CREAT | os.O_WRONLY, 0o644))
     mount(f"/proc/self/fd/{source}", target, None, MS_BIND | MS_REC)
     if not writable:
-        mount("none", target, None, MS_BIND | MS_REMOUNT | MS_RDONLY | MS_NOSUID)
+        mount("none", target, None, MS_BIND | MS_REMOUNT | SEALED)
 
 
 def children(pid: int) -> list[int]:
@@ -403,7 +425,7 @@ def main() -> int:
     settings = json.loads(channel.recv(MESSAGE_BYTES))
     try:
         if settings["place"]:
-            enter_own_namespace(settings["place"], settings["binds"])
+            enter_own_namespace(settings["place"], settings["binds"], settings["tree"])
         launcher = Launcher(channel, settings)
     except OSError as failure:
         channel.send(json.dumps({"ready": False, "detail": str(failure)}).encode())

@@ -32,6 +32,15 @@ class Bind:
 
 
 @dataclass(frozen=True, slots=True)
+class Tree:
+    """A sandbox's root directory, which a launcher with its own mounts prepares once."""
+
+    folders: tuple[str, ...] = ()
+    links: tuple[tuple[str, str], ...] = ()  # (path inside, what it says)
+    binds: tuple[tuple[str, str], ...] = ()  # (path inside, where the launcher has it)
+
+
+@dataclass(frozen=True, slots=True)
 class Order:
     """What to start. `descriptors` become 0, 1, 2 … and are closed here once sent."""
 
@@ -93,11 +102,15 @@ class Started:
 class Launcher:
     """Starts the launcher process at the first order, and again when it died."""
 
-    def __init__(self, *, place: str, binds: Sequence[Bind], seccomp: bytes) -> None:
+    def __init__(
+        self, *, place: str, binds: Sequence[Bind], seccomp: bytes, tree: Tree | None = None
+    ) -> None:
+        tree = tree or Tree()
         self._settings = {
             "place": place,
             "binds": [_bind(bind) for bind in binds],
             "seccomp": seccomp.hex(),
+            "tree": {"folders": tree.folders, "links": tree.links, "binds": tree.binds},
         }
         self._channel: socket.socket | None = None
         self._child: subprocess.Popen[bytes] | None = None

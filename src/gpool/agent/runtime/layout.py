@@ -13,12 +13,14 @@ from pathlib import Path
 import cloudpickle  # type: ignore[import-untyped]
 
 import gpool
-from gpool.agent.runtime.launching import Bind
+from gpool.agent.runtime.launching import Bind, Tree
 from gpool.agent.runtime.protocol import ENVIRONMENT_AT
 
 HOME = "/opt/gpool"  # inside
 SYSTEM_LINKS = ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 SYSTEM_PATH = "/usr/local/bin:/usr/bin:/bin"
+FOLDERS = ("/proc", "/dev", "/sys", "/tmp", "/work", "/values")
+MASKED = ("kallsyms", "kcore", "key-users", "keys", "sysrq-trigger", "timer_list")  # of /proc
 INSIDE_UID = 1000
 PACKAGE_FOLDERS = ("site-packages", "dist-packages")
 ETC_FILES = (
@@ -126,15 +128,27 @@ def prepare(directory: Path, paths: Iterable[str] = tuple(sys.path)) -> Layout:
     )
 
 
-def system_arguments() -> list[str]:
-    """The host's programs and libraries, as bwrap's arguments."""
-    arguments = ["--ro-bind", "/usr", "/usr"]
+def system_tree(seen: Iterable[tuple[str, str]]) -> Tree:
+    """A root directory: the host's programs and libraries, and what is `seen`, (where we have it, path inside)."""
+    binds = [("/usr", "/usr")]
+    links = []
     for path in SYSTEM_LINKS:
         if os.path.islink(path):
-            arguments += ["--symlink", os.readlink(path), path]
+            links.append((path, os.readlink(path)))
         elif os.path.isdir(path):
-            arguments += ["--ro-bind", path, path]
-    return arguments
+            binds.append((path, path))
+    binds += [(inside, source) for source, inside in seen]
+    return Tree(FOLDERS, tuple(links), tuple(binds))
+
+
+def as_arguments(tree: Tree) -> list[str]:
+    """The same for bwrap to make anew."""
+    words = []
+    for inside, source in tree.binds:
+        words += ["--ro-bind", source, inside]
+    for path, to in tree.links:
+        words += ["--symlink", to, path]
+    return words
 
 
 def _fresh(directory: Path) -> None:

@@ -19,7 +19,14 @@ NAMESPACE_FLAGS = 0x7E020000
 AF_UNIX, AF_INET, AF_INET6 = 1, 2, 10
 SOCKET_TYPE_MASK = 0xF
 SOCK_STREAM, SOCK_DGRAM, SOCK_SEQPACKET = 1, 2, 5
-TIOCSTI, TIOCLINUX = 0x5412, 0x541C
+PROTOCOLS = (
+    0,
+    6,
+    17,
+)  # the family's own, TCP, UDP: no SCTP, MPTCP, ICMP or what a module would be loaded for
+TIOCSTI, TIOCLINUX, TIOCSETD = 0x5412, 0x541C, 0x5423  # the last: line disciplines, by module
+TCP_ULP, SOL_TCP = 31, 6
+LAST_KNOWN = 469  # calls a newer kernel adds are absent until somebody here has looked at them
 PERSONALITIES = (0x0, 0x8, 0x20000, 0x20008, 0xFFFFFFFF)  # plain Linux, and "tell me"
 FILE_TYPE_MASK, CHARACTER_DEVICE, BLOCK_DEVICE = 0o170000, 0o020000, 0o060000
 
@@ -111,11 +118,12 @@ class Machine:
     personality: int
     mknod: int  # -1: only mknodat
     mknodat: int
+    setsockopt: int
 
 
 MACHINES = {
-    "x86_64": Machine(0xC000003E, 0, 56, 41, 53, 16, 135, 133, 259),
-    "aarch64": Machine(0xC00000B7, 1, 220, 198, 199, 29, 92, -1, 33),
+    "x86_64": Machine(0xC000003E, 0, 56, 41, 53, 16, 135, 133, 259, 54),
+    "aarch64": Machine(0xC00000B7, 1, 220, 198, 199, 29, 92, -1, 33, 208),
 }
 
 
@@ -144,6 +152,20 @@ def _refuse_if(code: int, values: tuple[int, ...]) -> list[bytes]:
     return [*tests, _step(RETURN, ALLOW), _step(RETURN, ERRNO | errno.EPERM)]
 
 
+def _kinds_and_protocols() -> list[bytes]:
+    """The rest of `socket`: an ordinary type, and a protocol that needs no module."""
+    kinds = (SOCK_STREAM, SOCK_DGRAM, SOCK_SEQPACKET)
+    tests = [_step(JUMP_EQUAL, kind, len(kinds) - at, 0) for at, kind in enumerate(kinds)]
+    return [
+        _load_argument(1),
+        _step(AND, SOCKET_TYPE_MASK),
+        *tests,
+        _step(RETURN, ERRNO | errno.EPERM),
+        _load_argument(2),
+        *_among(PROTOCOLS, ERRNO | errno.EPROTONOSUPPORT),
+    ]
+
+
 def _device_nodes(number: int, mode_at: int) -> list[bytes]:
     types = (CHARACTER_DEVICE, BLOCK_DEVICE)
     return _guarded(
@@ -168,6 +190,7 @@ def program(machine: str = "") -> bytes:
     ]
     if name == "x86_64":
         steps += [_step(JUMP_AT_LEAST, X32_BIT, 0, 1), _step(RETURN, KILL_PROCESS)]
+    steps += [_step(JUMP_AT_LEAST, LAST_KNOWN + 1, 0, 1), _step(RETURN, ERRNO | errno.ENOSYS)]
     for table, code in ((REFUSED, errno.EPERM), (ABSENT, errno.ENOSYS)):
         for numbers in table.values():
             if numbers[known.column] >= 0:
@@ -175,7 +198,6 @@ def program(machine: str = "") -> bytes:
     steps += _guarded(known.clone, _load_argument(0), *_refuse_if(JUMP_ANY_BIT, (NAMESPACE_FLAGS,)))
     foreign = ERRNO | errno.EAFNOSUPPORT
     families = (AF_UNIX, AF_INET, AF_INET6)
-    kinds = (SOCK_STREAM, SOCK_DGRAM, SOCK_SEQPACKET)
     domains = [
         _step(JUMP_EQUAL, family, len(families) - at, 0) for at, family in enumerate(families)
     ]
@@ -184,12 +206,20 @@ def program(machine: str = "") -> bytes:
         _load_argument(0),
         *domains,
         _step(RETURN, foreign),
-        _load_argument(1),
-        _step(AND, SOCKET_TYPE_MASK),
-        *_among(kinds, ERRNO | errno.EPERM),
+        *_kinds_and_protocols(),
     )
     steps += _guarded(known.socketpair, _load_argument(0), *_among((AF_UNIX,), foreign))
-    steps += _guarded(known.ioctl, _load_argument(1), *_refuse_if(JUMP_EQUAL, (TIOCSTI, TIOCLINUX)))
+    steps += _guarded(
+        known.ioctl, _load_argument(1), *_refuse_if(JUMP_EQUAL, (TIOCSTI, TIOCLINUX, TIOCSETD))
+    )
+    steps += _guarded(
+        known.setsockopt,
+        _load_argument(1),
+        _step(JUMP_EQUAL, SOL_TCP, 1, 0),
+        _step(RETURN, ALLOW),
+        _load_argument(2),
+        *_refuse_if(JUMP_EQUAL, (TCP_ULP,)),
+    )
     steps += _guarded(
         known.personality, _load_argument(0), *_among(PERSONALITIES, ERRNO | errno.EPERM)
     )

@@ -1,0 +1,105 @@
+"""Holds a rootless agent's lane: a small process in a user and a network namespace of its own. Stdlib only; run as a script.
+
+It sets the firewall before anybody else can know of the namespace, hands out descriptors, counts when asked, and ends with
+the agent. It never runs anything but nft.
+
+Words on the socket (one JSON document a message, descriptors beside it):
+  in   {"nft": path, "rules": text}   ·   {"count": table}
+  out  {"ready": true} with user namespace, network namespace and the resolver's two sockets   ·   {"failed": text}
+       {"counters": nft's listing}
+"""
+
+from __future__ import annotations
+
+import array
+import ctypes
+import fcntl
+import json
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+
+CLONE_NEWUSER, CLONE_NEWNET = 0x10000000, 0x40000000
+PR_SET_PDEATHSIG = 1
+SIOCGIFFLAGS, SIOCSIFFLAGS, IFF_UP = 0x8913, 0x8914, 1
+RESOLVER = ("127.0.0.53", 53)
+MESSAGE_BYTES = 1 << 18
+
+libc = ctypes.CDLL(None, use_errno=True)
+
+
+def write(path: str, text: str) -> None:
+    with open(path, "w") as file:
+        file.write(text)
+
+
+def enter() -> None:
+    uid, gid = os.geteuid(), os.getegid()
+    if libc.unshare(CLONE_NEWUSER | CLONE_NEWNET) != 0:
+        code = ctypes.get_errno()
+        raise OSError(code, f"user and network namespace: {os.strerror(code)}")
+    write("/proc/self/setgroups", "deny")
+    write("/proc/self/uid_map", f"0 {uid} 1")
+    write("/proc/self/gid_map", f"0 {gid} 1")
+
+
+def raise_loopback() -> None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        asked = struct.pack("16sH14x", b"lo", 0)
+        _, flags = struct.unpack("16sH14x", fcntl.ioctl(asking, SIOCGIFFLAGS, asked))
+        fcntl.ioctl(asking, SIOCSIFFLAGS, struct.pack("16sH14x", b"lo", flags | IFF_UP))
+
+
+def nft(path: str, *arguments: str, text: str = "") -> str:
+    done = subprocess.run(
+        [path, *arguments], input=text, capture_output=True, text=True, env={}, check=False
+    )
+    if done.returncode != 0:
+        raise OSError(f"nft: {done.stderr.strip().splitlines()[:1]}")
+    return done.stdout
+
+
+def prepare(order: dict[str, str]) -> list[int]:
+    enter()
+    if os.path.exists("/proc/sys/net/ipv6/conf/default/disable_ipv6"):
+        write("/proc/sys/net/ipv6/conf/default/disable_ipv6", "1")
+    raise_loopback()
+    nft(order["nft"], "-f", "-", text=order["rules"])
+    datagrams = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    streams = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    datagrams.bind(RESOLVER)
+    streams.bind(RESOLVER)
+    streams.listen(16)
+    namespaces = [os.open(f"/proc/self/ns/{kind}", os.O_RDONLY) for kind in ("user", "net")]
+    return [*namespaces, datagrams.detach(), streams.detach()]
+
+
+def main() -> int:
+    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # for the agent; we end when it does
+    channel = socket.socket(fileno=0)
+    order = json.loads(channel.recv(MESSAGE_BYTES))
+    try:
+        given = prepare(order)
+    except OSError as failure:
+        channel.send(json.dumps({"failed": str(failure)}).encode())
+        return 1
+    beside = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", given))]
+    channel.sendmsg([b'{"ready": true}'], beside)
+    for descriptor in given:
+        os.close(descriptor)
+    while asked := channel.recv(MESSAGE_BYTES):
+        table = json.loads(asked)["count"]
+        try:
+            listing = nft(order["nft"], "-j", "list", "counters", "table", "inet", table)
+        except OSError as failure:
+            listing = json.dumps({"nftables": [], "failed": str(failure)})
+        channel.send(json.dumps({"counters": json.loads(listing)}).encode())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
