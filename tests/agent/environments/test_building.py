@@ -432,8 +432,9 @@ def test_a_nodes_fault_is_told_apart_from_a_recipes(tmp_path: Path) -> None:
         ([], Ended(1, EndReason.SANDBOX_FAILED, "no bwrap")),
         ([b"  cause: dns error\n"], Ended(2)),
     ):
-        with pytest.raises(SandboxFailed):
+        with pytest.raises(SandboxFailed) as failed:
             asyncio.run(built(Given(output, ended), tmp_path, Indexes()))
+        assert not isinstance(failed.value, BuildFailed)
     for output, ended in (
         ([b"no solution\n"], Ended(1)),
         ([], Ended(137, EndReason.OUT_OF_MEMORY, "it used more memory")),

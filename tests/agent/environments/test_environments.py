@@ -119,7 +119,7 @@ def test_what_is_ready_is_given_as_it_is(tmp_path: Path) -> None:
         first = await shelf.once(A)
         assert await shelf.once(A) == first
         assert shelf.builder.built == [A]
-        assert shelf.environments.ready == {name_of(A)}
+        assert shelf.environments.ready() == {name_of(A)}
         assert first.name == name_of(A)
         assert first.python == f"{ENVIRONMENT_AT}/bin/python"
         manifest = shelf.environments.manifest(name_of(A), A)
@@ -148,7 +148,7 @@ def test_another_python_alone_is_laid_without_a_build(tmp_path: Path) -> None:
         assert os.readlink(link) == "/opt/gpool/python3.99/bin/python3.99"
         assert "home = /opt/gpool/python3.99/bin\n" in (prepared.root / "pyvenv.cfg").read_text()
         assert shelf.builder.built == []
-        assert shelf.environments.ready == frozenset()
+        assert shelf.environments.ready() == frozenset()
         assert shelf.environments.pythons() == {"3.11", "3.99"}
 
     story(tmp_path, tell)
@@ -185,7 +185,7 @@ def test_the_least_used_goes_first_past_the_limit(tmp_path: Path) -> None:
     async def tell(shelf: Shelf) -> None:
         for wanted in (A, B, A, C):
             await shelf.once(wanted)
-        assert shelf.environments.ready == {name_of(A), name_of(C)}
+        assert shelf.environments.ready() == {name_of(A), name_of(C)}
         assert shelf.on_disk() == 2
         assert shelf.environments.size_bytes <= 250_000
 
@@ -284,7 +284,7 @@ def test_forgetting_makes_a_new_build_and_leaves_the_old_to_its_users(tmp_path: 
         async with shelf.environments.prepare(name_of(A), A) as old:
             assert old is not None
             shelf.environments.forget(name_of(A))
-            assert shelf.environments.ready == frozenset()
+            assert shelf.environments.ready() == frozenset()
             new = await shelf.once(A)
             assert new.root != old.root
             assert old.root.is_dir()
@@ -308,7 +308,7 @@ def test_what_an_earlier_agent_built_is_found_again_in_its_order(tmp_path: Path)
             os.utime(folder / MANIFEST, (number, number))
 
     async def after(shelf: Shelf) -> None:
-        assert shelf.environments.ready == {name_of(A), name_of(C)}
+        assert shelf.environments.ready() == {name_of(A), name_of(C)}
         await shelf.once(A)
         assert shelf.builder.built == []
 
@@ -328,7 +328,7 @@ def test_what_is_half_done_or_of_a_python_that_is_gone_is_removed(tmp_path: Path
                 (folder / MANIFEST).write_text(text.replace("/opt/gpool/", "/elsewhere/"))
 
     async def after(shelf: Shelf) -> None:
-        assert shelf.environments.ready == {name_of(B)}
+        assert shelf.environments.ready() == {name_of(B)}
         assert shelf.on_disk() == 1
 
     story(tmp_path, before)

@@ -4,6 +4,7 @@ from gpool.agent.environments.building import UvBuilder, find_uv
 from gpool.agent.environments.environments import Builder, BuildFailed, Environments, Told
 from gpool.agent.environments.indexes import Indexes
 from gpool.agent.environments.interpreters import Interpreter
+from gpool.agent.environments.opening import open_environments
 from gpool.agent.environments.trees import Manifest
 
 __all__ = [
@@ -16,4 +17,5 @@ __all__ = [
     "Told",
     "UvBuilder",
     "find_uv",
+    "open_environments",
 ]

@@ -20,7 +20,7 @@ import structlog
 
 from gpool.agent.environments import trees
 from gpool.agent.environments.interpreters import Interpreter
-from gpool.agent.runtime.protocol import ENVIRONMENT_AT, Prepared
+from gpool.agent.runtime.protocol import ENVIRONMENT_AT, Prepared, SandboxFailed
 from gpool.core import environments as names
 from gpool.core.errors import Invalid
 from gpool.core.model import GIB, Recipe
@@ -35,15 +35,15 @@ Told = Callable[[str], None]
 """Hears a build's progress, a line at a time."""
 
 
-class BuildFailed(Exception):
-    """The environment cannot be made; the text says why and goes to the consumer."""
+class BuildFailed(SandboxFailed):
+    """The environment cannot be made, on this node or any like it; the text says why and goes to the consumer."""
 
 
 class Builder(Protocol):
     async def build(self, recipe: Recipe, interpreter: Interpreter, into: Path, told: Told) -> None:
         """Make the virtual environment `into`, which does not exist yet: read-only and the agent's own.
 
-        Raises `BuildFailed` when the recipe is at fault, `SandboxFailed` when this node is.
+        Raises `BuildFailed` when the recipe is at fault, any other `SandboxFailed` when this node is.
         """
         ...
 
@@ -105,7 +105,6 @@ class Environments:
 
     # ---- what is here
 
-    @property
     def ready(self) -> frozenset[str]:
         """The names that need no build."""
         return frozenset(name for name, _ in self._entries if name != names.DEFAULT)

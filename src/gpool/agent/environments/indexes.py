@@ -18,6 +18,7 @@ from urllib.parse import unquote, urljoin, urlsplit
 
 PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY")
 PAGES_LOOKED_AT = 20
+LINKS_LOOKED_AT = 3
 _HREF = re.compile(r"""href\s*=\s*["']([^"'#]+)""", re.IGNORECASE)
 
 
@@ -103,19 +104,18 @@ def _scheme(address: str) -> str:
 
 
 def _with_files(index: Path) -> Path:
-    """An index's folder, or the one above that also holds the files its pages name."""
+    """An index's folder, or the one it lies in where its pages name files beside it; never more of the disk."""
     if not index.is_dir():
         return index
-    reached = [str(index)]
-    base = f"file://{index}/"
     for name in sorted(os.listdir(index))[:PAGES_LOOKED_AT]:
         page = index / name / "index.html"
-        if page.is_file():
-            for href in _HREF.findall(page.read_text("utf-8", "replace"))[:3]:
-                target = path_of(urljoin(f"{base}{name}/", href))
-                if target is not None:
-                    reached.append(str(target.parent))
-    return Path(os.path.commonpath(reached))
+        if not page.is_file():
+            continue
+        for href in _HREF.findall(page.read_text("utf-8", "replace"))[:LINKS_LOOKED_AT]:
+            target = path_of(urljoin(f"file://{index}/{name}/", href))
+            if target is not None and not target.is_relative_to(index):
+                return index.parent if target.is_relative_to(index.parent) else index
+    return index
 
 
 def configuration_files(environ: Mapping[str, str], home: Path, prefix: Path) -> list[Path]:

@@ -5,15 +5,12 @@ The addresses are looked up here, by the agent, and the lane permits those alone
 
 from __future__ import annotations
 
-import asyncio
 import re
-import socket
 import ssl
 import subprocess
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from ipaddress import IPv4Address, IPv4Network
 from pathlib import Path
 from urllib.parse import urljoin, urlsplit
 
@@ -21,8 +18,9 @@ import httpx2
 import structlog
 
 from gpool.agent.environments.indexes import Indexes
+from gpool.agent.network.door import only
 from gpool.agent.network.lanes import Networks, NoLane
-from gpool.agent.network.policy import BadPolicy, Only, Target
+from gpool.agent.network.policy import BadPolicy, Only
 from gpool.agent.runtime.protocol import Lane, SandboxFailed
 
 log = structlog.get_logger(__name__)
@@ -43,7 +41,8 @@ class Place:
 Ask = Callable[[str], Awaitable[tuple[str, str]]]
 """Fetches a page: the address it came from in the end, and its text."""
 
-Resolve = Callable[[Place], Awaitable[tuple[IPv4Address, ...]]]
+Choose = Callable[[Iterable[tuple[str, int]]], Awaitable[Only]]
+"""Looks up hosts and makes them the targets of a lane; `BadPolicy` for one that cannot be."""
 
 
 def place_of(address: str) -> Place | None:
@@ -108,28 +107,14 @@ def asking(indexes: Indexes) -> Ask:
     return ask
 
 
-async def resolved(place: Place) -> tuple[IPv4Address, ...]:
-    """Lanes carry IPv4 only; nothing when the name has no such address."""
-    loop = asyncio.get_running_loop()
-    try:
-        found = await loop.getaddrinfo(
-            place.host, place.port, family=socket.AF_INET, type=socket.SOCK_STREAM
-        )
-    except OSError:
-        return ()
-    return tuple(sorted({IPv4Address(address[0]) for *_, address in found}))
-
-
 class IndexLanes:
     """Opens a build's lane. What an index says about where its files lie is asked once."""
 
-    def __init__(
-        self, networks: Networks, built_in: str, ask: Ask, resolve: Resolve = resolved
-    ) -> None:
+    def __init__(self, networks: Networks, built_in: str, ask: Ask, choose: Choose = only) -> None:
         self._networks = networks
         self._built_in = built_in
         self._ask = ask
-        self._resolve = resolve
+        self._choose = choose
         self._known: dict[str, frozenset[Place]] = {}
 
     @asynccontextmanager
@@ -138,9 +123,13 @@ class IndexLanes:
         if not places:
             yield None
             return
-        wants = await self._wants(places)
         try:
+            wants = await self._choose((place.host, place.port) for place in sorted(places))
             opened = await self._networks.open(wants)
+        except BadPolicy as exc:
+            raise SandboxFailed(
+                f"a package index of this node is out of a sandbox's reach: {exc}"
+            ) from exc
         except NoLane as exc:
             raise SandboxFailed(f"no network for a build: {exc}") from exc
         async with opened:
@@ -171,21 +160,3 @@ class IndexLanes:
                 return frozenset()  # it is asked again for the next build
             self._known[page] = known
         return known
-
-    async def _wants(self, places: Iterable[Place]) -> Only:
-        ordered = sorted(places)
-        found = dict(zip(ordered, await asyncio.gather(*map(self._resolve, ordered)), strict=True))
-        targets = {
-            Target(IPv4Network(address), (place.port, place.port))
-            for place, addresses in found.items()
-            for address in addresses
-        }
-        names: Mapping[str, tuple[IPv4Address, ...]] = {
-            place.host: addresses for place, addresses in found.items() if addresses
-        }
-        try:
-            return Only(tuple(sorted(targets)), names)
-        except BadPolicy as exc:
-            raise SandboxFailed(
-                f"a package index of this node is out of a sandbox's reach: {exc}"
-            ) from exc
