@@ -137,12 +137,14 @@ class Environments:
         if key is None or recipe is None:
             yield None
             return
-        entry = self._entries.get(key)
-        if entry is None:
-            entry = await self._built(key, recipe, told)
-        else:
-            entry.users += 1
-            self._entries.move_to_end(key)
+        entry = None
+        while entry is None:
+            entry = self._entries.get(key)
+            if entry is None:
+                entry = await self._built(key, recipe, told)
+            else:
+                entry.users += 1
+                self._entries.move_to_end(key)
         try:
             interpreter = self._interpreters[key[1]]
             program = f"{ENVIRONMENT_AT}/bin/python"
@@ -214,8 +216,11 @@ class Environments:
             entries[key] = (used, _Entry(folder, manifest))
         return [entry for _, entry in sorted(entries.values(), key=lambda one: one[0])]
 
-    async def _built(self, key: _Key, recipe: Recipe, told: Told) -> _Entry:
-        """One build for all who ask; the last one to give up calls it off. The asker is counted as a user."""
+    async def _built(self, key: _Key, recipe: Recipe, told: Told) -> _Entry | None:
+        """One build for all who ask; the last one to give up calls it off. The asker is counted as a user.
+
+        None: it was called off just as we came.
+        """
         failed = self._failed.get(key)
         if failed is not None:
             left_us = failed[0] - self._clock()
@@ -234,9 +239,12 @@ class Environments:
             told(line)
         flight.listeners.append(told)
         flight.asking += 1
+        asking = asyncio.current_task()
         try:
             entry = await asyncio.shield(flight.task)
         except asyncio.CancelledError:
+            if asking is None or not asking.cancelling():
+                return None
             if flight.landed and not flight.task.cancelled() and not flight.task.exception():
                 self._release(flight.task.result())
             elif flight.asking == 1 and not flight.task.done():
