@@ -55,7 +55,7 @@ def test_a_requirements_file_is_read_with_comments_continuations_and_others(tmp_
     assert recipe.packages == (
         "attrs",
         "numpy>=2",
-        "pandas>=2,<3",
+        "pandas<3,>=2",
         "rich[jupyter]; python_version < '3.13'",
     )
 

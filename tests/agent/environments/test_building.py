@@ -33,6 +33,7 @@ from gpool.agent.runtime.protocol import (
 )
 from gpool.core.environments import name_of, recipe
 from gpool.core.model import EndReason, Recipe
+from gpool.testing import unprivileged
 from gpool.testing.packages import PackageIndex
 from gpool.testing.runtimes import LIMITS, left_over, within
 
@@ -199,6 +200,46 @@ def test_a_build_that_is_called_off_leaves_nothing(index: PackageIndex, tmp_path
             assert asking.cancelled()
 
     within(story())
+
+
+ROOTLESS = """
+import asyncio, json, os, sys
+from pathlib import Path
+from gpool.agent.environments import open_environments
+from gpool.agent.runtime.bubblewrap import BubblewrapRuntime
+from gpool.agent.runtime.protocol import CommandJob
+from gpool.core.environments import name_of, recipe
+from gpool.testing.runtimes import LIMITS
+
+async def main():
+    assert os.geteuid() != 0
+    data, index = Path(sys.argv[1]), sys.argv[2]
+    runtime = BubblewrapRuntime(data)
+    environ = {"HOME": str(data), "PIP_INDEX_URL": index, "PIP_CONFIG_FILE": "/dev/null"}
+    environments = await open_environments(data, runtime, None, environ, clock=lambda: 0)
+    wanted = recipe(packages=("thing",))
+    async with environments.prepare(name_of(wanted), wanted) as prepared:
+        code = "import thing; print(thing.VERSION)"
+        job = CommandJob(("python", "-c", code), (), (), (), LIMITS, environment=prepared)
+        sandbox = await runtime.start_command(job)
+        text = b"".join([data async for _, data in sandbox.output()])
+        await sandbox.remove()
+    await environments.close()
+    await runtime.close()
+    print("said", text.decode())
+
+asyncio.run(main())
+"""
+
+
+def test_an_unprivileged_agent_builds_as_well(
+    index: PackageIndex, tmp_path: Path, require: Callable[[str], None]
+) -> None:
+    require("root")
+    index.wheel("thing")
+    for path in [index.folder, *index.folder.rglob("*")]:
+        path.chmod(0o755)
+    assert "said 1.0\n" in unprivileged.run(ROOTLESS, tmp_path, index.address)
 
 
 # ---- what the scripts of a package can reach

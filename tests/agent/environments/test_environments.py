@@ -262,6 +262,21 @@ def test_the_last_one_to_give_up_calls_the_build_off(tmp_path: Path) -> None:
     story(tmp_path, tell)
 
 
+def test_one_who_comes_as_the_last_gives_up_gets_a_build_of_its_own(tmp_path: Path) -> None:
+    async def tell(shelf: Shelf) -> None:
+        shelf.builder.open.clear()
+        first = shelf.asking(A)
+        await shelf.builder.begun.wait()
+        first.cancel()
+        second = shelf.asking(A)
+        await asyncio.wait([first])
+        shelf.builder.open.set()
+        assert (await second).root.is_dir()
+        assert first.cancelled()
+
+    story(tmp_path, tell)
+
+
 @pytest.mark.parametrize("steps", range(12))
 def test_one_who_gives_up_at_any_moment_never_keeps_it_in_use(tmp_path: Path, steps: int) -> None:
     async def tell(shelf: Shelf) -> None:

@@ -40,8 +40,8 @@ from gpool.agent.runtime.protocol import (
 from gpool.core.model import GIB, EndReason, Recipe
 
 KIT = f"{HOME}/kit"
-LIMITS = Limits(cpu_milli=4000, memory_bytes=4 * GIB, processes=512, disk_bytes=40 * GIB)
-LONGEST_S = 3600
+LIMITS = Limits(cpu_milli=2000, memory_bytes=4 * GIB, processes=512, disk_bytes=40 * GIB)
+LONGEST_S = 1800
 TAIL_LINES, TAIL_LETTERS = 30, 4000
 LONGEST_LINE = 2000
 
@@ -228,7 +228,8 @@ class _Listened:
             whole.append(self._rest)
             self._rest = b""
         for raw in whole:
-            line = raw[:LONGEST_LINE].decode("utf-8", "replace").rstrip()
+            text = raw[:LONGEST_LINE].decode("utf-8", "replace")
+            line = "".join(one if one.isprintable() else " " for one in text).rstrip()
             for secret in self._secrets:
                 line = line.replace(secret, "****")
             if line:

@@ -29,7 +29,7 @@ log = structlog.get_logger(__name__)
 
 REMEMBERED_US = 60 * 1_000_000
 MOST_LINES = 1000  # of a build's output, for those who ask later
-BUILDS_AT_ONCE = 2
+BUILDS_AT_ONCE = 8  # each is asked for by a lease; past that they would only slow each other
 
 Told = Callable[[str], None]
 """Hears a build's progress, a line at a time."""

@@ -5,11 +5,19 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import structlog
 
-from gpool.agent.environments.building import OpenLane, Sandboxes, UvBuilder, find_uv, no_lane
+from gpool.agent.environments.building import (
+    LIMITS,
+    OpenLane,
+    Sandboxes,
+    UvBuilder,
+    find_uv,
+    no_lane,
+)
 from gpool.agent.environments.environments import Environments
 from gpool.agent.environments.indexes import configuration_files, read_indexes
 from gpool.agent.environments.interpreters import candidates, find_interpreters, own_interpreter
@@ -47,9 +55,10 @@ async def open_environments(
         open_lane = IndexLanes(networks, built_in, asking(indexes)).open
     found = await asyncio.to_thread(lambda: find_interpreters(candidates(environ, home)))
     folder = data_dir / "environments"
+    limits = replace(LIMITS, disk_bytes=2 * limit_bytes)  # while it is built, packages lie twice
     environments = Environments(
         folder,
-        UvBuilder(sandboxes, folder, uv, indexes, open_lane),
+        UvBuilder(sandboxes, folder, uv, indexes, open_lane, limits=limits),
         limit_bytes=limit_bytes,
         interpreters=found,
         own=own_interpreter().minor,
