@@ -205,7 +205,7 @@ def test_a_build_that_is_called_off_leaves_nothing(index: PackageIndex, tmp_path
 ROOTLESS = """
 import asyncio, json, os, sys
 from pathlib import Path
-from gpool.agent.environments import open_environments
+from gpool.agent.environments import environments_for
 from gpool.agent.runtime.bubblewrap import BubblewrapRuntime
 from gpool.agent.runtime.protocol import CommandJob
 from gpool.core.environments import name_of, recipe
@@ -216,7 +216,8 @@ async def main():
     data, index = Path(sys.argv[1]), sys.argv[2]
     runtime = BubblewrapRuntime(data)
     environ = {"HOME": str(data), "PIP_INDEX_URL": index, "PIP_CONFIG_FILE": "/dev/null"}
-    environments = await open_environments(data, runtime, None, environ, clock=lambda: 0)
+    environments = environments_for(data, runtime, None, environ, clock=lambda: 0)
+    await environments.sweep()
     wanted = recipe(packages=("thing",))
     async with environments.prepare(name_of(wanted), wanted) as prepared:
         code = "import thing; print(thing.VERSION)"

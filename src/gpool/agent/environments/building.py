@@ -50,11 +50,13 @@ OpenLane = Callable[[Indexes], AbstractAsyncContextManager[Lane | None]]
 
 SCRIPT = f"""
 set -eu
+top=$PWD
+export UV_CACHE_DIR="$top/.cache"
 {KIT}/uv venv --quiet --no-project --relocatable --python "$BASE" env
 {KIT}/uv pip install --python env/bin/python --requirements requirements.txt
 cd env/lib/python*/site-packages
 env -i LD_LIBRARY_PATH="${{LD_LIBRARY_PATH:-}}" "$BASE" -I -S -m compileall -q -j 0 \
-    --invalidation-mode unchecked-hash -s /work/env -p "$AT" . > /dev/null 2>&1 || true
+    --invalidation-mode unchecked-hash -s "$top/env" -p "$AT" . > /dev/null 2>&1 || true
 """
 """Nothing of a recipe stands in it. What is installed is compiled by the bare interpreter, which runs none of it."""
 
@@ -157,7 +159,6 @@ class UvBuilder:
         variables = [
             ("BASE", interpreter.program),
             ("AT", ENVIRONMENT_AT),
-            ("UV_CACHE_DIR", "/work/.cache"),
             ("UV_NO_CONFIG", "1"),
             ("UV_NO_PROGRESS", "1"),
             ("UV_PYTHON_DOWNLOADS", "never"),

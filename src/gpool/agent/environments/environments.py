@@ -106,8 +106,8 @@ class Environments:
     # ---- what is here
 
     def ready(self) -> frozenset[str]:
-        """The names that need no build."""
-        return frozenset(name for name, _ in self._entries if name != names.DEFAULT)
+        """The names that need no build. May be asked from any thread."""
+        return frozenset(name for name, _ in tuple(self._entries) if name != names.DEFAULT)
 
     def pythons(self) -> frozenset[str]:
         """The minors there are on this machine."""

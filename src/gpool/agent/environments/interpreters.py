@@ -20,7 +20,7 @@ import json, sys, sysconfig
 json.dump([sys.implementation.name, sys.version_info[:3], sys.base_prefix, sys.prefix,
            bool(sysconfig.get_config_var("Py_ENABLE_SHARED"))], sys.stdout)
 """
-_PROGRAM = re.compile(r"python3\.\d+")
+_PROGRAM = re.compile(r"python3\.(\d+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,10 @@ def candidates(environ: Mapping[str, str], home: Path) -> Iterator[Path]:
     for root in (managed, pyenv):
         folders += [root / name / "bin" for name in _listing(root)]
     for folder in folders:
-        yield from (folder / name for name in _listing(folder) if _PROGRAM.fullmatch(name))
+        for name in _listing(folder):
+            found = _PROGRAM.fullmatch(name)
+            if found and int(found[1]) >= OLDEST[1]:
+                yield folder / name
 
 
 def find_interpreters(programs: Iterable[Path]) -> dict[str, Interpreter]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -30,7 +29,7 @@ log = structlog.get_logger(__name__)
 LIMIT_BYTES = 20 * GIB
 
 
-async def open_environments(
+def environments_for(
     data_dir: Path,
     sandboxes: Sandboxes,
     networks: Networks | None,
@@ -39,9 +38,10 @@ async def open_environments(
     clock: Callable[[], int],
     limit_bytes: int = LIMIT_BYTES,
 ) -> Environments | None:
-    """Swept and ready; None without uv. Without networks, packages come from this machine's disk alone.
+    """None without uv. Without networks, packages come from this machine's disk alone. Runs a few programs: blocks.
 
-    `sandboxes` is a runtime whose commands can be `take`n from: bubblewrap. `clock` counts microseconds.
+    `sandboxes` is a runtime whose commands can be `take`n from: bubblewrap. `clock` counts microseconds. Call `sweep` on
+    what you get before the first task, and `close` after the last.
     """
     uv = find_uv()
     if uv is None:
@@ -51,12 +51,12 @@ async def open_environments(
     indexes = read_indexes(configuration_files(environ, home, Path(sys.prefix)), environ)
     open_lane: OpenLane = no_lane
     if networks is not None:
-        built_in = await asyncio.to_thread(built_in_index, uv)
+        built_in = built_in_index(uv)
         open_lane = IndexLanes(networks, built_in, asking(indexes)).open
-    found = await asyncio.to_thread(lambda: find_interpreters(candidates(environ, home)))
+    found = find_interpreters(candidates(environ, home))
     folder = data_dir / "environments"
     limits = replace(LIMITS, disk_bytes=2 * limit_bytes)  # while it is built, packages lie twice
-    environments = Environments(
+    return Environments(
         folder,
         UvBuilder(sandboxes, folder, uv, indexes, open_lane, limits=limits),
         limit_bytes=limit_bytes,
@@ -64,5 +64,3 @@ async def open_environments(
         own=own_interpreter().minor,
         clock=clock,
     )
-    await environments.sweep()
-    return environments
