@@ -14,7 +14,15 @@ import httpx2
 import pytest
 
 from gpool.core.errors import BadGpuSpec, InternalFault, NotFound, StaleLease, Unreachable
-from gpool.transfer.artifacts import PART_BYTES, LeaseRef, Pause, download, hash_of, patiently
+from gpool.transfer.artifacts import (
+    PART_BYTES,
+    LeaseRef,
+    Pause,
+    download,
+    hash_of,
+    patiently,
+    upload,
+)
 from gpool.transfer.landing import Landing
 from gpool.transfer.requests import Address, Patience, Reply, Request, error_from
 from gpool.transfer.senders import AsyncSender, Sender
@@ -231,6 +239,24 @@ def test_patience_starts_over_when_bytes_have_moved_and_only_then() -> None:
         broken(2, moved=False)
     with pytest.raises(StopIteration):  # after the last break nothing is missing
         broken(9, moved=True)
+
+
+def waited(offsets: list[int]) -> list[Request | Pause]:
+    """What an upload asks for while another of the same is at these offsets, with one pause's worth of patience."""
+    sha256 = hashlib.sha256(b"x" * 99).hexdigest()
+    steps = patiently(lambda: upload(b"x" * 99, sha256, 99), lambda: iter([0.5]))
+    asked = [next(steps)]
+    busy = Reply(409, {}, json.dumps({"code": "conflict", "detail": "busy"}).encode())
+    for offset in offsets:
+        asked.append(steps.send(Reply(404, {"upload-offset": str(offset)})))
+        asked += [steps.send(busy), next(steps)]
+    return asked
+
+
+def test_an_upload_waits_for_another_of_the_same_as_long_as_that_moves() -> None:
+    assert len(waited([1, 2, 3, 4, 5, 6])) == 1 + 3 * 6
+    with pytest.raises(Unreachable, match="not through yet"):
+        waited([1, 2, 2, 2])
 
 
 def test_a_problem_becomes_the_error_it_names() -> None:

@@ -17,6 +17,11 @@ PIP, IMAGE = "pip", "image"
 MAX_PACKAGES = 500
 
 _REQUIREMENT = re.compile(r"([A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?)\s*(.*)", re.DOTALL)
+_CLAUSES = (
+    r"(?:===|~=|[=!<>]=|[<>])[A-Za-z0-9._*+!-]+(?:,(?:===|~=|[=!<>]=|[<>])[A-Za-z0-9._*+!-]+)*,?"
+)
+_SPECIFIER = re.compile(rf"(?:\[([A-Za-z0-9._,-]*)\])?(?:({_CLAUSES})|\(({_CLAUSES})\))?")
+_MARKER = re.compile(r"""[\w\s.'"<>=!~(),+*-]+""", re.ASCII)
 _MINOR = re.compile(r"3\.\d{1,2}")
 _IMAGE = re.compile(r"[a-z0-9][\w./:@-]{0,254}", re.ASCII | re.IGNORECASE)
 
@@ -35,27 +40,31 @@ def recipe(python: str | None = None, packages: tuple[str, ...] = (), image: str
 
 
 def _normal(requirement: str) -> str:
-    """One PEP 508 requirement: name folded, spaces closed up. Files, addresses and options of pip are refused."""
+    """One PEP 508 requirement: name folded, spaces closed up, extras and clauses in order. Files, addresses and options
+    of pip are refused."""
     text = " ".join(requirement.split())
     found = _REQUIREMENT.fullmatch(text)
     if found is None or len(text) > 500 or not text.isprintable():
-        raise Invalid(
-            f"{requirement[:60]!r} is not a package requirement; write numpy or 'numpy>=2'"
-        )
+        raise _no_requirement(requirement)
     name, rest = found[1], found[2]
     if rest.startswith("@") or "://" in rest:
         raise Invalid(
             f"{requirement[:60]!r} names an address; packages come from the node's own index, "
             "and your own code travels with --workdir"
         )
-    if rest and rest[0] not in "=<>!~[;(":
-        raise Invalid(
-            f"{requirement[:60]!r} is not a package requirement; write numpy or 'numpy>=2'"
-        )
     specifier, semicolon, marker = rest.partition(";")
-    words = re.sub(r"\s+", "", specifier)
+    told = _SPECIFIER.fullmatch(re.sub(r"\s+", "", specifier))
+    if told is None or (semicolon and not _MARKER.fullmatch(marker.strip())):
+        raise _no_requirement(requirement)
+    extras = ",".join(sorted({one for one in (told[1] or "").split(",") if one}))
+    clauses = ",".join(sorted(one for one in (told[2] or told[3] or "").split(",") if one))
     folded = re.sub(r"[-_.]+", "-", name).lower()
-    return f"{folded}{words}" + (f"; {marker.strip()}" if semicolon else "")
+    whole = folded + (f"[{extras}]" if extras else "") + clauses
+    return whole + (f"; {marker.strip()}" if semicolon else "")
+
+
+def _no_requirement(text: str) -> Invalid:
+    return Invalid(f"{text[:60]!r} is not a package requirement; write numpy or 'numpy>=2'")
 
 
 def name_of(recipe: Recipe | None) -> str:

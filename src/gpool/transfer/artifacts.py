@@ -11,7 +11,7 @@ from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from gpool.core.errors import InternalFault, Unreachable
+from gpool.core.errors import Conflict, GpoolError, InternalFault, Unreachable
 from gpool.core.ids import encode
 from gpool.core.model import MIB
 from gpool.transfer.landing import Landing
@@ -79,7 +79,7 @@ def upload(source: Path | bytes, sha256: str, size: int, lease: LeaseRef | None 
         if reply.status in (200, 201, 204):
             return
         if reply.status != 202:
-            raise error_from(reply)
+            raise _refusal(reply, sha256)
         reached = _offset(reply)
         if reached <= offset or reached >= size:
             raise InternalFault(f"the server stopped at byte {reached} of {size} of {sha256}")
@@ -93,8 +93,9 @@ def download(sha256: str, landing: Landing, lease: LeaseRef | None = None) -> St
     headers = {"Accept-Encoding": "identity"}  # ranges count the bytes that are hashed
     if lease is not None:
         headers[LEASE_HEADER] = lease.header
-    if landing.size:
-        headers["Range"] = f"bytes={landing.size}-"
+    had = landing.size
+    if had:
+        headers["Range"] = f"bytes={had}-"
     reply = yield Request("GET", path_of(sha256), headers, into=landing)
     if reply.status == 416:  # more is there than there should be
         landing.begin_again()
@@ -103,12 +104,18 @@ def download(sha256: str, landing: Landing, lease: LeaseRef | None = None) -> St
         raise error_from(reply)
     if landing.sha256 != sha256:
         landing.begin_again()
+        if had and reply.status == 206:  # what an earlier try left may be at fault
+            raise Unreachable(f"the fetched part of {sha256} was of no use; trying again")
         raise InternalFault(f"what the server sent for {sha256} does not match its hash")
 
 
 def patiently(begin: Callable[[], Steps], pauses: Callable[[], Iterator[float]]) -> PatientSteps:
-    """The same steps, begun anew after each `Unreachable`; patience starts over whenever bytes have moved."""
+    """The same steps, begun anew after each `Unreachable`; patience starts over whenever bytes have moved.
+
+    Of an upload that also means: by whoever sends the same, while we wait for them to be through.
+    """
     left = pauses()
+    furthest = 0
     while True:
         steps = begin()
         try:
@@ -121,8 +128,8 @@ def patiently(begin: Callable[[], Steps], pauses: Callable[[], Iterator[float]])
                     if request.into is not None and request.into.size > had:
                         left = pauses()
                     raise came
-                if came.status == 202:  # a part was taken
-                    left = pauses()
+                if came.status in (202, 404) and (reached := _offset(came)) > furthest:
+                    left, furthest = pauses(), reached
                 request = steps.send(came)
         except StopIteration:
             return
@@ -131,6 +138,14 @@ def patiently(begin: Callable[[], Steps], pauses: Callable[[], Iterator[float]])
             if pause is None:
                 raise
         yield Pause(pause)
+
+
+def _refusal(reply: Reply, sha256: str) -> GpoolError:
+    """A part that does not fit on is no refusal: a broken try, or another sender, was further than we thought."""
+    error = error_from(reply)
+    if type(error) is Conflict:
+        return Unreachable(f"another upload of {sha256} is not through yet; trying again")
+    return error
 
 
 def _offset(reply: Reply) -> int:

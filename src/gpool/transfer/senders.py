@@ -202,6 +202,17 @@ def _read(answer: httpx2.Response) -> bytes:
     return b"".join(stream)
 
 
+async def _to_its_end(work: Callable[[bytes], None], data: bytes) -> None:
+    """In a thread. One who is cancelled waits for it all the same: what comes next goes behind it, or into another
+    try's file."""
+    running = asyncio.ensure_future(asyncio.to_thread(work, data))
+    try:
+        await asyncio.shield(running)
+    except asyncio.CancelledError:
+        await asyncio.wait([running])
+        raise
+
+
 class AsyncSender:
     """Sends from an event loop, with a token, or vouching for each request."""
 
@@ -249,7 +260,7 @@ class AsyncSender:
                         held += piece
                         if len(held) >= CHUNK_BYTES:
                             whole, held = bytes(held), bytearray()
-                            await asyncio.to_thread(landing.write, whole)
+                            await _to_its_end(landing.write, whole)
                 finally:
                     landing.write(bytes(held))
                 return Reply(answer.status_code, answer.headers)

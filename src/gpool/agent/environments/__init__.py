@@ -1,0 +1,21 @@
+"""Environments: what tasks find on this node besides the agent's own Python, built in a sandbox and kept by their name."""
+
+from gpool.agent.environments.building import UvBuilder, find_uv
+from gpool.agent.environments.environments import Builder, BuildFailed, Environments, Told
+from gpool.agent.environments.indexes import Indexes
+from gpool.agent.environments.interpreters import Interpreter
+from gpool.agent.environments.opening import environments_for
+from gpool.agent.environments.trees import Manifest
+
+__all__ = [
+    "BuildFailed",
+    "Builder",
+    "Environments",
+    "Indexes",
+    "Interpreter",
+    "Manifest",
+    "Told",
+    "UvBuilder",
+    "environments_for",
+    "find_uv",
+]

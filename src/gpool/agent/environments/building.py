@@ -1,0 +1,238 @@
+"""Builds virtual environments with uv inside a sandbox, which reaches the node's package indexes and nothing else.
+
+Every build begins empty: no cache, no file and no variable of another build or of the agent is there, so the only thing
+that what it runs can spoil is itself. Where an index's address carries a password nothing of a package is run at all:
+its scripts could read the password and leave it in the environment for a task to find.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import shutil
+import sys
+import sysconfig
+import tempfile
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+from typing import Protocol
+
+from gpool.agent.environments.environments import BuildFailed, Told
+from gpool.agent.environments.indexes import Indexes
+from gpool.agent.environments.interpreters import Interpreter
+from gpool.agent.runtime.layout import HOME
+from gpool.agent.runtime.protocol import (
+    ENVIRONMENT_AT,
+    BadOutput,
+    CommandJob,
+    CommandSandbox,
+    Ended,
+    Lane,
+    Limits,
+    Prepared,
+    SandboxFailed,
+    Staged,
+)
+from gpool.core.model import GIB, EndReason, Recipe
+
+KIT = f"{HOME}/kit"
+LIMITS = Limits(cpu_milli=2000, memory_bytes=4 * GIB, processes=512, disk_bytes=40 * GIB)
+LONGEST_S = 1800
+TAIL_LINES, TAIL_LETTERS = 30, 4000
+LONGEST_LINE = 2000
+
+OpenLane = Callable[[Indexes], AbstractAsyncContextManager[Lane | None]]
+"""A lane that reaches these indexes alone; None where none of them is on the network."""
+
+SCRIPT = f"""
+set -eu
+top=$PWD
+export UV_CACHE_DIR="$top/.cache"
+{KIT}/uv venv --quiet --no-project --relocatable --python "$BASE" env
+{KIT}/uv pip install --python env/bin/python --requirements requirements.txt
+cd env/lib/python*/site-packages
+env -i LD_LIBRARY_PATH="${{LD_LIBRARY_PATH:-}}" "$BASE" -I -S -m compileall -q -j 0 \
+    --invalidation-mode unchecked-hash -s "$top/env" -p "$AT" . > /dev/null 2>&1 || true
+"""
+"""Nothing of a recipe stands in it. What is installed is compiled by the bare interpreter, which runs none of it."""
+
+
+_AWAY = re.compile(
+    r"^\s*(?:cause:|Caused by:)? *(?:dns error|client error \(Connect\))", re.MULTILINE
+)
+"""How uv says that a server cannot be reached at all."""
+
+
+class Building(CommandSandbox, Protocol):
+    async def take(self, directory: str, to: Path) -> None: ...
+
+
+class Sandboxes(Protocol):
+    """The part of a runtime that a build needs."""
+
+    async def start_command(self, job: CommandJob) -> Building: ...
+
+
+def find_uv() -> Path | None:
+    """The one installed beside us, else one on the path."""
+    beside = Path(sysconfig.get_path("scripts")) / "uv"
+    for found in (
+        str(beside),
+        shutil.which("uv", path=str(Path(sys.executable).parent)),
+        shutil.which("uv"),
+    ):
+        if found and os.access(found, os.X_OK) and _is_program(Path(found)):
+            return Path(found).resolve()
+    return None
+
+
+def _is_program(file: Path) -> bool:
+    """Not a script that looks for one (a shim), which would find nothing inside."""
+    try:
+        with file.open("rb") as opened:
+            return opened.read(4) == b"\x7fELF"
+    except OSError:
+        return False
+
+
+@contextlib.asynccontextmanager
+async def no_lane(_indexes: Indexes) -> AsyncIterator[Lane | None]:
+    """For a node whose packages all lie on its disk."""
+    yield None
+
+
+class UvBuilder:
+    """A `Builder`. `folder` is the agent's own, on the same disk as the runtime's work directories."""
+
+    def __init__(
+        self,
+        sandboxes: Sandboxes,
+        folder: Path,
+        uv: Path,
+        indexes: Indexes,
+        open_lane: OpenLane = no_lane,
+        *,
+        limits: Limits = LIMITS,
+    ) -> None:
+        self._sandboxes = sandboxes
+        self._empty = folder.resolve() / "empty"
+        self._empty.mkdir(mode=0o755, parents=True, exist_ok=True)
+        self._uv = uv
+        self._indexes = indexes
+        self._open_lane = open_lane
+        self._limits = limits
+
+    async def build(self, recipe: Recipe, interpreter: Interpreter, into: Path, told: Told) -> None:
+        output = _Listened(told, self._indexes.secrets)
+        try:
+            async with asyncio.timeout(LONGEST_S):
+                await self._run(recipe, interpreter, into, output)
+        except TimeoutError as exc:
+            raise BuildFailed(f"the build took more than {LONGEST_S} s\n{output.tail}") from exc
+
+    async def _run(
+        self, recipe: Recipe, interpreter: Interpreter, into: Path, output: _Listened
+    ) -> None:
+        with tempfile.TemporaryDirectory(dir=self._empty.parent, prefix="recipe-") as folder:
+            wanted = Path(folder) / "requirements.txt"
+            wanted.write_text("".join(f"{one}\n" for one in recipe.packages))
+            async with self._open_lane(self._indexes) as lane:
+                job = self._job(interpreter, wanted, lane)
+                sandbox = await _started(self._sandboxes, job)
+                try:
+                    async for _stream, data in sandbox.output():
+                        output.hear(data)
+                    output.hear(b"\n")
+                    _judge(await sandbox.ended(), output)
+                    await sandbox.take("env", into)
+                except BadOutput as exc:
+                    raise BuildFailed(f"what was built cannot be kept: {exc}") from exc
+                finally:
+                    await asyncio.shield(_ended(sandbox))
+
+    def _job(self, interpreter: Interpreter, wanted: Path, lane: Lane | None) -> CommandJob:
+        indexes = self._indexes
+        variables = [
+            ("BASE", interpreter.program),
+            ("AT", ENVIRONMENT_AT),
+            ("UV_NO_CONFIG", "1"),
+            ("UV_NO_PROGRESS", "1"),
+            ("UV_PYTHON_DOWNLOADS", "never"),
+            ("UV_LINK_MODE", "hardlink"),
+            ("NO_COLOR", "1"),
+            *indexes.variables(),
+        ]
+        binds: dict[str, Path] = {f"{KIT}/uv": self._uv, **interpreter.binds}
+        binds |= {str(path): path for path in indexes.folders()}
+        if indexes.certificate is not None:
+            binds[f"{KIT}/certificates.pem"] = indexes.certificate.resolve()
+            variables.append(("SSL_CERT_FILE", f"{KIT}/certificates.pem"))
+        if indexes.secrets:
+            variables.append(("UV_NO_BUILD", "1"))
+        return CommandJob(
+            ("/bin/sh", "-c", SCRIPT),
+            tuple(variables),
+            (Staged("requirements.txt", wanted, executable=False),),
+            (),
+            self._limits,
+            environment=Prepared("build", self._empty, interpreter.program, binds),
+            lane=lane,
+        )
+
+
+async def _started(sandboxes: Sandboxes, job: CommandJob) -> Building:
+    """A start that is called off half-way is awaited and undone."""
+    starting = asyncio.ensure_future(sandboxes.start_command(job))
+    try:
+        return await asyncio.shield(starting)
+    except asyncio.CancelledError:
+        with contextlib.suppress(SandboxFailed):
+            await _ended(await starting)
+        raise
+
+
+async def _ended(sandbox: Building) -> None:
+    await sandbox.kill()
+    await sandbox.remove()
+
+
+def _judge(ended: Ended, output: _Listened) -> None:
+    if ended.reason is EndReason.SANDBOX_FAILED:
+        raise SandboxFailed(f"no sandbox for a build: {ended.detail}")
+    if ended.reason is not EndReason.EXITED:
+        raise BuildFailed(f"the build ended early: {ended.detail}\n{output.tail}")
+    if ended.exit_code and _AWAY.search(output.tail):
+        raise SandboxFailed(f"this node cannot reach its package indexes:\n{output.tail}")
+    if ended.exit_code:
+        raise BuildFailed(f"the environment cannot be built:\n{output.tail}")
+
+
+class _Listened:
+    """A build's output, line by line, without the passwords of the node's indexes."""
+
+    def __init__(self, told: Told, secrets: Sequence[str]) -> None:
+        self._told, self._secrets = told, sorted(secrets, key=len, reverse=True)
+        self._rest = b""
+        self._last: deque[str] = deque(maxlen=TAIL_LINES)
+
+    @property
+    def tail(self) -> str:
+        return "\n".join(self._last)[-TAIL_LETTERS:]
+
+    def hear(self, data: bytes) -> None:
+        *whole, self._rest = (self._rest + data).split(b"\n")
+        if len(self._rest) > LONGEST_LINE:
+            whole.append(self._rest)
+            self._rest = b""
+        for raw in whole:
+            text = raw[:LONGEST_LINE].decode("utf-8", "replace")
+            line = "".join(one if one.isprintable() else " " for one in text).rstrip()
+            for secret in self._secrets:
+                line = line.replace(secret, "****")
+            if line:
+                self._last.append(line)
+                self._told(line)

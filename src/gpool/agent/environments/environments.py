@@ -1,0 +1,355 @@
+"""Environments on this node by their name: built once however many ask, kept while in use, the least used removed first.
+
+An environment is never changed: `forget` makes the next asker's a new one beside it, and the old one goes when its last
+user does. One name means one recipe, so a build can only ever be seen by those who asked for the same packages.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+import structlog
+
+from gpool.agent.environments import trees
+from gpool.agent.environments.interpreters import Interpreter
+from gpool.agent.runtime.protocol import ENVIRONMENT_AT, Prepared, SandboxFailed
+from gpool.core import environments as names
+from gpool.core.errors import Invalid
+from gpool.core.model import GIB, Recipe
+
+log = structlog.get_logger(__name__)
+
+REMEMBERED_US = 60 * 1_000_000
+MOST_LINES = 1000  # of a build's output, for those who ask later
+BUILDS_AT_ONCE = 8  # each is asked for by a lease; past that they would only slow each other
+
+Told = Callable[[str], None]
+"""Hears a build's progress, a line at a time."""
+
+
+class BuildFailed(SandboxFailed):
+    """The environment cannot be made, on this node or any like it; the text says why and goes to the consumer."""
+
+
+class Builder(Protocol):
+    async def build(self, recipe: Recipe, interpreter: Interpreter, into: Path, told: Told) -> None:
+        """Make the virtual environment `into`, which does not exist yet: read-only and the agent's own.
+
+        Raises `BuildFailed` when the recipe is at fault, any other `SandboxFailed` when this node is.
+        """
+        ...
+
+
+@dataclass(slots=True)
+class _Entry:
+    folder: Path
+    manifest: trees.Manifest
+    users: int = 0
+    dropped: bool = False  # goes when its last user does
+
+
+_Key = tuple[str, str]  # name, minor
+
+
+@dataclass(slots=True)
+class _Flight:
+    """A build under way."""
+
+    task: asyncio.Task[_Entry]
+    asking: int = 0
+    lines: list[str] = field(default_factory=list)
+    listeners: list[Told] = field(default_factory=list)
+    landed: bool = False  # whoever asked is counted as a user
+
+
+def _silent(_line: str) -> None:
+    return
+
+
+class Environments:
+    """`clock` counts microseconds from anywhere. Call `sweep` once before the first `prepare`."""
+
+    def __init__(
+        self,
+        folder: Path,
+        builder: Builder,
+        *,
+        limit_bytes: int = 20 * GIB,
+        interpreters: Mapping[str, Interpreter],
+        own: str,
+        clock: Callable[[], int],
+    ) -> None:
+        self._ready = folder.resolve() / "ready"
+        self._building = folder.resolve() / "building"
+        self._builder = builder
+        self._limit = limit_bytes
+        self._interpreters = dict(interpreters)
+        self._own = own
+        self._clock = clock
+        self._entries: OrderedDict[_Key, _Entry] = OrderedDict()  # the least recently used first
+        self._total = 0  # bytes on disk, dropped ones in use among them
+        self._flights: dict[_Key, _Flight] = {}
+        self._failed: dict[_Key, tuple[int, str]] = {}
+        self._at_once = asyncio.Semaphore(BUILDS_AT_ONCE)
+        self._removing: set[asyncio.Task[None]] = set()
+        for path in (self._ready, self._building):
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+    # ---- what is here
+
+    def ready(self) -> frozenset[str]:
+        """The names that need no build. May be asked from any thread."""
+        return frozenset(name for name, _ in tuple(self._entries) if name != names.DEFAULT)
+
+    def pythons(self) -> frozenset[str]:
+        """The minors there are on this machine."""
+        return frozenset(self._interpreters)
+
+    def manifest(self, name: str, recipe: Recipe) -> trees.Manifest | None:
+        """What was chosen for it; None while it is not here."""
+        entry = self._entries.get((name, recipe.python or self._own))
+        return entry.manifest if entry is not None else None
+
+    @property
+    def size_bytes(self) -> int:
+        return self._total
+
+    # ---- the door
+
+    @asynccontextmanager
+    async def prepare(
+        self, name: str, recipe: Recipe | None, told: Told = _silent
+    ) -> AsyncIterator[Prepared | None]:
+        """The environment, kept for as long as the block lasts; None: the agent's own Python serves.
+
+        `told` hears a build's progress. Raises `BuildFailed`, `SandboxFailed`, or `Invalid` for a name and a recipe
+        that do not belong together.
+        """
+        key = self._key_of(name, recipe)
+        if key is None or recipe is None:
+            yield None
+            return
+        entry = None
+        while entry is None:
+            entry = self._entries.get(key)
+            if entry is None:
+                entry = await self._built(key, recipe, told)
+            else:
+                entry.users += 1
+                self._entries.move_to_end(key)
+        try:
+            interpreter = self._interpreters[key[1]]
+            program = f"{ENVIRONMENT_AT}/bin/python"
+            yield Prepared(name, entry.folder / trees.TREE, program, interpreter.binds)
+        finally:
+            self._release(entry)
+
+    def forget(self, name: str) -> None:
+        """The next who asks for it gets a new build: newer versions of what was not pinned."""
+        for key in [key for key in self._entries if key[0] == name]:
+            self._drop(key)
+        for key in [key for key in self._failed if key[0] == name]:
+            del self._failed[key]
+
+    async def sweep(self) -> None:
+        """Find again what an earlier agent built; remove what it left half-done or no Python here can run."""
+        found = await asyncio.to_thread(self._found)
+        for entry in found:
+            manifest = entry.manifest
+            self._entries[(manifest.name, manifest.python)] = entry
+            self._total += manifest.size_bytes
+        self._shrink()
+
+    async def close(self) -> None:
+        """Builds under way are called off, and what is being removed is gone."""
+        flights = [flight.task for flight in self._flights.values()]
+        for task in flights:
+            task.cancel()
+        if waiting := {*flights, *self._removing}:
+            await asyncio.wait(waiting)
+
+    # ---- how
+
+    def _key_of(self, name: str, recipe: Recipe | None) -> _Key | None:
+        """The node does not take the server's word for it that the name is the recipe's."""
+        asked = recipe or Recipe()
+        if names.recipe(asked.python, asked.packages, asked.image) != asked:
+            raise Invalid(f"the recipe of {name[:80]} is not in its normal form")
+        if names.name_of(asked) != name:
+            raise Invalid(f"{name[:80]} is not the name of its recipe")
+        if asked.image:
+            raise Invalid(f"{name[:80]} is an image: a runtime for images brings it")
+        python = asked.python or self._own
+        if python not in self._interpreters:
+            there = ", ".join(sorted(self._interpreters))
+            raise Invalid(f"there is no Python {python} on this node; it has {there}")
+        if not asked.packages and python == self._own:
+            return None
+        return name, python
+
+    def _found(self) -> list[_Entry]:
+        for left in self._building.iterdir():
+            trees.remove(left)
+        entries: dict[_Key, tuple[int, _Entry]] = {}
+        for folder in self._ready.iterdir():
+            manifest = trees.read_manifest(folder)
+            known = self._interpreters.get(manifest.python) if manifest is not None else None
+            if manifest is None or known is None or known.program != manifest.program:
+                trees.remove(folder)
+                continue
+            used = (folder / trees.MANIFEST).stat().st_mtime_ns
+            key = (manifest.name, manifest.python)
+            older = entries.get(key)
+            if older is not None and older[0] >= used:
+                trees.remove(folder)
+                continue
+            if older is not None:
+                trees.remove(older[1].folder)
+            entries[key] = (used, _Entry(folder, manifest))
+        return [entry for _, entry in sorted(entries.values(), key=lambda one: one[0])]
+
+    async def _built(self, key: _Key, recipe: Recipe, told: Told) -> _Entry | None:
+        """One build for all who ask; the last one to give up calls it off. The asker is counted as a user.
+
+        None: it was called off just as we came.
+        """
+        failed = self._failed.get(key)
+        if failed is not None:
+            left_us = failed[0] - self._clock()
+            if left_us > 0:
+                again = f"(this node tries it again in {left_us // 1_000_000 + 1} s)"
+                raise BuildFailed(f"{failed[1]}\n{again}")
+            del self._failed[key]
+        flight = self._flights.get(key)
+        if flight is None:
+            lines: list[str] = []
+            listeners: list[Told] = []
+            task = asyncio.create_task(self._fly(key, recipe, lines, listeners))
+            flight = self._flights[key] = _Flight(task, 0, lines, listeners)
+            task.add_done_callback(lambda done: self._landed(key, done))
+        for line in flight.lines:
+            told(line)
+        flight.listeners.append(told)
+        flight.asking += 1
+        asking = asyncio.current_task()
+        try:
+            entry = await asyncio.shield(flight.task)
+        except asyncio.CancelledError:
+            if asking is None or not asking.cancelling():
+                return None
+            if flight.landed and not flight.task.cancelled() and not flight.task.exception():
+                self._release(flight.task.result())
+            elif flight.asking == 1 and not flight.task.done():
+                flight.task.cancel()
+                await asyncio.wait([flight.task])
+            raise
+        finally:
+            flight.asking -= 1
+            flight.listeners.remove(told)
+        return entry
+
+    def _landed(self, key: _Key, done: asyncio.Task[_Entry]) -> None:
+        """Before any asker goes on: each of them is a user from now on."""
+        flight = self._flights.pop(key)
+        flight.landed = True
+        if done.cancelled():
+            return
+        failure = done.exception()
+        if failure is None:
+            entry = done.result()
+            entry.users += flight.asking
+            self._entries[key] = entry
+            self._total += entry.manifest.size_bytes
+            self._shrink()
+        elif isinstance(failure, BuildFailed):
+            now = self._clock()
+            self._failed = {k: told for k, told in self._failed.items() if told[0] > now}
+            self._failed[key] = (now + REMEMBERED_US, str(failure))
+
+    async def _fly(
+        self, key: _Key, recipe: Recipe, lines: list[str], listeners: list[Told]
+    ) -> _Entry:
+        def told(line: str) -> None:
+            if len(lines) < MOST_LINES:
+                lines.append(line)
+            for listener in tuple(listeners):
+                listener(line)
+
+        name, python = key
+        interpreter = self._interpreters[python]
+        async with self._at_once:
+            place = self._building / secrets.token_hex(8)
+            place.mkdir(mode=0o755)
+            tree = place / trees.TREE
+            try:
+                if recipe.packages:
+                    await self._builder.build(recipe, interpreter, tree, told)
+                else:
+                    trees.lay_bare(tree, interpreter)
+                found = await asyncio.to_thread(trees.measured, tree)
+                if found.size_bytes > self._limit:
+                    raise BuildFailed(
+                        f"the environment takes {found.size_bytes} bytes; this node keeps at most {self._limit}"
+                    )
+                manifest = trees.Manifest(
+                    name,
+                    python,
+                    interpreter.program,
+                    recipe.packages,
+                    found.chosen,
+                    found.size_bytes,
+                )
+                trees.write_manifest(place, manifest)
+                await asyncio.to_thread(trees.flush, place)
+                folder = self._ready / f"{python}-{place.name}"
+                place.rename(folder)
+            except BaseException:
+                await asyncio.shield(asyncio.to_thread(trees.remove, place))
+                raise
+        if found.chosen:
+            told(f"environment of Python {python} with {' '.join(found.chosen)}")
+        log.info("environment_built", name=name, python=python, bytes=found.size_bytes)
+        return _Entry(folder, manifest)
+
+    def _release(self, entry: _Entry) -> None:
+        entry.users -= 1
+        if not entry.dropped:
+            with suppress(OSError):  # who was used last is known after a restart
+                os.utime(entry.folder / trees.MANIFEST)
+        elif not entry.users:
+            self._remove(entry)
+        self._shrink()
+
+    def _shrink(self) -> None:
+        for key in list(self._entries):
+            if self._total <= self._limit:
+                return
+            if not self._entries[key].users:
+                self._drop(key)
+
+    def _drop(self, key: _Key) -> None:
+        entry = self._entries.pop(key)
+        entry.dropped = True
+        if not entry.users:
+            self._remove(entry)
+
+    def _remove(self, entry: _Entry) -> None:
+        self._total -= entry.manifest.size_bytes
+        going = self._building / f"gone-{entry.folder.name}"
+        entry.folder.rename(going)  # no name stands for what is half removed
+        removing = asyncio.create_task(asyncio.to_thread(trees.remove, going))
+        self._removing.add(removing)
+        removing.add_done_callback(self._removed)
+
+    def _removed(self, done: asyncio.Task[None]) -> None:
+        self._removing.discard(done)
+        if not done.cancelled() and (error := done.exception()) is not None:
+            log.error("environment_not_removed", exc_info=error)
