@@ -59,7 +59,15 @@ def status(ctx: click.Context, task: str, as_json: bool) -> None:
         return
     outputs = document.get("outputs") or []
     document["outputs"] = [output["path"] for output in outputs]
-    names = "id name status reason exit_code error_text command gpu node_name created_at started_at finished_at tries losses outputs"
+    saved = document.get("checkpoint")
+    if saved is not None:
+        document["checkpoint"] = (
+            f"{saved['files']} files, {saved['size_bytes']} bytes, saved at {saved['saved_at']}"
+        )
+    names = (
+        "id name status phase reason exit_code error_text command gpu environment network node_name "
+        "created_at started_at finished_at tries losses checkpoint outputs"
+    )
     fields(document, names.split())
 
 

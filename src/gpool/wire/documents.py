@@ -246,6 +246,14 @@ class LogDocument(Answer):
     data: str | None = None
 
 
+class ProgressDocument(Answer):
+    """Between the pieces of a followed output (`event: progress`): where the task is now."""
+
+    epoch: int
+    status: str
+    phase: str | None = None
+
+
 class LogPage(Answer):
     items: list[LogDocument]
     next: int | None = None

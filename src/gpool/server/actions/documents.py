@@ -34,6 +34,7 @@ from gpool.wire.documents import (
     EventDocument,
     GpuSliceDocument,
     OutputDocument,
+    ProgressDocument,
     TaskDocument,
     instant_to_datetime,
 )
@@ -174,6 +175,11 @@ def phase_of(view: TaskView) -> str | None:
     if view.row.status is TaskStatus.RUNNING:
         return Phase.COLLECT.value if view.note == Phase.COLLECT else Phase.RUN.value
     return view.note if view.row.status is TaskStatus.LEASED else None
+
+
+def progress(view: TaskView) -> ProgressDocument:
+    row = view.row
+    return ProgressDocument(epoch=row.epoch, status=row.status.value, phase=phase_of(view))
 
 
 def _checkpoint(saved: SavedCheckpoint) -> CheckpointDocument:

@@ -34,6 +34,7 @@ from gpool.wire.documents import (
     ExplainDocument,
     LogDocument,
     LogPage,
+    ProgressDocument,
     ResultDocument,
     SubmittedDocument,
     TaskDocument,
@@ -169,7 +170,8 @@ async def get_events(request: Request, id: TASK) -> Response:
     responses={
         200: {
             "model": LogPage,
-            "description": "A page, or with `Accept: text/event-stream` all there is and what comes",
+            "description": "A page, or with `Accept: text/event-stream` all there is and what comes "
+            "(`event: progress` in between: a `ProgressDocument`)",
             "content": {"text/event-stream": {"schema": {"type": "string"}}},
         }
     },
@@ -195,9 +197,13 @@ async def get_logs(
     return answer(LogPage(items=page.items, next=page.next, ended=page.ended))
 
 
-async def _events(pieces: AsyncIterator[list[LogDocument]]) -> AsyncIterator[bytes]:
+async def _events(
+    pieces: AsyncIterator[list[LogDocument] | ProgressDocument],
+) -> AsyncIterator[bytes]:
     async for items in pieces:
-        if items:
+        if isinstance(items, ProgressDocument):
+            yield f"event: progress\ndata: {items.model_dump_json()}\n\n".encode()
+        elif items:
             yield "".join(
                 f"id: {item.cursor}\ndata: {item.model_dump_json()}\n\n" for item in items
             ).encode()
