@@ -175,6 +175,19 @@ def test_the_newest_checkpoint_replaces_the_one_before_and_lets_its_files_go(poo
     assert {one.sha256 for one in granted(pool, node, task, 2).checkpoint} == {B, C}
 
 
+def test_what_was_uploaded_again_meanwhile_is_not_forgotten(pool: Pool) -> None:
+    node = pool.node("box")
+    task = pool.running(node, spec=SAVING)
+    upload(pool, node, task, A, B)
+    save(pool, node, task, file(A))
+    save(pool, node, task, file(B))
+    before = pool.now()
+    assert pool.read(artifacts.unreferenced(before, 10)) == (A,)
+    upload(pool, node, task, A)
+    assert pool.write(artifacts.forget_artifacts([A], before)) == ()
+    assert save(pool, node, task, file(A))
+
+
 def test_files_that_did_not_change_need_no_second_upload(pool: Pool) -> None:
     node, other = pool.node("box"), pool.node("other")
     task = pool.running(node, spec=SAVING)

@@ -139,8 +139,6 @@ class Channel:
         )
         if stop:
             self._send(Stop(stop, StopReason.CANCELLED))
-        if greeted.preempting:
-            self._send(Stop(greeted.preempting, StopReason.PREEMPTED))
         # All of it before the next await: a cancel must not overtake the grant it stops.
         missing = [lease for hold, lease in open_leases.items() if hold not in stated]
         unstarted = [lease for lease in missing if lease.status is TaskStatus.LEASED]
@@ -151,6 +149,8 @@ class Channel:
             greeted.checkpoints,
         )
         self.grant(lines, greeted.specs.get, secrets)
+        if greeted.preempting:  # after the grants: what it is just given again, it hands back
+            self._send(Stop(greeted.preempting, StopReason.PREEMPTED))
         forgotten = [lease for lease in missing if lease.status is TaskStatus.RUNNING]
         ended = [secrets_shut(each.task, each.epoch) for each in unstarted if each.spec in shut]
         # by an agent started anew: an attempt runs once under its epoch

@@ -142,7 +142,7 @@ class Prune:
         server = self._server
         before = Instant(now - span(server.settings.keep_unreferenced_s))
         while found := await server.store.read(artifacts.unreferenced(before, PRUNE_ROWS)):
-            for sha256 in await server.write(artifacts.forget_artifacts(found)):
+            for sha256 in await server.write(artifacts.forget_artifacts(found, before)):
                 server.blobs.remove(sha256)
             if len(found) < PRUNE_ROWS:
                 return

@@ -16,6 +16,7 @@ from gpool.server.store.operations.storage import count, holder_of, uncount
 from gpool.server.store.protocol import Operation, Relation, Statement
 from gpool.server.store.rows import of_ids, of_names
 
+LAST = Instant((1 << 63) - 1)
 NAMED = (
     ("sha256", "text"),
     ("task", "int"),
@@ -220,8 +221,8 @@ def unreferenced(before: Instant, limit: int) -> Operation[tuple[str, ...]]:
 
 
 @operation
-def forget_artifacts(sha256s: Sequence[str]) -> Operation[tuple[str, ...]]:
-    """Drops those that still nothing strong holds, and says which: only their bytes may go."""
+def forget_artifacts(sha256s: Sequence[str], before: Instant = LAST) -> Operation[tuple[str, ...]]:
+    """Drops those that still nothing strong holds and nobody has uploaded since; only the bytes of these may go."""
     wanted = {"wanted": of_names(sha256s)}
     yield Statement(
         "SELECT a.sha256 FROM artifacts a WHERE a.sha256 IN (SELECT name FROM {wanted} AS w) /*postgresql FOR UPDATE*/",
@@ -229,10 +230,10 @@ def forget_artifacts(sha256s: Sequence[str]) -> Operation[tuple[str, ...]]:
         wanted,
     )
     rows = yield Statement(
-        "DELETE FROM artifacts WHERE sha256 IN (SELECT name FROM {wanted} AS w) AND NOT EXISTS ("  # noqa: S608
+        "DELETE FROM artifacts WHERE sha256 IN (SELECT name FROM {wanted} AS w) AND touched_at < :before AND NOT EXISTS ("  # noqa: S608
         f"SELECT 1 FROM artifact_refs r WHERE r.sha256 = artifacts.sha256 AND r.kind IN {STRONG}) "
         "RETURNING sha256, size_bytes",
-        {},
+        {"before": before},
         wanted,
     )
     forgotten = tuple(row[0] for row in rows)
