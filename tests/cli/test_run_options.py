@@ -145,7 +145,7 @@ def test_status_shows_phase_and_checkpoint(gpool: Gpool, pool: Pool) -> None:
     pool.tasks[task] |= {"phase": "build", "checkpoint": saved, "network": "egress"}
     shown = dict(line.split(maxsplit=1) for line in gpool("status", task).stdout.splitlines())
     assert (shown["phase"], shown["network"]) == ("build", "egress")
-    assert shown["checkpoint"] == "2 files, 20 bytes, saved at 2026-01-01T00:00:00Z"
+    assert shown["checkpoint"] == "2 file(s), 20 bytes, saved at 2026-01-01T00:00:00Z"
 
 
 def test_an_operator_makes_tasks_give_up_their_places(gpool: Gpool, pool: Pool) -> None:

@@ -62,7 +62,7 @@ def status(ctx: click.Context, task: str, as_json: bool) -> None:
     saved = document.get("checkpoint")
     if saved is not None:
         document["checkpoint"] = (
-            f"{saved['files']} files, {saved['size_bytes']} bytes, saved at {saved['saved_at']}"
+            f"{saved['files']} file(s), {saved['size_bytes']} bytes, saved at {saved['saved_at']}"
         )
     names = (
         "id name status phase reason exit_code error_text command gpu environment network node_name "

@@ -31,6 +31,7 @@ class Kind(StrEnum):
     SPIKES = "spikes"
     REPEATS = "repeats"
     LOSSES = "losses"
+    PREEMPT = "preempt"  # the server takes places on this node away for others
 
 
 MOMENTS = (
@@ -46,6 +47,7 @@ MOMENTS = (
     Kind.OWNER_PAUSE,
     Kind.SLOW_DISK,
     Kind.SHUTDOWN,
+    Kind.PREEMPT,
 )
 """Faults that happen at a moment; the rest is weather."""
 
@@ -62,6 +64,7 @@ LASTS_US: dict[Kind, tuple[int, int]] = {
     Kind.OWNER_PAUSE: (500 * MS, 4 * S),
     Kind.SLOW_DISK: (300 * MS, 2 * S),
     Kind.SHUTDOWN: (300 * MS, 3 * S),
+    Kind.PREEMPT: (0, 0),
 }
 
 
