@@ -77,6 +77,19 @@ def test_a_script_of_the_shipped_folder_goes_by_its_name_there(
     assert "recipe" not in sent(pool)
 
 
+def test_a_script_may_be_named_as_it_lies_in_the_shipped_folder(
+    gpool: Gpool, pool: Pool, tmp_path: Path
+) -> None:
+    (tmp_path / "project").mkdir()
+    (tmp_path / "project" / "train.py").write_text(SCRIPT)
+    (tmp_path / "train.py").write_text("not this one")
+    for word in ("train.py", "./train.py", "../project/train.py"):
+        gpool("run", "--workdir", "project", word)
+        assert sent(pool)["command"] == ["python", "train.py"]
+        assert [one["path"] for one in sent(pool)["inputs"]] == ["train.py"]
+        assert sent(pool)["recipe"]["packages"] == ["numpy", "rich>=13"]
+
+
 def test_a_script_from_elsewhere_goes_by_its_last_name(
     gpool: Gpool, pool: Pool, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

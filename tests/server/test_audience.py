@@ -103,6 +103,8 @@ async def test_a_node_says_what_it_lends_and_why_it_is_closed(desk: Desk) -> Non
     assert (node["builds"], node["closed"], node["audience"]) == (["pip"], "on battery", [])
     assert node["environments"] == ["default", "pip:" + "0" * 64]
     assert (await desk.get(f"/v1/nodes/{node['id']}")).json() == node
+    [resource] = (await desk.get("/v1/resources")).json()["items"]
+    assert (resource["status"], resource["available"]) == ("paused", True)
 
 
 @pytest.mark.parametrize(

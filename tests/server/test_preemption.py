@@ -9,17 +9,22 @@ from server_desk import Agent, Desk, StoppedClock, exited, open_desk
 
 from gpool.core.model import EndReason, InputFile, OutputFile, Permission, Phase
 from gpool.server.actions.preempt import make_room
+from gpool.server.claims import FILE_BYTES
 from gpool.server.loops import Prune
 from gpool.wire.frames import (
+    MAX_FRAME_BYTES,
+    MAX_SPEC_BYTES,
     Checkpointed,
     Finished,
     Hold,
     Lease,
     Reached,
     Recorded,
+    Reports,
     Started,
     Stop,
     StopReason,
+    encode,
 )
 
 pytestmark = pytest.mark.anyio
@@ -203,6 +208,29 @@ async def test_a_checkpoint_nobody_could_begin_with_is_left_out(
     assert isinstance(done, Recorded)
     assert done.refused == ()
     assert (await desk.get(f"/v1/tasks/{task}")).json() == before
+
+
+async def test_the_largest_checkpoint_that_is_taken_fits_into_a_grant(desk: Desk) -> None:
+    agent = await desk.agent()
+    members = {"checkpoint": "state/", "env": {"LONG": "x" * 100_000}}
+    task, lease = await begun(desk, agent, **members)
+    await saved(desk, agent, task, lease)
+    name = "state/" + "é" * 60 + "/%d"
+    most = MAX_SPEC_BYTES // (len((name % 10_000).encode()) + FILE_BYTES)
+    for count, taken in ((most + 100, False), (most, True)):
+        files = tuple(OutputFile(name % n, SHA256, len(WEIGHTS)) for n in range(count))
+        report = Reports(9, (Checkpointed(lease.task, 1, files),))
+        assert len(encode(report)) < MAX_FRAME_BYTES
+        await agent.channel.receive(report)
+        shown = (await desk.get(f"/v1/tasks/{task}")).json()["checkpoint"]["files"]
+        assert shown == (count if taken else 1)
+    await agent.report(Finished(lease.task, 1, EndReason.PREEMPTED))
+    anew = agent.again()
+    await anew.connect()
+    assert await desk.schedule() == 1
+    [again] = anew.leases()
+    assert len(again.checkpoint) == most
+    assert all(len(encode(frame)) < MAX_FRAME_BYTES for frame in anew.sent)
 
 
 async def test_a_checkpoint_is_kept_for_a_while_after_the_end(desk: Desk) -> None:

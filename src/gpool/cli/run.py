@@ -189,16 +189,20 @@ def attend(client: Client, submitted: Run, into: Path, *, quiet: bool) -> int:
 
 
 def script_of(command: tuple[str, ...], workdir: Path | None) -> LocalFile | None:
-    """The Python file that the command begins with, under the name it gets there."""
-    first = Path(command[0])
-    if first.suffix != ".py" or not first.is_file():
+    """The Python file that the command begins with, under the name it gets there.
+
+    Its name may be the one in the shipped folder, where the command starts, or the one here.
+    """
+    base = Path(os.path.normpath(Path() if workdir is None else workdir)).absolute()
+    here = Path(os.path.normpath(Path(command[0]).absolute()))
+    there = Path(os.path.normpath(base / command[0]))
+    source = next((file for file in (there, here) if file.suffix == ".py" and file.is_file()), None)
+    if source is None:
         return None
     from gpool.client.artifacts import LocalFile
 
-    source = first.absolute()
-    base = (Path() if workdir is None else workdir).absolute()
-    lies_there = source.is_relative_to(base)
-    name = Path(os.path.normpath(source)).relative_to(base).as_posix() if lies_there else first.name
+    is_inside = source.is_relative_to(base)
+    name = source.relative_to(base).as_posix() if is_inside else source.name
     about = source.stat()
     return LocalFile(name, source, about.st_size, bool(about.st_mode & stat.S_IXUSR))
 
@@ -306,13 +310,24 @@ def progress_bar() -> Iterator[UploadProgress | None]:
         transient=True,
     )
     known: dict[str, TaskID] = {}
+    ended: dict[str, int] = {}
 
     def show(path: str, done: int, total: int) -> None:
-        if not known:
-            bars.start()  # not before: where nothing is moved, the terminal is left alone
-        if path not in known:
+        if not known:  # not before: where nothing is moved, the terminal is left alone
+            bars.start()
+            known[""] = bars.add_task("", total=None, visible=False)
+        if done < total and path not in known:
             known[path] = bars.add_task(path, total=total)
-        bars.update(known[path], completed=done, visible=done < total)
+        if done < total:
+            bars.update(known[path], completed=done)
+            return
+        ended[path] = total
+        if path in known:
+            bars.remove_task(known.pop(path))
+        told = f"{len(ended)} files"
+        bars.update(
+            known[""], description=told, completed=sum(ended.values()), visible=len(ended) > 1
+        )
 
     try:
         yield show

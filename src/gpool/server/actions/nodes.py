@@ -47,6 +47,9 @@ from gpool.wire.documents import (
     instant_to_datetime,
 )
 
+MOST_SHOWN = 100
+"""Environments in a node's document: a listing is for people."""
+
 _Status = Literal["free", "shared", "busy", "paused", "offline"]
 
 
@@ -432,7 +435,7 @@ def node_document(server: Server, who: Caller, pool: Pool, row: NodeRow) -> Node
         networks=sorted(network.value for network in here.offer.networks),
         audience=list(here.offer.audience) if inside or not here.offer.audience else None,
         closed=here.offer.closed or None,
-        environments=sorted(here.offer.environments),
+        environments=sorted(here.offer.environments)[:MOST_SHOWN],
         builds=sorted(here.offer.builds),
         problems=list(row.problems) if inside else [],
     )
@@ -506,7 +509,7 @@ def cpu_document(server: Server, row: NodeRow) -> GpuDocument:
 def _status(server: Server, here: Node, allowed: bool, share: int, memory: int) -> _Status:
     if here.id not in server.scheduler.channels:
         return "offline"
-    if not allowed or here.availability is not Availability.AVAILABLE:
+    if not allowed or here.availability is not Availability.AVAILABLE or here.offer.closed:
         return "paused"
     if share <= 0 or memory <= 0:
         return "busy"
