@@ -158,7 +158,7 @@ def test_status_shows_phase_and_checkpoint(gpool: Gpool, pool: Pool) -> None:
     pool.tasks[task] |= {"phase": "build", "checkpoint": saved, "network": "egress"}
     shown = dict(line.split(maxsplit=1) for line in gpool("status", task).stdout.splitlines())
     assert (shown["phase"], shown["network"]) == ("build", "egress")
-    assert "queued (build)" in gpool("ps").stdout
+    assert " (build) " in gpool("ps").stdout
     assert shown["checkpoint"] == "2 file(s), 20 bytes, saved at 2026-01-01T00:00:00Z"
 
 
