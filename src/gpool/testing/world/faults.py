@@ -31,7 +31,6 @@ class Kind(StrEnum):
     SPIKES = "spikes"
     REPEATS = "repeats"
     LOSSES = "losses"
-    PREEMPT = "preempt"  # the server takes places on this node away for others
 
 
 MOMENTS = (
@@ -47,7 +46,6 @@ MOMENTS = (
     Kind.OWNER_PAUSE,
     Kind.SLOW_DISK,
     Kind.SHUTDOWN,
-    Kind.PREEMPT,
 )
 """Faults that happen at a moment; the rest is weather."""
 
@@ -64,7 +62,6 @@ LASTS_US: dict[Kind, tuple[int, int]] = {
     Kind.OWNER_PAUSE: (500 * MS, 4 * S),
     Kind.SLOW_DISK: (300 * MS, 2 * S),
     Kind.SHUTDOWN: (300 * MS, 3 * S),
-    Kind.PREEMPT: (0, 0),
 }
 
 

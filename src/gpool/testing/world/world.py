@@ -14,9 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gpool.core.ids import GpuId, NodeId, TaskId, UserId
+from gpool.core.ids import GpuId, NodeId, UserId
 from gpool.core.model import GIB, Availability, Gpu, Offer, Permission
-from gpool.server.actions.preempt import make_room
 from gpool.server.settings import Settings
 from gpool.server.store import SqliteStore
 from gpool.server.store.operations import artifacts, leases, nodes, people
@@ -308,22 +307,12 @@ class World:
                 )
             case Kind.SLOW_DISK:
                 self._pace.stuck_until_us = over
-            case Kind.PREEMPT:
-                self._preempt(agent.name)
             case _:
                 pass
 
     def _block_up(self, name: str, lasts_us: int) -> None:
         blockage = self.network.blockage(name)
         blockage.up_until_us = max(blockage.up_until_us, self.loop.us + lasts_us)
-
-    def _preempt(self, name: str) -> None:
-        """Some of what the node holds, by the last commit; it may have ended by the time the server looks."""
-        held = [row.task for row in self.record.rows.values() if row.holding and row.node == name]
-        incarnation = self.host.current
-        if incarnation is not None and held:
-            unlucky = self.dice.sample(held, min(len(held), self.dice.between(1, 4)))
-            incarnation.spawn(make_room(incarnation.server, [TaskId(task) for task in unlucky]))
 
     def _set_availability(self, node: int, availability: Availability) -> None:
         incarnation = self.host.current
