@@ -21,14 +21,24 @@ import cloudpickle
 import httpx2
 
 from gpool.core.ids import decode, encode
-from gpool.core.model import EndReason, Offer, OutputFile, TaskSpec, Tier
+from gpool.core.model import EndReason, Network, Offer, OutputFile, Phase, TaskSpec, Tier
 from gpool.server.app import ensure_operator, make_app, open_server
 from gpool.server.channel import Channel
 from gpool.server.server import Server
 from gpool.server.settings import Settings
 from gpool.testing.nodes import a_key, joined
 from gpool.transfer.requests import Request
-from gpool.wire.frames import PROTOCOL, Finished, Grants, Hello, LogChunk, Proven, Reports, Started
+from gpool.wire.frames import (
+    PROTOCOL,
+    Finished,
+    Grants,
+    Hello,
+    LogChunk,
+    Proven,
+    Reached,
+    Reports,
+    Started,
+)
 
 Command = Callable[[TaskSpec], tuple[int, list[tuple[int, bytes]], dict[str, bytes]]]
 _SILENCE_S = 30.0
@@ -163,6 +173,8 @@ class Node:
             2 << 30,
             pythons=frozenset({_python()}),
             tiers=frozenset({Tier.CONTAINER}),
+            builds=frozenset({"pip"}),
+            networks=frozenset({Network.NONE, Network.EGRESS}),
         )
         pool.wait(self._channel.receive(Hello(PROTOCOL, "boot", offer, 1, ())))
         self._specs: dict[int, TaskSpec] = {}
@@ -233,6 +245,8 @@ class Node:
         return [Finished(lease.task, lease.epoch, reason, None, value, sha256, text, 10)]
 
     def _command(self, spec: TaskSpec, lease: Any) -> list[Any]:
+        if spec.recipe is not None:
+            self._report([Reached(lease.task, lease.epoch, Phase.BUILD)])
         code, printed, left = self._pool.command(spec)
         self._report([Started(lease.task, lease.epoch)])
         outputs = tuple(

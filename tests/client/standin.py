@@ -49,6 +49,8 @@ class Pool(httpx2.BaseTransport):
         self.answers: dict[str, httpx2.Response] = {}
         self.bodies: list[dict[str, Any]] = []
         self.cancelled: list[str] = []
+        self.preempted: list[str] = []
+        self.progress: list[dict[str, Any]] = []
         self.refuse = 0
         self.lose_answers = 0
         self.break_after = break_after
@@ -105,6 +107,9 @@ class Pool(httpx2.BaseTransport):
                 self.cancelled.append(id_)
                 self.tasks[id_]["status"] = "cancelled"
                 return httpx2.Response(200, json=self.tasks[id_])
+            case "POST", ["tasks", id_, "preempt"] if id_ in self.tasks:
+                self.preempted.append(id_)
+                return httpx2.Response(200, json=self.tasks[id_])
             case "DELETE", ["batches", id_]:
                 self.cancelled.append(id_)
                 return httpx2.Response(204)
@@ -160,6 +165,8 @@ class Pool(httpx2.BaseTransport):
 
         def events() -> Iterator[bytes]:
             yield b": hello\n\n"
+            for document in self.progress:
+                yield f"event: progress\ndata: {json.dumps(document)}\n\n".encode()
             for item in items[:cut]:
                 yield f"id: {item['cursor']}\nevent: log\ndata: {json.dumps(item)}\n\n".encode()
             if cut is not None and len(items) > cut:

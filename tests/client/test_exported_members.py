@@ -25,6 +25,7 @@ PUBLIC = [
     "TimedOut",
     "Unreachable",
     "__version__",
+    "local_files",
     "run",
     "task",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from random import Random
@@ -16,6 +17,7 @@ from gpool import Client
 from gpool.cli.main import cli
 from gpool.client.artifacts import gather
 from gpool.client.logs import printed
+from gpool.client.options import Options
 from gpool.transfer.artifacts import PART_BYTES
 
 
@@ -200,3 +202,32 @@ def test_listings_are_paged_and_limited(sdk: Client, real: RealPool, node: Node)
     everything = sdk.listing("tasks")
     assert len({task["id"] for task in everything}) == len(everything) >= 5
     assert [one["name"] for one in sdk.listing("nodes")] == ["node"]
+
+
+def test_a_script_with_packages_runs_and_whoever_follows_sees_it_being_built(
+    sdk: Client, node: Node, real: RealPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text('# /// script\n# dependencies = ["numpy"]\n# ///\n')
+    specs = []
+    real.command = lambda spec: specs.append(spec) or (0, [(1, b"done\n")], {})
+    words = ["run", "--network", "egress", "--checkpoint", "state/", "train.py", "--lr", "1"]
+    done = CliRunner().invoke(cli, words, obj=sdk)
+    assert (done.exit_code, done.stdout) == (0, "done\n"), done.output
+    [spec] = specs
+    assert spec.command == ("python", "train.py", "--lr", "1")
+    assert spec.recipe is not None
+    assert spec.recipe.packages == ("numpy",)
+    assert (spec.checkpoint, [file.path for file in spec.inputs]) == ("state/", ["train.py"])
+    run = sdk.submit_command(["true"], options=Options(pip=["numpy"]))
+    run.wait()
+    phases = [event["event"] for event in sdk.door.get_json(f"/v1/tasks/{run.id}/events")]
+    assert phases == ["queued", "leased", "build", "started", "succeeded"]
+
+
+def test_what_the_server_refuses_comes_with_its_reason(sdk: Client, node: Node) -> None:
+    other = "3.9" if sys.version_info.minor != 9 else "3.10"
+    with pytest.raises(gpool.Invalid, match=f"wants Python {other}"):
+        sdk.task(python=other)(lambda: 1).submit()
+    with pytest.raises(gpool.Invalid, match="belongs to a command"):
+        sdk.task(checkpoint="state/")(lambda: 1).submit()

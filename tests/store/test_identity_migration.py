@@ -1,4 +1,4 @@
-"""A database made by the first schema, with rows in it, becomes one of this schema and loses nothing."""
+"""A database made by the first schema, with rows in it, becomes one of this schema and loses nothing, by way of each released one."""
 
 from __future__ import annotations
 
@@ -17,11 +17,21 @@ from sqlalchemy.pool import NullPool
 from store_pool import COMMAND, Database, opened
 
 from gpool.core.ids import NodeId, TaskId, UserId
-from gpool.core.model import Instant, Offer, Permission
+from gpool.core.model import Instant, Offer, Permission, Phase
 from gpool.core.quotas import Usage
 from gpool.server.store.migrations.upgrade import config
-from gpool.server.store.operations import accounts, artifacts, audit, nodes, people, tasks, teams
+from gpool.server.store.operations import (
+    accounts,
+    artifacts,
+    audit,
+    leases,
+    nodes,
+    people,
+    tasks,
+    teams,
+)
 from gpool.server.store.rows import digest_of, offer_text, spec_text
+from gpool.wire.frames import Reached
 
 OFFER = Offer(1000, 1 << 30, 1 << 30)
 ROWS = [
@@ -46,34 +56,54 @@ ROWS = [
 ]
 
 
-@pytest.fixture(params=["sqlite", "postgresql"])
-def first_schema(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """The address of a database as the first release left it."""
+RELEASED = ("0001", "0002")
+
+
+def sqlite_to(path: Path, version: str) -> None:
     made = config()
+    engine = create_engine(URL.create("sqlite", database=str(path)), poolclass=NullPool)
+    with engine.begin() as connection:
+        made.attributes["connection"] = connection
+        command.upgrade(made, version)
+    engine.dispose()
+
+
+def script_between(start: str, end: str) -> str:
+    made = config()
+    made.output_buffer = StringIO()
+    made.attributes["dialect"] = "postgresql"
+    command.upgrade(made, f"{start}:{end}", sql=True)
+    return made.output_buffer.getvalue()
+
+
+@pytest.fixture(params=RELEASED)
+def release(request: pytest.FixtureRequest) -> str:
+    found: str = request.param
+    return found
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def old_schema(request: pytest.FixtureRequest, tmp_path: Path, release: str) -> str:
+    """The address of a database that began with the first release and came as far as this one."""
     if request.param == "sqlite":
         path = tmp_path / "old.db"
-        engine = create_engine(URL.create("sqlite", database=str(path)), poolclass=NullPool)
-        with engine.begin() as connection:
-            made.attributes["connection"] = connection
-            command.upgrade(made, "0001")
-        engine.dispose()
+        sqlite_to(path, "0001")
         with closing(sqlite3.connect(path)) as raw:
             for row in ROWS:
                 raw.execute(row)
             raw.commit()
+        sqlite_to(path, release)
         return f"sqlite:///{path}"
     fresh: Callable[..., str] = request.getfixturevalue("postgres")
     url = fresh("template0")
-    made.output_buffer = StringIO()
-    made.attributes["dialect"] = "postgresql"
-    command.upgrade(made, "base:0001", sql=True)
-    script = made.output_buffer.getvalue()
 
     async def fill() -> None:
         connection = await import_module("asyncpg").connect(url)
-        await connection.execute(script)
+        await connection.execute(script_between("base", "0001"))
         for row in ROWS:
             await connection.execute(row)
+        if release != "0001":
+            await connection.execute(script_between("0001", release))
         await connection.close()
 
     asyncio.run(fill())
@@ -81,12 +111,21 @@ def first_schema(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 
 @pytest.fixture
-def upgraded(first_schema: str) -> Database:
-    with opened(first_schema) as database:
+def upgraded(old_schema: str) -> Database:
+    with opened(old_schema) as database:
         yield database
 
 
-def test_a_database_of_the_first_schema_keeps_its_rows_and_takes_new_ones(
+def test_a_task_that_was_leased_before_the_upgrade_reports_phases_after_it(
+    upgraded: Database,
+) -> None:
+    done = upgraded.write(leases.record(NodeId(3), [Reached(9, 1, Phase.BUILD)], Instant(9)))
+    assert (done.noted, done.refused) == ((9,), ())
+    view = upgraded.read(tasks.task(TaskId(9), None))
+    assert (view.note, view.checkpoint) == ("build", None)
+
+
+def test_a_database_of_an_old_schema_keeps_its_rows_and_takes_new_ones(
     upgraded: Database,
 ) -> None:
     ann = UserId(1)

@@ -160,6 +160,21 @@ def invite(ctx: click.Context, permissions: tuple[str, ...], expires: str, as_js
         click.echo(f"  One person, once, until {made['expires_at']}.", err=True)
 
 
+@admin.command()
+@click.argument("tasks", metavar="ID...", nargs=-1, required=True)
+@as_json
+@click.pass_context
+def preempt(ctx: click.Context, tasks: tuple[str, ...], as_json: bool) -> None:
+    """Make tasks give up their places: each is warned, saved and queued again."""
+    client = client_of(ctx)
+    found = [client.preempt(task) for task in tasks]
+    if as_json:
+        emit_json(found)
+        return
+    for task in tasks:
+        click.echo(f"{task} was asked to make room")
+
+
 def _user(client: Client, text: str) -> str:
     if text.startswith("u-"):
         return quoted(text)

@@ -87,6 +87,31 @@ def node_ls(ctx: click.Context, as_json: bool, everything: bool, limit: int) -> 
     ]
     columns = ("id", "name", "status", "availability", "cpus free", "gpus", "running", "seen")
     table(columns, rows, "No nodes yet; make a join link with: gpool node invite")
+    for one in found:
+        closed = [f"takes nothing new: {one['closed']}"] if one.get("closed") else []
+        for said in (*closed, *(one.get("problems") or [])):
+            click.echo(plain(f"{one['id']} ({one['name']}): {said}"), err=True)
+
+
+@node.command("show")
+@click.argument("what", metavar="[NODE]", required=False)
+@as_json
+@click.pass_context
+def node_show(ctx: click.Context, what: str | None, as_json: bool) -> None:
+    """Show one node: what it lends, to whom, and what is wrong with it."""
+    client = client_of(ctx)
+    document = client.door.get_json(f"/v1/nodes/{_node(client, what)}")
+    if as_json:
+        emit_json(document)
+        return
+    audience = document.get("audience")
+    document["audience"] = "some" if audience is None else audience or "anyone"
+    document["gpus"] = [one["model"] for one in document.get("gpus") or []]
+    names = (
+        "id name status availability closed problems audience tiers networks pythons "
+        "environments builds cpu_milli memory_bytes gpus running last_beat_at"
+    )
+    fields(document, names.split())
 
 
 def _set(ctx: click.Context, what: str | None, availability: str, as_json: bool) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import stat
 import sys
 import threading
 from collections.abc import Iterator
@@ -18,10 +19,21 @@ from gpool.cli.main import FAILED, GPOOL_FAULT, say_error
 from gpool.core.errors import GpoolError, Invalid
 
 if TYPE_CHECKING:
-    from gpool.client.artifacts import Progress
+    from gpool.client.artifacts import LocalFile
+    from gpool.client.artifacts import Progress as UploadProgress
     from gpool.client.client import Client
+    from gpool.client.logs import Progress
     from gpool.client.results import Result
     from gpool.client.runs import Run
+
+DOING = {
+    "queued": "waiting for a node…",
+    "fetch": "fetching the inputs…",
+    "build": "building the environment…",
+    "start": "starting the sandbox…",
+    "collect": "collecting the outputs…",
+}
+"""What a task does, by its phase or its status; what is not here says nothing."""
 
 SECOND_CHANCE_S = 2.0
 """How long after the first Ctrl-C a second one cancels."""
@@ -30,7 +42,8 @@ SECOND_CHANCE_S = 2.0
 @click.command(
     context_settings={"allow_interspersed_args": False},
     epilog="Examples: gpool run -- python -c 'print(6*7)'   "
-    "gpool run --gpu A100 --input train.py --output model/ -- python train.py",
+    "gpool run --gpu A100 --input train.py --output model/ -- python train.py   "
+    "gpool run --pip torch --workdir . train.py --lr 1",
 )
 @click.option("--gpu", metavar="SPEC", help="GPUs, e.g. 1, H100:2, 24GB, 0.5 (default: none).")
 @click.option("--vram", metavar="SIZE", help="So much memory of any GPU, shared, e.g. 6GB.")
@@ -64,6 +77,40 @@ SECOND_CHANCE_S = 2.0
     help="A file or folder (FOLDER/) to bring back.",
 )
 @into
+@click.option(
+    "--workdir",
+    type=click.Path(path_type=Path, exists=True, file_okay=False),
+    metavar="DIR",
+    help="Ship this folder's files (without what .gitignore and .gpoolignore name); the command starts there.",
+)
+@click.option("--ignore", multiple=True, metavar="PATTERN", help="Leave out of --workdir.")
+@click.option("--python", metavar="MINOR", help="A Python, e.g. 3.12.")
+@click.option("--pip", multiple=True, metavar="PACKAGE", help="A package, e.g. 'numpy>=2'.")
+@click.option(
+    "--requirements",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    metavar="FILE",
+    help="A requirements file.",
+)
+@click.option("--image", help="A container image, best with its digest.")
+@click.option(
+    "--network",
+    type=click.Choice(["none", "egress"]),
+    help="egress: the public internet, never private addresses (default: none).",
+)
+@click.option(
+    "--preload", multiple=True, metavar="MODULE", help="A module to have ready before the start."
+)
+@click.option(
+    "--checkpoint", metavar="DIR/", help="A folder that is saved and kept between attempts."
+)
+@click.option("--checkpoint-every", metavar="TIME", help="How often it is saved (default 10m).")
+@click.option(
+    "--grace", metavar="TIME", help="Between SIGTERM and the end when it is stopped (default 10s)."
+)
+@click.option(
+    "--preemptible", is_flag=True, default=None, help="May be stopped for others and begun anew."
+)
 @click.option("--name", help="A name for listings.")
 @click.option("-d", "--detach", is_flag=True, help="Print the id and do not wait.")
 @as_json
@@ -76,23 +123,33 @@ def run(
     secret: tuple[str, ...],
     inputs: tuple[str, ...],
     outputs: tuple[str, ...],
+    workdir: Path | None,
+    ignore: tuple[str, ...],
     into: Path,
     detach: bool,
     as_json: bool,
     command: tuple[str, ...],
-    **requirements: object,
+    **wanted: object,
 ) -> None:
     """Run a command in the pool.
 
     Streams its output, fetches its outputs and exits with its code. Ctrl-C detaches; a second one cancels.
+    A Python file as the first word is shipped and run, with the packages its own block (PEP 723) names.
     """
+    from gpool.client.client import shipment
     from gpool.client.options import Options
 
     client = client_of(ctx)
-    options = Options.of({**requirements, "env": variables(env), "secrets": secrets(secret)})
+    shipped = shipment(workdir, ignore, inputs)
+    script = script_of(command, workdir)
+    if script is not None:
+        command = ("python", script.path, *command[1:])
+        shipped = [*shipped, script]
+        wanted["script"] = script.source
+    options = Options.of({**wanted, "env": variables(env), "secrets": secrets(secret)})
     with progress_bar() as progress:
         submitted = client.submit_command(
-            command, inputs=inputs, outputs=outputs, options=options, progress=progress
+            command, inputs=shipped, outputs=outputs, options=options, progress=progress
         )
     if detach:
         if as_json:
@@ -119,7 +176,8 @@ def attend(client: Client, submitted: Run, into: Path, *, quiet: bool) -> int:
     from gpool.client.results import exit_code
 
     try:
-        LogPrinter(all_to_stderr=quiet).show(submitted.printed(follow=True))
+        tell = ProgressLine() if sys.stderr.isatty() else None
+        LogPrinter(all_to_stderr=quiet).show(submitted.printed(follow=True, on_progress=tell))
         result = submitted.wait()
     except KeyboardInterrupt:
         return detached(submitted)
@@ -128,6 +186,42 @@ def attend(client: Client, submitted: Run, into: Path, *, quiet: bool) -> int:
         with progress_bar() as progress:
             client.artifacts.fetch(result.outputs, into, *([progress] if progress else []))
     return exit_code(result)
+
+
+def script_of(command: tuple[str, ...], workdir: Path | None) -> LocalFile | None:
+    """The Python file that the command begins with, under the name it gets there.
+
+    Its name may be the one in the shipped folder, where the command starts, or the one here.
+    """
+    base = Path(os.path.normpath(Path() if workdir is None else workdir)).absolute()
+    here = Path(os.path.normpath(Path(command[0]).absolute()))
+    there = Path(os.path.normpath(base / command[0]))
+    source = next((file for file in (there, here) if file.suffix == ".py" and file.is_file()), None)
+    if source is None:
+        return None
+    from gpool.client.artifacts import LocalFile
+
+    is_inside = source.is_relative_to(base)
+    name = source.relative_to(base).as_posix() if is_inside else source.name
+    about = source.stat()
+    return LocalFile(name, source, about.st_size, bool(about.st_mode & stat.S_IXUSR))
+
+
+class ProgressLine:
+    """Says on a terminal what a task does before it runs, and when it has to wait again."""
+
+    def __init__(self) -> None:
+        self._last = ""
+
+    def __call__(self, progress: Progress) -> None:
+        from gpool.cli.printing import styled
+
+        said = DOING.get(progress.phase or progress.status, "")
+        if progress.status == "queued" and progress.epoch:
+            said = "waiting for a node again…"
+        if said and said != self._last:
+            click.echo(styled(f"gpool: {said}", colour="cyan"), err=True)
+        self._last = said
 
 
 def say_how_it_ended(result: Result, *, code_too: bool = False) -> None:
@@ -200,8 +294,8 @@ def secrets(given: tuple[str, ...]) -> dict[str, str]:
 
 
 @contextmanager
-def progress_bar() -> Iterator[Progress | None]:
-    """A bar a file, on a terminal only."""
+def progress_bar() -> Iterator[UploadProgress | None]:
+    """A bar for each file on its way, on a terminal only."""
     if not sys.stderr.isatty():
         yield None
         return
@@ -216,13 +310,24 @@ def progress_bar() -> Iterator[Progress | None]:
         transient=True,
     )
     known: dict[str, TaskID] = {}
+    ended: dict[str, int] = {}
 
     def show(path: str, done: int, total: int) -> None:
-        if not known:
-            bars.start()  # not before: where nothing is moved, the terminal is left alone
-        if path not in known:
+        if not known:  # not before: where nothing is moved, the terminal is left alone
+            bars.start()
+            known[""] = bars.add_task("", total=None, visible=False)
+        if done < total and path not in known:
             known[path] = bars.add_task(path, total=total)
-        bars.update(known[path], completed=done)
+        if done < total:
+            bars.update(known[path], completed=done)
+            return
+        ended[path] = total
+        if path in known:
+            bars.remove_task(known.pop(path))
+        told = f"{len(ended)} files"
+        bars.update(
+            known[""], description=told, completed=sum(ended.values()), visible=len(ended) > 1
+        )
 
     try:
         yield show

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -33,7 +34,7 @@ def ps(ctx: click.Context, as_json: bool, everything: bool, limit: int, status: 
         (
             task["id"],
             task["name"],
-            task["status"],
+            _status(task),
             age(task["created_at"], date),
             task.get("node_name") or task.get("node") or "-",
             task.get("gpu") or "-",
@@ -45,6 +46,12 @@ def ps(ctx: click.Context, as_json: bool, everything: bool, limit: int, status: 
         rows,
         f"No task is {status}." if status else "No tasks yet.",
     )
+
+
+def _status(task: dict[str, Any]) -> str:
+    """With the phase, where that says more: before and after the run."""
+    phase = task.get("phase")
+    return task["status"] if phase in (None, "run") else f"{task['status']} ({phase})"
 
 
 @click.command()
@@ -59,7 +66,15 @@ def status(ctx: click.Context, task: str, as_json: bool) -> None:
         return
     outputs = document.get("outputs") or []
     document["outputs"] = [output["path"] for output in outputs]
-    names = "id name status reason exit_code error_text command gpu node_name created_at started_at finished_at tries losses outputs"
+    saved = document.get("checkpoint")
+    if saved is not None:
+        document["checkpoint"] = (
+            f"{saved['files']} file(s), {saved['size_bytes']} bytes, saved at {saved['saved_at']}"
+        )
+    names = (
+        "id name status phase reason exit_code error_text command gpu environment network node_name "
+        "created_at started_at finished_at tries losses checkpoint outputs"
+    )
     fields(document, names.split())
 
 

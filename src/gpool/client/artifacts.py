@@ -36,11 +36,20 @@ class LocalFile:
     executable: bool
 
 
-def gather(inputs: Iterable[str | os.PathLike[str]], root: Path | None = None) -> list[LocalFile]:
-    """The files behind the given names, folders with all that is in them; names stay relative to `root`."""
+Input = str | os.PathLike[str] | LocalFile
+
+
+def gather(inputs: Iterable[Input], root: Path | None = None) -> list[LocalFile]:
+    """The files behind the given names, folders with all that is in them; names stay relative to `root`.
+
+    What is a `LocalFile` already (of `gpool.local_files`) has its name.
+    """
     base = (root or Path()).absolute()
     found: dict[str, LocalFile] = {}
     for given in inputs:
+        if isinstance(given, LocalFile):
+            _add(found, given)
+            continue
         source = Path(os.path.normpath(base / given))
         if not source.is_relative_to(base):
             raise Invalid(
@@ -50,13 +59,22 @@ def gather(inputs: Iterable[str | os.PathLike[str]], root: Path | None = None) -
         for file in _walk(source, given):
             name = checked(file.relative_to(base).as_posix())
             about = file.stat()
-            found[name] = LocalFile(name, file, about.st_size, bool(about.st_mode & stat.S_IXUSR))
+            executable = bool(about.st_mode & stat.S_IXUSR)
+            _add(found, LocalFile(name, file, about.st_size, executable))
     seen: dict[str, str] = {}
     for name in found:
         other = seen.setdefault(folded(name), name)
         if other != name:
             raise Invalid(f"inputs '{other}' and '{name}' differ only in case; rename one of them")
     return list(found.values())
+
+
+def _add(found: dict[str, LocalFile], file: LocalFile) -> None:
+    other = found.setdefault(file.path, file)
+    if other.source.absolute() != file.source.absolute():
+        raise Invalid(
+            f"'{other.source}' and '{file.source}' would both be '{file.path}' there; leave out one"
+        )
 
 
 def _walk(source: Path, given: str | os.PathLike[str]) -> Iterator[Path]:

@@ -16,8 +16,9 @@ from urllib.parse import quote, urlencode
 import httpx2
 
 from gpool.client import config, mapping
-from gpool.client.artifacts import Artifacts, Progress, gather
+from gpool.client.artifacts import Artifacts, Input, Progress, gather
 from gpool.client.door import Door
+from gpool.client.local_files import local_files
 from gpool.client.options import Options
 from gpool.client.pickling import PYTHON, dumps_call
 from gpool.client.results import (
@@ -191,15 +192,17 @@ class Client:
         self,
         command: Sequence[str],
         *,
-        inputs: Iterable[str | os.PathLike[str]] = (),
+        inputs: Iterable[Input] = (),
         outputs: Iterable[str] = (),
         options: Options | None = None,
         progress: Progress | None = None,
     ) -> Run:
-        """Upload the inputs and submit; the names of inputs and outputs are relative to the current folder."""
+        """Upload the inputs and submit. Names of inputs are relative to the current folder; a file of `local_files`
+        has its own. Outputs are named as they lie beneath the task's work directory."""
         if isinstance(command, str) or not command:
             raise Invalid("a command is a list of words, e.g. ['python', 'train.py']")
         wanted = [checked(str(output), directory=True) for output in outputs]
+        document: dict[str, object] = dict((options or Options()).members())
         sent = [
             {
                 "path": file.path,
@@ -209,7 +212,6 @@ class Client:
             }
             for file in gather(inputs)
         ]
-        document: dict[str, object] = dict((options or Options()).members())
         document["command"] = [str(word) for word in command]
         if sent:
             document["inputs"] = sent
@@ -222,19 +224,23 @@ class Client:
         self,
         command: Sequence[str],
         *,
-        inputs: Iterable[str | os.PathLike[str]] = (),
+        inputs: Iterable[Input] = (),
         outputs: Iterable[str] = (),
         into: str | os.PathLike[str] = ".",
         check: bool = False,
+        workdir: str | os.PathLike[str] | None = None,
+        ignore: Sequence[str] = (),
         **options: Any,
     ) -> Completed:
         """Run a command to its end and fetch its outputs into `into`.
 
+        `workdir` ships a folder's files, but what its ignore files and `ignore` leave out: the task starts among them.
         A command that exits with another code than 0 is an answer (with `check`, an exception); one that timed out,
         was cancelled or could not run raises.
         """
+        shipped = shipment(workdir, ignore, inputs)
         run = self.submit_command(
-            command, inputs=inputs, outputs=outputs, options=Options.of(options)
+            command, inputs=shipped, outputs=outputs, options=Options.of(options)
         )
         result = run.wait()
         if result.status != "succeeded" and (check or result.reason != "exited"):
@@ -263,6 +269,12 @@ class Client:
         found: dict[str, Any] = reply.json() if reply.body else {}
         return found
 
+    def preempt(self, task: str) -> dict[str, Any]:
+        """For operators: make a task give up its place and wait again; its document."""
+        reply = self.door.send("POST", f"/v1/tasks/{quote(task, safe='')}/preempt")
+        found: dict[str, Any] = reply.json()
+        return found
+
     def cancel_batch(self, batch: str) -> None:
         """Cancel whatever of a batch has not ended, and close it."""
         self.door.send("DELETE", f"/v1/batches/{quote(batch, safe='')}")
@@ -289,6 +301,17 @@ class Client:
             if not page.get("next"):
                 return
             query["cursor"] = str(page["next"])
+
+
+def shipment(
+    workdir: str | os.PathLike[str] | None, ignore: Sequence[str], inputs: Iterable[Input]
+) -> list[Input]:
+    """The inputs, with the files of `workdir` before them."""
+    if workdir is None:
+        if ignore:
+            raise Invalid("'ignore' says what of 'workdir' stays here; name a folder to ship")
+        return list(inputs)
+    return [*local_files(Path(workdir), ignore=ignore), *inputs]
 
 
 def _members(members: Mapping[str, object]) -> bytes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import codecs
 import json
 from base64 import b64decode
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,27 @@ class Printed:
     stream: str  # "stdout" or "stderr"
     data: bytes
     text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Where a task is: its status, under which lease (0: none yet), and the phase its attempt has come to."""
+
+    epoch: int
+    status: str
+    phase: str | None
+
+    @classmethod
+    def of(cls, document: dict[str, Any]) -> Progress:
+        phase = document.get("phase")
+        return cls(
+            int(document.get("epoch", 0)),
+            str(document.get("status", "")),
+            None if phase is None else str(phase),
+        )
+
+
+OnProgress = Callable[[Progress], None]
 
 
 def printed(items: Iterable[dict[str, Any]]) -> Iterator[Printed]:
@@ -55,8 +76,13 @@ def pages(door: Door, task: str, after: int = 0) -> Iterator[dict[str, Any]]:
         after = max(after, int(page["next"]))
 
 
-def follow(door: Door, task: str, after: int = 0) -> Iterator[dict[str, Any]]:
-    """The documents of what is there and what comes, until the task has ended and all its output was given."""
+def follow(
+    door: Door, task: str, after: int = 0, on_progress: OnProgress | None = None
+) -> Iterator[dict[str, Any]]:
+    """The documents of what is there and what comes, until the task has ended and all its output was given.
+
+    `on_progress` is told in between where the task is, whenever that has changed.
+    """
     tries = door.pauses()
     while True:
         try:
@@ -67,6 +93,8 @@ def follow(door: Door, task: str, after: int = 0) -> Iterator[dict[str, Any]]:
                     if event == "end":
                         return
                     item = json.loads(data)
+                    if event == "progress" and on_progress is not None and isinstance(item, dict):
+                        on_progress(Progress.of(item))
                     if isinstance(item, dict) and "cursor" in item and "text" in item:
                         after = max(after, int(item["cursor"]))
                         yield item

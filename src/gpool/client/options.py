@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any
 
+from gpool.client.recipes import recipe_of
 from gpool.core.errors import Invalid
 
 _UNIT_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
@@ -47,6 +50,17 @@ class Options:
     env: Mapping[str, str] = field(default_factory=dict)
     name: str | None = None
     secrets: Mapping[str, str] = field(default_factory=dict, repr=False)  # variables never shown
+    python: str | None = None  # a minor, "3.12"
+    pip: Sequence[str] = ()  # packages, as pip is told them
+    requirements: str | os.PathLike[str] | None = None  # a file of such lines
+    script: str | os.PathLike[str] | None = None  # a Python file whose own block names packages
+    image: str | None = None
+    network: str | None = None  # "none" or "egress"
+    preload: Sequence[str] = ()  # modules to have imported before the start
+    checkpoint: str | None = None  # a directory that is kept between attempts
+    checkpoint_every: str | float | None = None
+    grace: str | float | None = None  # between SIGTERM and the end
+    preemptible: bool | None = None  # may be stopped for others and begun anew
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Options:
@@ -72,5 +86,40 @@ class Options:
             "priority": self.priority,
             "env": {str(name): str(value) for name, value in self.env.items()} or None,
             "secrets": {str(name): str(value) for name, value in self.secrets.items()} or None,
+            "recipe": self._recipe(),
+            "network": self.network,
+            "preload": _words("preload", self.preload, "torch") or None,
+            "checkpoint": self.checkpoint,
+            "checkpoint_every_s": _maybe_seconds(self.checkpoint_every),
+            "grace_s": _maybe_seconds(self.grace),
+            "preemptible": self.preemptible,
         }
         return {name: value for name, value in said.items() if value is not None}
+
+    def _recipe(self) -> dict[str, object] | None:
+        """The environment asked for, as a `RecipeDocument`; None: the node's own."""
+        packages = _words("pip", self.pip, "numpy")
+        if not (packages or self.python or self.requirements or self.script or self.image):
+            return None
+        made = recipe_of(
+            python=self.python,
+            pip=packages,
+            requirements=None if self.requirements is None else Path(self.requirements),
+            script=None if self.script is None else Path(self.script),
+            image=self.image,
+        )
+        if made is None:
+            return None
+        said = {"python": made.python, "packages": list(made.packages), "image": made.image}
+        return {name: value for name, value in said.items() if value}
+
+
+def _words(option: str, given: Sequence[str], like: str) -> list[str]:
+    """A list of words. One alone would be taken for its letters."""
+    if isinstance(given, str):
+        raise Invalid(f"{option} is {given!r}; give a list, like {option}=[{like!r}]")
+    return [str(word) for word in given]
+
+
+def _maybe_seconds(duration: str | float | None) -> float | None:
+    return None if duration is None else seconds(duration)

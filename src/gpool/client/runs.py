@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 from urllib.parse import quote
 
 from gpool.client import logs
-from gpool.client.logs import Printed
+from gpool.client.logs import OnProgress, Printed
 from gpool.client.results import Raised, Result, decode_result, failure, outcome
 from gpool.core.errors import Forbidden
 
@@ -59,14 +59,20 @@ class Run:
             return (piece.text for piece in self.printed(follow=True))
         return "".join(piece.text for piece in self.printed())
 
-    def printed(self, *, follow: bool = False) -> Iterator[Printed]:
-        """The pieces of output with the stream each went to."""
-        return logs.printed(self.log_documents(follow=follow))
+    def printed(
+        self, *, follow: bool = False, on_progress: OnProgress | None = None
+    ) -> Iterator[Printed]:
+        """The pieces of output with the stream each went to; `on_progress` is told of each change while following."""
+        return logs.printed(self.log_documents(follow=follow, on_progress=on_progress))
 
-    def log_documents(self, *, follow: bool = False) -> Iterator[dict[str, Any]]:
+    def log_documents(
+        self, *, follow: bool = False, on_progress: OnProgress | None = None
+    ) -> Iterator[dict[str, Any]]:
         """The pieces of output as the server describes them (`LogDocument`s)."""
-        source = logs.follow if follow else logs.pages
-        return source(self._client.door, quote(self.id, safe=""))
+        door, task = self._client.door, quote(self.id, safe="")
+        if follow:
+            return logs.follow(door, task, on_progress=on_progress)
+        return logs.pages(door, task)
 
     def wait(self, timeout: float | None = None) -> Result:
         """Wait for the end, however it ends; `TimeoutError` when it has not ended by then."""

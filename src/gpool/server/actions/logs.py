@@ -10,12 +10,12 @@ from dataclasses import dataclass
 import msgspec
 
 from gpool.core.ids import TaskId
-from gpool.server.actions import query
+from gpool.server.actions import documents, query
 from gpool.server.server import Server
 from gpool.server.store.identity_values import Caller
 from gpool.server.store.operations import logs as operations
 from gpool.server.store.values import LogLine, TaskView
-from gpool.wire.documents import LogDocument
+from gpool.wire.documents import LogDocument, ProgressDocument
 
 LOG_ROWS = 500
 SILENCE_S = 15.0
@@ -67,20 +67,28 @@ async def page(server: Server, who: Caller, id_: TaskId, after: int) -> Page:
 
 async def follow(
     server: Server, who: Caller, id_: TaskId, after: int
-) -> AsyncIterator[list[LogDocument]]:
-    """What is there, then what comes, until the task has ended; an empty list now and then while nothing comes."""
+) -> AsyncIterator[list[LogDocument] | ProgressDocument]:
+    """What is there, then what comes, until the task has ended; an empty list now and then while nothing comes.
+
+    In between, where the task is whenever that has changed.
+    """
     await query.task(server, who, id_)
     return _follow(server, who, id_, after)
 
 
 async def _follow(
     server: Server, who: Caller, id_: TaskId, after: int
-) -> AsyncIterator[list[LogDocument]]:
+) -> AsyncIterator[list[LogDocument] | ProgressDocument]:
     texts = _Texts()
+    told: ProgressDocument | None = None
     with server.hub.subscription(id_) as changed:
         while True:
             # The task first, then its output: what a finished task wrote is there already.
             view = await query.task(server, who, id_)
+            now = documents.progress(view)
+            if now != told and not view.row.status.is_final:
+                told = now
+                yield now
             lines = await _after(server, view, after)
             if lines:
                 after = lines[-1].cursor

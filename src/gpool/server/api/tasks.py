@@ -13,7 +13,7 @@ from gpool.core.errors import Invalid
 from gpool.core.ids import BatchId, TaskId, decode, encode
 from gpool.core.model import TaskStatus
 from gpool.core.permissions import Action, TeamId
-from gpool.server.actions import cancel, documents, logs, query
+from gpool.server.actions import cancel, documents, logs, preempt, query
 from gpool.server.actions.submit import submit
 from gpool.server.api.answers import answer, raw, stream, tagged
 from gpool.server.api.openapi import BATCH, TASK, body, ok
@@ -34,6 +34,7 @@ from gpool.wire.documents import (
     ExplainDocument,
     LogDocument,
     LogPage,
+    ProgressDocument,
     ResultDocument,
     SubmittedDocument,
     TaskDocument,
@@ -121,6 +122,16 @@ async def cancel_task(request: Request, id: TASK) -> Response:
     return answer(documents.task(await query.task(server, who, task)))
 
 
+@router.post("/v1/tasks/{id}/preempt", responses=ok(TaskDocument), response_class=Response)
+async def preempt_task(request: Request, id: TASK) -> Response:
+    """Operators make a task give up its place: it is warned, saved and queued again. 409 where it has none."""
+    server = server_of(request)
+    who = await user_of(request, Action.TASK_PREEMPT)
+    task = TaskId(decode("task", id))
+    await preempt.preempt_task(server, who, task, once_of(request))
+    return answer(documents.task(await query.task(server, who, task)))
+
+
 @router.get(
     "/v1/tasks/{id}/result",
     responses=ok(ResultDocument) | {202: {"model": TaskDocument, "description": "Not ended yet"}},
@@ -159,7 +170,8 @@ async def get_events(request: Request, id: TASK) -> Response:
     responses={
         200: {
             "model": LogPage,
-            "description": "A page, or with `Accept: text/event-stream` all there is and what comes",
+            "description": "A page, or with `Accept: text/event-stream` all there is and what comes "
+            "(`event: progress` in between: a `ProgressDocument`)",
             "content": {"text/event-stream": {"schema": {"type": "string"}}},
         }
     },
@@ -185,9 +197,13 @@ async def get_logs(
     return answer(LogPage(items=page.items, next=page.next, ended=page.ended))
 
 
-async def _events(pieces: AsyncIterator[list[LogDocument]]) -> AsyncIterator[bytes]:
+async def _events(
+    pieces: AsyncIterator[list[LogDocument] | ProgressDocument],
+) -> AsyncIterator[bytes]:
     async for items in pieces:
-        if items:
+        if isinstance(items, ProgressDocument):
+            yield f"event: progress\ndata: {items.model_dump_json()}\n\n".encode()
+        elif items:
             yield "".join(
                 f"id: {item.cursor}\ndata: {item.model_dump_json()}\n\n" for item in items
             ).encode()

@@ -1,0 +1,170 @@
+"""`gpool run` with environments, folders, scripts and checkpoints: what is sent, and what a terminal is shown."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import Result
+from standin import Pool
+
+from gpool.cli.run import ProgressLine
+from gpool.client.logs import Progress
+
+Gpool = Callable[..., Result]
+
+SCRIPT = """\
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["Rich>=13", "numpy"]
+# ///
+print("hello")
+"""
+
+
+def sent(pool: Pool) -> dict[str, Any]:
+    return pool.bodies[-1]
+
+
+def test_every_option_reaches_the_server(gpool: Gpool, pool: Pool, tmp_path: Path) -> None:
+    (tmp_path / "more.txt").write_text("scipy\n")
+    words = (
+        "run --python 3.12 --pip numpy --pip x>=2 --requirements more.txt --network egress --preload numpy "
+        "--checkpoint state --checkpoint-every 10m --grace 30s --preemptible -d -- true"
+    )
+    done = gpool(*words.split())
+    assert done.exit_code == 0, done.output
+    assert sent(pool) == {
+        "command": ["true"],
+        "recipe": {"python": "3.12", "packages": ["numpy", "scipy", "x>=2"]},
+        "network": "egress",
+        "preload": ["numpy"],
+        "checkpoint": "state",
+        "checkpoint_every_s": 600.0,
+        "grace_s": 30.0,
+        "preemptible": True,
+    }
+    gpool("run", "--image", "debian@sha256:" + "0" * 64, "-d", "--", "true")
+    assert sent(pool)["recipe"] == {"image": "debian@sha256:" + "0" * 64}
+    gpool("run", "-d", "--", "true")
+    assert sent(pool) == {"command": ["true"]}
+
+
+def test_a_script_is_shipped_and_its_own_block_is_honoured(
+    gpool: Gpool, pool: Pool, tmp_path: Path
+) -> None:
+    (tmp_path / "jobs").mkdir()
+    (tmp_path / "jobs" / "train.py").write_text(SCRIPT)
+    done = gpool("run", "--pip", "tqdm", "jobs/train.py", "--lr", "1", "-d")
+    assert done.exit_code == 0, done.output
+    assert sent(pool)["command"] == ["python", "jobs/train.py", "--lr", "1", "-d"]
+    assert [one["path"] for one in sent(pool)["inputs"]] == ["jobs/train.py"]
+    assert sent(pool)["recipe"]["packages"] == ["numpy", "rich>=13", "tqdm"]
+
+
+def test_a_script_of_the_shipped_folder_goes_by_its_name_there(
+    gpool: Gpool, pool: Pool, tmp_path: Path
+) -> None:
+    (tmp_path / "project").mkdir()
+    (tmp_path / "project" / "train.py").write_text("print(1)")
+    (tmp_path / "project" / "net.py").write_text("x = 1")
+    (tmp_path / "project" / "big.bin").write_text("no")
+    gpool("run", "--workdir", "project", "--ignore", "*.bin", "project/train.py")
+    assert sent(pool)["command"] == ["python", "train.py"]
+    assert [one["path"] for one in sent(pool)["inputs"]] == ["net.py", "train.py"]
+    assert "recipe" not in sent(pool)
+
+
+def test_a_script_may_be_named_as_it_lies_in_the_shipped_folder(
+    gpool: Gpool, pool: Pool, tmp_path: Path
+) -> None:
+    (tmp_path / "project").mkdir()
+    (tmp_path / "project" / "train.py").write_text(SCRIPT)
+    (tmp_path / "train.py").write_text("not this one")
+    for word in ("train.py", "./train.py", "../project/train.py"):
+        gpool("run", "--workdir", "project", word)
+        assert sent(pool)["command"] == ["python", "train.py"]
+        assert [one["path"] for one in sent(pool)["inputs"]] == ["train.py"]
+        assert sent(pool)["recipe"]["packages"] == ["numpy", "rich>=13"]
+
+
+def test_a_script_from_elsewhere_goes_by_its_last_name(
+    gpool: Gpool, pool: Pool, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    elsewhere = tmp_path_factory.mktemp("elsewhere") / "train.py"
+    elsewhere.write_text("print(1)")
+    gpool("run", str(elsewhere), "x")
+    assert sent(pool)["command"] == ["python", "train.py", "x"]
+    assert [one["path"] for one in sent(pool)["inputs"]] == ["train.py"]
+
+
+def test_a_word_that_is_no_file_here_is_a_command(gpool: Gpool, pool: Pool) -> None:
+    gpool("run", "train.py")
+    assert sent(pool)["command"] == ["train.py"]
+
+
+def test_what_cannot_be_is_said_before_anything_is_sent(
+    gpool: Gpool, pool: Pool, tmp_path: Path
+) -> None:
+    (tmp_path / "a.txt").write_text("x")
+    for words, said in (
+        (("--pip", "./x"), "is not a package requirement"),
+        (("--checkpoint-every", "soon"), "is not a duration"),
+        (("--ignore", "x"), "name a folder to ship"),
+        (("--workdir", "nowhere"), "nowhere"),
+        (("--network", "lan"), "lan"),
+    ):
+        done = gpool("run", *words, "--input", "a.txt", "--", "true")
+        assert done.exit_code == 2, (words, done.output)
+        assert said in done.stderr
+    assert (pool.bodies, pool.artifacts) == ([], {})
+
+
+def test_a_terminal_is_told_what_happens_before_the_start(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    tell = ProgressLine()
+    for progress in (
+        Progress(0, "queued", None),
+        Progress(1, "leased", None),
+        Progress(1, "leased", "build"),
+        Progress(1, "leased", "build"),
+        Progress(1, "running", "run"),
+        Progress(1, "running", "collect"),
+        Progress(1, "queued", None),
+    ):
+        tell(progress)
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert [line.removeprefix("gpool: ") for line in err.splitlines()] == [
+        "waiting for a node…",
+        "building the environment…",
+        "collecting the outputs…",
+        "waiting for a node again…",
+    ]
+
+
+def test_what_is_no_terminal_is_told_nothing(gpool: Gpool, pool: Pool) -> None:
+    pool.progress = [{"epoch": 1, "status": "leased", "phase": "build"}]
+    done = gpool("run", "--", "true")
+    assert (done.exit_code, done.stderr) == (0, "")
+
+
+def test_status_shows_phase_and_checkpoint(gpool: Gpool, pool: Pool) -> None:
+    task = gpool("run", "-d", "--", "true").stdout.strip()
+    saved = {"saved_at": "2026-01-01T00:00:00Z", "size_bytes": 20, "files": 2, "epoch": 1}
+    pool.tasks[task] |= {"phase": "build", "checkpoint": saved, "network": "egress"}
+    shown = dict(line.split(maxsplit=1) for line in gpool("status", task).stdout.splitlines())
+    assert (shown["phase"], shown["network"]) == ("build", "egress")
+    assert " (build) " in gpool("ps").stdout
+    assert shown["checkpoint"] == "2 file(s), 20 bytes, saved at 2026-01-01T00:00:00Z"
+
+
+def test_an_operator_makes_tasks_give_up_their_places(gpool: Gpool, pool: Pool) -> None:
+    task = gpool("run", "-d", "--", "true").stdout.strip()
+    done = gpool("admin", "preempt", task)
+    assert (done.exit_code, done.stdout) == (0, f"{task} was asked to make room\n")
+    assert pool.preempted == [task]
+    assert gpool("admin", "preempt", "t-0000000000000").exit_code == 4
