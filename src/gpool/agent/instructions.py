@@ -103,6 +103,14 @@ class CommandEnded:
 
 
 @dataclass(frozen=True, slots=True)
+class RunnerReached:
+    """A starting runner came to this phase: its environment is built, or its sandbox started."""
+
+    runner: int
+    phase: Phase
+
+
+@dataclass(frozen=True, slots=True)
 class RunnerReady:
     """The runner of an allocation takes calls."""
 
@@ -172,6 +180,7 @@ Event = (
     | CommandStarted
     | CommandPrinted
     | CommandEnded
+    | RunnerReached
     | RunnerReady
     | CallsAnswered
     | CallPrinted
@@ -208,7 +217,9 @@ class StartCommand:
 class EndCommand:
     """Kill the attempt's sandbox and remove it; `CommandEnded` follows with this reason.
 
-    With a `grace_us` it is sent SIGTERM first and has that long; a checkpoint is saved before the end is told.
+    Preempted with a `grace_us`, it is sent SIGTERM first and has that long. Preempted or timed out, its checkpoint is
+    saved before the end is told, and one that had exited by itself before tells that end. Any other reason is carried
+    out at once, and so calls off a farewell that has begun.
     """
 
     task: int

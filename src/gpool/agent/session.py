@@ -19,8 +19,10 @@ from typing import Any
 from gpool.agent.instructions import (
     CallPrinted,
     CallsAnswered,
+    CommandCheckpointed,
     CommandEnded,
     CommandPrinted,
+    CommandReached,
     CommandStarted,
     Connected,
     Disconnected,
@@ -29,7 +31,9 @@ from gpool.agent.instructions import (
     FrameArrived,
     Instruction,
     OfferDetected,
+    ReclaimAsked,
     RunnerEnded,
+    RunnerReached,
     RunnerReady,
     Send,
     ShutdownAsked,
@@ -50,21 +54,26 @@ from gpool.wire.frames import (
     Recorded,
     Refused,
     Stop,
+    StopReason,
     Welcome,
 )
 
 SHUTDOWN_US = 3_000_000
-"""How long a stopping agent waits for sandboxes to end and reports to be recorded."""
+"""How long a stopping agent waits for sandboxes to end and reports to be recorded ..."""
+SAVING_SHUTDOWN_US = 12_000_000
+"""... and where a checkpoint is to be saved. Whoever starts agents waits longer before it insists."""
+PREEMPTED_WHY = "stopped to make room for another task"
 
 
 class Session:
     """One agent's dealings with one server, from boot to exit."""
 
-    def __init__(self, node_boot: str, offer: Offer) -> None:
+    def __init__(self, node_boot: str, offer: Offer, longest_us: int = NEVER) -> None:
         self._boot = node_boot
         self._offer = offer
         self._outbox = Outbox()
         self._work = work = Work(self._outbox)
+        work.limit_runs(longest_us)
         self._specs: dict[int, TaskSpec] = {}
         self._secrets: dict[int, Variables] = {}
         self._connected = False
@@ -85,9 +94,13 @@ class Session:
             Ticked: self._on_ticked,
             OfferDetected: self._on_offer_detected,
             ShutdownAsked: self._on_shutdown_asked,
+            ReclaimAsked: self._on_reclaim_asked,
+            CommandReached: work.on_command_reached,
+            CommandCheckpointed: work.on_command_checkpointed,
             CommandStarted: work.on_command_started,
             CommandPrinted: work.on_command_printed,
             CommandEnded: work.on_command_ended,
+            RunnerReached: work.on_runner_reached,
             RunnerReady: work.on_runner_ready,
             CallsAnswered: work.on_calls_answered,
             CallPrinted: work.on_call_printed,
@@ -177,8 +190,11 @@ class Session:
 
     def _on_shutdown_asked(self, now: int, _: ShutdownAsked, out: list[Instruction]) -> None:
         if self._exit_by == NEVER:
-            self._exit_by = now + SHUTDOWN_US
             self._work.shut_down(now, out)
+            self._exit_by = now + (SAVING_SHUTDOWN_US if self._work.is_saving else SHUTDOWN_US)
+
+    def _on_reclaim_asked(self, now: int, event: ReclaimAsked, out: list[Instruction]) -> None:
+        self._work.reclaim(now, event.gpus, event.why, out)
 
     def _exit_when_done(self, now: int, out: list[Instruction]) -> None:
         said = not self._welcomed or not self._outbox
@@ -197,6 +213,8 @@ class Session:
             case BeatSeen():
                 self._confirm(frame.number)
                 self._drop(now, frame.drop, out)
+            case Stop(reason=StopReason.PREEMPTED):
+                self._work.preempt(now, frame.holds, PREEMPTED_WHY, out)
             case Stop():
                 self._work.stop(now, frame.holds, out)
             case Welcome():
@@ -229,7 +247,7 @@ class Session:
             told = self._secrets.get(secret.spec, ())
             self._secrets[secret.spec] = (*told, (secret.name, secret.value))
         in_time = self._confirmed_at is not None and now < self._deadline
-        if in_time and self._exit_by == NEVER:
+        if in_time and self._exit_by == NEVER and not self._offer.closed:
             self._work.take(now, frame.lines, self._specs, out, self._secrets)
         else:
             self._work.decline(now, frame.lines)
