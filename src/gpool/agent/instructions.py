@@ -76,6 +76,13 @@ class ReclaimAsked:
 
 
 @dataclass(frozen=True, slots=True)
+class RunsLimited:
+    """The owner lets nothing run longer than this (None: as long as it likes); what does is preempted."""
+
+    longest_us: int | None
+
+
+@dataclass(frozen=True, slots=True)
 class CommandStarted:
     task: int
     epoch: int
@@ -175,6 +182,7 @@ Event = (
     | Ticked
     | OfferDetected
     | ReclaimAsked
+    | RunsLimited
     | CommandReached
     | CommandCheckpointed
     | CommandStarted

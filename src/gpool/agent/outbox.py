@@ -111,7 +111,9 @@ class Outbox:
 
     def flush(self, now: int) -> list[Reports]:
         frames: list[Reports] = []
-        while (self._items or self._started or self._reached) and len(self._batches) < MAX_IN_FLIGHT:
+        while (self._items or self._started or self._reached) and len(
+            self._batches
+        ) < MAX_IN_FLIGHT:
             if self._batches and len(self._items) < FULL and now < self._since + LINGER_US:
                 break
             frames.append(self._next_batch())

@@ -35,6 +35,7 @@ from gpool.agent.instructions import (
     RunnerEnded,
     RunnerReached,
     RunnerReady,
+    RunsLimited,
     Send,
     ShutdownAsked,
     Ticked,
@@ -68,12 +69,11 @@ PREEMPTED_WHY = "stopped to make room for another task"
 class Session:
     """One agent's dealings with one server, from boot to exit."""
 
-    def __init__(self, node_boot: str, offer: Offer, longest_us: int = NEVER) -> None:
+    def __init__(self, node_boot: str, offer: Offer) -> None:
         self._boot = node_boot
         self._offer = offer
         self._outbox = Outbox()
         self._work = work = Work(self._outbox)
-        work.limit_runs(longest_us)
         self._specs: dict[int, TaskSpec] = {}
         self._secrets: dict[int, Variables] = {}
         self._connected = False
@@ -95,6 +95,7 @@ class Session:
             OfferDetected: self._on_offer_detected,
             ShutdownAsked: self._on_shutdown_asked,
             ReclaimAsked: self._on_reclaim_asked,
+            RunsLimited: self._on_runs_limited,
             CommandReached: work.on_command_reached,
             CommandCheckpointed: work.on_command_checkpointed,
             CommandStarted: work.on_command_started,
@@ -195,6 +196,9 @@ class Session:
 
     def _on_reclaim_asked(self, now: int, event: ReclaimAsked, out: list[Instruction]) -> None:
         self._work.reclaim(now, event.gpus, event.why, out)
+
+    def _on_runs_limited(self, _now: int, event: RunsLimited, _out: list[Instruction]) -> None:
+        self._work.limit_runs(NEVER if event.longest_us is None else event.longest_us)
 
     def _exit_when_done(self, now: int, out: list[Instruction]) -> None:
         said = not self._welcomed or not self._outbox

@@ -45,9 +45,7 @@ NO_SECRETS: Mapping[int, Variables] = {}
 
 MAX_START_FAILURES = 3
 SHUTDOWN_GRACE_US = 5_000_000  # between a stopping agent's warning and the kill
-OURS = frozenset(
-    {EndReason.TIMED_OUT, EndReason.CANCELLED, EndReason.LOST, EndReason.PREEMPTED}
-)
+OURS = frozenset({EndReason.TIMED_OUT, EndReason.CANCELLED, EndReason.LOST, EndReason.PREEMPTED})
 """Ends of a command that we asked for; any other came by itself."""
 YIELDS = frozenset({Fate.TIMED_OUT, Fate.SHUTDOWN, Fate.PREEMPTED})
 """Fates that an end of its own overrides: the work is done, whatever was to become of it."""
@@ -181,9 +179,7 @@ class Work:
                 self._outbox.add(now, Released(hold.task, hold.epoch))
         self._enforce(now, touched.values(), EndReason.CANCELLED, out)
 
-    def preempt(
-        self, now: int, holds: Iterable[Hold], why: str, out: list[Instruction]
-    ) -> None:
+    def preempt(self, now: int, holds: Iterable[Hold], why: str, out: list[Instruction]) -> None:
         """The server wants the place for others: what runs is warned, saved and ended, what waits handed back."""
         lines: list[Line] = []
         for hold in holds:
