@@ -42,7 +42,6 @@ from gpool.core.model import (
     EndReason,
     InputFile,
     Network,
-    OutputFile,
     Phase,
     Recipe,
     Requirements,
@@ -76,15 +75,15 @@ class Shelf:
     ) -> None:
         if self.refuses is not None:
             raise self.refuses
-        data = file.read_bytes()
+        data = await asyncio.to_thread(file.read_bytes)
         assert (hashlib.sha256(data).hexdigest(), len(data)) == (sha256, size)
         self.held[sha256] = data
         self.uploads.append((sha256, lease))
 
-    async def fetch(self, sha256: str, target: Path, lease: LeaseRef) -> None:  # noqa: ARG002
+    async def fetch(self, sha256: str, target: Path, lease: LeaseRef) -> None:
         if sha256 not in self.held:
             raise NotFound("there is no such artifact")
-        target.write_bytes(self.held[sha256])
+        await asyncio.to_thread(target.write_bytes, self.held[sha256])
 
 
 @dataclass
