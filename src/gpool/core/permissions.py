@@ -174,6 +174,7 @@ class Action(StrEnum):
     TASKS_LIST_ALL = "task.list_all"
     TASK_READ = "task.read"
     TASK_CANCEL = "task.cancel"
+    TASK_PREEMPT = "task.preempt"
     BATCH_READ = "batch.read"
     BATCH_EXTEND = "batch.extend"
     BATCH_CANCEL = "batch.cancel"
@@ -297,6 +298,7 @@ RULES: Mapping[Action, Rule] = {
     _A.TASKS_LIST_ALL: _reads(_K.SERVER, _OPERATOR, _S.ADMIN),
     _A.TASK_READ: _reads(_K.TASK, _VIEW | _OPERATOR, _S.TASKS_READ),
     _A.TASK_CANCEL: _changes(_K.TASK, _OWN | _OPERATOR, _S.TASKS_WRITE),
+    _A.TASK_PREEMPT: _changes(_K.TASK, _OPERATOR, _S.ADMIN),
     _A.BATCH_READ: _reads(_K.BATCH, _VIEW | _OPERATOR, _S.TASKS_READ),
     _A.BATCH_EXTEND: _changes(_K.BATCH, _SELF, _S.TASKS_WRITE, Permission.CONSUMER),
     _A.BATCH_CANCEL: _changes(_K.BATCH, _OWN | _OPERATOR, _S.TASKS_WRITE),

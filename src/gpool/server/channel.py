@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from gpool.core import paths
-from gpool.core.errors import Invalid, NotFound
+from gpool.core.errors import NotFound
 from gpool.core.ids import NodeId, SpecId, TaskId
-from gpool.core.model import INLINE_LIMIT_BYTES, EndReason, Instant, Offer, TaskSpec, TaskStatus
+from gpool.core.model import EndReason, InputFile, Instant, Offer, TaskSpec, TaskStatus
 from gpool.server import offers
+from gpool.server.claims import FILE_BYTES, checked_report, wrong_with_offer
 from gpool.server.store.operation import brief, operation
-from gpool.server.store.operations import leases, nodes
+from gpool.server.store.operations import checkpoints, leases, nodes
 from gpool.server.store.operations.sealed import secrets_to_open
 from gpool.server.store.protocol import Operation
 from gpool.server.store.sealed_values import SealedSecrets
@@ -35,7 +35,6 @@ from gpool.wire.frames import (
     OfferChanged,
     Recorded,
     Refused,
-    ReportItem,
     Reports,
     Secret,
     ServerFrame,
@@ -51,6 +50,9 @@ if TYPE_CHECKING:
 
 FRAME_PAYLOAD_BYTES = 4 * 1024 * 1024
 """Payloads and specs in one `Grants`, unless one lease is more: half a frame's limit, the rest is for everything else."""
+
+Checkpoints = Mapping[int, tuple[InputFile, ...]]
+"""By task: what its next attempt begins with."""
 
 Secrets = Mapping[int, tuple[Secret, ...]]
 """Opened, by spec: on their way to a node, and kept nowhere."""
@@ -137,11 +139,17 @@ class Channel:
         )
         if stop:
             self._send(Stop(stop, StopReason.CANCELLED))
+        if greeted.preempting:
+            self._send(Stop(greeted.preempting, StopReason.PREEMPTED))
         # All of it before the next await: a cancel must not overtake the grant it stops.
         missing = [lease for hold, lease in open_leases.items() if hold not in stated]
         unstarted = [lease for lease in missing if lease.status is TaskStatus.LEASED]
         secrets, shut = server.sealer.opened(greeted.secrets)
-        lines = _lines([lease for lease in unstarted if lease.spec not in shut], self._owner)
+        lines = _lines(
+            [lease for lease in unstarted if lease.spec not in shut],
+            self._owner,
+            greeted.checkpoints,
+        )
         self.grant(lines, greeted.specs.get, secrets)
         forgotten = [lease for lease in missing if lease.status is TaskStatus.RUNNING]
         ended = [secrets_shut(each.task, each.epoch) for each in unstarted if each.spec in shut]
@@ -188,7 +196,7 @@ class Channel:
         size = 0
         weighed: set[int] = set()
         for line in _split(lines):
-            weight = sum(len(lease.payload) for lease in line.leases)
+            weight = sum(map(_weight, line.leases))
             if line.spec not in weighed and SpecId(line.spec) not in self._specs_sent:
                 weighed.add(line.spec)
                 spec = spec_of(line.spec)
@@ -218,7 +226,7 @@ class Channel:
         self._send(Grants(self._beat, tuple(specs), tuple(lines), tuple(told)))
 
     async def _record(self, frame: Reports) -> None:
-        items = [_checked_item(item) for item in frame.items]
+        items = [item for item in map(checked_report, frame.items) if item is not None]
         writing = brief(leases.record(self.node, items, self._server.now), len(items))
         recording = await self._server.write(writing)
         self._server.scheduler.absorb(recording)
@@ -244,7 +252,7 @@ class Channel:
             )
 
     async def _change_offer(self, frame: OfferChanged) -> None:
-        wrong = _wrong_with_offer(frame.offer)
+        wrong = wrong_with_offer(frame.offer)
         if wrong is not None:
             self.refuse("invalid", wrong, retry=False)
             return
@@ -279,6 +287,8 @@ class _Greeted:
     held: tuple[HeldLease, ...]
     specs: Mapping[int, TaskSpec]
     secrets: SealedSecrets
+    checkpoints: Checkpoints
+    preempting: tuple[Hold, ...]
 
 
 @operation
@@ -297,7 +307,10 @@ def _greeting(
             specs[int(id_)] = found[1]
     secret = [SpecId(id_) for id_, spec in specs.items() if spec.secrets]
     secrets = yield from secrets_to_open(secret)
-    return _Greeted(rows, held, specs, secrets)
+    saved = [lease.task for lease in held if lease.spec in specs and specs[lease.spec].checkpoint]
+    begun = yield from checkpoints.manifests(saved)
+    preempting = yield from checkpoints.preempting(node)
+    return _Greeted(rows, held, specs, secrets, begun, preempting)
 
 
 @operation
@@ -317,7 +330,7 @@ def secrets_shut(task: int, epoch: int) -> Finished:
     )
 
 
-def _lines(held: Iterable[HeldLease], owner: int) -> Iterable[Line]:
+def _lines(held: Iterable[HeldLease], owner: int, checkpoints: Checkpoints) -> Iterable[Line]:
     """Leases of one allocation and spec are one line; the order in line is that of the tasks."""
     grouped: dict[tuple[int, int], list[HeldLease]] = {}
     for lease in sorted(held, key=lambda lease: (lease.allocation.number, lease.task)):
@@ -329,28 +342,37 @@ def _lines(held: Iterable[HeldLease], owner: int) -> Iterable[Line]:
             first.user,
             first.user == owner,
             first.spec,
-            tuple(_wire_lease(lease) for lease in members),
+            tuple(_wire_lease(lease, checkpoints) for lease in members),
         )
 
 
-def _wire_lease(lease: HeldLease) -> WireLease:
-    return WireLease(lease.task, lease.epoch, lease.payload, lease.payload_sha256)
+def _wire_lease(lease: HeldLease, checkpoints: Checkpoints) -> WireLease:
+    begins_with = checkpoints.get(lease.task, ())
+    return WireLease(lease.task, lease.epoch, lease.payload, lease.payload_sha256, begins_with)
+
+
+def _weight(lease: WireLease) -> int:
+    """What it takes in a frame, of all that can be much."""
+    names = lease.checkpoint
+    return len(lease.payload) + (
+        sum(FILE_BYTES + len(f.path.encode()) for f in names) if names else 0
+    )
 
 
 def _split(lines: Iterable[Line]) -> Iterable[Line]:
     """Lines whose payloads would overfill a frame, in pieces that do not."""
     for line in lines:
-        if sum(len(lease.payload) for lease in line.leases) <= FRAME_PAYLOAD_BYTES:
+        if sum(map(_weight, line.leases)) <= FRAME_PAYLOAD_BYTES:
             yield line
             continue
         piece: list[WireLease] = []
         size = 0
         for lease in line.leases:
-            if piece and size + len(lease.payload) > FRAME_PAYLOAD_BYTES:
+            if piece and size + _weight(lease) > FRAME_PAYLOAD_BYTES:
                 yield Line(line.allocation, line.user, line.owner, line.spec, tuple(piece))
                 piece, size = [], 0
             piece.append(lease)
-            size += len(lease.payload)
+            size += _weight(lease)
         yield Line(line.allocation, line.user, line.owner, line.spec, tuple(piece))
 
 
@@ -361,69 +383,4 @@ def _wrong_with_hello(hello: Hello, *, greeted: bool) -> str | None:
         return f"protocol {hello.protocol}; this server speaks {PROTOCOL}: install the same gpool version"
     if len(hello.holds) > MAX_HOLDS:
         return f"a hello with {len(hello.holds)} holds"
-    return _wrong_with_offer(hello.offer)
-
-
-def _wrong_with_offer(offer: Offer) -> str | None:
-    """What no honest machine lends; an agent that says so is refused."""
-    if not (0 <= offer.cpu_milli <= 10_000_000 and 0 <= offer.memory_bytes <= 1 << 60):
-        return f"an offer of {offer.cpu_milli} milli-CPUs and {offer.memory_bytes} bytes of memory"
-    if not 0 <= offer.disk_bytes <= 1 << 60:
-        return f"an offer of {offer.disk_bytes} bytes of disk"
-    if len(offer.gpus) > 1024:
-        return f"an offer of {len(offer.gpus)} GPUs"
-    if len({gpu.index for gpu in offer.gpus}) < len(offer.gpus):
-        return "two GPUs with one index"
-    if len({gpu.uuid for gpu in offer.gpus}) < len(offer.gpus):
-        return "one GPU under two indexes"
-    for gpu in offer.gpus:
-        texts = (gpu.uuid, gpu.model, gpu.vendor)
-        if not (0 <= gpu.index <= 1023 and 0 < gpu.memory_bytes <= 1 << 50):
-            return f"a GPU with index {gpu.index} and {gpu.memory_bytes} bytes of memory"
-        if any(not text or len(text) > 200 or "\0" in text for text in texts):
-            return f"a GPU whose uuid, model or vendor is empty, too long or holds a NUL (index {gpu.index})"
-    words = (offer.hostname, offer.agent_version, *offer.pythons, *offer.environments)
-    if len(words) > 1000 or any(len(word) > 300 or "\0" in word for word in words):
-        return "an offer with too many or too long words"
-    return None
-
-
-def _checked_item(item: ReportItem) -> ReportItem:
-    """A report as it may be stored: what breaks the rules becomes a failed attempt that says so."""
-    if not isinstance(item, Finished):
-        return item
-    if len(item.value) > INLINE_LIMIT_BYTES:
-        return _failed(
-            item, f"a value of {len(item.value)} bytes came inline; it belongs in an artifact"
-        )
-    if item.outputs:
-        try:
-            for output in item.outputs:
-                paths.checked(output.path)
-        except Invalid as error:
-            return _failed(item, error.detail)
-    if item.exit_code is not None and not -(1 << 31) <= item.exit_code < 1 << 31:
-        return _failed(item, f"exit code {item.exit_code}")
-    if "\0" in item.error_text or not 0 <= item.duration_us < 1 << 53:
-        return Finished(
-            item.task,
-            item.epoch,
-            item.reason,
-            item.exit_code,
-            item.value,
-            item.value_sha256,
-            item.error_text.replace("\0", "\N{REPLACEMENT CHARACTER}"),
-            0,
-            item.outputs,
-        )
-    return item
-
-
-def _failed(item: Finished, why: str) -> Finished:
-    return Finished(
-        item.task,
-        item.epoch,
-        EndReason.BAD_OUTPUT,
-        None,
-        error_text=f"refused by the server: {why}",
-    )
+    return wrong_with_offer(hello.offer)

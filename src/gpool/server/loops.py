@@ -16,6 +16,7 @@ from gpool.server.settings import span
 from gpool.server.store.operations import (
     accounts,
     artifacts,
+    checkpoints,
     keys,
     leases,
     logs,
@@ -96,7 +97,8 @@ class Expire:
 
 
 class Prune:
-    """Forgets what nobody needs: old idempotency keys, logs as rows, unreferenced artifacts, abandoned uploads."""
+    """Forgets what nobody needs: old idempotency keys, logs as rows, checkpoints of what has ended, unreferenced
+    artifacts, abandoned uploads."""
 
     name = "prune"
 
@@ -111,6 +113,9 @@ class Prune:
         while await server.write(keys.forget_keys(before, PRUNE_ROWS)) >= PRUNE_ROWS:
             pass
         await self._seal_logs(now)
+        before = Instant(now - span(settings.keep_checkpoints_s))
+        while await server.write(checkpoints.forget_checkpoints(before, PRUNE_ROWS)) >= PRUNE_ROWS:
+            pass
         await self._remove_unreferenced(now)
         server.blobs.remove_stale_parts(now, span(settings.keep_unreferenced_s))
         server.scheduler.tidy()

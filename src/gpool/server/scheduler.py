@@ -49,7 +49,7 @@ from gpool.server.store.values import (
     Submission,
     Submitted,
 )
-from gpool.wire.frames import Finished, Line, StopReason
+from gpool.wire.frames import Finished, Hold, Line, StopReason
 
 if TYPE_CHECKING:
     from gpool.server.channel import Channel
@@ -94,6 +94,7 @@ class Scheduler:
         self._specs: dict[SpecId, tuple[UserId, TaskSpec, Shape]] = {}
         self._names = 0  # in specs remembered since the picture
         self._with_secrets: set[SpecId] = set()
+        self._with_checkpoints: set[SpecId] = set()
 
     # ---- passes
 
@@ -106,7 +107,9 @@ class Scheduler:
         if not places:
             return 0
         asked = sum(len(place.grants) for place in places)
-        writing = leases.apply_plan(places, self._term, now, self._with_secrets)
+        writing = leases.apply_plan(
+            places, self._term, now, self._with_secrets, self._with_checkpoints
+        )
         applied = await self._write(brief(writing, asked))
         if applied.deposed:
             log.warning("another scheduler has taken over; looking again")
@@ -130,6 +133,7 @@ class Scheduler:
             for id_, user, spec in picture.specs
         }
         self._with_secrets = {id_ for id_, _, spec in picture.specs if spec.secrets}
+        self._with_checkpoints = {id_ for id_, _, spec in picture.specs if spec.checkpoint}
         self.state = self._built(picture)
         self._names = 0
         self._settled = doubt
@@ -204,12 +208,17 @@ class Scheduler:
         if recording.requeued:
             self._requeue(recording)
         self._publish(recording)
-        for node, pairs in groupby(sorted(recording.to_stop, key=itemgetter(0)), key=itemgetter(0)):
-            channel = self.channels.get(node)
-            if channel is not None:
-                channel.stop(tuple(hold for _, hold in pairs), StopReason.CANCELLED)
+        self._stop(recording.to_stop, StopReason.CANCELLED)
+        self._stop(recording.to_preempt, StopReason.PREEMPTED)
         if recording.released or recording.requeued or recording.withdrawn:
             self.wake.call()
+
+    def _stop(self, holds: Sequence[tuple[NodeId, Hold]], reason: StopReason) -> None:
+        """A node that is away is told when it connects."""
+        for node, pairs in groupby(sorted(holds, key=itemgetter(0)), key=itemgetter(0)):
+            channel = self.channels.get(node)
+            if channel is not None:
+                channel.stop(tuple(hold for _, hold in pairs), reason)
 
     def _observe(self, recording: Recording) -> None:
         held = self.state.held
@@ -237,7 +246,7 @@ class Scheduler:
 
     def _publish(self, recording: Recording) -> None:
         topics: set[int] = set(recording.started)
-        topics.update(recording.logged, recording.released, recording.withdrawn)
+        topics.update(recording.logged, recording.released, recording.withdrawn, recording.noted)
         if recording.ended:
             counts: dict[str, int] = {}
             for ended in recording.ended:
@@ -246,6 +255,8 @@ class Scheduler:
                 counts[ended.status] = counts.get(ended.status, 0) + 1
             for status, count in counts.items():
                 self._metrics.ended.labels(str(status)).inc(count)
+        for hold in recording.unusable:
+            log.warning("a checkpoint of task %s (epoch %s) was not taken", hold.task, hold.epoch)
         if recording.refused:
             self._metrics.refused.inc(len(recording.refused))
         self._hub.publish(topics)
@@ -313,6 +324,8 @@ class Scheduler:
             self._names += len(spec.inputs) + len(spec.outputs)
             if spec.secrets:
                 self._with_secrets.add(id_)
+            if spec.checkpoint:
+                self._with_checkpoints.add(id_)
         return known[2]
 
     def _known_spec(self, id_: int) -> TaskSpec | None:

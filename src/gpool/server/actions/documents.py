@@ -9,11 +9,28 @@ import msgspec
 
 from gpool.core import gpuspec
 from gpool.core.ids import encode
-from gpool.core.model import AttemptRow, Instant, OutputFile, Slice, TaskRow, TaskStatus
+from gpool.core.model import (
+    AttemptRow,
+    Instant,
+    NodeId,
+    OutputFile,
+    Phase,
+    Slice,
+    TaskRow,
+    TaskStatus,
+)
 from gpool.server.actions.spelling import spell
-from gpool.server.store.values import Batch, BatchResult, TaskStory, TaskView
+from gpool.server.store.values import (
+    PREEMPTING,
+    Batch,
+    BatchResult,
+    SavedCheckpoint,
+    TaskStory,
+    TaskView,
+)
 from gpool.wire.documents import (
     BatchDocument,
+    CheckpointDocument,
     EventDocument,
     GpuSliceDocument,
     OutputDocument,
@@ -38,6 +55,35 @@ class ResultLine(msgspec.Struct, frozen=True):
 
 
 _encoder = msgspec.json.Encoder()
+NOTED = {
+    Phase.FETCH.value: "fetches its inputs",
+    Phase.BUILD.value: "builds its environment",
+    Phase.START.value: "starts its sandbox",
+    Phase.RUN.value: "runs",
+    Phase.COLLECT.value: "collects its outputs",
+    PREEMPTING: "asked to make room for others",
+}
+"""What a note of an attempt means, said of the task."""
+
+_ORDER = {
+    word: place
+    for place, word in enumerate(
+        (
+            "queued",
+            "leased",
+            "fetch",
+            "build",
+            "start",
+            "started",
+            "run",
+            PREEMPTING,
+            "collect",
+            "checkpoint",
+        )
+    )
+}
+LAST = len(_ORDER)
+"""Of events with one time and one epoch, an end comes last."""
 
 
 def result_lines(results: Iterable[BatchResult]) -> bytes:
@@ -115,6 +161,27 @@ def task(view: TaskView) -> TaskDocument:
         tries=row.tries,
         losses=row.losses,
         outputs=[output(file) for file in view.outputs],
+        phase=phase_of(view),
+        network=spec.requirements.network.value,
+        environment=spec.environment,
+        preemptible=spec.preemptible or bool(spec.checkpoint),
+        checkpoint=None if view.checkpoint is None else _checkpoint(view.checkpoint),
+    )
+
+
+def phase_of(view: TaskView) -> str | None:
+    """Where the attempt is; None: no node has it, or it stands in line there."""
+    if view.row.status is TaskStatus.RUNNING:
+        return Phase.COLLECT.value if view.note == Phase.COLLECT else Phase.RUN.value
+    return view.note if view.row.status is TaskStatus.LEASED else None
+
+
+def _checkpoint(saved: SavedCheckpoint) -> CheckpointDocument:
+    return CheckpointDocument(
+        saved_at=instant_to_datetime(saved.saved_at),
+        size_bytes=saved.size_bytes,
+        files=saved.files,
+        epoch=saved.epoch,
     )
 
 
@@ -151,6 +218,24 @@ def events(story: TaskStory) -> list[EventDocument]:
     for attempt in sorted(story.attempts, key=lambda attempt: attempt.epoch):
         told += _attempt(attempt)
     told += _current(row, {attempt.epoch for attempt in story.attempts})
+    told += _noted(story)
+    return sorted(told, key=lambda event: (event.at, event.epoch, _ORDER.get(event.event, LAST)))
+
+
+def _noted(story: TaskStory) -> list[EventDocument]:
+    """Phases that took their time, orders to make room, the newest checkpoint."""
+    nodes: dict[int, NodeId] = {attempt.epoch: attempt.node for attempt in story.attempts}
+    if story.row.node is not None:
+        nodes.setdefault(story.row.epoch, story.row.node)
+    told = [
+        _event(note.at, note.note, note.epoch, nodes.get(note.epoch), NOTED[note.note])
+        for note in story.notes
+    ]
+    saved = story.checkpoint
+    if saved is not None:
+        text = f"saved a checkpoint: {saved.files} files, {saved.size_bytes} bytes"
+        where = nodes.get(saved.epoch)
+        told.append(_event(saved.saved_at, "checkpoint", saved.epoch, where, text))
     return told
 
 

@@ -10,7 +10,16 @@ import msgspec
 
 from gpool.core.errors import Forbidden, Invalid, NotFound
 from gpool.core.ids import GpuId, NodeId, UserId, encode
-from gpool.core.model import SECOND, Availability, Gpu, Instant, Node, Offer, Tier
+from gpool.core.model import (
+    SECOND,
+    Availability,
+    Gpu,
+    Instant,
+    Node,
+    Offer,
+    Permission,
+    Tier,
+)
 from gpool.core.permissions import POOL, Action, Kind, Thing, missing
 from gpool.core.scheduling.state import NodeState
 from gpool.server import credentials, offers
@@ -268,11 +277,11 @@ async def pool(server: Server) -> Pool:
     return Pool(rows, {(row.node, row.position): row for row in gpus})
 
 
-async def node(server: Server, id_: NodeId) -> NodeDocument:
+async def node(server: Server, who: Caller, id_: NodeId) -> NodeDocument:
     found = await pool(server)
     for row in found.rows:
         if row.node.id == id_:
-            return node_document(server, found, row)
+            return node_document(server, who, found, row)
     raise _no_node(id_)
 
 
@@ -310,7 +319,7 @@ async def set_availability(
     )
     if answered.value is not None:
         server.scheduler.node_changed(answered.value.node)
-    return await node(server, id_)
+    return await node(server, who, id_)
 
 
 async def set_gpu_available(
@@ -400,8 +409,10 @@ def _no_node(id_: NodeId) -> NotFound:
 # ---- documents
 
 
-def node_document(server: Server, pool: Pool, row: NodeRow) -> NodeDocument:
+def node_document(server: Server, who: Caller, pool: Pool, row: NodeRow) -> NodeDocument:
+    """Whom an owner takes tasks of, by name, is for the owner and for operators to see."""
     here = row.node
+    inside = who.user.id == here.owner or Permission.OPERATOR in who.user.permissions
     entry = _entry(server, here.id)
     return NodeDocument(
         id=encode("node", here.id),
@@ -418,6 +429,12 @@ def node_document(server: Server, pool: Pool, row: NodeRow) -> NodeDocument:
         tiers=_tiers(here.offer.tiers),
         gpus=[document for _, document in gpu_documents(server, pool, row)],
         running=len(entry.lines) if entry else 0,
+        networks=sorted(network.value for network in here.offer.networks),
+        audience=list(here.offer.audience) if inside or not here.offer.audience else None,
+        closed=here.offer.closed or None,
+        environments=sorted(here.offer.environments),
+        builds=sorted(here.offer.builds),
+        problems=list(row.problems) if inside else [],
     )
 
 

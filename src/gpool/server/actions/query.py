@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from gpool.core import explain as core_explain
 from gpool.core.ids import BatchId, TaskId, encode
-from gpool.core.model import TaskStatus
+from gpool.core.model import Phase, TaskStatus
 from gpool.core.permissions import POOL, Action, Kind, TeamId, Thing, missing
 from gpool.server.actions import documents
 from gpool.server.asking import batch_thing, own, permit, task_thing
@@ -167,7 +167,13 @@ async def explain(server: Server, who: Caller, id_: TaskId) -> ExplainDocument:
     if row.status.is_final:
         sentence, position = _end_of(view), None
     elif row.status is TaskStatus.RUNNING:
-        sentence, position = f"It runs on {view.node_name or 'a node'}.", None
+        doing = documents.NOTED[documents.phase_of(view) or Phase.RUN.value]
+        sentence, position = f"It {doing} on {view.node_name or 'a node'}.", None
+    elif view.note is not None:
+        sentence, position = (
+            f"It {documents.NOTED[view.note]} on {view.node_name or 'a node'}.",
+            None,
+        )
     else:
         told = core_explain.explain(scheduler.state, id_, server.now, scheduler.policy)
         sentence, position = told.sentence, told.position

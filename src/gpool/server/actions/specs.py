@@ -6,10 +6,12 @@ import math
 from collections.abc import Iterable, Mapping
 from itertools import pairwise
 
-from gpool.core import gpuspec, paths
+from gpool.core import environments, gpuspec, paths
 from gpool.core.errors import BadGpuSpec, Invalid, TooLarge, Unprocessable
 from gpool.core.model import (
     InputFile,
+    Network,
+    Recipe,
     Requirements,
     Span,
     TaskKind,
@@ -42,20 +44,27 @@ def spec_of(request: TaskRequest) -> TaskSpec:
     _check_env("env", request.env)
     _check_secrets(request)
     _check_words("name", [request.name or "", request.environment])
+    recipe = _recipe(request)
     spec = TaskSpec(
         kind=kind,
         name=request.name or _default_name(command),
-        requirements=_requirements(request),
+        requirements=_requirements(request, recipe),
         command=command,
         function_sha256=request.function.sha256 if request.function else "",
         env=tuple(sorted(request.env.items())),
         inputs=_inputs(request),
         outputs=_outputs(request.outputs),
-        timeout=Span(max(1, round(_finite("timeout_s", request.timeout_s) * 1_000_000))),
+        timeout=Span(max(1, _span("timeout_s", request.timeout_s))),
         retries=request.retries,
         priority=request.priority,
-        environment=request.environment,
+        environment=request.environment if recipe is None else environments.name_of(recipe),
         secrets=tuple(sorted(request.secrets)),
+        recipe=recipe,
+        preload=_preload(request.preload),
+        checkpoint=_checkpoint(request),
+        checkpoint_every=_span("checkpoint_every_s", request.checkpoint_every_s),
+        grace=_span("grace_s", request.grace_s),
+        preemptible=request.preemptible,
     )
     if spec.inputs or spec.outputs:  # nothing else is without a limit of its own
         _check_weight(spec)
@@ -85,7 +94,63 @@ def _default_name(command: tuple[str, ...]) -> str:
     return command[0].rstrip("/").rpartition("/")[2][:200] or "command" if command else "function"
 
 
-def _requirements(request: TaskRequest) -> Requirements:
+def _recipe(request: TaskRequest) -> Recipe | None:
+    """What was asked for in the normal form; None: the node's own environment will do."""
+    given, function = request.recipe, request.function
+    if given is None:
+        kind = environments.kind_of(request.environment)
+        if kind in (environments.PIP, environments.IMAGE):
+            raise Invalid(
+                f"'environment' is {request.environment[:60]!r}; ask for packages or an image with 'recipe'"
+            )
+        return None
+    if request.environment != environments.DEFAULT:
+        raise Invalid(
+            f"give 'recipe' or 'environment' ({request.environment[:60]!r}), not both; the recipe names its own"
+        )
+    made = environments.recipe(given.python, tuple(given.packages), given.image or "")
+    if function is None:
+        return None if made == Recipe() else made
+    if made.python is not None and made.python != function.python:
+        raise Invalid(
+            f"'recipe' wants Python {made.python} and the function was made with {function.python}; "
+            f"call it from Python {made.python}, or leave out 'python'"
+        )
+    if made.image:
+        return made
+    # the function's own minor is a placement constraint already; what is built for it must be of that minor
+    return Recipe(function.python, made.packages) if made.packages else None
+
+
+def _preload(modules: list[str]) -> tuple[str, ...]:
+    for module in modules:
+        if not all(part.isidentifier() for part in module.split(".")):
+            raise Invalid(
+                f"'preload' holds {module[:60]!r}; name modules, like torch or numpy.linalg"
+            )
+    return tuple(dict.fromkeys(modules))
+
+
+def _checkpoint(request: TaskRequest) -> str:
+    """The directory, with a slash at its end."""
+    if request.checkpoint is None:
+        return ""
+    if request.function is not None:
+        raise Invalid(
+            "'checkpoint' belongs to a command: a function has no directory that is kept; "
+            "run it as a script, or leave 'checkpoint' out"
+        )
+    try:
+        return paths.checked(request.checkpoint, directory=True).removesuffix("/") + "/"
+    except Invalid as error:
+        raise Invalid(f"'checkpoint': {error.detail}") from None
+
+
+def _span(field: str, seconds: float) -> Span:
+    return Span(round(_finite(field, seconds) * 1_000_000))
+
+
+def _requirements(request: TaskRequest, recipe: Recipe | None) -> Requirements:
     gpu = request.gpu
     if isinstance(gpu, float):
         _finite("gpu", gpu)
@@ -95,8 +160,18 @@ def _requirements(request: TaskRequest) -> Requirements:
         memory_bytes=_size("memory", request.memory),
         disk_bytes=_size("disk", request.disk),
         tier=Tier(request.tier),
-        python=request.function.python if request.function else None,
+        python=_python(request, recipe),
+        network=Network(request.network),
     )
+
+
+def _python(request: TaskRequest, recipe: Recipe | None) -> str | None:
+    """The minor a node must have; an image brings its own."""
+    if recipe is not None and recipe.image:
+        return None
+    if request.function is not None:
+        return request.function.python
+    return None if recipe is None else recipe.python
 
 
 def _finite(field: str, value: float) -> float:

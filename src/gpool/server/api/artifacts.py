@@ -22,8 +22,10 @@ from gpool.server.api.requests import (
     sha256_of,
 )
 from gpool.server.asking import gate
+from gpool.server.store.identity_values import Caller
 from gpool.server.store.values import NodeCredentials
 from gpool.wire.documents import ArtifactDocument
+from gpool.wire.frames import Hold
 
 router = APIRouter(tags=["artifacts"])
 _BYTES = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
@@ -71,7 +73,7 @@ async def get_artifact(request: Request, sha256: SHA256) -> Response:
     """Download; `Range: bytes=FIRST-` goes on where one stopped."""
     server = server_of(request)
     who = await asker(request, Action.ARTIFACT_READ)
-    size = await artifacts.size_of(server, who, sha256_of(sha256))
+    size = await artifacts.size_of(server, who, sha256_of(sha256), _lease(request, who))
     headers = {
         "ETag": f'"{sha256}"',
         "Accept-Ranges": "bytes",
@@ -100,6 +102,12 @@ async def get_artifact(request: Request, sha256: SHA256) -> Response:
 async def head_artifact(request: Request, sha256: SHA256) -> Response:
     """Is it there? 404 with `Upload-Offset` while your upload of it is unfinished."""
     who = await asker(request, Action.ARTIFACT_READ)
-    size = await artifacts.size_of(server_of(request), who, sha256_of(sha256))
+    lease = _lease(request, who)
+    size = await artifacts.size_of(server_of(request), who, sha256_of(sha256), lease)
     headers = {"ETag": f'"{sha256}"', "Accept-Ranges": "bytes", "Content-Length": str(size)}
     return Response(status_code=200, headers=headers, media_type="application/octet-stream")
+
+
+def _lease(request: Request, who: Caller | NodeCredentials) -> Hold | None:
+    """The lease a node names; a person's header means nothing here."""
+    return lease_of(request) if isinstance(who, NodeCredentials) else None

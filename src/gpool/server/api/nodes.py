@@ -45,12 +45,12 @@ _JOINED: Responses = {201: {"model": NodeJoined, "description": "Joined"}}
 
 @router.get("/v1/nodes", responses=ok(NodePage), response_class=Response)
 async def list_nodes(request: Request) -> Response:
-    await user_of(request, Action.NODES_LIST)
+    who = await user_of(request, Action.NODES_LIST)
     server = server_of(request)
     pool = await nodes.pool(server)
     return tagged(
         request,
-        NodePage(items=[nodes.node_document(server, pool, row) for row in pool.rows]),
+        NodePage(items=[nodes.node_document(server, who, pool, row) for row in pool.rows]),
     )
 
 
@@ -98,8 +98,8 @@ async def invite(request: Request) -> Response:
 
 @router.get("/v1/nodes/{id}", responses=ok(NodeDocument), response_class=Response)
 async def get_node(request: Request, id: NODE) -> Response:
-    await user_of(request, Action.NODE_READ)
-    return tagged(request, await nodes.node(server_of(request), NodeId(decode("node", id))))
+    who = await user_of(request, Action.NODE_READ)
+    return tagged(request, await nodes.node(server_of(request), who, NodeId(decode("node", id))))
 
 
 @router.patch(

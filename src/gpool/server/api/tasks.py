@@ -13,7 +13,7 @@ from gpool.core.errors import Invalid
 from gpool.core.ids import BatchId, TaskId, decode, encode
 from gpool.core.model import TaskStatus
 from gpool.core.permissions import Action, TeamId
-from gpool.server.actions import cancel, documents, logs, query
+from gpool.server.actions import cancel, documents, logs, preempt, query
 from gpool.server.actions.submit import submit
 from gpool.server.api.answers import answer, raw, stream, tagged
 from gpool.server.api.openapi import BATCH, TASK, body, ok
@@ -118,6 +118,16 @@ async def cancel_task(request: Request, id: TASK) -> Response:
     who = await user_of(request, Action.TASK_CANCEL)
     task = TaskId(decode("task", id))
     await cancel.cancel_task(server, who, task, once_of(request))
+    return answer(documents.task(await query.task(server, who, task)))
+
+
+@router.post("/v1/tasks/{id}/preempt", responses=ok(TaskDocument), response_class=Response)
+async def preempt_task(request: Request, id: TASK) -> Response:
+    """Operators make a task give up its place: it is warned, saved and queued again. 409 where it has none."""
+    server = server_of(request)
+    who = await user_of(request, Action.TASK_PREEMPT)
+    task = TaskId(decode("task", id))
+    await preempt.preempt_task(server, who, task, once_of(request))
     return answer(documents.task(await query.task(server, who, task)))
 
 

@@ -45,6 +45,7 @@ ROUTES: Mapping[tuple[str, str], Row] = {
     ("GET", "/v1/tasks/{id}"): _TASK,
     ("GET", "/task_status"): _TASK,
     ("DELETE", "/v1/tasks/{id}"): _row(_C.CHANGE, _A.TASK_CANCEL),
+    ("POST", "/v1/tasks/{id}/preempt"): _row(_C.CHANGE, _A.TASK_PREEMPT),
     ("GET", "/v1/tasks/{id}/result"): _TASK,
     ("GET", "/v1/tasks/{id}/explain"): _TASK,
     ("GET", "/v1/tasks/{id}/events"): _TASK,

@@ -12,8 +12,10 @@ from gpool.core.errors import Invalid
 from gpool.core.ids import BatchId, NodeId, SpecId, TaskId, UserId
 from gpool.core.model import (
     Allocation,
+    Audience,
     Availability,
     EndReason,
+    InputFile,
     Instant,
     Node,
     Offer,
@@ -36,6 +38,7 @@ _encode = msgspec.json.Encoder(order="deterministic").encode
 _spec = msgspec.json.Decoder(TaskSpec).decode
 _offer = msgspec.json.Decoder(Offer).decode
 _outputs = msgspec.json.Decoder(tuple[OutputFile, ...]).decode
+_manifest = msgspec.json.Decoder(tuple[InputFile, ...]).decode
 
 
 def spec_text(spec: TaskSpec) -> str:
@@ -75,6 +78,16 @@ def outputs_text(outputs: tuple[OutputFile, ...]) -> str | None:
 
 def outputs_from(text: str | None) -> tuple[OutputFile, ...]:
     return _outputs(text) if text else ()
+
+
+def manifest_text(files: tuple[OutputFile, ...]) -> str:
+    """A checkpoint's files, in one order whatever order they were told in."""
+    return _encode(sorted(files, key=lambda file: file.path)).decode()
+
+
+def manifest_from(text: str) -> tuple[InputFile, ...]:
+    """As the next attempt gets them: what one left is what the other finds."""
+    return _manifest(text)
 
 
 @lru_cache(maxsize=4096)
@@ -160,7 +173,13 @@ def held_lease(row: Row, payload: bytes | None = None, payload_sha256: str = "")
 NODE_COLUMNS = "n.id, n.owner_id, n.name, n.offer, n.availability, n.last_beat_at, n.created_at"
 
 
-def node_row(row: Row, withheld: frozenset[int], flagged: frozenset[int] = frozenset()) -> NodeRow:
+def node_row(
+    row: Row,
+    withheld: frozenset[int] = frozenset(),
+    flagged: frozenset[int] = frozenset(),
+    audience: Audience | None = None,
+    problems: tuple[str, ...] = (),
+) -> NodeRow:
     """From `NODE_COLUMNS`. Whether it is connected, only the server knows: here it is not."""
     node = Node(
         id=NodeId(row[0]),
@@ -171,5 +190,6 @@ def node_row(row: Row, withheld: frozenset[int], flagged: frozenset[int] = froze
         connected=False,
         gpus_withheld=withheld,
         gpus_flagged=flagged,
+        audience=audience,
     )
-    return NodeRow(node, row[5], Instant(row[6]))
+    return NodeRow(node, row[5], Instant(row[6]), problems)

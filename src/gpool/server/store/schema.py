@@ -234,6 +234,26 @@ attempts = Table(
     _note("detail"),
 )
 
+attempt_notes = Table(
+    "attempt_notes",
+    metadata,
+    _int("task_id", primary_key=True),
+    _int("epoch", primary_key=True),
+    _text("note", primary_key=True),
+    _int("at"),
+)
+
+checkpoints = Table(
+    "checkpoints",
+    metadata,
+    _int("task_id", primary_key=True),
+    _int("epoch"),
+    _int("saved_at"),
+    _int("size_bytes"),
+    _int("files"),
+    _text("manifest"),
+)
+
 log_heads = Table(
     "log_heads",
     metadata,

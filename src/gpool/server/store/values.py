@@ -174,11 +174,36 @@ class Recording:
     ] = ()  # leases that no longer hold their allocation (all of the above that held one too)
     withdrawn: tuple[TaskId, ...] = ()  # cancelled while queued
     to_stop: tuple[tuple[NodeId, Hold], ...] = ()  # cancelled while a node held them
+    to_preempt: tuple[tuple[NodeId, Hold], ...] = ()  # asked to make room
     logged: tuple[TaskId, ...] = ()
+    noted: tuple[TaskId, ...] = ()  # came to a phase, or saved a checkpoint
+    unusable: tuple[Hold, ...] = ()  # whose checkpoint was not taken; the one before it stays
     refused: tuple[Hold, ...] = ()  # under an old epoch, or another node's
 
 
 # ---- queries
+
+
+@dataclass(frozen=True, slots=True)
+class SavedCheckpoint:
+    """The newest of a task; what is in it, only the next attempt has to know."""
+
+    epoch: int
+    saved_at: Instant
+    size_bytes: int
+    files: int
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptNote:
+    """What was noted while an attempt ran: a phase it came to, or `PREEMPTING`."""
+
+    epoch: int
+    note: str
+    at: Instant
+
+
+PREEMPTING = "preempting"
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,6 +218,8 @@ class TaskView:
     value_sha256: str
     log_sha256: str
     sequence: int = 0  # among the ended of its batch; 0 until it has ended
+    note: str | None = None  # the last of its attempt, while a node has it
+    checkpoint: SavedCheckpoint | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,6 +228,8 @@ class TaskStory:
 
     row: TaskRow
     attempts: tuple[AttemptRow, ...]
+    notes: tuple[AttemptNote, ...] = ()
+    checkpoint: SavedCheckpoint | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,6 +247,7 @@ class NodeRow:
     node: Node
     last_beat_at: Instant | None
     created_at: Instant
+    problems: tuple[str, ...] = ()  # what its owner has to look at
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,8 @@
 """Artifacts and who may see them. A hash grants nothing: every reading goes through a reference.
 
 References by `kind` and `holder`: an `upload` is its user's, `lease` is what a node uploaded under (task, epoch) and
-nobody sees yet; both are weak, they keep nothing alive. `spec` (a function, inputs), `payload`, `result` and `log`
-(of a task) are strong. A reference of a team's task is the team's: who made it sees it only through the team.
+nobody sees yet; both are weak, they keep nothing alive. `spec` (a function, inputs), `payload`, `result`, `log` and
+`checkpoint` (of a task) are strong. A reference of a team's task is the team's: who made it sees it only through the team.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ NAMED = (
     ("spec", "int"),
     ("user_id", "int"),
 )
-STRONG = "('spec', 'payload', 'result', 'log')"
+STRONG = "('spec', 'payload', 'result', 'log', 'checkpoint')"
 SEES = (
     "r.kind <> 'lease' AND (r.team_id IS NULL AND r.user_id = :user "
     "OR r.team_id IN (SELECT id FROM {teams} AS m))"
@@ -101,14 +101,19 @@ def visible(sha256: str, user: UserId, teams: Collection[int] = ()) -> Operation
 
 
 @operation
-def visible_to_node(sha256: str, node: NodeId) -> Operation[int | None]:
-    """Functions, inputs and payloads of leases it holds."""
+def visible_to_node(sha256: str, node: NodeId, task: TaskId | None = None) -> Operation[int | None]:
+    """Functions, inputs, payloads and checkpoints of leases it holds; of this task's, when one is named.
+
+    A node that uploads names its lease: what it sees through another one would not be there for this task.
+    """
+    one = "" if task is None else "AND t.id = :task "
     rows = yield Statement(
-        "SELECT a.size_bytes FROM artifacts a WHERE a.sha256 = :sha256 AND EXISTS ("
-        "SELECT 1 FROM tasks t WHERE t.node_id = :node AND t.holding = 1 AND ("
+        "SELECT a.size_bytes FROM artifacts a WHERE a.sha256 = :sha256 AND EXISTS ("  # noqa: S608
+        f"SELECT 1 FROM tasks t WHERE t.node_id = :node AND t.holding = 1 {one}AND ("
         "EXISTS (SELECT 1 FROM artifact_refs r WHERE r.sha256 = a.sha256 AND r.kind = 'spec' AND r.holder = t.spec_id) "
-        "OR EXISTS (SELECT 1 FROM artifact_refs r WHERE r.sha256 = a.sha256 AND r.kind = 'payload' AND r.holder = t.id)))",
-        {"sha256": sha256, "node": node},
+        "OR EXISTS (SELECT 1 FROM artifact_refs r WHERE r.sha256 = a.sha256 AND r.kind = 'payload' AND r.holder = t.id) "
+        "OR EXISTS (SELECT 1 FROM artifact_refs r WHERE r.sha256 = a.sha256 AND r.kind = 'checkpoint' AND r.holder = t.id)))",
+        {"sha256": sha256, "node": node} | ({} if task is None else {"task": task}),
     )
     return rows[0][0] if rows else None
 
@@ -195,8 +200,8 @@ def keep_results(named: Sequence[tuple[str, TaskId, int, SpecId, UserId]]) -> Op
         "SELECT n.sha256, 'result', n.task, n.user_id, t.team_id FROM {named} AS n "
         "JOIN tasks t ON t.id = n.task WHERE "
         "EXISTS (SELECT 1 FROM artifact_refs r WHERE r.sha256 = n.sha256 AND r.kind = 'spec' AND r.holder = n.spec) OR "
-        "EXISTS (SELECT 1 FROM artifact_refs r WHERE r.sha256 = n.sha256 AND r.kind = 'payload' AND r.holder = n.task) "
-        "ON CONFLICT (sha256, kind, holder) DO NOTHING",
+        "EXISTS (SELECT 1 FROM artifact_refs r WHERE r.sha256 = n.sha256 AND r.kind IN ('payload', 'checkpoint') "
+        "AND r.holder = n.task) ON CONFLICT (sha256, kind, holder) DO NOTHING",
         {},
         {"named": relation},
     )

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
+import msgspec
+
 from gpool.core.ids import NodeId, SpecId, TaskId, UserId
 from gpool.core.lifecycle import Move, sources
-from gpool.core.model import Instant, TaskSpec
+from gpool.core.model import InputFile, Instant, TaskSpec
 from gpool.core.scheduling.events import Place
 from gpool.server.store.operation import operation
+from gpool.server.store.operations.checkpoints import manifests
 from gpool.server.store.operations.nodes import load_nodes
 from gpool.server.store.operations.reports import expire, record
 from gpool.server.store.operations.sealed import secrets_to_open
@@ -29,12 +32,17 @@ GRANTABLE = ", ".join(f"'{status.value}'" for status in sources(Move.GRANTED))
 
 @operation
 def apply_plan(
-    places: Sequence[Place], term: int, at: Instant, with_secrets: Collection[SpecId] = ()
+    places: Sequence[Place],
+    term: int,
+    at: Instant,
+    with_secrets: Collection[SpecId] = (),
+    with_checkpoints: Collection[SpecId] = (),
 ) -> Operation[AppliedPlan]:
     """Writes what is still so.
 
     Grants on a node that is gone or takes nothing new, or on a flagged GPU, are left out; their tasks stay queued.
     `with_secrets`: the specs that have some; those of what is granted come along, still sealed.
+    `with_checkpoints`: the specs that may have left one; nothing is looked up for the others.
     """
     current = yield Statement(
         "SELECT term FROM scheduler_term WHERE id = 1 /*postgresql FOR SHARE*/"
@@ -75,6 +83,11 @@ def apply_plan(
     )
     for row in rows:
         granted[row[0]] = row
+    begun: dict[int, tuple[InputFile, ...]] = {}
+    if with_checkpoints:
+        begun = yield from manifests(
+            row[0] for row in rows if row[1] in with_checkpoints and grants[row[0]][1] > 1
+        )
     lines: list[GrantedLine] = []
     refused: list[TaskId] = []
     for place in open_places:
@@ -85,6 +98,8 @@ def apply_plan(
                 refused.append(grant.task)
             else:
                 lease = Lease(grant.task, grant.epoch, bytes(found[2] or b""), found[3])
+                if begun and grant.task in begun:
+                    lease = msgspec.structs.replace(lease, checkpoint=begun[grant.task])
                 leases.append((found[1], lease))
         if leases:
             lines.append(GrantedLine(place, tuple(leases)))

@@ -8,10 +8,12 @@ from gpool.core.errors import Conflict, Forbidden, Invalid, NotFound
 from gpool.core.ids import GpuId, NodeId, UserId
 from gpool.core.model import Availability, Instant, Offer
 from gpool.server.store.operation import operation
+from gpool.server.store.operations.audiences import known_names, resolved
 from gpool.server.store.protocol import Operation, Relation, Row, Statement
-from gpool.server.store.rows import NODE_COLUMNS, node_row, offer_text
+from gpool.server.store.rows import NODE_COLUMNS, node_row, offer_from, offer_text
 from gpool.server.store.values import NodeCredentials, NodeRow
 
+OFFER = NODE_COLUMNS.split(", ").index("n.offer")
 GPU_COLUMNS = (("id", "int"), ("uuid", "text"), ("position", "int"))
 
 
@@ -174,8 +176,14 @@ def load_nodes(where: str, parameters: dict[str, int]) -> Operation[tuple[NodeRo
         f"SELECT {NODE_COLUMNS} FROM nodes n WHERE {where} ORDER BY n.id",  # noqa: S608
         parameters,
     )
+    known = yield from known_names(offer_from(row[OFFER]) for row in rows)
     return tuple(
-        node_row(row, frozenset(withheld.get(row[0], ())), frozenset(flagged.get(row[0], ())))
+        node_row(
+            row,
+            frozenset(withheld.get(row[0], ())),
+            frozenset(flagged.get(row[0], ())),
+            *resolved(offer_from(row[OFFER]), known),
+        )
         for row in rows
     )
 

@@ -13,16 +13,19 @@ from gpool.core.lifecycle import Move, end_move, sources
 from gpool.core.model import EndReason, Instant, TaskStatus
 from gpool.server.store.operation import operation
 from gpool.server.store.operations.artifacts import keep_results
+from gpool.server.store.operations.checkpoints import note_phases, save
 from gpool.server.store.operations.ends import HELD, Ends, lose
 from gpool.server.store.operations.logs import append_chunks
 from gpool.server.store.protocol import Operation, Relation, Row, Statement
 from gpool.server.store.rows import of_ids, outputs_text
 from gpool.server.store.values import Recording
 from gpool.wire.frames import (
+    Checkpointed,
     Finished,
     HandedBack,
     Hold,
     LogChunk,
+    Reached,
     Released,
     ReportItem,
     Started,
@@ -65,6 +68,8 @@ def record(node: NodeId, items: Sequence[ReportItem], at: Instant) -> Operation[
     lost: list[Row] = []
     named: list[tuple[str, TaskId, int, SpecId, UserId]] = []
     chunks: list[LogChunk] = []
+    reached: list[Reached] = []
+    saved: dict[int, Checkpointed] = {}
     doubtful: list[ReportItem] = []
 
     for item in items:
@@ -93,6 +98,10 @@ def record(node: NodeId, items: Sequence[ReportItem], at: Instant) -> Operation[
                     started[item.task] = item.epoch
             case LogChunk():
                 chunks.append(item)
+            case Reached():
+                reached.append(item)
+            case Checkpointed():
+                saved[item.task] = item  # the last one of a frame is the newest
             case HandedBack() | Released():
                 del open_now[item.task]
                 started.pop(item.task, None)
@@ -111,6 +120,11 @@ def record(node: NodeId, items: Sequence[ReportItem], at: Instant) -> Operation[
         yield from lose(ends, lost)
     if started:
         yield from _start(started, at)
+    unusable: tuple[Hold, ...] = ()
+    if reached:
+        yield from note_phases(reached, at)
+    if saved:
+        unusable = yield from save(saved, at)
     logged = yield from append_chunks(chunks)
     yield from ends.write()
     yield from keep_results(named)
@@ -122,6 +136,8 @@ def record(node: NodeId, items: Sequence[ReportItem], at: Instant) -> Operation[
         requeued=tuple(ends.requeued),
         released=tuple(ends.released),
         logged=logged,
+        noted=(*(TaskId(item.task) for item in reached), *(TaskId(task) for task in saved)),
+        unusable=unusable,
         refused=refused,
     )
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from typing import Any
 
 from gpool.core.errors import Conflict, Invalid, NotFound
 from gpool.core.ids import BatchId, SpecId, TaskId, UserId
 from gpool.core.lifecycle import Move, sources
-from gpool.core.model import AttemptRow, Instant, Span, TaskStatus
+from gpool.core.model import AttemptRow, Instant, Phase, Span, TaskStatus
 from gpool.server.store.operation import operation
 from gpool.server.store.operations.artifacts import keep, missing
 from gpool.server.store.operations.ends import take_sequences, target
@@ -32,12 +33,15 @@ from gpool.server.store.rows import (
     task_row,
 )
 from gpool.server.store.values import (
+    PREEMPTING,
+    AttemptNote,
     Batch,
     BatchResult,
     Ended,
     MissingArtifacts,
     NewTask,
     Recording,
+    SavedCheckpoint,
     Submission,
     Submitted,
     TaskStory,
@@ -183,16 +187,25 @@ def _put_tasks(s: Submission, spec_id: SpecId, tasks: Sequence[NewTask]) -> Oper
 
 # ---- reading
 
+_RANKS = " ".join(f"WHEN '{phase}' THEN {place}" for place, phase in enumerate(Phase))
+PHASES = f"CASE a.note {_RANKS} END"
+"""Several in one report have one time; then their order is that of the work."""
+SAVED = "c.epoch, c.saved_at, c.size_bytes, c.files"
 VIEW = (
-    f"SELECT {TASK_COLUMNS}, s.body, n.name, t.outputs, t.value_sha256, t.log_sha256, t.sequence, {{value}} "  # noqa: S608
-    "FROM tasks t JOIN specs s ON s.id = t.spec_id LEFT JOIN nodes n ON n.id = t.node_id "
+    f"SELECT {TASK_COLUMNS}, s.body, n.name, t.outputs, t.value_sha256, t.log_sha256, t.sequence, {{value}}, "  # noqa: S608
+    "CASE WHEN t.holding = 1 THEN (SELECT a.note FROM attempt_notes a WHERE a.task_id = t.id AND a.epoch = t.epoch "
+    f"AND a.note <> '{PREEMPTING}' ORDER BY a.at DESC, {PHASES} DESC LIMIT 1) END, "
+    f"{SAVED} FROM tasks t JOIN specs s ON s.id = t.spec_id LEFT JOIN nodes n ON n.id = t.node_id "
+    "LEFT JOIN checkpoints c ON c.task_id = t.id "
 )
 VIEW_WITH_VALUE = VIEW.replace("{value}", "t.value")
 VIEW_WITHOUT_VALUE = VIEW.replace("{value}", "NULL")
 
 
 def _view(row: Row) -> TaskView:
-    body, node_name, outputs, value_sha256, log_sha256, sequence, value = row[TASK_WIDTH:]
+    body, node_name, outputs, value_sha256, log_sha256, sequence, value, note, *saved = row[
+        TASK_WIDTH:
+    ]
     return TaskView(
         row=task_row(row),
         spec=spec_from(body),
@@ -202,7 +215,14 @@ def _view(row: Row) -> TaskView:
         value_sha256=value_sha256,
         log_sha256=log_sha256,
         sequence=sequence or 0,
+        note=note,
+        checkpoint=_saved(saved),
     )
+
+
+def _saved(row: Sequence[Any]) -> SavedCheckpoint | None:
+    """From `SAVED`."""
+    return None if row[0] is None else SavedCheckpoint(*row)
 
 
 def _theirs(owner: int, team: int | None, user: UserId | None, teams: Collection[int]) -> bool:
@@ -295,12 +315,19 @@ def _one_of(statuses: frozenset[TaskStatus]) -> str:
 def story(
     id: TaskId, user: UserId | None, teams: Collection[int] = ()
 ) -> Operation[TaskStory | None]:
-    rows = yield Statement(f"SELECT {TASK_COLUMNS} FROM tasks t WHERE t.id = :id", {"id": id})  # noqa: S608
+    rows = yield Statement(
+        f"SELECT {TASK_COLUMNS}, {SAVED} FROM tasks t LEFT JOIN checkpoints c ON c.task_id = t.id WHERE t.id = :id",  # noqa: S608
+        {"id": id},
+    )
     if not rows or not _theirs(rows[0][4], rows[0][21], user, teams):
         return None
     attempts = yield Statement(
         "SELECT task_id, epoch, node_id, leased_at, started_at, ended_at, reason, detail "
         "FROM attempts WHERE task_id = :id ORDER BY epoch",
+        {"id": id},
+    )
+    notes = yield Statement(
+        f"SELECT a.epoch, a.note, a.at FROM attempt_notes a WHERE a.task_id = :id ORDER BY a.epoch, a.at, {PHASES}",  # noqa: S608
         {"id": id},
     )
     return TaskStory(
@@ -309,6 +336,8 @@ def story(
             AttemptRow(row[0], row[1], row[2], row[3], row[4], row[5], REASON[row[6]], row[7])
             for row in attempts
         ),
+        tuple(AttemptNote(*row) for row in notes),
+        _saved(rows[0][TASK_WIDTH:]),
     )
 
 

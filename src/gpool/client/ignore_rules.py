@@ -1,0 +1,184 @@
+"""Ignore files in git's language: which names their lines leave out. Opens nothing; it is given lines and asked paths.
+
+The last line that fits decides; a deeper file's lines come after those above it; what lies in a folder that is left
+out cannot be taken back in. Paths are relative, joined by '/'.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+_CLASSES = {
+    "alnum": "0-9A-Za-z",
+    "alpha": "A-Za-z",
+    "blank": r" \t",
+    "cntrl": r"\x00-\x1f\x7f",
+    "digit": "0-9",
+    "graph": r"\x21-\x7e",
+    "lower": "a-z",
+    "print": r"\x20-\x7e",
+    "punct": r"!-/:-@\[-`{-~",
+    "space": r" \t\r\n\v\f",
+    "upper": "A-Z",
+    "xdigit": "0-9A-Fa-f",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One line: what it fits, and whether it leaves that out or takes it back in."""
+
+    fits: re.Pattern[str]
+    keeps: bool
+    only_folders: bool
+    by_name: bool  # a line without a slash is about names at any depth
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """The lines that lie in one folder: `base` is its path ("" for the top); `lead` stands before a path when the
+    folder lies above the top ("project/src/")."""
+
+    rules: tuple[Rule, ...]
+    base: str = ""
+    lead: str = ""
+
+    def leaves_out(self, path: str, *, folder: bool) -> bool | None:
+        """None: no line here says anything about it."""
+        below = self.lead + (path[len(self.base) + 1 :] if self.base else path)
+        name = path.rpartition("/")[2]
+        for rule in reversed(self.rules):
+            if rule.only_folders and not folder:
+                continue
+            if rule.fits.fullmatch(name if rule.by_name else below):
+                return not rule.keeps
+        return None
+
+
+def rules_of(lines: Iterable[str], base: str = "", lead: str = "") -> Rules:
+    parsed = (_rule(line) for line in lines)
+    return Rules(tuple(rule for rule in parsed if rule is not None), base, lead)
+
+
+def left_out(stack: Iterable[Rules], path: str, *, folder: bool) -> bool:
+    """What the rules of all folders above say, the deepest first in `stack`; nothing said keeps it."""
+    for rules in stack:
+        verdict = rules.leaves_out(path, folder=folder)
+        if verdict is not None:
+            return verdict
+    return False
+
+
+def _rule(line: str) -> Rule | None:
+    text = _trimmed(line.removesuffix("\r"))
+    if not text or text.startswith("#"):
+        return None
+    keeps = text.startswith("!")
+    text = text[1:] if keeps else text
+    only_folders = text.endswith("/")
+    text = text[:-1] if only_folders else text
+    by_name = "/" not in text
+    text = text.removeprefix("/")
+    expression = _expression(text) if text else None
+    return None if expression is None else Rule(expression, keeps, only_folders, by_name)
+
+
+def _trimmed(text: str) -> str:
+    """Without the blanks at its end, but for one that is escaped."""
+    end = len(text)
+    while end and text[end - 1] == " ":
+        slashes = end - 1
+        while slashes and text[slashes - 1] == "\\":
+            slashes -= 1
+        if (end - 1 - slashes) % 2:
+            break
+        end -= 1
+    return text[:end]
+
+
+def _expression(text: str) -> re.Pattern[str] | None:
+    """None for what can fit nothing: an open bracket, a last backslash."""
+    out, at = [], 0
+    while at < len(text):
+        char = text[at]
+        if char == "*":
+            end = at
+            while end < len(text) and text[end] == "*":
+                end += 1
+            piece, at = _stars(text, at, end)
+            out.append(piece)
+        elif char == "?":
+            out.append("[^/]")
+            at += 1
+        elif char == "[":
+            found = _bracket(text, at + 1)
+            if found is None:
+                return None
+            out.append(found[0])
+            at = found[1]
+        elif char == "\\":
+            if at + 1 == len(text):
+                return None
+            out.append(re.escape(text[at + 1]))
+            at += 2
+        else:
+            out.append(re.escape(char))
+            at += 1
+    return re.compile("".join(out), re.DOTALL)
+
+
+def _stars(text: str, start: int, end: int) -> tuple[str, int]:
+    """Two stars between slashes stand for any number of folders; all others stay within a name."""
+    opens = start == 0 or text[start - 1] == "/"
+    if end - start >= 2 and opens:
+        if end == len(text):
+            return ".*", end
+        if text[end] == "/":
+            return "(?:.*/)?", end + 1
+    return "[^/]*", end
+
+
+def _bracket(text: str, at: int) -> tuple[str, int] | None:
+    negated = text[at : at + 1] in ("!", "^") and at < len(text)
+    at += negated
+    parts: list[str] = []
+    first = True
+    while True:
+        if at >= len(text):
+            return None
+        if text[at] == "]" and not first:
+            break
+        first = False
+        if text.startswith("[:", at):
+            end = text.find(":]", at + 2)
+            if end >= 0 and "]" not in text[at + 2 : end]:
+                known = _CLASSES.get(text[at + 2 : end])
+                if known is None:
+                    return None
+                parts.append(known)
+                at = end + 2
+                continue
+        low = _member(text, at)
+        if low is None:
+            return None
+        char, at = low
+        if text[at : at + 1] == "-" and text[at + 1 : at + 2] not in ("]", ""):
+            high = _member(text, at + 1)
+            if high is None:
+                return None
+            top, at = high
+            parts.extend([f"{re.escape(char)}-{re.escape(top)}"] if char <= top else [])
+        else:
+            parts.append(re.escape(char))
+    inside = "".join(parts)
+    if negated:
+        return f"(?!/)[^{inside}]" if inside else "[^/]", at + 1
+    return (f"(?!/)[{inside}]" if inside else "(?!)"), at + 1
+
+
+def _member(text: str, at: int) -> tuple[str, int] | None:
+    if text[at] == "\\":
+        return (text[at + 1], at + 2) if at + 1 < len(text) else None
+    return text[at], at + 1

@@ -1,0 +1,114 @@
+"""What an agent claims, before anything is done with it: offers no machine has, reports no task leaves. Reads nothing, decides nothing else."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from gpool.core import paths
+from gpool.core.errors import Invalid
+from gpool.core.model import INLINE_LIMIT_BYTES, EndReason, Offer, OutputFile
+from gpool.wire.frames import MAX_SPEC_BYTES, Checkpointed, Finished, ReportItem
+
+SHA256 = re.compile(r"[0-9a-f]{64}")
+FILE_BYTES = 100
+"""A file of a checkpoint in a frame, besides its name: mostly its hash."""
+
+
+def wrong_with_offer(offer: Offer) -> str | None:
+    """What no honest machine lends; an agent that says so is refused."""
+    if not (0 <= offer.cpu_milli <= 10_000_000 and 0 <= offer.memory_bytes <= 1 << 60):
+        return f"an offer of {offer.cpu_milli} milli-CPUs and {offer.memory_bytes} bytes of memory"
+    if not 0 <= offer.disk_bytes <= 1 << 60:
+        return f"an offer of {offer.disk_bytes} bytes of disk"
+    if len(offer.gpus) > 1024:
+        return f"an offer of {len(offer.gpus)} GPUs"
+    if len({gpu.index for gpu in offer.gpus}) < len(offer.gpus):
+        return "two GPUs with one index"
+    if len({gpu.uuid for gpu in offer.gpus}) < len(offer.gpus):
+        return "one GPU under two indexes"
+    for gpu in offer.gpus:
+        texts = (gpu.uuid, gpu.model, gpu.vendor)
+        if not (0 <= gpu.index <= 1023 and 0 < gpu.memory_bytes <= 1 << 50):
+            return f"a GPU with index {gpu.index} and {gpu.memory_bytes} bytes of memory"
+        if any(not text or len(text) > 200 or "\0" in text for text in texts):
+            return f"a GPU whose uuid, model or vendor is empty, too long or holds a NUL (index {gpu.index})"
+    words = (
+        offer.hostname,
+        offer.agent_version,
+        offer.closed,
+        *offer.pythons,
+        *offer.environments,
+        *offer.builds,
+        *offer.audience,
+    )
+    if len(words) > 1000 or any(len(word) > 300 or "\0" in word for word in words):
+        return "an offer with too many or too long words"
+    return None
+
+
+def checked_report(item: ReportItem) -> ReportItem | None:
+    """A report as it may be stored: an end that breaks the rules becomes a failed attempt that says so.
+
+    None: a checkpoint nobody could begin with. It is left out, and the one before it stays.
+    """
+    if isinstance(item, Checkpointed):
+        return item if _is_sound(item) else None
+    if not isinstance(item, Finished):
+        return item
+    if len(item.value) > INLINE_LIMIT_BYTES:
+        return _failed(
+            item, f"a value of {len(item.value)} bytes came inline; it belongs in an artifact"
+        )
+    if item.outputs:
+        try:
+            for output in item.outputs:
+                paths.checked(output.path)
+        except Invalid as error:
+            return _failed(item, error.detail)
+    if item.exit_code is not None and not -(1 << 31) <= item.exit_code < 1 << 31:
+        return _failed(item, f"exit code {item.exit_code}")
+    if "\0" in item.error_text or not 0 <= item.duration_us < 1 << 53:
+        return Finished(
+            item.task,
+            item.epoch,
+            item.reason,
+            item.exit_code,
+            item.value,
+            item.value_sha256,
+            item.error_text.replace("\0", "\N{REPLACEMENT CHARACTER}"),
+            0,
+            item.outputs,
+        )
+    return item
+
+
+def _failed(item: Finished, why: str) -> Finished:
+    return Finished(
+        item.task,
+        item.epoch,
+        EndReason.BAD_OUTPUT,
+        None,
+        error_text=f"refused by the server: {why}",
+    )
+
+
+def _is_sound(item: Checkpointed) -> bool:
+    """Its names are plain, distinct on every machine, no file is another's folder, and all fit into a frame."""
+    size = sum(len(file.path.encode()) + FILE_BYTES for file in item.files)
+    if size > MAX_SPEC_BYTES or any(not _is_file(file) for file in item.files):
+        return False
+    try:
+        names = {paths.folded(paths.checked(file.path)) for file in item.files}
+    except Invalid:
+        return False
+    folders = {name[:at] for name in names for at in _cuts(name)}
+    return len(names) == len(item.files) and not names & folders
+
+
+def _cuts(name: str) -> Iterable[int]:
+    return (at for at, letter in enumerate(name) if letter == "/")
+
+
+def _is_file(file: OutputFile) -> bool:
+    return SHA256.fullmatch(file.sha256) is not None and 0 <= file.size_bytes <= 1 << 50
