@@ -11,12 +11,14 @@ from gpool.agent.instructions import (
     CommandCheckpointed,
     CommandEnded,
     CommandStarted,
+    Connected,
     EndCommand,
     EndRunner,
     Exit,
     OfferDetected,
     ReclaimAsked,
     RunnerReady,
+    Send,
     ShutdownAsked,
     StartCommand,
     StartRunner,
@@ -27,6 +29,7 @@ from gpool.wire.frames import (
     Finished,
     Grants,
     HandedBack,
+    Hello,
     Hold,
     Lease,
     Line,
@@ -34,6 +37,7 @@ from gpool.wire.frames import (
     Released,
     Stop,
     StopReason,
+    Welcome,
 )
 
 FILES = (OutputFile("state/n", "a" * 64, 3),)
@@ -176,6 +180,19 @@ def test_a_closed_machine_says_so_and_takes_nothing_that_was_under_way(case: Cas
     assert case.take_reports() == [HandedBack(1, 1)]
     case.feed(OfferDetected(OFFER))
     assert of(StartCommand, case.grant(command(), 1, epoch=2))
+
+
+def test_an_offer_that_changed_between_hello_and_welcome_is_said() -> None:
+    """World, seed 17: the owner lent the machine again in that moment, and nobody ever knew."""
+    case = Case()
+    hello = case.feed(Connected())[0]
+    assert isinstance(hello, Send)
+    assert isinstance(hello.frame, Hello)
+    closed = replace(OFFER, closed="in use")
+    assert case.feed(OfferDetected(closed)) == []
+    out = case.arrive(Welcome(1, hello.frame.beat, 30 * SECOND, 5 * SECOND, 8 * SECOND, ()))
+    assert frames(OfferChanged, out) == [OfferChanged(closed)]
+    assert case.feed(OfferDetected(closed)) == []
 
 
 def test_a_stopping_agent_waits_longer_for_a_checkpoint_and_not_for_ever(case: Case) -> None:

@@ -68,7 +68,7 @@ class Saver:
             OutputFile(file.path, file.sha256, file.size_bytes, file.executable)
             for file in restored
         )
-        self._sent: set[str] = set()
+        self._sent: set[str] = set()  # what the last one told is made of; older ones may be pruned
         self._tell = tell
         self._complain = complain
         self._complained = ""
@@ -101,12 +101,10 @@ class Saver:
             return self._failed("its files change all the time; write to .tmp names and rename")
         if not found or frozenset(found) == self._last:
             return True
-        for file in found:
-            if file.sha256 not in self._sent:
-                await self._uploader.upload(
-                    into / file.sha256, file.sha256, file.size_bytes, self._lease
-                )
-                self._sent.add(file.sha256)
+        for sha256, size in {file.sha256: file.size_bytes for file in found}.items():
+            if sha256 not in self._sent:
+                await self._uploader.upload(into / sha256, sha256, size, self._lease)
+        self._sent = {file.sha256 for file in found}
         self._last = frozenset(found)
         self._complained = ""
         self._tell(found)

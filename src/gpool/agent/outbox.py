@@ -6,6 +6,8 @@ until it is recorded, `LINGER_US` has passed or `FULL` items wait. At most `MAX_
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from gpool.agent.lines import NEVER
 from gpool.core.model import MIB, Phase
 from gpool.wire.frames import (
@@ -49,6 +51,8 @@ class Outbox:
         if (self._started or self._reached) and type(item) not in GOES_ON:
             self._started.pop(item.task, None)
             self._reached.pop(item.task, None)
+        if type(item) is Checkpointed:
+            self._supersede(item.task)
         self._items.append(item)
         self._sizes.append(ITEM_BYTES + data_bytes)
 
@@ -64,6 +68,15 @@ class Outbox:
         if self._since == NEVER:
             self._since = now
         self._reached[task] = Reached(task, epoch, phase)
+
+    def _supersede(self, task: int) -> None:
+        """An older checkpoint is never said again after a newer one: that would take progress back."""
+
+        def is_older(item: ReportItem) -> bool:
+            return type(item) is Checkpointed and item.task == task
+
+        self._items, self._sizes = _without(self._items, self._sizes, is_older)
+        self._batches = {n: _without(*batch, is_older) for n, batch in self._batches.items()}
 
     def recorded(self, sequence: int) -> None:
         for number in [n for n in self._batches if n <= sequence]:
@@ -86,8 +99,12 @@ class Outbox:
 
     def forget(self, gone: set[tuple[int, int]]) -> None:
         """Drop every item of leases that are `gone`."""
-        self._items, self._sizes = _without(self._items, self._sizes, gone)
-        self._batches = {n: _without(*batch, gone) for n, batch in self._batches.items()}
+
+        def is_gone(item: ReportItem) -> bool:
+            return (item.task, item.epoch) in gone
+
+        self._items, self._sizes = _without(self._items, self._sizes, is_gone)
+        self._batches = {n: _without(*batch, is_gone) for n, batch in self._batches.items()}
         for task in [t for t, s in self._started.items() if (t, s.epoch) in gone]:
             del self._started[task]
         for task in [t for t, r in self._reached.items() if (t, r.epoch) in gone]:
@@ -141,9 +158,9 @@ class Outbox:
 
 
 def _without(
-    items: list[ReportItem], sizes: list[int], gone: set[tuple[int, int]]
+    items: list[ReportItem], sizes: list[int], unwanted: Callable[[ReportItem], bool]
 ) -> tuple[list[ReportItem], list[int]]:
-    kept = [n for n, item in enumerate(items) if (item.task, item.epoch) not in gone]
+    kept = [n for n, item in enumerate(items) if not unwanted(item)]
     if len(kept) == len(items):
         return items, sizes
     return [items[n] for n in kept], [sizes[n] for n in kept]

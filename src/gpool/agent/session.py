@@ -71,7 +71,7 @@ class Session:
 
     def __init__(self, node_boot: str, offer: Offer) -> None:
         self._boot = node_boot
-        self._offer = offer
+        self._offer = self._said = offer
         self._outbox = Outbox()
         self._work = work = Work(self._outbox)
         self._specs: dict[int, TaskSpec] = {}
@@ -170,6 +170,7 @@ class Session:
         self._connected, self._welcomed = True, False
         self._specs.clear()
         self._secrets.clear()
+        self._said = self._offer
         hello = Hello(PROTOCOL, self._boot, self._offer, self._next_beat(now), self.holds)
         out.append(Send(hello))
 
@@ -182,11 +183,13 @@ class Session:
             out.append(Send(Beat(self._next_beat(now), self.holds)))
 
     def _on_offer_detected(self, _now: int, event: OfferDetected, out: list[Instruction]) -> None:
-        """Said at once, or with the next hello."""
-        if event.offer == self._offer:
-            return
+        """Said at once, or with the next hello; one that comes between hello and welcome, after the welcome."""
         self._offer = event.offer
-        if self._welcomed:
+        self._say_offer(out)
+
+    def _say_offer(self, out: list[Instruction]) -> None:
+        if self._welcomed and self._offer != self._said:
+            self._said = self._offer
             out.append(Send(OfferChanged(self._offer)))
 
     def _on_shutdown_asked(self, now: int, _: ShutdownAsked, out: list[Instruction]) -> None:
@@ -243,6 +246,7 @@ class Session:
             self._welcomed = True
             self._beat_at = min(self._beat_at, now + self._beat_every)
             self._outbox.begin_again(now)
+            self._say_offer(out)
 
     def _on_grants(self, now: int, frame: Grants, out: list[Instruction]) -> None:
         self._confirm(frame.beat)
