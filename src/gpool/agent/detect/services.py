@@ -6,6 +6,7 @@ import os
 import platform
 import pwd
 import shutil
+import socket
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,6 +56,9 @@ def _sockets() -> tuple[str, ...]:
 
 def _asked(path: str) -> Engine:
     try:
+        with socket.socket(socket.AF_UNIX) as knock:  # httpx2 leaves one open where nobody answers
+            knock.settimeout(ASK_S)
+            knock.connect(path)
         with httpx2.Client(transport=httpx2.HTTPTransport(uds=path), timeout=ASK_S) as client:
             told = client.get("http://localhost/version").json()
         parts = told.get("Components") or [{}]
