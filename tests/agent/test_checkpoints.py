@@ -426,8 +426,7 @@ class Maker:
     async def prepare(
         self, name: str, recipe: Recipe | None, said: Callable[[str], None]
     ) -> AsyncIterator[Prepared]:
-        if recipe is None:
-            raise SandboxFailed("nobody said how to make it")
+        assert recipe is not None
         said(f"building {name}")
         self.live += 1
         try:
@@ -438,19 +437,38 @@ class Maker:
     def ready(self) -> frozenset[str]:
         return frozenset()
 
+    async def sweep(self) -> None: ...
+
+    async def close(self) -> None: ...
+
 
 class Road:
+    """Networks that count the lanes that are open."""
+
     def __init__(self) -> None:
         self.open_now = 0
         self.lane = Lane((), "192.0.2.1")
 
-    async def open(self, wants: Network) -> Road:
+    async def start(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+    async def open(self, wants: Network) -> Opened:
         assert wants is Network.EGRESS
         self.open_now += 1
-        return self
+        return Opened(self)
+
+
+@dataclass(frozen=True)
+class Opened:
+    road: Road
+
+    @property
+    def lane(self) -> Lane:
+        return self.road.lane
 
     async def close(self) -> None:
-        self.open_now -= 1
+        self.road.open_now -= 1
 
 
 class Seeing(FakeRuntime):

@@ -51,6 +51,21 @@ class Means:
     networks: Networks | None = None
     environments: Environments | None = None
 
+    async def take_up(self) -> None:
+        """Sweep away what an earlier agent left, and get ready."""
+        for runtime in self.runtimes:
+            await runtime.sweep()
+        if self.networks is not None:
+            await self.networks.start()
+        if self.environments is not None:
+            await self.environments.sweep()
+
+    async def lay_down(self) -> None:
+        if self.environments is not None:
+            await self.environments.close()
+        if self.networks is not None:
+            await self.networks.close()
+
 
 def serve(
     settings: AgentSettings,
@@ -85,8 +100,7 @@ async def run_agent(
     badge = Badge(settings.read_key(), Identity(settings.node, settings.server_name), boot_clock)
     scratch = settings.data_dir / "scratch"
     scratch.mkdir(parents=True, exist_ok=True)
-    for runtime in means.runtimes:
-        await runtime.sweep()
+    await means.take_up()
     sender = AsyncSender(address, None, dice, vouch=badge.vouch)
     cache = ArtifactCache(settings.data_dir / "artifacts", sender.download, settings.cache_bytes)
 
@@ -125,6 +139,7 @@ async def run_agent(
             task.cancel()
         await asyncio.wait([stopping, looking, dialling, serving])
         await sender.close()
+        await means.lay_down()
         log.info("agent_ends")
 
 

@@ -52,7 +52,14 @@ class OpenLane(Protocol):
 
 
 class Networks(Protocol):
-    """Opens a private network for one sandbox, by the owner's rules. Cancelled half-way, it leaves nothing behind."""
+    """Opens a private network for one sandbox, by the owner's rules. Cancelled half-way, it leaves nothing behind.
+
+    `start` comes first and sweeps what an earlier agent left; `close` leaves the host as it was.
+    """
+
+    async def start(self) -> None: ...
+
+    async def close(self) -> None: ...
 
     async def open(self, wants: Network) -> OpenLane:
         """Raises `SandboxFailed`."""
@@ -60,14 +67,18 @@ class Networks(Protocol):
 
 
 class Environments(Protocol):
-    """Makes environments, or finds them ready."""
+    """Makes environments, or finds them ready. `sweep` comes first: it finds what an earlier agent made."""
+
+    async def sweep(self) -> None: ...
+
+    async def close(self) -> None: ...
 
     def prepare(
-        self, name: str, recipe: Recipe | None, said: Callable[[str], None]
-    ) -> contextlib.AbstractAsyncContextManager[Prepared]:
-        """Kept for as long as the block lasts. `said` is told of progress, a line at a time.
+        self, name: str, recipe: Recipe | None, said: Callable[[str], None], /
+    ) -> contextlib.AbstractAsyncContextManager[Prepared | None]:
+        """Kept for as long as the block lasts; None: the agent's own Python serves.
 
-        Raises `SandboxFailed` where it cannot be made.
+        `said` is told of progress, a line at a time. Raises `SandboxFailed` where it cannot be made.
         """
         ...
 
@@ -133,7 +144,8 @@ class Equipment:
         """Environment and lane of one sandbox, kept while the block lasts; `reach` is told of each phase."""
         async with contextlib.AsyncExitStack() as stack:
             prepared = None
-            if spec.environment != environments.DEFAULT and not image_of(spec):
+            named = spec.environment != environments.DEFAULT or spec.recipe is not None
+            if named and not image_of(spec):
                 if self.environments is None:
                     raise SandboxFailed(f"this node has no environment {spec.environment!r}")
                 reach(Phase.BUILD)

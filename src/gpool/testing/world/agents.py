@@ -114,7 +114,7 @@ class Agent:
             self._around.loop.after_us(self._clear_us - self._around.loop.us, self.start)
             return
         self._boots += 1
-        self.truth.begun.clear()
+        self.truth.booted()
         number = self._boots
         session = self._around.parts.session(f"{self.name}-boot-{number:06d}", self._lent)
         machine = self._around.parts.machine(

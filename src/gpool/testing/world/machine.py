@@ -243,7 +243,7 @@ class Machine:
         frozen_us = self._loop.us
         self._record.attempt_ended(self._node, command.task, command.epoch)
         if reason is EndReason.PREEMPTED:
-            self._record.asked_to_go(command.task, command.epoch)
+            self._record.attempt_preempted(self._node, command.task, command.epoch)
         took = frozen_us - command.began_us
 
         def tell() -> None:

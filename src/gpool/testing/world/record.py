@@ -57,6 +57,12 @@ class NodeTruth:
     thawed_us: int = -(10**9)
     running: dict[tuple[int, int], tuple[Allocation, object]] = field(default_factory=dict)
     begun: set[tuple[int, int]] = field(default_factory=set)  # by this boot of its agent
+    preempted: set[tuple[int, int]] = field(default_factory=set)  # ... and ended for others
+
+    def booted(self) -> None:
+        """What the boot before began and could not tell, the server may offer to this one again."""
+        self.begun.clear()
+        self.preempted.clear()
     runners: dict[tuple[int, int], Allocation] = field(default_factory=dict)
 
 
@@ -70,7 +76,6 @@ class Record:
         self.promised: dict[int, str] = {}  # acknowledged task -> submission
         self.saved: Mapping[int, int] = {}  # progress in the durable checkpoints
         self.acknowledged: dict[int, int] = {}  # progress an agent was told is safe
-        self._asked_to_go: set[tuple[int, int]] = set()
         self.attempts = 0
         self.accepted = 0
         self.resumed = 0
@@ -95,7 +100,7 @@ class Record:
             self._fail(
                 f"{who} was started twice"
             )  # a call may be: its runner was ended over another
-        if (task, epoch) in self._asked_to_go:
+        if (task, epoch) in node.preempted:
             self._fail(f"{who} was preempted, and started again")
         node.begun.add((task, epoch))
         row = self.rows.get(task)
@@ -122,9 +127,9 @@ class Record:
                 f"task {task} epoch {epoch} began at {progress}, and {safe} was acknowledged"
             )
 
-    def asked_to_go(self, task: int, epoch: int) -> None:
+    def attempt_preempted(self, name: str, task: int, epoch: int) -> None:
         """It was really ended for others, or for its owner."""
-        self._asked_to_go.add((task, epoch))
+        self.nodes[name].preempted.add((task, epoch))
 
     def attempt_ended(self, name: str, task: int, epoch: int) -> None:
         self.nodes[name].running.pop((task, epoch), None)
@@ -197,8 +202,10 @@ class Record:
         self.saved = saved
 
     def _check_move(self, old: Row, row: Row) -> None:
-        went = (old.task, old.epoch) in self._asked_to_go and not old.status.is_final
-        if went and (row.status is TaskStatus.FAILED or row.tries > old.tries):
+        went = old.node is not None and (old.task, old.epoch) in self.nodes[old.node].preempted
+        if went and not old.status.is_final and (
+            row.status is TaskStatus.FAILED or row.tries > old.tries
+        ):
             self._fail(f"a preempted attempt was counted as a failure: {old} became {row}")
         if old.status.is_final and row.result != old.result:
             self._fail(f"a result changed after it was accepted: {old} became {row}")
