@@ -16,7 +16,8 @@ import cloudpickle
 import pytest
 from desk import Desk, settings_for
 
-from gpool.agent.main import run_agent
+from gpool.agent.instructions import OfferDetected
+from gpool.agent.main import Means, run_agent
 from gpool.core.errors import Forbidden, Invalid, NotSignedIn
 from gpool.core.model import (
     EndReason,
@@ -56,16 +57,16 @@ class Pool:
         self, desk: Desk, runtime: FakeRuntime, folder: Path, bare: FakeRuntime | None = None
     ) -> None:
         self.desk, self.runtime, self.stop = desk, runtime, asyncio.Event()
-        runtimes = {Tier.CONTAINER: runtime} | ({Tier.NONE: bare} if bare else {})
+        runtimes = [runtime, *([bare] if bare else [])]
         self.offer = OFFER
         self.agent = asyncio.create_task(
             run_agent(
                 settings_for(desk, folder),
-                runtimes,
+                Means(runtimes),
                 OFFER,
                 stop=self.stop,
                 random=Random(1),
-                look=lambda: self.offer,
+                look=lambda: (OfferDetected(self.offer),),
                 look_every_s=0.05,
             )
         )
@@ -133,7 +134,7 @@ def test_only_the_owner_s_tasks_that_ask_for_it_run_without_isolation(
     tmp_path: Path, owner: bool, tier: Tier, code: int | None
 ) -> None:
     async def live() -> None:
-        bare = FakeRuntime(tmp_path / "values", {("hello",): FakeRun(exit_code=40)})
+        bare = FakeRuntime(tmp_path / "values", {("hello",): FakeRun(exit_code=40)}, Tier.NONE)
         async with pool(tmp_path, bare=bare) as made:
             spec = command("hello", requirements=Requirements(tier=tier))
             await made.desk.grant(spec, [Lease(1, 1)], owner=owner)
@@ -321,7 +322,7 @@ def test_an_unknown_node_ends_the_agent_and_says_what_to_do(tmp_path: Path) -> N
             told = settings_for(desk, tmp_path).model_copy(update={"node": "n-0000000000002"})
             async with asyncio.timeout(5):
                 with pytest.raises(NotSignedIn, match="join again"):
-                    await run_agent(told, {}, OFFER, stop=asyncio.Event())
+                    await run_agent(told, Means([]), OFFER, stop=asyncio.Event())
 
     asyncio.run(live())
 
@@ -332,11 +333,11 @@ def test_a_wrong_key_ends_the_agent_and_a_missing_one_does_not_start_it(tmp_path
             told = settings_for(desk, tmp_path)
             other = told.model_copy(update={"key_file": tmp_path / "other.key"})
             with pytest.raises(Invalid, match="join again"):
-                await run_agent(other, {}, OFFER, stop=asyncio.Event())
+                await run_agent(other, Means([]), OFFER, stop=asyncio.Event())
             NodeKey.from_file(other.key_file)
             async with asyncio.timeout(5):
                 with pytest.raises(NotSignedIn, match="join again"):
-                    await run_agent(other, {}, OFFER, stop=asyncio.Event())
+                    await run_agent(other, Means([]), OFFER, stop=asyncio.Event())
 
     asyncio.run(live())
 
@@ -374,7 +375,7 @@ def test_a_signal_stops_the_agent_in_good_order(tmp_path: Path) -> None:
             (tmp_path / "values").mkdir()
             runtime = FakeRuntime(tmp_path / "values", RUNS)
             settings = settings_for(desk, tmp_path)
-            agent = asyncio.create_task(run_agent(settings, {Tier.CONTAINER: runtime}, OFFER))
+            agent = asyncio.create_task(run_agent(settings, Means([runtime]), OFFER))
             await desk.until(lambda: desk.hellos)
             await desk.grant(command("wait"), [Lease(1, 1)])
             await desk.until(lambda: any(i.task == 1 for i in desk.items))

@@ -50,7 +50,7 @@ def ended(task: int, reason: EndReason = EndReason.EXITED, code: int = 0) -> Com
 def test_a_command_runs_and_its_end_is_reported(case: Case) -> None:
     spec = command()
     assert of(StartCommand, case.grant(spec, 1)) == [
-        StartCommand(1, 1, spec, allocation(), owner=False)
+        StartCommand(1, 1, spec, allocation(), owner=False, user=7)
     ]
     case.feed(CommandStarted(1, 1))
     case.feed(ended(1, code=3))

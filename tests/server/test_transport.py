@@ -17,7 +17,7 @@ import httpx2
 import pytest
 from server_desk import Live, serving
 
-from gpool.agent.main import run_agent
+from gpool.agent.main import Means, run_agent
 from gpool.agent.settings import AgentSettings
 from gpool.client.door import Door
 from gpool.core.errors import Forbidden, Invalid, Unreachable
@@ -174,7 +174,7 @@ def a_task_through(recorder: Recorder, live: Live, folder: Path) -> str:
     async def serve() -> str:
         stop = asyncio.Event()
         agent = asyncio.create_task(
-            run_agent(settings, {Tier.CONTAINER: runtime}, offer, stop=stop)
+            run_agent(settings, Means([runtime]), offer, stop=stop)
         )
         wanted = {"command": ["say"], "outputs": ["o"], "env": {"WORD": MARK.decode()}}
 

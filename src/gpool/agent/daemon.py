@@ -9,10 +9,12 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable
+from datetime import datetime
 from typing import assert_never
 
 import structlog
 
+from gpool.agent.command_keeper import CommandKeeper
 from gpool.agent.instructions import (
     CommandEnded,
     EndCommand,
@@ -28,7 +30,8 @@ from gpool.agent.instructions import (
     StartRunner,
     Ticked,
 )
-from gpool.agent.sandboxes import CommandKeeper, Equipment, RunnerKeeper
+from gpool.agent.runner_keeper import RunnerKeeper
+from gpool.agent.sandboxes import Equipment
 from gpool.agent.session import Session
 from gpool.wire.frames import AgentFrame
 
@@ -41,6 +44,11 @@ log = structlog.get_logger(__name__)
 def boot_clock() -> int:
     """Microseconds since boot, counting while the machine sleeps."""
     return time.clock_gettime_ns(time.CLOCK_BOOTTIME) // 1000
+
+
+def wall_clock() -> datetime:
+    """The owner's time of day, with the machine's time zone; for the owner's rules only."""
+    return datetime.fromtimestamp(time.clock_gettime(time.CLOCK_REALTIME)).astimezone()
 
 
 class Daemon:
@@ -131,7 +139,7 @@ class Daemon:
             case EndCommand():
                 command = self._commands.get((instruction.task, instruction.epoch))
                 if command is not None:
-                    command.end(instruction.reason)
+                    command.end(instruction.reason, instruction.grace_us)
             case StartRunner():
                 self._runners[instruction.runner] = RunnerKeeper(self._equipment, instruction)
             case EndRunner():

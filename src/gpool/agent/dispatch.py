@@ -9,6 +9,7 @@ is ended and the unmarked rest goes to a fresh one.
 
 from __future__ import annotations
 
+from gpool.agent import ends
 from gpool.agent.instructions import (
     EndCommand,
     EndRunner,
@@ -19,14 +20,25 @@ from gpool.agent.instructions import (
     StartRunner,
 )
 from gpool.agent.leases import Leases
-from gpool.agent.lines import NEVER, Fate, Held, Line, Order, Place, Runner, RunnerState
-from gpool.core.model import EndReason
+from gpool.agent.lines import (
+    NEVER,
+    Ending,
+    Fate,
+    Held,
+    Line,
+    Order,
+    Place,
+    Runner,
+    RunnerState,
+)
+from gpool.core.model import EndReason, Phase
 
 MAX_WINDOW = 128
 FIRST_WINDOW = 8  # while nothing is known of how long a call takes
 WINDOW_US = 50_000
 ANNOUNCE_AFTER_US = 10_000  # what ends sooner is reported by its end alone
 HAND_BACK_AFTER_US = 2_000_000
+REACHED_AFTER_US = 200_000  # a phase that is over sooner is not told
 IDLE_RUNNER_US = 60_000_000
 MAX_IDLE_RUNNERS = 8
 
@@ -41,6 +53,7 @@ class Dispatch:
         self.idle: dict[int, Runner] = {}
         self.blocked: set[int] = set()  # lines that wait for somebody else's sandbox to be gone
         self._last_runner = 0
+        self.longest_us = NEVER  # what the owner lets anything run for
 
     def advance(self, now: int, line: Line, out: list[Instruction]) -> None:
         """Give the line's allocation something to do, if it can be."""
@@ -50,7 +63,7 @@ class Dispatch:
         if line.waiting and line.command is None:
             order = line.waiting[0].order
             if runner is None:
-                self._start(line, out)
+                self._start(now, line, out)
                 runner = line.runner
             elif not runner.sent and not (order.is_function and runner.key == order.key):
                 self.end_runner(runner, out)
@@ -60,7 +73,7 @@ class Dispatch:
             self._rest(now, runner, out)
         self.settle(line)
 
-    def _start(self, line: Line, out: list[Instruction]) -> None:
+    def _start(self, now: int, line: Line, out: list[Instruction]) -> None:
         """Nothing runs here: start what the first in line needs, unless another sandbox is in its way."""
         held = line.waiting[0]
         order = held.order
@@ -70,8 +83,9 @@ class Dispatch:
         if not order.is_function:
             line.waiting.popleft()
             held.place = Place.COMMAND
-            line.command, line.command_ending, line.announced = held, False, False
-            line.command_since = NEVER
+            line.command, line.command_ending, line.announced = held, Ending.NO, False
+            line.command_begun, line.command_since = now, NEVER
+            line.reach(now, Phase.START)
             out.append(
                 StartCommand(
                     held.task,
@@ -80,6 +94,8 @@ class Dispatch:
                     order.allocation,
                     order.owner,
                     order.secrets,
+                    held.checkpoint,
+                    order.user,
                 )
             )
             return
@@ -92,6 +108,8 @@ class Dispatch:
         self._last_runner += 1
         runner = Runner(self._last_runner, order.key, line)
         self.runners[runner.number] = line.runner = runner
+        runner.head_begun = now
+        line.reach(now, Phase.START)
         out.append(
             StartRunner(
                 runner.number,
@@ -158,6 +176,8 @@ class Dispatch:
         if calls:
             if was_empty:
                 runner.head_since, runner.announced = now, False
+                if runner.mean_us >= 0 or runner.idle_since != NEVER:
+                    runner.head_begun = now  # it was not started for this one
                 self.idle.pop(runner.number, None)
                 runner.idle_since = NEVER
             out.append(SendCalls(runner.number, tuple(calls)))
@@ -177,11 +197,15 @@ class Dispatch:
             self.idle.pop(runner.number, None)
             out.append(EndRunner(runner.number))
 
-    def end_command(self, line: Line, reason: EndReason, out: list[Instruction]) -> None:
+    def end_command(
+        self, line: Line, reason: EndReason, out: list[Instruction], grace_us: int = 0
+    ) -> None:
         held = line.command
-        if held is not None and not line.command_ending:
-            line.command_ending = True
-            out.append(EndCommand(held.task, held.epoch, reason))
+        saves = reason is EndReason.PREEMPTED or reason is EndReason.TIMED_OUT
+        how = Ending.SAVING if saves else Ending.AT_ONCE
+        if held is not None and line.command_ending < how:
+            line.command_ending = how
+            out.append(EndCommand(held.task, held.epoch, reason, grace_us))
 
     def settle(self, line: Line) -> None:
         """Note when the line wants its next tick; a line with nothing left is dropped."""
@@ -192,26 +216,45 @@ class Dispatch:
         at = NEVER
         runner, held = line.runner, line.command
         if held is not None:
-            if line.command_since != NEVER and not line.command_ending:
-                at = self._running_until(line.command_since, held, line.announced)
-                if line.waiting:
-                    at = min(at, max(line.command_since, line.granted_at) + HAND_BACK_AFTER_US)
+            at = self._command_at(line, held)
         elif runner is not None:
-            if runner.sent and runner.state is RunnerState.READY:
-                at = self._running_until(runner.head_since, runner.sent[0], runner.announced)
-                if line.waiting:
-                    at = min(at, max(runner.head_since, line.granted_at) + HAND_BACK_AFTER_US)
-            elif runner.idle_since != NEVER:
-                at = runner.idle_since + IDLE_RUNNER_US
+            if runner.state is RunnerState.READY:
+                if runner.sent:
+                    at = self._call_at(line, runner, runner.sent[0])
+                elif runner.idle_since != NEVER:
+                    at = runner.idle_since + IDLE_RUNNER_US
+            elif runner.state is RunnerState.STARTING and line.waiting:
+                at = runner.head_begun + line.waiting[0].order.spec.timeout
+                if not line.phase_told:
+                    at = min(at, line.phase_since + REACHED_AFTER_US)
+                if len(line.waiting) > 1:
+                    at = min(at, max(runner.head_begun, line.granted_at) + HAND_BACK_AFTER_US)
         line.next_at = at
 
-    @staticmethod
-    def _running_until(since: int, held: Held, announced: bool) -> int:
-        at = since + held.order.spec.timeout
-        if not announced:
+    def _command_at(self, line: Line, held: Held) -> int:
+        at = NEVER if held.log is None or held.log.due_at is None else held.log.due_at
+        if line.command_ending is not Ending.NO:
+            return at if line.command_ending is Ending.SAVING else NEVER
+        at = min(at, line.command_begun + held.order.spec.timeout)
+        if line.command_since != NEVER:
+            at = min(at, line.command_since + self.longest_us)
+            if not line.announced:
+                at = min(at, line.command_since + ANNOUNCE_AFTER_US)
+        if not line.phase_told:
+            at = min(at, line.phase_since + REACHED_AFTER_US)
+        if line.waiting:
+            at = min(at, max(line.command_begun, line.granted_at) + HAND_BACK_AFTER_US)
+        return at
+
+    def _call_at(self, line: Line, runner: Runner, held: Held) -> int:
+        since = runner.head_since
+        at = min(runner.head_begun + held.order.spec.timeout, since + self.longest_us)
+        if not runner.announced:
             at = min(at, since + ANNOUNCE_AFTER_US)
         if held.log is not None and held.log.due_at is not None:
             at = min(at, held.log.due_at)
+        if line.waiting:
+            at = min(at, max(since, line.granted_at) + HAND_BACK_AFTER_US)
         return at
 
     def tick(self, now: int, out: list[Instruction]) -> None:
@@ -220,31 +263,85 @@ class Dispatch:
                 self._tick(now, line, out)
 
     def _tick(self, now: int, line: Line, out: list[Instruction]) -> None:
-        runner, held = line.runner, line.command
-        if held is not None:
-            since, announced = line.command_since, line.announced
+        runner = line.runner
+        if line.command is not None:
+            self._tick_command(now, line, line.command, out)
         elif runner is not None and runner.sent:
-            held, since, announced = runner.sent[0], runner.head_since, runner.announced
-        else:
-            if runner is not None and now >= runner.idle_since + IDLE_RUNNER_US:
-                self.end_runner(runner, out)
-            self.advance(now, line, out)
-            return
-        if not held.fate:
-            if not announced and now >= since + ANNOUNCE_AFTER_US:
-                self._leases.announce(now, held)
-                line.announced = True
-                if runner is not None:
-                    runner.announced = True
-            if held.log is not None and held.log.due_at is not None and now >= held.log.due_at:
-                self._leases.flush_log(now, held)
-            if now >= since + held.order.spec.timeout:
-                held.fate = Fate.TIMED_OUT
-                self.end_command(line, EndReason.TIMED_OUT, out)
-            if now >= max(since, line.granted_at) + HAND_BACK_AFTER_US:
-                self._leases.hand_back(now, list(line.waiting))
-                line.waiting.clear()
+            self._tick_call(now, line, runner, runner.sent[0])
+        elif runner is not None and runner.state is RunnerState.STARTING and line.waiting:
+            self._tick_start(now, line, runner, out)
+        elif runner is not None and now >= runner.idle_since + IDLE_RUNNER_US:
+            self.end_runner(runner, out)
         self.advance(now, line, out)
+
+    def _tick_command(self, now: int, line: Line, held: Held, out: list[Instruction]) -> None:
+        if held.log is not None and held.log.due_at is not None and now >= held.log.due_at:
+            self._leases.flush_log(now, held)
+        if held.fate:
+            return
+        since = line.command_since
+        if since != NEVER and not line.announced and now >= since + ANNOUNCE_AFTER_US:
+            self._leases.announce(now, held)
+            line.announced = True
+        if not line.phase_told and now >= line.phase_since + REACHED_AFTER_US:
+            self._tell_phase(now, line, held)
+        spec = held.order.spec
+        if now >= line.command_begun + spec.timeout:
+            self._leases.condemn(held, Fate.TIMED_OUT, ends.timed_out_in(line.phase, spec))
+            self.end_command(line, EndReason.TIMED_OUT, out)
+        elif since != NEVER and now >= since + self.longest_us:
+            self._leases.condemn(held, Fate.PREEMPTED, self._too_long())
+            self.end_command(line, EndReason.PREEMPTED, out, spec.grace)
+        if now >= max(line.command_begun, line.granted_at) + HAND_BACK_AFTER_US:
+            self._hand_back(now, line)
+
+    def _tick_call(self, now: int, line: Line, runner: Runner, held: Held) -> None:
+        if held.fate:
+            return
+        since = runner.head_since
+        if not runner.announced and now >= since + ANNOUNCE_AFTER_US:
+            self._leases.announce(now, held)
+            runner.announced = True
+        if held.log is not None and held.log.due_at is not None and now >= held.log.due_at:
+            self._leases.flush_log(now, held)
+        spec = held.order.spec
+        if now >= runner.head_begun + spec.timeout:
+            self._leases.condemn(held, Fate.TIMED_OUT, ends.timed_out_in(Phase.RUN, spec))
+        elif now >= since + self.longest_us:
+            self._leases.condemn(held, Fate.PREEMPTED, self._too_long())
+        if now >= max(since, line.granted_at) + HAND_BACK_AFTER_US:
+            self._hand_back(now, line)
+
+    def _tick_start(self, now: int, line: Line, runner: Runner, out: list[Instruction]) -> None:
+        """The first in line waits for a runner that starts: that is part of its time."""
+        head = line.waiting[0]
+        if not line.phase_told and now >= line.phase_since + REACHED_AFTER_US:
+            self._tell_phase(now, line, head)
+        if len(line.waiting) > 1 and (
+            now >= max(runner.head_begun, line.granted_at) + HAND_BACK_AFTER_US
+        ):
+            line.waiting.popleft()
+            self._hand_back(now, line)
+            line.waiting.append(head)
+        if now >= runner.head_begun + head.order.spec.timeout:
+            line.waiting.popleft()
+            text = ends.timed_out_in(line.phase, head.order.spec)
+            self._leases.finish(now, head, ends.timed_out(head, text))
+            runner.head_begun = now  # whoever is next has its own time
+            line.phase_told = False
+            if not line.waiting:
+                self.end_runner(runner, out)
+
+    def _tell_phase(self, now: int, line: Line, held: Held) -> None:
+        line.phase_told = True
+        self._leases.reached(now, held, line.phase)
+
+    def _too_long(self) -> str:
+        return f"this node's owner lets nothing run past {self.longest_us / 1_000_000:g} s"
+
+    def _hand_back(self, now: int, line: Line) -> None:
+        self._leases.hand_back(now, list(line.waiting))
+        line.waiting.clear()
 
     def unblock(self, now: int, out: list[Instruction]) -> None:
         blocked, self.blocked = self.blocked, set()

@@ -4,10 +4,17 @@ from __future__ import annotations
 
 from gpool.agent.instructions import CallAnswered, CommandEnded, RunnerEnded
 from gpool.agent.lines import Held
-from gpool.core.model import EndReason
+from gpool.core.model import EndReason, Phase, TaskSpec
 from gpool.wire.frames import Finished
 
 MAX_ERROR_TEXT = 32 * 1024
+AGENT_STOPPED = "the owner stopped the agent"
+DOING = {
+    Phase.FETCH: "its inputs were fetched",
+    Phase.BUILD: "its environment was built",
+    Phase.START: "its sandbox was started",
+    Phase.COLLECT: "its outputs were collected",
+}
 
 
 def of_command(event: CommandEnded) -> Finished:
@@ -36,13 +43,20 @@ def of_call(answer: CallAnswered) -> Finished:
     )
 
 
-def timed_out(held: Held) -> Finished:
-    limit = held.order.spec.timeout / 1_000_000
-    return _end(held, EndReason.TIMED_OUT, f"it ran past its time-out of {limit:g} s")
+def timed_out_in(phase: Phase, spec: TaskSpec) -> str:
+    """Why a time-out ended it: the limit, and what it was doing."""
+    limit = spec.timeout / 1_000_000
+    if phase is Phase.RUN:
+        return f"it ran past its time-out of {limit:g} s"
+    return f"its time-out of {limit:g} s passed while {DOING[phase]}"
 
 
-def preempted(held: Held) -> Finished:
-    return _end(held, EndReason.PREEMPTED, "the owner stopped the agent")
+def timed_out(held: Held, text: str) -> Finished:
+    return _end(held, EndReason.TIMED_OUT, text)
+
+
+def preempted(held: Held, text: str) -> Finished:
+    return _end(held, EndReason.PREEMPTED, text)
 
 
 def lost(held: Held) -> Finished:

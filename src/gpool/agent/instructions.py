@@ -76,6 +76,13 @@ class ReclaimAsked:
 
 
 @dataclass(frozen=True, slots=True)
+class RunsLimited:
+    """The owner lets nothing run longer than this (None: as long as it likes); what does is preempted."""
+
+    longest_us: int | None
+
+
+@dataclass(frozen=True, slots=True)
 class CommandStarted:
     task: int
     epoch: int
@@ -100,6 +107,14 @@ class CommandEnded:
     error_text: str
     duration_us: int
     outputs: tuple[OutputFile, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerReached:
+    """A starting runner came to this phase: its environment is built, or its sandbox started."""
+
+    runner: int
+    phase: Phase
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,11 +182,13 @@ Event = (
     | Ticked
     | OfferDetected
     | ReclaimAsked
+    | RunsLimited
     | CommandReached
     | CommandCheckpointed
     | CommandStarted
     | CommandPrinted
     | CommandEnded
+    | RunnerReached
     | RunnerReady
     | CallsAnswered
     | CallPrinted
@@ -208,7 +225,9 @@ class StartCommand:
 class EndCommand:
     """Kill the attempt's sandbox and remove it; `CommandEnded` follows with this reason.
 
-    With a `grace_us` it is sent SIGTERM first and has that long; a checkpoint is saved before the end is told.
+    Preempted with a `grace_us`, it is sent SIGTERM first and has that long. Preempted or timed out, its checkpoint is
+    saved before the end is told, and one that had exited by itself before tells that end. Any other reason is carried
+    out at once, and so calls off a farewell that has begun.
     """
 
     task: int

@@ -8,7 +8,8 @@ from gpool.agent import ends
 from gpool.agent.lines import Fate, Held, Past, Place
 from gpool.agent.logs import LogBuffer
 from gpool.agent.outbox import Outbox
-from gpool.wire.frames import Finished, HandedBack, Released
+from gpool.core.model import OutputFile, Phase
+from gpool.wire.frames import Checkpointed, Finished, HandedBack, Released
 
 OUTPUT_BYTES = 100  # what an output costs a report beside its name
 
@@ -21,10 +22,23 @@ class Leases:
         self.held: dict[int, Held] = {}
         self.outlived: dict[int, Held] = {}  # forgotten ones whose sandbox is still being ended
         self.past = Past()
+        self._whys: dict[int, str] = {}  # what is said of those with a fate, by task
+
+    def condemn(self, held: Held, fate: Fate, why: str) -> None:
+        """Its run is to be ended; when it has, this is why."""
+        held.fate = fate
+        self._whys[held.task] = why
 
     def announce(self, now: int, held: Held) -> None:
         """It runs long enough to be worth saying."""
         self._outbox.add_started(now, held.task, held.epoch)
+
+    def reached(self, now: int, held: Held, phase: Phase) -> None:
+        """It is in this phase for long enough to be worth saying."""
+        self._outbox.add_reached(now, held.task, held.epoch, phase)
+
+    def checkpointed(self, now: int, held: Held, files: tuple[OutputFile, ...]) -> None:
+        self._outbox.add(now, Checkpointed(held.task, held.epoch, files), _names_bytes(files))
 
     def forget(self, held: Held) -> None:
         held.fate = Fate.FORGOTTEN
@@ -35,6 +49,8 @@ class Leases:
     def leave(self, held: Held) -> None:
         del self.held[held.task]
         self.past.add(held.task, held.epoch)
+        if self._whys:
+            self._whys.pop(held.task, None)
 
     def hand_back(self, now: int, leases: Iterable[Held]) -> None:
         for held in leases:
@@ -47,8 +63,8 @@ class Leases:
             self.flush_log(now, held)
         self.leave(held)
         data = len(finished.value) + len(finished.error_text.encode("utf-8", "replace"))
-        for output in finished.outputs:
-            data += len(output.path.encode()) + OUTPUT_BYTES
+        if finished.outputs:
+            data += _names_bytes(finished.outputs)
         self._outbox.add(now, finished, data)
 
     def conclude(self, now: int, held: Held) -> None:
@@ -59,9 +75,9 @@ class Leases:
             self.leave(held)
             self._outbox.add(now, Released(held.task, held.epoch))
         elif held.fate is Fate.TIMED_OUT:
-            self.finish(now, held, ends.timed_out(held))
-        elif held.fate is Fate.SHUTDOWN:
-            self.finish(now, held, ends.preempted(held))
+            self.finish(now, held, ends.timed_out(held, self._whys.get(held.task, "")))
+        elif held.fate in (Fate.SHUTDOWN, Fate.PREEMPTED):
+            self.finish(now, held, ends.preempted(held, self._whys.get(held.task, "")))
         elif held.fate is Fate.LET_GO:
             held.log = None
             self.finish(now, held, ends.lost(held))
@@ -75,3 +91,7 @@ class Leases:
         if held.log is not None:
             for chunk in held.log.take():
                 self._outbox.add(now, chunk, len(chunk.data))
+
+
+def _names_bytes(files: tuple[OutputFile, ...]) -> int:
+    return sum(len(file.path.encode()) + OUTPUT_BYTES for file in files)

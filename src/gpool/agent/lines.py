@@ -12,7 +12,16 @@ from dataclasses import dataclass
 from enum import Enum, IntEnum
 
 from gpool.agent.logs import LogBuffer
-from gpool.core.model import Allocation, Slice, TaskKind, TaskSpec, Tier
+from gpool.core.model import (
+    Allocation,
+    InputFile,
+    Network,
+    Phase,
+    Slice,
+    TaskKind,
+    TaskSpec,
+    Tier,
+)
 
 NEVER = 1 << 62
 """Later than any boot clock."""
@@ -30,6 +39,15 @@ class Fate(IntEnum):
     SHUTDOWN = 3  # the owner stops the agent: requeued by the server
     FORGOTTEN = 4  # dropped or handed back: never reported again
     LET_GO = 5  # the lease time was over: `Finished` as lost once nothing of it runs
+    PREEMPTED = 6  # for others, or for the owner: saved, ended, requeued by the server
+
+
+class Ending(IntEnum):
+    """How a command is being ended; what is stronger overrides."""
+
+    NO = 0
+    SAVING = 1  # with a farewell: it may be warned, its checkpoint is saved
+    AT_ONCE = 2
 
 
 class Place(IntEnum):
@@ -61,6 +79,7 @@ class RunnerKey:
     cpu_milli: int
     memory_bytes: int
     slices: tuple[Slice, ...]
+    network: Network = Network.NONE
 
 
 class Order:
@@ -93,6 +112,7 @@ class Order:
             allocation.cpu_milli,
             allocation.memory_bytes,
             allocation.slices,
+            spec.requirements.network,
         )
 
 
@@ -100,6 +120,7 @@ class Held:
     """One lease this agent has."""
 
     __slots__ = (
+        "checkpoint",
         "epoch",
         "fate",
         "line",
@@ -112,7 +133,14 @@ class Held:
     )
 
     def __init__(
-        self, task: int, epoch: int, order: Order, line: Line, payload: bytes, payload_sha256: str
+        self,
+        task: int,
+        epoch: int,
+        order: Order,
+        line: Line,
+        payload: bytes,
+        payload_sha256: str,
+        checkpoint: tuple[InputFile, ...] = (),
     ) -> None:
         self.task = task
         self.epoch = epoch
@@ -120,6 +148,7 @@ class Held:
         self.line = line
         self.payload = payload
         self.payload_sha256 = payload_sha256
+        self.checkpoint = checkpoint
         self.place = Place.WAITING
         self.fate = Fate.NONE
         self.log: LogBuffer | None = None
@@ -139,6 +168,7 @@ class Runner:
 
     __slots__ = (
         "announced",
+        "head_begun",
         "head_since",
         "idle_since",
         "key",
@@ -155,7 +185,8 @@ class Runner:
         self.line = line
         self.state = RunnerState.STARTING
         self.sent: deque[Held] = deque()
-        self.head_since = 0
+        self.head_since = 0  # when the first call was handed over
+        self.head_begun = 0  # ... or the runner was started for it: its time-out counts from here
         self.announced = False  # the head's `Started` was said
         self.idle_since = NEVER  # since when it has nothing to do
         self.mean_us = -1  # of a call; -1: not known yet
@@ -179,12 +210,16 @@ class Line:
     __slots__ = (
         "announced",
         "command",
+        "command_begun",
         "command_ending",
         "command_since",
         "failures",
         "granted_at",
         "next_at",
         "number",
+        "phase",
+        "phase_since",
+        "phase_told",
         "runner",
         "waiting",
     )
@@ -194,12 +229,19 @@ class Line:
         self.waiting: deque[Held] = deque()
         self.runner: Runner | None = None
         self.command: Held | None = None
+        self.command_begun = NEVER  # its time-out counts from here, whatever the phase
         self.command_since = NEVER  # when it really started
-        self.command_ending = False
+        self.command_ending = Ending.NO
         self.announced = False
+        self.phase = Phase.START  # of the command, or of the runner that starts
+        self.phase_since = 0
+        self.phase_told = False
         self.failures = 0  # runners in a row that never became ready
         self.granted_at = 0  # when a lease last joined
         self.next_at = NEVER  # when `Ticked` has something to do here
+
+    def reach(self, now: int, phase: Phase) -> None:
+        self.phase, self.phase_since, self.phase_told = phase, now, phase is Phase.RUN
 
     @property
     def is_spent(self) -> bool:

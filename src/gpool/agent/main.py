@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from random import Random, SystemRandom
 
 import structlog
@@ -14,12 +15,12 @@ from gpool.agent.boots import next_boot
 from gpool.agent.cache import ArtifactCache
 from gpool.agent.channel import Channel
 from gpool.agent.daemon import Daemon, boot_clock
-from gpool.agent.instructions import Event, OfferDetected
+from gpool.agent.instructions import Event
 from gpool.agent.runtime.protocol import Runtime
-from gpool.agent.sandboxes import Equipment
+from gpool.agent.sandboxes import Environments, Equipment, Networks
 from gpool.agent.session import Session
 from gpool.agent.settings import AgentSettings
-from gpool.core.model import Offer, Tier
+from gpool.core.model import Offer
 from gpool.transfer.senders import AsyncSender
 from gpool.wire.frames import AgentFrame
 
@@ -34,41 +35,72 @@ except ImportError:  # not on every platform
 log = structlog.get_logger(__name__)
 
 
-Look = Callable[[], Offer]
-"""Looks at the machine again: what it lends now. Runs in a thread, may take its time."""
+Look = Callable[[], Sequence[Event]]
+"""Looks at the machine again: what it lends now, and what its owner wants. Runs in a thread, may take its time."""
 
 LOOK_EVERY_S = 10.0
+GLANCE_EVERY_S = 1.0
+"""How soon a changed rule is noticed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Means:
+    """What a machine has to run tasks with; see `gpool.agent.sandboxes` for the doors."""
+
+    runtimes: Sequence[Runtime]
+    networks: Networks | None = None
+    environments: Environments | None = None
+
+    async def take_up(self) -> None:
+        """Sweep away what an earlier agent left, and get ready."""
+        for runtime in self.runtimes:
+            await runtime.sweep()
+        if self.networks is not None:
+            await self.networks.start()
+        if self.environments is not None:
+            await self.environments.sweep()
+
+    async def lay_down(self) -> None:
+        if self.environments is not None:
+            await self.environments.close()
+        if self.networks is not None:
+            await self.networks.close()
 
 
 def serve(
-    settings: AgentSettings, runtimes: Mapping[Tier, Runtime], offer: Offer, look: Look
+    settings: AgentSettings,
+    means: Means,
+    offer: Offer,
+    look: Look,
+    changed: Callable[[], bool] | None = None,
 ) -> None:
     """Be an agent until SIGTERM or Ctrl-C, on the fastest loop there is."""
     with asyncio.Runner(loop_factory=new_loop) as runner:
-        runner.run(run_agent(settings, runtimes, offer, look=look))
+        runner.run(run_agent(settings, means, offer, look=look, changed=changed))
 
 
 async def run_agent(
     settings: AgentSettings,
-    runtimes: Mapping[Tier, Runtime],
+    means: Means,
     offer: Offer,
     *,
     stop: asyncio.Event | None = None,
     random: Random | None = None,
     look: Look | None = None,
     look_every_s: float = LOOK_EVERY_S,
+    changed: Callable[[], bool] | None = None,
 ) -> None:
     """Serve until told to stop: by `stop`, or (without one) by SIGTERM or Ctrl-C; a second signal does not wait.
 
-    Raises a `GpoolError` when the server will not have this node.
+    `changed` is asked every second whether to look before it is time. Raises a `GpoolError` when the server will not
+    have this node.
     """
     dice = random if random is not None else SystemRandom()
     address = settings.address
     badge = Badge(settings.read_key(), Identity(settings.node, settings.server_name), boot_clock)
     scratch = settings.data_dir / "scratch"
     scratch.mkdir(parents=True, exist_ok=True)
-    for runtime in runtimes.values():
-        await runtime.sweep()
+    await means.take_up()
     sender = AsyncSender(address, None, dice, vouch=badge.vouch)
     cache = ArtifactCache(settings.data_dir / "artifacts", sender.download, settings.cache_bytes)
 
@@ -76,7 +108,16 @@ async def run_agent(
         channel.send(frame)
 
     def equip(feed: Callable[[Event], None]) -> Equipment:
-        return Equipment(runtimes, cache, sender, scratch, feed, boot_clock)
+        return Equipment(
+            means.runtimes,
+            cache,
+            sender,
+            scratch,
+            feed,
+            boot_clock,
+            means.networks,
+            means.environments,
+        )
 
     daemon = Daemon(Session(next_boot(settings.data_dir), offer), send, equip)
     channel = Channel(address, badge, daemon.feed, dice)
@@ -84,7 +125,7 @@ async def run_agent(
     dialling = asyncio.create_task(channel.keep())
     serving = asyncio.create_task(daemon.run())
     stopping = asyncio.create_task(_stopped(stop, daemon))
-    looking = asyncio.create_task(_looked(look or (lambda: offer), look_every_s, daemon))
+    looking = asyncio.create_task(_looked(look, look_every_s, changed, daemon))
     try:
         await asyncio.wait([dialling, serving], return_when=asyncio.FIRST_COMPLETED)
         if dialling.done() and not serving.done():
@@ -98,6 +139,7 @@ async def run_agent(
             task.cancel()
         await asyncio.wait([stopping, looking, dialling, serving])
         await sender.close()
+        await means.lay_down()
         log.info("agent_ends")
 
 
@@ -116,8 +158,16 @@ async def _stopped(stop: asyncio.Event | None, daemon: Daemon) -> None:
             loop.remove_signal_handler(number)
 
 
-async def _looked(look: Look, every_s: float, daemon: Daemon) -> None:
+async def _looked(
+    look: Look | None, every_s: float, changed: Callable[[], bool] | None, daemon: Daemon
+) -> None:
     """Tells the session, now and then, what the machine has; whether that is news, the session knows."""
-    while True:
-        await asyncio.sleep(every_s)
-        daemon.feed(OfferDetected(await asyncio.to_thread(look)))
+    while look is not None:
+        for event in await asyncio.to_thread(look):
+            daemon.feed(event)
+        left_s = every_s
+        while left_s > 0:
+            await asyncio.sleep(min(left_s, GLANCE_EVERY_S))
+            left_s -= GLANCE_EVERY_S
+            if changed is not None and changed():
+                break

@@ -19,8 +19,10 @@ from typing import Any
 from gpool.agent.instructions import (
     CallPrinted,
     CallsAnswered,
+    CommandCheckpointed,
     CommandEnded,
     CommandPrinted,
+    CommandReached,
     CommandStarted,
     Connected,
     Disconnected,
@@ -29,8 +31,11 @@ from gpool.agent.instructions import (
     FrameArrived,
     Instruction,
     OfferDetected,
+    ReclaimAsked,
     RunnerEnded,
+    RunnerReached,
     RunnerReady,
+    RunsLimited,
     Send,
     ShutdownAsked,
     Ticked,
@@ -50,11 +55,15 @@ from gpool.wire.frames import (
     Recorded,
     Refused,
     Stop,
+    StopReason,
     Welcome,
 )
 
 SHUTDOWN_US = 3_000_000
-"""How long a stopping agent waits for sandboxes to end and reports to be recorded."""
+"""How long a stopping agent waits for sandboxes to end and reports to be recorded ..."""
+SAVING_SHUTDOWN_US = 12_000_000
+"""... and where a checkpoint is to be saved. Whoever starts agents waits longer before it insists."""
+PREEMPTED_WHY = "stopped to make room for another task"
 
 
 class Session:
@@ -62,7 +71,7 @@ class Session:
 
     def __init__(self, node_boot: str, offer: Offer) -> None:
         self._boot = node_boot
-        self._offer = offer
+        self._offer = self._said = offer
         self._outbox = Outbox()
         self._work = work = Work(self._outbox)
         self._specs: dict[int, TaskSpec] = {}
@@ -85,9 +94,14 @@ class Session:
             Ticked: self._on_ticked,
             OfferDetected: self._on_offer_detected,
             ShutdownAsked: self._on_shutdown_asked,
+            ReclaimAsked: self._on_reclaim_asked,
+            RunsLimited: self._on_runs_limited,
+            CommandReached: work.on_command_reached,
+            CommandCheckpointed: work.on_command_checkpointed,
             CommandStarted: work.on_command_started,
             CommandPrinted: work.on_command_printed,
             CommandEnded: work.on_command_ended,
+            RunnerReached: work.on_runner_reached,
             RunnerReady: work.on_runner_ready,
             CallsAnswered: work.on_calls_answered,
             CallPrinted: work.on_call_printed,
@@ -156,6 +170,7 @@ class Session:
         self._connected, self._welcomed = True, False
         self._specs.clear()
         self._secrets.clear()
+        self._said = self._offer
         hello = Hello(PROTOCOL, self._boot, self._offer, self._next_beat(now), self.holds)
         out.append(Send(hello))
 
@@ -168,17 +183,25 @@ class Session:
             out.append(Send(Beat(self._next_beat(now), self.holds)))
 
     def _on_offer_detected(self, _now: int, event: OfferDetected, out: list[Instruction]) -> None:
-        """Said at once, or with the next hello."""
-        if event.offer == self._offer:
-            return
+        """Said at once, or with the next hello; one that comes between hello and welcome, after the welcome."""
         self._offer = event.offer
-        if self._welcomed:
+        self._say_offer(out)
+
+    def _say_offer(self, out: list[Instruction]) -> None:
+        if self._welcomed and self._offer != self._said:
+            self._said = self._offer
             out.append(Send(OfferChanged(self._offer)))
 
     def _on_shutdown_asked(self, now: int, _: ShutdownAsked, out: list[Instruction]) -> None:
         if self._exit_by == NEVER:
-            self._exit_by = now + SHUTDOWN_US
             self._work.shut_down(now, out)
+            self._exit_by = now + (SAVING_SHUTDOWN_US if self._work.is_saving else SHUTDOWN_US)
+
+    def _on_reclaim_asked(self, now: int, event: ReclaimAsked, out: list[Instruction]) -> None:
+        self._work.reclaim(now, event.gpus, event.why, out)
+
+    def _on_runs_limited(self, _now: int, event: RunsLimited, _out: list[Instruction]) -> None:
+        self._work.limit_runs(NEVER if event.longest_us is None else event.longest_us)
 
     def _exit_when_done(self, now: int, out: list[Instruction]) -> None:
         said = not self._welcomed or not self._outbox
@@ -197,6 +220,8 @@ class Session:
             case BeatSeen():
                 self._confirm(frame.number)
                 self._drop(now, frame.drop, out)
+            case Stop(reason=StopReason.PREEMPTED):
+                self._work.preempt(now, frame.holds, PREEMPTED_WHY, out)
             case Stop():
                 self._work.stop(now, frame.holds, out)
             case Welcome():
@@ -221,6 +246,7 @@ class Session:
             self._welcomed = True
             self._beat_at = min(self._beat_at, now + self._beat_every)
             self._outbox.begin_again(now)
+            self._say_offer(out)
 
     def _on_grants(self, now: int, frame: Grants, out: list[Instruction]) -> None:
         self._confirm(frame.beat)
@@ -229,7 +255,7 @@ class Session:
             told = self._secrets.get(secret.spec, ())
             self._secrets[secret.spec] = (*told, (secret.name, secret.value))
         in_time = self._confirmed_at is not None and now < self._deadline
-        if in_time and self._exit_by == NEVER:
+        if in_time and self._exit_by == NEVER and not self._offer.closed:
             self._work.take(now, frame.lines, self._specs, out, self._secrets)
         else:
             self._work.decline(now, frame.lines)

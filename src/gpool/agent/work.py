@@ -14,11 +14,14 @@ from gpool.agent.dispatch import Dispatch
 from gpool.agent.instructions import (
     CallPrinted,
     CallsAnswered,
+    CommandCheckpointed,
     CommandEnded,
     CommandPrinted,
+    CommandReached,
     CommandStarted,
     Instruction,
     RunnerEnded,
+    RunnerReached,
     RunnerReady,
 )
 from gpool.agent.leases import Leases
@@ -34,13 +37,18 @@ from gpool.agent.lines import (
     wrongs,
 )
 from gpool.agent.outbox import Outbox
-from gpool.core.model import EndReason, TaskSpec
+from gpool.core.model import EndReason, Phase, TaskSpec
 from gpool.wire.frames import HandedBack, Hold, Released
 from gpool.wire.frames import Line as GrantedLine
 
 NO_SECRETS: Mapping[int, Variables] = {}
 
 MAX_START_FAILURES = 3
+SHUTDOWN_GRACE_US = 5_000_000  # between a stopping agent's warning and the kill
+OURS = frozenset({EndReason.TIMED_OUT, EndReason.CANCELLED, EndReason.LOST, EndReason.PREEMPTED})
+"""Ends of a command that we asked for; any other came by itself."""
+YIELDS = frozenset({Fate.TIMED_OUT, Fate.SHUTDOWN, Fate.PREEMPTED})
+"""Fates that an end of its own overrides: the work is done, whatever was to become of it."""
 
 
 class Work:
@@ -66,6 +74,20 @@ class Work:
         return not self._dispatch.runners and all(
             line.command is None for line in self._dispatch.lines.values()
         )
+
+    @property
+    def is_saving(self) -> bool:
+        """A command that may be saving its checkpoint is being ended."""
+        return any(
+            line.command is not None and line.command.order.spec.checkpoint
+            for line in self._dispatch.lines.values()
+        )
+
+    def limit_runs(self, longest_us: int) -> None:
+        """What the owner lets anything run for; what runs longer is preempted."""
+        self._dispatch.longest_us = longest_us
+        for line in list(self._dispatch.lines.values()):
+            self._dispatch.settle(line)
 
     @property
     def next_at(self) -> int:
@@ -112,7 +134,15 @@ class Work:
                     continue
                 if older is not None:  # a newer lease of the same task: the older ends first
                     self.drop(now, ((task, older.epoch),), out)
-                held = Held(task, epoch, order, line, lease.payload, lease.payload_sha256)
+                held = Held(
+                    task,
+                    epoch,
+                    order,
+                    line,
+                    lease.payload,
+                    lease.payload_sha256,
+                    lease.checkpoint,
+                )
                 self._leases.held[task] = held
                 line.waiting.append(held)
             line.granted_at = now
@@ -149,6 +179,39 @@ class Work:
                 self._outbox.add(now, Released(hold.task, hold.epoch))
         self._enforce(now, touched.values(), EndReason.CANCELLED, out)
 
+    def preempt(self, now: int, holds: Iterable[Hold], why: str, out: list[Instruction]) -> None:
+        """The server wants the place for others: what runs is warned, saved and ended, what waits handed back."""
+        lines: list[Line] = []
+        for hold in holds:
+            held = self._leases.held.get(hold.task)
+            if held is not None and held.epoch == hold.epoch:
+                lines.append(held.line)
+                self._condemn_or_hand_back(now, held, why)
+            elif not self._leases.past.covers(hold.task, hold.epoch):
+                self._leases.past.add(hold.task, hold.epoch)
+                self._outbox.add(now, HandedBack(hold.task, hold.epoch))
+        self._enforce(now, lines, EndReason.PREEMPTED, out)
+
+    def reclaim(
+        self, now: int, gpus: frozenset[int] | None, why: str, out: list[Instruction]
+    ) -> None:
+        """The owner wants these GPUs back, or (None) the whole machine."""
+        lines = [line for line in self._dispatch.lines.values() if _stands_on(line, gpus)]
+        for line in lines:
+            for held in (*line.waiting, *([line.command] if line.command else [])):
+                self._condemn_or_hand_back(now, held, why)
+            if line.runner is not None:
+                for held in line.runner.sent:
+                    self._condemn_or_hand_back(now, held, why)
+                self._dispatch.end_runner(line.runner, out)
+        self._enforce(now, lines, EndReason.PREEMPTED, out)
+
+    def _condemn_or_hand_back(self, now: int, held: Held, why: str) -> None:
+        if held.place is Place.WAITING:
+            self._leases.hand_back(now, (held,))
+        elif not held.fate:
+            self._leases.condemn(held, Fate.PREEMPTED, why)
+
     def drop(self, now: int, leases: Iterable[tuple[int, int]], out: list[Instruction]) -> None:
         """Leases that are not ours any more: end and forget them, report nothing."""
         touched: dict[int, Line] = {}
@@ -173,8 +236,10 @@ class Work:
                 kept = [held for held in line.waiting if not held.fate]
                 line.waiting.clear()
                 line.waiting.extend(kept)
-            if line.command is not None and line.command.fate:
-                self._dispatch.end_command(line, reason, out)
+            command = line.command
+            if command is not None and command.fate:
+                grace_us = command.order.spec.grace if reason is EndReason.PREEMPTED else 0
+                self._dispatch.end_command(line, reason, out, grace_us)
             self._dispatch.advance(now, line, out)
 
     def let_go(self, now: int, out: list[Instruction]) -> None:
@@ -188,7 +253,7 @@ class Work:
         )
 
     def shut_down(self, now: int, out: list[Instruction]) -> None:
-        """Hand back what waits, end what runs."""
+        """Hand back what waits, end what runs; what has a checkpoint is given a little time for it."""
         self._end_all(now, {Fate.NONE: Fate.SHUTDOWN}, EndReason.PREEMPTED, out)
 
     def _end_all(
@@ -203,8 +268,13 @@ class Work:
                 running += line.runner.sent
                 self._dispatch.end_runner(line.runner, out)
             for held in running:
-                held.fate = fates.get(held.fate, held.fate)
-            self._dispatch.end_command(line, reason, out)
+                if held.fate in fates:
+                    self._leases.condemn(held, fates[held.fate], ends.AGENT_STOPPED)
+            grace_us = 0
+            if line.command is not None and reason is EndReason.PREEMPTED:
+                spec = line.command.order.spec
+                grace_us = min(spec.grace, SHUTDOWN_GRACE_US) if spec.checkpoint else 0
+            self._dispatch.end_command(line, reason, out, grace_us)
             self._dispatch.settle(line)
 
     # ---- commands
@@ -222,7 +292,21 @@ class Work:
         line = self._running_command(event.task, event.epoch)
         if line is not None and line.command_since == NEVER:
             line.command_since = now
+            line.reach(now, Phase.RUN)
             self._dispatch.settle(line)
+
+    def on_command_reached(self, now: int, event: CommandReached, _: list[Instruction]) -> None:
+        line = self._running_command(event.task, event.epoch)
+        if line is not None:
+            line.reach(now, event.phase)
+            self._dispatch.settle(line)
+
+    def on_command_checkpointed(
+        self, now: int, event: CommandCheckpointed, _: list[Instruction]
+    ) -> None:
+        held = self._leases.held.get(event.task)
+        if held is not None and held.epoch == event.epoch and held.place is Place.COMMAND:
+            self._leases.checkpointed(now, held, event.files)
 
     def on_command_printed(self, now: int, event: CommandPrinted, _: list[Instruction]) -> None:
         held = self._leases.held.get(event.task)
@@ -235,8 +319,8 @@ class Work:
         if line is None or line.command is None:
             return
         held, line.command = line.command, None
-        by_itself = event.reason is not EndReason.TIMED_OUT
-        if held.fate and not (held.fate is Fate.TIMED_OUT and by_itself):
+        by_itself = event.reason not in OURS
+        if held.fate and not (held.fate in YIELDS and by_itself):
             self._leases.conclude(now, held)
         else:
             self._leases.finish(now, held, ends.of_command(event))
@@ -244,6 +328,12 @@ class Work:
         self._dispatch.unblock(now, out)
 
     # ---- runners
+
+    def on_runner_reached(self, now: int, event: RunnerReached, _: list[Instruction]) -> None:
+        runner = self._dispatch.runners.get(event.runner)
+        if runner is not None and runner.state is RunnerState.STARTING:
+            runner.line.reach(now, event.phase)
+            self._dispatch.settle(runner.line)
 
     def on_runner_ready(self, now: int, event: RunnerReady, out: list[Instruction]) -> None:
         runner = self._dispatch.runners.get(event.runner)
@@ -270,7 +360,7 @@ class Work:
                 sent.remove(held)
             count += 1
             total_us += answer.duration_us
-            if held.fate and held.fate is not Fate.TIMED_OUT:
+            if held.fate and held.fate not in YIELDS:
                 self._leases.conclude(now, held)
                 continue
             for stream, data in answer.output:
@@ -279,7 +369,8 @@ class Work:
         if count:
             mean = total_us // count
             runner.mean_us = mean if runner.mean_us < 0 else (runner.mean_us + mean) // 2
-            runner.head_since, runner.announced = now, False
+            runner.head_since = runner.head_begun = now
+            runner.announced = False
             self._dispatch.advance(now, runner.line, out)
             if self._dispatch.blocked:
                 self._dispatch.unblock(now, out)
@@ -310,7 +401,7 @@ class Work:
             self._leases.finish(now, head, ends.died(head, event))
         rest: list[Held] = []
         for place, held in enumerate(runner.sent):
-            if held.fate is Fate.SHUTDOWN and place > 0:
+            if place > 0 and held.fate in (Fate.SHUTDOWN, Fate.PREEMPTED):
                 held.place = Place.WAITING
                 self._leases.hand_back(now, (held,))
             elif held.fate:
@@ -321,3 +412,13 @@ class Work:
         line.waiting.extendleft(reversed(rest))
         self._dispatch.advance(now, line, out)
         self._dispatch.unblock(now, out)
+
+
+def _stands_on(line: Line, gpus: frozenset[int] | None) -> bool:
+    if gpus is None:
+        return True
+    held = line.command or next(iter(line.waiting), None)
+    slices = held.order.allocation.slices if held is not None else ()
+    if line.runner is not None:
+        slices = line.runner.key.slices
+    return any(part.gpu_index in gpus for part in slices)

@@ -1,29 +1,68 @@
-"""`gpool node doctor`: what this machine has and lacks for lending, and whether the pool answers."""
+"""`gpool node doctor`: what this machine has and lacks for lending, what its owner's rules say, and whether the pool answers."""
 
 from __future__ import annotations
 
+import os
+from datetime import datetime
+from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gpool.agent.detect import Finding, doctor
-from gpool.core.errors import GpoolError
+from gpool.agent.daemon import wall_clock
+from gpool.agent.detect import Finding, Level, doctor
+from gpool.agent.detect.findings import clock_finding
+from gpool.agent.detect.owner import LoadMeter, facts_now
+from gpool.agent.lookout import Rulebook
+from gpool.agent.policy import reason_to_close
+from gpool.core.errors import GpoolError, Invalid
 
 if TYPE_CHECKING:
     from gpool.client.client import Client
 
-
-def examine(client: Client, data: Path) -> list[Finding]:
-    return [*doctor(data), *_pool(client)]
+POLICY = "GPOOL_AGENT_POLICY"
 
 
-def _pool(client: Client) -> list[Finding]:
+def examine(client: Client, data: Path, now: datetime | None = None) -> list[Finding]:
+    """This machine, then the pool it would lend to."""
+    at = now if now is not None else wall_clock()
+    named = os.environ.get(POLICY)
+    return [*doctor(data), policy_finding(Path(named) if named else None, at), *_pool(client, at)]
+
+
+def policy_finding(file: Path | None, now: datetime) -> Finding:
+    if file is None:
+        return Finding("policy", Level.OK, f"none; everything is lent, always ({POLICY})")
     try:
-        client.door.send("GET", "/readyz")
+        rules = Rulebook(file)
+    except Invalid as error:
+        return Finding("policy", Level.PROBLEM, error.detail, f"edit {file}")
+    closed = reason_to_close(rules.policy, facts_now(now, LoadMeter(os.getpid())))
+    said = f"just now it would take nothing: {closed}" if closed else "it would take tasks now"
+    return Finding("policy", Level.OK, f"{file}; {said}")
+
+
+def _pool(client: Client, now: datetime) -> list[Finding]:
+    try:
+        reply = client.door.send("GET", "/readyz")
     except GpoolError as error:
-        return [Finding("server", False, error.detail, "gpool up, or set GPOOL_URL")]
-    reached = Finding("server", True, f"{client.url} is ready")
+        return [Finding("server", Level.PROBLEM, error.detail, "gpool up, or set GPOOL_URL")]
+    reached = [
+        Finding("server", Level.OK, f"{client.url} is ready"),
+        clock_finding(now, date_of(reply.headers.get("date"))),
+    ]
     try:
         who = client.door.get_json("/v1/me")
     except GpoolError as error:
-        return [reached, Finding("key", False, error.detail, "set GPOOL_KEY")]
-    return [reached, Finding("key", True, f"you are {who['name']}")]
+        return [
+            *reached,
+            Finding("key", Level.PROBLEM, error.detail, "gpool login, or set GPOOL_KEY"),
+        ]
+    return [*reached, Finding("key", Level.OK, f"you are {who['name']}")]
+
+
+def date_of(header: str | None) -> datetime | None:
+    """The time an HTTP answer says it was made."""
+    try:
+        return None if header is None else parsedate_to_datetime(header)
+    except ValueError:
+        return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -10,62 +11,95 @@ from dataclasses import replace
 import click
 
 from gpool import __version__
+from gpool.agent.daemon import wall_clock
 from gpool.agent.detect import detect, host_facts
-from gpool.agent.main import serve
+from gpool.agent.detect.owner import LoadMeter, facts_now
+from gpool.agent.lookout import Lookout, Rulebook
+from gpool.agent.main import Means, serve
+from gpool.agent.policy import Policy
 from gpool.agent.runtime.bubblewrap import BubblewrapRuntime
 from gpool.agent.runtime.calls import PYTHON
 from gpool.agent.runtime.process import ProcessRuntime
 from gpool.agent.runtime.protocol import SandboxFailed
+from gpool.agent.sandboxes import Environments, Networks
 from gpool.agent.settings import AgentSettings
 from gpool.cli.main import FAILED, exit_code_of, say_error
-from gpool.core.errors import GpoolError
-from gpool.core.model import Gpu, Offer, Tier
+from gpool.core import environments
+from gpool.core.errors import GpoolError, Invalid
+from gpool.core.model import Gpu, Network, Offer
+
+Made = BubblewrapRuntime | ProcessRuntime
 
 
-def offer_of(settings: AgentSettings, gpus: tuple[Gpu, ...], tiers: frozenset[Tier]) -> Offer:
-    """What this machine lends: the slots its owner named, else all processors it may use."""
+def offer_of(settings: AgentSettings, gpus: tuple[Gpu, ...], means: Means) -> Offer:
+    """What this machine has: the slots its owner named, else all processors it may use."""
     facts = host_facts(settings.data_dir)
     named = "slots" in settings.model_fields_set
+    runtimes = means.runtimes
+    networks = {Network.NONE} if means.networks is None else set(Network)
+    builds = {environments.IMAGE} if any(one.images for one in runtimes) else set()
+    ready = {environments.DEFAULT}
+    if means.environments is not None:
+        builds.add(environments.PIP)
+        ready |= means.environments.ready()
     return Offer(
         cpu_milli=settings.slots * 1000 if named else facts.cpu_milli,
         memory_bytes=facts.memory_bytes,
         disk_bytes=facts.disk_bytes,
         gpus=gpus,
         pythons=frozenset({PYTHON}),
-        tiers=tiers,
+        tiers=frozenset(one.tier for one in runtimes),
+        environments=frozenset(ready),
+        builds=frozenset(builds),
+        networks=frozenset(networks & {given for one in runtimes for given in one.networks}),
         hostname=facts.hostname,
         agent_version=__version__,
     )
 
 
-def runtimes_of(
-    settings: AgentSettings, gpus: Sequence[Gpu]
-) -> dict[Tier, BubblewrapRuntime | ProcessRuntime]:
-    """Bubblewrap for everyone; no isolation only where the owner asked for it."""
-    made: dict[Tier, BubblewrapRuntime | ProcessRuntime] = {
-        Tier.CONTAINER: BubblewrapRuntime(settings.data_dir, gpus=gpus)
-    }
+def runtimes_of(settings: AgentSettings, gpus: Sequence[Gpu], policy: Policy) -> list[Made]:
+    """Bubblewrap for everyone; no isolation only where the owner asked for it. First choice first within a tier."""
+    made: list[Made] = [BubblewrapRuntime(settings.data_dir, gpus=gpus)]
     if settings.allow_process:
-        made[Tier.NONE] = ProcessRuntime(settings.data_dir, gpus=gpus)
-    return made
+        made.append(ProcessRuntime(settings.data_dir, gpus=gpus))
+    return [one for one in made if one.tier in policy.tiers]
+
+
+def networks_of(settings: AgentSettings, policy: Policy) -> Networks | None:  # noqa: ARG001 - for who builds them
+    """Who opens lanes for tasks that ask for a network, by `policy.egress`; None: nobody."""
+    return None
+
+
+def environments_of(settings: AgentSettings) -> Environments | None:  # noqa: ARG001 - for who builds them
+    """Who makes environments from packages; None: nobody."""
+    return None
 
 
 def lend() -> None:
     """Until told to stop; raises when it cannot or may not."""
     settings = AgentSettings()  # type: ignore[call-arg]  # from the environment
     settings.data_dir.mkdir(parents=True, exist_ok=True)
+    rules = Rulebook(settings.policy)
+    policy = rules.policy
     gpus = detect(settings.simulate_gpus)
-    runtimes = runtimes_of(settings, _real(gpus))
-    offer = offer_of(settings, gpus, frozenset(runtimes))
+    runtimes = runtimes_of(settings, _real(gpus), policy)
+    if not runtimes:
+        raise Invalid("the policy's tiers leave no runtime; this machine can do 'container'")
+    means = Means(runtimes, networks_of(settings, policy), environments_of(settings))
+    meter = LoadMeter(os.getpid())
 
-    def look() -> Offer:
-        """Only GPUs come and go while an agent runs."""
+    def offer() -> Offer:
+        """GPUs and environments come and go while an agent runs."""
         found = detect(settings.simulate_gpus)
-        for runtime in runtimes.values():
+        for runtime in runtimes:
             runtime.use_gpus(_real(found))
-        return replace(offer, gpus=found)
+        return replace(
+            first, gpus=found, environments=offer_of(settings, found, means).environments
+        )
 
-    serve(settings, runtimes, offer, look)
+    first = offer_of(settings, gpus, means)
+    lookout = Lookout(rules, offer, lambda: facts_now(wall_clock(), meter))
+    serve(settings, means, lookout.first_offer(), lookout.look, rules.has_changed)
 
 
 def _real(gpus: Sequence[Gpu]) -> list[Gpu]:

@@ -39,6 +39,8 @@ class FakeRun:
     files: Mapping[str, bytes] = field(default_factory=dict)
     waits: bool = False
     heeds: bool = True  # SIGTERM ends it, as it does what has no handler
+    warned: Mapping[str, bytes] = field(default_factory=dict)  # what it writes before it heeds
+    changing: tuple[str, ...] = ()  # files that hold something else whenever they are read
     ended: Ended | None = None  # instead of a plain exit
 
 
@@ -65,6 +67,7 @@ class FakeCommand:
 
     async def warn(self) -> None:
         if self._run.heeds and not self._over.done():
+            self._files |= self._run.warned
             self._over.set_result(Ended(143))
 
     async def collect(self, wanted: Sequence[str], into: Path) -> list[OutputFile]:
@@ -79,6 +82,8 @@ class FakeCommand:
                 raise BadOutput(f"output '{path}' was not written")
             for name in names:
                 data = self._files[name]
+                if name in self._run.changing and not self._over.done():
+                    data = self._files[name] = data + b"."
                 sha256 = hashlib.sha256(data).hexdigest()
                 (into / sha256).write_bytes(data)
                 found.append(OutputFile(name, sha256, len(data)))
@@ -152,12 +157,17 @@ class FakeRuntime:
     """A `Runtime`. `runs` says what each command line does; an unknown one is not found (127)."""
 
     name = "fake"
-    tier = Tier.CONTAINER
     networks = frozenset({Network.NONE})
     images = False
 
-    def __init__(self, values: Path, runs: Mapping[tuple[str, ...], FakeRun] | None = None) -> None:
+    def __init__(
+        self,
+        values: Path,
+        runs: Mapping[tuple[str, ...], FakeRun] | None = None,
+        tier: Tier = Tier.CONTAINER,
+    ) -> None:
         self.values = values
+        self.tier = tier
         self.live: set[FakeCommand | FakeRunner] = set()
         self._runs = dict(runs or {})
 

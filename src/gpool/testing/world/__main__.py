@@ -76,6 +76,7 @@ def summed_up(outcomes: list[Outcome], seconds: float) -> dict[str, int | float]
         "violations found": sum(outcome.violation is not None for outcome in outcomes),
         "attempts": sum(outcome.attempts for outcome in outcomes),
         "results accepted": sum(outcome.accepted for outcome in outcomes),
+        "resumed from a checkpoint": sum(outcome.resumed for outcome in outcomes),
         "commits": sum(outcome.commits for outcome in outcomes),
         "crashes of the server": sum(outcome.crashes for outcome in outcomes),
         "virtual hours": round(sum(outcome.virtual_s for outcome in outcomes) / 3600, 1),

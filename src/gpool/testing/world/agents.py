@@ -6,7 +6,7 @@ Its boot clock is its own: set off at random and running a little fast or slow.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from gpool.agent import instructions as say
@@ -22,12 +22,19 @@ from gpool.testing.world.trace import Trace
 from gpool.wire import frames
 
 MS = 1_000
+UPLOAD_PATIENCE_US = 1_500 * MS
 
 
 class Door(Protocol):
     """Where agents dial: the server, when it is up."""
 
     def accept(self, link: Link, secret: str) -> bool: ...
+
+    def put(
+        self, secret: str, hold: frames.Hold, sha256: str, told: Callable[[bool], None]
+    ) -> None:
+        """An artifact arrives under a lease."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +91,7 @@ class Agent:
             dice,
         )
         self._clock = BootClock(dice.between(0, 10**9), 1 + (dice.random() - 0.5) * 0.02)
+        self._lent = offer  # what it says now: closed, while its owner wants it
         self._boots = 0
         self._boot: _Boot | None = None
         self._alarm_us = -1
@@ -106,8 +114,9 @@ class Agent:
             self._around.loop.after_us(self._clear_us - self._around.loop.us, self.start)
             return
         self._boots += 1
+        self.truth.booted()
         number = self._boots
-        session = self._around.parts.session(f"{self.name}-boot-{number:06d}", self._offer)
+        session = self._around.parts.session(f"{self.name}-boot-{number:06d}", self._lent)
         machine = self._around.parts.machine(
             self._around.loop,
             self._dice.branch(f"machine-{number}"),
@@ -115,6 +124,7 @@ class Agent:
             self.name,
             number,
             self._happened,
+            self._upload,
         )
         self._boot = _Boot(number, session, machine)
         self._around.trace.say(self.name, "boots", number)
@@ -145,6 +155,16 @@ class Agent:
             self._around.loop.after_us(100 * MS, self.start_again)
         else:
             self.start()
+
+    def reclaim(self) -> None:
+        """The owner wants the machine back, now."""
+        self._lent = replace(self._offer, closed="its owner is using it")
+        self._happened(say.OfferDetected(self._lent))
+        self._happened(say.ReclaimAsked(None, "its owner took the machine back"))
+
+    def lend(self) -> None:
+        self._lent = self._offer
+        self._happened(say.OfferDetected(self._lent))
 
     def freeze(self) -> None:
         if self._boot is not None and not self._frozen:
@@ -250,6 +270,26 @@ class Agent:
         if isinstance(frame, frames.Reports):
             boot.sent[frame.sequence] = frame.items
         boot.link.send_up(data)
+
+    def _upload(self, task: int, epoch: int, sha256: str, told: Callable[[bool], None]) -> None:
+        """A request of its own, beside the channel: lost, late, or answered; the agent does not wait for ever."""
+        network, open_now = self._around.network, [True]
+
+        def answer(arrived: bool) -> None:
+            if open_now:
+                open_now.clear()
+                self._tell("uploaded", task, epoch, arrived)
+                told(arrived)
+
+        def arrive() -> None:
+            if network.reachable(self.name):
+                self._around.door.put(self._secret, frames.Hold(task, epoch), sha256, back)
+
+        def back(arrived: bool) -> None:
+            self._around.loop.after_us(network.latency_us(), answer, arrived)
+
+        self._around.loop.after_us(network.latency_us(), arrive)
+        self._around.loop.after_us(UPLOAD_PATIENCE_US, answer, False)
 
     def _dial(self, boot: _Boot) -> None:
         if not boot.dialling and not boot.over:

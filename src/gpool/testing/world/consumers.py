@@ -98,6 +98,13 @@ def _request(dice: Dice, name: str, count: int) -> TaskRequest:
         common["vram"] = "6GB"
     if dice.chance(0.5):
         longest = dice.pick((100, 1000, 4000))
+        if dice.chance(0.4):  # its progress is a number, kept in its checkpoint
+            common |= {
+                "checkpoint": "state/",
+                "checkpoint_every_s": 1.0,
+                "grace_s": dice.pick((0.0, 0.2, 1.5)),
+                "retries": dice.pick((1, 3, 3)),
+            }
         return TaskRequest(command=["work", str(longest)], copies=count, **common)
     calls: list[Any] = [base64.b64encode(f"{name}:{n}".encode()).decode() for n in range(count)]
     function = FunctionDocument(sha256=FUNCTION_SHA256, python="3.11")

@@ -28,6 +28,8 @@ class Kind(StrEnum):
     OWNER_PAUSE = "owner_pause"
     SLOW_DISK = "slow_disk"
     SHUTDOWN = "shutdown"  # the owner stops the agent properly, and starts it again
+    PREEMPT = "preempt"  # the server takes places away for others
+    RECLAIM = "reclaim"  # the owner takes the machine back, and lends it again later
     SPIKES = "spikes"
     REPEATS = "repeats"
     LOSSES = "losses"
@@ -46,6 +48,8 @@ MOMENTS = (
     Kind.OWNER_PAUSE,
     Kind.SLOW_DISK,
     Kind.SHUTDOWN,
+    Kind.PREEMPT,
+    Kind.RECLAIM,
 )
 """Faults that happen at a moment; the rest is weather."""
 
@@ -62,6 +66,8 @@ LASTS_US: dict[Kind, tuple[int, int]] = {
     Kind.OWNER_PAUSE: (500 * MS, 4 * S),
     Kind.SLOW_DISK: (300 * MS, 2 * S),
     Kind.SHUTDOWN: (300 * MS, 3 * S),
+    Kind.PREEMPT: (0, 0),
+    Kind.RECLAIM: (300 * MS, 4 * S),
 }
 
 

@@ -12,11 +12,18 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from gpool.agent.instructions import Event, FrameArrived, Instruction
+from gpool.agent.instructions import (
+    CommandCheckpointed,
+    CommandEnded,
+    Event,
+    FrameArrived,
+    Instruction,
+    StartCommand,
+)
 from gpool.agent.lines import NEVER, Past
 from gpool.agent.session import Session
 from gpool.core.ids import NodeId, TaskId
-from gpool.core.model import Instant, Span, TaskSpec
+from gpool.core.model import EndReason, Instant, Offer, Span, TaskSpec
 from gpool.core.scheduling.events import Event as SchedulingEvent
 from gpool.core.scheduling.events import TasksQueued
 from gpool.server.channel import Channel, Secrets
@@ -28,7 +35,19 @@ from gpool.server.store.values import AppliedPlan, Recording, User
 from gpool.testing.world.disk import Asked, Disk
 from gpool.testing.world.machine import Machine
 from gpool.testing.world.parts import Parts
-from gpool.wire.frames import Grants, Hello, Line, Recorded, Released, ReportItem, Reports, Stop
+from gpool.wire.frames import (
+    Checkpointed,
+    Grants,
+    HandedBack,
+    Hello,
+    Line,
+    Recorded,
+    Released,
+    ReportItem,
+    Reports,
+    Stop,
+    StopReason,
+)
 
 T = TypeVar("T")
 
@@ -51,6 +70,12 @@ class Flaw(StrEnum):
     REQUEUE_NOT_FOLDED = "requeue_not_folded"
     SANDBOX_OUTLIVES_AGENT = "sandbox_outlives_agent"
     LETS_GO_IN_SILENCE = "lets_go_in_silence"  # this one was real once
+    OFFER_SAID_TOO_EARLY = "offer_said_too_early"  # this one, too
+    CHECKPOINT_NOT_RESTORED = "checkpoint_not_restored"
+    CHECKPOINT_ACKNOWLEDGED_AND_LOST = "checkpoint_acknowledged_and_lost"
+    OLD_CHECKPOINT_SAID_AGAIN = "old_checkpoint_said_again"
+    PREEMPTION_COUNTED_AS_FAILURE = "preemption_counted_as_failure"
+    PREEMPTED_BEFORE_DEAD = "preempted_before_dead"
 
 
 # ---- the store
@@ -282,6 +307,68 @@ class OnceSession(Session):
         return super().handle(now, event)
 
 
+class DeafToOwner(Session):
+    """An offer that changes between hello and welcome is taken for said."""
+
+    def _say_offer(self, out: list[Instruction]) -> None:
+        super()._say_offer(out)
+        self._said = self._offer
+
+
+class BlamingSession(Session):
+    """Reports what was preempted as killed: a failure of its own."""
+
+    def handle(self, now: int, event: Event) -> list[Instruction]:
+        if isinstance(event, CommandEnded) and event.reason is EndReason.PREEMPTED:
+            event = replace(event, reason=EndReason.EXITED, exit_code=137)
+        return super().handle(now, event)
+
+
+class HastySession(Session):
+    """Says that a preempted attempt has ended, and ends it afterwards."""
+
+    def handle(self, now: int, event: Event) -> list[Instruction]:
+        match event:
+            case FrameArrived(Stop(holds, StopReason.PREEMPTED)):
+                for hold in holds:
+                    if (hold.task, hold.epoch) in self._work.leases:
+                        self._outbox.add(now, HandedBack(hold.task, hold.epoch))
+            case _:
+                pass
+        return super().handle(now, event)
+
+
+class RepeatingSession(Session):
+    """Says the first checkpoint of a lease again with the second."""
+
+    def __init__(self, node_boot: str, offer: Offer) -> None:
+        super().__init__(node_boot, offer)
+        self._firsts: dict[tuple[int, int], CommandCheckpointed] = {}
+
+    def handle(self, now: int, event: Event) -> list[Instruction]:
+        out = super().handle(now, event)
+        if isinstance(event, CommandCheckpointed):
+            first = self._firsts.setdefault((event.task, event.epoch), event)
+            if first is not event:
+                out += super().handle(now, first)
+        return out
+
+
+class BlankMachine(Machine):
+    """Starts every attempt with an empty directory."""
+
+    def start_command(self, order: StartCommand) -> None:
+        super().start_command(replace(order, checkpoint=()))
+
+
+class CarelessChannel(Channel):
+    """Acknowledges checkpoints, and keeps none."""
+
+    async def _record(self, frame: Reports) -> None:
+        kept = tuple(item for item in frame.items if not isinstance(item, Checkpointed))
+        await super()._record(msgspec.structs.replace(frame, items=kept))
+
+
 class UndeadMachine(Machine):
     """Its sandboxes live on when the agent dies."""
 
@@ -314,6 +401,12 @@ _PARTS: dict[Flaw, dict[str, Any]] = {
     Flaw.REQUEUE_NOT_FOLDED: {"scheduler": LosingScheduler},
     Flaw.SANDBOX_OUTLIVES_AGENT: {"machine": UndeadMachine},
     Flaw.LETS_GO_IN_SILENCE: {"session": SilentSession},
+    Flaw.OFFER_SAID_TOO_EARLY: {"session": DeafToOwner},
+    Flaw.CHECKPOINT_NOT_RESTORED: {"machine": BlankMachine},
+    Flaw.CHECKPOINT_ACKNOWLEDGED_AND_LOST: {"channel": CarelessChannel},
+    Flaw.OLD_CHECKPOINT_SAID_AGAIN: {"session": RepeatingSession},
+    Flaw.PREEMPTION_COUNTED_AS_FAILURE: {"session": BlamingSession},
+    Flaw.PREEMPTED_BEFORE_DEAD: {"session": HastySession},
 }
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from gpool.agent import instructions as say
-from gpool.core.model import Allocation, EndReason, TaskSpec
+from gpool.core.model import Allocation, EndReason, OutputFile, Phase, TaskSpec
 from gpool.testing.dice import Dice
 from gpool.testing.loop import VirtualLoop
 from gpool.testing.world.record import Record
@@ -19,6 +19,8 @@ from gpool.testing.world.record import Record
 MS = 1_000
 KILL_US = (2 * MS, 250 * MS)
 """How long a sandbox takes to die; the lease's margin has to cover it."""
+AT_ONCE = frozenset({EndReason.CANCELLED, EndReason.LOST})
+"""Ends that wait for no farewell."""
 
 
 class Fate(StrEnum):
@@ -48,8 +50,20 @@ class _Command:
     epoch: int
     allocation: Allocation
     began_us: int
+    spec: TaskSpec
     over: bool = False
+    dead: bool = False  # nothing of it runs any more; a checkpoint may still be on its way
     ending: EndReason | None = None
+    ran_from_us: int = -1
+    restored: int = 0  # progress it began with
+    saved: int = 0  # ... and last told
+    saving: bool = False
+
+    def progress(self, now_us: int) -> int:
+        """In milliseconds of work."""
+        return self.restored + (
+            max(0, now_us - self.ran_from_us) // MS if self.ran_from_us >= 0 else 0
+        )
 
 
 @dataclass(slots=True)
@@ -64,6 +78,10 @@ class _Runner:
     began_us: int = 0
 
 
+Upload = Callable[[int, int, str, Callable[[bool], None]], None]
+"""(task, epoch, hash, told whether it arrived): what an artifact's upload comes to."""
+
+
 class Machine:
     """One boot of it: after `crash` it does nothing any more."""
 
@@ -75,9 +93,10 @@ class Machine:
         node: str,
         boot: int,
         emit: Callable[[say.Event], None],
+        upload: Upload,
     ) -> None:
         self._loop, self._dice, self._record = loop, dice, record
-        self._node, self._boot, self._emit = node, boot, emit
+        self._node, self._boot, self._emit, self._upload = node, boot, emit, upload
         self._commands: dict[tuple[int, int], _Command] = {}
         self._runners: dict[int, _Runner] = {}
         self._backlog: list[tuple[Callable[..., None], tuple[object, ...]]] = []
@@ -111,7 +130,7 @@ class Machine:
         self._off = True
         last = 0
         for command in self._commands.values():
-            if not command.over:
+            if not command.dead:
                 last = max(last, self._die(command.task, command.epoch))
         for runner in self._runners.values():
             if not runner.over and runner.current is not None:
@@ -135,29 +154,41 @@ class Machine:
     # ---- commands
 
     def start_command(self, order: say.StartCommand) -> None:
-        command = _Command(order.task, order.epoch, order.allocation, self._loop.us)
+        command = _Command(order.task, order.epoch, order.allocation, self._loop.us, order.spec)
         self._commands[order.task, order.epoch] = command
         self._record.attempt_began(self._node, order.task, order.epoch, order.allocation)
+        if order.spec.checkpoint:
+            restored = int(order.checkpoint[0].sha256, 16) if order.checkpoint else 0
+            command.restored = command.saved = restored
+            self._record.resumed_from(order.task, order.epoch, restored)
         dice = self._dice.branch(f"{order.task}.{order.epoch}")
         fate = dice.pick(COMMAND_FATES)
         start_us = dice.between(5 * MS, 60 * MS)
+        if dice.chance(0.1):
+            start_us += dice.between(200 * MS, 900 * MS)  # an input that takes its time
+            self._emit(say.CommandReached(order.task, order.epoch, Phase.FETCH))
         if fate is Fate.NEVER_STARTS:
             self._later(
                 start_us, self._command_ends, command, EndReason.SANDBOX_FAILED, None, "no sandbox"
             )
             return
-        self._later(start_us, self._command_starts, command, order.spec, fate, dice)
+        self._later(start_us, self._command_starts, command, fate, dice)
 
-    def _command_starts(self, command: _Command, spec: TaskSpec, fate: Fate, dice: Dice) -> None:
-        if command.over:
+    def _command_starts(self, command: _Command, fate: Fate, dice: Dice) -> None:
+        if command.over or command.ending is not None:
             return
         self._emit(say.CommandStarted(command.task, command.epoch))
-        run_us = duration_us(spec, dice)
+        command.ran_from_us = self._loop.us
+        run_us = duration_us(command.spec, dice)
+        if command.spec.checkpoint:
+            total = int(command.spec.command[1])
+            run_us = (total - command.restored) * MS if fate is Fate.WELL else run_us
+            self._later(command.spec.checkpoint_every, self._save_now_and_then, command)
         if dice.chance(0.4):
             self._later(run_us // 2, self._command_prints, command)
         mark = tag(command.task, command.epoch, self._node, self._boot)
         if fate is Fate.WELL:
-            self._later(run_us, self._command_ends, command, EndReason.EXITED, 0, mark)
+            self._later(max(run_us, MS), self._command_ends, command, EndReason.EXITED, 0, mark)
         elif fate is Fate.FAILS:
             self._later(
                 run_us, self._command_ends, command, EndReason.EXITED, dice.between(1, 9), mark
@@ -170,29 +201,87 @@ class Machine:
             data = f"{command.task}.{command.epoch}\n".encode()
             self._emit(say.CommandPrinted(command.task, command.epoch, 1, data))
 
+    def _save_now_and_then(self, command: _Command) -> None:
+        if not command.dead:
+            if not command.saving:
+                self._save(command, lambda: None)
+            self._later(command.spec.checkpoint_every, self._save_now_and_then, command)
+
+    def _save(self, command: _Command, then: Callable[[], None]) -> None:
+        """The checkpoint as it is now, told once it is uploaded; then, or without it, `then`."""
+        progress = command.progress(self._loop.us)
+        if progress <= command.saved:
+            then()
+            return
+        command.saving = True
+        sha256 = f"{progress:064x}"
+
+        def uploaded(arrived: bool) -> None:
+            command.saving = False
+            if command.over:
+                return
+            if arrived and progress > command.saved:
+                command.saved = progress
+                files = (OutputFile(f"{command.spec.checkpoint}n", sha256, 1),)
+                self._emit(say.CommandCheckpointed(command.task, command.epoch, files))
+            then()
+
+        self._upload(
+            command.task,
+            command.epoch,
+            sha256,
+            lambda arrived: self._due(uploaded, (arrived,)),
+        )
+
     def _command_ends(
         self, command: _Command, reason: EndReason, exit_code: int | None, text: str
     ) -> None:
-        if command.over:
+        """Nothing of it runs any more. What failed or was asked to go is saved before it is told."""
+        if command.dead:
             return
-        command.over = True
+        command.dead = True
+        frozen_us = self._loop.us
         self._record.attempt_ended(self._node, command.task, command.epoch)
-        took = self._loop.us - command.began_us
-        self._emit(
-            say.CommandEnded(
-                command.task, command.epoch, command.ending or reason, exit_code, text, took
-            )
-        )
+        if reason is EndReason.PREEMPTED:
+            self._record.attempt_preempted(self._node, command.task, command.epoch)
+        took = frozen_us - command.began_us
+
+        def tell() -> None:
+            if not command.over:
+                command.over = True
+                why = command.ending if command.ending in AT_ONCE else reason
+                self._emit(
+                    say.CommandEnded(
+                        command.task, command.epoch, why or reason, exit_code, text, took
+                    )
+                )
+
+        saves = command.spec.checkpoint and command.ran_from_us >= 0 and reason not in AT_ONCE
+        if saves and not (reason is EndReason.EXITED and exit_code == 0):
+            self._save(command, tell)
+        else:
+            tell()
 
     def end_command(self, order: say.EndCommand) -> None:
         command = self._commands.get((order.task, order.epoch))
-        if command is None or command.over or command.ending is not None:
+        if command is None or command.over:
+            return
+        if command.ending is not None and (
+            command.ending in AT_ONCE or order.reason not in AT_ONCE
+        ):
+            return
+        if command.dead:
+            if order.reason in AT_ONCE or order.reason is EndReason.TIMED_OUT:
+                command.over = True  # the save is called off
+                self._emit(say.CommandEnded(command.task, command.epoch, order.reason, None, "", 0))
             return
         command.ending = order.reason
+        delay_us = self._dice.between(*KILL_US)
+        if order.grace_us and command.ran_from_us >= 0:
+            heeds = self._dice.chance(0.5)
+            delay_us += self._dice.between(0, order.grace_us) if heeds else order.grace_us
         mark = tag(command.task, command.epoch, self._node, self._boot)
-        self._later(
-            self._dice.between(*KILL_US), self._command_ends, command, order.reason, None, mark
-        )
+        self._later(delay_us, self._command_ends, command, order.reason, None, mark)
 
     # ---- runners
 

@@ -41,6 +41,7 @@ class Row:
     exit_code: int | None
     mark: str  # which attempt's effect it is: see `machine.tag`
     sequence: int | None  # in its batch's results
+    tries: int = 0
 
     @property
     def result(self) -> tuple[object, ...]:
@@ -55,6 +56,13 @@ class NodeTruth:
     frozen: bool = False
     thawed_us: int = -(10**9)
     running: dict[tuple[int, int], tuple[Allocation, object]] = field(default_factory=dict)
+    begun: set[tuple[int, int]] = field(default_factory=set)  # by this boot of its agent
+    preempted: set[tuple[int, int]] = field(default_factory=set)  # ... and ended for others
+
+    def booted(self) -> None:
+        """What the boot before began and could not tell, the server may offer to this one again."""
+        self.begun.clear()
+        self.preempted.clear()
     runners: dict[tuple[int, int], Allocation] = field(default_factory=dict)
 
 
@@ -66,8 +74,11 @@ class Record:
         self.rows: Mapping[int, Row] = {}
         self.asked: dict[str, int] = {}  # submission -> tasks it asked for
         self.promised: dict[int, str] = {}  # acknowledged task -> submission
+        self.saved: Mapping[int, int] = {}  # progress in the durable checkpoints
+        self.acknowledged: dict[int, int] = {}  # progress an agent was told is safe
         self.attempts = 0
         self.accepted = 0
+        self.resumed = 0
 
     # ---- machines
 
@@ -85,8 +96,13 @@ class Record:
         node = self.nodes[name]
         self.attempts += 1
         who = f"task {task} epoch {epoch} on {name}"
-        if (task, epoch) in node.running:
-            self._fail(f"{who} was started twice")
+        if (task, epoch) in (node.running if sandbox else node.begun):
+            self._fail(
+                f"{who} was started twice"
+            )  # a call may be: its runner was ended over another
+        if (task, epoch) in node.preempted:
+            self._fail(f"{who} was preempted, and started again")
+        node.begun.add((task, epoch))
         row = self.rows.get(task)
         if row is None or row.epoch < epoch:
             self._fail(f"{who} was started, and no such lease is durable")
@@ -101,6 +117,19 @@ class Record:
             allocation = row.allocation  # a runner may have moved to another number since it began
         node.running[task, epoch] = (allocation, sandbox)
         self._check_room(name, node)
+
+    def resumed_from(self, task: int, epoch: int, progress: int) -> None:
+        """An attempt of a task with a checkpoint begins here."""
+        self.resumed += progress > 0
+        safe = self.acknowledged.get(task, 0)
+        if progress < safe:
+            self._fail(
+                f"task {task} epoch {epoch} began at {progress}, and {safe} was acknowledged"
+            )
+
+    def attempt_preempted(self, name: str, task: int, epoch: int) -> None:
+        """It was really ended for others, or for its owner."""
+        self.nodes[name].preempted.add((task, epoch))
 
     def attempt_ended(self, name: str, task: int, epoch: int) -> None:
         self.nodes[name].running.pop((task, epoch), None)
@@ -165,7 +194,19 @@ class Record:
         for name in sorted(touched):
             self._check_granted(name)
 
+    def checkpointed(self, saved: Mapping[int, int]) -> None:
+        """A commit is durable: no checkpoint may be behind the one before it."""
+        for task, progress in self.saved.items():
+            if saved.get(task, progress) < progress:
+                self._fail(f"the checkpoint of task {task} went from {progress} to {saved[task]}")
+        self.saved = saved
+
     def _check_move(self, old: Row, row: Row) -> None:
+        went = old.node is not None and (old.task, old.epoch) in self.nodes[old.node].preempted
+        if went and not old.status.is_final and (
+            row.status is TaskStatus.FAILED or row.tries > old.tries
+        ):
+            self._fail(f"a preempted attempt was counted as a failure: {old} became {row}")
         if old.status.is_final and row.result != old.result:
             self._fail(f"a result changed after it was accepted: {old} became {row}")
         if row.epoch < old.epoch:
@@ -252,7 +293,14 @@ class Record:
         if row is None:
             self._fail(f"{what} was acknowledged for a task that is not there")
             return
-        if isinstance(item, frames.LogChunk | frames.Started):
+        if isinstance(item, frames.Checkpointed) and not refused:
+            progress = int(item.files[0].sha256, 16)
+            self.acknowledged[item.task] = max(progress, self.acknowledged.get(item.task, 0))
+            if self.saved.get(item.task, 0) < progress:
+                self._fail(f"{what} was acknowledged, and {self.saved.get(item.task)} is durable")
+        if isinstance(
+            item, frames.LogChunk | frames.Started | frames.Reached | frames.Checkpointed
+        ):
             return
         if row.holding and row.epoch == item.epoch and row.node == name:
             self._fail(

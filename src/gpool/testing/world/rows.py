@@ -12,8 +12,9 @@ from gpool.testing.world.record import Row, mark_of
 
 TASKS = (
     "SELECT t.id, t.batch_id, t.spec_id, t.status, t.epoch, t.node_id, t.holding, t.allocation_number, t.allocation, "
-    "t.reason, t.exit_code, t.value, t.error_text, t.sequence FROM tasks t"
+    "t.reason, t.exit_code, t.value, t.error_text, t.sequence, t.tries FROM tasks t"
 )
+CHECKPOINTS = "SELECT task_id, epoch, manifest FROM checkpoints"
 LOGS = "SELECT rowid, task_id, data FROM log_chunks WHERE rowid > ? ORDER BY rowid"
 
 
@@ -37,6 +38,14 @@ class Reader:
             found[task] = self._rows[task]
         return found
 
+    def progress(self) -> Mapping[int, int]:
+        """How far each task's checkpoint is: the one file of its manifest is named by a number."""
+        found: dict[int, int] = {}
+        for task, _, manifest in self._raw.execute(CHECKPOINTS):
+            (file,) = json.loads(manifest)
+            found[task] = int(file["sha256"], 16)
+        return found
+
     def new_logs(self) -> Iterator[tuple[int, str]]:
         """(task, what the attempt printed), each once."""
         for number, task, data in self._raw.execute(LOGS, (self._log,)).fetchall():
@@ -49,7 +58,7 @@ class Reader:
 
     def _row(self, raw: tuple[object, ...]) -> Row:
         task, batch, spec, status, epoch, node, holding, number, allocation = raw[:9]
-        reason, exit_code, value, error_text, sequence = raw[9:]
+        reason, exit_code, value, error_text, sequence, tries = raw[9:]
         mark = mark_of(bytes(value or b""), str(error_text or ""))  # type: ignore[call-overload]
         return Row(
             task=task,  # type: ignore[arg-type]
@@ -64,6 +73,7 @@ class Reader:
             exit_code=exit_code,  # type: ignore[arg-type]
             mark=mark,
             sequence=sequence,  # type: ignore[arg-type]
+            tries=tries,  # type: ignore[arg-type]
         )
 
     def _name(self, spec: int) -> str:

@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gpool.core.ids import GpuId, NodeId, UserId
+from gpool.core.ids import GpuId, NodeId, TaskId, UserId
 from gpool.core.model import GIB, Availability, Gpu, Offer, Permission
+from gpool.server.actions.preempt import make_room
 from gpool.server.settings import Settings
 from gpool.server.store import SqliteStore
 from gpool.server.store.operations import artifacts, leases, nodes, people
@@ -71,6 +72,7 @@ class Outcome:
     attempts: int
     accepted: int
     crashes: int
+    resumed: int = 0  # attempts that went on from a checkpoint
     lines: list[str] = field(default_factory=list)
 
 
@@ -214,6 +216,7 @@ class World:
             self.record.attempts,
             self.record.accepted,
             self.crashes,
+            self.record.resumed,
             self.trace.lines,
         )
 
@@ -283,6 +286,11 @@ class World:
             case Kind.SHUTDOWN:
                 agent.shut_down()
                 self.loop.after_us(fault.lasts_us, agent.start_again)
+            case Kind.PREEMPT:
+                self._preempt(agent.name)
+            case Kind.RECLAIM:
+                agent.reclaim()
+                self.loop.after_us(fault.lasts_us, agent.lend)
             case Kind.FREEZE:
                 agent.freeze()
                 self.loop.after_us(fault.lasts_us, agent.thaw)
@@ -314,6 +322,16 @@ class World:
         blockage = self.network.blockage(name)
         blockage.up_until_us = max(blockage.up_until_us, self.loop.us + lasts_us)
 
+    def _preempt(self, name: str) -> None:
+        """Somebody decided that some of what this node holds must make room."""
+        incarnation = self.host.current
+        held = sorted(r.task for r in self.record.rows.values() if r.holding and r.node == name)
+        if incarnation is None or not held:
+            return
+        chosen = self.dice.sample(held, self.dice.between(1, len(held)))
+        self.trace.say("world", "preempts", chosen)
+        incarnation.spawn(make_room(incarnation.server, [TaskId(task) for task in chosen]))
+
     def _set_availability(self, node: int, availability: Availability) -> None:
         incarnation = self.host.current
         if incarnation is not None:
@@ -331,6 +349,7 @@ class World:
         self.host.start()
         for number, agent in enumerate(self.agents):
             agent.thaw()
+            agent.lend()
             self._set_availability(number, Availability.AVAILABLE)
         self.loop.after_us(1 * S, self._start_all)
 
@@ -344,6 +363,7 @@ class World:
     def _committed(self) -> None:
         self.commits += 1
         before = self.record.rows
+        self.record.checkpointed(self._reader.progress())
         self.record.absorb(self._reader.rows())
         for task, line in self._reader.new_logs():
             self.record.logged(before, task, line)

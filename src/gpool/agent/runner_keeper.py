@@ -1,0 +1,226 @@
+"""A runner at work: hands calls over, passes answers on, tells the session what became of them. Decides nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import structlog
+
+from gpool.agent.instructions import (
+    CallAnswered,
+    CallPrinted,
+    CallsAnswered,
+    RunnerCall,
+    RunnerEnded,
+    RunnerReached,
+    RunnerReady,
+    StartRunner,
+)
+from gpool.agent.runtime.calls import PYTHON
+from gpool.agent.runtime.protocol import (
+    Answer,
+    Call,
+    Ended,
+    Lane,
+    Output,
+    Prepared,
+    RunnerJob,
+    RunnerSandbox,
+    SandboxFailed,
+)
+from gpool.agent.sandboxes import KILLED, Equipment, fault_of, image_of, limits_of, started
+from gpool.core.errors import GpoolError, StaleLease, Unreachable
+from gpool.core.model import EndReason, Phase
+from gpool.transfer.artifacts import LeaseRef, hash_of
+
+log = structlog.get_logger(__name__)
+
+
+class RunnerKeeper:
+    """One runner: hands over calls, passes on answers."""
+
+    def __init__(self, equipment: Equipment, start: StartRunner) -> None:
+        self._with = equipment
+        self._start = start
+        self._queue: deque[RunnerCall] = deque()
+        self._wake = asyncio.Event()
+        self._leases: dict[int, tuple[int, int]] = {}  # number of a call -> (task, epoch)
+        self._number = 0
+        self._defined: set[str] = set()
+        self._files: dict[int, contextlib.AsyncExitStack] = {}  # large arguments in use
+        self._outcome = Ended(KILLED, EndReason.EXITED, "ended by the agent")
+        self.task = asyncio.create_task(self._keep())
+        self.task.add_done_callback(self._report)
+
+    def end(self) -> None:
+        self.task.cancel()
+
+    def send(self, calls: tuple[RunnerCall, ...]) -> None:
+        self._queue.extend(calls)
+        self._wake.set()
+
+    def _report(self, task: asyncio.Task[None]) -> None:
+        """However it came to an end, even before its first step."""
+        ended = fault_of(task) or self._outcome
+        number = self._start.runner
+        self._with.feed(
+            RunnerEnded(number, ended.reason, ended.exit_code, ended.detail, ended.retired)
+        )
+
+    async def _keep(self) -> None:
+        try:
+            self._outcome = await self._run()
+        except (SandboxFailed, GpoolError, OSError) as error:
+            self._outcome = Ended(125, EndReason.SANDBOX_FAILED, f"{error}")
+
+    async def _run(self) -> Ended:
+        place = self._with.place_for(self._start.spec, self._reach, self._said)
+        async with place as (environment, lane):
+            return await self._serve(environment, lane)
+
+    def _reach(self, phase: Phase) -> None:
+        self._with.feed(RunnerReached(self._start.runner, phase))
+
+    def _said(self, line: str) -> None:
+        log.info("environment", runner=self._start.runner, said=line)
+
+    async def _serve(self, environment: Prepared | None, lane: Lane | None) -> Ended:
+        start, spec = self._start, self._start.spec
+        runtime = self._with.runtime_for(spec, start.owner)
+        job = RunnerJob(
+            spec.requirements.python or PYTHON,
+            (*spec.env, *start.secrets),
+            start.allocation.slices,
+            limits_of(spec, start.allocation),
+            environment,
+            lane,
+            image_of(spec),
+            spec.preload,
+        )
+        sandbox = await started(runtime.start_runner(job))
+        writer = asyncio.create_task(self._write(sandbox))
+        try:
+            self._with.feed(RunnerReady(start.runner))
+            async for batch in sandbox.events():
+                await self._pass_on(batch)
+            return await sandbox.ended()
+        finally:
+            writer.cancel()
+            await asyncio.wait([writer])
+            await self._with.clear_away(sandbox)
+            for stack in self._files.values():
+                await stack.aclose()
+
+    # ---- calls in
+
+    async def _write(self, sandbox: RunnerSandbox) -> None:
+        try:
+            while True:
+                await self._wake.wait()
+                self._wake.clear()
+                while self._queue:
+                    await self._hand_over(sandbox)
+        except (OSError, SandboxFailed):
+            return  # the sandbox is gone; its events end and say so
+
+    async def _hand_over(self, sandbox: RunnerSandbox) -> None:
+        """All that wait, in order; functions and large arguments are fetched on the way."""
+        ready: list[Call] = []
+        while self._queue:
+            call = self._queue.popleft()
+            sha256, payload = call.function_sha256, call.payload_sha256
+            file: Path | None = None
+            if sha256 not in self._defined or payload:
+                if ready:
+                    await sandbox.send(ready)
+                    ready = []
+                lease = LeaseRef(call.task, call.epoch)
+                try:
+                    if sha256 not in self._defined:
+                        pickled = await self._with.cache.read(sha256, lease)
+                        await sandbox.define(sha256, pickled)
+                        self._defined.add(sha256)
+                    if payload:
+                        stack = contextlib.AsyncExitStack()
+                        held = self._with.cache.held(payload, lease)
+                        file = await stack.enter_async_context(held)
+                        self._files[self._number + 1] = stack
+                except GpoolError as error:
+                    self._give_up(call, error)
+                    continue
+            self._number += 1
+            self._leases[self._number] = (call.task, call.epoch)
+            ready.append(Call(self._number, sha256, call.payload, file))
+        if ready:
+            await sandbox.send(ready)
+
+    def _give_up(self, call: RunnerCall, error: GpoolError) -> None:
+        reason = EndReason.SANDBOX_FAILED if isinstance(error, Unreachable) else EndReason.BAD_INPUT
+        text = f"the function or its arguments could not be fetched: {error.detail}"
+        failed = CallAnswered(call.task, call.epoch, True, b"", "", text, 0, (), reason)
+        self._with.feed(CallsAnswered(self._start.runner, (failed,)))
+
+    # ---- answers out
+
+    async def _pass_on(self, batch: Sequence[Answer | Output]) -> None:
+        runner = self._start.runner
+        answers: list[CallAnswered] = []
+        leases = self._leases
+        for event in batch:
+            if type(event) is Answer:
+                lease = leases.pop(event.number, None)
+                if lease is None:
+                    continue
+                if self._files and (stack := self._files.pop(event.number, None)) is not None:
+                    await stack.aclose()
+                if event.value_file is not None:
+                    answers.append(await self._large(lease, event, event.value_file))
+                    continue
+                answers.append(
+                    CallAnswered(
+                        lease[0],
+                        lease[1],
+                        event.raised,
+                        event.value,
+                        "",
+                        event.error_text,
+                        event.duration_us,
+                        event.output,
+                    )
+                )
+            elif isinstance(event, Output) and (running := leases.get(event.number)):
+                if answers:
+                    self._with.feed(CallsAnswered(runner, tuple(answers)))
+                    answers = []
+                self._with.feed(CallPrinted(runner, *running, event.stream, event.data))
+        if answers:
+            self._with.feed(CallsAnswered(runner, tuple(answers)))
+
+    async def _large(self, lease: tuple[int, int], answer: Answer, file: Path) -> CallAnswered:
+        """A value too large for a frame travels as an artifact, under its lease."""
+        answered = CallAnswered(
+            *lease,
+            answer.raised,
+            b"",
+            "",
+            answer.error_text,
+            answer.duration_us,
+            answer.output,
+        )
+        try:
+            sha256, size = await asyncio.to_thread(hash_of, file)
+            await self._with.uploader.upload(file, sha256, size, LeaseRef(*lease))
+            return replace(answered, value_sha256=sha256)
+        except StaleLease as error:
+            log.info("value_refused", task=lease[0], epoch=lease[1], error=error.detail)
+            return replace(answered, reason=EndReason.SANDBOX_FAILED, error_text=error.detail)
+        except (GpoolError, OSError) as error:
+            text = f"the value could not be kept: {error}"
+            return replace(answered, reason=EndReason.SANDBOX_FAILED, error_text=text)
+        finally:
+            await asyncio.to_thread(file.unlink, missing_ok=True)
