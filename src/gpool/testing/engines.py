@@ -33,7 +33,9 @@ import gpool
 IMAGE = "gpool-test/python:latest"
 BARE_IMAGE = "gpool-test/bare:latest"
 READY_WITHIN_S = 30.0
-PROGRAMS = ("sh cat echo env false head id kill ls mkdir mknod mount printf pwd readlink rm setsid").split()
+PROGRAMS = (
+    "sh cat echo env false head id kill ls mkdir mknod mount printf pwd readlink rm setsid"
+).split()
 PROGRAMS += "seq sleep sort stat tail touch true uname wc".split()
 LEFT_OUT = {"site-packages", "test", "__pycache__", "idlelib", "tkinter", "lib2to3", "ensurepip"}
 LIBRARY = re.compile(r"(/\S+) \(0x")
@@ -73,6 +75,12 @@ def _kept(info: tarfile.TarInfo) -> tarfile.TarInfo | None:
     info.uname = info.gname = ""
     parts = set(Path(info.name).parts)
     return None if parts & LEFT_OUT or info.name.endswith((".a", ".pyc")) else info
+
+
+def _kept_package(info: tarfile.TarInfo) -> tarfile.TarInfo | None:
+    info.uid = info.gid = 0
+    info.uname = info.gname = ""
+    return None if "__pycache__" in Path(info.name).parts else info
 
 
 def _add_programs(tar: tarfile.TarFile, names: list[str]) -> set[str]:
@@ -120,8 +128,8 @@ def _write_python(file: Path) -> None:
             _add_link(tar, f"usr/local/bin/{name}", minor)
         tar.add(library, f"usr/local/lib/{minor}", filter=_kept)
         packages = f"usr/local/lib/{minor}/site-packages"
-        tar.add(Path(cloudpickle.__file__).parent, f"{packages}/cloudpickle", filter=_kept)
-        tar.add(SOURCE, f"{packages}/gpool", filter=_kept)
+        tar.add(Path(cloudpickle.__file__).parent, f"{packages}/cloudpickle", filter=_kept_package)
+        tar.add(SOURCE, f"{packages}/gpool", filter=_kept_package)
         _add_text(tar, "etc/passwd", "root:x:0:0:root:/root:/bin/sh\n")
         # where the loader looks without a cache
         own = {path for path in needed if path.startswith(str(base))}
@@ -162,7 +170,7 @@ def _docker(root: Path, *, remap: bool = False) -> list[str]:
     settings: dict[str, object] = {}
     runsc = shutil.which("runsc")
     if runsc:
-        platform = ["--platform=ptrace", "--network=none", "--ignore-cgroups"]
+        platform = ["--platform=ptrace", "--network=none"]
         settings["runtimes"] = {"runsc": {"path": runsc, "runtimeArgs": platform}}
     if remap:
         settings["userns-remap"] = "default"
@@ -185,7 +193,9 @@ def _podman(root: Path) -> list[str]:
 def _podman_settings(root: Path) -> Path:
     file = root / "containers.conf"
     limits = [f"nofile={ULIMITS}", f"nproc={ULIMITS}"]
-    file.write_text(f"[containers]\ndefault_ulimits = {json.dumps(limits)}\n")
+    file.write_text(
+        f'[containers]\ndefault_ulimits = {json.dumps(limits)}\n[engine]\nlock_type = "file"\n'
+    )
     return file
 
 
@@ -238,7 +248,9 @@ def import_image(made: PrivateEngine, file: Path, name: str, *changes: str) -> N
     """What `docker import` does, with the same client for both engines."""
     repository, _, tag = name.partition(":")
     with docker_client(made) as api:
-        api.import_image(str(file), repository=repository, tag=tag or "latest", changes=list(changes))
+        api.import_image(
+            str(file), repository=repository, tag=tag or "latest", changes=list(changes)
+        )
 
 
 @contextlib.contextmanager

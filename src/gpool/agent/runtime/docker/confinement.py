@@ -151,24 +151,29 @@ class Box:
     limits: Limits
     binds: Sequence[tuple[str, str, bool]]  # (host path, inside, writable)
     labels: Mapping[str, str]
-    has_init: bool = (
-        True  # the engine's own reaper as the first process; otherwise the command is it
-    )
+    has_init: bool = True  # the engine's own reaper; otherwise the command is the first process
     takes_input: bool = False
-    volumes: Sequence[
-        str
-    ] = ()  # paths the image declares as volumes: unlimited host disk, were they made
+    volumes: Sequence[str] = ()  # what the image declares: unlimited host disk, were they made
     devices: Sequence[str] = ()
     cdi: Sequence[str] = ()  # devices by their names in the engine's own CDI files
     oci_runtime: str = ""  # "": the engine's own choice
     keep_id: bool = False  # a rootless Podman: the agent's uid stays what it is
+    user_processes: int = 0  # most processes of that uid; 0: the engine's default
     disk_device: str = ""  # what `io_bytes_per_s` is counted on
     network: str = "none"
     resolver: str = ""
 
 
-def request(box: Box, seccomp_json: str) -> Json:
-    """The body of the engine's `create`: everything not said here is refused by the engine's defaults."""
+def request(box: Box, seccomp_profile: str, *, podman: bool = False) -> Json:
+    """The body of the engine's `create`: everything not said here is refused by the engine's defaults.
+
+    `seccomp_profile` is the profile's text for Docker and the path of a file with it for Podman, which also wants
+    what is masked among its security options.
+    """
+    masked = [*MASKED, *(() if box.devices or box.cdi else MASKED_WITHOUT_GPU)]
+    options = ["no-new-privileges", f"seccomp={seccomp_profile}"]
+    if podman:
+        options.append("mask=" + ":".join(masked))
     half = max(LEAST_TMPFS_BYTES, box.limits.memory_bytes // 2)
     small = f"rw,nosuid,nodev,size={half},mode=1777"
     written = {inside for _, inside, _ in box.binds}
@@ -188,7 +193,7 @@ def request(box: Box, seccomp_json: str) -> Json:
         "Init": box.has_init,
         "IpcMode": "private",
         "LogConfig": {"Type": "none", "Config": {}},
-        "MaskedPaths": [*MASKED, *(() if box.devices or box.cdi else MASKED_WITHOUT_GPU)],
+        "MaskedPaths": masked,
         "Memory": box.limits.memory_bytes,
         "MemorySwap": box.limits.memory_bytes,
         "Mounts": [
@@ -209,7 +214,7 @@ def request(box: Box, seccomp_json: str) -> Json:
         "ReadonlyPaths": list(READ_ONLY),
         "ReadonlyRootfs": True,
         "RestartPolicy": {"Name": "no"},
-        "SecurityOpt": ["no-new-privileges", f"seccomp={seccomp_json}"],
+        "SecurityOpt": options,
         "ShmSize": half,
         "Tmpfs": {"/tmp": small, **tmpfs},
         "Ulimits": [
@@ -218,6 +223,7 @@ def request(box: Box, seccomp_json: str) -> Json:
                 ("core", 0),
                 ("nofile", box.limits.open_files),
                 ("fsize", box.limits.disk_bytes),
+                *((("nproc", box.user_processes),) if box.user_processes else ()),
             )
         ],
     }

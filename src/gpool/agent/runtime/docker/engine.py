@@ -180,7 +180,9 @@ class Engine:
         with translated("cannot attach to the container"):
             given = self._api.attach_socket(container, params=wanted)
             channel = socket.socket(fileno=os.dup(given.fileno()))
-            given.close()
+            under = given._sock
+            given._response.close()  # a file over a socket: either alone would keep it open
+            under.close()
         channel.setblocking(False)
         return channel
 

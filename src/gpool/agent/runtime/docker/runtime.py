@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import os
+import resource
 import secrets
 import socket
 import subprocess
@@ -27,7 +28,7 @@ from typing import Any, TypeVar
 import cloudpickle  # type: ignore[import-untyped]
 
 from gpool.agent import runner as runner_package
-from gpool.agent.runtime.bubblewrap import UIDS_A_BLOCK, _Uids
+from gpool.agent.runtime.bubblewrap import NOT_EXECUTABLE, NOT_FOUND, UIDS_A_BLOCK, _Uids
 from gpool.agent.runtime.calls import Keeping, open_runner
 from gpool.agent.runtime.commands import Command, command_pipes
 from gpool.agent.runtime.devices import visible_devices
@@ -65,7 +66,7 @@ AGENT_LABEL, BOOT_LABEL = "pool.gpool.agent", "pool.gpool.boot"
 REMAPPED_UID = 1000  # inside, where the engine has a user namespace: the first of ours
 THREADS = 16
 ENGINE_WENT = "the container engine on that node went away, and the sandbox with it"
-NO_PYTHON = 127
+CATATONIT, NOT_STARTED = "ERROR (catatonit:", "failed to exec pid1"
 CHECK = (
     "import sys; needs, bridge = sys.argv[1:3]; has = '%d.%d' % sys.version_info[:2]\n"
     "if has != needs: sys.exit('the image has Python ' + has + ', the function needs ' + needs)\n"
@@ -123,7 +124,6 @@ class DockerRuntime:
         self._runsc = runsc if gvisor is not Gvisor.NEVER else []
         self._told = told
         self.use_gpus(gpus)
-        self._seccomp = profile_text()
         self._root = os.geteuid() == 0 and not self._engine.facts.rootless
         remapped = self._engine.facts.first_uid
         self._uids = _Uids() if self._root and not remapped else None
@@ -132,6 +132,14 @@ class DockerRuntime:
         for path, mode in ((self._places, 0o711), (self._values, 0o700)):
             path.mkdir(mode=mode, parents=True, exist_ok=True)
             path.chmod(mode)
+        self._podman = self._engine.facts.kind == "podman"
+        self._seccomp = profile_text()
+        if self._podman:
+            file = data_dir.resolve() / "seccomp.json"
+            file.write_text(self._seccomp)
+            self._seccomp = str(file)
+        most = resource.getrlimit(resource.RLIMIT_NPROC)[1]
+        self._most_processes = most if self._podman and most != resource.RLIM_INFINITY else 0
         self._tag = hashlib.sha256(bytes(self._places)).hexdigest()[:24]
         self._boot = secrets.token_hex(12)
         self._disk = disk_device(self._places)
@@ -163,7 +171,7 @@ class DockerRuntime:
             box = self._box(slot, place, job, image, job.argv)
             container, channel = await self._start(box)
             os.close(theirs[0])
-            streams = pour(channel, {1: theirs[1], 2: theirs[2]})
+            streams = pour(channel, {1: theirs[1], 2: theirs[2]}, partial(_explain, job.argv[0]))
             started = self._follow(container, streams, watched)
         except BaseException:
             for descriptor in (*theirs, *ours):
@@ -343,7 +351,9 @@ class DockerRuntime:
             volumes=image.volumes,
             devices=gpus.nodes,
             cdi=gpus.cdi,
-            keep_id=facts.rootless and facts.kind == "podman",
+            # a uid of its own: counted alone. Podman would otherwise ask for more than the host may allow.
+            user_processes=job.limits.processes if self._uids is not None else self._most_processes,
+            keep_id=facts.rootless and self._podman,
             disk_device=self._disk,
         )
 
@@ -363,7 +373,7 @@ class DockerRuntime:
 
     def _begin(self, box: Box) -> tuple[str, socket.socket]:
         """In a thread: the container runs and its streams are open, or there is none."""
-        container = self._engine.create(request(box, self._seccomp))
+        container = self._engine.create(request(box, self._seccomp, podman=self._podman))
         channel: socket.socket | None = None
         try:
             channel = self._engine.attach(container, with_input=box.takes_input)
@@ -424,6 +434,14 @@ def disk_device(path: Path) -> str:
     return str(node) if node.is_block_device() else ""
 
 
+def _explain(program: str, head: bytes) -> bytes:
+    """Podman's reaper does not name the program it did not find."""
+    text = head.decode("utf-8", "replace").strip()
+    if text.startswith(CATATONIT) and NOT_STARTED in text:
+        return f"gpool: {program}: {text.rpartition(': ')[2]}\n".encode()
+    return b""
+
+
 def _says_missing(text: str) -> bool:
     return "python3" in text and ("not found" in text or "no such file" in text.lower())
 
@@ -433,7 +451,7 @@ def _no_python(job: RunnerJob) -> str:
     return f"{image} has no python3: a function needs an image with Python {job.python}"
 
 
-def _judge(started: Contained, watched: Watched, exit: Exit, head: bytes) -> Ended:  # noqa: ARG001 - the same shape as bubblewrap's
+def _judge(started: Contained, watched: Watched, exit: Exit, head: bytes) -> Ended:
     gone = started.gone
     if watched.exceeded:
         limit = f"it wrote more than its disk limit of {watched.limit_bytes} bytes"
@@ -444,4 +462,7 @@ def _judge(started: Contained, watched: Watched, exit: Exit, head: bytes) -> End
         return Ended(exit.code, EndReason.OUT_OF_MEMORY, "it used more memory than asked for")
     if not exit.ran and not exit.killed:
         return Ended(exit.code, EndReason.SANDBOX_FAILED, gone.detail or "it did not start")
+    text = head.decode("utf-8", "replace")
+    if exit.code == 1 and text.startswith(CATATONIT) and NOT_STARTED in text:
+        return Ended(NOT_FOUND if "No such file" in text else NOT_EXECUTABLE)
     return Ended(exit.code)

@@ -11,7 +11,7 @@ import contextlib
 import os
 import socket
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from gpool.agent.runtime.docker.bridge import ANSWERS, CALLS, FILES, HEAD, STDERR, STDOUT
 from gpool.agent.runtime.waiting import readable, writable
@@ -19,6 +19,7 @@ from gpool.agent.runtime.waiting import readable, writable
 READ_BYTES = 64 * 1024
 ENGINE_HEAD = struct.Struct(">BxxxI")
 MOST_FILES = 16
+HEAD_BYTES = 512
 
 
 class Frames:
@@ -70,17 +71,26 @@ def _close(descriptors: Sequence[int]) -> None:
         os.close(descriptor)
 
 
-async def pour(channel: socket.socket, ends: Mapping[int, int]) -> None:
-    """A command's output, until the container's streams end; closes everything it was given."""
+async def pour(
+    channel: socket.socket, ends: Mapping[int, int], explain: Callable[[bytes], bytes]
+) -> None:
+    """A command's output, until the container's streams end; closes everything it was given.
+
+    `explain` is given how stderr began and says what to add to it.
+    """
     for descriptor in ends.values():
         os.set_blocking(descriptor, False)
     frames = Frames(ENGINE_HEAD)
+    head = b""
     try:
         with contextlib.suppress(OSError):  # a reader that is gone, or an engine that is
             while data := await _received(channel):
                 for stream, piece in frames.feed(data):
+                    if stream == STDERR and len(head) < HEAD_BYTES:
+                        head += piece[:HEAD_BYTES]
                     if stream in ends:
                         await _send(ends[stream], piece)
+            await _send(ends[STDERR], explain(head))
     finally:
         channel.close()
         _close(tuple(ends.values()))
