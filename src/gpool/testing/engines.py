@@ -25,18 +25,36 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import cloudpickle  # type: ignore[import-untyped]
+import docker  # type: ignore[import-untyped]
 
 import gpool
 
 IMAGE = "gpool-test/python:latest"
 BARE_IMAGE = "gpool-test/bare:latest"
 READY_WITHIN_S = 30.0
-PROGRAMS = (
-    "sh cat echo env false head id kill ls mkdir mknod mount printf pwd readlink rm setsid"
-).split()
-PROGRAMS += "seq sleep sort stat tail touch true uname wc".split()
+PROGRAMS = [
+    "sh",
+    "cat",
+    "echo",
+    "env",
+    "false",
+    "head",
+    "id",
+    "kill",
+    "ls",
+    "mkdir",
+    "mknod",
+    "mount",
+    "printf",
+    "pwd",
+    "readlink",
+    "rm",
+    "setsid",
+]
+PROGRAMS += ["seq", "sleep", "sort", "stat", "tail", "touch", "true", "uname", "wc"]
 LEFT_OUT = {"site-packages", "test", "__pycache__", "idlelib", "tkinter", "lib2to3", "ensurepip"}
 LIBRARY = re.compile(r"(/\S+) \(0x")
 ULIMITS = "1024:1024"  # this machine's own hard limits may be lower than Podman's wish
@@ -246,17 +264,13 @@ def engine(kind: str) -> Iterator[PrivateEngine]:
 
 def import_image(made: PrivateEngine, file: Path, name: str, *changes: str) -> None:
     """What `docker import` does, with the same client for both engines."""
-    repository, _, tag = name.partition(":")
+    repository, _, tag = name.rpartition(":")
     with docker_client(made) as api:
-        api.import_image(
-            str(file), repository=repository, tag=tag or "latest", changes=list(changes)
-        )
+        api.import_image(str(file), repository=repository, tag=tag, changes=list(changes))
 
 
 @contextlib.contextmanager
-def docker_client(made: PrivateEngine) -> Iterator[object]:
-    import docker  # type: ignore[import-untyped]  # noqa: PLC0415 - an extra
-
+def docker_client(made: PrivateEngine) -> Iterator[Any]:
     api = docker.APIClient(base_url=made.address, version="auto", timeout=120)
     try:
         yield api

@@ -90,15 +90,17 @@ class Contained(Started):
 
 
 async def undivided(threads: Executor, work: Callable[[], T], undo: Callable[[T], object]) -> T:
-    """The work of a thread cannot be cancelled: when we are, what it made is undone once it is there."""
-    future = asyncio.get_running_loop().run_in_executor(threads, work)
+    """The work of a thread cannot be cancelled: when we are, what it made is undone before we end."""
+    loop = asyncio.get_running_loop()
+    future = loop.run_in_executor(threads, work)
+
+    async def undone() -> None:
+        with contextlib.suppress(SandboxFailed):
+            made = await future
+            await loop.run_in_executor(threads, undo, made)
+
     try:
         return await asyncio.shield(future)
     except asyncio.CancelledError:
-
-        def clear(done: asyncio.Future[T]) -> None:
-            if not done.cancelled() and done.exception() is None:
-                threads.submit(undo, done.result())
-
-        future.add_done_callback(clear)
+        await asyncio.shield(loop.create_task(undone()))
         raise

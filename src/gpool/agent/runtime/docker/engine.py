@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import docker  # type: ignore[import-untyped]
-import requests  # type: ignore[import-untyped]
+import requests
 from docker.errors import (  # type: ignore[import-untyped]
     APIError,
     DockerException,

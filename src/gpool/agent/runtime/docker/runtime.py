@@ -404,6 +404,8 @@ class DockerRuntime:
         async with self._guarding:
             if self._guard is not None and self._guard.poll() is None:
                 return
+            if self._guard is not None:
+                self._guard.communicate()  # it fell: only its pipes are left
             label = f"{BOOT_LABEL}={self._boot}"
             # -I -S: nothing but the standard library
             words = [sys.executable, "-I", "-S", "-B", str(GUARD), self._engine.socket, label]
@@ -416,9 +418,9 @@ class DockerRuntime:
                 start_new_session=True,
             )
             assert guard.stdout is not None
+            self._guard = guard
             if await asyncio.to_thread(guard.stdout.readline) != b"ready\n":
                 raise SandboxFailed("the containers' guard did not start")
-            self._guard = guard
 
 
 def disk_device(path: Path) -> str:
