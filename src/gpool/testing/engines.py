@@ -55,7 +55,7 @@ PROGRAMS = [
     "setsid",
 ]
 PROGRAMS += ["seq", "sleep", "sort", "stat", "tail", "touch", "true", "uname", "wc"]
-LEFT_OUT = {"site-packages", "test", "__pycache__", "idlelib", "tkinter", "lib2to3", "ensurepip"}
+LEFT_OUT = {"site-packages", "test", "idlelib", "tkinter", "lib2to3", "ensurepip"}
 LIBRARY = re.compile(r"(/\S+) \(0x")
 ULIMITS = "1024:1024"  # this machine's own hard limits may be lower than Podman's wish
 DIE_WITH_PARENT = (
@@ -92,7 +92,7 @@ def _kept(info: tarfile.TarInfo) -> tarfile.TarInfo | None:
     info.uid = info.gid = 0
     info.uname = info.gname = ""
     parts = set(Path(info.name).parts)
-    return None if parts & LEFT_OUT or info.name.endswith((".a", ".pyc")) else info
+    return None if parts & LEFT_OUT or info.name.endswith(".a") else info
 
 
 def _kept_package(info: tarfile.TarInfo) -> tarfile.TarInfo | None:

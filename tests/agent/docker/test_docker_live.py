@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tarfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,8 @@ from container_probes import NEEDED, PROBES
 from gpool.agent.runtime.calls import PYTHON
 from gpool.agent.runtime.docker.images import DIGEST
 from gpool.agent.runtime.docker.runtime import DockerRuntime, Gvisor
-from gpool.agent.runtime.protocol import Call, CommandJob, Limits, RunnerJob, SandboxFailed
-from gpool.core.model import EndReason
+from gpool.agent.runtime.protocol import Call, CommandJob, Lane, Limits, RunnerJob, SandboxFailed
+from gpool.core.model import EndReason, Network
 from gpool.testing.engines import (
     BARE_IMAGE,
     IMAGE,
@@ -372,3 +372,51 @@ def test_an_image_is_pulled_by_digest_and_its_progress_told(
     assert heard[0] == f"pulling {wanted}"
     assert heard.count(heard[0]) == 1  # two tasks, one pull
     assert any("layers" in text for text in heard)
+
+
+@pytest.fixture
+def lane(require: Callable[[str], None]) -> Iterator[Lane]:
+    """A network namespace of our own with one address, and nothing behind it."""
+    require("network namespaces")
+    with subprocess.Popen(["unshare", "--net", "cat"], stdin=subprocess.PIPE) as holder:
+        began = time.monotonic()
+        mine = os.stat("/proc/self/ns/net").st_ino
+        while os.stat(f"/proc/{holder.pid}/ns/net").st_ino == mine:
+            assert time.monotonic() - began < 10
+            os.sched_yield()
+        for words in ("link add lane0 type veth peer name lane1", "addr add 10.9.8.7/24 dev lane0"):
+            subprocess.run(
+                ["nsenter", "-t", str(holder.pid), "-n", "ip", *words.split()], check=True
+            )
+        descriptor = os.open(f"/proc/{holder.pid}/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+        yield Lane((descriptor,), "10.9.8.1")
+        os.close(descriptor)
+        assert holder.stdin is not None
+        holder.stdin.close()
+
+
+async def look_at_network(runtime: Any, lane: Lane | None) -> bytes:
+    script = "cat /proc/net/dev /etc/resolv.conf"
+    job = CommandJob(("sh", "-c", script), (), (), (), LIMITS, lane=lane)
+    sandbox = await runtime.start_command(job)
+    seen = b"".join([data async for _, data in sandbox.output()])
+    await sandbox.remove()
+    return seen
+
+
+@pytest.mark.parametrize("kind", ["podman"])
+def test_a_lane_is_entered_where_the_engine_can(kind: str, lane: Lane, tmp_path: Path) -> None:
+    async def work(runtime: Any) -> tuple[bytes, bytes]:
+        assert runtime.networks == {Network.NONE, Network.EGRESS}
+        return await look_at_network(runtime, lane), await look_at_network(runtime, None)
+
+    inside, without = using(kind, tmp_path, work)
+    assert b"lane0" in inside
+    assert b"nameserver 10.9.8.1" in inside
+    assert b"lane0" not in without
+
+
+@pytest.mark.parametrize("kind", ["docker", "gvisor"])
+def test_a_lane_is_refused_where_the_engine_cannot(kind: str, lane: Lane, tmp_path: Path) -> None:
+    with pytest.raises(SandboxFailed, match="cannot enter a lane"):
+        using(kind, tmp_path, lambda runtime: look_at_network(runtime, lane))

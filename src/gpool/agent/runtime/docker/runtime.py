@@ -50,6 +50,7 @@ from gpool.agent.runtime.protocol import (
     CommandJob,
     CommandSandbox,
     Ended,
+    Lane,
     RunnerJob,
     RunnerSandbox,
     SandboxFailed,
@@ -100,7 +101,7 @@ class DockerRuntime:
 
     name = "docker"
     tier = Tier.CONTAINER
-    networks = frozenset({Network.NONE})
+    networks: frozenset[Network] = frozenset({Network.NONE})
     images = True
 
     def __init__(
@@ -138,6 +139,8 @@ class DockerRuntime:
             file = data_dir.resolve() / "seccomp.json"
             file.write_text(self._seccomp)
             self._seccomp = str(file)
+        if self._podman and self._root:
+            self.networks = frozenset({Network.NONE, Network.EGRESS})
         most = resource.getrlimit(resource.RLIMIT_NPROC)[1]
         self._most_processes = most if self._podman and most != resource.RLIM_INFINITY else 0
         self._tag = hashlib.sha256(bytes(self._places)).hexdigest()[:24]
@@ -266,8 +269,10 @@ class DockerRuntime:
         """On the node, pulled when it is not; two tasks that want the same one wait for one pull."""
         if job.environment is not None:
             raise SandboxFailed("the Docker runtime runs images, not environments: name an image")
-        if job.lane is not None:
-            raise SandboxFailed("the Docker runtime of this node has no network for tasks")
+        if job.lane is not None and (
+            Network.EGRESS not in self.networks or len(job.lane.namespaces) != 1
+        ):
+            raise SandboxFailed("this node's container engine cannot enter a lane: no network here")
         reference = job.image or self._default_image
         if not reference:
             raise SandboxFailed("the Docker runtime needs an image: name one with image=")
@@ -355,6 +360,9 @@ class DockerRuntime:
             user_processes=job.limits.processes if self._uids is not None else self._most_processes,
             keep_id=facts.rootless and self._podman,
             disk_device=self._disk,
+            # Podman enters a namespace by its path; Docker makes its own and cannot be given one.
+            network=_lane_path(job.lane) if job.lane is not None else "none",
+            resolver=job.lane.resolver if job.lane is not None else "",
         )
 
     async def _start(self, box: Box) -> tuple[str, socket.socket]:
@@ -434,6 +442,10 @@ def disk_device(path: Path) -> str:
         real = real.parent
     node = Path("/dev") / real.name
     return str(node) if node.is_block_device() else ""
+
+
+def _lane_path(lane: Lane) -> str:
+    return f"ns:/proc/{os.getpid()}/fd/{lane.namespaces[0]}"
 
 
 def _explain(program: str, head: bytes) -> bytes:
