@@ -27,8 +27,17 @@ from gpool.testing.runtimes import (
     within,
 )
 
-REAL = ("bubblewrap", "process")
+REAL = ("bubblewrap", "process", "docker", "podman", "gvisor")
+SEEN = (
+    "bubblewrap",
+    "process",
+    "docker",
+    "podman",
+)  # gVisor's processes are no processes of the host's
+LAUNCHED = ("bubblewrap", "process")
+BY_ENGINES = ("HOSTNAME", "TERM", "container")  # what Docker and Podman add: nothing of the agent's
 every = pytest.mark.parametrize("kind", list(MAKERS))
+seen_from_outside = pytest.mark.parametrize("kind", SEEN)
 real = pytest.mark.parametrize("kind", REAL)
 
 
@@ -120,7 +129,7 @@ def test_a_command_sees_its_own_variables_and_none_of_the_agents(
     assert seen["LR"] == "0.1 = x"
     assert seen["E"] == ""
     allowed = {"PATH", "HOME", "LANG", "TMPDIR", "LR", "E", "CUDA_VISIBLE_DEVICES", "PWD"}
-    assert set(seen) - allowed <= {"LD_LIBRARY_PATH", "PYTHONPATH"}
+    assert set(seen) - allowed <= {"LD_LIBRARY_PATH", "PYTHONPATH", *BY_ENGINES}
 
 
 @real
@@ -130,7 +139,7 @@ def test_python_and_its_packages_are_there(kind: str, tmp_path: Path) -> None:
     assert (ran.out, ran.err) == (b"42\n", b"")
 
 
-@real
+@seen_from_outside
 def test_nothing_outlives_its_command_however_it_detaches(kind: str, tmp_path: Path) -> None:
     seconds = f"98765.{secrets.randbelow(10**9)}"
     code = f"(trap '' TERM HUP; setsid sleep {seconds} >/dev/null 2>&1 &) ; sleep 0.2; echo done"
@@ -215,7 +224,7 @@ asyncio.run(main())
 """
 
 
-@real
+@seen_from_outside
 def test_nothing_survives_the_agents_own_death_and_the_next_sweeps(
     kind: str, tmp_path: Path
 ) -> None:
@@ -252,7 +261,7 @@ def my_launchers() -> set[int]:
     return {int(pid) for pid in mine.split()} & {*processes_with("launcher.py")}
 
 
-@real
+@pytest.mark.parametrize("kind", LAUNCHED)
 def test_a_launcher_that_died_is_not_said_to_be_the_tasks_own_exit(
     kind: str, tmp_path: Path
 ) -> None:
@@ -290,7 +299,7 @@ asyncio.run(main())
 """
 
 
-@real
+@seen_from_outside
 def test_a_sandbox_that_is_just_being_made_dies_with_the_agent_too(
     kind: str, tmp_path: Path
 ) -> None:
@@ -313,10 +322,11 @@ def test_a_sandbox_that_is_just_being_made_dies_with_the_agent_too(
         assert left == []
 
 
-def test_using_too_much_memory_is_said_to_be_that(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["bubblewrap", "docker", "podman"])
+def test_using_too_much_memory_is_said_to_be_that(kind: str, tmp_path: Path) -> None:
     small = Limits(cpu_milli=1000, memory_bytes=64 << 20)
     ran = using(
-        "bubblewrap",
+        kind,
         tmp_path,
         lambda runtime: command(runtime, "python", "-c", "x = bytearray(300 << 20)", limits=small),
     )

@@ -46,6 +46,18 @@ def _namespaces() -> str | None:
     return _root()
 
 
+def _engine(*programs: tuple[str, str]) -> Callable[[], str | None]:
+    """A container engine that a test starts for itself, with what else it needs."""
+
+    def look() -> str | None:
+        if importlib.util.find_spec("docker") is None:
+            return "docker is not installed (run make setup)"
+        reasons = (_program(name, package)() for name, package in programs)
+        return next((reason for reason in reasons if reason), None) or _root()
+
+    return look
+
+
 COMPONENTS: Mapping[str, Callable[[], str | None]] = {
     "bubblewrap": _bubblewrap,
     "git": _program("git", "git"),
@@ -55,7 +67,10 @@ COMPONENTS: Mapping[str, Callable[[], str | None]] = {
     "gpu": _gpu,
     "root": _root,
     "network namespaces": _namespaces,
-    "docker": _program("docker", "docker.io"),
+    "docker": _engine(("dockerd", "docker.io"), ("docker-init", "tini")),
+    "podman": _engine(("podman", "podman"), ("runc", "runc"), ("catatonit", "catatonit")),
+    "gvisor": _engine(("dockerd", "docker.io"), ("runsc", "runsc")),
+    "image registry": _engine(("dockerd", "docker.io"), ("docker-registry", "docker-registry")),
     "chromium": _program("chromium", "chromium"),
     "nginx": _program("nginx", "nginx"),
 }
@@ -63,7 +78,7 @@ COMPONENTS: Mapping[str, Callable[[], str | None]] = {
 NEVER_REQUIRED = frozenset({"gpu", "root"})
 """What CI cannot install: its absence skips everywhere."""
 
-FOR_ROOT = frozenset({"network namespaces"})
+FOR_ROOT = frozenset({"network namespaces", "docker", "podman", "gvisor", "image registry"})
 """What only root can use: required where CI is root."""
 
 

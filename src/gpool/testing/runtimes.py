@@ -15,6 +15,7 @@ import cloudpickle  # type: ignore[import-untyped]
 
 from gpool.agent.runtime.bubblewrap import BubblewrapRuntime, wheels_bwrap
 from gpool.agent.runtime.calls import PYTHON
+from gpool.agent.runtime.docker.runtime import DockerRuntime, Gvisor
 from gpool.agent.runtime.process import ProcessRuntime
 from gpool.agent.runtime.protocol import (
     Answer,
@@ -27,6 +28,7 @@ from gpool.agent.runtime.protocol import (
     RunnerSandbox,
     Staged,
 )
+from gpool.testing import engines
 from gpool.testing.fake_runtime import FakeRun, FakeRuntime
 
 LIMITS = Limits(cpu_milli=2000, memory_bytes=512 << 20, disk_bytes=256 << 20)
@@ -43,12 +45,30 @@ RUNS: dict[tuple[str, ...], FakeRun] = {
         files={"b.txt": b"given", "m/x": b"1\n", "m/n/y": b"2\n"}
     ),
 }
+
+
+def _contained(kind: str, gvisor: Gvisor) -> Callable[[Path], DockerRuntime]:
+    """Containers of this process's own engine, from an image with this Python."""
+    return lambda data: DockerRuntime(
+        data,
+        engine=engines.shared_engine(kind).address,
+        default_image=engines.IMAGE,
+        gvisor=gvisor,
+    )
+
+
 MAKERS: dict[str, Callable[[Path], Any]] = {
     "bubblewrap": BubblewrapRuntime,
     "bubblewrap's wheel": lambda data: BubblewrapRuntime(data, bwrap=str(wheels_bwrap())),
     "process": ProcessRuntime,
+    "docker": _contained("docker", Gvisor.NEVER),
+    "podman": _contained("podman", Gvisor.NEVER),
+    "gvisor": _contained("docker", Gvisor.ALWAYS),
     "fake": lambda data: FakeRuntime(data, RUNS),
 }
+
+NEEDS = {"docker": "docker", "podman": "podman", "gvisor": "gvisor"}
+"""The component that a runtime of this name needs here; see `gpool.testing.components`."""
 
 
 def within(work: Awaitable[T]) -> T:
@@ -76,7 +96,14 @@ def using(kind: str, data: Path, work: Callable[[Any], Awaitable[T]]) -> T:
 
 
 def left_over(data: Path) -> list[Path]:
-    folders = ("sandboxes", "values", "processes", "process-values")
+    folders = (
+        "sandboxes",
+        "values",
+        "processes",
+        "process-values",
+        "containers",
+        "container-values",
+    )
     return [path for name in folders for path in (data / name).glob("*")]
 
 

@@ -1,0 +1,74 @@
+"""What a container needs for the real GPUs of a lease: device nodes, driver libraries, or the engine's own CDI names."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from gpool.agent.runtime.devices import device_arguments
+from gpool.core.model import Gpu, Slice
+
+DRIVER_AT = "/opt/gpool/driver"
+LIBRARIES = re.compile(
+    r"lib(?:cuda|cudadebugger|nvcuvid|nvidia-(?:ml|ptxjitcompiler|nvvm|gpucomp|opencl|encode|cfg|allocator))\.so\.1"
+    r"|libnvidia-(?:nvvm|nvvm70|gpucomp)\.so\.\d+(?:\.\d+)*"
+)
+CACHE_LINE = re.compile(r"^\s*(\S+) \(libc6,(?:x86-64|AArch64)[^)]*\) => (\S+)$", re.MULTILINE)
+CDI_KIND = "nvidia.com/gpu"
+CDI_SUFFIXES = (".json", ".yaml", ".yml")
+LDCONFIG = ("/sbin/ldconfig", "-p")
+
+
+@dataclass(frozen=True, slots=True)
+class Graphics:
+    """Either `nodes` and `binds`, or `cdi`; nothing for a lease without a real GPU."""
+
+    nodes: tuple[str, ...] = ()
+    binds: tuple[tuple[str, str, bool], ...] = ()
+    cdi: tuple[str, ...] = ()
+
+
+def driver_libraries(cache: str) -> dict[str, str]:
+    """soname -> host path, from what `ldconfig -p` prints; the first of a name is the one the loader takes."""
+    found: dict[str, str] = {}
+    for name, path in CACHE_LINE.findall(cache):
+        if LIBRARIES.fullmatch(name):
+            found.setdefault(name, path)
+    return found
+
+
+def cdi_names(folders: Sequence[str], uuids: Sequence[str]) -> tuple[str, ...]:
+    """The GPUs by their CDI names, when one of the engine's files describes all of them."""
+    for folder in folders:
+        for file in sorted(Path(folder).glob("*")):
+            if file.suffix not in CDI_SUFFIXES:
+                continue
+            text = file.read_text(errors="replace")
+            if CDI_KIND in text and all(uuid in text for uuid in uuids):
+                return tuple(f"{CDI_KIND}={uuid}" for uuid in uuids)
+    return ()
+
+
+def graphics(
+    gpus: Mapping[int, Gpu], slices: Sequence[Slice], cdi_folders: Sequence[str]
+) -> Graphics:
+    """For one lease."""
+    words = device_arguments(gpus, slices)
+    nodes = [words[at + 1] for at, word in enumerate(words) if word == "--dev-bind"]
+    if not nodes:
+        return Graphics()
+    real = [
+        gpus[s.gpu_index].uuid
+        for s in slices
+        if s.gpu_index in gpus and not gpus[s.gpu_index].simulated
+    ]
+    named = cdi_names(cdi_folders, real)
+    if named:
+        return Graphics(cdi=named)
+    cache = subprocess.run(LDCONFIG, capture_output=True, text=True, check=False, env={}).stdout
+    libraries = driver_libraries(cache)
+    binds = [(path, f"{DRIVER_AT}/{name}", False) for name, path in libraries.items()]
+    return Graphics(tuple(nodes), tuple(binds))

@@ -1,0 +1,223 @@
+"""The door to a container engine on this machine, Docker's or Podman's, through the docker SDK. Every call blocks.
+
+Foreign errors are translated here: `SandboxFailed` says what the owner or the consumer can do. An engine that is
+reached over a network is refused: it could not see the work directory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import socket
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import docker  # type: ignore[import-untyped]
+import requests
+from docker.errors import (  # type: ignore[import-untyped]
+    APIError,
+    DockerException,
+    ImageNotFound,
+    NotFound,
+)
+
+from gpool.agent.runtime.docker.images import (
+    Image,
+    Pull,
+    answers_to,
+    follow,
+    image_from,
+    wrong_reference,
+)
+from gpool.agent.runtime.protocol import SandboxFailed
+
+UNIX = "unix://"
+USUAL_SOCKETS = ("/run/docker.sock", "/run/podman/podman.sock")
+TIMEOUT_S = 120
+POOL = 64
+REMAPPED = re.compile(r"/(\d+)\.(\d+)$")  # what userns-remap adds to the engine's directory
+Told = Callable[[Pull], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What kind of engine it is."""
+
+    kind: str  # "docker" or "podman"
+    version: str
+    runtimes: tuple[str, ...]  # OCI runtimes it lists
+    rootless: bool
+    first_uid: int  # on the host, of a container's uid 0; 0: not remapped
+    cgroup_version: str
+    cdi_folders: tuple[str, ...]
+    warnings: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Gone:
+    """How a container's first process ended."""
+
+    code: int
+    out_of_memory: bool
+    detail: str
+    ran: bool
+
+
+def usual_socket(environ: Mapping[str, str]) -> str:
+    """Where an engine listens: DOCKER_HOST, or the usual places; "" when there is none."""
+    asked = environ.get("DOCKER_HOST", "")
+    if asked:
+        return asked
+    personal = os.path.join(environ.get("XDG_RUNTIME_DIR", "/nowhere"), "podman", "podman.sock")
+    for path in (*USUAL_SOCKETS, personal):
+        if os.path.exists(path):
+            return UNIX + path
+    return ""
+
+
+def facts_from(info: Mapping[str, Any], version: Mapping[str, Any]) -> Facts:
+    names = {str(part.get("Name")) for part in version.get("Components") or ()}
+    options = [str(option) for option in info.get("SecurityOptions") or ()]
+    remapped = any("name=userns" in option for option in options)
+    found = REMAPPED.search(str(info.get("DockerRootDir", ""))) if remapped else None
+    return Facts(
+        kind="podman" if "Podman Engine" in names else "docker",
+        version=str(version.get("Version", "")),
+        runtimes=tuple(sorted(info.get("Runtimes") or ())),
+        rootless=any("rootless" in option for option in options) or bool(info.get("Rootless")),
+        first_uid=int(found.group(1)) if found else 0,
+        cgroup_version=str(info.get("CgroupVersion", "")),
+        cdi_folders=tuple(info.get("CDISpecDirs") or ()),
+        warnings=tuple(str(warning) for warning in info.get("Warnings") or ()),
+    )
+
+
+def _said(error: Exception) -> str:
+    return str(getattr(error, "explanation", None) or error).strip()
+
+
+@contextlib.contextmanager
+def translated(what: str) -> Iterator[None]:
+    try:
+        yield
+    except (DockerException, requests.RequestException, OSError) as error:
+        raise SandboxFailed(f"{what}: {_said(error)}") from error
+
+
+class Engine:
+    """Thread-safe; each method is one short conversation, but `wait` and `pull`."""
+
+    def __init__(self, address: str) -> None:
+        if not address:
+            raise SandboxFailed("no container engine is running: start Docker or podman.socket")
+        if not address.startswith(UNIX):
+            raise SandboxFailed(
+                f"the engine at {address} is not on this machine; gpool needs a unix socket"
+            )
+        self.socket = address.removeprefix(UNIX)
+        with translated(f"the engine at {self.socket} does not answer"):
+            self._api = docker.APIClient(
+                base_url=address, version="auto", timeout=TIMEOUT_S, max_pool_size=POOL
+            )
+            self.facts = facts_from(self._api.info(), self._api.version())
+
+    def close(self) -> None:
+        self._api.close()
+
+    # ---- images
+
+    def find(self, reference: str) -> Image | None:
+        wrong = wrong_reference(reference)
+        if wrong:
+            raise SandboxFailed(wrong)
+        with translated(f"cannot look for image {reference}"):
+            try:
+                image = image_from(self._api.inspect_image(reference))
+            except ImageNotFound:
+                return None
+        return image if answers_to(image, reference) else None
+
+    def pull(self, reference: str, told: Told) -> Image:
+        """From its registry; `SandboxFailed` says why not."""
+        name, _, digest = reference.partition("@")
+        if not name or reference.startswith("sha256:"):
+            raise SandboxFailed(
+                f"image {reference} is not on this node, and an id alone cannot be pulled: write name@sha256:…"
+            )
+        tag = digest or ("" if ":" in name.rpartition("/")[2] else "latest")
+        try:
+            documents = self._api.pull(name, tag=tag or None, stream=True, decode=True)
+            pull = follow(reference, documents, told)
+        except (DockerException, requests.RequestException, OSError) as error:
+            pull = Pull(reference, failed=_said(error))
+            told(pull)
+        if pull.failed:
+            raise SandboxFailed(
+                f"{pull.text}; check the name, or ask this node's owner to sign in to the registry"
+            )
+        image = self.find(reference)
+        if image is None:
+            raise SandboxFailed(f"the registry gave another image than {reference}")
+        return image
+
+    def images(self) -> list[Image]:
+        with translated("cannot list images"):
+            return [image_from(document) for document in self._api.images()]
+
+    # ---- containers
+
+    def create(self, body: Mapping[str, Any]) -> str:
+        with translated("the engine refused the container"):
+            # the SDK's own arguments leave out masked paths; the body is what it would send
+            made = self._api.create_container_from_config(dict(body))
+        return str(made["Id"])
+
+    def attach(self, container: str, *, with_input: bool) -> socket.socket:
+        """The container's streams as one socket, to be opened before the start so that nothing is missed."""
+        wanted = {"stdout": 1, "stderr": 1, "stream": 1, "stdin": 1 if with_input else 0}
+        with translated("cannot attach to the container"):
+            given = self._api.attach_socket(container, params=wanted)
+            channel = socket.socket(fileno=os.dup(given.fileno()))
+            under = given._sock
+            given._response.close()  # a file over a socket: either alone would keep it open
+            under.close()
+        channel.setblocking(False)
+        return channel
+
+    def start(self, container: str) -> None:
+        with translated("the container did not start"):
+            self._api.start(container)
+
+    def wait(self, container: str) -> Gone:
+        """Until it has ended, however long that takes."""
+        with translated("the engine went away"):
+            said = self._api.wait(container, timeout=None)
+            state = self._api.inspect_container(container)["State"]
+        error = (said.get("Error") or {}).get("Message", "") or state.get("Error", "")
+        started = str(state.get("StartedAt", "")) > "0002"
+        return Gone(int(said["StatusCode"]), bool(state.get("OOMKilled")), str(error), started)
+
+    def signal(self, container: str, name: str) -> None:
+        """Nothing happens when it has ended or is gone."""
+        with translated(f"cannot send {name}"), contextlib.suppress(NotFound):
+            try:
+                self._api.kill(container, name)
+            except APIError as error:
+                if error.status_code not in (409, 500):  # Docker's and Podman's "is not running"
+                    raise
+
+    def remove(self, container: str) -> None:
+        """Ends it first. Idempotent."""
+        with translated("cannot remove the container"), contextlib.suppress(NotFound):
+            try:
+                self._api.remove_container(container, force=True, v=True)
+            except APIError as error:
+                if error.status_code != 409:  # its removal is under way already
+                    raise
+
+    def labelled(self, label: str) -> list[str]:
+        with translated("cannot list containers"):
+            found = self._api.containers(all=True, filters={"label": [label]})
+        return [str(entry["Id"]) for entry in found]

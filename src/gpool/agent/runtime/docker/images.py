@@ -1,0 +1,119 @@
+"""Images: found on the node or pulled by the engine, with progress as it comes. Keeps none and removes none: the engine does."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any
+
+DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
+# name[:tag][@digest] or an image's own id; anything else never reaches the engine
+REFERENCE = re.compile(
+    r"(?:[a-z0-9](?:[a-z0-9._:-]*[a-z0-9])?/)*[a-z0-9]+(?:[._-]+[a-z0-9]+)*"
+    r"(?::[A-Za-z0-9_][A-Za-z0-9._-]{0,127})?(?:@sha256:[0-9a-f]{64})?"
+)
+MOST_REFERENCE = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Image:
+    """What a container is made from: `id` names the content, whatever a tag says later."""
+
+    id: str
+    size_bytes: int
+    names: tuple[str, ...] = ()  # tags and digests it is known by here
+    volumes: tuple[str, ...] = ()
+    env: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Pull:
+    """How far a pull has come; `text` is what the consumer sees in the task's status."""
+
+    image: str
+    layers: Mapping[str, tuple[int, int]] = field(default_factory=lambda: MappingProxyType({}))
+    """Layer -> (bytes here, bytes of it); (0, 0) before its size is known."""
+    done: frozenset[str] = frozenset()
+    failed: str = ""
+
+    @property
+    def text(self) -> str:
+        if self.failed:
+            return f"cannot pull {self.image}: {self.failed}"
+        if not self.layers:
+            return f"pulling {self.image}"
+        here = sum(size[0] for size in self.layers.values())
+        whole = sum(size[1] for size in self.layers.values())
+        layers = f"{len(self.done)} of {len(self.layers)} layers"
+        return f"pulling {self.image}: {layers}, {here / 1e6:.0f} of {whole / 1e6:.0f} MB"
+
+
+LAYER_DONE = ("Pull complete", "Already exists", "Download complete")
+
+
+def advance(pull: Pull, said: Mapping[str, Any]) -> Pull:
+    """The next state, by one document of the engine's progress; what it does not know it leaves alone."""
+    if said.get("error"):
+        return replace(pull, failed=str(said["error"]))
+    layer, status = str(said.get("id") or ""), str(said.get("status") or "")
+    is_layer = layer and (
+        layer in pull.layers or status == "Pulling fs layer" or status in LAYER_DONE
+    )
+    if not is_layer:
+        return pull
+    here, whole = pull.layers.get(layer, (0, 0))
+    detail = said.get("progressDetail") or {}
+    if status == "Downloading":
+        whole = max(whole, int(detail.get("total") or 0))
+        here = max(here, min(int(detail.get("current") or 0), whole))
+    done = pull.done
+    if status in LAYER_DONE:
+        here, done = whole, done | {layer}
+    return replace(pull, layers=MappingProxyType({**pull.layers, layer: (here, whole)}), done=done)
+
+
+def follow(image: str, documents: Iterator[Any], told: Callable[[Pull], None]) -> Pull:
+    """Reads a pull to its end; `told` hears of every step that changed something."""
+    pull = Pull(image)
+    told(pull)
+    for said in documents:
+        following = advance(pull, said)
+        if following != pull:
+            pull = following
+            told(pull)
+    return pull
+
+
+def wrong_reference(image: str) -> str:
+    """Why this cannot be the name of an image; "" when it can."""
+    if DIGEST.fullmatch(image):
+        return ""
+    if len(image) <= MOST_REFERENCE and REFERENCE.fullmatch(image):
+        return ""
+    return f"'{image[:80]}' is not the name of an image; write name:tag or, better, name@sha256:…"
+
+
+def image_from(document: Mapping[str, Any]) -> Image:
+    """From the engine's `inspect`."""
+    config = document.get("Config") or {}
+    names = [*(document.get("RepoTags") or ()), *(document.get("RepoDigests") or ())]
+    pairs = [word.partition("=") for word in config.get("Env") or ()]
+    return Image(
+        str(document["Id"]),
+        int(document.get("Size") or 0),
+        tuple(str(name) for name in names),
+        tuple(sorted(config.get("Volumes") or ())),
+        tuple((name, value) for name, _, value in pairs),
+    )
+
+
+def answers_to(image: Image, reference: str) -> bool:
+    """Whether what the engine gave is what a digest asks for; a plain tag is whatever the engine says it is."""
+    wanted = DIGEST.search(reference)
+    if wanted is None:
+        return True
+    bare = wanted.group()
+    own = image.id if image.id.startswith("sha256:") else f"sha256:{image.id}"
+    return own == bare or any(name.endswith("@" + bare) for name in image.names)

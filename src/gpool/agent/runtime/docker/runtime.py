@@ -1,0 +1,482 @@
+"""Sandboxes by Docker, Podman or gVisor under either: for tasks that name an image. Refuses environments.
+
+Who sees what. The engine makes a container from an image whose root is read-only; of the host it sees its own work
+directory, for functions our runner, and the GPUs of the lease. It runs under a uid that nothing else on the host uses
+(a root agent), or as the agent's own (any other). The engine itself, which is root's, is told the task's variables:
+that cannot be avoided with an engine, and is the reason why bubblewrap is the default. A guard beside the agent
+removes its containers when it dies.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import resource
+import secrets
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import cloudpickle  # type: ignore[import-untyped]
+
+from gpool.agent import runner as runner_package
+from gpool.agent.runtime.bubblewrap import NOT_EXECUTABLE, NOT_FOUND, UIDS_A_BLOCK, _Uids
+from gpool.agent.runtime.calls import Keeping, open_runner
+from gpool.agent.runtime.commands import Command, command_pipes
+from gpool.agent.runtime.devices import visible_devices
+from gpool.agent.runtime.disk import DiskWatch, Watched
+from gpool.agent.runtime.docker.confinement import (
+    VALUES_AT,
+    WORK_AT,
+    Box,
+    profile_text,
+    request,
+)
+from gpool.agent.runtime.docker.containers import Contained, undivided
+from gpool.agent.runtime.docker.drivers import DRIVER_AT, graphics
+from gpool.agent.runtime.docker.engine import Engine, usual_socket
+from gpool.agent.runtime.docker.images import Image, Pull
+from gpool.agent.runtime.docker.streams import pour, relay
+from gpool.agent.runtime.launching import Exit, Started
+from gpool.agent.runtime.protocol import (
+    CommandJob,
+    CommandSandbox,
+    Ended,
+    Lane,
+    RunnerJob,
+    RunnerSandbox,
+    SandboxFailed,
+)
+from gpool.agent.runtime.workplace import Workplace, clear
+from gpool.core.model import EndReason, Gpu, Network, Tier
+
+GUARD = Path(__file__).with_name("guard.py")
+BRIDGE = Path(__file__).with_name("bridge.py")
+RUNNER = Path(str(runner_package.__file__)).parent
+CLOUDPICKLE = Path(str(cloudpickle.__file__)).parent
+HOME = "/opt/gpool"  # inside
+AGENT_LABEL, BOOT_LABEL = "pool.gpool.agent", "pool.gpool.boot"
+REMAPPED_UID = 1000  # inside, where the engine has a user namespace: the first of ours
+THREADS = 16
+ENGINE_WENT = "the container engine on that node went away, and the sandbox with it"
+CATATONIT, NOT_STARTED = "ERROR (catatonit:", "failed to exec pid1"
+CHECK = (
+    "import sys; needs, bridge = sys.argv[1:3]; has = '%d.%d' % sys.version_info[:2]\n"
+    "if has != needs: sys.exit('the image has Python ' + has + ', the function needs ' + needs)\n"
+    "del sys.argv[:2]\n"
+    "with open(bridge, 'rb') as text: code = compile(text.read(), bridge, 'exec')\n"
+    "exec(code)"
+)
+"""Runs under any Python 3, so that a wrong one is named instead of failing in a strange way."""
+
+
+T = TypeVar("T")
+
+
+class Gvisor(StrEnum):
+    """Whether containers run under gVisor: where it works, always, or never."""
+
+    AUTO = "auto"
+    ALWAYS = "always"
+    NEVER = "never"
+
+
+@dataclass(frozen=True, slots=True)
+class _Slot:
+    number: int
+    uid: int  # on the host
+    inside: int  # in the container
+
+
+class DockerRuntime:
+    """A `Runtime`. Make it once, in the agent's main thread; it starts its guard at the first container."""
+
+    name = "docker"
+    tier = Tier.CONTAINER
+    networks: frozenset[Network] = frozenset({Network.NONE})
+    images = True
+
+    def __init__(
+        self,
+        data_dir: Path,
+        *,
+        gpus: Sequence[Gpu] = (),
+        engine: str = "",
+        default_image: str = "",
+        gvisor: Gvisor = Gvisor.AUTO,
+        told: Callable[[Pull], None] | None = None,
+        environ: Mapping[str, str] = os.environ,
+    ) -> None:
+        """`told` hears of pulls, on the loop's thread. `default_image`: for tasks that name none."""
+        self._engine = Engine(engine or usual_socket(environ))
+        self._default_image = default_image
+        self._gvisor = gvisor
+        runsc = [name for name in self._engine.facts.runtimes if name.startswith("runsc")]
+        if gvisor is Gvisor.ALWAYS and not runsc:
+            raise SandboxFailed("the engine has no runtime runsc: install gVisor and name it there")
+        self._runsc = runsc if gvisor is not Gvisor.NEVER else []
+        self._told = told
+        self.use_gpus(gpus)
+        self._root = os.geteuid() == 0 and not self._engine.facts.rootless
+        remapped = self._engine.facts.first_uid
+        self._uids = _Uids() if self._root and not remapped else None
+        self._places = data_dir.resolve() / "containers"
+        self._values = data_dir.resolve() / "container-values"
+        for path, mode in ((self._places, 0o711), (self._values, 0o700)):
+            path.mkdir(mode=mode, parents=True, exist_ok=True)
+            path.chmod(mode)
+        self._podman = self._engine.facts.kind == "podman"
+        self._seccomp = profile_text()
+        if self._podman:
+            file = data_dir.resolve() / "seccomp.json"
+            file.write_text(self._seccomp)
+            self._seccomp = str(file)
+        if self._podman and self._root:
+            self.networks = frozenset({Network.NONE, Network.EGRESS})
+        most = resource.getrlimit(resource.RLIMIT_NPROC)[1]
+        self._most_processes = most if self._podman and most != resource.RLIM_INFINITY else 0
+        self._tag = hashlib.sha256(bytes(self._places)).hexdigest()[:24]
+        self._boot = secrets.token_hex(12)
+        self._disk = disk_device(self._places)
+        self._watch = DiskWatch(self._places)
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="engine")
+        self._guard: subprocess.Popen[bytes] | None = None
+        self._guarding = asyncio.Lock()
+        self._pulls: dict[str, asyncio.Future[Image]] = {}
+        self._running: set[Contained] = set()
+        self._free: list[_Slot] = []
+        self._slots = self._made = 0
+
+    def use_gpus(self, gpus: Sequence[Gpu]) -> None:
+        """What the machine has now; sandboxes that run keep what they were given."""
+        self._gpus = {gpu.index: gpu for gpu in gpus}
+
+    # ---- the door
+
+    async def start_command(self, job: CommandJob) -> CommandSandbox:
+        image = await self._image(job)
+        slot, place = self._take(with_values=False)
+        watched = Watched(place.root, job.limits.disk_bytes)
+        ours: tuple[int, ...] = ()
+        theirs: tuple[int, ...] = ()
+        try:
+            if job.inputs:
+                await asyncio.to_thread(place.stage, job.inputs)
+            theirs, ours = command_pipes()
+            box = self._box(slot, place, job, image, job.argv)
+            container, channel = await self._start(box)
+            os.close(theirs[0])
+            streams = pour(channel, {1: theirs[1], 2: theirs[2]}, partial(_explain, job.argv[0]))
+            started = self._follow(container, streams, watched)
+        except BaseException:
+            for descriptor in (*theirs, *ours):
+                os.close(descriptor)
+            self._give_back(slot, place)
+            raise
+        return Command(
+            started,
+            (ours[0], ours[1]),
+            place,
+            disk_bytes=job.limits.disk_bytes,
+            judge=partial(_judge, started, watched),
+            release=lambda: self._release(slot, watched),
+        )
+
+    async def start_runner(self, job: RunnerJob) -> RunnerSandbox:
+        image = await self._image(job)
+        slot, place = self._take(with_values=True)
+        watched = Watched(place.root, job.limits.disk_bytes)
+        made: list[Contained] = []
+
+        async def start(descriptors: Sequence[int], numbers: Sequence[int]) -> Started:  # noqa: ARG001 - the bridge makes its own
+            argv = ["python3", "-B", "-c", CHECK, job.python, f"{HOME}/bridge.py"]
+            argv += [f"{HOME}/runner/serve.py", f"{HOME}/packages"]
+            box = self._box(slot, place, job, image, argv)
+            box = replace(
+                box,
+                has_init=False,
+                takes_input=True,
+                binds=(
+                    *box.binds,
+                    (str(place.values), VALUES_AT, True),
+                    (str(BRIDGE), f"{HOME}/bridge.py", False),
+                    (str(RUNNER), f"{HOME}/runner", False),
+                    (str(CLOUDPICKLE), f"{HOME}/packages/cloudpickle", False),
+                ),
+            )
+            try:
+                container, channel = await self._start(box)
+            except BaseException as failure:
+                for descriptor in descriptors:
+                    os.close(descriptor)
+                if isinstance(failure, SandboxFailed) and _says_missing(str(failure)):
+                    raise SandboxFailed(_no_python(job)) from failure
+                raise
+            started = self._follow(container, relay(channel, descriptors), watched)
+            made.append(started)
+            return started
+
+        keeping = Keeping(
+            place,
+            self._values,
+            job.limits.disk_bytes,
+            lambda exit, head: _judge(made[0], watched, exit, head),
+            lambda: self._release(slot, watched),
+        )
+        return await open_runner(start, keeping)
+
+    async def sweep(self) -> None:
+        """Containers first: what lies in their work directories is still in use until then."""
+        await self._call(self._sweep)
+
+    async def close(self) -> None:
+        """End every sandbox and the guard; the runtime is of no use afterwards."""
+        await self._watch.close()
+        running = list(self._running)
+        await asyncio.gather(*(started.kill() for started in running))
+        if self._guard is not None:
+            await asyncio.to_thread(self._guard.communicate, b"done")
+            self._guard = None
+        self._threads.shutdown()
+        self._engine.close()
+        if self._uids is not None:
+            self._uids.close()
+            self._uids = None
+
+    async def stored(self) -> list[Image]:
+        """The images that lie on this node, with their sizes; the engine decides what it keeps."""
+        return await self._call(self._engine.images)
+
+    # ---- how
+
+    async def _call(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+    def _sweep(self) -> None:
+        for container in self._engine.labelled(f"{AGENT_LABEL}={self._tag}"):
+            self._engine.remove(container)
+        clear(self._places, self._values)
+
+    async def _image(self, job: CommandJob | RunnerJob) -> Image:
+        """On the node, pulled when it is not; two tasks that want the same one wait for one pull."""
+        if job.environment is not None:
+            raise SandboxFailed("the Docker runtime runs images, not environments: name an image")
+        if job.lane is not None and (
+            Network.EGRESS not in self.networks or len(job.lane.namespaces) != 1
+        ):
+            raise SandboxFailed("this node's container engine cannot enter a lane: no network here")
+        reference = job.image or self._default_image
+        if not reference:
+            raise SandboxFailed("the Docker runtime needs an image: name one with image=")
+        found = await self._call(partial(self._engine.find, reference))
+        if found is not None:
+            return found
+        pulling = self._pulls.get(reference)
+        if pulling is None:
+            loop = asyncio.get_running_loop()
+
+            def told(pull: Pull) -> None:
+                if self._told is not None:
+                    loop.call_soon_threadsafe(self._told, pull)
+
+            pulling = loop.run_in_executor(None, self._engine.pull, reference, told)
+            self._pulls[reference] = pulling
+            pulling.add_done_callback(lambda done: self._pulled(reference, done))
+        return await asyncio.shield(pulling)
+
+    def _pulled(self, reference: str, done: asyncio.Future[Image]) -> None:
+        del self._pulls[reference]
+        if not done.cancelled():
+            done.exception()  # whoever waited has it
+
+    def _take(self, *, with_values: bool) -> tuple[_Slot, Workplace]:
+        if self._free:
+            slot = self._free.pop()
+        else:
+            number, self._slots = self._slots, self._slots + 1
+            if number >= UIDS_A_BLOCK:
+                raise SandboxFailed(f"more than {UIDS_A_BLOCK} containers at once")
+            remapped = self._engine.facts.first_uid
+            if self._uids is not None:
+                uid = inside = self._uids.first + number
+            elif remapped and self._root:
+                inside = REMAPPED_UID + number
+                uid = remapped + inside
+            else:
+                uid = inside = os.geteuid()
+            slot = _Slot(number, uid, inside)
+        self._made += 1
+        place = Workplace(self._places / f"{slot.number}-{os.getpid()}-{self._made}", slot.uid)
+        place.make(with_values=with_values)
+        return slot, place
+
+    def _release(self, slot: _Slot, watched: Watched) -> None:
+        self._watch.end(watched)
+        self._free.append(slot)
+
+    def _give_back(self, slot: _Slot, place: Workplace) -> None:
+        place.remove()
+        self._free.append(slot)
+
+    def _box(
+        self,
+        slot: _Slot,
+        place: Workplace,
+        job: CommandJob | RunnerJob,
+        image: Image,
+        argv: Sequence[str],
+    ) -> Box:
+        facts = self._engine.facts
+        gpus = graphics(self._gpus, job.slices, facts.cdi_folders)
+        variables = {
+            "HOME": WORK_AT,
+            "LANG": "C.UTF-8",
+            "TMPDIR": "/tmp",
+            "CUDA_VISIBLE_DEVICES": visible_devices(self._gpus, job.slices),
+        }
+        if gpus.binds:
+            before = dict(image.env).get("LD_LIBRARY_PATH", "")
+            variables["LD_LIBRARY_PATH"] = f"{DRIVER_AT}:{before}" if before else DRIVER_AT
+        return Box(
+            image=image.id,
+            argv=argv,
+            env=tuple((variables | dict(job.env)).items()),
+            user=slot.inside,
+            limits=job.limits,
+            binds=((str(place.work), WORK_AT, True), *gpus.binds),
+            labels={AGENT_LABEL: self._tag, BOOT_LABEL: self._boot},
+            volumes=image.volumes,
+            devices=gpus.nodes,
+            cdi=gpus.cdi,
+            # a uid of its own: counted alone. Podman would otherwise ask for more than the host may allow.
+            user_processes=job.limits.processes if self._uids is not None else self._most_processes,
+            keep_id=facts.rootless and self._podman,
+            disk_device=self._disk,
+            # Podman enters a namespace by its path; Docker makes its own and cannot be given one.
+            network=_lane_path(job.lane) if job.lane is not None else "none",
+            resolver=job.lane.resolver if job.lane is not None else "",
+        )
+
+    async def _start(self, box: Box) -> tuple[str, socket.socket]:
+        await self._be_guarded()
+        has_gpu = bool(box.devices or box.cdi)
+        while self._runsc and not (has_gpu and self._gvisor is Gvisor.AUTO):
+            tried = replace(box, oci_runtime=self._runsc[0])
+            try:
+                return await undivided(self._threads, partial(self._begin, tried), self._undo)
+            except SandboxFailed:
+                # Whether it works is seen by starting something: its platform is the owner's choice.
+                if self._gvisor is Gvisor.ALWAYS and len(self._runsc) == 1:
+                    raise
+                self._runsc = self._runsc[1:]
+        return await undivided(self._threads, partial(self._begin, box), self._undo)
+
+    def _begin(self, box: Box) -> tuple[str, socket.socket]:
+        """In a thread: the container runs and its streams are open, or there is none."""
+        container = self._engine.create(request(box, self._seccomp, podman=self._podman))
+        channel: socket.socket | None = None
+        try:
+            channel = self._engine.attach(container, with_input=box.takes_input)
+            self._engine.start(container)
+        except BaseException:
+            if channel is not None:
+                channel.close()
+            self._engine.remove(container)
+            raise
+        return container, channel
+
+    def _undo(self, begun: tuple[str, socket.socket]) -> None:
+        container, channel = begun
+        channel.close()
+        self._engine.remove(container)
+
+    def _follow(
+        self, container: str, streams: Coroutine[Any, Any, None], watched: Watched
+    ) -> Contained:
+        started = Contained(self._engine, container, self._threads, streams)
+        self._running.add(started)
+        started.when_over(self._running.discard)
+        self._watch.begin(watched, started.kill)
+        return started
+
+    async def _be_guarded(self) -> None:
+        """No container before the guard stands; a new one when it fell."""
+        async with self._guarding:
+            if self._guard is not None and self._guard.poll() is None:
+                return
+            if self._guard is not None:
+                self._guard.communicate()  # it fell: only its pipes are left
+            label = f"{BOOT_LABEL}={self._boot}"
+            # -I -S: nothing but the standard library
+            words = [sys.executable, "-I", "-S", "-B", str(GUARD), self._engine.socket, label]
+            guard = subprocess.Popen(  # noqa: ASYNC220 - a vfork, once
+                words,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env={},
+                cwd="/",
+                start_new_session=True,
+            )
+            assert guard.stdout is not None
+            self._guard = guard
+            if await asyncio.to_thread(guard.stdout.readline) != b"ready\n":
+                raise SandboxFailed("the containers' guard did not start")
+
+
+def disk_device(path: Path) -> str:
+    """The whole disk that holds the path, as a device node; "" where it is not one disk."""
+    number = os.stat(path).st_dev
+    found = Path(f"/sys/dev/block/{os.major(number)}:{os.minor(number)}")
+    if not found.exists():
+        return ""
+    real = found.resolve()
+    if (real / "partition").exists():
+        real = real.parent
+    node = Path("/dev") / real.name
+    return str(node) if node.is_block_device() else ""
+
+
+def _lane_path(lane: Lane) -> str:
+    return f"ns:/proc/{os.getpid()}/fd/{lane.namespaces[0]}"
+
+
+def _explain(program: str, head: bytes) -> bytes:
+    """Podman's reaper does not name the program it did not find."""
+    text = head.decode("utf-8", "replace").strip()
+    if text.startswith(CATATONIT) and NOT_STARTED in text:
+        return f"gpool: {program}: {text.rpartition(': ')[2]}\n".encode()
+    return b""
+
+
+def _says_missing(text: str) -> bool:
+    return "python3" in text and ("not found" in text or "no such file" in text.lower())
+
+
+def _no_python(job: RunnerJob) -> str:
+    image = job.image or "the default image"
+    return f"{image} has no python3: a function needs an image with Python {job.python}"
+
+
+def _judge(started: Contained, watched: Watched, exit: Exit, head: bytes) -> Ended:
+    gone = started.gone
+    if watched.exceeded:
+        limit = f"it wrote more than its disk limit of {watched.limit_bytes} bytes"
+        return Ended(137, EndReason.BAD_OUTPUT, limit)
+    if exit.lost or gone is None:
+        return Ended(exit.code, EndReason.SANDBOX_FAILED, ENGINE_WENT)
+    if gone.out_of_memory and exit.code != 0:
+        return Ended(exit.code, EndReason.OUT_OF_MEMORY, "it used more memory than asked for")
+    if not exit.ran and not exit.killed:
+        return Ended(exit.code, EndReason.SANDBOX_FAILED, gone.detail or "it did not start")
+    text = head.decode("utf-8", "replace")
+    if exit.code == 1 and text.startswith(CATATONIT) and NOT_STARTED in text:
+        return Ended(NOT_FOUND if "No such file" in text else NOT_EXECUTABLE)
+    return Ended(exit.code)
