@@ -158,7 +158,7 @@ async def in_a_row(count: int) -> dict[str, float]:
         await runtime.close()
         closed = census(data, runtime.tag)
         assert not closed["groups"], closed["groups"]
-    found = {f"{kind} left": float(len(after[kind] - before[kind])) for kind in after}
+    found = {f"{kind} left": float(len(after[kind]) - len(before[kind])) for kind in after}
     for name, times in (("start", sorted(starts)), ("tear-down", sorted(ends))):
         found[f"{name} p50 ms"] = times[len(times) // 2] * 1000
         found[f"{name} p99 ms"] = times[len(times) * 99 // 100] * 1000

@@ -16,7 +16,7 @@ import cloudpickle
 import pytest
 from desk import Desk, settings_for
 
-from gpool.agent.instructions import OfferDetected
+from gpool.agent.instructions import OfferDetected, ReclaimAsked
 from gpool.agent.main import Means, run_agent
 from gpool.core.errors import Forbidden, Invalid, NotSignedIn
 from gpool.core.model import (
@@ -26,6 +26,7 @@ from gpool.core.model import (
     Offer,
     OutputFile,
     Requirements,
+    Span,
     TaskKind,
     TaskSpec,
     Tier,
@@ -40,6 +41,7 @@ from gpool.wire.frames import (
     Lease,
     Refused,
     Released,
+    Started,
     Stop,
     StopReason,
 )
@@ -59,6 +61,7 @@ class Pool:
         self.desk, self.runtime, self.stop = desk, runtime, asyncio.Event()
         runtimes = [runtime, *([bare] if bare else [])]
         self.offer = OFFER
+        self.reclaim: tuple[ReclaimAsked, ...] = ()
         self.agent = asyncio.create_task(
             run_agent(
                 settings_for(desk, folder),
@@ -66,7 +69,7 @@ class Pool:
                 OFFER,
                 stop=self.stop,
                 random=Random(1),
-                look=lambda: (OfferDetected(self.offer),),
+                look=lambda: (OfferDetected(self.offer), *self.reclaim),
                 look_every_s=0.05,
             )
         )
@@ -386,3 +389,38 @@ def test_a_signal_stops_the_agent_in_good_order(tmp_path: Path) -> None:
             assert runtime.live == set()
 
     asyncio.run(live())
+
+
+def test_a_preempted_command_is_warned_and_reported_as_such(tmp_path: Path) -> None:
+    async def story(pool: Pool, desk: Desk) -> None:
+        await desk.grant(command("wait", grace=Span(60_000_000)), [Lease(1, 1), Lease(2, 1)])
+        await desk.until(lambda: any(isinstance(item, Started) for item in desk.items))
+        await desk.say(Stop((Hold(1, 1), Hold(2, 1)), StopReason.PREEMPTED))
+        await desk.until(lambda: {1, 2} <= desk.ends().keys())
+        ended = desk.ends()[1]
+        assert isinstance(ended, Finished)
+        assert ended.reason is EndReason.PREEMPTED
+        assert desk.ends()[2] == HandedBack(2, 1)
+
+    living(tmp_path, story)
+
+
+def test_an_owner_who_wants_the_machine_back_gets_it(tmp_path: Path) -> None:
+    async def story(pool: Pool, desk: Desk) -> None:
+        await desk.grant(command("wait"), [Lease(1, 1)])
+        await desk.until(lambda: any(isinstance(item, Started) for item in desk.items))
+        pool.offer = replace(OFFER, closed="its owner is using it")
+        pool.reclaim = (ReclaimAsked(None, "its owner took the machine back"),)
+        await desk.until(lambda: 1 in desk.ends())
+        ended = desk.ends()[1]
+        assert isinstance(ended, Finished)
+        assert (ended.reason, ended.error_text) == (
+            EndReason.PREEMPTED,
+            "its owner took the machine back",
+        )
+        assert desk.offers[-1].closed == "its owner is using it"
+        await desk.grant(command("hello"), [Lease(2, 1)])
+        await desk.until(lambda: 2 in desk.ends())
+        assert desk.ends()[2] == HandedBack(2, 1)
+
+    living(tmp_path, story)

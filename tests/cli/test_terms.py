@@ -8,6 +8,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
+from gpool.agent.lookout import Rulebook
 from gpool.agent.policy import Policy
 from gpool.agent.settings import AgentSettings
 from gpool.cli.joining import Identity
@@ -55,3 +56,11 @@ def test_an_owner_who_asks_for_it_offers_the_tier_none(
     tiers = [one.tier for one in runtimes_of(told, (), Policy())]
     assert tiers == [Tier.CONTAINER, Tier.NONE]
     assert told.slots == 3
+
+
+def test_an_owner_s_rules_reach_the_agent(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file = tmp_path / "policy.toml"
+    file.write_text("tiers = ['vm']")
+    told = settings(monkeypatch, tmp_path, said("--policy", str(file)))
+    assert told.policy == file
+    assert runtimes_of(told, (), Rulebook(file).policy) == []

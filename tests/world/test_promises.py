@@ -29,3 +29,4 @@ def test_the_runs_are_not_idle() -> None:
     assert sum(outcome.accepted for outcome in outcomes) > 200
     assert sum(outcome.attempts for outcome in outcomes) > sum(o.accepted for o in outcomes) - 50
     assert sum(outcome.crashes for outcome in outcomes) > 0
+    assert sum(outcome.resumed for outcome in outcomes) > 10

@@ -80,13 +80,15 @@ class CommandKeeper:
         self.task.cancel()
 
     async def _part(self, sandbox: CommandSandbox, grace_us: int) -> None:
-        """Warn, wait, kill; what the main task does then, it does by itself."""
-        if grace_us:
-            await sandbox.warn()
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(grace_us / 1_000_000):
-                    await sandbox.ended()
-        await sandbox.kill()
+        """Warn, wait, kill; what the main task does then, it does by itself. It is killed whatever happens."""
+        try:
+            if grace_us:
+                with contextlib.suppress(TimeoutError, SandboxFailed, OSError):
+                    async with asyncio.timeout(grace_us / 1_000_000):
+                        await sandbox.warn()
+                        await sandbox.ended()
+        finally:
+            await sandbox.kill()
 
     def _report(self, task: asyncio.Task[None]) -> None:
         """However it came to an end, even before its first step."""
@@ -188,8 +190,9 @@ class CommandKeeper:
             ended = await sandbox.ended()
         finally:
             self._sandbox = None
+            if saving is not None or spec.outputs:
+                await sandbox.kill()  # first: nothing may run, or change what is collected
             if saving is not None:
-                await sandbox.kill()  # first: a save may hold us up
                 saving.cancel()
                 await asyncio.wait([saving])
         if self._left is not None:

@@ -248,9 +248,12 @@ class Dispatch:
 
     def _call_at(self, line: Line, runner: Runner, held: Held) -> int:
         since = runner.head_since
-        at = min(runner.head_begun + held.order.spec.timeout, since + self.longest_us)
-        if not runner.announced:
-            at = min(at, since + ANNOUNCE_AFTER_US)
+        if runner.announced:
+            at = runner.head_begun + held.order.spec.timeout
+            if self.longest_us != NEVER:
+                at = min(at, since + self.longest_us)
+        else:
+            at = min(runner.head_begun + held.order.spec.timeout, since + ANNOUNCE_AFTER_US)
         if held.log is not None and held.log.due_at is not None:
             at = min(at, held.log.due_at)
         if line.waiting:

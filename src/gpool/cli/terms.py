@@ -20,6 +20,7 @@ class Terms:
     slots: int | None = None
     simulate_gpus: str | None = None
     allow_process: bool = False
+    policy: Path | None = None
 
 
 _OPTIONS = (
@@ -41,11 +42,18 @@ _OPTIONS = (
         is_flag=True,
         help="Let your own tasks that ask for --tier none run here with the agent's rights, without any isolation.",
     ),
+    click.option(
+        "--policy",
+        envvar="GPOOL_AGENT_POLICY",
+        type=click.Path(exists=True, dir_okay=False, path_type=Path),
+        metavar="FILE",
+        help="Your rules: whose tasks, which hours, what you keep back (TOML; docs/policy.md).",
+    ),
 )
 
 
 def lending(function: Callable[..., None]) -> Callable[..., None]:
-    """`--slots`, `--simulate-gpus` and `--allow-process`, given to the verb as `terms`."""
+    """`--slots`, `--simulate-gpus`, `--allow-process` and `--policy`, given to the verb as `terms`."""
 
     @wraps(function)
     def with_terms(
@@ -53,9 +61,10 @@ def lending(function: Callable[..., None]) -> Callable[..., None]:
         slots: int | None,
         simulate_gpus: str | None,
         allow_process: bool,
+        policy: Path | None,
         **kwargs: Any,
     ) -> None:
-        function(*args, terms=Terms(slots, simulate_gpus, allow_process), **kwargs)
+        function(*args, terms=Terms(slots, simulate_gpus, allow_process, policy), **kwargs)
 
     found: Callable[..., None] = with_terms
     for option in reversed(_OPTIONS):
@@ -80,4 +89,6 @@ def agent_variables(identity: Identity, data: Path, terms: Terms) -> dict[str, s
         found["GPOOL_AGENT_SLOTS"] = str(terms.slots)
     if terms.simulate_gpus:
         found["GPOOL_AGENT_SIMULATE_GPUS"] = terms.simulate_gpus
+    if terms.policy is not None:
+        found["GPOOL_AGENT_POLICY"] = str(terms.policy.absolute())
     return found

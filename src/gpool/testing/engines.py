@@ -184,14 +184,12 @@ def _answers(path: Path) -> bool:
             return False
 
 
-def _docker(root: Path, *, remap: bool = False) -> list[str]:
+def _docker(root: Path) -> list[str]:
     settings: dict[str, object] = {}
     runsc = shutil.which("runsc")
     if runsc:
         platform = ["--platform=ptrace", "--network=none"]
         settings["runtimes"] = {"runsc": {"path": runsc, "runtimeArgs": platform}}
-    if remap:
-        settings["userns-remap"] = "default"
     (root / "daemon.json").write_text(json.dumps(settings))
     words = [_program("dockerd"), "--config-file", str(root / "daemon.json")]
     words += ["--data-root", str(root / "data"), "--exec-root", str(root / "exec")]
@@ -224,14 +222,14 @@ def _short_folder() -> Path:
 
 @contextlib.contextmanager
 def engine(kind: str) -> Iterator[PrivateEngine]:
-    """`docker`, `docker remapped` or `podman`; with both images imported."""
+    """`docker` or `podman`; with both images imported."""
     root = _short_folder()
     environ = {"PATH": os.environ.get("PATH", "") + ":/usr/sbin:/sbin", "HOME": str(root)}
     if kind == "podman":
         words = _podman(root)
         environ["CONTAINERS_CONF"] = str(_podman_settings(root))
     else:
-        words = _docker(root, remap=kind == "docker remapped")
+        words = _docker(root)
     with (root / "log").open("wb") as log:
         child = subprocess.Popen(
             [sys.executable, "-c", DIE_WITH_PARENT, *words],
@@ -279,10 +277,17 @@ def docker_client(made: PrivateEngine) -> Iterator[Any]:
 
 
 def _clear_away(root: Path) -> None:
-    """Mounts an engine left behind, deepest first, then the directory."""
+    """What an engine left behind: processes that name its directory, mounts (deepest first), the directory."""
+    for name in os.listdir("/proc"):
+        with contextlib.suppress(OSError, ValueError):
+            if f"{root}/".encode() in Path(f"/proc/{name}/cmdline").read_bytes():
+                os.kill(int(name), signal.SIGKILL)
     mounts = [line.split()[4] for line in Path("/proc/self/mountinfo").read_text().splitlines()]
     for mount in sorted((m for m in mounts if m.startswith(str(root) + "/")), reverse=True):
         subprocess.run(["umount", "-l", mount], capture_output=True, check=False)
+    for group in Path("/sys/fs/cgroup").glob("*/libpod_parent"):
+        with contextlib.suppress(OSError):  # in use by another Podman
+            group.rmdir()
     shutil.rmtree(root, ignore_errors=True)
 
 

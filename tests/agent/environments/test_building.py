@@ -9,6 +9,7 @@ import socket
 import stat
 import subprocess
 import sys
+import tempfile
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -233,14 +234,15 @@ asyncio.run(main())
 """
 
 
-def test_an_unprivileged_agent_builds_as_well(
-    index: PackageIndex, tmp_path: Path, require: Callable[[str], None]
-) -> None:
-    require("root")
-    index.wheel("thing")
-    for path in [index.folder, *index.folder.rglob("*")]:
-        path.chmod(0o755)
-    assert "said 1.0\n" in unprivileged.run(ROOTLESS, tmp_path, index.address)
+def test_an_unprivileged_agent_builds_as_well(require: Callable[[str], None]) -> None:
+    for component in ("root", "bubblewrap", "uv"):
+        require(component)
+    with tempfile.TemporaryDirectory() as name:  # pytest closes the folder above its own to others
+        index = PackageIndex(Path(name) / "index")
+        index.wheel("thing")
+        for path in [index.folder, *index.folder.rglob("*")]:
+            path.chmod(0o755)
+        assert "said 1.0\n" in unprivileged.run(ROOTLESS, Path(name), index.address)
 
 
 # ---- what the scripts of a package can reach

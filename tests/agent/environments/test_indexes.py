@@ -137,3 +137,19 @@ def test_configuration_is_looked_for_where_pip_and_uv_do(tmp_path: Path) -> None
     assert [file for file in named if "uv" not in str(file)] == [Path("/x/my.conf")]
     none = configuration_files({"PIP_CONFIG_FILE": "/dev/null"}, tmp_path, tmp_path)
     assert not [file for file in none if "uv" not in str(file)]
+
+
+def test_only_what_is_in_reach_is_asked(tmp_path: Path) -> None:
+    here, gone = f"file://{tmp_path}", "file:///nowhere/at/all"
+    far = "https://far.test/simple"
+    mixed = Indexes(far, (gone, here), (str(tmp_path), "/nowhere"))
+    assert mixed.reachable(network=True) == Indexes(far, (here,), (str(tmp_path),))
+    assert mixed.reachable(network=False) == Indexes(here, (), (str(tmp_path),))
+    assert Indexes(extra=(here,)).reachable(network=True) == Indexes(extra=(here,))
+    assert Indexes(extra=(here,)).reachable(network=False) == Indexes(here)
+    assert Indexes(gone, (far,)).reachable(network=True) == Indexes(far)
+    assert Indexes().reachable(network=True) == Indexes()
+    assert Indexes().reachable(network=False) is None
+    links = Indexes(find_links=(str(tmp_path),)).reachable(network=False)
+    assert links == Indexes(find_links=(str(tmp_path),), no_index=True)
+    assert Indexes(here, no_index=True).reachable(network=True) is None

@@ -242,16 +242,22 @@ async def spoofed(capture: socket.socket) -> dict[str, Any]:
     async with await several.open(Egress()) as opened:
         sh("addr add 9.9.9.9/32 dev eth0", namespace=opened.lane.namespaces[0])
 
-        def send(source: str) -> None:
+        def send(source: str, options: bytes) -> None:
             with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sending:
+                sending.setsockopt(socket.IPPROTO_IP, socket.IP_OPTIONS, options)
                 sending.bind((source, 0))
                 sending.sendto(b"?", (PUBLIC, PORT))
 
         told = {}
-        for word, source in (("as itself", "0.0.0.0"), ("as another", "9.9.9.9")):
+        nothing = b"\x01" * 4  # four options that say nothing
+        for word, source, options in (
+            ("as itself", "0.0.0.0", b""),
+            ("as another", "9.9.9.9", b""),
+            ("with options", "0.0.0.0", nothing),
+        ):
             arrived(capture)
             before = await several.refused_packets()
-            await inside(opened, lambda source=source: send(source))
+            await inside(opened, lambda s=source, o=options: send(s, o))
             await asyncio.to_thread(capture_wait, capture)
             told[word] = [len(arrived(capture)), await several.refused_packets() - before]
     await several.close()

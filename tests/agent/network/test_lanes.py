@@ -88,10 +88,10 @@ def test_what_the_host_is_now_is_refused_not_what_it_was(stage: Stage) -> None:
     assert stage("moved") == {"before": True, "after": False, "gone again": True}
 
 
-def test_another_source_address_never_leaves_a_lane(stage: Stage) -> None:
+def test_another_source_address_or_options_never_leave_a_lane(stage: Stage) -> None:
     told = stage("spoofed")
     assert told["as itself"][0] == 1
-    assert told["as another"] == [0, 1]
+    assert told["as another"] == told["with options"] == [0, 1]
 
 
 def test_a_list_may_name_the_host_and_ends_with_its_lane(stage: Stage) -> None:

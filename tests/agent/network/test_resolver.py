@@ -281,6 +281,26 @@ def test_rubbish_gets_no_answer_and_does_no_harm() -> None:
     within(work)
 
 
+def test_a_flood_is_not_even_listened_to_for_long() -> None:
+    """2,000 messages at once, then 200 a second: whatever more comes waits in the kernel, which drops it."""
+
+    async def work() -> None:
+        async with resolver() as made:
+            loop = asyncio.get_running_loop()
+            until = loop.time() + 0.5
+            sent = 0
+            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sending:
+                while loop.time() < until or sent < 5000:
+                    for _ in range(50):
+                        sending.sendto(b"x", made.datagrams.getsockname())
+                    sent += 50
+                    await asyncio.sleep(0)
+            took_s = loop.time() - until + 0.5
+            assert made.tally.refused <= 2000 + 200 * took_s + 1
+
+    within(work)
+
+
 def test_an_allowance_fills_with_time_and_no_further_than_its_brim() -> None:
     some = Allowance(per_s=2, most=4, now=0)
     assert [some.take(1, 0) for _ in range(5)] == [True, True, True, True, False]

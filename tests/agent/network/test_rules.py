@@ -128,7 +128,7 @@ def is_sendable(address: IPv4Address) -> bool:
     return not address.is_loopback and str(address) not in own and address not in IPv4Network("0.0.0.0/8")  # fmt: skip
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     policy=POLICIES,
     host=st.lists(NETWORKS, max_size=2).map(tuple).map(HostFacts),
@@ -155,7 +155,7 @@ def test_the_kernel_always_agrees_with_the_model(
     assert list(zip(sent, found, strict=True)) == list(zip(sent, expected, strict=True))
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     policy=POLICIES, host=st.lists(NETWORKS, max_size=3).map(tuple).map(HostFacts), listed=SEVERAL
 )

@@ -26,7 +26,6 @@ from gpool.agent.environments.indexes import Indexes
 from gpool.agent.environments.interpreters import Interpreter
 from gpool.agent.runtime.layout import HOME
 from gpool.agent.runtime.protocol import (
-    ENVIRONMENT_AT,
     BadOutput,
     CommandJob,
     CommandSandbox,
@@ -50,21 +49,22 @@ OpenLane = Callable[[Indexes], AbstractAsyncContextManager[Lane | None]]
 
 SCRIPT = f"""
 set -eu
-top=$PWD
-export UV_CACHE_DIR="$top/.cache"
+export UV_CACHE_DIR="$PWD/.cache"
 {KIT}/uv venv --quiet --no-project --relocatable --python "$BASE" env
 {KIT}/uv pip install --python env/bin/python --requirements requirements.txt
 cd env/lib/python*/site-packages
 env -i LD_LIBRARY_PATH="${{LD_LIBRARY_PATH:-}}" "$BASE" -I -S -m compileall -q -j 0 \
-    --invalidation-mode unchecked-hash -s "$top/env" -p "$AT" . > /dev/null 2>&1 || true
+    --invalidation-mode unchecked-hash . > /dev/null 2>&1 || true
 """
 """Nothing of a recipe stands in it. What is installed is compiled by the bare interpreter, which runs none of it."""
 
 
 _AWAY = re.compile(
-    r"^\s*(?:cause:|Caused by:)? *(?:dns error|client error \(Connect\))", re.MULTILINE
+    r"^\s*(?:cause:|Caused by:)?\s*(?:dns error|client error \(Connect\)|operation timed out|"
+    r"connection (?:reset|closed)|HTTP status server error)",
+    re.MULTILINE | re.IGNORECASE,
 )
-"""How uv says that a server cannot be reached at all."""
+"""How uv says that a server is away."""
 
 
 class Building(CommandSandbox, Protocol):
@@ -158,7 +158,6 @@ class UvBuilder:
         indexes = self._indexes
         variables = [
             ("BASE", interpreter.program),
-            ("AT", ENVIRONMENT_AT),
             ("UV_NO_CONFIG", "1"),
             ("UV_NO_PROGRESS", "1"),
             ("UV_PYTHON_DOWNLOADS", "never"),

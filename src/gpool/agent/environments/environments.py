@@ -295,6 +295,8 @@ class Environments:
                 else:
                     trees.lay_bare(tree, interpreter)
                 found = await asyncio.to_thread(trees.measured, tree)
+                if found.files > trees.MOST_FILES:
+                    raise BuildFailed(f"the environment holds more than {trees.MOST_FILES} files")
                 if found.size_bytes > self._limit:
                     raise BuildFailed(
                         f"the environment takes {found.size_bytes} bytes; this node keeps at most {self._limit}"

@@ -60,6 +60,26 @@ class Indexes:
                 found += [user, user.partition(":")[2] or user]
         return tuple(dict.fromkeys(found))
 
+    def reachable(self, *, network: bool) -> Indexes | None:
+        """Without folders that are not there and, where there is no network, without what lies on it; None: none is left."""
+
+        def there(address: str) -> bool:
+            path = path_of(address)
+            return network if path is None else path.exists()
+
+        links = tuple(one for one in self.find_links if there(one))
+        if self.no_index:
+            return replace(self, default="", extra=(), find_links=links) if links else None
+        extra = tuple(one for one in self.extra if there(one))
+        if network and (not self.default or there(self.default)):
+            return replace(self, extra=extra, find_links=links)
+        indexes = (self.default, *extra) if self.default and there(self.default) else extra
+        if indexes:
+            return replace(self, default=indexes[0], extra=indexes[1:], find_links=links)
+        return (
+            replace(self, default="", extra=(), find_links=links, no_index=True) if links else None
+        )
+
     def folders(self) -> tuple[Path, ...]:
         """What of this machine's disk a build must see."""
         found = []

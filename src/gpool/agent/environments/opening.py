@@ -38,7 +38,7 @@ def environments_for(
     clock: Callable[[], int],
     limit_bytes: int = LIMIT_BYTES,
 ) -> Environments | None:
-    """None without uv. Without networks, packages come from this machine's disk alone. Runs a few programs: blocks.
+    """None without uv or any index in reach: without networks those on disk are. Runs a few programs: blocks.
 
     `sandboxes` is a runtime whose commands can be `take`n from: bubblewrap. `clock` counts microseconds. Call `sweep` on
     what you get before the first task, and `close` after the last.
@@ -48,7 +48,13 @@ def environments_for(
         log.info("no_environments", why="uv is not installed: pip install uv")
         return None
     home = Path(environ.get("HOME") or "/")
-    indexes = read_indexes(configuration_files(environ, home, Path(sys.prefix)), environ)
+    configured = read_indexes(configuration_files(environ, home, Path(sys.prefix)), environ)
+    indexes = configured.reachable(network=networks is not None)
+    if indexes is None:
+        log.info(
+            "no_environments", why="no package index of pip or uv is in reach without a network"
+        )
+        return None
     open_lane: OpenLane = no_lane
     if networks is not None:
         built_in = built_in_index(uv)

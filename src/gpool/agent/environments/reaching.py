@@ -154,7 +154,7 @@ class IndexLanes:
         if known is None:
             try:
                 known = places_on(*await self._ask(page))
-            except (httpx2.HTTPError, ValueError) as error:
+            except (httpx2.HTTPError, httpx2.InvalidURL, OSError, ValueError) as error:
                 shown = urlsplit(page).hostname
                 log.warning("index_not_asked", host=shown, error=type(error).__name__)
                 return frozenset()  # it is asked again for the next build

@@ -33,6 +33,7 @@ class Manifest(msgspec.Struct, frozen=True):
 @dataclass(frozen=True, slots=True)
 class Measured:
     size_bytes: int
+    files: int  # counted no further than just past the most there may be
     chosen: tuple[str, ...]
 
 
@@ -59,7 +60,7 @@ def measured(tree: Path) -> Measured:
                     waiting.append(Path(entry.path))
         if files > MOST_FILES:
             break
-    return Measured(size, tuple(sorted(chosen)))
+    return Measured(size, files, tuple(sorted(chosen)))
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:

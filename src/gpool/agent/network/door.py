@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import socket
 from collections.abc import Iterable
@@ -65,7 +66,8 @@ async def probe(place: Path) -> tuple[bool, str]:
     except NoLane as failure:
         return False, f"egress is not offered: {failure}"
     finally:
-        await networks.close()
+        with contextlib.suppress(nft.NftFailed):  # then `start` failed by it, and said so
+            await networks.close()
     if not _leads_out():
         return False, "egress is not offered: this host has no IPv4 route out"
     return True, "egress is offered: a lane was opened and closed"

@@ -25,6 +25,8 @@ STREAM_WITHIN_S = 5.0
 MAX_WAITING = 64  # questions of one lane on their way at once
 MAX_STREAMS = 8
 BURST = 10
+HEARD = 10  # messages listened to for each query allowed; past it the lane is not listened to for a while
+DEAF_S = 0.1
 LETTERS_A_QUERY = 24  # an allowance of letters grows with that of queries
 
 Server = tuple[str, int]
@@ -92,6 +94,8 @@ class Resolver:
     _open_streams: int = 0
     _queries: Allowance = field(init=False)
     _letters: Allowance = field(init=False)
+    _heard: Allowance = field(init=False)
+    _deaf: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
         loop = asyncio.get_running_loop()
@@ -99,13 +103,30 @@ class Resolver:
         now = loop.time()
         self._queries = Allowance(rate, BURST * rate, now)
         self._letters = Allowance(LETTERS_A_QUERY * rate, LETTERS_A_QUERY * BURST * rate, now)
+        self._heard = Allowance(HEARD * rate, HEARD * BURST * rate, now)
         self.datagrams.setblocking(False)
         self.streams.setblocking(False)
+        self._listen()
+
+    def _listen(self) -> None:
+        loop = asyncio.get_running_loop()
         loop.add_reader(self.datagrams.fileno(), self._hear_datagram)
         loop.add_reader(self.streams.fileno(), self._hear_stream)
 
+    def _is_too_loud(self) -> bool:
+        """Whether to stop listening for a while: a flood costs the agent nothing while the kernel drops it."""
+        loop = asyncio.get_running_loop()
+        if self._heard.take(1, loop.time()):
+            return False
+        for each in (self.datagrams, self.streams):
+            loop.remove_reader(each.fileno())
+        self._deaf = loop.call_later(DEAF_S, self._listen)
+        return True
+
     def close(self) -> None:
         loop = asyncio.get_running_loop()
+        if self._deaf is not None:
+            self._deaf.cancel()
         for each in (self.datagrams, self.streams):
             if each.fileno() >= 0:
                 loop.remove_reader(each.fileno())
@@ -115,6 +136,8 @@ class Resolver:
 
     def _hear_datagram(self) -> None:
         """One a turn: whoever floods it waits behind the rest of the agent, not before it."""
+        if self._is_too_loud():
+            return
         try:
             message, sender = self.datagrams.recvfrom(dns.MAX_MESSAGE_BYTES + 1)
         except OSError:
@@ -128,6 +151,8 @@ class Resolver:
                 self.datagrams.sendto(answer, sender)
 
     def _hear_stream(self) -> None:
+        if self._is_too_loud():
+            return
         try:
             stream, _ = self.streams.accept()
         except OSError:

@@ -158,7 +158,10 @@ class RootNetworks:
             self._lend(lent)
             await self._pass_droppers()
         except (OSError, nft.NftFailed) as failure:
-            await self._undo()
+            with contextlib.suppress(
+                OSError, nft.NftFailed
+            ):  # the first failure is the one to tell
+                await self._undo()
             raise NoLane(f"lanes cannot be opened on this node: {failure}") from failure
         await self._fill()
 

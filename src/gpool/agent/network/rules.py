@@ -89,6 +89,7 @@ table {FAMILY} {naming.table} {{
     }}
     chain judge {{
         meta nfproto != ipv4 goto refuse
+        ip hdrlength > 5 goto refuse  # options: a way chosen by the sender
         iifname . ip saddr != @addresses goto refuse
         iifname "{naming.interfaces}o*" iifname . ip protocol . ip daddr . th dport @permitted return
         iifname "{naming.interfaces}o*" goto refuse
@@ -149,6 +150,7 @@ table {FAMILY} {PREFIX} {{
     }}
     chain judge {{
         meta nfproto != ipv4 goto refuse
+        ip hdrlength > 5 goto refuse  # options: a way chosen by the sender
         {judging}
     }}
     chain leaving {{

@@ -167,8 +167,10 @@ class BubblewrapRuntime:
             seccomp=seccomp.program(),
             tree=tree,
         )
-        planted = ["--ro-bind", str(place / "tree"), "/"]
-        self._fixed = _fixed_arguments(planted if self._root else layout.as_arguments(tree))
+        self._fixed_plain = _fixed_arguments(layout.as_arguments(tree))
+        self._fixed_planted = b""
+        if self._root:
+            self._fixed_planted = _fixed_arguments(["--ro-bind", str(place / "tree"), "/"])
         self._fixed_bare = _fixed_arguments(layout.as_arguments(bare))
         self.landlock = landlock.version() if landlock.perl() else 0
         """Which Landlock stands behind the mounts; 0: none, for the kernel or the host's Perl is missing."""
@@ -300,8 +302,13 @@ class BubblewrapRuntime:
                 os.close(descriptor)
             raise SandboxFailed(f"cannot set limits: {refused}") from refused
         brought = self._brought(job.environment)
-        fixed = self._fixed if job.environment is None else self._fixed_bare
-        words = self._own_arguments(place, job, brought)
+        devices = device_arguments(self._gpus, job.slices)
+        words = [*self._own_arguments(place, job, brought), *devices]
+        words += ["--remount-ro", "/dev", "--chdir", "/work"]
+        fixed = self._fixed_planted
+        if brought or devices or not fixed:  # a planted root has no room for more, and is sealed
+            fixed = self._fixed_bare if brought else self._fixed_plain
+            words += ["--remount-ro", "/"]
         variables = self._variables(job)
         given = [*descriptors]
         if self._wall:
@@ -377,10 +384,6 @@ class BubblewrapRuntime:
             place.write_aside("resolv.conf", f"nameserver {job.lane.resolver}\n")
             words += ["--share-net", "--ro-bind", reach + "/resolv.conf", "/etc/resolv.conf"]
             words += ["--ro-bind", self._reach["etc"] + "/nsswitch.lane", "/etc/nsswitch.conf"]
-        words += device_arguments(self._gpus, job.slices)
-        words += ["--remount-ro", "/dev", "--chdir", "/work"]
-        if brought or not self._root:
-            words += ["--remount-ro", "/"]  # a planted tree is so already
         return words
 
     def _variables(self, job: CommandJob | RunnerJob) -> list[tuple[str, str]]:

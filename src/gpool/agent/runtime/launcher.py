@@ -23,7 +23,7 @@ import select
 import signal
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 36, 38
@@ -33,6 +33,8 @@ MS_REC, MS_SLAVE = 16384, 1 << 19
 SEALED = MS_RDONLY | MS_NOSUID | MS_NODEV
 MNT_DETACH = 2
 MOST_BROUGHT = 64  # every sandbox's mount namespace begins as a copy of ours
+MOST_SPARES = 64
+SPARE_BYTES = 128 * 1024  # what surely goes through a socket in one piece
 MESSAGE_BYTES = 1 << 20
 MAX_DESCRIPTORS = 16
 QUIET_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # for the agent; we end when it does
@@ -166,6 +168,14 @@ def guard(run: Callable[[], NoReturn]) -> NoReturn:
     os._exit(os.WEXITSTATUS(status) if os.WIFEXITED(status) else 128 + os.WTERMSIG(status))
 
 
+def join(groups: Sequence[str]) -> None:
+    """This process, and all it starts, counts there from now on."""
+    for path in groups:
+        joining = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+        os.write(joining, b"0")
+        os.close(joining)
+
+
 def arrange(given: list[int], lane: list[int]) -> None:
     """Exactly the given descriptors as 0, 1, 2 …, the lane's behind them."""
     targets = len(given) + len(lane)
@@ -179,8 +189,9 @@ def arrange(given: list[int], lane: list[int]) -> None:
 class Sandbox:
     """One we started: pids that still live (0: gone), and bwrap's report about it (-1: not bwrap's)."""
 
-    def __init__(self, monitor: int, report: int) -> None:
+    def __init__(self, monitor: int, report: int, groups: tuple[str, ...]) -> None:
         self.monitor = monitor
+        self.groups = groups
         self.inner = 0
         self.status = 0
         self.report = report
@@ -197,6 +208,52 @@ class Launcher:
         self.known: dict[int, Sandbox] = {}  # by number
         self.place = settings["place"]
         self.brought: dict[str, tuple[int, int]] = {}  # name -> what lies there
+        self.spares: dict[tuple[str, ...], socket.socket] = {}  # by groups: see `prepare`
+        self.spare_pids: dict[tuple[str, ...], int] = {}
+
+    def prepare(self, groups: tuple[str, ...]) -> None:
+        """A child that is in its groups already and waits for an order: joining takes the kernel's grace period."""
+        if not groups or groups in self.spares or len(self.spares) >= MOST_SPARES:
+            return
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        pid = os.fork()
+        if pid == 0:
+            try:
+                signal.set_wakeup_fd(-1)
+                os.dup2(theirs.fileno(), 0)
+                os.closerange(3, 65536)
+                join(groups)
+                waiting = socket.socket(fileno=0)
+                message, descriptors, _, _ = socket.recv_fds(
+                    waiting, MESSAGE_BYTES, MAX_DESCRIPTORS
+                )
+                if not message:
+                    os._exit(0)  # the launcher is gone
+                waiting.detach()
+                order = json.loads(message)
+                split = len(descriptors) - order["lane"]
+                order["groups"] = ()
+                self.be(order, order["refused"], descriptors[:split], descriptors[split:])
+            except BaseException:  # noqa: BLE001 - a forked child must never return
+                os._exit(125)
+        theirs.close()
+        self.spares[groups], self.spare_pids[groups] = ours, pid
+
+    def hand_over(self, order: dict[str, Any], refused: str, descriptors: list[int]) -> int:
+        """To the spare of these groups, when there is one: its pid, or 0."""
+        spare = self.spares.pop(tuple(order["groups"]), None)
+        if spare is None:
+            return 0
+        with spare:
+            pid = self.spare_pids.pop(tuple(order["groups"]))
+            message = json.dumps({**order, "refused": refused}).encode()
+            if len(message) > SPARE_BYTES:
+                return 0
+            try:
+                socket.send_fds(spare, [message], descriptors)
+            except OSError:
+                return 0
+            return pid
 
     def bring(self, bind: dict[str, Any]) -> None:
         """Into reach of a dropped uid, once; anew when another directory took its place since."""
@@ -242,28 +299,33 @@ class Launcher:
                 self.bring(bind)
         except OSError as failure:
             refused = str(failure)
-        pid = os.fork()
-        if pid == 0:
-            try:
-                arrange(descriptors, lane)
-                if refused:
-                    raise OSError(refused)
-                self.become(order, len(descriptors), len(lane))
-            except BaseException as failure:  # noqa: BLE001 - a forked child must never return
-                with contextlib.suppress(OSError):
-                    os.write(2, f"bwrap: gpool cannot start it: {failure}\n".encode())
-            os._exit(125)
+        pid = self.hand_over(order, refused, [*descriptors, *lane])
+        if not pid:
+            pid = os.fork()
+            if pid == 0:
+                self.be(order, refused, descriptors, lane)
         for descriptor in (*descriptors, *lane):
             os.close(descriptor)
         self.children[pid] = number
-        self.known[number] = Sandbox(pid, report_end)
+        self.known[number] = Sandbox(pid, report_end, tuple(order["groups"]))
+
+    def be(
+        self, order: dict[str, Any], refused: str, descriptors: list[int], lane: list[int]
+    ) -> NoReturn:
+        """In a child: what was ordered, or its end with a word about it on the task's stderr."""
+        try:
+            arrange(descriptors, lane)
+            if refused:
+                raise OSError(refused)
+            self.become(order, len(descriptors), len(lane))
+        except BaseException as failure:  # noqa: BLE001 - a forked child must never return
+            with contextlib.suppress(OSError):
+                os.write(2, f"bwrap: gpool cannot start it: {failure}\n".encode())
+        os._exit(125)
 
     def become(self, order: dict[str, Any], given: int, lane: int) -> None:
         """In the child, its descriptors in place: the limits, the lane, the uid; then the program."""
-        for path in order["groups"]:
-            joining = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
-            os.write(joining, b"0")
-            os.close(joining)
+        join(order["groups"])
         for namespace in range(given, given + lane):
             checked(libc.setns(namespace, 0), "setns")
         os.closerange(given, 65536)
@@ -365,6 +427,7 @@ class Launcher:
                 "killed": entry.killed,
             }
             self.channel.send(json.dumps(said).encode())
+            self.prepare(entry.groups)  # whoever is next in this slot
 
     def is_gone(self, pid: int) -> bool:
         """Whether a namespace's first process is reaped, by us or (not our child) by its monitor before."""

@@ -19,7 +19,7 @@ from gpool.agent.runtime.protocol import ENVIRONMENT_AT
 HOME = "/opt/gpool"  # inside
 SYSTEM_LINKS = ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 SYSTEM_PATH = "/usr/local/bin:/usr/bin:/bin"
-FOLDERS = ("/proc", "/dev", "/sys", "/tmp", "/work", "/values")
+FOLDERS = ("/proc", "/dev", "/tmp", "/work", "/values")
 MASKED = ("kallsyms", "kcore", "key-users", "keys", "sysrq-trigger", "timer_list")  # of /proc
 INSIDE_UID = 1000
 PACKAGE_FOLDERS = ("site-packages", "dist-packages")

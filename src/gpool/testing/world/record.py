@@ -58,12 +58,12 @@ class NodeTruth:
     running: dict[tuple[int, int], tuple[Allocation, object]] = field(default_factory=dict)
     begun: set[tuple[int, int]] = field(default_factory=set)  # by this boot of its agent
     preempted: set[tuple[int, int]] = field(default_factory=set)  # ... and ended for others
+    runners: dict[tuple[int, int], Allocation] = field(default_factory=dict)
 
     def booted(self) -> None:
         """What the boot before began and could not tell, the server may offer to this one again."""
         self.begun.clear()
         self.preempted.clear()
-    runners: dict[tuple[int, int], Allocation] = field(default_factory=dict)
 
 
 class Record:
@@ -203,8 +203,10 @@ class Record:
 
     def _check_move(self, old: Row, row: Row) -> None:
         went = old.node is not None and (old.task, old.epoch) in self.nodes[old.node].preempted
-        if went and not old.status.is_final and (
-            row.status is TaskStatus.FAILED or row.tries > old.tries
+        if (
+            went
+            and not old.status.is_final
+            and (row.status is TaskStatus.FAILED or row.tries > old.tries)
         ):
             self._fail(f"a preempted attempt was counted as a failure: {old} became {row}")
         if old.status.is_final and row.result != old.result:

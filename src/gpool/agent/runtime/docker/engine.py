@@ -205,8 +205,8 @@ class Engine:
             try:
                 self._api.kill(container, name)
             except APIError as error:
-                if error.status_code not in (409, 500):  # Docker's and Podman's "is not running"
-                    raise
+                if error.status_code != 409 and "improper" not in _said(error):
+                    raise  # those two are Docker's and Podman's "is not running"
 
     def remove(self, container: str) -> None:
         """Ends it first. Idempotent."""
