@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from gpool.agent.environments.environments import BuildFailed, Told
 from gpool.agent.environments.indexes import Indexes
@@ -67,6 +67,7 @@ _AWAY = re.compile(
 """How uv says that a server is away."""
 
 
+@runtime_checkable
 class Building(CommandSandbox, Protocol):
     async def take(self, directory: str, to: Path) -> None: ...
 
@@ -74,7 +75,7 @@ class Building(CommandSandbox, Protocol):
 class Sandboxes(Protocol):
     """The part of a runtime that a build needs."""
 
-    async def start_command(self, job: CommandJob) -> Building: ...
+    async def start_command(self, job: CommandJob) -> CommandSandbox: ...
 
 
 def find_uv() -> Path | None:
@@ -148,6 +149,8 @@ class UvBuilder:
                         output.hear(data)
                     output.hear(b"\n")
                     _judge(await sandbox.ended(), output)
+                    if not isinstance(sandbox, Building):
+                        raise SandboxFailed("nothing can be taken out of this runtime's sandboxes")
                     await sandbox.take("env", into)
                 except BadOutput as exc:
                     raise BuildFailed(f"what was built cannot be kept: {exc}") from exc
@@ -183,7 +186,7 @@ class UvBuilder:
         )
 
 
-async def _started(sandboxes: Sandboxes, job: CommandJob) -> Building:
+async def _started(sandboxes: Sandboxes, job: CommandJob) -> CommandSandbox:
     """A start that is called off half-way is awaited and undone."""
     starting = asyncio.ensure_future(sandboxes.start_command(job))
     try:
@@ -194,7 +197,7 @@ async def _started(sandboxes: Sandboxes, job: CommandJob) -> Building:
         raise
 
 
-async def _ended(sandbox: Building) -> None:
+async def _ended(sandbox: CommandSandbox) -> None:
     await sandbox.kill()
     await sandbox.remove()
 
