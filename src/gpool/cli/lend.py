@@ -2,33 +2,45 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Protocol
 
 import click
+import structlog
 
 from gpool import __version__
-from gpool.agent.daemon import wall_clock
-from gpool.agent.detect import detect, host_facts
+from gpool.agent.daemon import boot_clock, wall_clock
+from gpool.agent.detect import detect, host_facts, services
 from gpool.agent.detect.owner import LoadMeter, facts_now
+from gpool.agent.environments import Environments, environments_for
 from gpool.agent.lookout import Lookout, Rulebook
 from gpool.agent.main import Means, serve
+from gpool.agent.network import lanes
+from gpool.agent.network.door import networks_for, probe
+from gpool.agent.network.policy import BadPolicy, EgressPolicy, parse_rate, parse_target
 from gpool.agent.policy import Policy
 from gpool.agent.runtime.bubblewrap import BubblewrapRuntime
 from gpool.agent.runtime.calls import PYTHON
 from gpool.agent.runtime.process import ProcessRuntime
-from gpool.agent.runtime.protocol import SandboxFailed
-from gpool.agent.sandboxes import Environments, Networks
+from gpool.agent.runtime.protocol import Runtime, SandboxFailed
 from gpool.agent.settings import AgentSettings
 from gpool.cli.main import FAILED, exit_code_of, say_error
 from gpool.core import environments
 from gpool.core.errors import GpoolError, Invalid
-from gpool.core.model import Gpu, Network, Offer
+from gpool.core.model import Gpu, Network, Offer, Tier
 
-Made = BubblewrapRuntime | ProcessRuntime
+log = structlog.get_logger(__name__)
+
+
+class Made(Runtime, Protocol):
+    """A runtime that is told what GPUs there are."""
+
+    def use_gpus(self, gpus: Sequence[Gpu]) -> None: ...
 
 
 def offer_of(settings: AgentSettings, gpus: tuple[Gpu, ...], means: Means) -> Offer:
@@ -38,16 +50,17 @@ def offer_of(settings: AgentSettings, gpus: tuple[Gpu, ...], means: Means) -> Of
     runtimes = means.runtimes
     networks = {Network.NONE} if means.networks is None else set(Network)
     builds = {environments.IMAGE} if any(one.images for one in runtimes) else set()
-    ready = {environments.DEFAULT}
+    ready, pythons = {environments.DEFAULT}, {PYTHON}
     if means.environments is not None:
         builds.add(environments.PIP)
         ready |= means.environments.ready()
+        pythons |= means.environments.pythons()
     return Offer(
         cpu_milli=settings.slots * 1000 if named else facts.cpu_milli,
         memory_bytes=facts.memory_bytes,
         disk_bytes=facts.disk_bytes,
         gpus=gpus,
-        pythons=frozenset({PYTHON}),
+        pythons=frozenset(pythons),
         tiers=frozenset(one.tier for one in runtimes),
         environments=frozenset(ready),
         builds=frozenset(builds),
@@ -60,19 +73,53 @@ def offer_of(settings: AgentSettings, gpus: tuple[Gpu, ...], means: Means) -> Of
 def runtimes_of(settings: AgentSettings, gpus: Sequence[Gpu], policy: Policy) -> list[Made]:
     """Bubblewrap for everyone; no isolation only where the owner asked for it. First choice first within a tier."""
     made: list[Made] = [BubblewrapRuntime(settings.data_dir, gpus=gpus)]
+    if settings.docker and Tier.CONTAINER in policy.tiers and services.docker().version:
+        made += _docker(settings, gpus)
     if settings.allow_process:
         made.append(ProcessRuntime(settings.data_dir, gpus=gpus))
     return [one for one in made if one.tier in policy.tiers]
 
 
-def networks_of(settings: AgentSettings, policy: Policy) -> Networks | None:  # noqa: ARG001 - for who builds them
-    """Who opens lanes for tasks that ask for a network, by `policy.egress`; None: nobody."""
-    return None
+def _docker(settings: AgentSettings, gpus: Sequence[Gpu]) -> list[Made]:
+    """For images, where an engine answers; one that will not have us is no reason not to lend."""
+    from gpool.agent.runtime.docker.runtime import DockerRuntime  # imports in 0.2 s
+
+    try:
+        return [DockerRuntime(settings.data_dir, gpus=gpus)]
+    except SandboxFailed as error:
+        log.warning("no_images", why=str(error))
+        return []
 
 
-def environments_of(settings: AgentSettings) -> Environments | None:  # noqa: ARG001 - for who builds them
-    """Who makes environments from packages; None: nobody."""
-    return None
+def networks_of(settings: AgentSettings, policy: Policy) -> lanes.Networks | None:
+    """Who opens lanes for tasks that ask for a network, by `policy.egress`; None: nobody, for a reason that is logged."""
+    if not policy.egress.offered:
+        return None
+    works, why = asyncio.run(probe(settings.data_dir))
+    if not works:
+        log.info("no_egress", why=why)
+        return None
+    return networks_for(egress_of(policy), settings.data_dir)
+
+
+def egress_of(policy: Policy) -> EgressPolicy:
+    """The owner's words about the network; `Invalid` names the one that cannot be."""
+    said = policy.egress
+    try:
+        allow = tuple(parse_target(text) for text in said.allow)
+        deny = tuple(parse_target(text) for text in said.deny)
+        rate = parse_rate(said.rate) if said.rate else None
+    except BadPolicy as error:
+        raise Invalid(f"the policy's [egress]: {error}") from error
+    known = EgressPolicy(allow=allow, rate_bytes_per_s=rate)
+    return replace(known, deny=deny) if deny else known
+
+
+def environments_of(
+    settings: AgentSettings, sandboxes: BubblewrapRuntime, networks: lanes.Networks | None
+) -> Environments | None:
+    """Who makes environments from packages; None: nobody, for a reason that is logged."""
+    return environments_for(settings.data_dir, sandboxes, networks, os.environ, clock=boot_clock)
 
 
 def lend() -> None:
@@ -85,7 +132,10 @@ def lend() -> None:
     runtimes = runtimes_of(settings, _real(gpus), policy)
     if not runtimes:
         raise Invalid("the policy's tiers leave no runtime; this machine can do 'container'")
-    means = Means(runtimes, networks_of(settings, policy), environments_of(settings))
+    networks = networks_of(settings, policy)
+    builders = [one for one in runtimes if isinstance(one, BubblewrapRuntime)]
+    made = environments_of(settings, builders[0], networks) if builders else None
+    means = Means(runtimes, networks, made)
     meter = LoadMeter(os.getpid())
 
     def offer() -> Offer:

@@ -192,7 +192,9 @@ class BadOutput(Exception):
 
 
 class SandboxFailed(Exception):
-    """The sandbox could not be started: this node's fault, not the task's."""
+    """The sandbox could not be started: this node's fault, where `reason` does not say otherwise."""
+
+    reason = EndReason.SANDBOX_FAILED
 
 
 class Runtime(Protocol):
