@@ -15,6 +15,7 @@ import pytest
 
 from gpool.agent.runtime.protocol import CommandJob, Limits
 from gpool.core.model import EndReason
+from gpool.testing.processes import alive, eventually
 from gpool.testing.runtimes import LIMITS, command, processes_with, using
 
 SMALL = Limits(
@@ -141,7 +142,6 @@ def test_a_swarm_with_a_sliver_of_the_processor_is_gone_at_once(tmp_path: Path) 
         job = CommandJob(("python", "-c", SWARM), (), (), (), sliver)
         sandbox = await runtime.start_command(job)
         assert await anext(sandbox.output()) == (1, b"up\n")
-        await asyncio.sleep(0.5)  # all of them run
         began = loop.time()
         await sandbox.kill()
         took = loop.time() - began
@@ -282,6 +282,9 @@ def test_a_child_kept_ready_that_is_killed_is_done_without(tmp_path: Path) -> No
         for pid in processes_with("launcher.py"):
             if parent_of(pid) in launchers:
                 os.kill(pid, signal.SIGKILL)
+                await asyncio.to_thread(
+                    eventually, "it is gone", lambda pid=pid: not alive(pid), 10
+                )
         return (await command(runtime, "echo", "all the same")).out
 
     assert using("bubblewrap", tmp_path, work) == b"all the same\n"
