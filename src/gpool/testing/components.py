@@ -8,6 +8,8 @@ import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from gpool.agent.runtime.microvm import facts
+
 
 def _program(name: str, package: str) -> Callable[[], str | None]:
     def look() -> str | None:
@@ -52,6 +54,7 @@ COMPONENTS: Mapping[str, Callable[[], str | None]] = {
     "gpu": _gpu,
     "root": _root,
     "network namespaces": _namespaces,
+    "qemu": facts.missing,
     "docker": _program("docker", "docker.io"),
     "chromium": _program("chromium", "chromium"),
     "nginx": _program("nginx", "nginx"),

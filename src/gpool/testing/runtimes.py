@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import os
 import pickle
+import tempfile
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +16,7 @@ import cloudpickle  # type: ignore[import-untyped]
 
 from gpool.agent.runtime.bubblewrap import BubblewrapRuntime, wheels_bwrap
 from gpool.agent.runtime.calls import PYTHON
+from gpool.agent.runtime.microvm.runtime import MicrovmRuntime
 from gpool.agent.runtime.process import ProcessRuntime
 from gpool.agent.runtime.protocol import (
     Answer,
@@ -43,12 +45,26 @@ RUNS: dict[tuple[str, ...], FakeRun] = {
         files={"b.txt": b"given", "m/x": b"1\n", "m/n/y": b"2\n"}
     ),
 }
+
+
+def microvm_disks() -> Path:
+    """Where tests keep guests' disks from one run to the next: they take half a minute to build."""
+    folder = Path(tempfile.gettempdir()) / f"gpool-tests-microvm-{os.geteuid()}"
+    folder.mkdir(mode=0o711, exist_ok=True)
+    if folder.is_symlink() or folder.stat().st_uid != os.geteuid():
+        raise PermissionError(f"{folder} belongs to somebody else; remove it")
+    return folder
+
+
 MAKERS: dict[str, Callable[[Path], Any]] = {
     "bubblewrap": BubblewrapRuntime,
     "bubblewrap's wheel": lambda data: BubblewrapRuntime(data, bwrap=str(wheels_bwrap())),
     "process": ProcessRuntime,
+    "microvm": lambda data: MicrovmRuntime(data, disks=microvm_disks()),
     "fake": lambda data: FakeRuntime(data, RUNS),
 }
+NEEDS: dict[str, str] = {"microvm": "qemu"}
+"""The component a runtime's tests ask for, where it is not always there."""
 
 
 def within(work: Awaitable[T]) -> T:
@@ -76,7 +92,14 @@ def using(kind: str, data: Path, work: Callable[[Any], Awaitable[T]]) -> T:
 
 
 def left_over(data: Path) -> list[Path]:
-    folders = ("sandboxes", "values", "processes", "process-values")
+    folders = (
+        "sandboxes",
+        "values",
+        "processes",
+        "process-values",
+        "microvms",
+        "microvm-values",
+    )
     return [path for name in folders for path in (data / name).glob("*")]
 
 
