@@ -67,9 +67,13 @@ NEEDS: dict[str, str] = {"microvm": "qemu"}
 """The component a runtime's tests ask for, where it is not always there."""
 
 
-def within(work: Awaitable[T]) -> T:
+PATIENCE_FOR_S: dict[str, float] = {"microvm": 300}
+"""A guest's disks are built first, and an emulated machine boots slowly beside other tests."""
+
+
+def within(work: Awaitable[T], patience_s: float = PATIENCE_S) -> T:
     async def patient() -> T:
-        async with asyncio.timeout(PATIENCE_S):
+        async with asyncio.timeout(patience_s):
             return await work
 
     return asyncio.run(patient())
@@ -88,7 +92,7 @@ def using(kind: str, data: Path, work: Callable[[Any], Awaitable[T]]) -> T:
         assert left_over(data) == []
         return result
 
-    return within(whole())
+    return within(whole(), PATIENCE_FOR_S.get(kind, PATIENCE_S))
 
 
 def left_over(data: Path) -> list[Path]:

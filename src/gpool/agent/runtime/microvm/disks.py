@@ -33,6 +33,9 @@ class Plan:
     files: Mapping[str, str]  # inside -> host; plain files and links, beneath "/" of the disk
     folders: tuple[str, ...] = ()
     links: tuple[tuple[str, str], ...] = ()  # inside -> what it says
+    written: str = (
+        "\0"  # host files beneath it were written just now: their content counts, not their time
+    )
 
 
 def tree(inside: str, host: Path) -> Iterator[tuple[str, str]]:
@@ -53,7 +56,10 @@ def fingerprint(plan: Plan) -> str:
         except FileNotFoundError:
             continue
         link = os.readlink(host) if stat.S_ISLNK(facts.st_mode) else ""
-        told = (inside, facts.st_size, facts.st_mtime_ns // 10**9, facts.st_mode, link)
+        when: object = facts.st_mtime_ns // 10**9
+        if host.startswith(plan.written):
+            when = "" if link else hashlib.sha256(Path(host).read_bytes()).hexdigest()
+        told = (inside, facts.st_size, when, facts.st_mode, link)
         digest.update(repr(told).encode("utf-8", "surrogateescape"))
     digest.update(repr((sorted(plan.folders), sorted(plan.links))).encode())
     return digest.hexdigest()[:32]
@@ -84,7 +90,8 @@ def write_tar(plan: Plan, out: tarfile.TarFile) -> None:
         with contextlib.suppress(FileNotFoundError, PermissionError):
             facts = os.lstat(host)
             entry = tarfile.TarInfo(name.lstrip("/"))
-            entry.mtime, entry.mode = int(facts.st_mtime), facts.st_mode & 0o755
+            entry.mtime = 0 if host.startswith(plan.written) else int(facts.st_mtime)
+            entry.mode = facts.st_mode & 0o755
             if stat.S_ISLNK(facts.st_mode):
                 entry.type, entry.linkname = tarfile.SYMTYPE, os.readlink(host)
                 out.addfile(entry)

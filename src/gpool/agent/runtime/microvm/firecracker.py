@@ -117,6 +117,8 @@ async def tell(
                         raise SandboxFailed(told)
             finally:
                 writer.close()
+                with contextlib.suppress(OSError):
+                    await writer.wait_closed()
     except TimeoutError as silent:
         raise SandboxFailed(f"Firecracker did not answer within {within_s:.0f} s") from silent
     except (OSError, asyncio.IncompleteReadError, ValueError) as broken:

@@ -594,6 +594,8 @@ def prepare(work_disk: str) -> str:
     os.mkdir(GROUPS_AT)
     with contextlib.suppress(OSError):
         mount("groups", GROUPS_AT, "cgroup2", MS_NOSUID | MS_NODEV | MS_NOEXEC)
+    with contextlib.suppress(OSError), open("/proc/sys/vm/overcommit_memory", "w") as setting:
+        setting.write("1")  # the group's limit decides, and says so
     os.mkdir("/run/disk")
     mount(work_disk, "/run/disk", "ext4", MS_NOSUID | MS_NODEV | MS_NOATIME, "nobarrier")
     for name in ("work", "values"):

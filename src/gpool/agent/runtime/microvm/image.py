@@ -48,6 +48,7 @@ class Images:
         self._layout = found
         self._kernel = kernel
         self._sources = {bind.name: bind.source for bind in found.binds}
+        self._written = str(self._sources["etc"].parent) + "/"
         self._made: dict[tuple[str, bool], Image] = {}
 
     def image(self, environment: Prepared | None, *, unpacked_kernel: bool) -> Image:
@@ -104,7 +105,7 @@ class Images:
             files.update(tree(f"{base}/lib/{minor}", base / "lib" / minor))
         files.update(tree("/etc", self._sources["etc"]))
         links = [(path, os.readlink(path)) for path in layout.SYSTEM_LINKS if os.path.islink(path)]
-        return Plan(files, FOLDERS, tuple(links))
+        return Plan(files, FOLDERS, tuple(links), written=self._written)
 
     def _home_plan(self, environment: Prepared | None) -> Plan:
         """Beneath `layout.HOME`; what an environment brings lies beside our own interpreter, which starts the guest."""
@@ -120,7 +121,7 @@ class Images:
             for inside, host in environment.binds.items():
                 files.update(tree(_below(inside), host))
         folders = ["/own", *(f"/{name}" for name in OWN_PARTS)]
-        return Plan(files, tuple(folders))
+        return Plan(files, tuple(folders), written=self._written)
 
     def _own_plan(self) -> Plan:
         files: dict[str, str] = {}

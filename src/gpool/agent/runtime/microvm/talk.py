@@ -198,6 +198,8 @@ class Talk:
             Pipes(-1, -1, calls=self._pipes.calls, files=self._pipes.files).close()
         if self._writer is not None:
             self._writer.close()
+            with contextlib.suppress(OSError):
+                await self._writer.wait_closed()
         else:
             self._connection.close()
 
