@@ -164,7 +164,7 @@ def test_a_guest_sees_its_own_machine_and_gives_back_what_it_wrote(tmp_path: Pat
 
 def test_a_runner_in_a_guest_answers_calls_small_and_large(tmp_path: Path) -> None:
     def grow(text: str, times: int) -> str:
-        print("growing")
+        sys.stdout.write("growing\n")
         return text * times
 
     async def work(runtime: Any) -> tuple[str, str, int, tuple[Any, ...], str]:

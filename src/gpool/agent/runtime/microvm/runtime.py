@@ -38,6 +38,7 @@ from gpool.agent.runtime.microvm.disks import Disks, make_work_disk
 from gpool.agent.runtime.microvm.guest import AGENT_PORT
 from gpool.agent.runtime.microvm.image import Image, Images
 from gpool.agent.runtime.microvm.kernel import Kernel, NoKernel, find_kernel
+from gpool.agent.runtime.microvm.qemu import Qemu
 from gpool.agent.runtime.microvm.sandbox import Console, GuestPlace, GuestStarted
 from gpool.agent.runtime.microvm.talk import Pipes, Talk
 from gpool.agent.runtime.microvm.vmm import Disk, Machine, Vmm, guest_memory_mib
@@ -121,6 +122,14 @@ class MicrovmRuntime:
         self._vmm = vmm
         self._choice: Choice | None = None
         self._preparing = asyncio.Lock()
+
+    @property
+    def monitor(self) -> str:
+        """Which one boots guests here, once the first was asked for."""
+        if self._choice is None:
+            return "not probed yet"
+        vmm = self._choice.vmm
+        return f"qemu ({vmm.accelerator})" if isinstance(vmm, Qemu) else vmm.name
 
     # ---- the door
 

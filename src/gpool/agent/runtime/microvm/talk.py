@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import socket
+import struct
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -216,7 +217,7 @@ class Talk:
                 self._hear(stream, await reader.readexactly(length))
         except (asyncio.IncompleteReadError, ConnectionError):
             return  # the monitor's end says the rest
-        except (Lied, ValueError, KeyError, TypeError, RecursionError) as lie:
+        except (Lied, struct.error, ValueError, KeyError, TypeError, RecursionError) as lie:
             self.lie = printable(lie)
             self._finish(SandboxFailed(f"the guest does not keep to its words: {self.lie}"))
             if self.on_lie is not None:
