@@ -7,6 +7,7 @@ disk's name, so a disk is built when something changed and never otherwise. No f
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import os
 import secrets
@@ -115,21 +116,35 @@ class Disks:
         if made.exists():
             os.utime(made)
             return made
-        taking = self.folder / f"building-{secrets.token_hex(8)}"
-        try:
-            _squash(plan, taking)
-            taking.chmod(0o644)
-            taking.rename(made)
-        finally:
-            taking.unlink(missing_ok=True)
-        self._forget(kind, made)
+        with self._building():  # others may want the same one
+            if not made.exists():
+                taking = self._new()
+                try:
+                    _squash(plan, taking)
+                    taking.chmod(0o644)
+                    taking.rename(made)
+                finally:
+                    taking.unlink(missing_ok=True)
+                self._forget(kind, made)
         return made
+
+    @contextlib.contextmanager
+    def _building(self) -> Iterator[None]:
+        held = os.open(self.folder / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(held)
+
+    def _new(self) -> Path:
+        return self.folder / f"building-{os.getpid()}-{secrets.token_hex(8)}"
 
     def keep(self, name: str, make: bytes | None) -> Path | None:
         """A small file kept beside the disks under a name that says its content; None: only when it is there."""
         path = self.folder / name
         if make is not None and not path.exists():
-            taking = self.folder / f"building-{secrets.token_hex(8)}"
+            taking = self._new()
             taking.write_bytes(make)
             taking.chmod(0o644)
             taking.rename(path)
@@ -143,8 +158,10 @@ class Disks:
             path.unlink(missing_ok=True)
 
     def sweep(self) -> None:
+        """Remove what a builder that is gone left half done."""
         for path in self.folder.glob("building-*"):
-            path.unlink(missing_ok=True)
+            if not os.path.exists(f"/proc/{path.name.split('-')[1]}"):
+                path.unlink(missing_ok=True)
 
 
 def _squash(plan: Plan, target: Path) -> None:

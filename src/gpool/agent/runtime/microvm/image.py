@@ -11,6 +11,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import cloudpickle  # type: ignore[import-untyped]
+
 from gpool.agent.runtime import layout
 from gpool.agent.runtime.microvm import boot, system
 from gpool.agent.runtime.microvm.disks import Disks, Plan, tree
@@ -128,6 +130,8 @@ class Images:
         for name, inside in self._layout.seen:
             if name in OWN_PARTS:
                 files.update(tree(_below(inside), self._sources[name]))
+        package = Path(cloudpickle.__file__).resolve().parent
+        files.update(tree("/runner/cloudpickle", package))  # for an environment that has none
         return Plan(files)
 
 

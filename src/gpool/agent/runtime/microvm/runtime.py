@@ -166,7 +166,8 @@ class MicrovmRuntime:
             passing = socket.socket(fileno=files)
             passing.setblocking(False)
             words = [str(number) for number in numbers]
-            argv = (self._layout.python, "-B", self._layout.runner, "alone", *words)
+            python = job.environment.python if job.environment else self._layout.python
+            argv = (python, "-B", self._layout.runner, "alone", *words)
             pipes = Pipes(out, err, answers, calls, passing)
             running = await self._start(slot, root, job, argv, pipes, place)
             judged.append(running.judge)
@@ -280,6 +281,7 @@ class MicrovmRuntime:
         talk: Talk | None = None
         vmm_started: Started | None = None
         console: Console | None = None
+        sockets: list[socket.socket] = []
         try:
             if job.lane is not None:
                 raise SandboxFailed("a guest has no network on this node")
@@ -292,6 +294,7 @@ class MicrovmRuntime:
             self._limit(slot, vmm, job.limits, machine)
             listening = self._listen(root, vmm)
             ours, theirs = socket.socketpair()
+            sockets = [one for one in (listening, ours) if one is not None]
             console = Console()
             vmm_started = await self._launch(
                 slot, root, vmm, machine, image.paths, (theirs.detach(), console)
@@ -313,6 +316,8 @@ class MicrovmRuntime:
                 await talk.close()
             else:
                 pipes.close()
+                for one in sockets:
+                    one.close()
             said = await console.close() if console is not None else ""
             if isinstance(failure, SandboxFailed) and said:
                 raise SandboxFailed(f"{failure}; its console: {said}") from failure
