@@ -80,12 +80,24 @@ def unfit(node: Node, shape: Shape) -> Unfit | None:
         return Unfit.MEMORY
     if needs.disk_bytes is not None and offer.disk_bytes < needs.disk_bytes:
         return Unfit.DISK
-    if needs.gpu and not any(
-        sum(usable(node, gpu, request) for gpu in offer.gpus) >= request.count
-        for request in needs.gpu
-    ):
+    if needs.gpu and not any(_enough(node, request) for request in needs.gpu):
         return Unfit.GPU
     return None
+
+
+def suits(node: Node, needs: Requirements) -> bool:
+    """Whether an idle node of this kind could run such tasks, whoever's they are and whatever they find there."""
+    offer = node.offer
+    return (
+        (needs.python is None or needs.python in offer.pythons)
+        and any(tier.strength >= needs.tier.strength for tier in offer.tiers)
+        and needs.network in offer.networks
+        and (not needs.gpu or any(_enough(node, request) for request in needs.gpu))
+    )
+
+
+def _enough(node: Node, request: GpuRequest) -> bool:
+    return sum(usable(node, gpu, request) for gpu in node.offer.gpus) >= request.count
 
 
 def _is_for(node: Node, audience: Audience, shape: Shape) -> bool:
@@ -133,7 +145,7 @@ def fit(node: Node, room: Room, shape: Shape) -> Fit | None:
         found = (
             _a_slice(node, room, request, shape.user)
             if is_slice(request)
-            else _whole(node, room, request)
+            else whole(node, room, request)
         )
         if found is not None:
             score = (turn, *found[0], cpu_left, memory_left, node.id)
@@ -176,7 +188,7 @@ def _a_slice(
     return best
 
 
-def _whole(node: Node, room: Room, request: GpuRequest) -> tuple[Score, tuple[Slice, ...]] | None:
+def whole(node: Node, room: Room, request: GpuRequest) -> tuple[Score, tuple[Slice, ...]] | None:
     free = [g for g in room.gpus.values() if not g.holders and usable(node, g.gpu, request)]
     if len(free) < request.count:
         return None

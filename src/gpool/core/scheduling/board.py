@@ -1,0 +1,215 @@
+"""Every node's free room as rows of numbers, so that many nodes are compared at once. It mirrors rooms; it decides nothing.
+
+A node has a **slot**, the row it stands in, and a **kind**: what it offers when idle. Nodes of one kind answer alike to
+"could you ever run this?", so that is asked once a kind. Each change of a node is noted in a log; whoever remembers how
+far they have read it need only look at the nodes that changed since.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from gpool.core.ids import NodeId
+from gpool.core.model import Node, Tier
+from gpool.core.scheduling.fragmentation import Slots, Target
+from gpool.core.scheduling.placement import is_open
+from gpool.core.scheduling.pricing import Pricing
+from gpool.core.scheduling.room import Room
+
+CLOSED = 0
+"""The kind of slots that take nothing: empty ones, and nodes that are away or paused."""
+
+_MAX_LOG = 100_000
+_NOBODY = -1
+Look = Callable[[NodeId], tuple[Room, int]]
+
+
+class Board:
+    """Rows by slot. `look` tells a node's room and the lines on it at this moment; `touch` says that they have changed."""
+
+    def __init__(self, pricing: Pricing, look: Look) -> None:
+        self.target = Target(pricing)
+        self.pricing = pricing
+        self.slots: dict[NodeId, int] = {}
+        self.nodes: list[Node | None] = []
+        self.kinds: list[Node | None] = [None]  # one node of each kind
+        self.log: list[int] = []
+        self.forgotten = 0  # entries of the log that were dropped
+        self.generation = 0  # grows when rows change their length
+        self._look = look
+        self._kind_of: dict[tuple[Any, ...], int] = {}
+        self._unused: list[int] = []
+        self._stale: set[NodeId] = set()
+        self._lay_out(64, 8)
+
+    def _lay_out(self, rows: int, gpus: int) -> None:
+        self.size, self.width = rows, gpus
+        classes = self.target.classes
+        self.ids = np.zeros(rows, np.int64)
+        self.kind = np.zeros(rows, np.intp)
+        self.cpu = np.zeros(rows, np.int64)
+        self.memory = np.zeros(rows, np.int64)
+        self.cost = np.zeros(rows, np.int64)
+        self.lines = np.zeros(rows, np.int64)
+        self.free = np.zeros((rows, gpus), np.intp)  # thousandths that both share and memory leave
+        self.share = np.zeros((rows, gpus), np.int64)
+        self.vram = np.zeros((rows, gpus), np.int64)
+        self.holder = np.full((rows, gpus), _NOBODY, np.int64)
+        self.total = np.zeros(rows, np.int64)
+        self.tight = np.zeros(rows, np.int64)  # CPU, then memory: orders what is equal otherwise
+        self.fits = np.zeros((rows, classes), np.int64)
+        self.small = np.zeros((rows, classes))
+        self.fragments = np.zeros(rows, np.int64)
+        self.stranded = np.zeros(rows, np.int64)
+        self.generation += 1
+
+    # ---- nodes come, change and go
+
+    def put(self, node: Node) -> None:
+        slot = self.slots.get(node.id)
+        if slot is None:
+            slot = self._unused.pop() if self._unused else len(self.nodes)
+            if slot == len(self.nodes):
+                self.nodes.append(None)
+            self.slots[node.id] = slot
+        self.nodes[slot] = node
+        if slot >= self.size or len(node.offer.gpus) > self.width:
+            self._grow(slot + 1, len(node.offer.gpus))
+        self._describe(slot, node)
+        self._stale.add(node.id)
+
+    def _grow(self, rows: int, gpus: int) -> None:
+        self._lay_out(max(self.size, 2 * rows if rows > self.size else 0), max(self.width, gpus))
+        for slot, node in enumerate(self.nodes):
+            if node is not None:
+                self._describe(slot, node)
+                self._stale.add(node.id)
+
+    def _describe(self, slot: int, node: Node) -> None:
+        self.ids[slot] = node.id
+        self.kind[slot] = self._kind(node)
+        self.cost[slot] = self.pricing.costs.get(node.id, 0)
+
+    def remove(self, id_: NodeId) -> None:
+        slot = self.slots.pop(id_, None)
+        if slot is None:
+            return
+        self._stale.discard(id_)
+        self.nodes[slot] = None
+        self._unused.append(slot)
+        self.kind[slot] = CLOSED
+        self._note(slot)
+
+    def touch(self, id_: NodeId) -> None:
+        """Its room is not what it was."""
+        if id_ in self.slots:
+            self._stale.add(id_)
+
+    def _kind(self, node: Node) -> int:
+        if not is_open(node):
+            return CLOSED
+        offer = node.offer
+        owner = node.owner if node.audience is not None or Tier.NONE in offer.tiers else None
+        key = (
+            offer.cpu_milli,
+            offer.memory_bytes,
+            offer.disk_bytes,
+            tuple((gpu.index, gpu.model, gpu.vendor, gpu.memory_bytes) for gpu in offer.gpus),
+            offer.pythons,
+            offer.tiers,
+            offer.environments,
+            offer.builds,
+            offer.networks,
+            node.audience,
+            node.gpus_withheld,
+            owner,
+        )
+        kind = self._kind_of.get(key)
+        if kind is None:
+            kind = self._kind_of[key] = len(self.kinds)
+            self.kinds.append(node)
+            self.target.add_kind(node)
+        return kind
+
+    # ---- reading the rooms
+
+    def refresh(self) -> None:
+        """Brings the rows of all touched nodes up to date and notes them in the log."""
+        if not self._stale:
+            return
+        slots = [self._read(id_) for id_ in self._stale]
+        self._stale.clear()
+        self._measure(np.array(slots, np.intp))
+        for slot in slots:
+            self._note(slot)
+
+    def _read(self, id_: NodeId) -> int:
+        slot = self.slots[id_]
+        (room, lines), node = self._look(id_), self.nodes[slot]
+        assert node is not None
+        self.lines[slot] = lines
+        self.cpu[slot] = room.free_cpu
+        self.memory[slot] = room.free_memory
+        self.tight[slot] = (min(max(room.free_cpu, 0), 1 << 26) << 32) + (
+            min(max(room.free_memory, 0) >> 20, 1 << 31)
+        )
+        if room.gpus:
+            self._read_gpus(slot, node, room)
+        else:
+            self.free[slot] = self.share[slot] = self.vram[slot] = 0
+            self.holder[slot] = _NOBODY
+        return slot
+
+    def _read_gpus(self, slot: int, node: Node, room: Room) -> None:
+        pad = [0] * (self.width - len(node.offer.gpus))
+        share, vram, holder, free = [], [], [], []
+        for device in node.offer.gpus:
+            gpu = room.gpus[device.index]
+            share.append(gpu.free_share)
+            vram.append(gpu.free_memory)
+            holder.append(_NOBODY if gpu.user is None else gpu.user)
+            if device.index in node.gpus_withheld:
+                free.append(0)
+            else:
+                by_memory = 1000 * gpu.free_memory // max(1, device.memory_bytes)
+                free.append(max(0, min(gpu.free_share, by_memory)))
+        self.share[slot] = share + pad
+        self.vram[slot] = vram + pad
+        self.free[slot] = free + pad
+        self.holder[slot] = holder + [_NOBODY] * len(pad)
+
+    def _measure(self, slots: Slots) -> None:
+        target, free = self.target, self.free[slots]
+        total = free.sum(1)
+        fits, small = target.table_fits[free].sum(1), target.table_small[free].sum(1)
+        cpu = self.cpu[slots]
+        self.total[slots] = total
+        self.fits[slots] = fits
+        self.small[slots] = small
+        self.fragments[slots] = target.fragments(self.kind[slots], cpu, fits, small, total)
+        self.stranded[slots] = target.stranded(cpu, self.memory[slots], total)
+
+    # ---- the log
+
+    def _note(self, slot: int) -> None:
+        self.log.append(slot)
+        if len(self.log) > _MAX_LOG:
+            dropped = len(self.log) // 2
+            del self.log[:dropped]
+            self.forgotten += dropped
+
+    @property
+    def now(self) -> int:
+        """How far the log goes."""
+        return self.forgotten + len(self.log)
+
+    def since(self, read: int) -> set[int] | None:
+        """The slots that changed after `read`; None: more than is worth telling apart."""
+        start = read - self.forgotten
+        if start < 0:
+            return None
+        changed = set(self.log[start:])
+        return None if 2 * len(changed) > len(self.nodes) > 16 else changed

@@ -1,0 +1,397 @@
+"""Finds the best place for a shape among all nodes, looking only at those that changed since it was last asked. It takes nothing.
+
+For each shape (rather: for all that ask for the same and may use the same) a **row** holds one number for each node: how
+good a place it is, or that it is none. Asked again, only nodes noted in the board's log since are scored anew, and the
+largest number wins. Numbers are compared in this order:
+
+1. the step of the price (`pricing`): GPU that the usual tasks could use, spoilt by this placement;
+2. seconds a start there loses: an environment that has to be made first, a node that often goes away;
+3. the least free GPU, then the smallest cards, the least free CPU and memory: full nodes fill up, empty ones stay whole;
+4. the node's id. Names never matter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpool.core.ids import NodeId
+from gpool.core.model import GpuRequest, Node, Shape, Tier
+from gpool.core.scheduling.board import Board, Look
+from gpool.core.scheduling.fragmentation import Ints, Slots
+from gpool.core.scheduling.placement import (
+    Fit,
+    is_slice,
+    memory_for,
+    slice_of,
+    unfit,
+    usable,
+    whole,
+)
+from gpool.core.scheduling.pricing import WEIGHT, Pricing
+from gpool.core.scheduling.remnants import GPU
+from gpool.core.scheduling.room import Room
+
+Overlaid = tuple[Room, int]
+MAX_CELLS = 8_000_000  # numbers kept in all rows together, about 80 MB
+MAX_SHAPES = 20_000
+MAKING = 60  # seconds until an environment that does not lie ready is made, roughly
+
+_NONE = np.iinfo(np.int64).min
+_NEVER = 1 << 60
+_FEW = 8  # nodes that are looked at one by one before the arrays are asked
+_STEP, _SECONDS = 42, 24  # bits below which the lesser rules stand
+_MOST_STEPS, _MOST_SECONDS = 1 << 20, (1 << 17) - 1
+
+
+class Row:
+    """One alternative of one shape: for each slot how good it is, and which GPU a slice would be of."""
+
+    __slots__ = (
+        "able",
+        "generation",
+        "gpu",
+        "key",
+        "kinds",
+        "memory",
+        "need",
+        "read",
+        "request",
+        "seconds",
+        "shape",
+        "share",
+        "taken",
+        "usable",
+        "vram",
+    )
+
+    def __init__(self, shape: Shape, request: GpuRequest | None) -> None:
+        self.shape = shape
+        self.request = request
+        self.generation = -1
+        self.read = 0
+        self.kinds = 0
+        self.key: Ints = np.empty(0, np.int64)
+        self.gpu: NDArray[np.int16] = np.empty(0, np.int16)
+        self.able: NDArray[np.bool_] = np.empty(0, bool)  # by kind: could ever run it
+        self.memory: Ints = np.empty(0, np.int64)  # ... memory it takes there
+        self.seconds: Ints = np.empty(0, np.int64)  # ... until it starts
+        self.taken: Ints = np.empty(0, np.int64)  # ... GPU memory of a card
+        self.usable: NDArray[np.bool_] = np.empty((0, 0), bool)  # by kind and GPU
+        self.share: Ints = np.empty((0, 0), np.int64)  # a slice's share, never enough if unusable
+        self.vram: Ints = np.empty((0, 0), np.int64)
+        self.need: Ints = np.empty((0, 0), np.int64)  # what it takes of the free thousandths
+
+
+class Engine:
+    """`look` tells a node's room and lines; the rooms in `overlay` are those that the present pass has taken from."""
+
+    def __init__(self, pricing: Pricing, look: Look) -> None:
+        self.pricing = pricing
+        self.overlay: dict[NodeId, Overlaid] = {}
+        self.board = Board(pricing, self._room_and_lines)
+        self._look = look
+        self._has_audiences = False
+        self._rows: dict[tuple[object, ...], list[Row]] = {}
+        self._by_shape: dict[int, tuple[Shape, list[Row]]] = {}
+
+    def _room_and_lines(self, id_: NodeId) -> tuple[Room, int]:
+        return self.overlay.get(id_) or self._look(id_)
+
+    # ---- what changes
+
+    def put(self, node: Node) -> None:
+        """A node came, or is another one now."""
+        if node.audience is not None and not self._has_audiences:
+            self._has_audiences = True
+            self._forget()  # rows were shared among users
+        self.board.put(node)
+
+    def remove(self, id_: NodeId) -> None:
+        self.board.remove(id_)
+
+    def touch(self, id_: NodeId) -> None:
+        self.board.touch(id_)
+
+    def end_pass(self) -> None:
+        """What the pass took was only proposed."""
+        for id_ in self.overlay:
+            self.board.touch(id_)
+        self.overlay = {}
+
+    # ---- what is asked
+
+    def best(self, shape: Shape, turn: int, barred: Collection[NodeId]) -> tuple[NodeId, Fit] | None:
+        """Where one more allocation by this alternative of the shape goes best; None: nowhere."""
+        board = self.board
+        board.refresh()
+        row = self._rows_of(shape)[turn]
+        self._update(row)
+        key = row.key
+        if barred:
+            key = key.copy()
+            key[[board.slots[id_] for id_ in barred if id_ in board.slots]] = _NONE
+        slot = self._best(row, key)
+        return None if slot is None else (NodeId(int(board.ids[slot])), self._fit(row, slot))
+
+    def nearest(self, shape: Shape, barred: Collection[NodeId]) -> NodeId | None:
+        """Of the nodes that could run it when idle, the one with the fewest lines."""
+        board = self.board
+        board.refresh()
+        able = np.zeros(board.size, bool)
+        for row in self._rows_of(shape):
+            self._update(row)
+            self._learn_kinds(row)
+            able |= row.able[board.kind]
+        for id_ in barred:
+            if id_ in board.slots:
+                able[board.slots[id_]] = False
+        slots = np.flatnonzero(able)
+        if not len(slots):
+            return None
+        lines = board.lines[slots]
+        return NodeId(int(board.ids[slots[lines == lines.min()]].min()))
+
+    # ---- rows
+
+    def _rows_of(self, shape: Shape) -> list[Row]:
+        known = self._by_shape.get(id(shape))
+        if known is not None and known[0] is shape:
+            return known[1]
+        rows = self._shared_rows(shape)
+        if len(self._by_shape) >= MAX_SHAPES:
+            self._by_shape.clear()
+        self._by_shape[id(shape)] = (shape, rows)
+        return rows
+
+    def _shared_rows(self, shape: Shape) -> list[Row]:
+        needs = shape.requirements
+        is_anyones = (
+            needs.tier is not Tier.NONE
+            and not self._has_audiences
+            and not any(is_slice(request) for request in needs.gpu)
+        )
+        key = (needs, shape.environment, None if is_anyones else (shape.user, shape.team))
+        rows = self._rows.get(key)
+        if rows is None:
+            if len(self._rows) * (self.board.size + 64) >= MAX_CELLS:
+                self._forget()
+            rows = [Row(shape, request) for request in needs.gpu] or [Row(shape, None)]
+            self._rows[key] = rows
+        return rows
+
+    def _forget(self) -> None:
+        self._rows.clear()
+        self._by_shape.clear()
+
+    def _update(self, row: Row) -> None:
+        board = self.board
+        changed: set[int] | None
+        if row.generation != board.generation:
+            row.generation = board.generation
+            row.key = np.full(board.size, _NONE, np.int64)
+            row.gpu = np.zeros(board.size, np.int16)
+            row.kinds, changed = 0, None
+        else:
+            changed = board.since(row.read)
+        row.read = board.now
+        if changed is None:
+            changed = set(range(len(board.nodes))) if len(board.nodes) <= _FEW else None
+        if changed is None:
+            self._learn_kinds(row)
+            self._score(row, np.arange(len(board.nodes)))
+            return
+        if len(changed) <= _FEW:
+            changed = {slot for slot in changed if self._may_take(row, slot)}
+        if changed:
+            self._learn_kinds(row)
+            self._score(row, np.array(sorted(changed), np.intp))
+
+    def _may_take(self, row: Row, slot: int) -> bool:
+        """A quick look at one node: most of a full pool need not be scored."""
+        node = self.board.nodes[slot]
+        row.key[slot] = _NONE
+        if node is None:
+            return False
+        room, needs, request = self._room_and_lines(node.id)[0], row.shape.requirements, row.request
+        if room.free_cpu < needs.cpu_milli or room.free_memory < (needs.memory_bytes or 0):
+            return False
+        if request is None:
+            return True
+        if is_slice(request):
+            share = request.share_milli if request.share_milli < GPU else 1
+            return any(gpu.free_share >= share for gpu in room.gpus.values())
+        return sum(1 for gpu in room.gpus.values() if not gpu.holders) >= request.count
+
+    def _learn_kinds(self, row: Row) -> None:
+        """What the kinds of nodes mean for this row; asked once for each kind."""
+        kinds = self.board.kinds
+        if row.kinds == len(kinds):
+            return
+        new = [self._kind(row, node) for node in kinds[row.kinds :]]
+        first = row.kinds == 0
+        width = self.board.width
+
+        def grown(old: NDArray[np.generic], column: int, kind: type) -> NDArray[np.generic]:
+            fresh = np.array([entry[column] for entry in new], kind)
+            return fresh if first else np.concatenate([old, fresh])
+
+        row.able = grown(row.able, 0, bool)  # type: ignore[assignment]
+        row.memory = grown(row.memory, 1, np.int64)  # type: ignore[assignment]
+        row.seconds = grown(row.seconds, 2, np.int64)  # type: ignore[assignment]
+        row.taken = grown(row.taken, 3, np.int64)  # type: ignore[assignment]
+        row.share = grown(row.share, 4, np.int64)  # type: ignore[assignment]
+        row.vram = grown(row.vram, 5, np.int64)  # type: ignore[assignment]
+        row.need = grown(row.need, 6, np.int64)  # type: ignore[assignment]
+        row.usable = row.share < _NEVER
+        row.kinds = len(kinds)
+        assert row.share.shape[1] == width
+
+    def _kind(self, row: Row, node: Node | None) -> tuple[object, ...]:
+        width, request = self.board.width, row.request
+        never = [_NEVER] * width
+        if node is None or unfit(node, row.shape) is not None:
+            return False, 0, 0, 0, never, never, never
+        ready = row.shape.environment in node.offer.environments
+        share, vram, need, taken = list(never), list(never), list(never), 0
+        if request is not None:
+            cards = [gpu for gpu in node.offer.gpus if usable(node, gpu, request)]
+            if len(cards) < request.count:
+                return False, 0, 0, 0, never, never, never
+            taken = min(gpu.memory_bytes for gpu in cards) >> 20
+            for place, gpu in enumerate(node.offer.gpus):
+                if gpu in cards:
+                    part = slice_of(gpu, request)
+                    share[place], vram[place] = part.share_milli, part.memory_bytes
+                    by_memory = GPU * part.memory_bytes // max(1, gpu.memory_bytes)
+                    need[place] = max(part.share_milli, by_memory)
+        memory = memory_for(node, row.shape.requirements)
+        return True, memory, 0 if ready else MAKING, taken, share, vram, need
+
+    # ---- scoring
+
+    def _score(self, row: Row, slots: Slots) -> None:
+        board, cpu = self.board, row.shape.requirements.cpu_milli
+        kinds = board.kind[slots]
+        able = (
+            row.able[kinds]
+            & (board.cpu[slots] >= cpu)
+            & (board.memory[slots] >= row.memory[kinds])
+        )
+        row.key[slots] = _NONE
+        if row.request is None:
+            slots = slots[able]
+            if len(slots):
+                self._settle(row, slots, self._price(row, slots))
+        elif is_slice(row.request):
+            self._score_slices(row, slots, kinds, able)
+        else:
+            idle = (board.holder[slots] < 0) & row.usable[kinds]
+            slots = slots[able & (idle.sum(1) >= row.request.count)]
+            if len(slots):
+                self._settle(row, slots, self._price(row, slots))
+
+    def _score_slices(
+        self, row: Row, slots: Slots, kinds: Slots, able: NDArray[np.bool_]
+    ) -> None:
+        board = self.board
+        holder, free = board.holder[slots], board.free[slots]
+        fit = (
+            (board.share[slots] >= row.share[kinds])
+            & (board.vram[slots] >= row.vram[kinds])
+            & ((holder < 0) | (holder == row.shape.user))
+            & able[:, None]
+        )
+        need = row.need[kinds]
+        # of neighbours that are alike, the first will do
+        fit[:, 1:] &= ~(
+            fit[:, :-1]
+            & (free[:, 1:] == free[:, :-1])
+            & (need[:, 1:] == need[:, :-1])
+        )
+        place, gpu = np.nonzero(fit)
+        if not len(place):
+            return
+        before = free[place, gpu]
+        after = np.maximum(before - need[place, gpu], 0)
+        price = self._price(row, slots[place], before, after)
+        starts = np.flatnonzero(np.diff(place, prepend=-1))
+        combined = (price << 20) - (before << 8) - gpu  # the best price, then the fullest GPU
+        best = np.maximum.reduceat(combined, starts)
+        found = slots[place[starts]]
+        row.gpu[found] = (-best) & 255
+        self._settle(row, found, -((-best) >> 20))
+
+    def _price(
+        self,
+        row: Row,
+        slots: Slots,
+        before: Slots | None = None,
+        after: Slots | None = None,
+    ) -> Ints:
+        """The step of the gain for each candidate: higher is better."""
+        board, target, weights = self.board, self.board.target, self.pricing.weights
+        needs, request = row.shape.requirements, row.request
+        total = board.total[slots]
+        kinds = board.kind[slots]
+        cpu = board.cpu[slots] - needs.cpu_milli
+        fits, small = board.fits[slots], board.small[slots]
+        loss: Ints | int = 0
+        if before is not None and after is not None:
+            fits = fits - target.table_fits[before] + target.table_fits[after]
+            small = small - target.table_small[before] + target.table_small[after]
+            total = total - (before - after)
+            loss = target.worth[before] - target.worth[after]
+        elif request is not None:
+            fits = fits - request.count
+            total = total - GPU * request.count
+        gain = weights.fragmentation * (
+            board.fragments[slots] - target.fragments(kinds, cpu, fits, small, total)
+        )
+        stranded = target.stranded(cpu, board.memory[slots] - row.memory[kinds], total)
+        lost = weights.stranding * (stranded - board.stranded[slots])
+        lost = lost + weights.remnants * loss // GPU
+        return np.floor_divide(gain - WEIGHT * lost, WEIGHT * weights.step)
+
+    def _settle(self, row: Row, slots: Slots, steps: Ints) -> None:
+        board = self.board
+        seconds = np.minimum(row.seconds[board.kind[slots]] + board.cost[slots], _MOST_SECONDS)
+        steps = np.clip(steps, -_MOST_STEPS, _MOST_STEPS)
+        row.key[slots] = (steps << _STEP) - (seconds << _SECONDS) - board.total[slots]
+
+    # ---- the winner
+
+    def _best(self, row: Row, key: Ints) -> int | None:
+        if not len(key):
+            return None
+        first = int(key.argmax())
+        most = key[first]
+        if most == _NONE:
+            return None
+        tied = np.flatnonzero(key == most)
+        if len(tied) == 1:
+            return first
+        board = self.board
+        tied = _least(tied, row.taken[board.kind[tied]])
+        tied = _least(tied, board.tight[tied])
+        return int(_least(tied, board.ids[tied])[0])
+
+    def _fit(self, row: Row, slot: int) -> Fit:
+        node = self.board.nodes[slot]
+        assert node is not None
+        needs, request = row.shape.requirements, row.request
+        memory = memory_for(node, needs)
+        if request is None:
+            return Fit((), needs.cpu_milli, memory, ())
+        if is_slice(request):
+            part = slice_of(node.offer.gpus[int(row.gpu[slot])], request)
+            return Fit((), needs.cpu_milli, memory, (part,))
+        found = whole(node, self._room_and_lines(node.id)[0], request)
+        assert found is not None, "the board says there are idle GPUs and the room has none"
+        return Fit((), needs.cpu_milli, memory, found[1])
+
+
+def _least(slots: Slots, measure: Ints) -> Slots:
+    return slots[measure == measure.min()] if len(slots) > 1 else slots
