@@ -123,7 +123,9 @@ class Engine:
 
     # ---- what is asked
 
-    def best(self, shape: Shape, turn: int, barred: Collection[NodeId]) -> tuple[NodeId, Fit] | None:
+    def best(
+        self, shape: Shape, turn: int, barred: Collection[NodeId]
+    ) -> tuple[NodeId, Fit] | None:
         """Where one more allocation by this alternative of the shape goes best; None: nowhere."""
         board = self.board
         board.refresh()
@@ -231,23 +233,23 @@ class Engine:
         if row.kinds == len(kinds):
             return
         new = [self._kind(row, node) for node in kinds[row.kinds :]]
-        first = row.kinds == 0
-        width = self.board.width
+        columns = list(zip(*new, strict=True))
+        is_first = row.kinds == 0
 
-        def grown(old: NDArray[np.generic], column: int, kind: type) -> NDArray[np.generic]:
-            fresh = np.array([entry[column] for entry in new], kind)
-            return fresh if first else np.concatenate([old, fresh])
+        def grown(old: Ints, column: int) -> Ints:
+            fresh: Ints = np.array(columns[column], np.int64)
+            return fresh if is_first else np.concatenate([old, fresh])
 
-        row.able = grown(row.able, 0, bool)  # type: ignore[assignment]
-        row.memory = grown(row.memory, 1, np.int64)  # type: ignore[assignment]
-        row.seconds = grown(row.seconds, 2, np.int64)  # type: ignore[assignment]
-        row.taken = grown(row.taken, 3, np.int64)  # type: ignore[assignment]
-        row.share = grown(row.share, 4, np.int64)  # type: ignore[assignment]
-        row.vram = grown(row.vram, 5, np.int64)  # type: ignore[assignment]
-        row.need = grown(row.need, 6, np.int64)  # type: ignore[assignment]
+        able: NDArray[np.bool_] = np.array(columns[0], bool)
+        row.able = able if is_first else np.concatenate([row.able, able])
+        row.memory = grown(row.memory, 1)
+        row.seconds = grown(row.seconds, 2)
+        row.taken = grown(row.taken, 3)
+        row.share = grown(row.share, 4)
+        row.vram = grown(row.vram, 5)
+        row.need = grown(row.need, 6)
         row.usable = row.share < _NEVER
         row.kinds = len(kinds)
-        assert row.share.shape[1] == width
 
     def _kind(self, row: Row, node: Node | None) -> tuple[object, ...]:
         width, request = self.board.width, row.request
@@ -276,9 +278,7 @@ class Engine:
         board, cpu = self.board, row.shape.requirements.cpu_milli
         kinds = board.kind[slots]
         able = (
-            row.able[kinds]
-            & (board.cpu[slots] >= cpu)
-            & (board.memory[slots] >= row.memory[kinds])
+            row.able[kinds] & (board.cpu[slots] >= cpu) & (board.memory[slots] >= row.memory[kinds])
         )
         row.key[slots] = _NONE
         if row.request is None:
@@ -293,9 +293,7 @@ class Engine:
             if len(slots):
                 self._settle(row, slots, self._price(row, slots))
 
-    def _score_slices(
-        self, row: Row, slots: Slots, kinds: Slots, able: NDArray[np.bool_]
-    ) -> None:
+    def _score_slices(self, row: Row, slots: Slots, kinds: Slots, able: NDArray[np.bool_]) -> None:
         board = self.board
         holder, free = board.holder[slots], board.free[slots]
         fit = (
@@ -306,11 +304,7 @@ class Engine:
         )
         need = row.need[kinds]
         # of neighbours that are alike, the first will do
-        fit[:, 1:] &= ~(
-            fit[:, :-1]
-            & (free[:, 1:] == free[:, :-1])
-            & (need[:, 1:] == need[:, :-1])
-        )
+        fit[:, 1:] &= ~(fit[:, :-1] & (free[:, 1:] == free[:, :-1]) & (need[:, 1:] == need[:, :-1]))
         place, gpu = np.nonzero(fit)
         if not len(place):
             return

@@ -49,17 +49,17 @@ class Target:
         row = np.array(needs, np.int64).reshape(1, -1)
         self._needs = np.concatenate([self._needs, row])
 
-    def fragments(
-        self, kinds: Slots, cpu: Ints, fits: Ints, small: Floats, total: Ints
-    ) -> Ints:
+    def fragments(self, kinds: Slots, cpu: Ints, fits: Ints, small: Floats, total: Ints) -> Ints:
         """Free GPU that the mix cannot use on nodes of these kinds in these states, times `WEIGHT`."""
         can = (fits >= self._counts) & (cpu[:, None] >= self._needs[kinds])
         lost = np.where(can, small, total[:, None]) @ self._weights
-        return (lost + self._idle * total).astype(np.int64)
+        whole: Ints = (lost + self._idle * total).astype(np.int64)
+        return whole
 
     def stranded(self, cpu: Ints, memory: Ints, total: Ints) -> Ints:
         """Free GPU beyond what so much CPU and memory can feed."""
         fed = np.maximum(cpu, 0) * self._gpu // self._cpu
         if self._memory:
             fed = np.minimum(fed, np.maximum(memory >> 20, 0) * self._gpu // self._memory)
-        return np.maximum(total - fed, 0)
+        beyond: Ints = np.maximum(total - fed, 0)
+        return beyond

@@ -49,7 +49,9 @@ class Pricing:
     cpu_milli: int  # … so much CPU
     memory_bytes: int  # … and so much memory (0: none was named)
     weights: Weights = Weights()
-    costs: Mapping[NodeId, int] = field(default_factory=dict)  # seconds a start there loses, on average
+    costs: Mapping[NodeId, int] = field(
+        default_factory=dict
+    )  # seconds a start there loses, on average
 
 
 def price(arrivals: Iterable[tuple[Requirements, int]], weights: Weights = Weights()) -> Pricing:  # noqa: B008 - frozen

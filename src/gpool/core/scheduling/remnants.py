@@ -48,7 +48,7 @@ def _prices(sizes: list[int], demand: _Column) -> _Column:
     unit = gcd(GPU, *sizes)
     basis = np.diag([float(GPU // size) for size in sizes])
     cost = np.ones(len(sizes))
-    prices = np.linalg.solve(basis.T, cost)
+    prices: _Column = np.linalg.solve(basis.T, cost).astype(float)
     for _ in range(_ROUNDS):
         entering, is_pattern = _entering(sizes, prices, unit)
         if entering is None:
@@ -61,8 +61,9 @@ def _prices(sizes: list[int], demand: _Column) -> _Column:
         ratios = amounts[falling] / change[falling]
         leaving = falling[int(ratios.argmin())]
         basis[:, leaving], cost[leaving] = entering, 1.0 if is_pattern else 0.0
-        prices = np.linalg.solve(basis.T, cost)
-    return np.maximum(prices, 0.0)
+        prices = np.linalg.solve(basis.T, cost).astype(float)
+    floor: _Column = np.maximum(prices, 0.0)
+    return floor
 
 
 def _entering(sizes: list[int], prices: _Column, unit: int) -> tuple[_Column | None, bool]:
