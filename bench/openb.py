@@ -57,8 +57,7 @@ class Pod:
 
 
 def rows(path: Path) -> Iterator[dict[str, str]]:
-    opened = gzip.open(path, "rt") if path.suffix == ".gz" else path.open()
-    with opened as lines:
+    with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as lines:
         yield from csv.DictReader(lines)
 
 

@@ -19,7 +19,7 @@ from time import process_time
 
 from bench.openb import LOAD, Machine, Pod, arrivals, as_nodes, read_machines, read_pods
 from bench.placement_references import REFERENCES, Cluster
-from gpool.core.ids import NodeId, TaskId
+from gpool.core.ids import TaskId
 from gpool.core.model import Instant, Node
 from gpool.core.scheduling.orders import Policy
 from gpool.core.scheduling.portfolio import choose
@@ -74,7 +74,9 @@ class Reference:
         return 100 * self.left / self.capacity
 
 
-def fill(policy: Gpool | Reference, sequence: Sequence[Pod], times: list[float]) -> tuple[float, float]:
+def fill(
+    policy: Gpool | Reference, sequence: Sequence[Pod], times: list[float]
+) -> tuple[float, float]:
     refused = 0
     for pod in sequence:
         start = process_time()
@@ -84,7 +86,9 @@ def fill(policy: Gpool | Reference, sequence: Sequence[Pod], times: list[float])
     return policy.unallocated(), 100 * refused / len(sequence)
 
 
-def churn(policy: Gpool | Reference, pods: list[Pod], capacity: int, random: Random, times: list[float]) -> tuple[float, float]:
+def churn(
+    policy: Gpool | Reference, pods: list[Pod], capacity: int, random: Random, times: list[float]
+) -> tuple[float, float]:
     """Time average over the second half."""
     gap = fmean(pod.gpu_milli for pod in pods) / (LOAD * capacity)  # the mean run time is 1
     ends: list[tuple[float, int, object]] = []
@@ -125,7 +129,13 @@ def _capacity(nodes: list[Node]) -> int:
 
 
 def measure(
-    name: str, workload: str, mode: str, seed: int, nodes: list[Node], pods: list[Pod], pricing: Pricing
+    name: str,
+    workload: str,
+    mode: str,
+    seed: int,
+    nodes: list[Node],
+    pods: list[Pod],
+    pricing: Pricing,
 ) -> Row:
     policy = Gpool(nodes, pricing) if name == "gpool" else Reference(nodes, pods, name, seed)
     times: list[float] = []
@@ -149,7 +159,9 @@ def measure(
 
 
 def table(rows: list[Row]) -> None:
-    print("| workload | policy | unallocated % | ± | refused % | decisions/s | p99 ms |\n|---|---|---|---|---|---|---|")
+    print(
+        "| workload | policy | unallocated % | ± | refused % | decisions/s | p99 ms |\n|---|---|---|---|---|---|---|"
+    )
     for workload, name in dict.fromkeys((row["workload"], row["policy"]) for row in rows):
         mine = [row for row in rows if (row["workload"], row["policy"]) == (workload, name)]
         column: Callable[[str], list[float]] = lambda key, m=mine: [float(str(r[key])) for r in m]  # type: ignore[misc]  # noqa: E731

@@ -109,12 +109,10 @@ def dot_product(pods: list[Pod], cluster: Cluster, random: Random) -> Choose:  #
 class Fgd:
     """Fragmentation gradient descent: the score is a sigmoid cut to 0 … 100, equal scores go to the first name."""
 
-    def __init__(self, pods: list[Pod], cluster: Cluster, random: Random) -> None:  # noqa: ARG002
+    def __init__(self, pods: list[Pod], cluster: Cluster, random: Random) -> None:
         counts: Counter[tuple[int, int, int, frozenset[str]]] = Counter()
         for pod in pods:
-            counts[
-                pod.shape.requirements.cpu_milli, pod.gpus, pod.share_milli, pod.models
-            ] += 1
+            counts[pod.shape.requirements.cpu_milli, pod.gpus, pod.share_milli, pod.models] += 1
         chosen, covered = [], 0
         for key, count in counts.most_common():
             chosen.append((key, count))

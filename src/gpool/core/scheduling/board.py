@@ -22,7 +22,11 @@ from gpool.core.scheduling.room import Room
 CLOSED = 0
 """The kind of slots that take nothing: empty ones, and nodes that are away or paused."""
 
+MAX_GPUS = 64
+"""Of one node; further ones are not lent. A wide node makes the rows of all others as wide."""
+
 _MAX_LOG = 100_000
+_SLACK = 64
 _NOBODY = -1
 Look = Callable[[NodeId], tuple[Room, int]]
 
@@ -43,6 +47,9 @@ class Board:
         self._kind_of: dict[tuple[Any, ...], int] = {}
         self._unused: list[int] = []
         self._stale: set[NodeId] = set()
+        self._with_gpus: set[int] = set()
+        self._most: tuple[int, ...] = (0, 0, 0, 0)
+        self._most_at = -1
         self._lay_out(64, 8)
 
     def _lay_out(self, rows: int, gpus: int) -> None:
@@ -76,10 +83,22 @@ class Board:
                 self.nodes.append(None)
             self.slots[node.id] = slot
         self.nodes[slot] = node
-        if slot >= self.size or len(node.offer.gpus) > self.width:
-            self._grow(slot + 1, len(node.offer.gpus))
+        gpus = min(len(node.offer.gpus), MAX_GPUS)
+        if slot >= self.size or gpus > self.width:
+            self._grow(slot + 1, gpus)
         self._describe(slot, node)
         self._stale.add(node.id)
+        if len(self.kinds) > 2 * len(self.slots) + _SLACK:
+            self._regroup()
+
+    def _regroup(self) -> None:
+        """Offers change, and kinds that no node is of any more are of no use."""
+        self.kinds, self._kind_of = [None], {}
+        self.target.forget_kinds()
+        self.generation += 1
+        for slot, node in enumerate(self.nodes):
+            if node is not None:
+                self.kind[slot] = self._kind(node)
 
     def _grow(self, rows: int, gpus: int) -> None:
         self._lay_out(max(self.size, 2 * rows if rows > self.size else 0), max(self.width, gpus))
@@ -92,6 +111,11 @@ class Board:
         self.ids[slot] = node.id
         self.kind[slot] = self._kind(node)
         self.cost[slot] = self.pricing.costs.get(node.id, 0)
+        if node.offer.gpus:
+            self._with_gpus.add(slot)
+        elif slot in self._with_gpus:  # it had some, or another node stood here
+            self._with_gpus.remove(slot)
+            self._clear_gpus(slot)
 
     def remove(self, id_: NodeId) -> None:
         slot = self.slots.pop(id_, None)
@@ -101,6 +125,7 @@ class Board:
         self.nodes[slot] = None
         self._unused.append(slot)
         self.kind[slot] = CLOSED
+        self.cpu[slot] = self.memory[slot] = 0
         self._note(slot)
 
     def touch(self, id_: NodeId) -> None:
@@ -142,7 +167,9 @@ class Board:
             return
         slots = [self._read(id_) for id_ in self._stale]
         self._stale.clear()
-        self._measure(np.array(slots, np.intp))
+        with_gpus = [slot for slot in slots if slot in self._with_gpus]
+        if with_gpus:
+            self._measure(np.array(with_gpus, np.intp))
         for slot in slots:
             self._note(slot)
 
@@ -156,17 +183,15 @@ class Board:
         self.tight[slot] = (min(max(room.free_cpu, 0), 1 << 26) << 32) + (
             min(max(room.free_memory, 0) >> 20, 1 << 31)
         )
-        if room.gpus:
+        if slot in self._with_gpus:
             self._read_gpus(slot, node, room)
-        else:
-            self.free[slot] = self.share[slot] = self.vram[slot] = 0
-            self.holder[slot] = _NOBODY
         return slot
 
     def _read_gpus(self, slot: int, node: Node, room: Room) -> None:
-        pad = [0] * (self.width - len(node.offer.gpus))
+        devices = node.offer.gpus[:MAX_GPUS]
+        pad = [0] * (self.width - len(devices))
         share, vram, holder, free = [], [], [], []
-        for device in node.offer.gpus:
+        for device in devices:
             gpu = room.gpus[device.index]
             share.append(gpu.free_share)
             vram.append(gpu.free_memory)
@@ -181,6 +206,12 @@ class Board:
         self.free[slot] = free + pad
         self.holder[slot] = holder + [_NOBODY] * len(pad)
 
+    def _clear_gpus(self, slot: int) -> None:
+        self.free[slot] = self.share[slot] = self.vram[slot] = 0
+        self.holder[slot] = _NOBODY
+        self.total[slot] = self.fragments[slot] = self.stranded[slot] = 0
+        self.fits[slot] = self.small[slot] = 0
+
     def _measure(self, slots: Slots) -> None:
         target, free = self.target, self.free[slots]
         total = free.sum(1)
@@ -191,6 +222,15 @@ class Board:
         self.small[slots] = small
         self.fragments[slots] = target.fragments(self.kind[slots], cpu, fits, small, total)
         self.stranded[slots] = target.stranded(cpu, self.memory[slots], total)
+
+    def most(self) -> tuple[int, int, int, int]:
+        """The most free CPU and memory of any node, free thousandths of any GPU, and idle GPUs of any node."""
+        if self._most_at != self.now:
+            self._most_at = self.now
+            idle = (self.free == 1000).sum(1)
+            found = (self.cpu.max(), self.memory.max(), self.free.max(), idle.max())
+            self._most = tuple(int(each) for each in found)
+        return self._most  # type: ignore[return-value]  # four of them
 
     # ---- the log
 

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from gpool.core.ids import NodeId
 from gpool.core.model import GpuRequest, Node, Shape, Tier
-from gpool.core.scheduling.board import Board, Look
+from gpool.core.scheduling.board import MAX_GPUS, Board, Look
 from gpool.core.scheduling.fragmentation import Ints, Slots
 from gpool.core.scheduling.placement import (
     Fit,
@@ -43,7 +43,7 @@ _NONE = np.iinfo(np.int64).min
 _NEVER = 1 << 60
 _FEW = 8  # nodes that are looked at one by one before the arrays are asked
 _STEP, _SECONDS = 42, 24  # bits below which the lesser rules stand
-_MOST_STEPS, _MOST_SECONDS = 1 << 20, (1 << 17) - 1
+_MOST_SECONDS = (1 << 17) - 1
 
 
 class Row:
@@ -65,6 +65,7 @@ class Row:
         "taken",
         "usable",
         "vram",
+        "waits",
     )
 
     def __init__(self, shape: Shape, request: GpuRequest | None) -> None:
@@ -80,6 +81,7 @@ class Row:
         self.seconds: Ints = np.empty(0, np.int64)  # ... until it starts
         self.taken: Ints = np.empty(0, np.int64)  # ... GPU memory of a card
         self.usable: NDArray[np.bool_] = np.empty((0, 0), bool)  # by kind and GPU
+        self.waits = False  # somewhere
         self.share: Ints = np.empty((0, 0), np.int64)  # a slice's share, never enough if unusable
         self.vram: Ints = np.empty((0, 0), np.int64)
         self.need: Ints = np.empty((0, 0), np.int64)  # what it takes of the free thousandths
@@ -92,6 +94,7 @@ class Engine:
         self.pricing = pricing
         self.overlay: dict[NodeId, Overlaid] = {}
         self.board = Board(pricing, self._room_and_lines)
+        self.scored = 0  # places looked at closely so far: what decisions cost
         self._look = look
         self._has_audiences = False
         self._rows: dict[tuple[object, ...], list[Row]] = {}
@@ -130,6 +133,8 @@ class Engine:
         board = self.board
         board.refresh()
         row = self._rows_of(shape)[turn]
+        if row.generation != board.generation and not self._might_fit(row):
+            return None
         self._update(row)
         key = row.key
         if barred:
@@ -207,9 +212,25 @@ class Engine:
             return
         if len(changed) <= _FEW:
             changed = {slot for slot in changed if self._may_take(row, slot)}
+        if not changed:
+            return
+        self._learn_kinds(row)
+        if row.request is None and len(changed) <= _FEW:
+            changed = {slot for slot in changed if not self._score_bare(row, slot)}
         if changed:
-            self._learn_kinds(row)
             self._score(row, np.array(sorted(changed), np.intp))
+
+    def _might_fit(self, row: Row) -> bool:
+        """Whether any node has so much of anything: if not, there need be no row yet."""
+        cpu, memory, free, idle = self.board.most()
+        needs, request = row.shape.requirements, row.request
+        if needs.cpu_milli > cpu or (needs.memory_bytes or 0) > memory:
+            return False
+        if request is None:
+            return True
+        if is_slice(request):
+            return free > 0 and (request.share_milli == GPU or request.share_milli <= free)
+        return request.count <= idle
 
     def _may_take(self, row: Row, slot: int) -> bool:
         """A quick look at one node: most of a full pool need not be scored."""
@@ -249,6 +270,7 @@ class Engine:
         row.vram = grown(row.vram, 5)
         row.need = grown(row.need, 6)
         row.usable = row.share < _NEVER
+        row.waits = bool(row.seconds.any())
         row.kinds = len(kinds)
 
     def _kind(self, row: Row, node: Node | None) -> tuple[object, ...]:
@@ -259,11 +281,12 @@ class Engine:
         ready = row.shape.environment in node.offer.environments
         share, vram, need, taken = list(never), list(never), list(never), 0
         if request is not None:
-            cards = [gpu for gpu in node.offer.gpus if usable(node, gpu, request)]
+            lent = node.offer.gpus[:MAX_GPUS]
+            cards = [gpu for gpu in lent if usable(node, gpu, request)]
             if len(cards) < request.count:
                 return False, 0, 0, 0, never, never, never
             taken = min(gpu.memory_bytes for gpu in cards) >> 20
-            for place, gpu in enumerate(node.offer.gpus):
+            for place, gpu in enumerate(lent):
                 if gpu in cards:
                     part = slice_of(gpu, request)
                     share[place], vram[place] = part.share_milli, part.memory_bytes
@@ -276,6 +299,7 @@ class Engine:
 
     def _score(self, row: Row, slots: Slots) -> None:
         board, cpu = self.board, row.shape.requirements.cpu_milli
+        self.scored += len(slots)
         kinds = board.kind[slots]
         able = (
             row.able[kinds] & (board.cpu[slots] >= cpu) & (board.memory[slots] >= row.memory[kinds])
@@ -292,6 +316,17 @@ class Engine:
             slots = slots[able & (idle.sum(1) >= row.request.count)]
             if len(slots):
                 self._settle(row, slots, self._price(row, slots))
+
+    def _score_bare(self, row: Row, slot: int) -> bool:
+        """A node without GPUs for a task without: nothing can be spoilt. False: it has some."""
+        node = self.board.nodes[slot]
+        if node is None or node.offer.gpus:
+            return False
+        kind = self.board.kind[slot]
+        if row.able[kind] and self.board.memory[slot] >= row.memory[kind]:
+            seconds = min(int(row.seconds[kind] + self.board.cost[slot]), _MOST_SECONDS)
+            row.key[slot] = -(seconds << _SECONDS)
+        return True
 
     def _score_slices(self, row: Row, slots: Slots, kinds: Slots, able: NDArray[np.bool_]) -> None:
         board = self.board
@@ -312,11 +347,11 @@ class Engine:
         after = np.maximum(before - need[place, gpu], 0)
         price = self._price(row, slots[place], before, after)
         starts = np.flatnonzero(np.diff(place, prepend=-1))
-        combined = (price << 20) - (before << 8) - gpu  # the best price, then the fullest GPU
+        combined = (price << 22) - (before << 12) - gpu  # the best price, then the fullest GPU
         best = np.maximum.reduceat(combined, starts)
         found = slots[place[starts]]
-        row.gpu[found] = (-best) & 255
-        self._settle(row, found, -((-best) >> 20))
+        row.gpu[found] = (-best) & 4095
+        self._settle(row, found, -((-best) >> 22))
 
     def _price(
         self,
@@ -351,9 +386,11 @@ class Engine:
 
     def _settle(self, row: Row, slots: Slots, steps: Ints) -> None:
         board = self.board
-        seconds = np.minimum(row.seconds[board.kind[slots]] + board.cost[slots], _MOST_SECONDS)
-        steps = np.clip(steps, -_MOST_STEPS, _MOST_STEPS)
-        row.key[slots] = (steps << _STEP) - (seconds << _SECONDS) - board.total[slots]
+        key = (steps << _STEP) - board.total[slots]
+        if row.waits or self.pricing.costs:
+            seconds = row.seconds[board.kind[slots]] + board.cost[slots]
+            key -= np.minimum(seconds, _MOST_SECONDS) << _SECONDS
+        row.key[slots] = key
 
     # ---- the winner
 

@@ -30,8 +30,8 @@ class Target:
         self.classes = len(sizes)
         self._counts = np.array([needs.gpu[0].count for needs in self._mix], np.int64)
         self._weights = np.array([weight for _, weight in pricing.mix], float)
-        self._idle = float(pricing.idle)
-        self._needs = np.full((1, self.classes), _NEVER, np.int64)  # CPU, by kind of node
+        self._needs: Ints  # CPU, by kind of node
+        self.forget_kinds()
         self._gpu, self._cpu, self._memory = (
             pricing.gpu_milli,
             max(1, pricing.cpu_milli),
@@ -43,6 +43,10 @@ class Target:
         self.table_small: Floats = np.where(enough, 0.0, free)  # ... or is too small a rest
         self.worth: Ints = np.array(pricing.remnants, np.int64)
 
+    def forget_kinds(self) -> None:
+        """Only the first is left: nodes that take nothing."""
+        self._needs = np.full((1, self.classes), _NEVER, np.int64)
+
     def add_kind(self, node: Node) -> None:
         """The next kind of node: how much CPU each class needs there, or never enough."""
         needs = [wanted.cpu_milli if suits(node, wanted) else _NEVER for wanted in self._mix]
@@ -52,9 +56,8 @@ class Target:
     def fragments(self, kinds: Slots, cpu: Ints, fits: Ints, small: Floats, total: Ints) -> Ints:
         """Free GPU that the mix cannot use on nodes of these kinds in these states, times `WEIGHT`."""
         can = (fits >= self._counts) & (cpu[:, None] >= self._needs[kinds])
-        lost = np.where(can, small, total[:, None]) @ self._weights
-        whole: Ints = (lost + self._idle * total).astype(np.int64)
-        return whole
+        lost: Ints = (np.where(can, small, total[:, None]) @ self._weights).astype(np.int64)
+        return lost
 
     def stranded(self, cpu: Ints, memory: Ints, total: Ints) -> Ints:
         """Free GPU beyond what so much CPU and memory can feed."""

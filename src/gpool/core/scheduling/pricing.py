@@ -40,10 +40,9 @@ class Weights:
 
 @dataclass(frozen=True, slots=True)
 class Pricing:
-    """`mix`: requirements and their part of `WEIGHT`, the most frequent first. `idle`: the part that asks for no GPU."""
+    """`mix`: what asks for GPUs and its part of `WEIGHT`, the most frequent first."""
 
     mix: tuple[tuple[Requirements, int], ...]
-    idle: int
     remnants: tuple[int, ...]  # the worth of 0 … 1000 free thousandths, in thousandths
     gpu_milli: int  # asked for in all; beside it …
     cpu_milli: int  # … so much CPU
@@ -83,7 +82,6 @@ def price(arrivals: Iterable[tuple[Requirements, int]], weights: Weights = Weigh
     values = remnant_values(demand)
     return Pricing(
         mix=tuple(pair for pair in mix if pair[0].gpu),
-        idle=sum(weight for needs, weight in mix if not needs.gpu),
         remnants=tuple(round(GPU * value) for value in values),
         gpu_milli=gpu,
         cpu_milli=cpu,

@@ -1,13 +1,15 @@
 """What the scheduler sees: queues by shape, nodes with what is free, and who holds what. Folded from events, never planned upon in place.
 
 `fold` costs a constant per task. The state is a cache of the store: `build` makes an equal one from the store's rows, and a
-state that meets an impossible event says so (`Contradiction`), upon which its owner rebuilds it. Run-time estimates and the
-order in which users were last served are hints, not truth: they are lost in a rebuild and left out of equality.
+state that meets an impossible event says so (`Contradiction`), upon which its owner rebuilds it. Run-time estimates, the
+order in which users were last served and what arrived lately are hints, not truth: they are lost in a rebuild and left out of
+equality.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from typing import assert_never
 
 from gpool.core.ids import NodeId, TaskId, UserId
@@ -31,6 +33,8 @@ from gpool.core.scheduling.room import Room
 
 MAX_ESTIMATES = 10_000
 MAX_SERVED = 100_000
+MAX_ARRIVALS = 20_000  # remembered, batches of one shape as one
+MAX_ALIKE = 50  # of one batch
 _KEEP = 0.9  # weight of what was known, for each further attempt observed
 
 
@@ -83,6 +87,7 @@ class State:
     """See the module. Read it freely; change it by `fold` only."""
 
     __slots__ = (
+        "_arrived",
         "_engine",
         "_estimates",
         "_known",
@@ -110,6 +115,7 @@ class State:
         self._waiting: dict[Queue, ShapeState] = {}  # those of `shapes` that have waiting tasks
         self._known: dict[int, ShapeState] = {}  # by identity: hashing a shape is dear
         self._engine: Engine | None = None  # made when first asked for
+        self._arrived: deque[tuple[Shape, int]] = deque(maxlen=MAX_ARRIVALS)
 
     # ---- reading
 
@@ -150,6 +156,10 @@ class State:
     def served(self, user: UserId) -> int:
         """Grows with each lease: the user with the smaller number was served less recently (0: not yet)."""
         return self._served.get(user, 0)
+
+    def arrivals(self) -> list[Shape]:
+        """What came lately, oldest first, to learn a pricing from; of a large batch only some."""
+        return [shape for shape, count in self._arrived for _ in range(min(count, MAX_ALIKE))]
 
     def truth(self) -> tuple[object, ...]:
         """All that is not a hint, as a plain value."""
@@ -233,8 +243,10 @@ class State:
             self.shapes.pop(entry.shape, None)
             self._known.pop(id(entry.shape), None)
 
-    def _queue(self, shape: Shape, tasks: Iterable[QueuedTask]) -> None:
+    def _queue(self, shape: Shape, tasks: Sequence[QueuedTask]) -> None:
         entry = self._entry(shape)
+        if tasks and tasks[0].epoch == 0:
+            self._arrived.append((entry.shape, len(tasks)))
         left = entry.queue.add(tasks)
         if entry.queue.size:
             self._waiting[entry.queue] = entry
