@@ -57,20 +57,19 @@ class Board:
         classes = self.target.classes
         self.ids = np.zeros(rows, np.int64)
         self.kind = np.zeros(rows, np.intp)
-        self.cpu = np.zeros(rows, np.int64)
-        self.memory = np.zeros(rows, np.int64)
         self.cost = np.zeros(rows, np.int64)
         self.lines = np.zeros(rows, np.int64)
-        self.free = np.zeros((rows, gpus), np.intp)  # thousandths that both share and memory leave
-        self.share = np.zeros((rows, gpus), np.int64)
-        self.vram = np.zeros((rows, gpus), np.int64)
-        self.holder = np.full((rows, gpus), _NOBODY, np.int64)
-        self.total = np.zeros(rows, np.int64)
         self.tight = np.zeros(rows, np.int64)  # CPU, then memory: orders what is equal otherwise
-        self.fits = np.zeros((rows, classes), np.int64)
-        self.small = np.zeros((rows, classes))
-        self.fragments = np.zeros(rows, np.int64)
-        self.stranded = np.zeros(rows, np.int64)
+        # Amounts are whole numbers below 2**53, kept as floats because prices are computed from them.
+        self.cpu, self.memory, self.total = np.zeros(rows), np.zeros(rows), np.zeros(rows)
+        self.fragments, self.stranded = np.zeros(rows), np.zeros(rows)
+        # What is read together lies together: one `take` fetches it all.
+        self.gpus = np.zeros((rows, 4, gpus), np.int64)
+        self.share, self.vram, self.free, self.holder = self.gpus.swapaxes(0, 1)
+        self.holder[:] = _NOBODY  # free: what both share and memory leave, in thousandths
+        self.mix = np.zeros(
+            (rows, 2, classes)
+        )  # by class: GPUs that fit it, rests too small for it
         self.generation += 1
 
     # ---- nodes come, change and go
@@ -201,27 +200,22 @@ class Board:
             else:
                 by_memory = 1000 * gpu.free_memory // max(1, device.memory_bytes)
                 free.append(max(0, min(gpu.free_share, by_memory)))
-        self.share[slot] = share + pad
-        self.vram[slot] = vram + pad
-        self.free[slot] = free + pad
-        self.holder[slot] = holder + [_NOBODY] * len(pad)
+        self.gpus[slot] = (share + pad, vram + pad, free + pad, holder + [_NOBODY] * len(pad))
 
     def _clear_gpus(self, slot: int) -> None:
-        self.free[slot] = self.share[slot] = self.vram[slot] = 0
+        self.gpus[slot] = 0
         self.holder[slot] = _NOBODY
         self.total[slot] = self.fragments[slot] = self.stranded[slot] = 0
-        self.fits[slot] = self.small[slot] = 0
+        self.mix[slot] = 0
 
     def _measure(self, slots: Slots) -> None:
-        target, free = self.target, self.free[slots]
-        total = free.sum(1)
-        fits, small = target.table_fits[free].sum(1), target.table_small[free].sum(1)
-        cpu = self.cpu[slots]
+        target, free = self.target, self.gpus.take(slots, 0)[:, 2]
+        mix = target.table.take(free, 0).sum(1)
+        cpu, memory, total = self.cpu[slots], self.memory[slots], free.sum(1).astype(float)
+        self.mix[slots] = mix
         self.total[slots] = total
-        self.fits[slots] = fits
-        self.small[slots] = small
-        self.fragments[slots] = target.fragments(self.kind[slots], cpu, fits, small, total)
-        self.stranded[slots] = target.stranded(cpu, self.memory[slots], total)
+        self.fragments[slots] = target.fragments(self.kind[slots], cpu, mix, total)
+        self.stranded[slots] = target.stranded(cpu, memory, total)
 
     def most(self) -> tuple[int, int, int, int]:
         """The most free CPU and memory of any node, free thousandths of any GPU, and idle GPUs of any node."""

@@ -41,6 +41,7 @@ MAKING = 60  # seconds until an environment that does not lie ready is made, rou
 
 _NONE = np.iinfo(np.int64).min
 _NEVER = 1 << 60
+_FIRST = np.array([True])
 _FEW = 8  # nodes that are looked at one by one before the arrays are asked
 _STEP, _SECONDS = 42, 24  # bits below which the lesser rules stand
 _MOST_SECONDS = (1 << 17) - 1
@@ -56,15 +57,13 @@ class Row:
         "key",
         "kinds",
         "memory",
-        "need",
+        "parts",
         "read",
         "request",
         "seconds",
         "shape",
-        "share",
         "taken",
         "usable",
-        "vram",
         "waits",
     )
 
@@ -77,14 +76,13 @@ class Row:
         self.key: Ints = np.empty(0, np.int64)
         self.gpu: NDArray[np.int16] = np.empty(0, np.int16)
         self.able: NDArray[np.bool_] = np.empty(0, bool)  # by kind: could ever run it
-        self.memory: Ints = np.empty(0, np.int64)  # ... memory it takes there
+        self.memory: Ints = np.empty(0, np.int64)  # ... memory it takes there, or never enough
         self.seconds: Ints = np.empty(0, np.int64)  # ... until it starts
         self.taken: Ints = np.empty(0, np.int64)  # ... GPU memory of a card
         self.usable: NDArray[np.bool_] = np.empty((0, 0), bool)  # by kind and GPU
         self.waits = False  # somewhere
-        self.share: Ints = np.empty((0, 0), np.int64)  # a slice's share, never enough if unusable
-        self.vram: Ints = np.empty((0, 0), np.int64)
-        self.need: Ints = np.empty((0, 0), np.int64)  # what it takes of the free thousandths
+        # A slice's share, its memory, and what it takes of the free thousandths; never enough of an unusable GPU.
+        self.parts: Ints = np.empty((0, 3, 0), np.int64)
 
 
 class Engine:
@@ -266,25 +264,24 @@ class Engine:
         row.memory = grown(row.memory, 1)
         row.seconds = grown(row.seconds, 2)
         row.taken = grown(row.taken, 3)
-        row.share = grown(row.share, 4)
-        row.vram = grown(row.vram, 5)
-        row.need = grown(row.need, 6)
-        row.usable = row.share < _NEVER
+        row.parts = grown(row.parts, 4)
+        row.usable = row.parts[:, 0] < _NEVER
         row.waits = bool(row.seconds.any())
         row.kinds = len(kinds)
 
     def _kind(self, row: Row, node: Node | None) -> tuple[object, ...]:
         width, request = self.board.width, row.request
         never = [_NEVER] * width
+        unable = (False, _NEVER, 0, 0, (never, never, never))
         if node is None or unfit(node, row.shape) is not None:
-            return False, 0, 0, 0, never, never, never
+            return unable
         ready = row.shape.environment in node.offer.environments
         share, vram, need, taken = list(never), list(never), list(never), 0
         if request is not None:
             lent = node.offer.gpus[:MAX_GPUS]
             cards = [gpu for gpu in lent if usable(node, gpu, request)]
             if len(cards) < request.count:
-                return False, 0, 0, 0, never, never, never
+                return unable
             taken = min(gpu.memory_bytes for gpu in cards) >> 20
             for place, gpu in enumerate(lent):
                 if gpu in cards:
@@ -293,7 +290,7 @@ class Engine:
                     by_memory = GPU * part.memory_bytes // max(1, gpu.memory_bytes)
                     need[place] = max(part.share_milli, by_memory)
         memory = memory_for(node, row.shape.requirements)
-        return True, memory, 0 if ready else MAKING, taken, share, vram, need
+        return True, memory, 0 if ready else MAKING, taken, (share, vram, need)
 
     # ---- scoring
 
@@ -301,21 +298,17 @@ class Engine:
         board, cpu = self.board, row.shape.requirements.cpu_milli
         self.scored += len(slots)
         kinds = board.kind[slots]
-        able = (
-            row.able[kinds] & (board.cpu[slots] >= cpu) & (board.memory[slots] >= row.memory[kinds])
-        )
+        able = (board.cpu[slots] >= cpu) & (board.memory[slots] >= row.memory[kinds])
         row.key[slots] = _NONE
-        if row.request is None:
-            slots = slots[able]
-            if len(slots):
-                self._settle(row, slots, self._price(row, slots))
-        elif is_slice(row.request):
+        if row.request is not None and is_slice(row.request):
             self._score_slices(row, slots, kinds, able)
-        else:
-            idle = (board.holder[slots] < 0) & row.usable[kinds]
-            slots = slots[able & (idle.sum(1) >= row.request.count)]
-            if len(slots):
-                self._settle(row, slots, self._price(row, slots))
+            return
+        if row.request is not None:
+            idle = (board.gpus.take(slots, 0)[:, 3] < 0) & row.usable.take(kinds, 0)
+            able &= idle.sum(1) >= row.request.count
+        slots = slots[able]
+        if len(slots):
+            self._settle(row, slots, self._price(row, slots, kinds[able]))
 
     def _score_bare(self, row: Row, slot: int) -> bool:
         """A node without GPUs for a task without: nothing can be spoilt. False: it has some."""
@@ -329,15 +322,10 @@ class Engine:
         return True
 
     def _score_slices(self, row: Row, slots: Slots, kinds: Slots, able: NDArray[np.bool_]) -> None:
-        board = self.board
-        holder, free = board.holder[slots], board.free[slots]
-        fit = (
-            (board.share[slots] >= row.share[kinds])
-            & (board.vram[slots] >= row.vram[kinds])
-            & ((holder < 0) | (holder == row.shape.user))
-            & able[:, None]
-        )
-        need = row.need[kinds]
+        share, vram, free, holder = self.board.gpus.take(slots, 0).swapaxes(0, 1)
+        least_share, least_vram, need = row.parts.take(kinds, 0).swapaxes(0, 1)
+        fit = (share >= least_share) & (vram >= least_vram) & able[:, None]
+        fit &= (holder < 0) | (holder == row.shape.user)
         # of neighbours that are alike, the first will do
         fit[:, 1:] &= ~(fit[:, :-1] & (free[:, 1:] == free[:, :-1]) & (need[:, 1:] == need[:, :-1]))
         place, gpu = np.nonzero(fit)
@@ -345,48 +333,45 @@ class Engine:
             return
         before = free[place, gpu]
         after = np.maximum(before - need[place, gpu], 0)
-        price = self._price(row, slots[place], before, after)
-        starts = np.flatnonzero(np.diff(place, prepend=-1))
+        price = self._price(row, slots[place], kinds[place], before, after)
+        starts = np.flatnonzero(np.concatenate([_FIRST, place[1:] != place[:-1]]))
         combined = (price << 22) - (before << 12) - gpu  # the best price, then the fullest GPU
-        best = np.maximum.reduceat(combined, starts)
+        best = -np.maximum.reduceat(combined, starts)
         found = slots[place[starts]]
-        row.gpu[found] = (-best) & 4095
-        self._settle(row, found, -((-best) >> 22))
+        row.gpu[found] = best & 4095
+        self._settle(row, found, -(best >> 22))
 
     def _price(
         self,
         row: Row,
         slots: Slots,
-        before: Slots | None = None,
-        after: Slots | None = None,
+        kinds: Slots,
+        before: Ints | None = None,
+        after: Ints | None = None,
     ) -> Ints:
         """The step of the gain for each candidate: higher is better."""
         board, target, weights = self.board, self.board.target, self.pricing.weights
-        needs, request = row.shape.requirements, row.request
-        total = board.total[slots]
-        kinds = board.kind[slots]
-        cpu = board.cpu[slots] - needs.cpu_milli
-        fits, small = board.fits[slots], board.small[slots]
-        loss: Ints | int = 0
+        total, mix = board.total[slots], board.mix.take(slots, 0)
+        cpu = board.cpu[slots] - row.shape.requirements.cpu_milli
+        memory = board.memory[slots] - row.memory[kinds]
+        lost = -weights.stranding * board.stranded[slots]
         if before is not None and after is not None:
-            fits = fits - target.table_fits[before] + target.table_fits[after]
-            small = small - target.table_small[before] + target.table_small[after]
-            total = total - (before - after)
-            loss = target.worth[before] - target.worth[after]
-        elif request is not None:
-            fits = fits - request.count
-            total = total - GPU * request.count
-        gain = weights.fragmentation * (
-            board.fragments[slots] - target.fragments(kinds, cpu, fits, small, total)
-        )
-        stranded = target.stranded(cpu, board.memory[slots] - row.memory[kinds], total)
-        lost = weights.stranding * (stranded - board.stranded[slots])
-        lost = lost + weights.remnants * loss // GPU
-        return np.floor_divide(gain - WEIGHT * lost, WEIGHT * weights.step)
+            mix += target.table.take(after, 0)
+            mix -= target.table.take(before, 0)
+            total -= before - after
+            lost += weights.remnants * (target.worth[before] - target.worth[after])
+        elif row.request is not None:
+            mix[:, 0] -= row.request.count
+            total -= GPU * row.request.count
+        lost += weights.stranding * target.stranded(cpu, memory, total)
+        gain = board.fragments[slots] - target.fragments(kinds, cpu, mix, total)
+        gain *= weights.fragmentation / WEIGHT
+        steps: Ints = np.floor((gain - lost) / weights.step).astype(np.int64)
+        return steps
 
     def _settle(self, row: Row, slots: Slots, steps: Ints) -> None:
         board = self.board
-        key = (steps << _STEP) - board.total[slots]
+        key = (steps << _STEP) - board.total[slots].astype(np.int64)
         if row.waits or self.pricing.costs:
             seconds = row.seconds[board.kind[slots]] + board.cost[slots]
             key -= np.minimum(seconds, _MOST_SECONDS) << _SECONDS
