@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -205,6 +207,14 @@ def test_an_environment_that_lies_ready_is_preferred_to_one_that_must_be_made() 
     assert plan(state, NOW).places[0].node == 2
 
 
+def test_cpu_tasks_leave_nodes_with_gpus_alone_even_when_all_those_are_busy() -> None:
+    state = a_state(a_node(1, 8, 1), a_node(2, 16))
+    enqueue(state, wanting("1"), [1])
+    assert apply(state, plan(state, NOW)) == [1]
+    enqueue(state, a_shape(), range(2, 12))
+    assert {place.node for place in plan(state, NOW).places} == {2}
+
+
 def test_a_node_that_costs_time_comes_after_one_that_does_not() -> None:
     state = a_state(a_node(1, 4), a_node(2, 8))
     enqueue(state, a_shape(), [1])
@@ -275,3 +285,11 @@ def test_a_slice_of_memory_never_takes_a_user_past_a_limit_and_finds_the_card_th
     limits = GpuLimits(user_milli=200)
     places = plan(state, NOW, Policy(limits=limits)).places
     assert [place.node for place in places] == [2]
+
+
+def test_who_only_asks_or_lends_never_needs_numpy() -> None:
+    """It belongs to the server's extra."""
+    names = "gpool.client, gpool.agent.daemon, gpool.cli.main, gpool.wire.frames"
+    said = f"import sys, {names}; print('numpy' in sys.modules)"
+    ran = subprocess.run([sys.executable, "-c", said], capture_output=True, text=True, check=True)
+    assert ran.stdout.strip() == "False"

@@ -22,6 +22,9 @@ from gpool.core.scheduling.room import Room
 CLOSED = 0
 """The kind of slots that take nothing: empty ones, and nodes that are away or paused."""
 
+LENDS = 1 << 23
+"""More than any node has free, in thousandths of a GPU."""
+
 MAX_GPUS = 64
 """Of one node; further ones are not lent. A wide node makes the rows of all others as wide."""
 
@@ -59,6 +62,7 @@ class Board:
         self.kind = np.zeros(rows, np.intp)
         self.cost = np.zeros(rows, np.int64)
         self.lines = np.zeros(rows, np.int64)
+        self.lends = np.zeros(rows, np.int64)  # `LENDS` where there are GPUs
         self.tight = np.zeros(rows, np.int64)  # CPU, then memory: orders what is equal otherwise
         # Amounts are whole numbers below 2**53, kept as floats because prices are computed from them.
         self.cpu, self.memory, self.total = np.zeros(rows), np.zeros(rows), np.zeros(rows)
@@ -110,6 +114,7 @@ class Board:
         self.ids[slot] = node.id
         self.kind[slot] = self._kind(node)
         self.cost[slot] = self.pricing.costs.get(node.id, 0)
+        self.lends[slot] = LENDS if node.offer.gpus else 0
         if node.offer.gpus:
             self._with_gpus.add(slot)
         elif slot in self._with_gpus:  # it had some, or another node stood here

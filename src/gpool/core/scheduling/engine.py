@@ -6,7 +6,8 @@ largest number wins. Numbers are compared in this order:
 
 1. the step of the price (`pricing`): GPU that the usual tasks could use, spoilt by this placement;
 2. seconds a start there loses: an environment that has to be made first, a node that often goes away;
-3. the least free GPU, then the smallest cards, the least free CPU and memory: full nodes fill up, empty ones stay whole;
+3. a task without GPU goes to nodes without; the least free GPU, then the smallest cards, the least free CPU and memory:
+   full nodes fill up, empty ones stay whole;
 4. the node's id. Names never matter.
 """
 
@@ -18,71 +19,30 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpool.core.ids import NodeId
-from gpool.core.model import GpuRequest, Node, Shape, Tier
-from gpool.core.scheduling.board import MAX_GPUS, Board, Look
+from gpool.core.model import Node, Shape, Tier
+from gpool.core.scheduling.board import Board, Look
 from gpool.core.scheduling.fragmentation import Ints, Slots
 from gpool.core.scheduling.placement import (
     Fit,
     is_slice,
     memory_for,
     slice_of,
-    unfit,
-    usable,
     whole,
 )
 from gpool.core.scheduling.pricing import WEIGHT, Pricing
 from gpool.core.scheduling.remnants import GPU
 from gpool.core.scheduling.room import Room
+from gpool.core.scheduling.rows import Row
 
 Overlaid = tuple[Room, int]
 MAX_CELLS = 8_000_000  # numbers kept in all rows together, about 80 MB
 MAX_SHAPES = 20_000
-MAKING = 60  # seconds until an environment that does not lie ready is made, roughly
 
 _NONE = np.iinfo(np.int64).min
-_NEVER = 1 << 60
 _FIRST = np.array([True])
 _FEW = 8  # nodes that are looked at one by one before the arrays are asked
 _STEP, _SECONDS = 42, 24  # bits below which the lesser rules stand
 _MOST_SECONDS = (1 << 17) - 1
-
-
-class Row:
-    """One alternative of one shape: for each slot how good it is, and which GPU a slice would be of."""
-
-    __slots__ = (
-        "able",
-        "generation",
-        "gpu",
-        "key",
-        "kinds",
-        "memory",
-        "parts",
-        "read",
-        "request",
-        "seconds",
-        "shape",
-        "taken",
-        "usable",
-        "waits",
-    )
-
-    def __init__(self, shape: Shape, request: GpuRequest | None) -> None:
-        self.shape = shape
-        self.request = request
-        self.generation = -1
-        self.read = 0
-        self.kinds = 0
-        self.key: Ints = np.empty(0, np.int64)
-        self.gpu: NDArray[np.int16] = np.empty(0, np.int16)
-        self.able: NDArray[np.bool_] = np.empty(0, bool)  # by kind: could ever run it
-        self.memory: Ints = np.empty(0, np.int64)  # ... memory it takes there, or never enough
-        self.seconds: Ints = np.empty(0, np.int64)  # ... until it starts
-        self.taken: Ints = np.empty(0, np.int64)  # ... GPU memory of a card
-        self.usable: NDArray[np.bool_] = np.empty((0, 0), bool)  # by kind and GPU
-        self.waits = False  # somewhere
-        # A slice's share, its memory, and what it takes of the free thousandths; never enough of an unusable GPU.
-        self.parts: Ints = np.empty((0, 3, 0), np.int64)
 
 
 class Engine:
@@ -148,7 +108,7 @@ class Engine:
         able = np.zeros(board.size, bool)
         for row in self._rows_of(shape):
             self._update(row)
-            self._learn_kinds(row)
+            row.learn(self.board)
             able |= row.able[board.kind]
         for id_ in barred:
             if id_ in board.slots:
@@ -205,14 +165,14 @@ class Engine:
         if changed is None:
             changed = set(range(len(board.nodes))) if len(board.nodes) <= _FEW else None
         if changed is None:
-            self._learn_kinds(row)
+            row.learn(self.board)
             self._score(row, np.arange(len(board.nodes)))
             return
         if len(changed) <= _FEW:
             changed = {slot for slot in changed if self._may_take(row, slot)}
         if not changed:
             return
-        self._learn_kinds(row)
+        row.learn(self.board)
         if row.request is None and len(changed) <= _FEW:
             changed = {slot for slot in changed if not self._score_bare(row, slot)}
         if changed:
@@ -245,52 +205,6 @@ class Engine:
             share = request.share_milli if request.share_milli < GPU else 1
             return any(gpu.free_share >= share for gpu in room.gpus.values())
         return sum(1 for gpu in room.gpus.values() if not gpu.holders) >= request.count
-
-    def _learn_kinds(self, row: Row) -> None:
-        """What the kinds of nodes mean for this row; asked once for each kind."""
-        kinds = self.board.kinds
-        if row.kinds == len(kinds):
-            return
-        new = [self._kind(row, node) for node in kinds[row.kinds :]]
-        columns = list(zip(*new, strict=True))
-        is_first = row.kinds == 0
-
-        def grown(old: Ints, column: int) -> Ints:
-            fresh: Ints = np.array(columns[column], np.int64)
-            return fresh if is_first else np.concatenate([old, fresh])
-
-        able: NDArray[np.bool_] = np.array(columns[0], bool)
-        row.able = able if is_first else np.concatenate([row.able, able])
-        row.memory = grown(row.memory, 1)
-        row.seconds = grown(row.seconds, 2)
-        row.taken = grown(row.taken, 3)
-        row.parts = grown(row.parts, 4)
-        row.usable = row.parts[:, 0] < _NEVER
-        row.waits = bool(row.seconds.any())
-        row.kinds = len(kinds)
-
-    def _kind(self, row: Row, node: Node | None) -> tuple[object, ...]:
-        width, request = self.board.width, row.request
-        never = [_NEVER] * width
-        unable = (False, _NEVER, 0, 0, (never, never, never))
-        if node is None or unfit(node, row.shape) is not None:
-            return unable
-        ready = row.shape.environment in node.offer.environments
-        share, vram, need, taken = list(never), list(never), list(never), 0
-        if request is not None:
-            lent = node.offer.gpus[:MAX_GPUS]
-            cards = [gpu for gpu in lent if usable(node, gpu, request)]
-            if len(cards) < request.count:
-                return unable
-            taken = min(gpu.memory_bytes for gpu in cards) >> 20
-            for place, gpu in enumerate(lent):
-                if gpu in cards:
-                    part = slice_of(gpu, request)
-                    share[place], vram[place] = part.share_milli, part.memory_bytes
-                    by_memory = GPU * part.memory_bytes // max(1, gpu.memory_bytes)
-                    need[place] = max(part.share_milli, by_memory)
-        memory = memory_for(node, row.shape.requirements)
-        return True, memory, 0 if ready else MAKING, taken, (share, vram, need)
 
     # ---- scoring
 
@@ -375,6 +289,8 @@ class Engine:
         if row.waits or self.pricing.costs:
             seconds = row.seconds[board.kind[slots]] + board.cost[slots]
             key -= np.minimum(seconds, _MOST_SECONDS) << _SECONDS
+        if row.request is None:
+            key -= board.lends[slots]
         row.key[slots] = key
 
     # ---- the winner
@@ -400,13 +316,13 @@ class Engine:
         needs, request = row.shape.requirements, row.request
         memory = memory_for(node, needs)
         if request is None:
-            return Fit((), needs.cpu_milli, memory, ())
+            return Fit(needs.cpu_milli, memory, ())
         if is_slice(request):
             part = slice_of(node.offer.gpus[int(row.gpu[slot])], request)
-            return Fit((), needs.cpu_milli, memory, (part,))
+            return Fit(needs.cpu_milli, memory, (part,))
         found = whole(node, self._room_and_lines(node.id)[0], request)
         assert found is not None, "the board says there are idle GPUs and the room has none"
-        return Fit((), needs.cpu_milli, memory, found[1])
+        return Fit(needs.cpu_milli, memory, found)
 
 
 def _least(slots: Slots, measure: Ints) -> Slots:
