@@ -3,7 +3,8 @@
 python -m bench.placement --nodes FILE --pods FILE [FILE …] --mode fill|churn --seeds 10 [--first-seed 42] [--json FILE]
 
 gpool learns from earlier arrivals: another random draw of the same trace, never the run that is measured. It goes through
-its State, plan and events as in the server; the references work on bare arrays.
+its State, plan and events as in the server; the references work on bare arrays. Rates count the processor's time, so that a busy
+machine does not lower them; `p99_wall_ms` is by the clock on the wall.
 """
 
 from __future__ import annotations
@@ -11,11 +12,14 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from heapq import heappop, heappush
 from pathlib import Path
 from random import Random
 from statistics import fmean, quantiles, stdev
-from time import process_time
+from time import perf_counter, process_time
+from typing import TypeVar
 
 from bench.openb import LOAD, Machine, Pod, arrivals, as_nodes, read_machines, read_pods
 from bench.placement_references import REFERENCES, Cluster
@@ -29,6 +33,22 @@ from gpool.core.scheduling.replay import Replay
 EARLIER = 1_000_000  # the seeds of earlier arrivals start here; no measured seed does
 CHURN_ARRIVALS = 40_000
 Row = dict[str, object]
+T = TypeVar("T")
+
+
+class Watch:
+    """Times single decisions, by the processor's clock and the one on the wall."""
+
+    def __init__(self) -> None:
+        self.cpu: list[float] = []
+        self.wall: list[float] = []
+
+    def time(self, act: Callable[[], T]) -> T:
+        wall, cpu = perf_counter(), process_time()
+        answer = act()
+        self.cpu.append(process_time() - cpu)
+        self.wall.append(perf_counter() - wall)
+        return answer
 
 
 class Gpool:
@@ -74,20 +94,15 @@ class Reference:
         return 100 * self.left / self.capacity
 
 
-def fill(
-    policy: Gpool | Reference, sequence: Sequence[Pod], times: list[float]
-) -> tuple[float, float]:
+def fill(policy: Gpool | Reference, sequence: Sequence[Pod], watch: Watch) -> tuple[float, float]:
     refused = 0
     for pod in sequence:
-        start = process_time()
-        placed = policy.place(pod)
-        times.append(process_time() - start)
-        refused += placed is None
+        refused += watch.time(partial(policy.place, pod)) is None
     return policy.unallocated(), 100 * refused / len(sequence)
 
 
 def churn(
-    policy: Gpool | Reference, pods: list[Pod], capacity: int, random: Random, times: list[float]
+    policy: Gpool | Reference, pods: list[Pod], capacity: int, random: Random, watch: Watch
 ) -> tuple[float, float]:
     """Time average over the second half."""
     gap = fmean(pod.gpu_milli for pod in pods) / (LOAD * capacity)  # the mean run time is 1
@@ -101,14 +116,12 @@ def churn(
             area, now = area + (at - now) * policy.unallocated(), at
             start = process_time()
             policy.end(placed)  # type: ignore[arg-type]  # its own
-            times[-1] += process_time() - start
+            watch.cpu[-1] += process_time() - start
         area, now = area + (arrival - now) * policy.unallocated(), arrival
         if number == CHURN_ARRIVALS // 2:
             area, since, refused = 0.0, now, 0
         pod = random.choice(pods)
-        start = process_time()
-        taken = policy.place(pod)
-        times.append(process_time() - start)
+        taken = watch.time(partial(policy.place, pod))
         if taken is None:
             refused += 1
         else:
@@ -116,10 +129,10 @@ def churn(
     return area / (now - since), 100 * refused / (CHURN_ARRIVALS / 2)
 
 
-def learnt(machines: list[Machine], pods: list[Pod], copies: int) -> Pricing:
+def learnt(machines: list[Machine], pods: list[Pod]) -> Pricing:
     """What the pool learnt before: from another draw, on nodes with other names."""
     random = Random(EARLIER)
-    nodes = as_nodes(machines, random, copies)
+    nodes = as_nodes(machines, random)
     before = arrivals(pods, _capacity(nodes), random)
     return choose(nodes, [pod.shape for pod in before])
 
@@ -128,33 +141,40 @@ def _capacity(nodes: list[Node]) -> int:
     return sum(1000 * len(node.offer.gpus) for node in nodes)
 
 
-def measure(
-    name: str,
-    workload: str,
-    mode: str,
-    seed: int,
-    nodes: list[Node],
-    pods: list[Pod],
-    pricing: Pricing,
-) -> Row:
-    policy = Gpool(nodes, pricing) if name == "gpool" else Reference(nodes, pods, name, seed)
-    times: list[float] = []
-    if mode == "fill":
-        result = fill(policy, arrivals(pods, _capacity(nodes), Random(seed)), times)
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One seed of one workload; every policy gets the same."""
+
+    workload: str
+    mode: str
+    seed: int
+    nodes: list[Node]
+    pods: list[Pod]
+    pricing: Pricing
+    limit: int | None = None
+
+
+def measure(name: str, run: Run) -> Row:
+    nodes, pods, seed = run.nodes, run.pods, run.seed
+    policy = Gpool(nodes, run.pricing) if name == "gpool" else Reference(nodes, pods, name, seed)
+    watch, capacity, random = Watch(), _capacity(nodes), Random(seed)
+    if run.mode == "fill":
+        result = fill(policy, arrivals(pods, capacity, random)[: run.limit], watch)
     else:
-        result = churn(policy, pods, _capacity(nodes), Random(seed), times)
-    marks = quantiles(times, n=100)
+        result = churn(policy, pods, capacity, random, watch)
+    marks = quantiles(watch.cpu, n=100)
     return {
         "policy": name,
-        "workload": workload,
-        "mode": mode,
+        "workload": run.workload,
+        "mode": run.mode,
         "seed": seed,
         "unallocated_pct": round(result[0], 4),
         "refused_pct": round(result[1], 3),
-        "decisions": len(times),
-        "decisions_per_s": round(len(times) / sum(times), 1),
+        "decisions": len(watch.cpu),
+        "decisions_per_s": round(len(watch.cpu) / sum(watch.cpu), 1),
         "p50_ms": round(1000 * marks[49], 4),
         "p99_ms": round(1000 * marks[98], 4),
+        "p99_wall_ms": round(1000 * quantiles(watch.wall, n=100)[98], 4),
     }
 
 
@@ -190,11 +210,11 @@ def main() -> None:
     for path in given.pods:
         workload = path.name.split(".")[0].removeprefix("openb_pod_list_")
         pods = read_pods(path)
-        pricing = learnt(machines, pods, 1)
+        pricing = learnt(machines, pods)
         for seed in range(given.first_seed, given.first_seed + given.seeds):
             nodes = as_nodes(machines, Random(seed), given.replicate)
-            for name in given.policies.split(","):
-                rows.append(measure(name, workload, given.mode, seed, nodes, pods, pricing))
+            run = Run(workload, given.mode, seed, nodes, pods, pricing, given.limit)
+            rows += [measure(name, run) for name in given.policies.split(",")]
     table(rows)
     if given.json:
         given.json.write_text(json.dumps(rows, indent=2) + "\n")

@@ -92,7 +92,7 @@ def best_fit(pods: list[Pod], cluster: Cluster, random: Random) -> Choose:  # no
     def score(cluster: Cluster, pod: Pod, able: NDArray[np.intp]) -> NDArray[np.int64]:
         cpu = (cluster.cpu[able] - pod.shape.requirements.cpu_milli) / 128_000
         gpu = (cluster.total[able] - pod.gpu_milli) / (8 * GPU)
-        return (100 * (1 - 0.5 * cpu - 0.5 * gpu)).astype(np.int64)
+        return np.asarray(100 * (1 - 0.5 * cpu - 0.5 * gpu), np.int64)
 
     return _by(score)
 
@@ -101,7 +101,7 @@ def dot_product(pods: list[Pod], cluster: Cluster, random: Random) -> Choose:  #
     def score(cluster: Cluster, pod: Pod, able: NDArray[np.intp]) -> NDArray[np.int64]:
         cpu = cluster.cpu[able] / 128_000 * (pod.shape.requirements.cpu_milli / 128_000)
         gpu = cluster.total[able] / (8 * GPU) * (pod.gpu_milli / (8 * GPU))
-        return (100 * (1 - (cpu + gpu) / 2)).astype(np.int64)
+        return np.asarray(100 * (1 - (cpu + gpu) / 2), np.int64)
 
     return _by(score)
 
