@@ -101,15 +101,15 @@ def fill(policy: Gpool | Reference, sequence: Sequence[Pod], watch: Watch) -> tu
     return policy.unallocated(), 100 * refused / len(sequence)
 
 
-def churn(
-    policy: Gpool | Reference, pods: list[Pod], capacity: int, random: Random, watch: Watch
-) -> tuple[float, float]:
+def churn(policy: Gpool | Reference, run: Run, watch: Watch) -> tuple[float, float]:
     """Time average over the second half."""
+    pods, capacity, random = run.pods, _capacity(run.nodes), Random(run.seed)
+    count = run.limit or CHURN_ARRIVALS
     gap = fmean(pod.gpu_milli for pod in pods) / (LOAD * capacity)  # the mean run time is 1
     ends: list[tuple[float, int, object]] = []
     now = area = since = 0.0
     refused = 0
-    for number in range(CHURN_ARRIVALS):
+    for number in range(count):
         arrival = now + random.expovariate(1 / gap)
         while ends and ends[0][0] < arrival:
             at, _, placed = heappop(ends)
@@ -118,7 +118,7 @@ def churn(
             policy.end(placed)  # type: ignore[arg-type]  # its own
             watch.cpu[-1] += process_time() - start
         area, now = area + (arrival - now) * policy.unallocated(), arrival
-        if number == CHURN_ARRIVALS // 2:
+        if number == count // 2:
             area, since, refused = 0.0, now, 0
         pod = random.choice(pods)
         taken = watch.time(partial(policy.place, pod))
@@ -126,7 +126,7 @@ def churn(
             refused += 1
         else:
             heappush(ends, (now + random.expovariate(1.0), number, taken))
-    return area / (now - since), 100 * refused / (CHURN_ARRIVALS / 2)
+    return area / (now - since), 100 * refused / (count - count // 2)
 
 
 def learnt(machines: list[Machine], pods: list[Pod]) -> Pricing:
@@ -157,11 +157,12 @@ class Run:
 def measure(name: str, run: Run) -> Row:
     nodes, pods, seed = run.nodes, run.pods, run.seed
     policy = Gpool(nodes, run.pricing) if name == "gpool" else Reference(nodes, pods, name, seed)
-    watch, capacity, random = Watch(), _capacity(nodes), Random(seed)
+    watch = Watch()
     if run.mode == "fill":
-        result = fill(policy, arrivals(pods, capacity, random)[: run.limit], watch)
+        sequence = arrivals(pods, _capacity(nodes), Random(seed))
+        result = fill(policy, sequence[: run.limit], watch)
     else:
-        result = churn(policy, pods, capacity, random, watch)
+        result = churn(policy, run, watch)
     marks = quantiles(watch.cpu, n=100)
     return {
         "policy": name,
@@ -202,7 +203,7 @@ def main() -> None:
     parser.add_argument("--first-seed", type=int, default=42)
     parser.add_argument("--policies", default="Random,Best-fit,FGD,gpool")
     parser.add_argument("--replicate", type=int, default=1, help="so many times the nodes")
-    parser.add_argument("--limit", type=int, help="only so many arrivals of a fill")
+    parser.add_argument("--limit", type=int, help="only so many arrivals")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     machines = read_machines(given.nodes)

@@ -56,6 +56,7 @@ class Engine:
         self._look = look
         self._has_audiences = False
         self._rows: dict[tuple[object, ...], list[Row]] = {}
+        self._row_count = 0
         self._by_shape: dict[int, tuple[Shape, list[Row]]] = {}
 
     def _room_and_lines(self, id_: NodeId) -> tuple[Room, int]:
@@ -141,14 +142,16 @@ class Engine:
         key = (needs, shape.environment, None if is_anyones else (shape.user, shape.team))
         rows = self._rows.get(key)
         if rows is None:
-            if len(self._rows) * (self.board.size + 64) >= MAX_CELLS:
+            if self._row_count * (self.board.size + 64) >= MAX_CELLS:
                 self._forget()
             rows = [Row(shape, request) for request in needs.gpu] or [Row(shape, None)]
             self._rows[key] = rows
+            self._row_count += len(rows)
         return rows
 
     def _forget(self) -> None:
         self._rows.clear()
+        self._row_count = 0
         self._by_shape.clear()
 
     def _update(self, row: Row) -> None:

@@ -13,6 +13,7 @@ from itertools import cycle
 from gpool.core.model import Instant, Node, Shape
 from gpool.core.scheduling.limits import least_gpus
 from gpool.core.scheduling.orders import Policy
+from gpool.core.scheduling.placement import is_open
 from gpool.core.scheduling.pricing import USUAL, Pricing, Weights, price
 from gpool.core.scheduling.replay import Replay
 
@@ -51,7 +52,7 @@ def priced(arrivals: Sequence[Shape], weights: Weights = Weights()) -> Pricing: 
 
 def unallocated_pct(nodes: Collection[Node], arrivals: Sequence[Shape], pricing: Pricing) -> float:
     """What is left of the GPUs when arrivals have filled them under this pricing."""
-    replay = Replay(nodes, Policy(order="fcfs", pricing=pricing))
+    replay = Replay(filter(is_open, nodes), Policy(order="fcfs", pricing=pricing))
     asked = 0
     for number, shape in enumerate(cycle(arrivals)):
         if number >= MOST_ARRIVALS or asked >= LOAD * replay.capacity_milli:
