@@ -95,6 +95,7 @@ class Policy:
     at_close: AtClose = AtClose.FINISH
     grace: timedelta = timedelta(0)  # between closing and reclaiming
     egress: Egress = Egress()
+    registries: tuple[str, ...] = ()  # of images, on private addresses
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,8 +183,8 @@ def parse(text: str) -> Policy:
     except tomllib.TOMLDecodeError as error:
         raise Invalid(f"the policy is no TOML: {error}") from error
     top = _Table(told, "")
-    keep, battery, idle, egress = (
-        top.table(name) for name in ("keep", "battery", "idle", "egress")
+    keep, battery, idle, egress, images = (
+        top.table(name) for name in ("keep", "battery", "idle", "egress", "images")
     )
     floor = top.take("floor", _tier, Tier.NONE)
     tiers = top.take("tiers", _each(_tier), list(Tier))
@@ -212,8 +213,9 @@ def parse(text: str) -> Policy:
             egress.take("rate", _rate, ""),
             egress.take("offered", _flag, True),
         ),
+        registries=tuple(images.take("registries", _each(_word), [])),
     )
-    for table in (top, keep, battery, idle, egress):
+    for table in (top, keep, battery, idle, egress, images):
         table.finish()
     if not policy.tiers:
         raise Invalid("'tiers' and 'floor' leave no tier; offer at least one")

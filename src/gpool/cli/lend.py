@@ -78,14 +78,16 @@ def _offered(runtime: Runtime) -> RuntimeOffer:
     return RuntimeOffer(runtime.name, runtime.tier, runtime.networks, runtime.images, with_gpus)
 
 
-def runtimes_of(settings: AgentSettings, gpus: Sequence[Gpu]) -> list[Made]:
+def runtimes_of(
+    settings: AgentSettings, gpus: Sequence[Gpu], registries: Sequence[str] = ()
+) -> list[Made]:
     """All this machine can, first choice first within a tier; which of them are lent, the owner's rules say at any time.
 
     Bubblewrap always: environments are built in it. No isolation only where the owner asked for it.
     """
     made: list[Made] = [BubblewrapRuntime(settings.data_dir, gpus=gpus)]
     if settings.docker and services.docker().version:
-        made += _docker(settings, gpus)
+        made += _docker(settings, gpus, registries)
     if settings.microvm:
         made += _microvm(settings)
     if settings.allow_process:
@@ -93,12 +95,12 @@ def runtimes_of(settings: AgentSettings, gpus: Sequence[Gpu]) -> list[Made]:
     return made
 
 
-def _docker(settings: AgentSettings, gpus: Sequence[Gpu]) -> list[Made]:
+def _docker(settings: AgentSettings, gpus: Sequence[Gpu], registries: Sequence[str]) -> list[Made]:
     """For images, where an engine answers; one that will not have us is no reason not to lend."""
     from gpool.agent.runtime.docker.runtime import DockerRuntime  # imports in 0.2 s
 
     try:
-        return [DockerRuntime(settings.data_dir, gpus=gpus)]
+        return [DockerRuntime(settings.data_dir, gpus=gpus, registries=registries)]
     except SandboxFailed as error:
         log.warning("no_images", why=str(error))
         return []
@@ -154,7 +156,7 @@ def lend() -> None:
     rules = Rulebook(settings.policy)
     policy = rules.policy
     gpus = detect(settings.simulate_gpus)
-    runtimes = runtimes_of(settings, _real(gpus))
+    runtimes = runtimes_of(settings, _real(gpus), policy.registries)
     can = {one.tier for one in runtimes}
     if not can & policy.tiers:
         raise Invalid(
