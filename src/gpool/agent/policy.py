@@ -1,6 +1,6 @@
 """The owner's rules, pure: facts about the machine in, what it lends now out. It looks at nothing itself.
 
-A rule that needs a fact nobody knows (no battery, no keyboard) does not apply. See docs/guides for the file's form.
+A rule that needs a fact nobody knows (no battery, no keyboard) does not apply. See docs/policy.md for the file's form.
 """
 
 from __future__ import annotations
