@@ -574,3 +574,22 @@ def test_egress_that_is_no_longer_given_is_refused_by_the_node_itself(tmp_path: 
             assert "no network 'egress'" in (await at.end()).error_text
 
     asyncio.run(story())
+
+
+def test_a_start_that_would_take_for_ever_ends_with_its_time(tmp_path: Path) -> None:
+    class Pulling(FakeRuntime):
+        gives_up = True
+
+        async def start_command(self, job: CommandJob) -> CommandSandbox:
+            del job
+            await asyncio.Event().wait()
+            raise AssertionError("nobody sets it")
+
+    async def story() -> None:
+        async with bench(tmp_path, runtime=Pulling(tmp_path / "values")) as at:
+            keeper = at.start(spec())
+            await asyncio.wait([keeper.task], timeout=0.05)
+            keeper.end(EndReason.TIMED_OUT)
+            assert (await at.end()).reason is EndReason.TIMED_OUT
+
+    asyncio.run(story())

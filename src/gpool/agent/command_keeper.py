@@ -149,7 +149,7 @@ class CommandKeeper:
                 image_of(spec),
                 self._note,
             )
-            sandbox = await started(runtime.start_command(job))
+            sandbox = await started(runtime, runtime.start_command(job))
             self._began = self._with.clock()
             try:
                 return await self._watch(sandbox)

@@ -103,7 +103,7 @@ class RunnerKeeper:
             spec.preload,
             self._said,
         )
-        sandbox = await started(runtime.start_runner(job))
+        sandbox = await started(runtime, runtime.start_runner(job))
         writer = asyncio.create_task(self._write(sandbox))
         try:
             self._with.feed(RunnerReady(start.runner))

@@ -194,13 +194,15 @@ def limits_of(spec: TaskSpec, allocation: Allocation) -> Limits:
     return limits if disk is None else replace(limits, disk_bytes=disk)
 
 
-async def started(start: Awaitable[S]) -> S:
-    """A start that is called off half-way is awaited and undone: no sandbox is left without a keeper."""
+async def started(runtime: Runtime, start: Awaitable[S]) -> S:
+    """A start that is called off half-way ends, and is undone: no sandbox is left without a keeper."""
     starting = asyncio.ensure_future(start)
     try:
         return await asyncio.shield(starting)
     except asyncio.CancelledError:
-        with contextlib.suppress(SandboxFailed):
+        if runtime.gives_up:
+            starting.cancel()
+        with contextlib.suppress(SandboxFailed, asyncio.CancelledError):
             sandbox = await starting
             await sandbox.kill()
             await sandbox.remove()

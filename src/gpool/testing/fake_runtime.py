@@ -159,6 +159,7 @@ class FakeRuntime:
     name = "fake"
     networks = frozenset({Network.NONE})
     images = False
+    gives_up = False
 
     def __init__(
         self,

@@ -281,3 +281,18 @@ def test_a_killed_guest_and_one_held_back_by_a_full_window_end_at_once(tmp_path:
     done, found, took, code = using("microvm", tmp_path / "data", work)
     assert (done, found, code) == (False, ["done"], 137)
     assert took < 2
+
+
+def test_a_guest_that_is_called_off_while_it_boots_ends_at_once(tmp_path: Path) -> None:
+    async def work(runtime: Any) -> float:
+        job = CommandJob(("sleep", "1000"), (), (), (), LIMITS)
+        for patience in (0.05, 0.5, 4.0):
+            starting = asyncio.create_task(runtime.start_command(job))
+            await asyncio.wait([starting], timeout=patience)
+            assert starting.cancel()
+            began = time.monotonic()
+            await asyncio.wait([starting])
+            assert starting.cancelled()
+        return time.monotonic() - began
+
+    assert using("microvm", tmp_path, work) < 3.0

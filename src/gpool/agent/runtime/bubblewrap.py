@@ -125,6 +125,7 @@ class BubblewrapRuntime:
     tier = Tier.CONTAINER
     networks = frozenset({Network.NONE, Network.EGRESS})
     images = False
+    gives_up = False
 
     def __init__(self, data_dir: Path, *, gpus: Sequence[Gpu] = (), bwrap: str = "") -> None:
         self._bwrap = bwrap or find_bwrap()

@@ -41,6 +41,7 @@ class ProcessRuntime:
     tier = Tier.NONE
     networks = frozenset({Network.NONE})
     images = False
+    gives_up = False
 
     def __init__(self, data_dir: Path, *, gpus: Sequence[Gpu] = ()) -> None:
         self.use_gpus(gpus)

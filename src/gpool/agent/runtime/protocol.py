@@ -214,6 +214,7 @@ class Runtime(Protocol):
     tier: Tier
     networks: frozenset[Network]
     images: bool  # it runs `image`s; otherwise `environment`s
+    gives_up: bool  # a start may take long; cancelled, it ends soon and undoes itself
 
     async def start_command(self, job: CommandJob) -> CommandSandbox: ...
 

@@ -124,6 +124,7 @@ class DockerRuntime:
     tier = Tier.CONTAINER
     networks: frozenset[Network] = frozenset({Network.NONE})
     images = True
+    gives_up = True
 
     def __init__(
         self,
@@ -197,7 +198,8 @@ class DockerRuntime:
         theirs: tuple[int, ...] = ()
         try:
             if job.inputs:
-                await asyncio.to_thread(place.stage, job.inputs)
+                staging = partial(place.stage, job.inputs)
+                await undivided(self._threads, staging, lambda _: None)
             theirs, ours = command_pipes()
             box = self._box(slot, place, job, image, job.argv)
             container, channel = await self._start(box)

@@ -14,9 +14,10 @@ import hashlib
 import os
 import resource
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeVar
 
 from gpool.agent.runtime import cgroups, layout, seccomp
 from gpool.agent.runtime.bubblewrap import RUN, UIDS_A_BLOCK, Slot, Uids, find_bwrap
@@ -55,6 +56,7 @@ from gpool.agent.runtime.protocol import (
 from gpool.agent.runtime.workplace import Workplace, clear
 from gpool.core.model import EndReason, Gpu, Network, Tier
 
+T = TypeVar("T")
 BOOT_WITHIN_S = 90.0
 START_WITHIN_S = 60.0
 LINE_AT = 3  # after stdin, stdout, stderr
@@ -78,6 +80,7 @@ class MicrovmRuntime:
     tier = Tier.VM
     networks = frozenset({Network.NONE})
     images = False
+    gives_up = True
 
     def use_gpus(self, gpus: Sequence[Gpu]) -> None:
         """A guest sees none."""
@@ -239,13 +242,13 @@ class MicrovmRuntime:
                 if self._vmm is not None:
                     self._choice = choosing.of(self._vmm)
                 else:
-                    self._choice = await choosing.choose(
-                        self._disks.folder, self._kernel, self._boots
-                    )
+                    probing = choosing.choose(self._disks.folder, self._kernel, self._boots)
+                    self._choice = await _to_its_end(probing)
             vmm = self._choice.vmm
-            image = await asyncio.to_thread(
+            making = asyncio.to_thread(
                 self._images.image, environment, unpacked_kernel=vmm.unpacked_kernel
             )
+            image = await _to_its_end(making)
             return vmm, self._choice, image
 
     async def _boots(self, vmm: Vmm) -> bool:
@@ -292,7 +295,7 @@ class MicrovmRuntime:
                 job.said("the first guest on this node: its disks are made, once")
             vmm, choice, image = await self._ready(job.environment)
             disk = root.root / "work.img"
-            await asyncio.to_thread(make_work_disk, disk, job.limits.disk_bytes)
+            await _to_its_end(asyncio.to_thread(make_work_disk, disk, job.limits.disk_bytes))
             if root.uid != os.geteuid():
                 os.chown(disk, root.uid, root.uid)
             machine = self._machine(image, vmm, choice, job.limits)
@@ -301,9 +304,15 @@ class MicrovmRuntime:
             ours, theirs = socket.socketpair()
             sockets = [one for one in (listening, ours) if one is not None]
             console = Console()
-            vmm_started = await self._launch(
-                slot, root, vmm, machine, image.paths, (theirs.detach(), console)
+            ends = (theirs.detach(), console)
+            launching = asyncio.ensure_future(
+                self._launch(slot, root, vmm, machine, image.paths, ends)
             )
+            try:
+                vmm_started = await asyncio.shield(launching)
+            except asyncio.CancelledError:
+                vmm_started = await launching
+                raise
             if listening is not None:
                 ours.close()
                 folder = root.root / "vmm"
@@ -414,6 +423,16 @@ class MicrovmRuntime:
                 "open_files": job.limits.open_files,
             },
         }
+
+
+async def _to_its_end(work: Coroutine[Any, Any, T]) -> T:
+    """A thread cannot be stopped: called off, we wait until it has let go of its files."""
+    working = asyncio.ensure_future(work)
+    try:
+        return await asyncio.shield(working)
+    except asyncio.CancelledError:
+        await asyncio.wait([working])
+        raise
 
 
 def _judge(talk: Talk, console: Console) -> Callable[[Exit, bytes], Ended]:
