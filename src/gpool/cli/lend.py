@@ -11,10 +11,13 @@ from dataclasses import replace
 import click
 
 from gpool import __version__
-from gpool.agent.daemon import wall_clock
-from gpool.agent.detect import detect, host_facts
+from gpool.agent.daemon import boot_clock, wall_clock
+from gpool.agent.detect import host_facts
+from gpool.agent.detect.gpus import Detector
 from gpool.agent.detect.owner import LoadMeter, facts_now
-from gpool.agent.lookout import Lookout, Rulebook
+from gpool.agent.detect.processes import Programs
+from gpool.agent.health import Watch
+from gpool.agent.lookout import Lookout, Rulebook, glimpser
 from gpool.agent.main import Means, serve
 from gpool.agent.policy import Policy
 from gpool.agent.runtime.bubblewrap import BubblewrapRuntime
@@ -81,7 +84,8 @@ def lend() -> None:
     settings.data_dir.mkdir(parents=True, exist_ok=True)
     rules = Rulebook(settings.policy)
     policy = rules.policy
-    gpus = detect(settings.simulate_gpus)
+    detector = Detector(settings.simulate_gpus)
+    gpus = detector.survey().gpus
     runtimes = runtimes_of(settings, _real(gpus), policy)
     if not runtimes:
         raise Invalid("the policy's tiers leave no runtime; this machine can do 'container'")
@@ -90,7 +94,7 @@ def lend() -> None:
 
     def offer() -> Offer:
         """GPUs and environments come and go while an agent runs."""
-        found = detect(settings.simulate_gpus)
+        found = detector.survey().gpus
         for runtime in runtimes:
             runtime.use_gpus(_real(found))
         return replace(
@@ -98,8 +102,9 @@ def lend() -> None:
         )
 
     first = offer_of(settings, gpus, means)
-    lookout = Lookout(rules, offer, lambda: facts_now(wall_clock(), meter))
-    serve(settings, means, lookout.first_offer(), lookout.look, rules.has_changed)
+    glimpse = glimpser(rules, Watch(detector.nvml), Programs(os.getpid()), wall_clock, boot_clock)
+    lookout = Lookout(rules, offer, lambda: facts_now(wall_clock(), meter), glimpse)
+    serve(settings, means, lookout.first_offer(), lookout.look, lookout.glance)
 
 
 def _real(gpus: Sequence[Gpu]) -> list[Gpu]:
