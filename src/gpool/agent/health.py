@@ -90,7 +90,7 @@ class Watch:
         found = {gpu.uuid: self._see(gpu, told.get(gpu.uuid, ()), fresh, now) for gpu in cards}
         self._notice_changes(cards, now)
         alive = {process.pid for one in found.values() for process in one.ours}
-        self._ours = {pid: True for pid in alive}  # a number may come back as another's
+        self._ours = dict.fromkeys(alive, True)  # a number may come back as another's
         self._killed = {pid: at for pid, at in self._killed.items() if pid in alive}
         return tuple(found.get(gpu.uuid, Sighting(gpu)) for gpu in gpus)
 
