@@ -173,9 +173,7 @@ def a_task_through(recorder: Recorder, live: Live, folder: Path) -> str:
 
     async def serve() -> str:
         stop = asyncio.Event()
-        agent = asyncio.create_task(
-            run_agent(settings, Means([runtime]), offer, stop=stop)
-        )
+        agent = asyncio.create_task(run_agent(settings, Means([runtime]), offer, stop=stop))
         wanted = {"command": ["say"], "outputs": ["o"], "env": {"WORD": MARK.decode()}}
 
         def work() -> str:
