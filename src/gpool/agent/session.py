@@ -44,7 +44,7 @@ from gpool.agent.instructions import (
 from gpool.agent.lines import NEVER, Variables
 from gpool.agent.outbox import Outbox
 from gpool.agent.telemetry import Gathering, by_task
-from gpool.agent.work import Work
+from gpool.agent.work import RECLAIM_GRACE_US, Work
 from gpool.core.model import Offer, TaskSpec
 from gpool.wire.frames import (
     PROTOCOL,
@@ -67,6 +67,7 @@ SHUTDOWN_US = 3_000_000
 SAVING_SHUTDOWN_US = 12_000_000
 """... and where a checkpoint is to be saved. Whoever starts agents waits longer before it insists."""
 PREEMPTED_WHY = "stopped to make room for another task"
+RECLAIMED_WHY = "its owner took the GPU back"
 
 
 class Session:
@@ -233,6 +234,8 @@ class Session:
                 self._drop(now, frame.drop, out)
             case Stop(reason=StopReason.PREEMPTED):
                 self._work.preempt(now, frame.holds, PREEMPTED_WHY, out)
+            case Stop(reason=StopReason.RECLAIMED):
+                self._work.preempt(now, frame.holds, RECLAIMED_WHY, out, RECLAIM_GRACE_US)
             case Stop():
                 self._work.stop(now, frame.holds, out)
             case Welcome():

@@ -191,7 +191,14 @@ class Work:
                 self._outbox.add(now, Released(hold.task, hold.epoch))
         self._enforce(now, touched.values(), EndReason.CANCELLED, out)
 
-    def preempt(self, now: int, holds: Iterable[Hold], why: str, out: list[Instruction]) -> None:
+    def preempt(
+        self,
+        now: int,
+        holds: Iterable[Hold],
+        why: str,
+        out: list[Instruction],
+        most_grace_us: int = NEVER,
+    ) -> None:
         """The server wants the place for others: what runs is warned, saved and ended, what waits handed back."""
         lines: list[Line] = []
         for hold in holds:
@@ -202,7 +209,7 @@ class Work:
             elif not self._leases.past.covers(hold.task, hold.epoch):
                 self._leases.past.add(hold.task, hold.epoch)
                 self._outbox.add(now, HandedBack(hold.task, hold.epoch))
-        self._enforce(now, lines, EndReason.PREEMPTED, out)
+        self._enforce(now, lines, EndReason.PREEMPTED, out, most_grace_us)
 
     def reclaim(
         self, now: int, gpus: frozenset[int] | None, why: str, out: list[Instruction]

@@ -40,7 +40,19 @@ def gpus(ctx: click.Context, as_json: bool, everything: bool, limit: int) -> Non
         )
         for one in found
     ]
-    columns = ["id", "model", "memory", "free", "status", "busy", "used", "watts", "°C", "node", "tier"]
+    columns = [
+        "id",
+        "model",
+        "memory",
+        "free",
+        "status",
+        "busy",
+        "used",
+        "watts",
+        "°C",
+        "node",
+        "tier",
+    ]
     table(columns, rows, "The pool has nothing to lend yet; add this machine with: gpool join LINK")
     for one in found:
         why = one.get("flagged") or one.get("quarantined") or one.get("closed")

@@ -183,6 +183,7 @@ class StopReason(StrEnum):
     CANCELLED = "cancelled"
     STALE = "stale"
     PREEMPTED = "preempted"
+    RECLAIMED = "reclaimed"  # for the owner, who waits for the GPU
 
 
 class Welcome(_Frame, frozen=True):

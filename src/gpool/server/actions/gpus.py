@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from gpool.core.errors import Conflict, NotFound
 from gpool.core.ids import GpuId, NodeId, TaskId, encode
 from gpool.core.model import Health
@@ -21,6 +23,7 @@ from gpool.server.store.operations import tasks as task_operations
 from gpool.server.store.protocol import Operation
 from gpool.server.store.values import NodeRow
 from gpool.wire.documents import GpuDocument, TelemetryDocument
+from gpool.wire.frames import Hold, StopReason
 
 
 async def quarantine(
@@ -42,8 +45,24 @@ async def reclaim(server: Server, id_: GpuId) -> None:
     """Takes the GPU from whatever runs or stands in line there; for those who have decided."""
     row = await server.store.read(bindings.gpu(id_))
     tasks = [] if row is None else tasks_on(server, row.node, row.position)
-    if tasks:
-        await preempt.make_room(server, tasks)
+    if row is None or not tasks:
+        return
+    # First to the node, that it knows the owner waits; the order that outlives a restart is as long as any.
+    channel = server.scheduler.channels.get(row.node)
+    if channel is not None:
+        held = {hold for hold in await server.store.read(_holds(tasks)) if hold is not None}
+        channel.stop(tuple(sorted(held, key=lambda hold: hold.task)), StopReason.RECLAIMED)
+    await preempt.make_room(server, tasks)
+
+
+@operation
+def _holds(tasks: Sequence[TaskId]) -> Operation[list[Hold | None]]:
+    found: list[Hold | None] = []
+    for id_ in tasks:
+        view = yield from task_operations.task(id_, None)
+        row = None if view is None else view.row
+        found.append(Hold(row.id, row.epoch) if row is not None and row.holding else None)
+    return found
 
 
 def tasks_on(server: Server, node: NodeId, index: int) -> list[TaskId]:
