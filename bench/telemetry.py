@@ -19,7 +19,7 @@ from gpool.agent.daemon import boot_clock, wall_clock
 from gpool.agent.detect.gpus import Detector
 from gpool.agent.detect.nvml import Nvml, RealNvml
 from gpool.agent.detect.owner import LoadMeter, facts_now
-from gpool.agent.detect.processes import Programs
+from gpool.agent.detect.processes import Kin, Programs
 from gpool.agent.detect.vendors import Parsed
 from gpool.agent.health import Watch
 from gpool.agent.lookout import Lookout, Rulebook, glimpser
@@ -44,7 +44,8 @@ def lookouts(count: int, rules: Path | None) -> tuple[str, list[Lookout]]:
         detector = Detector(None, nvml, Parsed)
         seen += max(1, len(detector.survey().gpus))
         book, meter = Rulebook(rules), LoadMeter(os.getpid())
-        watch, programs = Watch(nvml), Programs(os.getpid())
+        kin = Kin(os.getpid())
+        watch, programs = Watch(nvml, kin), Programs(kin)
         made.append(
             Lookout(
                 book,

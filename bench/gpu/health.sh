@@ -88,7 +88,7 @@ def until(what, holds, within=60.0):
 
 
 def submit(source):
-    return gpool("run", "--gpu", "1", "--detach", "--", PYTHON, "-c", source).split()[-1]
+    return gpool("run", "--gpu", "1", "--detach", "--", "python", "-c", source).split()[-1]
 
 
 def status(task):
@@ -125,7 +125,7 @@ began = time.monotonic()
 gpool("cancel", task)
 until("its memory is free", lambda: used_mib() <= idle + 50, 60)
 print(f"a hung kernel was ended within {time.monotonic() - began:.2f} s")
-print(gpool("run", "--gpu", "1", "--", PYTHON, "-c", ONE, check=False))
+print(gpool("run", "--gpu", "1", "--", "python", "-c", ONE, check=False))
 print(f"the next task's result came {time.monotonic() - began:.2f} s after the cancel")
 print(gpool("gpus"))
 P

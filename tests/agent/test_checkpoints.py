@@ -25,6 +25,7 @@ from gpool.agent.instructions import (
     Event,
     StartCommand,
 )
+from gpool.agent.network.policy import Egress
 from gpool.agent.runtime.process import ProcessRuntime
 from gpool.agent.runtime.protocol import (
     CommandJob,
@@ -453,8 +454,8 @@ class Road:
 
     async def close(self) -> None: ...
 
-    async def open(self, wants: Network) -> Opened:
-        assert wants is Network.EGRESS
+    async def open(self, wants: Egress, /) -> Opened:
+        assert wants == Egress()
         self.open_now += 1
         return Opened(self)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 from gpool.agent.detect.findings import Level, gpu_findings, health_finding
 from gpool.agent.detect.gpus import LOST, Detector, Survey
 from gpool.agent.detect.nvml import GpuProcess, MigInstance, Xid
-from gpool.agent.detect.processes import Kin, Programs, is_dying
+from gpool.agent.detect.processes import Kin, Programs
 from gpool.agent.detect.vendors import Parsed
 from gpool.agent.health import Watch, marked
 from gpool.agent.instructions import Event, OfferDetected, ReadingsTaken, ReclaimAsked
@@ -37,10 +38,9 @@ class Machine:
         self.rules.write_text(rules)
         self.seconds = 0.0
         self.detector = Detector(None, self.nvml, Parsed)
-        kin = Kin(OURS, self.proc)
-        self.watch = Watch(
-            self.nvml, kin, lambda pid: self._name(pid), lambda pid: is_dying(pid, self.proc)
-        )
+        self.containers: list[str] = []
+        kin = Kin(OURS, self.proc, lambda: self.containers)
+        self.watch = Watch(self.nvml, kin, self.proc)
         book = Rulebook(self.rules)
         self.lookout = Lookout(
             book,
@@ -49,7 +49,7 @@ class Machine:
             glimpser(
                 book,
                 self.watch,
-                Programs(OURS, self.proc),
+                Programs(kin, self.proc),
                 lambda: self.now,
                 lambda: int(self.seconds * SECOND_US),
             ),
@@ -63,22 +63,27 @@ class Machine:
     def uuids(self) -> list[str]:
         return list(self.nvml.cards)
 
-    def run(self, pid: int, name: str, parent: int, pending: str = "0") -> None:
+    def run(
+        self,
+        pid: int,
+        name: str,
+        parent: int,
+        pending: str = "0",
+        group: str = "user.slice",
+        holds: bool = True,
+    ) -> None:
         here = self.proc / str(pid)
         here.mkdir(exist_ok=True)
         (here / "comm").write_text(name + "\n")
         (here / "stat").write_text(f"{pid} ({name}) S {parent} 0 0\n")
-        (here / "cgroup").write_text("0::/user.slice\n")
+        (here / "cgroup").write_text(f"0::/{group}\n")
+        (here / "fd").mkdir(exist_ok=True)
+        if holds and not (here / "fd" / "3").is_symlink():
+            (here / "fd" / "3").symlink_to("/dev/nvidia0")
         (here / "status").write_text(f"Name:\t{name}\nShdPnd:\t{pending}\n")
 
     def end(self, pid: int) -> None:
-        for file in (self.proc / str(pid)).iterdir():
-            file.unlink()
-        (self.proc / str(pid)).rmdir()
-
-    def _name(self, pid: int) -> str:
-        path = self.proc / str(pid) / "comm"
-        return path.read_text().strip() if path.exists() else ""
+        shutil.rmtree(self.proc / str(pid))
 
     def pass_(self, seconds: float = 1.0) -> tuple[Event, ...]:
         self.seconds += seconds
@@ -276,6 +281,24 @@ def test_our_own_tasks_are_no_strangers(tmp_path: Path) -> None:
     machine.run(51, "bwrap", parent=50)
     machine.run(52, "python", parent=51)
     machine.use(0, 52)
+    assert reclaimed(machine.pass_()) == []
+
+
+def test_a_container_of_ours_is_no_stranger_and_the_owners_is(tmp_path: Path) -> None:
+    machine = with_rules(tmp_path, "[[gpu]]\nyield_to_others = true")
+    machine.containers.append("c0ffee")
+    machine.run(60, "python", parent=1, group="system.slice/docker-c0ffee.scope")
+    machine.use(0, 60)
+    assert reclaimed(machine.pass_()) == []
+    machine.run(61, "python", parent=1, group="system.slice/docker-feed.scope")
+    machine.use(0, 60, 61)
+    assert reclaimed(machine.pass_()) == [frozenset({0})]
+
+
+def test_a_number_from_another_process_namespace_is_nobody(tmp_path: Path) -> None:
+    machine = with_rules(tmp_path, "[[gpu]]\nyield_to_others = true")
+    machine.run(62, "sshd", parent=1, holds=False)
+    machine.use(0, 62, 99_999)
     assert reclaimed(machine.pass_()) == []
 
 

@@ -122,7 +122,7 @@ class CommandKeeper:
         try:
             self._outcome, self._outputs = await self._run()
         except SandboxFailed as error:
-            self._outcome = Ended(125, EndReason.SANDBOX_FAILED, str(error))
+            self._outcome = Ended(125, error.reason, str(error))
         except BadOutput as error:
             self._outcome = Ended(125, EndReason.BAD_OUTPUT, str(error))
         except (GpoolError, OSError) as error:

@@ -6,13 +6,14 @@ What it sees of a card becomes `core.health` symptoms; the conditions it keeps a
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import structlog
 
 from gpool.agent.detect.nvml import GpuLost, GpuProcess, NoDriver, Nvml, NvmlError, Vitals
-from gpool.agent.detect.processes import Kin, is_dying, name_of
+from gpool.agent.detect.processes import PROC, Kin, has_card_open, is_dying, name_of
 from gpool.agent.detect.symptoms import symptoms_of
 from gpool.core.health import Condition, Health, examine
 from gpool.core.model import Gpu
@@ -61,13 +62,11 @@ class Watch:
         self,
         nvml: Nvml,
         kin: Kin | None = None,
-        name: Callable[[int], str] = name_of,
-        dying: Callable[[int], bool] = is_dying,
+        proc: Path = PROC,
     ) -> None:
         self._nvml = nvml
-        self._kin = kin if kin is not None else Kin(os.getpid())
-        self._name = name
-        self._dying = dying
+        self._kin = kin if kin is not None else Kin(os.getpid(), proc)
+        self._proc = proc
         self._vitals: dict[str, Vitals] = {}
         self._vitals_at: int | None = None
         self._cards: dict[str, tuple[object, ...]] = {}
@@ -108,8 +107,9 @@ class Watch:
             log.warning("gpu_not_read", gpu=uuid, error=str(error))
         ours = tuple(process for process in processes if self._is_ours(process.pid))
         others = [process.pid for process in processes if process not in ours]
-        # Without a name it is in a process namespace we do not see: perhaps one of our own tasks.
-        strangers = tuple(sorted({name for pid in others if (name := self._name(pid))}))
+        # One that is not where the driver says may be a task of ours, seen from another process namespace.
+        there = [pid for pid in others if has_card_open(pid, self._proc)]
+        strangers = tuple(sorted({name_of(pid, self._proc) or f"process {pid}" for pid in there}))
         symptoms = symptoms_of(gpu, vitals, xids, self._hung_us(ours, now), lost)
         before = self._conditions.get(uuid, WELL)
         condition = self._conditions[uuid] = examine(symptoms, before, now)
@@ -127,7 +127,7 @@ class Watch:
     def _hung_us(self, ours: Sequence[GpuProcess], now: int) -> int:
         longest = 0
         for process in ours:
-            if self._dying(process.pid):
+            if is_dying(process.pid, self._proc):
                 longest = max(longest, now - self._killed.setdefault(process.pid, now))
             else:
                 self._killed.pop(process.pid, None)

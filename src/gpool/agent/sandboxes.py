@@ -16,6 +16,8 @@ import structlog
 
 from gpool.agent.cache import ArtifactCache
 from gpool.agent.instructions import Event
+from gpool.agent.network.policy import Egress
+from gpool.agent.runtime.calls import PYTHON
 from gpool.agent.runtime.protocol import (
     CommandSandbox,
     Ended,
@@ -61,7 +63,7 @@ class Networks(Protocol):
 
     async def close(self) -> None: ...
 
-    async def open(self, wants: Network) -> OpenLane:
+    async def open(self, wants: Egress, /) -> OpenLane:
         """Raises `SandboxFailed`."""
         ...
 
@@ -84,6 +86,10 @@ class Environments(Protocol):
 
     def ready(self) -> frozenset[str]:
         """The names of those that lie ready."""
+        ...
+
+    def pythons(self) -> frozenset[str]:
+        """The minors there are on this machine."""
         ...
 
 
@@ -144,12 +150,16 @@ class Equipment:
         """Environment and lane of one sandbox, kept while the block lasts; `reach` is told of each phase."""
         async with contextlib.AsyncExitStack() as stack:
             prepared = None
-            named = spec.environment != environments.DEFAULT or spec.recipe is not None
+            recipe = spec.recipe
+            minor = spec.requirements.python
+            if recipe is None and minor not in (None, PYTHON):
+                recipe = Recipe(python=minor)  # a function of another Python than the agent's
+            named = spec.environment != environments.DEFAULT or recipe is not None
             if named and not image_of(spec):
                 if self.environments is None:
                     raise SandboxFailed(f"this node has no environment {spec.environment!r}")
                 reach(Phase.BUILD)
-                making = self.environments.prepare(spec.environment, spec.recipe, said)
+                making = self.environments.prepare(spec.environment, recipe, said)
                 prepared = await stack.enter_async_context(making)
             reach(Phase.START)
             lane = None
@@ -158,7 +168,7 @@ class Equipment:
                     raise SandboxFailed(
                         f"this node gives no network {spec.requirements.network.value!r}"
                     )
-                opened = await self.networks.open(spec.requirements.network)
+                opened = await self.networks.open(Egress())
                 stack.push_async_callback(opened.close)
                 lane = opened.lane
             yield prepared, lane

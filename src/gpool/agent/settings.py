@@ -29,6 +29,8 @@ class AgentSettings(BaseSettings):
     slots: int = Field(default_factory=lambda: os.cpu_count() or 1, ge=0, le=1024)
     simulate_gpus: str | None = None
     allow_process: bool = False  # the owner's own tasks may run without isolation
+    docker: bool = True  # images may run where an engine answers
+    microvm: bool = True  # tasks that ask for it get a machine of their own, where one boots
     policy: Path | None = None  # the owner's rules, a TOML file; see gpool.agent.policy
     cache_bytes: int = Field(default=10 * GIB, ge=0)
 

@@ -2,36 +2,50 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Protocol
 
 import click
+import structlog
 
 from gpool import __version__
 from gpool.agent.daemon import boot_clock, wall_clock
-from gpool.agent.detect import host_facts
+from gpool.agent.detect import host_facts, services
 from gpool.agent.detect.gpus import Detector
 from gpool.agent.detect.owner import LoadMeter, facts_now
-from gpool.agent.detect.processes import Programs
+from gpool.agent.detect.processes import Kin, Programs
+from gpool.agent.environments import Environments, environments_for
 from gpool.agent.health import Watch
 from gpool.agent.lookout import Lookout, Rulebook, glimpser
 from gpool.agent.main import Means, serve
+from gpool.agent.network import lanes
+from gpool.agent.network.door import networks_for, probe
+from gpool.agent.network.policy import BadPolicy, EgressPolicy, parse_rate, parse_target
 from gpool.agent.policy import Policy
 from gpool.agent.runtime.bubblewrap import BubblewrapRuntime
 from gpool.agent.runtime.calls import PYTHON
+from gpool.agent.runtime.microvm import facts as guests
+from gpool.agent.runtime.microvm.runtime import MicrovmRuntime
 from gpool.agent.runtime.process import ProcessRuntime
-from gpool.agent.runtime.protocol import SandboxFailed
-from gpool.agent.sandboxes import Environments, Networks
+from gpool.agent.runtime.protocol import Runtime, SandboxFailed
 from gpool.agent.settings import AgentSettings
 from gpool.cli.main import FAILED, exit_code_of, say_error
 from gpool.core import environments
 from gpool.core.errors import GpoolError, Invalid
-from gpool.core.model import Gpu, Network, Offer
+from gpool.core.model import Gpu, Network, Offer, RuntimeOffer, Tier
 
-Made = BubblewrapRuntime | ProcessRuntime
+log = structlog.get_logger(__name__)
+
+
+class Made(Runtime, Protocol):
+    """A runtime that is told what GPUs there are."""
+
+    def use_gpus(self, gpus: Sequence[Gpu]) -> None: ...
 
 
 def offer_of(settings: AgentSettings, gpus: tuple[Gpu, ...], means: Means) -> Offer:
@@ -41,41 +55,95 @@ def offer_of(settings: AgentSettings, gpus: tuple[Gpu, ...], means: Means) -> Of
     runtimes = means.runtimes
     networks = {Network.NONE} if means.networks is None else set(Network)
     builds = {environments.IMAGE} if any(one.images for one in runtimes) else set()
-    ready = {environments.DEFAULT}
+    ready, pythons = {environments.DEFAULT}, {PYTHON}
     if means.environments is not None:
         builds.add(environments.PIP)
         ready |= means.environments.ready()
+        pythons |= means.environments.pythons()
     return Offer(
         cpu_milli=settings.slots * 1000 if named else facts.cpu_milli,
         memory_bytes=facts.memory_bytes,
         disk_bytes=facts.disk_bytes,
         gpus=gpus,
-        pythons=frozenset({PYTHON}),
+        pythons=frozenset(pythons),
         tiers=frozenset(one.tier for one in runtimes),
         environments=frozenset(ready),
         builds=frozenset(builds),
         networks=frozenset(networks & {given for one in runtimes for given in one.networks}),
+        runtimes=tuple(_offered(one) for one in runtimes),
         hostname=facts.hostname,
         agent_version=__version__,
     )
 
 
+def _offered(runtime: Runtime) -> RuntimeOffer:
+    with_gpus = runtime.tier is not Tier.VM  # a guest would need the whole device
+    return RuntimeOffer(runtime.name, runtime.tier, runtime.networks, runtime.images, with_gpus)
+
+
 def runtimes_of(settings: AgentSettings, gpus: Sequence[Gpu], policy: Policy) -> list[Made]:
     """Bubblewrap for everyone; no isolation only where the owner asked for it. First choice first within a tier."""
     made: list[Made] = [BubblewrapRuntime(settings.data_dir, gpus=gpus)]
+    if settings.docker and Tier.CONTAINER in policy.tiers and services.docker().version:
+        made += _docker(settings, gpus)
+    if settings.microvm and Tier.VM in policy.tiers:
+        made += _microvm(settings)
     if settings.allow_process:
         made.append(ProcessRuntime(settings.data_dir, gpus=gpus))
     return [one for one in made if one.tier in policy.tiers]
 
 
-def networks_of(settings: AgentSettings, policy: Policy) -> Networks | None:  # noqa: ARG001 - for who builds them
-    """Who opens lanes for tasks that ask for a network, by `policy.egress`; None: nobody."""
-    return None
+def _docker(settings: AgentSettings, gpus: Sequence[Gpu]) -> list[Made]:
+    """For images, where an engine answers; one that will not have us is no reason not to lend."""
+    from gpool.agent.runtime.docker.runtime import DockerRuntime  # imports in 0.2 s
+
+    try:
+        return [DockerRuntime(settings.data_dir, gpus=gpus)]
+    except SandboxFailed as error:
+        log.warning("no_images", why=str(error))
+        return []
 
 
-def environments_of(settings: AgentSettings) -> Environments | None:  # noqa: ARG001 - for who builds them
-    """Who makes environments from packages; None: nobody."""
-    return None
+def _microvm(settings: AgentSettings) -> list[Made]:
+    why = guests.missing()
+    try:
+        if why is None:
+            return [MicrovmRuntime(settings.data_dir)]
+    except SandboxFailed as error:
+        why = str(error)
+    log.info("no_machines_for_tasks", why=why)
+    return []
+
+
+def networks_of(settings: AgentSettings, policy: Policy) -> lanes.Networks | None:
+    """Who opens lanes for tasks that ask for a network, by `policy.egress`; None: nobody, for a reason that is logged."""
+    if not policy.egress.offered:
+        return None
+    works, why = asyncio.run(probe(settings.data_dir))
+    if not works:
+        log.info("no_egress", why=why)
+        return None
+    return networks_for(egress_of(policy), settings.data_dir)
+
+
+def egress_of(policy: Policy) -> EgressPolicy:
+    """The owner's words about the network; `Invalid` names the one that cannot be."""
+    said = policy.egress
+    try:
+        allow = tuple(parse_target(text) for text in said.allow)
+        deny = tuple(parse_target(text) for text in said.deny)
+        rate = parse_rate(said.rate) if said.rate else None
+    except BadPolicy as error:
+        raise Invalid(f"the policy's [egress]: {error}") from error
+    known = EgressPolicy(allow=allow, rate_bytes_per_s=rate)
+    return replace(known, deny=deny) if deny else known
+
+
+def environments_of(
+    settings: AgentSettings, sandboxes: BubblewrapRuntime, networks: lanes.Networks | None
+) -> Environments | None:
+    """Who makes environments from packages; None: nobody, for a reason that is logged."""
+    return environments_for(settings.data_dir, sandboxes, networks, os.environ, clock=boot_clock)
 
 
 def lend() -> None:
@@ -89,7 +157,10 @@ def lend() -> None:
     runtimes = runtimes_of(settings, _real(gpus), policy)
     if not runtimes:
         raise Invalid("the policy's tiers leave no runtime; this machine can do 'container'")
-    means = Means(runtimes, networks_of(settings, policy), environments_of(settings))
+    networks = networks_of(settings, policy)
+    builders = [one for one in runtimes if isinstance(one, BubblewrapRuntime)]
+    made = environments_of(settings, builders[0], networks) if builders else None
+    means = Means(runtimes, networks, made)
     meter = LoadMeter(os.getpid())
 
     def offer() -> Offer:
@@ -102,9 +173,15 @@ def lend() -> None:
         )
 
     first = offer_of(settings, gpus, means)
-    glimpse = glimpser(rules, Watch(detector.nvml), Programs(os.getpid()), wall_clock, boot_clock)
+    kin = Kin(os.getpid(), groups=lambda: _containers(runtimes))
+    glimpse = glimpser(rules, Watch(detector.nvml, kin), Programs(kin), wall_clock, boot_clock)
     lookout = Lookout(rules, offer, lambda: facts_now(wall_clock(), meter), glimpse)
     serve(settings, means, lookout.first_offer(), lookout.look, lookout.glance)
+
+
+def _containers(runtimes: Sequence[Made]) -> list[str]:
+    """Of the runtimes that have any: their processes descend from an engine, not from us."""
+    return [id_ for one in runtimes for id_ in getattr(one, "containers", ())]
 
 
 def _real(gpus: Sequence[Gpu]) -> list[Gpu]:

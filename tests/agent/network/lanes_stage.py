@@ -133,12 +133,12 @@ async def dropper(_: socket.socket) -> dict[str, Any]:
 
 def blast() -> None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sending:
-        for _ in range(4000):
+        for _ in range(16000):
             sending.sendto(b"x" * 1000, (PUBLIC, PORT + 1))
 
 
 async def rate(capture: socket.socket) -> dict[str, Any]:
-    """4 MB at once through a lane that may send 1 MB a second: packets that arrived, and how long that took."""
+    """16 MB at once through a lane that may send 1 MB a second: packets that arrived, and how long that took."""
     told = {}
     for word, cap in (("capped", 1_000_000), ("free", None)):
         several = lanes(policy=EgressPolicy(rate_bytes_per_s=cap))

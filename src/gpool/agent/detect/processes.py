@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 PROC = Path("/proc")
@@ -17,8 +17,8 @@ KILL_BIT = 1 << 8  # SIGKILL, as /proc counts signals
 class Programs:
     """The names of programs that run and are not ours; each process's is read once, when it has settled."""
 
-    def __init__(self, own: int, proc: Path = PROC) -> None:
-        self._kin = Kin(own, proc)
+    def __init__(self, kin: Kin, proc: Path = PROC) -> None:
+        self._kin = kin
         self._proc = proc
         self._known: dict[int, tuple[str, float]] = {}  # pid: name ("" for ours), first seen at
 
@@ -37,13 +37,22 @@ class Programs:
         return frozenset(name for name, _ in known.values() if name)
 
 
-class Kin:
-    """Whether a process is the agent's doing: it descends from it, or lives in a control group of a sandbox."""
+def _no_groups() -> Iterable[str]:
+    return ()
 
-    def __init__(self, own: int, proc: Path = PROC, groups: Iterable[str] = ("gpool",)) -> None:
+
+class Kin:
+    """Whether a process is the agent's doing: it descends from it, or lives in a control group of a sandbox.
+
+    `groups` gives words that the names of such groups hold: the ids of containers, whose parent is their engine.
+    """
+
+    def __init__(
+        self, own: int, proc: Path = PROC, groups: Callable[[], Iterable[str]] = _no_groups
+    ) -> None:
         self._own = own
         self._proc = proc
-        self._groups = tuple(groups)
+        self._groups = groups
 
     def has(self, pid: int) -> bool:
         above = pid
@@ -54,8 +63,10 @@ class Kin:
                 break
             above = self._parent(above)
         with contextlib.suppress(OSError, UnicodeDecodeError):
-            lines = (self._proc / str(pid) / "cgroup").read_text().splitlines()
-            return any(word in line for line in lines for word in self._groups)
+            words = tuple(self._groups())
+            if words:
+                told = (self._proc / str(pid) / "cgroup").read_text()
+                return any(word in told for word in words)
         return False
 
     def _parent(self, pid: int) -> int:
@@ -82,5 +93,22 @@ def is_dying(pid: int, proc: Path = PROC) -> bool:
         for line in (proc / str(pid) / "status").read_text().splitlines():
             name, _, value = line.partition(":")
             if name in ("SigPnd", "ShdPnd") and int(value, 16) & KILL_BIT:
+                return True
+    return False
+
+
+def has_card_open(pid: int, proc: Path = PROC) -> bool:
+    """Whether it is the process the driver means: in another process namespace the number would be somebody else's.
+
+    One whose files we may not see is taken at the driver's word.
+    """
+    folder = proc / str(pid) / "fd"
+    try:
+        names = os.listdir(folder)
+    except OSError:
+        return (proc / str(pid)).exists()
+    for name in names:
+        with contextlib.suppress(OSError):
+            if os.readlink(folder / name).startswith("/dev/nvidia"):
                 return True
     return False

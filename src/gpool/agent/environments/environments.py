@@ -23,7 +23,7 @@ from gpool.agent.environments.interpreters import Interpreter
 from gpool.agent.runtime.protocol import ENVIRONMENT_AT, Prepared, SandboxFailed
 from gpool.core import environments as names
 from gpool.core.errors import Invalid
-from gpool.core.model import GIB, Recipe
+from gpool.core.model import GIB, EndReason, Recipe
 
 log = structlog.get_logger(__name__)
 
@@ -37,6 +37,8 @@ Told = Callable[[str], None]
 
 class BuildFailed(SandboxFailed):
     """The environment cannot be made, on this node or any like it; the text says why and goes to the consumer."""
+
+    reason = EndReason.BAD_INPUT
 
 
 class Builder(Protocol):

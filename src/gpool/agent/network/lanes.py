@@ -15,10 +15,10 @@ from typing import Protocol
 from gpool.agent.network.policy import EgressPolicy, HostFacts, Only, Wants, reaches
 from gpool.agent.network.resolver import RESOLVER, Names, Resolver, Server
 from gpool.agent.network.rules import TAG_LETTERS
-from gpool.agent.runtime.protocol import Lane
+from gpool.agent.runtime.protocol import Lane, SandboxFailed
 
 
-class NoLane(Exception):
+class NoLane(SandboxFailed):
     """A lane could not be opened: this node's fault, not the task's."""
 
 

