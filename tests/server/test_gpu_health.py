@@ -112,6 +112,24 @@ async def test_a_closed_gpu_takes_nothing_and_the_task_is_told_why(desk: Desk) -
     assert (await gpus(desk))[0]["closed"] == "its owner is using the machine"
 
 
+async def test_of_two_equal_nodes_the_one_whose_gpu_is_closed_is_passed_over(desk: Desk) -> None:
+    def one(uuid: str, closed: str = "") -> Offer:
+        return replace(
+            an_offer(4), gpus=(Gpu(0, uuid, "H200", "nvidia", 140 << 30, closed=closed),)
+        )
+
+    first = await desk.agent("first", one("GPU-a"))
+    second = await desk.agent("second", one("GPU-b"))
+    await first.channel.receive(OfferChanged(one("GPU-a", "its owner wants it")))
+    for _ in range(2):
+        await desk.command(gpu="H200")
+    assert await desk.schedule() == 1
+    assert (len(first.leases()), len(second.leases())) == (0, 1)
+    await first.channel.receive(OfferChanged(one("GPU-a")))
+    assert await desk.schedule() == 1
+    assert len(first.leases()) == 1
+
+
 async def test_an_owner_takes_one_gpu_back_at_once(desk: Desk) -> None:
     agent = await desk.agent(offer=offering())
     await desk.command(gpu="H200:2")
