@@ -108,8 +108,12 @@ class Lookout:
 
     def first_offer(self) -> Offer:
         """What is offered before the first look has been told."""
-        decision, _ = decide(self.rules.policy, self.facts(), self.standing)
-        return shaped(self.rules.policy, self.offer(), decision)
+        policy, has, facts = self.rules.policy, self.offer(), self.facts()
+        if self.glimpse is not None:
+            has, facts = _joined(has, facts, self.glimpse(has.gpus))
+        decision, _ = decide(policy, facts, self.standing)
+        gpus = {g.index: decide_gpu(policy, g.index, facts, Standing())[0] for g in has.gpus}
+        return shaped(policy, has, decision, gpus)
 
     def look(self) -> tuple[Event, ...]:
         """Everything, anew."""
@@ -135,11 +139,7 @@ class Lookout:
         assert self._was is not None
         policy, has, facts, seen = self.rules.policy, self._has, self._was, self._seen
         if seen is not None:
-            facts = replace(facts, now=seen.now, programs=seen.programs, gpus=_facts_of(seen))
-            conditions = {one.gpu.uuid: one.condition for one in seen.sightings}
-            has = replace(
-                has, gpus=tuple(marked(g, conditions.get(g.uuid, WELL)) for g in has.gpus)
-            )
+            has, facts = _joined(has, facts, seen)
         decision, self.standing = decide(policy, facts, self.standing)
         gpus = self._judge_gpus(policy, has, facts)
         events: list[Event] = []
@@ -180,6 +180,14 @@ class Lookout:
                 yield ReclaimAsked(frozenset({index}), why)
         for index in sorted(fallen):
             yield ReclaimAsked(frozenset({index}), f"its GPU is in quarantine: {ill[index]}")
+
+
+def _joined(has: Offer, facts: Facts, seen: Glimpse) -> tuple[Offer, Facts]:
+    """Offer and facts with what a glimpse adds to them."""
+    conditions = {one.gpu.uuid: one.condition for one in seen.sightings}
+    gpus = tuple(marked(gpu, conditions.get(gpu.uuid, WELL)) for gpu in has.gpus)
+    facts = replace(facts, now=seen.now, programs=seen.programs, gpus=_facts_of(seen))
+    return replace(has, gpus=gpus), facts
 
 
 def _facts_of(seen: Glimpse) -> dict[int, GpuFacts]:
