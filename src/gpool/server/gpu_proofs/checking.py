@@ -1,0 +1,75 @@
+"""Checks the opened tiles of a proof of GPU. Trusts no size and no order; keeps nothing."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpool.core.gpuproof import (
+    PRODUCT_BYTES,
+    PROBE_BITS,
+    TILE,
+    Keys,
+    Opening,
+    Size,
+    Verdict,
+    answer_key,
+    leads_to,
+)
+from gpool.server.gpu_proofs.streams import Sums, digest_of, kept, rows_of, tile_rows
+
+
+def check_openings(
+    size: Size,
+    keys: Keys,
+    root: bytes,
+    nonce: bytes,
+    answer: bytes,
+    asked: Sequence[int],
+    openings: Sequence[Opening],
+    dice: bytes,
+) -> Verdict:
+    """`dice` is fresh and secret: the vectors of Freivalds' check come from it."""
+    if tuple(asked) != tuple(opening.tile for opening in openings):
+        return Verdict.MALFORMED
+    again = answer_key(nonce, root)
+    for place, opening in enumerate(openings):
+        if len(opening.product) != PRODUCT_BYTES:
+            return Verdict.MALFORMED
+        product: Sums = np.frombuffer(opening.product, dtype="<i4").reshape(TILE, TILE)
+        words = kept(product.reshape(-1))
+        if not leads_to(
+            root,
+            opening.tile,
+            digest_of(words, keys.digest, opening.tile),
+            opening.commit,
+            size.depth,
+        ):
+            return Verdict.WRONG_COMMIT
+        if not leads_to(
+            answer, opening.tile, digest_of(words, again, opening.tile), opening.answer, size.depth
+        ):
+            return Verdict.WRONG_ANSWER
+        if not is_product(product, size, keys.stream, opening.tile, _probe(dice, place)):
+            return Verdict.WRONG_PRODUCT
+    return Verdict.PASSED
+
+
+def is_product(
+    product: Sums, size: Size, key: tuple[int, int], tile: int, probe: NDArray[np.float64]
+) -> bool:
+    """Freivalds: C·r = A·(B·r), over the integers: doubles hold every sum exactly."""
+    block, row, column = tile_rows(tile, size.tiles_across)
+    if np.abs(product, dtype=np.int64).max(initial=0) > size.length << 14:
+        return False  # no such sum, and too large to multiply exactly
+    across = probe @ rows_of(key, 1, block, column, TILE, size.length).astype(np.float64)
+    expected = rows_of(key, 0, block, row, TILE, size.length).astype(np.float64) @ across
+    return bool((product.astype(np.float64) @ probe == expected).all())
+
+
+def _probe(dice: bytes, place: int) -> NDArray[np.float64]:
+    drawn = hashlib.shake_256(dice + place.to_bytes(4, "little")).digest(TILE * 2)
+    return (np.frombuffer(drawn, dtype="<u2") >> (16 - PROBE_BITS)).astype(np.float64)
