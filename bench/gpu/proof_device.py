@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import ctypes
 import hashlib
 import json
-import os
 import secrets
 import time
 import traceback
@@ -17,7 +15,7 @@ import numpy as np
 
 from gpool.agent.gpu.cuda import CudaFailed, Device
 from gpool.agent.gpu.prover import DeviceProver
-from gpool.core.gpuproof import GROUP, TILE_BYTES, Size, keys_of, terms_for
+from gpool.core.gpuproof import GROUP, Size, keys_of, terms_for
 from gpool.server.gpu_proofs.streams import digests_of, kept, rows_of, tile_rows
 
 RESULTS: dict[str, object] = {}

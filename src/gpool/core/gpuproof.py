@@ -5,11 +5,12 @@ The claim to prove: this node has a device of its own with so much memory and so
 1. *commit*: from a fresh seed come pairs of matrices A, B (n × K and K × n bytes of a keyed stream). The node computes every
    C = A·B exactly, keeps X = bits 8..11 of each element in the GPU's memory (most of it is full then), and sends the Merkle root
    over the digests of all tiles (64 × 64 elements) of X, within `commit_within`.
-2. *answer*: the server sends a nonce; the node sends the root over the digests of the same tiles keyed by nonce and first root,
-   within `answer_within`. A digest takes in every element, so X must be there: sampling elements would not do, since a single
-   element is cheap to compute again.
-3. *open*: the server names tiles by chance; the node sends their C with the paths to both roots. The server checks C·r = A·(B·r)
-   for a random r (Freivalds), so the whole tile is right or it knows; then both digests and both paths.
+2. *answer*: the server sends a nonce; the node goes over all of X in `rounds`, each giving the root over the digests of the same
+   tiles keyed by the nonce and the root before, within `answer_within`. A digest takes in every element, so X must be there:
+   sampling would not do, since a single element is cheap to compute again. The rounds follow one another and together read as
+   much as the claimed memory can deliver: X kept elsewhere (in the host's memory, say) comes too slowly.
+3. *open*: the server names tiles by chance; the node sends their C with the paths to all roots. The server checks C·r = A·(B·r)
+   for a random r (Freivalds), so the whole tile is right or it knows; then every digest and path.
 
 Why it holds. The middle bits of C depend on every bit of a row and a column, so there is nothing to save by fewer bits, and a
 digest is not linear, so nothing commutes with the product. X of a tile has one right value: a cheap digest suffices, as there is
@@ -24,8 +25,8 @@ What it does not show: that the device is of the claimed make, when another is a
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from gpool.core.model import Instant, Span
@@ -46,39 +47,54 @@ OPENED = 256
 ANSWER_WITHIN = Span(500_000)
 START_ALLOWANCE = Span(3_000_000)
 """For taking the memory and compiling the kernels."""
+ROUNDS_SHARE = 0.36
+"""Of `answer_within` at the memory's peak rate: kernels reach 60 % of it, and take 60 % of the time."""
+MAX_ROUNDS = 8
+OPEN_WITHIN = Span(30_000_000)
+"""For the opened tiles, some megabytes, over the owner's line; nothing rests on this time."""
+JOINED_TOGETHER = Span(3_600_000_000)
 EFFICIENCY = 0.25
 """Of the peak; the slowest that an honest agent's kernels may be."""
 MASK = (1 << 64) - 1
 
-PEAK_TERAOPS: Mapping[str, int] = {
-    "H200": 1979,
-    "H100": 1979,
-    "H100PCIE": 1513,
-    "B200": 4500,
-    "A100": 624,
-    "A10G": 140,
-    "A10": 250,
-    "A40": 299,
-    "L4": 242,
-    "L40": 362,
-    "L40S": 733,
-    "T4": 130,
-    "RTX2080TI": 215,
-    "RTX3060": 102,
-    "RTX3070": 163,
-    "RTX3080": 238,
-    "RTX3090": 284,
-    "RTX4060": 242,
-    "RTX4070": 233,
-    "RTX4080": 390,
-    "RTX4090": 661,
-    "RTX5090": 838,
-    "RTXA4000": 153,
-    "RTXA5000": 222,
-    "RTXA6000": 310,
-    "RTX6000ADA": 728,
+
+@dataclass(frozen=True, slots=True)
+class Make:
+    """Of a model, by its maker's figures: the fastest that anybody could answer with it."""
+
+    teraops: int  # dense int8 operations a second
+    gigabytes_per_s: int  # of its memory
+
+
+MAKES: Mapping[str, Make] = {
+    "H200": Make(1979, 4800),
+    "H100": Make(1979, 3350),
+    "H100PCIE": Make(1513, 2000),
+    "B200": Make(4500, 8000),
+    "A100": Make(624, 2039),
+    "A10G": Make(140, 600),
+    "A10": Make(250, 600),
+    "A40": Make(299, 696),
+    "L4": Make(242, 300),
+    "L40": Make(362, 864),
+    "L40S": Make(733, 864),
+    "T4": Make(130, 320),
+    "RTX2080TI": Make(215, 616),
+    "RTX3060": Make(102, 360),
+    "RTX3070": Make(163, 448),
+    "RTX3080": Make(238, 760),
+    "RTX3090": Make(284, 936),
+    "RTX4060": Make(242, 272),
+    "RTX4070": Make(233, 504),
+    "RTX4080": Make(390, 717),
+    "RTX4090": Make(661, 1008),
+    "RTX5090": Make(838, 1792),
+    "RTXA4000": Make(153, 448),
+    "RTXA5000": Make(222, 768),
+    "RTXA6000": Make(310, 768),
+    "RTX6000ADA": Make(728, 960),
 }
-"""Dense int8 operations a second at the makers' peak, by normalised model: the fastest that anybody could answer."""
+"""By normalised model (`core.gpuspec`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,25 +148,26 @@ class Terms:
     """What one GPU must do, and by when."""
 
     size: Size
+    rounds: int  # of the second step
     opened: int
     commit_within: Span
     answer_within: Span
 
 
-def terms_for(
-    memory_bytes: int, peak_teraops: float, *, answer_within: Span = ANSWER_WITHIN
-) -> Terms:
-    """For a claimed memory and the peak rate of the claimed model."""
+def terms_for(memory_bytes: int, make: Make) -> Terms:
+    """For a claimed memory and what the claimed model can do at best."""
     filled = int(memory_bytes * FILLED)
     side = 8192 if filled >= 1 << 34 else 4096 if filled >= 1 << 30 else 256
     blocks = max(1, filled // (side * side // 2))
-    peak = peak_teraops * 1e12
-    seconds = answer_within / 1e6
-    wanted = seconds * peak / (RECOMPUTED * 4 * blocks * (side * side // 2))
+    kept_bytes = blocks * (side * side // 2)
+    peak, seconds = make.teraops * 1e12, ANSWER_WITHIN / 1e6
+    wanted = seconds * peak / (RECOMPUTED * 4 * kept_bytes)
     length = min(MAX_LENGTH, max(1024, -(-int(wanted) // 512) * 512))
     size = Size(blocks, side, length)
+    read = ROUNDS_SHARE * seconds * make.gigabytes_per_s * 1e9 / kept_bytes
+    rounds = min(MAX_ROUNDS, max(1, int(read)))
     commit = Span(int(size.operations / (peak * EFFICIENCY) * 1e6) + START_ALLOWANCE)
-    return Terms(size, OPENED, commit, answer_within)
+    return Terms(size, rounds, OPENED, commit, ANSWER_WITHIN)
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,9 +183,9 @@ def keys_of(seed: bytes, node: int, uuid: str, number: int) -> Keys:
     return _keys(b"gpool gpu proof\n%d\n%s\n%d\n" % (node, uuid.encode(), number) + seed)
 
 
-def answer_key(nonce: bytes, root: bytes) -> tuple[int, int]:
-    """Of the second step's digests."""
-    return _keys(b"gpool gpu answer\n" + nonce + root).digest
+def round_key(nonce: bytes, before: bytes) -> tuple[int, int]:
+    """Of the digests of a round in the second step: `before` is the last round's root, at first the commitment's."""
+    return _keys(b"gpool gpu round\n" + nonce + before).digest
 
 
 def _keys(material: bytes) -> Keys:
@@ -189,12 +206,11 @@ class Path:
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """One tile: C as 64 × 64 little-endian int32, row after row, and its place under both roots."""
+    """One tile: C as 64 × 64 little-endian int32, row after row, and its place under every root, the commitment's first."""
 
     tile: int
     product: bytes
-    commit: Path
-    answer: Path
+    paths: tuple[Path, ...]
 
 
 PRODUCT_BYTES = TILE * TILE * 4
@@ -223,10 +239,126 @@ def leads_to(root: bytes, tile: int, digest: int, path: Path, depth: int) -> boo
 class Verdict(StrEnum):
     PASSED = "passed"
     SIMULATED = "simulated"
+    UNABLE = "unable"
     LATE_COMMIT = "late_commit"
     LATE_ANSWER = "late_answer"
-    NO_OPENING = "no_opening"
+    LATE_OPENING = "late_opening"
     MALFORMED = "malformed"
     WRONG_PRODUCT = "wrong_product"
     WRONG_COMMIT = "wrong_commit"
     WRONG_ANSWER = "wrong_answer"
+
+    @property
+    def is_late(self) -> bool:
+        """The network may have been slow: worth another sitting."""
+        return self in (Verdict.LATE_COMMIT, Verdict.LATE_ANSWER, Verdict.LATE_OPENING)
+
+    @property
+    def text(self) -> str:
+        """For the owner: what was seen, and what to do."""
+        return VERDICT_TEXT[self]
+
+
+VERDICT_TEXT: Mapping[Verdict, str] = {
+    Verdict.PASSED: "it did what it claims",
+    Verdict.SIMULATED: "it is simulated, and proves nothing",
+    Verdict.UNABLE: "its agent could not run the proof; see the agent's log, free the GPU and let it join again",
+    Verdict.LATE_COMMIT: "it computes slower than its model; end what else runs on it and let it join again",
+    Verdict.LATE_ANSWER: "it did not hold its results in memory of its own: less memory than claimed, or a shared device",
+    Verdict.LATE_OPENING: "it did not show the results that were asked for in time",
+    Verdict.MALFORMED: "its answer was not of the agreed form; install the same gpool version",
+    Verdict.WRONG_PRODUCT: "it computed wrong results",
+    Verdict.WRONG_COMMIT: "it had not computed what it committed to",
+    Verdict.WRONG_ANSWER: "it did not hold its results in memory when asked",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """One GPU in a sitting: what it was asked, and what came when."""
+
+    terms: Terms
+    began_at: Instant
+    root: bytes | None = None
+    asked_at: Instant | None = None  # the nonce left
+    answer: tuple[bytes, ...] | None = None  # a root for each round
+    opened_by: Instant | None = None
+    verdict: Verdict | None = None
+
+    def committed(self, root: bytes, at: Instant) -> Seat:
+        if self.verdict is not None:
+            return self
+        if self.root is not None or len(root) != HASH_BYTES:
+            return replace(self, verdict=Verdict.MALFORMED)
+        return replace(self, root=root).at(at) if self._in_time(at) else self.at(at)
+
+    def asked(self, at: Instant) -> Seat:
+        return self if self.verdict is not None else replace(self, asked_at=at)
+
+    def answered(self, answer: tuple[bytes, ...], at: Instant) -> Seat:
+        if self.verdict is not None:
+            return self
+        if (
+            self.asked_at is None
+            or self.answer is not None
+            or [len(each) for each in answer] != [HASH_BYTES] * self.terms.rounds
+        ):
+            return replace(self, verdict=Verdict.MALFORMED)
+        if not self._in_time(at):
+            return self.at(at)
+        return replace(self, answer=answer, opened_by=Instant(at + OPEN_WITHIN))
+
+    def judged(self, verdict: Verdict) -> Seat:
+        return self if self.verdict is not None else replace(self, verdict=verdict)
+
+    @property
+    def due_at(self) -> Instant | None:
+        """When the next thing must have come; None while it waits for others, or is done."""
+        if self.verdict is not None:
+            return None
+        if self.root is None:
+            return Instant(self.began_at + self.terms.commit_within)
+        if self.asked_at is None:
+            return None
+        return self.opened_by or Instant(self.asked_at + self.terms.answer_within)
+
+    def at(self, now: Instant) -> Seat:
+        """As it stands by then: too late is too late, whatever comes after."""
+        if self._in_time(now):
+            return self
+        late = (
+            Verdict.LATE_COMMIT
+            if self.root is None
+            else Verdict.LATE_ANSWER
+            if self.answer is None
+            else Verdict.LATE_OPENING
+        )
+        return replace(self, verdict=late)
+
+    def _in_time(self, now: Instant) -> bool:
+        return (due := self.due_at) is None or now <= due
+
+
+def may_ask(seats: Iterable[Seat]) -> bool:
+    """Nonces leave together, once everybody in the sitting has committed or is out: one memory cannot serve two in turn."""
+    return all(seat.root is not None or seat.verdict is not None for seat in seats)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What tells devices apart, as far as the server knows."""
+
+    owner: int
+    hostname: str
+    uuid: str
+    joined_at: Instant
+
+
+def could_be_one(a: Place, b: Place) -> bool:
+    """Whether two GPUs may be one device under two names: then they are examined in one sitting."""
+    return (
+        a.owner == b.owner
+        or a.uuid == b.uuid
+        or (a.hostname != "" and a.hostname == b.hostname)
+        or abs(a.joined_at - b.joined_at) <= JOINED_TOGETHER
+    )

@@ -16,7 +16,7 @@ from gpool.core.gpuproof import (
     Opening,
     Path,
     Size,
-    answer_key,
+    round_key,
 )
 
 _ROWS, _COLS, _STAGE = 128, 256, (128 + 256) * 64
@@ -39,7 +39,7 @@ class DeviceProver:
         self._a = device.take(rows * size.length)
         self._b = device.take(rows * size.length)
         device.zero(self._digests, size.leaves * GROUP * 8)
-        self._nonce_key: tuple[int, int] | None = None
+        self._round_keys: list[tuple[int, int]] = []
 
     def commit(self) -> bytes:
         """The first step: everything is computed; the root over it."""
@@ -49,20 +49,25 @@ class DeviceProver:
                 self._device.finish()
         return self._root(self._keys.digest)
 
-    def answer(self, nonce: bytes, root: bytes) -> bytes:
-        """The second step: the root over what is kept, keyed by the nonce."""
-        self._nonce_key = answer_key(nonce, root)
-        return self._root(self._nonce_key)
+    def answer(self, nonce: bytes, root: bytes, rounds: int) -> tuple[bytes, ...]:
+        """The second step: the roots over what is kept, keyed by the nonce and one another."""
+        self._round_keys, roots = [self._keys.digest], []
+        for _ in range(rounds):
+            self._round_keys.append(round_key(nonce, root))
+            root = self._root(self._round_keys[-1])
+            roots.append(root)
+        return tuple(roots)
 
     def open(self, tiles: Sequence[int]) -> tuple[Opening, ...]:
-        """The third step. The trees are made again one after the other: one buffer serves both."""
-        assert self._nonce_key is not None, "answer comes first"
-        answers = [self._path(tile) for tile in tiles]
-        self._root(self._keys.digest)
-        commits = [self._path(tile) for tile in tiles]
-        self._root(self._nonce_key)
+        """The third step. The trees are made again one after the other: one buffer serves them all."""
+        assert self._round_keys, "answer comes first"
+        paths: list[list[Path]] = [[] for _ in tiles]
+        for key in self._round_keys:
+            self._root(key)
+            for tile, its in zip(tiles, paths, strict=True):
+                its.append(self._path(tile))
         products = self._products(tiles)
-        return tuple(map(Opening, tiles, products, commits, answers))
+        return tuple(map(Opening, tiles, products, map(tuple, paths)))
 
     def close(self) -> None:
         for at in (self._kept, self._digests, self._nodes, self._a, self._b):

@@ -4,56 +4,55 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gpool.core.gpuproof import (
-    PRODUCT_BYTES,
     PROBE_BITS,
+    PRODUCT_BYTES,
     TILE,
     Keys,
     Opening,
     Size,
     Verdict,
-    answer_key,
     leads_to,
+    round_key,
 )
 from gpool.server.gpu_proofs.streams import Sums, digest_of, kept, rows_of, tile_rows
 
 
+@dataclass(frozen=True, slots=True)
+class Claimed:
+    """What a node has committed itself to before tiles were named."""
+
+    size: Size
+    keys: Keys
+    nonce: bytes
+    root: bytes
+    answer: tuple[bytes, ...]
+
+
 def check_openings(
-    size: Size,
-    keys: Keys,
-    root: bytes,
-    nonce: bytes,
-    answer: bytes,
-    asked: Sequence[int],
-    openings: Sequence[Opening],
-    dice: bytes,
+    claimed: Claimed, asked: Sequence[int], openings: Sequence[Opening], dice: bytes
 ) -> Verdict:
     """`dice` is fresh and secret: the vectors of Freivalds' check come from it."""
     if tuple(asked) != tuple(opening.tile for opening in openings):
         return Verdict.MALFORMED
-    again = answer_key(nonce, root)
+    size, roots = claimed.size, (claimed.root, *claimed.answer)
+    keys = (claimed.keys.digest, *(round_key(claimed.nonce, root) for root in roots[:-1]))
     for place, opening in enumerate(openings):
-        if len(opening.product) != PRODUCT_BYTES:
+        if len(opening.product) != PRODUCT_BYTES or len(opening.paths) != len(roots):
             return Verdict.MALFORMED
         product: Sums = np.frombuffer(opening.product, dtype="<i4").reshape(TILE, TILE)
         words = kept(product.reshape(-1))
-        if not leads_to(
-            root,
-            opening.tile,
-            digest_of(words, keys.digest, opening.tile),
-            opening.commit,
-            size.depth,
-        ):
-            return Verdict.WRONG_COMMIT
-        if not leads_to(
-            answer, opening.tile, digest_of(words, again, opening.tile), opening.answer, size.depth
-        ):
-            return Verdict.WRONG_ANSWER
-        if not is_product(product, size, keys.stream, opening.tile, _probe(dice, place)):
+        for root, key, path in zip(roots, keys, opening.paths, strict=True):
+            digest = digest_of(words, key, opening.tile)
+            if not leads_to(root, opening.tile, digest, path, size.depth):
+                first = root is claimed.root
+                return Verdict.WRONG_COMMIT if first else Verdict.WRONG_ANSWER
+        if not is_product(product, size, claimed.keys.stream, opening.tile, _probe(dice, place)):
             return Verdict.WRONG_PRODUCT
     return Verdict.PASSED
 
