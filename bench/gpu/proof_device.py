@@ -9,13 +9,17 @@ import secrets
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
+from gpool.agent.gpu.benchmark import measure
 from gpool.agent.gpu.cuda import CudaFailed, Device
 from gpool.agent.gpu.prover import DeviceProver
-from gpool.core.gpuproof import GROUP, Size, keys_of, terms_for
+from gpool.core.gpuproof import GROUP, MAKES, Size, keys_of, terms_for
+from gpool.server.gpu_proofs.checking import Claimed, check_openings
 from gpool.server.gpu_proofs.streams import digests_of, kept, rows_of, tile_rows
 
 RESULTS: dict[str, object] = {}
@@ -70,7 +74,7 @@ def correct(ptx: bytes | None) -> object:
         rows = rows_of(keys.stream, 0, 2, 0, 256, 1088)
         digests = np.frombuffer(device.read(prover._digests, size.tiles * 8), np.uint64)
         nonce = b"n" * 32
-        prover.answer(nonce, root)
+        prover.answer(nonce, root, 2)
         opening = prover.open([5])[0]
         block, row, column = tile_rows(5, size.tiles_across)
         a = rows_of(keys.stream, 0, block, row, 64, size.length).astype(np.int64)
@@ -114,7 +118,7 @@ def speeds(ptx: bytes | None) -> object:
 def honest(held: list[object]) -> object:
     with Device() as device:
         free, total = device.free_and_total
-        terms = terms_for(total, 1979)
+        terms = terms_for(total, MAKES["H200"])
         size, keys = terms.size, keys_of(secrets.token_bytes(32), 7, device.uuid, 1)
         began = clock()
         prover = DeviceProver(device, size, keys)
@@ -126,13 +130,13 @@ def honest(held: list[object]) -> object:
         for _ in range(5):
             nonce = secrets.token_bytes(32)
             at = clock()
-            answer = prover.answer(nonce, root)
+            answer = prover.answer(nonce, root, terms.rounds)
             times.append(clock() - at)
         at = clock()
         chosen = np.random.default_rng().choice(size.tiles, terms.opened, replace=False).tolist()
         openings = prover.open(chosen)
         opened = clock() - at
-        held += [terms, keys, root, nonce, answer, chosen, openings]
+        held += [Claimed(size, keys, nonce, root, answer), chosen, openings]
         second: object = "allocated"
         try:
             DeviceProver(device, size, keys)
@@ -143,19 +147,16 @@ def honest(held: list[object]) -> object:
             "memory_filled": size.result_bytes / total, "free_before": free, "free_left": left, "total": total,
             "take_s": taken - began, "commit_s": committed - taken, "commit_within_s": terms.commit_within / 1e6,
             "teraops": size.operations / (committed - taken) / 1e12,
+            "rounds": terms.rounds,
             "answer_s": times, "answer_within_s": terms.answer_within / 1e6, "open_s": opened,
             "second_identity": second,
         }  # fmt: skip
 
 
 def check(held: list[object]) -> object:
-    from gpool.server.gpu_proofs.checking import check_openings
-
-    terms, keys, root, nonce, answer, chosen, openings = held
+    claimed, chosen, openings = held
     began, used = clock(), time.process_time()
-    verdict = check_openings(
-        terms.size, keys, root, nonce, answer, chosen, openings, secrets.token_bytes(16)
-    )
+    verdict = check_openings(claimed, chosen, openings, secrets.token_bytes(16))
     return {
         "verdict": str(verdict),
         "seconds": clock() - began,
@@ -164,10 +165,6 @@ def check(held: list[object]) -> object:
 
 
 def benchmark() -> object:
-    from dataclasses import asdict
-
-    from gpool.agent.gpu.benchmark import measure
-
     with Device() as device:
         began = clock()
         return {**asdict(measure(device)), "seconds": clock() - began}
@@ -175,7 +172,7 @@ def benchmark() -> object:
 
 def torch_rates() -> object:
     """What others get out of this machine: the fastest cheat's tools, and the CPU's."""
-    import torch
+    import torch  # noqa: PLC0415 - only here
 
     def rate(make: Callable[[], object], work: float, cuda: bool, times: int = 5) -> float:
         make()
@@ -192,13 +189,13 @@ def torch_rates() -> object:
     out: dict[str, object] = {}
     a = torch.randint(-128, 127, (n, k), dtype=torch.int8, device="cuda")
     b = torch.randint(-128, 127, (n, k), dtype=torch.int8, device="cuda")
-    out["cuda_int8"] = rate(lambda: torch._int_mm(a, b.t()), 2 * n * n * k, True)
+    out["cuda_int8"] = rate(partial(torch._int_mm, a, b.t()), 2 * n * n * k, True)
     ah, bh = a.bfloat16(), b.bfloat16()
-    out["cuda_bf16"] = rate(lambda: ah @ bh.t(), 2 * n * n * k, True)
+    out["cuda_bf16"] = rate(partial(torch.matmul, ah, bh.t()), 2 * n * n * k, True)
     fa, fb = torch.rand(n, n, device="cuda"), torch.rand(n, n, device="cuda")
-    out["cuda_fp32"] = rate(lambda: fa @ fb, 2 * n**3, True, 3)
+    out["cuda_fp32"] = rate(partial(torch.matmul, fa, fb), 2 * n**3, True, 3)
     torch.backends.cuda.matmul.allow_tf32 = True
-    out["cuda_tf32"] = rate(lambda: fa @ fb, 2 * n**3, True)
+    out["cuda_tf32"] = rate(partial(torch.matmul, fa, fb), 2 * n**3, True)
     del a, b, ah, bh, fa, fb
     torch.cuda.empty_cache()
     n = 2048
@@ -206,8 +203,8 @@ def torch_rates() -> object:
     cb = torch.randint(-128, 127, (8192, n), dtype=torch.int8)
     for name, make in {
         "cpu_int8": lambda: torch._int_mm(ca, cb),
-        "cpu_bf16": lambda x=ca.bfloat16(), y=cb.bfloat16(): x @ y,
-        "cpu_fp32": lambda x=ca.float(), y=cb.float(): x @ y,
+        "cpu_bf16": partial(torch.matmul, ca.bfloat16(), cb.bfloat16()),
+        "cpu_fp32": partial(torch.matmul, ca.float(), cb.float()),
     }.items():
         try:
             out[name] = rate(make, 2 * n * n * 8192, False, 3)

@@ -60,13 +60,18 @@ def check_openings(
 def is_product(
     product: Sums, size: Size, key: tuple[int, int], tile: int, probe: NDArray[np.float64]
 ) -> bool:
-    """Freivalds: C·r = A·(B·r), over the integers: doubles hold every sum exactly."""
+    """Freivalds: C·r = A·(B·r), over the integers: doubles hold every sum exactly.
+
+    `einsum` stays on one core, where the library behind `@` would wake them all for every tile.
+    """
     block, row, column = tile_rows(tile, size.tiles_across)
     if np.abs(product, dtype=np.int64).max(initial=0) > size.length << 14:
         return False  # no such sum, and too large to multiply exactly
-    across = probe @ rows_of(key, 1, block, column, TILE, size.length).astype(np.float64)
-    expected = rows_of(key, 0, block, row, TILE, size.length).astype(np.float64) @ across
-    return bool((product.astype(np.float64) @ probe == expected).all())
+    b = rows_of(key, 1, block, column, TILE, size.length).astype(np.float64)
+    across = np.einsum("i,ij->j", probe, b)
+    a = rows_of(key, 0, block, row, TILE, size.length).astype(np.float64)
+    expected = np.einsum("ij,j->i", a, across)
+    return bool((np.einsum("ij,j->i", product.astype(np.float64), probe) == expected).all())
 
 
 def _probe(dice: bytes, place: int) -> NDArray[np.float64]:
