@@ -98,6 +98,18 @@ MAKES: Mapping[str, Make] = {
 
 
 @dataclass(frozen=True, slots=True)
+class Measured:
+    """Operations and bytes a second, as an agent measured them; 0: this device has no such thing."""
+
+    fp32_gigaflops: int
+    tf32_gigaflops: int
+    bf16_gigaflops: int
+    int8_gigaops: int
+    memory_bytes_per_s: int
+    host_bytes_per_s: int
+
+
+@dataclass(frozen=True, slots=True)
 class Size:
     """How much is computed: `blocks` products of side × length by length × side."""
 

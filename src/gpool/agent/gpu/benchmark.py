@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
 
-from gpool.agent.gpu.cuda import Device
+from gpool.agent.gpu.cuda import Device, Value
+from gpool.core.gpuproof import Measured
 from gpool.core.model import MIB
 
 _u32, _u64 = ctypes.c_uint32, ctypes.c_uint64
@@ -14,18 +14,6 @@ _SIDE, _LENGTH = 8192, 8192
 """Of the products; `_LENGTH` in bytes, whatever the width of an element."""
 _COPIED = 2048 * MIB
 _SENT = 256 * MIB
-
-
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """Operations and bytes a second, as measured; 0: this device has no such thing."""
-
-    fp32_gigaflops: int
-    tf32_gigaflops: int
-    bf16_gigaflops: int
-    int8_gigaops: int
-    memory_bytes_per_s: int
-    host_bytes_per_s: int
 
 
 def measure(device: Device) -> Measured:
@@ -92,7 +80,7 @@ def _rate(
     work: int,
     name: str,
     grid: tuple[int, int],
-    arguments: tuple[object, ...],
+    arguments: tuple[Value, ...],
     shared: int,
 ) -> int:
     """Billions of `work` a second: the best of three runs of three, after one to warm up."""

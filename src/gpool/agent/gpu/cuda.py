@@ -25,8 +25,11 @@ class NoCuda(Exception):
     """There is no CUDA driver here, no such device, or one too old for the kernels."""
 
 
-def _arguments(values: Sequence[object]) -> ctypes.Array[ctypes.c_void_p]:
-    pointers = [ctypes.cast(ctypes.pointer(value), ctypes.c_void_p) for value in values]  # type: ignore[arg-type]
+Value = ctypes.c_uint32 | ctypes.c_uint64
+
+
+def _arguments(values: Sequence[Value]) -> ctypes.Array[ctypes.c_void_p]:
+    pointers = [ctypes.cast(ctypes.byref(value), ctypes.c_void_p) for value in values]
     return (ctypes.c_void_p * len(pointers))(*pointers)
 
 
@@ -51,9 +54,8 @@ class Device:
         self._must("cuCtxSetCurrent", self._context)
         self._taken: list[int] = []
         self._functions: dict[str, ctypes.c_void_p] = {}
-        self._module = ctypes.c_void_p()
-        source = ptx if ptx is not None else kernels_for(self.capability)
-        self._must("cuModuleLoadData", ctypes.byref(self._module), ctypes.c_char_p(source))
+        self._ptx = ptx
+        self._module: ctypes.c_void_p | None = None  # loaded for the first kernel
 
     def _must(self, call: str, *arguments: object) -> None:
         code = getattr(self._driver, call)(*arguments)
@@ -110,7 +112,7 @@ class Device:
         return into.raw
 
     def launch(
-        self, name: str, grid: tuple[int, int], threads: int, *arguments: object, shared: int = 0
+        self, name: str, grid: tuple[int, int], threads: int, *arguments: Value, shared: int = 0
     ) -> None:
         """Queues a kernel; arguments are ctypes values."""
         function = self._function(name, shared)
@@ -120,6 +122,10 @@ class Device:
         )  # fmt: skip
 
     def _function(self, name: str, shared: int) -> ctypes.c_void_p:
+        if self._module is None:
+            source = self._ptx if self._ptx is not None else kernels_for(self.capability)
+            self._module = ctypes.c_void_p()
+            self._must("cuModuleLoadData", ctypes.byref(self._module), ctypes.c_char_p(source))
         if name not in self._functions:
             found = ctypes.c_void_p()
             self._must("cuModuleGetFunction", ctypes.byref(found), self._module, name.encode())
@@ -171,7 +177,8 @@ class Device:
     def close(self) -> None:
         for at in self._taken[:]:
             self.give_back(at)
-        self._must("cuModuleUnload", self._module)
+        if self._module is not None:
+            self._must("cuModuleUnload", self._module)
         self._must("cuDevicePrimaryCtxRelease_v2", self._device)
 
     def __enter__(self) -> Device:

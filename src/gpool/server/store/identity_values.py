@@ -167,3 +167,5 @@ class GpuRow:
     available: bool
     gone: bool
     flagged: str | None  # why it is not scheduled; None: fine
+    unproven: str | None = None  # the same, because of its proof
+    measured: str | None = None  # as JSON

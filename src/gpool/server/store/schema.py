@@ -139,6 +139,10 @@ gpus = Table(
     Column("available", BIG, nullable=False, server_default=text("1")),
     _counter("gone"),
     _words("flagged"),
+    _words("unproven"),
+    _words("verdict"),
+    _maybe("judged_at"),
+    _words("measured"),
     UniqueConstraint("node_id", "uuid"),
     Index("ix_gpus_uuid", "uuid"),
 )

@@ -18,7 +18,7 @@ from gpool.server.store.rows import of_names
 TWO_OWNERS = "this GPU's uuid was seen under two owners; an operator decides whose it is"
 ANOTHERS = "an operator decided that this GPU is another owner's"
 
-GPU = "g.id, g.node_id, n.owner_id, g.uuid, g.position, g.available, g.gone, g.flagged"
+GPU = "g.id, g.node_id, n.owner_id, g.uuid, g.position, g.available, g.gone, g.flagged, g.unproven, g.measured"
 
 
 @operation
@@ -102,6 +102,7 @@ def unflag(gpu: GpuId, at: Instant) -> Operation[GpuRow | None]:
         "THEN NULL ELSE CAST(:why AS TEXT) END WHERE uuid = :uuid",
         {"owner": owner, "why": ANOTHERS, "uuid": uuid},
     )
+    yield Statement("UPDATE gpus SET unproven = NULL WHERE id = :gpu", {"gpu": gpu})
     found = yield from _gpus("g.id = :gpu", gpu=gpu)
     return found[0]
 
@@ -155,6 +156,8 @@ def _gpu(row: Row) -> GpuRow:
         bool(row[5]),
         bool(row[6]),
         row[7],
+        row[8],
+        row[9],
     )
 
 
