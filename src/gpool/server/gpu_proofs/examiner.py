@@ -29,7 +29,7 @@ from gpool.core.gpuproof import (
     may_ask,
     terms_for,
 )
-from gpool.core.gpuspec import normalise
+from gpool.core.gpuspec import is_model
 from gpool.core.ids import NodeId
 from gpool.core.model import Gpu, Instant, Span
 from gpool.server.gpu_proofs.checking import Claimed, check_openings
@@ -68,10 +68,10 @@ LOOK_EVERY = Span(5_000_000)
 
 def terms_of(gpu: Gpu) -> Terms | None:
     """What a GPU is asked; None: of this make there is nothing to ask."""
-    make = MAKES.get(normalise(gpu.model))
-    if gpu.vendor != "nvidia" or make is None:
+    makes = [name for name in MAKES if is_model(name, gpu.model)]
+    if gpu.vendor != "nvidia" or not makes:
         return None
-    return terms_for(gpu.memory_bytes, make)
+    return terms_for(gpu.memory_bytes, MAKES[max(makes, key=len)])  # H100PCIE before H100
 
 
 @dataclass(frozen=True, slots=True)
