@@ -18,11 +18,12 @@ import numpy as np
 from gpool.agent.gpu.benchmark import measure
 from gpool.agent.gpu.cuda import CudaFailed, Device
 from gpool.agent.gpu.prover import DeviceProver
-from gpool.core.gpuproof import GROUP, MAKES, Size, keys_of, terms_for
+from gpool.core.gpuproof import FILLED, GROUP, MAKES, Size, keys_of, terms_for
 from gpool.server.gpu_proofs.checking import Claimed, check_openings
 from gpool.server.gpu_proofs.streams import digests_of, kept, rows_of, tile_rows
 
 RESULTS: dict[str, object] = {}
+LACKED = 1 - 80 / 141 / FILLED
 clock = time.perf_counter
 
 
@@ -137,6 +138,29 @@ def honest(held: list[object]) -> object:
         openings = prover.open(chosen)
         opened = clock() - at
         held += [Claimed(size, keys, nonce, root, answer), chosen, openings]
+        nonce = secrets.token_bytes(32)
+        at = clock()
+        for block in range(round(size.blocks * LACKED)):  # an 80 GB card that claims to be this one
+            prover._multiply(block)
+        prover.answer(nonce, root, terms.rounds)
+        lacking = clock() - at
+        theirs = keys_of(secrets.token_bytes(32), 8, device.uuid, 2)
+        prover._keys = (
+            theirs  # the same memory serves a second identity, after the first has committed
+        )
+        other = prover.commit()
+        prover._keys = keys
+        answer = prover.answer(nonce, root, terms.rounds)
+        claimed = Claimed(size, keys, nonce, root, answer)
+        first = check_openings(claimed, chosen[:4], prover.open(chosen[:4]), b"d")
+        prover._keys = theirs
+        answer = prover.answer(nonce, other, terms.rounds)
+        claimed = Claimed(size, theirs, nonce, other, answer)
+        last = check_openings(claimed, chosen[:4], prover.open(chosen[:4]), b"d")
+        cheats = {
+            "less_memory": {"lacked": LACKED, "answer_s": lacking},
+            "two_identities": {"first": str(first), "last": str(last)},
+        }
         second: object = "allocated"
         try:
             DeviceProver(device, size, keys)
@@ -150,6 +174,7 @@ def honest(held: list[object]) -> object:
             "rounds": terms.rounds,
             "answer_s": times, "answer_within_s": terms.answer_within / 1e6, "open_s": opened,
             "second_identity": second,
+            "cheats": cheats,
         }  # fmt: skip
 
 
@@ -211,6 +236,8 @@ def torch_rates() -> object:
         except Exception as error:  # noqa: BLE001 - a bench that goes on
             out[name] = str(error)
     out["cpu_threads"] = torch.get_num_threads()
+    much = torch.ones(1 << 30, dtype=torch.int64)
+    out["host_read_gbs"] = rate(much.sum, much.numel() * 8, False, 3) * 1000
     return out
 
 

@@ -16,7 +16,7 @@ from gpool.agent.cache import ArtifactCache
 from gpool.agent.channel import Channel
 from gpool.agent.daemon import Daemon, boot_clock
 from gpool.agent.gpu.desk import GpuDesk
-from gpool.agent.instructions import Event, FrameArrived
+from gpool.agent.instructions import Disconnected, Event, FrameArrived
 from gpool.agent.runtime.protocol import Runtime
 from gpool.agent.sandboxes import Environments, Equipment, Networks
 from gpool.agent.session import Session
@@ -128,8 +128,10 @@ async def run_agent(
     def feed(event: Event) -> None:
         if isinstance(event, FrameArrived) and isinstance(event.frame, ToGpu):
             gpus.take(event.frame)
-        else:
-            daemon.feed(event)
+            return
+        if isinstance(event, Disconnected):
+            gpus.end_all()
+        daemon.feed(event)
 
     channel = Channel(address, badge, feed, dice)
     log.info("agent_starts", server=address.url, cpu_milli=offer.cpu_milli, gpus=len(offer.gpus))

@@ -77,7 +77,7 @@ def _examine(
             return
 
 
-def _reader(source: BinaryIO) -> Callable[[], ServerFrame | None]:
+def frames_from(source: BinaryIO) -> Callable[[], ServerFrame | None]:
     def read() -> ServerFrame | None:
         head = source.read(LENGTH.size)
         if len(head) < LENGTH.size:
@@ -87,7 +87,7 @@ def _reader(source: BinaryIO) -> Callable[[], ServerFrame | None]:
     return read
 
 
-def _writer(sink: BinaryIO) -> Callable[[FromGpu], None]:
+def frames_to(sink: BinaryIO) -> Callable[[FromGpu], None]:
     def write(frame: FromGpu) -> None:
         data = encode(frame)
         sink.write(LENGTH.pack(len(data)) + data)
@@ -97,4 +97,4 @@ def _writer(sink: BinaryIO) -> Callable[[FromGpu], None]:
 
 
 if __name__ == "__main__":
-    serve(_reader(sys.stdin.buffer), _writer(sys.stdout.buffer))
+    serve(frames_from(sys.stdin.buffer), frames_to(sys.stdout.buffer))

@@ -58,6 +58,11 @@ class GpuDesk:
                 if (key := self._by_trial.get(frame.trial)) in self._inboxes:
                     self._inboxes[key].put_nowait(None)
 
+    def end_all(self) -> None:
+        """The connection is gone, and with it every trial."""
+        for inbox in self._inboxes.values():
+            inbox.put_nowait(None)
+
     async def close(self) -> None:
         for task in self._running:
             task.cancel()
@@ -117,4 +122,5 @@ async def _feed(child: asyncio.subprocess.Process, inbox: asyncio.Queue[ToGpu | 
         data = encode(frame)
         child.stdin.write(LENGTH.pack(len(data)) + data)
         await child.stdin.drain()
-    child.stdin.close()
+    if child.returncode is None:
+        child.kill()  # it may be computing still

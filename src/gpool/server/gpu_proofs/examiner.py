@@ -12,7 +12,7 @@ import secrets
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from random import Random, SystemRandom
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     from gpool.server.scheduler import Scheduler
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 WAITS = "it has not proved yet what it claims; its trial comes"
 TRIES = 3
@@ -144,8 +145,16 @@ class Examiner:
         return row
 
     async def _written(self, operation: Operation[NodeRow | None], before: NodeRow) -> NodeRow:
-        after = await self._store.write(operation)
+        after = await self._write(operation)
         return before if after is None else after
+
+    async def _write(self, operation: Operation[T]) -> T:
+        """Whether a write that fails was made we cannot know: the scheduler looks again."""
+        try:
+            return await self._store.write(operation)
+        except BaseException:
+            self._scheduler.doubt()
+            raise
 
     async def take(self, node: NodeId, frame: FromGpu) -> None:
         """A frame about a GPU of that node."""
@@ -197,8 +206,8 @@ class Examiner:
                 for trial in sitting.values():
                     self._ask(trial)
             for trial in [each for each in sitting.values() if each.seat.verdict is not None]:
-                del sitting[trial.number]
-                await self._judge(trial, now)
+                if sitting.pop(trial.number, None) is not None:  # not judged meanwhile
+                    await self._judge(trial, now)
         self._sittings = [sitting for sitting in self._sittings if sitting]
 
     def _ask(self, trial: _Trial) -> None:
@@ -236,7 +245,7 @@ class Examiner:
             if self._late[key] < TRIES:
                 return  # it waits, still kept back, for the next look
         self._late.pop(key, None)
-        row = await self._store.write(gpu_proofs.judge(*key, verdict, now))
+        row = await self._write(gpu_proofs.judge(*key, verdict, now))
         if row is not None:
             self._scheduler.node_changed(row.node)
 
@@ -273,7 +282,7 @@ class Examiner:
         if key in self._measuring:
             self._measuring.discard(key)
             text = msgspec.json.encode(frame.measured).decode()
-            await self._store.write(gpu_proofs.note_measured(node, frame.uuid, text))
+            await self._write(gpu_proofs.note_measured(node, frame.uuid, text))
 
     async def _keep_some_back(self, records: Iterable[Record]) -> None:
         """At moments nobody knows, a GPU that passed is tried again."""
@@ -283,7 +292,7 @@ class Examiner:
                 continue
             if self._idle(record) is not None:
                 kept = gpu_proofs.keep_back(record.node, [record.uuid], WAITS)
-                row = await self._store.write(kept)
+                row = await self._write(kept)
                 if row is not None:
                     self._scheduler.node_changed(row.node)
 
