@@ -42,7 +42,7 @@ async def strict(data: Path) -> AsyncIterator[Desk]:
     """A server that examines before it schedules; its loops stand still."""
     desk = await open_desk(data, StoppedClock())
     server = desk.server
-    wanted = Examining(examine=True, measure=True, again_every=NEVER, terms=lambda _: TERMS)
+    wanted = Examining(examine=True, measure=False, again_every=NEVER, terms=lambda _: TERMS)
     examiner = Examiner(server.store, server.scheduler, desk.clock.now, wanted, Random(1))
     desk.server = replace(server, examiner=examiner)
     desk.app = make_app(desk.server)
@@ -272,9 +272,15 @@ async def test_a_simulated_gpu_never_passes_and_says_so(strict: Desk) -> None:
     assert agent.leases() == []
 
 
-async def test_what_a_gpu_measured_is_shown_with_it(strict: Desk) -> None:
+async def test_what_a_gpu_measured_is_shown_with_it_and_its_trial_comes_after(strict: Desk) -> None:
+    server = strict.server
+    wanted = Examining(examine=True, measure=True, again_every=NEVER, terms=lambda _: TERMS)
+    examiner = Examiner(server.store, server.scheduler, strict.clock.now, wanted, Random(1))
+    strict.server = replace(server, examiner=examiner)
     agent = await strict.agent(offer=with_gpu())
     await tick(strict)
+    await tick(strict, 10)
+    assert agent.frames(ExamineGpu) == []  # it would slow the measurement down
     assert agent.frames(MeasureGpu) == [MeasureGpu("GPU-a")]
     await say(
         agent, GpuMeasured("GPU-a", Measured(40_000, 150_000, 300_000, 650_000, 10**12, 10**10))
@@ -282,8 +288,8 @@ async def test_what_a_gpu_measured_is_shown_with_it(strict: Desk) -> None:
     items = (await strict.get("/v1/resources")).json()["items"]
     shown = next(each["measured"] for each in items if each["kind"] == "gpu")
     assert shown["bf16_gigaflops"] == 300_000
-    await tick(strict, 10)
-    assert len(agent.frames(MeasureGpu)) == 1
+    await tick(strict)
+    assert len(agent.frames(MeasureGpu)) == len(agent.frames(ExamineGpu)) == 1
 
 
 async def test_without_examining_nothing_is_kept_back(desk: Desk) -> None:

@@ -65,6 +65,8 @@ TRIES = 3
 AGAIN_AFTER = Span(600_000_000)
 """A GPU that failed may be tried again when its node joins again, not sooner."""
 LOOK_EVERY = Span(5_000_000)
+MEASURED_WITHIN = Span(60_000_000)
+"""A trial waits no longer for a measurement."""
 
 
 def terms_of(gpu: Gpu) -> Terms | None:
@@ -123,12 +125,15 @@ class Examiner:
         self._sittings: list[dict[int, _Trial]] = []
         self._number = 0
         self._late: dict[tuple[NodeId, str], int] = {}
-        self._measuring: set[tuple[NodeId, str]] = set()
+        self._measuring: dict[tuple[NodeId, str], Instant] = {}  # since when
+        self._measured: set[tuple[NodeId, str]] = set()  # or unable; asked once in a connection
         self._looked_at = Instant(0)
 
     async def admit(self, row: NodeRow) -> NodeRow:
         """A node said what it lends: what is to be examined is kept back before anything can be placed there."""
-        self._measuring = {key for key in self._measuring if key[0] != row.node.id}
+        node = row.node.id
+        self._measuring = {key: at for key, at in self._measuring.items() if key[0] != node}
+        self._measured = {key for key in self._measured if key[0] != node}
         if not self._wanted.examine or not row.node.offer.gpus:
             return row
         devices = {gpu.uuid: gpu for gpu in row.node.offer.gpus}
@@ -165,6 +170,7 @@ class Examiner:
         if isinstance(frame, GpuUnable):
             log.warning("node %s cannot try its GPU %.60r: %.300s", node, frame.uuid, frame.why)
             if frame.trial == 0:
+                self._end_measuring((node, frame.uuid))
                 return
         trial = self._trial(node, frame.trial)
         if trial is None:
@@ -261,26 +267,35 @@ class Examiner:
             return
         records = await self._store.read(gpu_proofs.records())
         if self._wanted.measure:
-            self._measure(records)
+            self._measure(records, now)
         if self._wanted.examine:
             await self._keep_some_back(records)
-            for group in _together(self._candidates(records)):
+            for group in _together(self._candidates(records, now)):
                 self._begin(group, now)
 
-    def _measure(self, records: Iterable[Record]) -> None:
+    def _measure(self, records: Iterable[Record], now: Instant) -> None:
+        under_trial = self._under_trial()
         for record in records:
             key = (record.node, record.uuid)
             gpu = self._idle(record)
-            if gpu is None or record.measured is not None or key in self._measuring:
+            if gpu is None or record.measured is not None or key in under_trial:
                 continue
-            if not gpu.simulated and gpu.vendor == "nvidia":
-                self._measuring.add(key)
+            if gpu.simulated or gpu.vendor != "nvidia":
+                continue
+            if key not in self._measuring and key not in self._measured:
+                self._measuring[key] = now
                 self._tell(record.node, MeasureGpu(record.uuid))
+
+    def _end_measuring(self, key: tuple[NodeId, str]) -> bool:
+        """Whether it was being measured; a trial may follow at once."""
+        self._looked_at = Instant(0)
+        self.wake.call()
+        self._measured.add(key)
+        return self._measuring.pop(key, None) is not None
 
     async def _note(self, node: NodeId, frame: GpuMeasured) -> None:
         key = (node, frame.uuid)
-        if key in self._measuring:
-            self._measuring.discard(key)
+        if self._end_measuring(key):
             text = msgspec.json.encode(frame.measured).decode()
             await self._write(gpu_proofs.note_measured(node, frame.uuid, text))
 
@@ -296,11 +311,19 @@ class Examiner:
                 if row is not None:
                     self._scheduler.node_changed(row.node)
 
-    def _candidates(self, records: Iterable[Record]) -> list[_Candidate]:
-        under_trial = {(t.node, t.uuid) for sitting in self._sittings for t in sitting.values()}
+    def _under_trial(self) -> set[tuple[NodeId, str]]:
+        return {(t.node, t.uuid) for sitting in self._sittings for t in sitting.values()}
+
+    def _candidates(self, records: Iterable[Record], now: Instant) -> list[_Candidate]:
+        """Neither under trial nor being measured: the one would slow the other down."""
+        under_trial = self._under_trial()
         found = []
         for record in records:
-            if record.unproven != WAITS or (record.node, record.uuid) in under_trial:
+            key = (record.node, record.uuid)
+            since = self._measuring.get(key)
+            if record.unproven != WAITS or key in under_trial:
+                continue
+            if since is not None and now - since < MEASURED_WITHIN:
                 continue
             gpu = self._idle(record)
             terms = self._wanted.terms(gpu) if gpu is not None else None
