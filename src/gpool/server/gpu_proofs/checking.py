@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from gpool.core.gpuproof import (
     PROBE_BITS,
@@ -20,7 +19,7 @@ from gpool.core.gpuproof import (
     leads_to,
     round_key,
 )
-from gpool.server.gpu_proofs.streams import Sums, digest_of, kept, rows_of, tile_rows
+from gpool.server.gpu_proofs.streams import Floats, SomeRows, Sums, digest_of, kept, tile_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +41,7 @@ def check_openings(
         return Verdict.MALFORMED
     size, roots = claimed.size, (claimed.root, *claimed.answer)
     keys = (claimed.keys.digest, *(round_key(claimed.nonce, root) for root in roots[:-1]))
+    rows = SomeRows(size.length)
     for place, opening in enumerate(openings):
         if len(opening.product) != PRODUCT_BYTES or len(opening.paths) != len(roots):
             return Verdict.MALFORMED
@@ -52,13 +52,15 @@ def check_openings(
             if not leads_to(root, opening.tile, digest, path, size.depth):
                 first = root is claimed.root
                 return Verdict.WRONG_COMMIT if first else Verdict.WRONG_ANSWER
-        if not is_product(product, size, claimed.keys.stream, opening.tile, _probe(dice, place)):
+        if not is_product(
+            product, size, claimed.keys.stream, opening.tile, probe_from(dice, place), rows
+        ):
             return Verdict.WRONG_PRODUCT
     return Verdict.PASSED
 
 
 def is_product(
-    product: Sums, size: Size, key: tuple[int, int], tile: int, probe: NDArray[np.float64]
+    product: Sums, size: Size, key: tuple[int, int], tile: int, probe: Floats, rows: SomeRows
 ) -> bool:
     """Freivalds: C·r = A·(B·r), over the integers: doubles hold every sum exactly.
 
@@ -67,13 +69,16 @@ def is_product(
     block, row, column = tile_rows(tile, size.tiles_across)
     if np.abs(product, dtype=np.int64).max(initial=0) > size.length << 14:
         return False  # no such sum, and too large to multiply exactly
-    b = rows_of(key, 1, block, column, TILE, size.length).astype(np.float64)
-    across = np.einsum("i,ij->j", probe, b)
-    a = rows_of(key, 0, block, row, TILE, size.length).astype(np.float64)
-    expected = np.einsum("ij,j->i", a, across)
+    across, expected = np.zeros(size.length), np.empty(TILE)
+    for at in range(0, TILE, rows.AT_ONCE):
+        some = slice(at, at + rows.AT_ONCE)
+        across += np.einsum("i,ij->j", probe[some], rows.floats(key, 1, block, column + at))
+    for at in range(0, TILE, rows.AT_ONCE):
+        some = slice(at, at + rows.AT_ONCE)
+        expected[some] = np.einsum("ij,j->i", rows.floats(key, 0, block, row + at), across)
     return bool((np.einsum("ij,j->i", product.astype(np.float64), probe) == expected).all())
 
 
-def _probe(dice: bytes, place: int) -> NDArray[np.float64]:
+def probe_from(dice: bytes, place: int) -> Floats:
     drawn = hashlib.shake_256(dice + place.to_bytes(4, "little")).digest(TILE * 2)
     return (np.frombuffer(drawn, dtype="<u2") >> (16 - PROBE_BITS)).astype(np.float64)

@@ -10,15 +10,16 @@ from gpool.core.gpuproof import MASK, TILE, TILE_BYTES
 Words = NDArray[np.uint64]
 Bytes = NDArray[np.int8]
 Sums = NDArray[np.int32]
+Floats = NDArray[np.float64]
 
 GOLDEN = 0x9E3779B97F4A7C15
 _FIRST, _SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 _BY30, _BY27, _BY31 = np.uint64(30), np.uint64(27), np.uint64(31)
 
 
-def mix(words: Words) -> Words:
-    """SplitMix64's finalizer, in place."""
-    shifted = words >> _BY30
+def mix(words: Words, shifted: Words | None = None) -> Words:
+    """SplitMix64's finalizer, in place; `shifted` is room to work in."""
+    shifted = np.right_shift(words, _BY30, out=shifted)
     words ^= shifted
     words *= _FIRST
     np.right_shift(words, _BY27, out=shifted)
@@ -40,9 +41,32 @@ def rows_of(
     key: tuple[int, int], side: int, block: int, first: int, rows: int, length: int
 ) -> Bytes:
     """Rows of A (side 0) or of B's transpose (side 1), `length` bytes each."""
-    start = ((side << 62) | (block << 32) | first) & MASK
-    keys = mix(steps(rows, start) + np.uint64(key[0])) ^ np.uint64(key[1])
+    keys = _row_keys(key, side, block, first, rows)
     return mix(keys[:, None] + steps(length // 8)[None, :]).view(np.int8)
+
+
+def _row_keys(key: tuple[int, int], side: int, block: int, first: int, rows: int) -> Words:
+    start = ((side << 62) | (block << 32) | first) & MASK
+    return mix(steps(rows, start) + np.uint64(key[0])) ^ np.uint64(key[1])
+
+
+class SomeRows:
+    """A few rows at a time in the same memory: fresh pages cost more than the arithmetic."""
+
+    AT_ONCE = 16
+
+    def __init__(self, length: int) -> None:
+        self._steps = steps(length // 8)[None, :]
+        self._words = np.empty((self.AT_ONCE, length // 8), dtype=np.uint64)
+        self._shifted = np.empty_like(self._words)
+        self._floats = np.empty((self.AT_ONCE, length), dtype=np.float64)
+
+    def floats(self, key: tuple[int, int], side: int, block: int, first: int) -> Floats:
+        """Good until the next call."""
+        keys = _row_keys(key, side, block, first, self.AT_ONCE)
+        np.add(keys[:, None], self._steps, out=self._words)
+        self._floats[...] = mix(self._words, self._shifted).view(np.int8)
+        return self._floats
 
 
 def kept(product: Sums) -> Words:
