@@ -18,7 +18,7 @@ from gpool.agent.daemon import Daemon, boot_clock
 from gpool.agent.gpu.desk import GpuDesk
 from gpool.agent.instructions import Disconnected, Event, FrameArrived
 from gpool.agent.runtime.protocol import Runtime
-from gpool.agent.sandboxes import Environments, Equipment, Networks
+from gpool.agent.sandboxes import Allowed, Environments, Equipment, Networks
 from gpool.agent.session import Session
 from gpool.agent.settings import AgentSettings
 from gpool.core.model import Offer
@@ -51,6 +51,7 @@ class Means:
     runtimes: Sequence[Runtime]
     networks: Networks | None = None
     environments: Environments | None = None
+    allowed: Callable[[], Allowed] = Allowed
 
     async def take_up(self) -> None:
         """Sweep away what an earlier agent left, and get ready."""
@@ -120,6 +121,7 @@ async def run_agent(
             boot_clock,
             means.networks,
             means.environments,
+            means.allowed,
         )
 
     daemon = Daemon(Session(next_boot(settings.data_dir), offer), send, equip)
