@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from gpool.agent.lookout import Rulebook
 from gpool.agent.network.policy import Egress, HostFacts, reaches
-from gpool.agent.policy import parse
+from gpool.agent.policy_file import parse
 from gpool.agent.settings import AgentSettings
 from gpool.cli.joining import Identity
 from gpool.cli.lend import egress_of, runtimes_of

@@ -146,7 +146,10 @@ class Board:
             offer.cpu_milli,
             offer.memory_bytes,
             offer.disk_bytes,
-            tuple((gpu.index, gpu.model, gpu.vendor, gpu.memory_bytes) for gpu in offer.gpus),
+            tuple(
+                (gpu.index, gpu.model, gpu.vendor, gpu.memory_bytes, not gpu.closed)
+                for gpu in offer.gpus
+            ),
             offer.pythons,
             offer.tiers,
             offer.environments,
@@ -200,7 +203,7 @@ class Board:
             share.append(gpu.free_share)
             vram.append(gpu.free_memory)
             holder.append(_NOBODY if gpu.user is None else gpu.user)
-            if device.index in node.gpus_withheld:
+            if device.closed or device.index in node.gpus_withheld:
                 free.append(0)
             else:
                 by_memory = 1000 * gpu.free_memory // max(1, device.memory_bytes)

@@ -143,6 +143,7 @@ gpus = Table(
     _words("verdict"),
     _maybe("judged_at"),
     _words("measured"),
+    _words("quarantined"),
     UniqueConstraint("node_id", "uuid"),
     Index("ix_gpus_uuid", "uuid"),
 )
