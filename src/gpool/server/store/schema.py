@@ -139,11 +139,11 @@ gpus = Table(
     Column("available", BIG, nullable=False, server_default=text("1")),
     _counter("gone"),
     _words("flagged"),
+    _words("quarantined"),
     _words("unproven"),
     _words("verdict"),
     _maybe("judged_at"),
     _words("measured"),
-    _words("quarantined"),
     UniqueConstraint("node_id", "uuid"),
     Index("ix_gpus_uuid", "uuid"),
 )
