@@ -15,14 +15,15 @@ from gpool.agent.boots import next_boot
 from gpool.agent.cache import ArtifactCache
 from gpool.agent.channel import Channel
 from gpool.agent.daemon import Daemon, boot_clock
-from gpool.agent.instructions import Event
+from gpool.agent.gpu.desk import GpuDesk
+from gpool.agent.instructions import Disconnected, Event, FrameArrived
 from gpool.agent.runtime.protocol import Runtime
 from gpool.agent.sandboxes import Allowed, Environments, Equipment, Networks
 from gpool.agent.session import Session
 from gpool.agent.settings import AgentSettings
 from gpool.core.model import Offer
 from gpool.transfer.senders import AsyncSender
-from gpool.wire.frames import AgentFrame
+from gpool.wire.frames import AgentFrame, ToGpu
 
 NewLoop = Callable[[], asyncio.AbstractEventLoop]
 try:
@@ -124,7 +125,17 @@ async def run_agent(
         )
 
     daemon = Daemon(Session(next_boot(settings.data_dir), offer), send, equip)
-    channel = Channel(address, badge, daemon.feed, dice)
+    gpus = GpuDesk(send)
+
+    def feed(event: Event) -> None:
+        if isinstance(event, FrameArrived) and isinstance(event.frame, ToGpu):
+            gpus.take(event.frame)
+            return
+        if isinstance(event, Disconnected):
+            gpus.end_all()
+        daemon.feed(event)
+
+    channel = Channel(address, badge, feed, dice)
     log.info("agent_starts", server=address.url, cpu_milli=offer.cpu_milli, gpus=len(offer.gpus))
     dialling = asyncio.create_task(channel.keep())
     serving = asyncio.create_task(daemon.run())
@@ -142,6 +153,7 @@ async def run_agent(
         for task in (stopping, looking, dialling, serving):
             task.cancel()
         await asyncio.wait([stopping, looking, dialling, serving])
+        await gpus.close()
         await sender.close()
         await means.lay_down()
         log.info("agent_ends")

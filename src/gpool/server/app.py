@@ -32,6 +32,7 @@ from gpool.server.api.limits import Limits
 from gpool.server.blobs import Blobs
 from gpool.server.clock import Clock, SystemClock, system_ids
 from gpool.server.credentials import Credentials
+from gpool.server.gpu_proofs.examiner import Examiner, Examining
 from gpool.server.hub import Hub
 from gpool.server.identity.desk import SignIns
 from gpool.server.identity.guard import Guard
@@ -99,6 +100,7 @@ def wire(settings: Settings, store: Store, clock: Clock) -> Server:
         guard=Guard(clock.now),
         sign_ins=sign_ins,
         certificate=certificate_of(settings, clock.now()),
+        examiner=Examiner(store, scheduler, clock.now, Examining.of(settings)),
         telemetry=telemetry,
     )
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from gpool.core.errors import NotFound
 from gpool.core.ids import NodeId, SpecId, TaskId
-from gpool.core.model import EndReason, InputFile, Instant, Offer, TaskSpec, TaskStatus
+from gpool.core.model import EndReason, InputFile, Instant, Node, Offer, TaskSpec, TaskStatus
 from gpool.server import offers
 from gpool.server.claims import FILE_BYTES, checked_report, wrong_with_offer
 from gpool.server.store.operation import brief, operation
@@ -40,6 +40,7 @@ from gpool.wire.frames import (
     ServerFrame,
     Stop,
     StopReason,
+    ToGpu,
     Welcome,
     weight_of,
 )
@@ -88,8 +89,10 @@ class Channel:
             await self._record(frame)
         elif isinstance(frame, Beat):
             await self._take_beat(frame)
-        else:
+        elif isinstance(frame, OfferChanged):
             await self._change_offer(frame)
+        elif self._server.examiner is not None:
+            await self._server.examiner.take(self.node, frame)
 
     async def greet(self, hello: Hello) -> None:
         """Registers what the node lends and reconciles what it holds."""
@@ -130,7 +133,7 @@ class Channel:
                 drop=tuple(hold for hold in hello.holds if hold not in open_leases),
             )
         )
-        scheduler.connect(self, greeted.rows[0].node)
+        scheduler.connect(self, await self._admitted(greeted.rows[0]))
         for row in greeted.rows[1:]:  # theirs were seen here, and flagged
             scheduler.node_changed(row.node)
         # Unstated ones too: that the agent has nothing of them, only the agent can say, and now.
@@ -277,8 +280,18 @@ class Channel:
         except NotFound as error:
             self.refuse("not_found", error.detail, retry=False)
             return
-        for row in rows:
+        server.scheduler.node_changed(await self._admitted(rows[0]))
+        for row in rows[1:]:
             server.scheduler.node_changed(row.node)
+
+    async def _admitted(self, row: NodeRow) -> Node:
+        """With those of its GPUs kept back that are to be examined first."""
+        examiner = self._server.examiner
+        return row.node if examiner is None else (await examiner.admit(row)).node
+
+    def tell_gpu(self, frame: ToGpu) -> None:
+        if not self.closed:
+            self._send(frame)
 
     def _forgotten(self, stated: Iterable[Hold]) -> set[TaskId]:
         """Leases of this node that it has not named in two beats on end: it does not know of them.

@@ -10,6 +10,7 @@ import msgspec
 
 from gpool.core.model import Availability, Instant
 from gpool.server.actions import audit, quotas
+from gpool.server.gpu_proofs.examiner import Examiner
 from gpool.server.hub import Wake
 from gpool.server.server import Server
 from gpool.server.settings import span
@@ -191,6 +192,20 @@ class Identity:
             pass
 
 
+class Examine:
+    """Trials of GPUs: begun, timed, judged."""
+
+    name = "examine"
+
+    def __init__(self, server: Server, examiner: Examiner) -> None:
+        self.wake = examiner.wake
+        self.every_s = server.settings.tick_s
+        self._examiner = examiner
+
+    async def run_once(self, now: Instant) -> None:
+        await self._examiner.run_once(now)
+
+
 class Ticker:
     """The only place where a loop's fault is caught: it is logged, counted, and the loop goes on at its next tick."""
 
@@ -224,4 +239,6 @@ class Ticker:
 
 def all_loops(server: Server) -> tuple[Loop, ...]:
     loops: tuple[Loop, ...] = (Schedule(server), Expire(server), Prune(server), Keys(server))
+    if server.examiner is not None:
+        loops = (*loops, Examine(server, server.examiner))
     return loops if server.sign_ins is None else (*loops, Identity(server))

@@ -12,6 +12,7 @@ from gpool.core.model import Instant
 from gpool.server.blobs import Blobs
 from gpool.server.clock import Clock
 from gpool.server.credentials import Credentials
+from gpool.server.gpu_proofs.examiner import Examiner
 from gpool.server.hub import Hub
 from gpool.server.identity.certificates import Certificate
 from gpool.server.identity.desk import SignIns
@@ -62,6 +63,7 @@ class Server:
     guard: Guard
     sign_ins: SignIns | None = None  # None: a server that only schedules
     certificate: Certificate | None = None  # None: plain HTTP
+    examiner: Examiner | None = None  # None: GPUs are neither measured nor examined
     telemetry: Telemetry = field(default_factory=Telemetry)
 
     @property

@@ -53,6 +53,10 @@ class Settings(BaseSettings):
 
     order: Literal["fcfs", "round_robin", "priority"] = "priority"
 
+    examine_gpus: bool = False  # a GPU gets no task before it has proved what it claims
+    measure_gpus: bool = True
+    reexamine_s: float = Field(default=7 * 86_400.0, gt=0)  # on average, at a moment nobody knows
+
     max_queued: int = Field(default=5_000_000, ge=1)
     max_artifact_bytes: int = Field(default=256 * GIB, ge=1)
     max_wait_s: float = Field(default=60.0, ge=0)

@@ -263,6 +263,17 @@ class LogPage(Answer):
 # ---- nodes and GPUs
 
 
+class MeasuredDocument(Answer):
+    """What a GPU did in its agent's benchmark; 0: it has no such thing."""
+
+    fp32_gigaflops: int
+    tf32_gigaflops: int
+    bf16_gigaflops: int
+    int8_gigaops: int
+    memory_bytes_per_s: int
+    host_bytes_per_s: int
+
+
 class GpuDetailsDocument(Answer):
     """What a GPU's driver or tool (`source`) says of it. `links`: NVLinks to other GPUs of the node, by index."""
 
@@ -320,6 +331,7 @@ class GpuDocument(Answer):
     available: bool
     tiers: list[str]
     flagged: str | None = None  # why it is not scheduled, whatever its owner says
+    measured: MeasuredDocument | None = None
     closed: str | None = None
     health: Literal["healthy", "degraded", "quarantined"] = "healthy"
     ails: str | None = None

@@ -15,6 +15,7 @@ from enum import StrEnum
 
 import msgspec
 
+from gpool.core.gpuproof import Measured, Opening, Size, Verdict
 from gpool.core.model import (
     Allocation,
     EndReason,
@@ -166,7 +167,41 @@ class OfferChanged(_Frame, frozen=True):
     offer: Offer
 
 
-AgentFrame = Hello | Beat | Reports | OfferChanged
+class GpuMeasured(_Frame, frozen=True):
+    """What `MeasureGpu` asked for."""
+
+    uuid: str
+    measured: Measured
+
+
+class GpuCommitted(_Frame, frozen=True):
+    """A trial's first step is done; see `gpool.core.gpuproof`."""
+
+    trial: int
+    root: bytes
+
+
+class GpuAnswered(_Frame, frozen=True):
+    trial: int
+    roots: tuple[bytes, ...]
+
+
+class GpuOpened(_Frame, frozen=True):
+    trial: int
+    openings: tuple[Opening, ...]
+
+
+class GpuUnable(_Frame, frozen=True):
+    """The agent cannot measure or examine this GPU; `trial` is 0 for a measurement."""
+
+    trial: int
+    uuid: str
+    why: str
+
+
+FromGpu = GpuMeasured | GpuCommitted | GpuAnswered | GpuOpened | GpuUnable
+
+AgentFrame = Hello | Beat | Reports | OfferChanged | FromGpu
 
 
 class Prove(_Frame, frozen=True):
@@ -258,7 +293,46 @@ class Refused(_Frame, frozen=True):
     retry: bool
 
 
-ServerFrame = Welcome | BeatSeen | Grants | Stop | Recorded | Refused
+class MeasureGpu(_Frame, frozen=True):
+    """Run the benchmark on it; nothing else runs there just now."""
+
+    uuid: str
+
+
+class ExamineGpu(_Frame, frozen=True):
+    """The first step of a proof of GPU: compute, keep, commit. The keys come from seed, node, uuid and trial."""
+
+    trial: int
+    node: int
+    uuid: str
+    seed: bytes
+    size: Size
+    rounds: int
+
+
+class AnswerNow(_Frame, frozen=True):
+    """The second step. The time runs."""
+
+    trial: int
+    nonce: bytes
+
+
+class OpenTiles(_Frame, frozen=True):
+    trial: int
+    tiles: tuple[int, ...]
+
+
+class GpuJudged(_Frame, frozen=True):
+    """The trial is over: let the memory go."""
+
+    trial: int
+    verdict: Verdict
+    text: str
+
+
+ToGpu = MeasureGpu | ExamineGpu | AnswerNow | OpenTiles | GpuJudged
+
+ServerFrame = Welcome | BeatSeen | Grants | Stop | Recorded | Refused | ToGpu
 
 
 class Challenge(_Frame, frozen=True):

@@ -42,6 +42,7 @@ from gpool.transfer.proving import Purpose
 from gpool.wire.documents import (
     GpuDocument,
     InviteDocument,
+    MeasuredDocument,
     NodeChallenge,
     NodeDocument,
     NodeJoined,
@@ -475,7 +476,8 @@ def gpu_documents(server: Server, pool: Pool, row: NodeRow) -> list[tuple[int, G
                     status=_gpu_status(server, here, device, stored, free_share, free_memory),
                     available=allowed and here.availability is Availability.AVAILABLE,
                     tiers=_tiers(here.offer.tiers),
-                    flagged=stored.flagged,
+                    flagged=stored.flagged or stored.unproven,
+                    measured=measured_document(stored.measured),
                     closed=device.closed or None,
                     health=device.health.value,
                     ails=device.ails or None,
@@ -486,6 +488,10 @@ def gpu_documents(server: Server, pool: Pool, row: NodeRow) -> list[tuple[int, G
             )
         )
     return told
+
+
+def measured_document(text: str | None) -> MeasuredDocument | None:
+    return None if text is None else MeasuredDocument.model_validate_json(text)
 
 
 def cpu_document(server: Server, row: NodeRow) -> GpuDocument:

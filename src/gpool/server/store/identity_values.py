@@ -168,3 +168,5 @@ class GpuRow:
     gone: bool
     flagged: str | None  # why it is not scheduled; None: fine
     quarantined: str | None = None  # what ails it, until somebody says it is well
+    unproven: str | None = None  # the same, because of its proof
+    measured: str | None = None  # as JSON

@@ -140,6 +140,10 @@ gpus = Table(
     _counter("gone"),
     _words("flagged"),
     _words("quarantined"),
+    _words("unproven"),
+    _words("verdict"),
+    _maybe("judged_at"),
+    _words("measured"),
     UniqueConstraint("node_id", "uuid"),
     Index("ix_gpus_uuid", "uuid"),
 )

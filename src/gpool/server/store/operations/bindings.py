@@ -19,7 +19,8 @@ TWO_OWNERS = "this GPU's uuid was seen under two owners; an operator decides who
 ANOTHERS = "an operator decided that this GPU is another owner's"
 
 GPU = (
-    "g.id, g.node_id, n.owner_id, g.uuid, g.position, g.available, g.gone, g.flagged, g.quarantined"
+    "g.id, g.node_id, n.owner_id, g.uuid, g.position, g.available, g.gone, g.flagged, g.quarantined, "
+    "g.unproven, g.measured"
 )
 
 
@@ -104,6 +105,7 @@ def unflag(gpu: GpuId, at: Instant) -> Operation[GpuRow | None]:
         "THEN NULL ELSE CAST(:why AS TEXT) END WHERE uuid = :uuid",
         {"owner": owner, "why": ANOTHERS, "uuid": uuid},
     )
+    yield Statement("UPDATE gpus SET unproven = NULL WHERE id = :gpu", {"gpu": gpu})
     found = yield from _gpus("g.id = :gpu", gpu=gpu)
     return found[0]
 
@@ -166,6 +168,8 @@ def _gpu(row: Row) -> GpuRow:
         bool(row[6]),
         row[7],
         row[8],
+        row[9],
+        row[10],
     )
 
 

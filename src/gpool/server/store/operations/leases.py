@@ -108,13 +108,13 @@ def apply_plan(
 
 
 def _flagged(places: Sequence[Place]) -> Operation[set[tuple[int, int]]]:
-    """(node, index) of GPUs that nobody may have until an operator says whose they are."""
+    """(node, index) of GPUs that nobody may have: disputed, or not proven."""
     on_gpus = {place.node for place in places if place.allocation.slices}
     if not on_gpus:
         return set()
     rows = yield Statement(
         "SELECT g.node_id, g.position FROM {nodes} AS i JOIN gpus g ON g.node_id = i.id "
-        "WHERE g.flagged IS NOT NULL AND g.gone = 0",
+        "WHERE (g.flagged IS NOT NULL OR g.unproven IS NOT NULL) AND g.gone = 0",
         {},
         {"nodes": of_ids(on_gpus)},
     )

@@ -172,8 +172,9 @@ def load_nodes(where: str, parameters: dict[str, int]) -> Operation[tuple[NodeRo
     withheld: dict[int, set[int]] = {}
     flagged: dict[int, set[int]] = {}
     rows = yield Statement(
-        "SELECT g.node_id, g.position, g.flagged FROM gpus g JOIN nodes n ON n.id = g.node_id "  # noqa: S608
-        f"WHERE g.gone = 0 AND (g.available = 0 OR g.flagged IS NOT NULL OR g.quarantined IS NOT NULL) AND {where}",
+        "SELECT g.node_id, g.position, COALESCE(g.flagged, g.unproven) FROM gpus g JOIN nodes n ON n.id = g.node_id "  # noqa: S608
+        f"WHERE g.gone = 0 AND (g.available = 0 OR g.flagged IS NOT NULL OR g.unproven IS NOT NULL "
+        f"OR g.quarantined IS NOT NULL) AND {where}",
         parameters,
     )
     for number, position, why in rows:

@@ -1,0 +1,41 @@
+"""The kernels on a real device against their reference, and a whole trial in small."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from gpool.agent.gpu.benchmark import measure
+from gpool.agent.gpu.cuda import Device
+from gpool.agent.gpu.prover import DeviceProver
+from gpool.core.gpuproof import Size, Verdict, keys_of
+from gpool.server.gpu_proofs.checking import Claimed, check_openings
+from gpool.testing.gpu_prover import NumpyProver
+
+pytestmark = pytest.mark.gpu
+SIZE = Size(3, 256, 1088)
+KEYS = keys_of(b"s" * 32, 7, "GPU-a", 1)
+
+
+def test_device_and_reference_never_differ(require: Callable[[str], None]) -> None:
+    require("gpu")
+    with Device() as device:
+        here, there = DeviceProver(device, SIZE, KEYS), NumpyProver(SIZE, KEYS)
+        root = here.commit()
+        assert root == there.commit()
+        answer = here.answer(b"n" * 32, root, 3)
+        assert answer == there.answer(b"n" * 32, root, 3)
+        openings = here.open([5, 40, 0])
+        assert openings == there.open([5, 40, 0])
+        claimed = Claimed(SIZE, KEYS, b"n" * 32, root, answer)
+        assert check_openings(claimed, [5, 40, 0], openings, b"d") is Verdict.PASSED
+
+
+def test_every_rate_is_measured(require: Callable[[str], None]) -> None:
+    require("gpu")
+    with Device() as device:
+        measured = measure(device)
+    assert measured.fp32_gigaflops > 100
+    assert measured.int8_gigaops > measured.fp32_gigaflops
+    assert measured.memory_bytes_per_s > measured.host_bytes_per_s > 10**8
