@@ -26,6 +26,8 @@ from gpool.agent.network.policy import BadPolicy, EgressPolicy, parse_rate, pars
 from gpool.agent.policy import Policy
 from gpool.agent.runtime.bubblewrap import BubblewrapRuntime
 from gpool.agent.runtime.calls import PYTHON
+from gpool.agent.runtime.microvm import facts
+from gpool.agent.runtime.microvm.runtime import MicrovmRuntime
 from gpool.agent.runtime.process import ProcessRuntime
 from gpool.agent.runtime.protocol import Runtime, SandboxFailed
 from gpool.agent.settings import AgentSettings
@@ -75,6 +77,8 @@ def runtimes_of(settings: AgentSettings, gpus: Sequence[Gpu], policy: Policy) ->
     made: list[Made] = [BubblewrapRuntime(settings.data_dir, gpus=gpus)]
     if settings.docker and Tier.CONTAINER in policy.tiers and services.docker().version:
         made += _docker(settings, gpus)
+    if settings.microvm and Tier.VM in policy.tiers:
+        made += _microvm(settings)
     if settings.allow_process:
         made.append(ProcessRuntime(settings.data_dir, gpus=gpus))
     return [one for one in made if one.tier in policy.tiers]
@@ -89,6 +93,17 @@ def _docker(settings: AgentSettings, gpus: Sequence[Gpu]) -> list[Made]:
     except SandboxFailed as error:
         log.warning("no_images", why=str(error))
         return []
+
+
+def _microvm(settings: AgentSettings) -> list[Made]:
+    why = facts.missing()
+    try:
+        if why is None:
+            return [MicrovmRuntime(settings.data_dir)]
+    except SandboxFailed as error:
+        why = str(error)
+    log.info("no_machines_for_tasks", why=why)
+    return []
 
 
 def networks_of(settings: AgentSettings, policy: Policy) -> lanes.Networks | None:
