@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NewType
 
+from gpool.core.health import Health
 from gpool.core.ids import BatchId, GpuId, NodeId, SpecId, TaskId, UserId
 
 Instant = NewType("Instant", int)
@@ -237,6 +238,23 @@ class SliceProfile:
 
 
 @dataclass(frozen=True, slots=True)
+class GpuDetails:
+    """What else is known of a device; empty, 0 or None: it does not say."""
+
+    source: str = ""  # who told: "nvml", "amd-smi", "sysfs" …
+    driver: str = ""
+    capability: str = ""  # "9.0", "gfx942"
+    bus: str = ""  # "0000:19:00.0"
+    pcie: str = ""  # "gen5 x16"
+    power_limit_mw: int = 0
+    clock_mhz: int = 0  # the most its processors run at
+    links: tuple[tuple[int, int], ...] = ()  # (index of a peer, NVLinks to it)
+    mig: bool | None = None  # None: it has no such mode
+    mig_profiles: tuple[str, ...] = ()  # that can be made: "1g.18gb" …
+    mig_instances: tuple[str, ...] = ()  # that are there
+
+
+@dataclass(frozen=True, slots=True)
 class Gpu:
     """One device, as its agent described it and its owner allows it."""
 
@@ -246,6 +264,10 @@ class Gpu:
     vendor: str
     memory_bytes: int
     simulated: bool = False
+    closed: str = ""  # why it takes nothing new just now: its owner's rules, or its health
+    health: Health = Health.HEALTHY
+    ails: str = ""  # what is wrong with it, when anything is
+    details: GpuDetails | None = None
     sharing: Sharing = Sharing.TIMESLICE  # how slices of it are kept apart
     profiles: tuple[SliceProfile, ...] = ()  # with `mig`: smallest first
 
@@ -374,8 +396,10 @@ __all__ = [
     "BatchId",
     "EndReason",
     "Gpu",
+    "GpuDetails",
     "GpuId",
     "GpuRequest",
+    "Health",
     "InputFile",
     "Instant",
     "Network",

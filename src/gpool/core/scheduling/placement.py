@@ -105,7 +105,7 @@ def tier_allows(node: Node, floor: Tier, user: UserId) -> bool:
 
 def usable(node: Node, gpu: Gpu, request: GpuRequest) -> bool:
     """The owner lends this GPU, and it is what one alternative asks for."""
-    if gpu.index in node.gpus_withheld or not gpuspec.matches(request, gpu):
+    if gpu.closed or gpu.index in node.gpus_withheld or not gpuspec.matches(request, gpu):
         return False
     if not is_slice(request):
         return True
