@@ -14,7 +14,7 @@ from pathlib import Path
 from sharing_probe import CLIENT, UID, box, dropped, end_below, lines, out, pause, running, say
 
 OTHER = UID + 1
-INSIDE = "/tmp/nvidia-mps"  # noqa: S108 - in a sandbox: where CUDA looks without being told
+INSIDE = "/tmp/nvidia-mps"
 CONTROL = shutil.which("nvidia-cuda-mps-control") or "nvidia-cuda-mps-control"
 RAISE = "set_default_device_pinned_mem_limit 0 100G\nget_default_device_pinned_mem_limit 0\nget_server_list\n"
 
@@ -64,7 +64,7 @@ def case(kind: str, daemon_uid: int, options: list[str], only: list[str] | None,
                         say(case=kind, server=[x for x in status if x.startswith("Uid")])
             with running(box(binds, {}, words), preexec_fn=dropped) as child:
                 say(case=kind, after_attack=lines(child, 3, 12))
-            away = {"CUDA_MPS_PIPE_DIRECTORY": "/tmp/none"}  # noqa: S108
+            away = {"CUDA_MPS_PIPE_DIRECTORY": "/tmp/none"}
             with running(box(binds, away, words), preexec_fn=dropped) as child:
                 say(case=kind, around=lines(child, 3, 12))
             out([CONTROL], 6, input="quit -t 1\n", env=env, preexec_fn=ours)

@@ -42,9 +42,7 @@ def slice_by(gpu: Gpu, profile: SliceProfile) -> Slice:
 def free_starts(profile: SliceProfile, held: Held) -> tuple[int, ...]:
     taken = {place for start, size in held for place in range(start, start + size)}
     return tuple(
-        start
-        for start in profile.starts
-        if taken.isdisjoint(range(start, start + profile.size))
+        start for start in profile.starts if taken.isdisjoint(range(start, start + profile.size))
     )
 
 

@@ -44,7 +44,9 @@ class Sharing(StrEnum):
 
     EXCLUSIVE = "exclusive"  # not at all
     MIG = "mig"  # hardware slices: strangers may be neighbours
-    MPS = "mps"  # limits kept by the driver; one's fatal fault ends the others: one user's tasks only
+    MPS = (
+        "mps"  # limits kept by the driver; one's fatal fault ends the others: one user's tasks only
+    )
     TIMESLICE = "timeslice"  # by turns, and who takes more memory than its slice is ended
 
 
