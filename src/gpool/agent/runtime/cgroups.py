@@ -162,6 +162,15 @@ class Group:
         _end(self._paths.values())
 
 
+def is_in(pid: int, name: str) -> bool:
+    """Whether a process is in the group of this name, or in one beneath it."""
+    try:
+        lines = Path(f"/proc/{pid}/cgroup").read_text().splitlines()
+    except OSError:
+        return False  # it has ended
+    return any(name in line.split(":", 2)[2].split("/") for line in lines)
+
+
 def _first(limits: Limits, disk: str) -> dict[str, dict[str, str]]:
     throttle = {}
     if disk:

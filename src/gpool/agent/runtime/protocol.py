@@ -8,7 +8,7 @@ A runtime promises, whatever the task does:
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -64,6 +64,35 @@ class Lane:
     resolver: str  # the address of the only name server it can reach; goes into /etc/resolv.conf
 
 
+class GpuSeat:
+    """What one sandbox gets of real GPUs, got ready by `gpool.agent.sharing`; for this sandbox alone.
+
+    A runtime that can tell which processes are its sandbox's says so by `watch`; whoever shares out the GPU may then
+    end it, and leaves the reason in `exceeded`.
+    """
+
+    __slots__ = ("binds", "exceeded", "kill", "nodes", "owns", "uid", "variables")
+
+    def __init__(
+        self,
+        nodes: tuple[str, ...] = (),
+        variables: tuple[tuple[str, str], ...] = (),
+        binds: tuple[tuple[str, Path], ...] = (),
+        uid: int | None = None,
+    ) -> None:
+        self.nodes = nodes  # devices
+        self.variables = variables  # they win over the task's own
+        self.binds = binds  # (inside, on the host), writable
+        self.uid = uid  # who the sandbox must be on the host; None: whoever
+        self.owns: Callable[[int], bool] | None = None
+        self.kill: Callable[[], Awaitable[None]] | None = None
+        self.exceeded = ""
+
+    def watch(self, owns: Callable[[int], bool], kill: Callable[[], Awaitable[None]]) -> None:
+        """It has started: whether a process of the host is one of its, and how to end it."""
+        self.owns, self.kill = owns, kill
+
+
 @dataclass(frozen=True, slots=True)
 class CommandJob:
     """One command in a fresh sandbox."""
@@ -76,6 +105,7 @@ class CommandJob:
     environment: Prepared | None = None  # None: the agent's own Python with its packages
     lane: Lane | None = None  # None: no network
     image: str = ""  # for a runtime whose `images` is true
+    seat: GpuSeat | None = None  # None: the slices' GPUs as they are
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +122,7 @@ class RunnerJob:
     preload: tuple[
         str, ...
     ] = ()  # modules imported before the first call; a failing one is skipped
+    seat: GpuSeat | None = None
 
 
 @dataclass(frozen=True, slots=True)

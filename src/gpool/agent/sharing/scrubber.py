@@ -80,9 +80,7 @@ def main() -> int:
         sys.stdout.write(json.dumps({"refused": str(why)}) + "\n")
         return 1
     scrubbed = sum(size for _, size in held)
-    sys.stdout.write(
-        json.dumps({"free": free.value, "scrubbed": scrubbed, "wrong": wrong}) + "\n"
-    )
+    sys.stdout.write(json.dumps({"free": free.value, "scrubbed": scrubbed, "wrong": wrong}) + "\n")
     return 0
 
 
