@@ -185,7 +185,7 @@ class BubblewrapRuntime:
     # ---- the door
 
     async def start_command(self, job: CommandJob) -> CommandSandbox:
-        slot, place = self._take(job.seat, with_values=False)
+        slot, place = self._take(with_values=False)
         watched = Watched(place.root, job.limits.disk_bytes)
         judge = self._judge(slot, watched, job.seat)
         ours: tuple[int, ...] = ()
@@ -215,7 +215,7 @@ class BubblewrapRuntime:
             program = [self._layout.python, "-B", self._layout.runner]
         else:
             program = [job.environment.python, "-B", self._layout.boot]
-        slot, place = self._take(job.seat, with_values=True)
+        slot, place = self._take(with_values=True)
         watched = Watched(place.root, job.limits.disk_bytes)
 
         async def start(descriptors: Sequence[int], numbers: Sequence[int]) -> Started:
@@ -262,7 +262,7 @@ class BubblewrapRuntime:
         return bool(self._hierarchy.version)
 
     def shared_uid(self, number: int) -> int | None:
-        """A uid for what several sandboxes of one user share, at the far end of our block; None: we drop none."""
+        """A uid for what several sandboxes share, at the far end of our block; None: we drop none."""
         return None if self._uids is None else self._uids.first + UIDS_A_BLOCK - 1 - number
 
     def _watch_over(
@@ -273,7 +273,7 @@ class BubblewrapRuntime:
             name = f"{self.tag}{slot.number}"
             seat.watch(lambda pid: cgroups.is_in(pid, name), started.kill)
 
-    def _take(self, seat: GpuSeat | None, *, with_values: bool) -> tuple[Slot, Workplace]:
+    def _take(self, *, with_values: bool) -> tuple[Slot, Workplace]:
         if self._free:
             slot = self._free.pop()
         else:
@@ -289,10 +289,7 @@ class BubblewrapRuntime:
                     raise SandboxFailed(f"cannot make a control group: {refused}") from refused
             slot = Slot(number, uid, group)
             self._slots += 1
-        if seat is not None and seat.uid is not None:
-            place = Workplace(self._root_of(slot), seat.uid, stays=True)
-        else:
-            place = Workplace(self._root_of(slot), slot.uid, stays=True)
+        place = Workplace(self._root_of(slot), slot.uid, stays=True)
         place.make(with_values=with_values)
         return slot, place
 
@@ -358,7 +355,7 @@ class BubblewrapRuntime:
                 mode="bubblewrap",
                 argv=[*command, *argv],
                 descriptors=given,
-                uid=place.uid if self._root else 0,
+                uid=slot.uid if self._root else 0,
                 groups=slot.group.joins if slot.group is not None else (),
                 limits=self._rlimits(job.limits),
                 lane=job.lane.namespaces if job.lane is not None else (),

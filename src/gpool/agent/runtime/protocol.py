@@ -71,19 +71,17 @@ class GpuSeat:
     end it, and leaves the reason in `exceeded`.
     """
 
-    __slots__ = ("binds", "exceeded", "kill", "nodes", "owns", "uid", "variables")
+    __slots__ = ("binds", "exceeded", "kill", "nodes", "owns", "variables")
 
     def __init__(
         self,
         nodes: tuple[str, ...] = (),
         variables: tuple[tuple[str, str], ...] = (),
         binds: tuple[tuple[str, Path], ...] = (),
-        uid: int | None = None,
     ) -> None:
         self.nodes = nodes  # devices
         self.variables = variables  # they win over the task's own
         self.binds = binds  # (inside, on the host), writable
-        self.uid = uid  # who the sandbox must be on the host; None: whoever
         self.owns: Callable[[int], bool] | None = None
         self.kill: Callable[[], Awaitable[None]] | None = None
         self.exceeded = ""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from gpool.agent.detect.nvml import MigInstance, Nvml, NvmlError
-from gpool.agent.runtime.devices import capability_nodes
 from gpool.agent.sharing.plan import Tenancy
 
 
@@ -17,7 +17,11 @@ class Instance:
     nodes: tuple[str, ...]  # /dev/nvidia-caps
 
 
-def make(nvml: Nvml, wanted: Tenancy) -> Instance:
+NodesOf = Callable[[int, int, int], tuple[str, ...]]
+"""The device nodes of (card's minor, GPU instance, compute instance)."""
+
+
+def make(nvml: Nvml, wanted: Tenancy, nodes_of: NodesOf) -> Instance:
     """Switches the card to MIG first where it is not. Raises `NvmlError` when there is no room, or no such profile."""
     card = nvml.card(wanted.gpu)
     if not card.mig:
@@ -30,7 +34,7 @@ def make(nvml: Nvml, wanted: Tenancy) -> Instance:
     made = nvml.make_mig(wanted.gpu, profile.id, wanted.start)
     minor = card.minor if card.minor is not None else card.index
     try:
-        return Instance(made, capability_nodes(minor, made.id, made.compute))
+        return Instance(made, nodes_of(minor, made.id, made.compute))
     except OSError as error:
         nvml.unmake_mig(wanted.gpu, made.id)
         raise NvmlError(f"no device nodes for the MIG instance: {error}") from error

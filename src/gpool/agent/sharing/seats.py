@@ -16,7 +16,7 @@ from pathlib import Path
 import structlog
 
 from gpool.agent.detect.nvml import NotPermitted, Nvml, NvmlError
-from gpool.agent.runtime.devices import CONTROL_NODES, device_nodes
+from gpool.agent.runtime.devices import CONTROL_NODES, capability_nodes, device_nodes
 from gpool.agent.runtime.protocol import GpuSeat, Runtime, SandboxFailed
 from gpool.agent.sharing import mig, plan, restore
 from gpool.agent.sharing.mps import INSIDE, SOCKET, Means, MpsDaemon
@@ -55,6 +55,7 @@ class GpuSeats:
         *,
         mps: Means | None = None,
         shared_uid: Callable[[int], int | None] = lambda _: None,
+        nodes_of: mig.NodesOf = capability_nodes,
         linger_s: float = LINGER_S,
     ) -> None:
         self._nvml = nvml
@@ -62,6 +63,7 @@ class GpuSeats:
         self._records = records
         self._mps = mps
         self._shared_uid = shared_uid
+        self._nodes_of = nodes_of
         self._linger_s = linger_s
         self._gpus: dict[int, Gpu] = {}
         self._houses: dict[Tenancy, _House] = {}
@@ -190,7 +192,7 @@ class GpuSeats:
             self._records.keep(wanted.gpu, settings)
             self._before[wanted.gpu] = settings
         if wanted.mode is Sharing.MIG:
-            house.instance = mig.make(self._nvml, wanted)
+            house.instance = mig.make(self._nvml, wanted, self._nodes_of)
         elif self._nvml.card(wanted.gpu).mig:
             self._nvml.set_mig(wanted.gpu, False)
 
