@@ -20,9 +20,10 @@ from gpool.core.model import (
     SliceProfile,
 )
 from gpool.core.scheduling.placement import Unfit, fit, slice_of, unfit, usable
+from gpool.core.scheduling.plan import plan
 from gpool.core.scheduling.room import Room
 from gpool.server.store.rows import allocation_from, allocation_text
-from tests.core.scheduling_builders import a_gpu, a_node, a_shape
+from tests.core.scheduling_builders import NOW, a_gpu, a_node, a_shape, a_state, apply, enqueue
 
 H200 = (
     SliceProfile("1g.18gb", 16384 * MIB, 1, 1, (0, 1, 2, 3, 4, 5, 6)),
@@ -169,6 +170,29 @@ def test_the_control_two_users_do_meet_on_a_card_that_is_cut() -> None:
         room.take(found.numbered(user), UserId(user))
     assert fit(node, room, a_shape(3, gpu=(GpuRequest(),))) is None
     assert room.gpus[0].holders == 2
+
+
+def test_a_pass_cuts_a_card_for_seven_users_and_lets_the_eighth_wait() -> None:
+    node = a_node(cpus=20)
+    node = replace(node, offer=replace(node.offer, gpus=(a_cut_gpu(),)))
+    state = a_state(node)
+    for user in range(1, 9):
+        enqueue(state, a_shape(user, gpu=(GpuRequest(vram_bytes=6 * GIB),)), [user])
+    enqueue(state, a_shape(9, gpu=(GpuRequest(),)), [9])
+    placed = [part for place in plan(state, NOW).places for part in place.allocation.slices]
+    assert sorted(part.start for part in placed) == [0, 1, 2, 3, 4, 5, 6]
+    apply(state, plan(state, NOW))
+    assert plan(state, NOW).places == ()
+
+
+def test_a_card_held_whole_is_not_cut_for_its_holder_either() -> None:
+    node = a_node(cpus=20)
+    node = replace(node, offer=replace(node.offer, gpus=(a_cut_gpu(),)))
+    state = a_state(node)
+    enqueue(state, a_shape(1, gpu=(GpuRequest(),)), [1])
+    apply(state, plan(state, NOW))
+    enqueue(state, a_shape(1, gpu=(GpuRequest(vram_bytes=6 * GIB),)), [2])
+    assert plan(state, NOW).places == ()
 
 
 def test_the_store_keeps_where_a_hardware_slice_begins() -> None:

@@ -26,7 +26,7 @@ from gpool.agent.network.policy import BadPolicy, EgressPolicy, parse_rate, pars
 from gpool.agent.policy import Policy
 from gpool.agent.runtime.bubblewrap import BubblewrapRuntime
 from gpool.agent.runtime.calls import PYTHON
-from gpool.agent.runtime.microvm import facts
+from gpool.agent.runtime.microvm import facts as guests
 from gpool.agent.runtime.microvm.runtime import MicrovmRuntime
 from gpool.agent.runtime.process import ProcessRuntime
 from gpool.agent.runtime.protocol import Runtime, SandboxFailed
@@ -36,7 +36,7 @@ from gpool.agent.sharing.plan import parse_modes
 from gpool.cli.main import FAILED, exit_code_of, say_error
 from gpool.core import environments
 from gpool.core.errors import GpoolError, Invalid
-from gpool.core.model import Gpu, Network, Offer, Tier
+from gpool.core.model import Gpu, Network, Offer, RuntimeOffer, Tier
 
 log = structlog.get_logger(__name__)
 
@@ -69,9 +69,15 @@ def offer_of(settings: AgentSettings, gpus: tuple[Gpu, ...], means: Means) -> Of
         environments=frozenset(ready),
         builds=frozenset(builds),
         networks=frozenset(networks & {given for one in runtimes for given in one.networks}),
+        runtimes=tuple(_offered(one) for one in runtimes),
         hostname=facts.hostname,
         agent_version=__version__,
     )
+
+
+def _offered(runtime: Runtime) -> RuntimeOffer:
+    with_gpus = runtime.tier is not Tier.VM  # a guest would need the whole device
+    return RuntimeOffer(runtime.name, runtime.tier, runtime.networks, runtime.images, with_gpus)
 
 
 def runtimes_of(settings: AgentSettings, gpus: Sequence[Gpu], policy: Policy) -> list[Made]:
@@ -98,7 +104,7 @@ def _docker(settings: AgentSettings, gpus: Sequence[Gpu]) -> list[Made]:
 
 
 def _microvm(settings: AgentSettings) -> list[Made]:
-    why = facts.missing()
+    why = guests.missing()
     try:
         if why is None:
             return [MicrovmRuntime(settings.data_dir)]

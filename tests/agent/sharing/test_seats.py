@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import sys
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
@@ -22,6 +21,7 @@ from gpool.agent.sharing.timeslice import Watchdog, Watched
 from gpool.core.model import GIB, Gpu, Sharing, Slice
 from gpool.testing.fake_nvml import H200_PROFILES, FakeNvml, h200
 from gpool.testing.fake_runtime import FakeRun, FakeRuntime
+from gpool.testing.processes import alive
 
 SCRUBBER = ("python3", "-I", "-c", scrub.SCRIPT.read_text())
 CLEAN = FakeRun(((1, b'{"free": 1000, "scrubbed": 998, "wrong": 0}\n'),))
@@ -210,11 +210,11 @@ def test_one_users_tasks_share_one_mps_daemon_with_limits_outside_their_reach(
                 assert "set_device_pinned_mem_limit 4711 0 20480M" in orders(house)
                 assert "set_active_thread_percentage 4711 25" in orders(house)
         pid = int((socket.parent / "daemon.pid").read_text().split()[0])
-        assert os.path.exists(f"/proc/{pid}")
+        assert alive(pid)
         async with house.seats.seat(2, [PART]) as strangers:
             assert strangers is not None
             assert strangers.binds != one.binds
-            assert not os.path.exists(f"/proc/{pid}")
+            assert not alive(pid)
             assert len(house.scrubs) == 1
 
     house = play(tmp_path, Sharing.MPS, two_tasks)
