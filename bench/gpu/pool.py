@@ -140,7 +140,12 @@ class Pool:
                 child.wait()
 
     def said(self, count: int = 40) -> list[str]:
-        return (self.home / "up.log").read_text(errors="replace").splitlines()[-count:]
+        """What agent, server and `up` said, each its last lines."""
+        found = []
+        for file in sorted(self.home.rglob("*.log")):
+            lines = file.read_text(errors="replace").splitlines()[-count:]
+            found += [f"{file.name}: {line}" for line in lines]
+        return found
 
     def grep(self, *words: str) -> list[str]:
         return [x[:400] for x in self.said(4000) if any(word in x for word in words)]

@@ -78,10 +78,12 @@ def attack(made: Pool) -> None:
 
 def hardware(made: Pool) -> None:
     words = ("run", "--vram", "10GB", *WORK, "--", "python3", "work.py", "check", "12", "4")
-    with made.begun(*words) as one, made.begun(*words, user="bob") as two:
-        pause(9)
-        during = smi("-L")
-        first, second = one(60), two(60)
+    with made.begun(*words) as one:
+        pause(1)  # the second does not upload the same file at the same instant
+        with made.begun(*words, user="bob") as two:
+            pause(9)
+            during = smi("-L")
+            first, second = one(60), two(60)
     say(step="mig", during=during, first=first.brief(), second=second.brief())
     over = made.gpool("run", "--vram", "10GB", *CLIENT, *alloc(3, 30), timeout=60)
     say(step="mig", over=over.brief(), log=made.grep("tenancy", "scrub", "unclean"))

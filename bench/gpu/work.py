@@ -42,7 +42,7 @@ def check(seconds: float, gib: float) -> None:
     wanted, sums, until = float(held.numel()), 0, wall() + seconds
     say(began=wall(), device=torch.cuda.get_device_name(0))
     while wall() < until:
-        found = held.sum(dtype=torch.float64).item()
+        found = sum(part.double().sum().item() for part in held.split(1 << 26))
         if found != wanted:
             say(wrong=found, wanted=wanted)
             sys.exit(3)

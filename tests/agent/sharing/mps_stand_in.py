@@ -11,7 +11,7 @@ from pathlib import Path
 pipes = Path(os.environ["CUDA_MPS_PIPE_DIRECTORY"])
 if "-f" in sys.argv:
     (pipes / "daemon.pid").write_text(f"{os.getpid()} {os.environ['CUDA_VISIBLE_DEVICES']}")
-    (pipes / "started").write_text(" ".join(sys.argv[1:]))
+    (pipes / "started").write_text(" ".join([*sys.argv[1:], f"as {os.getuid()}"]))
     with socket.socket(socket.AF_UNIX) as door:
         door.bind(str(pipes / "control"))
         signal.pause()

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
-from collections.abc import Awaitable, Callable
+import tempfile
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from gpool.agent.detect.nvml import GpuProcess
+from gpool.agent.main import new_loop
 from gpool.agent.runtime.launching import Launcher
 from gpool.agent.runtime.protocol import GpuSeat, SandboxFailed
 from gpool.agent.sharing import mps, restore, scrub
 from gpool.agent.sharing.opening import GpuSharing
-from gpool.agent.sharing.plan import Abilities, profiles_of
+from gpool.agent.sharing.plan import Abilities, MpsLimits, profiles_of
 from gpool.agent.sharing.seats import GpuSeats
 from gpool.agent.sharing.timeslice import Watchdog, Watched
 from gpool.core.model import GIB, Gpu, Sharing, Slice
@@ -69,6 +72,14 @@ class House:
         )
 
 
+@pytest.fixture
+def walkable() -> Iterator[Path]:
+    """A directory that any uid reaches; pytest's own are ours alone."""
+    with tempfile.TemporaryDirectory() as name:
+        Path(name).chmod(0o755)
+        yield Path(name)
+
+
 Play = Callable[[House], Awaitable[None]]
 
 
@@ -86,7 +97,8 @@ def play(folder: Path, sharing: Sharing, what: Play, run: FakeRun = CLEAN) -> Ho
         assert list(house.records.left()) == []
         return house
 
-    return asyncio.run(all_of_it())
+    with asyncio.Runner(loop_factory=new_loop) as runner:  # the agent's own, which forks otherwise
+        return runner.run(all_of_it())
 
 
 def test_a_whole_gpu_is_seen_by_its_uuid_and_cleaned_before_a_stranger_comes(
@@ -233,6 +245,23 @@ def test_a_daemon_that_does_not_come_up_leaves_nothing_and_no_reproach(tmp_path:
     play(tmp_path, Sharing.MPS, failing)
 
 
+def test_a_fault_of_ours_leaves_the_card_as_it_was(tmp_path: Path) -> None:
+    async def failing(house: House) -> None:
+        def broken(*_: object) -> tuple[str, ...]:
+            raise TypeError("a bug")
+
+        seats = GpuSeats(house.nvml, house.runtime, house.records, nodes_of=broken)
+        profiles = profiles_of(H200_PROFILES)
+        gpu = Gpu(0, house.uuid, "H200", "nvidia", 140 * GIB, False, profiles=profiles)
+        seats.use_gpus([gpu])
+        with pytest.raises(TypeError):
+            async with seats.seat(1, [CUT[0]]):
+                pytest.fail("there is no instance")
+        await seats.close()
+
+    play(tmp_path, Sharing.MIG, failing)
+
+
 def test_simulated_gpus_and_other_vendors_get_no_seat(tmp_path: Path) -> None:
     async def none(house: House) -> None:
         gpu = Gpu(0, "GPU-0", "MI300X", "amd", 192 * GIB)
@@ -242,6 +271,34 @@ def test_simulated_gpus_and_other_vendors_get_no_seat(tmp_path: Path) -> None:
                 assert seat is None
 
     play(tmp_path, Sharing.EXCLUSIVE, none)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root has uids to drop")
+def test_a_roots_daemon_is_root_to_itself_and_nobody_to_the_host(walkable: Path) -> None:
+    program = walkable / "mps"
+    script = Path(__file__).with_name("mps_stand_in.py").read_text()
+    program.write_text(f"#!/usr/bin/python3\n{script}")
+    program.chmod(0o755)
+    uid = 2_000_500_000
+
+    async def started() -> None:
+        launcher = Launcher(place="", binds=(), seccomp=b"")
+        means = mps.Means(str(program), mps.find_program("unshare"), launcher, walkable / "pipes")
+        daemon = mps.MpsDaemon(means, "GPU-0", uid)
+        await daemon.start()
+        pid = int((daemon.socket.parent / "daemon.pid").read_text().split()[0])
+        facts = Path(f"/proc/{pid}/status").read_text().splitlines()  # noqa: ASYNC240
+        assert f"Uid:\t{uid}\t{uid}\t{uid}\t{uid}" in facts
+        assert (daemon.socket.parent / "started").read_text() == "-f --multiuser-server as 0"
+        await daemon.limit(MpsLimits(GIB, 50))
+        told = (daemon.socket.parent / "orders").read_text().splitlines()
+        assert told[0] == "set_default_device_pinned_mem_limit 0 1024M"
+        await daemon.stop()
+        assert not alive(pid)
+        await launcher.close()
+
+    with asyncio.Runner(loop_factory=new_loop) as runner:
+        runner.run(started())
 
 
 # ---- the watchdog

@@ -441,7 +441,8 @@ class RealNvml:
                     devices[pynvml.nvmlDeviceGetGpuInstanceId(device)] = device
             found = []
             for profile in self.mig_profiles(uuid):
-                for instance in _maybe(pynvml.nvmlDeviceGetGpuInstances, h, profile.id) or ():
+                made = pynvml.c_nvmlGpuInstance_t
+                for instance in _listed(pynvml.nvmlDeviceGetGpuInstances, h, profile.id, made):
                     told = pynvml.nvmlGpuInstanceGetInfo(instance)
                     device = devices.get(told.id)
                     found.append(_instance(told, device, profile))
@@ -525,6 +526,17 @@ def _links(h: Any) -> Iterator[str]:
             yield _bus(_maybe(pynvml.nvmlDeviceGetNvLinkRemotePciInfo, h, link))
 
 
+MOST_LISTED = 64  # no card has as many instances of one profile
+
+
+def _listed(ask: Callable[..., Any], whose: Any, profile: int, kind: Any) -> list[Any]:
+    """What a call writes into an array it is given."""
+    count, found = ctypes.c_uint(MOST_LISTED), (kind * MOST_LISTED)()
+    if _maybe(ask, whose, profile, found, ctypes.byref(count)) is None:
+        return []
+    return list(found[: count.value])
+
+
 def _placements(h: Any, profile: int) -> list[tuple[int, int]]:
     """(start, size), whether taken or not."""
     count = ctypes.c_uint()
@@ -563,7 +575,8 @@ def _unmake(instance: Any) -> None:
         told = _maybe(pynvml.nvmlGpuInstanceGetComputeInstanceProfileInfo, instance, number, 0)
         if told is None:
             continue
-        for part in _maybe(pynvml.nvmlGpuInstanceGetComputeInstances, instance, told.id) or ():
+        ask, made = pynvml.nvmlGpuInstanceGetComputeInstances, pynvml.c_nvmlComputeInstance_t
+        for part in _listed(ask, instance, told.id, made):
             pynvml.nvmlComputeInstanceDestroy(part)
     pynvml.nvmlGpuInstanceDestroy(instance)
 

@@ -11,6 +11,7 @@ import asyncio
 import os
 import shutil
 import stat
+import subprocess
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -131,29 +132,33 @@ class MpsDaemon:
             await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
 
     async def _tell(self, *orders: str) -> str:
-        words = [*self._lead(), self._means.program]
-        child = await asyncio.create_subprocess_exec(
-            *words,
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-            env=self._env(),
-            cwd="/",
-            user=self._uid,
-            group=self._uid,
-            extra_groups=None if self._uid is None else (),
-        )
         text = "".join(f"{order}\n" for order in orders)
-        try:
-            said, _ = await asyncio.wait_for(child.communicate(text.encode()), ANSWER_WITHIN_S)
-        except TimeoutError as silent:
-            child.kill()
-            await child.wait()
-            raise SandboxFailed(f"the MPS daemon did not answer {orders[0]!r}") from silent
-        answer = said.decode("utf-8", "replace")
-        if child.returncode != 0 or "privilege" in answer:
+        done = await asyncio.to_thread(self._ask, text)
+        if done is None:
+            raise SandboxFailed(f"the MPS daemon did not answer {orders[0]!r}")
+        answer = done.stdout.decode("utf-8", "replace")
+        if done.returncode != 0 or "privilege" in answer:
             raise SandboxFailed(f"the MPS daemon refused {orders[0]!r}: {answer.strip()}")
         return answer
+
+    def _ask(self, text: str) -> subprocess.CompletedProcess[bytes] | None:
+        """In a thread: uvloop's own subprocesses cannot change their uid. None: no answer in time."""
+        try:
+            return subprocess.run(
+                [*self._lead(), self._means.program],
+                input=text.encode(),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                timeout=ANSWER_WITHIN_S,
+                env=self._env(),
+                cwd="/",
+                user=self._uid,
+                group=self._uid,
+                extra_groups=None if self._uid is None else (),
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            return None
 
     def _lead(self) -> list[str]:
         """Root to itself only; the host's processes stay in sight, for clients are known by their ids there."""

@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import structlog
 
@@ -27,6 +28,10 @@ from gpool.core.model import MIB, Gpu, Sharing, Slice
 
 LINGER_S = 3.0
 ONE_PROCESS = "exclusive_process"
+IN_USE = "in use"
+TRIES, AGAIN_S = 30, 0.1
+
+T = TypeVar("T")
 
 log = structlog.get_logger(__name__)
 
@@ -148,7 +153,7 @@ class GpuSeats:
             if house.daemon is not None:
                 try:
                     await house.daemon.limit(plan.mps_limits(house.held))
-                except SandboxFailed:
+                except BaseException:
                     self._let_go(house, part)
                     raise
             return house
@@ -177,12 +182,15 @@ class GpuSeats:
         house = _House(wanted)
         self._houses[wanted] = house
         try:
-            await asyncio.to_thread(self._prepare, house)
+            await patiently(lambda: self._prepare(house))
             if wanted.mode is Sharing.MPS:
                 await self._start_mps(house)
         except (NvmlError, SandboxFailed) as error:
             await self._end(house, used=False)
             raise SandboxFailed(f"the GPU could not be got ready: {error}") from error
+        except BaseException:  # called off, or a fault of ours: the card must not stay as it is
+            await asyncio.shield(self._end(house, used=False))
+            raise
         return house
 
     def _prepare(self, house: _House) -> None:
@@ -221,12 +229,12 @@ class GpuSeats:
                 why = await self._scrub(house)
             if house.instance is not None:
                 made = house.instance.made
-                await asyncio.to_thread(self._nvml.unmake_mig, gpu, made.id)
+                await patiently(lambda: self._nvml.unmake_mig(gpu, made.id))
         except (NvmlError, SandboxFailed) as error:
             why = why or str(error)
         self._houses.pop(tenancy, None)
         if not any(other.gpu == gpu for other in self._houses):
-            why = await asyncio.to_thread(self._restore, gpu) or why
+            why = await self._restore(gpu) or why
         if why:
             self.unclean[gpu] = why
             log.error("gpu_unclean", gpu=gpu, why=why)
@@ -247,13 +255,13 @@ class GpuSeats:
             if before is not None:
                 self._nvml.set_compute_mode(gpu, before.compute_mode)
 
-    def _restore(self, gpu: str) -> str:
+    async def _restore(self, gpu: str) -> str:
         """Why it could not be; empty: it is as it was."""
         before = self._before.pop(gpu, None)
         if before is None:
             return ""
         try:
-            changed = restore.restore(self._nvml, gpu, before)
+            changed = await patiently(lambda: restore.restore(self._nvml, gpu, before))
         except NvmlError as error:
             return f"it could not be set back: {error}"
         self._records.drop(gpu)
@@ -290,6 +298,18 @@ class GpuSeats:
             return GpuSeat(nodes, (("CUDA_VISIBLE_DEVICES", uuid),))
         made = house.instance.made
         return GpuSeat((*nodes, *house.instance.nodes), (("CUDA_VISIBLE_DEVICES", made.uuid),))
+
+
+async def patiently(call: Callable[[], T]) -> T:
+    """In a thread. A card counts a program that has just ended as a user for a moment longer."""
+    for _ in range(TRIES):
+        try:
+            return await asyncio.to_thread(call)
+        except NvmlError as error:
+            if IN_USE not in str(error).lower():
+                raise
+            await asyncio.sleep(AGAIN_S)
+    return await asyncio.to_thread(call)
 
 
 def mps_variables(part: Slice) -> list[tuple[str, str]]:
