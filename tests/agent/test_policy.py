@@ -22,10 +22,10 @@ from gpool.agent.policy import (
     Policy,
     Standing,
     decide,
-    parse,
     reason_to_close,
     shaped,
 )
+from gpool.agent.policy_file import parse
 from gpool.core.errors import Invalid
 from gpool.core.model import GIB, Gpu, Network, Offer, Tier
 

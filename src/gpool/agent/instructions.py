@@ -17,7 +17,7 @@ from gpool.core.model import (
     Phase,
     TaskSpec,
 )
-from gpool.wire.frames import AgentFrame, ServerFrame
+from gpool.wire.frames import AgentFrame, GpuReading, ServerFrame
 
 # ---- events
 
@@ -47,6 +47,13 @@ class OfferDetected:
     """The machine was looked at again."""
 
     offer: Offer
+
+
+@dataclass(frozen=True, slots=True)
+class ReadingsTaken:
+    """The GPUs' sensors were read; the next beat tells."""
+
+    readings: tuple[GpuReading, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +188,7 @@ Event = (
     | FrameArrived
     | Ticked
     | OfferDetected
+    | ReadingsTaken
     | ReclaimAsked
     | RunsLimited
     | CommandReached

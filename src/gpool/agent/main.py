@@ -40,7 +40,7 @@ Look = Callable[[], Sequence[Event]]
 
 LOOK_EVERY_S = 10.0
 GLANCE_EVERY_S = 1.0
-"""How soon a changed rule is noticed."""
+"""How soon it is noticed that a rule changed, a GPU ails or its owner wants it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,11 +79,11 @@ def serve(
     means: Means,
     offer: Offer,
     look: Look,
-    changed: Callable[[], bool] | None = None,
+    glance: Look | None = None,
 ) -> None:
     """Be an agent until SIGTERM or Ctrl-C, on the fastest loop there is."""
     with asyncio.Runner(loop_factory=new_loop) as runner:
-        runner.run(run_agent(settings, means, offer, look=look, changed=changed))
+        runner.run(run_agent(settings, means, offer, look=look, glance=glance))
 
 
 async def run_agent(
@@ -95,11 +95,11 @@ async def run_agent(
     random: Random | None = None,
     look: Look | None = None,
     look_every_s: float = LOOK_EVERY_S,
-    changed: Callable[[], bool] | None = None,
+    glance: Look | None = None,
 ) -> None:
     """Serve until told to stop: by `stop`, or (without one) by SIGTERM or Ctrl-C; a second signal does not wait.
 
-    `changed` is asked every second whether to look before it is time. Raises a `GpoolError` when the server will not
+    `glance` is a cheaper look, taken every second between two others. Raises a `GpoolError` when the server will not
     have this node.
     """
     dice = random if random is not None else SystemRandom()
@@ -133,7 +133,7 @@ async def run_agent(
     dialling = asyncio.create_task(channel.keep())
     serving = asyncio.create_task(daemon.run())
     stopping = asyncio.create_task(_stopped(stop, daemon))
-    looking = asyncio.create_task(_looked(look, look_every_s, changed, daemon))
+    looking = asyncio.create_task(_looked(look, look_every_s, glance, daemon))
     try:
         await asyncio.wait([dialling, serving], return_when=asyncio.FIRST_COMPLETED)
         if dialling.done() and not serving.done():
@@ -166,9 +166,7 @@ async def _stopped(stop: asyncio.Event | None, daemon: Daemon) -> None:
             loop.remove_signal_handler(number)
 
 
-async def _looked(
-    look: Look | None, every_s: float, changed: Callable[[], bool] | None, daemon: Daemon
-) -> None:
+async def _looked(look: Look | None, every_s: float, glance: Look | None, daemon: Daemon) -> None:
     """Tells the session, now and then, what the machine has; whether that is news, the session knows."""
     while look is not None:
         for event in await asyncio.to_thread(look):
@@ -177,5 +175,6 @@ async def _looked(
         while left_s > 0:
             await asyncio.sleep(min(left_s, GLANCE_EVERY_S))
             left_s -= GLANCE_EVERY_S
-            if changed is not None and changed():
-                break
+            if glance is not None and left_s > 0:
+                for event in await asyncio.to_thread(glance):
+                    daemon.feed(event)

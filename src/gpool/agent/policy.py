@@ -5,25 +5,19 @@ A rule that needs a fact nobody knows (no battery, no keyboard) does not apply. 
 
 from __future__ import annotations
 
-import re
-import tomllib
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from datetime import UTC, datetime, time, timedelta, tzinfo
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from datetime import datetime, time, timedelta, tzinfo
 from enum import StrEnum
-from typing import Any
-from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
-from gpool.core import gpuspec
-from gpool.core.errors import Invalid
-from gpool.core.model import Network, Offer, Tier
+from gpool.core.model import Gpu, Network, Offer, Tier
 
 DAYS = ("mon", "tue", "wed", "thu", "fri", "sat", "sun")
 EVERY_DAY = frozenset(range(7))
-MAX_AUDIENCE = 500
-_WHOSE = re.compile(r"me|(?:user|team):[^\s:,]{1,64}")
-_SPAN = re.compile(r"(\d+(?:\.\d+)?)(s|m|h|d)")
-_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
+COOLER_C, CALMER = 5.0, 0.9
+"""A GPU closed for heat or power opens again well below the cap ..."""
+CLOSED_AT_LEAST = timedelta(seconds=60)
+"""... and not at once: the next task would heat it again."""
 
 
 class AtClose(StrEnum):
@@ -78,6 +72,24 @@ class Egress:
 
 
 @dataclass(frozen=True, slots=True)
+class GpuRule:
+    """When the owner wants GPUs for themselves. What a rule does not name never closes."""
+
+    gpus: frozenset[int] = frozenset()  # none: every one
+    hours: tuple[Hours, ...] = ()  # in which they are lent; none: always
+    idle_for: timedelta = timedelta(0)
+    programs: frozenset[str] = frozenset()  # while one of these runs: a game, say
+    yields: bool = False  # while somebody else's program uses the GPU
+    most_watts: float | None = None
+    most_celsius: float | None = None
+    at_close: AtClose = AtClose.RECLAIM
+    grace: timedelta = timedelta(0)  # between closing and reclaiming
+
+    def covers(self, gpu: int) -> bool:
+        return not self.gpus or gpu in self.gpus
+
+
+@dataclass(frozen=True, slots=True)
 class Policy:
     """Without a word of the owner: everything, always, for anyone."""
 
@@ -94,6 +106,19 @@ class Policy:
     at_close: AtClose = AtClose.FINISH
     grace: timedelta = timedelta(0)  # between closing and reclaiming
     egress: Egress = Egress()
+    gpus: tuple[GpuRule, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class GpuFacts:
+    """One GPU as it is."""
+
+    strangers: tuple[str, ...] = ()  # others' programs on it
+    power_mw: int | None = None
+    temperature_c: int | None = None
+
+
+NOTHING = GpuFacts()
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +130,8 @@ class Facts:
     on_mains: bool | None = None
     idle_s: float | None = None
     load_of_others: float | None = None
+    programs: frozenset[str] = frozenset()  # that run and are not ours
+    gpus: Mapping[int, GpuFacts] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +140,7 @@ class Standing:
 
     closed_at: datetime | None = None
     reclaimed: bool = False
+    capped: str = ""  # closed for heat or power, in these words
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,23 +174,79 @@ def reason_to_close(policy: Policy, facts: Facts) -> str:
 def decide(policy: Policy, facts: Facts, before: Standing) -> tuple[Decision, Standing]:
     """What is so now, and what to remember. Reclaims once, the grace after closing; open again, all is forgotten."""
     closed = reason_to_close(policy, facts)
+    return _stand(closed, policy.at_close, policy.grace, facts.now, before)
+
+
+def _stand(
+    closed: str, at_close: AtClose, grace: timedelta, now: datetime, before: Standing
+) -> tuple[Decision, Standing]:
     if not closed:
         return Decision(), Standing()
-    since = before.closed_at or facts.now
-    due = policy.at_close is AtClose.RECLAIM and facts.now >= since + policy.grace
+    since = before.closed_at or now
+    due = at_close is AtClose.RECLAIM and now >= since + grace
     reclaims = due and not before.reclaimed
     return Decision(closed, reclaims), Standing(since, before.reclaimed or reclaims)
 
 
-def shaped(policy: Policy, offer: Offer, decision: Decision = Decision()) -> Offer:  # noqa: B008 - frozen
+def decide_gpu(
+    policy: Policy, gpu: int, facts: Facts, before: Standing
+) -> tuple[Decision, Standing]:
+    """The same for one GPU, by the first of its rules that speaks against lending it."""
+    for rule in policy.gpus:
+        if not rule.covers(gpu):
+            continue
+        wanted = _why_wanted(policy, rule, gpu, facts)
+        capped = "" if wanted else _over_a_cap(rule, gpu, facts, before)
+        if wanted or capped:
+            decision, standing = _stand(
+                wanted or capped, rule.at_close, rule.grace, facts.now, before
+            )
+            return decision, replace(standing, capped=capped)
+    return Decision(), Standing()
+
+
+def _why_wanted(policy: Policy, rule: GpuRule, gpu: int, facts: Facts) -> str:
+    now = facts.now.astimezone(policy.zone)
+    if rule.hours and not any(one.cover(now) for one in rule.hours):
+        return f"outside its owner's hours: {'; '.join(map(str, rule.hours))}"
+    if facts.idle_s is not None and facts.idle_s < rule.idle_for.total_seconds():
+        return "its owner is using the machine"
+    if rule.programs & facts.programs:
+        return "its owner runs a program that needs it"
+    if rule.yields and facts.gpus.get(gpu, NOTHING).strangers:
+        return "a program of its owner's uses it"
+    return ""
+
+
+def _over_a_cap(rule: GpuRule, gpu: int, facts: Facts, before: Standing) -> str:
+    seen = facts.gpus.get(gpu, NOTHING)
+    leeway_c, part = (COOLER_C, CALMER) if before.capped else (0.0, 1.0)
+    heat, celsius = seen.temperature_c, rule.most_celsius
+    if heat is not None and celsius is not None and heat > celsius - leeway_c:
+        return f"hotter than the {celsius:g} °C its owner allows"
+    power, watts = seen.power_mw, rule.most_watts
+    if power is not None and watts is not None and power > 1000 * watts * part:
+        return f"it draws more than the {watts:g} W its owner allows"
+    since = before.closed_at
+    waits = since is not None and facts.now < since + CLOSED_AT_LEAST
+    return before.capped if waits else ""
+
+
+def shaped(
+    policy: Policy,
+    offer: Offer,
+    decision: Decision = Decision(),  # noqa: B008 - frozen
+    gpus: Mapping[int, Decision] | None = None,
+) -> Offer:
     """The offer with the owner's share taken out and the rules put in."""
+    told = gpus or {}
     kept = policy.kept
     return replace(
         offer,
         cpu_milli=max(0, offer.cpu_milli - kept.cpu_milli),
         memory_bytes=max(0, offer.memory_bytes - kept.memory_bytes),
         disk_bytes=max(0, offer.disk_bytes - kept.disk_bytes),
-        gpus=tuple(gpu for gpu in offer.gpus if gpu.index not in kept.gpus),
+        gpus=tuple(_shut(g, told.get(g.index)) for g in offer.gpus if g.index not in kept.gpus),
         tiers=offer.tiers & policy.tiers,
         networks=offer.networks if policy.egress.offered else offer.networks & {Network.NONE},
         audience=policy.audience,
@@ -170,187 +254,8 @@ def shaped(policy: Policy, offer: Offer, decision: Decision = Decision()) -> Off
     )
 
 
-# ---- the file
-
-
-def parse(text: str) -> Policy:
-    """The owner's file, TOML; `Invalid` names the key that is wrong and what it may be."""
-    try:
-        told = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise Invalid(f"the policy is no TOML: {error}") from error
-    top = _Table(told, "")
-    keep, battery, idle, egress = (
-        top.table(name) for name in ("keep", "battery", "idle", "egress")
-    )
-    floor = top.take("floor", _tier, Tier.NONE)
-    tiers = top.take("tiers", _each(_tier), list(Tier))
-    longest = top.take("longest_run", _span, None)
-    policy = Policy(
-        audience=top.take("whose", _audience, ()),
-        tiers=frozenset(tier for tier in tiers if tier.strength >= floor.strength),
-        hours=tuple(_hours(one) for one in top.tables("hours")),
-        zone=top.take("zone", _zone, None),
-        kept=Kept(
-            int(keep.take("cpus", _number, 0.0) * 1000),
-            keep.take("memory", _size, 0),
-            keep.take("disk", _size, 0),
-            frozenset(keep.take("gpus", _each(_index), [])),
-        ),
-        least_battery_percent=battery.take("least_percent", _percent, 0.0),
-        on_mains_only=battery.take("mains_only", _flag, False),
-        idle_for=idle.take("after", _span, timedelta(0)),
-        most_load=idle.take("most_load", _number, None),
-        longest_run=longest,
-        at_close=top.take("at_close", AtClose, AtClose.FINISH),
-        grace=top.take("grace", _span, timedelta(0)),
-        egress=Egress(
-            tuple(egress.take("allow", _each(_word), [])),
-            tuple(egress.take("deny", _each(_word), [])),
-            egress.take("rate", _word, ""),
-            egress.take("offered", _flag, True),
-        ),
-    )
-    for table in (top, keep, battery, idle, egress):
-        table.finish()
-    if not policy.tiers:
-        raise Invalid("'tiers' and 'floor' leave no tier; offer at least one")
-    return policy
-
-
-class _Table:
-    """One table of the file; what was not asked for is a mistake of the owner's, and is named."""
-
-    def __init__(self, told: Mapping[str, Any], name: str) -> None:
-        self._told = dict(told)
-        self._known: set[str] = set()
-        self._name = name
-
-    def take(self, key: str, read: Callable[[Any], Any], default: Any) -> Any:
-        self._known.add(key)
-        if key not in self._told:
-            return default
-        value = self._told[key]
-        try:
-            return read(value)
-        except (ValueError, TypeError, KeyError) as error:
-            raise Invalid(f"policy: '{self._name}{key}' cannot be {value!r}: {error}") from error
-
-    def table(self, key: str) -> _Table:
-        return _Table(self.take(key, _mapping, {}), f"{self._name}{key}.")
-
-    def tables(self, key: str) -> list[_Table]:
-        found = self.take(key, _each(_mapping), [])
-        return [_Table(one, f"{key}[{at}].") for at, one in enumerate(found)]
-
-    def finish(self) -> None:
-        for key in sorted(self._told.keys() - self._known):
-            known = ", ".join(sorted(self._known))
-            raise Invalid(f"policy: there is no '{self._name}{key}'; there are {known}")
-
-
-def _hours(table: _Table) -> Hours:
-    opens, closes = table.take("from", _time, None), table.take("to", _time, None)
-    if opens is None or closes is None:
-        raise Invalid("policy: hours need 'from' and 'to', like from = \"22:00\"")
-    days = table.take("days", _each(_day), None)
-    table.finish()
-    return Hours(opens, closes, EVERY_DAY if days is None else frozenset(days))
-
-
-def _each(read: Callable[[Any], Any]) -> Callable[[Any], list[Any]]:
-    def read_all(value: Any) -> list[Any]:
-        if not isinstance(value, list):
-            raise TypeError("write a list")
-        return [read(one) for one in value]
-
-    return read_all
-
-
-def _mapping(value: Any) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise TypeError("write a table")
-    return value
-
-
-def _audience(value: Any) -> tuple[str, ...]:
-    if value == "anyone":
-        return ()
-    if not isinstance(value, list) or not value or len(value) > MAX_AUDIENCE:
-        raise ValueError('write "anyone", or a list like ["me", "team:lab", "user:ana"]')
-    for one in value:
-        if not isinstance(one, str) or not _WHOSE.fullmatch(one):
-            raise ValueError(f'{one!r} is nobody; write "me", "team:NAME" or "user:NAME"')
-    return tuple(dict.fromkeys(value))
-
-
-def _tier(value: Any) -> Tier:
-    return Tier(value)
-
-
-def _time(value: Any) -> time:
-    if isinstance(value, time):
-        return value
-    if value == "24:00":
-        return time(0)
-    return time.fromisoformat(value)
-
-
-def _day(value: Any) -> int:
-    if value not in DAYS:
-        raise ValueError(f"days are {', '.join(DAYS)}")
-    return DAYS.index(value)
-
-
-def _zone(value: Any) -> tzinfo:
-    if value == "UTC":
-        return UTC
-    try:
-        return ZoneInfo(value)
-    except (ZoneInfoNotFoundError, OSError) as error:
-        raise ValueError("no such time zone; write it like Europe/Berlin") from error
-
-
-def _span(value: Any) -> timedelta:
-    found = _SPAN.fullmatch(value) if isinstance(value, str) else None
-    if found is None:
-        raise ValueError("write it like 30s, 10m, 2h or 1d")
-    return timedelta(seconds=float(found[1]) * _SECONDS[found[2]])
-
-
-def _size(value: Any) -> int:
-    try:
-        return gpuspec.parse_bytes(_word(value))
-    except Invalid as error:
-        raise ValueError(error.detail) from error
-
-
-def _number(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e9:
-        raise TypeError("write a number that is not negative")
-    return float(value)
-
-
-def _percent(value: Any) -> float:
-    number = _number(value)
-    if number > 100:
-        raise ValueError("write 0 to 100")
-    return number
-
-
-def _index(value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise TypeError("GPUs are named by their index, 0, 1, …")
-    return value
-
-
-def _flag(value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise TypeError("write true or false")
-    return value
-
-
-def _word(value: Any) -> str:
-    if not isinstance(value, str) or not value.strip() or not value.isprintable():
-        raise TypeError("write a word in quotes")
-    return value
+def _shut(gpu: Gpu, decision: Decision | None) -> Gpu:
+    """One that is closed already, for its health, says that."""
+    if decision is None or not decision.closed or gpu.closed:
+        return gpu
+    return replace(gpu, closed=decision.closed)

@@ -13,7 +13,7 @@ Leases, lines, runners and commands are `gpool.agent.work`; reports on their way
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from gpool.agent.instructions import (
@@ -31,6 +31,7 @@ from gpool.agent.instructions import (
     FrameArrived,
     Instruction,
     OfferDetected,
+    ReadingsTaken,
     ReclaimAsked,
     RunnerEnded,
     RunnerReached,
@@ -42,7 +43,8 @@ from gpool.agent.instructions import (
 )
 from gpool.agent.lines import NEVER, Variables
 from gpool.agent.outbox import Outbox
-from gpool.agent.work import Work
+from gpool.agent.telemetry import Gathering, by_task
+from gpool.agent.work import RECLAIM_GRACE_US, Work
 from gpool.core.model import Offer, TaskSpec
 from gpool.wire.frames import (
     PROTOCOL,
@@ -51,6 +53,7 @@ from gpool.wire.frames import (
     Grants,
     Hello,
     Hold,
+    Line,
     OfferChanged,
     Recorded,
     Refused,
@@ -64,6 +67,7 @@ SHUTDOWN_US = 3_000_000
 SAVING_SHUTDOWN_US = 12_000_000
 """... and where a checkpoint is to be saved. Whoever starts agents waits longer before it insists."""
 PREEMPTED_WHY = "stopped to make room for another task"
+RECLAIMED_WHY = "its owner took the GPU back"
 
 
 class Session:
@@ -76,6 +80,7 @@ class Session:
         self._work = work = Work(self._outbox)
         self._specs: dict[int, TaskSpec] = {}
         self._secrets: dict[int, Variables] = {}
+        self._gathering = Gathering()
         self._connected = False
         self._welcomed = False
         self._beat = 0
@@ -93,6 +98,7 @@ class Session:
             FrameArrived: self._on_frame,
             Ticked: self._on_ticked,
             OfferDetected: self._on_offer_detected,
+            ReadingsTaken: self._on_readings_taken,
             ShutdownAsked: self._on_shutdown_asked,
             ReclaimAsked: self._on_reclaim_asked,
             RunsLimited: self._on_runs_limited,
@@ -180,7 +186,13 @@ class Session:
     def _on_ticked(self, now: int, _: Ticked, out: list[Instruction]) -> None:
         self._work.tick(now, out)
         if self._welcomed and now >= self._beat_at:
-            out.append(Send(Beat(self._next_beat(now), self.holds)))
+            readings = self._gathering.take()
+            tasks = by_task(readings, self._work.on_gpus()) if readings else ()
+            out.append(Send(Beat(self._next_beat(now), self.holds, readings, tasks)))
+
+    def _on_readings_taken(self, _now: int, event: ReadingsTaken, _out: list[Instruction]) -> None:
+        if self._welcomed:  # what nobody can be told is not kept
+            self._gathering.add(event.readings)
 
     def _on_offer_detected(self, _now: int, event: OfferDetected, out: list[Instruction]) -> None:
         """Said at once, or with the next hello; one that comes between hello and welcome, after the welcome."""
@@ -222,6 +234,8 @@ class Session:
                 self._drop(now, frame.drop, out)
             case Stop(reason=StopReason.PREEMPTED):
                 self._work.preempt(now, frame.holds, PREEMPTED_WHY, out)
+            case Stop(reason=StopReason.RECLAIMED):
+                self._work.preempt(now, frame.holds, RECLAIMED_WHY, out, RECLAIM_GRACE_US)
             case Stop():
                 self._work.stop(now, frame.holds, out)
             case Welcome():
@@ -256,6 +270,14 @@ class Session:
             self._secrets[secret.spec] = (*told, (secret.name, secret.value))
         in_time = self._confirmed_at is not None and now < self._deadline
         if in_time and self._exit_by == NEVER and not self._offer.closed:
-            self._work.take(now, frame.lines, self._specs, out, self._secrets)
+            closed = {gpu.index for gpu in self._offer.gpus if gpu.closed}
+            lines = [line for line in frame.lines if not _stands_on(line, closed)]
+            if len(lines) < len(frame.lines):
+                self._work.decline(now, [one for one in frame.lines if _stands_on(one, closed)])
+            self._work.take(now, lines, self._specs, out, self._secrets)
         else:
             self._work.decline(now, frame.lines)
+
+
+def _stands_on(line: Line, gpus: Collection[int]) -> bool:
+    return any(part.gpu_index in gpus for part in line.allocation.slices)

@@ -37,7 +37,7 @@ from gpool.agent.lines import (
     wrongs,
 )
 from gpool.agent.outbox import Outbox
-from gpool.core.model import EndReason, Phase, TaskSpec
+from gpool.core.model import EndReason, Phase, Slice, TaskSpec
 from gpool.wire.frames import HandedBack, Hold, Released
 from gpool.wire.frames import Line as GrantedLine
 
@@ -45,6 +45,7 @@ NO_SECRETS: Mapping[int, Variables] = {}
 
 MAX_START_FAILURES = 3
 SHUTDOWN_GRACE_US = 5_000_000  # between a stopping agent's warning and the kill
+RECLAIM_GRACE_US = 2_000_000  # for a task without a checkpoint: its owner waits for the GPU
 OURS = frozenset({EndReason.TIMED_OUT, EndReason.CANCELLED, EndReason.LOST, EndReason.PREEMPTED})
 """Ends of a command that we asked for; any other came by itself."""
 YIELDS = frozenset({Fate.TIMED_OUT, Fate.SHUTDOWN, Fate.PREEMPTED})
@@ -82,6 +83,17 @@ class Work:
             line.command is not None and line.command.order.spec.checkpoint
             for line in self._dispatch.lines.values()
         )
+
+    def on_gpus(self) -> dict[tuple[int, int], tuple[Slice, ...]]:
+        """(task, epoch) of what runs on GPUs now, and on which."""
+        found = {}
+        for line in self._dispatch.lines.values():
+            held = line.command
+            if held is None and line.runner is not None and line.runner.sent:
+                held = line.runner.sent[0]
+            if held is not None and held.order.allocation.slices:
+                found[held.task, held.epoch] = held.order.allocation.slices
+        return found
 
     def limit_runs(self, longest_us: int) -> None:
         """What the owner lets anything run for; what runs longer is preempted."""
@@ -179,7 +191,14 @@ class Work:
                 self._outbox.add(now, Released(hold.task, hold.epoch))
         self._enforce(now, touched.values(), EndReason.CANCELLED, out)
 
-    def preempt(self, now: int, holds: Iterable[Hold], why: str, out: list[Instruction]) -> None:
+    def preempt(
+        self,
+        now: int,
+        holds: Iterable[Hold],
+        why: str,
+        out: list[Instruction],
+        most_grace_us: int = NEVER,
+    ) -> None:
         """The server wants the place for others: what runs is warned, saved and ended, what waits handed back."""
         lines: list[Line] = []
         for hold in holds:
@@ -190,7 +209,7 @@ class Work:
             elif not self._leases.past.covers(hold.task, hold.epoch):
                 self._leases.past.add(hold.task, hold.epoch)
                 self._outbox.add(now, HandedBack(hold.task, hold.epoch))
-        self._enforce(now, lines, EndReason.PREEMPTED, out)
+        self._enforce(now, lines, EndReason.PREEMPTED, out, most_grace_us)
 
     def reclaim(
         self, now: int, gpus: frozenset[int] | None, why: str, out: list[Instruction]
@@ -204,7 +223,7 @@ class Work:
                 for held in line.runner.sent:
                     self._condemn_or_hand_back(now, held, why)
                 self._dispatch.end_runner(line.runner, out)
-        self._enforce(now, lines, EndReason.PREEMPTED, out)
+        self._enforce(now, lines, EndReason.PREEMPTED, out, RECLAIM_GRACE_US)
 
     def _condemn_or_hand_back(self, now: int, held: Held, why: str) -> None:
         if held.place is Place.WAITING:
@@ -228,9 +247,14 @@ class Work:
         self._enforce(now, touched.values(), EndReason.LOST, out)
 
     def _enforce(
-        self, now: int, lines: Iterable[Line], reason: EndReason, out: list[Instruction]
+        self,
+        now: int,
+        lines: Iterable[Line],
+        reason: EndReason,
+        out: list[Instruction],
+        most_grace_us: int = NEVER,
     ) -> None:
-        """Carry out the fates just given: leave the line, end what runs."""
+        """Carry out the fates just given: leave the line, end what runs. `most_grace_us` is for what saves nothing."""
         for line in list(lines):
             if any(held.fate for held in line.waiting):
                 kept = [held for held in line.waiting if not held.fate]
@@ -238,7 +262,10 @@ class Work:
                 line.waiting.extend(kept)
             command = line.command
             if command is not None and command.fate:
-                grace_us = command.order.spec.grace if reason is EndReason.PREEMPTED else 0
+                spec = command.order.spec
+                grace_us = spec.grace if reason is EndReason.PREEMPTED else 0
+                if not spec.checkpoint:
+                    grace_us = min(grace_us, most_grace_us)
                 self._dispatch.end_command(line, reason, out, grace_us)
             self._dispatch.advance(now, line, out)
 

@@ -57,7 +57,21 @@ def _pool(client: Client, now: datetime) -> list[Finding]:
             *reached,
             Finding("key", Level.PROBLEM, error.detail, "gpool login, or set GPOOL_KEY"),
         ]
-    return [*reached, Finding("key", Level.OK, f"you are {who['name']}")]
+    return [*reached, Finding("key", Level.OK, f"you are {who['name']}"), *_lent(client, who["id"])]
+
+
+def _lent(client: Client, user: str) -> list[Finding]:
+    """What the pool says of this account's nodes."""
+    try:
+        nodes = client.listing("nodes")
+    except GpoolError:
+        return []
+    return [
+        Finding(f"node {one['name']}", Level.WARNING, said, "gpool node show, gpool gpus")
+        for one in nodes
+        if one["owner"] == user
+        for said in one.get("problems") or []
+    ]
 
 
 def date_of(header: str | None) -> datetime | None:

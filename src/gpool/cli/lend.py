@@ -15,10 +15,13 @@ import structlog
 
 from gpool import __version__
 from gpool.agent.daemon import boot_clock, wall_clock
-from gpool.agent.detect import detect, host_facts, services
+from gpool.agent.detect import host_facts, services
+from gpool.agent.detect.gpus import Detector
 from gpool.agent.detect.owner import LoadMeter, facts_now
+from gpool.agent.detect.processes import Kin, Programs
 from gpool.agent.environments import Environments, environments_for
-from gpool.agent.lookout import Lookout, Rulebook
+from gpool.agent.health import Watch
+from gpool.agent.lookout import Lookout, Rulebook, glimpser
 from gpool.agent.main import Means, serve
 from gpool.agent.network import lanes
 from gpool.agent.network.door import networks_for, probe
@@ -151,7 +154,8 @@ def lend() -> None:
     settings.data_dir.mkdir(parents=True, exist_ok=True)
     rules = Rulebook(settings.policy)
     policy = rules.policy
-    gpus = detect(settings.simulate_gpus)
+    detector = Detector(settings.simulate_gpus)
+    gpus = detector.survey().gpus
     runtimes = runtimes_of(settings, _real(gpus), policy)
     if not runtimes:
         raise Invalid("the policy's tiers leave no runtime; this machine can do 'container'")
@@ -166,7 +170,7 @@ def lend() -> None:
 
     def offer() -> Offer:
         """GPUs and environments come and go while an agent runs."""
-        found = detect(settings.simulate_gpus)
+        found = detector.survey().gpus
         if sharing is not None:
             found = sharing.describe(found)
         for runtime in runtimes:
@@ -176,8 +180,15 @@ def lend() -> None:
         )
 
     first = offer_of(settings, gpus, means)
-    lookout = Lookout(rules, offer, lambda: facts_now(wall_clock(), meter))
-    serve(settings, means, lookout.first_offer(), lookout.look, rules.has_changed)
+    kin = Kin(os.getpid(), groups=lambda: _containers(runtimes))
+    glimpse = glimpser(rules, Watch(detector.nvml, kin), Programs(kin), wall_clock, boot_clock)
+    lookout = Lookout(rules, offer, lambda: facts_now(wall_clock(), meter), glimpse)
+    serve(settings, means, lookout.first_offer(), lookout.look, lookout.glance)
+
+
+def _containers(runtimes: Sequence[Made]) -> list[str]:
+    """Of the runtimes that have any: their processes descend from an engine, not from us."""
+    return [id_ for one in runtimes for id_ in getattr(one, "containers", ())]
 
 
 def _real(gpus: Sequence[Gpu]) -> list[Gpu]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -13,6 +14,8 @@ from gpool.core.errors import Invalid, NotFound
 
 if TYPE_CHECKING:
     from gpool.client.client import Client
+
+_GPU_NAME = re.compile(r"(?:(?P<node>[^/]+)/)?gpu(?P<index>\d{1,4})")
 
 
 @click.command()
@@ -31,16 +34,44 @@ def gpus(ctx: click.Context, as_json: bool, everything: bool, limit: int) -> Non
             gib(one["memory_bytes"]),
             gib(one["memory_free_bytes"]),
             "flagged" if one.get("flagged") else one["status"],
+            *_reading(one.get("reading") or {}),
             one.get("node_name") or one["node"],
             ",".join(one.get("tiers") or []),
         )
         for one in found
     ]
-    columns = ("id", "model", "memory", "free", "status", "node", "tier")
+    columns = [
+        "id",
+        "model",
+        "memory",
+        "free",
+        "status",
+        "busy",
+        "used",
+        "watts",
+        "°C",
+        "node",
+        "tier",
+    ]
     table(columns, rows, "The pool has nothing to lend yet; add this machine with: gpool join LINK")
     for one in found:
-        if one.get("flagged"):
-            click.echo(f"{one['id']} takes nothing: {one['flagged']}.", err=True)
+        why = one.get("flagged") or one.get("quarantined") or one.get("closed")
+        if why:
+            click.echo(plain(f"{one['id']} takes nothing: {why}."), err=True)
+        elif one.get("ails"):
+            click.echo(plain(f"{one['id']} is {one['health']}: {one['ails']}."), err=True)
+
+
+def _reading(told: dict[str, Any]) -> tuple[str, str, str, str]:
+    """Busy, memory used, power and temperature, as far as the GPU says."""
+    percent, used = told.get("utilisation_percent"), told.get("memory_used_bytes")
+    watts, celsius = told.get("power_watts"), told.get("temperature_celsius")
+    return (
+        "-" if percent is None else f"{percent} %",
+        "-" if used is None else gib(used),
+        "-" if watts is None else f"{watts:.0f}",
+        "-" if celsius is None else str(celsius),
+    )
 
 
 @click.command()
@@ -114,13 +145,17 @@ def node_show(ctx: click.Context, what: str | None, as_json: bool) -> None:
     fields(document, names.split())
 
 
-def _set(ctx: click.Context, what: str | None, availability: str, as_json: bool) -> None:
+def _set(
+    ctx: click.Context, what: str | None, availability: str, as_json: bool, now: bool = False
+) -> None:
     client = client_of(ctx)
-    if what is not None and what.startswith("g-"):
+    gpu = _gpu(client, what)
+    if gpu is not None:
         if availability == "draining":
             raise Invalid("a single GPU is paused or resumed; drain works on whole nodes")
-        wanted: dict[str, Any] = {"available": availability == "available"}
-        document = client.door.send_json("PATCH", f"/v1/resources/{what}", wanted)
+        document = _set_gpu(client, gpu, availability == "available", now)
+    elif now:
+        raise Invalid("--now takes back one GPU, like gpu0; a whole node is stopped with its agent")
     else:
         found = _node(client, what)
         wanted = {"availability": availability}
@@ -130,6 +165,31 @@ def _set(ctx: click.Context, what: str | None, availability: str, as_json: bool)
     else:
         label = document.get("name") or document.get("model")
         click.echo(f"{document['id']} ({plain(str(label))}) is {availability} now")
+
+
+def _set_gpu(client: Client, gpu: str, available: bool, now: bool) -> dict[str, Any]:
+    """One that is lent again is said to be well; the server refuses while its agent finds it sick."""
+    path = f"/v1/resources/{gpu}"
+    if available and client.door.get_json(path).get("quarantined"):
+        client.door.send_json("PATCH", path, {"quarantined": None})
+    wanted = {"available": available, **({"reclaim": True} if now else {})}
+    return dict(client.door.send_json("PATCH", path, wanted))
+
+
+def _gpu(client: Client, what: str | None) -> str | None:
+    """A GPU's id, from its id, `gpu0` (of the only node) or `NODE/gpu0`; None: it names no GPU."""
+    if what is None or what.startswith("g-"):
+        return what
+    found = _GPU_NAME.fullmatch(what)
+    if found is None:
+        return None
+    node = client.door.get_json(f"/v1/nodes/{_node(client, found['node'])}")
+    ids = {one["index"]: str(one["id"]) for one in node.get("gpus") or []}
+    index = int(found["index"])
+    if index not in ids:
+        there = ", ".join(f"gpu{one}" for one in sorted(ids)) or "none"
+        raise NotFound(f"{node['name']} has no gpu{index}; there are: {there}")
+    return ids[index]
 
 
 def _node(client: Client, what: str | None) -> str:
@@ -151,11 +211,21 @@ which = click.argument("what", metavar="[NODE|GPU]", required=False)
 
 @node.command()
 @which
+@click.option("--now", is_flag=True, help="A GPU: take it back from what runs there.")
 @as_json
 @click.pass_context
-def pause(ctx: click.Context, what: str | None, as_json: bool) -> None:
-    """Take no new tasks; what runs goes on."""
-    _set(ctx, what, "paused", as_json)
+def pause(ctx: click.Context, what: str | None, now: bool, as_json: bool) -> None:
+    """Take no new tasks; what runs goes on.
+
+    With --now what runs on the GPU is warned, saved, ended, and queued again.
+
+    \b
+    Examples:
+      gpool node pause
+      gpool node pause gpu0 --now
+      gpool node pause studio/gpu1
+    """
+    _set(ctx, what, "paused", as_json, now)
 
 
 @node.command()
@@ -163,7 +233,7 @@ def pause(ctx: click.Context, what: str | None, as_json: bool) -> None:
 @as_json
 @click.pass_context
 def resume(ctx: click.Context, what: str | None, as_json: bool) -> None:
-    """Take tasks again."""
+    """Take tasks again; a GPU in quarantine is said to be well."""
     _set(ctx, what, "available", as_json)
 
 

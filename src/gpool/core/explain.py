@@ -183,6 +183,14 @@ def _no_such_gpu(nodes: list[Node], wanted: tuple[GpuRequest, ...]) -> Explanati
         return Explanation("flagged", said)
     if not lent:
         return Explanation("withheld", "The owners have set all GPUs unavailable.")
+    closed = [gpu for gpu in lent if gpu.closed]
+    shut = [gpu for gpu in closed if any(gpuspec.matches(request, gpu) for request in wanted)]
+    lent = [gpu for gpu in lent if not gpu.closed]
+    if shut and not any(gpuspec.matches(request, gpu) for request in wanted for gpu in lent):
+        said = f"{len(shut)} GPUs would do ({asked}), but take nothing just now: {shut[0].closed}."
+        return Explanation("closed", said)
+    if not lent:
+        return Explanation("closed", f"No GPU takes anything just now: {closed[0].closed}.")
     if len(wanted) == 1:
         request = wanted[0]
         most = max(sum(usable(node, gpu, request) for gpu in node.offer.gpus) for node in nodes)

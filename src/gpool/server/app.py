@@ -42,7 +42,7 @@ from gpool.server.identity.sealer import Sealer
 from gpool.server.identity.signing import Rotating, Signing
 from gpool.server.identity.tokens import Place
 from gpool.server.loops import Ticker, all_loops
-from gpool.server.metrics import Metrics
+from gpool.server.metrics import GpuCollector, Metrics
 from gpool.server.outbound import Outbound
 from gpool.server.scheduler import Scheduler
 from gpool.server.server import Server
@@ -51,6 +51,7 @@ from gpool.server.store.opening import open_store
 from gpool.server.store.operations import people
 from gpool.server.store.protocol import Store
 from gpool.server.store.values import User
+from gpool.server.telemetry import Telemetry
 from gpool.server.tls import certificate_of
 from gpool.server.version import VERSION
 
@@ -81,6 +82,8 @@ def wire(settings: Settings, store: Store, clock: Clock) -> Server:
     sign_ins = _sign_ins(settings, store, sealer)
     policy = Policy(order=settings.order)
     scheduler = Scheduler(store, hub, metrics, policy, settings.ttl, sealer)
+    telemetry = Telemetry()
+    metrics.watch_gpus(GpuCollector(telemetry, lambda: scheduler.state.nodes, clock.now))
     return Server(
         settings=settings,
         store=store,
@@ -96,6 +99,7 @@ def wire(settings: Settings, store: Store, clock: Clock) -> Server:
         guard=Guard(clock.now),
         sign_ins=sign_ins,
         certificate=certificate_of(settings, clock.now()),
+        telemetry=telemetry,
     )
 
 

@@ -246,10 +246,21 @@ class Channel:
         self._beat = max(self._beat, frame.number)
         self._server.scheduler.heard[self.node] = (self._boot, self._beat)
         self._send(BeatSeen(frame.number, drop))
+        if frame.readings:
+            self._note_readings(frame, now)
         if self._forgotten(frame.holds):
             self.refuse(
                 "conflict", "leases of yours are not in your beats; say hello again", retry=True
             )
+
+    def _note_readings(self, frame: Beat, now: Instant) -> None:
+        scheduler = self._server.scheduler
+        entry = scheduler.state.nodes.get(self.node)
+        if entry is not None and entry.node is not None:
+            indexes = {gpu.index for gpu in entry.node.offer.gpus}
+            held = scheduler.held_by(self.node) if frame.tasks else set()
+            telemetry = self._server.telemetry
+            telemetry.take(self.node, indexes, held, frame.readings, frame.tasks, now)
 
     async def _change_offer(self, frame: OfferChanged) -> None:
         wrong = wrong_with_offer(frame.offer)

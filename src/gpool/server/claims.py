@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from gpool.core import paths
 from gpool.core.errors import Invalid
-from gpool.core.model import INLINE_LIMIT_BYTES, EndReason, Offer, OutputFile
+from gpool.core.model import INLINE_LIMIT_BYTES, EndReason, Gpu, Offer, OutputFile
 from gpool.wire.frames import MAX_SPEC_BYTES, Checkpointed, Finished, ReportItem
 
 SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -33,6 +33,8 @@ def wrong_with_offer(offer: Offer) -> str | None:
             return f"a GPU with index {gpu.index} and {gpu.memory_bytes} bytes of memory"
         if any(not text or len(text) > 200 or "\0" in text for text in texts):
             return f"a GPU whose uuid, model or vendor is empty, too long or holds a NUL (index {gpu.index})"
+        if not _is_well_described(gpu):
+            return f"a GPU with too long or too many details (index {gpu.index})"
     words = (
         offer.hostname,
         offer.agent_version,
@@ -45,6 +47,17 @@ def wrong_with_offer(offer: Offer) -> str | None:
     if len(words) > 1000 or any(len(word) > 300 or "\0" in word for word in words):
         return "an offer with too many or too long words"
     return None
+
+
+def _is_well_described(gpu: Gpu) -> bool:
+    words = [gpu.closed, gpu.ails]
+    if (more := gpu.details) is not None:
+        lists = (more.links, more.mig_profiles, more.mig_instances)
+        if any(len(one) > 1024 for one in lists):
+            return False
+        words += [more.source, more.driver, more.capability, more.bus, more.pcie]
+        words += [*more.mig_profiles, *more.mig_instances]
+    return all(len(word) <= 300 and "\0" not in word for word in words)
 
 
 def checked_report(item: ReportItem) -> ReportItem | None:

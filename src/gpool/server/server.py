@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from gpool.core.errors import GpoolError
@@ -25,6 +25,7 @@ from gpool.server.store.operation import brief, is_brief
 from gpool.server.store.operations import keys
 from gpool.server.store.protocol import Operation, Store
 from gpool.server.store.values import User
+from gpool.server.telemetry import Telemetry
 
 T = TypeVar("T")
 
@@ -61,6 +62,7 @@ class Server:
     guard: Guard
     sign_ins: SignIns | None = None  # None: a server that only schedules
     certificate: Certificate | None = None  # None: plain HTTP
+    telemetry: Telemetry = field(default_factory=Telemetry)
 
     @property
     def now(self) -> Instant:

@@ -263,8 +263,46 @@ class LogPage(Answer):
 # ---- nodes and GPUs
 
 
+class GpuDetailsDocument(Answer):
+    """What a GPU's driver or tool (`source`) says of it. `links`: NVLinks to other GPUs of the node, by index."""
+
+    source: str = ""
+    driver: str = ""
+    capability: str = ""
+    bus: str = ""
+    pcie: str = ""
+    power_limit_watts: float | None = None
+    clock_mhz: int | None = None
+    links: dict[int, int] = {}
+    mig: bool | None = None
+    mig_profiles: list[str] = []
+    mig_instances: list[str] = []
+
+
+class ReadingDocument(Answer):
+    """What a GPU or a task did at that time. Null: it was not said."""
+
+    at: AwareDatetime
+    utilisation_percent: int | None = None
+    memory_used_bytes: int | None = None
+    power_watts: float | None = None
+    temperature_celsius: int | None = None
+
+
+class TelemetryDocument(Answer):
+    """A short history, oldest first; what this server has heard since it started."""
+
+    id: str
+    every_s: float
+    readings: list[ReadingDocument]
+
+
 class GpuDocument(Answer):
-    """A resource: one GPU, or (kind `cpu`) what a node lends of its processors."""
+    """A resource: one GPU, or (kind `cpu`) what a node lends of its processors.
+
+    `closed`: why it takes nothing new just now. `health` is its agent's word, `ails` what is wrong; `quarantined`: why
+    it is out of the pool until its owner or an operator says that it is well. `reading`: its last, when there is one.
+    """
 
     id: str
     kind: Literal["gpu", "cpu"]
@@ -278,10 +316,16 @@ class GpuDocument(Answer):
     memory_free_bytes: int
     share_free: float
     simulated: bool
-    status: Literal["free", "shared", "busy", "paused", "offline"]
+    status: Literal["free", "shared", "busy", "paused", "quarantined", "offline"]
     available: bool
     tiers: list[str]
     flagged: str | None = None  # why it is not scheduled, whatever its owner says
+    closed: str | None = None
+    health: Literal["healthy", "degraded", "quarantined"] = "healthy"
+    ails: str | None = None
+    quarantined: str | None = None
+    details: GpuDetailsDocument | None = None
+    reading: ReadingDocument | None = None
 
 
 class GpuPage(Answer):
@@ -290,9 +334,15 @@ class GpuPage(Answer):
 
 
 class GpuPatch(Document):
-    """Owners say `available`; operators settle a dispute with `flagged: null`: the GPU is its node's owner's."""
+    """Owners say `available`; operators settle a dispute with `flagged: null`: the GPU is its node's owner's.
+
+    `quarantined`: why it is to be out of the pool, or null: it is well again (refused while its agent finds it sick).
+    With `available: false`, `reclaim` takes it from what runs there: warned, saved, ended and queued again.
+    """
 
     available: bool | None = None
+    reclaim: bool = False
+    quarantined: Annotated[str, StringConstraints(min_length=1, max_length=200)] | None = None
     flagged: None = None
 
 

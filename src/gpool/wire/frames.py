@@ -126,9 +126,32 @@ class Hello(_Frame, frozen=True):
     holds: tuple[Hold, ...]  # everything it has, running or in line
 
 
+class GpuReading(msgspec.Struct, frozen=True, array_like=True):
+    """What a GPU did since the last beat. None: it does not say."""
+
+    gpu: int  # its index
+    utilisation_percent: int | None = None
+    memory_bytes: int | None = None
+    power_mw: int | None = None
+    temperature_c: int | None = None
+
+
+class TaskReading(msgspec.Struct, frozen=True, array_like=True):
+    """The same of one running attempt, over all its GPUs."""
+
+    task: int
+    epoch: int
+    utilisation_percent: int | None = None
+    memory_bytes: int | None = None
+    power_mw: int | None = None
+    temperature_c: int | None = None
+
+
 class Beat(_Frame, frozen=True):
     number: int
     holds: tuple[Hold, ...]
+    readings: tuple[GpuReading, ...] = ()
+    tasks: tuple[TaskReading, ...] = ()
 
 
 class Reports(_Frame, frozen=True):
@@ -160,6 +183,7 @@ class StopReason(StrEnum):
     CANCELLED = "cancelled"
     STALE = "stale"
     PREEMPTED = "preempted"
+    RECLAIMED = "reclaimed"  # for the owner, who waits for the GPU
 
 
 class Welcome(_Frame, frozen=True):

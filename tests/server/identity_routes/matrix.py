@@ -222,6 +222,7 @@ TABLE: dict[tuple[str, str, str], Row] = {
     ("GET", "/v1/tasks/{id}/result", ""): _READS_TASK,
     ("GET", "/v1/tasks/{id}/explain", ""): _READS_TASK,
     ("GET", "/v1/tasks/{id}/events", ""): _READS_TASK,
+    ("GET", "/v1/tasks/{id}/telemetry", ""): _READS_TASK,
     ("GET", "/v1/tasks/{id}/logs", ""): _READS_TASK,
     ("GET", "/v1/batches/{id}", ""): row("tasks:read", f"{TEAM} operator", objects=_BATCHES),
     ("DELETE", "/v1/batches/{id}", ""): row(
@@ -272,6 +273,12 @@ TABLE: dict[tuple[str, str, str], Row] = {
     ("GET", "/resources", ""): row("nodes:read", "user"),
     ("GET", "/v1/resources/{gpu}", ""): row(
         "nodes:read", "user", objects=("gpu:p", "gpu:-", "node:p", "node:-")
+    ),
+    ("GET", "/v1/resources/{gpu}/telemetry", ""): row(
+        "nodes:read", "user", objects=("gpu:p", "gpu:-")
+    ),
+    ("PATCH", "/v1/resources/{gpu}", "whether it is well"): row(
+        "nodes:write", "self operator", objects=("gpu:p", "gpu:-"), body={"quarantined": None}
     ),
     ("PATCH", "/v1/resources/{gpu}", ""): row(
         "nodes:write",

@@ -17,11 +17,14 @@ from enum import StrEnum
 from pathlib import Path
 
 from gpool.agent.detect import services
-from gpool.agent.detect.gpus import detect
+from gpool.agent.detect.gpus import Detector, Survey
 from gpool.agent.detect.host import host_facts
+from gpool.agent.detect.nvml import NvmlError, Vitals
+from gpool.agent.detect.symptoms import symptoms_of
 from gpool.agent.runtime import cgroups, seccomp
 from gpool.agent.runtime.bubblewrap import find_bwrap
-from gpool.core.model import GIB
+from gpool.core.health import Condition, examine
+from gpool.core.model import GIB, Gpu, Health
 
 LEAST_DISK_BYTES = 2 * GIB
 APPARMOR_SWITCH = Path("/proc/sys/kernel/apparmor_restrict_unprivileged_userns")
@@ -180,14 +183,57 @@ def _disk(data_dir: Path) -> list[Finding]:
 
 
 def _driver(_: Path) -> list[Finding]:
-    gpus = detect()
-    if gpus:
-        named = ", ".join(f"{gpu.model} ({gpu.uuid})" for gpu in gpus)
-        return [Finding("gpu", Level.OK, named)]
+    detector = Detector()
+    try:
+        survey = detector.survey()
+        return [*gpu_findings(survey), *_ailing(detector, survey)]
+    finally:
+        detector.close()
+
+
+def gpu_findings(survey: Survey) -> list[Finding]:
+    """What there is, and what a tool said that nobody could read."""
+    found = []
+    for complaint in survey.complaints:
+        fix = "run the tool by hand; update it and its driver, then start the agent again"
+        found.append(Finding("gpu", Level.WARNING, complaint, fix))
+    if survey.gpus:
+        named = ", ".join(f"{gpu.model} ({gpu.uuid})" for gpu in survey.gpus)
+        closed = sorted({gpu.closed for gpu in survey.gpus if gpu.closed})
+        text = f"{named}; {'; '.join(closed)}" if closed else named
+        return [*found, Finding("gpu", Level.OK, text)]
     if shutil.which("nvidia-smi") or Path("/proc/driver/nvidia").exists():
         text = "a driver is installed and answers no GPU"
-        return [Finding("gpu", Level.PROBLEM, text, "nvidia-smi; then modprobe nvidia, or reboot")]
-    return [Finding("gpu", Level.OK, "none; the node lends CPU slots")]
+        fix = "nvidia-smi; then modprobe nvidia, or reboot"
+        return [*found, Finding("gpu", Level.PROBLEM, text, fix)]
+    return found or [Finding("gpu", Level.OK, "none; the node lends CPU slots")]
+
+
+def _ailing(detector: Detector, survey: Survey) -> list[Finding]:
+    found = []
+    for gpu in survey.gpus:
+        if gpu.vendor != "nvidia" or gpu.simulated:
+            continue
+        try:
+            vitals, lost = detector.nvml.vitals(gpu.uuid), False
+        except NvmlError:
+            vitals, lost = Vitals(), True
+        found.append(
+            health_finding(gpu, examine(symptoms_of(gpu, vitals, lost=lost), Condition(), 0))
+        )
+    return found
+
+
+def health_finding(gpu: Gpu, condition: Condition) -> Finding:
+    name = f"gpu{gpu.index}"
+    if condition.health is Health.HEALTHY:
+        return Finding(name, Level.OK, f"{gpu.model} is healthy")
+    text = f"{gpu.model} is {condition.health.value}: {condition.reason}"
+    fix = (
+        f"cool it, or nvidia-smi --gpu-reset -i {gpu.index}; then gpool node resume gpu{gpu.index}"
+    )
+    level = Level.PROBLEM if condition.health is Health.QUARANTINED else Level.WARNING
+    return Finding(name, level, text, fix)
 
 
 def _network(_: Path) -> list[Finding]:

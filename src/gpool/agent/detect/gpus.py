@@ -1,15 +1,20 @@
-"""Finds GPUs by NVML, or makes simulated ones from a text. A machine without a driver simply has none."""
+"""Finds the machine's GPUs: NVIDIA's by NVML, others by their tools, or simulated ones from a text. A machine without any simply has none."""
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 
-import pynvml  # type: ignore[import-untyped]
-
+from gpool.agent.detect import tools
+from gpool.agent.detect.nvml import Card, GpuLost, NoDriver, Nvml, NvmlError, RealNvml
+from gpool.agent.detect.vendors import Parsed, normalised
 from gpool.core.errors import Invalid
-from gpool.core.model import GIB, Gpu
+from gpool.core.health import Health
+from gpool.core.model import GIB, Gpu, GpuDetails
+
+__all__ = ["MEMORY_GIB", "Detector", "Survey", "detect", "normalised"]
 
 # Well-known cards, by the name a consumer would ask for.
 MEMORY_GIB = {
@@ -48,21 +53,119 @@ MEMORY_GIB = {
     "V10032GB": 32,
 }
 MOST_SIMULATED = 64
-_DECORATION = re.compile(
-    r"NVIDIA|GEFORCE|TESLA|QUADRO|GRAPHICS|GPU|SXM\d?|PCIE|HBM\d?E?|NVL|\d+GI?B"
-)
+OTHERS_EVERY = 30
+"""Surveys between two questions to other vendors' tools: some take a second each."""
+LOST = "it fell off the bus: it does not answer"
 
 
-def normalised(name: str) -> str:
-    """`NVIDIA A100-SXM4-80GB` is A100, `NVIDIA GeForce RTX 4090` is RTX4090: what consumers write."""
-    words = re.findall(r"[A-Z0-9]+", name.upper())
-    kept = [word for word in words if not _DECORATION.fullmatch(word)]
-    return "".join(kept or words)
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """What there is, and what could not be read."""
+
+    gpus: tuple[Gpu, ...] = ()
+    complaints: tuple[str, ...] = ()
+
+
+class Detector:
+    """Surveys again and again; a card that stops answering stays listed, and takes nothing, until its driver forgets it."""
+
+    def __init__(
+        self,
+        simulate: str | None = None,
+        nvml: Nvml | None = None,
+        others: Callable[[], Parsed] = tools.others,
+    ) -> None:
+        self._simulated = _simulated(simulate) if simulate else None
+        self.nvml: Nvml = nvml if nvml is not None else RealNvml()
+        self._others = others
+        self._asked = 0
+        self._told = Parsed()
+        self._known: dict[str, Gpu] = {}
+
+    def survey(self) -> Survey:
+        if self._simulated is not None:
+            return Survey(self._simulated)
+        gpus, complaints = self._nvidia()
+        if self._asked % OTHERS_EVERY == 0:
+            self._told = self._others()
+        self._asked += 1
+        first = 1 + max((gpu.index for gpu in gpus), default=-1)
+        placed = [replace(gpu, index=first + at) for at, gpu in enumerate(self._told.gpus)]
+        return Survey((*gpus, *placed), (*complaints, *self._told.complaints))
+
+    def close(self) -> None:
+        self.nvml.close()
+
+    def _nvidia(self) -> tuple[tuple[Gpu, ...], tuple[str, ...]]:
+        nvml, complaints = self.nvml, []
+        try:
+            nvml.open()
+            uuids, lost, driver = nvml.uuids(), nvml.lost(), nvml.driver()
+        except NoDriver:
+            return (), ()
+        except NvmlError as error:
+            return tuple(map(_gone, self._known.values())), (f"NVML: {error}",)
+        cards: list[tuple[Card, tuple[str, ...], tuple[str, ...]]] = []
+        for uuid in uuids:
+            try:
+                card = nvml.card(uuid)
+                names = {one.id: one.name for one in nvml.mig_profiles(uuid)}
+                made = [names.get(one.profile, "?") for one in nvml.mig_instances(uuid)]
+                cards.append((card, tuple(names.values()), tuple(made)))
+            except GpuLost:
+                lost += 1
+            except NvmlError as error:
+                complaints.append(f"NVML, {uuid}: {error}")
+        found = {gpu.uuid: gpu for gpu in _described(cards, driver)}
+        missing = [gpu for uuid, gpu in self._known.items() if uuid not in found]
+        if lost:
+            if len(missing) < lost:
+                complaints.append(f"NVML: {lost - len(missing)} GPUs do not answer; look at dmesg")
+            taken = {gpu.index for gpu in found.values()}
+            for gpu in missing:
+                if gpu.index not in taken:
+                    found[gpu.uuid] = _gone(gpu)
+        self._known = found
+        return tuple(sorted(found.values(), key=lambda gpu: gpu.index)), tuple(complaints)
+
+
+def _gone(gpu: Gpu) -> Gpu:
+    return replace(gpu, closed=LOST, health=Health.QUARANTINED, ails=LOST)
+
+
+def _described(
+    cards: Iterable[tuple[Card, tuple[str, ...], tuple[str, ...]]], driver: str
+) -> list[Gpu]:
+    told = list(cards)
+    index_of = {card.bus: card.index for card, _, _ in told if card.bus}
+    found = []
+    for card, profiles, instances in told:
+        peers = [index_of[bus] for bus in card.nvlinks if bus in index_of]
+        details = GpuDetails(
+            source="nvml",
+            driver=driver,
+            capability=card.capability,
+            bus=card.bus,
+            pcie=card.pcie,
+            power_limit_mw=card.power_limit_mw or 0,
+            clock_mhz=card.clocks_mhz[0] if card.clocks_mhz else 0,
+            links=tuple((peer, peers.count(peer)) for peer in sorted(set(peers))),
+            mig=card.mig,
+            mig_profiles=profiles,
+            mig_instances=instances,
+        )
+        name = normalised(card.name)
+        found.append(Gpu(card.index, card.uuid, name, "nvidia", card.memory_bytes, details=details))
+    return found
 
 
 def detect(simulate: str | None = None) -> tuple[Gpu, ...]:
     """The machine's GPUs, or with `simulate` ('H100:2,RTX4090') pretended ones, marked as such."""
-    return _simulated(simulate) if simulate else _nvidia()
+    detector = Detector(simulate)
+    try:
+        return detector.survey().gpus
+    finally:
+        detector.close()
 
 
 def _simulated(text: str) -> tuple[Gpu, ...]:
@@ -84,33 +187,3 @@ def _simulated(text: str) -> tuple[Gpu, ...]:
             uuid = "SIM-" + hashlib.sha256(f"{model}/{index}".encode()).hexdigest()[:32]
             found.append(Gpu(index, uuid, normalised(name), "nvidia", memory * GIB, simulated=True))
     return tuple(found)
-
-
-def _nvidia() -> tuple[Gpu, ...]:
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return ()
-    found = []
-    try:
-        for index in range(pynvml.nvmlDeviceGetCount()):
-            with contextlib.suppress(pynvml.NVMLError):  # a card that fell off the bus is not lent
-                handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-                found.append(
-                    Gpu(
-                        index,
-                        _text(pynvml.nvmlDeviceGetUUID(handle)),
-                        normalised(_text(pynvml.nvmlDeviceGetName(handle))),
-                        "nvidia",
-                        int(pynvml.nvmlDeviceGetMemoryInfo(handle).total),
-                    )
-                )
-    except pynvml.NVMLError:
-        return tuple(found)
-    finally:
-        pynvml.nvmlShutdown()
-    return tuple(found)
-
-
-def _text(value: str | bytes) -> str:
-    return value.decode() if isinstance(value, bytes) else value

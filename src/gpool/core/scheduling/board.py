@@ -208,7 +208,7 @@ class Board:
             share.append(gpu.free_share if may_cut else 0)
             vram.append(gpu.free_memory if may_cut else 0)
             holder.append(NOBODY if gpu.user is None else gpu.user)
-            if device.index in node.gpus_withheld:
+            if device.closed or device.index in node.gpus_withheld:
                 free.append(0)
             else:
                 by_memory = 1000 * gpu.free_memory // max(1, device.memory_bytes)

@@ -14,6 +14,7 @@ from gpool.core.model import (
     SECOND,
     Availability,
     Gpu,
+    Health,
     Instant,
     Node,
     Offer,
@@ -24,6 +25,7 @@ from gpool.core.permissions import POOL, Action, Kind, Thing, missing
 from gpool.core.scheduling.state import NodeState
 from gpool.server import credentials, offers
 from gpool.server.actions.audit import audited, entry
+from gpool.server.actions.gpu_documents import gpu_details, reading, sick
 from gpool.server.asking import node_thing, own, permit
 from gpool.server.identity.node_gate import checked_public_key
 from gpool.server.identity.proofs import LIFE as CHALLENGE_LIFE
@@ -50,7 +52,7 @@ from gpool.wire.documents import (
 MOST_SHOWN = 100
 """Environments in a node's document: a listing is for people."""
 
-_Status = Literal["free", "shared", "busy", "paused", "offline"]
+_Status = Literal["free", "shared", "busy", "paused", "quarantined", "offline"]
 
 
 class _Saved(msgspec.Struct, frozen=True):
@@ -437,7 +439,7 @@ def node_document(server: Server, who: Caller, pool: Pool, row: NodeRow) -> Node
         closed=here.offer.closed or None,
         environments=sorted(here.offer.environments)[:MOST_SHOWN],
         builds=sorted(here.offer.builds),
-        problems=list(row.problems) if inside else [],
+        problems=[*row.problems, *sick(here, pool.gpus)] if inside else [],
     )
 
 
@@ -470,10 +472,16 @@ def gpu_documents(server: Server, pool: Pool, row: NodeRow) -> list[tuple[int, G
                     memory_free_bytes=free_memory,
                     share_free=free_share / 1000,
                     simulated=device.simulated,
-                    status=_status(server, here, allowed, free_share, free_memory),
+                    status=_gpu_status(server, here, device, stored, free_share, free_memory),
                     available=allowed and here.availability is Availability.AVAILABLE,
                     tiers=_tiers(here.offer.tiers),
                     flagged=stored.flagged,
+                    closed=device.closed or None,
+                    health=device.health.value,
+                    ails=device.ails or None,
+                    quarantined=stored.quarantined,
+                    details=None if device.details is None else gpu_details(device.details),
+                    reading=reading(server.telemetry.now_of(here.id, device.index, server.now)),
                 ),
             )
         )
@@ -514,6 +522,15 @@ def _status(server: Server, here: Node, allowed: bool, share: int, memory: int) 
     if share <= 0 or memory <= 0:
         return "busy"
     return "free" if share >= 1000 else "shared"
+
+
+def _gpu_status(
+    server: Server, here: Node, device: Gpu, stored: GpuRow, share: int, memory: int
+) -> _Status:
+    allowed = device.index not in here.gpus_withheld
+    told = _status(server, here, allowed and not device.closed, share, memory)
+    sick = stored.quarantined is not None or device.health is Health.QUARANTINED
+    return "quarantined" if sick and told != "offline" else told
 
 
 def _tiers(tiers: frozenset[Tier]) -> list[str]:

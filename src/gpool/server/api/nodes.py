@@ -10,7 +10,7 @@ from gpool.core.errors import Invalid
 from gpool.core.ids import GpuId, NodeId, decode
 from gpool.core.model import Availability
 from gpool.core.permissions import Action
-from gpool.server.actions import nodes
+from gpool.server.actions import gpus, nodes
 from gpool.server.api.answers import answer, tagged
 from gpool.server.api.openapi import GPU, NODE, Responses, body, ok
 from gpool.server.api.requests import (
@@ -37,6 +37,7 @@ from gpool.wire.documents import (
     NodePage,
     NodePatch,
     NodeRequest,
+    TelemetryDocument,
 )
 
 router = APIRouter(tags=["nodes"])
@@ -175,6 +176,15 @@ async def get_resource(request: Request, gpu: GPU) -> Response:
     return tagged(request, await nodes.gpu(server, GpuId(decode("gpu", gpu))))
 
 
+@router.get(
+    "/v1/resources/{gpu}/telemetry", responses=ok(TelemetryDocument), response_class=Response
+)
+async def get_telemetry(request: Request, gpu: GPU) -> Response:
+    """What the GPU did in the last quarter of an hour."""
+    await user_of(request, Action.GPU_READ)
+    return tagged(request, await gpus.telemetry(server_of(request), GpuId(decode("gpu", gpu))))
+
+
 @router.patch(
     "/v1/resources/{gpu}",
     openapi_extra=body(GpuPatch),
@@ -186,15 +196,24 @@ async def change_resource(request: Request, gpu: GPU) -> Response:
     who = await caller(request)  # once: a node's proof is good for one look
     content = await body_of(request)
     wanted = parsed(GpuPatch, content)
-    settles = "flagged" in wanted.model_fields_set
+    settles, judges = (name in wanted.model_fields_set for name in ("flagged", "quarantined"))
     gate(who, Action.GPU_UNFLAG if settles else _lending(gpu))
     assert isinstance(who, Caller), "the gate lets no node pass"
     if settles:
         device, once = GpuId(decode("gpu", gpu)), once_of(request, content)
         return answer(await nodes.unflag(server_of(request), who, device, once))
+    if judges:
+        device, once = GpuId(decode("gpu", gpu)), once_of(request, content)
+        if wanted.available is not None:
+            raise Invalid("say 'available' and 'quarantined' one at a time")
+        changed = await gpus.quarantine(server_of(request), who, device, wanted.quarantined, once)
+        return answer(changed)
     if wanted.available is None:
-        raise Invalid("say 'available' (owners) or 'flagged': null (operators)")
-    return await _lend(request, who, gpu, wanted.available, content)
+        raise Invalid("say 'available' or 'quarantined' (owners), or 'flagged': null (operators)")
+    lent = await _lend(request, who, gpu, wanted.available, content)
+    if wanted.reclaim and not wanted.available and not gpu.startswith("n-"):
+        await gpus.reclaim(server_of(request), GpuId(decode("gpu", gpu)))
+    return lent
 
 
 @router.delete("/v1/resources/{gpu}", responses=ok(GpuDocument), response_class=Response)

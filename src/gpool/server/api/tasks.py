@@ -13,7 +13,7 @@ from gpool.core.errors import Invalid
 from gpool.core.ids import BatchId, TaskId, decode, encode
 from gpool.core.model import TaskStatus
 from gpool.core.permissions import Action, TeamId
-from gpool.server.actions import cancel, documents, logs, preempt, query
+from gpool.server.actions import cancel, documents, gpus, logs, preempt, query
 from gpool.server.actions.submit import submit
 from gpool.server.api.answers import answer, raw, stream, tagged
 from gpool.server.api.openapi import BATCH, TASK, body, ok
@@ -40,6 +40,7 @@ from gpool.wire.documents import (
     TaskDocument,
     TaskPage,
     TaskRequest,
+    TelemetryDocument,
 )
 
 router = APIRouter(tags=["tasks"])
@@ -163,6 +164,14 @@ async def get_events(request: Request, id: TASK) -> Response:
     return tagged(
         request, b"[" + b",".join(event.model_dump_json().encode() for event in told) + b"]"
     )
+
+
+@router.get("/v1/tasks/{id}/telemetry", responses=ok(TelemetryDocument), response_class=Response)
+async def get_telemetry(request: Request, id: TASK) -> Response:
+    """What the task took of its GPUs in the last quarter of an hour."""
+    who = await user_of(request, Action.TASK_READ)
+    told = await gpus.task_telemetry(server_of(request), who, TaskId(decode("task", id)))
+    return tagged(request, told)
 
 
 @router.get(

@@ -49,6 +49,7 @@ ROUTES: Mapping[tuple[str, str], Row] = {
     ("GET", "/v1/tasks/{id}/result"): _TASK,
     ("GET", "/v1/tasks/{id}/explain"): _TASK,
     ("GET", "/v1/tasks/{id}/events"): _TASK,
+    ("GET", "/v1/tasks/{id}/telemetry"): _TASK,
     ("GET", "/v1/tasks/{id}/logs"): _row(_C.STREAM, _A.TASK_READ),
     ("GET", "/v1/batches/{id}"): _row(_C.READ, _A.BATCH_READ),
     ("DELETE", "/v1/batches/{id}"): _row(_C.CHANGE, _A.BATCH_CANCEL),
@@ -66,6 +67,7 @@ ROUTES: Mapping[tuple[str, str], Row] = {
     ("GET", "/v1/resources"): _GPUS,
     ("GET", "/resources"): _GPUS,
     ("GET", "/v1/resources/{gpu}"): _row(_C.READ, _A.GPU_READ, _A.NODE_READ),
+    ("GET", "/v1/resources/{gpu}/telemetry"): _row(_C.READ, _A.GPU_READ),
     ("PATCH", "/v1/resources/{gpu}"): _row(_C.CHANGE, _A.GPU_CHANGE, _A.NODE_CHANGE, _A.GPU_UNFLAG),
     ("DELETE", "/v1/resources/{gpu}"): _row(_C.CHANGE, _A.GPU_CHANGE, _A.NODE_CHANGE),
     ("PUT", "/v1/artifacts/{sha256}"): _row(

@@ -167,3 +167,4 @@ class GpuRow:
     available: bool
     gone: bool
     flagged: str | None  # why it is not scheduled; None: fine
+    quarantined: str | None = None  # what ails it, until somebody says it is well

@@ -139,6 +139,7 @@ gpus = Table(
     Column("available", BIG, nullable=False, server_default=text("1")),
     _counter("gone"),
     _words("flagged"),
+    _words("quarantined"),
     UniqueConstraint("node_id", "uuid"),
     Index("ix_gpus_uuid", "uuid"),
 )

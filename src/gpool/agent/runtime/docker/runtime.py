@@ -155,6 +155,11 @@ class DockerRuntime:
         self._free: list[_Slot] = []
         self._slots = self._made = 0
 
+    @property
+    def containers(self) -> tuple[str, ...]:
+        """The ids of those that run now; from any thread."""
+        return tuple(one.container for one in tuple(self._running))
+
     def use_gpus(self, gpus: Sequence[Gpu]) -> None:
         """What the machine has now; sandboxes that run keep what they were given."""
         self._gpus = {gpu.index: gpu for gpu in gpus}

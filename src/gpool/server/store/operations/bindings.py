@@ -18,7 +18,9 @@ from gpool.server.store.rows import of_names
 TWO_OWNERS = "this GPU's uuid was seen under two owners; an operator decides whose it is"
 ANOTHERS = "an operator decided that this GPU is another owner's"
 
-GPU = "g.id, g.node_id, n.owner_id, g.uuid, g.position, g.available, g.gone, g.flagged"
+GPU = (
+    "g.id, g.node_id, n.owner_id, g.uuid, g.position, g.available, g.gone, g.flagged, g.quarantined"
+)
 
 
 @operation
@@ -107,6 +109,14 @@ def unflag(gpu: GpuId, at: Instant) -> Operation[GpuRow | None]:
 
 
 @operation
+def quarantine(gpu: GpuId, why: str | None) -> Operation[GpuRow | None]:
+    """Take a GPU out of the pool for its health, or (None) say that it is well; the law beside `core.health`."""
+    yield Statement("UPDATE gpus SET quarantined = :why WHERE id = :gpu", {"why": why, "gpu": gpu})
+    found = yield from _gpus("g.id = :gpu", gpu=gpu)
+    return found[0] if found else None
+
+
+@operation
 def binding(uuid: str) -> Operation[Binding | None]:
     rows = yield Statement(
         "SELECT uuid, owner_id, wallet, bound_at, settled_at FROM gpu_bindings WHERE uuid = :uuid",
@@ -155,6 +165,7 @@ def _gpu(row: Row) -> GpuRow:
         bool(row[5]),
         bool(row[6]),
         row[7],
+        row[8],
     )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from gpool.core.errors import Conflict, Forbidden, Invalid, NotFound
 from gpool.core.ids import GpuId, NodeId, UserId
-from gpool.core.model import Availability, Instant, Offer
+from gpool.core.model import Availability, Gpu, Health, Instant, Offer
 from gpool.server.store.operation import operation
 from gpool.server.store.operations.audiences import known_names, resolved
 from gpool.server.store.protocol import Operation, Relation, Row, Statement
@@ -14,7 +14,7 @@ from gpool.server.store.rows import NODE_COLUMNS, node_row, offer_from, offer_te
 from gpool.server.store.values import NodeCredentials, NodeRow
 
 OFFER = NODE_COLUMNS.split(", ").index("n.offer")
-GPU_COLUMNS = (("id", "int"), ("uuid", "text"), ("position", "int"))
+GPU_COLUMNS = (("id", "int"), ("uuid", "text"), ("position", "int"), ("ails", "text"))
 
 
 @operation
@@ -95,7 +95,14 @@ def _gpu_rows(offer: Offer, gpu_ids: Sequence[int]) -> Relation:
     if len({gpu.uuid for gpu in offer.gpus}) != len(offer.gpus):
         raise Invalid("the offer names a GPU twice; each needs a uuid of its own")
     pairs = zip(gpu_ids, offer.gpus, strict=True)
-    return Relation(GPU_COLUMNS, [(number, gpu.uuid, gpu.index) for number, gpu in pairs])
+    return Relation(
+        GPU_COLUMNS, [(number, gpu.uuid, gpu.index, _ailing(gpu)) for number, gpu in pairs]
+    )
+
+
+def _ailing(gpu: Gpu) -> str | None:
+    """What a sick GPU is put in quarantine for; somebody has to say when it is well again."""
+    return (gpu.ails or "sick") if gpu.health is Health.QUARANTINED else None
 
 
 def _put_gpus(node: NodeId, gpus: Relation) -> Operation[None]:
@@ -103,9 +110,10 @@ def _put_gpus(node: NodeId, gpus: Relation) -> Operation[None]:
     yield Statement("UPDATE gpus SET gone = 1 WHERE node_id = :node", {"node": node})
     if gpus.rows:
         yield Statement(
-            "INSERT INTO gpus (id, node_id, uuid, position) "
-            "SELECT g.id, CAST(:node AS BIGINT), g.uuid, g.position FROM {gpus} AS g WHERE true "
-            "ON CONFLICT (node_id, uuid) DO UPDATE SET position = excluded.position, gone = 0",
+            "INSERT INTO gpus (id, node_id, uuid, position, quarantined) "
+            "SELECT g.id, CAST(:node AS BIGINT), g.uuid, g.position, g.ails FROM {gpus} AS g WHERE true "
+            "ON CONFLICT (node_id, uuid) DO UPDATE SET position = excluded.position, gone = 0, "
+            "quarantined = COALESCE(gpus.quarantined, excluded.quarantined)",
             {"node": node},
             {"gpus": gpus},
         )
@@ -160,12 +168,12 @@ def beat(node: NodeId, at: Instant) -> Operation[None]:
 
 
 def load_nodes(where: str, parameters: dict[str, int]) -> Operation[tuple[NodeRow, ...]]:
-    """Nodes with the indexes of the GPUs that take nothing: withheld by the owner, or flagged. `where` speaks of `n`."""
+    """Nodes with the indexes of the GPUs that take nothing: withheld, sick, or flagged. `where` speaks of `n`."""
     withheld: dict[int, set[int]] = {}
     flagged: dict[int, set[int]] = {}
     rows = yield Statement(
         "SELECT g.node_id, g.position, g.flagged FROM gpus g JOIN nodes n ON n.id = g.node_id "  # noqa: S608
-        f"WHERE g.gone = 0 AND (g.available = 0 OR g.flagged IS NOT NULL) AND {where}",
+        f"WHERE g.gone = 0 AND (g.available = 0 OR g.flagged IS NOT NULL OR g.quarantined IS NOT NULL) AND {where}",
         parameters,
     )
     for number, position, why in rows:

@@ -1,0 +1,124 @@
+"""What GPUs and tasks did lately, in memory: a short ring for each, fed by beats. Lost with the process; the store knows nothing of it.
+
+A node says what it likes: readings of GPUs it does not lend, of tasks it does not hold, or that no card could give are dropped.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections import OrderedDict, deque
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from gpool.core.ids import NodeId, TaskId
+from gpool.core.model import SECOND, Instant
+from gpool.wire.frames import GpuReading, TaskReading
+
+KEPT = 120
+"""Points a ring holds: a quarter of an hour of beats."""
+MOST_RINGS = 20_000
+STALE = 60 * SECOND
+"""An older reading is history, not the present."""
+_POINT = struct.Struct("<qhqih")
+_UNSAID = -1
+
+
+class Point(NamedTuple):
+    """One reading. None: the card did not say."""
+
+    at: Instant
+    utilisation_percent: int | None
+    memory_bytes: int | None
+    power_mw: int | None
+    temperature_c: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class GpuKey:
+    node: NodeId
+    index: int
+
+
+class _Rings:
+    """Rings by key; those least recently fed go first when there are too many."""
+
+    def __init__(self) -> None:
+        self._rings: OrderedDict[GpuKey | TaskId, deque[bytes]] = OrderedDict()
+
+    def add(self, key: GpuKey | TaskId, at: Instant, reading: GpuReading | TaskReading) -> None:
+        ring = self._rings.get(key)
+        if ring is None:
+            ring = self._rings[key] = deque(maxlen=KEPT)
+            if len(self._rings) > MOST_RINGS:
+                self._rings.popitem(last=False)
+        self._rings.move_to_end(key)
+        ring.append(_packed(at, reading))
+
+    def history(self, key: GpuKey | TaskId) -> tuple[Point, ...]:
+        return tuple(_point(packed) for packed in self._rings.get(key, ()))
+
+    def latest(self, key: GpuKey | TaskId, now: Instant) -> Point | None:
+        ring = self._rings.get(key)
+        last = _point(ring[-1]) if ring else None
+        return last if last is not None and now - last.at <= STALE else None
+
+
+class Telemetry:
+    """What every GPU and every running task did in the last quarter of an hour."""
+
+    def __init__(self) -> None:
+        self._gpus = _Rings()
+        self._tasks = _Rings()
+
+    def take(
+        self,
+        node: NodeId,
+        indexes: Collection[int],
+        held: Collection[TaskId],
+        readings: tuple[GpuReading, ...],
+        tasks: tuple[TaskReading, ...],
+        at: Instant,
+    ) -> None:
+        """A beat's readings; `indexes` are the GPUs the node lends, `held` the tasks it has."""
+        for reading in readings[: len(indexes)]:
+            if reading.gpu in indexes and _is_plausible(reading):
+                self._gpus.add(GpuKey(node, reading.gpu), at, reading)
+        for told in tasks[: len(held)]:
+            if told.task in held and _is_plausible(told):
+                self._tasks.add(TaskId(told.task), at, told)
+
+    def gpu(self, node: NodeId, index: int) -> tuple[Point, ...]:
+        """Oldest first."""
+        return self._gpus.history(GpuKey(node, index))
+
+    def task(self, task: TaskId) -> tuple[Point, ...]:
+        return self._tasks.history(task)
+
+    def now_of(self, node: NodeId, index: int, now: Instant) -> Point | None:
+        """The last reading, unless it is stale."""
+        return self._gpus.latest(GpuKey(node, index), now)
+
+
+def _is_plausible(reading: GpuReading | TaskReading) -> bool:
+    return (
+        _within(reading.utilisation_percent, 100)
+        and _within(reading.memory_bytes, 1 << 50)
+        and _within(reading.power_mw, 1 << 30)
+        and _within(reading.temperature_c, 500)
+    )
+
+
+def _within(value: int | None, most: int) -> bool:
+    return value is None or 0 <= value <= most
+
+
+def _packed(at: Instant, told: GpuReading | TaskReading) -> bytes:
+    values = (told.utilisation_percent, told.memory_bytes, told.power_mw, told.temperature_c)
+    return _POINT.pack(at, *(_UNSAID if value is None else value for value in values))
+
+
+def _point(packed: bytes) -> Point:
+    at, *values = _POINT.unpack(packed)
+    said = [None if value == _UNSAID else value for value in values]
+    return Point(Instant(at), said[0], said[1], said[2], said[3])

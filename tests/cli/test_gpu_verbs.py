@@ -1,0 +1,94 @@
+"""What owners do about single GPUs, against a real server on loopback."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+from click.testing import CliRunner, Result
+from server_desk import Live, serving
+
+from gpool.cli.main import cli
+
+
+class Owner:
+    """The operator, who has registered a machine with two GPUs under their account."""
+
+    def __init__(self, live: Live, folder: Path) -> None:
+        self._live, self._home = live, folder / "home"
+        self._key = live.key
+        gpus = [
+            {
+                "index": n,
+                "uuid": f"GPU-{n}",
+                "model": "H200",
+                "vendor": "nvidia",
+                "memory_bytes": 1 << 37,
+            }
+            for n in range(2)
+        ]
+        self.ask("POST", "/v1/nodes", {"name": "studio", "cpu_milli": 1000, "gpus": gpus})
+
+    def ask(self, method: str, path: str, document: object = None) -> Any:
+        headers = {"Authorization": f"Bearer {self._key}"}
+        with httpx2.Client(trust_env=False) as http:
+            answer = http.request(method, self._live.url + path, headers=headers, json=document)
+        return answer.raise_for_status().json()
+
+    def __call__(self, *words: str, code: int = 0) -> Result:
+        environment = {
+            "GPOOL_HOME": str(self._home),
+            "GPOOL_URL": self._live.url,
+            "GPOOL_KEY": self._key,
+        }
+        result = CliRunner().invoke(cli, words, env=environment)
+        assert result.exit_code == code, result.output
+        return result
+
+    def gpu(self, index: int) -> dict[str, Any]:
+        found = json.loads(self("gpus", "--json").stdout)
+        return next(one for one in found if one["kind"] == "gpu" and one["index"] == index)
+
+
+@pytest.fixture
+def owner(tmp_path: Path) -> Iterator[Owner]:
+    with serving(tmp_path / "data") as live:
+        yield Owner(live, tmp_path)
+
+
+def test_one_gpu_is_paused_and_resumed_by_its_short_name(owner: Owner) -> None:
+    owner("node", "pause", "gpu1")
+    assert [owner.gpu(n)["available"] for n in range(2)] == [True, False]
+    owner("node", "resume", "studio/gpu1")
+    assert owner.gpu(1)["available"] is True
+    owner("node", "pause", "gpu0", "--now")
+    assert owner.gpu(0)["available"] is False
+
+
+def test_a_gpu_that_is_not_there_is_named_with_those_that_are(owner: Owner) -> None:
+    told = owner("node", "pause", "gpu7", code=4)
+    assert "gpu0, gpu1" in told.output
+
+
+def test_a_whole_node_is_not_taken_back_by_now(owner: Owner) -> None:
+    owner("node", "pause", "studio", "--now", code=2)
+
+
+def test_resuming_says_that_a_gpu_in_quarantine_is_well(owner: Owner) -> None:
+    sick = owner.gpu(0)["id"]
+    owner.ask("PATCH", f"/v1/resources/{sick}", {"quarantined": "it smells of smoke"})
+    listed = owner("gpus")
+    assert "it smells of smoke" in listed.stderr
+    assert "it smells of smoke" in owner("node", "ls").stderr
+    owner("node", "resume", "gpu0")
+    assert owner.gpu(0)["quarantined"] is None
+
+
+def test_the_listing_has_a_column_for_each_reading(owner: Owner) -> None:
+    heading = owner("gpus").stdout.splitlines()[0].lower()
+    for word in ("busy", "used", "watts", "°c"):
+        assert word in heading
