@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 from pool import Pool, card_state, pause, pool, say, set_back, smi
 
@@ -22,12 +23,20 @@ def alloc(*gib: float) -> tuple[str, ...]:
 def slices(made: Pool, mode: str) -> None:
     """One within its slice, one over it, a neighbour that computes meanwhile."""
     with made.begun(
-        "run", "--vram", "6GB", *WORK, "--", "python3", "work.py", "check", "16", "2"
+        "run", "--vram", "6GB", *WORK, "--", "python3", "work.py", "check", "14", "2"
     ) as near:
         pause(7)
         within = made.gpool("run", "--vram", "6GB", *CLIENT, *alloc(3), timeout=40)
         over = made.gpool("run", "--vram", "6GB", *CLIENT, *alloc(3, 8), timeout=40)
+        logs = {
+            str(file): file.read_text()[-700:] for file in Path("/run/gpool/mps").glob("*/log/*")
+        }
         neighbour = near(60)
+    say(
+        step="slices",
+        logs=logs,
+        processes=smi("--query-compute-apps=pid,used_memory", "--format=csv"),
+    )
     say(step="slices", mode=mode, within=within.brief(), over=over.brief(), near=neighbour.brief())
     VERDICTS[f"{mode}: within its slice"] = within.rc == 0 and within.told("took") == 3 * GIB
     refused = over.told("refused") == 8 * GIB
@@ -37,7 +46,7 @@ def slices(made: Pool, mode: str) -> None:
 
 
 def throughput(made: Pool, mode: str) -> int:
-    start = time.clock_gettime(time.CLOCK_REALTIME) + 14
+    start = time.clock_gettime(time.CLOCK_REALTIME) + 11
     words = (
         "run",
         "--gpu",
@@ -67,7 +76,7 @@ def attack(made: Pool) -> None:
         f"s=$(echo {orders}); echo servers $s; "
         'for p in $s; do printf "set_device_pinned_mem_limit $p 0 100G\\nget_device_pinned_mem_limit $p 0\\n" | nvidia-cuda-mps-control; done; '
         "printf 'set_default_device_pinned_mem_limit 0 100G\\nquit\\n' | nvidia-cuda-mps-control; "
-        "sleep 1 | python3 cuda_client.py hold 9663676416; "
+        "unset CUDA_MPS_PINNED_DEVICE_MEM_LIMIT; sleep 1 | python3 cuda_client.py hold 9663676416; "
         "CUDA_MPS_PIPE_DIRECTORY=/tmp/none sh -c 'sleep 1 | python3 cuda_client.py hold 9663676416'; wait; true"
     )
     ran = made.gpool("run", "--vram", "6GB", *CLIENT, "--", "sh", "-c", script, timeout=60)
