@@ -29,7 +29,7 @@ def slices(made: Pool, mode: str) -> None:
         within = made.gpool("run", "--vram", "6GB", *CLIENT, *alloc(3), timeout=40)
         over = made.gpool("run", "--vram", "6GB", *CLIENT, *alloc(3, 8), timeout=40)
         logs = {
-            str(file): file.read_text()[-700:] for file in Path("/run/gpool/mps").glob("*/log/*")
+            str(file): file.read_text()[-700:] for file in Path("/run/gpool").glob("mps*/*/log/*")
         }
         neighbour = near(60)
     say(

@@ -94,7 +94,7 @@ def play(folder: Path, sharing: Sharing, what: Play, run: FakeRun = CLEAN) -> Ho
             await house.seats.close()
         assert restore.record(house.nvml, house.uuid) == before
         assert house.seats.tenancies == frozenset()
-        assert list(house.records.left()) == []
+        assert {uuid for uuid, _ in house.records.left()} == set(house.seats.unclean)
         return house
 
     with asyncio.Runner(loop_factory=new_loop) as runner:  # the agent's own, which forks otherwise
@@ -129,6 +129,45 @@ def test_a_card_that_could_not_be_cleaned_takes_nobody_and_says_why(tmp_path: Pa
         assert "2 samples" in gpu.closed
 
     play(tmp_path, Sharing.EXCLUSIVE, two_users, DIRTY)
+
+
+def test_a_card_that_a_killed_agent_had_in_use_is_cleaned_before_anybody_gets_it(
+    tmp_path: Path,
+) -> None:
+    async def all_of_it() -> None:
+        house = House(tmp_path, Sharing.EXCLUSIVE)
+        house.records.keep(house.uuid, restore.record(house.nvml, house.uuid))
+        house.nvml.set_compute_mode(house.uuid, "prohibited")
+        await house.seats.start()
+        with pytest.raises(SandboxFailed, match="before it had cleaned it"):
+            async with house.seats.seat(1, [WHOLE]):
+                pytest.fail("somebody's memory was not cleaned")
+        while house.seats.unclean:  # noqa: ASYNC110 - the loop goes on meanwhile
+            await asyncio.sleep(0)
+        async with house.seats.seat(1, [WHOLE]):
+            assert len(house.scrubs) == 1
+            assert house.nvml.compute_mode(house.uuid) == "default"
+        await house.seats.close()
+        assert list(house.records.left()) == []
+
+    asyncio.run(all_of_it())
+
+
+def test_who_is_called_off_while_a_card_is_cleaned_leaves_it_clean(tmp_path: Path) -> None:
+    async def called_off(house: House) -> None:
+        async with house.seats.seat(1, [WHOLE]):
+            pass
+        coming = asyncio.create_task(house.seats.seat(2, [WHOLE]).__aenter__())
+        while not house.scrubs:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        coming.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await coming
+        assert house.seats.tenancies == frozenset()
+        async with house.seats.seat(3, [WHOLE]):
+            assert len(house.scrubs) == 1
+
+    play(tmp_path, Sharing.EXCLUSIVE, called_off)
 
 
 def test_a_stranger_never_gets_a_gpu_that_is_in_use(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import tempfile
 from collections.abc import Sequence
@@ -91,7 +92,8 @@ def sharing_for(
 
 
 def _pipes(data_dir: Path, root: bool) -> Path:
+    """Ours alone: what lies there at the start is of an agent before us on the same data."""
     if root:
-        return RUN / "mps"
+        return RUN / f"mps-{hashlib.sha256(bytes(data_dir.resolve())).hexdigest()[:12]}"
     near = data_dir.resolve() / "mps"
     return near if len(str(near)) <= LONGEST_PATH else Path(tempfile.mkdtemp(prefix="gpool-mps-"))

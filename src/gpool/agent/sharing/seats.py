@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Sequence
+import shutil
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -30,6 +31,7 @@ LINGER_S = 3.0
 ONE_PROCESS = "exclusive_process"
 IN_USE = "in use"
 TRIES, AGAIN_S = 30, 0.1
+AGAIN_AFTER_S = 30.0
 
 T = TypeVar("T")
 
@@ -75,6 +77,7 @@ class GpuSeats:
         self._before: dict[str, restore.CardSettings] = {}
         self._locks: dict[str, asyncio.Lock] = {}
         self._watchdog = Watchdog(nvml)
+        self._retrying: set[asyncio.Task[None]] = set()
         self.unclean: dict[str, str] = {}
         """By uuid: why a card takes nobody new."""
 
@@ -87,7 +90,14 @@ class GpuSeats:
         return frozenset(self._houses)
 
     async def start(self) -> None:
+        """Cards that an agent before us did not leave in good order are set back, and cleaned before anybody gets them."""
+        left = list(self._records.left())
         await asyncio.to_thread(restore.recover, self._nvml, self._records)
+        if self._mps is not None:
+            await asyncio.to_thread(shutil.rmtree, self._mps.folder, ignore_errors=True)
+        for uuid, settings in left:
+            self._records.keep(uuid, settings)  # until it is clean
+            self._set_aside(uuid, "an agent ended before it had cleaned it", first_s=0.0)
 
     async def close(self) -> None:
         """After the last sandbox: every tenancy ends now."""
@@ -97,6 +107,10 @@ class GpuSeats:
             async with self._lock(house.tenancy.gpu):
                 await self._end(house)
         await self._watchdog.close()
+        for task in self._retrying:
+            task.cancel()
+        if self._retrying:
+            await asyncio.wait(list(self._retrying))
         if self._mps is not None:
             await self._mps.launcher.close()
 
@@ -141,11 +155,11 @@ class GpuSeats:
                 house = self._houses[other]
                 if house.held:
                     raise SandboxFailed(f"GPU {gpu.index} is still in use ({other.mode.value})")
-                await self._end(house)
+                await undisturbed(self._end(house))
             if gpu.uuid in self.unclean:
                 raise SandboxFailed(f"GPU {gpu.index} is not clean: {self.unclean[gpu.uuid]}")
             known = self._houses.get(wanted)
-            house = known if known is not None else await self._begin(wanted)
+            house = known if known is not None else await undisturbed(self._begin(wanted))
             if house.leaving is not None:
                 house.leaving.cancel()
                 house.leaving = None
@@ -188,8 +202,8 @@ class GpuSeats:
         except (NvmlError, SandboxFailed) as error:
             await self._end(house, used=False)
             raise SandboxFailed(f"the GPU could not be got ready: {error}") from error
-        except BaseException:  # called off, or a fault of ours: the card must not stay as it is
-            await asyncio.shield(self._end(house, used=False))
+        except BaseException:  # a fault of ours: the card must not stay as it is
+            await self._end(house, used=False)
             raise
         return house
 
@@ -235,19 +249,49 @@ class GpuSeats:
         self._houses.pop(tenancy, None)
         if not any(other.gpu == gpu for other in self._houses):
             why = await self._restore(gpu) or why
+            if not why and gpu not in self.unclean:
+                self._records.drop(gpu)
         if why:
-            self.unclean[gpu] = why
-            log.error("gpu_unclean", gpu=gpu, why=why)
+            self._set_aside(gpu, why)
         else:
             log.info("tenancy_ended", gpu=gpu, mode=tenancy.mode.value)
 
     async def _scrub(self, house: _House) -> str:
+        return await self._clean(house.tenancy.gpu, self._whole_seat(house))
+
+    async def _clean(self, gpu: str, seat: GpuSeat) -> str:
+        """Why it is not clean; empty: it is."""
         if self._sandboxes is None:
             return ""
-        told = await scrub(self._sandboxes, self._whole_seat(house))
+        told = await scrub(self._sandboxes, seat)
         why = fault(told)
-        log.info("gpu_scrubbed", gpu=house.tenancy.gpu, bytes=told.scrubbed, why=why)
+        log.info("gpu_scrubbed", gpu=gpu, bytes=told.scrubbed, why=why)
         return f"its memory could not be cleaned: {why}" if why else ""
+
+    def _set_aside(self, gpu: str, why: str, first_s: float = AGAIN_AFTER_S) -> None:
+        """Nobody gets it until it has been cleaned after all."""
+        log.error("gpu_unclean", gpu=gpu, why=why)
+        is_known, self.unclean[gpu] = gpu in self.unclean, why
+        if is_known:
+            return
+        task = asyncio.create_task(self._clean_after_all(gpu, first_s))
+        self._retrying.add(task)
+        task.add_done_callback(self._retrying.discard)
+
+    async def _clean_after_all(self, gpu: str, pause_s: float) -> None:
+        while True:
+            await asyncio.sleep(pause_s)
+            pause_s = AGAIN_AFTER_S
+            async with self._lock(gpu):
+                if any(other.gpu == gpu for other in self._houses):
+                    continue  # neighbours on the rest of it are still there
+                why = await self._restore(gpu)
+                why = why or await self._clean(gpu, self._card_seat(gpu))
+                if not why:
+                    self._records.drop(gpu)
+                    self.unclean.pop(gpu, None)
+                    return
+                self.unclean[gpu] = why
 
     def _restore_mode(self, gpu: str) -> None:
         before = self._before.get(gpu)
@@ -257,14 +301,14 @@ class GpuSeats:
 
     async def _restore(self, gpu: str) -> str:
         """Why it could not be; empty: it is as it was."""
-        before = self._before.pop(gpu, None)
+        before = self._before.get(gpu)
         if before is None:
             return ""
         try:
             changed = await patiently(lambda: restore.restore(self._nvml, gpu, before))
         except NvmlError as error:
             return f"it could not be set back: {error}"
-        self._records.drop(gpu)
+        self._before.pop(gpu, None)
         if changed:
             log.info("card_restored", gpu=gpu, changed=changed)
         return ""
@@ -291,13 +335,25 @@ class GpuSeats:
 
     def _whole_seat(self, house: _House) -> GpuSeat:
         """All of a tenancy, without limits."""
-        uuid = house.tenancy.gpu
-        card = [gpu for gpu in self._gpus.values() if gpu.uuid == uuid]
-        nodes = device_nodes(card) or CONTROL_NODES
         if house.instance is None:
-            return GpuSeat(nodes, (("CUDA_VISIBLE_DEVICES", uuid),))
+            return self._card_seat(house.tenancy.gpu)
+        nodes = self._card_seat(house.tenancy.gpu).nodes
         made = house.instance.made
         return GpuSeat((*nodes, *house.instance.nodes), (("CUDA_VISIBLE_DEVICES", made.uuid),))
+
+    def _card_seat(self, uuid: str) -> GpuSeat:
+        card = [gpu for gpu in self._gpus.values() if gpu.uuid == uuid]
+        return GpuSeat(device_nodes(card) or CONTROL_NODES, (("CUDA_VISIBLE_DEVICES", uuid),))
+
+
+async def undisturbed(work: Coroutine[object, object, T]) -> T:
+    """Called off, it is done nevertheless: half of it would leave a card that nobody knows the state of."""
+    task = asyncio.ensure_future(work)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait([task])
+        raise
 
 
 async def patiently(call: Callable[[], T]) -> T:

@@ -62,9 +62,7 @@ def graphics(
 ) -> Graphics:
     """For one lease; what was got ready for it goes before what the engine would make of it."""
     real = [
-        gpus[s.gpu_index]
-        for s in slices
-        if s.gpu_index in gpus and not gpus[s.gpu_index].simulated
+        gpus[s.gpu_index] for s in slices if s.gpu_index in gpus and not gpus[s.gpu_index].simulated
     ]
     nodes = device_nodes(real) if seat is None else seat.nodes
     nodes = tuple(node for node in nodes if os.path.exists(node))
