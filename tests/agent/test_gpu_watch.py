@@ -195,6 +195,17 @@ def test_reconfigured_mig_is_told_within_a_beat(machine: Machine) -> None:
     assert told.mig_instances == ("1g.18gb",)
 
 
+def test_a_driver_that_goes_away_takes_its_cards_with_it_until_it_is_back(machine: Machine) -> None:
+    driver, machine.nvml._driver = machine.nvml._driver, ""
+    machine.nvml.close()
+    events = machine.pass_()
+    assert all(gpu.health is Health.QUARANTINED for gpu in offered(events))
+    assert sorted(map(sorted, filter(None, reclaimed(events)))) == [[0], [1]]
+    machine.nvml._driver = driver
+    machine.pass_(6)
+    assert [gpu.closed for gpu in offered(machine.pass_(QUIET_US / SECOND_US + 1))] == ["", ""]
+
+
 # ---- health
 
 
@@ -343,6 +354,12 @@ def test_a_rule_may_let_what_runs_finish(tmp_path: Path) -> None:
     events = machine.pass_()
     assert offered(events)[1].closed
     assert reclaimed(events) == []
+
+
+def test_what_is_closed_from_the_start_is_never_offered_open(tmp_path: Path) -> None:
+    machine = Machine(tmp_path, '[[gpu]]\nwhich = [0]\nprograms = ["mygame"]')
+    machine.run(91, "mygame", parent=1)
+    assert [gpu.closed != "" for gpu in machine.lookout.first_offer().gpus] == [True, False]
 
 
 def test_hours_hold_for_the_named_cards_only(tmp_path: Path) -> None:

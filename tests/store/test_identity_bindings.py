@@ -9,7 +9,7 @@ from store_pool import Database, Pool, race
 
 from gpool.core.errors import Conflict, Invalid
 from gpool.core.ids import GpuId, NodeId, UserId
-from gpool.core.model import Gpu, Instant, Offer, Slice, TaskStatus
+from gpool.core.model import Gpu, Health, Instant, Offer, Slice, TaskStatus
 from gpool.server.store.identity_values import Binding
 from gpool.server.store.operation import operation
 from gpool.server.store.operations import accounts, bindings, leases, nodes
@@ -187,3 +187,21 @@ def test_a_join_link_works_once_whoever_comes_at_once(pool: Pool, database: Data
     answers = race(database, made)
     assert sum(not isinstance(answer, Exception) for answer in answers) == 1
     assert pool.read(accounts.account(pool.ann)) is not None
+
+
+def test_a_sick_gpu_stays_in_quarantine_until_somebody_says_it_is_well(pool: Pool) -> None:
+    box = joined(pool, "box", pool.ann, "G1", "G2")
+    well = pool.read(nodes.node(box)).node.offer
+    ills = (replace(well.gpus[0], health=Health.QUARANTINED, ails="XID 79"), well.gpus[1])
+    ids = [next(pool.numbers) for _ in ills]
+    pool.write(nodes.greet(box, replace(well, gpus=ills), ids, pool.now()))
+    assert withheld(pool, box) == {0}
+    worse = (replace(ills[0], ails="XID 95"), ills[1])
+    pool.write(nodes.greet(box, replace(well, gpus=worse), ids, pool.now()))
+    sick = gpu_on(pool, box)
+    assert pool.read(bindings.gpu(sick)).quarantined == "XID 79"
+    pool.write(nodes.greet(box, well, ids, pool.now()))
+    assert withheld(pool, box) == {0}
+    assert pool.write(bindings.quarantine(sick, None)).quarantined is None
+    assert withheld(pool, box) == set()
+    assert pool.write(bindings.quarantine(GpuId(1), "by hand")) is None

@@ -149,6 +149,7 @@ class CommandKeeper:
                 environment,
                 lane,
                 image_of(spec),
+                self._note,
                 seat,
             )
             sandbox = await started(runtime.start_command(job))

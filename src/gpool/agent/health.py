@@ -72,6 +72,7 @@ class Watch:
         self._cards: dict[str, tuple[object, ...]] = {}
         self._cards_at: int | None = None
         self._ours: dict[int, bool] = {}
+        self._unread: set[str] = set()  # said once
         self._killed: dict[int, int] = {}  # pid: when it was first seen dying
         self._conditions: dict[str, Condition] = {}
         self.changed = False  # a card was lost, found or reconfigured: survey again
@@ -104,7 +105,11 @@ class Watch:
         except (GpuLost, NoDriver):
             lost, vitals = True, UNSEEN
         except NvmlError as error:
-            log.warning("gpu_not_read", gpu=uuid, error=str(error))
+            if uuid not in self._unread:
+                log.warning("gpu_not_read", gpu=uuid, error=str(error))
+            self._unread.add(uuid)
+        else:
+            self._unread.discard(uuid)
         ours = tuple(process for process in processes if self._is_ours(process.pid))
         others = [process.pid for process in processes if process not in ours]
         # One that is not where the driver says may be a task of ours, seen from another process namespace.

@@ -30,6 +30,7 @@ from gpool.agent.policy import (
     shaped,
 )
 from gpool.agent.policy_file import parse
+from gpool.agent.sandboxes import Allowed
 from gpool.core.errors import Invalid
 from gpool.core.model import Gpu, Health, Offer
 from gpool.wire.frames import GpuReading
@@ -38,13 +39,17 @@ log = structlog.get_logger(__name__)
 
 
 class Rulebook:
-    """The owner's file. Read again when it changed; a mistake in it leaves the rules as they were."""
+    """The owner's file. Read again when it changed; a mistake in it leaves the rules as they were.
+
+    Lanes are opened by the lists that were there at the start: others withdraw egress until the agent is started again.
+    """
 
     def __init__(self, path: Path | None) -> None:
         """`Invalid` for a file that cannot be read or understood: an owner who wrote rules means them."""
         self._path = path
         self._seen = self._stamp()
         self.policy = Policy() if path is None else parse(_text(path))
+        self._lists = replace(self.policy.egress, offered=True)
 
     def refresh(self) -> bool:
         """Whether there are new rules."""
@@ -57,8 +62,15 @@ class Rulebook:
         except Invalid as error:
             log.warning("policy_not_changed", file=str(self._path), error=error.detail)
             return False
+        if replace(policy.egress, offered=True) != self._lists:
+            log.warning("egress_withdrawn", why="its lists changed: start the agent again")
+            policy = replace(policy, egress=replace(policy.egress, offered=False))
         changed, self.policy = policy != self.policy, policy
         return changed
+
+    def allowed(self) -> Allowed:
+        """What may be given just now; for leases that were granted by older rules."""
+        return Allowed(self.policy.tiers, self.policy.egress.offered)
 
     def has_changed(self) -> bool:
         """Whether `refresh` has something to read."""
@@ -108,8 +120,12 @@ class Lookout:
 
     def first_offer(self) -> Offer:
         """What is offered before the first look has been told."""
-        decision, _ = decide(self.rules.policy, self.facts(), self.standing)
-        return shaped(self.rules.policy, self.offer(), decision)
+        policy, has, facts = self.rules.policy, self.offer(), self.facts()
+        if self.glimpse is not None:
+            has, facts = _joined(has, facts, self.glimpse(has.gpus))
+        decision, _ = decide(policy, facts, self.standing)
+        gpus = {g.index: decide_gpu(policy, g.index, facts, Standing())[0] for g in has.gpus}
+        return shaped(policy, has, decision, gpus)
 
     def look(self) -> tuple[Event, ...]:
         """Everything, anew."""
@@ -135,11 +151,7 @@ class Lookout:
         assert self._was is not None
         policy, has, facts, seen = self.rules.policy, self._has, self._was, self._seen
         if seen is not None:
-            facts = replace(facts, now=seen.now, programs=seen.programs, gpus=_facts_of(seen))
-            conditions = {one.gpu.uuid: one.condition for one in seen.sightings}
-            has = replace(
-                has, gpus=tuple(marked(g, conditions.get(g.uuid, WELL)) for g in has.gpus)
-            )
+            has, facts = _joined(has, facts, seen)
         decision, self.standing = decide(policy, facts, self.standing)
         gpus = self._judge_gpus(policy, has, facts)
         events: list[Event] = []
@@ -180,6 +192,14 @@ class Lookout:
                 yield ReclaimAsked(frozenset({index}), why)
         for index in sorted(fallen):
             yield ReclaimAsked(frozenset({index}), f"its GPU is in quarantine: {ill[index]}")
+
+
+def _joined(has: Offer, facts: Facts, seen: Glimpse) -> tuple[Offer, Facts]:
+    """Offer and facts with what a glimpse adds to them."""
+    conditions = {one.gpu.uuid: one.condition for one in seen.sightings}
+    gpus = tuple(marked(gpu, conditions.get(gpu.uuid, WELL)) for gpu in has.gpus)
+    facts = replace(facts, now=seen.now, programs=seen.programs, gpus=_facts_of(seen))
+    return replace(has, gpus=gpus), facts
 
 
 def _facts_of(seen: Glimpse) -> dict[int, GpuFacts]:

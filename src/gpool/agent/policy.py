@@ -106,6 +106,7 @@ class Policy:
     at_close: AtClose = AtClose.FINISH
     grace: timedelta = timedelta(0)  # between closing and reclaiming
     egress: Egress = Egress()
+    registries: tuple[str, ...] = ()  # of images, on private addresses
     gpus: tuple[GpuRule, ...] = ()
 
 
@@ -248,6 +249,7 @@ def shaped(
         disk_bytes=max(0, offer.disk_bytes - kept.disk_bytes),
         gpus=tuple(_shut(g, told.get(g.index)) for g in offer.gpus if g.index not in kept.gpus),
         tiers=offer.tiers & policy.tiers,
+        runtimes=tuple(one for one in offer.runtimes if one.tier in policy.tiers),
         networks=offer.networks if policy.egress.offered else offer.networks & {Network.NONE},
         audience=policy.audience,
         closed=decision.closed,

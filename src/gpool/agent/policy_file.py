@@ -9,6 +9,7 @@ from datetime import UTC, time, timedelta, tzinfo
 from typing import Any
 from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
+from gpool.agent.network.policy import parse_rate, parse_target, worth_allowing
 from gpool.agent.policy import (
     DAYS,
     EVERY_DAY,
@@ -36,8 +37,8 @@ def parse(text: str) -> Policy:
     except tomllib.TOMLDecodeError as error:
         raise Invalid(f"the policy is no TOML: {error}") from error
     top = _Table(told, "")
-    keep, battery, idle, egress = (
-        top.table(name) for name in ("keep", "battery", "idle", "egress")
+    keep, battery, idle, egress, images = (
+        top.table(name) for name in ("keep", "battery", "idle", "egress", "images")
     )
     floor = top.take("floor", _tier, Tier.NONE)
     tiers = top.take("tiers", _each(_tier), list(Tier))
@@ -62,13 +63,14 @@ def parse(text: str) -> Policy:
         at_close=top.take("at_close", AtClose, AtClose.FINISH),
         grace=top.take("grace", _span, timedelta(0)),
         egress=Egress(
-            tuple(egress.take("allow", _each(_word), [])),
-            tuple(egress.take("deny", _each(_word), [])),
-            egress.take("rate", _word, ""),
+            tuple(egress.take("allow", _each(_allowed), [])),
+            tuple(egress.take("deny", _each(_target), [])),
+            egress.take("rate", _rate, ""),
             egress.take("offered", _flag, True),
         ),
+        registries=tuple(images.take("registries", _each(_word), [])),
     )
-    for table in (top, keep, battery, idle, egress):
+    for table in (top, keep, battery, idle, egress, images):
         table.finish()
     if not policy.tiers:
         raise Invalid("'tiers' and 'floor' leave no tier; offer at least one")
@@ -221,6 +223,21 @@ def _flag(value: Any) -> bool:
     if not isinstance(value, bool):
         raise TypeError("write true or false")
     return value
+
+
+def _target(value: Any) -> str:
+    parse_target(_word(value))
+    return str(value)
+
+
+def _allowed(value: Any) -> str:
+    worth_allowing(parse_target(_word(value)))
+    return str(value)
+
+
+def _rate(value: Any) -> str:
+    parse_rate(_word(value))
+    return str(value)
 
 
 def _word(value: Any) -> str:

@@ -113,6 +113,7 @@ class RunnerKeeper:
             lane,
             image_of(spec),
             spec.preload,
+            self._said,
             seat,
         )
         sandbox = await started(runtime.start_runner(job))

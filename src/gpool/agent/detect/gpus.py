@@ -102,7 +102,8 @@ class Detector:
             nvml.open()
             uuids, lost, driver = nvml.uuids(), nvml.lost(), nvml.driver()
         except NoDriver:
-            return (), ()
+            nvml.close()  # a driver that is loaded again wants a new beginning
+            return tuple(map(_gone, self._known.values())), ()
         except NvmlError as error:
             return tuple(map(_gone, self._known.values())), (f"NVML: {error}",)
         cards: list[tuple[Card, tuple[str, ...], tuple[str, ...]]] = []

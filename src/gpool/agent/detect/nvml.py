@@ -331,7 +331,7 @@ class RealNvml:
             return tuple(found.values())
 
     def xids(self) -> tuple[Xid, ...]:
-        with self._lock:
+        with self._lock, _translated():
             found = []
             for uuid in self._listened():
                 event = self._next_event()

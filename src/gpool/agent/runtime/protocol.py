@@ -91,6 +91,14 @@ class GpuSeat:
         self.owns, self.kill = owns, kill
 
 
+Said = Callable[[str], None]
+"""Hears what a start is busy with when it takes its time, a line at a time."""
+
+
+def unheard(_line: str) -> None:
+    return
+
+
 @dataclass(frozen=True, slots=True)
 class CommandJob:
     """One command in a fresh sandbox."""
@@ -103,6 +111,7 @@ class CommandJob:
     environment: Prepared | None = None  # None: the agent's own Python with its packages
     lane: Lane | None = None  # None: no network
     image: str = ""  # for a runtime whose `images` is true
+    said: Said = field(default=unheard, repr=False, compare=False)
     seat: GpuSeat | None = None  # None: the slices' GPUs as they are
 
 
@@ -120,6 +129,7 @@ class RunnerJob:
     preload: tuple[
         str, ...
     ] = ()  # modules imported before the first call; a failing one is skipped
+    said: Said = field(default=unheard, repr=False, compare=False)
     seat: GpuSeat | None = None
 
 
