@@ -272,6 +272,19 @@ def test_one_users_tasks_share_one_mps_daemon_with_limits_outside_their_reach(
     assert list((house.folder / "pipes").iterdir()) == []
 
 
+def test_a_tenancy_that_began_for_nobody_ends_by_itself(tmp_path: Path) -> None:
+    async def called_off(house: House) -> None:
+        coming = asyncio.create_task(house.seats.seat(1, [PART]).__aenter__())
+        while house.nvml.compute_mode(house.uuid) == "default":  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        coming.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await coming
+        assert len(house.seats.tenancies) == 1  # it lingers, as after a last task
+
+    play(tmp_path, Sharing.MPS, called_off)
+
+
 def test_a_daemon_that_does_not_come_up_leaves_nothing_and_no_reproach(tmp_path: Path) -> None:
     async def failing(house: House) -> None:
         (house.folder / "mps").write_text("#!/bin/sh\nexit 3\n")

@@ -159,7 +159,12 @@ class GpuSeats:
             if gpu.uuid in self.unclean:
                 raise SandboxFailed(f"GPU {gpu.index} is not clean: {self.unclean[gpu.uuid]}")
             known = self._houses.get(wanted)
-            house = known if known is not None else await undisturbed(self._begin(wanted))
+            try:
+                house = known if known is not None else await undisturbed(self._begin(wanted))
+            except asyncio.CancelledError:
+                if wanted in self._houses:  # it has begun, for nobody
+                    self._leave_empty(self._houses[wanted])
+                raise
             if house.leaving is not None:
                 house.leaving.cancel()
                 house.leaving = None
@@ -177,6 +182,9 @@ class GpuSeats:
 
     def _let_go(self, house: _House, part: Slice) -> None:
         house.held.remove(part)
+        self._leave_empty(house)
+
+    def _leave_empty(self, house: _House) -> None:
         if not house.held and house.leaving is None:
             house.leaving = asyncio.create_task(self._end_later(house))
 
