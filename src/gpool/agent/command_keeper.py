@@ -138,6 +138,8 @@ class CommandKeeper:
                 return staged, ()
             place = self._with.place_for(spec, self._reach, self._note)
             environment, lane = await stack.enter_async_context(place)
+            sitting = self._with.seat_for(runtime, start.user, start.allocation.slices)
+            seat = await stack.enter_async_context(sitting)
             job = CommandJob(
                 spec.command,
                 (*spec.env, *start.secrets),
@@ -148,6 +150,7 @@ class CommandKeeper:
                 lane,
                 image_of(spec),
                 self._note,
+                seat,
             )
             sandbox = await started(runtime, runtime.start_command(job))
             self._began = self._with.clock()

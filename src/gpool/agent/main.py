@@ -18,7 +18,7 @@ from gpool.agent.daemon import Daemon, boot_clock
 from gpool.agent.gpu.desk import GpuDesk
 from gpool.agent.instructions import Disconnected, Event, FrameArrived
 from gpool.agent.runtime.protocol import Runtime
-from gpool.agent.sandboxes import Allowed, Environments, Equipment, Networks
+from gpool.agent.sandboxes import Allowed, Environments, Equipment, Networks, Seats
 from gpool.agent.session import Session
 from gpool.agent.settings import AgentSettings
 from gpool.core.model import Offer
@@ -52,6 +52,7 @@ class Means:
     networks: Networks | None = None
     environments: Environments | None = None
     allowed: Callable[[], Allowed] = Allowed
+    seats: Seats | None = None
 
     async def take_up(self) -> None:
         """Sweep away what an earlier agent left, and get ready."""
@@ -61,8 +62,12 @@ class Means:
             await self.networks.start()
         if self.environments is not None:
             await self.environments.sweep()
+        if self.seats is not None:
+            await self.seats.start()
 
     async def lay_down(self) -> None:
+        if self.seats is not None:
+            await self.seats.close()
         for runtime in self.runtimes:
             await runtime.close()
         if self.environments is not None:
@@ -122,6 +127,7 @@ async def run_agent(
             means.networks,
             means.environments,
             means.allowed,
+            seats=means.seats,
         )
 
     daemon = Daemon(Session(next_boot(settings.data_dir), offer), send, equip)

@@ -26,11 +26,13 @@ from gpool.agent.runtime.protocol import (
     Answer,
     Call,
     Ended,
+    GpuSeat,
     Lane,
     Output,
     Prepared,
     RunnerJob,
     RunnerSandbox,
+    Runtime,
     SandboxFailed,
 )
 from gpool.agent.sandboxes import KILLED, Equipment, fault_of, image_of, limits_of, started
@@ -80,8 +82,13 @@ class RunnerKeeper:
 
     async def _run(self) -> Ended:
         place = self._with.place_for(self._start.spec, self._reach, self._said)
-        async with place as (environment, lane):
-            return await self._serve(environment, lane)
+        start = self._start
+        runtime = self._with.runtime_for(start.spec, start.owner)
+        async with (
+            place as (environment, lane),
+            self._with.seat_for(runtime, start.user, start.allocation.slices) as seat,
+        ):
+            return await self._serve(runtime, environment, lane, seat)
 
     def _reach(self, phase: Phase) -> None:
         self._with.feed(RunnerReached(self._start.runner, phase))
@@ -89,9 +96,14 @@ class RunnerKeeper:
     def _said(self, line: str) -> None:
         log.info("environment", runner=self._start.runner, said=line)
 
-    async def _serve(self, environment: Prepared | None, lane: Lane | None) -> Ended:
+    async def _serve(
+        self,
+        runtime: Runtime,
+        environment: Prepared | None,
+        lane: Lane | None,
+        seat: GpuSeat | None,
+    ) -> Ended:
         start, spec = self._start, self._start.spec
-        runtime = self._with.runtime_for(spec, start.owner)
         job = RunnerJob(
             spec.requirements.python or PYTHON,
             (*spec.env, *start.secrets),
@@ -102,6 +114,7 @@ class RunnerKeeper:
             image_of(spec),
             spec.preload,
             self._said,
+            seat,
         )
         sandbox = await started(runtime, runtime.start_runner(job))
         writer = asyncio.create_task(self._write(sandbox))

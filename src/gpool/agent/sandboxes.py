@@ -21,6 +21,7 @@ from gpool.agent.runtime.calls import PYTHON
 from gpool.agent.runtime.protocol import (
     CommandSandbox,
     Ended,
+    GpuSeat,
     Lane,
     Limits,
     Prepared,
@@ -29,7 +30,7 @@ from gpool.agent.runtime.protocol import (
     SandboxFailed,
 )
 from gpool.core import environments
-from gpool.core.model import Allocation, EndReason, Network, Phase, Recipe, TaskSpec, Tier
+from gpool.core.model import Allocation, EndReason, Network, Phase, Recipe, Slice, TaskSpec, Tier
 from gpool.transfer.artifacts import LeaseRef
 
 S = TypeVar("S", CommandSandbox, RunnerSandbox)
@@ -93,6 +94,23 @@ class Environments(Protocol):
         ...
 
 
+class Seats(Protocol):
+    """Shares out real GPUs. `start` comes first and sets back what an earlier agent left; `close` does so at the end."""
+
+    async def start(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+    def seat(
+        self, user: int, slices: Sequence[Slice], /
+    ) -> contextlib.AbstractAsyncContextManager[GpuSeat | None]:
+        """For one sandbox, kept for as long as the block lasts; None: the slices are of no real GPU.
+
+        Raises `SandboxFailed`.
+        """
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Allowed:
     """What the owner's rules let a node give."""
@@ -115,6 +133,18 @@ class Equipment:
     environments: Environments | None = None
     allowed: Callable[[], Allowed] = Allowed
     cleaning: set[asyncio.Task[None]] = field(default_factory=set)
+    seats: Seats | None = None
+
+    @contextlib.asynccontextmanager
+    async def seat_for(
+        self, runtime: Runtime, user: int, slices: Sequence[Slice]
+    ) -> AsyncIterator[GpuSeat | None]:
+        """GPUs ready for one sandbox; without isolation, where only owners are, they are as they are."""
+        if self.seats is None or not slices or runtime.tier is Tier.NONE:
+            yield None
+            return
+        async with self.seats.seat(user, slices) as seat:
+            yield seat
 
     async def clear_away(self, sandbox: CommandSandbox | RunnerSandbox) -> None:
         """Returns once nothing of it runs; its files go while the next one starts."""

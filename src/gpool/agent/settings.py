@@ -31,6 +31,9 @@ class AgentSettings(BaseSettings):
     allow_process: bool = False  # the owner's own tasks may run without isolation
     docker: bool = True  # images may run where an engine answers
     microvm: bool = True  # tasks that ask for it get a machine of their own, where one boots
+    sharing: str = (
+        ""  # how GPUs are shared, first choice first: "mig,mps"; empty: as each card is set
+    )
     policy: Path | None = None  # the owner's rules, a TOML file; see gpool.agent.policy
     cache_bytes: int = Field(default=10 * GIB, ge=0)
 

@@ -34,6 +34,8 @@ from gpool.agent.runtime.microvm.runtime import MicrovmRuntime
 from gpool.agent.runtime.process import ProcessRuntime
 from gpool.agent.runtime.protocol import Runtime, SandboxFailed
 from gpool.agent.settings import AgentSettings
+from gpool.agent.sharing.opening import sharing_for
+from gpool.agent.sharing.plan import parse_modes
 from gpool.cli.main import FAILED, exit_code_of, say_error
 from gpool.core import environments
 from gpool.core.errors import GpoolError, Invalid
@@ -169,12 +171,18 @@ def lend() -> None:
     networks = networks_of(settings, policy)
     builders = [one for one in runtimes if isinstance(one, BubblewrapRuntime)]
     made = environments_of(settings, builders[0], networks) if builders else None
-    means = Means(runtimes, networks, made, rules.allowed)
+    sharing = None
+    if builders and not settings.simulate_gpus:
+        sharing = sharing_for(settings.data_dir, builders[0], parse_modes(settings.sharing))
+    seats = None if sharing is None else sharing.seats
+    means = Means(runtimes, networks, made, rules.allowed, seats)
     meter = LoadMeter(os.getpid())
 
     def offer() -> Offer:
         """GPUs and environments come and go while an agent runs."""
         found = detector.survey().gpus
+        if sharing is not None:
+            found = sharing.describe(found)
         for runtime in runtimes:
             runtime.use_gpus(_real(found))
         return replace(

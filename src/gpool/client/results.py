@@ -124,8 +124,9 @@ def failure(result: Result) -> TaskFailed:
             id=result.id,
             exit_code=result.exit_code,
         )
+    memory = ("GPU memory", "vram=") if "GPU memory" in text else ("memory", "memory=")
     why = {
-        "out_of_memory": "ran out of memory; ask for more with memory=",
+        "out_of_memory": "ran out of {}; ask for more with {}".format(*memory),
         "bad_input": "did not find its inputs",
         "bad_output": "did not leave the outputs it was to leave",
         "sandbox_failed": "could not be started by its node (gpool's fault, not yours)",

@@ -10,7 +10,7 @@ from gpool.core.ids import NodeId, TaskId
 from gpool.core.model import GIB, Gpu, GpuRequest, Instant, Node, Shape, Tier
 from gpool.core.scheduling.limits import holders_of, least_gpus
 from gpool.core.scheduling.orders import ORDERS, Candidate, Key, Order, Policy
-from gpool.core.scheduling.placement import Unfit, fit, is_open, slice_of, unfit, usable
+from gpool.core.scheduling.placement import Unfit, fit, is_open, may_join, slice_of, unfit, usable
 from gpool.core.scheduling.plan import DEFAULT, order_named
 from gpool.core.scheduling.queue import Entry
 from gpool.core.scheduling.state import ShapeState, State
@@ -248,7 +248,7 @@ def _has_room(state: State, node: Node, gpu: Gpu, shape: Shape) -> bool:
     room = state.nodes[node.id].room.gpus[gpu.index]
     if not room.holders:
         return True
-    return room.user == shape.user and any(
+    return may_join(room, shape.user) and any(
         slice_of(gpu, request).memory_bytes <= room.free_memory
         and slice_of(gpu, request).share_milli <= room.free_share
         for request in shape.requirements.gpu

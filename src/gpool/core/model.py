@@ -39,6 +39,17 @@ class Tier(StrEnum):
         return {"none": 0, "container": 1, "vm": 2}[self.value]
 
 
+class Sharing(StrEnum):
+    """How tasks share one GPU; see `gpool.agent.sharing`."""
+
+    EXCLUSIVE = "exclusive"  # not at all
+    MIG = "mig"  # hardware slices: strangers may be neighbours
+    MPS = (
+        "mps"  # limits kept by the driver; one's fatal fault ends the others: one user's tasks only
+    )
+    TIMESLICE = "timeslice"  # by turns, and who takes more memory than its slice is ended
+
+
 class Network(StrEnum):
     """What a task may reach."""
 
@@ -218,6 +229,17 @@ class Shape:
 
 
 @dataclass(frozen=True, slots=True)
+class SliceProfile:
+    """A size in which a GPU can be cut into hardware slices, and where on it such a slice may begin."""
+
+    name: str  # "1g.18gb"
+    memory_bytes: int
+    compute: int  # of the GPU's compute slices
+    size: int  # of its memory slices
+    starts: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class GpuDetails:
     """What else is known of a device; empty, 0 or None: it does not say."""
 
@@ -248,6 +270,8 @@ class Gpu:
     health: Health = Health.HEALTHY
     ails: str = ""  # what is wrong with it, when anything is
     details: GpuDetails | None = None
+    sharing: Sharing = Sharing.TIMESLICE  # how slices of it are kept apart
+    profiles: tuple[SliceProfile, ...] = ()  # with `mig`: smallest first
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,6 +337,8 @@ class Slice:
     gpu_index: int
     memory_bytes: int
     share_milli: int
+    profile: str = ""  # of a hardware slice, which begins at `start`
+    start: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -401,7 +427,9 @@ __all__ = [
     "Requirements",
     "RuntimeOffer",
     "Shape",
+    "Sharing",
     "Slice",
+    "SliceProfile",
     "Span",
     "SpecId",
     "TaskId",

@@ -17,16 +17,19 @@ from gpool.agent.detect.nvml import (
     Vitals,
     Xid,
 )
-from gpool.core.model import GIB
+from gpool.core.model import GIB, MIB
 
 IDLE = Vitals(0, 0, 76_000, 31, 87, 92, frozenset(), 0)
 H200_PROFILES = (
-    MigProfile(19, "1g.18gb", 16_384 * 1024**2, 1, 7),
-    MigProfile(14, "2g.35gb", 33_280 * 1024**2, 2, 3),
-    MigProfile(9, "3g.71gb", 71_424 * 1024**2, 3, 2),
-    MigProfile(5, "4g.71gb", 71_424 * 1024**2, 4, 1),
-    MigProfile(0, "7g.141gb", 143_616 * 1024**2, 7, 1),
+    MigProfile(19, "1g.18gb", 16_384 * MIB, 1, 7, 1, (0, 1, 2, 3, 4, 5, 6)),
+    MigProfile(20, "1g.18gb+me", 16_384 * MIB, 1, 1, 1, (0, 1, 2, 3, 4, 5, 6)),
+    MigProfile(15, "1g.35gb", 33_280 * MIB, 1, 4, 2, (0, 2, 4, 6)),
+    MigProfile(14, "2g.35gb", 33_280 * MIB, 2, 3, 2, (0, 2, 4)),
+    MigProfile(9, "3g.71gb", 71_424 * MIB, 3, 2, 4, (0, 4)),
+    MigProfile(5, "4g.71gb", 71_424 * MIB, 4, 1, 4, (0,)),
+    MigProfile(0, "7g.141gb", 143_360 * MIB, 7, 1, 8, (0,)),
 )
+"""As driver 580.159 lists them."""
 
 
 def h200(index: int = 0) -> Card:
@@ -52,6 +55,7 @@ class FakeCard:
     vitals: Vitals = IDLE
     processes: tuple[GpuProcess, ...] = ()
     compute_mode: str = DEFAULT_COMPUTE
+    clocks: tuple[int, int] | None = (3201, 1980)
     profiles: tuple[MigProfile, ...] = H200_PROFILES
     instances: dict[int, MigInstance] = field(default_factory=dict)
     lost: bool = False
@@ -123,6 +127,15 @@ class FakeNvml:
         if one.card.power_limits_mw is not None:
             one.card = replace(one.card, power_limit_mw=one.card.power_limits_mw[1])
 
+    def application_clocks(self, uuid: str) -> tuple[int, int] | None:
+        return self._card(uuid).clocks
+
+    def set_application_clocks(self, uuid: str, clocks: tuple[int, int]) -> None:
+        one = self._changed(uuid)
+        if one.clocks is None:
+            raise NvmlError("Not Supported")
+        one.clocks = clocks
+
     def set_mig(self, uuid: str, on: bool) -> None:
         one = self._changed(uuid)
         if one.card.mig is None:
@@ -140,22 +153,24 @@ class FakeNvml:
     def mig_instances(self, uuid: str) -> tuple[MigInstance, ...]:
         return tuple(self._card(uuid).instances.values())
 
-    def make_mig(self, uuid: str, profile: int) -> MigInstance:
+    def make_mig(self, uuid: str, profile: int, start: int | None = None) -> MigInstance:
         one = self._changed(uuid)
-        wanted = next((p for p in one.profiles if p.id == profile), None)
+        by_id = {each.id: each for each in one.profiles}
+        wanted = by_id.get(profile)
         if wanted is None or not one.card.mig:
             raise NvmlError("Invalid Argument")
-        by_id = {p.id: p for p in one.profiles}
-        taken = sum(by_id[i.profile].compute_slices for i in one.instances.values())
-        memory = sum(i.memory_bytes for i in one.instances.values())
-        if (
-            taken + wanted.compute_slices > 7
-            or memory + wanted.memory_bytes > one.card.memory_bytes
-        ):
+        taken = {
+            place
+            for made in one.instances.values()
+            for place in range(made.start, made.start + by_id[made.profile].size)
+        }
+        free = [at for at in wanted.starts if taken.isdisjoint(range(at, at + wanted.size))]
+        if not free or (start is not None and start not in free):
             raise NvmlError("Insufficient Resources")
         self._made += 1
         name = f"MIG-00000000-0000-0000-0000-{self._made:012d}"
-        made = MigInstance(self._made, name, profile, wanted.memory_bytes)
+        at = free[-1] if start is None else start
+        made = MigInstance(self._made, name, profile, wanted.memory_bytes, 0, at)
         one.instances[made.id] = made
         return made
 

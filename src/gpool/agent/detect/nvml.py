@@ -8,6 +8,7 @@ not support is None or empty, never an error; a card that is gone raises `GpuLos
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -90,6 +91,8 @@ class MigProfile:
     memory_bytes: int
     compute_slices: int
     most: int  # how many fit on an empty card
+    size: int = 1  # memory slices it takes ...
+    starts: tuple[int, ...] = ()  # ... from one of these on
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +104,7 @@ class MigInstance:
     profile: int
     memory_bytes: int
     compute: int = 0  # id of the compute instance, for /dev/nvidia-caps
+    start: int = 0  # the first of its memory slices
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +158,12 @@ class Nvml(Protocol):
         """Nothing locked, the default power limit."""
         ...
 
+    def application_clocks(self, uuid: str) -> tuple[int, int] | None:
+        """Memory and graphics, in MHz, that programs run at."""
+        ...
+
+    def set_application_clocks(self, uuid: str, clocks: tuple[int, int]) -> None: ...
+
     def set_mig(self, uuid: str, on: bool) -> None:
         """Raises `NvmlError` while anybody uses the card."""
         ...
@@ -162,7 +172,9 @@ class Nvml(Protocol):
 
     def mig_instances(self, uuid: str) -> tuple[MigInstance, ...]: ...
 
-    def make_mig(self, uuid: str, profile: int) -> MigInstance: ...
+    def make_mig(self, uuid: str, profile: int, start: int | None = None) -> MigInstance:
+        """Begins at `start`; None: the driver chooses."""
+        ...
 
     def unmake_mig(self, uuid: str, instance: int) -> None:
         """Nothing may run in it any more."""
@@ -379,6 +391,17 @@ class RealNvml:
             if usual is not None and usual != _maybe(pynvml.nvmlDeviceGetPowerManagementLimit, h):
                 pynvml.nvmlDeviceSetPowerManagementLimit(h, usual)
 
+    def application_clocks(self, uuid: str) -> tuple[int, int] | None:
+        with self._card(uuid) as h:
+            ask = pynvml.nvmlDeviceGetApplicationsClock
+            memory = _maybe(ask, h, pynvml.NVML_CLOCK_MEM)
+            graphics = _maybe(ask, h, pynvml.NVML_CLOCK_GRAPHICS)
+            return None if memory is None or graphics is None else (int(memory), int(graphics))
+
+    def set_application_clocks(self, uuid: str, clocks: tuple[int, int]) -> None:
+        with self._card(uuid) as h:
+            pynvml.nvmlDeviceSetApplicationsClocks(h, *clocks)
+
     def set_mig(self, uuid: str, on: bool) -> None:
         with self._card(uuid) as h:
             status = pynvml.nvmlDeviceSetMigMode(h, int(on))
@@ -393,8 +416,17 @@ class RealNvml:
                 if told is not None:
                     name = _text(told.name).removeprefix("MIG ")
                     size = int(told.memorySizeMB) * MIB
+                    places = _placements(h, told.id)
                     found.append(
-                        MigProfile(told.id, name, size, told.sliceCount, told.instanceCount)
+                        MigProfile(
+                            told.id,
+                            name,
+                            size,
+                            told.sliceCount,
+                            told.instanceCount,
+                            places[0][1] if places else 1,
+                            tuple(start for start, _ in places),
+                        )
                     )
             return tuple(found)
 
@@ -409,15 +441,24 @@ class RealNvml:
                     devices[pynvml.nvmlDeviceGetGpuInstanceId(device)] = device
             found = []
             for profile in self.mig_profiles(uuid):
-                for instance in _maybe(pynvml.nvmlDeviceGetGpuInstances, h, profile.id) or ():
-                    id_ = pynvml.nvmlGpuInstanceGetInfo(instance).id
-                    device = devices.get(id_)
-                    found.append(_instance(id_, device, profile))
+                made = pynvml.c_nvmlGpuInstance_t
+                for instance in _listed(pynvml.nvmlDeviceGetGpuInstances, h, profile.id, made):
+                    told = pynvml.nvmlGpuInstanceGetInfo(instance)
+                    device = devices.get(told.id)
+                    found.append(_instance(told, device, profile))
             return tuple(sorted(found, key=lambda one: one.id))
 
-    def make_mig(self, uuid: str, profile: int) -> MigInstance:
+    def make_mig(self, uuid: str, profile: int, start: int | None = None) -> MigInstance:
         with self._card(uuid) as h:
-            made = pynvml.nvmlDeviceCreateGpuInstance(h, profile)
+            places = [(at, size) for at, size in _placements(h, profile) if at == start]
+            if start is None:
+                made = pynvml.nvmlDeviceCreateGpuInstance(h, profile)
+            elif places:
+                place = pynvml.c_nvmlGpuInstancePlacement_t(*places[0])
+                make = pynvml.nvmlDeviceCreateGpuInstanceWithPlacement
+                made = make(h, profile, ctypes.byref(place))
+            else:
+                raise NvmlError(f"no instance of profile {profile} begins at {start}")
             try:
                 whole = _whole_compute_profile(made)
                 pynvml.nvmlGpuInstanceCreateComputeInstance(made, whole)
@@ -485,13 +526,36 @@ def _links(h: Any) -> Iterator[str]:
             yield _bus(_maybe(pynvml.nvmlDeviceGetNvLinkRemotePciInfo, h, link))
 
 
-def _instance(id_: int, device: Any, profile: MigProfile) -> MigInstance:
+MOST_LISTED = 64  # no card has as many instances of one profile
+
+
+def _listed(ask: Callable[..., Any], whose: Any, profile: int, kind: Any) -> list[Any]:
+    """What a call writes into an array it is given."""
+    count, found = ctypes.c_uint(MOST_LISTED), (kind * MOST_LISTED)()
+    if _maybe(ask, whose, profile, found, ctypes.byref(count)) is None:
+        return []
+    return list(found[: count.value])
+
+
+def _placements(h: Any, profile: int) -> list[tuple[int, int]]:
+    """(start, size), whether taken or not."""
+    count = ctypes.c_uint()
+    ask = pynvml.nvmlDeviceGetGpuInstancePossiblePlacements
+    if _maybe(ask, h, profile, None, ctypes.byref(count)) is None:
+        return []
+    places = (pynvml.c_nvmlGpuInstancePlacement_t * count.value)()
+    if not count.value or _maybe(ask, h, profile, places, ctypes.byref(count)) is None:
+        return []
+    return sorted((int(place.start), int(place.size)) for place in places[: count.value])
+
+
+def _instance(told: Any, device: Any, profile: MigProfile) -> MigInstance:
     uuid = "" if device is None else _text(pynvml.nvmlDeviceGetUUID(device))
     compute = 0 if device is None else int(pynvml.nvmlDeviceGetComputeInstanceId(device))
     memory = profile.memory_bytes
     if device is not None:
         memory = int(pynvml.nvmlDeviceGetMemoryInfo(device).total)
-    return MigInstance(id_, uuid, profile.id, memory, compute)
+    return MigInstance(told.id, uuid, profile.id, memory, compute, int(told.placement.start))
 
 
 def _whole_compute_profile(instance: Any) -> int:
@@ -511,7 +575,8 @@ def _unmake(instance: Any) -> None:
         told = _maybe(pynvml.nvmlGpuInstanceGetComputeInstanceProfileInfo, instance, number, 0)
         if told is None:
             continue
-        for part in _maybe(pynvml.nvmlGpuInstanceGetComputeInstances, instance, told.id) or ():
+        ask, made = pynvml.nvmlGpuInstanceGetComputeInstances, pynvml.c_nvmlComputeInstance_t
+        for part in _listed(ask, instance, told.id, made):
             pynvml.nvmlComputeInstanceDestroy(part)
     pynvml.nvmlGpuInstanceDestroy(instance)
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from gpool.agent.runtime import cgroups, landlock, layout, seccomp
 from gpool.agent.runtime.calls import Keeping, must_have, open_runner
 from gpool.agent.runtime.commands import Command, command_pipes
-from gpool.agent.runtime.devices import device_arguments, visible_devices
+from gpool.agent.runtime.devices import device_arguments, node_arguments, visible_devices
 from gpool.agent.runtime.disk import DiskWatch, Watched
 from gpool.agent.runtime.launching import LAUNCHER_DIED, Bind, Exit, Launcher, Order, Started
 from gpool.agent.runtime.protocol import (
@@ -31,6 +31,7 @@ from gpool.agent.runtime.protocol import (
     CommandJob,
     CommandSandbox,
     Ended,
+    GpuSeat,
     Limits,
     Prepared,
     RunnerJob,
@@ -43,6 +44,7 @@ from gpool.core.model import EndReason, Gpu, Network, Tier
 RUN = Path("/run/gpool")  # a root agent's, and only it may write there
 FIRST_UID = 2_000_000_000  # past every range that distributions, subuids and containers use
 UIDS_A_BLOCK = 4096
+SHARED_UIDS = 256
 BLOCKS = 1024
 ARGUMENTS_AT = 3  # after stdin, stdout, stderr
 NOT_FOUND, NOT_EXECUTABLE = 127, 126
@@ -185,14 +187,14 @@ class BubblewrapRuntime:
     async def start_command(self, job: CommandJob) -> CommandSandbox:
         slot, place = self._take(with_values=False)
         watched = Watched(place.root, job.limits.disk_bytes)
-        judge = self._judge(slot, watched)
+        judge = self._judge(slot, watched, job.seat)
         ours: tuple[int, ...] = ()
         try:
             if job.inputs:
                 await asyncio.to_thread(place.stage, job.inputs)
             pipes, ours = command_pipes()
             started = await self._start(slot, place, job.argv, job, pipes)
-            self._watch.begin(watched, started.kill)
+            self._watch_over(slot, watched, job.seat, started)
         except BaseException:
             for descriptor in ours:
                 os.close(descriptor)
@@ -220,14 +222,14 @@ class BubblewrapRuntime:
             words = [str(number + 1) for number in numbers]  # the arguments lie before them
             argv = [*program, "alone", *words]
             started = await self._start(slot, place, argv, job, descriptors)
-            self._watch.begin(watched, started.kill)
+            self._watch_over(slot, watched, job.seat, started)
             return started
 
         keeping = Keeping(
             place,
             self._values,
             job.limits.disk_bytes,
-            self._judge(slot, watched),
+            self._judge(slot, watched, job.seat),
             lambda: self._release(slot, watched),
         )
         return await open_runner(start, keeping)
@@ -254,13 +256,30 @@ class BubblewrapRuntime:
         cgroups.sweep(self._hierarchy, self.tag)
         clear(self._sandboxes, self._values)
 
+    @property
+    def tells_apart(self) -> bool:
+        """Whether it knows which of its sandboxes a process of the host belongs to."""
+        return bool(self._hierarchy.version)
+
+    def shared_uid(self, number: int) -> int | None:
+        """A uid for what several sandboxes share, at the far end of our block; None: we drop none."""
+        return None if self._uids is None else self._uids.first + UIDS_A_BLOCK - 1 - number
+
+    def _watch_over(
+        self, slot: Slot, watched: Watched, seat: GpuSeat | None, started: Started
+    ) -> None:
+        self._watch.begin(watched, started.kill)
+        if seat is not None and slot.group is not None:
+            name = f"{self.tag}{slot.number}"
+            seat.watch(lambda pid: cgroups.is_in(pid, name), started.kill)
+
     def _take(self, *, with_values: bool) -> tuple[Slot, Workplace]:
         if self._free:
             slot = self._free.pop()
         else:
             number = self._slots
-            if number >= UIDS_A_BLOCK:
-                raise SandboxFailed(f"more than {UIDS_A_BLOCK} sandboxes at once")
+            if number >= UIDS_A_BLOCK - SHARED_UIDS:
+                raise SandboxFailed(f"more than {UIDS_A_BLOCK - SHARED_UIDS} sandboxes at once")
             uid = self._uids.first + number if self._uids is not None else os.geteuid()
             group = None
             if self._hierarchy.version:
@@ -302,7 +321,7 @@ class BubblewrapRuntime:
                 os.close(descriptor)
             raise SandboxFailed(f"cannot set limits: {refused}") from refused
         brought = self._brought(job.environment)
-        devices = device_arguments(self._gpus, job.slices)
+        devices = self._devices(job)
         words = [*self._own_arguments(place, job, brought), *devices]
         words += ["--remount-ro", "/dev", "--chdir", "/work"]
         if not devices:  # CUDA names its threads there, and fails where it cannot
@@ -391,10 +410,19 @@ class BubblewrapRuntime:
             words += ["--ro-bind", self._reach["etc"] + "/nsswitch.lane", "/etc/nsswitch.conf"]
         return words
 
+    def _devices(self, job: CommandJob | RunnerJob) -> list[str]:
+        if job.seat is None:
+            return device_arguments(self._gpus, job.slices)
+        words = node_arguments(job.seat.nodes)
+        for inside, host in job.seat.binds:
+            words += ["--bind", str(host), inside]
+        return words
+
     def _variables(self, job: CommandJob | RunnerJob) -> list[tuple[str, str]]:
         plain = self._layout.variables if job.environment is None else self._layout.bare_variables
         cuda = ("CUDA_VISIBLE_DEVICES", visible_devices(self._gpus, job.slices))
-        return list(dict([*plain, ("PWD", "/work"), cuda, *job.env]).items())
+        seat = () if job.seat is None else job.seat.variables
+        return list(dict([*plain, ("PWD", "/work"), cuda, *job.env, *seat]).items())
 
     def _rlimits(self, limits: Limits) -> list[tuple[int, int]]:
         chosen = [
@@ -408,13 +436,17 @@ class BubblewrapRuntime:
             chosen.append((resource.RLIMIT_NPROC, limits.processes))
         return chosen
 
-    def _judge(self, slot: Slot, watched: Watched) -> Callable[[Exit, bytes], Ended]:
+    def _judge(
+        self, slot: Slot, watched: Watched, seat: GpuSeat | None
+    ) -> Callable[[Exit, bytes], Ended]:
         before = slot.group.memory_kills() if slot.group is not None else 0
 
         def judge(exit: Exit, head: bytes) -> Ended:
             if watched.exceeded:
                 limit = f"it wrote more than its disk limit of {watched.limit_bytes} bytes"
                 return Ended(137, EndReason.BAD_OUTPUT, limit)
+            if seat is not None and seat.exceeded:
+                return Ended(137, EndReason.OUT_OF_MEMORY, seat.exceeded)
             if exit.code != 0 and slot.group is not None and slot.group.memory_kills() > before:
                 return Ended(
                     exit.code, EndReason.OUT_OF_MEMORY, "it used more memory than asked for"

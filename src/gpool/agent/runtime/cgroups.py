@@ -162,6 +162,17 @@ class Group:
         _end(self._paths.values())
 
 
+def is_in(pid: int, name: str) -> bool:
+    """Whether a process is in the group of this name, or in one beneath it; engines write `docker-NAME.scope`."""
+    try:
+        lines = Path(f"/proc/{pid}/cgroup").read_text().splitlines()
+    except OSError:
+        return False  # it has ended
+    parts = {part for line in lines for part in line.split(":", 2)[2].split("/")}
+    scopes = {part.removesuffix(".scope").partition("-")[2] for part in parts if ".scope" in part}
+    return name in parts | scopes
+
+
 def _first(limits: Limits, disk: str) -> dict[str, dict[str, str]]:
     throttle = {}
     if disk:

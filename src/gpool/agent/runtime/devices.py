@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -20,17 +21,34 @@ SYSTEM_FOLDERS = ("bus/pci", "devices/pci*", "devices/system", "module/nvidia*")
 DRIVER = Path("/proc/driver/nvidia/gpus")
 
 
+CAPABILITIES = Path("/proc/driver/nvidia-caps/mig-minors")
+CAPABILITY_NODES = Path("/dev/nvidia-caps")
+CAPABILITY_MODE = stat.S_IFCHR | 0o444
+DEVICES = Path("/proc/devices")
+
+
 def device_arguments(gpus: Mapping[int, Gpu], slices: Sequence[Slice]) -> list[str]:
     """bwrap's arguments for the real GPUs among the slices; none when there is none."""
     real = [
         gpus[s.gpu_index] for s in slices if s.gpu_index in gpus and not gpus[s.gpu_index].simulated
     ]
-    if not real:
-        return []
+    return node_arguments(device_nodes(real))
+
+
+def device_nodes(gpus: Sequence[Gpu]) -> tuple[str, ...]:
+    """The device nodes of real GPUs."""
+    if not gpus:
+        return ()
     minors = _minors(DRIVER)
-    nodes = [*CONTROL_NODES, *(f"/dev/nvidia{minors.get(gpu.uuid, gpu.index)}" for gpu in real)]
+    return (*CONTROL_NODES, *(f"/dev/nvidia{minors.get(gpu.uuid, gpu.index)}" for gpu in gpus))
+
+
+def node_arguments(nodes: Sequence[str]) -> list[str]:
+    """bwrap's arguments for device nodes, as far as they are there, and for what CUDA reads of the system."""
+    if not nodes:
+        return []
     words = []
-    for node in nodes:
+    for node in dict.fromkeys(nodes):
         if os.path.exists(node):
             words += ["--dev-bind", node, node]
     words += ["--tmpfs", str(SYSTEM)]
@@ -47,6 +65,35 @@ def visible_devices(gpus: Mapping[int, Gpu], slices: Sequence[Slice]) -> str:
         gpu = gpus.get(s.gpu_index)
         names.append(str(s.gpu_index) if gpu is None or gpu.simulated else gpu.uuid)
     return ",".join(names)
+
+
+def capability_minors(text: str, gpu: int, instance: int, compute: int) -> tuple[int, ...]:
+    """From the driver's list: the nodes by which one MIG instance of the GPU with this device minor is opened."""
+    found = dict(line.rsplit(" ", 1) for line in text.splitlines() if " " in line)
+    place = f"gpu{gpu}/gi{instance}"
+    names = (f"{place}/access", f"{place}/ci{compute}/access")
+    return tuple(int(found[name]) for name in names if found.get(name, "").isdecimal())
+
+
+def capability_nodes(gpu: int, instance: int, compute: int) -> tuple[str, ...]:
+    """The same as paths; those the driver's own tool has not made yet are made, which takes root."""
+    made = []
+    for minor in capability_minors(CAPABILITIES.read_text(), gpu, instance, compute):
+        node = CAPABILITY_NODES / f"nvidia-cap{minor}"
+        if not node.exists():
+            CAPABILITY_NODES.mkdir(mode=0o755, exist_ok=True)
+            os.mknod(node, CAPABILITY_MODE, os.makedev(_major("nvidia-caps"), minor))
+            node.chmod(0o444)  # whatever the umask is
+        made.append(str(node))
+    return tuple(made)
+
+
+def _major(name: str) -> int:
+    for line in DEVICES.read_text().splitlines():
+        number, _, word = line.strip().partition(" ")
+        if word == name:
+            return int(number)
+    raise FileNotFoundError(f"the kernel knows no device {name!r}")
 
 
 def _minors(driver: Path) -> dict[str, int]:

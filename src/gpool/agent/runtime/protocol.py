@@ -8,7 +8,7 @@ A runtime promises, whatever the task does:
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -64,6 +64,33 @@ class Lane:
     resolver: str  # the address of the only name server it can reach; goes into /etc/resolv.conf
 
 
+class GpuSeat:
+    """What one sandbox gets of real GPUs, got ready by `gpool.agent.sharing`; for this sandbox alone.
+
+    A runtime that can tell which processes are its sandbox's says so by `watch`; whoever shares out the GPU may then
+    end it, and leaves the reason in `exceeded`.
+    """
+
+    __slots__ = ("binds", "exceeded", "kill", "nodes", "owns", "variables")
+
+    def __init__(
+        self,
+        nodes: tuple[str, ...] = (),
+        variables: tuple[tuple[str, str], ...] = (),
+        binds: tuple[tuple[str, Path], ...] = (),
+    ) -> None:
+        self.nodes = nodes  # devices
+        self.variables = variables  # they win over the task's own
+        self.binds = binds  # (inside, on the host), writable
+        self.owns: Callable[[int], bool] | None = None
+        self.kill: Callable[[], Awaitable[None]] | None = None
+        self.exceeded = ""
+
+    def watch(self, owns: Callable[[int], bool], kill: Callable[[], Awaitable[None]]) -> None:
+        """It has started: whether a process of the host is one of its, and how to end it."""
+        self.owns, self.kill = owns, kill
+
+
 Said = Callable[[str], None]
 """Hears what a start is busy with when it takes its time, a line at a time."""
 
@@ -85,6 +112,7 @@ class CommandJob:
     lane: Lane | None = None  # None: no network
     image: str = ""  # for a runtime whose `images` is true
     said: Said = field(default=unheard, repr=False, compare=False)
+    seat: GpuSeat | None = None  # None: the slices' GPUs as they are
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +130,7 @@ class RunnerJob:
         str, ...
     ] = ()  # modules imported before the first call; a failing one is skipped
     said: Said = field(default=unheard, repr=False, compare=False)
+    seat: GpuSeat | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 
 from gpool.core.ids import NodeId
-from gpool.core.model import Node, Tier
+from gpool.core.model import Gpu, Node, Sharing, Tier
 from gpool.core.scheduling.fragmentation import Slots, Target
 from gpool.core.scheduling.placement import is_open
 from gpool.core.scheduling.pricing import Pricing
-from gpool.core.scheduling.room import Room
+from gpool.core.scheduling.room import ANYBODY, Room
 
 CLOSED = 0
 """The kind of slots that take nothing: empty ones, and nodes that are away or paused."""
@@ -30,8 +30,14 @@ MAX_GPUS = 64
 
 _MAX_LOG = 100_000
 _SLACK = 64
-_NOBODY = -1
+NOBODY = -1
 Look = Callable[[NodeId], tuple[Room, int]]
+
+
+def _kind_of(gpu: Gpu) -> tuple[object, ...]:
+    """What of a GPU bears on which tasks could ever use it."""
+    sort = gpu.index, gpu.model, gpu.vendor, gpu.memory_bytes
+    return (*sort, bool(gpu.closed), gpu.sharing, gpu.profiles)
 
 
 class Board:
@@ -47,7 +53,7 @@ class Board:
         self.forgotten = 0  # entries of the log that were dropped
         self.generation = 0  # grows when rows change their length
         self._look = look
-        self._kind_of: dict[tuple[Any, ...], int] = {}
+        self._kinds_by: dict[tuple[Any, ...], int] = {}
         self._unused: list[int] = []
         self._stale: set[NodeId] = set()
         self._with_gpus: set[int] = set()
@@ -70,7 +76,7 @@ class Board:
         # What is read together lies together: one `take` fetches it all.
         self.gpus = np.zeros((rows, 4, gpus), np.int64)
         self.share, self.vram, self.free, self.holder = self.gpus.swapaxes(0, 1)
-        self.holder[:] = _NOBODY  # free: what both share and memory leave, in thousandths
+        self.holder[:] = NOBODY  # free: what both share and memory leave, in thousandths
         self.mix = np.zeros(
             (rows, 2, classes)
         )  # by class: GPUs that fit it, rests too small for it
@@ -96,7 +102,7 @@ class Board:
 
     def _regroup(self) -> None:
         """Offers change, and kinds that no node is of any more are of no use."""
-        self.kinds, self._kind_of = [None], {}
+        self.kinds, self._kinds_by = [None], {}
         self.target.forget_kinds()
         self.generation += 1
         for slot, node in enumerate(self.nodes):
@@ -146,10 +152,7 @@ class Board:
             offer.cpu_milli,
             offer.memory_bytes,
             offer.disk_bytes,
-            tuple(
-                (gpu.index, gpu.model, gpu.vendor, gpu.memory_bytes, not gpu.closed)
-                for gpu in offer.gpus
-            ),
+            tuple(_kind_of(gpu) for gpu in offer.gpus),
             offer.pythons,
             offer.tiers,
             offer.environments,
@@ -159,9 +162,9 @@ class Board:
             node.gpus_withheld,
             owner,
         )
-        kind = self._kind_of.get(key)
+        kind = self._kinds_by.get(key)
         if kind is None:
-            kind = self._kind_of[key] = len(self.kinds)
+            kind = self._kinds_by[key] = len(self.kinds)
             self.kinds.append(node)
             self.target.add_kind(node)
         return kind
@@ -200,19 +203,21 @@ class Board:
         share, vram, holder, free = [], [], [], []
         for device in devices:
             gpu = room.gpus[device.index]
-            share.append(gpu.free_share)
-            vram.append(gpu.free_memory)
-            holder.append(_NOBODY if gpu.user is None else gpu.user)
+            # a card that somebody holds uncut is not cut beside them
+            may_cut = device.sharing is not Sharing.MIG or gpu.user in (None, ANYBODY)
+            share.append(gpu.free_share if may_cut else 0)
+            vram.append(gpu.free_memory if may_cut else 0)
+            holder.append(NOBODY if gpu.user is None else gpu.user)
             if device.closed or device.index in node.gpus_withheld:
                 free.append(0)
             else:
                 by_memory = 1000 * gpu.free_memory // max(1, device.memory_bytes)
                 free.append(max(0, min(gpu.free_share, by_memory)))
-        self.gpus[slot] = (share + pad, vram + pad, free + pad, holder + [_NOBODY] * len(pad))
+        self.gpus[slot] = (share + pad, vram + pad, free + pad, holder + [NOBODY] * len(pad))
 
     def _clear_gpus(self, slot: int) -> None:
         self.gpus[slot] = 0
-        self.holder[slot] = _NOBODY
+        self.holder[slot] = NOBODY
         self.total[slot] = self.fragments[slot] = self.stranded[slot] = 0
         self.mix[slot] = 0
 

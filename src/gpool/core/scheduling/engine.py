@@ -20,12 +20,13 @@ from numpy.typing import NDArray
 
 from gpool.core.ids import NodeId
 from gpool.core.model import Node, Shape, Tier
-from gpool.core.scheduling.board import Board, Look
+from gpool.core.scheduling.board import NOBODY, Board, Look
 from gpool.core.scheduling.fragmentation import Ints, Slots
 from gpool.core.scheduling.placement import (
     Fit,
     is_slice,
     memory_for,
+    placed,
     slice_of,
     whole,
 )
@@ -100,7 +101,8 @@ class Engine:
             key = key.copy()
             key[[board.slots[id_] for id_ in barred if id_ in board.slots]] = _NONE
         slot = self._best(row, key)
-        return None if slot is None else (NodeId(int(board.ids[slot])), self._fit(row, slot))
+        found = None if slot is None else self._fit(row, slot)
+        return None if slot is None or found is None else (NodeId(int(board.ids[slot])), found)
 
     def nearest(self, shape: Shape, barred: Collection[NodeId]) -> NodeId | None:
         """Of the nodes that could run it when idle, the one with the fewest lines."""
@@ -221,7 +223,7 @@ class Engine:
             self._score_slices(row, slots, kinds, able)
             return
         if row.request is not None:
-            idle = (board.gpus.take(slots, 0)[:, 3] < 0) & row.usable.take(kinds, 0)
+            idle = (board.gpus.take(slots, 0)[:, 3] == NOBODY) & row.usable.take(kinds, 0)
             able &= idle.sum(1) >= row.request.count
         slots = slots[able]
         if len(slots):
@@ -313,7 +315,8 @@ class Engine:
         tied = _least(tied, board.tight[tied])
         return int(_least(tied, board.ids[tied])[0])
 
-    def _fit(self, row: Row, slot: int) -> Fit:
+    def _fit(self, row: Row, slot: int) -> Fit | None:
+        """None: a card whose hardware slices do not nest has no place for this one after all."""
         node = self.board.nodes[slot]
         assert node is not None
         needs, request = row.shape.requirements, row.request
@@ -322,7 +325,9 @@ class Engine:
             return Fit(needs.cpu_milli, memory, ())
         if is_slice(request):
             part = slice_of(node.offer.gpus[int(row.gpu[slot])], request)
-            return Fit(needs.cpu_milli, memory, (part,))
+            room = self._room_and_lines(node.id)[0].gpus[part.gpu_index]
+            there = placed(room, part)
+            return None if there is None else Fit(needs.cpu_milli, memory, (there,))
         found = whole(node, self._room_and_lines(node.id)[0], request)
         assert found is not None, "the board says there are idle GPUs and the room has none"
         return Fit(needs.cpu_milli, memory, found)

@@ -6,10 +6,11 @@ smallest of one model.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from enum import StrEnum
 from typing import NamedTuple
 
-from gpool.core import environments, gpuspec
+from gpool.core import environments, gpuspec, hardware_slices
 from gpool.core.ids import UserId
 from gpool.core.model import (
     Allocation,
@@ -21,10 +22,11 @@ from gpool.core.model import (
     Requirements,
     RuntimeOffer,
     Shape,
+    Sharing,
     Slice,
     Tier,
 )
-from gpool.core.scheduling.room import GpuRoom, Room
+from gpool.core.scheduling.room import ANYBODY, GpuRoom, Room
 
 
 class Fit(NamedTuple):
@@ -129,7 +131,14 @@ def usable(node: Node, gpu: Gpu, request: GpuRequest) -> bool:
     """The owner lends this GPU, and it is what one alternative asks for."""
     if gpu.closed or gpu.index in node.gpus_withheld or not gpuspec.matches(request, gpu):
         return False
-    return request.vram_bytes is None or request.vram_bytes <= gpu.memory_bytes
+    if not is_slice(request):
+        return True
+    if gpu.sharing is Sharing.EXCLUSIVE:
+        return False
+    memory, share = _asked(gpu, request)
+    if gpu.sharing is Sharing.MIG:
+        return hardware_slices.smallest(gpu, memory, share) is not None
+    return memory <= gpu.memory_bytes
 
 
 def memory_for(node: Node, needs: Requirements) -> int:
@@ -164,22 +173,48 @@ def is_slice(request: GpuRequest) -> bool:
 
 
 def slice_of(gpu: Gpu, request: GpuRequest) -> Slice:
-    """What a slice request takes of this GPU; of memory and share, the one not asked for follows the other."""
+    """What a slice request takes of this GPU, which must be usable for it; a hardware slice is as large as its profile.
+
+    Whole GPUs are slices too.
+    """
+    memory, share = _asked(gpu, request)
+    if gpu.sharing is Sharing.MIG and is_slice(request):
+        profile = hardware_slices.smallest(gpu, memory, share)
+        if profile is not None:
+            return hardware_slices.slice_by(gpu, profile)
+    return Slice(gpu.index, memory, share)
+
+
+def _asked(gpu: Gpu, request: GpuRequest) -> tuple[int, int]:
+    """Memory and share; the one not asked for follows the other."""
     memory = request.vram_bytes
     if memory is None:
-        return Slice(gpu.index, gpu.memory_bytes * request.share_milli // 1000, request.share_milli)
-    share = request.share_milli
-    if share == 1000:
-        share = max(1, 1000 * memory // max(1, gpu.memory_bytes))
-    return Slice(gpu.index, memory, share)
+        return gpu.memory_bytes * request.share_milli // 1000, request.share_milli
+    if request.share_milli == 1000:
+        return memory, max(1, 1000 * memory // max(1, gpu.memory_bytes))
+    return memory, request.share_milli
+
+
+def may_join(gpu: GpuRoom, user: UserId) -> bool:
+    """Strangers are neighbours on hardware slices only, and nobody else is beside those."""
+    if not gpu.holders:
+        return True
+    return gpu.user == (ANYBODY if gpu.gpu.sharing is Sharing.MIG else user)
+
+
+def placed(gpu: GpuRoom, part: Slice) -> Slice | None:
+    """A hardware slice with the place it begins at; None: there is none. Others need no place."""
+    profile = hardware_slices.named(gpu.gpu, part.profile)
+    if profile is None:
+        return part
+    start = hardware_slices.start_for(gpu.gpu, profile, gpu.cut)
+    return None if start is None else replace(part, start=start)
 
 
 def _a_slice(node: Node, room: Room, request: GpuRequest, user: UserId) -> tuple[Slice, ...] | None:
     best: tuple[tuple[int, ...], Slice] | None = None
     for gpu in room.gpus.values():
-        if gpu.holders and gpu.user != user:
-            continue  # strangers never share a GPU
-        if not usable(node, gpu.gpu, request):
+        if not may_join(gpu, user) or not usable(node, gpu.gpu, request):
             continue
         part = slice_of(gpu.gpu, request)
         memory_left = gpu.free_memory - part.memory_bytes
@@ -188,7 +223,9 @@ def _a_slice(node: Node, room: Room, request: GpuRequest, user: UserId) -> tuple
             continue
         score = (0 if gpu.holders else 1, memory_left, share_left)
         if best is None or score < best[0]:
-            best = score, part
+            there = placed(gpu, part)
+            if there is not None:
+                best = score, there
     return None if best is None else (best[1],)
 
 

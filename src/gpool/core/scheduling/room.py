@@ -2,27 +2,69 @@
 
 from __future__ import annotations
 
+from gpool.core import hardware_slices
 from gpool.core.ids import UserId
-from gpool.core.model import Allocation, Gpu, Node
+from gpool.core.model import Allocation, Gpu, Node, Slice
+
+ANYBODY = UserId(-2)
+"""Whose tasks hold a GPU that is cut into hardware slices: strangers may be neighbours there."""
 
 
 class GpuRoom:
-    """What is free of one GPU, and whose tasks hold the rest."""
+    """What is free of one GPU, and whose tasks hold the rest.
 
-    __slots__ = ("free_memory", "free_share", "gpu", "holders", "user")
+    Of one that is cut into hardware slices, memory and share of the largest slice that can still be made are free.
+    """
+
+    __slots__ = ("cut", "free_memory", "free_share", "gpu", "holders", "user")
 
     def __init__(self, gpu: Gpu) -> None:
         self.gpu = gpu
         self.free_memory = gpu.memory_bytes
         self.free_share = 1000
         self.holders = 0
-        self.user: UserId | None = None  # a GPU's slices are shared among one user's tasks only
+        self.user: UserId | None = None  # other slices are shared among one user's tasks only
+        self.cut: tuple[tuple[int, int], ...] = ()  # (start, size) of hardware slices
 
     def copy(self) -> GpuRoom:
         twin = GpuRoom(self.gpu)
         twin.free_memory, twin.free_share = self.free_memory, self.free_share
-        twin.holders, twin.user = self.holders, self.user
+        twin.holders, twin.user, twin.cut = self.holders, self.user, self.cut
         return twin
+
+    def take(self, part: Slice, user: UserId) -> None:
+        self.holders += 1
+        profile = hardware_slices.named(self.gpu, part.profile)
+        if profile is None:
+            self.free_memory -= part.memory_bytes
+            self.free_share -= part.share_milli
+            self.user = user
+            return
+        self.cut = tuple(sorted((*self.cut, (part.start, profile.size))))
+        self.user = ANYBODY
+        self._measure()
+
+    def give(self, part: Slice) -> None:
+        self.holders -= 1
+        if self.holders == 0:
+            self.user = None
+        profile = hardware_slices.named(self.gpu, part.profile)
+        if profile is None:
+            self.free_memory += part.memory_bytes
+            self.free_share += part.share_milli
+            return
+        cut = list(self.cut)
+        cut.remove((part.start, profile.size))
+        self.cut = tuple(cut)
+        self._measure()
+
+    def _measure(self) -> None:
+        if not self.cut:
+            self.free_memory, self.free_share = self.gpu.memory_bytes, 1000
+            return
+        left = hardware_slices.largest(self.gpu, self.cut)
+        self.free_memory = left.memory_bytes if left else 0
+        self.free_share = hardware_slices.share_of(self.gpu, left) if left else 0
 
 
 class Room:
@@ -49,10 +91,7 @@ class Room:
         for part in allocation.slices:
             gpu = self.gpus.get(part.gpu_index)
             if gpu is not None:  # the node may have lost the device meanwhile
-                gpu.free_memory -= part.memory_bytes
-                gpu.free_share -= part.share_milli
-                gpu.holders += 1
-                gpu.user = user
+                gpu.take(part, user)
 
     def give(self, allocation: Allocation) -> None:
         self.free_cpu += allocation.cpu_milli
@@ -60,16 +99,12 @@ class Room:
         for part in allocation.slices:
             gpu = self.gpus.get(part.gpu_index)
             if gpu is not None:
-                gpu.free_memory += part.memory_bytes
-                gpu.free_share += part.share_milli
-                gpu.holders -= 1
-                if gpu.holders == 0:
-                    gpu.user = None
+                gpu.give(part)
 
     def truth(self) -> tuple[object, ...]:
         """The amounts as a plain value, to compare."""
         gpus = tuple(
-            (index, g.free_memory, g.free_share, g.holders, g.user)
+            (index, g.free_memory, g.free_share, g.holders, g.user, g.cut)
             for index, g in sorted(self.gpus.items())
         )
         return self.free_cpu, self.free_memory, gpus

@@ -92,7 +92,10 @@ def manifest_from(text: str) -> tuple[InputFile, ...]:
 
 @lru_cache(maxsize=4096)
 def allocation_text(allocation: Allocation) -> str:
-    slices = [(s.gpu_index, s.memory_bytes, s.share_milli) for s in allocation.slices]
+    slices = [
+        (s.gpu_index, s.memory_bytes, s.share_milli, *((s.profile, s.start) if s.profile else ()))
+        for s in allocation.slices
+    ]
     return _encode((allocation.cpu_milli, allocation.memory_bytes, slices)).decode()
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from gpool.agent.runtime.devices import device_arguments
+from gpool.agent.runtime.devices import device_nodes
+from gpool.agent.runtime.protocol import GpuSeat
 from gpool.core.model import Gpu, Slice
 
 DRIVER_AT = "/opt/gpool/driver"
@@ -53,22 +55,24 @@ def cdi_names(folders: Sequence[str], uuids: Sequence[str]) -> tuple[str, ...]:
 
 
 def graphics(
-    gpus: Mapping[int, Gpu], slices: Sequence[Slice], cdi_folders: Sequence[str]
+    gpus: Mapping[int, Gpu],
+    slices: Sequence[Slice],
+    cdi_folders: Sequence[str],
+    seat: GpuSeat | None = None,
 ) -> Graphics:
-    """For one lease."""
-    words = device_arguments(gpus, slices)
-    nodes = [words[at + 1] for at, word in enumerate(words) if word == "--dev-bind"]
+    """For one lease; what was got ready for it goes before what the engine would make of it."""
+    real = [
+        gpus[s.gpu_index] for s in slices if s.gpu_index in gpus and not gpus[s.gpu_index].simulated
+    ]
+    nodes = device_nodes(real) if seat is None else seat.nodes
+    nodes = tuple(node for node in nodes if os.path.exists(node))
     if not nodes:
         return Graphics()
-    real = [
-        gpus[s.gpu_index].uuid
-        for s in slices
-        if s.gpu_index in gpus and not gpus[s.gpu_index].simulated
-    ]
-    named = cdi_names(cdi_folders, real)
+    named = () if seat is not None else cdi_names(cdi_folders, [gpu.uuid for gpu in real])
     if named:
         return Graphics(cdi=named)
     cache = subprocess.run(LDCONFIG, capture_output=True, text=True, check=False, env={}).stdout
     libraries = driver_libraries(cache)
     binds = [(path, f"{DRIVER_AT}/{name}", False) for name, path in libraries.items()]
-    return Graphics(tuple(nodes), tuple(binds))
+    more = () if seat is None else seat.binds
+    return Graphics(nodes, (*binds, *((str(host), inside, True) for inside, host in more)))

@@ -31,6 +31,7 @@ import cloudpickle  # type: ignore[import-untyped]
 
 from gpool.agent import runner as runner_package
 from gpool.agent.network.addresses import is_refused
+from gpool.agent.runtime import cgroups
 from gpool.agent.runtime.bubblewrap import NOT_EXECUTABLE, NOT_FOUND, UIDS_A_BLOCK, Uids
 from gpool.agent.runtime.calls import Keeping, open_runner
 from gpool.agent.runtime.commands import Command, command_pipes
@@ -53,6 +54,7 @@ from gpool.agent.runtime.protocol import (
     CommandJob,
     CommandSandbox,
     Ended,
+    GpuSeat,
     Lane,
     RunnerJob,
     RunnerSandbox,
@@ -210,7 +212,7 @@ class DockerRuntime:
             container, channel = await self._start(box)
             os.close(theirs[0])
             streams = pour(channel, {1: theirs[1], 2: theirs[2]}, partial(_explain, job.argv[0]))
-            started = self._follow(container, streams, watched)
+            started = self._follow(container, streams, watched, job.seat)
         except BaseException:
             for descriptor in (*theirs, *ours):
                 os.close(descriptor)
@@ -221,7 +223,7 @@ class DockerRuntime:
             (ours[0], ours[1]),
             place,
             disk_bytes=job.limits.disk_bytes,
-            judge=partial(_judge, started, watched),
+            judge=partial(_judge, started, watched, job.seat),
             release=lambda: self._release(slot, watched),
         )
 
@@ -255,7 +257,8 @@ class DockerRuntime:
                 if isinstance(failure, SandboxFailed) and _says_missing(str(failure)):
                     raise SandboxFailed(_no_python(job)) from failure
                 raise
-            started = self._follow(container, relay(channel, descriptors), watched)
+            streams = relay(channel, descriptors)
+            started = self._follow(container, streams, watched, job.seat)
             made.append(started)
             return started
 
@@ -263,7 +266,7 @@ class DockerRuntime:
             place,
             self._values,
             job.limits.disk_bytes,
-            lambda exit, head: _judge(made[0], watched, exit, head),
+            lambda exit, head: _judge(made[0], watched, job.seat, exit, head),
             lambda: self._release(slot, watched),
         )
         return await open_runner(start, keeping)
@@ -404,20 +407,21 @@ class DockerRuntime:
         argv: Sequence[str],
     ) -> Box:
         facts = self._engine.facts
-        gpus = graphics(self._gpus, job.slices, facts.cdi_folders)
+        gpus = graphics(self._gpus, job.slices, facts.cdi_folders, job.seat)
         variables = {
             "HOME": WORK_AT,
             "LANG": "C.UTF-8",
             "TMPDIR": "/tmp",
             "CUDA_VISIBLE_DEVICES": visible_devices(self._gpus, job.slices),
         }
+        seat = dict(job.seat.variables) if job.seat is not None else {}
         if gpus.binds:
             before = dict(image.env).get("LD_LIBRARY_PATH", "")
             variables["LD_LIBRARY_PATH"] = f"{DRIVER_AT}:{before}" if before else DRIVER_AT
         return Box(
             image=image.id,
             argv=argv,
-            env=tuple((variables | dict(job.env)).items()),
+            env=tuple((variables | dict(job.env) | seat).items()),
             user=slot.inside,
             limits=job.limits,
             binds=((str(place.work), WORK_AT, True), *gpus.binds),
@@ -468,12 +472,18 @@ class DockerRuntime:
         self._engine.remove(container)
 
     def _follow(
-        self, container: str, streams: Coroutine[Any, Any, None], watched: Watched
+        self,
+        container: str,
+        streams: Coroutine[Any, Any, None],
+        watched: Watched,
+        seat: GpuSeat | None,
     ) -> Contained:
         started = Contained(self._engine, container, self._threads, streams)
         self._running.add(started)
         started.when_over(self._running.discard)
         self._watch.begin(watched, started.kill)
+        if seat is not None:
+            seat.watch(lambda pid: cgroups.is_in(pid, container), started.kill)
         return started
 
     async def _be_guarded(self) -> None:
@@ -534,8 +544,12 @@ def _no_python(job: RunnerJob) -> str:
     return f"{image} has no python3: a function needs an image with Python {job.python}"
 
 
-def _judge(started: Contained, watched: Watched, exit: Exit, head: bytes) -> Ended:
+def _judge(
+    started: Contained, watched: Watched, seat: GpuSeat | None, exit: Exit, head: bytes
+) -> Ended:
     gone = started.gone
+    if seat is not None and seat.exceeded:
+        return Ended(137, EndReason.OUT_OF_MEMORY, seat.exceeded)
     if watched.exceeded:
         limit = f"it wrote more than its disk limit of {watched.limit_bytes} bytes"
         return Ended(137, EndReason.BAD_OUTPUT, limit)

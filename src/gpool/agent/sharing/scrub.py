@@ -1,0 +1,69 @@
+"""Cleans a GPU's memory between users: runs the scrubber in a sandbox of its own and judges what it says."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from gpool.agent.runtime.protocol import CommandJob, GpuSeat, Limits, Runtime, SandboxFailed
+from gpool.core.model import GIB
+
+SCRIPT = Path(__file__).with_name("scrubber.py")
+WITHIN_S = 30.0
+LEAST_PART = 0.95
+"""Of the free memory; the driver keeps a little of it for itself once a program starts."""
+LIMITS = Limits(cpu_milli=2000, memory_bytes=8 * GIB)
+MOST_SAID = 64 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Scrubbed:
+    """What the scrubber says it did."""
+
+    free: int = 0
+    scrubbed: int = 0
+    wrong: int = 0
+    refused: str = ""
+
+
+def fault(told: Scrubbed) -> str:
+    """Why the memory does not count as clean; empty: it does."""
+    if told.refused:
+        return told.refused
+    if told.wrong:
+        return f"{told.wrong} samples of it did not hold what was written"
+    if told.scrubbed < LEAST_PART * told.free or not told.scrubbed:
+        return f"only {told.scrubbed} of {told.free} free bytes could be overwritten"
+    return ""
+
+
+def read(said: bytes) -> Scrubbed:
+    """Its last line; whatever else it printed is the reason it did not get so far."""
+    lines = said.strip().splitlines()
+    try:
+        return msgspec.json.decode(lines[-1] if lines else b"", type=Scrubbed)
+    except msgspec.DecodeError:
+        return Scrubbed(refused=said.decode("utf-8", "replace").strip()[-400:] or "it said nothing")
+
+
+async def scrub(runtime: Runtime, seat: GpuSeat) -> Scrubbed:
+    """Everything that is free on the GPU the seat shows. Never raises for what can go wrong on the card."""
+    argv = ("python3", "-I", "-c", SCRIPT.read_text())
+    said = b""
+    try:
+        async with asyncio.timeout(WITHIN_S):
+            sandbox = await runtime.start_command(CommandJob(argv, (), (), (), LIMITS, seat=seat))
+            try:
+                async for _, data in sandbox.output():
+                    said = (said + data)[-MOST_SAID:]
+                await sandbox.ended()
+            finally:
+                await asyncio.shield(sandbox.remove())
+    except TimeoutError:
+        return Scrubbed(refused=f"it took longer than {WITHIN_S:g} s")
+    except SandboxFailed as error:
+        return Scrubbed(refused=str(error))
+    return read(said)
