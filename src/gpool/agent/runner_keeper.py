@@ -11,6 +11,7 @@ from pathlib import Path
 
 import structlog
 
+from gpool.agent.ends import why_it_died
 from gpool.agent.instructions import (
     CallAnswered,
     CallPrinted,
@@ -181,6 +182,9 @@ class RunnerKeeper:
                 if event.value_file is not None:
                     answers.append(await self._large(lease, event, event.value_file))
                     continue
+                if event.ended is not None:
+                    answers.append(_died(lease, event, event.ended))
+                    continue
                 answers.append(
                     CallAnswered(
                         lease[0],
@@ -224,3 +228,10 @@ class RunnerKeeper:
             return replace(answered, reason=EndReason.SANDBOX_FAILED, error_text=text)
         finally:
             await asyncio.to_thread(file.unlink, missing_ok=True)
+
+
+def _died(lease: tuple[int, int], answer: Answer, ended: Ended) -> CallAnswered:
+    reason, text = why_it_died(ended)
+    code = ended.exit_code or 1
+    took, output = answer.duration_us, answer.output
+    return CallAnswered(*lease, True, b"", "", text, took, output, reason, code)
