@@ -22,6 +22,7 @@ from gpool.agent.instructions import (
     Event,
     Exit,
     Instruction,
+    OfferDetected,
     RunnerEnded,
     Send,
     SendCalls,
@@ -33,6 +34,7 @@ from gpool.agent.instructions import (
 from gpool.agent.runner_keeper import RunnerKeeper
 from gpool.agent.sandboxes import Equipment
 from gpool.agent.session import Session
+from gpool.core.model import Allocation
 from gpool.wire.frames import AgentFrame
 
 LONGEST_SLEEP_S = 1.0
@@ -112,7 +114,7 @@ class Daemon:
         now = self._clock()
         events, self._events = self._events, deque()
         for event in events:
-            self._forget_ended(event)
+            self._note(event)
             for instruction in self._session.handle(now, event):
                 self._obey(instruction)
         wakes_at = self._session.wakes_at
@@ -120,11 +122,17 @@ class Daemon:
             for instruction in self._session.handle(now, Ticked()):
                 self._obey(instruction)
 
-    def _forget_ended(self, event: Event) -> None:
+    def _note(self, event: Event) -> None:
+        warm = self._equipment.warm
+        ended: CommandKeeper | RunnerKeeper | None = None
         if type(event) is CommandEnded:
-            self._commands.pop((event.task, event.epoch), None)
+            ended = self._commands.pop((event.task, event.epoch), None)
         elif type(event) is RunnerEnded:
-            self._runners.pop(event.runner, None)
+            ended = self._runners.pop(event.runner, None)
+        elif type(event) is OfferDetected and warm is not None:
+            warm.offered(event.offer)
+        if ended is not None and warm is not None:
+            warm.lease_ended(ended)
 
     def _obey(self, instruction: Instruction) -> None:
         match instruction:
@@ -134,14 +142,17 @@ class Daemon:
                 if (runner := self._runners.get(instruction.runner)) is not None:
                     runner.send(instruction.calls)
             case StartCommand():
-                key = (instruction.task, instruction.epoch)
-                self._commands[key] = CommandKeeper(self._equipment, instruction)
+                command = CommandKeeper(self._equipment, instruction)
+                self._commands[(instruction.task, instruction.epoch)] = command
+                self._lease_began(command, instruction.allocation)
             case EndCommand():
-                command = self._commands.get((instruction.task, instruction.epoch))
-                if command is not None:
-                    command.end(instruction.reason, instruction.grace_us)
+                running = self._commands.get((instruction.task, instruction.epoch))
+                if running is not None:
+                    running.end(instruction.reason, instruction.grace_us)
             case StartRunner():
-                self._runners[instruction.runner] = RunnerKeeper(self._equipment, instruction)
+                keeper = RunnerKeeper(self._equipment, instruction)
+                self._runners[instruction.runner] = keeper
+                self._lease_began(keeper, instruction.allocation)
             case EndRunner():
                 if (runner := self._runners.get(instruction.runner)) is not None:
                     runner.end()
@@ -150,6 +161,10 @@ class Daemon:
                 self._wake.set()
             case _:
                 assert_never(instruction)
+
+    def _lease_began(self, keeper: CommandKeeper | RunnerKeeper, allocation: Allocation) -> None:
+        if self._equipment.warm is not None:
+            self._equipment.warm.lease_began(keeper, allocation.memory_bytes)
 
     async def _end_all(self) -> None:
         keepers: list[CommandKeeper | RunnerKeeper] = [

@@ -20,6 +20,7 @@ from gpool.agent.runtime.protocol import Runtime
 from gpool.agent.sandboxes import Environments, Equipment, Networks
 from gpool.agent.session import Session
 from gpool.agent.settings import AgentSettings
+from gpool.agent.warm_keeper import WarmKeeper
 from gpool.core.model import Offer
 from gpool.transfer.senders import AsyncSender
 from gpool.wire.frames import AgentFrame
@@ -106,6 +107,9 @@ async def run_agent(
     sender = AsyncSender(address, None, dice, vouch=badge.vouch)
     cache = ArtifactCache(settings.data_dir / "artifacts", sender.download, settings.cache_bytes)
 
+    warm = WarmKeeper(means.runtimes, means.environments, boot_clock)
+    warm.offered(offer)
+
     def send(frame: AgentFrame) -> None:
         channel.send(frame)
 
@@ -119,6 +123,7 @@ async def run_agent(
             boot_clock,
             means.networks,
             means.environments,
+            warm,
         )
 
     daemon = Daemon(Session(next_boot(settings.data_dir), offer), send, equip)
@@ -127,6 +132,7 @@ async def run_agent(
     dialling = asyncio.create_task(channel.keep())
     serving = asyncio.create_task(daemon.run())
     stopping = asyncio.create_task(_stopped(stop, daemon))
+    warming = asyncio.create_task(warm.keep())
     looking = asyncio.create_task(_looked(look, look_every_s, changed, daemon))
     try:
         await asyncio.wait([dialling, serving], return_when=asyncio.FIRST_COMPLETED)
@@ -137,9 +143,10 @@ async def run_agent(
         if dialling.done():
             dialling.result()
     finally:
-        for task in (stopping, looking, dialling, serving):
+        tasks = (stopping, looking, dialling, serving, warming)
+        for task in tasks:
             task.cancel()
-        await asyncio.wait([stopping, looking, dialling, serving])
+        await asyncio.wait(tasks)
         await sender.close()
         await means.lay_down()
         log.info("agent_ends")

@@ -32,9 +32,19 @@ from gpool.agent.runtime.protocol import (
     Prepared,
     RunnerJob,
     RunnerSandbox,
+    Runtime,
     SandboxFailed,
 )
-from gpool.agent.sandboxes import KILLED, Equipment, fault_of, image_of, limits_of, started
+from gpool.agent.sandboxes import (
+    KILLED,
+    Equipment,
+    Warmed,
+    fault_of,
+    image_of,
+    limits_of,
+    started,
+    warm_key_of,
+)
 from gpool.core.errors import GpoolError, StaleLease, Unreachable
 from gpool.core.model import EndReason, Phase
 from gpool.transfer.artifacts import LeaseRef, hash_of
@@ -80,9 +90,35 @@ class RunnerKeeper:
             self._outcome = Ended(125, EndReason.SANDBOX_FAILED, f"{error}")
 
     async def _run(self) -> Ended:
-        place = self._with.place_for(self._start.spec, self._reach, self._said)
+        """In a sandbox that was ready before anybody asked, else in one started for it."""
+        start = self._start
+        runtime = self._with.runtime_for(start.spec, start.owner)
+        warmed = await self._take_warm(runtime)
+        if warmed is not None:
+            async with warmed.standing:
+                return await self._serve(warmed.sandbox)
+        place = self._with.place_for(start.spec, self._reach, self._said)
         async with place as (environment, lane):
-            return await self._serve(environment, lane)
+            job = self._job(environment, lane)
+            return await self._serve(await started(runtime.start_runner(job)))
+
+    async def _take_warm(self, runtime: Runtime) -> Warmed | None:
+        start = self._start
+        key = warm_key_of(runtime, start.spec, start.allocation)
+        if key is None or self._with.warm is None:
+            return None
+        warmed = self._with.warm.take(key)
+        if warmed is None:
+            return None
+        try:
+            await warmed.sandbox.assign((*start.spec.env, *start.secrets))
+        except SandboxFailed:
+            await warmed.remove()
+            return None
+        except BaseException:
+            await warmed.remove()
+            raise
+        return warmed
 
     def _reach(self, phase: Phase) -> None:
         self._with.feed(RunnerReached(self._start.runner, phase))
@@ -90,10 +126,9 @@ class RunnerKeeper:
     def _said(self, line: str) -> None:
         log.info("environment", runner=self._start.runner, said=line)
 
-    async def _serve(self, environment: Prepared | None, lane: Lane | None) -> Ended:
+    def _job(self, environment: Prepared | None, lane: Lane | None) -> RunnerJob:
         start, spec = self._start, self._start.spec
-        runtime = self._with.runtime_for(spec, start.owner)
-        job = RunnerJob(
+        return RunnerJob(
             spec.requirements.python or PYTHON,
             (*spec.env, *start.secrets),
             start.allocation.slices,
@@ -103,10 +138,11 @@ class RunnerKeeper:
             image_of(spec),
             spec.preload,
         )
-        sandbox = await started(runtime.start_runner(job))
+
+    async def _serve(self, sandbox: RunnerSandbox) -> Ended:
         writer = asyncio.create_task(self._write(sandbox))
         try:
-            self._with.feed(RunnerReady(start.runner))
+            self._with.feed(RunnerReady(self._start.runner))
             async for batch in sandbox.events():
                 await self._pass_on(batch)
             return await sandbox.ended()

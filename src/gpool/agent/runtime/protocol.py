@@ -191,6 +191,9 @@ class RunnerSandbox(Protocol):
 class WarmRunner(RunnerSandbox, Protocol):
     """A runner that has imported its modules and is nobody's yet."""
 
+    forks: bool
+    """It keeps the modules apart from what calls do; false when one of them took hold of a GPU."""
+
     async def assign(self, variables: Sequence[tuple[str, str]]) -> None:
         """To one user's work, once: its limits hold from now on, its variables are there at the first call.
 
