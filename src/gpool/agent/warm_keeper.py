@@ -86,8 +86,9 @@ class WarmKeeper:
             while True:
                 self._wake.clear()
                 self._settle()
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._wake.wait(), LOOK_EVERY_S)
+                timer = asyncio.get_running_loop().call_later(LOOK_EVERY_S, self._wake.set)
+                await self._wake.wait()
+                timer.cancel()
         finally:
             await self._end_all()
 
