@@ -34,7 +34,6 @@ from gpool.agent.instructions import (
 from gpool.agent.runner_keeper import RunnerKeeper
 from gpool.agent.sandboxes import Equipment
 from gpool.agent.session import Session
-from gpool.core.model import Allocation
 from gpool.wire.frames import AgentFrame
 
 LONGEST_SLEEP_S = 1.0
@@ -124,15 +123,14 @@ class Daemon:
 
     def _note(self, event: Event) -> None:
         warm = self._equipment.warm
-        ended: CommandKeeper | RunnerKeeper | None = None
         if type(event) is CommandEnded:
-            ended = self._commands.pop((event.task, event.epoch), None)
+            self._commands.pop((event.task, event.epoch), None)
+            if warm is not None:
+                warm.lease_ended((event.task, event.epoch))
         elif type(event) is RunnerEnded:
-            ended = self._runners.pop(event.runner, None)
+            self._runners.pop(event.runner, None)
         elif type(event) is OfferDetected and warm is not None:
             warm.offered(event.offer)
-        if ended is not None and warm is not None:
-            warm.lease_ended(ended)
 
     def _obey(self, instruction: Instruction) -> None:
         match instruction:
@@ -142,17 +140,16 @@ class Daemon:
                 if (runner := self._runners.get(instruction.runner)) is not None:
                     runner.send(instruction.calls)
             case StartCommand():
-                command = CommandKeeper(self._equipment, instruction)
-                self._commands[(instruction.task, instruction.epoch)] = command
-                self._lease_began(command, instruction.allocation)
+                key = (instruction.task, instruction.epoch)
+                self._commands[key] = CommandKeeper(self._equipment, instruction)
+                if (warm := self._equipment.warm) is not None:
+                    warm.lease_began(key, instruction.allocation.memory_bytes)
             case EndCommand():
-                running = self._commands.get((instruction.task, instruction.epoch))
-                if running is not None:
-                    running.end(instruction.reason, instruction.grace_us)
+                command = self._commands.get((instruction.task, instruction.epoch))
+                if command is not None:
+                    command.end(instruction.reason, instruction.grace_us)
             case StartRunner():
-                keeper = RunnerKeeper(self._equipment, instruction)
-                self._runners[instruction.runner] = keeper
-                self._lease_began(keeper, instruction.allocation)
+                self._runners[instruction.runner] = RunnerKeeper(self._equipment, instruction)
             case EndRunner():
                 if (runner := self._runners.get(instruction.runner)) is not None:
                     runner.end()
@@ -161,10 +158,6 @@ class Daemon:
                 self._wake.set()
             case _:
                 assert_never(instruction)
-
-    def _lease_began(self, keeper: CommandKeeper | RunnerKeeper, allocation: Allocation) -> None:
-        if self._equipment.warm is not None:
-            self._equipment.warm.lease_began(keeper, allocation.memory_bytes)
 
     async def _end_all(self) -> None:
         keepers: list[CommandKeeper | RunnerKeeper] = [

@@ -65,18 +65,31 @@ class RunnerKeeper:
         self._defined: set[str] = set()
         self._files: dict[int, contextlib.AsyncExitStack] = {}  # large arguments in use
         self._outcome = Ended(KILLED, EndReason.EXITED, "ended by the agent")
+        self._begin()
         self.task = asyncio.create_task(self._keep())
         self.task.add_done_callback(self._report)
 
     def end(self) -> None:
         self.task.cancel()
 
+    def _begin(self) -> None:
+        """It serves a lease from now on, and so its memory is somebody's."""
+        if self._with.warm is not None:
+            self._with.warm.lease_began(self, self._start.allocation.memory_bytes)
+
+    def _rest(self) -> None:
+        if self._with.warm is not None:
+            self._with.warm.lease_ended(self)
+
     def send(self, calls: tuple[RunnerCall, ...]) -> None:
+        if not self._leases and not self._queue:
+            self._begin()
         self._queue.extend(calls)
         self._wake.set()
 
     def _report(self, task: asyncio.Task[None]) -> None:
         """However it came to an end, even before its first step."""
+        self._rest()
         ended = fault_of(task) or self._outcome
         number = self._start.runner
         self._with.feed(
@@ -240,6 +253,8 @@ class RunnerKeeper:
                 self._with.feed(CallPrinted(runner, *running, event.stream, event.data))
         if answers:
             self._with.feed(CallsAnswered(runner, tuple(answers)))
+            if not leases and not self._queue:
+                self._rest()
 
     async def _large(self, lease: tuple[int, int], answer: Answer, file: Path) -> CallAnswered:
         """A value too large for a frame travels as an artifact, under its lease."""

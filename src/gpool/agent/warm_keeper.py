@@ -18,6 +18,7 @@ from gpool.core.errors import GpoolError
 from gpool.core.model import Offer
 
 LOOK_EVERY_S = 5.0
+REFILL_AFTER_S = 0.25  # whoever asked comes first
 MOST_CPU_MILLI = 500  # while it imports: the processors are for tasks
 
 log = structlog.get_logger(__name__)
@@ -58,7 +59,7 @@ class WarmKeeper:
 
     def take(self, key: WarmKey) -> Warmed | None:
         """A sandbox for work with this key, yours from now on; None: start one. Either way more may be prepared."""
-        self._wake.set()
+        asyncio.get_running_loop().call_later(REFILL_AFTER_S, self._wake.set)
         number = self._pool.ask(self._clock(), key)
         if number is None:
             return None
@@ -73,10 +74,11 @@ class WarmKeeper:
     def lease_began(self, holder: object, memory_bytes: int) -> None:
         """Memory that was idle is somebody's now: the pool gives way."""
         self._leased[holder] = memory_bytes
-        self._wake.set()
+        if self._pool.entries:
+            self._wake.set()
 
     def lease_ended(self, holder: object) -> None:
-        if self._leased.pop(holder, None) is not None:
+        if self._leased.pop(holder, None) is not None and self._pool.demands:
             self._wake.set()
 
     # ---- keeping
@@ -119,7 +121,9 @@ class WarmKeeper:
             self._pool.gone(number)
             self._wake.set()
             raise
-        self._pool.prepared(number, warmed.sandbox.memory_used())
+        used = warmed.sandbox.memory_used()
+        self._pool.prepared(number, used)
+        log.info("warmed", preload=order.key.preload, environment=order.key.environment, bytes=used)
         self._ready[number] = warmed
         self._wake.set()
         try:
