@@ -15,6 +15,7 @@ from typing import Any
 
 import cloudpickle
 import pytest
+from test_runtime_environments import environment
 
 from gpool.agent.cache import ArtifactCache
 from gpool.agent.instructions import (
@@ -27,7 +28,7 @@ from gpool.agent.instructions import (
 )
 from gpool.agent.runner_keeper import RunnerKeeper
 from gpool.agent.runtime.calls import PYTHON
-from gpool.agent.runtime.protocol import Limits, RunnerJob
+from gpool.agent.runtime.protocol import Limits, Prepared, RunnerJob, SandboxFailed
 from gpool.agent.sandboxes import Equipment, warm_key_of
 from gpool.agent.warm_keeper import WarmKeeper, available_memory
 from gpool.core.model import (
@@ -61,12 +62,12 @@ SPEC = TaskSpec(
 class Stage:
     """An agent's sandboxes without the agent: runners are started by hand, what they report is kept."""
 
-    def __init__(self, runtime: Any, folder: Path) -> None:
+    def __init__(self, runtime: Any, folder: Path, environments: Any = None) -> None:
         self.runtime = runtime
         self.functions: dict[str, bytes] = {}
         self.events: list[Event] = []
         self.numbers = 0
-        self.warm = WarmKeeper([runtime], None, self.clock, lambda: 64 * GIB)
+        self.warm = WarmKeeper([runtime], environments, self.clock, lambda: 64 * GIB)
         self.warm.offered(OFFER)
         self.equipment = Equipment(
             [runtime],
@@ -75,6 +76,7 @@ class Stage:
             folder,
             self.events.append,
             self.clock,
+            environments=environments,
             warm=self.warm,
         )
         self.runners: dict[int, RunnerKeeper] = {}
@@ -129,8 +131,8 @@ class Stage:
 
 
 @contextlib.asynccontextmanager
-async def stage_of(runtime: Any, folder: Path) -> AsyncIterator[Stage]:
-    stage = Stage(runtime, folder)
+async def stage_of(runtime: Any, folder: Path, environments: Any = None) -> AsyncIterator[Stage]:
+    stage = Stage(runtime, folder, environments)
     keeping = asyncio.create_task(stage.warm.keep())
     try:
         yield stage
@@ -144,9 +146,11 @@ async def stage_of(runtime: Any, folder: Path) -> AsyncIterator[Stage]:
         assert stage.warm._pool.entries == {}, "what the keeper ended, the pool has forgotten"
 
 
-def staged(kind: str, folder: Path, story: Callable[[Stage], Any]) -> None:
+def staged(
+    kind: str, folder: Path, story: Callable[[Stage], Any], environments: Any = None
+) -> None:
     async def whole(runtime: Any) -> None:
-        async with stage_of(runtime, folder) as stage:
+        async with stage_of(runtime, folder, environments) as stage:
             await story(stage)
         if kind == "fake":
             assert runtime.live == set(), "a sandbox outlived its keeper"
@@ -251,6 +255,79 @@ def test_one_that_died_is_noticed_and_replaced(kind: str, tmp_path: Path) -> Non
         assert value(await stage.call(stage.start(2), len, "abc")) == 3
 
     staged(kind, tmp_path, story)
+
+
+class OneEnvironment:
+    """An environment that lies ready, and how many stand on it."""
+
+    def __init__(self, prepared: Prepared) -> None:
+        self.prepared = prepared
+        self.held = 0
+
+    @contextlib.asynccontextmanager
+    async def prepare(
+        self, name: str, recipe: Recipe | None, said: Callable[[str], None], /
+    ) -> AsyncIterator[Prepared]:
+        assert (name, recipe) == (SPECIAL.environment, SPECIAL.recipe)
+        said("ready")
+        self.held += 1
+        try:
+            yield self.prepared
+        finally:
+            self.held -= 1
+
+
+SPECIAL = replace(
+    SPEC, environment="pip:test", recipe=Recipe(packages=("special",)), preload=("special",)
+)
+
+
+def special() -> tuple[str, bool]:
+    was_there = "special" in sys.modules
+    import special as found  # type: ignore[import-not-found]  # noqa: PLC0415
+
+    return found.WORD, was_there
+
+
+def test_an_environment_stays_for_as_long_as_a_sandbox_stands_on_it(tmp_path: Path) -> None:
+    made = OneEnvironment(environment(tmp_path / "env", "it is"))
+
+    async def story(stage: Stage) -> None:
+        first = stage.start(1, SPECIAL)
+        assert value(await stage.call(first, special)) == ("it is", True)
+        (warmed,) = await stage.ready()
+        assert made.held == 2
+        second = stage.start(2, SPECIAL)
+        assert value(await stage.call(second, special)) == ("it is", True)
+        assert warmed._assigned
+        await stage.end(first)
+        await stage.ready()
+        assert made.held == 2, "the second user's and the next one's"
+        await stage.end(second)
+        assert made.held == 1
+
+    staged("bubblewrap", tmp_path, story, made)
+    assert made.held == 0
+
+
+def test_one_that_cannot_be_prepared_costs_nobody_anything(tmp_path: Path) -> None:
+    class Broken(OneEnvironment):
+        @contextlib.asynccontextmanager
+        async def prepare(self, *_: Any) -> AsyncIterator[Prepared]:
+            self.held += 1
+            if self.held > 1:
+                raise SandboxFailed("the disk is full")
+            yield self.prepared
+
+    made = Broken(environment(tmp_path / "env", "x"))
+
+    async def story(stage: Stage) -> None:
+        runner = stage.start(1, SPECIAL)
+        await stage.until(lambda: made.held == 2 and not stage.warm._pool.entries)
+        assert value(await stage.call(runner, special)) == ("x", True)
+        assert made.held == 2, "it is not tried again at once"
+
+    staged("bubblewrap", tmp_path, story, made)
 
 
 @pytest.mark.parametrize(
