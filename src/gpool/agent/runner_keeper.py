@@ -150,6 +150,7 @@ class RunnerKeeper:
             lane,
             image_of(spec),
             spec.preload,
+            self._said,
         )
 
     async def _serve(self, sandbox: RunnerSandbox) -> Ended:

@@ -184,7 +184,7 @@ class MicrovmRuntime:
             lambda: self._free.append(slot),
         )
         assert (CALLS_AT, ANSWERS_AT, FILES_AT) == (3, 4, 5)  # as the guest lays them
-        return await open_runner(start, keeping)
+        return await open_runner(start, keeping, job.preload)
 
     async def sweep(self) -> None:
         await asyncio.to_thread(self._sweep)
@@ -288,6 +288,8 @@ class MicrovmRuntime:
         try:
             if job.lane is not None:
                 raise SandboxFailed("a guest has no network on this node")
+            if self._choice is None:
+                job.said("the first guest on this node: its disks are made, once")
             vmm, choice, image = await self._ready(job.environment)
             disk = root.root / "work.img"
             await asyncio.to_thread(make_work_disk, disk, job.limits.disk_bytes)
