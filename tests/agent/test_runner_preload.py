@@ -24,6 +24,7 @@ from gpool.testing.runtimes import LIMITS, Caller, caller, processes_with, using
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 real = pytest.mark.parametrize("kind", ["bubblewrap", "process"])
+contained = pytest.mark.parametrize("kind", ["bubblewrap", "process", "docker"])
 EARLY = "wave"  # a module of the standard library that nothing here imports
 
 
@@ -59,7 +60,7 @@ def value(answer: Any) -> Any:
     return pickle.loads(answer.value)
 
 
-@real
+@contained
 def test_the_modules_are_there_and_each_function_keeps_its_process(
     kind: str, tmp_path: Path
 ) -> None:
@@ -135,7 +136,7 @@ def end_how(how: str) -> str:
     return how
 
 
-@real
+@contained
 @pytest.mark.parametrize(("how", "code"), [("exit", 5), ("kill", 137)])
 def test_a_process_that_ends_takes_one_call_with_it_and_none_behind_it(
     kind: str, how: str, code: int, tmp_path: Path

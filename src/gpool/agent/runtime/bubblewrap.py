@@ -237,13 +237,14 @@ class BubblewrapRuntime:
             self._watch.begin(watched, started.kill)
             return started
 
-        group = slot.group
+        group, judge = slot.group, self._judge(slot, watched)
         keeping = Keeping(
             place,
             self._values,
             job.limits.disk_bytes,
-            self._judge(slot, watched),
+            judge,
             lambda: self._release(slot, watched),
+            lambda code: judge(Exit(code, ran=True, killed=False), b""),
             lambda: group.limit(job.limits) if group is not None else None,
             lambda: group.memory_used() if group is not None else 0,
         )

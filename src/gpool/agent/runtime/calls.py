@@ -112,6 +112,8 @@ class Keeping:
     quota_bytes: int
     judge: Callable[[Exit, bytes], Ended]
     release: Callable[[], None]
+    judge_child: Callable[[int], Ended] = Ended
+    """Of one function's process that ended with this code, the sandbox being as it was."""
     limit: Callable[[], None] = lambda: None
     """Puts the job's own limits on what was prepared under others."""
     memory_used: Callable[[], int] = lambda: 0
@@ -354,7 +356,7 @@ class Runner:
             self._over = self._broken = True
             return False
         self._waiting.popleft()
-        ended = self._keeping.judge(Exit(code, ran=True, killed=False), b"")
+        ended = self._keeping.judge_child(code)
         batch.append(Answer(number, True, b"", "", took, self._printed(), ended=ended))
         return True
 
