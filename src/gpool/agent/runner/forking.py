@@ -104,11 +104,11 @@ class Parent:
         self.at_work: Child | None = None
         sees_gpu = any(os.environ.get(name) for name in VISIBLE)
         self.most = 1 if sees_gpu else MOST_CHILDREN  # each would hold its part of a GPU's memory
-        self.died, bell = os.pipe()
-        for number in (self.died, bell):
+        self.died, self.bell = os.pipe()
+        for number in (self.died, self.bell):
             os.set_blocking(number, False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
-        signal.set_wakeup_fd(bell, warn_on_full_buffer=False)
+        signal.set_wakeup_fd(self.bell, warn_on_full_buffer=False)
 
     def serve(self) -> None:
         self.read_frames()
@@ -207,7 +207,7 @@ class Parent:
         runner = self.runner
         for child in self.children.values():
             child.close()
-        for descriptor in (*parents, runner.calls):
+        for descriptor in (*parents, self.died, self.bell, runner.calls):
             os.close(descriptor)
         runner.files.close()
         runner.calls, runner.told, runner.files = own
