@@ -167,6 +167,26 @@ def test_a_thousand_calls_come_back_in_a_few_batches(tmp_path: Path) -> None:
     living(tmp_path, story)
 
 
+def test_whoever_comes_next_gets_a_sandbox_that_was_warm(tmp_path: Path) -> None:
+    async def story(pool: Pool, desk: Desk) -> None:
+        pool.offer = replace(OFFER, memory_bytes=8 << 30)
+        await desk.until(lambda: desk.offers)
+        spec = replace(function(desk.keep(cloudpickle.dumps(len))), preload=("wave",))
+        await desk.grant(spec, [call(1, "a")])
+        await desk.until(lambda: 1 in desk.ends())
+        await desk.until(lambda: pool.runtime.warmed)
+        (warmed,) = pool.runtime.warmed
+        assert warmed.variables is None, "nobody's yet"
+        await desk.grant(replace(spec, env=(("WHO", "me"),)), [call(2, "ab")], 1)
+        await desk.until(lambda: 2 in desk.ends())
+        assert warmed.variables == (("WHO", "me"),)
+        end = desk.ends()[2]
+        assert isinstance(end, Finished)
+        assert pickle.loads(end.value) == 2
+
+    living(tmp_path, story)
+
+
 def test_a_missing_function_fails_its_call_with_a_reason(tmp_path: Path) -> None:
     async def story(pool: Pool, desk: Desk) -> None:
         await desk.grant(function("0" * 64), [call(1)])

@@ -19,7 +19,7 @@ from typing import Any
 import cloudpickle
 import pytest
 
-from gpool.agent.runner import serve
+from gpool.agent.runner import forking, serve
 from gpool.agent.runtime import calls
 from gpool.agent.runtime.protocol import Call, SandboxFailed
 from gpool.testing.runtimes import Caller, caller, processes_with, using
@@ -31,8 +31,16 @@ real = pytest.mark.parametrize("kind", ["bubblewrap", "process"])
 
 
 def test_both_ends_speak_the_same_words() -> None:
-    for name in ("DEFINE", "CALL", "CALL_FILE", "READY", "ANSWER", "ANSWER_FILE", "RETIRE"):
+    for name in ("DEFINE", "CALL", "CALL_FILE", "PRELOAD", "ASSIGN"):
+        assert getattr(serve, name) == getattr(calls, name) == getattr(forking, name)
+    for name in ("READY", "ANSWER", "ANSWER_FILE", "RETIRE"):
         assert getattr(serve, name) == getattr(calls, name)
+    for name in ("WARM", "ENDED"):
+        assert getattr(forking, name) == getattr(calls, name)
+    assert serve.LEAVING == forking.LEAVING
+    assert serve.HEAD.format == forking.HEAD.format
+    assert serve.CALL_HEAD.format == forking.CALL_HEAD.format
+    assert forking.ENDED_BODY.format == calls.ENDED_BODY.format
     assert serve.HEAD.format == calls.HEAD.format
     assert serve.ANSWER_HEAD.format == calls.ANSWER_HEAD.format
     assert serve.INLINE_LIMIT_BYTES == calls.INLINE_LIMIT_BYTES

@@ -22,6 +22,7 @@ from gpool.agent.instructions import (
     Event,
     Exit,
     Instruction,
+    OfferDetected,
     RunnerEnded,
     Send,
     SendCalls,
@@ -112,7 +113,7 @@ class Daemon:
         now = self._clock()
         events, self._events = self._events, deque()
         for event in events:
-            self._forget_ended(event)
+            self._note(event)
             for instruction in self._session.handle(now, event):
                 self._obey(instruction)
         wakes_at = self._session.wakes_at
@@ -120,11 +121,16 @@ class Daemon:
             for instruction in self._session.handle(now, Ticked()):
                 self._obey(instruction)
 
-    def _forget_ended(self, event: Event) -> None:
+    def _note(self, event: Event) -> None:
+        warm = self._equipment.warm
         if type(event) is CommandEnded:
             self._commands.pop((event.task, event.epoch), None)
+            if warm is not None:
+                warm.lease_ended((event.task, event.epoch))
         elif type(event) is RunnerEnded:
             self._runners.pop(event.runner, None)
+        elif type(event) is OfferDetected and warm is not None:
+            warm.offered(event.offer)
 
     def _obey(self, instruction: Instruction) -> None:
         match instruction:
@@ -136,6 +142,8 @@ class Daemon:
             case StartCommand():
                 key = (instruction.task, instruction.epoch)
                 self._commands[key] = CommandKeeper(self._equipment, instruction)
+                if (warm := self._equipment.warm) is not None:
+                    warm.lease_began(key, instruction.allocation.memory_bytes)
             case EndCommand():
                 command = self._commands.get((instruction.task, instruction.epoch))
                 if command is not None:

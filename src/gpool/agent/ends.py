@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from gpool.agent.instructions import CallAnswered, CommandEnded, RunnerEnded
 from gpool.agent.lines import Held
+from gpool.agent.runtime.protocol import Ended
 from gpool.core.model import EndReason, Phase, TaskSpec
 from gpool.wire.frames import Finished
 
@@ -35,7 +36,7 @@ def of_call(answer: CallAnswered) -> Finished:
         answer.task,
         answer.epoch,
         answer.reason or reason,
-        None,
+        answer.exit_code,
         answer.value,
         answer.value_sha256,
         answer.error_text[:MAX_ERROR_TEXT],
@@ -70,16 +71,21 @@ def not_started(held: Held, event: RunnerEnded) -> Finished:
 
 def died(held: Held, event: RunnerEnded) -> Finished:
     """The runner went away while this call ran. A function that exits has failed, whatever code it gives."""
-    code = event.exit_code or 1
-    match event.reason:
+    ended = Ended(event.exit_code, event.reason, event.detail)
+    reason, text = why_it_died(ended)
+    return _end(held, reason, text, event.exit_code or 1)
+
+
+def why_it_died(ended: Ended) -> tuple[EndReason, str]:
+    """Of a function whose process, or the whole sandbox, ended before it returned."""
+    match ended.reason:
         case EndReason.OUT_OF_MEMORY:
-            text = f"the function ran out of memory: {event.detail}".rstrip(": ")
-            return _end(held, EndReason.OUT_OF_MEMORY, text, code)
+            text = f"the function ran out of memory: {ended.detail}".rstrip(": ")
+            return EndReason.OUT_OF_MEMORY, text
         case EndReason.SANDBOX_FAILED:
-            text = f"the sandbox failed: {event.detail}".rstrip(": ")
-            return _end(held, EndReason.SANDBOX_FAILED, text, code)
-    text = f"the function's process ended with exit code {event.exit_code} before it returned"
-    return _end(held, EndReason.EXITED, text, code)
+            return EndReason.SANDBOX_FAILED, f"the sandbox failed: {ended.detail}".rstrip(": ")
+    text = f"the function's process ended with exit code {ended.exit_code} before it returned"
+    return EndReason.EXITED, text
 
 
 def _end(held: Held, reason: EndReason, text: str, code: int | None = None) -> Finished:

@@ -142,8 +142,9 @@ class CallAnswered:
     duration_us: int
     output: tuple[tuple[int, bytes], ...]
     reason: EndReason | None = (
-        None  # set when the call could not run: an input missing, a value lost
+        None  # set when the call did not answer: an input missing, a value lost, its process gone
     )
+    exit_code: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

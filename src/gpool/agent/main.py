@@ -21,6 +21,7 @@ from gpool.agent.runtime.protocol import Runtime
 from gpool.agent.sandboxes import Allowed, Environments, Equipment, Networks, Seats
 from gpool.agent.session import Session
 from gpool.agent.settings import AgentSettings
+from gpool.agent.warm_keeper import WarmKeeper
 from gpool.core.model import Offer
 from gpool.transfer.senders import AsyncSender
 from gpool.wire.frames import AgentFrame, ToGpu
@@ -113,6 +114,9 @@ async def run_agent(
     sender = AsyncSender(address, None, dice, vouch=badge.vouch)
     cache = ArtifactCache(settings.data_dir / "artifacts", sender.download, settings.cache_bytes)
 
+    warm = WarmKeeper(means.runtimes, means.environments, boot_clock)
+    warm.offered(offer)
+
     def send(frame: AgentFrame) -> None:
         channel.send(frame)
 
@@ -127,6 +131,7 @@ async def run_agent(
             means.networks,
             means.environments,
             means.allowed,
+            warm,
             seats=means.seats,
         )
 
@@ -146,6 +151,7 @@ async def run_agent(
     dialling = asyncio.create_task(channel.keep())
     serving = asyncio.create_task(daemon.run())
     stopping = asyncio.create_task(_stopped(stop, daemon))
+    warming = asyncio.create_task(warm.keep())
     looking = asyncio.create_task(_looked(look, look_every_s, glance, daemon))
     try:
         await asyncio.wait([dialling, serving], return_when=asyncio.FIRST_COMPLETED)
@@ -156,9 +162,10 @@ async def run_agent(
         if dialling.done():
             dialling.result()
     finally:
-        for task in (stopping, looking, dialling, serving):
+        tasks = (stopping, looking, dialling, serving, warming)
+        for task in tasks:
             task.cancel()
-        await asyncio.wait([stopping, looking, dialling, serving])
+        await asyncio.wait(tasks)
         await gpus.close()
         await sender.close()
         await means.lay_down()

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import structlog
 
+from gpool.agent.ends import why_it_died
 from gpool.agent.instructions import (
     CallAnswered,
     CallPrinted,
@@ -35,7 +36,16 @@ from gpool.agent.runtime.protocol import (
     Runtime,
     SandboxFailed,
 )
-from gpool.agent.sandboxes import KILLED, Equipment, fault_of, image_of, limits_of, started
+from gpool.agent.sandboxes import (
+    KILLED,
+    Equipment,
+    Warmed,
+    fault_of,
+    image_of,
+    limits_of,
+    started,
+    warm_key_of,
+)
 from gpool.core.errors import GpoolError, StaleLease, Unreachable
 from gpool.core.model import EndReason, Phase
 from gpool.transfer.artifacts import LeaseRef, hash_of
@@ -56,18 +66,31 @@ class RunnerKeeper:
         self._defined: set[str] = set()
         self._files: dict[int, contextlib.AsyncExitStack] = {}  # large arguments in use
         self._outcome = Ended(KILLED, EndReason.EXITED, "ended by the agent")
+        self._begin()
         self.task = asyncio.create_task(self._keep())
         self.task.add_done_callback(self._report)
 
     def end(self) -> None:
         self.task.cancel()
 
+    def _begin(self) -> None:
+        """It serves a lease from now on, and so its memory is somebody's."""
+        if self._with.warm is not None:
+            self._with.warm.lease_began(self, self._start.allocation.memory_bytes)
+
+    def _rest(self) -> None:
+        if self._with.warm is not None:
+            self._with.warm.lease_ended(self)
+
     def send(self, calls: tuple[RunnerCall, ...]) -> None:
+        if not self._leases and not self._queue:
+            self._begin()
         self._queue.extend(calls)
         self._wake.set()
 
     def _report(self, task: asyncio.Task[None]) -> None:
         """However it came to an end, even before its first step."""
+        self._rest()
         ended = fault_of(task) or self._outcome
         number = self._start.runner
         self._with.feed(
@@ -81,14 +104,39 @@ class RunnerKeeper:
             self._outcome = Ended(125, EndReason.SANDBOX_FAILED, f"{error}")
 
     async def _run(self) -> Ended:
-        place = self._with.place_for(self._start.spec, self._reach, self._said)
+        """In a sandbox that was ready before anybody asked, else in one started for it."""
         start = self._start
         runtime = self._with.runtime_for(start.spec, start.owner)
-        async with (
-            place as (environment, lane),
-            self._with.seat_for(runtime, start.user, start.allocation.slices) as seat,
-        ):
-            return await self._serve(runtime, environment, lane, seat)
+        async with self._with.seat_for(runtime, start.user, start.allocation.slices) as seat:
+            warmed = await self._take_warm(runtime, seat)
+            if warmed is not None:
+                async with warmed.standing:
+                    return await self._serve(warmed.sandbox)
+            place = self._with.place_for(start.spec, self._reach, self._said)
+            async with place as (environment, lane):
+                job = self._job(environment, lane, seat)
+                return await self._serve(await started(runtime, runtime.start_runner(job)))
+
+    async def _take_warm(self, runtime: Runtime, seat: GpuSeat | None) -> Warmed | None:
+        start = self._start
+        key = warm_key_of(runtime, start.spec, start.allocation)
+        if key is None or self._with.warm is None:
+            return None
+        if seat is not None and seat.binds:
+            return None  # it would have had to be there from the start
+        warmed = self._with.warm.take(key)
+        if warmed is None:
+            return None
+        given = seat.variables if seat is not None else ()
+        try:
+            await warmed.sandbox.assign((*start.spec.env, *start.secrets, *given))
+        except SandboxFailed:
+            await warmed.remove()
+            return None
+        except BaseException:
+            await warmed.remove()
+            raise
+        return warmed
 
     def _reach(self, phase: Phase) -> None:
         self._with.feed(RunnerReached(self._start.runner, phase))
@@ -96,15 +144,11 @@ class RunnerKeeper:
     def _said(self, line: str) -> None:
         log.info("environment", runner=self._start.runner, said=line)
 
-    async def _serve(
-        self,
-        runtime: Runtime,
-        environment: Prepared | None,
-        lane: Lane | None,
-        seat: GpuSeat | None,
-    ) -> Ended:
+    def _job(
+        self, environment: Prepared | None, lane: Lane | None, seat: GpuSeat | None
+    ) -> RunnerJob:
         start, spec = self._start, self._start.spec
-        job = RunnerJob(
+        return RunnerJob(
             spec.requirements.python or PYTHON,
             (*spec.env, *start.secrets),
             start.allocation.slices,
@@ -116,10 +160,11 @@ class RunnerKeeper:
             self._said,
             seat,
         )
-        sandbox = await started(runtime, runtime.start_runner(job))
+
+    async def _serve(self, sandbox: RunnerSandbox) -> Ended:
         writer = asyncio.create_task(self._write(sandbox))
         try:
-            self._with.feed(RunnerReady(start.runner))
+            self._with.feed(RunnerReady(self._start.runner))
             async for batch in sandbox.events():
                 await self._pass_on(batch)
             return await sandbox.ended()
@@ -195,6 +240,9 @@ class RunnerKeeper:
                 if event.value_file is not None:
                     answers.append(await self._large(lease, event, event.value_file))
                     continue
+                if event.ended is not None:
+                    answers.append(_died(lease, event, event.ended))
+                    continue
                 answers.append(
                     CallAnswered(
                         lease[0],
@@ -214,6 +262,8 @@ class RunnerKeeper:
                 self._with.feed(CallPrinted(runner, *running, event.stream, event.data))
         if answers:
             self._with.feed(CallsAnswered(runner, tuple(answers)))
+            if not leases and not self._queue:
+                self._rest()
 
     async def _large(self, lease: tuple[int, int], answer: Answer, file: Path) -> CallAnswered:
         """A value too large for a frame travels as an artifact, under its lease."""
@@ -238,3 +288,10 @@ class RunnerKeeper:
             return replace(answered, reason=EndReason.SANDBOX_FAILED, error_text=text)
         finally:
             await asyncio.to_thread(file.unlink, missing_ok=True)
+
+
+def _died(lease: tuple[int, int], answer: Answer, ended: Ended) -> CallAnswered:
+    reason, text = why_it_died(ended)
+    code = ended.exit_code or 1
+    took, output = answer.duration_us, answer.output
+    return CallAnswered(*lease, True, b"", "", text, took, output, reason, code)

@@ -28,12 +28,25 @@ from gpool.agent.runtime.protocol import (
     RunnerSandbox,
     Runtime,
     SandboxFailed,
+    Warming,
+    WarmRunner,
 )
+from gpool.agent.warm import WarmKey
 from gpool.core import environments
-from gpool.core.model import Allocation, EndReason, Network, Phase, Recipe, Slice, TaskSpec, Tier
+from gpool.core.model import (
+    Allocation,
+    EndReason,
+    Network,
+    Offer,
+    Phase,
+    Recipe,
+    Slice,
+    TaskSpec,
+    Tier,
+)
 from gpool.transfer.artifacts import LeaseRef
 
-S = TypeVar("S", CommandSandbox, RunnerSandbox)
+S = TypeVar("S", CommandSandbox, RunnerSandbox, WarmRunner)
 KILLED = 137
 
 log = structlog.get_logger(__name__)
@@ -112,6 +125,34 @@ class Seats(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Warmed:
+    """A warm sandbox and what it stands on, which stays for as long as it lives."""
+
+    sandbox: WarmRunner
+    standing: contextlib.AsyncExitStack
+
+    async def remove(self) -> None:
+        await self.sandbox.remove()
+        await self.standing.aclose()
+
+
+class WarmSandboxes(Protocol):
+    """Has sandboxes ready that are nobody's yet, as far as memory is idle."""
+
+    def take(self, key: WarmKey, /) -> Warmed | None:
+        """One for work with this key, yours from now on; None: start one."""
+        ...
+
+    def offered(self, offer: Offer, /) -> None: ...
+
+    def lease_began(self, holder: object, memory_bytes: int, /) -> None:
+        """Memory that was idle is somebody's now; a runner that waits for its user's next call holds no lease."""
+        ...
+
+    def lease_ended(self, holder: object, /) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
 class Allowed:
     """What the owner's rules let a node give."""
 
@@ -132,6 +173,7 @@ class Equipment:
     networks: Networks | None = None
     environments: Environments | None = None
     allowed: Callable[[], Allowed] = Allowed
+    warm: WarmSandboxes | None = None
     cleaning: set[asyncio.Task[None]] = field(default_factory=set)
     seats: Seats | None = None
 
@@ -190,16 +232,12 @@ class Equipment:
         """Environment and lane of one sandbox, kept while the block lasts; `reach` is told of each phase."""
         async with contextlib.AsyncExitStack() as stack:
             prepared = None
-            recipe = spec.recipe
-            minor = spec.requirements.python
-            if recipe is None and minor not in (None, PYTHON):
-                recipe = Recipe(python=minor)  # a function of another Python than the agent's
-            named = spec.environment != environments.DEFAULT or recipe is not None
-            if named and not image_of(spec):
+            named = environment_of(spec)
+            if named is not None:
                 if self.environments is None:
                     raise SandboxFailed(f"this node has no environment {spec.environment!r}")
                 reach(Phase.BUILD)
-                making = self.environments.prepare(spec.environment, recipe, said)
+                making = self.environments.prepare(*named, said)
                 prepared = await stack.enter_async_context(making)
             reach(Phase.START)
             lane = None
@@ -216,6 +254,35 @@ class Equipment:
 
 def image_of(spec: TaskSpec) -> str:
     return spec.recipe.image if spec.recipe is not None else ""
+
+
+def environment_of(spec: TaskSpec) -> tuple[str, Recipe | None] | None:
+    """By name and recipe; None: the agent's own Python serves, or an image."""
+    recipe = spec.recipe
+    minor = spec.requirements.python
+    if recipe is None and minor not in (None, PYTHON):
+        recipe = Recipe(python=minor)  # a function of another Python than the agent's
+    if image_of(spec) or (spec.environment == environments.DEFAULT and recipe is None):
+        return None
+    return spec.environment, recipe
+
+
+def warm_key_of(runtime: Runtime, spec: TaskSpec, allocation: Allocation) -> WarmKey | None:
+    """What a warm sandbox would have to be prepared for; None: none could be."""
+    isolated = spec.requirements.network is Network.NONE
+    whole = all(part.share_milli == 1000 for part in allocation.slices)  # others need a seat first
+    if not spec.preload or not isolated or not whole:
+        return None
+    if image_of(spec) or not isinstance(runtime, Warming):
+        return None
+    return WarmKey(
+        runtime.name,
+        environment_of(spec),
+        spec.requirements.python or PYTHON,
+        spec.preload,
+        allocation.slices,
+        limits_of(spec, allocation),
+    )
 
 
 def limits_of(spec: TaskSpec, allocation: Allocation) -> Limits:

@@ -23,11 +23,16 @@ from gpool.agent.runtime.protocol import (
     CommandJob,
     CommandSandbox,
     Ended,
+    Limits,
     Output,
     RunnerJob,
     RunnerSandbox,
+    SandboxFailed,
+    WarmRunner,
 )
 from gpool.core.model import INLINE_LIMIT_BYTES, Network, OutputFile, Tier
+
+FAKE_BYTES = 1 << 20  # what a runner that waits is said to hold
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,12 +102,25 @@ class FakeCommand:
 class FakeRunner:
     """Runs functions in this process, in order, when its events are asked for."""
 
+    forks = True
+
     def __init__(self, runtime: FakeRuntime) -> None:
         self._runtime = runtime
         self._functions: dict[str, bytes] = {}
         self._calls: list[Call] = []
         self._wake = asyncio.Event()
         self._over: asyncio.Future[Ended] = asyncio.get_running_loop().create_future()
+        self.variables: Sequence[tuple[str, str]] | None = None
+
+    async def assign(self, variables: Sequence[tuple[str, str]]) -> None:
+        if self.variables is not None:
+            raise SandboxFailed("a sandbox serves one user: this one is assigned already")
+        if self._over.done():
+            raise SandboxFailed("the sandbox ended before it was needed")
+        self.variables = variables
+
+    def memory_used(self) -> int:
+        return FAKE_BYTES
 
     async def define(self, function: str, pickled: bytes) -> None:
         self._functions[function] = pickled
@@ -170,6 +188,7 @@ class FakeRuntime:
         self.values = values
         self.tier = tier
         self.live: set[FakeCommand | FakeRunner] = set()
+        self.warmed: list[FakeRunner] = []  # all there ever were
         self._runs = dict(runs or {})
 
     async def start_command(self, job: CommandJob) -> CommandSandbox:
@@ -179,9 +198,18 @@ class FakeRuntime:
         self.live.add(command)
         return command
 
-    async def start_runner(self, job: RunnerJob) -> RunnerSandbox:  # noqa: ARG002 - any will do
+    async def start_runner(self, job: RunnerJob) -> RunnerSandbox:
+        runner = FakeRunner(self)
+        await runner.assign(job.env)
+        self.live.add(runner)
+        return runner
+
+    async def warm_runner(self, job: RunnerJob, meanwhile: Limits) -> WarmRunner:
+        assert not job.env, "whose it will be is not known yet"
+        assert meanwhile.memory_bytes <= job.limits.memory_bytes
         runner = FakeRunner(self)
         self.live.add(runner)
+        self.warmed.append(runner)
         return runner
 
     async def sweep(self) -> None:

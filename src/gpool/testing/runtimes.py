@@ -196,8 +196,15 @@ class Caller:
         return (await self.answers(1))[0]
 
 
-async def caller(runtime: Any, limits: Limits = LIMITS) -> Caller:
-    return Caller(await runtime.start_runner(RunnerJob(PYTHON, (), (), limits)))
+async def caller(
+    runtime: Any,
+    limits: Limits = LIMITS,
+    *,
+    preload: Sequence[str] = (),
+    env: Sequence[tuple[str, str]] = (),
+) -> Caller:
+    job = RunnerJob(PYTHON, tuple(env), (), limits, preload=tuple(preload))
+    return Caller(await runtime.start_runner(job))
 
 
 def processes_with(word: str) -> list[int]:

@@ -7,10 +7,17 @@ Frames, both ways: length (u32, of what follows the kind), kind (u8), body; litt
   in   1 define    sha256 (32 bytes), pickled function
        2 call      number (u64), sha256, pickled (args, kwargs)
        3 call      number (u64), sha256; the pickle is a descriptor that comes over FILES
+       4 preload   names of modules, a zero byte between them; at most once, before everything else
+       5 assign    variables, NAME=VALUE, a zero byte between them; at most once, before the first call
   out  1 ready     marker (16 bytes): what ends each call's output on stdout and stderr
        2 answer    number (u64), raised (u8), microseconds (u64), length of the text (u32), text, pickled value
        3 answer    the same, the value lying in the values directory under the number
        4 retire    nothing more will be answered here
+       5 warm      forks (u8): the modules are imported, or were skipped; 0: one of them took hold of a GPU
+       6 ended     number (u64), exit code (u8), microseconds (u64): the call's process ended before it answered
+
+After `preload` this process has imported the modules, runs nothing of any user's and never touches a GPU: it forks a
+child for each function, which serves the calls of that function as a runner without preload serves all of them.
 """
 
 from __future__ import annotations
@@ -32,7 +39,7 @@ from typing import Any
 
 import cloudpickle  # type: ignore[import-untyped]
 
-DEFINE, CALL, CALL_FILE = 1, 2, 3
+DEFINE, CALL, CALL_FILE, PRELOAD, ASSIGN = 1, 2, 3, 4, 5
 READY, ANSWER, ANSWER_FILE, RETIRE = 1, 2, 3, 4
 HEAD = struct.Struct("<IB")
 CALL_HEAD = struct.Struct("<Q32s")
@@ -43,6 +50,7 @@ TEXT_LIMIT = 64 * 1024
 PR_SET_CHILD_SUBREAPER = 36
 UMASK = 0o022
 HIGH = 200  # descriptors of ours that a call should not meet
+DONE, LEAVING = b"d", b"l"  # what a child tells its parent after each answer
 MOST_FIRST_PID = 16  # a namespace's first processes: what runs in one of its own has such a number
 
 
@@ -64,9 +72,10 @@ class Runner:
         self.environ_data: dict[Any, Any] = {}
         self.texts = [sys.stdout, sys.stderr]
         self.pipes = [(number, duplicate(number), identity(number)) for number in (1, 2)]
+        self.told = -1  # where a child says that it has answered
 
     def serve(self) -> None:
-        self.write(READY, self.marker)
+        """Until nothing more comes, or a call has spoiled this process."""
         buffer = bytearray()
         start = 0
         read, head, size = os.read, HEAD.unpack_from, HEAD.size
@@ -79,6 +88,11 @@ class Runner:
                     start += size + length
                     if kind == DEFINE:
                         self.functions[body[:32]] = body[32:]
+                    elif kind == PRELOAD:
+                        if forking().warm(self, body, bytes(buffer[start:])):
+                            return
+                    elif kind == ASSIGN:
+                        self.assign(body)
                     elif not self.call(kind, body):
                         self.write(RETIRE, b"")
                         return
@@ -128,7 +142,21 @@ class Runner:
             self.write(ANSWER_FILE, head + encoded)
         else:
             self.write(ANSWER, head + encoded + value)
+        if self.told >= 0:
+            os.write(self.told, DONE if clean else LEAVING)
+            if not clean:
+                os._exit(0)
         return clean
+
+    def adopt_orphans(self) -> None:
+        """What descendants leave behind becomes a child of ours, and so cannot get away."""
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+    def assign(self, variables: bytes) -> None:
+        pairs = (pair.partition(b"=") for pair in variables.split(b"\0") if pair)
+        os.environ.update({os.fsdecode(name): os.fsdecode(value) for name, _, value in pairs})
+        self.environ = dict(os.environ)
+        self.environ_data = dict(os.environ._data)  # type: ignore[attr-defined]
 
     def load_function(self, pickled: bytes) -> Any:
         try:
@@ -177,6 +205,19 @@ class Runner:
 
     def clean(self, threads: int) -> bool:
         """Between calls: no other process, no file, the first environment; False when threads were left."""
+        self.tidy(self.marker)
+        if os.environ._data != self.environ_data:  # type: ignore[attr-defined]
+            os.environ.clear()
+            os.environ.update(self.environ)
+            self.environ_data = dict(os.environ._data)  # type: ignore[attr-defined]
+        if sys.argv != self.argv:
+            sys.argv = list(self.argv)
+        if sys.path != self.path:
+            sys.path[:] = self.path
+        return thread_count() <= threads
+
+    def tidy(self, marker: bytes = b"") -> None:
+        """No other process, no file; the marker ends the output."""
         signal.alarm(0)
         os.umask(UMASK)
         self.restore_output()
@@ -184,12 +225,9 @@ class Runner:
             self.end_others()
         else:
             self.end_descendants()
-        os.write(1, self.marker)
-        os.write(2, self.marker)
-        if os.environ._data != self.environ_data:  # type: ignore[attr-defined]
-            os.environ.clear()
-            os.environ.update(self.environ)
-            self.environ_data = dict(os.environ._data)  # type: ignore[attr-defined]
+        if marker:
+            os.write(1, marker)
+            os.write(2, marker)
         try:
             if os.getcwd() != self.home:
                 os.chdir(self.home)
@@ -199,11 +237,6 @@ class Runner:
             names = os.listdir(folder)
             if names:
                 empty(folder, names)
-        if sys.argv != self.argv:
-            sys.argv = list(self.argv)
-        if sys.path != self.path:
-            sys.path[:] = self.path
-        return thread_count() <= threads
 
     def restore_output(self) -> None:
         """What is buffered leaves; then output goes where it went before the call, whatever the call did to it."""
@@ -261,6 +294,15 @@ class Runner:
             written += os.write(self.answers, frame[written:])
 
 
+def forking() -> Any:
+    """What only a runner with modules to import needs; it lies beside us, and on no path."""
+    path = os.path.join(os.path.dirname(__file__), "forking.py")
+    module: Any = type(sys)("gpool_forking")
+    with open(path, "rb") as script:
+        exec(compile(script.read(), path, "exec"), module.__dict__)
+    return module
+
+
 def duplicate(number: int) -> int:
     """The same pipe under a number that a call which closes "all" descriptors hardly reaches."""
     return fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, HIGH)
@@ -310,19 +352,20 @@ def main(words: list[str]) -> int:
     if alone and os.getpid() > MOST_FIRST_PID:
         os.write(2, b"gpool: a runner that is alone must be in a process-id namespace of its own\n")
         return 2
-    if not alone:
-        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     os.umask(UMASK)
     for number in words[1:4]:
         os.set_inheritable(int(number), False)
     values = "/values" if alone else os.path.join(os.path.dirname(os.getcwd()), "values")
     runner = Runner(alone, int(words[1]), int(words[2]), int(words[3]), values)
+    if not alone:
+        runner.adopt_orphans()
     sys.argv = [""]
     runner.argv = [""]
     runner.environ_data = dict(os.environ._data)  # type: ignore[attr-defined]
     runner.functions[b""] = sys.modules["__main__"]  # keeps our own globals alive
     sys.modules["__main__"] = type(sys)("__main__")  # a function's own `__main__`, not the runner's
     gc.freeze()
+    runner.write(READY, runner.marker)
     runner.serve()
     return 0
 

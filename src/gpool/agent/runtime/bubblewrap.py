@@ -17,11 +17,11 @@ import resource
 import shutil
 import sysconfig
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from gpool.agent.runtime import cgroups, landlock, layout, seccomp
-from gpool.agent.runtime.calls import Keeping, must_have, open_runner
+from gpool.agent.runtime.calls import Keeping, Runner, must_have, open_runner
 from gpool.agent.runtime.commands import Command, command_pipes
 from gpool.agent.runtime.devices import device_arguments, node_arguments, visible_devices
 from gpool.agent.runtime.disk import DiskWatch, Watched
@@ -37,6 +37,7 @@ from gpool.agent.runtime.protocol import (
     RunnerJob,
     RunnerSandbox,
     SandboxFailed,
+    WarmRunner,
 )
 from gpool.agent.runtime.workplace import Workplace, clear
 from gpool.core.model import EndReason, Gpu, Network, Tier
@@ -210,6 +211,20 @@ class BubblewrapRuntime:
         )
 
     async def start_runner(self, job: RunnerJob) -> RunnerSandbox:
+        if not job.preload:
+            return await self._open_runner(job, job.limits)
+        runner = await self.warm_runner(job, job.limits)  # a sandbox from the pool knows no more
+        try:
+            await runner.assign(job.env)
+        except BaseException:
+            await runner.remove()
+            raise
+        return runner
+
+    async def warm_runner(self, job: RunnerJob, meanwhile: Limits) -> WarmRunner:
+        return await self._open_runner(replace(job, env=()), meanwhile)
+
+    async def _open_runner(self, job: RunnerJob, meanwhile: Limits) -> Runner:
         if job.environment is None:
             must_have(job.python)
             program = [self._layout.python, "-B", self._layout.runner]
@@ -221,18 +236,22 @@ class BubblewrapRuntime:
         async def start(descriptors: Sequence[int], numbers: Sequence[int]) -> Started:
             words = [str(number + 1) for number in numbers]  # the arguments lie before them
             argv = [*program, "alone", *words]
-            started = await self._start(slot, place, argv, job, descriptors)
+            started = await self._start(slot, place, argv, job, descriptors, meanwhile)
             self._watch_over(slot, watched, job.seat, started)
             return started
 
+        group, judge = slot.group, self._judge(slot, watched, job.seat)
         keeping = Keeping(
             place,
             self._values,
             job.limits.disk_bytes,
-            self._judge(slot, watched, job.seat),
+            judge,
             lambda: self._release(slot, watched),
+            lambda code: judge(Exit(code, ran=True, killed=False), b""),
+            lambda: group.limit(job.limits) if group is not None else None,
+            lambda: group.memory_used() if group is not None else 0,
         )
-        return await open_runner(start, keeping)
+        return await open_runner(start, keeping, job.preload)
 
     async def sweep(self) -> None:
         await asyncio.to_thread(self._sweep)
@@ -311,11 +330,12 @@ class BubblewrapRuntime:
         argv: Sequence[str],
         job: CommandJob | RunnerJob,
         descriptors: Sequence[int],
+        meanwhile: Limits | None = None,
     ) -> Started:
         """`descriptors` are stdin, stdout, stderr and what else the command gets; taken over."""
         try:
             if slot.group is not None:
-                slot.group.limit(job.limits)
+                slot.group.limit(meanwhile or job.limits)
         except OSError as refused:
             for descriptor in descriptors:
                 os.close(descriptor)
@@ -442,12 +462,14 @@ class BubblewrapRuntime:
         before = slot.group.memory_kills() if slot.group is not None else 0
 
         def judge(exit: Exit, head: bytes) -> Ended:
+            nonlocal before
+            counted, before = before, slot.group.memory_kills() if slot.group is not None else 0
             if watched.exceeded:
                 limit = f"it wrote more than its disk limit of {watched.limit_bytes} bytes"
                 return Ended(137, EndReason.BAD_OUTPUT, limit)
             if seat is not None and seat.exceeded:
                 return Ended(137, EndReason.OUT_OF_MEMORY, seat.exceeded)
-            if exit.code != 0 and slot.group is not None and slot.group.memory_kills() > before:
+            if exit.code != 0 and before > counted:
                 return Ended(
                     exit.code, EndReason.OUT_OF_MEMORY, "it used more memory than asked for"
                 )

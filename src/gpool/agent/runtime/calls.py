@@ -27,11 +27,12 @@ from gpool.agent.runtime.workplace import Workplace
 from gpool.core.model import INLINE_LIMIT_BYTES
 
 # As in runner/serve.py, which must not import us; tests/agent/test_runner.py holds the two together.
-DEFINE, CALL, CALL_FILE = 1, 2, 3
-READY, ANSWER, ANSWER_FILE, RETIRE = 1, 2, 3, 4
+DEFINE, CALL, CALL_FILE, PRELOAD, ASSIGN = 1, 2, 3, 4, 5
+READY, ANSWER, ANSWER_FILE, RETIRE, WARM, ENDED = 1, 2, 3, 4, 5, 6
 HEAD = struct.Struct("<IB")
 CALL_HEAD = struct.Struct("<IBQ32s")
 ANSWER_HEAD = struct.Struct("<QBQI")
+ENDED_BODY = struct.Struct("<QBQ")
 MARKER_BYTES = 16
 
 MAX_FRAME_BYTES = INLINE_LIMIT_BYTES + 512 * 1024
@@ -42,7 +43,10 @@ POLL_S = 0.001
 LIVE_AFTER_S = 0.05
 LAST_BREATH_S = 1.0  # to exit with its own code after the last answer
 READY_WITHIN_S = 60.0
+WARM_WITHIN_S = 300.0  # large modules from a cold disk
 CALLS_AT, ANSWERS_AT, FILES_AT = 3, 4, 5  # after stdin, stdout, stderr
+
+ANSWERS = (ANSWER, ANSWER_FILE, ENDED)
 
 PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
 """What runners run: the agent's own."""
@@ -108,6 +112,11 @@ class Keeping:
     quota_bytes: int
     judge: Callable[[Exit, bytes], Ended]
     release: Callable[[], None]
+    judge_child: Callable[[int], Ended] = Ended
+    """Of one function's process that ended with this code, the sandbox being as it was."""
+    limit: Callable[[], None] = lambda: None
+    """Puts the job's own limits on what was prepared under others."""
+    memory_used: Callable[[], int] = lambda: 0
 
 
 class Runner:
@@ -127,10 +136,30 @@ class Runner:
         self._broken = False  # it said what no runner of ours says
         self._answered = False  # at least one call
         self._retired = False  # it said that it would end, between two calls
+        self._assigned = False
+        self.forks = False  # it has imported modules and forks a child for each function
         self._closed = False
         self._ended: Ended | None = None
 
     # ---- the door
+
+    async def assign(self, variables: Sequence[tuple[str, str]]) -> None:
+        """To one user's work, once: the limits are set, then the variables handed over. `SandboxFailed` when it is gone."""
+        if self._assigned:
+            raise SandboxFailed("a sandbox serves one user: this one is assigned already")
+        self._assigned = True
+        try:
+            self._keeping.limit()
+        except OSError as refused:
+            raise SandboxFailed(f"cannot set limits: {refused}") from refused
+        body = b"\0".join(f"{name}={value}".encode() for name, value in variables)
+        await self._write(HEAD.pack(len(body), ASSIGN) + body)
+        if self._started.is_over:
+            raise SandboxFailed("the sandbox ended before it was needed")
+
+    def memory_used(self) -> int:
+        """Bytes that all of it holds now; 0 where nobody counts."""
+        return self._keeping.memory_used()
 
     async def define(self, function: str, pickled: bytes) -> None:
         body = bytes.fromhex(function) + pickled
@@ -200,14 +229,23 @@ class Runner:
 
     async def wait_ready(self) -> None:
         """Until the runner has said its marker; `SandboxFailed` with what it printed when it does not."""
+        await self._wait_for(READY, READY_WITHIN_S)
+
+    async def warm(self, modules: Sequence[str]) -> None:
+        """Until it has imported what it can of them."""
+        body = b"\0".join(name.encode() for name in modules)
+        await self._write(HEAD.pack(len(body), PRELOAD) + body)
+        said = await self._wait_for(WARM, WARM_WITHIN_S)
+        self.forks = said == bytes((WARM, 1))
+
+    async def _wait_for(self, kind: int, within_s: float) -> bytes:
         try:
-            async with asyncio.timeout(READY_WITHIN_S):
-                while True:
+            async with asyncio.timeout(within_s):
+                while not self._over:
                     await readable([self._answers])
-                    if self._read_answers():
-                        return
-                    if self._over:
-                        break
+                    for frame in self._read_answers():
+                        if frame[0] == kind:
+                            return frame
         except TimeoutError:
             pass
         await self._started.kill()
@@ -264,7 +302,7 @@ class Runner:
                 elif kind == RETIRE:
                     # Only after an answer: else a call that claims it would be tried again for ever.
                     self._over, self._retired = True, self._answered
-                elif kind in (ANSWER, ANSWER_FILE):
+                elif kind in ANSWERS:
                     self._answered = True
                 frames.append(bytes(view[start + HEAD.size - 1 : end]))
                 start = end
@@ -272,13 +310,17 @@ class Runner:
         return frames
 
     async def _drain(self, live: bool) -> list[Answer | Output]:
-        frames = [f for f in self._read_answers() if f[0] in (ANSWER, ANSWER_FILE)]
+        frames = [f for f in self._read_answers() if f[0] in ANSWERS]
         out, err = self._streams
         if frames or live or self._over:
             out.read(len(frames))
             err.read(len(frames))
         batch: list[Answer | Output] = []
         for frame in frames:
+            if frame[0] == ENDED:
+                if not self._charge(frame, batch):
+                    break
+                continue
             if not self._waiting or len(frame) < 1 + ANSWER_HEAD.size:
                 self._over = self._broken = True
                 break
@@ -302,6 +344,21 @@ class Runner:
                     if data:
                         batch.append(Output(self._waiting[0], stream.number, data))
         return batch
+
+    def _charge(self, frame: bytes, batch: list[Answer | Output]) -> bool:
+        """The child that served a call ended with it; False when the frame is none of ours."""
+        size = 1 + ENDED_BODY.size
+        if not self._waiting or len(frame) != size or not self.forks:
+            self._over = self._broken = True
+            return False
+        number, code, took = ENDED_BODY.unpack_from(frame, 1)
+        if number != self._waiting[0]:
+            self._over = self._broken = True
+            return False
+        self._waiting.popleft()
+        ended = self._keeping.judge_child(code)
+        batch.append(Answer(number, True, b"", "", took, self._printed(), ended=ended))
+        return True
 
     def _printed(self) -> tuple[tuple[int, bytes], ...]:
         """The oldest whole segments: the markers were written before the answer."""
@@ -333,7 +390,7 @@ class Runner:
         return Answer(number, raised, b"", text, took, printed, path)
 
 
-async def open_runner(start: Start, keeping: Keeping) -> Runner:
+async def open_runner(start: Start, keeping: Keeping, preload: Sequence[str] = ()) -> Runner:
     """A runner that is ready for calls; or `SandboxFailed`, and then place and slot are given back already."""
     out, out_end = os.pipe()
     err, err_end = os.pipe()
@@ -365,6 +422,8 @@ async def open_runner(start: Start, keeping: Keeping) -> Runner:
     runner = Runner(started, (out, err, calls, answers, ours), keeping)
     try:
         await runner.wait_ready()
+        if preload:
+            await runner.warm(preload)
     except BaseException:
         await runner.remove()
         raise

@@ -158,6 +158,14 @@ class Group:
                     return int(count)
         return 0
 
+    def memory_used(self) -> int:
+        """Bytes its processes hold; 0 where nobody counts."""
+        path = self._paths.get("memory")
+        name = "memory.usage_in_bytes" if self._version == 1 else "memory.current"
+        with contextlib.suppress(OSError):
+            return int((path / name).read_text()) if path is not None else 0
+        return 0
+
     def remove(self) -> None:
         _end(self._paths.values())
 

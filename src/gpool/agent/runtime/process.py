@@ -90,7 +90,7 @@ class ProcessRuntime:
             return await self._start(place, argv, job, descriptors)
 
         keeping = Keeping(place, self._values, job.limits.disk_bytes, _judge, lambda: None)
-        return await open_runner(start, keeping)
+        return await open_runner(start, keeping, job.preload)
 
     async def sweep(self) -> None:
         await asyncio.to_thread(clear, self._places, self._values)

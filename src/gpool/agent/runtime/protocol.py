@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from gpool.core.model import EndReason, Network, OutputFile, Slice, Tier
 
@@ -195,6 +195,7 @@ class Answer:
         tuple[int, bytes], ...
     ]  # what it printed since the last `Output`, (stream, bytes)
     value_file: Path | None = None  # instead of `value` when it is large: yours to move or remove
+    ended: Ended | None = None  # its process ended before it returned: there is no value
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,6 +227,24 @@ class RunnerSandbox(Protocol):
     async def remove(self) -> None: ...
 
 
+class WarmRunner(RunnerSandbox, Protocol):
+    """A runner that has imported its modules and is nobody's yet."""
+
+    forks: bool
+    """It keeps the modules apart from what calls do; false when one of them took hold of a GPU."""
+
+    async def assign(self, variables: Sequence[tuple[str, str]]) -> None:
+        """To one user's work, once: its limits hold from now on, its variables are there at the first call.
+
+        Raises `SandboxFailed` when it is gone, or was assigned before.
+        """
+        ...
+
+    def memory_used(self) -> int:
+        """Bytes that all of it holds now; 0 where nobody counts."""
+        ...
+
+
 class BadOutput(Exception):
     """An output that cannot be collected; the text goes to the consumer."""
 
@@ -234,6 +253,15 @@ class SandboxFailed(Exception):
     """The sandbox could not be started: this node's fault, where `reason` does not say otherwise."""
 
     reason = EndReason.SANDBOX_FAILED
+
+
+@runtime_checkable
+class Warming(Protocol):
+    """A runtime that can prepare a runner before it is known whose it will be."""
+
+    async def warm_runner(self, job: RunnerJob, meanwhile: Limits) -> WarmRunner:
+        """Everything as the job says but for its variables, which come with `assign`; until then under these limits."""
+        ...
 
 
 class Runtime(Protocol):

@@ -269,7 +269,7 @@ class DockerRuntime:
             lambda exit, head: _judge(made[0], watched, job.seat, exit, head),
             lambda: self._release(slot, watched),
         )
-        return await open_runner(start, keeping)
+        return await open_runner(start, keeping, job.preload)
 
     async def sweep(self) -> None:
         """Containers first: what lies in their work directories is still in use until then."""

@@ -187,7 +187,7 @@ class MicrovmRuntime:
             lambda: self._free.append(slot),
         )
         assert (CALLS_AT, ANSWERS_AT, FILES_AT) == (3, 4, 5)  # as the guest lays them
-        return await open_runner(start, keeping)
+        return await open_runner(start, keeping, job.preload)
 
     async def sweep(self) -> None:
         await asyncio.to_thread(self._sweep)

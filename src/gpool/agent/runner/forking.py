@@ -1,0 +1,281 @@
+"""The warmed parent of a runner with `preload`: imports the modules, then forks a child for each function.
+
+Loaded by `serve.py`, which it must not import. It runs nothing of any user's itself and never touches a GPU, so what a
+child finds is the modules and nothing else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import os
+import select
+import signal
+import socket
+import struct
+import sys
+import time
+import warnings
+from collections import deque
+from typing import Any
+
+# As in serve.py; tests/agent/test_runner.py holds the two together.
+DEFINE, CALL, CALL_FILE, PRELOAD, ASSIGN = 1, 2, 3, 4, 5
+WARM, ENDED = 5, 6
+HEAD = struct.Struct("<IB")
+CALL_HEAD = struct.Struct("<Q32s")
+ENDED_BODY = struct.Struct("<QBQ")
+READ_BYTES = 1 << 20
+LEAVING = b"l"
+
+AHEAD_BYTES = 32 * 1024  # calls that lie in a child's pipe; less than it holds
+MOST_CHILDREN = 4
+GPU_FILES = ("/dev/nvidia", "/dev/kfd", "/dev/dri")
+VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
+
+
+def warm(runner: Any, names: bytes, buffer: bytes) -> bool:
+    """Import them and serve; False, having served nothing, when one took hold of a GPU, which no fork survives."""
+    preload(runner, names.decode().split("\0"))
+    forks = not holds_gpu()
+    runner.write(WARM, bytes([forks]))
+    if forks:
+        Parent(runner, buffer).serve()
+    return forks
+
+
+def preload(runner: Any, names: list[str]) -> None:
+    """Whatever they print or leave is gone afterwards; one that fails is skipped: the function will say so."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for number in (1, 2):
+        os.dup2(nowhere, number)
+    os.close(nowhere)
+    for name in names:
+        with contextlib.suppress(BaseException):
+            importlib.import_module(name)
+    runner.tidy()
+    runner.assign(b"")  # variables that an import has set stay
+    runner.path = list(sys.path)
+    gc.collect()
+    gc.freeze()
+
+
+def holds_gpu() -> bool:
+    """Whether something in this process has opened a GPU: a context would not survive a fork."""
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if os.readlink(f"/proc/self/fd/{name}").startswith(GPU_FILES):
+                return True
+    return False
+
+
+class Child:
+    """One function's process, as its parent knows it."""
+
+    def __init__(self, pid: int, calls: int, files: socket.socket, told: int) -> None:
+        self.pid = pid
+        self.calls = calls
+        self.files = files
+        self.told = told
+        self.given: deque[tuple[int, bytes, int]] = deque()  # handed over and not answered
+        self.began = 0  # when it was the first one's turn
+        self.is_mute = False  # it can say nothing more
+
+    def close(self) -> None:
+        """It ends when nothing more can come."""
+        os.close(self.calls)
+        os.close(self.told)
+        self.files.close()
+
+
+class Parent:
+    """Hands each call to the child of its function. One child works at a time, so answers come in order.
+
+    What it has handed over it keeps until it is answered: a child that ends takes one call with it, not those behind.
+    """
+
+    def __init__(self, runner: Any, buffer: bytes) -> None:
+        self.runner = runner
+        self.buffer = bytearray(buffer)
+        self.pickles: dict[bytes, bytes] = {}
+        self.waiting: deque[tuple[int, bytes, int]] = deque()  # kind, body, descriptor or -1
+        self.children: dict[bytes, Child] = {}  # by function, the one used last at the end
+        self.at_work: Child | None = None
+        sees_gpu = any(os.environ.get(name) for name in VISIBLE)
+        self.most = 1 if sees_gpu else MOST_CHILDREN  # each would hold its part of a GPU's memory
+        self.died, self.bell = os.pipe()
+        for number in (self.died, self.bell):
+            os.set_blocking(number, False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(self.bell, warn_on_full_buffer=False)
+
+    def serve(self) -> None:
+        self.read_frames()
+        while True:
+            self.hand_out()
+            watched = [self.runner.calls, self.died]
+            busy = self.at_work
+            if busy is not None and not busy.is_mute:
+                watched.append(busy.told)
+            ready = select.select(watched, [], [])[0]
+            if busy is not None and busy.told in ready:
+                self.hear(busy)
+            if self.died in ready:
+                os.read(self.died, 4096)
+                self.reap()
+            if self.runner.calls in ready:
+                more = os.read(self.runner.calls, READ_BYTES)
+                if not more:
+                    return
+                self.buffer += more
+                self.read_frames()
+
+    def read_frames(self) -> None:
+        buffer, start = self.buffer, 0
+        while len(buffer) - start >= HEAD.size:
+            length, kind = HEAD.unpack_from(buffer, start)
+            end = start + HEAD.size + length
+            if end > len(buffer):
+                break
+            body = bytes(memoryview(buffer)[start + HEAD.size : end])
+            start = end
+            if kind == DEFINE:
+                self.pickles[body[:32]] = body[32:]
+            elif kind == ASSIGN:
+                self.runner.assign(body)
+            elif kind == CALL_FILE:
+                descriptor = socket.recv_fds(self.runner.files, 1, 1)[1][0]
+                self.waiting.append((kind, body, descriptor))
+            elif kind == CALL:
+                self.waiting.append((kind, body, -1))
+        del buffer[:start]
+
+    def hand_out(self) -> None:
+        """As far as the next calls are for the child at work and it has not enough, or no child is at work."""
+        while self.waiting:
+            kind, body, descriptor = self.waiting[0]
+            sha256 = CALL_HEAD.unpack_from(body)[1]
+            child = self.children.get(sha256)
+            busy = self.at_work
+            if busy is not None:
+                ahead = sum(len(given[1]) for given in busy.given)
+                if child is not busy or ahead + len(body) > AHEAD_BYTES:
+                    return
+            if child is None:
+                child = self.fork(sha256)
+            if not child.given:
+                child.began = time.perf_counter_ns()
+                self.children[sha256] = self.children.pop(sha256)
+            self.at_work = child
+            child.given.append(self.waiting.popleft())
+            frame = HEAD.pack(len(body), kind) + body
+            with contextlib.suppress(OSError):  # it has ended, and we shall hear of it
+                if descriptor >= 0:
+                    socket.send_fds(child.files, [b"f"], [descriptor])
+                while frame:
+                    frame = frame[os.write(child.calls, frame) :]
+
+    def fork(self, sha256: bytes) -> Child:
+        while len(self.children) >= self.most:
+            self.dismiss(next(iter(self.children)))
+        calls, ours = os.pipe()
+        heard, told = os.pipe()
+        near, far = socket.socketpair()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of threads that a library keeps; it knows of forks
+            pid = os.fork()
+        if pid:
+            os.close(calls)
+            os.close(told)
+            far.close()
+            self.children[sha256] = child = Child(pid, ours, near, heard)
+            return child
+        try:
+            self.become(sha256, (calls, told, far), (ours, heard))
+            near.close()
+            self.runner.serve()
+        finally:
+            os._exit(0)
+
+    def become(
+        self, sha256: bytes, own: tuple[int, int, socket.socket], parents: tuple[int, int]
+    ) -> None:
+        """In the child: a runner like any other, but for its words to the parent."""
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        runner = self.runner
+        for child in self.children.values():
+            child.close()
+        for descriptor in (*parents, self.died, self.bell, runner.calls):
+            os.close(descriptor)
+        runner.files.close()
+        runner.calls, runner.told, runner.files = own
+        runner.alone = False  # it ends its descendants, and nobody else
+        runner.pid = os.getpid()
+        runner.adopt_orphans()
+        if sha256 in self.pickles:
+            runner.functions[sha256] = self.pickles[sha256]
+        numbers = sys.modules.get("numpy.random")
+        if numbers is not None:
+            numbers.seed()  # else every child would draw the same ones
+
+    def hear(self, child: Child) -> bool:
+        """Whether it said that it leaves: then nothing of what it was given besides had begun."""
+        leaves = False
+        said = os.read(child.told, 4096)
+        child.is_mute = not said
+        for word in said:
+            if child.given:
+                descriptor = child.given.popleft()[2]
+                if descriptor >= 0:
+                    os.close(descriptor)
+                child.began = time.perf_counter_ns()
+            leaves = leaves or word == LEAVING[0]
+        if leaves:
+            self.forget(child)
+        elif not child.given:
+            self.at_work = None
+        return leaves
+
+    def forget(self, child: Child) -> None:
+        """It has ended or will: what it was given and had not begun is given to another."""
+        self.waiting.extendleft(reversed(child.given))
+        child.close()
+        if self.at_work is child:
+            self.at_work = None
+        self.children = {name: one for name, one in self.children.items() if one is not child}
+
+    def dismiss(self, sha256: bytes) -> None:
+        child = self.children[sha256]
+        self.forget(child)
+        with contextlib.suppress(ProcessLookupError, ChildProcessError):
+            os.kill(child.pid, signal.SIGKILL)
+            os.waitpid(child.pid, 0)
+
+    def reap(self) -> None:
+        with contextlib.suppress(ChildProcessError):
+            while True:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+                if not pid:
+                    return
+                for child in list(self.children.values()):
+                    if child.pid == pid:
+                        self.mourn(child, os.waitstatus_to_exitcode(status))
+
+    def mourn(self, child: Child, code: int) -> None:
+        while not child.is_mute and select.select([child.told], [], [], 0)[0]:
+            if self.hear(child):
+                return
+        if not child.given:
+            self.forget(child)
+            return
+        number = CALL_HEAD.unpack_from(child.given[0][1])[0]
+        _, _, descriptor = child.given.popleft()
+        if descriptor >= 0:
+            os.close(descriptor)
+        took = (time.perf_counter_ns() - child.began) // 1000
+        for one in list(self.children.values()):  # tidying ends the others, too
+            self.forget(one)
+        self.runner.tidy(self.runner.marker)
+        self.runner.write(ENDED, ENDED_BODY.pack(number, -code + 128 if code < 0 else code, took))
