@@ -8,6 +8,8 @@ import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from gpool.agent.runtime.microvm import facts
+
 
 def _program(name: str, package: str) -> Callable[[], str | None]:
     def look() -> str | None:
@@ -71,6 +73,7 @@ COMPONENTS: Mapping[str, Callable[[], str | None]] = {
     "podman": _engine(("podman", "podman"), ("runc", "runc"), ("catatonit", "catatonit")),
     "gvisor": _engine(("dockerd", "docker.io"), ("runsc", "runsc")),
     "image registry": _engine(("dockerd", "docker.io"), ("docker-registry", "docker-registry")),
+    "qemu": facts.missing,
     "chromium": _program("chromium", "chromium"),
     "nginx": _program("nginx", "nginx"),
 }

@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import os
 import pickle
+import tempfile
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +17,7 @@ import cloudpickle  # type: ignore[import-untyped]
 from gpool.agent.runtime.bubblewrap import BubblewrapRuntime, wheels_bwrap
 from gpool.agent.runtime.calls import PYTHON
 from gpool.agent.runtime.docker.runtime import DockerRuntime, Gvisor
+from gpool.agent.runtime.microvm.runtime import MicrovmRuntime
 from gpool.agent.runtime.process import ProcessRuntime
 from gpool.agent.runtime.protocol import (
     Answer,
@@ -57,6 +59,15 @@ def _contained(kind: str, gvisor: Gvisor) -> Callable[[Path], DockerRuntime]:
     )
 
 
+def microvm_disks() -> Path:
+    """Where tests keep guests' disks from one run to the next: they take half a minute to build."""
+    folder = Path(tempfile.gettempdir()) / f"gpool-tests-microvm-{os.geteuid()}"
+    folder.mkdir(mode=0o711, exist_ok=True)
+    if folder.is_symlink() or folder.stat().st_uid != os.geteuid():
+        raise PermissionError(f"{folder} belongs to somebody else; remove it")
+    return folder
+
+
 MAKERS: dict[str, Callable[[Path], Any]] = {
     "bubblewrap": BubblewrapRuntime,
     "bubblewrap's wheel": lambda data: BubblewrapRuntime(data, bwrap=str(wheels_bwrap())),
@@ -64,16 +75,21 @@ MAKERS: dict[str, Callable[[Path], Any]] = {
     "docker": _contained("docker", Gvisor.NEVER),
     "podman": _contained("podman", Gvisor.NEVER),
     "gvisor": _contained("docker", Gvisor.ALWAYS),
+    "microvm": lambda data: MicrovmRuntime(data, disks=microvm_disks()),
     "fake": lambda data: FakeRuntime(data, RUNS),
 }
 
-NEEDS = {"docker": "docker", "podman": "podman", "gvisor": "gvisor"}
+NEEDS = {"docker": "docker", "podman": "podman", "gvisor": "gvisor", "microvm": "qemu"}
 """The component that a runtime of this name needs here; see `gpool.testing.components`."""
 
 
-def within(work: Awaitable[T]) -> T:
+PATIENCE_FOR_S: dict[str, float] = {"microvm": 300}
+"""A guest's disks are built first, and an emulated machine boots slowly beside other tests."""
+
+
+def within(work: Awaitable[T], patience_s: float = PATIENCE_S) -> T:
     async def patient() -> T:
-        async with asyncio.timeout(PATIENCE_S):
+        async with asyncio.timeout(patience_s):
             return await work
 
     return asyncio.run(patient())
@@ -92,7 +108,7 @@ def using(kind: str, data: Path, work: Callable[[Any], Awaitable[T]]) -> T:
         assert left_over(data) == []
         return result
 
-    return within(whole())
+    return within(whole(), PATIENCE_FOR_S.get(kind, PATIENCE_S))
 
 
 def left_over(data: Path) -> list[Path]:
@@ -103,6 +119,8 @@ def left_over(data: Path) -> list[Path]:
         "process-values",
         "containers",
         "container-values",
+        "microvms",
+        "microvm-values",
     )
     return [path for name in folders for path in (data / name).glob("*")]
 

@@ -1,0 +1,215 @@
+"""A guest's disks: read-only ones built once from host files and kept by content, and an empty one to write on.
+
+What goes onto a disk is a plan, inside path -> host path; its fingerprint (names, sizes, times, rights, links) is the
+disk's name, so a disk is built when something changed and never otherwise. No file system is mounted on the host.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import secrets
+import shutil
+import stat
+import subprocess
+import tarfile
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from gpool.agent.runtime.protocol import SandboxFailed
+
+LEAST_WORK_BYTES = 16 << 20
+KEPT = 8  # of each kind; the least recently used go
+BUILD_WITHIN_S = 1800
+FOLDER = 0o755
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What lies on a disk. Directories are made as needed; `folders` are those that must be there though empty."""
+
+    files: Mapping[str, str]  # inside -> host; plain files and links, beneath "/" of the disk
+    folders: tuple[str, ...] = ()
+    links: tuple[tuple[str, str], ...] = ()  # inside -> what it says
+    written: str = (
+        "\0"  # host files beneath it were written just now: their content counts, not their time
+    )
+
+
+def tree(inside: str, host: Path) -> Iterator[tuple[str, str]]:
+    """Every file and link beneath a host directory, as it lies inside. Compiled caches come along, sockets do not."""
+    for folder, below, names in os.walk(host):
+        relative = os.path.relpath(folder, host)
+        prefix = inside if relative == "." else f"{inside}/{relative}"
+        linked = [name for name in below if os.path.islink(f"{folder}/{name}")]
+        for name in (*names, *linked):
+            yield f"{prefix}/{name}", f"{folder}/{name}"
+
+
+def fingerprint(plan: Plan) -> str:
+    digest = hashlib.sha256()
+    for inside, host in sorted(plan.files.items()):
+        try:
+            facts = os.lstat(host)
+        except FileNotFoundError:
+            continue
+        link = os.readlink(host) if stat.S_ISLNK(facts.st_mode) else ""
+        when: object = facts.st_mtime_ns // 10**9
+        if host.startswith(plan.written):
+            when = "" if link else hashlib.sha256(Path(host).read_bytes()).hexdigest()
+        told = (inside, facts.st_size, when, facts.st_mode, link)
+        digest.update(repr(told).encode("utf-8", "surrogateescape"))
+    digest.update(repr((sorted(plan.folders), sorted(plan.links))).encode())
+    return digest.hexdigest()[:32]
+
+
+def _folders(paths: Iterable[str]) -> list[str]:
+    found: set[str] = set()
+    for path in paths:
+        folder = path.rpartition("/")[0]
+        while folder and folder not in found:
+            found.add(folder)
+            folder = folder.rpartition("/")[0]
+    return sorted(found)
+
+
+def write_tar(plan: Plan, out: tarfile.TarFile) -> None:
+    """Everything belongs to root, and nothing is more than its owner's bits say."""
+    inside = [*plan.files, *(name for name, _ in plan.links), *(f"{f}/." for f in plan.folders)]
+    for folder in _folders(inside):
+        entry = tarfile.TarInfo(folder.lstrip("/"))
+        entry.type, entry.mode = tarfile.DIRTYPE, FOLDER
+        out.addfile(entry)
+    for name, target in plan.links:
+        entry = tarfile.TarInfo(name.lstrip("/"))
+        entry.type, entry.linkname, entry.mode = tarfile.SYMTYPE, target, 0o777
+        out.addfile(entry)
+    for name, host in sorted(plan.files.items()):
+        with contextlib.suppress(FileNotFoundError, PermissionError):
+            facts = os.lstat(host)
+            entry = tarfile.TarInfo(name.lstrip("/"))
+            entry.mtime = 0 if host.startswith(plan.written) else int(facts.st_mtime)
+            entry.mode = facts.st_mode & 0o755
+            if stat.S_ISLNK(facts.st_mode):
+                entry.type, entry.linkname = tarfile.SYMTYPE, os.readlink(host)
+                out.addfile(entry)
+            elif stat.S_ISREG(facts.st_mode):
+                with open(host, "rb") as data:
+                    entry.size = os.fstat(data.fileno()).st_size
+                    out.addfile(entry, data)
+
+
+class Disks:
+    """The read-only disks of one agent, in a directory of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        folder.mkdir(mode=0o711, parents=True, exist_ok=True)
+        folder.chmod(0o711)
+
+    def path(self, kind: str, plan: Plan) -> Path:
+        """The disk with this on it, built now if it is not there yet. Takes seconds then: call it in a thread."""
+        made = self.folder / f"{kind}-{fingerprint(plan)}.squashfs"
+        if made.exists():
+            os.utime(made)
+            return made
+        with self._building():  # others may want the same one
+            if not made.exists():
+                taking = self._new()
+                try:
+                    _squash(plan, taking)
+                    taking.chmod(0o644)
+                    taking.rename(made)
+                finally:
+                    taking.unlink(missing_ok=True)
+                self._forget(kind, made)
+        return made
+
+    @contextlib.contextmanager
+    def _building(self) -> Iterator[None]:
+        held = os.open(self.folder / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(held)
+
+    def _new(self) -> Path:
+        return self.folder / f"building-{os.getpid()}-{secrets.token_hex(8)}"
+
+    def keep(self, name: str, make: bytes | None) -> Path | None:
+        """A small file kept beside the disks under a name that says its content; None: only when it is there."""
+        path = self.folder / name
+        if make is not None and not path.exists():
+            taking = self._new()
+            taking.write_bytes(make)
+            taking.chmod(0o644)
+            taking.rename(path)
+        return path if path.exists() else None
+
+    def _forget(self, kind: str, new: Path) -> None:
+        """A running guest keeps its disk open: removing the name takes nothing from it."""
+        others = [path for path in self.folder.glob(f"{kind}-*.squashfs") if path != new]
+        others.sort(key=lambda path: path.stat().st_mtime, reverse=True)
+        for path in others[KEPT - 1 :]:
+            path.unlink(missing_ok=True)
+
+    def sweep(self) -> None:
+        """Remove what a builder that is gone left half done."""
+        for path in self.folder.glob("building-*"):
+            if not os.path.exists(f"/proc/{path.name.split('-')[1]}"):
+                path.unlink(missing_ok=True)
+
+
+def _squash(plan: Plan, target: Path) -> None:
+    argv = [program("sqfstar"), "-quiet", "-no-progress", "-comp", "lz4", "-all-root"]
+    argv += ["-root-mode", "755", "-no-xattrs", "-processors", "2", str(target)]
+    env = {"PATH": "/usr/bin:/bin"}
+    with subprocess.Popen(
+        argv, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=env
+    ) as child:
+        assert child.stdin is not None
+        assert child.stderr is not None
+        try:
+            with tarfile.open(fileobj=child.stdin, mode="w|", format=tarfile.PAX_FORMAT) as out:
+                write_tar(plan, out)
+            child.stdin.close()
+        except BrokenPipeError:
+            pass  # it says why
+        told = child.stderr.read().decode("utf-8", "replace").strip()
+        if child.wait(BUILD_WITHIN_S) != 0:
+            raise SandboxFailed(f"cannot build a guest's disk: {told[-300:]}")
+
+
+def make_work_disk(path: Path, size_bytes: int) -> None:
+    """An empty file system of this size; the host's disk holds only what is written to it. Never mounted here."""
+    size = max(size_bytes, LEAST_WORK_BYTES) // 4096 * 4096
+    made = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600)
+    try:
+        os.ftruncate(made, size)
+    finally:
+        os.close(made)
+    argv = [program("mke2fs"), "-q", "-F", "-t", "ext4", "-b", "4096", "-m", "0", "-I", "256"]
+    argv += [
+        "-O",
+        "^has_journal,^resize_inode,^huge_file",
+        "-E",
+        "lazy_itable_init=1,nodiscard",
+        str(path),
+    ]
+    said = subprocess.run(
+        argv, capture_output=True, text=True, env={"PATH": "/usr/bin:/bin"}, check=False
+    )
+    if said.returncode != 0:
+        raise SandboxFailed(f"cannot make a work disk: {said.stderr.strip()[-300:]}")
+
+
+def program(name: str) -> str:
+    found = shutil.which(name, path="/usr/sbin:/sbin:/usr/bin:/bin:/usr/local/bin")
+    if found is None:
+        package = {"sqfstar": "squashfs-tools", "mke2fs": "e2fsprogs"}.get(name, name)
+        raise SandboxFailed(f"there is no {name} here: apt-get install {package}")
+    return found
