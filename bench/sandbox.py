@@ -84,6 +84,7 @@ async def calls(runtime: BubblewrapRuntime, count: int) -> dict[str, float]:
     }
 
 
+SETTLE_S = 1.0  # the launcher gets the next child ready after each end
 ROW = (
     "echo up; exec sleep 1000",
     "echo up; for n in 1 2 3 4; do (setsid sleep 1000 &) ; done; sleep 1000",
@@ -149,11 +150,13 @@ async def in_a_row(count: int) -> dict[str, float]:
 
         for number in range(len(ROW)):  # the launcher starts, the first slot is made
             await one(number)
+        await asyncio.sleep(SETTLE_S)
         before = census(data, runtime.tag)
         starts.clear()
         ends.clear()
         for number in range(count):
             await one(number)
+        await asyncio.sleep(SETTLE_S)
         after = census(data, runtime.tag)
         await runtime.close()
         closed = census(data, runtime.tag)

@@ -15,6 +15,7 @@ import pytest
 
 from gpool.agent.runtime.protocol import CommandJob, Limits
 from gpool.core.model import EndReason
+from gpool.testing.processes import alive, eventually
 from gpool.testing.runtimes import LIMITS, command, processes_with, using
 
 SMALL = Limits(
@@ -45,8 +46,12 @@ print(size >> 20)
 """
 
 
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
 def is_child(pid: int) -> bool:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1] == str(os.getpid())
+    return parent_of(pid) == os.getpid()
 
 
 def ran(tmp_path: Path, kind: str, *argv: str, limits: Limits = SMALL) -> Any:
@@ -58,6 +63,92 @@ def test_a_fork_bomb_gets_its_share_of_processes(tmp_path: Path) -> None:
     assert 10 < made < 40
     assert processes_with("sleep\x004321") == []
     assert int(ran(tmp_path, "process", "python", "-c", FORKS).out) == 300
+
+
+THREADS = """
+import threading
+made, hold = 0, threading.Event()
+try:
+    while made < 300:
+        threading.Thread(target=hold.wait, daemon=True).start()
+        made += 1
+except RuntimeError:
+    pass
+print(made, flush=True)
+import os
+os._exit(0)
+"""
+
+
+def test_a_thread_bomb_gets_its_share_of_processes(tmp_path: Path) -> None:
+    roomy = replace(SMALL, memory_bytes=8 << 30)  # a stack counts as data where rlimits hold
+    made = int(ran(tmp_path, "bubblewrap", "python", "-c", THREADS, limits=roomy).out)
+    assert 10 < made < 40
+    assert int(ran(tmp_path, "process", "python", "-c", THREADS, limits=roomy).out) == 300
+
+
+@pytest.mark.parametrize(
+    "code",
+    ["os.nice(-20)", "os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(99))"],
+    ids=["nice", "real time"],
+)
+def test_nobody_gets_ahead_of_others_on_the_processor(code: str, tmp_path: Path) -> None:
+    """Without isolation a root agent's task may."""
+    words = ("python", "-c", f"import os; {code}; print('ahead')")
+    assert b"PermissionError" in ran(tmp_path, "bubblewrap", *words).err
+    if os.geteuid() == 0:
+        assert ran(tmp_path, "process", *words).out == b"ahead\n"
+
+
+def test_a_sparse_file_of_a_terabyte_is_refused(tmp_path: Path) -> None:
+    words = ("python", "-c", "import os; f = open('s', 'wb'); f.truncate(1 << 40); print('made')")
+    assert b"File too large" in ran(tmp_path, "bubblewrap", *words).err
+    large = replace(SMALL, disk_bytes=2 << 40)
+    assert ran(tmp_path, "bubblewrap", *words, limits=large).out == b"made\n"
+
+
+def test_a_tree_deeper_than_any_path_is_removed(tmp_path: Path) -> None:
+    code = (
+        "import os\n"
+        "for n in range(1500):\n"
+        "    os.mkdir('d' * 50)\n"
+        "    os.chdir('d' * 50)\n"
+        "print('deep')"
+    )
+    wide = replace(SMALL, disk_bytes=1 << 30)
+    assert ran(tmp_path, "bubblewrap", "python", "-c", code, limits=wide).out == b"deep\n"
+
+
+SWARM = """
+import os, signal
+wait, go = os.pipe()
+for _ in range(150):
+    if os.fork() == 0:
+        os.close(go)
+        os.read(wait, 1)
+        while True: pass
+os.write(1, b"up\\n")
+os.close(go)
+while True: pass
+"""
+
+
+def test_a_swarm_with_a_sliver_of_the_processor_is_gone_at_once(tmp_path: Path) -> None:
+    """Each has to run once more to end; under its own share that takes many seconds, so the share is lifted."""
+
+    async def work(runtime: Any) -> float:
+        sliver = Limits(cpu_milli=50, memory_bytes=256 << 20, processes=200)
+        loop = asyncio.get_running_loop()
+        job = CommandJob(("python", "-c", SWARM), (), (), (), sliver)
+        sandbox = await runtime.start_command(job)
+        assert await anext(sandbox.output()) == (1, b"up\n")
+        began = loop.time()
+        await sandbox.kill()
+        took = loop.time() - began
+        await sandbox.remove()
+        return took
+
+    assert using("bubblewrap", tmp_path, work) < 2
 
 
 @pytest.mark.parametrize("path", ["/tmp/full", "/dev/shm/full"])
@@ -182,6 +273,21 @@ def test_a_launcher_that_is_killed_takes_its_sandboxes_along_and_is_replaced(
         assert (await command(runtime, "echo", "again")).out == b"again\n"
 
     using("bubblewrap", tmp_path, work)
+
+
+def test_a_child_kept_ready_that_is_killed_is_done_without(tmp_path: Path) -> None:
+    async def work(runtime: Any) -> bytes:
+        await command(runtime, "true")
+        launchers = [pid for pid in processes_with("launcher.py") if is_child(pid)]
+        for pid in processes_with("launcher.py"):
+            if parent_of(pid) in launchers:
+                os.kill(pid, signal.SIGKILL)
+                await asyncio.to_thread(
+                    eventually, "it is gone", lambda pid=pid: not alive(pid), 10
+                )
+        return (await command(runtime, "echo", "all the same")).out
+
+    assert using("bubblewrap", tmp_path, work) == b"all the same\n"
 
 
 def test_a_stopped_tree_that_ignores_signals_is_killed(tmp_path: Path) -> None:
