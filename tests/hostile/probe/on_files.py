@@ -23,7 +23,7 @@ def holds(path: str, word: str) -> None:
 
 
 def planted_file(name: str) -> Callable[[], None]:
-    return lambda: holds(planted("files")[name], planted("secret"))
+    return lambda: holds(planted("files").get(name, "/nothing/planted"), planted("secret"))
 
 
 def others() -> Iterator[str]:

@@ -25,7 +25,7 @@ NEW = {
     "control group": 0x02000000,
     "time": 0x00000080,
 }
-STRANGER = 54_321
+STRANGER = 54_322
 
 
 def looked_at(number: int, *words: int) -> Callable[[], object]:
