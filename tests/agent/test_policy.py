@@ -66,7 +66,7 @@ after = "10m"
 most_load = 0.5
 
 [egress]
-allow = ["pypi.org"]
+allow = ["203.0.113.7:443"]
 deny = ["198.51.100.0/24"]
 rate = "10MB/s"
 """

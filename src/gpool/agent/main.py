@@ -61,6 +61,8 @@ class Means:
             await self.environments.sweep()
 
     async def lay_down(self) -> None:
+        for runtime in self.runtimes:
+            await runtime.close()
         if self.environments is not None:
             await self.environments.close()
         if self.networks is not None:

@@ -26,13 +26,15 @@ from gpool.agent.network.policy import BadPolicy, EgressPolicy, parse_rate, pars
 from gpool.agent.policy import Policy
 from gpool.agent.runtime.bubblewrap import BubblewrapRuntime
 from gpool.agent.runtime.calls import PYTHON
+from gpool.agent.runtime.microvm import facts as guests
+from gpool.agent.runtime.microvm.runtime import MicrovmRuntime
 from gpool.agent.runtime.process import ProcessRuntime
 from gpool.agent.runtime.protocol import Runtime, SandboxFailed
 from gpool.agent.settings import AgentSettings
 from gpool.cli.main import FAILED, exit_code_of, say_error
 from gpool.core import environments
 from gpool.core.errors import GpoolError, Invalid
-from gpool.core.model import Gpu, Network, Offer, Tier
+from gpool.core.model import Gpu, Network, Offer, RuntimeOffer, Tier
 
 log = structlog.get_logger(__name__)
 
@@ -65,9 +67,15 @@ def offer_of(settings: AgentSettings, gpus: tuple[Gpu, ...], means: Means) -> Of
         environments=frozenset(ready),
         builds=frozenset(builds),
         networks=frozenset(networks & {given for one in runtimes for given in one.networks}),
+        runtimes=tuple(_offered(one) for one in runtimes),
         hostname=facts.hostname,
         agent_version=__version__,
     )
+
+
+def _offered(runtime: Runtime) -> RuntimeOffer:
+    with_gpus = runtime.tier is not Tier.VM  # a guest would need the whole device
+    return RuntimeOffer(runtime.name, runtime.tier, runtime.networks, runtime.images, with_gpus)
 
 
 def runtimes_of(settings: AgentSettings, gpus: Sequence[Gpu], policy: Policy) -> list[Made]:
@@ -75,6 +83,8 @@ def runtimes_of(settings: AgentSettings, gpus: Sequence[Gpu], policy: Policy) ->
     made: list[Made] = [BubblewrapRuntime(settings.data_dir, gpus=gpus)]
     if settings.docker and Tier.CONTAINER in policy.tiers and services.docker().version:
         made += _docker(settings, gpus)
+    if settings.microvm and Tier.VM in policy.tiers:
+        made += _microvm(settings)
     if settings.allow_process:
         made.append(ProcessRuntime(settings.data_dir, gpus=gpus))
     return [one for one in made if one.tier in policy.tiers]
@@ -89,6 +99,17 @@ def _docker(settings: AgentSettings, gpus: Sequence[Gpu]) -> list[Made]:
     except SandboxFailed as error:
         log.warning("no_images", why=str(error))
         return []
+
+
+def _microvm(settings: AgentSettings) -> list[Made]:
+    why = guests.missing()
+    try:
+        if why is None:
+            return [MicrovmRuntime(settings.data_dir)]
+    except SandboxFailed as error:
+        why = str(error)
+    log.info("no_machines_for_tasks", why=why)
+    return []
 
 
 def networks_of(settings: AgentSettings, policy: Policy) -> lanes.Networks | None:

@@ -82,7 +82,6 @@ MAKERS: dict[str, Callable[[Path], Any]] = {
 NEEDS = {"docker": "docker", "podman": "podman", "gvisor": "gvisor", "microvm": "qemu"}
 """The component that a runtime of this name needs here; see `gpool.testing.components`."""
 
-
 PATIENCE_FOR_S: dict[str, float] = {"microvm": 300}
 """A guest's disks are built first, and an emulated machine boots slowly beside other tests."""
 

@@ -240,9 +240,9 @@ def test_an_unprivileged_agent_builds_as_well(require: Callable[[str], None]) ->
     with tempfile.TemporaryDirectory() as name:  # pytest closes the folder above its own to others
         index = PackageIndex(Path(name) / "index")
         index.wheel("thing")
-        for path in [index.folder, *index.folder.rglob("*")]:
+        for path in [Path(name), index.folder, *index.folder.rglob("*")]:
             path.chmod(0o755)
-        assert "said 1.0\n" in unprivileged.run(ROOTLESS, Path(name), index.address)
+        assert "said 1.0\n" in unprivileged.run(ROOTLESS, index.address)
 
 
 # ---- what the scripts of a package can reach

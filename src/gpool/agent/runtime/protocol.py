@@ -212,3 +212,7 @@ class Runtime(Protocol):
     async def sweep(self) -> None:
         """Remove what an earlier agent, killed without warning, left behind. Called once, before the first task."""
         ...
+
+    async def close(self) -> None:
+        """End every sandbox; nothing of the runtime is left, and it is of no use afterwards."""
+        ...

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from gpool.core.ids import TaskId
 from gpool.core.model import Instant, Shape, Span
 from gpool.core.scheduling.limits import NO_LIMITS, GpuLimits
+from gpool.core.scheduling.pricing import USUAL, Pricing
 
 Key = tuple[int, ...]
 _LINE_TARGET, _AGEING, _PATIENCE = Span(300_000), Span(5 * 60 * 1_000_000), Span(60 * 1_000_000)
@@ -30,6 +31,7 @@ class Policy:
     ageing: Span = _AGEING  # waiting this long is worth one point of priority
     patience: Span = _PATIENCE  # then a node is kept clear for a task that does not fit
     limits: GpuLimits = NO_LIMITS
+    pricing: Pricing = USUAL  # what free room is worth, learnt from earlier arrivals
 
 
 class Candidate(NamedTuple):

@@ -1,7 +1,7 @@
-"""Where a shape fits on one node, and how well. Pure best fit over slices; who comes first is not decided here.
+"""Whether one node could ever run a shape, and how the shape fits into the room it has now. Which node is best is not decided here.
 
-A score is a tuple, smallest is best. GPU tasks go where the earliest alternative matches, slices first onto GPUs that are
-shared already, then wherever the least GPU memory is left over; CPU-only tasks prefer nodes that lend no GPU.
+Within a node a slice goes onto a GPU that is shared already, then wherever the least memory is left over; whole GPUs are the
+smallest of one model.
 """
 
 from __future__ import annotations
@@ -19,19 +19,17 @@ from gpool.core.model import (
     GpuRequest,
     Node,
     Requirements,
+    RuntimeOffer,
     Shape,
     Slice,
     Tier,
 )
 from gpool.core.scheduling.room import GpuRoom, Room
 
-Score = tuple[int, ...]
-
 
 class Fit(NamedTuple):
     """A place for one allocation."""
 
-    score: Score
     cpu_milli: int
     memory_bytes: int
     slices: tuple[Slice, ...]
@@ -48,6 +46,7 @@ class Unfit(StrEnum):
     PYTHON = "python"
     TIER = "tier"
     NETWORK = "network"
+    RUNTIME = "runtime"
     CPU = "cpu"
     MEMORY = "memory"
     DISK = "disk"
@@ -74,18 +73,43 @@ def unfit(node: Node, shape: Shape) -> Unfit | None:
         return Unfit.TIER
     if needs.network not in offer.networks:
         return Unfit.NETWORK
+    if offer.runtimes and not any(_gives(runtime, shape) for runtime in offer.runtimes):
+        return Unfit.RUNTIME
     if offer.cpu_milli < needs.cpu_milli:
         return Unfit.CPU
     if offer.memory_bytes < memory_for(node, needs):
         return Unfit.MEMORY
     if needs.disk_bytes is not None and offer.disk_bytes < needs.disk_bytes:
         return Unfit.DISK
-    if needs.gpu and not any(
-        sum(usable(node, gpu, request) for gpu in offer.gpus) >= request.count
-        for request in needs.gpu
-    ):
+    if needs.gpu and not any(_enough(node, request) for request in needs.gpu):
         return Unfit.GPU
     return None
+
+
+def _gives(runtime: RuntimeOffer, shape: Shape) -> bool:
+    """Everything that is asked for at once."""
+    needs = shape.requirements
+    return (
+        runtime.tier.strength >= needs.tier.strength
+        and needs.network in runtime.networks
+        and runtime.images == (environments.kind_of(shape.environment) == environments.IMAGE)
+        and (runtime.gpus or not needs.gpu)
+    )
+
+
+def suits(node: Node, needs: Requirements) -> bool:
+    """Whether an idle node of this kind could run such tasks, whoever's they are and whatever they find there."""
+    offer = node.offer
+    return (
+        (needs.python is None or needs.python in offer.pythons)
+        and any(tier.strength >= needs.tier.strength for tier in offer.tiers)
+        and needs.network in offer.networks
+        and (not needs.gpu or any(_enough(node, request) for request in needs.gpu))
+    )
+
+
+def _enough(node: Node, request: GpuRequest) -> bool:
+    return sum(usable(node, gpu, request) for gpu in node.offer.gpus) >= request.count
 
 
 def _is_for(node: Node, audience: Audience, shape: Shape) -> bool:
@@ -117,27 +141,21 @@ def memory_for(node: Node, needs: Requirements) -> int:
 
 
 def fit(node: Node, room: Room, shape: Shape) -> Fit | None:
-    """The best place for one more allocation in this room. The node must not be `unfit`."""
+    """A place for one more allocation in this room. The node must not be `unfit`."""
     needs = shape.requirements
-    cpu_left = room.free_cpu - needs.cpu_milli
-    if cpu_left < 0:
-        return None
     memory = memory_for(node, needs)
-    memory_left = room.free_memory - memory
-    if memory_left < 0:
+    if room.free_cpu < needs.cpu_milli or room.free_memory < memory:
         return None
     if not needs.gpu:
-        score: Score = (0, 1 if room.gpus else 0, cpu_left, memory_left, node.id)
-        return Fit(score, needs.cpu_milli, memory, ())
-    for turn, request in enumerate(needs.gpu):
-        found = (
+        return Fit(needs.cpu_milli, memory, ())
+    for request in needs.gpu:
+        slices = (
             _a_slice(node, room, request, shape.user)
             if is_slice(request)
-            else _whole(node, room, request)
+            else whole(node, room, request)
         )
-        if found is not None:
-            score = (turn, *found[0], cpu_left, memory_left, node.id)
-            return Fit(score, needs.cpu_milli, memory, found[1])
+        if slices is not None:
+            return Fit(needs.cpu_milli, memory, slices)
     return None
 
 
@@ -156,10 +174,8 @@ def slice_of(gpu: Gpu, request: GpuRequest) -> Slice:
     return Slice(gpu.index, memory, share)
 
 
-def _a_slice(
-    node: Node, room: Room, request: GpuRequest, user: UserId
-) -> tuple[Score, tuple[Slice, ...]] | None:
-    best: tuple[Score, tuple[Slice, ...]] | None = None
+def _a_slice(node: Node, room: Room, request: GpuRequest, user: UserId) -> tuple[Slice, ...] | None:
+    best: tuple[tuple[int, ...], Slice] | None = None
     for gpu in room.gpus.values():
         if gpu.holders and gpu.user != user:
             continue  # strangers never share a GPU
@@ -172,20 +188,18 @@ def _a_slice(
             continue
         score = (0 if gpu.holders else 1, memory_left, share_left)
         if best is None or score < best[0]:
-            best = score, (part,)
-    return best
+            best = score, part
+    return None if best is None else (best[1],)
 
 
-def _whole(node: Node, room: Room, request: GpuRequest) -> tuple[Score, tuple[Slice, ...]] | None:
+def whole(node: Node, room: Room, request: GpuRequest) -> tuple[Slice, ...] | None:
+    """The GPUs that a request for whole ones gets in this room."""
     free = [g for g in room.gpus.values() if not g.holders and usable(node, g.gpu, request)]
     if len(free) < request.count:
         return None
     free.sort(key=lambda g: (g.gpu.memory_bytes, g.gpu.model, g.gpu.index))
     chosen = _alike(free, request.count)
-    taken = sum(g.gpu.memory_bytes for g in chosen)
-    slices = tuple(Slice(g.gpu.index, g.gpu.memory_bytes, 1000) for g in chosen)
-    untouched = sum(1 for g in room.gpus.values() if not g.holders)
-    return (0, taken, untouched - len(chosen)), slices
+    return tuple(Slice(g.gpu.index, g.gpu.memory_bytes, 1000) for g in chosen)
 
 
 def _alike(free: list[GpuRoom], count: int) -> list[GpuRoom]:

@@ -12,7 +12,8 @@ nearest to having room for it takes nothing from those behind it.
 No start takes a user or a team past its limit of running GPUs (`policy.limits`); a task that waits for nothing else keeps
 no node clear and takes no line from others, but after `patience` its own people's limit is kept for it.
 
-What it costs: shapes x nodes, once, plus a little for each grant. The length of a queue does not matter.
+What it costs: a little for each shape that waits, each grant, and each node that changed since a shape was last asked for.
+Neither the length of a queue nor the number of nodes matters much.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from gpool.core.model import Allocation, Instant, Node, Shape
 from gpool.core.scheduling.events import Grant, Place, Plan
 from gpool.core.scheduling.limits import Holder, gpus_in, gpus_of, holders_of
 from gpool.core.scheduling.orders import ORDERS, Candidate, Key, Order, Policy
-from gpool.core.scheduling.placement import Fit, Score, fit, is_open, unfit
+from gpool.core.scheduling.placement import Fit, fit, is_open, unfit
 from gpool.core.scheduling.queue import Entry, epoch_of
 from gpool.core.scheduling.room import Room
 from gpool.core.scheduling.state import ShapeState, State
@@ -37,6 +38,7 @@ _LOOKS_FOR_CLEARING = 64  # shapes a pass for which a node to clear is sought
 _LOOKS_FOR_FEEDING = (
     200_000  # comparisons a pass for who comes before whom; past them lines run dry
 )
+_LOOKS_WITHIN_LIMITS = 32  # cards tried for a slice whose share of them differs
 _REFILL = 4  # a line is fed once a quarter of it is gone: fewer, fuller grants
 
 DEFAULT = Policy()
@@ -47,7 +49,10 @@ def plan(
 ) -> Plan:
     """What to lease now. `Invalid` when the policy names an order that is not in the table."""
     draft = _Draft(state, now, policy, order_named(policy.order, orders))
-    draft.start_what_fits()
+    try:
+        draft.start_what_fits()
+    finally:
+        draft.engine.end_pass()
     draft.fill_lines()
     return draft.result()
 
@@ -70,16 +75,13 @@ def line_depth(state: State, shape: Shape, policy: Policy) -> int:
 class _Turn:
     """One shape in this pass: what waits still, and where it could go."""
 
-    __slots__ = ("_ahead", "_entries", "entry", "is_over", "key", "left", "places")
+    __slots__ = ("_ahead", "_entries", "entry", "is_over", "key", "left")
 
     def __init__(self, entry: ShapeState) -> None:
         self.entry = entry
         self.left = entry.queue.size
         self.is_over = False  # its user or team runs as many GPUs as it may
         self.key: Key = ()
-        self.places: list[tuple[Score, NodeId, int, Fit]] | None = (
-            None  # a heap, made when first needed
-        )
         self._entries: Iterator[Entry] = entry.queue.entries()
         self._ahead = next(self._entries)
 
@@ -114,13 +116,8 @@ class _Draft:
 
     def __init__(self, state: State, now: Instant, policy: Policy, order: Order) -> None:
         self.state, self.now, self.policy, self.order = state, now, policy, order
-        self.nodes: dict[NodeId, Node] = {
-            id_: entry.node
-            for id_, entry in state.nodes.items()
-            if entry.node is not None and is_open(entry.node)
-        }
+        self.engine = state.engine(policy.pricing)
         self.rooms: dict[NodeId, Room] = {}
-        self.versions: dict[NodeId, int] = {}
         self.numbers: dict[NodeId, int] = {}  # the smallest that may be free
         self.running: dict[UserId, int] = {}
         self.gpus: dict[Holder, int] = {}
@@ -172,26 +169,19 @@ class _Draft:
 
     def start_one(self, turn: _Turn) -> bool:
         shape = turn.entry.shape
-        if turn.places is None:
-            turn.places = self.places_for(shape)
-        places = turn.places
-        while places:
-            _, node_id, version, found = places[0]
-            if self.kept_clear.get(node_id, shape) is not shape:
-                heappop(places)
-                continue
-            if version == self.versions.get(node_id, 0):
-                if not self.is_within_limits(turn, found):
-                    heappop(places)
-                    continue
-                self.open_line(turn, node_id, found)
-                return True
-            again = fit(self.nodes[node_id], self.room(node_id), shape)
-            if again is None:
-                heappop(places)
-            else:
-                fresh = (again.score, node_id, self.versions[node_id], again)
-                heapreplace(places, fresh)
+        requests = shape.requirements.gpu
+        kept = self.kept_clear
+        for choice in range(len(requests) or 1):
+            barred = {id_ for id_, other in kept.items() if other is not shape}
+            looks = _LOOKS_WITHIN_LIMITS
+            while (found := self.engine.best(shape, choice, barred)) is not None:
+                if self.is_within_limits(turn, found[1]):
+                    self.open_line(turn, *found)
+                    return True
+                looks -= 1
+                if requests[choice].vram_bytes is None or not looks:
+                    break  # it takes the same of every GPU
+                barred.add(found[0])
         return False
 
     def is_within_limits(self, turn: _Turn, found: Fit) -> bool:
@@ -213,35 +203,31 @@ class _Draft:
                 return False
         return True
 
-    def places_for(self, shape: Shape) -> list[tuple[Score, NodeId, int, Fit]]:
-        places = []
-        cpu = shape.requirements.cpu_milli
-        for id_, node in self.nodes.items():
-            room = self.room(id_)
-            if room.free_cpu < cpu or unfit(node, shape) is not None:
-                continue
-            found = fit(node, room, shape)
-            if found is not None:
-                places.append((found.score, id_, self.versions.get(id_, 0), found))
-        heapify(places)
-        return places
+    def node(self, id_: NodeId) -> Node | None:
+        """The node, if it takes new leases."""
+        entry = self.state.nodes.get(id_)
+        node = entry.node if entry else None
+        return node if node is not None and is_open(node) else None
 
     def room(self, node: NodeId) -> Room:
         return self.rooms.get(node) or self.state.nodes[node].room
 
     def open_line(self, turn: _Turn, node: NodeId, found: Fit) -> None:
         shape = turn.entry.shape
-        taken = self.state.nodes[node].lines
+        entry = self.state.nodes[node]
+        taken = entry.lines
         number = self.numbers.get(node, 0)
         while number in taken:
             number += 1
         self.numbers[node] = number + 1
         room = self.rooms.get(node)
         if room is None:
-            room = self.rooms[node] = self.state.nodes[node].room.copy()
+            room = self.rooms[node] = entry.room.copy()
         allocation = found.numbered(number)
         room.take(allocation, shape.user)
-        self.versions[node] = self.versions.get(node, 0) + 1
+        before = self.engine.overlay.get(node, (room, len(taken)))[1]
+        self.engine.overlay[node] = (room, before + 1)
+        self.engine.touch(node)
         self.running[shape.user] = self.running.get(shape.user, 0) + 1
         gpus = gpus_of(allocation)
         if gpus:
@@ -262,16 +248,9 @@ class _Draft:
         if not self.looks or len(self.kept_clear) >= MAX_KEPT_CLEAR:
             return
         self.looks -= 1
-        nearest = min(
-            (
-                (len(self.state.nodes[id_].lines) + self.versions.get(id_, 0), id_)
-                for id_, node in self.nodes.items()
-                if id_ not in self.kept_clear and unfit(node, shape) is None
-            ),
-            default=None,
-        )
+        nearest = self.engine.nearest(shape, self.kept_clear)
         if nearest is not None:
-            self.kept_clear[nearest[1]] = shape
+            self.kept_clear[nearest] = shape
 
     # ---- lines
 
@@ -316,7 +295,7 @@ class _Draft:
             ]
         found: list[_NewLine] = []
         for id_, lines in by_node.items():
-            node = self.nodes.get(id_)
+            node = self.node(id_)
             if node is None or self.kept_clear.get(id_, shape) is not shape:
                 continue
             if unfit(node, shape) is not None or self.is_wanted(node, lines, before):

@@ -1,17 +1,20 @@
 """What the scheduler sees: queues by shape, nodes with what is free, and who holds what. Folded from events, never planned upon in place.
 
 `fold` costs a constant per task. The state is a cache of the store: `build` makes an equal one from the store's rows, and a
-state that meets an impossible event says so (`Contradiction`), upon which its owner rebuilds it. Run-time estimates and the
-order in which users were last served are hints, not truth: they are lost in a rebuild and left out of equality.
+state that meets an impossible event says so (`Contradiction`), upon which its owner rebuilds it. Run-time estimates, the
+order in which users were last served and what arrived lately are hints, not truth: they are lost in a rebuild and left out of
+equality.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from typing import assert_never
 
 from gpool.core.ids import NodeId, TaskId, UserId
 from gpool.core.model import Allocation, Node, Shape, Span
+from gpool.core.scheduling.engine import Engine
 from gpool.core.scheduling.events import (
     Event,
     NodeChanged,
@@ -24,11 +27,14 @@ from gpool.core.scheduling.events import (
     TasksWithdrawn,
 )
 from gpool.core.scheduling.limits import Holder, gpus_of, holders_of
+from gpool.core.scheduling.pricing import Pricing
 from gpool.core.scheduling.queue import Queue, Ticket, epoch_of
 from gpool.core.scheduling.room import Room
 
 MAX_ESTIMATES = 10_000
 MAX_SERVED = 100_000
+MAX_ARRIVALS = 20_000  # remembered, batches of one shape as one
+MAX_ALIKE = 50  # of one batch
 _KEEP = 0.9  # weight of what was known, for each further attempt observed
 
 
@@ -39,12 +45,13 @@ class Contradiction(AssertionError):
 class Line:
     """An allocation on a node and how many leases stand in line for it."""
 
-    __slots__ = ("allocation", "count", "node", "shape")
+    __slots__ = ("allocation", "count", "entry", "node", "shape")
 
-    def __init__(self, node: NodeId, allocation: Allocation, shape: Shape) -> None:
+    def __init__(self, node: NodeId, allocation: Allocation, entry: ShapeState) -> None:
         self.node = node
         self.allocation = allocation
-        self.shape = shape
+        self.entry = entry
+        self.shape = entry.shape
         self.count = 0
 
 
@@ -80,10 +87,14 @@ class State:
     """See the module. Read it freely; change it by `fold` only."""
 
     __slots__ = (
+        "_arrived",
+        "_engine",
         "_estimates",
+        "_known",
         "_live",
         "_serial",
         "_served",
+        "_waiting",
         "gpus",
         "held",
         "nodes",
@@ -101,6 +112,10 @@ class State:
         self._estimates: dict[Shape, float] = {}
         self._served: dict[UserId, int] = {}
         self._serial = 0
+        self._waiting: dict[Queue, ShapeState] = {}  # those of `shapes` that have waiting tasks
+        self._known: dict[int, ShapeState] = {}  # by identity: hashing a shape is dear
+        self._engine: Engine | None = None  # made when first asked for
+        self._arrived: deque[tuple[Shape, int]] = deque(maxlen=MAX_ARRIVALS)
 
     # ---- reading
 
@@ -117,7 +132,21 @@ class State:
 
     def waiting(self) -> Iterator[ShapeState]:
         """The shapes that have waiting tasks."""
-        return (entry for entry in self.shapes.values() if entry.queue.size)
+        return iter(self._waiting.values())
+
+    def engine(self, pricing: Pricing) -> Engine:
+        """Finds places by this pricing; kept up to date from now on. A cache: no part of the truth."""
+        engine = self._engine
+        if engine is None or (engine.pricing is not pricing and engine.pricing != pricing):
+            engine = self._engine = Engine(pricing, self._look)
+            for entry in self.nodes.values():
+                if entry.node is not None:
+                    engine.put(entry.node)
+        return engine
+
+    def _look(self, id_: NodeId) -> tuple[Room, int]:
+        entry = self.nodes[id_]
+        return entry.room, len(entry.lines)
 
     def estimate(self, shape: Shape) -> Span | None:
         """How long a task of this shape takes, as far as seen."""
@@ -127,6 +156,10 @@ class State:
     def served(self, user: UserId) -> int:
         """Grows with each lease: the user with the smaller number was served less recently (0: not yet)."""
         return self._served.get(user, 0)
+
+    def arrivals(self) -> list[Shape]:
+        """What came lately, oldest first, to learn a pricing from; of a large batch only some."""
+        return [shape for shape, count in self._arrived for _ in range(min(count, MAX_ALIKE))]
 
     def truth(self) -> tuple[object, ...]:
         """All that is not a hint, as a plain value."""
@@ -167,35 +200,57 @@ class State:
             case TasksReleased(tasks):
                 self._release(tasks)
             case NodeChanged(node):
-                known = self.nodes.get(node.id)
-                if known is None:
-                    self.nodes[node.id] = NodeState(node)
-                elif known.node != node:
-                    known.change(node)
+                self._change(node)
             case NodeRemoved(id_):
-                gone = self.nodes.get(id_)
-                if gone is not None and gone.lines:
-                    gone.change(None)  # its leases still have to end
-                elif gone is not None:
-                    del self.nodes[id_]
+                self._remove(id_)
             case RunTimesObserved(shape, count, total):
                 self._observe(shape, count, total)
             case _:
                 assert_never(event)
 
+    def _change(self, node: Node) -> None:
+        known = self.nodes.get(node.id)
+        if known is None:
+            self.nodes[node.id] = NodeState(node)
+        elif known.node != node:
+            known.change(node)
+        else:
+            return
+        if self._engine is not None:
+            self._engine.put(node)
+
+    def _remove(self, id_: NodeId) -> None:
+        gone = self.nodes.get(id_)
+        if gone is not None and gone.lines:
+            gone.change(None)  # its leases still have to end
+        elif gone is not None:
+            del self.nodes[id_]
+        if self._engine is not None:
+            self._engine.remove(id_)
+
     def _entry(self, shape: Shape) -> ShapeState:
+        entry = self._known.get(id(shape))
+        if entry is not None and entry.shape is shape:
+            return entry
         entry = self.shapes.get(shape)
         if entry is None:
             entry = self.shapes[shape] = ShapeState(shape, self._live)
+            self._known[id(shape)] = entry
         return entry
 
     def _drop_if_idle(self, entry: ShapeState) -> None:
         if not entry.queue.size and not entry.lines:
             self.shapes.pop(entry.shape, None)
+            self._known.pop(id(entry.shape), None)
 
-    def _queue(self, shape: Shape, tasks: Iterable[QueuedTask]) -> None:
+    def _queue(self, shape: Shape, tasks: Sequence[QueuedTask]) -> None:
         entry = self._entry(shape)
-        self._tidy(entry.queue.add(tasks))
+        if tasks and tasks[0].epoch == 0:
+            self._arrived.append((entry.shape, len(tasks)))
+        left = entry.queue.add(tasks)
+        if entry.queue.size:
+            self._waiting[entry.queue] = entry
+        self._tidy(left)
         self._drop_if_idle(entry)
 
     def _leave_queue(self, tasks: Iterable[TaskId]) -> None:
@@ -216,8 +271,10 @@ class State:
     def _tidy(self, queues: set[Queue]) -> None:
         for queue in queues:
             queue.tidy()
-            if not queue.size and queue.shape in self.shapes:
-                self._drop_if_idle(self.shapes[queue.shape])
+            if not queue.size:
+                entry = self._waiting.pop(queue, None)
+                if entry is not None:
+                    self._drop_if_idle(entry)
 
     def _lease(self, event: TasksLeased) -> None:
         if not event.tasks:
@@ -252,10 +309,12 @@ class State:
             node = self.nodes[key[0]] = NodeState(None)
         if key[1] in node.lines:
             raise Contradiction(f"allocation {key} is held by {node.lines[key[1]].shape}")
-        line = Line(key[0], allocation, entry.shape)
+        line = Line(key[0], allocation, entry)
         entry.lines[key] = node.lines[key[1]] = line
         user = entry.shape.user
         node.room.take(allocation, user)
+        if self._engine is not None:
+            self._engine.touch(key[0])
         self.running[user] = self.running.get(user, 0) + 1
         taken = gpus_of(allocation)
         if taken:
@@ -274,12 +333,14 @@ class State:
 
     def _close(self, line: Line) -> None:
         number, user = line.allocation.number, line.shape.user
-        node, entry = self.nodes[line.node], self.shapes[line.shape]
+        node, entry = self.nodes[line.node], line.entry
         del node.lines[number]
         del entry.lines[line.node, number]
         node.room.give(line.allocation)
         if node.node is None and not node.lines:
             del self.nodes[line.node]
+        if self._engine is not None:
+            self._engine.touch(line.node)
         self.running[user] -= 1
         if not self.running[user]:
             del self.running[user]

@@ -144,24 +144,26 @@ class Record:
     def _check_room(self, name: str, node: NodeTruth) -> None:
         """What runs at this instant fits into the machine, slice by slice; an idle runner still has its slices.
 
-        After a freeze past its lease, what is being killed may still use processors; never a GPU's slice.
+        After a freeze past its lease, what is being killed may still use processors; never a GPU's slice. Which
+        allocation it was granted is not known any more then: a runner may have moved since it began.
         """
-        busy = [
-            replace(allocation, cpu_milli=0, memory_bytes=0)
-            if self._excused(node) and self._is_over(name, task, epoch)
-            else allocation
-            for (task, epoch), (allocation, _) in node.running.items()
-        ]
+        excused = self._excused(node)
+        current, over = [], []
+        for (task, epoch), (allocation, _) in node.running.items():
+            if excused and self._is_over(name, task, epoch):
+                over.append(replace(allocation, cpu_milli=0, memory_bytes=0))
+            else:
+                current.append(allocation)
         in_use = [sandbox for _, sandbox in node.running.values()]
         idle = [
             replace(allocation, cpu_milli=0, memory_bytes=0)
             for sandbox, allocation in node.runners.items()
             if allocation.slices and sandbox not in in_use
         ]
-        problem = overfull(node.offer, [*busy, *idle])
+        problem = overfull(node.offer, [*current, *over, *idle])
         if problem:
             self._fail(f"{name}: {problem} by what runs there: {sorted(node.running)}")
-        numbers = [allocation.number for allocation in busy]
+        numbers = [allocation.number for allocation in current]
         if len(set(numbers)) < len(numbers):
             self._fail(f"{name}: two tasks of one allocation run at once: {sorted(node.running)}")
 

@@ -28,7 +28,7 @@ from typing import Any, TypeVar
 import cloudpickle  # type: ignore[import-untyped]
 
 from gpool.agent import runner as runner_package
-from gpool.agent.runtime.bubblewrap import NOT_EXECUTABLE, NOT_FOUND, UIDS_A_BLOCK, _Uids
+from gpool.agent.runtime.bubblewrap import NOT_EXECUTABLE, NOT_FOUND, UIDS_A_BLOCK, Uids
 from gpool.agent.runtime.calls import Keeping, open_runner
 from gpool.agent.runtime.commands import Command, command_pipes
 from gpool.agent.runtime.devices import visible_devices
@@ -127,7 +127,7 @@ class DockerRuntime:
         self.use_gpus(gpus)
         self._root = os.geteuid() == 0 and not self._engine.facts.rootless
         remapped = self._engine.facts.first_uid
-        self._uids = _Uids() if self._root and not remapped else None
+        self._uids = Uids() if self._root and not remapped else None
         self._places = data_dir.resolve() / "containers"
         self._values = data_dir.resolve() / "container-values"
         for path, mode in ((self._places, 0o711), (self._values, 0o700)):

@@ -17,7 +17,8 @@ def monitor_arguments(
     words = ["--unshare-all", "--unshare-user", "--new-session", "--die-with-parent"]
     words += ["--cap-drop", "ALL", "--hostname", "monitor", "--clearenv"]
     words += ["--uid", str(INSIDE_UID), "--gid", str(INSIDE_UID)]
-    words += [*layout.as_arguments(layout.system_tree(())), "--proc", "/proc", "--dev", "/dev", "--tmpfs", "/tmp"]
+    words += layout.as_arguments(layout.system_tree(()))
+    words += ["--proc", "/proc", "--dev", "/dev", "--tmpfs", "/tmp"]
     words += ["--ro-bind-try", "/etc/ld.so.cache", "/etc/ld.so.cache"]
     for path in read_only:
         words += ["--ro-bind", path, path]

@@ -22,7 +22,7 @@ from pathlib import Path
 from gpool.agent.runtime.protocol import SandboxFailed
 
 LEAST_WORK_BYTES = 16 << 20
-KEPT = 8  # of each kind; the least recently used go
+KEPT = 3  # of each kind; the least recently used go
 BUILD_WITHIN_S = 1800
 FOLDER = 0o755
 

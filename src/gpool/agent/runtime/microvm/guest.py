@@ -6,11 +6,10 @@ frames: length (u32, of what follows the stream), stream (u8), body; little-endi
   1, 2        what the command prints                        out, by credit
   3           calls for a runner                             in, by credit
   4           a runner's answers                             out, by credit
-  5           bytes of a file announced by a word            in
-  6           bytes of a file announced by a word            out
+  5, 6        bytes of a file announced by a word            in, out
   7 credit    stream (u8), bytes (u32): so many more may be sent on it, both ways
 Words in:   begin {argv, env, limits, runner, inputs …} · file {path, size, executable} · go · arguments {size} · warn
-            collect {number, wanted, most} · take {number, name, most} · off
+            collect {number, wanted, most} · take {number, name, most}
 Words out:  hello {version} · started · ended {code, oom} · output {number, path, size, executable} ·
             collected {number} · refused {number, text} · failed {text}
 The agent believes none of it; this program is careful so that an honest task's outputs are what the task wrote.
@@ -44,21 +43,13 @@ CHUNK_BYTES = 32 * 1024
 AGENT_CID, AGENT_PORT = 2, 1024  # over vsock
 PORT_NAME = "gpool.control"
 TASK_UID = 1000
-SHOWN_NAMES = 8
 
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT, MS_BIND = 1, 2, 4, 8, 32, 4096
 MS_REC, MS_PRIVATE, MS_NOATIME = 16384, 1 << 18, 1024
 CLONE_NEWNS, CLONE_NEWPID, CLONE_NEWIPC = 0x00020000, 0x20000000, 0x08000000
 PR_SET_NO_NEW_PRIVS = 38
 SIOCSIFFLAGS, IFF_UP = 0x8914, 1
-DEVICES = {
-    "null": (1, 3),
-    "zero": (1, 5),
-    "full": (1, 7),
-    "random": (1, 8),
-    "urandom": (1, 9),
-    "tty": (5, 0),
-}
+DEVICES = {"null": 3, "zero": 5, "full": 7, "random": 8, "urandom": 9}  # minors; the major is 1
 GROUPS_AT = "/run/groups"
 READ_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -95,9 +86,6 @@ class Line:
         self.number = number
         self.inward = bytearray()
         self.outward = bytearray()
-
-    def fileno(self) -> int:
-        return self.number
 
     def put(self, stream: int, body: bytes) -> None:
         self.outward += HEAD.pack(len(body), stream) + body
@@ -191,10 +179,10 @@ class Guest:
             self.calls_waiting += body
         elif stream == WORDS:
             word = json.loads(body)
-            getattr(self, "do_" + word["word"])(word)
-
-    def do_begin(self, word: dict[str, Any]) -> None:
-        self.job = word
+            if word["word"] == "begin":
+                self.job = word
+            else:
+                getattr(self, "do_" + word["word"])(word)
 
     def do_file(self, word: dict[str, Any]) -> None:
         *folders, name = word["path"].split("/")
@@ -251,9 +239,6 @@ class Guest:
         if self.task and self.status is None:
             os.kill(self.task, signal.SIGTERM)
 
-    def do_off(self, word: dict[str, Any]) -> None:  # noqa: ARG002
-        power_off()
-
     def do_collect(self, word: dict[str, Any]) -> None:
         self.sending.append(self.collect(word["number"], word["wanted"], word["most"]))
 
@@ -279,12 +264,8 @@ class Guest:
                 finally:
                     os.close(above)
             self.line.say(word="collected", number=number)
-        except Refused as refused:
-            self.line.say(word="refused", number=number, text=str(refused))
-        except OSError as failure:
-            self.line.say(
-                word="refused", number=number, text=f"an output cannot be read: {failure.strerror}"
-            )
+        except (Refused, OSError) as failure:
+            self.line.say(word="refused", number=number, text=str(failure))
         finally:
             os.close(top)
 
@@ -443,8 +424,8 @@ class Guest:
         while True:
             self.tell_end()
             self.line.flush()
-            reading: list[Any] = [self.line, alarm_out]
-            writing: list[Any] = [self.line] if self.line.outward else []
+            reading: list[Any] = [self.line.number, alarm_out]
+            writing: list[Any] = [self.line.number] if self.line.outward else []
             room = len(self.line.outward) < WINDOW_BYTES
             if room:
                 reading += [o.descriptor for o in self.outlets if o.open and o.credit > 0]
@@ -461,7 +442,7 @@ class Guest:
                     outlet.pump(self.line)
             if self.calls in able:
                 self.push_calls()
-            if self.line in ready:
+            if self.line.number in ready:
                 for stream, body in self.line.hear():
                     self.obey(stream, body)
             if busy:
@@ -489,20 +470,13 @@ def down(above: int, name: str, path: str, wanted: str) -> int:
 
 def missing(above: int, path: str) -> str:
     names = sorted(os.listdir(above))
-    held = ", ".join(names[:SHOWN_NAMES]) + (" …" if len(names) > SHOWN_NAMES else "")
+    held = ", ".join(names[:8]) + (" …" if len(names) > 8 else "")
     return f"output '{path}' was not written; its directory holds {held or 'nothing'}"
 
 
 def kind(mode: int) -> str:
-    kinds = {
-        stat.S_IFLNK: "a symbolic link",
-        stat.S_IFIFO: "a FIFO",
-        stat.S_IFSOCK: "a socket",
-        stat.S_IFCHR: "a device",
-        stat.S_IFBLK: "a device",
-        stat.S_IFDIR: "a directory",
-    }
-    return kinds.get(stat.S_IFMT(mode), "a special file")
+    words = {"l": "symbolic link", "p": "FIFO", "s": "socket", "d": "directory", "-": "plain file"}
+    return "a " + words.get(stat.filemode(mode)[0], "device")
 
 
 def stand_above(job: dict[str, Any], given: list[int], group: int) -> NoReturn:
@@ -540,8 +514,8 @@ def make_view(memory_bytes: int) -> None:
     mount("run", "/run", "tmpfs", quiet | MS_RDONLY, "size=4k,mode=0755")
     mount("tmp", "/tmp", "tmpfs", quiet, half)
     mount("dev", "/dev", "tmpfs", MS_NOSUID, "size=64k,mode=0755")
-    for name, (major, minor) in DEVICES.items():
-        os.mknod(f"/dev/{name}", 0o020666, os.makedev(major, minor))
+    for name, minor in DEVICES.items():
+        os.mknod(f"/dev/{name}", 0o020666, os.makedev(1, minor))
         os.chmod(f"/dev/{name}", 0o666)
     for name, target in (("fd", ""), ("stdin", "/0"), ("stdout", "/1"), ("stderr", "/2")):
         os.symlink(f"/proc/self/fd{target}", f"/dev/{name}")

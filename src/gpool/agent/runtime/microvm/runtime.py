@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gpool.agent.runtime import cgroups, layout, seccomp
-from gpool.agent.runtime.bubblewrap import RUN, UIDS_A_BLOCK, Slot, _Uids, find_bwrap
+from gpool.agent.runtime.bubblewrap import RUN, UIDS_A_BLOCK, Slot, Uids, find_bwrap
 from gpool.agent.runtime.calls import (
     ANSWERS_AT,
     CALLS_AT,
@@ -53,7 +53,7 @@ from gpool.agent.runtime.protocol import (
     SandboxFailed,
 )
 from gpool.agent.runtime.workplace import Workplace, clear
-from gpool.core.model import EndReason, Network, Tier
+from gpool.core.model import EndReason, Gpu, Network, Tier
 
 BOOT_WITHIN_S = 90.0
 START_WITHIN_S = 60.0
@@ -79,6 +79,9 @@ class MicrovmRuntime:
     networks = frozenset({Network.NONE})
     images = False
 
+    def use_gpus(self, gpus: Sequence[Gpu]) -> None:
+        """A guest sees none."""
+
     def __init__(
         self,
         data_dir: Path,
@@ -95,7 +98,7 @@ class MicrovmRuntime:
         except NoKernel as absent:
             raise SandboxFailed(str(absent)) from absent
         self._root = os.geteuid() == 0
-        self._uids = _Uids() if self._root else None
+        self._uids = Uids() if self._root else None
         data = data_dir.resolve()
         self._places = data / "microvms"
         self._values = data / "microvm-values"

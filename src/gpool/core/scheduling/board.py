@@ -1,0 +1,254 @@
+"""Every node's free room as rows of numbers, so that many nodes are compared at once. It mirrors rooms; it decides nothing.
+
+A node has a **slot**, the row it stands in, and a **kind**: what it offers when idle. Nodes of one kind answer alike to
+"could you ever run this?", so that is asked once a kind. Each change of a node is noted in a log; whoever remembers how
+far they have read it need only look at the nodes that changed since.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from gpool.core.ids import NodeId
+from gpool.core.model import Node, Tier
+from gpool.core.scheduling.fragmentation import Slots, Target
+from gpool.core.scheduling.placement import is_open
+from gpool.core.scheduling.pricing import Pricing
+from gpool.core.scheduling.room import Room
+
+CLOSED = 0
+"""The kind of slots that take nothing: empty ones, and nodes that are away or paused."""
+
+LENDS = 1 << 23
+"""More than any node has free, in thousandths of a GPU."""
+
+MAX_GPUS = 64
+"""Of one node; further ones are not lent. A wide node makes the rows of all others as wide."""
+
+_MAX_LOG = 100_000
+_SLACK = 64
+_NOBODY = -1
+Look = Callable[[NodeId], tuple[Room, int]]
+
+
+class Board:
+    """Rows by slot. `look` tells a node's room and the lines on it at this moment; `touch` says that they have changed."""
+
+    def __init__(self, pricing: Pricing, look: Look) -> None:
+        self.target = Target(pricing)
+        self.pricing = pricing
+        self.slots: dict[NodeId, int] = {}
+        self.nodes: list[Node | None] = []
+        self.kinds: list[Node | None] = [None]  # one node of each kind
+        self.log: list[int] = []
+        self.forgotten = 0  # entries of the log that were dropped
+        self.generation = 0  # grows when rows change their length
+        self._look = look
+        self._kind_of: dict[tuple[Any, ...], int] = {}
+        self._unused: list[int] = []
+        self._stale: set[NodeId] = set()
+        self._with_gpus: set[int] = set()
+        self._most: tuple[int, ...] = (0, 0, 0, 0)
+        self._most_at = -1
+        self._lay_out(64, 8)
+
+    def _lay_out(self, rows: int, gpus: int) -> None:
+        self.size, self.width = rows, gpus
+        classes = self.target.classes
+        self.ids = np.zeros(rows, np.int64)
+        self.kind = np.zeros(rows, np.intp)
+        self.cost = np.zeros(rows, np.int64)
+        self.lines = np.zeros(rows, np.int64)
+        self.lends = np.zeros(rows, np.int64)  # `LENDS` where there are GPUs
+        self.tight = np.zeros(rows, np.int64)  # CPU, then memory: orders what is equal otherwise
+        # Amounts are whole numbers below 2**53, kept as floats because prices are computed from them.
+        self.cpu, self.memory, self.total = np.zeros(rows), np.zeros(rows), np.zeros(rows)
+        self.fragments, self.stranded = np.zeros(rows), np.zeros(rows)
+        # What is read together lies together: one `take` fetches it all.
+        self.gpus = np.zeros((rows, 4, gpus), np.int64)
+        self.share, self.vram, self.free, self.holder = self.gpus.swapaxes(0, 1)
+        self.holder[:] = _NOBODY  # free: what both share and memory leave, in thousandths
+        self.mix = np.zeros(
+            (rows, 2, classes)
+        )  # by class: GPUs that fit it, rests too small for it
+        self.generation += 1
+
+    # ---- nodes come, change and go
+
+    def put(self, node: Node) -> None:
+        slot = self.slots.get(node.id)
+        if slot is None:
+            slot = self._unused.pop() if self._unused else len(self.nodes)
+            if slot == len(self.nodes):
+                self.nodes.append(None)
+            self.slots[node.id] = slot
+        self.nodes[slot] = node
+        gpus = min(len(node.offer.gpus), MAX_GPUS)
+        if slot >= self.size or gpus > self.width:
+            self._grow(slot + 1, gpus)
+        self._describe(slot, node)
+        self._stale.add(node.id)
+        if len(self.kinds) > 2 * len(self.slots) + _SLACK:
+            self._regroup()
+
+    def _regroup(self) -> None:
+        """Offers change, and kinds that no node is of any more are of no use."""
+        self.kinds, self._kind_of = [None], {}
+        self.target.forget_kinds()
+        self.generation += 1
+        for slot, node in enumerate(self.nodes):
+            if node is not None:
+                self.kind[slot] = self._kind(node)
+
+    def _grow(self, rows: int, gpus: int) -> None:
+        self._lay_out(max(self.size, 2 * rows if rows > self.size else 0), max(self.width, gpus))
+        for slot, node in enumerate(self.nodes):
+            if node is not None:
+                self._describe(slot, node)
+                self._stale.add(node.id)
+
+    def _describe(self, slot: int, node: Node) -> None:
+        self.ids[slot] = node.id
+        self.kind[slot] = self._kind(node)
+        self.cost[slot] = self.pricing.costs.get(node.id, 0)
+        self.lends[slot] = LENDS if node.offer.gpus else 0
+        if node.offer.gpus:
+            self._with_gpus.add(slot)
+        elif slot in self._with_gpus:  # it had some, or another node stood here
+            self._with_gpus.remove(slot)
+            self._clear_gpus(slot)
+
+    def remove(self, id_: NodeId) -> None:
+        slot = self.slots.pop(id_, None)
+        if slot is None:
+            return
+        self._stale.discard(id_)
+        self.nodes[slot] = None
+        self._unused.append(slot)
+        self.kind[slot] = CLOSED
+        self.cpu[slot] = self.memory[slot] = 0
+        self._note(slot)
+
+    def touch(self, id_: NodeId) -> None:
+        """Its room is not what it was."""
+        if id_ in self.slots:
+            self._stale.add(id_)
+
+    def _kind(self, node: Node) -> int:
+        if not is_open(node):
+            return CLOSED
+        offer = node.offer
+        owner = node.owner if node.audience is not None or Tier.NONE in offer.tiers else None
+        key = (
+            offer.cpu_milli,
+            offer.memory_bytes,
+            offer.disk_bytes,
+            tuple((gpu.index, gpu.model, gpu.vendor, gpu.memory_bytes) for gpu in offer.gpus),
+            offer.pythons,
+            offer.tiers,
+            offer.environments,
+            offer.builds,
+            offer.networks,
+            node.audience,
+            node.gpus_withheld,
+            owner,
+        )
+        kind = self._kind_of.get(key)
+        if kind is None:
+            kind = self._kind_of[key] = len(self.kinds)
+            self.kinds.append(node)
+            self.target.add_kind(node)
+        return kind
+
+    # ---- reading the rooms
+
+    def refresh(self) -> None:
+        """Brings the rows of all touched nodes up to date and notes them in the log."""
+        if not self._stale:
+            return
+        slots = [self._read(id_) for id_ in self._stale]
+        self._stale.clear()
+        with_gpus = [slot for slot in slots if slot in self._with_gpus]
+        if with_gpus:
+            self._measure(np.array(with_gpus, np.intp))
+        for slot in slots:
+            self._note(slot)
+
+    def _read(self, id_: NodeId) -> int:
+        slot = self.slots[id_]
+        (room, lines), node = self._look(id_), self.nodes[slot]
+        assert node is not None
+        self.lines[slot] = lines
+        self.cpu[slot] = room.free_cpu
+        self.memory[slot] = room.free_memory
+        self.tight[slot] = (min(max(room.free_cpu, 0), 1 << 26) << 32) + (
+            min(max(room.free_memory, 0) >> 20, 1 << 31)
+        )
+        if slot in self._with_gpus:
+            self._read_gpus(slot, node, room)
+        return slot
+
+    def _read_gpus(self, slot: int, node: Node, room: Room) -> None:
+        devices = node.offer.gpus[:MAX_GPUS]
+        pad = [0] * (self.width - len(devices))
+        share, vram, holder, free = [], [], [], []
+        for device in devices:
+            gpu = room.gpus[device.index]
+            share.append(gpu.free_share)
+            vram.append(gpu.free_memory)
+            holder.append(_NOBODY if gpu.user is None else gpu.user)
+            if device.index in node.gpus_withheld:
+                free.append(0)
+            else:
+                by_memory = 1000 * gpu.free_memory // max(1, device.memory_bytes)
+                free.append(max(0, min(gpu.free_share, by_memory)))
+        self.gpus[slot] = (share + pad, vram + pad, free + pad, holder + [_NOBODY] * len(pad))
+
+    def _clear_gpus(self, slot: int) -> None:
+        self.gpus[slot] = 0
+        self.holder[slot] = _NOBODY
+        self.total[slot] = self.fragments[slot] = self.stranded[slot] = 0
+        self.mix[slot] = 0
+
+    def _measure(self, slots: Slots) -> None:
+        target, free = self.target, self.gpus.take(slots, 0)[:, 2]
+        mix = target.table.take(free, 0).sum(1)
+        cpu, memory, total = self.cpu[slots], self.memory[slots], free.sum(1).astype(float)
+        self.mix[slots] = mix
+        self.total[slots] = total
+        self.fragments[slots] = target.fragments(self.kind[slots], cpu, mix, total)
+        self.stranded[slots] = target.stranded(cpu, memory, total)
+
+    def most(self) -> tuple[int, int, int, int]:
+        """The most free CPU and memory of any node, free thousandths of any GPU, and idle GPUs of any node."""
+        if self._most_at != self.now:
+            self._most_at = self.now
+            idle = (self.free == 1000).sum(1)
+            found = (self.cpu.max(), self.memory.max(), self.free.max(), idle.max())
+            self._most = tuple(int(each) for each in found)
+        return self._most  # type: ignore[return-value]  # four of them
+
+    # ---- the log
+
+    def _note(self, slot: int) -> None:
+        self.log.append(slot)
+        if len(self.log) > _MAX_LOG:
+            dropped = len(self.log) // 2
+            del self.log[:dropped]
+            self.forgotten += dropped
+
+    @property
+    def now(self) -> int:
+        """How far the log goes."""
+        return self.forgotten + len(self.log)
+
+    def since(self, read: int) -> set[int] | None:
+        """The slots that changed after `read`; None: more than is worth telling apart."""
+        start = read - self.forgotten
+        if start < 0:
+            return None
+        changed = set(self.log[start:])
+        return None if 2 * len(changed) > len(self.nodes) > 16 else changed

@@ -1,0 +1,332 @@
+"""Finds the best place for a shape among all nodes, looking only at those that changed since it was last asked. It takes nothing.
+
+For each shape (rather: for all that ask for the same and may use the same) a **row** holds one number for each node: how
+good a place it is, or that it is none. Asked again, only nodes noted in the board's log since are scored anew, and the
+largest number wins. Numbers are compared in this order:
+
+1. the step of the price (`pricing`): GPU that the usual tasks could use, spoilt by this placement;
+2. seconds a start there loses: an environment that has to be made first, a node that often goes away;
+3. a task without GPU goes to nodes without; the least free GPU, then the smallest cards, the least free CPU and memory:
+   full nodes fill up, empty ones stay whole;
+4. the node's id. Names never matter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpool.core.ids import NodeId
+from gpool.core.model import Node, Shape, Tier
+from gpool.core.scheduling.board import Board, Look
+from gpool.core.scheduling.fragmentation import Ints, Slots
+from gpool.core.scheduling.placement import (
+    Fit,
+    is_slice,
+    memory_for,
+    slice_of,
+    whole,
+)
+from gpool.core.scheduling.pricing import WEIGHT, Pricing
+from gpool.core.scheduling.remnants import GPU
+from gpool.core.scheduling.room import Room
+from gpool.core.scheduling.rows import Row
+
+Overlaid = tuple[Room, int]
+MAX_CELLS = 8_000_000  # numbers kept in all rows together, about 80 MB
+MAX_SHAPES = 20_000
+
+_NONE = np.iinfo(np.int64).min
+_FIRST = np.array([True])
+_FEW = 8  # nodes that are looked at one by one before the arrays are asked
+_STEP, _SECONDS = 42, 24  # bits below which the lesser rules stand
+_MOST_SECONDS = (1 << 17) - 1
+
+
+class Engine:
+    """`look` tells a node's room and lines; the rooms in `overlay` are those that the present pass has taken from."""
+
+    def __init__(self, pricing: Pricing, look: Look) -> None:
+        self.pricing = pricing
+        self.overlay: dict[NodeId, Overlaid] = {}
+        self.board = Board(pricing, self._room_and_lines)
+        self.scored = 0  # places looked at closely so far: what decisions cost
+        self._look = look
+        self._has_audiences = False
+        self._rows: dict[tuple[object, ...], list[Row]] = {}
+        self._row_count = 0
+        self._by_shape: dict[int, tuple[Shape, list[Row]]] = {}
+
+    def _room_and_lines(self, id_: NodeId) -> tuple[Room, int]:
+        return self.overlay.get(id_) or self._look(id_)
+
+    # ---- what changes
+
+    def put(self, node: Node) -> None:
+        """A node came, or is another one now."""
+        if node.audience is not None and not self._has_audiences:
+            self._has_audiences = True
+            self._forget()  # rows were shared among users
+        self.board.put(node)
+
+    def remove(self, id_: NodeId) -> None:
+        self.board.remove(id_)
+
+    def touch(self, id_: NodeId) -> None:
+        self.board.touch(id_)
+
+    def end_pass(self) -> None:
+        """What the pass took was only proposed."""
+        for id_ in self.overlay:
+            self.board.touch(id_)
+        self.overlay = {}
+
+    # ---- what is asked
+
+    def best(
+        self, shape: Shape, turn: int, barred: Collection[NodeId]
+    ) -> tuple[NodeId, Fit] | None:
+        """Where one more allocation by this alternative of the shape goes best; None: nowhere."""
+        board = self.board
+        board.refresh()
+        row = self._rows_of(shape)[turn]
+        if row.generation != board.generation and not self._might_fit(row):
+            return None
+        self._update(row)
+        key = row.key
+        if barred:
+            key = key.copy()
+            key[[board.slots[id_] for id_ in barred if id_ in board.slots]] = _NONE
+        slot = self._best(row, key)
+        return None if slot is None else (NodeId(int(board.ids[slot])), self._fit(row, slot))
+
+    def nearest(self, shape: Shape, barred: Collection[NodeId]) -> NodeId | None:
+        """Of the nodes that could run it when idle, the one with the fewest lines."""
+        board = self.board
+        board.refresh()
+        able = np.zeros(board.size, bool)
+        for row in self._rows_of(shape):
+            self._update(row)
+            row.learn(self.board)
+            able |= row.able[board.kind]
+        for id_ in barred:
+            if id_ in board.slots:
+                able[board.slots[id_]] = False
+        slots = np.flatnonzero(able)
+        if not len(slots):
+            return None
+        lines = board.lines[slots]
+        return NodeId(int(board.ids[slots[lines == lines.min()]].min()))
+
+    # ---- rows
+
+    def _rows_of(self, shape: Shape) -> list[Row]:
+        known = self._by_shape.get(id(shape))
+        if known is not None and known[0] is shape:
+            return known[1]
+        rows = self._shared_rows(shape)
+        if len(self._by_shape) >= MAX_SHAPES:
+            self._by_shape.clear()
+        self._by_shape[id(shape)] = (shape, rows)
+        return rows
+
+    def _shared_rows(self, shape: Shape) -> list[Row]:
+        needs = shape.requirements
+        is_anyones = (
+            needs.tier is not Tier.NONE
+            and not self._has_audiences
+            and not any(is_slice(request) for request in needs.gpu)
+        )
+        key = (needs, shape.environment, None if is_anyones else (shape.user, shape.team))
+        rows = self._rows.get(key)
+        if rows is None:
+            if self._row_count * (self.board.size + 64) >= MAX_CELLS:
+                self._forget()
+            rows = [Row(shape, request) for request in needs.gpu] or [Row(shape, None)]
+            self._rows[key] = rows
+            self._row_count += len(rows)
+        return rows
+
+    def _forget(self) -> None:
+        self._rows.clear()
+        self._row_count = 0
+        self._by_shape.clear()
+
+    def _update(self, row: Row) -> None:
+        board = self.board
+        changed: set[int] | None
+        if row.generation != board.generation:
+            row.generation = board.generation
+            row.key = np.full(board.size, _NONE, np.int64)
+            row.gpu = np.zeros(board.size, np.int16)
+            row.kinds, changed = 0, None
+        else:
+            changed = board.since(row.read)
+        row.read = board.now
+        if changed is None:
+            changed = set(range(len(board.nodes))) if len(board.nodes) <= _FEW else None
+        if changed is None:
+            row.learn(self.board)
+            self._score(row, np.arange(len(board.nodes)))
+            return
+        if len(changed) <= _FEW:
+            changed = {slot for slot in changed if self._may_take(row, slot)}
+        if not changed:
+            return
+        row.learn(self.board)
+        if row.request is None and len(changed) <= _FEW:
+            changed = {slot for slot in changed if not self._score_bare(row, slot)}
+        if changed:
+            self._score(row, np.array(sorted(changed), np.intp))
+
+    def _might_fit(self, row: Row) -> bool:
+        """Whether any node has so much of anything: if not, there need be no row yet."""
+        cpu, memory, free, idle = self.board.most()
+        needs, request = row.shape.requirements, row.request
+        if needs.cpu_milli > cpu or (needs.memory_bytes or 0) > memory:
+            return False
+        if request is None:
+            return True
+        if is_slice(request):
+            return free > 0 and (request.share_milli == GPU or request.share_milli <= free)
+        return request.count <= idle
+
+    def _may_take(self, row: Row, slot: int) -> bool:
+        """A quick look at one node: most of a full pool need not be scored."""
+        node = self.board.nodes[slot]
+        row.key[slot] = _NONE
+        if node is None:
+            return False
+        room, needs, request = self._room_and_lines(node.id)[0], row.shape.requirements, row.request
+        if room.free_cpu < needs.cpu_milli or room.free_memory < (needs.memory_bytes or 0):
+            return False
+        if request is None:
+            return True
+        if is_slice(request):
+            share = request.share_milli if request.share_milli < GPU else 1
+            return any(gpu.free_share >= share for gpu in room.gpus.values())
+        return sum(1 for gpu in room.gpus.values() if not gpu.holders) >= request.count
+
+    # ---- scoring
+
+    def _score(self, row: Row, slots: Slots) -> None:
+        board, cpu = self.board, row.shape.requirements.cpu_milli
+        self.scored += len(slots)
+        kinds = board.kind[slots]
+        able = (board.cpu[slots] >= cpu) & (board.memory[slots] >= row.memory[kinds])
+        row.key[slots] = _NONE
+        if row.request is not None and is_slice(row.request):
+            self._score_slices(row, slots, kinds, able)
+            return
+        if row.request is not None:
+            idle = (board.gpus.take(slots, 0)[:, 3] < 0) & row.usable.take(kinds, 0)
+            able &= idle.sum(1) >= row.request.count
+        slots = slots[able]
+        if len(slots):
+            self._settle(row, slots, self._price(row, slots, kinds[able]))
+
+    def _score_bare(self, row: Row, slot: int) -> bool:
+        """A node without GPUs for a task without: nothing can be spoilt. False: it has some."""
+        node = self.board.nodes[slot]
+        if node is None or node.offer.gpus:
+            return False
+        kind = self.board.kind[slot]
+        if row.able[kind] and self.board.memory[slot] >= row.memory[kind]:
+            seconds = min(int(row.seconds[kind] + self.board.cost[slot]), _MOST_SECONDS)
+            row.key[slot] = -(seconds << _SECONDS)
+        return True
+
+    def _score_slices(self, row: Row, slots: Slots, kinds: Slots, able: NDArray[np.bool_]) -> None:
+        share, vram, free, holder = self.board.gpus.take(slots, 0).swapaxes(0, 1)
+        least_share, least_vram, need = row.parts.take(kinds, 0).swapaxes(0, 1)
+        fit = (share >= least_share) & (vram >= least_vram) & able[:, None]
+        fit &= (holder < 0) | (holder == row.shape.user)
+        # of neighbours that are alike, the first will do
+        fit[:, 1:] &= ~(fit[:, :-1] & (free[:, 1:] == free[:, :-1]) & (need[:, 1:] == need[:, :-1]))
+        place, gpu = np.nonzero(fit)
+        if not len(place):
+            return
+        before = free[place, gpu]
+        after = np.maximum(before - need[place, gpu], 0)
+        price = self._price(row, slots[place], kinds[place], before, after)
+        starts = np.flatnonzero(np.concatenate([_FIRST, place[1:] != place[:-1]]))
+        combined = (price << 22) - (before << 12) - gpu  # the best price, then the fullest GPU
+        best = -np.maximum.reduceat(combined, starts)
+        found = slots[place[starts]]
+        row.gpu[found] = best & 4095
+        self._settle(row, found, -(best >> 22))
+
+    def _price(
+        self,
+        row: Row,
+        slots: Slots,
+        kinds: Slots,
+        before: Ints | None = None,
+        after: Ints | None = None,
+    ) -> Ints:
+        """The step of the gain for each candidate: higher is better."""
+        board, target, weights = self.board, self.board.target, self.pricing.weights
+        total, mix = board.total[slots], board.mix.take(slots, 0)
+        cpu = board.cpu[slots] - row.shape.requirements.cpu_milli
+        memory = board.memory[slots] - row.memory[kinds]
+        lost = -weights.stranding * board.stranded[slots]
+        if before is not None and after is not None:
+            mix += target.table.take(after, 0)
+            mix -= target.table.take(before, 0)
+            total -= before - after
+            lost += weights.remnants * (target.worth[before] - target.worth[after])
+        elif row.request is not None:
+            mix[:, 0] -= row.request.count
+            total -= GPU * row.request.count
+        lost += weights.stranding * target.stranded(cpu, memory, total)
+        gain = board.fragments[slots] - target.fragments(kinds, cpu, mix, total)
+        gain *= weights.fragmentation / WEIGHT
+        steps: Ints = np.floor((gain - lost) / weights.step).astype(np.int64)
+        return steps
+
+    def _settle(self, row: Row, slots: Slots, steps: Ints) -> None:
+        board = self.board
+        key = (steps << _STEP) - board.total[slots].astype(np.int64)
+        if row.waits or self.pricing.costs:
+            seconds = row.seconds[board.kind[slots]] + board.cost[slots]
+            key -= np.minimum(seconds, _MOST_SECONDS) << _SECONDS
+        if row.request is None:
+            key -= board.lends[slots]
+        row.key[slots] = key
+
+    # ---- the winner
+
+    def _best(self, row: Row, key: Ints) -> int | None:
+        if not len(key):
+            return None
+        first = int(key.argmax())
+        most = key[first]
+        if most == _NONE:
+            return None
+        tied = np.flatnonzero(key == most)
+        if len(tied) == 1:
+            return first
+        board = self.board
+        tied = _least(tied, row.taken[board.kind[tied]])
+        tied = _least(tied, board.tight[tied])
+        return int(_least(tied, board.ids[tied])[0])
+
+    def _fit(self, row: Row, slot: int) -> Fit:
+        node = self.board.nodes[slot]
+        assert node is not None
+        needs, request = row.shape.requirements, row.request
+        memory = memory_for(node, needs)
+        if request is None:
+            return Fit(needs.cpu_milli, memory, ())
+        if is_slice(request):
+            part = slice_of(node.offer.gpus[int(row.gpu[slot])], request)
+            return Fit(needs.cpu_milli, memory, (part,))
+        found = whole(node, self._room_and_lines(node.id)[0], request)
+        assert found is not None, "the board says there are idle GPUs and the room has none"
+        return Fit(needs.cpu_milli, memory, found)
+
+
+def _least(slots: Slots, measure: Ints) -> Slots:
+    return slots[measure == measure.min()] if len(slots) > 1 else slots

@@ -1,0 +1,99 @@
+"""What one alternative of a shape knows about the nodes: which kinds could run it, what it would take there, how good each is."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpool.core.model import GpuRequest, Node, Shape
+from gpool.core.scheduling.board import MAX_GPUS, Board
+from gpool.core.scheduling.fragmentation import Ints
+from gpool.core.scheduling.placement import memory_for, slice_of, unfit, usable
+from gpool.core.scheduling.remnants import GPU
+
+MAKING = 60  # seconds until an environment that does not lie ready is made, roughly
+NEVER = 1 << 60
+
+
+class Row:
+    """One alternative of one shape: for each slot how good it is, and which GPU a slice would be of."""
+
+    __slots__ = (
+        "able",
+        "generation",
+        "gpu",
+        "key",
+        "kinds",
+        "memory",
+        "parts",
+        "read",
+        "request",
+        "seconds",
+        "shape",
+        "taken",
+        "usable",
+        "waits",
+    )
+
+    def __init__(self, shape: Shape, request: GpuRequest | None) -> None:
+        self.shape = shape
+        self.request = request
+        self.generation = -1
+        self.read = 0
+        self.kinds = 0
+        self.key: Ints = np.empty(0, np.int64)
+        self.gpu: NDArray[np.int16] = np.empty(0, np.int16)
+        self.able: NDArray[np.bool_] = np.empty(0, bool)  # by kind: could ever run it
+        self.memory: Ints = np.empty(0, np.int64)  # ... memory it takes there, or never enough
+        self.seconds: Ints = np.empty(0, np.int64)  # ... until it starts
+        self.taken: Ints = np.empty(0, np.int64)  # ... GPU memory of a card
+        self.usable: NDArray[np.bool_] = np.empty((0, 0), bool)  # by kind and GPU
+        self.waits = False  # somewhere
+        # A slice's share, its memory, and what it takes of the free thousandths; never enough of an unusable GPU.
+        self.parts: Ints = np.empty((0, 3, 0), np.int64)
+
+    def learn(self, board: Board) -> None:
+        """What the kinds of nodes mean for this row; asked once for each kind."""
+        kinds = board.kinds
+        if self.kinds == len(kinds):
+            return
+        new = [self._of_kind(node, board.width) for node in kinds[self.kinds :]]
+        columns = list(zip(*new, strict=True))
+        is_first = self.kinds == 0
+
+        def grown(old: Ints, column: int) -> Ints:
+            fresh: Ints = np.array(columns[column], np.int64)
+            return fresh if is_first else np.concatenate([old, fresh])
+
+        able: NDArray[np.bool_] = np.array(columns[0], bool)
+        self.able = able if is_first else np.concatenate([self.able, able])
+        self.memory = grown(self.memory, 1)
+        self.seconds = grown(self.seconds, 2)
+        self.taken = grown(self.taken, 3)
+        self.parts = grown(self.parts, 4)
+        self.usable = self.parts[:, 0] < NEVER
+        self.waits = bool(self.seconds.any())
+        self.kinds = len(kinds)
+
+    def _of_kind(self, node: Node | None, width: int) -> tuple[object, ...]:
+        request = self.request
+        never = [NEVER] * width
+        unable = (False, NEVER, 0, 0, (never, never, never))
+        if node is None or unfit(node, self.shape) is not None:
+            return unable
+        ready = self.shape.environment in node.offer.environments
+        share, vram, need, taken = list(never), list(never), list(never), 0
+        if request is not None:
+            lent = node.offer.gpus[:MAX_GPUS]
+            cards = [gpu for gpu in lent if usable(node, gpu, request)]
+            if len(cards) < request.count:
+                return unable
+            taken = min(gpu.memory_bytes for gpu in cards) >> 20
+            for place, gpu in enumerate(lent):
+                if gpu in cards:
+                    part = slice_of(gpu, request)
+                    share[place], vram[place] = part.share_milli, part.memory_bytes
+                    by_memory = GPU * part.memory_bytes // max(1, gpu.memory_bytes)
+                    need[place] = max(part.share_milli, by_memory)
+        memory = memory_for(node, self.shape.requirements)
+        return True, memory, 0 if ready else MAKING, taken, (share, vram, need)
