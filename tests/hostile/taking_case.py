@@ -70,7 +70,7 @@ async def take(sandbox: Any, name: str, wanted: str, into: Path, secret: bytes, 
     try:
         async with asyncio.timeout(GIVE_UP_AFTER_S):
             found = await sandbox.collect([wanted], into)
-        became = "taken"
+        became, text = "taken", f"{len(found)} files"
         wrong = wrong_files(into, found, secret)
     except BadOutput as refused:
         became, text = "refused", str(refused)

@@ -87,15 +87,15 @@ def memory_of_process() -> None:
 
 
 def vm_call(number: int) -> Callable[[], None]:
-    """process_vm_readv; for writing nothing is written: no byte is asked for."""
+    """process_vm_readv, and process_vm_writev of the very bytes that lie there."""
 
     def attack() -> None:
-        size = len(planted("secret")) if number == 310 else 0
-        into = ctypes.create_string_buffer(size + 1)
-        here = struct.pack("QQ", ctypes.addressof(into), size)
-        there = struct.pack("QQ", planted("address"), size)
+        secret = planted("secret").encode()
+        kept = ctypes.create_string_buffer(secret if number == 311 else bytes(len(secret)))
+        here = struct.pack("QQ", ctypes.addressof(kept), len(secret))
+        there = struct.pack("QQ", planted("address"), len(secret))
         must(number, planted("pid"), here, 1, there, 1, 0)
-        if number == 310 and into.value != planted("secret").encode():
+        if kept.value != secret:
             raise Refused("another's memory")
 
     return attack

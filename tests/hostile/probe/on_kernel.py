@@ -147,6 +147,12 @@ def bind_root() -> None:
     must(166, b"bound\0", 2)
 
 
+def attach_tls() -> None:
+    """A protocol on top of a socket, loaded as a module when it is asked for."""
+    with socket.socket() as plain:
+        call(54, plain.fileno(), 6, 31, b"tls\0", 4)
+
+
 for word, flag in NEW.items():
     add(SPACES, f"unshare its {word} namespace", looked_at(272, flag), of_kernel=True)
 add(SPACES, "clone a user namespace", clone_user, of_kernel=True)
@@ -223,6 +229,7 @@ add(SOCKETS, "open a vsock", makes_socket(40, socket.SOCK_STREAM), of_kernel=Tru
 add(SOCKETS, "open a crypto socket", makes_socket(38, socket.SOCK_SEQPACKET), of_kernel=True)
 add(SOCKETS, "open an express socket", makes_socket(44, socket.SOCK_RAW), of_kernel=True)
 add(SOCKETS, "open a multipath socket", makes_socket(2, socket.SOCK_STREAM, 262), of_kernel=True)
+add(SOCKETS, "attach a protocol to a socket", attach_tls, of_kernel=True)
 
 add(RIGHTS, "become root", become(0), of_kernel=True)
 add(RIGHTS, "become another user", become(STRANGER), of_kernel=True)

@@ -7,7 +7,6 @@ import errno
 import os
 import select
 import signal
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -104,16 +103,7 @@ def attempt(act: Callable[[], object]) -> str:
         text = os.read(heard, 200).decode("utf-8", "replace")
     finally:
         os.close(heard)
-    until = time.monotonic() + PATIENCE_S
-    while True:
-        pid, status = os.waitpid(child, os.WNOHANG)
-        if pid:
-            break
-        if time.monotonic() > until:
-            os.kill(child, signal.SIGKILL)
-            status = os.waitpid(child, 0)[1]
-            break
-        time.sleep(0.001)
+    _, status = os.waitpid(child, 0)  # it says its word last
     if os.WIFSIGNALED(status):
         return f"refused: {signal.Signals(os.WTERMSIG(status)).name}"
     code = os.WEXITSTATUS(status)

@@ -137,6 +137,7 @@ class Talk:
         self._taken: asyncio.Future[None] | None = None
         self._stirred = asyncio.Event()
         self._number = 0
+        self._coming = 0  # the number of the request whose bytes come now
         self._dropped_bytes = 0
         self._one_taking = asyncio.Lock()
         self._tasks: list[asyncio.Task[None]] = []
@@ -265,6 +266,8 @@ class Talk:
 
     def _hear_taking(self, name: str, word: Mapping[str, object]) -> None:
         taking, taken = self._taking, self._taken
+        if name == "output":
+            self._coming = self._number if word.get("number") == self._number else 0
         if taking is None or taken is None or taken.done() or word.get("number") != self._number:
             return  # of an answer that was given up
         self._stirred.set()
@@ -280,7 +283,7 @@ class Talk:
 
     def _hear_bytes(self, body: bytes) -> None:
         taking, taken = self._taking, self._taken
-        if taking is None or taken is None or taken.done():
+        if taking is None or taken is None or taken.done() or self._coming != self._number:
             self._dropped_bytes += len(body)
             if self._dropped_bytes > MOST_DROPPED_BYTES:
                 raise Lied("it sends outputs nobody asked for")
@@ -296,6 +299,7 @@ class Talk:
     ) -> list[OutputFile]:
         async with self._one_taking:
             self._number += 1
+            self._dropped_bytes = 0
             self._taking = taking
             taken = self._taken = asyncio.get_running_loop().create_future()
             try:
@@ -315,6 +319,9 @@ class Talk:
                         raise BadOutput(f"the guest sent nothing for {STALLED_AFTER_S:.0f} s")
                 taken.result()
                 return taking.finish()
+            except BadOutput:
+                await self._say(word="stop")  # else it goes on sending what nobody wants
+                raise
             finally:
                 taking.drop()
                 self._taking = self._taken = None
