@@ -282,6 +282,43 @@ def on_own_file(act: Callable[[str], object]) -> Callable[[], None]:
     return attack
 
 
+def unfiltered() -> None:
+    """Another process that has more rights to call the kernel than we, and that we may write to."""
+    own = filters("/proc/self")
+
+    def look(process: str) -> bool:
+        if filters(process) >= own and own:
+            return False
+        os.close(os.open(f"{process}/mem", os.O_RDWR))
+        return True
+
+    in_some_process(look)
+
+
+def filters(process: str) -> int:
+    with open(f"{process}/status") as status:
+        return next((int(line.split()[1]) for line in status if line.startswith("Seccomp_filters:")), 0)
+
+
+def any_capability() -> None:
+    with open("/proc/self/status") as status:
+        words = [line.split()[1] for line in status if line.startswith(("CapEff", "CapPrm", "CapInh", "CapAmb"))]
+    if not any(int(word, 16) for word in words):
+        raise Refused("none")
+
+
+def too_many_descriptors() -> None:
+    """Beyond the first three and what the probe itself opened, which are pipes."""
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            kind = os.fstat(int(name)).st_mode
+        except OSError:
+            continue  # the listing itself
+        if int(name) > 2 and not stat.S_ISFIFO(kind):
+            return
+    raise Refused("none")
+
+
 CAPABILITY = struct.pack("<IIIII", 0x02000001, 1 << 21, 0, 0, 0)
 
 add(FILES, "list root's home", lambda: planted("in root's home") in os.listdir("/root") or _no())
@@ -312,6 +349,9 @@ add(FILES, "give a file to root", on_own_file(lambda name: os.chown(name, 0, 0))
 add(FILES, "give a file capabilities", on_own_file(lambda name: os.setxattr(name, "security.capability", CAPABILITY)))
 add(FILES, "set a trusted attribute", on_own_file(lambda name: os.setxattr(name, "trusted.x", b"x")))
 
+add(PROCESSES, "steer a process without a filter", unfiltered)
+add(PROCESSES, "have a right", any_capability, of_kernel=True)
+add(PROCESSES, "have a descriptor too many", too_many_descriptors)
 add(PROCESSES, "read the agent's environment", in_file_of_process("environ", "in environment"))
 add(PROCESSES, "read the agent's command line", in_file_of_process("cmdline", "in command line"))
 add(PROCESSES, "read the agent's map", in_file_of_process("maps", "mapped"))
@@ -354,6 +394,8 @@ add(SETTINGS, "read the kernel's addresses", real_addresses, of_kernel=True)
 add(SETTINGS, "read the kernel's memory", real_kernel_memory, of_kernel=True)
 add(SETTINGS, "list the kernel's keys", lambda: _not_empty("/proc/keys"), of_kernel=True)
 add(SETTINGS, "list the timers", lambda: _not_empty("/proc/timer_list"), of_kernel=True)
+add(SETTINGS, "watch the interrupts", lambda: _not_empty("/proc/interrupts"), of_kernel=True)
+add(SETTINGS, "watch the soft interrupts", lambda: _not_empty("/proc/softirqs"), of_kernel=True)
 add(SETTINGS, "list the kernel's tuning", lists("/sys/kernel"))
 add(SETTINGS, "list the host's disks", lists("/sys/block"))
 add(SETTINGS, "list the kernel's modules", lists("/sys/module"))

@@ -73,8 +73,10 @@ def opens(path: str, flags: int = os.O_RDONLY) -> Callable[[], None]:
 
 
 def _child(act: Callable[[], object], told: int) -> None:
+    nowhere = os.open(os.devnull, os.O_WRONLY)
     for descriptor in (1, 2):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
+        os.dup2(nowhere, descriptor)
+    os.close(nowhere)
     text, code = "", 0
     try:
         act()

@@ -37,6 +37,7 @@ MASKED = (
     "/proc/sched_debug",
     "/proc/scsi",
     "/proc/slabinfo",
+    "/proc/softirqs",
     "/proc/sysrq-trigger",
     "/proc/timer_list",
     "/proc/timer_stats",

@@ -444,7 +444,7 @@ class Guest:
             if self.line.number in ready:
                 for stream, body in self.line.hear():
                     self.obey(stream, body)
-            if busy:
+            if busy and self.sending:  # it may have been told to stop meanwhile
                 try:
                     next(self.sending[0])
                 except StopIteration:
