@@ -39,7 +39,12 @@ def main() -> int:
         }
         proved = suite.controls() if suite.CONTROL in names else {}
         chosen.json.write_text(json.dumps({"columns": said, "controls": proved}, indent=2) + "\n")
-    bad = [c for name in names for c in suite.verdicts(name).values() if c not in ("refused", "own kernel")]
+    bad = [
+        c
+        for name in names
+        for c in suite.verdicts(name).values()
+        if c not in ("refused", "own kernel")
+    ]
     return 1 if bad or any(suite.found(name) or suite.wrong_outputs(name) for name in names) else 0
 
 

@@ -34,7 +34,13 @@ for path, name in (("kept", "NEIGHBOUR_WORK"), ("/tmp/kept", "NEIGHBOUR_TMP"), (
 print("up", flush=True)
 time.sleep(3000)
 """
-NEIGHBOURS = ("NEIGHBOUR_MEMORY", "NEIGHBOUR_WORK", "NEIGHBOUR_TMP", "NEIGHBOUR_SHM", "NEIGHBOUR_VARIABLE")
+NEIGHBOURS = (
+    "NEIGHBOUR_MEMORY",
+    "NEIGHBOUR_WORK",
+    "NEIGHBOUR_TMP",
+    "NEIGHBOUR_SHM",
+    "NEIGHBOUR_VARIABLE",
+)
 
 
 async def run(runtime: Any, *argv: str, inputs: tuple[Staged, ...] = ()) -> bytes:
@@ -53,7 +59,10 @@ async def run(runtime: Any, *argv: str, inputs: tuple[Staged, ...] = ()) -> byte
 
 def results(printed: bytes) -> dict[str, Any]:
     lines = [json.loads(line) for line in printed.splitlines()]
-    return {"became": {one["name"]: one["became"] for one in lines if "name" in one}, "kernel": lines[-1]["kernel"]}
+    return {
+        "became": {one["name"]: one["became"] for one in lines if "name" in one},
+        "kernel": lines[-1]["kernel"],
+    }
 
 
 class Attacked:
@@ -118,19 +127,25 @@ class Attacked:
         path.write_text(json.dumps(self.plants.known))
         return path
 
-    def control(self, neighbour: Any) -> dict[str, Any]:  # noqa: ARG002 - it must be alive
+    def control(self, neighbour: Any) -> dict[str, Any]:
         """The same programs without any sandbox, beside the agent as the sandbox is."""
         here = self.base / "control"
         here.mkdir(mode=0o700)
         probe = subprocess.run(
             [sys.executable, str(PROBE / "main.py"), str(self.tell())],
-            stdout=subprocess.PIPE, close_fds=False, cwd=here, check=True,
+            stdout=subprocess.PIPE,
+            close_fds=False,
+            cwd=here,
+            check=True,
         )
         beside = [name for name in os.listdir("/proc") if name.isdecimal() and self.is_ours(name)]
         order = {"roots": sorted(self.plants.roots), "pids": beside, "since": self.since}
         crawl = subprocess.run(
             [sys.executable, str(PROBE / "crawl.py"), json.dumps(order)],
-            stdout=subprocess.PIPE, close_fds=False, cwd=here, check=True,
+            stdout=subprocess.PIPE,
+            close_fds=False,
+            cwd=here,
+            check=True,
         )
         return {"probe": results(probe.stdout), "crawl": json.loads(crawl.stdout)}
 
@@ -160,7 +175,13 @@ async def main(base: Path, order: dict[str, Any]) -> None:
             with contextlib.suppress(asyncio.CancelledError):
                 said[kind] = await attacked.attack(kind)
         after = len(os.listdir("/proc/self/fd"))
-        whole = {"uid": os.geteuid(), "kernel": os.uname().version, "kinds": said, "words": plants.words, "descriptors": [held, after]}
+        whole = {
+            "uid": os.geteuid(),
+            "kernel": os.uname().version,
+            "kinds": said,
+            "words": plants.words,
+            "descriptors": [held, after],
+        }
         sys.stdout.write(json.dumps(whole))
 
 

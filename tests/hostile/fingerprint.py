@@ -10,14 +10,44 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-KEY_PLACES = ("/etc", "/boot", "/srv", "/root", "/usr/bin", "/usr/sbin", "/usr/local/bin", "/var/spool", "/lib/modules")
+KEY_PLACES = (
+    "/etc",
+    "/boot",
+    "/srv",
+    "/root",
+    "/usr/bin",
+    "/usr/sbin",
+    "/usr/local/bin",
+    "/var/spool",
+    "/lib/modules",
+)
 DEEP = ("/etc", "/srv", "/var/spool")
 RESTLESS = re.compile(
     r"kernel/(random/|ns_last_pid|pty/nr|sched_domain|perf_event_max_sample_rate)|fs/(\w+-nr|\w+-state|quota/|aio-nr)"
     r"|fs/file-nr|vm/stat_refresh|net/netfilter/nf_conntrack_count|net/.*/(lan0|lo|all|default)/stable_secret"
 )
-LISTS = ("modules", "swaps", "net/tcp", "net/tcp6", "net/udp", "net/udp6", "net/unix", "net/packet", "net/raw", "net/netlink")
-LISTS += ("net/route", "net/dev_mcast", "net/if_inet6", "sysvipc/shm", "sysvipc/msg", "sysvipc/sem", "keys", "filesystems")
+LISTS = (
+    "modules",
+    "swaps",
+    "net/tcp",
+    "net/tcp6",
+    "net/udp",
+    "net/udp6",
+    "net/unix",
+    "net/packet",
+    "net/raw",
+    "net/netlink",
+)
+LISTS += (
+    "net/route",
+    "net/dev_mcast",
+    "net/if_inet6",
+    "sysvipc/shm",
+    "sysvipc/msg",
+    "sysvipc/sem",
+    "keys",
+    "filesystems",
+)
 CLOCK_S = 5
 ENDED = "06"  # a connection that is over, and remembered for a minute
 
@@ -59,7 +89,9 @@ def processes(ours: int) -> dict[str, str]:
             at = parents[at]
         if at == str(ours) and pid != str(ours):
             with contextlib.suppress(OSError):
-                found[f"process {pid}"] = Path(f"/proc/{pid}/cmdline").read_bytes().decode("utf-8", "replace")
+                found[f"process {pid}"] = (
+                    Path(f"/proc/{pid}/cmdline").read_bytes().decode("utf-8", "replace")
+                )
     return found
 
 
@@ -121,5 +153,9 @@ def changes(before: dict[str, str], after: dict[str, str]) -> list[str]:
     told = [f"new: {name} {after[name]}"[:300] for name in after.keys() - before.keys()]
     told += [f"gone: {name}"[:300] for name in before.keys() - after.keys()]
     both = before.keys() & after.keys()
-    told += [f"changed: {name}: {before[name]!r} to {after[name]!r}"[:300] for name in both if before[name] != after[name]]
+    told += [
+        f"changed: {name}: {before[name]!r} to {after[name]!r}"[:300]
+        for name in both
+        if before[name] != after[name]
+    ]
     return sorted(told)

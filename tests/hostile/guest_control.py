@@ -82,7 +82,9 @@ def run(only: Sequence[str]) -> dict[str, str]:
     with tempfile.TemporaryDirectory(prefix="foe-guest-") as folder:
         here = Path(folder)
         prepared = layout.prepare(here / "inside")
-        parts = image.Images(Disks(microvm_disks()), prepared, kernel).image(None, unpacked_kernel=False)
+        parts = image.Images(Disks(microvm_disks()), prepared, kernel).image(
+            None, unpacked_kernel=False
+        )
         modules = {f"/modules/{file.name}": read_module(file) for file in module_files(kernel)}
         env = [f"{name}={value}" for name, value in prepared.variables if name != "PATH"]
         becomes = boot.Becomes(
@@ -97,7 +99,15 @@ def run(only: Sequence[str]) -> dict[str, str]:
         archive.write_bytes(boot.archive(boot.program(boot.steps(becomes)), modules))
         disk = here / "probe.tar"
         disk.write_bytes(probe_disk(only))
-        disks = [Disk(name, str(path), True) for name, path in (("system", parts.system), ("home", parts.home), ("own", parts.own), ("probe", disk))]
+        disks = [
+            Disk(name, str(path), True)
+            for name, path in (
+                ("system", parts.system),
+                ("home", parts.home),
+                ("own", parts.own),
+                ("probe", disk),
+            )
+        ]
         words = ("syscall.x32=y", "mitigations=off", *filter(None, [clock_word()]))
         machine = Machine(str(parts.kernel), str(archive), words, tuple(disks), 512, 1)
         return _boot(machine)
@@ -107,7 +117,13 @@ def _boot(machine: Machine) -> dict[str, str]:
     ours, theirs = socket.socketpair()
     with ours, theirs, tempfile.TemporaryFile() as console:
         words = command_line(find_qemu(), TCG, machine, theirs.fileno())
-        qemu = subprocess.Popen(words, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=console, stderr=console)
+        qemu = subprocess.Popen(
+            words,
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            stdout=console,
+            stderr=console,
+        )
         theirs.close()
         try:
             said = _hear(ours)

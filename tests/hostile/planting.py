@@ -90,7 +90,9 @@ def plant_files(plants: Plants, base: Path, cleaning: contextlib.ExitStack) -> N
         write(path, f"{plants.new('file in ' + folder)} {secret}\n")
         cleaning.callback(path.unlink)
         plants.roots.add(str(path))
-        files[{"/tmp": "tmp", "/dev/shm": "shm", "/run": "run", "/var/lib": "var"}.get(folder, folder)] = str(path)
+        files[
+            {"/tmp": "tmp", "/dev/shm": "shm", "/run": "run", "/var/lib": "var"}.get(folder, folder)
+        ] = str(path)
         if folder == "/root":
             plants.known["in root's home"] = path.name
     odd = base / "odd"
@@ -107,7 +109,11 @@ def plant_files(plants: Plants, base: Path, cleaning: contextlib.ExitStack) -> N
     (odd / "nothing for anybody").chmod(0 if os.geteuid() == 0 else 0o400)
     write(base / "cwd" / marker, plants.new("the working directory"))
     facts = os.stat(files["key"])
-    plants.known |= {"files": files, "marker": marker, "facts": {"ino": facts.st_ino, "dev": facts.st_dev}}
+    plants.known |= {
+        "files": files,
+        "marker": marker,
+        "facts": {"ino": facts.st_ino, "dev": facts.st_dev},
+    }
     plants.roots.add(str(base))
 
 
@@ -135,7 +141,11 @@ def plant_memory(plants: Plants) -> None:
     kept = ctypes.create_string_buffer(secret)
     page = mmap.mmap(-1, mmap.PAGESIZE)
     page.write(plants.new("a page of the agent's").encode())
-    plants.held += [kept, page, ctypes.create_string_buffer(plants.new("the agent's heap").encode())]
+    plants.held += [
+        kept,
+        page,
+        ctypes.create_string_buffer(plants.new("the agent's heap").encode()),
+    ]
     mapped = open(plants.known["files"]["lease"], "rb")  # noqa: SIM115 - it stays open
     plants.held += [mapped, mmap.mmap(mapped.fileno(), 0, prot=mmap.PROT_READ)]
     plants.known |= {"address": ctypes.addressof(kept), "pid": os.getpid(), "mapped": mapped.name}
@@ -166,14 +176,22 @@ def plant_sockets(plants: Plants, base: Path) -> None:
         listening.listen(64)
         answer(listening, plants.new(where).encode())
         plants.held.append(listening)
-    plants.known |= {"socket": str(base / "socket"), "engine": str(base / "docker.sock"), "abstract": abstract}
+    plants.known |= {
+        "socket": str(base / "socket"),
+        "engine": str(base / "docker.sock"),
+        "abstract": abstract,
+    }
 
 
 def plant_ipc(plants: Plants, cleaning: contextlib.ExitStack) -> None:
     key = secrets.randbelow(1 << 30) + 1
     libc.shmat.restype = ctypes.c_void_p
     segment = libc.shmget(key, 4096, 0o1666)
-    ctypes.memmove(libc.shmat(segment, None, 0), (plants.known["secret"] + plants.new("a shared segment")).encode(), 90)
+    ctypes.memmove(
+        libc.shmat(segment, None, 0),
+        (plants.known["secret"] + plants.new("a shared segment")).encode(),
+        90,
+    )
     cleaning.callback(libc.shmctl, segment, 0, None)
     queue = libc.msgget(key, 0o1666)
     text = plants.new("a message in a queue").encode()
@@ -186,11 +204,15 @@ def plant_ipc(plants: Plants, cleaning: contextlib.ExitStack) -> None:
 def plant_keys(plants: Plants, cleaning: contextlib.ExitStack) -> None:
     """In a session keyring of our own and in the user's."""
     libc.syscall(250, 1, None)
-    libc.syscall(250, 8, ctypes.c_long(-4), ctypes.c_long(-3))  # as a login does: whoever has one has both
+    libc.syscall(
+        250, 8, ctypes.c_long(-4), ctypes.c_long(-3)
+    )  # as a login does: whoever has one has both
     name = secrets.token_hex(8)
     for ring, where in ((-3, "the session keyring"), (-4, "the user keyring")):
         text = (plants.known["secret"] + plants.new(where)).encode()
-        key = libc.syscall(248, b"user\0", name.encode() + b"\0", text, len(text), ctypes.c_long(ring))
+        key = libc.syscall(
+            248, b"user\0", name.encode() + b"\0", text, len(text), ctypes.c_long(ring)
+        )
         if key < 0:
             del plants.words[where]
             continue

@@ -96,9 +96,7 @@ def run_agent(base: Path, order: dict[str, Any], port: int) -> Any:
         return json.loads(ran.stdout)
     code = "import sys, runpy; sys.argv[:] = sys.argv[2:]; runpy.run_path(sys.argv[0], run_name='__main__')"
     shutil.chown(base / "order", unprivileged.UID)
-    said = unprivileged.run(
-        code, str(AGENT), str(base), word, env=env, timeout_s=AGENT_WITHIN_S
-    )
+    said = unprivileged.run(code, str(AGENT), str(base), word, env=env, timeout_s=AGENT_WITHIN_S)
     return json.loads(said)
 
 

@@ -75,7 +75,12 @@ def why_not(column: Column) -> str | None:
 def stage(name: str) -> Any:
     """What the stage of a column said; run once a process."""
     column = COLUMNS[name]
-    order = {"kinds": [column.kind], "parts": PARTS, "control": name in CONTROLS, "root": column.root}
+    order = {
+        "kinds": [column.kind],
+        "parts": PARTS,
+        "control": name in CONTROLS,
+        "root": column.root,
+    }
     script = [sys.executable, str(HERE / "stage.py"), json.dumps(order)]
     ran = subprocess.run(
         ["unshare", "--net", "--mount", "--ipc", *script],
@@ -97,28 +102,42 @@ def of(name: str) -> Any:
 
 
 def verdict(name: str, attack: str, became: str) -> str:
-    """"refused", "own kernel" (it met a kernel that is the sandbox's own), or what must not be."""
+    """ "refused", "own kernel" (it met a kernel that is the sandbox's own), or what must not be."""
     if became.startswith("refused"):
         return "refused"
     whole = stage(name)
     other = of(name)["probe"]["kernel"] != whole["kernel"]
-    if became == "reached" and ATTACKS[attack].of_kernel and other and COLUMNS[name].kind in OWN_KERNEL:
+    if (
+        became == "reached"
+        and ATTACKS[attack].of_kernel
+        and other
+        and COLUMNS[name].kind in OWN_KERNEL
+    ):
         return "own kernel"
     return "ESCAPED" if became == "reached" else became
 
 
 def verdicts(name: str) -> dict[str, str]:
-    return {attack: verdict(name, attack, became) for attack, became in of(name)["probe"]["became"].items()}
+    return {
+        attack: verdict(name, attack, became)
+        for attack, became in of(name)["probe"]["became"].items()
+    }
 
 
 @functools.cache
 def controls() -> dict[str, str]:
     """Where each attack succeeded without the defence: "host", "guest" or why it did not."""
     outside = of(CONTROL)["control"]["probe"]["became"]
-    left = [name for name, became in outside.items() if became != "reached" and ATTACKS[name].of_kernel]
+    left = [
+        name for name, became in outside.items() if became != "reached" and ATTACKS[name].of_kernel
+    ]
     inside = guest_control.run(left) if missing("qemu") is None else {}
     return {
-        name: "host" if became == "reached" else "guest" if inside.get(name) == "reached" else became
+        name: "host"
+        if became == "reached"
+        else "guest"
+        if inside.get(name) == "reached"
+        else became
         for name, became in outside.items()
     }
 
@@ -145,7 +164,9 @@ def wrong_outputs(name: str) -> list[str]:
         empty = one["became"] == "taken" and one["text"] == "0 files"  # it was never there outside
         if one["wrong"]:
             told.append(f"{one['name']}: {one['wrong']}")
-        elif wanted not in (litter.EITHER, one["became"]) and not (wanted == litter.REFUSED and empty):
+        elif wanted not in (litter.EITHER, one["became"]) and not (
+            wanted == litter.REFUSED and empty
+        ):
             told.append(f"{one['name']}: {one['became']} ({one['text']})")
     told += [f"{one['name']}: {one['wrong']}" for one in said["changing"] if one["wrong"]]
     return told
@@ -169,7 +190,9 @@ def table(names: Sequence[str]) -> str:
             group = attack.group
             lines += ["", group]
         cells = (f"{columns[name].get(attack.name, '-')[:22]:22}" for name in names)
-        lines.append(f"{attack.name:{width}}" + "  ".join(cells) + "  " + proved.get(attack.name, "-"))
+        lines.append(
+            f"{attack.name:{width}}" + "  ".join(cells) + "  " + proved.get(attack.name, "-")
+        )
     lines.append("")
     for name in names:
         cells = list(columns[name].values())

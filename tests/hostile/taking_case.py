@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import glob
 import hashlib
 import json
 import os
@@ -16,9 +17,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from probe import litter
+
 from gpool.agent.runtime.protocol import BadOutput, CommandJob, Limits, Staged
 from gpool.core.model import EndReason
-from probe import litter
 
 PROBE = Path(__file__).with_name("probe")
 LIMITS = Limits(cpu_milli=2000, memory_bytes=512 << 20, disk_bytes=128 << 20, processes=256)
@@ -63,8 +65,10 @@ def wrong_files(into: Path, found: Sequence[Any], secret: bytes) -> str:
     return ""
 
 
-async def take(sandbox: Any, name: str, wanted: str, into: Path, secret: bytes, hidden: Sequence[str]) -> Took:
-    into.mkdir(mode=0o700)
+async def take(
+    sandbox: Any, name: str, wanted: str, into: Path, secret: bytes, hidden: Sequence[str]
+) -> Took:
+    os.mkdir(into, 0o700)
     began = time.monotonic()
     became, text, wrong = "", "", ""
     try:
@@ -93,7 +97,14 @@ def naive(path: str, secret: bytes) -> str:
         with contextlib.suppress(OSError), open(path, "rb") as file:
             data = file.read(1 << 16)
             found = secret in data or b"root:" in data
-            os.write(told, b"host" if found else b"endless" if len(data) == 1 << 16 and not any(data) else b"-")
+            os.write(
+                told,
+                b"host"
+                if found
+                else b"endless"
+                if len(data) == 1 << 16 and not any(data)
+                else b"-",
+            )
         os._exit(0)
     os.close(told)
     ready = select.select([heard], [], [], 0.5)[0]
@@ -119,24 +130,30 @@ async def left(
         printed = b"".join([data async for _, data in sandbox.output()])
         ended = await sandbox.ended()
         if group and ended.reason is EndReason.BAD_OUTPUT:
-            return {"took": [asdict(Took(name, "refused", ended.detail, 0)) for _, name, _ in cases]}
+            return {
+                "took": [asdict(Took(name, "refused", ended.detail, 0)) for _, name, _ in cases]
+            }
         assert ended.exit_code == 0, (ended, printed[-2000:])
         if work is not None:
-            (place,) = work.glob("*/work/o")
+            (place,) = glob.glob(f"{work}/*/work/o")
             for number, name, case in cases:
                 controls[name] = naive(f"{place}/{number}/{case.wanted.rstrip('/')}", secret)
         for number, name, case in cases:
             wanted = f"o/{number}/{case.wanted}"
             took.append(await take(sandbox, name, wanted, base / "into", secret, hidden))
         for name, (wanted, _) in litter.ASKED.items() if not group else ():
-            took.append(await take(sandbox, f"ask for {name}", wanted, base / "into", secret, hidden))
+            took.append(
+                await take(sandbox, f"ask for {name}", wanted, base / "into", secret, hidden)
+            )
     finally:
         await sandbox.remove()
     made = json.loads(printed[printed.index(b"{") :])
     return {"took": [asdict(one) for one in took], "not_made": made, "controls": controls}
 
 
-async def changing(runtime: Any, base: Path, known: dict[str, Any], rounds: int = ROUNDS) -> list[dict[str, Any]]:
+async def changing(
+    runtime: Any, base: Path, known: dict[str, Any], rounds: int = ROUNDS
+) -> list[dict[str, Any]]:
     """What a task changes while it is taken: a checkpoint of a running task."""
     secret, hidden = known["secret"].encode(), [str(base)]
     word = json.dumps({"secret": known["files"]["key"]})
@@ -147,7 +164,9 @@ async def changing(runtime: Any, base: Path, known: dict[str, Any], rounds: int 
         async for _, data in sandbox.output():
             if b"changing" in data:
                 break
-        cases = [(f"{n}{what}", name) for n, (name, (_, _, what)) in enumerate(litter.CHANGING.items())]
+        cases = [
+            (f"{n}{what}", name) for n, (name, (_, _, what)) in enumerate(litter.CHANGING.items())
+        ]
         for wanted, name in [("lease/out", "file under a lease"), *cases]:
             for _ in range(rounds if name != "file under a lease" else 1):
                 one = await take(sandbox, name, f"r/{wanted}", base / "into", secret, hidden)

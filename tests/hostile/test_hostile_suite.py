@@ -39,7 +39,9 @@ at_control = pytest.mark.parametrize("column", grouped([suite.CONTROL]), indirec
 def test_no_attack_ever_gets_through(column: str) -> None:
     found = suite.verdicts(column)
     assert len(found) >= AT_LEAST_ATTACKS
-    assert {n: became for n, became in found.items() if became not in ("refused", "own kernel")} == {}
+    assert {
+        n: became for n, became in found.items() if became not in ("refused", "own kernel")
+    } == {}
     assert (suite.stage(column)["uid"] == 0) is suite.COLUMNS[column].root
 
 
@@ -77,7 +79,9 @@ def test_the_same_crawler_outside_finds_every_secret(column: str) -> None:
 
 
 @at_control
-def test_every_attack_succeeds_without_the_defence(column: str, require: Callable[[str], None]) -> None:
+def test_every_attack_succeeds_without_the_defence(
+    column: str, require: Callable[[str], None]
+) -> None:
     require("qemu")
     dead = {name for name, where in suite.controls().items() if where not in ("host", "guest")}
     assert dead <= suite.UNPROVED.keys()

@@ -150,7 +150,10 @@ class Crawler:
             if len(fields) > 7 and fields[3] == b"00010000":
                 path = fields[7]
                 self.dial(socket.AF_UNIX, b"\0" + path[1:] if path.startswith(b"@") else path)
-        for name, family, host in (("tcp", socket.AF_INET, "127.0.0.1"), ("tcp6", socket.AF_INET6, "::1")):
+        for name, family, host in (
+            ("tcp", socket.AF_INET, "127.0.0.1"),
+            ("tcp6", socket.AF_INET6, "::1"),
+        ):
             for line in self.read(f"/proc/net/{name}").splitlines()[1:]:
                 fields = line.split()
                 if fields[3] == b"0A":

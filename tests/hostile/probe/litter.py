@@ -50,7 +50,11 @@ def named(*names: str | bytes) -> Callable[[], None]:
     def make() -> None:
         os.mkdir("d")
         for name in names:
-            held = os.open(b"d/" + (name if isinstance(name, bytes) else name.encode()), os.O_CREAT | os.O_WRONLY, 0o644)
+            held = os.open(
+                b"d/" + (name if isinstance(name, bytes) else name.encode()),
+                os.O_CREAT | os.O_WRONLY,
+                0o644,
+            )
             os.write(held, b"x")
             os.close(held)
 
@@ -211,17 +215,25 @@ LEFT: dict[str, Case] = {
     "chain of links": Case(chain),
     "chain past the longest path": Case(long_chain),
     "link to an own file": Case(lambda: (file("other"), os.symlink("other", "out"))),
-    "link to a host folder": Case(lambda: os.symlink(os.path.dirname(SECRET["path"]), "out"), "out/"),
+    "link to a host folder": Case(
+        lambda: os.symlink(os.path.dirname(SECRET["path"]), "out"), "out/"
+    ),
     "link to the root": Case(link("/"), "out/"),
-    "link in the middle": Case(lambda: os.symlink(os.path.dirname(SECRET["path"]), "m"), "m/node.key"),
+    "link in the middle": Case(
+        lambda: os.symlink(os.path.dirname(SECRET["path"]), "m"), "m/node.key"
+    ),
     "link within a folder": Case(in_folder(link("/etc/shadow")), "d/"),
-    "link deep within a folder": Case(lambda: (os.makedirs("d/e/f"), os.symlink("/etc", "d/e/f/g")), "d/"),
+    "link deep within a folder": Case(
+        lambda: (os.makedirs("d/e/f"), os.symlink("/etc", "d/e/f/g")), "d/"
+    ),
     "link to an open file": Case(link("/proc/self/fd/1")),
     "link through a process's root": Case(link("/proc/1/root/etc/passwd")),
     "link through a process's cwd": Case(link("/proc/self/cwd/x")),
     "link to a folder as a file": Case(link("/etc")),
     "link whose target has lines": Case(link("a\nb\x1b[2J")),
-    "two names of one file": Case(lambda: (os.mkdir("d"), file("d/a"), os.link("d/a", "d/b")), "d/", TAKEN),
+    "two names of one file": Case(
+        lambda: (os.mkdir("d"), file("d/a"), os.link("d/a", "d/b")), "d/", TAKEN
+    ),
     "hard link to a system file": Case(lambda: _try_link("/usr/bin/env")),
     "hard link to a program's settings": Case(lambda: _try_link("/etc/passwd")),
     "fifo": Case(lambda: os.mkfifo("out")),
@@ -237,7 +249,9 @@ LEFT: dict[str, Case] = {
     "file as a folder": Case(file, "out/"),
     "file in the middle": Case(file, "out/x"),
     "nothing": Case(lambda: None),
-    "nothing, among hostile names": Case(lambda: [file(n) for n in (b"\xff", b"a\x1b[2Jb", "\u202e".encode())]),
+    "nothing, among hostile names": Case(
+        lambda: [file(n) for n in (b"\xff", b"a\x1b[2Jb", "\u202e".encode())]
+    ),
     "name with a line end": Case(named("a\nb"), "d/"),
     "name with a carriage return": Case(named("a\rb"), "d/"),
     "name with a tab": Case(named("a\tb"), "d/"),
@@ -259,13 +273,17 @@ LEFT: dict[str, Case] = {
     "names that differ in case": Case(named("Model", "model"), "d/"),
     "names that differ in composition": Case(named("\u00e9", "e\u0301"), "d/"),
     "names that fold to more letters": Case(named("stra\u00dfe", "STRASSE"), "d/"),
-    "folders that differ in case": Case(lambda: (os.makedirs("d/A"), os.makedirs("d/a"), file("d/A/x"), file("d/a/x")), "d/"),
+    "folders that differ in case": Case(
+        lambda: (os.makedirs("d/A"), os.makedirs("d/a"), file("d/A/x"), file("d/a/x")), "d/"
+    ),
     "name that looks like an option": Case(named("-rf", "--help"), "d/", TAKEN),
     "name for a shell": Case(named("$(id)", "`id`", "a;b", "a'b\"c"), "d/", TAKEN),
     "name for a page": Case(named("<script>alert(1)<"), "d/", TAKEN),
     "name for a table": Case(named("=cmd()", "+1", "@x"), "d/", TAKEN),
     "name for a format": Case(named("%s%n{0}{x.y}"), "d/", TAKEN),
-    "name of a file of the collector's": Case(named("taking-0011223344556677", "0" * 64), "d/", TAKEN),
+    "name of a file of the collector's": Case(
+        named("taking-0011223344556677", "0" * 64), "d/", TAKEN
+    ),
     "folder too deep for a path": Case(deep(300, "abcdef"), "d/", group="deep"),
     "folder deeper than a program's stack": Case(deep(1500, "d"), "d/", group="deep"),
     "folder past the longest path": Case(deep(3000, "dd"), "d/", group="deep"),
@@ -391,7 +409,11 @@ CHANGING: dict[str, tuple[Callable[[str], object], Callable[[str], None], str]] 
     "folder and link": (with_file, turn_folder, "/node.key"),
     "folder walked and link": (with_file, turn_folder, "/"),
     "file that grows": (file, grow, ""),
-    "file that shrinks": (file, lambda name: (file(name, b"z" * (1 << 20)), os.truncate(name, 0), None)[2], ""),
+    "file that shrinks": (
+        file,
+        lambda name: (file(name, b"z" * (1 << 20)), os.truncate(name, 0), None)[2],
+        "",
+    ),
     "folders that come and go": (os.mkdir, storm, "/"),
     "rights that come and go": (file, turn_rights, ""),
     "file and another's": (file, swap(file, lambda name: os.link("/etc/hosts", name)), ""),

@@ -184,7 +184,9 @@ def shared_segment() -> None:
     number = must(29, planted("segment"), 0, 0)
     libc.shmat.restype = ctypes.c_void_p
     at = libc.shmat(number, None, 0o10000)
-    if at in (None, ctypes.c_void_p(-1).value) or planted("secret").encode() not in ctypes.string_at(at, 64):
+    if at in (None, ctypes.c_void_p(-1).value) or planted(
+        "secret"
+    ).encode() not in ctypes.string_at(at, 64):
         raise Refused("not ours")
 
 
@@ -218,7 +220,13 @@ def own_group_limits() -> None:
     for line in open("/proc/self/cgroup"):  # noqa: SIM115 - a child that ends at once
         _, kinds, path = line.rstrip("\n").split(":", 2)
         for top in (f"/sys/fs/cgroup/{kinds}", "/sys/fs/cgroup"):
-            for name in ("memory.limit_in_bytes", "memory.max", "pids.max", "cgroup.procs", "cpu.max"):
+            for name in (
+                "memory.limit_in_bytes",
+                "memory.max",
+                "pids.max",
+                "cgroup.procs",
+                "cpu.max",
+            ):
                 try:
                     os.close(os.open(f"{top}{path}/{name}", os.O_WRONLY))
                     return
@@ -297,12 +305,18 @@ def unfiltered() -> None:
 
 def filters(process: str) -> int:
     with open(f"{process}/status") as status:
-        return next((int(line.split()[1]) for line in status if line.startswith("Seccomp_filters:")), 0)
+        return next(
+            (int(line.split()[1]) for line in status if line.startswith("Seccomp_filters:")), 0
+        )
 
 
 def any_capability() -> None:
     with open("/proc/self/status") as status:
-        words = [line.split()[1] for line in status if line.startswith(("CapEff", "CapPrm", "CapInh", "CapAmb"))]
+        words = [
+            line.split()[1]
+            for line in status
+            if line.startswith(("CapEff", "CapPrm", "CapInh", "CapAmb"))
+        ]
     if not any(int(word, 16) for word in words):
         raise Refused("none")
 
@@ -346,8 +360,14 @@ add(FILES, "read a shared memory segment", shared_segment)
 add(FILES, "search the session keyring", search_keyring(-3))
 add(FILES, "search the user keyring", search_keyring(-4))
 add(FILES, "give a file to root", on_own_file(lambda name: os.chown(name, 0, 0)))
-add(FILES, "give a file capabilities", on_own_file(lambda name: os.setxattr(name, "security.capability", CAPABILITY)))
-add(FILES, "set a trusted attribute", on_own_file(lambda name: os.setxattr(name, "trusted.x", b"x")))
+add(
+    FILES,
+    "give a file capabilities",
+    on_own_file(lambda name: os.setxattr(name, "security.capability", CAPABILITY)),
+)
+add(
+    FILES, "set a trusted attribute", on_own_file(lambda name: os.setxattr(name, "trusted.x", b"x"))
+)
 
 add(PROCESSES, "steer a process without a filter", unfiltered)
 add(PROCESSES, "have a right", any_capability, of_kernel=True)
@@ -364,11 +384,23 @@ add(PROCESSES, "process_vm_writev the agent", vm_call(311))
 add(PROCESSES, "trace the agent", seize)
 add(PROCESSES, "take the agent's descriptor", descriptor_of_process)
 add(PROCESSES, "signal the agent", lambda: os.kill(planted("pid"), 0))
-add(PROCESSES, "signal the agent by pidfd", lambda: must(424, must(434, planted("pid"), 0), 0, None, 0))
-add(PROCESSES, "limit the agent", lambda: must(302, planted("pid"), 7, None, ctypes.create_string_buffer(16)))
+add(
+    PROCESSES,
+    "signal the agent by pidfd",
+    lambda: must(424, must(434, planted("pid"), 0), 0, None, 0),
+)
+add(
+    PROCESSES,
+    "limit the agent",
+    lambda: must(302, planted("pid"), 7, None, ctypes.create_string_buffer(16)),
+)
 add(PROCESSES, "compare with the agent", lambda: must(312, planted("pid"), os.getpid(), 1, 0, 0))
 add(PROCESSES, "move the agent's pages", lambda: must(279, planted("pid"), 0, None, None, None, 0))
-add(PROCESSES, "make the agent die first", lambda: opens(f"/proc/{planted('pid')}/oom_score_adj", os.O_WRONLY)())
+add(
+    PROCESSES,
+    "make the agent die first",
+    lambda: opens(f"/proc/{planted('pid')}/oom_score_adj", os.O_WRONLY)(),
+)
 for each in ("mnt", "net", "ipc", "uts", "pid"):
     add(PROCESSES, f"enter the agent's {each} namespace", enter(each))
 
@@ -385,10 +417,23 @@ for name, path in {
     "the user namespaces' limit": "/proc/sys/user/max_user_namespaces",
 }.items():
     add(SETTINGS, f"write {name}", opens(path, os.O_WRONLY), of_kernel=True)
-add(SETTINGS, "write a release agent", write_any("/sys/fs/cgroup/release_agent", "/sys/fs/cgroup/*/release_agent"))
-add(SETTINGS, "join the root control group", write_any("/sys/fs/cgroup/cgroup.procs", "/sys/fs/cgroup/*/cgroup.procs"))
+add(
+    SETTINGS,
+    "write a release agent",
+    write_any("/sys/fs/cgroup/release_agent", "/sys/fs/cgroup/*/release_agent"),
+)
+add(
+    SETTINGS,
+    "join the root control group",
+    write_any("/sys/fs/cgroup/cgroup.procs", "/sys/fs/cgroup/*/cgroup.procs"),
+)
 add(SETTINGS, "write its own limits", own_group_limits)
-add(SETTINGS, "register a binary format", write_any("/proc/sys/fs/binfmt_misc/register"), of_kernel=True)
+add(
+    SETTINGS,
+    "register a binary format",
+    write_any("/proc/sys/fs/binfmt_misc/register"),
+    of_kernel=True,
+)
 add(SETTINGS, "lower its own badness", lambda: _badness(), of_kernel=True)
 add(SETTINGS, "read the kernel's addresses", real_addresses, of_kernel=True)
 add(SETTINGS, "read the kernel's memory", real_kernel_memory, of_kernel=True)

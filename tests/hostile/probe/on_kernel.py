@@ -105,7 +105,7 @@ def _is_root(pid: int) -> bool:
 
 def raise_capabilities() -> None:
     head = struct.pack("Ii", 0x20080522, 0)
-    everything = struct.pack("6I", *([0xFFFFFFFF, 0xFFFFFFFF, 0] + [0x1FF, 0x1FF, 0]))
+    everything = struct.pack("6I", 0xFFFFFFFF, 0xFFFFFFFF, 0, 0x1FF, 0x1FF, 0)
     must(126, head, everything)
 
 

@@ -74,7 +74,15 @@ def through_name() -> None:
         asking.recv(16)
 
 
-for each in ("loopback", "IPv6 loopback", "a neighbour", "an IPv6 neighbour", "link-local IPv6", "metadata", "IPv6 metadata"):
+for each in (
+    "loopback",
+    "IPv6 loopback",
+    "a neighbour",
+    "an IPv6 neighbour",
+    "link-local IPv6",
+    "metadata",
+    "IPv6 metadata",
+):
     add(NETWORK, f"dial {each}", dial(each))
 add(NETWORK, "ask a service on the loopback", ask("127.0.0.1"))
 add(NETWORK, "ask by multicast", ask("224.0.0.251"))

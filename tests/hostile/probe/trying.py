@@ -90,7 +90,7 @@ def _child(act: Callable[[], object], told: int) -> None:
 
 
 def attempt(act: Callable[[], object]) -> str:
-    """"reached", "refused: why" or "broken: why". In a child: an attack may be answered by death or by silence."""
+    """ "reached", "refused: why" or "broken: why". In a child: an attack may be answered by death or by silence."""
     heard, told = os.pipe()
     child = os.fork()
     if child == 0:
