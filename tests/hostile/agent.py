@@ -94,7 +94,7 @@ class Attacked:
         try:
             if "probe" in parts or "crawl" in parts:
                 neighbour = await self.neighbour(runtime)
-                for place in data.glob("*/*/work/kept"):
+                for place in data.glob("*/*/*/kept"):
                     known["files"]["neighbour"] = str(place)
                 if "probe" in parts:
                     words = ("python", "probe/main.py", "known")

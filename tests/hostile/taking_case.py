@@ -135,7 +135,7 @@ async def left(
             }
         assert ended.exit_code == 0, (ended, printed[-2000:])
         if work is not None:
-            (place,) = glob.glob(f"{work}/*/work/o")
+            (place,) = glob.glob(f"{work}/*/*/o")
             for number, name, case in cases:
                 controls[name] = naive(f"{place}/{number}/{case.wanted.rstrip('/')}", secret)
         for number, name, case in cases:

@@ -137,7 +137,7 @@ class Talk:
         self._taken: asyncio.Future[None] | None = None
         self._stirred = asyncio.Event()
         self._number = 0
-        self._coming = 0  # the number of the request whose bytes come now
+        self._stale = False  # what comes now is still of a request that was given up
         self._dropped_bytes = 0
         self._one_taking = asyncio.Lock()
         self._tasks: list[asyncio.Task[None]] = []
@@ -266,10 +266,9 @@ class Talk:
 
     def _hear_taking(self, name: str, word: Mapping[str, object]) -> None:
         taking, taken = self._taking, self._taken
-        if name == "output":
-            self._coming = self._number if word.get("number") == self._number else 0
         if taking is None or taken is None or taken.done() or word.get("number") != self._number:
             return  # of an answer that was given up
+        self._stale = False
         self._stirred.set()
         try:
             if name == "output":
@@ -283,7 +282,7 @@ class Talk:
 
     def _hear_bytes(self, body: bytes) -> None:
         taking, taken = self._taking, self._taken
-        if taking is None or taken is None or taken.done() or self._coming != self._number:
+        if taking is None or taken is None or taken.done() or self._stale:
             self._dropped_bytes += len(body)
             if self._dropped_bytes > MOST_DROPPED_BYTES:
                 raise Lied("it sends outputs nobody asked for")
@@ -320,6 +319,7 @@ class Talk:
                 taken.result()
                 return taking.finish()
             except BadOutput:
+                self._stale = True
                 await self._say(word="stop")  # else it goes on sending what nobody wants
                 raise
             finally:
