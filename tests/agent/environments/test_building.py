@@ -196,6 +196,9 @@ def test_a_build_that_is_called_off_leaves_nothing(index: PackageIndex, tmp_path
 
             asking = asyncio.create_task(ask())
             await heard.wait()
+            # a killed agent's next one sweeps `building`: nothing of a build lies elsewhere
+            places = set(os.listdir(tmp_path / "data" / "environments"))
+            assert places == {"ready", "building", "empty"}
             asking.cancel()
             await asyncio.wait([asking])
             assert asking.cancelled()
