@@ -6,7 +6,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import gpool
@@ -36,14 +36,18 @@ def closed_above(path: Path) -> Path:
     return Path("/")
 
 
-def run(code: str, *words: str, timeout_s: float = 120) -> str:
-    """What the code prints; `sys.argv[1]` is an empty folder of that user's, gone afterwards."""
+def run(
+    code: str, *words: str, env: Mapping[str, str] | None = None, timeout_s: float = 120
+) -> str:
+    """What the code prints; `sys.argv[1]` is an empty folder of that user's, gone afterwards. `env` is added."""
     with tempfile.TemporaryDirectory(prefix="gpool-") as folder:
         shutil.chown(folder, UID, UID)
-        return _run(code, Path(folder), words, timeout_s)
+        return _run(code, Path(folder), words, env or {}, timeout_s)
 
 
-def _run(code: str, own: Path, words: Sequence[str], timeout_s: float) -> str:
+def _run(
+    code: str, own: Path, words: Sequence[str], env: Mapping[str, str], timeout_s: float
+) -> str:
     base = Path(sys.base_prefix).resolve()
     script = ["sh", "-c", REACH, "reach", str(base), str(closed_above(base)), str(UID)]
     done = subprocess.run(
@@ -52,6 +56,7 @@ def _run(code: str, own: Path, words: Sequence[str], timeout_s: float) -> str:
             "PATH": "/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin",
             "HOME": str(own),
             "PYTHONPATH": str(Path(gpool.__file__).resolve().parents[1]),
+            **env,
         },
         capture_output=True,
         text=True,

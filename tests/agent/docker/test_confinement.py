@@ -17,6 +17,7 @@ from gpool.agent.runtime.seccomp import ABSENT, ALLOW, ERRNO, MACHINES, REFUSED
 
 both = pytest.mark.parametrize("machine", list(MACHINES))
 WITH_ARGUMENTS = ("clone", "socket", "socketpair", "ioctl", "personality", "mknod", "mknodat")
+WITH_ARGUMENTS += ("setsockopt",)
 words = st.one_of(
     st.integers(0, 64),
     st.integers(0, 2**64 - 1),
@@ -24,6 +25,7 @@ words = st.one_of(
     st.sampled_from(
         [*seccomp.PERSONALITIES, seccomp.TIOCSTI, seccomp.TIOCLINUX, 0o020600, 0o060600]
     ),
+    st.sampled_from([seccomp.TIOCSETD, seccomp.SOL_TCP, seccomp.TCP_ULP, 132, 262]),
     st.sampled_from([1, 2, 10, 16]).map(lambda family: family | 1 << 32),
 )
 HOLDS = {

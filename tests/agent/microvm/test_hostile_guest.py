@@ -228,3 +228,28 @@ def test_names_that_are_one_name_on_some_machines_are_refused(tmp_path: Path) ->
     taking.announce({"path": "d/a", "size": 0, "executable": False})
     with pytest.raises(BadOutput, match="one name"):
         taking.announce({"path": "d/A", "size": 0, "executable": False})
+
+
+def test_what_still_comes_of_a_refused_output_is_not_taken_for_the_next(tmp_path: Path) -> None:
+    """A checkpoint was refused while its bytes were on their way; the next one is whole."""
+
+    async def says(talk: Talk, theirs: socket.socket) -> tuple[str, list[OutputFile]]:
+        loop = asyncio.get_running_loop()
+        first = asyncio.ensure_future(talk.collect(["d/"], tmp_path, QUOTA_BYTES))
+        big = word(word="output", number=1, path="d/big", size=QUOTA_BYTES + 1, executable=False)
+        await loop.sock_sendall(theirs, big)
+        with pytest.raises(BadOutput) as refused:
+            await first
+        second = asyncio.ensure_future(talk.collect(["out"], tmp_path, QUOTA_BYTES))
+        late = word(word="output", number=1, path="d/next", size=4, executable=False)
+        late += frame(guest.FILE_OUT, b"late")
+        own = word(word="output", number=2, path="out", size=3, executable=False)
+        own += frame(guest.FILE_OUT, b"own") + word(word="collected", number=2)
+        await asyncio.sleep(0)
+        await loop.sock_sendall(theirs, frame(guest.FILE_OUT, b"more of it") + late + own)
+        return str(refused.value), await second
+
+    text, found = talking(says)
+    assert "over the disk limit" in text
+    assert [(one.path, one.size_bytes) for one in found] == [("out", 3)]
+    assert [(tmp_path / one.sha256).read_bytes() for one in found] == [b"own"]

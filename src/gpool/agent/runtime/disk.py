@@ -4,16 +4,20 @@ Ten times a second it asks the file system how much is free, which costs nothing
 of what a sandbox has left is that sandbox's directory counted, and never for more than a tenth of the time. So a task
 gets past its limit by what it can write in a tenth of a second and while it is counted; a single file ends at the limit
 exactly (RLIMIT_FSIZE). Every entry counts as one block, so a million empty files are over 4 GB. `/tmp` and `/dev/shm` are
-memory file systems of a fixed size, counted with the task's memory: their limit is exact.
+memory file systems of a fixed size, counted with the task's memory: their limit is exact. Files without a name count
+while a process holds them open; those held only by a message in a socket, or mapped where the agent is not root, don't.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import stat
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
+
+from gpool.agent.runtime.workplace import directory_at
 
 LOOK_EVERY_S = 0.1
 WORTH_A_LOOK_BYTES = 32 << 20
@@ -115,7 +119,7 @@ def used_bytes(root: Path, limit_bytes: int) -> int:
                 if stat.S_ISDIR(facts.st_mode):
                     if len(stack) > MOST_DEPTH:
                         return limit_bytes + 1
-                    below = os.open(name, _DIRECTORY, dir_fd=stack[-1])
+                    below = directory_at(stack[-1], name)
                     stack.append(below)
                     names.append(os.listdir(below))
             except OSError:
@@ -123,4 +127,28 @@ def used_bytes(root: Path, limit_bytes: int) -> int:
     finally:
         for descriptor in stack:
             os.close(descriptor)
-    return total
+    return total + unlinked_bytes(root)
+
+
+def unlinked_bytes(root: Path) -> int:
+    """What the sandbox's processes hold open though it has no name any more; they are known by the `/work` they see."""
+    found: dict[int, int] = {}
+    with contextlib.suppress(OSError):
+        work = os.stat(root / "work")
+        for process in os.listdir("/proc"):
+            if not process.isdecimal():
+                continue
+            with contextlib.suppress(OSError):
+                if os.path.samestat(os.stat(f"/proc/{process}/root/work"), work):
+                    found.update(_unlinked(process, work.st_dev))
+    return sum(found.values())
+
+
+def _unlinked(process: str, device: int) -> Iterator[tuple[int, int]]:
+    for folder in (f"/proc/{process}/fd", f"/proc/{process}/map_files"):
+        with contextlib.suppress(OSError):
+            for name in os.listdir(folder):
+                with contextlib.suppress(OSError):
+                    facts = os.stat(f"{folder}/{name}")
+                    if facts.st_nlink == 0 and facts.st_dev == device:
+                        yield facts.st_ino, facts.st_blocks * 512

@@ -20,7 +20,17 @@ HOME = "/opt/gpool"  # inside
 SYSTEM_LINKS = ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 SYSTEM_PATH = "/usr/local/bin:/usr/bin:/bin"
 FOLDERS = ("/proc", "/dev", "/tmp", "/work", "/values")
-MASKED = ("kallsyms", "kcore", "key-users", "keys", "sysrq-trigger", "timer_list")  # of /proc
+MASKED = (  # of /proc; the interrupts tell when others type, send and compute
+    "interrupts",
+    "kallsyms",
+    "kcore",
+    "key-users",
+    "keys",
+    "modules",
+    "softirqs",
+    "sysrq-trigger",
+    "timer_list",
+)
 INSIDE_UID = 1000
 PACKAGE_FOLDERS = ("site-packages", "dist-packages")
 ETC_FILES = (

@@ -18,6 +18,7 @@ from gpool.core.model import OutputFile
 from gpool.core.paths import checked, folded
 
 MAX_OUTPUTS = 10_000
+MAX_DEPTH = 100
 MAX_NAMES_BYTES = 3 << 20  # all of them go into one report
 NAME_COST_BYTES = 100  # hash, size and rights beside each
 CHUNK_BYTES = 1 << 20
@@ -83,7 +84,12 @@ class Workplace:
         collector = _Collector(self.uid, into, quota_bytes)
         with opened(self.work, None) as top:
             for path in wanted:
-                collector.take(top, path)
+                try:
+                    collector.take(top, path)
+                except (FileNotFoundError, NotADirectoryError, PermissionError) as changed:
+                    raise BadOutput(
+                        f"output '{shown(path)}' changed while it was collected; ask again when it stands still"
+                    ) from changed
         return collector.found
 
     def take_value(self, name: str, into: Path, quota_bytes: int) -> Path:
@@ -129,11 +135,17 @@ def _regular(above: int, name: str, path: str, uid: int) -> tuple[int, os.stat_r
             raise BadOutput(f"output '{shown(path)}' is {kind_of(facts.st_mode)}; {_ADVICE}")
         if facts.st_uid != uid:
             raise BadOutput(f"output '{shown(path)}' belongs to somebody else; write it anew")
+        # Not to wait: a task that still runs may hold a lease on it, and an opener waits until it lets go.
+        flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
         try:
-            return os.open(f"/proc/self/fd/{held}", os.O_RDONLY | os.O_CLOEXEC), facts
+            return os.open(f"/proc/self/fd/{held}", flags), facts
         except PermissionError:
             os.chmod(f"/proc/self/fd/{held}", 0o600)  # ours: the task took its own right to read
-            return os.open(f"/proc/self/fd/{held}", os.O_RDONLY | os.O_CLOEXEC), facts
+            return os.open(f"/proc/self/fd/{held}", flags), facts
+    except BlockingIOError as leased:
+        raise BadOutput(
+            f"output '{shown(path)}' is under a lease (fcntl); let go of it first"
+        ) from leased
     finally:
         os.close(held)
 
@@ -149,6 +161,7 @@ def kind_of(mode: int) -> str:
         stat.S_IFCHR: "a device",
         stat.S_IFBLK: "a device",
         stat.S_IFDIR: "a directory",
+        stat.S_IFREG: "a plain file",
     }
     return kinds.get(stat.S_IFMT(mode), "a special file")
 
@@ -218,7 +231,11 @@ class _Collector:
         return below
 
     def _walk(self, directory: int, path: str) -> None:
-        """Depth is bounded by the longest path allowed."""
+        """Depth is bounded, for each level holds a descriptor of the agent's."""
+        if path.count("/") > MAX_DEPTH:
+            raise BadOutput(
+                f"output '{shown(path)}' lies more than {MAX_DEPTH} folders deep; put it into an archive"
+            )
         for name in sorted(os.listdir(directory)):
             below = f"{path}/{name}"
             try:

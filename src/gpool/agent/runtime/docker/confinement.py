@@ -37,6 +37,7 @@ MASKED = (
     "/proc/sched_debug",
     "/proc/scsi",
     "/proc/slabinfo",
+    "/proc/softirqs",
     "/proc/sysrq-trigger",
     "/proc/timer_list",
     "/proc/timer_stats",
@@ -121,9 +122,13 @@ def profile(machine: str = "") -> Json:
         if kind not in kinds:
             bits = _bits(1, seccomp.SOCKET_TYPE_MASK, kind)
             rules.append(_rule(["socket"], errno.EPERM, bits))
+    for op, value in _outside(seccomp.PROTOCOLS, max(seccomp.PROTOCOLS)):
+        rules.append(_rule(["socket"], errno.EPROTONOSUPPORT, _argument(2, op, value)))
     for op, value in _outside((seccomp.AF_UNIX,), seccomp.AF_UNIX):
         rules.append(_rule(["socketpair"], errno.EAFNOSUPPORT, _argument(0, op, value)))
-    for request in (seccomp.TIOCSTI, seccomp.TIOCLINUX):
+    level, option = _bits(1, LOW_HALF, seccomp.SOL_TCP), _bits(2, LOW_HALF, seccomp.TCP_ULP)
+    rules.append(_rule(["setsockopt"], errno.EPERM, level, option))
+    for request in (seccomp.TIOCSTI, seccomp.TIOCLINUX, seccomp.TIOCSETD):
         rules.append(_rule(["ioctl"], errno.EPERM, _bits(1, LOW_HALF, request)))
     for mask, value in _personalities():
         rules.append(_rule(["personality"], errno.EPERM, _bits(0, mask, value)))

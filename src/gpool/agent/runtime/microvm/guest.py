@@ -9,7 +9,7 @@ frames: length (u32, of what follows the stream), stream (u8), body; little-endi
   5, 6        bytes of a file announced by a word            in, out
   7 credit    stream (u8), bytes (u32): so many more may be sent on it, both ways
 Words in:   begin {argv, env, limits, runner, inputs …} · file {path, size, executable} · go · arguments {size} · warn
-            collect {number, wanted, most} · take {number, name, most}
+            collect {number, wanted, most} · take {number, name, most} · stop
 Words out:  hello {version} · started · ended {code, oom} · output {number, path, size, executable} ·
             collected {number} · refused {number, text} · failed {text}
 The agent believes none of it; this program is careful so that an honest task's outputs are what the task wrote.
@@ -31,7 +31,7 @@ import socket
 import stat
 import struct
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import Any, NoReturn
 
 WORDS, OUT, ERR, CALLS, ANSWERS, FILE_IN, FILE_OUT, CREDIT = range(8)
@@ -51,7 +51,10 @@ PR_SET_NO_NEW_PRIVS = 38
 SIOCSIFFLAGS, IFF_UP = 0x8914, 1
 DEVICES = {"null": 3, "zero": 5, "full": 7, "random": 8, "urandom": 9}  # minors; the major is 1
 GROUPS_AT = "/run/groups"
+READ_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 READ_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+MAX_DEPTH = 100  # as everywhere: the agent's `workplace` has the same
+Sending = Generator[None, None, int]  # a step at a time; in the end how many bytes it was
 
 libc = ctypes.CDLL(None, use_errno=True)
 
@@ -159,9 +162,7 @@ class Guest:
         self.calls = -1
         self.calls_waiting = bytearray()
         self.handing: socket.socket | None = None
-        self.receiving: tuple[int, int, str] | None = (
-            None  # descriptor, bytes to come, path ("": arguments)
-        )
+        self.receiving: tuple[int, int, str] | None = None  # descriptor, bytes to come, path
         self.sending: list[Iterator[None]] = []
         self.job: dict[str, Any] = {}
 
@@ -245,6 +246,9 @@ class Guest:
     def do_take(self, word: dict[str, Any]) -> None:
         self.sending.append(self.take(word["number"], word["name"], word["most"]))
 
+    def do_stop(self, word: dict[str, Any]) -> None:  # noqa: ARG002
+        self.sending.clear()  # the agent asks for one thing at a time, and wants no more of that
+
     # ---- outputs
 
     def collect(self, number: int, wanted: list[str], most: int) -> Iterator[None]:
@@ -258,9 +262,9 @@ class Guest:
                         above = down(above, name, "/".join(parts[: at + 1]), path)
                     if path.endswith("/"):
                         above = down(above, parts[-1], path, path)
-                        yield from self.walk(number, above, "/".join(parts), most)
+                        most -= yield from self.walk(number, above, "/".join(parts), most)
                     else:
-                        yield from self.send(number, above, parts[-1], path, most)
+                        most -= yield from self.send(number, above, parts[-1], path, most)
                 finally:
                     os.close(above)
             self.line.say(word="collected", number=number)
@@ -280,19 +284,23 @@ class Guest:
         finally:
             os.close(top)
 
-    def walk(self, number: int, directory: int, path: str, most: int) -> Iterator[None]:
+    def walk(self, number: int, directory: int, path: str, most: int) -> Sending:
+        if path.count("/") > MAX_DEPTH:
+            raise Refused(f"an output lies more than {MAX_DEPTH} folders deep; use an archive")
+        left = most
         for name in sorted(os.listdir(directory)):
             facts = os.stat(name, dir_fd=directory, follow_symlinks=False)
             if stat.S_ISDIR(facts.st_mode):
                 inner = os.open(name, READ_DIRECTORY, dir_fd=directory)
                 try:
-                    yield from self.walk(number, inner, f"{path}/{name}", most)
+                    left -= yield from self.walk(number, inner, f"{path}/{name}", left)
                 finally:
                     os.close(inner)
             else:
-                yield from self.send(number, directory, name, f"{path}/{name}", most)
+                left -= yield from self.send(number, directory, name, f"{path}/{name}", left)
+        return most - left
 
-    def send(self, number: int, above: int, name: str, path: str, most: int) -> Iterator[None]:
+    def send(self, number: int, above: int, name: str, path: str, most: int) -> Sending:
         try:
             facts = os.stat(name, dir_fd=above, follow_symlinks=False)
         except FileNotFoundError:
@@ -300,31 +308,24 @@ class Guest:
         if stat.S_ISDIR(facts.st_mode):
             raise Refused(f"output '{path}' is a directory; ask for '{path}/'")
         if not stat.S_ISREG(facts.st_mode):
-            raise Refused(
-                f"output '{path}' is {kind(facts.st_mode)}; only plain files can be outputs"
-            )
+            raise Refused(f"output '{path}' is {kind(facts.st_mode)}; only plain files can be one")
         if facts.st_size > most:
-            raise Refused(
-                f"output '{path}' of {facts.st_size} bytes is over the disk limit of {most}"
-            )
-        held = os.open(
-            name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=above
-        )
+            raise Refused(f"output '{path}' is over the disk limit by {facts.st_size - most} bytes")
+        held = os.open(name, READ_FILE, dir_fd=above)
         try:
-            size = os.fstat(held).st_size
+            whole = size = os.fstat(held).st_size
             executable = bool(facts.st_mode & stat.S_IXUSR)
             self.line.say(word="output", number=number, path=path, size=size, executable=executable)
             while size > 0:
                 data = os.read(held, min(CHUNK_BYTES, size))
-                data = data or bytes(
-                    min(CHUNK_BYTES, size)
-                )  # it shrank while we read: zeros, as in a hole
+                data = data or bytes(min(CHUNK_BYTES, size))  # it shrank: zeros, as in a hole
                 size -= len(data)
                 self.line.put(FILE_OUT, data)
                 yield
         finally:
             os.close(held)
         yield
+        return whole
 
     # ---- the command
 
@@ -363,11 +364,9 @@ class Guest:
             with open(f"{GROUPS_AT}/cgroup.subtree_control", "w") as switch:
                 switch.write("+memory +pids")
             os.mkdir(f"{GROUPS_AT}/task")
-            for name, value in (
-                ("memory.max", limits["memory_bytes"]),
-                ("memory.swap.max", 0),
-                ("pids.max", limits["processes"]),
-            ):
+            most = {"memory.max": limits["memory_bytes"], "memory.swap.max": 0}
+            most["pids.max"] = limits["processes"]
+            for name, value in most.items():
                 with (
                     contextlib.suppress(FileNotFoundError),
                     open(f"{GROUPS_AT}/task/{name}", "w") as limit,
@@ -445,7 +444,7 @@ class Guest:
             if self.line.number in ready:
                 for stream, body in self.line.hear():
                     self.obey(stream, body)
-            if busy:
+            if busy and self.sending:  # it may have been told to stop meanwhile
                 try:
                     next(self.sending[0])
                 except StopIteration:

@@ -137,6 +137,7 @@ class Talk:
         self._taken: asyncio.Future[None] | None = None
         self._stirred = asyncio.Event()
         self._number = 0
+        self._stale = False  # what comes now is still of a request that was given up
         self._dropped_bytes = 0
         self._one_taking = asyncio.Lock()
         self._tasks: list[asyncio.Task[None]] = []
@@ -267,6 +268,7 @@ class Talk:
         taking, taken = self._taking, self._taken
         if taking is None or taken is None or taken.done() or word.get("number") != self._number:
             return  # of an answer that was given up
+        self._stale = False
         self._stirred.set()
         try:
             if name == "output":
@@ -280,7 +282,7 @@ class Talk:
 
     def _hear_bytes(self, body: bytes) -> None:
         taking, taken = self._taking, self._taken
-        if taking is None or taken is None or taken.done():
+        if taking is None or taken is None or taken.done() or self._stale:
             self._dropped_bytes += len(body)
             if self._dropped_bytes > MOST_DROPPED_BYTES:
                 raise Lied("it sends outputs nobody asked for")
@@ -296,6 +298,7 @@ class Talk:
     ) -> list[OutputFile]:
         async with self._one_taking:
             self._number += 1
+            self._dropped_bytes = 0
             self._taking = taking
             taken = self._taken = asyncio.get_running_loop().create_future()
             try:
@@ -315,6 +318,10 @@ class Talk:
                         raise BadOutput(f"the guest sent nothing for {STALLED_AFTER_S:.0f} s")
                 taken.result()
                 return taking.finish()
+            except BadOutput:
+                self._stale = True
+                await self._say(word="stop")  # else it goes on sending what nobody wants
+                raise
             finally:
                 taking.drop()
                 self._taking = self._taken = None
