@@ -12,6 +12,7 @@ from pool import Pool, card_state, pause, pool, say, set_back, smi
 CLIENT = ("--input", "cuda_client.py")
 WORK = ("--input", "work.py")
 GIB = 1 << 30
+SIZES = (256, 512, 1024)
 VERDICTS: dict[str, object] = {}
 
 
@@ -45,26 +46,17 @@ def slices(made: Pool, mode: str) -> None:
     VERDICTS[f"{mode}: neighbour untouched"] = neighbour.rc == 0 and bool(neighbour.told("right"))
 
 
-def throughput(made: Pool, mode: str) -> int:
-    start = time.clock_gettime(time.CLOCK_REALTIME) + 11
-    words = (
-        "run",
-        "--gpu",
-        "0.5",
-        *WORK,
-        "--",
-        "python3",
-        "work.py",
-        "count",
-        str(start),
-        "8",
-        "1024",
-    )
-    with made.begun(*words) as one, made.begun(*words) as two:
-        first, second = one(60), two(60)
-    done = (first.told("done") or 0) + (second.told("done") or 0)
-    say(step="throughput", mode=mode, done=done, first=first.brief(), second=second.brief())
-    return int(done)
+def throughput(made: Pool, mode: str) -> None:
+    """Two tasks of one user side by side, by the size of their products: small ones leave a card idle when alone."""
+    for size in SIZES:
+        start = time.clock_gettime(time.CLOCK_REALTIME) + 9
+        work = ("--", "python3", "work.py", "count", str(start), "5", str(size))
+        words = ("run", "--gpu", "0.5", *WORK, *work)
+        with made.begun(*words) as one, made.begun(*words) as two:
+            first, second = one(60), two(60)
+        done = (first.told("done") or 0) + (second.told("done") or 0)
+        say(step="throughput", mode=mode, done=done, first=first.brief(), second=second.brief())
+        VERDICTS[f"work under {mode}, {size}"] = int(done)
 
 
 def attack(made: Pool) -> None:
@@ -113,14 +105,14 @@ def by_mps() -> None:
     with pool(18471, "mps", "bob") as made:
         slices(made, "mps")
         attack(made)
-        VERDICTS["work under mps"] = throughput(made, "mps")
+        throughput(made, "mps")
         say(step="mps", log=made.grep("tenancy", "scrub", "unclean", "mps"))
 
 
 def by_time() -> None:
     with pool(18472, "timeslice", "bob") as made:
         slices(made, "timeslice")
-        VERDICTS["work under timeslice"] = throughput(made, "timeslice")
+        throughput(made, "timeslice")
 
 
 def by_mig() -> None:
@@ -128,19 +120,33 @@ def by_mig() -> None:
         hardware(made)
 
 
-STEPS: dict[str, Callable[[], None]] = {"mps": by_mps, "timeslice": by_time, "mig": by_mig}
+def work_by(mode: str, port: int) -> Callable[[], None]:
+    def run() -> None:
+        with pool(port, mode, "bob") as made:
+            throughput(made, mode)
+
+    return run
+
+
+STEPS: dict[str, Callable[[], None]] = {
+    "mps": by_mps,
+    "timeslice": by_time,
+    "mig": by_mig,
+}
+MORE = {"mps-work": work_by("mps", 18476), "timeslice-work": work_by("timeslice", 18477)}
 
 if __name__ == "__main__":
     say(before=card_state())
     for name in sys.argv[1:] or STEPS:
         try:
-            STEPS[name]()
+            (STEPS | MORE)[name]()
         except Exception as error:  # noqa: BLE001 - the other steps are worth knowing too
             say(step=name, failed=repr(error))
             set_back()
-    mps, turns = VERDICTS.get("work under mps"), VERDICTS.get("work under timeslice")
-    if isinstance(mps, int) and isinstance(turns, int) and turns:
-        VERDICTS["mps / timeslice"] = round(mps / turns, 3)
+    for size in SIZES:
+        mps, turns = (VERDICTS.get(f"work under {mode}, {size}") for mode in ("mps", "timeslice"))
+        if isinstance(mps, int) and isinstance(turns, int) and turns:
+            VERDICTS[f"mps / timeslice, {size}"] = round(mps / turns, 3)
     say(after=card_state())
     set_back()
     say(verdicts=VERDICTS)

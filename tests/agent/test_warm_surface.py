@@ -20,7 +20,7 @@ from gpool.agent.runtime.protocol import RunnerJob
 from gpool.testing.runtimes import LIMITS, Caller, using
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
-ATTACKS = Path(__file__).parents[1] / "hostile" / "attacks.py"
+PROBE = Path(__file__).parents[1] / "hostile" / "probe"
 ENV = (("WHO", "me"), ("PATH_TO", "x=y"))
 
 
@@ -53,22 +53,26 @@ def survey() -> dict[str, Any]:
     }
 
 
-def attack(source: str, planted: str) -> dict[str, str]:
-    Path("attacks.py").write_text(source)
+def attack(sources: dict[str, str]) -> dict[str, str]:
+    """Every attack of the hostile suite that needs nothing planted; what became of each."""
+    for name, text in sources.items():
+        Path(name).write_text(text)
+    Path("planted").write_text("{}")
     ran = subprocess.run(
-        [sys.executable, "attacks.py", planted], capture_output=True, close_fds=False, check=True
+        [sys.executable, "main.py", "planted"], capture_output=True, close_fds=False, check=True
     )
-    found: dict[str, str] = json.loads(ran.stdout)
-    return found
+    told = [json.loads(line) for line in ran.stdout.splitlines()]
+    return {one["name"]: one["became"] for one in told if "name" in one}
 
 
-async def seen_by(runner: Any, planted: str) -> tuple[dict[str, Any], dict[str, str]]:
+async def seen_by(runner: Any) -> tuple[dict[str, Any], dict[str, str]]:
     calling = Caller(runner)
+    sources = {file.name: file.read_text() for file in PROBE.glob("*.py")}
     found = []
     try:
         for function, arguments in (
             (survey, ()),
-            (attack, (ATTACKS.read_text(), planted)),
+            (attack, (sources,)),
         ):
             answer = await calling.call(function, *arguments)  # type: ignore[arg-type]
             assert not answer.raised, answer.error_text
@@ -82,25 +86,14 @@ async def seen_by(runner: Any, planted: str) -> tuple[dict[str, Any], dict[str, 
 def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
     """What is seen and refused in (a sandbox started for its user, a warm one that was assigned)."""
     base = tmp_path_factory.mktemp("surface")
-    (base / "planted").write_text("secret")
-    planted = json.dumps(
-        {
-            "secret": "secret",
-            "word": "word",
-            "file": str(base / "planted"),
-            "pid": os.getpid(),
-            "port": 9,
-            "abstract": "abstract",
-        }
-    )
 
     async def work(runtime: Any) -> tuple[Any, Any]:
         job = RunnerJob(PYTHON, ENV, (), LIMITS)
-        fresh = await seen_by(await runtime.start_runner(job), planted)
+        fresh = await seen_by(await runtime.start_runner(job))
         early = replace(job, preload=("wave",))
         warm = await runtime.warm_runner(early, replace(LIMITS, cpu_milli=500))
         await warm.assign(ENV)
-        return fresh, await seen_by(warm, planted)
+        return fresh, await seen_by(warm)
 
     return using("bubblewrap", base / "data", work)
 
@@ -117,10 +110,8 @@ def test_it_holds_nothing_but_pipes_and_has_one_process_more(both: tuple[Any, An
     assert warm["processes"] == fresh["processes"] + 1, "the warmed parent"
 
 
-def test_it_refuses_every_attack_that_a_fresh_one_refuses(both: tuple[Any, Any]) -> None:
+def test_every_attack_ends_as_it_does_in_a_fresh_one(both: tuple[Any, Any]) -> None:
+    """What must not get through is judged by the hostile suite; here the two must not differ."""
     (_, fresh), (_, warm) = both
-    assert len(warm) > 30
-    assert {name: said.split(":")[0] for name, said in warm.items()} == {
-        name: said.split(":")[0] for name, said in fresh.items()
-    }
-    assert [name for name, said in warm.items() if not said.startswith("refused")] == []
+    assert len(warm) > 100
+    assert warm == fresh
