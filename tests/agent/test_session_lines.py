@@ -6,6 +6,7 @@ Past 400 lines because what a line may do is one table of cases; apart, one woul
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 from session_case import SECOND, Case, allocation, calls, command, frames, function, of
@@ -455,3 +456,11 @@ def test_a_call_is_never_sent_twice_to_one_runner(case: Case) -> None:
     while len(seen) < 49:
         seen += calls(case.answered(1, *seen))
     assert sorted(seen) == list(range(1, 50))
+
+
+def test_functions_with_other_preloads_never_share_a_runner(case: Case) -> None:
+    """With a preload each function has a process of its own; a live runner without one has not."""
+    plain = function()
+    (first,) = of(StartRunner, case.grant(plain, 1))
+    case.feed(RunnerReady(first.runner))
+    assert of(StartRunner, case.grant(replace(plain, preload=("numpy",)), 2, number=1))

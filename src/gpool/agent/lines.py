@@ -80,6 +80,7 @@ class RunnerKey:
     memory_bytes: int
     slices: tuple[Slice, ...]
     network: Network = Network.NONE
+    preload: tuple[str, ...] = ()  # with it, each function has a process of its own
 
 
 class Order:
@@ -113,6 +114,7 @@ class Order:
             allocation.memory_bytes,
             allocation.slices,
             spec.requirements.network,
+            spec.preload,
         )
 
 
