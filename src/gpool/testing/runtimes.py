@@ -56,6 +56,7 @@ def _contained(kind: str, gvisor: Gvisor) -> Callable[[Path], DockerRuntime]:
         engine=engines.shared_engine(kind).address,
         default_image=engines.IMAGE,
         gvisor=gvisor,
+        registries=("localhost:1",),  # where nobody listens
     )
 
 

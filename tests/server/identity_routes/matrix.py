@@ -238,9 +238,13 @@ TABLE: dict[tuple[str, str, str], Row] = {
         objects=("artifact:p", "artifact:t", "artifact:-"),
         machine=HIDDEN,
     ),
-    ("HEAD", "/v1/artifacts/{sha256}", ""): row(
+    (
+        "HEAD",
+        "/v1/artifacts/{sha256}",
+        "",
+    ): row(  # need I upload it? An operator reads others', but names its own
         "tasks:read",
-        f"{TEAM} operator",
+        TEAM,
         objects=("artifact:p", "artifact:t", "artifact:-"),
         machine=HIDDEN,
     ),

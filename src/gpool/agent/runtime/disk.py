@@ -139,7 +139,7 @@ def unlinked_bytes(root: Path) -> int:
             if not process.isdecimal():
                 continue
             with contextlib.suppress(OSError):
-                if os.path.samestat(os.stat(f"/proc/{process}/root/work"), work):
+                if os.path.samestat(os.stat(os.path.join(f"/proc/{process}/root", "work")), work):
                     found.update(_unlinked(process, work.st_dev))
     return sum(found.values())
 
