@@ -270,6 +270,8 @@ class Node:
     )  # indexes that take nothing: set unavailable, or ...
     gpus_flagged: frozenset[int] = frozenset()  # ... seen under two owners
     audience: Audience | None = None  # None: anyone
+    cordoned: bool = False  # an operator lets nothing new start here, whatever its owner allows
+    reserved_for: Audience | None = None  # just now, by an operator: for them and the owner alone
 
 
 @dataclass(frozen=True, slots=True)

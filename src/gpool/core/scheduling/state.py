@@ -161,6 +161,12 @@ class State:
         """What came lately, oldest first, to learn a pricing from; of a large batch only some."""
         return [shape for shape, count in self._arrived for _ in range(min(count, MAX_ALIKE))]
 
+    def take_hints(self, other: State) -> None:
+        """What `other` knows beyond the truth, so that both plan alike: run times, who was served when, what arrived."""
+        self._estimates = other._estimates.copy()
+        self._served, self._serial = other._served.copy(), other._serial
+        self._arrived = other._arrived.copy()
+
     def truth(self) -> tuple[object, ...]:
         """All that is not a hint, as a plain value."""
         queues = {

@@ -1,0 +1,210 @@
+"""When waiting tasks will start: the planner itself is run forward on a copy of the state, with run times drawn from what was seen.
+
+A **course** is one such future. Tasks that run end after a drawn time, the planner is asked again, new tasks may arrive as
+they did lately, and so on, until everything that waits has started or the bounds are reached. Several courses together give
+a median and a spread. Draws depend on task and course only, so two policies can be compared on the same futures.
+
+Time moves in steps that grow with the time already passed (`_GRAIN`), so a far future costs hardly more than a near one:
+nobody needs the minute of a start that is two days away.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+
+from gpool.core.ids import NodeId, TaskId
+from gpool.core.model import Instant, Shape, Span
+from gpool.core.scheduling.events import (
+    Place,
+    QueuedTask,
+    TasksLeased,
+    TasksQueued,
+    TasksReleased,
+)
+from gpool.core.scheduling.orders import ORDERS, Order, Policy
+from gpool.core.scheduling.plan import plan
+from gpool.core.scheduling.run_times import RunTimes
+from gpool.core.scheduling.snapshot import Snapshot
+
+COURSES = 5
+_GRAIN = 0.03  # of the time passed: ends so close together are seen by one pass
+_MAX_ARRIVALS = 2000  # in one course
+_GOLDEN = 0x9E3779B97F4A7C15
+_MASK = (1 << 64) - 1
+_NEW_IDS = 1 << 61  # beyond those of real tasks
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """What one course may cost."""
+
+    passes: int = 400
+    horizon: Span = Span(30 * 24 * 3600 * 1_000_000)
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What is known at `now`. `arrivals` are what came lately and when, oldest first; none: nothing more comes."""
+
+    snapshot: Snapshot
+    now: Instant
+    times: RunTimes
+    since: Mapping[TaskId, Instant] = field(default_factory=dict)  # when held tasks were leased
+    arrivals: Sequence[tuple[Instant, Shape]] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Course:
+    """One future: when each task started, up to `until`. `is_over`: after that nothing would ever change."""
+
+    starts: Mapping[TaskId, Instant]
+    until: Instant
+    is_over: bool
+
+
+def courses(
+    asked: Question,
+    policy: Policy,
+    orders: Mapping[str, Order] = ORDERS,
+    count: int = COURSES,
+    bounds: Bounds = Bounds(),  # noqa: B008 - frozen
+) -> list[Course]:
+    return [_Run(asked, policy, orders, number / count).run(bounds) for number in range(count)]
+
+
+def waits(found: Sequence[Course], task: TaskId, ahead: int, now: Instant) -> list[Span] | None:
+    """How long a task waits in each course, ascending; None: it never starts as things are.
+
+    Where a course ended first, the rate at which tasks started until then is taken to go on.
+    """
+    told: list[Span] = []
+    for course in found:
+        at = course.starts.get(task)
+        if at is not None:
+            told.append(Span(at - now))
+            continue
+        if course.is_over or not course.starts:
+            continue
+        passed = course.until - now
+        told.append(Span(max(passed, passed * (ahead + 1) // len(course.starts))))
+    return sorted(told) if 2 * len(told) > len(found) else None
+
+
+class _Run:
+    def __init__(
+        self, asked: Question, policy: Policy, orders: Mapping[str, Order], offset: float
+    ) -> None:
+        self.asked, self.policy, self.orders, self.offset = asked, policy, orders, offset
+        self.state = asked.snapshot.state()
+        self.waiting = sum(len(tasks) for _, tasks in asked.snapshot.queued)
+        self.ends: list[tuple[int, TaskId]] = []
+        self.lines: dict[tuple[NodeId, int], deque[tuple[TaskId, Shape]]] = {}
+        self.line_of: dict[TaskId, tuple[NodeId, int]] = {}
+        self.starts: dict[TaskId, Instant] = {}
+        self.new: set[TaskId] = set()
+        self.coming = deque(self._arrivals())
+
+    def run(self, bounds: Bounds) -> Course:
+        now = first = self.asked.now
+        self._take_up()
+        is_over = False
+        for _ in range(bounds.passes):
+            self._plan(now)
+            if len(self.starts) >= self.waiting:
+                break
+            upcoming = min(
+                self.ends[0][0] if self.ends else bounds.horizon + first,
+                self.coming[0][0] if self.coming else bounds.horizon + first,
+            )
+            if upcoming - first >= bounds.horizon:
+                is_over = not self.ends and not self.coming
+                break
+            now = Instant(max(now, upcoming) + round(_GRAIN * (max(now, upcoming) - first)))
+            self._advance(now)
+        return Course(self.starts, now, is_over)
+
+    def _take_up(self) -> None:
+        """What is held now. Of a line the first runs; the rest follow."""
+        held: dict[tuple[NodeId, int], list[tuple[Instant, TaskId, Shape]]] = {}
+        now, since = self.asked.now, self.asked.since
+        for one in self.asked.snapshot.held:
+            key = (one.node, one.allocation.number)
+            held.setdefault(key, []).append((since.get(one.task, now), one.task, one.shape))
+        for key, tasks in held.items():
+            tasks.sort(key=lambda task: task[:2])
+            line = self.lines[key] = deque((task, shape) for _, task, shape in tasks)
+            for task, _ in line:
+                self.line_of[task] = key
+            at, task, shape = tasks[0]
+            heappush(self.ends, (now + self._left(task, shape, Span(max(0, now - at))), task))
+
+    def _plan(self, now: Instant) -> None:
+        for place in plan(self.state, now, self.policy, self.orders).places:
+            tasks = tuple(grant.task for grant in place.grants)
+            self.state.fold(TasksLeased(place.node, place.allocation, place.shape, tasks))
+            self._stand(place, now)
+
+    def _stand(self, place: Place, now: Instant) -> None:
+        key = (place.node, place.allocation.number)
+        line = self.lines.setdefault(key, deque())
+        idle = not line
+        for grant in place.grants:
+            line.append((grant.task, place.shape))
+            self.line_of[grant.task] = key
+        if idle:
+            self._start_first(line, now)
+
+    def _start_first(self, line: deque[tuple[TaskId, Shape]], now: Instant) -> None:
+        task, shape = line[0]
+        if task not in self.new:
+            self.starts.setdefault(task, now)
+        heappush(self.ends, (now + self._left(task, shape, Span(0)), task))
+
+    def _advance(self, now: Instant) -> None:
+        ended: list[TaskId] = []
+        while self.ends and self.ends[0][0] <= now:
+            at, task = heappop(self.ends)
+            key = self.line_of.pop(task)
+            line = self.lines[key]
+            line.popleft()
+            ended.append(task)
+            if line:
+                self._start_first(line, Instant(at))
+            else:
+                del self.lines[key]
+        if ended:
+            self.state.fold(TasksReleased(tuple(ended)))
+        while self.coming and self.coming[0][0] <= now:
+            at, shape = self.coming.popleft()
+            task = TaskId(_NEW_IDS + len(self.new))
+            self.new.add(task)
+            self.state.fold(TasksQueued(shape, (QueuedTask(task, 0, Instant(at)),)))
+
+    def _arrivals(self) -> list[tuple[int, Shape]]:
+        """What came lately comes again: the same tasks in the same rhythm, begun elsewhere in each course."""
+        lately = self.asked.arrivals
+        if len(lately) < 2:
+            return []
+        first, now = lately[0][0], self.asked.now
+        span = max(now - first, 1)
+        shift = round(self.offset * span)
+        once = sorted(((at - first + shift) % span, place) for place, (at, _) in enumerate(lately))
+        laps = max(1, _MAX_ARRIVALS // len(lately))
+        return [
+            (now + lap * span + after, lately[place][1])
+            for lap in range(laps)
+            for after, place in once
+        ][:_MAX_ARRIVALS]
+
+    def _left(self, task: TaskId, shape: Shape, age: Span) -> Span:
+        return self.asked.times.left(shape, age, (_fraction(task) + self.offset) % 1.0)
+
+
+def _fraction(number: int) -> float:
+    """Evenly spread over [0, 1), and the same for the same number always."""
+    mixed = (number * _GOLDEN) & _MASK
+    mixed = ((mixed ^ (mixed >> 32)) * 0xBF58476D1CE4E5B9) & _MASK
+    return ((mixed ^ (mixed >> 29)) >> 11) / (1 << 53)
