@@ -35,7 +35,7 @@ from gpool.core.model import (
     Span,
     TaskKind,
 )
-from gpool.core.scheduling.calibration import Calibration, Range
+from gpool.core.scheduling.calibration import Calibration, Told
 from gpool.core.scheduling.events import (
     NodeChanged,
     QueuedTask,
@@ -65,11 +65,9 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class Stated:
     job: Job
-    at: Instant
-    forecast: Span
-    range: Range
+    told: Told
     simulated: tuple[Span, Span]
 
 
@@ -120,8 +118,8 @@ class Trial:
         self.times, self.calibration = RunTimes(), Calibration()
         self.lately: deque[tuple[Instant, Shape]] = deque(maxlen=LATELY)
         self.untold: dict[TaskId, Job] = {}
-        self.open: dict[TaskId, Told] = {}
-        self.done: list[tuple[Told, Span]] = []
+        self.open: dict[TaskId, Stated] = {}
+        self.done: list[tuple[Stated, Span]] = []
         self.waited: list[Span] = []
         self.forecasts, self.spent = 0, 0.0
 
@@ -162,10 +160,11 @@ class Trial:
                 self.untold.pop(task, None)
                 self.waited.append(Span(now - job.at))
                 heappush(self.ends, (Instant(now + job.duration), task))
-                told = self.open.pop(task, None)
-                if told is not None:
-                    self.calibration.note(told.forecast, Span(now - told.at))
-                    self.done.append((told, Span(now - told.at)))
+                stated = self.open.pop(task, None)
+                if stated is not None:
+                    truth = Span(now - stated.told.at)
+                    self.calibration.note(stated.told, truth)
+                    self.done.append((stated, truth))
 
     def forecast(self, now: Instant) -> None:
         begun = process_time()
@@ -176,8 +175,8 @@ class Trial:
             if told is None:
                 continue
             middle = told[len(told) // 2]
-            ranged = self.calibration.range(middle)
-            self.open[job.id] = Told(job, now, middle, ranged, (told[0], told[-1]))
+            stated = self.calibration.told(middle, now)
+            self.open[job.id] = Stated(job, stated, (told[0], told[-1]))
         self.untold.clear()
         self.forecasts += 1
         self.spent += process_time() - begun
@@ -191,7 +190,7 @@ def quantile(values: list[float], part: float) -> float:
 def main() -> int:
     asked = argparse.ArgumentParser(description=__doc__)
     asked.add_argument("--trace", type=Path, required=True)
-    asked.add_argument("--nodes", type=int, default=60)
+    asked.add_argument("--nodes", type=int, default=72)
     asked.add_argument("--days", type=int, default=28)
     asked.add_argument("--every", type=float, default=3600, help="seconds between forecasts")
     asked.add_argument("--order", default=Policy().order)
@@ -205,14 +204,14 @@ def main() -> int:
     begun = process_time()
     trial.run(jobs)
     counted = trial.done[WARM_UP:]
-    inside = [told.range.low <= truth <= told.range.high for told, truth in counted]
-    bare = [told.simulated[0] <= truth <= told.simulated[1] for told, truth in counted]
-    errors = [abs(truth - told.range.middle) / SECOND for told, truth in counted]
+    inside = [one.told.range.low <= truth <= one.told.range.high for one, truth in counted]
+    bare = [one.simulated[0] <= truth <= one.simulated[1] for one, truth in counted]
+    errors = [abs(truth - one.told.range.middle) / SECOND for one, truth in counted]
     relative = [
-        abs(truth - told.range.middle) / max(truth, 60 * SECOND) for told, truth in counted
+        abs(truth - one.told.range.middle) / max(truth, 60 * SECOND) for one, truth in counted
     ]
     truths = [truth / SECOND for _, truth in counted]
-    widths = [(told.range.high - told.range.low) / SECOND for told, _ in counted]
+    widths = [(one.told.range.high - one.told.range.low) / SECOND for one, _ in counted]
     covered = 100 * sum(inside) / max(1, len(inside))
     row = {
         "trace": "philly",

@@ -26,6 +26,29 @@ class Explanation:
     sentence: str
     position: int | None = None
 
+    @property
+    def ahead(self) -> int:
+        return 0 if self.position is None else self.position - 1
+
+
+def with_story(told: Explanation, tries: int, losses: int, last: str = "") -> Explanation:
+    """Tells "no room" from "keeps failing": a task that came back says so first, and what it waits for now."""
+    if not tries and not losses:
+        return told
+    again = f" (last: {last})" if last else ""
+    parts = []
+    if tries:
+        parts.append(f"failed {_count(tries, 'time', 'times')} by itself{again}")
+    if losses:
+        parts.append(f"lost {_count(losses, 'node', 'nodes')} under it")
+    said = f"It {' and '.join(parts)} and waits for its next try. {told.sentence}"
+    code = told.code
+    if tries > 1:
+        code = "keeps_failing"
+    elif losses > 1:
+        code = "loses_nodes"
+    return Explanation(code, said, told.position)
+
 
 def explain(
     state: State,
@@ -54,6 +77,12 @@ def explain(
             )
         return _nothing_can(connected or nodes, shape)
     open_nodes = [node for node in capable if is_open(node)]
+    if not open_nodes and any(node.cordoned for node in capable):
+        held = [node for node in capable if node.cordoned]
+        said = (
+            f"{_those(held)} could run it, but an operator lets nothing new start there just now."
+        )
+        return Explanation("cordoned", said)
     if not open_nodes:
         why = next((f" ({node.offer.closed})" for node in capable if node.offer.closed), "")
         return Explanation(
@@ -116,6 +145,9 @@ def _nothing_can(nodes: list[Node], shape: Shape) -> Explanation:
         case Unfit.AUDIENCE:
             said = "The owners of the nodes that are here take only the tasks of people they named."
             return Explanation("not_for_you", said)
+        case Unfit.RESERVED:
+            said = f"{_those(near)} could run it, but is reserved for others just now."
+            return Explanation("reserved", said)
         case Unfit.NETWORK:
             said = f"No node gives the network {needs.network.value!r}; its owners can allow it."
             return Explanation("no_network", said)

@@ -14,7 +14,7 @@ from gpool.core.ids import UserId
 from gpool.core.model import Permission
 from gpool.core.scheduling.orders import Policy
 from gpool.server import credentials
-from gpool.server.actions import quotas
+from gpool.server.actions import operating, quotas
 from gpool.server.api import (
     accounts,
     admin,
@@ -28,6 +28,7 @@ from gpool.server.api import (
     teams,
     users,
 )
+from gpool.server.api import operating as operating_routes
 from gpool.server.api.limits import Limits
 from gpool.server.blobs import Blobs
 from gpool.server.clock import Clock, SystemClock, system_ids
@@ -67,6 +68,7 @@ async def open_server(settings: Settings, clock: Clock | None = None) -> Server:
     clock = clock or SystemClock()
     server = wire(settings, await open_store(settings.store_url), clock)
     await quotas.refresh(server)
+    await operating.refresh(server)
     await server.identity.signing.ready(server.now)
     await server.scheduler.rebuild(server.now)
     await ensure_operator(server)
@@ -156,7 +158,8 @@ def make_app(server: Server) -> FastAPI:
     )
     app.state.server = server
     problems.install(app)
-    for room in (tasks, nodes, artifacts, accounts, teams, users, admin, rest, channel):
+    people = (accounts, teams, users, admin, operating_routes)
+    for room in (tasks, nodes, artifacts, *people, rest, channel):
         app.include_router(room.router)
     openapi.describe(app, VERSION)
     app.add_middleware(Limits, guard=server.guard)

@@ -9,7 +9,7 @@ contradiction), folding stops and the next pass takes a new picture.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from operator import itemgetter
@@ -32,14 +32,17 @@ from gpool.core.scheduling.events import (
 from gpool.core.scheduling.limits import GpuLimits
 from gpool.core.scheduling.orders import Policy
 from gpool.core.scheduling.plan import plan
+from gpool.core.scheduling.rules import NO_RULES, Rules
 from gpool.core.scheduling.shapes import shape_of
 from gpool.core.scheduling.state import Contradiction, State, build
 from gpool.server.channel import secrets_shut
+from gpool.server.forecasts import Forecasts
 from gpool.server.hub import Hub, Wake
 from gpool.server.identity.sealer import Sealer
 from gpool.server.metrics import Metrics
 from gpool.server.store.operation import brief, operation
 from gpool.server.store.operations import leases
+from gpool.server.store.operations import rules as rules_operations
 from gpool.server.store.protocol import Operation, Store
 from gpool.server.store.values import (
     AppliedPlan,
@@ -85,6 +88,10 @@ class Scheduler:
         self._hub = hub
         self._metrics = metrics
         self.policy = policy
+        self.configured = policy  # before operators changed it
+        self.rules = NO_RULES
+        self._ruled_at = Instant(0)
+        self.forecasts = Forecasts()
         self._ttl = ttl
         self._sealer = sealer
         self._term = 0
@@ -102,6 +109,8 @@ class Scheduler:
         """One pass: plan, write, fold, send. How many leases it granted."""
         if self.in_doubt:
             await self.rebuild(now)
+        if self.rules.changes_between(self._ruled_at, now):
+            self._lay_rules(now)
         places = plan(self.state, now, self.policy).places
         self._metrics.queued.set(self.state.queued_count)
         if not places:
@@ -118,6 +127,7 @@ class Scheduler:
         for line in applied.lines:
             tasks = tuple(TaskId(lease.task) for _, lease in line.leases)
             self.fold(TasksLeased(line.place.node, line.place.allocation, line.place.shape, tasks))
+            self.forecasts.started(tasks, now)
         await self._deliver(applied, now)
         granted = sum(len(line.leases) for line in applied.lines)
         self._metrics.granted.inc(granted)
@@ -125,7 +135,7 @@ class Scheduler:
 
     async def rebuild(self, now: Instant) -> None:
         """Takes a new term and a new picture; every silent node's time starts anew, so none is given up early."""
-        doubt = self._doubts
+        doubt, self._ruled_at = self._doubts, now
         self._term, picture = await self._write(_survey(now))
         teams = picture.teams
         self._specs = {
@@ -161,6 +171,26 @@ class Scheduler:
             self.policy = replace(self.policy, limits=limits)
             self.wake.call()
 
+    def use_rules(self, rules: Rules, now: Instant) -> None:
+        """What operators laid upon the pool, from the next pass on."""
+        policy = rules.policy.applied(replace(self.configured, limits=self.policy.limits))
+        if rules == self.rules and policy == self.policy:
+            return
+        self.policy, self.rules = policy, rules
+        self._lay_rules(now)
+
+    def _lay_rules(self, now: Instant) -> None:
+        self._ruled_at = now
+        known = [entry.node for entry in self.state.nodes.values() if entry.node is not None]
+        for node in known:
+            if self.rules.upon(node, now) != node:
+                self.node_changed(node)
+        self.wake.call()
+
+    async def since(self) -> Mapping[TaskId, Instant]:
+        """Since when leases are held."""
+        return await self._store.read(rules_operations.held_since())
+
     # ---- doubt
 
     @property
@@ -194,6 +224,7 @@ class Scheduler:
         self.fold(
             TasksQueued(shape, tuple([QueuedTask(task.id, 0, at) for task in submitted.tasks]))
         )
+        self.forecasts.arrived(shape, at)
         self._metrics.submitted.inc(len(submitted.tasks))
         self.wake.call()
 
@@ -201,6 +232,7 @@ class Scheduler:
         """Reports, an expiry or a cancel were committed: fold them, tell those who wait, stop what was cancelled."""
         if recording.withdrawn:
             self.fold(TasksWithdrawn(recording.withdrawn))
+            self.forecasts.gone(recording.withdrawn)
         if recording.released:
             if recording.ended:
                 self._observe(recording)
@@ -229,6 +261,7 @@ class Scheduler:
                 seen.setdefault(id(line.shape), (line.shape, []))[1].append(ended.duration)
         for shape, durations in seen.values():
             self.fold(RunTimesObserved(shape, len(durations), Span(sum(durations))))
+            self.forecasts.ended(shape, durations)
 
     def _requeue(self, recording: Recording) -> None:
         by_spec: dict[SpecId, list[QueuedTask]] = {}
@@ -310,6 +343,7 @@ class Scheduler:
 
     def _with_connection(self, node: Node) -> Node:
         connected = node.id in self.channels
+        node = self.rules.upon(node, self._ruled_at)
         if node.connected == connected:
             return node
         return replace(node, connected=connected)

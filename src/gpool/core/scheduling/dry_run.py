@@ -58,8 +58,8 @@ def compare(
     new = courses(asked, after, orders, COURSES, bounds)
     shifts = [
         Shift(task.id, _middle(old, task.id, asked.now), _middle(new, task.id, asked.now))
-        for _, tasks in asked.snapshot.queued
-        for task in tasks
+        for event in asked.snapshot.queued
+        for task in event.tasks
     ]
     sooner = [shift for shift in shifts if _is_less(shift.after, shift.before)]
     later = [shift for shift in shifts if _is_less(shift.before, shift.after)]

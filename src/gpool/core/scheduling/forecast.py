@@ -34,6 +34,7 @@ _GRAIN = 0.03  # of the time passed: ends so close together are seen by one pass
 _MAX_ARRIVALS = 2000  # in one course
 _GOLDEN = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
+_HORIZON = Span(30 * 24 * 3600 * 1_000_000)
 _NEW_IDS = 1 << 61  # beyond those of real tasks
 
 
@@ -42,7 +43,7 @@ class Bounds:
     """What one course may cost."""
 
     passes: int = 400
-    horizon: Span = Span(30 * 24 * 3600 * 1_000_000)
+    horizon: Span = _HORIZON
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +100,7 @@ class _Run:
     ) -> None:
         self.asked, self.policy, self.orders, self.offset = asked, policy, orders, offset
         self.state = asked.snapshot.state()
-        self.waiting = sum(len(tasks) for _, tasks in asked.snapshot.queued)
+        self.waiting = sum(len(event.tasks) for event in asked.snapshot.queued)
         self.ends: list[tuple[int, TaskId]] = []
         self.lines: dict[tuple[NodeId, int], deque[tuple[TaskId, Shape]]] = {}
         self.line_of: dict[TaskId, tuple[NodeId, int]] = {}
@@ -128,18 +129,16 @@ class _Run:
 
     def _take_up(self) -> None:
         """What is held now. Of a line the first runs; the rest follow."""
-        held: dict[tuple[NodeId, int], list[tuple[Instant, TaskId, Shape]]] = {}
         now, since = self.asked.now, self.asked.since
-        for one in self.asked.snapshot.held:
-            key = (one.node, one.allocation.number)
-            held.setdefault(key, []).append((since.get(one.task, now), one.task, one.shape))
-        for key, tasks in held.items():
-            tasks.sort(key=lambda task: task[:2])
-            line = self.lines[key] = deque((task, shape) for _, task, shape in tasks)
-            for task, _ in line:
+        for held in self.asked.snapshot.held:
+            key = (held.node, held.allocation.number)
+            tasks = sorted((since.get(task, now), task) for task in held.tasks)
+            self.lines[key] = deque((task, held.shape) for _, task in tasks)
+            for _, task in tasks:
                 self.line_of[task] = key
-            at, task, shape = tasks[0]
-            heappush(self.ends, (now + self._left(task, shape, Span(max(0, now - at))), task))
+            at, task = tasks[0]
+            left = self._left(task, held.shape, Span(max(0, now - at)))
+            heappush(self.ends, (now + left, task))
 
     def _plan(self, now: Instant) -> None:
         for place in plan(self.state, now, self.policy, self.orders).places:

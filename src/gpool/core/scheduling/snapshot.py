@@ -8,68 +8,63 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import islice
 
-from gpool.core.ids import NodeId, TaskId
-from gpool.core.model import Allocation, Instant, Node, Shape
-from gpool.core.scheduling.events import QueuedTask
-from gpool.core.scheduling.queue import epoch_of
-from gpool.core.scheduling.state import State, build
+from gpool.core.ids import TaskId
+from gpool.core.model import Instant, Node
+from gpool.core.scheduling.events import NodeChanged, QueuedTask, TasksLeased, TasksQueued
+from gpool.core.scheduling.queue import Entry, epoch_of
+from gpool.core.scheduling.state import Line, State
 
 FRONT = 1000
 """Tasks of one shape that are copied."""
 
 
 @dataclass(frozen=True, slots=True)
-class HeldTask:
-    """One lease."""
-
-    node: NodeId
-    allocation: Allocation
-    shape: Shape
-    task: TaskId
-
-
-@dataclass(frozen=True, slots=True)
 class Snapshot:
     nodes: tuple[Node, ...]
-    queued: tuple[tuple[Shape, tuple[QueuedTask, ...]], ...]  # the front of each shape
-    held: tuple[HeldTask, ...]
+    queued: tuple[TasksQueued, ...]  # the front of each shape
+    held: tuple[TasksLeased, ...]  # each line
     hints: State
     left_out: int  # queued tasks that were not copied
 
     def state(self) -> State:
         """A state of one's own that plans as the one it was taken of."""
-        state = build(
-            self.nodes,
-            ((shape, task) for shape, tasks in self.queued for task in tasks),
-            ((one.node, one.allocation, one.shape, one.task) for one in self.held),
-        )
+        state = State()
+        for node in self.nodes:
+            state.fold(NodeChanged(node))
+        for queued in self.queued:
+            state.fold(queued)
+        for held in self.held:
+            state.fold(held)
         state.take_hints(self.hints)
         return state
 
-    def shape_of(self, task: TaskId) -> Shape | None:
-        """The shape under which a copied task waits."""
-        for shape, tasks in self.queued:
-            if any(one.id == task for one in tasks):
-                return shape
-        return None
+    def task(self, id_: TaskId) -> QueuedTask | None:
+        return next((one for event in self.queued for one in event.tasks if one.id == id_), None)
 
 
-def take(state: State, front: int = FRONT) -> Snapshot:
-    queued = tuple(
-        (
-            entry.shape,
-            tuple(
-                QueuedTask(TaskId(one[1]), epoch_of(one), Instant(one[0]))
-                for one in islice(entry.queue.entries(), front)
-            ),
-        )
-        for entry in state.waiting()
-    )
+def take(state: State, also: TaskId | None = None, front: int = FRONT) -> Snapshot:
+    """`also`: a task that is wanted however far back it stands."""
+    mine = None if also is None else state.queue_of(also)
+    queued = []
+    for entry in state.waiting():
+        tasks = [_queued(one) for one in islice(entry.queue.entries(), front)]
+        if entry is mine and also is not None and all(task.id != also for task in tasks):
+            found = entry.queue.entry_of(also)
+            tasks += [] if found is None else [_queued(found)]
+        queued.append(TasksQueued(entry.shape, tuple(tasks)))
+    lines: dict[Line, list[TaskId]] = {}
+    for id_, line in state.held.items():
+        lines.setdefault(line, []).append(id_)
     held = tuple(
-        HeldTask(line.node, line.allocation, line.shape, task) for task, line in state.held.items()
+        TasksLeased(line.node, line.allocation, line.shape, tuple(ids))
+        for line, ids in lines.items()
     )
     nodes = tuple(entry.node for entry in state.nodes.values() if entry.node is not None)
     hints = State()
     hints.take_hints(state)
-    copied = sum(len(tasks) for _, tasks in queued)
-    return Snapshot(nodes, queued, held, hints, state.queued_count - copied)
+    copied = sum(len(event.tasks) for event in queued)
+    return Snapshot(nodes, tuple(queued), held, hints, state.queued_count - copied)
+
+
+def _queued(entry: Entry) -> QueuedTask:
+    return QueuedTask(TaskId(entry[1]), epoch_of(entry), Instant(entry[0]))

@@ -69,9 +69,7 @@ class _Asked:
         self.state = snapshot.state()
         self.now, self.policy, self.orders = now, policy, orders
         self.plans = 0
-        self.task = next(
-            (one for _, tasks in snapshot.queued for one in tasks if one.id == task), None
-        )
+        self.task = snapshot.task(task)
         entry = self.state.queue_of(task)
         self.shape = None if entry is None else entry.shape
 
@@ -111,9 +109,7 @@ class _Asked:
         self.plans += 1
         for place in plan(self.state, self.now, self.policy, self.orders).places:
             if place.grants[0].task == task:
-                return (
-                    place.allocation.number not in self.state.nodes[place.node].lines
-                )
+                return place.allocation.number not in self.state.nodes[place.node].lines
         return False
 
 
@@ -248,7 +244,7 @@ def _less_memory(shape: Shape, free: _Free) -> Iterator[_Change]:
     asked = shape.requirements.memory_bytes
     amounts = {free.state.nodes[node.id].room.free_memory // GIB * GIB for node in free.nodes}
     for amount in sorted(amounts, reverse=True):
-        if 0 < amount and (asked is None or amount < asked):
+        if amount > 0 and (asked is None or amount < asked):
             needs = replace(shape.requirements, memory_bytes=amount)
             said = f"with at most {amount // GIB} GiB of memory"
             yield _Change(f"--memory {amount // GIB}GiB", said, needs)

@@ -7,7 +7,7 @@ from contextlib import closing
 from importlib import import_module
 from pathlib import Path
 
-HEAD = "0003"
+HEAD = "0004"
 """The newest migration; a test compares it with the scripts."""
 
 
