@@ -194,7 +194,7 @@ def main() -> int:
     asked.add_argument("--days", type=int, default=28)
     asked.add_argument("--every", type=float, default=3600, help="seconds between forecasts")
     asked.add_argument("--order", default=Policy().order)
-    asked.add_argument("--passes", type=int, default=200)
+    asked.add_argument("--passes", type=int, default=Bounds().passes)
     asked.add_argument("--json", type=Path)
     asked.add_argument("--quick", action="store_true", help="one week")
     options = asked.parse_args()

@@ -177,12 +177,14 @@ TABLE: dict[tuple[str, str, str], Row] = {
     ("GET", "/v1/admin/policy", ""): row("admin", "operator", "user"),
     ("PATCH", "/v1/admin/policy", ""): row(None, "operator", "user", body={"dry_run": True}),
     ("PUT", "/v1/admin/cordons/{id}", ""): row(
-        None, "operator", "user", objects=("node:-",), body={}
+        None, "operator", "user", objects=("node:p",), body={}
     ),
-    ("DELETE", "/v1/admin/cordons/{id}", ""): row(None, "operator", "user", objects=("node:-",)),
+    ("DELETE", "/v1/admin/cordons/{id}", ""): row(None, "operator", "user", objects=("cordon:p",)),
     ("GET", "/v1/admin/reservations", ""): row("admin", "operator", "user"),
     ("POST", "/v1/admin/reservations", ""): row(None, "operator", "user", body={"nodes": []}),
-    ("DELETE", "/v1/admin/reservations/{id}", ""): row(None, "operator", "user"),
+    ("DELETE", "/v1/admin/reservations/{id}", ""): row(
+        None, "operator", "user", objects=("reservation:p",)
+    ),
     ("GET", "/v1/users/{id}", ""): row(
         "account:read", "self operator", objects=("user:p", "user:-")
     ),

@@ -123,8 +123,8 @@ class _Run:
             if upcoming - first >= bounds.horizon:
                 is_over = not self.ends and not self.coming
                 break
-            now = Instant(max(now, upcoming) + round(_GRAIN * (max(now, upcoming) - first)))
-            self._advance(now)
+            upcoming = max(now, upcoming)
+            now = self._advance(now, Instant(upcoming + round(_GRAIN * (upcoming - first))))
         return Course(self.starts, now, is_over)
 
     def _take_up(self) -> None:
@@ -162,10 +162,13 @@ class _Run:
             self.starts.setdefault(task, now)
         heappush(self.ends, (now + self._left(task, shape, Span(0)), task))
 
-    def _advance(self, now: Instant) -> None:
+    def _advance(self, before: Instant, until: Instant) -> Instant:
+        """All that happens until then, as if at one moment: the middle of it, so that nothing is late on average."""
         ended: list[TaskId] = []
-        while self.ends and self.ends[0][0] <= now:
+        total = happened = 0
+        while self.ends and self.ends[0][0] <= until:
             at, task = heappop(self.ends)
+            total, happened = total + at, happened + 1
             key = self.line_of.pop(task)
             line = self.lines[key]
             line.popleft()
@@ -176,11 +179,13 @@ class _Run:
                 del self.lines[key]
         if ended:
             self.state.fold(TasksReleased(tuple(ended)))
-        while self.coming and self.coming[0][0] <= now:
+        while self.coming and self.coming[0][0] <= until:
             at, shape = self.coming.popleft()
+            total, happened = total + at, happened + 1
             task = TaskId(_NEW_IDS + len(self.new))
             self.new.add(task)
             self.state.fold(TasksQueued(shape, (QueuedTask(task, 0, Instant(at)),)))
+        return Instant(max(before, total // happened)) if happened else until
 
     def _arrivals(self) -> list[tuple[int, Shape]]:
         """What came lately comes again: the same tasks in the same rhythm, begun elsewhere in each course."""

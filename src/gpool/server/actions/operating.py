@@ -193,6 +193,8 @@ async def reserve(server: Server, who: Caller, wanted: Wanted, once: Once | None
     )
     reserving = audited(_reserve(one, server.now), [noted])
     id_ = int(await _write(server, who, once, reserving, str(one.id).encode()))
+    if id_ == one.id:
+        return one
     for known in reservations(server):
         if known.id == id_:
             return known
