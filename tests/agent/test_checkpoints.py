@@ -36,7 +36,7 @@ from gpool.agent.runtime.protocol import (
     Runtime,
     SandboxFailed,
 )
-from gpool.agent.sandboxes import Equipment
+from gpool.agent.sandboxes import Allowed, Equipment
 from gpool.core.errors import NotFound, StaleLease, Unreachable
 from gpool.core.model import (
     Allocation,
@@ -558,5 +558,19 @@ def test_the_weakest_runtime_that_fits_is_taken_and_the_first_of_equals(tmp_path
                 chosen(requirements=Requirements(tier=Tier.NONE))
             with pytest.raises(SandboxFailed, match="image"):
                 chosen(requirements=Requirements(tier=Tier.VM), recipe=Recipe(image="a"))
+            # granted before the owner raised the floor
+            equipment = replace(equipment, allowed=lambda: Allowed(frozenset({Tier.VM})))
+            assert chosen() is vm
+
+    asyncio.run(story())
+
+
+def test_egress_that_is_no_longer_given_is_refused_by_the_node_itself(tmp_path: Path) -> None:
+    async def story() -> None:
+        asks = spec(requirements=Requirements(network=Network.EGRESS))
+        doors = {"networks": Road(), "allowed": lambda: Allowed(egress=False)}
+        async with bench(tmp_path, runtime=Seeing(tmp_path), **doors) as at:
+            at.start(asks)
+            assert "no network 'egress'" in (await at.end()).error_text
 
     asyncio.run(story())

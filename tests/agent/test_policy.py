@@ -27,7 +27,7 @@ from gpool.agent.policy import (
     shaped,
 )
 from gpool.core.errors import Invalid
-from gpool.core.model import GIB, Gpu, Network, Offer, Tier
+from gpool.core.model import GIB, Gpu, Network, Offer, RuntimeOffer, Tier
 
 MONDAY = datetime(2026, 11, 16, tzinfo=UTC)
 GPUS = tuple(Gpu(n, f"g{n}", "H200", "nvidia", GIB) for n in range(2))
@@ -66,7 +66,7 @@ after = "10m"
 most_load = 0.5
 
 [egress]
-allow = ["pypi.org"]
+allow = ["9.9.9.9:443"]
 deny = ["198.51.100.0/24"]
 rate = "10MB/s"
 """
@@ -254,6 +254,34 @@ def test_a_look_tells_the_offer_the_limit_and_the_reclaim(tmp_path: Path) -> Non
     assert limit == RunsLimited(None)
     assert isinstance(reclaim, ReclaimAsked)
     assert reclaim.gpus == {1}
+
+
+def test_a_tier_that_is_no_longer_lent_takes_its_runtimes_with_it() -> None:
+    sandboxes = RuntimeOffer("bubblewrap", Tier.CONTAINER)
+    guests = RuntimeOffer("microvm", Tier.VM)
+    offer = replace(OFFER, runtimes=(sandboxes, guests))
+    assert shaped(parse("floor = 'vm'"), offer).runtimes == (guests,)
+
+
+def test_lists_that_change_withdraw_egress_until_the_agent_starts_again(tmp_path: Path) -> None:
+    file = tmp_path / "policy.toml"
+    file.write_text("[egress]\ndeny = ['198.51.100.0/24']")
+    rules = Rulebook(file)
+    assert rules.allowed().egress
+    file.write_text("[egress]\ndeny = ['198.51.100.0/24', '203.0.113.0/24']")
+    assert rules.refresh()
+    assert not rules.allowed().egress
+    offer = replace(OFFER, networks=frozenset(Network))
+    assert shaped(rules.policy, offer).networks == {Network.NONE}
+    file.write_text("[egress]\ndeny = ['198.51.100.0/24']\noffered = true")
+    assert rules.refresh()
+    assert rules.allowed().egress
+
+
+@pytest.mark.parametrize("said", ["allow = ['10.0.0.0/8']", "deny = ['::1']", "rate = 'fast'"])
+def test_a_word_about_the_network_that_cannot_be_is_named(said: str) -> None:
+    with pytest.raises(Invalid, match=said.split()[0]):
+        parse(f"[egress]\n{said}")
 
 
 def _supply(folder: Path, name: str, **words: str) -> None:

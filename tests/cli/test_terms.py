@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ipaddress import ip_address
 from pathlib import Path
 
 import click
@@ -9,10 +10,11 @@ import pytest
 from click.testing import CliRunner
 
 from gpool.agent.lookout import Rulebook
-from gpool.agent.policy import Policy
+from gpool.agent.network.policy import Egress, HostFacts, reaches
+from gpool.agent.policy import parse
 from gpool.agent.settings import AgentSettings
 from gpool.cli.joining import Identity
-from gpool.cli.lend import runtimes_of
+from gpool.cli.lend import egress_of, runtimes_of
 from gpool.cli.terms import Terms, agent_variables, lending
 from gpool.core.model import Tier
 from gpool.transfer.requests import Address
@@ -44,7 +46,9 @@ def test_without_a_word_of_the_owner_nothing_runs_without_isolation(
 ) -> None:
     monkeypatch.setenv("GPOOL_AGENT_ALLOW_PROCESS", "1")  # of an outer agent: told to nobody
     told = settings(monkeypatch, tmp_path, Terms())
-    assert [one.tier for one in runtimes_of(told, (), Policy())] == [Tier.CONTAINER]
+    tiers = [one.tier for one in runtimes_of(told, ())]
+    assert tiers[0] is Tier.CONTAINER
+    assert Tier.NONE not in tiers
 
 
 def test_an_owner_who_asks_for_it_offers_the_tier_none(
@@ -53,8 +57,8 @@ def test_an_owner_who_asks_for_it_offers_the_tier_none(
     terms = said("--allow-process", "--slots", "3")
     assert terms == Terms(3, None, allow_process=True)
     told = settings(monkeypatch, tmp_path, terms)
-    tiers = [one.tier for one in runtimes_of(told, (), Policy())]
-    assert tiers == [Tier.CONTAINER, Tier.NONE]
+    tiers = [one.tier for one in runtimes_of(told, ())]
+    assert (tiers[0], tiers[-1]) == (Tier.CONTAINER, Tier.NONE)
     assert told.slots == 3
 
 
@@ -63,4 +67,11 @@ def test_an_owner_s_rules_reach_the_agent(monkeypatch: pytest.MonkeyPatch, tmp_p
     file.write_text("tiers = ['vm']")
     told = settings(monkeypatch, tmp_path, said("--policy", str(file)))
     assert told.policy == file
-    assert runtimes_of(told, (), Rulebook(file).policy) == []
+    assert Rulebook(told.policy).policy.tiers == {Tier.VM}
+
+
+def test_what_an_owner_denies_comes_on_top_of_what_is_denied_anyway() -> None:
+    mail = ip_address("9.9.9.9")
+    policy = egress_of(parse("[egress]\ndeny = ['198.51.100.0/24']"))
+    assert not reaches(policy, HostFacts(), Egress(), mail, 25)
+    assert reaches(policy, HostFacts(), Egress(), mail, 443)

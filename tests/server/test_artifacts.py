@@ -39,6 +39,18 @@ async def test_what_was_put_can_be_got(desk: Desk) -> None:
     assert (head.status_code, head.headers["content-length"]) == (200, str(len(content)))
 
 
+async def test_an_operator_is_told_to_upload_what_others_have_uploaded(desk: Desk) -> None:
+    """It may read it, but its task may not name it: a client that skipped the upload was refused the submission."""
+    other = await desk.person("other", Permission.CONSUMER)
+    path = f"/v1/artifacts/{named(b'same')}"
+    assert (await desk.http.put(path, content=b"same", headers=other)).status_code == 201
+    operator = await desk.person("second-operator", Permission.CONSUMER, Permission.OPERATOR)
+    assert (await desk.get(path, headers=operator)).status_code == 200
+    assert (await desk.http.head(path, headers=operator)).status_code == 404
+    assert (await desk.http.put(path, content=b"same", headers=operator)).status_code == 201
+    assert (await desk.http.head(path, headers=operator)).status_code == 200
+
+
 async def test_bytes_that_are_not_what_their_name_says_are_not_kept(desk: Desk) -> None:
     path = f"/v1/artifacts/{named(b'right')}"
     answer = await desk.http.put(path, content=b"wrong")

@@ -147,6 +147,7 @@ class CommandKeeper:
                 environment,
                 lane,
                 image_of(spec),
+                self._note,
             )
             sandbox = await started(runtime.start_command(job))
             self._began = self._with.clock()

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import structlog
 
 from gpool.agent.instructions import Event, OfferDetected, ReclaimAsked, RunsLimited
 from gpool.agent.policy import AtClose, Facts, Policy, Standing, decide, parse, shaped
+from gpool.agent.sandboxes import Allowed
 from gpool.core.errors import Invalid
 from gpool.core.model import Offer
 
@@ -17,13 +18,17 @@ log = structlog.get_logger(__name__)
 
 
 class Rulebook:
-    """The owner's file. Read again when it changed; a mistake in it leaves the rules as they were."""
+    """The owner's file. Read again when it changed; a mistake in it leaves the rules as they were.
+
+    Lanes are opened by the lists that were there at the start: others withdraw egress until the agent is started again.
+    """
 
     def __init__(self, path: Path | None) -> None:
         """`Invalid` for a file that cannot be read or understood: an owner who wrote rules means them."""
         self._path = path
         self._seen = self._stamp()
         self.policy = Policy() if path is None else parse(_text(path))
+        self._lists = replace(self.policy.egress, offered=True)
 
     def refresh(self) -> bool:
         """Whether there are new rules."""
@@ -36,8 +41,15 @@ class Rulebook:
         except Invalid as error:
             log.warning("policy_not_changed", file=str(self._path), error=error.detail)
             return False
+        if replace(policy.egress, offered=True) != self._lists:
+            log.warning("egress_withdrawn", why="its lists changed: start the agent again")
+            policy = replace(policy, egress=replace(policy.egress, offered=False))
         changed, self.policy = policy != self.policy, policy
         return changed
+
+    def allowed(self) -> Allowed:
+        """What may be given just now; for leases that were granted by older rules."""
+        return Allowed(self.policy.tiers, self.policy.egress.offered)
 
     def has_changed(self) -> bool:
         """Whether `refresh` has something to read."""

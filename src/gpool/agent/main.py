@@ -17,7 +17,7 @@ from gpool.agent.channel import Channel
 from gpool.agent.daemon import Daemon, boot_clock
 from gpool.agent.instructions import Event
 from gpool.agent.runtime.protocol import Runtime
-from gpool.agent.sandboxes import Environments, Equipment, Networks
+from gpool.agent.sandboxes import Allowed, Environments, Equipment, Networks
 from gpool.agent.session import Session
 from gpool.agent.settings import AgentSettings
 from gpool.core.model import Offer
@@ -50,6 +50,7 @@ class Means:
     runtimes: Sequence[Runtime]
     networks: Networks | None = None
     environments: Environments | None = None
+    allowed: Callable[[], Allowed] = Allowed
 
     async def take_up(self) -> None:
         """Sweep away what an earlier agent left, and get ready."""
@@ -119,6 +120,7 @@ async def run_agent(
             boot_clock,
             means.networks,
             means.environments,
+            means.allowed,
         )
 
     daemon = Daemon(Session(next_boot(settings.data_dir), offer), send, equip)

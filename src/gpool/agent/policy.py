@@ -14,6 +14,7 @@ from enum import StrEnum
 from typing import Any
 from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
+from gpool.agent.network.policy import parse_rate, parse_target, worth_allowing
 from gpool.core import gpuspec
 from gpool.core.errors import Invalid
 from gpool.core.model import Network, Offer, Tier
@@ -94,6 +95,7 @@ class Policy:
     at_close: AtClose = AtClose.FINISH
     grace: timedelta = timedelta(0)  # between closing and reclaiming
     egress: Egress = Egress()
+    registries: tuple[str, ...] = ()  # of images, on private addresses
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +166,7 @@ def shaped(policy: Policy, offer: Offer, decision: Decision = Decision()) -> Off
         disk_bytes=max(0, offer.disk_bytes - kept.disk_bytes),
         gpus=tuple(gpu for gpu in offer.gpus if gpu.index not in kept.gpus),
         tiers=offer.tiers & policy.tiers,
+        runtimes=tuple(one for one in offer.runtimes if one.tier in policy.tiers),
         networks=offer.networks if policy.egress.offered else offer.networks & {Network.NONE},
         audience=policy.audience,
         closed=decision.closed,
@@ -180,8 +183,8 @@ def parse(text: str) -> Policy:
     except tomllib.TOMLDecodeError as error:
         raise Invalid(f"the policy is no TOML: {error}") from error
     top = _Table(told, "")
-    keep, battery, idle, egress = (
-        top.table(name) for name in ("keep", "battery", "idle", "egress")
+    keep, battery, idle, egress, images = (
+        top.table(name) for name in ("keep", "battery", "idle", "egress", "images")
     )
     floor = top.take("floor", _tier, Tier.NONE)
     tiers = top.take("tiers", _each(_tier), list(Tier))
@@ -205,13 +208,14 @@ def parse(text: str) -> Policy:
         at_close=top.take("at_close", AtClose, AtClose.FINISH),
         grace=top.take("grace", _span, timedelta(0)),
         egress=Egress(
-            tuple(egress.take("allow", _each(_word), [])),
-            tuple(egress.take("deny", _each(_word), [])),
-            egress.take("rate", _word, ""),
+            tuple(egress.take("allow", _each(_allowed), [])),
+            tuple(egress.take("deny", _each(_target), [])),
+            egress.take("rate", _rate, ""),
             egress.take("offered", _flag, True),
         ),
+        registries=tuple(images.take("registries", _each(_word), [])),
     )
-    for table in (top, keep, battery, idle, egress):
+    for table in (top, keep, battery, idle, egress, images):
         table.finish()
     if not policy.tiers:
         raise Invalid("'tiers' and 'floor' leave no tier; offer at least one")
@@ -348,6 +352,21 @@ def _flag(value: Any) -> bool:
     if not isinstance(value, bool):
         raise TypeError("write true or false")
     return value
+
+
+def _target(value: Any) -> str:
+    parse_target(_word(value))
+    return str(value)
+
+
+def _allowed(value: Any) -> str:
+    worth_allowing(parse_target(_word(value)))
+    return str(value)
+
+
+def _rate(value: Any) -> str:
+    parse_rate(_word(value))
+    return str(value)
 
 
 def _word(value: Any) -> str:

@@ -101,6 +101,7 @@ class RunnerKeeper:
             lane,
             image_of(spec),
             spec.preload,
+            self._said,
         )
         sandbox = await started(runtime.start_runner(job))
         writer = asyncio.create_task(self._write(sandbox))

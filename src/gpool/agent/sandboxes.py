@@ -94,6 +94,14 @@ class Environments(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Allowed:
+    """What the owner's rules let a node give."""
+
+    tiers: frozenset[Tier] = frozenset(Tier)
+    egress: bool = True
+
+
+@dataclass(frozen=True, slots=True)
 class Equipment:
     """What every sandbox's keeper needs. `runtimes` are in the order of preference within a tier."""
 
@@ -105,6 +113,7 @@ class Equipment:
     clock: Callable[[], int]
     networks: Networks | None = None
     environments: Environments | None = None
+    allowed: Callable[[], Allowed] = Allowed
     cleaning: set[asyncio.Task[None]] = field(default_factory=set)
 
     async def clear_away(self, sandbox: CommandSandbox | RunnerSandbox) -> None:
@@ -131,7 +140,8 @@ class Equipment:
             raise SandboxFailed(
                 "tier 'none' runs without isolation: only tasks of this node's owner may"
             )
-        strong = [one for one in self.runtimes if one.tier.strength >= floor.strength]
+        lent = [one for one in self.runtimes if one.tier in self.allowed().tiers]
+        strong = [one for one in lent if one.tier.strength >= floor.strength]
         if not strong or (floor is Tier.NONE and all(r.tier is not floor for r in strong)):
             raise SandboxFailed(f"this node has no runtime of tier {floor.value!r}")
         fitting = [one for one in strong if one.images == bool(image_of(spec))]
@@ -164,7 +174,7 @@ class Equipment:
             reach(Phase.START)
             lane = None
             if spec.requirements.network is not Network.NONE:
-                if self.networks is None:
+                if self.networks is None or not self.allowed().egress:
                     raise SandboxFailed(
                         f"this node gives no network {spec.requirements.network.value!r}"
                     )

@@ -26,7 +26,7 @@ from gpool.agent.network.policy import BadPolicy, EgressPolicy, parse_rate, pars
 from gpool.agent.policy import Policy
 from gpool.agent.runtime.bubblewrap import BubblewrapRuntime
 from gpool.agent.runtime.calls import PYTHON
-from gpool.agent.runtime.microvm import facts
+from gpool.agent.runtime.microvm import facts as guests
 from gpool.agent.runtime.microvm.runtime import MicrovmRuntime
 from gpool.agent.runtime.process import ProcessRuntime
 from gpool.agent.runtime.protocol import Runtime, SandboxFailed
@@ -34,7 +34,7 @@ from gpool.agent.settings import AgentSettings
 from gpool.cli.main import FAILED, exit_code_of, say_error
 from gpool.core import environments
 from gpool.core.errors import GpoolError, Invalid
-from gpool.core.model import Gpu, Network, Offer, Tier
+from gpool.core.model import Gpu, Network, Offer, RuntimeOffer, Tier
 
 log = structlog.get_logger(__name__)
 
@@ -67,36 +67,47 @@ def offer_of(settings: AgentSettings, gpus: tuple[Gpu, ...], means: Means) -> Of
         environments=frozenset(ready),
         builds=frozenset(builds),
         networks=frozenset(networks & {given for one in runtimes for given in one.networks}),
+        runtimes=tuple(_offered(one) for one in runtimes),
         hostname=facts.hostname,
         agent_version=__version__,
     )
 
 
-def runtimes_of(settings: AgentSettings, gpus: Sequence[Gpu], policy: Policy) -> list[Made]:
-    """Bubblewrap for everyone; no isolation only where the owner asked for it. First choice first within a tier."""
+def _offered(runtime: Runtime) -> RuntimeOffer:
+    with_gpus = runtime.tier is not Tier.VM  # a guest would need the whole device
+    return RuntimeOffer(runtime.name, runtime.tier, runtime.networks, runtime.images, with_gpus)
+
+
+def runtimes_of(
+    settings: AgentSettings, gpus: Sequence[Gpu], registries: Sequence[str] = ()
+) -> list[Made]:
+    """All this machine can, first choice first within a tier; which of them are lent, the owner's rules say at any time.
+
+    Bubblewrap always: environments are built in it. No isolation only where the owner asked for it.
+    """
     made: list[Made] = [BubblewrapRuntime(settings.data_dir, gpus=gpus)]
-    if settings.docker and Tier.CONTAINER in policy.tiers and services.docker().version:
-        made += _docker(settings, gpus)
-    if settings.microvm and Tier.VM in policy.tiers:
+    if settings.docker and services.docker().version:
+        made += _docker(settings, gpus, registries)
+    if settings.microvm:
         made += _microvm(settings)
     if settings.allow_process:
         made.append(ProcessRuntime(settings.data_dir, gpus=gpus))
-    return [one for one in made if one.tier in policy.tiers]
+    return made
 
 
-def _docker(settings: AgentSettings, gpus: Sequence[Gpu]) -> list[Made]:
+def _docker(settings: AgentSettings, gpus: Sequence[Gpu], registries: Sequence[str]) -> list[Made]:
     """For images, where an engine answers; one that will not have us is no reason not to lend."""
     from gpool.agent.runtime.docker.runtime import DockerRuntime  # imports in 0.2 s
 
     try:
-        return [DockerRuntime(settings.data_dir, gpus=gpus)]
+        return [DockerRuntime(settings.data_dir, gpus=gpus, registries=registries)]
     except SandboxFailed as error:
         log.warning("no_images", why=str(error))
         return []
 
 
 def _microvm(settings: AgentSettings) -> list[Made]:
-    why = facts.missing()
+    why = guests.missing()
     try:
         if why is None:
             return [MicrovmRuntime(settings.data_dir)]
@@ -107,9 +118,10 @@ def _microvm(settings: AgentSettings) -> list[Made]:
 
 
 def networks_of(settings: AgentSettings, policy: Policy) -> lanes.Networks | None:
-    """Who opens lanes for tasks that ask for a network, by `policy.egress`; None: nobody, for a reason that is logged."""
-    if not policy.egress.offered:
-        return None
+    """Who opens lanes, for tasks and for builds; None: nobody, for a reason that is logged.
+
+    Whether tasks are given any is for the offer to say: an environment is built without egress of the task.
+    """
     works, why = asyncio.run(probe(settings.data_dir))
     if not works:
         log.info("no_egress", why=why)
@@ -127,7 +139,7 @@ def egress_of(policy: Policy) -> EgressPolicy:
     except BadPolicy as error:
         raise Invalid(f"the policy's [egress]: {error}") from error
     known = EgressPolicy(allow=allow, rate_bytes_per_s=rate)
-    return replace(known, deny=deny) if deny else known
+    return replace(known, deny=(*known.deny, *deny))
 
 
 def environments_of(
@@ -144,13 +156,16 @@ def lend() -> None:
     rules = Rulebook(settings.policy)
     policy = rules.policy
     gpus = detect(settings.simulate_gpus)
-    runtimes = runtimes_of(settings, _real(gpus), policy)
-    if not runtimes:
-        raise Invalid("the policy's tiers leave no runtime; this machine can do 'container'")
+    runtimes = runtimes_of(settings, _real(gpus), policy.registries)
+    can = {one.tier for one in runtimes}
+    if not can & policy.tiers:
+        raise Invalid(
+            f"the policy's tiers leave no runtime; this machine can do {', '.join(sorted(can))}"
+        )
     networks = networks_of(settings, policy)
     builders = [one for one in runtimes if isinstance(one, BubblewrapRuntime)]
     made = environments_of(settings, builders[0], networks) if builders else None
-    means = Means(runtimes, networks, made)
+    means = Means(runtimes, networks, made, rules.allowed)
     meter = LoadMeter(os.getpid())
 
     def offer() -> Offer:

@@ -151,6 +151,12 @@ def _nothing_can(nodes: list[Node], shape: Shape) -> Explanation:
         case Unfit.NETWORK:
             said = f"No node gives the network {needs.network.value!r}; its owners can allow it."
             return Explanation("no_network", said)
+        case Unfit.RUNTIME:
+            asked = [f"isolation {needs.tier.value!r}", f"network {needs.network.value!r}"]
+            asked += ["an image"] * (environments.kind_of(shape.environment) == environments.IMAGE)
+            asked += ["a GPU"] * bool(needs.gpu)
+            said = f"No node gives all of this in one sandbox: {', '.join(asked)}."
+            return Explanation("no_runtime", said)
         case Unfit.ENVIRONMENT if environments.kind_of(shape.environment) == environments.PIP:
             said = "No node builds environments from packages; one with uv and egress does."
             return Explanation("no_environment", said)

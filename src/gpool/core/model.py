@@ -229,6 +229,17 @@ class Gpu:
 
 
 @dataclass(frozen=True, slots=True)
+class RuntimeOffer:
+    """One way in which a node isolates tasks, and what it can give together."""
+
+    name: str
+    tier: Tier
+    networks: frozenset[Network] = frozenset({Network.NONE})
+    images: bool = False  # it runs images; otherwise environments
+    gpus: bool = True
+
+
+@dataclass(frozen=True, slots=True)
 class Offer:
     """What a node lends, as its agent says it."""
 
@@ -243,6 +254,7 @@ class Offer:
     networks: frozenset[Network] = frozenset({Network.NONE})
     audience: tuple[str, ...] = ()  # whose tasks: "me", "user:NAME", "team:NAME"; empty: anyone's
     closed: str = ""  # why it takes nothing new just now, by its owner's rules
+    runtimes: tuple[RuntimeOffer, ...] = ()  # empty: one that gives all of the above together
     hostname: str = ""
     agent_version: str = ""
 
@@ -365,6 +377,7 @@ __all__ = [
     "Phase",
     "Recipe",
     "Requirements",
+    "RuntimeOffer",
     "Shape",
     "Slice",
     "Span",

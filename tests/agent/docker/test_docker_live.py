@@ -8,6 +8,7 @@ import os
 import pickle
 import secrets
 import signal
+import socket
 import subprocess
 import sys
 import tarfile
@@ -351,6 +352,7 @@ def test_an_image_is_pulled_by_digest_and_its_progress_told(
         engine=engine.address,
         gvisor=Gvisor.NEVER,
         told=lambda pull: heard.append(pull.text),
+        registries=[registry],
     )
 
     async def work() -> list[bytes]:
@@ -420,3 +422,43 @@ def test_a_lane_is_entered_where_the_engine_can(kind: str, lane: Lane, tmp_path:
 def test_a_lane_is_refused_where_the_engine_cannot(kind: str, lane: Lane, tmp_path: Path) -> None:
     with pytest.raises(SandboxFailed, match="cannot enter a lane"):
         using(kind, tmp_path, lambda runtime: look_at_network(runtime, lane))
+
+
+@pytest.mark.parametrize("kind", ["docker", "podman"])
+@pytest.mark.parametrize("trusted", [True, False])
+def test_an_image_s_name_never_makes_the_engine_dial_the_owner_s_network(
+    kind: str, trusted: bool, tmp_path: Path
+) -> None:
+    """The control: named by the owner, it is dialled."""
+    engine = shared_engine(kind)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        listening.settimeout(3)
+        registry = f"127.0.0.1:{listening.getsockname()[1]}"
+        runtime = DockerRuntime(
+            tmp_path / "data",
+            engine=engine.address,
+            gvisor=Gvisor.NEVER,
+            registries=[registry] if trusted else [],
+        )
+        dialled: list[bool] = []
+
+        def listen() -> None:
+            try:
+                channel, _ = listening.accept()
+                channel.close()
+                dialled.append(True)
+                listening.close()
+            except TimeoutError:
+                dialled.append(False)
+
+        async def work() -> None:
+            hearing = asyncio.create_task(asyncio.to_thread(listen))
+            said = "cannot pull" if trusted else "private address"
+            job = CommandJob(("true",), (), (), (), LIMITS, image=f"{registry}/a/b:1")
+            with pytest.raises(SandboxFailed, match=said):
+                await runtime.start_command(job)
+            await hearing
+            await runtime.close()
+
+        within(work())
+        assert dialled == [trusted]

@@ -63,9 +63,9 @@ def test_the_disks_are_mounted_read_only_before_anything_runs_from_them() -> Non
     mounted = [step.words for step in row if step.number == boot.SYS_MOUNT]
     disks = [words for words in mounted if words[2] == "squashfs"]
     assert [words[:2] for words in disks] == [
-        ("/dev/vda", "/root"),
-        ("/dev/vdb", "/root/opt/gpool"),
-        ("/dev/vdc", "/root/opt/gpool/own"),
+        ("/dev/vda", "/system"),
+        ("/dev/vdb", "/system/opt/gpool"),
+        ("/dev/vdc", "/system/opt/gpool/own"),
     ]
     assert all(int(str(words[3])) & boot.MS_RDONLY for words in disks)
     assert [step.number for step in row[-2:]] == [boot.SYS_EXECVE, boot.SYS_EXIT]

@@ -291,9 +291,43 @@ async def probed(_: socket.socket) -> dict[str, Any]:
     return told
 
 
+async def called_off(_: socket.socket) -> dict[str, Any]:
+    """Builds are called off while their lanes are being opened."""
+    several = RootNetworks(EgressPolicy(), "aaaaa", servers=SERVERS, ahead=0)
+    await several.start()
+    before = fingerprint()
+    wants = Only((parse_target("10.9.9.9:80"),))
+    for turns in range(40):
+        opening = asyncio.ensure_future(several.open(wants))
+        await asyncio.wait([opening], timeout=turns / 1000)
+        if opening.cancel():
+            await asyncio.wait([opening])
+        else:
+            await opening.result().close()
+    await asyncio.to_thread(select.select, [], [], [], 0.5)  # threads nobody waits for
+    listed = await nft.nft("list", "set", "inet", "gpool_aaaaa", "permitted")
+    left = [name for _, name in socket.if_nameindex() if name.startswith("gpool")]
+    told = {"interfaces": left, "permitted": "10.9.9.9" in listed}
+    told["changed"] = differences(before, fingerprint())
+    await several.close()
+    return told
+
+
 CASES: dict[str, Callable[[socket.socket], Awaitable[dict[str, Any]]]] = {
     each.__name__: each
-    for each in (killed, two, dropper, rate, flows, router, moved, spoofed, listed, probed)
+    for each in (
+        killed,
+        two,
+        dropper,
+        rate,
+        flows,
+        router,
+        moved,
+        spoofed,
+        listed,
+        probed,
+        called_off,
+    )
 }
 
 

@@ -97,5 +97,5 @@ def test_no_name_is_free(name: str) -> None:
 
 def test_names_that_look_like_data_are_dear() -> None:
     data = "mzxw6ytboi4dkmrrgq2tmnzyha3tqojq" + ".t.example"
-    people = "files.pythonhosted.example"
+    people = "files.of-packages.example"
     assert dns.cost(data) > 5 * dns.cost(people)

@@ -108,3 +108,7 @@ def test_the_probe_really_opens_a_lane_and_leaves_nothing(stage: Stage) -> None:
     assert told["said"][0] is True
     assert told["changed"] == []
     assert told["no way out"] == [False, "egress is not offered: this host has no IPv4 route out"]
+
+
+def test_lanes_that_are_called_off_half_way_leave_nothing(stage: Stage) -> None:
+    assert stage("called_off") == {"interfaces": [], "permitted": False, "changed": []}

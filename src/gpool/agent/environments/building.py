@@ -138,7 +138,8 @@ class UvBuilder:
     async def _run(
         self, recipe: Recipe, interpreter: Interpreter, into: Path, output: _Listened
     ) -> None:
-        with tempfile.TemporaryDirectory(dir=self._empty.parent, prefix="recipe-") as folder:
+        # beside what is built: a killed agent's next one sweeps it away
+        with tempfile.TemporaryDirectory(dir=into.parent, prefix="recipe-") as folder:
             wanted = Path(folder) / "requirements.txt"
             wanted.write_text("".join(f"{one}\n" for one in recipe.packages))
             async with self._open_lane(self._indexes) as lane:

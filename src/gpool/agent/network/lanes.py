@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import hashlib
 import os
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol
+from typing import Any, Protocol
 
 from gpool.agent.network.policy import EgressPolicy, HostFacts, Only, Wants, reaches
 from gpool.agent.network.resolver import RESOLVER, Names, Resolver, Server
@@ -70,6 +71,18 @@ class Networks(Protocol):
         ...
 
     async def close(self) -> None: ...
+
+
+async def opened_whole(making: Coroutine[Any, Any, OpenLane]) -> OpenLane:
+    """A lane that is called off half-way is made to its end and closed: neither threads nor nft stop in between."""
+    work = asyncio.ensure_future(making)
+    try:
+        return await asyncio.shield(work)
+    except asyncio.CancelledError:
+        await asyncio.wait([work])
+        if not work.cancelled() and work.exception() is None:
+            await work.result().close()
+        raise
 
 
 def name_sockets() -> tuple[socket.socket, socket.socket]:

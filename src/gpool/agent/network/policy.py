@@ -96,7 +96,7 @@ def parse_policy(text: str) -> EgressPolicy:
         try:
             match word:
                 case "allow":
-                    allow.append(_worth_allowing(parse_target(value)))
+                    allow.append(worth_allowing(parse_target(value)))
                 case "deny" if value == "nothing":
                     denies = ()
                 case "deny":
@@ -114,7 +114,8 @@ def parse_policy(text: str) -> EgressPolicy:
     )
 
 
-def _worth_allowing(target: Target) -> Target:
+def worth_allowing(target: Target) -> Target:
+    """Refuses what would open nothing: an owner who writes it expects something else."""
     ends = (target.network.network_address, target.network.broadcast_address)
     if all(is_refused(end) for end in ends) and target.network.prefixlen >= 8:
         raise BadPolicy(f"{target}: no policy opens private, link-local or reserved addresses")

@@ -28,7 +28,7 @@ from typing import TypeVar
 import psutil  # type: ignore[import-untyped]
 
 from gpool.agent.network import host, nft, rules
-from gpool.agent.network.lanes import NoLane, OpenLane, name_sockets, resolver_for
+from gpool.agent.network.lanes import NoLane, OpenLane, name_sockets, opened_whole, resolver_for
 from gpool.agent.network.netlink import Netlink
 from gpool.agent.network.policy import Egress, EgressPolicy, HostFacts, Only, Wants
 from gpool.agent.network.resolver import RESOLVER, Server, configured_servers
@@ -171,7 +171,7 @@ class RootNetworks:
             if isinstance(wants, Egress) and self._prepared:
                 opened = self._prepared.pop()
             else:
-                opened = await self._make(wants)
+                opened = await opened_whole(self._make(wants))
         except (OSError, nft.NftFailed) as failure:
             raise NoLane(f"a lane could not be opened: {failure}") from failure
         self._fill_behind()

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from gpool.agent.network import host, nft, rules
-from gpool.agent.network.lanes import NoLane, OpenLane, resolver_for
+from gpool.agent.network.lanes import NoLane, OpenLane, opened_whole, resolver_for
 from gpool.agent.network.policy import Egress, EgressPolicy, HostFacts, Wants
 from gpool.agent.network.resolver import RESOLVER, Server, configured_servers
 from gpool.agent.runtime.protocol import Lane
@@ -123,7 +123,7 @@ class RootlessNetworks:
         if isinstance(wants, Egress) and self._prepared:
             opened = self._prepared.pop()
         else:
-            opened = await self._make(wants)
+            opened = await opened_whole(self._make(wants))
         if self._filling is None or self._filling.done():
             self._filling = asyncio.ensure_future(self._fill())
         return opened

@@ -85,7 +85,6 @@ def _fixed_arguments(root: Sequence[str]) -> bytes:
     for name in layout.MASKED:
         if os.path.exists(f"/proc/{name}"):
             words += ["--ro-bind", "/dev/null", f"/proc/{name}"]
-    words += ["--remount-ro", "/proc"]
     return _joined(words)
 
 
@@ -305,6 +304,8 @@ class BubblewrapRuntime:
         devices = device_arguments(self._gpus, job.slices)
         words = [*self._own_arguments(place, job, brought), *devices]
         words += ["--remount-ro", "/dev", "--chdir", "/work"]
+        if not devices:  # CUDA names its threads there, and fails where it cannot
+            words += ["--remount-ro", "/proc"]
         fixed = self._fixed_planted
         if brought or devices or not fixed:  # a planted root has no room for more, and is sealed
             fixed = self._fixed_bare if brought else self._fixed_plain
@@ -330,7 +331,10 @@ class BubblewrapRuntime:
         ]
         if self._wall:
             processes = 0 if self._root else job.limits.processes
-            command += landlock.command(len(given) - 1, processes, self.landlock)
+            names = bool(devices)
+            command += landlock.command(
+                len(given) - 1, processes, self.landlock, names_threads=names
+            )
         started = await self._launcher.start(
             Order(
                 mode="bubblewrap",

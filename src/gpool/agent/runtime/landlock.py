@@ -56,15 +56,21 @@ def version() -> int:
     return max(0, found)
 
 
-def rules(known: int) -> tuple[int, tuple[tuple[str, int], ...]]:
-    """(rights that are withheld unless given, what is given where) under that version of Landlock."""
+def rules(known: int, *, names_threads: bool = False) -> tuple[int, tuple[tuple[str, int], ...]]:
+    """(rights that are withheld unless given, what is given where) under that version of Landlock.
+
+    `names_threads`: it may write what the kernel lets it write of its own processes' entries in /proc.
+    """
     handled = FIRST_RIGHTS
     for since, right in ADDED_RIGHTS:
         handled |= right if known >= since else 0
     look = EXECUTE | READ_FILE | READ_DIR
     devices = (look | WRITE_FILE | TRUNCATE | IOCTL_DEV) & handled
     all_but_devices = handled & ~(MAKE_CHAR | MAKE_BLOCK)
-    return handled, (("/", look), ("/dev", devices), *((path, all_but_devices) for path in OPEN))
+    given = [("/", look), ("/dev", devices), *((path, all_but_devices) for path in OPEN)]
+    if names_threads:
+        given.append(("/proc", (look | WRITE_FILE | TRUNCATE) & handled))
+    return handled, tuple(given)
 
 
 def perl() -> str:
@@ -73,9 +79,11 @@ def perl() -> str:
     return "/usr/bin/perl" if found and os.path.exists("/usr/bin/perl") else ""
 
 
-def command(variables_at: int, processes: int, known: int) -> Sequence[str]:
+def command(
+    variables_at: int, processes: int, known: int, *, names_threads: bool = False
+) -> Sequence[str]:
     """Words before the command's own: variables come from that descriptor; 0 processes: no limit by user."""
-    handled, given = rules(known)
+    handled, given = rules(known, names_threads=names_threads)
     scoped = SCOPES if known >= SCOPES_FROM else 0
     size = 0 if not known else (8 if known < 4 else 16 if known < SCOPES_FROM else 24)
     numbers = (variables_at, processes, size, handled, scoped, PRLIMIT[platform.machine()])

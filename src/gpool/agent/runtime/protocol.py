@@ -8,7 +8,7 @@ A runtime promises, whatever the task does:
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -64,6 +64,14 @@ class Lane:
     resolver: str  # the address of the only name server it can reach; goes into /etc/resolv.conf
 
 
+Said = Callable[[str], None]
+"""Hears what a start is busy with when it takes its time, a line at a time."""
+
+
+def unheard(_line: str) -> None:
+    return
+
+
 @dataclass(frozen=True, slots=True)
 class CommandJob:
     """One command in a fresh sandbox."""
@@ -76,6 +84,7 @@ class CommandJob:
     environment: Prepared | None = None  # None: the agent's own Python with its packages
     lane: Lane | None = None  # None: no network
     image: str = ""  # for a runtime whose `images` is true
+    said: Said = field(default=unheard, repr=False, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +101,7 @@ class RunnerJob:
     preload: tuple[
         str, ...
     ] = ()  # modules imported before the first call; a failing one is skipped
+    said: Said = field(default=unheard, repr=False, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from gpool.core.model import (
     GpuRequest,
     Node,
     Requirements,
+    RuntimeOffer,
     Shape,
     Slice,
     Tier,
@@ -46,6 +47,7 @@ class Unfit(StrEnum):
     PYTHON = "python"
     TIER = "tier"
     NETWORK = "network"
+    RUNTIME = "runtime"
     CPU = "cpu"
     MEMORY = "memory"
     DISK = "disk"
@@ -79,6 +81,8 @@ def unfit(node: Node, shape: Shape) -> Unfit | None:
         return Unfit.TIER
     if needs.network not in offer.networks:
         return Unfit.NETWORK
+    if offer.runtimes and not any(_gives(runtime, shape) for runtime in offer.runtimes):
+        return Unfit.RUNTIME
     if offer.cpu_milli < needs.cpu_milli:
         return Unfit.CPU
     if offer.memory_bytes < memory_for(node, needs):
@@ -88,6 +92,17 @@ def unfit(node: Node, shape: Shape) -> Unfit | None:
     if needs.gpu and not any(_enough(node, request) for request in needs.gpu):
         return Unfit.GPU
     return None
+
+
+def _gives(runtime: RuntimeOffer, shape: Shape) -> bool:
+    """Everything that is asked for at once."""
+    needs = shape.requirements
+    return (
+        runtime.tier.strength >= needs.tier.strength
+        and needs.network in runtime.networks
+        and runtime.images == (environments.kind_of(shape.environment) == environments.IMAGE)
+        and (runtime.gpus or not needs.gpu)
+    )
 
 
 def suits(node: Node, needs: Requirements) -> bool:

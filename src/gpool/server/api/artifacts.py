@@ -98,9 +98,9 @@ async def get_artifact(request: Request, sha256: SHA256) -> Response:
 
 @router.head("/v1/artifacts/{sha256}", response_class=Response)
 async def head_artifact(request: Request, sha256: SHA256) -> Response:
-    """Is it there? 404 with `Upload-Offset` while your upload of it is unfinished. For a node: for the lease it names."""
+    """Is it there, so that you need not upload it? 404 with `Upload-Offset` while your upload of it is unfinished. For a node: for the lease it names."""
     who = await asker(request, Action.ARTIFACT_READ)
     lease = lease_of(request) if isinstance(who, NodeCredentials) else None
-    size = await artifacts.size_of(server_of(request), who, sha256_of(sha256), lease)
+    size = await artifacts.size_of(server_of(request), who, sha256_of(sha256), lease, to_name=True)
     headers = {"ETag": f'"{sha256}"', "Accept-Ranges": "bytes", "Content-Length": str(size)}
     return Response(status_code=200, headers=headers, media_type="application/octet-stream")

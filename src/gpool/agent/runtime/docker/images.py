@@ -95,6 +95,12 @@ def wrong_reference(image: str) -> str:
     return f"'{image[:80]}' is not the name of an image; write name:tag or, better, name@sha256:…"
 
 
+def registry_of(reference: str) -> str:
+    """The registry that a reference names itself, by the engines' own rule; "" where it leaves that to the engine."""
+    first, slash, _ = reference.partition("/")
+    return first if slash and ("." in first or ":" in first or first == "localhost") else ""
+
+
 def image_from(document: Mapping[str, Any]) -> Image:
     """From the engine's `inspect`."""
     config = document.get("Config") or {}

@@ -10,6 +10,7 @@ removes its containers when it dies.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import os
 import resource
@@ -22,12 +23,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, TypeVar
 
 import cloudpickle  # type: ignore[import-untyped]
 
 from gpool.agent import runner as runner_package
+from gpool.agent.network.addresses import is_refused
 from gpool.agent.runtime.bubblewrap import NOT_EXECUTABLE, NOT_FOUND, UIDS_A_BLOCK, Uids
 from gpool.agent.runtime.calls import Keeping, open_runner
 from gpool.agent.runtime.commands import Command, command_pipes
@@ -43,7 +46,7 @@ from gpool.agent.runtime.docker.confinement import (
 from gpool.agent.runtime.docker.containers import Contained, undivided
 from gpool.agent.runtime.docker.drivers import DRIVER_AT, graphics
 from gpool.agent.runtime.docker.engine import Engine, usual_socket
-from gpool.agent.runtime.docker.images import Image, Pull
+from gpool.agent.runtime.docker.images import Image, Pull, registry_of
 from gpool.agent.runtime.docker.streams import pour, relay
 from gpool.agent.runtime.launching import Exit, Started
 from gpool.agent.runtime.protocol import (
@@ -53,6 +56,7 @@ from gpool.agent.runtime.protocol import (
     Lane,
     RunnerJob,
     RunnerSandbox,
+    Said,
     SandboxFailed,
 )
 from gpool.agent.runtime.workplace import Workplace, clear
@@ -66,6 +70,8 @@ HOME = "/opt/gpool"  # inside
 AGENT_LABEL, BOOT_LABEL = "pool.gpool.agent", "pool.gpool.boot"
 REMAPPED_UID = 1000  # inside, where the engine has a user namespace: the first of ours
 THREADS = 16
+PULLS = 4  # at once; in threads of their own, so that a slow registry holds up nothing but pulls
+RESOLVE_WITHIN_S = 10.0
 ENGINE_WENT = "the container engine on that node went away, and the sandbox with it"
 CATATONIT, NOT_STARTED = "ERROR (catatonit:", "failed to exec pid1"
 CHECK = (
@@ -96,6 +102,21 @@ class _Slot:
     inside: int  # in the container
 
 
+@dataclass(slots=True)
+class _Pulling:
+    """One pull, and who hears of it."""
+
+    work: asyncio.Future[Image]
+    heard: list[Said]
+    layers: int = -1  # done, as they were last told
+
+
+class BadImage(SandboxFailed):
+    """No node like this one will ever have it."""
+
+    reason = EndReason.BAD_INPUT
+
+
 class DockerRuntime:
     """A `Runtime`. Make it once, in the agent's main thread; it starts its guard at the first container."""
 
@@ -113,9 +134,15 @@ class DockerRuntime:
         default_image: str = "",
         gvisor: Gvisor = Gvisor.AUTO,
         told: Callable[[Pull], None] | None = None,
+        registries: Sequence[str] = (),
         environ: Mapping[str, str] = os.environ,
     ) -> None:
-        """`told` hears of pulls, on the loop's thread. `default_image`: for tasks that name none."""
+        """`told` hears of pulls, on the loop's thread. `default_image`: for tasks that name none.
+
+        `registries` may be pulled from though they lie on private addresses; a consumer's word for one is not enough:
+        the engine would dial whatever it names, in the owner's own network.
+        """
+        self._registries = frozenset(registries)
         self._engine = Engine(engine or usual_socket(environ))
         self._default_image = default_image
         self._gvisor = gvisor
@@ -150,7 +177,8 @@ class DockerRuntime:
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="engine")
         self._guard: subprocess.Popen[bytes] | None = None
         self._guarding = asyncio.Lock()
-        self._pulls: dict[str, asyncio.Future[Image]] = {}
+        self._pullers = ThreadPoolExecutor(PULLS, thread_name_prefix="pull")
+        self._pulls: dict[str, _Pulling] = {}
         self._running: set[Contained] = set()
         self._free: list[_Slot] = []
         self._slots = self._made = 0
@@ -246,6 +274,7 @@ class DockerRuntime:
             await asyncio.to_thread(self._guard.communicate, b"done")
             self._guard = None
         self._threads.shutdown()
+        self._pullers.shutdown(wait=False, cancel_futures=True)  # the engine goes on or not
         self._engine.close()
         if self._uids is not None:
             self._uids.close()
@@ -279,18 +308,51 @@ class DockerRuntime:
         found = await self._call(partial(self._engine.find, reference))
         if found is not None:
             return found
+        await self._must_be_public(registry_of(reference))
         pulling = self._pulls.get(reference)
         if pulling is None:
             loop = asyncio.get_running_loop()
 
             def told(pull: Pull) -> None:
-                if self._told is not None:
-                    loop.call_soon_threadsafe(self._told, pull)
+                with contextlib.suppress(RuntimeError):  # nobody waits any more: the loop has ended
+                    loop.call_soon_threadsafe(self._hear, pull)
 
-            pulling = loop.run_in_executor(None, self._engine.pull, reference, told)
-            self._pulls[reference] = pulling
-            pulling.add_done_callback(lambda done: self._pulled(reference, done))
-        return await asyncio.shield(pulling)
+            work = loop.run_in_executor(self._pullers, self._engine.pull, reference, told)
+            pulling = self._pulls[reference] = _Pulling(work, [])
+            work.add_done_callback(lambda done: self._pulled(reference, done))
+        pulling.heard.append(job.said)
+        try:
+            return await asyncio.shield(pulling.work)
+        finally:
+            pulling.heard.remove(job.said)
+
+    async def _must_be_public(self, registry: str) -> None:
+        if not registry or registry in self._registries:
+            return
+        host, _, port = registry.partition(":")
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(RESOLVE_WITHIN_S):
+                found = await loop.getaddrinfo(host, port or 443, type=socket.SOCK_STREAM)
+        except (OSError, TimeoutError) as unknown:
+            raise SandboxFailed(
+                f"the registry {registry} has no address on this node: {unknown}"
+            ) from unknown
+        if any(is_refused(ip_address(one[4][0])) for one in found):
+            raise BadImage(
+                f"the registry {registry} lies on a private address; nodes pull from public ones, "
+                "and from those their owner names in the policy's [images]"
+            )
+
+    def _hear(self, pull: Pull) -> None:
+        """Everything for whoever made us; for tasks a line for each layer."""
+        if self._told is not None:
+            self._told(pull)
+        pulling = self._pulls.get(pull.image)
+        if pulling is not None and len(pull.done) != pulling.layers and not pull.failed:
+            pulling.layers = len(pull.done)
+            for said in tuple(pulling.heard):
+                said(pull.text)
 
     def _pulled(self, reference: str, done: asyncio.Future[Image]) -> None:
         del self._pulls[reference]

@@ -61,15 +61,15 @@ def steps(becomes: Becomes) -> list[Step]:
     flags = MS_RDONLY | MS_NOSUID | MS_NODEV
     return [
         *row,
-        Step(SYS_MOUNT, ("/dev/vda", "/root", "squashfs", flags, 0)),
-        Step(SYS_MOUNT, ("/dev/vdb", f"/root{becomes.home}", "squashfs", flags, 0)),
-        Step(SYS_MOUNT, ("/dev/vdc", f"/root{becomes.own}", "squashfs", flags, 0)),
+        Step(SYS_MOUNT, ("/dev/vda", "/system", "squashfs", flags, 0)),
+        Step(SYS_MOUNT, ("/dev/vdb", f"/system{becomes.home}", "squashfs", flags, 0)),
+        Step(SYS_MOUNT, ("/dev/vdc", f"/system{becomes.own}", "squashfs", flags, 0)),
         *(
-            Step(SYS_MOUNT, (f"/root{becomes.own}{folder}", f"/root{inside}", 0, MS_BIND, 0))
+            Step(SYS_MOUNT, (f"/system{becomes.own}{folder}", f"/system{inside}", 0, MS_BIND, 0))
             for folder, inside in becomes.shown
         ),
-        Step(SYS_MOUNT, ("/dev", "/root/dev", 0, MS_MOVE, 0)),
-        Step(SYS_CHDIR, ("/root",)),
+        Step(SYS_MOUNT, ("/dev", "/system/dev", 0, MS_MOVE, 0)),
+        Step(SYS_CHDIR, ("/system",)),
         Step(SYS_MOUNT, (".", "/", 0, MS_MOVE, 0)),
         Step(SYS_CHROOT, (".",)),
         Step(SYS_EXECVE, (becomes.argv[0], becomes.argv, becomes.env)),
@@ -139,7 +139,7 @@ def archive(init: bytes, modules: Mapping[str, bytes]) -> bytes:
     """The first file system, in the kernel's own archive format."""
     nowhere = (0, 0)
     entries: list[tuple[str, int, bytes, tuple[int, int]]] = [
-        *((name, DIRECTORY, b"", nowhere) for name in ("dev", "root", "modules")),
+        *((name, DIRECTORY, b"", nowhere) for name in ("dev", "system", "modules")),
         ("dev/console", CONSOLE, b"", (5, 1)),
         ("init", PROGRAM, init, nowhere),
         *((path.lstrip("/"), PLAIN, data, nowhere) for path, data in modules.items()),

@@ -288,6 +288,8 @@ class MicrovmRuntime:
         try:
             if job.lane is not None:
                 raise SandboxFailed("a guest has no network on this node")
+            if self._choice is None:
+                job.said("the first guest on this node: its disks are made, once")
             vmm, choice, image = await self._ready(job.environment)
             disk = root.root / "work.img"
             await asyncio.to_thread(make_work_disk, disk, job.limits.disk_bytes)
