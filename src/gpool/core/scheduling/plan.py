@@ -25,13 +25,17 @@ from itertools import islice
 from gpool.core.errors import Invalid
 from gpool.core.ids import NodeId, TaskId, UserId
 from gpool.core.model import Allocation, Instant, Node, Shape
-from gpool.core.scheduling.events import Grant, Place, Plan
+from gpool.core.scheduling import gangs, preemption
+from gpool.core.scheduling.events import Grant, Member, Place, Plan, Preempt
+from gpool.core.scheduling.fair_share import Amounts, amounts_of, tenant_of
+from gpool.core.scheduling.levels import attained_at
 from gpool.core.scheduling.limits import Holder, gpus_in, gpus_of, holders_of
 from gpool.core.scheduling.orders import ORDERS, Candidate, Key, Order, Policy
 from gpool.core.scheduling.placement import Fit, fit, is_open, unfit
+from gpool.core.scheduling.preemption import Victim, amounts_of_line
 from gpool.core.scheduling.queue import Entry, epoch_of
 from gpool.core.scheduling.room import Room
-from gpool.core.scheduling.state import ShapeState, State
+from gpool.core.scheduling.state import Line, ShapeState, State
 
 MAX_KEPT_CLEAR = 8
 _LOOKS_FOR_CLEARING = 64  # shapes a pass for which a node to clear is sought
@@ -101,13 +105,14 @@ class _Turn:
 class _NewLine:
     """A line as this pass leaves it."""
 
-    __slots__ = ("allocation", "before", "grants", "node", "shape")
+    __slots__ = ("allocation", "before", "grants", "members", "node", "shape")
 
     def __init__(self, node: NodeId, allocation: Allocation, shape: Shape, before: int) -> None:
         self.node = node
         self.allocation = allocation
         self.shape = shape
         self.before = before
+        self.members: tuple[Member, ...] = ()
         self.grants: list[Entry] = []
 
 
@@ -127,6 +132,13 @@ class _Draft:
         self.waiting: list[_Turn] = []  # could not start (any more), first in the order first
         self.made: list[_NewLine] = []
         self.lines: dict[tuple[NodeId, int], _NewLine] = {}
+        self.taken: dict[Holder, Amounts] = {}  # by tenants and users, in this pass
+        self.future: dict[NodeId, Room] = {}  # where something stops or is promised
+        self.clearing: dict[NodeId, Shape] = {}
+        self.partly: gangs.Found = []  # nodes that have room for the gang just asked about
+        self.stopped: set[Line] = set()
+        self.preemptions: list[Preempt] = []
+        self._victims: list[Victim] | None = None
 
     # ---- starts
 
@@ -137,13 +149,14 @@ class _Draft:
             turn.key = self.key(turn)
             turns.append((turn.key, turn.head, turn))
         heapify(turns)
+        self.book_what_stops()
         while turns and len(self.made) < self.policy.max_places_per_pass:
             key, _, turn = turns[0]
             turn.key = self.key(turn)
             if turn.key > key:  # its user got something meanwhile
                 heapreplace(turns, (turn.key, turn.head, turn))
                 continue
-            if not self.start_one(turn):
+            if not self.start_one(turn) and not self.clear_for(turn):
                 self.waiting.append(turn)
                 self.keep_clear(turn)
                 heappop(turns)
@@ -155,13 +168,36 @@ class _Draft:
         while turns:
             self.waiting.append(heappop(turns)[2])
 
-    def key(self, turn: _Turn, given_up: int = 0) -> Key:
+    def key(self, turn: _Turn, given_up: int = 0, without: Line | None = None) -> Key:
+        """Where its next task stands; `without`: as if that line did not run."""
         shape = turn.entry.shape
         at, task, _ = turn.head
         running = self.state.running.get(shape.user, 0) + self.running.get(shape.user, 0) - given_up
-        served = self.state.served(shape.user)
-        candidate = Candidate(shape, Instant(at), TaskId(task), running, served)
+        candidate = Candidate(
+            shape,
+            Instant(at),
+            TaskId(task),
+            running,
+            self.state.served(shape.user),
+            attained_at(shape.level),
+            self.shares(shape, without),
+            self.state.estimate(shape),
+        )
         return self.order(candidate, self.now, self.policy)
+
+    def shares(self, shape: Shape, without: Line | None = None) -> tuple[int, int]:
+        tenant, user = tenant_of(shape), ("user", shape.user)
+        less = None if without is None else (tenant_of(without.shape), without.shape.user)
+        weights = self.policy.weights
+        found = []
+        for holder in (tenant, user) if tenant != user else (tenant,):
+            more = self.taken.get(holder)
+            if less is not None and without is not None and (holder == less[0] or holder == ("user", less[1])):
+                gone = amounts_of_line(without)
+                base = more or (0, 0, 0)
+                more = (base[0] - gone[0], base[1] - gone[1], base[2] - gone[2])
+            found.append(self.state.shares.of(holder, weights.get(holder, 1000), more))
+        return found[0], found[-1] if len(found) > 1 else 0
 
     def key_beside(self, other: _Turn, user: UserId) -> Key:
         """The key of another shape if `user` gave up one allocation."""
@@ -170,13 +206,21 @@ class _Draft:
     def start_one(self, turn: _Turn) -> bool:
         shape = turn.entry.shape
         requests = shape.requirements.gpu
-        kept = self.kept_clear
+        self.partly = []
         for choice in range(len(requests) or 1):
-            barred = {id_ for id_, other in kept.items() if other is not shape}
+            barred = self.barred(shape)
+            if shape.requirements.nodes > 1:
+                found_all = gangs.places(self.engine, shape, choice, barred)
+                if len(found_all) < shape.requirements.nodes:
+                    self.partly = max(self.partly, found_all, key=len)
+                elif self.is_within_limits(turn, *(found for _, found in found_all)):
+                    self.open_line(turn, *found_all)
+                    return True
+                continue
             looks = _LOOKS_WITHIN_LIMITS
             while (found := self.engine.best(shape, choice, barred)) is not None:
                 if self.is_within_limits(turn, found[1]):
-                    self.open_line(turn, *found)
+                    self.open_line(turn, found)
                     return True
                 looks -= 1
                 if requests[choice].vram_bytes is None or not looks:
@@ -184,9 +228,16 @@ class _Draft:
                 barred.add(found[0])
         return False
 
-    def is_within_limits(self, turn: _Turn, found: Fit) -> bool:
+    def barred(self, shape: Shape) -> set[NodeId]:
+        """What is being cleared, or kept clear, for others; what may be stopped again may use the latter meanwhile."""
+        found = {id_ for id_, other in self.clearing.items() if other is not shape}
+        if not (shape.preemptible and self.policy.preemption):
+            found.update(id_ for id_, other in self.kept_clear.items() if other is not shape)
+        return found
+
+    def is_within_limits(self, turn: _Turn, *found: Fit) -> bool:
         """Whether its user and team may run so many GPUs more; else the turn is over its limit."""
-        taken = gpus_in(found.slices)
+        taken = sum(gpus_in(each.slices) for each in found)
         if not taken or not self.policy.limits.is_any:
             return True
         for holder in holders_of(turn.entry.shape):
@@ -212,8 +263,17 @@ class _Draft:
     def room(self, node: NodeId) -> Room:
         return self.rooms.get(node) or self.state.nodes[node].room
 
-    def open_line(self, turn: _Turn, node: NodeId, found: Fit) -> None:
+    def open_line(self, turn: _Turn, *found: tuple[NodeId, Fit]) -> None:
         shape = turn.entry.shape
+        parts = [Member(node, self.take(shape, node, fits)) for node, fits in found]
+        self.count(shape, [part.allocation for part in parts])
+        line = _NewLine(parts[0].node, parts[0].allocation, shape, 0)
+        line.members = tuple(parts[1:])
+        line.grants += turn.take(1)
+        self.made.append(line)
+        self.lines[line.node, line.allocation.number] = line
+
+    def take(self, shape: Shape, node: NodeId, found: Fit) -> Allocation:
         entry = self.state.nodes[node]
         taken = entry.lines
         number = self.numbers.get(node, 0)
@@ -225,18 +285,121 @@ class _Draft:
             room = self.rooms[node] = entry.room.copy()
         allocation = found.numbered(number)
         room.take(allocation, shape.user)
+        if node in self.future:
+            self.future[node].take(allocation, shape.user)
         before = self.engine.overlay.get(node, (room, len(taken)))[1]
         self.engine.overlay[node] = (room, before + 1)
         self.engine.touch(node)
-        self.running[shape.user] = self.running.get(shape.user, 0) + 1
-        gpus = gpus_of(allocation)
+        return allocation
+
+    def count(self, shape: Shape, allocations: list[Allocation], sign: int = 1) -> None:
+        """What its people hold with these."""
+        self.running[shape.user] = self.running.get(shape.user, 0) + sign * len(allocations)
+        gpus = sum(gpus_of(allocation) for allocation in allocations)
         if gpus:
             for holder in holders_of(shape):
-                self.gpus[holder] = self.gpus.get(holder, 0) + gpus
-        line = _NewLine(node, allocation, shape, 0)
-        line.grants += turn.take(1)
-        self.made.append(line)
-        self.lines[node, number] = line
+                self.gpus[holder] = self.gpus.get(holder, 0) + sign * gpus
+        for holder in {tenant_of(shape), ("user", shape.user)}:
+            had = self.taken.get(holder, (0, 0, 0))  # type: ignore[arg-type]
+            for allocation in allocations:
+                more = amounts_of(allocation)
+                had = (had[0] + sign * more[0], had[1] + sign * more[1], had[2] + sign * more[2])
+            self.taken[holder] = had  # type: ignore[index]
+
+    # ---- making room
+
+    def book_what_stops(self) -> None:
+        """What was asked to stop will be free, and its people are counted without it."""
+        for line in self.state.stoppable.values():
+            if line.stopping:
+                for part in (line, *line.members):
+                    self.ahead(part.node).give(part.allocation)
+                self.count(line.shape, [part.allocation for part in (line, *line.members)], -1)
+
+    def ahead(self, node: NodeId) -> Room:
+        """What will be free there once all that was asked to stop has stopped, less what is promised."""
+        room = self.future.get(node)
+        if room is None:
+            room = self.future[node] = self.room(node).copy()
+        return room
+
+    def clear_for(self, turn: _Turn) -> bool:
+        """Preempts what comes later for the next task of this turn, or waits for what stops already. It starts in a later pass."""
+        if not self.policy.preemption or not self.state.stoppable or turn.is_over:
+            return False
+        shape = turn.entry.shape
+        have = {node for node, _ in self.partly}
+        need = shape.requirements.nodes - len(have)
+        found = preemption.cheapest(shape, need, self.clearable(turn, have))
+        if found is None or not self.is_within_limits(turn, *(each.fit for each in found)):
+            return False
+        task = TaskId(turn.head[1])
+        for victim in {id(v.line): v for each in found for v in each.victims}.values():
+            if victim.line in self.stopped:
+                continue
+            self.stopped.add(victim.line)
+            for part in victim.parts:
+                self.ahead(part.node).give(part.allocation)
+            self.count(victim.line.shape, [part.allocation for part in victim.parts], -1)
+            self.preemptions += [
+                Preempt(id_, lease.epoch, victim.line.node, task)
+                for id_, lease in victim.line.leases.items()
+            ]
+        promised = []
+        for node, fits in (*self.partly, *((each.node, each.fit) for each in found)):
+            allocation = fits.numbered(-1)
+            self.ahead(node).take(allocation, shape.user)
+            self.clearing[node] = shape
+            promised.append(allocation)
+        self.count(shape, promised)
+        turn.take(1)  # it stays queued; the next of its kind may want room as well
+        return True
+
+    def clearable(
+        self, turn: _Turn, have: set[NodeId]
+    ) -> Iterator[tuple[Node, Room, list[Victim]]]:
+        """Nodes on which something would stop for it, or stops already."""
+        at: dict[NodeId, list[Victim]] = {id_: [] for id_ in self.future}
+        if len(self.preemptions) < self.policy.max_preemptions_per_pass:
+            beside: dict[tuple[UserId, Holder, Amounts], Key] = {}
+            for victim in self.victims():
+                if victim.line in self.stopped:
+                    continue
+                shape = victim.line.shape
+                which = (shape.user, tenant_of(shape), victim.amounts)
+                mine = beside.get(which)
+                if mine is None:
+                    mine = beside[which] = self.key(turn, without=victim.line)
+                if mine < victim.key:
+                    for node in {part.node for part in victim.parts}:
+                        at.setdefault(node, []).append(victim)
+        for id_, victims in at.items():
+            node = self.node(id_)
+            if node is not None and id_ not in have and unfit(node, turn.entry.shape) is None:
+                yield node, self.future.get(id_) or self.room(id_), victims
+
+    def victims(self) -> list[Victim]:
+        if self._victims is None:
+            self._victims = []
+            for line in self.state.stoppable.values():
+                if line.stopping or not line.leases:
+                    continue
+                task, lease = next(iter(line.leases.items()))
+                if lease.attained and self.now - line.since < self.policy.protection:
+                    continue
+                shape = line.shape
+                candidate = Candidate(
+                    shape,
+                    lease.queued_at,
+                    task,
+                    self.state.running.get(shape.user, 0) + self.running.get(shape.user, 0) - 1,
+                    self.state.served(shape.user),
+                    self.state.attained(task, self.now),
+                    self.shares(shape, line),
+                )
+                key = self.order(candidate, self.now, self.policy)
+                self._victims.append(Victim(key, line, amounts_of_line(line)))
+        return self._victims
 
     def keep_clear(self, turn: _Turn) -> None:
         """For a task that has waited long: the node nearest to having room takes nothing from those behind it."""
@@ -263,7 +426,7 @@ class _Draft:
         looks = _LOOKS_FOR_FEEDING
         for rank, turn in enumerate(self.waiting):
             made = started.get(id(turn.entry.shape), [])
-            if not (made or turn.entry.lines):
+            if not (made or turn.entry.lines) or turn.entry.shape.requirements.nodes > 1:
                 continue
             depth = line_depth(self.state, turn.entry.shape, self.policy)
             if depth > 1 and len(self.made) < self.policy.max_places_per_pass:
@@ -355,17 +518,20 @@ class _Draft:
                 self.made.append(line)
 
     def result(self) -> Plan:
-        return Plan(
-            tuple(
-                Place(
-                    line.node,
-                    line.allocation,
-                    line.shape,
-                    tuple([Grant(TaskId(entry[1]), epoch_of(entry) + 1) for entry in line.grants]),
-                )
-                for line in self.made
-            )
-        )
+        places = []
+        for line in self.made:
+            if line.shape.preemptible:
+                grants = tuple([self.grant_known(entry) for entry in line.grants])
+            else:
+                grants = tuple([Grant(TaskId(e[1]), epoch_of(e) + 1) for e in line.grants])
+            places.append(Place(line.node, line.allocation, line.shape, grants, line.members))
+        return Plan(tuple(places), tuple(self.preemptions))
+
+    def grant_known(self, entry: Entry) -> Grant:
+        """With what is needed to compare it with others while it runs."""
+        task = TaskId(entry[1])
+        attained = self.state.attained(task, self.now)
+        return Grant(task, epoch_of(entry) + 1, Instant(entry[0]), attained)
 
 
 def _water_level(counts: list[int], tasks: int, depth: int) -> int:
