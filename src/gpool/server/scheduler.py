@@ -9,7 +9,7 @@ contradiction), folding stops and the next pass takes a new picture.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from operator import itemgetter
@@ -20,17 +20,19 @@ from gpool.core.ids import NodeId, SpecId, TaskId, UserId
 from gpool.core.model import Instant, Node, Shape, Span, TaskSpec
 from gpool.core.scheduling.events import (
     Event,
+    Leased,
     NodeChanged,
     NodeRemoved,
+    Preempt,
     QueuedTask,
     RunTimesObserved,
-    TasksLeased,
+    TasksPreempted,
     TasksQueued,
     TasksReleased,
     TasksWithdrawn,
 )
 from gpool.core.scheduling.limits import GpuLimits
-from gpool.core.scheduling.orders import Policy
+from gpool.core.scheduling.orders import ORDERS, Order, Policy
 from gpool.core.scheduling.plan import plan
 from gpool.core.scheduling.shapes import shape_of
 from gpool.core.scheduling.state import Contradiction, State, build
@@ -39,12 +41,13 @@ from gpool.server.hub import Hub, Wake
 from gpool.server.identity.sealer import Sealer
 from gpool.server.metrics import Metrics
 from gpool.server.store.operation import brief, operation
-from gpool.server.store.operations import leases
+from gpool.server.store.operations import checkpoints, leases
 from gpool.server.store.protocol import Operation, Store
 from gpool.server.store.values import (
     AppliedPlan,
     GrantedLine,
     Picture,
+    QueuedRow,
     Recording,
     Submission,
     Submitted,
@@ -73,6 +76,7 @@ class Scheduler:
         policy: Policy,
         ttl: Span,
         sealer: Sealer,
+        orders: Mapping[str, Order] = ORDERS,
     ) -> None:
         self.state = State()
         self.wake = Wake()
@@ -85,6 +89,7 @@ class Scheduler:
         self._hub = hub
         self._metrics = metrics
         self.policy = policy
+        self.orders = orders
         self._ttl = ttl
         self._sealer = sealer
         self._term = 0
@@ -102,8 +107,11 @@ class Scheduler:
         """One pass: plan, write, fold, send. How many leases it granted."""
         if self.in_doubt:
             await self.rebuild(now)
-        places = plan(self.state, now, self.policy).places
+        decided = plan(self.state, now, self.policy, self.orders)
+        places = decided.places
         self._metrics.queued.set(self.state.queued_count)
+        if decided.preemptions:
+            await self._preempt(decided.preemptions, now)
         if not places:
             return 0
         asked = sum(len(place.grants) for place in places)
@@ -117,11 +125,22 @@ class Scheduler:
             return 0
         for line in applied.lines:
             tasks = tuple(TaskId(lease.task) for _, lease in line.leases)
-            self.fold(TasksLeased(line.place.node, line.place.allocation, line.place.shape, tasks))
+            self.fold(line.place.leased(tasks, now))
         await self._deliver(applied, now)
         granted = sum(len(line.leases) for line in applied.lines)
         self._metrics.granted.inc(granted)
         return granted
+
+    async def _preempt(self, preemptions: Sequence[Preempt], now: Instant) -> None:
+        """Asks those that are still as planned to make room; they hold it until their nodes say that they ended."""
+        holds = [Hold(each.task, each.epoch) for each in preemptions]
+        recording = await self._write(checkpoints.preempt_if_current(holds, self._term, now))
+        asked = tuple(TaskId(hold.task) for _, hold in recording.to_preempt)
+        if len(asked) < len(holds):
+            log.info("%d of %d preemptions had been overtaken", len(holds) - len(asked), len(holds))
+        if asked:
+            self.fold(TasksPreempted(asked))
+        self.absorb(recording)
 
     async def rebuild(self, now: Instant) -> None:
         """Takes a new term and a new picture; every silent node's time starts anew, so none is given up early."""
@@ -142,18 +161,30 @@ class Scheduler:
         self._metrics.rebuilt.inc()
 
     def _built(self, picture: Picture) -> State:
-        specs = self._specs
-        return build(
+        specs, ran = self._specs, picture.ran
+        leases = {}
+        for _, lease in picture.held:
+            known = picture.since.get(lease.task)
+            if known is not None and specs[lease.spec][2].preemptible:
+                leased_at, queued_at = known
+                told = Leased(lease.epoch, queued_at, ran.get(lease.task, Span(0)))
+                leases[lease.task] = (leased_at, told)
+        state = build(
             (self._with_connection(row.node) for row in picture.nodes),
-            (
-                (specs[row.spec][2], QueuedTask(row.task, row.epoch, row.queued_at))
-                for row in picture.queued
-            ),
+            ((specs[row.spec][2], self._queued_task(row, ran)) for row in picture.queued),
             (
                 (node, lease.allocation, specs[lease.spec][2], lease.task)
                 for node, lease in picture.held
             ),
+            leases,
         )
+        state.fold(TasksPreempted(picture.preempting))
+        return state
+
+    def _queued_task(self, row: QueuedRow, ran: Mapping[TaskId, Span]) -> QueuedTask:
+        is_counted = row.epoch and self._specs[row.spec][2].preemptible
+        attained = ran.get(row.task, Span(0)) if is_counted else Span(0)
+        return QueuedTask(row.task, row.epoch, row.queued_at, attained)
 
     def use_limits(self, limits: GpuLimits) -> None:
         """How many GPUs users and teams may run at once, from the next pass on."""
@@ -201,12 +232,13 @@ class Scheduler:
         """Reports, an expiry or a cancel were committed: fold them, tell those who wait, stop what was cancelled."""
         if recording.withdrawn:
             self.fold(TasksWithdrawn(recording.withdrawn))
+        attained = self._attained(recording) if recording.requeued else {}
         if recording.released:
             if recording.ended:
                 self._observe(recording)
             self.fold(TasksReleased(recording.released))
         if recording.requeued:
-            self._requeue(recording)
+            self._requeue(recording, attained)
         self._publish(recording)
         self._stop(recording.to_stop, StopReason.CANCELLED)
         self._stop(recording.to_preempt, StopReason.PREEMPTED)
@@ -230,11 +262,22 @@ class Scheduler:
         for shape, durations in seen.values():
             self.fold(RunTimesObserved(shape, len(durations), Span(sum(durations))))
 
-    def _requeue(self, recording: Recording) -> None:
+    def _attained(self, recording: Recording) -> dict[TaskId, Span]:
+        """What those that come back have run so far, where that counts."""
+        found = {}
+        for task in recording.requeued:
+            line = self.state.held.get(task.task)
+            lease = line.leases.get(task.task) if line is not None else None
+            if lease is not None:
+                found[task.task] = Span(lease.attained + task.ran)
+        return found
+
+    def _requeue(self, recording: Recording, attained: Mapping[TaskId, Span]) -> None:
         by_spec: dict[SpecId, list[QueuedTask]] = {}
         for task in recording.requeued:
+            ran = attained.get(task.task, Span(0))
             by_spec.setdefault(task.spec, []).append(
-                QueuedTask(task.task, task.epoch, task.queued_at)
+                QueuedTask(task.task, task.epoch, task.queued_at, ran)
             )
             self._metrics.requeued.labels(task.reason.value).inc()
         for spec_id, tasks in by_spec.items():

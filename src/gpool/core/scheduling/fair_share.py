@@ -15,7 +15,7 @@ everybody start even.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from gpool.core.ids import NodeId
 from gpool.core.model import SECOND, Allocation, Instant, Node, Shape, Span
@@ -35,13 +35,20 @@ def amounts_of(allocation: Allocation) -> Amounts:
     return gpus_of(allocation), allocation.cpu_milli, allocation.memory_bytes
 
 
+def total(amounts: Iterable[Amounts]) -> Amounts:
+    gpus = cpus = memory = 0
+    for each in amounts:
+        gpus, cpus, memory = gpus + each[0], cpus + each[1], memory + each[2]
+    return gpus, cpus, memory
+
+
 class Shares:
     """What holders have of what there is."""
 
-    __slots__ = ("_held", "_lent", "_nodes")
+    __slots__ = ("_all", "_held", "_lent", "_nodes")
 
     def __init__(self) -> None:
-        self._lent = [0, 0, 0]
+        self._lent, self._all = [0, 0, 0], [0, 0, 0]
         self._nodes: dict[NodeId, Amounts] = {}
         self._held: dict[Holder, list[int]] = {}
 
@@ -58,16 +65,18 @@ class Shares:
             self._add(self._lent, lent, -1)
 
     def take(self, shape: Shape, amounts: Amounts) -> None:
+        self._add(self._all, amounts, 1)
         for holder in {tenant_of(shape), ("user", shape.user)}:
-            self._add(self._held.setdefault(holder, [0, 0, 0]), amounts, 1)  # type: ignore[arg-type]
+            self._add(self._held.setdefault(holder, [0, 0, 0]), amounts, 1)
 
     def give(self, shape: Shape, amounts: Amounts) -> None:
+        self._add(self._all, amounts, -1)
         for holder in {tenant_of(shape), ("user", shape.user)}:
-            held = self._held.get(holder)  # type: ignore[arg-type]
+            held = self._held.get(holder)
             if held is not None:
                 self._add(held, amounts, -1)
                 if not any(held):
-                    del self._held[holder]  # type: ignore[arg-type]
+                    del self._held[holder]
 
     @staticmethod
     def _add(total: list[int], amounts: Amounts, sign: int) -> None:
@@ -92,6 +101,11 @@ class Shares:
             memory * ALL // memories if memories else 0,
         )
         return share * 1000 // max(1, weight_milli)
+
+    @property
+    def free_gpus(self) -> int:
+        """Thousandths that nobody holds, wherever they are."""
+        return self._lent[0] - self._all[0]
 
     def truth(self) -> Mapping[Holder, list[int]]:
         return self._held

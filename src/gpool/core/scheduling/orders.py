@@ -99,3 +99,9 @@ def fair_share(candidate: Candidate, now: Instant, policy: Policy) -> Key:
 
 ORDERS: Mapping[str, Order] = {"fcfs": fcfs, "round_robin": round_robin, "priority": priority, "shortest": shortest, "fair_share": fair_share}
 """The orders of the house. The server adds those of the entry point group `gpool.orders` and passes the whole table."""
+
+DECISIVE: Mapping[str, int] = {"round_robin": 1, "priority": 1, "fair_share": 6}
+"""How many of the first numbers of a key are worth preempting for; orders that are not named never preempt.
+
+The rest, mere age, decides who starts first but stops nobody: a task of the same standing would be stopped next.
+"""

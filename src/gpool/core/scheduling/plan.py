@@ -21,18 +21,20 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from heapq import heapify, heappop, heapreplace
 from itertools import islice
+from operator import itemgetter
 
 from gpool.core.errors import Invalid
 from gpool.core.ids import NodeId, TaskId, UserId
-from gpool.core.model import Allocation, Instant, Node, Shape
+from gpool.core.model import Allocation, Instant, Node, Shape, Span
 from gpool.core.scheduling import gangs, preemption
+from gpool.core.scheduling.backfill import Reservation, may_pass, ready_at
 from gpool.core.scheduling.events import Grant, Member, Place, Plan, Preempt
 from gpool.core.scheduling.fair_share import Amounts, amounts_of, tenant_of
 from gpool.core.scheduling.levels import attained_at
-from gpool.core.scheduling.limits import Holder, gpus_in, gpus_of, holders_of
-from gpool.core.scheduling.orders import ORDERS, Candidate, Key, Order, Policy
+from gpool.core.scheduling.limits import Holder, gpus_in, gpus_of, holders_of, least_gpus
+from gpool.core.scheduling.orders import DECISIVE, ORDERS, Candidate, Key, Order, Policy
 from gpool.core.scheduling.placement import Fit, fit, is_open, unfit
-from gpool.core.scheduling.preemption import Victim, amounts_of_line
+from gpool.core.scheduling.preemption import Victim
 from gpool.core.scheduling.queue import Entry, epoch_of
 from gpool.core.scheduling.room import Room
 from gpool.core.scheduling.state import Line, ShapeState, State
@@ -42,6 +44,7 @@ _LOOKS_FOR_CLEARING = 64  # shapes a pass for which a node to clear is sought
 _LOOKS_FOR_FEEDING = (
     200_000  # comparisons a pass for who comes before whom; past them lines run dry
 )
+_LOOKS_AHEAD = 16  # tasks of one shape that are weighed against what runs
 _LOOKS_WITHIN_LIMITS = 32  # cards tried for a slice whose share of them differs
 _REFILL = 4  # a line is fed once a quarter of it is gone: fewer, fuller grants
 
@@ -121,13 +124,14 @@ class _Draft:
 
     def __init__(self, state: State, now: Instant, policy: Policy, order: Order) -> None:
         self.state, self.now, self.policy, self.order = state, now, policy, order
+        self.decisive = DECISIVE.get(policy.order, 0) if policy.preemption else 0
         self.engine = state.engine(policy.pricing)
         self.rooms: dict[NodeId, Room] = {}
         self.numbers: dict[NodeId, int] = {}  # the smallest that may be free
         self.running: dict[UserId, int] = {}
         self.gpus: dict[Holder, int] = {}
         self.saved: set[Holder] = set()  # whose limit is kept for a task that has waited long
-        self.kept_clear: dict[NodeId, Shape] = {}
+        self.kept_clear: dict[NodeId, Reservation] = {}
         self.looks = _LOOKS_FOR_CLEARING
         self.waiting: list[_Turn] = []  # could not start (any more), first in the order first
         self.made: list[_NewLine] = []
@@ -137,8 +141,11 @@ class _Draft:
         self.clearing: dict[NodeId, Shape] = {}
         self.partly: gangs.Found = []  # nodes that have room for the gang just asked about
         self.stopped: set[Line] = set()
+        self.wanted: set[TaskId] = set()
+        self.predictions: dict[int, tuple[Span | None]] = {}
         self.preemptions: list[Preempt] = []
-        self._victims: list[Victim] | None = None
+        self.unwanted: list[Line] | None = None
+        self._victims: list[list[Victim]] | None = None
 
     # ---- starts
 
@@ -171,33 +178,46 @@ class _Draft:
     def key(self, turn: _Turn, given_up: int = 0, without: Line | None = None) -> Key:
         """Where its next task stands; `without`: as if that line did not run."""
         shape = turn.entry.shape
-        at, task, _ = turn.head
         running = self.state.running.get(shape.user, 0) + self.running.get(shape.user, 0) - given_up
-        candidate = Candidate(
+        return self.order(self.candidate(shape, turn.head, running, without), self.now, self.policy)
+
+    def candidate(
+        self, shape: Shape, entry: Entry, running: int = 0, without: Line | None = None
+    ) -> Candidate:
+        return Candidate(
             shape,
-            Instant(at),
-            TaskId(task),
+            Instant(entry[0]),
+            TaskId(entry[1]),
             running,
             self.state.served(shape.user),
             attained_at(shape.level),
             self.shares(shape, without),
-            self.state.estimate(shape),
+            self.predicted(shape),
         )
-        return self.order(candidate, self.now, self.policy)
+
+    def predicted(self, shape: Shape) -> Span | None:
+        """Asked of the house's orders only by the one that looks at it: it is not cheap."""
+        if self.policy.order in ORDERS and self.policy.order != "shortest":
+            return None
+        known = self.predictions.get(id(shape))
+        if known is None:
+            known = self.predictions[id(shape)] = (self.state.predictions.of(shape),)
+        return known[0]
 
     def shares(self, shape: Shape, without: Line | None = None) -> tuple[int, int]:
-        tenant, user = tenant_of(shape), ("user", shape.user)
-        less = None if without is None else (tenant_of(without.shape), without.shape.user)
-        weights = self.policy.weights
-        found = []
-        for holder in (tenant, user) if tenant != user else (tenant,):
-            more = self.taken.get(holder)
-            if less is not None and without is not None and (holder == less[0] or holder == ("user", less[1])):
-                gone = amounts_of_line(without)
-                base = more or (0, 0, 0)
-                more = (base[0] - gone[0], base[1] - gone[1], base[2] - gone[2])
-            found.append(self.state.shares.of(holder, weights.get(holder, 1000), more))
-        return found[0], found[-1] if len(found) > 1 else 0
+        """Of its tenant and its user, with what this pass gave them."""
+        tenant: Holder = tenant_of(shape)
+        user: Holder = ("user", shape.user)
+        first = self.share(tenant, without)
+        return first, first if tenant == user else self.share(user, without)
+
+    def share(self, holder: Holder, without: Line | None) -> int:
+        more = self.taken.get(holder)
+        if without is not None and holder in (tenant_of(without.shape), ("user", without.shape.user)):
+            less = without.amounts
+            base = more or (0, 0, 0)
+            more = (base[0] - less[0], base[1] - less[1], base[2] - less[2])
+        return self.state.shares.of(holder, self.policy.weights.get(holder, 1000), more)
 
     def key_beside(self, other: _Turn, user: UserId) -> Key:
         """The key of another shape if `user` gave up one allocation."""
@@ -231,8 +251,11 @@ class _Draft:
     def barred(self, shape: Shape) -> set[NodeId]:
         """What is being cleared, or kept clear, for others; what may be stopped again may use the latter meanwhile."""
         found = {id_ for id_, other in self.clearing.items() if other is not shape}
-        if not (shape.preemptible and self.policy.preemption):
-            found.update(id_ for id_, other in self.kept_clear.items() if other is not shape)
+        if self.kept_clear and not (shape.preemptible and self.decisive):
+            predicted = self.state.predictions.of(shape)
+            for id_, kept in self.kept_clear.items():
+                if not may_pass(shape, kept, self.now, predicted):
+                    found.add(id_)
         return found
 
     def is_within_limits(self, turn: _Turn, *found: Fit) -> bool:
@@ -300,11 +323,11 @@ class _Draft:
             for holder in holders_of(shape):
                 self.gpus[holder] = self.gpus.get(holder, 0) + sign * gpus
         for holder in {tenant_of(shape), ("user", shape.user)}:
-            had = self.taken.get(holder, (0, 0, 0))  # type: ignore[arg-type]
+            had = self.taken.get(holder, (0, 0, 0))
             for allocation in allocations:
                 more = amounts_of(allocation)
                 had = (had[0] + sign * more[0], had[1] + sign * more[1], had[2] + sign * more[2])
-            self.taken[holder] = had  # type: ignore[index]
+            self.taken[holder] = had
 
     # ---- making room
 
@@ -325,7 +348,10 @@ class _Draft:
 
     def clear_for(self, turn: _Turn) -> bool:
         """Preempts what comes later for the next task of this turn, or waits for what stops already. It starts in a later pass."""
-        if not self.policy.preemption or not self.state.stoppable or turn.is_over:
+        if not self.decisive or not self.state.stoppable or turn.is_over:
+            return False
+        self.victims()
+        if TaskId(turn.head[1]) not in self.wanted:
             return False
         shape = turn.entry.shape
         have = {node for node, _ in self.partly}
@@ -352,6 +378,7 @@ class _Draft:
             self.clearing[node] = shape
             promised.append(allocation)
         self.count(shape, promised)
+        self._victims = None  # shares are not what they were
         turn.take(1)  # it stays queued; the next of its kind may want room as well
         return True
 
@@ -361,45 +388,81 @@ class _Draft:
         """Nodes on which something would stop for it, or stops already."""
         at: dict[NodeId, list[Victim]] = {id_: [] for id_ in self.future}
         if len(self.preemptions) < self.policy.max_preemptions_per_pass:
-            beside: dict[tuple[UserId, Holder, Amounts], Key] = {}
-            for victim in self.victims():
-                if victim.line in self.stopped:
-                    continue
-                shape = victim.line.shape
-                which = (shape.user, tenant_of(shape), victim.amounts)
-                mine = beside.get(which)
-                if mine is None:
-                    mine = beside[which] = self.key(turn, without=victim.line)
-                if mine < victim.key:
-                    for node in {part.node for part in victim.parts}:
-                        at.setdefault(node, []).append(victim)
+            for alike in self.victims():
+                mine = self.key(turn, without=alike[0].line)[: self.decisive]
+                for victim in alike:
+                    if victim.key[: self.decisive] <= mine:
+                        break
+                    if victim.line not in self.stopped:
+                        for id_ in {part.node for part in victim.parts}:
+                            at.setdefault(id_, []).append(victim)
         for id_, victims in at.items():
             node = self.node(id_)
             if node is not None and id_ not in have and unfit(node, turn.entry.shape) is None:
                 yield node, self.future.get(id_) or self.room(id_), victims
 
-    def victims(self) -> list[Victim]:
+    def victims(self) -> list[list[Victim]]:
+        """What could be stopped: those of one user and size together, the last in the order first."""
         if self._victims is None:
+            if self.unwanted is None:
+                self.unwanted = self.find_unwanted()
+            groups: dict[tuple[UserId, int | None, Amounts], list[Line]] = {}
+            for line in self.unwanted:
+                if line not in self.stopped:
+                    which = (line.shape.user, line.shape.team, line.amounts)
+                    groups.setdefault(which, []).append(line)
             self._victims = []
-            for line in self.state.stoppable.values():
-                if line.stopping or not line.leases:
-                    continue
-                task, lease = next(iter(line.leases.items()))
-                if lease.attained and self.now - line.since < self.policy.protection:
-                    continue
-                shape = line.shape
-                candidate = Candidate(
-                    shape,
-                    lease.queued_at,
-                    task,
-                    self.state.running.get(shape.user, 0) + self.running.get(shape.user, 0) - 1,
-                    self.state.served(shape.user),
-                    self.state.attained(task, self.now),
-                    self.shares(shape, line),
-                )
-                key = self.order(candidate, self.now, self.policy)
-                self._victims.append(Victim(key, line, amounts_of_line(line)))
+            for lines in groups.values():
+                shares = self.shares(lines[0].shape, lines[0])
+                found = [Victim(self.standing(line, shares), line) for line in lines]
+                self._victims.append(sorted(found, reverse=True, key=_key))
         return self._victims
+
+    def standing(self, line: Line, shares: tuple[int, int]) -> Key:
+        """The key of a running task as if it waited."""
+        task, lease = next(iter(line.leases.items()))
+        user = line.shape.user
+        running = self.state.running.get(user, 0) + self.running.get(user, 0) - 1
+        attained = Span(lease.attained + max(0, self.now - line.since))
+        served = self.state.served(user)
+        candidate = Candidate(line.shape, lease.queued_at, task, running, served, attained, shares)
+        return self.order(candidate, self.now, self.policy)
+
+    def find_unwanted(self) -> list[Line]:
+        """Those for whom nothing would be left if everybody were served in order; `wanted` are the waiting ones served then."""
+        ranked: list[tuple[Key, int, Line | TaskId]] = []
+        shares: dict[tuple[UserId, int | None], tuple[int, int]] = {}
+        left = self.state.shares.free_gpus
+        for line in self.state.stoppable.values():
+            if line.stopping:
+                left += line.amounts[0]
+            elif line.leases and not self.is_protected(line):
+                left += line.amounts[0]
+                whose = (line.shape.user, line.shape.team)
+                if whose not in shares:
+                    shares[whose] = self.shares(line.shape)
+                ranked.append((self.standing(line, shares[whose]), line.amounts[0], line))
+        for entry in self.state.waiting():
+            shape = entry.shape
+            size = least_gpus(shape) * shape.requirements.nodes
+            for waiting in islice(entry.queue.entries(), _LOOKS_AHEAD):
+                key = self.order(self.candidate(shape, waiting), self.now, self.policy)
+                ranked.append((key, size, TaskId(waiting[1])))
+        ranked.sort(key=itemgetter(0))
+        unwanted: list[Line] = []
+        for _, size, who in ranked:
+            if size <= left:
+                left -= size
+                if not isinstance(who, Line):
+                    self.wanted.add(who)
+            elif isinstance(who, Line):
+                unwanted.append(who)
+        return unwanted
+
+    def is_protected(self, line: Line) -> bool:
+        """Preempted before, and started again only lately."""
+        lease = next(iter(line.leases.values()))
+        return lease.attained > 0 and self.now - line.since < self.policy.protection
 
     def keep_clear(self, turn: _Turn) -> None:
         """For a task that has waited long: the node nearest to having room takes nothing from those behind it."""
@@ -411,9 +474,23 @@ class _Draft:
         if not self.looks or len(self.kept_clear) >= MAX_KEPT_CLEAR:
             return
         self.looks -= 1
-        nearest = self.engine.nearest(shape, self.kept_clear)
-        if nearest is not None:
-            self.kept_clear[nearest] = shape
+        nodes: list[NodeId] = []
+        for _ in range(shape.requirements.nodes):
+            nearest = self.engine.nearest(shape, {*self.kept_clear, *nodes})
+            if nearest is None:
+                return  # a part of the nodes is of no use
+            nodes.append(nearest)
+        at = max(self.ready_at(id_, shape) for id_ in nodes)
+        for id_ in nodes:
+            self.kept_clear[id_] = Reservation(shape, at)
+
+    def ready_at(self, id_: NodeId, shape: Shape) -> Instant:
+        entry = self.state.nodes[id_]
+        if entry.node is None:
+            return self.now
+        lines = entry.lines.values()
+        predicted = self.state.predictions.of
+        return ready_at(entry.node, self.room(id_), lines, shape, self.now, predicted)
 
     # ---- lines
 
@@ -459,7 +536,8 @@ class _Draft:
         found: list[_NewLine] = []
         for id_, lines in by_node.items():
             node = self.node(id_)
-            if node is None or self.kept_clear.get(id_, shape) is not shape:
+            kept = self.kept_clear.get(id_)
+            if node is None or (kept is not None and kept.shape is not shape):
                 continue
             if unfit(node, shape) is not None or self.is_wanted(node, lines, before):
                 continue
@@ -532,6 +610,10 @@ class _Draft:
         task = TaskId(entry[1])
         attained = self.state.attained(task, self.now)
         return Grant(task, epoch_of(entry) + 1, Instant(entry[0]), attained)
+
+
+def _key(victim: Victim) -> Key:
+    return victim.key
 
 
 def _water_level(counts: list[int], tasks: int, depth: int) -> int:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from gpool.core.ids import NodeId
 from gpool.core.model import Node, Shape
-from gpool.core.scheduling.fair_share import Amounts, amounts_of
+from gpool.core.scheduling.fair_share import Amounts
 from gpool.core.scheduling.orders import Key
 from gpool.core.scheduling.placement import Fit, fit, is_slice, usable
 from gpool.core.scheduling.room import Room
@@ -30,7 +30,10 @@ class Victim(NamedTuple):
 
     key: Key
     line: Line
-    amounts: Amounts  # of all its nodes
+
+    @property
+    def amounts(self) -> Amounts:
+        return self.line.amounts
 
     @property
     def parts(self) -> tuple[Line, ...]:
@@ -43,14 +46,6 @@ class Clearing(NamedTuple):
     node: NodeId
     fit: Fit
     victims: tuple[Victim, ...]
-
-
-def amounts_of_line(line: Line) -> Amounts:
-    gpus, cpu, memory = amounts_of(line.allocation)
-    for member in line.members:
-        more = amounts_of(member.allocation)
-        gpus, cpu, memory = gpus + more[0], cpu + more[1], memory + more[2]
-    return gpus, cpu, memory
 
 
 def cheapest(

@@ -29,9 +29,10 @@ from gpool.core.scheduling.events import (
     TasksReleased,
     TasksWithdrawn,
 )
-from gpool.core.scheduling.fair_share import Shares, amounts_of
+from gpool.core.scheduling.fair_share import Shares, amounts_of, total
 from gpool.core.scheduling.levels import at_level, level_of
 from gpool.core.scheduling.limits import Holder, gpus_of, holders_of
+from gpool.core.scheduling.predictions import Predictions
 from gpool.core.scheduling.pricing import Pricing
 from gpool.core.scheduling.queue import Queue, Ticket, epoch_of
 from gpool.core.scheduling.room import Room
@@ -53,7 +54,18 @@ class Line:
     A gang has one line a node: the first has the task, the others are its `members`.
     """
 
-    __slots__ = ("allocation", "count", "entry", "leases", "members", "node", "shape", "since", "stopping")
+    __slots__ = (
+        "allocation",
+        "amounts",
+        "count",
+        "entry",
+        "leases",
+        "members",
+        "node",
+        "shape",
+        "since",
+        "stopping",
+    )
 
     def __init__(self, node: NodeId, allocation: Allocation, entry: ShapeState) -> None:
         self.node = node
@@ -61,6 +73,7 @@ class Line:
         self.entry = entry
         self.shape = entry.shape
         self.count = 0
+        self.amounts = amounts_of(allocation)  # those of its members included
         self.members: tuple[Line, ...] = ()
         self.since = Instant(0)  # when its newest lease was granted
         self.leases: dict[TaskId, Leased] = {}  # where they may be preempted
@@ -111,6 +124,7 @@ class State:
         "gpus",
         "held",
         "nodes",
+        "predictions",
         "running",
         "shapes",
         "shares",
@@ -124,6 +138,7 @@ class State:
         self.running: dict[UserId, int] = {}  # allocations a user holds
         self.gpus: dict[Holder, int] = {}  # thousandths of GPUs that users and teams hold
         self.shares = Shares()
+        self.predictions = Predictions()
         self.stoppable: dict[tuple[NodeId, int], Line] = {}  # what may be preempted, or is being
         self._attained: dict[TaskId, Span] = {}  # of waiting tasks that ran before
         self._live: dict[TaskId, Ticket] = {}
@@ -331,7 +346,9 @@ class State:
         line = entry.lines.get(key)
         if line is None:
             line = self._open(entry, key, event.allocation)
-            line.members = tuple([self._open_member(entry, part) for part in event.members])
+            if event.members:
+                line.members = tuple([self._open_member(entry, part) for part in event.members])
+                line.amounts = total(part.amounts for part in (line, *line.members))
         elif line.allocation != event.allocation:
             raise Contradiction(f"allocation {key} is {line.allocation}, not {event.allocation}")
         held, size_before = self.held, len(self.held)
@@ -383,7 +400,7 @@ class State:
         if taken:
             for holder in holders_of(entry.shape):
                 self.gpus[holder] = self.gpus.get(holder, 0) + taken
-        self.shares.take(entry.shape, amounts_of(allocation))
+        self.shares.take(entry.shape, line.amounts)
         return line
 
     def _release(self, tasks: Iterable[TaskId]) -> None:
@@ -425,6 +442,7 @@ class State:
     def _observe(self, shape: Shape, count: int, total: Span) -> None:
         if count <= 0:
             return
+        self.predictions.observe(shape, count, total)
         mean = total / count
         before = self._estimates.pop(shape, None)
         old = 0.0 if before is None else _KEEP ** min(count, 64)
