@@ -12,7 +12,7 @@ from gpool.core import gpuspec
 from gpool.core.ids import TaskId
 from gpool.core.model import GIB, SECOND, Network, Shape, Tier
 from gpool.core.scheduling.events import TasksQueued, TasksWithdrawn
-from gpool.core.scheduling.orders import Policy
+from gpool.core.scheduling.orders import ORDERS, Policy
 from gpool.core.scheduling.plan import plan
 from gpool.core.scheduling.snapshot import take
 from gpool.core.scheduling.state import State
@@ -90,7 +90,7 @@ def some_state(dice: Random) -> tuple[State, Policy, list[int]]:
             for number in range(1, dice.randint(2, 7))
         )
     )
-    order = dice.choice(("fcfs", "round_robin", "priority"))
+    order = dice.choice(sorted(ORDERS))
     policy = Policy(order=order, patience=dice.choice((Policy().patience, 10**12)))  # type: ignore[arg-type]
     last, waiting = 0, []
     for turn in range(dice.randint(3, 30)):
@@ -155,7 +155,7 @@ def test_a_suggestion_is_always_true_1000_of_1000() -> None:
     assert {"gpus", "model", "cpus", "memory", "tier", "vram", "network"} <= kinds
 
 
-@pytest.mark.parametrize("order", ["fcfs", "round_robin", "priority"])
+@pytest.mark.parametrize("order", sorted(ORDERS))
 def test_a_snapshot_always_plans_as_its_state(order: str) -> None:
     for seed in range(60):
         state, policy, _ = some_state(Random(seed))

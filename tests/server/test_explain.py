@@ -120,16 +120,18 @@ async def test_a_dry_run_tells_and_changes_nothing(desk: Desk) -> None:
     await desk.command(priority=0)
     desk.clock.advance(1)
     await desk.command(priority=50)
+    await desk.http.patch("/v1/admin/policy", json={"order": "priority"})
     answer = await desk.http.patch("/v1/admin/policy", json={"order": "fcfs", "dry_run": True})
     assert answer.status_code == 200, answer.text
     found = answer.json()["dry_run"]
     assert found["sentence"] == "Would start 1 task sooner, 1 later; 0 of 2 as now."
     held = (await desk.get("/v1/admin/policy")).json()
-    assert (held["order"], held["changed"]) == ("priority", [])
+    assert (held["order"], held["changed"]) == ("priority", ["order"])
 
 
 async def test_a_policy_holds_from_the_next_pass_and_after_a_restart(desk: Desk) -> None:
     agent = await desk.agent(offer=an_offer(cpus=1))
+    configured = desk.server.settings.order
     changed = await desk.http.patch("/v1/admin/policy", json={"order": "fcfs", "patience_s": 5})
     assert changed.status_code == 200, changed.text
     assert sorted(changed.json()["changed"]) == ["order", "patience_s"]
@@ -140,11 +142,11 @@ async def test_a_policy_holds_from_the_next_pass_and_after_a_restart(desk: Desk)
     await desk.schedule()
     assert agent.leases()[-1].task == int_of(first)
     desk.server.scheduler.use_rules(NO_RULES, desk.server.now)
-    assert desk.server.scheduler.policy.order == "priority"
+    assert desk.server.scheduler.policy.order == configured
     await operating.refresh(desk.server)
     assert desk.server.scheduler.policy.order == "fcfs"
     back = await desk.http.patch("/v1/admin/policy", json={"order": None})
-    assert back.json()["order"] == "priority"
+    assert back.json()["order"] == configured
     noted = (await desk.get("/v1/audit")).json()["items"]
     assert [one["action"] for one in noted[:2]] == ["policy.change", "policy.change"]
 

@@ -8,7 +8,9 @@ from dataclasses import dataclass, replace
 from gpool.core import environments, gpuspec
 from gpool.core.ids import NodeId, TaskId
 from gpool.core.model import GIB, Gpu, GpuRequest, Instant, Node, Shape, Tier
-from gpool.core.scheduling.limits import holders_of, least_gpus
+from gpool.core.scheduling.fair_share import tenant_of
+from gpool.core.scheduling.levels import attained_at
+from gpool.core.scheduling.limits import Holder, holders_of, least_gpus
 from gpool.core.scheduling.orders import ORDERS, Candidate, Key, Order, Policy
 from gpool.core.scheduling.placement import Unfit, fit, is_open, slice_of, unfit, usable
 from gpool.core.scheduling.plan import DEFAULT, order_named
@@ -286,8 +288,21 @@ def _ranking(state: State, now: Instant, policy: Policy, order: Order) -> Rankin
     def key(shape: Shape, place: int, entry: Entry) -> Key:
         running = state.running.get(shape.user, 0) + place
         at, id_, _ = entry
-        candidate = Candidate(shape, Instant(at), TaskId(id_), running, state.served(shape.user))
+        tenant = tenant_of(shape)
+        candidate = Candidate(
+            shape,
+            Instant(at),
+            TaskId(id_),
+            running,
+            state.served(shape.user),
+            attained_at(shape.level),
+            (share(tenant), share(("user", shape.user))),
+            state.predictions.of(shape),
+        )
         return order(candidate, now, policy)
+
+    def share(holder: Holder) -> int:
+        return state.shares.of(holder, policy.weights.get(holder, 1000))
 
     return key
 

@@ -16,7 +16,7 @@ from gpool.core.ids import TaskId
 from gpool.core.model import SECOND, Instant, Shape, Span
 from gpool.core.scheduling.calibration import Calibration, Range, Told
 from gpool.core.scheduling.forecast import Course, Question, courses, waits
-from gpool.core.scheduling.orders import Policy
+from gpool.core.scheduling.orders import Order, Policy
 from gpool.core.scheduling.run_times import RunTimes
 from gpool.core.scheduling.snapshot import take
 from gpool.core.scheduling.state import State
@@ -33,6 +33,7 @@ class Scheduled(Protocol):
 
     state: State
     policy: Policy
+    orders: Mapping[str, Order]
 
     async def since(self) -> Mapping[TaskId, Instant]: ...
 
@@ -110,7 +111,7 @@ class Forecasts:
             made, policy = self._made, scheduled.policy
             if made is None or made.policy != policy or not 0 <= now - made.at < LIFE:
                 asked = await self.question(scheduled, now)
-                found = await asyncio.to_thread(courses, asked, policy)
+                found = await asyncio.to_thread(courses, asked, policy, scheduled.orders)
                 made = self._made = _Made(now, policy, found)
             return made
 

@@ -20,17 +20,19 @@ from gpool.core.ids import NodeId, SpecId, TaskId, UserId
 from gpool.core.model import Instant, Node, Shape, Span, TaskSpec
 from gpool.core.scheduling.events import (
     Event,
+    Leased,
     NodeChanged,
     NodeRemoved,
+    Preempt,
     QueuedTask,
     RunTimesObserved,
-    TasksLeased,
+    TasksPreempted,
     TasksQueued,
     TasksReleased,
     TasksWithdrawn,
 )
 from gpool.core.scheduling.limits import GpuLimits
-from gpool.core.scheduling.orders import Policy
+from gpool.core.scheduling.orders import ORDERS, Order, Policy
 from gpool.core.scheduling.plan import plan
 from gpool.core.scheduling.rules import NO_RULES, Rules
 from gpool.core.scheduling.shapes import shape_of
@@ -41,13 +43,14 @@ from gpool.server.hub import Hub, Wake
 from gpool.server.identity.sealer import Sealer
 from gpool.server.metrics import Metrics
 from gpool.server.store.operation import brief, operation
-from gpool.server.store.operations import leases
+from gpool.server.store.operations import checkpoints, leases
 from gpool.server.store.operations import rules as rules_operations
 from gpool.server.store.protocol import Operation, Store
 from gpool.server.store.values import (
     AppliedPlan,
     GrantedLine,
     Picture,
+    QueuedRow,
     Recording,
     Submission,
     Submitted,
@@ -76,6 +79,7 @@ class Scheduler:
         policy: Policy,
         ttl: Span,
         sealer: Sealer,
+        orders: Mapping[str, Order] = ORDERS,
     ) -> None:
         self.state = State()
         self.wake = Wake()
@@ -92,6 +96,7 @@ class Scheduler:
         self.rules = NO_RULES
         self._ruled_at = Instant(0)
         self.forecasts = Forecasts()
+        self.orders = orders
         self._ttl = ttl
         self._sealer = sealer
         self._term = 0
@@ -111,8 +116,11 @@ class Scheduler:
             await self.rebuild(now)
         if self.rules.changes_between(self._ruled_at, now):
             self._lay_rules(now)
-        places = plan(self.state, now, self.policy).places
+        decided = plan(self.state, now, self.policy, self.orders)
+        places = decided.places
         self._metrics.queued.set(self.state.queued_count)
+        if decided.preemptions:
+            await self._preempt(decided.preemptions, now)
         if not places:
             return 0
         asked = sum(len(place.grants) for place in places)
@@ -126,12 +134,23 @@ class Scheduler:
             return 0
         for line in applied.lines:
             tasks = tuple(TaskId(lease.task) for _, lease in line.leases)
-            self.fold(TasksLeased(line.place.node, line.place.allocation, line.place.shape, tasks))
             self.forecasts.started(tasks, now)
+            self.fold(line.place.leased(tasks, now))
         await self._deliver(applied, now)
         granted = sum(len(line.leases) for line in applied.lines)
         self._metrics.granted.inc(granted)
         return granted
+
+    async def _preempt(self, preemptions: Sequence[Preempt], now: Instant) -> None:
+        """Asks those that are still as planned to make room; they hold it until their nodes say that they ended."""
+        holds = [Hold(each.task, each.epoch) for each in preemptions]
+        recording = await self._write(checkpoints.preempt_if_current(holds, self._term, now))
+        asked = tuple(TaskId(hold.task) for _, hold in recording.to_preempt)
+        if len(asked) < len(holds):
+            log.info("%d of %d preemptions had been overtaken", len(holds) - len(asked), len(holds))
+        if asked:
+            self.fold(TasksPreempted(asked))
+        self.absorb(recording)
 
     async def rebuild(self, now: Instant) -> None:
         """Takes a new term and a new picture; every silent node's time starts anew, so none is given up early."""
@@ -152,18 +171,30 @@ class Scheduler:
         self._metrics.rebuilt.inc()
 
     def _built(self, picture: Picture) -> State:
-        specs = self._specs
-        return build(
+        specs, ran = self._specs, picture.ran
+        leases = {}
+        for _, lease in picture.held:
+            known = picture.since.get(lease.task)
+            if known is not None and specs[lease.spec][2].preemptible:
+                leased_at, queued_at = known
+                told = Leased(lease.epoch, queued_at, ran.get(lease.task, Span(0)))
+                leases[lease.task] = (leased_at, told)
+        state = build(
             (self._with_connection(row.node) for row in picture.nodes),
-            (
-                (specs[row.spec][2], QueuedTask(row.task, row.epoch, row.queued_at))
-                for row in picture.queued
-            ),
+            ((specs[row.spec][2], self._queued_task(row, ran)) for row in picture.queued),
             (
                 (node, lease.allocation, specs[lease.spec][2], lease.task)
                 for node, lease in picture.held
             ),
+            leases,
         )
+        state.fold(TasksPreempted(picture.preempting))
+        return state
+
+    def _queued_task(self, row: QueuedRow, ran: Mapping[TaskId, Span]) -> QueuedTask:
+        is_counted = row.epoch and self._specs[row.spec][2].preemptible
+        attained = ran.get(row.task, Span(0)) if is_counted else Span(0)
+        return QueuedTask(row.task, row.epoch, row.queued_at, attained)
 
     def use_limits(self, limits: GpuLimits) -> None:
         """How many GPUs users and teams may run at once, from the next pass on."""
@@ -173,7 +204,8 @@ class Scheduler:
 
     def use_rules(self, rules: Rules, now: Instant) -> None:
         """What operators laid upon the pool, from the next pass on."""
-        policy = rules.policy.applied(replace(self.configured, limits=self.policy.limits))
+        configured = replace(self.configured, limits=self.policy.limits)
+        policy = rules.policy.applied(configured, self.orders)
         if rules == self.rules and policy == self.policy:
             return
         self.policy, self.rules = policy, rules
@@ -233,12 +265,13 @@ class Scheduler:
         if recording.withdrawn:
             self.fold(TasksWithdrawn(recording.withdrawn))
             self.forecasts.gone(recording.withdrawn)
+        attained = self._attained(recording) if recording.requeued else {}
         if recording.released:
             if recording.ended:
                 self._observe(recording)
             self.fold(TasksReleased(recording.released))
         if recording.requeued:
-            self._requeue(recording)
+            self._requeue(recording, attained)
         self._publish(recording)
         self._stop(recording.to_stop, StopReason.CANCELLED)
         self._stop(recording.to_preempt, StopReason.PREEMPTED)
@@ -263,11 +296,22 @@ class Scheduler:
             self.fold(RunTimesObserved(shape, len(durations), Span(sum(durations))))
             self.forecasts.ended(shape, durations)
 
-    def _requeue(self, recording: Recording) -> None:
+    def _attained(self, recording: Recording) -> dict[TaskId, Span]:
+        """What those that come back have run so far, where that counts."""
+        found = {}
+        for task in recording.requeued:
+            line = self.state.held.get(task.task)
+            lease = line.leases.get(task.task) if line is not None else None
+            if lease is not None:
+                found[task.task] = Span(lease.attained + task.ran)
+        return found
+
+    def _requeue(self, recording: Recording, attained: Mapping[TaskId, Span]) -> None:
         by_spec: dict[SpecId, list[QueuedTask]] = {}
         for task in recording.requeued:
+            ran = attained.get(task.task, Span(0))
             by_spec.setdefault(task.spec, []).append(
-                QueuedTask(task.task, task.epoch, task.queued_at)
+                QueuedTask(task.task, task.epoch, task.queued_at, ran)
             )
             self._metrics.requeued.labels(task.reason.value).inc()
         for spec_id, tasks in by_spec.items():

@@ -20,7 +20,6 @@ from gpool.core.model import Instant, Shape, Span
 from gpool.core.scheduling.events import (
     Place,
     QueuedTask,
-    TasksLeased,
     TasksQueued,
     TasksReleased,
 )
@@ -100,7 +99,9 @@ class _Run:
     ) -> None:
         self.asked, self.policy, self.orders, self.offset = asked, policy, orders, offset
         self.state = asked.snapshot.state()
-        self.waiting = sum(len(event.tasks) for event in asked.snapshot.queued)
+        self.targets = {task.id for event in asked.snapshot.queued for task in event.tasks}
+        self.ending: dict[TaskId, int] = {}  # what is in `ends` otherwise was stopped
+        self.left: dict[TaskId, Span] = {}  # of those that were stopped
         self.ends: list[tuple[int, TaskId]] = []
         self.lines: dict[tuple[NodeId, int], deque[tuple[TaskId, Shape]]] = {}
         self.line_of: dict[TaskId, tuple[NodeId, int]] = {}
@@ -114,7 +115,7 @@ class _Run:
         is_over = False
         for _ in range(bounds.passes):
             self._plan(now)
-            if len(self.starts) >= self.waiting:
+            if len(self.starts) >= len(self.targets):
                 break
             upcoming = min(
                 self.ends[0][0] if self.ends else bounds.horizon + first,
@@ -138,13 +139,38 @@ class _Run:
                 self.line_of[task] = key
             at, task = tasks[0]
             left = self._left(task, held.shape, Span(max(0, now - at)))
-            heappush(self.ends, (now + left, task))
+            self._end(task, now + left)
 
     def _plan(self, now: Instant) -> None:
-        for place in plan(self.state, now, self.policy, self.orders).places:
+        decided = plan(self.state, now, self.policy, self.orders)
+        for place in decided.places:
             tasks = tuple(grant.task for grant in place.grants)
-            self.state.fold(TasksLeased(place.node, place.allocation, place.shape, tasks))
+            self.state.fold(place.leased(tasks, now))
             self._stand(place, now)
+        for each in decided.preemptions:
+            self._stop(each.task, now)
+        if decided.preemptions:
+            for place in plan(self.state, now, self.policy, self.orders).places:
+                tasks = tuple(grant.task for grant in place.grants)
+                self.state.fold(place.leased(tasks, now))
+                self._stand(place, now)
+
+    def _stop(self, task: TaskId, now: Instant) -> None:
+        """It makes room at once and waits again for what it has left to do."""
+        held, ends_at = self.state.held.get(task), self.ending.pop(task, None)
+        if held is None or ends_at is None or task not in held.leases:
+            return
+        lease, shape = held.leases[task], held.shape
+        attained = self.state.attained(task, now)
+        self.left[task] = Span(max(1, ends_at - now))
+        line = self.lines.pop(self.line_of.pop(task))
+        self.state.fold(TasksReleased((task,)))
+        back = QueuedTask(task, lease.epoch, lease.queued_at, attained)
+        self.state.fold(TasksQueued(shape, (back,)))
+        line.popleft()
+        if line:
+            self.lines[held.node, held.allocation.number] = line
+            self._start_first(line, now)
 
     def _stand(self, place: Place, now: Instant) -> None:
         key = (place.node, place.allocation.number)
@@ -158,9 +184,14 @@ class _Run:
 
     def _start_first(self, line: deque[tuple[TaskId, Shape]], now: Instant) -> None:
         task, shape = line[0]
-        if task not in self.new:
+        if task in self.targets:
             self.starts.setdefault(task, now)
-        heappush(self.ends, (now + self._left(task, shape, Span(0)), task))
+        left = self.left.pop(task, None)
+        self._end(task, now + (self._left(task, shape, Span(0)) if left is None else left))
+
+    def _end(self, task: TaskId, at: int) -> None:
+        self.ending[task] = at
+        heappush(self.ends, (at, task))
 
     def _advance(self, before: Instant, until: Instant) -> Instant:
         """All that happens until then, as if at one moment: the middle of it, so that nothing is late on average."""
@@ -168,6 +199,9 @@ class _Run:
         total = happened = 0
         while self.ends and self.ends[0][0] <= until:
             at, task = heappop(self.ends)
+            if self.ending.get(task) != at:
+                continue  # it was stopped before
+            del self.ending[task]
             total, happened = total + at, happened + 1
             key = self.line_of.pop(task)
             line = self.lines[key]

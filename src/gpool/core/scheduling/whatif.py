@@ -156,6 +156,7 @@ def _kinds(shape: Shape, free: _Free) -> Iterator[tuple[str, Iterator[_Change]]]
     yield "vram", _less_vram(shape, free)
     yield "share", _less_share(shape, free)
     yield "gpus", _fewer_gpus(shape)
+    yield "nodes", _fewer_nodes(shape)
     yield "model", _other_models(shape, free)
     yield "slice", _a_slice(shape, free)
     yield "cpus", _fewer_cpus(shape, free)
@@ -196,6 +197,14 @@ def _fewer_gpus(shape: Shape) -> Iterator[_Change]:
         needs = _gpu(shape, replace(asked, count=count))
         said = f"with {count} GPU{'s' if count > 1 else ''} instead of {asked.count}"
         yield _Change(f"--gpu {gpuspec.format(needs.gpu)}", said, needs)
+
+
+def _fewer_nodes(shape: Shape) -> Iterator[_Change]:
+    asked = shape.requirements.nodes
+    for count in range(asked - 1, 0, -1):
+        needs = replace(shape.requirements, nodes=count)
+        said = f"with {count} node{'s' if count > 1 else ''} instead of {asked}"
+        yield _Change(f"--nodes {count}", said, needs)
 
 
 def _other_models(shape: Shape, free: _Free) -> Iterator[_Change]:

@@ -39,7 +39,7 @@ async def explain(server: Server, who: Caller, id_: TaskId) -> ExplainDocument:
             view, Explanation("running", f"It {doing} on {view.node_name or 'a node'}.")
         )
     scheduler, now = server.scheduler, server.now
-    told = why(scheduler.state, id_, now, scheduler.policy)
+    told = why(scheduler.state, id_, now, scheduler.policy, scheduler.orders)
     if scheduler.state.queue_of(id_) is None:
         return _document(view, told)
     told = with_story(told, row.tries, row.losses, await _last_failure(server, id_, row.tries))
@@ -49,7 +49,8 @@ async def explain(server: Server, who: Caller, id_: TaskId) -> ExplainDocument:
     found: tuple[Suggestion, ...] = ()
     if told.code != "next":
         snapshot = take(scheduler.state, also=id_)
-        found = await asyncio.to_thread(suggest, snapshot, id_, now, scheduler.policy)
+        policy, orders = scheduler.policy, scheduler.orders
+        found = await asyncio.to_thread(suggest, snapshot, id_, now, policy, orders)
     return _document(view, told, estimate, found)
 
 

@@ -15,7 +15,7 @@ from gpool.core.ids import NodeId, TaskId, UserId, encode
 from gpool.core.model import Audience, Instant
 from gpool.core.permissions import TeamId
 from gpool.core.scheduling.dry_run import DryRun, compare
-from gpool.core.scheduling.orders import ORDERS, Policy
+from gpool.core.scheduling.orders import Policy
 from gpool.core.scheduling.rules import PolicyChange, Reservation, Rules
 from gpool.server.actions.audit import audited, entry
 from gpool.server.actions.preempt import make_room
@@ -57,24 +57,27 @@ class Operated:
 
 def policy(server: Server) -> Operated:
     scheduler = server.scheduler
-    return Operated(scheduler.policy, scheduler.rules.policy, tuple(sorted(ORDERS)))
+    return Operated(scheduler.policy, scheduler.rules.policy, tuple(sorted(scheduler.orders)))
 
 
 async def try_policy(server: Server, changes: dict[str, object]) -> Operated:
     """What the change would do to those who wait; nothing is changed."""
     scheduler = server.scheduler
     change = _merged(scheduler.rules.policy, changes)
-    wanted = change.applied(replace(scheduler.configured, limits=scheduler.policy.limits))
+    configured = replace(scheduler.configured, limits=scheduler.policy.limits)
+    wanted = change.applied(configured, scheduler.orders)
     asked = await scheduler.forecasts.question(scheduler, server.now)
-    found = await asyncio.to_thread(compare, asked, scheduler.policy, wanted)
-    return Operated(wanted, change, tuple(sorted(ORDERS)), found)
+    found = await asyncio.to_thread(compare, asked, scheduler.policy, wanted, scheduler.orders)
+    return Operated(wanted, change, tuple(sorted(scheduler.orders)), found)
 
 
 async def change_policy(
     server: Server, who: Caller, changes: dict[str, object], once: Once | None
 ) -> Operated:
     change = _merged(server.scheduler.rules.policy, changes)
-    change.applied(server.scheduler.configured)  # refuses what makes no sense
+    change.applied(
+        server.scheduler.configured, server.scheduler.orders
+    )  # refuses what makes no sense
     told = {name: "configured" if value is None else str(value) for name, value in changes.items()}
     noted = entry(server.now, who, "policy.change", **told)
     await _write(server, who, once, audited(operations.put_policy(change, server.now), [noted]))
