@@ -39,7 +39,6 @@ from gpool.core.scheduling.calibration import Calibration, Told
 from gpool.core.scheduling.events import (
     NodeChanged,
     QueuedTask,
-    TasksLeased,
     TasksQueued,
     TasksReleased,
 )
@@ -72,7 +71,7 @@ class Stated:
 
 
 def load(trace: Path, days: int) -> tuple[list[Job], int]:
-    """The jobs of one node, and how many were larger."""
+    """The jobs, and how many of them are larger than a node."""
     found = trace / "philly_pollux.csv.gz" if trace.is_dir() else trace
     shapes: dict[tuple[str, int], Shape] = {}
     users: dict[str, int] = {}
@@ -83,9 +82,7 @@ def load(trace: Path, days: int) -> tuple[list[Job], int]:
             seconds, gpus = at.total_seconds(), int(row["num_gpus"])
             if not 0 <= seconds < days * 86400 or float(row["duration"]) <= 0:
                 continue
-            if gpus > GPUS:
-                larger += 1
-                continue
+            larger += gpus > GPUS
             rows.append((round(seconds * SECOND), float(row["duration"]), gpus, row["cluster"]))
     rows.sort()
     jobs = []
@@ -93,7 +90,9 @@ def load(trace: Path, days: int) -> tuple[list[Job], int]:
         shape = shapes.get((cluster, gpus))
         if shape is None:
             user = UserId(users.setdefault(cluster, len(users) + 1))
-            needs = Requirements((GpuRequest(gpus),), cpu_milli=0, memory_bytes=0)
+            nodes = -(-gpus // GPUS)  # more than a node has: whole ones, all at once
+            each = GpuRequest(min(gpus, GPUS))
+            needs = Requirements((each,), cpu_milli=0, memory_bytes=0, nodes=nodes)
             shape = Shape(user, needs, 0, TaskKind.COMMAND, "default", "job")
             shapes[cluster, gpus] = shape
         span = Span(round(duration * SECOND))
@@ -153,7 +152,7 @@ class Trial:
     def start(self, now: Instant) -> None:
         for place in plan(self.state, now, self.policy).places:
             tasks = tuple(grant.task for grant in place.grants)
-            self.state.fold(TasksLeased(place.node, place.allocation, place.shape, tasks))
+            self.state.fold(place.leased(tasks, now))
             for task in tasks:
                 job = self.jobs[task]
                 self.since[task] = now
@@ -218,7 +217,7 @@ def main() -> int:
         "order": options.order,
         "nodes": options.nodes,
         "jobs": len(jobs),
-        "left_out_larger_than_a_node": larger,
+        "gangs": larger,
         "forecasts": trial.forecasts,
         "told": len(counted),
         "covered_pct": round(covered, 1),

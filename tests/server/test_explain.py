@@ -151,6 +151,20 @@ async def test_a_policy_holds_from_the_next_pass_and_after_a_restart(desk: Desk)
     assert [one["action"] for one in noted[:2]] == ["policy.change", "policy.change"]
 
 
+async def test_weights_are_kept_until_they_are_taken_back(desk: Desk) -> None:
+    me = (await desk.get("/v1/me")).json()["id"]
+    given = await desk.http.patch("/v1/admin/policy", json={"weights": {me: 2.5}})
+    assert given.json()["weights"] == {me: 2.5}
+    assert desk.server.scheduler.policy.weights == {("user", decode("user", me)): 2500}
+    await desk.http.patch("/v1/admin/policy", json={"order": "fcfs"})
+    assert (await desk.get("/v1/admin/policy")).json()["weights"] == {me: 2.5}
+    back = await desk.http.patch("/v1/admin/policy", json={"weights": {me: None}})
+    assert (back.json()["weights"], back.json()["changed"]) == ({}, ["order"])
+    assert (
+        await desk.http.patch("/v1/admin/policy", json={"weights": {"x": 1}})
+    ).status_code == 400
+
+
 async def test_an_order_that_is_not_there_is_refused(desk: Desk) -> None:
     answer = await desk.http.patch("/v1/admin/policy", json={"order": "luck"})
     assert answer.status_code == 400

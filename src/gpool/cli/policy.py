@@ -9,19 +9,20 @@ import click
 from gpool.cli.account import quoted
 from gpool.cli.calling import as_json, client_of
 from gpool.cli.printing import emit_json, fields, plain, table
-from gpool.core.errors import NotFound
+from gpool.core.errors import Invalid, NotFound
 
 if TYPE_CHECKING:
     from gpool.client.client import Client
 
 the_node = click.argument("node")
-_POLICY = ("order", "ageing_s", "patience_s", "changed")
+_POLICY = ("order", "ageing_s", "patience_s", "weights", "changed")
 
 
 @click.command()
 @click.option("--order", metavar="NAME", help="Who comes first; `configured` goes back.")
 @click.option("--ageing", metavar="TIME", help="Waiting this long is worth a point of priority.")
 @click.option("--patience", metavar="TIME", help="Then a node is kept clear for a large task.")
+@click.option("--weight", "weights", multiple=True, metavar="ID=N", help="Of a user or team.")
 @click.option("--dry-run", is_flag=True, help="Only say what it would do to those who wait.")
 @as_json
 @click.pass_context
@@ -30,6 +31,7 @@ def policy(
     order: str | None,
     ageing: str | None,
     patience: str | None,
+    weights: tuple[str, ...],
     dry_run: bool,
     as_json: bool,
 ) -> None:
@@ -44,6 +46,8 @@ def policy(
     for name, value in (("ageing_s", ageing), ("patience_s", patience)):
         if value is not None:
             wanted[name] = None if value == "configured" else _seconds(value)
+    if weights:
+        wanted["weights"] = dict(_weight(text) for text in weights)
     door = client_of(ctx).door
     if wanted or dry_run:
         told = door.send_json("PATCH", "/v1/admin/policy", {**wanted, "dry_run": dry_run})
@@ -54,7 +58,9 @@ def policy(
         return
     found = told.get("dry_run")
     if found is None:
-        fields({**told, "changed": ", ".join(told["changed"]) or "-"}, _POLICY)
+        heavy = " ".join(f"{who}={weight:g}" for who, weight in told["weights"].items())
+        changed = ", ".join(told["changed"])
+        fields({**told, "weights": heavy or "-", "changed": changed or "-"}, _POLICY)
         return
     click.echo(plain(found["sentence"]))
     rows = [(one["task"], _wait(one["before_s"]), _wait(one["after_s"])) for one in found["moved"]]
@@ -185,6 +191,14 @@ def _node(client: Client, text: str) -> str:
         if one["name"] == text:
             return str(one["id"])
     raise NotFound(f"no node {text!r}; `gpool node ls` lists them")
+
+
+def _weight(text: str) -> tuple[str, float | None]:
+    who, _, value = text.partition("=")
+    try:
+        return who, None if value == "configured" else float(value)
+    except ValueError:
+        raise Invalid(f"{text!r} is not ID=N, as in tm-0000000000001=2") from None
 
 
 def _seconds(text: str) -> float:

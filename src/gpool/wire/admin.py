@@ -9,6 +9,7 @@ from pydantic import AwareDatetime, Field, StringConstraints
 from gpool.wire.documents import Answer, Document
 
 _YEAR_S = 365 * 86_400
+Weight = Annotated[float, Field(gt=0, le=1000)]
 Why = Annotated[str, StringConstraints(max_length=500)]
 
 
@@ -57,11 +58,15 @@ class AuditCheck(Answer):
 
 
 class PolicyRequest(Document):
-    """`PATCH /v1/admin/policy`: what is named changes, null goes back to what is configured."""
+    """`PATCH /v1/admin/policy`: what is named changes, null goes back to what is configured.
+
+    `weights` are those of users and teams in fair share, by id; 1 where none is given.
+    """
 
     order: Annotated[str, StringConstraints(max_length=100)] | None = None
     ageing_s: Annotated[float, Field(gt=0, le=_YEAR_S)] | None = None
     patience_s: Annotated[float, Field(ge=0, le=_YEAR_S)] | None = None
+    weights: Annotated[dict[str, Weight | None], Field(default_factory=dict, max_length=1000)]
     dry_run: bool = False  # only say what it would do to those who wait
 
 
@@ -88,6 +93,7 @@ class PolicyDocument(Answer):
     order: str
     ageing_s: float
     patience_s: float
+    weights: dict[str, float]
     orders: list[str]
     changed: list[str]
     dry_run: DryRunDocument | None = None

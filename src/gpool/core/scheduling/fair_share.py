@@ -84,7 +84,9 @@ class Shares:
         total[1] += sign * amounts[1]
         total[2] += sign * amounts[2]
 
-    def of(self, holder: Holder, weight_milli: int = 1000, more: Amounts | None = None) -> int:
+    def of(
+        self, holder: Holder, weight_milli: int = 1000, more: Amounts | None = None
+    ) -> int:
         """Its dominant share, in millionths of the pool for a weight of one; `more` is what it would have besides."""
         held = self._held.get(holder)
         if held is None and more is None:

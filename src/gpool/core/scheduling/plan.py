@@ -213,10 +213,7 @@ class _Draft:
 
     def share(self, holder: Holder, without: Line | None) -> int:
         more = self.taken.get(holder)
-        if without is not None and holder in (
-            tenant_of(without.shape),
-            ("user", without.shape.user),
-        ):
+        if without is not None and holder in (tenant_of(without.shape), ("user", without.shape.user)):
             less = without.amounts
             base = more or (0, 0, 0)
             more = (base[0] - less[0], base[1] - less[1], base[2] - less[2])

@@ -8,8 +8,10 @@ from dataclasses import dataclass, field, replace
 from gpool.core.errors import Invalid
 from gpool.core.ids import NodeId
 from gpool.core.model import Audience, Instant, Node, Span
+from gpool.core.scheduling.limits import Holder
 from gpool.core.scheduling.orders import ORDERS, Order, Policy
 
+MAX_WEIGHT = 1_000_000
 _DAY = 24 * 3600 * 1_000_000
 
 
@@ -20,6 +22,7 @@ class PolicyChange:
     order: str | None = None
     ageing: Span | None = None
     patience: Span | None = None
+    weights: Mapping[Holder, int] = field(default_factory=dict)  # thousandths, of fair share
 
     def applied(self, policy: Policy, orders: Mapping[str, Order] = ORDERS) -> Policy:
         """`Invalid` where a value makes no sense."""
@@ -30,8 +33,11 @@ class PolicyChange:
             raise Invalid("'ageing' is more than nothing and at most a year")
         if self.patience is not None and not 0 <= self.patience <= 365 * _DAY:
             raise Invalid("'patience' is at most a year")
+        if not all(0 < weight <= MAX_WEIGHT for weight in self.weights.values()):
+            raise Invalid(f"a weight is more than 0 and at most {MAX_WEIGHT // 1000}")
         return replace(
             policy,
+            weights={**policy.weights, **self.weights},
             order=policy.order if self.order is None else self.order,
             ageing=policy.ageing if self.ageing is None else self.ageing,
             patience=policy.patience if self.patience is None else self.patience,

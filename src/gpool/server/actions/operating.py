@@ -7,7 +7,7 @@ is decided before.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from gpool.core.errors import Invalid, NotFound
@@ -15,6 +15,7 @@ from gpool.core.ids import NodeId, TaskId, UserId, encode
 from gpool.core.model import Audience, Instant
 from gpool.core.permissions import TeamId
 from gpool.core.scheduling.dry_run import DryRun, compare
+from gpool.core.scheduling.limits import Holder
 from gpool.core.scheduling.orders import Policy
 from gpool.core.scheduling.rules import PolicyChange, Reservation, Rules
 from gpool.server.actions.audit import audited, entry
@@ -82,6 +83,17 @@ async def change_policy(
     noted = entry(server.now, who, "policy.change", **told)
     await _write(server, who, once, audited(operations.put_policy(change, server.now), [noted]))
     return policy(server)
+
+
+def weights_with(server: Server, given: Mapping[Holder, float | None]) -> dict[Holder, int]:
+    """Those set so far with these; None: as configured again."""
+    found = dict(server.scheduler.rules.policy.weights)
+    for holder, weight in given.items():
+        if weight is None:
+            found.pop(holder, None)
+        else:
+            found[holder] = max(1, round(1000 * weight))
+    return found
 
 
 def _merged(before: PolicyChange, changes: dict[str, object]) -> PolicyChange:

@@ -13,6 +13,7 @@ from gpool.core.ids import NodeId, UserId, decode, encode
 from gpool.core.model import SECOND, Instant, Span
 from gpool.core.permissions import Action, TeamId
 from gpool.core.scheduling.dry_run import DryRun
+from gpool.core.scheduling.limits import Holder
 from gpool.core.scheduling.rules import Reservation
 from gpool.server.actions import operating
 from gpool.server.api.answers import answer
@@ -66,6 +67,9 @@ async def patch_policy(request: Request) -> Response:
             value = getattr(wanted, field)
             changes[name] = None if value is None else span(value)
     server = server_of(request)
+    if wanted.weights:
+        given = {_holder(text): value for text, value in wanted.weights.items()}
+        changes["weights"] = operating.weights_with(server, given)
     if wanted.dry_run:
         return answer(_policy(await operating.try_policy(server, changes)))
     once = once_of(request, content)
@@ -150,15 +154,30 @@ async def end_reservation(request: Request, id: RESERVATION) -> Response:
 
 def _policy(told: operating.Operated) -> PolicyDocument:
     change = told.change
-    by_name = {"order": change.order, "ageing_s": change.ageing, "patience_s": change.patience}
+    by_name = {
+        "order": change.order,
+        "ageing_s": change.ageing,
+        "patience_s": change.patience,
+        "weights": change.weights,
+    }
     return PolicyDocument(
         order=told.policy.order,
         ageing_s=told.policy.ageing / SECOND,
         patience_s=told.policy.patience / SECOND,
+        weights={
+            encode(kind, id_): weight / 1000 for (kind, id_), weight in told.policy.weights.items()
+        },
         orders=list(told.orders),
-        changed=[name for name, value in by_name.items() if value is not None],
+        changed=[name for name, value in by_name.items() if value],
         dry_run=None if told.dry_run is None else _dry_run(told.dry_run),
     )
+
+
+def _holder(text: str) -> Holder:
+    """A user or a team, by its id."""
+    if text.startswith("tm-"):
+        return "team", decode("team", text)
+    return "user", decode("user", text)
 
 
 def _dry_run(found: DryRun) -> DryRunDocument:

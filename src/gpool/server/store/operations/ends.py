@@ -39,13 +39,7 @@ ENDED = (
     ("value", "blob"),
 )
 SEQUENCE = ENDED.index(("sequence", "int"))
-REQUEUED = (
-    ("task", "int"),
-    ("epoch", "int"),
-    ("tries", "int"),
-    ("losses", "int"),
-    ("queued_at", "int"),
-)
+REQUEUED = (("task", "int"), ("epoch", "int"), ("tries", "int"), ("losses", "int"), ("queued_at", "int"))
 ARCHIVED = (
     ("task", "int"),
     ("epoch", "int"),

@@ -9,6 +9,7 @@ import msgspec
 
 from gpool.core.ids import NodeId, TaskId
 from gpool.core.model import Audience, Instant, Span
+from gpool.core.scheduling.limits import Holder
 from gpool.core.scheduling.rules import PolicyChange, Reservation, Rules
 from gpool.server.store.operation import operation
 from gpool.server.store.protocol import Operation, Statement
@@ -22,6 +23,8 @@ class _Policy(msgspec.Struct, frozen=True, omit_defaults=True):
     order: str | None = None
     ageing: int | None = None
     patience: int | None = None
+    users: dict[int, int] = {}
+    teams: dict[int, int] = {}
 
 
 class _Reservation(msgspec.Struct, frozen=True):
@@ -50,8 +53,10 @@ def rules() -> Operation[Rules]:
 
 @operation
 def put_policy(change: PolicyChange, at: Instant) -> Operation[None]:
-    value = msgspec.json.encode(_Policy(change.order, change.ageing, change.patience)).decode()
-    yield from _put("policy", POLICY, value, at)
+    users = {id_: weight for (kind, id_), weight in change.weights.items() if kind == "user"}
+    teams = {id_: weight for (kind, id_), weight in change.weights.items() if kind == "team"}
+    value = _Policy(change.order, change.ageing, change.patience, users, teams)
+    yield from _put("policy", POLICY, msgspec.json.encode(value).decode(), at)
 
 
 @operation
@@ -100,10 +105,13 @@ def _put(kind: Kind, id_: int, value: str, at: Instant) -> Operation[None]:
 
 def _policy(value: str) -> PolicyChange:
     told = msgspec.json.decode(value, type=_Policy)
+    weights: dict[Holder, int] = {("user", id_): weight for id_, weight in told.users.items()}
+    weights |= {("team", id_): weight for id_, weight in told.teams.items()}
     return PolicyChange(
         told.order,
         None if told.ageing is None else Span(told.ageing),
         None if told.patience is None else Span(told.patience),
+        weights,
     )
 
 
