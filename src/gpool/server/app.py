@@ -13,6 +13,7 @@ from fastapi import FastAPI
 from gpool.core.ids import UserId
 from gpool.core.model import Permission
 from gpool.core.scheduling.orders import Policy
+from gpool.core.scheduling.plan import order_named
 from gpool.server import credentials
 from gpool.server.actions import operating, quotas
 from gpool.server.api import (
@@ -44,6 +45,7 @@ from gpool.server.identity.signing import Rotating, Signing
 from gpool.server.identity.tokens import Place
 from gpool.server.loops import Ticker, all_loops
 from gpool.server.metrics import Metrics
+from gpool.server.orders import known_orders
 from gpool.server.outbound import Outbound
 from gpool.server.scheduler import Scheduler
 from gpool.server.server import Server
@@ -81,8 +83,9 @@ def wire(settings: Settings, store: Store, clock: Clock) -> Server:
     remember = span(settings.key_cache_s)
     sealer = Sealer(store, settings.master_source, clock.now)
     sign_ins = _sign_ins(settings, store, sealer)
-    policy = Policy(order=settings.order)
-    scheduler = Scheduler(store, hub, metrics, policy, settings.ttl, sealer)
+    policy, orders = Policy(order=settings.order), known_orders()
+    order_named(policy.order, orders)  # or it is Invalid, before anything is served
+    scheduler = Scheduler(store, hub, metrics, policy, settings.ttl, sealer, orders)
     return Server(
         settings=settings,
         store=store,

@@ -40,7 +40,9 @@ class Policy:
     protection: Span = Span(5 * 60 * 1_000_000)  # not preempted again for so long
     max_preemptions_per_pass: int = 200
     promotion: Span = Span(48 * _HOUR)  # waiting this long is worth one level
-    urgency: Span = Span(2 * _HOUR)  # so long before its `by` a task goes before the others of its user
+    urgency: Span = Span(
+        2 * _HOUR
+    )  # so long before its `by` a task goes before the others of its user
 
 
 class Candidate(NamedTuple):
@@ -97,7 +99,13 @@ def fair_share(candidate: Candidate, now: Instant, policy: Policy) -> Key:
     return *candidate.shares, 0 if is_due else 1, level, since, candidate.task
 
 
-ORDERS: Mapping[str, Order] = {"fcfs": fcfs, "round_robin": round_robin, "priority": priority, "shortest": shortest, "fair_share": fair_share}
+ORDERS: Mapping[str, Order] = {
+    "fcfs": fcfs,
+    "round_robin": round_robin,
+    "priority": priority,
+    "shortest": shortest,
+    "fair_share": fair_share,
+}
 """The orders of the house. The server adds those of the entry point group `gpool.orders` and passes the whole table."""
 
 DECISIVE: Mapping[str, int] = {"round_robin": 1, "priority": 1, "fair_share": 6}

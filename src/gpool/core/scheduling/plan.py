@@ -44,6 +44,7 @@ _LOOKS_FOR_CLEARING = 64  # shapes a pass for which a node to clear is sought
 _LOOKS_FOR_FEEDING = (
     200_000  # comparisons a pass for who comes before whom; past them lines run dry
 )
+_HELPED = 2  # tenants a pass
 _LOOKS_AHEAD = 16  # tasks of one shape that are weighed against what runs
 _LOOKS_WITHIN_LIMITS = 32  # cards tried for a slice whose share of them differs
 _REFILL = 4  # a line is fed once a quarter of it is gone: fewer, fuller grants
@@ -142,6 +143,7 @@ class _Draft:
         self.partly: gangs.Found = []  # nodes that have room for the gang just asked about
         self.stopped: set[Line] = set()
         self.wanted: set[TaskId] = set()
+        self.helped: set[Holder] = set()  # tenants with a node kept clear though some of theirs run
         self.predictions: dict[int, tuple[Span | None]] = {}
         self.preemptions: list[Preempt] = []
         self.unwanted: list[Line] | None = None
@@ -213,7 +215,10 @@ class _Draft:
 
     def share(self, holder: Holder, without: Line | None) -> int:
         more = self.taken.get(holder)
-        if without is not None and holder in (tenant_of(without.shape), ("user", without.shape.user)):
+        if without is not None and holder in (
+            tenant_of(without.shape),
+            ("user", without.shape.user),
+        ):
             less = without.amounts
             base = more or (0, 0, 0)
             more = (base[0] - less[0], base[1] - less[1], base[2] - less[2])
@@ -467,8 +472,13 @@ class _Draft:
     def keep_clear(self, turn: _Turn) -> None:
         """For a task that has waited long: the node nearest to having room takes nothing from those behind it."""
         shape = turn.entry.shape
-        if turn.entry.lines or self.now - turn.head[0] < self.policy.patience:
-            return  # what runs somewhere does not starve
+        if self.now - turn.head[0] < self.policy.patience:
+            return
+        if turn.entry.lines:  # what runs somewhere does not starve, but large pieces are a fair share too
+            tenant = tenant_of(shape)
+            if tenant in self.helped or len(self.helped) >= _HELPED:
+                return
+            self.helped.add(tenant)
         if turn.is_over:
             return  # room would not help it
         if not self.looks or len(self.kept_clear) >= MAX_KEPT_CLEAR:

@@ -87,7 +87,9 @@ def _least(node: Node, room: Room, shape: Shape, victims: list[Victim]) -> list[
     requests = shape.requirements.gpu
     if requests and not any(is_slice(request) for request in requests):
         request = requests[0]
-        idle = sum(1 for gpu in room.gpus.values() if not gpu.holders and usable(node, gpu.gpu, request))
+        idle = sum(
+            1 for gpu in room.gpus.values() if not gpu.holders and usable(node, gpu.gpu, request)
+        )
         return _enough_gpus(request.count - idle, node.id, victims)
     chosen: list[Victim] = []
     trial = room.copy()

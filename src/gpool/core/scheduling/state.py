@@ -258,7 +258,9 @@ class State:
                 self._leave_queue(tasks)
             case TasksLeased():
                 self._lease(event)
-            case TasksReleased(tasks):
+            case TasksReleased(tasks, at):
+                if at:
+                    self.shares.pass_time(at, len(self._waiting))
                 self._release(tasks)
             case TasksPreempted(tasks):
                 self._preempt(tasks)
@@ -321,11 +323,14 @@ class State:
 
     def _queue_alike(self, shape: Shape, tasks: Sequence[QueuedTask]) -> None:
         entry = self._entry(shape)
+        if tasks:
+            self.shares.pass_time(tasks[0].queued_at, len(self._waiting))
         if tasks and tasks[0].epoch == 0:
             self._arrived.append((entry.shape, len(tasks)))
         left = entry.queue.add(tasks)
-        if entry.queue.size:
+        if entry.queue.size and entry.queue not in self._waiting:
             self._waiting[entry.queue] = entry
+            self.shares.wants(entry.shape)
         self._tidy(left)
         self._drop_if_idle(entry)
 
@@ -352,6 +357,7 @@ class State:
             if not queue.size:
                 entry = self._waiting.pop(queue, None)
                 if entry is not None:
+                    self.shares.rests(entry.shape)
                     self._drop_if_idle(entry)
 
     def _lease(self, event: TasksLeased) -> None:
@@ -360,6 +366,8 @@ class State:
         entry = self._entry(at_level(event.shape, 0))
         number = event.allocation.number
         key = (event.node, number)
+        if event.at:
+            self.shares.pass_time(event.at, len(self._waiting))
         line = entry.lines.get(key)
         if line is None:
             line = self._open(entry, key, event.allocation)
