@@ -76,6 +76,13 @@ class Usage:
     def is_any(self) -> bool:
         return self._clock > 0
 
+    def copy(self) -> Usage:
+        twin = Usage()
+        twin._now, twin._scale, twin._clock = self._now, self._scale, self._clock
+        twin._floors = self._floors.copy()
+        twin._sums, twin._marks = self._sums.copy(), self._marks.copy()
+        return twin
+
     def pass_time(self, now: Instant, *, is_contended: bool) -> None:
         if self._now is None or now <= self._now:
             self._now = now if self._now is None else self._now

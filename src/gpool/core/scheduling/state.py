@@ -209,6 +209,7 @@ class State:
         self._estimates = other._estimates.copy()
         self._served, self._serial = other._served.copy(), other._serial
         self._arrived = other._arrived.copy()
+        self.shares.usage = other.shares.usage.copy()
         self.predictions = other.predictions  # only read by who plans on a copy
 
     def truth(self) -> tuple[object, ...]:

@@ -69,6 +69,7 @@ class _Asked:
         self.state = snapshot.state()
         self.now, self.policy, self.orders = now, policy, orders
         self.plans = 0
+        self.hints = snapshot.hints
         self.task = snapshot.task(task)
         entry = self.state.queue_of(task)
         self.shape = None if entry is None else entry.shape
@@ -98,6 +99,7 @@ class _Asked:
             self.state.fold(TasksQueued(self.shape, (self.task,)))
 
     def _starts(self, shape: Shape, task: QueuedTask) -> bool:
+        self.state.take_hints(self.hints)  # trying moves them
         self.state.fold(TasksQueued(shape, (task,)))
         try:
             return self._is_started(task.id)
