@@ -41,7 +41,7 @@ _NEW_IDS = 1 << 61  # beyond those of real tasks
 class Bounds:
     """What one course may cost."""
 
-    passes: int = 400
+    passes: int = 200
     horizon: Span = _HORIZON
 
 
