@@ -50,7 +50,7 @@ VERBS = {
     "node": ("gpool.cli.pool", "For owners: list, pause, resume, drain, invite nodes."),
     "server": ("gpool.cli.up", "Start a server alone."),
     "join": ("gpool.cli.join", "Lend this machine to a pool."),
-    "admin": ("gpool.cli.admin", "For operators: users, keys, the audit record."),
+    "admin": ("gpool.cli.admin", "For operators: users, keys, the audit record, the policy."),
     "completion": ("gpool.cli.completion", "Print the completion script of a shell."),
 }
 
