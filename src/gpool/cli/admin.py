@@ -9,6 +9,7 @@ import click
 from gpool.cli.account import quoted, show
 from gpool.cli.calling import as_json, client_of, listing
 from gpool.cli.operating import audit, keys
+from gpool.cli.policy import cordon, drain, policy, reservations, uncordon
 from gpool.cli.printing import emit_json, table
 from gpool.core.errors import Invalid, NotFound
 
@@ -22,11 +23,11 @@ _FIELDS = "id name permissions disabled_at quota created_at"
 
 @click.group()
 def admin() -> None:
-    """For operators: users, keys, the audit record."""
+    """For operators: users, keys, the audit record, the policy."""
 
 
-admin.add_command(keys)
-admin.add_command(audit)
+for _verb in (keys, audit, policy, cordon, uncordon, drain, reservations):
+    admin.add_command(_verb)
 
 
 @admin.group()

@@ -35,7 +35,10 @@ VERBS = {
     "wait": ("gpool.cli.tasks", "Wait for a task; exit with its code."),
     "cancel": ("gpool.cli.tasks", "Cancel tasks."),
     "result": ("gpool.cli.tasks", "Fetch a finished task's outputs."),
-    "explain": ("gpool.cli.tasks", "Say why a task waits."),
+    "explain": (
+        "gpool.cli.tasks",
+        "Say why a task waits, when it will start, and what would start it now.",
+    ),
     "gpus": ("gpool.cli.pool", "List what the pool has, free and busy."),
     "register": ("gpool.cli.account", "Make an account, and sign in."),
     "login": ("gpool.cli.account", "Sign in, with a password or a wallet."),
@@ -47,7 +50,7 @@ VERBS = {
     "node": ("gpool.cli.pool", "For owners: list, pause, resume, drain, invite nodes."),
     "server": ("gpool.cli.up", "Start a server alone."),
     "join": ("gpool.cli.join", "Lend this machine to a pool."),
-    "admin": ("gpool.cli.admin", "For operators: users, keys, the audit record."),
+    "admin": ("gpool.cli.admin", "For operators: users, keys, the audit record, the policy."),
     "completion": ("gpool.cli.completion", "Print the completion script of a shell."),
 }
 

@@ -158,5 +158,10 @@ def age(created_at: str, server_date: str | None) -> str:
     return f"{passed}s"
 
 
+def local_time(at: str) -> str:
+    """A moment of the server's as the clock on the wall here shows it."""
+    return datetime.fromisoformat(at).astimezone().strftime("%Y-%m-%d %H:%M:%S")
+
+
 def gib(size_bytes: int) -> str:
     return f"{size_bytes / 1024**3:.0f} GB" if size_bytes else "-"

@@ -10,7 +10,7 @@ import click
 
 from gpool.cli.calling import as_json, client_of, into, listing
 from gpool.cli.main import FAILED, GPOOL_FAULT, say_error
-from gpool.cli.printing import LogPrinter, age, emit_json, fields, plain, table
+from gpool.cli.printing import LogPrinter, age, emit_json, fields, local_time, plain, table
 from gpool.cli.run import progress_bar, say_how_it_ended
 from gpool.core.errors import GpoolError
 
@@ -176,9 +176,16 @@ def result(ctx: click.Context, task: str, into: Path, as_json: bool) -> None:
 @as_json
 @click.pass_context
 def explain(ctx: click.Context, task: str, as_json: bool) -> None:
-    """Say why a task waits."""
+    """Say why a task waits, when it will start, and what would start it now."""
     document = client_of(ctx).explain(task)
     if as_json:
         emit_json(document)
-    else:
-        click.echo(plain(document["sentence"]))
+        return
+    click.echo(plain(document["sentence"]))
+    estimate = document.get("estimate")
+    if estimate:
+        first, last = local_time(estimate["from"]), local_time(estimate["to"])
+        about = local_time(estimate["at"])
+        click.echo(f"Starts about {about}; eight times of ten between {first} and {last}.")
+    for one in document.get("suggestions") or ():
+        click.echo(f"  {plain(one['sentence'])} ({plain(one['change'])})")

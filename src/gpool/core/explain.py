@@ -8,7 +8,9 @@ from dataclasses import dataclass, replace
 from gpool.core import environments, gpuspec
 from gpool.core.ids import NodeId, TaskId
 from gpool.core.model import GIB, Gpu, GpuRequest, Instant, Node, Shape, Tier
-from gpool.core.scheduling.limits import holders_of, least_gpus
+from gpool.core.scheduling.fair_share import tenant_of
+from gpool.core.scheduling.levels import attained_at
+from gpool.core.scheduling.limits import Holder, holders_of, least_gpus
 from gpool.core.scheduling.orders import ORDERS, Candidate, Key, Order, Policy
 from gpool.core.scheduling.placement import Unfit, fit, is_open, may_join, slice_of, unfit, usable
 from gpool.core.scheduling.plan import DEFAULT, order_named
@@ -25,6 +27,29 @@ class Explanation:
     code: str
     sentence: str
     position: int | None = None
+
+    @property
+    def ahead(self) -> int:
+        return 0 if self.position is None else self.position - 1
+
+
+def with_story(told: Explanation, tries: int, losses: int, last: str = "") -> Explanation:
+    """Tells "no room" from "keeps failing": a task that came back says so first, and what it waits for now."""
+    if not tries and not losses:
+        return told
+    again = f" (last: {last})" if last else ""
+    parts = []
+    if tries:
+        parts.append(f"failed {_count(tries, 'time', 'times')} by itself{again}")
+    if losses:
+        parts.append(f"lost {_count(losses, 'node', 'nodes')} under it")
+    said = f"It {' and '.join(parts)} and waits for its next try. {told.sentence}"
+    code = told.code
+    if tries > 1:
+        code = "keeps_failing"
+    elif losses > 1:
+        code = "loses_nodes"
+    return Explanation(code, said, told.position)
 
 
 def explain(
@@ -54,6 +79,12 @@ def explain(
             )
         return _nothing_can(connected or nodes, shape)
     open_nodes = [node for node in capable if is_open(node)]
+    if not open_nodes and any(node.cordoned for node in capable):
+        held = [node for node in capable if node.cordoned]
+        said = (
+            f"{_those(held)} could run it, but an operator lets nothing new start there just now."
+        )
+        return Explanation("cordoned", said)
     if not open_nodes:
         why = next((f" ({node.offer.closed})" for node in capable if node.offer.closed), "")
         return Explanation(
@@ -116,6 +147,9 @@ def _nothing_can(nodes: list[Node], shape: Shape) -> Explanation:
         case Unfit.AUDIENCE:
             said = "The owners of the nodes that are here take only the tasks of people they named."
             return Explanation("not_for_you", said)
+        case Unfit.RESERVED:
+            said = f"{_those(near)} could run it, but is reserved for others just now."
+            return Explanation("reserved", said)
         case Unfit.NETWORK:
             said = f"No node gives the network {needs.network.value!r}; its owners can allow it."
             return Explanation("no_network", said)
@@ -262,8 +296,21 @@ def _ranking(state: State, now: Instant, policy: Policy, order: Order) -> Rankin
     def key(shape: Shape, place: int, entry: Entry) -> Key:
         running = state.running.get(shape.user, 0) + place
         at, id_, _ = entry
-        candidate = Candidate(shape, Instant(at), TaskId(id_), running, state.served(shape.user))
+        tenant = tenant_of(shape)
+        candidate = Candidate(
+            shape,
+            Instant(at),
+            TaskId(id_),
+            running,
+            state.served(shape.user),
+            attained_at(shape.level),
+            (share(tenant), share(("user", shape.user))),
+            state.predictions.of(shape),
+        )
         return order(candidate, now, policy)
+
+    def share(holder: Holder) -> int:
+        return state.shares.of(holder, policy.weights.get(holder, 1000))
 
     return key
 

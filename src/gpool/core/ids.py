@@ -25,6 +25,7 @@ PREFIXES = {
     "user": "u",
     "key": "k",
     "team": "tm",
+    "reservation": "rs",
 }
 
 

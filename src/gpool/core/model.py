@@ -155,6 +155,7 @@ class Requirements:
     tier: Tier = Tier.CONTAINER  # the weakest isolation the consumer accepts
     python: str | None = None  # "3.11": the minor a function was pickled with, or a recipe's
     network: Network = Network.NONE
+    nodes: int = 1  # at once, each with all of the above: more than one is a gang
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,6 +210,7 @@ class TaskSpec:
     checkpoint_every: Span = Span(600 * 1_000_000)
     grace: Span = Span(10 * 1_000_000)  # between the warning signal and the kill
     preemptible: bool = False  # may be stopped for others; one with a checkpoint may as well
+    by: Instant | None = None  # wanted by then: it goes before others when that is near
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,6 +218,7 @@ class Shape:
     """Queued tasks of one shape are interchangeable but for age: one entry in the queue.
 
     `group` tells tasks apart whose run times have nothing in common: the function's hash or the command's name.
+    `level` grows with what a task has run already (`scheduling.levels`): those that come back are not as the fresh ones.
     """
 
     user: UserId
@@ -226,6 +229,8 @@ class Shape:
     group: str
     team: int | None = None  # whose quota it counts against too
     preemptible: bool = False
+    level: int = 0
+    by: Instant | None = None  # wanted by then
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,6 +333,8 @@ class Node:
     )  # indexes that take nothing: set unavailable, or ...
     gpus_flagged: frozenset[int] = frozenset()  # ... seen under two owners
     audience: Audience | None = None  # None: anyone
+    cordoned: bool = False  # an operator lets nothing new start here, whatever its owner allows
+    reserved_for: Audience | None = None  # just now, by an operator: for them and the owner alone
 
 
 @dataclass(frozen=True, slots=True)

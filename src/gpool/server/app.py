@@ -13,8 +13,9 @@ from fastapi import FastAPI
 from gpool.core.ids import UserId
 from gpool.core.model import Permission
 from gpool.core.scheduling.orders import Policy
+from gpool.core.scheduling.plan import order_named
 from gpool.server import credentials
-from gpool.server.actions import quotas
+from gpool.server.actions import operating, quotas
 from gpool.server.api import (
     accounts,
     admin,
@@ -28,6 +29,7 @@ from gpool.server.api import (
     teams,
     users,
 )
+from gpool.server.api import operating as operating_routes
 from gpool.server.api.limits import Limits
 from gpool.server.blobs import Blobs
 from gpool.server.clock import Clock, SystemClock, system_ids
@@ -44,6 +46,7 @@ from gpool.server.identity.signing import Rotating, Signing
 from gpool.server.identity.tokens import Place
 from gpool.server.loops import Ticker, all_loops
 from gpool.server.metrics import GpuCollector, Metrics
+from gpool.server.orders import known_orders
 from gpool.server.outbound import Outbound
 from gpool.server.scheduler import Scheduler
 from gpool.server.server import Server
@@ -69,6 +72,7 @@ async def open_server(settings: Settings, clock: Clock | None = None) -> Server:
     clock = clock or SystemClock()
     server = wire(settings, await open_store(settings.store_url), clock)
     await quotas.refresh(server)
+    await operating.refresh(server)
     await server.identity.signing.ready(server.now)
     await server.scheduler.rebuild(server.now)
     await ensure_operator(server)
@@ -81,8 +85,9 @@ def wire(settings: Settings, store: Store, clock: Clock) -> Server:
     remember = span(settings.key_cache_s)
     sealer = Sealer(store, settings.master_source, clock.now)
     sign_ins = _sign_ins(settings, store, sealer)
-    policy = Policy(order=settings.order)
-    scheduler = Scheduler(store, hub, metrics, policy, settings.ttl, sealer)
+    policy, orders = Policy(order=settings.order), known_orders()
+    order_named(policy.order, orders)  # or it is Invalid, before anything is served
+    scheduler = Scheduler(store, hub, metrics, policy, settings.ttl, sealer, orders)
     telemetry = Telemetry()
     metrics.watch_gpus(GpuCollector(telemetry, lambda: scheduler.state.nodes, clock.now))
     return Server(
@@ -162,7 +167,8 @@ def make_app(server: Server) -> FastAPI:
     )
     app.state.server = server
     problems.install(app)
-    for room in (tasks, nodes, artifacts, accounts, teams, users, admin, rest, channel):
+    people = (accounts, teams, users, admin, operating_routes)
+    for room in (tasks, nodes, artifacts, *people, rest, channel):
         app.include_router(room.router)
     openapi.describe(app, VERSION)
     app.add_middleware(Limits, guard=server.guard)

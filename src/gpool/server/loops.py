@@ -9,7 +9,7 @@ from typing import Protocol
 import msgspec
 
 from gpool.core.model import Availability, Instant
-from gpool.server.actions import audit, quotas
+from gpool.server.actions import audit, operating, quotas
 from gpool.server.gpu_proofs.examiner import Examiner
 from gpool.server.hub import Wake
 from gpool.server.server import Server
@@ -121,6 +121,7 @@ class Prune:
         server.blobs.remove_stale_parts(now, span(settings.keep_unreferenced_s))
         server.scheduler.tidy()
         await quotas.refresh(server)  # another replica may have changed them
+        await operating.refresh(server)
 
     async def _seal_logs(self, now: Instant) -> None:
         server = self._server

@@ -9,7 +9,7 @@ contradiction), folding stops and the next pass takes a new picture.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from operator import itemgetter
@@ -20,31 +20,37 @@ from gpool.core.ids import NodeId, SpecId, TaskId, UserId
 from gpool.core.model import Instant, Node, Shape, Span, TaskSpec
 from gpool.core.scheduling.events import (
     Event,
+    Leased,
     NodeChanged,
     NodeRemoved,
+    Preempt,
     QueuedTask,
     RunTimesObserved,
-    TasksLeased,
+    TasksPreempted,
     TasksQueued,
     TasksReleased,
     TasksWithdrawn,
 )
 from gpool.core.scheduling.limits import GpuLimits
-from gpool.core.scheduling.orders import Policy
+from gpool.core.scheduling.orders import ORDERS, Order, Policy
 from gpool.core.scheduling.plan import plan
+from gpool.core.scheduling.rules import NO_RULES, Rules
 from gpool.core.scheduling.shapes import shape_of
 from gpool.core.scheduling.state import Contradiction, State, build
 from gpool.server.channel import secrets_shut
+from gpool.server.forecasts import Forecasts
 from gpool.server.hub import Hub, Wake
 from gpool.server.identity.sealer import Sealer
 from gpool.server.metrics import Metrics
 from gpool.server.store.operation import brief, operation
-from gpool.server.store.operations import leases
+from gpool.server.store.operations import checkpoints, leases
+from gpool.server.store.operations import rules as rules_operations
 from gpool.server.store.protocol import Operation, Store
 from gpool.server.store.values import (
     AppliedPlan,
     GrantedLine,
     Picture,
+    QueuedRow,
     Recording,
     Submission,
     Submitted,
@@ -73,6 +79,7 @@ class Scheduler:
         policy: Policy,
         ttl: Span,
         sealer: Sealer,
+        orders: Mapping[str, Order] = ORDERS,
     ) -> None:
         self.state = State()
         self.wake = Wake()
@@ -85,6 +92,11 @@ class Scheduler:
         self._hub = hub
         self._metrics = metrics
         self.policy = policy
+        self.configured = policy  # before operators changed it
+        self.rules = NO_RULES
+        self._ruled_at = Instant(0)
+        self.forecasts = Forecasts()
+        self.orders = orders
         self._ttl = ttl
         self._sealer = sealer
         self._term = 0
@@ -102,8 +114,13 @@ class Scheduler:
         """One pass: plan, write, fold, send. How many leases it granted."""
         if self.in_doubt:
             await self.rebuild(now)
-        places = plan(self.state, now, self.policy).places
+        if self.rules.changes_between(self._ruled_at, now):
+            self._lay_rules(now)
+        decided = plan(self.state, now, self.policy, self.orders)
+        places = decided.places
         self._metrics.queued.set(self.state.queued_count)
+        if decided.preemptions:
+            await self._preempt(decided.preemptions, now)
         if not places:
             return 0
         asked = sum(len(place.grants) for place in places)
@@ -117,15 +134,27 @@ class Scheduler:
             return 0
         for line in applied.lines:
             tasks = tuple(TaskId(lease.task) for _, lease in line.leases)
-            self.fold(TasksLeased(line.place.node, line.place.allocation, line.place.shape, tasks))
+            self.forecasts.started(tasks, now)
+            self.fold(line.place.leased(tasks, now))
         await self._deliver(applied, now)
         granted = sum(len(line.leases) for line in applied.lines)
         self._metrics.granted.inc(granted)
         return granted
 
+    async def _preempt(self, preemptions: Sequence[Preempt], now: Instant) -> None:
+        """Asks those that are still as planned to make room; they hold it until their nodes say that they ended."""
+        holds = [Hold(each.task, each.epoch) for each in preemptions]
+        recording = await self._write(checkpoints.preempt_if_current(holds, self._term, now))
+        asked = tuple(TaskId(hold.task) for _, hold in recording.to_preempt)
+        if len(asked) < len(holds):
+            log.info("%d of %d preemptions had been overtaken", len(holds) - len(asked), len(holds))
+        if asked:
+            self.fold(TasksPreempted(asked))
+        self.absorb(recording)
+
     async def rebuild(self, now: Instant) -> None:
         """Takes a new term and a new picture; every silent node's time starts anew, so none is given up early."""
-        doubt = self._doubts
+        doubt, self._ruled_at = self._doubts, now
         self._term, picture = await self._write(_survey(now))
         teams = picture.teams
         self._specs = {
@@ -142,24 +171,57 @@ class Scheduler:
         self._metrics.rebuilt.inc()
 
     def _built(self, picture: Picture) -> State:
-        specs = self._specs
-        return build(
+        specs, ran = self._specs, picture.ran
+        leases = {}
+        for _, lease in picture.held:
+            known = picture.since.get(lease.task)
+            if known is not None and specs[lease.spec][2].preemptible:
+                leased_at, queued_at = known
+                told = Leased(lease.epoch, queued_at, ran.get(lease.task, Span(0)))
+                leases[lease.task] = (leased_at, told)
+        state = build(
             (self._with_connection(row.node) for row in picture.nodes),
-            (
-                (specs[row.spec][2], QueuedTask(row.task, row.epoch, row.queued_at))
-                for row in picture.queued
-            ),
+            ((specs[row.spec][2], self._queued_task(row, ran)) for row in picture.queued),
             (
                 (node, lease.allocation, specs[lease.spec][2], lease.task)
                 for node, lease in picture.held
             ),
+            leases,
         )
+        state.fold(TasksPreempted(picture.preempting))
+        return state
+
+    def _queued_task(self, row: QueuedRow, ran: Mapping[TaskId, Span]) -> QueuedTask:
+        is_counted = row.epoch and self._specs[row.spec][2].preemptible
+        attained = ran.get(row.task, Span(0)) if is_counted else Span(0)
+        return QueuedTask(row.task, row.epoch, row.queued_at, attained)
 
     def use_limits(self, limits: GpuLimits) -> None:
         """How many GPUs users and teams may run at once, from the next pass on."""
         if limits != self.policy.limits:
             self.policy = replace(self.policy, limits=limits)
             self.wake.call()
+
+    def use_rules(self, rules: Rules, now: Instant) -> None:
+        """What operators laid upon the pool, from the next pass on."""
+        configured = replace(self.configured, limits=self.policy.limits)
+        policy = rules.policy.applied(configured, self.orders)
+        if rules == self.rules and policy == self.policy:
+            return
+        self.policy, self.rules = policy, rules
+        self._lay_rules(now)
+
+    def _lay_rules(self, now: Instant) -> None:
+        self._ruled_at = now
+        known = [entry.node for entry in self.state.nodes.values() if entry.node is not None]
+        for node in known:
+            if self.rules.upon(node, now) != node:
+                self.node_changed(node)
+        self.wake.call()
+
+    async def since(self) -> Mapping[TaskId, Instant]:
+        """Since when leases are held."""
+        return await self._store.read(rules_operations.held_since())
 
     # ---- doubt
 
@@ -194,6 +256,7 @@ class Scheduler:
         self.fold(
             TasksQueued(shape, tuple([QueuedTask(task.id, 0, at) for task in submitted.tasks]))
         )
+        self.forecasts.arrived(shape, at)
         self._metrics.submitted.inc(len(submitted.tasks))
         self.wake.call()
 
@@ -201,12 +264,14 @@ class Scheduler:
         """Reports, an expiry or a cancel were committed: fold them, tell those who wait, stop what was cancelled."""
         if recording.withdrawn:
             self.fold(TasksWithdrawn(recording.withdrawn))
+            self.forecasts.gone(recording.withdrawn)
+        attained = self._attained(recording) if recording.requeued else {}
         if recording.released:
             if recording.ended:
                 self._observe(recording)
             self.fold(TasksReleased(recording.released))
         if recording.requeued:
-            self._requeue(recording)
+            self._requeue(recording, attained)
         self._publish(recording)
         self._stop(recording.to_stop, StopReason.CANCELLED)
         self._stop(recording.to_preempt, StopReason.PREEMPTED)
@@ -229,12 +294,24 @@ class Scheduler:
                 seen.setdefault(id(line.shape), (line.shape, []))[1].append(ended.duration)
         for shape, durations in seen.values():
             self.fold(RunTimesObserved(shape, len(durations), Span(sum(durations))))
+            self.forecasts.ended(shape, durations)
 
-    def _requeue(self, recording: Recording) -> None:
+    def _attained(self, recording: Recording) -> dict[TaskId, Span]:
+        """What those that come back have run so far, where that counts."""
+        found = {}
+        for task in recording.requeued:
+            line = self.state.held.get(task.task)
+            lease = line.leases.get(task.task) if line is not None else None
+            if lease is not None:
+                found[task.task] = Span(lease.attained + task.ran)
+        return found
+
+    def _requeue(self, recording: Recording, attained: Mapping[TaskId, Span]) -> None:
         by_spec: dict[SpecId, list[QueuedTask]] = {}
         for task in recording.requeued:
+            ran = attained.get(task.task, Span(0))
             by_spec.setdefault(task.spec, []).append(
-                QueuedTask(task.task, task.epoch, task.queued_at)
+                QueuedTask(task.task, task.epoch, task.queued_at, ran)
             )
             self._metrics.requeued.labels(task.reason.value).inc()
         for spec_id, tasks in by_spec.items():
@@ -310,6 +387,7 @@ class Scheduler:
 
     def _with_connection(self, node: Node) -> Node:
         connected = node.id in self.channels
+        node = self.rules.upon(node, self._ruled_at)
         if node.connected == connected:
             return node
         return replace(node, connected=connected)

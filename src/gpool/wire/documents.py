@@ -228,11 +228,35 @@ class EventDocument(Answer):
     text: str
 
 
+class EstimateDocument(Answer):
+    """When it starts: the middle of what is expected, and the range into which eight of ten starts fall."""
+
+    model_config = ConfigDict(extra="ignore", serialize_by_alias=True, populate_by_name=True)
+
+    at: AwareDatetime
+    earliest: Annotated[AwareDatetime, Field(alias="from")]
+    latest: Annotated[AwareDatetime, Field(alias="to")]
+
+
+class SuggestionDocument(Answer):
+    """A change that was tried on a copy of the queue and started the task at once."""
+
+    kind: str
+    change: str  # to `gpool run`, e.g. "--gpu RTX4090"
+    sentence: str
+
+
 class ExplainDocument(Answer):
     id: str
     status: str
     sentence: str
     position: int | None = None  # place in line among what waits
+    code: str = ""
+    ahead: int | None = None
+    tries: int = 0  # failures of its own so far
+    losses: int = 0  # nodes lost under it
+    estimate: EstimateDocument | None = None
+    suggestions: list[SuggestionDocument] = []
 
 
 class LogDocument(Answer):

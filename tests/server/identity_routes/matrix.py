@@ -174,6 +174,17 @@ TABLE: dict[tuple[str, str, str], Row] = {
     ("GET", "/v1/audit", ""): row("admin", "operator", "user"),
     ("GET", "/v1/admin/keys", ""): row("admin", "operator", "user"),
     ("POST", "/v1/admin/keys/rotate", ""): row(None, "operator", "user", body={}),
+    ("GET", "/v1/admin/policy", ""): row("admin", "operator", "user"),
+    ("PATCH", "/v1/admin/policy", ""): row(None, "operator", "user", body={"dry_run": True}),
+    ("PUT", "/v1/admin/cordons/{id}", ""): row(
+        None, "operator", "user", objects=("node:p",), body={}
+    ),
+    ("DELETE", "/v1/admin/cordons/{id}", ""): row(None, "operator", "user", objects=("cordon:p",)),
+    ("GET", "/v1/admin/reservations", ""): row("admin", "operator", "user"),
+    ("POST", "/v1/admin/reservations", ""): row(None, "operator", "user", body={"nodes": []}),
+    ("DELETE", "/v1/admin/reservations/{id}", ""): row(
+        None, "operator", "user", objects=("reservation:p",)
+    ),
     ("GET", "/v1/users/{id}", ""): row(
         "account:read", "self operator", objects=("user:p", "user:-")
     ),

@@ -21,6 +21,7 @@ from gpool.testing.nodes import a_key
 
 T = TypeVar("T")
 NONE = "0" * 13
+ALWAYS = {"first": "2001-01-01T00:00:00Z", "last": "2999-01-01T00:00:00Z"}
 TEAM_INPUT = b"the team's input"
 
 
@@ -141,6 +142,11 @@ async def _objects(pool: Pool, people: dict[str, Somebody]) -> None:
     machine = await desk.join(a_key(1), offer, ada.headers, **lends)
     other = await desk.join(a_key(2), offer, people["stranger"].headers, name="x")
     ids["node:p"] = machine.badge.identity.node
+    ids["cordon:p"] = other.badge.identity.node
+    assert (await desk.http.put(f"/v1/admin/cordons/{ids['cordon:p']}")).status_code == 200
+    kept = {"nodes": [ids["cordon:p"]], "users": [ada.id], **ALWAYS}
+    made = await desk.post("/v1/admin/reservations", kept)
+    ids["reservation:p"] = made.json()["id"]
     pool.machines = {"machine": desk.http_of(machine), "other machine": desk.http_of(other)}
     listed = (await ada.ask("GET", "/v1/resources")).json()["items"]
     ids["gpu:p"] = next(each["id"] for each in listed if each["kind"] == "gpu")
@@ -156,6 +162,8 @@ async def _objects(pool: Pool, people: dict[str, Somebody]) -> None:
         "task:-": f"t-{NONE}",
         "batch:-": f"b-{NONE}",
         "node:-": f"n-{NONE}",
+        "cordon:-": f"n-{NONE}",
+        "reservation:-": f"rs-{NONE}",
         "gpu:-": f"g-{NONE}",
         "key:-": f"k-{NONE}",
         "session:-": "0" * 26,

@@ -147,7 +147,8 @@ class Board:
         if not is_open(node):
             return CLOSED
         offer = node.offer
-        owner = node.owner if node.audience is not None or Tier.NONE in offer.tiers else None
+        is_for_some = node.audience is not None or node.reserved_for is not None
+        owner = node.owner if is_for_some or Tier.NONE in offer.tiers else None
         key = (
             offer.cpu_milli,
             offer.memory_bytes,
@@ -159,6 +160,7 @@ class Board:
             offer.builds,
             offer.networks,
             node.audience,
+            node.reserved_for,
             node.gpus_withheld,
             owner,
         )

@@ -67,7 +67,8 @@ class Engine:
 
     def put(self, node: Node) -> None:
         """A node came, or is another one now."""
-        if node.audience is not None and not self._has_audiences:
+        is_for_some = node.audience is not None or node.reserved_for is not None
+        if is_for_some and not self._has_audiences:
             self._has_audiences = True
             self._forget()  # rows were shared among users
         self.board.put(node)

@@ -10,11 +10,29 @@ from gpool.core.model import Allocation, Instant, Node, Shape, Span
 
 @dataclass(frozen=True, slots=True)
 class QueuedTask:
-    """A task that waits; `epoch` is that of its last lease (0: none yet)."""
+    """A task that waits; `epoch` is that of its last lease (0: none yet), `attained` what it has run in earlier ones (a hint)."""
 
     id: TaskId
     epoch: int
     queued_at: Instant
+    attained: Span = Span(0)
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """The part of a gang on one more node."""
+
+    node: NodeId
+    allocation: Allocation
+
+
+@dataclass(frozen=True, slots=True)
+class Leased:
+    """What is known of a lease beside who holds it."""
+
+    epoch: int
+    queued_at: Instant
+    attained: Span = Span(0)  # by its task, before this lease
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,17 +52,31 @@ class TasksWithdrawn:
 
 @dataclass(frozen=True, slots=True)
 class TasksLeased:
-    """A `Place` was applied for these tasks: they left the queue and stand in line on the allocation."""
+    """A `Place` was applied for these tasks: they left the queue and stand in line on the allocation.
+
+    `at` and `leases` are hints, for what may be stopped for others: without them it goes on to its end.
+    """
 
     node: NodeId
     allocation: Allocation
     shape: Shape
     tasks: tuple[TaskId, ...]
+    members: tuple[Member, ...] = ()  # of a gang, on further nodes
+    at: Instant = Instant(0)
+    leases: tuple[Leased, ...] = ()  # of `tasks`, in their order
 
 
 @dataclass(frozen=True, slots=True)
 class TasksReleased:
     """Leases ended: finished, lost, handed back, or confirmed dead after a cancel."""
+
+    tasks: tuple[TaskId, ...]
+    at: Instant = Instant(0)
+
+
+@dataclass(frozen=True, slots=True)
+class TasksPreempted:
+    """Leases that were asked to make room: they hold it until they are released."""
 
     tasks: tuple[TaskId, ...]
 
@@ -75,6 +107,7 @@ Event = (
     | TasksWithdrawn
     | TasksLeased
     | TasksReleased
+    | TasksPreempted
     | NodeChanged
     | NodeRemoved
     | RunTimesObserved
@@ -87,6 +120,8 @@ class Grant:
 
     task: TaskId
     epoch: int
+    queued_at: Instant = Instant(0)
+    attained: Span = Span(0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +132,28 @@ class Place:
     allocation: Allocation
     shape: Shape
     grants: tuple[Grant, ...]
+    members: tuple[Member, ...] = ()  # of a gang, on further nodes: all or nothing
+
+    def leased(self, tasks: tuple[TaskId, ...], at: Instant) -> TasksLeased:
+        """The event of its having been written for these of its tasks."""
+        leases: tuple[Leased, ...] = ()
+        if self.shape.preemptible:
+            known = {grant.task: grant for grant in self.grants}
+            leases = tuple(
+                Leased(known[task].epoch, known[task].queued_at, known[task].attained)
+                for task in tasks
+            )
+        return TasksLeased(self.node, self.allocation, self.shape, tasks, self.members, at, leases)
+
+
+@dataclass(frozen=True, slots=True)
+class Preempt:
+    """Ask this lease to make room for `beneficiary`; guarded by its epoch in the store."""
+
+    task: TaskId
+    epoch: int
+    node: NodeId
+    beneficiary: TaskId
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,3 +161,4 @@ class Plan:
     """What the scheduler decided and has not yet written."""
 
     places: tuple[Place, ...] = ()
+    preemptions: tuple[Preempt, ...] = ()

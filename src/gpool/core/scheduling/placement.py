@@ -44,6 +44,7 @@ class Unfit(StrEnum):
     """Why a node can never run a shape, however idle it is; in the order in which it is looked at."""
 
     AUDIENCE = "audience"
+    RESERVED = "reserved"
     ENVIRONMENT = "environment"
     PYTHON = "python"
     TIER = "tier"
@@ -56,8 +57,13 @@ class Unfit(StrEnum):
 
 
 def is_open(node: Node) -> bool:
-    """Takes new leases: connected, and its owner lends it."""
-    return node.connected and node.availability is Availability.AVAILABLE and not node.offer.closed
+    """Takes new leases: connected, its owner lends it, and no operator has cordoned it."""
+    return (
+        node.connected
+        and node.availability is Availability.AVAILABLE
+        and not node.offer.closed
+        and not node.cordoned
+    )
 
 
 def unfit(node: Node, shape: Shape) -> Unfit | None:
@@ -65,6 +71,8 @@ def unfit(node: Node, shape: Shape) -> Unfit | None:
     offer, needs = node.offer, shape.requirements
     if node.audience is not None and not _is_for(node, node.audience, shape):
         return Unfit.AUDIENCE
+    if node.reserved_for is not None and not _is_for(node, node.reserved_for, shape):
+        return Unfit.RESERVED
     if shape.environment not in offer.environments and (
         environments.kind_of(shape.environment) not in offer.builds
     ):

@@ -18,4 +18,5 @@ def shape_of(spec: TaskSpec, user: UserId, team: int | None = None) -> Shape:
         group,
         team,
         spec.preemptible or bool(spec.checkpoint),
+        by=spec.by,
     )

@@ -2,31 +2,37 @@
 
 `fold` costs a constant per task. The state is a cache of the store: `build` makes an equal one from the store's rows, and a
 state that meets an impossible event says so (`Contradiction`), upon which its owner rebuilds it. Run-time estimates, the
-order in which users were last served and what arrived lately are hints, not truth: they are lost in a rebuild and left out of
-equality.
+order in which users were last served, what arrived lately, and for tasks that may be preempted since when they run and what
+they ran before are hints, not truth: they may be lost in a rebuild and are left out of equality.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import assert_never
 
 from gpool.core.ids import NodeId, TaskId, UserId
-from gpool.core.model import Allocation, Node, Shape, Span
+from gpool.core.model import Allocation, Instant, Node, Shape, Span
 from gpool.core.scheduling.engine import Engine
 from gpool.core.scheduling.events import (
     Event,
+    Leased,
+    Member,
     NodeChanged,
     NodeRemoved,
     QueuedTask,
     RunTimesObserved,
     TasksLeased,
+    TasksPreempted,
     TasksQueued,
     TasksReleased,
     TasksWithdrawn,
 )
+from gpool.core.scheduling.fair_share import Shares, amounts_of, total
+from gpool.core.scheduling.levels import at_level, level_of
 from gpool.core.scheduling.limits import Holder, gpus_of, holders_of
+from gpool.core.scheduling.predictions import Predictions
 from gpool.core.scheduling.pricing import Pricing
 from gpool.core.scheduling.queue import Queue, Ticket, epoch_of
 from gpool.core.scheduling.room import Room
@@ -43,9 +49,23 @@ class Contradiction(AssertionError):
 
 
 class Line:
-    """An allocation on a node and how many leases stand in line for it."""
+    """An allocation on a node and how many leases stand in line for it.
 
-    __slots__ = ("allocation", "count", "entry", "node", "shape")
+    A gang has one line a node: the first has the task, the others are its `members`.
+    """
+
+    __slots__ = (
+        "allocation",
+        "amounts",
+        "count",
+        "entry",
+        "leases",
+        "members",
+        "node",
+        "shape",
+        "since",
+        "stopping",
+    )
 
     def __init__(self, node: NodeId, allocation: Allocation, entry: ShapeState) -> None:
         self.node = node
@@ -53,6 +73,11 @@ class Line:
         self.entry = entry
         self.shape = entry.shape
         self.count = 0
+        self.amounts = amounts_of(allocation)  # those of its members included
+        self.members: tuple[Line, ...] = ()
+        self.since = Instant(0)  # when its newest lease was granted
+        self.leases: dict[TaskId, Leased] = {}  # where they may be preempted
+        self.stopping = False  # asked to make room
 
 
 class ShapeState:
@@ -88,6 +113,7 @@ class State:
 
     __slots__ = (
         "_arrived",
+        "_attained",
         "_engine",
         "_estimates",
         "_known",
@@ -98,8 +124,11 @@ class State:
         "gpus",
         "held",
         "nodes",
+        "predictions",
         "running",
         "shapes",
+        "shares",
+        "stoppable",
     )
 
     def __init__(self) -> None:
@@ -108,6 +137,10 @@ class State:
         self.held: dict[TaskId, Line] = {}
         self.running: dict[UserId, int] = {}  # allocations a user holds
         self.gpus: dict[Holder, int] = {}  # thousandths of GPUs that users and teams hold
+        self.shares = Shares()
+        self.predictions = Predictions()
+        self.stoppable: dict[tuple[NodeId, int], Line] = {}  # what may be preempted, or is being
+        self._attained: dict[TaskId, Span] = {}  # of waiting tasks that ran before
         self._live: dict[TaskId, Ticket] = {}
         self._estimates: dict[Shape, float] = {}
         self._served: dict[UserId, int] = {}
@@ -157,29 +190,58 @@ class State:
         """Grows with each lease: the user with the smaller number was served less recently (0: not yet)."""
         return self._served.get(user, 0)
 
+    def attained(self, task: TaskId, now: Instant) -> Span:
+        """How long a task has run so far, as far as is known: in earlier leases, and in this one if it may be preempted."""
+        line = self.held.get(task)
+        if line is None:
+            return self._attained.get(task, Span(0))
+        lease = line.leases.get(task)
+        if lease is None:
+            return Span(0)
+        return Span(lease.attained + max(0, now - line.since) if line.since else lease.attained)
+
     def arrivals(self) -> list[Shape]:
         """What came lately, oldest first, to learn a pricing from; of a large batch only some."""
         return [shape for shape, count in self._arrived for _ in range(min(count, MAX_ALIKE))]
 
+    def take_hints(self, other: State) -> None:
+        """What `other` knows beyond the truth, so that both plan alike: run times, who was served when, what arrived."""
+        self._estimates = other._estimates.copy()
+        self._served, self._serial = other._served.copy(), other._serial
+        self._arrived = other._arrived.copy()
+        self.shares.usage = other.shares.usage.copy()
+        self.predictions = other.predictions  # only read by who plans on a copy
+
     def truth(self) -> tuple[object, ...]:
         """All that is not a hint, as a plain value."""
-        queues = {
-            shape: tuple((e[0], e[1], epoch_of(e)) for e in entry.queue.entries())
-            for shape, entry in self.shapes.items()
-            if entry.queue.size
-        }
+        waiting: dict[Shape, list[tuple[int, int, int]]] = {}
+        for entry in self._waiting.values():
+            found = waiting.setdefault(at_level(entry.shape, 0), [])
+            found += [(e[0], e[1], epoch_of(e)) for e in entry.queue.entries()]
+        queues = {shape: sorted(found) for shape, found in waiting.items()}
         nodes = {
             id_: (
-                entry.node,
-                entry.room.truth(),
-                {n: (line.allocation, line.shape, line.count) for n, line in entry.lines.items()},
+                node.node,
+                node.room.truth(),
+                {n: (line.allocation, line.shape, line.count) for n, line in node.lines.items()},
             )
-            for id_, entry in self.nodes.items()
+            for id_, node in self.nodes.items()
         }
         held = {task: (line.node, line.allocation.number) for task, line in self.held.items()}
         lines = {shape: set(entry.lines) for shape, entry in self.shapes.items() if entry.lines}
-        live, shapes = set(self._live), set(self.shapes)
-        return queues, nodes, held, lines, self.running, self.gpus, live, shapes
+        live = set(self._live)
+        shapes = {at_level(shape, 0) for shape in self.shapes}
+        return (
+            queues,
+            nodes,
+            held,
+            lines,
+            self.running,
+            self.gpus,
+            self.shares.truth(),
+            live,
+            shapes,
+        )
 
     def __eq__(self, other: object) -> bool:
         return self.truth() == other.truth() if isinstance(other, State) else NotImplemented
@@ -197,8 +259,12 @@ class State:
                 self._leave_queue(tasks)
             case TasksLeased():
                 self._lease(event)
-            case TasksReleased(tasks):
+            case TasksReleased(tasks, at):
+                if at:
+                    self.shares.pass_time(at, len(self._waiting))
                 self._release(tasks)
+            case TasksPreempted(tasks):
+                self._preempt(tasks)
             case NodeChanged(node):
                 self._change(node)
             case NodeRemoved(id_):
@@ -216,6 +282,7 @@ class State:
             known.change(node)
         else:
             return
+        self.shares.put(node)
         if self._engine is not None:
             self._engine.put(node)
 
@@ -225,6 +292,7 @@ class State:
             gone.change(None)  # its leases still have to end
         elif gone is not None:
             del self.nodes[id_]
+        self.shares.remove(id_)
         if self._engine is not None:
             self._engine.remove(id_)
 
@@ -244,12 +312,26 @@ class State:
             self._known.pop(id(entry.shape), None)
 
     def _queue(self, shape: Shape, tasks: Sequence[QueuedTask]) -> None:
+        if any(task.attained for task in tasks):
+            by_level: dict[int, list[QueuedTask]] = {}
+            for task in tasks:
+                by_level.setdefault(level_of(task.attained), []).append(task)
+            for level, alike in by_level.items():
+                self._queue_alike(at_level(shape, level), alike)
+                self._attained.update((t.id, t.attained) for t in alike if t.attained)
+        else:
+            self._queue_alike(shape, tasks)
+
+    def _queue_alike(self, shape: Shape, tasks: Sequence[QueuedTask]) -> None:
         entry = self._entry(shape)
+        if tasks:
+            self.shares.pass_time(tasks[0].queued_at, len(self._waiting))
         if tasks and tasks[0].epoch == 0:
             self._arrived.append((entry.shape, len(tasks)))
         left = entry.queue.add(tasks)
-        if entry.queue.size:
+        if entry.queue.size and entry.queue not in self._waiting:
             self._waiting[entry.queue] = entry
+            self.shares.wants(entry.shape)
         self._tidy(left)
         self._drop_if_idle(entry)
 
@@ -263,6 +345,8 @@ class State:
                 continue
             queue = ticket[0]
             queue.size -= 1
+            if self._attained:
+                self._attained.pop(task, None)
             if queue is not queue_before:
                 queue_before = queue
                 touched.add(queue)
@@ -274,17 +358,23 @@ class State:
             if not queue.size:
                 entry = self._waiting.pop(queue, None)
                 if entry is not None:
+                    self.shares.rests(entry.shape)
                     self._drop_if_idle(entry)
 
     def _lease(self, event: TasksLeased) -> None:
         if not event.tasks:
             return
-        entry = self._entry(event.shape)
+        entry = self._entry(at_level(event.shape, 0))
         number = event.allocation.number
         key = (event.node, number)
+        if event.at:
+            self.shares.pass_time(event.at, len(self._waiting))
         line = entry.lines.get(key)
         if line is None:
             line = self._open(entry, key, event.allocation)
+            if event.members:
+                line.members = tuple([self._open_member(entry, part) for part in event.members])
+                line.amounts = total(part.amounts for part in (line, *line.members))
         elif line.allocation != event.allocation:
             raise Contradiction(f"allocation {key} is {line.allocation}, not {event.allocation}")
         held, size_before = self.held, len(self.held)
@@ -295,6 +385,10 @@ class State:
                     f"task {task} holds {before.node}/{before.allocation.number}, not {key}"
                 )
         line.count += len(held) - size_before
+        line.since = event.at
+        if event.leases:
+            line.leases.update(zip(event.tasks, event.leases, strict=True))
+            self.stoppable[key] = line
         self._leave_queue(event.tasks)
         self._serial += 1
         user = event.shape.user
@@ -302,6 +396,18 @@ class State:
         self._served[user] = self._serial
         if len(self._served) > MAX_SERVED:
             del self._served[next(iter(self._served))]
+
+    def _open_member(self, entry: ShapeState, part: Member) -> Line:
+        line = self._open(entry, (part.node, part.allocation.number), part.allocation)
+        line.count = 1
+        return line
+
+    def _preempt(self, tasks: Iterable[TaskId]) -> None:
+        for task in tasks:
+            line = self.held.get(task)
+            if line is not None:
+                line.stopping = True
+                self.stoppable[line.node, line.allocation.number] = line
 
     def _open(self, entry: ShapeState, key: tuple[NodeId, int], allocation: Allocation) -> Line:
         node = self.nodes.get(key[0])
@@ -320,6 +426,7 @@ class State:
         if taken:
             for holder in holders_of(entry.shape):
                 self.gpus[holder] = self.gpus.get(holder, 0) + taken
+        self.shares.take(entry.shape, line.amounts)
         return line
 
     def _release(self, tasks: Iterable[TaskId]) -> None:
@@ -328,15 +435,21 @@ class State:
             line = held.pop(task, None)
             if line is not None:
                 line.count -= 1
+                if line.leases:
+                    line.leases.pop(task, None)
                 if not line.count:
                     self._close(line)
+                    for member in line.members:
+                        self._close(member)
 
     def _close(self, line: Line) -> None:
         number, user = line.allocation.number, line.shape.user
         node, entry = self.nodes[line.node], line.entry
         del node.lines[number]
         del entry.lines[line.node, number]
+        self.stoppable.pop((line.node, number), None)
         node.room.give(line.allocation)
+        self.shares.give(line.shape, amounts_of(line.allocation))
         if node.node is None and not node.lines:
             del self.nodes[line.node]
         if self._engine is not None:
@@ -355,6 +468,7 @@ class State:
     def _observe(self, shape: Shape, count: int, total: Span) -> None:
         if count <= 0:
             return
+        self.predictions.observe(shape, count, total)
         mean = total / count
         before = self._estimates.pop(shape, None)
         old = 0.0 if before is None else _KEEP ** min(count, 64)
@@ -367,8 +481,9 @@ def build(
     nodes: Iterable[Node],
     queued: Iterable[tuple[Shape, QueuedTask]],
     held: Iterable[tuple[NodeId, Allocation, Shape, TaskId]],
+    leases: Mapping[TaskId, tuple[Instant, Leased]] | None = None,
 ) -> State:
-    """The state as the store has it, in any order of rows."""
+    """The state as the store has it, in any order of rows. `leases`: since when those run that may be preempted."""
     state = State()
     for node in nodes:
         state.fold(NodeChanged(node))
@@ -388,5 +503,11 @@ def build(
     for node_id, allocation, shape, id_ in held:
         lines.setdefault((node_id, allocation, shape), []).append(id_)
     for (node_id, allocation, shape), ids in lines.items():
-        state.fold(TasksLeased(node_id, allocation, shape, tuple(ids)))
+        known = [leases[id_] for id_ in ids if id_ in leases] if leases else []
+        hints = known if len(known) == len(ids) else []
+        since = max((at for at, _ in hints), default=Instant(0))
+        event = TasksLeased(
+            node_id, allocation, shape, tuple(ids), (), since, tuple(lease for _, lease in hints)
+        )
+        state.fold(event)
     return state

@@ -6,9 +6,8 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
-from gpool.core import explain as core_explain
 from gpool.core.ids import BatchId, TaskId, encode
-from gpool.core.model import Phase, TaskStatus
+from gpool.core.model import TaskStatus
 from gpool.core.permissions import POOL, Action, Kind, TeamId, Thing, missing
 from gpool.server.actions import documents
 from gpool.server.asking import batch_thing, own, permit, task_thing
@@ -19,7 +18,7 @@ from gpool.server.store.operations import tasks as operations
 from gpool.server.store.operations import teams as teams_operations
 from gpool.server.store.protocol import Operation
 from gpool.server.store.values import Batch, BatchResult, TaskView
-from gpool.wire.documents import EventDocument, ExplainDocument
+from gpool.wire.documents import EventDocument
 
 RESULT_ROWS = 1000
 SILENCE_S = 15.0
@@ -158,38 +157,6 @@ async def events(server: Server, who: Caller, id_: TaskId) -> list[EventDocument
     permit(who, Action.TASK_READ, task_thing(story), named(id_))
     assert story is not None
     return documents.events(story)
-
-
-async def explain(server: Server, who: Caller, id_: TaskId) -> ExplainDocument:
-    """Why the task is where it is, in one sentence."""
-    view = await task(server, who, id_)
-    row, scheduler = view.row, server.scheduler
-    if row.status.is_final:
-        sentence, position = _end_of(view), None
-    elif row.status is TaskStatus.RUNNING:
-        doing = documents.NOTED[documents.phase_of(view) or Phase.RUN.value]
-        sentence, position = f"It {doing} on {view.node_name or 'a node'}.", None
-    elif view.note is not None:
-        sentence, position = (
-            f"It {documents.NOTED[view.note]} on {view.node_name or 'a node'}.",
-            None,
-        )
-    else:
-        told = core_explain.explain(scheduler.state, id_, server.now, scheduler.policy)
-        sentence, position = told.sentence, told.position
-    return ExplainDocument(
-        id=encode("task", id_), status=row.status.value, sentence=sentence, position=position
-    )
-
-
-def _end_of(view: TaskView) -> str:
-    row = view.row
-    where = f" on {view.node_name}" if view.node_name else ""
-    reason = row.reason.value.replace("_", " ") if row.reason else ""
-    why = f": {reason}" if reason not in ("", row.status.text) else ""
-    code = f" with code {row.exit_code}" if row.exit_code is not None else ""
-    said = (row.error_text or "").strip().rpartition("\n")[2][:300]
-    return f"It is {row.status.text}{where}{why}{code}." + (f" {said}" if said else "")
 
 
 def named(id_: TaskId) -> str:

@@ -13,7 +13,7 @@ from gpool.core.errors import Invalid
 from gpool.core.ids import BatchId, TaskId, decode, encode
 from gpool.core.model import TaskStatus
 from gpool.core.permissions import Action, TeamId
-from gpool.server.actions import cancel, documents, gpus, logs, preempt, query
+from gpool.server.actions import cancel, documents, explain, gpus, logs, preempt, query
 from gpool.server.actions.submit import submit
 from gpool.server.api.answers import answer, raw, stream, tagged
 from gpool.server.api.openapi import BATCH, TASK, body, ok
@@ -151,9 +151,9 @@ async def get_result(request: Request, id: TASK, wait: Wait = 0) -> Response:
 
 @router.get("/v1/tasks/{id}/explain", responses=ok(ExplainDocument), response_class=Response)
 async def get_explanation(request: Request, id: TASK) -> Response:
-    """Why the task waits, or what became of it, in one sentence."""
+    """Why the task waits, when it will start and what would start it now; or what became of it."""
     who = await user_of(request, Action.TASK_READ)
-    return answer(await query.explain(server_of(request), who, TaskId(decode("task", id))))
+    return answer(await explain.explain(server_of(request), who, TaskId(decode("task", id))))
 
 
 @router.get("/v1/tasks/{id}/events", responses=ok(list[EventDocument]), response_class=Response)

@@ -314,6 +314,15 @@ scheduler_term = Table(
     _int("taken_at"),
 )
 
+rules = Table(
+    "rules",
+    metadata,
+    _text("kind", primary_key=True),
+    _int("id", primary_key=True),
+    _text("value"),
+    _int("changed_at"),
+)
+
 # ---- ways in
 
 wallets = Table(

@@ -151,6 +151,7 @@ class Requeued:
     user: UserId
     queued_at: Instant
     reason: EndReason
+    ran: Span = Span(0)  # in the attempt that ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,6 +271,10 @@ class Picture:
     held: tuple[tuple[NodeId, HeldLease], ...]
     nodes: tuple[NodeRow, ...]
     teams: Mapping[SpecId, int] = field(default_factory=dict)  # of the specs that are a team's
+    since: Mapping[TaskId, tuple[Instant, Instant]] = field(default_factory=dict)
+    """Of what is held: when it was leased, and when queued."""
+    ran: Mapping[TaskId, Span] = field(default_factory=dict)  # in attempts before
+    preempting: tuple[TaskId, ...] = ()  # held, and asked to make room
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ from gpool.server.store.values import PREEMPTING, Recording
 from gpool.wire.frames import Checkpointed, Hold, Reached
 
 NOTES = (("task", "int"), ("epoch", "int"), ("note", "text"))
+HOLDS = (("id", "int"), ("epoch", "int"))
 PAIRS = (("task", "int"), ("sha256", "text"))
 MOVING = tuple(status.value for status in (TaskStatus.LEASED, TaskStatus.RUNNING))
 
@@ -173,6 +174,28 @@ def preempt(ids: Sequence[TaskId], at: Instant) -> Operation[Recording]:
         {},
         {"wanted": of_ids(ids)},
     )
+    return (yield from _ask_to_stop(rows, at))
+
+
+@operation
+def preempt_if_current(holds: Sequence[Hold], term: int, at: Instant) -> Operation[Recording]:
+    """Those of a plan's preemptions that still are as the plan saw them; none when another scheduler has taken over."""
+    current = yield Statement(
+        "SELECT term FROM scheduler_term WHERE id = 1 /*postgresql FOR SHARE*/"
+    )
+    if not current or current[0][0] != term:
+        return Recording()
+    rows = yield Statement(
+        "SELECT t.id, t.epoch, t.node_id FROM {wanted} AS w JOIN tasks t ON t.id = w.id AND t.epoch = w.epoch "  # noqa: S608
+        f"WHERE t.holding = 1 AND t.status IN ({', '.join(map(repr, MOVING))}) "
+        "/*postgresql ORDER BY t.id FOR UPDATE OF t*/",
+        {},
+        {"wanted": Relation(HOLDS, [(hold.task, hold.epoch) for hold in holds])},
+    )
+    return (yield from _ask_to_stop(rows, at))
+
+
+def _ask_to_stop(rows: Sequence[Row], at: Instant) -> Operation[Recording]:
     if not rows:
         return Recording()
     yield from _note([(task, epoch, PREEMPTING) for task, epoch, _ in rows], at)

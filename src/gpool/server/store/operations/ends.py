@@ -22,7 +22,7 @@ from gpool.server.store.values import Ended, Requeued
 
 DETAIL_LETTERS = 4000
 
-HELD = "t.id, t.epoch, t.batch_id, t.spec_id, t.user_id, t.status, t.leased_at, t.started_at, t.tries, t.losses"
+HELD = "t.id, t.epoch, t.batch_id, t.spec_id, t.user_id, t.status, t.leased_at, t.started_at, t.tries, t.losses, t.queued_at"
 ENDED = (
     ("task", "int"),
     ("epoch", "int"),
@@ -39,7 +39,7 @@ ENDED = (
     ("value", "blob"),
 )
 SEQUENCE = ENDED.index(("sequence", "int"))
-REQUEUED = (("task", "int"), ("epoch", "int"), ("tries", "int"), ("losses", "int"))
+REQUEUED = (("task", "int"), ("epoch", "int"), ("tries", "int"), ("losses", "int"), ("queued_at", "int"))
 ARCHIVED = (
     ("task", "int"),
     ("epoch", "int"),
@@ -103,7 +103,7 @@ class Ends:
         duration: int = 0,
     ) -> None:
         """The attempt ends its task."""
-        task, epoch, batch, _, user, status, _, _, tries, lost = row
+        task, epoch, batch, _, user, status, _, _, tries, lost, _ = row
         becomes = target(status, move)
         self._batches.append(batch)
         self._ended_rows.append(
@@ -139,13 +139,24 @@ class Ends:
         detail: str = "",
     ) -> None:
         """The attempt goes to the archive, the task back to the queue."""
-        task, epoch, _, spec, user, status, _, _, tries, lost = row
+        task, epoch, _, spec, user, status, _, _, tries, lost, queued_at = row
         target(status, move)
         tries += move is Move.RETRIED
-        self._requeued_rows.append((task, epoch, tries, lost if losses is None else losses))
+        since = self.at
+        if reason is EndReason.PREEMPTED and queued_at is not None:
+            since = queued_at  # it gave way to others, and keeps its age for that
+        self._requeued_rows.append((task, epoch, tries, lost if losses is None else losses, since))
         self._archive(row, reason, started_at, detail)
         self.requeued.append(
-            Requeued(TaskId(task), epoch, SpecId(spec), UserId(user), self.at, reason)
+            Requeued(
+                TaskId(task),
+                epoch,
+                SpecId(spec),
+                UserId(user),
+                since,
+                reason,
+                Span(0 if started_at is None else max(0, self.at - started_at)),
+            )
         )
         self.released.append(TaskId(task))
 
@@ -165,11 +176,11 @@ class Ends:
             yield from self._write_ended()
         if self._requeued_rows:
             yield Statement(
-                "UPDATE tasks SET status = 'queued', queued_at = :at, node_id = NULL, holding = 0, "
+                "UPDATE tasks SET status = 'queued', queued_at = r.queued_at, node_id = NULL, holding = 0, "
                 "allocation_number = NULL, allocation = NULL, leased_at = NULL, started_at = NULL, "
                 "tries = r.tries, losses = r.losses FROM {requeued} AS r "
                 "WHERE tasks.id = r.task AND tasks.epoch = r.epoch AND tasks.holding <> 0",
-                {"at": self.at},
+                {},
                 {"requeued": Relation(REQUEUED, self._requeued_rows)},
             )
         if self._archived:

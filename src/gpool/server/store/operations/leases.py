@@ -8,7 +8,7 @@ import msgspec
 
 from gpool.core.ids import NodeId, SpecId, TaskId, UserId
 from gpool.core.lifecycle import Move, sources
-from gpool.core.model import InputFile, Instant, TaskSpec
+from gpool.core.model import InputFile, Instant, Span, TaskSpec
 from gpool.core.scheduling.events import Place
 from gpool.server.store.operation import operation
 from gpool.server.store.operations.checkpoints import manifests
@@ -17,7 +17,14 @@ from gpool.server.store.operations.reports import expire, record
 from gpool.server.store.operations.sealed import secrets_to_open
 from gpool.server.store.protocol import Operation, Relation, Row, Statement
 from gpool.server.store.rows import HELD_COLUMNS, allocation_text, held_lease, of_ids, spec_from
-from gpool.server.store.values import AppliedPlan, GrantedLine, HeldLease, Picture, QueuedRow
+from gpool.server.store.values import (
+    PREEMPTING,
+    AppliedPlan,
+    GrantedLine,
+    HeldLease,
+    Picture,
+    QueuedRow,
+)
 from gpool.wire.frames import Hold, Lease
 
 GRANTS = (
@@ -155,8 +162,17 @@ def picture() -> Operation[Picture]:
         "SELECT id, epoch, spec_id, user_id, queued_at FROM tasks WHERE status = 'queued' ORDER BY queued_at, id"
     )
     holding = yield Statement(
-        f"SELECT {HELD_COLUMNS}, t.node_id FROM tasks t WHERE t.holding = 1 "  # noqa: S608
+        f"SELECT {HELD_COLUMNS}, t.node_id, t.leased_at, t.queued_at FROM tasks t WHERE t.holding = 1 "  # noqa: S608
         "ORDER BY t.node_id, t.allocation_number, t.leased_at, t.id"
+    )
+    ran = yield Statement(
+        "SELECT a.task_id, SUM(a.ended_at - a.started_at) FROM attempts a JOIN tasks t ON t.id = a.task_id "
+        "WHERE a.started_at IS NOT NULL AND (t.status = 'queued' OR t.holding = 1) GROUP BY a.task_id"
+    )
+    preempting = yield Statement(
+        "SELECT t.id FROM tasks t JOIN attempt_notes n ON n.task_id = t.id AND n.epoch = t.epoch "
+        "WHERE t.holding = 1 AND n.note = :note ORDER BY t.id",
+        {"note": PREEMPTING},
     )
     nodes = yield from load_nodes("true", {})
     return Picture(
@@ -165,6 +181,13 @@ def picture() -> Operation[Picture]:
         queued=tuple(QueuedRow(*row) for row in queued),
         held=tuple((NodeId(row[7]), held_lease(row)) for row in holding),
         nodes=nodes,
+        since={
+            TaskId(row[0]): (Instant(row[8]), Instant(row[9]))
+            for row in holding
+            if row[8] is not None and row[9] is not None
+        },
+        ran={TaskId(row[0]): Span(max(0, int(row[1]))) for row in ran},
+        preempting=tuple(TaskId(row[0]) for row in preempting),
     )
 
 

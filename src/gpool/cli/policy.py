@@ -1,0 +1,211 @@
+"""`gpool admin policy`, `cordon`, `drain` and `reservations`: how operators steer the pool while it runs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from gpool.cli.account import quoted
+from gpool.cli.calling import as_json, client_of
+from gpool.cli.printing import emit_json, fields, plain, table
+from gpool.core.errors import Invalid, NotFound
+
+if TYPE_CHECKING:
+    from gpool.client.client import Client
+
+the_node = click.argument("node")
+_POLICY = ("order", "ageing_s", "patience_s", "weights", "changed")
+
+
+@click.command()
+@click.option("--order", metavar="NAME", help="Who comes first; `configured` goes back.")
+@click.option("--ageing", metavar="TIME", help="Waiting this long is worth a point of priority.")
+@click.option("--patience", metavar="TIME", help="Then a node is kept clear for a large task.")
+@click.option("--weight", "weights", multiple=True, metavar="ID=N", help="Of a user or team.")
+@click.option("--dry-run", is_flag=True, help="Only say what it would do to those who wait.")
+@as_json
+@click.pass_context
+def policy(
+    ctx: click.Context,
+    order: str | None,
+    ageing: str | None,
+    patience: str | None,
+    weights: tuple[str, ...],
+    dry_run: bool,
+    as_json: bool,
+) -> None:
+    """Show or change by which rules tasks are started.
+
+    \b
+    gpool admin policy --order round_robin --dry-run
+    """
+    wanted: dict[str, Any] = {}
+    if order is not None:
+        wanted["order"] = None if order == "configured" else order
+    for name, value in (("ageing_s", ageing), ("patience_s", patience)):
+        if value is not None:
+            wanted[name] = None if value == "configured" else _seconds(value)
+    if weights:
+        wanted["weights"] = dict(_weight(text) for text in weights)
+    door = client_of(ctx).door
+    if wanted or dry_run:
+        told = door.send_json("PATCH", "/v1/admin/policy", {**wanted, "dry_run": dry_run})
+    else:
+        told = door.get_json("/v1/admin/policy")
+    if as_json:
+        emit_json(told)
+        return
+    found = told.get("dry_run")
+    if found is None:
+        heavy = " ".join(f"{who}={weight:g}" for who, weight in told["weights"].items())
+        changed = ", ".join(told["changed"])
+        fields({**told, "weights": heavy or "-", "changed": changed or "-"}, _POLICY)
+        return
+    click.echo(plain(found["sentence"]))
+    rows = [(one["task"], _wait(one["before_s"]), _wait(one["after_s"])) for one in found["moved"]]
+    if rows:
+        table(("task", "waits now", "would wait"), rows, "")
+
+
+@click.command()
+@the_node
+@click.option("--why", default="", help="For those who ask.")
+@as_json
+@click.pass_context
+def cordon(ctx: click.Context, node: str, why: str, as_json: bool) -> None:
+    """Let nothing new start on a node, whatever its owner allows."""
+    _cordon(ctx, node, {"why": why}, as_json)
+
+
+@click.command()
+@the_node
+@click.option("--why", default="", help="For those who ask.")
+@as_json
+@click.pass_context
+def drain(ctx: click.Context, node: str, why: str, as_json: bool) -> None:
+    """Cordon a node and move away what may be preempted."""
+    _cordon(ctx, node, {"why": why, "drain": True}, as_json)
+
+
+@click.command()
+@the_node
+@click.pass_context
+def uncordon(ctx: click.Context, node: str) -> None:
+    """Let a node take tasks again."""
+    client = client_of(ctx)
+    client.door.send("DELETE", f"/v1/admin/cordons/{_node(client, node)}")
+    click.echo(f"{plain(node)} takes tasks again, if its owner lends it")
+
+
+@click.group()
+def reservations() -> None:
+    """Keep nodes for a class or an event."""
+
+
+@reservations.command("ls")
+@as_json
+@click.pass_context
+def reservations_ls(ctx: click.Context, as_json: bool) -> None:
+    """List reservations."""
+    items = client_of(ctx).door.get_json("/v1/admin/reservations")["items"]
+    if as_json:
+        emit_json(items)
+        return
+    rows = [
+        (
+            one["id"],
+            "now" if one["holds"] else "",
+            one["first"],
+            one["last"],
+            ",".join(one["nodes"]),
+            ",".join(one["teams"] + one["users"]),
+            one["why"],
+        )
+        for one in items
+    ]
+    table(("id", "", "from", "to", "nodes", "for", "why"), rows, "Nothing is reserved.")
+
+
+@reservations.command("make")
+@click.argument("nodes", metavar="NODE...", nargs=-1, required=True)
+@click.option("--team", "teams", multiple=True, metavar="ID")
+@click.option("--user", "users", multiple=True, metavar="ID")
+@click.option("--from", "first", required=True, metavar="TIME", help="2026-11-20T09:00+01:00")
+@click.option("--to", "last", required=True, metavar="TIME")
+@click.option("--why", default="")
+@as_json
+@click.pass_context
+def reservations_make(
+    ctx: click.Context,
+    nodes: tuple[str, ...],
+    teams: tuple[str, ...],
+    users: tuple[str, ...],
+    first: str,
+    last: str,
+    why: str,
+    as_json: bool,
+) -> None:
+    """Keep nodes for teams or users between two times."""
+    client = client_of(ctx)
+    wanted = {
+        "nodes": [_node(client, node) for node in nodes],
+        "teams": list(teams),
+        "users": list(users),
+        "first": first,
+        "last": last,
+        "why": why,
+    }
+    made = client.door.send_json("POST", "/v1/admin/reservations", wanted)
+    if as_json:
+        emit_json(made)
+    else:
+        click.echo(made["id"])
+
+
+@reservations.command("end")
+@click.argument("reservation", metavar="ID")
+@click.pass_context
+def reservations_end(ctx: click.Context, reservation: str) -> None:
+    """Give the nodes back to everybody."""
+    client_of(ctx).door.send("DELETE", f"/v1/admin/reservations/{quoted(reservation)}")
+    click.echo(f"{plain(reservation)} is over")
+
+
+def _cordon(ctx: click.Context, node: str, wanted: dict[str, Any], as_json: bool) -> None:
+    client = client_of(ctx)
+    told = client.door.send_json("PUT", f"/v1/admin/cordons/{_node(client, node)}", wanted)
+    if as_json:
+        emit_json(told)
+        return
+    click.echo(f"{plain(node)} takes nothing new; {told['running']} still run there")
+    if told["preempted"]:
+        click.echo(f"  {told['preempted']} were asked to make room", err=True)
+
+
+def _node(client: Client, text: str) -> str:
+    """A node's id, by its name too."""
+    if text.startswith("n-"):
+        return quoted(text)
+    for one in client.listing("nodes"):
+        if one["name"] == text:
+            return str(one["id"])
+    raise NotFound(f"no node {text!r}; `gpool node ls` lists them")
+
+
+def _weight(text: str) -> tuple[str, float | None]:
+    who, _, value = text.partition("=")
+    try:
+        return who, None if value == "configured" else float(value)
+    except ValueError:
+        raise Invalid(f"{text!r} is not ID=N, as in tm-0000000000001=2") from None
+
+
+def _seconds(text: str) -> float:
+    from gpool.client.options import seconds
+
+    return float(seconds(text))
+
+
+def _wait(value: float | None) -> str:
+    return "longer" if value is None else f"{value:.0f} s"

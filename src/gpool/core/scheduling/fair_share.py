@@ -1,0 +1,232 @@
+"""How much of the pool each team and each user has: dominant shares now, and lately under contention. It counts; orders compare.
+
+**Who is compared.** A tenant is a team, or a user who works for none. Tenants are compared first, the users of one team
+after that: a team of a thousand users has one share, not a thousand.
+
+**What is compared.** The dominant share: of GPUs, CPU and memory, the one of which a holder has most, in millionths of what
+the pool lends, divided by its weight. To what it holds now comes what it had lately *while others waited*, worn off with a
+half-life (`HALF_LIFE`): who took large pieces gives way afterwards, and the roundings of small pools even out. What was taken
+while nobody else wanted it is free, and who was away comes back with no credit: in any hour in which all have tasks waiting,
+all get their share.
+
+What is held is truth, rebuilt from the store with the rest. What was held lately is a hint: lost in a rebuild, which makes
+everybody start even.
+"""
+
+from __future__ import annotations
+
+
+from collections.abc import Iterable, Mapping, Sequence
+from math import log
+
+from gpool.core.ids import NodeId
+from gpool.core.model import SECOND, Allocation, Instant, Node, Shape, Span
+from gpool.core.scheduling.limits import Holder, gpus_of
+
+HALF_LIFE = Span(1800 * SECOND)
+ALL = 1_000_000
+MAX_REMEMBERED = 10_000
+_LN2 = log(2)
+_LONG = 40  # half-lives, after which nothing is left
+_TOO_LARGE = 2.0**200
+Amounts = tuple[int, int, int]  # thousandths of GPUs, of CPUs, bytes of memory
+
+
+def tenant_of(shape: Shape) -> Holder:
+    return ("user", shape.user) if shape.team is None else ("team", shape.team)
+
+
+def scopes_of(shape: Shape) -> tuple[tuple[Holder, int | None], ...]:
+    """Who holds what it takes, and among whom that is compared: tenants with each other, users within their team."""
+    if shape.team is None:
+        return ((("user", shape.user), None),)
+    return (("team", shape.team), None), (("user", shape.user), shape.team)
+
+
+def amounts_of(allocation: Allocation) -> Amounts:
+    return gpus_of(allocation), allocation.cpu_milli, allocation.memory_bytes
+
+
+def total(amounts: Iterable[Amounts]) -> Amounts:
+    gpus = cpus = memory = 0
+    for each in amounts:
+        gpus, cpus, memory = gpus + each[0], cpus + each[1], memory + each[2]
+    return gpus, cpus, memory
+
+
+class Usage:
+    """What holders had lately under contention: an average share, worn off by half each `HALF_LIFE`. A hint.
+
+    Instead of wearing off what all of them had, what comes later weighs more: `_scale` doubles each half-life, and `_clock` is
+    the contended time so weighed. A holder's sum grows by its share times the clock's advance, reckoned when its share changes.
+    """
+
+    __slots__ = ("_clock", "_floors", "_marks", "_now", "_scale", "_sums")
+
+    def __init__(self) -> None:
+        self._now: Instant | None = None
+        self._scale = 1.0
+        self._clock = 0.0
+        # Where those who join begin: the sum of who was served last, among tenants (None) or in a team.
+        self._floors: dict[int | None, float] = {}
+        self._sums: dict[Holder, float] = {}
+        self._marks: dict[Holder, float] = {}  # the clock when the sum was reckoned
+
+    @property
+    def is_any(self) -> bool:
+        return self._clock > 0
+
+    def copy(self) -> Usage:
+        twin = Usage()
+        twin._now, twin._scale, twin._clock = self._now, self._scale, self._clock
+        twin._floors = self._floors.copy()
+        twin._sums, twin._marks = self._sums.copy(), self._marks.copy()
+        return twin
+
+    def pass_time(self, now: Instant, *, is_contended: bool) -> None:
+        if self._now is None or now <= self._now:
+            self._now = now if self._now is None else self._now
+            return
+        passed = (now - self._now) / HALF_LIFE
+        self._now = now
+        if passed > _LONG:
+            self.__init__()  # type: ignore[misc]  # all of it has worn off
+            self._now = now
+            return
+        grown = self._scale * 2.0**passed
+        if is_contended:
+            self._clock += (grown - self._scale) / _LN2
+        self._scale = grown
+        if grown > _TOO_LARGE:
+            self._rescale()
+
+    def _rescale(self) -> None:
+        factor, self._scale = 1 / self._scale, 1.0
+        self._clock *= factor
+        self._floors = {scope: each * factor for scope, each in self._floors.items()}
+        self._sums = {holder: each * factor for holder, each in self._sums.items()}
+        self._marks = {holder: each * factor for holder, each in self._marks.items()}
+
+    def settle(self, holder: Holder, share: int) -> None:
+        """Its share is about to change."""
+        self._sums[holder] = self._sum(holder, share)
+        self._marks[holder] = self._clock
+        if len(self._sums) > MAX_REMEMBERED:
+            oldest = next(iter(self._sums))
+            del self._sums[oldest], self._marks[oldest]
+
+    def join(self, holder: Holder, scope: int | None, share: int) -> None:
+        self._sums[holder] = max(self._sum(holder, share), self._floors.get(scope, 0.0))
+        self._marks[holder] = self._clock
+
+    def serve(self, holder: Holder, scope: int | None) -> None:
+        self._marks.setdefault(holder, self._clock)
+        mine = self._sums.setdefault(holder, self._floors.get(scope, 0.0))
+        self._floors[scope] = max(self._floors.get(scope, 0.0), mine)
+
+    def _sum(self, holder: Holder, share: int) -> float:
+        since = self._marks.get(holder, self._clock)
+        return self._sums.get(holder, 0.0) + share * (self._clock - since)
+
+    def lately(self, holder: Holder, share: int) -> int:
+        """The average share it had, in millionths, with `share` since it last changed."""
+        return max(0, round(self._sum(holder, share) / self._scale * _LN2))
+
+
+class Shares:
+    """What holders have of what there is."""
+
+    __slots__ = ("_all", "_held", "_lent", "_nodes", "_waiting", "usage")
+
+    def __init__(self) -> None:
+        self._lent, self._all = [0, 0, 0], [0, 0, 0]
+        self.usage = Usage()
+        self._nodes: dict[NodeId, Amounts] = {}
+        self._held: dict[Holder, list[int]] = {}
+        self._waiting: dict[Holder, int] = {}  # shapes
+
+    def wants(self, shape: Shape) -> None:
+        """Tasks of this shape wait. A holder of which nothing waited was served: it begins even with the others."""
+        for holder, scope in scopes_of(shape):
+            waiting = self._waiting.get(holder, 0)
+            self._waiting[holder] = waiting + 1
+            if not waiting and self.usage.is_any:
+                held = self._held.get(holder)
+                self.usage.join(holder, scope, 0 if held is None else self._dominant(held))
+
+    def rests(self, shape: Shape) -> None:
+        """No more tasks of this shape wait."""
+        for holder, _ in scopes_of(shape):
+            self._waiting[holder] -= 1
+            if not self._waiting[holder]:
+                del self._waiting[holder]
+
+    def pass_time(self, now: Instant, waiting: int) -> None:
+        """Until now so many shapes had tasks waiting. Only then does what is held count as usage."""
+        self.usage.pass_time(now, is_contended=waiting > 0)
+
+    def put(self, node: Node) -> None:
+        self.remove(node.id)
+        offer = node.offer
+        lent = (1000 * len(offer.gpus), offer.cpu_milli, offer.memory_bytes)
+        self._nodes[node.id] = lent
+        self._add(self._lent, lent, 1)
+
+    def remove(self, node: NodeId) -> None:
+        lent = self._nodes.pop(node, None)
+        if lent is not None:
+            self._add(self._lent, lent, -1)
+
+    def take(self, shape: Shape, amounts: Amounts) -> None:
+        self._add(self._all, amounts, 1)
+        for holder, scope in scopes_of(shape):
+            held = self._held.get(holder)
+            if held is None:
+                held = self._held[holder] = [0, 0, 0]
+            else:
+                self.usage.settle(holder, self._dominant(held))
+            self.usage.serve(holder, scope)
+            self._add(held, amounts, 1)
+
+    def give(self, shape: Shape, amounts: Amounts) -> None:
+        self._add(self._all, amounts, -1)
+        for holder, _ in scopes_of(shape):
+            held = self._held.get(holder)
+            if held is not None:
+                self.usage.settle(holder, self._dominant(held))
+                self._add(held, amounts, -1)
+                if not any(held):
+                    del self._held[holder]
+
+    @staticmethod
+    def _add(total: list[int], amounts: Amounts, sign: int) -> None:
+        total[0] += sign * amounts[0]
+        total[1] += sign * amounts[1]
+        total[2] += sign * amounts[2]
+
+    def of(self, holder: Holder, weight_milli: int = 1000, more: Amounts | None = None) -> int:
+        """Its dominant share, in millionths of the pool for a weight of one; `more` is what it would have besides."""
+        held = self._held.get(holder)
+        gpu, cpu, memory = held or (0, 0, 0)
+        if more is not None:
+            gpu, cpu, memory = gpu + more[0], cpu + more[1], memory + more[2]
+        share = self._dominant((gpu, cpu, memory))
+        if self.usage.is_any:
+            share += self.usage.lately(holder, 0 if held is None else self._dominant(held))
+        return share * 1000 // max(1, weight_milli)
+
+    def _dominant(self, amounts: Sequence[int]) -> int:
+        gpus, cpus, memories = self._lent
+        return max(
+            amounts[0] * ALL // gpus if gpus else 0,
+            amounts[1] * ALL // cpus if cpus else 0,
+            amounts[2] * ALL // memories if memories else 0,
+        )
+
+    @property
+    def free_gpus(self) -> int:
+        """Thousandths that nobody holds, wherever they are."""
+        return self._lent[0] - self._all[0]
+
+    def truth(self) -> Mapping[Holder, list[int]]:
+        return self._held

@@ -1,0 +1,128 @@
+"""Which running tasks make room for one that comes before them: the cheapest whole set, or none. It stops nothing itself.
+
+**Who may be stopped.** Only what allows it (`Shape.preemptible`), and only for a task that comes before it in the order, both
+seen as if neither ran. That comparison cannot turn round by the exchange itself: what was stopped never takes the room back
+from whom it was stopped for, until that one has run long enough to come later. Besides, what was preempted before is left
+alone for `policy.protection` after it starts again.
+
+**What it costs.** GPUs that have to start anew, those of a gang all together. A set is stopped only if it makes the whole
+room: half a place for a gang helps nobody.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from gpool.core.ids import NodeId
+from gpool.core.model import Node, Shape
+from gpool.core.scheduling.fair_share import Amounts
+from gpool.core.scheduling.orders import Key
+from gpool.core.scheduling.placement import Fit, fit, is_slice, usable
+from gpool.core.scheduling.room import Room
+from gpool.core.scheduling.state import Line
+
+_MAX_NODES_TRIED = 32
+
+
+class Victim(NamedTuple):
+    """A line that could be stopped, with its place in the order as if it waited."""
+
+    key: Key
+    line: Line
+
+    @property
+    def amounts(self) -> Amounts:
+        return self.line.amounts
+
+    @property
+    def parts(self) -> tuple[Line, ...]:
+        return self.line, *self.line.members
+
+
+class Clearing(NamedTuple):
+    """A place on one node once `victims` are gone."""
+
+    node: NodeId
+    fit: Fit
+    victims: tuple[Victim, ...]
+
+
+def cheapest(
+    shape: Shape, count: int, places: Iterable[tuple[Node, Room, list[Victim]]]
+) -> list[Clearing] | None:
+    """The `count` nodes where the least has to stop for one more allocation of this shape each; None: there are not so many.
+
+    A room is what will be free there without stopping anything more. The rooms are not changed.
+    """
+    options = []
+    for node, room, victims in places:
+        chosen = _least(node, room, shape, victims)
+        if chosen is not None:
+            cost = sum(victim.amounts[0] for victim in chosen), len(chosen), node.id
+            options.append((cost, node, room, chosen))
+    if len(options) < count:
+        return None
+    options.sort(key=lambda option: option[0])
+    found: list[Clearing] = []
+    for _, node, room, chosen in options[: count + _MAX_NODES_TRIED]:
+        trial = room.copy()
+        for victim in chosen:
+            give(trial, node.id, victim)
+        fits = fit(node, trial, shape)
+        if fits is not None:
+            found.append(Clearing(node.id, fits, tuple(chosen)))
+            if len(found) == count:
+                return found
+    return None
+
+
+def give(room: Room, node: NodeId, victim: Victim) -> None:
+    for part in victim.parts:
+        if part.node == node:
+            room.give(part.allocation)
+
+
+def _least(node: Node, room: Room, shape: Shape, victims: list[Victim]) -> list[Victim] | None:
+    requests = shape.requirements.gpu
+    if requests and not any(is_slice(request) for request in requests):
+        request = requests[0]
+        idle = sum(
+            1 for gpu in room.gpus.values() if not gpu.holders and usable(node, gpu.gpu, request)
+        )
+        return _enough_gpus(request.count - idle, node.id, victims)
+    chosen: list[Victim] = []
+    trial = room.copy()
+    for victim in sorted(victims, key=lambda victim: (victim.amounts, victim.key)):
+        if fit(node, trial, shape) is not None:
+            return chosen
+        give(trial, node.id, victim)
+        chosen.append(victim)
+    return chosen if fit(node, trial, shape) is not None else None
+
+
+def _enough_gpus(short: int, node: NodeId, victims: list[Victim]) -> list[Victim] | None:
+    """The fewest GPUs that give back `short` on this node: one task that is large enough, or several."""
+    if short <= 0:
+        return []
+    sized = []
+    for victim in victims:
+        here = sum(len(part.allocation.slices) for part in victim.parts if part.node == node)
+        sized.append((victim.amounts[0], here, victim))
+    sized.sort(key=lambda each: (each[0], -each[2].key[-1]))
+    single = next((each for each in sized if each[1] >= short), None)
+    several, total = [], 0
+    for each in sized:
+        if total >= short:
+            break
+        several.append(each)
+        total += each[1]
+    if total < short:
+        return None if single is None else [single[2]]
+    for each in tuple(several):  # the small ones that the last made needless
+        if total - each[1] >= short:
+            several.remove(each)
+            total -= each[1]
+    if single is not None and single[0] <= sum(each[0] for each in several):
+        return [single[2]]
+    return [each[2] for each in several]

@@ -1,0 +1,316 @@
+"""The nearest changes that would start a waiting task now. Each is planned on a copy before it is said: it is true, or it is not told.
+
+A person applies a change by submitting the task again, so it is planned as a new task at the end of the line; and once more
+with its old age, for whoever changes it in place. Only a change under which both start in this very pass is told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from gpool.core import gpuspec
+from gpool.core.ids import TaskId
+from gpool.core.model import GIB, Gpu, GpuRequest, Instant, Network, Node, Requirements, Shape, Tier
+from gpool.core.scheduling.events import QueuedTask, TasksQueued, TasksWithdrawn
+from gpool.core.scheduling.orders import ORDERS, Order, Policy
+from gpool.core.scheduling.placement import fit, is_open, is_slice, unfit
+from gpool.core.scheduling.plan import plan
+from gpool.core.scheduling.room import GpuRoom
+from gpool.core.scheduling.snapshot import Snapshot
+from gpool.core.scheduling.state import State
+
+MOST_PLANS = 60
+"""Passes tried for one question."""
+
+_TRIES = 6  # values tried of one kind of change, nearest first
+_GB = 1000**3
+_NEW = TaskId((1 << 62) - 1)  # younger than every task there is
+
+
+@dataclass(frozen=True, slots=True)
+class Suggestion:
+    """`change` is what to say to `gpool run` ("--gpu RTX4090"), `requirements` what the task asks for then."""
+
+    kind: str
+    change: str
+    sentence: str
+    requirements: Requirements
+
+
+@dataclass(frozen=True, slots=True)
+class _Change:
+    change: str
+    words: str
+    requirements: Requirements
+
+
+def suggest(
+    snapshot: Snapshot,
+    task: TaskId,
+    now: Instant,
+    policy: Policy,
+    orders: Mapping[str, Order] = ORDERS,
+) -> tuple[Suggestion, ...]:
+    """One of each kind at most, the nearest; nothing when the task starts as it is, or does not wait."""
+    asked = _Asked(snapshot, task, now, policy, orders)
+    return tuple(asked.found())
+
+
+class _Asked:
+    def __init__(
+        self,
+        snapshot: Snapshot,
+        task: TaskId,
+        now: Instant,
+        policy: Policy,
+        orders: Mapping[str, Order],
+    ) -> None:
+        self.state = snapshot.state()
+        self.now, self.policy, self.orders = now, policy, orders
+        self.plans = 0
+        self.hints = snapshot.hints
+        self.task = snapshot.task(task)
+        entry = self.state.queue_of(task)
+        self.shape = None if entry is None else entry.shape
+
+    def found(self) -> Iterator[Suggestion]:
+        if self.task is None or self.shape is None or self._is_started(self.task.id):
+            return
+        free = _Free(self.state, self.shape)
+        for kind, changes in _kinds(self.shape, free):
+            for change in _first(changes, _TRIES):
+                if self.plans >= MOST_PLANS:
+                    return
+                shape = replace(self.shape, requirements=change.requirements)
+                if free.has_room(shape) and self._would_start(shape):
+                    said = f"It starts now {change.words}."
+                    yield Suggestion(kind, change.change, said, change.requirements)
+                    break
+
+    def _would_start(self, shape: Shape) -> bool:
+        assert self.task is not None
+        assert self.shape is not None
+        again = QueuedTask(_NEW, 0, self.now)
+        self.state.fold(TasksWithdrawn((self.task.id,)))
+        try:
+            return self._starts(shape, again) and self._starts(shape, self.task)
+        finally:
+            self.state.fold(TasksQueued(self.shape, (self.task,)))
+
+    def _starts(self, shape: Shape, task: QueuedTask) -> bool:
+        self.state.take_hints(self.hints)  # trying moves them
+        self.state.fold(TasksQueued(shape, (task,)))
+        try:
+            return self._is_started(task.id)
+        finally:
+            self.state.fold(TasksWithdrawn((task.id,)))
+
+    def _is_started(self, task: TaskId) -> bool:
+        """At the head of a line of its own: waiting behind another is no start."""
+        self.plans += 1
+        for place in plan(self.state, self.now, self.policy, self.orders).places:
+            if place.grants[0].task == task:
+                return place.allocation.number not in self.state.nodes[place.node].lines
+        return False
+
+
+class _Free:
+    """What the nodes that take new tasks have free, for one person."""
+
+    def __init__(self, state: State, shape: Shape) -> None:
+        self.state = state
+        self.shape = shape
+        self.nodes = [
+            entry.node
+            for entry in state.nodes.values()
+            if entry.node is not None and is_open(entry.node)
+        ]
+
+    def has_room(self, shape: Shape) -> bool:
+        return any(
+            unfit(node, shape) is None and fit(node, self.state.nodes[node.id].room, shape)
+            for node in self.nodes
+        )
+
+    def gpus(self) -> Iterator[tuple[Node, GpuRoom]]:
+        """Those this person may have some of."""
+        for node in self.nodes:
+            for room in self.state.nodes[node.id].room.gpus.values():
+                is_theirs = not room.holders or room.user == self.shape.user
+                if is_theirs and room.gpu.index not in node.gpus_withheld:
+                    yield node, room
+
+    def idle(self) -> dict[str, tuple[Gpu, int]]:
+        """By model: one of its idle GPUs, and the most on one node."""
+        counts: dict[tuple[int, str], int] = {}
+        found: dict[str, tuple[Gpu, int]] = {}
+        for node, room in self.gpus():
+            if not room.holders:
+                key = (node.id, room.gpu.model)
+                counts[key] = counts.get(key, 0) + 1
+                most = max(counts[key], found[room.gpu.model][1] if room.gpu.model in found else 0)
+                found[room.gpu.model] = room.gpu, most
+        return found
+
+
+def _kinds(shape: Shape, free: _Free) -> Iterator[tuple[str, Iterator[_Change]]]:
+    yield "vram", _less_vram(shape, free)
+    yield "share", _less_share(shape, free)
+    yield "gpus", _fewer_gpus(shape)
+    yield "nodes", _fewer_nodes(shape)
+    yield "model", _other_models(shape, free)
+    yield "slice", _a_slice(shape, free)
+    yield "cpus", _fewer_cpus(shape, free)
+    yield "memory", _less_memory(shape, free)
+    yield "disk", _less_disk(shape, free)
+    yield "tier", _lower_tiers(shape)
+    yield "network", _no_network(shape)
+
+
+def _less_vram(shape: Shape, free: _Free) -> Iterator[_Change]:
+    asked = _only(shape)
+    if asked is None or asked.vram_bytes is None:
+        return
+    sizes = {room.free_memory // _GB * _GB for _, room in free.gpus()}
+    for size in sorted(sizes, reverse=True):
+        if 0 < size < asked.vram_bytes:
+            needs = _gpu(shape, replace(asked, vram_bytes=size))
+            yield _Change(f"--vram {_gb(size)}", f"with at most {_gb(size)} of GPU memory", needs)
+
+
+def _less_share(shape: Shape, free: _Free) -> Iterator[_Change]:
+    asked = _only(shape)
+    if asked is None or asked.vram_bytes is not None or asked.share_milli >= 1000:
+        return
+    shares = {room.free_share // 50 * 50 for _, room in free.gpus()}
+    for share in sorted(shares, reverse=True):
+        if 0 < share < asked.share_milli:
+            needs = _gpu(shape, replace(asked, share_milli=share))
+            said = f"with {share / 1000:g} of a GPU instead of {asked.share_milli / 1000:g}"
+            yield _Change(f"--gpu {gpuspec.format(needs.gpu)}", said, needs)
+
+
+def _fewer_gpus(shape: Shape) -> Iterator[_Change]:
+    asked = _only(shape)
+    if asked is None or is_slice(asked):
+        return
+    for count in range(asked.count - 1, 0, -1):
+        needs = _gpu(shape, replace(asked, count=count))
+        said = f"with {count} GPU{'s' if count > 1 else ''} instead of {asked.count}"
+        yield _Change(f"--gpu {gpuspec.format(needs.gpu)}", said, needs)
+
+
+def _fewer_nodes(shape: Shape) -> Iterator[_Change]:
+    asked = shape.requirements.nodes
+    for count in range(asked - 1, 0, -1):
+        needs = replace(shape.requirements, nodes=count)
+        said = f"with {count} node{'s' if count > 1 else ''} instead of {asked}"
+        yield _Change(f"--nodes {count}", said, needs)
+
+
+def _other_models(shape: Shape, free: _Free) -> Iterator[_Change]:
+    """Idle GPUs of a model that was not asked for; those with most memory first."""
+    wanted = shape.requirements.gpu
+    if not wanted or any(is_slice(request) for request in wanted):
+        return
+    count = min(request.count for request in wanted)
+    idle = sorted(free.idle().values(), key=lambda one: (-one[0].memory_bytes, one[0].model))
+    for gpu, most in idle:
+        if most < count or any(gpuspec.matches(request, gpu) for request in wanted):
+            continue
+        needs = _gpu(shape, GpuRequest(count, _model_of(gpu)))
+        spec = gpuspec.format(needs.gpu)
+        yield _Change(f"--gpu {spec}", f"on {gpu.model} ({_gb(gpu.memory_bytes)})", needs)
+
+
+def _a_slice(shape: Shape, free: _Free) -> Iterator[_Change]:
+    """Part of a GPU that the same person holds the rest of, instead of a whole one."""
+    asked = _only(shape)
+    if asked is None or is_slice(asked) or asked.count > 1:
+        return
+    plain = replace(asked, min_memory_bytes=None, max_memory_bytes=None)
+    sizes = {
+        room.free_memory // _GB * _GB
+        for _, room in free.gpus()
+        if room.holders and gpuspec.matches(plain, room.gpu)
+    }
+    for size in sorted(sizes, reverse=True):
+        if size > 0:
+            needs = _gpu(shape, GpuRequest(vram_bytes=size))
+            yield _Change(f"--vram {_gb(size)}", f"with at most {_gb(size)} of one GPU", needs)
+
+
+def _fewer_cpus(shape: Shape, free: _Free) -> Iterator[_Change]:
+    asked = shape.requirements.cpu_milli
+    amounts = {free.state.nodes[node.id].room.free_cpu // 500 * 500 for node in free.nodes}
+    for amount in sorted(amounts, reverse=True):
+        if 0 < amount < asked:
+            needs = replace(shape.requirements, cpu_milli=amount)
+            said = f"with {amount / 1000:g} CPUs instead of {asked / 1000:g}"
+            yield _Change(f"--cpus {amount / 1000:g}", said, needs)
+
+
+def _less_memory(shape: Shape, free: _Free) -> Iterator[_Change]:
+    asked = shape.requirements.memory_bytes
+    amounts = {free.state.nodes[node.id].room.free_memory // GIB * GIB for node in free.nodes}
+    for amount in sorted(amounts, reverse=True):
+        if amount > 0 and (asked is None or amount < asked):
+            needs = replace(shape.requirements, memory_bytes=amount)
+            said = f"with at most {amount // GIB} GiB of memory"
+            yield _Change(f"--memory {amount // GIB}GiB", said, needs)
+
+
+def _less_disk(shape: Shape, free: _Free) -> Iterator[_Change]:
+    asked = shape.requirements.disk_bytes
+    if asked is None:
+        return
+    for amount in sorted({node.offer.disk_bytes // GIB * GIB for node in free.nodes}, reverse=True):
+        if 0 < amount < asked:
+            needs = replace(shape.requirements, disk_bytes=amount)
+            said = f"with at most {amount // GIB} GiB of disk"
+            yield _Change(f"--disk {amount // GIB}GiB", said, needs)
+
+
+def _lower_tiers(shape: Shape) -> Iterator[_Change]:
+    asked = shape.requirements.tier
+    for tier in (Tier.CONTAINER, Tier.NONE):
+        if tier.strength < asked.strength:
+            needs = replace(shape.requirements, tier=tier)
+            whose = ", on a node of your own" if tier is Tier.NONE else ""
+            yield _Change(f"--tier {tier}", f"with isolation '{tier}'{whose}", needs)
+
+
+def _no_network(shape: Shape) -> Iterator[_Change]:
+    if shape.requirements.network is not Network.NONE:
+        needs = replace(shape.requirements, network=Network.NONE)
+        yield _Change("--network none", "without network", needs)
+
+
+def _model_of(gpu: Gpu) -> str:
+    """The shortest name it answers to: `A100` for `NVIDIA A100-SXM4-80GB`."""
+    words = gpu.model.replace("-", " ").split()
+    for count in range(1, len(words)):
+        name = gpuspec.normalise(" ".join(words[:count]))
+        if name and gpuspec.is_model(name, gpu.model):
+            return name
+    return gpuspec.normalise(gpu.model)
+
+
+def _only(shape: Shape) -> GpuRequest | None:
+    """The GPU requirement, when it leaves no choice."""
+    wanted = shape.requirements.gpu
+    return wanted[0] if len(wanted) == 1 else None
+
+
+def _gpu(shape: Shape, request: GpuRequest) -> Requirements:
+    return replace(shape.requirements, gpu=(request,))
+
+
+def _gb(size: int) -> str:
+    return f"{size // _GB}GB"
+
+
+def _first(changes: Iterable[_Change], count: int) -> Iterator[_Change]:
+    for change, _ in zip(changes, range(count), strict=False):
+        yield change
