@@ -87,11 +87,9 @@ class Draft:
         self.clearing: dict[NodeId, Shape] = {}
         self.partly: gangs.Found = []  # nodes that have room for the gang just asked about
         self.stopped: set[Line] = set()
-        self.wanted: set[TaskId] = set()
         self.helped: set[Holder] = set()  # tenants with a node kept clear though some of theirs run
         self.predictions: dict[int, tuple[Span | None]] = {}
         self.preemptions: list[Preempt] = []
-        self.unwanted: list[Line] | None = None
         self._victims: list[list[Victim]] | None = None
 
     def key(self, turn: Turn, given_up: int = 0, without: Line | None = None) -> Key:

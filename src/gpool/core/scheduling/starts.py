@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from heapq import heapify, heappop, heapreplace
-from itertools import islice
-from operator import itemgetter
 
 from gpool.core.ids import NodeId, TaskId, UserId
 from gpool.core.model import Node, Span
@@ -13,14 +11,12 @@ from gpool.core.scheduling import gangs, preemption
 from gpool.core.scheduling.draft import Draft, Turn
 from gpool.core.scheduling.events import Preempt
 from gpool.core.scheduling.fair_share import Amounts
-from gpool.core.scheduling.limits import least_gpus
 from gpool.core.scheduling.orders import Candidate, Key
 from gpool.core.scheduling.placement import unfit
 from gpool.core.scheduling.preemption import Victim
 from gpool.core.scheduling.room import Room
 from gpool.core.scheduling.state import Line
 
-_LOOKS_AHEAD = 16  # tasks of one shape that are weighed against what runs
 _LOOKS_WITHIN_LIMITS = 32  # cards tried for a slice whose share of them differs
 
 
@@ -97,9 +93,6 @@ class Starts(Draft):
         """Preempts what comes later for the next task of this turn, or waits for what stops already. It starts in a later pass."""
         if not self.decisive or not self.state.stoppable or turn.is_over:
             return False
-        self.victims()
-        if TaskId(turn.head[1]) not in self.wanted:
-            return False
         shape = turn.entry.shape
         have = {node for node, _ in self.partly}
         need = shape.requirements.nodes - len(have)
@@ -149,10 +142,8 @@ class Starts(Draft):
     def victims(self) -> list[list[Victim]]:
         """What could be stopped: those of one user and size together, the last in the order first."""
         if self._victims is None:
-            if self.unwanted is None:
-                self.unwanted = self.find_unwanted()
             groups: dict[tuple[UserId, int | None, Amounts], list[Line]] = {}
-            for line in self.unwanted:
+            for line in self.stoppable():
                 if line not in self.stopped:
                     which = (line.shape.user, line.shape.team, line.amounts)
                     groups.setdefault(which, []).append(line)
@@ -173,41 +164,18 @@ class Starts(Draft):
         candidate = Candidate(line.shape, lease.queued_at, task, running, served, attained, shares)
         return self.order(candidate, self.now, self.policy)
 
-    def find_unwanted(self) -> list[Line]:
-        """Those for whom nothing would be left if everybody were served in order; `wanted` are the waiting ones served then."""
-        ranked: list[tuple[Key, int, Line | TaskId]] = []
-        shares: dict[tuple[UserId, int | None], tuple[int, int]] = {}
-        left = self.state.shares.free_gpus
-        for line in self.state.stoppable.values():
-            if line.stopping:
-                left += line.amounts[0]
-            elif line.leases and not self.is_protected(line):
-                left += line.amounts[0]
-                whose = (line.shape.user, line.shape.team)
-                if whose not in shares:
-                    shares[whose] = self.shares(line.shape)
-                ranked.append((self.standing(line, shares[whose]), line.amounts[0], line))
-        for entry in self.state.waiting():
-            shape = entry.shape
-            size = least_gpus(shape) * shape.requirements.nodes
-            for waiting in islice(entry.queue.entries(), _LOOKS_AHEAD):
-                key = self.order(self.candidate(shape, waiting), self.now, self.policy)
-                ranked.append((key, size, TaskId(waiting[1])))
-        ranked.sort(key=itemgetter(0))
-        unwanted: list[Line] = []
-        for _, size, who in ranked:
-            if size <= left:
-                left -= size
-                if not isinstance(who, Line):
-                    self.wanted.add(who)
-            elif isinstance(who, Line):
-                unwanted.append(who)
-        return unwanted
+    def stoppable(self) -> list[Line]:
+        return [
+            line
+            for line in self.state.stoppable.values()
+            if not line.stopping and line.leases and not self.is_protected(line)
+        ]
 
     def is_protected(self, line: Line) -> bool:
         """Preempted before, and started again only lately."""
         lease = next(iter(line.leases.values()))
-        return lease.attained > 0 and self.now - line.since < self.policy.protection
+        began_before = lease.epoch > 1 or lease.attained > 0
+        return began_before and self.now - line.since < self.policy.protection
 
 
 def _key(victim: Victim) -> Key:
