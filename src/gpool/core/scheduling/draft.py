@@ -82,6 +82,7 @@ class Draft:
         self.waiting: list[Turn] = []  # could not start (any more), first in the order first
         self.made: list[NewLine] = []
         self.lines: dict[tuple[NodeId, int], NewLine] = {}
+        self.looks_at_shares = policy.order == "fair_share" or policy.order not in ORDERS
         self.taken: dict[Holder, Amounts] = {}  # by tenants and users, in this pass
         self.future: dict[NodeId, Room] = {}  # where something stops or is promised
         self.clearing: dict[NodeId, Shape] = {}
@@ -123,6 +124,8 @@ class Draft:
 
     def shares(self, shape: Shape, without: Line | None = None) -> tuple[int, int]:
         """Of its tenant and its user, with what this pass gave them."""
+        if not self.looks_at_shares:
+            return 0, 0
         tenant: Holder = tenant_of(shape)
         user: Holder = ("user", shape.user)
         first = self.share(tenant, without)
