@@ -37,15 +37,15 @@ class Job:
 
 def read_jobs(trace: Path, first: str, last: str) -> list[Job]:
     """Those submitted from the first day until before the last."""
-    opened = gzip.open(trace) if trace.suffix == ".gz" else trace.open("rb")
+    packed = trace.read_bytes()
+    text = (gzip.decompress(packed) if trace.suffix == ".gz" else packed).decode()
     start, stop = _day(first), _day(last)
     found = []
-    with io.TextIOWrapper(opened) as lines:  # type: ignore[arg-type]  # both are binary
-        for row in csv.DictReader(lines):
-            at = datetime.fromisoformat(row["timestamp"]).replace(tzinfo=UTC)
-            seconds, gpus = float(row["duration"]), int(row["num_gpus"])
-            if start <= at < stop and seconds > 0 and gpus > 0:
-                found.append(((at - start) / timedelta(seconds=1), seconds, gpus, row["cluster"]))
+    for row in csv.DictReader(io.StringIO(text)):
+        at = datetime.fromisoformat(row["timestamp"]).replace(tzinfo=UTC)
+        seconds, gpus = float(row["duration"]), int(row["num_gpus"])
+        if start <= at < stop and seconds > 0 and gpus > 0:
+            found.append(((at - start) / timedelta(seconds=1), seconds, gpus, row["cluster"]))
     found.sort(key=lambda row: row[0])
     return [Job(number, *row, left=row[1]) for number, row in enumerate(found)]
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import click
 
 from gpool.cli.calling import as_json, client_of, into
+from gpool.cli.due import due
 from gpool.cli.main import FAILED, GPOOL_FAULT, say_error
 from gpool.core.errors import GpoolError, Invalid
 
@@ -110,6 +111,9 @@ SECOND_CHANCE_S = 2.0
 )
 @click.option(
     "--preemptible", is_flag=True, default=None, help="May be stopped for others and begun anew."
+)
+@click.option(
+    "--by", metavar="TIME", callback=due, help="Wanted by then (18:00, or a date with time)."
 )
 @click.option("--name", help="A name for listings.")
 @click.option("-d", "--detach", is_flag=True, help="Print the id and do not wait.")

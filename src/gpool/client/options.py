@@ -61,6 +61,7 @@ class Options:
     checkpoint_every: str | float | None = None
     grace: str | float | None = None  # between SIGTERM and the end
     preemptible: bool | None = None  # may be stopped for others and begun anew
+    by: str | None = None  # wanted by then, as "2026-11-15T18:00+00:00"
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Options:
@@ -93,6 +94,7 @@ class Options:
             "checkpoint_every_s": _maybe_seconds(self.checkpoint_every),
             "grace_s": _maybe_seconds(self.grace),
             "preemptible": self.preemptible,
+            "by": self.by,
         }
         return {name: value for name, value in said.items() if value is not None}
 

@@ -121,6 +121,7 @@ class TaskRequest(Document):
     preemptible: bool = (
         False  # may be stopped for others and begun anew; with a checkpoint it always may
     )
+    by: AwareDatetime | None = None  # wanted by then: it goes before your others when that is near
 
 
 class SubmittedDocument(Answer):
@@ -188,6 +189,7 @@ class TaskDocument(Answer):
     network: str = "none"
     environment: str = "default"
     preemptible: bool = False
+    by: AwareDatetime | None = None
     checkpoint: CheckpointDocument | None = None
 
 

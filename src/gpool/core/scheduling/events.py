@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from gpool.core.ids import NodeId, TaskId
 from gpool.core.model import Allocation, Instant, Node, Shape, Span
 
+_NONE, _NEVER = Span(0), Instant(0)
+
 
 @dataclass(frozen=True, slots=True)
 class QueuedTask:
@@ -15,7 +17,7 @@ class QueuedTask:
     id: TaskId
     epoch: int
     queued_at: Instant
-    attained: Span = Span(0)
+    attained: Span = _NONE
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +34,7 @@ class Leased:
 
     epoch: int
     queued_at: Instant
-    attained: Span = Span(0)  # by its task, before this lease
+    attained: Span = _NONE  # by its task, before this lease
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +64,7 @@ class TasksLeased:
     shape: Shape
     tasks: tuple[TaskId, ...]
     members: tuple[Member, ...] = ()  # of a gang, on further nodes
-    at: Instant = Instant(0)
+    at: Instant = _NEVER
     leases: tuple[Leased, ...] = ()  # of `tasks`, in their order
 
 
@@ -71,7 +73,7 @@ class TasksReleased:
     """Leases ended: finished, lost, handed back, or confirmed dead after a cancel."""
 
     tasks: tuple[TaskId, ...]
-    at: Instant = Instant(0)
+    at: Instant = _NEVER
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,8 +122,8 @@ class Grant:
 
     task: TaskId
     epoch: int
-    queued_at: Instant = Instant(0)
-    attained: Span = Span(0)
+    queued_at: Instant = _NEVER
+    attained: Span = _NONE
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,6 @@ everybody start even.
 
 from __future__ import annotations
 
-
 from collections.abc import Iterable, Mapping, Sequence
 from math import log
 

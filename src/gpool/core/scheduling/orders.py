@@ -21,6 +21,7 @@ from gpool.core.scheduling.pricing import USUAL, Pricing
 Key = tuple[int, ...]
 _LINE_TARGET, _AGEING, _PATIENCE = Span(300_000), Span(5 * 60 * 1_000_000), Span(60 * 1_000_000)
 _HOUR = Span(3600 * 1_000_000)
+_PROTECTION, _PROMOTION, _URGENCY = Span(5 * 60 * 1_000_000), Span(7 * 24 * _HOUR), Span(2 * _HOUR)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +38,10 @@ class Policy:
     pricing: Pricing = USUAL  # what free room is worth, learnt from earlier arrivals
     weights: Mapping[Holder, int] = field(default_factory=dict)  # thousandths; 1000 where not set
     preemption: bool = True  # of tasks that allow it
-    protection: Span = Span(5 * 60 * 1_000_000)  # not preempted again for so long
+    protection: Span = _PROTECTION  # not preempted again for so long
     max_preemptions_per_pass: int = 200
-    promotion: Span = Span(48 * _HOUR)  # waiting this long is worth one level
-    urgency: Span = Span(
-        2 * _HOUR
-    )  # so long before its `by` a task goes before the others of its user
+    promotion: Span = _PROMOTION  # waiting this long is worth one level
+    urgency: Span = _URGENCY  # so long before its `by` a task goes before others of its user
 
 
 class Candidate(NamedTuple):

@@ -166,6 +166,7 @@ def task(view: TaskView) -> TaskDocument:
         network=spec.requirements.network.value,
         environment=spec.environment,
         preemptible=spec.preemptible or bool(spec.checkpoint),
+        by=None if spec.by is None else instant_to_datetime(spec.by),
         checkpoint=None if view.checkpoint is None else _checkpoint(view.checkpoint),
     )
 

@@ -9,7 +9,9 @@ from itertools import pairwise
 from gpool.core import environments, gpuspec, paths
 from gpool.core.errors import BadGpuSpec, Invalid, TooLarge, Unprocessable
 from gpool.core.model import (
+    SECOND,
     InputFile,
+    Instant,
     Network,
     Recipe,
     Requirements,
@@ -65,6 +67,7 @@ def spec_of(request: TaskRequest) -> TaskSpec:
         checkpoint_every=_span("checkpoint_every_s", request.checkpoint_every_s),
         grace=_span("grace_s", request.grace_s),
         preemptible=request.preemptible,
+        by=None if request.by is None else Instant(round(request.by.timestamp() * SECOND)),
     )
     if spec.inputs or spec.outputs:  # nothing else is without a limit of its own
         _check_weight(spec)

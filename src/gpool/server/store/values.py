@@ -143,6 +143,9 @@ class HeldLease:
 # ---- ends
 
 
+NO_TIME = Span(0)
+
+
 @dataclass(frozen=True, slots=True)
 class Requeued:
     task: TaskId
@@ -151,7 +154,7 @@ class Requeued:
     user: UserId
     queued_at: Instant
     reason: EndReason
-    ran: Span = Span(0)  # in the attempt that ended
+    ran: Span = NO_TIME  # in the attempt that ended
 
 
 @dataclass(frozen=True, slots=True)

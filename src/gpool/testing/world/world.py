@@ -16,6 +16,7 @@ from typing import Any
 
 from gpool.core.ids import GpuId, NodeId, TaskId, UserId
 from gpool.core.model import GIB, Availability, Gpu, Offer, Permission
+from gpool.core.scheduling.orders import ORDERS
 from gpool.server.actions.preempt import make_room
 from gpool.server.settings import Settings
 from gpool.server.store import SqliteStore
@@ -118,7 +119,7 @@ class World:
             tick_s=0.25,
             prune_s=20.0,
             seal_logs_after_s=1e6,
-            order=self.dice.branch("order").pick(("fcfs", "round_robin", "priority")),
+            order=self.dice.branch("order").pick(tuple(sorted(ORDERS))),
         )
         self.host = Host(
             Site(

@@ -39,7 +39,13 @@ ENDED = (
     ("value", "blob"),
 )
 SEQUENCE = ENDED.index(("sequence", "int"))
-REQUEUED = (("task", "int"), ("epoch", "int"), ("tries", "int"), ("losses", "int"), ("queued_at", "int"))
+REQUEUED = (
+    ("task", "int"),
+    ("epoch", "int"),
+    ("tries", "int"),
+    ("losses", "int"),
+    ("queued_at", "int"),
+)
 ARCHIVED = (
     ("task", "int"),
     ("epoch", "int"),

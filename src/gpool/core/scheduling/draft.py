@@ -1,0 +1,263 @@
+"""The overlay a plan is made on: rooms copied when first taken from, who holds what by then, everything else only read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+
+from gpool.core.ids import NodeId, TaskId, UserId
+from gpool.core.model import Allocation, Instant, Node, Shape, Span
+from gpool.core.scheduling import gangs
+from gpool.core.scheduling.backfill import Reservation, may_pass, ready_at
+from gpool.core.scheduling.events import Member, Preempt
+from gpool.core.scheduling.fair_share import Amounts, amounts_of, tenant_of
+from gpool.core.scheduling.levels import attained_at
+from gpool.core.scheduling.limits import Holder, gpus_in, gpus_of, holders_of
+from gpool.core.scheduling.orders import DECISIVE, ORDERS, Candidate, Key, Order, Policy
+from gpool.core.scheduling.placement import Fit, is_open
+from gpool.core.scheduling.preemption import Victim
+from gpool.core.scheduling.queue import Entry
+from gpool.core.scheduling.room import Room
+from gpool.core.scheduling.state import Line, ShapeState, State
+
+MAX_KEPT_CLEAR = 8
+_LOOKS_FOR_CLEARING = 64  # shapes a pass for which a node to clear is sought
+_HELPED = 2  # tenants a pass
+
+
+class Turn:
+    """One shape in this pass: what waits still, and where it could go."""
+
+    __slots__ = ("_ahead", "_entries", "entry", "is_over", "key", "left")
+
+    def __init__(self, entry: ShapeState) -> None:
+        self.entry = entry
+        self.left = entry.queue.size
+        self.is_over = False  # its user or team runs as many GPUs as it may
+        self.key: Key = ()
+        self._entries: Iterator[Entry] = entry.queue.entries()
+        self._ahead = next(self._entries)
+
+    @property
+    def head(self) -> Entry:
+        return self._ahead
+
+    def take(self, count: int) -> list[Entry]:
+        """The next `count`, which must be there."""
+        taken = [self._ahead, *islice(self._entries, count - 1)]
+        self.left -= count
+        if self.left:
+            self._ahead = next(self._entries)
+        return taken
+
+
+class NewLine:
+    """A line as this pass leaves it."""
+
+    __slots__ = ("allocation", "before", "grants", "members", "node", "shape")
+
+    def __init__(self, node: NodeId, allocation: Allocation, shape: Shape, before: int) -> None:
+        self.node = node
+        self.allocation = allocation
+        self.shape = shape
+        self.before = before
+        self.members: tuple[Member, ...] = ()
+        self.grants: list[Entry] = []
+
+
+class Draft:
+    """See the module."""
+
+    def __init__(self, state: State, now: Instant, policy: Policy, order: Order) -> None:
+        self.state, self.now, self.policy, self.order = state, now, policy, order
+        self.decisive = DECISIVE.get(policy.order, 0) if policy.preemption else 0
+        self.engine = state.engine(policy.pricing)
+        self.rooms: dict[NodeId, Room] = {}
+        self.numbers: dict[NodeId, int] = {}  # the smallest that may be free
+        self.running: dict[UserId, int] = {}
+        self.gpus: dict[Holder, int] = {}
+        self.saved: set[Holder] = set()  # whose limit is kept for a task that has waited long
+        self.kept_clear: dict[NodeId, Reservation] = {}
+        self.looks = _LOOKS_FOR_CLEARING
+        self.waiting: list[Turn] = []  # could not start (any more), first in the order first
+        self.made: list[NewLine] = []
+        self.lines: dict[tuple[NodeId, int], NewLine] = {}
+        self.looks_at_shares = policy.order == "fair_share" or policy.order not in ORDERS
+        self.taken: dict[Holder, Amounts] = {}  # by tenants and users, in this pass
+        self.future: dict[NodeId, Room] = {}  # where something stops or is promised
+        self.clearing: dict[NodeId, Shape] = {}
+        self.partly: gangs.Found = []  # nodes that have room for the gang just asked about
+        self.stopped: set[Line] = set()
+        self.helped: set[Holder] = set()  # tenants with a node kept clear though some of theirs run
+        self.predictions: dict[int, tuple[Span | None]] = {}
+        self.preemptions: list[Preempt] = []
+        self._victims: list[list[Victim]] | None = None
+
+    def key(self, turn: Turn, given_up: int = 0, without: Line | None = None) -> Key:
+        """Where its next task stands; `without`: as if that line did not run."""
+        shape = turn.entry.shape
+        running = self.state.running.get(shape.user, 0) + self.running.get(shape.user, 0) - given_up
+        return self.order(self.candidate(shape, turn.head, running, without), self.now, self.policy)
+
+    def candidate(
+        self, shape: Shape, entry: Entry, running: int = 0, without: Line | None = None
+    ) -> Candidate:
+        return Candidate(
+            shape,
+            Instant(entry[0]),
+            TaskId(entry[1]),
+            running,
+            self.state.served(shape.user),
+            attained_at(shape.level),
+            self.shares(shape, without),
+            self.predicted(shape),
+        )
+
+    def predicted(self, shape: Shape) -> Span | None:
+        """Asked of the house's orders only by the one that looks at it: it is not cheap."""
+        if self.policy.order in ORDERS and self.policy.order != "shortest":
+            return None
+        known = self.predictions.get(id(shape))
+        if known is None:
+            known = self.predictions[id(shape)] = (self.state.predictions.of(shape),)
+        return known[0]
+
+    def shares(self, shape: Shape, without: Line | None = None) -> tuple[int, int]:
+        """Of its tenant and its user, with what this pass gave them."""
+        if not self.looks_at_shares:
+            return 0, 0
+        tenant: Holder = tenant_of(shape)
+        user: Holder = ("user", shape.user)
+        first = self.share(tenant, without)
+        return first, first if tenant == user else self.share(user, without)
+
+    def share(self, holder: Holder, without: Line | None) -> int:
+        more = self.taken.get(holder)
+        if without is not None and holder in (
+            tenant_of(without.shape),
+            ("user", without.shape.user),
+        ):
+            less = without.amounts
+            base = more or (0, 0, 0)
+            more = (base[0] - less[0], base[1] - less[1], base[2] - less[2])
+        return self.state.shares.of(holder, self.policy.weights.get(holder, 1000), more)
+
+    def key_beside(self, other: Turn, user: UserId) -> Key:
+        """The key of another shape if `user` gave up one allocation."""
+        return self.key(other, given_up=1) if other.entry.shape.user == user else other.key
+
+    def is_within_limits(self, turn: Turn, *found: Fit) -> bool:
+        """Whether its user and team may run so many GPUs more; else the turn is over its limit."""
+        taken = sum(gpus_in(each.slices) for each in found)
+        if not taken or not self.policy.limits.is_any:
+            return True
+        for holder in holders_of(turn.entry.shape):
+            limit = self.policy.limits.of(holder)
+            if limit is None:
+                continue
+            used = self.state.gpus.get(holder, 0) + self.gpus.get(holder, 0)
+            if used + taken > limit or holder in self.saved:
+                turn.is_over = True
+                if taken <= limit and self.now - turn.head[0] >= self.policy.patience:
+                    self.saved.add(
+                        holder
+                    )  # or smaller tasks of the same people would always pass it
+                return False
+        return True
+
+    def node(self, id_: NodeId) -> Node | None:
+        """The node, if it takes new leases."""
+        entry = self.state.nodes.get(id_)
+        node = entry.node if entry else None
+        return node if node is not None and is_open(node) else None
+
+    def room(self, node: NodeId) -> Room:
+        return self.rooms.get(node) or self.state.nodes[node].room
+
+    def open_line(self, turn: Turn, *found: tuple[NodeId, Fit]) -> None:
+        shape = turn.entry.shape
+        parts = [Member(node, self.take(shape, node, fits)) for node, fits in found]
+        self.count(shape, [part.allocation for part in parts])
+        line = NewLine(parts[0].node, parts[0].allocation, shape, 0)
+        line.members = tuple(parts[1:])
+        line.grants += turn.take(1)
+        self.made.append(line)
+        self.lines[line.node, line.allocation.number] = line
+
+    def take(self, shape: Shape, node: NodeId, found: Fit) -> Allocation:
+        entry = self.state.nodes[node]
+        taken = entry.lines
+        number = self.numbers.get(node, 0)
+        while number in taken:
+            number += 1
+        self.numbers[node] = number + 1
+        room = self.rooms.get(node)
+        if room is None:
+            room = self.rooms[node] = entry.room.copy()
+        allocation = found.numbered(number)
+        room.take(allocation, shape.user)
+        if node in self.future:
+            self.future[node].take(allocation, shape.user)
+        before = self.engine.overlay.get(node, (room, len(taken)))[1]
+        self.engine.overlay[node] = (room, before + 1)
+        self.engine.touch(node)
+        return allocation
+
+    def count(self, shape: Shape, allocations: list[Allocation], sign: int = 1) -> None:
+        """What its people hold with these."""
+        self.running[shape.user] = self.running.get(shape.user, 0) + sign * len(allocations)
+        gpus = sum(gpus_of(allocation) for allocation in allocations)
+        if gpus:
+            for holder in holders_of(shape):
+                self.gpus[holder] = self.gpus.get(holder, 0) + sign * gpus
+        for holder in {tenant_of(shape), ("user", shape.user)}:
+            had = self.taken.get(holder, (0, 0, 0))
+            for allocation in allocations:
+                more = amounts_of(allocation)
+                had = (had[0] + sign * more[0], had[1] + sign * more[1], had[2] + sign * more[2])
+            self.taken[holder] = had
+
+    def keep_clear(self, turn: Turn) -> None:
+        """For a task that has waited long: the node nearest to having room takes nothing from those behind it."""
+        shape = turn.entry.shape
+        if self.now - turn.head[0] < self.policy.patience:
+            return
+        if (
+            turn.entry.lines
+        ):  # what runs somewhere does not starve, but large pieces are a fair share too
+            tenant = tenant_of(shape)
+            if tenant in self.helped or len(self.helped) >= _HELPED:
+                return
+            self.helped.add(tenant)
+        if turn.is_over:
+            return  # room would not help it
+        if not self.looks or len(self.kept_clear) >= MAX_KEPT_CLEAR:
+            return
+        self.looks -= 1
+        nodes: list[NodeId] = []
+        for _ in range(shape.requirements.nodes):
+            nearest = self.engine.nearest(shape, {*self.kept_clear, *nodes})
+            if nearest is None:
+                return  # a part of the nodes is of no use
+            nodes.append(nearest)
+        at = max(self.ready_at(id_, shape) for id_ in nodes)
+        for id_ in nodes:
+            self.kept_clear[id_] = Reservation(shape, at)
+
+    def ready_at(self, id_: NodeId, shape: Shape) -> Instant:
+        entry = self.state.nodes[id_]
+        if entry.node is None:
+            return self.now
+        lines = entry.lines.values()
+        predicted = self.state.predictions.of
+        return ready_at(entry.node, self.room(id_), lines, shape, self.now, predicted)
+
+    def barred(self, shape: Shape) -> set[NodeId]:
+        """What is being cleared, or kept clear, for others; what may be stopped again may use the latter meanwhile."""
+        found = {id_ for id_, other in self.clearing.items() if other is not shape}
+        if self.kept_clear and not (shape.preemptible and self.decisive):
+            predicted = self.state.predictions.of(shape)
+            for id_, kept in self.kept_clear.items():
+                if not may_pass(shape, kept, self.now, predicted):
+                    found.add(id_)
+        return found

@@ -1,0 +1,182 @@
+"""The first half of a pass: starts, in the policy's order, and room made for what comes first and finds none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from heapq import heapify, heappop, heapreplace
+
+from gpool.core.ids import NodeId, TaskId, UserId
+from gpool.core.model import Node, Span
+from gpool.core.scheduling import gangs, preemption
+from gpool.core.scheduling.draft import Draft, Turn
+from gpool.core.scheduling.events import Preempt
+from gpool.core.scheduling.fair_share import Amounts
+from gpool.core.scheduling.orders import Candidate, Key
+from gpool.core.scheduling.placement import unfit
+from gpool.core.scheduling.preemption import Victim
+from gpool.core.scheduling.room import Room
+from gpool.core.scheduling.state import Line
+
+_LOOKS_WITHIN_LIMITS = 32  # cards tried for a slice whose share of them differs
+
+
+class Starts(Draft):
+    """See the module."""
+
+    def start_what_fits(self) -> None:
+        turns = []
+        for entry in self.state.waiting():
+            turn = Turn(entry)
+            turn.key = self.key(turn)
+            turns.append((turn.key, turn.head, turn))
+        heapify(turns)
+        self.book_what_stops()
+        while turns and len(self.made) < self.policy.max_places_per_pass:
+            key, _, turn = turns[0]
+            turn.key = self.key(turn)
+            if turn.key > key:  # its user got something meanwhile
+                heapreplace(turns, (turn.key, turn.head, turn))
+                continue
+            if not self.start_one(turn) and not self.clear_for(turn):
+                self.waiting.append(turn)
+                self.keep_clear(turn)
+                heappop(turns)
+            elif turn.left:
+                turn.key = self.key(turn)
+                heapreplace(turns, (turn.key, turn.head, turn))
+            else:
+                heappop(turns)
+        while turns:
+            self.waiting.append(heappop(turns)[2])
+
+    def start_one(self, turn: Turn) -> bool:
+        shape = turn.entry.shape
+        requests = shape.requirements.gpu
+        self.partly = []
+        for choice in range(len(requests) or 1):
+            barred = self.barred(shape)
+            if shape.requirements.nodes > 1:
+                found_all = gangs.places(self.engine, shape, choice, barred)
+                if len(found_all) < shape.requirements.nodes:
+                    self.partly = max(self.partly, found_all, key=len)
+                elif self.is_within_limits(turn, *(found for _, found in found_all)):
+                    self.open_line(turn, *found_all)
+                    return True
+                continue
+            looks = _LOOKS_WITHIN_LIMITS
+            while (found := self.engine.best(shape, choice, barred)) is not None:
+                if self.is_within_limits(turn, found[1]):
+                    self.open_line(turn, found)
+                    return True
+                looks -= 1
+                if requests[choice].vram_bytes is None or not looks:
+                    break  # it takes the same of every GPU
+                barred.add(found[0])
+        return False
+
+    def book_what_stops(self) -> None:
+        """What was asked to stop will be free, and its people are counted without it."""
+        for line in self.state.stoppable.values():
+            if line.stopping:
+                for part in (line, *line.members):
+                    self.ahead(part.node).give(part.allocation)
+                self.count(line.shape, [part.allocation for part in (line, *line.members)], -1)
+
+    def ahead(self, node: NodeId) -> Room:
+        """What will be free there once all that was asked to stop has stopped, less what is promised."""
+        room = self.future.get(node)
+        if room is None:
+            room = self.future[node] = self.room(node).copy()
+        return room
+
+    def clear_for(self, turn: Turn) -> bool:
+        """Preempts what comes later for the next task of this turn, or waits for what stops already. It starts in a later pass."""
+        if not self.decisive or not self.state.stoppable or turn.is_over:
+            return False
+        shape = turn.entry.shape
+        have = {node for node, _ in self.partly}
+        need = shape.requirements.nodes - len(have)
+        found = preemption.cheapest(shape, need, self.clearable(turn, have))
+        if found is None or not self.is_within_limits(turn, *(each.fit for each in found)):
+            return False
+        task = TaskId(turn.head[1])
+        for victim in {id(v.line): v for each in found for v in each.victims}.values():
+            if victim.line in self.stopped:
+                continue
+            self.stopped.add(victim.line)
+            for part in victim.parts:
+                self.ahead(part.node).give(part.allocation)
+            self.count(victim.line.shape, [part.allocation for part in victim.parts], -1)
+            self.preemptions += [
+                Preempt(id_, lease.epoch, victim.line.node, task)
+                for id_, lease in victim.line.leases.items()
+            ]
+        promised = []
+        for node, fits in (*self.partly, *((each.node, each.fit) for each in found)):
+            allocation = fits.numbered(-1)
+            self.ahead(node).take(allocation, shape.user)
+            self.clearing[node] = shape
+            promised.append(allocation)
+        self.count(shape, promised)
+        self._victims = None  # shares are not what they were
+        turn.take(1)  # it stays queued; the next of its kind may want room as well
+        return True
+
+    def clearable(self, turn: Turn, have: set[NodeId]) -> Iterator[tuple[Node, Room, list[Victim]]]:
+        """Nodes on which something would stop for it, or stops already."""
+        at: dict[NodeId, list[Victim]] = {id_: [] for id_ in self.future}
+        if len(self.preemptions) < self.policy.max_preemptions_per_pass:
+            for alike in self.victims():
+                mine = self.key(turn, without=alike[0].line)[: self.decisive]
+                for victim in alike:
+                    if victim.key[: self.decisive] <= mine:
+                        break
+                    if victim.line not in self.stopped:
+                        for id_ in {part.node for part in victim.parts}:
+                            at.setdefault(id_, []).append(victim)
+        for id_, victims in at.items():
+            node = self.node(id_)
+            if node is not None and id_ not in have and unfit(node, turn.entry.shape) is None:
+                yield node, self.future.get(id_) or self.room(id_), victims
+
+    def victims(self) -> list[list[Victim]]:
+        """What could be stopped: those of one user and size together, the last in the order first."""
+        if self._victims is None:
+            groups: dict[tuple[UserId, int | None, Amounts], list[Line]] = {}
+            for line in self.stoppable():
+                if line not in self.stopped:
+                    which = (line.shape.user, line.shape.team, line.amounts)
+                    groups.setdefault(which, []).append(line)
+            self._victims = []
+            for lines in groups.values():
+                shares = self.shares(lines[0].shape, lines[0])
+                found = [Victim(self.standing(line, shares), line) for line in lines]
+                self._victims.append(sorted(found, reverse=True, key=_key))
+        return self._victims
+
+    def standing(self, line: Line, shares: tuple[int, int]) -> Key:
+        """The key of a running task as if it waited."""
+        task, lease = next(iter(line.leases.items()))
+        user = line.shape.user
+        running = self.state.running.get(user, 0) + self.running.get(user, 0) - 1
+        attained = Span(lease.attained + max(0, self.now - line.since))
+        served = self.state.served(user)
+        candidate = Candidate(line.shape, lease.queued_at, task, running, served, attained, shares)
+        return self.order(candidate, self.now, self.policy)
+
+    def stoppable(self) -> list[Line]:
+        return [
+            line
+            for line in self.state.stoppable.values()
+            if not line.stopping and line.leases and not self.is_protected(line)
+        ]
+
+    def is_protected(self, line: Line) -> bool:
+        """Preempted before, and started again only lately."""
+        lease = next(iter(line.leases.values()))
+        began_before = lease.epoch > 1 or lease.attained > 0
+        return began_before and self.now - line.since < self.policy.protection
+
+
+def _key(victim: Victim) -> Key:
+    return victim.key
