@@ -26,6 +26,7 @@ from gpool.core.model import OutputFile
 from gpool.core.paths import checked
 
 MOST_FRAME_BYTES = 64 * 1024
+MOST_BRACKETS = 5000  # more than any name can hold; deeper ones have ended a Python by its C stack
 FILE_CHUNK_BYTES = 256 * 1024
 STALLED_AFTER_S = 60.0
 MOST_DROPPED_BYTES = 64 << 20  # of outputs that were refused while they came
@@ -236,6 +237,8 @@ class Talk:
                 raise Lied("it gave credit it had not got")
             self._call_room.set()
         elif stream == guest.WORDS:
+            if body.count(b"[") + body.count(b"{") > MOST_BRACKETS:
+                raise Lied("it sent a word too deep to read")
             word = json.loads(body)
             self._hear_word(str(word["word"]), word)
         else:
