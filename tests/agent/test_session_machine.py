@@ -82,6 +82,7 @@ class SessionMachine(RuleBasedStateMachine):
         self.ready: set[int] = set()
         self.dying_runners: set[int] = set()
         self.commands: dict[Lease_, bool] = {}  # whether it is being ended
+        self.saving: set[tuple[int, int]] = set()  # commands that are given time to save
         self.just_ended: int | Lease_ | None = None
 
     # ---- the machinery
@@ -130,8 +131,11 @@ class SessionMachine(RuleBasedStateMachine):
                     lease = (instruction.task, instruction.epoch)
                     if lease == self.just_ended:  # let go before its end was looked at
                         continue
-                    assert self.commands[lease] is False, "ended twice, or unknown"
+                    saves = instruction.reason in (EndReason.PREEMPTED, EndReason.TIMED_OUT)
+                    called_off = lease in self.saving and not saves  # a farewell that may not go on
+                    assert self.commands[lease] is False or called_off, "ended twice, or unknown"
                     self.commands[lease] = True
+                    self.saving.add(lease) if saves else self.saving.discard(lease)
                 case StartRunner():
                     assert instruction.runner not in self.runners
                     self.runners[instruction.runner] = []

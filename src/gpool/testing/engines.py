@@ -145,9 +145,11 @@ def _write_python(file: Path) -> None:
         for name in ("python", "python3"):
             _add_link(tar, f"usr/local/bin/{name}", minor)
         tar.add(library, f"usr/local/lib/{minor}", filter=_kept)
-        packages = f"usr/local/lib/{minor}/site-packages"
-        tar.add(Path(cloudpickle.__file__).parent, f"{packages}/cloudpickle", filter=_kept_package)
-        tar.add(SOURCE, f"{packages}/gpool", filter=_kept_package)
+        for folder in ("site-packages", "dist-packages"):  # Debian's own Python looks in the second
+            packages = f"usr/local/lib/{minor}/{folder}"
+            source = Path(cloudpickle.__file__).parent
+            tar.add(source, f"{packages}/cloudpickle", filter=_kept_package)
+            tar.add(SOURCE, f"{packages}/gpool", filter=_kept_package)
         _add_text(tar, "etc/passwd", "root:x:0:0:root:/root:/bin/sh\n")
         # where the loader looks without a cache
         own = {path for path in needed if path.startswith(str(base))}

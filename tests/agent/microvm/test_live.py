@@ -289,6 +289,9 @@ def test_a_guest_that_is_called_off_while_it_boots_ends_at_once(tmp_path: Path) 
         for patience in (0.05, 0.5, 4.0):
             starting = asyncio.create_task(runtime.start_command(job))
             await asyncio.wait([starting], timeout=patience)
+            if patience == 4.0 and starting.done():  # a fast machine: it has booted
+                await starting.result().remove()
+                break
             assert starting.cancel()
             began = time.monotonic()
             await asyncio.wait([starting])
