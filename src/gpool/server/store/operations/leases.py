@@ -171,7 +171,7 @@ def picture() -> Operation[Picture]:
     )
     preempting = yield Statement(
         "SELECT t.id FROM tasks t JOIN attempt_notes n ON n.task_id = t.id AND n.epoch = t.epoch "
-        "WHERE t.holding = 1 AND n.note = :note ORDER BY t.id",
+        "WHERE t.holding = 1 AND t.node_id IS NOT NULL AND n.note = :note",
         {"note": PREEMPTING},
     )
     nodes = yield from load_nodes("true", {})
