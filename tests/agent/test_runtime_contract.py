@@ -235,7 +235,7 @@ def test_nothing_survives_the_agents_own_death_and_the_next_sweeps(
         assert agent.stdout is not None
         assert agent.stdout.readline() == b"up\n"
         began = time.monotonic()
-        while len(processes_with(f"sleep\0{seconds}")) < 2 and time.monotonic() - began < 5:
+        while len(processes_with(f"sleep\0{seconds}")) < 2 and time.monotonic() - began < 20:
             os.sched_yield()
         was_up = len(processes_with(f"sleep\0{seconds}"))
         agent.kill()

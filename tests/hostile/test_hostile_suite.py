@@ -14,9 +14,9 @@ pytestmark = pytest.mark.slow
 
 
 def grouped(names: object) -> list[object]:
-    """The tests of one stage run in one process, so that it is set up once."""
+    """All in one process: a stage is set up once, and each plants in places that the others look at."""
     return [
-        pytest.param(name, marks=pytest.mark.xdist_group(f"hostile {name}"))
+        pytest.param(name, marks=pytest.mark.xdist_group("hostile"))
         for name in names  # type: ignore[attr-defined]
     ]
 

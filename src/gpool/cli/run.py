@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import stat
 import sys
 import threading
@@ -238,20 +237,21 @@ def say_how_it_ended(result: Result, *, code_too: bool = False) -> None:
 
 
 def detached(submitted: Run) -> int:
-    """After the first Ctrl-C: say how to come back; a second one cancels."""
-    click.echo(
-        f"\nDetached; task {submitted.id} goes on. Come back with: gpool logs -f {submitted.id}\n"
-        f"Stop it with: gpool cancel {submitted.id} (or press Ctrl-C again now)",
-        err=True,
-    )
-    again = threading.Event()
-    before = signal.signal(signal.SIGINT, lambda *_: again.set())
+    """After the first Ctrl-C: say how to come back; a second one cancels.
+
+    It comes as an exception: a handler that set what we wait for could meet the lock of that wait, held by us.
+    """
     try:
-        if not again.wait(SECOND_CHANCE_S):
-            return FAILED
-    finally:
-        signal.signal(signal.SIGINT, before)
-    submitted.cancel()
+        click.echo(
+            f"\nDetached; task {submitted.id} goes on. Come back with: gpool logs -f {submitted.id}\n"
+            f"Stop it with: gpool cancel {submitted.id} (or press Ctrl-C again now)",
+            err=True,
+        )
+        threading.Event().wait(SECOND_CHANCE_S)
+    except KeyboardInterrupt:
+        submitted.cancel()
+    else:
+        return FAILED
     click.echo(f"Cancelled {submitted.id}.", err=True)
     return 130
 
