@@ -42,7 +42,8 @@ up: $(VENV)/.installed      ## start a pool on this machine: server, agent, embe
 # ---- checking
 
 test: system setup check    ## lint, types, contracts, then every test
-	$(PYTEST)
+	$(PYTEST) -m 'not alone'
+	$(BIN)/python -m pytest -m alone tests/hostile  # looks at the whole host: nothing else may run
 
 check: setup                ## lint, types, import contracts, generated pages
 	$(BIN)/ruff check .

@@ -10,7 +10,7 @@ import suite
 
 AT_LEAST_ATTACKS, AT_LEAST_SECRETS, AT_LEAST_OUTPUTS = 150, 50, 80
 SECONDS_AN_OUTPUT = 30.0  # ten thousand files from an emulated guest; a lease would be 45
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.alone]
 
 
 def grouped(names: object) -> list[object]:
