@@ -17,7 +17,7 @@ from gpool.core.model import (
     Phase,
     TaskSpec,
 )
-from gpool.wire.frames import AgentFrame, GpuReading, ServerFrame
+from gpool.wire.frames import AgentFrame, GpuReading, Rendezvous, ServerFrame
 
 # ---- events
 
@@ -228,6 +228,7 @@ class StartCommand:
     secrets: tuple[tuple[str, str], ...] = field(default=(), repr=False)
     checkpoint: tuple[InputFile, ...] = ()  # laid in after the inputs
     user: int = 0
+    gang: Rendezvous | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,6 +57,21 @@ class Network(StrEnum):
     EGRESS = "egress"  # the public internet; never private, link-local or metadata addresses
 
 
+class Engine(StrEnum):
+    """What starts a gang's command on its members."""
+
+    NONE = "none"  # nothing: the command runs on each as it is, told its rank
+    TORCHRUN = "torchrun"
+    RAY = "ray"  # a cluster of its own; the command runs on rank 0 alone
+
+
+class OnLoss(StrEnum):
+    """What becomes of a gang one of whose members is lost."""
+
+    REFORM = "reform"  # it goes back to the queue as a whole
+    END = "end"  # it has failed
+
+
 class Phase(StrEnum):
     """Where an attempt is on its node; the time-out covers them all."""
 
@@ -156,6 +171,8 @@ class Requirements:
     python: str | None = None  # "3.11": the minor a function was pickled with, or a recipe's
     network: Network = Network.NONE
     nodes: int = 1  # at once, each with all of the above: more than one is a gang
+    labels: tuple[str, ...] = ()  # sorted; all of them must be among a node's
+    max_price_microcredits: int | None = None  # an hour, for what it gets on one node
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,6 +228,8 @@ class TaskSpec:
     grace: Span = Span(10 * 1_000_000)  # between the warning signal and the kill
     preemptible: bool = False  # may be stopped for others; one with a checkpoint may as well
     by: Instant | None = None  # wanted by then: it goes before others when that is near
+    engine: Engine = Engine.NONE  # of a gang
+    on_loss: OnLoss = OnLoss.REFORM
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,6 +327,11 @@ class Offer:
     runtimes: tuple[RuntimeOffer, ...] = ()  # empty: one that gives all of the above together
     hostname: str = ""
     agent_version: str = ""
+    site: str = ""  # nodes of one site reach each other directly; empty: no gangs
+    address: str = ""  # by which the others of its site reach it, an IPv4 address
+    gang_port: int = 0  # UDP; the member with allocation number n listens at this + n
+    labels: frozenset[str] = frozenset()  # what its owner says of it: "ssd", "zone=a"
+    price_microcredits: int = 0  # an hour of a whole GPU, or of the node where it has none
 
 
 @dataclass(frozen=True, slots=True)
@@ -416,6 +440,7 @@ __all__ = [
     "Availability",
     "BatchId",
     "EndReason",
+    "Engine",
     "Gpu",
     "GpuDetails",
     "GpuId",
@@ -427,6 +452,7 @@ __all__ = [
     "Node",
     "NodeId",
     "Offer",
+    "OnLoss",
     "OutputFile",
     "Permission",
     "Phase",

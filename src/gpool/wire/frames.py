@@ -254,14 +254,26 @@ class Secret(msgspec.Struct, frozen=True, array_like=True):
         return f"Secret({self.spec}, {self.name!r}, …)"
 
 
+class Rendezvous(msgspec.Struct, frozen=True, array_like=True):
+    """What one member of a gang is told of the whole; see `gpool.core.rendezvous`."""
+
+    rank: int
+    peers: tuple[tuple[str, int], ...]  # by rank: host and UDP port at which its lane listens
+    secret: bytes  # of this gang under this epoch, the same for all members
+
+    def __repr__(self) -> str:
+        return f"Rendezvous({self.rank}, {self.peers}, …)"
+
+
 class Line(msgspec.Struct, frozen=True, array_like=True):
-    """Leases to stand in line, in this order, on one allocation."""
+    """Leases to stand in line, in this order, on one allocation; of a gang just one, its member here."""
 
     allocation: Allocation
     user: int
     owner: bool  # the user owns this node (the `process` runtime asks)
     spec: int
     leases: tuple[Lease, ...]
+    gang: Rendezvous | None = None
 
 
 class Grants(_Frame, frozen=True):

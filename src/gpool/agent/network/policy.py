@@ -165,6 +165,20 @@ class Only:
                 )
 
 
+@dataclass(frozen=True, slots=True)
+class Gang:
+    """A lane to the other members of a gang, and with `egress` to the public internet too.
+
+    Inside, rank n has the address `gpool.core.rendezvous.address_of(n)`; whatever it sends to another member's goes to that
+    one's lane and nowhere else, enciphered by `secret`. `peers`: by rank, where each member's lane listens (UDP).
+    """
+
+    rank: int
+    peers: tuple[tuple[str, int], ...]
+    secret: bytes = field(repr=False)
+    egress: bool = False
+
+
 Wants = Egress | Only
 
 

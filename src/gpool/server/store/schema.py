@@ -323,6 +323,53 @@ rules = Table(
     _int("changed_at"),
 )
 
+gangs = Table(
+    "gangs",
+    metadata,
+    _int("task_id", primary_key=True),
+    _int("epoch"),
+    _bytes("secret_sealed"),
+)
+"""Of gangs that hold something: what their members share. The task's own row then has no node, but `holding`."""
+
+members = Table(
+    "members",
+    metadata,
+    _int("task_id", primary_key=True),
+    _int("rank", primary_key=True),
+    _int("epoch"),
+    _int("node_id"),
+    _int("allocation_number"),
+    _text("allocation"),
+    _counter("holding"),
+    _maybe("started_at"),
+    _maybe("ended_at"),
+    _words("reason"),
+    _maybe("exit_code"),
+    _note("detail"),
+)
+_partial("ix_members_held", members.c.node_id, members.c.task_id, where="holding = 1")
+
+usage = Table(
+    "usage",
+    metadata,
+    _text("kind", primary_key=True),
+    _int("id", primary_key=True),
+    _text("value"),
+    _int("at"),
+)
+"""What users and teams have had lately, decayed up to `at`: so that a restart forgives nobody."""
+
+node_records = Table(
+    "node_records",
+    metadata,
+    _int("node_id", primary_key=True),
+    _counter("up_us"),
+    _counter("losses"),
+    _int("at"),
+)
+"""How long each node was there and how often it went away with leases, up to `at`; older times count less."""
+
 # ---- ways in
 
 wallets = Table(

@@ -7,7 +7,7 @@ from contextlib import closing
 from importlib import import_module
 from pathlib import Path
 
-HEAD = "0006"
+HEAD = "0007"
 """The newest migration; a test compares it with the scripts."""
 
 
