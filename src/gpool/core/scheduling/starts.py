@@ -53,15 +53,12 @@ class Starts(Draft):
     def start_one(self, turn: Turn) -> bool:
         shape = turn.entry.shape
         requests = shape.requirements.gpu
-        self.partly = []
         for choice in range(len(requests) or 1):
             barred = self.barred(shape)
             if shape.requirements.nodes > 1:
-                found_all = gangs.places(self.engine, shape, choice, barred)
-                if len(found_all) < shape.requirements.nodes:
-                    self.partly = max(self.partly, found_all, key=len)
-                elif self.is_within_limits(turn, *(found for _, found in found_all)):
-                    self.open_line(turn, *found_all)
+                members = gangs.places(self.engine, shape, choice, barred)
+                if members and self.is_within_limits(turn, *(found for _, found in members)):
+                    self.open_line(turn, *members)
                     return True
                 continue
             looks = _LOOKS_WITHIN_LIMITS
@@ -95,12 +92,11 @@ class Starts(Draft):
         if not self.may_preempt or not self.state.stoppable or turn.is_over:
             return False
         shape = turn.entry.shape
-        have = {node for node, _ in self.partly}
-        need = shape.requirements.nodes - len(have)
-        found = preemption.cheapest(shape, need, self.clearable(turn, have))
-        if found is not None and self.policy.limits.guaranteed and not self.spares(shape, found):
-            spared = self.clearable(turn, have, dict(self.policy.limits.guaranteed))
-            found = preemption.cheapest(shape, need, spared)
+        choose = gangs.cheapest if shape.requirements.nodes > 1 else preemption.cheapest
+        found = choose(shape, shape.requirements.nodes, self.clearable(turn))
+        sure = self.policy.limits.guaranteed
+        if found is not None and sure and not self.spares(shape, found):
+            found = choose(shape, shape.requirements.nodes, self.clearable(turn, dict(sure)))
         if found is None or not self.is_within_limits(turn, *(each.fit for each in found)):
             return False
         task = TaskId(turn.head[1])
@@ -116,10 +112,10 @@ class Starts(Draft):
                 for id_, lease in victim.line.leases.items()
             ]
         promised = []
-        for node, fits in (*self.partly, *((each.node, each.fit) for each in found)):
-            allocation = fits.numbered(-1)
-            self.ahead(node).take(allocation, shape.user)
-            self.clearing[node] = shape
+        for each in found:
+            allocation = each.fit.numbered(-1)
+            self.ahead(each.node).take(allocation, shape.user)
+            self.clearing[each.node] = shape
             promised.append(allocation)
         self.count(shape, promised)
         self._victims = None  # shares are not what they were
@@ -139,19 +135,27 @@ class Starts(Draft):
         )
 
     def clearable(
-        self, turn: Turn, have: set[NodeId], sure: dict[Holder, int] | None = None
+        self, turn: Turn, sure: dict[Holder, int] | None = None
     ) -> Iterator[tuple[Node, Room, list[Victim]]]:
-        """Nodes on which something would stop for it, or stops already; `sure`: what others have to keep."""
+        """Nodes on which something would stop for it, or stops already; for a gang those that have room as well.
+
+        `sure`: what others have to keep.
+        """
+        shape = turn.entry.shape
         at: dict[NodeId, list[Victim]] = {id_: [] for id_ in self.future}
+        if shape.requirements.nodes > 1:
+            free, board = self.engine.could_run(shape, ()), self.engine.board
+            at |= {NodeId(int(id_)): [] for id_ in board.ids[free[0][free[1]]]}
         if len(self.preemptions) < self.policy.max_preemptions_per_pass:
             for alike in self.victims():
                 for victim in self.outranked(turn, alike):
                     if victim.line not in self.stopped and self.is_spare(victim, turn, sure):
                         for id_ in {part.node for part in victim.parts}:
                             at.setdefault(id_, []).append(victim)
+        barred = self.barred(shape) - self.clearing.keys()
         for id_, victims in at.items():
             node = self.node(id_)
-            if node is not None and id_ not in have and unfit(node, turn.entry.shape) is None:
+            if node is not None and id_ not in barred and unfit(node, shape) is None:
                 yield node, self.future.get(id_) or self.room(id_), victims
 
     def outranked(self, turn: Turn, alike: list[Victim]) -> Iterator[Victim]:
