@@ -29,7 +29,7 @@ from gpool.core.scheduling.events import (
     TasksReleased,
     TasksWithdrawn,
 )
-from gpool.core.scheduling.fair_share import Shares, amounts_of, total
+from gpool.core.scheduling.fair_share import Shares, Told, amounts_of, total
 from gpool.core.scheduling.levels import at_level, level_of
 from gpool.core.scheduling.limits import Holder, gpus_of, holders_of
 from gpool.core.scheduling.predictions import Predictions
@@ -212,6 +212,15 @@ class State:
         self.shares.usage = other.shares.usage.copy()
         self.predictions = other.predictions  # only read by who plans on a copy
 
+    def inherit(self, old: State, now: Instant) -> None:
+        """The hints of a state that this one takes the place of."""
+        old.shares.settle(now, len(old._waiting))
+        self.take_hints(old)
+
+    def used(self, now: Instant) -> Told:
+        """What users and teams had lately, to be kept for `recall`."""
+        return self.shares.told(now, len(self._waiting))
+
     def truth(self) -> tuple[object, ...]:
         """All that is not a hint, as a plain value."""
         waiting: dict[Shape, list[tuple[int, int, int]]] = {}
@@ -328,6 +337,8 @@ class State:
             self.shares.pass_time(tasks[0].queued_at, len(self._waiting))
         if tasks and tasks[0].epoch == 0:
             self._arrived.append((entry.shape, len(tasks)))
+        if entry.shape.user not in self._served:
+            self._serve(entry.shape.user)  # whoever comes new stands behind those who wait
         left = entry.queue.add(tasks)
         if entry.queue.size and entry.queue not in self._waiting:
             self._waiting[entry.queue] = entry
@@ -391,7 +402,9 @@ class State:
             self.stoppable[key] = line
         self._leave_queue(event.tasks)
         self._serial += 1
-        user = event.shape.user
+        self._serve(event.shape.user)
+
+    def _serve(self, user: UserId) -> None:
         self._served.pop(user, None)
         self._served[user] = self._serial
         if len(self._served) > MAX_SERVED:
