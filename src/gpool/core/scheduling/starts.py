@@ -94,9 +94,9 @@ class Starts(Draft):
         shape = turn.entry.shape
         choose = gangs.cheapest if shape.requirements.nodes > 1 else preemption.cheapest
         found = choose(shape, shape.requirements.nodes, self.clearable(turn))
-        if found is not None and self.policy.limits.guaranteed and not self.spares(shape, found):
-            spared = self.clearable(turn, dict(self.policy.limits.guaranteed))
-            found = choose(shape, shape.requirements.nodes, spared)
+        sure = self.policy.limits.guaranteed
+        if found is not None and sure and not self.spares(shape, found):
+            found = choose(shape, shape.requirements.nodes, self.clearable(turn, dict(sure)))
         if found is None or not self.is_within_limits(turn, *(each.fit for each in found)):
             return False
         task = TaskId(turn.head[1])
@@ -137,8 +137,10 @@ class Starts(Draft):
     def clearable(
         self, turn: Turn, sure: dict[Holder, int] | None = None
     ) -> Iterator[tuple[Node, Room, list[Victim]]]:
-        """Nodes on which something would stop for it, or stops already, and for a gang those with room; `sure`: what others
-        have to keep."""
+        """Nodes on which something would stop for it, or stops already; for a gang those that have room as well.
+
+        `sure`: what others have to keep.
+        """
         shape = turn.entry.shape
         at: dict[NodeId, list[Victim]] = {id_: [] for id_ in self.future}
         if shape.requirements.nodes > 1:
