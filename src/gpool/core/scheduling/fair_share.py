@@ -277,6 +277,14 @@ class Shares:
             share += self.usage.lately(holder, 0 if held is None else self._dominant(held))
         return share * 1000 // max(1, weight_milli)
 
+    def lately(self, holder: Holder, weight_milli: int = 1000) -> int:
+        """The part of `of` that is past."""
+        if not self.usage.is_any:
+            return 0
+        held = self._held.get(holder)
+        had = self.usage.lately(holder, 0 if held is None else self._dominant(held))
+        return had * 1000 // max(1, weight_milli)
+
     def _dominant(self, amounts: Sequence[int]) -> int:
         gpus, cpus, memories = self._lent
         return max(

@@ -24,8 +24,8 @@ from gpool.core.scheduling.pricing import USUAL, Pricing
 Key = tuple[int, ...]
 _LINE_TARGET, _AGEING, _PATIENCE = Span(300_000), Span(5 * 60 * 1_000_000), Span(60 * 1_000_000)
 _HOUR = Span(3600 * 1_000_000)
-_PROTECTION, _PROMOTION, _URGENCY = Span(_HOUR // 4), Span(2 * 24 * _HOUR), Span(2 * _HOUR)
-_TURN, _LONG, _ONE = Span(_HOUR // 2), Span(7 * 24 * _HOUR), 1000
+_PROTECTION, _PROMOTION, _URGENCY = Span(15 * 60 * 1_000_000), Span(3 * 24 * _HOUR), Span(2 * _HOUR)
+_TURN, _ONE = Span(_HOUR // 2), 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +44,9 @@ class Policy:
     preemption: bool = True  # of tasks that allow it
     protection: Span = _PROTECTION  # not preempted again for so long
     max_preemptions_per_pass: int = 200
-    promotion: Span = _PROMOTION  # waiting this long is worth one level
+    promotion: Span = _PROMOTION  # waiting this long is worth one level, and as much as being due
     urgency: Span = _URGENCY  # so long before its `by` a task goes before others of its user
     margin_milli: int = 100  # of two shares: nearer to each other they are equal, and stop nothing
-    long: Span = _LONG  # what has waited so long goes before what is shorter, or due
     turn: Span = _TURN  # what ran this long may be stopped for those who had less
 
 
@@ -97,9 +96,9 @@ def priority(candidate: Candidate, now: Instant, policy: Policy) -> Key:  # noqa
 def shortest(candidate: Candidate, now: Instant, policy: Policy) -> Key:
     """The least GPU time to come as predicted; what nothing is known of counts as an hour.
 
-    What has waited for `policy.long` goes before all others, the oldest first.
+    What has waited for `policy.promotion` goes before all others, the oldest first.
     """
-    if now - candidate.queued_at >= policy.long:
+    if now - candidate.queued_at >= policy.promotion:
         return candidate.band, 0, candidate.queued_at, candidate.task
     predicted = _HOUR if candidate.predicted is None else candidate.predicted
     size = max(least_gpus(candidate.shape), 1000) * candidate.shape.requirements.nodes
@@ -110,12 +109,14 @@ def fair_share(candidate: Candidate, now: Instant, policy: Policy) -> Key:
     """Teams by their share, their users by theirs; a user's own: what is due soon, then by level and age.
 
     Priority is a head start in age, among a user's own tasks and where all shares are equal; it takes nothing from others.
-    What has waited for `policy.long` counts as due.
+    What has waited for `policy.promotion` counts as due.
     """
     shape, attained = candidate.shape, candidate.attained
     waited = now - candidate.queued_at - attained
     level = risen(level_of(attained), waited, policy.promotion)
-    is_due = waited >= policy.long or (shape.by is not None and shape.by - now <= policy.urgency)
+    is_due = waited >= policy.promotion or (
+        shape.by is not None and shape.by - now <= policy.urgency
+    )
     head_start = shape.priority * policy.ageing
     since = candidate.queued_at - head_start
     return candidate.band, *candidate.shares, 0 if is_due else 1, level, since, candidate.task
