@@ -111,7 +111,7 @@ class Pool:
         self.ends: list[tuple[int, int, TaskId]] = []
         self.of: dict[TaskId, tuple[Tenant, Shape, int]] = {}  # with what is left to run
         self.running: dict[TaskId, tuple[int, int, Amounts]] = {}  # epoch, since, amounts
-        self.preempted = self.passes = 0
+        self.preempted = self.between = self.passes = 0
         self.planning_s = 0.0
         for number in range(1, nodes + 1):
             gpus = tuple(
@@ -179,6 +179,8 @@ class Pool:
             for stop in decided.preemptions:
                 self.state.fold(TasksPreempted((stop.task,)))
             for stop in decided.preemptions:
+                gainer = self.of[stop.beneficiary][0]
+                self.between += gainer is not self.of[stop.task][0]
                 self.stop(stop.task)
             if not decided.preemptions and not decided.places:
                 return
@@ -293,31 +295,31 @@ def _of_all(hour: dict[int, float], team: int, total: float) -> float:
 
 
 def unlike(options: Options) -> list[Row]:
-    """Eight teams, 32 GPUs each: short and long, large and small."""
+    """Seven teams, 36 4/7 GPUs each, short and long, large and small. They come one after another, ten minutes apart, to a
+    pool that those before them fill; the first hour is that in which the last of them comes."""
     works = (
-        Work(1, 2),
         Work(1, 90),
+        Work(2, 60),
+        Work(1, 2),
         Work(8, 5),
-        Work(8, 120),
         Work(2, 20),
-        Work(4, 45),
-        Work(1, 10),
-        Work(2, 180),
+        Work(4, 30),
+        Work(8, 15),
     )
-    return shares("unlike", _teams(32, works, options), options)
+    pool = Pool(32, Policy(), options.seed)
+    for team, work in enumerate(works, 1):
+        pool.join(Tenant(team, work, users=1 + team % 3))
+        pool.run(600 * SECOND)
+    return shares("unlike", pool, options)
 
 
 def rounding(options: Options) -> list[Row]:
-    """Six teams, 42 2/3 GPUs each, which pieces of eight cannot be: two hours of one too many are 12 % too much."""
+    """Six teams, 42 2/3 GPUs each, one with pieces of eight for two hours: one of them too many is 12 % too much."""
+    pool = Pool(32, Policy(), options.seed)
     works = (Work(1, 2), Work(1, 90), Work(8, 5), Work(8, 120), Work(2, 20), Work(4, 45))
-    return shares("rounding", _teams(32, works, options), options)
-
-
-def _teams(nodes: int, works: Sequence[Work], options: Options) -> Pool:
-    pool = Pool(nodes, Policy(), options.seed)
     for team, work in enumerate(works, 1):
         pool.join(Tenant(team, work, users=1 + team % 3))
-    return pool
+    return shares("rounding", pool, options)
 
 
 def weighted(options: Options) -> list[Row]:
@@ -370,25 +372,24 @@ def returning(options: Options) -> list[Row]:
 
 
 def swaps(options: Options) -> list[Row]:
-    """Equals whose tasks may all be preempted: how often do they take from each other?"""
+    """Equals whose tasks may all be preempted: how often do they take from each other? With and without the margin."""
     rows = []
-    for margin in (100, 0):
-        policy = Policy(margin_milli=margin, turn=Span(HOUR // 2 if margin else 0))
+    for name, policy in (
+        ("preemptible", Policy()),
+        ("no margin", Policy(margin_milli=0, turn=Span(0))),
+    ):
         pool = Pool(8, policy, options.seed)
-        for team, work in enumerate((Work(1, 60), Work(2, 120), Work(8, 180), Work(4, 90)), 1):
-            pool.join(Tenant(team, replace_preemptible(work)))
+        works = ((1, 60), (2, 120), (8, 180), (4, 90), (1, 20))
+        for team, (gpus, minutes) in enumerate(works, 1):
+            pool.join(Tenant(team, Work(gpus, minutes, preemptible=True)))
         pool.run(HOUR)
-        before = pool.preempted
-        hours = min(options.hours, 8) - 1
-        rows += shares("preemptible" if margin else "no margin", pool, Options(hours, options.seed))
-        rate = (pool.preempted - before) / hours
-        for row in rows[-len(pool.tenants) :]:
-            row["preemptions_per_hour"] = round(rate, 1)
+        before = pool.between, pool.preempted
+        found = shares(name, pool, options)
+        for row in found:
+            row["preemptions_an_hour_between_teams"] = (pool.between - before[0]) / options.hours
+            row["and_all"] = (pool.preempted - before[1]) / options.hours
+        rows += found
     return rows
-
-
-def replace_preemptible(work: Work) -> Work:
-    return Work(work.gpus, work.minutes, work.cpus, True, work.shapes)
 
 
 def lending(options: Options) -> list[Row]:

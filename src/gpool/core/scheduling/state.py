@@ -187,7 +187,7 @@ class State:
         return None if seen is None else Span(max(1, round(seen)))
 
     def served(self, user: UserId) -> int:
-        """Grows with each lease: the user with the smaller number was served less recently (0: not yet)."""
+        """Grows with each lease: the user with the smaller number was served less recently, or came later than that."""
         return self._served.get(user, 0)
 
     def attained(self, task: TaskId, now: Instant) -> Span:
@@ -338,7 +338,8 @@ class State:
         if tasks and tasks[0].epoch == 0:
             self._arrived.append((entry.shape, len(tasks)))
         if entry.shape.user not in self._served:
-            self._serve(entry.shape.user)  # whoever comes new stands behind those who wait
+            # Whoever comes new stands before the one served last and behind the others: a stream of such starves nobody.
+            self._serve(entry.shape.user, self._serial - 1)
         left = entry.queue.add(tasks)
         if entry.queue.size and entry.queue not in self._waiting:
             self._waiting[entry.queue] = entry
@@ -401,12 +402,12 @@ class State:
             line.leases.update(zip(event.tasks, event.leases, strict=True))
             self.stoppable[key] = line
         self._leave_queue(event.tasks)
-        self._serial += 1
-        self._serve(event.shape.user)
+        self._serial += 2
+        self._serve(event.shape.user, self._serial)
 
-    def _serve(self, user: UserId) -> None:
+    def _serve(self, user: UserId, number: int) -> None:
         self._served.pop(user, None)
-        self._served[user] = self._serial
+        self._served[user] = number
         if len(self._served) > MAX_SERVED:
             del self._served[next(iter(self._served))]
 
