@@ -6,10 +6,12 @@ from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import Protocol
 
+import numpy as np
+
 from gpool.core.ids import NodeId, TaskId, UserId
 from gpool.core.model import Allocation, Instant, Node, Shape, Span
 from gpool.core.scheduling import gangs
-from gpool.core.scheduling.backfill import Reservation, may_pass, ready_at
+from gpool.core.scheduling.backfill import UNKNOWN, Reservation, may_pass, ready_at
 from gpool.core.scheduling.events import Member, Preempt
 from gpool.core.scheduling.fair_share import (
     Amounts,
@@ -38,7 +40,7 @@ from gpool.core.scheduling.state import Line, ShapeState, State
 
 MAX_KEPT_CLEAR = 8
 _LOOKS_FOR_CLEARING = 64  # shapes a pass for which a node to clear is sought
-_HELPED = 2  # tenants a pass
+_HELPED = 8  # tenants a pass
 _BEHIND_MILLI = 20  # of what others had
 _NODES_COMPARED = 32  # to keep one of them clear
 
@@ -127,6 +129,7 @@ class Draft:
         self.stopped: set[Line] = set()
         self.helped: set[Holder] = set()  # tenants with a node kept clear though some of theirs run
         self.most_share = self.most_lately = 0  # of any tenant that has tasks waiting
+        self.mean_share = 0  # of those, now
         self.predictions: dict[int, tuple[Span | None]] = {}
         self.preemptions: list[Preempt] = []
         self._victims: list[list[Victim]] | None = None
@@ -284,19 +287,32 @@ class Draft:
             return
         if turn.is_over:
             return  # room would not help it
-        if not self.looks or len(self.kept_clear) >= MAX_KEPT_CLEAR:
+        most = max(MAX_KEPT_CLEAR, len(self.state.nodes) // 4)
+        if not self.looks or len(self.kept_clear) >= most:
             return
         self.looks -= 1
         if shape.requirements.nodes > 1:
             nodes = gangs.nearest(self.engine, shape, self.kept_clear)
-        else:
+            if nodes:  # a part of what a gang needs is of no use
+                at = max(self.ready_at(id_, shape) for id_ in nodes)
+                self.kept_clear |= dict.fromkeys(nodes, Reservation(shape, at))
+            return
+        owed = self.pieces_owed(turn)
+        while owed > 0 and len(self.kept_clear) < most:
             nearest = self.nearest(turn)
-            nodes = [] if nearest is None else [nearest]
-        if not nodes:
-            return  # a part of what a gang needs is of no use
-        at = max(self.ready_at(id_, shape) for id_ in nodes)
-        for id_ in nodes:
-            self.kept_clear[id_] = Reservation(shape, at)
+            if nearest is None:
+                return
+            self.kept_clear[nearest] = Reservation(shape, self.ready_at(nearest, shape))
+            owed -= max(1, 1000 * len(self.room(nearest).gpus) // max(1, least_gpus(shape)))
+
+    def pieces_owed(self, turn: Turn) -> int:
+        """How many more of these its tenant would have if all had alike; one, where shares do not count."""
+        shape, tenant = turn.entry.shape, tenant_of(turn.entry.shape)
+        if not (turn.entry.lines and self.looks_at_shares) or shape.preemptible:
+            return 1
+        have = self.share(tenant, None) - self.lately(tenant)
+        piece = self.share(tenant, None, asked_by(shape)) - self.lately(tenant) - have
+        return max(1, min(turn.left, (self.mean_share - have) // max(1, piece)))
 
     def is_owed(self, shape: Shape) -> bool:
         """What runs somewhere does not starve, but large pieces are a fair share too: its tenant had less than others lately,
@@ -321,19 +337,54 @@ class Draft:
         if self.looks_at_shares:
             tenants = {tenant_of(turn.entry.shape) for turn in turns}
             self.most_share = max((self.share(each, None) for each in tenants), default=0)
-            self.most_lately = max((self.lately(each) for each in tenants), default=0)
+            latelies = {each: self.lately(each) for each in tenants}
+            self.most_lately = max(latelies.values(), default=0)
+            now = sum(self.share(each, None) - had for each, had in latelies.items())
+            self.mean_share = now // max(1, len(tenants))
 
     def nearest(self, turn: Turn) -> NodeId | None:
-        """The node to keep clear. A tenant that runs some of these already gets one that is not its own, by when it is ready:
-        of a few that are the same in every pass, or it would be another each time."""
+        """The node to keep clear. For a tenant that runs some of these already it is the one where others have least to do: of
+        a few that are the same in every pass, or it would be another each time."""
         shape = turn.entry.shape
         if not (turn.entry.lines and self.looks_at_shares) or shape.preemptible:
             return self.engine.nearest(shape, self.kept_clear)
-        mine = {id_ for id_, _ in turn.entry.lines}
-        slots, _ = self.engine.could_run(shape, {*self.kept_clear, *mine})
-        ids = sorted(NodeId(int(id_)) for id_ in self.engine.board.ids[slots])
-        some = ids[:: max(1, len(ids) // _NODES_COMPARED)]
-        return min(some, key=lambda id_: (self.ready_at(id_, shape), id_), default=None)
+        slots, _ = self.engine.could_run(shape, self.kept_clear)
+        ids = np.sort(self.engine.board.ids[slots])
+        some = ids[:: max(1, len(ids) // _NODES_COMPARED)].tolist()
+        found = [(self.in_the_way(id_, shape), id_) for id_ in some]
+        known = [(work, id_) for work, id_ in found if work is not None]
+        return NodeId(min(known)[1]) if known else None
+
+    def in_the_way(self, id_: NodeId, shape: Shape) -> int | None:
+        """The work that other tenants have to do there before there is room, as predicted; None: they do not have so much.
+
+        Their work together rather than the last end: on a node that is kept clear it only ever gets less, so that the same
+        node is kept in the next pass.
+        """
+        entry, room, needs = self.state.nodes[id_], self.room(id_), shape.requirements
+        gpus = min((request.count for request in needs.gpu), default=0) * 1000
+        free = sum(1000 for gpu in room.gpus.values() if not gpu.holders)
+        cpu, work, tenant = room.free_cpu, 0, tenant_of(shape)
+        if free >= gpus and cpu >= needs.cpu_milli:
+            return work
+        others = [line for line in entry.lines.values() if tenant_of(line.shape) != tenant]
+        for left, line in sorted(((self.left_of(line), line) for line in others), key=_first):
+            free, cpu, work = (
+                free + gpus_of(line.allocation),
+                cpu + line.allocation.cpu_milli,
+                work + left,
+            )
+            if free >= gpus and cpu >= needs.cpu_milli:
+                return work
+        return None
+
+    def left_of(self, line: Line) -> int:
+        """What has outlived its prediction goes on for a while."""
+        known = self.predictions.get(id(line.shape))
+        if known is None:
+            known = self.predictions[id(line.shape)] = (self.state.predictions.of(line.shape),)
+        ran = self.now - line.since
+        return max((known[0] or UNKNOWN) - ran, ran // 4)
 
     def ready_at(self, id_: NodeId, shape: Shape) -> Instant:
         entry = self.state.nodes[id_]
@@ -352,3 +403,7 @@ class Draft:
                 if not may_pass(shape, kept, self.now, predicted):
                     found.add(id_)
         return found
+
+
+def _first(pair: tuple[int, Line]) -> int:
+    return pair[0]
