@@ -16,7 +16,7 @@ import structlog
 
 from gpool.agent.cache import ArtifactCache
 from gpool.agent.instructions import Event
-from gpool.agent.network.policy import Egress
+from gpool.agent.network.policy import Egress, Gang
 from gpool.agent.runtime.calls import PYTHON
 from gpool.agent.runtime.protocol import (
     CommandSandbox,
@@ -77,7 +77,7 @@ class Networks(Protocol):
 
     async def close(self) -> None: ...
 
-    async def open(self, wants: Egress, /) -> OpenLane:
+    async def open(self, wants: Egress | Gang, /) -> OpenLane:
         """Raises `SandboxFailed`."""
         ...
 
@@ -158,6 +158,7 @@ class Allowed:
 
     tiers: frozenset[Tier] = frozenset(Tier)
     egress: bool = True
+    gangs: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +202,8 @@ class Equipment:
             log.error("sandbox_not_removed", exc_info=error)
 
     def runtime_for(self, spec: TaskSpec, owner: bool) -> Runtime:
-        """The weakest runtime here that is strong enough and gives what is asked for: network, image.
+        """The weakest runtime here that is strong enough and gives what is asked for: network, image. A gang needs a
+        lane, which those enter that give a way out.
 
         Without isolation only for the owner, who must ask for it. The scheduler sees to all that as well; a node does
         not take its word for it.
@@ -220,6 +222,10 @@ class Equipment:
         if not fitting:
             what = f"the image {image_of(spec)!r}" if image_of(spec) else "a task without an image"
             raise SandboxFailed(f"no runtime of tier {floor.value!r} here runs {what}")
+        if needs.nodes > 1:
+            fitting = [one for one in fitting if Network.EGRESS in one.networks]
+            if not fitting or not self.allowed().gangs:
+                raise SandboxFailed("this node takes no members of gangs")
         fitting = [one for one in fitting if needs.network in one.networks]
         if not fitting:
             raise SandboxFailed(f"this node gives no network {needs.network.value!r}")
@@ -227,7 +233,11 @@ class Equipment:
 
     @contextlib.asynccontextmanager
     async def place_for(
-        self, spec: TaskSpec, reach: Callable[[Phase], None], said: Callable[[str], None]
+        self,
+        spec: TaskSpec,
+        reach: Callable[[Phase], None],
+        said: Callable[[str], None],
+        gang: Gang | None = None,
     ) -> AsyncIterator[tuple[Prepared | None, Lane | None]]:
         """Environment and lane of one sandbox, kept while the block lasts; `reach` is told of each phase."""
         async with contextlib.AsyncExitStack() as stack:
@@ -241,12 +251,15 @@ class Equipment:
                 prepared = await stack.enter_async_context(making)
             reach(Phase.START)
             lane = None
-            if spec.requirements.network is not Network.NONE:
-                if self.networks is None or not self.allowed().egress:
-                    raise SandboxFailed(
-                        f"this node gives no network {spec.requirements.network.value!r}"
-                    )
-                opened = await self.networks.open(Egress())
+            outward = spec.requirements.network is not Network.NONE
+            if outward and (self.networks is None or not self.allowed().egress):
+                raise SandboxFailed(
+                    f"this node gives no network {spec.requirements.network.value!r}"
+                )
+            if gang is not None and (self.networks is None or not self.allowed().gangs):
+                raise SandboxFailed("this node takes no members of gangs")
+            if self.networks is not None and (outward or gang is not None):
+                opened = await self.networks.open(Egress() if gang is None else gang)
                 stack.push_async_callback(opened.close)
                 lane = opened.lane
             yield prepared, lane

@@ -133,10 +133,11 @@ class Work:
             line = touched.get(number) or self._dispatch.lines.get(number) or Line(number)
             touched[number] = line
             told = secrets.get(joining.spec, ())
-            if len(told) < len(spec.secrets):  # never run it without them
+            alone = spec.requirements.nodes > 1 and joining.gang is None
+            if alone or len(told) < len(spec.secrets):  # never run it without them
                 self.decline(now, (joining,))
                 continue
-            order = Order(joining.allocation, joining.user, joining.owner, spec, told)
+            order = Order(joining.allocation, joining.user, joining.owner, spec, told, joining.gang)
             for lease in joining.leases:
                 task, epoch = lease.task, lease.epoch
                 older = self._leases.held.get(task)

@@ -169,6 +169,7 @@ class BubblewrapRuntime:
             binds=binds,
             seccomp=seccomp.program(),
             tree=tree,
+            seccomp_of_gangs=seccomp.program(interfaces=True),
         )
         self._fixed_plain = _fixed_arguments(layout.as_arguments(tree))
         self._fixed_planted = b""
@@ -384,6 +385,7 @@ class BubblewrapRuntime:
                 groups=slot.group.joins if slot.group is not None else (),
                 limits=self._rlimits(job.limits),
                 lane=job.lane.namespaces if job.lane is not None else (),
+                gang=job.lane is not None and job.lane.gang,
                 binds=[bind for bind, _ in brought],
             )
         )
