@@ -32,7 +32,7 @@ from gpool.agent.runtime.protocol import (
     WarmRunner,
 )
 from gpool.agent.warm import WarmKey
-from gpool.core import environments
+from gpool.core import environments, rendezvous
 from gpool.core.model import (
     Allocation,
     EndReason,
@@ -48,6 +48,10 @@ from gpool.transfer.artifacts import LeaseRef
 
 S = TypeVar("S", CommandSandbox, RunnerSandbox, WarmRunner)
 KILLED = 137
+HOSTNAME = "sandbox"
+"""Every sandbox's own; in a gang it resolves to the member's address."""
+OPEN_FILES_OF_GANGS = 8192
+"""A member may have connections to all others, several times."""
 
 log = structlog.get_logger(__name__)
 
@@ -262,6 +266,9 @@ class Equipment:
                 opened = await self.networks.open(Egress() if gang is None else gang)
                 stack.push_async_callback(opened.close)
                 lane = opened.lane
+                if gang is not None:
+                    names = rendezvous.hosts(gang.rank, len(gang.peers), HOSTNAME)
+                    lane = replace(lane, hosts=names, gang=True)
             yield prepared, lane
 
 
@@ -300,6 +307,8 @@ def warm_key_of(runtime: Runtime, spec: TaskSpec, allocation: Allocation) -> War
 
 def limits_of(spec: TaskSpec, allocation: Allocation) -> Limits:
     limits = Limits(allocation.cpu_milli, allocation.memory_bytes)
+    if spec.requirements.nodes > 1:
+        limits = replace(limits, open_files=OPEN_FILES_OF_GANGS)
     disk = spec.requirements.disk_bytes
     return limits if disk is None else replace(limits, disk_bytes=disk)
 

@@ -48,6 +48,8 @@ SHUTDOWN_GRACE_US = 5_000_000  # between a stopping agent's warning and the kill
 RECLAIM_GRACE_US = 2_000_000  # for a task without a checkpoint: its owner waits for the GPU
 OURS = frozenset({EndReason.TIMED_OUT, EndReason.CANCELLED, EndReason.LOST, EndReason.PREEMPTED})
 """Ends of a command that we asked for; any other came by itself."""
+GIVEN_UP = frozenset({Fate.SHUTDOWN, Fate.PREEMPTED})
+"""Fates that a gang's member keeps when the server stops it: that this node gave it up is why the others failed."""
 YIELDS = frozenset({Fate.TIMED_OUT, Fate.SHUTDOWN, Fate.PREEMPTED})
 """Fates that an end of its own overrides: the work is done, whatever was to become of it."""
 
@@ -184,7 +186,7 @@ class Work:
                 if held.place is Place.WAITING:
                     self._leases.forget(held)
                     self._outbox.add(now, Released(hold.task, hold.epoch))
-                else:
+                elif held.order.gang is None or held.fate not in GIVEN_UP:
                     held.fate = Fate.STOPPED
             elif not self._leases.past.covers(hold.task, hold.epoch):
                 # The stop overtook its grant, or the grant was lost: it must not start later.

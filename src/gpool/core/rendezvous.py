@@ -52,6 +52,13 @@ def variables(rank: int, nodes: int) -> tuple[tuple[str, str], ...]:
     )
 
 
+def hosts(rank: int, nodes: int, own_name: str) -> str:
+    """Lines for /etc/hosts: every member as rank0, rank1, …, and this one by its own name too."""
+    lines = [f"{address_of(one)} rank{one}" for one in range(nodes)]
+    lines[rank] += f" {own_name}"
+    return "".join(f"{line}\n" for line in lines)
+
+
 def engine_words(engine: Engine, rank: int, nodes: int, part: Allocation) -> tuple[str, ...]:
     """What an interpreter is told to start this member of the engine; nothing where there is none.
 

@@ -2,7 +2,8 @@
 
 It is handed over as text (`python -c`), so that images and environments need nothing of ours; stdlib only, for any
 Python from 3.8 on. torchrun takes its place. For Ray, the first member starts the head, waits at a gate until the
-others are in, runs the command and ends the cluster by ending; the others leave when the gate closes.
+others are in, runs the command and ends the cluster by ending; the others start once the head answers, and leave
+when the gate closes.
 """
 
 from __future__ import annotations
@@ -110,17 +111,25 @@ def raylets() -> list[int]:
     return found
 
 
-def follow(words: list[str], at: tuple[str, int]) -> int:
-    """Any other member: in once the head is there, out once it is gone."""
+def dialled(host: str, port: int) -> socket.socket:
+    """A connection, as soon as somebody listens there."""
     pause = threading.Event()
     while True:
         try:
-            gate = kept(socket.create_connection(at, timeout=5))
-            break
+            connection = kept(socket.create_connection((host, port), timeout=5))
         except OSError:
             pause.wait(RETRY_S)
+        else:
+            connection.settimeout(None)
+            return connection
+
+
+def follow(words: list[str], at: tuple[str, int], ray: str) -> int:
+    """Any other member: in once the head is there, out once it is gone."""
+    host, _, port = ray.rpartition(":")
+    dialled(host, int(port)).close()
     start_ray(words)
-    gate.settimeout(None)
+    gate = dialled(*at)
     mine = raylets()
     try:
         gate.sendall(IN)
@@ -143,13 +152,13 @@ def main(plan: dict[str, object], command: list[str]) -> int:
         return MISSING
     if engine == "torchrun":
         os.execv(sys.executable, [sys.executable, *words, *command])
-    host, port = str(plan["head"]), plan["gate"]
+    host, port, ray = str(plan["head"]), plan["gate"], str(plan["ray"])
     assert isinstance(port, int)
     if plan["rank"] == 0:
         nodes = plan["nodes"]
         assert isinstance(nodes, int)
-        return lead(words, command, nodes, (host, port), str(plan["ray"]))
-    return follow(words, (host, port))
+        return lead(words, command, nodes, (host, port), ray)
+    return follow(words, (host, port), ray)
 
 
 if __name__ == "__main__":

@@ -430,6 +430,9 @@ class BubblewrapRuntime:
             place.write_aside("resolv.conf", f"nameserver {job.lane.resolver}\n")
             words += ["--share-net", "--ro-bind", reach + "/resolv.conf", "/etc/resolv.conf"]
             words += ["--ro-bind", self._reach["etc"] + "/nsswitch.lane", "/etc/nsswitch.conf"]
+        if job.lane is not None and job.lane.hosts:
+            place.write_aside("hosts", layout.ETC_TEXTS["hosts"] + job.lane.hosts)
+            words += ["--ro-bind", reach + "/hosts", "/etc/hosts"]
         return words
 
     def _devices(self, job: CommandJob | RunnerJob) -> list[str]:
