@@ -15,7 +15,7 @@ import numpy as np
 from gpool.core.ids import NodeId
 from gpool.core.model import Gpu, Node, Sharing, Tier
 from gpool.core.scheduling.fragmentation import Slots, Target
-from gpool.core.scheduling.placement import is_open
+from gpool.core.scheduling.placement import is_open, joins_gangs
 from gpool.core.scheduling.pricing import Pricing
 from gpool.core.scheduling.room import ANYBODY, Room
 
@@ -54,6 +54,7 @@ class Board:
         self.generation = 0  # grows when rows change their length
         self._look = look
         self._kinds_by: dict[tuple[Any, ...], int] = {}
+        self._sites: dict[str, int] = {}
         self._unused: list[int] = []
         self._stale: set[NodeId] = set()
         self._with_gpus: set[int] = set()
@@ -66,6 +67,7 @@ class Board:
         classes = self.target.classes
         self.ids = np.zeros(rows, np.int64)
         self.kind = np.zeros(rows, np.intp)
+        self.site = np.zeros(rows, np.intp)  # its number; 0: it takes no part in gangs
         self.cost = np.zeros(rows, np.int64)
         self.lines = np.zeros(rows, np.int64)
         self.lends = np.zeros(rows, np.int64)  # `LENDS` where there are GPUs
@@ -97,17 +99,18 @@ class Board:
             self._grow(slot + 1, gpus)
         self._describe(slot, node)
         self._stale.add(node.id)
-        if len(self.kinds) > 2 * len(self.slots) + _SLACK:
+        if max(len(self.kinds), len(self._sites)) > 2 * len(self.slots) + _SLACK:
             self._regroup()
 
     def _regroup(self) -> None:
-        """Offers change, and kinds that no node is of any more are of no use."""
-        self.kinds, self._kinds_by = [None], {}
+        """Offers change, and kinds and sites that no node is of any more are of no use."""
+        self.kinds, self._kinds_by, self._sites = [None], {}, {}
         self.target.forget_kinds()
         self.generation += 1
         for slot, node in enumerate(self.nodes):
             if node is not None:
                 self.kind[slot] = self._kind(node)
+                self.site[slot] = self._site(node)
 
     def _grow(self, rows: int, gpus: int) -> None:
         self._lay_out(max(self.size, 2 * rows if rows > self.size else 0), max(self.width, gpus))
@@ -119,6 +122,7 @@ class Board:
     def _describe(self, slot: int, node: Node) -> None:
         self.ids[slot] = node.id
         self.kind[slot] = self._kind(node)
+        self.site[slot] = self._site(node)
         self.cost[slot] = self.pricing.costs.get(node.id, 0)
         self.lends[slot] = LENDS if node.offer.gpus else 0
         if node.offer.gpus:
@@ -143,6 +147,11 @@ class Board:
         if id_ in self.slots:
             self._stale.add(id_)
 
+    def _site(self, node: Node) -> int:
+        if not joins_gangs(node.offer):
+            return 0
+        return self._sites.setdefault(node.offer.site, len(self._sites) + 1)
+
     def _kind(self, node: Node) -> int:
         if not is_open(node):
             return CLOSED
@@ -163,6 +172,7 @@ class Board:
             node.reserved_for,
             node.gpus_withheld,
             owner,
+            joins_gangs(offer),
         )
         kind = self._kinds_by.get(key)
         if kind is None:

@@ -19,6 +19,7 @@ from gpool.core.model import (
     Gpu,
     GpuRequest,
     Node,
+    Offer,
     Requirements,
     RuntimeOffer,
     Shape,
@@ -54,6 +55,7 @@ class Unfit(StrEnum):
     MEMORY = "memory"
     DISK = "disk"
     GPU = "gpu"
+    SITE = "site"
 
 
 def is_open(node: Node) -> bool:
@@ -93,7 +95,14 @@ def unfit(node: Node, shape: Shape) -> Unfit | None:
         return Unfit.DISK
     if needs.gpu and not any(_enough(node, request) for request in needs.gpu):
         return Unfit.GPU
+    if needs.nodes > 1 and not joins_gangs(offer):
+        return Unfit.SITE
     return None
+
+
+def joins_gangs(offer: Offer) -> bool:
+    """Others of its site can reach it."""
+    return bool(offer.site and offer.address and offer.gang_port)
 
 
 def _gives(runtime: RuntimeOffer, shape: Shape) -> bool:

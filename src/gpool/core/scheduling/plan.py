@@ -23,7 +23,8 @@ from collections.abc import Mapping
 from gpool.core.errors import Invalid
 from gpool.core.ids import NodeId, TaskId
 from gpool.core.model import Instant, Node, Shape
-from gpool.core.scheduling.draft import NewLine, Turn
+from gpool.core.scheduling import gangs
+from gpool.core.scheduling.draft import Holding, NewLine, Turn
 from gpool.core.scheduling.events import Grant, Place, Plan
 from gpool.core.scheduling.limits import holders_of
 from gpool.core.scheduling.orders import ORDERS, Order, Policy
@@ -79,6 +80,7 @@ class _Lines(Starts):
         for line in self.made:
             started.setdefault(id(line.shape), []).append(line)
         looks = _LOOKS_FOR_FEEDING
+        self.waiting = [turn for turn in self.waiting if self.could_start(turn.entry.shape)]
         for rank, turn in enumerate(self.waiting):
             made = started.get(id(turn.entry.shape), [])
             if not (made or turn.entry.lines) or turn.entry.shape.requirements.nodes > 1:
@@ -93,6 +95,10 @@ class _Lines(Starts):
                 if lines:
                     self.spread(turn, lines, depth)
 
+    def could_start(self, shape: Shape) -> bool:
+        """A gang that is larger than every site takes no line from others."""
+        return shape.requirements.nodes == 1 or gangs.is_possible(self.engine, shape)
+
     def lines_to_feed(
         self, turn: Turn, made: list[NewLine], before: list[Turn], depth: int
     ) -> list[NewLine]:
@@ -103,13 +109,14 @@ class _Lines(Starts):
         for line_made in made:
             by_node.setdefault(line_made.node, []).append(line_made)
         if before:
-            without = self.key(turn, given_up=1)
+            own: Holding = made[0] if made else next(iter(turn.entry.lines.values()))
+            without = self.key(turn, given_up=1, without=own)
             mine = set(holders_of(shape))
             before = [
                 other
                 for other in before
                 if (not other.is_over or mine.intersection(holders_of(other.entry.shape)))
-                and self.key_beside(other, shape.user) < without
+                and self.key_beside(other, own) < without
             ]
         found: list[NewLine] = []
         for id_, lines in by_node.items():
