@@ -34,8 +34,8 @@ def main(steps: int, pause_s: float) -> None:
         weight += gradient / world
         if rank == 0:
             os.makedirs("state", exist_ok=True)
-            torch.save({"step": step + 1, "weight": weight}, STATE + ".new")
-            os.replace(STATE + ".new", STATE)  # never half a file
+            torch.save({"step": step + 1, "weight": weight}, STATE + ".tmp")
+            os.replace(STATE + ".tmp", STATE)  # never half a file
             print(f"step {step + 1} of {steps}", flush=True)
         threading.Event().wait(pause_s)  # stands for work
     print(f"rank {rank} of {world} has {weight.sum().item():g}", flush=True)
