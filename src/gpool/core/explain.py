@@ -215,6 +215,12 @@ def _nothing_can(nodes: list[Node], shape: Shape) -> Explanation:
             return Explanation("too_much_disk", said)
         case Unfit.GPU:
             return _no_such_gpu(near, needs.gpu)
+        case Unfit.SITE:
+            said = (
+                f"It asks for {needs.nodes} nodes of one site, and {_those(near)} could run a part of it, "
+                "but its owner names no site whose nodes reach each other."
+            )
+            return Explanation("no_site", said)
 
 
 def _no_such_label(nodes: list[Node], wanted: tuple[str, ...]) -> Explanation:

@@ -16,6 +16,7 @@ from math import log2
 from gpool.core.model import Instant, Merit, Span
 
 _HOUR = 3600 * 1_000_000
+_NONE, _NEVER = Span(0), Instant(0)
 PRIOR = Merit().mtbf
 HALF_LIFE = Span(14 * 24 * _HOUR)
 LOSS = 1000
@@ -26,11 +27,11 @@ LOSS = 1000
 class Record:
     """Up to `at`."""
 
-    up: Span = Span(0)
+    up: Span = _NONE
     losses_milli: int = 0
-    at: Instant = Instant(0)
+    at: Instant = _NEVER
 
-    def later(self, at: Instant, up: Span = Span(0), losses: int = 0) -> Record:
+    def later(self, at: Instant, up: Span = _NONE, losses: int = 0) -> Record:
         """With what was seen since."""
         passed = max(0, at - self.at)
         kept = 0.5 ** (passed / HALF_LIFE)

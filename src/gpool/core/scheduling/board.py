@@ -16,7 +16,7 @@ import numpy as np
 from gpool.core.ids import NodeId
 from gpool.core.model import SECOND, Gpu, Health, Node, Sharing, Tier
 from gpool.core.scheduling.fragmentation import Slots, Target
-from gpool.core.scheduling.placement import is_open
+from gpool.core.scheduling.placement import is_open, joins_gangs
 from gpool.core.scheduling.pricing import Pricing
 from gpool.core.scheduling.room import ANYBODY, Room
 
@@ -70,6 +70,7 @@ class Board:
         self.generation = 0  # grows when rows change their length
         self._look = look
         self._kinds_by: dict[tuple[Any, ...], int] = {}
+        self._sites: dict[str, int] = {}
         self._unused: list[int] = []
         self._stale: set[NodeId] = set()
         self._with_gpus: set[int] = set()
@@ -85,6 +86,7 @@ class Board:
         self.merit = np.zeros(rows, np.int64)
         self.mtbf = np.ones(rows, np.int64)  # seconds
         self.disk = np.zeros(rows, np.int64)
+        self.site = np.zeros(rows, np.intp)  # its number; 0: it takes no part in gangs
         self.lines = np.zeros(rows, np.int64)
         self.lends = np.zeros(rows, np.int64)  # `LENDS` where there are GPUs
         self.tight = np.zeros(rows, np.int64)  # CPU, then memory: orders what is equal otherwise
@@ -117,17 +119,18 @@ class Board:
             self._grow(slot + 1, gpus)
         self._describe(slot, node)
         self._stale.add(node.id)
-        if len(self.kinds) > 2 * len(self.slots) + _SLACK:
+        if max(len(self.kinds), len(self._sites)) > 2 * len(self.slots) + _SLACK:
             self._regroup()
 
     def _regroup(self) -> None:
-        """Offers change, and kinds that no node is of any more are of no use."""
-        self.kinds, self._kinds_by = [None], {}
+        """Offers change, and kinds and sites that no node is of any more are of no use."""
+        self.kinds, self._kinds_by, self._sites = [None], {}, {}
         self.target.forget_kinds()
         self.generation += 1
         for slot, node in enumerate(self.nodes):
             if node is not None:
                 self.kind[slot] = self._kind(node)
+                self.site[slot] = self._site(node)
 
     def _grow(self, rows: int, gpus: int) -> None:
         self._lay_out(max(self.size, 2 * rows if rows > self.size else 0), max(self.width, gpus))
@@ -141,6 +144,7 @@ class Board:
         self.kind[slot] = self._kind(node)
         self.merit[slot] = merit_of(node) * MERIT
         self.mtbf[slot] = max(1, node.merit.mtbf // SECOND)
+        self.site[slot] = self._site(node)
         self.lends[slot] = LENDS if node.offer.gpus else 0
         if node.offer.gpus:
             self._with_gpus.add(slot)
@@ -172,6 +176,11 @@ class Board:
         if id_ in self.slots:
             self._stale.add(id_)
 
+    def _site(self, node: Node) -> int:
+        if not joins_gangs(node.offer):
+            return 0
+        return self._sites.setdefault(node.offer.site, len(self._sites) + 1)
+
     def _kind(self, node: Node) -> int:
         if not is_open(node):
             return CLOSED
@@ -195,6 +204,7 @@ class Board:
             node.reserved_for,
             node.gpus_withheld,
             owner,
+            joins_gangs(offer),
         )
         kind = self._kinds_by.get(key)
         if kind is None:

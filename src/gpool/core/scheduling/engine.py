@@ -16,6 +16,7 @@ largest number wins. Numbers are compared in this order:
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -60,6 +61,14 @@ Predicted = Callable[[Shape], Span | None]
 
 def _nobody_knows(_: Shape) -> Span | None:
     return None
+
+
+class Candidates(NamedTuple):
+    """Slots of nodes, and of each how good it is; `steps` are those of the price alone."""
+
+    slots: Slots
+    keys: Ints
+    steps: Ints
 
 
 class Engine:
@@ -135,19 +144,48 @@ class Engine:
         found = None if slot is None else self._fit(row, slot)
         return None if slot is None or found is None else (NodeId(int(board.ids[slot])), found)
 
-    def nearest(self, shape: Shape, barred: Collection[NodeId]) -> NodeId | None:
-        """Of the nodes that could run it when idle, the one with the fewest lines."""
+    def candidates(self, shape: Shape, turn: int, barred: Collection[NodeId]) -> Candidates:
+        """Every node that has room for one more allocation by this alternative, the best first."""
         board = self.board
         board.refresh()
-        able = np.zeros(board.size, bool)
+        row = self._rows_of(shape)[turn]
+        if row.generation != board.generation and not self._might_fit(row):
+            return Candidates(np.empty(0, np.intp), np.empty(0, np.int64), np.empty(0, np.int64))
+        self._update(row)
+        slots = np.flatnonzero(row.key != _NONE)
+        if barred:
+            out = np.array([board.slots[id_] for id_ in barred if id_ in board.slots], np.intp)
+            slots = slots[~np.isin(slots, out)]
+        lesser = (board.ids[slots], board.tight[slots], row.taken[board.kind[slots]])
+        slots = slots[np.lexsort((*lesser, -row.key[slots]))]
+        return Candidates(slots, row.key[slots], row.key[slots] >> _STEP)
+
+    def fit_at(self, shape: Shape, turn: int, slot: int) -> tuple[NodeId, Fit] | None:
+        """The place itself, at one of the `candidates`."""
+        found = self._fit(self._rows_of(shape)[turn], slot)
+        return None if found is None else (NodeId(int(self.board.ids[slot])), found)
+
+    def could_run(
+        self, shape: Shape, barred: Collection[NodeId]
+    ) -> tuple[Slots, NDArray[np.bool_]]:
+        """The nodes that could run it when idle, and whether each has room now."""
+        board = self.board
+        board.refresh()
+        able, has_room = np.zeros(board.size, bool), np.zeros(board.size, bool)
         for row in self._rows_of(shape):
             self._update(row)
             row.learn(self.board)
             able |= row.able[board.kind]
+            has_room |= row.key != _NONE
         for id_ in barred:
             if id_ in board.slots:
                 able[board.slots[id_]] = False
         slots = np.flatnonzero(able)
+        return slots, has_room[slots]
+
+    def nearest(self, shape: Shape, barred: Collection[NodeId]) -> NodeId | None:
+        """Of the nodes that could run it when idle, the one with the fewest lines."""
+        board, (slots, _) = self.board, self.could_run(shape, barred)
         if not len(slots):
             return None
         lines = board.lines[slots]

@@ -19,6 +19,7 @@ from gpool.core.model import (
     Gpu,
     GpuRequest,
     Node,
+    Offer,
     Requirements,
     RuntimeOffer,
     Shape,
@@ -38,9 +39,7 @@ class Fit(NamedTuple):
     disk_bytes: int = 0
 
     def numbered(self, number: int) -> Allocation:
-        return Allocation(
-            number, self.cpu_milli, self.memory_bytes, self.slices, self.disk_bytes
-        )
+        return Allocation(number, self.cpu_milli, self.memory_bytes, self.slices, self.disk_bytes)
 
 
 class Unfit(StrEnum):
@@ -59,6 +58,7 @@ class Unfit(StrEnum):
     DISK = "disk"
     GPU = "gpu"
     PRICE = "price"
+    SITE = "site"
 
 
 def is_open(node: Node) -> bool:
@@ -103,7 +103,14 @@ def unfit(node: Node, shape: Shape) -> Unfit | None:
     cap = needs.max_price_microcredits
     if cap is not None and offer.price_microcredits and not _affordable(node, needs, cap):
         return Unfit.PRICE
+    if needs.nodes > 1 and not joins_gangs(offer):
+        return Unfit.SITE
     return None
+
+
+def joins_gangs(offer: Offer) -> bool:
+    """Others of its site can reach it."""
+    return bool(offer.site and offer.address and offer.gang_port)
 
 
 def _gives(runtime: RuntimeOffer, shape: Shape) -> bool:
