@@ -26,7 +26,7 @@ CLOSED = 0
 MAX_GPUS = 64
 """Of one node; further ones are not lent. A wide node makes the rows of all others as wide."""
 
-LENDS = 1 << 17
+LENDS = 1 << 16
 """More than any node has free, in thousandths of a GPU."""
 
 MERIT, MERIT_BITS = LENDS << 1, 7
