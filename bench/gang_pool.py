@@ -11,7 +11,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from bench.gang_agents import Agent
-from bench.gang_flaws import REWRITES, SCHEDULERS
+from bench.gang_flaws import REWRITES, SCHEDULERS, UNCOMPARED
 from bench.gang_ground import BEGIN, OFFERS, Desk, Ground, finish
 from bench.gang_judge import Broken, Judge, look, unended
 from gpool.core.ids import BatchId, NodeId, SpecId, TaskId, UserId
@@ -253,7 +253,7 @@ class Pool:
 
     def _check(self, *, picture: bool) -> None:
         store, scheduler = self.ground.store, self.scheduler
-        state = None if scheduler.in_doubt else scheduler.state
+        state = None if scheduler.in_doubt or self.flaw in UNCOMPARED else scheduler.state
         if store.wrote:
             self.judge.check(store.now(look()), state)
             store.wrote = False
