@@ -40,8 +40,8 @@ from gpool.wire.frames import Hold
 
 CALM_ROUNDS = 60
 PICTURES = 0.06  # of all steps: the whole state is compared with one rebuilt from the store
-RANDOM_STEPS = (15, 45)
-MOST_TASKS = 9
+RANDOM_STEPS = (10, 34)
+MOST_TASKS = 8
 
 
 class Pool:
@@ -54,6 +54,7 @@ class Pool:
         self.ids = 1000
         self.steps = self.gangs = self.passes = self.leases = 0
         self.lost: set[int] = set()
+        self.changed: set[int] = set()  # by their owners
         self.pass_: Coroutine[Any, Any, int] | None = None
         self.meetings: dict[tuple[int, int], tuple[object, dict[int, int]]] = {}
         self.told: list[str] = []
@@ -206,6 +207,7 @@ class Pool:
         self._set(self.dice.pick(list(OFFERS)), Availability.AVAILABLE)
 
     def _set(self, node: int, availability: Availability) -> None:
+        self.changed.add(node)
         row = self.ground.store.now(
             nodes.set_availability(NodeId(node), None, availability, self.now)
         )
@@ -273,7 +275,7 @@ class Pool:
         for number in sorted(self.lost):
             self.absorb(leases.expire(NodeId(number), self.now))
             self.agents[number].start()
-        for number in OFFERS:
+        for number in sorted(self.changed):
             self._set(number, Availability.AVAILABLE)
         self.lost.clear()
         for _ in range(CALM_ROUNDS):
