@@ -19,6 +19,7 @@ from gpool.core.model import (
     GIB,
     SECOND,
     Availability,
+    Engine,
     GpuRequest,
     Instant,
     OnLoss,
@@ -317,6 +318,7 @@ def _spec(dice: Dice) -> TaskSpec:
         ("train",),
         retries=dice.pick((0, 1)),
         preemptible=dice.chance(0.5),
+        engine=dice.pick(tuple(Engine)) if wanted > 1 else Engine.NONE,
         on_loss=dice.pick((OnLoss.REFORM, OnLoss.REFORM, OnLoss.END)),
     )
 
