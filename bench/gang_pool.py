@@ -66,21 +66,25 @@ class Pool:
 
     def run(self) -> None:
         """Raises `Broken`."""
-        ground = self.ground
-        ground.time.at = BEGIN
-        ground.store.file.begin_group()
-        ground.store.rewrite = REWRITES.get(self.flaw)
+        store = self.ground.store
+        store.file.begin_group()
+        store.rewrite = REWRITES.get(self.flaw)
         try:
-            self._begin()
-            for _ in range(self.dice.between(*RANDOM_STEPS)):
-                self._step()
-                self._check(picture=self.dice.chance(PICTURES))
-            self._calm()
+            self.play()
         finally:
             if self.pass_ is not None:
                 self.pass_.close()
-            ground.store.is_slow = False
-            ground.store.file.abandon_group()
+            store.is_slow = False
+            store.file.abandon_group()
+
+    def play(self) -> None:
+        """In the transaction that is open."""
+        self.ground.time.at = BEGIN
+        self._begin()
+        for _ in range(self.dice.between(*RANDOM_STEPS)):
+            self._step()
+            self._check(picture=self.dice.chance(PICTURES))
+        self._calm()
 
     # ---- setting up
 
