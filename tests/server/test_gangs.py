@@ -247,6 +247,25 @@ async def test_a_gang_whose_offers_changed_meanwhile_still_meets_at_one_place(si
     assert gang.peers == told.peers
 
 
+@pytest.mark.parametrize(
+    "claim",
+    [
+        {"address": "internal.example"},
+        {"address": "::1"},
+        {"address": "255.255.255.255"},
+        {"address": "224.0.0.1"},
+        {"address": "0.0.0.0"},
+        {"gang_port": 70_000},
+        {"gang_port": -1},
+        {"site": "a\0b"},
+    ],
+)
+async def test_an_address_that_is_no_hosts_is_refused(desk: Desk, claim: dict[str, Any]) -> None:
+    agent = await desk.node("odd", replace(lab_offer(1), **claim))
+    await agent.connect()
+    assert isinstance(agent.sent[-1], Refused)
+
+
 # ---- ends
 
 
