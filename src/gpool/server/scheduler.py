@@ -147,7 +147,7 @@ class Scheduler:
         """Asks those that are still as planned to make room; they hold it until their nodes say that they ended."""
         holds = [Hold(each.task, each.epoch) for each in preemptions]
         recording = await self._write(checkpoints.preempt_if_current(holds, self._term, now))
-        asked = tuple(TaskId(hold.task) for _, hold in recording.to_preempt)
+        asked = tuple(dict.fromkeys(TaskId(hold.task) for _, hold in recording.to_preempt))
         if len(asked) < len(holds):
             log.info("%d of %d preemptions had been overtaken", len(holds) - len(asked), len(holds))
         if asked:
