@@ -361,8 +361,8 @@ class Scheduler:
         return {task for task, line in self.state.held.items() if line.node == node}
 
     def unstated(self, node: NodeId, stated: Sequence[TaskId]) -> set[TaskId]:
-        """Tasks whose leases a node holds, as far as we know, and does not name; all that are held are looked through
-        only when there are any. Not gangs: a member may have let go of what its gang still holds."""
+        """Tasks (no gangs) whose leases a node holds, as far as we know, and does not name; all that are held are looked through
+        only when there are any."""
         entry = self.state.nodes.get(node)
         if self.in_doubt or entry is None or not entry.lines:
             return set()
@@ -370,7 +370,12 @@ class Scheduler:
         named = {task for task in stated if task in held and held[task].node == node}
         if len(named) == sum(line.count for line in entry.lines.values()):
             return set()
-        return {task for task in self.held_by(node) - named if not held[task].members}
+        return self.held_alone_by(node) - named
+
+    def held_alone_by(self, node: NodeId) -> set[TaskId]:
+        """Those of them that are no gangs: a member may have let go of what its gang still holds."""
+        held = self.state.held
+        return {task for task in self.held_by(node) if not held[task].members}
 
     def connect(self, channel: Channel, node: Node) -> None:
         self.channels[channel.node] = channel
