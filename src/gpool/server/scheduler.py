@@ -149,7 +149,7 @@ class Scheduler:
         """Asks those that are still as planned to make room; they hold it until their nodes say that they ended."""
         holds = [Hold(each.task, each.epoch) for each in preemptions]
         recording = await self._write(checkpoints.preempt_if_current(holds, self._term, now))
-        asked = tuple(TaskId(hold.task) for _, hold in recording.to_preempt)
+        asked = tuple(dict.fromkeys(TaskId(hold.task) for _, hold in recording.to_preempt))
         if len(asked) < len(holds):
             log.info("%d of %d preemptions had been overtaken", len(holds) - len(asked), len(holds))
         if asked:
@@ -375,6 +375,18 @@ class Scheduler:
         if self.in_doubt or entry is None or not entry.lines:
             return set()
         return {task for task, line in self.state.held.items() if line.node == node}
+
+    def unstated(self, node: NodeId, stated: Sequence[TaskId]) -> set[TaskId]:
+        """Tasks (no gangs) whose leases a node holds, as far as we know, and does not name; all that are held are looked through
+        only when there are any."""
+        entry = self.state.nodes.get(node)
+        if self.in_doubt or entry is None or not entry.lines:
+            return set()
+        held = self.state.held
+        named = {task for task in stated if task in held and held[task].node == node}
+        if len(named) == sum(line.count for line in entry.lines.values()):
+            return set()
+        return self.held_alone_by(node) - named
 
     def held_alone_by(self, node: NodeId) -> set[TaskId]:
         """Those of them that are no gangs: a member may have let go of what its gang still holds."""
