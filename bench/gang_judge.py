@@ -156,7 +156,9 @@ class Judge:
     def starts(self, node: int, task: int, epoch: int, allocation: Allocation) -> None:
         for there, other, under in self.running:
             if other == task and under != epoch:
-                raise Broken("two_epochs", f"task {task} runs under {under} at {there}, and {epoch}")
+                raise Broken(
+                    "two_epochs", f"task {task} runs under {under} at {there}, and {epoch}"
+                )
         self.running[node, task, epoch] = allocation
         use = Use()
         for (there, _, _), held in self.running.items():
