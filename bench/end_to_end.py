@@ -493,7 +493,7 @@ def main() -> int:
         nodes = Nodes(pool.address, prepared.members)
         try:
             nodes.ready()
-            print(f"{options.nodes} nodes, {options.pods.stem}, load {os.getloadavg()[0]:.1f}\n")
+            print(f"{options.nodes} nodes, {options.pods.stem}, load {os.getloadavg()[0]:.1f}, server {pool.server.pid}\n")
             print(
                 "| | submissions | POSTs/s | tasks/s offered | leases/s | p50 ms | p99 ms | decisions/s of planning "
                 "| server CPU µs a lease | cores |\n|---|---|---|---|---|---|---|---|---|---|"
