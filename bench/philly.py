@@ -56,7 +56,9 @@ def _day(text: str) -> datetime:
 
 def as_nodes(count: int) -> list[Node]:
     gpus = tuple(Gpu(i, f"GPU-{i}", "Tesla P100", "nvidia", 16 * GIB) for i in range(GPUS))
-    offer = Offer(GPUS * 1000, 512 * GIB, 1024 * GIB, gpus)
+    offer = Offer(
+        GPUS * 1000, 512 * GIB, 1024 * GIB, gpus, site="philly", address="10.0.0.1", gang_port=7000
+    )
     return [Node(NodeId(n), UserId(1), f"node{n}", offer) for n in range(1, count + 1)]
 
 

@@ -5,14 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from gpool.core import environments, gpuspec
+from gpool.core import environments, gpuspec, prices
 from gpool.core.ids import NodeId, TaskId
 from gpool.core.model import GIB, Gpu, GpuRequest, Instant, Node, Shape, Tier
 from gpool.core.scheduling.fair_share import tenant_of
 from gpool.core.scheduling.levels import attained_at
 from gpool.core.scheduling.limits import Holder, holders_of, least_gpus
 from gpool.core.scheduling.orders import ORDERS, Candidate, Key, Order, Policy
-from gpool.core.scheduling.placement import Unfit, fit, is_open, may_join, slice_of, unfit, usable
+from gpool.core.scheduling.placement import (
+    Unfit,
+    fit,
+    is_open,
+    least_price,
+    may_join,
+    slice_of,
+    unfit,
+    usable,
+)
 from gpool.core.scheduling.plan import DEFAULT, order_named
 from gpool.core.scheduling.queue import Entry
 from gpool.core.scheduling.state import ShapeState, State
@@ -150,6 +159,13 @@ def _nothing_can(nodes: list[Node], shape: Shape) -> Explanation:
         case Unfit.RESERVED:
             said = f"{_those(near)} could run it, but is reserved for others just now."
             return Explanation("reserved", said)
+        case Unfit.LABELS:
+            return _no_such_label(nodes, needs.labels)
+        case Unfit.PRICE:
+            least = min(least_price(node, needs) for node in near)
+            cap = prices.told(needs.max_price_microcredits or 0)
+            said = f"It may cost {cap}; the cheapest that could run it costs {prices.told(least)}."
+            return Explanation("over_price", said)
         case Unfit.NETWORK:
             said = f"No node gives the network {needs.network.value!r}; its owners can allow it."
             return Explanation("no_network", said)
@@ -199,6 +215,22 @@ def _nothing_can(nodes: list[Node], shape: Shape) -> Explanation:
             return Explanation("too_much_disk", said)
         case Unfit.GPU:
             return _no_such_gpu(near, needs.gpu)
+        case Unfit.SITE:
+            said = (
+                f"It asks for {needs.nodes} nodes of one site, and {_those(near)} could run a part of it, "
+                "but its owner names no site whose nodes reach each other."
+            )
+            return Explanation("no_site", said)
+
+
+def _no_such_label(nodes: list[Node], wanted: tuple[str, ...]) -> Explanation:
+    there = {label for node in nodes for label in node.offer.labels}
+    missing = [label for label in wanted if label not in there]
+    if missing:
+        said = f"No node has the label {_list(missing)}; there are: {_list(sorted(there))}."
+    else:
+        said = f"No node has all of the labels {_list(list(wanted))} together."
+    return Explanation("no_label", said)
 
 
 def _no_such_gpu(nodes: list[Node], wanted: tuple[GpuRequest, ...]) -> Explanation:

@@ -7,31 +7,46 @@ far they have read it need only look at the nodes that changed since.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from gpool.core.ids import NodeId
-from gpool.core.model import Gpu, Node, Sharing, Tier
+from gpool.core.model import SECOND, Gpu, Health, Node, Sharing, Tier
 from gpool.core.scheduling.fragmentation import Slots, Target
-from gpool.core.scheduling.placement import is_open
+from gpool.core.scheduling.placement import is_open, joins_gangs
 from gpool.core.scheduling.pricing import Pricing
 from gpool.core.scheduling.room import ANYBODY, Room
 
 CLOSED = 0
 """The kind of slots that take nothing: empty ones, and nodes that are away or paused."""
 
-LENDS = 1 << 23
-"""More than any node has free, in thousandths of a GPU."""
-
 MAX_GPUS = 64
 """Of one node; further ones are not lent. A wide node makes the rows of all others as wide."""
+
+LENDS = 1 << 17
+"""More than any node has free, in thousandths of a GPU."""
+
+MERIT, MERIT_BITS = LENDS << 1, 7
+"""What a node's merit counts for in a key: above what it has free. Seven bits: trust, then speed."""
 
 _MAX_LOG = 100_000
 _SLACK = 64
 NOBODY = -1
 Look = Callable[[NodeId], tuple[Room, int]]
+
+
+def merit_of(node: Node) -> int:
+    """The less the better: first whether its GPUs are proven and healthy, then by speed in half octaves."""
+    if not node.offer.gpus:
+        return 0
+    is_ailing = any(gpu.health is not Health.HEALTHY for gpu in node.offer.gpus)
+    trust = 2 if is_ailing else 0 if node.merit.is_proven else 1
+    gigaflops = node.merit.gigaflops
+    slowness = 31 - min(31, (gigaflops * gigaflops >> 16).bit_length())
+    return (trust << 5) + slowness
 
 
 def _kind_of(gpu: Gpu) -> tuple[object, ...]:
@@ -48,12 +63,14 @@ class Board:
         self.pricing = pricing
         self.slots: dict[NodeId, int] = {}
         self.nodes: list[Node | None] = []
+        self.mtbfs: Counter[int] = Counter()  # how many nodes have each
         self.kinds: list[Node | None] = [None]  # one node of each kind
         self.log: list[int] = []
         self.forgotten = 0  # entries of the log that were dropped
         self.generation = 0  # grows when rows change their length
         self._look = look
         self._kinds_by: dict[tuple[Any, ...], int] = {}
+        self._sites: dict[str, int] = {}
         self._unused: list[int] = []
         self._stale: set[NodeId] = set()
         self._with_gpus: set[int] = set()
@@ -66,7 +83,10 @@ class Board:
         classes = self.target.classes
         self.ids = np.zeros(rows, np.int64)
         self.kind = np.zeros(rows, np.intp)
-        self.cost = np.zeros(rows, np.int64)
+        self.merit = np.zeros(rows, np.int64)
+        self.mtbf = np.ones(rows, np.int64)  # seconds
+        self.disk = np.zeros(rows, np.int64)
+        self.site = np.zeros(rows, np.intp)  # its number; 0: it takes no part in gangs
         self.lines = np.zeros(rows, np.int64)
         self.lends = np.zeros(rows, np.int64)  # `LENDS` where there are GPUs
         self.tight = np.zeros(rows, np.int64)  # CPU, then memory: orders what is equal otherwise
@@ -91,23 +111,26 @@ class Board:
             if slot == len(self.nodes):
                 self.nodes.append(None)
             self.slots[node.id] = slot
+        self._count_mtbf(self.nodes[slot], -1)
+        self._count_mtbf(node, 1)
         self.nodes[slot] = node
         gpus = min(len(node.offer.gpus), MAX_GPUS)
         if slot >= self.size or gpus > self.width:
             self._grow(slot + 1, gpus)
         self._describe(slot, node)
         self._stale.add(node.id)
-        if len(self.kinds) > 2 * len(self.slots) + _SLACK:
+        if max(len(self.kinds), len(self._sites)) > 2 * len(self.slots) + _SLACK:
             self._regroup()
 
     def _regroup(self) -> None:
-        """Offers change, and kinds that no node is of any more are of no use."""
-        self.kinds, self._kinds_by = [None], {}
+        """Offers change, and kinds and sites that no node is of any more are of no use."""
+        self.kinds, self._kinds_by, self._sites = [None], {}, {}
         self.target.forget_kinds()
         self.generation += 1
         for slot, node in enumerate(self.nodes):
             if node is not None:
                 self.kind[slot] = self._kind(node)
+                self.site[slot] = self._site(node)
 
     def _grow(self, rows: int, gpus: int) -> None:
         self._lay_out(max(self.size, 2 * rows if rows > self.size else 0), max(self.width, gpus))
@@ -119,7 +142,9 @@ class Board:
     def _describe(self, slot: int, node: Node) -> None:
         self.ids[slot] = node.id
         self.kind[slot] = self._kind(node)
-        self.cost[slot] = self.pricing.costs.get(node.id, 0)
+        self.merit[slot] = merit_of(node) * MERIT
+        self.mtbf[slot] = max(1, node.merit.mtbf // SECOND)
+        self.site[slot] = self._site(node)
         self.lends[slot] = LENDS if node.offer.gpus else 0
         if node.offer.gpus:
             self._with_gpus.add(slot)
@@ -132,16 +157,29 @@ class Board:
         if slot is None:
             return
         self._stale.discard(id_)
+        self._count_mtbf(self.nodes[slot], -1)
         self.nodes[slot] = None
         self._unused.append(slot)
         self.kind[slot] = CLOSED
         self.cpu[slot] = self.memory[slot] = 0
         self._note(slot)
 
+    def _count_mtbf(self, node: Node | None, change: int) -> None:
+        if node is not None:
+            mtbf = node.merit.mtbf
+            self.mtbfs[mtbf] += change
+            if not self.mtbfs[mtbf]:
+                del self.mtbfs[mtbf]
+
     def touch(self, id_: NodeId) -> None:
         """Its room is not what it was."""
         if id_ in self.slots:
             self._stale.add(id_)
+
+    def _site(self, node: Node) -> int:
+        if not joins_gangs(node.offer):
+            return 0
+        return self._sites.setdefault(node.offer.site, len(self._sites) + 1)
 
     def _kind(self, node: Node) -> int:
         if not is_open(node):
@@ -159,10 +197,14 @@ class Board:
             offer.environments,
             offer.builds,
             offer.networks,
+            offer.runtimes,
+            offer.labels,
+            offer.price_microcredits,
             node.audience,
             node.reserved_for,
             node.gpus_withheld,
             owner,
+            joins_gangs(offer),
         )
         kind = self._kinds_by.get(key)
         if kind is None:
@@ -192,6 +234,7 @@ class Board:
         self.lines[slot] = lines
         self.cpu[slot] = room.free_cpu
         self.memory[slot] = room.free_memory
+        self.disk[slot] = room.free_disk
         self.tight[slot] = (min(max(room.free_cpu, 0), 1 << 26) << 32) + (
             min(max(room.free_memory, 0) >> 20, 1 << 31)
         )

@@ -86,7 +86,6 @@ class Draft:
         self.taken: dict[Holder, Amounts] = {}  # by tenants and users, in this pass
         self.future: dict[NodeId, Room] = {}  # where something stops or is promised
         self.clearing: dict[NodeId, Shape] = {}
-        self.partly: gangs.Found = []  # nodes that have room for the gang just asked about
         self.stopped: set[Line] = set()
         self.helped: set[Holder] = set()  # tenants with a node kept clear though some of theirs run
         self.predictions: dict[int, tuple[Span | None]] = {}
@@ -234,12 +233,13 @@ class Draft:
         if not self.looks or len(self.kept_clear) >= MAX_KEPT_CLEAR:
             return
         self.looks -= 1
-        nodes: list[NodeId] = []
-        for _ in range(shape.requirements.nodes):
-            nearest = self.engine.nearest(shape, {*self.kept_clear, *nodes})
-            if nearest is None:
-                return  # a part of the nodes is of no use
-            nodes.append(nearest)
+        if shape.requirements.nodes > 1:
+            nodes = gangs.nearest(self.engine, shape, self.kept_clear)
+        else:
+            nearest = self.engine.nearest(shape, self.kept_clear)
+            nodes = [] if nearest is None else [nearest]
+        if not nodes:
+            return  # a part of what a gang needs is of no use
         at = max(self.ready_at(id_, shape) for id_ in nodes)
         for id_ in nodes:
             self.kept_clear[id_] = Reservation(shape, at)

@@ -23,6 +23,7 @@ from collections.abc import Mapping
 from gpool.core.errors import Invalid
 from gpool.core.ids import NodeId, TaskId
 from gpool.core.model import Instant, Node, Shape
+from gpool.core.scheduling import gangs
 from gpool.core.scheduling.draft import NewLine, Turn
 from gpool.core.scheduling.events import Grant, Place, Plan
 from gpool.core.scheduling.limits import holders_of
@@ -79,6 +80,7 @@ class _Lines(Starts):
         for line in self.made:
             started.setdefault(id(line.shape), []).append(line)
         looks = _LOOKS_FOR_FEEDING
+        self.waiting = [turn for turn in self.waiting if self.could_start(turn.entry.shape)]
         for rank, turn in enumerate(self.waiting):
             made = started.get(id(turn.entry.shape), [])
             if not (made or turn.entry.lines) or turn.entry.shape.requirements.nodes > 1:
@@ -92,6 +94,10 @@ class _Lines(Starts):
                 lines = self.lines_to_feed(turn, made, self.waiting[:rank], depth)
                 if lines:
                     self.spread(turn, lines, depth)
+
+    def could_start(self, shape: Shape) -> bool:
+        """A gang that is larger than every site takes no line from others."""
+        return shape.requirements.nodes == 1 or gangs.is_possible(self.engine, shape)
 
     def lines_to_feed(
         self, turn: Turn, made: list[NewLine], before: list[Turn], depth: int

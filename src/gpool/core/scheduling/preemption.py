@@ -57,7 +57,7 @@ def cheapest(
     """
     options = []
     for node, room, victims in places:
-        chosen = _least(node, room, shape, victims)
+        chosen = least(node, room, shape, victims)
         if chosen is not None:
             cost = sum(victim.amounts[0] for victim in chosen), len(chosen), node.id
             options.append((cost, node, room, chosen))
@@ -83,7 +83,7 @@ def give(room: Room, node: NodeId, victim: Victim) -> None:
             room.give(part.allocation)
 
 
-def _least(node: Node, room: Room, shape: Shape, victims: list[Victim]) -> list[Victim] | None:
+def least(node: Node, room: Room, shape: Shape, victims: list[Victim]) -> list[Victim] | None:
     requests = shape.requirements.gpu
     if requests and not any(is_slice(request) for request in requests):
         request = requests[0]

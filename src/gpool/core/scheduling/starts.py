@@ -52,15 +52,12 @@ class Starts(Draft):
     def start_one(self, turn: Turn) -> bool:
         shape = turn.entry.shape
         requests = shape.requirements.gpu
-        self.partly = []
         for choice in range(len(requests) or 1):
             barred = self.barred(shape)
             if shape.requirements.nodes > 1:
-                found_all = gangs.places(self.engine, shape, choice, barred)
-                if len(found_all) < shape.requirements.nodes:
-                    self.partly = max(self.partly, found_all, key=len)
-                elif self.is_within_limits(turn, *(found for _, found in found_all)):
-                    self.open_line(turn, *found_all)
+                members = gangs.places(self.engine, shape, choice, barred)
+                if members and self.is_within_limits(turn, *(found for _, found in members)):
+                    self.open_line(turn, *members)
                     return True
                 continue
             looks = _LOOKS_WITHIN_LIMITS
@@ -94,9 +91,8 @@ class Starts(Draft):
         if not self.decisive or not self.state.stoppable or turn.is_over:
             return False
         shape = turn.entry.shape
-        have = {node for node, _ in self.partly}
-        need = shape.requirements.nodes - len(have)
-        found = preemption.cheapest(shape, need, self.clearable(turn, have))
+        choose = gangs.cheapest if shape.requirements.nodes > 1 else preemption.cheapest
+        found = choose(shape, shape.requirements.nodes, self.clearable(turn))
         if found is None or not self.is_within_limits(turn, *(each.fit for each in found)):
             return False
         task = TaskId(turn.head[1])
@@ -112,19 +108,23 @@ class Starts(Draft):
                 for id_, lease in victim.line.leases.items()
             ]
         promised = []
-        for node, fits in (*self.partly, *((each.node, each.fit) for each in found)):
-            allocation = fits.numbered(-1)
-            self.ahead(node).take(allocation, shape.user)
-            self.clearing[node] = shape
+        for each in found:
+            allocation = each.fit.numbered(-1)
+            self.ahead(each.node).take(allocation, shape.user)
+            self.clearing[each.node] = shape
             promised.append(allocation)
         self.count(shape, promised)
         self._victims = None  # shares are not what they were
         turn.take(1)  # it stays queued; the next of its kind may want room as well
         return True
 
-    def clearable(self, turn: Turn, have: set[NodeId]) -> Iterator[tuple[Node, Room, list[Victim]]]:
-        """Nodes on which something would stop for it, or stops already."""
+    def clearable(self, turn: Turn) -> Iterator[tuple[Node, Room, list[Victim]]]:
+        """Nodes on which something would stop for it, or stops already; for a gang those that have room as well."""
+        shape = turn.entry.shape
         at: dict[NodeId, list[Victim]] = {id_: [] for id_ in self.future}
+        if shape.requirements.nodes > 1:
+            free, board = self.engine.could_run(shape, ()), self.engine.board
+            at |= {NodeId(int(id_)): [] for id_ in board.ids[free[0][free[1]]]}
         if len(self.preemptions) < self.policy.max_preemptions_per_pass:
             for alike in self.victims():
                 mine = self.key(turn, without=alike[0].line)[: self.decisive]
@@ -134,9 +134,10 @@ class Starts(Draft):
                     if victim.line not in self.stopped:
                         for id_ in {part.node for part in victim.parts}:
                             at.setdefault(id_, []).append(victim)
+        barred = self.barred(shape) - self.clearing.keys()
         for id_, victims in at.items():
             node = self.node(id_)
-            if node is not None and id_ not in have and unfit(node, turn.entry.shape) is None:
+            if node is not None and id_ not in barred and unfit(node, shape) is None:
                 yield node, self.future.get(id_) or self.room(id_), victims
 
     def victims(self) -> list[list[Victim]]:
