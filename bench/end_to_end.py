@@ -27,6 +27,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from random import Random
 from statistics import quantiles
+from time import process_time
 from typing import Any
 
 import msgspec
@@ -44,7 +45,7 @@ from gpool.server.app import open_server
 from gpool.server.settings import Settings
 from gpool.server.store.operations import nodes, people
 from gpool.server.store.values import User
-from gpool.testing.processes import Pool
+from gpool.testing.processes import Pool, cpu_s
 from gpool.testing.scripted_crowd import Crowd, Script
 from gpool.transfer.proving import NodeKey, public_text
 
@@ -53,7 +54,6 @@ LEASES_PER_S = 1500
 USERS = 8
 CONNECTIONS = 4  # of each user
 WINDOW = 2000  # tasks submitted and not leased, in a flood
-HOLD_S = (0.5, 2.5)
 WARM_UP_S = 3.0
 BATCHES = {"singles": (0.0, 1), "mixed": (0.1, 20), "batches": (1.0, 50)}
 """How submissions come: what part of them is a batch, and of how many tasks."""
@@ -143,23 +143,29 @@ async def prepare(data: Path, url: str | None, machines: list[Machine]) -> Prepa
 # ---- the nodes, in a process of their own
 
 
-def stand_in(address: str, members: list[Member], count: Any, pipe: Connection) -> None:
+@dataclass(frozen=True, slots=True)
+class Stand:
+    address: str
+    members: list[Member]
+    hold_s: float  # on average
+
+
+def stand_in(stand: Stand, count: Any, pipe: Connection) -> None:
     """All nodes; answers each message with the leases received so far: {task: when}."""
-    uvloop.run(_stand_in(address, members, count, pipe))
+    uvloop.run(_stand_in(stand, count, pipe))
 
 
-async def _stand_in(address: str, members: list[Member], count: Any, pipe: Connection) -> None:
-    script = Script(HOLD_S, Random(3))
+async def _stand_in(stand: Stand, count: Any, pipe: Connection) -> None:
+    address, members = stand.address, stand.members
+    script = Script((stand.hold_s / 3, stand.hold_s * 5 / 3), Random(3))
     crowd = Crowd(address, script)
     await crowd.connect(
-        [
-            (Badge(NodeKey(m.seed), Identity(m.node, m.server), boot_clock), m.offer)
-            for m in members
-        ]
+        [(Badge(NodeKey(m.seed), Identity(m.node, m.server), boot_clock), m.offer) for m in members]
     )
     pipe.send("ready")
     asked = asyncio.Event()
     asyncio.get_running_loop().add_reader(pipe.fileno(), asked.set)
+    os.set_blocking(pipe.fileno(), True)  # the loop made it otherwise; what we tell may be long
     running = asyncio.create_task(crowd.run())
     while True:
         try:
@@ -178,14 +184,18 @@ async def _stand_in(address: str, members: list[Member], count: Any, pipe: Conne
 
 
 class Nodes:
-    def __init__(self, address: str, members: list[Member]) -> None:
+    def __init__(self, stand: Stand) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
         self._count = context.Value(c_double, 0.0, lock=False)
         self._process = context.Process(
-            target=stand_in, args=(address, members, self._count, theirs), daemon=True
+            target=stand_in, args=(stand, self._count, theirs), daemon=True
         )
         self._process.start()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid or 0
 
     def ready(self) -> None:
         assert self._pipe.recv() == "ready"
@@ -291,7 +301,6 @@ class Load:
 async def flood(doors: list[Door], work: Iterator[tuple[int, bytes]], load: Load, run: Run) -> None:
     loop = asyncio.get_running_loop()
     ends = loop.time() + run.seconds
-    open_ = {"tasks": 0}
 
     async def one(door: Door) -> None:
         while loop.time() < ends:
@@ -303,7 +312,6 @@ async def flood(doors: list[Door], work: Iterator[tuple[int, bytes]], load: Load
             await _submit(door, count, body, load, loop.time())
 
     await asyncio.gather(*(one(door) for door in doors))
-    assert open_["tasks"] == 0
 
 
 async def pace(doors: list[Door], work: Iterator[tuple[int, bytes]], load: Load, run: Run) -> None:
@@ -368,6 +376,10 @@ class Figures:
     decisions_per_s: int  # of the planner's own time
     server_cpu_us: float  # a lease, all in all
     server_cores: float
+    passes_per_s: int
+    waiting: int  # tasks, in the end
+    nodes_cpu_us: float  # a lease, in the process of the nodes
+    load_cpu_us: float  # ... and in this one
     shapes: int
     load: float
 
@@ -378,13 +390,11 @@ async def measure(run: Run, mode: str, how: str, seed: int) -> Figures:
     work = documents(run.pods, how, Random(seed))
     loop = asyncio.get_running_loop()
     began = loop.time()
-    acting = asyncio.create_task(
-        (flood if mode == "flood" else pace)(run.doors, work, load, run)
-    )
+    acting = asyncio.create_task((flood if mode == "flood" else pace)(run.doors, work, load, run))
     await asyncio.sleep(WARM_UP_S)
-    first, before, asked = loop.time(), used(run.pool), load.asked
+    first, before, asked = loop.time(), used(run), load.asked
     await asyncio.sleep(began + run.seconds - loop.time())
-    last, after = loop.time(), used(run.pool)
+    last, after = loop.time(), used(run)
     requests, submitted = load.asked - asked, load.tasks
     await acting
     await asyncio.sleep(1.0)
@@ -395,8 +405,9 @@ async def measure(run: Run, mode: str, how: str, seed: int) -> Figures:
         ((at or loop.time()) - due) * 1e3 for at, due in times if first <= due < last
     ]  # what never came counts as long as we waited
     cuts = quantiles(took, n=100) if len(took) > 1 else [0.0] * 99
-    cpu, planned, granted = (b - a for a, b in zip(before, after, strict=True))
-    span = last - first
+    span, leases = last - first, max(1, counted)
+    planned = after.planning_s - before.planning_s
+    cpu = after.server_s - before.server_s
     return Figures(
         mode,
         how,
@@ -405,20 +416,44 @@ async def measure(run: Run, mode: str, how: str, seed: int) -> Figures:
         round(cuts[49], 1),
         round(cuts[98], 1),
         round(requests / span),
-        round(granted / planned) if planned else 0,
-        round(cpu / max(1, counted) * 1e6, 1),
+        round((after.granted - before.granted) / planned) if planned else 0,
+        round(cpu / leases * 1e6, 1),
         round(cpu / span, 2),
+        round((after.passes - before.passes) / span),
+        round(after.queued),
+        round((after.nodes_s - before.nodes_s) / leases * 1e6, 1),
+        round((after.load_s - before.load_s) / leases * 1e6, 1),
         len({pod.number for pod in run.pods}),
         round(os.getloadavg()[0], 1),
     )
 
 
-def used(pool: Pool) -> tuple[float, float, float]:
-    """The server's processor seconds; of planning; leases granted."""
+@dataclass(frozen=True, slots=True)
+class Used:
+    """What the server says of itself, and what all three have used of the processor."""
+
+    server_s: float
+    nodes_s: float
+    load_s: float
+    planning_s: float
+    granted: float
+    passes: float
+    queued: float
+
+
+def used(run: Run) -> Used:
+    pool = run.pool
     page = pool.ask("GET", "/metrics").text
     told = dict(line.rpartition(" ")[::2] for line in page.splitlines() if line[0] != "#")
-    planned = float(told.get("gpool_planning_seconds_total", 0))
-    return pool.server.cpu_s(), planned, float(told["gpool_leases_granted_total"])
+    return Used(
+        pool.server.cpu_s(),
+        cpu_s(run.nodes.pid),
+        process_time(),
+        float(told["gpool_planning_seconds_total"]),
+        float(told["gpool_leases_granted_total"]),
+        float(told["gpool_scheduling_pass_seconds_count"]),
+        float(told["gpool_tasks_queued"]),
+    )
 
 
 @contextmanager
@@ -461,14 +496,15 @@ async def measure_all(
     for number, (mode, how) in enumerate(phases):
         found.append(await measure(run, mode, how, number))
         print(row(found[-1]), flush=True)
-        await asyncio.sleep(HOLD_S[1] + 0.5)
+        await asyncio.sleep(2 * options.hold)
     return found
 
 
 def row(found: Figures) -> str:
     return (
         f"| {found.mode} | {found.submissions} | {found.requests_per_s} | {found.offered_per_s} | {found.leases_per_s} "
-        f"| {found.p50_ms} | {found.p99_ms} | {found.decisions_per_s} | {found.server_cpu_us} | {found.server_cores} |"
+        f"| {found.p50_ms} | {found.p99_ms} | {found.decisions_per_s} | {found.server_cpu_us} | {found.server_cores} "
+        f"| {found.nodes_cpu_us} | {found.load_cpu_us} | {found.passes_per_s} | {found.waiting} |"
     )
 
 
@@ -481,6 +517,9 @@ def main() -> int:
     asked.add_argument("--seconds", type=float, default=15.0, help="of each phase")
     asked.add_argument("--rate", type=float, default=1500.0, help="tasks a second when paced")
     asked.add_argument("--pods", type=Path, default=OPENB / "openb_pod_list_gpuspec33.csv.gz")
+    asked.add_argument(
+        "--hold", type=float, default=1.5, help="seconds a lease is held, on average"
+    )
     asked.add_argument("--order", default="fair_share")
     asked.add_argument("--phases", nargs="+", default=list(PHASES), metavar="MODE:SUBMISSIONS")
     asked.add_argument("--postgres", action="store_true")
@@ -490,13 +529,16 @@ def main() -> int:
     if options.quick:
         options.nodes, options.seconds = 400, 8.0
     with pool_of(options) as (pool, prepared):
-        nodes = Nodes(pool.address, prepared.members)
+        nodes = Nodes(Stand(pool.address, prepared.members, options.hold))
         try:
             nodes.ready()
-            print(f"{options.nodes} nodes, {options.pods.stem}, load {os.getloadavg()[0]:.1f}, server {pool.server.pid}\n")
+            print(
+                f"{options.nodes} nodes, {options.pods.stem}, load {os.getloadavg()[0]:.1f}, server {pool.server.pid}\n"
+            )
             print(
                 "| | submissions | POSTs/s | tasks/s offered | leases/s | p50 ms | p99 ms | decisions/s of planning "
-                "| server CPU µs a lease | cores |\n|---|---|---|---|---|---|---|---|---|---|"
+                "| server CPU µs a lease | cores | nodes µs | load µs | passes/s | waiting |\n"
+                "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|"
             )
             found = uvloop.run(measure_all(options, pool, prepared, nodes))
         finally:

@@ -197,7 +197,9 @@ class CrowdNode(asyncio.Protocol):
         frame = decode_any_from_server(data)
         match frame:
             case Grants():
-                self._holds |= {each.task: each.epoch for line in frame.lines for each in line.leases}
+                self._holds |= {
+                    each.task: each.epoch for line in frame.lines for each in line.leases
+                }
                 self._take(self, frame)
             case Challenge():
                 proof = self._badge.answer(frame, is_open=self.welcomed.done())
