@@ -107,6 +107,8 @@ class Policy:
     grace: timedelta = timedelta(0)  # between closing and reclaiming
     egress: Egress = Egress()
     registries: tuple[str, ...] = ()  # of images, on private addresses
+    labels: frozenset[str] = frozenset()  # what tasks can ask for by name
+    price_microcredits: int = 0  # an hour of a GPU, or of the machine where it has none
     gpus: tuple[GpuRule, ...] = ()
 
 
@@ -253,6 +255,8 @@ def shaped(
         networks=offer.networks if policy.egress.offered else offer.networks & {Network.NONE},
         audience=policy.audience,
         closed=decision.closed,
+        labels=policy.labels,
+        price_microcredits=policy.price_microcredits,
     )
 
 

@@ -158,6 +158,8 @@ class Channel:
         ended = [secrets_shut(each.task, each.epoch) for each in unstarted if each.spec in shut]
         # by an agent started anew: an attempt runs once under its epoch
         ended += [Finished(lease.task, lease.epoch, EndReason.LOST) for lease in forgotten]
+        if forgotten:
+            scheduler.note_lost(self.node)
         if ended:
             scheduler.absorb(await server.write(leases.record(self.node, ended, server.now)))
 

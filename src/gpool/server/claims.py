@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from gpool.core import paths
+from gpool.core import labels, paths, prices
 from gpool.core.errors import Invalid
 from gpool.core.model import INLINE_LIMIT_BYTES, EndReason, Gpu, Offer, OutputFile
 from gpool.wire.frames import MAX_SPEC_BYTES, Checkpointed, Finished, ReportItem
@@ -35,6 +35,12 @@ def wrong_with_offer(offer: Offer) -> str | None:
             return f"a GPU whose uuid, model or vendor is empty, too long or holds a NUL (index {gpu.index})"
         if not _is_well_described(gpu):
             return f"a GPU with too long or too many details (index {gpu.index})"
+    if not 0 <= offer.price_microcredits <= prices.MAX_PRICE:
+        return f"a price of {offer.price_microcredits} micro-credits an hour"
+    try:
+        labels.normal(offer.labels)
+    except Invalid as error:
+        return f"labels nobody could ask for: {error.detail}"
     words = (
         offer.hostname,
         offer.agent_version,

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from gpool.core.errors import GpoolError
 from gpool.core.ids import NodeId, SpecId, TaskId, UserId
-from gpool.core.model import Instant, Node, Shape, Span, TaskSpec
+from gpool.core.model import Instant, Merit, Node, Shape, Span, TaskSpec
 from gpool.core.scheduling.events import (
     Event,
     Leased,
@@ -96,6 +96,8 @@ class Scheduler:
         self.configured = policy  # before operators changed it
         self.rules = NO_RULES
         self._ruled_at = Instant(0)
+        self.merits: Mapping[NodeId, Merit] = {}
+        self.lost: dict[NodeId, int] = {}  # how often nodes went away with leases, lately
         self.forecasts = Forecasts()
         self.orders = orders
         self._ttl = ttl
@@ -221,6 +223,20 @@ class Scheduler:
             if self.rules.upon(node, now) != node:
                 self.node_changed(node)
         self.wake.call()
+
+    def use_merits(self, merits: Mapping[NodeId, Merit]) -> None:
+        """What experience says of nodes, from the next pass on."""
+        self.merits = merits
+        for id_, merit in merits.items():
+            entry = self.state.nodes.get(id_)
+            if entry is not None and entry.node is not None and entry.node.merit != merit:
+                self.fold(NodeChanged(self._with_connection(entry.node)))
+
+    def note_lost(self, node: NodeId) -> None:
+        """It went silent, or forgot what it had; that is held against it if it had anything."""
+        entry = self.state.nodes.get(node)
+        if entry is not None and entry.lines:
+            self.lost[node] = self.lost.get(node, 0) + 1
 
     async def since(self) -> Mapping[TaskId, Instant]:
         """Since when leases are held."""
@@ -402,10 +418,11 @@ class Scheduler:
 
     def _with_connection(self, node: Node) -> Node:
         connected = node.id in self.channels
+        merit = self.merits.get(node.id, node.merit)
         node = self.rules.upon(node, self._ruled_at)
-        if node.connected == connected:
+        if node.connected == connected and node.merit == merit:
             return node
-        return replace(node, connected=connected)
+        return replace(node, connected=connected, merit=merit)
 
     # ---- specs and sending
 

@@ -28,7 +28,7 @@ CLOSED = 0
 MAX_GPUS = 64
 """Of one node; further ones are not lent. A wide node makes the rows of all others as wide."""
 
-LENDS = 1 << 17
+LENDS = 1 << 16
 """More than any node has free, in thousandths of a GPU."""
 
 MERIT, MERIT_BITS = LENDS << 1, 7
@@ -176,10 +176,12 @@ class Board:
             if not self.mtbfs[mtbf]:
                 del self.mtbfs[mtbf]
 
-    def touch(self, id_: NodeId) -> None:
-        """Its room is not what it was."""
+    def touch(self, id_: NodeId, *, anew: bool = False) -> None:
+        """Its room may not be what it was; `anew`: it counts as changed even if it is."""
         if id_ in self.slots:
             self._stale.add(id_)
+            if anew:
+                self._said.pop(self.slots[id_], None)
 
     def _site(self, node: Node) -> int:
         if not joins_gangs(node.offer):

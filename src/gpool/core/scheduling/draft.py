@@ -4,15 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import islice
+from typing import Protocol
 
 from gpool.core.ids import NodeId, TaskId, UserId
 from gpool.core.model import Allocation, Instant, Node, Shape, Span
 from gpool.core.scheduling import gangs
 from gpool.core.scheduling.backfill import Reservation, may_pass, ready_at
 from gpool.core.scheduling.events import Member, Preempt
-from gpool.core.scheduling.fair_share import Amounts, amounts_of, tenant_of
+from gpool.core.scheduling.fair_share import Amounts, amounts_of, plus, tenant_of, total
 from gpool.core.scheduling.levels import attained_at
-from gpool.core.scheduling.limits import Holder, gpus_in, gpus_of, holders_of
+from gpool.core.scheduling.limits import (
+    WITHIN,
+    Holder,
+    band,
+    gpus_in,
+    gpus_of,
+    holders_of,
+    least_gpus,
+)
 from gpool.core.scheduling.orders import DECISIVE, ORDERS, Candidate, Key, Order, Policy
 from gpool.core.scheduling.placement import Fit, is_open
 from gpool.core.scheduling.preemption import Victim
@@ -64,6 +73,25 @@ class NewLine:
         self.members: tuple[Member, ...] = ()
         self.grants: list[Entry] = []
 
+    @property
+    def amounts(self) -> Amounts:
+        return total(
+            amounts_of(part) for part in (self.allocation, *(m.allocation for m in self.members))
+        )
+
+
+class Holding(Protocol):
+    """What somebody has on nodes: a line as it is, or as this pass makes it."""
+
+    @property
+    def shape(self) -> Shape: ...
+    @property
+    def amounts(self) -> Amounts: ...
+
+
+def _part(line: Holding) -> tuple[int, frozenset[Holder]]:
+    return line.amounts[0], frozenset(holders_of(line.shape))
+
 
 class Draft:
     """See the module."""
@@ -71,6 +99,7 @@ class Draft:
     def __init__(self, state: State, now: Instant, policy: Policy, order: Order) -> None:
         self.state, self.now, self.policy, self.order = state, now, policy, order
         self.decisive = DECISIVE.get(policy.order, 0) if policy.preemption else 0
+        self.may_preempt = policy.preemption and bool(self.decisive or policy.limits.guaranteed)
         self.engine = state.engine(policy.pricing)
         self.rooms: dict[NodeId, Room] = {}
         self.numbers: dict[NodeId, int] = {}  # the smallest that may be free
@@ -92,14 +121,14 @@ class Draft:
         self.preemptions: list[Preempt] = []
         self._victims: list[list[Victim]] | None = None
 
-    def key(self, turn: Turn, given_up: int = 0, without: Line | None = None) -> Key:
-        """Where its next task stands; `without`: as if that line did not run."""
+    def key(self, turn: Turn, given_up: int = 0, without: Holding | None = None) -> Key:
+        """Where its next task stands; `without`: as if that did not run."""
         shape = turn.entry.shape
         running = self.state.running.get(shape.user, 0) + self.running.get(shape.user, 0) - given_up
         return self.order(self.candidate(shape, turn.head, running, without), self.now, self.policy)
 
     def candidate(
-        self, shape: Shape, entry: Entry, running: int = 0, without: Line | None = None
+        self, shape: Shape, entry: Entry, running: int = 0, without: Holding | None = None
     ) -> Candidate:
         return Candidate(
             shape,
@@ -110,7 +139,22 @@ class Draft:
             attained_at(shape.level),
             self.shares(shape, without),
             self.predicted(shape),
+            self.band(shape, without) if self.policy.limits.guaranteed else WITHIN,
         )
+
+    def band(self, shape: Shape, without: Holding | None = None, taken: int | None = None) -> int:
+        """Whether the next start of this shape is within a guarantee; `taken`: when it is known how many GPUs it takes."""
+        less, others = (0, frozenset[Holder]()) if without is None else _part(without)
+        if taken is None:
+            taken = least_gpus(shape) * shape.requirements.nodes
+
+        def held(holder: Holder) -> int:
+            return self.gpus_held(holder) - (less if holder in others else 0)
+
+        return band(self.policy.limits, shape, held, taken)
+
+    def gpus_held(self, holder: Holder) -> int:
+        return self.state.gpus.get(holder, 0) + self.gpus.get(holder, 0)
 
     def predicted(self, shape: Shape) -> Span | None:
         """Asked of the house's orders only by the one that looks at it: it is not cheap."""
@@ -121,29 +165,35 @@ class Draft:
             known = self.predictions[id(shape)] = (self.state.predictions.of(shape),)
         return known[0]
 
-    def shares(self, shape: Shape, without: Line | None = None) -> tuple[int, int]:
-        """Of its tenant and its user, with what this pass gave them."""
+    def shares(
+        self, shape: Shape, without: Holding | None = None, gain: Amounts = (0, 0, 0)
+    ) -> tuple[int, int]:
+        """Of its tenant and its user, with what this pass gave them; `gain`: and with that besides."""
         if not self.looks_at_shares:
             return 0, 0
         tenant: Holder = tenant_of(shape)
         user: Holder = ("user", shape.user)
-        first = self.share(tenant, without)
-        return first, first if tenant == user else self.share(user, without)
+        first = self.share(tenant, without, gain)
+        return first, first if tenant == user else self.share(user, without, gain)
 
-    def share(self, holder: Holder, without: Line | None) -> int:
+    def share(self, holder: Holder, without: Holding | None, gain: Amounts = (0, 0, 0)) -> int:
         more = self.taken.get(holder)
+        if gain != (0, 0, 0):
+            more = plus(more or (0, 0, 0), gain)
         if without is not None and holder in (
             tenant_of(without.shape),
             ("user", without.shape.user),
         ):
-            less = without.amounts
-            base = more or (0, 0, 0)
-            more = (base[0] - less[0], base[1] - less[1], base[2] - less[2])
+            more = plus(more or (0, 0, 0), without.amounts, -1)
         return self.state.shares.of(holder, self.policy.weights.get(holder, 1000), more)
 
-    def key_beside(self, other: Turn, user: UserId) -> Key:
-        """The key of another shape if `user` gave up one allocation."""
-        return self.key(other, given_up=1) if other.entry.shape.user == user else other.key
+    def key_beside(self, other: Turn, own: Holding) -> Key:
+        """The key of another shape if `own` were given up."""
+        shape, user = other.entry.shape, own.shape.user
+        if shape.user == user:
+            return self.key(other, given_up=1, without=own)
+        is_shared = self.looks_at_shares and tenant_of(shape) == tenant_of(own.shape)
+        return self.key(other, without=own) if is_shared else other.key
 
     def is_within_limits(self, turn: Turn, *found: Fit) -> bool:
         """Whether its user and team may run so many GPUs more; else the turn is over its limit."""
@@ -154,7 +204,7 @@ class Draft:
             limit = self.policy.limits.of(holder)
             if limit is None:
                 continue
-            used = self.state.gpus.get(holder, 0) + self.gpus.get(holder, 0)
+            used = self.gpus_held(holder)
             if used + taken > limit or holder in self.saved:
                 turn.is_over = True
                 if taken <= limit and self.now - turn.head[0] >= self.policy.patience:
@@ -212,8 +262,7 @@ class Draft:
         for holder in {tenant_of(shape), ("user", shape.user)}:
             had = self.taken.get(holder, (0, 0, 0))
             for allocation in allocations:
-                more = amounts_of(allocation)
-                had = (had[0] + sign * more[0], had[1] + sign * more[1], had[2] + sign * more[2])
+                had = plus(had, amounts_of(allocation), sign)
             self.taken[holder] = had
 
     def keep_clear(self, turn: Turn) -> None:

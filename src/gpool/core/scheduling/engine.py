@@ -48,12 +48,12 @@ MAX_SHAPES = 20_000
 _MADE = (environments.PIP, environments.IMAGE)
 _NONE = np.iinfo(np.int64).min
 _FIRST = np.array([True])
-# Bits below which the lesser rules stand: free GPU, merit, cost, lost time, and on top the step of the price.
+# Bits below which the lesser rules stand: free GPU, merit, cost, lost time, and on top the step of the price, at most
+# some 140,000: all free GPU of a node, in single thousandths, and a remnant.
 _COST = MERIT.bit_length() - 1 + MERIT_BITS
 _LOST = _COST + MAX_PRICE_STEP.bit_length()
 _MOST_LOST = (1 << 9) - 1
 _STEP = _LOST + _MOST_LOST.bit_length()
-_MOST_STEPS = 1 << (62 - _STEP)
 
 Predicted = Callable[[Shape], Span | None]
 
@@ -113,8 +113,9 @@ class Engine:
     def remove(self, id_: NodeId) -> None:
         self.board.remove(id_)
 
-    def touch(self, id_: NodeId) -> None:
-        self.board.touch(id_)
+    def touch(self, id_: NodeId, *, anew: bool = False) -> None:
+        """Its room may be another; `anew`: so is what lies there, whatever its room says."""
+        self.board.touch(id_, anew=anew)
 
     def end_pass(self) -> None:
         """What the pass took was only proposed."""
@@ -371,9 +372,9 @@ class Engine:
 
     def _settle(self, row: Row, slots: Slots, steps: Ints) -> None:
         board = self.board
-        key = np.clip(steps, -_MOST_STEPS, _MOST_STEPS) << _STEP
-        key -= board.total[slots].astype(np.int64)
-        key -= row.price[board.kind[slots]] << _COST
+        key = (steps << _STEP) - board.total[slots].astype(np.int64)
+        if row.is_priced:
+            key -= row.price[board.kind[slots]] << _COST
         if row.stakes is not None:
             key -= self._lost(row, row.stakes, slots) << _LOST
         key -= board.lends[slots] if row.request is None else board.merit[slots]

@@ -20,7 +20,7 @@ from math import log
 
 from gpool.core.ids import NodeId
 from gpool.core.model import SECOND, Allocation, Instant, Node, Shape, Span
-from gpool.core.scheduling.limits import Holder, gpus_of
+from gpool.core.scheduling.limits import Holder, gpus_of, least_gpus
 
 HALF_LIFE = Span(1800 * SECOND)
 ALL = 1_000_000
@@ -44,6 +44,17 @@ def scopes_of(shape: Shape) -> tuple[tuple[Holder, int | None], ...]:
 
 def amounts_of(allocation: Allocation) -> Amounts:
     return gpus_of(allocation), allocation.cpu_milli, allocation.memory_bytes
+
+
+def asked_by(shape: Shape) -> Amounts:
+    """The least that one start takes, as far as can be said without knowing the node."""
+    needs = shape.requirements
+    gpus, memory = least_gpus(shape), needs.memory_bytes or 0
+    return gpus * needs.nodes, needs.cpu_milli * needs.nodes, memory * needs.nodes
+
+
+def plus(amounts: Amounts, more: Amounts, sign: int = 1) -> Amounts:
+    return amounts[0] + sign * more[0], amounts[1] + sign * more[1], amounts[2] + sign * more[2]
 
 
 def total(amounts: Iterable[Amounts]) -> Amounts:

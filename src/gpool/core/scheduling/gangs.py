@@ -28,6 +28,7 @@ from gpool.core.scheduling.state import Line
 
 Found = list[tuple[NodeId, Fit]]
 Clearable = tuple[Node, Room, list[Victim]]
+_MAX_GANGS_TRIED = 8
 
 
 def places(engine: Engine, shape: Shape, choice: int, barred: Collection[NodeId]) -> Found:
@@ -146,28 +147,64 @@ def cheapest(shape: Shape, count: int, there: Iterable[Clearable]) -> list[Clear
     by_site: dict[str, list[Clearable]] = {}
     for place in there:
         by_site.setdefault(place[0].offer.site, []).append(place)
-    best: tuple[tuple[int, ...], list[Clearing]] | None = None
+    best: _Set | None = None
     for here in by_site.values():
-        found = _Clearings(shape, here).make(count) if len(here) >= count else None
-        if found is not None:
-            victims = {victim.line: victim for each in found for victim in each.victims}
-            gpus = sum(victim.amounts[0] for victim in victims.values())
-            cost = (gpus, len(victims), *sorted(each.node for each in found))
-            if best is None or cost < best[0]:
-                best = cost, found
-    return None if best is None else best[1]
+        if len(here) >= count:
+            best = _cheapest_at(_Clearings(shape, here), count, best)
+    return None if best is None else best.found
+
+
+class _Set(NamedTuple):
+    """Nodes cleared together; `cost`: GPUs that stop, tasks that stop, and the ids."""
+
+    cost: tuple[int, ...]
+    found: list[Clearing]
+
+
+def _cheapest_at(site: _Clearings, count: int, best: _Set | None) -> _Set | None:
+    """Node by node where the least more has to stop; and the same after each of the smallest gangs there, which gives
+    way on several nodes at once."""
+    best = _lesser(best, site.copy().make(count))
+    for victim in site.spread_out()[:_MAX_GANGS_TRIED]:
+        if best is not None and victim.amounts[0] >= best.cost[0]:
+            break
+        without = site.copy()
+        without.stop([victim])
+        best = _lesser(best, without.make(count))
+    return best
+
+
+def _lesser(best: _Set | None, found: list[Clearing] | None) -> _Set | None:
+    if found is None:
+        return best
+    victims = {victim.line: victim for each in found for victim in each.victims}
+    gpus = sum(victim.amounts[0] for victim in victims.values())
+    made = _Set((gpus, len(victims), *sorted(each.node for each in found)), found)
+    return made if best is None or made.cost < best.cost else best
 
 
 class _Clearings:
-    """Nodes of one site, taken one by one where the least more has to stop: a gang that stops gives way on all its nodes."""
+    """Nodes of one site, and what has to stop on each beyond what stops already."""
 
     def __init__(self, shape: Shape, here: list[Clearable]) -> None:
         self.shape = shape
-        self.left = {node.id: (node, room, victims) for node, room, victims in here}
+        self.left = {place[0].id: place for place in here}
         self.gone: dict[Line, Victim] = {}
         self.costs: dict[NodeId, tuple[tuple[int, int, int], list[Victim]]] = {}
         for id_ in self.left:
             self.weigh(id_)
+
+    def copy(self) -> _Clearings:
+        twin = _Clearings(self.shape, [])
+        twin.left, twin.gone, twin.costs = self.left.copy(), self.gone.copy(), self.costs.copy()
+        return twin
+
+    def spread_out(self) -> list[Victim]:
+        """The gangs among the victims, the smallest first."""
+        gangs = {
+            v.line: v for _, _, victims in self.left.values() for v in victims if v.line.members
+        }
+        return sorted(gangs.values(), key=lambda victim: (victim.amounts[0], victim.line.node))
 
     def make(self, count: int) -> list[Clearing] | None:
         found: list[Clearing] = []

@@ -24,7 +24,7 @@ from gpool.core.errors import Invalid
 from gpool.core.ids import NodeId, TaskId
 from gpool.core.model import Instant, Node, Shape
 from gpool.core.scheduling import gangs
-from gpool.core.scheduling.draft import NewLine, Turn
+from gpool.core.scheduling.draft import Holding, NewLine, Turn
 from gpool.core.scheduling.events import Grant, Place, Plan
 from gpool.core.scheduling.limits import holders_of
 from gpool.core.scheduling.orders import ORDERS, Order, Policy
@@ -109,13 +109,14 @@ class _Lines(Starts):
         for line_made in made:
             by_node.setdefault(line_made.node, []).append(line_made)
         if before:
-            without = self.key(turn, given_up=1)
+            own: Holding = made[0] if made else next(iter(turn.entry.lines.values()))
+            without = self.key(turn, given_up=1, without=own)
             mine = set(holders_of(shape))
             before = [
                 other
                 for other in before
                 if (not other.is_over or mine.intersection(holders_of(other.entry.shape)))
-                and self.key_beside(other, shape.user) < without
+                and self.key_beside(other, own) < without
             ]
         found: list[NewLine] = []
         for id_, lines in by_node.items():

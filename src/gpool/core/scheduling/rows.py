@@ -30,6 +30,7 @@ class Row:
         "able",
         "generation",
         "gpu",
+        "is_priced",
         "key",
         "kinds",
         "memory",
@@ -59,6 +60,7 @@ class Row:
         self.taken: Ints = np.empty(0, np.int64)  # ... GPU memory of a card
         self.usable: NDArray[np.bool_] = np.empty((0, 0), bool)  # by kind and GPU
         self.price: Ints = np.empty(0, np.int64)  # ... what it costs in an hour, as a step
+        self.is_priced = False  # anywhere
         # A slice's share, its memory, and what it takes of the free thousandths; never enough of an unusable GPU.
         self.parts: Ints = np.empty((0, 3, 0), np.int64)
 
@@ -82,6 +84,7 @@ class Row:
         self.taken = grown(self.taken, 3)
         self.parts = grown(self.parts, 4)
         self.price = grown(self.price, 5)
+        self.is_priced = bool(self.price.any())
         self.usable = self.parts[:, 0] < NEVER
         self.kinds = len(kinds)
 

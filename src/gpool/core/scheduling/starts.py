@@ -6,12 +6,13 @@ from collections.abc import Iterator
 from heapq import heapify, heappop, heapreplace
 
 from gpool.core.ids import NodeId, TaskId, UserId
-from gpool.core.model import Node, Span
+from gpool.core.model import Node, Shape, Span
 from gpool.core.scheduling import gangs, preemption
 from gpool.core.scheduling.draft import Draft, Turn
 from gpool.core.scheduling.events import Preempt
-from gpool.core.scheduling.fair_share import Amounts
-from gpool.core.scheduling.orders import Candidate, Key
+from gpool.core.scheduling.fair_share import Amounts, asked_by
+from gpool.core.scheduling.limits import Holder, holders_of
+from gpool.core.scheduling.orders import Candidate, Key, Standing, outranks
 from gpool.core.scheduling.placement import unfit
 from gpool.core.scheduling.preemption import Victim
 from gpool.core.scheduling.room import Room
@@ -88,11 +89,14 @@ class Starts(Draft):
 
     def clear_for(self, turn: Turn) -> bool:
         """Preempts what comes later for the next task of this turn, or waits for what stops already. It starts in a later pass."""
-        if not self.decisive or not self.state.stoppable or turn.is_over:
+        if not self.may_preempt or not self.state.stoppable or turn.is_over:
             return False
         shape = turn.entry.shape
         choose = gangs.cheapest if shape.requirements.nodes > 1 else preemption.cheapest
         found = choose(shape, shape.requirements.nodes, self.clearable(turn))
+        sure = self.policy.limits.guaranteed
+        if found is not None and sure and not self.spares(shape, found):
+            found = choose(shape, shape.requirements.nodes, self.clearable(turn, dict(sure)))
         if found is None or not self.is_within_limits(turn, *(each.fit for each in found)):
             return False
         task = TaskId(turn.head[1])
@@ -118,8 +122,25 @@ class Starts(Draft):
         turn.take(1)  # it stays queued; the next of its kind may want room as well
         return True
 
-    def clearable(self, turn: Turn) -> Iterator[tuple[Node, Room, list[Victim]]]:
-        """Nodes on which something would stop for it, or stops already; for a gang those that have room as well."""
+    def spares(self, shape: Shape, found: list[preemption.Clearing]) -> bool:
+        """Whether all others keep what they are guaranteed, as far as they use it."""
+        mine, lost = set(holders_of(shape)), dict[Holder, int]()
+        for line in {victim.line for each in found for victim in each.victims} - self.stopped:
+            for holder in holders_of(line.shape):
+                lost[holder] = lost.get(holder, 0) + line.amounts[0]
+        sure = self.policy.limits.guaranteed
+        return all(
+            holder in mine or not gpus or self.gpus_held(holder) - gpus >= sure.get(holder, 0)
+            for holder, gpus in lost.items()
+        )
+
+    def clearable(
+        self, turn: Turn, sure: dict[Holder, int] | None = None
+    ) -> Iterator[tuple[Node, Room, list[Victim]]]:
+        """Nodes on which something would stop for it, or stops already; for a gang those that have room as well.
+
+        `sure`: what others have to keep.
+        """
         shape = turn.entry.shape
         at: dict[NodeId, list[Victim]] = {id_: [] for id_ in self.future}
         if shape.requirements.nodes > 1:
@@ -127,11 +148,8 @@ class Starts(Draft):
             at |= {NodeId(int(id_)): [] for id_ in board.ids[free[0][free[1]]]}
         if len(self.preemptions) < self.policy.max_preemptions_per_pass:
             for alike in self.victims():
-                mine = self.key(turn, without=alike[0].line)[: self.decisive]
-                for victim in alike:
-                    if victim.key[: self.decisive] <= mine:
-                        break
-                    if victim.line not in self.stopped:
+                for victim in self.outranked(turn, alike):
+                    if victim.line not in self.stopped and self.is_spare(victim, turn, sure):
                         for id_ in {part.node for part in victim.parts}:
                             at.setdefault(id_, []).append(victim)
         barred = self.barred(shape) - self.clearing.keys()
@@ -139,6 +157,32 @@ class Starts(Draft):
             node = self.node(id_)
             if node is not None and id_ not in barred and unfit(node, shape) is None:
                 yield node, self.future.get(id_) or self.room(id_), victims
+
+    def outranked(self, turn: Turn, alike: list[Victim]) -> Iterator[Victim]:
+        """Of some of one user and size those that may be stopped for it."""
+        line, shape = alike[0].line, turn.entry.shape
+        mine = self.key(turn, without=line)
+        gained = self.shares(shape, line, asked_by(shape))
+        for victim in alike:
+            ran = Span(self.now - victim.line.since)
+            if outranks(Standing(mine, gained, victim.key, ran), self.policy):
+                yield victim
+            elif mine[:3] == victim.key[:3] or ran >= self.policy.turn:
+                return  # nor may those that come before it
+
+    def is_spare(self, victim: Victim, turn: Turn, sure: dict[Holder, int] | None) -> bool:
+        """Whether its people have what they are guaranteed without it, and without those that this was said of before."""
+        if sure is None:
+            return True
+        gpus, mine = victim.amounts[0], set(holders_of(turn.entry.shape))
+        theirs = [
+            each for each in holders_of(victim.line.shape) if each in sure and each not in mine
+        ]
+        if any(self.gpus_held(holder) - gpus < sure[holder] for holder in theirs):
+            return False
+        for holder in theirs:
+            sure[holder] += gpus
+        return True
 
     def victims(self) -> list[list[Victim]]:
         """What could be stopped: those of one user and size together, the last in the order first."""
@@ -163,6 +207,8 @@ class Starts(Draft):
         attained = Span(lease.attained + max(0, self.now - line.since))
         served = self.state.served(user)
         candidate = Candidate(line.shape, lease.queued_at, task, running, served, attained, shares)
+        if self.policy.limits.guaranteed:
+            candidate = candidate._replace(band=self.band(line.shape, line, line.amounts[0]))
         return self.order(candidate, self.now, self.policy)
 
     def stoppable(self) -> list[Line]:

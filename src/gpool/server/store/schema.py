@@ -368,7 +368,7 @@ node_records = Table(
     _counter("losses"),
     _int("at"),
 )
-"""How long each node was there and how often it went away with leases, up to `at`; older times count less."""
+"""How long each node was there and how often it went away with leases (in thousandths), up to `at`; older times count less."""
 
 # ---- ways in
 
