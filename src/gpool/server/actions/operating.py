@@ -156,8 +156,13 @@ def _known_node(node: NodeId) -> Operation[None]:
 
 
 def _preemptible_on(server: Server, node: NodeId) -> list[TaskId]:
-    held = server.scheduler.state.held
-    return [task for task, line in held.items() if line.node == node and line.shape.preemptible]
+    """Of a gang one member is enough: it goes as a whole."""
+    return [
+        task
+        for task, line in server.scheduler.state.held.items()
+        if line.shape.preemptible
+        and (line.node == node or any(member.node == node for member in line.members))
+    ]
 
 
 def _running(server: Server, node: NodeId) -> int:
