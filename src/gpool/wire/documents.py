@@ -168,6 +168,16 @@ class CheckpointDocument(Answer):
     epoch: int
 
 
+class MemberDocument(Answer):
+    """A gang's part on one node: `leased`, `running`, or why it ended there."""
+
+    rank: int
+    node: str
+    node_name: str | None = None
+    status: str
+    exit_code: int | None = None
+
+
 class TaskDocument(Answer):
     """`phase`: where its attempt is while a node has it (fetch, build, start, run, collect)."""
 
@@ -202,6 +212,8 @@ class TaskDocument(Answer):
     preemptible: bool = False
     by: AwareDatetime | None = None
     checkpoint: CheckpointDocument | None = None
+    nodes: int = 1  # that it needs at once
+    members: list[MemberDocument] = []  # of a gang that has been leased; `node` is rank 0's
 
 
 class TaskPage(Answer):

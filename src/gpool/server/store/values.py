@@ -16,12 +16,13 @@ from gpool.core.model import (
     Node,
     OutputFile,
     Permission,
+    Shape,
     Span,
     TaskRow,
     TaskSpec,
     TaskStatus,
 )
-from gpool.core.scheduling.events import Member, Place
+from gpool.core.scheduling.events import Leased, Member, Place, TasksLeased
 from gpool.server.store.sealed_values import NO_SECRETS, SealedSecrets
 from gpool.wire.frames import Hold, Lease
 
@@ -163,6 +164,18 @@ class HeldGang:
     node: NodeId
     lease: HeldLease
     members: tuple[Member, ...]
+
+    @property
+    def nodes(self) -> tuple[NodeId, ...]:
+        return (self.node, *(part.node for part in self.members))
+
+    def leased(self, shape: Shape, known: tuple[Instant, Leased] | None) -> TasksLeased:
+        """The event of its having been leased; `known`: since when, where that counts."""
+        at, leases = (Instant(0), ()) if known is None else (known[0], (known[1],))
+        lease = self.lease
+        return TasksLeased(
+            self.node, lease.allocation, shape, (lease.task,), self.members, at, leases
+        )
 
 
 # ---- ends
