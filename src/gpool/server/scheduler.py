@@ -38,6 +38,7 @@ from gpool.core.scheduling.plan import plan
 from gpool.core.scheduling.rules import NO_RULES, Rules
 from gpool.core.scheduling.shapes import shape_of
 from gpool.core.scheduling.state import Contradiction, State, build
+from gpool.server import gangs
 from gpool.server.channel import secrets_shut
 from gpool.server.forecasts import Forecasts
 from gpool.server.hub import Hub, Wake
@@ -129,8 +130,9 @@ class Scheduler:
         if not places:
             return 0
         asked = sum(len(place.grants) for place in places)
+        shared, sealed = await gangs.new_secrets(self._sealer, places)
         writing = leases.apply_plan(
-            places, self._term, now, self._with_secrets, self._with_checkpoints
+            places, self._term, now, self._with_secrets, self._with_checkpoints, sealed
         )
         applied = await self._write(brief(writing, asked))
         if applied.deposed:
@@ -141,7 +143,7 @@ class Scheduler:
             tasks = tuple(TaskId(lease.task) for _, lease in line.leases)
             self.forecasts.started(tasks, now)
             self.fold(line.place.leased(tasks, now))
-        await self._deliver(applied, now)
+        await self._deliver(applied, shared, now)
         granted = sum(len(line.leases) for line in applied.lines)
         self._metrics.granted.inc(granted)
         return granted
@@ -171,14 +173,16 @@ class Scheduler:
         self.state = self._built(picture)
         self._names = 0
         self._settled = doubt
-        for node, _ in picture.held:
+        holding = [node for node, _ in picture.held]
+        holding += [part for gang in picture.gangs for part in gang.nodes]
+        for node in holding:
             self.deadlines.setdefault(node, Instant(now + self._ttl))
         self._metrics.rebuilt.inc()
 
     def _built(self, picture: Picture) -> State:
         specs, ran = self._specs, picture.ran
         leases = {}
-        for _, lease in picture.held:
+        for lease in (*(held for _, held in picture.held), *(g.lease for g in picture.gangs)):
             known = picture.since.get(lease.task)
             if known is not None and specs[lease.spec][2].preemptible:
                 leased_at, queued_at = known
@@ -193,6 +197,8 @@ class Scheduler:
             ),
             leases,
         )
+        for gang in picture.gangs:
+            state.fold(gang.leased(specs[gang.lease.spec][2], leases.get(gang.lease.task)))
         state.fold(TasksPreempted(picture.preempting))
         return state
 
@@ -374,7 +380,7 @@ class Scheduler:
         return {task for task, line in self.state.held.items() if line.node == node}
 
     def unstated(self, node: NodeId, stated: Sequence[TaskId]) -> set[TaskId]:
-        """Tasks whose leases a node holds, as far as we know, and does not name; all that are held are looked through
+        """Tasks (no gangs) whose leases a node holds, as far as we know, and does not name; all that are held are looked through
         only when there are any."""
         entry = self.state.nodes.get(node)
         if self.in_doubt or entry is None or not entry.lines:
@@ -383,7 +389,12 @@ class Scheduler:
         named = {task for task in stated if task in held and held[task].node == node}
         if len(named) == sum(line.count for line in entry.lines.values()):
             return set()
-        return self.held_by(node) - named
+        return self.held_alone_by(node) - named
+
+    def held_alone_by(self, node: NodeId) -> set[TaskId]:
+        """Those of them that are no gangs: a member may have let go of what its gang still holds."""
+        held = self.state.held
+        return {task for task in self.held_by(node) if not held[task].members}
 
     def connect(self, channel: Channel, node: Node) -> None:
         self.channels[channel.node] = channel
@@ -442,20 +453,22 @@ class Scheduler:
         known = self._specs.get(SpecId(id_))
         return None if known is None else known[1]
 
-    async def _deliver(self, applied: AppliedPlan, now: Instant) -> None:
+    async def _deliver(self, applied: AppliedPlan, shared: gangs.Shared, now: Instant) -> None:
         """All of it before the next await: a cancel must not overtake the grant it stops."""
         secrets, shut = self._sealer.opened(applied.secrets)
         lines, ended = (applied.lines, []) if not shut else _without(applied.lines, shut)
         by_node: dict[NodeId, list[GrantedLine]] = {}
         for line in lines:
-            by_node.setdefault(line.place.node, []).append(line)
+            for node in gangs.nodes_of(line) if line.place.members else (line.place.node,):
+                by_node.setdefault(node, []).append(line)
         for node_id, granted in by_node.items():
             channel = self.channels.get(node_id)
             entry = self.state.nodes.get(node_id)
             if channel is None:
                 continue  # it gets them when it connects, or they expire
             owner = entry.node.owner if entry is not None and entry.node is not None else None
-            channel.grant(_wire_lines(granted, owner), self._known_spec, secrets)
+            lines_there = _wire_lines(granted, node_id, owner, shared)
+            channel.grant(lines_there, self._known_spec, secrets)
         for node_id, finished in ended:
             self.absorb(await self._write(leases.record(node_id, finished, now)))
 
@@ -487,14 +500,19 @@ def _without(
         bad = [secrets_shut(lease.task, lease.epoch) for id_, lease in line.leases if id_ in shut]
         good = tuple([pair for pair in line.leases if pair[0] not in shut])
         if good:
-            kept.append(GrantedLine(line.place, good))
+            kept.append(replace(line, leases=good))
         if bad:
-            ended.append((line.place.node, bad))
+            ended += [(node, bad) for node in gangs.nodes_of(line)]
     return kept, ended
 
 
-def _wire_lines(granted: Iterable[GrantedLine], owner: UserId | None) -> Iterable[Line]:
+def _wire_lines(
+    granted: Iterable[GrantedLine], node: NodeId, owner: UserId | None, shared: gangs.Shared
+) -> Iterable[Line]:
     for line in granted:
+        if line.place.members:
+            yield gangs.line_of(line, node, owner, shared)
+            continue
         user = line.place.shape.user
         for spec_id, pairs in groupby(line.leases, key=itemgetter(0)):
             yield Line(

@@ -20,6 +20,7 @@ from gpool.core.scheduling.orders import Policy
 from gpool.core.scheduling.rules import PolicyChange, Reservation, Rules
 from gpool.server.actions.audit import audited, entry
 from gpool.server.actions.preempt import make_room
+from gpool.server.gangs import lines_on
 from gpool.server.server import Once, Server
 from gpool.server.store.identity_values import Caller
 from gpool.server.store.operation import operation
@@ -127,7 +128,7 @@ async def cordon(server: Server, who: Caller, wanted: NewCordon, once: Once | No
     await _write(server, who, once, audited(_cordon(node, why, server.now), [noted]))
     asked = _preemptible_on(server, node) if wanted.drain else []
     recording = await make_room(server, asked) if asked else None
-    preempted = len(recording.to_preempt) if recording else 0
+    preempted = len({hold.task for _, hold in recording.to_preempt}) if recording else 0
     return Cordoned(node, True, why, _running(server, node), preempted)
 
 
@@ -156,13 +157,8 @@ def _known_node(node: NodeId) -> Operation[None]:
 
 
 def _preemptible_on(server: Server, node: NodeId) -> list[TaskId]:
-    """Of a gang one member is enough: it goes as a whole."""
-    return [
-        task
-        for task, line in server.scheduler.state.held.items()
-        if line.shape.preemptible
-        and (line.node == node or any(member.node == node for member in line.members))
-    ]
+    found = lines_on(server.scheduler.state, node)
+    return [task for task, line in found if line.shape.preemptible]
 
 
 def _running(server: Server, node: NodeId) -> int:
