@@ -42,7 +42,7 @@ class Turn:
     def __init__(self, entry: ShapeState) -> None:
         self.entry = entry
         self.left = entry.queue.size
-        self.is_over = False  # its user or team runs as many GPUs as it may
+        self.is_over = False  # its people run as many GPUs as they may, or it waits for inputs
         self.key: Key = ()
         self._entries: Iterator[Entry] = entry.queue.entries()
         self._ahead = next(self._entries)
@@ -119,6 +119,7 @@ class Draft:
         self.helped: set[Holder] = set()  # tenants with a node kept clear though some of theirs run
         self.predictions: dict[int, tuple[Span | None]] = {}
         self.preemptions: list[Preempt] = []
+        self.awaited: dict[str, int] = {}  # large inputs: tasks that wait for a node with them
         self._victims: list[list[Victim]] | None = None
 
     def key(self, turn: Turn, given_up: int = 0, without: Holding | None = None) -> Key:

@@ -180,6 +180,12 @@ class State:
                     engine.put(entry.node)
         return engine
 
+    def _touch(self, nodes: Iterable[NodeId]) -> None:
+        """Of these more is known than their room."""
+        if self._engine is not None:
+            for id_ in nodes:
+                self._engine.touch(id_, anew=True)
+
     def _predicted(self, shape: Shape) -> Span | None:
         return self.predictions.of(shape)
 
@@ -217,10 +223,7 @@ class State:
         self._arrived = other._arrived.copy()
         self.shares.usage = other.shares.usage.copy()
         self.predictions = other.predictions  # only read by who plans on a copy
-        unlike = self.caches.take(other.caches)
-        if self._engine is not None:
-            for id_ in unlike:
-                self._engine.touch(id_, anew=True)
+        self._touch(self.caches.take(other.caches))
 
     def truth(self) -> tuple[object, ...]:
         """All that is not a hint, as a plain value."""
@@ -303,7 +306,7 @@ class State:
         elif gone is not None:
             del self.nodes[id_]
         self.shares.remove(id_)
-        self.caches.forget(id_)
+        self._touch(self.caches.forget(id_))
         if self._engine is not None:
             self._engine.remove(id_)
 
@@ -428,12 +431,12 @@ class State:
             raise Contradiction(f"allocation {key} is held by {node.lines[key[1]].shape}")
         line = Line(key[0], allocation, entry)
         if entry.shape.data:
-            self.caches.note(key[0], entry.shape.data)
+            self._touch(self.caches.note(key[0], entry.shape.data))
         entry.lines[key] = node.lines[key[1]] = line
         user = entry.shape.user
         node.room.take(allocation, user)
         if self._engine is not None:
-            self._engine.touch(key[0], anew=bool(entry.shape.data))
+            self._engine.touch(key[0])
         self.running[user] = self.running.get(user, 0) + 1
         taken = gpus_of(allocation)
         if taken:
