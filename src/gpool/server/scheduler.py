@@ -34,6 +34,7 @@ from gpool.core.scheduling.events import (
 from gpool.core.scheduling.limits import GpuLimits
 from gpool.core.scheduling.orders import ORDERS, Order, Policy
 from gpool.core.scheduling.plan import plan
+from gpool.core.scheduling.predictions import model_of
 from gpool.core.scheduling.rules import NO_RULES, Rules
 from gpool.core.scheduling.shapes import shape_of
 from gpool.core.scheduling.state import Contradiction, State, build
@@ -287,13 +288,15 @@ class Scheduler:
 
     def _observe(self, recording: Recording) -> None:
         held = self.state.held
-        seen: dict[int, tuple[Shape, list[int]]] = {}
+        seen: dict[tuple[int, str], tuple[Shape, list[int]]] = {}
         for ended in recording.ended:
             line = held.get(ended.task)
             if line is not None and ended.duration > 0:
-                seen.setdefault(id(line.shape), (line.shape, []))[1].append(ended.duration)
-        for shape, durations in seen.values():
-            self.fold(RunTimesObserved(shape, len(durations), Span(sum(durations))))
+                model = model_of(self.state.nodes[line.node].node, line.allocation)
+                which = (id(line.shape), model)
+                seen.setdefault(which, (line.shape, []))[1].append(ended.duration)
+        for (_, model), (shape, durations) in seen.items():
+            self.fold(RunTimesObserved(shape, len(durations), Span(sum(durations)), model))
             self.forecasts.ended(shape, durations)
 
     def _attained(self, recording: Recording) -> dict[TaskId, Span]:

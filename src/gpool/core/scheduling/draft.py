@@ -32,6 +32,7 @@ from gpool.core.scheduling.state import Line, ShapeState, State
 MAX_KEPT_CLEAR = 8
 _LOOKS_FOR_CLEARING = 64  # shapes a pass for which a node to clear is sought
 _HELPED = 2  # tenants a pass
+Alike = tuple[UserId, int | None, Amounts]
 
 
 class Turn:
@@ -119,7 +120,8 @@ class Draft:
         self.helped: set[Holder] = set()  # tenants with a node kept clear though some of theirs run
         self.predictions: dict[int, tuple[Span | None]] = {}
         self.preemptions: list[Preempt] = []
-        self._victims: list[list[Victim]] | None = None
+        self._alike: dict[Alike, list[Line]] | None = None  # what may be stopped
+        self._victims: dict[Alike, list[Victim]] = {}
 
     def key(self, turn: Turn, given_up: int = 0, without: Holding | None = None) -> Key:
         """Where its next task stands; `without`: as if that did not run."""

@@ -24,7 +24,7 @@ from gpool.core.scheduling.pricing import USUAL, Pricing
 Key = tuple[int, ...]
 _LINE_TARGET, _AGEING, _PATIENCE = Span(300_000), Span(5 * 60 * 1_000_000), Span(60 * 1_000_000)
 _HOUR = Span(3600 * 1_000_000)
-_PROTECTION, _PROMOTION, _URGENCY = Span(5 * 60 * 1_000_000), Span(7 * 24 * _HOUR), Span(2 * _HOUR)
+_PROTECTION, _PROMOTION, _URGENCY = Span(_HOUR // 4), Span(3 * 24 * _HOUR), Span(2 * _HOUR)
 _TURN, _ONE = Span(_HOUR // 2), 1000
 
 

@@ -269,8 +269,8 @@ class State:
                 self._change(node)
             case NodeRemoved(id_):
                 self._remove(id_)
-            case RunTimesObserved(shape, count, total):
-                self._observe(shape, count, total)
+            case RunTimesObserved(shape, count, total, model):
+                self._observe(shape, count, total, model)
             case _:
                 assert_never(event)
 
@@ -386,6 +386,8 @@ class State:
                 )
         line.count += len(held) - size_before
         line.since = event.at
+        for part in line.members:
+            part.since = event.at
         if event.leases:
             line.leases.update(zip(event.tasks, event.leases, strict=True))
             self.stoppable[key] = line
@@ -465,10 +467,10 @@ class State:
                     del self.gpus[holder]
         self._drop_if_idle(entry)
 
-    def _observe(self, shape: Shape, count: int, total: Span) -> None:
+    def _observe(self, shape: Shape, count: int, total: Span, model: str) -> None:
         if count <= 0:
             return
-        self.predictions.observe(shape, count, total)
+        self.predictions.observe(shape, count, total, model)
         mean = total / count
         before = self._estimates.pop(shape, None)
         old = 0.0 if before is None else _KEEP ** min(count, 64)
