@@ -8,8 +8,10 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from gpool.core.model import Allocation, Offer, TaskStatus
+from gpool.core.scheduling.queue import epoch_of
 from gpool.core.scheduling.state import State
 from gpool.server.store.protocol import Operation, Row, Statement
 
@@ -33,7 +35,7 @@ class Use:
 
     cpu_milli: int = 0
     gpus: dict[int, list[int]] = field(default_factory=dict)  # index: share, memory
-    numbers: dict[int, object] = field(default_factory=dict)  # allocation: whose
+    numbers: dict[int, str] = field(default_factory=dict)
 
     def take(self, cpu_milli: int, slices: Iterable[tuple[int, int, int]]) -> None:
         self.cpu_milli += cpu_milli
@@ -125,12 +127,12 @@ class Judge:
     @staticmethod
     def _book(uses: dict[int, Use], task: int, node: int, number: int, allocation: str) -> None:
         use = uses.setdefault(node, Use())
-        known = use.numbers.setdefault(number, allocation)
-        if known is not allocation:
-            if known != allocation:
+        if number in use.numbers:
+            if use.numbers[number] != allocation:
                 raise Broken("double_booked", f"node {node} has two allocations {number}: {task}")
             return  # stands in line
-        cpu, _, slices = _parsed(allocation)
+        use.numbers[number] = allocation
+        cpu, slices = _parsed(allocation)
         use.take(cpu, slices)
 
     @staticmethod
@@ -145,10 +147,10 @@ class Judge:
         }
         if seen != {id_: sorted(parts) for id_, parts in held.items()}:
             raise Broken("state_differs", f"held: {seen}, and the store says {held}")
-        queued = {}
+        queued: dict[int, int] = {}
         for entry in state.waiting():
-            queued.update({e[1]: -e[2] if e[2] < 0 else e[2] for e in entry.queue.entries()})
-        if queued.keys() != waiting.keys():
+            queued.update({e[1]: epoch_of(e) for e in entry.queue.entries()})
+        if queued != waiting:
             raise Broken("state_differs", f"waiting: {queued}, and the store says {waiting}")
 
     # ---- what really runs
@@ -156,7 +158,9 @@ class Judge:
     def starts(self, node: int, task: int, epoch: int, allocation: Allocation) -> None:
         for there, other, under in self.running:
             if other == task and under != epoch:
-                raise Broken("two_epochs", f"task {task} runs under {under} at {there}, and {epoch}")
+                raise Broken(
+                    "two_epochs", f"task {task} runs under {under} at {there}, and {epoch}"
+                )
         self.running[node, task, epoch] = allocation
         use = Use()
         for (there, _, _), held in self.running.items():
@@ -173,6 +177,7 @@ class Judge:
         self.running.pop((node, task, epoch), None)
 
 
-def _parsed(text: str) -> tuple[int, int, list[tuple[int, int, int]]]:
-    told = json.loads(text)
-    return told
+@lru_cache(maxsize=4096)
+def _parsed(text: str) -> tuple[int, list[tuple[int, int, int]]]:
+    cpu, _, slices = json.loads(text)
+    return cpu, [(index, memory, share) for index, memory, share, *_ in slices]

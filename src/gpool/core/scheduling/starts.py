@@ -30,6 +30,7 @@ class Starts(Draft):
             turn = Turn(entry)
             turn.key = self.key(turn)
             turns.append((turn.key, turn.head, turn))
+        self.compare(turn for _, _, turn in turns)
         heapify(turns)
         self.book_what_stops()
         while turns and len(self.made) < self.policy.max_places_per_pass:

@@ -29,7 +29,7 @@ from gpool.core.scheduling.events import (
     TasksReleased,
     TasksWithdrawn,
 )
-from gpool.core.scheduling.fair_share import Shares, amounts_of, total
+from gpool.core.scheduling.fair_share import Shares, Told, amounts_of, total
 from gpool.core.scheduling.levels import at_level, level_of
 from gpool.core.scheduling.limits import Holder, gpus_of, holders_of
 from gpool.core.scheduling.predictions import Predictions
@@ -187,7 +187,7 @@ class State:
         return None if seen is None else Span(max(1, round(seen)))
 
     def served(self, user: UserId) -> int:
-        """Grows with each lease: the user with the smaller number was served less recently (0: not yet)."""
+        """Grows with each lease: the user with the smaller number was served less recently, or came later than that."""
         return self._served.get(user, 0)
 
     def attained(self, task: TaskId, now: Instant) -> Span:
@@ -211,6 +211,15 @@ class State:
         self._arrived = other._arrived.copy()
         self.shares.usage = other.shares.usage.copy()
         self.predictions = other.predictions  # only read by who plans on a copy
+
+    def inherit(self, old: State, now: Instant) -> None:
+        """The hints of a state that this one takes the place of."""
+        old.shares.settle(now, len(old._waiting))
+        self.take_hints(old)
+
+    def used(self, now: Instant) -> Told:
+        """What users and teams had lately, to be kept for `recall`."""
+        return self.shares.told(now, len(self._waiting))
 
     def truth(self) -> tuple[object, ...]:
         """All that is not a hint, as a plain value."""
@@ -328,6 +337,9 @@ class State:
             self.shares.pass_time(tasks[0].queued_at, len(self._waiting))
         if tasks and tasks[0].epoch == 0:
             self._arrived.append((entry.shape, len(tasks)))
+        if entry.shape.user not in self._served:
+            # Whoever comes new stands before the one served last and behind the others: a stream of such starves nobody.
+            self._serve(entry.shape.user, self._serial - 1)
         left = entry.queue.add(tasks)
         if entry.queue.size and entry.queue not in self._waiting:
             self._waiting[entry.queue] = entry
@@ -392,10 +404,12 @@ class State:
             line.leases.update(zip(event.tasks, event.leases, strict=True))
             self.stoppable[key] = line
         self._leave_queue(event.tasks)
-        self._serial += 1
-        user = event.shape.user
+        self._serial += 2
+        self._serve(event.shape.user, self._serial)
+
+    def _serve(self, user: UserId, number: int) -> None:
         self._served.pop(user, None)
-        self._served[user] = self._serial
+        self._served[user] = number
         if len(self._served) > MAX_SERVED:
             del self._served[next(iter(self._served))]
 

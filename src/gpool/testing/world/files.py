@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
-from gpool.core.scheduling.events import QueuedTask
+from gpool.core.scheduling.events import QueuedTask, TasksLeased
 from gpool.core.scheduling.shapes import shape_of
 from gpool.core.scheduling.state import State, build
 from gpool.server.scheduler import Scheduler
@@ -20,7 +20,7 @@ def rebuilt(scheduler: Scheduler, picture: Picture) -> State:
     shapes = {
         id_: shape_of(spec, user, picture.teams.get(id_)) for id_, user, spec in picture.specs
     }
-    return build(
+    state = build(
         [replace(row.node, connected=row.node.id in scheduler.channels) for row in picture.nodes],
         [
             (shapes[row.spec], QueuedTask(row.task, row.epoch, row.queued_at))
@@ -28,6 +28,11 @@ def rebuilt(scheduler: Scheduler, picture: Picture) -> State:
         ],
         [(node, lease.allocation, shapes[lease.spec], lease.task) for node, lease in picture.held],
     )
+    for gang in picture.gangs:
+        lease = gang.lease
+        shape, tasks = shapes[lease.spec], (lease.task,)
+        state.fold(TasksLeased(gang.node, lease.allocation, shape, tasks, gang.members))
+    return state
 
 
 @lru_cache(maxsize=1)
