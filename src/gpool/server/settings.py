@@ -51,7 +51,7 @@ class Settings(BaseSettings):
     tick_s: float = Field(default=1.0, gt=0)
     prune_s: float = Field(default=60.0, gt=0)
 
-    order: str = "priority"  # of `core.scheduling.orders`, or of an installed `gpool.orders`
+    order: str = "fair_share"  # of `core.scheduling.orders`, or of an installed `gpool.orders`
 
     examine_gpus: bool = False  # a GPU gets no task before it has proved what it claims
     measure_gpus: bool = True

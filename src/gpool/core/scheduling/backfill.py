@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from gpool.core.model import Instant, Node, Shape, Span
 from gpool.core.scheduling.placement import fit
+from gpool.core.scheduling.predictions import model_of
 from gpool.core.scheduling.room import Room
 from gpool.core.scheduling.state import Line
 
@@ -29,13 +30,14 @@ def ready_at(
     lines: Iterable[Line],
     shape: Shape,
     now: Instant,
-    predicted: Callable[[Shape], Span | None],
+    predicted: Callable[[Shape, str], Span | None],
 ) -> Instant:
     """When this node will have room for the shape, by the predicted ends of what runs there. The room is not changed."""
-    ends = sorted(
-        (max(now, line.since + (predicted(line.shape) or UNKNOWN)), line.allocation.number, line)
-        for line in lines
-    )
+    ends = []
+    for line in lines:
+        lasts = predicted(line.shape, model_of(node, line.allocation)) or UNKNOWN
+        ends.append((max(now, line.since + lasts), line.allocation.number, line))
+    ends.sort()
     free = room.copy()
     for end, _, line in ends:
         free.give(line.allocation)

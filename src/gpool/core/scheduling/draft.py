@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import Protocol
 
@@ -11,7 +11,14 @@ from gpool.core.model import Allocation, Instant, Node, Shape, Span
 from gpool.core.scheduling import gangs
 from gpool.core.scheduling.backfill import Reservation, may_pass, ready_at
 from gpool.core.scheduling.events import Member, Preempt
-from gpool.core.scheduling.fair_share import Amounts, amounts_of, plus, tenant_of, total
+from gpool.core.scheduling.fair_share import (
+    Amounts,
+    amounts_of,
+    asked_by,
+    plus,
+    tenant_of,
+    total,
+)
 from gpool.core.scheduling.levels import attained_at
 from gpool.core.scheduling.limits import (
     WITHIN,
@@ -32,6 +39,9 @@ from gpool.core.scheduling.state import Line, ShapeState, State
 MAX_KEPT_CLEAR = 8
 _LOOKS_FOR_CLEARING = 64  # shapes a pass for which a node to clear is sought
 _HELPED = 2  # tenants a pass
+_BEHIND_MILLI = 20  # of what others had
+_NODES_COMPARED = 32  # to keep one of them clear
+Alike = tuple[UserId, int | None, Amounts]
 
 
 class Turn:
@@ -42,7 +52,7 @@ class Turn:
     def __init__(self, entry: ShapeState) -> None:
         self.entry = entry
         self.left = entry.queue.size
-        self.is_over = False  # its user or team runs as many GPUs as it may
+        self.is_over = False  # its people run as many GPUs as they may, or it waits for inputs
         self.key: Key = ()
         self._entries: Iterator[Entry] = entry.queue.entries()
         self._ahead = next(self._entries)
@@ -117,9 +127,12 @@ class Draft:
         self.clearing: dict[NodeId, Shape] = {}
         self.stopped: set[Line] = set()
         self.helped: set[Holder] = set()  # tenants with a node kept clear though some of theirs run
+        self.most_share = self.most_lately = 0  # of any tenant that has tasks waiting
         self.predictions: dict[int, tuple[Span | None]] = {}
         self.preemptions: list[Preempt] = []
-        self._victims: list[list[Victim]] | None = None
+        self.awaited: dict[str, int] = {}  # large inputs: tasks that wait for a node with them
+        self._alike: dict[Alike, list[Line]] | None = None  # what may be stopped
+        self._victims: dict[Alike, list[Victim]] = {}
 
     def key(self, turn: Turn, given_up: int = 0, without: Holding | None = None) -> Key:
         """Where its next task stands; `without`: as if that did not run."""
@@ -270,13 +283,8 @@ class Draft:
         shape = turn.entry.shape
         if self.now - turn.head[0] < self.policy.patience:
             return
-        if (
-            turn.entry.lines
-        ):  # what runs somewhere does not starve, but large pieces are a fair share too
-            tenant = tenant_of(shape)
-            if tenant in self.helped or len(self.helped) >= _HELPED:
-                return
-            self.helped.add(tenant)
+        if turn.entry.lines and not self.is_owed(shape):
+            return
         if turn.is_over:
             return  # room would not help it
         if not self.looks or len(self.kept_clear) >= MAX_KEPT_CLEAR:
@@ -285,13 +293,50 @@ class Draft:
         if shape.requirements.nodes > 1:
             nodes = gangs.nearest(self.engine, shape, self.kept_clear)
         else:
-            nearest = self.engine.nearest(shape, self.kept_clear)
+            nearest = self.nearest(turn)
             nodes = [] if nearest is None else [nearest]
         if not nodes:
             return  # a part of what a gang needs is of no use
         at = max(self.ready_at(id_, shape) for id_ in nodes)
         for id_ in nodes:
             self.kept_clear[id_] = Reservation(shape, at)
+
+    def is_owed(self, shape: Shape) -> bool:
+        """What runs somewhere does not starve, but large pieces are a fair share too: its tenant had less than others lately,
+        or has less than they even with one more."""
+        tenant = tenant_of(shape)
+        if tenant in self.helped or len(self.helped) >= _HELPED:
+            return False
+        if self.looks_at_shares:
+            had = self.lately(tenant)
+            is_behind = 1000 * self.most_lately > (1000 + _BEHIND_MILLI) * had
+            gained = self.shares(shape, None, asked_by(shape))[0]
+            if not is_behind and gained > self.most_share:
+                return False
+        self.helped.add(tenant)
+        return True
+
+    def lately(self, tenant: Holder) -> int:
+        return self.state.shares.lately(tenant, self.policy.weights.get(tenant, 1000))
+
+    def compare(self, turns: Iterable[Turn]) -> None:
+        """Which tenant of those that have tasks waiting has most, and had most lately."""
+        if self.looks_at_shares:
+            tenants = {tenant_of(turn.entry.shape) for turn in turns}
+            self.most_share = max((self.share(each, None) for each in tenants), default=0)
+            self.most_lately = max((self.lately(each) for each in tenants), default=0)
+
+    def nearest(self, turn: Turn) -> NodeId | None:
+        """The node to keep clear. A tenant that runs some of these already gets one that is not its own, by when it is ready:
+        of a few that are the same in every pass, or it would be another each time."""
+        shape = turn.entry.shape
+        if not (turn.entry.lines and self.looks_at_shares) or shape.preemptible:
+            return self.engine.nearest(shape, self.kept_clear)
+        mine = {id_ for id_, _ in turn.entry.lines}
+        slots, _ = self.engine.could_run(shape, {*self.kept_clear, *mine})
+        ids = sorted(NodeId(int(id_)) for id_ in self.engine.board.ids[slots])
+        some = ids[:: max(1, len(ids) // _NODES_COMPARED)]
+        return min(some, key=lambda id_: (self.ready_at(id_, shape), id_), default=None)
 
     def ready_at(self, id_: NodeId, shape: Shape) -> Instant:
         entry = self.state.nodes[id_]

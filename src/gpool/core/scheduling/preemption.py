@@ -12,17 +12,44 @@ room: half a place for a gang helps nobody.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import chain, islice
 from typing import NamedTuple
 
 from gpool.core.ids import NodeId
-from gpool.core.model import Node, Shape
+from gpool.core.model import SECOND, Instant, Node, Shape, Span
 from gpool.core.scheduling.fair_share import Amounts
 from gpool.core.scheduling.orders import Key
 from gpool.core.scheduling.placement import Fit, fit, is_slice, usable
 from gpool.core.scheduling.room import Room
-from gpool.core.scheduling.state import Line
+from gpool.core.scheduling.state import Line, State
 
 _MAX_NODES_TRIED = 32
+_STRIDE = 101  # nodes on, each second
+MAX_IN_SIGHT = 2000
+"""Running tasks that one pass considers to stop."""
+
+
+def in_sight(state: State, now: Instant, most: int = MAX_IN_SIGHT) -> Iterable[Line]:
+    """What may be stopped; in a large pool that of some nodes, all of each, and of others every second."""
+    if len(state.stoppable) <= most:
+        return [line for line in state.stoppable.values() if not line.stopping and line.leases]
+    nodes = list(state.nodes)
+    first = (now // SECOND * _STRIDE) % len(nodes)
+    found: list[Line] = []
+    for id_ in chain(islice(nodes, first, None), islice(nodes, first)):
+        if len(found) >= most:
+            break
+        for number in state.nodes[id_].lines:
+            line = state.stoppable.get((id_, number))
+            if line is not None and not line.stopping and line.leases:
+                found.append(line)
+    return found
+
+
+def is_protected(line: Line, now: Instant, protection: Span) -> bool:
+    """Preempted before, and started again only lately."""
+    lease = next(iter(line.leases.values()))
+    return now - line.since < protection and (lease.epoch > 1 or lease.attained > 0)
 
 
 class Victim(NamedTuple):

@@ -127,7 +127,7 @@ def profile(machine: str = "", *, interfaces: bool = False) -> Json:
     for bit in range(64):
         if seccomp.NAMESPACE_FLAGS >> bit & 1:
             rules.append(_rule(["clone"], errno.EPERM, _bits(0, 1 << bit, 1 << bit)))
-    families = (seccomp.AF_UNIX, seccomp.AF_INET, seccomp.AF_INET6)
+    families: tuple[int, ...] = (seccomp.AF_UNIX, seccomp.AF_INET, seccomp.AF_INET6)
     other: tuple[Json, ...] = ()
     if interfaces:
         families = (*families, seccomp.AF_NETLINK)
