@@ -12,6 +12,7 @@ from gpool.core.model import Availability, Instant
 from gpool.server.actions import audit, operating, quotas
 from gpool.server.gpu_proofs.examiner import Examiner
 from gpool.server.hub import Wake
+from gpool.server.learning import Learn
 from gpool.server.merits import Merits
 from gpool.server.server import Server
 from gpool.server.settings import span
@@ -242,6 +243,7 @@ class Ticker:
 
 def all_loops(server: Server) -> tuple[Loop, ...]:
     loops: tuple[Loop, ...] = (Schedule(server), Expire(server), Prune(server), Keys(server))
+    loops = (*loops, Learn(server))
     loops = (*loops, Merits(server))
     if server.examiner is not None:
         loops = (*loops, Examine(server, server.examiner))

@@ -7,8 +7,7 @@ whoever remembers how far they have read need only look at the nodes that change
 
 from __future__ import annotations
 
-from collections import Counter
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from itertools import islice
 from typing import Any
