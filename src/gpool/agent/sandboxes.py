@@ -158,6 +158,7 @@ class Allowed:
 
     tiers: frozenset[Tier] = frozenset(Tier)
     egress: bool = True
+    gangs: bool = True
 
 
 @dataclass(frozen=True, slots=True)
