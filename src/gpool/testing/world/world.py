@@ -291,7 +291,11 @@ class World:
                 self._preempt(agent.name)
             case Kind.RECLAIM:
                 agent.reclaim()
-                self.loop.after_us(fault.lasts_us, agent.lend)
+                lends_us = fault.lasts_us
+                if self.dice.chance(0.5):  # just while it connects anew
+                    self.loop.after_us(lends_us, self.network.break_links, agent.name)
+                    lends_us += self.dice.between(1 * MS, 40 * MS)
+                self.loop.after_us(lends_us, agent.lend)
             case Kind.FREEZE:
                 agent.freeze()
                 self.loop.after_us(fault.lasts_us, agent.thaw)
