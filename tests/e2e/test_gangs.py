@@ -212,8 +212,9 @@ def test_torchrun_goes_on_elsewhere_when_an_agent_is_killed(
 
 @pytest.mark.slow
 def test_a_gang_that_is_to_end_with_a_loss_fails_and_says_why(site: Site, pool: Pool) -> None:
+    mark = f"sleep 600.{os.getpid()}"
     wanted = {
-        "command": ["sh", "-c", "echo up; exec sleep 600"],
+        "command": ["sh", "-c", f"echo up; exec {mark}"],
         "nodes": 2,
         "on_loss": "end",
         "retries": 3,
@@ -225,8 +226,9 @@ def test_a_gang_that_is_to_end_with_a_loss_fails_and_says_why(site: Site, pool: 
     document = site.ended(task)
     assert document["status"] == "failed"
     assert document["epoch"] == 1
-    assert lost in document["error_text"], document
-    eventually("nothing of it runs", lambda: not processes_saying("sleep 600"), 20)
+    assert "rank 1 was lost" in document["error_text"], document
+    assert "on_loss=end" in document["error_text"]
+    eventually("nothing of it runs", lambda: not processes_saying(mark.partition(" ")[2]), 20)
 
 
 @pytest.mark.slow
