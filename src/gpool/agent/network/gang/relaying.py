@@ -11,6 +11,7 @@ import secrets
 import socket
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from ipaddress import IPv4Address
 from pathlib import Path
@@ -26,6 +27,7 @@ log = structlog.get_logger(__name__)
 
 ROOT = Path(__file__).parents[4]
 BOOT = "import sys; sys.path.insert(0, sys.argv[1]); from gpool.agent.network.gang.relay import main; sys.exit(main())"
+RELAY = ("-c", BOOT, str(ROOT))
 MTU = 60_000
 WITHIN_S = 10.0
 ENDS_WITHIN_S = 2.0
@@ -97,6 +99,7 @@ class Relaying:
     peers: list[tuple[str, int]]
     tun: int
     udp: socket.socket
+    program: Sequence[str] = RELAY
     _running: Running | None = None
     _watching: asyncio.Task[None] | None = None
     _asking: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -114,7 +117,7 @@ class Relaying:
         with theirs:
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
-                *("-I", "-B", "-c", BOOT, str(ROOT)),
+                *("-I", "-B", *self.program),
                 stdin=theirs.fileno(),
                 pass_fds=passed,
                 env={},
@@ -199,13 +202,14 @@ class Relaying:
 class Relays:
     """Those of all gang lanes that are open, and what the others refused while they were."""
 
-    def __init__(self) -> None:
+    def __init__(self, program: Sequence[str] = RELAY) -> None:
+        self._program = program
         self._open: dict[int, Relaying] = {}
         self._gone = 0
 
     async def begin(self, gang: Gang, tun: int) -> Relaying:
         """The interface becomes the relay's; on a failure it stays the caller's."""
-        relay = Relaying(gang, await resolved(gang), tun, listening(gang))
+        relay = Relaying(gang, await resolved(gang), tun, listening(gang), self._program)
         try:
             await relay.start()
         except BaseException as failure:
