@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import permutations
+from typing import Any
 
 import pytest
 from gang_pool import Site, gang_spec, site_of
-from store_pool import CPU, Pool, race
+from store_pool import CPU, Pool, exited, race
 
 from gpool.core.errors import Conflict
 from gpool.core.gangs import Call
@@ -25,6 +26,7 @@ from gpool.core.model import (
 )
 from gpool.core.scheduling.events import Grant, Member, Place
 from gpool.core.scheduling.shapes import shape_of
+from gpool.server.store.operation import again, operation
 from gpool.server.store.operations import (
     artifacts,
     checkpoints,
@@ -35,6 +37,7 @@ from gpool.server.store.operations import (
     tasks,
     teams,
 )
+from gpool.server.store.protocol import Operation
 from gpool.server.store.values import Recording
 from gpool.wire.frames import (
     Checkpointed,
@@ -498,6 +501,41 @@ def test_a_gang_counts_for_its_user_on_every_node(pool: Pool) -> None:
     place = Place(one, whole, shape_of(spec, pool.ann), (Grant(task, 1),), (Member(other, whole),))
     assert pool.write(leases.apply_plan([place], pool.term, pool.now())).lines
     assert pool.read(teams.usage_of("user", pool.ann)).running_gpu_milli == 2000
+
+
+def test_a_task_of_one_node_never_pays_for_gangs(pool: Pool) -> None:
+    """Its statements are those of before, in number and in what they touch."""
+    node = pool.node("box")
+    (task,) = pool.submit()
+    asked = [
+        *_asked(pool, leases.apply_plan([pool.place(node, [task])], pool.term, pool.now())),
+        *_asked(pool, leases.record(node, [Started(task, 1)], pool.now())),
+        *_asked(pool, leases.record(node, [LogChunk(task, 1, 0, 1, b"x")], pool.now())),
+        *_asked(pool, leases.record(node, [exited(task, code=0)], pool.now())),
+    ]
+    assert pool.view(task).row.status is TaskStatus.SUCCEEDED
+    assert len(asked) == 3 + 2 + 5 + 3
+    assert not [sql for sql in asked if "members" in sql or "gangs" in sql]
+
+
+def _asked(pool: Pool, done: Operation[Any]) -> list[str]:
+    """Runs the operation, and gives its statements."""
+    asked: list[str] = []
+
+    @operation
+    def spied() -> Operation[None]:
+        rows: Any = None
+        steps = again(done)
+        try:
+            while True:
+                statement = steps.send(rows)
+                asked.append(statement.sql)
+                rows = yield statement
+        except StopIteration:
+            return
+
+    pool.write(spied())
+    return asked
 
 
 # ---- races
