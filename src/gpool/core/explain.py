@@ -88,7 +88,7 @@ def explain(
     connected = [node for node in nodes if node.connected]
     capable = [node for node in connected if unfit(node, shape) is None]
     if not _are_enough(capable, shape):
-        return _too_few(nodes, connected, capable, shape)
+        return _too_few(nodes, capable, shape)
     open_nodes = [node for node in capable if is_open(node)]
     if not _are_enough(open_nodes, shape):
         return _closed(capable, open_nodes, shape)
@@ -114,15 +114,17 @@ def _are_enough(nodes: list[Node], shape: Shape) -> bool:
     return bool(nodes) if wanted == 1 else most_together(nodes) >= wanted
 
 
-def _too_few(
-    nodes: list[Node], connected: list[Node], capable: list[Node], shape: Shape
-) -> Explanation:
+def _too_few(nodes: list[Node], capable: list[Node], shape: Shape) -> Explanation:
     away = [node for node in nodes if not node.connected and unfit(node, shape) is None]
     if _are_enough(capable + away, shape):
         said = f"{those(away)} could run it, but is not connected just now."
         return Explanation("not_connected", said)
+    kept = _reserved(nodes, shape)
+    if _are_enough(capable + away + kept, shape):
+        said = f"{those(kept)} could run it, but is reserved for others just now."
+        return Explanation("reserved", said)
     if not capable and not away:
-        return nothing_can(connected or nodes, shape)
+        return nothing_can([node for node in nodes if node.connected] or nodes, shape)
     most, wanted = most_together(capable + away), shape.requirements.nodes
     said = f"No site has {wanted} nodes that could run it; the most in one is {most}."
     return Explanation("no_site", said)
@@ -236,16 +238,21 @@ def _has_room(state: State, node: Node, gpu: Gpu, shape: Shape) -> bool:
 def _besides(connected: list[Node], capable: list[Node], shape: Shape) -> str:
     """Of nodes that could run it too, but for what an operator laid upon them."""
     cordoned = [node for node in capable if node.cordoned]
-    reserved = [
-        node
-        for node in connected
-        if node.reserved_for is not None
-        and unfit(node, shape) is not None
-        and unfit(replace(node, reserved_for=None), shape) is None
-    ]
+    reserved = _reserved(connected, shape)
     told = ""
     if cordoned:
         told += f" {those(cordoned)} could run it too, but is cordoned."
     if reserved:
         told += f" {those(reserved)} could run it too, but is reserved for others just now."
     return told
+
+
+def _reserved(nodes: list[Node], shape: Shape) -> list[Node]:
+    """Those that could run it if they were not kept for others."""
+    return [
+        node
+        for node in nodes
+        if node.reserved_for is not None
+        and unfit(node, shape) is not None
+        and unfit(replace(node, reserved_for=None), shape) is None
+    ]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from gpool.core import environments, gpuspec, prices
 from gpool.core.ids import NodeId
 from gpool.core.model import GIB, Gpu, GpuRequest, Node, Shape, Tier
-from gpool.core.scheduling.placement import Unfit, least_price, unfit, usable
+from gpool.core.scheduling.placement import Unfit, possible_prices, unfit, usable
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ def nothing_can(nodes: list[Node], shape: Shape) -> Explanation:
         case Unfit.LABELS:
             return _no_such_label(nodes, needs.labels)
         case Unfit.PRICE:
-            least = min(least_price(node, needs) for node in near)
+            least = min(min(possible_prices(node, needs)) for node in near)
             cap = prices.told(needs.max_price_microcredits or 0)
             said = f"It may cost {cap}; the cheapest that could run it costs {prices.told(least)}."
             return Explanation("over_price", said)

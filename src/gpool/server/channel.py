@@ -309,8 +309,7 @@ class Channel:
 
         Frames are not lost on a connection, so this should not happen; if it does, nobody else would ever notice.
         """
-        held = self._server.scheduler.held_alone_by(self.node)
-        unstated = held.difference(hold.task for hold in stated)
+        unstated = self._server.scheduler.unstated(self.node, [TaskId(h.task) for h in stated])
         forgotten = unstated & self._unstated
         self._unstated = unstated
         return forgotten

@@ -47,6 +47,11 @@ class Metrics:
             buckets=BUCKETS,
             registry=self.registry,
         )
+        self.planning = Counter(
+            "gpool_planning_seconds",
+            "Processor time spent deciding, of all passes",
+            registry=self.registry,
+        )
         self.queued = Gauge("gpool_tasks_queued", "Tasks waiting", registry=self.registry)
         self.nodes = Gauge("gpool_nodes_connected", "Nodes with a channel", registry=self.registry)
 

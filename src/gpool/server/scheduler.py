@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from operator import itemgetter
+from time import thread_time
 from typing import TYPE_CHECKING, TypeVar
 
 from gpool.core.errors import GpoolError
@@ -119,7 +120,9 @@ class Scheduler:
             await self.rebuild(now)
         if self.rules.changes_between(self._ruled_at, now):
             self._lay_rules(now)
+        began = thread_time()
         decided = plan(self.state, now, self.policy, self.orders)
+        self._metrics.planning.inc(thread_time() - began)
         places = decided.places
         self._metrics.queued.set(self.state.queued_count)
         if decided.preemptions:
@@ -375,6 +378,18 @@ class Scheduler:
         if self.in_doubt or entry is None or not entry.lines:
             return set()
         return {task for task, line in self.state.held.items() if line.node == node}
+
+    def unstated(self, node: NodeId, stated: Sequence[TaskId]) -> set[TaskId]:
+        """Tasks (no gangs) whose leases a node holds, as far as we know, and does not name; all that are held are looked through
+        only when there are any."""
+        entry = self.state.nodes.get(node)
+        if self.in_doubt or entry is None or not entry.lines:
+            return set()
+        held = self.state.held
+        named = {task for task in stated if task in held and held[task].node == node}
+        if len(named) == sum(line.count for line in entry.lines.values()):
+            return set()
+        return self.held_alone_by(node) - named
 
     def held_alone_by(self, node: NodeId) -> set[TaskId]:
         """Those of them that are no gangs: a member may have let go of what its gang still holds."""

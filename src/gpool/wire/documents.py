@@ -387,6 +387,8 @@ class GpuDocument(Answer):
     quarantined: str | None = None
     details: GpuDetailsDocument | None = None
     reading: ReadingDocument | None = None
+    price_microcredits: int = 0  # an hour of all of it
+    labels: list[str] = []  # of its node
 
 
 class GpuPage(Answer):
@@ -432,6 +434,8 @@ class NodeDocument(Answer):
     environments: list[str] = []
     builds: list[str] = []
     problems: list[str] = []
+    labels: list[str] = []
+    price_microcredits: int = 0  # an hour of a GPU, or of the node where it has none
 
 
 class NodePage(Answer):

@@ -1,14 +1,15 @@
 """Every node's free room as rows of numbers, so that many nodes are compared at once. It mirrors rooms; it decides nothing.
 
 A node has a **slot**, the row it stands in, and a **kind**: what it offers when idle. Nodes of one kind answer alike to
-"could you ever run this?", so that is asked once a kind. Each change of a node is noted in a log; whoever remembers how
-far they have read it need only look at the nodes that changed since.
+"could you ever run this?", so that is asked once a kind. Changes are counted, and each node's last one is noted;
+whoever remembers how far they have read need only look at the nodes that changed since.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -32,7 +33,7 @@ LENDS = 1 << 16
 MERIT, MERIT_BITS = LENDS << 1, 7
 """What a node's merit counts for in a key: above what it has free. Seven bits: trust, then speed."""
 
-_MAX_LOG = 100_000
+FEW = 8  # nodes that are looked at one by one before the arrays are asked
 _SLACK = 64
 NOBODY = -1
 Look = Callable[[NodeId], tuple[Room, int]]
@@ -65,14 +66,15 @@ class Board:
         self.nodes: list[Node | None] = []
         self.mtbfs: Counter[int] = Counter()  # how many nodes have each
         self.kinds: list[Node | None] = [None]  # one node of each kind
-        self.log: list[int] = []
-        self.forgotten = 0  # entries of the log that were dropped
+        self.now = 0  # how many changes there were
+        self._latest: deque[int] = deque(maxlen=FEW)  # slots, in the order of changing
         self.generation = 0  # grows when rows change their length
         self._look = look
         self._kinds_by: dict[tuple[Any, ...], int] = {}
         self._sites: dict[str, int] = {}
         self._unused: list[int] = []
         self._stale: set[NodeId] = set()
+        self._said: dict[int, tuple[object, ...]] = {}  # by slot: what its row was made from
         self._with_gpus: set[int] = set()
         self._most: tuple[int, ...] = (0, 0, 0, 0)
         self._most_at = -1
@@ -87,6 +89,7 @@ class Board:
         self.mtbf = np.ones(rows, np.int64)  # seconds
         self.disk = np.zeros(rows, np.int64)
         self.site = np.zeros(rows, np.intp)  # its number; 0: it takes no part in gangs
+        self.changed = np.zeros(rows, np.int64)  # what `now` was then
         self.lines = np.zeros(rows, np.int64)
         self.lends = np.zeros(rows, np.int64)  # `LENDS` where there are GPUs
         self.tight = np.zeros(rows, np.int64)  # CPU, then memory: orders what is equal otherwise
@@ -159,6 +162,7 @@ class Board:
         self._stale.discard(id_)
         self._count_mtbf(self.nodes[slot], -1)
         self.nodes[slot] = None
+        self._said.pop(slot, None)
         self._unused.append(slot)
         self.kind[slot] = CLOSED
         self.cpu[slot] = self.memory[slot] = 0
@@ -171,10 +175,12 @@ class Board:
             if not self.mtbfs[mtbf]:
                 del self.mtbfs[mtbf]
 
-    def touch(self, id_: NodeId) -> None:
-        """Its room is not what it was."""
+    def touch(self, id_: NodeId, *, anew: bool = False) -> None:
+        """Its room may not be what it was; `anew`: it counts as changed even if it is."""
         if id_ in self.slots:
             self._stale.add(id_)
+            if anew:
+                self._said.pop(self.slots[id_], None)
 
     def _site(self, node: Node) -> int:
         if not joins_gangs(node.offer):
@@ -216,10 +222,13 @@ class Board:
     # ---- reading the rooms
 
     def refresh(self) -> None:
-        """Brings the rows of all touched nodes up to date and notes them in the log."""
+        """Brings the rows of all touched nodes up to date and notes those that are not as they were.
+
+        Most that a pass takes is granted, and is what the board says already when that is folded.
+        """
         if not self._stale:
             return
-        slots = [self._read(id_) for id_ in self._stale]
+        slots = [slot for id_ in self._stale if (slot := self._read(id_)) is not None]
         self._stale.clear()
         with_gpus = [slot for slot in slots if slot in self._with_gpus]
         if with_gpus:
@@ -227,10 +236,15 @@ class Board:
         for slot in slots:
             self._note(slot)
 
-    def _read(self, id_: NodeId) -> int:
+    def _read(self, id_: NodeId) -> int | None:
         slot = self.slots[id_]
         (room, lines), node = self._look(id_), self.nodes[slot]
         assert node is not None
+        gpus = [(gpu.free_share, gpu.free_memory, gpu.user) for gpu in room.gpus.values()]
+        said = (node, self.generation, lines, room.free_cpu, room.free_memory, room.free_disk, gpus)
+        if self._said.get(slot) == said:
+            return None
+        self._said[slot] = said
         self.lines[slot] = lines
         self.cpu[slot] = room.free_cpu
         self.memory[slot] = room.free_memory
@@ -284,24 +298,17 @@ class Board:
             self._most = tuple(int(each) for each in found)
         return self._most  # type: ignore[return-value]  # four of them
 
-    # ---- the log
+    # ---- changes
 
     def _note(self, slot: int) -> None:
-        self.log.append(slot)
-        if len(self.log) > _MAX_LOG:
-            dropped = len(self.log) // 2
-            del self.log[:dropped]
-            self.forgotten += dropped
+        self.now += 1
+        self.changed[slot] = self.now
+        self._latest.append(slot)
 
-    @property
-    def now(self) -> int:
-        """How far the log goes."""
-        return self.forgotten + len(self.log)
-
-    def since(self, read: int) -> set[int] | None:
-        """The slots that changed after `read`; None: more than is worth telling apart."""
-        start = read - self.forgotten
-        if start < 0:
-            return None
-        changed = set(self.log[start:])
-        return None if 2 * len(changed) > len(self.nodes) > 16 else changed
+    def since(self, read: int) -> set[int] | Slots:
+        """The slots that changed after `now` was `read`; a set when there are few."""
+        count = self.now - read
+        if count <= len(self._latest):
+            return set(islice(reversed(self._latest), count))
+        changed: Slots = np.flatnonzero(self.changed[: len(self.nodes)] > read)
+        return changed

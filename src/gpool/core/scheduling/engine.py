@@ -1,7 +1,7 @@
 """Finds the best place for a shape among all nodes, looking only at those that changed since it was last asked. It takes nothing.
 
 For each shape (rather: for all that ask for the same and may use the same) a **row** holds one number for each node: how
-good a place it is, or that it is none. Asked again, only nodes noted in the board's log since are scored anew, and the
+good a place it is, or that it is none. Asked again, only nodes that the board notes as changed since are scored anew, and the
 largest number wins. Numbers are compared in this order:
 
 1. the step of the price (`pricing`): GPU that the usual tasks could use, spoilt by this placement;
@@ -48,7 +48,6 @@ MAX_SHAPES = 20_000
 _MADE = (environments.PIP, environments.IMAGE)
 _NONE = np.iinfo(np.int64).min
 _FIRST = np.array([True])
-_FEW = 8  # nodes that are looked at one by one before the arrays are asked
 # Bits below which the lesser rules stand: free GPU, merit, cost, lost time, and on top the step of the price, at most
 # some 140,000: all free GPU of a node, in single thousandths, and a remnant.
 _COST = MERIT.bit_length() - 1 + MERIT_BITS
@@ -114,8 +113,9 @@ class Engine:
     def remove(self, id_: NodeId) -> None:
         self.board.remove(id_)
 
-    def touch(self, id_: NodeId) -> None:
-        self.board.touch(id_)
+    def touch(self, id_: NodeId, *, anew: bool = False) -> None:
+        """Its room may be another; `anew`: so is what lies there, whatever its room says."""
+        self.board.touch(id_, anew=anew)
 
     def end_pass(self) -> None:
         """What the pass took was only proposed."""
@@ -236,30 +236,27 @@ class Engine:
 
     def _update(self, row: Row) -> None:
         board = self.board
-        changed: set[int] | None
+        changed: set[int] | Slots
         if row.generation != board.generation:
             row.generation = board.generation
             row.key = np.full(board.size, _NONE, np.int64)
             row.gpu = np.zeros(board.size, np.int16)
-            row.kinds, changed = 0, None
+            row.kinds, changed = 0, np.arange(len(board.nodes))
         else:
             changed = board.since(row.read)
         row.read = board.now
-        if changed is None:
-            changed = set(range(len(board.nodes))) if len(board.nodes) <= _FEW else None
-        if changed is None:
-            row.learn(self.board)
-            self._score(row, np.arange(len(board.nodes)))
-            return
-        if len(changed) <= _FEW:
+        if isinstance(changed, set):
             changed = {slot for slot in changed if self._may_take(row, slot)}
-        if not changed:
-            return
-        row.learn(self.board)
-        if row.request is None and len(changed) <= _FEW:
-            changed = {slot for slot in changed if not self._score_bare(row, slot)}
-        if changed:
-            self._score(row, np.array(sorted(changed), np.intp))
+            if not changed:
+                return
+            row.learn(board)
+            if row.request is None:
+                changed = {slot for slot in changed if not self._score_bare(row, slot)}
+                if not changed:
+                    return
+            changed = np.array(sorted(changed), np.intp)
+        row.learn(board)
+        self._score(row, changed)
 
     def _might_fit(self, row: Row) -> bool:
         """Whether any node has so much of anything: if not, there need be no row yet."""
@@ -301,15 +298,16 @@ class Engine:
         if row.shape.requirements.disk_bytes:
             able &= board.disk[slots] >= row.shape.requirements.disk_bytes
         row.key[slots] = _NONE
-        if row.request is not None and is_slice(row.request):
-            self._score_slices(row, slots, kinds, able)
-            return
-        if row.request is not None:
-            idle = (board.gpus.take(slots, 0)[:, 3] == NOBODY) & row.usable.take(kinds, 0)
-            able &= idle.sum(1) >= row.request.count
-        slots = slots[able]
+        slots, kinds = slots[able], kinds[able]
+        if row.request is not None and len(slots):
+            if is_slice(row.request):
+                self._score_slices(row, slots, kinds)
+                return
+            idle = (board.holder[slots] == NOBODY) & row.usable.take(kinds, 0)
+            enough = idle.sum(1) >= row.request.count
+            slots, kinds = slots[enough], kinds[enough]
         if len(slots):
-            self._settle(row, slots, self._price(row, slots, kinds[able]))
+            self._settle(row, slots, self._price(row, slots, kinds))
 
     def _score_bare(self, row: Row, slot: int) -> bool:
         """A node without GPUs for a task without: nothing can be spoilt. False: it has some."""
@@ -324,10 +322,10 @@ class Engine:
             row.key[slot] = key
         return True
 
-    def _score_slices(self, row: Row, slots: Slots, kinds: Slots, able: NDArray[np.bool_]) -> None:
+    def _score_slices(self, row: Row, slots: Slots, kinds: Slots) -> None:
         share, vram, free, holder = self.board.gpus.take(slots, 0).swapaxes(0, 1)
         least_share, least_vram, need = row.parts.take(kinds, 0).swapaxes(0, 1)
-        fit = (share >= least_share) & (vram >= least_vram) & able[:, None]
+        fit = (share >= least_share) & (vram >= least_vram)
         fit &= (holder < 0) | (holder == row.shape.user)
         # of neighbours that are alike, the first will do
         fit[:, 1:] &= ~(fit[:, :-1] & (free[:, 1:] == free[:, :-1]) & (need[:, 1:] == need[:, :-1]))

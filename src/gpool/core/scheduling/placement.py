@@ -186,18 +186,19 @@ def cpu_price(node: Node, cpu_milli: int) -> int:
     return -(-whole * cpu_milli // max(1, offer.cpu_milli))
 
 
-def least_price(node: Node, needs: Requirements) -> int:
-    """The least that this could cost there in an hour. The node must have what is asked for."""
-    found = [
+def possible_prices(node: Node, needs: Requirements) -> set[int]:
+    """What it may cost there in an hour: by which alternative, and on which card. The node must have what is asked for."""
+    if not needs.gpu:
+        return {cpu_price(node, needs.cpu_milli)}
+    return {
         gpu_price(node, gpu, request)
         for request in needs.gpu
         for gpu in node.offer.gpus
         if usable(node, gpu, request)
-    ]
-    return min(found) if found else cpu_price(node, needs.cpu_milli)
+    }
 
 
-def price_of(node: Node, found: Fit) -> int:
+def price_of(node: Node, found: Fit | Allocation) -> int:
     """What such an allocation costs there in an hour, in micro-credits: its part of the GPUs, or of the CPU where it has none."""
     if not found.slices:
         return cpu_price(node, found.cpu_milli)

@@ -220,7 +220,7 @@ class State:
         unlike = self.caches.take(other.caches)
         if self._engine is not None:
             for id_ in unlike:
-                self._engine.touch(id_)
+                self._engine.touch(id_, anew=True)
 
     def truth(self) -> tuple[object, ...]:
         """All that is not a hint, as a plain value."""
@@ -433,7 +433,7 @@ class State:
         user = entry.shape.user
         node.room.take(allocation, user)
         if self._engine is not None:
-            self._engine.touch(key[0])
+            self._engine.touch(key[0], anew=bool(entry.shape.data))
         self.running[user] = self.running.get(user, 0) + 1
         taken = gpus_of(allocation)
         if taken:
