@@ -60,15 +60,14 @@ class Site:
             within = ("nsenter", f"--net=/run/netns/{self.space(name)}")
             flags = ("--site", "lab", "--address", self.address(name))
             self.pool.joining(name, *flags, within=within)
-        self.until_all_online()
+        for name in HOSTS:
+            self.pool.until_online(name)
 
-    def until_all_online(self) -> None:
-        """Whoever was killed by an earlier test comes back."""
+    def revive(self) -> None:
+        """Whoever was killed by an earlier test comes back, while two others are there for the next gang."""
         for agent in self.pool.agents.values():
             if not agent.is_running:
                 agent.start()
-        for name in HOSTS:
-            self.pool.until_online(name)
 
     # ---- tasks
 
@@ -126,7 +125,7 @@ def site(
 @pytest.fixture
 def pool(site: Site) -> Pool:
     """So that its logs are shown when a test fails."""
-    site.until_all_online()
+    site.revive()
     return site.pool
 
 
