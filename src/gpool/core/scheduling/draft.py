@@ -11,7 +11,7 @@ import numpy as np
 from gpool.core.ids import NodeId, TaskId, UserId
 from gpool.core.model import Allocation, Instant, Node, Shape, Span
 from gpool.core.scheduling import gangs
-from gpool.core.scheduling.backfill import UNKNOWN, Reservation, may_pass, ready_at
+from gpool.core.scheduling.backfill import UNKNOWN, End, Reservation, may_pass, ready_at
 from gpool.core.scheduling.events import Member, Preempt
 from gpool.core.scheduling.fair_share import (
     Amounts,
@@ -33,6 +33,7 @@ from gpool.core.scheduling.limits import (
 )
 from gpool.core.scheduling.orders import DECISIVE, ORDERS, Candidate, Key, Order, Policy
 from gpool.core.scheduling.placement import Fit, is_open
+from gpool.core.scheduling.predictions import model_of
 from gpool.core.scheduling.preemption import Victim
 from gpool.core.scheduling.queue import Entry
 from gpool.core.scheduling.room import Room
@@ -41,8 +42,10 @@ from gpool.core.scheduling.state import Line, ShapeState, State
 MAX_KEPT_CLEAR = 8
 _LOOKS_FOR_CLEARING = 64  # shapes a pass for which a node to clear is sought
 _HELPED = 8  # tenants a pass
+_FAR = Span(30 * 24 * UNKNOWN)
 _BEHIND_MILLI = 20  # of what others had
 _NODES_COMPARED = 32  # to keep one of them clear
+Alike = tuple[UserId, int | None, Amounts]
 
 
 class Turn:
@@ -53,7 +56,7 @@ class Turn:
     def __init__(self, entry: ShapeState) -> None:
         self.entry = entry
         self.left = entry.queue.size
-        self.is_over = False  # its user or team runs as many GPUs as it may
+        self.is_over = False  # its people run as many GPUs as they may, or it waits for inputs
         self.key: Key = ()
         self._entries: Iterator[Entry] = entry.queue.entries()
         self._ahead = next(self._entries)
@@ -124,6 +127,7 @@ class Draft:
         self.lines: dict[tuple[NodeId, int], NewLine] = {}
         self.looks_at_shares = policy.order == "fair_share" or policy.order not in ORDERS
         self.taken: dict[Holder, Amounts] = {}  # by tenants and users, in this pass
+        self._known_shares: dict[Holder, int] = {}  # until they take something
         self.future: dict[NodeId, Room] = {}  # where something stops or is promised
         self.clearing: dict[NodeId, Shape] = {}
         self.stopped: set[Line] = set()
@@ -131,8 +135,12 @@ class Draft:
         self.most_share = self.most_lately = 0  # of any tenant that has tasks waiting
         self.mean_share = 0  # of those, now
         self.predictions: dict[int, tuple[Span | None]] = {}
+        self.run_times: dict[tuple[int, str], Span] = {}
+        self.made_on: dict[NodeId, list[tuple[Shape, Allocation]]] = {}  # in this pass
         self.preemptions: list[Preempt] = []
-        self._victims: list[list[Victim]] | None = None
+        self.awaited: dict[str, int] = {}  # large inputs: tasks that wait for a node with them
+        self._alike: dict[Alike, list[Line]] | None = None  # what may be stopped
+        self._victims: dict[Alike, list[Victim]] = {}
 
     def key(self, turn: Turn, given_up: int = 0, without: Holding | None = None) -> Key:
         """Where its next task stands; `without`: as if that did not run."""
@@ -173,6 +181,9 @@ class Draft:
         """Asked of the house's orders only by the one that looks at it: it is not cheap."""
         if self.policy.order in ORDERS and self.policy.order != "shortest":
             return None
+        return self.predicted_for(shape)
+
+    def predicted_for(self, shape: Shape) -> Span | None:
         known = self.predictions.get(id(shape))
         if known is None:
             known = self.predictions[id(shape)] = (self.state.predictions.of(shape),)
@@ -190,6 +201,11 @@ class Draft:
         return first, first if tenant == user else self.share(user, without, gain)
 
     def share(self, holder: Holder, without: Holding | None, gain: Amounts = (0, 0, 0)) -> int:
+        if without is None and gain == (0, 0, 0):
+            known = self._known_shares.get(holder)
+            if known is None:
+                known = self._known_shares[holder] = self._share(holder, self.taken.get(holder))
+            return known
         more = self.taken.get(holder)
         if gain != (0, 0, 0):
             more = plus(more or (0, 0, 0), gain)
@@ -198,6 +214,9 @@ class Draft:
             ("user", without.shape.user),
         ):
             more = plus(more or (0, 0, 0), without.amounts, -1)
+        return self._share(holder, more)
+
+    def _share(self, holder: Holder, more: Amounts | None) -> int:
         return self.state.shares.of(holder, self.policy.weights.get(holder, 1000), more)
 
     def key_beside(self, other: Turn, own: Holding) -> Key:
@@ -258,6 +277,7 @@ class Draft:
             room = self.rooms[node] = entry.room.copy()
         allocation = found.numbered(number)
         room.take(allocation, shape.user)
+        self.made_on.setdefault(node, []).append((shape, allocation))
         if node in self.future:
             self.future[node].take(allocation, shape.user)
         before = self.engine.overlay.get(node, (room, len(taken)))[1]
@@ -277,6 +297,7 @@ class Draft:
             for allocation in allocations:
                 had = plus(had, amounts_of(allocation), sign)
             self.taken[holder] = had
+            self._known_shares.pop(holder, None)
 
     def keep_clear(self, turn: Turn) -> None:
         """For a task that has waited long: the node nearest to having room takes nothing from those behind it."""
@@ -294,7 +315,7 @@ class Draft:
         if shape.requirements.nodes > 1:
             nodes = gangs.nearest(self.engine, shape, self.kept_clear)
             if nodes:  # a part of what a gang needs is of no use
-                at = max(self.ready_at(id_, shape) for id_ in nodes)
+                at = Instant(max(self.ready_at(id_, shape) for id_ in nodes))
                 self.kept_clear |= dict.fromkeys(nodes, Reservation(shape, at))
             return
         owed = self.pieces_owed(turn)
@@ -302,7 +323,7 @@ class Draft:
             nearest = self.nearest(turn)
             if nearest is None:
                 return
-            self.kept_clear[nearest] = Reservation(shape, self.ready_at(nearest, shape))
+            self.kept_clear[nearest] = Reservation(shape, Instant(self.ready_at(nearest, shape)))
             owed -= max(1, 1000 * len(self.room(nearest).gpus) // max(1, least_gpus(shape)))
 
     def pieces_owed(self, turn: Turn) -> int:
@@ -343,14 +364,17 @@ class Draft:
             self.mean_share = now // max(1, len(tenants))
 
     def nearest(self, turn: Turn) -> NodeId | None:
-        """The node to keep clear. For a tenant that runs some of these already it is the one where others have least to do: of
-        a few that are the same in every pass, or it would be another each time."""
+        """The node to keep clear, of some that are the same in every pass, or it would be another each time: the one that is
+        ready first; for a tenant that runs some of these already, the one where others have least to do. What may preempt
+        needs it less."""
         shape = turn.entry.shape
-        if not (turn.entry.lines and self.looks_at_shares) or shape.preemptible:
+        if shape.preemptible:
             return self.engine.nearest(shape, self.kept_clear)
         slots, _ = self.engine.could_run(shape, self.kept_clear)
         ids = np.sort(self.engine.board.ids[slots])
-        some = ids[:: max(1, len(ids) // _NODES_COMPARED)].tolist()
+        some: list[NodeId] = ids[:: max(1, len(ids) // _NODES_COMPARED)].tolist()
+        if not (turn.entry.lines and self.looks_at_shares):
+            return min(some, key=lambda id_: (self.ready_at(id_, shape), id_), default=None)
         found = [(self.in_the_way(id_, shape), id_) for id_ in some]
         known = [(work, id_) for work, id_ in found if work is not None]
         return NodeId(min(known)[1]) if known else None
@@ -368,42 +392,49 @@ class Draft:
         if free >= gpus and cpu >= needs.cpu_milli:
             return work
         others = [line for line in entry.lines.values() if tenant_of(line.shape) != tenant]
-        for left, line in sorted(((self.left_of(line), line) for line in others), key=_first):
-            free, cpu, work = (
-                free + gpus_of(line.allocation),
-                cpu + line.allocation.cpu_milli,
-                work + left,
-            )
+        lefts = [(self.left_of(line, entry.node), line.allocation) for line in others]
+        for left, allocation in sorted(lefts, key=lambda each: each[0]):
+            free, cpu = free + gpus_of(allocation), cpu + allocation.cpu_milli
+            work += left
             if free >= gpus and cpu >= needs.cpu_milli:
                 return work
         return None
 
-    def left_of(self, line: Line) -> int:
+    def left_of(self, line: Line, node: Node | None) -> int:
         """What has outlived its prediction goes on for a while."""
-        known = self.predictions.get(id(line.shape))
-        if known is None:
-            known = self.predictions[id(line.shape)] = (self.state.predictions.of(line.shape),)
+        lasts = UNKNOWN if node is None else self.lasts(line.shape, node, line.allocation)
         ran = self.now - line.since
-        return max((known[0] or UNKNOWN) - ran, ran // 4)
+        return max(lasts - ran, ran // 4)
 
-    def ready_at(self, id_: NodeId, shape: Shape) -> Instant:
-        entry = self.state.nodes[id_]
+    def ready_at(self, id_: NodeId, shape: Shape) -> int:
+        """When a node will have room, as predicted; far away when that cannot be told."""
+        entry, now = self.state.nodes[id_], self.now
         if entry.node is None:
-            return self.now
-        lines = entry.lines.values()
-        predicted = self.state.predictions.of
-        return ready_at(entry.node, self.room(id_), lines, shape, self.now, predicted)
+            return now
+        held = [(line.since, line.shape, line.allocation) for line in entry.lines.values()]
+        held += [(now, *made) for made in self.made_on.get(id_, ())]
+        ends = [
+            End(since + self.lasts(kind, entry.node, allocation), allocation)
+            for since, kind, allocation in held
+        ]
+        found = ready_at(entry.node, self.room(id_), ends, shape, now)
+        return now + _FAR if found is None else found
+
+    def lasts(self, shape: Shape, node: Node, allocation: Allocation) -> Span:
+        """How long a task runs there, as predicted."""
+        model = model_of(node, allocation)
+        known = self.run_times.get((id(shape), model))
+        if known is None:
+            known = self.state.predictions.of(shape, model) or UNKNOWN
+            self.run_times[id(shape), model] = known
+        return known
 
     def barred(self, shape: Shape) -> set[NodeId]:
         """What is being cleared, or kept clear, for others; what may be stopped again may use the latter meanwhile."""
         found = {id_ for id_, other in self.clearing.items() if other is not shape}
         if self.kept_clear and not (shape.preemptible and self.decisive):
-            predicted = self.state.predictions.of(shape)
+            predicted = self.predicted_for(shape)
             for id_, kept in self.kept_clear.items():
                 if not may_pass(shape, kept, self.now, predicted):
                     found.add(id_)
         return found
-
-
-def _first(pair: tuple[int, Line]) -> int:
-    return pair[0]

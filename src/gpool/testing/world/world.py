@@ -86,6 +86,7 @@ class Outcome:
     accepted: int
     crashes: int
     resumed: int = 0  # attempts that went on from a checkpoint
+    gangs: int = 0  # that succeeded
     lines: list[str] = field(default_factory=list)
 
 
@@ -230,6 +231,7 @@ class World:
             self.record.accepted,
             self.crashes,
             self.record.resumed,
+            self.record.gangs,
             self.trace.lines,
         )
 
@@ -305,7 +307,11 @@ class World:
                 self._preempt(agent.name)
             case Kind.RECLAIM:
                 agent.reclaim()
-                self.loop.after_us(fault.lasts_us, agent.lend)
+                lends_us = fault.lasts_us
+                if self.dice.chance(0.5):  # just while it connects anew
+                    self.loop.after_us(lends_us, self.network.break_links, agent.name)
+                    lends_us += self.dice.between(1 * MS, 40 * MS)
+                self.loop.after_us(lends_us, agent.lend)
             case Kind.FREEZE:
                 agent.freeze()
                 self.loop.after_us(fault.lasts_us, agent.thaw)
