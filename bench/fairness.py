@@ -299,13 +299,13 @@ def unlike(options: Options) -> list[Row]:
     """Seven teams, 36 4/7 GPUs each, short and long, large and small. They come one after another, ten minutes apart, to a
     pool that those before them fill; the first hour is that in which the last of them comes."""
     works = (
-        Work(1, 90),
-        Work(2, 60),
-        Work(1, 2),
-        Work(8, 5),
+        Work(1, 60),
+        Work(2, 40),
+        Work(1, 4),
+        Work(8, 10),
         Work(2, 20),
         Work(4, 30),
-        Work(8, 15),
+        Work(8, 20),
     )
     pool = Pool(32, Policy(), options.seed)
     for team, work in enumerate(works, 1):

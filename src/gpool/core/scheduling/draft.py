@@ -9,7 +9,7 @@ from typing import Protocol
 import numpy as np
 
 from gpool.core.ids import NodeId, TaskId, UserId
-from gpool.core.model import Allocation, Instant, Node, Shape, Span
+from gpool.core.model import SECOND, Allocation, Instant, Node, Shape, Span
 from gpool.core.scheduling import gangs
 from gpool.core.scheduling.backfill import UNKNOWN, End, Reservation, may_pass, ready_at
 from gpool.core.scheduling.events import Member, Preempt
@@ -329,7 +329,7 @@ class Draft:
     def pieces_owed(self, turn: Turn) -> int:
         """How many more of these its tenant would have if all had alike; one, where shares do not count."""
         shape, tenant = turn.entry.shape, tenant_of(turn.entry.shape)
-        if not (turn.entry.lines and self.looks_at_shares) or shape.preemptible:
+        if not self.looks_at_shares or shape.preemptible:
             return 1
         have = self.share(tenant, None) - self.lately(tenant)
         piece = self.share(tenant, None, asked_by(shape)) - self.lately(tenant) - have
@@ -365,39 +365,43 @@ class Draft:
 
     def nearest(self, turn: Turn) -> NodeId | None:
         """The node to keep clear, of some that are the same in every pass, or it would be another each time: the one that is
-        ready first; for a tenant that runs some of these already, the one where others have least to do. What may preempt
-        needs it less."""
+        ready first; where shares count, the one where others have least to do. What may preempt needs it less."""
         shape = turn.entry.shape
         if shape.preemptible:
             return self.engine.nearest(shape, self.kept_clear)
         slots, _ = self.engine.could_run(shape, self.kept_clear)
         ids = np.sort(self.engine.board.ids[slots])
         some: list[NodeId] = ids[:: max(1, len(ids) // _NODES_COMPARED)].tolist()
-        if not (turn.entry.lines and self.looks_at_shares):
+        if not self.looks_at_shares:
             return min(some, key=lambda id_: (self.ready_at(id_, shape), id_), default=None)
-        found = [(self.in_the_way(id_, shape), id_) for id_ in some]
+        found = [(self.in_the_way(id_, turn), id_) for id_ in some]
         known = [(work, id_) for work, id_ in found if work is not None]
         return NodeId(min(known)[1]) if known else None
 
-    def in_the_way(self, id_: NodeId, shape: Shape) -> int | None:
-        """The work that other tenants have to do there before there is room, as predicted; None: they do not have so much.
+    def in_the_way(self, id_: NodeId, turn: Turn) -> int | None:
+        """How much has to be done there before there is room, as predicted; None: keeping it clear would not help. If some of
+        its shape run, what its own tenant has there stays, and what is as small as anything gets what ends next anyway.
 
-        Their work together rather than the last end: on a node that is kept clear it only ever gets less, so that the same
-        node is kept in the next pass.
+        The squares of what they have left, together: what is long counts, what slips in meanwhile hardly does, and on a node
+        that is kept clear it gets less and less, so that the same node is kept in the next pass.
         """
+        shape, is_first = turn.entry.shape, not turn.entry.lines
         entry, room, needs = self.state.nodes[id_], self.room(id_), shape.requirements
         gpus = min((request.count for request in needs.gpu), default=0) * 1000
         free = sum(1000 for gpu in room.gpus.values() if not gpu.holders)
         cpu, work, tenant = room.free_cpu, 0, tenant_of(shape)
         if free >= gpus and cpu >= needs.cpu_milli:
             return work
-        others = [line for line in entry.lines.values() if tenant_of(line.shape) != tenant]
-        lefts = [(self.left_of(line, entry.node), line.allocation) for line in others]
-        for left, allocation in sorted(lefts, key=lambda each: each[0]):
+        lefts = [
+            (self.left_of(line, entry.node), line.allocation)
+            for line in entry.lines.values()
+            if is_first or tenant_of(line.shape) != tenant
+        ]
+        for place, (left, allocation) in enumerate(sorted(lefts, key=lambda each: each[0])):
             free, cpu = free + gpus_of(allocation), cpu + allocation.cpu_milli
-            work += left
+            work += (left // SECOND) ** 2
             if free >= gpus and cpu >= needs.cpu_milli:
-                return work
+                return work if is_first or place or gpus > 1000 else None
         return None
 
     def left_of(self, line: Line, node: Node | None) -> int:
