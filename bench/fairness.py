@@ -105,6 +105,7 @@ class Pool:
 
     def __init__(self, nodes: int, policy: Policy, seed: int, cpus: int = 64) -> None:
         self.state, self.policy, self.dice = State(), policy, Random(seed)
+        self.state.shares.weights = policy.weights
         self.now, self.tasks = START, 0
         self.tenants: dict[int, Tenant] = {}
         self.lent: Amounts = (8000 * nodes, 1000 * cpus * nodes, 4 * cpus * GIB * nodes)

@@ -179,6 +179,7 @@ class Scheduler:
             state.inherit(self.state, now)
         else:
             state.shares.recall(told, now)
+        state.shares.weights = self.policy.weights
         self.state = state
         self._names = 0
         self._settled = doubt
@@ -229,6 +230,7 @@ class Scheduler:
         if rules == self.rules and policy == self.policy:
             return
         self.policy, self.rules = policy, rules
+        self.state.shares.weights = policy.weights
         self._lay_rules(now)
 
     def _lay_rules(self, now: Instant) -> None:

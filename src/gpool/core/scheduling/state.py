@@ -222,6 +222,7 @@ class State:
         self._served, self._serial = other._served.copy(), other._serial
         self._arrived = other._arrived.copy()
         self.shares.usage = other.shares.usage.copy()
+        self.shares.weights = other.shares.weights
         self.predictions = other.predictions  # only read by who plans on a copy
         self._touch(self.caches.take(other.caches))
 
