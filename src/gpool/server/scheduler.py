@@ -225,7 +225,7 @@ class Scheduler:
     def use_rules(self, rules: Rules, now: Instant) -> None:
         """What operators laid upon the pool, from the next pass on."""
         configured = replace(self.configured, limits=self.policy.limits)
-        policy = rules.policy.applied(configured, self.orders)
+        policy = rules.policy_upon(configured, self.orders)
         if rules == self.rules and policy == self.policy:
             return
         self.policy, self.rules = policy, rules
