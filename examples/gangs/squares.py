@@ -1,4 +1,4 @@
-"""A Ray program on several nodes: gpool starts the cluster, the program finds it.
+"""A Ray program on several nodes: gpool starts the cluster, the program finds it and has a worker on every node.
 
 gpool run --nodes 2 --engine ray --memory 2GB --pip ray examples/gangs/squares.py
 """
@@ -6,30 +6,36 @@ gpool run --nodes 2 --engine ray --memory 2GB --pip ray examples/gangs/squares.p
 from __future__ import annotations
 
 import argparse
+import os
 import threading
 
 import ray
+from ray.util import ActorPool
+from ray.util.placement_group import placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 
-@ray.remote
-def square(number: int, pause_s: float) -> tuple[str, int]:
-    """Where it was computed, and what it is."""
-    threading.Event().wait(pause_s)  # stands for work
-    return ray.get_runtime_context().get_node_id(), number * number
+@ray.remote(num_cpus=1)
+class Worker:
+    def square(self, number: int, pause_s: float) -> tuple[str, int]:
+        """Where it was computed, and what it is."""
+        threading.Event().wait(pause_s)  # stands for work
+        return ray.get_runtime_context().get_node_id(), number * number
 
 
 def main(count: int, pause_s: float) -> None:
     ray.init(log_to_driver=False)
-    waiting = [
-        square.options(scheduling_strategy="SPREAD").remote(n, pause_s) for n in range(count)
+    group = placement_group([{"CPU": 1}] * int(os.environ["GPOOL_NODES"]), "STRICT_SPREAD")
+    workers = [
+        Worker.options(scheduling_strategy=PlacementGroupSchedulingStrategy(group, index)).remote()
+        for index in range(group.bundle_count)
     ]
+    found = ActorPool(workers).map(lambda one, n: one.square.remote(n, pause_s), range(count))
     total, nodes = 0, set()
-    while waiting:
-        ready, waiting = ray.wait(waiting)
-        for node, value in ray.get(ready):
-            total += value
-            nodes.add(node)
-        print(f"{count - len(waiting)} of {count}", flush=True)
+    for number, (node, value) in enumerate(found):
+        total += value
+        nodes.add(node)
+        print(f"{number + 1} of {count}", flush=True)
     print(f"{total} from {len(nodes)} nodes", flush=True)
 
 

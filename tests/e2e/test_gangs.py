@@ -60,15 +60,14 @@ class Site:
             within = ("nsenter", f"--net=/run/netns/{self.space(name)}")
             flags = ("--site", "lab", "--address", self.address(name))
             self.pool.joining(name, *flags, within=within)
-        self.until_all_online()
+        for name in HOSTS:
+            self.pool.until_online(name)
 
-    def until_all_online(self) -> None:
-        """Whoever was killed by an earlier test comes back."""
+    def revive(self) -> None:
+        """Whoever was killed by an earlier test comes back, while two others are there for the next gang."""
         for agent in self.pool.agents.values():
             if not agent.is_running:
                 agent.start()
-        for name in HOSTS:
-            self.pool.until_online(name)
 
     # ---- tasks
 
@@ -126,7 +125,7 @@ def site(
 @pytest.fixture
 def pool(site: Site) -> Pool:
     """So that its logs are shown when a test fails."""
-    site.until_all_online()
+    site.revive()
     return site.pool
 
 
@@ -212,8 +211,9 @@ def test_torchrun_goes_on_elsewhere_when_an_agent_is_killed(
 
 @pytest.mark.slow
 def test_a_gang_that_is_to_end_with_a_loss_fails_and_says_why(site: Site, pool: Pool) -> None:
+    mark = f"sleep 600.{os.getpid()}"
     wanted = {
-        "command": ["sh", "-c", "echo up; exec sleep 600"],
+        "command": ["sh", "-c", f"echo up; exec {mark}"],
         "nodes": 2,
         "on_loss": "end",
         "retries": 3,
@@ -225,8 +225,9 @@ def test_a_gang_that_is_to_end_with_a_loss_fails_and_says_why(site: Site, pool: 
     document = site.ended(task)
     assert document["status"] == "failed"
     assert document["epoch"] == 1
-    assert lost in document["error_text"], document
-    eventually("nothing of it runs", lambda: not processes_saying("sleep 600"), 20)
+    assert "rank 1 was lost" in document["error_text"], document
+    assert "on_loss=end" in document["error_text"]
+    eventually("nothing of it runs", lambda: not processes_saying(mark.partition(" ")[2]), 20)
 
 
 @pytest.mark.slow

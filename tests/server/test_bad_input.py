@@ -47,6 +47,7 @@ SUBMISSIONS: list[tuple[str, Any, int, str]] = [
     ("a loss of one node", {**TRUE, "on_loss": "end"}, 400, "'on_loss'"),
     ("a gang of functions", {**calls_document(1), "nodes": 2}, 400, "runs a command on every node"),
     ("a gang without walls", {**TRUE, "nodes": 2, "tier": "none"}, 400, "leave 'tier' out"),
+    ("a gang of microVMs", {**TRUE, "nodes": 2, "tier": "vm"}, 400, "leave 'tier' out"),
     (
         "torchrun twice",
         {"command": ["/usr/bin/torchrun", "x.py"], "nodes": 2, "engine": "torchrun"},

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import permutations
+from typing import Any
 
 import pytest
 from gang_pool import Site, gang_spec, site_of
-from store_pool import CPU, Pool, race
+from store_pool import CPU, Pool, exited, race
 
 from gpool.core.errors import Conflict
 from gpool.core.gangs import Call
@@ -25,6 +26,7 @@ from gpool.core.model import (
 )
 from gpool.core.scheduling.events import Grant, Member, Place
 from gpool.core.scheduling.shapes import shape_of
+from gpool.server.store.operation import again, operation
 from gpool.server.store.operations import (
     artifacts,
     checkpoints,
@@ -35,6 +37,7 @@ from gpool.server.store.operations import (
     tasks,
     teams,
 )
+from gpool.server.store.protocol import Operation
 from gpool.server.store.values import Recording
 from gpool.wire.frames import (
     Checkpointed,
@@ -129,17 +132,35 @@ def test_a_gang_that_cannot_have_one_of_its_nodes_gets_none(site: Site, meanwhil
     assert site.pool.read(leases.picture()).gangs == ()
 
 
-def test_a_gang_on_a_flagged_gpu_of_one_node_is_refused_whole(pool: Pool) -> None:
-
+def gang_on_gpus(pool: Pool) -> tuple[TaskId, Place]:
+    """Two nodes of a site with a GPU each, and a gang for both."""
     spec = gang_spec()
     (task,) = pool.submit(spec=spec)
-    one, other = pool.node("a", gpus=1), pool.node("b", gpus=1)
+    one, other = site_of(pool, 2, gpus=1).nodes
     whole = replace(CPU, slices=(Slice(0, 80 << 30, 1000),))
     shape = shape_of(spec, pool.ann)
-    place = Place(one, whole, shape, (Grant(task, 1),), (Member(other, whole),))
-    pool.write(gpu_proofs.keep_back(other, ["b-0"], "waits"))
+    return task, Place(one, whole, shape, (Grant(task, 1),), (Member(other, whole),))
+
+
+def test_a_gang_on_a_flagged_gpu_of_one_node_is_refused_whole(pool: Pool) -> None:
+    task, place = gang_on_gpus(pool)
+    pool.write(gpu_proofs.keep_back(place.members[0].node, ["n1-0"], "waits"))
     assert pool.write(leases.apply_plan([place], pool.term, pool.now())).lines == ()
     assert pool.view(task).row.status is TaskStatus.QUEUED
+
+
+@pytest.mark.parametrize("change", [{"site": "attic"}, {"address": ""}, {"gang_port": 0}])
+def test_a_gang_whose_nodes_do_not_meet_any_more_is_refused_whole(
+    site: Site, change: dict[str, Any]
+) -> None:
+    spec = gang_spec()
+    (task,) = site.pool.submit(spec=spec)
+    row = site.pool.read(nodes.node(site.nodes[1]))
+    assert row is not None
+    moved = replace(row.node.offer, **change)
+    site.pool.write(nodes.greet(site.nodes[1], moved, (), site.pool.now()))
+    assert site.apply(site.place(task, spec)).lines == ()
+    assert status(site, task) is TaskStatus.QUEUED
 
 
 def test_a_place_that_is_not_the_whole_gang_is_never_written(site: Site) -> None:
@@ -490,14 +511,44 @@ def test_output_of_all_ranks_is_kept_apart_and_marked(site: Site) -> None:
 
 
 def test_a_gang_counts_for_its_user_on_every_node(pool: Pool) -> None:
-
-    spec = gang_spec()
-    (task,) = pool.submit(spec=spec)
-    one, other = pool.node("a", gpus=1), pool.node("b", gpus=1)
-    whole = replace(CPU, slices=(Slice(0, 80 << 30, 1000),))
-    place = Place(one, whole, shape_of(spec, pool.ann), (Grant(task, 1),), (Member(other, whole),))
+    _, place = gang_on_gpus(pool)
     assert pool.write(leases.apply_plan([place], pool.term, pool.now())).lines
     assert pool.read(teams.usage_of("user", pool.ann)).running_gpu_milli == 2000
+
+
+def test_a_task_of_one_node_never_pays_for_gangs(pool: Pool) -> None:
+    """Its statements are those of before, in number and in what they touch."""
+    node = pool.node("box")
+    (task,) = pool.submit()
+    asked = [
+        *_asked(pool, leases.apply_plan([pool.place(node, [task])], pool.term, pool.now())),
+        *_asked(pool, leases.record(node, [Started(task, 1)], pool.now())),
+        *_asked(pool, leases.record(node, [LogChunk(task, 1, 0, 1, b"x")], pool.now())),
+        *_asked(pool, leases.record(node, [exited(task, code=0)], pool.now())),
+    ]
+    assert pool.view(task).row.status is TaskStatus.SUCCEEDED
+    assert len(asked) == 3 + 2 + 5 + 3
+    assert not [sql for sql in asked if "members" in sql or "gangs" in sql]
+
+
+def _asked(pool: Pool, done: Operation[Any]) -> list[str]:
+    """Runs the operation, and gives its statements."""
+    asked: list[str] = []
+
+    @operation
+    def spied() -> Operation[None]:
+        rows: Any = None
+        steps = again(done)
+        try:
+            while True:
+                statement = steps.send(rows)
+                asked.append(statement.sql)
+                rows = yield statement
+        except StopIteration:
+            return
+
+    pool.write(spied())
+    return asked
 
 
 # ---- races

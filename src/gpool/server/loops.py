@@ -12,6 +12,7 @@ from gpool.core.model import Availability, Instant
 from gpool.server.actions import audit, operating, quotas
 from gpool.server.gpu_proofs.examiner import Examiner
 from gpool.server.hub import Wake
+from gpool.server.learning import Learn
 from gpool.server.merits import Merits
 from gpool.server.server import Server
 from gpool.server.settings import span
@@ -249,6 +250,7 @@ def all_loops(server: Server) -> tuple[Loop, ...]:
         Keys(server),
         KeepUsage(server),
         Merits(server),
+        Learn(server),
     )
     if server.examiner is not None:
         loops = (*loops, Examine(server, server.examiner))

@@ -155,7 +155,7 @@ class Scheduler:
         """Asks those that are still as planned to make room; they hold it until their nodes say that they ended."""
         holds = [Hold(each.task, each.epoch) for each in preemptions]
         recording = await self._write(checkpoints.preempt_if_current(holds, self._term, now))
-        asked = tuple(TaskId(hold.task) for _, hold in recording.to_preempt)
+        asked = tuple(dict.fromkeys(TaskId(hold.task) for _, hold in recording.to_preempt))
         if len(asked) < len(holds):
             log.info("%d of %d preemptions had been overtaken", len(holds) - len(asked), len(holds))
         if asked:
@@ -225,7 +225,7 @@ class Scheduler:
     def use_rules(self, rules: Rules, now: Instant) -> None:
         """What operators laid upon the pool, from the next pass on."""
         configured = replace(self.configured, limits=self.policy.limits)
-        policy = rules.policy.applied(configured, self.orders)
+        policy = rules.policy_upon(configured, self.orders)
         if rules == self.rules and policy == self.policy:
             return
         self.policy, self.rules = policy, rules

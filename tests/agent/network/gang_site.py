@@ -13,6 +13,7 @@ import os
 import select
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -30,6 +31,7 @@ from lanes_world import (
     differences,
     echo,
     fingerprint,
+    in_namespace,
     libc,
     must,
     setns,
@@ -37,19 +39,27 @@ from lanes_world import (
 )
 
 from gpool.agent.network import nft
-from gpool.agent.network.gang import relaying
+from gpool.agent.network.gang.relaying import RELAY
 from gpool.agent.network.lanes import Networks, OpenLane
 from gpool.agent.network.policy import Egress, EgressPolicy, Gang
 from gpool.agent.network.rooted import RootNetworks
 from gpool.agent.network.rootless import RootlessNetworks
 from gpool.agent.runtime.bubblewrap import BubblewrapRuntime
 from gpool.agent.runtime.protocol import CommandJob, Staged
+from gpool.core.rendezvous import INTERFACE
 from gpool.testing.runtimes import LIMITS
 
 GATEWAY, PUBLIC, METADATA = "192.168.78.1", "11.22.33.44", "169.254.169.254"
 PORT = 47101
 BLOCK = 1 << 16
-HERE = Path(__file__).resolve()
+ETH_P_IP, ETH_P_ALL = 0x800, 3
+SO_NO_CHECK = 11
+WEAK = (
+    "-c",
+    "import sys; sys.path[:0] = sys.argv[1].split(':'); from gpool.agent.network.gang.relay import main;"
+    " from weak_relay import WeakRelay; sys.exit(main(WeakRelay))",
+    os.pathsep.join(sys.path),
+)
 
 
 def host_address(number: int) -> str:
@@ -120,6 +130,14 @@ def ask(address: str, port: int, size: int, within_s: float = 10) -> bool:
     return False
 
 
+def tell(address: str, port: int, words: list[str]) -> None:
+    """A datagram a word, without a checksum of its own."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as telling:
+        telling.setsockopt(socket.SOL_SOCKET, SO_NO_CHECK, 1)
+        for word in words:
+            telling.sendto(word.encode(), (address, port))
+
+
 def reach(targets: dict[str, str], within_s: float = 0.6) -> dict[str, list[str]]:
     return reaching.attempt(targets, within_s)
 
@@ -129,7 +147,7 @@ def name(text: str) -> str:
 
 
 INSIDE: dict[str, Callable[..., Any]] = {
-    each.__name__: each for each in (serve, send, ask, reach, name)
+    each.__name__: each for each in (serve, send, ask, tell, reach, name)
 }
 
 
@@ -153,7 +171,11 @@ def entered(opened: OpenLane | None, work: str, arguments: list[Any]) -> tuple[i
             if opened is not None:
                 enter(opened)
             sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115 - until it ends
-            sys.stdout.write(json.dumps(INSIDE[work](*arguments)))
+            try:
+                answer = INSIDE[work](*arguments)
+            except OSError as failure:
+                answer = type(failure).__name__
+            sys.stdout.write(json.dumps(answer))
             sys.stdout.flush()
         except BaseException:  # noqa: BLE001 - a forked child must never return
             sys.excepthook(*sys.exc_info())
@@ -173,6 +195,7 @@ class Agent:
         self.place = place
         self.lanes: dict[str, OpenLane] = {}
         self.serving: list[int] = []
+        self.watching: dict[str, socket.socket] = {}
         self.before: dict[str, Any] = {}
 
     async def begin(self) -> None:
@@ -224,12 +247,46 @@ class Agent:
         await runtime.close()
         return text.decode()
 
+    async def watch(self, lane: str) -> None:
+        """Sees from now on what the relay lets into the lane."""
+
+        def listen() -> socket.socket:
+            made = socket.socket(socket.AF_PACKET, socket.SOCK_DGRAM, socket.htons(ETH_P_IP))
+            made.bind((INTERFACE, ETH_P_IP))
+            made.setblocking(False)
+            return made
+
+        self.watching[lane] = await asyncio.to_thread(
+            in_namespace, self.lanes[lane].lane.namespaces[0], listen
+        )
+
+    async def came(self, lane: str) -> list[str]:
+        """Payloads of UDP packets that came in since it was last asked."""
+        found = []
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                packet, origin = self.watching[lane].recvfrom(BLOCK)
+                if origin[2] != socket.PACKET_OUTGOING and packet[9] == socket.IPPROTO_UDP:
+                    found.append(packet[28:].decode(errors="replace"))
+        return found
+
     async def refused(self) -> int:
         return await self.networks.refused_packets()
 
     async def relays(self) -> list[int]:
         """Pids of relays that this host's agent has started."""
         return children_of(os.getpid(), "gang.relay")
+
+    async def helpers(self) -> list[int]:
+        """The other processes a lane needs."""
+        return children_of(os.getpid(), "holder.py") + children_of(os.getpid(), "slirp4netns")
+
+    async def kill(self, pid: int) -> None:
+        """Until it is gone."""
+        watched = os.pidfd_open(pid)
+        os.kill(pid, signal.SIGKILL)
+        await asyncio.to_thread(select.select, [watched], [], [])
+        os.close(watched)
 
     async def stop_serving(self) -> None:
         for child in self.serving:
@@ -239,6 +296,8 @@ class Agent:
 
     async def close(self, lane: str) -> None:
         await self.stop_serving()
+        if lane in self.watching:
+            self.watching.pop(lane).close()
         await self.lanes.pop(lane).close()
 
     async def finish(self) -> list[str]:
@@ -277,6 +336,7 @@ class Host:
     """One host of the site: a process in a network namespace of its own."""
 
     def __init__(self, number: int, mode: str, place: Path, mtu: int = 1500) -> None:
+        """`mode`: root, rootless, or weak: root's with a relay that defends nothing."""
         self.address = host_address(number)
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.pid = os.fork()
@@ -322,7 +382,8 @@ class Host:
             libc.prctl(4, 1, 0, 0, 0)  # PR_SET_DUMPABLE: as a process started by that user is
             networks = RootlessNetworks(EgressPolicy(), servers=(), ahead=0)
         else:
-            networks = RootNetworks(EgressPolicy(), "aaaaa", servers=(), ahead=0)
+            relay = WEAK if mode == "weak" else RELAY
+            networks = RootNetworks(EgressPolicy(), "aaaaa", servers=(), ahead=0, relay=relay)
         libc.prctl(1, signal.SIGKILL, 0, 0, 0)
         channel.send(b"ready")
         channel.setblocking(False)
@@ -365,4 +426,26 @@ def build_site(count: int, mode: str, place: Path, mtu: int = 1500) -> list[Host
     return hosts
 
 
-__all__ = ["Host", "build_site", "children_of", "host_address", "peers", "relaying"]
+def eavesdrop(number: int) -> socket.socket:
+    """What crosses the bridge to a host, and from it."""
+    made = socket.socket(socket.AF_PACKET, socket.SOCK_DGRAM, socket.htons(ETH_P_ALL))
+    made.bind((f"h{number}", ETH_P_ALL))
+    made.setblocking(False)
+    return made
+
+
+def overheard(listening: socket.socket, receiver: str) -> list[bytes]:
+    """Datagrams to a host's gang port, seen since it was last asked."""
+    found = []
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            packet, _ = listening.recvfrom(BLOCK)
+            if (
+                packet[:1] != b"\x45"
+                or packet[9] != socket.IPPROTO_UDP
+                or packet[16:20] != socket.inet_aton(receiver)
+            ):
+                continue
+            if packet[22:24] == struct.pack(">H", PORT) and packet[28:] not in found:
+                found.append(packet[28:])
+    return found

@@ -28,7 +28,7 @@ from typing import TypeVar
 import psutil  # type: ignore[import-untyped]
 
 from gpool.agent.network import host, nft, rules
-from gpool.agent.network.gang.relaying import Relaying, Relays, interface_of
+from gpool.agent.network.gang.relaying import RELAY, Relaying, Relays, interface_of
 from gpool.agent.network.holder import make_interface
 from gpool.agent.network.lanes import NoLane, OpenLane, name_sockets, opened_whole, resolver_for
 from gpool.agent.network.netlink import Netlink
@@ -140,6 +140,7 @@ class RootNetworks:
         *,
         servers: tuple[Server, ...] | None = None,
         ahead: int = 2,
+        relay: Sequence[str] = RELAY,
     ) -> None:
         self._policy = policy
         self._naming = Naming(tag)
@@ -150,7 +151,7 @@ class RootNetworks:
         self._mtu = 1500
         self._lent: set[str] = set()
         self._free = deque(range(rules.MAX_LANES))
-        self._relays = Relays()
+        self._relays = Relays(relay)
         self._prepared: list[OpenLane] = []
         self._filling: asyncio.Task[None] | None = None
         self._closing = False

@@ -13,13 +13,13 @@ import json
 import os
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from gpool.agent.network import host, nft, rules
-from gpool.agent.network.gang.relaying import Relaying, Relays, interface_of
+from gpool.agent.network.gang.relaying import RELAY, Relaying, Relays, interface_of
 from gpool.agent.network.lanes import NoLane, OpenLane, opened_whole, resolver_for
 from gpool.agent.network.policy import Egress, EgressPolicy, Gang, HostFacts, Wants
 from gpool.agent.network.resolver import RESOLVER, Server, configured_servers
@@ -91,6 +91,7 @@ class RootlessNetworks:
         servers: tuple[Server, ...] | None = None,
         ahead: int = 1,
         attach: Callable[[int, int, int], list[str]] = slirp_arguments,
+        relay: Sequence[str] = RELAY,
     ) -> None:
         self._policy = policy
         self._servers = servers
@@ -103,7 +104,7 @@ class RootlessNetworks:
         self._filling: asyncio.Task[None] | None = None
         self._closing = False
         self._counting = asyncio.Lock()
-        self._relays = Relays()
+        self._relays = Relays(relay)
 
     async def start(self) -> None:
         """Nothing of an earlier agent can be left: holders and slirp4netns end with the agent that started them."""

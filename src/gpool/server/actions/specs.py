@@ -99,10 +99,10 @@ def _check_gang(request: TaskRequest, command: tuple[str, ...]) -> None:
             f"'nodes' is {nodes} and this is a function; a gang runs a command on every node: put the function into "
             "a script and run that"
         )
-    if Tier(request.tier) is Tier.NONE:
+    if Tier(request.tier) is not Tier.CONTAINER:
         raise Invalid(
-            f"'nodes' is {nodes} and 'tier' is 'none'; the members of a gang have a network of their own, for which "
-            "they need isolation: leave 'tier' out"
+            f"'nodes' is {nodes} and 'tier' is {request.tier!r}; the members of a gang have a network of their own, "
+            "which only tier 'container' gives: leave 'tier' out"
         )
     program = command[0].rpartition("/")[2] if command else ""
     if engine is Engine.TORCHRUN and program in ("torchrun", "accelerate"):

@@ -73,6 +73,9 @@ class Joiner:
     def __init__(self) -> None:
         self._partial: OrderedDict[int, Partial] = OrderedDict()
 
+    def __len__(self) -> int:
+        return len(self._partial)
+
     def add(self, number: int, index: int, last: int, body: Piece) -> list[Piece] | None:
         """All pieces of a packet when this was the one that lacked. Each number comes once: a `Window` stands before."""
         if last == 0 and index == 0:

@@ -89,6 +89,8 @@ def piece_bytes(where: tuple[str, int]) -> int:
 class Relay:
     """`now` is the boot's clock; the sockets are the caller's."""
 
+    bond = Bond
+
     def __init__(self, order: dict[str, Any], now: Callable[[], float]) -> None:
         self._tun: int = order["tun"]
         self._udp = socket.socket(fileno=order["udp"])
@@ -97,7 +99,7 @@ class Relay:
         secret, session = bytes.fromhex(order["secret"]), bytes.fromhex(order["session"])
         self._address = address_of(own).packed
         self._members = {
-            rank: Member(Bond(secret, own, rank, session), rank, (host, port))
+            rank: Member(self.bond(secret, own, rank, session), rank, (host, port))
             for rank, (host, port) in enumerate(order["peers"])
             if rank != own
         }
@@ -128,7 +130,10 @@ class Relay:
 
     def serve(self, control: socket.socket) -> None:
         """Until the control socket ends."""
-        ready = select.epoll()
+        with select.epoll() as ready:
+            self._serve(ready, control)
+
+    def _serve(self, ready: select.epoll, control: socket.socket) -> None:
         for descriptor in (self._tun, self._udp.fileno(), control.fileno()):
             ready.register(descriptor, select.EPOLLIN)
         while True:
@@ -143,6 +148,9 @@ class Relay:
                     control.send(json.dumps({"counts": asdict(self.counts())}).encode())
             for rank in self._waiting:
                 self._ask(self._members[rank])
+
+    def close(self) -> None:
+        self._udp.close()
 
     def counts(self) -> Counts:
         self._counts.refused += sum(each.bond.refused for each in self._members.values())
@@ -240,7 +248,7 @@ class Relay:
             each = size
             for level, kind, value in beside:
                 if (level, kind) == (socket.IPPROTO_UDP, UDP_GRO):
-                    (each,) = struct.unpack_from("=H", value)
+                    (each,) = struct.unpack("=i", value)
             if size:
                 self._take(view[:size], each)
 
@@ -292,15 +300,15 @@ def give_up_privileges(uid: int) -> None:
         os.setresuid(uid, uid, uid)
     libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+    for each in (resource.RLIMIT_CORE, resource.RLIMIT_FSIZE, resource.RLIMIT_NPROC):
+        resource.setrlimit(each, (0, 0))
 
 
-def main() -> int:
+def main(kind: type[Relay] = Relay) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # for the agent; we end when it does
     control = socket.socket(fileno=0)
     order = json.loads(control.recv(MESSAGE_BYTES))
-    relay = Relay(order, time.monotonic)
+    relay = kind(order, time.monotonic)
     give_up_privileges(order["uid"])
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # a change of uid clears it
     control.send(b'{"ready": true}')
