@@ -156,23 +156,30 @@ class Agent:
 
     # ---- what it does
 
-    def act(self, dice: Dice, *, calm: bool = False) -> None:
-        """Starts what it was given, one of a line at a time, or something ends."""
-        hold = dice.pick(list(self.has))
+    @property
+    def startable(self) -> list[Hold]:
+        """One of a line at a time."""
+        busy = {attempt.allocation.number for attempt in self.has.values() if attempt.runs}
+        return [hold for hold, each in self.has.items() if each.allocation.number not in busy]
+
+    @property
+    def running(self) -> list[Hold]:
+        return [hold for hold, attempt in self.has.items() if attempt.runs]
+
+    def begin(self, dice: Dice) -> None:
+        hold = dice.pick(self.startable)
         attempt = self.has[hold]
-        if not attempt.runs:
-            number = attempt.allocation.number
-            if any(a.runs and a.allocation.number == number for a in self.has.values()):
-                return
-            attempt.runs = True
-            self.pool.judge.starts(self.number, hold.task, hold.epoch, attempt.allocation)
-            self._say(frames.Started(hold.task, hold.epoch))
-            return
+        attempt.runs = True
+        self.pool.judge.starts(self.number, hold.task, hold.epoch, attempt.allocation)
+        self._say(frames.Started(hold.task, hold.epoch))
+
+    def end(self, dice: Dice, *, calm: bool = False) -> None:
+        hold = dice.pick(self.running)
         self._over(hold)
-        code = 0 if calm or dice.chance(0.8) else dice.pick((1, 137))
-        self._say(
-            frames.Finished(hold.task, hold.epoch, EndReason.EXITED, code, duration_us=SECOND)
-        )
+        reason, code = EndReason.EXITED, 0
+        if not calm and dice.chance(0.2):
+            reason, code = dice.pick(((EndReason.EXITED, 1), (EndReason.OUT_OF_MEMORY, 137)))
+        self._say(frames.Finished(hold.task, hold.epoch, reason, code, duration_us=SECOND))
 
     def hand_back(self, dice: Dice) -> None:
         """Its owner wants the machine."""

@@ -69,5 +69,8 @@ SCHEDULERS: dict[str, type[Scheduler]] = {
     "one_site": OneSite,
     "requeue_not_folded": Forgets,
 }
+UNCOMPARED = ("forgets_members", "one_site")
+"""Their states are wrong at once: what is looked at is what comes of it in the store."""
+
 REWRITES: dict[str, Any] = {"one_member_not_written": without_last_member}
 FLAWS = (*SCHEDULERS, *REWRITES, "fence_off", "expires_early", "silent_stop")

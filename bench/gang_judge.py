@@ -26,7 +26,15 @@ class Broken(Exception):
         self.kind = kind
 
 
-KINDS = ("partial_gang", "double_booked", "two_epochs", "state_differs", "deadlock", "server_fault")
+KINDS = (
+    "partial_gang",
+    "double_booked",
+    "two_epochs",
+    "given_away",  # what still runs
+    "state_differs",
+    "deadlock",
+    "server_fault",
+)
 
 
 @dataclass(slots=True)
@@ -86,6 +94,7 @@ class Judge:
             by_task.setdefault(row[0], []).append(row)
         uses: dict[int, Use] = {}
         held: dict[int, list[tuple[int, int]]] = {}
+        epochs: dict[int, int] = {}
         waiting: dict[int, int] = {}
         for id_, epoch, status, holding, node, number, allocation in tasks:
             if not holding:
@@ -98,6 +107,7 @@ class Judge:
             else:
                 parts = self._members(id_, epoch, by_task.get(id_, []))
             held[id_] = [(part[0], part[1]) for part in parts]
+            epochs[id_] = epoch
             for part in parts:
                 self._book(uses, id_, *part)
         for id_, parts_of in by_task.items():
@@ -107,6 +117,10 @@ class Judge:
             wrong = use.too_much(self.offers[node])
             if wrong:
                 raise Broken("double_booked", f"node {node}, {wrong} by its leases")
+        let_go = {(row[3], row[0]) for row in members if not row[6]}
+        for node, id_, epoch in self.running:
+            if epochs.get(id_) != epoch or (self.wanted[id_] > 1 and (node, id_) in let_go):
+                raise Broken("given_away", f"task {id_} epoch {epoch} still runs on node {node}")
         if state is not None:
             self._compare(state, held, waiting)
 

@@ -7,11 +7,11 @@ compared with one rebuilt from the store.
 
 from __future__ import annotations
 
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from bench.gang_agents import Agent
-from bench.gang_flaws import REWRITES, SCHEDULERS
+from bench.gang_flaws import REWRITES, SCHEDULERS, UNCOMPARED
 from bench.gang_ground import BEGIN, OFFERS, Desk, Ground, finish
 from bench.gang_judge import Broken, Judge, look, unended
 from gpool.core.ids import BatchId, NodeId, SpecId, TaskId, UserId
@@ -19,6 +19,7 @@ from gpool.core.model import (
     GIB,
     SECOND,
     Availability,
+    Engine,
     GpuRequest,
     Instant,
     OnLoss,
@@ -40,7 +41,8 @@ from gpool.wire.frames import Hold
 
 CALM_ROUNDS = 60
 PICTURES = 0.06  # of all steps: the whole state is compared with one rebuilt from the store
-RANDOM_STEPS = (12, 40)
+RANDOM_STEPS = (10, 34)
+MOST_TASKS = 8
 
 
 class Pool:
@@ -53,6 +55,7 @@ class Pool:
         self.ids = 1000
         self.steps = self.gangs = self.passes = self.leases = 0
         self.lost: set[int] = set()
+        self.changed: set[int] = set()  # by their owners
         self.pass_: Coroutine[Any, Any, int] | None = None
         self.meetings: dict[tuple[int, int], tuple[object, dict[int, int]]] = {}
         self.told: list[str] = []
@@ -63,21 +66,25 @@ class Pool:
 
     def run(self) -> None:
         """Raises `Broken`."""
-        ground = self.ground
-        ground.time.at = BEGIN
-        ground.store.file.begin_group()
-        ground.store.rewrite = REWRITES.get(self.flaw)
+        store = self.ground.store
+        store.file.begin_group()
+        store.rewrite = REWRITES.get(self.flaw)
         try:
-            self._begin()
-            for _ in range(self.dice.between(*RANDOM_STEPS)):
-                self._step()
-                self._check(picture=self.dice.chance(PICTURES))
-            self._calm()
+            self.play()
         finally:
             if self.pass_ is not None:
                 self.pass_.close()
-            ground.store.is_slow = False
-            ground.store.file.abandon_group()
+            store.is_slow = False
+            store.file.abandon_group()
+
+    def play(self) -> None:
+        """In the transaction that is open."""
+        self.ground.time.at = BEGIN
+        self._begin()
+        for _ in range(self.dice.between(*RANDOM_STEPS)):
+            self._step()
+            self._check(picture=self.dice.chance(PICTURES))
+        self._calm()
 
     # ---- setting up
 
@@ -103,11 +110,16 @@ class Pool:
     # ---- steps
 
     def _step(self) -> None:
+        """One of those that would do something."""
         self.steps += 1
         self.ground.time.at = Instant(self.now + self.dice.between(0, 40) * SECOND)
-        name = self.dice.choices(NAMES, WEIGHTS)[0]
+        can = [name for name, asks in CAN.items() if asks(self)]
+        name = self.dice.choices(can, [STEPS[each] for each in can])[0]
         self.told.append(name)
         getattr(self, name)()
+
+    def some(self, has: Callable[[Agent], object]) -> list[Agent]:
+        return [agent for agent in self.agents.values() if has(agent)]
 
     def submit(self) -> None:
         dice = self.dice
@@ -127,15 +139,12 @@ class Pool:
 
     def plan(self) -> None:
         """A pass begins; its plan is written in a later step."""
-        if self.pass_ is None:
-            self.passes += 1
-            self.ground.store.is_slow = True
-            self.pass_ = self.scheduler.run_once(self.now)
-            self._go_on()
+        self.passes += 1
+        self.pass_ = self.scheduler.run_once(self.now)
+        self._go_on()
 
     def apply(self) -> None:
-        if self.pass_ is not None:
-            self._go_on()
+        self._go_on()
 
     def _go_on(self) -> None:
         assert self.pass_ is not None
@@ -154,62 +163,47 @@ class Pool:
         self.leases += finish(self.scheduler.run_once(self.now))
 
     def read(self) -> None:
-        told = [agent for agent in self.agents.values() if agent.inbox]
-        if told:
-            self.dice.pick(told).read()
+        self.dice.pick(self.some(_is_told)).read()
 
-    def act(self) -> None:
-        busy = [agent for agent in self.agents.values() if agent.has]
-        if busy:
-            self.dice.pick(busy).act(self.dice)
+    def start(self) -> None:
+        self.dice.pick(self.some(_can_start)).begin(self.dice)
+
+    def end(self) -> None:
+        self.dice.pick(self.some(_runs)).end(self.dice)
 
     def send(self) -> None:
-        full = [agent for agent in self.agents.values() if agent.outbox and agent.is_up]
-        if full:
-            self.dice.pick(full).send()
+        self.dice.pick(self.some(_has_news)).send()
 
     def repeat(self) -> None:
         """Something said before, perhaps under an old epoch or by an agent that died, arrives again."""
-        spoke = [agent for agent in self.agents.values() if agent.said]
-        if spoke:
-            agent = self.dice.pick(spoke)
-            agent.report([self.dice.pick(agent.said)])
+        agent = self.dice.pick(self.some(_has_spoken))
+        agent.report([self.dice.pick(agent.said)])
 
     def die(self) -> None:
-        up = [agent for agent in self.agents.values() if agent.is_up]
-        if len(up) > 2:
-            agent = self.dice.pick(up)
-            agent.die()
-            self.lost.add(agent.number)
+        agent = self.dice.pick(self.some(_is_up))
+        agent.die()
+        self.lost.add(agent.number)
 
     def expire(self) -> None:
         """A silent node's leases are given away: it let go of them before."""
-        silent = sorted(self.lost)
-        if self.flaw == "expires_early":
-            silent = sorted(self.agents)
-        if silent:
-            self.absorb(leases.expire(NodeId(self.dice.pick(silent)), self.now))
+        silent = sorted(self.lost if self.flaw != "expires_early" else self.agents)
+        self.absorb(leases.expire(NodeId(self.dice.pick(silent)), self.now))
 
     def boot(self) -> None:
-        if self.lost:
-            number = self.dice.pick(sorted(self.lost))
-            self.lost.remove(number)
-            self.agents[number].start()
+        number = self.dice.pick(sorted(self.lost))
+        self.lost.remove(number)
+        self.agents[number].start()
 
     def cancel(self) -> None:
-        if self.judge.wanted:
-            task = TaskId(self.dice.pick(sorted(self.judge.wanted)))
-            self.absorb(tasks.cancel((task,), None, self.now))
+        task = TaskId(self.dice.pick(sorted(self.judge.wanted)))
+        self.absorb(tasks.cancel((task,), None, self.now))
 
     def preempt(self) -> None:
-        held = sorted(self.scheduler.state.held)
-        if held:
-            self.absorb(checkpoints.preempt((self.dice.pick(held),), self.now))
+        task = self.dice.pick(sorted(self.scheduler.state.held))
+        self.absorb(checkpoints.preempt((task,), self.now))
 
     def hand_back(self) -> None:
-        busy = [agent for agent in self.agents.values() if agent.has]
-        if busy:
-            self.dice.pick(busy).hand_back(self.dice)
+        self.dice.pick(self.some(_has_some)).hand_back(self.dice)
 
     def pause(self) -> None:
         self._set(self.dice.pick(list(OFFERS)), self.dice.pick(tuple(Availability)))
@@ -218,6 +212,7 @@ class Pool:
         self._set(self.dice.pick(list(OFFERS)), Availability.AVAILABLE)
 
     def _set(self, node: int, availability: Availability) -> None:
+        self.changed.add(node)
         row = self.ground.store.now(
             nodes.set_availability(NodeId(node), None, availability, self.now)
         )
@@ -265,7 +260,7 @@ class Pool:
 
     def _check(self, *, picture: bool) -> None:
         store, scheduler = self.ground.store, self.scheduler
-        state = None if scheduler.in_doubt else scheduler.state
+        state = None if scheduler.in_doubt or self.flaw in UNCOMPARED else scheduler.state
         if store.wrote:
             self.judge.check(store.now(look()), state)
             store.wrote = False
@@ -285,7 +280,7 @@ class Pool:
         for number in sorted(self.lost):
             self.absorb(leases.expire(NodeId(number), self.now))
             self.agents[number].start()
-        for number in OFFERS:
+        for number in sorted(self.changed):
             self._set(number, Availability.AVAILABLE)
         self.lost.clear()
         for _ in range(CALM_ROUNDS):
@@ -307,9 +302,11 @@ class Pool:
         for agent in self.agents.values():
             while agent.inbox:
                 agent.read()
-            for _ in range(2 * len(agent.has)):
-                if agent.has:
-                    agent.act(self.dice, calm=True)
+            while agent.has:
+                if agent.running:
+                    agent.end(self.dice, calm=True)
+                else:
+                    agent.begin(self.dice)
             if agent.outbox:
                 agent.send()
 
@@ -325,27 +322,76 @@ def _spec(dice: Dice) -> TaskSpec:
         ("train",),
         retries=dice.pick((0, 1)),
         preemptible=dice.chance(0.5),
+        engine=dice.pick(tuple(Engine)) if wanted > 1 else Engine.NONE,
         on_loss=dice.pick((OnLoss.REFORM, OnLoss.REFORM, OnLoss.END)),
     )
 
 
+def _is_told(agent: Agent) -> object:
+    return agent.inbox
+
+
+def _can_start(agent: Agent) -> object:
+    return agent.startable
+
+
+def _runs(agent: Agent) -> object:
+    return agent.running
+
+
+def _has_news(agent: Agent) -> object:
+    return agent.outbox and agent.is_up
+
+
+def _has_spoken(agent: Agent) -> object:
+    return agent.said
+
+
+def _has_some(agent: Agent) -> object:
+    return agent.has
+
+
+def _is_up(agent: Agent) -> object:
+    return agent.is_up
+
+
 STEPS = {
-    "submit": 5,
-    "plan": 4,
-    "apply": 4,
-    "whole_pass": 3,
-    "read": 7,
-    "act": 8,
-    "send": 7,
-    "repeat": 2,
-    "die": 1.0,
-    "expire": 1.2,
-    "boot": 0.7,
-    "cancel": 0.8,
-    "preempt": 0.8,
+    "submit": 3,
+    "plan": 5,
+    "apply": 6,
+    "whole_pass": 2,
+    "read": 9,
+    "start": 8,
+    "end": 4,
+    "send": 8,
+    "repeat": 1.5,
+    "die": 1.2,
+    "expire": 2,
+    "boot": 1.2,
+    "cancel": 0.7,
+    "preempt": 0.7,
     "hand_back": 0.5,
     "pause": 0.4,
-    "resume": 0.5,
-    "doubt": 0.5,
+    "resume": 0.4,
+    "doubt": 0.4,
 }
-NAMES, WEIGHTS = tuple(STEPS), tuple(STEPS.values())
+CAN: dict[str, Callable[[Pool], object]] = {
+    "submit": lambda pool: len(pool.judge.wanted) < MOST_TASKS,
+    "plan": lambda pool: pool.pass_ is None and pool.scheduler.state.queued_count,
+    "apply": lambda pool: pool.pass_ is not None,
+    "whole_pass": lambda pool: pool.scheduler.state.queued_count,
+    "read": lambda pool: pool.some(_is_told),
+    "start": lambda pool: pool.some(_can_start),
+    "end": lambda pool: pool.some(_runs),
+    "send": lambda pool: pool.some(_has_news),
+    "repeat": lambda pool: pool.some(_has_spoken),
+    "die": lambda pool: pool.judge.wanted and len(pool.some(_is_up)) > 2,
+    "expire": lambda pool: pool.lost or (pool.flaw == "expires_early" and pool.some(_runs)),
+    "boot": lambda pool: pool.lost,
+    "cancel": lambda pool: pool.judge.wanted,
+    "preempt": lambda pool: pool.scheduler.state.held,
+    "hand_back": lambda pool: pool.some(_has_some),
+    "pause": lambda pool: pool.judge.wanted,
+    "resume": lambda pool: pool.judge.wanted,
+    "doubt": lambda pool: pool.judge.wanted,
+}

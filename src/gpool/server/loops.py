@@ -12,6 +12,8 @@ from gpool.core.model import Availability, Instant
 from gpool.server.actions import audit, operating, quotas
 from gpool.server.gpu_proofs.examiner import Examiner
 from gpool.server.hub import Wake
+from gpool.server.learning import Learn
+from gpool.server.merits import Merits
 from gpool.server.server import Server
 from gpool.server.settings import span
 from gpool.server.store.operations import (
@@ -76,6 +78,7 @@ class Expire:
             scheduler.disconnect(
                 node, "no beat for a whole lease time; say hello again", retry=True
             )
+            scheduler.note_lost(node)
             recording = await self._server.write(leases.expire(node, now))
             if scheduler.deadlines.get(node, now) < now:
                 del scheduler.deadlines[node]
@@ -246,6 +249,8 @@ def all_loops(server: Server) -> tuple[Loop, ...]:
         Prune(server),
         Keys(server),
         KeepUsage(server),
+        Merits(server),
+        Learn(server),
     )
     if server.examiner is not None:
         loops = (*loops, Examine(server, server.examiner))

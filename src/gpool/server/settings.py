@@ -53,6 +53,8 @@ class Settings(BaseSettings):
 
     order: str = "fair_share"  # of `core.scheduling.orders`, or of an installed `gpool.orders`
 
+    learn_every_s: float = Field(default=86_400.0, ge=0)  # how room is priced; 0: only when asked
+
     examine_gpus: bool = False  # a GPU gets no task before it has proved what it claims
     measure_gpus: bool = True
     reexamine_s: float = Field(default=7 * 86_400.0, gt=0)  # on average, at a moment nobody knows

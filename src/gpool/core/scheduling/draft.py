@@ -54,7 +54,7 @@ class Turn:
     def __init__(self, entry: ShapeState) -> None:
         self.entry = entry
         self.left = entry.queue.size
-        self.is_over = False  # its user or team runs as many GPUs as it may
+        self.is_over = False  # its people run as many GPUs as they may, or it waits for inputs
         self.key: Key = ()
         self._entries: Iterator[Entry] = entry.queue.entries()
         self._ahead = next(self._entries)
@@ -125,6 +125,7 @@ class Draft:
         self.lines: dict[tuple[NodeId, int], NewLine] = {}
         self.looks_at_shares = policy.order == "fair_share" or policy.order not in ORDERS
         self.taken: dict[Holder, Amounts] = {}  # by tenants and users, in this pass
+        self._known_shares: dict[Holder, int] = {}  # until they take something
         self.future: dict[NodeId, Room] = {}  # where something stops or is promised
         self.clearing: dict[NodeId, Shape] = {}
         self.stopped: set[Line] = set()
@@ -134,6 +135,7 @@ class Draft:
         self.run_times: dict[tuple[int, str], Span] = {}
         self.made_on: dict[NodeId, list[tuple[Shape, Allocation]]] = {}  # in this pass
         self.preemptions: list[Preempt] = []
+        self.awaited: dict[str, int] = {}  # large inputs: tasks that wait for a node with them
         self._alike: dict[Alike, list[Line]] | None = None  # what may be stopped
         self._victims: dict[Alike, list[Victim]] = {}
 
@@ -196,6 +198,11 @@ class Draft:
         return first, first if tenant == user else self.share(user, without, gain)
 
     def share(self, holder: Holder, without: Holding | None, gain: Amounts = (0, 0, 0)) -> int:
+        if without is None and gain == (0, 0, 0):
+            known = self._known_shares.get(holder)
+            if known is None:
+                known = self._known_shares[holder] = self._share(holder, self.taken.get(holder))
+            return known
         more = self.taken.get(holder)
         if gain != (0, 0, 0):
             more = plus(more or (0, 0, 0), gain)
@@ -204,6 +211,9 @@ class Draft:
             ("user", without.shape.user),
         ):
             more = plus(more or (0, 0, 0), without.amounts, -1)
+        return self._share(holder, more)
+
+    def _share(self, holder: Holder, more: Amounts | None) -> int:
         return self.state.shares.of(holder, self.policy.weights.get(holder, 1000), more)
 
     def key_beside(self, other: Turn, own: Holding) -> Key:
@@ -284,6 +294,7 @@ class Draft:
             for allocation in allocations:
                 had = plus(had, amounts_of(allocation), sign)
             self.taken[holder] = had
+            self._known_shares.pop(holder, None)
 
     def keep_clear(self, turn: Turn) -> None:
         """For a task that has waited long: the node nearest to having room takes nothing from those behind it."""

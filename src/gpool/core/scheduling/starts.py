@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from heapq import heapify, heappop, heapreplace
 
 from gpool.core.ids import NodeId, TaskId
-from gpool.core.model import Node, Shape, Span
-from gpool.core.scheduling import gangs, preemption
+from gpool.core.model import Instant, Node, Shape, Span
+from gpool.core.scheduling import gangs, preemption, warmth
 from gpool.core.scheduling.draft import Draft, Turn
 from gpool.core.scheduling.events import Preempt
 from gpool.core.scheduling.fair_share import asked_by
@@ -65,6 +65,9 @@ class Starts(Draft):
             looks = _LOOKS_WITHIN_LIMITS
             while (found := self.engine.best(shape, choice, barred)) is not None:
                 if self.is_within_limits(turn, found[1]):
+                    if shape.data and self.waits_for_inputs(turn, found[0]):
+                        turn.is_over = True  # more room would not help it
+                        return False
                     self.open_line(turn, found)
                     return True
                 looks -= 1
@@ -72,6 +75,19 @@ class Starts(Draft):
                     break  # it takes the same of every GPU
                 barred.add(found[0])
         return False
+
+    def waits_for_inputs(self, turn: Turn, node: NodeId) -> bool:
+        """Rather than start on a node without them: only if all that wait for the same will soon have a place with them."""
+        shape, now, policy = turn.entry.shape, self.now, self.policy
+        if node in self.state.caches.with_data(shape.data):
+            return False
+        if not warmth.may_wait(shape, Instant(turn.head[0]), now, policy.patience):
+            return False
+        waiting = self.awaited.get(shape.data, 0) + turn.left
+        if warmth.ready_soon(self.state, shape, now, self.room) < waiting:
+            return False
+        self.awaited[shape.data] = waiting
+        return True
 
     def book_what_stops(self) -> None:
         """What was asked to stop will be free, and its people are counted without it."""

@@ -14,6 +14,7 @@ from typing import assert_never
 
 from gpool.core.ids import NodeId, TaskId, UserId
 from gpool.core.model import Allocation, Instant, Node, Shape, Span
+from gpool.core.scheduling.caches import Caches
 from gpool.core.scheduling.engine import Engine
 from gpool.core.scheduling.events import (
     Event,
@@ -121,6 +122,7 @@ class State:
         "_serial",
         "_served",
         "_waiting",
+        "caches",
         "gpus",
         "held",
         "nodes",
@@ -139,6 +141,7 @@ class State:
         self.gpus: dict[Holder, int] = {}  # thousandths of GPUs that users and teams hold
         self.shares = Shares()
         self.predictions = Predictions()
+        self.caches = Caches()
         self.stoppable: dict[tuple[NodeId, int], Line] = {}  # what may be preempted, or is being
         self._attained: dict[TaskId, Span] = {}  # of waiting tasks that ran before
         self._live: dict[TaskId, Ticket] = {}
@@ -171,11 +174,20 @@ class State:
         """Finds places by this pricing; kept up to date from now on. A cache: no part of the truth."""
         engine = self._engine
         if engine is None or (engine.pricing is not pricing and engine.pricing != pricing):
-            engine = self._engine = Engine(pricing, self._look)
+            engine = self._engine = Engine(pricing, self._look, self._predicted, self.caches)
             for entry in self.nodes.values():
                 if entry.node is not None:
                     engine.put(entry.node)
         return engine
+
+    def _touch(self, nodes: Iterable[NodeId]) -> None:
+        """Of these more is known than their room."""
+        if self._engine is not None:
+            for id_ in nodes:
+                self._engine.touch(id_, anew=True)
+
+    def _predicted(self, shape: Shape) -> Span | None:
+        return self.predictions.of(shape)
 
     def _look(self, id_: NodeId) -> tuple[Room, int]:
         entry = self.nodes[id_]
@@ -211,6 +223,7 @@ class State:
         self._arrived = other._arrived.copy()
         self.shares.usage = other.shares.usage.copy()
         self.predictions = other.predictions  # only read by who plans on a copy
+        self._touch(self.caches.take(other.caches))
 
     def inherit(self, old: State, now: Instant) -> None:
         """The hints of a state that this one takes the place of."""
@@ -302,6 +315,7 @@ class State:
         elif gone is not None:
             del self.nodes[id_]
         self.shares.remove(id_)
+        self._touch(self.caches.forget(id_))
         if self._engine is not None:
             self._engine.remove(id_)
 
@@ -432,6 +446,8 @@ class State:
         if key[1] in node.lines:
             raise Contradiction(f"allocation {key} is held by {node.lines[key[1]].shape}")
         line = Line(key[0], allocation, entry)
+        if entry.shape.data:
+            self._touch(self.caches.note(key[0], entry.shape.data))
         entry.lines[key] = node.lines[key[1]] = line
         user = entry.shape.user
         node.room.take(allocation, user)

@@ -255,7 +255,8 @@ def _epochs(tasks: Sequence[int]) -> Operation[dict[int, int]]:
     found: dict[int, int] = {}
     for task in tasks:
         rows = yield Statement("SELECT epoch FROM gangs WHERE task_id = :task", {"task": task})
-        found.update({task: row[0] for row in rows})
+        if rows:
+            found[task] = rows[0][0]
     return found
 
 

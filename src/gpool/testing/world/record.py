@@ -110,6 +110,7 @@ class Record:
         self.attempts = 0
         self.accepted = 0
         self.resumed = 0
+        self.gangs = 0  # that succeeded
 
     # ---- machines
 
@@ -260,6 +261,7 @@ class Record:
                 self._check_released(name, old)
         if row.status.is_final and not old.status.is_final:
             self.accepted += 1
+            self.gangs += self._is_gang(row.task) and row.status is TaskStatus.SUCCEEDED
             if row.mark:
                 self._check_mark(old, row)
 

@@ -86,6 +86,7 @@ class Outcome:
     accepted: int
     crashes: int
     resumed: int = 0  # attempts that went on from a checkpoint
+    gangs: int = 0  # that succeeded
     lines: list[str] = field(default_factory=list)
 
 
@@ -230,6 +231,7 @@ class World:
             self.record.accepted,
             self.crashes,
             self.record.resumed,
+            self.record.gangs,
             self.trace.lines,
         )
 

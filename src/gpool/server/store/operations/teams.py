@@ -233,7 +233,9 @@ def usage_of(kind: Holder, id: int) -> Operation[Usage]:
     whose = "team_id" if kind == "team" else "user_id"
     lines = yield Statement(
         "SELECT node_id, allocation_number, MIN(allocation) FROM tasks "  # noqa: S608
-        f"WHERE holding = 1 AND {whose} = :id GROUP BY node_id, allocation_number",
+        f"WHERE holding = 1 AND {whose} = :id AND node_id IS NOT NULL GROUP BY node_id, allocation_number UNION ALL "
+        "SELECT m.node_id, m.allocation_number, m.allocation FROM tasks t JOIN members m ON m.task_id = t.id "
+        f"WHERE t.holding = 1 AND t.{whose} = :id AND t.node_id IS NULL",
         {"id": id},
     )
     queued = yield Statement(

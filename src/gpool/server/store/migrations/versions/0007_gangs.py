@@ -25,12 +25,17 @@ def _counter(name: str) -> sa.Column[int]:
     return sa.Column(name, BIG, server_default=sa.text("0"), nullable=False)
 
 
+def _note(name: str) -> sa.Column[str]:
+    return sa.Column(name, sa.Text(), server_default=sa.text("''"), nullable=False)
+
+
 def upgrade() -> None:
     op.create_table(
         "gangs",
         _int("task_id"),
         _int("epoch"),
         sa.Column("secret_sealed", sa.LargeBinary(), nullable=False),
+        _counter("logged"),
         sa.PrimaryKeyConstraint("task_id", name=op.f("pk_gangs")),
     )
     op.create_table(
@@ -41,12 +46,19 @@ def upgrade() -> None:
         _int("node_id"),
         _int("allocation_number"),
         sa.Column("allocation", sa.Text(), nullable=False),
+        _note("host"),
+        _counter("port"),
         _counter("holding"),
         _maybe("started_at"),
         _maybe("ended_at"),
+        _maybe("place"),
         sa.Column("reason", sa.Text(), nullable=True),
         _maybe("exit_code"),
-        sa.Column("detail", sa.Text(), server_default=sa.text("''"), nullable=False),
+        _note("detail"),
+        _counter("duration_us"),
+        sa.Column("outputs", sa.Text(), nullable=True),
+        _counter("logged"),
+        _counter("mid_line"),
         sa.PrimaryKeyConstraint("task_id", "rank", name=op.f("pk_members")),
     )
     op.create_index(
