@@ -8,8 +8,10 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from gpool.core.model import Allocation, Offer, TaskStatus
+from gpool.core.scheduling.queue import epoch_of
 from gpool.core.scheduling.state import State
 from gpool.server.store.protocol import Operation, Row, Statement
 
@@ -24,7 +26,15 @@ class Broken(Exception):
         self.kind = kind
 
 
-KINDS = ("partial_gang", "double_booked", "two_epochs", "state_differs", "deadlock", "server_fault")
+KINDS = (
+    "partial_gang",
+    "double_booked",
+    "two_epochs",
+    "given_away",  # what still runs
+    "state_differs",
+    "deadlock",
+    "server_fault",
+)
 
 
 @dataclass(slots=True)
@@ -33,7 +43,7 @@ class Use:
 
     cpu_milli: int = 0
     gpus: dict[int, list[int]] = field(default_factory=dict)  # index: share, memory
-    numbers: dict[int, object] = field(default_factory=dict)  # allocation: whose
+    numbers: dict[int, str] = field(default_factory=dict)
 
     def take(self, cpu_milli: int, slices: Iterable[tuple[int, int, int]]) -> None:
         self.cpu_milli += cpu_milli
@@ -84,6 +94,7 @@ class Judge:
             by_task.setdefault(row[0], []).append(row)
         uses: dict[int, Use] = {}
         held: dict[int, list[tuple[int, int]]] = {}
+        epochs: dict[int, int] = {}
         waiting: dict[int, int] = {}
         for id_, epoch, status, holding, node, number, allocation in tasks:
             if not holding:
@@ -96,6 +107,7 @@ class Judge:
             else:
                 parts = self._members(id_, epoch, by_task.get(id_, []))
             held[id_] = [(part[0], part[1]) for part in parts]
+            epochs[id_] = epoch
             for part in parts:
                 self._book(uses, id_, *part)
         for id_, parts_of in by_task.items():
@@ -105,6 +117,10 @@ class Judge:
             wrong = use.too_much(self.offers[node])
             if wrong:
                 raise Broken("double_booked", f"node {node}, {wrong} by its leases")
+        let_go = {(row[3], row[0]) for row in members if not row[6]}
+        for node, id_, epoch in self.running:
+            if epochs.get(id_) != epoch or (self.wanted[id_] > 1 and (node, id_) in let_go):
+                raise Broken("given_away", f"task {id_} epoch {epoch} still runs on node {node}")
         if state is not None:
             self._compare(state, held, waiting)
 
@@ -125,12 +141,12 @@ class Judge:
     @staticmethod
     def _book(uses: dict[int, Use], task: int, node: int, number: int, allocation: str) -> None:
         use = uses.setdefault(node, Use())
-        known = use.numbers.setdefault(number, allocation)
-        if known is not allocation:
-            if known != allocation:
+        if number in use.numbers:
+            if use.numbers[number] != allocation:
                 raise Broken("double_booked", f"node {node} has two allocations {number}: {task}")
             return  # stands in line
-        cpu, _, slices = _parsed(allocation)
+        use.numbers[number] = allocation
+        cpu, slices = _parsed(allocation)
         use.take(cpu, slices)
 
     @staticmethod
@@ -145,10 +161,10 @@ class Judge:
         }
         if seen != {id_: sorted(parts) for id_, parts in held.items()}:
             raise Broken("state_differs", f"held: {seen}, and the store says {held}")
-        queued = {}
+        queued: dict[int, int] = {}
         for entry in state.waiting():
-            queued.update({e[1]: -e[2] if e[2] < 0 else e[2] for e in entry.queue.entries()})
-        if queued.keys() != waiting.keys():
+            queued.update({e[1]: epoch_of(e) for e in entry.queue.entries()})
+        if queued != waiting:
             raise Broken("state_differs", f"waiting: {queued}, and the store says {waiting}")
 
     # ---- what really runs
@@ -175,6 +191,7 @@ class Judge:
         self.running.pop((node, task, epoch), None)
 
 
-def _parsed(text: str) -> tuple[int, int, list[tuple[int, int, int]]]:
-    told = json.loads(text)
-    return told
+@lru_cache(maxsize=4096)
+def _parsed(text: str) -> tuple[int, list[tuple[int, int, int]]]:
+    cpu, _, slices = json.loads(text)
+    return cpu, [(index, memory, share) for index, memory, share, *_ in slices]

@@ -307,6 +307,14 @@ def test_a_gang_is_told_how_many_nodes_of_one_site_have_room() -> None:
     assert "none has any" in explain(state, TaskId(1), NOW, FCFS).sentence
 
 
+def test_a_node_that_is_only_reserved_is_nearer_than_one_that_is_too_small() -> None:
+    kept = a_node(2, 8, reserved_for=Audience(frozenset({7})))
+    code, said = why(a_shape(cpu_milli=8000), a_node(1, 2), kept)
+    assert (code, said) == ("reserved", "node2 could run it, but is reserved for others just now.")
+    code, said = why(a_shape(nodes=2), a_node(1), kept)
+    assert (code, said) == ("reserved", "node2 could run it, but is reserved for others just now.")
+
+
 WAITS = Explanation("gpus_busy", "All 2 matching GPUs are busy; it is next in line.", 1)
 
 

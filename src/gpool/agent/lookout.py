@@ -70,7 +70,7 @@ class Rulebook:
 
     def allowed(self) -> Allowed:
         """What may be given just now; for leases that were granted by older rules."""
-        return Allowed(self.policy.tiers, self.policy.egress.offered)
+        return Allowed(self.policy.tiers, self.policy.egress.offered, self.policy.gangs.offered)
 
     def has_changed(self) -> bool:
         """Whether `refresh` has something to read."""

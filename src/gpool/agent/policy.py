@@ -5,15 +5,18 @@ A rule that needs a fact nobody knows (no battery, no keyboard) does not apply. 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime, time, timedelta, tzinfo
 from enum import StrEnum
+from ipaddress import IPv4Address
 
 from gpool.core.model import Gpu, Network, Offer, Tier
 
 DAYS = ("mon", "tue", "wed", "thu", "fri", "sat", "sun")
 EVERY_DAY = frozenset(range(7))
+_SITE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 COOLER_C, CALMER = 5.0, 0.9
 """A GPU closed for heat or power opens again well below the cap ..."""
 CLOSED_AT_LEAST = timedelta(seconds=60)
@@ -71,6 +74,37 @@ class Egress:
     offered: bool = True
 
 
+GANG_PORT = 47_100
+"""UDP; the member with allocation number n listens at this + n."""
+MOST_GANG_PORT = 60_000
+
+
+@dataclass(frozen=True, slots=True)
+class Gangs:
+    """For tasks that run on several nodes of one site at once. What the command line says comes first."""
+
+    offered: bool = True
+    site: str = ""  # empty: none, so no gangs
+    address: str = ""  # by which the others reach this machine
+    port: int = 0
+
+
+def site_name(text: str) -> str:
+    """`ValueError` for one that is no plain word."""
+    if text and not _SITE.fullmatch(text):
+        raise ValueError("a site is a word of up to 63 letters, digits and . _ -")
+    return text
+
+
+def site_address(text: str) -> str:
+    """`ValueError` for anything but an IPv4 address of one machine."""
+    if text:
+        found = IPv4Address(text)
+        if found.is_multicast or found.is_unspecified or found.is_reserved:
+            raise ValueError(f"{text} is no machine's address")
+    return text
+
+
 @dataclass(frozen=True, slots=True)
 class GpuRule:
     """When the owner wants GPUs for themselves. What a rule does not name never closes."""
@@ -106,6 +140,7 @@ class Policy:
     at_close: AtClose = AtClose.FINISH
     grace: timedelta = timedelta(0)  # between closing and reclaiming
     egress: Egress = Egress()
+    gangs: Gangs = Gangs()
     registries: tuple[str, ...] = ()  # of images, on private addresses
     labels: frozenset[str] = frozenset()  # what tasks can ask for by name
     price_microcredits: int = 0  # an hour of a GPU, or of the machine where it has none
@@ -244,6 +279,8 @@ def shaped(
     """The offer with the owner's share taken out and the rules put in."""
     told = gpus or {}
     kept = policy.kept
+    site = offer.site or policy.gangs.site
+    joins = policy.gangs.offered and bool(site and offer.gang_port)
     return replace(
         offer,
         cpu_milli=max(0, offer.cpu_milli - kept.cpu_milli),
@@ -253,6 +290,9 @@ def shaped(
         tiers=offer.tiers & policy.tiers,
         runtimes=tuple(one for one in offer.runtimes if one.tier in policy.tiers),
         networks=offer.networks if policy.egress.offered else offer.networks & {Network.NONE},
+        site=site if joins else "",
+        address=offer.address if joins else "",
+        gang_port=offer.gang_port if joins else 0,
         audience=policy.audience,
         closed=decision.closed,
         labels=policy.labels,

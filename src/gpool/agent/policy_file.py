@@ -13,12 +13,16 @@ from gpool.agent.network.policy import parse_rate, parse_target, worth_allowing
 from gpool.agent.policy import (
     DAYS,
     EVERY_DAY,
+    MOST_GANG_PORT,
     AtClose,
     Egress,
+    Gangs,
     GpuRule,
     Hours,
     Kept,
     Policy,
+    site_address,
+    site_name,
 )
 from gpool.core import gpuspec, labels, prices
 from gpool.core.errors import Invalid
@@ -37,8 +41,8 @@ def parse(text: str) -> Policy:
     except tomllib.TOMLDecodeError as error:
         raise Invalid(f"the policy is no TOML: {error}") from error
     top = _Table(told, "")
-    keep, battery, idle, egress, images = (
-        top.table(name) for name in ("keep", "battery", "idle", "egress", "images")
+    keep, battery, idle, egress, gangs, images = (
+        top.table(name) for name in ("keep", "battery", "idle", "egress", "gangs", "images")
     )
     floor = top.take("floor", _tier, Tier.NONE)
     tiers = top.take("tiers", _each(_tier), list(Tier))
@@ -68,11 +72,17 @@ def parse(text: str) -> Policy:
             egress.take("rate", _rate, ""),
             egress.take("offered", _flag, True),
         ),
+        gangs=Gangs(
+            gangs.take("offered", _flag, True),
+            gangs.take("site", _site, ""),
+            gangs.take("address", _address, ""),
+            gangs.take("port", _port, 0),
+        ),
         registries=tuple(images.take("registries", _each(_word), [])),
         labels=top.take("labels", _labels, frozenset()),
         price_microcredits=top.take("price", _price, 0),
     )
-    for table in (top, keep, battery, idle, egress, images):
+    for table in (top, keep, battery, idle, egress, gangs, images):
         table.finish()
     if not policy.tiers:
         raise Invalid("'tiers' and 'floor' leave no tier; offer at least one")
@@ -256,6 +266,20 @@ def _allowed(value: Any) -> str:
 def _rate(value: Any) -> str:
     parse_rate(_word(value))
     return str(value)
+
+
+def _site(value: Any) -> str:
+    return site_name(_word(value))
+
+
+def _address(value: Any) -> str:
+    return site_address(_word(value))
+
+
+def _port(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 1024 <= value <= MOST_GANG_PORT:
+        raise ValueError(f"write a port, 1024 to {MOST_GANG_PORT}: tasks use it and those above")
+    return value
 
 
 def _word(value: Any) -> str:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from pydantic import Field
+from pydantic import Field, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from gpool.agent.policy import MOST_GANG_PORT, site_address, site_name
 from gpool.core.errors import Invalid
 from gpool.core.model import GIB
 from gpool.transfer.proving import NodeKey
@@ -36,6 +37,25 @@ class AgentSettings(BaseSettings):
     )
     policy: Path | None = None  # the owner's rules, a TOML file; see gpool.agent.policy
     cache_bytes: int = Field(default=10 * GIB, ge=0)
+    site: str = (
+        ""  # nodes of one site reach each other directly; named, this one takes members of gangs
+    )
+    gang_address: str = (
+        ""  # by which the others of its site reach it; empty: the one that leads to the server
+    )
+    gang_port: int = Field(
+        default=0, ge=0, le=MOST_GANG_PORT
+    )  # UDP, the first of several; 0: the usual
+
+    @field_validator("site")
+    @classmethod
+    def _site(cls, value: str) -> str:
+        return site_name(value)
+
+    @field_validator("gang_address")
+    @classmethod
+    def _gang_address(cls, value: str) -> str:
+        return site_address(value)
 
     @property
     def address(self) -> Address:

@@ -2,31 +2,43 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+from dataclasses import replace
 from datetime import datetime
 from email.utils import parsedate_to_datetime
+from ipaddress import IPv4Address
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gpool.agent.daemon import wall_clock
 from gpool.agent.detect import Finding, Level, doctor
 from gpool.agent.detect.findings import clock_finding
+from gpool.agent.detect.host import site_address
 from gpool.agent.detect.owner import LoadMeter, facts_now
 from gpool.agent.lookout import Rulebook
-from gpool.agent.policy import reason_to_close
+from gpool.agent.network.door import probe_gangs
+from gpool.agent.policy import GANG_PORT, Gangs, reason_to_close
 from gpool.core.errors import GpoolError, Invalid
 
 if TYPE_CHECKING:
     from gpool.client.client import Client
 
 POLICY = "GPOOL_AGENT_POLICY"
+SITE, ADDRESS, PORT = "GPOOL_AGENT_SITE", "GPOOL_AGENT_GANG_ADDRESS", "GPOOL_AGENT_GANG_PORT"
 
 
 def examine(client: Client, data: Path, now: datetime | None = None) -> list[Finding]:
     """This machine, then the pool it would lend to."""
     at = now if now is not None else wall_clock()
     named = os.environ.get(POLICY)
-    return [*doctor(data), policy_finding(Path(named) if named else None, at), *_pool(client, at)]
+    file = Path(named) if named else None
+    return [
+        *doctor(data),
+        policy_finding(file, at),
+        *_gangs(file, data, client.url),
+        *_pool(client, at),
+    ]
 
 
 def policy_finding(file: Path | None, now: datetime) -> Finding:
@@ -39,6 +51,36 @@ def policy_finding(file: Path | None, now: datetime) -> Finding:
     closed = reason_to_close(rules.policy, facts_now(now, LoadMeter(os.getpid())))
     said = f"just now it would take nothing: {closed}" if closed else "it would take tasks now"
     return Finding("policy", Level.OK, f"{file}; {said}")
+
+
+def _gangs(file: Path | None, data: Path, server: str) -> list[Finding]:
+    try:
+        said = Rulebook(file).policy.gangs
+    except Invalid:
+        return []  # said already
+    site = os.environ.get(SITE, "") or said.site
+    return [gangs_finding(replace(said, site=site), data, server)]
+
+
+def gangs_finding(said: Gangs, data: Path, server: str) -> Finding:
+    """Whether this machine takes part in tasks on several nodes, and why not; opens a lane to see."""
+    if not said.offered:
+        return Finding("gangs", Level.OK, "its policy refuses tasks on several nodes")
+    if not said.site:
+        text = "no site is named: tasks on several nodes never run here"
+        return Finding(
+            "gangs", Level.NOTE, text, "gpool join … --site NAME, the same on nodes of one network"
+        )
+    works, why = asyncio.run(probe_gangs(data))
+    if not works:
+        return Finding("gangs", Level.WARNING, why)
+    address = os.environ.get(ADDRESS, "") or said.address or site_address(server)
+    port = int(os.environ.get(PORT, "0")) or said.port or GANG_PORT
+    if IPv4Address(address).is_loopback:
+        text = f"site {said.site}, but by {address} no other machine reaches this one"
+        return Finding("gangs", Level.WARNING, text, "gpool join … --address IP")
+    text = f"site {said.site}; its others reach this machine at {address}, UDP ports from {port} on"
+    return Finding("gangs", Level.OK, text)
 
 
 def _pool(client: Client, now: datetime) -> list[Finding]:

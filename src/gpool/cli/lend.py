@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import click
@@ -17,6 +17,7 @@ from gpool import __version__
 from gpool.agent.daemon import boot_clock, wall_clock
 from gpool.agent.detect import host_facts, services
 from gpool.agent.detect.gpus import Detector
+from gpool.agent.detect.host import site_address
 from gpool.agent.detect.owner import LoadMeter, facts_now
 from gpool.agent.detect.processes import Kin, Programs
 from gpool.agent.environments import Environments, environments_for
@@ -24,9 +25,9 @@ from gpool.agent.health import Watch
 from gpool.agent.lookout import Lookout, Rulebook, glimpser
 from gpool.agent.main import Means, serve
 from gpool.agent.network import lanes
-from gpool.agent.network.door import networks_for, probe
+from gpool.agent.network.door import networks_for, probe, probe_gangs
 from gpool.agent.network.policy import BadPolicy, EgressPolicy, parse_rate, parse_target
-from gpool.agent.policy import Policy
+from gpool.agent.policy import GANG_PORT, Gangs, Policy
 from gpool.agent.runtime.bubblewrap import BubblewrapRuntime
 from gpool.agent.runtime.calls import PYTHON
 from gpool.agent.runtime.microvm import facts as guests
@@ -50,12 +51,27 @@ class Made(Runtime, Protocol):
     def use_gpus(self, gpus: Sequence[Gpu]) -> None: ...
 
 
-def offer_of(settings: AgentSettings, gpus: tuple[Gpu, ...], means: Means) -> Offer:
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """What lanes of this machine can lead to."""
+
+    networks: lanes.Networks | None = None  # who opens them; None: nobody can
+    egress: bool = False
+    gangs: bool = False
+
+
+def offer_of(
+    settings: AgentSettings,
+    gpus: tuple[Gpu, ...],
+    means: Means,
+    reach: Reach = Reach(),  # noqa: B008 - frozen
+    said: Gangs = Gangs(),  # noqa: B008 - frozen
+) -> Offer:
     """What this machine has: the slots its owner named, else all processors it may use."""
     facts = host_facts(settings.data_dir)
     named = "slots" in settings.model_fields_set
     runtimes = means.runtimes
-    networks = {Network.NONE} if means.networks is None else set(Network)
+    networks = set(Network) if reach.egress else {Network.NONE}
     builds = {environments.IMAGE} if any(one.images for one in runtimes) else set()
     ready, pythons = {environments.DEFAULT}, {PYTHON}
     if means.environments is not None:
@@ -74,8 +90,16 @@ def offer_of(settings: AgentSettings, gpus: tuple[Gpu, ...], means: Means) -> Of
         networks=frozenset(networks & {given for one in runtimes for given in one.networks}),
         runtimes=tuple(_offered(one) for one in runtimes),
         hostname=facts.hostname,
+        site=settings.site if reach.gangs else "",
+        address=address_of(settings, said) if reach.gangs else "",
+        gang_port=(settings.gang_port or said.port or GANG_PORT) if reach.gangs else 0,
         agent_version=__version__,
     )
+
+
+def address_of(settings: AgentSettings, said: Gangs) -> str:
+    """As its owner says; else as this machine looks from outside, which may change while the agent runs."""
+    return settings.gang_address or said.address or site_address(settings.server_url)
 
 
 def _offered(runtime: Runtime) -> RuntimeOffer:
@@ -122,16 +146,23 @@ def _microvm(settings: AgentSettings) -> list[Made]:
     return []
 
 
-def networks_of(settings: AgentSettings, policy: Policy) -> lanes.Networks | None:
-    """Who opens lanes, for tasks and for builds; None: nobody, for a reason that is logged.
+def reach_of(settings: AgentSettings, policy: Policy) -> Reach:
+    """Who opens lanes, for tasks and for builds; nobody, for a reason that is logged.
 
-    Whether tasks are given any is for the offer to say: an environment is built without egress of the task.
+    Whether tasks are given any is for the offer to say: an environment is built without egress of the task. Gangs are
+    tried only where a site is named.
     """
-    works, why = asyncio.run(probe(settings.data_dir))
-    if not works:
+    egress, why = asyncio.run(probe(settings.data_dir))
+    if not egress:
         log.info("no_egress", why=why)
-        return None
-    return networks_for(egress_of(policy), settings.data_dir)
+    gangs = False
+    if settings.site or policy.gangs.site:
+        gangs, why = asyncio.run(probe_gangs(settings.data_dir))
+        if not gangs:
+            log.warning("no_gangs", why=why)
+    if not egress and not gangs:
+        return Reach()
+    return Reach(networks_for(egress_of(policy), settings.data_dir), egress, gangs)
 
 
 def egress_of(policy: Policy) -> EgressPolicy:
@@ -168,9 +199,11 @@ def lend() -> None:
         raise Invalid(
             f"the policy's tiers leave no runtime; this machine can do {', '.join(sorted(can))}"
         )
-    networks = networks_of(settings, policy)
+    reach = reach_of(settings, policy)
+    networks = reach.networks
     builders = [one for one in runtimes if isinstance(one, BubblewrapRuntime)]
-    made = environments_of(settings, builders[0], networks) if builders else None
+    outward = networks if reach.egress else None
+    made = environments_of(settings, builders[0], outward) if builders else None
     sharing = None
     if builders and not settings.simulate_gpus:
         sharing = sharing_for(settings.data_dir, builders[0], parse_modes(settings.sharing))
@@ -185,11 +218,10 @@ def lend() -> None:
             found = sharing.describe(found)
         for runtime in runtimes:
             runtime.use_gpus(_real(found))
-        return replace(
-            first, gpus=found, environments=offer_of(settings, found, means).environments
-        )
+        now = offer_of(settings, found, means, reach, policy.gangs)
+        return replace(first, gpus=found, environments=now.environments, address=now.address)
 
-    first = offer_of(settings, gpus, means)
+    first = offer_of(settings, gpus, means, reach, policy.gangs)
     kin = Kin(os.getpid(), groups=lambda: _containers(runtimes))
     glimpse = glimpser(rules, Watch(detector.nvml, kin), Programs(kin), wall_clock, boot_clock)
     lookout = Lookout(rules, offer, lambda: facts_now(wall_clock(), meter), glimpse)

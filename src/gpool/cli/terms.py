@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import wraps
 from pathlib import Path
 from typing import Any
 
 import click
 
+from gpool.agent.policy import GANG_PORT, MOST_GANG_PORT, Gangs, site_address, site_name
 from gpool.cli.joining import Identity
 
 
@@ -21,6 +22,17 @@ class Terms:
     simulate_gpus: str | None = None
     allow_process: bool = False
     policy: Path | None = None
+    gangs: Gangs = field(default_factory=Gangs)  # for several nodes at once
+
+
+def _checked(read: Callable[[str], str]) -> Callable[[click.Context, click.Parameter, str], str]:
+    def check(_: click.Context, __: click.Parameter, value: str) -> str:
+        try:
+            return read(value)
+        except ValueError as error:
+            raise click.BadParameter(str(error)) from error
+
+    return check
 
 
 _OPTIONS = (
@@ -49,11 +61,34 @@ _OPTIONS = (
         metavar="FILE",
         help="Your rules: whose tasks, which hours, what you keep back (TOML; docs/policy.md).",
     ),
+    click.option(
+        "--site",
+        envvar="GPOOL_AGENT_SITE",
+        callback=_checked(site_name),
+        default="",
+        metavar="NAME",
+        help="Where this machine stands: tasks on several nodes run on those of one site, which reach each other directly.",
+    ),
+    click.option(
+        "--address",
+        envvar="GPOOL_AGENT_GANG_ADDRESS",
+        callback=_checked(site_address),
+        default="",
+        metavar="IP",
+        help="By which the others of its site reach it (default: the one that leads to the server).",
+    ),
+    click.option(
+        "--gang-port",
+        envvar="GPOOL_AGENT_GANG_PORT",
+        type=click.IntRange(1024, MOST_GANG_PORT),
+        metavar="PORT",
+        help=f"The first of the UDP ports that the others of its site reach (default: {GANG_PORT}).",
+    ),
 )
 
 
 def lending(function: Callable[..., None]) -> Callable[..., None]:
-    """`--slots`, `--simulate-gpus`, `--allow-process` and `--policy`, given to the verb as `terms`."""
+    """`--slots`, `--simulate-gpus`, `--allow-process`, `--policy` and those of gangs, given to the verb as `terms`."""
 
     @wraps(function)
     def with_terms(
@@ -62,9 +97,14 @@ def lending(function: Callable[..., None]) -> Callable[..., None]:
         simulate_gpus: str | None,
         allow_process: bool,
         policy: Path | None,
+        site: str,
+        address: str,
+        gang_port: int | None,
         **kwargs: Any,
     ) -> None:
-        function(*args, terms=Terms(slots, simulate_gpus, allow_process, policy), **kwargs)
+        gangs = Gangs(site=site, address=address, port=gang_port or 0)
+        terms = Terms(slots, simulate_gpus, allow_process, policy, gangs)
+        function(*args, terms=terms, **kwargs)
 
     found: Callable[..., None] = with_terms
     for option in reversed(_OPTIONS):
@@ -91,4 +131,11 @@ def agent_variables(identity: Identity, data: Path, terms: Terms) -> dict[str, s
         found["GPOOL_AGENT_SIMULATE_GPUS"] = terms.simulate_gpus
     if terms.policy is not None:
         found["GPOOL_AGENT_POLICY"] = str(terms.policy.absolute())
+    gangs = terms.gangs
+    if gangs.site:
+        found["GPOOL_AGENT_SITE"] = gangs.site
+    if gangs.address:
+        found["GPOOL_AGENT_GANG_ADDRESS"] = gangs.address
+    if gangs.port:
+        found["GPOOL_AGENT_GANG_PORT"] = str(gangs.port)
     return found

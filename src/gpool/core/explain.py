@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from gpool.core.ids import TaskId
-from gpool.core.model import EndReason, Gpu, Instant, Node, Shape
+from gpool.core.model import SECOND, EndReason, Gpu, Instant, Node, Shape
 from gpool.core.refusals import Explanation, counted, nothing_can, those
 from gpool.core.scheduling.gangs import most_together
 from gpool.core.scheduling.limits import holders_of, least_gpus
@@ -14,7 +14,8 @@ from gpool.core.scheduling.orders import ORDERS, Order, Policy
 from gpool.core.scheduling.placement import fit, is_open, may_join, slice_of, unfit, usable
 from gpool.core.scheduling.plan import DEFAULT, order_named
 from gpool.core.scheduling.ranking import Ranking
-from gpool.core.scheduling.state import State
+from gpool.core.scheduling.state import ShapeState, State
+from gpool.core.scheduling.warmth import loading, may_wait, ready_soon
 
 # ---- what happened to it before
 
@@ -88,7 +89,7 @@ def explain(
     connected = [node for node in nodes if node.connected]
     capable = [node for node in connected if unfit(node, shape) is None]
     if not _are_enough(capable, shape):
-        return _too_few(nodes, connected, capable, shape)
+        return _too_few(nodes, capable, shape)
     open_nodes = [node for node in capable if is_open(node)]
     if not _are_enough(open_nodes, shape):
         return _closed(capable, open_nodes, shape)
@@ -102,10 +103,26 @@ def explain(
         if ahead:
             sentence = f"{counted(ahead, 'task is', 'tasks are')} ahead of it in line."
             return Explanation("ahead", sentence, ahead + 1)
+        if _waits_for_inputs(state, waiting, fitting, now, policy):
+            seconds = loading(shape) / SECOND
+            said = f"Loading its inputs elsewhere would take {seconds:.0f} s: it waits for a node that has them."
+            return Explanation("awaits_inputs", said, 1)
         return Explanation("next", "It starts with the next scheduling pass.", 1)
     told = _busy(state, shape, open_nodes, fitting, ahead)
     besides = _besides(connected, capable, shape)
     return replace(told, sentence=f"{told.sentence}{besides}")
+
+
+def _waits_for_inputs(
+    state: State, waiting: ShapeState, fitting: list[Node], now: Instant, policy: Policy
+) -> bool:
+    shape, head = waiting.shape, waiting.queue.head()
+    if head is None or not may_wait(shape, Instant(head[0]), now, policy.patience):
+        return False
+    there = state.caches.with_data(shape.data)
+    if any(node.id in there for node in fitting):
+        return False
+    return ready_soon(state, shape, now) >= waiting.queue.size
 
 
 def _are_enough(nodes: list[Node], shape: Shape) -> bool:
@@ -114,15 +131,17 @@ def _are_enough(nodes: list[Node], shape: Shape) -> bool:
     return bool(nodes) if wanted == 1 else most_together(nodes) >= wanted
 
 
-def _too_few(
-    nodes: list[Node], connected: list[Node], capable: list[Node], shape: Shape
-) -> Explanation:
+def _too_few(nodes: list[Node], capable: list[Node], shape: Shape) -> Explanation:
     away = [node for node in nodes if not node.connected and unfit(node, shape) is None]
     if _are_enough(capable + away, shape):
         said = f"{those(away)} could run it, but is not connected just now."
         return Explanation("not_connected", said)
+    kept = _reserved(nodes, shape)
+    if _are_enough(capable + away + kept, shape):
+        said = f"{those(kept)} could run it, but is reserved for others just now."
+        return Explanation("reserved", said)
     if not capable and not away:
-        return nothing_can(connected or nodes, shape)
+        return nothing_can([node for node in nodes if node.connected] or nodes, shape)
     most, wanted = most_together(capable + away), shape.requirements.nodes
     said = f"No site has {wanted} nodes that could run it; the most in one is {most}."
     return Explanation("no_site", said)
@@ -236,16 +255,21 @@ def _has_room(state: State, node: Node, gpu: Gpu, shape: Shape) -> bool:
 def _besides(connected: list[Node], capable: list[Node], shape: Shape) -> str:
     """Of nodes that could run it too, but for what an operator laid upon them."""
     cordoned = [node for node in capable if node.cordoned]
-    reserved = [
-        node
-        for node in connected
-        if node.reserved_for is not None
-        and unfit(node, shape) is not None
-        and unfit(replace(node, reserved_for=None), shape) is None
-    ]
+    reserved = _reserved(connected, shape)
     told = ""
     if cordoned:
         told += f" {those(cordoned)} could run it too, but is cordoned."
     if reserved:
         told += f" {those(reserved)} could run it too, but is reserved for others just now."
     return told
+
+
+def _reserved(nodes: list[Node], shape: Shape) -> list[Node]:
+    """Those that could run it if they were not kept for others."""
+    return [
+        node
+        for node in nodes
+        if node.reserved_for is not None
+        and unfit(node, shape) is not None
+        and unfit(replace(node, reserved_for=None), shape) is None
+    ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from ipaddress import IPv4Address
 
 from gpool.core import labels, paths, prices
 from gpool.core.errors import Invalid
@@ -52,6 +53,22 @@ def wrong_with_offer(offer: Offer) -> str | None:
     )
     if len(words) > 1000 or any(len(word) > 300 or "\0" in word for word in words):
         return "an offer with too many or too long words"
+    return _wrong_with_site(offer)
+
+
+def _wrong_with_site(offer: Offer) -> str | None:
+    """Where other members of gangs will send to: a host's own address, and no other."""
+    if len(offer.site) > 300 or "\0" in offer.site:
+        return "a site with too long a name, or a NUL in it"
+    if not 0 <= offer.gang_port < 1 << 16:
+        return f"a gang port of {offer.gang_port}"
+    if offer.address:
+        try:
+            address = IPv4Address(offer.address)
+        except ValueError:
+            return f"an address that is no IPv4 address: {offer.address[:100]!r}"
+        if address.is_multicast or address.is_unspecified or address.is_reserved:
+            return f"an address that is no host's: {address}"
     return None
 
 

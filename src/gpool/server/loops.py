@@ -28,6 +28,7 @@ from gpool.server.store.operations import (
     tasks,
 )
 from gpool.server.store.values import LogLine
+from gpool.server.usage import KeepUsage
 
 log = logging.getLogger(__name__)
 
@@ -242,9 +243,15 @@ class Ticker:
 
 
 def all_loops(server: Server) -> tuple[Loop, ...]:
-    loops: tuple[Loop, ...] = (Schedule(server), Expire(server), Prune(server), Keys(server))
-    loops = (*loops, Learn(server))
-    loops = (*loops, Merits(server))
+    loops: tuple[Loop, ...] = (
+        Schedule(server),
+        Expire(server),
+        Prune(server),
+        Keys(server),
+        KeepUsage(server),
+        Merits(server),
+        Learn(server),
+    )
     if server.examiner is not None:
         loops = (*loops, Examine(server, server.examiner))
     return loops if server.sign_ins is None else (*loops, Identity(server))

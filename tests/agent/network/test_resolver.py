@@ -198,7 +198,9 @@ def test_fixed_names_are_answered_and_no_other_ever_goes_upstream() -> None:
 
     async def work() -> None:
         async with upstream(lambda m: [answer(m, PUBLIC)]) as (server, at):
-            names = Names(lambda a: a == private, 20, (at,), {"index.example": (private, PUBLIC)})
+            names = Names(
+                lambda a: a == private, 20, (at,), {"index.example": (private, PUBLIC)}, asks=False
+            )
             async with resolver(at) as made:
                 made.names = names
                 said = read(await ask(made, "index.example"), "index.example")

@@ -7,9 +7,12 @@ import os
 import shutil
 import socket
 from dataclasses import dataclass
+from ipaddress import IPv4Address
 from pathlib import Path
+from urllib.parse import urlsplit
 
 CGROUP = Path("/sys/fs/cgroup")
+PUBLIC = "8.8.8.8"  # any that is not on this machine
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +38,25 @@ def host_facts(data_dir: Path, cgroup: Path = CGROUP) -> HostFacts:
     if quota is not None:
         cpu = min(cpu, quota)
     return HostFacts(socket.gethostname(), cpu, memory, shutil.disk_usage(place).free)
+
+
+def site_address(towards: str) -> str:
+    """The address by which others are likely to reach this machine: the one packets to the pool's server (a URL) leave by.
+
+    Where the server is this machine itself, the one that leads out of it; where nothing does, loopback. Nothing is sent.
+    """
+    parts = urlsplit(towards)
+    hosts = [parts.hostname, PUBLIC] if parts.hostname else [PUBLIC]
+    for host in hosts:
+        with (
+            contextlib.suppress(OSError),
+            socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking,
+        ):
+            asking.connect((host, parts.port or 443))
+            found = str(asking.getsockname()[0])
+            if not IPv4Address(found).is_loopback:
+                return found
+    return "127.0.0.1"
 
 
 def _number(path: Path) -> int | None:

@@ -5,19 +5,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import secrets
 import socket
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from ipaddress import IPv4Address, IPv4Network, ip_address
 from pathlib import Path
 
 from gpool.agent.network import nft
 from gpool.agent.network.lanes import Networks, NoLane, tag_for
-from gpool.agent.network.policy import BadPolicy, Egress, EgressPolicy, Only, Target
+from gpool.agent.network.policy import BadPolicy, Egress, EgressPolicy, Gang, Only, Target, Wants
 from gpool.agent.network.rooted import RootNetworks
 from gpool.agent.network.rootless import RootlessNetworks
 
 RESOLVE_WITHIN_S = 10.0
+TUN_FIX = "as root: modprobe tun; chmod 666 /dev/net/tun"
 
 
 def networks_for(policy: EgressPolicy, place: Path) -> Networks:
@@ -49,28 +51,45 @@ def facts() -> tuple[Fact, ...]:
     slirp = nft.program("slirp4netns") is not None
     tun = os.access("/dev/net/tun", os.R_OK | os.W_OK)
     found.append(Fact("slirp4netns", slirp, "install it (apt-get install slirp4netns)"))
-    found.append(Fact("/dev/net/tun", tun, "as root: modprobe tun; chmod 666 /dev/net/tun"))
+    found.append(Fact("/dev/net/tun", tun, TUN_FIX))
     return tuple(found)
 
 
 async def probe(place: Path) -> tuple[bool, str]:
     """Whether a lane can be opened: it opens one, under a tag of its own, and closes it. The text is for the owner."""
-    for fact in facts():
+    why = await _why_not(Egress(), place, facts())
+    if not why and not _leads_out():
+        why = "this host has no IPv4 route out"
+    if why:
+        return False, f"egress is not offered: {why}"
+    return True, "egress is offered: a lane was opened and closed"
+
+
+async def probe_gangs(place: Path) -> tuple[bool, str]:
+    """The same for a lane of a gang, here of one member only: it needs no way out."""
+    tun = Fact("/dev/net/tun", os.access("/dev/net/tun", os.R_OK | os.W_OK), TUN_FIX)
+    lane = Gang(0, (("127.0.0.1", 0),), secrets.token_bytes(32))
+    why = await _why_not(lane, place, (*facts(), tun))
+    if why:
+        return False, f"gangs are not offered: {why}"
+    return True, "gangs are offered: a lane was opened and closed"
+
+
+async def _why_not(wants: Wants, place: Path, needed: Sequence[Fact]) -> str:
+    for fact in needed:
         if not fact.ok:
-            return False, f"egress is not offered: {fact.name} is missing; {fact.fix}"
+            return f"{fact.name} is missing; {fact.fix}"
     networks = networks_for(EgressPolicy(), place / "probe")
     try:
         await networks.start()
-        lane = await networks.open(Egress())
+        lane = await networks.open(wants)
         await lane.close()
     except NoLane as failure:
-        return False, f"egress is not offered: {failure}"
+        return str(failure)
     finally:
         with contextlib.suppress(nft.NftFailed):  # then `start` failed by it, and said so
             await networks.close()
-    if not _leads_out():
-        return False, "egress is not offered: this host has no IPv4 route out"
-    return True, "egress is offered: a lane was opened and closed"
+    return ""
 
 
 def _leads_out() -> bool:

@@ -4,8 +4,9 @@ It sets the firewall before anybody else can know of the namespace, hands out de
 the agent. It never runs anything but nft.
 
 Words on the socket (one JSON document a message, descriptors beside it):
-  in   {"nft": path, "rules": text}   ·   {"count": table}
-  out  {"ready": true} with user namespace, network namespace and the resolver's two sockets   ·   {"failed": text}
+  in   {"nft": path, "rules": text, "gang": {"name", "address", "netmask", "mtu"} or null}   ·   {"count": table}
+  out  {"ready": true} with user namespace, network namespace, the resolver's two sockets and, for a gang, the interface
+       {"failed": text}
        {"counters": nft's listing}
 """
 
@@ -21,10 +22,13 @@ import socket
 import struct
 import subprocess
 import sys
+from typing import Any
 
 CLONE_NEWUSER, CLONE_NEWNET = 0x10000000, 0x40000000
 PR_SET_PDEATHSIG = 1
 SIOCGIFFLAGS, SIOCSIFFLAGS, IFF_UP = 0x8913, 0x8914, 1
+SIOCSIFADDR, SIOCSIFNETMASK, SIOCSIFMTU = 0x8916, 0x891C, 0x8922
+TUNSETIFF, IFF_TUN, IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
 RESOLVER = ("127.0.0.53", 53)
 MESSAGE_BYTES = 1 << 18
 
@@ -46,11 +50,29 @@ def enter() -> None:
     write("/proc/self/gid_map", f"0 {gid} 1")
 
 
-def raise_loopback() -> None:
+def raise_interface(name: bytes = b"lo") -> None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
-        asked = struct.pack("16sH14x", b"lo", 0)
+        asked = struct.pack("16sH14x", name, 0)
         _, flags = struct.unpack("16sH14x", fcntl.ioctl(asking, SIOCGIFFLAGS, asked))
-        fcntl.ioctl(asking, SIOCSIFFLAGS, struct.pack("16sH14x", b"lo", flags | IFF_UP))
+        fcntl.ioctl(asking, SIOCSIFFLAGS, struct.pack("16sH14x", name, flags | IFF_UP))
+
+
+def make_interface(name: str, address: str, netmask: str, mtu: int) -> int:
+    """One whose packets are read from the descriptor, in the namespace of the calling thread; gone when that is closed."""
+    device = os.open("/dev/net/tun", os.O_RDWR | os.O_CLOEXEC)
+    named = name.encode()
+    try:
+        fcntl.ioctl(device, TUNSETIFF, struct.pack("16sH22x", named, IFF_TUN | IFF_NO_PI))
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+            for word, value in ((SIOCSIFADDR, address), (SIOCSIFNETMASK, netmask)):
+                given = struct.pack("=H2x4s8x", socket.AF_INET, socket.inet_aton(value))
+                fcntl.ioctl(asking, word, struct.pack("16s16s", named, given))
+            fcntl.ioctl(asking, SIOCSIFMTU, struct.pack("16si12x", named, mtu))
+        raise_interface(named)
+    except OSError:
+        os.close(device)
+        raise
+    return device
 
 
 def nft(path: str, *arguments: str, text: str = "") -> str:
@@ -62,11 +84,11 @@ def nft(path: str, *arguments: str, text: str = "") -> str:
     return done.stdout
 
 
-def prepare(order: dict[str, str]) -> list[int]:
+def prepare(order: dict[str, Any]) -> list[int]:
     enter()
     if os.path.exists("/proc/sys/net/ipv6/conf/default/disable_ipv6"):
         write("/proc/sys/net/ipv6/conf/default/disable_ipv6", "1")
-    raise_loopback()
+    raise_interface()
     nft(order["nft"], "-f", "-", text=order["rules"])
     datagrams = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
     streams = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
@@ -74,7 +96,10 @@ def prepare(order: dict[str, str]) -> list[int]:
     streams.bind(RESOLVER)
     streams.listen(16)
     namespaces = [os.open(f"/proc/self/ns/{kind}", os.O_RDONLY) for kind in ("user", "net")]
-    return [*namespaces, datagrams.detach(), streams.detach()]
+    given = [*namespaces, datagrams.detach(), streams.detach()]
+    if order["gang"]:
+        given.append(make_interface(**order["gang"]))
+    return given
 
 
 def main() -> int:

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
-from gpool.agent.network.policy import EgressPolicy, HostFacts, Only, Wants, reaches
+from gpool.agent.network.policy import EgressPolicy, Gang, HostFacts, Only, Wants, reaches
 from gpool.agent.network.resolver import RESOLVER, Names, Resolver, Server
 from gpool.agent.network.rules import TAG_LETTERS
 from gpool.agent.runtime.protocol import Lane, SandboxFailed
@@ -106,6 +106,7 @@ def resolver_for(
         may_reach=lambda address: reaches(policy, host, wants, address),
         queries_per_s=policy.queries_per_s,
         servers=servers,
-        fixed=wants.names if isinstance(wants, Only) else None,
+        known=wants.names if isinstance(wants, Only | Gang) else {},
+        asks=not isinstance(wants, Only | Gang) or (isinstance(wants, Gang) and wants.egress),
     )
     return Resolver(*sockets, names)

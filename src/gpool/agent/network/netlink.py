@@ -53,6 +53,9 @@ class Netlink:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self.close()
+
+    def close(self) -> None:
         self._socket.close()
 
     def add_pair(self, name: str, peer: str, peer_namespace: int, mtu: int) -> None:

@@ -11,11 +11,13 @@ from dataclasses import dataclass, field
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, ip_network
 
 from gpool.agent.network.addresses import NEVER_LISTED, Address, is_refused
+from gpool.core.rendezvous import MAX_NODES, NETWORK, address_of
 
 ANY_PORT = (0, 65535)
 UNITS = {"B": 1, "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 RATE = re.compile(r"(\d+(?:\.\d+)?)\s*(B|[kKMG]B)/s")
 COUNT = re.compile(r"(\d+)(?:/s)?")
+LEAST_SECRET_BYTES = 16
 MIN_RATE_BYTES_PER_S = 16 * 1024  # below it not even a handshake gets through
 
 
@@ -149,7 +151,7 @@ class Egress:
 
 @dataclass(frozen=True, slots=True)
 class Only:
-    """A lane to these targets alone, private ones too: an index's servers, or later the peers of a gang.
+    """A lane to these targets alone, private ones too: an index's servers.
 
     Never made from a consumer's words. `names` is all that resolves in it, each to what the agent resolved and allowed.
     """
@@ -178,8 +180,19 @@ class Gang:
     secret: bytes = field(repr=False)
     egress: bool = False
 
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < len(self.peers) <= MAX_NODES:
+            raise BadPolicy(f"rank {self.rank} of {len(self.peers)}: there is no such member")
+        if len(self.secret) < LEAST_SECRET_BYTES:
+            raise BadPolicy(f"a gang's secret has at least {LEAST_SECRET_BYTES} bytes")
 
-Wants = Egress | Only
+    @property
+    def names(self) -> dict[str, tuple[IPv4Address, ...]]:
+        """By which members find each other: rank0, rank1, …"""
+        return {f"rank{rank}": (address_of(rank),) for rank in range(len(self.peers))}
+
+
+Wants = Egress | Only | Gang
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,6 +210,8 @@ def reaches(
         return False
     if isinstance(wants, Only):
         return _any_covers(wants.targets, address, port)
+    if isinstance(wants, Gang) and (address in NETWORK or not wants.egress):
+        return NETWORK.network_address < address <= address_of(len(wants.peers) - 1)
     if is_refused(address) or any(address in network for network in host.networks):
         return False
     if port is None:

@@ -67,7 +67,8 @@ class Names:
     may_reach: Callable[[IPv4Address], bool]
     queries_per_s: int
     servers: Sequence[Server]
-    fixed: Mapping[str, tuple[IPv4Address, ...]] | None = None  # not None: these and no others
+    known: Mapping[str, tuple[IPv4Address, ...]] = field(default_factory=dict)
+    asks: bool = True  # the servers for what is not known
     within_s: float = UPSTREAM_WITHIN_S  # each server has that long
 
 
@@ -195,10 +196,9 @@ class Resolver:
             # A lane carries no IPv6, and the rest carries texts.
             self.tally.answered += 1
             return dns.write_answer(question, dns.NO_ERROR)
-        fixed = self.names.fixed
-        if fixed is not None:
-            found = fixed.get(question.name, ())
-            return self._say(question, found, dns.MAX_TTL_S)
+        known = self.names.known.get(question.name)
+        if known is not None or not self.names.asks:
+            return self._say(question, known or (), dns.MAX_TTL_S)
         now = asyncio.get_running_loop().time()
         affordable = self._queries.take(1, now) and self._letters.take(dns.cost(question.name), now)
         if not affordable or len(self._running) > MAX_WAITING:

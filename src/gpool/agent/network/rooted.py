@@ -28,9 +28,11 @@ from typing import TypeVar
 import psutil  # type: ignore[import-untyped]
 
 from gpool.agent.network import host, nft, rules
+from gpool.agent.network.gang.relaying import RELAY, Relaying, Relays, interface_of
+from gpool.agent.network.holder import make_interface
 from gpool.agent.network.lanes import NoLane, OpenLane, name_sockets, opened_whole, resolver_for
 from gpool.agent.network.netlink import Netlink
-from gpool.agent.network.policy import Egress, EgressPolicy, HostFacts, Only, Wants
+from gpool.agent.network.policy import Egress, EgressPolicy, Gang, HostFacts, Only, Wants
 from gpool.agent.network.resolver import RESOLVER, Server, configured_servers
 from gpool.agent.network.rules import FAMILY, PREFIX, Naming
 from gpool.agent.runtime.protocol import Lane
@@ -53,6 +55,7 @@ class Inside:
     namespace: int
     netlink: Netlink
     names: tuple[socket.socket, socket.socket]
+    tun: int = -1  # of a gang
 
     def index(self, name: str) -> int:
         asked = struct.pack("16si", name.encode(), 0)
@@ -62,11 +65,12 @@ class Inside:
     def discard(self) -> None:
         for each in self.names:
             each.close()
-        with contextlib.suppress(OSError):
-            os.close(self.namespace)
+        for descriptor in (self.namespace, self.tun):
+            with contextlib.suppress(OSError):
+                os.close(descriptor)
 
 
-def make_inside() -> Inside:
+def make_inside(wants: Wants) -> Inside:
     """In a thread that ends afterwards: it moves into the new namespace and never comes back."""
     if libc.unshare(CLONE_NEWNET) != 0:
         code = ctypes.get_errno()
@@ -75,7 +79,15 @@ def make_inside() -> Inside:
     netlink = Netlink()
     netlink.up(LOOPBACK)
     names = name_sockets()
-    return Inside(os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC), netlink, names)
+    namespace = os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+    made = Inside(namespace, netlink, names)
+    if isinstance(wants, Gang):
+        try:
+            made.tun = make_interface(**interface_of(wants))
+        except OSError as failure:
+            made.discard()
+            raise OSError(failure.errno, f"a gang's interface: {failure.strerror}") from failure
+    return made
 
 
 async def in_fresh_thread(work: Callable[[], T]) -> T:
@@ -128,6 +140,7 @@ class RootNetworks:
         *,
         servers: tuple[Server, ...] | None = None,
         ahead: int = 2,
+        relay: Sequence[str] = RELAY,
     ) -> None:
         self._policy = policy
         self._naming = Naming(tag)
@@ -138,6 +151,7 @@ class RootNetworks:
         self._mtu = 1500
         self._lent: set[str] = set()
         self._free = deque(range(rules.MAX_LANES))
+        self._relays = Relays(relay)
         self._prepared: list[OpenLane] = []
         self._filling: asyncio.Task[None] | None = None
         self._closing = False
@@ -178,9 +192,8 @@ class RootNetworks:
         return opened
 
     async def refused_packets(self) -> int:
-        return nft.packets(
-            await nft.listed("counters", "table", FAMILY, self._naming.table), "refused"
-        )
+        counters = await nft.listed("counters", "table", FAMILY, self._naming.table)
+        return nft.packets(counters, "refused") + await self._relays.refused()
 
     async def close(self) -> None:
         """Lanes still open lose their way out; each is still its opener's to close."""
@@ -282,11 +295,17 @@ class RootNetworks:
         number = self._free.popleft()
         name = self._naming.interface(wants, number)
         inside: Inside | None = None
+        relay: Relaying | None = None
         try:
-            inside = await in_fresh_thread(make_inside)
-            await asyncio.to_thread(self._join, inside, name, number)
+            inside = await in_fresh_thread(lambda: make_inside(wants))
+            if not isinstance(wants, Gang) or wants.egress:
+                await asyncio.to_thread(self._join, inside, name, number)
+            else:
+                inside.netlink.close()
             if isinstance(wants, Only) and wants.targets:
                 await nft.load(rules.permit(self._naming, name, wants))
+            if isinstance(wants, Gang):
+                relay = await self._relays.begin(wants, inside.tun)
         except (OSError, nft.NftFailed, asyncio.CancelledError):
             if inside is not None:
                 inside.discard()
@@ -295,6 +314,8 @@ class RootNetworks:
             raise
 
         async def undo() -> None:
+            if relay is not None:
+                await self._relays.end(relay)
             await self._remove(name)
             if isinstance(wants, Only) and wants.targets:
                 with contextlib.suppress(nft.NftFailed):  # the table went before the lane

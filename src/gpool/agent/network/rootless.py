@@ -13,14 +13,15 @@ import json
 import os
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from gpool.agent.network import host, nft, rules
+from gpool.agent.network.gang.relaying import RELAY, Relaying, Relays, interface_of
 from gpool.agent.network.lanes import NoLane, OpenLane, opened_whole, resolver_for
-from gpool.agent.network.policy import Egress, EgressPolicy, HostFacts, Wants
+from gpool.agent.network.policy import Egress, EgressPolicy, Gang, HostFacts, Wants
 from gpool.agent.network.resolver import RESOLVER, Server, configured_servers
 from gpool.agent.runtime.protocol import Lane
 from gpool.agent.runtime.waiting import readable
@@ -90,6 +91,7 @@ class RootlessNetworks:
         servers: tuple[Server, ...] | None = None,
         ahead: int = 1,
         attach: Callable[[int, int, int], list[str]] = slirp_arguments,
+        relay: Sequence[str] = RELAY,
     ) -> None:
         self._policy = policy
         self._servers = servers
@@ -102,6 +104,7 @@ class RootlessNetworks:
         self._filling: asyncio.Task[None] | None = None
         self._closing = False
         self._counting = asyncio.Lock()
+        self._relays = Relays(relay)
 
     async def start(self) -> None:
         """Nothing of an earlier agent can be left: holders and slirp4netns end with the agent that started them."""
@@ -130,7 +133,7 @@ class RootlessNetworks:
 
     async def refused_packets(self) -> int:
         async with self._counting:
-            total = self._gone
+            total = self._gone + await self._relays.refused()
             for held in list(self._live.values()):
                 total += await held.refused()
             return total
@@ -153,12 +156,17 @@ class RootlessNetworks:
 
     async def _make(self, wants: Wants) -> OpenLane:
         text = rules.inner_ruleset(self._policy, self._facts, wants, TAP)
+        gang = wants if isinstance(wants, Gang) else None
         held = await self._hold()
         descriptors: list[int] = []
+        relay: Relaying | None = None
         try:
             async with asyncio.timeout(WITHIN_S):
-                descriptors = await self._prepare(held, text)
-                await self._attach(held)
+                descriptors = await self._prepare(held, text, gang)
+                if gang is None or gang.egress:
+                    await self._attach(held)
+                if gang is not None:
+                    relay = await self._relays.begin(gang, descriptors[4])
         except BaseException as failure:
             for descriptor in descriptors:
                 os.close(descriptor)
@@ -169,13 +177,15 @@ class RootlessNetworks:
         self._live[id(held)] = held
 
         async def undo() -> None:
+            if relay is not None:
+                await self._relays.end(relay)
             async with self._counting:
                 with contextlib.suppress(OSError, ValueError):  # a holder that was killed
                     self._gone += await held.refused()
                 self._live.pop(id(held), None)
             await held.end()
 
-        user, network, datagrams, streams = descriptors
+        user, network, datagrams, streams = descriptors[:4]
         sockets = (socket.socket(fileno=datagrams), socket.socket(fileno=streams))
         servers = self._servers if self._servers is not None else configured_servers()
         resolver = resolver_for(sockets, self._policy, self._facts, wants, servers)
@@ -196,12 +206,13 @@ class RootlessNetworks:
             )
         return Held(holder, ours)
 
-    async def _prepare(self, held: Held, text: str) -> list[int]:
+    async def _prepare(self, held: Held, text: str, gang: Gang | None) -> list[int]:
         loop = asyncio.get_running_loop()
-        order = {"nft": nft.program("nft"), "rules": text}
+        told = interface_of(gang) if gang is not None else None
+        order = {"nft": nft.program("nft"), "rules": text, "gang": told}
         await loop.sock_sendall(held.channel, json.dumps(order).encode())
         said, descriptors = await _receive(held.channel)
-        if "failed" in said or len(descriptors) != 4:
+        if "failed" in said or len(descriptors) != 4 + (gang is not None):
             for descriptor in descriptors:
                 os.close(descriptor)
             raise NoLane(f"a lane could not be opened: {said.get('failed', 'its holder ended')}")
@@ -254,7 +265,7 @@ async def _read(descriptor: int) -> bytes:
 
 async def _receive(channel: socket.socket) -> tuple[dict[str, Any], list[int]]:
     await readable((channel.fileno(),))
-    data, beside, _, _ = channel.recvmsg(MESSAGE_BYTES, socket.CMSG_LEN(4 * 4))
+    data, beside, _, _ = channel.recvmsg(MESSAGE_BYTES, socket.CMSG_LEN(5 * 4))
     descriptors = array.array("i")
     for _, _, raw in beside:
         descriptors.frombytes(raw[: len(raw) - len(raw) % 4])

@@ -17,11 +17,13 @@ from gpool.agent.network.policy import (
     ANY_PORT,
     Egress,
     EgressPolicy,
+    Gang,
     HostFacts,
     Only,
     Target,
     Wants,
 )
+from gpool.core.rendezvous import INTERFACE
 
 FAMILY = "inet"
 PREFIX = "gpool"
@@ -128,8 +130,12 @@ table {FAMILY} {naming.table} {{
 
 
 def inner_ruleset(policy: EgressPolicy, host: HostFacts, wants: Wants, tap: str) -> str:
-    """The table inside a rootless agent's lane, set before anything can enter it."""
-    if isinstance(wants, Only):
+    """The table inside a rootless agent's lane, set before anything can enter it. A gang's interface leads to its relay,
+    which judges by itself."""
+    free = f'{{ "lo", "{INTERFACE}" }}' if isinstance(wants, Gang) else '"lo"'
+    if isinstance(wants, Gang) and not wants.egress:
+        judging = "goto refuse"
+    elif isinstance(wants, Only):
         judging = """ip protocol . ip daddr . th dport @permitted return
         goto refuse"""
     else:
@@ -155,17 +161,17 @@ table {FAMILY} {PREFIX} {{
     }}
     chain leaving {{
         type filter hook output priority raw; policy accept;
-        oifname != "lo" jump judge
+        oifname != {free} jump judge
         {_cap("oifname", f'"{tap}"', "sending", policy)}
     }}
     chain counted {{
         type filter hook output priority filter; policy accept;
-        oifname != "lo" ct state new add @flows {{ oifname ct count over {policy.flows} }} counter name over_flows drop
+        oifname != {free} ct state new add @flows {{ oifname ct count over {policy.flows} }} counter name over_flows drop
     }}
     chain coming {{
         type filter hook input priority filter; policy accept;
-        iifname != "lo" meta nfproto != ipv4 drop
-        iifname != "lo" ct state {{ new, invalid, untracked }} drop
+        iifname != {free} meta nfproto != ipv4 drop
+        iifname != {free} ct state {{ new, invalid, untracked }} drop
         {_cap("iifname", f'"{tap}"', "receiving", policy)}
     }}
     chain through {{

@@ -73,6 +73,10 @@ def line_depth(state: State, shape: Shape, policy: Policy) -> int:
 class _Lines(Starts):
     """The second half of a pass, and what comes of both."""
 
+    def __init__(self, state: State, now: Instant, policy: Policy, order: Order) -> None:
+        super().__init__(state, now, policy, order)
+        self.possible: dict[int, bool] = {}  # gangs, by their shapes
+
     def fill_lines(self) -> None:
         """Shapes without a line cost nothing here, and those with one no more than a budget: whoever has many shapes
         waiting must not hold up the rest."""
@@ -80,7 +84,6 @@ class _Lines(Starts):
         for line in self.made:
             started.setdefault(id(line.shape), []).append(line)
         looks = _LOOKS_FOR_FEEDING
-        self.waiting = [turn for turn in self.waiting if self.could_start(turn.entry.shape)]
         for rank, turn in enumerate(self.waiting):
             made = started.get(id(turn.entry.shape), [])
             if not (made or turn.entry.lines) or turn.entry.shape.requirements.nodes > 1:
@@ -97,7 +100,12 @@ class _Lines(Starts):
 
     def could_start(self, shape: Shape) -> bool:
         """A gang that is larger than every site takes no line from others."""
-        return shape.requirements.nodes == 1 or gangs.is_possible(self.engine, shape)
+        if shape.requirements.nodes == 1:
+            return True
+        known = self.possible.get(id(shape))
+        if known is None:
+            known = self.possible[id(shape)] = gangs.is_possible(self.engine, shape)
+        return known
 
     def lines_to_feed(
         self, turn: Turn, made: list[NewLine], before: list[Turn], depth: int
@@ -116,6 +124,7 @@ class _Lines(Starts):
                 other
                 for other in before
                 if (not other.is_over or mine.intersection(holders_of(other.entry.shape)))
+                and self.could_start(other.entry.shape)
                 and self.key_beside(other, own) < without
             ]
         found: list[NewLine] = []

@@ -342,6 +342,8 @@ def _less_disk(shape: Shape, free: _Free) -> Iterator[_Change]:
 def _lower_tiers(shape: Shape) -> Iterator[_Change]:
     asked = shape.requirements.tier
     for tier in (Tier.CONTAINER, Tier.NONE):
+        if tier is Tier.NONE and shape.requirements.nodes > 1:
+            continue  # a gang has a network of its own, which takes a sandbox
         if tier.strength < asked.strength:
             needs = replace(shape.requirements, tier=tier)
             whose = ", on a node of your own" if tier is Tier.NONE else ""

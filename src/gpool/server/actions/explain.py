@@ -7,7 +7,7 @@ import asyncio
 from gpool.core.explain import Story, with_story
 from gpool.core.explain import explain as why
 from gpool.core.ids import TaskId, encode
-from gpool.core.model import AttemptRow, EndReason, Phase, TaskRow, TaskStatus
+from gpool.core.model import AttemptRow, EndReason, Engine, OnLoss, Phase, TaskRow, TaskStatus
 from gpool.core.refusals import Explanation
 from gpool.core.scheduling.snapshot import take
 from gpool.core.scheduling.whatif import Suggestion, suggest
@@ -113,10 +113,19 @@ def _document(
             latest=instant_to_datetime(estimate.last),
         ),
         suggestions=[
-            SuggestionDocument(kind=one.kind, change=one.change, sentence=one.sentence)
+            SuggestionDocument(kind=one.kind, change=_change(view, one), sentence=one.sentence)
             for one in found
         ],
     )
+
+
+def _change(view: TaskView, one: Suggestion) -> str:
+    """What to say instead; on one node there is no gang, of which the rest could be said."""
+    spec, left_out = view.spec, []
+    if one.requirements.nodes == 1 < spec.requirements.nodes:
+        left_out += ["--engine"] * (spec.engine is not Engine.NONE)
+        left_out += ["--on-loss"] * (spec.on_loss is not OnLoss.REFORM)
+    return f"{one.change} without {' and '.join(left_out)}" if left_out else one.change
 
 
 def _end_of(view: TaskView) -> str:

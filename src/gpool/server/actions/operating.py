@@ -21,6 +21,7 @@ from gpool.core.scheduling.portfolio import Learnt
 from gpool.core.scheduling.rules import PolicyChange, Reservation, Rules
 from gpool.server.actions.audit import audited, entry
 from gpool.server.actions.preempt import make_room
+from gpool.server.gangs import lines_on
 from gpool.server.server import Once, Server
 from gpool.server.store.identity_values import Caller
 from gpool.server.store.operation import operation
@@ -142,7 +143,7 @@ async def cordon(server: Server, who: Caller, wanted: NewCordon, once: Once | No
     await _write(server, who, once, audited(_cordon(node, why, server.now), [noted]))
     asked = _preemptible_on(server, node) if wanted.drain else []
     recording = await make_room(server, asked) if asked else None
-    preempted = len(recording.to_preempt) if recording else 0
+    preempted = len({hold.task for _, hold in recording.to_preempt}) if recording else 0
     return Cordoned(node, True, why, _running(server, node), preempted)
 
 
@@ -171,8 +172,8 @@ def _known_node(node: NodeId) -> Operation[None]:
 
 
 def _preemptible_on(server: Server, node: NodeId) -> list[TaskId]:
-    held = server.scheduler.state.held
-    return [task for task, line in held.items() if line.node == node and line.shape.preemptible]
+    found = lines_on(server.scheduler.state, node)
+    return [task for task, line in found if line.shape.preemptible]
 
 
 def _running(server: Server, node: NodeId) -> int:

@@ -1,0 +1,291 @@
+"""Gangs on a site of the test's own: one case a run, as a script, in fresh namespaces. Prints JSON.
+
+gang_stage.py root|rootless|weak CASE
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from itertools import permutations
+from pathlib import Path
+from typing import Any
+
+from gang_site import (
+    GATEWAY,
+    METADATA,
+    PORT,
+    PUBLIC,
+    Host,
+    build_site,
+    eavesdrop,
+    overheard,
+    peers,
+)
+from lanes_world import (
+    CLONE_NEWNET,
+    CLONE_NEWNS,
+    MS_REC,
+    MS_SLAVE,
+    libc,
+    must,
+    open_the_way,
+    open_tun,
+)
+
+from gpool.core.rendezvous import address_of
+
+SECRET, OTHER = "5a" * 32, "a5" * 32
+BIG = 24 << 20
+PATIENCE_S = 10.0
+SANDBOXED = """
+import fcntl, json, os, socket, struct
+found = {}
+def tried(name, work):
+    try:
+        work()
+        found[name] = "it could"
+    except OSError as refused:
+        found[name] = type(refused).__name__
+def tun():
+    device = os.open("/dev/net/tun", os.O_RDWR)
+    fcntl.ioctl(device, 0x400454CA, struct.pack("16sH22x", b"gang0", 0x1001))
+tried("an interface", tun)
+tried("raw packets", lambda: socket.socket(socket.AF_INET, socket.SOCK_RAW, 255))
+tried("packets below IP", lambda: socket.socket(socket.AF_PACKET, socket.SOCK_RAW))
+tried("another address", lambda: socket.socket().bind(("10.211.0.9", 80)))
+with socket.create_connection(("rank1", 5000), 20) as stream:
+    stream.sendall(b"hello")
+    stream.shutdown(socket.SHUT_WR)
+    found["its peer"] = len(stream.recv(32, socket.MSG_WAITALL))
+print(json.dumps(found))
+"""
+
+
+def inside(rank: int) -> str:
+    return str(address_of(rank))
+
+
+def open_gang(hosts: list[Host], lane: str = "g", secret: str = SECRET, port: int = PORT) -> None:
+    for rank, host in enumerate(hosts):
+        host.call("open", lane, rank, peers(len(hosts), port), secret)
+
+
+def talk(hosts: list[Host], _: str) -> dict[str, Any]:
+    """Everybody with everybody, by any port, small and large."""
+    open_gang(hosts)
+    for host in hosts:
+        host.call("serve", "g", 5000, 29500, 65535)
+    told: dict[str, Any] = {}
+    for one, other in permutations(range(len(hosts)), 2):
+        ask = hosts[one].call
+        told[f"{one} to {other}"] = [
+            ask("inside", "g", "send", inside(other), 5000, 10),
+            ask("inside", "g", "send", inside(other), 65535, BIG),
+            ask("inside", "g", "ask", inside(other), 29500, 1),
+            ask("inside", "g", "ask", inside(other), 5000, 65000),
+        ]
+    told["names"] = [hosts[0].call("inside", "g", "name", f"rank{n}") for n in range(4)]
+    told["refused"] = [host.call("refused") for host in hosts]
+    told["left"] = [host.call("finish") for host in hosts]
+    return told
+
+
+def forbidden(hosts: list[Host], _: str) -> dict[str, Any]:
+    """What a member must not reach: with another gang on the same hosts, whose addresses are the same."""
+    open_gang(hosts)
+    open_gang(hosts, "other", OTHER, PORT + 100)
+    hosts[1].call("serve", "g", 8080)
+    targets = {
+        "its host": hosts[0].address,
+        "another host": hosts[1].address,
+        "the gateway": GATEWAY,
+        "public": PUBLIC,
+        "metadata": METADATA,
+        "nobody's rank": inside(7),
+    }
+    told: dict[str, Any] = {
+        "from the host": hosts[0].call("inside", None, "reach", targets, PATIENCE_S / 5),
+        "from the lane": hosts[0].call("inside", "g", "reach", targets),
+        "its own peer": hosts[0].call("inside", "g", "send", inside(1), 8080, 10),
+        "the other gang's": hosts[0].call("inside", "other", "send", inside(1), 8080, 10),
+        "strays": hosts[0].call("refused") > 0,
+        "multicast": hosts[0].call("inside", "g", "reach", {"all": "224.0.0.251"}),
+    }
+    told["sandboxed"] = json.loads(sandboxed(hosts))
+    told["left"] = [host.call("finish") for host in hosts]
+    return told
+
+
+def sandboxed(hosts: list[Host]) -> str:
+    hosts[1].call("serve", "g", 5000)
+    return str(hosts[0].call("sandbox", "g", SANDBOXED))
+
+
+def egress(hosts: list[Host], _: str) -> dict[str, Any]:
+    for rank, host in enumerate(hosts):
+        host.call("open", "g", rank, peers(len(hosts)), SECRET, True)
+    hosts[1].call("serve", "g", 5000)
+    targets = {"its host": hosts[0].address, "gateway": GATEWAY, "metadata": METADATA}
+    told: dict[str, Any] = {
+        "peer": hosts[0].call("inside", "g", "send", inside(1), 5000, 1 << 20),
+        "public": hosts[0].call("inside", "g", "reach", {"it": PUBLIC}, PATIENCE_S)["it"],
+        "others": hosts[0].call("inside", "g", "reach", targets),
+    }
+    told["left"] = [host.call("finish") for host in hosts]
+    return told
+
+
+def impostor(hosts: list[Host], _: str) -> dict[str, Any]:
+    """The second host claims to be rank 1 of the first one's gang, without and with its secret."""
+    told: dict[str, Any] = {}
+    for word, secret in (("wrong", OTHER), ("right", SECRET)):
+        hosts[0].call("open", "g", 0, peers(2), SECRET)
+        hosts[0].call("serve", "g", 5000)
+        hosts[1].call("open", "g", 1, peers(2), secret)
+        found = hosts[1].call("inside", "g", "send", inside(0), 5000, 10, 3)
+        told[word] = [found, hosts[0].call("refused") > 0]
+        for host in hosts:
+            host.call("close", "g")
+    return told
+
+
+def outsider(hosts: list[Host], _: str) -> dict[str, Any]:
+    """Somebody on the site hears all that two members say, and says it again: as it was, changed, to the wrong one."""
+    open_gang(hosts)
+    for host in hosts:
+        host.call("watch", "g")
+    ear = eavesdrop(1)
+    hosts[0].call("inside", "g", "tell", inside(1), 5000, ["first"])
+    told: dict[str, Any] = {"first": heard(hosts[1], "first")}
+    overheard(ear, hosts[1].address)
+    hosts[0].call("inside", "g", "tell", inside(1), 5000, ["true words"])
+    told["said"] = heard(hosts[1], "true words")
+    said = overheard(ear, hosts[1].address)
+    told["overheard"] = len(said)
+    told["in the open"] = any(b"true words" in datagram for datagram in said)
+    before = [host.call("refused") for host in hosts]
+    (datagram,) = (one for one in said if one[0] < 0x80)
+    changed = bytearray(datagram)
+    changed[-17] ^= 1  # the last letter
+    back = b"\0\1" + datagram[2:]
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as speaking:
+        for whom, words in (
+            (hosts[1], datagram),
+            (hosts[1], bytes(changed)),
+            (hosts[1], os.urandom(200)),
+            (hosts[1], b"\0\0" + os.urandom(200)),
+            (hosts[0], datagram),
+            (hosts[0], back),
+        ):
+            speaking.sendto(words, (whom.address, PORT))
+    hosts[0].call("inside", "g", "tell", inside(1), 5000, ["last"])
+    hosts[1].call("inside", "g", "tell", inside(0), 5000, ["last"])
+    told["then came"] = [heard(host, "last") for host in (hosts[1], hosts[0])]
+    told["refused"] = [host.call("refused") - was for host, was in zip(hosts, before, strict=True)]
+    return told
+
+
+def heard(host: Host, until: str) -> list[str]:
+    found: list[str] = []
+    end = time.monotonic() + PATIENCE_S
+    while until not in found and time.monotonic() < end:
+        select.select([], [], [], 0.02)
+        found += host.call("came", "g")
+    return found
+
+
+def flood(hosts: list[Host], _: str) -> dict[str, Any]:
+    """Noise in a member's name, as fast as it can be made, while two members talk."""
+    open_gang(hosts)
+    hosts[1].call("serve", "g", 5000)
+    child = os.fork()
+    if child == 0:
+        noise = b"\0\0" + os.urandom(1000)
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as speaking:
+            while os.getppid() != 1:
+                speaking.sendto(noise, (hosts[1].address, PORT))
+        os._exit(0)
+    before = hosts[1].call("refused")
+    told: dict[str, Any] = {"sent": hosts[0].call("inside", "g", "send", inside(1), 5000, 4 << 20)}
+    told["refused"] = hosts[1].call("refused") - before
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    told["left"] = [host.call("finish") for host in hosts]
+    return told
+
+
+def restarts(hosts: list[Host], _: str) -> dict[str, Any]:
+    """A relay is killed, then a whole lane is opened again: with the same secret, so that old keys would still fit."""
+    open_gang(hosts)
+    hosts[0].call("serve", "g", 5000)
+    ask: tuple[Any, ...] = ("inside", "g", "send", inside(0), 5000, 1 << 20)
+    told: dict[str, Any] = {"before": hosts[1].call(*ask)}
+    for word, host in (("the other's relay", hosts[0]), ("its own relay", hosts[1])):
+        (pid,) = host.call("relays")
+        host.call("kill", pid)
+        told[word] = [hosts[1].call(*ask), host.call("relays") != [pid]]
+    hosts[1].call("close", "g")
+    hosts[1].call("open", "g", 1, peers(2), SECRET)
+    told["its lane"] = hosts[1].call(*ask)
+    told["left"] = [host.call("finish") for host in hosts]
+    return told
+
+
+def killed(hosts: list[Host], _: str) -> dict[str, Any]:
+    """An agent is killed without warning: how long anything of it lives on."""
+    open_gang(hosts)
+    told: dict[str, Any] = {"relays": [len(host.call("relays")) for host in hosts]}
+    pids = hosts[1].call("relays") + hosts[1].call("helpers")
+    hosts[1].kill()
+    began = time.monotonic()
+    while any(alive(pid) for pid in pids) and time.monotonic() < began + PATIENCE_S:
+        select.select([], [], [], 0.02)
+    told["children"] = len(pids)
+    told["took_s"] = time.monotonic() - began
+    told["left"] = hosts[0].call("finish")
+    return told
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+CASES: dict[str, Callable[[list[Host], str], dict[str, Any]]] = {
+    each.__name__: each
+    for each in (talk, forbidden, egress, impostor, outsider, flood, restarts, killed)
+}
+MEMBERS = {"talk": 3}
+
+
+def main() -> int:
+    mode, case = sys.argv[1:3]
+    mtu = int(sys.argv[3]) if len(sys.argv) > 3 else 1500
+    must(libc.unshare(CLONE_NEWNET | CLONE_NEWNS), "unshare")
+    must(libc.mount(b"none", b"/", None, MS_REC | MS_SLAVE, None), "slave")
+    with tempfile.TemporaryDirectory() as place:
+        if mode == "rootless":
+            open_tun(Path(place))
+            source = Path(__file__).resolve().parents[3]
+            open_the_way(Path(sys.base_prefix).resolve(), Path(sys.prefix).resolve(), source)
+            Path(place).chmod(0o711)
+        hosts = build_site(MEMBERS.get(case, 2), mode, Path(place), mtu)
+        told = CASES[case](hosts, mode)
+        must(libc.umount2(b"/dev/net/tun", 2) if mode == "rootless" else 0, "umount")
+    sys.stdout.write(json.dumps(told))
+    sys.stdout.flush()
+    os._exit(0)  # the site's threads serve for ever; its hosts end with us
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,151 @@
+"""Gang lanes on a site of the test's own, of root agents and of ones without privileges: members reach each other and
+nothing else, nobody gets in between, and nothing is left."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import cache
+from itertools import permutations
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpool.agent.network.nft import program
+from gpool.testing import components
+
+STAGE = Path(__file__).with_name("gang_stage.py")
+GONE_WITHIN_S = 2.0
+BOTH = ["tcp", "udp"]
+
+Stage = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def stage(require: Callable[[str], None]) -> Stage:
+    """Runs one case of the stage, once."""
+    require("network namespaces")
+    require("bubblewrap")
+    for name in ("nft", "slirp4netns"):
+        if program(name) is None:
+            if components.must_be_there("network namespaces"):
+                pytest.fail(f"{name} must be there in CI")
+            pytest.skip(f"there is no {name} here")
+
+    @cache
+    def run(*words: str) -> dict[str, Any]:
+        done = subprocess.run(
+            [sys.executable, str(STAGE), *words],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        )
+        assert done.returncode == 0, done.stderr[-4000:]
+        told: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+        return told
+
+    return run
+
+
+kinds = pytest.mark.parametrize("mode", ["root", "rootless"])
+
+
+@pytest.mark.parametrize(
+    ("mode", "mtu"), [("root", "1500"), ("rootless", "1500"), ("root", "1280"), ("root", "9000")]
+)
+def test_members_talk_by_any_port_and_nothing_is_left(stage: Stage, mode: str, mtu: str) -> None:
+    told = stage(mode, "talk", mtu)
+    for one, other in permutations(range(3), 2):
+        assert told[f"{one} to {other}"] == [True, True, True, True]
+    assert told["names"] == ["['10.211.0.1']", "['10.211.0.2']", "['10.211.0.3']", "[]"]
+    assert told["refused"] == [0, 0, 0]
+    assert told["left"] == [[], [], []]
+
+
+@kinds
+def test_a_member_never_reaches_anything_but_its_peers(stage: Stage, mode: str) -> None:
+    told = stage(mode, "forbidden")
+    assert {name for name, how in told["from the lane"].items() if how} == set()
+    there = {name for name, how in told["from the host"].items() if how == BOTH}
+    assert there == set(told["from the lane"]) - {"nobody's rank"}  # the control
+    assert told["multicast"] == {"all": []}
+    assert told["strays"] is True
+    assert told["left"] == [[], []]
+
+
+@kinds
+def test_gangs_on_the_same_hosts_never_meet(stage: Stage, mode: str) -> None:
+    told = stage(mode, "forbidden")
+    assert told["its own peer"] is True  # the same address and port, in the gang it belongs to
+    assert told["the other gang's"] == "ConnectionRefusedError"
+
+
+@kinds
+def test_a_sandbox_in_the_lane_reaches_its_peer_and_never_the_interface(
+    stage: Stage, mode: str
+) -> None:
+    found = dict(stage(mode, "forbidden")["sandboxed"])
+    assert found.pop("its peer") == 32
+    assert len(found) == 4
+    assert set(found.values()) <= {"FileNotFoundError", "PermissionError", "OSError"}
+
+
+@kinds
+def test_a_gang_with_egress_has_both_and_no_more(stage: Stage, mode: str) -> None:
+    told = stage(mode, "egress")
+    assert told["peer"] is True
+    assert sorted(told["public"]) == BOTH
+    assert told["others"] == {"its host": [], "gateway": [], "metadata": []}
+    assert told["left"] == [[], []]
+
+
+def test_a_host_without_the_secret_never_becomes_a_member(stage: Stage) -> None:
+    told = stage("root", "impostor")
+    assert told["wrong"] == ["TimeoutError", True]
+    assert told["right"][0] is True  # the control
+
+
+def test_nothing_an_outsider_says_gets_in(stage: Stage) -> None:
+    told = stage("root", "outsider")
+    assert told["said"] == ["true words"]
+    assert told["in the open"] is False
+    assert told["then came"] == [["last"], ["last"]]
+    assert told["refused"] == [2, 4]  # all of it
+
+
+def test_without_the_defences_it_would(stage: Stage) -> None:
+    """The control: repeated, changed and sent back, each arrives where nothing is looked at."""
+    told = stage("weak", "outsider")
+    assert told["said"] == ["true words"]
+    assert set(told["then came"][0]) >= {"true words", "true wordr", "last"}
+    assert "true words" in told["then came"][1]
+
+
+def test_noise_in_a_member_s_name_never_ends_a_conversation(stage: Stage) -> None:
+    told = stage("root", "flood")
+    assert told["sent"] is True
+    assert told["refused"] > 100  # there was some
+    assert told["left"] == [[], []]
+
+
+@kinds
+def test_members_find_each_other_again_after_a_restart(stage: Stage, mode: str) -> None:
+    told = stage(mode, "restarts")
+    assert told["before"] is told["its lane"] is True
+    assert told["the other's relay"] == told["its own relay"] == [True, True]
+    assert told["left"] == [[], []]
+
+
+@kinds
+def test_nothing_outlives_a_killed_agent(stage: Stage, mode: str) -> None:
+    told = stage(mode, "killed")
+    assert told["relays"] == [1, 1]
+    assert told["children"] >= 1
+    assert told["took_s"] < GONE_WITHIN_S
+    assert told["left"] == []
