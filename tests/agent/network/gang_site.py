@@ -277,6 +277,24 @@ class Agent:
         """Pids of relays that this host's agent has started."""
         return children_of(os.getpid(), "gang.relay")
 
+    async def relay_rights(self) -> dict[str, Any]:
+        """What this host's relay could do if it were turned."""
+        (pid,) = await self.relays()
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+        facts = dict(line.split(":\t", 1) for line in lines if ":\t" in line)
+        words = ("Uid", "Gid", "Groups", "CapEff", "CapPrm", "NoNewPrivs")
+        limits = Path(f"/proc/{pid}/limits").read_text().splitlines()
+        none = [
+            line
+            for line in limits
+            if line.startswith(("Max processes", "Max core", "Max file size"))
+        ]
+        return {
+            **{word: sorted(set(facts[word].split())) for word in words},
+            "limits": sorted({line[26:].split()[0] for line in none}),
+            "environment": Path(f"/proc/{pid}/environ").read_bytes().decode(),
+        }
+
     async def helpers(self) -> list[int]:
         """The other processes a lane needs."""
         return children_of(os.getpid(), "holder.py") + children_of(os.getpid(), "slirp4netns")

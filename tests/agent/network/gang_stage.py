@@ -239,10 +239,12 @@ def restarts(hosts: list[Host], _: str) -> dict[str, Any]:
     return told
 
 
-def killed(hosts: list[Host], _: str) -> dict[str, Any]:
+def killed(hosts: list[Host], mode: str) -> dict[str, Any]:
     """An agent is killed without warning: how long anything of it lives on."""
     open_gang(hosts)
     told: dict[str, Any] = {"relays": [len(host.call("relays")) for host in hosts]}
+    if mode == "root":
+        told["rights"] = hosts[1].call("relay_rights")
     pids = hosts[1].call("relays") + hosts[1].call("helpers")
     hosts[1].kill()
     began = time.monotonic()

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from gpool.agent.network.gang.relaying import UID
 from gpool.agent.network.nft import program
 from gpool.testing import components
 
@@ -140,6 +141,16 @@ def test_members_find_each_other_again_after_a_restart(stage: Stage, mode: str) 
     assert told["before"] is told["its lane"] is True
     assert told["the other's relay"] == told["its own relay"] == [True, True]
     assert told["left"] == [[], []]
+
+
+def test_a_root_agent_s_relay_has_no_rights(stage: Stage) -> None:
+    rights = stage("root", "killed")["rights"]
+    assert rights["Uid"] == rights["Gid"] == [str(UID)]
+    assert rights["Groups"] == []
+    assert rights["CapEff"] == rights["CapPrm"] == ["0" * 16]
+    assert rights["NoNewPrivs"] == ["1"]
+    assert rights["limits"] == ["0"]
+    assert rights["environment"] == ""
 
 
 @kinds
