@@ -39,6 +39,8 @@ tiers = ["container", "vm"]
 floor = "container"
 zone = "UTC"
 longest_run = "2h"
+labels = ["zone=a", "ssd"]
+price = "0.31/h"
 at_close = "reclaim"
 grace = "10m"
 
@@ -173,6 +175,7 @@ def test_the_offer_is_what_the_owner_leaves() -> None:
     assert [gpu.index for gpu in offered.gpus] == [0]
     assert offered.audience == ("me", "team:lab", "user:ana")
     assert offered.closed == "it runs on battery"
+    assert (offered.labels, offered.price_microcredits) == ({"ssd", "zone=a"}, 310_000)
     assert shaped(Policy(), OFFER) == OFFER
     everything = Policy(kept=Kept(10**9, 10**15, 10**15, frozenset({0, 1})))
     nothing = shaped(everything, OFFER)
@@ -202,6 +205,10 @@ def test_an_owner_can_refuse_every_network() -> None:
         ("hours = 3", "list"),
         ("zone = 'Berlin'", "Europe/Berlin"),
         ("longest_run = 7", "2h"),
+        ("labels = 'ssd'", "list"),
+        ("labels = ['Fast disk']", "no label"),
+        ("price = '-1/h'", "below zero"),
+        ("price = true", "0.31/h"),
         ("at_close = 'now'", "now"),
         ("[battery]\nleast_percent = 400", "100"),
         ("[battery]\nmains_only = 1", "true or false"),

@@ -7,6 +7,7 @@ import secrets
 import socket
 import subprocess
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -84,9 +85,11 @@ def test_a_runner_in_a_lane_has_its_network(lane: Lane, tmp_path: Path) -> None:
     assert (answer.raised, ADDRESS.encode() in answer.value) == (False, True)
 
 
-def test_a_lane_gives_no_rights_over_its_network(lane: Lane, tmp_path: Path) -> None:
+@pytest.mark.parametrize("gang", [False, True])
+def test_a_lane_gives_no_rights_over_its_network(lane: Lane, tmp_path: Path, gang: bool) -> None:
     """The control is the same order given by the lane's owner."""
     order = ("ip", "link", "set", "lo", "mtu", "1400")
+    lane = replace(lane, gang=gang)
 
     async def work(runtime: Any) -> bytes:
         job = CommandJob(order, (), (), (), LIMITS, lane=lane)
@@ -99,6 +102,38 @@ def test_a_lane_gives_no_rights_over_its_network(lane: Lane, tmp_path: Path) -> 
     assert using("bubblewrap", tmp_path, work)
     entered = f"--net=/proc/self/fd/{lane.namespaces[0]}"
     subprocess.run(["nsenter", entered, *order], pass_fds=lane.namespaces, check=True)
+
+
+ASK = """
+cat /etc/hosts
+python -c "
+import psutil
+try:
+    print(sorted(psutil.net_if_addrs()))
+except OSError as refused:
+    print('refused')
+"
+"""
+
+
+def test_only_a_gangs_sandbox_may_ask_for_its_interfaces_and_knows_the_others_names(
+    lane: Lane, tmp_path: Path
+) -> None:
+    """Which gloo and NCCL do; any other sandbox is refused that door of the kernel."""
+
+    async def asked(runtime: Any, lane: Lane) -> list[str]:
+        job = CommandJob(("sh", "-c", ASK), (), (), (), LIMITS, lane=lane)
+        sandbox = await runtime.start_command(job)
+        text = b"".join([data async for _, data in sandbox.output()])
+        await sandbox.remove()
+        return text.decode().splitlines()[2:]
+
+    gangs = replace(lane, gang=True, hosts="10.211.0.1 rank0 sandbox\n")
+    assert using("bubblewrap", tmp_path, lambda runtime: asked(runtime, gangs)) == [
+        "10.211.0.1 rank0 sandbox",
+        "['lo']",
+    ]
+    assert using("bubblewrap", tmp_path, lambda runtime: asked(runtime, lane)) == ["refused"]
 
 
 def test_a_namespace_that_cannot_be_entered_is_the_nodes_fault(tmp_path: Path) -> None:

@@ -14,13 +14,19 @@ both = pytest.mark.parametrize("machine", list(MACHINES))
 READ = {"x86_64": 0, "aarch64": 63}
 
 
-def verdict(machine: str, number: int, *arguments: int, audit: int | None = None) -> int:
+def verdict(
+    machine: str,
+    number: int,
+    *arguments: int,
+    audit: int | None = None,
+    interfaces: bool = False,
+) -> int:
     """What the kernel would answer: the action of the return that is reached."""
     facts = MACHINES[machine]
     padded = [*arguments, *([0] * (6 - len(arguments)))]
     word = facts.audit if audit is None else audit
     data = struct.pack("<IIQ6Q", number, word, 0, *(value % 2**64 for value in padded))
-    steps = list(struct.iter_unpack("<HBBI", seccomp.program(machine)))
+    steps = list(struct.iter_unpack("<HBBI", seccomp.program(machine, interfaces=interfaces)))
     at = held = 0
     while True:
         code, yes, no, value = steps[at]
@@ -112,3 +118,18 @@ def test_another_machines_calls_end_the_process(machine: str) -> None:
 def test_an_unknown_machine_has_no_filter_and_says_so() -> None:
     with pytest.raises(LookupError, match="no system call filter for pdp11"):
         seccomp.program("pdp11")
+
+
+@both
+def test_a_gangs_sandbox_may_ask_for_interfaces_and_nothing_else_of_netlink(machine: str) -> None:
+    number = MACHINES[machine].socket
+    raw, packet, route = 3 | 0o2000000, 17, 0
+    assert verdict(machine, number, 16, raw, route) == ERRNO | errno.EAFNOSUPPORT  # any other's
+    assert verdict(machine, number, 16, raw, route, interfaces=True) == ALLOW
+    assert verdict(machine, number, 16, 2, route, interfaces=True) == ALLOW
+    for protocol in (2, 4, 6, 9, 12, 15, 16, 20):  # netfilter, audit, xfrm, generic netlink, …
+        assert verdict(machine, number, 16, raw, protocol, interfaces=True) != ALLOW
+    assert verdict(machine, number, 2, raw, 0, interfaces=True) == ERRNO | errno.EPERM
+    assert verdict(machine, number, packet, raw, 0, interfaces=True) == ERRNO | errno.EAFNOSUPPORT
+    for family in (1, 2, 10):
+        assert verdict(machine, number, family, 1, interfaces=True) == ALLOW

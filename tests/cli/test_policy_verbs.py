@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,11 @@ from click.testing import CliRunner
 from server_desk import Live, serving
 
 from gpool.cli.main import cli
+from gpool.core.model import EndReason
+from gpool.testing.nodes import joined
+from gpool.testing.scripted_agent import ScriptedAgent
+from gpool.transfer.proving import NodeKey
+from gpool.wire.frames import Finished, Started, Stop, StopReason
 
 NODE = {"name": "bench", "cpu_milli": 2000, "memory_bytes": 8 << 30, "gpus": []}
 TIMES = ("--from", "2001-01-01T00:00:00Z", "--to", "2999-01-01T00:00:00Z")
@@ -71,6 +77,114 @@ def test_a_node_is_cordoned_drained_and_reserved_by_its_name(gpool: Operator, li
     assert (listed["id"], listed["holds"]) == (id_, True)
     gpool("admin", "reservations", "end", id_)
     assert gpool.json("admin", "reservations", "ls") == []
+
+
+# ---- with tasks that run and wait
+
+
+@pytest.fixture
+def agents(live: Live) -> Iterator[Callable[..., ScriptedAgent]]:
+    """Nodes on real sockets; they do nothing unless told."""
+
+    def ask(path: str, document: dict[str, Any]) -> dict[str, Any]:
+        answer = httpx2.post(f"{live.url}{path}", json=document, headers=live.headers)
+        found: dict[str, Any] = answer.json()
+        return found
+
+    made: list[ScriptedAgent] = []
+
+    def joining(name: str, cpus: int = 1, site: str = "") -> ScriptedAgent:
+        key = NodeKey(hashlib.sha256(name.encode()).digest())
+        made.append(ScriptedAgent(live.url, joined(ask, key, name=name), cpus, site))
+        made[-1].connect()
+        return made[-1]
+
+    yield joining
+    for agent in made:
+        agent.close()
+
+
+def submitted(gpool: Operator, *options: str) -> str:
+    return gpool("run", "--detach", *options, "--", "true").strip().splitlines()[-1]
+
+
+def test_a_dry_run_says_what_starts_sooner_and_later_and_changes_nothing(
+    gpool: Operator, agents: Callable[..., ScriptedAgent]
+) -> None:
+    agent = agents("box")
+    gpool("admin", "policy", "--order", "fcfs")
+    for number in range(1, 5):  # so that run times are known
+        submitted(gpool)
+        lease = agent.granted(number)[-1]
+        agent.report(Started(lease.task, lease.epoch))
+        duration = 60_000_000
+        agent.report(Finished(lease.task, lease.epoch, EndReason.EXITED, 0, duration_us=duration))
+    submitted(gpool)
+    agent.granted(5)
+    older, newer = submitted(gpool), submitted(gpool, "--priority", "90")
+    told = gpool("admin", "policy", "--order", "priority", "--dry-run")
+    assert told.startswith("Would start 1 task sooner, 1 later; 0 of 2 as now.")
+    assert older in told
+    assert newer in told
+    assert gpool.json("admin", "policy")["order"] == "fcfs"
+    assert gpool.json("explain", newer)["ahead"] == 1
+    gpool("admin", "policy", "--order", "priority")
+    assert gpool.json("explain", newer)["ahead"] == 0
+
+
+def test_a_drained_node_moves_a_whole_gang_away_and_a_cordon_holds_it_back(
+    gpool: Operator, agents: Callable[..., ScriptedAgent]
+) -> None:
+    agents_by_name = {name: agents(name, site="lab") for name in ("one", "two")}
+    task = submitted(gpool, "--nodes", "2", "--preemptible")
+    for agent in agents_by_name.values():
+        lease = agent.granted(1)[-1]
+        agent.report(Started(lease.task, lease.epoch))
+    told = gpool("admin", "drain", "two", "--why", "new disks")
+    assert "two takes nothing new; 1 still run there" in told
+    for agent in agents_by_name.values():
+        assert agent.awaited(Stop).reason is StopReason.PREEMPTED
+        lease = agent.granted(1)[-1]
+        agent.report(Finished(lease.task, lease.epoch, EndReason.PREEMPTED))
+    explained = gpool.json("explain", task)
+    assert explained["code"] == "cordoned"
+    assert "made room for others 1 time" in explained["sentence"]
+    assert "two could run it, but an operator lets nothing new start there" in explained["sentence"]
+    assert [one["change"] for one in explained["suggestions"]] == ["--nodes 1"]
+    gpool("admin", "uncordon", "two")
+    for agent in agents_by_name.values():
+        assert agent.granted(2)[-1].epoch == 2
+
+
+def test_reserved_nodes_are_kept_from_others_gangs(
+    gpool: Operator, live: Live, agents: Callable[..., ScriptedAgent]
+) -> None:
+    agents("one", site="lab")
+    agents("two", site="lab")
+    made = httpx2.post(
+        f"{live.url}/v1/users", json={"name": "ana", "password": "a long enough password"}
+    )
+    assert made.status_code == 201, made.text
+    team = gpool.json("team", "make", "class")["id"]
+    id_ = gpool("admin", "reservations", "make", "two", "--team", team, *TIMES).strip()
+    gpool("admin", "reservations", "ls")
+    session = httpx2.post(
+        f"{live.url}/v1/auth/password", json={"name": "ana", "password": "a long enough password"}
+    ).json()
+    headers = {"authorization": f"Bearer {session['access_token']}"}
+    answer = httpx2.post(
+        f"{live.url}/v1/tasks", json={"command": ["true"], "nodes": 2}, headers=headers
+    )
+    assert answer.status_code == 202, answer.text
+    task = answer.json()["ids"][0]
+    found = httpx2.get(f"{live.url}/v1/tasks/{task}/explain", headers=headers).json()
+    assert found["code"] == "reserved"
+    assert found["sentence"] == "two could run it, but is reserved for others just now."
+    gpool("admin", "reservations", "end", id_)
+    assert httpx2.get(f"{live.url}/v1/tasks/{task}/explain", headers=headers).json()["code"] in (
+        "next",
+        "leased",
+    )
 
 
 def test_explain_prints_the_sentence_first(gpool: Operator) -> None:

@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from gpool.cli import tasks
 from gpool.cli.main import say_error
 from gpool.cli.printing import TerminalText, age, emit_json, neutral, table
 from gpool.core.errors import Conflict
@@ -79,3 +80,15 @@ def test_json_shown_on_a_terminal_is_harmless_and_means_the_same(
     shown = capsys.readouterr().out
     assert is_harmless(shown)
     assert json.loads(shown) == {"name": EVIL}
+
+
+def test_a_gang_is_listed_by_its_members_and_one_that_waits_by_how_many_it_wants() -> None:
+    members = [
+        {"rank": 0, "node": "node_1", "node_name": "ada", "status": "running"},
+        {"rank": 1, "node": "node_2", "node_name": None, "status": "leased"},
+    ]
+    assert tasks._where({"nodes": 2, "members": members}) == "ada,node_2"
+    assert tasks._where({"nodes": 2, "members": []}) == "(2 nodes)"
+    assert tasks._where({"node": "node_1", "node_name": "ada"}) == "ada"
+    assert tasks._where({}) == "-"
+    assert tasks._member(members[1]) == "rank 1 on node_2 (leased);"

@@ -52,6 +52,23 @@ def test_every_option_reaches_the_server(gpool: Gpool, pool: Pool, tmp_path: Pat
     assert sent(pool) == {"command": ["true"]}
 
 
+def test_what_a_gang_asks_for_reaches_the_server(gpool: Gpool, pool: Pool) -> None:
+    words = (
+        "run --nodes 4 --engine torchrun --on-loss end --label ssd --label zone=a --max-price 0.40/h -d -- "
+        "python train.py"
+    )
+    done = gpool(*words.split())
+    assert done.exit_code == 0, done.output
+    assert sent(pool) == {
+        "command": ["python", "train.py"],
+        "nodes": 4,
+        "engine": "torchrun",
+        "on_loss": "end",
+        "labels": ["ssd", "zone=a"],
+        "max_price": "0.40/h",
+    }
+
+
 def test_a_script_is_shipped_and_its_own_block_is_honoured(
     gpool: Gpool, pool: Pool, tmp_path: Path
 ) -> None:
@@ -115,6 +132,8 @@ def test_what_cannot_be_is_said_before_anything_is_sent(
         (("--ignore", "x"), "name a folder to ship"),
         (("--workdir", "nowhere"), "nowhere"),
         (("--network", "lan"), "lan"),
+        (("--nodes", "0"), "1<=x<=1024"),
+        (("--engine", "mpi"), "torchrun"),
     ):
         done = gpool("run", *words, "--input", "a.txt", "--", "true")
         assert done.exit_code == 2, (words, done.output)

@@ -91,6 +91,19 @@ def test_a_folder_goes_with_a_command(client: Client, pool: Pool, tmp_path: Path
     assert (said["checkpoint"], said["checkpoint_every_s"], said["grace_s"]) == ("state/", 300, 30)
 
 
+def test_a_gang_is_asked_for_by_name_and_never_for_a_function(client: Client, pool: Pool) -> None:
+    client.run(
+        ["python", "train.py"], nodes=2, engine="ray", on_loss="end", labels=["ssd"], max_price=0.4
+    )
+    said = pool.bodies[-1]
+    assert (said["nodes"], said["engine"], said["on_loss"]) == (2, "ray", "end")
+    assert (said["labels"], said["max_price"]) == (["ssd"], 0.4)
+    with pytest.raises(gpool.Invalid, match="a gang runs a command on every node"):
+        client.task(nodes=2)(len)
+    with pytest.raises(gpool.Invalid, match="give a list"):
+        client.run(["x"], labels="ssd")
+
+
 def test_local_files_lie_where_they_are_sent_to(client: Client, pool: Pool, tmp_path: Path) -> None:
     (tmp_path / "src").mkdir()
     (tmp_path / "src" / "a.py").write_text("a")

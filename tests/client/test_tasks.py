@@ -93,6 +93,7 @@ def test_an_exception_class_of_the_callers_module_comes_back_as_itself(client: C
         ("timed_out", "failed", gpool.TimedOut),
         ("cancelled", "cancelled", gpool.Cancelled),
         ("loses_nodes", "failed", gpool.LosesNodes),
+        ("lost", "failed", gpool.TaskFailed),
         ("out_of_memory", "failed", gpool.TaskFailed),
     ],
 )

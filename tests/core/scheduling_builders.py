@@ -50,7 +50,9 @@ def a_node(
 ) -> Node:
     models = ("NVIDIA A10G",) * gpus if isinstance(gpus, int) else gpus
     devices = tuple(a_gpu(index, model) for index, model in enumerate(models))
-    offer = Offer(cpus * 1000, cpus * 4 * GIB, 100 * GIB, devices, pythons, tiers)
+    site = more.pop("site", "lab")
+    reach = {"site": site, "address": f"10.0.0.{number % 250 + 1}", "gang_port": 7000}
+    offer = Offer(cpus * 1000, cpus * 4 * GIB, 100 * GIB, devices, pythons, tiers, **reach)
     return Node(NodeId(number), more.pop("owner", OWNER), f"node{number}", offer, **more)
 
 

@@ -14,7 +14,7 @@ from scheduling_builders import NOW, OWNER, a_node, a_shape, a_state, apply, enq
 
 from gpool.core import gpuspec
 from gpool.core.ids import NodeId, TaskId
-from gpool.core.model import GIB, Audience, Availability, Node, Shape, Tier
+from gpool.core.model import GIB, SECOND, Audience, Availability, Merit, Node, Shape, Span, Tier
 from gpool.core.scheduling.board import MAX_GPUS
 from gpool.core.scheduling.engine import Engine
 from gpool.core.scheduling.events import NodeChanged, NodeRemoved, TasksReleased
@@ -219,8 +219,8 @@ def test_a_node_that_costs_time_comes_after_one_that_does_not() -> None:
     state = a_state(a_node(1, 4), a_node(2, 8))
     enqueue(state, a_shape(), [1])
     assert plan(state, NOW).places[0].node == 1
-    flaky = replace(USUAL, costs={NodeId(1): 30})
-    assert plan(state, NOW, Policy(pricing=flaky)).places[0].node == 2
+    state.fold(NodeChanged(a_node(1, 4, merit=Merit(mtbf=Span(3600 * SECOND)))))
+    assert plan(state, NOW).places[0].node == 2
 
 
 def test_a_node_for_few_is_never_given_to_others_even_when_it_comes_late() -> None:

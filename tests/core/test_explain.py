@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from scheduling_builders import NOW, a_node, a_shape, a_state, apply, enqueue, hold
 
 from gpool.core import gpuspec
-from gpool.core.explain import explain
-from gpool.core.ids import TaskId
-from gpool.core.model import GIB, Allocation, Availability, Node, Shape, Slice, Tier
-from gpool.core.scheduling.events import TasksWithdrawn
-from gpool.core.scheduling.orders import Policy
+from gpool.core.explain import Story, explain, with_story
+from gpool.core.ids import NodeId, TaskId
+from gpool.core.model import (
+    GIB,
+    Allocation,
+    Audience,
+    Availability,
+    EndReason,
+    Node,
+    Shape,
+    Slice,
+    Tier,
+)
+from gpool.core.refusals import Explanation
+from gpool.core.scheduling.events import NodeRemoved, TasksWithdrawn
+from gpool.core.scheduling.orders import ORDERS, Policy
 from gpool.core.scheduling.plan import plan
 
 FCFS = Policy(order="fcfs")
@@ -27,6 +41,23 @@ def why(shape: Shape, *nodes: Node) -> tuple[str, str]:
     enqueue(state, shape, [1])
     told = explain(state, TaskId(1), NOW, FCFS)
     return told.code, told.sentence
+
+
+def offering(number: int, gpus: int = 0, **more: Any) -> Node:
+    node = a_node(number, gpus=gpus)
+    return replace(node, offer=replace(node.offer, **more))
+
+
+def labelled(number: int, *labels: str) -> Node:
+    return offering(number, labels=frozenset(labels))
+
+
+def priced(number: int, price: int, gpus: int) -> Node:
+    return offering(number, gpus, price_microcredits=price)
+
+
+def placed_at(number: int, site: str) -> Node:
+    return offering(number, site=site)
 
 
 PAUSED = Availability.PAUSED
@@ -83,6 +114,49 @@ H200 = ("NVIDIA H200",)
             (a_node(1),),
             "too_much_disk",
             "It asks for 200 GiB of disk; the largest node has 100 GiB.",
+        ),
+        (
+            a_shape(labels=("ssd", "zone=b")),
+            (labelled(1, "zone=a"), labelled(2, "ssd")),
+            "no_label",
+            "No node has the label zone=b; there are: ssd, zone=a.",
+        ),
+        (
+            a_shape(labels=("ssd", "zone=a")),
+            (labelled(1, "zone=a"), labelled(2, "ssd")),
+            "no_label",
+            "No node has all of the labels ssd, zone=a together.",
+        ),
+        (
+            a_shape(gpu=gpuspec.parse("2"), max_price_microcredits=500_000),
+            (priced(1, 310_000, 2), priced(2, 400_000, 2), a_node(3)),
+            "over_price",
+            "It may cost 0.50/h; the cheapest that could run it costs 0.62/h.",
+        ),
+        (
+            a_shape(nodes=3),
+            (a_node(1), a_node(2), placed_at(3, "attic")),
+            "no_site",
+            "No site has 3 nodes that could run it; the most in one is 2.",
+        ),
+        (
+            a_shape(nodes=2),
+            (a_node(1), a_node(2, connected=False), placed_at(3, "attic")),
+            "not_connected",
+            "node2 could run it, but is not connected just now.",
+        ),
+        (
+            a_shape(nodes=2),
+            (a_node(1), a_node(2, cordoned=True), placed_at(3, "attic")),
+            "cordoned",
+            "It needs 2 nodes of one site, and just now no site has more than 1: node2 could run it, "
+            "but an operator lets nothing new start there just now.",
+        ),
+        (
+            a_shape(nodes=2),
+            (a_node(1), a_node(2)),
+            "next",
+            "It starts with the next scheduling pass.",
         ),
         (gpu("1"), (a_node(1),), "no_gpu", "It asks for a GPU (1) and no node lends one."),
         (
@@ -196,6 +270,88 @@ def test_the_place_in_line_is_that_of_the_order_in_force() -> None:
     assert position == {"fcfs": 1002, "priority": 2, "round_robin": 4}
 
 
+def test_the_place_by_fair_share_counts_what_those_ahead_take() -> None:
+    """Both have a thousand tasks: the tenth of one comes after about ten of the other, not after none or all."""
+    state = a_state(a_node(1, cpus=100))
+    hold(state, a_shape(9), 1, Allocation(0, 100_000, GIB), 5000)
+    enqueue(state, a_shape(2), range(1000, 2000), at=NOW - 9)
+    enqueue(state, a_shape(1), range(1, 1001))
+    position = explain(state, TaskId(10), NOW, Policy(order="fair_share")).position
+    assert position in (19, 20, 21)
+
+
+def test_what_an_operator_holds_back_is_told_beside_what_is_busy() -> None:
+    kept = Audience(frozenset({7}))
+    state = a_state(a_node(1, 1), a_node(2, cordoned=True), a_node(3, reserved_for=kept))
+    hold(state, a_shape(2), 1, Allocation(0, 1000, GIB), 101)
+    enqueue(state, a_shape(), [1])
+    told = explain(state, TaskId(1), NOW, FCFS)
+    assert told.code == "nodes_busy"
+    assert told.sentence == (
+        "The only node that can run it is busy; it is next in line. node2 could run it too, but is cordoned. "
+        "node3 could run it too, but is reserved for others just now."
+    )
+
+
+def test_a_gang_is_told_how_many_nodes_of_one_site_have_room() -> None:
+    state = a_state(a_node(1, 1), a_node(2, 1), placed_at(3, "attic"))
+    hold(state, a_shape(2), 1, Allocation(0, 1000, GIB), 101)
+    enqueue(state, a_shape(nodes=2), [1])
+    told = explain(state, TaskId(1), NOW, FCFS)
+    assert (told.code, told.position) == ("nodes_busy", 1)
+    assert told.sentence == (
+        "No site has 2 nodes with room for it just now, 1 is the most in one; it is next in line."
+    )
+    hold(state, a_shape(2), 2, Allocation(0, 1000, GIB), 102)
+    state.fold(NodeRemoved(NodeId(3)))
+    assert "none has any" in explain(state, TaskId(1), NOW, FCFS).sentence
+
+
+def test_a_node_that_is_only_reserved_is_nearer_than_one_that_is_too_small() -> None:
+    kept = a_node(2, 8, reserved_for=Audience(frozenset({7})))
+    code, said = why(a_shape(cpu_milli=8000), a_node(1, 2), kept)
+    assert (code, said) == ("reserved", "node2 could run it, but is reserved for others just now.")
+    code, said = why(a_shape(nodes=2), a_node(1), kept)
+    assert (code, said) == ("reserved", "node2 could run it, but is reserved for others just now.")
+
+
+WAITS = Explanation("gpus_busy", "All 2 matching GPUs are busy; it is next in line.", 1)
+
+
+@pytest.mark.parametrize(
+    ("story", "code", "sentence"),
+    [
+        (Story(), "gpus_busy", WAITS.sentence),
+        (
+            Story(
+                tries=2, last="exited on node1, code 7", why=EndReason.EXITED, log="gpool logs t-1"
+            ),
+            "keeps_failing",
+            "It failed 2 times by itself (last: exited on node1, code 7), and waits for its next start. "
+            "`gpool logs t-1` shows what it wrote. " + WAITS.sentence,
+        ),
+        (
+            Story(tries=1, last="out of memory on node1", why=EndReason.OUT_OF_MEMORY),
+            "gpus_busy",
+            "It failed 1 time by itself (last: out of memory on node1), and waits for its next start. "
+            "Ask for more memory (--memory), or for less work at once. " + WAITS.sentence,
+        ),
+        (
+            Story(losses=2, preempted=1, lost="node2"),
+            "loses_nodes",
+            "It made room for others 1 time and lost 2 nodes under it (last: node2), and waits for its next start. "
+            "After three it is given up: see that it does not take its nodes down. "
+            + WAITS.sentence,
+        ),
+    ],
+)
+def test_no_capacity_is_told_from_what_keeps_crashing(
+    story: Story, code: str, sentence: str
+) -> None:
+    told = with_story(WAITS, story)
+    assert (told.code, told.sentence, told.position) == (code, sentence, 1)
+
+
 def test_cancelled_tasks_are_not_counted() -> None:
     state = a_state(a_node(1, cpus=1))
     enqueue(state, a_shape(), range(1, 11))
@@ -221,12 +377,14 @@ KINDS = [
     a_shape(2),
     a_shape(3, cpu_milli=4000),
     a_shape(1, priority=5),
+    a_shape(2, nodes=2),
+    replace(a_shape(4), team=7),
 ]
 
 
 @given(
     st.lists(st.tuples(st.sampled_from(KINDS), st.integers(0, 9)), min_size=1, max_size=12),
-    st.sampled_from(["fcfs", "round_robin", "priority"]),
+    st.sampled_from(sorted(ORDERS)),
     st.integers(0, 8),
 )
 def test_what_explain_calls_next_always_starts_in_the_next_plan(

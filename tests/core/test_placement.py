@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from scheduling_builders import NOW, a_node, a_shape, a_state, apply, enqueue
 
 from gpool.core import gpuspec
-from gpool.core.model import GIB, SECOND, GpuRequest, Node, Requirements, Shape, Span
+from gpool.core.model import GIB, GpuRequest, Node, Requirements, Shape
 from gpool.core.scheduling.fragmentation import Target
 from gpool.core.scheduling.orders import Policy
 from gpool.core.scheduling.placement import suits
@@ -29,8 +29,6 @@ from gpool.core.scheduling.pricing import (
     USUAL,
     WEIGHT,
     Pricing,
-    Weights,
-    lost_seconds,
     price,
     size_of,
 )
@@ -138,15 +136,6 @@ def test_a_slice_of_memory_has_the_size_it_takes_of_a_card() -> None:
     request = GpuRequest(vram_bytes=6 * GIB)
     assert [size_of(request, card * GIB) for card in (6, 24, 48)] == [1000, 250, 125]
     assert size_of(GpuRequest(share_milli=300)) == 300
-
-
-def test_a_flaky_node_costs_more_the_longer_a_task_runs_without_a_checkpoint() -> None:
-    hour, minute = Span(3600 * SECOND), Span(60 * SECOND)
-    often, seldom = Span(10 * hour), Span(1000 * hour)
-    assert lost_seconds(hour, often, hour, minute) == 186  # a tenth of half an hour and a minute
-    assert lost_seconds(hour, often, Span(10 * minute), minute) == 36
-    assert lost_seconds(hour, seldom, hour, minute) == 1
-    assert lost_seconds(hour, Span(0), hour, minute) == 0  # nothing known
 
 
 # ---- fragmentation
@@ -264,22 +253,8 @@ def test_pricing_leaves_fewer_gpus_idle_than_the_gradient_alone_or_best_fit() ->
     assert idle[0] < idle[3]
 
 
-@settings(max_examples=5, deadline=None)
-@given(st.integers(100, 10_000), st.integers(1, 3))
-def test_the_way_chosen_never_leaves_more_idle_than_another_on_what_it_saw(
-    seed: int, poor: int
-) -> None:
-    nodes = CPU_POOR[:poor] + CPU_RICH[:2]
-    arrivals = a_days_work(seed, 120)
-    chosen = unallocated_pct(nodes, arrivals, choose(nodes, arrivals))
-    for weights in WAYS:
-        assert chosen <= unallocated_pct(nodes, arrivals, priced(arrivals, weights)) + 0.021
-
-
 def test_a_pool_without_a_past_prices_as_usual() -> None:
     assert choose(CPU_POOR, a_days_work(1)[: LEAST_ARRIVALS - 1]) is USUAL
-    only_cpu = [a_shape()] * LEAST_ARRIVALS
-    assert choose(CPU_POOR, only_cpu).weights == Weights()
 
 
 def test_a_state_remembers_what_arrived_but_not_what_came_back() -> None:

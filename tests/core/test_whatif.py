@@ -6,12 +6,12 @@ from dataclasses import replace
 from random import Random
 
 import pytest
-from scheduling_builders import NOW, a_node, a_shape, a_state, apply, enqueue, queued
+from scheduling_builders import NOW, a_node, a_shape, a_state, apply, enqueue
 
+from bench.whatif import check, some_pool
 from gpool.core import gpuspec
 from gpool.core.ids import TaskId
-from gpool.core.model import GIB, SECOND, Network, Shape, Tier
-from gpool.core.scheduling.events import TasksQueued, TasksWithdrawn
+from gpool.core.model import SECOND, Node, Shape, Tier
 from gpool.core.scheduling.orders import ORDERS, Policy
 from gpool.core.scheduling.plan import plan
 from gpool.core.scheduling.snapshot import take
@@ -19,7 +19,6 @@ from gpool.core.scheduling.state import State
 from gpool.core.scheduling.whatif import Suggestion, suggest
 
 FCFS = Policy(order="fcfs")
-MODELS = ("NVIDIA A10G", "NVIDIA GeForce RTX 4090", "NVIDIA A100-SXM4-80GB", "Tesla T4")
 
 
 def told(state: State, task: int, policy: Policy = FCFS) -> dict[str, Suggestion]:
@@ -28,6 +27,10 @@ def told(state: State, task: int, policy: Policy = FCFS) -> dict[str, Suggestion
 
 def gpu(spec: str | None = None, vram: str | None = None, user: int = 1, **needs: object) -> Shape:
     return a_shape(user, f"{spec}{vram}", gpu=gpuspec.parse(spec, vram), **needs)
+
+
+def priced(node: Node, price: int) -> Node:
+    return replace(node, offer=replace(node.offer, price_microcredits=price))
 
 
 def test_fewer_gpus_are_suggested_where_fewer_are_idle() -> None:
@@ -48,6 +51,33 @@ def test_another_model_is_suggested_where_one_is_idle() -> None:
     found = told(state, 2)["model"]
     assert found.change == "--gpu RTX4090"
     assert found.sentence == "It starts now on NVIDIA GeForce RTX 4090 (25GB)."
+
+
+def test_what_a_suggestion_costs_is_told_with_it() -> None:
+    cheap = priced(a_node(2, 8, ("NVIDIA GeForce RTX 4090",) * 2), 310_000)
+    state = a_state(priced(a_node(1, 8, ("NVIDIA H200",)), 2_000_000), cheap)
+    enqueue(state, gpu("H200", user=2), [1])
+    apply(state, plan(state, NOW, FCFS))
+    enqueue(state, gpu("H200"), [2])
+    found = told(state, 2)["model"]
+    assert found.sentence == "It starts now on NVIDIA GeForce RTX 4090 (25GB) at 0.31/h."
+    assert found.price_microcredits == 310_000
+
+
+def test_a_higher_price_a_label_less_and_fewer_nodes_are_suggested() -> None:
+    state = a_state(priced(a_node(1, 8, 2), 310_000), priced(a_node(2, 8, 2), 400_000))
+    enqueue(state, gpu("1", max_price_microcredits=300_000), [1])
+    found = told(state, 1)["price"]
+    assert (found.change, found.sentence) == ("--max-price 0.31/h", "It starts now at 0.31/h.")
+    enqueue(state, gpu("1", labels=("ssd",)), [2])
+    found = told(state, 2)["labels"]
+    assert found.change == "without --label ssd"
+    assert found.sentence == "It starts now without the label ssd at 0.31/h."
+    enqueue(state, gpu("2", nodes=3), [3])
+    found = told(state, 3)["nodes"]
+    assert found.change == "--nodes 2"
+    said = "It starts now with 2 nodes instead of 3 at 0.80/h for each node."
+    assert found.sentence == said
 
 
 def test_the_largest_slice_that_starts_is_suggested() -> None:
@@ -77,88 +107,20 @@ def test_nothing_is_suggested_while_those_ahead_would_take_it_all() -> None:
     assert told(state, 3) == {}
 
 
-def some_state(dice: Random) -> tuple[State, Policy, list[int]]:
-    """Nodes of all kinds, some of them busy, and tasks that wait."""
-    state = a_state(
-        *(
-            a_node(
-                number,
-                dice.choice((2, 4, 16)),
-                tuple(dice.choice(MODELS) for _ in range(dice.choice((0, 1, 2, 4)))),
-                tiers=frozenset({Tier.CONTAINER, *dice.choice(((), (Tier.VM,)))}),
-            )
-            for number in range(1, dice.randint(2, 7))
-        )
-    )
-    order = dice.choice(sorted(ORDERS))
-    policy = Policy(order=order, patience=dice.choice((Policy().patience, 10**12)))  # type: ignore[arg-type]
-    last, waiting = 0, []
-    for turn in range(dice.randint(3, 30)):
-        count = dice.choice((1, 1, 1, 3))
-        ids = list(range(last + 1, last + 1 + count))
-        last += count
-        at = NOW - dice.randint(0, 200) * SECOND
-        enqueue(state, some_shape(dice), ids, at)
-        waiting += ids
-        if turn % 3 == 0:
-            started = set(apply(state, plan(state, NOW, policy)))
-            waiting = [id_ for id_ in waiting if id_ not in started]
-    return state, policy, waiting
-
-
-def some_shape(dice: Random) -> Shape:
-    spec = dice.choice((None, None, "1", "2", "4", "A100", "RTX4090:2", "40GB+", "0.5", "A10G,T4"))
-    vram = None if spec else dice.choice((None, "6GB", "12GB", "30GB"))
-    return gpu(
-        spec,
-        vram,
-        dice.randint(1, 3),
-        priority=dice.choice((0, 0, 5)),
-        cpu_milli=dice.choice((1000, 1000, 3000, 8000)),
-        memory_bytes=dice.choice((None, 2 * GIB, 20 * GIB)),
-        tier=dice.choice((Tier.CONTAINER, Tier.CONTAINER, Tier.VM)),
-        network=dice.choice((Network.NONE, Network.NONE, Network.NONE, Network.EGRESS)),
-    )
-
-
-def is_started(state: State, policy: Policy, task: int) -> bool:
-    return any(
-        place.grants[0].task == task
-        and place.allocation.number not in state.nodes[place.node].lines
-        for place in plan(state, NOW, policy).places
-    )
-
-
-def test_a_suggestion_is_always_true_1000_of_1000() -> None:
-    """Applied to the real state, in place or as a new submission, each starts its task in the same pass."""
-    checked, kinds, seed = 0, set(), 0
-    while checked < 1000:
-        state, policy, waiting = some_state(Random(seed))
-        seed += 1
-        for task in waiting[:6]:
-            entry = state.queue_of(TaskId(task))
-            assert entry is not None
-            shape = entry.shape
-            old = next(one for one in entry.queue.entries() if one[1] == task)
-            before = state.truth()
-            for one in suggest(take(state), TaskId(task), NOW, policy):
-                assert state.truth() == before
-                changed = replace(shape, requirements=one.requirements)
-                state.fold(TasksWithdrawn((TaskId(task),)))
-                for id_, at in ((task, old[0]), (10**9, NOW)):
-                    state.fold(TasksQueued(changed, queued((id_, 0, at))))
-                    assert is_started(state, policy, id_), (seed, task, one)
-                    state.fold(TasksWithdrawn((TaskId(id_),)))
-                state.fold(TasksQueued(shape, queued((task, 0, old[0]))))
-                checked += 1
-                kinds.add(one.kind)
-    assert {"gpus", "model", "cpus", "memory", "tier", "vram", "network"} <= kinds
+@pytest.mark.parametrize("first_seed", [0, 10_000, 20_000])
+def test_a_suggestion_is_always_true(first_seed: int) -> None:
+    """Applied, in place or as a new submission, each starts its task in the same pass; `bench.whatif` does it 1,000 times."""
+    found = check(100, first_seed)
+    assert found.false == []
+    assert found.told.total() == found.true.total() == 100
+    assert {"nodes", "labels", "price", "model", "cpus", "memory", "tier"} <= set(found.told)
+    assert found.of_gangs > 0
 
 
 @pytest.mark.parametrize("order", sorted(ORDERS))
 def test_a_snapshot_always_plans_as_its_state(order: str) -> None:
     for seed in range(60):
-        state, policy, _ = some_state(Random(seed))
+        state, policy, _ = some_pool(Random(seed))
         policy = replace(policy, order=order)
         twin = take(state).state()
         assert twin == state

@@ -33,3 +33,17 @@ def test_an_agent_told_to_stop_leaves_no_traceback(pool: Pool, number: signal.Si
     eventually("the agent is gone", lambda: not agent.is_running, 10)
     assert "Traceback" not in agent.said()
     assert agent.exit_code == 0
+
+
+def test_a_server_started_with_interrupts_ignored_still_says_who_asked(tmp_path: Path) -> None:
+    """As by a script that starts it in the background."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    pool = Pool(tmp_path)
+    try:
+        pool.start_server()
+        pool.server.signal(signal.SIGINT)
+        eventually("the server is gone", lambda: not pool.server.is_running, 10)
+        assert pool.server.exit_code == 128 + signal.SIGINT
+    finally:
+        signal.signal(signal.SIGINT, before)
+        pool.stop()

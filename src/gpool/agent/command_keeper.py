@@ -7,6 +7,7 @@ import contextlib
 import tempfile
 from pathlib import Path
 
+from gpool.agent import gangs
 from gpool.agent.checkpoints import Saver, unhurried
 from gpool.agent.instructions import (
     CommandCheckpointed,
@@ -53,7 +54,9 @@ class CommandKeeper:
         self._left: EndReason | None = None  # why it was asked to go
         self._parting: asyncio.Task[None] | None = None
         self._saver: Saver | None = None
-        if start.spec.checkpoint:
+        self._keeps = start.gang is None or start.gang.rank == 0
+        """Whether outputs and checkpoint are this one's: of a gang, they are the first member's."""
+        if start.spec.checkpoint and self._keeps:
             self._saver = Saver(
                 equipment.uploader,
                 equipment.scratch,
@@ -136,13 +139,19 @@ class CommandKeeper:
             staged = await self._fetch(stack)
             if isinstance(staged, Ended):
                 return staged, ()
-            place = self._with.place_for(spec, self._reach, self._note)
+            gang = start.gang
+            lane_wanted = None if gang is None else gangs.lane_of(spec, gang)
+            place = self._with.place_for(spec, self._reach, self._note, lane_wanted)
             environment, lane = await stack.enter_async_context(place)
             sitting = self._with.seat_for(runtime, start.user, start.allocation.slices)
             seat = await stack.enter_async_context(sitting)
+            command, told = spec.command, spec.env
+            if gang is not None:
+                command = gangs.command_of(spec, gang, start.allocation)
+                told = (*gangs.variables_of(spec, gang), *told)
             job = CommandJob(
-                spec.command,
-                (*spec.env, *start.secrets),
+                command,
+                (*told, *start.secrets),
                 staged,
                 start.allocation.slices,
                 limits_of(spec, start.allocation),
@@ -182,7 +191,7 @@ class CommandKeeper:
 
     async def _watch(self, sandbox: CommandSandbox) -> Outcome:
         """While it runs, and what becomes of it."""
-        start, spec = self._start, self._start.spec
+        start = self._start
         self._sandbox = sandbox
         self._with.feed(CommandStarted(start.task, start.epoch))
         saving = None
@@ -194,7 +203,7 @@ class CommandKeeper:
             ended = await sandbox.ended()
         finally:
             self._sandbox = None
-            if saving is not None or spec.outputs:
+            if saving is not None or self._wanted:
                 await sandbox.kill()  # first: nothing may run, or change what is collected
             if saving is not None:
                 saving.cancel()
@@ -205,7 +214,7 @@ class CommandKeeper:
             self._exited = True
         if self._saver is not None and (ended.reason is not EndReason.EXITED or ended.exit_code):
             await self._save_at_last(sandbox, self._saver)
-        if not spec.outputs or ended.reason is not EndReason.EXITED:
+        if not self._wanted or ended.reason is not EndReason.EXITED:
             return ended, ()
         self._reach(Phase.COLLECT)
         return await self._collect(sandbox, ended)
@@ -229,12 +238,16 @@ class CommandKeeper:
 
     # ---- outputs
 
+    @property
+    def _wanted(self) -> tuple[str, ...]:
+        return self._start.spec.outputs if self._keeps else ()
+
     async def _collect(self, sandbox: CommandSandbox, ended: Ended) -> Outcome:
         """Outputs of a command that failed are fetched as far as they are there."""
         with tempfile.TemporaryDirectory(dir=self._with.scratch) as folder:
             into = Path(folder)
             found: list[OutputFile] = []
-            for wanted in self._start.spec.outputs:
+            for wanted in self._wanted:
                 try:
                     found += await unhurried(sandbox.collect([wanted], into))
                 except BadOutput:

@@ -96,6 +96,7 @@ class Dispatch:
                     order.secrets,
                     held.checkpoint,
                     order.user,
+                    order.gang,
                 )
             )
             return

@@ -22,6 +22,7 @@ from gpool.core.model import (
     TaskSpec,
     Tier,
 )
+from gpool.wire.frames import Rendezvous
 
 NEVER = 1 << 62
 """Later than any boot clock."""
@@ -86,7 +87,7 @@ class RunnerKey:
 class Order:
     """What the leases of one granted line have in common."""
 
-    __slots__ = ("allocation", "is_function", "key", "owner", "secrets", "spec", "user")
+    __slots__ = ("allocation", "gang", "is_function", "key", "owner", "secrets", "spec", "user")
 
     def __init__(
         self,
@@ -95,12 +96,14 @@ class Order:
         owner: bool,
         spec: TaskSpec,
         secrets: Variables = (),
+        gang: Rendezvous | None = None,
     ) -> None:
         self.allocation = allocation
         self.user = user
         self.owner = owner
         self.spec = spec
         self.secrets = secrets
+        self.gang = gang
         self.is_function = spec.kind is TaskKind.FUNCTION
         self.key = RunnerKey(
             user,

@@ -142,6 +142,8 @@ class Policy:
     egress: Egress = Egress()
     gangs: Gangs = Gangs()
     registries: tuple[str, ...] = ()  # of images, on private addresses
+    labels: frozenset[str] = frozenset()  # what tasks can ask for by name
+    price_microcredits: int = 0  # an hour of a GPU, or of the machine where it has none
     gpus: tuple[GpuRule, ...] = ()
 
 
@@ -293,6 +295,8 @@ def shaped(
         gang_port=offer.gang_port if joins else 0,
         audience=policy.audience,
         closed=decision.closed,
+        labels=policy.labels,
+        price_microcredits=policy.price_microcredits,
     )
 
 

@@ -24,7 +24,7 @@ from gpool.agent.policy import (
     site_address,
     site_name,
 )
-from gpool.core import gpuspec
+from gpool.core import gpuspec, labels, prices
 from gpool.core.errors import Invalid
 from gpool.core.model import Tier
 
@@ -79,6 +79,8 @@ def parse(text: str) -> Policy:
             gangs.take("port", _port, 0),
         ),
         registries=tuple(images.take("registries", _each(_word), [])),
+        labels=top.take("labels", _labels, frozenset()),
+        price_microcredits=top.take("price", _price, 0),
     )
     for table in (top, keep, battery, idle, egress, gangs, images):
         table.finish()
@@ -167,6 +169,22 @@ def _audience(value: Any) -> tuple[str, ...]:
         if not isinstance(one, str) or not _WHOSE.fullmatch(one):
             raise ValueError(f'{one!r} is nobody; write "me", "team:NAME" or "user:NAME"')
     return tuple(dict.fromkeys(value))
+
+
+def _labels(value: Any) -> frozenset[str]:
+    try:
+        return frozenset(labels.normal(_each(_word)(value)))
+    except Invalid as error:
+        raise ValueError(error.detail) from error
+
+
+def _price(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise TypeError('write it like "0.31/h"')
+    try:
+        return prices.parse(value)
+    except Invalid as error:
+        raise ValueError(error.detail) from error
 
 
 def _tier(value: Any) -> Tier:

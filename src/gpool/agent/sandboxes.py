@@ -16,7 +16,7 @@ import structlog
 
 from gpool.agent.cache import ArtifactCache
 from gpool.agent.instructions import Event
-from gpool.agent.network.policy import Egress
+from gpool.agent.network.policy import Egress, Gang
 from gpool.agent.runtime.calls import PYTHON
 from gpool.agent.runtime.protocol import (
     CommandSandbox,
@@ -32,7 +32,7 @@ from gpool.agent.runtime.protocol import (
     WarmRunner,
 )
 from gpool.agent.warm import WarmKey
-from gpool.core import environments
+from gpool.core import environments, rendezvous
 from gpool.core.model import (
     Allocation,
     EndReason,
@@ -48,6 +48,10 @@ from gpool.transfer.artifacts import LeaseRef
 
 S = TypeVar("S", CommandSandbox, RunnerSandbox, WarmRunner)
 KILLED = 137
+HOSTNAME = "sandbox"
+"""Every sandbox's own; in a gang it resolves to the member's address."""
+OPEN_FILES_OF_GANGS = 8192
+"""A member may have connections to all others, several times."""
 
 log = structlog.get_logger(__name__)
 
@@ -77,7 +81,7 @@ class Networks(Protocol):
 
     async def close(self) -> None: ...
 
-    async def open(self, wants: Egress, /) -> OpenLane:
+    async def open(self, wants: Egress | Gang, /) -> OpenLane:
         """Raises `SandboxFailed`."""
         ...
 
@@ -202,7 +206,8 @@ class Equipment:
             log.error("sandbox_not_removed", exc_info=error)
 
     def runtime_for(self, spec: TaskSpec, owner: bool) -> Runtime:
-        """The weakest runtime here that is strong enough and gives what is asked for: network, image.
+        """The weakest runtime here that is strong enough and gives what is asked for: network, image. A gang needs a
+        lane, which those enter that give a way out.
 
         Without isolation only for the owner, who must ask for it. The scheduler sees to all that as well; a node does
         not take its word for it.
@@ -221,6 +226,10 @@ class Equipment:
         if not fitting:
             what = f"the image {image_of(spec)!r}" if image_of(spec) else "a task without an image"
             raise SandboxFailed(f"no runtime of tier {floor.value!r} here runs {what}")
+        if needs.nodes > 1:
+            fitting = [one for one in fitting if Network.EGRESS in one.networks]
+            if not fitting or not self.allowed().gangs:
+                raise SandboxFailed("this node takes no members of gangs")
         fitting = [one for one in fitting if needs.network in one.networks]
         if not fitting:
             raise SandboxFailed(f"this node gives no network {needs.network.value!r}")
@@ -228,7 +237,11 @@ class Equipment:
 
     @contextlib.asynccontextmanager
     async def place_for(
-        self, spec: TaskSpec, reach: Callable[[Phase], None], said: Callable[[str], None]
+        self,
+        spec: TaskSpec,
+        reach: Callable[[Phase], None],
+        said: Callable[[str], None],
+        gang: Gang | None = None,
     ) -> AsyncIterator[tuple[Prepared | None, Lane | None]]:
         """Environment and lane of one sandbox, kept while the block lasts; `reach` is told of each phase."""
         async with contextlib.AsyncExitStack() as stack:
@@ -242,14 +255,20 @@ class Equipment:
                 prepared = await stack.enter_async_context(making)
             reach(Phase.START)
             lane = None
-            if spec.requirements.network is not Network.NONE:
-                if self.networks is None or not self.allowed().egress:
-                    raise SandboxFailed(
-                        f"this node gives no network {spec.requirements.network.value!r}"
-                    )
-                opened = await self.networks.open(Egress())
+            outward = spec.requirements.network is not Network.NONE
+            if outward and (self.networks is None or not self.allowed().egress):
+                raise SandboxFailed(
+                    f"this node gives no network {spec.requirements.network.value!r}"
+                )
+            if gang is not None and (self.networks is None or not self.allowed().gangs):
+                raise SandboxFailed("this node takes no members of gangs")
+            if self.networks is not None and (outward or gang is not None):
+                opened = await self.networks.open(Egress() if gang is None else gang)
                 stack.push_async_callback(opened.close)
                 lane = opened.lane
+                if gang is not None:
+                    names = rendezvous.hosts(gang.rank, len(gang.peers), HOSTNAME)
+                    lane = replace(lane, hosts=names, gang=True)
             yield prepared, lane
 
 
@@ -288,6 +307,8 @@ def warm_key_of(runtime: Runtime, spec: TaskSpec, allocation: Allocation) -> War
 
 def limits_of(spec: TaskSpec, allocation: Allocation) -> Limits:
     limits = Limits(allocation.cpu_milli, allocation.memory_bytes)
+    if spec.requirements.nodes > 1:
+        limits = replace(limits, open_files=OPEN_FILES_OF_GANGS)
     disk = spec.requirements.disk_bytes
     return limits if disk is None else replace(limits, disk_bytes=disk)
 

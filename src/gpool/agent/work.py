@@ -48,6 +48,8 @@ SHUTDOWN_GRACE_US = 5_000_000  # between a stopping agent's warning and the kill
 RECLAIM_GRACE_US = 2_000_000  # for a task without a checkpoint: its owner waits for the GPU
 OURS = frozenset({EndReason.TIMED_OUT, EndReason.CANCELLED, EndReason.LOST, EndReason.PREEMPTED})
 """Ends of a command that we asked for; any other came by itself."""
+GIVEN_UP = frozenset({Fate.SHUTDOWN, Fate.PREEMPTED})
+"""Fates that a gang's member keeps when the server stops it: that this node gave it up is why the others failed."""
 YIELDS = frozenset({Fate.TIMED_OUT, Fate.SHUTDOWN, Fate.PREEMPTED})
 """Fates that an end of its own overrides: the work is done, whatever was to become of it."""
 
@@ -133,10 +135,11 @@ class Work:
             line = touched.get(number) or self._dispatch.lines.get(number) or Line(number)
             touched[number] = line
             told = secrets.get(joining.spec, ())
-            if len(told) < len(spec.secrets):  # never run it without them
+            alone = spec.requirements.nodes > 1 and joining.gang is None
+            if alone or len(told) < len(spec.secrets):  # never run it without them
                 self.decline(now, (joining,))
                 continue
-            order = Order(joining.allocation, joining.user, joining.owner, spec, told)
+            order = Order(joining.allocation, joining.user, joining.owner, spec, told, joining.gang)
             for lease in joining.leases:
                 task, epoch = lease.task, lease.epoch
                 older = self._leases.held.get(task)
@@ -183,7 +186,7 @@ class Work:
                 if held.place is Place.WAITING:
                     self._leases.forget(held)
                     self._outbox.add(now, Released(hold.task, hold.epoch))
-                else:
+                elif held.order.gang is None or held.fate not in GIVEN_UP:
                     held.fate = Fate.STOPPED
             elif not self._leases.past.covers(hold.task, hold.epoch):
                 # The stop overtook its grant, or the grant was lost: it must not start later.

@@ -37,6 +37,8 @@ def gpus(ctx: click.Context, as_json: bool, everything: bool, limit: int) -> Non
             *_reading(one.get("reading") or {}),
             one.get("node_name") or one["node"],
             ",".join(one.get("tiers") or []),
+            _price(one.get("price_microcredits") or 0),
+            ",".join(one.get("labels") or []) or "-",
         )
         for one in found
     ]
@@ -52,6 +54,8 @@ def gpus(ctx: click.Context, as_json: bool, everything: bool, limit: int) -> Non
         "°C",
         "node",
         "tier",
+        "price",
+        "labels",
     ]
     table(columns, rows, "The pool has nothing to lend yet; add this machine with: gpool join LINK")
     for one in found:
@@ -60,6 +64,12 @@ def gpus(ctx: click.Context, as_json: bool, everything: bool, limit: int) -> Non
             click.echo(plain(f"{one['id']} takes nothing: {why}."), err=True)
         elif one.get("ails"):
             click.echo(plain(f"{one['id']} is {one['health']}: {one['ails']}."), err=True)
+
+
+def _price(microcredits: int) -> str:
+    from gpool.core import prices
+
+    return prices.told(microcredits) if microcredits else "-"
 
 
 def _reading(told: dict[str, Any]) -> tuple[str, str, str, str]:
@@ -139,7 +149,7 @@ def node_show(ctx: click.Context, what: str | None, as_json: bool) -> None:
     document["audience"] = "some" if audience is None else audience or "anyone"
     document["gpus"] = [one["model"] for one in document.get("gpus") or []]
     names = (
-        "id name status availability closed problems audience tiers networks pythons "
+        "id name status availability closed problems audience tiers labels networks pythons "
         "environments builds cpu_milli memory_bytes gpus running last_beat_at"
     )
     fields(document, names.split())

@@ -43,7 +43,8 @@ SECOND_CHANCE_S = 2.0
     context_settings={"allow_interspersed_args": False},
     epilog="Examples: gpool run -- python -c 'print(6*7)'   "
     "gpool run --gpu A100 --input train.py --output model/ -- python train.py   "
-    "gpool run --pip torch --workdir . train.py --lr 1",
+    "gpool run --pip torch --workdir . train.py --lr 1   "
+    "gpool run --nodes 2 --gpu 8 --engine torchrun --pip torch train.py",
 )
 @click.option("--gpu", metavar="SPEC", help="GPUs, e.g. 1, H100:2, 24GB, 0.5 (default: none).")
 @click.option("--vram", metavar="SIZE", help="So much memory of any GPU, shared, e.g. 6GB.")
@@ -114,6 +115,21 @@ SECOND_CHANCE_S = 2.0
 @click.option(
     "--by", metavar="TIME", callback=due, help="Wanted by then (18:00, or a date with time)."
 )
+@click.option(
+    "--nodes", type=click.IntRange(1, 1024), metavar="N", help="Run on N nodes at once: a gang."
+)
+@click.option(
+    "--engine",
+    type=click.Choice(["none", "torchrun", "ray"]),
+    help="What starts a gang's command (default: none, it is told its rank).",
+)
+@click.option(
+    "--on-loss",
+    type=click.Choice(["reform", "end"]),
+    help="When a gang loses a node: begin anew on others (default), or fail.",
+)
+@click.option("--label", "labels", multiple=True, metavar="L", help="Only on nodes labelled so.")
+@click.option("--max-price", metavar="PRICE", help="At most that on one node, e.g. 0.40/h.")
 @click.option("--name", help="A name for listings.")
 @click.option("-d", "--detach", is_flag=True, help="Print the id and do not wait.")
 @as_json

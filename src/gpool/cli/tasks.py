@@ -36,7 +36,7 @@ def ps(ctx: click.Context, as_json: bool, everything: bool, limit: int, status: 
             task["name"],
             _status(task),
             age(task["created_at"], date),
-            task.get("node_name") or task.get("node") or "-",
+            _where(task),
             task.get("gpu") or "-",
         )
         for task in found
@@ -52,6 +52,20 @@ def _status(task: dict[str, Any]) -> str:
     """With the phase, where that says more: before and after the run."""
     phase = task.get("phase")
     return task["status"] if phase in (None, "run") else f"{task['status']} ({phase})"
+
+
+def _where(task: dict[str, Any]) -> str:
+    """Its node, or the nodes of a gang's members; of one that waits, how many it wants."""
+    members = [member.get("node_name") or member["node"] for member in task.get("members") or ()]
+    wanted = task.get("nodes") or 1
+    if members or wanted == 1:
+        return ",".join(members) or task.get("node_name") or task.get("node") or "-"
+    return f"({wanted} nodes)"
+
+
+def _member(member: dict[str, Any]) -> str:
+    where = member.get("node_name") or member["node"]
+    return f"rank {member['rank']} on {where} ({member['status']});"
 
 
 @click.command()
@@ -71,8 +85,11 @@ def status(ctx: click.Context, task: str, as_json: bool) -> None:
         document["checkpoint"] = (
             f"{saved['files']} file(s), {saved['size_bytes']} bytes, saved at {saved['saved_at']}"
         )
+    if (document.get("nodes") or 1) == 1:
+        document["nodes"] = None
+    document["members"] = [_member(member) for member in document.get("members") or ()]
     names = (
-        "id name status phase reason exit_code error_text command gpu environment network node_name "
+        "id name status phase reason exit_code error_text command gpu environment network nodes node_name members "
         "created_at started_at finished_at tries losses checkpoint outputs"
     )
     fields(document, names.split())

@@ -62,6 +62,11 @@ class Options:
     grace: str | float | None = None  # between SIGTERM and the end
     preemptible: bool | None = None  # may be stopped for others and begun anew
     by: str | None = None  # wanted by then, as "2026-11-15T18:00+00:00"
+    nodes: int | None = None  # at once, each with all of the above: a gang
+    engine: str | None = None  # "torchrun", "ray" or "none": what starts a gang's command
+    on_loss: str | None = None  # "reform" or "end": when a gang loses a node
+    labels: Sequence[str] = ()  # a node must have all of these
+    max_price: str | float | None = None  # "0.40/h", for what it gets on one node
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Options:
@@ -95,6 +100,11 @@ class Options:
             "grace_s": _maybe_seconds(self.grace),
             "preemptible": self.preemptible,
             "by": self.by,
+            "nodes": self.nodes,
+            "engine": self.engine,
+            "on_loss": self.on_loss,
+            "labels": _words("labels", self.labels, "ssd") or None,
+            "max_price": self.max_price,
         }
         return {name: value for name, value in said.items() if value is not None}
 

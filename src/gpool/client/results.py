@@ -129,6 +129,7 @@ def failure(result: Result) -> TaskFailed:
         "out_of_memory": "ran out of {}; ask for more with {}".format(*memory),
         "bad_input": "did not find its inputs",
         "bad_output": "did not leave the outputs it was to leave",
+        "lost": "lost one of its nodes",
         "sandbox_failed": "could not be started by its node (gpool's fault, not yours)",
     }.get(result.reason or "", "failed")
     return TaskFailed(f"{task} {why}{text}", id=result.id, reason=result.reason)
@@ -144,6 +145,6 @@ def exit_code(result: Result) -> int:
         return 0
     if result.reason == "exited" and result.exit_code is not None:
         return result.exit_code if 0 < result.exit_code < 256 else 1
-    if result.reason in ("sandbox_failed", "loses_nodes"):
+    if result.reason in ("sandbox_failed", "loses_nodes", "lost"):
         return 125
     return 137 if result.reason == "out_of_memory" else 1

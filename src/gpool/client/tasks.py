@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, cast, overlo
 from gpool.client.options import Options
 from gpool.client.pickling import dumps_function
 from gpool.client.runs import Run
+from gpool.core.errors import Invalid
 
 if TYPE_CHECKING:
     from gpool.client.client import Client
@@ -24,6 +25,11 @@ class Task(Generic[P, R]):
     def __init__(
         self, function: Callable[P, R], options: Options, client: Callable[[], Client]
     ) -> None:
+        if options.nodes is not None and options.nodes != 1:
+            raise Invalid(
+                f"nodes is {options.nodes}, and a function runs on one node; a gang runs a command on every node: "
+                'gpool.run(["python", "train.py"], nodes=2)'
+            )
         self.function = function
         self.options = options
         self._client = client

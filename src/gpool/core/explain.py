@@ -2,54 +2,71 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from gpool.core import environments, gpuspec
-from gpool.core.ids import NodeId, TaskId
-from gpool.core.model import GIB, Gpu, GpuRequest, Instant, Node, Shape, Tier
-from gpool.core.scheduling.fair_share import tenant_of
-from gpool.core.scheduling.levels import attained_at
-from gpool.core.scheduling.limits import Holder, holders_of, least_gpus
-from gpool.core.scheduling.orders import ORDERS, Candidate, Key, Order, Policy
-from gpool.core.scheduling.placement import Unfit, fit, is_open, may_join, slice_of, unfit, usable
+from gpool.core.ids import TaskId
+from gpool.core.model import SECOND, EndReason, Gpu, Instant, Node, Shape
+from gpool.core.refusals import Explanation, counted, nothing_can, those
+from gpool.core.scheduling.gangs import most_together
+from gpool.core.scheduling.limits import holders_of, least_gpus
+from gpool.core.scheduling.orders import ORDERS, Order, Policy
+from gpool.core.scheduling.placement import fit, is_open, may_join, slice_of, unfit, usable
 from gpool.core.scheduling.plan import DEFAULT, order_named
-from gpool.core.scheduling.queue import Entry
+from gpool.core.scheduling.ranking import Ranking
 from gpool.core.scheduling.state import ShapeState, State
+from gpool.core.scheduling.warmth import loading, may_wait, ready_soon
 
-Ranking = Callable[[Shape, int, Entry], Key]
+# ---- what happened to it before
+
+ADVICE: Mapping[EndReason, str] = {
+    EndReason.OUT_OF_MEMORY: "Ask for more memory (--memory), or for less work at once.",
+    EndReason.TIMED_OUT: "Give it longer (--timeout), or keep checkpoints (--checkpoint).",
+    EndReason.BAD_INPUT: "Submit it again, so that its inputs are uploaded anew.",
+    EndReason.BAD_OUTPUT: "Look at the outputs it names (--output) and at their sizes.",
+    EndReason.SANDBOX_FAILED: "That is the node's fault: its owner's `gpool node doctor` says more.",
+}
+"""What helps against an end; the rest is in the task's own log."""
 
 
 @dataclass(frozen=True, slots=True)
-class Explanation:
-    """`position` is the place among the tasks that wait for the same nodes (1: next), None where nothing can run it."""
+class Story:
+    """How often it came back, and for what; `last` and `why` are of its last failure of its own, `lost` of its last loss."""
 
-    code: str
-    sentence: str
-    position: int | None = None
+    tries: int = 0
+    losses: int = 0
+    preempted: int = 0
+    last: str = ""
+    why: EndReason | None = None
+    lost: str = ""
+    log: str = ""  # the command that shows what it wrote
 
-    @property
-    def ahead(self) -> int:
-        return 0 if self.position is None else self.position - 1
 
-
-def with_story(told: Explanation, tries: int, losses: int, last: str = "") -> Explanation:
-    """Tells "no room" from "keeps failing": a task that came back says so first, and what it waits for now."""
-    if not tries and not losses:
+def with_story(told: Explanation, story: Story) -> Explanation:
+    """Tells "no room" from "keeps crashing": a task that came back says so first, what helps, and what it waits for now."""
+    parts, advice, code = [], "", told.code
+    if story.preempted:
+        parts.append(f"made room for others {counted(story.preempted, 'time', 'times')}")
+    if story.losses:
+        last = f" (last: {story.lost})" if story.lost else ""
+        parts.append(f"lost {counted(story.losses, 'node', 'nodes')} under it{last}")
+        if story.losses > 1:
+            code = "loses_nodes"
+            advice = " After three it is given up: see that it does not take its nodes down."
+    if story.tries:
+        last = f" (last: {story.last})" if story.last else ""
+        parts.append(f"failed {counted(story.tries, 'time', 'times')} by itself{last}")
+        looked = f"`{story.log}` shows what it wrote." if story.log else ""
+        advice = f" {ADVICE.get(story.why, looked) if story.why else looked}".rstrip()
+        if story.tries > 1:
+            code = "keeps_failing"
+    if not parts:
         return told
-    again = f" (last: {last})" if last else ""
-    parts = []
-    if tries:
-        parts.append(f"failed {_count(tries, 'time', 'times')} by itself{again}")
-    if losses:
-        parts.append(f"lost {_count(losses, 'node', 'nodes')} under it")
-    said = f"It {' and '.join(parts)} and waits for its next try. {told.sentence}"
-    code = told.code
-    if tries > 1:
-        code = "keeps_failing"
-    elif losses > 1:
-        code = "loses_nodes"
+    said = f"It {' and '.join(parts)}, and waits for its next start.{advice} {told.sentence}"
     return Explanation(code, said, told.position)
+
+
+# ---- what it waits for
 
 
 def explain(
@@ -71,41 +88,82 @@ def explain(
         )
     connected = [node for node in nodes if node.connected]
     capable = [node for node in connected if unfit(node, shape) is None]
-    if not capable:
-        away = [node for node in nodes if not node.connected and unfit(node, shape) is None]
-        if away:
-            return Explanation(
-                "not_connected", f"{_those(away)} could run it, but is not connected just now."
-            )
-        return _nothing_can(connected or nodes, shape)
+    if not _are_enough(capable, shape):
+        return _too_few(nodes, capable, shape)
     open_nodes = [node for node in capable if is_open(node)]
-    if not open_nodes and any(node.cordoned for node in capable):
-        held = [node for node in capable if node.cordoned]
-        said = (
-            f"{_those(held)} could run it, but an operator lets nothing new start there just now."
-        )
-        return Explanation("cordoned", said)
-    if not open_nodes:
-        why = next((f" ({node.offer.closed})" for node in capable if node.offer.closed), "")
-        return Explanation(
-            "paused",
-            f"{_those(capable)} could run it, but its owner takes no new tasks just now{why}.",
-        )
+    if not _are_enough(open_nodes, shape):
+        return _closed(capable, open_nodes, shape)
     over = _over_limit(state, shape, policy)
     if over is not None:
         return over
-    key = _ranking(state, now, policy, order_named(policy.order, orders))
-    ahead = _ahead(state, waiting, task, open_nodes, key)
-    if any(fit(node, state.nodes[node.id].room, shape) for node in open_nodes):
+    ranking = Ranking(state, now, policy, order_named(policy.order, orders))
+    ahead = ranking.ahead(waiting, task, open_nodes)
+    fitting = [node for node in open_nodes if fit(node, state.nodes[node.id].room, shape)]
+    if _are_enough(fitting, shape):
         if ahead:
-            sentence = f"{_count(ahead, 'task is', 'tasks are')} ahead of it in line."
+            sentence = f"{counted(ahead, 'task is', 'tasks are')} ahead of it in line."
             return Explanation("ahead", sentence, ahead + 1)
+        if _waits_for_inputs(state, waiting, fitting, now, policy):
+            seconds = loading(shape) / SECOND
+            said = f"Loading its inputs elsewhere would take {seconds:.0f} s: it waits for a node that has them."
+            return Explanation("awaits_inputs", said, 1)
         return Explanation("next", "It starts with the next scheduling pass.", 1)
-    return _busy(state, shape, open_nodes, ahead)
+    told = _busy(state, shape, open_nodes, fitting, ahead)
+    besides = _besides(connected, capable, shape)
+    return replace(told, sentence=f"{told.sentence}{besides}")
+
+
+def _waits_for_inputs(
+    state: State, waiting: ShapeState, fitting: list[Node], now: Instant, policy: Policy
+) -> bool:
+    shape, head = waiting.shape, waiting.queue.head()
+    if head is None or not may_wait(shape, Instant(head[0]), now, policy.patience):
+        return False
+    there = state.caches.with_data(shape.data)
+    if any(node.id in there for node in fitting):
+        return False
+    return ready_soon(state, shape, now) >= waiting.queue.size
+
+
+def _are_enough(nodes: list[Node], shape: Shape) -> bool:
+    """Enough of them at once: of one site, for a gang."""
+    wanted = shape.requirements.nodes
+    return bool(nodes) if wanted == 1 else most_together(nodes) >= wanted
+
+
+def _too_few(nodes: list[Node], capable: list[Node], shape: Shape) -> Explanation:
+    away = [node for node in nodes if not node.connected and unfit(node, shape) is None]
+    if _are_enough(capable + away, shape):
+        said = f"{those(away)} could run it, but is not connected just now."
+        return Explanation("not_connected", said)
+    kept = _reserved(nodes, shape)
+    if _are_enough(capable + away + kept, shape):
+        said = f"{those(kept)} could run it, but is reserved for others just now."
+        return Explanation("reserved", said)
+    if not capable and not away:
+        return nothing_can([node for node in nodes if node.connected] or nodes, shape)
+    most, wanted = most_together(capable + away), shape.requirements.nodes
+    said = f"No site has {wanted} nodes that could run it; the most in one is {most}."
+    return Explanation("no_site", said)
+
+
+def _closed(capable: list[Node], open_nodes: list[Node], shape: Shape) -> Explanation:
+    shut = [node for node in capable if not is_open(node)]
+    held = [node for node in shut if node.cordoned]
+    part = ""
+    if open_nodes:
+        most, wanted = most_together(open_nodes), shape.requirements.nodes
+        part = f"It needs {wanted} nodes of one site, and just now no site has more than {most}: "
+    if held:
+        said = f"{those(held)} could run it, but an operator lets nothing new start there just now."
+        return Explanation("cordoned", part + said)
+    why = next((f" ({node.offer.closed})" for node in shut if node.offer.closed), "")
+    said = f"{those(shut)} could run it, but its owner takes no new tasks just now{why}."
+    return Explanation("paused", part + said)
 
 
 def _over_limit(state: State, shape: Shape, policy: Policy) -> Explanation | None:
-    least = least_gpus(shape)
+    least = least_gpus(shape) * shape.requirements.nodes
     for holder in holders_of(shape) if least else ():
         limit, used = policy.limits.of(holder), state.gpus.get(holder, 0)
         if limit is None or used + least <= limit:
@@ -125,135 +183,44 @@ def _not_waiting(state: State, task: TaskId) -> Explanation:
     line = state.held.get(task)
     if line is None:
         return Explanation("not_waiting", "It does not wait: it has ended, or is not known here.")
-    entry = state.nodes[line.node]
-    name = entry.node.name if entry.node else "a node that has left"
+    parts = [line, *line.members]
+    names = [
+        entry.node.name if entry.node else "a node that has left"
+        for entry in (state.nodes[part.node] for part in parts)
+    ]
     if line.count == 1:
-        return Explanation("leased", f"It does not wait: {name} has it.")
-    others = _count(line.count - 1, "other of its kind", "others of its kind")
-    return Explanation("leased", f"{name} has it, in one line with {others}.")
-
-
-# ---- nothing can run it
-
-
-def _nothing_can(nodes: list[Node], shape: Shape) -> Explanation:
-    """Speaks of the nodes that come nearest: those which fail at the latest step."""
-    steps = list(Unfit)
-    reasons = {node.id: unfit(node, shape) or Unfit.GPU for node in nodes}
-    last = max(reasons.values(), key=steps.index)
-    near = [node for node in nodes if reasons[node.id] is last]
-    needs = shape.requirements
-    match last:
-        case Unfit.AUDIENCE:
-            said = "The owners of the nodes that are here take only the tasks of people they named."
-            return Explanation("not_for_you", said)
-        case Unfit.RESERVED:
-            said = f"{_those(near)} could run it, but is reserved for others just now."
-            return Explanation("reserved", said)
-        case Unfit.NETWORK:
-            said = f"No node gives the network {needs.network.value!r}; its owners can allow it."
-            return Explanation("no_network", said)
-        case Unfit.RUNTIME:
-            asked = [f"isolation {needs.tier.value!r}", f"network {needs.network.value!r}"]
-            asked += ["an image"] * (environments.kind_of(shape.environment) == environments.IMAGE)
-            asked += ["a GPU"] * bool(needs.gpu)
-            said = f"No node gives all of this in one sandbox: {', '.join(asked)}."
-            return Explanation("no_runtime", said)
-        case Unfit.ENVIRONMENT if environments.kind_of(shape.environment) == environments.PIP:
-            said = "No node builds environments from packages; one with uv and egress does."
-            return Explanation("no_environment", said)
-        case Unfit.ENVIRONMENT if environments.kind_of(shape.environment) == environments.IMAGE:
-            said = "No node runs images; one with Docker or Podman does."
-            return Explanation("no_environment", said)
-        case Unfit.ENVIRONMENT:
-            there = sorted({name for node in near for name in node.offer.environments})
-            said = f"No node has the environment {shape.environment!r}; there are: {_list(there)}."
-            return Explanation("no_environment", said)
-        case Unfit.PYTHON:
-            there = sorted({minor for node in near for minor in node.offer.pythons}, key=_version)
-            said = f"No node has Python {needs.python}; there are: {_list(there)}."
-            return Explanation("no_python", said)
-        case Unfit.TIER if needs.tier is Tier.NONE:
-            said = (
-                "Isolation 'none' is only given on your own nodes, and none of yours offers it; "
-                "start its agent with --allow-process."
-            )
-            return Explanation("no_tier", said)
-        case Unfit.TIER:
-            there = sorted({tier for node in near for tier in node.offer.tiers})
-            said = (
-                f"No node isolates as strongly as {needs.tier.value!r}; there are: {_list(there)}."
-            )
-            return Explanation("no_tier", said)
-        case Unfit.CPU:
-            most = max(node.offer.cpu_milli for node in near)
-            said = f"It asks for {needs.cpu_milli / 1000:g} CPUs; the largest node has {most / 1000:g}."
-            return Explanation("too_many_cpus", said)
-        case Unfit.MEMORY:
-            most = max(node.offer.memory_bytes for node in near)
-            said = f"It asks for {_gib(needs.memory_bytes or 0)} of memory; the largest node has {_gib(most)}."
-            return Explanation("too_much_memory", said)
-        case Unfit.DISK:
-            most = max(node.offer.disk_bytes for node in near)
-            said = f"It asks for {_gib(needs.disk_bytes or 0)} of disk; the largest node has {_gib(most)}."
-            return Explanation("too_much_disk", said)
-        case Unfit.GPU:
-            return _no_such_gpu(near, needs.gpu)
-
-
-def _no_such_gpu(nodes: list[Node], wanted: tuple[GpuRequest, ...]) -> Explanation:
-    every = [(node, gpu) for node in nodes for gpu in node.offer.gpus]
-    asked = gpuspec.format(wanted)
-    if not every:
-        return Explanation("no_gpu", f"It asks for a GPU ({asked}) and no node lends one.")
-    lent = [gpu for node, gpu in every if gpu.index not in node.gpus_withheld]
-    flagged = [gpu for node, gpu in every if gpu.index in node.gpus_flagged]
-    suiting = [gpu for gpu in flagged if any(gpuspec.matches(request, gpu) for request in wanted)]
-    if suiting and not any(gpuspec.matches(request, gpu) for request in wanted for gpu in lent):
-        said = (
-            f"{len(suiting)} GPUs would do ({asked}), but were seen under two owners; "
-            "they take nothing until an operator decides whose they are."
-        )
-        return Explanation("flagged", said)
-    if not lent:
-        return Explanation("withheld", "The owners have set all GPUs unavailable.")
-    closed = [gpu for gpu in lent if gpu.closed]
-    shut = [gpu for gpu in closed if any(gpuspec.matches(request, gpu) for request in wanted)]
-    lent = [gpu for gpu in lent if not gpu.closed]
-    if shut and not any(gpuspec.matches(request, gpu) for request in wanted for gpu in lent):
-        said = f"{len(shut)} GPUs would do ({asked}), but take nothing just now: {shut[0].closed}."
-        return Explanation("closed", said)
-    if not lent:
-        return Explanation("closed", f"No GPU takes anything just now: {closed[0].closed}.")
-    if len(wanted) == 1:
-        request = wanted[0]
-        most = max(sum(usable(node, gpu, request) for gpu in node.offer.gpus) for node in nodes)
-        if most:
-            said = f"It asks for {request.count} GPUs of one node ({asked}); the most on one is {most}."
-            return Explanation("too_few_gpus", said)
-        any_size = replace(request, min_memory_bytes=None, max_memory_bytes=None)
-        alike = [gpu for gpu in lent if gpuspec.matches(any_size, gpu)]
-        smallest = max(request.min_memory_bytes or 0, request.vram_bytes or 0)
-        if alike and max(gpu.memory_bytes for gpu in alike) < smallest:
-            largest = max(alike, key=lambda gpu: gpu.memory_bytes)
-            said = f"No GPU is that large ({asked}); the largest is {_gpu(largest)}."
-            return Explanation("gpu_too_small", said)
-    there = _list(sorted({_gpu(gpu) for gpu in lent}))
-    return Explanation("no_such_gpu", f"No node lends such a GPU ({asked}); there are: {there}.")
+        verb = "has" if len(names) == 1 else "have"
+        return Explanation("leased", f"It does not wait: {', '.join(names)} {verb} it.")
+    others = counted(line.count - 1, "other of its kind", "others of its kind")
+    return Explanation("leased", f"{names[0]} has it, in one line with {others}.")
 
 
 # ---- something can, but not now
 
 
-def _busy(state: State, shape: Shape, nodes: list[Node], ahead: int) -> Explanation:
+def _busy(
+    state: State, shape: Shape, nodes: list[Node], fitting: list[Node], ahead: int
+) -> Explanation:
+    needs = shape.requirements
     matching = [
         (node, gpu)
         for node in nodes
         for gpu in node.offer.gpus
-        if any(usable(node, gpu, request) for request in shape.requirements.gpu)
+        if any(usable(node, gpu, each, needs.max_price_microcredits) for each in needs.gpu)
     ]
     free = [pair for pair in matching if _has_room(state, *pair, shape)]
-    if matching and len(free) < min(request.count for request in shape.requirements.gpu):
+    then = (
+        f"{counted(ahead, 'task is', 'tasks are')} ahead of it in line"
+        if ahead
+        else "it is next in line"
+    )
+    if needs.nodes > 1:
+        code = "gpus_busy" if matching else "nodes_busy"
+        has = most_together(fitting)
+        room = f"{has} is the most in one" if has else "none has any"
+        said = f"No site has {needs.nodes} nodes with room for it just now, {room}; {then}."
+        return Explanation(code, said, ahead + 1)
+    if matching and len(free) < min(request.count for request in needs.gpu):
         code = "gpus_busy"
         what = (
             "The only matching GPU is"
@@ -270,11 +237,6 @@ def _busy(state: State, shape: Shape, nodes: list[Node], ahead: int) -> Explanat
             if len(nodes) == 1
             else f"All {len(nodes)} nodes that can run it are"
         )
-    then = (
-        f"{_count(ahead, 'task is', 'tasks are')} ahead of it in line"
-        if ahead
-        else "it is next in line"
-    )
     return Explanation(code, f"{what} busy; {then}.", ahead + 1)
 
 
@@ -290,78 +252,24 @@ def _has_room(state: State, node: Node, gpu: Gpu, shape: Shape) -> bool:
     )
 
 
-def _ranking(state: State, now: Instant, policy: Policy, order: Order) -> Ranking:
-    """The n-th task of a shape is served when its user holds n allocations more: so it is ranked here."""
-
-    def key(shape: Shape, place: int, entry: Entry) -> Key:
-        running = state.running.get(shape.user, 0) + place
-        at, id_, _ = entry
-        tenant = tenant_of(shape)
-        candidate = Candidate(
-            shape,
-            Instant(at),
-            TaskId(id_),
-            running,
-            state.served(shape.user),
-            attained_at(shape.level),
-            (share(tenant), share(("user", shape.user))),
-            state.predictions.of(shape),
-        )
-        return order(candidate, now, policy)
-
-    def share(holder: Holder) -> int:
-        return state.shares.of(holder, policy.weights.get(holder, 1000))
-
-    return key
+def _besides(connected: list[Node], capable: list[Node], shape: Shape) -> str:
+    """Of nodes that could run it too, but for what an operator laid upon them."""
+    cordoned = [node for node in capable if node.cordoned]
+    reserved = _reserved(connected, shape)
+    told = ""
+    if cordoned:
+        told += f" {those(cordoned)} could run it too, but is cordoned."
+    if reserved:
+        told += f" {those(reserved)} could run it too, but is reserved for others just now."
+    return told
 
 
-def _ahead(state: State, mine: ShapeState, task: TaskId, nodes: list[Node], key: Ranking) -> int:
-    """How many waiting tasks come first and could use one of the same nodes."""
-    entry = mine.queue.entry_of(task)
-    if entry is None:
-        return 0
-    own = mine.queue.count_while(lambda _, other: other < entry)
-    my_key = key(mine.shape, own, entry)
-    total = own
-    for other in state.waiting():
-        shape = other.shape
-        if other is not mine and any(unfit(node, shape) is None for node in nodes):
-            total += other.queue.count_while(
-                lambda place, e, shape=shape: key(shape, place, e) < my_key  # type: ignore[misc]
-            )
-    return total
-
-
-# ---- words
-
-
-def _those(nodes: list[Node]) -> str:
-    names = [node.name for node in sorted(nodes, key=_node_id)]
-    return names[0] if len(names) == 1 else f"Each of {_list(names)}"
-
-
-def _node_id(node: Node) -> NodeId:
-    return node.id
-
-
-def _list(names: list[str]) -> str:
-    if not names:
-        return "none"
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-
-
-def _count(number: int, one: str, many: str) -> str:
-    return f"{number} {one if number == 1 else many}"
-
-
-def _gib(size: int) -> str:
-    return f"{round(size / GIB, 1):g} GiB"
-
-
-def _gpu(gpu: Gpu) -> str:
-    simulated = ", simulated" if gpu.simulated else ""
-    return f"{gpu.model} ({_gib(gpu.memory_bytes)}{simulated})"
-
-
-def _version(minor: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in minor.split(".") if part.isdigit())
+def _reserved(nodes: list[Node], shape: Shape) -> list[Node]:
+    """Those that could run it if they were not kept for others."""
+    return [
+        node
+        for node in nodes
+        if node.reserved_for is not None
+        and unfit(node, shape) is not None
+        and unfit(replace(node, reserved_for=None), shape) is None
+    ]

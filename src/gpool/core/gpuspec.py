@@ -153,6 +153,7 @@ def _as_text(gpu: str | int | float) -> str:
     return str(int(gpu)) if gpu == int(gpu) else f"{gpu:.9f}"
 
 
+@lru_cache(maxsize=4096)
 def _requests(text: str) -> tuple[GpuRequest, ...]:
     if len(text) > MAX_TEXT:
         raise _bad(text[:MAX_TEXT], MAX_TEXT - 1, f"longer than {MAX_TEXT} letters")

@@ -250,6 +250,9 @@ class Shape:
     preemptible: bool = False
     level: int = 0
     by: Instant | None = None  # wanted by then
+    checkpoint_every: Span | None = None  # None: it keeps none and begins anew after a loss
+    data: str = ""  # inputs so large that it matters where they lie already: their hash ...
+    data_bytes: int = 0  # ... and size
 
 
 @dataclass(frozen=True, slots=True)
@@ -343,6 +346,15 @@ class Audience:
 
 
 @dataclass(frozen=True, slots=True)
+class Merit:
+    """What experience says of a node, in coarse steps (`core.merits`); it is never a reason to refuse one."""
+
+    mtbf: Span = Span(64 * 3600 * 1_000_000)  # mean time between losses; this much of one not known
+    is_proven: bool = False  # every GPU it lends passed its trial
+    gigaflops: int = 0  # of its slowest GPU, as measured; 0: it was not
+
+
+@dataclass(frozen=True, slots=True)
 class Node:
     """A provider's machine as the scheduler sees it."""
 
@@ -359,6 +371,7 @@ class Node:
     audience: Audience | None = None  # None: anyone
     cordoned: bool = False  # an operator lets nothing new start here, whatever its owner allows
     reserved_for: Audience | None = None  # just now, by an operator: for them and the owner alone
+    merit: Merit = Merit()
 
 
 @dataclass(frozen=True, slots=True)
@@ -383,6 +396,7 @@ class Allocation:
     cpu_milli: int
     memory_bytes: int
     slices: tuple[Slice, ...] = ()
+    disk_bytes: int = 0  # where disk was asked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -448,6 +462,7 @@ __all__ = [
     "Health",
     "InputFile",
     "Instant",
+    "Merit",
     "Network",
     "Node",
     "NodeId",

@@ -31,6 +31,7 @@ from gpool.server.api import (
 )
 from gpool.server.api import operating as operating_routes
 from gpool.server.api.limits import Limits
+from gpool.server.api.shortcuts import Shortcuts
 from gpool.server.blobs import Blobs
 from gpool.server.clock import Clock, SystemClock, system_ids
 from gpool.server.credentials import Credentials
@@ -87,7 +88,7 @@ def wire(settings: Settings, store: Store, clock: Clock) -> Server:
     sign_ins = _sign_ins(settings, store, sealer)
     policy, orders = Policy(order=settings.order), known_orders()
     order_named(policy.order, orders)  # or it is Invalid, before anything is served
-    scheduler = Scheduler(store, hub, metrics, policy, settings.ttl, sealer, orders)
+    scheduler = Scheduler(store, hub, metrics, policy, settings.ttl, sealer, orders, clock.now)
     telemetry = Telemetry()
     metrics.watch_gpus(GpuCollector(telemetry, lambda: scheduler.state.nodes, clock.now))
     return Server(
@@ -171,7 +172,8 @@ def make_app(server: Server) -> FastAPI:
     for room in (tasks, nodes, artifacts, *people, rest, channel):
         app.include_router(room.router)
     openapi.describe(app, VERSION)
-    app.add_middleware(Limits, guard=server.guard)
+    app.add_middleware(Shortcuts)
+    app.add_middleware(Limits, guard=server.guard)  # before it
     return app
 
 

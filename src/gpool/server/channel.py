@@ -11,16 +11,19 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from gpool.core.errors import NotFound
+from gpool.core.gangs import Call
 from gpool.core.ids import NodeId, SpecId, TaskId
 from gpool.core.model import EndReason, InputFile, Instant, Node, Offer, TaskSpec, TaskStatus
-from gpool.server import offers
+from gpool.server import gangs, offers
 from gpool.server.claims import FILE_BYTES, checked_report, wrong_with_offer
 from gpool.server.store.operation import brief, operation
 from gpool.server.store.operations import checkpoints, leases, nodes
-from gpool.server.store.operations.sealed import secrets_to_open
+from gpool.server.store.operations.sealed import data_keys, secrets_to_open
 from gpool.server.store.protocol import Operation
-from gpool.server.store.sealed_values import SealedSecrets
+from gpool.server.store.sealed_values import DataKey, SealedSecrets
 from gpool.server.store.values import HeldLease, NodeCredentials, NodeRow
 from gpool.wire.frames import (
     PROTOCOL,
@@ -35,6 +38,7 @@ from gpool.wire.frames import (
     OfferChanged,
     Recorded,
     Refused,
+    Rendezvous,
     Reports,
     Secret,
     ServerFrame,
@@ -146,18 +150,25 @@ class Channel:
         missing = [lease for hold, lease in open_leases.items() if hold not in stated]
         unstarted = [lease for lease in missing if lease.status is TaskStatus.LEASED]
         secrets, shut = server.sealer.opened(greeted.secrets)
+        meeting, shut_gangs = gangs.opened(server.sealer, unstarted, greeted.gang_keys)
+        shut_tasks = shut_gangs | {each.task for each in unstarted if each.spec in shut}
         lines = _lines(
-            [lease for lease in unstarted if lease.spec not in shut],
+            [lease for lease in unstarted if lease.task not in shut_tasks],
             self._owner,
             greeted.checkpoints,
+            meeting,
         )
         self.grant(lines, greeted.specs.get, secrets)
         if greeted.preempting:  # after the grants: what it is just given again, it hands back
             self._send(Stop(greeted.preempting, StopReason.PREEMPTED))
         forgotten = [lease for lease in missing if lease.status is TaskStatus.RUNNING]
-        ended = [secrets_shut(each.task, each.epoch) for each in unstarted if each.spec in shut]
+        ended = [
+            secrets_shut(each.task, each.epoch) for each in unstarted if each.task in shut_tasks
+        ]
         # by an agent started anew: an attempt runs once under its epoch
         ended += [Finished(lease.task, lease.epoch, EndReason.LOST) for lease in forgotten]
+        if forgotten:
+            scheduler.note_lost(self.node)
         if ended:
             scheduler.absorb(await server.write(leases.record(self.node, ended, server.now)))
 
@@ -298,8 +309,7 @@ class Channel:
 
         Frames are not lost on a connection, so this should not happen; if it does, nobody else would ever notice.
         """
-        held = self._server.scheduler.held_by(self.node)
-        unstated = held.difference(hold.task for hold in stated)
+        unstated = self._server.scheduler.unstated(self.node, [TaskId(h.task) for h in stated])
         forgotten = unstated & self._unstated
         self._unstated = unstated
         return forgotten
@@ -313,6 +323,7 @@ class _Greeted:
     secrets: SealedSecrets
     checkpoints: Checkpoints
     preempting: tuple[Hold, ...]
+    gang_keys: tuple[DataKey, ...]  # that gangs' secrets may be sealed with
 
 
 @operation
@@ -334,7 +345,14 @@ def _greeting(
     saved = [lease.task for lease in held if lease.spec in specs and specs[lease.spec].checkpoint]
     begun = yield from checkpoints.manifests(saved)
     preempting = yield from checkpoints.preempting(node)
-    return _Greeted(rows, held, specs, secrets, begun, preempting)
+    members = [lease for lease in held if lease.gang is not None]
+    preempting += tuple(
+        Hold(each.task, each.epoch)
+        for each in members
+        if each.status is not TaskStatus.CANCELLED and each.gang and each.gang.call is Call.BACK
+    )
+    keys = (yield from data_keys()) if members else ()
+    return _Greeted(rows, held, specs, secrets, begun, preempting, keys)
 
 
 @operation
@@ -354,7 +372,12 @@ def secrets_shut(task: int, epoch: int) -> Finished:
     )
 
 
-def _lines(held: Iterable[HeldLease], owner: int, checkpoints: Checkpoints) -> Iterable[Line]:
+def _lines(
+    held: Iterable[HeldLease],
+    owner: int,
+    checkpoints: Checkpoints,
+    meeting: Mapping[TaskId, Rendezvous],
+) -> Iterable[Line]:
     """Leases of one allocation and spec are one line; the order in line is that of the tasks."""
     grouped: dict[tuple[int, int], list[HeldLease]] = {}
     for lease in sorted(held, key=lambda lease: (lease.allocation.number, lease.task)):
@@ -367,6 +390,7 @@ def _lines(held: Iterable[HeldLease], owner: int, checkpoints: Checkpoints) -> I
             first.user == owner,
             first.spec,
             tuple(_wire_lease(lease, checkpoints) for lease in members),
+            meeting.get(first.task),
         )
 
 
@@ -393,11 +417,11 @@ def _split(lines: Iterable[Line]) -> Iterable[Line]:
         size = 0
         for lease in line.leases:
             if piece and size + _weight(lease) > FRAME_PAYLOAD_BYTES:
-                yield Line(line.allocation, line.user, line.owner, line.spec, tuple(piece))
+                yield msgspec.structs.replace(line, leases=tuple(piece))
                 piece, size = [], 0
             piece.append(lease)
             size += _weight(lease)
-        yield Line(line.allocation, line.user, line.owner, line.spec, tuple(piece))
+        yield msgspec.structs.replace(line, leases=tuple(piece))
 
 
 def _wrong_with_hello(hello: Hello, *, greeted: bool) -> str | None:

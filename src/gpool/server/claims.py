@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from ipaddress import IPv4Address
 
-from gpool.core import paths
+from gpool.core import labels, paths, prices
 from gpool.core.errors import Invalid
 from gpool.core.model import INLINE_LIMIT_BYTES, EndReason, Gpu, Offer, OutputFile
 from gpool.wire.frames import MAX_SPEC_BYTES, Checkpointed, Finished, ReportItem
@@ -35,6 +36,12 @@ def wrong_with_offer(offer: Offer) -> str | None:
             return f"a GPU whose uuid, model or vendor is empty, too long or holds a NUL (index {gpu.index})"
         if not _is_well_described(gpu):
             return f"a GPU with too long or too many details (index {gpu.index})"
+    if not 0 <= offer.price_microcredits <= prices.MAX_PRICE:
+        return f"a price of {offer.price_microcredits} micro-credits an hour"
+    try:
+        labels.normal(offer.labels)
+    except Invalid as error:
+        return f"labels nobody could ask for: {error.detail}"
     words = (
         offer.hostname,
         offer.agent_version,
@@ -46,6 +53,22 @@ def wrong_with_offer(offer: Offer) -> str | None:
     )
     if len(words) > 1000 or any(len(word) > 300 or "\0" in word for word in words):
         return "an offer with too many or too long words"
+    return _wrong_with_site(offer)
+
+
+def _wrong_with_site(offer: Offer) -> str | None:
+    """Where other members of gangs will send to: a host's own address, and no other."""
+    if len(offer.site) > 300 or "\0" in offer.site:
+        return "a site with too long a name, or a NUL in it"
+    if not 0 <= offer.gang_port < 1 << 16:
+        return f"a gang port of {offer.gang_port}"
+    if offer.address:
+        try:
+            address = IPv4Address(offer.address)
+        except ValueError:
+            return f"an address that is no IPv4 address: {offer.address[:100]!r}"
+        if address.is_multicast or address.is_unspecified or address.is_reserved:
+            return f"an address that is no host's: {address}"
     return None
 
 

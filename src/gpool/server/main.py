@@ -7,6 +7,7 @@ import logging
 import signal
 import sys
 from collections.abc import Awaitable, Callable
+from types import FrameType
 
 import uvicorn
 import uvloop
@@ -22,12 +23,24 @@ STOP_WITHIN_S = 3
 Opened = Callable[[Server], Awaitable[None]]
 
 
-async def serve(settings: Settings, opened: Opened | None = None) -> None:
-    """Opens a server and answers until SIGINT or SIGTERM. `opened` is called before the first request."""
+class _Listener(uvicorn.Server):
+    """Remembers which signal it obeyed: it repeats the signal, but whoever started us may have had it ignored."""
+
+    told = 0
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self.told = sig
+        super().handle_exit(sig, frame)
+
+
+async def serve(settings: Settings, opened: Opened | None = None) -> int:
+    """Opens a server and answers until SIGINT or SIGTERM, which is returned. `opened` is called before the first request."""
     server = await open_server(settings)
     if opened is not None:
         await opened(server)
-    await uvicorn.Server(configuration(server)).serve()
+    listener = _Listener(configuration(server))
+    await listener.serve()
+    return listener.told
 
 
 def configuration(server: Server) -> uvicorn.Config:
@@ -59,6 +72,8 @@ def main() -> None:
     )
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(serve(Settings()))
+            told = runner.run(serve(Settings()))
     except KeyboardInterrupt:  # uvicorn has stopped in good order, and repeats the signal
-        sys.exit(128 + signal.SIGINT)
+        told = signal.SIGINT
+    if told:
+        sys.exit(128 + told)

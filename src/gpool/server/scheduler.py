@@ -9,15 +9,16 @@ contradiction), folding stops and the next pass takes a new picture.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from operator import itemgetter
+from time import thread_time
 from typing import TYPE_CHECKING, TypeVar
 
 from gpool.core.errors import GpoolError
 from gpool.core.ids import NodeId, SpecId, TaskId, UserId
-from gpool.core.model import Instant, Node, Shape, Span, TaskSpec
+from gpool.core.model import Instant, Merit, Node, Shape, Span, TaskSpec
 from gpool.core.scheduling.events import (
     Event,
     Leased,
@@ -34,16 +35,18 @@ from gpool.core.scheduling.events import (
 from gpool.core.scheduling.limits import GpuLimits
 from gpool.core.scheduling.orders import ORDERS, Order, Policy
 from gpool.core.scheduling.plan import plan
+from gpool.core.scheduling.predictions import model_of
 from gpool.core.scheduling.rules import NO_RULES, Rules
 from gpool.core.scheduling.shapes import shape_of
 from gpool.core.scheduling.state import Contradiction, State, build
+from gpool.server import gangs
 from gpool.server.channel import secrets_shut
 from gpool.server.forecasts import Forecasts
 from gpool.server.hub import Hub, Wake
 from gpool.server.identity.sealer import Sealer
 from gpool.server.metrics import Metrics
 from gpool.server.store.operation import brief, operation
-from gpool.server.store.operations import checkpoints, leases
+from gpool.server.store.operations import checkpoints, leases, usage
 from gpool.server.store.operations import rules as rules_operations
 from gpool.server.store.protocol import Operation, Store
 from gpool.server.store.values import (
@@ -80,6 +83,7 @@ class Scheduler:
         ttl: Span,
         sealer: Sealer,
         orders: Mapping[str, Order] = ORDERS,
+        clock: Callable[[], Instant] | None = None,
     ) -> None:
         self.state = State()
         self.wake = Wake()
@@ -95,10 +99,13 @@ class Scheduler:
         self.configured = policy  # before operators changed it
         self.rules = NO_RULES
         self._ruled_at = Instant(0)
+        self.merits: Mapping[NodeId, Merit] = {}
+        self.lost: dict[NodeId, int] = {}  # how often nodes went away with leases, lately
         self.forecasts = Forecasts()
         self.orders = orders
         self._ttl = ttl
         self._sealer = sealer
+        self._clock = clock  # None: what ends does so at the next event with a time
         self._term = 0
         self._doubts = 1
         self._settled = 0  # the doubt that the current picture answers
@@ -116,7 +123,9 @@ class Scheduler:
             await self.rebuild(now)
         if self.rules.changes_between(self._ruled_at, now):
             self._lay_rules(now)
+        began = thread_time()
         decided = plan(self.state, now, self.policy, self.orders)
+        self._metrics.planning.inc(thread_time() - began)
         places = decided.places
         self._metrics.queued.set(self.state.queued_count)
         if decided.preemptions:
@@ -124,8 +133,9 @@ class Scheduler:
         if not places:
             return 0
         asked = sum(len(place.grants) for place in places)
+        shared, sealed = await gangs.new_secrets(self._sealer, places)
         writing = leases.apply_plan(
-            places, self._term, now, self._with_secrets, self._with_checkpoints
+            places, self._term, now, self._with_secrets, self._with_checkpoints, sealed
         )
         applied = await self._write(brief(writing, asked))
         if applied.deposed:
@@ -136,7 +146,7 @@ class Scheduler:
             tasks = tuple(TaskId(lease.task) for _, lease in line.leases)
             self.forecasts.started(tasks, now)
             self.fold(line.place.leased(tasks, now))
-        await self._deliver(applied, now)
+        await self._deliver(applied, shared, now)
         granted = sum(len(line.leases) for line in applied.lines)
         self._metrics.granted.inc(granted)
         return granted
@@ -145,7 +155,7 @@ class Scheduler:
         """Asks those that are still as planned to make room; they hold it until their nodes say that they ended."""
         holds = [Hold(each.task, each.epoch) for each in preemptions]
         recording = await self._write(checkpoints.preempt_if_current(holds, self._term, now))
-        asked = tuple(TaskId(hold.task) for _, hold in recording.to_preempt)
+        asked = tuple(dict.fromkeys(TaskId(hold.task) for _, hold in recording.to_preempt))
         if len(asked) < len(holds):
             log.info("%d of %d preemptions had been overtaken", len(holds) - len(asked), len(holds))
         if asked:
@@ -155,6 +165,7 @@ class Scheduler:
     async def rebuild(self, now: Instant) -> None:
         """Takes a new term and a new picture; every silent node's time starts anew, so none is given up early."""
         doubt, self._ruled_at = self._doubts, now
+        told = {} if self._settled else await self._store.read(usage.usage())
         self._term, picture = await self._write(_survey(now))
         teams = picture.teams
         self._specs = {
@@ -163,17 +174,24 @@ class Scheduler:
         }
         self._with_secrets = {id_ for id_, _, spec in picture.specs if spec.secrets}
         self._with_checkpoints = {id_ for id_, _, spec in picture.specs if spec.checkpoint}
-        self.state = self._built(picture)
+        state = self._built(picture)
+        if self._settled:
+            state.inherit(self.state, now)
+        else:
+            state.shares.recall(told, now)
+        self.state = state
         self._names = 0
         self._settled = doubt
-        for node, _ in picture.held:
+        holding = [node for node, _ in picture.held]
+        holding += [part for gang in picture.gangs for part in gang.nodes]
+        for node in holding:
             self.deadlines.setdefault(node, Instant(now + self._ttl))
         self._metrics.rebuilt.inc()
 
     def _built(self, picture: Picture) -> State:
         specs, ran = self._specs, picture.ran
         leases = {}
-        for _, lease in picture.held:
+        for lease in (*(held for _, held in picture.held), *(g.lease for g in picture.gangs)):
             known = picture.since.get(lease.task)
             if known is not None and specs[lease.spec][2].preemptible:
                 leased_at, queued_at = known
@@ -188,6 +206,8 @@ class Scheduler:
             ),
             leases,
         )
+        for gang in picture.gangs:
+            state.fold(gang.leased(specs[gang.lease.spec][2], leases.get(gang.lease.task)))
         state.fold(TasksPreempted(picture.preempting))
         return state
 
@@ -205,7 +225,7 @@ class Scheduler:
     def use_rules(self, rules: Rules, now: Instant) -> None:
         """What operators laid upon the pool, from the next pass on."""
         configured = replace(self.configured, limits=self.policy.limits)
-        policy = rules.policy.applied(configured, self.orders)
+        policy = rules.policy_upon(configured, self.orders)
         if rules == self.rules and policy == self.policy:
             return
         self.policy, self.rules = policy, rules
@@ -218,6 +238,20 @@ class Scheduler:
             if self.rules.upon(node, now) != node:
                 self.node_changed(node)
         self.wake.call()
+
+    def use_merits(self, merits: Mapping[NodeId, Merit]) -> None:
+        """What experience says of nodes, from the next pass on."""
+        self.merits = merits
+        for id_, merit in merits.items():
+            entry = self.state.nodes.get(id_)
+            if entry is not None and entry.node is not None and entry.node.merit != merit:
+                self.fold(NodeChanged(self._with_connection(entry.node)))
+
+    def note_lost(self, node: NodeId) -> None:
+        """It went silent, or forgot what it had; that is held against it if it had anything."""
+        entry = self.state.nodes.get(node)
+        if entry is not None and entry.lines:
+            self.lost[node] = self.lost.get(node, 0) + 1
 
     async def since(self) -> Mapping[TaskId, Instant]:
         """Since when leases are held."""
@@ -269,7 +303,8 @@ class Scheduler:
         if recording.released:
             if recording.ended:
                 self._observe(recording)
-            self.fold(TasksReleased(recording.released))
+            at = self._clock() if self._clock is not None else Instant(0)
+            self.fold(TasksReleased(recording.released, at))
         if recording.requeued:
             self._requeue(recording, attained)
         self._publish(recording)
@@ -287,13 +322,15 @@ class Scheduler:
 
     def _observe(self, recording: Recording) -> None:
         held = self.state.held
-        seen: dict[int, tuple[Shape, list[int]]] = {}
+        seen: dict[tuple[int, str], tuple[Shape, list[int]]] = {}
         for ended in recording.ended:
             line = held.get(ended.task)
             if line is not None and ended.duration > 0:
-                seen.setdefault(id(line.shape), (line.shape, []))[1].append(ended.duration)
-        for shape, durations in seen.values():
-            self.fold(RunTimesObserved(shape, len(durations), Span(sum(durations))))
+                model = model_of(self.state.nodes[line.node].node, line.allocation)
+                which = (id(line.shape), model)
+                seen.setdefault(which, (line.shape, []))[1].append(ended.duration)
+        for (_, model), (shape, durations) in seen.items():
+            self.fold(RunTimesObserved(shape, len(durations), Span(sum(durations)), model))
             self.forecasts.ended(shape, durations)
 
     def _attained(self, recording: Recording) -> dict[TaskId, Span]:
@@ -354,6 +391,23 @@ class Scheduler:
             return set()
         return {task for task, line in self.state.held.items() if line.node == node}
 
+    def unstated(self, node: NodeId, stated: Sequence[TaskId]) -> set[TaskId]:
+        """Tasks (no gangs) whose leases a node holds, as far as we know, and does not name; all that are held are looked through
+        only when there are any."""
+        entry = self.state.nodes.get(node)
+        if self.in_doubt or entry is None or not entry.lines:
+            return set()
+        held = self.state.held
+        named = {task for task in stated if task in held and held[task].node == node}
+        if len(named) == sum(line.count for line in entry.lines.values()):
+            return set()
+        return self.held_alone_by(node) - named
+
+    def held_alone_by(self, node: NodeId) -> set[TaskId]:
+        """Those of them that are no gangs: a member may have let go of what its gang still holds."""
+        held = self.state.held
+        return {task for task in self.held_by(node) if not held[task].members}
+
     def connect(self, channel: Channel, node: Node) -> None:
         self.channels[channel.node] = channel
         self._metrics.nodes.set(len(self.channels))
@@ -387,10 +441,11 @@ class Scheduler:
 
     def _with_connection(self, node: Node) -> Node:
         connected = node.id in self.channels
+        merit = self.merits.get(node.id, node.merit)
         node = self.rules.upon(node, self._ruled_at)
-        if node.connected == connected:
+        if node.connected == connected and node.merit == merit:
             return node
-        return replace(node, connected=connected)
+        return replace(node, connected=connected, merit=merit)
 
     # ---- specs and sending
 
@@ -410,20 +465,22 @@ class Scheduler:
         known = self._specs.get(SpecId(id_))
         return None if known is None else known[1]
 
-    async def _deliver(self, applied: AppliedPlan, now: Instant) -> None:
+    async def _deliver(self, applied: AppliedPlan, shared: gangs.Shared, now: Instant) -> None:
         """All of it before the next await: a cancel must not overtake the grant it stops."""
         secrets, shut = self._sealer.opened(applied.secrets)
         lines, ended = (applied.lines, []) if not shut else _without(applied.lines, shut)
         by_node: dict[NodeId, list[GrantedLine]] = {}
         for line in lines:
-            by_node.setdefault(line.place.node, []).append(line)
+            for node in gangs.nodes_of(line) if line.place.members else (line.place.node,):
+                by_node.setdefault(node, []).append(line)
         for node_id, granted in by_node.items():
             channel = self.channels.get(node_id)
             entry = self.state.nodes.get(node_id)
             if channel is None:
                 continue  # it gets them when it connects, or they expire
             owner = entry.node.owner if entry is not None and entry.node is not None else None
-            channel.grant(_wire_lines(granted, owner), self._known_spec, secrets)
+            lines_there = _wire_lines(granted, node_id, owner, shared)
+            channel.grant(lines_there, self._known_spec, secrets)
         for node_id, finished in ended:
             self.absorb(await self._write(leases.record(node_id, finished, now)))
 
@@ -455,14 +512,19 @@ def _without(
         bad = [secrets_shut(lease.task, lease.epoch) for id_, lease in line.leases if id_ in shut]
         good = tuple([pair for pair in line.leases if pair[0] not in shut])
         if good:
-            kept.append(GrantedLine(line.place, good))
+            kept.append(replace(line, leases=good))
         if bad:
-            ended.append((line.place.node, bad))
+            ended += [(node, bad) for node in gangs.nodes_of(line)]
     return kept, ended
 
 
-def _wire_lines(granted: Iterable[GrantedLine], owner: UserId | None) -> Iterable[Line]:
+def _wire_lines(
+    granted: Iterable[GrantedLine], node: NodeId, owner: UserId | None, shared: gangs.Shared
+) -> Iterable[Line]:
     for line in granted:
+        if line.place.members:
+            yield gangs.line_of(line, node, owner, shared)
+            continue
         user = line.place.shape.user
         for spec_id, pairs in groupby(line.leases, key=itemgetter(0)):
             yield Line(

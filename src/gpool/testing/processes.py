@@ -205,6 +205,9 @@ class Pool:
     settings: Mapping[str, str] = field(default_factory=dict)
     port: int = field(default_factory=free_port)
     agents: dict[str, Daemon] = field(default_factory=dict)
+    host: str = (
+        "127.0.0.1"  # where agents on other (pretended) machines reach it: plain HTTP there too
+    )
     _server: Daemon | None = None
     _http: httpx2.Client = field(
         default_factory=lambda: httpx2.Client(timeout=60, trust_env=False, verify=False)
@@ -221,7 +224,14 @@ class Pool:
 
     def consumer(self) -> dict[str, str]:
         """What the operator's own commands and programs see, on a machine that is neither server nor node."""
-        return self.environment("consumer") | {"GPOOL_URL": self.address, "GPOOL_KEY": self.key}
+        told = {"GPOOL_URL": self.address, "GPOOL_KEY": self.key}
+        if self._is_away:
+            told["GPOOL_PLAIN_HTTP"] = "1"
+        return self.environment("consumer") | told
+
+    @property
+    def _is_away(self) -> bool:
+        return self.host != "127.0.0.1"
 
     @property
     def key(self) -> str:
@@ -229,12 +239,14 @@ class Pool:
 
     @property
     def address(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"http://{self.host}:{self.port}"
 
     @property
     def server(self) -> Daemon:
         if self._server is None:
             arguments = ["server", "--port", str(self.port), "--data", str(self.directory / "data")]
+            if self._is_away:
+                arguments += ["--host", self.host, "--behind-proxy", "127.0.0.1"]
             log = self.directory / "server.log"
             self._server = Daemon(arguments, self.environment("server"), log)
         return self._server
@@ -258,15 +270,25 @@ class Pool:
 
         return eventually("the server is ready", ready, within_s=30)
 
-    def join(self, name: str, *options: str) -> Daemon:
+    def join(self, name: str, *options: str, within: Sequence[str] = ()) -> Daemon:
         """A further machine: its own home, joined by its own link; returns once the server sees it."""
+        agent = self.joining(name, *options, within=within)
+        self.until_online(name)
+        return agent
+
+    def joining(self, name: str, *options: str, within: Sequence[str] = ()) -> Daemon:
+        """The same without waiting."""
         link = self.ask("POST", "/v1/nodes/invites", {}).json()["link"]
         arguments = ["join", link, "--name", name, *options]
-        agent = Daemon(arguments, self.environment(name), self.directory / f"{name}.log")
-        self.agents[name] = agent
+        if self._is_away:
+            arguments.append("--plain-http")
+        log = self.directory / f"{name}.log"
+        self.agents[name] = agent = Daemon(arguments, self.environment(name), log, within)
         agent.start()
-        eventually(f"node {name} is online", lambda: name in self.online(), within_s=30)
         return agent
+
+    def until_online(self, name: str) -> None:
+        eventually(f"node {name} is online", lambda: name in self.online(), within_s=30)
 
     def scripted(self, name: str, cpus: int) -> ScriptedAgent:
         """A further node, known to the server and not connected: it does what the test says."""

@@ -45,7 +45,7 @@ F = TypeVar("F", bound=ServerFrame)
 ANSWER_S = 20.0
 
 
-def offer(cpus: int) -> Offer:
+def offer(cpus: int, site: str = "") -> Offer:
     return Offer(
         cpus * 1000,
         cpus * GIB,
@@ -54,6 +54,9 @@ def offer(cpus: int) -> Offer:
         tiers=frozenset({Tier.CONTAINER}),
         hostname="scripted",
         agent_version="scripted",
+        site=site,
+        address="127.0.0.1" if site else "",
+        gang_port=47100 if site else 0,
     )
 
 
@@ -64,6 +67,7 @@ class ScriptedAgent:
     address: str
     badge: Badge
     cpus: int = 1
+    site: str = ""  # named: it takes members of gangs
     heard: list[ServerFrame] = field(default_factory=list)
     _beat: int = 0
     _sequence: int = 0
@@ -84,7 +88,7 @@ class ScriptedAgent:
         )
         self._prove()
         self._beat += 1
-        self.send(Hello(PROTOCOL, "scripted", offer(self.cpus), self._beat, holds))
+        self.send(Hello(PROTOCOL, "scripted", offer(self.cpus, self.site), self._beat, holds))
         return self.awaited(Welcome)
 
     def _prove(self) -> None:

@@ -7,6 +7,9 @@ from typing import Annotated, Literal
 
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, SecretStr, StringConstraints
 
+from gpool.core.labels import MAX_LABELS
+from gpool.core.rendezvous import MAX_NODES
+
 MAX_BATCH = 10_000
 """Tasks in one call; more go into the same batch with further calls."""
 
@@ -85,7 +88,8 @@ class TaskRequest(Document):
 
     `calls` holds base64 strings (the common case) or `CallDocument`s. `copies` submits the same command many times.
     `checkpoint` names a directory beneath a command's work directory: saved every `checkpoint_every_s` and when the
-    task has to make room (SIGTERM, then `grace_s`), and laid in again for the next attempt.
+    task has to make room (SIGTERM, then `grace_s`), and laid in again for the next attempt. With `nodes` above 1 the
+    command runs on that many nodes of one site, started by `engine`; `on_loss` says what becomes of it when one is lost.
     """
 
     name: Name | None = None
@@ -122,6 +126,13 @@ class TaskRequest(Document):
         False  # may be stopped for others and begun anew; with a checkpoint it always may
     )
     by: AwareDatetime | None = None  # wanted by then: it goes before your others when that is near
+    nodes: Annotated[int, Field(ge=1, le=MAX_NODES)] = 1  # at once, each with all that is asked for
+    engine: Literal["none", "torchrun", "ray"] = "none"
+    on_loss: Literal["reform", "end"] = "reform"
+    labels: Annotated[
+        list[Annotated[str, StringConstraints(max_length=200)]], Field(max_length=MAX_LABELS)
+    ] = []  # a node must have all of these
+    max_price: str | int | float | None = None  # "0.40/h": credits, for what it gets on one node
 
 
 class SubmittedDocument(Answer):
@@ -155,6 +166,16 @@ class CheckpointDocument(Answer):
     size_bytes: int
     files: int
     epoch: int
+
+
+class MemberDocument(Answer):
+    """A gang's part on one node: `leased`, `running`, or why it ended there."""
+
+    rank: int
+    node: str
+    node_name: str | None = None
+    status: str
+    exit_code: int | None = None
 
 
 class TaskDocument(Answer):
@@ -191,6 +212,8 @@ class TaskDocument(Answer):
     preemptible: bool = False
     by: AwareDatetime | None = None
     checkpoint: CheckpointDocument | None = None
+    nodes: int = 1  # that it needs at once
+    members: list[MemberDocument] = []  # of a gang that has been leased; `node` is rank 0's
 
 
 class TaskPage(Answer):
@@ -364,6 +387,8 @@ class GpuDocument(Answer):
     quarantined: str | None = None
     details: GpuDetailsDocument | None = None
     reading: ReadingDocument | None = None
+    price_microcredits: int = 0  # an hour of all of it
+    labels: list[str] = []  # of its node
 
 
 class GpuPage(Answer):
@@ -409,6 +434,8 @@ class NodeDocument(Answer):
     environments: list[str] = []
     builds: list[str] = []
     problems: list[str] = []
+    labels: list[str] = []
+    price_microcredits: int = 0  # an hour of a GPU, or of the node where it has none
 
 
 class NodePage(Answer):

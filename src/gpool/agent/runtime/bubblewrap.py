@@ -169,6 +169,7 @@ class BubblewrapRuntime:
             binds=binds,
             seccomp=seccomp.program(),
             tree=tree,
+            seccomp_of_gangs=seccomp.program(interfaces=True),
         )
         self._fixed_plain = _fixed_arguments(layout.as_arguments(tree))
         self._fixed_planted = b""
@@ -384,6 +385,7 @@ class BubblewrapRuntime:
                 groups=slot.group.joins if slot.group is not None else (),
                 limits=self._rlimits(job.limits),
                 lane=job.lane.namespaces if job.lane is not None else (),
+                gang=job.lane is not None and job.lane.gang,
                 binds=[bind for bind, _ in brought],
             )
         )
@@ -428,6 +430,9 @@ class BubblewrapRuntime:
             place.write_aside("resolv.conf", f"nameserver {job.lane.resolver}\n")
             words += ["--share-net", "--ro-bind", reach + "/resolv.conf", "/etc/resolv.conf"]
             words += ["--ro-bind", self._reach["etc"] + "/nsswitch.lane", "/etc/nsswitch.conf"]
+        if job.lane is not None and job.lane.hosts:
+            place.write_aside("hosts", layout.ETC_TEXTS["hosts"] + job.lane.hosts)
+            words += ["--ro-bind", reach + "/hosts", "/etc/hosts"]
         return words
 
     def _devices(self, job: CommandJob | RunnerJob) -> list[str]:

@@ -7,7 +7,7 @@ When root, it alone moves into a mount namespace in which interpreter, packages 
 uid can reach them; each child drops to its uid before `exec`. It never reads what a task wrote.
 
 Words on the socket (one JSON document a message, descriptors beside it):
-  in   {"start": n, "argv", "uid", "groups", "limits", "mode", "lane", "binds"}   ·   {"kill": n}   ·   {"warn": n}
+  in   {"start": n, "argv", "uid", "groups", "limits", "mode", "lane", "gang", "binds"}   ·   {"kill": n}   ·   {"warn": n}
   out  {"ready": true}   ·   {"ended": n, "status": s, "killed": bool, "detail": text}
 """
 
@@ -203,6 +203,7 @@ class Launcher:
     def __init__(self, channel: socket.socket, settings: dict[str, Any]) -> None:
         self.channel = channel
         self.seccomp = bytes.fromhex(settings["seccomp"])
+        self.seccomp_of_gangs = bytes.fromhex(settings["seccomp_of_gangs"])
         self.children: dict[int, int] = {}  # pid of the monitor -> number
         self.inner: dict[int, int] = {}  # pid of a namespace's first process -> number
         self.known: dict[int, Sandbox] = {}  # by number
@@ -290,7 +291,7 @@ class Launcher:
             report_end, given_end = os.pipe()
             os.set_blocking(report_end, False)
             filter_end, filter_in = os.pipe()
-            os.write(filter_in, self.seccomp)
+            os.write(filter_in, self.seccomp_of_gangs if order["gang"] else self.seccomp)
             os.close(filter_in)
             descriptors = [*descriptors, filter_end, given_end]
         refused = ""

@@ -54,6 +54,7 @@ class Order:
     cwd: str = "/"
     lane: Sequence[int] = ()  # namespaces to enter first, in this order; they stay the caller's
     binds: Sequence[Bind] = ()  # what it needs in reach besides what every sandbox does
+    gang: bool = False  # its lane is a gang's
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,13 +107,20 @@ class Launcher:
     """Starts the launcher process at the first order, and again when it died."""
 
     def __init__(
-        self, *, place: str, binds: Sequence[Bind], seccomp: bytes, tree: Tree | None = None
+        self,
+        *,
+        place: str,
+        binds: Sequence[Bind],
+        seccomp: bytes,
+        tree: Tree | None = None,
+        seccomp_of_gangs: bytes = b"",
     ) -> None:
         tree = tree or Tree()
         self._settings = {
             "place": place,
             "binds": [_bind(bind) for bind in binds],
             "seccomp": seccomp.hex(),
+            "seccomp_of_gangs": (seccomp_of_gangs or seccomp).hex(),
             "tree": {"folders": tree.folders, "links": tree.links, "binds": tree.binds},
         }
         self._channel: socket.socket | None = None
@@ -139,6 +147,7 @@ class Launcher:
                 "env": dict(order.env),
                 "cwd": order.cwd,
                 "lane": len(order.lane),
+                "gang": order.gang,
                 "binds": [_bind(bind) for bind in order.binds],
             }
             await self.say(document, (*order.descriptors, *order.lane))

@@ -62,6 +62,8 @@ class Lane:
 
     namespaces: tuple[int, ...]
     resolver: str  # the address of the only name server it can reach; goes into /etc/resolv.conf
+    hosts: str = ""  # lines for /etc/hosts, beside loopback
+    gang: bool = False  # leads to the other members of a gang: its sandbox may ask which interfaces there are
 
 
 class GpuSeat:

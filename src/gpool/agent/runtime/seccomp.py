@@ -16,9 +16,10 @@ X32_BIT = 0x40000000
 
 # CLONE_NEW{NS,CGROUP,UTS,IPC,USER,PID,NET}; NEWTIME shares its bit with the exit signal of `clone`.
 NAMESPACE_FLAGS = 0x7E020000
-AF_UNIX, AF_INET, AF_INET6 = 1, 2, 10
+AF_UNIX, AF_INET, AF_INET6, AF_NETLINK = 1, 2, 10, 16
 SOCKET_TYPE_MASK = 0xF
-SOCK_STREAM, SOCK_DGRAM, SOCK_SEQPACKET = 1, 2, 5
+SOCK_STREAM, SOCK_DGRAM, SOCK_RAW, SOCK_SEQPACKET = 1, 2, 3, 5
+NETLINK_ROUTE = 0
 PROTOCOLS = (
     0,
     6,
@@ -166,6 +167,21 @@ def _kinds_and_protocols() -> list[bytes]:
     ]
 
 
+def _interfaces() -> list[bytes]:
+    """For `socket`, its family loaded: allows the kernel's door to interfaces and routes, of all that netlink is."""
+    kinds = (SOCK_RAW, SOCK_DGRAM)  # the C library asks for a raw one; to netlink both are the same
+    tests = [_step(JUMP_EQUAL, kind, len(kinds) - at, 0) for at, kind in enumerate(kinds)]
+    body = [
+        _load_argument(1),
+        _step(AND, SOCKET_TYPE_MASK),
+        *tests,
+        _step(RETURN, ERRNO | errno.EPERM),
+        _load_argument(2),
+        *_among((NETLINK_ROUTE,), ERRNO | errno.EPROTONOSUPPORT),
+    ]
+    return [_step(JUMP_EQUAL, AF_NETLINK, 0, len(body)), *body]
+
+
 def _device_nodes(number: int, mode_at: int) -> list[bytes]:
     types = (CHARACTER_DEVICE, BLOCK_DEVICE)
     return _guarded(
@@ -176,8 +192,11 @@ def _device_nodes(number: int, mode_at: int) -> list[bytes]:
     )
 
 
-def program(machine: str = "") -> bytes:
-    """The filter as the kernel reads it; `LookupError` for a machine we have no numbers for."""
+def program(machine: str = "", *, interfaces: bool = False) -> bytes:
+    """The filter as the kernel reads it; `LookupError` for a machine we have no numbers for.
+
+    With `interfaces` a task may ask which there are in its own network: gloo and NCCL find a gang's by that.
+    """
     name = machine or platform.machine()
     known = MACHINES.get(name)
     if known is None:
@@ -204,6 +223,7 @@ def program(machine: str = "") -> bytes:
     steps += _guarded(
         known.socket,
         _load_argument(0),
+        *(_interfaces() if interfaces else ()),
         *domains,
         _step(RETURN, foreign),
         *_kinds_and_protocols(),

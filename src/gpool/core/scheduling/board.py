@@ -1,37 +1,53 @@
 """Every node's free room as rows of numbers, so that many nodes are compared at once. It mirrors rooms; it decides nothing.
 
 A node has a **slot**, the row it stands in, and a **kind**: what it offers when idle. Nodes of one kind answer alike to
-"could you ever run this?", so that is asked once a kind. Each change of a node is noted in a log; whoever remembers how
-far they have read it need only look at the nodes that changed since.
+"could you ever run this?", so that is asked once a kind. Changes are counted, and each node's last one is noted;
+whoever remembers how far they have read need only look at the nodes that changed since.
 """
 
 from __future__ import annotations
 
+from collections import Counter, deque
 from collections.abc import Callable
+from itertools import islice
 from typing import Any
 
 import numpy as np
 
 from gpool.core.ids import NodeId
-from gpool.core.model import Gpu, Node, Sharing, Tier
+from gpool.core.model import SECOND, Gpu, Health, Node, Sharing, Tier
 from gpool.core.scheduling.fragmentation import Slots, Target
-from gpool.core.scheduling.placement import is_open
+from gpool.core.scheduling.placement import is_open, joins_gangs
 from gpool.core.scheduling.pricing import Pricing
 from gpool.core.scheduling.room import ANYBODY, Room
 
 CLOSED = 0
 """The kind of slots that take nothing: empty ones, and nodes that are away or paused."""
 
-LENDS = 1 << 23
-"""More than any node has free, in thousandths of a GPU."""
-
 MAX_GPUS = 64
 """Of one node; further ones are not lent. A wide node makes the rows of all others as wide."""
 
-_MAX_LOG = 100_000
+LENDS = 1 << 16
+"""More than any node has free, in thousandths of a GPU."""
+
+MERIT, MERIT_BITS = LENDS << 1, 7
+"""What a node's merit counts for in a key: above what it has free. Seven bits: trust, then speed."""
+
+FEW = 8  # nodes that are looked at one by one before the arrays are asked
 _SLACK = 64
 NOBODY = -1
 Look = Callable[[NodeId], tuple[Room, int]]
+
+
+def merit_of(node: Node) -> int:
+    """The less the better: first whether its GPUs are proven and healthy, then by speed in half octaves."""
+    if not node.offer.gpus:
+        return 0
+    is_ailing = any(gpu.health is not Health.HEALTHY for gpu in node.offer.gpus)
+    trust = 2 if is_ailing else 0 if node.merit.is_proven else 1
+    gigaflops = node.merit.gigaflops
+    slowness = 31 - min(31, (gigaflops * gigaflops >> 16).bit_length())
+    return (trust << 5) + slowness
 
 
 def _kind_of(gpu: Gpu) -> tuple[object, ...]:
@@ -48,14 +64,17 @@ class Board:
         self.pricing = pricing
         self.slots: dict[NodeId, int] = {}
         self.nodes: list[Node | None] = []
+        self.mtbfs: Counter[int] = Counter()  # how many nodes have each
         self.kinds: list[Node | None] = [None]  # one node of each kind
-        self.log: list[int] = []
-        self.forgotten = 0  # entries of the log that were dropped
+        self.now = 0  # how many changes there were
+        self._latest: deque[int] = deque(maxlen=FEW)  # slots, in the order of changing
         self.generation = 0  # grows when rows change their length
         self._look = look
         self._kinds_by: dict[tuple[Any, ...], int] = {}
+        self._sites: dict[str, int] = {}
         self._unused: list[int] = []
         self._stale: set[NodeId] = set()
+        self._said: dict[int, tuple[object, ...]] = {}  # by slot: what its row was made from
         self._with_gpus: set[int] = set()
         self._most: tuple[int, ...] = (0, 0, 0, 0)
         self._most_at = -1
@@ -66,7 +85,11 @@ class Board:
         classes = self.target.classes
         self.ids = np.zeros(rows, np.int64)
         self.kind = np.zeros(rows, np.intp)
-        self.cost = np.zeros(rows, np.int64)
+        self.merit = np.zeros(rows, np.int64)
+        self.mtbf = np.ones(rows, np.int64)  # seconds
+        self.disk = np.zeros(rows, np.int64)
+        self.site = np.zeros(rows, np.intp)  # its number; 0: it takes no part in gangs
+        self.changed = np.zeros(rows, np.int64)  # what `now` was then
         self.lines = np.zeros(rows, np.int64)
         self.lends = np.zeros(rows, np.int64)  # `LENDS` where there are GPUs
         self.tight = np.zeros(rows, np.int64)  # CPU, then memory: orders what is equal otherwise
@@ -91,23 +114,26 @@ class Board:
             if slot == len(self.nodes):
                 self.nodes.append(None)
             self.slots[node.id] = slot
+        self._count_mtbf(self.nodes[slot], -1)
+        self._count_mtbf(node, 1)
         self.nodes[slot] = node
         gpus = min(len(node.offer.gpus), MAX_GPUS)
         if slot >= self.size or gpus > self.width:
             self._grow(slot + 1, gpus)
         self._describe(slot, node)
         self._stale.add(node.id)
-        if len(self.kinds) > 2 * len(self.slots) + _SLACK:
+        if max(len(self.kinds), len(self._sites)) > 2 * len(self.slots) + _SLACK:
             self._regroup()
 
     def _regroup(self) -> None:
-        """Offers change, and kinds that no node is of any more are of no use."""
-        self.kinds, self._kinds_by = [None], {}
+        """Offers change, and kinds and sites that no node is of any more are of no use."""
+        self.kinds, self._kinds_by, self._sites = [None], {}, {}
         self.target.forget_kinds()
         self.generation += 1
         for slot, node in enumerate(self.nodes):
             if node is not None:
                 self.kind[slot] = self._kind(node)
+                self.site[slot] = self._site(node)
 
     def _grow(self, rows: int, gpus: int) -> None:
         self._lay_out(max(self.size, 2 * rows if rows > self.size else 0), max(self.width, gpus))
@@ -119,7 +145,9 @@ class Board:
     def _describe(self, slot: int, node: Node) -> None:
         self.ids[slot] = node.id
         self.kind[slot] = self._kind(node)
-        self.cost[slot] = self.pricing.costs.get(node.id, 0)
+        self.merit[slot] = merit_of(node) * MERIT
+        self.mtbf[slot] = max(1, node.merit.mtbf // SECOND)
+        self.site[slot] = self._site(node)
         self.lends[slot] = LENDS if node.offer.gpus else 0
         if node.offer.gpus:
             self._with_gpus.add(slot)
@@ -132,16 +160,32 @@ class Board:
         if slot is None:
             return
         self._stale.discard(id_)
+        self._count_mtbf(self.nodes[slot], -1)
         self.nodes[slot] = None
+        self._said.pop(slot, None)
         self._unused.append(slot)
         self.kind[slot] = CLOSED
         self.cpu[slot] = self.memory[slot] = 0
         self._note(slot)
 
-    def touch(self, id_: NodeId) -> None:
-        """Its room is not what it was."""
+    def _count_mtbf(self, node: Node | None, change: int) -> None:
+        if node is not None:
+            mtbf = node.merit.mtbf
+            self.mtbfs[mtbf] += change
+            if not self.mtbfs[mtbf]:
+                del self.mtbfs[mtbf]
+
+    def touch(self, id_: NodeId, *, anew: bool = False) -> None:
+        """Its room may not be what it was; `anew`: it counts as changed even if it is."""
         if id_ in self.slots:
             self._stale.add(id_)
+            if anew:
+                self._said.pop(self.slots[id_], None)
+
+    def _site(self, node: Node) -> int:
+        if not joins_gangs(node.offer):
+            return 0
+        return self._sites.setdefault(node.offer.site, len(self._sites) + 1)
 
     def _kind(self, node: Node) -> int:
         if not is_open(node):
@@ -159,10 +203,14 @@ class Board:
             offer.environments,
             offer.builds,
             offer.networks,
+            offer.runtimes,
+            offer.labels,
+            offer.price_microcredits,
             node.audience,
             node.reserved_for,
             node.gpus_withheld,
             owner,
+            joins_gangs(offer),
         )
         kind = self._kinds_by.get(key)
         if kind is None:
@@ -174,10 +222,13 @@ class Board:
     # ---- reading the rooms
 
     def refresh(self) -> None:
-        """Brings the rows of all touched nodes up to date and notes them in the log."""
+        """Brings the rows of all touched nodes up to date and notes those that are not as they were.
+
+        Most that a pass takes is granted, and is what the board says already when that is folded.
+        """
         if not self._stale:
             return
-        slots = [self._read(id_) for id_ in self._stale]
+        slots = [slot for id_ in self._stale if (slot := self._read(id_)) is not None]
         self._stale.clear()
         with_gpus = [slot for slot in slots if slot in self._with_gpus]
         if with_gpus:
@@ -185,37 +236,49 @@ class Board:
         for slot in slots:
             self._note(slot)
 
-    def _read(self, id_: NodeId) -> int:
+    def _read(self, id_: NodeId) -> int | None:
         slot = self.slots[id_]
         (room, lines), node = self._look(id_), self.nodes[slot]
         assert node is not None
+        gpus = self._gpus_of(node, room) if slot in self._with_gpus else None
+        said = (node, self.generation, lines, room.free_cpu, room.free_memory, room.free_disk, gpus)
+        if self._said.get(slot) == said:
+            return None
+        self._said[slot] = said
         self.lines[slot] = lines
         self.cpu[slot] = room.free_cpu
         self.memory[slot] = room.free_memory
+        self.disk[slot] = room.free_disk
         self.tight[slot] = (min(max(room.free_cpu, 0), 1 << 26) << 32) + (
             min(max(room.free_memory, 0) >> 20, 1 << 31)
         )
-        if slot in self._with_gpus:
-            self._read_gpus(slot, node, room)
+        if gpus is not None:
+            self.gpus[slot] = gpus
         return slot
 
-    def _read_gpus(self, slot: int, node: Node, room: Room) -> None:
+    def _gpus_of(self, node: Node, room: Room) -> tuple[list[int], ...]:
+        """As they stand in `gpus`."""
         devices = node.offer.gpus[:MAX_GPUS]
         pad = [0] * (self.width - len(devices))
         share, vram, holder, free = [], [], [], []
+        withheld = node.gpus_withheld
         for device in devices:
             gpu = room.gpus[device.index]
+            user, free_share, memory = gpu.user, gpu.free_share, gpu.free_memory
+            by_memory = 1000 * memory // max(1, device.memory_bytes)
             # a card that somebody holds uncut is not cut beside them
-            may_cut = device.sharing is not Sharing.MIG or gpu.user in (None, ANYBODY)
-            share.append(gpu.free_share if may_cut else 0)
-            vram.append(gpu.free_memory if may_cut else 0)
-            holder.append(NOBODY if gpu.user is None else gpu.user)
-            if device.closed or device.index in node.gpus_withheld:
+            if device.sharing is Sharing.MIG and user not in (None, ANYBODY):
+                share.append(0)
+                vram.append(0)
+            else:
+                share.append(free_share)
+                vram.append(memory)
+            holder.append(NOBODY if user is None else user)
+            if device.closed or device.index in withheld:
                 free.append(0)
             else:
-                by_memory = 1000 * gpu.free_memory // max(1, device.memory_bytes)
-                free.append(max(0, min(gpu.free_share, by_memory)))
-        self.gpus[slot] = (share + pad, vram + pad, free + pad, holder + [NOBODY] * len(pad))
+                free.append(max(0, min(free_share, by_memory)))
+        return share + pad, vram + pad, free + pad, holder + [NOBODY] * len(pad)
 
     def _clear_gpus(self, slot: int) -> None:
         self.gpus[slot] = 0
@@ -241,24 +304,17 @@ class Board:
             self._most = tuple(int(each) for each in found)
         return self._most  # type: ignore[return-value]  # four of them
 
-    # ---- the log
+    # ---- changes
 
     def _note(self, slot: int) -> None:
-        self.log.append(slot)
-        if len(self.log) > _MAX_LOG:
-            dropped = len(self.log) // 2
-            del self.log[:dropped]
-            self.forgotten += dropped
+        self.now += 1
+        self.changed[slot] = self.now
+        self._latest.append(slot)
 
-    @property
-    def now(self) -> int:
-        """How far the log goes."""
-        return self.forgotten + len(self.log)
-
-    def since(self, read: int) -> set[int] | None:
-        """The slots that changed after `read`; None: more than is worth telling apart."""
-        start = read - self.forgotten
-        if start < 0:
-            return None
-        changed = set(self.log[start:])
-        return None if 2 * len(changed) > len(self.nodes) > 16 else changed
+    def since(self, read: int) -> set[int] | Slots:
+        """The slots that changed after `now` was `read`; a set when there are few."""
+        count = self.now - read
+        if count <= len(self._latest):
+            return set(islice(reversed(self._latest), count))
+        changed: Slots = np.flatnonzero(self.changed[: len(self.nodes)] > read)
+        return changed

@@ -2,19 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import islice
+from typing import Protocol
 
 from gpool.core.ids import NodeId, TaskId, UserId
 from gpool.core.model import Allocation, Instant, Node, Shape, Span
 from gpool.core.scheduling import gangs
-from gpool.core.scheduling.backfill import Reservation, may_pass, ready_at
+from gpool.core.scheduling.backfill import UNKNOWN, End, Reservation, may_pass, ready_at
 from gpool.core.scheduling.events import Member, Preempt
-from gpool.core.scheduling.fair_share import Amounts, amounts_of, tenant_of
+from gpool.core.scheduling.fair_share import (
+    Amounts,
+    amounts_of,
+    asked_by,
+    plus,
+    tenant_of,
+    total,
+)
 from gpool.core.scheduling.levels import attained_at
-from gpool.core.scheduling.limits import Holder, gpus_in, gpus_of, holders_of
+from gpool.core.scheduling.limits import (
+    WITHIN,
+    Holder,
+    band,
+    gpus_in,
+    gpus_of,
+    holders_of,
+    least_gpus,
+)
 from gpool.core.scheduling.orders import DECISIVE, ORDERS, Candidate, Key, Order, Policy
 from gpool.core.scheduling.placement import Fit, is_open
+from gpool.core.scheduling.predictions import model_of
 from gpool.core.scheduling.preemption import Victim
 from gpool.core.scheduling.queue import Entry
 from gpool.core.scheduling.room import Room
@@ -23,6 +40,10 @@ from gpool.core.scheduling.state import Line, ShapeState, State
 MAX_KEPT_CLEAR = 8
 _LOOKS_FOR_CLEARING = 64  # shapes a pass for which a node to clear is sought
 _HELPED = 2  # tenants a pass
+_FAR = Span(30 * 24 * UNKNOWN)
+_BEHIND_MILLI = 20  # of what others had
+_NODES_COMPARED = 32  # to keep one of them clear
+Alike = tuple[UserId, int | None, Amounts]
 
 
 class Turn:
@@ -33,7 +54,7 @@ class Turn:
     def __init__(self, entry: ShapeState) -> None:
         self.entry = entry
         self.left = entry.queue.size
-        self.is_over = False  # its user or team runs as many GPUs as it may
+        self.is_over = False  # its people run as many GPUs as they may, or it waits for inputs
         self.key: Key = ()
         self._entries: Iterator[Entry] = entry.queue.entries()
         self._ahead = next(self._entries)
@@ -64,6 +85,25 @@ class NewLine:
         self.members: tuple[Member, ...] = ()
         self.grants: list[Entry] = []
 
+    @property
+    def amounts(self) -> Amounts:
+        return total(
+            amounts_of(part) for part in (self.allocation, *(m.allocation for m in self.members))
+        )
+
+
+class Holding(Protocol):
+    """What somebody has on nodes: a line as it is, or as this pass makes it."""
+
+    @property
+    def shape(self) -> Shape: ...
+    @property
+    def amounts(self) -> Amounts: ...
+
+
+def _part(line: Holding) -> tuple[int, frozenset[Holder]]:
+    return line.amounts[0], frozenset(holders_of(line.shape))
+
 
 class Draft:
     """See the module."""
@@ -71,6 +111,7 @@ class Draft:
     def __init__(self, state: State, now: Instant, policy: Policy, order: Order) -> None:
         self.state, self.now, self.policy, self.order = state, now, policy, order
         self.decisive = DECISIVE.get(policy.order, 0) if policy.preemption else 0
+        self.may_preempt = policy.preemption and bool(self.decisive or policy.limits.guaranteed)
         self.engine = state.engine(policy.pricing)
         self.rooms: dict[NodeId, Room] = {}
         self.numbers: dict[NodeId, int] = {}  # the smallest that may be free
@@ -84,23 +125,28 @@ class Draft:
         self.lines: dict[tuple[NodeId, int], NewLine] = {}
         self.looks_at_shares = policy.order == "fair_share" or policy.order not in ORDERS
         self.taken: dict[Holder, Amounts] = {}  # by tenants and users, in this pass
+        self._known_shares: dict[Holder, int] = {}  # until they take something
         self.future: dict[NodeId, Room] = {}  # where something stops or is promised
         self.clearing: dict[NodeId, Shape] = {}
-        self.partly: gangs.Found = []  # nodes that have room for the gang just asked about
         self.stopped: set[Line] = set()
         self.helped: set[Holder] = set()  # tenants with a node kept clear though some of theirs run
+        self.most_share = self.most_lately = 0  # of any tenant that has tasks waiting
         self.predictions: dict[int, tuple[Span | None]] = {}
+        self.run_times: dict[tuple[int, str], Span] = {}
+        self.made_on: dict[NodeId, list[tuple[Shape, Allocation]]] = {}  # in this pass
         self.preemptions: list[Preempt] = []
-        self._victims: list[list[Victim]] | None = None
+        self.awaited: dict[str, int] = {}  # large inputs: tasks that wait for a node with them
+        self._alike: dict[Alike, list[Line]] | None = None  # what may be stopped
+        self._victims: dict[Alike, list[Victim]] = {}
 
-    def key(self, turn: Turn, given_up: int = 0, without: Line | None = None) -> Key:
-        """Where its next task stands; `without`: as if that line did not run."""
+    def key(self, turn: Turn, given_up: int = 0, without: Holding | None = None) -> Key:
+        """Where its next task stands; `without`: as if that did not run."""
         shape = turn.entry.shape
         running = self.state.running.get(shape.user, 0) + self.running.get(shape.user, 0) - given_up
         return self.order(self.candidate(shape, turn.head, running, without), self.now, self.policy)
 
     def candidate(
-        self, shape: Shape, entry: Entry, running: int = 0, without: Line | None = None
+        self, shape: Shape, entry: Entry, running: int = 0, without: Holding | None = None
     ) -> Candidate:
         return Candidate(
             shape,
@@ -111,40 +157,72 @@ class Draft:
             attained_at(shape.level),
             self.shares(shape, without),
             self.predicted(shape),
+            self.band(shape, without) if self.policy.limits.guaranteed else WITHIN,
         )
+
+    def band(self, shape: Shape, without: Holding | None = None, taken: int | None = None) -> int:
+        """Whether the next start of this shape is within a guarantee; `taken`: when it is known how many GPUs it takes."""
+        less, others = (0, frozenset[Holder]()) if without is None else _part(without)
+        if taken is None:
+            taken = least_gpus(shape) * shape.requirements.nodes
+
+        def held(holder: Holder) -> int:
+            return self.gpus_held(holder) - (less if holder in others else 0)
+
+        return band(self.policy.limits, shape, held, taken)
+
+    def gpus_held(self, holder: Holder) -> int:
+        return self.state.gpus.get(holder, 0) + self.gpus.get(holder, 0)
 
     def predicted(self, shape: Shape) -> Span | None:
         """Asked of the house's orders only by the one that looks at it: it is not cheap."""
         if self.policy.order in ORDERS and self.policy.order != "shortest":
             return None
+        return self.predicted_for(shape)
+
+    def predicted_for(self, shape: Shape) -> Span | None:
         known = self.predictions.get(id(shape))
         if known is None:
             known = self.predictions[id(shape)] = (self.state.predictions.of(shape),)
         return known[0]
 
-    def shares(self, shape: Shape, without: Line | None = None) -> tuple[int, int]:
-        """Of its tenant and its user, with what this pass gave them."""
+    def shares(
+        self, shape: Shape, without: Holding | None = None, gain: Amounts = (0, 0, 0)
+    ) -> tuple[int, int]:
+        """Of its tenant and its user, with what this pass gave them; `gain`: and with that besides."""
         if not self.looks_at_shares:
             return 0, 0
         tenant: Holder = tenant_of(shape)
         user: Holder = ("user", shape.user)
-        first = self.share(tenant, without)
-        return first, first if tenant == user else self.share(user, without)
+        first = self.share(tenant, without, gain)
+        return first, first if tenant == user else self.share(user, without, gain)
 
-    def share(self, holder: Holder, without: Line | None) -> int:
+    def share(self, holder: Holder, without: Holding | None, gain: Amounts = (0, 0, 0)) -> int:
+        if without is None and gain == (0, 0, 0):
+            known = self._known_shares.get(holder)
+            if known is None:
+                known = self._known_shares[holder] = self._share(holder, self.taken.get(holder))
+            return known
         more = self.taken.get(holder)
+        if gain != (0, 0, 0):
+            more = plus(more or (0, 0, 0), gain)
         if without is not None and holder in (
             tenant_of(without.shape),
             ("user", without.shape.user),
         ):
-            less = without.amounts
-            base = more or (0, 0, 0)
-            more = (base[0] - less[0], base[1] - less[1], base[2] - less[2])
+            more = plus(more or (0, 0, 0), without.amounts, -1)
+        return self._share(holder, more)
+
+    def _share(self, holder: Holder, more: Amounts | None) -> int:
         return self.state.shares.of(holder, self.policy.weights.get(holder, 1000), more)
 
-    def key_beside(self, other: Turn, user: UserId) -> Key:
-        """The key of another shape if `user` gave up one allocation."""
-        return self.key(other, given_up=1) if other.entry.shape.user == user else other.key
+    def key_beside(self, other: Turn, own: Holding) -> Key:
+        """The key of another shape if `own` were given up."""
+        shape, user = other.entry.shape, own.shape.user
+        if shape.user == user:
+            return self.key(other, given_up=1, without=own)
+        is_shared = self.looks_at_shares and tenant_of(shape) == tenant_of(own.shape)
+        return self.key(other, without=own) if is_shared else other.key
 
     def is_within_limits(self, turn: Turn, *found: Fit) -> bool:
         """Whether its user and team may run so many GPUs more; else the turn is over its limit."""
@@ -155,7 +233,7 @@ class Draft:
             limit = self.policy.limits.of(holder)
             if limit is None:
                 continue
-            used = self.state.gpus.get(holder, 0) + self.gpus.get(holder, 0)
+            used = self.gpus_held(holder)
             if used + taken > limit or holder in self.saved:
                 turn.is_over = True
                 if taken <= limit and self.now - turn.head[0] >= self.policy.patience:
@@ -196,6 +274,7 @@ class Draft:
             room = self.rooms[node] = entry.room.copy()
         allocation = found.numbered(number)
         room.take(allocation, shape.user)
+        self.made_on.setdefault(node, []).append((shape, allocation))
         if node in self.future:
             self.future[node].take(allocation, shape.user)
         before = self.engine.overlay.get(node, (room, len(taken)))[1]
@@ -213,50 +292,98 @@ class Draft:
         for holder in {tenant_of(shape), ("user", shape.user)}:
             had = self.taken.get(holder, (0, 0, 0))
             for allocation in allocations:
-                more = amounts_of(allocation)
-                had = (had[0] + sign * more[0], had[1] + sign * more[1], had[2] + sign * more[2])
+                had = plus(had, amounts_of(allocation), sign)
             self.taken[holder] = had
+            self._known_shares.pop(holder, None)
 
     def keep_clear(self, turn: Turn) -> None:
         """For a task that has waited long: the node nearest to having room takes nothing from those behind it."""
         shape = turn.entry.shape
         if self.now - turn.head[0] < self.policy.patience:
             return
-        if (
-            turn.entry.lines
-        ):  # what runs somewhere does not starve, but large pieces are a fair share too
-            tenant = tenant_of(shape)
-            if tenant in self.helped or len(self.helped) >= _HELPED:
-                return
-            self.helped.add(tenant)
+        if turn.entry.lines and not self.is_owed(shape):
+            return
         if turn.is_over:
             return  # room would not help it
         if not self.looks or len(self.kept_clear) >= MAX_KEPT_CLEAR:
             return
         self.looks -= 1
-        nodes: list[NodeId] = []
-        for _ in range(shape.requirements.nodes):
-            nearest = self.engine.nearest(shape, {*self.kept_clear, *nodes})
-            if nearest is None:
-                return  # a part of the nodes is of no use
-            nodes.append(nearest)
-        at = max(self.ready_at(id_, shape) for id_ in nodes)
+        if shape.requirements.nodes > 1:
+            nodes = gangs.nearest(self.engine, shape, self.kept_clear)
+        else:
+            nearest = self.nearest(turn)
+            nodes = [] if nearest is None else [nearest]
+        if not nodes:
+            return  # a part of what a gang needs is of no use
+        at = Instant(max(self.ready_at(id_, shape) for id_ in nodes))
         for id_ in nodes:
             self.kept_clear[id_] = Reservation(shape, at)
 
-    def ready_at(self, id_: NodeId, shape: Shape) -> Instant:
-        entry = self.state.nodes[id_]
+    def is_owed(self, shape: Shape) -> bool:
+        """What runs somewhere does not starve, but large pieces are a fair share too: its tenant had less than others lately,
+        or has less than they even with one more."""
+        tenant = tenant_of(shape)
+        if tenant in self.helped or len(self.helped) >= _HELPED:
+            return False
+        if self.looks_at_shares:
+            had = self.lately(tenant)
+            is_behind = 1000 * self.most_lately > (1000 + _BEHIND_MILLI) * had
+            gained = self.shares(shape, None, asked_by(shape))[0]
+            if not is_behind and gained > self.most_share:
+                return False
+        self.helped.add(tenant)
+        return True
+
+    def lately(self, tenant: Holder) -> int:
+        return self.state.shares.lately(tenant, self.policy.weights.get(tenant, 1000))
+
+    def compare(self, turns: Iterable[Turn]) -> None:
+        """Which tenant of those that have tasks waiting has most, and had most lately."""
+        if self.looks_at_shares:
+            tenants = {tenant_of(turn.entry.shape) for turn in turns}
+            self.most_share = max((self.share(each, None) for each in tenants), default=0)
+            self.most_lately = max((self.lately(each) for each in tenants), default=0)
+
+    def nearest(self, turn: Turn) -> NodeId | None:
+        """The node to keep clear: the one that is ready first, of some that are the same in every pass, or it would be another
+        each time. A tenant that runs some of these already gets one that is not its own. What may preempt needs it less."""
+        shape = turn.entry.shape
+        if shape.preemptible:
+            return self.engine.nearest(shape, self.kept_clear)
+        mine = {id_ for id_, _ in turn.entry.lines} if self.looks_at_shares else set[NodeId]()
+        slots, _ = self.engine.could_run(shape, {*self.kept_clear, *mine})
+        ids = sorted(NodeId(int(id_)) for id_ in self.engine.board.ids[slots])
+        some = ids[:: max(1, len(ids) // _NODES_COMPARED)]
+        return min(some, key=lambda id_: (self.ready_at(id_, shape), id_), default=None)
+
+    def ready_at(self, id_: NodeId, shape: Shape) -> int:
+        """When a node will have room, as predicted; far away when that cannot be told."""
+        entry, now = self.state.nodes[id_], self.now
         if entry.node is None:
-            return self.now
-        lines = entry.lines.values()
-        predicted = self.state.predictions.of
-        return ready_at(entry.node, self.room(id_), lines, shape, self.now, predicted)
+            return now
+        held = [(line.since, line.shape, line.allocation) for line in entry.lines.values()]
+        held += [(now, *made) for made in self.made_on.get(id_, ())]
+        ends = [
+            End(since + self.lasts(kind, entry.node, allocation), allocation)
+            for since, kind, allocation in held
+        ]
+        found = ready_at(entry.node, self.room(id_), ends, shape, now)
+        return now + _FAR if found is None else found
+
+    def lasts(self, shape: Shape, node: Node, allocation: Allocation) -> Span:
+        """How long a task runs there, as predicted."""
+        model = model_of(node, allocation)
+        known = self.run_times.get((id(shape), model))
+        if known is None:
+            known = self.state.predictions.of(shape, model) or UNKNOWN
+            self.run_times[id(shape), model] = known
+        return known
 
     def barred(self, shape: Shape) -> set[NodeId]:
         """What is being cleared, or kept clear, for others; what may be stopped again may use the latter meanwhile."""
         found = {id_ for id_, other in self.clearing.items() if other is not shape}
         if self.kept_clear and not (shape.preemptible and self.decisive):
-            predicted = self.state.predictions.of(shape)
+            predicted = self.predicted_for(shape)
             for id_, kept in self.kept_clear.items():
                 if not may_pass(shape, kept, self.now, predicted):
                     found.add(id_)

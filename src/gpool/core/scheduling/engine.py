@@ -1,26 +1,31 @@
 """Finds the best place for a shape among all nodes, looking only at those that changed since it was last asked. It takes nothing.
 
 For each shape (rather: for all that ask for the same and may use the same) a **row** holds one number for each node: how
-good a place it is, or that it is none. Asked again, only nodes noted in the board's log since are scored anew, and the
+good a place it is, or that it is none. Asked again, only nodes that the board notes as changed since are scored anew, and the
 largest number wins. Numbers are compared in this order:
 
 1. the step of the price (`pricing`): GPU that the usual tasks could use, spoilt by this placement;
-2. seconds a start there loses: an environment that has to be made first, a node that often goes away;
-3. a task without GPU goes to nodes without; the least free GPU, then the smallest cards, the least free CPU and memory:
+2. seconds a start there loses (`stakes`): an environment to be made first, inputs to fetch, a node that often goes away;
+3. what it costs in an hour, the cheaper first;
+4. of tasks with GPUs: whether they are proven and healthy, then the faster ones, in coarse steps;
+5. a task without GPU goes to nodes without; the least free GPU, then the smallest cards, the least free CPU and memory:
    full nodes fill up, empty ones stay whole;
-4. the node's id. Names never matter.
+6. the node's id. Names never matter.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from gpool.core import environments
 from gpool.core.ids import NodeId
-from gpool.core.model import Node, Shape, Tier
-from gpool.core.scheduling.board import NOBODY, Board, Look
+from gpool.core.model import Node, Shape, Span, Tier
+from gpool.core.scheduling.board import MERIT, MERIT_BITS, NOBODY, Board, Look
+from gpool.core.scheduling.caches import Caches
 from gpool.core.scheduling.fragmentation import Ints, Slots
 from gpool.core.scheduling.placement import (
     Fit,
@@ -33,23 +38,51 @@ from gpool.core.scheduling.placement import (
 from gpool.core.scheduling.pricing import WEIGHT, Pricing
 from gpool.core.scheduling.remnants import GPU
 from gpool.core.scheduling.room import Room
-from gpool.core.scheduling.rows import Row
+from gpool.core.scheduling.rows import MAX_PRICE_STEP, Row
+from gpool.core.scheduling.stakes import Stakes, stakes
 
 Overlaid = tuple[Room, int]
 MAX_CELLS = 8_000_000  # numbers kept in all rows together, about 80 MB
 MAX_SHAPES = 20_000
 
+_MADE = (environments.PIP, environments.IMAGE)
 _NONE = np.iinfo(np.int64).min
 _FIRST = np.array([True])
-_FEW = 8  # nodes that are looked at one by one before the arrays are asked
-_STEP, _SECONDS = 42, 24  # bits below which the lesser rules stand
-_MOST_SECONDS = (1 << 17) - 1
+# Bits below which the lesser rules stand: free GPU, merit, cost, lost time, and on top the step of the price, at most
+# some 140,000: all free GPU of a node, in single thousandths, and a remnant.
+_COST = MERIT.bit_length() - 1 + MERIT_BITS
+_LOST = _COST + MAX_PRICE_STEP.bit_length()
+_MOST_LOST = (1 << 9) - 1
+_STEP = _LOST + _MOST_LOST.bit_length()
+
+Predicted = Callable[[Shape], Span | None]
+
+
+def _nobody_knows(_: Shape) -> Span | None:
+    return None
+
+
+class Candidates(NamedTuple):
+    """Slots of nodes, and of each how good it is; `steps` are those of the price alone."""
+
+    slots: Slots
+    keys: Ints
+    steps: Ints
 
 
 class Engine:
-    """`look` tells a node's room and lines; the rooms in `overlay` are those that the present pass has taken from."""
+    """`look` tells a node's room and lines; the rooms in `overlay` are those that the present pass has taken from.
 
-    def __init__(self, pricing: Pricing, look: Look) -> None:
+    `predicted` tells how long a shape runs and `caches` where its inputs lie: hints, which must not change during a pass.
+    """
+
+    def __init__(
+        self,
+        pricing: Pricing,
+        look: Look,
+        predicted: Predicted = _nobody_knows,
+        caches: Caches | None = None,
+    ) -> None:
         self.pricing = pricing
         self.overlay: dict[NodeId, Overlaid] = {}
         self.board = Board(pricing, self._room_and_lines)
@@ -58,7 +91,11 @@ class Engine:
         self._has_audiences = False
         self._rows: dict[tuple[object, ...], list[Row]] = {}
         self._row_count = 0
-        self._by_shape: dict[int, tuple[Shape, list[Row]]] = {}
+        self._by_shape: dict[int, tuple[Shape, list[Row], int]] = {}
+        self._predicted = predicted
+        self._caches = Caches() if caches is None else caches
+        self._pass = 1
+        self._is_uneven = False  # some nodes go away more often than others
 
     def _room_and_lines(self, id_: NodeId) -> tuple[Room, int]:
         return self.overlay.get(id_) or self._look(id_)
@@ -76,14 +113,16 @@ class Engine:
     def remove(self, id_: NodeId) -> None:
         self.board.remove(id_)
 
-    def touch(self, id_: NodeId) -> None:
-        self.board.touch(id_)
+    def touch(self, id_: NodeId, *, anew: bool = False) -> None:
+        """Its room may be another; `anew`: so is what lies there, whatever its room says."""
+        self.board.touch(id_, anew=anew)
 
     def end_pass(self) -> None:
         """What the pass took was only proposed."""
         for id_ in self.overlay:
             self.board.touch(id_)
         self.overlay = {}
+        self._pass += 1
 
     # ---- what is asked
 
@@ -105,19 +144,48 @@ class Engine:
         found = None if slot is None else self._fit(row, slot)
         return None if slot is None or found is None else (NodeId(int(board.ids[slot])), found)
 
-    def nearest(self, shape: Shape, barred: Collection[NodeId]) -> NodeId | None:
-        """Of the nodes that could run it when idle, the one with the fewest lines."""
+    def candidates(self, shape: Shape, turn: int, barred: Collection[NodeId]) -> Candidates:
+        """Every node that has room for one more allocation by this alternative, the best first."""
         board = self.board
         board.refresh()
-        able = np.zeros(board.size, bool)
+        row = self._rows_of(shape)[turn]
+        if row.generation != board.generation and not self._might_fit(row):
+            return Candidates(np.empty(0, np.intp), np.empty(0, np.int64), np.empty(0, np.int64))
+        self._update(row)
+        slots = np.flatnonzero(row.key != _NONE)
+        if barred:
+            out = np.array([board.slots[id_] for id_ in barred if id_ in board.slots], np.intp)
+            slots = slots[~np.isin(slots, out)]
+        lesser = (board.ids[slots], board.tight[slots], row.taken[board.kind[slots]])
+        slots = slots[np.lexsort((*lesser, -row.key[slots]))]
+        return Candidates(slots, row.key[slots], row.key[slots] >> _STEP)
+
+    def fit_at(self, shape: Shape, turn: int, slot: int) -> tuple[NodeId, Fit] | None:
+        """The place itself, at one of the `candidates`."""
+        found = self._fit(self._rows_of(shape)[turn], slot)
+        return None if found is None else (NodeId(int(self.board.ids[slot])), found)
+
+    def could_run(
+        self, shape: Shape, barred: Collection[NodeId]
+    ) -> tuple[Slots, NDArray[np.bool_]]:
+        """The nodes that could run it when idle, and whether each has room now."""
+        board = self.board
+        board.refresh()
+        able, has_room = np.zeros(board.size, bool), np.zeros(board.size, bool)
         for row in self._rows_of(shape):
             self._update(row)
             row.learn(self.board)
             able |= row.able[board.kind]
+            has_room |= row.key != _NONE
         for id_ in barred:
             if id_ in board.slots:
                 able[board.slots[id_]] = False
         slots = np.flatnonzero(able)
+        return slots, has_room[slots]
+
+    def nearest(self, shape: Shape, barred: Collection[NodeId]) -> NodeId | None:
+        """Of the nodes that could run it when idle, the one with the fewest lines."""
+        board, (slots, _) = self.board, self.could_run(shape, barred)
         if not len(slots):
             return None
         lines = board.lines[slots]
@@ -126,28 +194,37 @@ class Engine:
     # ---- rows
 
     def _rows_of(self, shape: Shape) -> list[Row]:
+        is_uneven = len(self.board.mtbfs) > 1
+        if is_uneven != self._is_uneven:
+            self._is_uneven = is_uneven
+            self._by_shape.clear()
         known = self._by_shape.get(id(shape))
-        if known is not None and known[0] is shape:
+        if known is not None and known[0] is shape and known[2] in (0, self._pass):
             return known[1]
-        rows = self._shared_rows(shape)
+        at_stake = None
+        if is_uneven or shape.data or environments.kind_of(shape.environment) in _MADE:
+            at_stake = stakes(shape, self._predicted(shape))
+        rows = self._shared_rows(shape, at_stake)
         if len(self._by_shape) >= MAX_SHAPES:
             self._by_shape.clear()
-        self._by_shape[id(shape)] = (shape, rows)
+        self._by_shape[id(shape)] = (shape, rows, 0 if at_stake is None else self._pass)
         return rows
 
-    def _shared_rows(self, shape: Shape) -> list[Row]:
+    def _shared_rows(self, shape: Shape, at_stake: Stakes | None) -> list[Row]:
         needs = shape.requirements
         is_anyones = (
             needs.tier is not Tier.NONE
             and not self._has_audiences
             and not any(is_slice(request) for request in needs.gpu)
         )
-        key = (needs, shape.environment, None if is_anyones else (shape.user, shape.team))
+        whose = None if is_anyones else (shape.user, shape.team)
+        key = (needs, shape.environment, whose, at_stake, shape.data)
         rows = self._rows.get(key)
         if rows is None:
             if self._row_count * (self.board.size + 64) >= MAX_CELLS:
                 self._forget()
-            rows = [Row(shape, request) for request in needs.gpu] or [Row(shape, None)]
+            requests = needs.gpu or (None,)
+            rows = [Row(shape, request, at_stake) for request in requests]
             self._rows[key] = rows
             self._row_count += len(rows)
         return rows
@@ -159,30 +236,27 @@ class Engine:
 
     def _update(self, row: Row) -> None:
         board = self.board
-        changed: set[int] | None
+        changed: set[int] | Slots
         if row.generation != board.generation:
             row.generation = board.generation
             row.key = np.full(board.size, _NONE, np.int64)
             row.gpu = np.zeros(board.size, np.int16)
-            row.kinds, changed = 0, None
+            row.kinds, changed = 0, np.arange(len(board.nodes))
         else:
             changed = board.since(row.read)
         row.read = board.now
-        if changed is None:
-            changed = set(range(len(board.nodes))) if len(board.nodes) <= _FEW else None
-        if changed is None:
-            row.learn(self.board)
-            self._score(row, np.arange(len(board.nodes)))
-            return
-        if len(changed) <= _FEW:
+        if isinstance(changed, set):
             changed = {slot for slot in changed if self._may_take(row, slot)}
-        if not changed:
-            return
-        row.learn(self.board)
-        if row.request is None and len(changed) <= _FEW:
-            changed = {slot for slot in changed if not self._score_bare(row, slot)}
-        if changed:
-            self._score(row, np.array(sorted(changed), np.intp))
+            if not changed:
+                return
+            row.learn(board)
+            if row.request is None:
+                changed = {slot for slot in changed if not self._score_bare(row, slot)}
+                if not changed:
+                    return
+            changed = np.array(sorted(changed), np.intp)
+        row.learn(board)
+        self._score(row, changed)
 
     def _might_fit(self, row: Row) -> bool:
         """Whether any node has so much of anything: if not, there need be no row yet."""
@@ -205,6 +279,8 @@ class Engine:
         room, needs, request = self._room_and_lines(node.id)[0], row.shape.requirements, row.request
         if room.free_cpu < needs.cpu_milli or room.free_memory < (needs.memory_bytes or 0):
             return False
+        if room.free_disk < (needs.disk_bytes or 0):
+            return False
         if request is None:
             return True
         if is_slice(request):
@@ -219,16 +295,19 @@ class Engine:
         self.scored += len(slots)
         kinds = board.kind[slots]
         able = (board.cpu[slots] >= cpu) & (board.memory[slots] >= row.memory[kinds])
+        if row.shape.requirements.disk_bytes:
+            able &= board.disk[slots] >= row.shape.requirements.disk_bytes
         row.key[slots] = _NONE
-        if row.request is not None and is_slice(row.request):
-            self._score_slices(row, slots, kinds, able)
-            return
-        if row.request is not None:
-            idle = (board.gpus.take(slots, 0)[:, 3] == NOBODY) & row.usable.take(kinds, 0)
-            able &= idle.sum(1) >= row.request.count
-        slots = slots[able]
+        slots, kinds = slots[able], kinds[able]
+        if row.request is not None and len(slots):
+            if is_slice(row.request):
+                self._score_slices(row, slots, kinds)
+                return
+            idle = (board.holder[slots] == NOBODY) & row.usable.take(kinds, 0)
+            enough = idle.sum(1) >= row.request.count
+            slots, kinds = slots[enough], kinds[enough]
         if len(slots):
-            self._settle(row, slots, self._price(row, slots, kinds[able]))
+            self._settle(row, slots, self._price(row, slots, kinds))
 
     def _score_bare(self, row: Row, slot: int) -> bool:
         """A node without GPUs for a task without: nothing can be spoilt. False: it has some."""
@@ -237,14 +316,16 @@ class Engine:
             return False
         kind = self.board.kind[slot]
         if row.able[kind] and self.board.memory[slot] >= row.memory[kind]:
-            seconds = min(int(row.seconds[kind] + self.board.cost[slot]), _MOST_SECONDS)
-            row.key[slot] = -(seconds << _SECONDS)
+            key = -int(row.price[kind]) << _COST
+            if row.stakes is not None:
+                key -= int(self._lost(row, row.stakes, np.array([slot]))[0]) << _LOST
+            row.key[slot] = key
         return True
 
-    def _score_slices(self, row: Row, slots: Slots, kinds: Slots, able: NDArray[np.bool_]) -> None:
+    def _score_slices(self, row: Row, slots: Slots, kinds: Slots) -> None:
         share, vram, free, holder = self.board.gpus.take(slots, 0).swapaxes(0, 1)
         least_share, least_vram, need = row.parts.take(kinds, 0).swapaxes(0, 1)
-        fit = (share >= least_share) & (vram >= least_vram) & able[:, None]
+        fit = (share >= least_share) & (vram >= least_vram)
         fit &= (holder < 0) | (holder == row.shape.user)
         # of neighbours that are alike, the first will do
         fit[:, 1:] &= ~(fit[:, :-1] & (free[:, 1:] == free[:, :-1]) & (need[:, 1:] == need[:, :-1]))
@@ -292,12 +373,26 @@ class Engine:
     def _settle(self, row: Row, slots: Slots, steps: Ints) -> None:
         board = self.board
         key = (steps << _STEP) - board.total[slots].astype(np.int64)
-        if row.waits or self.pricing.costs:
-            seconds = row.seconds[board.kind[slots]] + board.cost[slots]
-            key -= np.minimum(seconds, _MOST_SECONDS) << _SECONDS
-        if row.request is None:
-            key -= board.lends[slots]
+        if row.is_priced:
+            key -= row.price[board.kind[slots]] << _COST
+        if row.stakes is not None:
+            key -= self._lost(row, row.stakes, slots) << _LOST
+        key -= board.lends[slots] if row.request is None else board.merit[slots]
         row.key[slots] = key
+
+    def _lost(self, row: Row, at_stake: Stakes, slots: Slots) -> Ints:
+        """The time that a start in each slot loses, in the grain of its run."""
+        board = self.board
+        seconds = row.seconds[board.kind[slots]] + at_stake.exposure // board.mtbf[slots]
+        if row.shape.data:
+            there, loss = self._caches.with_data(row.shape.data), self._caches.loss
+            whole = at_stake.loading
+            ids = board.ids[
+                slots
+            ].tolist()  # what is thrown out will have to be loaded again, perhaps
+            seconds += [0 if id_ in there else whole + whole * loss(id_) // 4 for id_ in ids]
+        lost: Ints = np.minimum(seconds // at_stake.grain, _MOST_LOST)
+        return lost
 
     # ---- the winner
 
@@ -322,16 +417,18 @@ class Engine:
         assert node is not None
         needs, request = row.shape.requirements, row.request
         memory = memory_for(node, needs)
+        disk = needs.disk_bytes or 0
         if request is None:
-            return Fit(needs.cpu_milli, memory, ())
+            return Fit(needs.cpu_milli, memory, (), disk)
         if is_slice(request):
             part = slice_of(node.offer.gpus[int(row.gpu[slot])], request)
             room = self._room_and_lines(node.id)[0].gpus[part.gpu_index]
             there = placed(room, part)
-            return None if there is None else Fit(needs.cpu_milli, memory, (there,))
-        found = whole(node, self._room_and_lines(node.id)[0], request)
+            return None if there is None else Fit(needs.cpu_milli, memory, (there,), disk)
+        cap = needs.max_price_microcredits
+        found = whole(node, self._room_and_lines(node.id)[0], request, cap)
         assert found is not None, "the board says there are idle GPUs and the room has none"
-        return Fit(needs.cpu_milli, memory, found)
+        return Fit(needs.cpu_milli, memory, found, disk)
 
 
 def _least(slots: Slots, measure: Ints) -> Slots:

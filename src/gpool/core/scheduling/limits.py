@@ -1,12 +1,17 @@
-"""How many GPUs a user and a team may run at once. Counts in thousandths, as slices do; holds the limits, decides nothing.
+"""How many GPUs a user and a team may run at once, and how many they are sure of. Thousandths, as slices; decides nothing.
 
 A line on one allocation counts once, however long it is: at most one of its leases runs. What runs when a limit is
 lowered goes on.
+
+**Borrowing.** A guarantee is a number of GPUs, a limit the most. What those who are guaranteed leave idle may be borrowed
+by anybody up to their limits: a start that its user's or its team's guarantee covers goes before all that none covers
+(`band`), and may have room made for it among borrowers that allow to be stopped; from others it gets the next that ends.
+Nobody is ever stopped within their own guarantee for somebody else's. CPU and memory are not guaranteed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -23,6 +28,7 @@ class GpuLimits:
     user_milli: int | None = None
     team_milli: int | None = None
     given: Mapping[Holder, int] = field(default_factory=dict)
+    guaranteed: Mapping[Holder, int] = field(default_factory=dict)
 
     def of(self, holder: Holder) -> int | None:
         default = self.user_milli if holder[0] == "user" else self.team_milli
@@ -34,6 +40,20 @@ class GpuLimits:
 
 
 NO_LIMITS = GpuLimits()
+
+WITHIN, BORROWED = 0, 1
+
+
+def band(limits: GpuLimits, shape: Shape, held: Callable[[Holder], int], more: int) -> int:
+    """Where a start that takes `more` besides what its people have stands; `WITHIN` for all where nothing is guaranteed."""
+    if not limits.guaranteed:
+        return WITHIN
+    if more:
+        for holder in holders_of(shape):
+            sure = limits.guaranteed.get(holder)
+            if sure is not None and held(holder) + more <= sure:
+                return WITHIN
+    return BORROWED
 
 
 def holders(user: UserId, team: int | None) -> Iterator[Holder]:

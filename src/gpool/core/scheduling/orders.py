@@ -3,7 +3,10 @@
 A candidate stands for all waiting tasks of one shape, seen by its oldest, or for a running one that may be preempted, seen
 as if it waited. The planner asks again after every start, so an order may look at what the user holds by then. Two promises
 are asked of an order: the same arguments give the same key, and a key never gets smaller when `queued_at`, `running`,
-`served`, `attained`, `predicted` or the shares grow. Ties go to the older task.
+`served`, `attained`, `predicted`, the shares or the band grow. Ties go to the older task.
+
+Every key begins with the band (`limits`): what a guarantee covers goes first, in whatever order. And in every order of the
+house a task starts one day, whatever arrives after it.
 """
 
 from __future__ import annotations
@@ -15,13 +18,14 @@ from typing import NamedTuple
 from gpool.core.ids import TaskId
 from gpool.core.model import Instant, Shape, Span
 from gpool.core.scheduling.levels import level_of, risen
-from gpool.core.scheduling.limits import NO_LIMITS, GpuLimits, Holder, least_gpus
+from gpool.core.scheduling.limits import NO_LIMITS, WITHIN, GpuLimits, Holder, least_gpus
 from gpool.core.scheduling.pricing import USUAL, Pricing
 
 Key = tuple[int, ...]
 _LINE_TARGET, _AGEING, _PATIENCE = Span(300_000), Span(5 * 60 * 1_000_000), Span(60 * 1_000_000)
 _HOUR = Span(3600 * 1_000_000)
-_PROTECTION, _PROMOTION, _URGENCY = Span(5 * 60 * 1_000_000), Span(7 * 24 * _HOUR), Span(2 * _HOUR)
+_PROTECTION, _PROMOTION, _URGENCY = Span(15 * 60 * 1_000_000), Span(3 * 24 * _HOUR), Span(2 * _HOUR)
+_TURN, _ONE = Span(_HOUR // 2), 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +44,10 @@ class Policy:
     preemption: bool = True  # of tasks that allow it
     protection: Span = _PROTECTION  # not preempted again for so long
     max_preemptions_per_pass: int = 200
-    promotion: Span = _PROMOTION  # waiting this long is worth one level
+    promotion: Span = _PROMOTION  # waiting this long is worth one level, and as much as being due
     urgency: Span = _URGENCY  # so long before its `by` a task goes before others of its user
+    margin_milli: int = 100  # of two shares: nearer to each other they are equal, and stop nothing
+    turn: Span = _TURN  # what ran this long may be stopped for those who had less
 
 
 class Candidate(NamedTuple):
@@ -55,6 +61,7 @@ class Candidate(NamedTuple):
     attained: Span = Span(0)  # what it has run already
     shares: tuple[int, int] = (0, 0)  # of its team (or user), of its user: see `fair_share`
     predicted: Span | None = None  # how long it will run, as far as can be told
+    band: int = WITHIN  # or it is borrowed
 
 
 Order = Callable[[Candidate, Instant, Policy], Key]
@@ -62,12 +69,18 @@ Order = Callable[[Candidate, Instant, Policy], Key]
 
 def fcfs(candidate: Candidate, now: Instant, policy: Policy) -> Key:  # noqa: ARG001 - an Order
     """First come, first served."""
-    return candidate.queued_at, candidate.task
+    return candidate.band, candidate.queued_at, candidate.task
 
 
 def round_robin(candidate: Candidate, now: Instant, policy: Policy) -> Key:  # noqa: ARG001 - an Order
     """Users in turn: who holds least, then who was served least recently, then by age."""
-    return candidate.running, candidate.served, candidate.queued_at, candidate.task
+    return (
+        candidate.band,
+        candidate.running,
+        candidate.served,
+        candidate.queued_at,
+        candidate.task,
+    )
 
 
 def priority(candidate: Candidate, now: Instant, policy: Policy) -> Key:  # noqa: ARG001 - an Order
@@ -77,25 +90,36 @@ def priority(candidate: Candidate, now: Instant, policy: Policy) -> Key:  # noqa
     task is at the front one day whatever arrives after it.
     """
     head_start = candidate.shape.priority * policy.ageing
-    return candidate.queued_at - head_start, candidate.task
+    return candidate.band, candidate.queued_at - head_start, candidate.task
 
 
-def shortest(candidate: Candidate, now: Instant, policy: Policy) -> Key:  # noqa: ARG001 - an Order
-    """The least GPU time to come as predicted; what nothing is known of counts as an hour. Waiting for long counts as well."""
+def shortest(candidate: Candidate, now: Instant, policy: Policy) -> Key:
+    """The least GPU time to come as predicted; what nothing is known of counts as an hour.
+
+    What has waited for `policy.promotion` goes before all others, the oldest first.
+    """
+    if now - candidate.queued_at >= policy.promotion:
+        return candidate.band, 0, candidate.queued_at, candidate.task
     predicted = _HOUR if candidate.predicted is None else candidate.predicted
     size = max(least_gpus(candidate.shape), 1000) * candidate.shape.requirements.nodes
-    return predicted * size // 1000, candidate.queued_at, candidate.task
+    return candidate.band, 1, predicted * size // 1000, candidate.queued_at, candidate.task
 
 
 def fair_share(candidate: Candidate, now: Instant, policy: Policy) -> Key:
-    """Teams by their share, their users by theirs; a user's own: what is due soon, then by level and age."""
+    """Teams by their share, their users by theirs; a user's own: what is due soon, then by level and age.
+
+    Priority is a head start in age, among a user's own tasks and where all shares are equal; it takes nothing from others.
+    What has waited for `policy.promotion` counts as due.
+    """
     shape, attained = candidate.shape, candidate.attained
     waited = now - candidate.queued_at - attained
     level = risen(level_of(attained), waited, policy.promotion)
-    is_due = shape.by is not None and shape.by - now <= policy.urgency
+    is_due = waited >= policy.promotion or (
+        shape.by is not None and shape.by - now <= policy.urgency
+    )
     head_start = shape.priority * policy.ageing
     since = candidate.queued_at - head_start
-    return *candidate.shares, 0 if is_due else 1, level, since, candidate.task
+    return candidate.band, *candidate.shares, 0 if is_due else 1, level, since, candidate.task
 
 
 ORDERS: Mapping[str, Order] = {
@@ -108,7 +132,44 @@ ORDERS: Mapping[str, Order] = {
 """The orders of the house. The server adds those of the entry point group `gpool.orders` and passes the whole table."""
 
 DECISIVE: Mapping[str, int] = {"round_robin": 1, "priority": 1, "fair_share": 6}
-"""How many of the first numbers of a key are worth preempting for; orders that are not named never preempt.
+"""How many numbers of a key after the band are worth preempting for; orders that are not named never preempt.
 
 The rest, mere age, decides who starts first but stops nobody: a task of the same standing would be stopped next.
 """
+
+
+class Standing(NamedTuple):
+    """Both sides of an exchange, each seen as if the one that runs did not."""
+
+    key: Key  # of the one that waits
+    gained: tuple[int, int]  # the shares of its people once it runs
+    other: Key  # of the one that runs
+    ran: Span  # how long that has run, since it last began
+
+
+def outranks(both: Standing, policy: Policy) -> bool:
+    """Whether the one that runs may be stopped for the one that waits.
+
+    A guarantee is worth it, then what the order says. Between tenants, and between the users of one, shares count for more
+    than their last digit: they have to differ by more than `margin_milli` both ways, so that people who are that near to
+    their share take nothing from each other. Even then it is worth it only if those who lose are ahead still after the
+    exchange, which therefore nobody wants to undo; or else if what runs has had its turn.
+    """
+    mine, theirs = both.key, both.other
+    if mine[0] != theirs[0]:
+        return mine[0] < theirs[0]
+    if policy.order != "fair_share":
+        decisive = 1 + DECISIVE.get(policy.order, 0)
+        return mine[1:decisive] < theirs[1:decisive]
+    for less, then, more in zip(mine[1:3], both.gained, theirs[1:3], strict=True):
+        if less != more:
+            margin = policy.margin_milli
+            return _exceeds(more, then, margin) or (
+                both.ran >= policy.turn and _exceeds(more, less, margin)
+            )
+    return mine[3:] < theirs[3:]
+
+
+def _exceeds(more: int, less: int, margin_milli: int) -> bool:
+    """One cannot be within the margin above, and the other within it below, what both should have."""
+    return more * (_ONE - margin_milli) > less * (_ONE + margin_milli)

@@ -19,6 +19,7 @@ from gpool.core.model import (
     Gpu,
     GpuRequest,
     Node,
+    Offer,
     Requirements,
     RuntimeOffer,
     Shape,
@@ -35,9 +36,10 @@ class Fit(NamedTuple):
     cpu_milli: int
     memory_bytes: int
     slices: tuple[Slice, ...]
+    disk_bytes: int = 0
 
     def numbered(self, number: int) -> Allocation:
-        return Allocation(number, self.cpu_milli, self.memory_bytes, self.slices)
+        return Allocation(number, self.cpu_milli, self.memory_bytes, self.slices, self.disk_bytes)
 
 
 class Unfit(StrEnum):
@@ -45,6 +47,7 @@ class Unfit(StrEnum):
 
     AUDIENCE = "audience"
     RESERVED = "reserved"
+    LABELS = "labels"
     ENVIRONMENT = "environment"
     PYTHON = "python"
     TIER = "tier"
@@ -54,6 +57,8 @@ class Unfit(StrEnum):
     MEMORY = "memory"
     DISK = "disk"
     GPU = "gpu"
+    PRICE = "price"
+    SITE = "site"
 
 
 def is_open(node: Node) -> bool:
@@ -73,6 +78,8 @@ def unfit(node: Node, shape: Shape) -> Unfit | None:
         return Unfit.AUDIENCE
     if node.reserved_for is not None and not _is_for(node, node.reserved_for, shape):
         return Unfit.RESERVED
+    if needs.labels and not offer.labels.issuperset(needs.labels):
+        return Unfit.LABELS
     if shape.environment not in offer.environments and (
         environments.kind_of(shape.environment) not in offer.builds
     ):
@@ -93,7 +100,17 @@ def unfit(node: Node, shape: Shape) -> Unfit | None:
         return Unfit.DISK
     if needs.gpu and not any(_enough(node, request) for request in needs.gpu):
         return Unfit.GPU
+    cap = needs.max_price_microcredits
+    if cap is not None and offer.price_microcredits and not _affordable(node, needs, cap):
+        return Unfit.PRICE
+    if needs.nodes > 1 and not joins_gangs(offer):
+        return Unfit.SITE
     return None
+
+
+def joins_gangs(offer: Offer) -> bool:
+    """Others of its site can reach it."""
+    return bool(offer.site and offer.address and offer.gang_port)
 
 
 def _gives(runtime: RuntimeOffer, shape: Shape) -> bool:
@@ -118,8 +135,14 @@ def suits(node: Node, needs: Requirements) -> bool:
     )
 
 
-def _enough(node: Node, request: GpuRequest) -> bool:
-    return sum(usable(node, gpu, request) for gpu in node.offer.gpus) >= request.count
+def _affordable(node: Node, needs: Requirements, cap: int) -> bool:
+    if not needs.gpu:
+        return cpu_price(node, needs.cpu_milli) <= cap
+    return any(_enough(node, request, cap) for request in needs.gpu)
+
+
+def _enough(node: Node, request: GpuRequest, cap: int | None = None) -> bool:
+    return sum(usable(node, gpu, request, cap) for gpu in node.offer.gpus) >= request.count
 
 
 def _is_for(node: Node, audience: Audience, shape: Shape) -> bool:
@@ -135,9 +158,11 @@ def tier_allows(node: Node, floor: Tier, user: UserId) -> bool:
     return any(tier.strength >= floor.strength for tier in tiers)
 
 
-def usable(node: Node, gpu: Gpu, request: GpuRequest) -> bool:
-    """The owner lends this GPU, and it is what one alternative asks for."""
+def usable(node: Node, gpu: Gpu, request: GpuRequest, cap: int | None = None) -> bool:
+    """The owner lends this GPU, it is what one alternative asks for, and costs no more than `cap` an hour with its like."""
     if gpu.closed or gpu.index in node.gpus_withheld or not gpuspec.matches(request, gpu):
+        return False
+    if cap is not None and node.offer.price_microcredits and gpu_price(node, gpu, request) > cap:
         return False
     if not is_slice(request):
         return True
@@ -147,6 +172,41 @@ def usable(node: Node, gpu: Gpu, request: GpuRequest) -> bool:
     if gpu.sharing is Sharing.MIG:
         return hardware_slices.smallest(gpu, memory, share) is not None
     return memory <= gpu.memory_bytes
+
+
+def gpu_price(node: Node, gpu: Gpu, request: GpuRequest) -> int:
+    """Micro-credits an hour for what the request takes, on GPUs like this one."""
+    return _part(node.offer.price_microcredits, request.count * slice_of(gpu, request).share_milli)
+
+
+def cpu_price(node: Node, cpu_milli: int) -> int:
+    """Micro-credits an hour for so much of a node's CPU: that part of what all of the node costs."""
+    offer = node.offer
+    whole = offer.price_microcredits * max(1, len(offer.gpus))
+    return -(-whole * cpu_milli // max(1, offer.cpu_milli))
+
+
+def possible_prices(node: Node, needs: Requirements) -> set[int]:
+    """What it may cost there in an hour: by which alternative, and on which card. The node must have what is asked for."""
+    if not needs.gpu:
+        return {cpu_price(node, needs.cpu_milli)}
+    return {
+        gpu_price(node, gpu, request)
+        for request in needs.gpu
+        for gpu in node.offer.gpus
+        if usable(node, gpu, request)
+    }
+
+
+def price_of(node: Node, found: Fit | Allocation) -> int:
+    """What such an allocation costs there in an hour, in micro-credits: its part of the GPUs, or of the CPU where it has none."""
+    if not found.slices:
+        return cpu_price(node, found.cpu_milli)
+    return _part(node.offer.price_microcredits, sum(part.share_milli for part in found.slices))
+
+
+def _part(price: int, milli: int) -> int:
+    return -(-price * milli // 1000)
 
 
 def memory_for(node: Node, needs: Requirements) -> int:
@@ -161,18 +221,19 @@ def fit(node: Node, room: Room, shape: Shape) -> Fit | None:
     """A place for one more allocation in this room. The node must not be `unfit`."""
     needs = shape.requirements
     memory = memory_for(node, needs)
-    if room.free_cpu < needs.cpu_milli or room.free_memory < memory:
+    disk = needs.disk_bytes or 0
+    if room.free_cpu < needs.cpu_milli or room.free_memory < memory or room.free_disk < disk:
         return None
     if not needs.gpu:
-        return Fit(needs.cpu_milli, memory, ())
+        return Fit(needs.cpu_milli, memory, (), disk)
     for request in needs.gpu:
         slices = (
-            _a_slice(node, room, request, shape.user)
+            _a_slice(node, room, request, shape)
             if is_slice(request)
-            else whole(node, room, request)
+            else whole(node, room, request, needs.max_price_microcredits)
         )
         if slices is not None:
-            return Fit(needs.cpu_milli, memory, slices)
+            return Fit(needs.cpu_milli, memory, slices, disk)
     return None
 
 
@@ -219,10 +280,11 @@ def placed(gpu: GpuRoom, part: Slice) -> Slice | None:
     return None if start is None else replace(part, start=start)
 
 
-def _a_slice(node: Node, room: Room, request: GpuRequest, user: UserId) -> tuple[Slice, ...] | None:
+def _a_slice(node: Node, room: Room, request: GpuRequest, shape: Shape) -> tuple[Slice, ...] | None:
     best: tuple[tuple[int, ...], Slice] | None = None
+    cap = shape.requirements.max_price_microcredits
     for gpu in room.gpus.values():
-        if not may_join(gpu, user) or not usable(node, gpu.gpu, request):
+        if not may_join(gpu, shape.user) or not usable(node, gpu.gpu, request, cap):
             continue
         part = slice_of(gpu.gpu, request)
         memory_left = gpu.free_memory - part.memory_bytes
@@ -237,9 +299,11 @@ def _a_slice(node: Node, room: Room, request: GpuRequest, user: UserId) -> tuple
     return None if best is None else (best[1],)
 
 
-def whole(node: Node, room: Room, request: GpuRequest) -> tuple[Slice, ...] | None:
-    """The GPUs that a request for whole ones gets in this room."""
-    free = [g for g in room.gpus.values() if not g.holders and usable(node, g.gpu, request)]
+def whole(
+    node: Node, room: Room, request: GpuRequest, cap: int | None = None
+) -> tuple[Slice, ...] | None:
+    """The GPUs that a request for whole ones gets in this room, for no more than `cap` an hour."""
+    free = [g for g in room.gpus.values() if not g.holders and usable(node, g.gpu, request, cap)]
     if len(free) < request.count:
         return None
     free.sort(key=lambda g: (g.gpu.memory_bytes, g.gpu.model, g.gpu.index))

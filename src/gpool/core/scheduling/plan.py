@@ -23,7 +23,8 @@ from collections.abc import Mapping
 from gpool.core.errors import Invalid
 from gpool.core.ids import NodeId, TaskId
 from gpool.core.model import Instant, Node, Shape
-from gpool.core.scheduling.draft import NewLine, Turn
+from gpool.core.scheduling import gangs
+from gpool.core.scheduling.draft import Holding, NewLine, Turn
 from gpool.core.scheduling.events import Grant, Place, Plan
 from gpool.core.scheduling.limits import holders_of
 from gpool.core.scheduling.orders import ORDERS, Order, Policy
@@ -72,6 +73,10 @@ def line_depth(state: State, shape: Shape, policy: Policy) -> int:
 class _Lines(Starts):
     """The second half of a pass, and what comes of both."""
 
+    def __init__(self, state: State, now: Instant, policy: Policy, order: Order) -> None:
+        super().__init__(state, now, policy, order)
+        self.possible: dict[int, bool] = {}  # gangs, by their shapes
+
     def fill_lines(self) -> None:
         """Shapes without a line cost nothing here, and those with one no more than a budget: whoever has many shapes
         waiting must not hold up the rest."""
@@ -93,6 +98,15 @@ class _Lines(Starts):
                 if lines:
                     self.spread(turn, lines, depth)
 
+    def could_start(self, shape: Shape) -> bool:
+        """A gang that is larger than every site takes no line from others."""
+        if shape.requirements.nodes == 1:
+            return True
+        known = self.possible.get(id(shape))
+        if known is None:
+            known = self.possible[id(shape)] = gangs.is_possible(self.engine, shape)
+        return known
+
     def lines_to_feed(
         self, turn: Turn, made: list[NewLine], before: list[Turn], depth: int
     ) -> list[NewLine]:
@@ -103,13 +117,15 @@ class _Lines(Starts):
         for line_made in made:
             by_node.setdefault(line_made.node, []).append(line_made)
         if before:
-            without = self.key(turn, given_up=1)
+            own: Holding = made[0] if made else next(iter(turn.entry.lines.values()))
+            without = self.key(turn, given_up=1, without=own)
             mine = set(holders_of(shape))
             before = [
                 other
                 for other in before
                 if (not other.is_over or mine.intersection(holders_of(other.entry.shape)))
-                and self.key_beside(other, shape.user) < without
+                and self.could_start(other.entry.shape)
+                and self.key_beside(other, own) < without
             ]
         found: list[NewLine] = []
         for id_, lines in by_node.items():

@@ -13,11 +13,10 @@ The sum is cut to steps: places that differ less than a step are equal and the n
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass
 
-from gpool.core.ids import NodeId
-from gpool.core.model import GIB, SECOND, GpuRequest, Requirements, Span
+from gpool.core.model import GIB, GpuRequest, Requirements
 from gpool.core.scheduling.remnants import GPU, remnant_values
 
 MAX_KINDS = 128
@@ -48,9 +47,6 @@ class Pricing:
     cpu_milli: int  # … so much CPU
     memory_bytes: int  # … and so much memory (0: none was named)
     weights: Weights = Weights()
-    costs: Mapping[NodeId, int] = field(
-        default_factory=dict
-    )  # `lost_seconds` of nodes known to be flaky
 
 
 def price(arrivals: Iterable[tuple[Requirements, int]], weights: Weights = Weights()) -> Pricing:  # noqa: B008 - frozen
@@ -95,14 +91,6 @@ def size_of(request: GpuRequest, card_bytes: int = _USUAL_VRAM) -> int:
     if request.vram_bytes is not None and request.share_milli == GPU:
         return max(1, min(GPU, GPU * request.vram_bytes // max(1, card_bytes)))
     return request.share_milli
-
-
-def lost_seconds(run: Span, mtbf: Span, checkpoint_every: Span, restart: Span) -> int:
-    """What a run on a node that goes away once in `mtbf` loses on average: half of what a checkpoint would have kept, and a restart."""
-    if mtbf <= 0:
-        return 0
-    each = min(run, checkpoint_every) // 2 + restart
-    return run * each // mtbf // SECOND
 
 
 def _kind(needs: Requirements) -> Requirements:

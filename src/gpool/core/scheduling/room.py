@@ -1,4 +1,4 @@
-"""What is free on one node: CPU, memory, and each GPU's memory and share. It counts; it decides nothing."""
+"""What is free on one node: CPU, memory, disk, and each GPU's memory and share. It counts; it decides nothing."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ class GpuRoom:
         self.cut: tuple[tuple[int, int], ...] = ()  # (start, size) of hardware slices
 
     def copy(self) -> GpuRoom:
-        twin = GpuRoom(self.gpu)
+        twin = GpuRoom.__new__(GpuRoom)  # everything is set here
+        twin.gpu = self.gpu
         twin.free_memory, twin.free_share = self.free_memory, self.free_share
         twin.holders, twin.user, twin.cut = self.holders, self.user, self.cut
         return twin
@@ -70,11 +71,12 @@ class GpuRoom:
 class Room:
     """Free amounts; negative where an owner took back what was already lent."""
 
-    __slots__ = ("free_cpu", "free_memory", "gpus")
+    __slots__ = ("free_cpu", "free_disk", "free_memory", "gpus")
 
     def __init__(self, node: Node | None) -> None:
         self.free_cpu = node.offer.cpu_milli if node else 0
         self.free_memory = node.offer.memory_bytes if node else 0
+        self.free_disk = node.offer.disk_bytes if node else 0  # less what was asked for by name
         self.gpus: dict[int, GpuRoom] = (
             {gpu.index: GpuRoom(gpu) for gpu in node.offer.gpus} if node else {}
         )
@@ -82,12 +84,14 @@ class Room:
     def copy(self) -> Room:
         twin = Room(None)
         twin.free_cpu, twin.free_memory = self.free_cpu, self.free_memory
+        twin.free_disk = self.free_disk
         twin.gpus = {index: gpu.copy() for index, gpu in self.gpus.items()}
         return twin
 
     def take(self, allocation: Allocation, user: UserId) -> None:
         self.free_cpu -= allocation.cpu_milli
         self.free_memory -= allocation.memory_bytes
+        self.free_disk -= allocation.disk_bytes
         for part in allocation.slices:
             gpu = self.gpus.get(part.gpu_index)
             if gpu is not None:  # the node may have lost the device meanwhile
@@ -96,6 +100,7 @@ class Room:
     def give(self, allocation: Allocation) -> None:
         self.free_cpu += allocation.cpu_milli
         self.free_memory += allocation.memory_bytes
+        self.free_disk += allocation.disk_bytes
         for part in allocation.slices:
             gpu = self.gpus.get(part.gpu_index)
             if gpu is not None:
@@ -107,4 +112,4 @@ class Room:
             (index, g.free_memory, g.free_share, g.holders, g.user, g.cut)
             for index, g in sorted(self.gpus.items())
         )
-        return self.free_cpu, self.free_memory, gpus
+        return self.free_cpu, self.free_memory, self.free_disk, gpus

@@ -8,11 +8,19 @@ from numpy.typing import NDArray
 from gpool.core.model import GpuRequest, Node, Shape
 from gpool.core.scheduling.board import MAX_GPUS, Board
 from gpool.core.scheduling.fragmentation import Ints
-from gpool.core.scheduling.placement import memory_for, slice_of, unfit, usable
+from gpool.core.scheduling.placement import (
+    cpu_price,
+    gpu_price,
+    memory_for,
+    slice_of,
+    unfit,
+    usable,
+)
 from gpool.core.scheduling.remnants import GPU
+from gpool.core.scheduling.stakes import MAKING, Stakes
 
-MAKING = 60  # seconds until an environment that does not lie ready is made, roughly
 NEVER = 1 << 60
+MAX_PRICE_STEP = (1 << 11) - 1
 
 
 class Row:
@@ -22,22 +30,25 @@ class Row:
         "able",
         "generation",
         "gpu",
+        "is_priced",
         "key",
         "kinds",
         "memory",
         "parts",
+        "price",
         "read",
         "request",
         "seconds",
         "shape",
+        "stakes",
         "taken",
         "usable",
-        "waits",
     )
 
-    def __init__(self, shape: Shape, request: GpuRequest | None) -> None:
+    def __init__(self, shape: Shape, request: GpuRequest | None, stakes: Stakes | None) -> None:
         self.shape = shape
         self.request = request
+        self.stakes = stakes  # None: nowhere does a start lose any time
         self.generation = -1
         self.read = 0
         self.kinds = 0
@@ -48,7 +59,8 @@ class Row:
         self.seconds: Ints = np.empty(0, np.int64)  # ... until it starts
         self.taken: Ints = np.empty(0, np.int64)  # ... GPU memory of a card
         self.usable: NDArray[np.bool_] = np.empty((0, 0), bool)  # by kind and GPU
-        self.waits = False  # somewhere
+        self.price: Ints = np.empty(0, np.int64)  # ... what it costs in an hour, as a step
+        self.is_priced = False  # anywhere
         # A slice's share, its memory, and what it takes of the free thousandths; never enough of an unusable GPU.
         self.parts: Ints = np.empty((0, 3, 0), np.int64)
 
@@ -71,29 +83,43 @@ class Row:
         self.seconds = grown(self.seconds, 2)
         self.taken = grown(self.taken, 3)
         self.parts = grown(self.parts, 4)
+        self.price = grown(self.price, 5)
+        self.is_priced = bool(self.price.any())
         self.usable = self.parts[:, 0] < NEVER
-        self.waits = bool(self.seconds.any())
         self.kinds = len(kinds)
 
     def _of_kind(self, node: Node | None, width: int) -> tuple[object, ...]:
         request = self.request
         never = [NEVER] * width
-        unable = (False, NEVER, 0, 0, (never, never, never))
+        unable = (False, NEVER, 0, 0, (never, never, never), 0)
         if node is None or unfit(node, self.shape) is not None:
             return unable
         ready = self.shape.environment in node.offer.environments
         share, vram, need, taken = list(never), list(never), list(never), 0
+        needs = self.shape.requirements
+        costs = 0 if request is not None else cpu_price(node, needs.cpu_milli)
         if request is not None:
             lent = node.offer.gpus[:MAX_GPUS]
-            cards = [gpu for gpu in lent if usable(node, gpu, request)]
+            cap = needs.max_price_microcredits
+            cards = [gpu for gpu in lent if usable(node, gpu, request, cap)]
             if len(cards) < request.count:
                 return unable
             taken = min(gpu.memory_bytes for gpu in cards) >> 20
+            if node.offer.price_microcredits:
+                costs = min(gpu_price(node, gpu, request) for gpu in cards)
             for place, gpu in enumerate(lent):
                 if gpu in cards:
                     part = slice_of(gpu, request)
                     share[place], vram[place] = part.share_milli, part.memory_bytes
                     by_memory = GPU * part.memory_bytes // max(1, gpu.memory_bytes)
                     need[place] = max(part.share_milli, by_memory)
-        memory = memory_for(node, self.shape.requirements)
-        return True, memory, 0 if ready else MAKING, taken, (share, vram, need)
+        seconds = 0 if ready else MAKING
+        return True, memory_for(node, needs), seconds, taken, (share, vram, need), price_step(costs)
+
+
+def price_step(price: int) -> int:
+    """Prices in steps of about a thirtieth: below `MAX_PRICE_STEP`, and the dearer the higher."""
+    if price < 32:
+        return max(0, price)
+    octave = price.bit_length() - 6
+    return min(MAX_PRICE_STEP, (octave << 5) + (price >> octave))

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from heapq import heapify, heappop, heapreplace
 
-from gpool.core.ids import NodeId, TaskId, UserId
-from gpool.core.model import Node, Span
-from gpool.core.scheduling import gangs, preemption
+from gpool.core.ids import NodeId, TaskId
+from gpool.core.model import Instant, Node, Shape, Span
+from gpool.core.scheduling import gangs, preemption, warmth
 from gpool.core.scheduling.draft import Draft, Turn
 from gpool.core.scheduling.events import Preempt
-from gpool.core.scheduling.fair_share import Amounts
-from gpool.core.scheduling.orders import Candidate, Key
+from gpool.core.scheduling.fair_share import asked_by
+from gpool.core.scheduling.limits import WITHIN, Holder, holders_of
+from gpool.core.scheduling.orders import Candidate, Key, Standing, outranks
 from gpool.core.scheduling.placement import unfit
 from gpool.core.scheduling.preemption import Victim
 from gpool.core.scheduling.room import Room
@@ -29,6 +30,7 @@ class Starts(Draft):
             turn = Turn(entry)
             turn.key = self.key(turn)
             turns.append((turn.key, turn.head, turn))
+        self.compare(turn for _, _, turn in turns)
         heapify(turns)
         self.book_what_stops()
         while turns and len(self.made) < self.policy.max_places_per_pass:
@@ -52,20 +54,20 @@ class Starts(Draft):
     def start_one(self, turn: Turn) -> bool:
         shape = turn.entry.shape
         requests = shape.requirements.gpu
-        self.partly = []
         for choice in range(len(requests) or 1):
             barred = self.barred(shape)
             if shape.requirements.nodes > 1:
-                found_all = gangs.places(self.engine, shape, choice, barred)
-                if len(found_all) < shape.requirements.nodes:
-                    self.partly = max(self.partly, found_all, key=len)
-                elif self.is_within_limits(turn, *(found for _, found in found_all)):
-                    self.open_line(turn, *found_all)
+                members = gangs.places(self.engine, shape, choice, barred)
+                if members and self.is_within_limits(turn, *(found for _, found in members)):
+                    self.open_line(turn, *members)
                     return True
                 continue
             looks = _LOOKS_WITHIN_LIMITS
             while (found := self.engine.best(shape, choice, barred)) is not None:
                 if self.is_within_limits(turn, found[1]):
+                    if shape.data and self.waits_for_inputs(turn, found[0]):
+                        turn.is_over = True  # more room would not help it
+                        return False
                     self.open_line(turn, found)
                     return True
                 looks -= 1
@@ -73,6 +75,19 @@ class Starts(Draft):
                     break  # it takes the same of every GPU
                 barred.add(found[0])
         return False
+
+    def waits_for_inputs(self, turn: Turn, node: NodeId) -> bool:
+        """Rather than start on a node without them: only if all that wait for the same will soon have a place with them."""
+        shape, now, policy = turn.entry.shape, self.now, self.policy
+        if node in self.state.caches.with_data(shape.data):
+            return False
+        if not warmth.may_wait(shape, Instant(turn.head[0]), now, policy.patience):
+            return False
+        waiting = self.awaited.get(shape.data, 0) + turn.left
+        if warmth.ready_soon(self.state, shape, now, self.room) < waiting:
+            return False
+        self.awaited[shape.data] = waiting
+        return True
 
     def book_what_stops(self) -> None:
         """What was asked to stop will be free, and its people are counted without it."""
@@ -91,12 +106,14 @@ class Starts(Draft):
 
     def clear_for(self, turn: Turn) -> bool:
         """Preempts what comes later for the next task of this turn, or waits for what stops already. It starts in a later pass."""
-        if not self.decisive or not self.state.stoppable or turn.is_over:
+        if not self.may_preempt or not self.state.stoppable or turn.is_over:
             return False
         shape = turn.entry.shape
-        have = {node for node, _ in self.partly}
-        need = shape.requirements.nodes - len(have)
-        found = preemption.cheapest(shape, need, self.clearable(turn, have))
+        choose = gangs.cheapest if shape.requirements.nodes > 1 else preemption.cheapest
+        found = choose(shape, shape.requirements.nodes, self.clearable(turn))
+        sure = self.policy.limits.guaranteed
+        if found is not None and sure and not self.spares(shape, found):
+            found = choose(shape, shape.requirements.nodes, self.clearable(turn, dict(sure)))
         if found is None or not self.is_within_limits(turn, *(each.fit for each in found)):
             return False
         task = TaskId(turn.head[1])
@@ -112,70 +129,118 @@ class Starts(Draft):
                 for id_, lease in victim.line.leases.items()
             ]
         promised = []
-        for node, fits in (*self.partly, *((each.node, each.fit) for each in found)):
-            allocation = fits.numbered(-1)
-            self.ahead(node).take(allocation, shape.user)
-            self.clearing[node] = shape
+        for each in found:
+            allocation = each.fit.numbered(-1)
+            self.ahead(each.node).take(allocation, shape.user)
+            self.clearing[each.node] = shape
             promised.append(allocation)
         self.count(shape, promised)
-        self._victims = None  # shares are not what they were
+        self.forget_standings({shape, *(v.line.shape for each in found for v in each.victims)})
         turn.take(1)  # it stays queued; the next of its kind may want room as well
         return True
 
-    def clearable(self, turn: Turn, have: set[NodeId]) -> Iterator[tuple[Node, Room, list[Victim]]]:
-        """Nodes on which something would stop for it, or stops already."""
+    def spares(self, shape: Shape, found: list[preemption.Clearing]) -> bool:
+        """Whether all others keep what they are guaranteed, as far as they use it."""
+        mine, lost = set(holders_of(shape)), dict[Holder, int]()
+        for line in {victim.line for each in found for victim in each.victims} - self.stopped:
+            for holder in holders_of(line.shape):
+                lost[holder] = lost.get(holder, 0) + line.amounts[0]
+        sure = self.policy.limits.guaranteed
+        return all(
+            holder in mine or not gpus or self.gpus_held(holder) - gpus >= sure.get(holder, 0)
+            for holder, gpus in lost.items()
+        )
+
+    def clearable(
+        self, turn: Turn, sure: dict[Holder, int] | None = None
+    ) -> Iterator[tuple[Node, Room, list[Victim]]]:
+        """Nodes on which something would stop for it, or stops already; for a gang those that have room as well.
+
+        `sure`: what others have to keep.
+        """
+        shape = turn.entry.shape
         at: dict[NodeId, list[Victim]] = {id_: [] for id_ in self.future}
+        if shape.requirements.nodes > 1:
+            free, board = self.engine.could_run(shape, ()), self.engine.board
+            at |= {NodeId(int(id_)): [] for id_ in board.ids[free[0][free[1]]]}
         if len(self.preemptions) < self.policy.max_preemptions_per_pass:
             for alike in self.victims():
-                mine = self.key(turn, without=alike[0].line)[: self.decisive]
-                for victim in alike:
-                    if victim.key[: self.decisive] <= mine:
-                        break
-                    if victim.line not in self.stopped:
+                for victim in self.outranked(turn, alike):
+                    if victim.line not in self.stopped and self.is_spare(victim, turn, sure):
                         for id_ in {part.node for part in victim.parts}:
                             at.setdefault(id_, []).append(victim)
+        barred = self.barred(shape) - self.clearing.keys()
         for id_, victims in at.items():
             node = self.node(id_)
-            if node is not None and id_ not in have and unfit(node, turn.entry.shape) is None:
+            if node is not None and id_ not in barred and unfit(node, shape) is None:
                 yield node, self.future.get(id_) or self.room(id_), victims
+
+    def outranked(self, turn: Turn, alike: list[Victim]) -> Iterator[Victim]:
+        """Of some of one user and size those that may be stopped for it."""
+        line, shape = alike[0].line, turn.entry.shape
+        mine = self.key(turn, without=line)
+        gained = self.shares(shape, line, asked_by(shape))
+        for victim in alike:
+            ran = Span(self.now - victim.line.since)
+            if outranks(Standing(mine, gained, victim.key, ran), self.policy):
+                yield victim
+            elif mine[:3] == victim.key[:3] or ran >= self.policy.turn:
+                return  # nor may those that come before it
+
+    def is_spare(self, victim: Victim, turn: Turn, sure: dict[Holder, int] | None) -> bool:
+        """Whether its people have what they are guaranteed without it, and without those that this was said of before."""
+        if sure is None:
+            return True
+        gpus, mine = victim.amounts[0], set(holders_of(turn.entry.shape))
+        theirs = [
+            each for each in holders_of(victim.line.shape) if each in sure and each not in mine
+        ]
+        if any(self.gpus_held(holder) - gpus < sure[holder] for holder in theirs):
+            return False
+        for holder in theirs:
+            sure[holder] += gpus
+        return True
 
     def victims(self) -> list[list[Victim]]:
         """What could be stopped: those of one user and size together, the last in the order first."""
-        if self._victims is None:
-            groups: dict[tuple[UserId, int | None, Amounts], list[Line]] = {}
-            for line in self.stoppable():
-                if line not in self.stopped:
+        if self._alike is None:
+            self._alike = {}
+            for line in preemption.in_sight(self.state, self.now):
+                if not preemption.is_protected(line, self.now, self.policy.protection):
                     which = (line.shape.user, line.shape.team, line.amounts)
-                    groups.setdefault(which, []).append(line)
-            self._victims = []
-            for lines in groups.values():
-                shares = self.shares(lines[0].shape, lines[0])
-                found = [Victim(self.standing(line, shares), line) for line in lines]
-                self._victims.append(sorted(found, reverse=True, key=_key))
-        return self._victims
+                    self._alike.setdefault(which, []).append(line)
+        for which, lines in self._alike.items():
+            if which not in self._victims:
+                self._victims[which] = self.standings(lines)
+        return [found for found in self._victims.values() if found]
 
-    def standing(self, line: Line, shares: tuple[int, int]) -> Key:
-        """The key of a running task as if it waited."""
-        task, lease = next(iter(line.leases.items()))
-        user = line.shape.user
-        running = self.state.running.get(user, 0) + self.running.get(user, 0) - 1
-        attained = Span(lease.attained + max(0, self.now - line.since))
-        served = self.state.served(user)
-        candidate = Candidate(line.shape, lease.queued_at, task, running, served, attained, shares)
-        return self.order(candidate, self.now, self.policy)
+    def forget_standings(self, shapes: set[Shape]) -> None:
+        """The shares of their people are not what they were."""
+        users, teams = {shape.user for shape in shapes}, {shape.team for shape in shapes}
+        for which in list(self._victims):
+            if which[0] in users or (which[1] is not None and which[1] in teams):
+                del self._victims[which]
 
-    def stoppable(self) -> list[Line]:
-        return [
-            line
-            for line in self.state.stoppable.values()
-            if not line.stopping and line.leases and not self.is_protected(line)
-        ]
-
-    def is_protected(self, line: Line) -> bool:
-        """Preempted before, and started again only lately."""
-        lease = next(iter(line.leases.values()))
-        began_before = lease.epoch > 1 or lease.attained > 0
-        return began_before and self.now - line.since < self.policy.protection
+    def standings(self, lines: list[Line]) -> list[Victim]:
+        """Running tasks of one user and size, each with its key as if it waited."""
+        lines = [line for line in lines if line not in self.stopped]
+        if not lines:
+            return []
+        shape, now, policy = lines[0].shape, self.now, self.policy
+        running = self.state.running.get(shape.user, 0) + self.running.get(shape.user, 0) - 1
+        served, shares = self.state.served(shape.user), self.shares(shape, lines[0])
+        sure = policy.limits.guaranteed
+        band = self.band(shape, lines[0], lines[0].amounts[0]) if sure else WITHIN
+        found = []
+        for line in lines:
+            task, lease = next(iter(line.leases.items()))
+            ran = Span(lease.attained + max(0, now - line.since))
+            candidate = Candidate(
+                line.shape, lease.queued_at, task, running, served, ran, shares, None, band
+            )
+            found.append(Victim(self.order(candidate, now, policy), line))
+        found.sort(reverse=True, key=_key)
+        return found
 
 
 def _key(victim: Victim) -> Key:

@@ -8,13 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import combinations
 
-from gpool.core import gpuspec
+from gpool.core import gpuspec, prices
 from gpool.core.ids import TaskId
 from gpool.core.model import GIB, Gpu, GpuRequest, Instant, Network, Node, Requirements, Shape, Tier
-from gpool.core.scheduling.events import QueuedTask, TasksQueued, TasksWithdrawn
+from gpool.core.scheduling.events import Place, QueuedTask, TasksQueued, TasksWithdrawn
+from gpool.core.scheduling.gangs import most_together
 from gpool.core.scheduling.orders import ORDERS, Order, Policy
-from gpool.core.scheduling.placement import fit, is_open, is_slice, unfit
+from gpool.core.scheduling.placement import (
+    fit,
+    is_open,
+    is_slice,
+    possible_prices,
+    price_of,
+    unfit,
+)
 from gpool.core.scheduling.plan import plan
 from gpool.core.scheduling.room import GpuRoom
 from gpool.core.scheduling.snapshot import Snapshot
@@ -30,12 +39,16 @@ _NEW = TaskId((1 << 62) - 1)  # younger than every task there is
 
 @dataclass(frozen=True, slots=True)
 class Suggestion:
-    """`change` is what to say to `gpool run` ("--gpu RTX4090"), `requirements` what the task asks for then."""
+    """`change` is what to say to `gpool run` ("--gpu RTX4090"), `requirements` what the task asks for then.
+
+    `price_microcredits` is what an hour costs on each node where it would start.
+    """
 
     kind: str
     change: str
     sentence: str
     requirements: Requirements
+    price_microcredits: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +88,7 @@ class _Asked:
         self.shape = None if entry is None else entry.shape
 
     def found(self) -> Iterator[Suggestion]:
-        if self.task is None or self.shape is None or self._is_started(self.task.id):
+        if self.task is None or self.shape is None or self._started(self.task.id):
             return
         free = _Free(self.state, self.shape)
         for kind, changes in _kinds(self.shape, free):
@@ -83,36 +96,54 @@ class _Asked:
                 if self.plans >= MOST_PLANS:
                     return
                 shape = replace(self.shape, requirements=change.requirements)
-                if free.has_room(shape) and self._would_start(shape):
-                    said = f"It starts now {change.words}."
-                    yield Suggestion(kind, change.change, said, change.requirements)
+                place = self._place(shape) if free.has_room(shape) else None
+                if place is not None:
+                    yield self._suggestion(kind, change, place)
                     break
 
-    def _would_start(self, shape: Shape) -> bool:
+    def _suggestion(self, kind: str, change: _Change, place: Place) -> Suggestion:
+        price = cost_of(self.state, place)
+        at = f" at {prices.told(price)}" if price else ""
+        several = " for each node" if price and place.members else ""
+        said = f"It starts now{' ' * bool(change.words)}{change.words}{at}{several}."
+        return Suggestion(kind, change.change, said, change.requirements, price)
+
+    def _place(self, shape: Shape) -> Place | None:
+        """Where it would start if it were submitted now; None: there or in its old place in line it would not."""
         assert self.task is not None
         assert self.shape is not None
         again = QueuedTask(_NEW, 0, self.now)
         self.state.fold(TasksWithdrawn((self.task.id,)))
         try:
-            return self._starts(shape, again) and self._starts(shape, self.task)
+            place = self._start_of(shape, again)
+            return place if place is not None and self._start_of(shape, self.task) else None
         finally:
             self.state.fold(TasksQueued(self.shape, (self.task,)))
 
-    def _starts(self, shape: Shape, task: QueuedTask) -> bool:
+    def _start_of(self, shape: Shape, task: QueuedTask) -> Place | None:
         self.state.take_hints(self.hints)  # trying moves them
         self.state.fold(TasksQueued(shape, (task,)))
         try:
-            return self._is_started(task.id)
+            return self._started(task.id)
         finally:
             self.state.fold(TasksWithdrawn((task.id,)))
 
-    def _is_started(self, task: TaskId) -> bool:
+    def _started(self, task: TaskId) -> Place | None:
         """At the head of a line of its own: waiting behind another is no start."""
         self.plans += 1
         for place in plan(self.state, self.now, self.policy, self.orders).places:
             if place.grants[0].task == task:
-                return place.allocation.number not in self.state.nodes[place.node].lines
-        return False
+                is_new = place.allocation.number not in self.state.nodes[place.node].lines
+                return place if is_new else None
+        return None
+
+
+def cost_of(state: State, place: Place) -> int:
+    """What an hour of it costs, on the dearest node of a gang."""
+    parts = [(place.node, place.allocation)]
+    parts += [(member.node, member.allocation) for member in place.members]
+    known = [(state.nodes[id_].node, allocation) for id_, allocation in parts]
+    return max((price_of(node, each) for node, each in known if node is not None), default=0)
 
 
 class _Free:
@@ -128,10 +159,14 @@ class _Free:
         ]
 
     def has_room(self, shape: Shape) -> bool:
-        return any(
-            unfit(node, shape) is None and fit(node, self.state.nodes[node.id].room, shape)
+        """For a start, if nobody came before it."""
+        fitting = (
+            node
             for node in self.nodes
+            if unfit(node, shape) is None and fit(node, self.state.nodes[node.id].room, shape)
         )
+        wanted = shape.requirements.nodes
+        return any(fitting) if wanted == 1 else most_together(fitting) >= wanted
 
     def gpus(self) -> Iterator[tuple[Node, GpuRoom]]:
         """Those this person may have some of."""
@@ -160,6 +195,8 @@ def _kinds(shape: Shape, free: _Free) -> Iterator[tuple[str, Iterator[_Change]]]
     yield "gpus", _fewer_gpus(shape)
     yield "nodes", _fewer_nodes(shape)
     yield "model", _other_models(shape, free)
+    yield "price", _higher_prices(shape, free)
+    yield "labels", _fewer_labels(shape)
     yield "slice", _a_slice(shape, free)
     yield "cpus", _fewer_cpus(shape, free)
     yield "memory", _less_memory(shape, free)
@@ -224,6 +261,35 @@ def _other_models(shape: Shape, free: _Free) -> Iterator[_Change]:
         yield _Change(f"--gpu {spec}", f"on {gpu.model} ({_gb(gpu.memory_bytes)})", needs)
 
 
+def _higher_prices(shape: Shape, free: _Free) -> Iterator[_Change]:
+    """What the nodes cost that would do otherwise, the cheapest first."""
+    cap = shape.requirements.max_price_microcredits
+    if cap is None:
+        return
+    uncapped = replace(shape, requirements=replace(shape.requirements, max_price_microcredits=None))
+    costs = {
+        each
+        for node in free.nodes
+        if unfit(node, uncapped) is None
+        for each in possible_prices(node, shape.requirements)
+    }
+    for cost in sorted(costs):
+        if cost > cap:
+            needs = replace(shape.requirements, max_price_microcredits=cost)
+            yield _Change(f"--max-price {prices.told(cost)}", "", needs)  # its price is told anyway
+
+
+def _fewer_labels(shape: Shape) -> Iterator[_Change]:
+    asked = shape.requirements.labels
+    for count in sorted({1, len(asked)} if asked else ()):
+        for given_up in combinations(asked, count):
+            left = tuple(label for label in asked if label not in given_up)
+            said = " ".join(f"--label {label}" for label in given_up)
+            needs = replace(shape.requirements, labels=left)
+            words = f"without the label{'s' if count > 1 else ''} {', '.join(given_up)}"
+            yield _Change(f"without {said}", words, needs)
+
+
 def _a_slice(shape: Shape, free: _Free) -> Iterator[_Change]:
     """Part of a GPU that the same person holds the rest of, instead of a whole one."""
     asked = _only(shape)
@@ -265,7 +331,8 @@ def _less_disk(shape: Shape, free: _Free) -> Iterator[_Change]:
     asked = shape.requirements.disk_bytes
     if asked is None:
         return
-    for amount in sorted({node.offer.disk_bytes // GIB * GIB for node in free.nodes}, reverse=True):
+    rooms = (free.state.nodes[node.id].room for node in free.nodes)
+    for amount in sorted({room.free_disk // GIB * GIB for room in rooms}, reverse=True):
         if 0 < amount < asked:
             needs = replace(shape.requirements, disk_bytes=amount)
             said = f"with at most {amount // GIB} GiB of disk"
@@ -275,6 +342,8 @@ def _less_disk(shape: Shape, free: _Free) -> Iterator[_Change]:
 def _lower_tiers(shape: Shape) -> Iterator[_Change]:
     asked = shape.requirements.tier
     for tier in (Tier.CONTAINER, Tier.NONE):
+        if tier is Tier.NONE and shape.requirements.nodes > 1:
+            continue  # a gang has a network of its own, which takes a sandbox
         if tier.strength < asked.strength:
             needs = replace(shape.requirements, tier=tier)
             whose = ", on a node of your own" if tier is Tier.NONE else ""

@@ -24,6 +24,7 @@ from gpool.server.store.values import (
     PREEMPTING,
     Batch,
     BatchResult,
+    MemberView,
     SavedCheckpoint,
     TaskStory,
     TaskView,
@@ -33,6 +34,7 @@ from gpool.wire.documents import (
     CheckpointDocument,
     EventDocument,
     GpuSliceDocument,
+    MemberDocument,
     OutputDocument,
     ProgressDocument,
     TaskDocument,
@@ -168,6 +170,18 @@ def task(view: TaskView) -> TaskDocument:
         preemptible=spec.preemptible or bool(spec.checkpoint),
         by=None if spec.by is None else instant_to_datetime(spec.by),
         checkpoint=None if view.checkpoint is None else _checkpoint(view.checkpoint),
+        nodes=spec.requirements.nodes,
+        members=[_member(member) for member in view.members],
+    )
+
+
+def _member(view: MemberView) -> MemberDocument:
+    return MemberDocument(
+        rank=view.rank,
+        node=encode("node", view.node),
+        node_name=view.node_name,
+        status=view.status,
+        exit_code=view.exit_code,
     )
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 
-from gpool.core.explain import Explanation, with_story
+from gpool.core.explain import Story, with_story
 from gpool.core.explain import explain as why
 from gpool.core.ids import TaskId, encode
-from gpool.core.model import Phase, TaskStatus
+from gpool.core.model import AttemptRow, EndReason, Engine, OnLoss, Phase, TaskRow, TaskStatus
+from gpool.core.refusals import Explanation
 from gpool.core.scheduling.snapshot import take
 from gpool.core.scheduling.whatif import Suggestion, suggest
 from gpool.server.actions import documents, query
@@ -26,6 +27,8 @@ from gpool.wire.documents import (
 HOPELESS = frozenset({"over_quota", "flagged"})
 """Codes under which the task never starts as it is, whatever ends."""
 
+_NOT_ITS_OWN = frozenset({EndReason.LOST, EndReason.HANDED_BACK, EndReason.PREEMPTED})
+
 
 async def explain(server: Server, who: Caller, id_: TaskId) -> ExplainDocument:
     view = await query.task(server, who, id_)
@@ -42,7 +45,7 @@ async def explain(server: Server, who: Caller, id_: TaskId) -> ExplainDocument:
     told = why(scheduler.state, id_, now, scheduler.policy, scheduler.orders)
     if scheduler.state.queue_of(id_) is None:
         return _document(view, told)
-    told = with_story(told, row.tries, row.losses, await _last_failure(server, id_, row.tries))
+    told = with_story(told, await _story(server, row))
     estimate = None
     if told.position is not None and told.code not in HOPELESS:
         estimate = await scheduler.forecasts.estimate(scheduler, now, id_, told.ahead)
@@ -54,18 +57,36 @@ async def explain(server: Server, who: Caller, id_: TaskId) -> ExplainDocument:
     return _document(view, told, estimate, found)
 
 
-async def _last_failure(server: Server, id_: TaskId, tries: int) -> str:
-    """How its last own failure is called."""
-    if not tries:
-        return ""
-    story = await server.store.read(operations.story(id_, None))
-    if story is None:
-        return ""
-    for attempt in reversed(story.attempts):
-        if attempt.detail or attempt.reason:
-            said = attempt.reason.value.replace("_", " ")
-            return f"{said}, {attempt.detail[:100]}" if attempt.detail else said
-    return ""
+async def _story(server: Server, row: TaskRow) -> Story:
+    """How its earlier attempts ended."""
+    if not row.epoch:
+        return Story()
+    told = await server.store.read(operations.story(row.id, None))
+    attempts = () if told is None else told.attempts
+    own = [each for each in attempts if each.reason not in _NOT_ITS_OWN]
+    lost = [each for each in attempts if each.reason is EndReason.LOST]
+    last = own[-1] if own else None
+    return Story(
+        row.tries,
+        row.losses,
+        sum(each.reason is EndReason.PREEMPTED for each in attempts),
+        "" if last is None else _said(server, last),
+        None if last is None else last.reason,
+        _where(server, lost[-1]) if lost else "",
+        f"gpool logs {encode('task', row.id)}",
+    )
+
+
+def _said(server: Server, attempt: AttemptRow) -> str:
+    reason = attempt.reason.value.replace("_", " ")
+    detail = f", {attempt.detail[:100]}" if attempt.detail else ""
+    return f"{reason} on {_where(server, attempt)}{detail}"
+
+
+def _where(server: Server, attempt: AttemptRow) -> str:
+    entry = server.scheduler.state.nodes.get(attempt.node)
+    known = entry.node if entry is not None else None
+    return encode("node", attempt.node) if known is None else known.name
 
 
 def _document(
@@ -92,10 +113,19 @@ def _document(
             latest=instant_to_datetime(estimate.last),
         ),
         suggestions=[
-            SuggestionDocument(kind=one.kind, change=one.change, sentence=one.sentence)
+            SuggestionDocument(kind=one.kind, change=_change(view, one), sentence=one.sentence)
             for one in found
         ],
     )
+
+
+def _change(view: TaskView, one: Suggestion) -> str:
+    """What to say instead; on one node there is no gang, of which the rest could be said."""
+    spec, left_out = view.spec, []
+    if one.requirements.nodes == 1 < spec.requirements.nodes:
+        left_out += ["--engine"] * (spec.engine is not Engine.NONE)
+        left_out += ["--on-loss"] * (spec.on_loss is not OnLoss.REFORM)
+    return f"{one.change} without {' and '.join(left_out)}" if left_out else one.change
 
 
 def _end_of(view: TaskView) -> str:

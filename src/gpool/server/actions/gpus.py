@@ -14,6 +14,7 @@ from gpool.server.actions.gpu_documents import reading_document
 from gpool.server.actions.nodes import gpu, gpu_thing
 from gpool.server.actions.query import named
 from gpool.server.asking import permit, task_thing
+from gpool.server.gangs import lines_on
 from gpool.server.server import Once, Server
 from gpool.server.store.identity_values import Caller
 from gpool.server.store.operation import operation
@@ -66,11 +67,10 @@ def _holds(tasks: Sequence[TaskId]) -> Operation[list[Hold | None]]:
 
 
 def tasks_on(server: Server, node: NodeId, index: int) -> list[TaskId]:
-    state = server.scheduler.state
     return [
         task
-        for task, line in state.held.items()
-        if line.node == node and any(part.gpu_index == index for part in line.allocation.slices)
+        for task, line in lines_on(server.scheduler.state, node)
+        if any(part.gpu_index == index for part in line.allocation.slices)
     ]
 
 

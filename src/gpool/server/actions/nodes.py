@@ -22,6 +22,7 @@ from gpool.core.model import (
     Tier,
 )
 from gpool.core.permissions import POOL, Action, Kind, Thing, missing
+from gpool.core.scheduling.placement import cpu_price
 from gpool.core.scheduling.state import NodeState
 from gpool.server import credentials, offers
 from gpool.server.actions.audit import audited, entry
@@ -441,6 +442,8 @@ def node_document(server: Server, who: Caller, pool: Pool, row: NodeRow) -> Node
         environments=sorted(here.offer.environments)[:MOST_SHOWN],
         builds=sorted(here.offer.builds),
         problems=[*row.problems, *sick(here, pool.gpus)] if inside else [],
+        labels=sorted(here.offer.labels),
+        price_microcredits=here.offer.price_microcredits,
     )
 
 
@@ -484,6 +487,8 @@ def gpu_documents(server: Server, pool: Pool, row: NodeRow) -> list[tuple[int, G
                     quarantined=stored.quarantined,
                     details=None if device.details is None else gpu_details(device.details),
                     reading=reading(server.telemetry.now_of(here.id, device.index, server.now)),
+                    price_microcredits=here.offer.price_microcredits,
+                    labels=sorted(here.offer.labels),
                 ),
             )
         )
@@ -517,6 +522,8 @@ def cpu_document(server: Server, row: NodeRow) -> GpuDocument:
         status=_status(server, here, True, share, 1),
         available=here.availability is Availability.AVAILABLE,
         tiers=_tiers(here.offer.tiers),
+        price_microcredits=cpu_price(here, whole),
+        labels=sorted(here.offer.labels),
     )
 
 

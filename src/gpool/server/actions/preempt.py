@@ -46,7 +46,8 @@ def _preempt(id_: TaskId, who: Caller, at: Instant) -> Operation[Recording]:
     assert found is not None
     recording = yield from checkpoints.preempt((id_,), at)
     if not recording.to_preempt:
-        why = "has ended" if found.row.status.is_final else "waits already"
+        why = "stops already" if found.row.holding else "waits already"
+        why = "has ended" if found.row.status.is_final else why
         raise Conflict(f"{named(id_)} {why}; there is nothing to take from it")
     return recording
 

@@ -6,13 +6,15 @@ import math
 from collections.abc import Iterable, Mapping
 from itertools import pairwise
 
-from gpool.core import environments, gpuspec, paths
+from gpool.core import environments, gpuspec, labels, paths, prices
 from gpool.core.errors import BadGpuSpec, Invalid, TooLarge, Unprocessable
 from gpool.core.model import (
     SECOND,
+    Engine,
     InputFile,
     Instant,
     Network,
+    OnLoss,
     Recipe,
     Requirements,
     Span,
@@ -47,6 +49,7 @@ def spec_of(request: TaskRequest) -> TaskSpec:
     _check_secrets(request)
     _check_words("name", [request.name or "", request.environment])
     recipe = _recipe(request)
+    _check_gang(request, command)
     spec = TaskSpec(
         kind=kind,
         name=request.name or _default_name(command),
@@ -68,10 +71,45 @@ def spec_of(request: TaskRequest) -> TaskSpec:
         grace=_span("grace_s", request.grace_s),
         preemptible=request.preemptible,
         by=None if request.by is None else Instant(round(request.by.timestamp() * SECOND)),
+        engine=Engine(request.engine),
+        on_loss=OnLoss(request.on_loss),
     )
     if spec.inputs or spec.outputs:  # nothing else is without a limit of its own
         _check_weight(spec)
     return spec
+
+
+def _check_gang(request: TaskRequest, command: tuple[str, ...]) -> None:
+    """What `nodes`, `engine` and `on_loss` say together; which command each can start."""
+    nodes, engine = request.nodes, Engine(request.engine)
+    if nodes == 1:
+        if engine is not Engine.NONE:
+            raise Invalid(
+                f"'engine' is {engine.value!r} and 'nodes' is 1; an engine joins the nodes of a gang: ask for 2 nodes or "
+                "more, or start it in your own command"
+            )
+        if OnLoss(request.on_loss) is not OnLoss.REFORM:
+            raise Invalid(
+                f"'on_loss' is {request.on_loss!r} and 'nodes' is 1; it says what becomes of a gang: ask for 2 nodes "
+                "or more, or leave it out"
+            )
+        return
+    if request.function is not None:
+        raise Invalid(
+            f"'nodes' is {nodes} and this is a function; a gang runs a command on every node: put the function into "
+            "a script and run that"
+        )
+    if Tier(request.tier) is not Tier.CONTAINER:
+        raise Invalid(
+            f"'nodes' is {nodes} and 'tier' is {request.tier!r}; the members of a gang have a network of their own, "
+            "which only tier 'container' gives: leave 'tier' out"
+        )
+    program = command[0].rpartition("/")[2] if command else ""
+    if engine is Engine.TORCHRUN and program in ("torchrun", "accelerate"):
+        raise Invalid(
+            f"the command begins with {program!r} and 'engine' is 'torchrun', which starts it a second time; give "
+            "the program alone, like python train.py"
+        )
 
 
 def _check_weight(spec: TaskSpec) -> None:
@@ -165,6 +203,11 @@ def _requirements(request: TaskRequest, recipe: Recipe | None) -> Requirements:
         tier=Tier(request.tier),
         python=_python(request, recipe),
         network=Network(request.network),
+        nodes=request.nodes,
+        labels=labels.normal(request.labels),
+        max_price_microcredits=None
+        if request.max_price is None
+        else prices.parse(request.max_price),
     )
 
 

@@ -96,15 +96,15 @@ def _finding(error: Mapping[str, Any]) -> dict[str, object]:
 
 
 def install(app: FastAPI) -> None:
-    app.add_exception_handler(GpoolError, _ours)
+    app.add_exception_handler(GpoolError, ours)
     app.add_exception_handler(RequestValidationError, _form)
     app.add_exception_handler(ValidationError, _form)
     app.add_exception_handler(HTTPException, _http)
-    app.add_exception_handler(ClientDisconnect, _gone)
+    app.add_exception_handler(ClientDisconnect, gone)
     app.add_exception_handler(Exception, _fault)
 
 
-async def _ours(request: Request, error: Exception) -> Response:
+async def ours(request: Request, error: Exception) -> Response:
     assert isinstance(error, GpoolError)
     if error.status >= 500:
         log.error("request failed: %s", error.detail, exc_info=error)
@@ -132,7 +132,7 @@ async def _http(request: Request, error: Exception) -> Response:
     return _document(status, members, request.scope["path"], error.headers or {})
 
 
-async def _gone(request: Request, error: Exception) -> Response:  # noqa: ARG001 - a handler's shape
+async def gone(request: Request, error: Exception) -> Response:  # noqa: ARG001 - a handler's shape
     return problem(Invalid("the connection ended before the body did"), request.scope["path"])
 
 

@@ -329,8 +329,12 @@ gangs = Table(
     _int("task_id", primary_key=True),
     _int("epoch"),
     _bytes("secret_sealed"),
+    _counter("logged"),
 )
-"""Of gangs that hold something: what their members share. The task's own row then has no node, but `holding`."""
+"""Of gangs that hold something: what their members share. The task's own row then has no node, but `holding`.
+
+`logged` counts the pieces of output of all members: their order in the task's log.
+"""
 
 members = Table(
     "members",
@@ -341,13 +345,25 @@ members = Table(
     _int("node_id"),
     _int("allocation_number"),
     _text("allocation"),
+    _note("host"),
+    _counter("port"),
     _counter("holding"),
     _maybe("started_at"),
     _maybe("ended_at"),
+    _maybe("place"),
     _words("reason"),
     _maybe("exit_code"),
     _note("detail"),
+    _counter("duration_us"),
+    _words("outputs"),
+    _counter("logged"),
+    _counter("mid_line"),
 )
+"""The parts of gangs, of the last lease of each: kept when it is over, for who looks and for who repeats himself.
+
+`host`, `port`: where the others reach it, as its node offered when it was leased. `place`: among the ends of its gang.
+`logged`: the next piece of its output; `mid_line`: the streams (bits 1 and 2) whose last piece did not end its line.
+"""
 _partial("ix_members_held", members.c.node_id, members.c.task_id, where="holding = 1")
 
 usage = Table(
@@ -355,10 +371,10 @@ usage = Table(
     metadata,
     _text("kind", primary_key=True),
     _int("id", primary_key=True),
-    _text("value"),
+    _int("value"),
     _int("at"),
 )
-"""What users and teams have had lately, decayed up to `at`: so that a restart forgives nobody."""
+"""What users and teams had lately, in billionths of the pool, as of `at`: so that a restart forgives nobody."""
 
 node_records = Table(
     "node_records",
@@ -368,7 +384,7 @@ node_records = Table(
     _counter("losses"),
     _int("at"),
 )
-"""How long each node was there and how often it went away with leases, up to `at`; older times count less."""
+"""How long each node was there and how often it went away with leases (in thousandths), up to `at`; older times count less."""
 
 # ---- ways in
 
@@ -472,6 +488,7 @@ quotas = Table(
     _maybe("running_gpu_milli"),
     _maybe("queued_tasks"),
     _maybe("storage_bytes"),
+    _maybe("guaranteed_gpu_milli"),
 )
 
 stored = Table(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from gpool.core.gangs import Call
 from gpool.core.ids import BatchId, NodeId, SpecId, TaskId, UserId
 from gpool.core.model import (
     Allocation,
@@ -15,12 +16,13 @@ from gpool.core.model import (
     Node,
     OutputFile,
     Permission,
+    Shape,
     Span,
     TaskRow,
     TaskSpec,
     TaskStatus,
 )
-from gpool.core.scheduling.events import Place
+from gpool.core.scheduling.events import Leased, Member, Place, TasksLeased
 from gpool.server.store.sealed_values import NO_SECRETS, SealedSecrets
 from gpool.wire.frames import Hold, Lease
 
@@ -109,13 +111,17 @@ class BatchResult:
 
 # ---- leases
 
+Peers = tuple[tuple[str, int], ...]
+"""Of a gang, by rank: where each member's lane listens."""
+
 
 @dataclass(frozen=True, slots=True)
 class GrantedLine:
-    """A `Place` as far as it could be written."""
+    """A `Place` as far as it could be written; a gang's is written whole."""
 
     place: Place
     leases: tuple[tuple[SpecId, Lease], ...]
+    peers: Peers = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +144,38 @@ class HeldLease:
     allocation: Allocation
     payload: bytes
     payload_sha256: str
+    gang: HeldMember | None = None  # it is a member of one; `status` is then the member's
+
+
+@dataclass(frozen=True, slots=True)
+class HeldMember:
+    """What a member is told of its gang; `call`: what the others and it are to do."""
+
+    rank: int
+    peers: Peers
+    secret_sealed: bytes = field(repr=False)
+    call: Call | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class HeldGang:
+    """A gang that holds something: the task and rank 0's part of it, then the parts of the others."""
+
+    node: NodeId
+    lease: HeldLease
+    members: tuple[Member, ...]
+
+    @property
+    def nodes(self) -> tuple[NodeId, ...]:
+        return (self.node, *(part.node for part in self.members))
+
+    def leased(self, shape: Shape, known: tuple[Instant, Leased] | None) -> TasksLeased:
+        """The event of its having been leased; `known`: since when, where that counts."""
+        at, leases = (Instant(0), ()) if known is None else (known[0], (known[1],))
+        lease = self.lease
+        return TasksLeased(
+            self.node, lease.allocation, shape, (lease.task,), self.members, at, leases
+        )
 
 
 # ---- ends
@@ -211,6 +249,18 @@ PREEMPTING = "preempting"
 
 
 @dataclass(frozen=True, slots=True)
+class MemberView:
+    """One member of a gang, of its last lease; `status` is leased, running, or why it ended."""
+
+    rank: int
+    node: NodeId
+    node_name: str | None
+    allocation: Allocation
+    status: str
+    exit_code: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class TaskView:
     """A task with what its documents show."""
 
@@ -224,6 +274,7 @@ class TaskView:
     sequence: int = 0  # among the ended of its batch; 0 until it has ended
     note: str | None = None  # the last of its attempt, while a node has it
     checkpoint: SavedCheckpoint | None = None
+    members: tuple[MemberView, ...] = ()  # of a gang; node and allocation of `row` are rank 0's
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,6 +329,7 @@ class Picture:
     """Of what is held: when it was leased, and when queued."""
     ran: Mapping[TaskId, Span] = field(default_factory=dict)  # in attempts before
     preempting: tuple[TaskId, ...] = ()  # held, and asked to make room
+    gangs: tuple[HeldGang, ...] = ()  # held by several nodes at once, and not in `held`
 
 
 @dataclass(frozen=True, slots=True)

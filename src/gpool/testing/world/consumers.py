@@ -111,6 +111,35 @@ def _request(dice: Dice, name: str, count: int) -> TaskRequest:
     return TaskRequest(function=function, calls=calls, **common)
 
 
+def draw_gang(dice: Dice, name: str, until_us: int) -> Wish:
+    """A few tasks, each of which needs several nodes at once."""
+    nodes = dice.pick((2, 2, 3))
+    request = TaskRequest(
+        name=name,
+        command=["work", str(dice.pick((100, 1000, 4000)))],
+        copies=dice.pick((1, 1, 2)),
+        nodes=nodes,
+        engine=dice.pick(("none", "torchrun", "ray")),
+        on_loss=dice.pick(("reform", "reform", "end")),
+        preemptible=dice.chance(0.5),
+        gpu=dice.pick((None, 0.5, 1)) if nodes == 2 else None,
+        cpus=dice.pick((0.5, 1.0)),
+        memory="1GB",
+        timeout_s=dice.pick((2.0, 4.0)),
+        retries=dice.pick((0, 1, 2)),
+    )
+    return Wish(
+        name=name,
+        count=request.copies,
+        request=request,
+        once=Once(name, f"print of {name}"),
+        at_us=dice.between(0, until_us),
+        asks_twice=dice.chance(0.2),
+        cancels=dice.between(0, 1) if dice.chance(0.3) else 0,
+        cancels_all=False,
+    )
+
+
 def tasks_in(request: TaskRequest) -> int:
     return request.copies if request.calls is None else len(request.calls)
 
@@ -161,6 +190,8 @@ class Consumer:
         self, name: str, count: int, request: TaskRequest, once: Once | None
     ) -> submit.Accepted:
         self._counter.record.asked[name] = count
+        if request.nodes > 1:
+            self._counter.record.wanted[name] = request.nodes
 
         def work(server: Server) -> Coroutine[Any, Any, submit.Accepted]:
             return submit.submit(server, self._user, request, once)

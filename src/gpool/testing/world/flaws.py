@@ -25,12 +25,12 @@ from gpool.agent.session import Session
 from gpool.core.ids import NodeId, TaskId
 from gpool.core.model import EndReason, Instant, Offer, Span, TaskSpec
 from gpool.core.scheduling.events import Event as SchedulingEvent
-from gpool.core.scheduling.events import TasksQueued
+from gpool.core.scheduling.events import TasksLeased, TasksQueued
 from gpool.server.channel import Channel, Secrets
 from gpool.server.scheduler import Scheduler
 from gpool.server.server import Answered, Once, Server
 from gpool.server.store.operations import leases
-from gpool.server.store.protocol import Operation, Row, Statement
+from gpool.server.store.protocol import Operation, Relation, Row, Statement
 from gpool.server.store.values import AppliedPlan, Recording, User
 from gpool.testing.world.disk import Asked, Disk
 from gpool.testing.world.machine import Machine
@@ -76,6 +76,11 @@ class Flaw(StrEnum):
     OLD_CHECKPOINT_SAID_AGAIN = "old_checkpoint_said_again"
     PREEMPTION_COUNTED_AS_FAILURE = "preemption_counted_as_failure"
     PREEMPTED_BEFORE_DEAD = "preempted_before_dead"
+    GANG_WRITTEN_IN_PART = "gang_written_in_part"
+    GANG_COUNTED_ON_ONE_NODE = "gang_counted_on_one_node"
+    GANG_OVER_WITH_ONE_MEMBER = "gang_over_with_one_member"
+    GANG_NEVER_GRANTED = "gang_never_granted"
+    GANG_FENCE_OFF = "gang_fence_off"
 
 
 # ---- the store
@@ -110,6 +115,56 @@ class FreesAtCancel(Disk):
 
 def _free_at_cancel(sql: str) -> str:
     return sql.replace("SET status = 'cancelled',", "SET status = 'cancelled', holding = 0,")
+
+
+class WritesInPart(Disk):
+    """Leaves the last member out when it writes a gang."""
+
+    async def write(self, operation: Operation[T]) -> T:
+        return await super().write(_with(operation, "INSERT INTO members", lambda rows: rows[:-1]))
+
+
+class NeverGrants(Disk):
+    """Writes no grant of a gang, which has no node of its own; it stays queued."""
+
+    async def write(self, operation: Operation[T]) -> T:
+        grants = "UPDATE tasks SET status = 'leased'"
+        return await super().write(_with(operation, grants, _of_one_node))
+
+
+def _of_one_node(rows: Sequence[Row]) -> Sequence[Row]:
+    return [row for row in rows if row[2] is not None]
+
+
+class OverWithOne(Disk):
+    """Takes a gang for over once one of its members is: the others run on."""
+
+    async def write(self, operation: Operation[T]) -> T:
+        return await super().write(_rewritten(operation, _all_members))
+
+
+def _all_members(sql: str) -> str:
+    return sql.replace("AND members.rank = c.rank ", "")
+
+
+def _with(
+    operation: Operation[T], begins: str, keep: Callable[[Sequence[Row]], Sequence[Row]]
+) -> Operation[T]:
+    """Statements that begin so are given only some of their rows."""
+    answer: list[Row] | None = None
+    try:
+        while True:
+            statement = operation.send(answer)  # type: ignore[arg-type]
+            if statement.sql.startswith(begins):
+                kept = {
+                    name: Relation(relation.columns, keep(relation.rows))
+                    for name, relation in statement.relations.items()
+                }
+                statement = Statement(statement.sql, statement.parameters, kept)
+            answer = yield statement
+    except StopIteration as stop:
+        value: T = stop.value
+        return value
 
 
 def _rewritten(operation: Operation[T], rewrite: Callable[[str], str]) -> Operation[T]:
@@ -184,6 +239,27 @@ def _unfenced(items: Sequence[ReportItem], at: Instant) -> Operation[list[Record
     return recordings
 
 
+class GangFencelessChannel(Channel):
+    """Takes every report about a member of a gang for one about the present epoch."""
+
+    async def _record(self, frame: Reports) -> None:
+        epochs = await self._server.write(_epochs([item.task for item in frame.items]))
+        items = tuple(
+            msgspec.structs.replace(item, epoch=epochs.get(item.task, item.epoch))
+            for item in frame.items
+        )
+        await super()._record(msgspec.structs.replace(frame, items=items))
+
+
+def _epochs(tasks: Sequence[int]) -> Operation[dict[int, int]]:
+    found: dict[int, int] = {}
+    for task in tasks:
+        rows = yield Statement("SELECT epoch FROM gangs WHERE task_id = :task", {"task": task})
+        if rows:
+            found[task] = rows[0][0]
+    return found
+
+
 class HastyChannel(Channel):
     """Says `Recorded` and then records."""
 
@@ -245,6 +321,13 @@ class LosingScheduler(Scheduler):
     def fold(self, event: SchedulingEvent) -> None:
         if not (isinstance(event, TasksQueued) and any(task.epoch for task in event.tasks)):
             super().fold(event)
+
+
+class ForgetfulOfMembers(Scheduler):
+    """Takes only a gang's first node for held."""
+
+    def fold(self, event: SchedulingEvent) -> None:
+        super().fold(replace(event, members=()) if isinstance(event, TasksLeased) else event)
 
 
 # ---- the agent
@@ -407,6 +490,11 @@ _PARTS: dict[Flaw, dict[str, Any]] = {
     Flaw.OLD_CHECKPOINT_SAID_AGAIN: {"session": RepeatingSession},
     Flaw.PREEMPTION_COUNTED_AS_FAILURE: {"session": BlamingSession},
     Flaw.PREEMPTED_BEFORE_DEAD: {"session": HastySession},
+    Flaw.GANG_WRITTEN_IN_PART: {"disk": WritesInPart},
+    Flaw.GANG_COUNTED_ON_ONE_NODE: {"scheduler": ForgetfulOfMembers},
+    Flaw.GANG_OVER_WITH_ONE_MEMBER: {"disk": OverWithOne},
+    Flaw.GANG_NEVER_GRANTED: {"disk": NeverGrants},
+    Flaw.GANG_FENCE_OFF: {"channel": GangFencelessChannel},
 }
 
 

@@ -17,6 +17,7 @@ RELEASE_BOUND_US = 600_000
 
 
 _MARK = re.compile(r"\d+\.\d+\.\w+\.\d+")
+_RANK = re.compile(r"^\[\d+\] ")  # before a line that a member of a gang printed
 
 
 def mark_of(value: bytes, text: str) -> str:
@@ -26,8 +27,18 @@ def mark_of(value: bytes, text: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
+class MemberRow:
+    """A gang's part on one node, as the database file holds it."""
+
+    rank: int
+    node: str
+    holding: bool
+    allocation: Allocation
+
+
+@dataclass(frozen=True, slots=True)
 class Row:
-    """A task as the database file holds it."""
+    """A task as the database file holds it; of a gang with the members of its last lease, and no node of its own."""
 
     task: int
     batch: int
@@ -42,6 +53,24 @@ class Row:
     mark: str  # which attempt's effect it is: see `machine.tag`
     sequence: int | None  # in its batch's results
     tries: int = 0
+    members: tuple[MemberRow, ...] = ()
+
+    @property
+    def places(self) -> dict[str, Allocation]:
+        """Where its lease is, or was."""
+        if self.members:
+            return {member.node: member.allocation for member in self.members}
+        if self.node is None or self.allocation is None:
+            return {}
+        return {self.node: self.allocation}
+
+    def holds_at(self, node: str, epoch: int) -> bool:
+        """Whether that node has this lease and has not let go of it."""
+        if not self.holding or self.epoch != epoch:
+            return False
+        if self.members:
+            return any(member.node == node and member.holding for member in self.members)
+        return self.node == node
 
     @property
     def result(self) -> tuple[object, ...]:
@@ -73,12 +102,15 @@ class Record:
         self.nodes: dict[str, NodeTruth] = {}
         self.rows: Mapping[int, Row] = {}
         self.asked: dict[str, int] = {}  # submission -> tasks it asked for
+        self.wanted: dict[str, int] = {}  # submission -> nodes each of them needs, where several
+        self.done: dict[tuple[int, int], set[str]] = {}  # gangs' members that ended well
         self.promised: dict[int, str] = {}  # acknowledged task -> submission
         self.saved: Mapping[int, int] = {}  # progress in the durable checkpoints
         self.acknowledged: dict[int, int] = {}  # progress an agent was told is safe
         self.attempts = 0
         self.accepted = 0
         self.resumed = 0
+        self.gangs = 0  # that succeeded
 
     # ---- machines
 
@@ -110,11 +142,16 @@ class Record:
             self._fail(f"{who} was started under a lease that is over: {row}")
         if not self._excused(node):
             for other, truth in self.nodes.items():
-                twins = [e for t, e in truth.running if t == task]
+                twins = [
+                    e
+                    for t, e in truth.running
+                    if t == task and not (e == epoch and other != name and self._is_gang(task))
+                ]
                 if twins and not self._excused(truth):
                     self._fail(f"{who} was started while {other} runs its epoch {twins[0]}")
-        if row is not None and row.epoch == epoch and row.allocation is not None:
-            allocation = row.allocation  # a runner may have moved to another number since it began
+        if row is not None and row.epoch == epoch:
+            # a runner may have moved to another number since it began
+            allocation = row.places.get(name, allocation)
         node.running[task, epoch] = (allocation, sandbox)
         self._check_room(name, node)
 
@@ -169,7 +206,11 @@ class Record:
 
     def _is_over(self, name: str, task: int, epoch: int) -> bool:
         row = self.rows.get(task)
-        return row is None or not (row.holding and row.epoch == epoch and row.node == name)
+        return row is None or not row.holds_at(name, epoch)
+
+    def _is_gang(self, task: int) -> bool:
+        row = self.rows.get(task)
+        return row is not None and self.wanted.get(row.submission, 1) > 1
 
     # ---- the database file
 
@@ -182,8 +223,8 @@ class Record:
             old = before.get(task)
             if old is row or old == row:
                 continue
-            if row.node is not None:
-                touched.add(row.node)
+            touched.update(row.places)
+            self._check_whole(row)
             if old is None:
                 if row.epoch or row.status is not TaskStatus.QUEUED:
                     self._fail(f"a new task is not simply queued: {row}")
@@ -215,21 +256,36 @@ class Record:
             self._fail(f"a result changed after it was accepted: {old} became {row}")
         if row.epoch < old.epoch:
             self._fail(f"an epoch went back: {old} became {row}")
-        if row.epoch > old.epoch and old.holding and old.node is not None and row.holding:
-            self._check_released(old)
-        if old.holding and old.node is not None and not (row.holding and row.epoch == old.epoch):
-            self._check_released(old)
+        for name in old.places:
+            if old.holds_at(name, old.epoch) and not row.holds_at(name, old.epoch):
+                self._check_released(name, old)
         if row.status.is_final and not old.status.is_final:
             self.accepted += 1
+            self.gangs += self._is_gang(row.task) and row.status is TaskStatus.SUCCEEDED
             if row.mark:
                 self._check_mark(old, row)
 
-    def _check_released(self, old: Row) -> None:
-        assert old.node is not None
-        node = self.nodes[old.node]
+    def _check_whole(self, row: Row) -> None:
+        """A gang that holds is on as many nodes as it asked for, all of one site; nothing else is on several."""
+        wanted = self.wanted.get(row.submission, 1)
+        if not row.holding:
+            if any(member.holding for member in row.members):
+                self._fail(f"members of a gang hold, and it does not: {row}")
+            return
+        if wanted == 1:
+            if row.members or row.node is None:
+                self._fail(f"a task of one node is on several, or none: {row}")
+            return
+        sites = {self.nodes[name].offer.site for name in row.places}
+        ranks = [member.rank for member in row.members]
+        if len(row.places) != wanted or ranks != list(range(wanted)) or len(sites) != 1:
+            self._fail(f"a partial gang, {wanted} nodes of one site were asked for: {row}")
+
+    def _check_released(self, name: str, old: Row) -> None:
+        node = self.nodes[name]
         if (old.task, old.epoch) in node.running and not self._excused(node):
             self._fail(
-                f"{old.node} still runs task {old.task} epoch {old.epoch} while its place is given away"
+                f"{name} still runs task {old.task} epoch {old.epoch} while its place is given away"
             )
 
     def _check_mark(self, old: Row, row: Row) -> None:
@@ -237,12 +293,12 @@ class Record:
         task, epoch, node = row.mark.split(".")[:3]
         if int(task) != row.task:
             self._fail(f"a result of task {task} was accepted for another: {row}")
-        if not (old.holding and int(epoch) == old.epoch and node == old.node):
+        if not (old.holding and int(epoch) == old.epoch and node in old.places):
             self._fail(f"an effect of epoch {epoch} on {node} was accepted while it was {old}")
 
     def logged(self, before: Mapping[int, Row], task: int, line: str) -> None:
         """Output was written: it must be of the lease that was current."""
-        of, epoch = line.split(".")[:2]
+        of, epoch = _RANK.sub("", line).split(".")[:2]
         rows = [row for row in (before.get(task), self.rows.get(task)) if row is not None]
         if int(of) != task or not any(row.epoch == int(epoch) for row in rows):
             self._fail(f"output of epoch {epoch} of task {of} was accepted for {rows}")
@@ -261,10 +317,13 @@ class Record:
         """What is leased on a node fits into it, by the durable rows."""
         held: dict[int, Allocation] = {}
         for row in self.rows.values():
-            if row.holding and row.node == name and row.allocation is not None:
-                known = held.setdefault(row.allocation.number, row.allocation)
-                if known != row.allocation:
-                    self._fail(f"{name}: two allocations are number {known.number}: {row}")
+            mine = row.places.get(name) if row.holding else None
+            if mine is None:
+                continue
+            if row.members and mine.number in held:
+                self._fail(f"{name}: a gang's allocation is somebody else's too: {row}")
+            if held.setdefault(mine.number, mine) != mine:
+                self._fail(f"{name}: two allocations are number {mine.number}: {row}")
         problem = overfull(self.nodes[name].offer, list(held.values()))
         if problem:
             self._fail(f"{name}: {problem} by its leases")
@@ -288,7 +347,7 @@ class Record:
                 self._fail(
                     f"{name} was granted task {task} epoch {epoch}, which is not durable: {row}"
                 )
-            elif row.epoch == epoch and row.node is not None and row.node != name:
+            elif row.epoch == epoch and row.places and name not in row.places:
                 self._fail(f"{name} was granted task {task} epoch {epoch} of another node: {row}")
 
     def report_acknowledged(self, name: str, item: frames.ReportItem, *, refused: bool) -> None:
@@ -306,7 +365,7 @@ class Record:
             item, frames.LogChunk | frames.Started | frames.Reached | frames.Checkpointed
         ):
             return
-        if row.holding and row.epoch == item.epoch and row.node == name:
+        if row.holds_at(name, item.epoch):
             self._fail(
                 f"{what} was {'refused' if refused else 'acknowledged'}, and it holds: {row}"
             )
@@ -314,10 +373,21 @@ class Record:
             item.reason is EndReason.RETURNED
             or (item.reason is EndReason.EXITED and item.exit_code == 0)
         )
-        if not refused and good and row.status is not TaskStatus.CANCELLED:
+        if self._is_gang(item.task):
+            if good and not refused:
+                self._member_done(name, item.task, item.epoch, row)
+        elif not refused and good and row.status is not TaskStatus.CANCELLED:
             mine = row.mark.startswith(f"{item.task}.{item.epoch}.{name}.")
             if row.status is not TaskStatus.SUCCEEDED or not mine:
                 self._fail(f"{what} was acknowledged, and the result is not there: {row}")
+
+    def _member_done(self, name: str, task: int, epoch: int, row: Row) -> None:
+        done = self.done.setdefault((task, epoch), set())
+        done.add(name)
+        if row.status is TaskStatus.CANCELLED or len(done) < self.wanted[row.submission]:
+            return
+        if row.status is not TaskStatus.SUCCEEDED:
+            self._fail(f"all members of task {task} epoch {epoch} ended well, and it is {row}")
 
     def cancel_acknowledged(self, task: int) -> None:
         if not self.rows[task].status.is_final:

@@ -8,11 +8,15 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from gpool.core.model import Allocation, Slice, TaskStatus
-from gpool.testing.world.record import Row, mark_of
+from gpool.testing.world.record import MemberRow, Row, mark_of
 
 TASKS = (
     "SELECT t.id, t.batch_id, t.spec_id, t.status, t.epoch, t.node_id, t.holding, t.allocation_number, t.allocation, "
     "t.reason, t.exit_code, t.value, t.error_text, t.sequence, t.tries FROM tasks t"
+)
+MEMBERS = (
+    "SELECT task_id, epoch, rank, node_id, holding, allocation_number, allocation FROM members "
+    "ORDER BY task_id, rank"
 )
 CHECKPOINTS = "SELECT task_id, epoch, manifest FROM checkpoints"
 LOGS = "SELECT rowid, task_id, data FROM log_chunks WHERE rowid > ? ORDER BY rowid"
@@ -30,12 +34,23 @@ class Reader:
     def rows(self) -> Mapping[int, Row]:
         """Every task; a row that did not change is the same object as before."""
         found: dict[int, Row] = {}
+        members = self._members()
         for raw in self._raw.execute(TASKS):
             task = raw[0]
+            raw += members.get((task, raw[4]), ())
             if self._seen.get(task) != raw:
                 self._seen[task] = raw
                 self._rows[task] = self._row(raw)
             found[task] = self._rows[task]
+        return found
+
+    def _members(self) -> dict[tuple[int, int], tuple[MemberRow, ...]]:
+        """By task and epoch."""
+        found: dict[tuple[int, int], tuple[MemberRow, ...]] = {}
+        for task, epoch, rank, node, holding, number, text in self._raw.execute(MEMBERS):
+            where = _allocation(number, text)
+            made = MemberRow(rank, self._nodes[node], bool(holding), where)
+            found[task, epoch] = (*found.get((task, epoch), ()), made)
         return found
 
     def progress(self) -> Mapping[int, int]:
@@ -58,7 +73,7 @@ class Reader:
 
     def _row(self, raw: tuple[object, ...]) -> Row:
         task, batch, spec, status, epoch, node, holding, number, allocation = raw[:9]
-        reason, exit_code, value, error_text, sequence, tries = raw[9:]
+        reason, exit_code, value, error_text, sequence, tries = raw[9:15]
         mark = mark_of(bytes(value or b""), str(error_text or ""))  # type: ignore[call-overload]
         return Row(
             task=task,  # type: ignore[arg-type]
@@ -74,6 +89,7 @@ class Reader:
             mark=mark,
             sequence=sequence,  # type: ignore[arg-type]
             tries=tries,  # type: ignore[arg-type]
+            members=raw[15:],  # type: ignore[arg-type]
         )
 
     def _name(self, spec: int) -> str:

@@ -10,7 +10,7 @@ import gc
 import logging
 import shutil
 import tempfile
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,13 @@ from gpool.server.store.values import User
 from gpool.testing.dice import Dice
 from gpool.testing.loop import Deadlock, Livelock, VirtualLoop, new_loop
 from gpool.testing.world.agents import Agent, Surroundings
-from gpool.testing.world.consumers import FUNCTION_SHA256, Consumer, Counter, draw_wish
+from gpool.testing.world.consumers import (
+    FUNCTION_SHA256,
+    Consumer,
+    Counter,
+    draw_gang,
+    draw_wish,
+)
 from gpool.testing.world.disk import Pace
 from gpool.testing.world.faults import Fault, FaultPlan, Kind, Mischief, draw
 from gpool.testing.world.files import empty_database, fast_folder, rebuilt
@@ -41,7 +47,7 @@ MS = 1_000
 CALM_US = 180 * S
 """Once the faults are over, everything must have ended after this long."""
 
-OFFERS = (
+_ALONE = (
     Offer(
         4000,
         16 * GIB,
@@ -58,6 +64,12 @@ OFFERS = (
     ),
     Offer(3000, 8 * GIB, 100 * GIB, (), frozenset({"3.11"})),
 )
+OFFERS = tuple(
+    replace(offer, site="hall", address=f"10.0.0.{number}", gang_port=7000)
+    for number, offer in enumerate(_ALONE, 1)
+)
+GANGS = 0.5
+"""Of all runs: those in which somebody asks for several nodes at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +86,7 @@ class Outcome:
     accepted: int
     crashes: int
     resumed: int = 0  # attempts that went on from a checkpoint
+    gangs: int = 0  # that succeeded
     lines: list[str] = field(default_factory=list)
 
 
@@ -218,6 +231,7 @@ class World:
             self.record.accepted,
             self.crashes,
             self.record.resumed,
+            self.record.gangs,
             self.trace.lines,
         )
 
@@ -228,17 +242,19 @@ class World:
         for fault in self.plan.faults:
             self.loop.after_us(fault.at_us, self._strike, fault)
         wishes = self.dice.branch("wishes")
-        self._lives = [
-            self.loop.create_task(
-                consumer.live(
-                    [
-                        draw_wish(wishes, f"{consumer.name}-s{n}", self.plan.ends_us - 4 * S)
-                        for n in range(wishes.between(2, 5))
-                    ]
-                )
-            )
-            for consumer in self.consumers
-        ]
+        gangs = self.dice.branch("gangs")
+        until_us = self.plan.ends_us - 4 * S
+        for number, consumer in enumerate(self.consumers):
+            mine = [
+                draw_wish(wishes, f"{consumer.name}-s{n}", until_us)
+                for n in range(wishes.between(2, 5))
+            ]
+            if number == 0 and gangs.chance(GANGS):
+                mine += [
+                    draw_gang(gangs, f"{consumer.name}-g{n}", until_us)
+                    for n in range(gangs.between(1, 4))
+                ]
+            self._lives.append(self.loop.create_task(consumer.live(mine)))
         for life in self._lives:
             life.add_done_callback(self._life_ended)
         self.loop.after_us(300 * MS, self._compare)
@@ -330,7 +346,7 @@ class World:
     def _preempt(self, name: str) -> None:
         """Somebody decided that some of what this node holds must make room."""
         incarnation = self.host.current
-        held = sorted(r.task for r in self.record.rows.values() if r.holding and r.node == name)
+        held = sorted(r.task for r in self.record.rows.values() if r.holds_at(name, r.epoch))
         if incarnation is None or not held:
             return
         chosen = self.dice.sample(held, self.dice.between(1, len(held)))

@@ -99,7 +99,20 @@ def _personalities() -> Iterator[tuple[int, int]]:
         yield others[0] | bit, others[0]
 
 
-def profile(machine: str = "") -> Json:
+def _interfaces() -> list[Json]:
+    """Of netlink, refuses all but the door to interfaces and routes."""
+    netlink = _argument(0, "SCMP_CMP_EQ", seccomp.AF_NETLINK)
+    allowed = (seccomp.SOCK_RAW, seccomp.SOCK_DGRAM)
+    kinds = [kind for kind in range(seccomp.SOCKET_TYPE_MASK + 1) if kind not in allowed]
+    rules = [
+        _rule(["socket"], errno.EPERM, netlink, _bits(1, seccomp.SOCKET_TYPE_MASK, kind))
+        for kind in kinds
+    ]
+    beyond = _argument(2, "SCMP_CMP_GT", seccomp.NETLINK_ROUTE)
+    return [*rules, _rule(["socket"], errno.EPROTONOSUPPORT, netlink, beyond)]
+
+
+def profile(machine: str = "", *, interfaces: bool = False) -> Json:
     """`seccomp.program` in the words of libseccomp: the same tables, so that the two cannot drift apart."""
     name = machine or platform.machine()
     known = seccomp.MACHINES.get(name)
@@ -114,14 +127,19 @@ def profile(machine: str = "") -> Json:
     for bit in range(64):
         if seccomp.NAMESPACE_FLAGS >> bit & 1:
             rules.append(_rule(["clone"], errno.EPERM, _bits(0, 1 << bit, 1 << bit)))
-    families = (seccomp.AF_UNIX, seccomp.AF_INET, seccomp.AF_INET6)
+    families: tuple[int, ...] = (seccomp.AF_UNIX, seccomp.AF_INET, seccomp.AF_INET6)
+    other: tuple[Json, ...] = ()
+    if interfaces:
+        families = (*families, seccomp.AF_NETLINK)
+        other = (_argument(0, "SCMP_CMP_NE", seccomp.AF_NETLINK),)
+        rules += _interfaces()
     for op, value in _outside(families, max(families)):
         rules.append(_rule(["socket"], errno.EAFNOSUPPORT, _argument(0, op, value)))
     kinds = (seccomp.SOCK_STREAM, seccomp.SOCK_DGRAM, seccomp.SOCK_SEQPACKET)
     for kind in range(seccomp.SOCKET_TYPE_MASK + 1):
         if kind not in kinds:
             bits = _bits(1, seccomp.SOCKET_TYPE_MASK, kind)
-            rules.append(_rule(["socket"], errno.EPERM, bits))
+            rules.append(_rule(["socket"], errno.EPERM, *other, bits))
     for op, value in _outside(seccomp.PROTOCOLS, max(seccomp.PROTOCOLS)):
         rules.append(_rule(["socket"], errno.EPROTONOSUPPORT, _argument(2, op, value)))
     for op, value in _outside((seccomp.AF_UNIX,), seccomp.AF_UNIX):
@@ -167,6 +185,7 @@ class Box:
     disk_device: str = ""  # what `io_bytes_per_s` is counted on
     network: str = "none"
     resolver: str = ""
+    gang: bool = False  # its network is a gang's
 
 
 def request(box: Box, seccomp_profile: str, *, podman: bool = False) -> Json:
@@ -262,5 +281,5 @@ def request(box: Box, seccomp_profile: str, *, podman: bool = False) -> Json:
     }
 
 
-def profile_text(machine: str = "") -> str:
-    return json.dumps(profile(machine), separators=(",", ":"))
+def profile_text(machine: str = "", *, interfaces: bool = False) -> str:
+    return json.dumps(profile(machine, interfaces=interfaces), separators=(",", ":"))

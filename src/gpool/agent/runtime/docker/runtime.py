@@ -165,10 +165,12 @@ class DockerRuntime:
             path.chmod(mode)
         self._podman = self._engine.facts.kind == "podman"
         self._seccomp = profile_text()
+        self._seccomp_of_gangs = profile_text(interfaces=True)
         if self._podman:
-            file = data_dir.resolve() / "seccomp.json"
-            file.write_text(self._seccomp)
-            self._seccomp = str(file)
+            plain, gangs = (data_dir.resolve() / f"seccomp{of}.json" for of in ("", "-of-gangs"))
+            plain.write_text(self._seccomp)
+            gangs.write_text(self._seccomp_of_gangs)
+            self._seccomp, self._seccomp_of_gangs = str(plain), str(gangs)
         if self._podman and self._root:
             self.networks = frozenset({Network.NONE, Network.EGRESS})
         most = resource.getrlimit(resource.RLIMIT_NPROC)[1]
@@ -436,6 +438,7 @@ class DockerRuntime:
             # Podman enters a namespace by its path; Docker makes its own and cannot be given one.
             network=_lane_path(job.lane) if job.lane is not None else "none",
             resolver=job.lane.resolver if job.lane is not None else "",
+            gang=job.lane is not None and job.lane.gang,
         )
 
     async def _start(self, box: Box) -> tuple[str, socket.socket]:
@@ -454,7 +457,8 @@ class DockerRuntime:
 
     def _begin(self, box: Box) -> tuple[str, socket.socket]:
         """In a thread: the container runs and its streams are open, or there is none."""
-        container = self._engine.create(request(box, self._seccomp, podman=self._podman))
+        filter_ = self._seccomp_of_gangs if box.gang else self._seccomp
+        container = self._engine.create(request(box, filter_, podman=self._podman))
         channel: socket.socket | None = None
         try:
             channel = self._engine.attach(container, with_input=box.takes_input)

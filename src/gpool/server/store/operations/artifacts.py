@@ -30,6 +30,13 @@ SEES = (
     "OR r.team_id IN (SELECT id FROM {teams} AS m))"
 )
 
+WRITES = (
+    "t.id = :task AND t.epoch = :epoch AND t.holding = 1 AND (t.node_id = :node OR t.node_id IS NULL AND EXISTS ("
+    "SELECT 1 FROM members m WHERE m.task_id = t.id AND m.rank = 0 AND m.epoch = :epoch AND m.node_id = :node "
+    "AND m.holding = 1))"
+)
+"""The lease is the node's, and so is what the task leaves: of a gang, rank 0's."""
+
 
 def put_artifact(sha256: str, size_bytes: int, at: Instant) -> Operation[None]:
     yield Statement(
@@ -72,8 +79,7 @@ def add_artifact(
     """The bytes are in the blob store. A user's upload is the user's; a node's is fenced by the lease it names."""
     if task_epoch is not None:
         rows = yield Statement(
-            "SELECT user_id, team_id FROM tasks WHERE id = :task AND epoch = :epoch AND node_id = :node AND holding = 1 "
-            "/*postgresql FOR UPDATE*/",
+            f"SELECT t.user_id, t.team_id FROM tasks t WHERE {WRITES} /*postgresql FOR UPDATE*/",  # noqa: S608
             {"task": task_epoch[0], "epoch": task_epoch[1], "node": node},
         )
         if not rows:
@@ -107,16 +113,26 @@ def visible_to_node(sha256: str, node: NodeId, task: TaskId | None = None) -> Op
 
     A node that uploads names its lease: what it sees through another one would not be there for this task.
     """
+    parameters: dict[str, int | str] = {"sha256": sha256, "node": node}
+    parameters |= {} if task is None else {"task": task}
+    rows = yield Statement(_seen("t.node_id = :node AND t.holding = 1", task), parameters)
+    if not rows:
+        rows = yield Statement(_seen(MEMBERS, task), parameters)
+    return rows[0][0] if rows else None
+
+
+MEMBERS = "t.id IN (SELECT m.task_id FROM members m WHERE m.node_id = :node AND m.holding = 1)"
+
+
+def _seen(held: str, task: TaskId | None) -> str:
     one = "" if task is None else "AND t.id = :task "
-    rows = yield Statement(
+    return (
         "SELECT a.size_bytes FROM artifacts a WHERE a.sha256 = :sha256 AND EXISTS ("  # noqa: S608
-        f"SELECT 1 FROM tasks t WHERE t.node_id = :node AND t.holding = 1 {one}AND ("
+        f"SELECT 1 FROM tasks t WHERE {held} {one}AND ("
         "EXISTS (SELECT 1 FROM artifact_refs r WHERE r.sha256 = a.sha256 AND r.kind = 'spec' AND r.holder = t.spec_id) "
         "OR EXISTS (SELECT 1 FROM artifact_refs r WHERE r.sha256 = a.sha256 AND r.kind = 'payload' AND r.holder = t.id) "
-        "OR EXISTS (SELECT 1 FROM artifact_refs r WHERE r.sha256 = a.sha256 AND r.kind = 'checkpoint' AND r.holder = t.id)))",
-        {"sha256": sha256, "node": node} | ({} if task is None else {"task": task}),
+        "OR EXISTS (SELECT 1 FROM artifact_refs r WHERE r.sha256 = a.sha256 AND r.kind = 'checkpoint' AND r.holder = t.id)))"
     )
-    return rows[0][0] if rows else None
 
 
 @operation
@@ -129,7 +145,7 @@ def leave_to_prune(sha256: str, size_bytes: int, at: Instant) -> Operation[None]
 def may_upload(node: NodeId, task: TaskId, epoch: int) -> Operation[bool]:
     """Whether the lease is the node's, now. Only spares the bytes' way: `add_artifact` is the fence."""
     rows = yield Statement(
-        "SELECT 1 FROM tasks WHERE id = :task AND epoch = :epoch AND node_id = :node AND holding = 1",
+        f"SELECT 1 FROM tasks t WHERE {WRITES}",  # noqa: S608
         {"task": task, "epoch": epoch, "node": node},
     )
     return bool(rows)

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from gpool.core.ids import NodeId, TaskId
 from gpool.core.model import InputFile, Instant, TaskStatus
 from gpool.server.store.operation import operation
+from gpool.server.store.operations.members import can_make_room
 from gpool.server.store.operations.storage import count, holder_of
 from gpool.server.store.protocol import Operation, Relation, Row, Statement
 from gpool.server.store.rows import manifest_from, manifest_text, of_ids, of_names, spec_from
@@ -196,13 +197,16 @@ def preempt_if_current(holds: Sequence[Hold], term: int, at: Instant) -> Operati
 
 
 def _ask_to_stop(rows: Sequence[Row], at: Instant) -> Operation[Recording]:
-    if not rows:
+    gangs = yield from can_make_room(task for task, _, node in rows if node is None)
+    asked: list[tuple[NodeId, Hold]] = []
+    for task, epoch, node in rows:
+        nodes = gangs.get(task, ()) if node is None else (NodeId(node),)
+        asked += [(each, Hold(task, epoch)) for each in nodes]
+    holds = dict.fromkeys((hold.task, hold.epoch) for _, hold in asked)
+    if not holds:
         return Recording()
-    yield from _note([(task, epoch, PREEMPTING) for task, epoch, _ in rows], at)
-    return Recording(
-        to_preempt=tuple((NodeId(node), Hold(task, epoch)) for task, epoch, node in rows),
-        noted=tuple(TaskId(row[0]) for row in rows),
-    )
+    yield from _note([(*hold, PREEMPTING) for hold in holds], at)
+    return Recording(to_preempt=tuple(asked), noted=tuple(TaskId(task) for task, _ in holds))
 
 
 def preempting(node: NodeId) -> Operation[tuple[Hold, ...]]:

@@ -17,8 +17,9 @@ from gpool.core.ids import BatchId, NodeId, SpecId, TaskId, UserId
 from gpool.core.lifecycle import Move, after, end_move
 from gpool.core.model import EndReason, Instant, Span, TaskStatus
 from gpool.server.store.protocol import Operation, Relation, Row, Statement
-from gpool.server.store.rows import STATUS, of_ids, storable
+from gpool.server.store.rows import STATUS, of_ids, outputs_text, storable
 from gpool.server.store.values import Ended, Requeued
+from gpool.wire.frames import Finished
 
 DETAIL_LETTERS = 4000
 
@@ -56,6 +57,21 @@ ARCHIVED = (
     ("detail", "text"),
 )
 COUNTED = (("id", "int"), ("count", "int"))
+INT = (1 << 31) - 1
+Named = tuple[str, TaskId, int, SpecId, UserId]
+"""An artifact that an end names: sha256, and whose it is."""
+
+NEVER_STARTED = frozenset(
+    {
+        EndReason.BAD_INPUT,
+        EndReason.SANDBOX_FAILED,
+        EndReason.HANDED_BACK,
+        EndReason.PREEMPTED,
+        EndReason.CANCELLED,
+        EndReason.LOST,
+    }
+)
+"""Ends that do not imply a start that was not reported."""
 
 
 @lru_cache(maxsize=64)
@@ -219,7 +235,44 @@ class Ends:
         )
 
 
-def lose(ends: Ends, rows: Sequence[Row]) -> Operation[None]:
+def finish(
+    ends: Ends,
+    row: Row,
+    item: Finished,
+    at: Instant,
+    *,
+    tries_left: bool,
+    named: list[Named],
+) -> None:
+    """An attempt ended as its node says: for good, or for another try. `named`: what it left behind."""
+    reason = item.reason
+    move = end_move(reason, item.exit_code, tries_left=tries_left, losses=0)
+    started_at = row[7]
+    if started_at is None and reason not in NEVER_STARTED:
+        # never said, so reckoned from the agent's measure, within what the server's own clock allows
+        started_at = min(at, max(row[6], at - item.duration_us))
+    if move is Move.RETRIED or move is Move.REQUEUED:
+        ends.requeue(row, move, reason, started_at=started_at, detail=item.error_text)
+        return
+    ends.end(
+        row,
+        move,
+        reason,
+        started_at=started_at,
+        exit_code=None if item.exit_code is None else max(-INT, min(item.exit_code, INT)),
+        error_text=item.error_text,
+        value=item.value,
+        value_sha256=item.value_sha256,
+        outputs=outputs_text(item.outputs) if item.outputs else None,
+        duration=item.duration_us,
+    )
+    if item.value_sha256:
+        named.append((item.value_sha256, row[0], row[1], row[3], row[4]))
+    for output in item.outputs:
+        named.append((output.sha256, row[0], row[1], row[3], row[4]))
+
+
+def lose(ends: Ends, rows: Sequence[Row], detail: str = "") -> Operation[None]:
     """The node is gone with these leases: nobody's fault, until it is the third node lost while the task ran."""
     active = [row for row in rows if row[5] != TaskStatus.CANCELLED]
     losses: dict[int, int] = {}
@@ -249,4 +302,6 @@ def lose(ends: Ends, rows: Sequence[Row]) -> Operation[None]:
                 error_text=f"{lost} different nodes were lost while this task ran; see what it does to them",
             )
         else:
-            ends.requeue(row, move, EndReason.LOST, started_at=started_at, losses=lost)
+            ends.requeue(
+                row, move, EndReason.LOST, started_at=started_at, losses=lost, detail=detail
+            )

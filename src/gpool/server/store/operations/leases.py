@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
 
 import msgspec
 
 from gpool.core.ids import NodeId, SpecId, TaskId, UserId
 from gpool.core.lifecycle import Move, sources
-from gpool.core.model import InputFile, Instant, Span, TaskSpec
-from gpool.core.scheduling.events import Place
+from gpool.core.model import Allocation, InputFile, Instant, Span, TaskSpec
+from gpool.core.scheduling.events import Member, Place
 from gpool.server.store.operation import operation
+from gpool.server.store.operations import members
 from gpool.server.store.operations.checkpoints import manifests
+from gpool.server.store.operations.gang_grants import (
+    can_meet,
+    is_whole,
+    offers_for,
+    write_granted,
+)
 from gpool.server.store.operations.nodes import load_nodes
 from gpool.server.store.operations.reports import expire, record
 from gpool.server.store.operations.sealed import secrets_to_open
@@ -22,6 +31,7 @@ from gpool.server.store.values import (
     AppliedPlan,
     GrantedLine,
     HeldLease,
+    Peers,
     Picture,
     QueuedRow,
 )
@@ -34,6 +44,7 @@ GRANTS = (
     ("number", "int"),
     ("allocation", "text"),
 )
+NO_GANGS: Mapping[TaskId, bytes] = MappingProxyType({})
 GRANTABLE = ", ".join(f"'{status.value}'" for status in sources(Move.GRANTED))
 
 
@@ -44,10 +55,12 @@ def apply_plan(
     at: Instant,
     with_secrets: Collection[SpecId] = (),
     with_checkpoints: Collection[SpecId] = (),
+    gang_secrets: Mapping[TaskId, bytes] = NO_GANGS,
 ) -> Operation[AppliedPlan]:
     """Writes what is still so.
 
-    Grants on a node that is gone or takes nothing new, or on a flagged GPU, are left out; their tasks stay queued.
+    Grants on a node that is gone or takes nothing new, or on a flagged GPU, are left out; their tasks stay queued. A gang is
+    granted on all of its nodes or on none, and only where they reach each other. `gang_secrets`: what its members will share, sealed.
     `with_secrets`: the specs that have some; those of what is granted come along, still sealed.
     `with_checkpoints`: the specs that may have left one; nothing is looked up for the others.
     """
@@ -56,24 +69,33 @@ def apply_plan(
     )
     if not current or current[0][0] != term:
         return AppliedPlan((), (), deposed=True)
+    wanted = [(place.node, place.allocation) for place in places]
+    wanted += [(part.node, part.allocation) for place in places for part in place.members]
     rows = yield Statement(
         "SELECT n.id FROM {nodes} AS i JOIN nodes n ON n.id = i.id WHERE n.availability = 'available' "
         "/*postgresql FOR SHARE OF n*/",
         {},
-        {"nodes": of_ids(place.node for place in places)},
+        {"nodes": of_ids(node for node, _ in wanted)},
     )
     takes = {row[0] for row in rows}
-    flagged = yield from _flagged(places)
+    flagged = yield from _flagged(wanted)
+    offers = yield from offers_for(places)
     open_places = [
         place
         for place in places
         if place.node in takes
         and not any((place.node, part.gpu_index) in flagged for part in place.allocation.slices)
+        and is_whole(place)
+        and all(_takes(part, takes, flagged) for part in place.members)
+        and can_meet(place, offers)
     ]
     grants: dict[int, Row] = {}  # a task named twice goes to the first place that names it
     for place in open_places:
-        node, number = place.node, place.allocation.number
-        text = allocation_text(place.allocation)
+        node: NodeId | None = place.node
+        number: int | None = place.allocation.number
+        text: str | None = allocation_text(place.allocation)
+        if place.members:  # its members have what it holds
+            node = number = text = None
         for grant in place.grants:
             if grant.task not in grants:
                 grants[grant.task] = (grant.task, grant.epoch, node, number, text)
@@ -110,13 +132,26 @@ def apply_plan(
                 leases.append((found[1], lease))
         if leases:
             lines.append(GrantedLine(place, tuple(leases)))
+    whole = [line.place for line in lines if line.place.members]
+    if whole:
+        peers = yield from write_granted(whole, offers, gang_secrets)
+        lines = [_met(line, peers) if line.place.members else line for line in lines]
     secret = {spec for line in lines for spec, _ in line.leases if spec in with_secrets}
     return AppliedPlan(tuple(lines), tuple(refused), secrets=(yield from secrets_to_open(secret)))
 
 
-def _flagged(places: Sequence[Place]) -> Operation[set[tuple[int, int]]]:
+def _takes(part: Member, takes: set[int], flagged: set[tuple[int, int]]) -> bool:
+    disputed = any((part.node, each.gpu_index) in flagged for each in part.allocation.slices)
+    return part.node in takes and not disputed
+
+
+def _met(line: GrantedLine, peers: Mapping[TaskId, Peers]) -> GrantedLine:
+    return replace(line, peers=peers[line.place.grants[0].task])
+
+
+def _flagged(wanted: Sequence[tuple[NodeId, Allocation]]) -> Operation[set[tuple[int, int]]]:
     """(node, index) of GPUs that nobody may have: disputed, or not proven."""
-    on_gpus = {place.node for place in places if place.allocation.slices}
+    on_gpus = {node for node, allocation in wanted if allocation.slices}
     if not on_gpus:
         return set()
     rows = yield Statement(
@@ -136,14 +171,17 @@ def held(node: NodeId) -> Operation[tuple[HeldLease, ...]]:
         "WHERE t.node_id = :node AND t.holding = 1 ORDER BY t.allocation_number, t.leased_at, t.id",
         {"node": node},
     )
-    return tuple(held_lease(row, row[7], row[8]) for row in rows)
+    ordinary = tuple(held_lease(row, row[7], row[8]) for row in rows)
+    return ordinary + (yield from members.held_by(node))
 
 
 @operation
 def holds_current(node: NodeId, holds: Sequence[Hold]) -> Operation[tuple[Hold, ...]]:
     """Those of `holds` that are not this node's any more. A cancelled one is, until it is released."""
     rows = yield Statement(
-        "SELECT id, epoch FROM tasks WHERE node_id = :node AND holding = 1", {"node": node}
+        "SELECT id, epoch FROM tasks WHERE node_id = :node AND holding = 1 UNION ALL "
+        "SELECT task_id, epoch FROM members WHERE node_id = :node AND holding = 1",
+        {"node": node},
     )
     current = {(row[0], row[1]) for row in rows}
     return tuple(hold for hold in holds if (hold.task, hold.epoch) not in current)
@@ -162,8 +200,8 @@ def picture() -> Operation[Picture]:
         "SELECT id, epoch, spec_id, user_id, queued_at FROM tasks WHERE status = 'queued' ORDER BY queued_at, id"
     )
     holding = yield Statement(
-        f"SELECT {HELD_COLUMNS}, t.node_id, t.leased_at, t.queued_at FROM tasks t WHERE t.holding = 1 "  # noqa: S608
-        "ORDER BY t.node_id, t.allocation_number, t.leased_at, t.id"
+        f"SELECT {HELD_COLUMNS}, t.node_id, t.leased_at, t.queued_at FROM tasks t "  # noqa: S608
+        "WHERE t.holding = 1 AND t.node_id IS NOT NULL ORDER BY t.node_id, t.allocation_number, t.leased_at, t.id"
     )
     ran = yield Statement(
         "SELECT a.task_id, SUM(a.ended_at - a.started_at) FROM attempts a JOIN tasks t ON t.id = a.task_id "
@@ -174,7 +212,12 @@ def picture() -> Operation[Picture]:
         "WHERE t.holding = 1 AND t.node_id IS NOT NULL AND n.note = :note",
         {"note": PREEMPTING},
     )
+    gangs = yield from members.pictured()
     nodes = yield from load_nodes("true", {})
+    since = [(row[0], row[8], row[9]) for row in holding]
+    since += [(gang.lease.task, facts[0], facts[1]) for gang, facts in gangs]
+    stopping = [row[0] for row in preempting]
+    stopping += [gang.lease.task for gang, facts in gangs if facts[2]]
     return Picture(
         specs=tuple((SpecId(row[0]), UserId(row[1]), spec_from(row[2])) for row in specs),
         teams={SpecId(row[0]): row[3] for row in specs if row[3] is not None},
@@ -182,12 +225,13 @@ def picture() -> Operation[Picture]:
         held=tuple((NodeId(row[7]), held_lease(row)) for row in holding),
         nodes=nodes,
         since={
-            TaskId(row[0]): (Instant(row[8]), Instant(row[9]))
-            for row in holding
-            if row[8] is not None and row[9] is not None
+            TaskId(task): (Instant(leased), Instant(queued))
+            for task, leased, queued in since
+            if leased is not None and queued is not None
         },
         ran={TaskId(row[0]): Span(max(0, int(row[1]))) for row in ran},
-        preempting=tuple(TaskId(row[0]) for row in preempting),
+        preempting=tuple(TaskId(task) for task in stopping),
+        gangs=tuple(gang for gang, _ in gangs),
     )
 
 

@@ -254,7 +254,9 @@ def remove_node(node: NodeId, owner: UserId | None) -> Operation[bool]:
     if not locked or (owner is not None and locked[0][0] != owner):
         return False
     holds = yield Statement(
-        "SELECT 1 FROM tasks WHERE node_id = :node AND holding = 1 LIMIT 1", {"node": node}
+        "SELECT 1 FROM tasks WHERE node_id = :node AND holding = 1 UNION ALL "
+        "SELECT 1 FROM members WHERE node_id = :node AND holding = 1 LIMIT 1",
+        {"node": node},
     )
     if holds:
         raise Conflict("this node still holds leases; drain it first, then remove it")

@@ -1,5 +1,7 @@
 """What agents report about their leases, fenced by (task, epoch, node). Refuses what an old lease says.
 
+What is about none of a node's own leases may be about a member of a gang: those are looked for last, so the rest costs no more.
+
 At most one end is accepted for a (task, epoch). Something said again about a lease that this node really had, and that
 did not expire, is accepted in silence: the agent repeats itself until it is told that its report is durable.
 """
@@ -8,16 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gpool.core.ids import NodeId, SpecId, TaskId, UserId
-from gpool.core.lifecycle import Move, end_move, sources
+from gpool.core.ids import NodeId, TaskId
+from gpool.core.lifecycle import Move, sources
 from gpool.core.model import EndReason, Instant, TaskStatus
 from gpool.server.store.operation import operation
 from gpool.server.store.operations.artifacts import keep_results
 from gpool.server.store.operations.checkpoints import note_phases, save
-from gpool.server.store.operations.ends import HELD, Ends, lose
+from gpool.server.store.operations.ends import HELD, Ends, Named, finish, lose
+from gpool.server.store.operations.gangs import Taken, lose_members, take
 from gpool.server.store.operations.logs import append_chunks
 from gpool.server.store.protocol import Operation, Relation, Row, Statement
-from gpool.server.store.rows import of_ids, outputs_text
+from gpool.server.store.rows import of_ids
 from gpool.server.store.values import Recording
 from gpool.wire.frames import (
     Checkpointed,
@@ -31,22 +34,9 @@ from gpool.wire.frames import (
     Started,
 )
 
-NEVER_STARTED = frozenset(
-    {
-        EndReason.BAD_INPUT,
-        EndReason.SANDBOX_FAILED,
-        EndReason.HANDED_BACK,
-        EndReason.PREEMPTED,
-        EndReason.CANCELLED,
-        EndReason.LOST,
-    }
-)
-"""Ends that do not imply a start that was not reported."""
-
 STARTABLE = tuple(status.value for status in sources(Move.STARTED))
 CANCELLED = TaskStatus.CANCELLED.value
 HOLDS = (("id", "int"), ("epoch", "int"))
-INT = (1 << 31) - 1
 
 
 @operation
@@ -66,7 +56,7 @@ def record(node: NodeId, items: Sequence[ReportItem], at: Instant) -> Operation[
     started: dict[int, int] = {}
     failed: list[tuple[Row, Finished]] = []
     lost: list[Row] = []
-    named: list[tuple[str, TaskId, int, SpecId, UserId]] = []
+    named: list[Named] = []
     chunks: list[LogChunk] = []
     reached: list[Reached] = []
     saved: dict[int, Checkpointed] = {}
@@ -88,7 +78,7 @@ def record(node: NodeId, items: Sequence[ReportItem], at: Instant) -> Operation[
                 if row[5] == CANCELLED:
                     ends.let_go(row)
                 elif item.reason is EndReason.RETURNED or item.exit_code == 0:
-                    _finish(ends, row, item, at, tries_left=False, named=named)
+                    finish(ends, row, item, at, tries_left=False, named=named)
                 elif item.reason is EndReason.LOST:
                     lost.append(row)
                 else:
@@ -112,10 +102,17 @@ def record(node: NodeId, items: Sequence[ReportItem], at: Instant) -> Operation[
                     reason = EndReason.PREEMPTED if begun else EndReason.HANDED_BACK
                     ends.requeue(row, Move.REQUEUED, reason, started_at=row[7])
 
+    gangs = (yield from take(node, doubtful, at)) if doubtful else Taken()
+    doubtful = gangs.rest
+    started |= gangs.started
+    chunks += gangs.chunks
+    reached += gangs.reached
+    saved |= gangs.saved
+    named += gangs.named
     if failed:
         retries = yield from _retries({row[3] for row, _ in failed})
         for row, item in failed:
-            _finish(ends, row, item, at, tries_left=row[8] < retries[row[3]], named=named)
+            finish(ends, row, item, at, tries_left=row[8] < retries[row[3]], named=named)
     if lost:
         yield from lose(ends, lost)
     if started:
@@ -130,52 +127,19 @@ def record(node: NodeId, items: Sequence[ReportItem], at: Instant) -> Operation[
     yield from keep_results(named)
     refused = (yield from _refused(node, doubtful)) if doubtful else ()
     refused += tuple(Hold(item.task, item.epoch) for item in impossible)
+    noted = (TaskId(each) for each in (*(item.task for item in reached), *saved))
     return Recording(
         started=tuple(TaskId(task) for task in started),
-        ended=tuple(ends.ended),
-        requeued=tuple(ends.requeued),
-        released=tuple(ends.released),
+        ended=(*ends.ended, *gangs.ended),
+        requeued=(*ends.requeued, *gangs.requeued),
+        released=(*ends.released, *gangs.released),
+        to_stop=tuple(gangs.to_stop),
+        to_preempt=tuple(gangs.to_preempt),
         logged=logged,
-        noted=(*(TaskId(item.task) for item in reached), *(TaskId(task) for task in saved)),
-        unusable=unusable,
+        noted=(*noted, *gangs.noted),
+        unusable=(*unusable, *gangs.unusable),
         refused=refused,
     )
-
-
-def _finish(
-    ends: Ends,
-    row: Row,
-    item: Finished,
-    at: Instant,
-    *,
-    tries_left: bool,
-    named: list[tuple[str, TaskId, int, SpecId, UserId]],
-) -> None:
-    reason = item.reason
-    move = end_move(reason, item.exit_code, tries_left=tries_left, losses=0)
-    started_at = row[7]
-    if started_at is None and reason not in NEVER_STARTED:
-        # never said, so reckoned from the agent's measure, within what the server's own clock allows
-        started_at = min(at, max(row[6], at - item.duration_us))
-    if move is Move.RETRIED or move is Move.REQUEUED:
-        ends.requeue(row, move, reason, started_at=started_at, detail=item.error_text)
-        return
-    ends.end(
-        row,
-        move,
-        reason,
-        started_at=started_at,
-        exit_code=None if item.exit_code is None else max(-INT, min(item.exit_code, INT)),
-        error_text=item.error_text,
-        value=item.value,
-        value_sha256=item.value_sha256,
-        outputs=outputs_text(item.outputs) if item.outputs else None,
-        duration=item.duration_us,
-    )
-    if item.value_sha256:
-        named.append((item.value_sha256, row[0], row[1], row[3], row[4]))
-    for output in item.outputs:
-        named.append((output.sha256, row[0], row[1], row[3], row[4]))
 
 
 def _retries(specs: set[int]) -> Operation[dict[int, int]]:
@@ -228,11 +192,15 @@ def expire(node: NodeId, at: Instant) -> Operation[Recording]:
         "ORDER BY t.id /*postgresql FOR UPDATE*/",
         {"node": node},
     )
-    if not rows:
-        return Recording()
+    gangs = yield from lose_members(node, at)
     ends = Ends(node, at)
-    yield from lose(ends, rows)
-    yield from ends.write()
+    if rows:
+        yield from lose(ends, rows)
+        yield from ends.write()
     return Recording(
-        ended=tuple(ends.ended), requeued=tuple(ends.requeued), released=tuple(ends.released)
+        ended=(*ends.ended, *gangs.ended),
+        requeued=(*ends.requeued, *gangs.requeued),
+        released=(*ends.released, *gangs.released),
+        to_stop=tuple(gangs.to_stop),
+        to_preempt=tuple(gangs.to_preempt),
     )

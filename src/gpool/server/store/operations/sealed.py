@@ -47,6 +47,7 @@ PLACES = {
         Place("sessions", "seed_sealed", (("id", "text"),)),
         Place("signing_keys", "sealed", (("kid", "text"),)),
         Place("task_secrets", "sealed", (("spec_id", "int"), ("name", "text"))),
+        Place("gangs", "secret_sealed", (("task_id", "int"),)),
     )
 }
 """Where sealed fields lie, in the order they are gone through."""

@@ -11,10 +11,11 @@ from dataclasses import replace
 from typing import Any
 
 from gpool.core.errors import Conflict, Invalid, NotFound
-from gpool.core.ids import BatchId, SpecId, TaskId, UserId
+from gpool.core.ids import BatchId, NodeId, SpecId, TaskId, UserId
 from gpool.core.lifecycle import Move, sources
 from gpool.core.model import AttemptRow, Instant, Phase, Span, TaskStatus
 from gpool.server.store.operation import operation
+from gpool.server.store.operations import members
 from gpool.server.store.operations.artifacts import keep, missing
 from gpool.server.store.operations.ends import take_sequences, target
 from gpool.server.store.operations.sealed import insert_secrets
@@ -38,6 +39,7 @@ from gpool.server.store.values import (
     Batch,
     BatchResult,
     Ended,
+    MemberView,
     MissingArtifacts,
     NewTask,
     Recording,
@@ -237,7 +239,8 @@ def task(
     rows = yield Statement(VIEW_WITH_VALUE + "WHERE t.id = :id", {"id": id})
     if not rows or not _theirs(rows[0][4], rows[0][21], user, teams):
         return None
-    return _view(rows[0])
+    (view,) = yield from _with_members([_view(rows[0])])
+    return view
 
 
 @operation
@@ -277,7 +280,23 @@ def _views(where: str, parameters: dict[str, int]) -> Operation[tuple[TaskView, 
     rows = yield Statement(
         f"{VIEW_WITHOUT_VALUE} WHERE {where} ORDER BY t.id DESC LIMIT :limit", parameters
     )
-    return tuple(_view(row) for row in rows)
+    return (yield from _with_members([_view(row) for row in rows]))
+
+
+def _with_members(views: Sequence[TaskView]) -> Operation[tuple[TaskView, ...]]:
+    """Gangs with their members; a task that is none costs nothing."""
+    gangs = [view.row.id for view in views if view.spec.requirements.nodes > 1]
+    if not gangs:
+        return tuple(views)
+    found = yield from members.views(gangs)
+    return tuple(_as_gang(view, found.get(view.row.id, ())) for view in views)
+
+
+def _as_gang(view: TaskView, found: tuple[MemberView, ...]) -> TaskView:
+    if not found:
+        return view
+    row = replace(view.row, node=found[0].node, allocation=found[0].allocation)
+    return replace(view, row=row, node_name=found[0].node_name, members=found)
 
 
 def _open(whose: str, wanted: frozenset[TaskStatus]) -> list[str]:
@@ -330,8 +349,12 @@ def story(
         f"SELECT a.epoch, a.note, a.at FROM attempt_notes a WHERE a.task_id = :id ORDER BY a.epoch, a.at, {PHASES}",  # noqa: S608
         {"id": id},
     )
+    row = task_row(rows[0])
+    if row.node is None and row.epoch:
+        gang = (yield from members.views((id,))).get(id, ())
+        row = replace(row, node=gang[0].node) if gang else row
     return TaskStory(
-        task_row(rows[0]),
+        row,
         tuple(
             AttemptRow(row[0], row[1], row[2], row[3], row[4], row[5], REASON[row[6]], row[7])
             for row in attempts
@@ -426,10 +449,13 @@ def cancel(
         {"at": at},
         {"cancelled": Relation(CANCELLED, cancelled)},
     )
+    leased = [row for row in found if row[4] != TaskStatus.QUEUED]
+    of_gangs = yield from members.holders(row[0] for row in leased if row[5] is None)
     return Recording(
         ended=tuple(ended),
         withdrawn=tuple(TaskId(row[0]) for row in found if row[4] == TaskStatus.QUEUED),
-        to_stop=tuple(
-            (row[5], Hold(row[0], row[1])) for row in found if row[4] != TaskStatus.QUEUED
+        to_stop=(
+            *((NodeId(row[5]), Hold(row[0], row[1])) for row in leased if row[5] is not None),
+            *of_gangs,
         ),
     )

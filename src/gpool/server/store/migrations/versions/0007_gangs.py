@@ -1,4 +1,4 @@
-"""Gangs with their members; what people have used lately; how reliable nodes were."""
+"""Gangs with their members; what people have used lately and are guaranteed; how reliable nodes were."""
 
 from __future__ import annotations
 
@@ -25,12 +25,17 @@ def _counter(name: str) -> sa.Column[int]:
     return sa.Column(name, BIG, server_default=sa.text("0"), nullable=False)
 
 
+def _note(name: str) -> sa.Column[str]:
+    return sa.Column(name, sa.Text(), server_default=sa.text("''"), nullable=False)
+
+
 def upgrade() -> None:
     op.create_table(
         "gangs",
         _int("task_id"),
         _int("epoch"),
         sa.Column("secret_sealed", sa.LargeBinary(), nullable=False),
+        _counter("logged"),
         sa.PrimaryKeyConstraint("task_id", name=op.f("pk_gangs")),
     )
     op.create_table(
@@ -41,12 +46,19 @@ def upgrade() -> None:
         _int("node_id"),
         _int("allocation_number"),
         sa.Column("allocation", sa.Text(), nullable=False),
+        _note("host"),
+        _counter("port"),
         _counter("holding"),
         _maybe("started_at"),
         _maybe("ended_at"),
+        _maybe("place"),
         sa.Column("reason", sa.Text(), nullable=True),
         _maybe("exit_code"),
-        sa.Column("detail", sa.Text(), server_default=sa.text("''"), nullable=False),
+        _note("detail"),
+        _counter("duration_us"),
+        sa.Column("outputs", sa.Text(), nullable=True),
+        _counter("logged"),
+        _counter("mid_line"),
         sa.PrimaryKeyConstraint("task_id", "rank", name=op.f("pk_members")),
     )
     op.create_index(
@@ -60,7 +72,7 @@ def upgrade() -> None:
         "usage",
         sa.Column("kind", sa.Text(), nullable=False),
         _int("id"),
-        sa.Column("value", sa.Text(), nullable=False),
+        _int("value"),
         _int("at"),
         sa.PrimaryKeyConstraint("kind", "id", name=op.f("pk_usage")),
     )
@@ -72,3 +84,4 @@ def upgrade() -> None:
         _int("at"),
         sa.PrimaryKeyConstraint("node_id", name=op.f("pk_node_records")),
     )
+    op.add_column("quotas", _maybe("guaranteed_gpu_milli"))

@@ -1,0 +1,57 @@
+"""A member of a gang as a command: what runs in its sandbox, with which variables, over which lane. Decides nothing."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+
+from gpool.agent.network.policy import Gang
+from gpool.agent.runner import gang as starter
+from gpool.core import rendezvous
+from gpool.core.model import Allocation, Engine, Network, TaskSpec
+from gpool.wire.frames import Rendezvous
+
+INTERPRETER = (
+    "python=$(command -v python || command -v python3) || { echo \"gpool: engine $1 needs a Python in the task's "
+    'environment, and there is none; choose another --image" >&2; exit 127; }; shift; exec "$python" -c "$0" "$@"'
+)
+"""For a shell: images have one or the other, or none. `$0` is the starter's text, `$1` the engine."""
+
+
+@cache
+def starter_text() -> str:
+    return Path(starter.__file__).read_text("utf-8")
+
+
+def lane_of(spec: TaskSpec, told: Rendezvous) -> Gang:
+    """The network its sandbox is to be in."""
+    egress = spec.requirements.network is Network.EGRESS
+    return Gang(told.rank, told.peers, told.secret, egress)
+
+
+def command_of(spec: TaskSpec, told: Rendezvous, part: Allocation) -> tuple[str, ...]:
+    """What its sandbox is to run: the task's command, by its engine."""
+    if spec.engine is Engine.NONE:
+        return spec.command
+    nodes = len(told.peers)
+    plan = {
+        "engine": spec.engine.value,
+        "rank": told.rank,
+        "nodes": nodes,
+        "head": str(rendezvous.address_of(0)),
+        "gate": rendezvous.GATE_PORT,
+        "ray": rendezvous.ray_address(),
+        "words": rendezvous.engine_words(spec.engine, told.rank, nodes, part),
+    }
+    engine, said = spec.engine.value, json.dumps(plan)
+    return ("/bin/sh", "-c", INTERPRETER, starter_text(), engine, said, *spec.command)
+
+
+def variables_of(spec: TaskSpec, told: Rendezvous) -> tuple[tuple[str, str], ...]:
+    """Before the task's own, which win."""
+    return (*rendezvous.variables(told.rank, len(told.peers)), *SILENT.get(spec.engine, ()))
+
+
+SILENT = {Engine.RAY: (("RAY_USAGE_STATS_ENABLED", "0"), ("RAY_DISABLE_IMPORT_WARNING", "1"))}
+"""No engine may look for the internet."""

@@ -1,0 +1,65 @@
+"""A task's place among those that wait, by the order in force. It counts without going through the queues; it decides nothing.
+
+The n-th task of a shape is served once its people have what the n before it take: so it is ranked here. What other shapes of
+the same people take meanwhile is left out, so a place is exact at the front of the line and a good guess behind.
+"""
+
+from __future__ import annotations
+
+from gpool.core.ids import TaskId
+from gpool.core.model import Instant, Node, Shape
+from gpool.core.scheduling.fair_share import Amounts, tenant_of
+from gpool.core.scheduling.levels import attained_at
+from gpool.core.scheduling.limits import Holder, band, least_gpus
+from gpool.core.scheduling.orders import Candidate, Key, Order, Policy
+from gpool.core.scheduling.placement import unfit
+from gpool.core.scheduling.queue import Entry
+from gpool.core.scheduling.state import ShapeState, State
+
+
+class Ranking:
+    def __init__(self, state: State, now: Instant, policy: Policy, order: Order) -> None:
+        self._state, self._now, self._policy, self._order = state, now, policy, order
+
+    def ahead(self, mine: ShapeState, task: TaskId, nodes: list[Node]) -> int:
+        """How many waiting tasks come first and could use one of these nodes."""
+        entry = mine.queue.entry_of(task)
+        if entry is None:
+            return 0
+        own = mine.queue.count_while(lambda _, other: other < entry)
+        my_key = self.key(mine.shape, own, entry)
+        total = own
+        for other in self._state.waiting():
+            shape = other.shape
+            if other is not mine and any(unfit(node, shape) is None for node in nodes):
+                total += other.queue.count_while(
+                    lambda place, e, shape=shape: self.key(shape, place, e) < my_key  # type: ignore[misc]
+                )
+        return total
+
+    def key(self, shape: Shape, place: int, entry: Entry) -> Key:
+        """Of the task with this place in the queue of its shape."""
+        state, policy = self._state, self._policy
+        needs = shape.requirements
+        gpus = least_gpus(shape) * needs.nodes
+        memory = (needs.memory_bytes or 0) * needs.nodes
+        more: Amounts = (place * gpus, place * needs.cpu_milli * needs.nodes, place * memory)
+
+        def share(holder: Holder) -> int:
+            return state.shares.of(holder, policy.weights.get(holder, 1000), more)
+
+        def held(holder: Holder) -> int:
+            return state.gpus.get(holder, 0) + more[0]
+
+        candidate = Candidate(
+            shape,
+            Instant(entry[0]),
+            TaskId(entry[1]),
+            state.running.get(shape.user, 0) + place * needs.nodes,
+            state.served(shape.user),
+            attained_at(shape.level),
+            (share(tenant_of(shape)), share(("user", shape.user))),
+            state.predictions.of(shape),
+            band(policy.limits, shape, held, gpus),
+        )
+        return self._order(candidate, self._now, policy)

@@ -1,0 +1,262 @@
+"""Gangs on real machines of their own (network namespaces on one bridge): real sandboxes, real lanes, real engines."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpool.testing.processes import SHORT_LEASE, Pool, eventually, processes_saying
+
+EXAMPLES = Path(__file__).parents[2] / "examples" / "gangs"
+NETWORK = "10.213.80"
+HOSTS = ("first", "second", "third")
+PATIENCE_S = 90
+
+
+def ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
+
+
+class Site:
+    """Three machines and a server on one bridge."""
+
+    def __init__(self, folder: Path) -> None:
+        self.mark = os.getpid()
+        self.pool = Pool(folder, SHORT_LEASE, host=f"{NETWORK}.1")
+
+    def space(self, name: str) -> str:
+        return f"gpool-{self.mark}-{name}"
+
+    def lay(self) -> None:
+        bridge = f"gb{self.mark}"
+        ip("link", "add", bridge, "type", "bridge")
+        ip("address", "add", f"{NETWORK}.1/24", "dev", bridge)
+        ip("link", "set", bridge, "up")
+        for number, name in enumerate(HOSTS):
+            space, near = self.space(name), f"gv{self.mark}-{number}"
+            ip("netns", "add", space)
+            ip("link", "add", near, "type", "veth", "peer", "name", "eth0", "netns", space)
+            ip("link", "set", near, "master", bridge, "up")
+            ip("-n", space, "address", "add", f"{self.address(name)}/24", "dev", "eth0")
+            ip("-n", space, "link", "set", "eth0", "up")
+            ip("-n", space, "link", "set", "lo", "up")
+
+    def clear(self) -> None:
+        for name in HOSTS:
+            subprocess.run(["ip", "netns", "delete", self.space(name)], check=False)
+        subprocess.run(["ip", "link", "delete", f"gb{self.mark}"], check=False)
+
+    def address(self, name: str) -> str:
+        return f"{NETWORK}.{11 + HOSTS.index(name)}"
+
+    def start(self) -> None:
+        self.pool.start(agents=())
+        for name in HOSTS:
+            within = ("nsenter", f"--net=/run/netns/{self.space(name)}")
+            flags = ("--site", "lab", "--address", self.address(name))
+            self.pool.joining(name, *flags, within=within)
+        for name in HOSTS:
+            self.pool.until_online(name)
+
+    def revive(self) -> None:
+        """Whoever was killed by an earlier test comes back, while two others are there for the next gang."""
+        for agent in self.pool.agents.values():
+            if not agent.is_running:
+                agent.start()
+
+    # ---- tasks
+
+    def submit(self, example: str, *options: str, words: Sequence[str] = ()) -> str:
+        script = str(EXAMPLES / example)
+        done = self.pool.gpool("run", "-d", "--nodes", "2", *options, script, *words)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
+
+    def printed(self, task: str) -> str:
+        items = self.pool.ask("GET", f"/v1/tasks/{task}/logs").json()["items"]
+        return "".join(item["text"] for item in items)
+
+    def until_printed(self, task: str, text: str, within_s: float = PATIENCE_S) -> None:
+        def there() -> bool:
+            document = self.pool.status(task)
+            assert document["status"] not in ("failed", "cancelled"), (
+                document,
+                self.printed(task),
+            )
+            return text in self.printed(task)
+
+        eventually(f"it prints {text!r}", there, within_s, every_s=0.1)
+
+    def members(self, task: str) -> list[str]:
+        """Names of their nodes, by rank."""
+        document = self.pool.status(task)
+        nodes = {n["id"]: n["name"] for n in self.pool.ask("GET", "/v1/nodes").json()["items"]}
+        return [nodes[one["node"]] for one in sorted(document["members"], key=lambda m: m["rank"])]
+
+    def ended(self, task: str) -> dict[str, Any]:
+        final = ("succeeded", "failed", "cancelled")
+        eventually(
+            "it ends", lambda: self.pool.status(task)["status"] in final, PATIENCE_S, every_s=0.1
+        )
+        return self.pool.status(task)
+
+
+@pytest.fixture(scope="module")
+def site(
+    tmp_path_factory: pytest.TempPathFactory, require: Callable[[str], None]
+) -> Iterator[Site]:
+    for component in ("network namespaces", "bubblewrap"):
+        require(component)
+    made = Site(tmp_path_factory.mktemp("site"))
+    try:
+        made.lay()
+        made.start()
+        yield made
+    finally:
+        made.pool.stop()
+        made.clear()
+
+
+@pytest.fixture
+def pool(site: Site) -> Pool:
+    """So that its logs are shown when a test fails."""
+    site.revive()
+    return site.pool
+
+
+TALK = """
+import os, socket, sys
+rank, addresses = int(os.environ["GPOOL_RANK"]), os.environ["GPOOL_ADDRESSES"].split(",")
+if rank == 0:
+    with socket.create_server((addresses[0], 7000)) as door:
+        print("heard", door.accept()[0].makefile().readline().strip(), flush=True)
+else:
+    import time
+    while True:
+        try:
+            talk = socket.create_connection(("rank0", 7000), timeout=5)
+            break
+        except OSError:
+            time.sleep(0.1)
+    talk.sendall(b"from rank 1\\n")
+    for address in sys.argv[1:]:
+        try:
+            socket.create_connection((address, int(os.environ["PORT"])), timeout=1)
+            print("reached", address, flush=True)
+        except OSError:
+            print("nothing at", address, flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_members_reach_each_other_and_nothing_else(site: Site, pool: Pool) -> None:
+    outside = (f"{NETWORK}.1", site.address("first"), site.address("second"))
+    wanted = {
+        "command": ["python", "-c", TALK, *outside],
+        "env": {"PORT": str(pool.port)},
+        "nodes": 2,
+    }
+    task = pool.ask("POST", "/v1/tasks", wanted).json()["ids"][0]
+    assert site.ended(task)["status"] == "succeeded", site.printed(task)
+    said = site.printed(task)
+    assert "heard from rank 1" in said
+    assert "reached" not in said
+    for address in outside:
+        assert f"[1] nothing at {address}" in said
+    # The control: the server is there for whoever is on the bridge.
+    assert pool.ask("GET", "/readyz").status_code == 200
+
+
+@pytest.mark.slow
+def test_torchrun_sums_over_two_nodes(
+    site: Site, pool: Pool, require: Callable[[str], None]
+) -> None:
+    require("torch")
+    options = ("--engine", "torchrun", "--checkpoint", "state/")
+    task = site.submit("train.py", *options, words=("--steps", "10", "--pause", "0"))
+    document = site.ended(task)
+    said = site.printed(task)
+    assert document["status"] == "succeeded", said
+    assert (document["epoch"], document["losses"]) == (1, 0)
+    assert "rank 0 of 2 has 330\n" in said  # 4 weights x (1 + … + 10) x the mean of ranks 1 and 2
+    assert "[1] rank 1 of 2 has 330\n" in said
+    assert len(set(site.members(task))) == 2
+
+
+@pytest.mark.slow
+def test_torchrun_goes_on_elsewhere_when_an_agent_is_killed(
+    site: Site, pool: Pool, require: Callable[[str], None]
+) -> None:
+    require("torch")
+    options = ("--engine", "torchrun", "--checkpoint", "state/", "--checkpoint-every", "1s")
+    task = site.submit("train.py", *options, words=("--steps", "40", "--pause", "0.1"))
+    site.until_printed(task, "step 15 of 40")
+    before = site.members(task)
+    pool.agents[before[1]].kill()
+    eventually("it is formed anew", lambda: pool.status(task)["epoch"] == 2, 30, every_s=0.1)
+    document = site.ended(task)
+    said = site.printed(task)
+    assert document["status"] == "succeeded", (document, said)
+    assert (document["losses"], document["tries"]) == (1, 0)
+    assert "goes on at step" in said
+    assert "rank 0 of 2 has 4920\n" in said  # 4 x (1 + … + 40) x 1.5: no step twice, none left out
+    assert "[1] rank 1 of 2 has 4920\n" in said
+    assert before[1] not in site.members(task)
+
+
+@pytest.mark.slow
+def test_a_gang_that_is_to_end_with_a_loss_fails_and_says_why(site: Site, pool: Pool) -> None:
+    mark = f"sleep 600.{os.getpid()}"
+    wanted = {
+        "command": ["sh", "-c", f"echo up; exec {mark}"],
+        "nodes": 2,
+        "on_loss": "end",
+        "retries": 3,
+    }
+    task = pool.ask("POST", "/v1/tasks", wanted).json()["ids"][0]
+    site.until_printed(task, "[1] up")
+    lost = site.members(task)[1]
+    pool.agents[lost].kill()
+    document = site.ended(task)
+    assert document["status"] == "failed"
+    assert document["epoch"] == 1
+    assert "rank 1 was lost" in document["error_text"], document
+    assert "on_loss=end" in document["error_text"]
+    eventually("nothing of it runs", lambda: not processes_saying(mark.partition(" ")[2]), 20)
+
+
+@pytest.mark.slow
+def test_ray_computes_on_two_nodes_though_an_agent_is_killed(
+    site: Site, pool: Pool, require: Callable[[str], None]
+) -> None:
+    require("ray")
+    options = ("--engine", "ray", "--memory", "1GB")
+    task = site.submit("squares.py", *options, words=("--count", "30", "--pause", "0.2"))
+    site.until_printed(task, "10 of 30")
+    before = site.members(task)
+    pool.agents[before[1]].kill()
+    eventually("it is formed anew", lambda: pool.status(task)["epoch"] == 2, 60, every_s=0.1)
+    document = site.ended(task)
+    said = site.printed(task)
+    assert document["status"] == "succeeded", (document, said)
+    assert document["losses"] == 1
+    assert "8555 from 2 nodes\n" in said
+    assert before[1] not in site.members(task)
+
+
+@pytest.mark.slow
+def test_ray_computes_on_two_nodes_undisturbed(
+    site: Site, pool: Pool, require: Callable[[str], None]
+) -> None:
+    require("ray")
+    options = ("--engine", "ray", "--memory", "1GB")
+    task = site.submit("squares.py", *options, words=("--count", "10", "--pause", "0.1"))
+    document = site.ended(task)
+    assert document["status"] == "succeeded", site.printed(task)
+    assert (document["epoch"], document["losses"]) == (1, 0)
+    assert "285 from 2 nodes\n" in site.printed(task)

@@ -1,0 +1,523 @@
+"""Gangs at the desk: every member is told the same, whenever it comes, and the task ends once."""
+
+from __future__ import annotations
+
+import sqlite3
+from contextlib import closing
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from server_desk import Agent, Desk, StoppedClock, an_offer, open_desk
+
+from gpool.core.ids import BatchId, SpecId, TaskId, UserId, decode, encode
+from gpool.core.model import (
+    EndReason,
+    OnLoss,
+    Requirements,
+    TaskKind,
+    TaskSpec,
+    TaskStatus,
+)
+from gpool.server.identity.sealer import secret_place
+from gpool.server.loops import Expire
+from gpool.server.store.operations import tasks
+from gpool.server.store.values import NewTask, Submission, Submitted
+from gpool.wire.frames import (
+    Beat,
+    Finished,
+    Grants,
+    HandedBack,
+    Hold,
+    Line,
+    LogChunk,
+    Recorded,
+    Refused,
+    Released,
+    Started,
+    Stop,
+    StopReason,
+    Welcome,
+)
+
+pytestmark = pytest.mark.anyio
+TTL_S = 31
+
+
+def gang_spec(count: int = 2, **options: Any) -> TaskSpec:
+    wanted = Requirements(nodes=count)
+    return TaskSpec(TaskKind.COMMAND, "gang", wanted, ("true",), **options)
+
+
+@dataclass
+class Site:
+    """Agents of one site, and gangs on them."""
+
+    desk: Desk
+    agents: dict[str, Agent]
+
+    async def submit(self, spec: TaskSpec | None = None, **secrets: str) -> TaskId:
+        server = self.desk.server
+        me = (await self.desk.get("/v1/me")).json()["id"]
+        spec_id, task = SpecId(server.ids.next()), TaskId(server.ids.next())
+        spec = replace(spec or gang_spec(), secrets=tuple(secrets))
+        sealed = [
+            (name, await server.sealer.seal(secret_place(spec_id, name), value.encode()))
+            for name, value in secrets.items()
+        ]
+        wanted = Submission(
+            BatchId(server.ids.next()),
+            True,
+            True,
+            spec_id,
+            spec,
+            UserId(decode("user", me)),
+            [NewTask(task, 0)],
+            server.now,
+            secrets=sealed,
+        )
+        done = await server.write(tasks.submit(wanted))
+        assert isinstance(done, Submitted)
+        server.scheduler.queued(done, wanted)
+        return task
+
+    async def leased(self, spec: TaskSpec | None = None) -> TaskId:
+        task = await self.submit(spec)
+        assert await self.desk.schedule() == 1
+        return task
+
+    async def running(self, spec: TaskSpec | None = None) -> TaskId:
+        task = await self.leased(spec)
+        for agent in self.members(task):
+            await agent.report(Started(task, 1))
+        return task
+
+    def line(self, agent: Agent, task: TaskId) -> Line:
+        """The last it was told of the gang."""
+        *_, last = (
+            line
+            for frame in agent.frames(Grants)
+            for line in frame.lines
+            if line.leases[0].task == task
+        )
+        return last
+
+    def members(self, task: TaskId) -> list[Agent]:
+        """By rank, of those that were told."""
+        told = {}
+        for agent in self.agents.values():
+            if any(lease.task == task for lease in agent.leases()):
+                line = self.line(agent, task)
+                assert line.gang is not None
+                told[line.gang.rank] = agent
+        return [told[rank] for rank in sorted(told)]
+
+    async def document(self, task: TaskId) -> dict[str, Any]:
+        answer = await self.desk.get(f"/v1/tasks/{encode('task', task)}")
+        found: dict[str, Any] = answer.json()
+        return found
+
+    async def words(self, task: TaskId) -> tuple[str, list[str]]:
+        found = await self.document(task)
+        return found["status"], [member["status"] for member in found["members"]]
+
+    async def lose(self, agent: Agent) -> None:
+        """Its node falls silent for good; the others beat on."""
+        await agent.channel.close()
+        self.desk.clock.advance(TTL_S)
+        for other in self.agents.values():
+            if other is not agent and not other.channel.closed:
+                other.beat += 1
+                await other.channel.receive(Beat(other.beat, ()))
+        await Expire(self.desk.server).run_once(self.desk.server.now)
+
+    async def is_sound(self) -> None:
+        """The state is what the store would give."""
+        scheduler = self.desk.server.scheduler
+        before = scheduler.state.truth()
+        scheduler.doubt()
+        await scheduler.rebuild(self.desk.server.now)
+        assert scheduler.state.truth() == before
+
+
+def lab_offer(number: int, **options: Any) -> Any:
+    return replace(an_offer(**options), site="lab", address=f"10.0.0.{number}", gang_port=47000)
+
+
+async def open_site(desk: Desk, *names: str, connect: bool = True) -> Site:
+    agents = {}
+    for number, name in enumerate(names, 1):
+        agents[name] = await desk.node(name, lab_offer(number))
+        if connect:
+            await agents[name].connect()
+    return Site(desk, agents)
+
+
+@pytest.fixture
+async def site(desk: Desk) -> Site:
+    return await open_site(desk, "a", "b", "c")
+
+
+def ended(task: TaskId, code: int = 0, epoch: int = 1) -> Finished:
+    return Finished(task, epoch, EndReason.EXITED, code, duration_us=1000)
+
+
+def stops(agent: Agent) -> list[StopReason]:
+    return [frame.reason for frame in agent.frames(Stop)]
+
+
+# ---- grants
+
+
+async def test_every_member_is_told_its_rank_its_peers_and_one_secret(site: Site) -> None:
+    task = await site.leased(gang_spec(3))
+    members = site.members(task)
+    assert len(members) == 3
+    told = [site.line(agent, task).gang for agent in members]
+    secrets = {each.secret for each in told if each is not None}
+    assert len(secrets) == 1
+    assert len(secrets.pop()) == 32
+    peers = {each.peers for each in told if each is not None}
+    assert peers == {tuple((agent.offer.address, 47000) for agent in members)}
+    document = await site.document(task)
+    assert (document["nodes"], document["status"]) == (3, "leased")
+    assert [member["node_name"] for member in document["members"]] == [
+        agent.credentials.name for agent in members
+    ]
+    assert document["node"] == document["members"][0]["node"]
+    assert "secret" not in repr(told[0]).replace("…", "")
+    await site.is_sound()
+
+
+async def test_two_gangs_never_share_a_secret_or_a_port(site: Site) -> None:
+    first, second = await site.leased(), await site.leased()
+    shared = [a for a in site.members(first) if a in site.members(second)]
+    assert shared
+    one, other = (site.line(shared[0], task).gang for task in (first, second))
+    assert one is not None
+    assert other is not None
+    assert one.secret != other.secret
+    assert not set(one.peers) & set(other.peers)
+
+
+async def test_the_secret_lies_sealed(site: Site, data: Path) -> None:
+    task = await site.leased()
+    gang = site.line(site.members(task)[0], task).gang
+    assert gang is not None
+    with closing(sqlite3.connect(data / "gpool.db")) as connection:
+        [(kept,)] = connection.execute("SELECT secret_sealed FROM gangs").fetchall()
+    assert gang.secret not in kept
+
+
+async def test_a_member_that_comes_late_or_after_a_restart_is_told_the_same(
+    site: Site, data: Path
+) -> None:
+    task = await site.submit()
+    away = site.agents["b"]
+    assert await site.desk.schedule() == 1
+    first, second = site.members(task)
+    told = site.line(second, task)
+    await second.channel.close()
+    again = second.again()
+    await again.connect()
+    assert [line for frame in again.frames(Grants) for line in frame.lines] == [told]
+    other = await open_desk(data, site.desk.clock)
+    anew = again.again(other.server)
+    await anew.connect(Hold(12345, 1))
+    assert [line for frame in anew.frames(Grants) for line in frame.lines] == [told]
+    assert anew.frames(Welcome)[0].drop == (Hold(12345, 1),)
+    assert away is not None
+    await other.http.aclose()
+    await other.server.store.close()
+    assert first is not second
+
+
+async def test_a_gang_whose_offers_changed_meanwhile_still_meets_at_one_place(site: Site) -> None:
+    task = await site.leased()
+    first, second = site.members(task)
+    told = site.line(second, task).gang
+    await first.channel.close()
+    moved = first.again()
+    moved.offer = replace(first.offer, address="10.9.9.9")
+    await moved.connect()
+    gang = site.line(moved, task).gang
+    assert gang is not None
+    assert told is not None
+    assert gang.peers == told.peers
+
+
+@pytest.mark.parametrize(
+    "claim",
+    [
+        {"address": "internal.example"},
+        {"address": "::1"},
+        {"address": "255.255.255.255"},
+        {"address": "224.0.0.1"},
+        {"address": "0.0.0.0"},
+        {"gang_port": 70_000},
+        {"gang_port": -1},
+        {"site": "a\0b"},
+    ],
+)
+async def test_an_address_that_is_no_hosts_is_refused(desk: Desk, claim: dict[str, Any]) -> None:
+    agent = await desk.node("odd", replace(lab_offer(1), **claim))
+    await agent.connect()
+    assert isinstance(agent.sent[-1], Refused)
+
+
+# ---- ends
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+async def test_two_members_run_and_end(site: Site, order: tuple[int, int]) -> None:
+    task = await site.running()
+    assert await site.words(task) == ("running", ["running", "running"])
+    await site.is_sound()
+    members = site.members(task)
+    await members[order[0]].report(ended(task))
+    assert (await site.words(task))[0] == "running"
+    await site.is_sound()
+    for _ in range(3):  # who has let go does not name it any more, and is left in peace
+        assert not isinstance(await members[order[0]].send_beat(), Refused)
+    await members[order[1]].report(ended(task))
+    assert await site.words(task) == ("succeeded", ["exited", "exited"])
+    assert all(stops(agent) == [] for agent in members)
+    await site.is_sound()
+    assert not site.desk.server.scheduler.state.held
+
+
+async def test_one_fails_and_the_others_are_stopped(site: Site) -> None:
+    task = await site.running(gang_spec(3))
+    first, second, third = site.members(task)
+    await second.report(LogChunk(task, 1, 0, 2, b"no such file\n"), ended(task, 3))
+    assert stops(first) == stops(third) == [StopReason.CANCELLED]
+    assert stops(second) == []
+    assert (await site.words(task))[0] == "running"
+    await first.report(Released(task, 1))
+    await third.report(Released(task, 1))
+    document = await site.document(task)
+    assert (document["status"], document["exit_code"]) == ("failed", 3)
+    assert document["error_text"] == "rank 1: exited with code 3"
+    log = await site.desk.get(f"/v1/tasks/{encode('task', task)}/logs")
+    assert [item["text"] for item in log.json()["items"]] == ["[1] no such file\n"]
+    await site.is_sound()
+
+
+async def test_one_is_lost_the_gang_forms_anew_and_ends(site: Site) -> None:
+    task = await site.running()
+    first, second = site.members(task)
+    await site.lose(second)
+    assert stops(first) == [StopReason.PREEMPTED]
+    assert (await site.words(task))[0] == "running"
+    await site.is_sound()
+    await first.report(Finished(task, 1, EndReason.PREEMPTED))
+    assert (await site.words(task)) == ("queued", [])
+    assert await site.desk.schedule() == 1
+    document = await site.document(task)
+    assert (document["epoch"], document["losses"]) == (2, 1)
+    again = [agent for agent in site.members(task) if agent is not second]
+    assert len(again) == 2
+    old = second.again()
+    await old.connect(Hold(task, 1))
+    assert old.frames(Welcome)[0].drop == (Hold(task, 1),)
+    assert await old.report(ended(task)) == Recorded(1, (Hold(task, 1),))
+    for agent in again:
+        await agent.report(ended(task, epoch=2))
+    assert (await site.words(task))[0] == "succeeded"
+    story = (await site.desk.get(f"/v1/tasks/{encode('task', task)}/events")).json()
+    assert [(event["event"], event["epoch"]) for event in story] == [
+        ("queued", 0),
+        ("leased", 1),
+        ("started", 1),
+        ("lost", 1),
+        ("leased", 2),
+        ("started", 2),
+        ("succeeded", 2),
+    ]
+    assert "rank 1 was lost with its node" in story[3]["text"]
+    await site.is_sound()
+
+
+async def test_an_agent_started_anew_has_lost_its_member(site: Site) -> None:
+    task = await site.running()
+    first, second = site.members(task)
+    await second.channel.close()
+    await second.again().connect()
+    assert stops(first) == [StopReason.PREEMPTED]
+    await first.report(Finished(task, 1, EndReason.PREEMPTED))
+    assert (await site.document(task))["losses"] == 1
+
+
+async def test_a_gang_that_asks_to_end_then_does(site: Site) -> None:
+    task = await site.running(gang_spec(on_loss=OnLoss.END))
+    first, second = site.members(task)
+    await site.lose(second)
+    assert stops(first) == [StopReason.CANCELLED]
+    await first.report(Released(task, 1))
+    document = await site.document(task)
+    assert (document["status"], document["reason"]) == ("failed", "lost")
+    assert "on_loss=end" in document["error_text"]
+
+
+async def test_a_member_that_is_handed_back_takes_the_gang_back(site: Site) -> None:
+    task = await site.leased()
+    first, second = site.members(task)
+    await second.report(HandedBack(task, 1))
+    assert stops(first) == [StopReason.PREEMPTED]
+    await first.report(HandedBack(task, 1))
+    assert (await site.words(task))[0] == "queued"
+    assert await site.desk.schedule() == 1
+    await site.is_sound()
+
+
+# ---- cancel, preempt
+
+
+async def test_a_cancel_waits_for_the_member_that_has_not_confirmed(site: Site) -> None:
+    task = await site.running()
+    first, second = site.members(task)
+    await second.channel.close()
+    answer = await site.desk.http.delete(f"/v1/tasks/{encode('task', task)}")
+    assert answer.status_code < 300
+    assert stops(first) == [StopReason.CANCELLED]
+    await first.report(Released(task, 1))
+    assert len(site.desk.server.scheduler.state.held) == 1
+    await site.is_sound()
+    again = second.again()
+    await again.connect(Hold(task, 1))
+    assert stops(again) == [StopReason.CANCELLED]
+    await again.report(Released(task, 1))
+    assert not site.desk.server.scheduler.state.held
+    assert (await site.words(task))[0] == "cancelled"
+    await site.is_sound()
+
+
+async def test_all_members_are_asked_to_make_room_even_one_that_is_away(site: Site) -> None:
+    task = await site.running(gang_spec(checkpoint="state/"))
+    first, second = site.members(task)
+    await second.channel.close()
+    path = f"/v1/tasks/{encode('task', task)}/preempt"
+    assert (await site.desk.post(path)).status_code == 200
+    assert stops(first) == [StopReason.PREEMPTED]
+    await first.report(ended(task, 1))  # its peer does not answer any more
+    again = second.again()
+    await again.connect(Hold(task, 1))
+    assert stops(again) == [StopReason.PREEMPTED]
+    await again.report(Finished(task, 1, EndReason.PREEMPTED))
+    document = await site.document(task)
+    assert (document["status"], document["tries"]) == ("queued", 0)
+    assert (await site.desk.post(path)).status_code == 409
+    await site.is_sound()
+
+
+async def test_a_member_that_was_away_is_told_that_it_is_over(site: Site) -> None:
+    task = await site.running()
+    first, second = site.members(task)
+    await second.channel.close()
+    await first.report(ended(task, 4))
+    again = second.again()
+    await again.connect(Hold(task, 1))
+    assert stops(again) == [StopReason.CANCELLED]
+    await again.report(Released(task, 1))
+    assert (await site.document(task))["exit_code"] == 4
+
+
+async def test_draining_one_node_asks_the_whole_gang(site: Site) -> None:
+    task = await site.running(gang_spec(preemptible=True))
+    first, second = site.members(task)
+    node = encode("node", second.credentials.node)
+    answer = await site.desk.http.put(f"/v1/admin/cordons/{node}", json={"drain": True})
+    assert (answer.status_code, answer.json()["preempted"]) == (200, 1), answer.text
+    assert stops(first) == stops(second) == [StopReason.PREEMPTED]
+
+
+# ---- secrets that do not open
+
+
+async def test_a_gang_whose_secrets_do_not_open_fails_at_once(site: Site, data: Path) -> None:
+    task = await site.submit(None, TOKEN="x")
+    with closing(sqlite3.connect(data / "gpool.db")) as connection, connection:
+        connection.execute("UPDATE task_secrets SET sealed = x'00'")
+    await site.desk.schedule()
+    document = await site.document(task)
+    assert (document["status"], document["reason"]) == ("failed", "bad_input")
+    assert not site.desk.server.scheduler.state.held
+    await site.is_sound()
+
+
+async def test_a_member_that_cannot_be_told_the_gangs_secret_ends_it(
+    site: Site, data: Path
+) -> None:
+    task = await site.leased()
+    first, second = site.members(task)
+    with closing(sqlite3.connect(data / "gpool.db")) as connection, connection:
+        connection.execute("UPDATE gangs SET secret_sealed = x'00'")
+    again = second.again()
+    await again.connect()
+    assert again.leases() == []
+    assert stops(first) == [StopReason.CANCELLED]
+    await first.report(Released(task, 1))
+    assert (await site.document(task))["reason"] == "bad_input"
+
+
+async def test_keys_are_changed_under_a_gang(site: Site) -> None:
+    task = await site.leased()
+    second = site.members(task)[1]
+    told = site.line(second, task)
+    server = site.desk.server
+    await server.write(server.sealer.rotation(server.now))
+
+    async def pause() -> None: ...
+
+    assert await server.sealer.rekey(pause) >= 1
+    again = second.again()
+    await again.connect()
+    assert [line for frame in again.frames(Grants) for line in frame.lines] == [told]
+
+
+# ---- the server goes and comes
+
+
+async def test_a_server_that_comes_back_goes_on_with_a_gang(desk: Desk, data: Path) -> None:
+    site = await open_site(desk, "a", "b")
+    task = await site.running()
+    first, second = site.members(task)
+    await first.report(ended(task))
+    later = await open_desk(data, StoppedClock())
+    later.clock.instant = desk.clock.instant
+    site = Site(later, {})
+    await later.schedule()
+    assert len(later.server.scheduler.state.held) == 1
+    anew = second.again(later.server)
+    await anew.connect(Hold(task, 1))
+    assert anew.frames(Welcome)[0].drop == ()
+    await anew.report(ended(task))
+    assert (await site.words(task))[0] == "succeeded"
+    assert not later.server.scheduler.state.held
+    await later.http.aclose()
+    await later.server.store.close()
+
+
+async def test_a_node_that_never_comes_back_after_a_restart_is_given_up(
+    desk: Desk, data: Path
+) -> None:
+    site = await open_site(desk, "a", "b")
+    task = await site.running()
+    first, _ = site.members(task)
+    later = await open_desk(data, StoppedClock())
+    later.clock.instant = desk.clock.instant
+    await later.schedule()
+    anew = first.again(later.server)
+    await anew.connect(Hold(task, 1))
+    later.clock.advance(20)
+    await anew.send_beat(Hold(task, 1))
+    later.clock.advance(20)
+    await Expire(later.server).run_once(later.server.now)
+    assert stops(anew) == [StopReason.PREEMPTED]
+    await anew.report(Finished(task, 1, EndReason.PREEMPTED))
+    found = await later.server.store.read(tasks.task(task, None))
+    assert found is not None
+    assert (found.row.status, found.row.losses) == (TaskStatus.QUEUED, 1)
+    await later.http.aclose()
+    await later.server.store.close()
