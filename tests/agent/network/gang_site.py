@@ -278,22 +278,8 @@ class Agent:
         return children_of(os.getpid(), "gang.relay")
 
     async def relay_rights(self) -> dict[str, Any]:
-        """What this host's relay could do if it were turned."""
         (pid,) = await self.relays()
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-        facts = dict(line.split(":\t", 1) for line in lines if ":\t" in line)
-        words = ("Uid", "Gid", "Groups", "CapEff", "CapPrm", "NoNewPrivs")
-        limits = Path(f"/proc/{pid}/limits").read_text().splitlines()
-        none = [
-            line
-            for line in limits
-            if line.startswith(("Max processes", "Max core", "Max file size"))
-        ]
-        return {
-            **{word: sorted(set(facts[word].split())) for word in words},
-            "limits": sorted({line[26:].split()[0] for line in none}),
-            "environment": Path(f"/proc/{pid}/environ").read_bytes().decode(),
-        }
+        return rights_of(Path(f"/proc/{pid}"))
 
     async def helpers(self) -> list[int]:
         """The other processes a lane needs."""
@@ -326,6 +312,20 @@ class Agent:
         return differences(self.before, fingerprint()) + [
             f"relay {pid}" for pid in await self.relays()
         ]
+
+
+def rights_of(process: Path) -> dict[str, Any]:
+    """What it could do if it were turned."""
+    lines = (process / "status").read_text().splitlines()
+    facts = dict(line.split(":\t", 1) for line in lines if ":\t" in line)
+    words = ("Uid", "Gid", "Groups", "CapEff", "CapPrm", "NoNewPrivs")
+    limits = (process / "limits").read_text().splitlines()
+    none = [line for line in limits if line.startswith(("Max proc", "Max core", "Max file s"))]
+    return {
+        **{word: sorted(set(facts[word].split())) for word in words},
+        "limits": sorted({line[26:].split()[0] for line in none}),
+        "environment": (process / "environ").read_bytes().decode(),
+    }
 
 
 def children_of(parent: int, word: str) -> list[int]:
