@@ -202,6 +202,25 @@ def heard(host: Host, until: str) -> list[str]:
     return found
 
 
+def together(hosts: list[Host], _: str) -> dict[str, Any]:
+    """Two members on one host, as two agents with ports of their own would have them."""
+    host = hosts[0]
+    whom = [(host.address, PORT), (host.address, PORT + 1)]
+    for rank, lane in enumerate(("one", "other")):
+        host.call("open", lane, rank, whom, SECRET)
+    host.call("serve", "one", 5000)
+    told: dict[str, Any] = {
+        "tcp": host.call("inside", "other", "send", inside(0), 5000, BIG),
+        "udp": host.call("inside", "other", "ask", inside(0), 5000, 65000),
+    }
+    try:
+        host.call("open", "third", 0, whom, SECRET)
+    except RuntimeError as refused:
+        told["a port that is taken"] = str(refused)
+    told["left"] = [each.call("finish") for each in hosts]
+    return told
+
+
 def flood(hosts: list[Host], _: str) -> dict[str, Any]:
     """Noise in a member's name, as fast as it can be made, while two members talk."""
     open_gang(hosts)
@@ -265,7 +284,7 @@ def alive(pid: int) -> bool:
 
 CASES: dict[str, Callable[[list[Host], str], dict[str, Any]]] = {
     each.__name__: each
-    for each in (talk, forbidden, egress, impostor, outsider, flood, restarts, killed)
+    for each in (talk, forbidden, egress, impostor, outsider, together, flood, restarts, killed)
 }
 MEMBERS = {"talk": 3}
 

@@ -128,6 +128,15 @@ def test_without_the_defences_it_would(stage: Stage) -> None:
     assert "true words" in told["then came"][1]
 
 
+@kinds
+def test_members_on_one_host_have_ports_of_their_own(stage: Stage, mode: str) -> None:
+    told = stage(mode, "together")
+    assert told["tcp"] is told["udp"] is True
+    assert "NoLane" in told["a port that is taken"]
+    assert "47101" in told["a port that is taken"]
+    assert told["left"] == [[], []]
+
+
 def test_noise_in_a_member_s_name_never_ends_a_conversation(stage: Stage) -> None:
     told = stage("root", "flood")
     assert told["sent"] is True
