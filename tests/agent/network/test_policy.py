@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpool.agent.network.addresses import is_refused
+from gpool.agent.network.lanes import NoLane, refuse_wrong
 from gpool.agent.network.policy import (
     ANY_PORT,
     BadPolicy,
@@ -171,8 +172,9 @@ def test_a_gang_never_reaches_more_than_its_members_and_what_egress_would(
     [(0, 0, bytes(32)), (2, 2, bytes(32)), (2, -1, bytes(32)), (MAX_NODES + 1, 0, bytes(32)), (2, 0, b"short")],
 )  # fmt: skip
 def test_a_gang_that_makes_no_sense_has_no_lane(size: int, rank: int, secret: bytes) -> None:
-    with pytest.raises(BadPolicy):
-        gang(size, rank, secret=secret)
+    with pytest.raises(NoLane):
+        refuse_wrong(gang(size, rank, secret=secret))
+    refuse_wrong(gang(2, 1))
 
 
 def test_a_gang_s_secret_is_never_shown() -> None:
