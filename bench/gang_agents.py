@@ -176,10 +176,10 @@ class Agent:
     def end(self, dice: Dice, *, calm: bool = False) -> None:
         hold = dice.pick(self.running)
         self._over(hold)
-        code = 0 if calm or dice.chance(0.8) else dice.pick((1, 137))
-        self._say(
-            frames.Finished(hold.task, hold.epoch, EndReason.EXITED, code, duration_us=SECOND)
-        )
+        reason, code = EndReason.EXITED, 0
+        if not calm and dice.chance(0.2):
+            reason, code = dice.pick(((EndReason.EXITED, 1), (EndReason.OUT_OF_MEMORY, 137)))
+        self._say(frames.Finished(hold.task, hold.epoch, reason, code, duration_us=SECOND))
 
     def hand_back(self, dice: Dice) -> None:
         """Its owner wants the machine."""

@@ -19,7 +19,7 @@ from gpool.server.scheduler import Scheduler
 from gpool.server.settings import Settings
 from gpool.server.store import SqliteStore
 from gpool.server.store.operations import nodes, people
-from gpool.server.store.protocol import Operation
+from gpool.server.store.protocol import Operation, Statement
 from gpool.server.store.values import NodeCredentials, User
 from gpool.server.telemetry import Telemetry
 from gpool.testing.world.files import empty_database, fast_folder
@@ -158,6 +158,24 @@ class Ground:
             int(row.node.id): row.node for row in self.store.now(nodes.nodes())
         }
 
+    def settle(self, run: Callable[[], None]) -> None:
+        """Makes for good the temporary tables that a run needs: made anew in each, they would cost more than all the rest."""
+        self.store.file.begin_group()
+        run()
+        made = self.store.now(_temporary_tables())
+        self.store.file.abandon_group()
+        for sql in made:
+            self.store.now(_make(sql))
+
     def close(self) -> None:
         self.store.file.close()
         self._folder.cleanup()
+
+
+def _temporary_tables() -> Operation[list[str]]:
+    rows = yield Statement("SELECT sql FROM sqlite_temp_master WHERE type = 'table'")
+    return [row[0].replace("CREATE TABLE", "CREATE TEMP TABLE", 1) for row in rows]
+
+
+def _make(sql: str) -> Operation[None]:
+    yield Statement(sql)

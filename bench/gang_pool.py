@@ -19,6 +19,7 @@ from gpool.core.model import (
     GIB,
     SECOND,
     Availability,
+    Engine,
     GpuRequest,
     Instant,
     OnLoss,
@@ -65,21 +66,25 @@ class Pool:
 
     def run(self) -> None:
         """Raises `Broken`."""
-        ground = self.ground
-        ground.time.at = BEGIN
-        ground.store.file.begin_group()
-        ground.store.rewrite = REWRITES.get(self.flaw)
+        store = self.ground.store
+        store.file.begin_group()
+        store.rewrite = REWRITES.get(self.flaw)
         try:
-            self._begin()
-            for _ in range(self.dice.between(*RANDOM_STEPS)):
-                self._step()
-                self._check(picture=self.dice.chance(PICTURES))
-            self._calm()
+            self.play()
         finally:
             if self.pass_ is not None:
                 self.pass_.close()
-            ground.store.is_slow = False
-            ground.store.file.abandon_group()
+            store.is_slow = False
+            store.file.abandon_group()
+
+    def play(self) -> None:
+        """In the transaction that is open."""
+        self.ground.time.at = BEGIN
+        self._begin()
+        for _ in range(self.dice.between(*RANDOM_STEPS)):
+            self._step()
+            self._check(picture=self.dice.chance(PICTURES))
+        self._calm()
 
     # ---- setting up
 
@@ -317,6 +322,7 @@ def _spec(dice: Dice) -> TaskSpec:
         ("train",),
         retries=dice.pick((0, 1)),
         preemptible=dice.chance(0.5),
+        engine=dice.pick(tuple(Engine)) if wanted > 1 else Engine.NONE,
         on_loss=dice.pick((OnLoss.REFORM, OnLoss.REFORM, OnLoss.END)),
     )
 

@@ -23,7 +23,8 @@ from bench.gang_ground import Ground
 from bench.gang_judge import KINDS, Broken
 from bench.gang_pool import Pool
 
-CHUNK = 500
+CHUNK = 2000
+WARM = 1  # an interleaving that uses whatever there is
 SAID = 5  # violations that are told in full
 
 
@@ -62,6 +63,7 @@ class _Faults(logging.Handler):
 
 def run(seeds: Iterable[int], flaw: str = "", *, until_found: bool = False) -> Tally:
     tally, ground, faults = Tally(), Ground(), _Faults()
+    ground.settle(Pool(ground, WARM).play)
     begun = process_time()
     root = logging.getLogger("gpool")
     propagates, root.propagate = root.propagate, False

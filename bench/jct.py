@@ -3,7 +3,9 @@
 python -m bench.jct --trace FILE --nodes 72 [--first 2017-10-02 --last 2017-10-30] [--policies NAME …] [--json FILE]
 
 gpool goes through its State, plan and events as in the server, and preempts, restarts and waits as it would there; a restart
-costs 60 seconds of every GPU. It is told sizes and submission times only. The references work on bare counts.
+costs 60 seconds of every GPU. A pass is made at each submission, each end, and whenever who comes before whom may have changed
+by mere time: no step of the clock decides anything (`--step` makes passes rarer). It is told sizes, submission times and virtual
+clusters (as users, where it predicts). The references work on bare counts, the preempting ones once a minute as published.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from statistics import fmean, median
 from time import process_time
 
 from bench.jct_references import REFERENCES
-from bench.philly import OCTOBER, Job, as_nodes, read_jobs, shape_of
+from bench.philly import MODEL, OCTOBER, Job, as_nodes, read_jobs, shape_of
 from gpool.core.ids import TaskId
 from gpool.core.model import SECOND, Instant, Shape, Span
 from gpool.core.scheduling.events import (
@@ -28,12 +30,13 @@ from gpool.core.scheduling.events import (
     TasksQueued,
     TasksReleased,
 )
+from gpool.core.scheduling.levels import AGES
 from gpool.core.scheduling.orders import Policy
 from gpool.core.scheduling.plan import plan
 from gpool.core.scheduling.state import State
 
 RESTART = 60.0
-DRIFT = 600.0  # at the latest then a waiting queue is looked at again
+MOMENT = 0.001  # past the roundings of the clock
 EPOCH = 10**15
 
 
@@ -51,6 +54,7 @@ class Gpool:
         self.epochs: dict[TaskId, int] = {}
         self.ends: list[tuple[float, int, TaskId]] = []
         self.begun: dict[TaskId, float] = {}
+        self.looks: list[float] = []  # when who comes before whom may change though nothing happens
         self.passes = 0
 
     def run(self, jobs: Sequence[Job]) -> None:
@@ -59,9 +63,11 @@ class Gpool:
             due = [self.ends[0][0]] if self.ends else []
             if coming < len(jobs):
                 due.append(jobs[coming].at)
-            if self.state.queued_count:
-                due.append(now + DRIFT)
+            if self.state.queued_count and self.looks:
+                due.append(self.looks[0])
             now = max(now + self.step, min(due))
+            while self.looks and self.looks[0] <= now:
+                heappop(self.looks)
             while self.ends and self.ends[0][0] <= now:
                 done += self.finish(*heappop(self.ends))
             while coming < len(jobs) and jobs[coming].at <= now:
@@ -73,6 +79,7 @@ class Gpool:
         task = TaskId(job.number + 1)
         self.jobs[task], self.epochs[task] = job, 0
         self.state.fold(TasksQueued(self.shape(job), (QueuedTask(task, 0, instant(job.at)),)))
+        heappush(self.looks, job.at + self.policy.promotion / SECOND + MOMENT)
 
     def shape(self, job: Job) -> Shape:
         user = 1 if self.preemptible else self.users.setdefault(job.cluster, len(self.users) + 1)
@@ -88,7 +95,7 @@ class Gpool:
         job.end = at
         del self.begun[task]
         ran = Span(round(job.seconds * SECOND))
-        self.state.fold(RunTimesObserved(self.shape(job), 1, ran))
+        self.state.fold(RunTimesObserved(self.shape(job), 1, ran, MODEL))
         self.state.fold(TasksReleased((task,), instant(at)))
         return True
 
@@ -113,7 +120,13 @@ class Gpool:
         job = self.jobs[task]
         if epoch > 1:
             job.left += RESTART
+            heappush(self.looks, now + self.policy.protection / SECOND + MOMENT)
         self.epochs[task], self.begun[task] = epoch, now
+        if self.preemptible:
+            ran = self.state.attained(task, instant(now))
+            for age in AGES:
+                if age > ran and age - ran < job.left * SECOND:
+                    heappush(self.looks, now + (age - ran) / SECOND + MOMENT)
         heappush(self.ends, (now + job.left, epoch, task))
 
     def stop(self, task: TaskId, now: float) -> None:
@@ -123,6 +136,7 @@ class Gpool:
         attained = self.state.attained(task, at)
         self.state.fold(TasksReleased((task,), at))
         waiting = QueuedTask(task, self.epochs[task], instant(job.at), attained)
+        heappush(self.looks, job.at + (attained + self.policy.promotion) / SECOND + MOMENT)
         self.state.fold(TasksQueued(self.shape(job), (waiting,)))
 
 

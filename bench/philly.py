@@ -13,6 +13,7 @@ from gpool.core.ids import NodeId, UserId
 from gpool.core.model import GIB, Gpu, GpuRequest, Node, Offer, Requirements, Shape, TaskKind
 
 GPUS = 8  # of a node
+MODEL = "Tesla P100"
 OCTOBER = ("2017-10-02", "2017-10-30")
 OTHER_WEEKS = ("2017-10-30", "2017-12-11")
 
@@ -55,7 +56,7 @@ def _day(text: str) -> datetime:
 
 
 def as_nodes(count: int) -> list[Node]:
-    gpus = tuple(Gpu(i, f"GPU-{i}", "Tesla P100", "nvidia", 16 * GIB) for i in range(GPUS))
+    gpus = tuple(Gpu(i, f"GPU-{i}", MODEL, "nvidia", 16 * GIB) for i in range(GPUS))
     offer = Offer(
         GPUS * 1000, 512 * GIB, 1024 * GIB, gpus, site="philly", address="10.0.0.1", gang_port=7000
     )

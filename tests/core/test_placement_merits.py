@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from scheduling_builders import NOW, a_node, a_shape, a_state, apply, enqueue
 
 from gpool.core import gpuspec
+from gpool.core.explain import explain
 from gpool.core.ids import NodeId, TaskId, UserId
 from gpool.core.merits import HALF_LIFE, PRIOR, Record, gigaflops_of
 from gpool.core.model import (
@@ -28,7 +29,7 @@ from gpool.core.model import (
     TaskSpec,
 )
 from gpool.core.scheduling.caches import KEPT, Caches
-from gpool.core.scheduling.events import NodeChanged, RunTimesObserved, TasksReleased
+from gpool.core.scheduling.events import NodeChanged, Plan, RunTimesObserved, TasksReleased
 from gpool.core.scheduling.orders import Policy
 from gpool.core.scheduling.placement import Unfit, fit, price_of, unfit
 from gpool.core.scheduling.plan import plan
@@ -248,6 +249,56 @@ def test_a_task_goes_to_the_node_that_has_its_large_inputs() -> None:
     assert plan(state, NOW, FCFS).places[0].node == first
 
 
+def at(seconds: float) -> Instant:
+    return Instant(NOW + round(seconds * SECOND))
+
+
+def one_runs_with_the_model(*, is_known: bool = True) -> tuple[State, Shape]:
+    """Two nodes; one has the model, which takes 43 s to load, and runs a task with it, most of which take 30 s."""
+    state, shape = a_state(lending(1), lending(2)), with_data("model")
+    if is_known:
+        state.fold(RunTimesObserved(shape, 9, Span(9 * 30 * SECOND)))
+    enqueue(state, shape, [1])
+    place = plan(state, NOW, FCFS).places[0]
+    state.fold(place.leased((TaskId(1),), NOW))
+    return state, shape
+
+
+def test_a_task_waits_for_a_node_with_its_inputs_while_that_is_sooner_than_loading() -> None:
+    state, shape = one_runs_with_the_model()
+    enqueue(state, shape, [2], at=at(10))
+    assert plan(state, at(10), FCFS) == Plan()
+    told = explain(state, TaskId(2), at(10), FCFS)
+    assert told.code == "awaits_inputs"
+    assert "would take 43 s" in told.sentence
+    warm = state.held[TaskId(1)].node
+    state.fold(TasksReleased((TaskId(1),)))
+    assert [place.node for place in plan(state, at(31), FCFS).places] == [warm]
+
+
+def test_a_task_never_waits_for_inputs_without_good_reason_or_for_long() -> None:
+    state, shape = one_runs_with_the_model(is_known=False)
+    enqueue(state, shape, [2], at=at(10))
+    assert len(plan(state, at(10), FCFS).places) == 1, "nobody knows when the other ends"
+    state, shape = one_runs_with_the_model()
+    enqueue(state, shape, [2, 3], at=at(10))
+    assert len(plan(state, at(10), FCFS).places) == 1, "two cannot both have it"
+    state, shape = one_runs_with_the_model()
+    enqueue(state, shape, [2], at=at(10))
+    assert plan(state, at(69), FCFS) == Plan(), "it is late by less than loading takes"
+    assert len(plan(state, at(74), FCFS).places) == 1, "it is late by more"
+    assert len(plan(state, at(97), FCFS).places) == 1, "and twice the loading is enough anyway"
+
+
+def test_what_waits_for_inputs_stops_nobody_and_keeps_no_node_clear() -> None:
+    state, shape = one_runs_with_the_model()
+    enqueue(state, shape, [2], at=at(1))
+    enqueue(state, wanting(user=5), [3], at=at(2))
+    decided = plan(state, at(20), FCFS)
+    assert [place.grants[0].task for place in decided.places] == [3]
+    assert not decided.preemptions
+
+
 def test_only_large_inputs_make_another_shape() -> None:
     def spec(*sizes: int) -> TaskSpec:
         files = tuple(InputFile(f"f{n}", f"{n}" * 64, size) for n, size in enumerate(sizes))
@@ -273,7 +324,7 @@ def test_a_node_is_never_believed_to_keep_more_than_it_can(notes: list[tuple[int
     twin.note(NodeId(9), "z")
     twin.take(caches)
     assert twin.truth() == caches.truth()
-    assert twin.take(caches) == []
+    assert twin.take(caches) == set()
     for node in range(1, 10):
         twin.forget(NodeId(node))
     assert not twin.truth()
@@ -357,6 +408,11 @@ def test_a_pool_that_remembers_always_plans_as_its_snapshot_made_anew(seed: int)
                 enqueue(state, some_shape(dice), [last])
         decided = plan(state, NOW, FCFS)
         assert decided == plan(take(state).state(), NOW, FCFS)
+        started = {place.grants[0].task for place in decided.places}
+        for waiting in list(state.waiting()):
+            task = TaskId(next(waiting.queue.entries())[1])
+            if explain(state, task, NOW, FCFS).code == "next":
+                assert task in started
         apply(state, decided)
         for entry in state.nodes.values():
             assert entry.room.free_disk >= 0

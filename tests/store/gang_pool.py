@@ -8,7 +8,7 @@ from typing import Any
 from store_pool import COMMAND, CPU, Pool
 
 from gpool.core.ids import NodeId, TaskId
-from gpool.core.model import EndReason, Engine, Offer, OnLoss, Requirements, TaskSpec
+from gpool.core.model import EndReason, Requirements, TaskSpec
 from gpool.core.scheduling.events import Grant, Member, Place
 from gpool.core.scheduling.shapes import shape_of
 from gpool.server.store.operations import leases, nodes
@@ -73,16 +73,14 @@ class Site:
         return tuple(Hold(lease.task, lease.epoch) for lease in found)
 
 
-def site_of(pool: Pool, count: int = 3) -> Site:
+def site_of(pool: Pool, count: int = 3, gpus: int = 0) -> Site:
     made = []
     for number in range(count):
-        node = pool.node(f"n{number}")
-        offer = Offer(
-            4000, 1 << 34, 1 << 36, site="lab", address=f"10.0.0.{number + 1}", gang_port=47000
-        )
-        pool.write(nodes.greet(node, offer, (), pool.now()))
+        node = pool.node(f"n{number}", gpus)
+        row = pool.read(nodes.node(node))
+        assert row is not None
+        told = {"site": "lab", "address": f"10.0.0.{number + 1}", "gang_port": 47000}
+        offer = replace(row.node.offer, **told)
+        pool.write(nodes.greet(node, offer, [next(pool.numbers) for _ in range(gpus)], pool.now()))
         made.append(node)
     return Site(pool, made)
-
-
-__all__ = ["Engine", "OnLoss", "Site", "gang_spec", "site_of"]

@@ -132,17 +132,35 @@ def test_a_gang_that_cannot_have_one_of_its_nodes_gets_none(site: Site, meanwhil
     assert site.pool.read(leases.picture()).gangs == ()
 
 
-def test_a_gang_on_a_flagged_gpu_of_one_node_is_refused_whole(pool: Pool) -> None:
-
+def gang_on_gpus(pool: Pool) -> tuple[TaskId, Place]:
+    """Two nodes of a site with a GPU each, and a gang for both."""
     spec = gang_spec()
     (task,) = pool.submit(spec=spec)
-    one, other = pool.node("a", gpus=1), pool.node("b", gpus=1)
+    one, other = site_of(pool, 2, gpus=1).nodes
     whole = replace(CPU, slices=(Slice(0, 80 << 30, 1000),))
     shape = shape_of(spec, pool.ann)
-    place = Place(one, whole, shape, (Grant(task, 1),), (Member(other, whole),))
-    pool.write(gpu_proofs.keep_back(other, ["b-0"], "waits"))
+    return task, Place(one, whole, shape, (Grant(task, 1),), (Member(other, whole),))
+
+
+def test_a_gang_on_a_flagged_gpu_of_one_node_is_refused_whole(pool: Pool) -> None:
+    task, place = gang_on_gpus(pool)
+    pool.write(gpu_proofs.keep_back(place.members[0].node, ["n1-0"], "waits"))
     assert pool.write(leases.apply_plan([place], pool.term, pool.now())).lines == ()
     assert pool.view(task).row.status is TaskStatus.QUEUED
+
+
+@pytest.mark.parametrize("change", [{"site": "attic"}, {"address": ""}, {"gang_port": 0}])
+def test_a_gang_whose_nodes_do_not_meet_any_more_is_refused_whole(
+    site: Site, change: dict[str, Any]
+) -> None:
+    spec = gang_spec()
+    (task,) = site.pool.submit(spec=spec)
+    row = site.pool.read(nodes.node(site.nodes[1]))
+    assert row is not None
+    moved = replace(row.node.offer, **change)
+    site.pool.write(nodes.greet(site.nodes[1], moved, (), site.pool.now()))
+    assert site.apply(site.place(task, spec)).lines == ()
+    assert status(site, task) is TaskStatus.QUEUED
 
 
 def test_a_place_that_is_not_the_whole_gang_is_never_written(site: Site) -> None:
@@ -493,12 +511,7 @@ def test_output_of_all_ranks_is_kept_apart_and_marked(site: Site) -> None:
 
 
 def test_a_gang_counts_for_its_user_on_every_node(pool: Pool) -> None:
-
-    spec = gang_spec()
-    (task,) = pool.submit(spec=spec)
-    one, other = pool.node("a", gpus=1), pool.node("b", gpus=1)
-    whole = replace(CPU, slices=(Slice(0, 80 << 30, 1000),))
-    place = Place(one, whole, shape_of(spec, pool.ann), (Grant(task, 1),), (Member(other, whole),))
+    _, place = gang_on_gpus(pool)
     assert pool.write(leases.apply_plan([place], pool.term, pool.now())).lines
     assert pool.read(teams.usage_of("user", pool.ann)).running_gpu_milli == 2000
 

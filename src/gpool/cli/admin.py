@@ -11,6 +11,7 @@ from gpool.cli.calling import as_json, client_of, listing
 from gpool.cli.operating import audit, keys
 from gpool.cli.policy import cordon, drain, policy, reservations, uncordon
 from gpool.cli.printing import emit_json, table
+from gpool.cli.quotas import quota_of, quota_options, teams
 from gpool.core.errors import Invalid, NotFound
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ def admin() -> None:
     """For operators: users, keys, the audit record, the policy."""
 
 
-for _verb in (keys, audit, policy, cordon, uncordon, drain, reservations):
+for _verb in (keys, audit, policy, cordon, uncordon, drain, reservations, teams):
     admin.add_command(_verb)
 
 
@@ -76,19 +77,16 @@ def users_show(ctx: click.Context, user: str, as_json: bool) -> None:
     type=click.Choice([*PERMISSIONS, "none"]),
     help="All they may from now on; may be given several times.",
 )
-@click.option("--gpus", type=float, help="GPUs at once.")
-@click.option("--queued", type=int, help="Tasks waiting at once.")
-@click.option("--storage", metavar="SIZE", help="Bytes stored, e.g. 10GB.")
+@quota_options
 @as_json
 @click.pass_context
 def users_set(
     ctx: click.Context,
+    /,
     user: str,
     permissions: tuple[str, ...],
-    gpus: float | None,
-    queued: int | None,
-    storage: str | None,
     as_json: bool,
+    **quota: Any,
 ) -> None:
     """Say what a user may do and have."""
     client = client_of(ctx)
@@ -96,17 +94,12 @@ def users_set(
     wanted: dict[str, Any] = {}
     if permissions:
         wanted["permissions"] = [one for one in permissions if one != "none"]
-    quota = {
-        "running_gpus": gpus,
-        "queued_tasks": queued,
-        "storage_bytes": None if storage is None else _bytes(storage),
-    }
-    given = {name: value for name, value in quota.items() if value is not None}
-    if given:
-        before = client.door.get_json(path).get("quota") or {}
-        wanted["quota"] = {**before, **given}
+    if any(value is not None for value in quota.values()):
+        wanted["quota"] = quota_of(client, path, **quota)
     if not wanted:
-        raise Invalid("say what is to change: --permission, --gpus, --queued or --storage")
+        raise Invalid(
+            "say what is to change: --permission, --gpus, --guaranteed, --queued or --storage"
+        )
     show(client.door.send_json("PATCH", path, wanted), as_json, _FIELDS)
 
 
@@ -183,9 +176,3 @@ def _user(client: Client, text: str) -> str:
         if one["name"] == text:
             return str(one["id"])
     raise NotFound(f"no user {text!r}; `gpool admin users ls --all` lists them")
-
-
-def _bytes(text: str) -> int:
-    from gpool.core.gpuspec import parse_bytes
-
-    return parse_bytes(text)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from gpool.client.client import Client
 
 the_node = click.argument("node")
-_POLICY = ("order", "ageing_s", "patience_s", "weights", "changed")
+_POLICY = ("order", "ageing_s", "patience_s", "weights", "changed", "pricing")
 
 
 @click.command()
@@ -24,6 +24,9 @@ _POLICY = ("order", "ageing_s", "patience_s", "weights", "changed")
 @click.option("--patience", metavar="TIME", help="Then a node is kept clear for a large task.")
 @click.option("--weight", "weights", multiple=True, metavar="ID=N", help="Of a user or team.")
 @click.option("--dry-run", is_flag=True, help="Only say what it would do to those who wait.")
+@click.option(
+    "--learn", is_flag=True, help="Learn anew what free room is worth, from earlier tasks."
+)
 @as_json
 @click.pass_context
 def policy(
@@ -33,6 +36,7 @@ def policy(
     patience: str | None,
     weights: tuple[str, ...],
     dry_run: bool,
+    learn: bool,
     as_json: bool,
 ) -> None:
     """Show or change by which rules tasks are started.
@@ -49,6 +53,9 @@ def policy(
     if weights:
         wanted["weights"] = dict(_weight(text) for text in weights)
     door = client_of(ctx).door
+    if learn:
+        door.send("POST", "/v1/admin/policy/learn")
+        click.echo("learning begins; `gpool admin policy` shows what came of it", err=True)
     if wanted or dry_run:
         told = door.send_json("PATCH", "/v1/admin/policy", {**wanted, "dry_run": dry_run})
     else:
@@ -60,7 +67,10 @@ def policy(
     if found is None:
         heavy = " ".join(f"{who}={weight:g}" for who, weight in told["weights"].items())
         changed = ", ".join(told["changed"])
-        fields({**told, "weights": heavy or "-", "changed": changed or "-"}, _POLICY)
+        learnt = told.get("learnt")
+        priced = f"{learnt['sentence']} ({learnt['at']})" if learnt else "not learnt yet"
+        shown = {"weights": heavy or "-", "changed": changed or "-", "pricing": priced}
+        fields({**told, **shown}, _POLICY)
         return
     click.echo(plain(found["sentence"]))
     rows = [(one["task"], _wait(one["before_s"]), _wait(one["after_s"])) for one in found["moved"]]

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from gpool.core.ids import TaskId
-from gpool.core.model import EndReason, Gpu, Instant, Node, Shape
+from gpool.core.model import SECOND, EndReason, Gpu, Instant, Node, Shape
 from gpool.core.refusals import Explanation, counted, nothing_can, those
 from gpool.core.scheduling.gangs import most_together
 from gpool.core.scheduling.limits import holders_of, least_gpus
@@ -14,7 +14,8 @@ from gpool.core.scheduling.orders import ORDERS, Order, Policy
 from gpool.core.scheduling.placement import fit, is_open, may_join, slice_of, unfit, usable
 from gpool.core.scheduling.plan import DEFAULT, order_named
 from gpool.core.scheduling.ranking import Ranking
-from gpool.core.scheduling.state import State
+from gpool.core.scheduling.state import ShapeState, State
+from gpool.core.scheduling.warmth import loading, may_wait, ready_soon
 
 # ---- what happened to it before
 
@@ -102,10 +103,26 @@ def explain(
         if ahead:
             sentence = f"{counted(ahead, 'task is', 'tasks are')} ahead of it in line."
             return Explanation("ahead", sentence, ahead + 1)
+        if _waits_for_inputs(state, waiting, fitting, now, policy):
+            seconds = loading(shape) / SECOND
+            said = f"Loading its inputs elsewhere would take {seconds:.0f} s: it waits for a node that has them."
+            return Explanation("awaits_inputs", said, 1)
         return Explanation("next", "It starts with the next scheduling pass.", 1)
     told = _busy(state, shape, open_nodes, fitting, ahead)
     besides = _besides(connected, capable, shape)
     return replace(told, sentence=f"{told.sentence}{besides}")
+
+
+def _waits_for_inputs(
+    state: State, waiting: ShapeState, fitting: list[Node], now: Instant, policy: Policy
+) -> bool:
+    shape, head = waiting.shape, waiting.queue.head()
+    if head is None or not may_wait(shape, Instant(head[0]), now, policy.patience):
+        return False
+    there = state.caches.with_data(shape.data)
+    if any(node.id in there for node in fitting):
+        return False
+    return ready_soon(state, shape, now) >= waiting.queue.size
 
 
 def _are_enough(nodes: list[Node], shape: Shape) -> bool:

@@ -88,7 +88,7 @@ def wire(settings: Settings, store: Store, clock: Clock) -> Server:
     sign_ins = _sign_ins(settings, store, sealer)
     policy, orders = Policy(order=settings.order), known_orders()
     order_named(policy.order, orders)  # or it is Invalid, before anything is served
-    scheduler = Scheduler(store, hub, metrics, policy, settings.ttl, sealer, orders)
+    scheduler = Scheduler(store, hub, metrics, policy, settings.ttl, sealer, orders, clock.now)
     telemetry = Telemetry()
     metrics.watch_gpus(GpuCollector(telemetry, lambda: scheduler.state.nodes, clock.now))
     return Server(

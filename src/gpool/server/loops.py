@@ -12,6 +12,7 @@ from gpool.core.model import Availability, Instant
 from gpool.server.actions import audit, operating, quotas
 from gpool.server.gpu_proofs.examiner import Examiner
 from gpool.server.hub import Wake
+from gpool.server.learning import Learn
 from gpool.server.merits import Merits
 from gpool.server.server import Server
 from gpool.server.settings import span
@@ -27,6 +28,7 @@ from gpool.server.store.operations import (
     tasks,
 )
 from gpool.server.store.values import LogLine
+from gpool.server.usage import KeepUsage
 
 log = logging.getLogger(__name__)
 
@@ -241,8 +243,15 @@ class Ticker:
 
 
 def all_loops(server: Server) -> tuple[Loop, ...]:
-    loops: tuple[Loop, ...] = (Schedule(server), Expire(server), Prune(server), Keys(server))
-    loops = (*loops, Merits(server))
+    loops: tuple[Loop, ...] = (
+        Schedule(server),
+        Expire(server),
+        Prune(server),
+        Keys(server),
+        KeepUsage(server),
+        Merits(server),
+        Learn(server),
+    )
     if server.examiner is not None:
         loops = (*loops, Examine(server, server.examiner))
     return loops if server.sign_ins is None else (*loops, Identity(server))

@@ -52,6 +52,17 @@ class Metrics:
             "Processor time spent deciding, of all passes",
             registry=self.registry,
         )
+        self.replayed = Gauge(
+            "gpool_pricing_replayed_idle_percent",
+            "GPUs left idle when earlier arrivals were replayed, by the pricing chosen and by plain gradient descent",
+            ["way"],
+            registry=self.registry,
+        )
+        self.learnt_at = Gauge(
+            "gpool_pricing_learnt_timestamp_seconds",
+            "When the pricing was learnt",
+            registry=self.registry,
+        )
         self.queued = Gauge("gpool_tasks_queued", "Tasks waiting", registry=self.registry)
         self.nodes = Gauge("gpool_nodes_connected", "Nodes with a channel", registry=self.registry)
 

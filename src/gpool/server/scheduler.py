@@ -9,7 +9,7 @@ contradiction), folding stops and the next pass takes a new picture.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from operator import itemgetter
@@ -35,6 +35,7 @@ from gpool.core.scheduling.events import (
 from gpool.core.scheduling.limits import GpuLimits
 from gpool.core.scheduling.orders import ORDERS, Order, Policy
 from gpool.core.scheduling.plan import plan
+from gpool.core.scheduling.predictions import model_of
 from gpool.core.scheduling.rules import NO_RULES, Rules
 from gpool.core.scheduling.shapes import shape_of
 from gpool.core.scheduling.state import Contradiction, State, build
@@ -45,7 +46,7 @@ from gpool.server.hub import Hub, Wake
 from gpool.server.identity.sealer import Sealer
 from gpool.server.metrics import Metrics
 from gpool.server.store.operation import brief, operation
-from gpool.server.store.operations import checkpoints, leases
+from gpool.server.store.operations import checkpoints, leases, usage
 from gpool.server.store.operations import rules as rules_operations
 from gpool.server.store.protocol import Operation, Store
 from gpool.server.store.values import (
@@ -82,6 +83,7 @@ class Scheduler:
         ttl: Span,
         sealer: Sealer,
         orders: Mapping[str, Order] = ORDERS,
+        clock: Callable[[], Instant] | None = None,
     ) -> None:
         self.state = State()
         self.wake = Wake()
@@ -103,6 +105,7 @@ class Scheduler:
         self.orders = orders
         self._ttl = ttl
         self._sealer = sealer
+        self._clock = clock  # None: what ends does so at the next event with a time
         self._term = 0
         self._doubts = 1
         self._settled = 0  # the doubt that the current picture answers
@@ -152,7 +155,7 @@ class Scheduler:
         """Asks those that are still as planned to make room; they hold it until their nodes say that they ended."""
         holds = [Hold(each.task, each.epoch) for each in preemptions]
         recording = await self._write(checkpoints.preempt_if_current(holds, self._term, now))
-        asked = tuple(TaskId(hold.task) for _, hold in recording.to_preempt)
+        asked = tuple(dict.fromkeys(TaskId(hold.task) for _, hold in recording.to_preempt))
         if len(asked) < len(holds):
             log.info("%d of %d preemptions had been overtaken", len(holds) - len(asked), len(holds))
         if asked:
@@ -162,6 +165,7 @@ class Scheduler:
     async def rebuild(self, now: Instant) -> None:
         """Takes a new term and a new picture; every silent node's time starts anew, so none is given up early."""
         doubt, self._ruled_at = self._doubts, now
+        told = {} if self._settled else await self._store.read(usage.usage())
         self._term, picture = await self._write(_survey(now))
         teams = picture.teams
         self._specs = {
@@ -170,7 +174,12 @@ class Scheduler:
         }
         self._with_secrets = {id_ for id_, _, spec in picture.specs if spec.secrets}
         self._with_checkpoints = {id_ for id_, _, spec in picture.specs if spec.checkpoint}
-        self.state = self._built(picture)
+        state = self._built(picture)
+        if self._settled:
+            state.inherit(self.state, now)
+        else:
+            state.shares.recall(told, now)
+        self.state = state
         self._names = 0
         self._settled = doubt
         holding = [node for node, _ in picture.held]
@@ -216,7 +225,7 @@ class Scheduler:
     def use_rules(self, rules: Rules, now: Instant) -> None:
         """What operators laid upon the pool, from the next pass on."""
         configured = replace(self.configured, limits=self.policy.limits)
-        policy = rules.policy.applied(configured, self.orders)
+        policy = rules.policy_upon(configured, self.orders)
         if rules == self.rules and policy == self.policy:
             return
         self.policy, self.rules = policy, rules
@@ -294,7 +303,8 @@ class Scheduler:
         if recording.released:
             if recording.ended:
                 self._observe(recording)
-            self.fold(TasksReleased(recording.released))
+            at = self._clock() if self._clock is not None else Instant(0)
+            self.fold(TasksReleased(recording.released, at))
         if recording.requeued:
             self._requeue(recording, attained)
         self._publish(recording)
@@ -312,13 +322,15 @@ class Scheduler:
 
     def _observe(self, recording: Recording) -> None:
         held = self.state.held
-        seen: dict[int, tuple[Shape, list[int]]] = {}
+        seen: dict[tuple[int, str], tuple[Shape, list[int]]] = {}
         for ended in recording.ended:
             line = held.get(ended.task)
             if line is not None and ended.duration > 0:
-                seen.setdefault(id(line.shape), (line.shape, []))[1].append(ended.duration)
-        for shape, durations in seen.values():
-            self.fold(RunTimesObserved(shape, len(durations), Span(sum(durations))))
+                model = model_of(self.state.nodes[line.node].node, line.allocation)
+                which = (id(line.shape), model)
+                seen.setdefault(which, (line.shape, []))[1].append(ended.duration)
+        for (_, model), (shape, durations) in seen.items():
+            self.fold(RunTimesObserved(shape, len(durations), Span(sum(durations)), model))
             self.forecasts.ended(shape, durations)
 
     def _attained(self, recording: Recording) -> dict[TaskId, Span]:

@@ -19,6 +19,7 @@ from gpool.server.identity.desk import SignIns
 from gpool.server.identity.guard import Guard
 from gpool.server.identity.node_gate import NodeGate
 from gpool.server.identity.sealer import Sealer
+from gpool.server.learning import Asking
 from gpool.server.metrics import Metrics
 from gpool.server.scheduler import Scheduler
 from gpool.server.settings import Settings
@@ -65,6 +66,7 @@ class Server:
     certificate: Certificate | None = None  # None: plain HTTP
     examiner: Examiner | None = None  # None: GPUs are neither measured nor examined
     telemetry: Telemetry = field(default_factory=Telemetry)
+    learning: Asking = field(default_factory=Asking)
 
     @property
     def now(self) -> Instant:

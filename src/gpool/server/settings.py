@@ -51,7 +51,9 @@ class Settings(BaseSettings):
     tick_s: float = Field(default=1.0, gt=0)
     prune_s: float = Field(default=60.0, gt=0)
 
-    order: str = "priority"  # of `core.scheduling.orders`, or of an installed `gpool.orders`
+    order: str = "fair_share"  # of `core.scheduling.orders`, or of an installed `gpool.orders`
+
+    learn_every_s: float = Field(default=86_400.0, ge=0)  # how room is priced; 0: only when asked
 
     examine_gpus: bool = False  # a GPU gets no task before it has proved what it claims
     measure_gpus: bool = True

@@ -84,7 +84,7 @@ class Crowd:
         place = urlsplit(self._address)
         url = self._address.replace("http", "ws", 1) + CHANNEL_PATH
         _, node = await loop.create_connection(
-            lambda: CrowdNode(url, badge, offer, self.take), place.hostname, place.port
+            lambda: CrowdNode(url, badge, offer, self.take), place.hostname or "", place.port or 80
         )
         await node.welcomed
         return node

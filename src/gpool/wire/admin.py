@@ -87,6 +87,16 @@ class DryRunDocument(Answer):
     moved: list[ShiftDocument]
 
 
+class LearntDocument(Answer):
+    """How room is priced, learnt from earlier tasks, and what that leaves idle on later ones it had not seen."""
+
+    at: AwareDatetime
+    sentence: str
+    arrivals: int
+    idle_percent: float
+    plain_idle_percent: float | None  # by plain fragmentation gradient descent
+
+
 class PolicyDocument(Answer):
     """What holds; `changed` are those an operator changed."""
 
@@ -97,6 +107,7 @@ class PolicyDocument(Answer):
     orders: list[str]
     changed: list[str]
     dry_run: DryRunDocument | None = None
+    learnt: LearntDocument | None = None
 
 
 class CordonRequest(Document):

@@ -232,11 +232,15 @@ class SessionPage(Answer):
 
 
 class QuotaDocument(Document):
-    """What may be had at once; null: the default of the pool."""
+    """What may be had at once; null: the default of the pool.
+
+    `guaranteed_gpus` is what they are sure of: starts within it go first, and what others borrowed of it is taken back.
+    """
 
     running_gpus: Annotated[float, Field(ge=0, le=1_000_000)] | None = None
     queued_tasks: Annotated[int, Field(ge=0, le=1 << 40)] | None = None
     storage_bytes: Annotated[int, Field(ge=0, le=1 << 60)] | None = None
+    guaranteed_gpus: Annotated[float, Field(ge=0, le=1_000_000)] | None = None
 
 
 class TeamRequest(Document):

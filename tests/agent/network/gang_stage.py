@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import select
+import signal
 import socket
 import sys
 import tempfile
@@ -201,6 +202,26 @@ def heard(host: Host, until: str) -> list[str]:
     return found
 
 
+def flood(hosts: list[Host], _: str) -> dict[str, Any]:
+    """Noise in a member's name, as fast as it can be made, while two members talk."""
+    open_gang(hosts)
+    hosts[1].call("serve", "g", 5000)
+    child = os.fork()
+    if child == 0:
+        noise = b"\0\0" + os.urandom(1000)
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as speaking:
+            while os.getppid() != 1:
+                speaking.sendto(noise, (hosts[1].address, PORT))
+        os._exit(0)
+    before = hosts[1].call("refused")
+    told: dict[str, Any] = {"sent": hosts[0].call("inside", "g", "send", inside(1), 5000, 4 << 20)}
+    told["refused"] = hosts[1].call("refused") - before
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    told["left"] = [host.call("finish") for host in hosts]
+    return told
+
+
 def restarts(hosts: list[Host], _: str) -> dict[str, Any]:
     """A relay is killed, then a whole lane is opened again: with the same secret, so that old keys would still fit."""
     open_gang(hosts)
@@ -241,7 +262,8 @@ def alive(pid: int) -> bool:
 
 
 CASES: dict[str, Callable[[list[Host], str], dict[str, Any]]] = {
-    each.__name__: each for each in (talk, forbidden, egress, impostor, outsider, restarts, killed)
+    each.__name__: each
+    for each in (talk, forbidden, egress, impostor, outsider, flood, restarts, killed)
 }
 MEMBERS = {"talk": 3}
 

@@ -20,7 +20,9 @@ import uvloop
 from lanes_world import (
     CLONE_NEWNET,
     CLONE_NEWNS,
+    GATEWAY,
     HOST,
+    MS_BIND,
     MS_REC,
     MS_SLAVE,
     PUBLIC,
@@ -33,6 +35,7 @@ from lanes_world import (
     sh,
 )
 
+from gpool.agent.detect.host import site_address
 from gpool.agent.network import door, nft
 from gpool.agent.network.lanes import OpenLane
 from gpool.agent.network.policy import Egress, EgressPolicy, Only, parse_target
@@ -291,6 +294,22 @@ async def probed(_: socket.socket) -> dict[str, Any]:
     return told
 
 
+async def probed_for_gangs(_: socket.socket) -> dict[str, Any]:
+    await nft.nft("--version")  # the loop opens what it needs for children, once
+    before = fingerprint()
+    told: dict[str, Any] = {"said": await door.probe_gangs(Path("/nowhere"))}
+    told["changed"] = differences(before, fingerprint())
+    told["seen from the server"] = site_address(f"https://{GATEWAY}:8443")
+    told["the server is here"] = site_address("https://127.0.0.1:8443")
+    sh("route del default")
+    told["no way out"] = await door.probe_gangs(Path("/nowhere"))
+    told["the server is here, no way out"] = site_address("https://127.0.0.1:8443")
+    must(libc.mount(b"/dev/null", b"/dev/net/tun", None, MS_BIND, None), "hide it")
+    told["no interface"] = await door.probe_gangs(Path("/nowhere"))
+    must(libc.umount2(b"/dev/net/tun", 2), "umount")
+    return told
+
+
 async def called_off(_: socket.socket) -> dict[str, Any]:
     """Builds are called off while their lanes are being opened."""
     several = RootNetworks(EgressPolicy(), "aaaaa", servers=SERVERS, ahead=0)
@@ -326,6 +345,7 @@ CASES: dict[str, Callable[[socket.socket], Awaitable[dict[str, Any]]]] = {
         spoofed,
         listed,
         probed,
+        probed_for_gangs,
         called_off,
     )
 }

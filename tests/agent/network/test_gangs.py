@@ -127,6 +127,13 @@ def test_without_the_defences_it_would(stage: Stage) -> None:
     assert "true words" in told["then came"][1]
 
 
+def test_noise_in_a_member_s_name_never_ends_a_conversation(stage: Stage) -> None:
+    told = stage("root", "flood")
+    assert told["sent"] is True
+    assert told["refused"] > 100  # there was some
+    assert told["left"] == [[], []]
+
+
 @kinds
 def test_members_find_each_other_again_after_a_restart(stage: Stage, mode: str) -> None:
     told = stage(mode, "restarts")

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from lanes_world import HOST
 
 from gpool.agent.network.nft import program
 from gpool.agent.network.rules import BURST_BYTES
@@ -108,6 +109,22 @@ def test_the_probe_really_opens_a_lane_and_leaves_nothing(stage: Stage) -> None:
     assert told["said"][0] is True
     assert told["changed"] == []
     assert told["no way out"] == [False, "egress is not offered: this host has no IPv4 route out"]
+
+
+def test_the_probe_for_gangs_opens_a_lane_leaves_nothing_and_needs_no_way_out(stage: Stage) -> None:
+    told = stage("probed_for_gangs")
+    offered = [True, "gangs are offered: a lane was opened and closed"]
+    assert told["said"] == told["no way out"] == offered
+    assert told["changed"] == []
+    works, why = told["no interface"]
+    assert not works
+    assert "gangs are not offered" in why
+
+
+def test_a_machine_s_address_is_the_one_that_leads_to_the_server(stage: Stage) -> None:
+    told = stage("probed_for_gangs")
+    assert told["seen from the server"] == told["the server is here"] == HOST
+    assert told["the server is here, no way out"] == "127.0.0.1"
 
 
 def test_lanes_that_are_called_off_half_way_leave_nothing(stage: Stage) -> None:

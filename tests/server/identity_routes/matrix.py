@@ -176,6 +176,7 @@ TABLE: dict[tuple[str, str, str], Row] = {
     ("POST", "/v1/admin/keys/rotate", ""): row(None, "operator", "user", body={}),
     ("GET", "/v1/admin/policy", ""): row("admin", "operator", "user"),
     ("PATCH", "/v1/admin/policy", ""): row(None, "operator", "user", body={"dry_run": True}),
+    ("POST", "/v1/admin/policy/learn", ""): row(None, "operator", "user"),
     ("PUT", "/v1/admin/cordons/{id}", ""): row(
         None, "operator", "user", objects=("node:p",), body={}
     ),

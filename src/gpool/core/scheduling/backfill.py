@@ -1,18 +1,18 @@
 """Reservations for what cannot start: a node is kept for it, and others may use that meanwhile if they will be gone in time.
 
-When the node will have room is predicted from what runs there. A prediction may be wrong: then the one that waits starts
-later than said, never not at all, because nothing that is expected to outlast the reservation gets in before it.
+Which node, and when it will have room, follows from the predicted ends of what runs: the one that is ready first. A prediction
+may be wrong: then the one that waits starts later than said, never not at all, because nothing that is expected to outlast the
+reservation gets in before it. While predictions hold, nothing that passes it delays it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import NamedTuple
 
-from gpool.core.model import Instant, Node, Shape, Span
-from gpool.core.scheduling.placement import fit
+from gpool.core.model import Allocation, Instant, Node, Shape, Span
+from gpool.core.scheduling.placement import fit, is_slice
 from gpool.core.scheduling.room import Room
-from gpool.core.scheduling.state import Line
 
 UNKNOWN = Span(3600 * 1_000_000)
 """What a task counts as when nothing is known of its kind: long enough to be careful, short enough to be of use."""
@@ -23,25 +23,33 @@ class Reservation(NamedTuple):
     at: Instant  # when there will be room, as predicted
 
 
+class End(NamedTuple):
+    """When an allocation will be given back, as predicted."""
+
+    at: int
+    allocation: Allocation
+
+
 def ready_at(
-    node: Node,
-    room: Room,
-    lines: Iterable[Line],
-    shape: Shape,
-    now: Instant,
-    predicted: Callable[[Shape], Span | None],
-) -> Instant:
-    """When this node will have room for the shape, by the predicted ends of what runs there. The room is not changed."""
-    ends = sorted(
-        (max(now, line.since + (predicted(line.shape) or UNKNOWN)), line.allocation.number, line)
-        for line in lines
-    )
+    node: Node, room: Room, ends: Iterable[End], shape: Shape, now: Instant
+) -> Instant | None:
+    """When this node will have room for the shape; None: not even when all of these have ended. The room is not changed."""
     free = room.copy()
-    for end, _, line in ends:
-        free.give(line.allocation)
-        if fit(node, free, shape) is not None:
-            return Instant(end)
-    return Instant(now + UNKNOWN)
+    wanted = _idle_wanted(shape)
+    for end in sorted(ends, key=lambda end: (end.at, end.allocation.number)):
+        free.give(end.allocation)
+        idle = sum(1 for gpu in free.gpus.values() if not gpu.holders) if wanted else 0
+        if idle >= wanted and fit(node, free, shape) is not None:
+            return Instant(max(now, end.at))
+    return None
+
+
+def _idle_wanted(shape: Shape) -> int:
+    """GPUs that must be idle, whatever it chooses: a look that is cheaper than fitting."""
+    requests = shape.requirements.gpu
+    if any(is_slice(request) for request in requests):
+        return 0
+    return min((request.count for request in requests), default=0)
 
 
 def may_pass(shape: Shape, kept: Reservation, now: Instant, predicted: Span | None) -> bool:

@@ -240,7 +240,7 @@ class Board:
         slot = self.slots[id_]
         (room, lines), node = self._look(id_), self.nodes[slot]
         assert node is not None
-        gpus = [(gpu.free_share, gpu.free_memory, gpu.user) for gpu in room.gpus.values()]
+        gpus = self._gpus_of(node, room) if slot in self._with_gpus else None
         said = (node, self.generation, lines, room.free_cpu, room.free_memory, room.free_disk, gpus)
         if self._said.get(slot) == said:
             return None
@@ -252,27 +252,33 @@ class Board:
         self.tight[slot] = (min(max(room.free_cpu, 0), 1 << 26) << 32) + (
             min(max(room.free_memory, 0) >> 20, 1 << 31)
         )
-        if slot in self._with_gpus:
-            self._read_gpus(slot, node, room)
+        if gpus is not None:
+            self.gpus[slot] = gpus
         return slot
 
-    def _read_gpus(self, slot: int, node: Node, room: Room) -> None:
+    def _gpus_of(self, node: Node, room: Room) -> tuple[list[int], ...]:
+        """As they stand in `gpus`."""
         devices = node.offer.gpus[:MAX_GPUS]
         pad = [0] * (self.width - len(devices))
         share, vram, holder, free = [], [], [], []
+        withheld = node.gpus_withheld
         for device in devices:
             gpu = room.gpus[device.index]
+            user, free_share, memory = gpu.user, gpu.free_share, gpu.free_memory
+            by_memory = 1000 * memory // max(1, device.memory_bytes)
             # a card that somebody holds uncut is not cut beside them
-            may_cut = device.sharing is not Sharing.MIG or gpu.user in (None, ANYBODY)
-            share.append(gpu.free_share if may_cut else 0)
-            vram.append(gpu.free_memory if may_cut else 0)
-            holder.append(NOBODY if gpu.user is None else gpu.user)
-            if device.closed or device.index in node.gpus_withheld:
+            if device.sharing is Sharing.MIG and user not in (None, ANYBODY):
+                share.append(0)
+                vram.append(0)
+            else:
+                share.append(free_share)
+                vram.append(memory)
+            holder.append(NOBODY if user is None else user)
+            if device.closed or device.index in withheld:
                 free.append(0)
             else:
-                by_memory = 1000 * gpu.free_memory // max(1, device.memory_bytes)
-                free.append(max(0, min(gpu.free_share, by_memory)))
-        self.gpus[slot] = (share + pad, vram + pad, free + pad, holder + [NOBODY] * len(pad))
+                free.append(max(0, min(free_share, by_memory)))
+        return share + pad, vram + pad, free + pad, holder + [NOBODY] * len(pad)
 
     def _clear_gpus(self, slot: int) -> None:
         self.gpus[slot] = 0

@@ -19,40 +19,55 @@ class Caches:
         self._on: dict[NodeId, tuple[str, ...]] = {}  # the one used last at the end
         self._nodes: dict[str, set[NodeId]] = {}
 
-    def note(self, node: NodeId, data: str) -> None:
-        """A task with these inputs runs there: they are fetched if they were not there."""
+    def note(self, node: NodeId, data: str) -> set[NodeId]:
+        """A task with these inputs runs there: they are fetched if they were not there. The nodes of which more is known now."""
         before = self._on.get(node, ())
         if before and before[-1] == data:
-            return
-        self._put(node, (*(each for each in before if each != data), data)[-KEPT:])
+            return set()
+        return self._put(node, (*(each for each in before if each != data), data)[-KEPT:])
 
-    def forget(self, node: NodeId) -> None:
-        self._put(node, ())
+    def forget(self, node: NodeId) -> set[NodeId]:
+        return self._put(node, ())
+
+    def loss(self, node: NodeId) -> int:
+        """What fetching more there throws out: 0 nothing, 1 what lies elsewhere too, 2 what lies nowhere else."""
+        there = self._on.get(node, ())
+        if len(there) < KEPT:
+            return 0
+        return 1 if len(self._nodes[there[0]]) > 1 else 2
 
     def with_data(self, data: str) -> Set[NodeId]:
         """The nodes that have them, as far as is known."""
         return self._nodes.get(data, _NOWHERE)
 
-    def take(self, other: Caches) -> list[NodeId]:
+    def take(self, other: Caches) -> set[NodeId]:
         """Becomes as `other` is; the nodes of which something else is known now."""
-        unlike = [id_ for id_ in self._on.keys() | other._on.keys() if self._unlike(other, id_)]
-        for id_ in unlike:
-            self._put(id_, other._on.get(id_, ()))
-        return unlike
+        changed: set[NodeId] = set()
+        for id_ in self._on.keys() | other._on.keys():
+            if self._on.get(id_) != other._on.get(id_):
+                changed |= self._put(id_, other._on.get(id_, ()))
+        return changed
 
-    def _unlike(self, other: Caches, node: NodeId) -> bool:
-        return self._on.get(node) != other._on.get(node)
-
-    def _put(self, node: NodeId, data: tuple[str, ...]) -> None:
-        for each in self._on.pop(node, ()):
-            there = self._nodes[each]
-            there.discard(node)
-            if not there:
-                del self._nodes[each]
+    def _put(self, node: NodeId, data: tuple[str, ...]) -> set[NodeId]:
+        """The node, and those that have become, or are no longer, the only ones with something."""
+        before, changed = self._on.pop(node, ()), {node}
+        for each in before:
+            if each not in data:
+                there = self._nodes[each]
+                there.discard(node)
+                if len(there) == 1:
+                    changed |= there
+                elif not there:
+                    del self._nodes[each]
+        for each in data:
+            if each not in before:
+                there = self._nodes.setdefault(each, set())
+                if len(there) == 1:
+                    changed |= there
+                there.add(node)
         if data:
             self._on[node] = data
-            for each in data:
-                self._nodes.setdefault(each, set()).add(node)
+        return changed
 
     def truth(self) -> Mapping[NodeId, tuple[str, ...]]:
         return self._on

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import Protocol
 
 from gpool.core.ids import NodeId, TaskId, UserId
 from gpool.core.model import Allocation, Instant, Node, Shape, Span
 from gpool.core.scheduling import gangs
-from gpool.core.scheduling.backfill import Reservation, may_pass, ready_at
+from gpool.core.scheduling.backfill import UNKNOWN, End, Reservation, may_pass, ready_at
 from gpool.core.scheduling.events import Member, Preempt
-from gpool.core.scheduling.fair_share import Amounts, amounts_of, plus, tenant_of, total
+from gpool.core.scheduling.fair_share import (
+    Amounts,
+    amounts_of,
+    asked_by,
+    plus,
+    tenant_of,
+    total,
+)
 from gpool.core.scheduling.levels import attained_at
 from gpool.core.scheduling.limits import (
     WITHIN,
@@ -24,6 +31,7 @@ from gpool.core.scheduling.limits import (
 )
 from gpool.core.scheduling.orders import DECISIVE, ORDERS, Candidate, Key, Order, Policy
 from gpool.core.scheduling.placement import Fit, is_open
+from gpool.core.scheduling.predictions import model_of
 from gpool.core.scheduling.preemption import Victim
 from gpool.core.scheduling.queue import Entry
 from gpool.core.scheduling.room import Room
@@ -32,6 +40,10 @@ from gpool.core.scheduling.state import Line, ShapeState, State
 MAX_KEPT_CLEAR = 8
 _LOOKS_FOR_CLEARING = 64  # shapes a pass for which a node to clear is sought
 _HELPED = 2  # tenants a pass
+_FAR = Span(30 * 24 * UNKNOWN)
+_BEHIND_MILLI = 20  # of what others had
+_NODES_COMPARED = 32  # to keep one of them clear
+Alike = tuple[UserId, int | None, Amounts]
 
 
 class Turn:
@@ -42,7 +54,7 @@ class Turn:
     def __init__(self, entry: ShapeState) -> None:
         self.entry = entry
         self.left = entry.queue.size
-        self.is_over = False  # its user or team runs as many GPUs as it may
+        self.is_over = False  # its people run as many GPUs as they may, or it waits for inputs
         self.key: Key = ()
         self._entries: Iterator[Entry] = entry.queue.entries()
         self._ahead = next(self._entries)
@@ -113,13 +125,19 @@ class Draft:
         self.lines: dict[tuple[NodeId, int], NewLine] = {}
         self.looks_at_shares = policy.order == "fair_share" or policy.order not in ORDERS
         self.taken: dict[Holder, Amounts] = {}  # by tenants and users, in this pass
+        self._known_shares: dict[Holder, int] = {}  # until they take something
         self.future: dict[NodeId, Room] = {}  # where something stops or is promised
         self.clearing: dict[NodeId, Shape] = {}
         self.stopped: set[Line] = set()
         self.helped: set[Holder] = set()  # tenants with a node kept clear though some of theirs run
+        self.most_share = self.most_lately = 0  # of any tenant that has tasks waiting
         self.predictions: dict[int, tuple[Span | None]] = {}
+        self.run_times: dict[tuple[int, str], Span] = {}
+        self.made_on: dict[NodeId, list[tuple[Shape, Allocation]]] = {}  # in this pass
         self.preemptions: list[Preempt] = []
-        self._victims: list[list[Victim]] | None = None
+        self.awaited: dict[str, int] = {}  # large inputs: tasks that wait for a node with them
+        self._alike: dict[Alike, list[Line]] | None = None  # what may be stopped
+        self._victims: dict[Alike, list[Victim]] = {}
 
     def key(self, turn: Turn, given_up: int = 0, without: Holding | None = None) -> Key:
         """Where its next task stands; `without`: as if that did not run."""
@@ -160,6 +178,9 @@ class Draft:
         """Asked of the house's orders only by the one that looks at it: it is not cheap."""
         if self.policy.order in ORDERS and self.policy.order != "shortest":
             return None
+        return self.predicted_for(shape)
+
+    def predicted_for(self, shape: Shape) -> Span | None:
         known = self.predictions.get(id(shape))
         if known is None:
             known = self.predictions[id(shape)] = (self.state.predictions.of(shape),)
@@ -177,6 +198,11 @@ class Draft:
         return first, first if tenant == user else self.share(user, without, gain)
 
     def share(self, holder: Holder, without: Holding | None, gain: Amounts = (0, 0, 0)) -> int:
+        if without is None and gain == (0, 0, 0):
+            known = self._known_shares.get(holder)
+            if known is None:
+                known = self._known_shares[holder] = self._share(holder, self.taken.get(holder))
+            return known
         more = self.taken.get(holder)
         if gain != (0, 0, 0):
             more = plus(more or (0, 0, 0), gain)
@@ -185,6 +211,9 @@ class Draft:
             ("user", without.shape.user),
         ):
             more = plus(more or (0, 0, 0), without.amounts, -1)
+        return self._share(holder, more)
+
+    def _share(self, holder: Holder, more: Amounts | None) -> int:
         return self.state.shares.of(holder, self.policy.weights.get(holder, 1000), more)
 
     def key_beside(self, other: Turn, own: Holding) -> Key:
@@ -245,6 +274,7 @@ class Draft:
             room = self.rooms[node] = entry.room.copy()
         allocation = found.numbered(number)
         room.take(allocation, shape.user)
+        self.made_on.setdefault(node, []).append((shape, allocation))
         if node in self.future:
             self.future[node].take(allocation, shape.user)
         before = self.engine.overlay.get(node, (room, len(taken)))[1]
@@ -264,19 +294,15 @@ class Draft:
             for allocation in allocations:
                 had = plus(had, amounts_of(allocation), sign)
             self.taken[holder] = had
+            self._known_shares.pop(holder, None)
 
     def keep_clear(self, turn: Turn) -> None:
         """For a task that has waited long: the node nearest to having room takes nothing from those behind it."""
         shape = turn.entry.shape
         if self.now - turn.head[0] < self.policy.patience:
             return
-        if (
-            turn.entry.lines
-        ):  # what runs somewhere does not starve, but large pieces are a fair share too
-            tenant = tenant_of(shape)
-            if tenant in self.helped or len(self.helped) >= _HELPED:
-                return
-            self.helped.add(tenant)
+        if turn.entry.lines and not self.is_owed(shape):
+            return
         if turn.is_over:
             return  # room would not help it
         if not self.looks or len(self.kept_clear) >= MAX_KEPT_CLEAR:
@@ -285,27 +311,79 @@ class Draft:
         if shape.requirements.nodes > 1:
             nodes = gangs.nearest(self.engine, shape, self.kept_clear)
         else:
-            nearest = self.engine.nearest(shape, self.kept_clear)
+            nearest = self.nearest(turn)
             nodes = [] if nearest is None else [nearest]
         if not nodes:
             return  # a part of what a gang needs is of no use
-        at = max(self.ready_at(id_, shape) for id_ in nodes)
+        at = Instant(max(self.ready_at(id_, shape) for id_ in nodes))
         for id_ in nodes:
             self.kept_clear[id_] = Reservation(shape, at)
 
-    def ready_at(self, id_: NodeId, shape: Shape) -> Instant:
-        entry = self.state.nodes[id_]
+    def is_owed(self, shape: Shape) -> bool:
+        """What runs somewhere does not starve, but large pieces are a fair share too: its tenant had less than others lately,
+        or has less than they even with one more."""
+        tenant = tenant_of(shape)
+        if tenant in self.helped or len(self.helped) >= _HELPED:
+            return False
+        if self.looks_at_shares:
+            had = self.lately(tenant)
+            is_behind = 1000 * self.most_lately > (1000 + _BEHIND_MILLI) * had
+            gained = self.shares(shape, None, asked_by(shape))[0]
+            if not is_behind and gained > self.most_share:
+                return False
+        self.helped.add(tenant)
+        return True
+
+    def lately(self, tenant: Holder) -> int:
+        return self.state.shares.lately(tenant, self.policy.weights.get(tenant, 1000))
+
+    def compare(self, turns: Iterable[Turn]) -> None:
+        """Which tenant of those that have tasks waiting has most, and had most lately."""
+        if self.looks_at_shares:
+            tenants = {tenant_of(turn.entry.shape) for turn in turns}
+            self.most_share = max((self.share(each, None) for each in tenants), default=0)
+            self.most_lately = max((self.lately(each) for each in tenants), default=0)
+
+    def nearest(self, turn: Turn) -> NodeId | None:
+        """The node to keep clear: the one that is ready first, of some that are the same in every pass, or it would be another
+        each time. A tenant that runs some of these already gets one that is not its own. What may preempt needs it less."""
+        shape = turn.entry.shape
+        if shape.preemptible:
+            return self.engine.nearest(shape, self.kept_clear)
+        mine = {id_ for id_, _ in turn.entry.lines} if self.looks_at_shares else set[NodeId]()
+        slots, _ = self.engine.could_run(shape, {*self.kept_clear, *mine})
+        ids = sorted(NodeId(int(id_)) for id_ in self.engine.board.ids[slots])
+        some = ids[:: max(1, len(ids) // _NODES_COMPARED)]
+        return min(some, key=lambda id_: (self.ready_at(id_, shape), id_), default=None)
+
+    def ready_at(self, id_: NodeId, shape: Shape) -> int:
+        """When a node will have room, as predicted; far away when that cannot be told."""
+        entry, now = self.state.nodes[id_], self.now
         if entry.node is None:
-            return self.now
-        lines = entry.lines.values()
-        predicted = self.state.predictions.of
-        return ready_at(entry.node, self.room(id_), lines, shape, self.now, predicted)
+            return now
+        held = [(line.since, line.shape, line.allocation) for line in entry.lines.values()]
+        held += [(now, *made) for made in self.made_on.get(id_, ())]
+        ends = [
+            End(since + self.lasts(kind, entry.node, allocation), allocation)
+            for since, kind, allocation in held
+        ]
+        found = ready_at(entry.node, self.room(id_), ends, shape, now)
+        return now + _FAR if found is None else found
+
+    def lasts(self, shape: Shape, node: Node, allocation: Allocation) -> Span:
+        """How long a task runs there, as predicted."""
+        model = model_of(node, allocation)
+        known = self.run_times.get((id(shape), model))
+        if known is None:
+            known = self.state.predictions.of(shape, model) or UNKNOWN
+            self.run_times[id(shape), model] = known
+        return known
 
     def barred(self, shape: Shape) -> set[NodeId]:
         """What is being cleared, or kept clear, for others; what may be stopped again may use the latter meanwhile."""
         found = {id_ for id_, other in self.clearing.items() if other is not shape}
         if self.kept_clear and not (shape.preemptible and self.decisive):
-            predicted = self.state.predictions.of(shape)
+            predicted = self.predicted_for(shape)
             for id_, kept in self.kept_clear.items():
                 if not may_pass(shape, kept, self.now, predicted):
                     found.add(id_)

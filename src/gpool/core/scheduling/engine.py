@@ -385,9 +385,12 @@ class Engine:
         board = self.board
         seconds = row.seconds[board.kind[slots]] + at_stake.exposure // board.mtbf[slots]
         if row.shape.data:
-            there = self._caches.with_data(row.shape.data)
-            ids = board.ids[slots].tolist()
-            seconds += [0 if id_ in there else at_stake.loading for id_ in ids]
+            there, loss = self._caches.with_data(row.shape.data), self._caches.loss
+            whole = at_stake.loading
+            ids = board.ids[
+                slots
+            ].tolist()  # what is thrown out will have to be loaded again, perhaps
+            seconds += [0 if id_ in there else whole + whole * loss(id_) // 4 for id_ in ids]
         lost: Ints = np.minimum(seconds // at_stake.grain, _MOST_LOST)
         return lost
 

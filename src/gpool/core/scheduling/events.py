@@ -97,11 +97,12 @@ class NodeRemoved:
 
 @dataclass(frozen=True, slots=True)
 class RunTimesObserved:
-    """How long `count` attempts of a shape took together: a hint for prefetch, not part of the truth."""
+    """How long `count` attempts of a shape took together: a hint, not part of the truth."""
 
     shape: Shape
     count: int
     total: Span
+    model: str = ""  # of the GPUs they had
 
 
 Event = (

@@ -9,8 +9,8 @@ half-life (`HALF_LIFE`): who took large pieces gives way afterwards, and the rou
 while nobody else wanted it is free, and who was away comes back with no credit: in any hour in which all have tasks waiting,
 all get their share.
 
-What is held is truth, rebuilt from the store with the rest. What was held lately is a hint: lost in a rebuild, which makes
-everybody start even.
+What is held is truth, rebuilt from the store with the rest. What was held lately is a hint. It is handed on in a rebuild and
+told to whoever keeps it (`Shares.told`, `Shares.recall`), so that a restart forgives nobody; lost, everybody starts even.
 """
 
 from __future__ import annotations
@@ -28,6 +28,9 @@ MAX_REMEMBERED = 10_000
 _LN2 = log(2)
 _LONG = 40  # half-lives, after which nothing is left
 _TOO_LARGE = 2.0**200
+Told = dict[tuple[str, int], int]
+"""What was had lately, by kind (`user`, `team`, or `floor` of a team or of all: 0) and id, in billionths of the pool."""
+_FINE = 1000  # billionths in a millionth
 Amounts = tuple[int, int, int]  # thousandths of GPUs, of CPUs, bytes of memory
 
 
@@ -86,6 +89,9 @@ class Usage:
     def is_any(self) -> bool:
         return self._clock > 0
 
+    def knows(self, holder: Holder) -> bool:
+        return holder in self._sums
+
     def copy(self) -> Usage:
         twin = Usage()
         twin._now, twin._scale, twin._clock = self._now, self._scale, self._clock
@@ -119,7 +125,9 @@ class Usage:
 
     def settle(self, holder: Holder, share: int) -> None:
         """Its share is about to change."""
-        self._sums[holder] = self._sum(holder, share)
+        sum_ = self._sum(holder, share)
+        self._sums.pop(holder, None)  # the one that changed least lately stands first
+        self._sums[holder] = sum_
         self._marks[holder] = self._clock
         if len(self._sums) > MAX_REMEMBERED:
             oldest = next(iter(self._sums))
@@ -138,6 +146,29 @@ class Usage:
         since = self._marks.get(holder, self._clock)
         return self._sums.get(holder, 0.0) + share * (self._clock - since)
 
+    def told(self) -> Told:
+        """As of now, when all have been settled."""
+        fine = _FINE * _LN2 / self._scale
+        found: Told = {holder: round(each * fine) for holder, each in self._sums.items()}
+        found |= {("floor", scope or 0): round(each * fine) for scope, each in self._floors.items()}
+        return found
+
+    def recall(self, told: Mapping[tuple[str, int], tuple[int, Instant]], now: Instant) -> None:
+        """In place of all it knows: what was told, each at its time."""
+        self.__init__()  # type: ignore[misc]
+        self._now = now
+        for (kind, id_), (value, at) in told.items():
+            ages = max(0, now - at) / HALF_LIFE
+            if ages > _LONG or value <= 0:
+                continue
+            sum_ = value / (_FINE * _LN2) * 2.0**-ages
+            self._clock = 1.0  # there was some
+            if kind == "floor":
+                self._floors[id_ or None] = sum_
+            else:
+                holder: Holder = ("team", id_) if kind == "team" else ("user", id_)
+                self._sums[holder], self._marks[holder] = sum_, self._clock
+
     def lately(self, holder: Holder, share: int) -> int:
         """The average share it had, in millionths, with `share` since it last changed."""
         return max(0, round(self._sum(holder, share) / self._scale * _LN2))
@@ -146,7 +177,7 @@ class Usage:
 class Shares:
     """What holders have of what there is."""
 
-    __slots__ = ("_all", "_held", "_lent", "_nodes", "_waiting", "usage")
+    __slots__ = ("_all", "_held", "_lent", "_nodes", "_scopes", "_waiting", "usage")
 
     def __init__(self) -> None:
         self._lent, self._all = [0, 0, 0], [0, 0, 0]
@@ -154,12 +185,14 @@ class Shares:
         self._nodes: dict[NodeId, Amounts] = {}
         self._held: dict[Holder, list[int]] = {}
         self._waiting: dict[Holder, int] = {}  # shapes
+        self._scopes: dict[Holder, int | None] = {}  # of those, the last one's
 
     def wants(self, shape: Shape) -> None:
         """Tasks of this shape wait. A holder of which nothing waited was served: it begins even with the others."""
         for holder, scope in scopes_of(shape):
             waiting = self._waiting.get(holder, 0)
             self._waiting[holder] = waiting + 1
+            self._scopes[holder] = scope
             if not waiting and self.usage.is_any:
                 held = self._held.get(holder)
                 self.usage.join(holder, scope, 0 if held is None else self._dominant(held))
@@ -169,11 +202,30 @@ class Shares:
         for holder, _ in scopes_of(shape):
             self._waiting[holder] -= 1
             if not self._waiting[holder]:
-                del self._waiting[holder]
+                del self._waiting[holder], self._scopes[holder]
 
     def pass_time(self, now: Instant, waiting: int) -> None:
         """Until now so many shapes had tasks waiting. Only then does what is held count as usage."""
         self.usage.pass_time(now, is_contended=waiting > 0)
+
+    def settle(self, now: Instant, waiting: int) -> None:
+        """Everybody's usage up to now."""
+        self.pass_time(now, waiting)
+        for holder, held in self._held.items():
+            self.usage.settle(holder, self._dominant(held))
+
+    def told(self, now: Instant, waiting: int) -> Told:
+        """What everybody had lately, for `recall`."""
+        self.settle(now, waiting)
+        return self.usage.told()
+
+    def recall(self, told: Mapping[tuple[str, int], tuple[int, Instant]], now: Instant) -> None:
+        """What was told before this state began. Those who wait and of whom nothing was told begin even."""
+        usage = self.usage
+        usage.recall(told, now)
+        for holder, scope in self._scopes.items():
+            if usage.is_any and not usage.knows(holder):
+                usage.join(holder, scope, 0)
 
     def put(self, node: Node) -> None:
         self.remove(node.id)
@@ -224,6 +276,14 @@ class Shares:
         if self.usage.is_any:
             share += self.usage.lately(holder, 0 if held is None else self._dominant(held))
         return share * 1000 // max(1, weight_milli)
+
+    def lately(self, holder: Holder, weight_milli: int = 1000) -> int:
+        """The part of `of` that is past."""
+        if not self.usage.is_any:
+            return 0
+        held = self._held.get(holder)
+        had = self.usage.lately(holder, 0 if held is None else self._dominant(held))
+        return had * 1000 // max(1, weight_milli)
 
     def _dominant(self, amounts: Sequence[int]) -> int:
         gpus, cpus, memories = self._lent

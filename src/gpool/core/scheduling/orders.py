@@ -24,7 +24,7 @@ from gpool.core.scheduling.pricing import USUAL, Pricing
 Key = tuple[int, ...]
 _LINE_TARGET, _AGEING, _PATIENCE = Span(300_000), Span(5 * 60 * 1_000_000), Span(60 * 1_000_000)
 _HOUR = Span(3600 * 1_000_000)
-_PROTECTION, _PROMOTION, _URGENCY = Span(5 * 60 * 1_000_000), Span(7 * 24 * _HOUR), Span(2 * _HOUR)
+_PROTECTION, _PROMOTION, _URGENCY = Span(15 * 60 * 1_000_000), Span(3 * 24 * _HOUR), Span(2 * _HOUR)
 _TURN, _ONE = Span(_HOUR // 2), 1000
 
 
@@ -44,7 +44,7 @@ class Policy:
     preemption: bool = True  # of tasks that allow it
     protection: Span = _PROTECTION  # not preempted again for so long
     max_preemptions_per_pass: int = 200
-    promotion: Span = _PROMOTION  # waiting this long is worth one level
+    promotion: Span = _PROMOTION  # waiting this long is worth one level, and as much as being due
     urgency: Span = _URGENCY  # so long before its `by` a task goes before others of its user
     margin_milli: int = 100  # of two shares: nearer to each other they are equal, and stop nothing
     turn: Span = _TURN  # what ran this long may be stopped for those who had less

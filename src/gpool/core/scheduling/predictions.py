@@ -1,51 +1,75 @@
 """How long a task will run, from those that ended: a guess to order and to backfill by, never needed for correctness.
 
-The median of the last few of the same user, name and requirements; with fewer than three of them, of the same requirements,
-then of all. Medians, because one run of a week says nothing about the next. A hint: lost in a rebuild.
+The mean of the last ones of the same user, name, requirements and GPU model; with fewer than three of them, of any model, then
+of anybody's with the same requirements, then of all. A mean, not a median: run times have heavy tails, and what counts for those
+who wait behind a task is how long it will keep its GPUs on average, not what is usual. A hint: lost in a rebuild.
 """
 
 from __future__ import annotations
 
 from collections import deque
 
-from gpool.core.model import Shape, Span
+from gpool.core.model import Allocation, Node, Shape, Span
 
-KEPT = 15
+KEPT = 50
 LEAST = 3
 MAX_KEYS = 20_000
-_ALL = ()
+
+Kind = tuple[object, ...]
+
+
+def model_of(node: Node | None, allocation: Allocation) -> str:
+    """The model of the GPUs that a task had there; empty without any, or when it is not known any more."""
+    if node is None or not allocation.slices:
+        return ""
+    index = allocation.slices[0].gpu_index
+    return next((gpu.model for gpu in node.offer.gpus if gpu.index == index), "")
+
+
+class _Lately:
+    """The last durations of one kind."""
+
+    __slots__ = ("kept", "total")
+
+    def __init__(self) -> None:
+        self.kept: deque[int] = deque()
+        self.total = 0
+
+    def add(self, value: int, count: int) -> None:
+        for _ in range(min(count, KEPT)):
+            if len(self.kept) == KEPT:
+                self.total -= self.kept.popleft()
+            self.kept.append(value)
+            self.total += value
 
 
 class Predictions:
-    __slots__ = ("_medians", "_seen")
+    __slots__ = ("_seen",)
 
     def __init__(self) -> None:
-        self._seen: dict[tuple[object, ...], deque[int]] = {}
-        self._medians: dict[tuple[object, ...], Span] = {}
+        self._seen: dict[Kind, _Lately] = {}
 
     @staticmethod
-    def _keys(shape: Shape) -> tuple[tuple[object, ...], ...]:
-        needs = shape.requirements
-        return (shape.user, shape.group, needs), (needs,), _ALL
+    def _kinds(shape: Shape, model: str) -> tuple[Kind, ...]:
+        """From the nearest to the widest."""
+        needs, own = shape.requirements, (shape.user, shape.group)
+        if not model:
+            return (*own, needs), (needs,), ()
+        return (*own, needs, model), (*own, needs), (needs, model), (needs,), ()
 
-    def observe(self, shape: Shape, count: int, total: Span) -> None:
-        """`count` of them ended after `total` together."""
-        for key in self._keys(shape):
-            seen = self._seen.pop(key, None)
-            if seen is None:
-                seen = deque(maxlen=KEPT)
-            self._seen[key] = seen  # the newest last: the oldest is forgotten first
-            seen.extend([total // count] * min(count, KEPT))
-            if len(seen) >= LEAST:
-                self._medians[key] = Span(sorted(seen)[len(seen) // 2])
-        if len(self._seen) > MAX_KEYS:
-            gone = next(iter(self._seen))
-            del self._seen[gone]
-            self._medians.pop(gone, None)
+    def observe(self, shape: Shape, count: int, total: Span, model: str = "") -> None:
+        """`count` of them ended on this model after `total` together."""
+        for kind in self._kinds(shape, model):
+            seen = self._seen.pop(kind, None) or _Lately()
+            self._seen[kind] = seen  # the newest last: the oldest is forgotten first
+            seen.add(total // count, count)
+        while len(self._seen) > MAX_KEYS:
+            del self._seen[next(iter(self._seen))]
 
-    def of(self, shape: Shape) -> Span | None:
-        for key in self._keys(shape):
-            found = self._medians.get(key)
-            if found is not None:
-                return found
+    def of(self, shape: Shape, model: str = "") -> Span | None:
+        """How long one runs on this model, or wherever it may be; None: nothing is known."""
+        for kind in self._kinds(shape, model):
+            seen = self._seen.get(kind)
+            if seen is not None and len(seen.kept) >= LEAST:
+                return Span(seen.total // len(seen.kept))
         return None

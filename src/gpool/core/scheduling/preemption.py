@@ -5,24 +5,54 @@ seen as if neither ran. That comparison cannot turn round by the exchange itself
 from whom it was stopped for, until that one has run long enough to come later. Besides, what was preempted before is left
 alone for `policy.protection` after it starts again.
 
-**What it costs.** GPUs that have to start anew, those of a gang all together. A set is stopped only if it makes the whole
-room: half a place for a gang helps nobody.
+**What it costs.** GPUs that have to start anew, those of a gang all together, then tasks. Where that is equal, the last in the
+order goes: anything else would be wanted back at the next occasion. A set is stopped only if it makes the whole room: half a
+place for a gang helps nobody.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import chain, islice
 from typing import NamedTuple
 
 from gpool.core.ids import NodeId
-from gpool.core.model import Node, Shape
+from gpool.core.model import SECOND, Instant, Node, Shape, Span
 from gpool.core.scheduling.fair_share import Amounts
 from gpool.core.scheduling.orders import Key
 from gpool.core.scheduling.placement import Fit, fit, is_slice, usable
+from gpool.core.scheduling.remnants import GPU
 from gpool.core.scheduling.room import Room
-from gpool.core.scheduling.state import Line
+from gpool.core.scheduling.state import Line, State
 
+Cost = tuple[int, int, Key, NodeId]
 _MAX_NODES_TRIED = 32
+_STRIDE = 101  # nodes on, each second
+MAX_IN_SIGHT = 2000
+"""Running tasks that one pass considers to stop."""
+
+
+def in_sight(state: State, now: Instant, most: int = MAX_IN_SIGHT) -> Iterable[Line]:
+    """What may be stopped; in a large pool that of some nodes, all of each, and of others every second."""
+    if len(state.stoppable) <= most:
+        return [line for line in state.stoppable.values() if not line.stopping and line.leases]
+    nodes = list(state.nodes)
+    first = (now // SECOND * _STRIDE) % len(nodes)
+    found: list[Line] = []
+    for id_ in chain(islice(nodes, first, None), islice(nodes, first)):
+        if len(found) >= most:
+            break
+        for number in state.nodes[id_].lines:
+            line = state.stoppable.get((id_, number))
+            if line is not None and not line.stopping and line.leases:
+                found.append(line)
+    return found
+
+
+def is_protected(line: Line, now: Instant, protection: Span) -> bool:
+    """Preempted before, and started again only lately."""
+    lease = next(iter(line.leases.values()))
+    return now - line.since < protection and (lease.epoch > 1 or lease.attained > 0)
 
 
 class Victim(NamedTuple):
@@ -59,8 +89,7 @@ def cheapest(
     for node, room, victims in places:
         chosen = least(node, room, shape, victims)
         if chosen is not None:
-            cost = sum(victim.amounts[0] for victim in chosen), len(chosen), node.id
-            options.append((cost, node, room, chosen))
+            options.append((cost_of(chosen, node.id), node, room, chosen))
     if len(options) < count:
         return None
     options.sort(key=lambda option: option[0])
@@ -75,6 +104,13 @@ def cheapest(
             if len(found) == count:
                 return found
     return None
+
+
+def cost_of(chosen: list[Victim], node: NodeId) -> Cost:
+    """What stopping these costs, to be compared: the least first."""
+    gpus = sum(victim.amounts[0] for victim in chosen)
+    first = min((victim.key for victim in chosen), default=())
+    return gpus, len(chosen), tuple([-number for number in first]), node
 
 
 def give(room: Room, node: NodeId, victim: Victim) -> None:
@@ -102,27 +138,28 @@ def least(node: Node, room: Room, shape: Shape, victims: list[Victim]) -> list[V
 
 
 def _enough_gpus(short: int, node: NodeId, victims: list[Victim]) -> list[Victim] | None:
-    """The fewest GPUs that give back `short` on this node: one task that is large enough, or several."""
+    """The set that gives back `short` GPUs on this node and costs least: exactly, since a node has few."""
     if short <= 0:
         return []
     sized = []
-    for victim in victims:
+    for victim in sorted(victims, key=_key, reverse=True):  # of equals the last in the order
         here = sum(len(part.allocation.slices) for part in victim.parts if part.node == node)
-        sized.append((victim.amounts[0], here, victim))
-    sized.sort(key=lambda each: (each[0], -each[2].key[-1]))
-    single = next((each for each in sized if each[1] >= short), None)
-    several, total = [], 0
-    for each in sized:
-        if total >= short:
-            break
-        several.append(each)
-        total += each[1]
-    if total < short:
-        return None if single is None else [single[2]]
-    for each in tuple(several):  # the small ones that the last made needless
-        if total - each[1] >= short:
-            several.remove(each)
-            total -= each[1]
-    if single is not None and single[0] <= sum(each[0] for each in several):
-        return [single[2]]
-    return [each[2] for each in several]
+        if victim.amounts[0] == short * GPU and here == short:
+            return [victim]  # nothing can cost less
+        sized.append((victim.amounts[0], min(here, short), victim))
+    best: list[tuple[int, int, tuple[Victim, ...]] | None] = [(0, 0, ()), *[None] * short]
+    for cost, here, victim in sized:
+        for freed in range(short - 1, -1, -1):
+            before = best[freed]
+            if before is None or not here:
+                continue
+            found = before[0] + cost, before[1] + 1, (*before[2], victim)
+            there = best[min(short, freed + here)]
+            if there is None or found[:2] < there[:2]:
+                best[min(short, freed + here)] = found
+    made = best[short]
+    return None if made is None else list(made[2])
+
+
+def _key(victim: Victim) -> Key:
+    return victim.key

@@ -27,7 +27,8 @@ class GpuRoom:
         self.cut: tuple[tuple[int, int], ...] = ()  # (start, size) of hardware slices
 
     def copy(self) -> GpuRoom:
-        twin = GpuRoom(self.gpu)
+        twin = GpuRoom.__new__(GpuRoom)  # everything is set here
+        twin.gpu = self.gpu
         twin.free_memory, twin.free_share = self.free_memory, self.free_share
         twin.holders, twin.user, twin.cut = self.holders, self.user, self.cut
         return twin

@@ -10,6 +10,7 @@ from gpool.core.ids import NodeId
 from gpool.core.model import Audience, Instant, Node, Span
 from gpool.core.scheduling.limits import Holder
 from gpool.core.scheduling.orders import ORDERS, Order, Policy
+from gpool.core.scheduling.portfolio import Learnt
 
 MAX_WEIGHT = 1_000_000
 _DAY = 24 * 3600 * 1_000_000
@@ -64,6 +65,12 @@ class Rules:
     policy: PolicyChange = PolicyChange()
     cordons: Mapping[NodeId, str] = field(default_factory=dict)  # with the reason given
     reservations: tuple[Reservation, ...] = ()
+    learnt: Learnt | None = None  # how room is priced; None: as usual
+
+    def policy_upon(self, configured: Policy, orders: Mapping[str, Order] = ORDERS) -> Policy:
+        """The policy under these rules; `Invalid` where a value makes no sense."""
+        policy = self.policy.applied(configured, orders)
+        return policy if self.learnt is None else replace(policy, pricing=self.learnt.pricing)
 
     def upon(self, node: Node, now: Instant) -> Node:
         """The node as it is under these rules; the same again when asked again."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from heapq import heapify, heappop, heapreplace
 
-from gpool.core.ids import NodeId, TaskId, UserId
-from gpool.core.model import Node, Shape, Span
-from gpool.core.scheduling import gangs, preemption
+from gpool.core.ids import NodeId, TaskId
+from gpool.core.model import Instant, Node, Shape, Span
+from gpool.core.scheduling import gangs, preemption, warmth
 from gpool.core.scheduling.draft import Draft, Turn
 from gpool.core.scheduling.events import Preempt
-from gpool.core.scheduling.fair_share import Amounts, asked_by
-from gpool.core.scheduling.limits import Holder, holders_of
+from gpool.core.scheduling.fair_share import asked_by
+from gpool.core.scheduling.limits import WITHIN, Holder, holders_of
 from gpool.core.scheduling.orders import Candidate, Key, Standing, outranks
 from gpool.core.scheduling.placement import unfit
 from gpool.core.scheduling.preemption import Victim
@@ -30,6 +30,7 @@ class Starts(Draft):
             turn = Turn(entry)
             turn.key = self.key(turn)
             turns.append((turn.key, turn.head, turn))
+        self.compare(turn for _, _, turn in turns)
         heapify(turns)
         self.book_what_stops()
         while turns and len(self.made) < self.policy.max_places_per_pass:
@@ -64,6 +65,9 @@ class Starts(Draft):
             looks = _LOOKS_WITHIN_LIMITS
             while (found := self.engine.best(shape, choice, barred)) is not None:
                 if self.is_within_limits(turn, found[1]):
+                    if shape.data and self.waits_for_inputs(turn, found[0]):
+                        turn.is_over = True  # more room would not help it
+                        return False
                     self.open_line(turn, found)
                     return True
                 looks -= 1
@@ -71,6 +75,19 @@ class Starts(Draft):
                     break  # it takes the same of every GPU
                 barred.add(found[0])
         return False
+
+    def waits_for_inputs(self, turn: Turn, node: NodeId) -> bool:
+        """Rather than start on a node without them: only if all that wait for the same will soon have a place with them."""
+        shape, now, policy = turn.entry.shape, self.now, self.policy
+        if node in self.state.caches.with_data(shape.data):
+            return False
+        if not warmth.may_wait(shape, Instant(turn.head[0]), now, policy.patience):
+            return False
+        waiting = self.awaited.get(shape.data, 0) + turn.left
+        if warmth.ready_soon(self.state, shape, now, self.room) < waiting:
+            return False
+        self.awaited[shape.data] = waiting
+        return True
 
     def book_what_stops(self) -> None:
         """What was asked to stop will be free, and its people are counted without it."""
@@ -118,7 +135,7 @@ class Starts(Draft):
             self.clearing[each.node] = shape
             promised.append(allocation)
         self.count(shape, promised)
-        self._victims = None  # shares are not what they were
+        self.forget_standings({shape, *(v.line.shape for each in found for v in each.victims)})
         turn.take(1)  # it stays queued; the next of its kind may want room as well
         return True
 
@@ -186,43 +203,44 @@ class Starts(Draft):
 
     def victims(self) -> list[list[Victim]]:
         """What could be stopped: those of one user and size together, the last in the order first."""
-        if self._victims is None:
-            groups: dict[tuple[UserId, int | None, Amounts], list[Line]] = {}
-            for line in self.stoppable():
-                if line not in self.stopped:
+        if self._alike is None:
+            self._alike = {}
+            for line in preemption.in_sight(self.state, self.now):
+                if not preemption.is_protected(line, self.now, self.policy.protection):
                     which = (line.shape.user, line.shape.team, line.amounts)
-                    groups.setdefault(which, []).append(line)
-            self._victims = []
-            for lines in groups.values():
-                shares = self.shares(lines[0].shape, lines[0])
-                found = [Victim(self.standing(line, shares), line) for line in lines]
-                self._victims.append(sorted(found, reverse=True, key=_key))
-        return self._victims
+                    self._alike.setdefault(which, []).append(line)
+        for which, lines in self._alike.items():
+            if which not in self._victims:
+                self._victims[which] = self.standings(lines)
+        return [found for found in self._victims.values() if found]
 
-    def standing(self, line: Line, shares: tuple[int, int]) -> Key:
-        """The key of a running task as if it waited."""
-        task, lease = next(iter(line.leases.items()))
-        user = line.shape.user
-        running = self.state.running.get(user, 0) + self.running.get(user, 0) - 1
-        attained = Span(lease.attained + max(0, self.now - line.since))
-        served = self.state.served(user)
-        candidate = Candidate(line.shape, lease.queued_at, task, running, served, attained, shares)
-        if self.policy.limits.guaranteed:
-            candidate = candidate._replace(band=self.band(line.shape, line, line.amounts[0]))
-        return self.order(candidate, self.now, self.policy)
+    def forget_standings(self, shapes: set[Shape]) -> None:
+        """The shares of their people are not what they were."""
+        users, teams = {shape.user for shape in shapes}, {shape.team for shape in shapes}
+        for which in list(self._victims):
+            if which[0] in users or (which[1] is not None and which[1] in teams):
+                del self._victims[which]
 
-    def stoppable(self) -> list[Line]:
-        return [
-            line
-            for line in self.state.stoppable.values()
-            if not line.stopping and line.leases and not self.is_protected(line)
-        ]
-
-    def is_protected(self, line: Line) -> bool:
-        """Preempted before, and started again only lately."""
-        lease = next(iter(line.leases.values()))
-        began_before = lease.epoch > 1 or lease.attained > 0
-        return began_before and self.now - line.since < self.policy.protection
+    def standings(self, lines: list[Line]) -> list[Victim]:
+        """Running tasks of one user and size, each with its key as if it waited."""
+        lines = [line for line in lines if line not in self.stopped]
+        if not lines:
+            return []
+        shape, now, policy = lines[0].shape, self.now, self.policy
+        running = self.state.running.get(shape.user, 0) + self.running.get(shape.user, 0) - 1
+        served, shares = self.state.served(shape.user), self.shares(shape, lines[0])
+        sure = policy.limits.guaranteed
+        band = self.band(shape, lines[0], lines[0].amounts[0]) if sure else WITHIN
+        found = []
+        for line in lines:
+            task, lease = next(iter(line.leases.items()))
+            ran = Span(lease.attained + max(0, now - line.since))
+            candidate = Candidate(
+                line.shape, lease.queued_at, task, running, served, ran, shares, None, band
+            )
+            found.append(Victim(self.order(candidate, now, policy), line))
+        found.sort(reverse=True, key=_key)
+        return found
 
 
 def _key(victim: Victim) -> Key:

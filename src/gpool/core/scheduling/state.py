@@ -30,7 +30,7 @@ from gpool.core.scheduling.events import (
     TasksReleased,
     TasksWithdrawn,
 )
-from gpool.core.scheduling.fair_share import Shares, amounts_of, total
+from gpool.core.scheduling.fair_share import Shares, Told, amounts_of, total
 from gpool.core.scheduling.levels import at_level, level_of
 from gpool.core.scheduling.limits import Holder, gpus_of, holders_of
 from gpool.core.scheduling.predictions import Predictions
@@ -180,6 +180,12 @@ class State:
                     engine.put(entry.node)
         return engine
 
+    def _touch(self, nodes: Iterable[NodeId]) -> None:
+        """Of these more is known than their room."""
+        if self._engine is not None:
+            for id_ in nodes:
+                self._engine.touch(id_, anew=True)
+
     def _predicted(self, shape: Shape) -> Span | None:
         return self.predictions.of(shape)
 
@@ -193,7 +199,7 @@ class State:
         return None if seen is None else Span(max(1, round(seen)))
 
     def served(self, user: UserId) -> int:
-        """Grows with each lease: the user with the smaller number was served less recently (0: not yet)."""
+        """Grows with each lease: the user with the smaller number was served less recently, or came later than that."""
         return self._served.get(user, 0)
 
     def attained(self, task: TaskId, now: Instant) -> Span:
@@ -217,10 +223,16 @@ class State:
         self._arrived = other._arrived.copy()
         self.shares.usage = other.shares.usage.copy()
         self.predictions = other.predictions  # only read by who plans on a copy
-        unlike = self.caches.take(other.caches)
-        if self._engine is not None:
-            for id_ in unlike:
-                self._engine.touch(id_, anew=True)
+        self._touch(self.caches.take(other.caches))
+
+    def inherit(self, old: State, now: Instant) -> None:
+        """The hints of a state that this one takes the place of."""
+        old.shares.settle(now, len(old._waiting))
+        self.take_hints(old)
+
+    def used(self, now: Instant) -> Told:
+        """What users and teams had lately, to be kept for `recall`."""
+        return self.shares.told(now, len(self._waiting))
 
     def truth(self) -> tuple[object, ...]:
         """All that is not a hint, as a plain value."""
@@ -279,8 +291,8 @@ class State:
                 self._change(node)
             case NodeRemoved(id_):
                 self._remove(id_)
-            case RunTimesObserved(shape, count, total):
-                self._observe(shape, count, total)
+            case RunTimesObserved(shape, count, total, model):
+                self._observe(shape, count, total, model)
             case _:
                 assert_never(event)
 
@@ -303,7 +315,7 @@ class State:
         elif gone is not None:
             del self.nodes[id_]
         self.shares.remove(id_)
-        self.caches.forget(id_)
+        self._touch(self.caches.forget(id_))
         if self._engine is not None:
             self._engine.remove(id_)
 
@@ -339,6 +351,9 @@ class State:
             self.shares.pass_time(tasks[0].queued_at, len(self._waiting))
         if tasks and tasks[0].epoch == 0:
             self._arrived.append((entry.shape, len(tasks)))
+        if entry.shape.user not in self._served:
+            # Whoever comes new stands before the one served last and behind the others: a stream of such starves nobody.
+            self._serve(entry.shape.user, self._serial - 1)
         left = entry.queue.add(tasks)
         if entry.queue.size and entry.queue not in self._waiting:
             self._waiting[entry.queue] = entry
@@ -397,14 +412,18 @@ class State:
                 )
         line.count += len(held) - size_before
         line.since = event.at
+        for part in line.members:
+            part.since = event.at
         if event.leases:
             line.leases.update(zip(event.tasks, event.leases, strict=True))
             self.stoppable[key] = line
         self._leave_queue(event.tasks)
-        self._serial += 1
-        user = event.shape.user
+        self._serial += 2
+        self._serve(event.shape.user, self._serial)
+
+    def _serve(self, user: UserId, number: int) -> None:
         self._served.pop(user, None)
-        self._served[user] = self._serial
+        self._served[user] = number
         if len(self._served) > MAX_SERVED:
             del self._served[next(iter(self._served))]
 
@@ -428,12 +447,12 @@ class State:
             raise Contradiction(f"allocation {key} is held by {node.lines[key[1]].shape}")
         line = Line(key[0], allocation, entry)
         if entry.shape.data:
-            self.caches.note(key[0], entry.shape.data)
+            self._touch(self.caches.note(key[0], entry.shape.data))
         entry.lines[key] = node.lines[key[1]] = line
         user = entry.shape.user
         node.room.take(allocation, user)
         if self._engine is not None:
-            self._engine.touch(key[0], anew=bool(entry.shape.data))
+            self._engine.touch(key[0])
         self.running[user] = self.running.get(user, 0) + 1
         taken = gpus_of(allocation)
         if taken:
@@ -478,10 +497,10 @@ class State:
                     del self.gpus[holder]
         self._drop_if_idle(entry)
 
-    def _observe(self, shape: Shape, count: int, total: Span) -> None:
+    def _observe(self, shape: Shape, count: int, total: Span, model: str) -> None:
         if count <= 0:
             return
-        self.predictions.observe(shape, count, total)
+        self.predictions.observe(shape, count, total, model)
         mean = total / count
         before = self._estimates.pop(shape, None)
         old = 0.0 if before is None else _KEEP ** min(count, 64)

@@ -17,6 +17,7 @@ from gpool.core.permissions import TeamId
 from gpool.core.scheduling.dry_run import DryRun, compare
 from gpool.core.scheduling.limits import Holder
 from gpool.core.scheduling.orders import Policy
+from gpool.core.scheduling.portfolio import Learnt
 from gpool.core.scheduling.rules import PolicyChange, Reservation, Rules
 from gpool.server.actions.audit import audited, entry
 from gpool.server.actions.preempt import make_room
@@ -55,11 +56,13 @@ class Operated:
     change: PolicyChange
     orders: tuple[str, ...]
     dry_run: DryRun | None = None
+    learnt: Learnt | None = None
 
 
 def policy(server: Server) -> Operated:
     scheduler = server.scheduler
-    return Operated(scheduler.policy, scheduler.rules.policy, tuple(sorted(scheduler.orders)))
+    rules, orders = scheduler.rules, tuple(sorted(scheduler.orders))
+    return Operated(scheduler.policy, rules.policy, orders, learnt=rules.learnt)
 
 
 async def try_policy(server: Server, changes: dict[str, object]) -> Operated:
@@ -67,7 +70,7 @@ async def try_policy(server: Server, changes: dict[str, object]) -> Operated:
     scheduler = server.scheduler
     change = _merged(scheduler.rules.policy, changes)
     configured = replace(scheduler.configured, limits=scheduler.policy.limits)
-    wanted = change.applied(configured, scheduler.orders)
+    wanted = replace(scheduler.rules, policy=change).policy_upon(configured, scheduler.orders)
     asked = await scheduler.forecasts.question(scheduler, server.now)
     found = await asyncio.to_thread(compare, asked, scheduler.policy, wanted, scheduler.orders)
     return Operated(wanted, change, tuple(sorted(scheduler.orders)), found)
@@ -84,6 +87,18 @@ async def change_policy(
     noted = entry(server.now, who, "policy.change", **told)
     await _write(server, who, once, audited(operations.put_policy(change, server.now), [noted]))
     return policy(server)
+
+
+async def learn(server: Server, who: Caller, once: Once | None) -> None:
+    """How room is priced is learnt anew, soon and beside everything else; the policy says when and what."""
+    noted = entry(server.now, who, "policy.learn")
+    await server.write_once(who.user, once, audited(_nothing(), [noted]), lambda _: b"")
+    server.learning.ask()
+
+
+@operation
+def _nothing() -> Operation[None]:
+    yield from ()
 
 
 def weights_with(server: Server, given: Mapping[Holder, float | None]) -> dict[Holder, int]:

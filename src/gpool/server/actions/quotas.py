@@ -1,6 +1,6 @@
 """Quotas: what users and teams may have at once, set by operators, kept to at submission, upload and planning.
 
-Running GPUs are a limit of the planner (`core.scheduling.limits`): tasks over it wait. Queued tasks and storage are
+Running GPUs are a limit of the planner (`core.scheduling.limits`): tasks over it wait; guaranteed ones are its concern too. Queued tasks and storage are
 compared with what is stored, in the transaction that adds to it, behind a lock on the account.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 
-from gpool.core.errors import Forbidden, NotFound, TooMany
+from gpool.core.errors import Forbidden, Invalid, NotFound, TooMany
 from gpool.core.ids import NodeId, TaskId, UserId, encode
 from gpool.core.model import Instant
 from gpool.core.permissions import TeamId
@@ -28,7 +28,7 @@ from gpool.wire.frames import Hold
 
 def effective(settings: Settings, holder: Holder, given: GivenQuota) -> Quota:
     """What holds: what was given, else the default for users or for teams."""
-    default = settings.user_quota if holder[0] == "user" else settings.team_quota
+    default = _usual(settings, holder)
     return Quota(
         *(
             said if said is not None else usual
@@ -41,6 +41,10 @@ def effective(settings: Settings, holder: Holder, given: GivenQuota) -> Quota:
     )
 
 
+def _usual(settings: Settings, holder: Holder) -> Quota:
+    return settings.user_quota if holder[0] == "user" else settings.team_quota
+
+
 # ---- setting them
 
 
@@ -49,6 +53,7 @@ async def set_quota(
 ) -> None:
     """For operators; who may is decided before. `NotFound` when there is no such user or team."""
     kind, number = holder
+    sound(quota, _usual(server.settings, holder))
     thing = encode(kind, number)
     told = {
         name: "default" if value is None else str(value)
@@ -56,6 +61,7 @@ async def set_quota(
             ("running_gpu_milli", quota.running_gpu_milli),
             ("queued_tasks", quota.queued_tasks),
             ("storage_bytes", quota.storage_bytes),
+            ("guaranteed_gpu_milli", quota.guaranteed_gpu_milli),
         )
     }
     noted = entry(server.now, actor, "quota.set", thing, address=address, **told)
@@ -91,7 +97,26 @@ def limits_of(settings: Settings, given: dict[Holder, GivenQuota]) -> GpuLimits:
             for holder, quota in given.items()
             if quota.running_gpu_milli is not None
         },
+        {
+            holder: quota.guaranteed_gpu_milli
+            for holder, quota in given.items()
+            if quota.guaranteed_gpu_milli
+        },
     )
+
+
+def sound(quota: GivenQuota, usual: Quota) -> GivenQuota:
+    """`Invalid` when more is guaranteed than may run at once; `usual`: what holds where nothing is given."""
+    most = (
+        quota.running_gpu_milli if quota.running_gpu_milli is not None else usual.running_gpu_milli
+    )
+    sure = quota.guaranteed_gpu_milli
+    if sure is not None and most is not None and sure > most:
+        raise Invalid(
+            f"{sure / 1000:g} GPUs cannot be guaranteed where at most {most / 1000:g} may run at once; "
+            "raise 'running_gpus' as well"
+        )
+    return quota
 
 
 # ---- queued tasks

@@ -8,6 +8,7 @@ from gpool.core.errors import Invalid, NotFound
 from gpool.core.ids import UserId, decode, encode
 from gpool.core.model import Instant, Permission
 from gpool.core.permissions import POOL, Action, Kind, Role, TeamId, Thing, missing
+from gpool.core.quotas import Quota
 from gpool.server import credentials
 from gpool.server.actions import quotas
 from gpool.server.actions.accounts import USER_INVITE_PREFIX
@@ -50,6 +51,13 @@ async def listed(server: Server, who: Caller) -> list[TeamDocument]:
     permit(who, Action.TEAMS_LIST, own(who))
     found = await server.store.read(operations.named_teams_of(who.user.id))
     return [document(team, role) for team, role in found if team.id in who.teams]
+
+
+async def all_of_them(server: Server, who: Caller, after: TeamId, limit: int) -> list[TeamDocument]:
+    """For operators, as users are."""
+    permit(who, Action.USERS_LIST, POOL)
+    found = await server.store.read(operations.teams(after, limit))
+    return [document(team, who.teams.get(team.id)) for team in found]
 
 
 async def one(server: Server, who: Caller, id_: TeamId) -> TeamDocument:
@@ -118,7 +126,7 @@ async def change(
         for name, value in wanted.model_dump(exclude_none=True, mode="json").items()
     }
     noted = entry(server.now, who, "team.change", encode("team", id_), **told)
-    change = audited(_change(id_, who, wanted), [noted])
+    change = audited(_change(id_, who, wanted, server.settings.team_quota), [noted])
     await server.write_once(who.user, once, change, lambda _: b"")
     if wanted.quota is not None:
         await quotas.refresh(server)
@@ -127,10 +135,11 @@ async def change(
 
 
 @operation
-def _change(id_: TeamId, who: Caller, wanted: TeamPatch) -> Operation[bool]:
+def _change(id_: TeamId, who: Caller, wanted: TeamPatch, usual: Quota) -> Operation[bool]:
     yield from _found(id_, who, Action.TEAM_CHANGE)
     if wanted.quota is not None:
         permit(who, Action.QUOTA_SET, Thing(Kind.ACCOUNT, team=id_), named(id_))
+        quotas.sound(given(wanted.quota), usual)
     if wanted.name is not None:
         yield from operations.rename_team(id_, wanted.name)  # may refuse, so it comes first
     if wanted.quota is not None:
@@ -349,16 +358,26 @@ def _member(member: Member) -> MemberDocument:
 
 
 def quota_document(quota: GivenQuota) -> QuotaDocument:
-    gpus = quota.running_gpu_milli
     return QuotaDocument(
-        running_gpus=None if gpus is None else gpus / 1000,
+        running_gpus=_gpus(quota.running_gpu_milli),
         queued_tasks=quota.queued_tasks,
         storage_bytes=quota.storage_bytes,
+        guaranteed_gpus=_gpus(quota.guaranteed_gpu_milli),
     )
 
 
 def given(quota: QuotaDocument) -> GivenQuota:
-    gpus = quota.running_gpus
     return GivenQuota(
-        None if gpus is None else round(gpus * 1000), quota.queued_tasks, quota.storage_bytes
+        _milli(quota.running_gpus),
+        quota.queued_tasks,
+        quota.storage_bytes,
+        _milli(quota.guaranteed_gpus),
     )
+
+
+def _gpus(milli: int | None) -> float | None:
+    return None if milli is None else milli / 1000
+
+
+def _milli(gpus: float | None) -> int | None:
+    return None if gpus is None else round(gpus * 1000)

@@ -15,7 +15,7 @@ from gpool.server.actions.audit import audited, entry
 from gpool.server.actions.teams import SavedInvite, fresh_invite, given, quota_document
 from gpool.server.asking import account_of, permit
 from gpool.server.server import Once, Server
-from gpool.server.settings import span
+from gpool.server.settings import Settings, span
 from gpool.server.store.identity_values import Account, Caller, GivenQuota, UserInvite
 from gpool.server.store.operation import operation
 from gpool.server.store.operations import accounts as operations
@@ -64,7 +64,7 @@ async def change(
         for name, value in wanted.model_dump(exclude_none=True, mode="json").items()
     }
     noted = entry(server.now, who, "user.change", encode("user", id_), **told)
-    change = audited(_change(id_, who, wanted, actions, server.now), [noted])
+    change = audited(_change(server.settings, id_, who, wanted, server.now), [noted])
     await server.write_once(who.user, once, change, lambda _: b"")
     server.credentials.forget()
     if wanted.quota is not None:
@@ -84,9 +84,11 @@ def asked_for(wanted: UserPatch) -> tuple[Action, ...]:
 
 @operation
 def _change(
-    id_: UserId, who: Caller, wanted: UserPatch, actions: tuple[Action, ...], at: Instant
+    settings: Settings, id_: UserId, who: Caller, wanted: UserPatch, at: Instant
 ) -> Operation[bool]:
-    yield from _found(id_, who, actions)
+    yield from _found(id_, who, asked_for(wanted))
+    if wanted.quota is not None:
+        quotas.sound(given(wanted.quota), settings.user_quota)
     # What refuses must come before what writes: who could be disabled is not the last operator.
     if wanted.disabled is not None:
         yield from operations.set_disabled(id_, wanted.disabled, at)

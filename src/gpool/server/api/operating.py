@@ -14,16 +14,19 @@ from gpool.core.model import SECOND, Instant, Span
 from gpool.core.permissions import Action, TeamId
 from gpool.core.scheduling.dry_run import DryRun
 from gpool.core.scheduling.limits import Holder
+from gpool.core.scheduling.portfolio import PLAIN, Learnt
 from gpool.core.scheduling.rules import Reservation
 from gpool.server.actions import operating
 from gpool.server.api.answers import answer
 from gpool.server.api.openapi import body, ok
 from gpool.server.api.requests import body_of, once_of, parsed, server_of, user_of
+from gpool.server.learning import sentence
 from gpool.server.settings import span
 from gpool.wire.admin import (
     CordonDocument,
     CordonRequest,
     DryRunDocument,
+    LearntDocument,
     PolicyDocument,
     PolicyRequest,
     ReservationDocument,
@@ -37,6 +40,7 @@ router = APIRouter(tags=["operators"])
 
 NODE = Annotated[str, Path(description="A node's id, n-…")]
 RESERVATION = Annotated[str, Path(description="A reservation's id, rs-…")]
+ASKED: dict[int | str, dict[str, Any]] = {202: {"description": "It begins"}}
 GONE: dict[int | str, dict[str, Any]] = {204: {"description": "Done"}}
 
 
@@ -74,6 +78,14 @@ async def patch_policy(request: Request) -> Response:
         return answer(_policy(await operating.try_policy(server, changes)))
     once = once_of(request, content)
     return answer(_policy(await operating.change_policy(server, who, changes, once)))
+
+
+@router.post("/v1/admin/policy/learn", status_code=202, responses=ASKED, response_class=Response)
+async def learn_policy(request: Request) -> Response:
+    """Learn anew, from what was submitted lately, what free room is worth; it takes minutes and holds nobody up."""
+    who = await user_of(request, Action.POLICY_CHANGE)
+    await operating.learn(server_of(request), who, once_of(request))
+    return Response(status_code=202)
 
 
 @router.put(
@@ -170,6 +182,17 @@ def _policy(told: operating.Operated) -> PolicyDocument:
         orders=list(told.orders),
         changed=[name for name, value in by_name.items() if value],
         dry_run=None if told.dry_run is None else _dry_run(told.dry_run),
+        learnt=None if told.learnt is None else _learnt(told.learnt),
+    )
+
+
+def _learnt(found: Learnt) -> LearntDocument:
+    return LearntDocument(
+        at=instant_to_datetime(found.at),
+        sentence=sentence(found),
+        arrivals=found.arrivals,
+        idle_percent=found.of(found.pricing.weights) or 0.0,
+        plain_idle_percent=found.of(PLAIN),
     )
 
 

@@ -13,7 +13,7 @@ from gpool.core.permissions import Action, Role, TeamId
 from gpool.server.actions import teams
 from gpool.server.api.answers import answer
 from gpool.server.api.openapi import Responses, body, ok
-from gpool.server.api.requests import body_of, once_of, parsed, server_of, user_of
+from gpool.server.api.requests import Limit, body_of, once_of, parsed, server_of, user_of
 from gpool.wire.identity import (
     MemberDocument,
     MemberPage,
@@ -36,10 +36,19 @@ _MADE: Responses = {201: {"model": TeamDocument, "description": "Made"}}
 
 
 @router.get("/v1/teams", responses=ok(TeamPage), response_class=Response)
-async def list_teams(request: Request) -> Response:
-    """Those you are in."""
+async def list_teams(
+    request: Request,
+    all: bool = False,
+    limit: Limit = 50,
+    cursor: str | None = None,
+) -> Response:
+    """Those you are in; `all`, for operators: all there are, the oldest first."""
     who = await user_of(request, Action.TEAMS_LIST)
-    return answer(TeamPage(items=await teams.listed(server_of(request), who)))
+    if not all:
+        return answer(TeamPage(items=await teams.listed(server_of(request), who)))
+    after = TeamId(decode("team", cursor)) if cursor else TeamId(0)
+    found = await teams.all_of_them(server_of(request), who, after, limit)
+    return answer(TeamPage(items=found, next=found[-1].id if len(found) == limit else None))
 
 
 @router.post(

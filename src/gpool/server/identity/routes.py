@@ -119,6 +119,7 @@ ROUTES: Mapping[tuple[str, str], Row] = {
     ("POST", "/v1/admin/keys/rotate"): _row(_C.CHANGE, _A.KEYS_ROTATE),
     ("GET", "/v1/admin/policy"): _row(_C.READ, _A.POLICY_READ),
     ("PATCH", "/v1/admin/policy"): _row(_C.CHANGE, _A.POLICY_CHANGE),
+    ("POST", "/v1/admin/policy/learn"): _row(_C.CHANGE, _A.POLICY_CHANGE),
     ("PUT", "/v1/admin/cordons/{id}"): _row(_C.CHANGE, _A.POLICY_CHANGE),
     ("DELETE", "/v1/admin/cordons/{id}"): _row(_C.CHANGE, _A.POLICY_CHANGE),
     ("GET", "/v1/admin/reservations"): _row(_C.READ, _A.POLICY_READ),

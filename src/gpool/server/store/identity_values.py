@@ -138,11 +138,15 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class GivenQuota:
-    """What an operator gave a user or a team; None: the default. `core.quotas.Quota` is what then holds."""
+    """What an operator gave a user or a team; None: the default. `core.quotas.Quota` is what then holds.
+
+    `guaranteed_gpu_milli` is no limit: see `core.scheduling.limits`. By default nothing is guaranteed.
+    """
 
     running_gpu_milli: int | None = None
     queued_tasks: int | None = None
     storage_bytes: int | None = None
+    guaranteed_gpu_milli: int | None = None
 
 
 # ---- GPUs

@@ -371,10 +371,10 @@ usage = Table(
     metadata,
     _text("kind", primary_key=True),
     _int("id", primary_key=True),
-    _text("value"),
+    _int("value"),
     _int("at"),
 )
-"""What users and teams have had lately, decayed up to `at`: so that a restart forgives nobody."""
+"""What users and teams had lately, in billionths of the pool, as of `at`: so that a restart forgives nobody."""
 
 node_records = Table(
     "node_records",
@@ -488,6 +488,7 @@ quotas = Table(
     _maybe("running_gpu_milli"),
     _maybe("queued_tasks"),
     _maybe("storage_bytes"),
+    _maybe("guaranteed_gpu_milli"),
 )
 
 stored = Table(

@@ -119,6 +119,7 @@ def draw_gang(dice: Dice, name: str, until_us: int) -> Wish:
         command=["work", str(dice.pick((100, 1000, 4000)))],
         copies=dice.pick((1, 1, 2)),
         nodes=nodes,
+        engine=dice.pick(("none", "torchrun", "ray")),
         on_loss=dice.pick(("reform", "reform", "end")),
         preemptible=dice.chance(0.5),
         gpu=dice.pick((None, 0.5, 1)) if nodes == 2 else None,

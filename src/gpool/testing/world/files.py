@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
+from gpool.core.model import Node
 from gpool.core.scheduling.events import QueuedTask, TasksLeased
 from gpool.core.scheduling.shapes import shape_of
 from gpool.core.scheduling.state import State, build
@@ -16,12 +17,12 @@ from gpool.server.store.values import Picture
 
 
 def rebuilt(scheduler: Scheduler, picture: Picture) -> State:
-    """The scheduling state from a picture, and who is connected."""
+    """The scheduling state from a picture, with what the scheduler knows of the nodes beside it."""
     shapes = {
         id_: shape_of(spec, user, picture.teams.get(id_)) for id_, user, spec in picture.specs
     }
     state = build(
-        [replace(row.node, connected=row.node.id in scheduler.channels) for row in picture.nodes],
+        [_as_known(scheduler, row.node) for row in picture.nodes],
         [
             (shapes[row.spec], QueuedTask(row.task, row.epoch, row.queued_at))
             for row in picture.queued
@@ -33,6 +34,12 @@ def rebuilt(scheduler: Scheduler, picture: Picture) -> State:
         shape, tasks = shapes[lease.spec], (lease.task,)
         state.fold(TasksLeased(gang.node, lease.allocation, shape, tasks, gang.members))
     return state
+
+
+def _as_known(scheduler: Scheduler, node: Node) -> Node:
+    """With what the store does not have: whether it is connected, and what experience says of it."""
+    merit = scheduler.merits.get(node.id, node.merit)
+    return replace(node, connected=node.id in scheduler.channels, merit=merit)
 
 
 @lru_cache(maxsize=1)

@@ -92,7 +92,7 @@ class Incarnation:
             ids=Ids(site.clock, dice.branch("ids")),
             hub=hub,
             scheduler=site.parts.scheduler(
-                self.disk, hub, metrics, policy, site.settings.ttl, sealer
+                self.disk, hub, metrics, policy, site.settings.ttl, sealer, clock=site.clock.now
             ),
             blobs=Blobs(site.folder / "blobs", site.settings.max_artifact_bytes),
             credentials=Credentials(

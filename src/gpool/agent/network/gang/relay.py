@@ -248,7 +248,7 @@ class Relay:
             each = size
             for level, kind, value in beside:
                 if (level, kind) == (socket.IPPROTO_UDP, UDP_GRO):
-                    (each,) = struct.unpack_from("=H", value)
+                    (each,) = struct.unpack("=i", value)
             if size:
                 self._take(view[:size], each)
 
@@ -300,8 +300,8 @@ def give_up_privileges(uid: int) -> None:
         os.setresuid(uid, uid, uid)
     libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+    for each in (resource.RLIMIT_CORE, resource.RLIMIT_FSIZE, resource.RLIMIT_NPROC):
+        resource.setrlimit(each, (0, 0))
 
 
 def main(kind: type[Relay] = Relay) -> int:

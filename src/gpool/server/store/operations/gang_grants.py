@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from gpool.core.ids import TaskId
+from gpool.core.model import Offer
 from gpool.core.scheduling.events import Member, Place
 from gpool.server.store.protocol import Operation, Relation, Row, Statement
 from gpool.server.store.rows import allocation_text, of_ids, offer_from
@@ -39,16 +40,32 @@ def is_whole(place: Place) -> bool:
     )
 
 
+def offers_for(places: Sequence[Place]) -> Operation[dict[int, Offer]]:
+    """What the nodes of these gangs offer now."""
+    nodes = of_ids(part.node for place in places if place.members for part in parts_of(place))
+    if not nodes.rows:
+        return {}
+    rows = yield Statement(
+        "SELECT n.id, n.offer FROM {nodes} AS i JOIN nodes n ON n.id = i.id", {}, {"nodes": nodes}
+    )
+    return {row[0]: offer_from(row[1]) for row in rows}
+
+
+def can_meet(place: Place, offers: Mapping[int, Offer]) -> bool:
+    """Whether its members reach each other, by what their nodes offer; a task of one node has nobody to meet."""
+    if not place.members:
+        return True
+    found = [offers[part.node] for part in parts_of(place)]
+    site = found[0].site
+    return bool(site) and all(
+        offer.site == site and offer.address and offer.gang_port for offer in found
+    )
+
+
 def write_granted(
-    granted: Sequence[Place], secrets: Mapping[TaskId, bytes]
+    granted: Sequence[Place], offers: Mapping[int, Offer], secrets: Mapping[TaskId, bytes]
 ) -> Operation[dict[TaskId, Peers]]:
     """The members of gangs whose tasks were leased just now, and where each is found."""
-    offered = yield Statement(
-        "SELECT n.id, n.offer FROM {nodes} AS i JOIN nodes n ON n.id = i.id",
-        {},
-        {"nodes": of_ids(part.node for place in granted for part in parts_of(place))},
-    )
-    offers = {row[0]: offer_from(row[1]) for row in offered}
     peers: dict[TaskId, Peers] = {}
     rows: list[Row] = []
     shared: list[Row] = []

@@ -15,7 +15,12 @@ from gpool.core.scheduling.events import Member, Place
 from gpool.server.store.operation import operation
 from gpool.server.store.operations import members
 from gpool.server.store.operations.checkpoints import manifests
-from gpool.server.store.operations.gang_grants import is_whole, write_granted
+from gpool.server.store.operations.gang_grants import (
+    can_meet,
+    is_whole,
+    offers_for,
+    write_granted,
+)
 from gpool.server.store.operations.nodes import load_nodes
 from gpool.server.store.operations.reports import expire, record
 from gpool.server.store.operations.sealed import secrets_to_open
@@ -55,7 +60,7 @@ def apply_plan(
     """Writes what is still so.
 
     Grants on a node that is gone or takes nothing new, or on a flagged GPU, are left out; their tasks stay queued. A gang is
-    granted on all of its nodes or on none. `gang_secrets`: what its members will share, sealed.
+    granted on all of its nodes or on none, and only where they reach each other. `gang_secrets`: what its members will share, sealed.
     `with_secrets`: the specs that have some; those of what is granted come along, still sealed.
     `with_checkpoints`: the specs that may have left one; nothing is looked up for the others.
     """
@@ -74,6 +79,7 @@ def apply_plan(
     )
     takes = {row[0] for row in rows}
     flagged = yield from _flagged(wanted)
+    offers = yield from offers_for(places)
     open_places = [
         place
         for place in places
@@ -81,6 +87,7 @@ def apply_plan(
         and not any((place.node, part.gpu_index) in flagged for part in place.allocation.slices)
         and is_whole(place)
         and all(_takes(part, takes, flagged) for part in place.members)
+        and can_meet(place, offers)
     ]
     grants: dict[int, Row] = {}  # a task named twice goes to the first place that names it
     for place in open_places:
@@ -127,7 +134,7 @@ def apply_plan(
             lines.append(GrantedLine(place, tuple(leases)))
     whole = [line.place for line in lines if line.place.members]
     if whole:
-        peers = yield from write_granted(whole, gang_secrets)
+        peers = yield from write_granted(whole, offers, gang_secrets)
         lines = [_met(line, peers) if line.place.members else line for line in lines]
     secret = {spec for line in lines for spec, _ in line.leases if spec in with_secrets}
     return AppliedPlan(tuple(lines), tuple(refused), secrets=(yield from secrets_to_open(secret)))

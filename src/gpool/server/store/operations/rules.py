@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Literal
 
 import msgspec
@@ -10,13 +11,14 @@ import msgspec
 from gpool.core.ids import NodeId, TaskId
 from gpool.core.model import Audience, Instant, Span
 from gpool.core.scheduling.limits import Holder
+from gpool.core.scheduling.portfolio import Learnt
 from gpool.core.scheduling.rules import PolicyChange, Reservation, Rules
 from gpool.server.store.operation import operation
 from gpool.server.store.protocol import Operation, Statement
 
-Kind = Literal["policy", "cordon", "reservation"]
+Kind = Literal["policy", "cordon", "reservation", "learnt"]
 POLICY = 0
-"""The id of the one policy."""
+"""The id of the one policy, and of what was learnt."""
 
 
 class _Policy(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -40,7 +42,7 @@ class _Reservation(msgspec.Struct, frozen=True):
 def rules() -> Operation[Rules]:
     """All of them."""
     rows = yield Statement("SELECT kind, id, value FROM rules ORDER BY kind, id", {})
-    policy, cordons, reservations = PolicyChange(), {}, []
+    policy, cordons, reservations, learnt = PolicyChange(), {}, [], None
     for kind, id_, value in rows:
         if kind == "policy":
             policy = _policy(value)
@@ -48,7 +50,9 @@ def rules() -> Operation[Rules]:
             cordons[NodeId(id_)] = msgspec.json.decode(value, type=str)
         elif kind == "reservation":
             reservations.append(_reservation(id_, value))
-    return Rules(policy, cordons, tuple(reservations))
+        elif kind == "learnt":
+            learnt = learnt_from(value)
+    return Rules(policy, cordons, tuple(reservations), learnt)
 
 
 @operation
@@ -57,6 +61,11 @@ def put_policy(change: PolicyChange, at: Instant) -> Operation[None]:
     teams = {id_: weight for (kind, id_), weight in change.weights.items() if kind == "team"}
     value = _Policy(change.order, change.ageing, change.patience, users, teams)
     yield from _put("policy", POLICY, msgspec.json.encode(value).decode(), at)
+
+
+@operation
+def put_learnt(learnt: Learnt, at: Instant) -> Operation[None]:
+    yield from _put("learnt", POLICY, msgspec.json.encode(learnt).decode(), at)
 
 
 @operation
@@ -113,6 +122,12 @@ def _policy(value: str) -> PolicyChange:
         None if told.patience is None else Span(told.patience),
         weights,
     )
+
+
+@lru_cache(maxsize=1)
+def learnt_from(value: str) -> Learnt:
+    """Read every minute, changed every day."""
+    return msgspec.json.decode(value, type=Learnt)
 
 
 def _reservation(id_: int, value: str) -> Reservation:

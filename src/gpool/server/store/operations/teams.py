@@ -18,6 +18,8 @@ from gpool.server.store.operation import operation
 from gpool.server.store.protocol import Operation, Statement
 from gpool.server.store.rows import allocation_from
 
+QUOTA = "running_gpu_milli, queued_tasks, storage_bytes, guaranteed_gpu_milli"
+"""As `GivenQuota` has them."""
 RANK = "CASE {} WHEN 'owner' THEN 3 WHEN 'member' THEN 2 ELSE 1 END"
 
 
@@ -193,16 +195,17 @@ def _another_owner(team: TeamId, user: UserId) -> Operation[None]:
 @operation
 def set_quota(kind: Holder, id: int, quota: GivenQuota) -> Operation[None]:
     yield Statement(
-        "INSERT INTO quotas (kind, id, running_gpu_milli, queued_tasks, storage_bytes) "
-        "VALUES (:kind, :id, :gpus, :tasks, :bytes) ON CONFLICT (kind, id) DO UPDATE SET "
+        f"INSERT INTO quotas (kind, id, {QUOTA}) "  # noqa: S608
+        "VALUES (:kind, :id, :gpus, :tasks, :bytes, :sure) ON CONFLICT (kind, id) DO UPDATE SET "
         "running_gpu_milli = excluded.running_gpu_milli, queued_tasks = excluded.queued_tasks, "
-        "storage_bytes = excluded.storage_bytes",
+        "storage_bytes = excluded.storage_bytes, guaranteed_gpu_milli = excluded.guaranteed_gpu_milli",
         {
             "kind": kind,
             "id": id,
             "gpus": quota.running_gpu_milli,
             "tasks": quota.queued_tasks,
             "bytes": quota.storage_bytes,
+            "sure": quota.guaranteed_gpu_milli,
         },
     )
 
@@ -211,7 +214,7 @@ def set_quota(kind: Holder, id: int, quota: GivenQuota) -> Operation[None]:
 def quota_of(kind: Holder, id: int) -> Operation[GivenQuota]:
     """What was set; nothing set is the default in everything."""
     rows = yield Statement(
-        "SELECT running_gpu_milli, queued_tasks, storage_bytes FROM quotas WHERE kind = :kind AND id = :id",
+        f"SELECT {QUOTA} FROM quotas WHERE kind = :kind AND id = :id",  # noqa: S608
         {"kind": kind, "id": id},
     )
     return GivenQuota(*rows[0]) if rows else GivenQuota()
@@ -219,10 +222,8 @@ def quota_of(kind: Holder, id: int) -> Operation[GivenQuota]:
 
 @operation
 def quotas() -> Operation[dict[tuple[Holder, int], GivenQuota]]:
-    """All that were set: the scheduler keeps to `running_gpu_milli`."""
-    rows = yield Statement(
-        "SELECT kind, id, running_gpu_milli, queued_tasks, storage_bytes FROM quotas"
-    )
+    """All that were set: the scheduler keeps to what they say of GPUs."""
+    rows = yield Statement(f"SELECT kind, id, {QUOTA} FROM quotas")  # noqa: S608
     return {(row[0], row[1]): GivenQuota(*row[2:]) for row in rows}
 
 

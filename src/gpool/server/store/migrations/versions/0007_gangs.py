@@ -1,4 +1,4 @@
-"""Gangs with their members; what people have used lately; how reliable nodes were."""
+"""Gangs with their members; what people have used lately and are guaranteed; how reliable nodes were."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def upgrade() -> None:
         "usage",
         sa.Column("kind", sa.Text(), nullable=False),
         _int("id"),
-        sa.Column("value", sa.Text(), nullable=False),
+        _int("value"),
         _int("at"),
         sa.PrimaryKeyConstraint("kind", "id", name=op.f("pk_usage")),
     )
@@ -84,3 +84,4 @@ def upgrade() -> None:
         _int("at"),
         sa.PrimaryKeyConstraint("node_id", name=op.f("pk_node_records")),
     )
+    op.add_column("quotas", _maybe("guaranteed_gpu_milli"))

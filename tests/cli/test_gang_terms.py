@@ -1,0 +1,108 @@
+"""What an owner says about gangs on the command line reaches the agent's offer; the doctor says why there are none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner
+from pydantic import ValidationError
+
+from gpool.agent.detect import Level
+from gpool.agent.main import Means
+from gpool.agent.policy import GANG_PORT, Gangs
+from gpool.agent.settings import AgentSettings
+from gpool.cli.doctor import gangs_finding
+from gpool.cli.joining import Identity
+from gpool.cli.lend import Reach, offer_of
+from gpool.cli.terms import Terms, agent_variables, lending
+from gpool.core.model import Network
+from gpool.transfer.requests import Address
+
+SERVER = "https://127.0.0.1:8443"
+
+
+def said(*args: str) -> Terms | str:
+    heard: list[Terms] = []
+
+    @click.command()
+    @lending
+    def verb(terms: Terms) -> None:
+        heard.append(terms)
+
+    done = CliRunner().invoke(verb, args)
+    return heard[0] if done.exit_code == 0 else done.output
+
+
+def settings(monkeypatch: pytest.MonkeyPatch, folder: Path, *args: str) -> AgentSettings:
+    terms = said(*args)
+    assert isinstance(terms, Terms)
+    identity = Identity(Address(SERVER, "a" * 64), "n-1", "node", "pool-x", folder / "node.key")
+    for name, value in agent_variables(identity, folder, terms).items():
+        monkeypatch.setenv(name, value)
+    return AgentSettings()  # type: ignore[call-arg]  # from the environment
+
+
+def test_the_flags_reach_the_offer_where_a_lane_can_be_opened(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    told = settings(
+        monkeypatch, tmp_path, "--site", "lab", "--address", "10.0.0.7", "--gang-port", "50000"
+    )
+    policy = Gangs(site="attic", address="10.9.9.9", port=40000)
+    offer = offer_of(told, (), Means([]), Reach(gangs=True), policy)
+    assert (offer.site, offer.address, offer.gang_port) == ("lab", "10.0.0.7", 50000)
+    offer = offer_of(told, (), Means([]), Reach(), policy)
+    assert (offer.site, offer.address, offer.gang_port) == ("", "", 0)
+
+
+def test_what_the_flags_leave_out_the_policy_says_and_then_the_machine(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    told = settings(monkeypatch, tmp_path)
+    policy = Gangs(address="10.9.9.9", port=40000)
+    offer = offer_of(told, (), Means([]), Reach(gangs=True), policy)
+    assert (offer.site, offer.address, offer.gang_port) == ("", "10.9.9.9", 40000)
+    offer = offer_of(told, (), Means([]), Reach(gangs=True))
+    assert offer.address
+    assert offer.gang_port == GANG_PORT
+
+
+def test_gangs_alone_never_offer_egress(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    told = settings(monkeypatch, tmp_path, "--site", "lab")
+    offer = offer_of(told, (), Means([]), Reach(gangs=True))
+    assert Network.EGRESS not in offer.networks
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ("--site", "two words"),
+        ("--address", "here"),
+        ("--address", "0.0.0.0"),
+        ("--gang-port", "80"),
+    ],
+)
+def test_a_flag_that_makes_no_sense_is_refused(args: tuple[str, str]) -> None:
+    refused = said(*args)
+    assert isinstance(refused, str)
+    assert args[0] in refused
+
+
+def test_a_variable_that_makes_no_sense_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    settings(monkeypatch, tmp_path)
+    monkeypatch.setenv("GPOOL_AGENT_SITE", "two words")
+    with pytest.raises(ValidationError, match="a site is a word"):
+        AgentSettings()  # type: ignore[call-arg]  # from the environment
+
+
+def test_the_doctor_says_why_a_machine_takes_no_part(tmp_path: Path) -> None:
+    refused = gangs_finding(Gangs(offered=False, site="lab"), tmp_path, SERVER)
+    assert refused.level is Level.OK
+    assert "refuses" in refused.text
+    unnamed = gangs_finding(Gangs(), tmp_path, SERVER)
+    assert unnamed.level is Level.NOTE
+    assert "--site" in unnamed.fix
