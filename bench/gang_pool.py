@@ -314,7 +314,13 @@ class Pool:
 def _spec(dice: Dice) -> TaskSpec:
     wanted = dice.pick((1, 1, 2, 2, 2, 3))
     gpu = dice.pick((GpuRequest(1), GpuRequest(1), GpuRequest(vram_bytes=8 * GIB), None))
-    needs = Requirements((gpu,) if gpu else (), dice.pick((500, 1000, 2000)), GIB, nodes=wanted)
+    needs = Requirements(
+        (gpu,) if gpu else (),
+        dice.pick((500, 1000, 2000)),
+        GIB,
+        disk_bytes=dice.pick((None, None, 60 * GIB)),
+        nodes=wanted,
+    )
     return TaskSpec(
         TaskKind.COMMAND,
         "train",
