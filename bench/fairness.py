@@ -112,6 +112,7 @@ class Pool:
         self.ends: list[tuple[int, int, TaskId]] = []
         self.of: dict[TaskId, tuple[Tenant, Shape, int]] = {}  # with what is left to run
         self.running: dict[TaskId, tuple[int, int, Amounts]] = {}  # epoch, since, amounts
+        self.tick = 60 * HOUR  # at the latest then it is looked at again though nothing ended
         self.preempted = self.between = self.passes = 0
         self.planning_s = 0.0
         for number in range(1, nodes + 1):
@@ -144,8 +145,8 @@ class Pool:
             tenant.had = [0, 0, 0]
         begun = self.now
         self.schedule()
-        while self.ends and self.ends[0][0] <= until:
-            self.pass_to(self.ends[0][0])
+        while (due := min([self.now + self.tick, *(end[0] for end in self.ends[:1])])) <= until:
+            self.pass_to(due)
             while self.ends and self.ends[0][0] <= self.now:
                 _, epoch, task = heappop(self.ends)
                 if task in self.running and self.running[task][0] == epoch:
@@ -391,6 +392,7 @@ def swaps(options: Options) -> list[Row]:
             ("no margin", Policy(margin_milli=0, turn=Span(0))),
         ):
             pool = Pool(nodes, policy, options.seed)
+            pool.tick = 60 * SECOND
             for team, (gpus, minutes) in enumerate(works, 1):
                 pool.join(Tenant(team, Work(gpus, minutes, preemptible=True)))
             pool.run(HOUR)
