@@ -169,6 +169,7 @@ class Pool:
     def schedule(self) -> None:
         while True:
             begun = process_time()
+            self.state.pass_time(self.now)
             decided = plan(self.state, self.now, self.policy)
             self.planning_s += process_time() - begun
             self.passes += 1
@@ -379,12 +380,12 @@ def returning(options: Options) -> list[Row]:
 
 
 def swaps(options: Options) -> list[Row]:
-    """Equals whose tasks may all be preempted: how often do they take from each other? Five in 64 GPUs, and three in room for
-    two, who have to take turns. With and without the margin."""
+    """Equals whose tasks may all be preempted: how often do they take from each other? Five in 64 GPUs, and three in 16,
+    which do not divide. With and without the margin."""
     rows = []
     crowds = (
         (8, ((1, 60), (2, 120), (8, 180), (4, 90), (1, 20))),
-        (2, ((8, 600), (8, 600), (8, 600))),
+        (2, ((1, 600), (1, 600), (1, 600))),
     )
     for nodes, works in crowds:
         for name, policy in (

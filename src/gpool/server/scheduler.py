@@ -124,6 +124,7 @@ class Scheduler:
         if self.rules.changes_between(self._ruled_at, now):
             self._lay_rules(now)
         began = thread_time()
+        self.state.pass_time(now)
         decided = plan(self.state, now, self.policy, self.orders)
         self._metrics.planning.inc(thread_time() - began)
         places = decided.places

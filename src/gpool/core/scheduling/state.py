@@ -231,6 +231,10 @@ class State:
         old.shares.settle(now, len(old._waiting))
         self.take_hints(old)
 
+    def pass_time(self, now: Instant) -> None:
+        """So late is it: what is held counts as had up to now, though nothing happened."""
+        self.shares.pass_time(now, len(self._waiting))
+
     def used(self, now: Instant) -> Told:
         """What users and teams had lately, to be kept for `recall`."""
         return self.shares.told(now, len(self._waiting))
