@@ -142,12 +142,20 @@ def reach(targets: dict[str, str], within_s: float = 0.6) -> dict[str, list[str]
     return reaching.attempt(targets, within_s)
 
 
+def interfaces() -> list[list[str]]:
+    """All there are, and those with an IPv6 address."""
+    listed = Path("/proc/thread-self/net/dev").read_text().splitlines()[2:]
+    sixth = Path("/proc/thread-self/net/if_inet6")
+    six = sixth.read_text().splitlines() if sixth.exists() else []
+    return [[line.split(":")[0].strip() for line in listed], [line.split()[-1] for line in six]]
+
+
 def name(text: str) -> str:
     return str(reaching.ask(text, at="127.0.0.53"))
 
 
 INSIDE: dict[str, Callable[..., Any]] = {
-    each.__name__: each for each in (serve, send, ask, tell, reach, name)
+    each.__name__: each for each in (serve, send, ask, tell, reach, interfaces, name)
 }
 
 
