@@ -79,8 +79,9 @@ class Agent:
         return self.channel
 
     def start(self) -> None:
-        """Boots anew, and says hello: it has nothing."""
+        """Boots anew, and says hello: it has nothing. With that the connection before is closed, and all that was on it."""
         self.boot += 1
+        self.said = []
         hello = frames.Hello(
             frames.PROTOCOL, f"boot-{self.boot:04d}", OFFERS[self.number], 1, tuple(self.has)
         )
@@ -165,6 +166,12 @@ class Agent:
     @property
     def running(self) -> list[Hold]:
         return [hold for hold, attempt in self.has.items() if attempt.runs]
+
+    @property
+    def old_news(self) -> list[frames.ReportItem]:
+        """What it said under earlier leases of what it has now."""
+        epochs = {hold.task: hold.epoch for hold in self.has}
+        return [item for item in self.said if epochs.get(item.task, item.epoch) != item.epoch]
 
     def begin(self, dice: Dice) -> None:
         hold = dice.pick(self.startable)

@@ -165,9 +165,14 @@ class Pool:
         self.dice.pick(self.some(_has_news)).send()
 
     def repeat(self) -> None:
-        """Something said before, perhaps under an old epoch or by an agent that died, arrives again."""
+        """Something said before arrives again, perhaps of an agent that has died."""
         agent = self.dice.pick(self.some(_has_spoken))
         agent.report([self.dice.pick(agent.said)])
+
+    def repeat_late(self) -> None:
+        """Something said under an earlier lease of what the node has again."""
+        agent = self.dice.pick(self.some(_has_old_news))
+        agent.report([self.dice.pick(agent.old_news)])
 
     def die(self) -> None:
         agent = self.dice.pick(self.some(_is_up))
@@ -339,6 +344,10 @@ def _has_news(agent: Agent) -> object:
     return agent.outbox and agent.is_up
 
 
+def _has_old_news(agent: Agent) -> object:
+    return agent.old_news
+
+
 def _has_spoken(agent: Agent) -> object:
     return agent.said
 
@@ -361,6 +370,7 @@ STEPS = {
     "end": 4,
     "send": 8,
     "repeat": 1.5,
+    "repeat_late": 6,
     "die": 1.2,
     "expire": 2,
     "boot": 1.2,
@@ -381,6 +391,7 @@ CAN: dict[str, Callable[[Pool], object]] = {
     "end": lambda pool: pool.some(_runs),
     "send": lambda pool: pool.some(_has_news),
     "repeat": lambda pool: pool.some(_has_spoken),
+    "repeat_late": lambda pool: pool.some(_has_old_news),
     "die": lambda pool: pool.judge.wanted and len(pool.some(_is_up)) > 2,
     "expire": lambda pool: pool.lost or (pool.flaw == "expires_early" and pool.some(_runs)),
     "boot": lambda pool: pool.lost,
