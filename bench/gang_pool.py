@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+import msgspec
+
 from bench.gang_agents import Agent
 from bench.gang_flaws import REWRITES, SCHEDULERS, UNCOMPARED
 from bench.gang_ground import BEGIN, OFFERS, Ground, finish
@@ -170,9 +172,16 @@ class Pool:
         agent.report([self.dice.pick(agent.said)])
 
     def repeat_late(self) -> None:
-        """Something said under an earlier lease of what the node has again."""
-        agent = self.dice.pick(self.some(_has_old_news))
-        agent.report([self.dice.pick(agent.old_news)])
+        """Something said of a lease that is over, while some node has the next."""
+        agent, items = self.dice.pick(self.old_news())
+        agent.report([self.dice.pick(items)])
+
+    def old_news(self) -> list[tuple[Agent, list[frames.ReportItem]]]:
+        epochs: dict[int, int] = {}
+        for agent in self.agents.values():
+            epochs |= agent.epochs
+        found = [(agent, agent.old_news(epochs)) for agent in self.some(_has_spoken)]
+        return [(agent, items) for agent, items in found if items]
 
     def die(self) -> None:
         agent = self.dice.pick(self.some(_is_up))
@@ -227,15 +236,16 @@ class Pool:
     def absorb(self, operation: Operation[Recording]) -> None:
         self.scheduler.absorb(self.ground.store.now(operation))
 
-    def renewed(self, items: list[frames.ReportItem]) -> list[frames.ReportItem]:
-        """As if every report were of the present epoch."""
-        rows, _ = self.ground.store.now(look())
-        epochs = {row[0]: row[1] for row in rows if row[3]}
-        made = []
+    def take_for_current(self, node: int, items: list[frames.ReportItem]) -> None:
+        """As if every report were about the lease that is current, whoever has it."""
         for item in items:
-            values = {name: getattr(item, name) for name in item.__struct_fields__}
-            made.append(type(item)(**values | {"epoch": epochs.get(item.task, item.epoch)}))
-        return made
+            rows, members = self.ground.store.now(look())
+            epoch = next((row[1] for row in rows if row[0] == item.task and row[3]), item.epoch)
+            has = [row[4] for row in rows if row[0] == item.task and row[4]]
+            has += [row[3] for row in members if row[0] == item.task and row[6]]
+            renewed = msgspec.structs.replace(item, epoch=epoch)
+            where = node if node in has or not has else has[0]
+            self.absorb(leases.record(NodeId(where), [renewed], self.now))
 
     def met(self, node: int, hold: Hold, line: frames.Line) -> None:
         """All members of one epoch are told the same of each other, each its own rank."""
@@ -344,10 +354,6 @@ def _has_news(agent: Agent) -> object:
     return agent.outbox and agent.is_up
 
 
-def _has_old_news(agent: Agent) -> object:
-    return agent.old_news
-
-
 def _has_spoken(agent: Agent) -> object:
     return agent.said
 
@@ -391,7 +397,7 @@ CAN: dict[str, Callable[[Pool], object]] = {
     "end": lambda pool: pool.some(_runs),
     "send": lambda pool: pool.some(_has_news),
     "repeat": lambda pool: pool.some(_has_spoken),
-    "repeat_late": lambda pool: pool.some(_has_old_news),
+    "repeat_late": lambda pool: pool.old_news(),
     "die": lambda pool: pool.judge.wanted and len(pool.some(_is_up)) > 2,
     "expire": lambda pool: pool.lost or (pool.flaw == "expires_early" and pool.some(_runs)),
     "boot": lambda pool: pool.lost,
