@@ -52,7 +52,7 @@ from gpool.transfer.proving import NodeKey, public_text
 OPENB = Path(__file__).resolve().parents[2] / "shared" / "data" / "openb"
 LEASES_PER_S = 1500
 USERS = 8
-CONNECTIONS = 4  # of each user
+CONNECTIONS = 16  # of each user
 WINDOW = 2000  # tasks submitted and not leased, in a flood
 WARM_UP_S = 3.0
 BATCHES = {"singles": (0.0, 1), "mixed": (0.1, 20), "batches": (1.0, 50)}
