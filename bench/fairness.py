@@ -356,7 +356,7 @@ def greedy_users(options: Options) -> list[Row]:
 
 
 def greedy_shapes(options: Options) -> list[Row]:
-    pool = Pool(8, Policy(), options.seed)
+    pool = Pool(4, Policy(), options.seed)
     pool.join(Tenant(1, Work(1, 20, shapes=10_000), waiting=1))
     pool.join(Tenant(2, Work(1, 20)))
     return shares("10000 shapes", pool, Options(2, options.seed))
