@@ -107,6 +107,10 @@ class Holding(Protocol):
     def amounts(self) -> Amounts: ...
 
 
+def _is_less(had: int, other: int) -> bool:
+    return 1000 * other > (1000 + _BEHIND_MILLI) * had
+
+
 def _part(line: Holding) -> tuple[int, frozenset[Holder]]:
     return line.amounts[0], frozenset(holders_of(line.shape))
 
@@ -139,6 +143,7 @@ class Draft:
         self.helped: set[Holder] = set()  # tenants with a node kept clear though some of theirs run
         self.most_share = self.most_lately = 0  # of any tenant that has tasks waiting
         self.mean_share = 0  # of those, now
+        self._latelies: dict[Holder, int] = {}
         self.predictions: dict[int, tuple[Span | None]] = {}
         self.run_times: dict[tuple[int, str], Span] = {}
         self.made_on: dict[NodeId, list[tuple[Shape, Allocation]]] = {}  # in this pass
@@ -348,16 +353,21 @@ class Draft:
         if tenant in self.helped or len(self.helped) >= _HELPED:
             return False
         if self.looks_at_shares:
-            had = self.lately(tenant)
-            is_behind = 1000 * self.most_lately > (1000 + _BEHIND_MILLI) * had
             gained = self.shares(shape, None, asked_by(shape))[0]
-            if not is_behind and gained > self.most_share:
+            if not _is_less(self.lately(tenant), self.most_lately) and gained > self.most_share:
                 return False
         self.helped.add(tenant)
         return True
 
+    def is_behind(self, tenant: Holder, other: Holder) -> bool:
+        return tenant != other and _is_less(self.lately(tenant), self.lately(other))
+
     def lately(self, tenant: Holder) -> int:
-        return self.state.shares.lately(tenant, self.policy.weights.get(tenant, 1000))
+        known = self._latelies.get(tenant)
+        if known is None:
+            weight = self.policy.weights.get(tenant, 1000)
+            known = self._latelies[tenant] = self.state.shares.lately(tenant, weight)
+        return known
 
     def compare(self, turns: Iterable[Turn]) -> None:
         """Which tenant of those that have tasks waiting has most, and had most lately."""
@@ -386,7 +396,7 @@ class Draft:
 
     def in_the_way(self, id_: NodeId, turn: Turn) -> int | None:
         """How much has to be done there before there is room, as predicted; None: keeping it clear would not help. If some of
-        its shape run, what its own tenant has there stays, and what is as small as anything gets what ends next anyway.
+        its shape run, what its own tenant and others no better off have there stays, and what is as small as anything gets what ends next anyway.
 
         The squares of what they have left, together: what is long counts, what slips in meanwhile hardly does, and on a node
         that is kept clear it gets less and less, so that the same node is kept in the next pass.
@@ -401,7 +411,7 @@ class Draft:
         lefts = [
             (self.left_of(line, entry.node), line.allocation)
             for line in entry.lines.values()
-            if is_first or tenant_of(line.shape) != tenant
+            if is_first or self.is_behind(tenant, tenant_of(line.shape))
         ]
         for place, (left, allocation) in enumerate(sorted(lefts, key=lambda each: each[0])):
             free, cpu = free + gpus_of(allocation), cpu + allocation.cpu_milli
