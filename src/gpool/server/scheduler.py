@@ -45,6 +45,7 @@ from gpool.server.forecasts import Forecasts
 from gpool.server.hub import Hub, Wake
 from gpool.server.identity.sealer import Sealer
 from gpool.server.metrics import Metrics
+from gpool.server.recording import Recorder
 from gpool.server.store.operation import brief, operation
 from gpool.server.store.operations import checkpoints, leases, usage
 from gpool.server.store.operations import rules as rules_operations
@@ -112,6 +113,7 @@ class Scheduler:
         self.arriving = 0  # tasks being submitted, not yet folded
         self._specs: dict[SpecId, tuple[UserId, TaskSpec, Shape]] = {}
         self._names = 0  # in specs remembered since the picture
+        self.recorder = Recorder(self._write, self.absorb)
         self._with_secrets: set[SpecId] = set()
         self._with_checkpoints: set[SpecId] = set()
 
