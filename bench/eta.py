@@ -1,44 +1,31 @@
 """How true the start estimates are: the Philly trace through gpool's planner, each waiting task's stated range beside its true start.
 
-python -m bench.eta --trace DIR [--nodes N] [--days N] [--every S] [--order NAME] [--json FILE] [--quick]
+python -m bench.eta --trace FILE [--nodes N] [--first DAY --last DAY] [--every S] [--order NAME] [--json FILE] [--quick]
 
 A forecast is made every so many seconds of the trace (as the server caches it) and told to the tasks that arrived since the
-last one and wait. It knows only what had happened by then; so does the calibration.
+last one and wait. It knows only what had happened by then; so does the calibration, which learns from nothing else.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
-import gzip
-import io
 import json
 import sys
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from heapq import heappop, heappush
 from pathlib import Path
 from time import process_time
 
-from gpool.core.ids import NodeId, TaskId, UserId
-from gpool.core.model import (
-    GIB,
-    SECOND,
-    Gpu,
-    GpuRequest,
-    Instant,
-    Node,
-    Offer,
-    Requirements,
-    Shape,
-    Span,
-    TaskKind,
-)
+from bench.philly import GPUS, MODEL, OCTOBER, as_nodes, read_jobs, shape_of
+from gpool.core.ids import TaskId
+from gpool.core.model import SECOND, Instant, Shape, Span
 from gpool.core.scheduling.calibration import Calibration, Told
 from gpool.core.scheduling.events import (
     NodeChanged,
     QueuedTask,
+    RunTimesObserved,
     TasksQueued,
     TasksReleased,
 )
@@ -49,8 +36,6 @@ from gpool.core.scheduling.run_times import RunTimes
 from gpool.core.scheduling.snapshot import take
 from gpool.core.scheduling.state import State
 
-FIRST_DAY = datetime(2017, 10, 2, tzinfo=UTC)
-GPUS = 8
 LATELY = 400  # arrivals remembered
 WARM_UP = 50  # forecasts compared before any counts
 
@@ -70,47 +55,29 @@ class Stated:
     simulated: tuple[Span, Span]
 
 
-def load(trace: Path, days: int) -> tuple[list[Job], int]:
-    """The jobs, and how many of them are larger than a node."""
-    found = trace / "philly_pollux.csv.gz" if trace.is_dir() else trace
+def load(trace: Path, first: str, last: str) -> tuple[list[Job], int]:
+    """The jobs, virtual clusters as users, and how many of them are larger than a node."""
     shapes: dict[tuple[str, int], Shape] = {}
     users: dict[str, int] = {}
-    rows, larger = [], 0
-    with gzip.open(found) as raw:
-        for row in csv.DictReader(io.TextIOWrapper(raw)):
-            at = datetime.fromisoformat(row["timestamp"]).replace(tzinfo=UTC) - FIRST_DAY
-            seconds, gpus = at.total_seconds(), int(row["num_gpus"])
-            if not 0 <= seconds < days * 86400 or float(row["duration"]) <= 0:
-                continue
-            larger += gpus > GPUS
-            rows.append((round(seconds * SECOND), float(row["duration"]), gpus, row["cluster"]))
-    rows.sort()
     jobs = []
-    for number, (at_us, duration, gpus, cluster) in enumerate(rows):
-        shape = shapes.get((cluster, gpus))
+    found = read_jobs(trace, first, last)
+    for each in found:
+        shape = shapes.get((each.cluster, each.gpus))
         if shape is None:
-            user = UserId(users.setdefault(cluster, len(users) + 1))
-            nodes = -(-gpus // GPUS)  # more than a node has: whole ones, all at once
-            each = GpuRequest(min(gpus, GPUS))
-            needs = Requirements((each,), cpu_milli=0, memory_bytes=0, nodes=nodes)
-            shape = Shape(user, needs, 0, TaskKind.COMMAND, "default", "job")
-            shapes[cluster, gpus] = shape
-        span = Span(round(duration * SECOND))
-        jobs.append(Job(TaskId(number + 1), Instant(at_us), span, shape))
-    return jobs, larger
-
-
-def a_node(number: int) -> Node:
-    gpus = tuple(Gpu(i, f"{number}-{i}", "V100", "nvidia", 16 * GIB) for i in range(GPUS))
-    return Node(NodeId(number), UserId(0), f"n{number}", Offer(64_000, 256 * GIB, GIB, gpus))
+            user = users.setdefault(each.cluster, len(users) + 1)
+            shape = shape_of(each, user, None, preemptible=False)
+            shapes[each.cluster, each.gpus] = shape
+        at, lasts = Instant(round(each.at * SECOND)), Span(round(each.seconds * SECOND))
+        jobs.append(Job(TaskId(each.number + 1), at, lasts, shape))
+    return jobs, sum(each.gpus > GPUS for each in found)
 
 
 class Trial:
     def __init__(self, nodes: int, policy: Policy, every: Span, passes: int) -> None:
         self.state, self.policy, self.every = State(), policy, every
         self.bounds = Bounds(passes)
-        for number in range(1, nodes + 1):
-            self.state.fold(NodeChanged(a_node(number)))
+        for node in as_nodes(nodes):
+            self.state.fold(NodeChanged(node))
         self.ends: list[tuple[Instant, TaskId]] = []
         self.jobs: dict[TaskId, Job] = {}
         self.since: dict[TaskId, Instant] = {}
@@ -121,8 +88,9 @@ class Trial:
         self.done: list[tuple[Stated, Span]] = []
         self.waited: list[Span] = []
         self.forecasts, self.spent = 0, 0.0
+        self.cut_short = 0  # told though not all courses came so far
 
-    def run(self, jobs: list[Job]) -> None:
+    def run(self, jobs: Sequence[Job]) -> None:
         coming, next_at = deque(jobs), Instant(0)
         while coming or self.ends:
             now = min(
@@ -147,6 +115,7 @@ class Trial:
         job = self.jobs.pop(task)
         del self.since[task]
         self.times.observe(job.shape, job.duration)
+        self.state.fold(RunTimesObserved(job.shape, 1, job.duration, MODEL))
         self.state.fold(TasksReleased((task,)))
 
     def start(self, now: Instant) -> None:
@@ -173,6 +142,7 @@ class Trial:
             told = waits(found, job.id, self.state.queued_count, now)
             if told is None:
                 continue
+            self.cut_short += any(job.id not in course.starts for course in found)
             middle = told[len(told) // 2]
             stated = self.calibration.told(middle, now)
             self.open[job.id] = Stated(job, stated, (told[0], told[-1]))
@@ -190,14 +160,17 @@ def main() -> int:
     asked = argparse.ArgumentParser(description=__doc__)
     asked.add_argument("--trace", type=Path, required=True)
     asked.add_argument("--nodes", type=int, default=72)
-    asked.add_argument("--days", type=int, default=28)
+    asked.add_argument("--first", default=OCTOBER[0])
+    asked.add_argument("--last", default=OCTOBER[1])
     asked.add_argument("--every", type=float, default=3600, help="seconds between forecasts")
     asked.add_argument("--order", default=Policy().order)
     asked.add_argument("--passes", type=int, default=Bounds().passes)
     asked.add_argument("--json", type=Path)
     asked.add_argument("--quick", action="store_true", help="one week")
     options = asked.parse_args()
-    jobs, larger = load(options.trace, 7 if options.quick else options.days)
+    jobs, larger = load(options.trace, options.first, options.last)
+    if options.quick:
+        jobs = [job for job in jobs if job.at < 7 * 24 * 3600 * SECOND]
     policy = Policy(order=options.order)
     trial = Trial(options.nodes, policy, Span(round(options.every * SECOND)), options.passes)
     begun = process_time()
@@ -213,13 +186,14 @@ def main() -> int:
     widths = [(one.told.range.high - one.told.range.low) / SECOND for one, _ in counted]
     covered = 100 * sum(inside) / max(1, len(inside))
     row = {
-        "trace": "philly",
+        "trace": f"philly {options.first} to {options.last}",
         "order": options.order,
         "nodes": options.nodes,
         "jobs": len(jobs),
         "gangs": larger,
         "forecasts": trial.forecasts,
         "told": len(counted),
+        "told_beyond_the_courses_pct": round(100 * trial.cut_short / max(1, len(trial.done)), 1),
         "covered_pct": round(covered, 1),
         "covered_by_simulation_alone_pct": round(100 * sum(bare) / max(1, len(bare)), 1),
         "median_error_s": round(quantile(errors, 0.5)),

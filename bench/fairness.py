@@ -278,6 +278,7 @@ def shares(name: str, pool: Pool, options: Options) -> list[Row]:
                 "weight": tenant.weight / 1000,
                 "share_pct": round(100 * fair[team], 2),
                 "first_hour_pct": round(100 * (_of_all(first, team, total) / fair[team] - 1), 1),
+                "hours": [round(100 * (each - 1), 1) for each in found],
                 "worst_hour_pct": round(100 * (worst - 1), 2),
                 "mean_pct": round(100 * (sum(found) / len(found) - 1), 2),
                 "tasks": tenant.started,
@@ -298,13 +299,13 @@ def unlike(options: Options) -> list[Row]:
     """Seven teams, 36 4/7 GPUs each, short and long, large and small. They come one after another, ten minutes apart, to a
     pool that those before them fill; the first hour is that in which the last of them comes."""
     works = (
-        Work(1, 90),
-        Work(2, 60),
-        Work(1, 2),
-        Work(8, 5),
+        Work(1, 60),
+        Work(2, 40),
+        Work(1, 4),
+        Work(8, 10),
         Work(2, 20),
         Work(4, 30),
-        Work(8, 15),
+        Work(8, 20),
     )
     pool = Pool(32, Policy(), options.seed)
     for team, work in enumerate(works, 1):
@@ -436,7 +437,7 @@ SCENARIOS: dict[str, Callable[[Options], list[Row]]] = {
 
 
 def show(rows: list[Row]) -> None:
-    names = list(dict.fromkeys(name for row in rows for name in row))
+    names = [name for name in dict.fromkeys(n for row in rows for n in row) if name != "hoursX"]
     print("\n| " + " | ".join(names) + " |\n" + "|---" * len(names) + "|")
     for row in rows:
         print("| " + " | ".join(str(row.get(name, "")) for name in names) + " |")

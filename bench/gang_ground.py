@@ -10,7 +10,9 @@ from types import coroutine
 from typing import Any, TypeVar
 
 from gpool.core.ids import GpuId, NodeId, UserId
-from gpool.core.model import GIB, SECOND, Gpu, Instant, Node, Offer, Permission
+from gpool.core.model import GIB, SECOND, Gpu, Instant, Node, Offer, Permission, Span
+from gpool.core.scheduling.orders import Policy
+from gpool.server.channel import Channel
 from gpool.server.clock import Ids
 from gpool.server.hub import Hub
 from gpool.server.identity.sealer import MasterSource, Sealer
@@ -22,7 +24,9 @@ from gpool.server.store.operations import nodes, people
 from gpool.server.store.protocol import Operation, Statement
 from gpool.server.store.values import NodeCredentials, User
 from gpool.server.telemetry import Telemetry
+from gpool.testing.dice import Dice
 from gpool.testing.world.files import empty_database, fast_folder
+from gpool.wire import frames
 
 T = TypeVar("T")
 BEGIN = Instant(1_800_000_000 * SECOND)
@@ -154,9 +158,26 @@ class Ground:
                 NodeId(number), f"n{number}", owner.id, None, f"s{number}", offer, gpus, BEGIN
             )
             self.credentials[number] = self.store.now(made)
+            self._greet(number)
         self.nodes: dict[int, Node] = {
             int(row.node.id): row.node for row in self.store.now(nodes.nodes())
         }
+
+    def scheduler(
+        self, policy: Policy | None = None, kind: type[Scheduler] = Scheduler
+    ) -> Scheduler:
+        ttl = Span(60 * SECOND)
+        return kind(self.store, self.hub, self.metrics, policy or Policy(), ttl, self.sealer)
+
+    def desk(self, scheduler: Scheduler, dice: Dice) -> Desk:
+        ids = Ids(self.time, dice)
+        return Desk(self.settings, self.store, self.sealer, ids, scheduler, self.time)
+
+    def _greet(self, number: int) -> None:
+        """Once for real: what the server keeps of an offer is its own matter."""
+        desk: Any = self.desk(self.scheduler(), Dice("ground"))
+        hello = frames.Hello(frames.PROTOCOL, "boot-0000", OFFERS[number], 1, ())
+        finish(Channel(desk, self.credentials[number], lambda _: None).receive(hello))
 
     def settle(self, run: Callable[[], None]) -> None:
         """Makes for good the temporary tables that a run needs: made anew in each, they would cost more than all the rest."""

@@ -42,11 +42,13 @@ class Use:
     """What is taken of one node."""
 
     cpu_milli: int = 0
+    disk_bytes: int = 0
     gpus: dict[int, list[int]] = field(default_factory=dict)  # index: share, memory
     numbers: dict[int, str] = field(default_factory=dict)
 
-    def take(self, cpu_milli: int, slices: Iterable[tuple[int, int, int]]) -> None:
+    def take(self, cpu_milli: int, disk: int, slices: Iterable[tuple[int, int, int]]) -> None:
         self.cpu_milli += cpu_milli
+        self.disk_bytes += disk
         for index, memory, share in slices:
             used = self.gpus.setdefault(index, [0, 0])
             used[0] += share
@@ -57,6 +59,8 @@ class Use:
         for index, (share, memory) in self.gpus.items():
             if share > 1000 or memory > sizes[index]:
                 return f"GPU {index}: {share} thousandths and {memory} bytes"
+        if self.disk_bytes > offer.disk_bytes:
+            return f"{self.disk_bytes} bytes of disk"
         return f"{self.cpu_milli} CPU" if self.cpu_milli > offer.cpu_milli else ""
 
 
@@ -146,8 +150,7 @@ class Judge:
                 raise Broken("double_booked", f"node {node} has two allocations {number}: {task}")
             return  # stands in line
         use.numbers[number] = allocation
-        cpu, slices = _parsed(allocation)
-        use.take(cpu, slices)
+        use.take(*_parsed(allocation))
 
     @staticmethod
     def _compare(
@@ -181,6 +184,7 @@ class Judge:
             if there == node:
                 use.take(
                     held.cpu_milli,
+                    held.disk_bytes,
                     [(part.gpu_index, part.memory_bytes, part.share_milli) for part in held.slices],
                 )
         wrong = use.too_much(self.offers[node])
@@ -192,6 +196,6 @@ class Judge:
 
 
 @lru_cache(maxsize=4096)
-def _parsed(text: str) -> tuple[int, list[tuple[int, int, int]]]:
-    cpu, _, slices = json.loads(text)
-    return cpu, [(index, memory, share) for index, memory, share, *_ in slices]
+def _parsed(text: str) -> tuple[int, int, list[tuple[int, int, int]]]:
+    cpu, _, slices, *disk = json.loads(text)
+    return cpu, sum(disk), [(index, memory, share) for index, memory, share, *_ in slices]

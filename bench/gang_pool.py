@@ -12,7 +12,7 @@ from typing import Any
 
 from bench.gang_agents import Agent
 from bench.gang_flaws import REWRITES, SCHEDULERS, UNCOMPARED
-from bench.gang_ground import BEGIN, OFFERS, Desk, Ground, finish
+from bench.gang_ground import BEGIN, OFFERS, Ground, finish
 from bench.gang_judge import Broken, Judge, look, unended
 from gpool.core.ids import BatchId, NodeId, SpecId, TaskId, UserId
 from gpool.core.model import (
@@ -24,12 +24,10 @@ from gpool.core.model import (
     Instant,
     OnLoss,
     Requirements,
-    Span,
     TaskKind,
     TaskSpec,
 )
 from gpool.core.scheduling.orders import ORDERS, Policy
-from gpool.server.clock import Ids
 from gpool.server.scheduler import Scheduler
 from gpool.server.store.operations import checkpoints, leases, nodes, tasks
 from gpool.server.store.protocol import Operation
@@ -51,7 +49,7 @@ class Pool:
     def __init__(self, ground: Ground, seed: int, flaw: str = "") -> None:
         self.ground, self.seed, self.flaw = ground, seed, flaw
         self.dice = Dice(f"gangs-{seed}")
-        self.judge = Judge(OFFERS)
+        self.judge = Judge({number: node.offer for number, node in ground.nodes.items()})
         self.ids = 1000
         self.steps = self.gangs = self.passes = self.leases = 0
         self.lost: set[int] = set()
@@ -91,21 +89,13 @@ class Pool:
     def _begin(self) -> None:
         ground, dice = self.ground, self.dice
         policy = Policy(order=dice.pick(tuple(sorted(ORDERS))), preemption=dice.chance(0.8))
-        scheduler = self._scheduler(policy)
-        ids = Ids(ground.time, dice.branch("ids"))
-        self.desk = Desk(ground.settings, ground.store, ground.sealer, ids, scheduler, ground.time)
-        self.scheduler = scheduler
+        kind = SCHEDULERS.get(self.flaw, Scheduler)
+        scheduler = self.scheduler = ground.scheduler(policy, kind)
+        self.desk = ground.desk(scheduler, dice.branch("ids"))
         self.agents = {number: Agent(self, number) for number in OFFERS}
         finish(scheduler.rebuild(self.now))
         for agent in self.agents.values():
             agent.connect()
-
-    def _scheduler(self, policy: Policy) -> Scheduler:
-        ground = self.ground
-        kind = SCHEDULERS.get(self.flaw, Scheduler)
-        return kind(
-            ground.store, ground.hub, ground.metrics, policy, Span(60 * SECOND), ground.sealer
-        )
 
     # ---- steps
 
@@ -314,7 +304,13 @@ class Pool:
 def _spec(dice: Dice) -> TaskSpec:
     wanted = dice.pick((1, 1, 2, 2, 2, 3))
     gpu = dice.pick((GpuRequest(1), GpuRequest(1), GpuRequest(vram_bytes=8 * GIB), None))
-    needs = Requirements((gpu,) if gpu else (), dice.pick((500, 1000, 2000)), GIB, nodes=wanted)
+    needs = Requirements(
+        (gpu,) if gpu else (),
+        dice.pick((500, 1000, 2000)),
+        GIB,
+        disk_bytes=dice.pick((None, None, 60 * GIB)),
+        nodes=wanted,
+    )
     return TaskSpec(
         TaskKind.COMMAND,
         "train",

@@ -23,7 +23,7 @@ from bench.gang_ground import Ground
 from bench.gang_judge import KINDS, Broken
 from bench.gang_pool import Pool
 
-CHUNK = 2000
+CHUNK = 1250
 WARM = 1  # an interleaving that uses whatever there is
 SAID = 5  # violations that are told in full
 

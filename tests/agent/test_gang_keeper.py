@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -39,6 +39,8 @@ class Road:
     asked: list[Egress | Gang] = field(default_factory=list)
     open_now: int = 0
     lane: Lane = field(default_factory=lambda: Lane((), "192.0.2.9"))
+    dawdles: asyncio.Event | None = None
+    closing: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def start(self) -> None: ...
 
@@ -48,6 +50,9 @@ class Road:
         return self
 
     async def close(self) -> None:
+        if self.dawdles is not None:
+            self.closing.set()
+            await self.dawdles.wait()
         self.open_now -= 1
 
 
@@ -82,6 +87,9 @@ SPEC = TaskSpec(
 FILES = {"result": b"42", "state/n": b"1"}
 
 
+Meanwhile = Callable[[CommandKeeper], Awaitable[None]]
+
+
 async def kept(
     folder: Path,
     rank: int,
@@ -89,6 +97,7 @@ async def kept(
     *,
     allowed: Allowed | None = None,
     exit_code: int = 0,
+    meanwhile: Meanwhile | None = None,
 ) -> tuple[CommandEnded, Seeing, Shelf, Sequence[Event]]:
     for name in ("values", "scratch"):
         (folder / name).mkdir()
@@ -110,7 +119,10 @@ async def kept(
     )
     told = Rendezvous(rank, PEERS, SECRET)
     start = StartCommand(1, 1, SPEC, Allocation(0, 1000, 1 << 30), True, gang=told)
-    await CommandKeeper(equipment, start).task
+    keeper = CommandKeeper(equipment, start)
+    if meanwhile is not None:
+        await meanwhile(keeper)
+    await asyncio.wait([keeper.task])
     if equipment.cleaning:
         await asyncio.wait(list(equipment.cleaning))
     await asyncio.sleep(0)
@@ -161,3 +173,26 @@ def test_a_node_that_takes_no_members_says_so_itself(
     assert ended.reason is EndReason.SANDBOX_FAILED
     assert "takes no members of gangs" in ended.error_text
     assert runtime.jobs == ()
+
+
+def test_a_member_stopped_while_it_lets_go_always_closes_its_lane(tmp_path: Path) -> None:
+    """It exits and is told to stop at the same time: its lane's port is the next gang's."""
+
+    async def story() -> tuple[CommandEnded, Road]:
+        road = Road(dawdles=asyncio.Event())
+
+        async def stop_twice(keeper: CommandKeeper) -> None:
+            await road.closing.wait()
+            for reason in (EndReason.CANCELLED, EndReason.LOST):
+                keeper.end(reason)
+                await asyncio.wait([keeper.task], timeout=0.02)
+            assert not keeper.task.done()
+            assert road.dawdles is not None
+            road.dawdles.set()
+
+        ended, _, _, _ = await kept(tmp_path, 1, road, meanwhile=stop_twice)
+        return ended, road
+
+    ended, road = asyncio.run(story())
+    assert ended.reason is EndReason.LOST
+    assert road.open_now == 0

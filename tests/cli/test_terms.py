@@ -11,12 +11,13 @@ from click.testing import CliRunner
 
 from gpool.agent.lookout import Rulebook
 from gpool.agent.network.policy import Egress, HostFacts, reaches
+from gpool.agent.policy import shaped
 from gpool.agent.policy_file import parse
 from gpool.agent.settings import AgentSettings
 from gpool.cli.joining import Identity
 from gpool.cli.lend import egress_of, runtimes_of
 from gpool.cli.terms import Terms, agent_variables, lending
-from gpool.core.model import Tier
+from gpool.core.model import GIB, Offer, Tier
 from gpool.transfer.requests import Address
 
 
@@ -75,3 +76,30 @@ def test_what_an_owner_denies_comes_on_top_of_what_is_denied_anyway() -> None:
     policy = egress_of(parse("[egress]\ndeny = ['198.51.100.0/24']"))
     assert not reaches(policy, HostFacts(), Egress(), mail, 25)
     assert reaches(policy, HostFacts(), Egress(), mail, 443)
+
+
+def test_labels_and_a_price_of_the_command_line_come_before_those_of_the_policy(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    terms = said("--label", "zone=a", "--label", "ssd", "--price", "0.31/h")
+    assert (terms.labels, terms.price) == (("ssd", "zone=a"), "0.31/h")
+    told = settings(monkeypatch, tmp_path, terms)
+    own = Offer(1000, GIB, GIB, labels=told.own_labels, price_microcredits=told.price_microcredits)
+    lent = shaped(parse('labels = ["quiet"]\nprice = "2/h"'), own)
+    assert lent.labels == {"ssd", "zone=a", "quiet"}
+    assert lent.price_microcredits == 310_000
+    assert shaped(parse('price = "2/h"'), Offer(1000, GIB, GIB)).price_microcredits == 2_000_000
+
+
+@pytest.mark.parametrize("words", [("--label", "Fast Disk"), ("--price", "cheap")])
+def test_a_label_or_price_that_cannot_be_is_refused_where_it_is_said(
+    words: tuple[str, str],
+) -> None:
+    @click.command()
+    @lending
+    def verb(terms: Terms) -> None:
+        raise AssertionError(terms)
+
+    result = CliRunner().invoke(verb, words)
+    assert result.exit_code == 2
+    assert words[1] in result.output

@@ -40,6 +40,7 @@ from gpool.core.scheduling.placement import Unfit, unfit
 from gpool.core.scheduling.plan import plan
 from gpool.core.scheduling.snapshot import take
 from gpool.core.scheduling.state import State
+from gpool.testing.dice import Dice
 
 HOUR = 3600 * SECOND
 LATER = Instant(NOW + HOUR)
@@ -180,6 +181,60 @@ def test_a_gang_that_waits_long_has_a_whole_set_kept_clear() -> None:
     assert place.node == 3  # node 2 is free, and kept for the gang
     state.fold(TasksReleased((TaskId(90),)))
     assert nodes_of(plan(state, late, PATIENT).places[0]) == {1, 2}
+
+
+def test_what_would_outlast_a_gangs_reservation_does_not_get_in() -> None:
+    """Of its nodes one is idle already; that says nothing about when the other is."""
+    state = a_state(a_node(1, gpus=1), a_node(2, gpus=1))
+    short, long = a_gang(1, user=2, group="short"), a_gang(1, user=2, group="long")
+    busy = a_gang(1, user=9, group="busy")
+    for shape, seconds in ((short, 300), (long, 1800), (busy, 900)):
+        state.fold(RunTimesObserved(shape, 9, Span(9 * seconds * SECOND)))
+    submit(state, busy, 90)
+    write(state, plan(state, NOW, PATIENT))
+    submit(state, a_gang(2), 1)
+    late = Instant(NOW + PATIENT.patience)
+    submit(state, long, 2, at=late)
+    assert plan(state, late, PATIENT).places == ()
+    submit(state, short, 3, at=late)
+    assert [place.grants[0].task for place in plan(state, late, PATIENT).places] == [3]
+
+
+@pytest.mark.parametrize("order", ["fcfs", "round_robin", "fair_share", "priority"])
+@pytest.mark.parametrize("stoppable", [False, True])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_stream_of_small_tasks_never_starves_a_gang(
+    order: str, stoppable: bool, seed: int
+) -> None:
+    """Two sites, always something waiting, ends at random: the gang gets its turn."""
+    dice, policy = Dice(f"{order}-{seed}"), Policy(order=order)
+    state = a_state(*(a_node(n, cpus=8, gpus=2, site="ab"[n % 2]) for n in range(1, 7)))
+    small = a_gang(1, user=2, group="small", preemptible=stoppable)
+    next_id, ends = 100, dict[TaskId, int]()
+    for minute in range(95):
+        now = Instant(NOW + minute * 60 * SECOND)
+        for task in [task for task, at in ends.items() if at <= now]:
+            state.fold(RunTimesObserved(small, 1, Span(10 * 60 * SECOND)))
+            state.fold(TasksReleased((task,), now))
+            del ends[task]
+        while state.queued_count < 5:
+            submit(state, small, next_id, at=now)
+            next_id += 1
+        if minute == 30:
+            submit(state, a_gang(3, 2), 1, at=now)
+        decided = plan(state, now, policy)
+        write(state, decided, now)
+        for place in decided.places:
+            ends |= {g.task: now + dice.between(1, 20) * 60 * SECOND for g in place.grants}
+        for stop in decided.preemptions:
+            ran = state.attained(stop.task, now)
+            state.fold(TasksReleased((stop.task,), now))
+            again = QueuedTask(stop.task, stop.epoch, now, ran)
+            state.fold(TasksQueued(small, (again,)))
+            del ends[stop.task]
+        if TaskId(1) in state.held:
+            break
+    assert minute <= 30 + 60, "a gang waits three times as long as anything runs"
 
 
 def test_two_gangs_never_keep_a_half_each() -> None:

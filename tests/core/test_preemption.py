@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
+from itertools import combinations
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scheduling_builders import NOW, a_node, a_shape, a_state
 
-from gpool.core.ids import TaskId
-from gpool.core.model import SECOND, GpuRequest, Instant, Shape, Span
+from gpool.core.ids import NodeId, TaskId, UserId
+from gpool.core.model import SECOND, Allocation, GpuRequest, Instant, Shape, Slice, Span
 from gpool.core.scheduling.events import (
     Plan,
     QueuedTask,
@@ -20,7 +22,9 @@ from gpool.core.scheduling.events import (
 from gpool.core.scheduling.levels import AGES, attained_at, level_of
 from gpool.core.scheduling.orders import DECISIVE, ORDERS, Policy
 from gpool.core.scheduling.plan import plan
-from gpool.core.scheduling.state import State
+from gpool.core.scheduling.preemption import Victim, in_sight, least
+from gpool.core.scheduling.room import Room
+from gpool.core.scheduling.state import Line, State
 
 HOUR = 3600 * SECOND
 FAIR = Policy()
@@ -154,6 +158,131 @@ def test_a_task_that_waits_in_vain_rises() -> None:
     assert order is ORDERS["fair_share"]
     late = Instant(NOW + AGES[-1] + 3 * FAIR.promotion)
     assert plan(state, late, FAIR).places[0].grants[0].task == 1
+
+
+def test_waiting_for_long_comes_before_everything_that_has_not() -> None:
+    """Whatever arrives: the longest wait is bounded by the policy, not by the load."""
+    state, shape = a_state(a_node(1, gpus=1)), a_gpu_task()
+    submit(state, shape, 1, ran=AGES[-1])
+    late = Instant(NOW + AGES[-1] + FAIR.promotion)
+    submit(state, shape, *range(2, 50), at=late)
+    assert plan(state, late, FAIR).places[0].grants[0].task == 1
+
+
+def test_of_equal_costs_the_last_in_the_order_is_stopped() -> None:
+    state = a_state(*(a_node(n, gpus=1) for n in range(1, 5)))
+    for task, hours in ((1, 1), (2, 40), (3, 3), (4, 0)):
+        submit(state, a_gpu_task(), task, at=NOW, ran=hours * HOUR)
+    write(state, plan(state, NOW, FAIR), NOW)
+    later = Instant(NOW + HOUR)
+    submit(state, a_gpu_task(), 5, at=later)
+    assert [each.task for each in plan(state, later, FAIR).preemptions] == [2]
+
+
+@given(
+    short=st.integers(1, 8),
+    sizes=st.lists(st.tuples(st.integers(1, 4), st.integers(0, 4)), min_size=1, max_size=7),
+)
+def test_no_set_that_would_do_costs_less(short: int, sizes: list[tuple[int, int]]) -> None:
+    """Compared with all sets there are; `sizes`: GPUs of a task on this node, and elsewhere."""
+    victims = []
+    for number, (here, elsewhere) in enumerate(sizes):
+        line = a_line(1, number, here)
+        line.members = (a_line(2, number, elsewhere),) if elsewhere else ()
+        line.amounts = ((here + elsewhere) * 1000, 0, 0)
+        victims.append(Victim((0, number), line))
+    node = a_node(1, gpus=short)
+    room = Room(node)
+    room.take(Allocation(99, 0, 0, tuple(Slice(i, 0, 1000) for i in range(short))), UserId(7))
+    chosen = least(node, room, a_gpu_task(short), victims)
+    enough = [
+        picked
+        for count in range(len(sizes) + 1)
+        for picked in combinations(sizes, count)
+        if sum(here for here, _ in picked) >= short
+    ]
+    if chosen is None:
+        assert not enough
+        return
+    cheapest = min((sum(map(sum, picked)), len(picked)) for picked in enough)
+    assert (sum(victim.amounts[0] for victim in chosen) // 1000, len(chosen)) == cheapest
+
+
+def a_line(node: int, number: int, gpus: int) -> Line:
+    slices = tuple(Slice(index, 0, 1000) for index in range(gpus))
+    state = a_state(a_node(node, gpus=gpus))
+    shape = a_gpu_task(gpus)
+    state.fold(TasksQueued(shape, (QueuedTask(TaskId(1), 0, NOW),)))
+    entry = next(state.waiting())
+    return Line(NodeId(node), Allocation(number, 0, 0, slices), entry)
+
+
+def test_a_pass_considers_some_and_in_time_all_that_may_be_stopped() -> None:
+    nodes = 40
+    state = a_state(*(a_node(n, gpus=4, cpus=8) for n in range(1, nodes + 1)))
+    submit(state, a_gpu_task(), *range(1, 4 * nodes + 1))
+    write(state, plan(state, NOW, FAIR), NOW)
+    assert len(state.stoppable) == 4 * nodes
+    assert len(list(in_sight(state, NOW))) == 4 * nodes
+    seen = set()
+    for second in range(60):
+        found = list(in_sight(state, Instant(NOW + second * SECOND), most=12))
+        assert 12 <= len(found) < 12 + 4
+        by_node = Counter(line.node for line in found)
+        assert set(by_node.values()) == {4}  # all of a node, or a whole set could not be found
+        seen |= {(line.node, line.allocation.number) for line in found}
+    assert len(seen) == 4 * nodes
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    tasks=st.lists(
+        st.tuples(
+            st.integers(1, 2),  # user
+            st.sampled_from([1, 2, 4]),  # GPUs
+            st.integers(1, 40),  # tenths of an hour it runs
+            st.integers(0, 20),  # tenths of an hour until it comes
+        ),
+        min_size=2,
+        max_size=10,
+    )
+)
+def test_who_was_stopped_for_another_never_takes_the_room_back_at_once(
+    tasks: list[tuple[int, int, int, int]],
+) -> None:
+    """Only once that one has had a turn of its own; and whoever begins again is left alone for the time of protection."""
+    tenth = 360 * SECOND
+    state = a_state(a_node(1, cpus=8, gpus=4))
+    shapes = {n: a_gpu_task(gpus, user=user) for n, (user, gpus, _, _) in enumerate(tasks, 1)}
+    came = {n: NOW + task[3] * tenth for n, task in enumerate(tasks, 1)}
+    left = {n: task[2] * tenth for n, task in enumerate(tasks, 1)}
+    begun: dict[int, int] = {}
+    stops: dict[int, int] = dict.fromkeys(shapes, 0)
+    stopped_for: dict[tuple[int, int], int] = {}
+    now = int(NOW)
+    for _ in range(400):
+        for n, at in came.items():
+            if at == now:
+                submit(state, shapes[n], n, at=now)
+        for n in [n for n, since in begun.items() if now - since >= left[n]]:
+            del begun[n]
+            state.fold(TasksReleased((TaskId(n),), Instant(now)))
+        for _ in range(3):
+            decided = plan(state, Instant(now), FAIR)
+            write(state, decided, now)
+            begun |= {int(g.task): now for place in decided.places for g in place.grants}
+            for each in decided.preemptions:
+                ran = now - begun.pop(each.task)
+                assert not stops[each.task] or ran >= FAIR.protection
+                if (each.beneficiary, each.task) in stopped_for:
+                    assert ran >= min(FAIR.turn, AGES[0])
+                stopped_for[each.task, each.beneficiary] = now
+                stops[each.task] += 1
+                left[each.task] -= ran
+                stop(state, each.task, shapes[each.task], now, came[each.task])
+        now += tenth
+    assert not state.held
+    assert not state.queued_count
 
 
 def test_levels_begin_at_their_ages() -> None:

@@ -84,10 +84,8 @@ class Site:
     def until_printed(self, task: str, text: str, within_s: float = PATIENCE_S) -> None:
         def there() -> bool:
             document = self.pool.status(task)
-            assert document["status"] not in ("failed", "cancelled"), (
-                document,
-                self.printed(task),
-            )
+            ended = document["status"] in ("failed", "cancelled")
+            assert not ended, f"{document['error_text']}\n{self.printed(task)}"
             return text in self.printed(task)
 
         eventually(f"it prints {text!r}", there, within_s, every_s=0.1)
@@ -170,6 +168,58 @@ def test_members_reach_each_other_and_nothing_else(site: Site, pool: Pool) -> No
         assert f"[1] nothing at {address}" in said
     # The control: the server is there for whoever is on the bridge.
     assert pool.ask("GET", "/readyz").status_code == 200
+
+
+@pytest.mark.slow
+def test_the_command_line_shows_all_members(site: Site, pool: Pool) -> None:
+    words = "echo I am $GPOOL_RANK of $GPOOL_NODES at $GPOOL_ADDRESS"
+    done = pool.gpool("run", "--nodes", "2", "--name", "who", "--", "sh", "-c", words)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == [
+        "I am 0 of 2 at 10.211.0.1",
+        "[1] I am 1 of 2 at 10.211.0.2",
+    ]
+    [task] = [one for one in pool.json("ps") if one["name"] == "who"]
+    shown = pool.gpool("status", task["id"]).stdout
+    for rank, name in enumerate(site.members(task["id"])):
+        assert f"rank {rank} on {name} (exited)" in shown
+    failed = pool.gpool("run", "--nodes", "2", "--", "sh", "-c", "exit $((4 + GPOOL_RANK * 0))")
+    assert failed.returncode == 4
+
+
+COUNT = """
+i=0; test -f state/i && { i=$(cat state/i); echo goes on at $i; }
+mkdir -p state
+trap 'echo $i > state/i.tmp; mv state/i.tmp state/i; exit 0' TERM
+echo up; while :; do i=$((i+1)); sleep 0.05; done
+"""
+
+
+@pytest.mark.slow
+def test_a_gang_makes_room_outlives_the_server_and_is_cancelled_as_a_whole(
+    site: Site, pool: Pool
+) -> None:
+    mark = f"gang-{os.getpid()}"
+    command = ["sh", "-c", COUNT, mark]
+    wanted = {"command": command, "nodes": 2, "checkpoint": "state/", "grace_s": 5}
+    task = pool.ask("POST", "/v1/tasks", wanted).json()["ids"][0]
+    site.until_printed(task, "[1] up")
+    pool.ask("POST", f"/v1/tasks/{task}/preempt")
+    site.until_printed(task, "[1] goes on at")  # every member finds what the first one saved
+    document = pool.status(task)
+    assert (document["epoch"], document["tries"], document["losses"]) == (2, 0, 0)
+    pool.server.kill()
+    pool.start_server()
+
+    def all_run() -> bool:
+        """The server may have been away for longer than their leases: then it is formed anew."""
+        members = pool.status(task)["members"]
+        return [one["status"] for one in members] == ["running", "running"]
+
+    eventually("all members run", all_run, 60, every_s=0.1)
+    pool.ask("DELETE", f"/v1/tasks/{task}")
+    eventually("nothing of it runs", lambda: not processes_saying(mark), 20)
+    assert site.ended(task)["status"] == "cancelled"
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -9,10 +10,10 @@ import pytest
 from server_desk import Agent, Desk, an_offer, exited
 
 from gpool.core.ids import decode
-from gpool.core.model import EndReason, Permission
+from gpool.core.model import EndReason, Offer, Permission
 from gpool.core.scheduling.rules import NO_RULES
 from gpool.server.actions import operating
-from gpool.wire.frames import Finished, Lease, Started
+from gpool.wire.frames import Finished, Lease, Refused, Started
 
 pytestmark = pytest.mark.anyio
 
@@ -97,6 +98,77 @@ async def test_a_task_that_keeps_failing_says_so_and_not_that_it_waits(desk: Des
     assert found["code"] == "keeps_failing"
     assert found["tries"] == 2
     assert found["sentence"].startswith("It failed 2 times by itself")
+
+
+def lending(cpus: int = 2, gpus: int = 0, **more: Any) -> Offer:
+    return replace(an_offer(cpus, gpus), **more)
+
+
+async def test_labels_and_prices_decide_where_a_task_may_go_and_are_explained(desk: Desk) -> None:
+    plain = await desk.agent("plain", lending(4, 1, price_microcredits=400_000))
+    fast = await desk.agent("fast", lending(2, labels=frozenset({"ssd"})))
+    await desk.command(labels=["ssd"])
+    assert await desk.schedule() == 1
+    assert (len(plain.leases()), len(fast.leases())) == (0, 1)
+    task = await desk.command(labels=["ssd", "zone=b"])
+    assert await desk.schedule() == 0
+    found = await told(desk, task)
+    assert found["code"] == "no_label"
+    assert found["sentence"] == "No node has the label zone=b; there are: ssd."
+    assert [one["change"] for one in found["suggestions"]] == ["without --label zone=b"]
+    dear = await desk.command(gpu="1", max_price="0.30/h")
+    assert await desk.schedule() == 0
+    found = await told(desk, dear)
+    assert found["code"] == "over_price"
+    assert found["suggestions"] == [
+        {
+            "kind": "price",
+            "change": "--max-price 0.40/h",
+            "sentence": "It starts now at 0.40/h.",
+        }
+    ]
+    await desk.command(gpu="1", max_price="0.40/h")
+    assert await desk.schedule() == 1
+    listed = (await desk.get("/v1/resources")).json()["items"]
+    prices = {one["node_name"]: one["price_microcredits"] for one in listed if one["kind"] == "gpu"}
+    assert prices == {"plain": 400_000}
+    assert {tuple(one["labels"]) for one in listed} == {(), ("ssd",)}
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"labels": frozenset({"Not A Label"})}, {"price_microcredits": -1}],
+)
+async def test_an_offer_with_labels_or_prices_that_cannot_be_is_refused(
+    desk: Desk, wrong: dict[str, Any]
+) -> None:
+    agent = await desk.agent("liar", lending(**wrong))
+    assert [frame.code for frame in agent.frames(Refused)] == ["invalid"]
+
+
+async def test_disk_that_was_asked_for_is_set_aside_and_kept_in_mind(desk: Desk) -> None:
+    await desk.agent(offer=lending(8))
+    await desk.command(disk="60GiB")
+    await desk.command(disk="60GiB")
+    assert await desk.schedule() == 1
+    before = desk.server.scheduler.state
+    await desk.server.scheduler.rebuild(desk.server.now)
+    assert desk.server.scheduler.state == before
+    assert await desk.schedule() == 0
+
+
+async def test_a_gang_is_told_what_it_lacks_and_what_to_leave_out(desk: Desk) -> None:
+    at = {"site": "lab", "address": "127.0.0.1", "gang_port": 47100}
+    await desk.agent("one", lending(**at))
+    task = await desk.command(nodes=2, engine="torchrun", on_loss="end")
+    found = await told(desk, task)
+    assert found["code"] == "no_site"
+    assert found["sentence"] == "No site has 2 nodes that could run it; the most in one is 1."
+    assert [one["change"] for one in found["suggestions"]] == [
+        "--nodes 1 without --engine and --on-loss"
+    ]
+    await desk.agent("two", lending(**at))
+    assert (await told(desk, task))["code"] == "next"
 
 
 async def test_what_has_ended_says_how(desk: Desk) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from gpool.core.model import GIB, Allocation, Gpu, Offer, Slice, TaskStatus
-from gpool.testing.world.record import Record, Row
+from gpool.testing.world.record import MemberRow, Record, Row
 
 HALF = Allocation(0, 500, GIB, (Slice(0, 12 * GIB, 500),))
 OFFER = Offer(2000, 8 * GIB, GIB, (Gpu(0, "u", "T4", "nvidia", 24 * GIB),))
@@ -48,3 +50,86 @@ def test_a_gpu_is_never_given_twice_not_even_during_a_freeze(frozen: bool) -> No
     before = len(said)
     record.attempt_began("n", 2, 1, whole)
     assert any("by what runs there" in text for text in said[before:])
+
+
+# ---- gangs
+
+
+def member(rank: int, node: str, *, holding: bool = True) -> MemberRow:
+    return MemberRow(rank, node, holding, HALF)
+
+
+def gang(*members: MemberRow, epoch: int = 1, holding: bool = True) -> Row:
+    status = TaskStatus.LEASED if holding else TaskStatus.QUEUED
+    return Row(7, 1, "g", status, epoch, None, holding, None, None, None, "", None, 0, members)
+
+
+QUEUED = gang(epoch=0, holding=False)
+
+
+def told(*commits: Row, sites: tuple[str, ...] = ("s", "s", "s")) -> list[str]:
+    """What is said of a gang of two that went through these rows."""
+    said: list[str] = []
+    record = a_record(said, sites)
+    for row in (QUEUED, *commits):
+        record.absorb({7: row})
+    return said
+
+
+def a_record(said: list[str], sites: tuple[str, ...] = ("s", "s", "s")) -> Record:
+    record = Record(lambda: 10**9, said.append)
+    record.asked["g"], record.wanted["g"] = 1, 2
+    for number, site in enumerate(sites):
+        record.node(f"n{number}", replace(OFFER, site=site))
+    return record
+
+
+def test_a_whole_gang_is_no_violation() -> None:
+    assert told(gang(member(0, "n0"), member(1, "n1"))) == []
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        gang(member(0, "n0")),
+        gang(member(0, "n0"), member(1, "n0")),
+        gang(member(0, "n0"), member(2, "n1")),
+        gang(member(0, "n0"), member(1, "n1"), member(2, "n2")),
+    ],
+)
+def test_a_gang_of_other_than_its_nodes_is_a_violation(row: Row) -> None:
+    assert any("partial gang" in text for text in told(row))
+
+
+def test_a_gang_on_two_sites_is_a_violation() -> None:
+    found = told(gang(member(0, "n0"), member(1, "n1")), sites=("s", "t", "s"))
+    assert any("partial gang" in text for text in found)
+
+
+def test_a_member_that_holds_while_its_gang_does_not_is_a_violation() -> None:
+    row = gang(member(0, "n0"), member(1, "n1", holding=False), holding=False)
+    assert any("members of a gang hold" in text for text in told(row))
+
+
+def test_members_of_one_epoch_run_together_and_those_of_two_never() -> None:
+    said: list[str] = []
+    record = a_record(said)
+    record.absorb({7: QUEUED})
+    record.absorb({7: gang(member(0, "n0"), member(1, "n1"))})
+    record.attempt_began("n0", 7, 1, HALF)
+    record.attempt_began("n1", 7, 1, HALF)
+    assert said == []
+    record.attempt_ended("n0", 7, 1)
+    record.rows = {7: gang(member(0, "n0"), member(1, "n2"), epoch=2)}
+    record.attempt_began("n0", 7, 2, HALF)
+    assert any("n1 runs its epoch 1" in text for text in said)
+
+
+def test_a_member_whose_end_is_written_before_it_is_dead_is_a_violation() -> None:
+    said: list[str] = []
+    record = a_record(said)
+    record.absorb({7: QUEUED})
+    record.absorb({7: gang(member(0, "n0"), member(1, "n1"))})
+    record.attempt_began("n0", 7, 1, HALF)
+    record.absorb({7: gang(member(0, "n0", holding=False), member(1, "n1"))})
+    assert any("still runs" in text for text in said)

@@ -295,8 +295,8 @@ def shaped(
         gang_port=offer.gang_port if joins else 0,
         audience=policy.audience,
         closed=decision.closed,
-        labels=policy.labels,
-        price_microcredits=policy.price_microcredits,
+        labels=offer.labels | policy.labels,
+        price_microcredits=offer.price_microcredits or policy.price_microcredits,
     )
 
 

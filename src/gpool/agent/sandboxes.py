@@ -195,10 +195,12 @@ class Equipment:
 
     async def clear_away(self, sandbox: CommandSandbox | RunnerSandbox) -> None:
         """Returns once nothing of it runs; its files go while the next one starts."""
-        await sandbox.kill()
-        cleaner = asyncio.create_task(sandbox.remove())
-        self.cleaning.add(cleaner)
-        cleaner.add_done_callback(self._cleared)
+        try:
+            await to_its_end(sandbox.kill)
+        finally:
+            cleaner = asyncio.create_task(sandbox.remove())
+            self.cleaning.add(cleaner)
+            cleaner.add_done_callback(self._cleared)
 
     def _cleared(self, cleaner: asyncio.Task[None]) -> None:
         self.cleaning.discard(cleaner)
@@ -264,7 +266,7 @@ class Equipment:
                 raise SandboxFailed("this node takes no members of gangs")
             if self.networks is not None and (outward or gang is not None):
                 opened = await self.networks.open(Egress() if gang is None else gang)
-                stack.push_async_callback(opened.close)
+                stack.push_async_callback(to_its_end, opened.close)
                 lane = opened.lane
                 if gang is not None:
                     names = rendezvous.hosts(gang.rank, len(gang.peers), HOSTNAME)
@@ -326,6 +328,20 @@ async def started(runtime: Runtime, start: Awaitable[S]) -> S:
             await sandbox.kill()
             await sandbox.remove()
         raise
+
+
+async def to_its_end(work: Callable[[], Awaitable[None]]) -> None:
+    """Whoever is called off while it clears away still does: nobody else would, and its port or its uid stays taken."""
+    working = asyncio.ensure_future(work())
+    called_off: asyncio.CancelledError | None = None
+    while not working.done():
+        try:
+            await asyncio.shield(working)
+        except asyncio.CancelledError as error:
+            called_off = error
+    if called_off is not None:
+        raise called_off
+    working.result()
 
 
 def fault_of(task: asyncio.Task[None]) -> Ended | None:

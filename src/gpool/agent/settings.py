@@ -9,6 +9,7 @@ from pydantic import Field, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from gpool.agent.policy import MOST_GANG_PORT, site_address, site_name
+from gpool.core import labels, prices
 from gpool.core.errors import Invalid
 from gpool.core.model import GIB
 from gpool.transfer.proving import NodeKey
@@ -46,6 +47,17 @@ class AgentSettings(BaseSettings):
     gang_port: int = Field(
         default=0, ge=0, le=MOST_GANG_PORT
     )  # UDP, the first of several; 0: the usual
+
+    labels: str = ""  # what tasks can ask for by name, with those of the policy: "ssd,zone=a"
+    price: str = ""  # "0.31/h", for an hour of a GPU; empty: the policy's
+
+    @property
+    def own_labels(self) -> frozenset[str]:
+        return frozenset(labels.normal(self.labels.split(",") if self.labels else ()))
+
+    @property
+    def price_microcredits(self) -> int:
+        return prices.parse(self.price) if self.price else 0
 
     @field_validator("site")
     @classmethod

@@ -91,6 +91,8 @@ def offer_of(
         runtimes=tuple(_offered(one) for one in runtimes),
         hostname=facts.hostname,
         site=settings.site if reach.gangs else "",
+        labels=settings.own_labels,
+        price_microcredits=settings.price_microcredits,
         address=address_of(settings, said) if reach.gangs else "",
         gang_port=(settings.gang_port or said.port or GANG_PORT) if reach.gangs else 0,
         agent_version=__version__,

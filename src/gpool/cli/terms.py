@@ -12,6 +12,8 @@ import click
 
 from gpool.agent.policy import GANG_PORT, MOST_GANG_PORT, Gangs, site_address, site_name
 from gpool.cli.joining import Identity
+from gpool.core import labels, prices
+from gpool.core.errors import Invalid
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,16 +25,31 @@ class Terms:
     allow_process: bool = False
     policy: Path | None = None
     gangs: Gangs = field(default_factory=Gangs)  # for several nodes at once
+    labels: tuple[str, ...] = ()
+    price: str = ""
 
 
 def _checked(read: Callable[[str], str]) -> Callable[[click.Context, click.Parameter, str], str]:
     def check(_: click.Context, __: click.Parameter, value: str) -> str:
         try:
             return read(value)
-        except ValueError as error:
+        except (ValueError, Invalid) as error:
             raise click.BadParameter(str(error)) from error
 
     return check
+
+
+def _labels(_: click.Context, __: click.Parameter, value: tuple[str, ...]) -> tuple[str, ...]:
+    try:
+        return labels.normal(value)
+    except Invalid as error:
+        raise click.BadParameter(error.detail) from error
+
+
+def _a_price(text: str) -> str:
+    if text:
+        prices.parse(text)
+    return text
 
 
 _OPTIONS = (
@@ -84,11 +101,27 @@ _OPTIONS = (
         metavar="PORT",
         help=f"The first of the UDP ports that the others of its site reach (default: {GANG_PORT}).",
     ),
+    click.option(
+        "--label",
+        "node_labels",
+        multiple=True,
+        callback=_labels,
+        metavar="LABEL",
+        help="What tasks can ask for by name: ssd, zone=a. Repeat it for more.",
+    ),
+    click.option(
+        "--price",
+        envvar="GPOOL_AGENT_PRICE",
+        callback=_checked(_a_price),
+        default="",
+        metavar="CREDITS/h",
+        help="For an hour of a GPU, or of the machine where it has none: 0.31/h (default: nothing).",
+    ),
 )
 
 
 def lending(function: Callable[..., None]) -> Callable[..., None]:
-    """`--slots`, `--simulate-gpus`, `--allow-process`, `--policy` and those of gangs, given to the verb as `terms`."""
+    """What an owner may say, given to the verb as `terms`."""
 
     @wraps(function)
     def with_terms(
@@ -100,10 +133,12 @@ def lending(function: Callable[..., None]) -> Callable[..., None]:
         site: str,
         address: str,
         gang_port: int | None,
+        node_labels: tuple[str, ...],
+        price: str,
         **kwargs: Any,
     ) -> None:
         gangs = Gangs(site=site, address=address, port=gang_port or 0)
-        terms = Terms(slots, simulate_gpus, allow_process, policy, gangs)
+        terms = Terms(slots, simulate_gpus, allow_process, policy, gangs, node_labels, price)
         function(*args, terms=terms, **kwargs)
 
     found: Callable[..., None] = with_terms
@@ -138,4 +173,8 @@ def agent_variables(identity: Identity, data: Path, terms: Terms) -> dict[str, s
         found["GPOOL_AGENT_GANG_ADDRESS"] = gangs.address
     if gangs.port:
         found["GPOOL_AGENT_GANG_PORT"] = str(gangs.port)
+    if terms.labels:
+        found["GPOOL_AGENT_LABELS"] = ",".join(terms.labels)
+    if terms.price:
+        found["GPOOL_AGENT_PRICE"] = terms.price
     return found

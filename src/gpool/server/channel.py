@@ -102,7 +102,8 @@ class Channel:
     async def greet(self, hello: Hello) -> None:
         """Registers what the node lends and reconciles what it holds."""
         server, scheduler = self._server, self._server.scheduler
-        wrong = _wrong_with_hello(hello, greeted=self._greeted)
+        local = self._server.settings.is_local
+        wrong = _wrong_with_hello(hello, greeted=self._greeted, is_local=local)
         if wrong is not None:
             self.refuse("invalid", wrong, retry=False)
             return
@@ -112,7 +113,9 @@ class Channel:
         scheduler.disconnect(self.node, REPLACED, retry=True)
         scheduler.heard_from(self.node, now)
         greeted = await server.write(
-            _greeting(self.node, hello.offer, server.ids.take(len(hello.offer.gpus)), now)
+            _greeting(
+                self.node, self._kept(hello.offer), server.ids.take(len(hello.offer.gpus)), now
+            )
         )
         if self.closed:
             return
@@ -276,16 +279,15 @@ class Channel:
             telemetry.take(self.node, indexes, held, frame.readings, frame.tasks, now)
 
     async def _change_offer(self, frame: OfferChanged) -> None:
-        wrong = wrong_with_offer(frame.offer)
+        server = self._server
+        wrong = wrong_with_offer(frame.offer, is_local=server.settings.is_local)
         if wrong is not None:
             self.refuse("invalid", wrong, retry=False)
             return
-        server = self._server
+        offer = self._kept(frame.offer)
         try:
             rows = await server.write(
-                offers.take(
-                    self.node, frame.offer, server.ids.take(len(frame.offer.gpus)), server.now
-                )
+                offers.take(self.node, offer, server.ids.take(len(offer.gpus)), server.now)
             )
         except NotFound as error:
             self.refuse("not_found", error.detail, retry=False)
@@ -293,6 +295,9 @@ class Channel:
         server.scheduler.node_changed(await self._admitted(rows[0]))
         for row in rows[1:]:
             server.scheduler.node_changed(row.node)
+
+    def _kept(self, offer: Offer) -> Offer:
+        return offers.at_own_site(offer, self._owner, self._server.settings.sites)
 
     async def _admitted(self, row: NodeRow) -> Node:
         """With those of its GPUs kept back that are to be examined first."""
@@ -427,11 +432,11 @@ def _split(lines: Iterable[Line]) -> Iterable[Line]:
         yield msgspec.structs.replace(line, leases=tuple(piece))
 
 
-def _wrong_with_hello(hello: Hello, *, greeted: bool) -> str | None:
+def _wrong_with_hello(hello: Hello, *, greeted: bool, is_local: bool) -> str | None:
     if greeted:
         return "a second Hello on one connection; open a new one"
     if hello.protocol != PROTOCOL:
         return f"protocol {hello.protocol}; this server speaks {PROTOCOL}: install the same gpool version"
     if len(hello.holds) > MAX_HOLDS:
         return f"a hello with {len(hello.holds)} holds"
-    return wrong_with_offer(hello.offer)
+    return wrong_with_offer(hello.offer, is_local=is_local)

@@ -12,12 +12,14 @@ from gpool.core.model import INLINE_LIMIT_BYTES, EndReason, Gpu, Offer, OutputFi
 from gpool.wire.frames import MAX_SPEC_BYTES, Checkpointed, Finished, ReportItem
 
 SHA256 = re.compile(r"[0-9a-f]{64}")
+SITE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+GANG_PORTS = (1024, 60_000)
 FILE_BYTES = 100
 """A file of a checkpoint in a frame, besides its name: mostly its hash."""
 
 
-def wrong_with_offer(offer: Offer) -> str | None:
-    """What no honest machine lends; an agent that says so is refused."""
+def wrong_with_offer(offer: Offer, *, is_local: bool = False) -> str | None:
+    """What no honest machine lends; an agent that says so is refused. `is_local`: all of the pool is one machine."""
     if not (0 <= offer.cpu_milli <= 10_000_000 and 0 <= offer.memory_bytes <= 1 << 60):
         return f"an offer of {offer.cpu_milli} milli-CPUs and {offer.memory_bytes} bytes of memory"
     if not 0 <= offer.disk_bytes <= 1 << 60:
@@ -53,22 +55,24 @@ def wrong_with_offer(offer: Offer) -> str | None:
     )
     if len(words) > 1000 or any(len(word) > 300 or "\0" in word for word in words):
         return "an offer with too many or too long words"
-    return _wrong_with_site(offer)
+    return _wrong_with_site(offer, is_local=is_local)
 
 
-def _wrong_with_site(offer: Offer) -> str | None:
-    """Where other members of gangs will send to: a host's own address, and no other."""
-    if len(offer.site) > 300 or "\0" in offer.site:
-        return "a site with too long a name, or a NUL in it"
-    if not 0 <= offer.gang_port < 1 << 16:
-        return f"a gang port of {offer.gang_port}"
-    if offer.address:
-        try:
-            address = IPv4Address(offer.address)
-        except ValueError:
-            return f"an address that is no IPv4 address: {offer.address[:100]!r}"
-        if address.is_multicast or address.is_unspecified or address.is_reserved:
-            return f"an address that is no host's: {address}"
+def _wrong_with_site(offer: Offer, *, is_local: bool) -> str | None:
+    """Where other owners' agents will send to, if they share the site: to a machine's own address, and to no other."""
+    if offer.site and not SITE.fullmatch(offer.site):
+        return f"a site that is not a word of letters, digits and . _ -: {offer.site[:100]!r}"
+    if offer.gang_port and not GANG_PORTS[0] <= offer.gang_port <= GANG_PORTS[1]:
+        return f"gang port {offer.gang_port}; it must be from {GANG_PORTS[0]} to {GANG_PORTS[1]}"
+    if not offer.address:
+        return None
+    try:
+        address = IPv4Address(offer.address)
+    except ValueError:
+        return f"an address that is no IPv4 address: {offer.address[:100]!r}"
+    nobodys = address.is_multicast or address.is_unspecified or address.is_reserved
+    if nobodys or address.is_link_local or (address.is_loopback and not is_local):
+        return f"{address} as the address by which others of its site reach it; name one with --address"
     return None
 
 

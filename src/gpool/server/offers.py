@@ -1,11 +1,13 @@
 """What happens when a node says what it lends: its GPUs are bound to its owner and the owner's payout wallet.
 
 One that is another owner's already is flagged, on their node too; simulated ones have no hardware uuid and are not bound.
+A site is a claim, so it holds among the nodes of one owner only: gangs never mix owners by a stranger's word.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 
 from gpool.core.errors import NotFound
 from gpool.core.ids import NodeId, UserId
@@ -14,6 +16,18 @@ from gpool.server.store.operation import operation
 from gpool.server.store.operations import accounts, bindings, nodes
 from gpool.server.store.protocol import Operation
 from gpool.server.store.values import NodeRow
+
+
+def at_own_site(offer: Offer, owner: UserId, shared: Collection[str]) -> Offer:
+    """As it is kept: its site is its owner's own, unless the operator shares one of that name (`shared`)."""
+    if not offer.site or offer.site in shared:
+        return offer
+    return replace(offer, site=f"{owner}/{offer.site}")
+
+
+def site_name(site: str) -> str | None:
+    """As its owner named it."""
+    return site.rpartition("/")[2] or None
 
 
 @operation

@@ -12,6 +12,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from gpool.core.model import GIB, Permission, Span
 from gpool.core.quotas import Quota
+from gpool.server.claims import SITE
 from gpool.server.identity.sealer import MasterSource
 from gpool.transfer.requests import is_loopback
 
@@ -44,6 +45,8 @@ class Settings(BaseSettings):
     tls_key: Path | None = None
     plain_http: bool = False  # off loopback without TLS: only behind a proxy that ends it
     trusted_proxies: str = ""  # addresses or networks, with commas; only their X-Forwarded-* count
+
+    shared_sites: str = ""  # names, with commas, of sites that nodes of several owners may be in
 
     ttl_s: float = Field(default=30.0, gt=0)
     margin_s: float = Field(default=5.0, ge=0)
@@ -116,6 +119,25 @@ class Settings(BaseSettings):
         for each in self.proxies:
             ipaddress.ip_network(each)  # says what is wrong with it
         return self
+
+    @model_validator(mode="after")
+    def _sites_have_names(self) -> Self:
+        for name in self.sites:
+            if not SITE.fullmatch(name):
+                raise ValueError(
+                    f"shared_sites: {name!r} is not a word of letters, digits and . _ -"
+                )
+        return self
+
+    @property
+    def sites(self) -> frozenset[str]:
+        """Names that mean the same site whoever says them; any other is its owner's own."""
+        return frozenset(each.strip() for each in self.shared_sites.split(",") if each.strip())
+
+    @property
+    def is_local(self) -> bool:
+        """Nobody but this machine reaches it."""
+        return is_loopback(self.host)
 
     @property
     def uses_tls(self) -> bool:

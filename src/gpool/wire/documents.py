@@ -436,6 +436,9 @@ class NodeDocument(Answer):
     problems: list[str] = []
     labels: list[str] = []
     price_microcredits: int = 0  # an hour of a GPU, or of the node where it has none
+    site: str | None = (
+        None  # nodes of one owner and site reach each other; null: it takes no part in gangs
+    )
 
 
 class NodePage(Answer):

@@ -277,6 +277,10 @@ class Agent:
         """Pids of relays that this host's agent has started."""
         return children_of(os.getpid(), "gang.relay")
 
+    async def relay_rights(self) -> dict[str, Any]:
+        (pid,) = await self.relays()
+        return rights_of(Path(f"/proc/{pid}"))
+
     async def helpers(self) -> list[int]:
         """The other processes a lane needs."""
         return children_of(os.getpid(), "holder.py") + children_of(os.getpid(), "slirp4netns")
@@ -308,6 +312,20 @@ class Agent:
         return differences(self.before, fingerprint()) + [
             f"relay {pid}" for pid in await self.relays()
         ]
+
+
+def rights_of(process: Path) -> dict[str, Any]:
+    """What it could do if it were turned."""
+    lines = (process / "status").read_text().splitlines()
+    facts = dict(line.split(":\t", 1) for line in lines if ":\t" in line)
+    words = ("Uid", "Gid", "Groups", "CapEff", "CapPrm", "NoNewPrivs")
+    limits = (process / "limits").read_text().splitlines()
+    none = [line for line in limits if line.startswith(("Max proc", "Max core", "Max file s"))]
+    return {
+        **{word: sorted(set(facts[word].split())) for word in words},
+        "limits": sorted({line[26:].split()[0] for line in none}),
+        "environment": (process / "environ").read_bytes().decode(),
+    }
 
 
 def children_of(parent: int, word: str) -> list[int]:

@@ -202,6 +202,25 @@ def heard(host: Host, until: str) -> list[str]:
     return found
 
 
+def together(hosts: list[Host], _: str) -> dict[str, Any]:
+    """Two members on one host, as two agents with ports of their own would have them."""
+    host = hosts[0]
+    whom = [(host.address, PORT), (host.address, PORT + 1)]
+    for rank, lane in enumerate(("one", "other")):
+        host.call("open", lane, rank, whom, SECRET)
+    host.call("serve", "one", 5000)
+    told: dict[str, Any] = {
+        "tcp": host.call("inside", "other", "send", inside(0), 5000, BIG),
+        "udp": host.call("inside", "other", "ask", inside(0), 5000, 65000),
+    }
+    try:
+        host.call("open", "third", 0, whom, SECRET)
+    except RuntimeError as refused:
+        told["a port that is taken"] = str(refused)
+    told["left"] = [each.call("finish") for each in hosts]
+    return told
+
+
 def flood(hosts: list[Host], _: str) -> dict[str, Any]:
     """Noise in a member's name, as fast as it can be made, while two members talk."""
     open_gang(hosts)
@@ -239,10 +258,12 @@ def restarts(hosts: list[Host], _: str) -> dict[str, Any]:
     return told
 
 
-def killed(hosts: list[Host], _: str) -> dict[str, Any]:
+def killed(hosts: list[Host], mode: str) -> dict[str, Any]:
     """An agent is killed without warning: how long anything of it lives on."""
     open_gang(hosts)
     told: dict[str, Any] = {"relays": [len(host.call("relays")) for host in hosts]}
+    if mode == "root":
+        told["rights"] = hosts[1].call("relay_rights")
     pids = hosts[1].call("relays") + hosts[1].call("helpers")
     hosts[1].kill()
     began = time.monotonic()
@@ -263,7 +284,7 @@ def alive(pid: int) -> bool:
 
 CASES: dict[str, Callable[[list[Host], str], dict[str, Any]]] = {
     each.__name__: each
-    for each in (talk, forbidden, egress, impostor, outsider, flood, restarts, killed)
+    for each in (talk, forbidden, egress, impostor, outsider, together, flood, restarts, killed)
 }
 MEMBERS = {"talk": 3}
 

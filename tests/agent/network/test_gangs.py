@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from gpool.agent.network.gang.relaying import UID
 from gpool.agent.network.nft import program
 from gpool.testing import components
 
@@ -127,6 +128,15 @@ def test_without_the_defences_it_would(stage: Stage) -> None:
     assert "true words" in told["then came"][1]
 
 
+@kinds
+def test_members_on_one_host_have_ports_of_their_own(stage: Stage, mode: str) -> None:
+    told = stage(mode, "together")
+    assert told["tcp"] is told["udp"] is True
+    assert "NoLane" in told["a port that is taken"]
+    assert "47101" in told["a port that is taken"]
+    assert told["left"] == [[], []]
+
+
 def test_noise_in_a_member_s_name_never_ends_a_conversation(stage: Stage) -> None:
     told = stage("root", "flood")
     assert told["sent"] is True
@@ -140,6 +150,16 @@ def test_members_find_each_other_again_after_a_restart(stage: Stage, mode: str) 
     assert told["before"] is told["its lane"] is True
     assert told["the other's relay"] == told["its own relay"] == [True, True]
     assert told["left"] == [[], []]
+
+
+def test_a_root_agent_s_relay_has_no_rights(stage: Stage) -> None:
+    rights = stage("root", "killed")["rights"]
+    assert rights["Uid"] == rights["Gid"] == [str(UID)]
+    assert rights["Groups"] == []
+    assert rights["CapEff"] == rights["CapPrm"] == ["0" * 16]
+    assert rights["NoNewPrivs"] == ["1"]
+    assert rights["limits"] == ["0"]
+    assert rights["environment"] == ""
 
 
 @kinds

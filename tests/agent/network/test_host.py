@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from ipaddress import IPv4Address, IPv4Interface, IPv4Network
 
+from hypothesis import given
+from hypothesis import strategies as st
+
 from gpool.agent.network import host
 from gpool.agent.network.host import Route
+from gpool.core import rendezvous
 
 LISTING = """Iface\tDestination\tGateway \tFlags\tRefCnt\tUse\tMetric\tMask\t\tMTU\tWindow\tIRTT
 eth0\t00000000\t014DA8C0\t0003\t0\t0\t0\t00000000\t0\t0\t0
@@ -52,3 +56,8 @@ def test_a_pool_never_overlaps_what_the_host_has_routes_to() -> None:
     assert not host.free_pool("abcde", taken).overlaps(first)
     everything = (Route("vpn0", IPv4Network("10.0.0.0/8"), None),)
     assert not host.free_pool("abcde", everything).overlaps(IPv4Network("10.0.0.0/8"))
+
+
+@given(st.text("0123456789abcdef", min_size=5, max_size=5))
+def test_a_pool_never_overlaps_the_network_of_gangs(tag: str) -> None:
+    assert not host.free_pool(tag, ROUTES).overlaps(rendezvous.NETWORK)

@@ -9,11 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpool.agent.network.addresses import is_refused
+from gpool.agent.network.lanes import NoLane, refuse_wrong
 from gpool.agent.network.policy import (
     ANY_PORT,
     BadPolicy,
     Egress,
     EgressPolicy,
+    Gang,
     HostFacts,
     Only,
     Target,
@@ -22,6 +24,7 @@ from gpool.agent.network.policy import (
     parse_target,
     reaches,
 )
+from gpool.core.rendezvous import MAX_NODES, address_of
 
 NETWORKS = st.builds(
     lambda address, prefix: IPv4Network((int(address), prefix), strict=False),
@@ -138,3 +141,41 @@ def test_a_listed_lane_reaches_a_private_target_and_no_other_port_of_it() -> Non
     assert reaches(EgressPolicy(), HostFacts(), only, at, 443)
     assert not reaches(EgressPolicy(), HostFacts(), only, at, 80)
     assert not reaches(EgressPolicy(), HostFacts(), only, IPv4Address("11.22.33.44"), 443)
+
+
+def gang(size: int, rank: int = 0, *, egress: bool = False, secret: bytes = bytes(32)) -> Gang:
+    return Gang(rank, (("192.168.1.1", 47100),) * size, secret, egress)
+
+
+@given(
+    POLICIES,
+    st.ip_addresses() | st.integers(0, 9).map(address_of),
+    st.integers(1, 65535),
+    st.integers(1, 8),
+    st.booleans(),
+)
+def test_a_gang_never_reaches_more_than_its_members_and_what_egress_would(
+    policy: EgressPolicy,
+    address: IPv4Address | IPv6Address,
+    port: int,
+    size: int,
+    egress: bool,
+) -> None:
+    member = address in {address_of(rank) for rank in range(size)}
+    outside = egress and reaches(policy, HostFacts(), Egress(), address, port)
+    wants = gang(size, egress=egress)
+    assert reaches(policy, HostFacts(), wants, address, port) == (member or outside)
+
+
+@pytest.mark.parametrize(
+    ("size", "rank", "secret"),
+    [(0, 0, bytes(32)), (2, 2, bytes(32)), (2, -1, bytes(32)), (MAX_NODES + 1, 0, bytes(32)), (2, 0, b"short")],
+)  # fmt: skip
+def test_a_gang_that_makes_no_sense_has_no_lane(size: int, rank: int, secret: bytes) -> None:
+    with pytest.raises(NoLane):
+        refuse_wrong(gang(size, rank, secret=secret))
+    refuse_wrong(gang(2, 1))
+
+
+def test_a_gang_s_secret_is_never_shown() -> None:
+    assert "secret" not in repr(gang(2, secret=b"secret words of theirs"))

@@ -23,6 +23,12 @@ class NoLane(SandboxFailed):
     """A lane could not be opened: this node's fault, not the task's."""
 
 
+def refuse_wrong(wants: Wants) -> None:
+    """Before anything is made for it."""
+    if isinstance(wants, Gang) and wants.wrong:
+        raise NoLane(f"a lane could not be opened: {wants.wrong}")
+
+
 def tag_for(place: Path) -> str:
     """The same for the same agent after a restart, so that it finds what it left; another for another."""
     return hashlib.sha256(os.fsencode(place.absolute())).hexdigest()[:TAG_LETTERS]

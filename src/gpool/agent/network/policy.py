@@ -180,11 +180,14 @@ class Gang:
     secret: bytes = field(repr=False)
     egress: bool = False
 
-    def __post_init__(self) -> None:
+    @property
+    def wrong(self) -> str:
+        """Why there can be no lane for it; empty: there can."""
         if not 0 <= self.rank < len(self.peers) <= MAX_NODES:
-            raise BadPolicy(f"rank {self.rank} of {len(self.peers)}: there is no such member")
+            return f"rank {self.rank} of {len(self.peers)}: there is no such member"
         if len(self.secret) < LEAST_SECRET_BYTES:
-            raise BadPolicy(f"a gang's secret has at least {LEAST_SECRET_BYTES} bytes")
+            return f"a gang's secret has at least {LEAST_SECRET_BYTES} bytes"
+        return ""
 
     @property
     def names(self) -> dict[str, tuple[IPv4Address, ...]]:

@@ -30,7 +30,14 @@ import psutil  # type: ignore[import-untyped]
 from gpool.agent.network import host, nft, rules
 from gpool.agent.network.gang.relaying import RELAY, Relaying, Relays, interface_of
 from gpool.agent.network.holder import make_interface
-from gpool.agent.network.lanes import NoLane, OpenLane, name_sockets, opened_whole, resolver_for
+from gpool.agent.network.lanes import (
+    NoLane,
+    OpenLane,
+    name_sockets,
+    opened_whole,
+    refuse_wrong,
+    resolver_for,
+)
 from gpool.agent.network.netlink import Netlink
 from gpool.agent.network.policy import Egress, EgressPolicy, Gang, HostFacts, Only, Wants
 from gpool.agent.network.resolver import RESOLVER, Server, configured_servers
@@ -180,6 +187,7 @@ class RootNetworks:
         await self._fill()
 
     async def open(self, wants: Wants) -> OpenLane:
+        refuse_wrong(wants)
         try:
             await self._keep_up(wants)
             if isinstance(wants, Egress) and self._prepared:

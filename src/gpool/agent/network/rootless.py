@@ -20,7 +20,7 @@ from typing import Any
 
 from gpool.agent.network import host, nft, rules
 from gpool.agent.network.gang.relaying import RELAY, Relaying, Relays, interface_of
-from gpool.agent.network.lanes import NoLane, OpenLane, opened_whole, resolver_for
+from gpool.agent.network.lanes import NoLane, OpenLane, opened_whole, refuse_wrong, resolver_for
 from gpool.agent.network.policy import Egress, EgressPolicy, Gang, HostFacts, Wants
 from gpool.agent.network.resolver import RESOLVER, Server, configured_servers
 from gpool.agent.runtime.protocol import Lane
@@ -117,6 +117,7 @@ class RootlessNetworks:
         await self._fill()
 
     async def open(self, wants: Wants) -> OpenLane:
+        refuse_wrong(wants)
         seen = self._seen()
         if seen != self._facts:  # prepared lanes refuse what the host was, not what it is
             self._facts = seen

@@ -34,14 +34,20 @@ def ready_at(
     node: Node, room: Room, ends: Iterable[End], shape: Shape, now: Instant
 ) -> Instant | None:
     """When this node will have room for the shape; None: not even when all of these have ended. The room is not changed."""
-    free = room.copy()
     wanted = _idle_wanted(shape)
+    if _has_room(node, room, shape, wanted):
+        return now  # of a gang's nodes some are ready before the others
+    free = room.copy()
     for end in sorted(ends, key=lambda end: (end.at, end.allocation.number)):
         free.give(end.allocation)
-        idle = sum(1 for gpu in free.gpus.values() if not gpu.holders) if wanted else 0
-        if idle >= wanted and fit(node, free, shape) is not None:
+        if _has_room(node, free, shape, wanted):
             return Instant(max(now, end.at))
     return None
+
+
+def _has_room(node: Node, room: Room, shape: Shape, wanted: int) -> bool:
+    idle = sum(1 for gpu in room.gpus.values() if not gpu.holders) if wanted else 0
+    return idle >= wanted and fit(node, room, shape) is not None
 
 
 def _idle_wanted(shape: Shape) -> int:

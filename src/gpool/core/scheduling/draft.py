@@ -6,8 +6,10 @@ from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import Protocol
 
+import numpy as np
+
 from gpool.core.ids import NodeId, TaskId, UserId
-from gpool.core.model import Allocation, Instant, Node, Shape, Span
+from gpool.core.model import SECOND, Allocation, Instant, Node, Shape, Span
 from gpool.core.scheduling import gangs
 from gpool.core.scheduling.backfill import UNKNOWN, End, Reservation, may_pass, ready_at
 from gpool.core.scheduling.events import Member, Preempt
@@ -39,7 +41,7 @@ from gpool.core.scheduling.state import Line, ShapeState, State
 
 MAX_KEPT_CLEAR = 8
 _LOOKS_FOR_CLEARING = 64  # shapes a pass for which a node to clear is sought
-_HELPED = 2  # tenants a pass
+_HELPED = 8  # tenants a pass
 _FAR = Span(30 * 24 * UNKNOWN)
 _BEHIND_MILLI = 20  # of what others had
 _NODES_COMPARED = 32  # to keep one of them clear
@@ -131,6 +133,7 @@ class Draft:
         self.stopped: set[Line] = set()
         self.helped: set[Holder] = set()  # tenants with a node kept clear though some of theirs run
         self.most_share = self.most_lately = 0  # of any tenant that has tasks waiting
+        self.mean_share = 0  # of those, now
         self.predictions: dict[int, tuple[Span | None]] = {}
         self.run_times: dict[tuple[int, str], Span] = {}
         self.made_on: dict[NodeId, list[tuple[Shape, Allocation]]] = {}  # in this pass
@@ -305,19 +308,32 @@ class Draft:
             return
         if turn.is_over:
             return  # room would not help it
-        if not self.looks or len(self.kept_clear) >= MAX_KEPT_CLEAR:
+        most = max(MAX_KEPT_CLEAR, len(self.state.nodes) // 4)
+        if not self.looks or len(self.kept_clear) >= most:
             return
         self.looks -= 1
         if shape.requirements.nodes > 1:
             nodes = gangs.nearest(self.engine, shape, self.kept_clear)
-        else:
+            if nodes:  # a part of what a gang needs is of no use
+                at = Instant(max(self.ready_at(id_, shape) for id_ in nodes))
+                self.kept_clear |= dict.fromkeys(nodes, Reservation(shape, at))
+            return
+        owed = self.pieces_owed(turn)
+        while owed > 0 and len(self.kept_clear) < most:
             nearest = self.nearest(turn)
-            nodes = [] if nearest is None else [nearest]
-        if not nodes:
-            return  # a part of what a gang needs is of no use
-        at = Instant(max(self.ready_at(id_, shape) for id_ in nodes))
-        for id_ in nodes:
-            self.kept_clear[id_] = Reservation(shape, at)
+            if nearest is None:
+                return
+            self.kept_clear[nearest] = Reservation(shape, Instant(self.ready_at(nearest, shape)))
+            owed -= max(1, 1000 * len(self.room(nearest).gpus) // max(1, least_gpus(shape)))
+
+    def pieces_owed(self, turn: Turn) -> int:
+        """How many more of these its tenant would have if all had alike; one, where shares do not count."""
+        shape, tenant = turn.entry.shape, tenant_of(turn.entry.shape)
+        if not self.looks_at_shares or shape.preemptible:
+            return 1
+        have = self.share(tenant, None) - self.lately(tenant)
+        piece = self.share(tenant, None, asked_by(shape)) - self.lately(tenant) - have
+        return max(1, min(turn.left, (self.mean_share - have) // max(1, piece)))
 
     def is_owed(self, shape: Shape) -> bool:
         """What runs somewhere does not starve, but large pieces are a fair share too: its tenant had less than others lately,
@@ -342,19 +358,57 @@ class Draft:
         if self.looks_at_shares:
             tenants = {tenant_of(turn.entry.shape) for turn in turns}
             self.most_share = max((self.share(each, None) for each in tenants), default=0)
-            self.most_lately = max((self.lately(each) for each in tenants), default=0)
+            latelies = {each: self.lately(each) for each in tenants}
+            self.most_lately = max(latelies.values(), default=0)
+            now = sum(self.share(each, None) - had for each, had in latelies.items())
+            self.mean_share = now // max(1, len(tenants))
 
     def nearest(self, turn: Turn) -> NodeId | None:
-        """The node to keep clear: the one that is ready first, of some that are the same in every pass, or it would be another
-        each time. A tenant that runs some of these already gets one that is not its own. What may preempt needs it less."""
+        """The node to keep clear, of some that are the same in every pass, or it would be another each time: the one that is
+        ready first; where shares count, the one where others have least to do. What may preempt needs it less."""
         shape = turn.entry.shape
         if shape.preemptible:
             return self.engine.nearest(shape, self.kept_clear)
-        mine = {id_ for id_, _ in turn.entry.lines} if self.looks_at_shares else set[NodeId]()
-        slots, _ = self.engine.could_run(shape, {*self.kept_clear, *mine})
-        ids = sorted(NodeId(int(id_)) for id_ in self.engine.board.ids[slots])
-        some = ids[:: max(1, len(ids) // _NODES_COMPARED)]
-        return min(some, key=lambda id_: (self.ready_at(id_, shape), id_), default=None)
+        slots, _ = self.engine.could_run(shape, self.kept_clear)
+        ids = np.sort(self.engine.board.ids[slots])
+        some: list[NodeId] = ids[:: max(1, len(ids) // _NODES_COMPARED)].tolist()
+        if not self.looks_at_shares:
+            return min(some, key=lambda id_: (self.ready_at(id_, shape), id_), default=None)
+        found = [(self.in_the_way(id_, turn), id_) for id_ in some]
+        known = [(work, id_) for work, id_ in found if work is not None]
+        return NodeId(min(known)[1]) if known else None
+
+    def in_the_way(self, id_: NodeId, turn: Turn) -> int | None:
+        """How much has to be done there before there is room, as predicted; None: keeping it clear would not help. If some of
+        its shape run, what its own tenant has there stays, and what is as small as anything gets what ends next anyway.
+
+        The squares of what they have left, together: what is long counts, what slips in meanwhile hardly does, and on a node
+        that is kept clear it gets less and less, so that the same node is kept in the next pass.
+        """
+        shape, is_first = turn.entry.shape, not turn.entry.lines
+        entry, room, needs = self.state.nodes[id_], self.room(id_), shape.requirements
+        gpus = min((request.count for request in needs.gpu), default=0) * 1000
+        free = sum(1000 for gpu in room.gpus.values() if not gpu.holders)
+        cpu, work, tenant = room.free_cpu, 0, tenant_of(shape)
+        if free >= gpus and cpu >= needs.cpu_milli:
+            return work
+        lefts = [
+            (self.left_of(line, entry.node), line.allocation)
+            for line in entry.lines.values()
+            if is_first or tenant_of(line.shape) != tenant
+        ]
+        for place, (left, allocation) in enumerate(sorted(lefts, key=lambda each: each[0])):
+            free, cpu = free + gpus_of(allocation), cpu + allocation.cpu_milli
+            work += (left // SECOND) ** 2
+            if free >= gpus and cpu >= needs.cpu_milli:
+                return work if is_first or place or gpus > 1000 else None
+        return None
+
+    def left_of(self, line: Line, node: Node | None) -> int:
+        """What has outlived its prediction goes on for a while."""
+        lasts = UNKNOWN if node is None else self.lasts(line.shape, node, line.allocation)
+        ran = self.now - line.since
+        return max(lasts - ran, ran // 4)
 
     def ready_at(self, id_: NodeId, shape: Shape) -> int:
         """When a node will have room, as predicted; far away when that cannot be told."""

@@ -63,11 +63,11 @@ def _nobody_knows(_: Shape) -> Span | None:
 
 
 class Candidates(NamedTuple):
-    """Slots of nodes, and of each how good it is; `steps` are those of the price alone."""
+    """Slots of nodes, the best first, and of each how good it is: steps of the price, then all that counts less."""
 
     slots: Slots
-    keys: Ints
     steps: Ints
+    rest: Ints
 
 
 class Engine:
@@ -158,7 +158,8 @@ class Engine:
             slots = slots[~np.isin(slots, out)]
         lesser = (board.ids[slots], board.tight[slots], row.taken[board.kind[slots]])
         slots = slots[np.lexsort((*lesser, -row.key[slots]))]
-        return Candidates(slots, row.key[slots], row.key[slots] >> _STEP)
+        steps = row.key[slots] >> _STEP
+        return Candidates(slots, steps, row.key[slots] - (steps << _STEP))
 
     def fit_at(self, shape: Shape, turn: int, slot: int) -> tuple[NodeId, Fit] | None:
         """The place itself, at one of the `candidates`."""

@@ -20,7 +20,7 @@ import numpy as np
 from gpool.core.ids import NodeId
 from gpool.core.model import GpuRequest, Node, Shape
 from gpool.core.scheduling.engine import Candidates, Engine
-from gpool.core.scheduling.fragmentation import Slots
+from gpool.core.scheduling.fragmentation import Ints, Slots
 from gpool.core.scheduling.placement import Fit, fit, joins_gangs, usable
 from gpool.core.scheduling.preemption import Clearing, Victim, give, least
 from gpool.core.scheduling.room import Room
@@ -37,9 +37,9 @@ def places(engine: Engine, shape: Shape, choice: int, barred: Collection[NodeId]
     there = engine.candidates(shape, choice, barred)
     if len(there.slots) < wanted:
         return []
-    for option in sorted(_options(engine, shape, choice, there), key=_rank):
+    for slots in _options(engine, shape, choice, there):
         found: Found = []
-        for slot in option.slots.tolist():
+        for slot in slots.tolist():
             place = engine.fit_at(shape, choice, slot)
             if place is not None:  # a card whose hardware slices do not nest has none after all
                 found.append(place)
@@ -48,38 +48,40 @@ def places(engine: Engine, shape: Shape, choice: int, barred: Collection[NodeId]
     return []
 
 
-class _Option(NamedTuple):
-    """Nodes of one site that would do, the best first, more than are needed; ascending: what is preferred."""
-
-    rank: tuple[int, ...]
-    slots: Slots
-
-
-def _rank(option: _Option) -> tuple[int, ...]:
-    return option.rank
-
-
-def _options(engine: Engine, shape: Shape, choice: int, there: Candidates) -> Iterator[_Option]:
+def _options(engine: Engine, shape: Shape, choice: int, there: Candidates) -> Iterator[Slots]:
+    """Nodes of one site that would do, the best first and more than are needed; the site that is preferred first."""
     board, wanted = engine.board, shape.requirements.nodes
     requests = shape.requirements.gpu
-    models = _models(engine, there.slots, requests[choice] if requests else None)
     sites = board.site[there.slots]
-    for site, count in zip(*np.unique(sites, return_counts=True), strict=True):
-        if not site or count < wanted:
-            continue
-        here = np.flatnonzero(sites == site)
-        alike = [here[models[here] == model] for model in np.unique(models[here])]
-        enough = [chosen for chosen in alike if len(chosen) >= wanted]
-        for chosen in enough or [here]:
-            first = chosen[:wanted]
-            rank = (
-                len(np.unique(models[first])),
-                -sum(there.steps[first].tolist()),
-                int(count),
-                -sum(there.keys[first].tolist()),
-                *sorted(board.ids[there.slots[first]].tolist()),
-            )
-            yield _Option(rank, there.slots[chosen])
+    models = _models(engine, there.slots, requests[choice] if requests else None)
+    several = int(models.max()) + 1
+    for alike in (sites * several + models, sites) if several > 1 else (sites,):
+        groups = _Groups(alike, wanted)
+        best = groups.order[groups.starts]
+        spare = np.bincount(sites)[sites[best]]
+        rank = (board.ids[there.slots[best]], -groups.sums(there.rest), spare)
+        for group in np.lexsort((*rank, -groups.sums(there.steps))).tolist():
+            yield there.slots[groups.members(group)]
+
+
+class _Groups:
+    """Places in an array by their group, in the order they had; only groups of at least `wanted`."""
+
+    def __init__(self, group: Slots, wanted: int) -> None:
+        self.order = np.argsort(group, kind="stable")
+        starts = np.flatnonzero(np.diff(group[self.order], prepend=-1))
+        counts = np.diff(starts, append=len(group))
+        self.wanted = wanted
+        self.starts, self.counts = starts[counts >= wanted], counts[counts >= wanted]
+
+    def sums(self, amounts: Ints) -> Ints:
+        """Of the first `wanted` of each group."""
+        total: Ints = np.concatenate([[0], np.cumsum(amounts[self.order])])
+        return total[self.starts + self.wanted] - total[self.starts]
+
+    def members(self, number: int) -> Slots:
+        start = self.starts[number]
+        return self.order[start : start + self.counts[number]]
 
 
 def _models(engine: Engine, slots: Slots, request: GpuRequest | None) -> Slots:
@@ -111,9 +113,7 @@ def most_together(nodes: Iterable[Node]) -> int:
 def is_possible(engine: Engine, shape: Shape) -> bool:
     """Whether some site has enough nodes that could run it when idle."""
     slots, _ = engine.could_run(shape, ())
-    return bool(
-        np.bincount(engine.board.site[slots], minlength=1).max() >= shape.requirements.nodes
-    )
+    return bool(len(_Groups(engine.board.site[slots], shape.requirements.nodes).starts))
 
 
 def nearest(engine: Engine, shape: Shape, barred: Collection[NodeId]) -> list[NodeId]:
@@ -121,19 +121,15 @@ def nearest(engine: Engine, shape: Shape, barred: Collection[NodeId]) -> list[No
     board, wanted = engine.board, shape.requirements.nodes
     slots, has_room = engine.could_run(shape, barred)
     in_the_way = np.where(has_room, 0, 1 + board.lines[slots])
-    sites = board.site[slots]
-    best: tuple[tuple[int, int, int], list[NodeId]] | None = None
-    for site, count in zip(*np.unique(sites, return_counts=True), strict=True):
-        if not site or count < wanted:
-            continue
-        here = np.flatnonzero(sites == site)
-        ids = board.ids[slots[here]]
-        chosen = np.lexsort((ids, in_the_way[here]))[:wanted]
-        lines = in_the_way[here][chosen]
-        rank = int(lines.max()), int(lines.sum()), int(ids[chosen].min())
-        if best is None or rank < best[0]:
-            best = rank, [NodeId(id_) for id_ in ids[chosen].tolist()]
-    return [] if best is None else best[1]
+    order = np.lexsort((board.ids[slots], in_the_way))
+    slots, in_the_way = slots[order], in_the_way[order]
+    groups = _Groups(board.site[slots], wanted)
+    if not len(groups.starts):
+        return []
+    last = in_the_way[groups.order[groups.starts + wanted - 1]]
+    first = board.ids[slots[groups.order[groups.starts]]]
+    best = int(np.lexsort((first, groups.sums(in_the_way), last))[0])
+    return [NodeId(id_) for id_ in board.ids[slots[groups.members(best)[:wanted]]].tolist()]
 
 
 # ---- what would have to stop

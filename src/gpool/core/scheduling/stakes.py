@@ -18,7 +18,7 @@ UNKNOWN_RUN = Span(600 * SECOND)
 RESTART = 60  # seconds until a lost task runs again
 MAKING = 60  # seconds until an environment that does not lie ready is made, roughly
 LOAD_BYTES_PER_S = 100_000_000  # at which inputs come
-STEPS = 50  # to a run
+STEPS = 200  # to a run
 
 
 class Stakes(NamedTuple):

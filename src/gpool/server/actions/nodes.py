@@ -444,6 +444,7 @@ def node_document(server: Server, who: Caller, pool: Pool, row: NodeRow) -> Node
         problems=[*row.problems, *sick(here, pool.gpus)] if inside else [],
         labels=sorted(here.offer.labels),
         price_microcredits=here.offer.price_microcredits,
+        site=offers.site_name(here.offer.site),
     )
 
 

@@ -96,13 +96,14 @@ def allocation_text(allocation: Allocation) -> str:
         (s.gpu_index, s.memory_bytes, s.share_milli, *((s.profile, s.start) if s.profile else ()))
         for s in allocation.slices
     ]
-    return _encode((allocation.cpu_milli, allocation.memory_bytes, slices)).decode()
+    disk = (allocation.disk_bytes,) if allocation.disk_bytes else ()
+    return _encode((allocation.cpu_milli, allocation.memory_bytes, slices, *disk)).decode()
 
 
 @lru_cache(maxsize=4096)
 def allocation_from(number: int, text: str) -> Allocation:
-    cpu, memory, slices = msgspec.json.decode(text)
-    return Allocation(number, cpu, memory, tuple(Slice(*part) for part in slices))
+    cpu, memory, slices, *disk = msgspec.json.decode(text)
+    return Allocation(number, cpu, memory, tuple(Slice(*part) for part in slices), *disk)
 
 
 def storable(text: str) -> str:

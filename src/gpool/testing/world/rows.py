@@ -102,5 +102,6 @@ class Reader:
 
 
 def _allocation(number: int, text: str) -> Allocation:
-    cpu_milli, memory_bytes, slices = json.loads(text)
-    return Allocation(number, cpu_milli, memory_bytes, tuple(Slice(*part) for part in slices))
+    cpu_milli, memory_bytes, slices, *disk = json.loads(text)
+    parts = tuple(Slice(*part) for part in slices)
+    return Allocation(number, cpu_milli, memory_bytes, parts, *disk)

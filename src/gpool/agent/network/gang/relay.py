@@ -107,6 +107,9 @@ class Relay:
         self._waiting: set[int] = set()
         self._waiting_bytes = 0
         self._cuts = True
+        self._to: Member | None = None  # whom the parts are for, each two of them `_size` bytes
+        self._parts: list[bytes] = []
+        self._size = 0
         self._counts = Counts()
         self._packet = bytearray(BUFFER_BYTES)
         self._arrived = bytearray(BUFFER_BYTES)
@@ -167,7 +170,7 @@ class Relay:
             try:
                 size = os.readv(self._tun, buffer)
             except OSError:
-                return
+                break
             packet = view[:size]
             member = self._by_address.get(bytes(packet[16:20]))
             if member is None or not passes(packet, size, self._address, member.inside):
@@ -176,6 +179,7 @@ class Relay:
                 self._send(member, packet)
             else:
                 self._keep(member, bytes(packet))
+        self._flush()
 
     def _keep(self, member: Member, packet: bytes) -> None:
         """Until the other's relay is there: gangs do not start at one instant."""
@@ -196,6 +200,7 @@ class Relay:
             packet = member.waiting.popleft()
             self._waiting_bytes -= len(packet)
             self._send(member, memoryview(packet))
+        self._flush()
 
     def _ask(self, member: Member) -> None:
         now = self._now()
@@ -208,30 +213,39 @@ class Relay:
             self._udp.sendto(datagram, member.where)
 
     def _send(self, member: Member, packet: memoryview) -> None:
-        size = member.piece_bytes + AROUND_BYTES
-        at_once = min(MOST_SENT_BYTES // size, MOST_SENT_PIECES) if self._cuts else 1
-        parts: list[bytes] = []
+        """In pieces of one length, so that the kernel takes many at once, of several packets too; `_flush` comes last."""
+        count = -(-len(packet) // member.piece_bytes)
+        body = -(-len(packet) // count)
+        size = body + AROUND_BYTES
+        if member is not self._to or size != self._size:
+            self._flush()
+        self._to, self._size = member, size
+        most = 2 * (min(MOST_SENT_BYTES // size, MOST_SENT_PIECES) if self._cuts else 1)
+        for datagram in member.bond.seal(packet, body):
+            self._parts += datagram
+            if len(self._parts) >= most:
+                self._flush()
+        if count * body != len(packet):
+            self._flush()  # only the last may be shorter
+        self._counts.sent += 1
+
+    def _flush(self) -> None:
+        parts, member = self._parts, self._to
+        if not parts or member is None:
+            return
+        self._parts = []
+        several = len(parts) > 2
+        size = struct.pack("=H", self._size)
         try:
-            for datagram in member.bond.seal(packet, member.piece_bytes):
-                parts += datagram
-                if len(parts) == 2 * at_once:
-                    self._send_parts(member, parts, size)
-                    parts = []
-            if parts:
-                self._send_parts(member, parts, size)
+            self._udp.sendmsg(
+                parts, [(socket.IPPROTO_UDP, UDP_SEGMENT, size)] if several else [], 0, member.where
+            )
         except OSError as failure:
             self._counts.unsent += 1
             if failure.errno in (errno.EINVAL, errno.EMSGSIZE):
                 member.piece_bytes = piece_bytes(member.where)  # the way there has changed
             elif failure.errno in (errno.EIO, errno.ENOPROTOOPT):
                 self._cuts = False  # a link that computes no checksums
-        else:
-            self._counts.sent += 1
-
-    def _send_parts(self, member: Member, parts: list[bytes], size: int) -> None:
-        several = len(parts) > 2
-        beside = [(socket.IPPROTO_UDP, UDP_SEGMENT, struct.pack("=H", size))] if several else []
-        self._udp.sendmsg(parts, beside, 0, member.where)
 
     # into the lane
 
@@ -254,6 +268,10 @@ class Relay:
 
     def _take(self, arrived: memoryview, each: int) -> None:
         """Datagrams of one length, the last may be shorter; all from one place, so from one member or from nobody."""
+        if each == HELLO_BYTES < len(arrived):  # some may be hellos
+            for one in _cut(arrived, each):
+                self._take(one, len(one))
+            return
         sender = arrived[0] << 8 | arrived[1] if len(arrived) > 1 else -1
         rank = sender & ~IS_HELLO
         member = self._members.get(rank) if sender >= 0 else None

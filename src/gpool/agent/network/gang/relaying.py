@@ -28,7 +28,7 @@ log = structlog.get_logger(__name__)
 ROOT = Path(__file__).parents[4]
 BOOT = "import sys; sys.path.insert(0, sys.argv[1]); from gpool.agent.network.gang.relay import main; sys.exit(main())"
 RELAY = ("-c", BOOT, str(ROOT))
-MTU = 16_000
+MTU = 15_840  # eleven pieces of one length on usual links, two on those of 9,000 bytes
 """Longer packets cost less each (bench/gang_lane.py: over links of 1500 bytes a core carries 1.8 Gbit/s with 9,000, 2.5 with
 16,000, 3.4 with 60,000) but are lost with any of their pieces: where one datagram in a hundred is, 60,000 get through at a
 fifth of their pace and 16,000 at four fifths."""
@@ -122,16 +122,20 @@ class Relaying:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.setblocking(False)
         passed = (self.tun, self.udp.fileno())
-        with theirs:
-            process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                *("-I", "-B", *self.program),
-                stdin=theirs.fileno(),
-                pass_fds=passed,
-                env={},
-                cwd="/",
-                start_new_session=True,
-            )
+        try:
+            with theirs:
+                process = await asyncio.create_subprocess_exec(
+                    sys.executable,
+                    *("-I", "-B", *self.program),
+                    stdin=theirs.fileno(),
+                    pass_fds=passed,
+                    env={},
+                    cwd="/",
+                    start_new_session=True,
+                )
+        except BaseException:
+            ours.close()  # one that began all the same ends by that
+            raise
         begun = Running(process, ours)
         try:
             async with asyncio.timeout(WITHIN_S):
