@@ -192,6 +192,7 @@ class Nodes:
             target=stand_in, args=(stand, self._count, theirs), daemon=True
         )
         self._process.start()
+        theirs.close()
 
     @property
     def pid(self) -> int:
@@ -216,6 +217,10 @@ class Nodes:
     def stop(self) -> None:
         self._pipe.send("stop")
         self._process.join(10)
+        self._process.kill()
+        self._process.join()
+        self._process.close()
+        self._pipe.close()
 
 
 # ---- submitting
@@ -263,6 +268,10 @@ class Door(asyncio.Protocol):
             self._answer.set_exception(ConnectionError((head[:80] + body[:300]).decode()))
         else:
             self._answer.set_result(body)
+
+    def close(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()
 
     async def submit(self, body: bytes) -> list[str]:
         loop = asyncio.get_running_loop()
@@ -492,6 +501,9 @@ async def measure_all(
         found.append(await measure(run, mode, how, number))
         print(row(found[-1]), flush=True)
         await drained(pool, options.hold)
+    for door in doors:
+        door.close()
+    await asyncio.sleep(0.1)  # they close in the loop
     return found
 
 
