@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -32,7 +33,7 @@ class Around(Protocol):
 
     def met(self, node: int, hold: Hold, line: frames.Line) -> None: ...
 
-    def renewed(self, items: list[frames.ReportItem]) -> list[frames.ReportItem]: ...
+    def take_for_current(self, node: int, items: list[frames.ReportItem]) -> None: ...
 
     def absorb(self, operation: Operation[Recording]) -> None: ...
 
@@ -79,8 +80,9 @@ class Agent:
         return self.channel
 
     def start(self) -> None:
-        """Boots anew, and says hello: it has nothing."""
+        """Boots anew, and says hello: it has nothing. With that the connection before is closed, and all that was on it."""
         self.boot += 1
+        self.said = []
         hello = frames.Hello(
             frames.PROTOCOL, f"boot-{self.boot:04d}", OFFERS[self.number], 1, tuple(self.has)
         )
@@ -166,6 +168,14 @@ class Agent:
     def running(self) -> list[Hold]:
         return [hold for hold, attempt in self.has.items() if attempt.runs]
 
+    @property
+    def epochs(self) -> dict[int, int]:
+        return {hold.task: hold.epoch for hold in self.has}
+
+    def old_news(self, epochs: Mapping[int, int]) -> list[frames.ReportItem]:
+        """What it said of tasks that some node has under another epoch."""
+        return [item for item in self.said if epochs.get(item.task, item.epoch) != item.epoch]
+
     def begin(self, dice: Dice) -> None:
         hold = dice.pick(self.startable)
         attempt = self.has[hold]
@@ -193,8 +203,8 @@ class Agent:
 
     def report(self, items: list[frames.ReportItem]) -> None:
         if self.pool.flaw == "fence_off":
-            items = self.pool.renewed(items)
-        if self.channel is not None:
+            self.pool.take_for_current(self.number, items)
+        elif self.channel is not None:
             finish(self.channel.receive(frames.Reports(1, tuple(items))))
         else:  # it was on its way when the agent died
             self.pool.absorb(leases.record(NodeId(self.number), items, self.pool.now))

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+import msgspec
+
 from bench.gang_agents import Agent
 from bench.gang_flaws import REWRITES, SCHEDULERS, UNCOMPARED
 from bench.gang_ground import BEGIN, OFFERS, Ground, finish
@@ -165,9 +167,21 @@ class Pool:
         self.dice.pick(self.some(_has_news)).send()
 
     def repeat(self) -> None:
-        """Something said before, perhaps under an old epoch or by an agent that died, arrives again."""
+        """Something said before arrives again, perhaps of an agent that has died."""
         agent = self.dice.pick(self.some(_has_spoken))
         agent.report([self.dice.pick(agent.said)])
+
+    def repeat_late(self) -> None:
+        """Something said of a lease that is over, while some node has the next."""
+        agent, items = self.dice.pick(self.old_news())
+        agent.report([self.dice.pick(items)])
+
+    def old_news(self) -> list[tuple[Agent, list[frames.ReportItem]]]:
+        epochs: dict[int, int] = {}
+        for agent in self.agents.values():
+            epochs |= agent.epochs
+        found = [(agent, agent.old_news(epochs)) for agent in self.some(_has_spoken)]
+        return [(agent, items) for agent, items in found if items]
 
     def die(self) -> None:
         agent = self.dice.pick(self.some(_is_up))
@@ -222,15 +236,16 @@ class Pool:
     def absorb(self, operation: Operation[Recording]) -> None:
         self.scheduler.absorb(self.ground.store.now(operation))
 
-    def renewed(self, items: list[frames.ReportItem]) -> list[frames.ReportItem]:
-        """As if every report were of the present epoch."""
-        rows, _ = self.ground.store.now(look())
-        epochs = {row[0]: row[1] for row in rows if row[3]}
-        made = []
+    def take_for_current(self, node: int, items: list[frames.ReportItem]) -> None:
+        """As if every report were about the lease that is current, whoever has it."""
         for item in items:
-            values = {name: getattr(item, name) for name in item.__struct_fields__}
-            made.append(type(item)(**values | {"epoch": epochs.get(item.task, item.epoch)}))
-        return made
+            rows, members = self.ground.store.now(look())
+            epoch = next((row[1] for row in rows if row[0] == item.task and row[3]), item.epoch)
+            has = [row[4] for row in rows if row[0] == item.task and row[4]]
+            has += [row[3] for row in members if row[0] == item.task and row[6]]
+            renewed = msgspec.structs.replace(item, epoch=epoch)
+            where = node if node in has or not has else has[0]
+            self.absorb(leases.record(NodeId(where), [renewed], self.now))
 
     def met(self, node: int, hold: Hold, line: frames.Line) -> None:
         """All members of one epoch are told the same of each other, each its own rank."""
@@ -361,6 +376,7 @@ STEPS = {
     "end": 4,
     "send": 8,
     "repeat": 1.5,
+    "repeat_late": 6,
     "die": 1.2,
     "expire": 2,
     "boot": 1.2,
@@ -381,6 +397,7 @@ CAN: dict[str, Callable[[Pool], object]] = {
     "end": lambda pool: pool.some(_runs),
     "send": lambda pool: pool.some(_has_news),
     "repeat": lambda pool: pool.some(_has_spoken),
+    "repeat_late": lambda pool: pool.old_news(),
     "die": lambda pool: pool.judge.wanted and len(pool.some(_is_up)) > 2,
     "expire": lambda pool: pool.lost or (pool.flaw == "expires_early" and pool.some(_runs)),
     "boot": lambda pool: pool.lost,
