@@ -126,6 +126,7 @@ class Scheduler:
         if self.rules.changes_between(self._ruled_at, now):
             self._lay_rules(now)
         began = thread_time()
+        self.state.pass_time(now)
         decided = plan(self.state, now, self.policy, self.orders)
         self._metrics.planning.inc(thread_time() - began)
         places = decided.places
@@ -181,6 +182,7 @@ class Scheduler:
             state.inherit(self.state, now)
         else:
             state.shares.recall(told, now)
+        state.shares.weights = self.policy.weights
         self.state = state
         self._names = 0
         self._settled = doubt
@@ -231,6 +233,7 @@ class Scheduler:
         if rules == self.rules and policy == self.policy:
             return
         self.policy, self.rules = policy, rules
+        self.state.shares.weights = policy.weights
         self._lay_rules(now)
 
     def _lay_rules(self, now: Instant) -> None:

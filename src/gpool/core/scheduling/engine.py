@@ -136,15 +136,25 @@ class Engine:
             return None
         row = self._rows_of(shape)[turn]
         if row.generation != board.generation and not self._might_fit(row):
+            row.full = (board.generation, board.now)
             return None
         self._update(row)
         key = row.key
+        if not len(key) or key.max() == _NONE:
+            row.full = (board.generation, board.now)
+            return None
         if barred:
             key = key.copy()
             key[[board.slots[id_] for id_ in barred if id_ in board.slots]] = _NONE
         slot = self._best(row, key)
         found = None if slot is None else self._fit(row, slot)
         return None if slot is None or found is None else (NodeId(int(board.ids[slot])), found)
+
+    def is_full(self, shape: Shape, turn: int) -> bool:
+        """Whether `best` found nowhere for this alternative, or for another that asks for the same, and nothing changed since."""
+        board = self.board
+        board.refresh()
+        return self._rows_of(shape)[turn].full == (board.generation, board.now)
 
     def candidates(self, shape: Shape, turn: int, barred: Collection[NodeId]) -> Candidates:
         """Every node that has room for one more allocation by this alternative, the best first."""

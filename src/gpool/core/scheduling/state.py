@@ -224,6 +224,7 @@ class State:
         self._served, self._serial = other._served.copy(), other._serial
         self._arrived = other._arrived.copy()
         self.shares.usage = other.shares.usage.copy()
+        self.shares.weights = other.shares.weights
         self.predictions = other.predictions  # only read by who plans on a copy
         self._touch(self.caches.take(other.caches))
 
@@ -231,6 +232,10 @@ class State:
         """The hints of a state that this one takes the place of."""
         old.shares.settle(now, len(old._waiting))
         self.take_hints(old)
+
+    def pass_time(self, now: Instant) -> None:
+        """So late is it: what is held counts as had up to now, though nothing happened."""
+        self.shares.pass_time(now, len(self._waiting))
 
     def used(self, now: Instant) -> Told:
         """What users and teams had lately, to be kept for `recall`."""
