@@ -11,7 +11,7 @@ PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
 COMPILE = uv pip compile --universal --python-version 3.11 --generate-hashes \
 	--no-emit-index-url --no-annotate --custom-compile-command 'make lock' --quiet
 
-.PHONY: help setup up test check bench soak docs lock system clean
+.PHONY: help setup up test check bench soak docs lock system engines clean
 .DELETE_ON_ERROR:
 
 help:                       ## this list
@@ -41,7 +41,7 @@ up: $(VENV)/.installed      ## start a pool on this machine: server, agent, embe
 
 # ---- checking
 
-test: system setup check    ## lint, types, contracts, then every test
+test: system setup engines check  ## lint, types, contracts, then every test
 	$(PYTEST) -m 'not alone'
 	$(BIN)/python -m pytest -m alone tests/hostile  # looks at the whole host: nothing else may run
 
@@ -62,6 +62,12 @@ ifeq ($(CI),true)
 	if [ -n "$$packages" ] && [ "$$(id -u)" = 0 ] && ! dpkg -s $$packages >/dev/null 2>&1; then \
 		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $$packages; \
 	fi
+endif
+
+# ... and so are torch and Ray: gigabytes in some places, so elsewhere only by this word.
+engines: setup              ## torch and Ray, which tests of gangs start; without them those are skipped
+ifneq ($(filter true,$(CI))$(filter engines,$(MAKECMDGOALS)),)
+	@$(BIN)/python -c 'import torch, ray' 2>/dev/null || $(PIP) install -r requirements/engines.txt
 endif
 
 soak: setup                 ## hours instead of minutes: more seeds, more kills

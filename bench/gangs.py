@@ -1,6 +1,6 @@
 """Random interleavings of gangs, failures and preemptions: never a partial gang, a double-booked slice, or one that waits for ever.
 
-python -m bench.gangs [--interleavings 100000] [--first-seed 0] [--jobs 1] [--controls 400] [--json FILE]
+python -m bench.gangs [--interleavings 100000] [--first-seed 0] [--jobs 1] [--controls 400] [--quick] [--json FILE]
 
 Each interleaving is drawn from its number. The first row is the real thing; in each of the others something is broken on
 purpose, and the same judge must find that within `--controls` interleavings: else it proves nothing.
@@ -128,9 +128,11 @@ def main() -> None:
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--controls", type=int, default=400)
+    parser.add_argument("--quick", action="store_true", help="a hundredth of it")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    rows = [measured(arguments.first_seed, arguments.interleavings, arguments.jobs)]
+    count = arguments.interleavings // (100 if arguments.quick else 1)
+    rows = [measured(arguments.first_seed, count, arguments.jobs)]
     tell(rows[0], is_first=True)
     for flaw in FLAWS if arguments.controls else ():
         seeds = range(arguments.first_seed, arguments.first_seed + arguments.controls)

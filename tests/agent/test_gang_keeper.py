@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +15,7 @@ from gpool.agent.daemon import boot_clock
 from gpool.agent.instructions import CommandCheckpointed, CommandEnded, Event, StartCommand
 from gpool.agent.network.policy import Egress, Gang
 from gpool.agent.runtime.protocol import CommandJob, CommandSandbox, Lane
-from gpool.agent.sandboxes import Allowed, Equipment
+from gpool.agent.sandboxes import Allowed, Equipment, limits_of
 from gpool.core.model import (
     Allocation,
     EndReason,
@@ -144,6 +144,15 @@ def test_a_member_runs_in_its_gangs_lane_and_the_lane_is_closed_after_it(tmp_pat
     assert (told["GPOOL_RANK"], told["MASTER_ADDR"]) == ("1", "10.211.0.1")
     assert told["MASTER_PORT"] == "7"  # the task's own word
     assert job.limits.open_files > 1024
+
+
+def test_a_members_limits_grow_with_its_processors() -> None:
+    def processes(cpus: int, spec: TaskSpec = SPEC) -> int:
+        return limits_of(spec, Allocation(0, cpus * 1000, 1 << 30)).processes
+
+    alone = replace(SPEC, requirements=Requirements())
+    assert processes(1) == processes(1, alone) == processes(64, alone)
+    assert processes(64) > 64 * 100
 
 
 def test_outputs_are_the_first_members(tmp_path: Path) -> None:

@@ -155,6 +155,20 @@ def test_ray_that_does_not_start_says_why(engines: Path) -> None:
     assert "Ray did not start here (code 3)" in complaint
 
 
+def test_the_head_never_waits_for_a_member_whose_ray_did_not_start(engines: Path) -> None:
+    gate = free_port()
+    with socket.create_server(("127.0.0.1", 0)) as stands_for_the_head:
+        ray = stands_for_the_head.getsockname()[1]
+        spec = task(Engine.RAY, "echo", "ran")
+        first = here(gangs.command_of(spec, HEAD, PART), gate, ray)
+        second = here(gangs.command_of(spec, OTHER, PART), gate, ray)
+        with started(first, engines) as head, started(second, engines, RAY_FAILS="1") as other:
+            said, complaint = head.communicate(timeout=30)
+            assert (said, head.returncode) == ("", 125)
+            assert "another member ended before Ray had started" in complaint
+            assert "no room" in other.communicate(timeout=30)[1]
+
+
 def test_a_warning_reaches_the_command_behind_ray(engines: Path) -> None:
     gate = free_port()
     alone = Rendezvous(0, HEAD.peers[:1], b"s")

@@ -36,7 +36,7 @@ from gpool.core.scheduling.events import (
     TasksReleased,
 )
 from gpool.core.scheduling.orders import ORDERS, Policy
-from gpool.core.scheduling.placement import Unfit, unfit
+from gpool.core.scheduling.placement import Unfit, fit, unfit
 from gpool.core.scheduling.plan import plan
 from gpool.core.scheduling.snapshot import take
 from gpool.core.scheduling.state import State
@@ -406,6 +406,42 @@ def test_a_gang_is_always_whole_and_everything_that_could_ever_run_ends(
             state.fold(TasksReleased((done,), now))
             ended.add(done)
     assert ended == could
+
+
+@settings(deadline=None)
+@given(NODES, JOBS, st.integers(2, 3), st.integers(0, 2), st.booleans(), st.sets(st.integers(1, 7)))
+def test_a_place_is_found_exactly_where_a_look_at_every_node_finds_one(
+    described: list[tuple[str, int, str]],
+    jobs: list[tuple[int, int, int, bool, bool]],
+    wanted: int,
+    gpus: int,
+    sliced: bool,
+    barred: set[int],
+) -> None:
+    state = a_state(*a_pool(described))
+    for id_, job in enumerate(jobs, 1):
+        submit(state, a_job(*job), id_)
+    write(state, plan(state, NOW))
+    gang, out = a_job(wanted, gpus, 1, False, sliced), {NodeId(id_) for id_ in barred}
+    engine = state.engine(Policy().pricing)
+    found = gangs.places(engine, gang, 0, out)
+    open_to = [
+        entry.node
+        for id_, entry in state.nodes.items()
+        if entry.node is not None
+        and id_ not in out
+        and unfit(entry.node, gang) is None
+        and fit(entry.node, entry.room, gang) is not None
+    ]
+    assert bool(found) == (gangs.most_together(open_to) >= wanted)
+    chosen = [node for node in open_to if node.id in {id_ for id_, _ in found}]
+    assert len(found) in (0, wanted)
+    assert gangs.most_together(chosen) == len(found)
+    kept = gangs.nearest(engine, gang, out)
+    could = [n.node for i, n in state.nodes.items() if i not in out and n.node is not None]
+    could = [node for node in could if unfit(node, gang) is None]
+    assert bool(kept) == (gangs.most_together(could) >= wanted)
+    assert gangs.most_together(node for node in could if node.id in kept) == len(kept)
 
 
 def _most(nodes: list[Node], shape: Shape) -> int:

@@ -15,7 +15,9 @@ from gpool.testing.processes import SHORT_LEASE, Pool, eventually, processes_say
 EXAMPLES = Path(__file__).parents[2] / "examples" / "gangs"
 NETWORK = "10.213.80"
 HOSTS = ("first", "second", "third")
-PATIENCE_S = 90
+PATIENCE_S = 150
+LEASE = {**SHORT_LEASE, "GPOOL_SERVER_TTL_S": "4", "GPOOL_SERVER_MARGIN_S": "1"}
+"""Engines keep a machine busy while they start: an agent that waits for its turn is not to be taken for dead."""
 
 
 def ip(*words: str) -> None:
@@ -27,7 +29,7 @@ class Site:
 
     def __init__(self, folder: Path) -> None:
         self.mark = os.getpid()
-        self.pool = Pool(folder, SHORT_LEASE, host=f"{NETWORK}.1")
+        self.pool = Pool(folder, LEASE, host=f"{NETWORK}.1")
 
     def space(self, name: str) -> str:
         return f"gpool-{self.mark}-{name}"
@@ -247,8 +249,10 @@ def test_torchrun_goes_on_elsewhere_when_an_agent_is_killed(
     task = site.submit("train.py", *options, words=("--steps", "40", "--pause", "0.1"))
     site.until_printed(task, "step 15 of 40")
     before = site.members(task)
-    pool.agents[before[1]].kill()
-    eventually("it is formed anew", lambda: pool.status(task)["epoch"] == 2, 30, every_s=0.1)
+    pool.agents[before[0]].kill()  # the one whose checkpoint counts
+    eventually(
+        "it is formed anew", lambda: pool.status(task)["epoch"] == 2, PATIENCE_S, every_s=0.1
+    )
     document = site.ended(task)
     said = site.printed(task)
     assert document["status"] == "succeeded", (document, said)
@@ -256,7 +260,7 @@ def test_torchrun_goes_on_elsewhere_when_an_agent_is_killed(
     assert "goes on at step" in said
     assert "rank 0 of 2 has 4920\n" in said  # 4 x (1 + … + 40) x 1.5: no step twice, none left out
     assert "[1] rank 1 of 2 has 4920\n" in said
-    assert before[1] not in site.members(task)
+    assert before[0] not in site.members(task)
 
 
 @pytest.mark.slow
@@ -290,7 +294,9 @@ def test_ray_computes_on_two_nodes_though_an_agent_is_killed(
     site.until_printed(task, "10 of 30")
     before = site.members(task)
     pool.agents[before[1]].kill()
-    eventually("it is formed anew", lambda: pool.status(task)["epoch"] == 2, 60, every_s=0.1)
+    eventually(
+        "it is formed anew", lambda: pool.status(task)["epoch"] == 2, PATIENCE_S, every_s=0.1
+    )
     document = site.ended(task)
     said = site.printed(task)
     assert document["status"] == "succeeded", (document, said)

@@ -191,8 +191,30 @@ async def test_every_member_is_told_its_rank_its_peers_and_one_secret(site: Site
         agent.credentials.name for agent in members
     ]
     assert document["node"] == document["members"][0]["node"]
-    assert "secret" not in repr(told[0]).replace("…", "")
+    assert all(
+        repr(each.secret)[2:12] not in repr(agent.sent)
+        for each in told
+        if each
+        for agent in members
+    )
     await site.is_sound()
+
+
+async def test_a_gang_asked_for_by_the_route_is_told_of_by_the_route(site: Site) -> None:
+    name = await site.desk.command(nodes=2, engine="torchrun", on_loss="end")
+    assert (await site.desk.get(f"/v1/tasks/{name}")).json()["members"] == []
+    assert await site.desk.schedule() == 1
+    task = TaskId(decode("task", name))
+    for agent in site.members(task):
+        await agent.report(Started(task, 1))
+    [listed] = (await site.desk.get("/v1/tasks")).json()["items"]
+    assert [(member["rank"], member["status"]) for member in listed["members"]] == [
+        (0, "running"),
+        (1, "running"),
+    ]
+    assert listed["nodes"] == 2
+    sentence = (await site.desk.get(f"/v1/tasks/{name}/explain")).json()["sentence"]
+    assert sentence.startswith("It runs on ")
 
 
 async def test_two_gangs_never_share_a_secret_or_a_port(site: Site) -> None:

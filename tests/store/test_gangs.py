@@ -228,6 +228,26 @@ def test_the_first_failure_stops_the_others_and_is_told(site: Site) -> None:
     assert holds_nothing(site, task)
 
 
+@pytest.mark.parametrize(
+    "reason",
+    [
+        EndReason.TIMED_OUT,
+        EndReason.OUT_OF_MEMORY,
+        EndReason.BAD_INPUT,
+        EndReason.BAD_OUTPUT,
+        EndReason.SANDBOX_FAILED,
+    ],
+)
+def test_what_one_member_fails_of_the_gang_does(site: Site, reason: EndReason) -> None:
+    task = site.gang()
+    done = site.say(1, Finished(task, 1, reason, error_text="because"))
+    assert done.to_stop == ((site.nodes[0], Hold(task, 1)),)
+    site.say(0, Released(task, 1))
+    row = site.pool.view(task).row
+    assert (row.status, row.reason, row.tries) == (TaskStatus.FAILED, reason, 1)
+    assert row.error_text == "rank 1: because"
+
+
 def test_a_failure_is_tried_again_as_often_as_asked(site: Site) -> None:
     spec = gang_spec(retries=1)
     task = site.running(spec)

@@ -52,6 +52,8 @@ HOSTNAME = "sandbox"
 """Every sandbox's own; in a gang it resolves to the member's address."""
 OPEN_FILES_OF_GANGS = 8192
 """A member may have connections to all others, several times."""
+PROCESSES_A_CPU = 128
+"""For a gang's member, threads counted too: Ray starts a worker of some twenty threads for each processor."""
 
 log = structlog.get_logger(__name__)
 
@@ -310,7 +312,8 @@ def warm_key_of(runtime: Runtime, spec: TaskSpec, allocation: Allocation) -> War
 def limits_of(spec: TaskSpec, allocation: Allocation) -> Limits:
     limits = Limits(allocation.cpu_milli, allocation.memory_bytes)
     if spec.requirements.nodes > 1:
-        limits = replace(limits, open_files=OPEN_FILES_OF_GANGS)
+        processes = max(limits.processes, allocation.cpu_milli * PROCESSES_A_CPU // 1000)
+        limits = replace(limits, open_files=OPEN_FILES_OF_GANGS, processes=processes)
     disk = spec.requirements.disk_bytes
     return limits if disk is None else replace(limits, disk_bytes=disk)
 

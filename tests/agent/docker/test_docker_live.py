@@ -14,6 +14,7 @@ import sys
 import tarfile
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -215,6 +216,7 @@ def test_a_task_may_save_when_it_is_warned(kind: str, tmp_path: Path) -> None:
 
 AGENT = """
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 from gpool.agent.runtime.protocol import CommandJob
@@ -462,3 +464,24 @@ def test_an_image_s_name_never_makes_the_engine_dial_the_owner_s_network(
 
         within(work())
         assert dialled == [trusted]
+
+
+@pytest.mark.parametrize("kind", ["podman"])
+def test_only_a_gangs_container_may_ask_for_its_interfaces(
+    kind: str, lane: Lane, tmp_path: Path
+) -> None:
+    asks = "import socket; print([name for _, name in socket.if_nameindex()])"
+
+    async def asked(runtime: Any, lane: Lane) -> bytes:
+        job = CommandJob(("python3", "-c", asks), (), (), (), LIMITS, lane=lane)
+        sandbox = await runtime.start_command(job)
+        seen = b"".join([data async for _, data in sandbox.output()])
+        await sandbox.remove()
+        return seen
+
+    async def work(runtime: Any) -> tuple[bytes, bytes]:
+        return await asked(runtime, replace(lane, gang=True)), await asked(runtime, lane)
+
+    of_a_gang, of_another = using(kind, tmp_path, work)
+    assert b"'lane0'" in of_a_gang
+    assert b"'lane0'" not in of_another

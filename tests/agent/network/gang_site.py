@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import json
 import os
 import select
@@ -16,13 +15,12 @@ import socket
 import struct
 import subprocess
 import sys
-import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-import reaching
 import uvloop
+from gang_tasks import BLOCK, INSIDE
 from lanes_world import (
     CLONE_NEWNET,
     CLONE_NEWUSER,
@@ -51,9 +49,7 @@ from gpool.testing.runtimes import LIMITS
 
 GATEWAY, PUBLIC, METADATA = "192.168.78.1", "11.22.33.44", "169.254.169.254"
 PORT = 47101
-BLOCK = 1 << 16
 ETH_P_IP, ETH_P_ALL = 0x800, 3
-SO_NO_CHECK = 11
 WEAK = (
     "-c",
     "import sys; sys.path[:0] = sys.argv[1].split(':'); from gpool.agent.network.gang.relay import main;"
@@ -68,87 +64,6 @@ def host_address(number: int) -> str:
 
 def peers(count: int, port: int = PORT) -> list[tuple[str, int]]:
     return [(host_address(number), port) for number in range(count)]
-
-
-# what runs inside a lane, as a task would; each takes and gives JSON
-
-
-def serve(ports: list[int]) -> None:
-    """TCP: the digest of all that came, once it ended. UDP: what came, back. Says so when it listens; for ever."""
-    waiting: list[socket.socket] = []
-    for port in ports:
-        for kind in (socket.SOCK_STREAM, socket.SOCK_DGRAM):
-            each = socket.socket(socket.AF_INET, kind)
-            each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            each.bind(("0.0.0.0", port))
-            if kind == socket.SOCK_STREAM:
-                each.listen(16)
-            waiting.append(each)
-    sys.stdout.write("ready\n")
-    sys.stdout.flush()
-
-    def digest(stream: socket.socket) -> None:
-        found = hashlib.sha256()
-        while data := stream.recv(BLOCK):
-            found.update(data)
-        stream.sendall(found.digest())
-        stream.close()
-
-    while True:
-        for each in select.select(waiting, [], [])[0]:
-            if each.type == socket.SOCK_DGRAM:
-                data, sender = each.recvfrom(BLOCK)
-                each.sendto(data, sender)
-            else:
-                threading.Thread(target=digest, args=(each.accept()[0],), daemon=True).start()
-
-
-def send(address: str, port: int, size: int, within_s: float = 30) -> bool:
-    """Whether that many bytes came through TCP as they were sent."""
-    block = os.urandom(BLOCK)
-    found = hashlib.sha256()
-    with socket.create_connection((address, port), within_s) as stream:
-        while size > 0:
-            data = block[: min(size, BLOCK)]
-            stream.sendall(data)
-            found.update(data)
-            size -= len(data)
-        stream.shutdown(socket.SHUT_WR)
-        return stream.recv(32, socket.MSG_WAITALL) == found.digest()
-
-
-def ask(address: str, port: int, size: int, within_s: float = 10) -> bool:
-    """Whether a datagram of that size came back as it was; asked again while it may be lost."""
-    data = os.urandom(size)
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
-        asking.settimeout(min(1.0, within_s))
-        for _ in range(max(1, int(within_s))):
-            asking.sendto(data, (address, port))
-            with contextlib.suppress(TimeoutError):
-                if asking.recv(BLOCK) == data:
-                    return True
-    return False
-
-
-def tell(address: str, port: int, words: list[str]) -> None:
-    """A datagram a word, without a checksum of its own."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as telling:
-        telling.setsockopt(socket.SOL_SOCKET, SO_NO_CHECK, 1)
-        for word in words:
-            telling.sendto(word.encode(), (address, port))
-
-
-def reach(targets: dict[str, str], within_s: float = 0.6) -> dict[str, list[str]]:
-    return reaching.attempt(targets, within_s)
-
-
-def name(text: str) -> str:
-    return str(reaching.ask(text, at="127.0.0.53"))
-
-
-INSIDE: dict[str, Callable[..., Any]] = {
-    each.__name__: each for each in (serve, send, ask, tell, reach, name)
-}
 
 
 def enter(opened: OpenLane) -> None:

@@ -119,6 +119,7 @@ def forbidden(hosts: list[Host], _: str) -> dict[str, Any]:
         "strays": hosts[0].call("refused") > 0,
         "multicast": hosts[0].call("inside", "g", "reach", {"all": "224.0.0.251"}),
     }
+    told["interfaces"] = hosts[0].call("inside", "g", "interfaces")
     told["sandboxed"] = json.loads(sandboxed(hosts))
     told["left"] = [host.call("finish") for host in hosts]
     return told

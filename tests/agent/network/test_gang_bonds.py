@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from gpool.agent.network.gang.bonds import Bond
 from gpool.agent.network.gang.packets import HEAD
+from gpool.agent.network.gang.relaying import session_after
 
 SECRET = b"s" * 32
 
@@ -183,3 +184,14 @@ def test_noise_never_makes_a_bond(noise: bytes) -> None:
     assert opened(one, [memoryview(noise)]) == []
     assert not one.is_made
     assert one.refused == 2
+
+
+@given(st.lists(st.integers(0, 2**63), max_size=20))
+def test_a_relay_s_next_session_is_always_later(clocks: list[int]) -> None:
+    last = b""
+    for clock in clocks:
+        last = max(last, clock.to_bytes(8) + bytes(8))  # as if the clock had been there
+        following = session_after(last)
+        assert following > last
+        assert len(following) == 16
+        last = following

@@ -77,6 +77,10 @@ def test_a_member_never_reaches_anything_but_its_peers(stage: Stage, mode: str) 
     assert there == set(told["from the lane"]) - {"nobody's rank"}  # the control
     assert told["multicast"] == {"all": []}
     assert told["strays"] is True
+    interfaces, with_ipv6 = told["interfaces"]
+    assert {"lo", "gang0"} <= set(interfaces)
+    assert not {"eth0", "tap0"} & set(interfaces)
+    assert "gang0" not in with_ipv6
     assert told["left"] == [[], []]
 
 

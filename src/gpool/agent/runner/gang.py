@@ -12,6 +12,7 @@ import importlib.util
 import json
 import os
 import select
+import selectors
 import signal
 import socket
 import subprocess
@@ -68,19 +69,42 @@ def kept(connection: socket.socket) -> socket.socket:
 
 
 def wait_for(gate: socket.socket, others: int) -> list[socket.socket]:
-    """Until every other member has said that it is in; their connections, to be held until the end."""
+    """Until every other member has said that it is in; their connections, to be held until the end.
+
+    One that leaves before would be waited for in vain: this member ends too, and with it the gang.
+    """
     found: list[socket.socket] = []
-    while len(found) < others:
-        connection = kept(gate.accept()[0])
-        if connection.recv(len(IN)):  # else it went away again
-            found.append(connection)
+    with selectors.DefaultSelector() as waiting:
+        waiting.register(gate, selectors.EVENT_READ)
+        while len(found) < others:
+            for key, _ in waiting.select():
+                if key.fileobj is gate:
+                    waiting.register(kept(gate.accept()[0]), selectors.EVENT_READ)
+                    continue
+                one = key.fileobj
+                assert isinstance(one, socket.socket)
+                waiting.unregister(one)
+                if not heard(one):
+                    say(
+                        "another member ended before Ray had started there; what it printed says why"
+                    )
+                    sys.exit(ENGINE_FAULT)
+                found.append(one)
     return found
+
+
+def heard(one: socket.socket) -> bool:
+    """Whether it said that it is in; otherwise it is gone."""
+    try:
+        return bool(one.recv(len(IN)))
+    except OSError:
+        return False
 
 
 def lead(words: list[str], command: list[str], nodes: int, at: tuple[str, int], ray: str) -> int:
     """The first member: the head, and the command once all are in. Its exit code."""
-    start_ray(words)
     gate = socket.create_server(at, backlog=BACKLOG)
+    start_ray(words)
     others = wait_for(gate, nodes - 1)
     try:
         child = subprocess.Popen(command, env={**os.environ, "RAY_ADDRESS": ray})
@@ -126,10 +150,10 @@ def dialled(host: str, port: int) -> socket.socket:
 
 def follow(words: list[str], at: tuple[str, int], ray: str) -> int:
     """Any other member: in once the head is there, out once it is gone."""
+    gate = dialled(*at)
     host, _, port = ray.rpartition(":")
     dialled(host, int(port)).close()
     start_ray(words)
-    gate = dialled(*at)
     mine = raylets()
     try:
         gate.sendall(IN)

@@ -18,6 +18,7 @@ from gpool.core.model import (
     Availability,
     Gpu,
     GpuRequest,
+    Network,
     Node,
     Offer,
     Requirements,
@@ -114,11 +115,12 @@ def joins_gangs(offer: Offer) -> bool:
 
 
 def _gives(runtime: RuntimeOffer, shape: Shape) -> bool:
-    """Everything that is asked for at once."""
+    """Everything that is asked for at once. A gang's member needs a lane, which those enter that can lead outwards."""
     needs = shape.requirements
     return (
         runtime.tier.strength >= needs.tier.strength
         and needs.network in runtime.networks
+        and (needs.nodes == 1 or Network.EGRESS in runtime.networks)
         and runtime.images == (environments.kind_of(shape.environment) == environments.IMAGE)
         and (runtime.gpus or not needs.gpu)
     )

@@ -60,9 +60,10 @@ def listening(gang: Gang) -> socket.socket:
     return made
 
 
-def session() -> bytes:
-    """Later than any before it."""
-    return time.time_ns().to_bytes(8) + secrets.token_bytes(8)
+def session_after(last: bytes) -> bytes:
+    """Later than it, and than those of other lanes by the clock; a clock that was set back changes nothing."""
+    count = max(time.time_ns(), int.from_bytes(last[:8]) + 1)
+    return count.to_bytes(8) + secrets.token_bytes(8)
 
 
 async def resolved(gang: Gang) -> list[tuple[str, int]]:
@@ -113,6 +114,7 @@ class Relaying:
     _asking: asyncio.Lock = field(default_factory=asyncio.Lock)
     _gone: int = 0  # refused by relays that have ended, as far as they were asked
     _last: int = 0
+    _session: bytes = b""
 
     async def start(self) -> None:
         self._running = await self._begin()
@@ -147,13 +149,14 @@ class Relaying:
         return begun
 
     def _order(self, passed: tuple[int, int]) -> dict[str, Any]:
+        self._session = session_after(self._session)
         return {
             "tun": passed[0],
             "udp": passed[1],
             "rank": self.gang.rank,
             "peers": self.peers,
             "secret": self.gang.secret.hex(),
-            "session": session().hex(),
+            "session": self._session.hex(),
             "uid": UID,
         }
 
