@@ -148,6 +148,7 @@ class Draft:
         self.run_times: dict[tuple[int, str], Span] = {}
         self.made_on: dict[NodeId, list[tuple[Shape, Allocation]]] = {}  # in this pass
         self.preemptions: list[Preempt] = []
+        self.hopeless: list[Shape] = []  # for which nothing can be stopped, as things stand
         self.awaited: dict[str, int] = {}  # large inputs: tasks that wait for a node with them
         self._alike: dict[Alike, list[Line]] | None = None  # what may be stopped
         self._victims: dict[Alike, list[Victim]] = {}

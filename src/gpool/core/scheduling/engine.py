@@ -132,6 +132,8 @@ class Engine:
         """Where one more allocation by this alternative of the shape goes best; None: nowhere."""
         board = self.board
         board.refresh()
+        if self._fits_nowhere(shape, turn):
+            return None
         row = self._rows_of(shape)[turn]
         if row.generation != board.generation and not self._might_fit(row):
             row.full = (board.generation, board.now)
@@ -220,6 +222,17 @@ class Engine:
             self._by_shape.clear()
         self._by_shape[id(shape)] = (shape, rows, 0 if at_stake is None else self._pass)
         return rows
+
+    def _fits_nowhere(self, shape: Shape, turn: int) -> bool:
+        """Whether its row of an earlier pass says so already: what is at stake need only be known where there is room."""
+        known = self._by_shape.get(id(shape))
+        if known is None or known[0] is not shape or known[2] in (0, self._pass):
+            return False
+        row = known[1][turn]
+        if row.generation != self.board.generation:
+            return False
+        self._update(row)
+        return bool((row.key == _NONE).all())
 
     def _shared_rows(self, shape: Shape, at_stake: Stakes | None) -> list[Row]:
         needs = shape.requirements
@@ -340,9 +353,10 @@ class Engine:
         fit &= (holder < 0) | (holder == row.shape.user)
         # of neighbours that are alike, the first will do
         fit[:, 1:] &= ~(fit[:, :-1] & (free[:, 1:] == free[:, :-1]) & (need[:, 1:] == need[:, :-1]))
-        place, gpu = np.nonzero(fit)
-        if not len(place):
+        flat = np.flatnonzero(fit)  # much quicker than to ask for pairs
+        if not len(flat):
             return
+        place, gpu = np.divmod(flat, self.board.width)
         before = free[place, gpu]
         after = np.maximum(before - need[place, gpu], 0)
         price = self._price(row, slots[place], kinds[place], before, after)

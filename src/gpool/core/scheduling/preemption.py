@@ -13,11 +13,12 @@ place for a gang helps nobody.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from itertools import chain, islice
 from typing import NamedTuple
 
 from gpool.core.ids import NodeId
-from gpool.core.model import SECOND, Instant, Node, Shape, Span
+from gpool.core.model import SECOND, Instant, Node, Shape
 from gpool.core.scheduling.fair_share import Amounts
 from gpool.core.scheduling.orders import Key
 from gpool.core.scheduling.placement import Fit, fit, is_slice, usable
@@ -49,10 +50,38 @@ def in_sight(state: State, now: Instant, most: int = MAX_IN_SIGHT) -> Iterable[L
     return found
 
 
-def is_protected(line: Line, now: Instant, protection: Span) -> bool:
-    """Preempted before, and started again only lately."""
+def began_before(line: Line) -> bool:
+    """Whether this is not its first start: then it is left alone for `policy.protection`."""
     lease = next(iter(line.leases.values()))
-    return now - line.since < protection and (lease.epoch > 1 or lease.attained > 0)
+    return lease.epoch > 1 or lease.attained > 0
+
+
+def asks_no_less(shape: Shape, other: Shape) -> bool:
+    """Whether there is no room for it where there is none for the other one of the same user."""
+    more, less = shape.requirements, other.requirements
+    if (shape.user, shape.team, shape.environment) != (other.user, other.team, other.environment):
+        return False
+    if more == less:
+        return True
+    if len(more.gpu) != 1 or len(less.gpu) != 1:
+        return False
+    if more.memory_bytes is None or less.memory_bytes is None:
+        return False
+    return (
+        more.gpu[0].count >= less.gpu[0].count
+        and more.nodes >= less.nodes
+        and more.cpu_milli >= less.cpu_milli
+        and more.memory_bytes >= less.memory_bytes
+        and replace(more.gpu[0], count=less.gpu[0].count) == less.gpu[0]
+        and replace(
+            more,
+            gpu=less.gpu,
+            nodes=less.nodes,
+            cpu_milli=less.cpu_milli,
+            memory_bytes=less.memory_bytes,
+        )
+        == less
+    )
 
 
 class Victim(NamedTuple):

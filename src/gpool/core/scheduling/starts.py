@@ -112,11 +112,15 @@ class Starts(Draft):
         if not self.may_preempt or not self.state.stoppable or turn.is_over:
             return False
         shape = turn.entry.shape
+        if any(preemption.asks_no_less(shape, tried) for tried in self.hopeless):
+            return False
         choose = gangs.cheapest if shape.requirements.nodes > 1 else preemption.cheapest
         found = choose(shape, shape.requirements.nodes, self.clearable(turn))
         sure = self.policy.limits.guaranteed
         if found is not None and sure and not self.spares(shape, found):
             found = choose(shape, shape.requirements.nodes, self.clearable(turn, dict(sure)))
+        if found is None and (not self.kept_clear or (shape.preemptible and self.decisive)):
+            self.hopeless.append(shape)  # nor will those of its user that come later and need more
         if found is None or not self.is_within_limits(turn, *(each.fit for each in found)):
             return False
         task = TaskId(turn.head[1])
@@ -208,8 +212,9 @@ class Starts(Draft):
         """What could be stopped: those of one user and size together, the last in the order first."""
         if self._alike is None:
             self._alike = {}
+            safe_since = self.now - self.policy.protection
             for line in preemption.in_sight(self.state, self.now):
-                if not preemption.is_protected(line, self.now, self.policy.protection):
+                if line.since <= safe_since or not preemption.began_before(line):
                     which = (line.shape.user, line.shape.team, line.amounts)
                     self._alike.setdefault(which, []).append(line)
         for which, lines in self._alike.items():
@@ -219,6 +224,7 @@ class Starts(Draft):
 
     def forget_standings(self, shapes: set[Shape]) -> None:
         """The shares of their people are not what they were."""
+        self.hopeless = []
         users, teams = {shape.user for shape in shapes}, {shape.team for shape in shapes}
         for which in list(self._victims):
             if which[0] in users or (which[1] is not None and which[1] in teams):

@@ -66,6 +66,7 @@ class Line:
         "shape",
         "since",
         "stopping",
+        "tasks",
     )
 
     def __init__(self, node: NodeId, allocation: Allocation, entry: ShapeState) -> None:
@@ -74,6 +75,7 @@ class Line:
         self.entry = entry
         self.shape = entry.shape
         self.count = 0
+        self.tasks: set[TaskId] = set()  # whose leases these are; a member's is with the first line
         self.amounts = amounts_of(allocation)  # those of its members included
         self.members: tuple[Line, ...] = ()
         self.since = Instant(0)  # when its newest lease was granted
@@ -416,6 +418,7 @@ class State:
                     f"task {task} holds {before.node}/{before.allocation.number}, not {key}"
                 )
         line.count += len(held) - size_before
+        line.tasks.update(event.tasks)
         line.since = event.at
         for part in line.members:
             part.since = event.at
@@ -472,6 +475,7 @@ class State:
             line = held.pop(task, None)
             if line is not None:
                 line.count -= 1
+                line.tasks.discard(task)
                 if line.leases:
                     line.leases.pop(task, None)
                 if not line.count:
