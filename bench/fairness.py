@@ -5,7 +5,7 @@ python -m bench.fairness [--hours 8] [--seed 1] [--only NAME ...] [--json FILE]
 Virtual time; nothing is approximated but the run times, which are drawn. Every tenant has tasks waiting at any moment from
 when it comes. For each whole hour after the warm-up the GPU, CPU and memory time of each tenant is summed exactly; its part
 is that of its dominant resource, and is compared with what a fluid division by weighted dominant-resource fairness gives.
-The first hour is the warm-up (of `unlike` the first three): the pool starts empty, and what large and long tasks get too much
+The first hour is the warm-up (of `unlike` the first two): the pool starts empty, and what large and long tasks get too much
 or too little of by rounding is evened out over the half-life of what was had lately.
 """
 
@@ -303,7 +303,7 @@ def _of_all(hour: dict[int, float], team: int, total: float) -> float:
 
 def unlike(options: Options) -> list[Row]:
     """Seven teams, 36 4/7 GPUs each, short and long, large and small. They come one after another, ten minutes apart, to a
-    pool that those before them fill for up to an hour and a half, and none may be stopped: it takes them three hours from when
+    pool that those before them fill for up to an hour and a half, and none may be stopped: it takes them two hours from when
     the last has come to get even, the warm-up here."""
     works = (
         Work(1, 60),
@@ -318,7 +318,7 @@ def unlike(options: Options) -> list[Row]:
     for team, work in enumerate(works, 1):
         pool.join(Tenant(team, work, users=1 + team % 3))
         pool.run(600 * SECOND)
-    return shares("unlike", pool, options, warm=3)
+    return shares("unlike", pool, options, warm=2)
 
 
 def rounding(options: Options) -> list[Row]:
