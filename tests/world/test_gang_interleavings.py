@@ -21,6 +21,12 @@ def test_no_interleaving_breaks_a_promise() -> None:
     assert tally.leases > 1000
 
 
+def test_a_plan_is_written_under_the_term_it_was_made_in() -> None:
+    """Interleaving 18064: a pass waited for its preemptions to be written, and another took a new picture meanwhile."""
+    tally = run(range(18064, 18065))
+    assert not tally.found, tally.said
+
+
 @pytest.mark.parametrize("flaw", FLAWS)
 def test_what_is_broken_on_purpose_is_found(flaw: str) -> None:
     assert run(range(400), flaw, until_found=True).found

@@ -127,18 +127,19 @@ class Scheduler:
             self._lay_rules(now)
         began = thread_time()
         self.state.pass_time(now)
+        term = self._term  # of the picture it is planned on, whatever happens before it is written
         decided = plan(self.state, now, self.policy, self.orders)
         self._metrics.planning.inc(thread_time() - began)
         places = decided.places
         self._metrics.queued.set(self.state.queued_count)
         if decided.preemptions:
-            await self._preempt(decided.preemptions, now)
+            await self._preempt(decided.preemptions, term, now)
         if not places:
             return 0
         asked = sum(len(place.grants) for place in places)
         shared, sealed = await gangs.new_secrets(self._sealer, places)
         writing = leases.apply_plan(
-            places, self._term, now, self._with_secrets, self._with_checkpoints, sealed
+            places, term, now, self._with_secrets, self._with_checkpoints, sealed
         )
         applied = await self._write(brief(writing, asked))
         if applied.deposed:
@@ -154,10 +155,10 @@ class Scheduler:
         self._metrics.granted.inc(granted)
         return granted
 
-    async def _preempt(self, preemptions: Sequence[Preempt], now: Instant) -> None:
+    async def _preempt(self, preemptions: Sequence[Preempt], term: int, now: Instant) -> None:
         """Asks those that are still as planned to make room; they hold it until their nodes say that they ended."""
         holds = [Hold(each.task, each.epoch) for each in preemptions]
-        recording = await self._write(checkpoints.preempt_if_current(holds, self._term, now))
+        recording = await self._write(checkpoints.preempt_if_current(holds, term, now))
         asked = tuple(dict.fromkeys(TaskId(hold.task) for _, hold in recording.to_preempt))
         if len(asked) < len(holds):
             log.info("%d of %d preemptions had been overtaken", len(holds) - len(asked), len(holds))
