@@ -159,6 +159,7 @@ async def _stand_in(stand: Stand, count: Any, pipe: Connection) -> None:
     address, members = stand.address, stand.members
     script = Script((stand.hold_s / 3, stand.hold_s * 5 / 3), Random(3))
     crowd = Crowd(address, script)
+    running = asyncio.create_task(crowd.run())
     await crowd.connect(
         [(Badge(NodeKey(m.seed), Identity(m.node, m.server), boot_clock), m.offer) for m in members]
     )
@@ -166,7 +167,6 @@ async def _stand_in(stand: Stand, count: Any, pipe: Connection) -> None:
     asked = asyncio.Event()
     asyncio.get_running_loop().add_reader(pipe.fileno(), asked.set)
     os.set_blocking(pipe.fileno(), True)  # the loop made it otherwise; what we tell may be long
-    running = asyncio.create_task(crowd.run())
     while True:
         try:
             async with asyncio.timeout(0.02):
@@ -192,6 +192,7 @@ class Nodes:
             target=stand_in, args=(stand, self._count, theirs), daemon=True
         )
         self._process.start()
+        theirs.close()
 
     @property
     def pid(self) -> int:
@@ -216,6 +217,10 @@ class Nodes:
     def stop(self) -> None:
         self._pipe.send("stop")
         self._process.join(10)
+        self._process.kill()
+        self._process.join()
+        self._process.close()
+        self._pipe.close()
 
 
 # ---- submitting
@@ -231,7 +236,9 @@ _decode = msgspec.json.Decoder(_Accepted).decode
 class Door(asyncio.Protocol):
     """One HTTP/1.1 connection that is kept; as little as a client can be, because it shares the machine with the server."""
 
-    def __init__(self, key: str) -> None:
+    def __init__(self, address: str, key: str) -> None:
+        host, _, port = address.removeprefix("http://").partition(":")
+        self._address = host, int(port)
         self._head = (
             f"POST /v1/tasks HTTP/1.1\r\nHost: bench\r\nAuthorization: Bearer {key}\r\n"
             "Content-Type: application/json\r\nContent-Length: "
@@ -244,6 +251,7 @@ class Door(asyncio.Protocol):
         self._transport = transport
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self._transport = None
         if self._answer is not None and not self._answer.done():
             self._answer.set_exception(exc or ConnectionError("the server closed the connection"))
 
@@ -261,8 +269,15 @@ class Door(asyncio.Protocol):
         else:
             self._answer.set_result(body)
 
+    def close(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()
+
     async def submit(self, body: bytes) -> list[str]:
-        self._answer = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        if self._transport is None or self._transport.is_closing():  # it rested for too long
+            await loop.create_connection(lambda: self, *self._address)
+        self._answer = loop.create_future()
         self._transport.write(b"%s%d\r\n\r\n%s" % (self._head, len(body), body))
         return _decode(await self._answer).ids
 
@@ -474,21 +489,10 @@ def pool_of(options: argparse.Namespace) -> Iterator[tuple[Pool, Prepared]]:
         yield pool, prepared
 
 
-async def connected(address: str, keys: list[str]) -> list[Door]:
-    loop = asyncio.get_running_loop()
-    host, _, port = address.removeprefix("http://").partition(":")
-    doors = []
-    for _ in range(CONNECTIONS):
-        for key in keys:
-            _, door = await loop.create_connection(lambda key=key: Door(key), host, int(port))
-            doors.append(door)
-    return doors
-
-
 async def measure_all(
     options: argparse.Namespace, pool: Pool, prepared: Prepared, nodes: Nodes
 ) -> list[Figures]:
-    doors = await connected(pool.address, prepared.keys)
+    doors = [Door(pool.address, key) for _ in range(CONNECTIONS) for key in prepared.keys]
     pods = pods_of(options.pods)
     run = Run(nodes, pool, doors, pods, options.seconds, options.rate)
     phases = [phase.split(":") for phase in options.phases]
@@ -496,8 +500,22 @@ async def measure_all(
     for number, (mode, how) in enumerate(phases):
         found.append(await measure(run, mode, how, number))
         print(row(found[-1]), flush=True)
-        await asyncio.sleep(2 * options.hold)
+        await drained(pool, options.hold)
+    for door in doors:
+        door.close()
+    await asyncio.sleep(0.1)  # they close in the loop
     return found
+
+
+async def drained(pool: Pool, hold_s: float) -> None:
+    """Every lease ends, and no task is left behind."""
+    path = "/v1/tasks?all=true&status=queued,leased,running&limit=3"
+    for _ in range(60):
+        left = pool.ask("GET", path).json()["items"]
+        if not left:
+            return
+        await asyncio.sleep(max(0.5, hold_s / 2))
+    raise AssertionError(f"tasks that do not end: {left}")
 
 
 def row(found: Figures) -> str:
@@ -541,6 +559,9 @@ def main() -> int:
                 "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|"
             )
             found = uvloop.run(measure_all(options, pool, prepared, nodes))
+        except AssertionError:
+            print(pool.story(), file=sys.stderr)
+            raise
         finally:
             nodes.stop()
     if options.json:

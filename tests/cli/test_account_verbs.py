@@ -167,3 +167,17 @@ def test_operators_administer_users(ada: Terminal, live: Live) -> None:
     ada("admin", "users", "enable", "ada", **key)
     assert "gpool" in ada("admin", "invite", **key).stdout
     ada("admin", "users", "ls", code=3)
+
+
+def test_operators_guarantee_gpus_to_teams(ada: Terminal, live: Live) -> None:
+    ada("register", "ada")
+    ada("team", "make", "lab")
+    key = {"GPOOL_KEY": live.key}
+    assert [one["name"] for one in ada.json("admin", "teams", "ls", **key)] == ["lab"]
+    changed = ada.json("admin", "teams", "set", "lab", "--guaranteed", "8", "--gpus", "32", **key)
+    assert changed["quota"]["guaranteed_gpus"] == 8
+    again = ada.json("admin", "teams", "set", "lab", "--queued", "5", **key)
+    assert (again["quota"]["guaranteed_gpus"], again["quota"]["queued_tasks"]) == (8, 5)
+    assert ada.json("admin", "teams", "show", "lab", **key)["quota"]["running_gpus"] == 32
+    ada("admin", "teams", "set", "lab", code=2, **key)
+    ada("admin", "teams", "set", "lab", "--gpus", "1", code=3)

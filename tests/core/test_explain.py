@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from random import Random
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scheduling_builders import NOW, a_node, a_shape, a_state, apply, enqueue, hold
 
+from bench.whatif import some_pool
 from gpool.core import gpuspec
 from gpool.core.explain import Story, explain, with_story
 from gpool.core.ids import NodeId, TaskId
@@ -403,3 +405,20 @@ def test_what_explain_calls_next_always_starts_in_the_next_plan(
     for number in waiting:
         assert told[number].sentence.endswith(".")
         assert (told[number].position or 1) <= len(waiting)
+
+
+@pytest.mark.parametrize("first", [0, 10, 20])
+def test_explain_never_contradicts_the_planner(first: int) -> None:
+    """Pools by chance, with gangs, labels, prices and limits: what it calls next starts, and what it says cannot does not."""
+    for seed in range(first, first + 10):
+        state, policy, waiting = some_pool(Random(seed))
+        told = {task: explain(state, task, NOW, policy) for task in waiting}
+        started = {
+            place.grants[0].task
+            for place in plan(state, NOW, policy).places
+            if place.allocation.number not in state.nodes[place.node].lines
+        }
+        for task, found in told.items():
+            assert task in started or found.code != "next", (seed, task)
+            assert task not in started or found.code in ("next", "ahead"), (seed, task, found)
+            assert (found.position or 1) <= len(waiting)

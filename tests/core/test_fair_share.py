@@ -12,6 +12,7 @@ from scheduling_builders import NOW, a_node, a_state
 from gpool.core.ids import TaskId, UserId
 from gpool.core.model import SECOND, GpuRequest, Instant, Requirements, Shape, TaskKind
 from gpool.core.scheduling.events import QueuedTask, TasksQueued, TasksReleased
+from gpool.core.scheduling.fair_share import HALF_LIFE, MAX_REMEMBERED, Usage
 from gpool.core.scheduling.orders import Policy
 from gpool.core.scheduling.plan import plan
 from gpool.core.scheduling.state import State
@@ -137,3 +138,64 @@ def test_users_of_a_team_share_alike() -> None:
     total = sum(pool.by_user.values())
     for done in pool.by_user.values():
         assert done / total == pytest.approx(0.25, rel=0.05)
+
+
+def used(pool: Backlog) -> dict[tuple[str, int], int]:
+    return pool.state.used(pool.now)
+
+
+def test_what_was_had_is_the_same_after_a_restart() -> None:
+    pool = Backlog(32, Policy())
+    pool.join((1, 2, 1, 4))
+    pool.join((2, 1, 4, 9))
+    pool.run(Instant(NOW + HOUR))
+    before, at = used(pool), pool.now
+    assert before["team", 1] > 0
+    anew = State()
+    anew.shares.recall({key: (value, at) for key, value in before.items()}, at)
+    assert anew.used(at) == pytest.approx(before, abs=2)
+    later = Instant(at + HALF_LIFE)
+    anew.shares.recall({key: (value, at) for key, value in before.items()}, later)
+    halved = {key: value / 2 for key, value in before.items()}
+    assert anew.used(later) == pytest.approx(halved, abs=2)
+
+
+def test_a_state_that_takes_the_place_of_another_knows_what_was_had() -> None:
+    pool = Backlog(32, Policy())
+    pool.join((1, 2, 1, 4))
+    pool.run(Instant(NOW + HOUR))
+    anew = State()
+    anew.inherit(pool.state, pool.now)
+    assert anew.used(pool.now) == used(pool)
+
+
+def test_short_tasks_are_never_free() -> None:
+    """Two tenants take turns on one GPU, one with tasks ten times as long: both get half of the time."""
+    pool = Backlog(8, Policy())
+    pool.join((1, 1, 8, 1))
+    pool.join((2, 1, 8, 10))
+    pool.run(Instant(NOW + 2 * HOUR))
+    pool.run(Instant(pool.now + 4 * HOUR))
+    assert shares(pool)[1] == pytest.approx(0.5, rel=0.1)
+
+
+def test_a_team_with_more_weight_that_comes_back_begins_even() -> None:
+    pool = Backlog(64, Policy(weights={("team", 1): 3000}))
+    pool.state.shares.weights = pool.policy.weights
+    pool.join((1, 2, 1, 3))
+    pool.join((2, 2, 1, 3))
+    pool.run(Instant(NOW + HOUR))
+    pool.join((3, 2, 1, 3))
+    pool.run(Instant(pool.now + HOUR))
+    assert shares(pool)[3] == pytest.approx(0.2, rel=0.05)
+
+
+def test_a_large_pool_of_users_never_makes_it_forget_their_team() -> None:
+    usage = Usage()
+    usage.pass_time(NOW, is_contended=True)
+    usage.settle(("team", 1), 500_000)
+    usage.pass_time(Instant(NOW + HOUR), is_contended=True)
+    for user in range(MAX_REMEMBERED + 10):
+        usage.settle(("team", 1), 500_000)
+        usage.settle(("user", user), 1)
+    assert usage.lately(("team", 1), 500_000) > 300_000

@@ -11,8 +11,8 @@ from scheduling_builders import NOW, a_node, a_shape, a_state, enqueue
 
 from gpool.core.ids import TaskId
 from gpool.core.model import SECOND, GpuRequest, Instant, Span
-from gpool.core.scheduling.events import RunTimesObserved
-from gpool.core.scheduling.orders import ORDERS, Candidate, Policy
+from gpool.core.scheduling.events import RunTimesObserved, TasksReleased
+from gpool.core.scheduling.orders import ORDERS, Candidate, Policy, Standing, outranks
 from gpool.core.scheduling.plan import plan
 
 HOUR = 3600 * SECOND
@@ -25,7 +25,9 @@ amounts = st.integers(0, 10**12)
     base=st.tuples(
         amounts, st.integers(0, 9), st.integers(0, 9), amounts, amounts, amounts, amounts
     ),
-    field=st.sampled_from(["queued_at", "running", "served", "attained", "predicted", "shares"]),
+    field=st.sampled_from(
+        ["queued_at", "running", "served", "attained", "predicted", "shares", "band"]
+    ),
     more=st.integers(1, 10**12),
 )
 def test_a_key_never_gets_smaller_when_what_it_looks_at_grows(
@@ -79,3 +81,133 @@ def test_a_deadline_never_passes_another_user() -> None:
     tasks = {grant.task for place in plan(state, Instant(NOW + 2)).places for grant in place.grants}
     assert len(tasks & {1, 2}) == 1
     assert len(tasks & {3, 4}) == 1
+
+
+# ---- nobody starves
+
+IMPATIENT = Policy(
+    ageing=Span(SECOND),
+    promotion=Span(20 * SECOND),
+    urgency=Span(HOUR),
+    patience=Span(SECOND),
+)
+
+
+@pytest.mark.parametrize("name", sorted(ORDERS))
+@settings(max_examples=6, deadline=None)
+@given(
+    rivals=st.lists(
+        st.tuples(
+            st.integers(2, 4),  # user
+            st.integers(0, 20),  # priority
+            st.booleans(),  # due soon
+            st.booleans(),  # known to be short
+            st.booleans(),  # somebody new
+        ),
+        min_size=1,
+        max_size=4,
+    ),
+    priority=st.integers(-5, 0),
+)
+def test_a_task_always_starts_one_day_whatever_arrives(
+    name: str, rivals: list[tuple[int, int, bool, bool, bool]], priority: int
+) -> None:
+    """One slot, a task that ends every second, and for each two others that any order may like better."""
+    policy = replace(IMPATIENT, order=name)
+    state, mine = a_state(a_node(1, cpus=1)), a_shape(1, "mine", priority)
+    state.fold(RunTimesObserved(mine, 3, Span(3 * HOUR)))
+    enqueue(state, mine, [1])
+    enqueue(state, a_shape(1, "own"), [2], at=NOW)
+    last = 2
+    for second in range(90):
+        now = Instant(NOW + second * SECOND)
+        for number in range(2):
+            user, more, is_due, is_short, is_new = rivals[(second + number) % len(rivals)]
+            last += 1
+            user = 1000 + last if is_new else user
+            shape = a_shape(user, "short" if is_short else "other", more)
+            if is_short:
+                state.fold(RunTimesObserved(shape, 1, Span(SECOND)))
+            if is_due:
+                shape = replace(shape, by=Instant(NOW + HOUR))
+            enqueue(state, shape, [last], at=now)
+        for held in tuple(state.held):
+            state.fold(TasksReleased((held,), now))
+        for place in plan(state, now, policy).places:
+            tasks = tuple(grant.task for grant in place.grants)
+            state.fold(place.leased(tasks, now))
+        if 1 in state.held:
+            return
+    raise AssertionError("it never started")
+
+
+def test_a_stream_of_new_users_never_starves_those_who_wait() -> None:
+    state, policy = a_state(a_node(1, cpus=1)), Policy(order="round_robin")
+    enqueue(state, a_shape(1), [1, 2])
+    started = []
+    for number in range(10):
+        enqueue(state, a_shape(100 + number), [100 + number], at=NOW + number)
+        for place in plan(state, Instant(NOW + number), policy).places:
+            state.fold(place.leased((place.grants[0].task,), NOW))
+            started.append(place.grants[0].task)
+        state.fold(TasksReleased(tuple(state.held), NOW))
+    assert started.index(TaskId(2)) <= 3  # of ten
+
+
+def test_priority_never_passes_another_user_in_fair_share_but_counts_among_equals() -> None:
+    state = a_state(a_node(1, cpus=1))
+    enqueue(state, a_shape(1), [1])
+    enqueue(state, a_shape(1, priority=3), [2], at=NOW + 1)
+    enqueue(state, a_shape(2, priority=9), [3], at=NOW + 2)
+    now = Instant(NOW + 3)
+    started = []
+    for _ in range(3):
+        for place in plan(state, now).places:
+            state.fold(place.leased((place.grants[0].task,), now))
+            started.append(int(place.grants[0].task))
+        now = Instant(now + HOUR)
+        state.fold(TasksReleased(tuple(state.held), now))
+    assert started == [3, 2, 1]  # all had nothing: the highest priority; then whoever had less
+
+
+# ---- when it is worth stopping somebody
+
+shares = st.integers(0, 10**6)
+
+
+@given(
+    fair=st.integers(1000, 10**6),
+    off=st.tuples(st.integers(-99, 99), st.integers(-99, 99)),
+    ran=st.integers(0, 10**12),
+)
+def test_a_tenant_within_the_margin_of_its_share_never_stops_another_within_it(
+    fair: int, off: tuple[int, int], ran: int
+) -> None:
+    policy = Policy(margin_milli=100)
+    mine, theirs = (fair * (1000 + each) // 1000 for each in off)
+    if mine == theirs:
+        return
+    both = Standing(
+        (0, mine, mine, 1, 0, 0, 1), (mine, mine), (0, theirs, theirs, 1, 3, 9, 2), Span(ran)
+    )
+    assert not outranks(both, policy)
+
+
+@given(mine=shares, theirs=shares, gain=st.integers(1, 10**6), mine_gains=st.integers(1, 10**6))
+def test_what_has_not_had_its_turn_is_never_taken_back_at_once(
+    mine: int, theirs: int, gain: int, mine_gains: int
+) -> None:
+    """`theirs` is without what it would lose, `gain`; after the exchange the others ask for the same."""
+    policy = Policy()
+    key = (0, mine, mine, 1, 0, 0, 1)
+    there = (0, theirs, theirs, 1, 0, 0, 2)
+    after = (mine + mine_gains,) * 2
+    if mine != theirs and outranks(Standing(key, after, there, Span(0)), policy):
+        back = Standing(there, (theirs + gain,) * 2, key, Span(0))
+        assert not outranks(back, policy)
+
+
+def test_what_is_due_to_a_guarantee_is_always_worth_it() -> None:
+    both = Standing((0, 9, 9, 1, 0, 0, 1), (9, 9), (1, 0, 0, 0, 0, 0, 2), Span(0))
+    for name in ORDERS:
+        assert outranks(both, Policy(order=name))

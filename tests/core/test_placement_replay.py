@@ -8,6 +8,7 @@ from random import Random
 
 import pytest
 
+from bench.experience import Flaky, Warm, flaky, warm
 from bench.openb import arrivals, as_nodes, read_machines, read_pods
 from bench.placement import Run, learnt, measure
 from bench.placement_references import REFERENCES
@@ -50,3 +51,14 @@ def test_gpool_leaves_no_more_idle_than_any_reference(run: Run, mode: str) -> No
     assert idle["gpool"] <= min(idle.values()) + 1
     assert idle["gpool"] < idle["Random"]
     assert {"policy", "workload", "seed", "unallocated_pct", "decisions_per_s"} <= set(rows["FGD"])
+
+
+def test_knowing_where_models_lie_and_which_nodes_go_away_gains_something() -> None:
+    """Small; `bench.experience` measures it."""
+    few = Warm(tasks=600)
+    blind, knowing = (warm(7, knows=knows, told=few) for knows in (False, True))
+    assert float(str(knowing["hit"])) > float(str(blind["hit"])) + 0.2
+    assert float(str(knowing["latency_s"])) < float(str(blind["latency_s"]))
+    some = Flaky(nodes=40, tasks=600)
+    blind, knowing = (flaky(7, knows=knows, told=some) for knows in (False, True))
+    assert float(str(knowing["useful"])) > float(str(blind["useful"]))

@@ -2,177 +2,43 @@
 
 from __future__ import annotations
 
-import hashlib
 import sqlite3
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
-from server_desk import Agent, Desk, StoppedClock, an_offer, open_desk
+from gang_site import Site, ended, gang_spec, open_site, stops
+from server_desk import Desk, StoppedClock, open_desk
 
-from gpool.core.ids import BatchId, SpecId, TaskId, UserId, decode, encode
+from gpool.core.ids import TaskId, decode, encode
 from gpool.core.model import (
     EndReason,
     OnLoss,
-    Permission,
-    Requirements,
-    TaskKind,
-    TaskSpec,
     TaskStatus,
 )
-from gpool.server.identity.sealer import secret_place
 from gpool.server.loops import Expire
-from gpool.server.settings import Settings
 from gpool.server.store.operations import tasks
-from gpool.server.store.values import NewTask, Submission, Submitted
-from gpool.transfer.proving import NodeKey
 from gpool.wire.frames import (
-    Beat,
     Finished,
     Grants,
     HandedBack,
     Hold,
-    Line,
     LogChunk,
-    OfferChanged,
     Recorded,
     Refused,
     Released,
     Started,
-    Stop,
     StopReason,
     Welcome,
 )
 
 pytestmark = pytest.mark.anyio
-TTL_S = 31
-
-
-def gang_spec(count: int = 2, **options: Any) -> TaskSpec:
-    wanted = Requirements(nodes=count)
-    return TaskSpec(TaskKind.COMMAND, "gang", wanted, ("true",), **options)
-
-
-@dataclass
-class Site:
-    """Agents of one site, and gangs on them."""
-
-    desk: Desk
-    agents: dict[str, Agent]
-
-    async def submit(self, spec: TaskSpec | None = None, **secrets: str) -> TaskId:
-        server = self.desk.server
-        me = (await self.desk.get("/v1/me")).json()["id"]
-        spec_id, task = SpecId(server.ids.next()), TaskId(server.ids.next())
-        spec = replace(spec or gang_spec(), secrets=tuple(secrets))
-        sealed = [
-            (name, await server.sealer.seal(secret_place(spec_id, name), value.encode()))
-            for name, value in secrets.items()
-        ]
-        wanted = Submission(
-            BatchId(server.ids.next()),
-            True,
-            True,
-            spec_id,
-            spec,
-            UserId(decode("user", me)),
-            [NewTask(task, 0)],
-            server.now,
-            secrets=sealed,
-        )
-        done = await server.write(tasks.submit(wanted))
-        assert isinstance(done, Submitted)
-        server.scheduler.queued(done, wanted)
-        return task
-
-    async def leased(self, spec: TaskSpec | None = None) -> TaskId:
-        task = await self.submit(spec)
-        assert await self.desk.schedule() == 1
-        return task
-
-    async def running(self, spec: TaskSpec | None = None) -> TaskId:
-        task = await self.leased(spec)
-        for agent in self.members(task):
-            await agent.report(Started(task, 1))
-        return task
-
-    def line(self, agent: Agent, task: TaskId) -> Line:
-        """The last it was told of the gang."""
-        *_, last = (
-            line
-            for frame in agent.frames(Grants)
-            for line in frame.lines
-            if line.leases[0].task == task
-        )
-        return last
-
-    def members(self, task: TaskId) -> list[Agent]:
-        """By rank, of those that were told."""
-        told = {}
-        for agent in self.agents.values():
-            if any(lease.task == task for lease in agent.leases()):
-                line = self.line(agent, task)
-                assert line.gang is not None
-                told[line.gang.rank] = agent
-        return [told[rank] for rank in sorted(told)]
-
-    async def document(self, task: TaskId) -> dict[str, Any]:
-        answer = await self.desk.get(f"/v1/tasks/{encode('task', task)}")
-        found: dict[str, Any] = answer.json()
-        return found
-
-    async def words(self, task: TaskId) -> tuple[str, list[str]]:
-        found = await self.document(task)
-        return found["status"], [member["status"] for member in found["members"]]
-
-    async def lose(self, agent: Agent) -> None:
-        """Its node falls silent for good; the others beat on."""
-        await agent.channel.close()
-        self.desk.clock.advance(TTL_S)
-        for other in self.agents.values():
-            if other is not agent and not other.channel.closed:
-                other.beat += 1
-                await other.channel.receive(Beat(other.beat, ()))
-        await Expire(self.desk.server).run_once(self.desk.server.now)
-
-    async def is_sound(self) -> None:
-        """The state is what the store would give."""
-        scheduler = self.desk.server.scheduler
-        before = scheduler.state.truth()
-        scheduler.doubt()
-        await scheduler.rebuild(self.desk.server.now)
-        assert scheduler.state.truth() == before
-
-
-def lab_offer(number: int, **options: Any) -> Any:
-    return replace(an_offer(**options), site="lab", address=f"10.0.0.{number}", gang_port=47000)
-
-
-async def open_site(desk: Desk, *names: str, connect: bool = True) -> Site:
-    agents = {}
-    for number, name in enumerate(names, 1):
-        agents[name] = await desk.node(name, lab_offer(number))
-        if connect:
-            await agents[name].connect()
-    return Site(desk, agents)
 
 
 @pytest.fixture
 async def site(desk: Desk) -> Site:
     return await open_site(desk, "a", "b", "c")
-
-
-def ended(task: TaskId, code: int = 0, epoch: int = 1) -> Finished:
-    return Finished(task, epoch, EndReason.EXITED, code, duration_us=1000)
-
-
-def stops(agent: Agent) -> list[StopReason]:
-    return [frame.reason for frame in agent.frames(Stop)]
-
-
-# ---- grants
 
 
 async def test_every_member_is_told_its_rank_its_peers_and_one_secret(site: Site) -> None:
@@ -272,94 +138,6 @@ async def test_a_gang_whose_offers_changed_meanwhile_still_meets_at_one_place(si
     assert gang is not None
     assert told is not None
     assert gang.peers == told.peers
-
-
-# ---- whose site it is
-
-
-@pytest.mark.parametrize(
-    "claim",
-    [
-        {"address": "internal.example"},
-        {"address": "::1"},
-        {"address": "255.255.255.255"},
-        {"address": "224.0.0.1"},
-        {"address": "169.254.169.254"},
-        {"address": "0.0.0.0"},
-        {"gang_port": 70_000},
-        {"gang_port": 60_001},
-        {"gang_port": 1023},
-        {"gang_port": -1},
-        {"site": "a\0b"},
-        {"site": "7/lab"},
-    ],
-)
-async def test_an_address_that_is_no_machines_is_refused(desk: Desk, claim: dict[str, Any]) -> None:
-    agent = await desk.node("odd", replace(lab_offer(1), **claim))
-    await agent.connect()
-    assert isinstance(agent.sent[-1], Refused)
-    plain = await desk.node("plain", lab_offer(1))
-    await plain.connect()
-    assert isinstance(plain.sent[-1], Welcome)
-    await plain.channel.receive(OfferChanged(replace(lab_offer(1), **claim)))
-    assert isinstance(plain.sent[-1], Refused)
-
-
-@pytest.mark.parametrize(("host", "answer"), [("127.0.0.1", Welcome), ("0.0.0.0", Refused)])
-async def test_loopback_is_an_address_only_where_the_pool_is_one_machine(
-    data: Path, host: str, answer: type
-) -> None:
-    desk = await open_desk(data, StoppedClock(), host=host)
-    agent = await desk.node("here", replace(lab_offer(1), address="127.0.0.1"))
-    await agent.connect()
-    assert isinstance(agent.sent[-1], answer)
-    await desk.http.aclose()
-    await desk.server.store.close()
-
-
-async def strangers(desk: Desk) -> Site:
-    """Two nodes of two owners, each of which says that it is in `lab`."""
-    agents = {}
-    for number, name in enumerate(("mine", "theirs"), 1):
-        headers = {} if name == "mine" else await desk.person(name, Permission.PROVIDER)
-        key = NodeKey(hashlib.sha256(name.encode()).digest())
-        agents[name] = await desk.join(key, lab_offer(number), headers, name=name)
-        await agents[name].connect()
-    return Site(desk, agents)
-
-
-async def test_a_strangers_node_is_never_in_my_site(desk: Desk) -> None:
-    site = await strangers(desk)
-    task = await site.submit()
-    assert await desk.schedule() == 0
-    await site.agents["theirs"].channel.receive(OfferChanged(lab_offer(9)))
-    assert await desk.schedule() == 0
-    page = (await desk.get("/v1/nodes")).json()["items"]
-    assert {node["site"] for node in page} == {"lab"}
-    mine = await desk.node("also-mine", lab_offer(3))
-    await mine.connect()
-    site.agents["also-mine"] = mine
-    assert await desk.schedule() == 1
-    names = {agent.credentials.name for agent in site.members(task)}
-    assert names == {"mine", "also-mine"}
-
-
-async def test_unless_the_operator_shares_the_site(data: Path) -> None:
-    desk = await open_desk(data, StoppedClock(), shared_sites="lab, attic")
-    site = await strangers(desk)
-    task = await site.submit()
-    assert await desk.schedule() == 1
-    assert len(site.members(task)) == 2
-    await desk.http.aclose()
-    await desk.server.store.close()
-
-
-def test_a_site_is_shared_by_a_plain_name(data: Path) -> None:
-    with pytest.raises(ValueError, match="shared_sites"):
-        Settings(data=data, shared_sites="7/lab")
-
-
-# ---- ends
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])

@@ -310,6 +310,8 @@ async def test_a_node_that_knows_nothing_of_its_lease_is_made_to_say_hello_again
     await desk.command()
     await desk.schedule()
     assert isinstance(await agent.send_beat(), BeatSeen)  # the grant may be under way
+    assert isinstance(await agent.send_beat(), BeatSeen)  # so soon: this one has waited for us
+    desk.clock.advance(8)
     assert isinstance(await agent.send_beat(), Refused)
     again = agent.again()
     await again.connect()

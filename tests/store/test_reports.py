@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 from store_pool import COMMAND, Pool, exited, returned
 
+from gpool.core.ids import NodeId
 from gpool.core.model import EndReason, TaskStatus
-from gpool.server.store.operations import tasks
+from gpool.server.store.operations import leases, tasks
 from gpool.server.store.values import Recording
 from gpool.wire.frames import (
     Finished,
@@ -263,3 +264,52 @@ def test_an_exit_code_beyond_all_bounds_is_held_to_them(pool: Pool) -> None:
     task = pool.leased(node)
     pool.record(node, exited(task, code=1 << 63))
     assert pool.view(task).row.exit_code == (1 << 31) - 1
+
+
+def test_what_many_nodes_report_together_is_recorded_as_if_each_came_alone(pool: Pool) -> None:
+    """Starts and successes go in one write for all; a failure, an old lease and a cancelled task are looked at alone."""
+    nodes = [pool.node(f"box{number}") for number in range(6)]
+    leased = [pool.leased(node) for node in nodes]
+    pool.cancel(leased[4])
+    frames: list[tuple[NodeId, list[ReportItem]]] = [
+        (nodes[0], [returned(leased[0], value=b"one")]),
+        (nodes[1], [Started(leased[1], 1)]),
+        (nodes[2], [exited(leased[2], code=3)]),
+        (nodes[3], [returned(leased[3], epoch=7)]),
+        (nodes[4], [returned(leased[4])]),
+        (nodes[5], [returned(leased[0])]),  # another's
+    ]
+    together, others = pool.write(leases.record_together(frames, pool.now()))
+    assert [ended.task for ended in together.ended] == [leased[0]]
+    assert (together.started, together.released) == ((leased[1],), (leased[0],))
+    assert sorted(others) == [2, 3, 4, 5]
+    assert [ended.task for ended in others[2].ended] == [leased[2]]
+    assert others[3].refused == (Hold(leased[3], 7),)
+    assert (others[4].released, others[4].ended) == ((leased[4],), ())
+    assert others[5].refused == (Hold(leased[0], 1),)
+    statuses = [pool.view(task).row.status.value for task in leased]
+    assert statuses == ["succeeded", "running", "failed", "leased", "cancelled", "leased"]
+    assert pool.view(leased[0]).value == b"one"
+
+
+def test_frames_that_say_the_same_thing_twice_count_it_once(pool: Pool) -> None:
+    node = pool.node("box")
+    task = pool.leased(node)
+    end = returned(task)
+    together, others = pool.write(
+        leases.record_together([(node, [end]), (node, [end])], pool.now())
+    )
+    assert len(together.ended) == 1
+    assert (others[1].ended, others[1].refused) == ((), ())
+    twice, alone = pool.write(leases.record_together([(node, [end, end])], pool.now()))
+    assert (twice.ended, alone[0].ended, alone[0].refused) == ((), (), ())
+
+
+def test_ends_of_one_batch_on_many_nodes_keep_its_sequences_dense(pool: Pool) -> None:
+    nodes = [pool.node(f"box{number}") for number in range(3)]
+    tasks_ = pool.submit(3)
+    for node, task in zip(nodes, tasks_, strict=True):
+        pool.grant(node, [task])
+    frames = [(node, [returned(task)]) for node, task in zip(nodes, tasks_, strict=True)]
+    together, _ = pool.write(leases.record_together(frames, pool.now()))
+    assert sorted(pool.view(ended.task).sequence for ended in together.ended) == [1, 2, 3]

@@ -45,6 +45,7 @@ from gpool.server.forecasts import Forecasts
 from gpool.server.hub import Hub, Wake
 from gpool.server.identity.sealer import Sealer
 from gpool.server.metrics import Metrics
+from gpool.server.recording import Recorder
 from gpool.server.store.operation import brief, operation
 from gpool.server.store.operations import checkpoints, leases, usage
 from gpool.server.store.operations import rules as rules_operations
@@ -112,6 +113,7 @@ class Scheduler:
         self.arriving = 0  # tasks being submitted, not yet folded
         self._specs: dict[SpecId, tuple[UserId, TaskSpec, Shape]] = {}
         self._names = 0  # in specs remembered since the picture
+        self.recorder = Recorder(self._write, self.absorb)
         self._with_secrets: set[SpecId] = set()
         self._with_checkpoints: set[SpecId] = set()
 
@@ -124,6 +126,7 @@ class Scheduler:
         if self.rules.changes_between(self._ruled_at, now):
             self._lay_rules(now)
         began = thread_time()
+        self.state.pass_time(now)
         decided = plan(self.state, now, self.policy, self.orders)
         self._metrics.planning.inc(thread_time() - began)
         places = decided.places
@@ -179,6 +182,7 @@ class Scheduler:
             state.inherit(self.state, now)
         else:
             state.shares.recall(told, now)
+        state.shares.weights = self.policy.weights
         self.state = state
         self._names = 0
         self._settled = doubt
@@ -229,6 +233,7 @@ class Scheduler:
         if rules == self.rules and policy == self.policy:
             return
         self.policy, self.rules = policy, rules
+        self.state.shares.weights = policy.weights
         self._lay_rules(now)
 
     def _lay_rules(self, now: Instant) -> None:
@@ -389,19 +394,11 @@ class Scheduler:
         entry = self.state.nodes.get(node)
         if self.in_doubt or entry is None or not entry.lines:
             return set()
-        return {task for task, line in self.state.held.items() if line.node == node}
+        return set().union(*(line.tasks for line in entry.lines.values()))
 
     def unstated(self, node: NodeId, stated: Sequence[TaskId]) -> set[TaskId]:
-        """Tasks (no gangs) whose leases a node holds, as far as we know, and does not name; all that are held are looked through
-        only when there are any."""
-        entry = self.state.nodes.get(node)
-        if self.in_doubt or entry is None or not entry.lines:
-            return set()
-        held = self.state.held
-        named = {task for task in stated if task in held and held[task].node == node}
-        if len(named) == sum(line.count for line in entry.lines.values()):
-            return set()
-        return self.held_alone_by(node) - named
+        """Tasks (no gangs) whose leases a node holds, as far as we know, and does not name."""
+        return self.held_alone_by(node).difference(stated)
 
     def held_alone_by(self, node: NodeId) -> set[TaskId]:
         """Those of them that are no gangs: a member may have let go of what its gang still holds."""

@@ -60,7 +60,7 @@ class Script:
 
 
 class Crowd:
-    """`await connect(…)` every node, then let the loop run. `clock` is the loop's."""
+    """`run` it, and `connect` every node meanwhile: those that are connected have to beat."""
 
     def __init__(self, address: str, script: Script) -> None:
         self._address = address
@@ -73,11 +73,11 @@ class Crowd:
         """Returns once the server has welcomed all of them."""
         gate = asyncio.Semaphore(at_once)
 
-        async def one(badge: Badge, offer: Offer) -> CrowdNode:
+        async def one(badge: Badge, offer: Offer) -> None:
             async with gate:
-                return await self._connected(badge, offer)
+                self.nodes.append(await self._connected(badge, offer))
 
-        self.nodes += await asyncio.gather(*(one(badge, offer) for badge, offer in members))
+        await asyncio.gather(*(one(badge, offer) for badge, offer in members))
 
     async def _connected(self, badge: Badge, offer: Offer) -> CrowdNode:
         loop = asyncio.get_running_loop()

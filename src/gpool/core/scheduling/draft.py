@@ -51,15 +51,16 @@ Alike = tuple[UserId, int | None, Amounts]
 class Turn:
     """One shape in this pass: what waits still, and where it could go."""
 
-    __slots__ = ("_ahead", "_entries", "entry", "is_over", "key", "left")
+    __slots__ = ("_ahead", "_entries", "entry", "is_over", "key", "left", "seen")
 
     def __init__(self, entry: ShapeState) -> None:
         self.entry = entry
         self.left = entry.queue.size
         self.is_over = False  # its people run as many GPUs as they may, or it waits for inputs
         self.key: Key = ()
-        self._entries: Iterator[Entry] = entry.queue.entries()
-        self._ahead = next(self._entries)
+        self.seen = 0  # of the draft's changes, when the key was made
+        self._entries: Iterator[Entry] | None = None  # made when it is first taken from
+        self._ahead = entry.queue.front()
 
     @property
     def head(self) -> Entry:
@@ -67,6 +68,9 @@ class Turn:
 
     def take(self, count: int) -> list[Entry]:
         """The next `count`, which must be there."""
+        if self._entries is None:
+            self._entries = self.entry.queue.entries()
+            next(self._entries)
         taken = [self._ahead, *islice(self._entries, count - 1)]
         self.left -= count
         if self.left:
@@ -126,6 +130,7 @@ class Draft:
         self.made: list[NewLine] = []
         self.lines: dict[tuple[NodeId, int], NewLine] = {}
         self.looks_at_shares = policy.order == "fair_share" or policy.order not in ORDERS
+        self.changes = 0  # of what anybody holds, in this pass
         self.taken: dict[Holder, Amounts] = {}  # by tenants and users, in this pass
         self._known_shares: dict[Holder, int] = {}  # until they take something
         self.future: dict[NodeId, Room] = {}  # where something stops or is promised
@@ -288,6 +293,7 @@ class Draft:
 
     def count(self, shape: Shape, allocations: list[Allocation], sign: int = 1) -> None:
         """What its people hold with these."""
+        self.changes += 1
         self.running[shape.user] = self.running.get(shape.user, 0) + sign * len(allocations)
         gpus = sum(gpus_of(allocation) for allocation in allocations)
         if gpus:

@@ -132,17 +132,29 @@ class Engine:
         """Where one more allocation by this alternative of the shape goes best; None: nowhere."""
         board = self.board
         board.refresh()
+        if self._fits_nowhere(shape, turn):
+            return None
         row = self._rows_of(shape)[turn]
         if row.generation != board.generation and not self._might_fit(row):
+            row.full = (board.generation, board.now)
             return None
         self._update(row)
         key = row.key
+        if not len(key) or key.max() == _NONE:
+            row.full = (board.generation, board.now)
+            return None
         if barred:
             key = key.copy()
             key[[board.slots[id_] for id_ in barred if id_ in board.slots]] = _NONE
         slot = self._best(row, key)
         found = None if slot is None else self._fit(row, slot)
         return None if slot is None or found is None else (NodeId(int(board.ids[slot])), found)
+
+    def is_full(self, shape: Shape, turn: int) -> bool:
+        """Whether `best` found nowhere for this alternative, or for another that asks for the same, and nothing changed since."""
+        board = self.board
+        board.refresh()
+        return self._rows_of(shape)[turn].full == (board.generation, board.now)
 
     def candidates(self, shape: Shape, turn: int, barred: Collection[NodeId]) -> Candidates:
         """Every node that has room for one more allocation by this alternative, the best first."""
@@ -210,6 +222,17 @@ class Engine:
             self._by_shape.clear()
         self._by_shape[id(shape)] = (shape, rows, 0 if at_stake is None else self._pass)
         return rows
+
+    def _fits_nowhere(self, shape: Shape, turn: int) -> bool:
+        """Whether its row of an earlier pass says so already: what is at stake need only be known where there is room."""
+        known = self._by_shape.get(id(shape))
+        if known is None or known[0] is not shape or known[2] in (0, self._pass):
+            return False
+        row = known[1][turn]
+        if row.generation != self.board.generation:
+            return False
+        self._update(row)
+        return bool((row.key == _NONE).all())
 
     def _shared_rows(self, shape: Shape, at_stake: Stakes | None) -> list[Row]:
         needs = shape.requirements
@@ -330,9 +353,10 @@ class Engine:
         fit &= (holder < 0) | (holder == row.shape.user)
         # of neighbours that are alike, the first will do
         fit[:, 1:] &= ~(fit[:, :-1] & (free[:, 1:] == free[:, :-1]) & (need[:, 1:] == need[:, :-1]))
-        place, gpu = np.nonzero(fit)
-        if not len(place):
+        flat = np.flatnonzero(fit)  # much quicker than to ask for pairs
+        if not len(flat):
             return
+        place, gpu = np.divmod(flat, self.board.width)
         before = free[place, gpu]
         after = np.maximum(before - need[place, gpu], 0)
         price = self._price(row, slots[place], kinds[place], before, after)

@@ -30,6 +30,7 @@ _LONG = 40  # half-lives, after which nothing is left
 _TOO_LARGE = 2.0**200
 Told = dict[tuple[str, int], int]
 """What was had lately, by kind (`user`, `team`, or `floor` of a team or of all: 0) and id, in billionths of the pool."""
+_FOLLOWS = 0.25
 _FINE = 1000  # billionths in a millionth
 Amounts = tuple[int, int, int]  # thousandths of GPUs, of CPUs, bytes of memory
 
@@ -80,7 +81,7 @@ class Usage:
         self._now: Instant | None = None
         self._scale = 1.0
         self._clock = 0.0
-        # Where those who join begin: the sum of who was served last, among tenants (None) or in a team.
+        # Where those of weight one begin who join: what those had who were served lately, among tenants (None) or in a team.
         self._floors: dict[int | None, float] = {}
         self._sums: dict[Holder, float] = {}
         self._marks: dict[Holder, float] = {}  # the clock when the sum was reckoned
@@ -133,14 +134,18 @@ class Usage:
             oldest = next(iter(self._sums))
             del self._sums[oldest], self._marks[oldest]
 
-    def join(self, holder: Holder, scope: int | None, share: int) -> None:
-        self._sums[holder] = max(self._sum(holder, share), self._floors.get(scope, 0.0))
+    def join(self, holder: Holder, scope: int | None, share: int, weight: int) -> None:
+        """It wants something again: with what it had left, but no better than those who were served meanwhile."""
+        floor = self._floors.get(scope, 0.0) * weight / 1000
+        self._sums[holder] = max(self._sum(holder, share), floor)
         self._marks[holder] = self._clock
 
-    def serve(self, holder: Holder, scope: int | None) -> None:
+    def serve(self, holder: Holder, scope: int | None, weight: int) -> None:
+        """It gets or gives back something: where those begin who join later follows what such holders had."""
         self._marks.setdefault(holder, self._clock)
-        mine = self._sums.setdefault(holder, self._floors.get(scope, 0.0))
-        self._floors[scope] = max(self._floors.get(scope, 0.0), mine)
+        floor = self._floors.get(scope, 0.0)
+        mine = self._sums.setdefault(holder, floor * weight / 1000) * 1000 / weight
+        self._floors[scope] = floor + (mine - floor) * _FOLLOWS
 
     def _sum(self, holder: Holder, share: int) -> float:
         since = self._marks.get(holder, self._clock)
@@ -177,11 +182,12 @@ class Usage:
 class Shares:
     """What holders have of what there is."""
 
-    __slots__ = ("_all", "_held", "_lent", "_nodes", "_scopes", "_waiting", "usage")
+    __slots__ = ("_all", "_held", "_lent", "_nodes", "_scopes", "_waiting", "usage", "weights")
 
     def __init__(self) -> None:
         self._lent, self._all = [0, 0, 0], [0, 0, 0]
         self.usage = Usage()
+        self.weights: Mapping[Holder, int] = {}  # the policy's: where who joins begins
         self._nodes: dict[NodeId, Amounts] = {}
         self._held: dict[Holder, list[int]] = {}
         self._waiting: dict[Holder, int] = {}  # shapes
@@ -195,7 +201,8 @@ class Shares:
             self._scopes[holder] = scope
             if not waiting and self.usage.is_any:
                 held = self._held.get(holder)
-                self.usage.join(holder, scope, 0 if held is None else self._dominant(held))
+                share = 0 if held is None else self._dominant(held)
+                self.usage.join(holder, scope, share, self._weight(holder))
 
     def rests(self, shape: Shape) -> None:
         """No more tasks of this shape wait."""
@@ -225,7 +232,7 @@ class Shares:
         usage.recall(told, now)
         for holder, scope in self._scopes.items():
             if usage.is_any and not usage.knows(holder):
-                usage.join(holder, scope, 0)
+                usage.join(holder, scope, 0, self._weight(holder))
 
     def put(self, node: Node) -> None:
         self.remove(node.id)
@@ -245,17 +252,21 @@ class Shares:
             held = self._held.get(holder)
             if held is None:
                 held = self._held[holder] = [0, 0, 0]
-            else:
+            if self.usage.knows(holder):  # or it has no past, and begins where those do who join
                 self.usage.settle(holder, self._dominant(held))
-            self.usage.serve(holder, scope)
+            self.usage.serve(holder, scope, self._weight(holder))
             self._add(held, amounts, 1)
+
+    def _weight(self, holder: Holder) -> int:
+        return max(1, self.weights.get(holder, 1000))
 
     def give(self, shape: Shape, amounts: Amounts) -> None:
         self._add(self._all, amounts, -1)
-        for holder, _ in scopes_of(shape):
+        for holder, scope in scopes_of(shape):
             held = self._held.get(holder)
             if held is not None:
                 self.usage.settle(holder, self._dominant(held))
+                self.usage.serve(holder, scope, self._weight(holder))
                 self._add(held, amounts, -1)
                 if not any(held):
                     del self._held[holder]

@@ -145,6 +145,15 @@ class Queue:
     def head(self) -> Entry | None:
         return next(self.entries(), None)
 
+    def front(self) -> Entry:
+        """The same, of a queue that has some."""
+        at = self._head
+        if not self._late and at < len(self._ids):
+            ticket = self._live.get(TaskId(self._ids[at]))
+            if ticket is not None and ticket[0] is self and ticket[1] == self._stamps[at]:
+                return self._since[at], self._ids[at], self._stamps[at]
+        return next(self.entries())
+
     def entry_of(self, task: TaskId) -> Entry | None:
         """The entry of one task, or None when it does not wait here."""
         ticket = self._live.get(task)

@@ -28,6 +28,7 @@ class Row:
 
     __slots__ = (
         "able",
+        "full",
         "generation",
         "gpu",
         "is_priced",
@@ -48,6 +49,7 @@ class Row:
     def __init__(self, shape: Shape, request: GpuRequest | None, stakes: Stakes | None) -> None:
         self.shape = shape
         self.request = request
+        self.full = (-1, -1)  # the board's generation and log when there was no room
         self.stakes = stakes  # None: nowhere does a start lose any time
         self.generation = -1
         self.read = 0

@@ -35,16 +35,17 @@ class Starts(Draft):
         self.book_what_stops()
         while turns and len(self.made) < self.policy.max_places_per_pass:
             key, _, turn = turns[0]
-            turn.key = self.key(turn)
-            if turn.key > key:  # its user got something meanwhile
-                heapreplace(turns, (turn.key, turn.head, turn))
-                continue
+            if turn.seen != self.changes:
+                turn.key, turn.seen = self.key(turn), self.changes
+                if turn.key > key:  # its user got something meanwhile
+                    heapreplace(turns, (turn.key, turn.head, turn))
+                    continue
             if not self.start_one(turn) and not self.clear_for(turn):
                 self.waiting.append(turn)
                 self.keep_clear(turn)
                 heappop(turns)
             elif turn.left:
-                turn.key = self.key(turn)
+                turn.key, turn.seen = self.key(turn), self.changes
                 heapreplace(turns, (turn.key, turn.head, turn))
             else:
                 heappop(turns)
@@ -55,6 +56,8 @@ class Starts(Draft):
         shape = turn.entry.shape
         requests = shape.requirements.gpu
         for choice in range(len(requests) or 1):
+            if self.engine.is_full(shape, choice):
+                continue
             barred = self.barred(shape)
             if shape.requirements.nodes > 1:
                 members = gangs.places(self.engine, shape, choice, barred)

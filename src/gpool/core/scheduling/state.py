@@ -66,6 +66,7 @@ class Line:
         "shape",
         "since",
         "stopping",
+        "tasks",
     )
 
     def __init__(self, node: NodeId, allocation: Allocation, entry: ShapeState) -> None:
@@ -74,6 +75,7 @@ class Line:
         self.entry = entry
         self.shape = entry.shape
         self.count = 0
+        self.tasks: set[TaskId] = set()  # whose leases these are; a member's is with the first line
         self.amounts = amounts_of(allocation)  # those of its members included
         self.members: tuple[Line, ...] = ()
         self.since = Instant(0)  # when its newest lease was granted
@@ -222,6 +224,7 @@ class State:
         self._served, self._serial = other._served.copy(), other._serial
         self._arrived = other._arrived.copy()
         self.shares.usage = other.shares.usage.copy()
+        self.shares.weights = other.shares.weights
         self.predictions = other.predictions  # only read by who plans on a copy
         self._touch(self.caches.take(other.caches))
 
@@ -229,6 +232,10 @@ class State:
         """The hints of a state that this one takes the place of."""
         old.shares.settle(now, len(old._waiting))
         self.take_hints(old)
+
+    def pass_time(self, now: Instant) -> None:
+        """So late is it: what is held counts as had up to now, though nothing happened."""
+        self.shares.pass_time(now, len(self._waiting))
 
     def used(self, now: Instant) -> Told:
         """What users and teams had lately, to be kept for `recall`."""
@@ -411,6 +418,7 @@ class State:
                     f"task {task} holds {before.node}/{before.allocation.number}, not {key}"
                 )
         line.count += len(held) - size_before
+        line.tasks.update(event.tasks)
         line.since = event.at
         for part in line.members:
             part.since = event.at
@@ -467,6 +475,7 @@ class State:
             line = held.pop(task, None)
             if line is not None:
                 line.count -= 1
+                line.tasks.discard(task)
                 if line.leases:
                     line.leases.pop(task, None)
                 if not line.count:

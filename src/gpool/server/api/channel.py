@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 
 from fastapi import APIRouter
 from starlette.types import Message
@@ -43,22 +44,30 @@ class _Outbox:
 
     def __init__(self, socket: WebSocket) -> None:
         self._socket = socket
-        self._waiting: asyncio.Queue[bytes | None] = asyncio.Queue()
+        self._waiting: deque[bytes | None] = deque()
+        self._more = asyncio.Event()
         self._bytes = 0
 
     def put(self, frame: FromServer) -> None:
         data = encode(frame)
         self._bytes += len(data)
-        self._waiting.put_nowait(data)
+        self._waiting.append(data)
         if isinstance(frame, Refused) or self._bytes > MAX_WAITING_BYTES:
-            self._waiting.put_nowait(None)
+            self._waiting.append(None)
+        self._more.set()
 
     async def carry(self) -> None:
         """Until the channel is over."""
-        while (data := await self._waiting.get()) is not None:
-            await self._socket.send_bytes(data)
-            self._bytes -= len(data)
-        await self._socket.close()
+        while True:
+            while self._waiting:
+                data = self._waiting.popleft()
+                if data is None:
+                    await self._socket.close()
+                    return
+                await self._socket.send_bytes(data)
+                self._bytes -= len(data)
+            self._more.clear()
+            await self._more.wait()
 
 
 @router.websocket(CHANNEL_PATH)

@@ -22,7 +22,7 @@ from gpool.server.store.operations.gang_grants import (
     write_granted,
 )
 from gpool.server.store.operations.nodes import load_nodes
-from gpool.server.store.operations.reports import expire, record
+from gpool.server.store.operations.reports import expire, record, record_together
 from gpool.server.store.operations.sealed import secrets_to_open
 from gpool.server.store.protocol import Operation, Relation, Row, Statement
 from gpool.server.store.rows import HELD_COLUMNS, allocation_text, held_lease, of_ids, spec_from
@@ -262,6 +262,7 @@ __all__ = [
     "holds_current",
     "picture",
     "record",
+    "record_together",
     "spec",
     "take_term",
 ]

@@ -37,6 +37,7 @@ from gpool.wire.frames import (
 STARTABLE = tuple(status.value for status in sources(Move.STARTED))
 CANCELLED = TaskStatus.CANCELLED.value
 HOLDS = (("id", "int"), ("epoch", "int"))
+SAID = (("id", "int"), ("node", "int"))
 
 
 @operation
@@ -140,6 +141,68 @@ def record(node: NodeId, items: Sequence[ReportItem], at: Instant) -> Operation[
         unusable=(*unusable, *gangs.unusable),
         refused=refused,
     )
+
+
+@operation
+def record_together(
+    frames: Sequence[tuple[NodeId, Sequence[ReportItem]]], at: Instant
+) -> Operation[tuple[Recording, dict[int, Recording]]]:
+    """What several nodes report, one frame each: what merely starts or ends well in one write for all of them.
+
+    Whatever else a frame says, it is recorded by itself; those recordings come by the frame's place.
+    """
+    plain = [place for place, (_, items) in enumerate(frames) if all(map(_is_plain, items))]
+    said = [(item.task, frames[place][0]) for place in plain for item in frames[place][1]]
+    rows = yield Statement(
+        f"SELECT {HELD}, t.node_id FROM {{said}} AS i JOIN tasks t ON t.id = i.id "  # noqa: S608
+        "WHERE t.node_id = i.node AND t.holding <> 0 /*postgresql ORDER BY t.id FOR UPDATE OF t*/",
+        {},
+        {"said": Relation(SAID, sorted(set(said)))},
+    )
+    held: dict[tuple[int, int], Row] = {(row[0], row[-1]): row[:-1] for row in rows}
+    ends = Ends(NodeId(0), at)  # of many nodes; nothing of it goes to the archive
+    started: dict[int, int] = {}
+    named: list[Named] = []
+    alone = set(range(len(frames))).difference(plain)
+    for place in plain:
+        node, items = frames[place]
+        known = [held.get((item.task, node)) for item in items]
+        if len({item.task for item in items}) < len(items) or any(
+            row is None or row[1] != item.epoch or row[5] == CANCELLED
+            for row, item in zip(known, items, strict=True)
+        ):
+            alone.add(place)
+            continue
+        for row, item in zip(known, items, strict=True):
+            assert row is not None
+            del held[
+                item.task, node
+            ]  # said by another frame of this node too, it is looked at again
+            if type(item) is Finished:
+                finish(ends, row, item, at, tries_left=False, named=named)
+            elif row[5] in STARTABLE:
+                started[item.task] = item.epoch
+    if started:
+        yield from _start(started, at)
+    yield from ends.write()
+    yield from keep_results(named)
+    others: dict[int, Recording] = {}
+    for place in sorted(alone):
+        others[place] = yield from record(*frames[place], at)
+    together = Recording(
+        started=tuple(TaskId(task) for task in started),
+        ended=tuple(ends.ended),
+        released=tuple(ends.released),
+    )
+    return together, others
+
+
+def _is_plain(item: ReportItem) -> bool:
+    """A start, or an end that is a success: nothing has to be looked up for it."""
+    if type(item) is Finished:
+        is_success = item.reason is EndReason.RETURNED or item.exit_code == 0
+        return is_success and not (item.task | item.epoch) >> 63
+    return type(item) is Started and not (item.task | item.epoch) >> 63
 
 
 def _retries(specs: set[int]) -> Operation[dict[int, int]]:

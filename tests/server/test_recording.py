@@ -1,0 +1,107 @@
+"""Reports that come while one is written are written together, folded before anybody is answered, and none is lost."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from gpool.core.errors import Unreachable
+from gpool.core.ids import NodeId
+from gpool.core.model import EndReason, Instant
+from gpool.server.recording import Recorder
+from gpool.server.store.operation import is_brief
+from gpool.server.store.values import Recording
+from gpool.wire.frames import Finished, Hold
+
+pytestmark = pytest.mark.anyio
+NOW = Instant(5)
+
+
+class Writer:
+    """A store whose commits take as long as the test likes."""
+
+    def __init__(self) -> None:
+        self.writes: list[tuple[Any, asyncio.Future[Any]]] = []
+        self.folded: list[Recording] = []
+
+    async def write(self, operation: Any) -> Any:
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self.writes.append((operation, answer))
+        return await answer
+
+    def commit(self, place: int, value: Any) -> None:
+        self.writes[place][1].set_result(value)
+
+
+def an_end(task: int) -> list[Finished]:
+    return [Finished(task, 1, EndReason.RETURNED)]
+
+
+async def soon() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+async def test_one_that_meets_nobody_is_written_at_once_by_itself() -> None:
+    writer = Writer()
+    recorder = Recorder(writer.write, writer.folded.append)
+    asked = asyncio.create_task(recorder.record(NodeId(1), an_end(7), NOW))
+    await soon()
+    assert is_brief(writer.writes[0][0])
+    done = Recording(refused=(Hold(7, 1),))
+    writer.commit(0, done)
+    assert await asked == (Hold(7, 1),)
+    assert writer.folded == [done]
+
+
+async def test_those_that_come_meanwhile_are_one_write_and_each_gets_its_own_answer() -> None:
+    writer = Writer()
+    recorder = Recorder(writer.write, writer.folded.append)
+    asked = [asyncio.create_task(recorder.record(NodeId(n), an_end(n), NOW)) for n in range(1, 6)]
+    await soon()
+    assert len(writer.writes) == 1
+    writer.commit(0, Recording())
+    await soon()
+    assert len(writer.writes) == 2
+    assert asked[0].done()
+    assert not any(each.done() for each in asked[1:]), "nobody is answered before the commit"
+    together, alone = Recording(started=(2,)), Recording(refused=(Hold(4, 1),))
+    writer.commit(1, (together, {2: alone}))
+    answers = await asyncio.gather(*asked)
+    assert answers == [(), (), (), (Hold(4, 1),), ()]
+    assert writer.folded[1:] == [together, alone]
+
+
+async def test_a_failed_commit_is_told_to_all_of_them_and_the_next_goes_on() -> None:
+    writer = Writer()
+    recorder = Recorder(writer.write, writer.folded.append)
+    asked = [asyncio.create_task(recorder.record(NodeId(n), an_end(n), NOW)) for n in range(1, 4)]
+    await soon()
+    writer.commit(0, Recording())
+    await soon()
+    writer.writes[1][1].set_exception(Unreachable("the disk is full"))
+    told = await asyncio.gather(*asked, return_exceptions=True)
+    assert [type(each) for each in told] == [tuple, Unreachable, Unreachable]
+    assert len(writer.folded) == 1
+    again = asyncio.create_task(recorder.record(NodeId(9), an_end(9), NOW))
+    await soon()
+    writer.commit(2, Recording())
+    assert await again == ()
+
+
+async def test_an_agent_that_goes_away_meanwhile_holds_up_nobody() -> None:
+    writer = Writer()
+    recorder = Recorder(writer.write, writer.folded.append)
+    first, gone, other = [
+        asyncio.create_task(recorder.record(NodeId(n), an_end(n), NOW)) for n in (1, 2, 3)
+    ]
+    await soon()
+    first.cancel()
+    gone.cancel()
+    await soon()
+    together = Recording(released=(2, 3))
+    writer.commit(1, (together, {}))
+    assert await other == ()
+    assert writer.folded == [together], "what the one that is gone reported is folded too"
