@@ -1,6 +1,7 @@
 """How long jobs of the Philly trace take from submission to end: gpool's planner beside published policies.
 
-python -m bench.jct --trace FILE --nodes 72 [--first 2017-10-02 --last 2017-10-30] [--policies NAME …] [--json FILE]
+python -m bench.jct --trace FILE --nodes 72 [--policies NAME …] [--json FILE]
+python -m bench.jct --trace FILE --nodes 52 --first 2017-10-30 --last 2017-12-11    # weeks on which nothing was chosen
 
 gpool goes through its State, plan and events as in the server, and preempts, restarts and waits as it would there; a restart
 costs 60 seconds of every GPU. A pass is made at each submission, each end, and whenever who comes before whom may have changed
@@ -184,6 +185,9 @@ def main() -> None:
     parser.add_argument("--first", default=OCTOBER[0])
     parser.add_argument("--last", default=OCTOBER[1])
     parser.add_argument("--step", type=float, default=0.0, help="seconds between passes, at least")
+    parser.add_argument(
+        "--first-seed", type=int, default=0, help="nothing here is drawn: no effect"
+    )
     parser.add_argument("--policies", nargs="*", default=[*REFERENCES, *OWN])
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()

@@ -1,7 +1,7 @@
 """Published policies on bare counts of free GPUs, to stand beside gpool in `bench.jct`. Jobs are gangs; nothing is gpool's here.
 
 FIFO starts jobs strictly in order; EASY lets others pass that do not delay the first that waits, by predicted run times; QSSF
-orders by predicted GPU time. LAS and SRTF preempt: each minute in which something changed, the best jobs that fit by number
+orders by predicted GPU time. LAS, MLFQ and SRTF preempt: each minute in which something changed, the best jobs that fit by number
 are wanted, and one that finds no room stops unwanted ones where that is cheapest; all of its nodes or none.
 """
 
@@ -228,6 +228,12 @@ def _las(job: Job, attained: float) -> float:
     return level * 1e12 + job.at
 
 
+def _mlfq(job: Job, attained: float) -> float:
+    age = attained / job.gpus
+    level = 0 if age < 1800 else 1 if age < 7200 else 2 if age < 28_800 else 3
+    return level * 1e12 + job.at
+
+
 REFERENCES: dict[str, Callable[[Sequence[Job], int], None]] = {
     "FIFO": lambda jobs, nodes: Waits(nodes, lambda job, _: job.at, easy=False).run(jobs),
     "FIFO + EASY": lambda jobs, nodes: Waits(nodes, lambda job, _: job.at, easy=True).run(jobs),
@@ -235,6 +241,7 @@ REFERENCES: dict[str, Callable[[Sequence[Job], int], None]] = {
         nodes, lambda job, predicted: predicted * job.gpus, easy=True
     ).run(jobs),
     "LAS": lambda jobs, nodes: Preempts(nodes, _las).run(jobs),
+    "MLFQ": lambda jobs, nodes: Preempts(nodes, _mlfq).run(jobs),
     "SRTF oracle": lambda jobs, nodes: Preempts(nodes, lambda job, _: job.left * job.gpus).run(
         jobs
     ),
