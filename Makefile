@@ -43,7 +43,7 @@ up: $(VENV)/.installed      ## start a pool on this machine: server, agent, embe
 
 test: system setup engines check  ## lint, types, contracts, then every test
 	$(PYTEST) -m 'not alone'
-	$(BIN)/python -m pytest -m alone tests/hostile  # looks at the whole host: nothing else may run
+	$(BIN)/python -m pytest -m alone  # looks at the whole host, or at the time: nothing else may run
 
 check: setup                ## lint, types, import contracts, generated pages
 	$(BIN)/ruff check .
