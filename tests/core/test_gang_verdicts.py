@@ -46,6 +46,14 @@ def test_a_gang_always_ends_once_all_have_let_go_and_never_before(gang: Standing
     assert verdict(gang) is not None
 
 
+@pytest.mark.parametrize("engine", Engine)
+def test_one_member_alone_never_makes_it_a_success(engine: Engine) -> None:
+    """By a word that only functions end with, say: it is one of several owners' nodes that says it."""
+    ends = (MemberEnd(1, 1, EndReason.RETURNED), MemberEnd(0, 2, EndReason.EXITED, 1))
+    assert call(Standing(2, engine, OnLoss.REFORM, ends[:1])) is None
+    assert verdict(Standing(2, engine, OnLoss.REFORM, ends)) == Verdict(0, EndReason.EXITED, 1)
+
+
 @given(endings())
 def test_a_call_is_never_taken_back(gang: Standing) -> None:
     calls = [call(first(gang, count)) for count in range(gang.nodes + 1)]

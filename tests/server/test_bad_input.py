@@ -54,6 +54,8 @@ SUBMISSIONS: list[tuple[str, Any, int, str]] = [
         400,
         "like python train.py",
     ),
+    ("wanted before all time", {**TRUE, "by": "0001-01-01T00:00:00+14:00"}, 400, "by"),
+    ("wanted after all time", {**TRUE, "by": "9999-12-31T23:59:59-14:00"}, 400, "by"),
     ("a label of two words", {**TRUE, "labels": ["fast disk"]}, 400, "zone=a"),
     ("labels as one word", {**TRUE, "labels": "ssd"}, 400, "labels"),
     ("a price below zero", {**TRUE, "max_price": "-0.1/h"}, 400, "below zero"),

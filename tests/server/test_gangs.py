@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import sqlite3
 from contextlib import closing
 from dataclasses import replace
@@ -392,3 +393,16 @@ async def test_a_node_that_never_comes_back_after_a_restart_is_given_up(
     assert (found.row.status, found.row.losses) == (TaskStatus.QUEUED, 1)
     await later.http.aclose()
     await later.server.store.close()
+
+
+async def test_what_is_granted_to_a_node_just_given_up_is_given_up_in_time(site: Site) -> None:
+    """The plan is made, then a node expires, then the plan is written: nobody waits for that node for ever."""
+    server, clock = site.desk.server, site.desk.clock
+    task, expire = await site.submit(gang_spec(3)), Expire(server)
+    clock.advance(31 * 86_400)  # the sealer's key is worn: the plan waits for a new one
+    granted, _ = await asyncio.gather(site.desk.schedule(), expire.run_once(server.now))
+    assert granted == 1
+    assert "leased" in (await site.words(task))[1], "one expired before it was written"
+    clock.advance(server.settings.ttl_s + 1)
+    await expire.run_once(server.now)
+    assert await site.words(task) == ("queued", [])

@@ -15,13 +15,14 @@ import pytest
 from server_desk import Desk, an_offer, calls_document, exited, open_desk, returned
 
 from gpool.core.ids import TaskId, decode
-from gpool.core.model import EndReason, Gpu, Offer
+from gpool.core.model import EndReason, Gpu, Offer, OutputFile
 from gpool.server.loops import Expire, Prune
 from gpool.server.store.operations import tasks
 from gpool.wire.frames import (
     MAX_FRAME_BYTES,
     PROTOCOL,
     BeatSeen,
+    Finished,
     Grants,
     HandedBack,
     Hello,
@@ -482,6 +483,19 @@ async def test_the_first_frame_must_be_hello(desk: Desk) -> None:
     agent = await desk.node()
     await agent.report()
     assert isinstance(agent.sent[-1], Refused)
+
+
+@pytest.mark.parametrize("name", ["\0", "../" * 20, "A" * 64])
+async def test_an_end_that_names_no_artifact_fails_its_task(desk: Desk, name: str) -> None:
+    """PostgreSQL keeps no NUL: what cannot be written makes the scheduler doubt its whole picture, each time it comes."""
+    agent = await desk.agent()
+    for more in ({"value_sha256": name}, {"outputs": (OutputFile("out", name, 1),)}):
+        task = await desk.command()
+        await desk.schedule()
+        lease = agent.leases()[-1]
+        await agent.report(Finished(lease.task, lease.epoch, EndReason.EXITED, 0, **more))
+        ended = (await desk.get(f"/v1/tasks/{task}")).json()
+        assert (ended["status"], ended["reason"]) == ("failed", EndReason.BAD_OUTPUT)
 
 
 async def test_a_value_too_large_to_be_inline_fails_its_task(desk: Desk) -> None:

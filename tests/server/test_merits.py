@@ -8,6 +8,7 @@ import msgspec
 import pytest
 from server_desk import Desk, an_offer
 
+from gpool.core.errors import Unreachable
 from gpool.core.gpuproof import Measured, Verdict
 from gpool.core.merits import PRIOR
 from gpool.server.loops import Expire
@@ -16,6 +17,18 @@ from gpool.server.store.operations import gpu_proofs, node_records
 from gpool.wire.frames import Started
 
 pytestmark = pytest.mark.anyio
+
+
+async def test_a_store_that_fails_is_never_held_against_a_node(desk: Desk) -> None:
+    await desk.agent(offer=an_offer(cpus=1))
+    await desk.command()
+    assert await desk.schedule() == 1
+    desk.clock.advance(desk.server.settings.ttl_s + 1)
+    await desk.server.store.close()
+    for _ in range(3):
+        with pytest.raises(Unreachable):
+            await Expire(desk.server).run_once(desk.server.now)
+    assert desk.server.scheduler.lost == {}
 
 
 async def test_a_node_that_goes_away_with_leases_is_known_for_it(desk: Desk) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from gpool.core.errors import Unreachable
+from gpool.core.errors import InternalFault, Unreachable
 from gpool.core.ids import NodeId
 from gpool.core.model import EndReason, Instant
 from gpool.server.recording import Recorder
@@ -89,6 +89,31 @@ async def test_a_failed_commit_is_told_to_all_of_them_and_the_next_goes_on() -> 
     await soon()
     writer.commit(2, Recording())
     assert await again == ()
+
+
+async def test_a_frame_that_cannot_be_written_never_fails_the_others() -> None:
+    folded: list[Recording] = []
+    held = asyncio.Event()
+
+    async def write(operation: Any) -> Any:
+        await held.wait()
+        (relation,) = next(operation).relations.values()
+        said = [row[0] for row in relation.rows]
+        if 13 in said:
+            raise InternalFault("the database refused: a NUL")
+        folds = Recording(released=tuple(said))
+        return folds if said == [9] else (folds, {})
+
+    recorder = Recorder(write, folded.append)
+    asked = [asyncio.create_task(recorder.record(NodeId(n), an_end(n), NOW)) for n in range(9, 18)]
+    await soon()
+    held.set()
+    told = await asyncio.gather(*asked, return_exceptions=True)
+    assert [n for n, each in enumerate(told, 9) if each != ()] == [13]
+    assert isinstance(told[4], InternalFault)
+    assert sorted(task for each in folded for task in each.released) == [
+        n for n in range(9, 18) if n != 13
+    ]
 
 
 async def test_an_agent_that_goes_away_meanwhile_holds_up_nobody() -> None:

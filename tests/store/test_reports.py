@@ -292,6 +292,20 @@ def test_what_many_nodes_report_together_is_recorded_as_if_each_came_alone(pool:
     assert pool.view(leased[0]).value == b"one"
 
 
+@pytest.mark.parametrize("reason", [EndReason.PREEMPTED, EndReason.HANDED_BACK, EndReason.LOST])
+def test_an_end_that_requeues_is_never_taken_for_a_success(pool: Pool, reason: EndReason) -> None:
+    """Whatever code a node says it ended with: the scheduler must hear that the task waits again."""
+    node = pool.node("box")
+    task = pool.leased(node)
+    frames = [(node, [Finished(task, 1, reason, 0)])]
+    together, others = pool.write(leases.record_together(frames, pool.now()))
+    assert pool.view(task).row.status is TaskStatus.QUEUED
+    assert (together.requeued, together.released) == ((), ())
+    assert [(each.task, each.reason) for each in others[0].requeued] == [(task, reason)]
+    (attempt,) = pool.read(tasks.story(task, pool.ann)).attempts
+    assert attempt.node == node
+
+
 def test_frames_that_say_the_same_thing_twice_count_it_once(pool: Pool) -> None:
     node = pool.node("box")
     task = pool.leased(node)

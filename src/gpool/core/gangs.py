@@ -30,7 +30,9 @@ class MemberEnd:
 
     @property
     def is_success(self) -> bool:
-        return self.reason is EndReason.EXITED and self.exit_code == 0
+        """Also by a function's word, which counts as one: no member alone may make its gang a success by it."""
+        exited = self.reason is EndReason.EXITED and self.exit_code == 0
+        return exited or self.reason is EndReason.RETURNED
 
 
 @dataclass(frozen=True, slots=True)

@@ -171,10 +171,11 @@ class Channel:
         ]
         # by an agent started anew: an attempt runs once under its epoch
         ended += [Finished(lease.task, lease.epoch, EndReason.LOST) for lease in forgotten]
-        if forgotten:
-            scheduler.note_lost(self.node)
         if ended:
-            scheduler.absorb(await server.write(leases.record(self.node, ended, server.now)))
+            recording = await server.write(leases.record(self.node, ended, server.now))
+            if forgotten:
+                scheduler.note_lost(self.node)
+            scheduler.absorb(recording)
 
     def _is_overtaken(self, hello: Hello) -> bool:
         """A hello so long on its way that a later beat of the agent, or of its next start, was heard first.

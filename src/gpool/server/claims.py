@@ -100,7 +100,11 @@ def checked_report(item: ReportItem) -> ReportItem | None:
         return _failed(
             item, f"a value of {len(item.value)} bytes came inline; it belongs in an artifact"
         )
+    if item.value_sha256 and not SHA256.fullmatch(item.value_sha256):
+        return _failed(item, "its value is not named by a SHA-256")
     if item.outputs:
+        if not all(SHA256.fullmatch(output.sha256) for output in item.outputs):
+            return _failed(item, "an output is not named by a SHA-256")
         try:
             for output in item.outputs:
                 paths.checked(output.path)

@@ -78,8 +78,8 @@ class Expire:
             scheduler.disconnect(
                 node, "no beat for a whole lease time; say hello again", retry=True
             )
-            scheduler.note_lost(node)
             recording = await self._server.write(leases.expire(node, now))
+            scheduler.note_lost(node)
             if scheduler.deadlines.get(node, now) < now:
                 del scheduler.deadlines[node]
             scheduler.absorb(recording)

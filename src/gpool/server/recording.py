@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
-from gpool.core.errors import GpoolError
+from gpool.core.errors import Unreachable
 from gpool.core.ids import NodeId
 from gpool.core.model import Instant
 from gpool.server.store.operation import brief
@@ -68,22 +68,32 @@ class Recorder:
 
     async def _write_waiting(self) -> None:
         group, self._waiting = self._waiting[:MOST_TOGETHER], self._waiting[MOST_TOGETHER:]
-        frames = [(each.node, each.items) for each in group]
-        at, rows = group[-1].at, sum(len(each.items) for each in group)
         try:
-            together, others = await self._write(brief(leases.record_together(frames, at), rows))
-            self._absorb(together)
-            for recording in others.values():
-                self._absorb(recording)
-            for place, each in enumerate(group):
-                if not each.refused.done():
-                    alone = others.get(place)
-                    each.refused.set_result(() if alone is None else alone.refused)
-        except GpoolError as error:  # nothing was written: each is told, and says it again
-            for each in group:
-                if not each.refused.done():
-                    each.refused.set_exception(error)
+            await self._write_group(group)
         finally:
             for each in group:
                 each.refused.cancel()  # done already, unless we are being stopped
             self._go_on()
+
+    async def _write_group(self, group: Sequence[_Waiting]) -> None:
+        frames = [(each.node, each.items) for each in group]
+        at, rows = group[-1].at, sum(len(each.items) for each in group)
+        try:
+            together, others = await self._write(brief(leases.record_together(frames, at), rows))
+        except Exception as error:  # noqa: BLE001 - raised where the frame came from; nothing of the group was written
+            if len(group) == 1 or isinstance(error, Unreachable):
+                for each in group:
+                    if not each.refused.done():
+                        each.refused.set_exception(error)
+                return
+            middle = len(group) // 2  # one of them is to blame, and the others must not suffer
+            await self._write_group(group[:middle])
+            await self._write_group(group[middle:])
+            return
+        self._absorb(together)
+        for recording in others.values():
+            self._absorb(recording)
+        for place, each in enumerate(group):
+            if not each.refused.done():
+                alone = others.get(place)
+                each.refused.set_result(() if alone is None else alone.refused)

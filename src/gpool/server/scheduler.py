@@ -150,6 +150,8 @@ class Scheduler:
             tasks = tuple(TaskId(lease.task) for _, lease in line.leases)
             self.forecasts.started(tasks, now)
             self.fold(line.place.leased(tasks, now))
+            for node in gangs.nodes_of(line):  # one that was given up since the plan was made
+                self.deadlines.setdefault(node, Instant(now + self._ttl))
         await self._deliver(applied, shared, now)
         granted = sum(len(line.leases) for line in applied.lines)
         self._metrics.granted.inc(granted)

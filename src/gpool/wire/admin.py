@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import AwareDatetime, Field, StringConstraints
 
-from gpool.wire.documents import Answer, Document
+from gpool.wire.documents import Answer, Document, Moment
 
 _YEAR_S = 365 * 86_400
 Weight = Annotated[float, Field(gt=0, le=1000)]
@@ -131,8 +131,8 @@ class ReservationRequest(Document):
     nodes: Annotated[list[str], Field(min_length=1, max_length=1000)]
     users: Annotated[list[str], Field(default_factory=list, max_length=1000)]
     teams: Annotated[list[str], Field(default_factory=list, max_length=1000)]
-    first: AwareDatetime
-    last: AwareDatetime
+    first: Moment
+    last: Moment
     why: Why = ""
 
 

@@ -20,6 +20,11 @@ MAX_SMALL_BODY_BYTES = 1024 * 1024
 
 Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 Name = Annotated[str, StringConstraints(min_length=1, max_length=200)]
+Moment = Annotated[
+    AwareDatetime,
+    Field(ge=datetime(1970, 1, 1, tzinfo=UTC), le=datetime(9999, 1, 1, tzinfo=UTC)),
+]
+"""A time that somebody sends: one that can be shown again, in every zone."""
 
 
 def instant_to_datetime(instant: int) -> datetime:
@@ -125,7 +130,7 @@ class TaskRequest(Document):
     preemptible: bool = (
         False  # may be stopped for others and begun anew; with a checkpoint it always may
     )
-    by: AwareDatetime | None = None  # wanted by then: it goes before your others when that is near
+    by: Moment | None = None  # wanted by then: it goes before your others when that is near
     nodes: Annotated[int, Field(ge=1, le=MAX_NODES)] = 1  # at once, each with all that is asked for
     engine: Literal["none", "torchrun", "ray"] = "none"
     on_loss: Literal["reform", "end"] = "reform"

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import hashlib
 
+from msgspec.structs import replace
+
 from gpool.testing.loop import VirtualLoop
+from gpool.wire.frames import Grants, Line, encode
 
 
 class Trace:
@@ -30,8 +33,10 @@ class Trace:
             self._flush()
 
     def frame(self, who: str, way: str, data: bytes, frame: object) -> None:
-        """A frame by its bytes; the words only when somebody reads them."""
+        """A frame by its bytes; the words only when somebody reads them. What gangs share is drawn by no seed: left out."""
         self.count += 1
+        if isinstance(frame, Grants) and any(line.gang is not None for line in frame.lines):
+            data = encode(replace(frame, lines=tuple(map(_without_secret, frame.lines))))
         self._pending.append(f"{self._loop.us} {who} {way} {data.hex()}")
         if self._keep:
             self.lines.append(f"{self._loop.us / 1e6:10.6f}  {who:<12} {way} {frame}")
@@ -43,3 +48,7 @@ class Trace:
     def digest(self) -> str:
         self._flush()
         return self._hash.hexdigest()
+
+
+def _without_secret(line: Line) -> Line:
+    return line if line.gang is None else replace(line, gang=replace(line.gang, secret=b""))

@@ -200,7 +200,8 @@ def record_together(
 def _is_plain(item: ReportItem) -> bool:
     """A start, or an end that is a success: nothing has to be looked up for it."""
     if type(item) is Finished:
-        is_success = item.reason is EndReason.RETURNED or item.exit_code == 0
+        exited = item.reason is EndReason.EXITED and item.exit_code == 0
+        is_success = exited or item.reason is EndReason.RETURNED
         return is_success and not (item.task | item.epoch) >> 63
     return type(item) is Started and not (item.task | item.epoch) >> 63
 
