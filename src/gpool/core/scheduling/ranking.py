@@ -16,6 +16,9 @@ from gpool.core.scheduling.placement import unfit
 from gpool.core.scheduling.queue import Entry
 from gpool.core.scheduling.state import ShapeState, State
 
+_LOOKS = 50_000
+"""Kinds of nodes looked at for all shapes together; past them a shape counts as one that could use the same."""
+
 
 class Ranking:
     def __init__(self, state: State, now: Instant, policy: Policy, order: Order) -> None:
@@ -28,14 +31,26 @@ class Ranking:
             return 0
         own = mine.queue.count_while(lambda _, other: other < entry)
         my_key = self.key(mine.shape, own, entry)
-        total = own
+        total, looks, nodes = own, _LOOKS, self._one_of_each(nodes)
         for other in self._state.waiting():
+            if other is mine:
+                continue
             shape = other.shape
-            if other is not mine and any(unfit(node, shape) is None for node in nodes):
-                total += other.queue.count_while(
-                    lambda place, e, shape=shape: self.key(shape, place, e) < my_key  # type: ignore[misc]
-                )
+            before = other.queue.count_while(
+                lambda place, e, shape=shape: self.key(shape, place, e) < my_key  # type: ignore[misc]
+            )
+            if not before:
+                continue
+            if looks <= 0 or any(unfit(node, shape) is None for node in nodes):
+                total += before
+            looks -= len(nodes)
         return total
+
+    def _one_of_each(self, nodes: list[Node]) -> list[Node]:
+        """Of nodes that are alike to every shape the first."""
+        board = self._state.engine(self._policy.pricing).board
+        kinds = {int(board.kind[board.slots[node.id]]): node for node in reversed(nodes)}
+        return list(kinds.values())
 
     def key(self, shape: Shape, place: int, entry: Entry) -> Key:
         """Of the task with this place in the queue of its shape."""
