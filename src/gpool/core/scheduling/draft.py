@@ -17,6 +17,7 @@ from gpool.core.scheduling.fair_share import (
     Amounts,
     amounts_of,
     asked_by,
+    compared,
     plus,
     tenant_of,
     total,
@@ -212,7 +213,9 @@ class Draft:
         tenant: Holder = tenant_of(shape)
         user: Holder = ("user", shape.user)
         first = self.share(tenant, without, gain)
-        return first, first if tenant == user else self.share(user, without, gain)
+        if tenant == user:
+            return first, first
+        return compared(shape, first, self.share(user, without, gain), self.policy.weights)
 
     def share(self, holder: Holder, without: Holding | None, gain: Amounts = (0, 0, 0)) -> int:
         if without is None and gain == (0, 0, 0):

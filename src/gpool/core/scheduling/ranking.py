@@ -6,9 +6,11 @@ the same people take meanwhile is left out, so a place is exact at the front of 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from gpool.core.ids import TaskId
 from gpool.core.model import Instant, Node, Shape
-from gpool.core.scheduling.fair_share import Amounts, tenant_of
+from gpool.core.scheduling.fair_share import Amounts, compared, tenant_of
 from gpool.core.scheduling.levels import attained_at
 from gpool.core.scheduling.limits import Holder, band, least_gpus
 from gpool.core.scheduling.orders import Candidate, Key, Order, Policy
@@ -73,8 +75,14 @@ class Ranking:
             state.running.get(shape.user, 0) + place * needs.nodes,
             state.served(shape.user),
             attained_at(shape.level),
-            (share(tenant_of(shape)), share(("user", shape.user))),
+            self._shares(shape, share),
             state.predictions.of(shape),
             band(policy.limits, shape, held, gpus),
         )
         return self._order(candidate, self._now, policy)
+
+    def _shares(self, shape: Shape, share: Callable[[Holder], int]) -> tuple[int, int]:
+        own = share(("user", shape.user))
+        if shape.team is None:
+            return own, own
+        return compared(shape, share(tenant_of(shape)), own, self._policy.weights)
