@@ -69,6 +69,12 @@ def test_what_a_gang_asks_for_reaches_the_server(gpool: Gpool, pool: Pool) -> No
     }
 
 
+def test_the_team_in_whose_name_it_runs_reaches_the_server(gpool: Gpool, pool: Pool) -> None:
+    done = gpool("run", "--team", "tm-0000000000001", "-d", "--", "true")
+    assert done.exit_code == 0, done.output
+    assert sent(pool) == {"command": ["true"], "team": "tm-0000000000001"}
+
+
 def test_a_script_is_shipped_and_its_own_block_is_honoured(
     gpool: Gpool, pool: Pool, tmp_path: Path
 ) -> None:
