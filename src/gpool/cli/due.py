@@ -1,4 +1,4 @@
-"""`--by`: a time of day means the next such time, a date with time itself; both in the caller's own time zone."""
+"""Times as people say them, like `--by`: a time of day means the next such time, a date with time itself; both in the caller's own time zone."""
 
 from __future__ import annotations
 
@@ -23,9 +23,12 @@ def due_at(text: str, now: datetime) -> datetime:
     return said if said.tzinfo is not None else said.replace(tzinfo=now.tzinfo)
 
 
-def due(context: click.Context, option: click.Parameter, text: str | None) -> str | None:  # noqa: ARG001 - a callback
-    if text is None:
-        return None
+def moment(text: str) -> str:
+    """The same as it is sent."""
     local = time.localtime()
     zone = datetime(*local[:6]).astimezone().tzinfo
     return due_at(text, datetime(*local[:6], tzinfo=zone)).isoformat()
+
+
+def due(context: click.Context, option: click.Parameter, text: str | None) -> str | None:  # noqa: ARG001 - a callback
+    return None if text is None else moment(text)
