@@ -171,8 +171,8 @@ def reservations_make(
         "nodes": [_node(client, node) for node in nodes],
         "teams": [team_id(client, team) for team in teams],
         "users": [user_id(client, user) for user in users],
-        "first": moment(first),
-        "last": moment(last),
+        "first": moment(first).isoformat(),
+        "last": moment(last).isoformat(),
         "why": why,
     }
     made = client.door.send_json("POST", "/v1/admin/reservations", wanted)
