@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from datetime import UTC, datetime
 
 import pytest
@@ -29,3 +31,12 @@ def test_a_time_of_day_is_the_next_and_a_date_is_itself(text: str, meant: str) -
 def test_what_is_no_time_is_refused(text: str) -> None:
     with pytest.raises(Invalid, match="no time"):
         due_at(text, NOON)
+
+
+def test_a_date_is_meant_by_the_clock_of_that_day() -> None:
+    """In Berlin summer is two hours ahead of UTC and winter one, whenever that is said."""
+    said = "from gpool.cli.due import moment\n"
+    said += "for month in (1, 7): print(moment(f'2030-0{month}-01T09:00').isoformat())"
+    zone = {"TZ": "CET-1CEST,M3.5.0,M10.5.0/3", "PYTHONPATH": ":".join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", said], env=zone, capture_output=True, check=True)
+    assert done.stdout.split() == [b"2030-01-01T09:00:00+01:00", b"2030-07-01T09:00:00+02:00"]

@@ -67,7 +67,11 @@ def test_a_policy_is_shown_tried_changed_and_set_back(gpool: Operator) -> None:
 def test_a_node_is_cordoned_drained_and_reserved_by_its_name(gpool: Operator, live: Live) -> None:
     made = httpx2.post(f"{live.url}/v1/nodes", json=NODE, headers=live.headers)
     assert made.status_code == 201, made.text
-    assert "takes nothing new; 0 still run there" in gpool("admin", "cordon", "bench")
+    assert gpool.json("node", "show", "bench")["cordoned"] is None
+    said = gpool("admin", "cordon", "bench", "--why", "new fans")
+    assert "takes nothing new; 0 still run there" in said
+    assert "cordoned" in gpool("node", "ls").partition("\n")[2]
+    assert "new fans" in gpool("node", "show", "bench")
     assert gpool.json("admin", "drain", "bench")["preempted"] == 0
     gpool("admin", "uncordon", "bench")
     gpool("admin", "uncordon", "bench", code=4)
@@ -77,6 +81,32 @@ def test_a_node_is_cordoned_drained_and_reserved_by_its_name(gpool: Operator, li
     assert (listed["id"], listed["holds"]) == (id_, True)
     gpool("admin", "reservations", "end", id_)
     assert gpool.json("admin", "reservations", "ls") == []
+
+
+def test_teams_and_users_are_named_and_times_are_local_where_no_zone_is_said(
+    gpool: Operator, live: Live
+) -> None:
+    made = httpx2.post(f"{live.url}/v1/nodes", json=NODE, headers=live.headers)
+    assert made.status_code == 201, made.text
+    team = gpool.json("team", "make", "lab")["id"]
+    me = gpool.json("whoami")
+    told = gpool.json("admin", "policy", "--weight", "lab=2", "--weight", f"{me['name']}=3")
+    assert told["weights"] == {team: 2, me["id"]: 3}
+    assert "gpool admin users ls" in gpool("admin", "policy", "--weight", "nobody=2", code=4)
+    times = ("--from", "2001-01-01T00:00", "--to", "2999-01-01T00:00")
+    people = ("--team", "lab", "--user", me["name"])
+    gpool("admin", "reservations", "make", "bench", *people, *times)
+    [listed] = gpool.json("admin", "reservations", "ls")
+    assert (listed["teams"], listed["users"]) == ([team], [me["id"]])
+
+
+def test_the_tasks_of_a_team_are_run_and_listed_by_its_name(gpool: Operator) -> None:
+    gpool("team", "make", "lab")
+    id_ = gpool("run", "--team", "lab", "-d", "--", "true").strip()
+    assert [one["id"] for one in gpool.json("ps", "--team", "lab")] == [id_]
+    assert gpool.json("ps") == []
+    gpool("run", "--team", "nosuch", "-d", "--", "true", code=4)
+    gpool("wait", id_, "--timeout", "0", code=2)  # said wrongly; gpool is not at fault
 
 
 # ---- with tasks that run and wait

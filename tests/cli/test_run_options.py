@@ -69,6 +69,18 @@ def test_what_a_gang_asks_for_reaches_the_server(gpool: Gpool, pool: Pool) -> No
     }
 
 
+def test_a_time_that_is_over_is_refused(gpool: Gpool, pool: Pool) -> None:
+    done = gpool("run", "--by", "2020-01-01T00:00", "-d", "--", "true")
+    assert (done.exit_code, pool.bodies) == (2, [])
+    assert "say a time to come" in done.output
+
+
+def test_the_team_in_whose_name_it_runs_reaches_the_server(gpool: Gpool, pool: Pool) -> None:
+    done = gpool("run", "--team", "tm-0000000000001", "-d", "--", "true")
+    assert done.exit_code == 0, done.output
+    assert sent(pool) == {"command": ["true"], "team": "tm-0000000000001"}
+
+
 def test_a_script_is_shipped_and_its_own_block_is_honoured(
     gpool: Gpool, pool: Pool, tmp_path: Path
 ) -> None:

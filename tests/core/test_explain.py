@@ -261,6 +261,29 @@ def test_tasks_ahead_are_those_that_could_use_the_same_nodes() -> None:
     assert told.sentence == "10 tasks are ahead of it in line."
 
 
+class Asked(frozenset[str]):
+    """Counts how often it was asked what it holds."""
+
+    times = 0
+
+    def __contains__(self, thing: object) -> bool:
+        type(self).times += 1
+        return super().__contains__(thing)
+
+
+def test_many_kinds_of_tasks_never_make_an_answer_look_at_every_node_for_each() -> None:
+    pythons = Asked({"3.11"})
+    state = a_state(*(a_node(number, 4, 1, pythons=pythons) for number in range(1, 201)))
+    enqueue(state, gpu("1"), [*range(1, 202)])
+    apply(state, plan(state, NOW))
+    for number in range(300):
+        enqueue(state, a_shape(2, cpu_milli=5000 + number, python="3.11"), [1000 + number])
+    Asked.times = 0
+    told = explain(state, TaskId(201), NOW)
+    assert (told.code, told.position) == ("gpus_busy", 1)
+    assert 0 < Asked.times < 1000
+
+
 def test_the_place_in_line_is_that_of_the_order_in_force() -> None:
     state = a_state(a_node(1, cpus=1))
     enqueue(state, a_shape(2), range(100, 1100), at=NOW - 9)

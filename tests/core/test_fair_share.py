@@ -120,6 +120,18 @@ def test_a_greedy_team_of_many_users_gains_nothing() -> None:
     assert shares(pool)[1] == pytest.approx(0.5, rel=0.05)
 
 
+def test_a_greedy_user_of_many_teams_gains_nothing() -> None:
+    """Anybody may make teams."""
+    pool = Backlog(32, Policy())
+    pool.join((1, 1, 1, 4))
+    for team in range(2, 11):
+        for _ in range(3):
+            pool.submit((2, 1, 1, 4), a_task(team, 20_000, 1))
+    pool.run(Instant(NOW + HOUR))
+    pool.run(Instant(pool.now + HOUR))
+    assert shares(pool)[1] == pytest.approx(0.5, rel=0.05)
+
+
 def test_who_was_alone_is_not_made_to_pay_for_it() -> None:
     pool = Backlog(64, Policy())
     pool.join((1, 2, 1, 3))

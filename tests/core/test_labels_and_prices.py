@@ -47,7 +47,19 @@ def test_a_price_is_read_as_people_write_it(written: str | float, microcredits: 
 
 @pytest.mark.parametrize(
     "wrong",
-    ["", "-0.1/h", "0.40/d", "free", "nan", "inf", "1e30", "0.0000001", float("nan"), "1,5"],
+    [
+        "",
+        "-0.1/h",
+        "0.40/d",
+        "free",
+        "nan",
+        "inf",
+        "1e30",
+        "1e999999",
+        "0.0000001",
+        float("nan"),
+        "1,5",
+    ],
 )
 def test_a_price_that_is_none_is_refused_with_an_example(wrong: str | float) -> None:
     with pytest.raises(Invalid, match=r"0\.40/h"):

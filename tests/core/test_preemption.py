@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import replace
 from itertools import combinations
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scheduling_builders import NOW, a_node, a_shape, a_state
@@ -18,9 +19,10 @@ from gpool.core.scheduling.events import (
     TasksPreempted,
     TasksQueued,
     TasksReleased,
+    TasksWithdrawn,
 )
 from gpool.core.scheduling.levels import AGES, attained_at, level_of
-from gpool.core.scheduling.orders import DECISIVE, ORDERS, Policy
+from gpool.core.scheduling.orders import DECISIVE, ORDERS, Candidate, Key, Policy
 from gpool.core.scheduling.plan import plan
 from gpool.core.scheduling.preemption import Victim, in_sight, least
 from gpool.core.scheduling.room import Room
@@ -347,3 +349,76 @@ def test_no_order_ever_stops_in_vain_or_back_and_forth(
         for task in sorted(running(state)):
             if lengths[task - 1] < 200:
                 state.fold(TasksReleased((TaskId(task),), Instant(now)))
+
+
+def a_cpu_task(cpus: int = 1, *, user: int = 1) -> Shape:
+    needs = {"cpu_milli": 1000 * cpus, "memory_bytes": 1 << 20}
+    return replace(a_shape(user, f"{cpus} CPUs", **needs), preemptible=True)
+
+
+def test_room_is_made_where_cpus_are_short_and_gpus_are_not() -> None:
+    state = a_state(a_node(1, cpus=4, gpus=1), a_node(2, cpus=4, gpus=1))
+    submit(state, a_cpu_task(), *range(1, 9))
+    write(state, plan(state, NOW, FAIR), NOW)
+    later = Instant(NOW + HOUR)
+    wanted = a_shape(2, gpu=(GpuRequest(1),), cpu_milli=3000, memory_bytes=1 << 20)
+    submit(state, wanted, 100, at=later)
+    assert len(plan(state, later, FAIR).preemptions) == 3
+    state.fold(TasksWithdrawn((TaskId(100),)))
+    gang = replace(wanted, requirements=replace(wanted.requirements, nodes=2))
+    submit(state, gang, 101, at=later)
+    assert len(plan(state, later, FAIR).preemptions) == 6
+
+
+def test_nothing_is_stopped_that_makes_no_room_and_of_equals_the_last_in_the_order() -> None:
+    state = a_state(a_node(1, cpus=4, gpus=2))
+    submit(state, replace(a_cpu_task(1), group="small"), 1)
+    submit(state, a_cpu_task(3), 2)
+    write(state, plan(state, NOW, FAIR), NOW)
+    later = Instant(NOW + HOUR)
+    submit(state, a_cpu_task(3, user=2), 3, at=later)
+    assert [each.task for each in plan(state, later, FAIR).preemptions] == [2]
+
+    state = a_state(a_node(1, cpus=2))
+    submit(state, a_cpu_task(), 1, at=NOW - SECOND)
+    submit(state, a_cpu_task(), 2)
+    write(state, plan(state, NOW, FAIR), NOW)
+    submit(state, a_cpu_task(user=2), 3, at=later)
+    assert [each.task for each in plan(state, later, FAIR).preemptions] == [2]
+
+
+@pytest.mark.parametrize("minutes", [5, 20])
+def test_a_stream_of_tasks_that_may_be_stopped_never_starves_a_large_one(minutes: int) -> None:
+    """Of two people who have little, of tasks that end before they have had their turn: none of them is stopped for it."""
+    state, large = a_state(a_node(1, cpus=64, gpus=8)), a_gpu_task(8, user=9, preemptible=False)
+    for user in (1, 2):
+        submit(state, a_gpu_task(user=user), *range(1000 * user, 1000 * user + 500))
+    submit(state, large, 1, at=NOW + 1)
+    ends: dict[int, int] = {}
+    for minute in range(120):
+        now = NOW + minute * 60 * SECOND
+        over = tuple(TaskId(task) for task in sorted(running(state)) if ends[task] <= minute)
+        state.fold(TasksReleased(over, Instant(now)))
+        write(state, plan(state, Instant(now), FAIR), now)
+        for place, task in enumerate(sorted(running(state) - ends.keys())):
+            ends[task] = minute + minutes - (place * minutes // 8 if not minute else 0)
+        if TaskId(1) in state.held:
+            return
+    raise AssertionError("it waits after two hours")
+
+
+def test_many_kinds_of_tasks_of_one_user_never_make_a_pass_look_long_for_what_to_stop() -> None:
+    state = a_state(*(a_node(number, cpus=64, gpus=8) for number in range(1, 5)))
+    submit(state, a_gpu_task(), *range(1, 33))
+    write(state, plan(state, NOW, FAIR), NOW)
+    asked = [0]
+
+    def order(candidate: Candidate, now: Instant, policy: Policy) -> Key:
+        asked[0] += 1
+        return ORDERS["fair_share"](candidate, now, policy)
+
+    for number in range(400):
+        needs = {"cpu_milli": 9000 - number, "memory_bytes": (1 << 20) + number}
+        submit(state, a_shape(2, gpu=(GpuRequest(9),), **needs), 1000 + number, at=NOW + 1)
+    plan(state, Instant(NOW + SECOND), FAIR, {"fair_share": order})
+    assert asked[0] < 400 + 32 + 70  # of those that wait, of those that run, of some of both

@@ -80,6 +80,17 @@ def test_a_higher_price_a_label_less_and_fewer_nodes_are_suggested() -> None:
     assert found.sentence == said
 
 
+def test_what_is_far_from_what_was_asked_is_suggested_as_well() -> None:
+    state = a_state(a_node(1, 64, 1), a_node(2, 64, 1))
+    enqueue(state, gpu("16"), [1])
+    assert told(state, 1)["gpus"].change == "--gpu 1"
+    enqueue(state, gpu("1", nodes=100), [2])
+    assert told(state, 2)["nodes"].change == "--nodes 2"
+    apart = a_state(a_node(1, 64, 1, site=""), a_node(2, 64, 1, site=""))
+    enqueue(apart, gpu("1", nodes=100), [1])
+    assert told(apart, 1)["nodes"].change == "--nodes 1"
+
+
 def test_the_largest_slice_that_starts_is_suggested() -> None:
     state = a_state(a_node(1, 8, ("NVIDIA A10G",)))
     enqueue(state, gpu(vram="4GB"), [1])

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
-from gpool.cli.account import quoted, show
+from gpool.cli.account import show
 from gpool.cli.calling import as_json, client_of, listing
 from gpool.cli.operating import audit, keys
 from gpool.cli.policy import cordon, drain, policy, reservations, uncordon
 from gpool.cli.printing import emit_json, table
-from gpool.cli.quotas import quota_of, quota_options, teams
-from gpool.core.errors import Invalid, NotFound
-
-if TYPE_CHECKING:
-    from gpool.client.client import Client
+from gpool.cli.quotas import quota_of, quota_options, teams, user_id
+from gpool.core.errors import Invalid
 
 PERMISSIONS = ("consumer", "provider", "operator")
 the_user = click.argument("user")
@@ -65,7 +62,7 @@ def users_ls(ctx: click.Context, as_json: bool, everything: bool, limit: int) ->
 def users_show(ctx: click.Context, user: str, as_json: bool) -> None:
     """Show one user."""
     client = client_of(ctx)
-    show(client.door.get_json(f"/v1/users/{_user(client, user)}"), as_json, _FIELDS)
+    show(client.door.get_json(f"/v1/users/{user_id(client, user)}"), as_json, _FIELDS)
 
 
 @users.command("set")
@@ -90,7 +87,7 @@ def users_set(
 ) -> None:
     """Say what a user may do and have."""
     client = client_of(ctx)
-    path = f"/v1/users/{_user(client, user)}"
+    path = f"/v1/users/{user_id(client, user)}"
     wanted: dict[str, Any] = {}
     if permissions:
         wanted["permissions"] = [one for one in permissions if one != "none"]
@@ -123,7 +120,7 @@ def users_enable(ctx: click.Context, user: str, as_json: bool) -> None:
 
 def _disable(ctx: click.Context, user: str, disabled: bool, as_json: bool) -> None:
     client = client_of(ctx)
-    path = f"/v1/users/{_user(client, user)}"
+    path = f"/v1/users/{user_id(client, user)}"
     show(client.door.send_json("PATCH", path, {"disabled": disabled}), as_json, _FIELDS)
 
 
@@ -167,12 +164,3 @@ def preempt(ctx: click.Context, tasks: tuple[str, ...], as_json: bool) -> None:
         return
     for task in tasks:
         click.echo(f"{task} was asked to make room")
-
-
-def _user(client: Client, text: str) -> str:
-    if text.startswith("u-"):
-        return quoted(text)
-    for one in client.listing("users"):
-        if one["name"] == text:
-            return str(one["id"])
-    raise NotFound(f"no user {text!r}; `gpool admin users ls --all` lists them")

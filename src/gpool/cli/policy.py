@@ -8,7 +8,9 @@ import click
 
 from gpool.cli.account import quoted
 from gpool.cli.calling import as_json, client_of
+from gpool.cli.due import moment
 from gpool.cli.printing import emit_json, fields, plain, table
+from gpool.cli.quotas import team_id, user_id
 from gpool.core.errors import Invalid, NotFound
 
 if TYPE_CHECKING:
@@ -22,7 +24,7 @@ _POLICY = ("order", "ageing_s", "patience_s", "weights", "changed", "pricing")
 @click.option("--order", metavar="NAME", help="Who comes first; `configured` goes back.")
 @click.option("--ageing", metavar="TIME", help="Waiting this long is worth a point of priority.")
 @click.option("--patience", metavar="TIME", help="Then a node is kept clear for a large task.")
-@click.option("--weight", "weights", multiple=True, metavar="ID=N", help="Of a user or team.")
+@click.option("--weight", "weights", multiple=True, metavar="WHO=N", help="Of a user or team.")
 @click.option("--dry-run", is_flag=True, help="Only say what it would do to those who wait.")
 @click.option(
     "--learn", is_flag=True, help="Learn anew what free room is worth, from earlier tasks."
@@ -50,9 +52,10 @@ def policy(
     for name, value in (("ageing_s", ageing), ("patience_s", patience)):
         if value is not None:
             wanted[name] = None if value == "configured" else _seconds(value)
+    client = client_of(ctx)
+    door = client.door
     if weights:
-        wanted["weights"] = dict(_weight(text) for text in weights)
-    door = client_of(ctx).door
+        wanted["weights"] = dict(_weight(client, text) for text in weights)
     if learn:
         door.send("POST", "/v1/admin/policy/learn")
         click.echo("learning begins; `gpool admin policy` shows what came of it", err=True)
@@ -139,9 +142,15 @@ def reservations_ls(ctx: click.Context, as_json: bool) -> None:
 
 @reservations.command("make")
 @click.argument("nodes", metavar="NODE...", nargs=-1, required=True)
-@click.option("--team", "teams", multiple=True, metavar="ID")
-@click.option("--user", "users", multiple=True, metavar="ID")
-@click.option("--from", "first", required=True, metavar="TIME", help="2026-11-20T09:00+01:00")
+@click.option("--team", "teams", multiple=True, metavar="TEAM")
+@click.option("--user", "users", multiple=True, metavar="USER")
+@click.option(
+    "--from",
+    "first",
+    required=True,
+    metavar="TIME",
+    help="09:00, 2026-11-20T09:00, or 2026-11-20T09:00+01:00.",
+)
 @click.option("--to", "last", required=True, metavar="TIME")
 @click.option("--why", default="")
 @as_json
@@ -160,10 +169,10 @@ def reservations_make(
     client = client_of(ctx)
     wanted = {
         "nodes": [_node(client, node) for node in nodes],
-        "teams": list(teams),
-        "users": list(users),
-        "first": first,
-        "last": last,
+        "teams": [team_id(client, team) for team in teams],
+        "users": [user_id(client, user) for user in users],
+        "first": moment(first).isoformat(),
+        "last": moment(last).isoformat(),
         "why": why,
     }
     made = client.door.send_json("POST", "/v1/admin/reservations", wanted)
@@ -203,12 +212,19 @@ def _node(client: Client, text: str) -> str:
     raise NotFound(f"no node {text!r}; `gpool node ls` lists them")
 
 
-def _weight(text: str) -> tuple[str, float | None]:
-    who, _, value = text.partition("=")
+def _weight(client: Client, text: str) -> tuple[str, float | None]:
+    """Of a team, or else of a user."""
+    who, _, value = text.rpartition("=")
     try:
-        return who, None if value == "configured" else float(value)
+        weight = None if value == "configured" else float(value)
     except ValueError:
-        raise Invalid(f"{text!r} is not ID=N, as in tm-0000000000001=2") from None
+        raise Invalid(f"{text!r} is not WHO=N, as in lab=2 or tm-0000000000001=2") from None
+    if who.startswith(("tm-", "u-")):
+        return who, weight
+    try:
+        return team_id(client, who), weight
+    except NotFound:
+        return user_id(client, who), weight
 
 
 def _seconds(text: str) -> float:

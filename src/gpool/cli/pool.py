@@ -118,7 +118,7 @@ def node_ls(ctx: click.Context, as_json: bool, everything: bool, limit: int) -> 
             one["id"],
             one["name"],
             one["status"],
-            one["availability"],
+            one["availability"] if one.get("cordoned") is None else "cordoned",
             f"{one['cpu_free_milli'] / 1000:g}/{one['cpu_milli'] / 1000:g}",
             len(one.get("gpus") or []),
             one.get("running", 0),
@@ -130,6 +130,7 @@ def node_ls(ctx: click.Context, as_json: bool, everything: bool, limit: int) -> 
     table(columns, rows, "No nodes yet; make a join link with: gpool node invite")
     for one in found:
         closed = [f"takes nothing new: {one['closed']}"] if one.get("closed") else []
+        closed += [f"cordoned: {one['cordoned']}"] if one.get("cordoned") else []
         for said in (*closed, *(one.get("problems") or [])):
             click.echo(plain(f"{one['id']} ({one['name']}): {said}"), err=True)
 
@@ -145,11 +146,13 @@ def node_show(ctx: click.Context, what: str | None, as_json: bool) -> None:
     if as_json:
         emit_json(document)
         return
+    if document.get("cordoned") is not None:
+        document["cordoned"] = document["cordoned"] or "yes"
     audience = document.get("audience")
     document["audience"] = "some" if audience is None else audience or "anyone"
     document["gpus"] = [one["model"] for one in document.get("gpus") or []]
     names = (
-        "id name status availability closed problems audience tiers labels networks pythons "
+        "id name status availability closed cordoned problems audience tiers labels networks pythons "
         "environments builds cpu_milli memory_bytes gpus running last_beat_at"
     )
     fields(document, names.split())

@@ -79,7 +79,7 @@ def teams_ls(ctx: click.Context, as_json: bool, everything: bool, limit: int) ->
 def teams_show(ctx: click.Context, team_: str, as_json: bool) -> None:
     """Show one team and its quota."""
     client = client_of(ctx)
-    show(client.door.get_json(f"/v1/teams/{_team(client, team_)}"), as_json, _FIELDS)
+    show(client.door.get_json(f"/v1/teams/{team_id(client, team_)}"), as_json, _FIELDS)
 
 
 @teams.command("set")
@@ -92,7 +92,7 @@ def teams_set(ctx: click.Context, /, team_: str, as_json: bool, **quota: Any) ->
     if all(value is None for value in quota.values()):
         raise Invalid("say what is to change: --gpus, --guaranteed, --queued or --storage")
     client = client_of(ctx)
-    path = f"/v1/teams/{_team(client, team_)}"
+    path = f"/v1/teams/{team_id(client, team_)}"
     wanted = {"quota": quota_of(client, path, **quota)}
     show(client.door.send_json("PATCH", path, wanted), as_json, _FIELDS)
 
@@ -101,7 +101,18 @@ def _all(client: Client, limit: int | None) -> list[dict[str, Any]]:
     return client.listing("teams", limit=limit, all="true")
 
 
-def _team(client: Client, text: str) -> str:
+def user_id(client: Client, text: str) -> str:
+    """Any user's id, by their name too."""
+    if text.startswith("u-"):
+        return quoted(text)
+    for one in client.listing("users"):
+        if one["name"] == text:
+            return str(one["id"])
+    raise NotFound(f"no user {text!r}; `gpool admin users ls --all` lists them")
+
+
+def team_id(client: Client, text: str) -> str:
+    """Any team's id, by its name too."""
     if text.startswith("tm-"):
         return quoted(text)
     for one in _all(client, None):

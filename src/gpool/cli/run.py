@@ -16,6 +16,7 @@ import click
 from gpool.cli.calling import as_json, client_of, into
 from gpool.cli.due import due
 from gpool.cli.main import FAILED, GPOOL_FAULT, say_error
+from gpool.cli.team import team_id
 from gpool.core.errors import GpoolError, Invalid
 
 if TYPE_CHECKING:
@@ -130,6 +131,7 @@ SECOND_CHANCE_S = 2.0
 )
 @click.option("--label", "labels", multiple=True, metavar="L", help="Only on nodes labelled so.")
 @click.option("--max-price", metavar="PRICE", help="At most that on one node, e.g. 0.40/h.")
+@click.option("--team", metavar="TEAM", help="In the name of this team of yours.")
 @click.option("--name", help="A name for listings.")
 @click.option("-d", "--detach", is_flag=True, help="Print the id and do not wait.")
 @as_json
@@ -159,6 +161,8 @@ def run(
     from gpool.client.options import Options
 
     client = client_of(ctx)
+    if wanted["team"] is not None:
+        wanted["team"] = team_id(client, str(wanted["team"]))
     shipped = shipment(workdir, ignore, inputs)
     script = script_of(command, workdir)
     if script is not None:

@@ -12,6 +12,7 @@ from gpool.cli.calling import as_json, client_of, into, listing
 from gpool.cli.main import FAILED, GPOOL_FAULT, say_error
 from gpool.cli.printing import LogPrinter, age, emit_json, fields, local_time, plain, table
 from gpool.cli.run import progress_bar, say_how_it_ended
+from gpool.cli.team import team_id
 from gpool.core.errors import GpoolError
 
 task_id = click.argument("task", metavar="ID")
@@ -20,11 +21,21 @@ task_id = click.argument("task", metavar="ID")
 @click.command()
 @listing
 @click.option("--status", help="Only those: queued, leased, running, succeeded, failed, cancelled.")
+@click.option("--team", metavar="TEAM", help="Those of a team of yours, instead of your own.")
 @click.pass_context
-def ps(ctx: click.Context, as_json: bool, everything: bool, limit: int, status: str | None) -> None:
+def ps(
+    ctx: click.Context,
+    as_json: bool,
+    everything: bool,
+    limit: int,
+    status: str | None,
+    team: str | None,
+) -> None:
     """List tasks, newest first."""
     client = client_of(ctx)
     filters = {"status": status} if status else {}
+    if team is not None:
+        filters["team"] = team_id(client, team)
     found = client.listing("tasks", limit=None if everything else limit, **filters)
     if as_json:
         emit_json(found)
@@ -123,9 +134,10 @@ def wait(ctx: click.Context, task: str, timeout: str | None, as_json: bool) -> N
     from gpool.client.options import seconds
     from gpool.client.results import exit_code
 
+    patience = None if timeout is None else seconds(timeout)
     run = client_of(ctx).get(task)  # before this answers, there is no id to speak of
     try:
-        result = run.wait(None if timeout is None else seconds(timeout))
+        result = run.wait(patience)
         if as_json:
             emit_json(run.document())
     except TimeoutError as late:

@@ -23,7 +23,7 @@ def seconds(duration: str | float) -> float:
         found = float(duration)
     else:
         text = duration.strip().lower()
-        if text.replace(".", "", 1).isdigit():
+        if text.replace(".", "", 1).isdecimal():
             found = float(text)
         elif _DURATION.fullmatch(text):
             found = sum(float(count) * _UNIT_S[unit] for count, unit in _PART.findall(text))
@@ -67,6 +67,7 @@ class Options:
     on_loss: str | None = None  # "reform" or "end": when a gang loses a node
     labels: Sequence[str] = ()  # a node must have all of these
     max_price: str | float | None = None  # "0.40/h", for what it gets on one node
+    team: str | None = None  # the id of the team in whose name it runs; None: your own
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Options:
@@ -105,6 +106,7 @@ class Options:
             "on_loss": self.on_loss,
             "labels": _words("labels", self.labels, "ssd") or None,
             "max_price": self.max_price,
+            "team": self.team,
         }
         return {name: value for name, value in said.items() if value is not None}
 

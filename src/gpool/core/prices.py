@@ -23,9 +23,11 @@ def parse(price: str | int | float) -> int:
         raise _wrong(price, "is no price")
     if credits < 0:
         raise _wrong(price, "is below zero")
-    found = credits * CREDIT
-    if found > MAX_PRICE:
+    if (
+        credits > MAX_PRICE // CREDIT
+    ):  # before it is multiplied: what has many digits would overflow
         raise _wrong(price, f"is more than {MAX_PRICE // CREDIT} credits an hour")
+    found = credits * CREDIT
     if found != int(found):
         raise _wrong(price, "is finer than a millionth of a credit")
     return int(found)

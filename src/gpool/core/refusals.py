@@ -96,7 +96,7 @@ def nothing_can(nodes: list[Node], shape: Shape) -> Explanation:
         case Unfit.SITE:
             said = (
                 f"It asks for {needs.nodes} nodes of one site, and {those(near)} could run a part of it, "
-                "but its owner names no site whose nodes reach each other."
+                "but its owner names no site whose nodes reach each other; --site does when they join."
             )
             return Explanation("no_site", said)
 

@@ -417,7 +417,8 @@ class GpuPatch(Document):
 class NodeDocument(Answer):
     """`audience`: whose tasks it takes ("me", "user:NAME", "team:NAME"; empty: anyone's); null where that is the
     owner's affair. `closed`: why its owner's rules let nothing new in just now. `environments` lie ready, those of the
-    kinds in `builds` can be made. `problems`: what its owner should look at; shown to owners and operators."""
+    kinds in `builds` can be made. `problems`: what its owner should look at; shown to owners and operators. `cordoned`: why an
+    operator lets nothing new start there, empty where no reason was given; null: none does."""
 
     id: str
     name: str
@@ -444,6 +445,7 @@ class NodeDocument(Answer):
     site: str | None = (
         None  # nodes of one owner and site reach each other; null: it takes no part in gangs
     )
+    cordoned: str | None = None
 
 
 class NodePage(Answer):

@@ -21,6 +21,7 @@ UNKNOWN = Span(3600 * 1_000_000)
 class Reservation(NamedTuple):
     shape: Shape
     at: Instant  # when there will be room, as predicted
+    since: Instant = Instant(0)  # when the one it is for began to wait
 
 
 class End(NamedTuple):

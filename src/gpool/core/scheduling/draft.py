@@ -17,6 +17,7 @@ from gpool.core.scheduling.fair_share import (
     Amounts,
     amounts_of,
     asked_by,
+    compared,
     plus,
     tenant_of,
     total,
@@ -148,7 +149,10 @@ class Draft:
         self.run_times: dict[tuple[int, str], Span] = {}
         self.made_on: dict[NodeId, list[tuple[Shape, Allocation]]] = {}  # in this pass
         self.preemptions: list[Preempt] = []
-        self.hopeless: list[Shape] = []  # for which nothing can be stopped, as things stand
+        # By user: shapes for which nothing can be stopped, as things stand, and how many were looked at for nothing.
+        self.hopeless: dict[UserId, list[Shape]] = {}
+        self.in_vain: dict[UserId, int] = {}
+        self.all_in_vain = 0
         self.awaited: dict[str, int] = {}  # large inputs: tasks that wait for a node with them
         self._alike: dict[Alike, list[Line]] | None = None  # what may be stopped
         self._victims: dict[Alike, list[Victim]] = {}
@@ -209,7 +213,9 @@ class Draft:
         tenant: Holder = tenant_of(shape)
         user: Holder = ("user", shape.user)
         first = self.share(tenant, without, gain)
-        return first, first if tenant == user else self.share(user, without, gain)
+        if tenant == user:
+            return first, first
+        return compared(shape, first, self.share(user, without, gain), self.policy.weights)
 
     def share(self, holder: Holder, without: Holding | None, gain: Amounts = (0, 0, 0)) -> int:
         if without is None and gain == (0, 0, 0):
@@ -328,14 +334,16 @@ class Draft:
             nodes = gangs.nearest(self.engine, shape, self.kept_clear)
             if nodes:  # a part of what a gang needs is of no use
                 at = Instant(max(self.ready_at(id_, shape) for id_ in nodes))
-                self.kept_clear |= dict.fromkeys(nodes, Reservation(shape, at))
+                since = Instant(turn.head[0])
+                self.kept_clear |= dict.fromkeys(nodes, Reservation(shape, at, since))
             return
         owed = self.pieces_owed(turn)
         while owed > 0 and len(self.kept_clear) < most:
             nearest = self.nearest(turn)
             if nearest is None:
                 return
-            self.kept_clear[nearest] = Reservation(shape, Instant(self.ready_at(nearest, shape)))
+            at = Instant(self.ready_at(nearest, shape))
+            self.kept_clear[nearest] = Reservation(shape, at, Instant(turn.head[0]))
             owed -= max(1, 1000 * len(self.room(nearest).gpus) // max(1, least_gpus(shape)))
 
     def pieces_owed(self, turn: Turn) -> int:
@@ -453,9 +461,14 @@ class Draft:
     def barred(self, shape: Shape) -> set[NodeId]:
         """What is being cleared, or kept clear, for others; what may be stopped again may use the latter meanwhile."""
         found = {id_ for id_, other in self.clearing.items() if other is not shape}
-        if self.kept_clear and not (shape.preemptible and self.decisive):
-            predicted = self.predicted_for(shape)
-            for id_, kept in self.kept_clear.items():
-                if not may_pass(shape, kept, self.now, predicted):
-                    found.add(id_)
+        for id_, kept in self.kept_clear.items():
+            if shape.preemptible and self.decisive and not self.is_overdue(kept, shape):
+                continue
+            if not may_pass(shape, kept, self.now, self.predicted_for(shape)):
+                found.add(id_)
         return found
+
+    def is_overdue(self, kept: Reservation, shape: Shape) -> bool:
+        """Not all that may be stopped is stopped for it: what has not had its turn, and belongs to people who have little, is
+        not. A stream of such would hold it off for ever, so after as long as a turn they start elsewhere."""
+        return kept.shape.user != shape.user and self.now - kept.since >= self.policy.turn

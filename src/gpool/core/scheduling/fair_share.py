@@ -1,7 +1,8 @@
 """How much of the pool each team and each user has: dominant shares now, and lately under contention. It counts; orders compare.
 
 **Who is compared.** A tenant is a team, or a user who works for none. Tenants are compared first, the users of one team
-after that: a team of a thousand users has one share, not a thousand.
+after that: a team of a thousand users has one share, not a thousand. Nor has a user with a thousand teams: what they have in
+all of them together counts for each, where that is more than the team has (`compared`).
 
 **What is compared.** The dominant share: of GPUs, CPU and memory, the one of which a holder has most, in millionths of what
 the pool lends, divided by its weight. To what it holds now comes what it had lately *while others waited*, worn off with a
@@ -37,6 +38,18 @@ Amounts = tuple[int, int, int]  # thousandths of GPUs, of CPUs, bytes of memory
 
 def tenant_of(shape: Shape) -> Holder:
     return ("user", shape.user) if shape.team is None else ("team", shape.team)
+
+
+def compared(shape: Shape, team: int, user: int, weights: Mapping[Holder, int]) -> tuple[int, int]:
+    """The shares of a team and of its user, to be compared with other tenants' and with the team's other users'.
+
+    Anybody may make teams, so a user alone in many must not have a share in each. A weight that an operator gave the team is
+    its users' as well.
+    """
+    assert shape.team is not None
+    own = max(1, weights.get(("user", shape.user), 1000))
+    most = max(own, weights.get(("team", shape.team), 1000))
+    return max(team, user * own // most), user
 
 
 def scopes_of(shape: Shape) -> tuple[tuple[Holder, int | None], ...]:

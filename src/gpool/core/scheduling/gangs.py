@@ -21,8 +21,15 @@ from gpool.core.ids import NodeId
 from gpool.core.model import GpuRequest, Node, Shape
 from gpool.core.scheduling.engine import Candidates, Engine
 from gpool.core.scheduling.fragmentation import Ints, Slots
-from gpool.core.scheduling.placement import Fit, fit, joins_gangs, usable
-from gpool.core.scheduling.preemption import Clearing, Victim, give, least
+from gpool.core.scheduling.placement import Fit, joins_gangs, usable
+from gpool.core.scheduling.preemption import (
+    Clearing,
+    Victim,
+    cleared,
+    completed,
+    give,
+    least,
+)
 from gpool.core.scheduling.room import Room
 from gpool.core.scheduling.state import Line
 
@@ -167,7 +174,9 @@ def _cheapest_at(site: _Clearings, count: int, best: _Set | None) -> _Set | None
         without = site.copy()
         without.stop([victim])
         best = _lesser(best, without.make(count))
-    return best
+    return (
+        best if best is not None else _lesser(None, site.copy().make(count, whatever_is_short=True))
+    )
 
 
 def _lesser(best: _Set | None, found: list[Clearing] | None) -> _Set | None:
@@ -202,21 +211,23 @@ class _Clearings:
         }
         return sorted(gangs.values(), key=lambda victim: (victim.amounts[0], victim.line.node))
 
-    def make(self, count: int) -> list[Clearing] | None:
+    def make(self, count: int, *, whatever_is_short: bool = False) -> list[Clearing] | None:
+        """`whatever_is_short`: besides GPUs."""
         found: list[Clearing] = []
         while len(found) < count and self.costs:
             id_ = min(self.costs, key=lambda id_: self.costs[id_][0])
             victims = self.costs.pop(id_)[1]
-            node, room, _ = self.left.pop(id_)
-            trial = self.after(id_, room).copy()
-            for victim in victims:
-                give(trial, id_, victim)
-            fits = fit(node, trial, self.shape)
-            if fits is None:
+            node, room, there = self.left.pop(id_)
+            room = self.after(id_, room)
+            made = cleared(node, room, self.shape, victims)
+            if made is None and whatever_is_short:
+                others = [victim for victim in there if victim.line not in self.gone]
+                made = completed(node, room, self.shape, victims, others)
+            if made is None:
                 continue
             here = [v for v in self.gone.values() if any(part.node == id_ for part in v.parts)]
-            found.append(Clearing(id_, fits, (*here, *victims)))
-            self.stop(victims)
+            found.append(made._replace(victims=(*here, *made.victims)))
+            self.stop(list(made.victims))
         return found if len(found) == count else None
 
     def stop(self, victims: list[Victim]) -> None:

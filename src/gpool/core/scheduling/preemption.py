@@ -118,21 +118,43 @@ def cheapest(
     for node, room, victims in places:
         chosen = least(node, room, shape, victims)
         if chosen is not None:
-            options.append((cost_of(chosen, node.id), node, room, chosen))
+            options.append((cost_of(chosen, node.id), node, room, chosen, victims))
     if len(options) < count:
         return None
     options.sort(key=lambda option: option[0])
     found: list[Clearing] = []
-    for _, node, room, chosen in options[: count + _MAX_NODES_TRIED]:
-        trial = room.copy()
-        for victim in chosen:
-            give(trial, node.id, victim)
-        fits = fit(node, trial, shape)
-        if fits is not None:
-            found.append(Clearing(node.id, fits, tuple(chosen)))
+    short = []
+    for _, node, room, chosen, victims in options[: count + _MAX_NODES_TRIED]:
+        clearing = cleared(node, room, shape, chosen)
+        if clearing is not None:
+            found.append(clearing)
             if len(found) == count:
                 return found
-    return None
+        else:
+            short.append(completed(node, room, shape, chosen, victims))
+    more = [each for each in short if each is not None]
+    found += sorted(more, key=lambda each: cost_of(list(each.victims), each.node))
+    return found[:count] if len(found) >= count else None
+
+
+def cleared(node: Node, room: Room, shape: Shape, chosen: list[Victim]) -> Clearing | None:
+    trial = room.copy()
+    for victim in chosen:
+        give(trial, node.id, victim)
+    fits = fit(node, trial, shape)
+    return None if fits is None else Clearing(node.id, fits, tuple(chosen))
+
+
+def completed(
+    node: Node, room: Room, shape: Shape, chosen: list[Victim], victims: list[Victim]
+) -> Clearing | None:
+    """With more of the victims where GPUs are not all that is short: CPU, memory or disk."""
+    left = [victim for victim in victims if victim not in chosen]
+    trial = room.copy()
+    for victim in chosen:
+        give(trial, node.id, victim)
+    more = _until_it_fits(node, trial, shape, left)
+    return None if more is None else cleared(node, room, shape, [*chosen, *more])
 
 
 def cost_of(chosen: list[Victim], node: NodeId) -> Cost:
@@ -148,7 +170,15 @@ def give(room: Room, node: NodeId, victim: Victim) -> None:
             room.give(part.allocation)
 
 
+def take(room: Room, node: NodeId, victim: Victim) -> None:
+    """The opposite of `give`."""
+    for part in victim.parts:
+        if part.node == node:
+            room.take(part.allocation, victim.line.shape.user)
+
+
 def least(node: Node, room: Room, shape: Shape, victims: list[Victim]) -> list[Victim] | None:
+    """Of whole GPUs only those are looked at: `completed` adds what else is short."""
     requests = shape.requirements.gpu
     if requests and not any(is_slice(request) for request in requests):
         request = requests[0]
@@ -156,14 +186,31 @@ def least(node: Node, room: Room, shape: Shape, victims: list[Victim]) -> list[V
             1 for gpu in room.gpus.values() if not gpu.holders and usable(node, gpu.gpu, request)
         )
         return _enough_gpus(request.count - idle, node.id, victims)
+    return _until_it_fits(node, room, shape, victims)
+
+
+def _until_it_fits(
+    node: Node, room: Room, shape: Shape, victims: list[Victim]
+) -> list[Victim] | None:
+    """The smallest first, of equals the last in the order; then those go on without which there is room all the same."""
     chosen: list[Victim] = []
     trial = room.copy()
-    for victim in sorted(victims, key=lambda victim: (victim.amounts, victim.key)):
+    ordered = sorted(victims, key=_key, reverse=True)
+    ordered.sort(key=lambda victim: victim.amounts)
+    for victim in ordered:
         if fit(node, trial, shape) is not None:
-            return chosen
+            break
         give(trial, node.id, victim)
         chosen.append(victim)
-    return chosen if fit(node, trial, shape) is not None else None
+    if fit(node, trial, shape) is None:
+        return None
+    needed: list[Victim] = []
+    for victim in reversed(chosen):
+        take(trial, node.id, victim)
+        if fit(node, trial, shape) is None:
+            give(trial, node.id, victim)
+            needed.append(victim)
+    return needed[::-1]
 
 
 def _enough_gpus(short: int, node: NodeId, victims: list[Victim]) -> list[Victim] | None:

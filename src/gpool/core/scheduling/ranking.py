@@ -6,15 +6,20 @@ the same people take meanwhile is left out, so a place is exact at the front of 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from gpool.core.ids import TaskId
 from gpool.core.model import Instant, Node, Shape
-from gpool.core.scheduling.fair_share import Amounts, tenant_of
+from gpool.core.scheduling.fair_share import Amounts, compared, tenant_of
 from gpool.core.scheduling.levels import attained_at
 from gpool.core.scheduling.limits import Holder, band, least_gpus
 from gpool.core.scheduling.orders import Candidate, Key, Order, Policy
 from gpool.core.scheduling.placement import unfit
 from gpool.core.scheduling.queue import Entry
 from gpool.core.scheduling.state import ShapeState, State
+
+_LOOKS = 50_000
+"""Kinds of nodes looked at for all shapes together; past them a shape counts as one that could use the same."""
 
 
 class Ranking:
@@ -28,14 +33,26 @@ class Ranking:
             return 0
         own = mine.queue.count_while(lambda _, other: other < entry)
         my_key = self.key(mine.shape, own, entry)
-        total = own
+        total, looks, nodes = own, _LOOKS, self._one_of_each(nodes)
         for other in self._state.waiting():
+            if other is mine:
+                continue
             shape = other.shape
-            if other is not mine and any(unfit(node, shape) is None for node in nodes):
-                total += other.queue.count_while(
-                    lambda place, e, shape=shape: self.key(shape, place, e) < my_key  # type: ignore[misc]
-                )
+            before = other.queue.count_while(
+                lambda place, e, shape=shape: self.key(shape, place, e) < my_key  # type: ignore[misc]
+            )
+            if not before:
+                continue
+            if looks <= 0 or any(unfit(node, shape) is None for node in nodes):
+                total += before
+            looks -= len(nodes)
         return total
+
+    def _one_of_each(self, nodes: list[Node]) -> list[Node]:
+        """Of nodes that are alike to every shape the first."""
+        board = self._state.engine(self._policy.pricing).board
+        kinds = {int(board.kind[board.slots[node.id]]): node for node in reversed(nodes)}
+        return list(kinds.values())
 
     def key(self, shape: Shape, place: int, entry: Entry) -> Key:
         """Of the task with this place in the queue of its shape."""
@@ -58,8 +75,14 @@ class Ranking:
             state.running.get(shape.user, 0) + place * needs.nodes,
             state.served(shape.user),
             attained_at(shape.level),
-            (share(tenant_of(shape)), share(("user", shape.user))),
+            self._shares(shape, share),
             state.predictions.of(shape),
             band(policy.limits, shape, held, gpus),
         )
         return self._order(candidate, self._now, policy)
+
+    def _shares(self, shape: Shape, share: Callable[[Holder], int]) -> tuple[int, int]:
+        own = share(("user", shape.user))
+        if shape.team is None:
+            return own, own
+        return compared(shape, share(tenant_of(shape)), own, self._policy.weights)

@@ -19,6 +19,9 @@ from gpool.core.scheduling.room import Room
 from gpool.core.scheduling.state import Line
 
 _LOOKS_WITHIN_LIMITS = 32  # cards tried for a slice whose share of them differs
+# Of one user so many shapes a pass for which nothing can be stopped, and after so many of all one of each user: looking costs
+# as much as what runs, and whoever has many kinds of tasks waiting must not hold up the rest.
+_VAIN_OF_ONE, _VAIN = 64, 256
 
 
 class Starts(Draft):
@@ -112,17 +115,25 @@ class Starts(Draft):
         if not self.may_preempt or not self.state.stoppable or turn.is_over:
             return False
         shape = turn.entry.shape
-        if any(preemption.asks_no_less(shape, tried) for tried in self.hopeless):
+        vain = self.in_vain.get(shape.user, 0)
+        if vain >= (_VAIN_OF_ONE if self.all_in_vain < _VAIN else 1):
             return False
+        tried = self.hopeless.setdefault(shape.user, [])
+        if any(preemption.asks_no_less(shape, other) for other in tried):
+            return False
+        self.in_vain[shape.user] = vain + 1
+        self.all_in_vain += 1
         choose = gangs.cheapest if shape.requirements.nodes > 1 else preemption.cheapest
         found = choose(shape, shape.requirements.nodes, self.clearable(turn))
         sure = self.policy.limits.guaranteed
         if found is not None and sure and not self.spares(shape, found):
             found = choose(shape, shape.requirements.nodes, self.clearable(turn, dict(sure)))
         if found is None and (not self.kept_clear or (shape.preemptible and self.decisive)):
-            self.hopeless.append(shape)  # nor will those of its user that come later and need more
+            tried.append(shape)  # nor will those of its user that come later and need more
         if found is None or not self.is_within_limits(turn, *(each.fit for each in found)):
             return False
+        self.in_vain[shape.user] = vain
+        self.all_in_vain -= 1
         task = TaskId(turn.head[1])
         for victim in {id(v.line): v for each in found for v in each.victims}.values():
             if victim.line in self.stopped:
@@ -224,7 +235,7 @@ class Starts(Draft):
 
     def forget_standings(self, shapes: set[Shape]) -> None:
         """The shares of their people are not what they were."""
-        self.hopeless = []
+        self.hopeless = {}
         users, teams = {shape.user for shape in shapes}, {shape.team for shape in shapes}
         for which in list(self._victims):
             if which[0] in users or (which[1] is not None and which[1] in teams):

@@ -6,6 +6,7 @@ with its old age, for whoever changes it in place. Only a change under which bot
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import combinations
@@ -23,6 +24,7 @@ from gpool.core.scheduling.placement import (
     possible_prices,
     price_of,
     unfit,
+    usable,
 )
 from gpool.core.scheduling.plan import plan
 from gpool.core.scheduling.room import GpuRoom
@@ -160,13 +162,24 @@ class _Free:
 
     def has_room(self, shape: Shape) -> bool:
         """For a start, if nobody came before it."""
-        fitting = (
-            node
-            for node in self.nodes
-            if unfit(node, shape) is None and fit(node, self.state.nodes[node.id].room, shape)
-        )
         wanted = shape.requirements.nodes
+        fitting = self.fitting(shape)
         return any(fitting) if wanted == 1 else most_together(fitting) >= wanted
+
+    def fitting(self, shape: Shape) -> Iterator[Node]:
+        """Nodes with room for it, or for one member of it."""
+        for node in self.nodes:
+            if unfit(node, shape) is None and fit(node, self.state.nodes[node.id].room, shape):
+                yield node
+
+    def most_idle(self, request: GpuRequest) -> int:
+        """How many idle GPUs that would do one node has at most."""
+        counts = Counter(
+            node.id
+            for node, room in self.gpus()
+            if not room.holders and usable(node, room.gpu, request)
+        )
+        return max(counts.values(), default=0)
 
     def gpus(self) -> Iterator[tuple[Node, GpuRoom]]:
         """Those this person may have some of."""
@@ -192,8 +205,8 @@ class _Free:
 def _kinds(shape: Shape, free: _Free) -> Iterator[tuple[str, Iterator[_Change]]]:
     yield "vram", _less_vram(shape, free)
     yield "share", _less_share(shape, free)
-    yield "gpus", _fewer_gpus(shape)
-    yield "nodes", _fewer_nodes(shape)
+    yield "gpus", _fewer_gpus(shape, free)
+    yield "nodes", _fewer_nodes(shape, free)
     yield "model", _other_models(shape, free)
     yield "price", _higher_prices(shape, free)
     yield "labels", _fewer_labels(shape)
@@ -228,19 +241,22 @@ def _less_share(shape: Shape, free: _Free) -> Iterator[_Change]:
             yield _Change(f"--gpu {gpuspec.format(needs.gpu)}", said, needs)
 
 
-def _fewer_gpus(shape: Shape) -> Iterator[_Change]:
+def _fewer_gpus(shape: Shape, free: _Free) -> Iterator[_Change]:
     asked = _only(shape)
     if asked is None or is_slice(asked):
         return
-    for count in range(asked.count - 1, 0, -1):
+    for count in range(min(asked.count - 1, free.most_idle(asked)), 0, -1):
         needs = _gpu(shape, replace(asked, count=count))
         said = f"with {count} GPU{'s' if count > 1 else ''} instead of {asked.count}"
         yield _Change(f"--gpu {gpuspec.format(needs.gpu)}", said, needs)
 
 
-def _fewer_nodes(shape: Shape) -> Iterator[_Change]:
+def _fewer_nodes(shape: Shape, free: _Free) -> Iterator[_Change]:
     asked = shape.requirements.nodes
-    for count in range(asked - 1, 0, -1):
+    if asked == 1:
+        return
+    most = min(asked - 1, most_together(free.fitting(shape)))
+    for count in (*range(most, max(1, most - _TRIES + 1), -1), 1):
         needs = replace(shape.requirements, nodes=count)
         said = f"with {count} node{'s' if count > 1 else ''} instead of {asked}"
         yield _Change(f"--nodes {count}", said, needs)

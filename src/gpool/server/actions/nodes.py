@@ -445,6 +445,7 @@ def node_document(server: Server, who: Caller, pool: Pool, row: NodeRow) -> Node
         labels=sorted(here.offer.labels),
         price_microcredits=here.offer.price_microcredits,
         site=offers.site_name(here.offer.site),
+        cordoned=server.scheduler.rules.cordons.get(here.id),
     )
 
 

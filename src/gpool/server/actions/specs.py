@@ -233,6 +233,7 @@ def _size(field: str, text: str | None) -> int | None:
         size = gpuspec.parse_bytes(text)
     except BadGpuSpec as error:
         said = error.detail.partition("\n")[0].removeprefix("GPU requirement ")
+        said = said.replace("any GPU", "any machine")
         raise Invalid(f"'{field}' is {said}") from None
     if size <= 0:
         raise Invalid(f"'{field}' is {text[:40]!r}; give more than nothing, or leave it out")
