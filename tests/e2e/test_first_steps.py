@@ -183,7 +183,7 @@ def running(pool: Pool, said: str) -> str:
 
 
 def test_ctrl_c_detaches_and_says_how_to_come_back(pool: Pool) -> None:
-    with pool.command("run", "--", "sh", "-c", "echo up; sleep 600") as run:
+    with pool.command("run", "--", "sh", "-c", "echo up; sleep 60") as run:
         assert run.stdout is not None
         assert run.stderr is not None
         assert run.stdout.readline() == "up\n"
@@ -198,7 +198,7 @@ def test_ctrl_c_detaches_and_says_how_to_come_back(pool: Pool) -> None:
 
 
 def test_a_second_ctrl_c_cancels(pool: Pool) -> None:
-    with pool.command("run", "--", "sh", "-c", "echo up; sleep 600") as run:
+    with pool.command("run", "--", "sh", "-c", "echo up; sleep 60") as run:
         assert run.stdout is not None
         assert run.stderr is not None
         assert run.stdout.readline() == "up\n"
