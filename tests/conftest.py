@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+from xdist.remote import Producer
+from xdist.scheduler import LoadScopeScheduling
 
 from gpool.testing import components
 
@@ -22,3 +24,18 @@ def require() -> Callable[[str], None]:
         pytest.skip(reason)
 
     return check
+
+
+class OneWorkerForPools(LoadScopeScheduling):
+    """Whole pools share two cores badly: one worker runs them one after another, the others take single tests.
+
+    Not `--dist loadgroup`: pytest 9.2 has no longer what pytest-xdist 3.8 writes its groups into, and nothing is said.
+    """
+
+    def _split_scope(self, nodeid: str) -> str:
+        return "pools" if nodeid.startswith("tests/e2e/") else nodeid
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadScopeScheduling:
+    return OneWorkerForPools(config, log)

@@ -10,13 +10,6 @@ import pytest
 from gpool.testing.processes import SHORT_LEASE, Pool
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Whole pools share two cores badly: one worker runs them one after another."""
-    for item in items:
-        if Path(__file__).parent in item.path.parents:
-            item.add_marker(pytest.mark.xdist_group("e2e"))
-
-
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]

@@ -13,7 +13,6 @@ import pytest
 from gpool.testing.processes import SHORT_LEASE, Pool, eventually, processes_saying
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "gangs"
-NETWORK = "10.213.80"
 HOSTS = ("first", "second", "third")
 PATIENCE_S = 150
 LEASE = {**SHORT_LEASE, "GPOOL_SERVER_TTL_S": "4", "GPOOL_SERVER_MARGIN_S": "1"}
@@ -24,12 +23,22 @@ def ip(*words: str) -> None:
     subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
 
 
+def unused_network() -> str:
+    """The beginning of 254 addresses that no interface here has: another run may be under way on this machine."""
+    listed = subprocess.run(
+        ["ip", "-4", "-oneline", "address"], check=True, capture_output=True, text=True
+    ).stdout
+    beginnings = (f"10.213.{(os.getpid() + more) % 256}" for more in range(256))
+    return next(network for network in beginnings if f" {network}." not in listed)
+
+
 class Site:
     """Three machines and a server on one bridge."""
 
     def __init__(self, folder: Path) -> None:
         self.mark = os.getpid()
-        self.pool = Pool(folder, LEASE, host=f"{NETWORK}.1")
+        self.network = unused_network()
+        self.pool = Pool(folder, LEASE, host=f"{self.network}.1")
 
     def space(self, name: str) -> str:
         return f"gpool-{self.mark}-{name}"
@@ -37,7 +46,7 @@ class Site:
     def lay(self) -> None:
         bridge = f"gb{self.mark}"
         ip("link", "add", bridge, "type", "bridge")
-        ip("address", "add", f"{NETWORK}.1/24", "dev", bridge)
+        ip("address", "add", f"{self.network}.1/24", "dev", bridge)
         ip("link", "set", bridge, "up")
         for number, name in enumerate(HOSTS):
             space, near = self.space(name), f"gv{self.mark}-{number}"
@@ -54,7 +63,7 @@ class Site:
         subprocess.run(["ip", "link", "delete", f"gb{self.mark}"], check=False)
 
     def address(self, name: str) -> str:
-        return f"{NETWORK}.{11 + HOSTS.index(name)}"
+        return f"{self.network}.{11 + HOSTS.index(name)}"
 
     def start(self) -> None:
         self.pool.start(agents=())
@@ -155,7 +164,7 @@ else:
 
 @pytest.mark.slow
 def test_members_reach_each_other_and_nothing_else(site: Site, pool: Pool) -> None:
-    outside = (f"{NETWORK}.1", site.address("first"), site.address("second"))
+    outside = (f"{site.network}.1", site.address("first"), site.address("second"))
     wanted = {
         "command": ["python", "-c", TALK, *outside],
         "env": {"PORT": str(pool.port)},

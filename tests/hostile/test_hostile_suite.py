@@ -13,14 +13,6 @@ SECONDS_AN_OUTPUT = 30.0  # ten thousand files from an emulated guest; a lease w
 pytestmark = [pytest.mark.slow, pytest.mark.alone]
 
 
-def grouped(names: object) -> list[object]:
-    """All in one process: a stage is set up once, and each plants in places that the others look at."""
-    return [
-        pytest.param(name, marks=pytest.mark.xdist_group("hostile"))
-        for name in names  # type: ignore[attr-defined]
-    ]
-
-
 @pytest.fixture
 def column(request: pytest.FixtureRequest, require: Callable[[str], None]) -> str:
     name = str(request.param)
@@ -30,9 +22,9 @@ def column(request: pytest.FixtureRequest, require: Callable[[str], None]) -> st
     return name
 
 
-every = pytest.mark.parametrize("column", grouped(suite.COLUMNS), indirect=True)
-with_control = pytest.mark.parametrize("column", grouped(suite.CONTROLS), indirect=True)
-at_control = pytest.mark.parametrize("column", grouped([suite.CONTROL]), indirect=True)
+every = pytest.mark.parametrize("column", list(suite.COLUMNS), indirect=True)
+with_control = pytest.mark.parametrize("column", list(suite.CONTROLS), indirect=True)
+at_control = pytest.mark.parametrize("column", [suite.CONTROL], indirect=True)
 
 
 @every
