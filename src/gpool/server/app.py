@@ -15,7 +15,7 @@ from gpool.core.model import Permission
 from gpool.core.scheduling.orders import Policy
 from gpool.core.scheduling.plan import order_named
 from gpool.server import credentials
-from gpool.server.actions import operating, quotas
+from gpool.server.actions import operating, quotas, submit
 from gpool.server.api import (
     accounts,
     admin,
@@ -104,6 +104,7 @@ def wire(settings: Settings, store: Store, clock: Clock) -> Server:
         metrics=metrics,
         sealer=sealer,
         guard=Guard(clock.now),
+        submitting=submit.gathering(),
         sign_ins=sign_ins,
         certificate=certificate_of(settings, clock.now()),
         examiner=Examiner(store, scheduler, clock.now, Examining.of(settings)),

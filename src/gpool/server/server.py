@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from gpool.core.errors import GpoolError
 from gpool.core.ids import IdSource
@@ -12,6 +12,7 @@ from gpool.core.model import Instant
 from gpool.server.blobs import Blobs
 from gpool.server.clock import Clock
 from gpool.server.credentials import Credentials
+from gpool.server.gathering import Gathering
 from gpool.server.gpu_proofs.examiner import Examiner
 from gpool.server.hub import Hub
 from gpool.server.identity.certificates import Certificate
@@ -62,6 +63,7 @@ class Server:
     metrics: Metrics
     sealer: Sealer
     guard: Guard
+    submitting: Gathering[Any, Any, Any]  # of `actions.submit`
     sign_ins: SignIns | None = None  # None: a server that only schedules
     certificate: Certificate | None = None  # None: plain HTTP
     examiner: Examiner | None = None  # None: GPUs are neither measured nor examined

@@ -6,7 +6,7 @@ compared with what is stored, in the transaction that adds to it, behind a lock 
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
 
 from gpool.core.errors import Forbidden, Invalid, NotFound, TooMany
@@ -141,6 +141,22 @@ def room_in_queue(server: Server, submission: Submission) -> Operation[None]:
                 f"{_whose(holder)} may have {limit} tasks waiting and has {used}; "
                 f"{count} more do not fit. Wait for some to start, or ask the operator for a larger quota"
             )
+
+
+def surely_in_room(server: Server, submissions: Sequence[Submission]) -> Operation[list[bool]]:
+    """Of many at once: which of them `room_in_queue` would take without counting."""
+    scheduler = server.scheduler
+    most = None if scheduler.in_doubt else scheduler.state.queued_count + scheduler.arriving
+    theirs = [_holders(each.user, each.team) for each in submissions]
+    asked = {holder for holders in theirs for holder in holders}
+    given = yield from teams.quotas_of(asked)
+
+    def is_sure(holder: Holder) -> bool:
+        limit = effective(server.settings, holder, given.get(holder, GivenQuota())).queued_tasks
+        return limit is None or (most is not None and most <= limit)
+
+    sure = {holder for holder in asked if is_sure(holder)}
+    return [sure.issuperset(holders) for holders in theirs]
 
 
 def _queued(holder: Holder, most: int) -> Operation[int]:

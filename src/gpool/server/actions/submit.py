@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import binascii
 from binascii import a2b_base64
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -13,14 +14,16 @@ from gpool.core.ids import BatchId, SpecId, TaskId, UserId, decode, encode
 from gpool.core.model import INLINE_LIMIT_BYTES
 from gpool.core.permissions import Action, TeamId
 from gpool.server.actions.query import in_the_name_of
-from gpool.server.actions.quotas import room_in_queue
+from gpool.server.actions.quotas import room_in_queue, surely_in_room
 from gpool.server.actions.specs import secrets_of, spec_of
 from gpool.server.actions.spelling import spell
 from gpool.server.asking import batch_thing, permit
+from gpool.server.gathering import Gathering
 from gpool.server.identity.sealer import secret_place
-from gpool.server.server import Once, Server
+from gpool.server.server import Answered, Once, Server
 from gpool.server.store.identity_values import Caller
 from gpool.server.store.operation import brief, operation
+from gpool.server.store.operations import keys, submissions
 from gpool.server.store.operations import tasks as operations
 from gpool.server.store.protocol import Operation
 from gpool.server.store.values import MissingArtifacts, NewTask, Submission, Submitted
@@ -38,6 +41,24 @@ class _Answer(msgspec.Struct, frozen=True):
 _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder(_Answer).decode
 _MAX_BASE64 = (INLINE_LIMIT_BYTES + 2) // 3 * 4
+
+
+GATHERED_TASKS = 100
+"""A submission of more tasks is worth a write of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """A submission on its way into the store."""
+
+    server: Server
+    who: Caller
+    submission: Submission
+    once: Once | None
+
+    @property
+    def key(self) -> tuple[UserId, str] | None:
+        return None if self.once is None else (self.who.user.id, self.once.key)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,10 +82,12 @@ async def submit(server: Server, who: Caller, request: TaskRequest, once: Once |
         raise TooMany(f"{waiting} tasks wait already, the queue is full; try again later")
     server.scheduler.arriving += len(submission.tasks)
     try:
-        operation = brief(_submit(server, submission, who), len(submission.tasks))
-        answered = await server.write_once(who.user, once, operation, _document)
-        if answered.value is not None:
-            server.scheduler.queued(answered.value, submission)
+        entry = _Entry(server, who, submission, once)
+        answered = None
+        if len(submission.tasks) <= GATHERED_TASKS and submissions.is_plain(submission):
+            answered = await server.submitting.take(entry)
+        if answered is None:
+            answered = await _alone(entry)
     finally:
         server.scheduler.arriving -= len(submission.tasks)
     submitted, body = answered.value, answered.body
@@ -80,6 +103,38 @@ async def submit(server: Server, who: Caller, request: TaskRequest, once: Once |
         server.hub.publish((submitted.batch,))  # closed: those who stream its results may be done
     ids = tuple([task.id for task in submitted.tasks])
     return Accepted(body, submitted.batch, ids, fresh=True)
+
+
+# ---- writing them, alone or together
+
+_Written = Answered[Submitted] | None
+"""None: it could not be written with the others, and is to be written alone."""
+
+
+def gathering() -> Gathering[_Entry, list[_Written], _Written]:
+    """What each server has one of: small submissions that come while some are written are written together."""
+    return Gathering(_alone, _together, _fold)
+
+
+async def _alone(entry: _Entry) -> Answered[Submitted]:
+    server, submission = entry.server, entry.submission
+    operation = brief(_submit(server, submission, entry.who), len(submission.tasks))
+    answered = await server.write_once(entry.who.user, entry.once, operation, _document)
+    if answered.value is not None:
+        server.scheduler.queued(answered.value, submission)
+    return answered
+
+
+async def _together(group: Sequence[_Entry]) -> list[_Written]:
+    rows = sum(len(entry.submission.tasks) for entry in group)
+    return await group[0].server.write(brief(_submit_together(group), rows))
+
+
+def _fold(group: Sequence[_Entry], answers: list[_Written]) -> list[_Written]:
+    for entry, answered in zip(group, answers, strict=True):
+        if answered is not None and answered.value is not None:
+            entry.server.scheduler.queued(answered.value, entry.submission)
+    return answers
 
 
 async def _submission(
@@ -176,6 +231,33 @@ def _submit(server: Server, submission: Submission, who: Caller) -> Operation[Su
             missing=list(outcome.sha256s[:100]),
         )
     return outcome
+
+
+@operation
+def _submit_together(group: Sequence[_Entry]) -> Operation[list[_Written]]:
+    """Those that nothing stands in the way of. The others are left out, and meet what it is when they are written alone."""
+    server = group[0].server
+    has_room = yield from surely_in_room(server, [entry.submission for entry in group])
+    seen = yield from keys.used({entry.key for entry in group if entry.key is not None})
+    plain: list[int] = []
+    for place, entry in enumerate(group):
+        if has_room[place] and entry.key not in seen:
+            plain.append(place)
+            if entry.key is not None:
+                seen.add(entry.key)  # once among these too
+    written = yield from submissions.submit_together([group[place].submission for place in plain])
+    answers: list[_Written] = [None] * len(group)
+    kept: list[keys.Kept] = []
+    for place, submitted in zip(plain, written, strict=True):
+        if submitted is None:
+            continue
+        once, body = group[place].once, _document(submitted)
+        answers[place] = Answered(submitted, body)
+        if once is not None:
+            user, at = group[place].who.user.id, group[place].submission.at
+            kept.append((user, once.key, once.fingerprint, body, at))
+    yield from keys.keep(kept)
+    return answers
 
 
 def _batch(id_: BatchId) -> str:

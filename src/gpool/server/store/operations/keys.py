@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from typing import TypeVar
 
 from gpool.core.errors import KeyReused
 from gpool.core.ids import UserId
 from gpool.core.model import Instant
 from gpool.server.store.operation import again, operation
-from gpool.server.store.protocol import Operation, Statement
+from gpool.server.store.protocol import Operation, Relation, Statement
 from gpool.server.store.values import MissingArtifacts
 
 T = TypeVar("T")
+KEYS = (("user_id", "int"), ("key", "text"))
+ANSWERS = (*KEYS, ("fingerprint", "text"), ("answer", "blob"), ("at", "int"))
+Kept = tuple[UserId, str, str, bytes, Instant]
+"""Whose, the key, the fingerprint, the answer, and when."""
 
 
 @operation
@@ -49,6 +53,31 @@ def once(
         {"user": user, "key": key, "fingerprint": fingerprint, "answer": answer, "at": at},
     )
     return value, answer
+
+
+@operation
+def used(wanted: Collection[tuple[UserId, str]]) -> Operation[set[tuple[UserId, str]]]:
+    """Which of these keys have an answer already."""
+    if not wanted:
+        return set()
+    rows = yield Statement(
+        "SELECT i.user_id, i.key FROM {wanted} AS w JOIN idempotency i ON i.user_id = w.user_id AND i.key = w.key",
+        {},
+        {"wanted": Relation(KEYS, sorted(set(wanted)))},
+    )
+    return {(UserId(user), key) for user, key in rows}
+
+
+@operation
+def keep(answers: Sequence[Kept]) -> Operation[None]:
+    """Answers of what is done in this transaction, under keys that were not `used`."""
+    if answers:
+        yield Statement(
+            "INSERT INTO idempotency (user_id, key, fingerprint, answer, created_at) "
+            "SELECT n.user_id, n.key, n.fingerprint, n.answer, n.at FROM {answers} AS n",
+            {},
+            {"answers": Relation(ANSWERS, sorted(answers))},  # locks are taken in one order
+        )
 
 
 @operation

@@ -68,7 +68,7 @@ def submit(s: Submission) -> Operation[Submitted | MissingArtifacts]:
     if not s.is_new_batch:
         first = yield from _open_batch(s)
     body = spec_text(s.spec)
-    digest = _digest(s, body)
+    digest = spec_digest(s, body)
     spec_id = yield from _equal_spec(s.user, digest)
     payloads = [(task.payload_sha256, task.id) for task in s.tasks if task.payload_sha256]
     needs = [sha256 for sha256, _ in payloads]
@@ -94,7 +94,7 @@ def submit(s: Submission) -> Operation[Submitted | MissingArtifacts]:
     return Submitted(s.batch, spec_id, first, tasks)
 
 
-def _digest(s: Submission, body: str) -> str:
+def spec_digest(s: Submission, body: str) -> str:
     """Specs are equal only within a team, and with equal secrets."""
     parts = [body]
     if s.team is not None:

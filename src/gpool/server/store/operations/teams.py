@@ -6,7 +6,7 @@ indexes, storage from a counter that `storage` keeps.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from gpool.core.errors import Conflict, NotFound
 from gpool.core.ids import UserId
@@ -15,7 +15,7 @@ from gpool.core.permissions import Role, TeamId
 from gpool.core.quotas import Usage
 from gpool.server.store.identity_values import GivenQuota, Holder, Member, Team
 from gpool.server.store.operation import operation
-from gpool.server.store.protocol import Operation, Statement
+from gpool.server.store.protocol import Operation, Relation, Statement
 from gpool.server.store.rows import allocation_from
 
 QUOTA = "running_gpu_milli, queued_tasks, storage_bytes, guaranteed_gpu_milli"
@@ -218,6 +218,19 @@ def quota_of(kind: Holder, id: int) -> Operation[GivenQuota]:
         {"kind": kind, "id": id},
     )
     return GivenQuota(*rows[0]) if rows else GivenQuota()
+
+
+@operation
+def quotas_of(
+    holders: Collection[tuple[Holder, int]],
+) -> Operation[dict[tuple[Holder, int], GivenQuota]]:
+    """What was set of these."""
+    rows = yield Statement(
+        f"SELECT q.kind, q.id, {QUOTA} FROM {{holders}} AS h JOIN quotas q ON q.kind = h.kind AND q.id = h.id",  # noqa: S608
+        {},
+        {"holders": Relation((("kind", "text"), ("id", "int")), sorted(holders))},
+    )
+    return {(row[0], row[1]): GivenQuota(*row[2:]) for row in rows}
 
 
 @operation

@@ -1,0 +1,135 @@
+"""Submissions that come at once are written together, and each is answered as if it had come alone."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from server_desk import Desk, calls_document
+
+from gpool.core.model import Permission
+from gpool.server.actions.quotas import set_quota
+from gpool.server.actions.submit import submit
+from gpool.server.store.identity_values import Caller, GivenQuota
+from gpool.server.store.operations import people
+from gpool.server.store.protocol import Operation, Store
+from gpool.wire.documents import SubmittedDocument, TaskRequest
+
+pytestmark = pytest.mark.anyio
+TRUE: dict[str, Any] = {"command": ["true"]}
+
+
+class Counting:
+    """The store, and how often it was written to."""
+
+    def __init__(self, real: Store) -> None:
+        self._real = real
+        self.writes = 0
+
+    async def write(self, operation: Operation[Any]) -> Any:
+        self.writes += 1
+        return await self._real.write(operation)
+
+    async def read(self, operation: Operation[Any]) -> Any:
+        return await self._real.read(operation)
+
+    async def close(self) -> None:
+        await self._real.close()
+
+
+async def test_those_that_come_meanwhile_are_one_write_and_all_of_them_wait(desk: Desk) -> None:
+    store = Counting(desk.server.store)
+    server = replace(desk.server, store=store)
+    user = await desk.server.credentials.who(desk.key)
+    assert isinstance(user, Caller)
+    asked = [TaskRequest(command=["echo", str(number % 5)]) for number in range(30)]
+    accepted = await asyncio.gather(*(submit(server, user, each, None) for each in asked))
+    assert store.writes == 2, "the first alone, and then all the others"
+    assert len({each.tasks for each in accepted}) == 30
+    assert desk.server.scheduler.state.queued_count == 30
+    assert desk.server.scheduler.arriving == 0
+    page = (await desk.get("/v1/tasks?limit=100")).json()["items"]
+    assert {task["id"] for task in page} == {
+        text for each in accepted for text in _ids(each.body)
+    }, "each was told of its own task"
+
+
+def _ids(body: bytes) -> list[str]:
+    found: list[str] = SubmittedDocument.model_validate_json(body).ids
+    return found
+
+
+async def test_a_key_used_many_times_at_once_submits_once(desk: Desk) -> None:
+    await desk.command()
+    headers = {"idempotency-key": "once"}
+    answers = await asyncio.gather(
+        *(desk.post("/v1/tasks", TRUE, headers=headers) for _ in range(12)),
+        *(desk.post("/v1/tasks", TRUE) for _ in range(3)),
+    )
+    assert [answer.status_code for answer in answers] == [202] * 15
+    assert len({answer.content for answer in answers[:12]}) == 1
+    assert desk.server.scheduler.state.queued_count == 1 + 1 + 3
+
+
+async def test_a_key_used_for_something_else_is_refused_among_others(desk: Desk) -> None:
+    keys = [{"idempotency-key": key} for key in ("a", "b", "a", "c")]
+    bodies = [TRUE, TRUE, {"command": ["false"]}, TRUE]
+    answers = await asyncio.gather(
+        *(desk.post("/v1/tasks", body, headers=key) for body, key in zip(bodies, keys, strict=True))
+    )
+    assert [answer.status_code for answer in answers] == [202, 202, 409, 202]
+    assert answers[2].json()["code"] == "key_reused"
+
+
+async def test_what_is_wrong_with_one_is_told_to_that_one_alone(desk: Desk) -> None:
+    stranger = await desk.person("dave", Permission.CONSUMER)
+    bodies = [
+        TRUE,
+        calls_document(1),
+        TRUE | {"batch": "b-0000000000009"},
+        TRUE | {"copies": 90},
+        TRUE | {"inputs": {"in": "c" * 64}},
+        TRUE,
+    ]
+    together = await asyncio.gather(
+        *(desk.post("/v1/tasks", body) for body in bodies),
+        desk.bare.post("/v1/tasks", json=TRUE, headers=stranger),
+    )
+    alone = [await desk.post("/v1/tasks", body) for body in bodies]
+    for one, other in zip(together, alone, strict=False):
+        assert one.status_code == other.status_code
+        if one.status_code != 202:
+            assert one.json() == other.json()
+    assert [each.status_code for each in together].count(202) == 4
+
+
+async def test_many_with_one_quota_never_pass_it_however_they_come(desk: Desk) -> None:
+    user = await desk.person("dave", Permission.CONSUMER)
+    dave, operator = [
+        await desk.server.store.read(people.user_by_name(name)) for name in ("dave", "operator")
+    ]
+    assert dave is not None
+    assert operator is not None
+    await set_quota(desk.server, operator, ("user", dave.id), GivenQuota(queued_tasks=5))
+    answers = await asyncio.gather(
+        *(
+            desk.bare.post("/v1/tasks", json=TRUE, headers=headers)
+            for _ in range(10)
+            for headers in (user, {"authorization": f"Bearer {desk.key}"})
+        )
+    )
+    assert [each.status_code for each in answers[0::2]].count(202) == 5
+    assert [each.status_code for each in answers[1::2]] == [202] * 10
+
+
+async def test_what_was_submitted_together_runs_like_any_other(desk: Desk) -> None:
+    agent = await desk.agent()
+    answers = await asyncio.gather(*(desk.post("/v1/tasks", TRUE) for _ in range(6)))
+    ids = [answer.json()["ids"][0] for answer in answers]
+    for _ in range(6):
+        await desk.schedule()
+        await agent.finish(len(agent.leases()))
+    for task in ids:
+        assert (await desk.get(f"/v1/tasks/{task}")).json()["status"] == "succeeded"
