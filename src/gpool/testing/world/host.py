@@ -17,6 +17,7 @@ from gpool.core.errors import GpoolError
 from gpool.core.ids import TaskId
 from gpool.core.model import Instant
 from gpool.core.scheduling.orders import Policy
+from gpool.server.actions import submit
 from gpool.server.blobs import Blobs
 from gpool.server.clock import Ids
 from gpool.server.credentials import Credentials
@@ -104,6 +105,7 @@ class Incarnation:
             metrics=metrics,
             sealer=sealer,
             guard=Guard(site.clock.now),
+            submitting=submit.gathering(),
         )
         self._links: list[Link] = []
 
