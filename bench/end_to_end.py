@@ -1,6 +1,6 @@
 """From a POST to a durable lease in an agent's hands: how many a second, and how long one takes, with 1,213 nodes connected.
 
-python -m bench.end_to_end [--nodes 1213] [--seconds 15] [--rate 1500] [--postgres] [--pods FILE] [--quick] [--json FILE]
+python -m bench.end_to_end [--nodes 1213] [--seconds 15] [--rate 1500] [--keyed] [--postgres] [--pods FILE] [--quick] [--json FILE]
 
 Three processes: a real server (SQLite, `synchronous=FULL`, or PostgreSQL), one with all nodes (a WebSocket and a proof each;
 leases are held for a few seconds, then reported as finished), and this one, which submits by HTTP as several users. Nodes and tasks
@@ -233,10 +233,15 @@ class _Accepted(msgspec.Struct):
 _decode = msgspec.json.Decoder(_Accepted).decode
 
 
+class Closed(ConnectionError):
+    """No answer came: the connection is gone."""
+
+
 class Door(asyncio.Protocol):
     """One HTTP/1.1 connection that is kept; as little as a client can be, because it shares the machine with the server."""
 
-    def __init__(self, address: str, key: str) -> None:
+    def __init__(self, address: str, key: str, *, keyed: bool = False) -> None:
+        self._keyed, self._number = keyed, 0
         host, _, port = address.removeprefix("http://").partition(":")
         self._address = host, int(port)
         self._head = (
@@ -253,7 +258,7 @@ class Door(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
         if self._answer is not None and not self._answer.done():
-            self._answer.set_exception(exc or ConnectionError("the server closed the connection"))
+            self._answer.set_exception(Closed(f"the server closed the connection: {exc}"))
 
     def data_received(self, data: bytes) -> None:
         self._heard += data
@@ -274,11 +279,27 @@ class Door(asyncio.Protocol):
             self._transport.abort()
 
     async def submit(self, body: bytes) -> list[str]:
+        """Sent again, once, when a connection that was kept is closed meanwhile; under its key that is harmless."""
+        key = b""
+        if self._keyed:
+            self._number += 1
+            key = b"\r\nIdempotency-Key: %d-%d" % (id(self), self._number)
+        request = b"%s%d%s\r\n\r\n%s" % (self._head, len(body), key, body)
+        kept = self._transport is not None and not self._transport.is_closing()
+        try:
+            return await self._ask(request)
+        except Closed:
+            if not kept:
+                raise
+            return await self._ask(request)
+
+    async def _ask(self, request: bytes) -> list[str]:
         loop = asyncio.get_running_loop()
         if self._transport is None or self._transport.is_closing():  # it rested for too long
             await loop.create_connection(lambda: self, *self._address)
         self._answer = loop.create_future()
-        self._transport.write(b"%s%d\r\n\r\n%s" % (self._head, len(body), body))
+        self._heard = b""
+        self._transport.write(request)
         return _decode(await self._answer).ids
 
 
@@ -492,7 +513,10 @@ def pool_of(options: argparse.Namespace) -> Iterator[tuple[Pool, Prepared]]:
 async def measure_all(
     options: argparse.Namespace, pool: Pool, prepared: Prepared, nodes: Nodes
 ) -> list[Figures]:
-    doors = [Door(pool.address, key) for _ in range(CONNECTIONS) for key in prepared.keys]
+    keyed = options.keyed
+    doors = [
+        Door(pool.address, key, keyed=keyed) for _ in range(CONNECTIONS) for key in prepared.keys
+    ]
     pods = pods_of(options.pods)
     run = Run(nodes, pool, doors, pods, options.seconds, options.rate)
     phases = [phase.split(":") for phase in options.phases]
@@ -541,6 +565,9 @@ def main() -> int:
     asked.add_argument("--order", default="fair_share")
     asked.add_argument("--phases", nargs="+", default=list(PHASES), metavar="MODE:SUBMISSIONS")
     asked.add_argument("--postgres", action="store_true")
+    asked.add_argument(
+        "--keyed", action="store_true", help="an Idempotency-Key with each POST, as our client does"
+    )
     asked.add_argument("--quick", action="store_true", help="8 seconds, 400 nodes")
     asked.add_argument("--json", type=Path)
     options = asked.parse_args()

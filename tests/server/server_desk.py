@@ -283,15 +283,18 @@ class Live:
 
 
 @contextmanager
-def serving(data: Path, **settings: Any) -> Iterator[Live]:
-    """The server as `gpool server` runs it, on a free port, in a thread."""
+def serving(data: Path, *, keep_alive_s: float | None = None, **settings: Any) -> Iterator[Live]:
+    """The server as `gpool server` runs it, on a free port, in a thread. `keep_alive_s`: of idle connections."""
     listening = socket.create_server(("127.0.0.1", 0))
     opened: queue.SimpleQueue[tuple[str, uvicorn.Server, Server]] = queue.SimpleQueue()
 
     async def run() -> None:
         cheap = {"password_passes": 1, "password_memory_kib": 64}
         server = await open_server(Settings(data=data, **{**cheap, **settings}))
-        runner = uvicorn.Server(configuration(server))
+        config: Any = configuration(server)
+        if keep_alive_s is not None:
+            config.timeout_keep_alive = keep_alive_s
+        runner = uvicorn.Server(config)
         opened.put((await ensure_operator(server), runner, server))
         await runner.serve([listening])
 

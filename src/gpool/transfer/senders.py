@@ -27,6 +27,8 @@ from gpool.transfer.pinning import pinned_context, wrong_certificate
 from gpool.transfer.requests import AWAY, Address, FilePart, Patience, Reply, Request
 
 CONNECT_S, READ_S = 10.0, 60.0
+KEPT_IDLE_S = 60.0
+"""How long a connection is kept for the next request; the server keeps it longer."""
 CHUNK_BYTES = MIB
 PATIENT = Patience(10.0, 0.1, 5.0)
 FIRST_CONTACT_S = 2.0
@@ -103,7 +105,7 @@ class Sender:
         self._address, self._random, self._patience = address, random, patience
         self._transport = transport or httpx2.HTTPTransport(
             verify=_tls(address),
-            limits=httpx2.Limits(max_connections=32, keepalive_expiry=60.0),
+            limits=httpx2.Limits(max_connections=32, keepalive_expiry=KEPT_IDLE_S),
         )
         self._base = httpx2.URL(address.url)
         self._prefix = self._base.raw_path.rstrip(b"/")
