@@ -21,6 +21,7 @@ def test_everything_a_crowd_of_nodes_is_given_is_ended_and_counted() -> None:
         pods=Path("made-up.csv"),
         order="fair_share",
         postgres=False,
+        keyed=True,
         phases=["flood:singles", "paced:mixed"],
     )
     with pool_of(options) as (pool, prepared):

@@ -16,12 +16,11 @@ from gpool.server.app import make_app, open_server
 from gpool.server.http import LimitedHttp
 from gpool.server.server import Server
 from gpool.server.settings import Settings
-from gpool.transfer.senders import KEPT_IDLE_S
 from gpool.wire.frames import MAX_FRAME_BYTES
 
 STOP_WITHIN_S = 3
-KEEP_ALIVE_S = int(KEPT_IDLE_S) + 15
-"""Longer than our clients keep an idle connection: it is they who end it, and no request of theirs meets a server that is
+KEEP_ALIVE_S = 75
+"""Longer than our clients keep an idle connection (`transfer.senders.KEPT_IDLE_S`): it is they who end it, and no request of theirs meets a server that is
 just closing."""
 
 Opened = Callable[[Server], Awaitable[None]]

@@ -24,6 +24,7 @@ from gpool.core.scheduling.events import (
     Leased,
     NodeChanged,
     NodeRemoved,
+    Place,
     Preempt,
     QueuedTask,
     RunTimesObserved,
@@ -46,6 +47,7 @@ from gpool.server.hub import Hub, Wake
 from gpool.server.identity.sealer import Sealer
 from gpool.server.metrics import Metrics
 from gpool.server.recording import Recorder
+from gpool.server.refused import Refused
 from gpool.server.store.operation import brief, operation
 from gpool.server.store.operations import checkpoints, leases, usage
 from gpool.server.store.operations import rules as rules_operations
@@ -103,6 +105,7 @@ class Scheduler:
         self.merits: Mapping[NodeId, Merit] = {}
         self.lost: dict[NodeId, int] = {}  # how often nodes went away with leases, lately
         self.forecasts = Forecasts()
+        self.refused = Refused()
         self.orders = orders
         self._ttl = ttl
         self._sealer = sealer
@@ -125,6 +128,8 @@ class Scheduler:
             await self.rebuild(now)
         if self.rules.changes_between(self._ruled_at, now):
             self._lay_rules(now)
+        for waiting in self.refused.let_in(now):
+            self.fold(waiting)
         began = thread_time()
         self.state.pass_time(now)
         term = self._term  # of the picture it is planned on, whatever happens before it is written
@@ -152,10 +157,23 @@ class Scheduler:
             self.fold(line.place.leased(tasks, now))
             for node in gangs.nodes_of(line):  # one that was given up since the plan was made
                 self.deadlines.setdefault(node, Instant(now + self._ttl))
+        self._note_refused(places, applied, now)
         await self._deliver(applied, shared, now)
         granted = sum(len(line.leases) for line in applied.lines)
         self._metrics.granted.inc(granted)
         return granted
+
+    def _note_refused(self, places: Sequence[Place], applied: AppliedPlan, now: Instant) -> None:
+        granted = {TaskId(lease.task) for line in applied.lines for _, lease in line.leases}
+        refused = self.refused.note(places, granted)
+        if not refused:
+            return
+        log.info("%d of %d starts were overtaken", len(refused), len(refused) + len(granted))
+        if self.refused.is_doubtful(refused):
+            log.warning("starts are refused again; taking a new picture: tasks %s", refused[:10])
+            self.doubt()
+        if not self.in_doubt:
+            self.refused.keep_out(self.state, refused, now)
 
     async def _preempt(self, preemptions: Sequence[Preempt], term: int, now: Instant) -> None:
         """Asks those that are still as planned to make room; they hold it until their nodes say that they ended."""
@@ -187,6 +205,7 @@ class Scheduler:
             state.shares.recall(told, now)
         state.shares.weights = self.policy.weights
         self.state = state
+        self.refused.renewed(state)
         self._names = 0
         self._settled = doubt
         holding = [node for node, _ in picture.held]
@@ -307,6 +326,7 @@ class Scheduler:
         if recording.withdrawn:
             self.fold(TasksWithdrawn(recording.withdrawn))
             self.forecasts.gone(recording.withdrawn)
+            self.refused.forget(recording.withdrawn)
         attained = self._attained(recording) if recording.requeued else {}
         if recording.released:
             if recording.ended:

@@ -35,6 +35,9 @@ async def explain(server: Server, who: Caller, id_: TaskId) -> ExplainDocument:
     row = view.row
     if row.status.is_final:
         return _document(view, Explanation("ended", _end_of(view)))
+    refused = server.scheduler.refused.explanation(id_, server.now)
+    if refused is not None:
+        return _document(view, refused)
     if row.status is TaskStatus.RUNNING or view.note is not None:
         noted = view.note if row.status is not TaskStatus.RUNNING else None
         doing = documents.NOTED[noted or documents.phase_of(view) or Phase.RUN.value]
