@@ -130,3 +130,33 @@ async def test_an_agent_that_goes_away_meanwhile_holds_up_nobody() -> None:
     writer.commit(1, (together, {}))
     assert await other == ()
     assert writer.folded == [together], "what the one that is gone reported is folded too"
+
+
+async def test_beats_that_come_meanwhile_are_one_write_and_each_gets_its_own_answer() -> None:
+    writer = Writer()
+    recorder = Recorder(writer.write, writer.folded.append)
+    holds = [Hold(7, 1)]
+    asked = [asyncio.create_task(recorder.beat(NodeId(n), holds, NOW)) for n in range(1, 5)]
+    await soon()
+    assert len(writer.writes) == 1
+    writer.commit(0, [()])
+    await soon()
+    assert [each.done() for each in asked] == [True, False, False, False]
+    (beats,) = next(writer.writes[1][0]).relations.values()
+    assert [row[0] for row in beats.rows] == [2, 3, 4]
+    writer.commit(1, [(), (Hold(7, 1),), ()])
+    assert await asyncio.gather(*asked) == [(), (), (Hold(7, 1),), ()]
+    assert writer.folded == []
+
+
+async def test_beats_do_not_wait_for_reports() -> None:
+    writer = Writer()
+    recorder = Recorder(writer.write, writer.folded.append)
+    report = asyncio.create_task(recorder.record(NodeId(1), an_end(7), NOW))
+    beat = asyncio.create_task(recorder.beat(NodeId(1), (), NOW))
+    await soon()
+    assert len(writer.writes) == 2
+    writer.commit(1, [()])
+    assert await beat == ()
+    writer.commit(0, Recording())
+    await report

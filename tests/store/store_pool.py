@@ -27,7 +27,7 @@ from gpool.core.scheduling.events import Grant, Place
 from gpool.core.scheduling.shapes import shape_of
 from gpool.server.store import open_store
 from gpool.server.store.identity_values import Team
-from gpool.server.store.operations import accounts, leases, nodes, people, tasks, teams
+from gpool.server.store.operations import accounts, beats, leases, nodes, people, tasks, teams
 from gpool.server.store.protocol import Operation, Store
 from gpool.server.store.values import (
     AppliedPlan,
@@ -39,7 +39,7 @@ from gpool.server.store.values import (
     TaskView,
     User,
 )
-from gpool.wire.frames import Finished, ReportItem, Started
+from gpool.wire.frames import Finished, Hold, ReportItem, Started
 
 T = TypeVar("T")
 COMMAND = TaskSpec(TaskKind.COMMAND, "true", command=("true",))
@@ -223,6 +223,10 @@ class Pool:
     ) -> AppliedPlan:
         place = self.place(node, granted, epoch, replace(CPU, number=number, slices=slices))
         return self.write(leases.apply_plan([place], self.term, self.now()))
+
+    def beats(self, *said: tuple[NodeId, Sequence[Hold]]) -> list[tuple[Hold, ...]]:
+        """Of each, what it does not hold any more."""
+        return self.write(beats.beat([(node, holds, self.now()) for node, holds in said]))
 
     def leased(self, node: NodeId, **options: Any) -> TaskId:
         """A fresh task, leased to the node under epoch 1."""

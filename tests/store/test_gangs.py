@@ -432,10 +432,9 @@ def test_an_end_said_again_is_taken_in_silence(site: Site) -> None:
 def test_a_node_is_told_to_drop_what_is_not_its_own_any_more(site: Site) -> None:
     task = site.running()
     hold = Hold(task, 1)
-    assert site.pool.read(leases.holds_current(site.nodes[1], [hold])) == ()
-    assert site.pool.read(leases.holds_current(site.nodes[2], [hold])) == (hold,)
+    assert site.pool.beats((site.nodes[1], [hold]), (site.nodes[2], [hold])) == [(), (hold,)]
     site.pool.expire(site.nodes[1])
-    assert site.pool.read(leases.holds_current(site.nodes[1], [hold])) == (hold,)
+    assert site.pool.beats((site.nodes[1], [hold])) == [(hold,)]
 
 
 def test_a_node_that_has_a_member_cannot_be_removed(site: Site) -> None:

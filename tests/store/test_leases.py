@@ -10,7 +10,7 @@ from store_pool import CPU, Database, Pool, returned
 from gpool.core.ids import SpecId
 from gpool.core.model import Allocation, Availability, Slice, TaskKind, TaskSpec, TaskStatus
 from gpool.server.store import open_store
-from gpool.server.store.operations import artifacts, leases, nodes
+from gpool.server.store.operations import artifacts, beats, leases, nodes
 from gpool.wire.frames import Finished, HandedBack, Hold, Lease, Started
 
 FUNCTION = TaskSpec(TaskKind.FUNCTION, "f", function_sha256="a" * 64)
@@ -137,7 +137,24 @@ def test_holds_that_are_not_current_are_named(pool: Pool) -> None:
     mine, ended, theirs = pool.leased(node), pool.leased(node), pool.leased(other)
     pool.record(node, returned(ended))
     holds = [Hold(mine, 1), Hold(mine, 2), Hold(ended, 1), Hold(theirs, 1), Hold(99, 1)]
-    assert pool.read(leases.holds_current(node, holds)) == tuple(holds[1:])
+    assert pool.beats((node, holds)) == [tuple(holds[1:])]
+
+
+def test_beats_of_many_nodes_are_answered_each_for_itself(pool: Pool) -> None:
+    node, other, idle = pool.node("box"), pool.node("other"), pool.node("idle")
+    mine, theirs = Hold(pool.leased(node), 1), Hold(pool.leased(other), 1)
+    told = pool.beats((node, [mine, theirs]), (other, [mine, theirs]), (idle, []), (idle, [mine]))
+    assert told == [(theirs,), (mine,), (), (mine,)]
+    told = pool.beats((node, [mine]), (node, [mine, theirs]))
+    assert told == [(), (theirs,)]
+
+
+def test_a_beat_is_as_late_as_the_latest_of_its_node(pool: Pool) -> None:
+    node, other = pool.node("box"), pool.node("other")
+    early, late, latest = pool.now(), pool.now(), pool.now()
+    pool.write(beats.beat([(node, (), late), (other, (), latest), (node, (), early)]))
+    seen = [pool.read(nodes.node(each)) for each in (node, other)]
+    assert [row.last_beat_at for row in seen if row is not None] == [late, latest]
 
 
 def test_a_requeued_task_is_granted_again_under_the_next_epoch(pool: Pool) -> None:

@@ -10,7 +10,7 @@ from store_pool import Pool
 from gpool.core.errors import Conflict, Forbidden, Invalid, NotFound
 from gpool.core.ids import GpuId, NodeId
 from gpool.core.model import Availability, Gpu, Instant, Offer, Permission
-from gpool.server.store.operations import nodes, people
+from gpool.server.store.operations import beats, nodes, people
 from gpool.server.store.values import User
 from gpool.wire.frames import Released
 
@@ -88,7 +88,7 @@ def test_a_hello_brings_the_offer_up_to_date_and_is_a_beat(pool: Pool) -> None:
     assert row is not None
     assert (row.node.offer, row.last_beat_at) == (OFFER, at)
     later = pool.now()
-    pool.write(nodes.beat(node, later))
+    pool.write(beats.beat([(node, (), later)]))
     assert pool.read(nodes.node(node)).last_beat_at == later
 
 

@@ -257,7 +257,7 @@ class Channel:
         now = self._server.now
         # Before the commit: if that fails we only give the leases away later than we might.
         self._server.scheduler.heard_from(self.node, now)
-        drop = await self._server.write(_beating(self.node, frame.holds, now))
+        drop = await self._server.scheduler.recorder.beat(self.node, frame.holds, now)
         if self.closed:
             return
         self._beat = max(self._beat, frame.number)
@@ -362,13 +362,6 @@ def _greeting(
     )
     keys = (yield from data_keys()) if members else ()
     return _Greeted(rows, held, specs, secrets, begun, preempting, keys)
-
-
-@operation
-def _beating(node: NodeId, holds: Sequence[Hold], at: Instant) -> Operation[tuple[Hold, ...]]:
-    """What is current is read in the transaction that extends it: no expiry can slip in between."""
-    yield from nodes.beat(node, at)
-    return (yield from leases.holds_current(node, holds))
 
 
 def secrets_shut(task: int, epoch: int) -> Finished:

@@ -1,4 +1,4 @@
-"""Gathers the reports of many nodes (see `gathering`); what was committed is folded before anybody is answered."""
+"""Gathers the reports and the beats of many nodes (see `gathering`); what was committed is folded before anybody is answered."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from gpool.core.ids import NodeId
 from gpool.core.model import Instant
 from gpool.server.gathering import Gathering
 from gpool.server.store.operation import brief
-from gpool.server.store.operations import leases
+from gpool.server.store.operations import beats, leases
 from gpool.server.store.protocol import Operation
 from gpool.server.store.values import Recording
 from gpool.wire.frames import Hold, ReportItem
@@ -35,6 +35,18 @@ class Recorder:
     def __init__(self, write: Write, absorb: Callable[[Recording], None]) -> None:
         self._write, self._absorb = write, absorb
         self._frames = Gathering(self._record, self._record_together, self._absorb_all)
+        self._beats = Gathering(self._beat, self._beat_together, lambda _, drops: drops)
+
+    async def beat(self, node: NodeId, holds: Sequence[Hold], now: Instant) -> tuple[Hold, ...]:
+        """A node is there; what it says it holds and does not."""
+        return await self._beats.take((node, holds, now))
+
+    async def _beat(self, one: beats.Beaten) -> tuple[Hold, ...]:
+        (drop,) = await self._beat_together([one])
+        return drop
+
+    async def _beat_together(self, group: Sequence[beats.Beaten]) -> list[tuple[Hold, ...]]:
+        return await self._write(beats.beat(group))
 
     async def record(
         self, node: NodeId, items: Sequence[ReportItem], now: Instant

@@ -35,7 +35,7 @@ from gpool.server.store.values import (
     Picture,
     QueuedRow,
 )
-from gpool.wire.frames import Hold, Lease
+from gpool.wire.frames import Lease
 
 GRANTS = (
     ("id", "int"),
@@ -176,18 +176,6 @@ def held(node: NodeId) -> Operation[tuple[HeldLease, ...]]:
 
 
 @operation
-def holds_current(node: NodeId, holds: Sequence[Hold]) -> Operation[tuple[Hold, ...]]:
-    """Those of `holds` that are not this node's any more. A cancelled one is, until it is released."""
-    rows = yield Statement(
-        "SELECT id, epoch FROM tasks WHERE node_id = :node AND holding = 1 UNION ALL "
-        "SELECT task_id, epoch FROM members WHERE node_id = :node AND holding = 1",
-        {"node": node},
-    )
-    current = {(row[0], row[1]) for row in rows}
-    return tuple(hold for hold in holds if (hold.task, hold.epoch) not in current)
-
-
-@operation
 def picture() -> Operation[Picture]:
     """All that is open. Held leases come without their payloads: the scheduler has no use for them."""
     specs = yield Statement(
@@ -259,7 +247,6 @@ __all__ = [
     "apply_plan",
     "expire",
     "held",
-    "holds_current",
     "picture",
     "record",
     "record_together",

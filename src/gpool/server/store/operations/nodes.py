@@ -160,13 +160,6 @@ def greet(node: NodeId, offer: Offer, gpu_ids: Sequence[int], at: Instant) -> Op
     yield from _put_gpus(node, gpus)
 
 
-@operation
-def beat(node: NodeId, at: Instant) -> Operation[None]:
-    yield Statement(
-        "UPDATE nodes SET last_beat_at = :at WHERE id = :node", {"at": at, "node": node}
-    )
-
-
 def load_nodes(where: str, parameters: dict[str, int]) -> Operation[tuple[NodeRow, ...]]:
     """Nodes with the indexes of the GPUs that take nothing: withheld, sick, or flagged. `where` speaks of `n`."""
     withheld: dict[int, set[int]] = {}
