@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# A gang with NCCL on a real GPU: a server and two agents here, each lending the card, torchrun over the gang's own network. About two minutes.
+# A gang with NCCL on a real GPU: a server and two agents here, each lending the card, torchrun over the gang's own network. About a minute.
 # Usage: gang.sh PYTHON WHEELS     (PYTHON has torch; it gets gpool installed; nft and /dev/net/tun are needed, and root)
 set -u
 PYTHON=${1:?usage: gang.sh PYTHON WHEELS} WHEELS=${2:?usage: gang.sh PYTHON WHEELS}
