@@ -18,7 +18,7 @@ from gpool.core.gangs import Call
 from gpool.core.ids import NodeId, SpecId, TaskId
 from gpool.core.model import EndReason, InputFile, Instant, Node, Offer, TaskSpec, TaskStatus
 from gpool.server import gangs, offers
-from gpool.server.claims import FILE_BYTES, checked_report, wrong_with_offer
+from gpool.server.claims import FILE_BYTES, MOST_ITEMS, checked_report, wrong_with_offer
 from gpool.server.store.operation import operation
 from gpool.server.store.operations import checkpoints, leases, nodes
 from gpool.server.store.operations.sealed import data_keys, secrets_to_open
@@ -245,6 +245,9 @@ class Channel:
         self._send(Grants(self._beat, tuple(specs), tuple(lines), tuple(told)))
 
     async def _record(self, frame: Reports) -> None:
+        if len(frame.items) > MOST_ITEMS:
+            self.refuse("too_large", f"a frame of {len(frame.items)} reports", retry=False)
+            return
         items = [item for item in map(checked_report, frame.items) if item is not None]
         refused = await self._server.scheduler.recorder.record(self.node, items, self._server.now)
         if not self.closed:

@@ -235,6 +235,18 @@ class Ends:
         )
 
 
+def lasted(claimed: int, leased_at: int, started_at: int | None, at: Instant) -> int:
+    """How long an attempt ran, for predictions: as its node says, within what the server saw.
+
+    Never longer than the lease. Of one whose start was told in time, at least half of what passed since then: a node that
+    says less would have its owner's tasks taken for short ones, everywhere. 0, nothing was measured, stays so.
+    """
+    if not claimed:
+        return 0
+    least = 0 if started_at is None else max(0, at - started_at) // 2
+    return min(max(claimed, least), max(0, at - leased_at))
+
+
 def finish(
     ends: Ends,
     row: Row,
@@ -264,7 +276,7 @@ def finish(
         value=item.value,
         value_sha256=item.value_sha256,
         outputs=outputs_text(item.outputs) if item.outputs else None,
-        duration=item.duration_us,
+        duration=lasted(item.duration_us, row[6], row[7], at),
     )
     if item.value_sha256:
         named.append((item.value_sha256, row[0], row[1], row[3], row[4]))
