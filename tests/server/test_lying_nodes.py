@@ -10,7 +10,7 @@ from server_desk import Agent, Desk, an_offer
 
 from gpool.core.model import EndReason, Gpu, Offer, RuntimeOffer, Sharing, SliceProfile, Span, Tier
 from gpool.server.claims import MOST_ERROR_LETTERS, MOST_ITEMS, wrong_with_offer
-from gpool.server.store.operations.ends import lasted
+from gpool.server.store.operations.ends import LATE, lasted
 from gpool.wire.frames import Finished, Lease, Recorded, Refused, Started
 
 pytestmark = pytest.mark.anyio
@@ -164,7 +164,7 @@ async def test_a_task_is_not_expected_to_take_longer_than_its_lease_did(desk: De
 
 
 async def test_a_long_task_is_not_taken_for_a_short_one_at_its_nodes_word(desk: Desk) -> None:
-    assert await told_to_last(desk, 3600, 1) == HOUR // 2
+    assert await told_to_last(desk, 3600, 1) == (HOUR - LATE) // 2
 
 
 async def test_what_a_node_says_within_reason_is_believed(desk: Desk) -> None:
