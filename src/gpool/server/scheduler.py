@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from gpool.core.errors import GpoolError
 from gpool.core.ids import NodeId, SpecId, TaskId, UserId
+from gpool.core.lifecycle import NO_FAULT
 from gpool.core.model import Instant, Merit, Node, Shape, Span, TaskSpec
 from gpool.core.scheduling.events import (
     Event,
@@ -46,6 +47,7 @@ from gpool.server.hub import Hub, Wake
 from gpool.server.identity.sealer import Sealer
 from gpool.server.metrics import Metrics
 from gpool.server.recording import Recorder
+from gpool.server.rests import Rests
 from gpool.server.store.operation import brief, operation
 from gpool.server.store.operations import checkpoints, leases, usage
 from gpool.server.store.operations import rules as rules_operations
@@ -102,6 +104,7 @@ class Scheduler:
         self._ruled_at = Instant(0)
         self.merits: Mapping[NodeId, Merit] = {}
         self.lost: dict[NodeId, int] = {}  # how often nodes went away with leases, lately
+        self.rests = Rests()
         self.forecasts = Forecasts()
         self.orders = orders
         self._ttl = ttl
@@ -125,6 +128,8 @@ class Scheduler:
             await self.rebuild(now)
         if self.rules.changes_between(self._ruled_at, now):
             self._lay_rules(now)
+        for node in self.rests.over(now):
+            self._look_again(node)
         began = thread_time()
         self.state.pass_time(now)
         term = self._term  # of the picture it is planned on, whatever happens before it is written
@@ -307,6 +312,8 @@ class Scheduler:
         if recording.withdrawn:
             self.fold(TasksWithdrawn(recording.withdrawn))
             self.forecasts.gone(recording.withdrawn)
+        if recording.requeued or (recording.ended and self.rests.is_any):
+            self._note_carried(recording)
         attained = self._attained(recording) if recording.requeued else {}
         if recording.released:
             if recording.ended:
@@ -340,6 +347,28 @@ class Scheduler:
         for (_, model), (shape, durations) in seen.items():
             self.fold(RunTimesObserved(shape, len(durations), Span(sum(durations)), model))
             self.forecasts.ended(shape, durations)
+
+    def _note_carried(self, recording: Recording) -> None:
+        """Which nodes carried what they were given to its end, and which gave it back though nobody asked them to."""
+        held = self.state.held
+        gave_back = set()
+        for task in recording.requeued:
+            line = held.get(task.task)
+            if task.reason in NO_FAULT and line is not None and not line.stopping:
+                gave_back.add(task.node)
+        lines = [held[each.task] for each in recording.ended if each.task in held]
+        self.rests.carried({part.node for line in lines for part in (line, *line.members)})
+        if gave_back and self._clock is not None:
+            for node in self.rests.gave_back(gave_back, self._clock()):
+                log.warning(
+                    "node %s gives back what it is given; it is left alone for a while", node
+                )
+                self._look_again(node)
+
+    def _look_again(self, id_: NodeId) -> None:
+        entry = self.state.nodes.get(id_)
+        if entry is not None and entry.node is not None:
+            self.node_changed(entry.node)
 
     def _attained(self, recording: Recording) -> dict[TaskId, Span]:
         """What those that come back have run so far, where that counts."""
@@ -437,15 +466,17 @@ class Scheduler:
         self.disconnect(node, "its owner removed this node")
         self.deadlines.pop(node, None)
         self.heard.pop(node, None)
+        self.rests.forget(node)
         self.fold(NodeRemoved(node))
 
     def _with_connection(self, node: Node) -> Node:
         connected = node.id in self.channels
         merit = self.merits.get(node.id, node.merit)
         node = self.rules.upon(node, self._ruled_at)
-        if node.connected == connected and node.merit == merit:
+        resting = node.id in self.rests
+        if (node.connected, node.merit, node.resting) == (connected, merit, resting):
             return node
-        return replace(node, connected=connected, merit=merit)
+        return replace(node, connected=connected, merit=merit, resting=resting)
 
     # ---- specs and sending
 

@@ -180,6 +180,7 @@ class Ends:
                 since,
                 reason,
                 Span(0 if started_at is None else max(0, self.at - started_at)),
+                self.node,
             )
         )
         self.released.append(TaskId(task))
