@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 from gang_site import gang_spec, open_site
-from server_desk import Agent, Desk, an_offer
+from server_desk import Agent, Desk, an_offer, returned
 
 from gpool.core.merits import FREE, LONGEST_REST, rest_after
 from gpool.core.model import SECOND, EndReason, OnLoss
@@ -87,6 +87,27 @@ async def test_whoever_was_asked_to_make_room_does_not_rest_for_it(desk: Desk) -
         line = desk.server.scheduler.state.held[lease.task]  # type: ignore[index]
         assert line.stopping
         await agent.report(Finished(lease.task, lease.epoch, EndReason.PREEMPTED))
+    assert not desk.server.scheduler.rests.is_any
+
+
+async def test_what_waited_behind_a_long_one_is_given_back_rightly(desk: Desk) -> None:
+    agent = await desk.agent("long", an_offer(1))
+    for number in range(3):  # such calls were short so far, so several stand in line
+        await desk.calls(1)
+        assert await desk.schedule() == 1
+        lease = agent.leases()[number]
+        desk.clock.advance(0.01)
+        await agent.report(returned(lease))
+    await desk.calls(4 * FREE)
+    before = len(agent.leases())
+    assert await desk.schedule() > 1
+    tail = agent.leases()[before + 1 :]
+    for _ in range(2 * FREE):
+        assert tail
+        before = len(agent.leases())
+        await agent.report(*(HandedBack(lease.task, lease.epoch) for lease in tail))
+        await desk.schedule()
+        tail = agent.leases()[before:]
     assert not desk.server.scheduler.rests.is_any
 
 

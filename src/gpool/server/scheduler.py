@@ -349,12 +349,21 @@ class Scheduler:
             self.forecasts.ended(shape, durations)
 
     def _note_carried(self, recording: Recording) -> None:
-        """Which nodes carried what they were given to its end, and which gave it back though nobody asked them to."""
+        """Which nodes carried what they were given to its end, and which gave it back though nobody asked them to.
+
+        What waits in line behind something long is given back rightly: only a whole line counts.
+        """
         held = self.state.held
+        again = {task.task for task in recording.requeued}
         gave_back = set()
         for task in recording.requeued:
             line = held.get(task.task)
-            if task.reason in NO_FAULT and line is not None and not line.stopping:
+            if (
+                task.reason in NO_FAULT
+                and line is not None
+                and not line.stopping
+                and line.tasks <= again
+            ):
                 gave_back.add(task.node)
         lines = [held[each.task] for each in recording.ended if each.task in held]
         self.rests.carried({part.node for line in lines for part in (line, *line.members)})
