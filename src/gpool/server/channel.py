@@ -108,7 +108,7 @@ class Channel:
             self.refuse("invalid", wrong, retry=False)
             return
         now = server.now
-        if self._is_overtaken(hello):
+        if self._is_overtaken(hello) or self._is_shunned():
             return
         scheduler.disconnect(self.node, REPLACED, retry=True)
         scheduler.heard_from(self.node, now)
@@ -189,6 +189,17 @@ class Channel:
             "conflict", "something newer was heard of this agent; say hello again", retry=True
         )
         return True
+
+    def _is_shunned(self) -> bool:
+        """It held on to what was over, and has not yet been given up."""
+        scheduler = self._server.scheduler
+        if self.node not in scheduler.rests.shunned:
+            return False
+        if self.node in scheduler.deadlines:
+            self.refuse("conflict", "it did not let go of a gang in time; wait", retry=True)
+            return True
+        scheduler.rests.shunned.discard(self.node)
+        return False
 
     async def close(self) -> None:
         """The transport is gone. What the node holds stays its own until the lease time is over."""

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, TypeVar
 
 from gpool.core.errors import GpoolError
 from gpool.core.ids import NodeId, SpecId, TaskId, UserId
-from gpool.core.lifecycle import NO_FAULT
 from gpool.core.model import Instant, Merit, Node, Shape, Span, TaskSpec
 from gpool.core.scheduling.events import (
     Event,
@@ -312,8 +311,12 @@ class Scheduler:
         if recording.withdrawn:
             self.fold(TasksWithdrawn(recording.withdrawn))
             self.forecasts.gone(recording.withdrawn)
-        if recording.requeued or (recording.ended and self.rests.is_any):
-            self._note_carried(recording)
+        if self._clock is not None and (
+            recording.requeued or (recording.ended and self.rests.is_any)
+        ):
+            for node in self.rests.note(recording, self.state.held, self._clock()):
+                log.warning("node %s gives back what it is given; it rests for a while", node)
+                self._look_again(node)
         attained = self._attained(recording) if recording.requeued else {}
         if recording.released:
             if recording.ended:
@@ -347,32 +350,6 @@ class Scheduler:
         for (_, model), (shape, durations) in seen.items():
             self.fold(RunTimesObserved(shape, len(durations), Span(sum(durations)), model))
             self.forecasts.ended(shape, durations)
-
-    def _note_carried(self, recording: Recording) -> None:
-        """Which nodes carried what they were given to its end, and which gave it back though nobody asked them to.
-
-        What waits in line behind something long is given back rightly: only a whole line counts.
-        """
-        held = self.state.held
-        again = {task.task for task in recording.requeued}
-        gave_back = set()
-        for task in recording.requeued:
-            line = held.get(task.task)
-            if (
-                task.reason in NO_FAULT
-                and line is not None
-                and not line.stopping
-                and line.tasks <= again
-            ):
-                gave_back.add(task.node)
-        lines = [held[each.task] for each in recording.ended if each.task in held]
-        self.rests.carried({part.node for line in lines for part in (line, *line.members)})
-        if gave_back and self._clock is not None:
-            for node in self.rests.gave_back(gave_back, self._clock()):
-                log.warning(
-                    "node %s gives back what it is given; it is left alone for a while", node
-                )
-                self._look_again(node)
 
     def _look_again(self, id_: NodeId) -> None:
         entry = self.state.nodes.get(id_)
