@@ -39,14 +39,13 @@ from gpool.core.scheduling.predictions import model_of
 from gpool.core.scheduling.rules import NO_RULES, Rules
 from gpool.core.scheduling.shapes import shape_of
 from gpool.core.scheduling.state import Contradiction, State, build
-from gpool.server import gangs
+from gpool.server import gangs, rests
 from gpool.server.channel import secrets_shut
 from gpool.server.forecasts import Forecasts
 from gpool.server.hub import Hub, Wake
 from gpool.server.identity.sealer import Sealer
 from gpool.server.metrics import Metrics
 from gpool.server.recording import Recorder
-from gpool.server.rests import Rests
 from gpool.server.store.operation import brief, operation
 from gpool.server.store.operations import checkpoints, leases, usage
 from gpool.server.store.operations import rules as rules_operations
@@ -103,7 +102,7 @@ class Scheduler:
         self._ruled_at = Instant(0)
         self.merits: Mapping[NodeId, Merit] = {}
         self.lost: dict[NodeId, int] = {}  # how often nodes went away with leases, lately
-        self.rests = Rests()
+        self.rests = rests.Rests()
         self.forecasts = Forecasts()
         self.orders = orders
         self._ttl = ttl
@@ -125,10 +124,10 @@ class Scheduler:
         """One pass: plan, write, fold, send. How many leases it granted."""
         if self.in_doubt:
             await self.rebuild(now)
-        if self.rules.changes_between(self._ruled_at, now):
-            self._lay_rules(now)
         for node in self.rests.over(now):
             self._look_again(node)
+        if self.rules.changes_between(self._ruled_at, now):
+            self._lay_rules(now)
         began = thread_time()
         self.state.pass_time(now)
         term = self._term  # of the picture it is planned on, whatever happens before it is written
@@ -311,13 +310,13 @@ class Scheduler:
         if recording.withdrawn:
             self.fold(TasksWithdrawn(recording.withdrawn))
             self.forecasts.gone(recording.withdrawn)
+        attained = self._attained(recording) if recording.requeued else {}
         if self._clock is not None and (
             recording.requeued or (recording.ended and self.rests.is_any)
         ):
             for node in self.rests.note(recording, self.state.held, self._clock()):
                 log.warning("node %s gives back what it is given; it rests for a while", node)
                 self._look_again(node)
-        attained = self._attained(recording) if recording.requeued else {}
         if recording.released:
             if recording.ended:
                 self._observe(recording)
