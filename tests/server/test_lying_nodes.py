@@ -8,10 +8,12 @@ from dataclasses import replace
 import pytest
 from server_desk import Agent, Desk, an_offer
 
+from gpool.core.ids import TaskId
 from gpool.core.model import EndReason, Gpu, Offer, RuntimeOffer, Sharing, SliceProfile, Span, Tier
 from gpool.server.claims import MOST_ERROR_LETTERS, MOST_ITEMS, wrong_with_offer
+from gpool.server.store.operations import logs
 from gpool.server.store.operations.ends import LATE, lasted
-from gpool.wire.frames import Finished, Lease, Recorded, Refused, Started
+from gpool.wire.frames import PROTOCOL, Finished, Hello, Lease, LogChunk, Recorded, Refused, Started
 
 pytestmark = pytest.mark.anyio
 
@@ -81,6 +83,13 @@ async def test_an_offer_that_no_machine_makes_is_refused(desk: Desk, lie: str) -
     assert await desk.schedule() == 0
 
 
+async def test_a_boot_that_is_a_book_is_not_remembered(desk: Desk) -> None:
+    agent = await desk.node()
+    await agent.channel.receive(Hello(PROTOCOL, "b" * 201, agent.offer, 1, ()))
+    assert isinstance(agent.sent[-1], Refused)
+    assert not desk.server.scheduler.heard
+
+
 def test_a_real_card_cut_into_slices_and_a_node_of_a_thousand_gpus_are_taken() -> None:
     assert wrong_with_offer(cut(*H200)) is None
     many = tuple(
@@ -139,6 +148,18 @@ async def test_a_frame_of_more_reports_than_any_agent_sends_is_refused(desk: Des
     last = await agent.report(*[Started(1, 1)] * (MOST_ITEMS + 1))
     assert isinstance(last, Refused)
     assert last.code == "too_large"
+
+
+async def test_output_in_crumbs_takes_no_more_room_than_other_output(desk: Desk) -> None:
+    agent = await desk.agent()
+    _, lease = await leased(desk, agent)
+    task = TaskId(lease.task)
+    await agent.report(*(LogChunk(task, 1, number, 1, b"") for number in range(1000)))
+    assert await desk.server.store.read(logs.logs(task, 0, 10)) == ()
+    await agent.report(LogChunk(task, 1, 1000, 1, b"x" * (logs.MAX_LOG_BYTES - 160)))
+    await agent.report(*(LogChunk(task, 1, number, 1, b"y") for number in range(1001, 1100)))
+    kept = await desk.server.store.read(logs.logs(task, 0, 200))
+    assert [line.data for line in kept[1:]] == [b"y"] * 10 + [logs.TRUNCATED]
 
 
 async def told_to_last(

@@ -63,6 +63,7 @@ Secrets = Mapping[int, tuple[Secret, ...]]
 """Opened, by spec: on their way to a node, and kept nowhere."""
 
 MAX_HOLDS = 200_000
+MAX_BOOT_LETTERS = 200  # it is remembered
 REPLACED = "replaced by a newer connection of this node"
 
 
@@ -454,4 +455,6 @@ def _wrong_with_hello(hello: Hello, *, greeted: bool, is_local: bool) -> str | N
         return f"protocol {hello.protocol}; this server speaks {PROTOCOL}: install the same gpool version"
     if len(hello.holds) > MAX_HOLDS:
         return f"a hello with {len(hello.holds)} holds"
+    if len(hello.boot) > MAX_BOOT_LETTERS:
+        return f"a boot of {len(hello.boot)} letters"
     return wrong_with_offer(hello.offer, is_local=is_local)
