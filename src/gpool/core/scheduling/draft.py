@@ -12,7 +12,7 @@ from gpool.core.ids import NodeId, TaskId, UserId
 from gpool.core.model import SECOND, Allocation, Instant, Node, Shape, Span
 from gpool.core.scheduling import gangs
 from gpool.core.scheduling.backfill import UNKNOWN, End, Reservation, may_pass, ready_at
-from gpool.core.scheduling.events import Member, Preempt
+from gpool.core.scheduling.events import Member
 from gpool.core.scheduling.fair_share import (
     Amounts,
     amounts_of,
@@ -35,7 +35,6 @@ from gpool.core.scheduling.limits import (
 from gpool.core.scheduling.orders import DECISIVE, ORDERS, Candidate, Key, Order, Policy
 from gpool.core.scheduling.placement import Fit, is_open
 from gpool.core.scheduling.predictions import model_of
-from gpool.core.scheduling.preemption import Victim
 from gpool.core.scheduling.queue import Entry
 from gpool.core.scheduling.room import Room
 from gpool.core.scheduling.state import Line, ShapeState, State
@@ -140,7 +139,6 @@ class Draft:
         self._known_shares: dict[Holder, int] = {}  # until they take something
         self.future: dict[NodeId, Room] = {}  # where something stops or is promised
         self.clearing: dict[NodeId, Shape] = {}
-        self.stopped: set[Line] = set()
         self.helped: set[Holder] = set()  # tenants with a node kept clear though some of theirs run
         self.most_share = self.most_lately = 0  # of any tenant that has tasks waiting
         self.mean_share = 0  # of those, now
@@ -148,14 +146,7 @@ class Draft:
         self.predictions: dict[int, tuple[Span | None]] = {}
         self.run_times: dict[tuple[int, str], Span] = {}
         self.made_on: dict[NodeId, list[tuple[Shape, Allocation]]] = {}  # in this pass
-        self.preemptions: list[Preempt] = []
-        # By user: shapes for which nothing can be stopped, as things stand, and how many were looked at for nothing.
-        self.hopeless: dict[UserId, list[Shape]] = {}
-        self.in_vain: dict[UserId, int] = {}
-        self.all_in_vain = 0
         self.awaited: dict[str, int] = {}  # large inputs: tasks that wait for a node with them
-        self._alike: dict[Alike, list[Line]] | None = None  # what may be stopped
-        self._victims: dict[Alike, list[Victim]] = {}
 
     def key(self, turn: Turn, given_up: int = 0, without: Holding | None = None) -> Key:
         """Where its next task stands; `without`: as if that did not run."""

@@ -70,6 +70,15 @@ class Candidates(NamedTuple):
     rest: Ints
 
 
+class Free(NamedTuple):
+    """Amounts by slot: of CPU, memory and disk, and how many GPUs are idle."""
+
+    cpu: NDArray[np.float64]
+    memory: NDArray[np.float64]
+    disk: Ints
+    gpus: Ints
+
+
 class Engine:
     """`look` tells a node's room and lines; the rooms in `overlay` are those that the present pass has taken from.
 
@@ -195,6 +204,32 @@ class Engine:
                 able[board.slots[id_]] = False
         slots = np.flatnonzero(able)
         return slots, has_room[slots]
+
+    def free(self) -> Free:
+        """What is free now, to be changed by who asked."""
+        board = self.board
+        board.refresh()
+        idle: Ints = (board.free == GPU).sum(1)
+        return Free(board.cpu.copy(), board.memory.copy(), board.disk.copy(), idle)
+
+    def would_fit(self, shape: Shape, free: Free) -> NDArray[np.bool_]:
+        """The slots where one allocation might have room if so much were free; of parts of GPUs any GPU will do."""
+        board, found = self.board, np.zeros(self.board.size, bool)
+        needs = shape.requirements
+        for row in self._rows_of(shape):
+            row.learn(board)
+            able = row.able[board.kind]
+            able &= free.cpu >= needs.cpu_milli
+            able &= free.memory >= row.memory[board.kind]
+            if needs.disk_bytes:
+                able &= free.disk >= needs.disk_bytes
+            if row.request is not None:
+                if is_slice(row.request):
+                    able &= (free.gpus > 0) | (board.free > 0).any(1)
+                else:
+                    able &= free.gpus >= row.request.count
+            found |= able
+        return found
 
     def nearest(self, shape: Shape, barred: Collection[NodeId]) -> NodeId | None:
         """Of the nodes that could run it when idle, the one with the fewest lines."""
