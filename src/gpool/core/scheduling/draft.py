@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from itertools import islice
+from operator import itemgetter
 from typing import Protocol
 
 import numpy as np
@@ -37,7 +38,7 @@ from gpool.core.scheduling.placement import Fit, is_open
 from gpool.core.scheduling.predictions import model_of
 from gpool.core.scheduling.queue import Entry
 from gpool.core.scheduling.room import Room
-from gpool.core.scheduling.state import Line, ShapeState, State
+from gpool.core.scheduling.state import Line, NodeState, ShapeState, State
 
 MAX_KEPT_CLEAR = 8
 _LOOKS_FOR_CLEARING = 64  # shapes a pass for which a node to clear is sought
@@ -142,6 +143,7 @@ class Draft:
         self.helped: set[Holder] = set()  # tenants with a node kept clear though some of theirs run
         self.most_share = self.most_lately = 0  # of any tenant that has tasks waiting
         self.mean_share = 0  # of those, now
+        self._lefts: dict[int, list[tuple[int, Line]]] = {}  # by the nodes' entries
         self._latelies: dict[Holder, int] = {}
         self.predictions: dict[int, tuple[Span | None]] = {}
         self.run_times: dict[tuple[int, str], Span] = {}
@@ -408,17 +410,24 @@ class Draft:
         cpu, work, tenant = room.free_cpu, 0, tenant_of(shape)
         if free >= gpus and cpu >= needs.cpu_milli:
             return work
-        lefts = [
-            (self.left_of(line, entry.node), line.allocation)
-            for line in entry.lines.values()
-            if is_first or self.is_behind(tenant, tenant_of(line.shape))
-        ]
-        for place, (left, allocation) in enumerate(sorted(lefts, key=lambda each: each[0])):
-            free, cpu = free + gpus_of(allocation), cpu + allocation.cpu_milli
+        lefts = self.lefts_on(entry)
+        if not is_first:
+            lefts = [each for each in lefts if self.is_behind(tenant, tenant_of(each[1].shape))]
+        for place, (left, line) in enumerate(lefts):
+            free, cpu = free + gpus_of(line.allocation), cpu + line.allocation.cpu_milli
             work += (left // SECOND) ** 2
             if free >= gpus and cpu >= needs.cpu_milli:
                 return work if is_first or place or gpus > 1000 else None
         return None
+
+    def lefts_on(self, entry: NodeState) -> list[tuple[int, Line]]:
+        """What its lines have left to do, the least first."""
+        known = self._lefts.get(id(entry))
+        if known is None:
+            known = [(self.left_of(line, entry.node), line) for line in entry.lines.values()]
+            known.sort(key=itemgetter(0))
+            self._lefts[id(entry)] = known
+        return known
 
     def left_of(self, line: Line, node: Node | None) -> int:
         """What has outlived its prediction goes on for a while."""

@@ -16,7 +16,7 @@ from gpool.core.scheduling.events import Preempt
 from gpool.core.scheduling.fair_share import asked_by
 from gpool.core.scheduling.limits import WITHIN, Holder, holders_of
 from gpool.core.scheduling.orders import Candidate, Key, Order, Policy, Standing, outranks
-from gpool.core.scheduling.preemption import Victim
+from gpool.core.scheduling.preemption import Victim, Victims
 from gpool.core.scheduling.reach import Reach
 from gpool.core.scheduling.remnants import GPU
 from gpool.core.scheduling.room import Room
@@ -25,6 +25,11 @@ from gpool.core.scheduling.state import Line, ShapeState, State
 _LOOKS_WITHIN_LIMITS = 32  # cards tried for a slice whose share of them differs
 MAX_IN_VIEW = 1500
 """Shapes that one pass looks at; where more wait, in turn (`turns`)."""
+
+MAX_STARTS = 256
+"""Of one pass: the next one goes on."""
+
+_NEW_CELLS = 500_000  # nodes scored in a pass for shapes that were never asked for; then they wait for the next
 
 # Looking for what to stop costs as much as what runs, and whoever has many kinds of tasks waiting must not hold up the rest: of
 # one user so many shapes a pass for which nothing can be stopped, and of all together so much work, in about microseconds.
@@ -48,10 +53,11 @@ class Starts(Draft):
         self.in_vain: dict[UserId, int] = {}
         self.work = _WORK  # that may still be done to find what to stop
         self.due: dict[UserId, ShapeState] = {}  # whose turn it is to be looked for
+        self.is_partial = False
         self._reach: Reach | None = None
         self._alike: dict[Alike, list[Line]] | None = None  # what may be stopped
         self._victims: dict[Alike, list[Victim]] = {}
-        self._found: list[list[Victim]] | None = None  # of those that are not empty
+        self._found: Victims | None = None  # those
 
     def start_what_fits(self) -> None:
         turns = []
@@ -64,13 +70,20 @@ class Starts(Draft):
         self.compare(turn for _, _, turn in turns)
         heapify(turns)
         self.book_what_stops()
-        while turns and len(self.made) < self.policy.max_places_per_pass:
+        self.is_partial = len(in_view) < self.state.shapes_waiting
+        scored, most = self.engine.scored, min(self.policy.max_places_per_pass, MAX_STARTS)
+        while turns and len(self.made) < most:
             key, _, turn = turns[0]
             if turn.seen != self.changes:
                 turn.key, turn.seen = self.key(turn), self.changes
                 if turn.key > key:  # its user got something meanwhile
                     heapreplace(turns, (turn.key, turn.head, turn))
                     continue
+            if self.engine.scored - scored > _NEW_CELLS and self.may_wait(turn):
+                self.is_partial = True
+                self.waiting.append(turn)
+                heappop(turns)
+                continue
             if not self.start_one(turn) and not self.clear_for(turn):
                 self.waiting.append(turn)
                 self.keep_clear(turn)
@@ -80,8 +93,14 @@ class Starts(Draft):
                 heapreplace(turns, (turn.key, turn.head, turn))
             else:
                 heappop(turns)
+        self.is_partial |= bool(turns)
         while turns:
             self.waiting.append(heappop(turns)[2])
+
+    def may_wait(self, turn: Turn) -> bool:
+        """Whether it takes long to look for a place for it, and it is not its turn."""
+        entry = turn.entry
+        return entry is not self.due.get(entry.shape.user) and self.engine.is_new(entry.shape)
 
     def start_one(self, turn: Turn) -> bool:
         shape = turn.entry.shape
@@ -229,10 +248,12 @@ class Starts(Draft):
         if len(self.preemptions) < self.policy.max_preemptions_per_pass:
             for victim in self.outranked(turn):
                 self.work -= _OF_A_VICTIM
-                if victim.line not in self.stopped and self.is_spare(victim, turn, sure):
-                    for id_ in {part.node for part in victim.parts}:
-                        if id_ in slots and there[slots[id_]]:
-                            at.setdefault(id_, []).append(victim)
+                line = victim.line
+                if line in self.stopped or (sure and not self.is_spare(victim, turn, sure)):
+                    continue
+                for id_ in {part.node for part in victim.parts} if line.members else (line.node,):
+                    if id_ in slots and there[slots[id_]]:
+                        at.setdefault(id_, []).append(victim)
         for id_ in self.barred(shape) - self.clearing.keys():
             at.pop(id_, None)
         for id_ in self.nearest_of(shape, at):
@@ -259,22 +280,25 @@ class Starts(Draft):
         """What may be stopped for it. Of strangers' only those are looked at that may come after it by their shares."""
         shape = turn.entry.shape
         mine, gained = self.key(turn), self.shares(shape, None, asked_by(shape))
-        idle = self.shares(shape)  # as if it gained nothing, and what runs had had its turn
-        for alike in self.victims():
+        for alike in self.victims().worth_a_look(shape, mine, self.policy):
             self.work -= 1
-            line, theirs = alike[0].line, alike[0].key
-            other = line.shape
+            line, other = alike[0].line, alike[0].line.shape
             if shape.user == other.user or (shape.team is not None and shape.team == other.team):
-                yield from self.outranked_of(
-                    alike, self.key(turn, without=line), self.shares(shape, line, asked_by(shape))
-                )
-            elif outranks(Standing(mine, idle, theirs, self.policy.turn), self.policy):
+                own = self.key(turn, without=line)
+                yield from self.outranked_of(alike, own, self.shares(shape, line, asked_by(shape)))
+            else:
                 yield from self.outranked_of(alike, mine, gained)
 
     def outranked_of(
         self, alike: list[Victim], mine: Key, gained: tuple[int, int]
     ) -> Iterator[Victim]:
         """Of some of one user and size those that may be stopped."""
+        theirs = alike[0].key
+        decides = 3 if self.policy.order == "fair_share" else 1  # and is the same for all of them
+        both = Standing(mine, gained, theirs, Span(0))
+        if mine[:decides] != theirs[:decides] and outranks(both, self.policy):
+            yield from alike
+            return
         for victim in alike:
             ran = Span(self.now - victim.line.since)
             if outranks(Standing(mine, gained, victim.key, ran), self.policy):
@@ -282,10 +306,8 @@ class Starts(Draft):
             elif mine[:3] == victim.key[:3] or ran >= self.policy.turn:
                 return  # nor may those that come before it
 
-    def is_spare(self, victim: Victim, turn: Turn, sure: dict[Holder, int] | None) -> bool:
+    def is_spare(self, victim: Victim, turn: Turn, sure: dict[Holder, int]) -> bool:
         """Whether its people have what they are guaranteed without it, and without those that this was said of before."""
-        if sure is None:
-            return True
         gpus, mine = victim.amounts[0], set(holders_of(turn.entry.shape))
         theirs = [
             each for each in holders_of(victim.line.shape) if each in sure and each not in mine
@@ -296,13 +318,13 @@ class Starts(Draft):
             sure[holder] += gpus
         return True
 
-    def victims(self) -> list[list[Victim]]:
-        """What could be stopped: those of one user and size together, the last in the order first."""
+    def victims(self) -> Victims:
+        """What could be stopped."""
         if self._found is None:
             for which, lines in self.in_sight().items():
                 if which not in self._victims:
                     self._victims[which] = self.standings(lines)
-            self._found = [found for found in self._victims.values() if found]
+            self._found = Victims([found for found in self._victims.values() if found])
         return self._found
 
     def in_sight(self) -> dict[Alike, list[Line]]:

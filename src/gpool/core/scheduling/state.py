@@ -177,6 +177,10 @@ class State:
         """The shapes that have waiting tasks."""
         return iter(self._waiting.values())
 
+    @property
+    def shapes_waiting(self) -> int:
+        return len(self._waiting)
+
     def in_view(self, most: int, searched: int) -> tuple[list[ShapeState], list[ShapeState]]:
         """Of those at most `most` for one pass (see `turns`); and `searched` of them, of different users: everybody in turn."""
         wanting, turn = self._wanting, self.passes

@@ -16,43 +16,45 @@ K = TypeVar("K")
 V = TypeVar("V")
 
 
-def some(those: Mapping[K, V], most: int, turn: int) -> Iterator[tuple[K, int]]:
-    """At most so many of them, each with how often it was its turn: a third from either end, the rest in turn."""
+def some(those: Mapping[K, V], most: int, turn: int, stride: int = 0) -> dict[K, int]:
+    """At most so many of them, each with how often it was its turn: a third from either end, the rest in turn.
+
+    `stride`: how far to go in a turn, where `most` is not always the same; all that are looked at, if not given.
+    """
     count = len(those)
     if count <= most:
-        for each in those:
-            yield each, turn
-        return
+        return dict.fromkeys(those, turn)
+    names = list(those)
     first, last = (most + 1) // 3, most // 3
-    for each in islice(those, first):
-        yield each, turn
-    between = list(islice(those, first, count - last))
+    found = dict.fromkeys(names[:first], turn)
     step = most - first - last
-    for place in range(turn * step, (turn + 1) * step):
-        yield between[place % len(between)], place // len(between)
-    for each in islice(those, count - last, None):
-        yield each, turn
+    for place in range(turn * (stride or step), turn * (stride or step) + step):
+        found.setdefault(names[place % count], place // count)
+    for each in names[count - last :]:
+        found.setdefault(each, turn)
+    return found
 
 
 def shared_out(
     those: Mapping[K, Mapping[V, object]], most: int, turn: int
 ) -> Iterator[tuple[K, V]]:
     """Of everyone's at most so many in all: of nobody less than two, or than they have, so that others have more."""
-    owners = list(some(those, max(1, most // 2), turn))
+    owners = list(some(those, max(1, most // 2), turn).items())
     owners.sort(key=lambda owner: len(those[owner[0]]))
     left = most
     for place, (owner, times) in enumerate(owners):
-        for each, _ in some(those[owner], left // (len(owners) - place), times):
-            left -= 1
+        found = some(those[owner], left // (len(owners) - place), times, 1)
+        left -= len(found)
+        for each in found:
             yield owner, each
 
 
 def next_of(those: Mapping[K, Mapping[V, object]], count: int, turn: int) -> dict[K, V]:
     """Of so many owners, in turn, one of each: theirs in turn as well."""
+    owners = list(those)
+    count = min(count, len(owners))
     found = {}
-    if those:
-        owners = list(those)
-        for place in range(turn * count, turn * count + min(count, len(owners))):
-            theirs, times = those[owners[place % len(owners)]], place // len(owners)
-            found[owners[place % len(owners)]] = next(islice(theirs, times % len(theirs), None))
+    for place in range(turn * count, (turn + 1) * count):
+        owner, times = owners[place % len(owners)], place // len(owners)
+        found[owner] = next(islice(those[owner], times % len(those[owner]), None))
     return found
