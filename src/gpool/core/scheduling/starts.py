@@ -26,7 +26,7 @@ _LOOKS_WITHIN_LIMITS = 32  # cards tried for a slice whose share of them differs
 MAX_IN_VIEW = 1500
 """Shapes that one pass looks at; where more wait, in turn (`turns`)."""
 
-MAX_STARTS = 256
+MAX_STARTS = 400
 """Of one pass: the next one goes on."""
 
 _NEW_CELLS = 500_000  # nodes scored in a pass for shapes that were never asked for; then they wait for the next
