@@ -113,7 +113,7 @@ def test_the_same_state_always_gives_the_same_plan_and_a_copy_of_it_too() -> Non
 
 def test_a_pass_starts_so_many_and_the_next_ones_the_rest() -> None:
     count = 2 * MAX_STARTS + 10
-    state = a_state(*(a_node(number, cpus=40) for number in range(1, 21)))
+    state = a_state(*(a_node(number, cpus=40) for number in range(1, 26)))
     for user in range(1, count + 1):
         enqueue(state, a_shape(user, cpu_milli=1000), [user])
     left = []
