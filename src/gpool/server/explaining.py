@@ -31,7 +31,7 @@ MOST_ASKING = 500
 MOST_TASKS = 64
 """Tasks that something is tried for at once."""
 
-BUDGET_S = 1.0
+BUDGET_S = 0.4
 """Of processor time, for all that are answered together."""
 
 UNTRIED = Suggested((), is_complete=False)
