@@ -52,7 +52,7 @@ class Starts(Draft):
         self.hopeless: dict[UserId, list[Shape]] = {}
         self.in_vain: dict[UserId, int] = {}
         self.work = _WORK  # that may still be done to find what to stop
-        self.due: dict[UserId, ShapeState] = {}  # whose turn it is to be looked for
+        self._due: dict[UserId, ShapeState] | None = None
         self.is_partial = False
         self._reach: Reach | None = None
         self._alike: dict[Alike, list[Line]] | None = None  # what may be stopped
@@ -61,8 +61,7 @@ class Starts(Draft):
 
     def start_what_fits(self) -> None:
         turns = []
-        in_view, due = self.state.in_view(MAX_IN_VIEW, SEARCHES_IN_TURN)
-        self.due = {entry.shape.user: entry for entry in due}
+        in_view = self.state.in_view(MAX_IN_VIEW, SEARCHES_IN_TURN)
         for entry in in_view:
             turn = Turn(entry)
             turn.key = self.key(turn)
@@ -100,7 +99,13 @@ class Starts(Draft):
     def may_wait(self, turn: Turn) -> bool:
         """Whether it takes long to look for a place for it, and it is not its turn."""
         entry = turn.entry
-        return entry is not self.due.get(entry.shape.user) and self.engine.is_new(entry.shape)
+        return entry is not self.due().get(entry.shape.user) and self.engine.is_new(entry.shape)
+
+    def due(self) -> dict[UserId, ShapeState]:
+        """Whose turn it is to be looked for, and for which of their shapes."""
+        if self._due is None:
+            self._due = self.state.due(SEARCHES_IN_TURN)
+        return self._due
 
     def start_one(self, turn: Turn) -> bool:
         shape = turn.entry.shape
@@ -221,7 +226,7 @@ class Starts(Draft):
         """Whether to look for what to stop for it: while there is time, and for those whose turn it is."""
         if self.work > 0 and vain < _VAIN_OF_ONE:
             return True
-        due = self.due.get(turn.entry.shape.user)
+        due = self.due().get(turn.entry.shape.user)
         return due is not None and (not vain or due is turn.entry)
 
     def reach(self) -> Reach:

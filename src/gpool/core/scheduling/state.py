@@ -181,16 +181,19 @@ class State:
     def shapes_waiting(self) -> int:
         return len(self._waiting)
 
-    def in_view(self, most: int, searched: int) -> tuple[list[ShapeState], list[ShapeState]]:
-        """Of those at most `most` for one pass (see `turns`); and `searched` of them, of different users: everybody in turn."""
-        wanting, turn = self._wanting, self.passes
-        due = next_of(wanting, searched, turn)
-        theirs = [wanting[user][queue] for user, queue in due.items()]
+    def in_view(self, most: int, due: int) -> list[ShapeState]:
+        """Of those at most `most` for one pass (see `turns`), and those that are due."""
         if len(self._waiting) <= most:
-            return list(self._waiting.values()), theirs
-        found = [wanting[user][queue] for user, queue in shared_out(wanting, most, turn)]
+            return list(self._waiting.values())
+        wanting = self._wanting
+        found = [wanting[user][queue] for user, queue in shared_out(wanting, most, self.passes)]
         known = set(found)
-        return found + [entry for entry in theirs if entry not in known], theirs
+        return found + [entry for entry in self.due(due).values() if entry not in known]
+
+    def due(self, count: int) -> dict[UserId, ShapeState]:
+        """So many users, in turn, and of each one shape, in turn as well."""
+        found = next_of(self._wanting, count, self.passes)
+        return {user: self._wanting[user][queue] for user, queue in found.items()}
 
     def engine(self, pricing: Pricing) -> Engine:
         """Finds places by this pricing; kept up to date from now on. A cache: no part of the truth."""
