@@ -136,6 +136,7 @@ class Draft:
         self.lines: dict[tuple[NodeId, int], NewLine] = {}
         self.looks_at_shares = policy.order == "fair_share" or policy.order not in ORDERS
         self.changes = 0  # of what anybody holds, in this pass
+        self.changed: dict[Holder, int] = {}  # which of them was their last
         self.taken: dict[Holder, Amounts] = {}  # by tenants and users, in this pass
         self._known_shares: dict[Holder, int] = {}  # until they take something
         self.future: dict[NodeId, Room] = {}  # where something stops or is promised
@@ -155,6 +156,14 @@ class Draft:
         shape = turn.entry.shape
         running = self.state.running.get(shape.user, 0) + self.running.get(shape.user, 0) - given_up
         return self.order(self.candidate(shape, turn.head, running, without), self.now, self.policy)
+
+    def has_changed(self, turn: Turn) -> bool:
+        """Whether its people hold something else than when its key was made: nothing else changes a key in a pass."""
+        if turn.seen == self.changes:
+            return False
+        return any(
+            self.changed.get(holder, 0) > turn.seen for holder in holders_of(turn.entry.shape)
+        )
 
     def candidate(
         self, shape: Shape, entry: Entry, running: int = 0, without: Holding | None = None
@@ -298,6 +307,8 @@ class Draft:
     def count(self, shape: Shape, allocations: list[Allocation], sign: int = 1) -> None:
         """What its people hold with these."""
         self.changes += 1
+        for holder in holders_of(shape):
+            self.changed[holder] = self.changes
         self.running[shape.user] = self.running.get(shape.user, 0) + sign * len(allocations)
         gpus = sum(gpus_of(allocation) for allocation in allocations)
         if gpus:

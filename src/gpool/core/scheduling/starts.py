@@ -35,7 +35,7 @@ _NEW_CELLS = 500_000  # nodes scored in a pass for shapes that were never asked 
 # one user so many shapes a pass for which nothing can be stopped, and of all together so much work, in about microseconds.
 # Beyond that a few users have their turn in each pass, whatever was spent.
 _VAIN_OF_ONE = 64
-_WORK, _OF_A_NODE, _OF_A_VICTIM = 15_000, 15, 3
+_WORK, _OF_A_NODE, _OF_A_VICTIM = 10_000, 15, 3
 SEARCHES_IN_TURN = 2
 MAX_NODES_SEARCHED = 128
 """For one task, of those where something might stop for it."""
@@ -73,7 +73,7 @@ class Starts(Draft):
         scored, most = self.engine.scored, min(self.policy.max_places_per_pass, MAX_STARTS)
         while turns and len(self.made) < most:
             key, _, turn = turns[0]
-            if turn.seen != self.changes:
+            if self.has_changed(turn):
                 turn.key, turn.seen = self.key(turn), self.changes
                 if turn.key > key:  # its user got something meanwhile
                     heapreplace(turns, (turn.key, turn.head, turn))
