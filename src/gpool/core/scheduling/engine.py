@@ -29,6 +29,7 @@ from gpool.core.scheduling.caches import Caches
 from gpool.core.scheduling.fragmentation import Ints, Slots
 from gpool.core.scheduling.placement import (
     Fit,
+    a_slice,
     is_slice,
     memory_for,
     placed,
@@ -37,7 +38,7 @@ from gpool.core.scheduling.placement import (
 )
 from gpool.core.scheduling.pricing import WEIGHT, Pricing
 from gpool.core.scheduling.remnants import GPU
-from gpool.core.scheduling.room import Room
+from gpool.core.scheduling.room import ANYBODY, Room
 from gpool.core.scheduling.rows import MAX_PRICE_STEP, Row
 from gpool.core.scheduling.stakes import Stakes, stakes
 
@@ -68,6 +69,15 @@ class Candidates(NamedTuple):
     slots: Slots
     steps: Ints
     rest: Ints
+
+
+class Free(NamedTuple):
+    """Amounts by slot: of CPU, memory and disk, and how many GPUs are idle."""
+
+    cpu: NDArray[np.float64]
+    memory: NDArray[np.float64]
+    disk: Ints
+    gpus: Ints
 
 
 class Engine:
@@ -146,9 +156,17 @@ class Engine:
         if barred:
             key = key.copy()
             key[[board.slots[id_] for id_ in barred if id_ in board.slots]] = _NONE
-        slot = self._best(row, key)
-        found = None if slot is None else self._fit(row, slot)
-        return None if slot is None or found is None else (NodeId(int(board.ids[slot])), found)
+        while (slot := self._best(row, key)) is not None:
+            found = self._fit(row, slot)
+            if found is not None:
+                return NodeId(int(board.ids[slot])), found
+            row.key[slot] = key[slot] = _NONE  # until the node changes
+        return None
+
+    def is_new(self, shape: Shape) -> bool:
+        """Whether some of its alternatives have never been asked for, so that all nodes have to be scored."""
+        rows = self._rows_of(shape)
+        return any(row.generation != self.board.generation and self._might_fit(row) for row in rows)
 
     def is_full(self, shape: Shape, turn: int) -> bool:
         """Whether `best` found nowhere for this alternative, or for another that asks for the same, and nothing changed since."""
@@ -195,6 +213,32 @@ class Engine:
                 able[board.slots[id_]] = False
         slots = np.flatnonzero(able)
         return slots, has_room[slots]
+
+    def free(self) -> Free:
+        """What is free now, to be changed by who asked."""
+        board = self.board
+        board.refresh()
+        idle: Ints = (board.free == GPU).sum(1)
+        return Free(board.cpu.copy(), board.memory.copy(), board.disk.copy(), idle)
+
+    def would_fit(self, shape: Shape, free: Free) -> NDArray[np.bool_]:
+        """The slots where one allocation might have room if so much were free; of parts of GPUs any GPU will do."""
+        board, found = self.board, np.zeros(self.board.size, bool)
+        needs = shape.requirements
+        for row in self._rows_of(shape):
+            row.learn(board)
+            able = row.able[board.kind]
+            able &= free.cpu >= needs.cpu_milli
+            able &= free.memory >= row.memory[board.kind]
+            if needs.disk_bytes:
+                able &= free.disk >= needs.disk_bytes
+            if row.request is not None:
+                if is_slice(row.request):
+                    able &= (free.gpus > 0) | (board.free > 0).any(1)
+                else:
+                    able &= free.gpus >= row.request.count
+            found |= able
+        return found
 
     def nearest(self, shape: Shape, barred: Collection[NodeId]) -> NodeId | None:
         """Of the nodes that could run it when idle, the one with the fewest lines."""
@@ -309,7 +353,11 @@ class Engine:
             return True
         if is_slice(request):
             share = request.share_milli if request.share_milli < GPU else 1
-            return any(gpu.free_share >= share for gpu in room.gpus.values())
+            vram, holders = request.vram_bytes or 1, (None, ANYBODY, row.shape.user)
+            return any(
+                gpu.free_share >= share and gpu.free_memory >= vram and gpu.user in holders
+                for gpu in room.gpus.values()
+            )
         return sum(1 for gpu in room.gpus.values() if not gpu.holders) >= request.count
 
     # ---- scoring
@@ -437,7 +485,7 @@ class Engine:
         return int(_least(tied, board.ids[tied])[0])
 
     def _fit(self, row: Row, slot: int) -> Fit | None:
-        """None: a card whose hardware slices do not nest has no place for this one after all."""
+        """None: cards whose hardware slices do not nest have no place for this one after all."""
         node = self.board.nodes[slot]
         assert node is not None
         needs, request = row.shape.requirements, row.request
@@ -449,7 +497,10 @@ class Engine:
             part = slice_of(node.offer.gpus[int(row.gpu[slot])], request)
             room = self._room_and_lines(node.id)[0].gpus[part.gpu_index]
             there = placed(room, part)
-            return None if there is None else Fit(needs.cpu_milli, memory, (there,), disk)
+            if there is not None:
+                return Fit(needs.cpu_milli, memory, (there,), disk)
+            other = a_slice(node, self._room_and_lines(node.id)[0], request, row.shape)
+            return None if other is None else Fit(needs.cpu_milli, memory, other, disk)
         cap = needs.max_price_microcredits
         found = whole(node, self._room_and_lines(node.id)[0], request, cap)
         assert found is not None, "the board says there are idle GPUs and the room has none"
