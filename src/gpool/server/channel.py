@@ -16,7 +16,7 @@ import msgspec
 from gpool.core.errors import NotFound
 from gpool.core.gangs import Call
 from gpool.core.ids import NodeId, SpecId, TaskId
-from gpool.core.model import EndReason, InputFile, Instant, Node, Offer, TaskSpec, TaskStatus
+from gpool.core.model import EndReason, InputFile, Instant, Offer, TaskSpec, TaskStatus
 from gpool.server import gangs, offers
 from gpool.server.claims import FILE_BYTES, MOST_ITEMS, checked_report, wrong_with_offer
 from gpool.server.store.operation import operation
@@ -118,6 +118,8 @@ class Channel:
                 self.node, self._kept(hello.offer), server.ids.take(len(hello.offer.gpus)), now
             )
         )
+        if greeted is not None and not self.closed and await self._took_time(greeted.rows):
+            greeted = await server.write(_standing(self.node))
         if self.closed:
             return
         if greeted is None:
@@ -142,7 +144,7 @@ class Channel:
                 drop=tuple(hold for hold in hello.holds if hold not in open_leases),
             )
         )
-        scheduler.connect(self, await self._admitted(greeted.rows[0]))
+        scheduler.connect(self, greeted.rows[0].node)
         for row in greeted.rows[1:]:  # theirs were seen here, and flagged
             scheduler.node_changed(row.node)
         # Unstated ones too: that the agent has nothing of them, only the agent can say, and now.
@@ -308,17 +310,26 @@ class Channel:
         except NotFound as error:
             self.refuse("not_found", error.detail, retry=False)
             return
-        server.scheduler.node_changed(await self._admitted(rows[0]))
-        for row in rows[1:]:
+        if await self._took_time(rows):
+            now_so = await server.write(nodes.node(self.node))
+            rows = () if now_so is None else (now_so,)
+        for row in rows:
             server.scheduler.node_changed(row.node)
 
     def _kept(self, offer: Offer) -> Offer:
         return offers.at_own_site(offer, self._owner, self._server.settings.sites)
 
-    async def _admitted(self, row: NodeRow) -> Node:
-        """With those of its GPUs kept back that are to be examined first."""
+    async def _took_time(self, rows: Sequence[NodeRow]) -> bool:
+        """Keeps back those of its GPUs that are to be examined first. True: `rows` are folded as far as they are others',
+        and what was known of this node and its leases may not be so any more."""
         examiner = self._server.examiner
-        return row.node if examiner is None else (await examiner.admit(row)).node
+        if examiner is None:
+            return False
+        if examiner.examines:
+            for row in rows[1:]:
+                self._server.scheduler.node_changed(row.node)
+        await examiner.admit(rows[0])
+        return examiner.examines
 
     def tell_gpu(self, frame: ToGpu) -> None:
         if not self.closed:
@@ -358,6 +369,17 @@ def _greeting(
     if (yield from nodes.node(node)) is None:
         return None
     rows = yield from offers.take(node, offer, gpu_ids, at)
+    return (yield from _leases_of(node, rows))
+
+
+@operation
+def _standing(node: NodeId) -> Operation[_Greeted | None]:
+    """The same once more, when its offer is known."""
+    row = yield from nodes.node(node)
+    return None if row is None else (yield from _leases_of(node, (row,)))
+
+
+def _leases_of(node: NodeId, rows: tuple[NodeRow, ...]) -> Operation[_Greeted]:
     held = yield from leases.held(node)
     specs = {}
     for id_ in {lease.spec for lease in held}:

@@ -129,6 +129,11 @@ class Examiner:
         self._measured: set[tuple[NodeId, str]] = set()  # or unable; asked once in a connection
         self._looked_at = Instant(0)
 
+    @property
+    def examines(self) -> bool:
+        """Whether `admit` takes time."""
+        return self._wanted.examine
+
     async def admit(self, row: NodeRow) -> NodeRow:
         """A node said what it lends: what is to be examined is kept back before anything can be placed there."""
         node = row.node.id
