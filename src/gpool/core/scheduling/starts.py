@@ -357,7 +357,7 @@ class Starts(Draft):
         if not lines:
             return []
         shape, now, policy = lines[0].shape, self.now, self.policy
-        running = self.state.running.get(shape.user, 0) + self.running.get(shape.user, 0) - 1
+        running = self.state.running.get(shape.user, 0) + self.running.get(shape.user, 0)
         served, shares = self.state.served(shape.user), self.shares(shape, lines[0])
         sure = policy.limits.guaranteed
         band = self.band(shape, lines[0], lines[0].amounts[0]) if sure else WITHIN
@@ -365,8 +365,9 @@ class Starts(Draft):
         for line in lines:
             task, lease = next(iter(line.leases.items()))
             ran = Span(lease.attained + max(0, now - line.since))
+            others = running - 1 - len(line.members)
             candidate = Candidate(
-                line.shape, lease.queued_at, task, running, served, ran, shares, None, band
+                line.shape, lease.queued_at, task, others, served, ran, shares, None, band
             )
             found.append(Victim(self.order(candidate, now, policy), line))
         found.sort(reverse=True, key=_key)
