@@ -7,6 +7,7 @@ reached over a network is refused: it could not see the work directory.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import socket
@@ -221,3 +222,29 @@ class Engine:
         with translated("cannot list containers"):
             found = self._api.containers(all=True, filters={"label": [label]})
         return [str(entry["Id"]) for entry in found]
+
+    def pid_of(self, container: str) -> int:
+        """Of its first process, on this host; 0: it has ended."""
+        with translated("cannot look at the container"):
+            try:
+                return int(self._api.inspect_container(container)["State"].get("Pid") or 0)
+            except NotFound:
+                return 0
+
+    # ---- images of our own
+
+    def import_image(self, tar: bytes, label: str, value: str) -> str:
+        """The id of an image without a name, made from a tar."""
+        with translated("the engine refused an image"):
+            said = self._api.import_image_from_data(tar, changes=[f"LABEL {label}={value}"])
+            return str(json.loads(said.splitlines()[-1])["status"])
+
+    def images_labelled(self, label: str) -> list[str]:
+        with translated("cannot list images"):
+            found = self._api.images(filters={"label": [label]}, all=True)
+        return [str(entry["Id"]) for entry in found]
+
+    def remove_image(self, image: str) -> None:
+        """Idempotent."""
+        with translated("cannot remove an image"), contextlib.suppress(NotFound):
+            self._api.remove_image(image)
