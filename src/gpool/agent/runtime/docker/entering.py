@@ -222,7 +222,10 @@ class Holders:
         container = self._engine.create(body)
         try:
             with self._engine.attach(container, with_input=True) as channel:
-                self._engine.start(container)
+                try:
+                    self._engine.start(container)
+                except SandboxFailed as failure:
+                    raise SandboxFailed(f"{CANNOT}: {failure}") from failure
                 _until_inside(channel)
                 yield container
         finally:

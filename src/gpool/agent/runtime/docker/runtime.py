@@ -327,7 +327,7 @@ class DockerRuntime:
         if job.environment is not None:
             raise SandboxFailed("the Docker runtime runs images, not environments: name an image")
         if job.lane is not None:
-            given = await self._call(lambda: self.networks)
+            given = await undivided(self._threads, lambda: self.networks, lambda _: None)
             if Network.EGRESS not in given or len(job.lane.namespaces) != 1:
                 raise SandboxFailed(f"{CANNOT}: no network here")
         reference = job.image or self._default_image
