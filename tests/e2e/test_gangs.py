@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from gpool.testing import components
+from gpool.testing.engines import IMAGE, PrivateEngine, docker_client, shared_engine
 from gpool.testing.processes import SHORT_LEASE, Pool, eventually, processes_saying
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "gangs"
@@ -65,10 +67,13 @@ class Site:
     def address(self, name: str) -> str:
         return f"{self.network}.{11 + HOSTS.index(name)}"
 
-    def start(self) -> None:
+    def start(self, engine: str) -> None:
+        """`engine`: the address of the container engine that all of them use; "": none."""
         self.pool.start(agents=())
         for name in HOSTS:
             within = ("nsenter", f"--net=/run/netns/{self.space(name)}")
+            if engine:
+                within = (*within, "env", f"DOCKER_HOST={engine}")
             flags = ("--site", "lab", "--address", self.address(name))
             self.pool.joining(name, *flags, within=within)
         for name in HOSTS:
@@ -124,7 +129,7 @@ def site(
     made = Site(tmp_path_factory.mktemp("site"))
     try:
         made.lay()
-        made.start()
+        made.start("" if components.missing("docker") else shared_engine("docker").address)
         yield made
     finally:
         made.pool.stop()
@@ -163,13 +168,20 @@ else:
 
 
 @pytest.mark.slow
-def test_members_reach_each_other_and_nothing_else(site: Site, pool: Pool) -> None:
+@pytest.mark.parametrize("image", ["", IMAGE])
+def test_members_reach_each_other_and_nothing_else(
+    site: Site, pool: Pool, require: Callable[[str], None], image: str
+) -> None:
+    """In bubblewrap, and in containers that the engine outside made."""
     outside = (f"{site.network}.1", site.address("first"), site.address("second"))
-    wanted = {
+    wanted: dict[str, Any] = {
         "command": ["python", "-c", TALK, *outside],
         "env": {"PORT": str(pool.port)},
         "nodes": 2,
     }
+    if image:
+        require("docker")
+        wanted["recipe"] = {"image": image}
     task = pool.ask("POST", "/v1/tasks", wanted).json()["ids"][0]
     assert site.ended(task)["status"] == "succeeded", site.printed(task)
     said = site.printed(task)
@@ -179,6 +191,31 @@ def test_members_reach_each_other_and_nothing_else(site: Site, pool: Pool) -> No
         assert f"[1] nothing at {address}" in said
     # The control: the server is there for whoever is on the bridge.
     assert pool.ask("GET", "/readyz").status_code == 200
+
+
+def of_our_image(engine: PrivateEngine) -> list[str]:
+    with docker_client(engine) as api:
+        return [one["Id"] for one in api.containers(filters={"ancestor": IMAGE})]
+
+
+@pytest.mark.slow
+def test_containers_and_their_network_never_outlive_a_killed_agent(
+    site: Site, pool: Pool, require: Callable[[str], None]
+) -> None:
+    require("docker")
+    engine = shared_engine("docker")
+    wanted = {
+        "command": ["sh", "-c", "echo up; exec sleep 1000"],
+        "recipe": {"image": IMAGE},
+        "nodes": 2,
+        "on_loss": "end",
+    }
+    task = pool.ask("POST", "/v1/tasks", wanted).json()["ids"][0]
+    site.until_printed(task, "[1] up")
+    assert len(of_our_image(engine)) == 2
+    pool.agents[site.members(task)[1]].kill()
+    assert site.ended(task)["status"] == "failed"
+    eventually("no container of it is left", lambda: of_our_image(engine) == [], 20)
 
 
 @pytest.mark.slow
