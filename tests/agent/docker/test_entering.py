@@ -83,8 +83,8 @@ def images_of(engine: PrivateEngine) -> list[str]:
     [
         (DOCKER, True, False, ""),
         (replace(DOCKER, kind="podman"), True, False, ""),
-        (DOCKER, False, False, "not root"),
-        (replace(DOCKER, kind="podman"), False, False, "not root"),
+        (DOCKER, False, False, "root's"),
+        (replace(DOCKER, kind="podman"), False, False, "root's"),
         (DOCKER, True, True, "gVisor"),
         (replace(DOCKER, first_uid=100_000), True, False, "user namespace"),
     ],

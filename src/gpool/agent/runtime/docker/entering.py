@@ -128,7 +128,7 @@ def holder_request(
 def why_never(facts: Facts, *, root: bool, gvisor: bool) -> str:
     """Why containers of such an engine enter no lanes, whatever is tried; "": they may."""
     if not root:
-        return "an agent that is not root cannot put an engine's containers into its lanes"
+        return "containers enter lanes only where both the agent and its engine are root's"
     if gvisor:
         return "gVisor has a network of its own, which cannot be a lane"
     if facts.kind != "podman" and facts.first_uid:
