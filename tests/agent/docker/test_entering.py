@@ -31,7 +31,15 @@ from gpool.agent.runtime.docker.entering import (
 from gpool.agent.runtime.docker.runtime import DockerRuntime, Gvisor
 from gpool.agent.runtime.protocol import CommandJob, Lane, SandboxFailed
 from gpool.core.model import Network
-from gpool.testing.engines import IMAGE, PrivateEngine, docker_client, shared_engine
+from gpool.testing.engines import (
+    BARE_IMAGE,
+    IMAGE,
+    PrivateEngine,
+    docker_client,
+    image_tar,
+    import_image,
+    shared_engine,
+)
 from gpool.testing.runtimes import LIMITS, using, within
 
 LABEL, BOOT = ("pool.gpool.agent", "of-a-test"), ("pool.gpool.boot", "first")
@@ -70,9 +78,9 @@ def holders(require: Callable[[str], None]) -> Iterator[Holders]:
     assert containers_of(shared_engine("docker")) == []
 
 
-def images_of(engine: PrivateEngine) -> list[str]:
+def images_of(engine: PrivateEngine, label: str = "=".join(LABEL)) -> list[str]:
     with docker_client(engine) as api:
-        return [one["Id"] for one in api.images(filters={"label": LABEL[0]}, all=True)]
+        return [one["Id"] for one in api.images(filters={"label": label}, all=True)]
 
 
 # ---- what is asked of the engine
@@ -86,6 +94,7 @@ def images_of(engine: PrivateEngine) -> list[str]:
         (DOCKER, False, False, "root's"),
         (replace(DOCKER, kind="podman"), False, False, "root's"),
         (DOCKER, True, True, "gVisor"),
+        (replace(DOCKER, kind="podman", default_runtime="runsc"), True, False, "gVisor"),
         (replace(DOCKER, first_uid=100_000), True, False, "user namespace"),
     ],
 )
@@ -179,6 +188,30 @@ def test_a_container_that_got_another_network_is_refused(holders: Holders, lane:
     os.close(own)
 
 
+def test_an_owner_who_clears_away_unused_images_takes_no_lane_away(
+    holders: Holders, lane: Lane
+) -> None:
+    engine = shared_engine("docker")
+    with holders.holding(lane):
+        (before,) = images_of(engine)
+    with docker_client(engine) as api:
+        api.remove_image(before)
+    with holders.holding(lane):
+        assert before not in images_of(engine)
+
+
+def test_a_sweep_takes_no_image_that_has_a_name(holders: Holders) -> None:
+    """Whoever writes our label on an image of theirs gains and loses nothing by it."""
+    engine = shared_engine("docker")
+    label = "LABEL " + "=".join(LABEL)
+    import_image(engine, image_tar(BARE_IMAGE), "gpool-test/labelled:latest", label)
+    holders.sweep()
+    assert len(images_of(engine)) == 1
+    with docker_client(engine) as api:
+        api.remove_image("gpool-test/labelled:latest")
+    assert images_of(engine) == []
+
+
 HOLDING = f"""
 import os, sys
 from gpool.agent.runtime.docker.engine import Engine
@@ -237,8 +270,9 @@ def test_a_start_into_a_lane_that_is_given_up_leaves_no_container(
                 await starting.result().remove()
             assert containers_of(engine) == []
 
+    before = images_of(engine, LABEL[0])  # an agent that was killed may have left one
     using("docker", tmp_path, work)
-    assert images_of(engine) == []
+    assert images_of(engine, LABEL[0]) == before
 
 
 def test_gvisor_where_it_works_never_serves_a_lane(

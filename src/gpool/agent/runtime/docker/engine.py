@@ -54,6 +54,7 @@ class Facts:
     cgroup_version: str
     cdi_folders: tuple[str, ...]
     warnings: tuple[str, ...]
+    default_runtime: str = ""  # of those it lists
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +93,7 @@ def facts_from(info: Mapping[str, Any], version: Mapping[str, Any]) -> Facts:
         cgroup_version=str(info.get("CgroupVersion", "")),
         cdi_folders=tuple(info.get("CDISpecDirs") or ()),
         warnings=tuple(str(warning) for warning in info.get("Warnings") or ()),
+        default_runtime=str(info.get("DefaultRuntime") or ""),
     )
 
 
@@ -239,12 +241,18 @@ class Engine:
             said = self._api.import_image_from_data(tar, changes=[f"LABEL {label}={value}"])
             return str(json.loads(said.splitlines()[-1])["status"])
 
-    def images_labelled(self, label: str) -> list[str]:
+    def unnamed_images(self, label: str) -> list[str]:
+        """Those with this label that go by no name; one that was pulled has one, whatever its label says."""
         with translated("cannot list images"):
             found = self._api.images(filters={"label": [label]}, all=True)
-        return [str(entry["Id"]) for entry in found]
+        images = [image_from(entry) for entry in found]
+        return [one.id for one in images if all(name.startswith("<none>") for name in one.names)]
 
     def remove_image(self, image: str) -> None:
-        """Idempotent."""
+        """Unless a container is made from it. Idempotent."""
         with translated("cannot remove an image"), contextlib.suppress(NotFound):
-            self._api.remove_image(image)
+            try:
+                self._api.remove_image(image)
+            except APIError as error:
+                if error.status_code != 409:
+                    raise

@@ -129,7 +129,7 @@ def why_never(facts: Facts, *, root: bool, gvisor: bool) -> str:
     """Why containers of such an engine enter no lanes, whatever is tried; "": they may."""
     if not root:
         return "containers enter lanes only where both the agent and its engine are root's"
-    if gvisor:
+    if gvisor or facts.default_runtime.startswith("runsc"):
         return "gVisor has a network of its own, which cannot be a lane"
     if facts.kind != "podman" and facts.first_uid:
         return "an engine with a user namespace of its own cannot have its containers enter lanes"
@@ -213,7 +213,7 @@ class Holders:
 
     def sweep(self) -> None:
         """Images that an earlier agent left."""
-        for image in self._engine.images_labelled("=".join(self._label)):
+        for image in self._engine.unnamed_images("=".join(self._label)):
             if image != self._image:
                 self._engine.remove_image(image)
 
@@ -241,8 +241,9 @@ class Holders:
             yield container
 
     def _empty(self, system: System) -> str:
+        """Made again where the owner has cleared away what no container uses."""
         with self._making:
-            if not self._image:
+            if not self._image or self._engine.find(self._image) is None:
                 self._image = self._engine.import_image(empty_image(system), *self._label)
             return self._image
 
