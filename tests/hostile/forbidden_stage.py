@@ -28,10 +28,10 @@ from lanes_world import (
     CLONE_NEWNS,
     CLONE_NEWUSER,
     GATEWAY,
-    HOST,
     MS_REC,
     MS_SLAVE,
     NOBODY,
+    OF_HOST,
     ON_HOST,
     OUTSIDE,
     OUTSIDE_6,
@@ -187,7 +187,7 @@ async def agent(mode: str, kind: str, capture: socket.socket, place: Path) -> di
                 IPv4Address(int(IPv4Address(near["another lane"])) & ~0xFFF | 1)
             )
         lane_spoken = {**spoken, "multicast by IPv6": "ff02::fb%2"}
-        forbidden = {**outside, "the host": HOST, **near, **lane_spoken}
+        forbidden = {**outside, **OF_HOST, **near, **lane_spoken}
         refused = await several.refused_packets()
         told["from a lane"] = await from_lane(opened, {"targets": forbidden})
         told["host's loopback from a lane"] = await from_lane(
@@ -218,7 +218,7 @@ async def agent(mode: str, kind: str, capture: socket.socket, place: Path) -> di
         )
         async with await several.open(listed) as only:
             told["from a listed lane"] = await from_lane(
-                only, {"targets": {**OUTSIDE, "the host": HOST, "public": PUBLIC}}
+                only, {"targets": {**OUTSIDE, **OF_HOST, "public": PUBLIC}}
             )
         await opened.close()
         await other.close()
@@ -232,7 +232,7 @@ async def agent(mode: str, kind: str, capture: socket.socket, place: Path) -> di
             if mode == "root":
                 near["another lane"] = stack.enter_context(listening_in(other))
             told["from a lane without filter"] = await from_lane(
-                bare, {"targets": {**OUTSIDE, "the host": HOST, **near}, "within_s": PATIENCE_S}
+                bare, {"targets": {**OUTSIDE, **OF_HOST, **near}, "within_s": PATIENCE_S}
             )
             told["packets out without filter"] = sorted(set(arrived(capture)))
         await unguarded.close()

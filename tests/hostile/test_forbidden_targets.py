@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lanes_world import ON_HOST, OUTSIDE, OUTSIDE_6, PUBLIC, SPOKEN
+from lanes_world import OF_HOST, ON_HOST, OUTSIDE, OUTSIDE_6, PUBLIC, SPOKEN
 
 from gpool.agent.network.nft import program
 from gpool.testing import components
@@ -80,7 +80,7 @@ def test_every_forbidden_target_is_there_for_the_host(told: dict[str, Any]) -> N
 def test_without_its_filter_a_lane_reaches_them(told: dict[str, Any]) -> None:
     """The control for the firewall: the same lane, nobody judging. IPv6 it has not, whatever the filter."""
     found = told["from a lane without filter"]
-    near = set(found) - set(OUTSIDE) - {"the host"}
+    near = set(found) - set(OUTSIDE) - set(OF_HOST)
     assert near  # another lane and the lane's own gateway, or the host's loopback by slirp4netns
     assert {name for name, how in found.items() if sorted(how) != BOTH} == set()
     assert set(told["packets out without filter"]) == set(OUTSIDE.values())
