@@ -188,6 +188,29 @@ def test_a_container_that_got_another_network_is_refused(holders: Holders, lane:
     os.close(own)
 
 
+class Unwilling(Engine):
+    """Its engine removes nothing."""
+
+    def remove(self, container: str) -> None:
+        raise SandboxFailed(f"cannot remove {container}")
+
+
+def test_a_holder_that_cannot_be_removed_ends_and_holds_nobody_up(lane: Lane) -> None:
+    """Whoever joined it runs by then: to fail now would leave that one to nobody."""
+    engine = shared_engine("docker")
+    unwilling = Unwilling(engine.address)
+    holders = Holders(unwilling, LABEL, BOOT)
+    with holders.holding(lane) as holder:
+        pass
+    began = time.monotonic()
+    while [one["State"] for one in containers_of(engine)] == ["running"]:
+        assert time.monotonic() - began < 10
+    Engine.remove(unwilling, holder)
+    holders.close()
+    unwilling.close()
+    assert containers_of(engine) == []
+
+
 def test_an_owner_who_clears_away_unused_images_takes_no_lane_away(
     holders: Holders, lane: Lane
 ) -> None:

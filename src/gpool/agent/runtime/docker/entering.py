@@ -21,6 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import structlog
+
 from gpool.agent.runtime.docker.confinement import JOINS, SANDBOX_NAME
 from gpool.agent.runtime.docker.engine import Engine, Facts
 from gpool.agent.runtime.layout import ETC_TEXTS
@@ -37,6 +39,7 @@ WAIT = "echo inside; exec cat"
 HOLDER_BYTES = 64 << 20
 HOLDER_PROCESSES = 8
 WITHIN_S = 60.0
+log = structlog.get_logger(__name__)
 CANNOT = "this node's container engine cannot enter a lane"
 
 
@@ -229,7 +232,10 @@ class Holders:
                 _until_inside(channel)
                 yield container
         finally:
-            self._engine.remove(container)
+            try:
+                self._engine.remove(container)
+            except SandboxFailed as refused:  # it has ended; whoever joined it may run
+                log.warning("holder_left", container=container, error=str(refused))
 
     @contextlib.contextmanager
     def _joined(self, holder: str) -> Iterator[str]:
