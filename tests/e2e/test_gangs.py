@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 
 from gpool.testing import components
-from gpool.testing.engines import IMAGE, PrivateEngine, docker_client, shared_engine
+from gpool.testing.engines import IMAGE, PrivateEngine, docker_client, engine
 from gpool.testing.processes import SHORT_LEASE, Pool, eventually, processes_saying
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "gangs"
@@ -37,7 +38,9 @@ def unused_network() -> str:
 class Site:
     """Three machines and a server on one bridge."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, engine: PrivateEngine | None) -> None:
+        """`engine`: the container engine that all of them use."""
+        self.engine = engine
         self.mark = os.getpid()
         self.network = unused_network()
         self.pool = Pool(folder, LEASE, host=f"{self.network}.1")
@@ -67,17 +70,17 @@ class Site:
     def address(self, name: str) -> str:
         return f"{self.network}.{11 + HOSTS.index(name)}"
 
-    def start(self, engine: str) -> None:
-        """`engine`: the address of the container engine that all of them use; "": none."""
+    def start(self) -> None:
         self.pool.start(agents=())
         for name in HOSTS:
             within = ("nsenter", f"--net=/run/netns/{self.space(name)}")
-            if engine:
-                within = (*within, "env", f"DOCKER_HOST={engine}")
+            if self.engine is not None:
+                within = (*within, "env", f"DOCKER_HOST={self.engine.address}")
             flags = ("--site", "lab", "--address", self.address(name))
             self.pool.joining(name, *flags, within=within)
-        for name in HOSTS:
-            self.pool.until_online(name)
+        # All at once, and each tries its lanes and its engine first.
+        whole = set(HOSTS)
+        eventually("all are online", lambda: whole <= set(self.pool.online()), PATIENCE_S)
 
     def revive(self) -> None:
         """Whoever was killed by an earlier test comes back, while two others are there for the next gang."""
@@ -126,14 +129,18 @@ def site(
 ) -> Iterator[Site]:
     for component in ("network namespaces", "bubblewrap"):
         require(component)
-    made = Site(tmp_path_factory.mktemp("site"))
-    try:
-        made.lay()
-        made.start("" if components.missing("docker") else shared_engine("docker").address)
-        yield made
-    finally:
-        made.pool.stop()
-        made.clear()
+    with contextlib.ExitStack() as stack:
+        docker = None
+        if components.missing("docker") is None:
+            docker = stack.enter_context(engine("docker"))
+        made = Site(tmp_path_factory.mktemp("site"), docker)
+        try:
+            made.lay()
+            made.start()
+            yield made
+        finally:
+            made.pool.stop()
+            made.clear()
 
 
 @pytest.fixture
@@ -193,8 +200,9 @@ def test_members_reach_each_other_and_nothing_else(
     assert pool.ask("GET", "/readyz").status_code == 200
 
 
-def of_our_image(engine: PrivateEngine) -> list[str]:
-    with docker_client(engine) as api:
+def of_our_image(site: Site) -> list[str]:
+    assert site.engine is not None
+    with docker_client(site.engine) as api:
         return [one["Id"] for one in api.containers(filters={"ancestor": IMAGE})]
 
 
@@ -203,7 +211,6 @@ def test_containers_and_their_network_never_outlive_a_killed_agent(
     site: Site, pool: Pool, require: Callable[[str], None]
 ) -> None:
     require("docker")
-    engine = shared_engine("docker")
     wanted = {
         "command": ["sh", "-c", "echo up; exec sleep 1000"],
         "recipe": {"image": IMAGE},
@@ -212,10 +219,10 @@ def test_containers_and_their_network_never_outlive_a_killed_agent(
     }
     task = pool.ask("POST", "/v1/tasks", wanted).json()["ids"][0]
     site.until_printed(task, "[1] up")
-    assert len(of_our_image(engine)) == 2
+    assert len(of_our_image(site)) == 2
     pool.agents[site.members(task)[1]].kill()
     assert site.ended(task)["status"] == "failed"
-    eventually("no container of it is left", lambda: of_our_image(engine) == [], 20)
+    eventually("no container of it is left", lambda: of_our_image(site) == [], 20)
 
 
 @pytest.mark.slow
