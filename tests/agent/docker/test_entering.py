@@ -186,6 +186,9 @@ def test_a_container_that_got_another_network_is_refused(holders: Holders, lane:
             holders.check(holder, Lane((own,), ""))
         holders.check(holder, lane)  # the control
     os.close(own)
+    with pytest.raises(SandboxFailed, match="ended"):
+        holders.check(holder, lane)
+    holders.check(holder, lane, may_be_over=True)  # a task's container may have nothing left to do
 
 
 class Unwilling(Engine):

@@ -239,7 +239,10 @@ class Engine:
         """The id of an image without a name, made from a tar."""
         with translated("the engine refused an image"):
             said = self._api.import_image_from_data(tar, changes=[f"LABEL {label}={value}"])
+        try:
             return str(json.loads(said.splitlines()[-1])["status"])
+        except (LookupError, ValueError) as unknown:
+            raise SandboxFailed(f"the engine refused an image: {said[:200]}") from unknown
 
     def unnamed_images(self, label: str) -> list[str]:
         """Those with this label that go by no name; one that was pulled has one, whatever its label says."""

@@ -201,11 +201,14 @@ class Holders:
             self.check(container, lane)
             yield container
 
-    def check(self, container: str, lane: Lane) -> None:
-        """Raises `SandboxFailed` unless it is in the lane, or has ended by itself."""
+    def check(self, container: str, lane: Lane, *, may_be_over: bool = False) -> None:
+        """Raises `SandboxFailed` unless it is in the lane."""
         pid = self._engine.pid_of(container)
-        if pid and is_in(pid, lane) is False:
+        found = is_in(pid, lane) if pid else None
+        if found is False:
             raise SandboxFailed(f"{CANNOT}: a container got another network")
+        if found is None and not may_be_over:
+            raise SandboxFailed(f"{CANNOT}: its holder ended")
 
     def close(self) -> None:
         """The image, which is nobody else's."""
@@ -257,7 +260,7 @@ class Holders:
 def _until_inside(channel: socket.socket) -> None:
     channel.settimeout(WITHIN_S)
     said = b""
-    with contextlib.suppress(TimeoutError):
+    with contextlib.suppress(OSError):  # too late, or the engine went away
         while INSIDE not in said:
             data = channel.recv(4096)
             if not data:

@@ -191,7 +191,7 @@ class DockerRuntime:
 
     @cached_property
     def networks(self) -> frozenset[Network]:
-        """Whether lanes are entered; with Docker that is tried, once, when first asked: it takes half a second."""
+        """Whether lanes are entered; with Docker that is tried, once, when first asked: it takes a second."""
         facts, always = self._engine.facts, self._gvisor is Gvisor.ALWAYS
         why = why_never(facts, root=self._root, gvisor=always)
         if not why and not self._podman:
@@ -485,7 +485,7 @@ class DockerRuntime:
                 channel = self._engine.attach(container, with_input=box.takes_input)
                 self._engine.start(container)
                 if lane is not None:
-                    self._holders.check(container, lane)
+                    self._holders.check(container, lane, may_be_over=True)
             except BaseException:
                 if channel is not None:
                     channel.close()
