@@ -19,9 +19,11 @@ from gpool.testing import unprivileged
 from gpool.testing.runtimes import LIMITS, Caller, using
 
 ADDRESS = "198.51.100.7"
+KINDS = ("bubblewrap", "docker", "podman")
+kinds = pytest.mark.parametrize("kind", KINDS)
+SOURCES = "grep hosts /etc/nsswitch.conf"  # an image's own are not ours to write
 LOOK = """
 cat /etc/resolv.conf
-grep hosts /etc/nsswitch.conf
 python -c "
 import socket
 try:
@@ -49,27 +51,40 @@ def lane(require: Callable[[str], None]) -> Iterator[Lane]:
         subprocess.run(["ip", "netns", "del", name], check=True)
 
 
-async def looked(runtime: Any, lane: Lane | None) -> list[str]:
+async def looked(runtime: Any, lane: Lane | None, script: str = LOOK) -> list[str]:
     sandbox = await runtime.start_command(
-        CommandJob(("sh", "-c", LOOK), (), (), (), LIMITS, lane=lane)
+        CommandJob(("sh", "-c", script), (), (), (), LIMITS, lane=lane)
     )
     text = b"".join([data async for _, data in sandbox.output()])
     await sandbox.remove()
     return text.decode().splitlines()
 
 
-def test_a_sandbox_in_a_lane_has_its_network_and_its_resolver(lane: Lane, tmp_path: Path) -> None:
-    found = using("bubblewrap", tmp_path, lambda runtime: looked(runtime, lane))
-    assert found == [f"nameserver {ADDRESS}", "hosts: files dns", "there"]
+@kinds
+def test_a_sandbox_in_a_lane_has_its_network_and_its_resolver(
+    kind: str, lane: Lane, tmp_path: Path
+) -> None:
+    found = using(kind, tmp_path, lambda runtime: looked(runtime, lane))
+    assert found == [f"nameserver {ADDRESS}", "there"]
 
 
-def test_a_sandbox_without_a_lane_has_neither(lane: Lane, tmp_path: Path) -> None:
+@kinds
+def test_a_sandbox_without_a_lane_has_neither(kind: str, lane: Lane, tmp_path: Path) -> None:
     del lane
-    found = using("bubblewrap", tmp_path, lambda runtime: looked(runtime, None))
-    assert found == ["hosts: files", "absent"]
+    found = using(kind, tmp_path, lambda runtime: looked(runtime, None))
+    assert found[-1] == "absent"
+    assert ADDRESS not in "".join(found)
 
 
-def test_a_runner_in_a_lane_has_its_network(lane: Lane, tmp_path: Path) -> None:
+def test_a_sandbox_asks_for_names_only_in_a_lane(lane: Lane, tmp_path: Path) -> None:
+    async def both(runtime: Any) -> list[list[str]]:
+        return [await looked(runtime, given, SOURCES) for given in (lane, None)]
+
+    assert using("bubblewrap", tmp_path, both) == [["hosts: files dns"], ["hosts: files"]]
+
+
+@kinds
+def test_a_runner_in_a_lane_has_its_network(kind: str, lane: Lane, tmp_path: Path) -> None:
     def serve() -> str:
         with socket.create_server(("198.51.100.7", 0)) as server:
             return str(server.getsockname()[0])
@@ -81,7 +96,7 @@ def test_a_runner_in_a_lane_has_its_network(lane: Lane, tmp_path: Path) -> None:
         await runner.remove()
         return answer
 
-    answer = using("bubblewrap", tmp_path, work)
+    answer = using(kind, tmp_path, work)
     assert (answer.raised, ADDRESS.encode() in answer.value) == (False, True)
 
 
@@ -107,17 +122,22 @@ def test_a_lane_gives_no_rights_over_its_network(lane: Lane, tmp_path: Path, gan
 ASK = """
 cat /etc/hosts
 python -c "
-import psutil
+import socket
 try:
-    print(sorted(psutil.net_if_addrs()))
+    print(socket.gethostbyname('sandbox'), socket.gethostname())
+except OSError as unknown:
+    print('unknown')
+try:
+    print([name for _, name in socket.if_nameindex()])
 except OSError as refused:
     print('refused')
 "
 """
 
 
+@kinds
 def test_only_a_gangs_sandbox_may_ask_for_its_interfaces_and_knows_the_others_names(
-    lane: Lane, tmp_path: Path
+    kind: str, lane: Lane, tmp_path: Path
 ) -> None:
     """Which gloo and NCCL do; any other sandbox is refused that door of the kernel."""
 
@@ -129,11 +149,12 @@ def test_only_a_gangs_sandbox_may_ask_for_its_interfaces_and_knows_the_others_na
         return text.decode().splitlines()[2:]
 
     gangs = replace(lane, gang=True, hosts="10.211.0.1 rank0 sandbox\n")
-    assert using("bubblewrap", tmp_path, lambda runtime: asked(runtime, gangs)) == [
+    assert using(kind, tmp_path, lambda runtime: asked(runtime, gangs)) == [
         "10.211.0.1 rank0 sandbox",
+        "10.211.0.1 sandbox",
         "['lo']",
     ]
-    assert using("bubblewrap", tmp_path, lambda runtime: asked(runtime, lane)) == ["refused"]
+    assert using(kind, tmp_path, lambda runtime: asked(runtime, lane)) == ["unknown", "refused"]
 
 
 def test_a_namespace_that_cannot_be_entered_is_the_nodes_fault(tmp_path: Path) -> None:
@@ -187,6 +208,6 @@ opener.wait()
 
 def test_an_unprivileged_agents_sandbox_enters_its_lane(require: Callable[[str], None]) -> None:
     require("network namespaces")
-    said = unprivileged.run(ROOTLESS, LOOK).splitlines()
-    assert said[:4] == [f"nameserver {ADDRESS}", "hosts: files dns", "there", "refused"]
-    assert said[4:] == ["hosts: files", "absent", "refused"]
+    said = unprivileged.run(ROOTLESS, f"{LOOK}{SOURCES}\n").splitlines()
+    assert said[:4] == [f"nameserver {ADDRESS}", "there", "hosts: files dns", "refused"]
+    assert said[4:] == ["absent", "hosts: files", "refused"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
@@ -10,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from gpool.testing import components
+from gpool.testing.engines import IMAGE, PrivateEngine, docker_client, engine
 from gpool.testing.processes import SHORT_LEASE, Pool, eventually, processes_saying
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "gangs"
@@ -35,7 +38,9 @@ def unused_network() -> str:
 class Site:
     """Three machines and a server on one bridge."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, engine: PrivateEngine | None) -> None:
+        """`engine`: the container engine that all of them use."""
+        self.engine = engine
         self.mark = os.getpid()
         self.network = unused_network()
         self.pool = Pool(folder, LEASE, host=f"{self.network}.1")
@@ -69,10 +74,13 @@ class Site:
         self.pool.start(agents=())
         for name in HOSTS:
             within = ("nsenter", f"--net=/run/netns/{self.space(name)}")
+            if self.engine is not None:
+                within = (*within, "env", f"DOCKER_HOST={self.engine.address}")
             flags = ("--site", "lab", "--address", self.address(name))
             self.pool.joining(name, *flags, within=within)
-        for name in HOSTS:
-            self.pool.until_online(name)
+        # All at once, and each tries its lanes and its engine first.
+        whole = set(HOSTS)
+        eventually("all are online", lambda: whole <= set(self.pool.online()), PATIENCE_S)
 
     def revive(self) -> None:
         """Whoever was killed by an earlier test comes back, while two others are there for the next gang."""
@@ -121,14 +129,18 @@ def site(
 ) -> Iterator[Site]:
     for component in ("network namespaces", "bubblewrap"):
         require(component)
-    made = Site(tmp_path_factory.mktemp("site"))
-    try:
-        made.lay()
-        made.start()
-        yield made
-    finally:
-        made.pool.stop()
-        made.clear()
+    with contextlib.ExitStack() as stack:
+        docker = None
+        if components.missing("docker") is None:
+            docker = stack.enter_context(engine("docker"))
+        made = Site(tmp_path_factory.mktemp("site"), docker)
+        try:
+            made.lay()
+            made.start()
+            yield made
+        finally:
+            made.pool.stop()
+            made.clear()
 
 
 @pytest.fixture
@@ -163,13 +175,20 @@ else:
 
 
 @pytest.mark.slow
-def test_members_reach_each_other_and_nothing_else(site: Site, pool: Pool) -> None:
+@pytest.mark.parametrize("image", ["", IMAGE])
+def test_members_reach_each_other_and_nothing_else(
+    site: Site, pool: Pool, require: Callable[[str], None], image: str
+) -> None:
+    """In bubblewrap, and in containers that the engine outside made."""
     outside = (f"{site.network}.1", site.address("first"), site.address("second"))
-    wanted = {
+    wanted: dict[str, Any] = {
         "command": ["python", "-c", TALK, *outside],
         "env": {"PORT": str(pool.port)},
         "nodes": 2,
     }
+    if image:
+        require("docker")
+        wanted["recipe"] = {"image": image}
     task = pool.ask("POST", "/v1/tasks", wanted).json()["ids"][0]
     assert site.ended(task)["status"] == "succeeded", site.printed(task)
     said = site.printed(task)
@@ -179,6 +198,31 @@ def test_members_reach_each_other_and_nothing_else(site: Site, pool: Pool) -> No
         assert f"[1] nothing at {address}" in said
     # The control: the server is there for whoever is on the bridge.
     assert pool.ask("GET", "/readyz").status_code == 200
+
+
+def of_our_image(site: Site) -> list[str]:
+    assert site.engine is not None
+    with docker_client(site.engine) as api:
+        return [one["Id"] for one in api.containers(filters={"ancestor": IMAGE})]
+
+
+@pytest.mark.slow
+def test_containers_and_their_network_never_outlive_a_killed_agent(
+    site: Site, pool: Pool, require: Callable[[str], None]
+) -> None:
+    require("docker")
+    wanted = {
+        "command": ["sh", "-c", "echo up; exec sleep 1000"],
+        "recipe": {"image": IMAGE},
+        "nodes": 2,
+        "on_loss": "end",
+    }
+    task = pool.ask("POST", "/v1/tasks", wanted).json()["ids"][0]
+    site.until_printed(task, "[1] up")
+    assert len(of_our_image(site)) == 2
+    pool.agents[site.members(task)[1]].kill()
+    assert site.ended(task)["status"] == "failed"
+    eventually("no container of it is left", lambda: of_our_image(site) == [], 20)
 
 
 @pytest.mark.slow

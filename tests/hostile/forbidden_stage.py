@@ -1,6 +1,8 @@
 """A host, its LAN and the internet in namespaces of their own; run as root, as a script. Prints what a lane reached as JSON.
 
-    forbidden_stage.py root|rootless
+    forbidden_stage.py root|rootless KIND
+
+KIND is the runtime whose sandbox is tried.
 
 The world beyond the host is one namespace that owns every outside address and answers on each; a packet socket there sees
 all that arrives. Each target is tried from the host itself (no lane), from a lane without its filter, and from a lane.
@@ -26,10 +28,10 @@ from lanes_world import (
     CLONE_NEWNS,
     CLONE_NEWUSER,
     GATEWAY,
-    HOST,
     MS_REC,
     MS_SLAVE,
     NOBODY,
+    OF_HOST,
     ON_HOST,
     OUTSIDE,
     OUTSIDE_6,
@@ -53,9 +55,8 @@ from gpool.agent.network.lanes import Networks, OpenLane
 from gpool.agent.network.policy import Egress, EgressPolicy, Only, parse_target
 from gpool.agent.network.rooted import RootNetworks, read_sysctl
 from gpool.agent.network.rootless import RootlessNetworks, slirp_arguments
-from gpool.agent.runtime.bubblewrap import BubblewrapRuntime
-from gpool.agent.runtime.protocol import CommandJob, Staged
-from gpool.testing.runtimes import LIMITS
+from gpool.agent.runtime.protocol import CommandJob, Runtime, Staged
+from gpool.testing.runtimes import LIMITS, MAKERS
 
 Order = dict[str, Any]
 TAG = "57a6e"
@@ -89,7 +90,7 @@ async def from_lane(opened: OpenLane, order: Order) -> Any:
     return await asyncio.to_thread(entered, opened, order)
 
 
-async def from_sandbox(runtime: BubblewrapRuntime, opened: OpenLane, order: Order) -> Any:
+async def from_sandbox(runtime: Runtime, opened: OpenLane, order: Order) -> Any:
     """As a task does: by a command of its own in a real sandbox."""
     script = Path(reaching.__file__)
     job = CommandJob(
@@ -159,7 +160,7 @@ def inside_targets(mode: str) -> dict[str, str]:
     return {}
 
 
-async def agent(mode: str, capture: socket.socket, place: Path) -> dict[str, Any]:
+async def agent(mode: str, kind: str, capture: socket.socket, place: Path) -> dict[str, Any]:
     scope = socket.if_nametoindex("up0")
     outside = {**OUTSIDE, **OUTSIDE_6}
     spoken = {name: address.format(scope=scope) for name, address in SPOKEN.items()}
@@ -173,7 +174,7 @@ async def agent(mode: str, capture: socket.socket, place: Path) -> dict[str, Any
     told["names without resolver"] = [reaching.ask("rebind.example", at=GATEWAY) for _ in range(4)]
     told["spoken from the host"] = sorted(set(arrived(capture)))
 
-    runtime = BubblewrapRuntime(place)
+    runtime = MAKERS[kind](place)
     await runtime.sweep()
     several = networks(mode, EgressPolicy())
     await several.start()
@@ -186,7 +187,7 @@ async def agent(mode: str, capture: socket.socket, place: Path) -> dict[str, Any
                 IPv4Address(int(IPv4Address(near["another lane"])) & ~0xFFF | 1)
             )
         lane_spoken = {**spoken, "multicast by IPv6": "ff02::fb%2"}
-        forbidden = {**outside, "the host": HOST, **near, **lane_spoken}
+        forbidden = {**outside, **OF_HOST, **near, **lane_spoken}
         refused = await several.refused_packets()
         told["from a lane"] = await from_lane(opened, {"targets": forbidden})
         told["host's loopback from a lane"] = await from_lane(
@@ -209,13 +210,15 @@ async def agent(mode: str, capture: socket.socket, place: Path) -> dict[str, Any
             "stripped": tally.stripped,
             "forwarded": tally.forwarded,
         }
+        asked = ["good.example", "inside.example"]
+        told["names from a sandbox"] = await from_sandbox(runtime, other, {"resolved": asked})
 
         listed = Only(
             (parse_target(f"10.9.9.9:{PORT}"),), {"index.example": (IPv4Address("10.9.9.9"),)}
         )
         async with await several.open(listed) as only:
             told["from a listed lane"] = await from_lane(
-                only, {"targets": {**OUTSIDE, "the host": HOST, "public": PUBLIC}}
+                only, {"targets": {**OUTSIDE, **OF_HOST, "public": PUBLIC}}
             )
         await opened.close()
         await other.close()
@@ -229,7 +232,7 @@ async def agent(mode: str, capture: socket.socket, place: Path) -> dict[str, Any
             if mode == "root":
                 near["another lane"] = stack.enter_context(listening_in(other))
             told["from a lane without filter"] = await from_lane(
-                bare, {"targets": {**OUTSIDE, "the host": HOST, **near}, "within_s": PATIENCE_S}
+                bare, {"targets": {**OUTSIDE, **OF_HOST, **near}, "within_s": PATIENCE_S}
             )
             told["packets out without filter"] = sorted(set(arrived(capture)))
         await unguarded.close()
@@ -241,7 +244,7 @@ async def agent(mode: str, capture: socket.socket, place: Path) -> dict[str, Any
 
 
 def main() -> int:
-    mode = sys.argv[1]
+    mode, kind = sys.argv[1:3]
     must(libc.unshare(CLONE_NEWNET | CLONE_NEWNS), "unshare")
     must(libc.mount(b"none", b"/", None, MS_REC | MS_SLAVE, None), "slave")
     with tempfile.TemporaryDirectory() as place:
@@ -266,7 +269,7 @@ def main() -> int:
                     libc.prctl(
                         4, 1, 0, 0, 0
                     )  # PR_SET_DUMPABLE: as a process started by that user is
-                told = uvloop.run(agent(mode, capture, data))
+                told = uvloop.run(agent(mode, kind, capture, data))
                 sys.stdout.write(json.dumps(told))
                 sys.stdout.flush()
                 code = 0

@@ -52,7 +52,9 @@ SPOKEN = {
     "broadcast on the LAN": "192.168.77.255",
     "multicast by IPv6": "ff02::fb%{scope}",
 }
-ON_HOST = {"the host": HOST, "the host's loopback": "127.0.0.1"}
+BRIDGE = "172.17.0.1"  # as Docker makes one on its host
+OF_HOST = {"the host": HOST, "an engine's bridge": BRIDGE}
+ON_HOST = {**OF_HOST, "the host's loopback": "127.0.0.1"}
 NAMES = {
     "good.example": [[PUBLIC]],
     "inside.example": [["192.168.77.20"]],
@@ -183,6 +185,10 @@ def build_world() -> socket.socket:
         f"addr add {HOST}/24 dev up0",
         "addr add fd77::10/64 dev up0 nodad",
         "link set up0 addrgenmode none up",
+        "link add docker0 type veth peer name docker1",
+        f"addr add {BRIDGE}/16 dev docker0",
+        "link set docker1 addrgenmode none up",
+        "link set docker0 addrgenmode none up",
         f"route add default via {GATEWAY}",
         "route add ::/0 via fd77::1",
     )

@@ -1,6 +1,6 @@
 """What a task tries to reach, run inside a sandbox or wherever else; stdlib only. Prints what answered as JSON.
 
-reaching.py '{"targets": {name: address}, "within_s": 0.6}'   or   '{"names": true}'
+reaching.py '{"targets": {name: address}, "within_s": 0.6}'   or   '{"names": true}'   or   '{"resolved": [name]}'
 """
 
 from __future__ import annotations
@@ -92,9 +92,20 @@ def lookups() -> dict[str, Any]:
     }
 
 
+def resolved(name: str) -> list[str]:
+    """As a program does, by whatever its library looks at."""
+    try:
+        found = socket.getaddrinfo(name, PORT, socket.AF_INET, socket.SOCK_STREAM)
+    except socket.gaierror:
+        return []
+    return [str(each[4][0]) for each in found]
+
+
 def work(order: dict[str, Any]) -> Any:
     if "names" in order:
         return lookups()
+    if "resolved" in order:
+        return {name: resolved(name) for name in order["resolved"]}
     return attempt(order["targets"], order.get("within_s", 0.6))
 
 

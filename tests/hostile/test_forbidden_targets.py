@@ -12,28 +12,33 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lanes_world import ON_HOST, OUTSIDE, OUTSIDE_6, PUBLIC, SPOKEN
+from lanes_world import OF_HOST, ON_HOST, OUTSIDE, OUTSIDE_6, PUBLIC, SPOKEN
 
 from gpool.agent.network.nft import program
 from gpool.testing import components
+from gpool.testing.engines import shared_engine
 
 STAGE = Path(__file__).with_name("forbidden_stage.py")
 BOTH = ["tcp", "udp"]
+COLUMNS = ["root bubblewrap", "rootless bubblewrap", "root docker", "root podman"]
 HEARD_ONLY = set(SPOKEN)  # nobody answers a multicast: that it arrived is what counts
 
 
-@pytest.fixture(scope="module", params=["root", "rootless"])
+@pytest.fixture(scope="module", params=COLUMNS)
 def told(request: pytest.FixtureRequest, require: Callable[[str], None]) -> dict[str, Any]:
     """What happened on the stage."""
+    mode, kind = request.param.split()
     require("network namespaces")
-    require("bubblewrap")
+    require(kind)
     for name in ("nft", "slirp4netns"):
         if program(name) is None:
             if components.must_be_there("network namespaces"):
                 pytest.fail(f"{name} must be there in CI")
             pytest.skip(f"there is no {name} here")
+    if kind in ("docker", "podman"):
+        shared_engine(kind)  # found by the stage
     done = subprocess.run(
-        [sys.executable, str(STAGE), request.param],
+        [sys.executable, str(STAGE), mode, kind],
         capture_output=True,
         text=True,
         timeout=120,
@@ -75,7 +80,7 @@ def test_every_forbidden_target_is_there_for_the_host(told: dict[str, Any]) -> N
 def test_without_its_filter_a_lane_reaches_them(told: dict[str, Any]) -> None:
     """The control for the firewall: the same lane, nobody judging. IPv6 it has not, whatever the filter."""
     found = told["from a lane without filter"]
-    near = set(found) - set(OUTSIDE) - {"the host"}
+    near = set(found) - set(OUTSIDE) - set(OF_HOST)
     assert near  # another lane and the lane's own gateway, or the host's loopback by slirp4netns
     assert {name for name, how in found.items() if sorted(how) != BOTH} == set()
     assert set(told["packets out without filter"]) == set(OUTSIDE.values())
@@ -105,6 +110,11 @@ def test_names_give_reachable_addresses_and_nothing_else(told: dict[str, Any]) -
     assert names["mixed.example"] == [PUBLIC]
     assert names["inside.example"] == names["text"] == []
     assert told["tally"]["stripped"] == 5
+
+
+def test_a_sandbox_asks_its_lane_for_names(told: dict[str, Any]) -> None:
+    """By its own library, as a program does."""
+    assert told["names from a sandbox"] == {"good.example": [PUBLIC], "inside.example": []}
 
 
 def test_a_flood_of_names_is_cut_off(told: dict[str, Any]) -> None:

@@ -42,10 +42,9 @@ from gpool.agent.network.lanes import Networks, OpenLane
 from gpool.agent.network.policy import Egress, EgressPolicy, Gang
 from gpool.agent.network.rooted import RootNetworks
 from gpool.agent.network.rootless import RootlessNetworks
-from gpool.agent.runtime.bubblewrap import BubblewrapRuntime
 from gpool.agent.runtime.protocol import CommandJob, Staged
 from gpool.core.rendezvous import INTERFACE
-from gpool.testing.runtimes import LIMITS
+from gpool.testing.runtimes import LIMITS, MAKERS
 
 GATEWAY, PUBLIC, METADATA = "192.168.78.1", "11.22.33.44", "169.254.169.254"
 PORT = 47101
@@ -146,15 +145,15 @@ class Agent:
         await asyncio.to_thread(os.read, out, 6)
         os.close(out)
 
-    async def sandbox(self, lane: str, code: str) -> str:
+    async def sandbox(self, lane: str, code: str, kind: str = "bubblewrap", *words: str) -> str:
         """What a command says, in a real sandbox in the lane."""
-        runtime = BubblewrapRuntime(self.place)
+        runtime = MAKERS[kind](self.place)
         await runtime.sweep()
         script = self.place / "attempt.py"
         script.write_text(code)
         staged = (Staged(script.name, script, False),)
         job = CommandJob(
-            ("python", script.name), (), staged, (), LIMITS, lane=self.lanes[lane].lane
+            ("python", script.name, *words), (), staged, (), LIMITS, lane=self.lanes[lane].lane
         )
         sandbox = await runtime.start_command(job)
         text = b"".join([data async for _, data in sandbox.output()])

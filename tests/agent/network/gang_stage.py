@@ -18,6 +18,7 @@ from itertools import permutations
 from pathlib import Path
 from typing import Any
 
+import reaching
 from gang_site import (
     GATEWAY,
     METADATA,
@@ -69,6 +70,14 @@ print(json.dumps(found))
 """
 
 
+LISTED = """
+import json, socket
+seen = [line.split(":")[0].strip() for line in open("/proc/net/dev").readlines()[2:]]
+routes = [line.split()[0] for line in open("/proc/net/route").readlines()[1:]]
+print(json.dumps([sorted(seen), routes, socket.gethostname()]))
+"""
+
+
 def inside(rank: int) -> str:
     return str(address_of(rank))
 
@@ -103,14 +112,7 @@ def forbidden(hosts: list[Host], _: str) -> dict[str, Any]:
     open_gang(hosts)
     open_gang(hosts, "other", OTHER, PORT + 100)
     hosts[1].call("serve", "g", 8080)
-    targets = {
-        "its host": hosts[0].address,
-        "another host": hosts[1].address,
-        "the gateway": GATEWAY,
-        "public": PUBLIC,
-        "metadata": METADATA,
-        "nobody's rank": inside(7),
-    }
+    targets = forbidden_targets(hosts)
     told: dict[str, Any] = {
         "from the host": hosts[0].call("inside", None, "reach", targets, PATIENCE_S / 5),
         "from the lane": hosts[0].call("inside", "g", "reach", targets),
@@ -123,6 +125,44 @@ def forbidden(hosts: list[Host], _: str) -> dict[str, Any]:
     told["sandboxed"] = json.loads(sandboxed(hosts))
     told["left"] = [host.call("finish") for host in hosts]
     return told
+
+
+def forbidden_targets(hosts: list[Host]) -> dict[str, str]:
+    return {
+        "its host": hosts[0].address,
+        "another host": hosts[1].address,
+        "the gateway": GATEWAY,
+        "public": PUBLIC,
+        "metadata": METADATA,
+        "nobody's rank": inside(7),
+    }
+
+
+def contained(hosts: list[Host], kind: str) -> dict[str, Any]:
+    """The same from a container of an engine's that runs outside of all this; with another gang on the same hosts."""
+    open_gang(hosts)
+    open_gang(hosts, "other", OTHER, PORT + 100)
+    hosts[1].call("serve", "g", 5000)
+    order = json.dumps({"targets": forbidden_targets(hosts)})
+    probe = Path(reaching.__file__).read_text()
+    targets = forbidden_targets(hosts)
+    told: dict[str, Any] = {
+        "from the host": hosts[0].call("inside", None, "reach", targets, PATIENCE_S / 5),
+        "sandboxed": json.loads(hosts[0].call("sandbox", "g", SANDBOXED, kind)),
+        "from the container": json.loads(hosts[0].call("sandbox", "g", probe, kind, order)),
+        "listed": json.loads(hosts[0].call("sandbox", "g", LISTED, kind)),
+        "the other gang's": hosts[0].call("sandbox", "other", SANDBOXED, kind),
+    }
+    told["left"] = [host.call("finish") for host in hosts]
+    return told
+
+
+def in_docker(hosts: list[Host], _: str) -> dict[str, Any]:
+    return contained(hosts, "docker")
+
+
+def in_podman(hosts: list[Host], _: str) -> dict[str, Any]:
+    return contained(hosts, "podman")
 
 
 def sandboxed(hosts: list[Host]) -> str:
@@ -285,7 +325,19 @@ def alive(pid: int) -> bool:
 
 CASES: dict[str, Callable[[list[Host], str], dict[str, Any]]] = {
     each.__name__: each
-    for each in (talk, forbidden, egress, impostor, outsider, together, flood, restarts, killed)
+    for each in (
+        talk,
+        forbidden,
+        egress,
+        in_docker,
+        in_podman,
+        impostor,
+        outsider,
+        together,
+        flood,
+        restarts,
+        killed,
+    )
 }
 MEMBERS = {"talk": 3}
 

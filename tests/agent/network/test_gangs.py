@@ -18,6 +18,7 @@ import pytest
 from gpool.agent.network.gang.relaying import UID
 from gpool.agent.network.nft import program
 from gpool.testing import components
+from gpool.testing.engines import shared_engine
 
 STAGE = Path(__file__).with_name("gang_stage.py")
 GONE_WITHIN_S = 2.0
@@ -99,6 +100,29 @@ def test_a_sandbox_in_the_lane_reaches_its_peer_and_never_the_interface(
     assert found.pop("its peer") == 32
     assert len(found) == 4
     assert set(found.values()) <= {"FileNotFoundError", "PermissionError", "OSError"}
+
+
+@pytest.mark.parametrize("engine", ["docker", "podman"])
+def test_a_container_in_the_lane_reaches_its_peer_and_nothing_else(
+    stage: Stage, require: Callable[[str], None], engine: str
+) -> None:
+    require(engine)
+    shared_engine(engine)  # found by the stage
+    told = stage("root", f"in_{engine}")
+    found = told["sandboxed"]
+    assert found.pop("its peer") == 32
+    assert len(found) == 4
+    assert set(found.values()) <= {"FileNotFoundError", "PermissionError", "OSError"}
+    assert {name for name, how in told["from the container"].items() if how} == set()
+    there = {name for name, how in told["from the host"].items() if how == BOTH}
+    assert there == set(told["from the container"]) - {"nobody's rank"}  # the control
+    interfaces, routes, hostname = told["listed"]
+    assert {"lo", "gang0"} <= set(interfaces)
+    assert not {"eth0", "tap0", "br0", "up0"} & set(interfaces)
+    assert routes == ["gang0"]
+    assert hostname == "sandbox"
+    assert "ConnectionRefusedError" in told["the other gang's"]
+    assert told["left"] == [[], []]
 
 
 @kinds

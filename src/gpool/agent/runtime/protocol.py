@@ -271,9 +271,11 @@ class Runtime(Protocol):
 
     name: str
     tier: Tier
-    networks: frozenset[Network]
     images: bool  # it runs `image`s; otherwise `environment`s
     gives_up: bool  # a start may take long; cancelled, it ends soon and undoes itself
+
+    @property
+    def networks(self) -> frozenset[Network]: ...
 
     async def start_command(self, job: CommandJob) -> CommandSandbox: ...
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gpool.agent.runtime import seccomp
-from gpool.agent.runtime.protocol import Limits
+from gpool.agent.runtime.protocol import Lane, Limits
 
 Json = dict[str, Any]
 
@@ -55,6 +55,7 @@ READ_ONLY = ("/proc/fs", "/proc/irq", "/proc/sys")
 SANDBOX_NAME = "sandbox"
 LEAST_TMPFS_BYTES = 1 << 20
 WORK_AT, VALUES_AT = "/work", "/values"
+JOINS = "container:"  # a network that is another container's; so are its host name and name servers then
 
 
 def _argument(index: int, op: str, value: int, second: int = 0) -> Json:
@@ -183,9 +184,8 @@ class Box:
     keep_id: bool = False  # a rootless Podman: the agent's uid stays what it is
     user_processes: int = 0  # most processes of that uid; 0: the engine's default
     disk_device: str = ""  # what `io_bytes_per_s` is counted on
-    network: str = "none"
-    resolver: str = ""
-    gang: bool = False  # its network is a gang's
+    lane: Lane | None = None
+    network: str = "none"  # in the engine's words
 
 
 def request(box: Box, seccomp_profile: str, *, podman: bool = False) -> Json:
@@ -213,7 +213,6 @@ def request(box: Box, seccomp_profile: str, *, podman: bool = False) -> Json:
             {"PathOnHost": node, "PathInContainer": node, "CgroupPermissions": "rw"}
             for node in box.devices
         ],
-        "Dns": [box.resolver or "127.0.0.1"],  # else the host's own servers are written in
         "Init": box.has_init,
         "IpcMode": "private",
         "LogConfig": {"Type": "none", "Config": {}},
@@ -251,6 +250,9 @@ def request(box: Box, seccomp_profile: str, *, podman: bool = False) -> Json:
             )
         ],
     }
+    joins = box.network.startswith(JOINS)
+    if not joins:  # else the host's own servers are written in
+        host["Dns"] = [box.lane.resolver if box.lane is not None else "127.0.0.1"]
     if box.cdi:
         host["DeviceRequests"] = [{"Driver": "cdi", "DeviceIDs": list(box.cdi)}]
     if box.oci_runtime:
@@ -269,7 +271,7 @@ def request(box: Box, seccomp_profile: str, *, podman: bool = False) -> Json:
         "Env": [f"{name}={value}" for name, value in box.env],
         "Healthcheck": {"Test": ["NONE"]},
         "HostConfig": host,
-        "Hostname": SANDBOX_NAME,
+        "Hostname": "" if joins else SANDBOX_NAME,
         "Image": box.image,
         "Labels": dict(box.labels),
         "NetworkDisabled": False,

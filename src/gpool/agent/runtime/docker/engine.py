@@ -7,6 +7,7 @@ reached over a network is refused: it could not see the work directory.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import socket
@@ -53,6 +54,7 @@ class Facts:
     cgroup_version: str
     cdi_folders: tuple[str, ...]
     warnings: tuple[str, ...]
+    default_runtime: str = ""  # of those it lists
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +93,7 @@ def facts_from(info: Mapping[str, Any], version: Mapping[str, Any]) -> Facts:
         cgroup_version=str(info.get("CgroupVersion", "")),
         cdi_folders=tuple(info.get("CDISpecDirs") or ()),
         warnings=tuple(str(warning) for warning in info.get("Warnings") or ()),
+        default_runtime=str(info.get("DefaultRuntime") or ""),
     )
 
 
@@ -221,3 +224,38 @@ class Engine:
         with translated("cannot list containers"):
             found = self._api.containers(all=True, filters={"label": [label]})
         return [str(entry["Id"]) for entry in found]
+
+    def pid_of(self, container: str) -> int:
+        """Of its first process, on this host; 0: it has ended."""
+        with translated("cannot look at the container"):
+            try:
+                return int(self._api.inspect_container(container)["State"].get("Pid") or 0)
+            except NotFound:
+                return 0
+
+    # ---- images of our own
+
+    def import_image(self, tar: bytes, label: str, value: str) -> str:
+        """The id of an image without a name, made from a tar."""
+        with translated("the engine refused an image"):
+            said = self._api.import_image_from_data(tar, changes=[f"LABEL {label}={value}"])
+        try:
+            return str(json.loads(said.splitlines()[-1])["status"])
+        except (LookupError, ValueError) as unknown:
+            raise SandboxFailed(f"the engine refused an image: {said[:200]}") from unknown
+
+    def unnamed_images(self, label: str) -> list[str]:
+        """Those with this label that go by no name; one that was pulled has one, whatever its label says."""
+        with translated("cannot list images"):
+            found = self._api.images(filters={"label": [label]}, all=True)
+        images = [image_from(entry) for entry in found]
+        return [one.id for one in images if all(name.startswith("<none>") for name in one.names)]
+
+    def remove_image(self, image: str) -> None:
+        """Unless a container is made from it. Idempotent."""
+        with translated("cannot remove an image"), contextlib.suppress(NotFound):
+            try:
+                self._api.remove_image(image)
+            except APIError as error:
+                if error.status_code != 409:
+                    raise

@@ -22,12 +22,13 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from functools import partial
+from functools import cached_property, partial
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, TypeVar
 
 import cloudpickle  # type: ignore[import-untyped]
+import structlog
 
 from gpool.agent import runner as runner_package
 from gpool.agent.network.addresses import is_refused
@@ -38,6 +39,7 @@ from gpool.agent.runtime.commands import Command, command_pipes
 from gpool.agent.runtime.devices import visible_devices
 from gpool.agent.runtime.disk import DiskWatch, Watched
 from gpool.agent.runtime.docker.confinement import (
+    JOINS,
     VALUES_AT,
     WORK_AT,
     Box,
@@ -47,6 +49,7 @@ from gpool.agent.runtime.docker.confinement import (
 from gpool.agent.runtime.docker.containers import Contained, undivided
 from gpool.agent.runtime.docker.drivers import DRIVER_AT, graphics
 from gpool.agent.runtime.docker.engine import Engine, usual_socket
+from gpool.agent.runtime.docker.entering import CANNOT, Holders, names_in, path_of, why_never
 from gpool.agent.runtime.docker.images import Image, Pull, registry_of
 from gpool.agent.runtime.docker.streams import pour, relay
 from gpool.agent.runtime.launching import Exit, Started
@@ -55,7 +58,6 @@ from gpool.agent.runtime.protocol import (
     CommandSandbox,
     Ended,
     GpuSeat,
-    Lane,
     RunnerJob,
     RunnerSandbox,
     Said,
@@ -87,6 +89,7 @@ CHECK = (
 
 
 T = TypeVar("T")
+log = structlog.get_logger(__name__)
 
 
 class Gvisor(StrEnum):
@@ -124,7 +127,6 @@ class DockerRuntime:
 
     name = "docker"
     tier = Tier.CONTAINER
-    networks: frozenset[Network] = frozenset({Network.NONE})
     images = True
     gives_up = True
 
@@ -171,12 +173,11 @@ class DockerRuntime:
             plain.write_text(self._seccomp)
             gangs.write_text(self._seccomp_of_gangs)
             self._seccomp, self._seccomp_of_gangs = str(plain), str(gangs)
-        if self._podman and self._root:
-            self.networks = frozenset({Network.NONE, Network.EGRESS})
         most = resource.getrlimit(resource.RLIMIT_NPROC)[1]
         self._most_processes = most if self._podman and most != resource.RLIM_INFINITY else 0
         self._tag = hashlib.sha256(bytes(self._places)).hexdigest()[:24]
         self._boot = secrets.token_hex(12)
+        self._holders = Holders(self._engine, (AGENT_LABEL, self._tag), (BOOT_LABEL, self._boot))
         self._disk = disk_device(self._places)
         self._watch = DiskWatch(self._places)
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="engine")
@@ -187,6 +188,18 @@ class DockerRuntime:
         self._running: set[Contained] = set()
         self._free: list[_Slot] = []
         self._slots = self._made = 0
+
+    @cached_property
+    def networks(self) -> frozenset[Network]:
+        """Whether lanes are entered; with Docker that is tried, once, when first asked: it takes a second."""
+        facts, always = self._engine.facts, self._gvisor is Gvisor.ALWAYS
+        why = why_never(facts, root=self._root, gvisor=always)
+        if not why and not self._podman:
+            why = self._holders.why_not()
+        if why:
+            log.info("no_lanes_for_images", why=why)
+            return frozenset({Network.NONE})
+        return frozenset({Network.NONE, Network.EGRESS})
 
     @property
     def containers(self) -> tuple[str, ...]:
@@ -285,6 +298,8 @@ class DockerRuntime:
         if self._guard is not None:
             await asyncio.to_thread(self._guard.communicate, b"done")
             self._guard = None
+        with contextlib.suppress(SandboxFailed):  # no engine: the next agent's sweep does it
+            await self._call(self._holders.close)
         self._threads.shutdown()
         self._pullers.shutdown(wait=False, cancel_futures=True)  # the engine goes on or not
         self._engine.close()
@@ -304,16 +319,17 @@ class DockerRuntime:
     def _sweep(self) -> None:
         for container in self._engine.labelled(f"{AGENT_LABEL}={self._tag}"):
             self._engine.remove(container)
+        self._holders.sweep()
         clear(self._places, self._values)
 
     async def _image(self, job: CommandJob | RunnerJob) -> Image:
         """On the node, pulled when it is not; two tasks that want the same one wait for one pull."""
         if job.environment is not None:
             raise SandboxFailed("the Docker runtime runs images, not environments: name an image")
-        if job.lane is not None and (
-            Network.EGRESS not in self.networks or len(job.lane.namespaces) != 1
-        ):
-            raise SandboxFailed("this node's container engine cannot enter a lane: no network here")
+        if job.lane is not None:
+            given = await undivided(self._threads, lambda: self.networks, lambda _: None)
+            if Network.EGRESS not in given or len(job.lane.namespaces) != 1:
+                raise SandboxFailed(f"{CANNOT}: no network here")
         reference = job.image or self._default_image
         if not reference:
             raise SandboxFailed("the Docker runtime needs an image: name one with image=")
@@ -426,7 +442,7 @@ class DockerRuntime:
             env=tuple((variables | dict(job.env) | seat).items()),
             user=slot.inside,
             limits=job.limits,
-            binds=((str(place.work), WORK_AT, True), *gpus.binds),
+            binds=((str(place.work), WORK_AT, True), *gpus.binds, *names_in(place, job.lane)),
             labels={AGENT_LABEL: self._tag, BOOT_LABEL: self._boot},
             volumes=image.volumes,
             devices=gpus.nodes,
@@ -435,16 +451,14 @@ class DockerRuntime:
             user_processes=job.limits.processes if self._uids is not None else self._most_processes,
             keep_id=facts.rootless and self._podman,
             disk_device=self._disk,
-            # Podman enters a namespace by its path; Docker makes its own and cannot be given one.
-            network=_lane_path(job.lane) if job.lane is not None else "none",
-            resolver=job.lane.resolver if job.lane is not None else "",
-            gang=job.lane is not None and job.lane.gang,
+            lane=job.lane,
         )
 
     async def _start(self, box: Box) -> tuple[str, socket.socket]:
         await self._be_guarded()
-        has_gpu = bool(box.devices or box.cdi)
-        while self._runsc and not (has_gpu and self._gvisor is Gvisor.AUTO):
+        # gVisor lets no GPU through, and no lane: it has its own network.
+        beyond = bool(box.devices or box.cdi or box.lane is not None)
+        while self._runsc and not (beyond and self._gvisor is Gvisor.AUTO):
             tried = replace(box, oci_runtime=self._runsc[0])
             try:
                 return await undivided(self._threads, partial(self._begin, tried), self._undo)
@@ -457,17 +471,26 @@ class DockerRuntime:
 
     def _begin(self, box: Box) -> tuple[str, socket.socket]:
         """In a thread: the container runs and its streams are open, or there is none."""
-        filter_ = self._seccomp_of_gangs if box.gang else self._seccomp
-        container = self._engine.create(request(box, filter_, podman=self._podman))
-        channel: socket.socket | None = None
-        try:
-            channel = self._engine.attach(container, with_input=box.takes_input)
-            self._engine.start(container)
-        except BaseException:
-            if channel is not None:
-                channel.close()
-            self._engine.remove(container)
-            raise
+        lane = box.lane
+        filter_ = self._seccomp_of_gangs if lane is not None and lane.gang else self._seccomp
+        with contextlib.ExitStack() as held:
+            if lane is not None:
+                given = f"ns:{path_of(lane)}"
+                if not self._podman:
+                    given = JOINS + held.enter_context(self._holders.holding(lane))
+                box = replace(box, network=given)
+            container = self._engine.create(request(box, filter_, podman=self._podman))
+            channel: socket.socket | None = None
+            try:
+                channel = self._engine.attach(container, with_input=box.takes_input)
+                self._engine.start(container)
+                if lane is not None:
+                    self._holders.check(container, lane, may_be_over=True)
+            except BaseException:
+                if channel is not None:
+                    channel.close()
+                self._engine.remove(container)
+                raise
         return container, channel
 
     def _undo(self, begun: tuple[str, socket.socket]) -> None:
@@ -525,10 +548,6 @@ def disk_device(path: Path) -> str:
         real = real.parent
     node = Path("/dev") / real.name
     return str(node) if node.is_block_device() else ""
-
-
-def _lane_path(lane: Lane) -> str:
-    return f"ns:/proc/{os.getpid()}/fd/{lane.namespaces[0]}"
 
 
 def _explain(program: str, head: bytes) -> bytes:
