@@ -5,8 +5,8 @@ tenant came (hour 0 is the first), and every hour that begins ten minutes later 
 
 **Floor.** What runs when an hour begins and may not be stopped takes its part of it whatever is planned, and keeps large pieces
 off its node until it ends. `Carried.floor` is the least deviation of the worst-off tenant that is left to a planner who knows
-every end and may place at will: a bound, not a promise that it can be had. It does not forgive the planner's own earlier
-hours, in which all that runs was started.
+every end and may place at will: a bound, not a promise that it can be had. It is of the whole pool, while hours are of what all
+had: where GPUs idle an hour may be nearer. It does not forgive the planner's own earlier hours, in which all that runs was started.
 """
 
 from __future__ import annotations
