@@ -1,9 +1,11 @@
 """How true the start estimates are: the Philly trace through gpool's planner, each waiting task's stated range beside its true start.
 
-python -m bench.eta --trace FILE [--nodes N] [--first DAY --last DAY] [--every S] [--order NAME] [--json FILE] [--quick]
+python -m bench.eta --trace FILE [--nodes N] [--first DAY --last DAY] [--every S] [--sample K] [--order NAME] [--json FILE] [--quick]
+python -m bench.eta --trace FILE --nodes 52 --first 2017-10-30 --last 2017-12-11 --sample 7    # weeks on which nothing was chosen
 
 A forecast is made every so many seconds of the trace (as the server caches it) and told to the tasks that arrived since the
-last one and wait. It knows only what had happened by then; so does the calibration, which learns from nothing else.
+last one and wait. It knows only what had happened by then; so does the calibration, which learns from nothing else. With
+`--sample K` only every K-th of these forecasts is made and told; the tasks between are told nothing and teach nothing.
 """
 
 from __future__ import annotations
@@ -73,8 +75,11 @@ def load(trace: Path, first: str, last: str) -> tuple[list[Job], int]:
 
 
 class Trial:
-    def __init__(self, nodes: int, policy: Policy, every: Span, passes: int) -> None:
+    def __init__(
+        self, nodes: int, policy: Policy, every: Span, passes: int, sample: int = 1
+    ) -> None:
         self.state, self.policy, self.every = State(), policy, every
+        self.sample, self.due = sample, 0
         self.bounds = Bounds(passes)
         for node in as_nodes(nodes):
             self.state.fold(NodeChanged(node))
@@ -103,7 +108,10 @@ class Trial:
                 self.arrive(coming.popleft())
             self.start(now)
             if now >= next_at and self.untold:
-                self.forecast(now)
+                if self.due % self.sample == 0:
+                    self.forecast(now)
+                self.untold.clear()
+                self.due += 1
                 next_at = Instant(now + self.every)
 
     def arrive(self, job: Job) -> None:
@@ -136,7 +144,8 @@ class Trial:
 
     def forecast(self, now: Instant) -> None:
         begun = process_time()
-        asked = Question(take(self.state), now, self.times, self.since, tuple(self.lately))
+        wanted = frozenset(self.untold)
+        asked = Question(take(self.state), now, self.times, self.since, tuple(self.lately), wanted)
         found = courses(asked, self.policy, bounds=self.bounds)
         for job in self.untold.values():
             told = waits(found, job.id, self.state.queued_count, now)
@@ -146,7 +155,6 @@ class Trial:
             middle = told[len(told) // 2]
             stated = self.calibration.told(middle, now)
             self.open[job.id] = Stated(job, stated, (told[0], told[-1]))
-        self.untold.clear()
         self.forecasts += 1
         self.spent += process_time() - begun
 
@@ -163,6 +171,7 @@ def main() -> int:
     asked.add_argument("--first", default=OCTOBER[0])
     asked.add_argument("--last", default=OCTOBER[1])
     asked.add_argument("--every", type=float, default=3600, help="seconds between forecasts")
+    asked.add_argument("--sample", type=int, default=1, help="make and tell every K-th only")
     asked.add_argument("--order", default=Policy().order)
     asked.add_argument("--passes", type=int, default=Bounds().passes)
     asked.add_argument("--json", type=Path)
@@ -172,7 +181,8 @@ def main() -> int:
     if options.quick:
         jobs = [job for job in jobs if job.at < 7 * 24 * 3600 * SECOND]
     policy = Policy(order=options.order)
-    trial = Trial(options.nodes, policy, Span(round(options.every * SECOND)), options.passes)
+    every = Span(round(options.every * SECOND))
+    trial = Trial(options.nodes, policy, every, options.passes, options.sample)
     begun = process_time()
     trial.run(jobs)
     counted = trial.done[WARM_UP:]
@@ -192,6 +202,7 @@ def main() -> int:
         "jobs": len(jobs),
         "gangs": larger,
         "forecasts": trial.forecasts,
+        "of_forecasts_due": trial.due,
         "told": len(counted),
         "told_beyond_the_courses_pct": round(100 * trial.cut_short / max(1, len(trial.done)), 1),
         "covered_pct": round(covered, 1),

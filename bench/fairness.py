@@ -1,12 +1,12 @@
 """Who gets how much: tenants with unlike demands in a pool that is always too small, planned by gpool's own planner.
 
-python -m bench.fairness [--hours 8] [--seed 1] [--only NAME ...] [--json FILE]
+python -m bench.fairness [--hours 8] [--seeds 1] [--first-seed 1] [--only NAME ...] [--json FILE]
 
 Virtual time; nothing is approximated but the run times, which are drawn. Every tenant has tasks waiting at any moment from
-when it comes. For each whole hour after the warm-up the GPU, CPU and memory time of each tenant is summed exactly; its part
-is that of its dominant resource, and is compared with what a fluid division by weighted dominant-resource fairness gives.
-The first hour is the warm-up (of `unlike` the first two): the pool starts empty, and what large and long tasks get too much
-or too little of by rounding is evened out over the half-life of what was had lately.
+when it comes. For each hour the GPU, CPU and memory time of each tenant is summed exactly; its part is that of its dominant
+resource, and is compared with what a fluid division by weighted dominant-resource fairness gives. Every hour from when the
+last tenant came is shown. The first (of `unlike` the first two) is the warm-up: it is summed up apart, beside what nobody could
+have avoided in it (`fairness_hours`). When an hour begins on the pool's clock is drawn.
 """
 
 from __future__ import annotations
@@ -19,8 +19,19 @@ from heapq import heappop, heappush
 from pathlib import Path
 from random import Random
 from time import process_time
-from typing import Any
+from typing import NamedTuple
 
+from bench.fairness_hours import (
+    HOUR,
+    SLICE,
+    Carried,
+    Had,
+    Measured,
+    Piece,
+    Row,
+    by_hour,
+    summary,
+)
 from gpool.core.ids import NodeId, TaskId, UserId
 from gpool.core.model import (
     GIB,
@@ -50,9 +61,7 @@ from gpool.core.scheduling.plan import plan
 from gpool.core.scheduling.state import State
 
 START = Instant(10**15)
-HOUR = 3600 * SECOND
 Amounts = tuple[int, int, int]
-Row = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,18 +109,25 @@ class Tenant:
         ]
 
 
+class Run(NamedTuple):
+    epoch: int
+    since: int
+    amounts: Amounts
+    node: NodeId
+
+
 class Pool:
     """Nodes of eight GPUs and 64 CPUs, and tenants who always want more."""
 
     def __init__(self, nodes: int, policy: Policy, seed: int, cpus: int = 64) -> None:
         self.state, self.policy, self.dice = State(), policy, Random(seed)
         self.state.shares.weights = policy.weights
-        self.now, self.tasks = START, 0
+        self.now, self.tasks = Instant(START + self.dice.randrange(HOUR)), 0
         self.tenants: dict[int, Tenant] = {}
         self.lent: Amounts = (8000 * nodes, 1000 * cpus * nodes, 4 * cpus * GIB * nodes)
         self.ends: list[tuple[int, int, TaskId]] = []
         self.of: dict[TaskId, tuple[Tenant, Shape, int]] = {}  # with what is left to run
-        self.running: dict[TaskId, tuple[int, int, Amounts]] = {}  # epoch, since, amounts
+        self.running: dict[TaskId, Run] = {}
         self.tick = 60 * HOUR  # at the latest then it is looked at again though nothing ended
         self.preempted = self.between = self.passes = 0
         self.planning_s = 0.0
@@ -138,26 +154,34 @@ class Pool:
         self.of[task] = (tenant, shape, length)
         self.state.fold(TasksQueued(shape, (QueuedTask(task, 0, self.now),)))
 
-    def run(self, span: int) -> dict[int, float]:
-        """For so long. The part of its dominant resource that each tenant had meanwhile."""
+    def run(self, span: int) -> Had:
+        """For so long. The resource time that each tenant had meanwhile."""
         until = self.now + span
         for tenant in self.tenants.values():
             tenant.had = [0, 0, 0]
-        begun = self.now
         self.schedule()
         while (due := min([self.now + self.tick, *(end[0] for end in self.ends[:1])])) <= until:
             self.pass_to(due)
             while self.ends and self.ends[0][0] <= self.now:
                 _, epoch, task = heappop(self.ends)
-                if task in self.running and self.running[task][0] == epoch:
+                if task in self.running and self.running[task].epoch == epoch:
                     self.end(task)
             self.schedule()
         self.pass_to(until)
-        whole = [lent * (until - begun) for lent in self.lent]
-        return {
-            team: max(had / all_ for had, all_ in zip(tenant.had, whole, strict=True))
-            for team, tenant in self.tenants.items()
-        }
+        return {team: (t.had[0], t.had[1], t.had[2]) for team, t in self.tenants.items()}
+
+    def carried(self) -> Carried | None:
+        """What runs now; None where that says nothing: it may be stopped, or GPUs are not all that counts."""
+        works = [tenant.work for tenant in self.tenants.values()]
+        if any(work.preemptible or not work.gpus or work.cpus for work in works):
+            return None
+        ends = {task: at for at, epoch, task in self.ends if self.running[task].epoch == epoch}
+        pieces = [
+            Piece(self.of[task][0].team, run.node, run.amounts[0] // 1000, ends[task] - self.now)
+            for task, run in self.running.items()
+        ]
+        sizes = {team: tenant.work.gpus for team, tenant in self.tenants.items()}
+        return Carried(pieces, sizes, self.lent[0] // 8000)
 
     def pass_to(self, at: int) -> None:
         passed = at - self.now
@@ -197,7 +221,7 @@ class Pool:
             allocation.memory_bytes,
         )
         self.hold(tenant, amounts, 1)
-        self.running[task] = (epoch, self.now, amounts)
+        self.running[task] = Run(epoch, self.now, amounts, leased.node)
         heappush(self.ends, (self.now + left, epoch, task))
         if epoch == 1:
             tenant.started += 1
@@ -210,7 +234,7 @@ class Pool:
 
     def end(self, task: TaskId) -> None:
         tenant, shape, length = self.of.pop(task)
-        self.hold(tenant, self.running.pop(task)[2], -1)
+        self.hold(tenant, self.running.pop(task).amounts, -1)
         self.state.fold(RunTimesObserved(shape, 1, Span(length)))
         self.state.fold(TasksReleased((task,), self.now))
 
@@ -218,12 +242,12 @@ class Pool:
         """Preempted: back into the queue, with what is left to run and a minute to begin again."""
         self.preempted += 1
         tenant, shape, left = self.of[task]
-        epoch, since, amounts = self.running.pop(task)
-        self.hold(tenant, amounts, -1)
-        self.of[task] = (tenant, shape, left - (self.now - since) + 60 * SECOND)
+        run = self.running.pop(task)
+        self.hold(tenant, run.amounts, -1)
+        self.of[task] = (tenant, shape, left - (self.now - run.since) + 60 * SECOND)
         attained = self.state.attained(task, self.now)
         self.state.fold(TasksReleased((task,), self.now))
-        again = QueuedTask(task, epoch, self.now, Span(attained))
+        again = QueuedTask(task, run.epoch, self.now, Span(attained))
         self.state.fold(TasksQueued(shape, (again,)))
 
 
@@ -261,47 +285,50 @@ class Options:
     seed: int
 
 
-def shares(name: str, pool: Pool, options: Options, warm: int = 1) -> list[Row]:
-    """The worst hour of each tenant after so many hours of warming up."""
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Of one scenario with one seed: a row for each team, and the hours behind them."""
+
+    rows: list[Row]
+    measured: tuple[Measured, ...] = ()
+
+
+def shares(name: str, pool: Pool, options: Options, warm: int = 1) -> Found:
+    """All whole hours from now on; the worst of each tenant after so many hours of warming up."""
     fair = fluid(list(pool.tenants.values()), pool.lent)
-    total = sum(fair.values())
-    hours = [pool.run(HOUR) for _ in range(options.hours)]
-    warming, hours = hours[:warm], hours[warm:]
-    rows = []
+    slices, floors = [], []
+    for number in range(6 * options.hours):
+        if number % 6 == 0:
+            carried = pool.carried()
+            floors.append(None if carried is None else carried.floor(fair))
+        slices.append(pool.run(SLICE))
+    measured = Measured(name, options.seed, fair, slices, pool.lent, floors, warm)
+    hours, rows = measured.hours, []
     for team, tenant in sorted(pool.tenants.items()):
-        found = [_of_all(hour, team, total) / fair[team] for hour in hours]
-        worst = max(found, key=lambda each: abs(each - 1))
+        found = [hour[team] for hour in hours]
+        after = found[warm:] or found
         work = tenant.work
         rows.append(
             {
                 "scenario": name,
+                "seed": options.seed,
                 "team": team,
                 "demand": f"{tenant.users} users x {work.shapes}, {work.gpus} GPU, "
                 f"{work.cpus or max(1, work.gpus)} CPU, {work.minutes:g} min",
                 "weight": tenant.weight / 1000,
                 "share_pct": round(100 * fair[team], 2),
-                "warm_up_pct": [
-                    round(100 * (_of_all(hour, team, total) / fair[team] - 1), 1)
-                    for hour in warming
-                ],
-                "hours_pct": [round(100 * (each - 1), 1) for each in found],
-                "worst_hour_pct": round(100 * (worst - 1), 2),
-                "mean_pct": round(100 * (sum(found) / len(found) - 1), 2),
+                "hours_pct": [round(100 * each, 1) for each in found],
+                "warm_up_h": warm,
+                "worst_hour_pct": round(100 * max(after, key=abs), 2),
+                "mean_pct": round(100 * sum(after) / len(after), 2),
                 "tasks": tenant.started,
-                "pool_used_pct": round(
-                    100 * sum(sum(h.values()) for h in hours) / len(hours) / total, 1
-                ),
+                "pool_used_pct": round(100 * measured.used(), 1),
             }
         )
-    return rows
+    return Found(rows, (measured,))
 
 
-def _of_all(hour: dict[int, float], team: int, total: float) -> float:
-    """Its part, of what all had: that large tasks leave some GPUs idle is nobody's gain."""
-    return hour[team] * total / sum(hour.values())
-
-
-def unlike(options: Options) -> list[Row]:
+def unlike(options: Options) -> Found:
     """Seven teams, 36 4/7 GPUs each, short and long, large and small. They come one after another, ten minutes apart, to a
     pool that those before them fill for up to an hour and a half, and none may be stopped: it takes them two hours from when
     the last has come to get even, the warm-up here."""
@@ -316,12 +343,13 @@ def unlike(options: Options) -> list[Row]:
     )
     pool = Pool(32, Policy(), options.seed)
     for team, work in enumerate(works, 1):
+        if team > 1:
+            pool.run(SLICE)
         pool.join(Tenant(team, work, users=1 + team % 3))
-        pool.run(600 * SECOND)
     return shares("unlike", pool, options, warm=2)
 
 
-def rounding(options: Options) -> list[Row]:
+def rounding(options: Options) -> Found:
     """Six teams, 42 2/3 GPUs each, one with pieces of eight for two hours: one of them too many is 12 % too much."""
     pool = Pool(32, Policy(), options.seed)
     works = (Work(1, 2), Work(1, 90), Work(8, 5), Work(8, 120), Work(2, 20), Work(4, 45))
@@ -330,7 +358,7 @@ def rounding(options: Options) -> list[Row]:
     return shares("rounding", pool, options)
 
 
-def weighted(options: Options) -> list[Row]:
+def weighted(options: Options) -> Found:
     weights = {1: 1000, 2: 2000, 3: 3000, 4: 4000}
     held: dict[Holder, int] = {("team", team): weight for team, weight in weights.items()}
     pool = Pool(32, Policy(weights=held), options.seed)
@@ -339,7 +367,7 @@ def weighted(options: Options) -> list[Row]:
     return shares("weighted", pool, options)
 
 
-def dominant(options: Options) -> list[Row]:
+def dominant(options: Options) -> Found:
     """CPU-heavy and GPU-heavy tenants meet in both resources."""
     pool = Pool(16, Policy(), options.seed)
     works = (Work(1, 10, cpus=2), Work(2, 30, cpus=4), Work(0, 5, cpus=8), Work(1, 15, cpus=16))
@@ -348,28 +376,28 @@ def dominant(options: Options) -> list[Row]:
     return shares("dominant", pool, options)
 
 
-def greedy_users(options: Options) -> list[Row]:
+def greedy_users(options: Options) -> Found:
     pool = Pool(8, Policy(), options.seed)
     pool.join(Tenant(1, Work(1, 20), users=1000, waiting=1))
     pool.join(Tenant(2, Work(1, 20), users=10))
     return shares("1000 users", pool, Options(min(options.hours, 4), options.seed))
 
 
-def greedy_shapes(options: Options) -> list[Row]:
+def greedy_shapes(options: Options) -> Found:
     pool = Pool(4, Policy(), options.seed)
     pool.join(Tenant(1, Work(1, 20, shapes=10_000), waiting=1))
     pool.join(Tenant(2, Work(1, 20)))
     return shares("10000 shapes", pool, Options(2, options.seed))
 
 
-def greedy_tasks(options: Options) -> list[Row]:
+def greedy_tasks(options: Options) -> Found:
     pool = Pool(8, Policy(), options.seed)
     pool.join(Tenant(1, Work(1, 20), waiting=10_000))
     pool.join(Tenant(2, Work(1, 20)))
     return shares("10000 tasks", pool, Options(min(options.hours, 4), options.seed))
 
 
-def returning(options: Options) -> list[Row]:
+def returning(options: Options) -> Found:
     """One that comes after five hours of others' work: it neither starves them nor pays for them."""
     pool = Pool(8, Policy(), options.seed)
     pool.join(Tenant(1, Work(1, 10)))
@@ -379,7 +407,7 @@ def returning(options: Options) -> list[Row]:
     return shares("returning", pool, Options(min(options.hours, 4), options.seed))
 
 
-def swaps(options: Options) -> list[Row]:
+def swaps(options: Options) -> Found:
     """Equals whose tasks may all be preempted: how often do they take from each other? Five in 64 GPUs, and three in 16,
     which do not divide. With and without the margin."""
     rows = []
@@ -406,13 +434,13 @@ def swaps(options: Options) -> list[Row]:
                     "demand": "all preemptible; teams in all",
                     "preemptions_an_hour_between_teams": (pool.between - before[0]) / options.hours,
                     "preemptions_an_hour": (pool.preempted - before[1]) / options.hours,
-                    "farthest_mean_pct": max((row["mean_pct"] for row in ran), key=abs),
+                    "farthest_mean_pct": max((row["mean_pct"] for row in ran.rows), key=abs),
                 }
             )
-    return rows
+    return Found(rows)
 
 
-def lending(options: Options) -> list[Row]:
+def lending(options: Options) -> Found:
     """A team with half of the pool guaranteed comes back to a pool that others fill: how long until it has its own?"""
     rows = []
     for preemptible in (True, False):
@@ -434,14 +462,14 @@ def lending(options: Options) -> list[Row]:
                 "team": 1,
                 "demand": "32 of 64 GPUs guaranteed, 4 teams",
                 "minutes_until_guaranteed": minutes,
-                "then_pct_of_pool": round(100 * lent[1], 1),
+                "then_pct_of_pool": round(100 * lent[1][0] / pool.lent[0] / HOUR, 1),
                 "preemptions": pool.preempted,
             }
         )
-    return rows
+    return Found(rows)
 
 
-SCENARIOS: dict[str, Callable[[Options], list[Row]]] = {
+SCENARIOS: dict[str, Callable[[Options], Found]] = {
     "unlike": unlike,
     "rounding": rounding,
     "weighted": weighted,
@@ -456,38 +484,59 @@ SCENARIOS: dict[str, Callable[[Options], list[Row]]] = {
 
 
 def show(rows: list[Row]) -> None:
-    names = [name for name in dict.fromkeys(n for row in rows for n in row) if name != "hours_pct"]
+    names = list(dict.fromkeys(name for row in rows for name in row))
     print("\n| " + " | ".join(names) + " |\n" + "|---" * len(names) + "|")
     for row in rows:
-        print("| " + " | ".join(str(row.get(name, "")) for name in names) + " |")
+        print("| " + " | ".join(str(row.get(name, "")) for name in names) + " |", flush=True)
+
+
+def greed(rows: list[Row]) -> list[str]:
+    """What a tenant has who has more users, kinds or tasks than the other."""
+    told = []
+    for row in rows:
+        if row["scenario"].split()[0] in ("1000", "10000") and row["team"] == 1:
+            which = (row["scenario"], row["seed"], 2)
+            other = next(r for r in rows if (r["scenario"], r.get("seed"), r["team"]) == which)
+            ratio = (100 + row["mean_pct"]) / (100 + other["mean_pct"])
+            told.append(f"{row['scenario']}, seed {row['seed']}: greedy / modest = {ratio:.3f}")
+    return told
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--hours", type=int, default=8)
-    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--first-seed", type=int, default=1)
     parser.add_argument("--only", nargs="*", choices=sorted(SCENARIOS), default=None)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    options, rows = Options(arguments.hours, arguments.seed), []
+    seeds = range(arguments.first_seed, arguments.first_seed + arguments.seeds)
+    rows: list[Row] = []
+    hours: list[Row] = []
+    sums: list[Row] = []
     for name in arguments.only or SCENARIOS:
-        found = SCENARIOS[name](options)
+        all_ = [SCENARIOS[name](Options(arguments.hours, seed)) for seed in seeds]
+        found = [row for each in all_ for row in each.rows]
         show(found)
         rows += found
-    told = [row for row in rows if "worst_hour_pct" in row and row["scenario"] != "rounding"]
-    if told:
-        worst = max(told, key=lambda row: abs(row["worst_hour_pct"]))
+        measured = [one for each in all_ for one in each.measured]
+        if measured:
+            table = by_hour(measured)
+            show(table)
+            hours += table
+            sums.append(summary(measured))
+    if sums:
+        show(sums)
+        far = max(sums, key=lambda row: abs(row["worst_pct"]))
         print(
-            f"\nworst hour of any team: {worst['worst_hour_pct']:+} % of its share "
-            f"({worst['scenario']}, team {worst['team']}); bar 5 %"
+            f"\nworst hour of any team after the warm-up: {far['worst_pct']:+} % of its share "
+            f"({far['scenario']}, seed {far['of_seed']}); bar 5 %"
         )
-    for row in rows:
-        if row["scenario"].split()[0] in ("1000", "10000") and row["team"] == 1:
-            other = next(r for r in rows if r["scenario"] == row["scenario"] and r["team"] == 2)
-            ratio = (100 + row["mean_pct"]) / (100 + other["mean_pct"])
-            print(f"{row['scenario']}: greedy / modest = {ratio:.3f}")
+    for line in greed(rows):
+        print(line)
     if arguments.json:
-        arguments.json.write_text(json.dumps(rows, indent=2) + "\n")
+        whole = {"teams": rows, "hours": hours, "scenarios": sums}
+        arguments.json.write_text(json.dumps(whole, indent=2) + "\n")
 
 
 if __name__ == "__main__":

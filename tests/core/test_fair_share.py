@@ -7,14 +7,26 @@ from heapq import heappop, heappush
 from random import Random
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from scheduling_builders import NOW, a_node, a_state
 
 from gpool.core.ids import TaskId, UserId
-from gpool.core.model import SECOND, GpuRequest, Instant, Requirements, Shape, TaskKind
-from gpool.core.scheduling.events import QueuedTask, TasksQueued, TasksReleased
-from gpool.core.scheduling.fair_share import HALF_LIFE, MAX_REMEMBERED, Usage
-from gpool.core.scheduling.orders import Policy
+from gpool.core.model import SECOND, GpuRequest, Instant, Requirements, Shape, Span, TaskKind
+from gpool.core.scheduling.draft import Turn
+from gpool.core.scheduling.events import QueuedTask, RunTimesObserved, TasksQueued, TasksReleased
+from gpool.core.scheduling.fair_share import (
+    HALF_LIFE,
+    MAX_REMEMBERED,
+    Amounts,
+    Usage,
+    asked_by,
+    plus,
+)
+from gpool.core.scheduling.limits import Holder
+from gpool.core.scheduling.orders import ORDERS, Key, Policy
 from gpool.core.scheduling.plan import plan
+from gpool.core.scheduling.starts import Starts
 from gpool.core.scheduling.state import State
 
 HOUR = 3600 * SECOND
@@ -36,6 +48,7 @@ class Backlog:
         self.kinds: list[Kind] = []
         self.ends: list[tuple[int, TaskId]] = []
         self.shape_of: dict[TaskId, tuple[Kind, Shape]] = {}
+        self.lengths: dict[TaskId, Span] = {}
         self.seconds: Counter[int] = Counter()
         self.by_user: Counter[int] = Counter()
 
@@ -62,6 +75,7 @@ class Backlog:
         while self.ends and self.ends[0][0] <= until:
             at, task = heappop(self.ends)
             self.now = Instant(at)
+            self.state.fold(RunTimesObserved(self.shape_of[task][1], 1, self.lengths.pop(task)))
             self.state.fold(TasksReleased((task,), self.now))
             if self.ends and self.ends[0][0] == at:
                 continue
@@ -80,6 +94,7 @@ class Backlog:
             for task in tasks:
                 kind, shape = self.shape_of[task]
                 length = round(kind[3] * 60 * SECOND * self.dice.uniform(0.5, 1.5))
+                self.lengths[task] = Span(length)
                 heappush(self.ends, (self.now + length, task))
                 self.credit(task, (min(until, self.now + length) - self.now) / SECOND)
                 self.submit(kind, shape)
@@ -189,6 +204,99 @@ def test_short_tasks_are_never_free() -> None:
     pool.run(Instant(NOW + 2 * HOUR))
     pool.run(Instant(pool.now + 4 * HOUR))
     assert shares(pool)[1] == pytest.approx(0.5, rel=0.1)
+
+
+@pytest.mark.parametrize("minutes", [5, 20])
+def test_long_tasks_that_take_turns_never_win_by_their_length(minutes: int) -> None:
+    """The whole pool by turns with somebody whose tasks are a minute: over hours both get half."""
+    pool = Backlog(8, Policy())
+    pool.join((1, 1, 8, 1))
+    pool.join((2, 1, 8, minutes))
+    pool.run(Instant(NOW + 2 * HOUR))
+    pool.run(Instant(pool.now + 8 * HOUR))
+    assert shares(pool)[1] == pytest.approx(0.5, rel=0.1)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_from_the_first_hour_large_and_long_pieces_are_rounded_to_the_nearest(seed: int) -> None:
+    """42 2/3 GPUs each: five pieces of eight and a third. Six are 12 % too many for two hours."""
+    pool = Backlog(128, Policy(), seed)
+    for kind in ((1, 2, 1, 10), (2, 2, 8, 120), (3, 1, 2, 20)):
+        pool.join(kind)
+        for _ in range(40):
+            pool.submit(kind, a_task(kind[0], kind[0] * 10_000, kind[2]))
+    pool.run(Instant(NOW + HOUR))
+    for team, share in shares(pool).items():
+        assert share == pytest.approx(1 / 3, rel=0.07), (team, shares(pool))
+
+
+def test_an_hour_that_gave_too_little_is_never_paid_for_by_the_hour_after_the_next() -> None:
+    """One team fills the pool for an hour before the others come, and nothing may be stopped."""
+    pool = Backlog(64, Policy())
+    pool.join((1, 64, 1, 60))
+    pool.run(Instant(NOW + 60 * SECOND))
+    for kind in ((2, 4, 1, 5), (3, 4, 2, 10), (4, 2, 1, 3)):
+        pool.join(kind)
+    pool.run(Instant(pool.now + 2 * HOUR))
+    pool.run(Instant(pool.now + HOUR))
+    for team, share in shares(pool).items():
+        assert share == pytest.approx(0.25, rel=0.06), (team, shares(pool))
+
+
+SHAPES = [a_task(1, 1, 1), a_task(1, 1, 8), a_task(1, 2, 4), a_task(2, 3, 2)]
+
+
+@given(st.data())
+def test_all_tasks_of_a_holder_are_always_seen_with_the_same_share(data: st.DataObject) -> None:
+    """So that a piece's size decides between tenants, never among a user's own tasks."""
+    pool = Backlog(64, Policy())
+    for shape in data.draw(st.lists(st.sampled_from(SHAPES), min_size=2, max_size=6)):
+        assert shape.team is not None
+        pool.submit((shape.team, 1, shape.requirements.gpu[0].count, 5), shape)
+        if data.draw(st.booleans()):
+            pool.run(Instant(pool.now + data.draw(st.integers(1, 300)) * SECOND))
+    draft = Starts(pool.state, pool.now, pool.policy, ORDERS["fair_share"])
+    seen: dict[tuple[int | None, int], set[Key]] = {}
+    for entry in pool.state.waiting():
+        shape = entry.shape
+        seen.setdefault((shape.team, shape.user), set()).add(draft.key(Turn(entry))[:3])
+    assert all(len(keys) == 1 for keys in seen.values())
+
+
+@given(
+    held=st.integers(0, 64),
+    gpus=st.integers(1, 8),
+    passed=st.integers(0, 7200),
+    lasts=st.one_of(st.none(), st.integers(1, 7200)),
+)
+def test_a_share_never_gets_smaller_by_one_more_piece(
+    held: int, gpus: int, passed: int, lasts: int | None
+) -> None:
+    state, shape = a_state(*(a_node(n, cpus=8, gpus=8) for n in range(1, 9))), a_task(1, 1, gpus)
+    for _ in range(3 if lasts else 0):
+        state.fold(RunTimesObserved(shape, 1, Span((lasts or 0) * SECOND)))
+    state.fold(TasksQueued(shape, (QueuedTask(TaskId(1), 0, NOW),)))
+    shares = state.shares
+    shares.pass_time(NOW, 1)
+    shares.take(shape, (8000, 800, 1 << 20))
+    shares.pass_time(Instant(NOW + passed * SECOND), 1)
+    shares.give(shape, (8000, 800, 1 << 20))
+    before: Amounts = (1000 * held, 100 * held, held)
+    more = plus(before, asked_by(shape))
+    holders: tuple[Holder, ...] = (("team", 1), ("user", 1))
+    for holder in holders:
+        assert shares.of(holder, 1000, before) <= shares.of(holder, 1000, more)
+
+
+def test_who_has_had_nothing_is_always_seen_with_nothing() -> None:
+    """Or a gang as large as the pool would never come first."""
+    pool = Backlog(64, Policy())
+    pool.join((1, 2, 1, 5))
+    pool.run(Instant(NOW + 600 * SECOND))
+    fresh = State()
+    fresh.fold(TasksQueued(a_task(2, 9, 8), (QueuedTask(TaskId(9), 0, NOW),)))
+    assert fresh.shares.of(("team", 2)) == 0
+    assert pool.state.shares.of(("team", 1)) > 0
 
 
 def test_a_team_with_more_weight_that_comes_back_begins_even() -> None:

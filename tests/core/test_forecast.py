@@ -50,6 +50,29 @@ def busy_pool(count: int = 5) -> tuple[State, Shape]:
     return state, shape
 
 
+@given(st.sets(st.integers(2, 8), min_size=1), st.sampled_from([FCFS, PRIORITY, Policy()]))
+def test_whoever_else_is_asked_for_a_start_is_always_told_the_same(
+    asked: set[int], policy: Policy
+) -> None:
+    """A course may end sooner, but what it tells of those it was made for stays."""
+    state, shape = busy_pool(8)
+    whole = a_question(state, known(shape), {1: NOW - 40 * SECOND})
+    wanted = frozenset(TaskId(task) for task in asked)
+    part = replace(whole, wanted=wanted)
+    for long, short in zip(courses(whole, policy), courses(part, policy), strict=True):
+        assert {task: short.starts[task] for task in wanted} == {
+            task: long.starts[task] for task in wanted
+        }
+        assert short.until <= long.until
+
+
+def test_a_course_ends_when_those_have_started_who_were_asked_for() -> None:
+    state, shape = busy_pool(8)
+    asked = replace(a_question(state, known(shape)), wanted=frozenset({TaskId(2)}))
+    for course in courses(asked, FCFS):
+        assert set(course.starts) == {TaskId(2)}
+
+
 def test_tasks_start_one_after_another_when_each_takes_as_long() -> None:
     state, shape = busy_pool()
     found = courses(a_question(state, known(shape), {1: NOW - 40 * SECOND}), FCFS)

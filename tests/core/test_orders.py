@@ -12,6 +12,7 @@ from scheduling_builders import NOW, a_node, a_shape, a_state, enqueue
 from gpool.core.ids import TaskId
 from gpool.core.model import SECOND, GpuRequest, Instant, Span
 from gpool.core.scheduling.events import RunTimesObserved, TasksReleased
+from gpool.core.scheduling.fair_share import HALF_LIFE
 from gpool.core.scheduling.orders import ORDERS, Candidate, Policy, Standing, outranks
 from gpool.core.scheduling.plan import plan
 
@@ -91,6 +92,7 @@ IMPATIENT = Policy(
     urgency=Span(HOUR),
     patience=Span(SECOND),
 )
+ROUND = Span(HALF_LIFE // 5)
 
 
 @pytest.mark.parametrize("name", sorted(ORDERS))
@@ -112,24 +114,34 @@ IMPATIENT = Policy(
 def test_a_task_always_starts_one_day_whatever_arrives(
     name: str, rivals: list[tuple[int, int, bool, bool, bool]], priority: int
 ) -> None:
-    """One slot, a task that ends every second, and for each two others that any order may like better."""
-    policy = replace(IMPATIENT, order=name)
+    """One slot, a task that ends with every round, and for each two others that any order may like better.
+
+    A round is a part of the half-life: people who have had nothing yet go before those who have, until that has worn off.
+    """
+    policy = replace(
+        IMPATIENT,
+        order=name,
+        ageing=ROUND,
+        promotion=Span(20 * ROUND),
+        urgency=Span(100 * ROUND),
+        patience=ROUND,
+    )
     state, mine = a_state(a_node(1, cpus=1)), a_shape(1, "mine", priority)
     state.fold(RunTimesObserved(mine, 3, Span(3 * HOUR)))
     enqueue(state, mine, [1])
     enqueue(state, a_shape(1, "own"), [2], at=NOW)
     last = 2
-    for second in range(90):
-        now = Instant(NOW + second * SECOND)
+    for round_ in range(90):
+        now = Instant(NOW + round_ * ROUND)
         for number in range(2):
-            user, more, is_due, is_short, is_new = rivals[(second + number) % len(rivals)]
+            user, more, is_due, is_short, is_new = rivals[(round_ + number) % len(rivals)]
             last += 1
             user = 1000 + last if is_new else user
             shape = a_shape(user, "short" if is_short else "other", more)
             if is_short:
                 state.fold(RunTimesObserved(shape, 1, Span(SECOND)))
             if is_due:
-                shape = replace(shape, by=Instant(NOW + HOUR))
+                shape = replace(shape, by=Instant(NOW + 100 * ROUND))
             enqueue(state, shape, [last], at=now)
         for held in tuple(state.held):
             state.fold(TasksReleased((held,), now))

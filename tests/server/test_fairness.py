@@ -8,6 +8,7 @@ import pytest
 from server_desk import Desk, an_offer, exited, open_desk
 
 from gpool.core.model import Instant, Permission
+from gpool.core.scheduling.fair_share import HALF_LIFE
 from gpool.server.store.operations import usage
 from gpool.server.usage import KeepUsage, changed
 
@@ -67,7 +68,7 @@ async def test_what_the_store_knows_is_not_written_again(desk: Desk) -> None:
 
 
 def test_a_value_that_only_wears_off_is_never_written() -> None:
-    start, half = Instant(10**15), Instant(10**15 + 30 * MINUTE)
+    start, half = Instant(10**15), Instant(10**15 + HALF_LIFE)
     written = {("user", 1): (10**8, start)}
     assert changed({("user", 1): 10**8 // 2}, written, half) == {}
     assert changed({("user", 1): 10**8}, written, half) == {("user", 1): 10**8}

@@ -8,7 +8,14 @@ all of them together counts for each, where that is more than the team has (`com
 the pool lends, divided by its weight. To what it holds now comes what it had lately *while others waited*, worn off with a
 half-life (`HALF_LIFE`): who took large pieces gives way afterwards, and the roundings of small pools even out. What was taken
 while nobody else wanted it is free, and who was away comes back with no credit: in any hour in which all have tasks waiting,
-all get their share.
+all get their share. The half-life is a small part of an hour, so that what one hour gave too much is not paid for in the next;
+and what was had counts more than what is held (`PAST`), or half of a lasting disadvantage would never be made good.
+
+**How pieces are rounded.** Pieces are large and long, and a share is to be met on average, not to be passed by a whole piece
+before others have their turn. So a holder is seen with half of a piece besides (`Step`): a share of five pieces and a third is
+five then, not six; what runs for less than an hour counts for as much less, since that evens out by itself. And who takes
+turns with others, holding nothing in between, is seen with half of what the piece will add to its past. All tasks of a holder
+are seen with the same piece, so its own keep their order, and who has had nothing lately is seen with nothing besides.
 
 What is held is truth, rebuilt from the store with the rest. What was held lately is a hint. It is handed on in a rebuild and
 told to whoever keeps it (`Shares.told`, `Shares.recall`), so that a restart forgives nobody; lost, everybody starts even.
@@ -18,14 +25,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from math import log
+from typing import NamedTuple
 
 from gpool.core.ids import NodeId
 from gpool.core.model import SECOND, Allocation, Instant, Node, Shape, Span
 from gpool.core.scheduling.limits import Holder, gpus_of, least_gpus
+from gpool.core.scheduling.predictions import Predictions
 
-HALF_LIFE = Span(1800 * SECOND)
+HALF_LIFE = Span(1200 * SECOND)
+PAST = 3  # what was had lately counts so many times what is held
 ALL = 1_000_000
 MAX_REMEMBERED = 10_000
+_HOUR = Span(3600 * SECOND)
 _LN2 = log(2)
 _LONG = 40  # half-lives, after which nothing is left
 _TOO_LARGE = 2.0**200
@@ -81,6 +92,13 @@ def total(amounts: Iterable[Amounts]) -> Amounts:
     return gpus, cpus, memory
 
 
+class Step(NamedTuple):
+    """What half of a piece is worth: to who holds something, and to who holds nothing. Millionths of the pool."""
+
+    beside: int
+    between: int
+
+
 class Usage:
     """What holders had lately under contention: an average share, worn off by half each `HALF_LIFE`. A hint.
 
@@ -88,7 +106,7 @@ class Usage:
     the contended time so weighed. A holder's sum grows by its share times the clock's advance, reckoned when its share changes.
     """
 
-    __slots__ = ("_clock", "_floors", "_marks", "_now", "_scale", "_sums")
+    __slots__ = ("_clock", "_floors", "_marks", "_now", "_scale", "_sums", "steps")
 
     def __init__(self) -> None:
         self._now: Instant | None = None
@@ -98,6 +116,7 @@ class Usage:
         self._floors: dict[int | None, float] = {}
         self._sums: dict[Holder, float] = {}
         self._marks: dict[Holder, float] = {}  # the clock when the sum was reckoned
+        self.steps: dict[Holder, Step] = {}  # of those who wait
 
     @property
     def is_any(self) -> bool:
@@ -111,6 +130,7 @@ class Usage:
         twin._now, twin._scale, twin._clock = self._now, self._scale, self._clock
         twin._floors = self._floors.copy()
         twin._sums, twin._marks = self._sums.copy(), self._marks.copy()
+        twin.steps = self.steps.copy()
         return twin
 
     def pass_time(self, now: Instant, *, is_contended: bool) -> None:
@@ -120,8 +140,9 @@ class Usage:
         passed = (now - self._now) / HALF_LIFE
         self._now = now
         if passed > _LONG:
+            steps = self.steps
             self.__init__()  # type: ignore[misc]  # all of it has worn off
-            self._now = now
+            self._now, self.steps = now, steps
             return
         grown = self._scale * 2.0**passed
         if is_contended:
@@ -173,8 +194,9 @@ class Usage:
 
     def recall(self, told: Mapping[tuple[str, int], tuple[int, Instant]], now: Instant) -> None:
         """In place of all it knows: what was told, each at its time."""
+        steps = self.steps
         self.__init__()  # type: ignore[misc]
-        self._now = now
+        self._now, self.steps = now, steps
         for (kind, id_), (value, at) in told.items():
             ages = max(0, now - at) / HALF_LIFE
             if ages > _LONG or value <= 0:
@@ -188,16 +210,27 @@ class Usage:
                 self._sums[holder], self._marks[holder] = sum_, self._clock
 
     def lately(self, holder: Holder, share: int) -> int:
-        """The average share it had, in millionths, with `share` since it last changed."""
-        return max(0, round(self._sum(holder, share) / self._scale * _LN2))
+        """`PAST` times the average share it had, in millionths, with `share` since it last changed."""
+        return max(0, round(PAST * self._sum(holder, share) / self._scale * _LN2))
 
 
 class Shares:
     """What holders have of what there is."""
 
-    __slots__ = ("_all", "_held", "_lent", "_nodes", "_scopes", "_waiting", "usage", "weights")
+    __slots__ = (
+        "_all",
+        "_held",
+        "_lent",
+        "_nodes",
+        "_scopes",
+        "_waiting",
+        "predictions",
+        "usage",
+        "weights",
+    )
 
-    def __init__(self) -> None:
+    def __init__(self, predictions: Predictions | None = None) -> None:
+        self.predictions = predictions or Predictions()  # only read
         self._lent, self._all = [0, 0, 0], [0, 0, 0]
         self.usage = Usage()
         self.weights: Mapping[Holder, int] = {}  # the policy's: where who joins begins
@@ -208,7 +241,9 @@ class Shares:
 
     def wants(self, shape: Shape) -> None:
         """Tasks of this shape wait. A holder of which nothing waited was served: it begins even with the others."""
+        step, steps = self._step(shape), self.usage.steps
         for holder, scope in scopes_of(shape):
+            steps[holder] = min(step, steps.get(holder, step))
             waiting = self._waiting.get(holder, 0)
             self._waiting[holder] = waiting + 1
             self._scopes[holder] = scope
@@ -223,6 +258,14 @@ class Shares:
             self._waiting[holder] -= 1
             if not self._waiting[holder]:
                 del self._waiting[holder], self._scopes[holder]
+                self.usage.steps.pop(holder, None)
+
+    def _step(self, shape: Shape) -> Step:
+        piece = self._dominant(asked_by(shape))
+        lasts = self.predictions.of(shape) if piece else None
+        part = 1.0 if lasts is None else min(1.0, lasts / _HOUR)
+        kept = 0.0 if lasts is None else 1 - 2.0 ** (-lasts / HALF_LIFE)
+        return Step(int(piece * part / 2), int(piece * min(1.0, PAST * kept / 2)))
 
     def pass_time(self, now: Instant, waiting: int) -> None:
         """Until now so many shapes had tasks waiting. Only then does what is held count as usage."""
@@ -261,7 +304,10 @@ class Shares:
 
     def take(self, shape: Shape, amounts: Amounts) -> None:
         self._add(self._all, amounts, 1)
+        step = self._step(shape)
         for holder, scope in scopes_of(shape):
+            if holder in self._waiting:
+                self.usage.steps[holder] = step
             held = self._held.get(holder)
             if held is None:
                 held = self._held[holder] = [0, 0, 0]
@@ -291,15 +337,20 @@ class Shares:
         total[2] += sign * amounts[2]
 
     def of(self, holder: Holder, weight_milli: int = 1000, more: Amounts | None = None) -> int:
-        """Its dominant share, in millionths of the pool for a weight of one; `more` is what it would have besides."""
+        """Its dominant share as it is compared, in millionths of the pool for a weight of one; `more`: what it would have
+        besides."""
         held = self._held.get(holder)
         gpu, cpu, memory = held or (0, 0, 0)
         if more is not None:
             gpu, cpu, memory = gpu + more[0], cpu + more[1], memory + more[2]
         share = self._dominant((gpu, cpu, memory))
+        past = 0
         if self.usage.is_any:
-            share += self.usage.lately(holder, 0 if held is None else self._dominant(held))
-        return share * 1000 // max(1, weight_milli)
+            past = self.usage.lately(holder, 0 if held is None else self._dominant(held))
+        step = self.usage.steps.get(holder)
+        if step is not None:
+            share += min(share, step.beside) if share else min(past, step.between)
+        return (share + past) * 1000 // max(1, weight_milli)
 
     def lately(self, holder: Holder, weight_milli: int = 1000) -> int:
         """The part of `of` that is past."""

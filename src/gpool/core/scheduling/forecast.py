@@ -47,13 +47,14 @@ class Bounds:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What is known at `now`. `arrivals` are what came lately and when, oldest first; none: nothing more comes."""
+    """What is known at `now`, and of whom a start is asked. `arrivals` are what came lately and when, oldest first; none: nothing more comes."""
 
     snapshot: Snapshot
     now: Instant
     times: RunTimes
     since: Mapping[TaskId, Instant] = field(default_factory=dict)  # when held tasks were leased
     arrivals: Sequence[tuple[Instant, Shape]] = ()
+    wanted: frozenset[TaskId] | None = None  # whose starts end a course; None: of all that wait
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +101,7 @@ class _Run:
         self.asked, self.policy, self.orders, self.offset = asked, policy, orders, offset
         self.state = asked.snapshot.state()
         self.targets = {task.id for event in asked.snapshot.queued for task in event.tasks}
+        self.awaited = self.targets.copy() if asked.wanted is None else self.targets & asked.wanted
         self.ending: dict[TaskId, int] = {}  # what is in `ends` otherwise was stopped
         self.left: dict[TaskId, Span] = {}  # of those that were stopped
         self.ends: list[tuple[int, TaskId]] = []
@@ -115,7 +117,7 @@ class _Run:
         is_over = False
         for _ in range(bounds.passes):
             self._plan(now)
-            if len(self.starts) >= len(self.targets):
+            if not self.awaited:
                 break
             upcoming = min(
                 self.ends[0][0] if self.ends else bounds.horizon + first,
@@ -186,6 +188,7 @@ class _Run:
         task, shape = line[0]
         if task in self.targets:
             self.starts.setdefault(task, now)
+            self.awaited.discard(task)
         left = self.left.pop(task, None)
         self._end(task, now + (self._left(task, shape, Span(0)) if left is None else left))
 

@@ -144,8 +144,8 @@ class State:
         self.held: dict[TaskId, Line] = {}
         self.running: dict[UserId, int] = {}  # allocations a user holds
         self.gpus: dict[Holder, int] = {}  # thousandths of GPUs that users and teams hold
-        self.shares = Shares()
         self.predictions = Predictions()
+        self.shares = Shares(self.predictions)
         self.caches = Caches()
         self.stoppable: dict[tuple[NodeId, int], Line] = {}  # what may be preempted, or is being
         self._attained: dict[TaskId, Span] = {}  # of waiting tasks that ran before
@@ -250,6 +250,7 @@ class State:
         self.shares.usage = other.shares.usage.copy()
         self.shares.weights = other.shares.weights
         self.predictions = other.predictions  # only read by who plans on a copy
+        self.shares.predictions = other.predictions
         self._touch(self.caches.take(other.caches))
 
     def inherit(self, old: State, now: Instant) -> None:

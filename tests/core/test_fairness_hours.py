@@ -1,0 +1,59 @@
+"""The bench's own arithmetic: what tenants had in an hour, and what nobody could have avoided."""
+
+from __future__ import annotations
+
+import pytest
+
+from bench.fairness import Options, Pool, Tenant, Work, shares
+from bench.fairness_hours import HOUR, Carried, Measured, Piece, by_hour, summary
+from gpool.core.scheduling.orders import Policy
+
+HALVES = {1: 0.5, 2: 0.5}
+
+
+def test_where_nothing_runs_everything_can_be_had() -> None:
+    assert Carried((), {1: 1, 2: 8}, 2).floor(HALVES) == 0
+
+
+def test_what_runs_for_all_of_the_hour_cannot_be_given_to_others() -> None:
+    """Twelve of sixteen GPUs where eight are due."""
+    pieces = [Piece(1, node, 6, 2 * HOUR) for node in (1, 2)]
+    assert Carried(pieces, {1: 6, 2: 1}, 2).floor(HALVES) == pytest.approx(0.5)
+
+
+def test_one_gpu_in_use_keeps_a_large_piece_off_its_node() -> None:
+    """Each node has one small task until the middle of the hour: half of the hour is left for both nodes."""
+    pieces = [Piece(1, node, 1, HOUR // 2) for node in (1, 2)]
+    carried = Carried(pieces, {1: 1, 2: 8}, 2)
+    assert carried.room_for(8) == 16 * HOUR // 2
+    assert carried.floor(HALVES) == 0
+    late = Carried([Piece(1, node, 1, 3 * HOUR // 4) for node in (1, 2)], {1: 1, 2: 8}, 2)
+    assert late.floor(HALVES) == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_no_hour_is_ever_fairer_than_its_floor(seed: int) -> None:
+    pool = Pool(2, Policy(), seed)
+    pool.join(Tenant(1, Work(1, 50)))
+    pool.run(HOUR // 4)
+    pool.join(Tenant(2, Work(8, 30)))
+    found = shares("late", pool, Options(2, seed)).measured[0]
+    for number, floor in enumerate(found.floors):
+        slices, due = found.slices[6 * number : 6 * number + 6], pool.lent[0] * HOUR
+        had = [sum(each[team][0] for each in slices) / due / found.fair[team] for team in (1, 2)]
+        assert floor is not None
+        assert max(abs(each - 1) for each in had) >= floor - 1e-6
+
+
+def test_the_warm_up_is_shown_and_only_the_sum_leaves_it_out() -> None:
+    """An hour of which one has all, then an hour of halves."""
+    lent = (1000, 1000, 1000)
+    one, half = 1000 * HOUR // 6, 500 * HOUR // 6
+    first = [{1: (one, 0, 0), 2: (0, 0, 0)}] * 6
+    second = [{1: (half, 0, 0), 2: (half, 0, 0)}] * 6
+    found = Measured("x", 1, HALVES, [*first, *second], lent, (None, None), 1)
+    assert [row["worst_pct"] for row in by_hour([found])] == [100.0, 0.0]
+    told = summary([found])
+    assert told["worst_pct"] == 0
+    assert told["worst_with_warm_up_pct"] == 100
+    assert told["team_hours_beyond_5_pct"] == 0
