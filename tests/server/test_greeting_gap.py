@@ -120,3 +120,57 @@ async def test_a_newer_connection_is_not_replaced_by_the_one_that_dawdled(desk: 
     await greeting
     assert back.frames(Refused)
     assert desk.server.scheduler.channels[newer.credentials.node] is newer.channel
+
+
+class Late(Slow):
+    """A store that writes when it is let."""
+
+    async def write(self, operation: Operation[Any]) -> Any:
+        self.asked.set()
+        await self.let.wait()
+        return await self._real.write(operation)
+
+    async def read(self, operation: Operation[Any]) -> Any:
+        return await self._real.read(operation)
+
+
+async def test_an_older_hello_does_not_write_its_offer_over_a_newer_one(desk: Desk) -> None:
+    agent = await desk.agent()
+    await agent.channel.close()
+    late = Late(desk.server.store)
+    slow = replace(desk.server, store=late)
+    older, newer = agent.again(slow), agent.again(slow)
+    older.offer, newer.beat = an_offer(cpus=7), older.beat + 1
+    greeting = asyncio.create_task(newer.connect())
+    await late.asked.wait()
+    overtaken = asyncio.create_task(older.connect())
+    await asyncio.sleep(0)
+    late.let.set()
+    await asyncio.gather(greeting, overtaken)
+    assert older.frames(Refused)
+    assert newer.frames(Welcome)
+    assert await cpus_of(desk, agent) == (2000, 2000)
+
+
+async def test_what_a_hello_wrote_is_known_though_its_connection_is_gone(desk: Desk) -> None:
+    agent = await desk.agent()
+    await agent.channel.close()
+    late = Late(desk.server.store)
+    gone = agent.again(replace(desk.server, store=late))
+    gone.offer = an_offer(cpus=7)
+    greeting = asyncio.create_task(gone.connect())
+    await late.asked.wait()
+    await gone.channel.close()
+    late.let.set()
+    await greeting
+    assert not gone.frames(Welcome)
+    assert await cpus_of(desk, agent) == (7000, 7000)
+
+
+async def cpus_of(desk: Desk, agent: Agent) -> tuple[int, int]:
+    """In the store, and as the scheduler knows it."""
+    row = await desk.server.store.read(nodes.node(agent.credentials.node))
+    entry = desk.server.scheduler.state.nodes[agent.credentials.node]
+    assert row is not None
+    assert entry.node is not None
+    return row.node.offer.cpu_milli, entry.node.offer.cpu_milli

@@ -113,24 +113,30 @@ class Channel:
             return
         scheduler.disconnect(self.node, REPLACED, retry=True)
         scheduler.heard_from(self.node, now)
+        # Before the write: an older hello that comes while it takes its time must not write what it says over this.
+        scheduler.heard[self.node] = (hello.boot, hello.beat)
         greeted = await server.write(
             _greeting(
                 self.node, self._kept(hello.offer), server.ids.take(len(hello.offer.gpus)), now
             )
         )
-        if greeted is not None and not self.closed and await self._took_time(greeted.rows):
+        for row in (
+            greeted.rows if greeted is not None else ()
+        ):  # whatever becomes of this connection
+            scheduler.node_changed(row.node)
+        if greeted is not None and not self.closed and await self._took_time(greeted.rows[0]):
             greeted = await server.write(_standing(self.node))
         if self.closed:
             return
         if greeted is None:
             self.refuse("not_found", "this node was removed; join again", retry=False)
             return
-        if self._is_overtaken(hello):
+        if scheduler.heard.get(self.node) != (hello.boot, hello.beat):
+            self._refuse_overtaken()
             return
         scheduler.disconnect(self.node, REPLACED, retry=True)
         self._greeted = True
         self._boot, self._beat = hello.boot, hello.beat
-        scheduler.heard[self.node] = (hello.boot, hello.beat)
         stated = set(hello.holds)
         open_leases = {Hold(lease.task, lease.epoch): lease for lease in greeted.held}
         settings = server.settings
@@ -145,8 +151,6 @@ class Channel:
             )
         )
         scheduler.connect(self, greeted.rows[0].node)
-        for row in greeted.rows[1:]:  # theirs were seen here, and flagged
-            scheduler.node_changed(row.node)
         # Unstated ones too: that the agent has nothing of them, only the agent can say, and now.
         stop = tuple(
             hold for hold, lease in open_leases.items() if lease.status is TaskStatus.CANCELLED
@@ -188,10 +192,13 @@ class Channel:
         newest = self._server.scheduler.heard.get(self.node)
         if newest is None or (hello.boot, hello.beat) > newest:
             return False
+        self._refuse_overtaken()
+        return True
+
+    def _refuse_overtaken(self) -> None:
         self.refuse(
             "conflict", "something newer was heard of this agent; say hello again", retry=True
         )
-        return True
 
     def _is_shunned(self) -> bool:
         """It held on to what was over, and has not yet been given up."""
@@ -310,25 +317,24 @@ class Channel:
         except NotFound as error:
             self.refuse("not_found", error.detail, retry=False)
             return
-        if await self._took_time(rows):
-            now_so = await server.write(nodes.node(self.node))
-            rows = () if now_so is None else (now_so,)
-        for row in rows:
+        for row in rows[1:]:
             server.scheduler.node_changed(row.node)
+        node: NodeRow | None = rows[0]
+        if await self._took_time(rows[0]):
+            node = await server.write(nodes.node(self.node))
+        if node is not None:
+            server.scheduler.node_changed(node.node)
 
     def _kept(self, offer: Offer) -> Offer:
         return offers.at_own_site(offer, self._owner, self._server.settings.sites)
 
-    async def _took_time(self, rows: Sequence[NodeRow]) -> bool:
-        """Keeps back those of its GPUs that are to be examined first. True: `rows` are folded as far as they are others',
-        and what was known of this node and its leases may not be so any more."""
+    async def _took_time(self, row: NodeRow) -> bool:
+        """Keeps back those of its GPUs that are to be examined first. True: what was known of this node and its leases may
+        not be so any more."""
         examiner = self._server.examiner
         if examiner is None:
             return False
-        if examiner.examines:
-            for row in rows[1:]:
-                self._server.scheduler.node_changed(row.node)
-        await examiner.admit(rows[0])
+        await examiner.admit(row)
         return examiner.examines
 
     def tell_gpu(self, frame: ToGpu) -> None:
