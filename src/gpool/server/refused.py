@@ -39,6 +39,10 @@ class Refused:
         self._kept: dict[TaskId, _Kept] = {}
         self.noted = 0  # refusals in all
 
+    def __contains__(self, task: TaskId) -> bool:
+        """Whether it is kept out of the queue."""
+        return task in self._kept
+
     def explanation(self, task: TaskId, now: Instant) -> Explanation | None:
         """Of a task that is kept out of the queue."""
         kept = self._kept.get(task)

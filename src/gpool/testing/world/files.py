@@ -26,6 +26,7 @@ def rebuilt(scheduler: Scheduler, picture: Picture) -> State:
         [
             (shapes[row.spec], QueuedTask(row.task, row.epoch, row.queued_at))
             for row in picture.queued
+            if row.task not in scheduler.refused
         ],
         [(node, lease.allocation, shapes[lease.spec], lease.task) for node, lease in picture.held],
     )
