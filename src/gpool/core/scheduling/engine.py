@@ -169,7 +169,7 @@ class Engine:
         return any(row.generation != self.board.generation and self._might_fit(row) for row in rows)
 
     def is_full(self, shape: Shape, turn: int) -> bool:
-        """Whether `best` found nowhere for this alternative, or for another that asks for the same, and nothing changed since."""
+        """Whether `best` or `candidates` found nowhere for this alternative, or for another that asks for the same, and nothing changed since."""
         board = self.board
         board.refresh()
         return self._rows_of(shape)[turn].full == (board.generation, board.now)
@@ -180,9 +180,12 @@ class Engine:
         board.refresh()
         row = self._rows_of(shape)[turn]
         if row.generation != board.generation and not self._might_fit(row):
+            row.full = (board.generation, board.now)
             return Candidates(np.empty(0, np.intp), np.empty(0, np.int64), np.empty(0, np.int64))
         self._update(row)
         slots = np.flatnonzero(row.key != _NONE)
+        if not len(slots):
+            row.full = (board.generation, board.now)
         if barred:
             out = np.array([board.slots[id_] for id_ in barred if id_ in board.slots], np.intp)
             slots = slots[~np.isin(slots, out)]
