@@ -46,6 +46,7 @@ Overlaid = tuple[Room, int]
 MAX_CELLS = 8_000_000  # numbers kept in all rows together, about 80 MB
 MAX_SHAPES = 20_000
 
+_OF_A_ROW = 2000
 _MADE = (environments.PIP, environments.IMAGE)
 _NONE = np.iinfo(np.int64).min
 _FIRST = np.array([True])
@@ -97,6 +98,9 @@ class Engine:
         self.overlay: dict[NodeId, Overlaid] = {}
         self.board = Board(pricing, self._room_and_lines)
         self.scored = 0  # places looked at closely so far: what decisions cost
+        self.fresh = (
+            0  # the same of rows when they were first asked for, and something for each of those
+        )
         self._look = look
         self._has_audiences = False
         self._rows: dict[tuple[object, ...], list[Row]] = {}
@@ -313,6 +317,7 @@ class Engine:
             row.key = np.full(board.size, _NONE, np.int64)
             row.gpu = np.zeros(board.size, np.int16)
             row.kinds, changed = 0, np.arange(len(board.nodes))
+            self.fresh += len(board.nodes) + _OF_A_ROW
         else:
             changed = board.since(row.read)
         row.read = board.now
