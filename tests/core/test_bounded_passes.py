@@ -7,7 +7,7 @@ from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scheduling_builders import NOW, a_node, a_shape, a_state, apply, enqueue
+from scheduling_builders import NOW, a_node, a_shape, a_state, apply, enqueue, hold
 
 from gpool.core.ids import NodeId, TaskId, UserId
 from gpool.core.model import GIB, MIB, SECOND, Allocation, GpuRequest, Instant, Shape, Slice, Span
@@ -216,3 +216,21 @@ def test_no_group_is_ever_passed_over_of_which_something_may_be_stopped(
     own = Victims(groups).worth_a_look(a_shape(2), mine, policy)
     assert list(own) == groups  # of one's own all are
     assert entry.shape.user == UserId(2)
+
+
+def test_shapes_that_were_never_asked_for_are_looked_at_a_few_a_pass_and_in_time_all() -> None:
+    """Slices are scored for each user apart, and here every node might do until it is looked at."""
+    idle = a_node(100, cpus=1)
+    state = a_state(idle, *(a_node(number, cpus=1, gpus=1) for number in range(1, 100)))
+    for number in range(1, 100):
+        hold(state, a_shape(5000), number, Allocation(0, 1000, GIB), 10_000 + number)
+    for user in range(1, 601):
+        enqueue(state, a_shape(user, gpu=(GpuRequest(vram_bytes=GIB),), cpu_milli=900), [user])
+    last, fresh = a_shape(9000, cpu_milli=500), state.engine(Policy().pricing).fresh
+    enqueue(state, last, [9000], at=NOW + 1)
+    for number in range(5):
+        state.pass_time(Instant(NOW + number))
+        apply(state, plan(state, NOW))
+        before, fresh = fresh, state.engine(Policy().pricing).fresh
+        assert fresh - before <= 510_000
+    assert TaskId(9000) in state.held

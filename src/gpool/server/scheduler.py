@@ -164,6 +164,8 @@ class Scheduler:
         await self._deliver(applied, shared, now)
         granted = sum(len(line.leases) for line in applied.lines)
         self._metrics.granted.inc(granted)
+        if granted and decided.is_partial:
+            self.wake.call()
         return granted
 
     def _note_refused(self, places: Sequence[Place], applied: AppliedPlan, now: Instant) -> None:

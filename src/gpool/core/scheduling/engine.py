@@ -46,6 +46,7 @@ Overlaid = tuple[Room, int]
 MAX_CELLS = 8_000_000  # numbers kept in all rows together, about 80 MB
 MAX_SHAPES = 20_000
 
+_OF_A_ROW = 2000
 _MADE = (environments.PIP, environments.IMAGE)
 _NONE = np.iinfo(np.int64).min
 _FIRST = np.array([True])
@@ -97,6 +98,9 @@ class Engine:
         self.overlay: dict[NodeId, Overlaid] = {}
         self.board = Board(pricing, self._room_and_lines)
         self.scored = 0  # places looked at closely so far: what decisions cost
+        self.fresh = (
+            0  # the same of rows when they were first asked for, and something for each of those
+        )
         self._look = look
         self._has_audiences = False
         self._rows: dict[tuple[object, ...], list[Row]] = {}
@@ -169,7 +173,7 @@ class Engine:
         return any(row.generation != self.board.generation and self._might_fit(row) for row in rows)
 
     def is_full(self, shape: Shape, turn: int) -> bool:
-        """Whether `best` found nowhere for this alternative, or for another that asks for the same, and nothing changed since."""
+        """Whether `best` or `candidates` found nowhere for this alternative, or for another that asks for the same, and nothing changed since."""
         board = self.board
         board.refresh()
         return self._rows_of(shape)[turn].full == (board.generation, board.now)
@@ -180,9 +184,12 @@ class Engine:
         board.refresh()
         row = self._rows_of(shape)[turn]
         if row.generation != board.generation and not self._might_fit(row):
+            row.full = (board.generation, board.now)
             return Candidates(np.empty(0, np.intp), np.empty(0, np.int64), np.empty(0, np.int64))
         self._update(row)
         slots = np.flatnonzero(row.key != _NONE)
+        if not len(slots):
+            row.full = (board.generation, board.now)
         if barred:
             out = np.array([board.slots[id_] for id_ in barred if id_ in board.slots], np.intp)
             slots = slots[~np.isin(slots, out)]
@@ -310,6 +317,7 @@ class Engine:
             row.key = np.full(board.size, _NONE, np.int64)
             row.gpu = np.zeros(board.size, np.int16)
             row.kinds, changed = 0, np.arange(len(board.nodes))
+            self.fresh += len(board.nodes) + _OF_A_ROW
         else:
             changed = board.since(row.read)
         row.read = board.now

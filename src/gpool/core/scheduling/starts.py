@@ -29,7 +29,7 @@ MAX_IN_VIEW = 1500
 MAX_STARTS = 400
 """Of one pass: the next one goes on."""
 
-_NEW_CELLS = 500_000  # nodes scored in a pass for shapes that were never asked for; then they wait for the next
+_FRESH = 500_000  # nodes scored in a pass for shapes that were never asked for; then they wait for the next
 
 # Looking for what to stop costs as much as what runs, and whoever has many kinds of tasks waiting must not hold up the rest: of
 # one user so many shapes a pass for which nothing can be stopped, and of all together so much work, in about microseconds.
@@ -70,7 +70,7 @@ class Starts(Draft):
         heapify(turns)
         self.book_what_stops()
         self.is_partial = len(in_view) < self.state.shapes_waiting
-        scored, most = self.engine.scored, min(self.policy.max_places_per_pass, MAX_STARTS)
+        fresh, most = self.engine.fresh, min(self.policy.max_places_per_pass, MAX_STARTS)
         while turns and len(self.made) < most:
             key, _, turn = turns[0]
             if self.has_changed(turn):
@@ -78,7 +78,7 @@ class Starts(Draft):
                 if turn.key > key:  # its user got something meanwhile
                     heapreplace(turns, (turn.key, turn.head, turn))
                     continue
-            if self.engine.scored - scored > _NEW_CELLS and self.may_wait(turn):
+            if self.engine.fresh - fresh > _FRESH and self.may_wait(turn):
                 self.is_partial = True
                 self.waiting.append(turn)
                 heappop(turns)
