@@ -304,9 +304,10 @@ class Shares:
 
     def take(self, shape: Shape, amounts: Amounts) -> None:
         self._add(self._all, amounts, 1)
-        step = self._step(shape)
+        step: Step | None = None
         for holder, scope in scopes_of(shape):
             if holder in self._waiting:
+                step = self._step(shape) if step is None else step
                 self.usage.steps[holder] = step
             held = self._held.get(holder)
             if held is None:
