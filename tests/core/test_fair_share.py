@@ -14,7 +14,13 @@ from scheduling_builders import NOW, a_node, a_state
 from gpool.core.ids import TaskId, UserId
 from gpool.core.model import SECOND, GpuRequest, Instant, Requirements, Shape, Span, TaskKind
 from gpool.core.scheduling.draft import Turn
-from gpool.core.scheduling.events import QueuedTask, RunTimesObserved, TasksQueued, TasksReleased
+from gpool.core.scheduling.events import (
+    NodeChanged,
+    QueuedTask,
+    RunTimesObserved,
+    TasksQueued,
+    TasksReleased,
+)
 from gpool.core.scheduling.fair_share import (
     HALF_LIFE,
     MAX_REMEMBERED,
@@ -286,6 +292,20 @@ def test_a_share_never_gets_smaller_by_one_more_piece(
     holders: tuple[Holder, ...] = (("team", 1), ("user", 1))
     for holder in holders:
         assert shares.of(holder, 1000, before) <= shares.of(holder, 1000, more)
+
+
+@given(st.permutations(range(5)))
+def test_a_piece_is_always_the_same_whichever_came_first(order: list[int]) -> None:
+    """Nodes before tasks, tasks before nodes, small before large."""
+    state, shapes = State(), [a_task(1, 1, 1), a_task(1, 1, 8)]
+    for number in order:
+        if number < 3:
+            state.fold(NodeChanged(a_node(number + 1, cpus=8, gpus=8)))
+        else:
+            task = QueuedTask(TaskId(number), 0, NOW)
+            state.fold(TasksQueued(shapes[number - 3], (task,)))
+    held = (8000, 800, 0)
+    assert state.shares.of(("team", 1), 1000, held) == (8000 + 500) * 10**6 // 24_000
 
 
 def test_who_has_had_nothing_is_always_seen_with_nothing() -> None:

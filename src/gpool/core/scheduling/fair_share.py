@@ -93,10 +93,11 @@ def total(amounts: Iterable[Amounts]) -> Amounts:
 
 
 class Step(NamedTuple):
-    """What half of a piece is worth: to who holds something, and to who holds nothing. Millionths of the pool."""
+    """A piece, and how much of it counts besides what a holder has: of one who holds something, and of one who does not."""
 
-    beside: int
-    between: int
+    piece: Amounts
+    beside: float
+    between: float
 
 
 class Usage:
@@ -261,11 +262,11 @@ class Shares:
                 self.usage.steps.pop(holder, None)
 
     def _step(self, shape: Shape) -> Step:
-        piece = self._dominant(asked_by(shape))
-        lasts = self.predictions.of(shape) if piece else None
-        part = 1.0 if lasts is None else min(1.0, lasts / _HOUR)
-        kept = 0.0 if lasts is None else 1 - 2.0 ** (-lasts / HALF_LIFE)
-        return Step(int(piece * part / 2), int(piece * min(1.0, PAST * kept / 2)))
+        lasts = self.predictions.of(shape)
+        if lasts is None:
+            return Step(asked_by(shape), 0.5, 0.0)
+        kept = 1 - 2.0 ** (-lasts / HALF_LIFE)
+        return Step(asked_by(shape), min(1.0, lasts / _HOUR) / 2, min(1.0, PAST * kept / 2))
 
     def pass_time(self, now: Instant, waiting: int) -> None:
         """Until now so many shapes had tasks waiting. Only then does what is held count as usage."""
@@ -304,9 +305,10 @@ class Shares:
 
     def take(self, shape: Shape, amounts: Amounts) -> None:
         self._add(self._all, amounts, 1)
-        step = self._step(shape)
+        step: Step | None = None
         for holder, scope in scopes_of(shape):
             if holder in self._waiting:
+                step = self._step(shape) if step is None else step
                 self.usage.steps[holder] = step
             held = self._held.get(holder)
             if held is None:
@@ -349,7 +351,9 @@ class Shares:
             past = self.usage.lately(holder, 0 if held is None else self._dominant(held))
         step = self.usage.steps.get(holder)
         if step is not None:
-            share += min(share, step.beside) if share else min(past, step.between)
+            piece = self._dominant(step.piece)
+            least, part = (share, step.beside) if share else (past, step.between)
+            share += min(least, int(piece * part))
         return (share + past) * 1000 // max(1, weight_milli)
 
     def lately(self, holder: Holder, weight_milli: int = 1000) -> int:
