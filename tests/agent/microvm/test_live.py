@@ -279,7 +279,7 @@ def test_a_killed_guest_and_one_held_back_by_a_full_window_end_at_once(tmp_path:
 
     done, found, took, code = using("microvm", tmp_path / "data", work)
     assert (done, found, code) == (False, ["done"], 137)
-    assert took < 2
+    assert took < PATIENCE_S  # its window stays full: by itself it would never end
 
 
 def test_a_guest_that_is_called_off_while_it_boots_ends_at_once(tmp_path: Path) -> None:
@@ -297,4 +297,4 @@ def test_a_guest_that_is_called_off_while_it_boots_ends_at_once(tmp_path: Path) 
             assert starting.cancelled()
         return time.monotonic() - began
 
-    assert using("microvm", tmp_path, work) < 3.0
+    assert using("microvm", tmp_path, work) < PATIENCE_S

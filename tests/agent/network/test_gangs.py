@@ -20,7 +20,7 @@ from gpool.agent.network.nft import program
 from gpool.testing import components
 
 STAGE = Path(__file__).with_name("gang_stage.py")
-GONE_WITHIN_S = 2.0
+GONE_WITHIN_S = 20.0
 BOTH = ["tcp", "udp"]
 
 Stage = Callable[..., dict[str, Any]]
