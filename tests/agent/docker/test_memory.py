@@ -14,8 +14,15 @@ from gpool.agent.runtime.docker.kernel_log import exceeded_its_limit, records
 from gpool.testing.engines import IMAGE, docker_client, shared_engine
 
 NO_LOG = "/nowhere/kmsg"
-# a moment first: containerd asks for its notice only once the task runs, and hears of nothing before that
-GREEDY = "import time; time.sleep(0.5); x = bytearray(300 << 20)"
+GREEDY = "x = bytearray(300 << 20)"
+# with a moment before and after: containerd asks for its notice once the task runs, and drops it with the group
+GREEDY_CHILD = f"""
+import subprocess, sys, time
+time.sleep(1)
+subprocess.run([sys.executable, "-c", {GREEDY!r}])
+time.sleep(1)
+sys.exit(137)
+"""
 KILLS_ITSELF = "import os; os.kill(os.getpid(), 9)"
 ID = "c0ffee" * 10 + "beef"
 
@@ -91,7 +98,7 @@ def test_the_kernels_log_tells_of_it(engine: Engine) -> None:
 
 @pytest.mark.parametrize("engine", ["docker"], indirect=True)  # Podman has no such event
 def test_without_the_kernels_log_the_engines_events_tell_of_it(engine: Engine) -> None:
-    with ended(engine, GREEDY) as container:
+    with ended(engine, GREEDY_CHILD) as container:
         assert engine.exceeded_memory(container, kernel_log=NO_LOG)
 
 
