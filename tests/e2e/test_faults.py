@@ -27,6 +27,7 @@ def test_a_killed_server_loses_nothing_and_accepts_nothing_twice(pool: Pool) -> 
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_a_killed_agents_task_dies_with_it_and_finishes_elsewhere(pool: Pool) -> None:
     outcome = kill_agent(pool, mark=f"gpool-mark-{os.getpid()}")
     assert outcome.survived_s <= 2.0
