@@ -105,3 +105,21 @@ async def test_what_gpus_proved_and_measured_is_known_of_their_node(desk: Desk) 
     found = desk.server.scheduler.merits[node]
     assert found.is_proven
     assert 600_000 < found.gigaflops <= 900_000
+
+
+@pytest.mark.parametrize(
+    ("verdict", "claimed"),
+    [(Verdict.PASSED, 1 << 60), (Verdict.WRONG_PRODUCT, 900_000), (None, 900_000)],
+)
+async def test_a_speed_that_is_only_claimed_is_not_believed(
+    desk: Desk, verdict: Verdict | None, claimed: int
+) -> None:
+    offer = an_offer(gpus=1)
+    real = replace(offer, gpus=tuple(replace(gpu, simulated=False) for gpu in offer.gpus))
+    node = (await desk.agent(offer=real)).credentials.node
+    rates = msgspec.json.encode(Measured(60_000, 0, claimed, 0, 1, 1)).decode()
+    if verdict is not None:
+        await desk.server.write(gpu_proofs.judge(node, "GPU-0", verdict, desk.server.now))
+    await desk.server.write(gpu_proofs.note_measured(node, "GPU-0", rates))
+    await Merits(desk.server).run_once(desk.server.now)
+    assert desk.server.scheduler.merits[node].gigaflops == 0

@@ -49,6 +49,27 @@ def test_the_clock_never_steps_back() -> None:
     assert times == sorted(times)
 
 
+def test_a_clock_that_was_set_back_goes_on_until_the_hosts_has_caught_up() -> None:
+    second, hour = 10**9, 3600 * 10**9
+    wall, ticks = [10 * hour], [0]
+    clock = SystemClock(lambda: wall[0], lambda: ticks[0])
+
+    def after(seconds: int, *, set_back: int = 0) -> int:
+        wall[0] += seconds * second - set_back
+        ticks[0] += seconds * second
+        return clock.now() * 1000
+
+    assert after(5) == 10 * hour + 5 * second
+    before = after(0)
+    assert after(0, set_back=2 * hour) == before
+    assert after(60) == before + 54 * second  # a dead node is noticed, a little late
+    times = [after(600) for _ in range(130)]
+    assert times == sorted(set(times))
+    assert times[-1] == wall[0]
+    wall[0] += hour
+    assert clock.now() * 1000 == wall[0]  # forward it is followed
+
+
 def test_settings_that_break_the_lease_law_are_refused() -> None:
     with pytest.raises(ValidationError, match="must be longer"):
         Settings(ttl_s=10, beat_s=8, margin_s=5)

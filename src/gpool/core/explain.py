@@ -157,6 +157,10 @@ def _closed(capable: list[Node], open_nodes: list[Node], shape: Shape) -> Explan
     if held:
         said = f"{those(held)} could run it, but an operator lets nothing new start there just now."
         return Explanation("cordoned", part + said)
+    tired = [node for node in shut if node.resting]
+    if tired:
+        said = f"{those(tired)} could run it, but gave back what it was given again and again; it is asked later."
+        return Explanation("resting", part + said)
     why = next((f" ({node.offer.closed})" for node in shut if node.offer.closed), "")
     said = f"{those(shut)} could run it, but its owner takes no new tasks just now{why}."
     return Explanation("paused", part + said)

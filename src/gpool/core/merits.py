@@ -4,6 +4,10 @@
 `HALF_LIFE`: what it was like lately counts. The mean time between losses is told as if it had also been watched for `PRIOR`
 and had gone away once: a new node counts as one that goes away once in so long, and only a record moves it from there.
 
+**Rests.** A node that gives back what it is given, and carries nothing to its end, would be given the same again at once, for
+ever: nobody is at fault, so nothing counts. After `FREE` times more than it carried anything to its end it is left alone, each
+time twice as long.
+
 What is told is rounded to coarse steps, so that a node seldom changes and nodes that are hardly different are equal.
 """
 
@@ -13,7 +17,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from math import log2
 
-from gpool.core.model import Instant, Merit, Span
+from gpool.core.model import SECOND, Instant, Merit, Span
 
 _HOUR = 3600 * 1_000_000
 _NONE, _NEVER = Span(0), Instant(0)
@@ -46,6 +50,17 @@ class Record:
         """To the nearest of the steps that are a factor of two apart, from an hour up."""
         mean = LOSS * (self.up + PRIOR) / (self.losses_milli + LOSS)
         return Span(_HOUR << min(16, max(0, round(log2(mean / _HOUR)))))
+
+
+FREE = 8
+LONGEST_REST = Span(600 * SECOND)
+
+
+def rest_after(times: int) -> Span:
+    """How long a node is given nothing, by how much oftener it gave back than carried something to its end."""
+    if times <= FREE:
+        return _NONE
+    return Span(min(LONGEST_REST, SECOND << min(times - FREE - 1, 20)))
 
 
 def gigaflops_of(measured: Iterable[int]) -> int:

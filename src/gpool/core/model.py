@@ -372,6 +372,9 @@ class Node:
     cordoned: bool = False  # an operator lets nothing new start here, whatever its owner allows
     reserved_for: Audience | None = None  # just now, by an operator: for them and the owner alone
     merit: Merit = Merit()
+    resting: bool = (
+        False  # it gave back too much of what it was given, and is left alone for a while
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from gpool.core.gangs import Call
 from gpool.core.ids import NodeId, SpecId, TaskId
 from gpool.core.model import EndReason, InputFile, Instant, Node, Offer, TaskSpec, TaskStatus
 from gpool.server import gangs, offers
-from gpool.server.claims import FILE_BYTES, checked_report, wrong_with_offer
+from gpool.server.claims import FILE_BYTES, MOST_ITEMS, checked_report, wrong_with_offer
 from gpool.server.store.operation import operation
 from gpool.server.store.operations import checkpoints, leases, nodes
 from gpool.server.store.operations.sealed import data_keys, secrets_to_open
@@ -63,6 +63,7 @@ Secrets = Mapping[int, tuple[Secret, ...]]
 """Opened, by spec: on their way to a node, and kept nowhere."""
 
 MAX_HOLDS = 200_000
+MAX_BOOT_LETTERS = 200  # it is remembered
 REPLACED = "replaced by a newer connection of this node"
 
 
@@ -108,7 +109,7 @@ class Channel:
             self.refuse("invalid", wrong, retry=False)
             return
         now = server.now
-        if self._is_overtaken(hello):
+        if self._is_overtaken(hello) or self._is_shunned():
             return
         scheduler.disconnect(self.node, REPLACED, retry=True)
         scheduler.heard_from(self.node, now)
@@ -190,6 +191,17 @@ class Channel:
         )
         return True
 
+    def _is_shunned(self) -> bool:
+        """It held on to what was over, and has not yet been given up."""
+        scheduler = self._server.scheduler
+        if self.node not in scheduler.rests.shunned:
+            return False
+        if self.node in scheduler.deadlines:
+            self.refuse("conflict", "it did not let go of a gang in time; wait", retry=True)
+            return True
+        scheduler.rests.shunned.discard(self.node)
+        return False
+
     async def close(self) -> None:
         """The transport is gone. What the node holds stays its own until the lease time is over."""
         self.closed = True
@@ -245,6 +257,9 @@ class Channel:
         self._send(Grants(self._beat, tuple(specs), tuple(lines), tuple(told)))
 
     async def _record(self, frame: Reports) -> None:
+        if len(frame.items) > MOST_ITEMS:
+            self.refuse("too_large", f"a frame of {len(frame.items)} reports", retry=False)
+            return
         items = [item for item in map(checked_report, frame.items) if item is not None]
         refused = await self._server.scheduler.recorder.record(self.node, items, self._server.now)
         if not self.closed:
@@ -440,4 +455,6 @@ def _wrong_with_hello(hello: Hello, *, greeted: bool, is_local: bool) -> str | N
         return f"protocol {hello.protocol}; this server speaks {PROTOCOL}: install the same gpool version"
     if len(hello.holds) > MAX_HOLDS:
         return f"a hello with {len(hello.holds)} holds"
+    if len(hello.boot) > MAX_BOOT_LETTERS:
+        return f"a boot of {len(hello.boot)} letters"
     return wrong_with_offer(hello.offer, is_local=is_local)

@@ -6,9 +6,20 @@ import re
 from collections.abc import Iterable
 from ipaddress import IPv4Address
 
+import msgspec
+
 from gpool.core import labels, paths, prices
 from gpool.core.errors import Invalid
-from gpool.core.model import INLINE_LIMIT_BYTES, EndReason, Gpu, Offer, OutputFile
+from gpool.core.model import (
+    INLINE_LIMIT_BYTES,
+    KIB,
+    MIB,
+    EndReason,
+    Gpu,
+    Offer,
+    OutputFile,
+    SliceProfile,
+)
 from gpool.wire.frames import MAX_SPEC_BYTES, Checkpointed, Finished, ReportItem
 
 SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -16,6 +27,19 @@ SITE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 GANG_PORTS = (1024, 60_000)
 FILE_BYTES = 100
 """A file of a checkpoint in a frame, besides its name: mostly its hash."""
+MOST_OFFER_BYTES = MIB
+"""An offer as it is kept: a thousand GPUs with all their details. Every reader of the node has to read it."""
+MOST_RUNTIMES = 16
+MOST_PROFILES = 32
+MOST_PLACES = 16
+"""Memory slices of a GPU: the scheduler looks at each of them, so a profile of a billion would never end."""
+MOST_ITEMS = 20_000
+"""Of one frame of reports, ten times what an agent sends: each is looked up while others wait."""
+MOST_ERROR_LETTERS = 64 * KIB
+"""Twice what an agent sends; it is in every listing of the task."""
+
+NOT_A_NODES_WORD = frozenset({EndReason.CANCELLED, EndReason.LOSES_NODES})
+"""Ends without another try that consumers and the server decide upon. Nodes *release* what was cancelled."""
 
 
 def wrong_with_offer(offer: Offer, *, is_local: bool = False) -> str | None:
@@ -26,6 +50,11 @@ def wrong_with_offer(offer: Offer, *, is_local: bool = False) -> str | None:
         return f"an offer of {offer.disk_bytes} bytes of disk"
     if len(offer.gpus) > 1024:
         return f"an offer of {len(offer.gpus)} GPUs"
+    if len(offer.labels) > labels.MAX_LABELS:
+        return f"{len(offer.labels)} labels; at most {labels.MAX_LABELS} can be given"
+    names = [runtime.name for runtime in offer.runtimes]
+    if len(names) > MOST_RUNTIMES or any(len(name) > 100 or "\0" in name for name in names):
+        return "an offer with too many runtimes, or one with too long a name"
     if len({gpu.index for gpu in offer.gpus}) < len(offer.gpus):
         return "two GPUs with one index"
     if len({gpu.uuid for gpu in offer.gpus}) < len(offer.gpus):
@@ -38,6 +67,8 @@ def wrong_with_offer(offer: Offer, *, is_local: bool = False) -> str | None:
             return f"a GPU whose uuid, model or vendor is empty, too long or holds a NUL (index {gpu.index})"
         if not _is_well_described(gpu):
             return f"a GPU with too long or too many details (index {gpu.index})"
+        if not _is_cut_soundly(gpu.profiles):
+            return f"a GPU cut into slices as no GPU is (index {gpu.index})"
     if not 0 <= offer.price_microcredits <= prices.MAX_PRICE:
         return f"a price of {offer.price_microcredits} micro-credits an hour"
     try:
@@ -55,6 +86,9 @@ def wrong_with_offer(offer: Offer, *, is_local: bool = False) -> str | None:
     )
     if len(words) > 1000 or any(len(word) > 300 or "\0" in word for word in words):
         return "an offer with too many or too long words"
+    size = len(msgspec.msgpack.encode(offer))
+    if size > MOST_OFFER_BYTES:
+        return f"an offer of {size} bytes; at most {MOST_OFFER_BYTES} are kept"
     return _wrong_with_site(offer, is_local=is_local)
 
 
@@ -87,6 +121,22 @@ def _is_well_described(gpu: Gpu) -> bool:
     return all(len(word) <= 300 and "\0" not in word for word in words)
 
 
+def _is_cut_soundly(profiles: tuple[SliceProfile, ...]) -> bool:
+    """Sizes and places as hardware has them: the scheduler counts them out."""
+    if len(profiles) > MOST_PROFILES or len({one.name for one in profiles}) < len(profiles):
+        return False
+    return all(
+        0 < len(one.name) <= 100
+        and "\0" not in one.name
+        and 0 < one.memory_bytes <= 1 << 50
+        and 0 < one.compute <= 1000
+        and 0 < one.size <= MOST_PLACES
+        and len(one.starts) <= MOST_PLACES
+        and all(0 <= start <= MOST_PLACES - one.size for start in one.starts)
+        for one in profiles
+    )
+
+
 def checked_report(item: ReportItem) -> ReportItem | None:
     """A report as it may be stored: an end that breaks the rules becomes a failed attempt that says so.
 
@@ -96,6 +146,8 @@ def checked_report(item: ReportItem) -> ReportItem | None:
         return item if _is_sound(item) else None
     if not isinstance(item, Finished):
         return item
+    if item.reason in NOT_A_NODES_WORD:
+        return _failed(item, f"its node said {item.reason}, which is not for a node to say")
     if len(item.value) > INLINE_LIMIT_BYTES:
         return _failed(
             item, f"a value of {len(item.value)} bytes came inline; it belongs in an artifact"
@@ -112,17 +164,12 @@ def checked_report(item: ReportItem) -> ReportItem | None:
             return _failed(item, error.detail)
     if item.exit_code is not None and not -(1 << 31) <= item.exit_code < 1 << 31:
         return _failed(item, f"exit code {item.exit_code}")
-    if "\0" in item.error_text or not 0 <= item.duration_us < 1 << 53:
-        return Finished(
-            item.task,
-            item.epoch,
-            item.reason,
-            item.exit_code,
-            item.value,
-            item.value_sha256,
-            item.error_text.replace("\0", "\N{REPLACEMENT CHARACTER}"),
-            0,
-            item.outputs,
+    text, lasted = item.error_text, item.duration_us
+    if "\0" in text or len(text) > MOST_ERROR_LETTERS or not 0 <= lasted < 1 << 53:
+        return msgspec.structs.replace(
+            item,
+            error_text=text[:MOST_ERROR_LETTERS].replace("\0", "\N{REPLACEMENT CHARACTER}"),
+            duration_us=lasted if 0 <= lasted < 1 << 53 else 0,
         )
     return item
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Callable
 from typing import Protocol
 
 from gpool.core.model import Instant
@@ -17,14 +18,27 @@ class Clock(Protocol):
 
 
 class SystemClock:
-    """UTC that never steps back within one process: a corrected host clock must not reorder what was written."""
+    """UTC that never steps back within one process: a corrected host clock must not reorder what was written.
 
-    def __init__(self) -> None:
-        self._last = 0
+    Nor does it stand still where the host's was set back, perhaps by hours: leases would never end, and lost nodes never be
+    noticed. It goes on, a tenth slower, until the host's has caught up; leases then end late, never early.
+    """
+
+    def __init__(
+        self,
+        wall_ns: Callable[[], int] = time.time_ns,
+        ticks_ns: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
+        self._wall_ns, self._ticks_ns = wall_ns, ticks_ns
+        self._last_ns = 0
+        self._ticked_ns = ticks_ns()
 
     def now(self) -> Instant:
-        self._last = max(self._last, time.time_ns() // 1000)
-        return Instant(self._last)
+        ticks = self._ticks_ns()
+        passed, self._ticked_ns = ticks - self._ticked_ns, ticks
+        on = self._last_ns + passed * 9 // 10 if self._last_ns else 0
+        self._last_ns = max(on, self._wall_ns())
+        return Instant(self._last_ns // 1000)
 
 
 class Ids:

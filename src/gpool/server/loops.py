@@ -14,6 +14,7 @@ from gpool.server.gpu_proofs.examiner import Examiner
 from gpool.server.hub import Wake
 from gpool.server.learning import Learn
 from gpool.server.merits import Merits
+from gpool.server.overdue import Overdue
 from gpool.server.server import Server
 from gpool.server.settings import span
 from gpool.server.store.operations import (
@@ -250,6 +251,7 @@ def all_loops(server: Server) -> tuple[Loop, ...]:
         Keys(server),
         KeepUsage(server),
         Merits(server),
+        Overdue(server),
         Learn(server),
     )
     if server.examiner is not None:

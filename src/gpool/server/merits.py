@@ -22,6 +22,8 @@ EVERY_S = 60.0
 WRITE_EVERY = Span(600 * SECOND)
 LOOK_EVERY = Span(300 * SECOND)
 """At what GPUs measured and proved: that is seldom other than before."""
+MOST_GIGAFLOPS = 10_000_000
+"""Of one GPU, several times the fastest there is: who claims more is believed nothing."""
 MOST_ROWS = 500  # of one write, so that others get their turn
 
 
@@ -84,17 +86,16 @@ class Merits:
 
 
 def _proven(found: Iterable[gpu_proofs.Record]) -> dict[NodeId, tuple[bool, int]]:
-    """Of each node: whether all its GPUs passed, and how fast the slowest is."""
+    """Of each node: whether all its GPUs passed, and then how fast the slowest is. Of others that is but their word."""
     by_node: dict[NodeId, list[gpu_proofs.Record]] = {}
     for each in found:
         by_node.setdefault(each.node, []).append(each)
-    return {
-        node: (
-            all(each.verdict is Verdict.PASSED for each in gpus),
-            gigaflops_of(_gigaflops(each.measured) for each in gpus),
-        )
-        for node, gpus in by_node.items()
-    }
+    proven: dict[NodeId, tuple[bool, int]] = {}
+    for node, gpus in by_node.items():
+        passed = all(each.verdict is Verdict.PASSED for each in gpus)
+        speed = gigaflops_of(_gigaflops(each.measured) for each in gpus) if passed else 0
+        proven[node] = (passed, speed)
+    return proven
 
 
 def _gigaflops(measured: str | None) -> int:
@@ -105,4 +106,5 @@ def _gigaflops(measured: str | None) -> int:
         told = msgspec.json.decode(measured, type=Measured)
     except msgspec.MsgspecError:
         return 0
-    return told.bf16_gigaflops or told.fp32_gigaflops
+    found = told.bf16_gigaflops or told.fp32_gigaflops
+    return found if found <= MOST_GIGAFLOPS else 0

@@ -39,7 +39,7 @@ from gpool.core.scheduling.predictions import model_of
 from gpool.core.scheduling.rules import NO_RULES, Rules
 from gpool.core.scheduling.shapes import shape_of
 from gpool.core.scheduling.state import Contradiction, State, build
-from gpool.server import gangs
+from gpool.server import gangs, rests
 from gpool.server.channel import secrets_shut
 from gpool.server.forecasts import Forecasts
 from gpool.server.hub import Hub, Wake
@@ -102,6 +102,7 @@ class Scheduler:
         self._ruled_at = Instant(0)
         self.merits: Mapping[NodeId, Merit] = {}
         self.lost: dict[NodeId, int] = {}  # how often nodes went away with leases, lately
+        self.rests = rests.Rests()
         self.forecasts = Forecasts()
         self.orders = orders
         self._ttl = ttl
@@ -123,6 +124,8 @@ class Scheduler:
         """One pass: plan, write, fold, send. How many leases it granted."""
         if self.in_doubt:
             await self.rebuild(now)
+        for node in self.rests.over(now):
+            self._look_again(node)
         if self.rules.changes_between(self._ruled_at, now):
             self._lay_rules(now)
         began = thread_time()
@@ -308,6 +311,12 @@ class Scheduler:
             self.fold(TasksWithdrawn(recording.withdrawn))
             self.forecasts.gone(recording.withdrawn)
         attained = self._attained(recording) if recording.requeued else {}
+        if self._clock is not None and (
+            recording.requeued or (recording.ended and self.rests.is_any)
+        ):
+            for node in self.rests.note(recording, self.state.held, self._clock()):
+                log.warning("node %s gives back what it is given; it rests for a while", node)
+                self._look_again(node)
         if recording.released:
             if recording.ended:
                 self._observe(recording)
@@ -340,6 +349,11 @@ class Scheduler:
         for (_, model), (shape, durations) in seen.items():
             self.fold(RunTimesObserved(shape, len(durations), Span(sum(durations)), model))
             self.forecasts.ended(shape, durations)
+
+    def _look_again(self, id_: NodeId) -> None:
+        entry = self.state.nodes.get(id_)
+        if entry is not None and entry.node is not None:
+            self.node_changed(entry.node)
 
     def _attained(self, recording: Recording) -> dict[TaskId, Span]:
         """What those that come back have run so far, where that counts."""
@@ -437,15 +451,17 @@ class Scheduler:
         self.disconnect(node, "its owner removed this node")
         self.deadlines.pop(node, None)
         self.heard.pop(node, None)
+        self.rests.forget(node)
         self.fold(NodeRemoved(node))
 
     def _with_connection(self, node: Node) -> Node:
         connected = node.id in self.channels
         merit = self.merits.get(node.id, node.merit)
         node = self.rules.upon(node, self._ruled_at)
-        if node.connected == connected and node.merit == merit:
+        resting = node.id in self.rests
+        if (node.connected, node.merit, node.resting) == (connected, merit, resting):
             return node
-        return replace(node, connected=connected, merit=merit)
+        return replace(node, connected=connected, merit=merit, resting=resting)
 
     # ---- specs and sending
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import socket
 import struct
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from ipaddress import IPv4Address
@@ -15,6 +18,7 @@ import pytest
 
 from gpool.agent.network.gang.bonds import IS_HELLO, Bond
 from gpool.agent.network.gang.relay import MOST_WAITING, Relay
+from gpool.agent.network.gang.relaying import RELAY
 from gpool.core.rendezvous import address_of
 
 SECRET = b"s" * 32
@@ -195,3 +199,34 @@ def test_what_is_not_sealed_is_counted_and_never_answered_to_its_sender(site: Si
         stranger.setblocking(False)
         with pytest.raises(BlockingIOError):
             stranger.recv(1 << 16)
+
+
+@pytest.mark.parametrize("is_told", [False, True])
+def test_a_relay_that_is_called_off_while_it_begins_ends_without_a_word(
+    site: Site, is_told: bool
+) -> None:
+    lane, tun = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    udp = site.sockets[0]
+    with lane, tun, ours, theirs:
+        if is_told:
+            order = {
+                "tun": tun.fileno(),
+                "udp": udp.fileno(),
+                "rank": 0,
+                "peers": site.peers,
+                "secret": SECRET.hex(),
+                "session": ("1" * 32),
+                "uid": os.geteuid(),
+            }
+            ours.send(json.dumps(order).encode())
+        ours.close()
+        done = subprocess.run(
+            [sys.executable, "-I", "-B", *RELAY],
+            stdin=theirs.fileno(),
+            pass_fds=(tun.fileno(), udp.fileno()),
+            capture_output=True,
+            timeout=WITHIN_S,
+            check=False,
+        )
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")

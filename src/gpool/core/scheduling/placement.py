@@ -63,12 +63,13 @@ class Unfit(StrEnum):
 
 
 def is_open(node: Node) -> bool:
-    """Takes new leases: connected, its owner lends it, and no operator has cordoned it."""
+    """Takes new leases: connected, its owner lends it, no operator has cordoned it, and it does not rest."""
     return (
         node.connected
         and node.availability is Availability.AVAILABLE
         and not node.offer.closed
         and not node.cordoned
+        and not node.resting
     )
 
 

@@ -11,6 +11,7 @@ from gpool.core.errors import Conflict
 from gpool.core.ids import TaskId
 from gpool.core.model import Instant
 from gpool.core.permissions import Action
+from gpool.core.scheduling.events import TasksPreempted
 from gpool.server.actions.audit import audited, entry
 from gpool.server.actions.query import named
 from gpool.server.asking import permit, task_thing
@@ -26,7 +27,7 @@ from gpool.server.store.values import Recording
 async def make_room(server: Server, tasks: Sequence[TaskId]) -> Recording:
     """Stops whatever of these runs or stands in line; what does not is left alone. For those who have decided."""
     recording = await server.write(checkpoints.preempt(tasks, server.now))
-    server.scheduler.absorb(recording)
+    _take_in(server, recording)
     return recording
 
 
@@ -36,7 +37,15 @@ async def preempt_task(server: Server, who: Caller, id_: TaskId, once: Once | No
     operation = audited(_preempt(id_, who, server.now), noted)
     answered = await server.write_once(who.user, once, operation, _nothing)
     if answered.value is not None:
-        server.scheduler.absorb(answered.value)
+        _take_in(server, answered.value)
+
+
+def _take_in(server: Server, recording: Recording) -> None:
+    """They will make room: nothing else has to, and their nodes do not give back unasked."""
+    asked = dict.fromkeys(TaskId(hold.task) for _, hold in recording.to_preempt)
+    if asked:
+        server.scheduler.fold(TasksPreempted(tuple(asked)))
+    server.scheduler.absorb(recording)
 
 
 @operation

@@ -181,9 +181,6 @@ class HeldGang:
 # ---- ends
 
 
-NO_TIME = Span(0)
-
-
 @dataclass(frozen=True, slots=True)
 class Requeued:
     task: TaskId
@@ -192,7 +189,8 @@ class Requeued:
     user: UserId
     queued_at: Instant
     reason: EndReason
-    ran: Span = NO_TIME  # in the attempt that ended
+    ran: Span  # in the attempt that ended
+    node: NodeId  # whose doing it was
 
 
 @dataclass(frozen=True, slots=True)

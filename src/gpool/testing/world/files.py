@@ -37,9 +37,10 @@ def rebuilt(scheduler: Scheduler, picture: Picture) -> State:
 
 
 def _as_known(scheduler: Scheduler, node: Node) -> Node:
-    """With what the store does not have: whether it is connected, and what experience says of it."""
+    """With what the store does not have: whether it is connected, whether it rests, and what experience says of it."""
     merit = scheduler.merits.get(node.id, node.merit)
-    return replace(node, connected=node.id in scheduler.channels, merit=merit)
+    connected, resting = node.id in scheduler.channels, node.id in scheduler.rests
+    return replace(node, connected=connected, merit=merit, resting=resting)
 
 
 @lru_cache(maxsize=1)

@@ -325,12 +325,16 @@ def give_up_privileges(uid: int) -> None:
 def main(kind: type[Relay] = Relay) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # for the agent; we end when it does
     control = socket.socket(fileno=0)
-    order = json.loads(control.recv(MESSAGE_BYTES))
+    said = control.recv(MESSAGE_BYTES)
+    if not said:  # called off before it began
+        return 0
+    order = json.loads(said)
     relay = kind(order, time.monotonic)
     give_up_privileges(order["uid"])
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # a change of uid clears it
-    control.send(b'{"ready": true}')
-    relay.serve(control)
+    with contextlib.suppress(BrokenPipeError):  # called off meanwhile
+        control.send(b'{"ready": true}')
+        relay.serve(control)
     return 0
 
 

@@ -15,13 +15,15 @@ from typing import Any
 
 from gpool.core.ids import BatchId, NodeId, SpecId, TaskId, UserId
 from gpool.core.lifecycle import Move, after, end_move
-from gpool.core.model import EndReason, Instant, Span, TaskStatus
+from gpool.core.model import SECOND, EndReason, Instant, Span, TaskStatus
 from gpool.server.store.protocol import Operation, Relation, Row, Statement
 from gpool.server.store.rows import STATUS, of_ids, outputs_text, storable
 from gpool.server.store.values import Ended, Requeued
 from gpool.wire.frames import Finished
 
 DETAIL_LETTERS = 4000
+LATE = Span(10 * SECOND)
+"""By which an end may reach the server later than the start did."""
 
 HELD = "t.id, t.epoch, t.batch_id, t.spec_id, t.user_id, t.status, t.leased_at, t.started_at, t.tries, t.losses, t.queued_at"
 ENDED = (
@@ -178,6 +180,7 @@ class Ends:
                 since,
                 reason,
                 Span(0 if started_at is None else max(0, self.at - started_at)),
+                self.node,
             )
         )
         self.released.append(TaskId(task))
@@ -235,6 +238,19 @@ class Ends:
         )
 
 
+def lasted(claimed: int, leased_at: int, started_at: int | None, at: Instant) -> int:
+    """How long an attempt ran, for predictions: as its node says, within what the server saw.
+
+    Never longer than the lease. Of one whose start was told, at least half of what passed since then, but for what reports
+    may be late: a node that says less would have its owner's tasks taken for short ones, everywhere. 0, nothing was
+    measured, stays so.
+    """
+    if not claimed:
+        return 0
+    least = 0 if started_at is None else (at - started_at - LATE) // 2
+    return min(max(claimed, least), max(0, at - leased_at))
+
+
 def finish(
     ends: Ends,
     row: Row,
@@ -264,7 +280,7 @@ def finish(
         value=item.value,
         value_sha256=item.value_sha256,
         outputs=outputs_text(item.outputs) if item.outputs else None,
-        duration=item.duration_us,
+        duration=lasted(item.duration_us, row[6], row[7], at),
     )
     if item.value_sha256:
         named.append((item.value_sha256, row[0], row[1], row[3], row[4]))

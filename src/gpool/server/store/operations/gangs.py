@@ -138,6 +138,7 @@ def take(node: NodeId, items: Sequence[ReportItem], at: Instant) -> Operation[Ta
         elif (item.task, item.epoch) not in over:
             taken.rest.append(item)
     if heard:
+        taken.unusable = list(dict.fromkeys(taken.unusable))  # one word for each, however often
         yield from _mark(list(heard.values()), taken)
         yield from _settle(list(heard.values()), at, taken)
     return taken

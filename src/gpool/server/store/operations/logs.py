@@ -16,6 +16,9 @@ from gpool.wire.frames import LogChunk
 MAX_LOG_BYTES = 16 * MIB
 """A task's output over all its attempts; then one line says that there was more."""
 
+LEAST_BYTES = 16
+"""What a piece of output counts for at least: its row takes room too, and a node may send as many as it likes."""
+
 TRUNCATED = b"output truncated\n"
 STDOUT, STDERR = 1, 2
 EPOCH_SHIFT = 32
@@ -33,7 +36,7 @@ def append_chunks(chunks: Sequence[LogChunk]) -> Operation[tuple[TaskId, ...]]:
     wanted = {
         (c.task, c.epoch << EPOCH_SHIFT | c.sequence): c
         for c in chunks
-        if not c.sequence >> EPOCH_SHIFT  # one beyond would stand for another epoch's
+        if c.data and not c.sequence >> EPOCH_SHIFT  # one beyond would stand for another epoch's
     }
     found = yield Statement(
         "SELECT l.task_id, l.cursor FROM {wanted} AS w "
@@ -56,9 +59,9 @@ def append_chunks(chunks: Sequence[LogChunk]) -> Operation[tuple[TaskId, ...]]:
         if cut:
             continue
         stream, data = STDOUT if chunk.stream == STDOUT else STDERR, chunk.data
-        if size + len(data) > MAX_LOG_BYTES:
+        if size + max(len(data), LEAST_BYTES) > MAX_LOG_BYTES:
             stream, data, cut = STDERR, TRUNCATED, 1
-        heads[task] = grown[task] = (size + len(data), cut)
+        heads[task] = grown[task] = (size + max(len(data), LEAST_BYTES), cut)
         new.append((task, cursor, stream, data))
     if new:
         yield Statement(

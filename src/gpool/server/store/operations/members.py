@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 
 from gpool.core.gangs import Call, MemberEnd, Standing, call
 from gpool.core.ids import NodeId
-from gpool.core.model import TaskSpec, TaskStatus
+from gpool.core.model import Instant, TaskSpec, TaskStatus
 from gpool.core.scheduling.events import Member
+from gpool.server.store.operation import operation
 from gpool.server.store.protocol import Operation, Row, Statement
 from gpool.server.store.rows import (
     REASON,
@@ -181,6 +182,34 @@ def _held(row: Row, gang: Gang) -> HeldLease:
     else:
         status = TaskStatus.LEASED if row[8] is None else TaskStatus.RUNNING
     return replace(lease, status=status, gang=HeldMember(row[7], gang.peers, bytes(row[11]), told))
+
+
+@operation
+def overdue(before: Instant) -> Operation[tuple[NodeId, ...]]:
+    """Nodes that still hold on to a gang that was over before then: cancelled, or failed and called off."""
+    rows = yield Statement(
+        "SELECT m.task_id, m.node_id, t.finished_at IS NOT NULL FROM members m JOIN tasks t ON t.id = m.task_id "
+        "WHERE m.holding = 1 AND (t.finished_at < :before OR t.finished_at IS NULL AND EXISTS ("
+        "SELECT 1 FROM members e WHERE e.task_id = m.task_id AND e.ended_at < :before)) ORDER BY m.node_id",
+        {"before": before},
+    )
+    doubtful = {task for task, _, is_over in rows if not is_over}
+    found = yield from gangs(doubtful)
+    ended = yield Statement(
+        "SELECT m.task_id, m.rank FROM {tasks} AS i JOIN members m ON m.task_id = i.id WHERE m.ended_at < :before",
+        {"before": before},
+        {"tasks": of_ids(doubtful)},
+    )
+    by_then = {(task, rank) for task, rank in ended}
+    over = {task for task, gang in found.items() if _is_over(task, gang.standing, by_then)}
+    return tuple(
+        dict.fromkeys(NodeId(node) for task, node, is_over in rows if is_over or task in over)
+    )
+
+
+def _is_over(task: int, gang: Standing, by_then: set[tuple[int, int]]) -> bool:
+    ends = tuple(end for end in gang.ends if (task, end.rank) in by_then)
+    return call(replace(gang, ends=ends)) is Call.END
 
 
 def pictured() -> Operation[tuple[tuple[HeldGang, Row], ...]]:
