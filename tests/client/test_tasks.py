@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import traceback
+from datetime import UTC, datetime
 
 import pytest
 from standin import Pool
@@ -225,3 +226,28 @@ def test_a_function_the_server_forgot_is_uploaded_again(client: Client, pool: Po
     assert same.remote(2) == 2
     pool.artifacts.clear()
     assert list(same.map([3, 4])) == [3, 4]
+
+
+def test_a_deadline_and_a_team_are_said_as_on_the_command_line(client: Client, pool: Pool) -> None:
+    pool.teams = [{"id": "tm-0000000000001", "name": "lab"}]
+    client.task(by="2h", team="lab", grace=0)(lambda: 1).remote()
+    sent = pool.bodies[-1]
+    assert datetime.fromisoformat(sent["by"]).tzinfo is not None
+    assert (sent["team"], sent["grace_s"]) == ("tm-0000000000001", 0)
+    client.run(["true"], team="tm-0000000000009", by=datetime(2999, 1, 1, tzinfo=UTC), grace="0s")
+    sent = pool.bodies[-1]
+    assert (sent["team"], sent["grace_s"]) == ("tm-0000000000009", 0)
+    assert datetime.fromisoformat(sent["by"]) == datetime(2999, 1, 1, tzinfo=UTC)
+    for wrong, said in (
+        ({"by": "noon"}, "is no time; say 18:00"),
+        ({"by": "2001-01-01T00:00"}, "is over"),
+        ({"grace": "-1s"}, "is not a duration"),
+        ({"timeout": 0}, "is not above zero"),
+        ({"checkpoint_every": "5m"}, "name that folder"),
+    ):
+        with pytest.raises(gpool.Invalid, match=said):
+            client.task(**wrong)(lambda: 1)
+    with pytest.raises(gpool.NotFound, match="you are in no team 'attic'"):
+        client.task(team="attic")(lambda: 1).remote()
+    with pytest.raises(TypeError, match="Did you mean 'gpu'"):
+        client.task(gpus=2)

@@ -33,7 +33,7 @@ from gpool.client.results import (
 from gpool.client.runs import LONGEST_WAIT_S, Run, wait_for
 from gpool.client.sessions import SessionFile, SignedIn
 from gpool.client.tasks import Decorator, Task
-from gpool.core.errors import Invalid, Unprocessable
+from gpool.core.errors import Invalid, NotFound, Unprocessable
 from gpool.core.model import INLINE_LIMIT_BYTES
 from gpool.core.paths import checked
 from gpool.transfer.requests import Reply
@@ -174,7 +174,7 @@ class Client:
         head = self._heads.get(at)
         if head is None:
             function = {"sha256": self.artifacts.put(task.pickled()), "python": PYTHON}
-            members = {**task.options.members(), "name": task.label, "function": function}
+            members = {**self._asked(task.options), "name": task.label, "function": function}
             head = _members(members)[1:] + b',"calls":['
             self._heads[at] = head
             self._headed[at] = task  # keeps the id from being used again
@@ -185,6 +185,20 @@ class Client:
         if len(pickled) <= INLINE_LIMIT_BYTES:
             return b'"%s"' % binascii.b2a_base64(pickled, newline=False)
         return b'{"payload_sha256":"%s"}' % self.artifacts.put(pickled).encode()
+
+    def _asked(self, options: Options) -> dict[str, object]:
+        """What is asked for, a team's name replaced by its id."""
+        members = options.members()
+        return members if options.team is None else members | {"team": self.team_id(options.team)}
+
+    def team_id(self, team: str) -> str:
+        """The id of a team of yours, by its name or its id."""
+        if team.startswith("tm-"):
+            return team
+        for one in self.door.get_json("/v1/teams")["items"]:
+            if one["name"] == team:
+                return str(one["id"])
+        raise NotFound(f"you are in no team {team!r}; `gpool team ls` lists yours")
 
     # ---- commands
 
@@ -202,7 +216,7 @@ class Client:
         if isinstance(command, str) or not command:
             raise Invalid("a command is a list of words, e.g. ['python', 'train.py']")
         wanted = [checked(str(output), directory=True) for output in outputs]
-        document: dict[str, object] = dict((options or Options()).members())
+        document = self._asked(options or Options())
         sent = [
             {
                 "path": file.path,

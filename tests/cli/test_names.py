@@ -1,0 +1,95 @@
+"""By which word a node is addressed, against a real server with two owners whose machines have one name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+from click.testing import CliRunner
+from server_desk import Live, serving
+
+from gpool.cli.main import cli
+
+NODE = {"name": "vm", "cpu_milli": 2000, "memory_bytes": 8 << 30, "gpus": []}
+ADA = {"name": "ada", "password": "a long way to Tipperary"}
+
+
+@dataclass(frozen=True)
+class Person:
+    url: str
+    key: str
+    home: Path
+
+    def __call__(self, *words: str, code: int = 0) -> str:
+        env = {"GPOOL_HOME": str(self.home), "GPOOL_URL": self.url, "GPOOL_KEY": self.key}
+        result = CliRunner().invoke(cli, words, env=env)
+        assert result.exit_code == code, result.output
+        return result.output
+
+    def ask(self, path: str, document: object, code: int = 201) -> Any:
+        headers = {"Authorization": f"Bearer {self.key}"} if self.key else {}
+        answer = httpx2.post(self.url + path, json=document, headers=headers)
+        assert answer.status_code == code, answer.text
+        return answer.json()
+
+    def cordoned(self, node: str) -> bool:
+        return json.loads(self("node", "show", node, "--json"))["cordoned"] is not None
+
+    def availability(self, node: str) -> str:
+        return str(json.loads(self("node", "show", node, "--json"))["availability"])
+
+
+@dataclass(frozen=True)
+class Two:
+    operator: Person
+    ada: Person
+    first: str
+    second: str
+
+
+@pytest.fixture
+def live(tmp_path: Path) -> Iterator[Live]:
+    with serving(tmp_path / "data") as live:
+        yield live
+
+
+@pytest.fixture
+def two(live: Live, tmp_path: Path) -> Two:
+    nobody = Person(live.url, "", tmp_path / "nobody")
+    nobody.ask("/v1/users", ADA)
+    token = nobody.ask("/v1/auth/password", ADA, 200)["access_token"]
+    operator = Person(live.url, live.key, tmp_path / "operator")
+    ada = Person(live.url, token, tmp_path / "ada")
+    first = operator.ask("/v1/nodes", NODE)["id"]
+    return Two(operator, ada, first, ada.ask("/v1/nodes", NODE)["id"])
+
+
+def test_an_operator_who_names_two_nodes_at_once_is_told_their_ids_and_nothing_happens(
+    two: Two,
+) -> None:
+    said = two.operator("admin", "cordon", "vm", code=2)
+    assert "2 nodes are called 'vm'" in said
+    assert two.first in said
+    assert two.second in said
+    assert not two.operator.cordoned(two.first)
+    assert not two.operator.cordoned(two.second)
+    two.operator("admin", "reservations", "make", "vm", "--user", "ada", "--to", "23:59", code=2)
+    two.operator("admin", "cordon", two.second)
+    assert not two.operator.cordoned(two.first)
+    assert two.operator.cordoned(two.second)
+
+
+def test_an_owner_means_their_own(two: Two) -> None:
+    two.ada("node", "pause", "vm")
+    assert two.ada.availability(two.first) == "available"
+    assert two.ada.availability(two.second) == "paused"
+    two.ada("node", "resume")  # the only one they have
+    assert two.ada.availability(two.second) == "available"
+    said = two.ada("node", "pause", "attic", code=4)
+    assert f"{two.second} (vm)" in said
+    assert two.first not in said
