@@ -51,6 +51,7 @@ class Pool(httpx2.BaseTransport):
         self.cancelled: list[str] = []
         self.preempted: list[str] = []
         self.progress: list[dict[str, Any]] = []
+        self.silences = 0  # while nothing happens
         self.teams: list[dict[str, Any]] = []
         self.refuse = 0
         self.lose_answers = 0
@@ -172,6 +173,8 @@ class Pool(httpx2.BaseTransport):
             yield b": hello\n\n"
             for document in self.progress:
                 yield f"event: progress\ndata: {json.dumps(document)}\n\n".encode()
+            if self.progress:
+                yield b": still here\n\n" * self.silences
             for item in items[:cut]:
                 yield f"id: {item['cursor']}\nevent: log\ndata: {json.dumps(item)}\n\n".encode()
             if cut is not None and len(items) > cut:

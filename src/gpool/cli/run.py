@@ -199,7 +199,7 @@ def attend(client: Client, submitted: Run, into: Path, *, quiet: bool) -> int:
     from gpool.client.results import exit_code
 
     try:
-        tell = ProgressLine() if sys.stderr.isatty() else None
+        tell = ProgressLine(submitted, phases=sys.stderr.isatty())
         LogPrinter(all_to_stderr=quiet).show(submitted.printed(follow=True, on_progress=tell))
         result = submitted.wait()
     except KeyboardInterrupt:
@@ -231,20 +231,47 @@ def script_of(command: tuple[str, ...], workdir: Path | None) -> LocalFile | Non
 
 
 class ProgressLine:
-    """Says on a terminal what a task does before it runs, and when it has to wait again."""
+    """Says on a terminal (`phases`) what a task does before it runs, and when it has to wait again.
 
-    def __init__(self) -> None:
+    Anywhere, once it has waited for a while: why. Else somebody whose task can never start would wait with it.
+    """
+
+    def __init__(self, run: Run | None = None, *, phases: bool = True) -> None:
+        self._run, self._phases = run, phases
+        self._seen: Progress | None = None
         self._last = ""
+        self._is_explained = False
 
     def __call__(self, progress: Progress) -> None:
         from gpool.cli.printing import styled
 
+        if progress == self._seen:  # nothing has happened since
+            if progress.status == "queued":
+                self._explain()
+            return
+        self._seen, self._is_explained = progress, False
         said = DOING.get(progress.phase or progress.status, "")
         if progress.status == "queued" and progress.epoch:
             said = "waiting for a node again…"
-        if said and said != self._last:
+        if said and said != self._last and self._phases:
             click.echo(styled(f"gpool: {said}", colour="cyan"), err=True)
         self._last = said
+
+    def _explain(self) -> None:
+        from gpool.cli.printing import plain
+
+        if self._run is None or self._is_explained:
+            return
+        try:
+            sentence = self._run.explain()
+        except GpoolError:  # it can wait: the task is what was asked for
+            return
+        self._is_explained = True
+        click.echo(
+            f"gpool: it waits. {plain(sentence)}\n"
+            f"  When it starts, and what would start it now: gpool explain {self._run.id}",
+            err=True,
+        )
 
 
 def say_how_it_ended(result: Result, *, code_too: bool = False) -> None:

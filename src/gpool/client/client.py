@@ -6,6 +6,7 @@ import binascii
 import itertools
 import json
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,6 +40,8 @@ from gpool.core.paths import checked
 from gpool.transfer.requests import Reply
 
 _READ_S = LONGEST_WAIT_S + 30.0
+_INTERPRETER = re.compile(r"python[0-9.]*|sh|bash")
+_SCRIPT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}\.(?:py|sh)")
 _JSON = {"content-type": "application/json"}
 
 
@@ -227,6 +230,8 @@ class Client:
             for file in gather(inputs)
         ]
         document["command"] = [str(word) for word in command]
+        if script := _script_in(command):
+            document.setdefault("name", script)
         if sent:
             document["inputs"] = sent
         if wanted:
@@ -326,6 +331,14 @@ def shipment(
             raise Invalid("'ignore' says what of 'workdir' stays here; name a folder to ship")
         return list(inputs)
     return [*local_files(Path(workdir), ignore=ignore), *inputs]
+
+
+def _script_in(command: Sequence[str]) -> str | None:
+    """What `python train.py` is called in listings, and learnt from: the script, not its interpreter."""
+    if len(command) < 2 or not _INTERPRETER.fullmatch(Path(command[0]).name):
+        return None
+    word = Path(str(command[1])).name
+    return word if _SCRIPT.fullmatch(word) else None
 
 
 def _members(members: Mapping[str, object]) -> bytes:
