@@ -93,3 +93,13 @@ def test_an_owner_means_their_own(two: Two) -> None:
     said = two.ada("node", "pause", "attic", code=4)
     assert f"{two.second} (vm)" in said
     assert two.first not in said
+
+
+def test_operators_see_everybodys_tasks_and_whose_they_are(two: Two) -> None:
+    task = two.ada("run", "-d", "--label", "nvme", "--", "true").strip()
+    assert "No tasks yet" in two.operator("ps")
+    for verb in ("ps", "queue"):
+        [line] = two.operator(verb, "--everybody").splitlines()[1:]
+        assert line.split()[:4] == [task, "true", "ada", "queued"]
+        assert "task.list_all needs operator" in two.ada(verb, "--everybody", code=3)
+    assert "No node has the label nvme" in two.ada("queue")

@@ -9,6 +9,7 @@ import click
 from gpool.cli.calling import as_json, client_of
 from gpool.cli.naming import shared_names
 from gpool.cli.printing import age, emit_json, local_time, table
+from gpool.cli.quotas import who_is_who
 from gpool.cli.tasks import places, task_status, where, whose, whose_tasks
 from gpool.core.errors import NotFound, TooMany
 
@@ -53,6 +54,7 @@ def queue(ctx: click.Context, team: str | None, everybody: bool, limit: int, as_
         emit_json([{**task, "explain": told.get(task["id"])} for task in found])
         return
     date, shared = client.door.date, shared_names(places(found))
+    known = who_is_who(client) if everybody else {}
     rows = []
     for task in found:
         why = told.get(task["id"]) or {}
@@ -61,7 +63,7 @@ def queue(ctx: click.Context, team: str | None, everybody: bool, limit: int, as_
             (
                 task["id"],
                 task["name"],
-                *([task["user"]] if everybody else ()),
+                *([known.get(task["user"], task["user"])] if everybody else ()),
                 task_status(task),
                 age(task["created_at"], date),
                 task.get("gpu") or "-",

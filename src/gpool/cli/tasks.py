@@ -13,6 +13,7 @@ from gpool.cli.calling import as_json, client_of, into, listing
 from gpool.cli.main import FAILED, GPOOL_FAULT, exit_code_of, say_error
 from gpool.cli.naming import node_told, shared_names
 from gpool.cli.printing import LogPrinter, age, emit_json, fields, local_time, plain, table
+from gpool.cli.quotas import who_is_who
 from gpool.cli.run import progress_bar, say_how_it_ended
 from gpool.cli.team import team_id
 from gpool.core.errors import GpoolError, Invalid
@@ -65,11 +66,12 @@ def ps(
         emit_json(found)
         return
     date, shared = client.door.date, shared_names(places(found))
+    known = who_is_who(client) if everybody else {}
     rows = [
         (
             task["id"],
             task["name"],
-            *([task["user"]] if everybody else ()),
+            *([known.get(task["user"], task["user"])] if everybody else ()),
             task_status(task),
             age(task["created_at"], date),
             where(task, shared),
