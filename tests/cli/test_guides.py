@@ -45,6 +45,8 @@ def test_every_command_on_a_page_can_be_typed(
         name, found, words = command.resolve_command(context, words)
         assert found is not None, f"no such verb: {name}"
         command = found
+    if any("--yes" in option.opts for option in command.params):
+        words = [*words, "--yes"]  # nobody is there to be asked
     try:
         command.make_context(command.name, list(words), parent=context)
     except click.MissingParameter:

@@ -103,3 +103,12 @@ def test_operators_see_everybodys_tasks_and_whose_they_are(two: Two) -> None:
         assert line.split()[:4] == [task, "true", "ada", "queued"]
         assert "task.list_all needs operator" in two.ada(verb, "--everybody", code=3)
     assert "No node has the label nvme" in two.ada("queue")
+
+
+def test_a_node_is_removed_by_its_owner_who_is_asked_first(two: Two) -> None:
+    two.ada("node", "remove", "vm", code=1)  # nobody said yes
+    two.ada("node", "remove", two.first, "--yes", code=4)  # somebody else's
+    assert two.ada("node", "remove", "vm", "--yes") == "vm is gone\n"
+    assert [one["id"] for one in json.loads(two.ada("node", "ls", "--json"))] == [two.first]
+    assert two.ada.ask("/v1/nodes", NODE)["id"] != two.second  # its name is free again
+    assert "gpool whoami" in two.ada("admin", "policy", code=3)

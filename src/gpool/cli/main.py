@@ -49,7 +49,7 @@ VERBS = {
     "keys": ("gpool.cli.account", "API keys: list, make, end."),
     "wallet": ("gpool.cli.wallet", "Wallets of your account: list, link, unlink."),
     "team": ("gpool.cli.team", "Teams: list, make, invite, join, leave."),
-    "node": ("gpool.cli.pool", "For owners: list, pause, resume, drain, invite nodes."),
+    "node": ("gpool.cli.pool", "For owners: list, pause, resume, drain, invite, remove nodes."),
     "server": ("gpool.cli.up", "Start a server alone."),
     "join": ("gpool.cli.join", "Lend this machine to a pool."),
     "admin": ("gpool.cli.admin", "For operators: users, keys, the audit record, the policy."),
@@ -148,6 +148,8 @@ def say_error(error: GpoolError) -> None:
             "  Sign in with: gpool login. Or set GPOOL_URL and GPOOL_KEY, or start a pool: gpool up",
             err=True,
         )
+    elif isinstance(error, Forbidden):
+        click.echo("  Who you are here, and what you may: gpool whoami", err=True)
     elif isinstance(error, Unreachable):
         click.echo(
             "  Start one with: gpool up. Another address: gpool --url URL, or GPOOL_URL", err=True

@@ -101,7 +101,7 @@ def whoami(ctx: click.Context, as_json: bool) -> None:
 
 @click.group()
 def node() -> None:
-    """For owners: list, pause, resume, drain, invite nodes."""
+    """For owners: list, pause, resume, drain, invite, remove nodes."""
 
 
 @node.command("ls")
@@ -246,6 +246,18 @@ def resume(ctx: click.Context, what: str | None, as_json: bool) -> None:
 def drain(ctx: click.Context, what: str | None, as_json: bool) -> None:
     """Take no new tasks, and be paused once the last one ends."""
     _set(ctx, what, "draining", as_json)
+
+
+@node.command("remove")
+@click.argument("what", metavar="NODE")
+@click.confirmation_option(prompt="The pool forgets this node; it can only join anew. Go on?")
+@click.pass_context
+def node_remove(ctx: click.Context, what: str) -> None:
+    """Take a machine of yours that runs nothing out of the pool for good."""
+    client = client_of(ctx)
+    found = node_id(client, what, own=True)
+    client.door.send("DELETE", f"/v1/nodes/{found}")
+    click.echo(f"{plain(what)} is gone")
 
 
 @node.command()
