@@ -15,7 +15,9 @@ from click.testing import CliRunner
 from server_desk import Live, serving
 
 from gpool.cli.main import cli
+from gpool.cli.policy import NOT_LEARNT
 from gpool.core.model import EndReason
+from gpool.core.scheduling.portfolio import LEAST_ARRIVALS
 from gpool.testing.nodes import joined
 from gpool.testing.scripted_agent import ScriptedAgent
 from gpool.transfer.proving import NodeKey
@@ -222,6 +224,11 @@ def test_explain_prints_the_sentence_first(gpool: Operator) -> None:
     task = gpool("run", "--detach", "--", "true").strip().splitlines()[-1]
     assert gpool("explain", task).startswith("No node has joined the pool yet")
     assert gpool.json("explain", task)["code"] == "no_node"
+
+
+def test_what_learning_needs_is_said_where_nothing_was_learnt(gpool: Operator) -> None:
+    assert str(2 * LEAST_ARRIVALS) == NOT_LEARNT.split()[5]
+    assert NOT_LEARNT in gpool("admin", "policy", "--learn")
 
 
 def test_a_quota_is_told_in_words_and_can_be_set_back(gpool: Operator) -> None:

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 the_node = click.argument("node")
 _POLICY = ("order", "orders", "ageing_s", "patience_s", "weights", "changed", "pricing")
 
+NOT_LEARNT = "not learnt yet: it takes 200 tasks that asked for GPUs"
+
 
 @click.command()
 @click.option("--order", metavar="NAME", help="Who comes first; `configured` goes back.")
@@ -75,7 +77,7 @@ def policy(
         )
         changed = ", ".join(told["changed"])
         learnt = told.get("learnt")
-        priced = f"{learnt['sentence']} ({learnt['at']})" if learnt else "not learnt yet"
+        priced = f"{learnt['sentence']} ({learnt['at']})" if learnt else NOT_LEARNT
         shown = {"weights": heavy or "-", "changed": changed or "-", "pricing": priced}
         fields({**told, **shown}, _POLICY)
         return
