@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 the_node = click.argument("node")
 _POLICY = ("order", "orders", "ageing_s", "patience_s", "weights", "changed", "pricing")
 
-NOT_LEARNT = "not learnt yet: it takes 200 tasks that asked for GPUs"
+NOT_LEARNT = "not learnt yet: it takes 200 tasks that asked for GPUs, 50 of one batch at most"
 
 
 @click.command()
