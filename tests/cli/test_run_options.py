@@ -192,6 +192,9 @@ def test_whoever_waits_for_long_is_told_why_once(gpool: Gpool, pool: Pool) -> No
     assert done.exit_code == 0
     assert done.stderr.startswith("gpool: it waits. No node has a GPU.\n  When it starts, ")
     assert done.stderr.count("No node has a GPU.") == 1
+    task = gpool("run", "-d", "--", "true").stdout.strip()
+    assert "gpool: it waits. No node has a GPU." in gpool("logs", "-f", task).stderr
+    assert gpool("logs", task).stderr == ""
     pool.progress = [{"epoch": 1, "status": "running", "phase": "run"}]
     assert gpool("run", "--", "true").stderr == ""
 

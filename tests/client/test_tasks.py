@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import traceback
 from datetime import UTC, datetime
@@ -11,6 +12,7 @@ from standin import Pool
 
 import gpool
 from gpool import Client
+from gpool.client.runs import wait_for
 
 
 class Account:
@@ -251,3 +253,21 @@ def test_a_deadline_and_a_team_are_said_as_on_the_command_line(client: Client, p
         client.task(team="attic")(lambda: 1).remote()
     with pytest.raises(TypeError, match="Did you mean 'gpu'"):
         client.task(gpus=2)
+
+
+def test_whoever_waits_in_vain_for_a_task_that_does_not_start_is_told_why_once(
+    client: Client, pool: Pool, caplog: pytest.LogCaptureFixture
+) -> None:
+    pool.runs = False
+    run = client.task(lambda: 1).submit()
+    with pytest.raises(TimeoutError):
+        run.wait(timeout=0)
+    assert caplog.messages == []
+    seconds = itertools.count(0.0, 7.0)
+    with pytest.raises(TimeoutError):
+        wait_for(client, run.id, 100, lambda: next(seconds))
+    assert caplog.messages == [f"task {run.id} waits: No node has a GPU."]
+    pool.tasks[run.id]["status"] = "running"
+    with pytest.raises(TimeoutError):
+        wait_for(client, run.id, 100, lambda: next(seconds))
+    assert len(caplog.messages) == 1

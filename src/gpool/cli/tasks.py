@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -14,7 +15,7 @@ from gpool.cli.main import FAILED, GPOOL_FAULT, exit_code_of, say_error
 from gpool.cli.naming import node_told, shared_names
 from gpool.cli.printing import LogPrinter, age, emit_json, fields, local_time, plain, table
 from gpool.cli.quotas import who_is_who
-from gpool.cli.run import progress_bar, say_how_it_ended
+from gpool.cli.run import ProgressLine, progress_bar, say_how_it_ended
 from gpool.cli.team import team_id
 from gpool.core.errors import GpoolError, Invalid
 
@@ -162,7 +163,8 @@ def logs(ctx: click.Context, task: str, follow: bool, as_json: bool) -> None:
         emit_json(list(run.log_documents(follow=follow)))
         return
     try:
-        LogPrinter().show(run.printed(follow=follow))
+        tell = ProgressLine(run, phases=sys.stderr.isatty()) if follow else None
+        LogPrinter().show(run.printed(follow=follow, on_progress=tell))
     except KeyboardInterrupt:
         click.echo(f"\nTask {task} goes on. Come back with: gpool logs -f {task}", err=True)
         ctx.exit(FAILED)
