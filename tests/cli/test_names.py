@@ -112,3 +112,23 @@ def test_a_node_is_removed_by_its_owner_who_is_asked_first(two: Two) -> None:
     assert [one["id"] for one in json.loads(two.ada("node", "ls", "--json"))] == [two.first]
     assert two.ada.ask("/v1/nodes", NODE)["id"] != two.second  # its name is free again
     assert "gpool whoami" in two.ada("admin", "policy", code=3)
+
+
+def test_status_shows_what_was_asked_for(two: Two) -> None:
+    words = "--cpus 1.5 --memory 4GB --disk 20GB --label nvme --label zone=a --max-price 0.4 --timeout 2h --retries 3"
+    task = two.ada("run", "-d", *words.split(), "--", "true").strip()
+    shown = dict(line.split(maxsplit=1) for line in two.ada("status", task).splitlines())
+    asked = {name: shown[name] for name in ("cpus", "memory", "disk", "labels", "max_price")}
+    assert asked == {
+        "cpus": "1.5",
+        "memory": "4GB",
+        "disk": "20GB",
+        "labels": "nvme zone=a",
+        "max_price": "0.40/h",
+    }
+    assert (shown["timeout"], shown["retries"], shown["tier"]) == ("7200 s", "3", "container")
+    assert "engine" not in shown
+    gang = "--nodes 2 --engine ray --on-loss end"
+    task = two.ada("run", "-d", *gang.split(), "--", "true").strip()
+    shown = dict(line.split(maxsplit=1) for line in two.ada("status", task).splitlines())
+    assert (shown["nodes"], shown["engine"], shown["on_loss"]) == ("2", "ray", "end")

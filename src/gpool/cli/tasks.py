@@ -143,10 +143,17 @@ def status(ctx: click.Context, task: str, as_json: bool) -> None:
         document["nodes"] = None
     document["node"] = _node(document)
     document["preemptible"] = "yes" if document.get("preemptible") else None
+    for name in ("memory", "disk"):
+        size = document.get(f"{name}_bytes")
+        document[name] = None if size is None else f"{size / 1e9:g}GB"
+    if timeout := document.get("timeout_s"):
+        document["timeout"] = f"{timeout:g} s"
+    if not document["nodes"]:
+        document["engine"] = document["on_loss"] = None
     document["members"] = [_member(member) for member in document.get("members") or ()]
     names = (
-        "id name user team status phase reason exit_code error_text command gpu environment network priority by "
-        "preemptible nodes node members created_at started_at finished_at tries losses checkpoint outputs"
+        "id name user team status phase reason exit_code error_text command gpu cpus memory disk labels max_price tier "
+        "environment network timeout retries priority by preemptible nodes engine on_loss node members created_at started_at finished_at tries losses checkpoint outputs"
     )
     fields(document, names.split())
 

@@ -334,7 +334,7 @@ def shipment(
 
 
 def _script_in(command: Sequence[str]) -> str | None:
-    """What `python train.py` is called in listings, and learnt from: the script, not its interpreter."""
+    """What `python train.py` is called in listings: the script, not its interpreter."""
     if len(command) < 2 or not _INTERPRETER.fullmatch(Path(command[0]).name):
         return None
     word = Path(str(command[1])).name
