@@ -182,6 +182,16 @@ def running(pool: Pool, said: str) -> str:
     return id_
 
 
+@pytest.fixture(params=["as usual", "with interrupts ignored"])
+def started(request: pytest.FixtureRequest) -> Iterator[None]:
+    """How these tests were started; a script that does it in the background has interrupts ignored."""
+    ignored = request.param == "with interrupts ignored"
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN if ignored else signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("started")
 def test_ctrl_c_detaches_and_says_how_to_come_back(pool: Pool) -> None:
     with pool.command("run", "--", "sh", "-c", "echo up; sleep 60") as run:
         assert run.stdout is not None

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import stat
 import sys
-import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +15,7 @@ import click
 
 from gpool.cli.calling import as_json, client_of, into
 from gpool.cli.due import due
+from gpool.cli.interrupts import Reading
 from gpool.cli.main import FAILED, GPOOL_FAULT, say_error
 from gpool.cli.team import team_id
 from gpool.core.errors import GpoolError, Invalid
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from gpool.client.artifacts import LocalFile
     from gpool.client.artifacts import Progress as UploadProgress
     from gpool.client.client import Client
-    from gpool.client.logs import Progress
+    from gpool.client.logs import Printed, Progress
     from gpool.client.results import Result
     from gpool.client.runs import Run
 
@@ -195,20 +196,42 @@ def run(
 
 def attend(client: Client, submitted: Run, into: Path, *, quiet: bool) -> int:
     """Stream logs, wait, fetch outputs; the code to exit with."""
-    from gpool.cli.printing import LogPrinter
-    from gpool.client.results import exit_code
 
-    try:
-        tell = ProgressLine(submitted, phases=sys.stderr.isatty())
-        LogPrinter(all_to_stderr=quiet).show(submitted.printed(follow=True, on_progress=tell))
-        result = submitted.wait()
-    except KeyboardInterrupt:
-        return detached(submitted)
+    def follow(say: Callable[[Printed | str], None]) -> Result:
+        tell = ProgressLine(say, submitted, phases=sys.stderr.isatty())
+        for piece in submitted.printed(follow=True, on_progress=tell):
+            say(piece)
+        return submitted.wait()
+
+    with Reading(follow) as reading:
+        result = reading.show(partial(show, quiet=quiet))
+        if result is None:
+            return detached(submitted, reading.is_pressed_again)
     say_how_it_ended(result)
     if result.outputs:
         with progress_bar() as progress:
             client.artifacts.fetch(result.outputs, into, *([progress] if progress else []))
+    from gpool.client.results import exit_code
+
     return exit_code(result)
+
+
+def show(said: Iterator[Printed | str], *, quiet: bool) -> None:
+    """Print what a task writes, and the lines about what it does meanwhile."""
+    from gpool.cli.printing import LogPrinter
+
+    def pieces() -> Iterator[Printed]:
+        for one in said:
+            if isinstance(one, str):
+                on_stderr(one)
+            else:
+                yield one
+
+    LogPrinter(all_to_stderr=quiet).show(pieces())
+
+
+def on_stderr(line: str) -> None:
+    click.echo(line, err=True)
 
 
 def script_of(command: tuple[str, ...], workdir: Path | None) -> LocalFile | None:
@@ -231,13 +254,19 @@ def script_of(command: tuple[str, ...], workdir: Path | None) -> LocalFile | Non
 
 
 class ProgressLine:
-    """Says on a terminal (`phases`) what a task does before it runs, and when it has to wait again.
+    """Says, for a terminal (`phases`), what a task does before it runs, and when it has to wait again.
 
     Anywhere, once it has waited for a while: why. Else somebody whose task can never start would wait with it.
     """
 
-    def __init__(self, run: Run | None = None, *, phases: bool = True) -> None:
-        self._run, self._phases = run, phases
+    def __init__(
+        self,
+        say: Callable[[str], None] = on_stderr,
+        run: Run | None = None,
+        *,
+        phases: bool = True,
+    ) -> None:
+        self._say, self._run, self._phases = say, run, phases
         self._seen: Progress | None = None
         self._last = ""
         self._is_explained = False
@@ -254,7 +283,7 @@ class ProgressLine:
         if progress.status == "queued" and progress.epoch:
             said = "waiting for a node again…"
         if said and said != self._last and self._phases:
-            click.echo(styled(f"gpool: {said}", colour="cyan"), err=True)
+            self._say(styled(f"gpool: {said}", colour="cyan"))
         self._last = said
 
     def _explain(self) -> None:
@@ -267,10 +296,9 @@ class ProgressLine:
         except GpoolError:  # it can wait: the task is what was asked for
             return
         self._is_explained = True
-        click.echo(
+        self._say(
             f"gpool: it waits. {plain(sentence)}\n"
-            f"  When it starts, and what would start it now: gpool explain {self._run.id}",
-            err=True,
+            f"  When it starts, and what would start it now: gpool explain {self._run.id}"
         )
 
 
@@ -283,22 +311,16 @@ def say_how_it_ended(result: Result, *, code_too: bool = False) -> None:
         click.echo(f"gpool: {plain(failure(result).detail)}", err=True)
 
 
-def detached(submitted: Run) -> int:
-    """After the first Ctrl-C: say how to come back; a second one cancels.
-
-    It comes as an exception: a handler that set what we wait for could meet the lock of that wait, held by us.
-    """
-    try:
-        click.echo(
-            f"\nDetached; task {submitted.id} goes on. Come back with: gpool logs -f {submitted.id}\n"
-            f"Stop it with: gpool cancel {submitted.id} (or press Ctrl-C again now)",
-            err=True,
-        )
-        threading.Event().wait(SECOND_CHANCE_S)
-    except KeyboardInterrupt:
-        submitted.cancel()
-    else:
+def detached(submitted: Run, is_pressed_again: Callable[[float], bool]) -> int:
+    """After the first Ctrl-C: say how to come back; a second one cancels."""
+    click.echo(
+        f"\nDetached; task {submitted.id} goes on. Come back with: gpool logs -f {submitted.id}\n"
+        f"Stop it with: gpool cancel {submitted.id} (or press Ctrl-C again now)",
+        err=True,
+    )
+    if not is_pressed_again(SECOND_CHANCE_S):
         return FAILED
+    submitted.cancel()
     click.echo(f"Cancelled {submitted.id}.", err=True)
     return 130
 

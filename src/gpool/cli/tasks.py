@@ -170,7 +170,7 @@ def logs(ctx: click.Context, task: str, follow: bool, as_json: bool) -> None:
         emit_json(list(run.log_documents(follow=follow)))
         return
     try:
-        tell = ProgressLine(run, phases=sys.stderr.isatty()) if follow else None
+        tell = ProgressLine(run=run, phases=sys.stderr.isatty()) if follow else None
         LogPrinter().show(run.printed(follow=follow, on_progress=tell))
     except KeyboardInterrupt:
         click.echo(f"\nTask {task} goes on. Come back with: gpool logs -f {task}", err=True)

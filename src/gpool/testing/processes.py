@@ -121,6 +121,16 @@ def processes_saying(mark: str) -> list[int]:
     return found
 
 
+@contextmanager
+def _taking_interrupts() -> Iterator[None]:
+    """What is started meanwhile takes Ctrl-C, though tests that a script runs in the background ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 @dataclass(slots=True)
 class Daemon:
     """One long-running gpool process. Its output goes to `log`."""
@@ -339,15 +349,16 @@ class Pool:
     @contextmanager
     def command(self, *arguments: str) -> Iterator[subprocess.Popen[str]]:
         """A command of a consumer while it runs, its output in pipes; killed if it is still there in the end."""
-        process = subprocess.Popen(
-            [*GPOOL, *arguments],
-            env=self.consumer(),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
+        with _taking_interrupts():
+            process = subprocess.Popen(
+                [*GPOOL, *arguments],
+                env=self.consumer(),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                start_new_session=True,
+            )
         with process:
             try:
                 yield process
