@@ -10,7 +10,7 @@ import pytest
 from click.testing import Result
 from standin import Pool
 
-from gpool.cli.run import ProgressLine
+from gpool.cli.progress import ProgressLine
 from gpool.client.logs import Progress
 
 Gpool = Callable[..., Result]

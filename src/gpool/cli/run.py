@@ -17,6 +17,7 @@ from gpool.cli.calling import as_json, client_of, into
 from gpool.cli.due import due
 from gpool.cli.interrupts import Reading
 from gpool.cli.main import FAILED, GPOOL_FAULT, say_error
+from gpool.cli.progress import ProgressLine, on_stderr
 from gpool.cli.team import team_id
 from gpool.core.errors import GpoolError, Invalid
 
@@ -24,18 +25,9 @@ if TYPE_CHECKING:
     from gpool.client.artifacts import LocalFile
     from gpool.client.artifacts import Progress as UploadProgress
     from gpool.client.client import Client
-    from gpool.client.logs import Printed, Progress
+    from gpool.client.logs import Printed
     from gpool.client.results import Result
     from gpool.client.runs import Run
-
-DOING = {
-    "queued": "waiting for a node…",
-    "fetch": "fetching the inputs…",
-    "build": "building the environment…",
-    "start": "starting the sandbox…",
-    "collect": "collecting the outputs…",
-}
-"""What a task does, by its phase or its status; what is not here says nothing."""
 
 SECOND_CHANCE_S = 2.0
 """How long after the first Ctrl-C a second one cancels."""
@@ -230,10 +222,6 @@ def show(said: Iterator[Printed | str], *, quiet: bool) -> None:
     LogPrinter(all_to_stderr=quiet).show(pieces())
 
 
-def on_stderr(line: str) -> None:
-    click.echo(line, err=True)
-
-
 def script_of(command: tuple[str, ...], workdir: Path | None) -> LocalFile | None:
     """The Python file that the command begins with, under the name it gets there.
 
@@ -251,55 +239,6 @@ def script_of(command: tuple[str, ...], workdir: Path | None) -> LocalFile | Non
     name = source.relative_to(base).as_posix() if is_inside else source.name
     about = source.stat()
     return LocalFile(name, source, about.st_size, bool(about.st_mode & stat.S_IXUSR))
-
-
-class ProgressLine:
-    """Says, for a terminal (`phases`), what a task does before it runs, and when it has to wait again.
-
-    Anywhere, once it has waited for a while: why. Else somebody whose task can never start would wait with it.
-    """
-
-    def __init__(
-        self,
-        say: Callable[[str], None] = on_stderr,
-        run: Run | None = None,
-        *,
-        phases: bool = True,
-    ) -> None:
-        self._say, self._run, self._phases = say, run, phases
-        self._seen: Progress | None = None
-        self._last = ""
-        self._is_explained = False
-
-    def __call__(self, progress: Progress) -> None:
-        from gpool.cli.printing import styled
-
-        if progress == self._seen:  # nothing has happened since
-            if progress.status == "queued":
-                self._explain()
-            return
-        self._seen, self._is_explained = progress, False
-        said = DOING.get(progress.phase or progress.status, "")
-        if progress.status == "queued" and progress.epoch:
-            said = "waiting for a node again…"
-        if said and said != self._last and self._phases:
-            self._say(styled(f"gpool: {said}", colour="cyan"))
-        self._last = said
-
-    def _explain(self) -> None:
-        from gpool.cli.printing import plain
-
-        if self._run is None or self._is_explained:
-            return
-        try:
-            sentence = self._run.explain()
-        except GpoolError:  # it can wait: the task is what was asked for
-            return
-        self._is_explained = True
-        self._say(
-            f"gpool: it waits. {plain(sentence)}\n"
-            f"  When it starts, and what would start it now: gpool explain {self._run.id}"
-        )
 
 
 def say_how_it_ended(result: Result, *, code_too: bool = False) -> None:

@@ -14,8 +14,9 @@ from gpool.cli.calling import as_json, client_of, into, listing
 from gpool.cli.main import FAILED, GPOOL_FAULT, exit_code_of, say_error
 from gpool.cli.naming import node_told, shared_names
 from gpool.cli.printing import LogPrinter, age, emit_json, fields, local_time, plain, table
+from gpool.cli.progress import ProgressLine
 from gpool.cli.quotas import who_is_who
-from gpool.cli.run import ProgressLine, progress_bar, say_how_it_ended
+from gpool.cli.run import progress_bar, say_how_it_ended
 from gpool.cli.team import team_id
 from gpool.core.errors import GpoolError, Invalid
 
