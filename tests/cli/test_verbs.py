@@ -264,3 +264,25 @@ def test_the_queue_says_what_runs_then_what_waits_and_why(gpool: Gpool, pool: Po
     ]
     assert "1 others wait behind" in gpool("queue", "--limit", "1").stderr
     assert "exclude each other" in gpool("queue", "--everybody", "--team", "lab").stderr
+
+
+def test_several_are_waited_for_and_the_first_that_failed_decides(gpool: Gpool, pool: Pool) -> None:
+    tasks = []
+    for code in (0, 7, 3):
+        pool.command = lambda _, code=code: {
+            "status": "failed" if code else "succeeded",
+            "exit_code": code,
+        }
+        tasks.append(gpool("run", "-d", "--", "true").stdout.strip())
+    assert gpool("wait", *tasks).exit_code == 7
+    assert gpool("wait", tasks[0]).exit_code == 0
+    shown = json.loads(gpool("wait", "--json", *tasks).stdout)
+    assert [one["id"] for one in shown] == tasks
+    assert json.loads(gpool("wait", "--json", tasks[2]).stdout)["id"] == tasks[2]
+    pool.runs = False
+    waits = gpool("run", "-d", "--", "true").stdout.strip()
+    done = gpool("wait", tasks[0], waits, "--timeout", "0.05s")
+    assert (done.exit_code, done.stderr) == (
+        1,
+        f"gpool: task {waits} has not ended within 0.05s; it goes on\n",
+    )

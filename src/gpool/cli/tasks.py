@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -179,34 +180,45 @@ def logs(ctx: click.Context, task: str, follow: bool, as_json: bool) -> None:
 
 
 @click.command()
-@task_id
+@click.argument("tasks", metavar="ID...", nargs=-1, required=True)
 @click.option("--timeout", metavar="TIME", help="Give up after, e.g. 10m; the task goes on.")
 @as_json
 @click.pass_context
-def wait(ctx: click.Context, task: str, timeout: str | None, as_json: bool) -> None:
-    """Wait for a task; exit with its code."""
+def wait(ctx: click.Context, tasks: tuple[str, ...], timeout: str | None, as_json: bool) -> None:
+    """Wait for a task; exit with its code.
+
+    With several ids: for all of them; with the code of the first of them that did not succeed.
+    """
     from gpool.client.durations import seconds
     from gpool.client.results import exit_code
 
-    patience = None if timeout is None else seconds(timeout)
-    run = client_of(ctx).get(task)  # before this answers, there is no id to speak of
+    ends = None if timeout is None else time.monotonic() + seconds(timeout)
+    client = client_of(ctx)
+    runs = [client.get(task) for task in tasks]  # before these answer, there is no id to speak of
+    documents, codes = [], []
     try:
-        result = run.wait(patience)
-        if as_json:
-            emit_json(run.document())
-    except TimeoutError as late:
-        click.echo(f"gpool: {late}", err=True)
+        for run in runs:
+            result = run.wait(None if ends is None else max(0.0, ends - time.monotonic()))
+            if as_json:
+                documents.append(run.document())
+            say_how_it_ended(result)
+            codes.append(exit_code(result))
+    except TimeoutError:
+        left = tasks[len(codes)]
+        click.echo(f"gpool: task {left} has not ended within {timeout}; it goes on", err=True)
         ctx.exit(FAILED)
     except KeyboardInterrupt:
-        click.echo(f"\nTask {task} goes on. Wait again with: gpool wait {task}", err=True)
+        left = " ".join(tasks[len(codes) :])
+        click.echo(f"\nWhat you waited for goes on. Wait again with: gpool wait {left}", err=True)
         ctx.exit(FAILED)
     except GpoolError as error:
         if os.environ.get("GPOOL_DEBUG"):
             raise
         say_error(error)
         ctx.exit(GPOOL_FAULT)
-    say_how_it_ended(result)
-    ctx.exit(exit_code(result))
+    if as_json:
+        emit_json(documents if len(tasks) > 1 else documents[0])
+    ctx.exit(next((code for code in codes if code), 0))
 
 
 @click.command()
