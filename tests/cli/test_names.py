@@ -90,8 +90,13 @@ def test_an_owner_means_their_own(two: Two) -> None:
     assert two.ada.availability(two.second) == "paused"
     two.ada("node", "resume")  # the only one they have
     assert two.ada.availability(two.second) == "available"
+    two.ada("node", "show", "vm")
+    two.ada("node", "remove", "vm", "--yes")
+    two.ada.ask("/v1/nodes", {**NODE, "name": "cellar"})
+    assert f'"{two.first}"' in two.ada("node", "show", "vm", "--json")  # the only one of that name
+    cellar = two.ada("node", "show", "cellar").split()[1]
     said = two.ada("node", "pause", "attic", code=4)
-    assert f"{two.second} (vm)" in said
+    assert f"{cellar} (cellar)" in said
     assert two.first not in said
 
 
@@ -132,3 +137,22 @@ def test_status_shows_what_was_asked_for(two: Two) -> None:
     task = two.ada("run", "-d", *gang.split(), "--", "true").strip()
     shown = dict(line.split(maxsplit=1) for line in two.ada("status", task).splitlines())
     assert (shown["nodes"], shown["engine"], shown["on_loss"]) == ("2", "ray", "end")
+
+
+def test_a_key_that_may_do_little_reads_ids_where_names_are_kept_from_it(two: Two) -> None:
+    def with_key(who: Person, *scopes: str) -> Person:
+        made = who.ask("/v1/keys", {"name": "small", "scopes": scopes})
+        return Person(who.url, made["key"], who.home)
+
+    owner = with_key(two.ada, "nodes:read", "nodes:write")
+    assert "say which by its id" in owner("node", "pause", "vm", code=2)
+    owner("node", "pause", two.second)
+    two.operator("node", "remove", two.first, "--yes")
+    owner("node", "resume", "vm")
+    two.operator("admin", "reservations", "make", "vm", "--user", "ada", "--to", "1h")
+    two.operator("admin", "policy", "--weight", "ada=2")
+    two.operator("admin", "users", "set", "ada", "--permission", "operator")
+    watcher = with_key(two.ada, "admin")
+    assert "ada=2" in watcher("admin", "policy")
+    assert two.second in watcher("admin", "reservations", "ls")
+    watcher("queue", "--everybody")

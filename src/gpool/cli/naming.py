@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from gpool.cli.account import quoted
-from gpool.core.errors import Invalid, NotFound
+from gpool.core.errors import Forbidden, Invalid, NotFound
 
 if TYPE_CHECKING:
     from gpool.client.client import Client
@@ -21,10 +21,11 @@ def node_id(client: Client, what: str | None, *, own: bool = False) -> str:
     if what is not None and what.startswith("n-"):
         return quoted(what)
     nodes = client.listing("nodes")
-    if own:
-        me = client.door.get_json("/v1/me")["id"]
-        nodes = [one for one in nodes if one["owner"] == me] or nodes
-    matching = [one for one in nodes if what is None or one["name"] == what]
+    matching = _called(nodes, what)
+    if own and len(matching) != 1:
+        mine = _own(client, nodes)
+        matching = _called(mine, what) or matching
+        nodes = mine or nodes
     if len(matching) == 1:
         return str(matching[0]["id"])
     if not matching:
@@ -35,6 +36,19 @@ def node_id(client: Client, what: str | None, *, own: bool = False) -> str:
         raise Invalid(f"say which node: {there}")
     there = ", ".join(f"{one['id']} (of {one['owner']}, {one['status']})" for one in matching)
     raise Invalid(f"{len(matching)} nodes are called {what!r}; say which by its id: {there}")
+
+
+def _called(nodes: list[dict[str, Any]], what: str | None) -> list[dict[str, Any]]:
+    return [one for one in nodes if what is None or one["name"] == what]
+
+
+def _own(client: Client, nodes: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Those of the caller; none where their key may not know whose it is."""
+    try:
+        me = client.door.get_json("/v1/me")["id"]
+    except Forbidden:
+        return []
+    return [one for one in nodes if one["owner"] == me]
 
 
 def shared_names(nodes: Iterable[tuple[str | None, str | None]]) -> frozenset[str]:
@@ -51,8 +65,11 @@ def node_told(id_: str | None, name: str | None, shared: frozenset[str] = frozen
     return (name if name and name not in shared else id_) or "-"
 
 
-def names_of(documents: Iterable[Mapping[str, Any]]) -> dict[str, str]:
-    """Of things with ids and names: what to show for each id."""
-    found = list(documents)
+def names_of(client: Client, what: str, **filters: str) -> dict[str, str]:
+    """What to show for each id of a listing; nothing for whoever may not read it."""
+    try:
+        found = client.listing(what, limit=None, **filters)
+    except Forbidden:
+        return {}
     shared = shared_names((one["id"], one["name"]) for one in found)
     return {one["id"]: node_told(one["id"], one["name"], shared) for one in found}

@@ -132,7 +132,7 @@ def reservations_ls(ctx: click.Context, as_json: bool) -> None:
     if as_json:
         emit_json(items)
         return
-    known = names_of(client.listing("nodes")) | who_is_who(client) if items else {}
+    known = names_of(client, "nodes") | who_is_who(client) if items else {}
     rows = [
         (
             one["id"],
