@@ -17,6 +17,7 @@ from gpool.cli.calling import as_json, client_of, into
 from gpool.cli.due import due
 from gpool.cli.interrupts import Reading
 from gpool.cli.main import FAILED, GPOOL_FAULT, say_error
+from gpool.cli.progress import ProgressLine, on_stderr
 from gpool.cli.team import team_id
 from gpool.core.errors import GpoolError, Invalid
 
@@ -24,18 +25,9 @@ if TYPE_CHECKING:
     from gpool.client.artifacts import LocalFile
     from gpool.client.artifacts import Progress as UploadProgress
     from gpool.client.client import Client
-    from gpool.client.logs import Printed, Progress
+    from gpool.client.logs import Printed
     from gpool.client.results import Result
     from gpool.client.runs import Run
-
-DOING = {
-    "queued": "waiting for a node…",
-    "fetch": "fetching the inputs…",
-    "build": "building the environment…",
-    "start": "starting the sandbox…",
-    "collect": "collecting the outputs…",
-}
-"""What a task does, by its phase or its status; what is not here says nothing."""
 
 SECOND_CHANCE_S = 2.0
 """How long after the first Ctrl-C a second one cancels."""
@@ -197,8 +189,8 @@ def run(
 def attend(client: Client, submitted: Run, into: Path, *, quiet: bool) -> int:
     """Stream logs, wait, fetch outputs; the code to exit with."""
 
-    def follow(say: Callable[[Printed | Progress], None]) -> Result:
-        tell = say if sys.stderr.isatty() else None
+    def follow(say: Callable[[Printed | str], None]) -> Result:
+        tell = ProgressLine(say, submitted, phases=sys.stderr.isatty())
         for piece in submitted.printed(follow=True, on_progress=tell):
             say(piece)
         return submitted.wait()
@@ -216,17 +208,14 @@ def attend(client: Client, submitted: Run, into: Path, *, quiet: bool) -> int:
     return exit_code(result)
 
 
-def show(said: Iterator[Printed | Progress], *, quiet: bool) -> None:
-    """Print what a task writes, and on a terminal what it does meanwhile."""
+def show(said: Iterator[Printed | str], *, quiet: bool) -> None:
+    """Print what a task writes, and the lines about what it does meanwhile."""
     from gpool.cli.printing import LogPrinter
-    from gpool.client.logs import Progress
-
-    tell = ProgressLine()
 
     def pieces() -> Iterator[Printed]:
         for one in said:
-            if isinstance(one, Progress):
-                tell(one)
+            if isinstance(one, str):
+                on_stderr(one)
             else:
                 yield one
 
@@ -250,23 +239,6 @@ def script_of(command: tuple[str, ...], workdir: Path | None) -> LocalFile | Non
     name = source.relative_to(base).as_posix() if is_inside else source.name
     about = source.stat()
     return LocalFile(name, source, about.st_size, bool(about.st_mode & stat.S_IXUSR))
-
-
-class ProgressLine:
-    """Says on a terminal what a task does before it runs, and when it has to wait again."""
-
-    def __init__(self) -> None:
-        self._last = ""
-
-    def __call__(self, progress: Progress) -> None:
-        from gpool.cli.printing import styled
-
-        said = DOING.get(progress.phase or progress.status, "")
-        if progress.status == "queued" and progress.epoch:
-            said = "waiting for a node again…"
-        if said and said != self._last:
-            click.echo(styled(f"gpool: {said}", colour="cyan"), err=True)
-        self._last = said
 
 
 def say_how_it_ended(result: Result, *, code_too: bool = False) -> None:
