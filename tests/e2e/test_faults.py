@@ -22,8 +22,8 @@ def test_a_killed_server_loses_nothing_and_accepts_nothing_twice(pool: Pool) -> 
     tasks, kills = (5000, 20) if SOAKS else (1500, 3)
     outcome = kill_server(pool, tasks, kills)
     assert (outcome.lost, outcome.twice) == (0, 0)
-    # Every one of them on a machine of its own (bench/faults.py says so); a runner of CI has neighbours.
-    assert statistics.median(outcome.ready_s) <= 2.0
+    # Two seconds on a machine of its own (bench/faults.py holds that); a runner of CI has neighbours.
+    assert statistics.median(outcome.ready_s) <= 6.0
 
 
 @pytest.mark.slow
