@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -201,3 +202,27 @@ def test_the_store_keeps_where_a_hardware_slice_begins() -> None:
     assert allocation_from(1, "[1000,5,[[0,7,1000]]]") == Allocation(
         1, 1000, 5, (Slice(0, 7, 1000),)
     )
+
+
+UNNESTED = (  # where the wide one still fits, a second small one does not
+    SliceProfile("1g.18gb", 16384 * MIB, 1, 1, (7,)),
+    SliceProfile("4g.71gb", 71424 * MIB, 4, 4, (0,)),
+)
+
+
+@pytest.mark.parametrize("cards", [(2,), (1, 1), (1, 2, 1)])
+def test_a_slice_that_does_not_nest_on_the_best_card_goes_to_another(
+    cards: tuple[int, ...],
+) -> None:
+    nodes = []
+    for number, count in enumerate(cards, 1):
+        node, gpus = a_node(number, cpus=8), tuple(a_cut_gpu(i, UNNESTED) for i in range(count))
+        nodes.append(replace(node, offer=replace(node.offer, gpus=gpus)))
+    state = a_state(*nodes)
+    for task in range(1, sum(cards) + 2):
+        enqueue(state, a_shape(user=task, gpu=(GpuRequest(vram_bytes=GIB),)), [task])
+        apply(state, plan(state, NOW))
+    assert sorted(state.held) == list(range(1, sum(cards) + 1))
+    for node in nodes:
+        taken = [line.allocation.slices[0] for line in state.nodes[node.id].lines.values()]
+        assert len({part.gpu_index for part in taken}) == len(taken) == len(node.offer.gpus)

@@ -422,3 +422,19 @@ def test_many_kinds_of_tasks_of_one_user_never_make_a_pass_look_long_for_what_to
         submit(state, a_shape(2, gpu=(GpuRequest(9),), **needs), 1000 + number, at=NOW + 1)
     plan(state, Instant(NOW + SECOND), FAIR, {"fair_share": order})
     assert asked[0] < 400 + 32 + 70  # of those that wait, of those that run, of some of both
+
+
+def test_a_gang_is_never_stopped_for_one_that_would_be_stopped_for_it_next() -> None:
+    """By turns of users it counts on each of its nodes, and seen as if it did not run it counts on none."""
+    state = a_state(*(a_node(number, gpus=1) for number in range(1, 4)))
+    submit(state, a_gpu_task(nodes=3, user=1), 1)
+    policy = Policy(order="round_robin")
+    write(state, plan(state, NOW, policy), NOW)
+    assert running(state) == {1}
+    submit(state, a_gpu_task(nodes=3, user=2), 2, at=NOW + 1)
+    assert not plan(state, Instant(NOW + HOUR), policy).preemptions
+    single = a_state(*(a_node(number, gpus=1) for number in range(1, 4)))
+    submit(single, a_gpu_task(user=1), 1, 2, 3)
+    write(single, plan(single, NOW, policy), NOW)
+    submit(single, a_gpu_task(user=2), 4, at=NOW + 1)
+    assert len(plan(single, Instant(NOW + HOUR), policy).preemptions) == 1

@@ -16,7 +16,7 @@ from gpool.core.scheduling.orders import ORDERS, Policy
 from gpool.core.scheduling.plan import plan
 from gpool.core.scheduling.snapshot import take
 from gpool.core.scheduling.state import State
-from gpool.core.scheduling.whatif import Suggestion, suggest
+from gpool.core.scheduling.whatif import Asking, Suggested, Suggestion, suggest
 
 FCFS = Policy(order="fcfs")
 
@@ -136,3 +136,37 @@ def test_a_snapshot_always_plans_as_its_state(order: str) -> None:
         twin = take(state).state()
         assert twin == state
         assert plan(twin, NOW, policy) == plan(state, NOW, policy)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_who_is_asked_about_after_others_is_always_told_the_same(seed: int) -> None:
+    """Those who ask at once share one copy of the pool, and trying leaves no trace on it."""
+    state, policy, waiting = some_pool(Random(seed))
+    asking = Asking(take(state), NOW, policy)
+    for task in waiting[:8]:
+        assert asking.of(task).found == suggest(take(state), task, NOW, policy)
+
+
+def test_what_is_late_is_told_as_far_as_it_got() -> None:
+    state = a_state(a_node(1, 8, 4))
+    enqueue(state, gpu("1", user=2), [1])
+    apply(state, plan(state, NOW, FCFS))
+    enqueue(state, gpu("4"), [2])
+    looks = iter([False, False, True])
+    asking = Asking(take(state), NOW, FCFS)
+    assert asking.of(TaskId(2), lambda: True) == Suggested((), is_complete=False)
+    found = asking.of(TaskId(2), lambda: next(looks, True))
+    assert ([one.kind for one in found.found], found.is_complete) == (["gpus"], False)
+    assert asking.of(TaskId(2)).is_complete
+
+
+def test_a_copy_of_very_many_queues_has_a_shorter_front_and_whoever_is_asked_about() -> None:
+    state = a_state(a_node(1, 8))
+    for user in range(1, 31):
+        enqueue(state, a_shape(user, cpu_milli=9000), range(1000 * user, 1000 * user + 999))
+    taken = take(state, [TaskId(5998), TaskId(5990)])
+    fronts = [len(event.tasks) for event in taken.queued]
+    assert (min(fronts), max(fronts)) == (666, 668)
+    assert sum(fronts) <= 20_000 + 2
+    assert taken.task(TaskId(5998)) is not None
+    assert taken.left_out == 30 * 999 - sum(fronts)

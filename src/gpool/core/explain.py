@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, replace
 
 from gpool.core.ids import TaskId
@@ -13,7 +13,7 @@ from gpool.core.scheduling.limits import holders_of, least_gpus
 from gpool.core.scheduling.orders import ORDERS, Order, Policy
 from gpool.core.scheduling.placement import fit, is_open, may_join, slice_of, unfit, usable
 from gpool.core.scheduling.plan import DEFAULT, order_named
-from gpool.core.scheduling.ranking import Ranking
+from gpool.core.scheduling.ranking import STEP, Ranking
 from gpool.core.scheduling.state import ShapeState, State
 from gpool.core.scheduling.warmth import loading, may_wait, ready_soon
 
@@ -77,6 +77,19 @@ def explain(
     orders: Mapping[str, Order] = ORDERS,
 ) -> Explanation:
     """Costs shapes x nodes at worst; the length of the queues hardly matters."""
+    steps = in_steps(state, task, now, policy, orders)
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            told: Explanation = end.value
+            return told
+
+
+def in_steps(
+    state: State, task: TaskId, now: Instant, policy: Policy, orders: Mapping[str, Order]
+) -> Generator[None, None, Explanation]:
+    """The same a little at a time. What happens to the state between steps is seen or not, and harms nothing."""
     waiting = state.queue_of(task)
     if waiting is None:
         return _not_waiting(state, task)
@@ -87,7 +100,7 @@ def explain(
             "no_node", "No node has joined the pool yet; `gpool join` on any machine adds one."
         )
     connected = [node for node in nodes if node.connected]
-    capable = [node for node in connected if unfit(node, shape) is None]
+    capable = yield from _of(connected, lambda node: unfit(node, shape) is None)
     if not _are_enough(capable, shape):
         return _too_few(nodes, capable, shape)
     open_nodes = [node for node in capable if is_open(node)]
@@ -97,8 +110,8 @@ def explain(
     if over is not None:
         return over
     ranking = Ranking(state, now, policy, order_named(policy.order, orders))
-    ahead = ranking.ahead(waiting, task, open_nodes)
-    fitting = [node for node in open_nodes if fit(node, state.nodes[node.id].room, shape)]
+    ahead = yield from ranking.ahead(waiting, task, open_nodes)
+    fitting = yield from _of(open_nodes, lambda node: _fits(state, node, shape))
     if _are_enough(fitting, shape):
         if ahead:
             sentence = f"{counted(ahead, 'task is', 'tasks are')} ahead of it in line."
@@ -108,9 +121,25 @@ def explain(
             said = f"Loading its inputs elsewhere would take {seconds:.0f} s: it waits for a node that has them."
             return Explanation("awaits_inputs", said, 1)
         return Explanation("next", "It starts with the next scheduling pass.", 1)
+    open_nodes = [node for node in open_nodes if node.id in state.nodes]
     told = _busy(state, shape, open_nodes, fitting, ahead)
     besides = _besides(connected, capable, shape)
     return replace(told, sentence=f"{told.sentence}{besides}")
+
+
+def _of(nodes: list[Node], is_meant: Callable[[Node], bool]) -> Generator[None, None, list[Node]]:
+    found = []
+    for number, node in enumerate(nodes, 1):
+        if number % (4 * STEP) == 0:
+            yield
+        if is_meant(node):
+            found.append(node)
+    return found
+
+
+def _fits(state: State, node: Node, shape: Shape) -> bool:
+    entry = state.nodes.get(node.id)
+    return entry is not None and fit(node, entry.room, shape) is not None
 
 
 def _waits_for_inputs(
@@ -245,7 +274,9 @@ def _busy(
 
 
 def _has_room(state: State, node: Node, gpu: Gpu, shape: Shape) -> bool:
-    room = state.nodes[node.id].room.gpus[gpu.index]
+    room = state.nodes[node.id].room.gpus.get(gpu.index)
+    if room is None:
+        return False  # the node lost it meanwhile
     if not room.holders:
         return True
     return may_join(room, shape.user) and any(

@@ -158,6 +158,8 @@ class Scheduler:
         await self._deliver(applied, shared, now)
         granted = sum(len(line.leases) for line in applied.lines)
         self._metrics.granted.inc(granted)
+        if granted and decided.is_partial:
+            self.wake.call()
         return granted
 
     async def _preempt(self, preemptions: Sequence[Preempt], term: int, now: Instant) -> None:

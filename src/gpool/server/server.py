@@ -12,6 +12,7 @@ from gpool.core.model import Instant
 from gpool.server.blobs import Blobs
 from gpool.server.clock import Clock
 from gpool.server.credentials import Credentials
+from gpool.server.explaining import Explaining
 from gpool.server.gpu_proofs.examiner import Examiner
 from gpool.server.hub import Hub
 from gpool.server.identity.certificates import Certificate
@@ -67,6 +68,7 @@ class Server:
     examiner: Examiner | None = None  # None: GPUs are neither measured nor examined
     telemetry: Telemetry = field(default_factory=Telemetry)
     learning: Asking = field(default_factory=Asking)
+    explaining: Explaining = field(default_factory=Explaining)
 
     @property
     def now(self) -> Instant:

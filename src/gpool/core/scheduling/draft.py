@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from itertools import islice
+from operator import itemgetter
 from typing import Protocol
 
 import numpy as np
@@ -12,7 +13,7 @@ from gpool.core.ids import NodeId, TaskId, UserId
 from gpool.core.model import SECOND, Allocation, Instant, Node, Shape, Span
 from gpool.core.scheduling import gangs
 from gpool.core.scheduling.backfill import UNKNOWN, End, Reservation, may_pass, ready_at
-from gpool.core.scheduling.events import Member, Preempt
+from gpool.core.scheduling.events import Member
 from gpool.core.scheduling.fair_share import (
     Amounts,
     amounts_of,
@@ -35,10 +36,9 @@ from gpool.core.scheduling.limits import (
 from gpool.core.scheduling.orders import DECISIVE, ORDERS, Candidate, Key, Order, Policy
 from gpool.core.scheduling.placement import Fit, is_open
 from gpool.core.scheduling.predictions import model_of
-from gpool.core.scheduling.preemption import Victim
 from gpool.core.scheduling.queue import Entry
 from gpool.core.scheduling.room import Room
-from gpool.core.scheduling.state import Line, ShapeState, State
+from gpool.core.scheduling.state import Line, NodeState, ShapeState, State
 
 MAX_KEPT_CLEAR = 8
 _LOOKS_FOR_CLEARING = 64  # shapes a pass for which a node to clear is sought
@@ -136,32 +136,34 @@ class Draft:
         self.lines: dict[tuple[NodeId, int], NewLine] = {}
         self.looks_at_shares = policy.order == "fair_share" or policy.order not in ORDERS
         self.changes = 0  # of what anybody holds, in this pass
+        self.changed: dict[Holder, int] = {}  # which of them was their last
         self.taken: dict[Holder, Amounts] = {}  # by tenants and users, in this pass
         self._known_shares: dict[Holder, int] = {}  # until they take something
         self.future: dict[NodeId, Room] = {}  # where something stops or is promised
         self.clearing: dict[NodeId, Shape] = {}
-        self.stopped: set[Line] = set()
         self.helped: set[Holder] = set()  # tenants with a node kept clear though some of theirs run
         self.most_share = self.most_lately = 0  # of any tenant that has tasks waiting
         self.mean_share = 0  # of those, now
+        self._lefts: dict[int, list[tuple[int, Line]]] = {}  # by the nodes' entries
         self._latelies: dict[Holder, int] = {}
         self.predictions: dict[int, tuple[Span | None]] = {}
         self.run_times: dict[tuple[int, str], Span] = {}
         self.made_on: dict[NodeId, list[tuple[Shape, Allocation]]] = {}  # in this pass
-        self.preemptions: list[Preempt] = []
-        # By user: shapes for which nothing can be stopped, as things stand, and how many were looked at for nothing.
-        self.hopeless: dict[UserId, list[Shape]] = {}
-        self.in_vain: dict[UserId, int] = {}
-        self.all_in_vain = 0
         self.awaited: dict[str, int] = {}  # large inputs: tasks that wait for a node with them
-        self._alike: dict[Alike, list[Line]] | None = None  # what may be stopped
-        self._victims: dict[Alike, list[Victim]] = {}
 
     def key(self, turn: Turn, given_up: int = 0, without: Holding | None = None) -> Key:
         """Where its next task stands; `without`: as if that did not run."""
         shape = turn.entry.shape
         running = self.state.running.get(shape.user, 0) + self.running.get(shape.user, 0) - given_up
         return self.order(self.candidate(shape, turn.head, running, without), self.now, self.policy)
+
+    def has_changed(self, turn: Turn) -> bool:
+        """Whether its people hold something else than when its key was made: nothing else changes a key in a pass."""
+        if turn.seen == self.changes:
+            return False
+        return any(
+            self.changed.get(holder, 0) > turn.seen for holder in holders_of(turn.entry.shape)
+        )
 
     def candidate(
         self, shape: Shape, entry: Entry, running: int = 0, without: Holding | None = None
@@ -305,6 +307,8 @@ class Draft:
     def count(self, shape: Shape, allocations: list[Allocation], sign: int = 1) -> None:
         """What its people hold with these."""
         self.changes += 1
+        for holder in holders_of(shape):
+            self.changed[holder] = self.changes
         self.running[shape.user] = self.running.get(shape.user, 0) + sign * len(allocations)
         gpus = sum(gpus_of(allocation) for allocation in allocations)
         if gpus:
@@ -417,17 +421,24 @@ class Draft:
         cpu, work, tenant = room.free_cpu, 0, tenant_of(shape)
         if free >= gpus and cpu >= needs.cpu_milli:
             return work
-        lefts = [
-            (self.left_of(line, entry.node), line.allocation)
-            for line in entry.lines.values()
-            if is_first or self.is_behind(tenant, tenant_of(line.shape))
-        ]
-        for place, (left, allocation) in enumerate(sorted(lefts, key=lambda each: each[0])):
-            free, cpu = free + gpus_of(allocation), cpu + allocation.cpu_milli
+        lefts = self.lefts_on(entry)
+        if not is_first:
+            lefts = [each for each in lefts if self.is_behind(tenant, tenant_of(each[1].shape))]
+        for place, (left, line) in enumerate(lefts):
+            free, cpu = free + gpus_of(line.allocation), cpu + line.allocation.cpu_milli
             work += (left // SECOND) ** 2
             if free >= gpus and cpu >= needs.cpu_milli:
                 return work if is_first or place or gpus > 1000 else None
         return None
+
+    def lefts_on(self, entry: NodeState) -> list[tuple[int, Line]]:
+        """What its lines have left to do, the least first."""
+        known = self._lefts.get(id(entry))
+        if known is None:
+            known = [(self.left_of(line, entry.node), line) for line in entry.lines.values()]
+            known.sort(key=itemgetter(0))
+            self._lefts[id(entry)] = known
+        return known
 
     def left_of(self, line: Line, node: Node | None) -> int:
         """What has outlived its prediction goes on for a while."""

@@ -29,6 +29,7 @@ from gpool.core.scheduling.caches import Caches
 from gpool.core.scheduling.fragmentation import Ints, Slots
 from gpool.core.scheduling.placement import (
     Fit,
+    a_slice,
     is_slice,
     memory_for,
     placed,
@@ -37,7 +38,7 @@ from gpool.core.scheduling.placement import (
 )
 from gpool.core.scheduling.pricing import WEIGHT, Pricing
 from gpool.core.scheduling.remnants import GPU
-from gpool.core.scheduling.room import Room
+from gpool.core.scheduling.room import ANYBODY, Room
 from gpool.core.scheduling.rows import MAX_PRICE_STEP, Row
 from gpool.core.scheduling.stakes import Stakes, stakes
 
@@ -45,6 +46,7 @@ Overlaid = tuple[Room, int]
 MAX_CELLS = 8_000_000  # numbers kept in all rows together, about 80 MB
 MAX_SHAPES = 20_000
 
+_OF_A_ROW = 2000
 _MADE = (environments.PIP, environments.IMAGE)
 _NONE = np.iinfo(np.int64).min
 _FIRST = np.array([True])
@@ -70,6 +72,15 @@ class Candidates(NamedTuple):
     rest: Ints
 
 
+class Free(NamedTuple):
+    """Amounts by slot: of CPU, memory and disk, and how many GPUs are idle."""
+
+    cpu: NDArray[np.float64]
+    memory: NDArray[np.float64]
+    disk: Ints
+    gpus: Ints
+
+
 class Engine:
     """`look` tells a node's room and lines; the rooms in `overlay` are those that the present pass has taken from.
 
@@ -87,6 +98,9 @@ class Engine:
         self.overlay: dict[NodeId, Overlaid] = {}
         self.board = Board(pricing, self._room_and_lines)
         self.scored = 0  # places looked at closely so far: what decisions cost
+        self.fresh = (
+            0  # the same of rows when they were first asked for, and something for each of those
+        )
         self._look = look
         self._has_audiences = False
         self._rows: dict[tuple[object, ...], list[Row]] = {}
@@ -146,12 +160,20 @@ class Engine:
         if barred:
             key = key.copy()
             key[[board.slots[id_] for id_ in barred if id_ in board.slots]] = _NONE
-        slot = self._best(row, key)
-        found = None if slot is None else self._fit(row, slot)
-        return None if slot is None or found is None else (NodeId(int(board.ids[slot])), found)
+        while (slot := self._best(row, key)) is not None:
+            found = self._fit(row, slot)
+            if found is not None:
+                return NodeId(int(board.ids[slot])), found
+            row.key[slot] = key[slot] = _NONE  # until the node changes
+        return None
+
+    def is_new(self, shape: Shape) -> bool:
+        """Whether some of its alternatives have never been asked for, so that all nodes have to be scored."""
+        rows = self._rows_of(shape)
+        return any(row.generation != self.board.generation and self._might_fit(row) for row in rows)
 
     def is_full(self, shape: Shape, turn: int) -> bool:
-        """Whether `best` found nowhere for this alternative, or for another that asks for the same, and nothing changed since."""
+        """Whether `best` or `candidates` found nowhere for this alternative, or for another that asks for the same, and nothing changed since."""
         board = self.board
         board.refresh()
         return self._rows_of(shape)[turn].full == (board.generation, board.now)
@@ -162,9 +184,12 @@ class Engine:
         board.refresh()
         row = self._rows_of(shape)[turn]
         if row.generation != board.generation and not self._might_fit(row):
+            row.full = (board.generation, board.now)
             return Candidates(np.empty(0, np.intp), np.empty(0, np.int64), np.empty(0, np.int64))
         self._update(row)
         slots = np.flatnonzero(row.key != _NONE)
+        if not len(slots):
+            row.full = (board.generation, board.now)
         if barred:
             out = np.array([board.slots[id_] for id_ in barred if id_ in board.slots], np.intp)
             slots = slots[~np.isin(slots, out)]
@@ -195,6 +220,32 @@ class Engine:
                 able[board.slots[id_]] = False
         slots = np.flatnonzero(able)
         return slots, has_room[slots]
+
+    def free(self) -> Free:
+        """What is free now, to be changed by who asked."""
+        board = self.board
+        board.refresh()
+        idle: Ints = (board.free == GPU).sum(1)
+        return Free(board.cpu.copy(), board.memory.copy(), board.disk.copy(), idle)
+
+    def would_fit(self, shape: Shape, free: Free) -> NDArray[np.bool_]:
+        """The slots where one allocation might have room if so much were free; of parts of GPUs any GPU will do."""
+        board, found = self.board, np.zeros(self.board.size, bool)
+        needs = shape.requirements
+        for row in self._rows_of(shape):
+            row.learn(board)
+            able = row.able[board.kind]
+            able &= free.cpu >= needs.cpu_milli
+            able &= free.memory >= row.memory[board.kind]
+            if needs.disk_bytes:
+                able &= free.disk >= needs.disk_bytes
+            if row.request is not None:
+                if is_slice(row.request):
+                    able &= (free.gpus > 0) | (board.free > 0).any(1)
+                else:
+                    able &= free.gpus >= row.request.count
+            found |= able
+        return found
 
     def nearest(self, shape: Shape, barred: Collection[NodeId]) -> NodeId | None:
         """Of the nodes that could run it when idle, the one with the fewest lines."""
@@ -266,6 +317,7 @@ class Engine:
             row.key = np.full(board.size, _NONE, np.int64)
             row.gpu = np.zeros(board.size, np.int16)
             row.kinds, changed = 0, np.arange(len(board.nodes))
+            self.fresh += len(board.nodes) + _OF_A_ROW
         else:
             changed = board.since(row.read)
         row.read = board.now
@@ -309,7 +361,11 @@ class Engine:
             return True
         if is_slice(request):
             share = request.share_milli if request.share_milli < GPU else 1
-            return any(gpu.free_share >= share for gpu in room.gpus.values())
+            vram, holders = request.vram_bytes or 1, (None, ANYBODY, row.shape.user)
+            return any(
+                gpu.free_share >= share and gpu.free_memory >= vram and gpu.user in holders
+                for gpu in room.gpus.values()
+            )
         return sum(1 for gpu in room.gpus.values() if not gpu.holders) >= request.count
 
     # ---- scoring
@@ -437,7 +493,7 @@ class Engine:
         return int(_least(tied, board.ids[tied])[0])
 
     def _fit(self, row: Row, slot: int) -> Fit | None:
-        """None: a card whose hardware slices do not nest has no place for this one after all."""
+        """None: cards whose hardware slices do not nest have no place for this one after all."""
         node = self.board.nodes[slot]
         assert node is not None
         needs, request = row.shape.requirements, row.request
@@ -449,7 +505,10 @@ class Engine:
             part = slice_of(node.offer.gpus[int(row.gpu[slot])], request)
             room = self._room_and_lines(node.id)[0].gpus[part.gpu_index]
             there = placed(room, part)
-            return None if there is None else Fit(needs.cpu_milli, memory, (there,), disk)
+            if there is not None:
+                return Fit(needs.cpu_milli, memory, (there,), disk)
+            other = a_slice(node, self._room_and_lines(node.id)[0], request, row.shape)
+            return None if other is None else Fit(needs.cpu_milli, memory, other, disk)
         cap = needs.max_price_microcredits
         found = whole(node, self._room_and_lines(node.id)[0], request, cap)
         assert found is not None, "the board says there are idle GPUs and the room has none"

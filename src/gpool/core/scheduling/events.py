@@ -161,7 +161,11 @@ class Preempt:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What the scheduler decided and has not yet written."""
+    """What the scheduler decided and has not yet written.
+
+    `is_partial`: more might start at once, in another pass; this one would have taken too long.
+    """
 
     places: tuple[Place, ...] = ()
     preemptions: tuple[Preempt, ...] = ()
+    is_partial: bool = False

@@ -231,7 +231,7 @@ def fit(node: Node, room: Room, shape: Shape) -> Fit | None:
         return Fit(needs.cpu_milli, memory, (), disk)
     for request in needs.gpu:
         slices = (
-            _a_slice(node, room, request, shape)
+            a_slice(node, room, request, shape)
             if is_slice(request)
             else whole(node, room, request, needs.max_price_microcredits)
         )
@@ -283,7 +283,8 @@ def placed(gpu: GpuRoom, part: Slice) -> Slice | None:
     return None if start is None else replace(part, start=start)
 
 
-def _a_slice(node: Node, room: Room, request: GpuRequest, shape: Shape) -> tuple[Slice, ...] | None:
+def a_slice(node: Node, room: Room, request: GpuRequest, shape: Shape) -> tuple[Slice, ...] | None:
+    """What a request for part of a GPU gets in this room."""
     best: tuple[tuple[int, ...], Slice] | None = None
     cap = shape.requirements.max_price_microcredits
     for gpu in room.gpus.values():

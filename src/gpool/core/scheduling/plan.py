@@ -13,7 +13,9 @@ No start takes a user or a team past its limit of running GPUs (`policy.limits`)
 no node clear and takes no line from others, but after `patience` its own people's limit is kept for it.
 
 What it costs: a little for each shape that waits, each grant, and each node that changed since a shape was last asked for.
-Neither the length of a queue nor the number of nodes matters much.
+Neither the length of a queue nor the number of nodes matters much. And there is an end to it: a pass starts no more than
+`MAX_STARTS`, looks at no more than `MAX_IN_VIEW` shapes, those in turn that do not stand first (`turns`), and looks for what to
+stop as long as a budget lasts, and beyond that for some in turn. So everybody is looked at within so many passes.
 """
 
 from __future__ import annotations
@@ -197,7 +199,7 @@ class _Lines(Starts):
             else:
                 grants = tuple([Grant(TaskId(e[1]), epoch_of(e) + 1) for e in line.grants])
             places.append(Place(line.node, line.allocation, line.shape, grants, line.members))
-        return Plan(tuple(places), tuple(self.preemptions))
+        return Plan(tuple(places), tuple(self.preemptions), self.is_partial)
 
     def grant_known(self, entry: Entry) -> Grant:
         """With what is needed to compare it with others while it runs."""

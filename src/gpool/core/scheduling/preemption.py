@@ -12,15 +12,18 @@ place for a gang helps nobody.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import chain, islice
 from typing import NamedTuple
 
+import numpy as np
+
 from gpool.core.ids import NodeId
 from gpool.core.model import SECOND, Instant, Node, Shape
 from gpool.core.scheduling.fair_share import Amounts
-from gpool.core.scheduling.orders import Key
+from gpool.core.scheduling.fragmentation import Ints
+from gpool.core.scheduling.orders import Key, Policy
 from gpool.core.scheduling.placement import Fit, fit, is_slice, usable
 from gpool.core.scheduling.remnants import GPU
 from gpool.core.scheduling.room import Room
@@ -97,6 +100,35 @@ class Victim(NamedTuple):
     @property
     def parts(self) -> tuple[Line, ...]:
         return self.line, *self.line.members
+
+
+class Victims:
+    """Those of one user and size together, the last in the order first; what all of a group have in common as rows."""
+
+    def __init__(self, groups: list[list[Victim]]) -> None:
+        self._groups = groups
+        heads = [(alike[0].key, alike[0].line.shape) for alike in groups]
+        self._bands: Ints = np.array([key[0] for key, _ in heads], np.int64)
+        self._shares: Ints = np.array([(*key[1:2], 0)[0] for key, _ in heads], np.int64)
+        self._users: Ints = np.array([shape.user for _, shape in heads], np.int64)
+        teams = [-1 if shape.team is None else shape.team for _, shape in heads]
+        self._teams: Ints = np.array(teams, np.int64)
+
+    def worth_a_look(self, shape: Shape, mine: Key, policy: Policy) -> Iterator[list[Victim]]:
+        """Groups of which some might be stopped for one with this key (`outranks`): all others may not, for certain."""
+        bands = self._bands
+        maybe = self._users == shape.user
+        if shape.team is not None:
+            maybe |= self._teams == shape.team
+        if policy.order == "fair_share":
+            share, margin = mine[1], policy.margin_milli
+            after = self._shares * (1000 - margin) > share * (1000 + margin)
+            maybe |= (bands == mine[0]) & (after | (self._shares == share))
+        else:
+            maybe |= bands == mine[0]
+        maybe |= bands > mine[0]
+        for place in np.flatnonzero(maybe).tolist():
+            yield self._groups[place]
 
 
 class Clearing(NamedTuple):

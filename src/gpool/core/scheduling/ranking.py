@@ -6,17 +6,20 @@ the same people take meanwhile is left out, so a place is exact at the front of 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 
 from gpool.core.ids import TaskId
 from gpool.core.model import Instant, Node, Shape
 from gpool.core.scheduling.fair_share import Amounts, compared, tenant_of
 from gpool.core.scheduling.levels import attained_at
 from gpool.core.scheduling.limits import Holder, band, least_gpus
-from gpool.core.scheduling.orders import Candidate, Key, Order, Policy
+from gpool.core.scheduling.orders import ORDERS, Candidate, Key, Order, Policy
 from gpool.core.scheduling.placement import unfit
 from gpool.core.scheduling.queue import Entry
 from gpool.core.scheduling.state import ShapeState, State
+
+STEP = 50
+"""Shapes or nodes looked at before others have their turn."""
 
 _LOOKS = 50_000
 """Kinds of nodes looked at for all shapes together; past them a shape counts as one that could use the same."""
@@ -25,16 +28,21 @@ _LOOKS = 50_000
 class Ranking:
     def __init__(self, state: State, now: Instant, policy: Policy, order: Order) -> None:
         self._state, self._now, self._policy, self._order = state, now, policy, order
+        self._looks_ahead = policy.order == "shortest" or policy.order not in ORDERS
 
-    def ahead(self, mine: ShapeState, task: TaskId, nodes: list[Node]) -> int:
-        """How many waiting tasks come first and could use one of these nodes."""
+    def ahead(
+        self, mine: ShapeState, task: TaskId, nodes: list[Node]
+    ) -> Generator[None, None, int]:
+        """How many waiting tasks come first and could use one of these nodes; in steps, as `explain.in_steps`."""
         entry = mine.queue.entry_of(task)
         if entry is None:
             return 0
         own = mine.queue.count_while(lambda _, other: other < entry)
         my_key = self.key(mine.shape, own, entry)
         total, looks, nodes = own, _LOOKS, self._one_of_each(nodes)
-        for other in self._state.waiting():
+        for number, other in enumerate(list(self._state.waiting()), 1):
+            if number % STEP == 0:
+                yield
             if other is mine:
                 continue
             shape = other.shape
@@ -51,7 +59,8 @@ class Ranking:
     def _one_of_each(self, nodes: list[Node]) -> list[Node]:
         """Of nodes that are alike to every shape the first."""
         board = self._state.engine(self._policy.pricing).board
-        kinds = {int(board.kind[board.slots[node.id]]): node for node in reversed(nodes)}
+        there = [node for node in reversed(nodes) if node.id in board.slots]
+        kinds = {int(board.kind[board.slots[node.id]]): node for node in there}
         return list(kinds.values())
 
     def key(self, shape: Shape, place: int, entry: Entry) -> Key:
@@ -76,7 +85,7 @@ class Ranking:
             state.served(shape.user),
             attained_at(shape.level),
             self._shares(shape, share),
-            state.predictions.of(shape),
+            state.predictions.of(shape) if self._looks_ahead else None,
             band(policy.limits, shape, held, gpus),
         )
         return self._order(candidate, self._now, policy)

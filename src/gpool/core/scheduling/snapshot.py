@@ -1,10 +1,12 @@
 """A frozen copy of the scheduling state, cheap to take and safe to hand to another thread. It takes no decision.
 
-Of a long queue only the front is copied: a pass starts no more of a shape than `policy.max_places_per_pass`.
+Of a long queue only the front is copied: a pass starts no more of a shape than `policy.max_places_per_pass`. Of very many
+queues a shorter front, so that taking it is soon done.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from itertools import islice
 
@@ -23,6 +25,9 @@ from gpool.core.scheduling.state import Line, State
 
 FRONT = 1000
 """Tasks of one shape that are copied."""
+
+MOST = 20_000
+"""Of all shapes together, or one of each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,15 +56,22 @@ class Snapshot:
         return next((one for event in self.queued for one in event.tasks if one.id == id_), None)
 
 
-def take(state: State, also: TaskId | None = None, front: int = FRONT) -> Snapshot:
-    """`also`: a task that is wanted however far back it stands."""
-    mine = None if also is None else state.queue_of(also)
+def take(state: State, also: Collection[TaskId] = (), front: int = FRONT) -> Snapshot:
+    """`also`: tasks that are wanted however far back they stand."""
+    wanted: dict[int, list[TaskId]] = {}
+    for id_ in also:
+        mine = state.queue_of(id_)
+        if mine is not None:
+            wanted.setdefault(id(mine), []).append(id_)
     queued = []
+    front = min(front, _even([entry.queue.size for entry in state.waiting()], MOST))
     for entry in state.waiting():
         tasks = [_queued(state, one) for one in islice(entry.queue.entries(), front)]
-        if entry is mine and also is not None and all(task.id != also for task in tasks):
-            found = entry.queue.entry_of(also)
-            tasks += [] if found is None else [_queued(state, found)]
+        if id(entry) in wanted:
+            there = {task.id for task in tasks}
+            missing = [id_ for id_ in wanted[id(entry)] if id_ not in there]
+            behind = [found for id_ in missing if (found := entry.queue.entry_of(id_)) is not None]
+            tasks += [_queued(state, found) for found in sorted(behind)]
         queued.append(TasksQueued(entry.shape, tuple(tasks)))
     lines: dict[Line, list[TaskId]] = {}
     for id_, line in state.held.items():
@@ -87,3 +99,14 @@ def take(state: State, also: TaskId | None = None, front: int = FRONT) -> Snapsh
 def _queued(state: State, entry: Entry) -> QueuedTask:
     at, id_ = Instant(entry[0]), TaskId(entry[1])
     return QueuedTask(id_, epoch_of(entry), at, state.attained(id_, at))
+
+
+def _even(sizes: list[int], most: int) -> int:
+    """How long a front may be if all fronts together have no more than `most`; one at least."""
+    sizes.sort()
+    for place, size in enumerate(sizes):
+        left = len(sizes) - place
+        if size * left > most:
+            return max(1, most // left)
+        most -= size
+    return max(sizes, default=1)

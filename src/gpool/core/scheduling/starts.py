@@ -2,47 +2,87 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from heapq import heapify, heappop, heapreplace
+from itertools import chain
 
-from gpool.core.ids import NodeId, TaskId
+import numpy as np
+
+from gpool.core.ids import NodeId, TaskId, UserId
 from gpool.core.model import Instant, Node, Shape, Span
 from gpool.core.scheduling import gangs, preemption, warmth
-from gpool.core.scheduling.draft import Draft, Turn
+from gpool.core.scheduling.draft import Alike, Draft, Turn
 from gpool.core.scheduling.events import Preempt
 from gpool.core.scheduling.fair_share import asked_by
 from gpool.core.scheduling.limits import WITHIN, Holder, holders_of
-from gpool.core.scheduling.orders import Candidate, Key, Standing, outranks
-from gpool.core.scheduling.placement import unfit
-from gpool.core.scheduling.preemption import Victim
+from gpool.core.scheduling.orders import Candidate, Key, Order, Policy, Standing, outranks
+from gpool.core.scheduling.preemption import Victim, Victims
+from gpool.core.scheduling.reach import Reach
+from gpool.core.scheduling.remnants import GPU
 from gpool.core.scheduling.room import Room
-from gpool.core.scheduling.state import Line
+from gpool.core.scheduling.state import Line, ShapeState, State
 
 _LOOKS_WITHIN_LIMITS = 32  # cards tried for a slice whose share of them differs
-# Of one user so many shapes a pass for which nothing can be stopped, and after so many of all one of each user: looking costs
-# as much as what runs, and whoever has many kinds of tasks waiting must not hold up the rest.
-_VAIN_OF_ONE, _VAIN = 64, 256
+MAX_IN_VIEW = 1500
+"""Shapes that one pass looks at; where more wait, in turn (`turns`)."""
+
+MAX_STARTS = 400
+"""Of one pass: the next one goes on."""
+
+_FRESH = 500_000  # nodes scored in a pass for shapes that were never asked for; then they wait for the next
+
+# Looking for what to stop costs as much as what runs, and whoever has many kinds of tasks waiting must not hold up the rest: of
+# one user so many shapes a pass for which nothing can be stopped, and of all together so much work, in about microseconds.
+# Beyond that a few users have their turn in each pass, whatever was spent.
+_VAIN_OF_ONE = 64
+_WORK, _OF_A_NODE, _OF_A_VICTIM = 10_000, 15, 3
+SEARCHES_IN_TURN = 2
+MAX_NODES_SEARCHED = 128
+"""For one task, of those where something might stop for it."""
 
 
 class Starts(Draft):
     """See the module."""
 
+    def __init__(self, state: State, now: Instant, policy: Policy, order: Order) -> None:
+        super().__init__(state, now, policy, order)
+        self.preemptions: list[Preempt] = []
+        self.stopped: set[Line] = set()
+        # By user: shapes for which nothing can be stopped, as things stand, and how many were looked at for nothing.
+        self.hopeless: dict[UserId, list[Shape]] = {}
+        self.in_vain: dict[UserId, int] = {}
+        self.work = _WORK  # that may still be done to find what to stop
+        self._due: dict[UserId, ShapeState] | None = None
+        self.is_partial = False
+        self._reach: Reach | None = None
+        self._alike: dict[Alike, list[Line]] | None = None  # what may be stopped
+        self._victims: dict[Alike, list[Victim]] = {}
+        self._found: Victims | None = None  # those
+
     def start_what_fits(self) -> None:
         turns = []
-        for entry in self.state.waiting():
+        in_view = self.state.in_view(MAX_IN_VIEW, SEARCHES_IN_TURN)
+        for entry in in_view:
             turn = Turn(entry)
             turn.key = self.key(turn)
             turns.append((turn.key, turn.head, turn))
         self.compare(turn for _, _, turn in turns)
         heapify(turns)
         self.book_what_stops()
-        while turns and len(self.made) < self.policy.max_places_per_pass:
+        self.is_partial = len(in_view) < self.state.shapes_waiting
+        fresh, most = self.engine.fresh, min(self.policy.max_places_per_pass, MAX_STARTS)
+        while turns and len(self.made) < most:
             key, _, turn = turns[0]
-            if turn.seen != self.changes:
+            if self.has_changed(turn):
                 turn.key, turn.seen = self.key(turn), self.changes
                 if turn.key > key:  # its user got something meanwhile
                     heapreplace(turns, (turn.key, turn.head, turn))
                     continue
+            if self.engine.fresh - fresh > _FRESH and self.may_wait(turn):
+                self.is_partial = True
+                self.waiting.append(turn)
+                heappop(turns)
+                continue
             if not self.start_one(turn) and not self.clear_for(turn):
                 self.waiting.append(turn)
                 self.keep_clear(turn)
@@ -52,8 +92,20 @@ class Starts(Draft):
                 heapreplace(turns, (turn.key, turn.head, turn))
             else:
                 heappop(turns)
+        self.is_partial |= bool(turns)
         while turns:
             self.waiting.append(heappop(turns)[2])
+
+    def may_wait(self, turn: Turn) -> bool:
+        """Whether it takes long to look for a place for it, and it is not its turn."""
+        entry = turn.entry
+        return entry is not self.due().get(entry.shape.user) and self.engine.is_new(entry.shape)
+
+    def due(self) -> dict[UserId, ShapeState]:
+        """Whose turn it is to be looked for, and for which of their shapes."""
+        if self._due is None:
+            self._due = self.state.due(SEARCHES_IN_TURN)
+        return self._due
 
     def start_one(self, turn: Turn) -> bool:
         shape = turn.entry.shape
@@ -116,13 +168,14 @@ class Starts(Draft):
             return False
         shape = turn.entry.shape
         vain = self.in_vain.get(shape.user, 0)
-        if vain >= (_VAIN_OF_ONE if self.all_in_vain < _VAIN else 1):
+        if not self.may_search(turn, vain):
             return False
         tried = self.hopeless.setdefault(shape.user, [])
         if any(preemption.asks_no_less(shape, other) for other in tried):
             return False
+        if not self.reach().nodes(shape).any():
+            return False
         self.in_vain[shape.user] = vain + 1
-        self.all_in_vain += 1
         choose = gangs.cheapest if shape.requirements.nodes > 1 else preemption.cheapest
         found = choose(shape, shape.requirements.nodes, self.clearable(turn))
         sure = self.policy.limits.guaranteed
@@ -133,7 +186,6 @@ class Starts(Draft):
         if found is None or not self.is_within_limits(turn, *(each.fit for each in found)):
             return False
         self.in_vain[shape.user] = vain
-        self.all_in_vain -= 1
         task = TaskId(turn.head[1])
         for victim in {id(v.line): v for each in found for v in each.victims}.values():
             if victim.line in self.stopped:
@@ -150,6 +202,7 @@ class Starts(Draft):
         for each in found:
             allocation = each.fit.numbered(-1)
             self.ahead(each.node).take(allocation, shape.user)
+            self.reach().take(each.node, allocation)
             self.clearing[each.node] = shape
             promised.append(allocation)
         self.count(shape, promised)
@@ -169,6 +222,19 @@ class Starts(Draft):
             for holder, gpus in lost.items()
         )
 
+    def may_search(self, turn: Turn, vain: int) -> bool:
+        """Whether to look for what to stop for it: while there is time, and for those whose turn it is."""
+        if self.work > 0 and vain < _VAIN_OF_ONE:
+            return True
+        due = self.due().get(turn.entry.shape.user)
+        return due is not None and (not vain or due is turn.entry)
+
+    def reach(self) -> Reach:
+        if self._reach is None:
+            stopping = [line for line in self.state.stoppable.values() if line.stopping]
+            self._reach = Reach(self.engine, chain(stopping, *self.in_sight().values()))
+        return self._reach
+
     def clearable(
         self, turn: Turn, sure: dict[Holder, int] | None = None
     ) -> Iterator[tuple[Node, Room, list[Victim]]]:
@@ -176,28 +242,68 @@ class Starts(Draft):
 
         `sure`: what others have to keep.
         """
-        shape = turn.entry.shape
-        at: dict[NodeId, list[Victim]] = {id_: [] for id_ in self.future}
+        shape, slots = turn.entry.shape, self.engine.board.slots
+        there = self.reach().nodes(shape)
+        at: dict[NodeId, list[Victim]] = {
+            id_: [] for id_ in self.future if id_ in slots and there[slots[id_]]
+        }
         if shape.requirements.nodes > 1:
             free, board = self.engine.could_run(shape, ()), self.engine.board
             at |= {NodeId(int(id_)): [] for id_ in board.ids[free[0][free[1]]]}
         if len(self.preemptions) < self.policy.max_preemptions_per_pass:
-            for alike in self.victims():
-                for victim in self.outranked(turn, alike):
-                    if victim.line not in self.stopped and self.is_spare(victim, turn, sure):
-                        for id_ in {part.node for part in victim.parts}:
-                            at.setdefault(id_, []).append(victim)
-        barred = self.barred(shape) - self.clearing.keys()
-        for id_, victims in at.items():
+            for victim in self.outranked(turn):
+                self.work -= _OF_A_VICTIM
+                line = victim.line
+                if line in self.stopped or (sure and not self.is_spare(victim, turn, sure)):
+                    continue
+                for id_ in {part.node for part in victim.parts} if line.members else (line.node,):
+                    if id_ in slots and there[slots[id_]]:
+                        at.setdefault(id_, []).append(victim)
+        for id_ in self.barred(shape) - self.clearing.keys():
+            at.pop(id_, None)
+        for id_ in self.nearest_of(shape, at):
+            self.work -= _OF_A_NODE
             node = self.node(id_)
-            if node is not None and id_ not in barred and unfit(node, shape) is None:
-                yield node, self.future.get(id_) or self.room(id_), victims
+            if node is not None:
+                yield node, self.future.get(id_) or self.room(id_), at[id_]
 
-    def outranked(self, turn: Turn, alike: list[Victim]) -> Iterator[Victim]:
-        """Of some of one user and size those that may be stopped for it."""
-        line, shape = alike[0].line, turn.entry.shape
-        mine = self.key(turn, without=line)
-        gained = self.shares(shape, line, asked_by(shape))
+    def nearest_of(self, shape: Shape, at: dict[NodeId, list[Victim]]) -> Iterable[NodeId]:
+        """Not all of very many: half of them those with most idle GPUs, and others in turn. Of a gang's all."""
+        if len(at) <= MAX_NODES_SEARCHED or shape.requirements.nodes > 1:
+            return list(at)
+        board = self.engine.board
+        ids = np.fromiter(at, np.int64, len(at))
+        idle = (board.free[[board.slots[id_] for id_ in at]] == GPU).sum(1)
+        order = ids[np.lexsort((ids, -idle))]
+        half = MAX_NODES_SEARCHED // 2
+        rest = np.sort(order[half:])
+        first = self.state.passes * half % len(rest)
+        chosen = [*order[:half].tolist(), *np.roll(rest, -first)[:half].tolist()]
+        return [NodeId(id_) for id_ in chosen]
+
+    def outranked(self, turn: Turn) -> Iterator[Victim]:
+        """What may be stopped for it. Of strangers' only those are looked at that may come after it by their shares."""
+        shape = turn.entry.shape
+        mine, gained = self.key(turn), self.shares(shape, None, asked_by(shape))
+        for alike in self.victims().worth_a_look(shape, mine, self.policy):
+            self.work -= 1
+            line, other = alike[0].line, alike[0].line.shape
+            if shape.user == other.user or (shape.team is not None and shape.team == other.team):
+                own = self.key(turn, without=line)
+                yield from self.outranked_of(alike, own, self.shares(shape, line, asked_by(shape)))
+            else:
+                yield from self.outranked_of(alike, mine, gained)
+
+    def outranked_of(
+        self, alike: list[Victim], mine: Key, gained: tuple[int, int]
+    ) -> Iterator[Victim]:
+        """Of some of one user and size those that may be stopped."""
+        theirs = alike[0].key
+        decides = 3 if self.policy.order == "fair_share" else 1  # and is the same for all of them
+        both = Standing(mine, gained, theirs, Span(0))
+        if mine[:decides] != theirs[:decides] and outranks(both, self.policy):
+            yield from alike
+            return
         for victim in alike:
             ran = Span(self.now - victim.line.since)
             if outranks(Standing(mine, gained, victim.key, ran), self.policy):
@@ -205,10 +311,8 @@ class Starts(Draft):
             elif mine[:3] == victim.key[:3] or ran >= self.policy.turn:
                 return  # nor may those that come before it
 
-    def is_spare(self, victim: Victim, turn: Turn, sure: dict[Holder, int] | None) -> bool:
+    def is_spare(self, victim: Victim, turn: Turn, sure: dict[Holder, int]) -> bool:
         """Whether its people have what they are guaranteed without it, and without those that this was said of before."""
-        if sure is None:
-            return True
         gpus, mine = victim.amounts[0], set(holders_of(turn.entry.shape))
         theirs = [
             each for each in holders_of(victim.line.shape) if each in sure and each not in mine
@@ -219,8 +323,17 @@ class Starts(Draft):
             sure[holder] += gpus
         return True
 
-    def victims(self) -> list[list[Victim]]:
-        """What could be stopped: those of one user and size together, the last in the order first."""
+    def victims(self) -> Victims:
+        """What could be stopped."""
+        if self._found is None:
+            for which, lines in self.in_sight().items():
+                if which not in self._victims:
+                    self._victims[which] = self.standings(lines)
+            self._found = Victims([found for found in self._victims.values() if found])
+        return self._found
+
+    def in_sight(self) -> dict[Alike, list[Line]]:
+        """What is not left alone, by user and size."""
         if self._alike is None:
             self._alike = {}
             safe_since = self.now - self.policy.protection
@@ -228,14 +341,11 @@ class Starts(Draft):
                 if line.since <= safe_since or not preemption.began_before(line):
                     which = (line.shape.user, line.shape.team, line.amounts)
                     self._alike.setdefault(which, []).append(line)
-        for which, lines in self._alike.items():
-            if which not in self._victims:
-                self._victims[which] = self.standings(lines)
-        return [found for found in self._victims.values() if found]
+        return self._alike
 
     def forget_standings(self, shapes: set[Shape]) -> None:
         """The shares of their people are not what they were."""
-        self.hopeless = {}
+        self.hopeless, self._found = {}, None
         users, teams = {shape.user for shape in shapes}, {shape.team for shape in shapes}
         for which in list(self._victims):
             if which[0] in users or (which[1] is not None and which[1] in teams):
@@ -247,7 +357,7 @@ class Starts(Draft):
         if not lines:
             return []
         shape, now, policy = lines[0].shape, self.now, self.policy
-        running = self.state.running.get(shape.user, 0) + self.running.get(shape.user, 0) - 1
+        running = self.state.running.get(shape.user, 0) + self.running.get(shape.user, 0)
         served, shares = self.state.served(shape.user), self.shares(shape, lines[0])
         sure = policy.limits.guaranteed
         band = self.band(shape, lines[0], lines[0].amounts[0]) if sure else WITHIN
@@ -255,8 +365,9 @@ class Starts(Draft):
         for line in lines:
             task, lease = next(iter(line.leases.items()))
             ran = Span(lease.attained + max(0, now - line.since))
+            others = running - 1 - len(line.members)
             candidate = Candidate(
-                line.shape, lease.queued_at, task, running, served, ran, shares, None, band
+                line.shape, lease.queued_at, task, others, served, ran, shares, None, band
             )
             found.append(Victim(self.order(candidate, now, policy), line))
         found.sort(reverse=True, key=_key)

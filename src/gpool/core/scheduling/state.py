@@ -37,6 +37,7 @@ from gpool.core.scheduling.predictions import Predictions
 from gpool.core.scheduling.pricing import Pricing
 from gpool.core.scheduling.queue import Queue, Ticket, epoch_of
 from gpool.core.scheduling.room import Room
+from gpool.core.scheduling.turns import next_of, shared_out
 
 MAX_ESTIMATES = 10_000
 MAX_SERVED = 100_000
@@ -124,10 +125,12 @@ class State:
         "_serial",
         "_served",
         "_waiting",
+        "_wanting",
         "caches",
         "gpus",
         "held",
         "nodes",
+        "passes",
         "predictions",
         "running",
         "shapes",
@@ -151,6 +154,8 @@ class State:
         self._served: dict[UserId, int] = {}
         self._serial = 0
         self._waiting: dict[Queue, ShapeState] = {}  # those of `shapes` that have waiting tasks
+        self._wanting: dict[UserId, dict[Queue, ShapeState]] = {}  # the same, by user
+        self.passes = 0  # how many began: a hint
         self._known: dict[int, ShapeState] = {}  # by identity: hashing a shape is dear
         self._engine: Engine | None = None  # made when first asked for
         self._arrived: deque[tuple[Shape, int]] = deque(maxlen=MAX_ARRIVALS)
@@ -171,6 +176,24 @@ class State:
     def waiting(self) -> Iterator[ShapeState]:
         """The shapes that have waiting tasks."""
         return iter(self._waiting.values())
+
+    @property
+    def shapes_waiting(self) -> int:
+        return len(self._waiting)
+
+    def in_view(self, most: int, due: int) -> list[ShapeState]:
+        """Of those at most `most` for one pass (see `turns`), and those that are due."""
+        if len(self._waiting) <= most:
+            return list(self._waiting.values())
+        wanting = self._wanting
+        found = [wanting[user][queue] for user, queue in shared_out(wanting, most, self.passes)]
+        known = set(found)
+        return found + [entry for entry in self.due(due).values() if entry not in known]
+
+    def due(self, count: int) -> dict[UserId, ShapeState]:
+        """So many users, in turn, and of each one shape, in turn as well."""
+        found = next_of(self._wanting, count, self.passes)
+        return {user: self._wanting[user][queue] for user, queue in found.items()}
 
     def engine(self, pricing: Pricing) -> Engine:
         """Finds places by this pricing; kept up to date from now on. A cache: no part of the truth."""
@@ -222,6 +245,7 @@ class State:
         """What `other` knows beyond the truth, so that both plan alike: run times, who was served when, what arrived."""
         self._estimates = other._estimates.copy()
         self._served, self._serial = other._served.copy(), other._serial
+        self.passes = other.passes
         self._arrived = other._arrived.copy()
         self.shares.usage = other.shares.usage.copy()
         self.shares.weights = other.shares.weights
@@ -234,7 +258,8 @@ class State:
         self.take_hints(old)
 
     def pass_time(self, now: Instant) -> None:
-        """So late is it: what is held counts as had up to now, though nothing happened."""
+        """A pass begins. So late is it: what is held counts as had up to now, though nothing happened."""
+        self.passes += 1
         self.shares.pass_time(now, len(self._waiting))
 
     def used(self, now: Instant) -> Told:
@@ -364,6 +389,7 @@ class State:
         left = entry.queue.add(tasks)
         if entry.queue.size and entry.queue not in self._waiting:
             self._waiting[entry.queue] = entry
+            self._wanting.setdefault(entry.shape.user, {})[entry.queue] = entry
             self.shares.wants(entry.shape)
         self._tidy(left)
         self._drop_if_idle(entry)
@@ -391,6 +417,10 @@ class State:
             if not queue.size:
                 entry = self._waiting.pop(queue, None)
                 if entry is not None:
+                    theirs = self._wanting[entry.shape.user]
+                    del theirs[queue]
+                    if not theirs:
+                        del self._wanting[entry.shape.user]
                     self.shares.rests(entry.shape)
                     self._drop_if_idle(entry)
 

@@ -7,7 +7,7 @@ with its old age, for whoever changes it in place. Only a change under which bot
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import combinations
 
@@ -60,6 +60,18 @@ class _Change:
     requirements: Requirements
 
 
+@dataclass(frozen=True, slots=True)
+class Suggested:
+    """`is_complete`: all that could help was tried."""
+
+    found: tuple[Suggestion, ...] = ()
+    is_complete: bool = True
+
+
+def _never() -> bool:
+    return False
+
+
 def suggest(
     snapshot: Snapshot,
     task: TaskId,
@@ -68,34 +80,48 @@ def suggest(
     orders: Mapping[str, Order] = ORDERS,
 ) -> tuple[Suggestion, ...]:
     """One of each kind at most, the nearest; nothing when the task starts as it is, or does not wait."""
-    asked = _Asked(snapshot, task, now, policy, orders)
-    return tuple(asked.found())
+    return Asking(snapshot, now, policy, orders).of(task).found
+
+
+class Asking:
+    """Tries changes of one task after another on a state of its own, made of the snapshot."""
+
+    def __init__(
+        self, snapshot: Snapshot, now: Instant, policy: Policy, orders: Mapping[str, Order] = ORDERS
+    ) -> None:
+        self.snapshot, self.state = snapshot, snapshot.state()
+        self.now, self.policy, self.orders = now, policy, orders
+
+    def of(self, task: TaskId, is_late: Callable[[], bool] = _never) -> Suggested:
+        """`is_late`: asked before each try; once it says so, what was found by then is all."""
+        self.state.take_hints(self.snapshot.hints)
+        asked = _Asked(self, task, is_late)
+        return Suggested(tuple(asked.found()), asked.is_complete)
 
 
 class _Asked:
-    def __init__(
-        self,
-        snapshot: Snapshot,
-        task: TaskId,
-        now: Instant,
-        policy: Policy,
-        orders: Mapping[str, Order],
-    ) -> None:
-        self.state = snapshot.state()
-        self.now, self.policy, self.orders = now, policy, orders
+    def __init__(self, asking: Asking, task: TaskId, is_late: Callable[[], bool]) -> None:
+        self.state, self.hints = asking.state, asking.snapshot.hints
+        self.now, self.policy, self.orders = asking.now, asking.policy, asking.orders
         self.plans = 0
-        self.hints = snapshot.hints
-        self.task = snapshot.task(task)
+        self.is_late, self.is_complete = is_late, True
+        self.task = asking.snapshot.task(task)
         entry = self.state.queue_of(task)
         self.shape = None if entry is None else entry.shape
 
     def found(self) -> Iterator[Suggestion]:
-        if self.task is None or self.shape is None or self._started(self.task.id):
+        if self.task is None or self.shape is None:
+            return
+        if self.is_late():
+            self.is_complete = False
+            return
+        if self._started(self.task.id):
             return
         free = _Free(self.state, self.shape)
         for kind, changes in _kinds(self.shape, free):
             for change in _first(changes, _TRIES):
-                if self.plans >= MOST_PLANS:
+                if self.plans >= MOST_PLANS or self.is_late():
+                    self.is_complete = False
                     return
                 shape = replace(self.shape, requirements=change.requirements)
                 place = self._place(shape) if free.has_room(shape) else None

@@ -1,16 +1,14 @@
-"""Why a task is where it is, when it will start, and what would start it now. It only reads; the long part runs in a thread."""
+"""Why a task is where it is, when it will start, and what would start it now. It only reads; the long part is `explaining`'s."""
 
 from __future__ import annotations
 
-import asyncio
+from dataclasses import replace
 
 from gpool.core.explain import Story, with_story
-from gpool.core.explain import explain as why
 from gpool.core.ids import TaskId, encode
 from gpool.core.model import AttemptRow, EndReason, Engine, OnLoss, Phase, TaskRow, TaskStatus
 from gpool.core.refusals import Explanation
-from gpool.core.scheduling.snapshot import take
-from gpool.core.scheduling.whatif import Suggestion, suggest
+from gpool.core.scheduling.whatif import Suggested, Suggestion
 from gpool.server.actions import documents, query
 from gpool.server.forecasts import Estimate
 from gpool.server.server import Server
@@ -30,7 +28,11 @@ HOPELESS = frozenset({"over_quota", "flagged"})
 _NOT_ITS_OWN = frozenset({EndReason.LOST, EndReason.HANDED_BACK, EndReason.PREEMPTED})
 
 
+_UNTRIED = " What would start it now was not all tried, because many ask at once: ask again later."
+
+
 async def explain(server: Server, who: Caller, id_: TaskId) -> ExplainDocument:
+    """`TooMany` when very many ask at once."""
     view = await query.task(server, who, id_)
     row = view.row
     if row.status.is_final:
@@ -41,20 +43,25 @@ async def explain(server: Server, who: Caller, id_: TaskId) -> ExplainDocument:
         return _document(
             view, Explanation("running", f"It {doing} on {view.node_name or 'a node'}.")
         )
-    scheduler, now = server.scheduler, server.now
-    told = why(scheduler.state, id_, now, scheduler.policy, scheduler.orders)
+    with server.explaining.admitted():
+        return await _explain(server, view, id_)
+
+
+async def _explain(server: Server, view: TaskView, id_: TaskId) -> ExplainDocument:
+    scheduler, explaining, now = server.scheduler, server.explaining, server.now
+    told = await explaining.why(scheduler, id_, now)
     if scheduler.state.queue_of(id_) is None:
         return _document(view, told)
-    told = with_story(told, await _story(server, row))
+    told = with_story(told, await _story(server, view.row))
     estimate = None
     if told.position is not None and told.code not in HOPELESS:
         estimate = await scheduler.forecasts.estimate(scheduler, now, id_, told.ahead)
-    found: tuple[Suggestion, ...] = ()
+    tried = Suggested()
     if told.code != "next":
-        snapshot = take(scheduler.state, also=id_)
-        policy, orders = scheduler.policy, scheduler.orders
-        found = await asyncio.to_thread(suggest, snapshot, id_, now, policy, orders)
-    return _document(view, told, estimate, found)
+        tried = await explaining.suggestions(scheduler, id_, now)
+    if not tried.is_complete and not tried.found:
+        told = replace(told, sentence=told.sentence + _UNTRIED)
+    return _document(view, told, estimate, tried.found)
 
 
 async def _story(server: Server, row: TaskRow) -> Story:
