@@ -5,10 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+from hypothesis import HealthCheck, settings
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
 from gpool.testing import components
+
+# Properties are judged by what they find, not by how busy the machine is. Where CI=true, hypothesis tries the same
+# examples in every run; elsewhere always new ones.
+settings.register_profile("gpool", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("gpool")
 
 
 @pytest.fixture(scope="session")

@@ -52,6 +52,18 @@ _HOMES = {
     "gpool.core.errors",
 )
 
+_ELSEWHERE = {
+    "cancel": "run.cancel()",
+    "function": "@gpool.task",
+    "gather": "[run.result() for run in runs], or task.map(...)",
+    "get": "run.result()",
+    "map": "task.map(...)",
+    "remote": "@gpool.task, and task.remote(...)",
+    "submit": "task.submit(...)",
+    "wait": "run.wait()",
+}
+"""What other libraries call it: said when it is missed, for one thing has one name."""
+
 __all__ = [
     "Cancelled",
     "Client",
@@ -79,7 +91,10 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     home = _HOMES.get(name)
     if home is None:
-        raise AttributeError(f"gpool has no {name!r}")
+        meant = _ELSEWHERE.get(name)
+        raise AttributeError(
+            f"gpool has no {name!r}" + (f"; that is {meant} here" if meant else "")
+        )
     value = getattr(importlib.import_module(home), name)
     globals()[name] = value
     return value

@@ -32,6 +32,7 @@ from gpool.core.model import (
     Tier,
 )
 from gpool.testing.fake_runtime import FakeRun, FakeRuntime
+from gpool.testing.runtimes import PATIENCE_S
 from gpool.transfer.proving import NodeKey
 from gpool.wire.frames import (
     Challenge,
@@ -86,7 +87,7 @@ async def pool(
         await desk.until(lambda: desk.hellos)
         yield made
         made.stop.set()
-        async with asyncio.timeout(8):
+        async with asyncio.timeout(PATIENCE_S):
             await made.agent
         assert made.runtime.live == set(), "a sandbox outlived its agent"
 
@@ -305,7 +306,7 @@ def test_a_silent_server_s_leases_are_let_go_in_time(tmp_path: Path) -> None:
             await desk.until(lambda: any(i.task == 1 for i in desk.items))
             desk.mute = True
             (sandbox,) = made.runtime.live
-            async with asyncio.timeout(2):
+            async with asyncio.timeout(PATIENCE_S):
                 await sandbox.ended()
             assert 1 not in desk.ends()
 
@@ -332,7 +333,7 @@ def test_a_refusal_for_good_ends_the_agent_with_its_reason(tmp_path: Path) -> No
             desk.refuse = Refused("forbidden", "this node was removed", retry=False)
             (tmp_path / "values").mkdir()
             made = Pool(desk, FakeRuntime(tmp_path / "values"), tmp_path)
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(PATIENCE_S):
                 with pytest.raises(Forbidden, match="this node was removed"):
                     await made.agent
 
@@ -343,7 +344,7 @@ def test_an_unknown_node_ends_the_agent_and_says_what_to_do(tmp_path: Path) -> N
     async def live() -> None:
         async with Desk() as desk:
             told = settings_for(desk, tmp_path).model_copy(update={"node": "n-0000000000002"})
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(PATIENCE_S):
                 with pytest.raises(NotSignedIn, match="join again"):
                     await run_agent(told, Means([]), OFFER, stop=asyncio.Event())
 
@@ -358,7 +359,7 @@ def test_a_wrong_key_ends_the_agent_and_a_missing_one_does_not_start_it(tmp_path
             with pytest.raises(Invalid, match="join again"):
                 await run_agent(other, Means([]), OFFER, stop=asyncio.Event())
             NodeKey.from_file(other.key_file)
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(PATIENCE_S):
                 with pytest.raises(NotSignedIn, match="join again"):
                     await run_agent(other, Means([]), OFFER, stop=asyncio.Event())
 
@@ -403,7 +404,7 @@ def test_a_signal_stops_the_agent_in_good_order(tmp_path: Path) -> None:
             await desk.grant(command("wait"), [Lease(1, 1)])
             await desk.until(lambda: any(i.task == 1 for i in desk.items))
             os.kill(os.getpid(), signal.SIGTERM)
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(PATIENCE_S):
                 await agent
             assert isinstance(desk.ends()[1], Finished)
             assert runtime.live == set()

@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import secrets
 import signal
 import subprocess
 import sys
 import textwrap
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from gpool.agent.runtime.docker.kernel_log import records
 from gpool.agent.runtime.protocol import BadOutput, CommandJob, Limits, Staged
 from gpool.core.model import EndReason
+from gpool.testing.processes import eventually
 from gpool.testing.runtimes import (
+    ENGINES,
     LIMITS,
     MAKERS,
+    PATIENCE_S,
     command,
     left_over,
     processes_with,
+    start_engine,
     using,
     within,
 )
@@ -228,23 +233,18 @@ asyncio.run(main())
 def test_nothing_survives_the_agents_own_death_and_the_next_sweeps(
     kind: str, tmp_path: Path
 ) -> None:
+    start_engine(kind)
     seconds = f"98765.{secrets.randbelow(10**9)}"
     code = AGENT.format(kind=kind, data=str(tmp_path), seconds=seconds)
     seen = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, env=seen) as agent:
         assert agent.stdout is not None
         assert agent.stdout.readline() == b"up\n"
-        began = time.monotonic()
-        while len(processes_with(f"sleep\0{seconds}")) < 2 and time.monotonic() - began < 20:
-            os.sched_yield()
-        was_up = len(processes_with(f"sleep\0{seconds}"))
+        inside = f"sleep\0{seconds}"
+        eventually("both are up", lambda: len(processes_with(inside)) == 2, PATIENCE_S)
         agent.kill()
-        began = time.monotonic()
         agent.wait()
-        while processes_with(seconds) and time.monotonic() - began < 5:
-            os.sched_yield()
-        assert was_up == 2
-        assert time.monotonic() - began < 2
+        eventually("nothing of it runs", lambda mark=seconds: not processes_with(mark), PATIENCE_S)
     assert left_over(tmp_path) != []
 
     async def sweep() -> None:
@@ -304,8 +304,11 @@ def test_a_sandbox_that_is_just_being_made_dies_with_the_agent_too(
     kind: str, tmp_path: Path
 ) -> None:
     """The kernel's death signal reaches only those who have asked for it yet."""
+    start_engine(kind)
     seen = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    for number in range(4):
+    for number in range(
+        2 if kind in ENGINES else 4
+    ):  # an engine's takes seconds, a launcher's race is narrower
         seconds = f"98765.{secrets.randbelow(10**9)}"
         code = HASTY_AGENT.format(kind=kind, data=str(tmp_path / str(number)), seconds=seconds)
         argv = [sys.executable, "-c", code]
@@ -314,16 +317,20 @@ def test_a_sandbox_that_is_just_being_made_dies_with_the_agent_too(
             assert agent.stdout.readline() == b"asked\n"
             agent.kill()
             agent.wait()
-        began = time.monotonic()
-        while (left := processes_with(seconds)) and time.monotonic() - began < 2:
-            os.sched_yield()
-        for pid in left:
-            os.kill(pid, signal.SIGKILL)
-        assert left == []
+        try:
+            eventually(
+                "nothing of it runs", lambda mark=seconds: not processes_with(mark), PATIENCE_S
+            )
+        finally:
+            for pid in processes_with(seconds):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
 
 
-@pytest.mark.parametrize("kind", ["bubblewrap", "docker"])  # Podman with runc does not tell
+@pytest.mark.parametrize("kind", ["bubblewrap", "docker", "podman"])
 def test_using_too_much_memory_is_said_to_be_that(kind: str, tmp_path: Path) -> None:
+    if kind == "podman" and not any(True for _ in records()):
+        pytest.skip("the kernel's log may not be read here, and Podman with runc does not tell")
     small = Limits(cpu_milli=1000, memory_bytes=64 << 20)
     ran = using(
         kind,
@@ -332,3 +339,11 @@ def test_using_too_much_memory_is_said_to_be_that(kind: str, tmp_path: Path) -> 
     )
     assert ran.ended.reason is EndReason.OUT_OF_MEMORY
     assert ran.ended.exit_code != 0
+
+
+@real
+def test_a_command_that_is_killed_is_not_said_to_have_used_too_much(
+    kind: str, tmp_path: Path
+) -> None:
+    ran = using(kind, tmp_path, lambda runtime: command(runtime, "sh", "-c", "kill -KILL $$"))
+    assert (ran.ended.exit_code, ran.ended.reason) == (137, EndReason.EXITED)

@@ -1,14 +1,14 @@
-"""What `--by` understands."""
+"""What `--by`, `--from`, `--to` and `by=` understand."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from gpool.cli.due import due_at
+from gpool.client.moments import due, due_at, moment
 from gpool.core.errors import Invalid
 
 NOON = datetime(2026, 11, 15, 12, 0, tzinfo=UTC)
@@ -35,8 +35,27 @@ def test_what_is_no_time_is_refused(text: str) -> None:
 
 def test_a_date_is_meant_by_the_clock_of_that_day() -> None:
     """In Berlin summer is two hours ahead of UTC and winter one, whenever that is said."""
-    said = "from gpool.cli.due import moment\n"
+    said = "from gpool.client.moments import moment\n"
     said += "for month in (1, 7): print(moment(f'2030-0{month}-01T09:00').isoformat())"
     zone = {"TZ": "CET-1CEST,M3.5.0,M10.5.0/3", "PYTHONPATH": ":".join(sys.path)}
     done = subprocess.run([sys.executable, "-c", said], env=zone, capture_output=True, check=True)
     assert done.stdout.split() == [b"2030-01-01T09:00:00+01:00", b"2030-07-01T09:00:00+02:00"]
+
+
+@pytest.mark.parametrize(
+    ("text", "meant"),
+    [("2h", "2026-11-15T14:00:00+00:00"), ("1d12h", "2026-11-17T00:00:00+00:00")],
+)
+def test_a_duration_is_so_long_from_now(text: str, meant: str) -> None:
+    assert due_at(text, NOON).isoformat() == meant
+
+
+def test_a_time_of_day_after_another_is_the_next_after_that() -> None:
+    begins = moment("2030-07-01T22:00")
+    assert moment("18:00", begins) - begins == timedelta(hours=20)
+    assert moment("90m", begins) - begins == timedelta(minutes=90)
+
+
+def test_what_is_over_is_refused() -> None:
+    with pytest.raises(Invalid, match="is over"):
+        due("2001-01-01T00:00")

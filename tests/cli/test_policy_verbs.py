@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Callable, Iterator
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,10 @@ from click.testing import CliRunner
 from server_desk import Live, serving
 
 from gpool.cli.main import cli
+from gpool.cli.policy import NOT_LEARNT
 from gpool.core.model import EndReason
+from gpool.core.scheduling.portfolio import LEAST_ARRIVALS
+from gpool.server.store.operations.arrivals import MOST_ALIKE
 from gpool.testing.nodes import joined
 from gpool.testing.scripted_agent import ScriptedAgent
 from gpool.transfer.proving import NodeKey
@@ -76,7 +81,7 @@ def test_a_node_is_cordoned_drained_and_reserved_by_its_name(gpool: Operator, li
     gpool("admin", "uncordon", "bench")
     gpool("admin", "uncordon", "bench", code=4)
     me = gpool.json("whoami")["id"]
-    id_ = gpool("admin", "reservations", "make", "bench", "--user", me, *TIMES).strip()
+    id_ = gpool("admin", "reservations", "make", "bench", "--user", me, *TIMES).split()[0]
     [listed] = gpool.json("admin", "reservations", "ls")
     assert (listed["id"], listed["holds"]) == (id_, True)
     gpool("admin", "reservations", "end", id_)
@@ -196,7 +201,7 @@ def test_reserved_nodes_are_kept_from_others_gangs(
     )
     assert made.status_code == 201, made.text
     team = gpool.json("team", "make", "class")["id"]
-    id_ = gpool("admin", "reservations", "make", "two", "--team", team, *TIMES).strip()
+    id_ = gpool("admin", "reservations", "make", "two", "--team", team, *TIMES).split()[0]
     gpool("admin", "reservations", "ls")
     session = httpx2.post(
         f"{live.url}/v1/auth/password", json={"name": "ana", "password": "a long enough password"}
@@ -221,3 +226,59 @@ def test_explain_prints_the_sentence_first(gpool: Operator) -> None:
     task = gpool("run", "--detach", "--", "true").strip().splitlines()[-1]
     assert gpool("explain", task).startswith("No node has joined the pool yet")
     assert gpool.json("explain", task)["code"] == "no_node"
+
+
+def test_what_learning_needs_is_said_where_nothing_was_learnt(gpool: Operator) -> None:
+    assert re.findall(r"\d+", NOT_LEARNT) == [str(2 * LEAST_ARRIVALS), str(MOST_ALIKE)]
+    assert NOT_LEARNT in gpool("admin", "policy", "--learn")
+
+
+def test_a_quota_is_told_in_words_and_can_be_set_back(gpool: Operator) -> None:
+    me = gpool.json("whoami")["name"]
+    said = gpool("admin", "users", "set", me, "--gpus", "2.5", "--queued", "9", "--storage", "1GB")
+    assert "at most 2.5 GPU(s) at once, 9 task(s) waiting, 1000000000 bytes stored" in said
+    said = gpool("admin", "users", "set", me, "--gpus", "configured", "--storage", "configured")
+    assert "quota        9 task(s) waiting\n" in said
+    assert gpool.json("admin", "users", "show", me)["quota"]["running_gpus"] is None
+    said = gpool("admin", "users", "set", me, "--queued", "configured")
+    assert "as configured for everybody" in said
+    for words in (
+        ("--gpus", "all"),
+        ("--gpus", "-1"),
+        ("--gpus", "inf"),
+        ("--gpus", "nan"),
+        ("--queued", "1.5"),
+        ("--storage", "10"),
+    ):
+        said = gpool("admin", "users", "set", me, *words, code=2)
+        assert said.startswith(f"gpool: {words[0]} is '{words[1]}'; write ")
+        assert said.endswith("or configured\n")
+
+
+def test_a_reservation_ends_after_it_begins_and_is_listed_by_names(
+    gpool: Operator, live: Live
+) -> None:
+    made = httpx2.post(f"{live.url}/v1/nodes", json=NODE, headers=live.headers)
+    assert made.status_code == 201, made.text
+    team = gpool.json("team", "make", "lab")["id"]
+    make = ("admin", "reservations", "make", "bench")
+    for first, last in (("09:00", "18:00"), ("18:00", "09:00")):  # one of them across midnight
+        one = gpool.json(*make, "--team", "lab", "--from", first, "--to", last)
+        begins, ends = (
+            datetime.fromisoformat(one[name]).astimezone() for name in ("first", "last")
+        )
+        assert (f"{begins:%H:%M}", f"{ends:%H:%M}") == (first, last)
+        assert timedelta(0) < ends - begins < timedelta(hours=20)
+    one = gpool.json(*make, "--team", "lab", "--to", "3h", "--why", "class")
+    assert one["holds"]
+    listed = gpool("admin", "reservations", "ls")
+    assert " bench " in listed
+    assert " lab " in listed
+    assert team not in listed
+    said = gpool(*make, "--team", "lab", "--from", "2030-01-02T00:00", "--to", "2030-01-01T00:00", code=2)  # fmt: skip
+    assert "--to 2030-01-01T00:00 is not after --from 2030-01-02T00:00" in said
+    assert "--team" in gpool(*make, "--to", "3h", code=2)
+    gpool("admin", "policy", "--weight", "lab=2")
+    shown = gpool("admin", "policy")
+    assert "lab=2" in shown
+    assert "fair_share fcfs priority round_robin shortest" in shown

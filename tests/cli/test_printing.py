@@ -87,8 +87,8 @@ def test_a_gang_is_listed_by_its_members_and_one_that_waits_by_how_many_it_wants
         {"rank": 0, "node": "node_1", "node_name": "ada", "status": "running"},
         {"rank": 1, "node": "node_2", "node_name": None, "status": "leased"},
     ]
-    assert tasks._where({"nodes": 2, "members": members}) == "ada,node_2"
-    assert tasks._where({"nodes": 2, "members": []}) == "(2 nodes)"
-    assert tasks._where({"node": "node_1", "node_name": "ada"}) == "ada"
-    assert tasks._where({}) == "-"
+    assert tasks.where({"nodes": 2, "members": members}) == "ada,node_2"
+    assert tasks.where({"nodes": 2, "members": []}) == "(2 nodes)"
+    assert tasks.where({"node": "node_1", "node_name": "ada"}) == "ada"
+    assert tasks.where({}) == "-"
     assert tasks._member(members[1]) == "rank 1 on node_2 (leased);"

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from gpool.cli.children import Child, Program
-from gpool.cli.up import must_be_free, only_one
+from gpool.cli.up import must_be_free, only_one, typed
 from gpool.core.errors import Conflict
 
 GPOOL = [sys.executable, "-m", "gpool"]
@@ -96,3 +96,16 @@ def test_a_bar_is_drawn_only_when_bytes_are_moved() -> None:
     drawn = "from gpool.cli.run import progress_bar\nwith progress_bar() as show:\n    "
     assert on_a_terminal(drawn + "pass") == b""
     assert b"weights" in on_a_terminal(drawn + "show('weights', 1, 2)")
+
+
+def test_what_to_try_first_can_be_typed_as_it_is_printed(tmp_path: Path) -> None:
+    here, elsewhere = tmp_path / "clone", tmp_path / "elsewhere"
+    this, other = here / ".venv" / "bin" / "gpool", elsewhere / "gpool"
+    for file in (this, other):
+        file.parent.mkdir(parents=True)
+        file.touch()
+    assert typed(this, None, here) == ".venv/bin/gpool"
+    assert typed(this, str(other), here) == ".venv/bin/gpool"
+    assert typed(this, str(this), here) == "gpool"
+    assert typed(this, None, elsewhere) == str(this)
+    assert typed(here / "__main__.py", None, here) == "gpool"

@@ -10,7 +10,7 @@ import pytest
 from click.testing import Result
 from standin import Pool
 
-from gpool.cli.run import ProgressLine
+from gpool.cli.progress import ProgressLine
 from gpool.client.logs import Progress
 
 Gpool = Callable[..., Result]
@@ -61,6 +61,7 @@ def test_what_a_gang_asks_for_reaches_the_server(gpool: Gpool, pool: Pool) -> No
     assert done.exit_code == 0, done.output
     assert sent(pool) == {
         "command": ["python", "train.py"],
+        "name": "train.py",
         "nodes": 4,
         "engine": "torchrun",
         "on_loss": "end",
@@ -181,6 +182,36 @@ def test_what_is_no_terminal_is_told_nothing(gpool: Gpool, pool: Pool) -> None:
     pool.progress = [{"epoch": 1, "status": "leased", "phase": "build"}]
     done = gpool("run", "--", "true")
     assert (done.exit_code, done.stderr) == (0, "")
+
+
+def test_whoever_waits_for_long_is_told_why_once(gpool: Gpool, pool: Pool) -> None:
+    pool.progress = [{"epoch": 0, "status": "queued", "phase": None}]
+    assert gpool("run", "--", "true").stderr == ""
+    pool.silences = 3
+    done = gpool("run", "--", "true")
+    assert done.exit_code == 0
+    assert done.stderr.startswith("gpool: it waits. No node has a GPU.\n  When it starts, ")
+    assert done.stderr.count("No node has a GPU.") == 1
+    task = gpool("run", "-d", "--", "true").stdout.strip()
+    assert "gpool: it waits. No node has a GPU." in gpool("logs", "-f", task).stderr
+    assert gpool("logs", task).stderr == ""
+    pool.progress = [{"epoch": 1, "status": "running", "phase": "run"}]
+    assert gpool("run", "--", "true").stderr == ""
+
+
+def test_a_script_gives_its_task_a_name(gpool: Gpool, pool: Pool, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("print(1)")
+    for words, name in (
+        (("train.py", "--lr", "1"), "train.py"),
+        (("--", "python3", "src/fit.py"), "fit.py"),
+        (("--", "bash", "job.sh"), "job.sh"),
+        (("--name", "mine", "train.py"), "mine"),
+        (("--", "python", "-c", "print(1).py"), None),
+        (("--", "./train.py"), "train.py"),
+        (("--", "cat", "train.py"), None),
+    ):
+        gpool("run", *words)
+        assert sent(pool).get("name") == name, words
 
 
 def test_status_shows_phase_and_checkpoint(gpool: Gpool, pool: Pool) -> None:

@@ -14,7 +14,7 @@ from click.testing import CliRunner, Result
 from standin import Pool
 
 from gpool import Client
-from gpool.cli.main import VERBS, cli
+from gpool.cli.main import ELSEWHERE, VERBS, cli
 
 Gpool = Callable[..., Result]
 
@@ -220,3 +220,69 @@ def test_a_secret_comes_from_the_environment_or_a_file_and_never_from_the_comman
         done = gpool("run", "--secret", wrong, "--", "true")
         assert done.exit_code == 2, wrong
         assert "value" not in done.stderr.replace("a value on the command line", "")
+
+
+def test_a_word_of_other_tools_is_answered_with_ours(gpool: Gpool) -> None:
+    for word, meant in (
+        ("nodes", "node ls"),
+        ("squeue", "queue"),
+        ("statu", "status"),
+        ("submit", "run -d"),
+    ):
+        done = gpool(word)
+        assert done.exit_code == 2
+        assert f"No such command '{word}'. Did you mean: gpool {meant}\n" in done.stderr
+    assert "Did you mean" not in gpool("xyzzy").stderr
+    for meant in ELSEWHERE.values():
+        assert meant.split()[0] in VERBS
+
+
+def test_several_are_cancelled_though_one_is_not_there(gpool: Gpool, pool: Pool) -> None:
+    pool.runs = False
+    first, second = (gpool("run", "-d", "--", "true").stdout.strip() for _ in range(2))
+    done = gpool("cancel", first, "t-0000000000999", second, "b-0000000000001")
+    assert done.exit_code == 4
+    assert done.stdout == f"{first} cancelled\n{second} cancelled\nb-0000000000001 cancelled\n"
+    assert pool.cancelled == [first, second, "b-0000000000001"]
+    assert [one["id"] for one in json.loads(gpool("cancel", "--json", first).stdout)] == [first]
+
+
+def test_the_queue_says_what_runs_then_what_waits_and_why(gpool: Gpool, pool: Pool) -> None:
+    pool.runs = False
+    oldest, middle, newest = (
+        gpool("run", "-d", "--name", name, "--", "true").stdout.strip() for name in "abc"
+    )
+    pool.tasks[newest] |= {"status": "running", "node": "n-1", "node_name": "lab", "gpu": "A100"}
+    done = gpool("queue")
+    assert done.exit_code == 0, done.output
+    assert [line.split()[0] for line in done.stdout.splitlines()] == ["ID", newest, oldest, middle]
+    assert done.stdout.count("No node has a GPU.") == 2
+    shown = json.loads(gpool("queue", "--json", "--limit", "1").stdout)
+    assert [(one["id"], one["explain"] is None) for one in shown] == [
+        (newest, True),
+        (oldest, False),
+    ]
+    assert "1 others wait behind" in gpool("queue", "--limit", "1").stderr
+    assert "exclude each other" in gpool("queue", "--everybody", "--team", "lab").stderr
+
+
+def test_several_are_waited_for_and_the_first_that_failed_decides(gpool: Gpool, pool: Pool) -> None:
+    tasks = []
+    for code in (0, 7, 3):
+        pool.command = lambda _, code=code: {
+            "status": "failed" if code else "succeeded",
+            "exit_code": code,
+        }
+        tasks.append(gpool("run", "-d", "--", "true").stdout.strip())
+    assert gpool("wait", *tasks).exit_code == 7
+    assert gpool("wait", tasks[0]).exit_code == 0
+    shown = json.loads(gpool("wait", "--json", *tasks).stdout)
+    assert [one["id"] for one in shown] == tasks
+    assert json.loads(gpool("wait", "--json", tasks[2]).stdout)["id"] == tasks[2]
+    pool.runs = False
+    waits = gpool("run", "-d", "--", "true").stdout.strip()
+    done = gpool("wait", tasks[0], waits, "--timeout", "0.05s")
+    assert (done.exit_code, done.stderr) == (
+        1,
+        f"gpool: task {waits} has not ended within 0.05s; it goes on\n",
+    )

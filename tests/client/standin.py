@@ -51,6 +51,8 @@ class Pool(httpx2.BaseTransport):
         self.cancelled: list[str] = []
         self.preempted: list[str] = []
         self.progress: list[dict[str, Any]] = []
+        self.silences = 0  # while nothing happens
+        self.teams: list[dict[str, Any]] = []
         self.refuse = 0
         self.lose_answers = 0
         self.break_after = break_after
@@ -100,7 +102,9 @@ class Pool(httpx2.BaseTransport):
             case "POST", ["tasks"]:
                 return self._submit(json.loads(body), "wait" in request.url.params)
             case "GET", ["tasks"]:
-                return httpx2.Response(200, json={"items": list(self.tasks.values()), "next": None})
+                return httpx2.Response(
+                    200, json={"items": list(self.tasks.values())[::-1], "next": None}
+                )
             case "GET", ["tasks", id_] if id_ in self.tasks:
                 return httpx2.Response(200, json=self.tasks[id_])
             case "DELETE", ["tasks", id_] if id_ in self.tasks:
@@ -127,6 +131,8 @@ class Pool(httpx2.BaseTransport):
             case "GET", ["batches", id_, "results"]:
                 after = int(request.url.params["after"])
                 return httpx2.Response(200, stream=Pieces(self._stream(self.batches[id_], after)))
+            case "GET", ["teams"]:
+                return httpx2.Response(200, json={"items": self.teams, "next": None})
             case "GET", ["me"]:
                 return httpx2.Response(
                     200,
@@ -167,6 +173,8 @@ class Pool(httpx2.BaseTransport):
             yield b": hello\n\n"
             for document in self.progress:
                 yield f"event: progress\ndata: {json.dumps(document)}\n\n".encode()
+            if self.progress:
+                yield b": still here\n\n" * self.silences
             for item in items[:cut]:
                 yield f"id: {item['cursor']}\nevent: log\ndata: {json.dumps(item)}\n\n".encode()
             if cut is not None and len(items) > cut:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 import gpool
 
 PUBLIC = [
@@ -50,3 +52,11 @@ def test_the_sdk_never_loads_pydantic_or_the_server() -> None:
     )
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert said.stdout.strip() == "[]"
+
+
+def test_a_name_of_other_libraries_is_answered_with_ours() -> None:
+    with pytest.raises(AttributeError, match=r"gpool has no 'function'; that is @gpool.task here"):
+        gpool.__getattr__("function")
+    with pytest.raises(AttributeError, match=r"gpool has no 'xyzzy'$"):
+        gpool.__getattr__("xyzzy")
+    assert not hasattr(gpool, "gather")

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import traceback
+from datetime import UTC, datetime
 
 import pytest
 from standin import Pool
 
 import gpool
 from gpool import Client
+from gpool.client.runs import wait_for
 
 
 class Account:
@@ -225,3 +228,46 @@ def test_a_function_the_server_forgot_is_uploaded_again(client: Client, pool: Po
     assert same.remote(2) == 2
     pool.artifacts.clear()
     assert list(same.map([3, 4])) == [3, 4]
+
+
+def test_a_deadline_and_a_team_are_said_as_on_the_command_line(client: Client, pool: Pool) -> None:
+    pool.teams = [{"id": "tm-0000000000001", "name": "lab"}]
+    client.task(by="2h", team="lab", grace=0)(lambda: 1).remote()
+    sent = pool.bodies[-1]
+    assert datetime.fromisoformat(sent["by"]).tzinfo is not None
+    assert (sent["team"], sent["grace_s"]) == ("tm-0000000000001", 0)
+    client.run(["true"], team="tm-0000000000009", by=datetime(2999, 1, 1, tzinfo=UTC), grace="0s")
+    sent = pool.bodies[-1]
+    assert (sent["team"], sent["grace_s"]) == ("tm-0000000000009", 0)
+    assert datetime.fromisoformat(sent["by"]) == datetime(2999, 1, 1, tzinfo=UTC)
+    for wrong, said in (
+        ({"by": "noon"}, "is no time; say 18:00"),
+        ({"by": "2001-01-01T00:00"}, "is over"),
+        ({"grace": "-1s"}, "is not a duration"),
+        ({"timeout": 0}, "is not above zero"),
+        ({"checkpoint_every": "5m"}, "name that folder"),
+    ):
+        with pytest.raises(gpool.Invalid, match=said):
+            client.task(**wrong)(lambda: 1)
+    with pytest.raises(gpool.NotFound, match="you are in no team 'attic'"):
+        client.task(team="attic")(lambda: 1).remote()
+    with pytest.raises(TypeError, match="Did you mean 'gpu'"):
+        client.task(gpus=2)
+
+
+def test_whoever_waits_in_vain_for_a_task_that_does_not_start_is_told_why_once(
+    client: Client, pool: Pool, caplog: pytest.LogCaptureFixture
+) -> None:
+    pool.runs = False
+    run = client.task(lambda: 1).submit()
+    with pytest.raises(TimeoutError):
+        run.wait(timeout=0)
+    assert caplog.messages == []
+    seconds = itertools.count(0.0, 7.0)
+    with pytest.raises(TimeoutError):
+        wait_for(client, run.id, 100, lambda: next(seconds))
+    assert caplog.messages == [f"task {run.id} waits: No node has a GPU."]
+    pool.tasks[run.id]["status"] = "running"
+    with pytest.raises(TimeoutError):
+        wait_for(client, run.id, 100, lambda: next(seconds))
+    assert len(caplog.messages) == 1

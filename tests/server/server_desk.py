@@ -132,7 +132,7 @@ class Agent:
         """Everything granted, once there are `count` of them."""
         while len(self.leases()) < count:
             self._news.clear()
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(60):
                 await self._news.wait()
         return self.leases()
 
@@ -304,7 +304,7 @@ def serving(data: Path, *, keep_alive_s: float | None = None, **settings: Any) -
 
     worker = Thread(target=thread, name="live-server")
     worker.start()
-    key, runner, server = opened.get(timeout=20)
+    key, runner, server = opened.get(timeout=60)
     shown = server.certificate
     scheme = "http" if shown is None else "https"
     try:
@@ -315,5 +315,5 @@ def serving(data: Path, *, keep_alive_s: float | None = None, **settings: Any) -
         )
     finally:
         runner.should_exit = True
-        worker.join(timeout=20)
+        worker.join(timeout=60)
         listening.close()

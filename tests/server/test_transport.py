@@ -135,7 +135,7 @@ class Recorder:
             with suppress(OSError):
                 one.shutdown(socket.SHUT_RDWR)
         for carrier in self.carriers:
-            carrier.join(timeout=10)
+            carrier.join(timeout=60)
         for one in self.sockets:
             one.close()
 
@@ -149,7 +149,7 @@ def recorded(live: Live) -> Iterator[Recorder]:
         yield recorder
     finally:
         recorder.close()
-        worker.join(timeout=10)
+        worker.join(timeout=60)
 
 
 def a_task_through(recorder: Recorder, live: Live, folder: Path) -> str:

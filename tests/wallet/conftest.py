@@ -8,10 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import settings
-
-settings.register_profile("gpool", deadline=None)
-settings.load_profile("gpool")
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -200,7 +200,7 @@ def keys_make(
     as_json: bool,
 ) -> None:
     """Make a key; it is shown this once."""
-    from gpool.client.options import seconds
+    from gpool.client.durations import seconds
 
     wanted: dict[str, Any] = {"name": name}
     if scopes:

@@ -6,12 +6,11 @@ from typing import Any
 
 import click
 
-from gpool.cli.account import show
 from gpool.cli.calling import as_json, client_of, listing
 from gpool.cli.operating import audit, keys
 from gpool.cli.policy import cordon, drain, policy, reservations, uncordon
 from gpool.cli.printing import emit_json, table
-from gpool.cli.quotas import quota_of, quota_options, teams, user_id
+from gpool.cli.quotas import quota_of, quota_options, show_quota, teams, user_id
 from gpool.core.errors import Invalid
 
 PERMISSIONS = ("consumer", "provider", "operator")
@@ -62,7 +61,7 @@ def users_ls(ctx: click.Context, as_json: bool, everything: bool, limit: int) ->
 def users_show(ctx: click.Context, user: str, as_json: bool) -> None:
     """Show one user."""
     client = client_of(ctx)
-    show(client.door.get_json(f"/v1/users/{user_id(client, user)}"), as_json, _FIELDS)
+    show_quota(client.door.get_json(f"/v1/users/{user_id(client, user)}"), as_json, _FIELDS)
 
 
 @users.command("set")
@@ -97,7 +96,7 @@ def users_set(
         raise Invalid(
             "say what is to change: --permission, --gpus, --guaranteed, --queued or --storage"
         )
-    show(client.door.send_json("PATCH", path, wanted), as_json, _FIELDS)
+    show_quota(client.door.send_json("PATCH", path, wanted), as_json, _FIELDS)
 
 
 @users.command("disable")
@@ -121,7 +120,7 @@ def users_enable(ctx: click.Context, user: str, as_json: bool) -> None:
 def _disable(ctx: click.Context, user: str, disabled: bool, as_json: bool) -> None:
     client = client_of(ctx)
     path = f"/v1/users/{user_id(client, user)}"
-    show(client.door.send_json("PATCH", path, {"disabled": disabled}), as_json, _FIELDS)
+    show_quota(client.door.send_json("PATCH", path, {"disabled": disabled}), as_json, _FIELDS)
 
 
 @admin.command()
@@ -137,7 +136,7 @@ def _disable(ctx: click.Context, user: str, disabled: bool, as_json: bool) -> No
 @click.pass_context
 def invite(ctx: click.Context, permissions: tuple[str, ...], expires: str, as_json: bool) -> None:
     """Make a token with which one person may register."""
-    from gpool.client.options import seconds
+    from gpool.client.durations import seconds
 
     wanted: dict[str, Any] = {"expires_in_s": int(seconds(expires))}
     if permissions:

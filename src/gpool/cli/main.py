@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import os
 import sys
@@ -30,6 +31,7 @@ VERBS = {
     "up": ("gpool.cli.up", "Start a server and an agent on this machine."),
     "run": ("gpool.cli.run", "Run a command in the pool."),
     "ps": ("gpool.cli.tasks", "List tasks, newest first."),
+    "queue": ("gpool.cli.queue", "List what runs and waits, with when it starts and why not yet."),
     "status": ("gpool.cli.tasks", "Show one task."),
     "logs": ("gpool.cli.tasks", "Print what a task wrote."),
     "wait": ("gpool.cli.tasks", "Wait for a task; exit with its code."),
@@ -47,12 +49,38 @@ VERBS = {
     "keys": ("gpool.cli.account", "API keys: list, make, end."),
     "wallet": ("gpool.cli.wallet", "Wallets of your account: list, link, unlink."),
     "team": ("gpool.cli.team", "Teams: list, make, invite, join, leave."),
-    "node": ("gpool.cli.pool", "For owners: list, pause, resume, drain, invite nodes."),
+    "node": ("gpool.cli.pool", "For owners: list, pause, resume, drain, invite, remove nodes."),
     "server": ("gpool.cli.up", "Start a server alone."),
     "join": ("gpool.cli.join", "Lend this machine to a pool."),
     "admin": ("gpool.cli.admin", "For operators: users, keys, the audit record, the policy."),
     "completion": ("gpool.cli.completion", "Print the completion script of a shell."),
 }
+
+
+ELSEWHERE = {
+    "attach": "logs -f",
+    "delete": "cancel",
+    "exec": "run",
+    "info": "status",
+    "jobs": "ps",
+    "kill": "cancel",
+    "launch": "run",
+    "list": "ps",
+    "ls": "ps",
+    "nodes": "node ls",
+    "sbatch": "run -d",
+    "scancel": "cancel",
+    "show": "status",
+    "sinfo": "node ls",
+    "squeue": "queue",
+    "srun": "run",
+    "stop": "cancel",
+    "submit": "run -d",
+    "tasks": "ps",
+    "teams": "team ls",
+    "why": "explain",
+}
+"""What other tools call it, and what it is called here. Suggested, not obeyed: one thing has one name."""
 
 
 class LazyVerbs(click.Group):
@@ -68,6 +96,20 @@ class LazyVerbs(click.Group):
         command = getattr(module, cmd_name)
         assert isinstance(command, click.Command)
         return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Click, with a suggestion: it knows only the verbs that are loaded, and we load none."""
+        word = args[0]
+        if word not in VERBS and not word.startswith("-") and not ctx.resilient_parsing:
+            like = difflib.get_close_matches(word, VERBS, 1)
+            meant = ELSEWHERE.get(word) or (like[0] if like else None)
+            ctx.fail(
+                f"No such command {word!r}."
+                + (f" Did you mean: gpool {meant}" if meant is not None else "")
+            )
+        return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002 - click's signature
         with formatter.section("Commands"):
@@ -106,6 +148,8 @@ def say_error(error: GpoolError) -> None:
             "  Sign in with: gpool login. Or set GPOOL_URL and GPOOL_KEY, or start a pool: gpool up",
             err=True,
         )
+    elif isinstance(error, Forbidden):
+        click.echo("  Who you are here, and what you may: gpool whoami", err=True)
     elif isinstance(error, Unreachable):
         click.echo(
             "  Start one with: gpool up. Another address: gpool --url URL, or GPOOL_URL", err=True

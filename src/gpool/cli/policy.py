@@ -8,16 +8,19 @@ import click
 
 from gpool.cli.account import quoted
 from gpool.cli.calling import as_json, client_of
-from gpool.cli.due import moment
-from gpool.cli.printing import emit_json, fields, plain, table
-from gpool.cli.quotas import team_id, user_id
+from gpool.cli.naming import names_of, node_id
+from gpool.cli.printing import emit_json, fields, local_time, plain, table
+from gpool.cli.quotas import team_id, user_id, who_is_who
+from gpool.client.moments import moment, now
 from gpool.core.errors import Invalid, NotFound
 
 if TYPE_CHECKING:
     from gpool.client.client import Client
 
 the_node = click.argument("node")
-_POLICY = ("order", "ageing_s", "patience_s", "weights", "changed", "pricing")
+_POLICY = ("order", "orders", "ageing_s", "patience_s", "weights", "changed", "pricing")
+
+NOT_LEARNT = "not learnt yet: it takes 200 tasks that asked for GPUs, 50 of one batch at most"
 
 
 @click.command()
@@ -68,10 +71,13 @@ def policy(
         return
     found = told.get("dry_run")
     if found is None:
-        heavy = " ".join(f"{who}={weight:g}" for who, weight in told["weights"].items())
+        known = who_is_who(client) if told["weights"] else {}
+        heavy = " ".join(
+            f"{known.get(who, who)}={weight:g}" for who, weight in told["weights"].items()
+        )
         changed = ", ".join(told["changed"])
         learnt = told.get("learnt")
-        priced = f"{learnt['sentence']} ({learnt['at']})" if learnt else "not learnt yet"
+        priced = f"{learnt['sentence']} ({learnt['at']})" if learnt else NOT_LEARNT
         shown = {"weights": heavy or "-", "changed": changed or "-", "pricing": priced}
         fields({**told, **shown}, _POLICY)
         return
@@ -107,7 +113,7 @@ def drain(ctx: click.Context, node: str, why: str, as_json: bool) -> None:
 def uncordon(ctx: click.Context, node: str) -> None:
     """Let a node take tasks again."""
     client = client_of(ctx)
-    client.door.send("DELETE", f"/v1/admin/cordons/{_node(client, node)}")
+    client.door.send("DELETE", f"/v1/admin/cordons/{node_id(client, node)}")
     click.echo(f"{plain(node)} takes tasks again, if its owner lends it")
 
 
@@ -121,18 +127,20 @@ def reservations() -> None:
 @click.pass_context
 def reservations_ls(ctx: click.Context, as_json: bool) -> None:
     """List reservations."""
-    items = client_of(ctx).door.get_json("/v1/admin/reservations")["items"]
+    client = client_of(ctx)
+    items = client.door.get_json("/v1/admin/reservations")["items"]
     if as_json:
         emit_json(items)
         return
+    known = names_of(client, "nodes") | who_is_who(client) if items else {}
     rows = [
         (
             one["id"],
             "now" if one["holds"] else "",
-            one["first"],
-            one["last"],
-            ",".join(one["nodes"]),
-            ",".join(one["teams"] + one["users"]),
+            _minute(one["first"]),
+            _minute(one["last"]),
+            ",".join(known.get(node, node) for node in one["nodes"]),
+            ",".join(known.get(who, who) for who in one["teams"] + one["users"]),
             one["why"],
         )
         for one in items
@@ -147,11 +155,16 @@ def reservations_ls(ctx: click.Context, as_json: bool) -> None:
 @click.option(
     "--from",
     "first",
+    metavar="TIME",
+    help="09:00 (the next), 2026-11-20T09:00, or 2026-11-20T09:00+01:00 (default: now).",
+)
+@click.option(
+    "--to",
+    "last",
     required=True,
     metavar="TIME",
-    help="09:00, 2026-11-20T09:00, or 2026-11-20T09:00+01:00.",
+    help="Likewise, as seen from then: 18:00 is the next after --from, 3h so much later.",
 )
-@click.option("--to", "last", required=True, metavar="TIME")
 @click.option("--why", default="")
 @as_json
 @click.pass_context
@@ -160,19 +173,29 @@ def reservations_make(
     nodes: tuple[str, ...],
     teams: tuple[str, ...],
     users: tuple[str, ...],
-    first: str,
+    first: str | None,
     last: str,
     why: str,
     as_json: bool,
 ) -> None:
-    """Keep nodes for teams or users between two times."""
+    """Keep nodes for teams or users between two times.
+
+    \b
+    gpool admin reservations make lab1 lab2 --team class --from 09:00 --to 11:30
+    """
+    if not teams and not users:
+        raise Invalid("say for whom: --team TEAM or --user USER")
+    begins = now() if first is None else moment(first)
+    ends = moment(last, begins)
+    if ends <= begins:
+        raise Invalid(f"--to {last} is not after --from {first or begins.isoformat()}")
     client = client_of(ctx)
     wanted = {
-        "nodes": [_node(client, node) for node in nodes],
+        "nodes": [node_id(client, node) for node in nodes],
         "teams": [team_id(client, team) for team in teams],
         "users": [user_id(client, user) for user in users],
-        "first": moment(first).isoformat(),
-        "last": moment(last).isoformat(),
+        "first": begins.isoformat(),
+        "last": ends.isoformat(),
         "why": why,
     }
     made = client.door.send_json("POST", "/v1/admin/reservations", wanted)
@@ -180,6 +203,7 @@ def reservations_make(
         emit_json(made)
     else:
         click.echo(made["id"])
+        click.echo(f"  from {_minute(made['first'])} to {_minute(made['last'])}", err=True)
 
 
 @reservations.command("end")
@@ -193,23 +217,13 @@ def reservations_end(ctx: click.Context, reservation: str) -> None:
 
 def _cordon(ctx: click.Context, node: str, wanted: dict[str, Any], as_json: bool) -> None:
     client = client_of(ctx)
-    told = client.door.send_json("PUT", f"/v1/admin/cordons/{_node(client, node)}", wanted)
+    told = client.door.send_json("PUT", f"/v1/admin/cordons/{node_id(client, node)}", wanted)
     if as_json:
         emit_json(told)
         return
     click.echo(f"{plain(node)} takes nothing new; {told['running']} still run there")
     if told["preempted"]:
         click.echo(f"  {told['preempted']} were asked to make room", err=True)
-
-
-def _node(client: Client, text: str) -> str:
-    """A node's id, by its name too."""
-    if text.startswith("n-"):
-        return quoted(text)
-    for one in client.listing("nodes"):
-        if one["name"] == text:
-            return str(one["id"])
-    raise NotFound(f"no node {text!r}; `gpool node ls` lists them")
 
 
 def _weight(client: Client, text: str) -> tuple[str, float | None]:
@@ -228,9 +242,14 @@ def _weight(client: Client, text: str) -> tuple[str, float | None]:
 
 
 def _seconds(text: str) -> float:
-    from gpool.client.options import seconds
+    from gpool.client.durations import seconds
 
     return float(seconds(text))
+
+
+def _minute(at: str) -> str:
+    """Here and to the minute, with the date."""
+    return local_time(at)[:-3]
 
 
 def _wait(value: float | None) -> str:

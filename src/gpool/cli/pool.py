@@ -9,6 +9,7 @@ import click
 
 from gpool.cli.calling import as_json, client_of, listing
 from gpool.cli.main import FAILED
+from gpool.cli.naming import node_id, node_told, shared_names
 from gpool.cli.printing import age, emit_json, fields, gib, plain, table
 from gpool.core.errors import Invalid, NotFound
 
@@ -27,6 +28,7 @@ def gpus(ctx: click.Context, as_json: bool, everything: bool, limit: int) -> Non
     if as_json:
         emit_json(found)
         return
+    shared = shared_names((one["node"], one.get("node_name")) for one in found)
     rows = [
         (
             one["id"],
@@ -35,7 +37,7 @@ def gpus(ctx: click.Context, as_json: bool, everything: bool, limit: int) -> Non
             gib(one["memory_free_bytes"]),
             "flagged" if one.get("flagged") else one["status"],
             *_reading(one.get("reading") or {}),
-            one.get("node_name") or one["node"],
+            node_told(one["node"], one.get("node_name"), shared),
             ",".join(one.get("tiers") or []),
             _price(one.get("price_microcredits") or 0),
             ",".join(one.get("labels") or []) or "-",
@@ -99,7 +101,7 @@ def whoami(ctx: click.Context, as_json: bool) -> None:
 
 @click.group()
 def node() -> None:
-    """For owners: list, pause, resume, drain, invite nodes."""
+    """For owners: list, pause, resume, drain, invite, remove nodes."""
 
 
 @node.command("ls")
@@ -142,7 +144,7 @@ def node_ls(ctx: click.Context, as_json: bool, everything: bool, limit: int) -> 
 def node_show(ctx: click.Context, what: str | None, as_json: bool) -> None:
     """Show one node: what it lends, to whom, and what is wrong with it."""
     client = client_of(ctx)
-    document = client.door.get_json(f"/v1/nodes/{_node(client, what)}")
+    document = client.door.get_json(f"/v1/nodes/{node_id(client, what, own=True)}")
     if as_json:
         emit_json(document)
         return
@@ -151,8 +153,9 @@ def node_show(ctx: click.Context, what: str | None, as_json: bool) -> None:
     audience = document.get("audience")
     document["audience"] = "some" if audience is None else audience or "anyone"
     document["gpus"] = [one["model"] for one in document.get("gpus") or []]
+    document["price"] = _price(document.get("price_microcredits") or 0)
     names = (
-        "id name status availability closed cordoned problems audience tiers labels networks pythons "
+        "id name owner site status availability closed cordoned problems audience tiers labels price networks pythons "
         "environments builds cpu_milli memory_bytes gpus running last_beat_at"
     )
     fields(document, names.split())
@@ -170,7 +173,7 @@ def _set(
     elif now:
         raise Invalid("--now takes back one GPU, like gpu0; a whole node is stopped with its agent")
     else:
-        found = _node(client, what)
+        found = node_id(client, what, own=True)
         wanted = {"availability": availability}
         document = client.door.send_json("PATCH", f"/v1/nodes/{found}", wanted)
     if as_json:
@@ -196,27 +199,13 @@ def _gpu(client: Client, what: str | None) -> str | None:
     found = _GPU_NAME.fullmatch(what)
     if found is None:
         return None
-    node = client.door.get_json(f"/v1/nodes/{_node(client, found['node'])}")
+    node = client.door.get_json(f"/v1/nodes/{node_id(client, found['node'], own=True)}")
     ids = {one["index"]: str(one["id"]) for one in node.get("gpus") or []}
     index = int(found["index"])
     if index not in ids:
         there = ", ".join(f"gpu{one}" for one in sorted(ids)) or "none"
         raise NotFound(f"{node['name']} has no gpu{index}; there are: {there}")
     return ids[index]
-
-
-def _node(client: Client, what: str | None) -> str:
-    """The node's id, from its id or name; without either, the only one there is."""
-    if what is not None and what.startswith("n-"):
-        return what
-    nodes = client.listing("nodes")
-    matching = [one for one in nodes if what is None or one["name"] == what]
-    if len(matching) == 1:
-        return str(matching[0]["id"])
-    names = ", ".join(f"{one['id']} ({one['name']})" for one in matching or nodes) or "none"
-    if what is not None and not matching:
-        raise NotFound(f"there is no node {what!r}; there are: {names}")
-    raise Invalid(f"say which node: {names}")
 
 
 which = click.argument("what", metavar="[NODE|GPU]", required=False)
@@ -259,6 +248,18 @@ def drain(ctx: click.Context, what: str | None, as_json: bool) -> None:
     _set(ctx, what, "draining", as_json)
 
 
+@node.command("remove")
+@click.argument("what", metavar="NODE")
+@click.confirmation_option(prompt="The pool forgets this node; it can only join anew. Go on?")
+@click.pass_context
+def node_remove(ctx: click.Context, what: str) -> None:
+    """Take a machine of yours that runs nothing out of the pool for good."""
+    client = client_of(ctx)
+    found = node_id(client, what, own=True)
+    client.door.send("DELETE", f"/v1/nodes/{found}")
+    click.echo(f"{plain(what)} is gone")
+
+
 @node.command()
 @click.option(
     "--expires",
@@ -271,7 +272,7 @@ def drain(ctx: click.Context, what: str | None, as_json: bool) -> None:
 @click.pass_context
 def invite(ctx: click.Context, expires: str, as_json: bool) -> None:
     """Make a link with which one machine can join."""
-    from gpool.client.options import seconds
+    from gpool.client.durations import seconds
 
     wanted = {"expires_in_s": int(seconds(expires))}
     document = client_of(ctx).door.send_json("POST", "/v1/nodes/invites", wanted)

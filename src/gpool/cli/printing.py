@@ -158,9 +158,16 @@ def age(created_at: str, server_date: str | None) -> str:
     return f"{passed}s"
 
 
-def local_time(at: str) -> str:
-    """A moment of the server's as the clock on the wall here shows it."""
-    return datetime.fromisoformat(at).astimezone().strftime("%Y-%m-%d %H:%M:%S")
+def local_time(at: str, server_date: str | None = None) -> str:
+    """A moment of the server's as the clock on the wall here shows it: today without the date, soon with seconds."""
+    then = datetime.fromisoformat(at).astimezone()
+    if server_date is None:
+        return then.strftime("%Y-%m-%d %H:%M:%S")
+    now = parsedate_to_datetime(server_date).astimezone()
+    if then.date() != now.date():
+        return then.strftime("%Y-%m-%d %H:%M")
+    soon = abs((then - now).total_seconds()) < 600
+    return then.strftime("%H:%M:%S" if soon else "%H:%M")
 
 
 def gib(size_bytes: int) -> str:

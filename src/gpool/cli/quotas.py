@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -9,8 +10,10 @@ import click
 
 from gpool.cli.account import quoted, show
 from gpool.cli.calling import as_json, client_of, listing
+from gpool.cli.naming import names_of
 from gpool.cli.printing import emit_json, table
 from gpool.core.errors import Invalid, NotFound
+from gpool.core.gpuspec import parse_bytes
 
 if TYPE_CHECKING:
     from gpool.client.client import Client
@@ -18,16 +21,24 @@ if TYPE_CHECKING:
 _FIELDS = "id name quota created_at"
 
 
+USUAL = "configured"
+"""Said in place of a number: what the server gives everybody."""
+
+
 def quota_options(command: Callable[..., None]) -> Callable[..., None]:
     for option in (
         click.option("--storage", metavar="SIZE", help="Bytes stored, e.g. 10GB."),
-        click.option("--queued", type=int, help="Tasks waiting at once."),
+        click.option("--queued", metavar="N", help="Tasks waiting at once."),
         click.option(
             "--guaranteed",
-            type=float,
+            metavar="N",
             help="GPUs they are sure of; others borrow what they leave idle. 0: none.",
         ),
-        click.option("--gpus", type=float, help="GPUs at once."),
+        click.option(
+            "--gpus",
+            metavar="N",
+            help=f"GPUs at once. For each of these: {USUAL} goes back to what the server gives everybody.",
+        ),
     ):
         command = option(command)
     return command
@@ -36,22 +47,54 @@ def quota_options(command: Callable[..., None]) -> Callable[..., None]:
 def quota_of(
     client: Client,
     path: str,
-    gpus: float | None,
-    guaranteed: float | None,
-    queued: int | None,
+    gpus: str | None,
+    guaranteed: str | None,
+    queued: str | None,
     storage: str | None,
 ) -> dict[str, Any]:
     """What they have, with what is given in its place."""
-    from gpool.core.gpuspec import parse_bytes
-
     asked = {
-        "running_gpus": gpus,
-        "guaranteed_gpus": guaranteed,
-        "queued_tasks": queued,
-        "storage_bytes": None if storage is None else parse_bytes(storage),
+        "running_gpus": _limit("--gpus", gpus, float, "4, or 0.5"),
+        "guaranteed_gpus": _limit("--guaranteed", guaranteed, float, "8, or 0"),
+        "queued_tasks": _limit("--queued", queued, int, "1000"),
+        "storage_bytes": _limit("--storage", storage, parse_bytes, "10GB"),
     }
+    given = {"running_gpus": gpus, "guaranteed_gpus": guaranteed}
+    given |= {"queued_tasks": queued, "storage_bytes": storage}
     before = client.door.get_json(path).get("quota") or {}
-    return {**before, **{name: value for name, value in asked.items() if value is not None}}
+    return {**before, **{name: asked[name] for name, said in given.items() if said is not None}}
+
+
+def _limit(
+    option: str, said: str | None, read: Callable[[str], float | int], like: str
+) -> float | int | None:
+    if said is None or said == USUAL:
+        return None
+    try:
+        found = read(said)
+    except (ValueError, Invalid):
+        raise Invalid(f"{option} is {said!r}; write {like}, or {USUAL}") from None
+    if not 0 <= found < math.inf:
+        raise Invalid(f"{option} is {said!r}; write 0 or more, or {USUAL}")
+    return found
+
+
+def quota_told(document: dict[str, Any]) -> dict[str, Any]:
+    """The document with its quota in words."""
+    quota = document.get("quota") or {}
+    gpus, sure = quota.get("running_gpus"), quota.get("guaranteed_gpus")
+    queued, storage = quota.get("queued_tasks"), quota.get("storage_bytes")
+    told = [
+        *([f"at most {gpus:g} GPU(s) at once"] if gpus is not None else ()),
+        *([f"sure of {sure:g}"] if sure else ()),
+        *([f"{queued} task(s) waiting"] if queued is not None else ()),
+        *([f"{storage} bytes stored"] if storage is not None else ()),
+    ]
+    return {**document, "quota": ", ".join(told) or f"as {USUAL} for everybody"}
+
+
+def show_quota(document: dict[str, Any], as_json: bool, names: str) -> None:
+    show(document if as_json else quota_told(document), as_json, names)
 
 
 @click.group()
@@ -79,7 +122,7 @@ def teams_ls(ctx: click.Context, as_json: bool, everything: bool, limit: int) ->
 def teams_show(ctx: click.Context, team_: str, as_json: bool) -> None:
     """Show one team and its quota."""
     client = client_of(ctx)
-    show(client.door.get_json(f"/v1/teams/{team_id(client, team_)}"), as_json, _FIELDS)
+    show_quota(client.door.get_json(f"/v1/teams/{team_id(client, team_)}"), as_json, _FIELDS)
 
 
 @teams.command("set")
@@ -94,11 +137,16 @@ def teams_set(ctx: click.Context, /, team_: str, as_json: bool, **quota: Any) ->
     client = client_of(ctx)
     path = f"/v1/teams/{team_id(client, team_)}"
     wanted = {"quota": quota_of(client, path, **quota)}
-    show(client.door.send_json("PATCH", path, wanted), as_json, _FIELDS)
+    show_quota(client.door.send_json("PATCH", path, wanted), as_json, _FIELDS)
 
 
 def _all(client: Client, limit: int | None) -> list[dict[str, Any]]:
     return client.listing("teams", limit=limit, all="true")
+
+
+def who_is_who(client: Client) -> dict[str, str]:
+    """For operators: the name of every user and team, by id."""
+    return names_of(client, "users") | names_of(client, "teams", all="true")
 
 
 def user_id(client: Client, text: str) -> str:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import stat
 import sys
-import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,7 +15,9 @@ import click
 
 from gpool.cli.calling import as_json, client_of, into
 from gpool.cli.due import due
+from gpool.cli.interrupts import Reading
 from gpool.cli.main import FAILED, GPOOL_FAULT, say_error
+from gpool.cli.progress import ProgressLine, on_stderr
 from gpool.cli.team import team_id
 from gpool.core.errors import GpoolError, Invalid
 
@@ -23,18 +25,9 @@ if TYPE_CHECKING:
     from gpool.client.artifacts import LocalFile
     from gpool.client.artifacts import Progress as UploadProgress
     from gpool.client.client import Client
-    from gpool.client.logs import Progress
+    from gpool.client.logs import Printed
     from gpool.client.results import Result
     from gpool.client.runs import Run
-
-DOING = {
-    "queued": "waiting for a node…",
-    "fetch": "fetching the inputs…",
-    "build": "building the environment…",
-    "start": "starting the sandbox…",
-    "collect": "collecting the outputs…",
-}
-"""What a task does, by its phase or its status; what is not here says nothing."""
 
 SECOND_CHANCE_S = 2.0
 """How long after the first Ctrl-C a second one cancels."""
@@ -195,20 +188,38 @@ def run(
 
 def attend(client: Client, submitted: Run, into: Path, *, quiet: bool) -> int:
     """Stream logs, wait, fetch outputs; the code to exit with."""
-    from gpool.cli.printing import LogPrinter
-    from gpool.client.results import exit_code
 
-    try:
-        tell = ProgressLine() if sys.stderr.isatty() else None
-        LogPrinter(all_to_stderr=quiet).show(submitted.printed(follow=True, on_progress=tell))
-        result = submitted.wait()
-    except KeyboardInterrupt:
-        return detached(submitted)
+    def follow(say: Callable[[Printed | str], None]) -> Result:
+        tell = ProgressLine(say, submitted, phases=sys.stderr.isatty())
+        for piece in submitted.printed(follow=True, on_progress=tell):
+            say(piece)
+        return submitted.wait()
+
+    with Reading(follow) as reading:
+        result = reading.show(partial(show, quiet=quiet))
+        if result is None:
+            return detached(submitted, reading.is_pressed_again)
     say_how_it_ended(result)
     if result.outputs:
         with progress_bar() as progress:
             client.artifacts.fetch(result.outputs, into, *([progress] if progress else []))
+    from gpool.client.results import exit_code
+
     return exit_code(result)
+
+
+def show(said: Iterator[Printed | str], *, quiet: bool) -> None:
+    """Print what a task writes, and the lines about what it does meanwhile."""
+    from gpool.cli.printing import LogPrinter
+
+    def pieces() -> Iterator[Printed]:
+        for one in said:
+            if isinstance(one, str):
+                on_stderr(one)
+            else:
+                yield one
+
+    LogPrinter(all_to_stderr=quiet).show(pieces())
 
 
 def script_of(command: tuple[str, ...], workdir: Path | None) -> LocalFile | None:
@@ -230,23 +241,6 @@ def script_of(command: tuple[str, ...], workdir: Path | None) -> LocalFile | Non
     return LocalFile(name, source, about.st_size, bool(about.st_mode & stat.S_IXUSR))
 
 
-class ProgressLine:
-    """Says on a terminal what a task does before it runs, and when it has to wait again."""
-
-    def __init__(self) -> None:
-        self._last = ""
-
-    def __call__(self, progress: Progress) -> None:
-        from gpool.cli.printing import styled
-
-        said = DOING.get(progress.phase or progress.status, "")
-        if progress.status == "queued" and progress.epoch:
-            said = "waiting for a node again…"
-        if said and said != self._last:
-            click.echo(styled(f"gpool: {said}", colour="cyan"), err=True)
-        self._last = said
-
-
 def say_how_it_ended(result: Result, *, code_too: bool = False) -> None:
     """A line for every end that its exit code does not tell; `code_too`: for that one as well."""
     from gpool.cli.printing import plain
@@ -256,22 +250,16 @@ def say_how_it_ended(result: Result, *, code_too: bool = False) -> None:
         click.echo(f"gpool: {plain(failure(result).detail)}", err=True)
 
 
-def detached(submitted: Run) -> int:
-    """After the first Ctrl-C: say how to come back; a second one cancels.
-
-    It comes as an exception: a handler that set what we wait for could meet the lock of that wait, held by us.
-    """
-    try:
-        click.echo(
-            f"\nDetached; task {submitted.id} goes on. Come back with: gpool logs -f {submitted.id}\n"
-            f"Stop it with: gpool cancel {submitted.id} (or press Ctrl-C again now)",
-            err=True,
-        )
-        threading.Event().wait(SECOND_CHANCE_S)
-    except KeyboardInterrupt:
-        submitted.cancel()
-    else:
+def detached(submitted: Run, is_pressed_again: Callable[[float], bool]) -> int:
+    """After the first Ctrl-C: say how to come back; a second one cancels."""
+    click.echo(
+        f"\nDetached; task {submitted.id} goes on. Come back with: gpool logs -f {submitted.id}\n"
+        f"Stop it with: gpool cancel {submitted.id} (or press Ctrl-C again now)",
+        err=True,
+    )
+    if not is_pressed_again(SECOND_CHANCE_S):
         return FAILED
+    submitted.cancel()
     click.echo(f"Cancelled {submitted.id}.", err=True)
     return 130
 

@@ -3,25 +3,54 @@
 from __future__ import annotations
 
 import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from gpool.cli.calling import as_json, client_of, into, listing
-from gpool.cli.main import FAILED, GPOOL_FAULT, say_error
+from gpool.cli.main import FAILED, GPOOL_FAULT, exit_code_of, say_error
+from gpool.cli.naming import node_told, shared_names
 from gpool.cli.printing import LogPrinter, age, emit_json, fields, local_time, plain, table
+from gpool.cli.progress import ProgressLine
+from gpool.cli.quotas import who_is_who
 from gpool.cli.run import progress_bar, say_how_it_ended
 from gpool.cli.team import team_id
-from gpool.core.errors import GpoolError
+from gpool.core.errors import GpoolError, Invalid
 
+if TYPE_CHECKING:
+    from gpool.client.client import Client
+
+F = TypeVar("F", bound=Callable[..., Any])
 task_id = click.argument("task", metavar="ID")
+
+
+def whose(function: F) -> F:
+    """`--team TEAM --everybody`, as listings of tasks have them."""
+    function = click.option("--everybody", is_flag=True, help="Everybody's, for operators.")(
+        function
+    )
+    return click.option(
+        "--team", metavar="TEAM", help="Those of a team of yours, instead of your own."
+    )(function)
+
+
+def whose_tasks(client: Client, team: str | None, everybody: bool) -> dict[str, str]:
+    """The filters of a listing that those options stand for."""
+    if everybody and team is not None:
+        raise Invalid("--everybody and --team exclude each other")
+    if everybody:
+        return {"all": "true"}
+    return {} if team is None else {"team": team_id(client, team)}
 
 
 @click.command()
 @listing
 @click.option("--status", help="Only those: queued, leased, running, succeeded, failed, cancelled.")
-@click.option("--team", metavar="TEAM", help="Those of a team of yours, instead of your own.")
+@whose
 @click.pass_context
 def ps(
     ctx: click.Context,
@@ -30,53 +59,69 @@ def ps(
     limit: int,
     status: str | None,
     team: str | None,
+    everybody: bool,
 ) -> None:
     """List tasks, newest first."""
     client = client_of(ctx)
-    filters = {"status": status} if status else {}
-    if team is not None:
-        filters["team"] = team_id(client, team)
+    filters = whose_tasks(client, team, everybody) | ({"status": status} if status else {})
     found = client.listing("tasks", limit=None if everything else limit, **filters)
     if as_json:
         emit_json(found)
         return
-    date = client.door.date
+    date, shared = client.door.date, shared_names(places(found))
+    known = who_is_who(client) if everybody else {}
     rows = [
         (
             task["id"],
             task["name"],
-            _status(task),
+            *([known.get(task["user"], task["user"])] if everybody else ()),
+            task_status(task),
             age(task["created_at"], date),
-            _where(task),
+            where(task, shared),
             task.get("gpu") or "-",
         )
         for task in found
     ]
     table(
-        ("id", "name", "status", "age", "node", "gpu"),
+        ("id", "name", *(["user"] if everybody else ()), "status", "age", "node", "gpu"),
         rows,
         f"No task is {status}." if status else "No tasks yet.",
     )
 
 
-def _status(task: dict[str, Any]) -> str:
+def task_status(task: dict[str, Any]) -> str:
     """With the phase, where that says more: before and after the run."""
     phase = task.get("phase")
     return task["status"] if phase in (None, "run") else f"{task['status']} ({phase})"
 
 
-def _where(task: dict[str, Any]) -> str:
+def places(tasks: Iterable[dict[str, Any]]) -> Iterator[tuple[str | None, str | None]]:
+    """Ids and names of the nodes they are or were on."""
+    for task in tasks:
+        for one in (task, *(task.get("members") or ())):
+            yield one.get("node"), one.get("node_name")
+
+
+def where(task: dict[str, Any], shared: frozenset[str] = frozenset()) -> str:
     """Its node, or the nodes of a gang's members; of one that waits, how many it wants."""
-    members = [member.get("node_name") or member["node"] for member in task.get("members") or ()]
+    members = [
+        node_told(member["node"], member.get("node_name"), shared)
+        for member in task.get("members") or ()
+    ]
     wanted = task.get("nodes") or 1
     if members or wanted == 1:
-        return ",".join(members) or task.get("node_name") or task.get("node") or "-"
+        return ",".join(members) or node_told(task.get("node"), task.get("node_name"), shared)
     return f"({wanted} nodes)"
 
 
 def _member(member: dict[str, Any]) -> str:
-    where = member.get("node_name") or member["node"]
-    return f"rank {member['rank']} on {where} ({member['status']});"
+    return f"rank {member['rank']} on {_node(member)} ({member['status']});"
+
+
+def _node(document: dict[str, Any]) -> str | None:
+    """The node's name and id: the one to read, the other to type."""
+    id_, name = document.get("node"), document.get("node_name")
+    return f"{name} ({id_})" if id_ and name else id_
 
 
 @click.command()
@@ -98,10 +143,19 @@ def status(ctx: click.Context, task: str, as_json: bool) -> None:
         )
     if (document.get("nodes") or 1) == 1:
         document["nodes"] = None
+    document["node"] = _node(document)
+    document["preemptible"] = "yes" if document.get("preemptible") else None
+    for name in ("memory", "disk"):
+        size = document.get(f"{name}_bytes")
+        document[name] = None if size is None else f"{size / 1e9:g}GB"
+    if timeout := document.get("timeout_s"):
+        document["timeout"] = f"{timeout:g} s"
+    if not document["nodes"]:
+        document["engine"] = document["on_loss"] = None
     document["members"] = [_member(member) for member in document.get("members") or ()]
     names = (
-        "id name status phase reason exit_code error_text command gpu environment network nodes node_name members "
-        "created_at started_at finished_at tries losses checkpoint outputs"
+        "id name user team status phase reason exit_code error_text command gpu cpus memory disk labels max_price tier "
+        "environment network timeout retries priority by preemptible nodes engine on_loss node members created_at started_at finished_at tries losses checkpoint outputs"
     )
     fields(document, names.split())
 
@@ -118,41 +172,53 @@ def logs(ctx: click.Context, task: str, follow: bool, as_json: bool) -> None:
         emit_json(list(run.log_documents(follow=follow)))
         return
     try:
-        LogPrinter().show(run.printed(follow=follow))
+        tell = ProgressLine(run=run, phases=sys.stderr.isatty()) if follow else None
+        LogPrinter().show(run.printed(follow=follow, on_progress=tell))
     except KeyboardInterrupt:
         click.echo(f"\nTask {task} goes on. Come back with: gpool logs -f {task}", err=True)
         ctx.exit(FAILED)
 
 
 @click.command()
-@task_id
+@click.argument("tasks", metavar="ID...", nargs=-1, required=True)
 @click.option("--timeout", metavar="TIME", help="Give up after, e.g. 10m; the task goes on.")
 @as_json
 @click.pass_context
-def wait(ctx: click.Context, task: str, timeout: str | None, as_json: bool) -> None:
-    """Wait for a task; exit with its code."""
-    from gpool.client.options import seconds
+def wait(ctx: click.Context, tasks: tuple[str, ...], timeout: str | None, as_json: bool) -> None:
+    """Wait for a task; exit with its code.
+
+    With several ids: for all of them; with the code of the first of them that did not succeed.
+    """
+    from gpool.client.durations import seconds
     from gpool.client.results import exit_code
 
-    patience = None if timeout is None else seconds(timeout)
-    run = client_of(ctx).get(task)  # before this answers, there is no id to speak of
+    ends = None if timeout is None else time.monotonic() + seconds(timeout)
+    client = client_of(ctx)
+    runs = [client.get(task) for task in tasks]  # before these answer, there is no id to speak of
+    documents, codes = [], []
     try:
-        result = run.wait(patience)
-        if as_json:
-            emit_json(run.document())
-    except TimeoutError as late:
-        click.echo(f"gpool: {late}", err=True)
+        for run in runs:
+            result = run.wait(None if ends is None else max(0.0, ends - time.monotonic()))
+            if as_json:
+                documents.append(run.document())
+            say_how_it_ended(result)
+            codes.append(exit_code(result))
+    except TimeoutError:
+        left = tasks[len(codes)]
+        click.echo(f"gpool: task {left} has not ended within {timeout}; it goes on", err=True)
         ctx.exit(FAILED)
     except KeyboardInterrupt:
-        click.echo(f"\nTask {task} goes on. Wait again with: gpool wait {task}", err=True)
+        left = " ".join(tasks[len(codes) :])
+        click.echo(f"\nWhat you waited for goes on. Wait again with: gpool wait {left}", err=True)
         ctx.exit(FAILED)
     except GpoolError as error:
         if os.environ.get("GPOOL_DEBUG"):
             raise
         say_error(error)
         ctx.exit(GPOOL_FAULT)
-    say_how_it_ended(result)
-    ctx.exit(exit_code(result))
+    if as_json:
+        emit_json(documents if len(tasks) > 1 else documents[0])
+    ctx.exit(next((code for code in codes if code), 0))
 
 
 @click.command()
@@ -160,14 +226,31 @@ def wait(ctx: click.Context, task: str, timeout: str | None, as_json: bool) -> N
 @as_json
 @click.pass_context
 def cancel(ctx: click.Context, tasks: tuple[str, ...], as_json: bool) -> None:
-    """Cancel tasks."""
+    """Cancel tasks.
+
+    An id that begins with b- is a batch: all of it that has not ended, like the calls of one `map`.
+    """
     client = client_of(ctx)
-    found = [client.cancel(task) for task in tasks]
+    found, failed = [], 0
+    for task in tasks:
+        try:
+            if task.startswith("b-"):
+                client.cancel_batch(task)
+                document = {"id": task, "status": "cancelled"}
+            else:
+                document = client.cancel(task)
+        except GpoolError as error:  # the others are cancelled all the same
+            if len(tasks) == 1:
+                raise
+            say_error(error)
+            failed = exit_code_of(error)
+            continue
+        found.append(document)
+        if not as_json:
+            click.echo(f"{task} {document.get('status', 'cancelled')}")
     if as_json:
         emit_json(found)
-        return
-    for task, document in zip(tasks, found, strict=True):
-        click.echo(f"{task} {document.get('status', 'cancelled')}")
+    ctx.exit(failed)
 
 
 @click.command()
@@ -206,15 +289,17 @@ def result(ctx: click.Context, task: str, into: Path, as_json: bool) -> None:
 @click.pass_context
 def explain(ctx: click.Context, task: str, as_json: bool) -> None:
     """Say why a task waits, when it will start, and what would start it now."""
-    document = client_of(ctx).explain(task)
+    client = client_of(ctx)
+    document = client.explain(task)
     if as_json:
         emit_json(document)
         return
     click.echo(plain(document["sentence"]))
     estimate = document.get("estimate")
     if estimate:
-        first, last = local_time(estimate["from"]), local_time(estimate["to"])
-        about = local_time(estimate["at"])
+        about, first, last = (
+            local_time(estimate[name], client.door.date) for name in ("at", "from", "to")
+        )
         click.echo(f"Starts about {about}; eight times of ten between {first} and {last}.")
     for one in document.get("suggestions") or ():
         click.echo(f"  {plain(one['sentence'])} ({plain(one['change'])})")

@@ -25,13 +25,8 @@ the_team = click.argument("team_", metavar="TEAM")
 
 
 def team_id(client: Client, name: str) -> str:
-    """A team of yours by its id or name."""
-    if name.startswith("tm-"):
-        return quoted(name)
-    for one in client.door.get_json("/v1/teams")["items"]:
-        if one["name"] == name:
-            return str(one["id"])
-    raise NotFound(f"you are in no team {name!r}; `gpool team ls` lists yours")
+    """A team of yours by its id or name, as part of an address."""
+    return quoted(client.team_id(name))
 
 
 @click.group()
@@ -129,7 +124,7 @@ def team_leave(ctx: click.Context, team_: str) -> None:
 @click.pass_context
 def team_invite(ctx: click.Context, team_: str, role: str, expires: str, as_json: bool) -> None:
     """Make a token with which one person may join."""
-    from gpool.client.options import seconds
+    from gpool.client.durations import seconds
 
     client = client_of(ctx)
     wanted = {"role": role, "expires_in_s": int(seconds(expires))}

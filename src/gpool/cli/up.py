@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
 import socket
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -238,14 +240,22 @@ def await_ready(server: Child, address: Address, stop: threading.Event) -> None:
 
 def _announce(address: Address, key_file: Path, profile: Path) -> None:
     link = _join_link(address, key_file)
+    this = typed(Path(sys.argv[0]).absolute(), shutil.which("gpool"), Path.cwd())
     click.echo(f"gpool is up at {address.url}")
     if address.fingerprint is not None:
         click.echo(f"  certificate {spelt_out(address.fingerprint)}")
     click.echo(f"  key        {key_file} (profile 'local' in {profile})")
-    click.echo("  try        gpool run -- python -c 'print(6*7)'")
+    click.echo(f"  try        {this} run -- python -c 'print(6*7)'")
     if link:
         click.echo(f"  more GPUs  gpool join {link}")
     click.echo("Ctrl-C stops it.")
+
+
+def typed(this: Path, found: str | None, here: Path) -> str:
+    """What to type to mean the program at `this`: `gpool` where the shell finds it (`found`), else the way from `here`."""
+    if this.name != "gpool" or (found is not None and Path(found).samefile(this)):
+        return "gpool"
+    return str(this.relative_to(here) if this.is_relative_to(here) else this)
 
 
 def _join_link(address: Address, key_file: Path) -> str:

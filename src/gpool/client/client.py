@@ -6,6 +6,7 @@ import binascii
 import itertools
 import json
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,12 +34,14 @@ from gpool.client.results import (
 from gpool.client.runs import LONGEST_WAIT_S, Run, wait_for
 from gpool.client.sessions import SessionFile, SignedIn
 from gpool.client.tasks import Decorator, Task
-from gpool.core.errors import Invalid, Unprocessable
+from gpool.core.errors import Invalid, NotFound, Unprocessable
 from gpool.core.model import INLINE_LIMIT_BYTES
 from gpool.core.paths import checked
 from gpool.transfer.requests import Reply
 
 _READ_S = LONGEST_WAIT_S + 30.0
+_INTERPRETER = re.compile(r"python[0-9.]*|sh|bash")
+_SCRIPT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}\.(?:py|sh)")
 _JSON = {"content-type": "application/json"}
 
 
@@ -174,7 +177,7 @@ class Client:
         head = self._heads.get(at)
         if head is None:
             function = {"sha256": self.artifacts.put(task.pickled()), "python": PYTHON}
-            members = {**task.options.members(), "name": task.label, "function": function}
+            members = {**self._asked(task.options), "name": task.label, "function": function}
             head = _members(members)[1:] + b',"calls":['
             self._heads[at] = head
             self._headed[at] = task  # keeps the id from being used again
@@ -185,6 +188,20 @@ class Client:
         if len(pickled) <= INLINE_LIMIT_BYTES:
             return b'"%s"' % binascii.b2a_base64(pickled, newline=False)
         return b'{"payload_sha256":"%s"}' % self.artifacts.put(pickled).encode()
+
+    def _asked(self, options: Options) -> dict[str, object]:
+        """What is asked for, a team's name replaced by its id."""
+        members = options.members()
+        return members if options.team is None else members | {"team": self.team_id(options.team)}
+
+    def team_id(self, team: str) -> str:
+        """The id of a team of yours, by its name or its id."""
+        if team.startswith("tm-"):
+            return team
+        for one in self.door.get_json("/v1/teams")["items"]:
+            if one["name"] == team:
+                return str(one["id"])
+        raise NotFound(f"you are in no team {team!r}; `gpool team ls` lists yours")
 
     # ---- commands
 
@@ -202,7 +219,7 @@ class Client:
         if isinstance(command, str) or not command:
             raise Invalid("a command is a list of words, e.g. ['python', 'train.py']")
         wanted = [checked(str(output), directory=True) for output in outputs]
-        document: dict[str, object] = dict((options or Options()).members())
+        document = self._asked(options or Options())
         sent = [
             {
                 "path": file.path,
@@ -213,6 +230,8 @@ class Client:
             for file in gather(inputs)
         ]
         document["command"] = [str(word) for word in command]
+        if script := _script_in(command):
+            document.setdefault("name", script)
         if sent:
             document["inputs"] = sent
         if wanted:
@@ -312,6 +331,14 @@ def shipment(
             raise Invalid("'ignore' says what of 'workdir' stays here; name a folder to ship")
         return list(inputs)
     return [*local_files(Path(workdir), ignore=ignore), *inputs]
+
+
+def _script_in(command: Sequence[str]) -> str | None:
+    """What `python train.py` is called in listings: the script, not its interpreter."""
+    if len(command) < 2 or not _INTERPRETER.fullmatch(Path(command[0]).name):
+        return None
+    word = Path(str(command[1])).name
+    return word if _SCRIPT.fullmatch(word) else None
 
 
 def _members(members: Mapping[str, object]) -> bytes:

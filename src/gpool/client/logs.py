@@ -46,6 +46,9 @@ class Progress:
 
 OnProgress = Callable[[Progress], None]
 
+SILENCE = ":"
+"""What stands for a comment among the names of events; none of theirs begins so."""
+
 
 def printed(items: Iterable[dict[str, Any]]) -> Iterator[Printed]:
     """The pieces that log documents stand for; at the end one more if a stream broke off inside a character."""
@@ -81,9 +84,10 @@ def follow(
 ) -> Iterator[dict[str, Any]]:
     """The documents of what is there and what comes, until the task has ended and all its output was given.
 
-    `on_progress` is told in between where the task is, whenever that has changed.
+    `on_progress` is told in between where the task is, whenever that has changed, and the same again now and then
+    while nothing happens.
     """
-    tries = door.pauses()
+    tries, last = door.pauses(), None
     while True:
         try:
             headers = {"accept": "text/event-stream"}
@@ -92,9 +96,14 @@ def follow(
                 for event, data in _events(response.iter_bytes()):
                     if event == "end":
                         return
+                    if event == SILENCE:
+                        if on_progress is not None and last is not None:
+                            on_progress(last)
+                        continue
                     item = json.loads(data)
                     if event == "progress" and on_progress is not None and isinstance(item, dict):
-                        on_progress(Progress.of(item))
+                        last = Progress.of(item)
+                        on_progress(last)
                     if isinstance(item, dict) and "cursor" in item and "text" in item:
                         after = max(after, int(item["cursor"]))
                         yield item
@@ -111,7 +120,7 @@ def follow(
 
 
 def _events(pieces: Iterable[bytes]) -> Iterator[tuple[str, str]]:
-    """Server-sent events: (name, data), comments left out."""
+    """Server-sent events: (name, data); a comment, by which a server says that it is there, is a `SILENCE`."""
     name, data = "message", list[str]()
     for line in _lines(pieces):
         if not line:
@@ -120,6 +129,8 @@ def _events(pieces: Iterable[bytes]) -> Iterator[tuple[str, str]]:
             elif name != "message":
                 yield name, ""
             name, data = "message", []
+        elif line.startswith(":"):
+            yield SILENCE, ""
         elif line.startswith("data:"):
             data.append(line[5:].removeprefix(" "))
         elif line.startswith("event:"):

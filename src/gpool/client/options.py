@@ -2,36 +2,18 @@
 
 from __future__ import annotations
 
+import difflib
 import os
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from gpool.client import moments
+from gpool.client.durations import seconds
 from gpool.client.recipes import recipe_of
 from gpool.core.errors import Invalid
-
-_UNIT_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
-_DURATION = re.compile(r"(?:\d+(?:\.\d+)?[smhd])+")
-_PART = re.compile(r"(\d+(?:\.\d+)?)([smhd])")
-
-
-def seconds(duration: str | float) -> float:
-    """`90`, `"90"`, `"90s"`, `"2h"`, `"1h30m"` in seconds."""
-    if isinstance(duration, int | float):
-        found = float(duration)
-    else:
-        text = duration.strip().lower()
-        if text.replace(".", "", 1).isdecimal():
-            found = float(text)
-        elif _DURATION.fullmatch(text):
-            found = sum(float(count) * _UNIT_S[unit] for count, unit in _PART.findall(text))
-        else:
-            raise Invalid(f"{duration!r} is not a duration; write 90s, 45m, 2h, 1h30m or seconds")
-    if found <= 0:
-        raise Invalid(f"the duration {duration!r} is not above zero")
-    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,13 +43,13 @@ class Options:
     checkpoint_every: str | float | None = None
     grace: str | float | None = None  # between SIGTERM and the end
     preemptible: bool | None = None  # may be stopped for others and begun anew
-    by: str | None = None  # wanted by then, as "2026-11-15T18:00+00:00"
+    by: str | datetime | None = None  # wanted by then: "18:00", "2h", "2026-11-15T18:00+00:00"
     nodes: int | None = None  # at once, each with all of the above: a gang
     engine: str | None = None  # "torchrun", "ray" or "none": what starts a gang's command
     on_loss: str | None = None  # "reform" or "end": when a gang loses a node
     labels: Sequence[str] = ()  # a node must have all of these
     max_price: str | float | None = None  # "0.40/h", for what it gets on one node
-    team: str | None = None  # the id of the team in whose name it runs; None: your own
+    team: str | None = None  # the team in whose name it runs, by name or id; None: your own
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Options:
@@ -75,7 +57,11 @@ class Options:
         known = [one.name for one in fields(cls)]
         unknown = sorted(set(given) - set(known))
         if unknown:
-            raise TypeError(f"gpool knows no option {unknown[0]!r}; it knows {', '.join(known)}")
+            like = difflib.get_close_matches(unknown[0], known, 1)
+            meant = f" Did you mean {like[0]!r}?" if like else ""
+            raise TypeError(
+                f"gpool knows no option {unknown[0]!r}; it knows {', '.join(known)}.{meant}"
+            )
         return cls(**given)
 
     def members(self) -> dict[str, object]:
@@ -98,9 +84,9 @@ class Options:
             "preload": _words("preload", self.preload, "torch") or None,
             "checkpoint": self.checkpoint,
             "checkpoint_every_s": _maybe_seconds(self.checkpoint_every),
-            "grace_s": _maybe_seconds(self.grace),
+            "grace_s": _maybe_seconds(self.grace, zero=True),
             "preemptible": self.preemptible,
-            "by": self.by,
+            "by": None if self.by is None else moments.due(self.by),
             "nodes": self.nodes,
             "engine": self.engine,
             "on_loss": self.on_loss,
@@ -108,6 +94,10 @@ class Options:
             "max_price": self.max_price,
             "team": self.team,
         }
+        if self.checkpoint_every is not None and self.checkpoint is None:
+            raise Invalid(
+                "'checkpoint_every' says how often 'checkpoint' is saved; name that folder"
+            )
         return {name: value for name, value in said.items() if value is not None}
 
     def _recipe(self) -> dict[str, object] | None:
@@ -135,5 +125,5 @@ def _words(option: str, given: Sequence[str], like: str) -> list[str]:
     return [str(word) for word in given]
 
 
-def _maybe_seconds(duration: str | float | None) -> float | None:
-    return None if duration is None else seconds(duration)
+def _maybe_seconds(duration: str | float | None, *, zero: bool = False) -> float | None:
+    return None if duration is None else seconds(duration, zero=zero)

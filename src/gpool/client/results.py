@@ -124,7 +124,11 @@ def failure(result: Result) -> TaskFailed:
             id=result.id,
             exit_code=result.exit_code,
         )
-    memory = ("GPU memory", "vram=") if "GPU memory" in text else ("memory", "memory=")
+    memory = (
+        ("GPU memory", "--vram, or vram=")
+        if "GPU memory" in text
+        else ("memory", "--memory, or memory=")
+    )
     why = {
         "out_of_memory": "ran out of {}; ask for more with {}".format(*memory),
         "bad_input": "did not find its inputs",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,10 +12,15 @@ from urllib.parse import quote
 from gpool.client import logs
 from gpool.client.logs import OnProgress, Printed
 from gpool.client.results import Raised, Result, decode_result, failure, outcome
-from gpool.core.errors import Forbidden
+from gpool.core.errors import Forbidden, GpoolError
 
 if TYPE_CHECKING:
     from gpool.client.client import Client
+
+log = logging.getLogger(__name__)
+
+EXPLAINED_AFTER_S = 20.0
+"""How long somebody waits for a task that does not start before they are told why."""
 
 LONGEST_WAIT_S = 30
 """How long one request may wait for a task's end; a longer wait asks again."""
@@ -116,14 +122,30 @@ def wait_for(
     timeout: float | None,
     monotonic: Callable[[], float] = time.monotonic,
 ) -> Result:
-    """Ask until the task has ended."""
+    """Ask until the task has ended. Once it has been waited for in vain, the log says why: it may never start."""
     path = f"/v1/tasks/{quote(task, safe='')}/result"
-    ends = None if timeout is None else monotonic() + timeout
+    began, is_explained = monotonic(), False
+    ends = None if timeout is None else began + timeout
     while True:
         left = LONGEST_WAIT_S if ends is None else min(LONGEST_WAIT_S, ends - monotonic())
         wait = max(0.0, left)
         reply = client.door.send("GET", f"{path}?wait={wait:.6g}", read_s=wait + 30)
         if reply.status == 200:
             return decode_result(reply.body)
-        if ends is not None and monotonic() >= ends:
+        now = monotonic()
+        if not is_explained and now - began >= EXPLAINED_AFTER_S:
+            is_explained = _explained(client, task, reply.json())
+        if ends is not None and now >= ends:
             raise TimeoutError(f"task {task} has not ended within {timeout} s; it goes on")
+
+
+def _explained(client: Client, task: str, document: dict[str, Any]) -> bool:
+    """Whether it was said why it waits; one that does not is left alone."""
+    if document.get("status") != "queued":
+        return False
+    try:
+        sentence = client.explain(task)["sentence"]
+    except GpoolError:  # only a courtesy
+        return False
+    log.warning("task %s waits: %s", task, sentence)
+    return True

@@ -56,6 +56,8 @@ PROGRAMS = [
 ]
 PROGRAMS += ["seq", "sleep", "sort", "stat", "tail", "touch", "true", "uname", "wc"]
 LEFT_OUT = {"site-packages", "test", "idlelib", "tkinter", "lib2to3", "ensurepip"}
+LEFT_OUT |= {"pydoc_data", "distutils", "turtledemo"}
+LEFT_OUT_FILES = re.compile(r"\.a$|\.opt-\d\.pyc$|/_(tkinter|test)[^/]*\.so$")
 LIBRARY = re.compile(r"(/\S+) \(0x")
 ULIMITS = "1024:1024"  # this machine's own hard limits may be lower than Podman's wish
 DIE_WITH_PARENT = (
@@ -92,7 +94,7 @@ def _kept(info: tarfile.TarInfo) -> tarfile.TarInfo | None:
     info.uid = info.gid = 0
     info.uname = info.gname = ""
     parts = set(Path(info.name).parts)
-    return None if parts & LEFT_OUT or info.name.endswith(".a") else info
+    return None if parts & LEFT_OUT or LEFT_OUT_FILES.search(info.name) else info
 
 
 def _kept_package(info: tarfile.TarInfo) -> tarfile.TarInfo | None:
@@ -140,7 +142,8 @@ def _write_python(file: Path) -> None:
     with tarfile.open(file, "w") as tar:
         needed = _add_programs(tar, PROGRAMS) | _libraries(base / "bin" / minor)
         for extension in (library / "lib-dynload").glob("*.so"):
-            needed |= _libraries(extension)
+            if not LEFT_OUT_FILES.search(str(extension)):
+                needed |= _libraries(extension)
         tar.add(base / "bin" / minor, f"usr/local/bin/{minor}", filter=_kept)
         for name in ("python", "python3"):
             _add_link(tar, f"usr/local/bin/{name}", minor)

@@ -6,10 +6,12 @@ started, by pid. It reads no table and patches nothing.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import re
+import secrets
 import signal
 import socket
 import subprocess
@@ -39,6 +41,9 @@ SHORT_LEASE: Mapping[str, str] = {
 """Settings of a server whose lost nodes are noticed within a test's patience."""
 
 LEASE_TIME_S = 2.0
+PATIENCE_S = 90.0
+"""For what only has to come about: so that a test ends, however busy the machine is."""
+FIRST_PORT, PORTS = 12_000, 18_000
 
 
 class NeverHappened(AssertionError):
@@ -59,10 +64,12 @@ def eventually(
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """None that the kernel lends to outgoing connections: one of those could have it before the server does."""
+    while True:
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            port = FIRST_PORT + secrets.randbelow(PORTS)
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def alive(pid: int) -> bool:
@@ -119,6 +126,16 @@ def processes_saying(mark: str) -> list[int]:
         if mark.encode() in line and alive(pid):
             found.append(pid)
     return found
+
+
+@contextmanager
+def _taking_interrupts() -> Iterator[None]:
+    """What is started meanwhile takes Ctrl-C, though tests that a script runs in the background ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @dataclass(slots=True)
@@ -268,7 +285,7 @@ class Pool:
             except httpx2.TransportError:
                 return False
 
-        return eventually("the server is ready", ready, within_s=30)
+        return eventually("the server is ready", ready, PATIENCE_S)
 
     def join(self, name: str, *options: str, within: Sequence[str] = ()) -> Daemon:
         """A further machine: its own home, joined by its own link; returns once the server sees it."""
@@ -288,7 +305,7 @@ class Pool:
         return agent
 
     def until_online(self, name: str) -> None:
-        eventually(f"node {name} is online", lambda: name in self.online(), within_s=30)
+        eventually(f"node {name} is online", lambda: name in self.online(), PATIENCE_S)
 
     def scripted(self, name: str, cpus: int) -> ScriptedAgent:
         """A further node, known to the server and not connected: it does what the test says."""
@@ -339,15 +356,16 @@ class Pool:
     @contextmanager
     def command(self, *arguments: str) -> Iterator[subprocess.Popen[str]]:
         """A command of a consumer while it runs, its output in pipes; killed if it is still there in the end."""
-        process = subprocess.Popen(
-            [*GPOOL, *arguments],
-            env=self.consumer(),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
+        with _taking_interrupts():
+            process = subprocess.Popen(
+                [*GPOOL, *arguments],
+                env=self.consumer(),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                start_new_session=True,
+            )
         with process:
             try:
                 yield process
@@ -394,7 +412,7 @@ class Pool:
         [node] = [found["id"] for found in nodes if found["name"] == name]
         self.ask("PATCH", f"/v1/nodes/{node}", {"availability": availability})
 
-    def until_status(self, task: str, status: str, within_s: float = 30) -> float:
+    def until_status(self, task: str, status: str, within_s: float = PATIENCE_S) -> float:
         return eventually(
             f"{task} is {status}", lambda: self.status(task)["status"] == status, within_s
         )

@@ -49,6 +49,15 @@ RUNS: dict[tuple[str, ...], FakeRun] = {
 }
 
 
+ENGINES = {"docker": "docker", "podman": "podman", "gvisor": "docker"}
+
+
+def start_engine(kind: str) -> None:
+    """Before a child process makes a runtime of this kind: the engine is then ours, and does not end with the child."""
+    if kind in ENGINES:
+        engines.shared_engine(ENGINES[kind])
+
+
 def _contained(kind: str, gvisor: Gvisor) -> Callable[[Path], DockerRuntime]:
     """Containers of this process's own engine, from an image with this Python."""
     return lambda data: DockerRuntime(

@@ -184,7 +184,8 @@ class MemberDocument(Answer):
 
 
 class TaskDocument(Answer):
-    """`phase`: where its attempt is while a node has it (fetch, build, start, run, collect)."""
+    """`phase`: where its attempt is while a node has it (fetch, build, start, run, collect). `cpus` to `on_loss` are what was
+    asked for, `memory_bytes` and `disk_bytes` null where nothing was."""
 
     id: str
     name: str
@@ -219,6 +220,16 @@ class TaskDocument(Answer):
     checkpoint: CheckpointDocument | None = None
     nodes: int = 1  # that it needs at once
     members: list[MemberDocument] = []  # of a gang that has been leased; `node` is rank 0's
+    cpus: float = 1.0
+    memory_bytes: int | None = None
+    disk_bytes: int | None = None
+    tier: str = "container"
+    timeout_s: float = 86400.0
+    retries: int = 0
+    labels: list[str] = []
+    max_price: str | None = None  # "0.40/h"
+    engine: str = "none"
+    on_loss: str = "reform"
 
 
 class TaskPage(Answer):

@@ -20,9 +20,11 @@ import pytest
 
 from gpool.agent.runtime.protocol import BadOutput, Call, CommandJob, Limits, Staged
 from gpool.core.model import EndReason
+from gpool.testing.processes import eventually
 from gpool.testing.runtimes import (
     LIMITS,
     MAKERS,
+    PATIENCE_S,
     Ran,
     caller,
     left_over,
@@ -243,12 +245,9 @@ def test_a_guest_dies_with_the_agent_and_the_next_sweeps(tmp_path: Path) -> None
         name = next((tmp_path / "microvms").iterdir()).name
         was_up = processes_with(f"/{name}/work.img")
         agent.kill()
-        began = time.monotonic()
         agent.wait()
-        while processes_with(f"/{name}/work.img") and time.monotonic() - began < 5:
-            os.sched_yield()
         assert was_up
-        assert time.monotonic() - began < 2
+        eventually("it is gone", lambda: not processes_with(f"/{name}/work.img"), PATIENCE_S)
     assert left_over(tmp_path) != []
 
     async def sweep() -> None:
@@ -280,7 +279,7 @@ def test_a_killed_guest_and_one_held_back_by_a_full_window_end_at_once(tmp_path:
 
     done, found, took, code = using("microvm", tmp_path / "data", work)
     assert (done, found, code) == (False, ["done"], 137)
-    assert took < 2
+    assert took < PATIENCE_S  # its window stays full: by itself it would never end
 
 
 def test_a_guest_that_is_called_off_while_it_boots_ends_at_once(tmp_path: Path) -> None:
@@ -298,4 +297,4 @@ def test_a_guest_that_is_called_off_while_it_boots_ends_at_once(tmp_path: Path) 
             assert starting.cancelled()
         return time.monotonic() - began
 
-    assert using("microvm", tmp_path, work) < 3.0
+    assert using("microvm", tmp_path, work) < PATIENCE_S

@@ -21,7 +21,7 @@ from gpool.testing import components
 from gpool.testing.engines import shared_engine
 
 STAGE = Path(__file__).with_name("gang_stage.py")
-GONE_WITHIN_S = 2.0
+GONE_WITHIN_S = 20.0
 BOTH = ["tcp", "udp"]
 
 Stage = Callable[..., dict[str, Any]]

@@ -7,7 +7,7 @@ from datetime import datetime
 
 import msgspec
 
-from gpool.core import gpuspec
+from gpool.core import gpuspec, prices
 from gpool.core.ids import encode
 from gpool.core.model import (
     AttemptRow,
@@ -138,6 +138,7 @@ def result(view: TaskView) -> bytes:
 
 def task(view: TaskView) -> TaskDocument:
     row, spec = view.row, view.spec
+    asked = spec.requirements
     return TaskDocument(
         id=encode("task", row.id),
         name=spec.name,
@@ -156,7 +157,7 @@ def task(view: TaskView) -> TaskDocument:
         node_name=view.node_name,
         slices=[slice_(part) for part in (row.allocation.slices if row.allocation else ())],
         command=list(spec.command),
-        gpu=gpuspec.format(spec.requirements.gpu) if spec.requirements.gpu else None,
+        gpu=gpuspec.format(asked.gpu) if asked.gpu else None,
         priority=spec.priority,
         exit_code=row.exit_code,
         reason=row.reason.value if row.reason else None,
@@ -165,13 +166,25 @@ def task(view: TaskView) -> TaskDocument:
         losses=row.losses,
         outputs=[output(file) for file in view.outputs],
         phase=phase_of(view),
-        network=spec.requirements.network.value,
+        network=asked.network.value,
         environment=spec.environment,
         preemptible=spec.preemptible or bool(spec.checkpoint),
         by=None if spec.by is None else instant_to_datetime(spec.by),
         checkpoint=None if view.checkpoint is None else _checkpoint(view.checkpoint),
-        nodes=spec.requirements.nodes,
+        nodes=asked.nodes,
         members=[_member(member) for member in view.members],
+        cpus=asked.cpu_milli / 1000,
+        memory_bytes=asked.memory_bytes,
+        disk_bytes=asked.disk_bytes,
+        tier=asked.tier.value,
+        timeout_s=spec.timeout / 1e6,
+        retries=spec.retries,
+        labels=list(asked.labels),
+        max_price=None
+        if asked.max_price_microcredits is None
+        else prices.told(asked.max_price_microcredits),
+        engine=spec.engine.value,
+        on_loss=spec.on_loss.value,
     )
 
 

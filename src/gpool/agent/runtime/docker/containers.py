@@ -7,6 +7,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Executor
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import structlog
@@ -17,6 +18,7 @@ from gpool.agent.runtime.protocol import SandboxFailed
 
 T = TypeVar("T")
 LAST_WORDS_S = 0.25
+KILLED = 137
 log = structlog.get_logger(__name__)
 
 
@@ -67,6 +69,9 @@ class Contained(Started):
         gone: Gone | None = None
         try:
             gone = self._engine.wait(self.container)
+            if gone.code == KILLED and not gone.out_of_memory and not self._killed:
+                exceeded = self._engine.exceeded_memory(self.container)
+                gone = replace(gone, out_of_memory=exceeded)
         except SandboxFailed as lost:
             log.warning("container_lost", container=self.container, error=str(lost))
         try:

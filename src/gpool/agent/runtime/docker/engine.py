@@ -13,6 +13,7 @@ import re
 import socket
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from datetime import datetime, timedelta
 from typing import Any
 
 import docker  # type: ignore[import-untyped]
@@ -32,12 +33,17 @@ from gpool.agent.runtime.docker.images import (
     image_from,
     wrong_reference,
 )
+from gpool.agent.runtime.docker.kernel_log import KERNEL_LOG, exceeded_its_limit, records
 from gpool.agent.runtime.protocol import SandboxFailed
 
 UNIX = "unix://"
 USUAL_SOCKETS = ("/run/docker.sock", "/run/podman/podman.sock")
 TIMEOUT_S = 120
 POOL = 64
+LATE_NOTICE = timedelta(
+    seconds=2
+)  # how long after an end Docker may still hear why; whole seconds count
+FRACTION = re.compile(r"\.(\d{1,6})\d*")
 REMAPPED = re.compile(r"/(\d+)\.(\d+)$")  # what userns-remap adds to the engine's directory
 Told = Callable[[Pull], None]
 
@@ -95,6 +101,11 @@ def facts_from(info: Mapping[str, Any], version: Mapping[str, Any]) -> Facts:
         warnings=tuple(str(warning) for warning in info.get("Warnings") or ()),
         default_runtime=str(info.get("DefaultRuntime") or ""),
     )
+
+
+def _instant(text: str) -> datetime:
+    """As engines write it: with nanoseconds, which Python does not read."""
+    return datetime.fromisoformat(FRACTION.sub(r".\1", text))
 
 
 def _said(error: Exception) -> str:
@@ -201,6 +212,27 @@ class Engine:
         error = (said.get("Error") or {}).get("Message", "") or state.get("Error", "")
         started = str(state.get("StartedAt", "")) > "0002"
         return Gone(int(said["StatusCode"]), bool(state.get("OOMKilled")), str(error), started)
+
+    def exceeded_memory(self, container: str, *, kernel_log: str = KERNEL_LOG) -> bool:
+        """Whether one that ended was killed for memory though its state does not say so. It must not be removed yet.
+
+        Docker's state is right only if containerd's notice came before the end; under load it comes after it, or
+        never. Podman with runc has none. The kernel's own log is exact where we may read it; else Docker's events.
+        """
+        if exceeded_its_limit(container, records(kernel_log)):
+            return True
+        if self.facts.kind != "docker":
+            return False
+        with translated("the engine went away"):
+            now = _instant(self._api.info()["SystemTime"])
+            events = self._api.events(
+                since=0,
+                until=now + LATE_NOTICE,
+                filters={"container": container, "event": "oom"},
+                decode=True,
+            )
+            with contextlib.closing(events):
+                return any(True for _ in events)
 
     def signal(self, container: str, name: str) -> None:
         """Nothing happens when it has ended or is gone."""

@@ -1,0 +1,75 @@
+"""How things are addressed and told: a name stands for an id where it means one thing. Where it means several, nothing is guessed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from gpool.cli.account import quoted
+from gpool.core.errors import Forbidden, Invalid, NotFound
+
+if TYPE_CHECKING:
+    from gpool.client.client import Client
+
+
+def node_id(client: Client, what: str | None, *, own: bool = False) -> str:
+    """A node's id, by its name too; without either, the only one there is.
+
+    `own`: an owner speaks, who means their own nodes as long as they have any. Names differ among one owner's nodes,
+    not among those of several.
+    """
+    if what is not None and what.startswith("n-"):
+        return quoted(what)
+    nodes = client.listing("nodes")
+    matching = _called(nodes, what)
+    if own and len(matching) != 1:
+        mine = _own(client, nodes)
+        matching = _called(mine, what) or matching
+        nodes = mine or nodes
+    if len(matching) == 1:
+        return str(matching[0]["id"])
+    if not matching:
+        there = ", ".join(f"{one['id']} ({one['name']})" for one in nodes) or "none"
+        raise NotFound(f"there is no node {what!r}; there are: {there}" if what else "no nodes yet")
+    if what is None:
+        there = ", ".join(f"{one['id']} ({one['name']})" for one in matching)
+        raise Invalid(f"say which node: {there}")
+    there = ", ".join(f"{one['id']} (of {one['owner']}, {one['status']})" for one in matching)
+    raise Invalid(f"{len(matching)} nodes are called {what!r}; say which by its id: {there}")
+
+
+def _called(nodes: list[dict[str, Any]], what: str | None) -> list[dict[str, Any]]:
+    return [one for one in nodes if what is None or one["name"] == what]
+
+
+def _own(client: Client, nodes: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Those of the caller; none where their key may not know whose it is."""
+    try:
+        me = client.door.get_json("/v1/me")["id"]
+    except Forbidden:
+        return []
+    return [one for one in nodes if one["owner"] == me]
+
+
+def shared_names(nodes: Iterable[tuple[str | None, str | None]]) -> frozenset[str]:
+    """Of (id, name): the names that stand for more than one node there."""
+    ids: dict[str, set[str]] = {}
+    for id_, name in nodes:
+        if id_ and name:
+            ids.setdefault(name, set()).add(id_)
+    return frozenset(name for name, those in ids.items() if len(those) > 1)
+
+
+def node_told(id_: str | None, name: str | None, shared: frozenset[str] = frozenset()) -> str:
+    """A node as listings show it: by its name, by its id where the name would not do."""
+    return (name if name and name not in shared else id_) or "-"
+
+
+def names_of(client: Client, what: str, **filters: str) -> dict[str, str]:
+    """What to show for each id of a listing; nothing for whoever may not read it."""
+    try:
+        found = client.listing(what, limit=None, **filters)
+    except Forbidden:
+        return {}
+    shared = shared_names((one["id"], one["name"]) for one in found)
+    return {one["id"]: node_told(one["id"], one["name"], shared) for one in found}

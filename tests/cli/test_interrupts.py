@@ -1,0 +1,179 @@
+"""Ctrl-C while a task is followed: whatever else goes on at that moment, it is heard."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import cast
+
+import pytest
+
+from gpool.cli.interrupts import HELD, Reading
+from gpool.cli.main import FAILED
+from gpool.cli.run import attend
+from gpool.client.client import Client
+from gpool.client.logs import Printed
+from gpool.client.results import Result
+from gpool.client.runs import Run
+from gpool.core.errors import Unreachable
+
+PATIENCE_S = 60.0
+Say = Callable[[int], None]
+
+
+def drain(pieces: Iterator[int]) -> None:
+    for _ in pieces:
+        pass
+
+
+def press() -> None:
+    os.kill(os.getpid(), signal.SIGINT)  # to the process: the kernel gives it to the main thread
+
+
+@pytest.fixture(autouse=True)
+def _with_interrupts() -> Iterator[None]:
+    """However the tests were started."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler  # given back
+    signal.signal(signal.SIGINT, before)
+
+
+class Dropping:
+    """A task whose stream goes through code that drops what is raised in it, as a destructor does."""
+
+    id = "task_1"
+
+    def __init__(self) -> None:
+        self.cancelled = False
+        self.over = threading.Event()
+
+    def printed(self, **_: object) -> Iterator[Printed]:
+        yield Printed(1, "stdout", b"up\n", "up\n")
+        with contextlib.suppress(KeyboardInterrupt):
+            press()
+            os.sched_yield()
+
+    def wait(self) -> Result:
+        if threading.current_thread() is not threading.main_thread():
+            self.over.wait(PATIENCE_S)  # it goes on, for all the main thread knows
+        return Result(self.id, 0, 1, "succeeded", "exited", 0)
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+
+def test_a_press_that_is_dropped_elsewhere_still_detaches(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    task = Dropping()
+    nobody = cast(Client, None)  # it is asked for outputs only
+    assert attend(nobody, cast(Run, task), tmp_path, quiet=False) == FAILED
+    task.over.set()
+    assert "gpool logs -f task_1" in capfd.readouterr().err
+    assert not task.cancelled
+
+
+def test_a_second_press_is_told_from_the_first() -> None:
+    detached, over = threading.Event(), threading.Event()
+
+    def work(say: Say) -> None:
+        press()
+        detached.wait(PATIENCE_S)
+        press()
+        over.wait(PATIENCE_S)
+
+    with Reading(work) as reading:
+        assert reading.show(drain) is None
+        assert not reading.is_pressed_again(0.0)
+        detached.set()
+        assert reading.is_pressed_again(PATIENCE_S)
+        over.set()
+
+
+def test_what_is_said_comes_in_order_and_the_result_after_it() -> None:
+    def count(say: Say) -> str:
+        for number in range(1000):
+            say(number)
+        return "counted"
+
+    heard: list[int] = []
+    with Reading(count) as reading:
+        assert reading.show(heard.extend) == "counted"
+    assert heard == list(range(1000))
+
+
+def test_the_reading_is_never_far_ahead_of_the_printing() -> None:
+    said, shown = [0], [0]
+
+    def count(say: Say) -> None:
+        for number in range(1000):
+            say(number)
+            said[0] += 1
+
+    def look(pieces: Iterator[int]) -> None:
+        for _ in pieces:
+            shown[0] += 1
+            assert said[0] <= shown[0] + HELD + 1
+
+    with Reading(count) as reading:
+        reading.show(look)
+    assert said == shown == [1000]
+
+
+def test_what_the_reading_raises_is_raised_to_whoever_shows() -> None:
+    def fail(say: Say) -> None:
+        say(1)
+        raise Unreachable("the server went away")
+
+    heard: list[int] = []
+    with Reading(fail) as reading, pytest.raises(Unreachable):
+        reading.show(heard.extend)
+    assert heard == [1]
+
+
+def test_a_press_ends_printing_that_would_not_end_by_itself() -> None:
+    """As into a pipe that nobody reads."""
+    printing, over = threading.Event(), threading.Event()
+
+    def work(say: Say) -> None:
+        say(1)
+        printing.wait(PATIENCE_S)
+        press()
+        over.wait(PATIENCE_S)
+
+    def endless(pieces: Iterator[int]) -> None:
+        for _ in pieces:
+            printing.set()
+            ends = time.monotonic() + PATIENCE_S
+            while time.monotonic() < ends:
+                os.sched_yield()
+            pytest.fail("the press was not heard")
+
+    with Reading(work) as reading:
+        assert reading.show(endless) is None
+        assert reading.was_interrupted
+        assert not reading.is_pressed_again(0.0)
+        over.set()
+
+
+def test_ctrl_c_that_is_ignored_from_the_start_stays_ignored() -> None:
+    """As for what a script runs in the background."""
+
+    def work(say: Say) -> str:
+        press()
+        say(1)
+        return "done"
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with Reading(work) as reading:
+            assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+            assert reading.show(drain) == "done"
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)

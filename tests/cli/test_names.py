@@ -1,0 +1,158 @@
+"""By which word a node is addressed, against a real server with two owners whose machines have one name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+from click.testing import CliRunner
+from server_desk import Live, serving
+
+from gpool.cli.main import cli
+
+NODE = {"name": "vm", "cpu_milli": 2000, "memory_bytes": 8 << 30, "gpus": []}
+ADA = {"name": "ada", "password": "a long way to Tipperary"}
+
+
+@dataclass(frozen=True)
+class Person:
+    url: str
+    key: str
+    home: Path
+
+    def __call__(self, *words: str, code: int = 0) -> str:
+        env = {"GPOOL_HOME": str(self.home), "GPOOL_URL": self.url, "GPOOL_KEY": self.key}
+        result = CliRunner().invoke(cli, words, env=env)
+        assert result.exit_code == code, result.output
+        return result.output
+
+    def ask(self, path: str, document: object, code: int = 201) -> Any:
+        headers = {"Authorization": f"Bearer {self.key}"} if self.key else {}
+        answer = httpx2.post(self.url + path, json=document, headers=headers)
+        assert answer.status_code == code, answer.text
+        return answer.json()
+
+    def cordoned(self, node: str) -> bool:
+        return json.loads(self("node", "show", node, "--json"))["cordoned"] is not None
+
+    def availability(self, node: str) -> str:
+        return str(json.loads(self("node", "show", node, "--json"))["availability"])
+
+
+@dataclass(frozen=True)
+class Two:
+    operator: Person
+    ada: Person
+    first: str
+    second: str
+
+
+@pytest.fixture
+def live(tmp_path: Path) -> Iterator[Live]:
+    with serving(tmp_path / "data") as live:
+        yield live
+
+
+@pytest.fixture
+def two(live: Live, tmp_path: Path) -> Two:
+    nobody = Person(live.url, "", tmp_path / "nobody")
+    nobody.ask("/v1/users", ADA)
+    token = nobody.ask("/v1/auth/password", ADA, 200)["access_token"]
+    operator = Person(live.url, live.key, tmp_path / "operator")
+    ada = Person(live.url, token, tmp_path / "ada")
+    first = operator.ask("/v1/nodes", NODE)["id"]
+    return Two(operator, ada, first, ada.ask("/v1/nodes", NODE)["id"])
+
+
+def test_an_operator_who_names_two_nodes_at_once_is_told_their_ids_and_nothing_happens(
+    two: Two,
+) -> None:
+    said = two.operator("admin", "cordon", "vm", code=2)
+    assert "2 nodes are called 'vm'" in said
+    assert two.first in said
+    assert two.second in said
+    assert not two.operator.cordoned(two.first)
+    assert not two.operator.cordoned(two.second)
+    two.operator("admin", "reservations", "make", "vm", "--user", "ada", "--to", "23:59", code=2)
+    two.operator("admin", "cordon", two.second)
+    assert not two.operator.cordoned(two.first)
+    assert two.operator.cordoned(two.second)
+
+
+def test_an_owner_means_their_own(two: Two) -> None:
+    two.ada("node", "pause", "vm")
+    assert two.ada.availability(two.first) == "available"
+    assert two.ada.availability(two.second) == "paused"
+    two.ada("node", "resume")  # the only one they have
+    assert two.ada.availability(two.second) == "available"
+    two.ada("node", "show", "vm")
+    two.ada("node", "remove", "vm", "--yes")
+    two.ada.ask("/v1/nodes", {**NODE, "name": "cellar"})
+    assert f'"{two.first}"' in two.ada("node", "show", "vm", "--json")  # the only one of that name
+    cellar = two.ada("node", "show", "cellar").split()[1]
+    said = two.ada("node", "pause", "attic", code=4)
+    assert f"{cellar} (cellar)" in said
+    assert two.first not in said
+
+
+def test_operators_see_everybodys_tasks_and_whose_they_are(two: Two) -> None:
+    task = two.ada("run", "-d", "--label", "nvme", "--", "true").strip()
+    assert "No tasks yet" in two.operator("ps")
+    for verb in ("ps", "queue"):
+        [line] = two.operator(verb, "--everybody").splitlines()[1:]
+        assert line.split()[:4] == [task, "true", "ada", "queued"]
+        assert "task.list_all needs operator" in two.ada(verb, "--everybody", code=3)
+    assert "No node has the label nvme" in two.ada("queue")
+
+
+def test_a_node_is_removed_by_its_owner_who_is_asked_first(two: Two) -> None:
+    two.ada("node", "remove", "vm", code=1)  # nobody said yes
+    two.ada("node", "remove", two.first, "--yes", code=4)  # somebody else's
+    assert two.ada("node", "remove", "vm", "--yes") == "vm is gone\n"
+    assert [one["id"] for one in json.loads(two.ada("node", "ls", "--json"))] == [two.first]
+    assert two.ada.ask("/v1/nodes", NODE)["id"] != two.second  # its name is free again
+    assert "gpool whoami" in two.ada("admin", "policy", code=3)
+
+
+def test_status_shows_what_was_asked_for(two: Two) -> None:
+    words = "--cpus 1.5 --memory 4GB --disk 20GB --label nvme --label zone=a --max-price 0.4 --timeout 2h --retries 3"
+    task = two.ada("run", "-d", *words.split(), "--", "true").strip()
+    shown = dict(line.split(maxsplit=1) for line in two.ada("status", task).splitlines())
+    asked = {name: shown[name] for name in ("cpus", "memory", "disk", "labels", "max_price")}
+    assert asked == {
+        "cpus": "1.5",
+        "memory": "4GB",
+        "disk": "20GB",
+        "labels": "nvme zone=a",
+        "max_price": "0.40/h",
+    }
+    assert (shown["timeout"], shown["retries"], shown["tier"]) == ("7200 s", "3", "container")
+    assert "engine" not in shown
+    gang = "--nodes 2 --engine ray --on-loss end"
+    task = two.ada("run", "-d", *gang.split(), "--", "true").strip()
+    shown = dict(line.split(maxsplit=1) for line in two.ada("status", task).splitlines())
+    assert (shown["nodes"], shown["engine"], shown["on_loss"]) == ("2", "ray", "end")
+
+
+def test_a_key_that_may_do_little_reads_ids_where_names_are_kept_from_it(two: Two) -> None:
+    def with_key(who: Person, *scopes: str) -> Person:
+        made = who.ask("/v1/keys", {"name": "small", "scopes": scopes})
+        return Person(who.url, made["key"], who.home)
+
+    owner = with_key(two.ada, "nodes:read", "nodes:write")
+    assert "say which by its id" in owner("node", "pause", "vm", code=2)
+    owner("node", "pause", two.second)
+    two.operator("node", "remove", two.first, "--yes")
+    owner("node", "resume", "vm")
+    two.operator("admin", "reservations", "make", "vm", "--user", "ada", "--to", "1h")
+    two.operator("admin", "policy", "--weight", "ada=2")
+    two.operator("admin", "users", "set", "ada", "--permission", "operator")
+    watcher = with_key(two.ada, "admin")
+    assert "ada=2" in watcher("admin", "policy")
+    assert two.second in watcher("admin", "reservations", "ls")
+    watcher("queue", "--everybody")
