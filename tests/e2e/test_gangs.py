@@ -236,8 +236,9 @@ def test_the_command_line_shows_all_members(site: Site, pool: Pool) -> None:
     ]
     [task] = [one for one in pool.json("ps") if one["name"] == "who"]
     shown = pool.gpool("status", task["id"]).stdout
-    for rank, name in enumerate(site.members(task["id"])):
-        assert f"rank {rank} on {name} (exited)" in shown
+    for member in pool.status(task["id"])["members"]:
+        place = f"{member['node_name']} ({member['node']})"
+        assert f"rank {member['rank']} on {place} (exited)" in shown
     failed = pool.gpool("run", "--nodes", "2", "--", "sh", "-c", "exit $((4 + GPOOL_RANK * 0))")
     assert failed.returncode == 4
 
