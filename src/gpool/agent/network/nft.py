@@ -38,7 +38,8 @@ async def nft(*arguments: str, text: str = "") -> str:
     finally:
         os.close(given)
     try:
-        out, err = await asyncio.wait_for(child.communicate(), WITHIN_S)
+        async with asyncio.timeout(WITHIN_S):
+            out, err = await child.communicate()
     except TimeoutError as silent:
         child.kill()
         await child.wait()

@@ -75,7 +75,8 @@ class Held:
             if each is None:
                 continue
             try:
-                await asyncio.wait_for(each.wait(), ENDS_WITHIN_S)
+                async with asyncio.timeout(ENDS_WITHIN_S):
+                    await each.wait()
             except TimeoutError:
                 each.kill()
                 await each.wait()

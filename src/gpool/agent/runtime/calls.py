@@ -197,7 +197,8 @@ class Runner:
             live = not await readable(watched, LIVE_AFTER_S if not live else None) or live
         if not self._broken:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._started.exited(), LAST_BREATH_S)
+                async with asyncio.timeout(LAST_BREATH_S):
+                    await self._started.exited()
         await self._started.kill()
         last = await self._drain(True)
         if last:

@@ -211,7 +211,8 @@ class Launcher:
             self._channel = ours
             loop.add_reader(ours.fileno(), self._hear)
         try:
-            await asyncio.wait_for(asyncio.shield(self._ready), READY_WITHIN_S)
+            async with asyncio.timeout(READY_WITHIN_S):
+                await asyncio.shield(self._ready)
         except TimeoutError as silent:
             raise SandboxFailed("the launcher did not start within 20 s") from silent
 

@@ -98,7 +98,8 @@ class MpsDaemon:
                 await asyncio.sleep(GLANCE_S)
 
         try:
-            await asyncio.wait_for(appeared(), READY_WITHIN_S)
+            async with asyncio.timeout(READY_WITHIN_S):
+                await appeared()
         except TimeoutError as silent:
             raise SandboxFailed(
                 f"the MPS daemon did not start within {READY_WITHIN_S:g} s: {self._last_words()}"

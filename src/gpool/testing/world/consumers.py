@@ -275,7 +275,7 @@ class Consumer:
             late_us = dice.between(0, dice.pick((3, 3, 2_000)) * MS)
             self._counter.loop.after_us(late_us, self._deliver_again, work)
         try:
-            value = await asyncio.wait_for(asyncio.shield(answer), PATIENCE_S)
+            value = await asyncio.wait_for(asyncio.shield(answer), PATIENCE_S)  # noqa: TID251
         except TimeoutError:
             raise Unreachable("no answer in time") from None
         except asyncio.CancelledError:

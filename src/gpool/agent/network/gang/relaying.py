@@ -247,7 +247,8 @@ class Relays:
 async def _end(running: Running) -> None:
     running.control.close()
     try:
-        await asyncio.wait_for(running.process.wait(), ENDS_WITHIN_S)
+        async with asyncio.timeout(ENDS_WITHIN_S):
+            await running.process.wait()
     except TimeoutError:
         with contextlib.suppress(ProcessLookupError):
             running.process.kill()

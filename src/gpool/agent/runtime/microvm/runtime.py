@@ -266,7 +266,8 @@ class MicrovmRuntime:
                 ends = (theirs.detach(), console)
                 started = await self._launch(slot, root, vmm, machine, (kernel, probe), ends)
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(started.exited(), choosing.PROBE_WITHIN_S)
+                    async with asyncio.timeout(choosing.PROBE_WITHIN_S):
+                        await started.exited()
                 await started.kill()
         finally:
             said = await console.close()

@@ -393,7 +393,8 @@ class Talk:
 
     async def _patiently(self, said: asyncio.Future[None], within_s: float, failed: str) -> None:
         try:
-            await asyncio.wait_for(asyncio.shield(said), within_s)
+            async with asyncio.timeout(within_s):
+                await asyncio.shield(said)
         except TimeoutError as silent:
             raise SandboxFailed(f"{failed} within {within_s:.0f} s") from silent
 
