@@ -160,3 +160,27 @@ async def test_beats_do_not_wait_for_reports() -> None:
     assert await beat == ()
     writer.commit(0, Recording())
     await report
+
+
+async def test_a_fold_that_fails_is_told_to_those_it_was_for_and_to_nobody_else() -> None:
+    held = asyncio.Event()
+
+    def absorb(recording: Recording) -> None:
+        if 11 in recording.released:
+            raise LookupError("what was committed cannot be folded")
+
+    async def write(operation: Any) -> Any:
+        await held.wait()
+        (relation,) = next(operation).relations.values()
+        said = [row[0] for row in relation.rows]
+        if len(said) > 2:
+            raise InternalFault("the database refused")
+        folds = Recording(released=tuple(said))
+        return folds if said == [9] else (folds, {})
+
+    recorder = Recorder(write, absorb)
+    asked = [asyncio.create_task(recorder.record(NodeId(n), an_end(n), NOW)) for n in range(9, 14)]
+    await soon()
+    held.set()
+    told = await asyncio.gather(*asked, return_exceptions=True)
+    assert [type(each) for each in told] == [tuple, LookupError, LookupError, tuple, tuple]

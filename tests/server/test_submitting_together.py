@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 from server_desk import Desk, calls_document
 
-from gpool.core.model import Permission
+from gpool.core.model import Instant, Permission, Shape
 from gpool.server.actions.quotas import set_quota
 from gpool.server.actions.submit import submit
+from gpool.server.forecasts import Forecasts
 from gpool.server.store.identity_values import Caller, GivenQuota
 from gpool.server.store.operations import people
 from gpool.server.store.protocol import Operation, Store
@@ -133,3 +134,32 @@ async def test_what_was_submitted_together_runs_like_any_other(desk: Desk) -> No
         await agent.finish(len(agent.leases()))
     for task in ids:
         assert (await desk.get(f"/v1/tasks/{task}")).json()["status"] == "succeeded"
+
+
+class Forgetful(Forecasts):
+    """Fails once, at the second that arrives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.came = 0
+
+    def arrived(self, shape: Shape, at: Instant) -> None:
+        self.came += 1
+        if self.came == 2:
+            raise LookupError("not this one")
+        super().arrived(shape, at)
+
+
+async def test_one_that_cannot_be_folded_hides_none_of_the_others(desk: Desk) -> None:
+    scheduler = desk.server.scheduler
+    await desk.schedule()
+    scheduler.forecasts = Forgetful()
+    user = await desk.server.credentials.who(desk.key)
+    assert isinstance(user, Caller)
+    asked = [TaskRequest(command=["echo", str(number)]) for number in range(5)]
+    told = await asyncio.gather(
+        *(submit(desk.server, user, each, None) for each in asked), return_exceptions=True
+    )
+    assert [isinstance(each, LookupError) for each in told] == [False, True, True, True, True]
+    await desk.schedule()
+    assert scheduler.state.queued_count == 5, "they are committed"

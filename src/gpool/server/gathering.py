@@ -66,14 +66,23 @@ class Gathering(Generic[I, W, A]):
             written = await self._together(items)
         except Exception as error:  # noqa: BLE001 - raised where it was asked for; nothing of the group was written
             if len(group) == 1 or isinstance(error, Unreachable):
-                for _, answer in group:
-                    if not answer.done():
-                        answer.set_exception(error)
+                _fail(group, error)
                 return
             middle = len(group) // 2  # one of them is to blame, and the others must not suffer
             await self._write(group[:middle])
             await self._write(group[middle:])
             return
-        for (_, answer), found in zip(group, self._settle(items, written), strict=True):
+        try:
+            answers = self._settle(items, written)
+        except Exception as error:  # noqa: BLE001 - raised where it was asked for; the rest of the group is still to be written
+            _fail(group, error)
+            return
+        for (_, answer), found in zip(group, answers, strict=True):
             if not answer.done():
                 answer.set_result(found)
+
+
+def _fail(group: Sequence[tuple[I, asyncio.Future[A]]], error: Exception) -> None:
+    for _, answer in group:
+        if not answer.done():
+            answer.set_exception(error)

@@ -131,9 +131,15 @@ async def _together(group: Sequence[_Entry]) -> list[_Written]:
 
 
 def _fold(group: Sequence[_Entry], answers: list[_Written]) -> list[_Written]:
-    for entry, answered in zip(group, answers, strict=True):
-        if answered is not None and answered.value is not None:
-            entry.server.scheduler.queued(answered.value, entry.submission)
+    scheduler, is_folded = group[0].server.scheduler, False
+    try:
+        for entry, answered in zip(group, answers, strict=True):
+            if answered is not None and answered.value is not None:
+                scheduler.queued(answered.value, entry.submission)
+        is_folded = True
+    finally:
+        if not is_folded:
+            scheduler.doubt()  # those behind it are committed too
     return answers
 
 
