@@ -9,9 +9,12 @@ from pathlib import Path
 import pytest
 from server_desk import Desk
 
-from gpool.core.ids import TaskId, decode
-from gpool.core.model import SECOND, Availability
-from gpool.server.refused import LONGEST, pause_after
+from gpool.core.ids import NodeId, TaskId, UserId, decode
+from gpool.core.model import SECOND, Allocation, Availability, Instant, TaskKind, TaskSpec
+from gpool.core.scheduling.events import Grant, Place
+from gpool.core.scheduling.shapes import shape_of
+from gpool.core.scheduling.state import State
+from gpool.server.refused import LONGEST, Refused, pause_after
 from gpool.server.store.operations import nodes
 
 pytestmark = pytest.mark.anyio
@@ -137,3 +140,13 @@ def test_pauses_grow_to_a_minute() -> None:
     assert pauses[:3] == [0, 0, 0]
     assert [pause // SECOND for pause in pauses[3:10]] == [1, 2, 4, 8, 16, 32, 60]
     assert set(pauses[10:]) == {LONGEST}
+
+
+def test_one_that_was_cancelled_while_it_was_planned_is_not_remembered() -> None:
+    """It was withdrawn before it was refused: nothing would ever come to forget it."""
+    refused, task = Refused(), TaskId(7)
+    shape = shape_of(TaskSpec(TaskKind.COMMAND, "t", command=("true",)), UserId(1), None)
+    plan = [Place(NodeId(1), Allocation(1, 0, 0), shape, (Grant(task, 1),))]
+    refused.keep_out(State(), refused.note(plan, ()), Instant(0))
+    refused.note(plan, ())
+    assert not refused.is_doubtful([task]), "it is the first refusal that is known"

@@ -81,7 +81,7 @@ class Refused:
         """Those whose pause begins."""
         for task in refused:
             pause = pause_after(self._counts[task])
-            if pause:
+            if pause or state.queue_of(task) is None:  # cancelled meanwhile: it is forgotten
                 self._keep(state, task, Instant(now + pause))
 
     def _keep(self, state: State, task: TaskId, until: Instant) -> None:
