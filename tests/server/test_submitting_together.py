@@ -163,3 +163,16 @@ async def test_one_that_cannot_be_folded_hides_none_of_the_others(desk: Desk) ->
     assert [isinstance(each, LookupError) for each in told] == [False, True, True, True, True]
     await desk.schedule()
     assert scheduler.state.queued_count == 5, "they are committed"
+
+
+async def test_what_is_heavy_has_a_write_of_its_own(desk: Desk) -> None:
+    """Together they would be more than PostgreSQL takes in one statement, and all of them would fail, again and again."""
+    store = Counting(desk.server.store)
+    server = replace(desk.server, store=store)
+    user = await desk.server.credentials.who(desk.key)
+    assert isinstance(user, Caller)
+    heavy = {"command": ["echo", "x" * 100_000], "env": {"MORE": "y" * 100_000}}
+    asked = [TaskRequest.model_validate(heavy) for _ in range(4)]
+    await asyncio.gather(*(submit(server, user, each, None) for each in asked))
+    assert store.writes == 4
+    assert desk.server.scheduler.state.queued_count == 4

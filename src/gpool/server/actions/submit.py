@@ -11,7 +11,7 @@ import msgspec
 
 from gpool.core.errors import Invalid, TooLarge, TooMany, Unprocessable
 from gpool.core.ids import BatchId, SpecId, TaskId, UserId, decode, encode
-from gpool.core.model import INLINE_LIMIT_BYTES
+from gpool.core.model import INLINE_LIMIT_BYTES, KIB
 from gpool.core.permissions import Action, TeamId
 from gpool.server.actions.query import in_the_name_of
 from gpool.server.actions.quotas import room_in_queue, surely_in_room
@@ -28,6 +28,7 @@ from gpool.server.store.operations import tasks as operations
 from gpool.server.store.protocol import Operation
 from gpool.server.store.values import MissingArtifacts, NewTask, Submission, Submitted
 from gpool.wire.documents import MAX_BATCH, TaskRequest
+from gpool.wire.frames import weight_of
 
 
 class _Answer(msgspec.Struct, frozen=True):
@@ -45,6 +46,9 @@ _MAX_BASE64 = (INLINE_LIMIT_BYTES + 2) // 3 * 4
 
 GATHERED_TASKS = 100
 """A submission of more tasks is worth a write of its own."""
+
+GATHERED_BYTES = 128 * KIB
+"""And so is a heavier one: PostgreSQL takes no statement past a gigabyte, however many came together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +88,7 @@ async def submit(server: Server, who: Caller, request: TaskRequest, once: Once |
     try:
         entry = _Entry(server, who, submission, once)
         answered = None
-        if len(submission.tasks) <= GATHERED_TASKS and submissions.is_plain(submission):
+        if _is_light(submission) and submissions.is_plain(submission):
             answered = await server.submitting.take(entry)
         if answered is None:
             answered = await _alone(entry)
@@ -106,6 +110,13 @@ async def submit(server: Server, who: Caller, request: TaskRequest, once: Once |
 
 
 # ---- writing them, alone or together
+
+
+def _is_light(s: Submission) -> bool:
+    if len(s.tasks) > GATHERED_TASKS:
+        return False
+    return weight_of(s.spec) + sum(len(task.payload) for task in s.tasks) <= GATHERED_BYTES
+
 
 _Written = Answered[Submitted] | None
 """None: it could not be written with the others, and is to be written alone."""
