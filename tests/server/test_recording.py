@@ -9,7 +9,7 @@ import pytest
 
 from gpool.core.errors import InternalFault, Unreachable
 from gpool.core.ids import NodeId
-from gpool.core.model import EndReason, Instant
+from gpool.core.model import KIB, EndReason, Instant
 from gpool.server.recording import Recorder
 from gpool.server.store.operation import is_brief
 from gpool.server.store.values import Recording
@@ -184,3 +184,17 @@ async def test_a_fold_that_fails_is_told_to_those_it_was_for_and_to_nobody_else(
     held.set()
     told = await asyncio.gather(*asked, return_exceptions=True)
     assert [type(each) for each in told] == [tuple, LookupError, LookupError, tuple, tuple]
+
+
+async def test_frames_full_of_results_are_written_by_themselves() -> None:
+    """Those of some hundred nodes together would be more than PostgreSQL takes in one statement."""
+    writer = Writer()
+    recorder = Recorder(writer.write, writer.folded.append)
+    full = [Finished(task, 1, EndReason.RETURNED, value=bytes(64 * KIB)) for task in range(5)]
+    asked = [asyncio.create_task(recorder.record(NodeId(n), full, NOW)) for n in range(1, 4)]
+    await soon()
+    assert len(writer.writes) == 3
+    for place in range(3):
+        writer.commit(place, Recording())
+    assert await asyncio.gather(*asked) == [()] * 3
+    assert len(writer.folded) == 3

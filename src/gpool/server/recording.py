@@ -7,15 +7,17 @@ from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from gpool.core.ids import NodeId
-from gpool.core.model import Instant
+from gpool.core.model import KIB, Instant
 from gpool.server.gathering import Gathering
 from gpool.server.store.operation import brief
 from gpool.server.store.operations import beats, leases
 from gpool.server.store.protocol import Operation
 from gpool.server.store.values import Recording
-from gpool.wire.frames import Hold, ReportItem
+from gpool.wire.frames import Finished, Hold, ReportItem
 
 T = TypeVar("T")
+GATHERED_BYTES = 256 * KIB
+"""Of results in a frame; a heavier one has a write of its own: PostgreSQL takes no statement past a gigabyte."""
 _Recorded = tuple[Recording, dict[int, Recording]]
 """What all of a group gave together, and some frames by themselves."""
 
@@ -52,7 +54,8 @@ class Recorder:
         self, node: NodeId, items: Sequence[ReportItem], now: Instant
     ) -> tuple[Hold, ...]:
         """Commits and folds what a node reports; what of it was under an old lease."""
-        return await self._frames.take(_Frame(node, items, now))
+        frame = _Frame(node, items, now)
+        return await (self._frames.take(frame) if _is_light(items) else self._record(frame))
 
     async def _record(self, frame: _Frame) -> tuple[Hold, ...]:
         writing = leases.record(frame.node, frame.items, frame.at)
@@ -72,3 +75,8 @@ class Recorder:
             self._absorb(recording)
         places = range(len(group))
         return [others[place].refused if place in others else () for place in places]
+
+
+def _is_light(items: Sequence[ReportItem]) -> bool:
+    ends = [item for item in items if isinstance(item, Finished)]
+    return sum(len(each.value) + len(each.error_text) for each in ends) <= GATHERED_BYTES
