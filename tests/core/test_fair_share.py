@@ -202,6 +202,16 @@ def test_a_state_that_takes_the_place_of_another_knows_what_was_had() -> None:
     assert anew.used(pool.now) == used(pool)
 
 
+def test_a_state_that_takes_the_place_of_another_sees_the_pieces_of_those_who_wait_in_it() -> None:
+    """Who stopped waiting, or began to, while folding had stopped is seen as the new picture has it."""
+    old, anew, alike = State(), State(), State()
+    old.fold(TasksQueued(a_task(1, 1, 8), (QueuedTask(TaskId(1), 0, NOW),)))
+    for state in (anew, alike):
+        state.fold(TasksQueued(a_task(2, 2, 4), (QueuedTask(TaskId(2), 0, NOW),)))
+    anew.inherit(old, NOW)
+    assert anew.shares.usage.steps == alike.shares.usage.steps
+
+
 def test_short_tasks_are_never_free() -> None:
     """Two tenants take turns on one GPU, one with tasks ten times as long: both get half of the time."""
     pool = Backlog(8, Policy())

@@ -256,7 +256,10 @@ class State:
     def inherit(self, old: State, now: Instant) -> None:
         """The hints of a state that this one takes the place of."""
         old.shares.settle(now, len(old._waiting))
+        mine = self.shares.usage.steps
         self.take_hints(old)
+        theirs = self.shares.usage.steps
+        self.shares.usage.steps = {who: theirs.get(who, step) for who, step in mine.items()}
 
     def pass_time(self, now: Instant) -> None:
         """A pass begins. So late is it: what is held counts as had up to now, though nothing happened."""
