@@ -12,7 +12,7 @@ import pytest
 from server_desk import Desk, an_offer
 
 from gpool.core.errors import TooMany
-from gpool.core.ids import NodeId, TaskId, UserId
+from gpool.core.ids import NodeId, TaskId, UserId, decode
 from gpool.core.model import GIB, Allocation, Node, Requirements, Shape, TaskKind
 from gpool.core.scheduling.events import NodeChanged, QueuedTask, TasksLeased, TasksQueued
 from gpool.core.scheduling.snapshot import take
@@ -125,3 +125,22 @@ async def test_trying_never_takes_much_longer_than_its_budget(desk: Desk) -> Non
     found = try_all(snapshot, tuple(tasks), now, policy, orders)
     assert set(found) == set(tasks)
     assert thread_time() - began < 10 * BUDGET_S
+
+
+async def test_those_who_went_away_while_they_waited_keep_nobody_from_being_told(
+    desk: Desk,
+) -> None:
+    await desk.agent(offer=an_offer(cpus=2))
+    await desk.command()
+    await desk.schedule()
+    scheduler, explaining, now = desk.server.scheduler, desk.server.explaining, desk.clock.now()
+    task = TaskId(decode("task", await desk.command(cpus=2)))
+    gone = [
+        asyncio.create_task(explaining.suggestions(scheduler, TaskId(10**9 + number), now))
+        for number in range(1 + MOST_TASKS)
+    ]
+    await asyncio.sleep(0)
+    for each in gone:
+        each.cancel()
+    await asyncio.gather(*gone, return_exceptions=True)
+    assert (await explaining.suggestions(scheduler, task, now)).found

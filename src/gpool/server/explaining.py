@@ -87,7 +87,10 @@ class Explaining:
     async def suggestions(self, scheduled: Scheduled, task: TaskId, now: Instant) -> Suggested:
         """What would start it now."""
         batch = self._next
-        if task not in batch.tasks and len(batch.tasks) >= MOST_TASKS:
+        is_full = (
+            len(batch.tasks) >= MOST_TASKS and self._trying.locked()
+        )  # else all of it went away
+        if is_full and task not in batch.tasks:
             return UNTRIED
         batch.tasks[task] = None
         async with self._trying:  # whoever of a batch comes first asks for all of it
