@@ -14,8 +14,10 @@ from gpool.core.model import SECOND, Allocation, Availability, Instant, TaskKind
 from gpool.core.scheduling.events import Grant, Place
 from gpool.core.scheduling.shapes import shape_of
 from gpool.core.scheduling.state import State
+from gpool.server.actions.quotas import set_quota
 from gpool.server.refused import LONGEST, Refused, pause_after
-from gpool.server.store.operations import nodes
+from gpool.server.store.identity_values import GivenQuota
+from gpool.server.store.operations import nodes, people
 
 pytestmark = pytest.mark.anyio
 
@@ -133,6 +135,18 @@ async def test_what_another_replica_did_is_seen_after_two_refusals(desk: Desk) -
     desk.server.scheduler.node_changed(row.node)
     await desk.schedule()
     assert await status(desk, task) == "leased"
+
+
+async def test_while_it_is_kept_out_it_counts_as_waiting(desk: Desk, data: Path) -> None:
+    await desk.agent()
+    operator = await desk.server.store.read(people.user_by_name("operator"))
+    assert operator is not None
+    quota = GivenQuota(queued_tasks=2)
+    await set_quota(desk.server, operator, ("user", operator.id), quota)
+    refuse(data, await desk.command())
+    await passes(desk, 5)
+    more = [await desk.post("/v1/tasks", {"command": ["true"]}) for _ in range(2)]
+    assert [answer.status_code for answer in more] == [202, 429]
 
 
 def test_pauses_grow_to_a_minute() -> None:

@@ -43,6 +43,11 @@ class Refused:
         """Whether it is kept out of the queue."""
         return task in self._kept
 
+    @property
+    def kept(self) -> int:
+        """How many are."""
+        return len(self._kept)
+
     def explanation(self, task: TaskId, now: Instant) -> Explanation | None:
         """Of a task that is kept out of the queue."""
         kept = self._kept.get(task)

@@ -139,7 +139,7 @@ class Scheduler:
         decided = plan(self.state, now, self.policy, self.orders)
         self._metrics.planning.inc(thread_time() - began)
         places = decided.places
-        self._metrics.queued.set(self.state.queued_count)
+        self._metrics.queued.set(self.waiting)
         if decided.preemptions:
             await self._preempt(decided.preemptions, term, now)
         if not places:
@@ -288,6 +288,11 @@ class Scheduler:
     async def since(self) -> Mapping[TaskId, Instant]:
         """Since when leases are held."""
         return await self._store.read(rules_operations.held_since())
+
+    @property
+    def waiting(self) -> int:
+        """Tasks that are queued, those that are kept out of the queue for a while too."""
+        return self.state.queued_count + self.refused.kept
 
     # ---- doubt
 

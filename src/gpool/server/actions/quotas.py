@@ -128,7 +128,7 @@ def room_in_queue(server: Server, submission: Submission) -> Operation[None]:
     Counting costs as much as is queued, so it is left out while all that waits or arrives, whoever's it is, is no more.
     """
     scheduler, count = server.scheduler, len(submission.tasks)
-    most = None if scheduler.in_doubt else scheduler.state.queued_count + scheduler.arriving
+    most = None if scheduler.in_doubt else scheduler.waiting + scheduler.arriving
     for holder in _holders(submission.user, submission.team):
         given = yield from teams.quota_of(*holder)
         limit = effective(server.settings, holder, given).queued_tasks
@@ -146,7 +146,7 @@ def room_in_queue(server: Server, submission: Submission) -> Operation[None]:
 def surely_in_room(server: Server, submissions: Sequence[Submission]) -> Operation[list[bool]]:
     """Of many at once: which of them `room_in_queue` would take without counting."""
     scheduler = server.scheduler
-    most = None if scheduler.in_doubt else scheduler.state.queued_count + scheduler.arriving
+    most = None if scheduler.in_doubt else scheduler.waiting + scheduler.arriving
     theirs = [_holders(each.user, each.team) for each in submissions]
     asked = {holder for holders in theirs for holder in holders}
     given = yield from teams.quotas_of(asked)

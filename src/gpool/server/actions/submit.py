@@ -81,7 +81,7 @@ async def submit(server: Server, who: Caller, request: TaskRequest, once: Once |
     thing = await in_the_name_of(server, who, team)
     permit(who, Action.TASK_SUBMIT, thing, f"team {request.team}")
     submission = await _submission(server, who, request, team)
-    waiting = server.scheduler.state.queued_count
+    waiting = server.scheduler.waiting
     if waiting + len(submission.tasks) > server.settings.max_queued:
         raise TooMany(f"{waiting} tasks wait already, the queue is full; try again later")
     server.scheduler.arriving += len(submission.tasks)
