@@ -176,3 +176,20 @@ async def test_what_is_heavy_has_a_write_of_its_own(desk: Desk) -> None:
     await asyncio.gather(*(submit(server, user, each, None) for each in asked))
     assert store.writes == 4
     assert desk.server.scheduler.state.queued_count == 4
+
+
+async def test_who_goes_away_while_they_wait_passes_no_quota(desk: Desk) -> None:
+    who = await desk.server.credentials.who(desk.key)
+    assert isinstance(who, Caller)
+    await desk.schedule()
+    await set_quota(desk.server, who.user, ("user", who.user.id), GivenQuota(queued_tasks=3))
+    asked = [TaskRequest(command=["true"]) for _ in range(8)]
+    gone = [asyncio.create_task(submit(desk.server, who, each, None)) for each in asked]
+    await asyncio.sleep(0)
+    assert desk.server.scheduler.arriving == len(asked)
+    for each in gone[1:]:
+        each.cancel()
+    await asyncio.gather(*gone, return_exceptions=True)
+    await desk.command()  # after those that were gathered
+    await desk.schedule()
+    assert desk.server.scheduler.state.queued_count <= 3

@@ -146,7 +146,9 @@ def room_in_queue(server: Server, submission: Submission) -> Operation[None]:
 def surely_in_room(server: Server, submissions: Sequence[Submission]) -> Operation[list[bool]]:
     """Of many at once: which of them `room_in_queue` would take without counting."""
     scheduler = server.scheduler
-    most = None if scheduler.in_doubt else scheduler.waiting + scheduler.arriving
+    # Whoever went away while it waited does not count as arriving any more, and is written all the same.
+    coming = max(scheduler.arriving, sum(len(each.tasks) for each in submissions))
+    most = None if scheduler.in_doubt else scheduler.waiting + coming
     theirs = [_holders(each.user, each.team) for each in submissions]
     asked = {holder for holders in theirs for holder in holders}
     given = yield from teams.quotas_of(asked)
