@@ -12,6 +12,7 @@ from standin import Pool
 
 import gpool
 from gpool import Client
+from gpool.client import moments
 from gpool.client.runs import wait_for
 
 
@@ -253,6 +254,19 @@ def test_a_deadline_and_a_team_are_said_as_on_the_command_line(client: Client, p
         client.task(team="attic")(lambda: 1).remote()
     with pytest.raises(TypeError, match="Did you mean 'gpu'"):
         client.task(gpus=2)
+
+
+def test_so_long_from_now_counts_from_each_call(client: Client, pool: Pool) -> None:
+    soon = client.task(by="2h")(lambda x: x)
+    soon.remote(1)
+    first, answered = pool.bodies[-1]["by"], moments.now()
+    while moments.now() == answered:  # until the clock shows the next second
+        soon.remote(1)
+    soon.remote(1)
+    assert pool.bodies[-1]["by"] > first
+    first = pool.bodies[-1]["by"]
+    assert list(soon.map([1, 2])) == [1, 2]
+    assert pool.bodies[-1]["by"] >= first
 
 
 def test_whoever_waits_in_vain_for_a_task_that_does_not_start_is_told_why_once(
