@@ -102,9 +102,7 @@ class Pool(httpx2.BaseTransport):
             case "POST", ["tasks"]:
                 return self._submit(json.loads(body), "wait" in request.url.params)
             case "GET", ["tasks"]:
-                return httpx2.Response(
-                    200, json={"items": list(self.tasks.values())[::-1], "next": None}
-                )
+                return self._listed(request.url.params)
             case "GET", ["tasks", id_] if id_ in self.tasks:
                 return httpx2.Response(200, json=self.tasks[id_])
             case "DELETE", ["tasks", id_] if id_ in self.tasks:
@@ -182,6 +180,17 @@ class Pool(httpx2.BaseTransport):
             yield b"event: end\ndata: {}\n\n"
 
         return httpx2.Response(200, stream=Pieces(events()))
+
+    def _listed(self, asked: httpx2.QueryParams) -> httpx2.Response:
+        """Newest first, page by page."""
+        limit, after = int(asked.get("limit", 50)), asked.get("cursor", "~")
+        found = [
+            task
+            for task in reversed(self.tasks.values())
+            if task["id"] < after and task["status"] in asked.get("status", task["status"])
+        ]
+        next_ = found[limit - 1]["id"] if len(found) > limit else None
+        return httpx2.Response(200, json={"items": found[:limit], "next": next_})
 
     def _submit(self, document: dict[str, Any], wait: bool) -> httpx2.Response:
         named = document.get("function", {}).get("sha256")
