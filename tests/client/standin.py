@@ -53,6 +53,7 @@ class Pool(httpx2.BaseTransport):
         self.progress: list[dict[str, Any]] = []
         self.silences = 0  # while nothing happens
         self.teams: list[dict[str, Any]] = []
+        self.sentence = "No node has a GPU."
         self.refuse = 0
         self.lose_answers = 0
         self.break_after = break_after
@@ -122,7 +123,7 @@ class Pool(httpx2.BaseTransport):
                 return httpx2.Response(202, json=self.tasks[id_])
             case "GET", ["tasks", id_, "explain"] if id_ in self.tasks:
                 return httpx2.Response(
-                    200, json={"id": id_, "status": "queued", "sentence": "No node has a GPU."}
+                    200, json={"id": id_, "status": "queued", "sentence": self.sentence}
                 )
             case "GET", ["tasks", id_, "logs"] if id_ in self.tasks:
                 return self._logs(id_, request)
