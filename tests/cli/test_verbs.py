@@ -284,6 +284,13 @@ def test_the_queue_shows_what_runs_and_what_waits_longest_however_many_wait(
     assert "3000 others wait behind" in done.stderr
 
 
+def test_a_timeout_of_a_month_is_shown_in_whole_seconds(gpool: Gpool, pool: Pool) -> None:
+    pool.runs = False
+    task = gpool("run", "-d", "--", "true").stdout.strip()
+    pool.tasks[task] |= {"timeout_s": 2592000.0}
+    assert "2592000 s" in gpool("status", task).stdout
+
+
 def test_several_are_waited_for_and_the_first_that_failed_decides(gpool: Gpool, pool: Pool) -> None:
     tasks = []
     for code in (0, 7, 3):
