@@ -42,6 +42,18 @@ def test_a_date_is_meant_by_the_clock_of_that_day() -> None:
     assert done.stdout.split() == [b"2030-01-01T09:00:00+01:00", b"2030-07-01T09:00:00+02:00"]
 
 
+def test_so_long_from_now_is_as_long_when_clocks_are_put_forward_or_back() -> None:
+    """In Berlin at 01:00 UTC: in March two hours are two, in October too, and a time shown twice is the one to come."""
+    said = "from datetime import datetime\nfrom gpool.client.moments import moment\n"
+    said += "for begins, text in (('2026-03-29T00:30', '2h'), ('2026-10-25T00:30', '2h'), ('2026-10-25T01:30', '10m'), "
+    said += "('2026-10-25T01:30', '02:45')):\n"
+    said += "    begins = datetime.fromisoformat(begins + '+00:00')\n"
+    said += "    print(int((moment(text, begins) - begins).total_seconds()) // 60)"
+    zone = {"TZ": "CET-1CEST,M3.5.0,M10.5.0/3", "PYTHONPATH": ":".join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", said], env=zone, capture_output=True, check=True)
+    assert done.stdout.split() == [b"120", b"120", b"10", b"15"]
+
+
 @pytest.mark.parametrize(
     ("text", "meant"),
     [("2h", "2026-11-15T14:00:00+00:00"), ("1d12h", "2026-11-17T00:00:00+00:00")],

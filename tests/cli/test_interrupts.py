@@ -177,3 +177,25 @@ def test_ctrl_c_that_is_ignored_from_the_start_stays_ignored() -> None:
             assert reading.show(drain) == "done"
     finally:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def test_whoever_reads_no_further_is_told_that_the_task_goes_on(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As in `gpool run … | head`."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    nobody, task = cast(Client, None), Talking()
+    with (
+        pytest.raises(BrokenPipeError),
+        os.fdopen(writer, "w") as broken,
+        contextlib.redirect_stdout(broken),
+    ):
+        attend(nobody, cast(Run, task), tmp_path, quiet=False)
+    task.over.set()
+    assert "gpool cancel task_1" in capfd.readouterr().err
+
+
+class Talking(Dropping):
+    def printed(self, **_: object) -> Iterator[Printed]:
+        yield Printed(1, "stdout", b"up\n", "up\n")

@@ -108,4 +108,6 @@ def test_what_to_try_first_can_be_typed_as_it_is_printed(tmp_path: Path) -> None
     assert typed(this, str(other), here) == ".venv/bin/gpool"
     assert typed(this, str(this), here) == "gpool"
     assert typed(this, None, elsewhere) == str(this)
+    assert typed(this, str(other), this.parent) == "./gpool"
+    assert typed(tmp_path / "my gpus" / "gpool", None, tmp_path) == "'my gpus/gpool'"
     assert typed(here / "__main__.py", None, here) == "gpool"

@@ -15,6 +15,7 @@ from standin import Pool
 
 from gpool import Client
 from gpool.cli.main import ELSEWHERE, VERBS, cli
+from gpool.core.ids import encode
 
 Gpool = Callable[..., Result]
 
@@ -264,6 +265,30 @@ def test_the_queue_says_what_runs_then_what_waits_and_why(gpool: Gpool, pool: Po
     ]
     assert "1 others wait behind" in gpool("queue", "--limit", "1").stderr
     assert "exclude each other" in gpool("queue", "--everybody", "--team", "lab").stderr
+
+
+def test_the_queue_shows_what_runs_and_what_waits_longest_however_many_wait(
+    gpool: Gpool, pool: Pool
+) -> None:
+    pool.runs = False
+    first = gpool("run", "-d", "--", "true").stdout.strip()
+    oldest = gpool("run", "-d", "--", "true").stdout.strip()
+    pool.tasks[first] |= {"status": "running", "node": "n-1", "node_name": "n-2"}
+    for number in range(1000, 4000):
+        id_ = encode("task", number)
+        pool.tasks[id_] = pool.tasks[oldest] | {"id": id_}
+    done = gpool("queue", "--limit", "1")
+    lines = [line.split() for line in done.stdout.splitlines()[1:]]
+    assert [line[0] for line in lines] == [first, oldest]
+    assert "n-1" in lines[0]  # by its id: its name is like another's
+    assert "3000 others wait behind" in done.stderr
+
+
+def test_a_timeout_of_a_month_is_shown_in_whole_seconds(gpool: Gpool, pool: Pool) -> None:
+    pool.runs = False
+    task = gpool("run", "-d", "--", "true").stdout.strip()
+    pool.tasks[task] |= {"timeout_s": 2592000.0}
+    assert "2592000 s" in gpool("status", task).stdout
 
 
 def test_several_are_waited_for_and_the_first_that_failed_decides(gpool: Gpool, pool: Pool) -> None:

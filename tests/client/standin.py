@@ -53,6 +53,7 @@ class Pool(httpx2.BaseTransport):
         self.progress: list[dict[str, Any]] = []
         self.silences = 0  # while nothing happens
         self.teams: list[dict[str, Any]] = []
+        self.sentence = "No node has a GPU."
         self.refuse = 0
         self.lose_answers = 0
         self.break_after = break_after
@@ -102,9 +103,7 @@ class Pool(httpx2.BaseTransport):
             case "POST", ["tasks"]:
                 return self._submit(json.loads(body), "wait" in request.url.params)
             case "GET", ["tasks"]:
-                return httpx2.Response(
-                    200, json={"items": list(self.tasks.values())[::-1], "next": None}
-                )
+                return self._listed(request.url.params)
             case "GET", ["tasks", id_] if id_ in self.tasks:
                 return httpx2.Response(200, json=self.tasks[id_])
             case "DELETE", ["tasks", id_] if id_ in self.tasks:
@@ -124,7 +123,7 @@ class Pool(httpx2.BaseTransport):
                 return httpx2.Response(202, json=self.tasks[id_])
             case "GET", ["tasks", id_, "explain"] if id_ in self.tasks:
                 return httpx2.Response(
-                    200, json={"id": id_, "status": "queued", "sentence": "No node has a GPU."}
+                    200, json={"id": id_, "status": "queued", "sentence": self.sentence}
                 )
             case "GET", ["tasks", id_, "logs"] if id_ in self.tasks:
                 return self._logs(id_, request)
@@ -182,6 +181,17 @@ class Pool(httpx2.BaseTransport):
             yield b"event: end\ndata: {}\n\n"
 
         return httpx2.Response(200, stream=Pieces(events()))
+
+    def _listed(self, asked: httpx2.QueryParams) -> httpx2.Response:
+        """Newest first, page by page."""
+        limit, after = int(asked.get("limit", 50)), asked.get("cursor", "~")
+        found = [
+            task
+            for task in reversed(self.tasks.values())
+            if task["id"] < after and task["status"] in asked.get("status", task["status"])
+        ]
+        next_ = found[limit - 1]["id"] if len(found) > limit else None
+        return httpx2.Response(200, json={"items": found[:limit], "next": next_})
 
     def _submit(self, document: dict[str, Any], wait: bool) -> httpx2.Response:
         named = document.get("function", {}).get("sha256")

@@ -12,6 +12,7 @@ from standin import Pool
 
 import gpool
 from gpool import Client
+from gpool.client import moments
 from gpool.client.runs import wait_for
 
 
@@ -255,6 +256,19 @@ def test_a_deadline_and_a_team_are_said_as_on_the_command_line(client: Client, p
         client.task(gpus=2)
 
 
+def test_so_long_from_now_counts_from_each_call(client: Client, pool: Pool) -> None:
+    soon = client.task(by="2h")(lambda x: x)
+    soon.remote(1)
+    first, answered = pool.bodies[-1]["by"], moments.now()
+    while moments.now() == answered:  # until the clock shows the next second
+        soon.remote(1)
+    soon.remote(1)
+    assert pool.bodies[-1]["by"] > first
+    first = pool.bodies[-1]["by"]
+    assert list(soon.map([1, 2])) == [1, 2]
+    assert pool.bodies[-1]["by"] >= first
+
+
 def test_whoever_waits_in_vain_for_a_task_that_does_not_start_is_told_why_once(
     client: Client, pool: Pool, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -267,6 +281,11 @@ def test_whoever_waits_in_vain_for_a_task_that_does_not_start_is_told_why_once(
     with pytest.raises(TimeoutError):
         wait_for(client, run.id, 100, lambda: next(seconds))
     assert caplog.messages == [f"task {run.id} waits: No node has a GPU."]
+    caplog.clear()
+    pool.sentence = "It waits for \x1b]0;me\x07\u202eevil."  # a stranger's name
+    with pytest.raises(TimeoutError):
+        wait_for(client, run.id, 100, lambda: next(seconds))
+    assert caplog.messages == [f"task {run.id} waits: It waits for \ufffd]0;me\ufffd\ufffdevil."]
     pool.tasks[run.id]["status"] = "running"
     with pytest.raises(TimeoutError):
         wait_for(client, run.id, 100, lambda: next(seconds))

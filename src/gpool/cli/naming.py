@@ -61,8 +61,9 @@ def shared_names(nodes: Iterable[tuple[str | None, str | None]]) -> frozenset[st
 
 
 def node_told(id_: str | None, name: str | None, shared: frozenset[str] = frozenset()) -> str:
-    """A node as listings show it: by its name, by its id where the name would not do."""
-    return (name if name and name not in shared else id_) or "-"
+    """A node as listings show it: by its name, by its id where the name would not do, or looks like another's id."""
+    is_like_an_id = bool(id_ and name and name.startswith(id_.partition("-")[0] + "-"))
+    return (name if name and name not in shared and not is_like_an_id else id_) or "-"
 
 
 def names_of(client: Client, what: str, **filters: str) -> dict[str, str]:

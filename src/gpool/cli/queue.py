@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 SHOWN = 20
 """How many of those that wait are shown: the server plans for each to say when it starts."""
 
-READ = 2_000
-"""How many tasks are looked at, the newest."""
+READ = 20_000
+"""How many that wait are looked at: listings begin with the newest, and those that have waited longest are wanted."""
 
 _LAST = "~"
 """Sorts after every time."""
@@ -43,12 +43,13 @@ def queue(ctx: click.Context, team: str | None, everybody: bool, limit: int, as_
     Those that run come first, then those that wait, by when they are expected to start.
     """
     client = client_of(ctx)
-    filters = whose_tasks(client, team, everybody) | {"status": "queued,leased,running"}
-    open_ = client.listing("tasks", limit=READ, **filters)[::-1]  # the oldest first
-    waiting = [task for task in open_ if task["status"] == "queued"]
+    filters = whose_tasks(client, team, everybody)
+    queued = client.listing("tasks", limit=READ, status="queued", **filters)[::-1]  # oldest first
+    found = client.listing("tasks", limit=READ, status="leased,running", **filters)[::-1]
+    started = {task["id"] for task in found}  # some in between
+    waiting = [task for task in queued if task["id"] not in started]
     shown = waiting[:limit]
     told = {task["id"]: _explanation(client, task["id"]) for task in shown}
-    found = [task for task in open_ if task["status"] != "queued"]
     found += sorted(shown, key=lambda task: _place(task, told[task["id"]] or {}))
     if as_json:
         emit_json([{**task, "explain": told.get(task["id"])} for task in found])
@@ -75,7 +76,7 @@ def queue(ctx: click.Context, team: str | None, everybody: bool, limit: int, as_
     columns = ("id", "name", *(["user"] if everybody else ()), "status", "age", "gpu", "node")
     table((*columns, "starts", "why it waits"), rows, "Nothing runs or waits.")
     if len(waiting) > len(shown):
-        more = f"{len(waiting) - len(shown)}{' or more' if len(open_) == READ else ''}"
+        more = f"{len(waiting) - len(shown)}{' or more' if len(queued) == READ else ''}"
         click.echo(f"{more} others wait behind; --limit N shows more of them", err=True)
 
 

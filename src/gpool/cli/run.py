@@ -196,7 +196,14 @@ def attend(client: Client, submitted: Run, into: Path, *, quiet: bool) -> int:
         return submitted.wait()
 
     with Reading(follow) as reading:
-        result = reading.show(partial(show, quiet=quiet))
+        try:
+            result = reading.show(partial(show, quiet=quiet))
+        except BrokenPipeError:  # `| head`: nobody reads any more
+            on_stderr(
+                f"gpool: nobody reads what task {submitted.id} prints; it goes on. "
+                f"Stop it with: gpool cancel {submitted.id}"
+            )
+            raise
         if result is None:
             return detached(submitted, reading.is_pressed_again)
     say_how_it_ended(result)

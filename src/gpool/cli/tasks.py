@@ -149,7 +149,7 @@ def status(ctx: click.Context, task: str, as_json: bool) -> None:
         size = document.get(f"{name}_bytes")
         document[name] = None if size is None else f"{size / 1e9:g}GB"
     if timeout := document.get("timeout_s"):
-        document["timeout"] = f"{timeout:g} s"
+        document["timeout"] = f"{timeout:.12g} s"
     if not document["nodes"]:
         document["engine"] = document["on_loss"] = None
     document["members"] = [_member(member) for member in document.get("members") or ()]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shlex
 import shutil
 import socket
 import sys
@@ -255,7 +256,9 @@ def typed(this: Path, found: str | None, here: Path) -> str:
     """What to type to mean the program at `this`: `gpool` where the shell finds it (`found`), else the way from `here`."""
     if this.name != "gpool" or (found is not None and Path(found).samefile(this)):
         return "gpool"
-    return str(this.relative_to(here) if this.is_relative_to(here) else this)
+    if this.parent == here:
+        return "./gpool"  # the name alone would be looked for elsewhere
+    return shlex.quote(str(this.relative_to(here) if this.is_relative_to(here) else this))
 
 
 def _join_link(address: Address, key_file: Path) -> str:

@@ -16,7 +16,7 @@ from urllib.parse import quote, urlencode
 
 import httpx2
 
-from gpool.client import config, mapping
+from gpool.client import config, mapping, moments
 from gpool.client.artifacts import Artifacts, Input, Progress, gather
 from gpool.client.door import Door
 from gpool.client.local_files import local_files
@@ -126,11 +126,13 @@ class Client:
         """See `Task.map`."""
         rendered = (self._render(dumps_call(task.function, a, {})) for a in zip(*iterables))  # noqa: B905 - as builtin map
 
+        due = _deadline(task)
+
         def submit(calls: list[bytes], batch: str | None, more: bool) -> str:
             place = {"more": more} if batch is None else {"more": more, "batch": batch}
             start, joined = _members(place), b",".join(calls)
             reply = self._post(
-                task, "/v1/tasks", lambda: b"%s,%s%s]}" % (start, self._head(task), joined)
+                task, "/v1/tasks", lambda: b"%s,%s%s%s]}" % (start, due, self._head(task), joined)
             )
             return batch or decode_submitted(reply.body).batch
 
@@ -169,7 +171,7 @@ class Client:
         self, task: Task[..., Any], args: Sequence[object], kwargs: Mapping[str, object]
     ) -> bytes:
         call = self._render(dumps_call(task.function, args, kwargs))
-        return b"{%s%s]}" % (self._head(task), call)
+        return b"{%s%s%s]}" % (_deadline(task), self._head(task), call)
 
     def _head(self, task: Task[..., Any]) -> bytes:
         """A function submission's JSON without braces, up to the first call; uploads the function once."""
@@ -178,6 +180,7 @@ class Client:
         if head is None:
             function = {"sha256": self.artifacts.put(task.pickled()), "python": PYTHON}
             members = {**self._asked(task.options), "name": task.label, "function": function}
+            members.pop("by", None)  # "2h" is two hours from each call
             head = _members(members)[1:] + b',"calls":['
             self._heads[at] = head
             self._headed[at] = task  # keeps the id from being used again
@@ -339,6 +342,12 @@ def _script_in(command: Sequence[str]) -> str | None:
         return None
     word = Path(str(command[1])).name
     return word if _SCRIPT.fullmatch(word) else None
+
+
+def _deadline(task: Task[..., Any]) -> bytes:
+    """The member `by` of a submission made now, with its comma."""
+    by = task.options.by
+    return b"" if by is None else b'"by":"%s",' % moments.due(by).encode()
 
 
 def _members(members: Mapping[str, object]) -> bytes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from datetime import datetime, timedelta
+from datetime import datetime, timedelta, timezone
 
 from gpool.client.durations import is_duration, seconds
 from gpool.core.errors import Invalid
@@ -28,9 +28,14 @@ def due_at(text: str, now: datetime) -> datetime:
 
 def moment(text: str, after: datetime | None = None) -> datetime:
     """With its time zone: here, and as it is on that day. `after`: what a time of day is the next from, and a duration counts from."""
-    said = due_at(text, (after or now()).astimezone().replace(tzinfo=None))
+    start = (after or now()).astimezone()
+    # so long from now is no matter of clocks, which may be put forward or back meanwhile
+    said = due_at(text, start if is_duration(text) else start.replace(tzinfo=None))
     try:
-        return said if said.tzinfo is not None else said.astimezone()
+        if said.tzinfo is not None:
+            return said
+        found = said.astimezone()
+        return found if found > start else said.replace(fold=1).astimezone()  # shown twice that day
     except (ValueError, OverflowError) as error:
         raise Invalid(f"{text!r} is too far away; {_SAY}") from error
 
@@ -44,4 +49,5 @@ def due(said: str | datetime) -> str:
 
 
 def now() -> datetime:
-    return datetime(*time.localtime()[:6]).astimezone()
+    here = time.localtime()
+    return datetime(*here[:6], tzinfo=timezone(timedelta(seconds=here.tm_gmtoff)))

@@ -147,5 +147,7 @@ def _explained(client: Client, task: str, document: dict[str, Any]) -> bool:
         sentence = client.explain(task)["sentence"]
     except GpoolError:  # only a courtesy
         return False
-    log.warning("task %s waits: %s", task, sentence)
+    # it may name what strangers named: nothing in it is for a terminal to obey
+    shown = "".join(letter if letter.isprintable() else "\ufffd" for letter in sentence)
+    log.warning("task %s waits: %s", task, shown)
     return True

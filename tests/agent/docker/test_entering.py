@@ -29,7 +29,7 @@ from gpool.agent.runtime.docker.entering import (
     why_never,
 )
 from gpool.agent.runtime.docker.runtime import DockerRuntime, Gvisor
-from gpool.agent.runtime.protocol import CommandJob, Lane, SandboxFailed
+from gpool.agent.runtime.protocol import CommandJob, Lane, RunnerJob, SandboxFailed
 from gpool.core.model import Network
 from gpool.testing.engines import (
     BARE_IMAGE,
@@ -327,3 +327,36 @@ def test_gvisor_where_it_works_never_serves_a_lane(
         return used
 
     assert within(work()) == ["runc", "runsc"]
+
+
+def test_an_image_that_starts_nowhere_does_not_cost_the_node_gvisor(
+    require: Callable[[str], None], tmp_path: Path
+) -> None:
+    """Whoever sends it would choose for everybody else under what they run."""
+    require("gvisor")
+    engine = shared_engine("docker")
+
+    async def work() -> str:
+        runtime = DockerRuntime(
+            tmp_path, engine=engine.address, default_image=IMAGE, gvisor=Gvisor.AUTO
+        )
+        try:
+            with pytest.raises(SandboxFailed, match="has no python3"):
+                await runtime.start_runner(RunnerJob("3.11", (), (), LIMITS, image=BARE_IMAGE))
+            sandbox = await runtime.start_command(CommandJob(("sleep", "1000"), (), (), (), LIMITS))
+            with docker_client(engine) as api:
+                (container,) = runtime.containers
+                used = str(api.inspect_container(container)["HostConfig"]["Runtime"])
+            await sandbox.kill()
+            await sandbox.remove()
+        finally:
+            await runtime.close()
+        return used
+
+    assert within(work()) == "runsc"
+    assert containers_of(engine) == []
+
+
+def test_what_starts_nothing_of_ours_does_not_work(holders: Holders) -> None:
+    assert holders.start_under("runc")
+    assert not holders.start_under("runsc-that-nobody-installed")

@@ -38,6 +38,7 @@ WAIT = "echo inside; exec cat"
 """Until its input ends, which it does with the agent."""
 HOLDER_BYTES = 64 << 20
 HOLDER_PROCESSES = 8
+KERNEL_BYTES, KERNEL_THREADS = 512 << 20, 512  # of one that brings a kernel of its own
 WITHIN_S = 60.0
 log = structlog.get_logger(__name__)
 CANNOT = "this node's container engine cannot enter a lane"
@@ -186,6 +187,20 @@ class Holders:
         finally:
             os.close(own)
         return ""
+
+    def start_under(self, runtime: str) -> bool:
+        """Whether a container of ours, without a network, starts under this OCI runtime."""
+        system = system_of()
+        try:
+            body = holder_request(
+                self._empty(system), ("/bin/sh", "-c", WAIT), self._labels, system
+            )
+            wide = {"Memory": KERNEL_BYTES, "MemorySwap": KERNEL_BYTES, "PidsLimit": KERNEL_THREADS}
+            body["HostConfig"] |= {"Runtime": runtime, **wide}
+            with self._running(body):
+                return True
+        except SandboxFailed:
+            return False
 
     @contextlib.contextmanager
     def holding(self, lane: Lane) -> Iterator[str]:

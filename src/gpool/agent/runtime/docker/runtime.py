@@ -458,15 +458,20 @@ class DockerRuntime:
         await self._be_guarded()
         # gVisor lets no GPU through, and no lane: it has its own network.
         beyond = bool(box.devices or box.cdi or box.lane is not None)
-        while self._runsc and not (beyond and self._gvisor is Gvisor.AUTO):
-            tried = replace(box, oci_runtime=self._runsc[0])
+        under = [] if beyond and self._gvisor is Gvisor.AUTO else self._runsc
+        for name in under:
+            tried = replace(box, oci_runtime=name)
             try:
                 return await undivided(self._threads, partial(self._begin, tried), self._undo)
             except SandboxFailed:
-                # Whether it works is seen by starting something: its platform is the owner's choice.
-                if self._gvisor is Gvisor.ALWAYS and len(self._runsc) == 1:
+                if self._gvisor is Gvisor.ALWAYS and name == under[-1]:
                     raise
-                self._runsc = self._runsc[1:]
+                # Whether it works is seen by starting something (its platform is the owner's choice), of our own:
+                # what a consumer sends may start nowhere.
+                works = partial(self._holders.start_under, name)
+                if not await undivided(self._threads, works, lambda _: None):
+                    log.warning("gvisor_given_up", runtime=name)
+                    self._runsc = [one for one in self._runsc if one != name]
         return await undivided(self._threads, partial(self._begin, box), self._undo)
 
     def _begin(self, box: Box) -> tuple[str, socket.socket]:
