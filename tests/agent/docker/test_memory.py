@@ -8,9 +8,11 @@ from collections.abc import Callable, Iterator
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from urllib3.exceptions import ProtocolError
 
-from gpool.agent.runtime.docker.engine import Engine
+from gpool.agent.runtime.docker.engine import Engine, translated
 from gpool.agent.runtime.docker.kernel_log import exceeded_its_limit, records
+from gpool.agent.runtime.protocol import SandboxFailed
 from gpool.testing.engines import IMAGE, docker_client, shared_engine
 
 NO_LOG = "/nowhere/kmsg"
@@ -105,3 +107,12 @@ def test_without_the_kernels_log_the_engines_events_tell_of_it(engine: Engine) -
 def test_one_killed_otherwise_never_counts_as_too_large(engine: Engine) -> None:
     with ended(engine, GREEDY), ended(engine, KILLS_ITSELF) as container:
         assert not engine.exceeded_memory(container)
+
+
+def test_a_conversation_that_breaks_off_is_a_failed_sandbox() -> None:
+    """Whoever waits for a container's end must hear something, or its task never ends."""
+    with (
+        pytest.raises(SandboxFailed, match="the engine went away"),
+        translated("the engine went away"),
+    ):
+        raise ProtocolError("Connection broken", ConnectionResetError())

@@ -24,6 +24,7 @@ from docker.errors import (  # type: ignore[import-untyped]
     ImageNotFound,
     NotFound,
 )
+from urllib3.exceptions import HTTPError
 
 from gpool.agent.runtime.docker.images import (
     Image,
@@ -116,7 +117,7 @@ def _said(error: Exception) -> str:
 def translated(what: str) -> Iterator[None]:
     try:
         yield
-    except (DockerException, requests.RequestException, OSError) as error:
+    except (DockerException, requests.RequestException, HTTPError, OSError) as error:
         raise SandboxFailed(f"{what}: {_said(error)}") from error
 
 
