@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 import tempfile
 from pathlib import Path
@@ -27,13 +28,14 @@ def main() -> int:
             pool.until_online(name)
         eventually("both lend the card", lambda: cards(pool) >= len(PORTS), PATIENCE_S)
         right = sums(pool)
+        if not right:
+            print(pool.story())
     except Exception:
         print(pool.story())
         raise
     finally:
         pool.stop()
-    if not right:
-        print(pool.story())
+        shutil.rmtree(folder, ignore_errors=True)
     return 0 if right else 1
 
 
