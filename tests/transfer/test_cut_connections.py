@@ -120,6 +120,7 @@ class Cutting:
         await writer.drain()
         if cut is not None:
             writer.close()  # what was written still arrives, then the end comes too early
+            await writer.wait_closed()
             return False
         return True
 
