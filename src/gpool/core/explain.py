@@ -78,12 +78,19 @@ def explain(
 ) -> Explanation:
     """Costs shapes x nodes at worst; the length of the queues hardly matters."""
     steps = in_steps(state, task, now, policy, orders)
-    while True:
-        try:
-            next(steps)
-        except StopIteration as end:
-            told: Explanation = end.value
-            return told
+    while (told := step(steps)) is None:
+        pass
+    return told
+
+
+def step(steps: Generator[None, None, Explanation]) -> Explanation | None:
+    """One more of `in_steps`; None: that was not the last."""
+    try:
+        next(steps)
+    except StopIteration as end:
+        told: Explanation = end.value
+        return told
+    return None
 
 
 def in_steps(

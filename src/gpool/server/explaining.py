@@ -16,7 +16,7 @@ from time import thread_time
 from typing import Protocol
 
 from gpool.core.errors import TooMany
-from gpool.core.explain import in_steps
+from gpool.core.explain import in_steps, step
 from gpool.core.ids import TaskId
 from gpool.core.model import Instant
 from gpool.core.refusals import Explanation
@@ -77,12 +77,10 @@ class Explaining:
         async with self._telling:
             steps = in_steps(scheduled.state, task, now, scheduled.policy, scheduled.orders)
             while True:
-                try:
-                    next(steps)
-                except StopIteration as end:
-                    told: Explanation = end.value
+                told = step(steps)
+                if told is not None:
                     return told
-                await asyncio.sleep(0)
+                await asyncio.sleep(0)  # others have their turn
 
     async def suggestions(self, scheduled: Scheduled, task: TaskId, now: Instant) -> Suggested:
         """What would start it now."""
