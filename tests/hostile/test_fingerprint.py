@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.alone  # keys and files are the whole host's: others' are noticed too
 HERE = Path(__file__).parent
 PLANT = r"""
 import ctypes, json, os, socket, subprocess, sys
