@@ -245,7 +245,7 @@ class Engine:
         """What is free now, to be changed by who asked."""
         board = self.board
         board.refresh()
-        idle = board.amounts[:, WHOLE].copy()
+        idle = board.amounts[WHOLE].copy()
         return Free(board.cpu.copy(), board.memory.copy(), board.disk.copy(), idle)
 
     def would_fit(self, shape: Shape, free: Free) -> NDArray[np.bool_]:
@@ -400,8 +400,10 @@ class Engine:
         board = self.board
         self.scored += len(slots)
         row.key[slots] = _NONE
-        there, kinds = board.amounts.take(slots, 0), board.kind.take(slots)
-        able = np.logical_and.reduce(there[:, :NEEDED] >= row.least.take(kinds, 0), 1)
+        there, kinds = board.amounts.take(slots, 1), board.kind.take(slots)
+        left = there[:NEEDED]
+        left -= row.least.take(kinds, 1)
+        able = np.minimum.reduce(left, 0) >= 0
         if row.is_uneven and row.request is not None:
             idle = (board.holder.take(slots, 0) == NOBODY) & row.usable.take(kinds, 0)
             able &= idle.sum(1) >= row.request.count
@@ -409,7 +411,7 @@ class Engine:
         if not len(chosen):
             return
         if len(chosen) < len(slots):
-            slots, kinds, there = slots.take(chosen), kinds.take(chosen), there.take(chosen, 0)
+            slots, kinds, there = slots.take(chosen), kinds.take(chosen), there.take(chosen, 1)
         if row.request is not None and is_slice(row.request):
             self._score_slices(row, slots, kinds, there)
         else:
@@ -434,11 +436,6 @@ class Engine:
         enough = gpus[:, :2] >= parts[:, :2]
         fit = enough[:, 0] & enough[:, 1]
         fit &= (holder < 0) | (holder == row.shape.user)
-        # of neighbours that are alike, the first will do
-        same = free[:, 1:] == free[:, :-1]
-        same &= need[:, 1:] == need[:, :-1]
-        same &= fit[:, :-1]
-        fit[:, 1:] &= ~same
         flat = fit.ravel().nonzero()[0]  # much quicker than to ask for pairs
         if not len(flat):
             return
@@ -446,7 +443,7 @@ class Engine:
         before = free[place, gpu]
         after = np.maximum(before - need[place, gpu], 0)
         price = self._price(
-            row, slots.take(place), kinds.take(place), there.take(place, 0), (before, after)
+            row, slots.take(place), kinds.take(place), there.take(place, 1), (before, after)
         )
         is_first = np.ones(len(place), bool)
         np.not_equal(place[1:], place[:-1], out=is_first[1:])
@@ -465,24 +462,25 @@ class Engine:
         there: Floats,
         part: tuple[Ints, Ints] | None = None,
     ) -> Ints:
-        """The step of the gain for each candidate: higher is better. `there`: what it has; `part`: what is free of the GPU that
-        a slice would be of, before and after."""
-        target, weights = self.board.target, self.pricing.weights
-        mix, total, count = self.board.mix.take(slots, 0), there[:, TOTAL], 0
-        cpu = there[:, CPU] - row.shape.requirements.cpu_milli
-        memory = there[:, MEMORY] - row.memory.take(kinds)
-        lost = -weights.stranding * there[:, UNFED]
+        """The step of the gain for each candidate: higher is better. `there`: what it has, less what is needed; `part`: what is
+        free of the GPU that a slice would be of, before and after."""
+        board, target, weights = self.board, self.board.target, self.pricing.weights
+        fits, rests = board.fits.take(slots, 0), board.rests.take(slots, 0)
+        cpu, total, count = there[CPU], there[TOTAL], 0
+        lost = -weights.stranding * there[UNFED]
         if part is not None:
             before, after = part
-            mix += target.table.take(after, 0)
-            mix -= target.table.take(before, 0)
+            fits += target.fits.take(after, 0)
+            fits -= target.fits.take(before, 0)
+            rests += target.rests.take(after, 0)
+            rests -= target.rests.take(before, 0)
             total = total - (before - after)
             lost += weights.remnants * (target.worth.take(before) - target.worth.take(after))
         elif row.request is not None:
             count = row.request.count
             total = total - GPU * count
-        lost += weights.stranding * target.stranded(cpu, memory, total)
-        gain = there[:, FRAGMENTS] - target.fragments(kinds, cpu, mix, total, count)
+        lost += weights.stranding * target.stranded(cpu, there[MEMORY], total)
+        gain = there[FRAGMENTS] - target.fragments(kinds, cpu, (fits, rests), total, count)
         gain *= weights.fragmentation / WEIGHT
         gain -= lost
         gain /= weights.step
@@ -551,4 +549,4 @@ class Engine:
 
 
 def _least(slots: Slots, measure: Ints) -> Slots:
-    return slots[measure == measure.min()] if len(slots) > 1 else slots
+    return slots[measure == np.minimum.reduce(measure)] if len(slots) > 1 else slots

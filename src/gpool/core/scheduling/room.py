@@ -85,7 +85,9 @@ class Room:
         twin = Room(None)
         twin.free_cpu, twin.free_memory = self.free_cpu, self.free_memory
         twin.free_disk = self.free_disk
-        twin.gpus = {index: gpu.copy() for index, gpu in self.gpus.items()}
+        twin.gpus = (
+            self.gpus.copy()
+        )  # which are replaced, never changed: most of a node's stay as they are
         return twin
 
     def take(self, allocation: Allocation, user: UserId) -> None:
@@ -95,6 +97,7 @@ class Room:
         for part in allocation.slices:
             gpu = self.gpus.get(part.gpu_index)
             if gpu is not None:  # the node may have lost the device meanwhile
+                gpu = self.gpus[part.gpu_index] = gpu.copy()
                 gpu.take(part, user)
 
     def give(self, allocation: Allocation) -> None:
@@ -104,6 +107,7 @@ class Room:
         for part in allocation.slices:
             gpu = self.gpus.get(part.gpu_index)
             if gpu is not None:
+                gpu = self.gpus[part.gpu_index] = gpu.copy()
                 gpu.give(part)
 
     def truth(self) -> tuple[object, ...]:

@@ -66,7 +66,7 @@ class Row:
         self.usable: NDArray[np.bool_] = np.empty((0, 0), bool)  # by kind and GPU
         self.price: Ints = np.empty(0, np.int64)  # ... what it costs in an hour, as a step
         self.is_priced = False  # anywhere
-        self.least: Floats = np.empty((0, NEEDED))  # by kind: what a node must have free
+        self.least: Floats = np.empty((NEEDED, 0))  # by kind: what a node must have free
         self.is_uneven = False  # kinds of which only some GPUs will do: idle ones are not enough
         # A slice's share, its memory, and what it takes of the free thousandths; never enough of an unusable GPU.
         self.parts: Ints = np.empty((0, 3, 0), np.int64)
@@ -98,12 +98,12 @@ class Row:
 
     def _bound(self, kinds: list[Node | None]) -> None:
         needs, request = self.shape.requirements, self.request
-        self.least = np.zeros((len(kinds), NEEDED))
-        self.least[:, CPU] = needs.cpu_milli
-        self.least[:, MEMORY] = self.memory
-        self.least[:, DISK] = needs.disk_bytes or 0
+        self.least = np.zeros((NEEDED, len(kinds)))
+        self.least[CPU] = needs.cpu_milli
+        self.least[MEMORY] = self.memory
+        self.least[DISK] = needs.disk_bytes or 0
         if request is not None and not is_slice(request):
-            self.least[:, IDLE] = request.count
+            self.least[IDLE] = request.count
             lent = [0 if node is None else min(len(node.offer.gpus), MAX_GPUS) for node in kinds]
             self.is_uneven = bool((self.able & (self.usable.sum(1) < lent)).any())
 
