@@ -117,6 +117,7 @@ class Engine:
         self._look = look
         self._has_audiences = False
         self._rows: dict[tuple[object, ...], list[Row]] = {}
+        self._by_kinds: dict[tuple[object, ...], list[Row]] = {}
         self._row_count = 0
         self._by_shape: dict[int, tuple[Shape, list[Row], int]] = {}
         self._predicted = predicted
@@ -307,11 +308,8 @@ class Engine:
 
     def _shared_rows(self, shape: Shape, at_stake: Stakes | None) -> list[Row]:
         needs = shape.requirements
-        is_anyones = (
-            needs.tier is not Tier.NONE
-            and not self._has_audiences
-            and not any(is_slice(request) for request in needs.gpu)
-        )
+        is_open_to_all = needs.tier is not Tier.NONE and not self._has_audiences
+        is_anyones = is_open_to_all and not any(is_slice(request) for request in needs.gpu)
         whose = None if is_anyones else (shape.user, shape.team)
         key = (needs, shape.environment, whose, at_stake, shape.data)
         rows = self._rows.get(key)
@@ -319,13 +317,26 @@ class Engine:
             if self._row_count * (self.board.size + 64) >= MAX_CELLS:
                 self._forget()
             requests = needs.gpu or (None,)
-            rows = [Row(shape, request, at_stake) for request in requests]
+            if is_anyones or not is_open_to_all:
+                rows = [Row(shape, request, at_stake) for request in requests]
+            else:
+                rows = [Row(shape, like.request, at_stake, like) for like in self._learnt(shape)]
             self._rows[key] = rows
             self._row_count += len(rows)
         return rows
 
+    def _learnt(self, shape: Shape) -> list[Row]:
+        """Rows that only know what the kinds of nodes are to such a shape, whoever's it is."""
+        needs = shape.requirements
+        key = (needs, shape.environment)
+        rows = self._by_kinds.get(key)
+        if rows is None:
+            rows = self._by_kinds[key] = [Row(shape, request, None) for request in needs.gpu]
+        return rows
+
     def _forget(self) -> None:
         self._rows.clear()
+        self._by_kinds.clear()
         self._row_count = 0
         self._by_shape.clear()
 
@@ -336,7 +347,7 @@ class Engine:
             row.generation = board.generation
             row.key = np.full(board.size, _NONE, np.int64)
             row.gpu = np.zeros(board.size, np.int16)
-            row.kinds, changed = 0, np.arange(len(board.nodes))
+            changed = np.arange(len(board.nodes))
             self.fresh += len(board.nodes) + _OF_A_ROW
         else:
             changed = board.since(row.read)
