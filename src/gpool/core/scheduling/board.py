@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 
 from gpool.core.ids import NodeId
-from gpool.core.model import SECOND, Gpu, Health, Node, Sharing, Tier
+from gpool.core.model import SECOND, Gpu, Health, Node, Tier
 from gpool.core.scheduling.alike import Alike
 from gpool.core.scheduling.fragmentation import Mix, Slots, Target
 from gpool.core.scheduling.placement import is_open, joins_gangs
 from gpool.core.scheduling.pricing import Pricing
-from gpool.core.scheduling.room import ANYBODY, Room
+from gpool.core.scheduling.room import NOBODY, Room
 
 CLOSED = 0
 """The kind of slots that take nothing: empty ones, and nodes that are away or paused."""
@@ -37,7 +37,6 @@ MERIT, MERIT_BITS = LENDS << 1, 7
 
 FEW = 8  # nodes that are looked at one by one before the arrays are asked
 _SLACK = 64
-NOBODY = -1
 TWIN = -1  # the share of a GPU that is like another of its node, which stands for both
 _MAX_MIXES = 4096
 
@@ -310,35 +309,20 @@ class Board:
         return slot
 
     def _gpus_of(self, slot: int, node: Node, room: Room) -> tuple[tuple[int, ...], ...]:
-        """As they stand in `gpus`. Of several that are alike the first alone has a share: what slices are offered."""
-        devices = node.offer.gpus[:MAX_GPUS]
-        pad = [0] * (self.width - len(devices))
-        share, vram, holder, free = [], [], [], []
-        withheld = node.gpus_withheld
-        sorts, seen = self._sorts[self.kind[slot]] or range(len(devices)), set()
-        for device, sort in zip(devices, sorts, strict=True):
-            gpu = room.gpus[device.index]
-            user, free_share, memory = gpu.user, gpu.free_share, gpu.free_memory
-            by_memory = 1000 * memory // max(1, device.memory_bytes)
-            likeness = (sort, user, free_share, memory)
-            # a card that somebody holds uncut is not cut beside them
-            if likeness in seen:
-                share.append(TWIN)
-                vram.append(memory)
-            elif device.sharing is Sharing.MIG and user not in (None, ANYBODY):
-                share.append(0)
-                vram.append(0)
-            else:
-                share.append(free_share)
-                vram.append(memory)
-            seen.add(likeness)
-            holder.append(NOBODY if user is None else user)
-            if device.closed or device.index in withheld:
-                free.append(0)
-            else:
-                free.append(max(0, min(free_share, by_memory)))
-        nobody = [NOBODY] * len(pad)
-        return tuple(share + pad), tuple(vram + pad), tuple(free + pad), tuple(holder + nobody)
+        """As they stand in `gpus`. Of neighbours that are alike the first alone has a share: what slices are offered."""
+        gpus, withheld = room.gpus, node.gpus_withheld
+        parts = [gpus[device.index].offered for device in node.offer.gpus[:MAX_GPUS]]
+        share, vram, free, holder = map(list, zip(*parts, strict=True))
+        sorts = self._sorts[self.kind[slot]]
+        for place in range(1, len(sorts)):
+            if parts[place] == parts[place - 1] and sorts[place] == sorts[place - 1]:
+                share[place] = TWIN
+        for place, device in enumerate(node.offer.gpus[:MAX_GPUS] if withheld else ()):
+            if device.index in withheld:
+                free[place] = 0
+        pad = (0,) * (self.width - len(parts))
+        nobody = (NOBODY,) * len(pad)
+        return (*share, *pad), (*vram, *pad), (*free, *pad), (*holder, *nobody)
 
     def _clear_gpus(self, slot: int) -> None:
         self.gpus[slot] = 0

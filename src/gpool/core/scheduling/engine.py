@@ -31,7 +31,6 @@ from gpool.core.scheduling.board import (
     MERIT,
     MERIT_BITS,
     NEEDED,
-    NOBODY,
     TOTAL,
     UNFED,
     WHOLE,
@@ -51,7 +50,7 @@ from gpool.core.scheduling.placement import (
 )
 from gpool.core.scheduling.pricing import WEIGHT, Pricing
 from gpool.core.scheduling.remnants import GPU
-from gpool.core.scheduling.room import ANYBODY, Room
+from gpool.core.scheduling.room import ANYBODY, NOBODY, Room
 from gpool.core.scheduling.rows import MAX_PRICE_STEP, Row
 from gpool.core.scheduling.stakes import Stakes, stakes
 
@@ -343,6 +342,8 @@ class Engine:
     def _update(self, row: Row) -> None:
         board = self.board
         changed: set[int] | Slots
+        if row.generation == board.generation and row.read == board.now:
+            return
         if row.generation != board.generation:
             row.generation = board.generation
             row.key = np.full(board.size, _NONE, np.int64)
