@@ -166,6 +166,11 @@ class Settings(BaseSettings):
         return self.database_url or f"sqlite:///{self.data / 'gpool.db'}"
 
     @property
+    def is_shared(self) -> bool:
+        """Other servers may write to the same database."""
+        return self.database_url is not None and not self.database_url.startswith("sqlite")
+
+    @property
     def address(self) -> str:
         """`HOST:PORT` as others reach it; a server that listens everywhere goes by its machine's name."""
         if self.public_url is None and self.host in ("0.0.0.0", "::"):
