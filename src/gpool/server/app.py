@@ -49,6 +49,7 @@ from gpool.server.loops import Ticker, all_loops
 from gpool.server.metrics import GpuCollector, Metrics
 from gpool.server.orders import known_orders
 from gpool.server.outbound import Outbound
+from gpool.server.pacing import Paces
 from gpool.server.scheduler import Scheduler
 from gpool.server.server import Server
 from gpool.server.settings import Settings, span
@@ -109,6 +110,7 @@ def wire(settings: Settings, store: Store, clock: Clock) -> Server:
         certificate=certificate_of(settings, clock.now()),
         examiner=Examiner(store, scheduler, clock.now, Examining.of(settings)),
         telemetry=telemetry,
+        paces=Paces(settings.node_frames_per_s),
     )
 
 
