@@ -71,6 +71,10 @@ class Pace:
         """For how many seconds to wait before it is taken."""
         if not self._frames_per_s:
             return 0.0
+        if frames <= self._frames and size_bytes <= self._bytes:  # what it has now is enough
+            self._frames -= frames
+            self._bytes -= size_bytes
+            return 0.0
         self._earn(now_s)
         lowest = -LONGEST_DEBT_S
         self._frames = max(self._frames - frames, lowest * self._frames_per_s)

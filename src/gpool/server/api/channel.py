@@ -90,16 +90,19 @@ class _Inbox:
         self._ahead_bytes -= _size(message)
         return message
 
-    async def pay(self, frames: float, size_bytes: int) -> bool:
-        """Waits as long as the node has to. False: it floods."""
-        wait_s = self._pace.spend(frames, size_bytes, self._time())
-        if wait_s <= 0 or await self._hold_back(self._time() + wait_s):
+    def wait_s(self, frames: float, size_bytes: int) -> float:
+        """How long the node has to wait before this is taken."""
+        return self._pace.spend(frames, size_bytes, self._time())
+
+    async def hold_back(self, wait_s: float) -> bool:
+        """False: it floods."""
+        if await self._read_on(self._time() + wait_s):
             return True
         self._pace.shut(self._time())
         return False
 
-    async def _hold_back(self, ends_s: float) -> bool:
-        """Reads on meanwhile, so far that a flood is seen and not so far that it fills our memory."""
+    async def _read_on(self, ends_s: float) -> bool:
+        """So far that a flood is seen, and not so far that it fills our memory."""
         while self._ahead_bytes <= MOST_AHEAD_BYTES:
             if self._ahead and self._ahead[-1]["type"] == "websocket.disconnect":
                 return True  # nothing comes after it
@@ -200,7 +203,8 @@ async def _pass_on(
     except Malformed as error:
         channel.refuse("invalid", f"not a frame: {error}", retry=False)
         return
-    if not await inbox.pay(cost_of(frame), len(data)):
+    wait_s = inbox.wait_s(cost_of(frame), len(data))
+    if wait_s > 0 and not await inbox.hold_back(wait_s):
         log.warning("node %s floods us with frames; its connection is closed", channel.node)
         channel.refuse("too_many", FLOODING, retry=True)
         return
