@@ -25,7 +25,10 @@ from gpool.wire.documents import (
 HOPELESS = frozenset({"over_quota", "flagged"})
 """Codes under which the task never starts as it is, whatever ends."""
 
-_NOT_ITS_OWN = frozenset({EndReason.LOST, EndReason.HANDED_BACK, EndReason.PREEMPTED})
+_NOT_ITS_OWN = frozenset(
+    {EndReason.LOST, EndReason.HANDED_BACK, EndReason.PREEMPTED, EndReason.NODE_FAILED}
+)
+_UNSTARTED = frozenset({EndReason.SANDBOX_FAILED, EndReason.NODE_FAILED})
 
 
 _UNTRIED = " What would start it now was not all tried, because many ask at once: ask again later."
@@ -73,7 +76,8 @@ async def _story(server: Server, row: TaskRow) -> Story:
         return Story()
     told = await server.store.read(operations.story(row.id, None))
     attempts = () if told is None else told.attempts
-    own = [each for each in attempts if each.reason not in _NOT_ITS_OWN]
+    tried = [each for each in attempts if each.started_at is None and each.reason in _UNSTARTED]
+    own = [each for each in attempts if each.reason not in _NOT_ITS_OWN and each not in tried]
     lost = [each for each in attempts if each.reason is EndReason.LOST]
     last = own[-1] if own else None
     return Story(
@@ -84,6 +88,8 @@ async def _story(server: Server, row: TaskRow) -> Story:
         None if last is None else last.reason,
         _where(server, lost[-1]) if lost else "",
         f"gpool logs {encode('task', row.id)}",
+        tuple(dict.fromkeys(_where(server, each) for each in tried)),
+        tried[-1].detail[:100] if tried else "",
     )
 
 
