@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from gpool.core.ids import TaskId
 from gpool.core.model import SECOND, EndReason, Gpu, Instant, Node, Shape
-from gpool.core.refusals import Explanation, counted, list_of, nothing_can, those
+from gpool.core.refusals import Explanation, counted, list_of, nothing_can, ranked, those
 from gpool.core.scheduling.gangs import most_together
 from gpool.core.scheduling.limits import holders_of, least_gpus
 from gpool.core.scheduling.orders import ORDERS, Order, Policy
@@ -243,9 +243,11 @@ def _not_waiting(state: State, task: TaskId) -> Explanation:
         entry.node.name if entry.node else "a node that has left"
         for entry in (state.nodes[part.node] for part in parts)
     ]
+    if len(names) > 1:
+        told = list_of([ranked(name, rank) for rank, name in enumerate(names)])
+        return Explanation("leased", f"It does not wait: {told} have it.")
     if line.count == 1:
-        verb = "has" if len(names) == 1 else "have"
-        return Explanation("leased", f"It does not wait: {', '.join(names)} {verb} it.")
+        return Explanation("leased", f"It does not wait: {names[0]} has it.")
     others = counted(line.count - 1, "other of its kind", "others of its kind")
     return Explanation("leased", f"{names[0]} has it, in one line with {others}.")
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from gpool.core.explain import Story, with_story
 from gpool.core.ids import TaskId, encode
 from gpool.core.model import AttemptRow, EndReason, Engine, OnLoss, Phase, TaskRow, TaskStatus
-from gpool.core.refusals import Explanation
+from gpool.core.refusals import Explanation, list_of, ranked
 from gpool.core.scheduling.whatif import Suggested, Suggestion
 from gpool.server.actions import documents, query
 from gpool.server.forecasts import Estimate
@@ -46,9 +46,7 @@ async def explain(server: Server, who: Caller, id_: TaskId) -> ExplainDocument:
     if row.status is TaskStatus.RUNNING or view.note is not None:
         noted = view.note if row.status is not TaskStatus.RUNNING else None
         doing = documents.NOTED[noted or documents.phase_of(view) or Phase.RUN.value]
-        return _document(
-            view, Explanation("running", f"It {doing} on {view.node_name or 'a node'}.")
-        )
+        return _document(view, Explanation("running", f"It {doing} on {_place(view) or 'a node'}."))
     with server.explaining.admitted():
         return await _explain(server, view, id_)
 
@@ -144,9 +142,16 @@ def _change(view: TaskView, one: Suggestion) -> str:
     return f"{one.change} without {' and '.join(left_out)}" if left_out else one.change
 
 
+def _place(view: TaskView) -> str:
+    """The node; of a gang all of them, with their ranks."""
+    if len(view.members) < 2:
+        return view.node_name or ""
+    return list_of([ranked(each.node_name or "a node", each.rank) for each in view.members])
+
+
 def _end_of(view: TaskView) -> str:
     row = view.row
-    where = f" on {view.node_name}" if view.node_name else ""
+    where = f" on {_place(view)}" if _place(view) else ""
     reason = row.reason.value.replace("_", " ") if row.reason else ""
     why = f": {reason}" if reason not in ("", row.status.text) else ""
     code = f" with code {row.exit_code}" if row.exit_code is not None else ""
