@@ -416,7 +416,7 @@ def swaps(options: Options) -> Found:
     """Equals whose tasks may all be preempted, from the first hour in an empty pool: none of their pieces divides into its share,
     so they are had by turns. How near do hours come, and how often do teams take from each other?"""
     rows: list[Row] = []
-    measured = []
+    measured: list[Measured] = []
     crowds = (
         (8, ((1, 60), (2, 120), (8, 180), (4, 90), (1, 20))),
         (2, ((1, 600), (1, 600), (1, 600))),
