@@ -24,7 +24,7 @@ from gpool.core.errors import (
 )
 
 FAILED, USAGE, REFUSED, NOT_FOUND, UNREACHABLE = 1, 2, 3, 4, 5
-GPOOL_FAULT = 125
+GPOOL_FAULT, INTERRUPTED = 125, 130
 
 # verb: (module, one line for --help, which must not load the module; a test holds them equal)
 VERBS = {

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from email.utils import parsedate_to_datetime
+from textwrap import indent
 from typing import Any, BinaryIO, TextIO
 
 import click
@@ -99,8 +100,21 @@ def _writer(name: str) -> Callable[[Printed | None], None]:
 
 
 def emit_json(document: object) -> None:
+    click.echo(_json(document))
+
+
+def emit_json_list(documents: Iterable[object]) -> None:
+    """What `emit_json` prints for a list, piece by piece as its members come."""
+    before = "["
+    for document in documents:
+        click.echo(f"{before}\n{indent(_json(document), '  ')}", nl=False)
+        before = ","
+    click.echo("\n]" if before == "," else "[]")
+
+
+def _json(document: object) -> str:
     text = json.dumps(document, indent=2, ensure_ascii=False)
-    click.echo(_UNSAID.sub(lambda found: f"\\u{ord(found.group()):04x}", text))
+    return _UNSAID.sub(lambda found: f"\\u{ord(found.group()):04x}", text)
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]], empty: str) -> None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import stat
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,15 +14,15 @@ import click
 
 from gpool.cli.calling import as_json, client_of, into
 from gpool.cli.due import due
+from gpool.cli.following import say_how_it_ended, show
 from gpool.cli.interrupts import Reading
-from gpool.cli.main import FAILED, GPOOL_FAULT, say_error
-from gpool.cli.progress import ProgressLine, on_stderr
+from gpool.cli.main import FAILED, GPOOL_FAULT, INTERRUPTED, say_error
+from gpool.cli.progress import ProgressLine, on_stderr, progress_bar
 from gpool.cli.team import team_id
 from gpool.core.errors import GpoolError, Invalid
 
 if TYPE_CHECKING:
     from gpool.client.artifacts import LocalFile
-    from gpool.client.artifacts import Progress as UploadProgress
     from gpool.client.client import Client
     from gpool.client.logs import Printed
     from gpool.client.results import Result
@@ -215,20 +214,6 @@ def attend(client: Client, submitted: Run, into: Path, *, quiet: bool) -> int:
     return exit_code(result)
 
 
-def show(said: Iterator[Printed | str], *, quiet: bool) -> None:
-    """Print what a task writes, and the lines about what it does meanwhile."""
-    from gpool.cli.printing import LogPrinter
-
-    def pieces() -> Iterator[Printed]:
-        for one in said:
-            if isinstance(one, str):
-                on_stderr(one)
-            else:
-                yield one
-
-    LogPrinter(all_to_stderr=quiet).show(pieces())
-
-
 def script_of(command: tuple[str, ...], workdir: Path | None) -> LocalFile | None:
     """The Python file that the command begins with, under the name it gets there.
 
@@ -248,15 +233,6 @@ def script_of(command: tuple[str, ...], workdir: Path | None) -> LocalFile | Non
     return LocalFile(name, source, about.st_size, bool(about.st_mode & stat.S_IXUSR))
 
 
-def say_how_it_ended(result: Result, *, code_too: bool = False) -> None:
-    """A line for every end that its exit code does not tell; `code_too`: for that one as well."""
-    from gpool.cli.printing import plain
-    from gpool.client.results import failure
-
-    if result.status != "succeeded" and (code_too or result.reason != "exited"):
-        click.echo(f"gpool: {plain(failure(result).detail)}", err=True)
-
-
 def detached(submitted: Run, is_pressed_again: Callable[[float], bool]) -> int:
     """After the first Ctrl-C: say how to come back; a second one cancels."""
     click.echo(
@@ -268,7 +244,7 @@ def detached(submitted: Run, is_pressed_again: Callable[[float], bool]) -> int:
         return FAILED
     submitted.cancel()
     click.echo(f"Cancelled {submitted.id}.", err=True)
-    return 130
+    return INTERRUPTED
 
 
 def variables(given: tuple[str, ...]) -> dict[str, str]:
@@ -310,48 +286,6 @@ def secrets(given: tuple[str, ...]) -> dict[str, str]:
                 f"--secret {name}: there is no such variable here; set it, or write --secret {name}=@FILE"
             )
     return found
-
-
-@contextmanager
-def progress_bar() -> Iterator[UploadProgress | None]:
-    """A bar for each file on its way, on a terminal only."""
-    if not sys.stderr.isatty():
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn
-
-    bars = Progress(
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        DownloadColumn(),
-        console=Console(stderr=True),
-        transient=True,
-    )
-    known: dict[str, TaskID] = {}
-    ended: dict[str, int] = {}
-
-    def show(path: str, done: int, total: int) -> None:
-        if not known:  # not before: where nothing is moved, the terminal is left alone
-            bars.start()
-            known[""] = bars.add_task("", total=None, visible=False)
-        if done < total and path not in known:
-            known[path] = bars.add_task(path, total=total)
-        if done < total:
-            bars.update(known[path], completed=done)
-            return
-        ended[path] = total
-        if path in known:
-            bars.remove_task(known.pop(path))
-        told = f"{len(ended)} files"
-        bars.update(
-            known[""], description=told, completed=sum(ended.values()), visible=len(ended) > 1
-        )
-
-    try:
-        yield show
-    finally:
-        bars.stop()
 
 
 def _print_document(submitted: Run) -> None:
