@@ -51,7 +51,7 @@ def keep(ctx: click.Context, answer: Any, profile: str | None) -> dict[str, Any]
     file = SessionFile(home() / "sessions" / f"{safe}.json")
     with file.locked():
         file.write(Tokens.of(answer))
-    save_sign_in(name, client.url, file.path)
+    save_sign_in(name, client.url, file.path, fingerprint=client.door.address.fingerprint)
     door = client.door.as_somebody(SignedIn(file))
     ctx.call_on_close(door.close)
     me: dict[str, Any] = door.get_json("/v1/me")

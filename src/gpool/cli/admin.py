@@ -146,7 +146,9 @@ def invite(ctx: click.Context, permissions: tuple[str, ...], expires: str, as_js
     if as_json:
         emit_json(made)
     else:
-        click.echo(f"gpool --url {client.url} register NAME --invite {made['token']}")
+        pinned = client.door.address.fingerprint
+        known = "" if pinned is None else f"GPOOL_FINGERPRINT={pinned} "
+        click.echo(f"{known}gpool --url {client.url} register NAME --invite {made['token']}")
         click.echo(f"  One person, once, until {made['expires_at']}.", err=True)
 
 

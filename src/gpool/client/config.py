@@ -191,8 +191,15 @@ def _session_of(table: Mapping[str, object], file: Path) -> Path | None:
     return None if not named else file.parent / Path(str(named)).expanduser()
 
 
-def save_sign_in(name: str, url: str, session_file: Path, *, folder: Path | None = None) -> Path:
-    """A profile of a sign-in, chosen from now on. What else the profile had (a pinned certificate) stays."""
+def save_sign_in(
+    name: str,
+    url: str,
+    session_file: Path,
+    *,
+    folder: Path | None = None,
+    fingerprint: str | None = None,
+) -> Path:
+    """A profile of a sign-in, chosen from now on, with the certificate it met. What else the profile had stays."""
     import tomli_w  # noqa: PLC0415 - only `gpool up` and `login` write
 
     file = (folder or home()) / "config.toml"
@@ -201,6 +208,8 @@ def save_sign_in(name: str, url: str, session_file: Path, *, folder: Path | None
     kept = _table(profiles.get(name, {}), file)
     kept = {key: value for key, value in kept.items() if key not in ("key", "key_file")}
     profiles[name] = {**kept, "url": url, "session_file": str(session_file)}
+    if fingerprint is not None:
+        profiles[name]["fingerprint"] = fingerprint
     content["profile"] = name
     write_private(file, tomli_w.dumps(content).encode())
     return file

@@ -56,12 +56,12 @@ class Door:
 
     def as_nobody(self) -> Door:
         """The same pool without credentials: for signing in. To be closed like this one."""
-        return Door(self.url, "", _borrowed(self._transport), patience_s=self._patience_s)
+        return Door(self.address, "", _borrowed(self._transport), patience_s=self._patience_s)
 
     def as_somebody(self, session: SignedIn) -> Door:
         """The same pool, signed in. To be closed like this one."""
         return Door(
-            self.url,
+            self.address,
             "",
             _borrowed(self._transport),
             patience_s=self._patience_s,
