@@ -206,11 +206,22 @@ def attend(client: Client, submitted: Run, into: Path, *, quiet: bool) -> int:
         if result is None:
             return detached(submitted, reading.is_pressed_again)
     say_how_it_ended(result)
-    if result.outputs:
-        with progress_bar() as progress:
-            client.artifacts.fetch(result.outputs, into, *([progress] if progress else []))
     from gpool.client.results import exit_code
 
+    if not result.outputs:
+        return exit_code(result)
+    try:
+        with progress_bar() as progress:
+            client.artifacts.fetch(result.outputs, into, *([progress] if progress else []))
+    except GpoolError as error:
+        if os.environ.get("GPOOL_DEBUG"):
+            raise
+        say_error(error)
+        again = f"gpool result {submitted.id} --into FOLDER"
+        click.echo(
+            f"  The task has ended and its outputs are kept. Fetch them with: {again}", err=True
+        )
+        return GPOOL_FAULT
     return exit_code(result)
 
 

@@ -34,7 +34,7 @@ from gpool.client.results import (
 from gpool.client.runs import LONGEST_WAIT_S, Run, wait_for
 from gpool.client.sessions import SessionFile, SignedIn
 from gpool.client.tasks import Decorator, Task
-from gpool.core.errors import Invalid, NotFound, Unprocessable
+from gpool.core.errors import GpoolError, Invalid, NotFound, Unprocessable
 from gpool.core.model import INLINE_LIMIT_BYTES
 from gpool.core.paths import checked
 from gpool.transfer.requests import Reply
@@ -268,7 +268,11 @@ class Client:
         if result.status != "succeeded" and (check or result.reason != "exited"):
             raise failure(result)
         printed = list(run.printed())
-        written = self.artifacts.fetch(result.outputs, Path(into)) if result.outputs else []
+        try:
+            written = self.artifacts.fetch(result.outputs, Path(into)) if result.outputs else []
+        except GpoolError as error:
+            error.add_note(f"task {run.id} has ended; fetch what it left: gpool result {run.id}")
+            raise
         return Completed(
             id=run.id,
             exit_code=exit_code(result),
