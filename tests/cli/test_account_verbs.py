@@ -103,6 +103,10 @@ def test_keys_are_made_listed_and_ended(ada: Terminal) -> None:
     ada("register", "ada")
     made = ada.json("keys", "make", "ci", "--scope", "tasks:read", "--expires", "30d")
     assert [key["name"] for key in ada.json("keys", "ls")] == ["ci"]
+    team = ada.json("team", "make", "lab")["id"]
+    ours = ada.json("keys", "make", "ours", "--team", "lab")
+    assert ours["team"] == team
+    ada("keys", "end", ours["id"])
     assert ada.json("ps", GPOOL_KEY=made["key"]) == []
     ada("whoami", code=3, GPOOL_KEY=made["key"])  # its scope does not reach that far
     ada("keys", "end", made["id"])

@@ -88,6 +88,14 @@ def test_a_node_is_cordoned_drained_and_reserved_by_its_name(gpool: Operator, li
     assert gpool.json("admin", "reservations", "ls") == []
 
 
+def test_nobody_gets_a_weight_by_calling_a_team_as_somebody_is_called(gpool: Operator) -> None:
+    me = gpool.json("whoami")
+    team = gpool.json("team", "make", me["name"])["id"]
+    told = gpool("admin", "policy", "--weight", f"{me['name']}=3", code=2)
+    assert f"{team} or {me['id']}" in told
+    assert gpool.json("admin", "policy", "--weight", f"{team}=2")["weights"] == {team: 2}
+
+
 def test_teams_and_users_are_named_and_times_are_local_where_no_zone_is_said(
     gpool: Operator, live: Live
 ) -> None:

@@ -333,3 +333,9 @@ def test_several_are_waited_for_and_the_first_that_failed_decides(gpool: Gpool, 
         1,
         f"gpool: task {waits} has not ended within 0.05s; it goes on\n",
     )
+
+
+def test_a_command_is_shown_as_it_can_be_typed(gpool: Gpool, pool: Pool) -> None:
+    task = gpool("run", "-d", "--", "x").stdout.strip()
+    pool.tasks[task]["command"] = ["sh", "-c", "echo up; sleep 1"]
+    assert "sh -c 'echo up; sleep 1'" in gpool("status", task).stdout

@@ -7,10 +7,11 @@ from typing import Any
 import click
 
 from gpool.cli.calling import as_json, client_of, listing
+from gpool.cli.naming import user_id
 from gpool.cli.operating import audit, keys
 from gpool.cli.policy import cordon, drain, policy, reservations, uncordon
 from gpool.cli.printing import emit_json, table
-from gpool.cli.quotas import quota_of, quota_options, show_quota, teams, user_id
+from gpool.cli.quotas import quota_of, quota_options, show_quota, teams
 from gpool.core.errors import Invalid
 
 PERMISSIONS = ("consumer", "provider", "operator")

@@ -142,6 +142,14 @@ def fields(document: Mapping[str, Any], names: Sequence[str]) -> None:
         click.echo(f"{name.ljust(width)}  {_cell(value)}")
 
 
+def show(document: Mapping[str, Any], as_json: bool, names: str) -> None:
+    """A document whole as JSON, or those of its members that `names` lists."""
+    if as_json:
+        emit_json(document)
+    else:
+        fields(document, names.split())
+
+
 def _cell(value: object) -> str:
     text = (
         " ".join(map(str, value))

@@ -18,7 +18,6 @@ from gpool.cli.following import say_how_it_ended, show
 from gpool.cli.interrupts import Reading
 from gpool.cli.main import FAILED, GPOOL_FAULT, INTERRUPTED, say_error
 from gpool.cli.progress import ProgressLine, on_stderr, progress_bar
-from gpool.cli.team import team_id
 from gpool.core.errors import GpoolError, Invalid
 
 if TYPE_CHECKING:
@@ -153,8 +152,6 @@ def run(
     from gpool.client.options import Options
 
     client = client_of(ctx)
-    if wanted["team"] is not None:
-        wanted["team"] = team_id(client, str(wanted["team"]))
     shipped = shipment(workdir, ignore, inputs)
     script = script_of(command, workdir)
     if script is not None:

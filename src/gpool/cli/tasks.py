@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -16,11 +17,9 @@ from gpool.cli.calling import as_json, client_of, into, listing
 from gpool.cli.following import say_how_it_ended, show, show_documents
 from gpool.cli.interrupts import Reading
 from gpool.cli.main import FAILED, GPOOL_FAULT, INTERRUPTED, exit_code_of, say_error
-from gpool.cli.naming import node_told, shared_names
+from gpool.cli.naming import node_told, own_team_id, shared_names, who_is_who
 from gpool.cli.printing import age, emit_json, fields, local_time, plain, table
 from gpool.cli.progress import ProgressLine, progress_bar
-from gpool.cli.quotas import who_is_who
-from gpool.cli.team import team_id
 from gpool.core.errors import GpoolError, Invalid
 
 if TYPE_CHECKING:
@@ -48,7 +47,7 @@ def whose_tasks(client: Client, team: str | None, everybody: bool) -> dict[str, 
         raise Invalid("--everybody and --team exclude each other")
     if everybody:
         return {"all": "true"}
-    return {} if team is None else {"team": team_id(client, team)}
+    return {} if team is None else {"team": own_team_id(client, team)}
 
 
 @click.command()
@@ -138,6 +137,7 @@ def status(ctx: click.Context, task: str, as_json: bool) -> None:
     if as_json:
         emit_json(document)
         return
+    document["command"] = shlex.join(document.get("command") or ())
     outputs = document.get("outputs") or []
     document["outputs"] = [output["path"] for output in outputs]
     saved = document.get("checkpoint")

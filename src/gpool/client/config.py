@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from gpool.core.errors import Invalid, NotSignedIn
 from gpool.transfer.requests import Address
@@ -77,7 +78,7 @@ def load(
     user = _read(user_file)
     name = profile or environ.get("GPOOL_PROFILE") or project.get("profile") or user.get("profile")
     profiles = _table(user.get("profiles", {}), user_file)
-    if name is not None and name not in profiles:
+    if name is not None and (not isinstance(name, str) or name not in profiles):
         raise Invalid(
             f"there is no profile {name!r} in {user_file}; it has: {', '.join(profiles) or 'none'}"
         )
@@ -93,7 +94,7 @@ def load(
             continue
         return Settings(
             _checked_url(given_url or str(found_url)),
-            given_key or _key_of(table, file),
+            _checked_key(given_key or _key_of(table, file)),
             str(file),
             _print_of(given_print or table.get("fingerprint"), file),
             plain or table.get("plain_http") is True,
@@ -101,7 +102,7 @@ def load(
         )
     return Settings(
         _checked_url(given_url or LOCAL_URL),
-        given_key or "",
+        _checked_key(given_key or ""),
         "environment",
         _print_of(given_print, user_file),
         plain,
@@ -242,6 +243,19 @@ def _same_place(one: str, other: str) -> bool:
 
 
 def _checked_url(url: str) -> str:
-    if not url.startswith(("http://", "https://")):
+    try:
+        parts = urlsplit(url)
+        is_whole = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:  # of its port or its brackets
+        is_whole = False
+    if not is_whole:
         raise Invalid(f"{url!r} is not an address of a pool; one looks like {LOCAL_URL}")
     return url.rstrip("/")
+
+
+def _checked_key(key: str) -> str:
+    """Without the blanks that copying leaves around it. A bad one is not shown."""
+    found = key.strip()
+    if not found.isascii() or not found.isprintable() or " " in found:
+        raise Invalid("the key (GPOOL_KEY, --key or the file's) holds a letter that no key has")
+    return found
