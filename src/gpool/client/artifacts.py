@@ -72,7 +72,7 @@ def gather(inputs: Iterable[Input], root: Path | None = None) -> list[LocalFile]
 
 def _add(found: dict[str, LocalFile], file: LocalFile) -> None:
     other = found.setdefault(file.path, file)
-    if other.source.absolute() != file.source.absolute():
+    if other.source.resolve() != file.source.resolve():
         raise Invalid(
             f"'{other.source}' and '{file.source}' would both be '{file.path}' there; leave out one"
         )
