@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import signal
@@ -267,6 +268,33 @@ def test_ctrl_c_ends_the_waiting_and_names_those_still_waited_for(
     assert done.exit_code == INTERRUPTED
     # the first was waited for; whether that was still told is between it and the press
     assert done.stderr.endswith(f" {second} {third}\n")
+
+
+def test_ctrl_c_while_a_task_is_submitted_says_where_to_look(
+    gpool: Callable[..., Done], pool: Pressed
+) -> None:
+    """The server may have it: nobody knows until it answers."""
+    pool.path = "/v1/tasks"
+    for detach in ([], ["-d"]):
+        done = gpool("run", *detach, "--", "true")
+        assert done.exit_code == INTERRUPTED
+        assert "gpool ps" in done.stderr
+
+
+def test_ctrl_c_while_outputs_are_fetched_says_how_to_fetch_them_again(
+    gpool: Callable[..., Done], pool: Pressed, tmp_path: Path
+) -> None:
+    sha256 = hashlib.sha256(b"w").hexdigest()
+    pool.artifacts[sha256] = b"w"
+    pool.command = lambda _: {"outputs": [{"path": "w", "sha256": sha256, "size_bytes": 1}]}
+    pool.path = sha256
+    done = gpool("run", "--output", "w", "--", "true")
+    assert done.exit_code == INTERRUPTED
+    [task] = pool.tasks
+    assert f"gpool result {task}" in done.stderr
+    pool.path = "nowhere"
+    assert gpool("result", task, "--into", "again").exit_code == 0
+    assert (tmp_path / "again" / "w").read_bytes() == b"w"
 
 
 def test_waiting_and_following_go_on_where_ctrl_c_is_ignored(

@@ -15,7 +15,7 @@ import click
 from gpool.cli.calling import as_json, client_of, into
 from gpool.cli.due import due
 from gpool.cli.following import say_how_it_ended, show
-from gpool.cli.interrupts import Reading
+from gpool.cli.interrupts import Reading, unless_interrupted
 from gpool.cli.main import FAILED, GPOOL_FAULT, INTERRUPTED, say_error
 from gpool.cli.progress import ProgressLine, on_stderr, progress_bar
 from gpool.core.errors import GpoolError, Invalid
@@ -160,9 +160,16 @@ def run(
         wanted["script"] = script.source
     options = Options.of({**wanted, "env": variables(env), "secrets": secrets(secret)})
     with progress_bar() as progress:
-        submitted = client.submit_command(
-            command, inputs=shipped, outputs=outputs, options=options, progress=progress
+        submitted = unless_interrupted(
+            lambda: client.submit_command(
+                command, inputs=shipped, outputs=outputs, options=options, progress=progress
+            )
         )
+    if submitted is None:
+        click.echo(
+            "\nStopped before the task had an id; whether the pool took it says: gpool ps", err=True
+        )
+        ctx.exit(INTERRUPTED)
     if detach:
         if as_json:
             _print_document(submitted)
@@ -173,6 +180,8 @@ def run(
         code = attend(client, submitted, into, quiet=as_json)
         if as_json:
             _print_document(submitted)
+    except KeyboardInterrupt:  # between two readings
+        code = detached(submitted, lambda _: False)
     except GpoolError as error:
         if os.environ.get("GPOOL_DEBUG"):
             raise
@@ -207,18 +216,22 @@ def attend(client: Client, submitted: Run, into: Path, *, quiet: bool) -> int:
 
     if not result.outputs:
         return exit_code(result)
+    kept = f"its outputs are kept. Fetch them with: gpool result {submitted.id} --into FOLDER"
     try:
         with progress_bar() as progress:
-            client.artifacts.fetch(result.outputs, into, *([progress] if progress else []))
+            told = [progress] if progress else []
+            fetched = unless_interrupted(
+                lambda: client.artifacts.fetch(result.outputs, into, *told)
+            )
     except GpoolError as error:
         if os.environ.get("GPOOL_DEBUG"):
             raise
         say_error(error)
-        again = f"gpool result {submitted.id} --into FOLDER"
-        click.echo(
-            f"  The task has ended and its outputs are kept. Fetch them with: {again}", err=True
-        )
+        click.echo(f"  The task has ended and {kept}", err=True)
         return GPOOL_FAULT
+    if fetched is None:
+        click.echo(f"\nThe task has ended and {kept}", err=True)
+        return INTERRUPTED
     return exit_code(result)
 
 
