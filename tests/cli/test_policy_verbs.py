@@ -244,7 +244,7 @@ def test_what_learning_needs_is_said_where_nothing_was_learnt(gpool: Operator) -
 def test_a_quota_is_told_in_words_and_can_be_set_back(gpool: Operator) -> None:
     me = gpool.json("whoami")["name"]
     said = gpool("admin", "users", "set", me, "--gpus", "2.5", "--queued", "9", "--storage", "1GB")
-    assert "at most 2.5 GPU(s) at once, 9 task(s) waiting, 1000000000 bytes stored" in said
+    assert "at most 2.5 GPU(s) at once, 9 task(s) waiting, 1.0 GB stored" in said
     said = gpool("admin", "users", "set", me, "--gpus", "configured", "--storage", "configured")
     assert "quota        9 task(s) waiting\n" in said
     assert gpool.json("admin", "users", "show", me)["quota"]["running_gpus"] is None

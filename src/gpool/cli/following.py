@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
@@ -14,32 +14,29 @@ if TYPE_CHECKING:
     from gpool.client.results import Result
 
 
+T = TypeVar("T")
+
+
 def show(said: Iterator[Printed | str], *, quiet: bool) -> None:
     """Print what a task writes, and the lines about what it does meanwhile."""
     from gpool.cli.printing import LogPrinter
 
-    def pieces() -> Iterator[Printed]:
-        for one in said:
-            if isinstance(one, str):
-                on_stderr(one)
-            else:
-                yield one
-
-    LogPrinter(all_to_stderr=quiet).show(pieces())
+    LogPrinter(all_to_stderr=quiet).show(_without_lines(said))
 
 
 def show_documents(said: Iterator[dict[str, Any] | str]) -> None:
     """The same as one JSON list, each document as it comes; whole even where the reading was broken off."""
     from gpool.cli.printing import emit_json_list
 
-    def documents() -> Iterator[dict[str, Any]]:
-        for one in said:
-            if isinstance(one, str):
-                on_stderr(one)
-            else:
-                yield one
+    emit_json_list(_without_lines(said))
 
-    emit_json_list(documents())
+
+def _without_lines(said: Iterator[T | str]) -> Iterator[T]:
+    for one in said:
+        if isinstance(one, str):
+            on_stderr(one)
+        else:
+            yield one
 
 
 def say_how_it_ended(result: Result, *, code_too: bool = False) -> None:

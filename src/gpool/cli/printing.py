@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+import unicodedata
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from email.utils import parsedate_to_datetime
@@ -123,14 +124,22 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[object]], empty: str) 
     if not cells:
         click.echo(empty, err=True)
         return
-    widths = [max(len(line[at]) for line in [list(columns), *cells]) for at in range(len(columns))]
-    header = "  ".join(
-        name.upper().ljust(width) for name, width in zip(columns, widths, strict=True)
-    )
-    click.echo(styled(header.rstrip(), bold=True))
-    for line in cells:
-        text = "  ".join(value.ljust(width) for value, width in zip(line, widths, strict=True))
-        click.echo(text.rstrip())
+    lines = [[name.upper() for name in columns], *cells]
+    widths = [max(map(_width, column)) for column in zip(*lines, strict=True)]
+    for line in lines:
+        padded = (
+            value + " " * (width - _width(value)) for value, width in zip(line, widths, strict=True)
+        )
+        text = "  ".join(padded).rstrip()
+        click.echo(styled(text, bold=True) if line is lines[0] else text)
+
+
+def _width(text: str) -> int:
+    """Places on a terminal: two for a letter of Chinese, Japanese or Korean, none for an accent of its own."""
+    if text.isascii():
+        return len(text)
+    wide = sum(unicodedata.east_asian_width(letter) in "WF" for letter in text)
+    return len(text) + wide - sum(unicodedata.combining(letter) > 0 for letter in text)
 
 
 def fields(document: Mapping[str, Any], names: Sequence[str]) -> None:

@@ -80,6 +80,8 @@ def _limit(
 
 def quota_told(document: dict[str, Any]) -> dict[str, Any]:
     """The document with its quota in words."""
+    from gpool.client.local_files import shown_size
+
     quota = document.get("quota") or {}
     gpus, sure = quota.get("running_gpus"), quota.get("guaranteed_gpus")
     queued, storage = quota.get("queued_tasks"), quota.get("storage_bytes")
@@ -87,7 +89,7 @@ def quota_told(document: dict[str, Any]) -> dict[str, Any]:
         *([f"at most {gpus:g} GPU(s) at once"] if gpus is not None else ()),
         *([f"sure of {sure:g}"] if sure else ()),
         *([f"{queued} task(s) waiting"] if queued is not None else ()),
-        *([f"{storage} bytes stored"] if storage is not None else ()),
+        *([f"{shown_size(storage)} stored"] if storage is not None else ()),
     ]
     return {**document, "quota": ", ".join(told) or f"as {USUAL} for everybody"}
 

@@ -128,15 +128,41 @@ def save_profile(
     fingerprint: str | None = None,
 ) -> Path:
     """Write (or replace) a profile and make it the chosen one when none is; the file is for its owner only."""
+    members = {"url": url, "key_file": str(key_file), "fingerprint": fingerprint}
+    return _save(name, members, folder, is_chosen=False)
+
+
+def save_sign_in(
+    name: str,
+    url: str,
+    session_file: Path,
+    *,
+    folder: Path | None = None,
+    fingerprint: str | None = None,
+) -> Path:
+    """A profile of a sign-in, chosen from now on, with the certificate it met. What else the profile had stays."""
+    file = (folder or home()) / "config.toml"
+    before = _table(_table(_read(file).get("profiles", {}), file).get(name, {}), file)
+    kept = {key: value for key, value in before.items() if key not in ("key", "key_file")}
+    members = {**kept, "url": url, "session_file": str(session_file)}
+    if fingerprint is not None:
+        members["fingerprint"] = fingerprint
+    return _save(name, members, folder, is_chosen=True)
+
+
+def _save(
+    name: str, members: Mapping[str, object], folder: Path | None, *, is_chosen: bool
+) -> Path:
     import tomli_w  # noqa: PLC0415 - only `gpool up` and `login` write
 
     file = (folder or home()) / "config.toml"
     content = _read(file)
     profiles = _table(content.setdefault("profiles", {}), file)
-    profiles[name] = {"url": url, "key_file": str(key_file)}
-    if fingerprint is not None:
-        profiles[name]["fingerprint"] = fingerprint
-    content.setdefault("profile", name)
+    profiles[name] = {key: value for key, value in members.items() if value is not None}
+    if is_chosen:
+        content["profile"] = name
+    else:
+        content.setdefault("profile", name)
     write_private(file, tomli_w.dumps(content).encode())
     return file
 
@@ -190,30 +216,6 @@ def _key_of(table: Mapping[str, object], file: Path) -> str:
 def _session_of(table: Mapping[str, object], file: Path) -> Path | None:
     named = table.get("session_file")
     return None if not named else file.parent / Path(str(named)).expanduser()
-
-
-def save_sign_in(
-    name: str,
-    url: str,
-    session_file: Path,
-    *,
-    folder: Path | None = None,
-    fingerprint: str | None = None,
-) -> Path:
-    """A profile of a sign-in, chosen from now on, with the certificate it met. What else the profile had stays."""
-    import tomli_w  # noqa: PLC0415 - only `gpool up` and `login` write
-
-    file = (folder or home()) / "config.toml"
-    content = _read(file)
-    profiles = _table(content.setdefault("profiles", {}), file)
-    kept = _table(profiles.get(name, {}), file)
-    kept = {key: value for key, value in kept.items() if key not in ("key", "key_file")}
-    profiles[name] = {**kept, "url": url, "session_file": str(session_file)}
-    if fingerprint is not None:
-        profiles[name]["fingerprint"] = fingerprint
-    content["profile"] = name
-    write_private(file, tomli_w.dumps(content).encode())
-    return file
 
 
 def forget_sign_in(session_file: Path, *, folder: Path | None = None) -> None:
