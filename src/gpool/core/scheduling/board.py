@@ -67,20 +67,22 @@ def _lent(node: Node) -> int:
 
 def _kind_of(gpu: Gpu) -> tuple[object, ...]:
     """What of a GPU bears on which tasks could ever use it."""
-    return gpu.index, *_sort_of(gpu)
-
-
-def _sort_of(gpu: Gpu) -> tuple[object, ...]:
-    sort = gpu.model, gpu.vendor, gpu.memory_bytes
-    return (*sort, bool(gpu.closed), gpu.sharing, gpu.profiles)
+    return (
+        gpu.index,
+        gpu.model,
+        gpu.vendor,
+        gpu.memory_bytes,
+        bool(gpu.closed),
+        gpu.sharing,
+        gpu.profiles,
+    )
 
 
 def _sorts_of(node: Node) -> tuple[int, ...]:
     """By GPU a number: equal where the same tasks could use them."""
     known: dict[tuple[object, ...], int] = {}
-    sorts = [
-        (gpu.index in node.gpus_withheld, *_sort_of(gpu)) for gpu in node.offer.gpus[:MAX_GPUS]
-    ]
+    lent, withheld = node.offer.gpus[:MAX_GPUS], node.gpus_withheld
+    sorts = [(gpu.index in withheld, *_kind_of(gpu)[1:]) for gpu in lent]
     return tuple([known.setdefault(sort, len(known)) for sort in sorts])
 
 
