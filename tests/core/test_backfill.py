@@ -92,12 +92,23 @@ def the_jobs(before: list[tuple[int, int]], after: list[Job]) -> dict[int, Job]:
     return jobs
 
 
+def those_that_start(nodes: int, before: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Of these jobs, all there at once, those for which there is room."""
+    jobs = {number: (gpus, seconds, 0) for number, (gpus, seconds) in enumerate(before, LARGE + 1)}
+    pool = Pool(nodes, jobs, {})
+    for number, shape in pool.shapes.items():
+        pool.state.fold(TasksQueued(shape, (QueuedTask(TaskId(number), 0, Instant(NOW)),)))
+    pool.start(0, [], is_shut=False)
+    return [jobs[number][:2] for number in sorted(pool.starts)]
+
+
 @settings(max_examples=150, deadline=None)
 @given(nodes=st.integers(1, 3), before=running_before, after=coming_after)
 def test_what_passes_never_delays_a_reservation_while_predictions_are_right(
     nodes: int, before: list[tuple[int, int]], after: list[Job]
 ) -> None:
-    jobs = the_jobs(before, after)
+    """The large one stands first: what came before it runs. One that stood behind another has no promise of its own."""
+    jobs = the_jobs(those_that_start(nodes, before), after)
     right = {number: job[1] for number, job in jobs.items()}
     with_others, alone = Pool(nodes, jobs, right), Pool(nodes, jobs, right)
     with_others.run()
