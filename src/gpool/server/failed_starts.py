@@ -60,14 +60,17 @@ class FailedStarts:
         for task in recording.requeued:
             if task.fault is not None:
                 self._add(task.task, task.node)
+                line = held.get(task.task)
+                if line is not None and line.members:
+                    continue  # that its first member starts says nothing of the others
                 if self._evidence.failed(task.task, task.user, task.node, task.fault):
                     own.append(task.node)
         began = [*recording.started]
         began += [end.task for end in recording.ended if end.status is TaskStatus.SUCCEEDED]
         for id_ in began if self._evidence.is_any else ():
             line = held.get(id_)
-            if line is not None:
-                others += self._evidence.began(id_, {part.node for part in (line, *line.members)})
+            if line is not None and not line.members:
+                others += self._evidence.began(id_, {line.node})
         gone = [end.task for end in recording.ended]
         self.forget((*gone, *recording.withdrawn))
         blamed = dict.fromkeys((*own, *others)) if clock is not None else {}
