@@ -245,7 +245,7 @@ class TaskSpec:
 class Shape:
     """Queued tasks of one shape are interchangeable but for age: one entry in the queue.
 
-    `group` tells tasks apart whose run times have nothing in common: the function's hash or the command's name.
+    `group` tells tasks apart whose run times have nothing in common: the function's hash or the command's kind.
     `level` grows with what a task has run already (`scheduling.levels`): those that come back are not as the fresh ones.
     """
 

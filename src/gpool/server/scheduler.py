@@ -88,6 +88,7 @@ class Scheduler:
         sealer: Sealer,
         orders: Mapping[str, Order] = ORDERS,
         clock: Callable[[], Instant] | None = None,
+        passed: Callable[[], Instant] | None = None,
     ) -> None:
         self.state = State()
         self.wake = Wake()
@@ -95,7 +96,9 @@ class Scheduler:
         self.heard: dict[
             NodeId, tuple[str, int]
         ] = {}  # the newest beat of each node: (boot, number)
-        self.deadlines: dict[NodeId, Instant] = {}  # when a silent node's leases may be given away
+        self.deadlines: dict[
+            NodeId, Instant
+        ] = {}  # when a silent node's leases may be given away, by `passed`
         self._store = store
         self._hub = hub
         self._metrics = metrics
@@ -113,6 +116,7 @@ class Scheduler:
         self._ttl = ttl
         self._sealer = sealer
         self._clock = clock  # None: what ends does so at the next event with a time
+        self._passed = passed  # None: lease times go by the time of day
         self._term = 0
         self._doubts = 1
         self._settled = 0  # the doubt that the current picture answers
@@ -161,7 +165,7 @@ class Scheduler:
             self.forecasts.started(tasks, now)
             self.fold(line.place.leased(tasks, now))
             for node in gangs.nodes_of(line):  # one that was given up since the plan was made
-                self.deadlines.setdefault(node, Instant(now + self._ttl))
+                self.deadlines.setdefault(node, self._deadline(now))
         self._note_refused(places, applied, now)
         await self._deliver(applied, shared, now)
         granted = sum(len(line.leases) for line in applied.lines)
@@ -219,7 +223,7 @@ class Scheduler:
         holding = [node for node, _ in picture.held]
         holding += [part for gang in picture.gangs for part in gang.nodes]
         for node in holding:
-            self.deadlines.setdefault(node, Instant(now + self._ttl))
+            self.deadlines.setdefault(node, self._deadline(now))
         self._metrics.rebuilt.inc()
 
     def _built(self, picture: Picture) -> State:
@@ -438,11 +442,24 @@ class Scheduler:
     # ---- nodes
 
     def heard_from(self, node: NodeId, now: Instant) -> None:
-        self.deadlines[node] = Instant(now + self._ttl)
+        self.deadlines[node] = self._deadline(now)
+
+    def _deadline(self, now: Instant) -> Instant:
+        return Instant(self._lease_time(now) + self._ttl)
+
+    def _lease_time(self, now: Instant) -> Instant:
+        """What lease times are counted in. The time of day may be set forward past all of them, while every node beats and
+        its agent holds on to what it has: that is no time that passed."""
+        return now if self._passed is None else self._passed()
 
     def silent(self, now: Instant) -> Sequence[NodeId]:
         """Nodes not heard from for a whole lease time."""
-        return [node for node, deadline in self.deadlines.items() if deadline < now]
+        at = self._lease_time(now)
+        return [node for node, deadline in self.deadlines.items() if deadline < at]
+
+    def is_silent(self, node: NodeId, now: Instant) -> bool:
+        deadline = self.deadlines.get(node)
+        return deadline is not None and deadline < self._lease_time(now)
 
     def held_by(self, node: NodeId) -> set[TaskId]:
         """Tasks whose leases a node holds, as far as we know."""

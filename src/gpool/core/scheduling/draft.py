@@ -44,6 +44,7 @@ MAX_KEPT_CLEAR = 8
 _LOOKS_FOR_CLEARING = 64  # shapes a pass for which a node to clear is sought
 _HELPED = 8  # tenants a pass
 _FAR = Span(30 * 24 * UNKNOWN)
+_OVERDUE = Span(1800 * SECOND)
 _BEHIND_MILLI = 20  # of what others had
 _NODES_COMPARED = 32  # to keep one of them clear
 Alike = tuple[UserId, int | None, Amounts]
@@ -498,5 +499,5 @@ class Draft:
 
     def is_overdue(self, kept: Reservation, shape: Shape) -> bool:
         """Not all that may be stopped is stopped for it: what has not had its turn, and belongs to people who have little, is
-        not. A stream of such would hold it off for ever, so after as long as a turn they start elsewhere."""
-        return kept.shape.user != shape.user and self.now - kept.since >= self.policy.turn
+        not. A stream of such would hold it off for ever, so after a while they start elsewhere."""
+        return kept.shape.user != shape.user and self.now - kept.since >= _OVERDUE

@@ -200,9 +200,10 @@ class State:
         engine = self._engine
         if engine is None or (engine.pricing is not pricing and engine.pricing != pricing):
             engine = self._engine = Engine(pricing, self._look, self._predicted, self.caches)
-            for entry in self.nodes.values():
-                if entry.node is not None:
-                    engine.put(entry.node)
+            nodes = [entry.node for entry in self.nodes.values() if entry.node is not None]
+            engine.expect(nodes)
+            for node in nodes:
+                engine.put(node)
         return engine
 
     def _touch(self, nodes: Iterable[NodeId]) -> None:
