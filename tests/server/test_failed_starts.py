@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Any
 
+import msgspec
 import pytest
 from gang_site import gang_spec, open_site
 from server_desk import Agent, Desk, an_offer, exited
@@ -12,7 +13,15 @@ from server_desk import Agent, Desk, an_offer, exited
 from gpool.core.ids import TaskId
 from gpool.core.model import EndReason, Fault, Permission
 from gpool.core.retries import MAX_BY_NODE, MAX_UNSTARTED
-from gpool.wire.frames import Finished, Lease, Released, Started
+from gpool.wire.frames import (
+    Finished,
+    Lease,
+    Released,
+    Reports,
+    Started,
+    decode_from_agent,
+    encode,
+)
 
 pytestmark = pytest.mark.anyio
 
@@ -313,3 +322,18 @@ async def test_the_story_of_a_task_names_what_failed(desk: Desk) -> None:
     told = (await desk.get(f"/v1/tasks/{name}/explain")).json()
     assert told["code"] == "resting"
     assert "could not be started on hole" in told["sentence"]
+    story = await desk.get(f"/v1/tasks/{name}/events")
+    assert story.status_code == 200
+    assert "node_failed" in story.text
+
+
+def test_an_older_agent_s_report_is_read_and_a_newer_one_s_is_by_an_older_server() -> None:
+    lease = Lease(1, 1)
+    frame = Reports(1, (failed(lease, Fault.NODE),))
+    words = msgspec.msgpack.decode(encode(frame))
+    (item,) = words[2]
+    assert item[-1] == "node"
+    words[2] = [item[:-1]]
+    assert decode_from_agent(msgspec.msgpack.encode(words)) == Reports(1, (failed(lease),))
+    words[2] = [[*item, "what comes next"]]
+    assert decode_from_agent(msgspec.msgpack.encode(words)) == frame
