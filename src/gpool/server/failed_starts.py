@@ -17,9 +17,6 @@ from gpool.server.store.values import Recording
 
 log = logging.getLogger(__name__)
 
-MOST_AVOIDED = 8
-"""Nodes that a shape avoids: those a task was tried on last. More are not tried."""
-
 
 class FailedStarts:
     def __init__(self, rests: Rests) -> None:
@@ -48,8 +45,8 @@ class FailedStarts:
             self._add(task, node)
 
     def _add(self, task: TaskId, node: NodeId) -> None:
-        known = set(self._tried.get(task, ())) | {node}
-        self._tried[task] = tuple(sorted(known))[-MOST_AVOIDED:]
+        """Sorted, so that those tried on the same nodes are of one shape; no more than a task is tried at all."""
+        self._tried[task] = tuple(sorted({*self._tried.get(task, ()), node}))
 
     def note(
         self, recording: Recording, held: Mapping[TaskId, Line], clock: Callable[[], Instant] | None
