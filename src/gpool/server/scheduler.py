@@ -41,6 +41,7 @@ from gpool.core.scheduling.rules import NO_RULES, Rules
 from gpool.core.scheduling.shapes import shape_of
 from gpool.core.scheduling.state import Contradiction, State, build
 from gpool.server import deliveries, gangs, rests
+from gpool.server.failed_starts import FailedStarts
 from gpool.server.forecasts import Forecasts
 from gpool.server.hub import Hub, Wake
 from gpool.server.identity.sealer import Sealer
@@ -107,6 +108,7 @@ class Scheduler:
         self.merits: Mapping[NodeId, Merit] = {}
         self.lost: dict[NodeId, int] = {}  # how often nodes went away with leases, lately
         self.rests = rests.Rests()
+        self.failed_starts = FailedStarts(self.rests)
         self.forecasts = Forecasts()
         self.refused = Refused()
         self.orders = orders
@@ -206,6 +208,7 @@ class Scheduler:
         }
         self._with_secrets = {id_ for id_, _, spec in picture.specs if spec.secrets}
         self._with_checkpoints = {id_ for id_, _, spec in picture.specs if spec.checkpoint}
+        self.failed_starts.renewed(picture.unstarted)
         state = self._built(picture)
         if self._settled:
             state.inherit(self.state, now)
@@ -223,7 +226,7 @@ class Scheduler:
         self._metrics.rebuilt.inc()
 
     def _built(self, picture: Picture) -> State:
-        specs, ran = self._specs, picture.ran
+        specs, ran, shape_for = self._specs, picture.ran, self.failed_starts.shape_for
         leases = {}
         for lease in (*(held for _, held in picture.held), *(g.lease for g in picture.gangs)):
             known = picture.since.get(lease.task)
@@ -233,7 +236,10 @@ class Scheduler:
                 leases[lease.task] = (leased_at, told)
         state = build(
             (self._with_connection(row.node) for row in picture.nodes),
-            ((specs[row.spec][2], self._queued_task(row, ran)) for row in picture.queued),
+            (
+                (shape_for(row.task, specs[row.spec][2]), self._queued_task(row, ran))
+                for row in picture.queued
+            ),
             (
                 (node, lease.allocation, specs[lease.spec][2], lease.task)
                 for node, lease in picture.held
@@ -347,6 +353,9 @@ class Scheduler:
             for node in self.rests.note(recording, self.state.held, self._clock()):
                 log.warning("node %s gives back what it is given; it rests for a while", node)
                 self._look_again(node)
+        if self.failed_starts.is_any or recording.requeued:
+            for node in self.failed_starts.note(recording, self.state.held, self._clock):
+                self._look_again(node)
         if recording.released:
             if recording.ended:
                 self._observe(recording)
@@ -396,19 +405,21 @@ class Scheduler:
         return found
 
     def _requeue(self, recording: Recording, attained: Mapping[TaskId, Span]) -> None:
-        by_spec: dict[SpecId, list[QueuedTask]] = {}
+        by_spec: dict[tuple[SpecId, tuple[NodeId, ...]], list[QueuedTask]] = {}
         for task in recording.requeued:
             ran = attained.get(task.task, Span(0))
-            by_spec.setdefault(task.spec, []).append(
+            alike = (task.spec, self.failed_starts.tried(task.task))
+            by_spec.setdefault(alike, []).append(
                 QueuedTask(task.task, task.epoch, task.queued_at, ran)
             )
             self._metrics.requeued.labels(task.reason.value).inc()
-        for spec_id, tasks in by_spec.items():
+        for (spec_id, _), tasks in by_spec.items():
             known = self._specs.get(spec_id)
             if known is None:
                 self.doubt()
                 return
-            self.fold(TasksQueued(known[2], tuple(tasks)))
+            shape = self.failed_starts.shape_for(tasks[0].id, known[2])
+            self.fold(TasksQueued(shape, tuple(tasks)))
 
     def _publish(self, recording: Recording) -> None:
         topics: set[int] = set(recording.started)
@@ -495,13 +506,14 @@ class Scheduler:
         self.deadlines.pop(node, None)
         self.heard.pop(node, None)
         self.rests.forget(node)
+        self.failed_starts.forget_node(node)
         self.fold(NodeRemoved(node))
 
     def _with_connection(self, node: Node) -> Node:
         connected = node.id in self.channels
         merit = self.merits.get(node.id, node.merit)
         node = self.rules.upon(node, self._ruled_at)
-        resting = node.id in self.rests
+        resting = self.rests.why(node.id)
         if (node.connected, node.merit, node.resting) == (connected, merit, resting):
             return node
         return replace(node, connected=connected, merit=merit, resting=resting)
