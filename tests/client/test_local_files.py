@@ -228,7 +228,7 @@ def test_git_and_we_always_leave_out_the_same(
 
 def test_a_name_that_cannot_travel_says_what_to_do(tmp_path: Path) -> None:
     (tmp_path / "family \u200d.png").write_text("")
-    with pytest.raises(Invalid, match="rename it, or name it in .gpoolignore"):
+    with pytest.raises(Invalid, match=r"rename it, or name it in \.gpoolignore"):
         local_files(tmp_path)
     (tmp_path / ".gpoolignore").write_text("*.png\n")
     assert [file.path for file in local_files(tmp_path)] == [".gpoolignore"]

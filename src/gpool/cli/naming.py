@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from gpool.core.errors import Forbidden, Invalid, NotFound
+from gpool.core.ids import ALPHABET, DIGITS, PREFIXES
 
 if TYPE_CHECKING:
     from gpool.client.client import Client
+
+
+_ID = re.compile(rf"(?:{'|'.join(PREFIXES.values())})-[{ALPHABET}]{{{DIGITS}}}")
 
 
 def quoted(text: str) -> str:
@@ -95,8 +100,9 @@ def shared_names(nodes: Iterable[tuple[str | None, str | None]]) -> frozenset[st
 
 
 def node_told(id_: str | None, name: str | None, shared: frozenset[str] = frozenset()) -> str:
-    """A node as listings show it: by its name, by its id where the name would not do, or looks like another's id."""
-    is_like_an_id = bool(id_ and name and name.startswith(id_.partition("-")[0] + "-"))
+    """A node as listings show it: by its name, by its id where the name would not do, or looks like an id of anything."""
+    own_prefix = (id_ or "").partition("-")[0]
+    is_like_an_id = bool(name and (name.startswith(f"{own_prefix}-") or _ID.fullmatch(name)))
     return (name if name and name not in shared and not is_like_an_id else id_) or "-"
 
 
