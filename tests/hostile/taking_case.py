@@ -94,6 +94,7 @@ def naive(path: str, secret: bytes) -> str:
     heard, told = os.pipe()
     child = os.fork()
     if child == 0:
+        os.write(told, b"-")
         with contextlib.suppress(OSError), open(path, "rb") as file:
             data = file.read(1 << 16)
             found = secret in data or b"root:" in data
@@ -107,6 +108,7 @@ def naive(path: str, secret: bytes) -> str:
             )
         os._exit(0)
     os.close(told)
+    os.read(heard, 1)  # it has begun
     ready = select.select([heard], [], [], 0.5)[0]
     said = os.read(heard, 16).decode() if ready else "blocked"
     os.close(heard)

@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 import tarfile
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -40,7 +39,8 @@ from gpool.testing.engines import (
     import_image,
     shared_engine,
 )
-from gpool.testing.runtimes import LIMITS, using, within
+from gpool.testing.processes import eventually
+from gpool.testing.runtimes import LIMITS, PATIENCE_S, using, within
 
 LABEL, BOOT = ("pool.gpool.agent", "of-a-test"), ("pool.gpool.boot", "first")
 DOCKER = Facts("docker", "20.10", ("runc",), False, 0, "2", (), ())
@@ -205,9 +205,11 @@ def test_a_holder_that_cannot_be_removed_ends_and_holds_nobody_up(lane: Lane) ->
     holders = Holders(unwilling, LABEL, BOOT)
     with holders.holding(lane) as holder:
         pass
-    began = time.monotonic()
-    while [one["State"] for one in containers_of(engine)] == ["running"]:
-        assert time.monotonic() - began < 10
+    eventually(
+        "it has ended",
+        lambda: [one["State"] for one in containers_of(engine)] != ["running"],
+        PATIENCE_S,
+    )
     Engine.remove(unwilling, holder)
     holders.close()
     unwilling.close()
@@ -267,9 +269,11 @@ def test_a_holder_ends_with_the_agent_and_the_next_one_sweeps_it(
         assert agent.stdout.readline() == b"held\n"
         assert [one["State"] for one in containers_of(engine)] == ["running"]
         agent.kill()
-    began = time.monotonic()
-    while [one["State"] for one in containers_of(engine)] == ["running"]:
-        assert time.monotonic() - began < 10
+    eventually(
+        "it has ended",
+        lambda: [one["State"] for one in containers_of(engine)] != ["running"],
+        PATIENCE_S,
+    )
     door = Engine(engine.address)
     for container in door.labelled("=".join(LABEL)):
         door.remove(container)
