@@ -15,7 +15,7 @@ from bench.end_to_end import Nodes, Stand, measure_all, pool_of
 def test_everything_a_crowd_of_nodes_is_given_is_ended_and_counted() -> None:
     options = argparse.Namespace(
         nodes=25,
-        seconds=5.0,
+        seconds=2.0,
         rate=60.0,
         hold=0.2,
         pods=Path("made-up.csv"),

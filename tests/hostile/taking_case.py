@@ -24,7 +24,7 @@ from gpool.core.model import EndReason
 
 PROBE = Path(__file__).with_name("probe")
 LIMITS = Limits(cpu_milli=2000, memory_bytes=512 << 20, disk_bytes=128 << 20, processes=256)
-GIVE_UP_AFTER_S = 90.0
+GIVE_UP_AFTER_S = 240.0
 MOST_TEXT = 700
 ROUNDS = 8
 
