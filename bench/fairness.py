@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 from pathlib import Path
 from random import Random
@@ -30,7 +30,10 @@ from bench.fairness_hours import (
     Piece,
     Row,
     by_hour,
+    of_turns,
+    of_whole_pieces,
     summary,
+    worst,
 )
 from gpool.core.ids import NodeId, TaskId, UserId
 from gpool.core.model import (
@@ -328,21 +331,23 @@ def shares(name: str, pool: Pool, options: Options, warm: int = 1) -> Found:
     return Found(rows, (measured,))
 
 
+UNLIKE = (
+    Work(1, 60),
+    Work(2, 40),
+    Work(1, 4),
+    Work(8, 10),
+    Work(2, 20),
+    Work(4, 30),
+    Work(8, 20),
+)
+
+
 def unlike(options: Options) -> Found:
     """Seven teams, 36 4/7 GPUs each, short and long, large and small. They come one after another, ten minutes apart, to a
     pool that those before them fill for up to an hour and a half, and none may be stopped: it takes them two hours from when
     the last has come to get even, the warm-up here."""
-    works = (
-        Work(1, 60),
-        Work(2, 40),
-        Work(1, 4),
-        Work(8, 10),
-        Work(2, 20),
-        Work(4, 30),
-        Work(8, 20),
-    )
     pool = Pool(32, Policy(), options.seed)
-    for team, work in enumerate(works, 1):
+    for team, work in enumerate(UNLIKE, 1):
         if team > 1:
             pool.run(SLICE)
         pool.join(Tenant(team, work, users=1 + team % 3))
@@ -408,36 +413,56 @@ def returning(options: Options) -> Found:
 
 
 def swaps(options: Options) -> Found:
-    """Equals whose tasks may all be preempted: how often do they take from each other? Five in 64 GPUs, and three in 16,
-    which do not divide. With and without the margin."""
-    rows = []
+    """Equals whose tasks may all be preempted, from the first hour in an empty pool: none of their pieces divides into its share,
+    so they are had by turns. How near do hours come, and how often do teams take from each other?"""
+    rows: list[Row] = []
+    measured: list[Measured] = []
     crowds = (
         (8, ((1, 60), (2, 120), (8, 180), (4, 90), (1, 20))),
         (2, ((1, 600), (1, 600), (1, 600))),
+        (4, ((8, 600), (8, 600), (8, 600))),
+        (4, ((8, 100), (4, 100), (1, 100))),
     )
     for nodes, works in crowds:
-        for name, policy in (
-            ("preemptible", Policy()),
-            ("no margin", Policy(margin_milli=0, turn=Span(0))),
-        ):
-            pool = Pool(nodes, policy, options.seed)
-            pool.tick = 60 * SECOND
-            for team, (gpus, minutes) in enumerate(works, 1):
-                pool.join(Tenant(team, Work(gpus, minutes, preemptible=True)))
-            pool.run(HOUR)
-            before = pool.between, pool.preempted
-            ran = shares(f"{name}, {nodes} nodes", pool, options)
-            rows.append(
-                {
-                    "scenario": f"{name}, {nodes} nodes",
-                    "team": len(works),
-                    "demand": "all preemptible; teams in all",
-                    "preemptions_an_hour_between_teams": (pool.between - before[0]) / options.hours,
-                    "preemptions_an_hour": (pool.preempted - before[1]) / options.hours,
-                    "farthest_mean_pct": max((row["mean_pct"] for row in ran.rows), key=abs),
-                }
-            )
-    return Found(rows)
+        pool = Pool(nodes, Policy(), options.seed)
+        pool.tick = 60 * SECOND
+        for team, (gpus, minutes) in enumerate(works, 1):
+            pool.join(Tenant(team, Work(gpus, minutes, preemptible=True)))
+        pieces = "+".join(str(gpus) for gpus, _ in works)
+        rows.append(_swapped(f"pieces of {pieces} in {8 * nodes}", pool, options, measured))
+    return Found(rows, tuple(measured))
+
+
+def _swapped(name: str, pool: Pool, options: Options, into: list[Measured]) -> Row:
+    before = pool.between, pool.preempted
+    (ran,) = shares(name, pool, options).measured
+    into.append(ran)
+    sizes = {team: tenant.work.gpus for team, tenant in pool.tenants.items()}
+    return {
+        "scenario": name,
+        "seed": options.seed,
+        "team": len(sizes),
+        "first_hour_pct": round(100 * worst(ran.hours[:1]), 2),
+        "worst_hour_pct": round(100 * worst(ran.hours[1:]), 2),
+        "any_hour_worst_pct": round(100 * worst(ran.any_hours[6:]), 2),
+        "of_whole_pieces_pct": round(100 * of_whole_pieces(ran.fair, sizes, pool.lent[0]), 2),
+        "of_turns_pct": round(100 * of_turns(ran.fair, sizes, pool.lent[0], pool.policy.turn), 2),
+        "preemptions_an_hour_between_teams": round((pool.between - before[0]) / options.hours, 1),
+        "preemptions_an_hour": round((pool.preempted - before[1]) / options.hours, 1),
+        "pool_used_pct": round(100 * ran.used(), 1),
+    }
+
+
+def arrivals(options: Options) -> Found:
+    """`unlike`, but all may be stopped: whoever comes to a full pool has its share from the first hour."""
+    pool = Pool(32, Policy(), options.seed)
+    pool.tick = 60 * SECOND
+    for team, work in enumerate(UNLIKE, 1):
+        if team > 1:
+            pool.run(SLICE)
+        pool.join(Tenant(team, replace(work, preemptible=True), users=1 + team % 3))
+    measured: list[Measured] = []
+    return Found([_swapped("arrivals, all preemptible", pool, options, measured)], tuple(measured))
 
 
 def lending(options: Options) -> Found:
@@ -479,6 +504,7 @@ SCENARIOS: dict[str, Callable[[Options], Found]] = {
     "greedy-tasks": greedy_tasks,
     "returning": returning,
     "swaps": swaps,
+    "arrivals": arrivals,
     "lending": lending,
 }
 
@@ -519,8 +545,10 @@ def main() -> None:
         found = [row for each in all_ for row in each.rows]
         show(found)
         rows += found
-        measured = [one for each in all_ for one in each.measured]
-        if measured:
+        by_name: dict[str, list[Measured]] = {}
+        for one in [one for each in all_ for one in each.measured]:
+            by_name.setdefault(one.scenario, []).append(one)
+        for measured in by_name.values():
             table = by_hour(measured)
             show(table)
             hours += table

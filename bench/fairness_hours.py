@@ -7,6 +7,9 @@ tenant came (hour 0 is the first), and every hour that begins ten minutes later 
 off its node until it ends. `Carried.floor` is the least deviation of the worst-off tenant that is left to a planner who knows
 every end and may place at will: a bound, not a promise that it can be had. It is of the whole pool, while hours are of what all
 had: where GPUs idle an hour may be nearer. It does not forgive the planner's own earlier hours, in which all that runs was started.
+
+**Pieces.** Where everything may be stopped two numbers say what sizes allow: `of_whole_pieces`, if each team kept the number of
+pieces nearest to its share (only turns come nearer), and `of_turns`, if the piece at the margin is had for whole turns.
 """
 
 from __future__ import annotations
@@ -117,6 +120,27 @@ class Measured:
             for team in self.fair
         ]
         return sum(parts) / whole / sum(self.fair.values())
+
+
+def of_whole_pieces(fair: Mapping[int, float], sizes: Mapping[int, int], lent: int) -> float:
+    """How far the team is at least whose pieces suit its share worst, if it always holds the same number of them."""
+    return max(
+        (_rounding(part * lent / 1000 / sizes[team]) for team, part in fair.items()), default=0.0
+    )
+
+
+def of_turns(fair: Mapping[int, float], sizes: Mapping[int, int], lent: int, turn: int) -> float:
+    """The same, if it holds one more of them for whole turns of an hour."""
+    turns = HOUR // turn
+    return max(
+        (_rounding(part * lent / 1000 / sizes[team] * turns) for team, part in fair.items()),
+        default=0.0,
+    )
+
+
+def _rounding(count: float) -> float:
+    """The part of it that whole ones miss."""
+    return abs(round(count) - count) / count
 
 
 def worst(deviations: Iterable[Mapping[int, float]]) -> float:

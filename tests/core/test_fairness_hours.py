@@ -5,7 +5,18 @@ from __future__ import annotations
 import pytest
 
 from bench.fairness import Options, Pool, Tenant, Work, shares
-from bench.fairness_hours import HOUR, Carried, Measured, Piece, by_hour, summary
+from bench.fairness_hours import (
+    HOUR,
+    SLICE,
+    Carried,
+    Measured,
+    Piece,
+    by_hour,
+    of_turns,
+    of_whole_pieces,
+    summary,
+    worst,
+)
 from gpool.core.scheduling.orders import Policy
 
 HALVES = {1: 0.5, 2: 0.5}
@@ -57,3 +68,29 @@ def test_the_warm_up_is_shown_and_only_the_sum_leaves_it_out() -> None:
     assert told["worst_pct"] == 0
     assert told["worst_with_warm_up_pct"] == 100
     assert told["team_hours_beyond_5_pct"] == 0
+
+
+def test_what_sizes_allow_is_the_rounding_of_whole_pieces_or_of_turns() -> None:
+    """A share of 12.8 GPUs is 1.6 pieces of eight: two are 25 % too many; of six turns 1.6 pieces are 9.6."""
+    fifths = dict.fromkeys(range(1, 6), 0.2)
+    assert of_whole_pieces(fifths, dict.fromkeys(fifths, 8), 64_000) == pytest.approx(0.25)
+    assert of_turns(fifths, dict.fromkeys(fifths, 8), 64_000, SLICE) == pytest.approx(0.4 / 9.6)
+
+
+PIECES = {
+    "three teams with pieces of 8 in 32 GPUs": (4, (8, 8, 8)),
+    "three with single GPUs in 16": (2, (1, 1, 1)),
+}
+
+
+@pytest.mark.parametrize("name", PIECES)
+def test_pieces_that_do_not_divide_are_had_by_turns_and_every_hour_is_even(name: str) -> None:
+    """Held for good they would be a quarter of a share off, or an eighth."""
+    nodes, pieces = PIECES[name]
+    pool = Pool(nodes, Policy(), 7)
+    pool.tick = SLICE // 10
+    for team, gpus in enumerate(pieces, 1):
+        pool.join(Tenant(team, Work(gpus, 600, preemptible=True)))
+    found = shares(name, pool, Options(3, 7)).measured[0]
+    assert abs(worst(found.hours)) <= 0.05
+    assert pool.between <= 20 * 3  # and not by taking from each other all the time

@@ -13,7 +13,14 @@ from gpool.core.ids import TaskId
 from gpool.core.model import SECOND, GpuRequest, Instant, Span
 from gpool.core.scheduling.events import RunTimesObserved, TasksReleased
 from gpool.core.scheduling.fair_share import HALF_LIFE
-from gpool.core.scheduling.orders import ORDERS, Candidate, Policy, Standing, outranks
+from gpool.core.scheduling.orders import (
+    NEAR_MILLI,
+    ORDERS,
+    Candidate,
+    Policy,
+    Standing,
+    outranks,
+)
 from gpool.core.scheduling.plan import plan
 
 HOUR = 3600 * SECOND
@@ -190,19 +197,50 @@ shares = st.integers(0, 10**6)
 @given(
     fair=st.integers(1000, 10**6),
     off=st.tuples(st.integers(-99, 99), st.integers(-99, 99)),
+    before=st.tuples(st.integers(-29, 29), st.integers(-29, 29)),
     ran=st.integers(0, 10**12),
 )
 def test_a_tenant_within_the_margin_of_its_share_never_stops_another_within_it(
-    fair: int, off: tuple[int, int], ran: int
+    fair: int, off: tuple[int, int], before: tuple[int, int], ran: int
 ) -> None:
     policy = Policy(margin_milli=100)
     mine, theirs = (fair * (1000 + each) // 1000 for each in off)
+    had, others = (fair * (1000 + each) // 1000 for each in before)
     if mine == theirs:
         return
     both = Standing(
-        (0, mine, mine, 1, 0, 0, 1), (mine, mine), (0, theirs, theirs, 1, 3, 9, 2), Span(ran)
+        (0, mine, mine, 1, 0, 0, 1),
+        (mine, mine),
+        (0, theirs, theirs, 1, 3, 9, 2),
+        Span(ran),
+        (had, had),
+        (others, others),
     )
     assert not outranks(both, policy)
+
+
+@given(
+    shares,
+    shares,
+    st.tuples(shares, shares),
+    st.tuples(shares, shares),
+    st.sampled_from((Span(0), Policy().turn)),
+)
+def test_what_had_its_turn_always_goes_to_who_had_clearly_less_and_never_before(
+    mine: int, theirs: int, had: tuple[int, int], others: tuple[int, int], ran: Span
+) -> None:
+    """Whatever either holds now: they gain so much here that the shares alone would never be worth it."""
+    policy = Policy()
+    both = Standing(
+        (0, mine, mine, 1, 0, 0, 1), (10**9,) * 2, (0, theirs, theirs, 1, 0, 0, 2), ran, had, others
+    )
+    if mine != theirs:
+        is_clear = others[0] * (1000 - NEAR_MILLI) > had[0] * (1000 + NEAR_MILLI)
+        assert ran or not outranks(both, policy)
+        assert not (ran and is_clear) or outranks(both, policy)
+        if is_clear:  # nobody wants it back from them at once
+            back = Standing(both.other, (10**9,) * 2, both.key, ran, others, had)
+            assert not outranks(back, policy)
 
 
 @given(mine=shares, theirs=shares, gain=st.integers(1, 10**6), mine_gains=st.integers(1, 10**6))
@@ -217,6 +255,28 @@ def test_what_has_not_had_its_turn_is_never_taken_back_at_once(
     if mine != theirs and outranks(Standing(key, after, there, Span(0)), policy):
         back = Standing(there, (theirs + gain,) * 2, key, Span(0))
         assert not outranks(back, policy)
+
+
+@given(
+    st.tuples(shares, shares, shares),
+    st.tuples(shares, shares),
+    st.integers(0, 10**10),
+    st.sampled_from(sorted(ORDERS)),
+)
+def test_what_may_be_stopped_may_always_be_stopped_once_it_ran_longer(
+    now: tuple[int, int, int], had: tuple[int, int], ran: int, order: str
+) -> None:
+    mine, gained, theirs = now
+    both = Standing(
+        (0, mine, mine, 1, 0, 0, 1),
+        (gained, gained),
+        (0, theirs, theirs, 1, 0, 0, 2),
+        Span(0),
+        (had[0], had[0]),
+        (had[1], had[1]),
+    )
+    policy = Policy(order=order)
+    assert not outranks(both, policy) or outranks(both._replace(ran=Span(ran)), policy)
 
 
 def test_what_is_due_to_a_guarantee_is_always_worth_it() -> None:

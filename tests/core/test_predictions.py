@@ -45,6 +45,18 @@ def test_another_name_is_another_kind() -> None:
     assert known.of(a_shape(group="long")) == 10_000
 
 
+def test_a_script_that_is_not_known_yet_is_told_by_others_of_its_program_before_strangers() -> None:
+    known = Predictions()
+    known.observe(a_shape(2, "python train.py"), 9, Span(9 * 5_000))
+    known.observe(a_shape(group="python train.py"), 3, Span(3 * 1_000))
+    known.observe(a_shape(group="python eval.py"), 3, Span(3 * 10))
+    assert known.of(a_shape(group="python train.py")) == 1_000
+    assert known.of(a_shape(group="python eval.py")) == 10
+    assert known.of(a_shape(group="python new.py")) == 505
+    assert known.of(a_shape(group="ffmpeg")) == (9 * 5_000 + 3 * 1_000 + 3 * 10) // 15
+    assert known.of(a_shape(3, "python train.py")) == (9 * 5_000 + 3 * 1_000 + 3 * 10) // 15
+
+
 @given(st.lists(st.integers(1, 10**12), min_size=LEAST, max_size=3 * KEPT))
 def test_it_is_always_the_mean_of_the_last_ones(durations: list[int]) -> None:
     known = Predictions()

@@ -25,7 +25,9 @@ Key = tuple[int, ...]
 _LINE_TARGET, _AGEING, _PATIENCE = Span(300_000), Span(5 * 60 * 1_000_000), Span(60 * 1_000_000)
 _HOUR = Span(3600 * 1_000_000)
 _PROTECTION, _PROMOTION, _URGENCY = Span(15 * 60 * 1_000_000), Span(3 * 24 * _HOUR), Span(2 * _HOUR)
-_TURN, _ONE = Span(_HOUR // 2), 1000
+_TURN, _ONE = Span(_HOUR // 6), 1000
+NEAR_MILLI = 30
+"""Of what two tenants had lately: who is nearer than that to another takes nothing from what has had its turn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +44,7 @@ class Policy:
     pricing: Pricing = USUAL  # what free room is worth, learnt from earlier arrivals
     weights: Mapping[Holder, int] = field(default_factory=dict)  # thousandths; 1000 where not set
     preemption: bool = True  # of tasks that allow it
-    protection: Span = _PROTECTION  # not preempted again for so long
+    protection: Span = _PROTECTION  # not preempted again for so long; for others after a `turn`
     max_preemptions_per_pass: int = 200
     promotion: Span = _PROMOTION  # waiting this long is worth one level, and as much as being due
     urgency: Span = _URGENCY  # so long before its `by` a task goes before others of its user
@@ -145,6 +147,8 @@ class Standing(NamedTuple):
     gained: tuple[int, int]  # the shares of its people once it runs
     other: Key  # of the one that runs
     ran: Span  # how long that has run, since it last began
+    had: tuple[int, int] = (0, 0)  # what the people of the one that waits had lately
+    others_had: tuple[int, int] = (0, 0)
 
 
 def outranks(both: Standing, policy: Policy) -> bool:
@@ -153,7 +157,9 @@ def outranks(both: Standing, policy: Policy) -> bool:
     A guarantee is worth it, then what the order says. Between tenants, and between the users of one, shares count for more
     than their last digit: they have to differ by more than `margin_milli` both ways, so that people who are that near to
     their share take nothing from each other. Even then it is worth it only if those who lose are ahead still after the
-    exchange, which therefore nobody wants to undo; or else if what runs has had its turn.
+    exchange, which therefore nobody wants to undo. Pieces that do not divide into shares are had by turns instead: what has
+    had its turn goes to those who had less lately, whatever either holds now, and is theirs for a turn; where none had less,
+    to those who have less.
     """
     mine, theirs = both.key, both.other
     if mine[0] != theirs[0]:
@@ -161,11 +167,15 @@ def outranks(both: Standing, policy: Policy) -> bool:
     if policy.order != "fair_share":
         decisive = 1 + DECISIVE.get(policy.order, 0)
         return mine[1:decisive] < theirs[1:decisive]
-    for less, then, more in zip(mine[1:3], both.gained, theirs[1:3], strict=True):
+    for place in (0, 1):  # tenants, then the users of one
+        less, more, margin = mine[1 + place], theirs[1 + place], policy.margin_milli
         if less != more:
-            margin = policy.margin_milli
-            return _exceeds(more, then, margin) or (
-                both.ran >= policy.turn and _exceeds(more, less, margin)
+            is_ahead_still = _exceeds(more, both.gained[place], margin)
+            if is_ahead_still or both.ran < policy.turn:
+                return is_ahead_still
+            had, others = both.had[place], both.others_had[place]
+            return _exceeds(others, had, NEAR_MILLI) or (
+                others >= had and _exceeds(more, less, margin)
             )
     return mine[3:] < theirs[3:]
 

@@ -1,7 +1,7 @@
 """How long a task will run, from those that ended: a guess to order and to backfill by, never needed for correctness.
 
-The mean of the last ones of the same user, name, requirements and GPU model; with fewer than three of them, of any model, then
-of anybody's with the same requirements, then of all. A mean, not a median: run times have heavy tails, and what counts for those
+The mean of the last ones of the same user, kind (function, or program and script), requirements and GPU model; with fewer than
+three of them, of any model, then of the user's other scripts of that program, then of anybody's with the same requirements, then of all. A mean, not a median: run times have heavy tails, and what counts for those
 who wait behind a task is how long it will keep its GPUs on average, not what is usual. A hint: lost in a rebuild.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 
 from gpool.core.model import Allocation, Node, Shape, Span
+from gpool.core.scheduling.commands import program_of
 
 KEPT = 50
 LEAST = 3
@@ -53,9 +54,11 @@ class Predictions:
     def _kinds(shape: Shape, model: str) -> tuple[Kind, ...]:
         """From the nearest to the widest."""
         needs, own = shape.requirements, (shape.user, shape.group)
+        program = program_of(shape.group)
+        wider: tuple[Kind, ...] = ((shape.user, program, needs),) if program != own[1] else ()
         if not model:
-            return (*own, needs), (needs,), ()
-        return (*own, needs, model), (*own, needs), (needs, model), (needs,), ()
+            return (*own, needs), *wider, (needs,), ()
+        return (*own, needs, model), (*own, needs), *wider, (needs, model), (needs,), ()
 
     def observe(self, shape: Shape, count: int, total: Span, model: str = "") -> None:
         """`count` of them ended on this model after `total` together."""

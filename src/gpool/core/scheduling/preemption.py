@@ -3,7 +3,7 @@
 **Who may be stopped.** Only what allows it (`Shape.preemptible`), and only for a task that comes before it in the order, both
 seen as if neither ran. That comparison cannot turn round by the exchange itself: what was stopped never takes the room back
 from whom it was stopped for, until that one has run long enough to come later. Besides, what was preempted before is left
-alone for `policy.protection` after it starts again.
+alone for `policy.protection` after it starts again, by those of other users for a `policy.turn` if that is less.
 
 **What it costs.** GPUs that have to start anew, those of a gang all together, then tasks. Where that is equal, the last in the
 order goes: anything else would be wanted back at the next occasion. A set is stopped only if it makes the whole room: half a
@@ -20,10 +20,10 @@ from typing import NamedTuple
 import numpy as np
 
 from gpool.core.ids import NodeId
-from gpool.core.model import SECOND, Instant, Node, Shape
+from gpool.core.model import SECOND, Instant, Node, Shape, Span
 from gpool.core.scheduling.fair_share import Amounts
 from gpool.core.scheduling.fragmentation import Ints
-from gpool.core.scheduling.orders import Key, Policy
+from gpool.core.scheduling.orders import NEAR_MILLI, Key, Policy
 from gpool.core.scheduling.placement import Fit, fit, is_slice, usable
 from gpool.core.scheduling.remnants import GPU
 from gpool.core.scheduling.room import Room
@@ -54,9 +54,19 @@ def in_sight(state: State, now: Instant, most: int = MAX_IN_SIGHT) -> Iterable[L
 
 
 def began_before(line: Line) -> bool:
-    """Whether this is not its first start: then it is left alone for `policy.protection`."""
+    """Whether this is not its first start: then it is left alone for a while (`left_alone_for`)."""
     lease = next(iter(line.leases.values()))
     return lease.epoch > 1 or lease.attained > 0
+
+
+def left_alone_for(policy: Policy, *, is_own: bool) -> Span:
+    """How long what begins again is not stopped for another task, of the same user or not.
+
+    Shares are had by turns: what were protected for longer than a turn would be kept from those whose turn it is.
+    """
+    if is_own or policy.order != "fair_share":
+        return policy.protection
+    return min(policy.protection, policy.turn)
 
 
 def asks_no_less(shape: Shape, other: Shape) -> bool:
@@ -103,10 +113,14 @@ class Victim(NamedTuple):
 
 
 class Victims:
-    """Those of one user and size together, the last in the order first; what all of a group have in common as rows."""
+    """Those of one user and size together, the last in the order first; what all of a group have in common as rows.
 
-    def __init__(self, groups: list[list[Victim]]) -> None:
+    `had`: of each group, what its tenant had lately.
+    """
+
+    def __init__(self, groups: list[list[Victim]], had: list[int]) -> None:
         self._groups = groups
+        self._had: Ints = np.array(had, np.int64)
         heads = [(alike[0].key, alike[0].line.shape) for alike in groups]
         self._bands: Ints = np.array([key[0] for key, _ in heads], np.int64)
         self._shares: Ints = np.array([(*key[1:2], 0)[0] for key, _ in heads], np.int64)
@@ -114,8 +128,13 @@ class Victims:
         teams = [-1 if shape.team is None else shape.team for _, shape in heads]
         self._teams: Ints = np.array(teams, np.int64)
 
-    def worth_a_look(self, shape: Shape, mine: Key, policy: Policy) -> Iterator[list[Victim]]:
-        """Groups of which some might be stopped for one with this key (`outranks`): all others may not, for certain."""
+    def worth_a_look(
+        self, shape: Shape, mine: Key, had: int, policy: Policy
+    ) -> Iterator[list[Victim]]:
+        """Groups of which some might be stopped for one with this key (`outranks`): all others may not, for certain.
+
+        `had`: what its tenant had lately.
+        """
         bands = self._bands
         maybe = self._users == shape.user
         if shape.team is not None:
@@ -123,6 +142,7 @@ class Victims:
         if policy.order == "fair_share":
             share, margin = mine[1], policy.margin_milli
             after = self._shares * (1000 - margin) > share * (1000 + margin)
+            after |= self._had * (1000 - NEAR_MILLI) > had * (1000 + NEAR_MILLI)
             maybe |= (bands == mine[0]) & (after | (self._shares == share))
         else:
             maybe |= bands == mine[0]

@@ -6,6 +6,7 @@ from hashlib import sha256
 
 from gpool.core.ids import UserId
 from gpool.core.model import MIB, Shape, TaskKind, TaskSpec
+from gpool.core.scheduling.commands import kind_of
 
 LEAST_DATA = 256 * MIB
 """Inputs smaller than this are fetched in no time: tasks that differ in them alone stay one shape."""
@@ -13,7 +14,7 @@ LEAST_DATA = 256 * MIB
 
 def shape_of(spec: TaskSpec, user: UserId, team: int | None = None) -> Shape:
     """Interchangeable tasks have equal shapes; `group` keeps unlike run times apart."""
-    group = spec.function_sha256 if spec.kind is TaskKind.FUNCTION else spec.command[0]
+    group = spec.function_sha256 if spec.kind is TaskKind.FUNCTION else kind_of(spec.command)
     data, size = data_of(spec)
     return Shape(
         user,

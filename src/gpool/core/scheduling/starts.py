@@ -13,7 +13,7 @@ from gpool.core.model import Instant, Node, Shape, Span
 from gpool.core.scheduling import gangs, preemption, warmth
 from gpool.core.scheduling.draft import Alike, Draft, Turn
 from gpool.core.scheduling.events import Preempt
-from gpool.core.scheduling.fair_share import asked_by
+from gpool.core.scheduling.fair_share import asked_by, compared, tenant_of
 from gpool.core.scheduling.limits import WITHIN, Holder, holders_of
 from gpool.core.scheduling.orders import Candidate, Key, Order, Policy, Standing, outranks
 from gpool.core.scheduling.preemption import Victim, Victims
@@ -181,7 +181,8 @@ class Starts(Draft):
         sure = self.policy.limits.guaranteed
         if found is not None and sure and not self.spares(shape, found):
             found = choose(shape, shape.requirements.nodes, self.clearable(turn, dict(sure)))
-        if found is None and (not self.kept_clear or (shape.preemptible and self.decisive)):
+        is_told = not self.kept_clear or (shape.preemptible and self.decisive)
+        if found is None and is_told and not shape.avoids:
             tried.append(shape)  # nor will those of its user that come later and need more
         if found is None or not self.is_within_limits(turn, *(each.fit for each in found)):
             return False
@@ -284,29 +285,50 @@ class Starts(Draft):
     def outranked(self, turn: Turn) -> Iterator[Victim]:
         """What may be stopped for it. Of strangers' only those are looked at that may come after it by their shares."""
         shape = turn.entry.shape
-        mine, gained = self.key(turn), self.shares(shape, None, asked_by(shape))
-        for alike in self.victims().worth_a_look(shape, mine, self.policy):
+        mine, gained, had = (
+            self.key(turn),
+            self.shares(shape, None, asked_by(shape)),
+            self.had(shape),
+        )
+        for alike in self.victims().worth_a_look(shape, mine, had[0], self.policy):
             self.work -= 1
             line, other = alike[0].line, alike[0].line.shape
+            both = Standing(mine, gained, alike[0].key, Span(0), had, self.had(other))
             if shape.user == other.user or (shape.team is not None and shape.team == other.team):
-                own = self.key(turn, without=line)
-                yield from self.outranked_of(alike, own, self.shares(shape, line, asked_by(shape)))
-            else:
-                yield from self.outranked_of(alike, mine, gained)
+                own = self.shares(shape, line, asked_by(shape))
+                both = both._replace(key=self.key(turn, without=line), gained=own)
+            if shape.user == other.user:
+                alike = self.not_left_alone(alike)
+            yield from self.outranked_of(alike, both)
 
-    def outranked_of(
-        self, alike: list[Victim], mine: Key, gained: tuple[int, int]
-    ) -> Iterator[Victim]:
-        """Of some of one user and size those that may be stopped."""
-        theirs = alike[0].key
+    def had(self, shape: Shape) -> tuple[int, int]:
+        """What its tenant and its user had lately."""
+        if not self.looks_at_shares:
+            return 0, 0
+        own = self.lately(("user", shape.user))
+        if shape.team is None:
+            return own, own
+        return compared(shape, self.lately(tenant_of(shape)), own, self.policy.weights)
+
+    def not_left_alone(self, alike: list[Victim]) -> list[Victim]:
+        """Of a user's own."""
+        since = self.now - preemption.left_alone_for(self.policy, is_own=True)
+        return [
+            victim
+            for victim in alike
+            if victim.line.since <= since or not preemption.began_before(victim.line)
+        ]
+
+    def outranked_of(self, alike: list[Victim], both: Standing) -> Iterator[Victim]:
+        """Of some of one user and size those that may be stopped; `both`: with one that has not run yet."""
+        mine, theirs = both.key, both.other
         decides = 3 if self.policy.order == "fair_share" else 1  # and is the same for all of them
-        both = Standing(mine, gained, theirs, Span(0))
         if mine[:decides] != theirs[:decides] and outranks(both, self.policy):
             yield from alike
             return
         for victim in alike:
             ran = Span(self.now - victim.line.since)
-            if outranks(Standing(mine, gained, victim.key, ran), self.policy):
+            if outranks(both._replace(other=victim.key, ran=ran), self.policy):
                 yield victim
             elif mine[:3] == victim.key[:3] or ran >= self.policy.turn:
                 return  # nor may those that come before it
@@ -329,14 +351,15 @@ class Starts(Draft):
             for which, lines in self.in_sight().items():
                 if which not in self._victims:
                     self._victims[which] = self.standings(lines)
-            self._found = Victims([found for found in self._victims.values() if found])
+            groups = [found for found in self._victims.values() if found]
+            self._found = Victims(groups, [self.had(group[0].line.shape)[0] for group in groups])
         return self._found
 
     def in_sight(self) -> dict[Alike, list[Line]]:
         """What is not left alone, by user and size."""
         if self._alike is None:
             self._alike = {}
-            safe_since = self.now - self.policy.protection
+            safe_since = self.now - preemption.left_alone_for(self.policy, is_own=False)
             for line in preemption.in_sight(self.state, self.now):
                 if line.since <= safe_since or not preemption.began_before(line):
                     which = (line.shape.user, line.shape.team, line.amounts)
