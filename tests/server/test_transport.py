@@ -178,7 +178,7 @@ def a_task_through(recorder: Recorder, live: Live, folder: Path) -> str:
 
         def work() -> str:
             task = door.send_json("POST", "/v1/tasks", wanted)["ids"][0]
-            return str(door.get_json(f"/v1/tasks/{task}?wait=20")["status"])
+            return str(door.get_json(f"/v1/tasks/{task}?wait=60")["status"])
 
         status = await asyncio.to_thread(work)
         stop.set()
