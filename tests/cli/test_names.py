@@ -34,7 +34,7 @@ class Person:
 
     def ask(self, path: str, document: object, code: int = 201) -> Any:
         headers = {"Authorization": f"Bearer {self.key}"} if self.key else {}
-        answer = httpx2.post(self.url + path, json=document, headers=headers)
+        answer = httpx2.post(self.url + path, json=document, headers=headers, timeout=60)
         assert answer.status_code == code, answer.text
         return answer.json()
 

@@ -16,6 +16,7 @@ import pytest
 from gpool.cli.children import Child, Program
 from gpool.cli.up import data_folder, must_be_free, only_one, typed
 from gpool.core.errors import Conflict, Invalid
+from gpool.testing.processes import free_port
 
 GPOOL = [sys.executable, "-m", "gpool"]
 
@@ -49,10 +50,12 @@ def test_two_pools_never_share_a_folder(tmp_path: Path) -> None:
 
 
 def test_a_port_that_is_taken_is_said_before_anything_starts() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        with pytest.raises(Conflict, match=f"port {port}.*--port"):
-            must_be_free("127.0.0.1", port)
+    port = free_port()
+    with (
+        socket.create_server(("127.0.0.1", port)),
+        pytest.raises(Conflict, match=f"port {port}.*--port"),
+    ):
+        must_be_free("127.0.0.1", port)
     must_be_free("127.0.0.1", port)
     with pytest.raises(Conflict, match="--host"):
         must_be_free("203.0.113.7", port)
@@ -73,7 +76,7 @@ def test_a_child_that_dies_is_started_again_and_stops_when_told(tmp_path: Path) 
     assert told is not None
     assert "signal 9" in told
     began = time.monotonic()
-    while child.exit_code() is not None and time.monotonic() - began < 10:
+    while child.exit_code() is not None and time.monotonic() - began < 60:
         child.keep_alive()
     assert child.pid != first
     child.stop()
@@ -83,7 +86,9 @@ def test_a_child_that_dies_is_started_again_and_stops_when_told(tmp_path: Path) 
 def on_a_terminal(code: str) -> bytes:
     """What a program writes to a terminal."""
     parent, child = pty.openpty()
-    subprocess.run([sys.executable, "-c", code], stdout=child, stderr=child, check=True, timeout=30)
+    subprocess.run(
+        [sys.executable, "-c", code], stdout=child, stderr=child, check=True, timeout=240
+    )
     os.close(child)
     said = b""
     with contextlib.suppress(OSError), open(parent, "rb", buffering=0) as terminal:
