@@ -70,6 +70,9 @@ class Turn:
 
     def take(self, count: int) -> list[Entry]:
         """The next `count`, which must be there."""
+        if self.left == count == 1:
+            self.left = 0
+            return [self._ahead]
         if self._entries is None:
             self._entries = self.entry.queue.entries()
             next(self._entries)
