@@ -22,6 +22,7 @@ from gpool.core.ids import decode, encode
 from gpool.core.model import EndReason
 from gpool.testing.processes import (
     LEASE_TIME_S,
+    PATIENCE_S,
     SHORT_LEASE,
     Pool,
     alive,
@@ -133,11 +134,11 @@ def kill_server(pool: Pool, tasks: int, kills: int) -> ServerKills:
     return ServerKills(functions, a_kill * kills, lost, twice + wrong, tuple(ready))
 
 
-def kill_agent(pool: Pool, mark: str) -> AgentKill:
+def kill_agent(pool: Pool, mark: str, short_s: int = 1) -> AgentKill:
     """Two tasks run on `first`, which is killed; `second` has to finish what can be finished."""
     both_on_first(pool)
     endless = pool.submit("python", "-c", f"import time; time.sleep(600)  # {mark}")
-    short = pool.submit("sleep", "1")
+    short = pool.submit("sleep", str(short_s))
     for task in (endless, short):
         pool.until_status(task, "running")
     pool.set_availability("second", "available")
@@ -146,13 +147,13 @@ def kill_agent(pool: Pool, mark: str) -> AgentKill:
 
     pool.agents["first"].kill()
     survived = eventually(
-        "nothing of the task is left", lambda: not any(map(alive, of_the_task)), within_s=10
+        "nothing of the task is left", lambda: not any(map(alive, of_the_task)), PATIENCE_S
     )
-    elsewhere = survived + pool.until_status(short, "succeeded", within_s=10 * LEASE_TIME_S)
+    elsewhere = survived + pool.until_status(short, "succeeded")
     moved_to = pool.status(short)["node_name"]
     pool.gpool("cancel", endless)
     pool.agents["first"].start()
-    eventually("first is back", lambda: "first" in pool.online(), 30)
+    eventually("first is back", lambda: "first" in pool.online(), PATIENCE_S)
     return AgentKill(round(survived, 2), round(elsewhere, 2), moved_to)
 
 
@@ -160,12 +161,11 @@ def freeze_agent(pool: Pool) -> Freeze:
     """`first` is stopped until its lease went to `second`, then thawed with a finished attempt in its hands."""
     both_on_first(pool)
     agent = pool.agents["first"]
-    task = pool.submit("sh", "-c", "sleep 2; echo late; echo kept > out", outputs=["out"])
+    task = pool.submit("sh", "-c", "sleep 4; echo late; echo kept > out", outputs=["out"])
     pool.until_status(task, "running")
-    pool.set_availability("second", "available")
-
     agent.signal(signal.SIGSTOP)
-    pool.until_status(task, "succeeded", within_s=10 * LEASE_TIME_S)
+    pool.set_availability("second", "available")
+    pool.until_status(task, "succeeded")
     agent.signal(signal.SIGCONT)
 
     # What `first` held back is sent, in order, before it does anything new: a task done there proves it was said.
@@ -189,7 +189,7 @@ def stale_reports(pool: Pool, each: int, *, same_node: bool) -> Stale:
     eventually(
         "the silent node's leases are given up",
         lambda: all(pool.status(task)["status"] == "queued" for task in ids),
-        within_s=10 * LEASE_TIME_S,
+        PATIENCE_S,
     )
     new.heard.clear()
     new.connect()
@@ -253,7 +253,7 @@ def both_on_first(pool: Pool) -> None:
     if "second" not in pool.agents:
         pool.join("second")
     pool.set_availability("second", "paused")
-    eventually("first is online", lambda: "first" in pool.online(), 30)
+    eventually("first is online", lambda: "first" in pool.online(), PATIENCE_S)
 
 
 def main() -> int:

@@ -13,7 +13,7 @@ from websockets.datastructures import Headers
 from websockets.http11 import Request, Response
 
 from gpool.agent.settings import AgentSettings
-from gpool.core.model import Allocation, Offer, TaskSpec
+from gpool.core.model import Allocation, Offer, Slice, TaskSpec
 from gpool.testing.nodes import a_key
 from gpool.transfer.private_files import write_private
 from gpool.transfer.proving import (
@@ -176,10 +176,16 @@ class Desk:
         await self.connection.send(encode(frame))
 
     async def grant(
-        self, spec: TaskSpec, leases: list[Lease], number: int = 0, *, owner: bool = False
+        self,
+        spec: TaskSpec,
+        leases: list[Lease],
+        number: int = 0,
+        *,
+        owner: bool = False,
+        slices: tuple[Slice, ...] = (),
     ) -> None:
         known = self.specs.setdefault(spec, len(self.specs))
-        line = Line(Allocation(number, 1000, 1 << 30), 7, owner, known, tuple(leases))
+        line = Line(Allocation(number, 1000, 1 << 30, slices), 7, owner, known, tuple(leases))
         await self.say(Grants(self.beat, ((known, spec),), (line,)))
 
     async def until(self, wanted: object, within: float = 10.0) -> None:

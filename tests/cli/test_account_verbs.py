@@ -103,6 +103,10 @@ def test_keys_are_made_listed_and_ended(ada: Terminal) -> None:
     ada("register", "ada")
     made = ada.json("keys", "make", "ci", "--scope", "tasks:read", "--expires", "30d")
     assert [key["name"] for key in ada.json("keys", "ls")] == ["ci"]
+    team = ada.json("team", "make", "lab")["id"]
+    ours = ada.json("keys", "make", "ours", "--team", "lab")
+    assert ours["team"] == team
+    ada("keys", "end", ours["id"])
     assert ada.json("ps", GPOOL_KEY=made["key"]) == []
     ada("whoami", code=3, GPOOL_KEY=made["key"])  # its scope does not reach that far
     ada("keys", "end", made["id"])
@@ -181,3 +185,24 @@ def test_operators_guarantee_gpus_to_teams(ada: Terminal, live: Live) -> None:
     assert ada.json("admin", "teams", "show", "lab", **key)["quota"]["running_gpus"] == 32
     ada("admin", "teams", "set", "lab", code=2, **key)
     ada("admin", "teams", "set", "lab", "--gpus", "1", code=3)
+
+
+def test_a_pinned_pool_is_signed_in_to_and_its_certificate_kept(tmp_path: Path) -> None:
+    """No authority vouches for it: from the first word on it is known by its fingerprint alone."""
+    with serving(tmp_path / "data", tls=True) as live:
+        assert live.fingerprint is not None
+        ada = Terminal(live, tmp_path / "ada")
+        assert "GPOOL_FINGERPRINT" in ada("register", "ada", code=5).stderr
+        pinned = {"GPOOL_FINGERPRINT": live.fingerprint}
+        assert ada.json("register", "ada", **pinned)["name"] == "ada"
+        assert ada.json("whoami")["name"] == "ada"  # known from now on
+        told = ada("admin", "invite", GPOOL_KEY=live.key).stdout
+        assert told.startswith(f"GPOOL_FINGERPRINT={live.fingerprint} gpool --url {live.url}")
+
+
+def test_a_password_is_never_sent_to_another_certificate_than_the_pinned_one(
+    tmp_path: Path,
+) -> None:
+    with serving(tmp_path / "data", tls=True) as live:
+        told = Terminal(live, tmp_path / "ada")("login", "ada", code=3, GPOOL_FINGERPRINT="0" * 64)
+    assert "certificate" in told.stderr

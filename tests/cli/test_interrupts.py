@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
 import os
 import signal
 import threading
@@ -11,10 +13,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import cast
 
+import httpx2
 import pytest
+from click.testing import Result as Done
+from standin import Pool
 
 from gpool.cli.interrupts import HELD, Reading
-from gpool.cli.main import FAILED
+from gpool.cli.main import FAILED, INTERRUPTED
 from gpool.cli.run import attend
 from gpool.client.client import Client
 from gpool.client.logs import Printed
@@ -199,3 +204,108 @@ def test_whoever_reads_no_further_is_told_that_the_task_goes_on(
 class Talking(Dropping):
     def printed(self, **_: object) -> Iterator[Printed]:
         yield Printed(1, "stdout", b"up\n", "up\n")
+
+
+# ---- logs and wait
+
+
+class Pressed(Pool):
+    """While this request is answered Ctrl-C is pressed, where what is raised is dropped; then it stays unanswered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.path = "nowhere"
+        self.over = threading.Event()
+
+    def handle_request(self, request: httpx2.Request) -> httpx2.Response:
+        if request.url.path.endswith(self.path):
+            with contextlib.suppress(KeyboardInterrupt):
+                press()
+                os.sched_yield()
+            if threading.current_thread() is not threading.main_thread():
+                self.over.wait(PATIENCE_S)
+        return super().handle_request(request)
+
+
+@pytest.fixture
+def pool() -> Iterator[Pressed]:
+    made = Pressed()
+    yield made
+    made.over.set()
+
+
+def submitted(gpool: Callable[..., Done], count: int = 1) -> list[str]:
+    return [gpool("run", "-d", "--", "true").stdout.strip() for _ in range(count)]
+
+
+@pytest.mark.parametrize("path", ["", "/logs"])
+def test_ctrl_c_ends_the_following_and_says_how_to_come_back(
+    gpool: Callable[..., Done], pool: Pressed, path: str
+) -> None:
+    [task] = submitted(gpool)
+    pool.path = f"{task}{path}"
+    done = gpool("logs", "-f", task)
+    assert done.exit_code == INTERRUPTED
+    assert f"gpool logs -f {task}" in done.stderr
+    assert not pool.cancelled
+
+
+def test_logs_as_json_are_a_whole_list_after_ctrl_c(
+    gpool: Callable[..., Done], pool: Pressed
+) -> None:
+    [task] = submitted(gpool)
+    pool.path = f"{task}/logs"
+    done = gpool("logs", "-f", task, "--json")
+    assert (done.exit_code, json.loads(done.stdout)) == (INTERRUPTED, [])
+
+
+def test_ctrl_c_ends_the_waiting_and_names_those_still_waited_for(
+    gpool: Callable[..., Done], pool: Pressed
+) -> None:
+    first, second, third = submitted(gpool, 3)
+    pool.path = f"{second}/result"
+    done = gpool("wait", first, second, third)
+    assert done.exit_code == INTERRUPTED
+    # the first was waited for; whether that was still told is between it and the press
+    assert done.stderr.endswith(f" {second} {third}\n")
+
+
+def test_ctrl_c_while_a_task_is_submitted_says_where_to_look(
+    gpool: Callable[..., Done], pool: Pressed
+) -> None:
+    """The server may have it: nobody knows until it answers."""
+    pool.path = "/v1/tasks"
+    for detach in ([], ["-d"]):
+        done = gpool("run", *detach, "--", "true")
+        assert done.exit_code == INTERRUPTED
+        assert "gpool ps" in done.stderr
+
+
+def test_ctrl_c_while_outputs_are_fetched_says_how_to_fetch_them_again(
+    gpool: Callable[..., Done], pool: Pressed, tmp_path: Path
+) -> None:
+    sha256 = hashlib.sha256(b"w").hexdigest()
+    pool.artifacts[sha256] = b"w"
+    pool.command = lambda _: {"outputs": [{"path": "w", "sha256": sha256, "size_bytes": 1}]}
+    pool.path = sha256
+    done = gpool("run", "--output", "w", "--", "true")
+    assert done.exit_code == INTERRUPTED
+    [task] = pool.tasks
+    assert f"gpool result {task}" in done.stderr
+    pool.path = "nowhere"
+    assert gpool("result", task, "--into", "again").exit_code == 0
+    assert (tmp_path / "again" / "w").read_bytes() == b"w"
+
+
+def test_waiting_and_following_go_on_where_ctrl_c_is_ignored(
+    gpool: Callable[..., Done], pool: Pressed
+) -> None:
+    [task] = submitted(gpool)
+    pool.over.set()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        for verb, path in ((["wait"], "result"), (["logs", "-f"], "logs")):
+            pool.path = f"{task}/{path}"
+            assert gpool(*verb, task).exit_code == 0
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -88,6 +88,14 @@ def test_a_node_is_cordoned_drained_and_reserved_by_its_name(gpool: Operator, li
     assert gpool.json("admin", "reservations", "ls") == []
 
 
+def test_nobody_gets_a_weight_by_calling_a_team_as_somebody_is_called(gpool: Operator) -> None:
+    me = gpool.json("whoami")
+    team = gpool.json("team", "make", me["name"])["id"]
+    told = gpool("admin", "policy", "--weight", f"{me['name']}=3", code=2)
+    assert f"{team} or {me['id']}" in told
+    assert gpool.json("admin", "policy", "--weight", f"{team}=2")["weights"] == {team: 2}
+
+
 def test_teams_and_users_are_named_and_times_are_local_where_no_zone_is_said(
     gpool: Operator, live: Live
 ) -> None:
@@ -236,7 +244,7 @@ def test_what_learning_needs_is_said_where_nothing_was_learnt(gpool: Operator) -
 def test_a_quota_is_told_in_words_and_can_be_set_back(gpool: Operator) -> None:
     me = gpool.json("whoami")["name"]
     said = gpool("admin", "users", "set", me, "--gpus", "2.5", "--queued", "9", "--storage", "1GB")
-    assert "at most 2.5 GPU(s) at once, 9 task(s) waiting, 1000000000 bytes stored" in said
+    assert "at most 2.5 GPU(s) at once, 9 task(s) waiting, 1.0 GB stored" in said
     said = gpool("admin", "users", "set", me, "--gpus", "configured", "--storage", "configured")
     assert "quota        9 task(s) waiting\n" in said
     assert gpool.json("admin", "users", "show", me)["quota"]["running_gpus"] is None

@@ -92,3 +92,15 @@ def test_a_gang_is_listed_by_its_members_and_one_that_waits_by_how_many_it_wants
     assert tasks.where({"node": "node_1", "node_name": "ada"}) == "ada"
     assert tasks.where({}) == "-"
     assert tasks._member(members[1]) == "rank 1 on node_2 (leased);"
+
+
+def test_columns_stand_beneath_each_other_in_every_script(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    table(("name", "status"), [("訓練", "a"), ("e\u0301te\u0301", "b"), ("train", "c")], "")
+    assert capsys.readouterr().out.splitlines() == [
+        "NAME   STATUS",
+        "訓練   a",  # each of its letters takes two places
+        "e\u0301te\u0301    b",
+        "train  c",
+    ]

@@ -93,7 +93,7 @@ def on_a_terminal(code: str) -> bytes:
 
 
 def test_a_bar_is_drawn_only_when_bytes_are_moved() -> None:
-    drawn = "from gpool.cli.run import progress_bar\nwith progress_bar() as show:\n    "
+    drawn = "from gpool.cli.progress import progress_bar\nwith progress_bar() as show:\n    "
     assert on_a_terminal(drawn + "pass") == b""
     assert b"weights" in on_a_terminal(drawn + "show('weights', 1, 2)")
 

@@ -120,6 +120,18 @@ def test_a_script_may_be_named_as_it_lies_in_the_shipped_folder(
         assert sent(pool)["recipe"]["packages"] == ["numpy", "rich>=13"]
 
 
+def test_the_shipped_folder_may_lie_above(
+    gpool: Gpool, pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "train.py").write_text("")
+    monkeypatch.chdir(tmp_path / "sub")
+    for word in ("train.py", "../train.py"):
+        done = gpool("run", "--workdir", "..", word)
+        assert done.exit_code == 0, done.output
+        assert [one["path"] for one in pool.bodies[-1]["inputs"]] == ["train.py"]
+
+
 def test_a_script_from_elsewhere_goes_by_its_last_name(
     gpool: Gpool, pool: Pool, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

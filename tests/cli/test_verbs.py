@@ -94,6 +94,28 @@ def test_an_output_that_points_outside_is_gpools_fault_and_not_written(
     assert not (tmp_path.parent / "evil").exists()
 
 
+def test_outputs_that_cannot_be_written_can_be_fetched_again(
+    gpool: Gpool, pool: Pool, tmp_path: Path
+) -> None:
+    ends(pool, status="succeeded", exit_code=0, outputs=[left(pool, "model/w", b"weights")])
+    (tmp_path / "model").write_text("in the way")
+    done = gpool("run", "--output", "model/", "--", "train")
+    assert done.exit_code == 125
+    assert "may go on" not in done.stderr
+    [task] = pool.tasks
+    assert f"gpool result {task} --into FOLDER" in done.stderr
+    assert gpool("result", task, "--into", "elsewhere").exit_code == 0
+    assert (tmp_path / "elsewhere" / "model" / "w").read_bytes() == b"weights"
+
+
+def test_outputs_into_a_file_are_refused_before_anything_runs(
+    gpool: Gpool, pool: Pool, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("x")
+    assert gpool("run", "--output", "model/", "--into", "file", "--", "train").exit_code == 2
+    assert not pool.tasks
+
+
 def test_run_passes_requirements_on(
     gpool: Gpool, pool: Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -311,3 +333,9 @@ def test_several_are_waited_for_and_the_first_that_failed_decides(gpool: Gpool, 
         1,
         f"gpool: task {waits} has not ended within 0.05s; it goes on\n",
     )
+
+
+def test_a_command_is_shown_as_it_can_be_typed(gpool: Gpool, pool: Pool) -> None:
+    task = gpool("run", "-d", "--", "x").stdout.strip()
+    pool.tasks[task]["command"] = ["sh", "-c", "echo up; sleep 1"]
+    assert "sh -c 'echo up; sleep 1'" in gpool("status", task).stdout

@@ -39,6 +39,47 @@ def test_inputs_from_elsewhere_are_refused(tmp_path: Path, given: str) -> None:
         gather([given], here)
 
 
+def test_a_link_out_of_a_folder_of_inputs_is_refused(tmp_path: Path) -> None:
+    """A folder from elsewhere may hold one to your keys."""
+    (tmp_path / "key").write_text("secret")
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "x").symlink_to(tmp_path / "key")
+    with pytest.raises(Invalid, match="link out of it"):
+        gather(["data"], tmp_path)
+    (tmp_path / "data" / "x").unlink()
+    (tmp_path / "data" / "x").symlink_to(tmp_path)
+    with pytest.raises(Invalid, match="link out of it"):
+        gather(["data"], tmp_path)
+
+
+def test_links_within_a_folder_of_inputs_are_what_they_lead_to(tmp_path: Path) -> None:
+    (tmp_path / "data" / "run-5").mkdir(parents=True)
+    (tmp_path / "data" / "run-5" / "x").write_text("x")
+    (tmp_path / "data" / "latest").symlink_to("run-5")
+    (tmp_path / "data" / "y").symlink_to("run-5/x")
+    (tmp_path / "all").symlink_to("data")  # named by the caller: what it leads to
+    found = ["latest/x", "run-5/x", "y"]
+    for name in ("data", "all"):
+        paths = [file.path for file in gather([name], tmp_path)]
+        assert sorted(paths) == [f"{name}/{one}" for one in found]
+
+
+@pytest.mark.parametrize(("target", "said"), [("..", "lies in"), ("nowhere", "link to nothing")])
+def test_a_link_that_leads_nowhere_new_is_refused(tmp_path: Path, target: str, said: str) -> None:
+    (tmp_path / "data" / "in").mkdir(parents=True)
+    (tmp_path / "data" / "in" / "x").symlink_to(target)
+    with pytest.raises(Invalid, match=said):
+        gather(["data"], tmp_path)
+
+
+def test_an_input_that_cannot_be_read_is_named(client: Client, tmp_path: Path) -> None:
+    (tmp_path / "data").write_text("x")
+    [file] = gather(["data"], tmp_path)
+    (tmp_path / "data").unlink()
+    with pytest.raises(Invalid, match="'data' cannot be read"):
+        client.artifacts.put_file(file)
+
+
 def test_a_file_the_server_has_is_not_sent_again(
     client: Client, pool: Pool, tmp_path: Path
 ) -> None:
@@ -106,3 +147,37 @@ def test_bytes_that_do_not_match_their_hash_are_not_kept(
     with pytest.raises(InternalFault, match="does not match"):
         client.artifacts.fetch([output], tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["漢" * 80, "x" * 255])
+def test_an_output_may_have_as_long_a_name_as_a_file_has(
+    client: Client, pool: Pool, tmp_path: Path, name: str
+) -> None:
+    assert client.artifacts.fetch([put(pool, name, b"x")], tmp_path) == [tmp_path / name]
+    assert [file.name for file in tmp_path.iterdir()] == [name]
+
+
+def test_what_cannot_be_written_is_said_and_nothing_is_left(
+    client: Client, pool: Pool, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "here" / "out").mkdir(parents=True)
+    output = put(pool, "out", b"x")
+    with pytest.raises(Conflict, match="cannot be written to"):
+        client.artifacts.fetch([output], tmp_path / "file")
+    with pytest.raises(Conflict, match="a folder of that name"):
+        client.artifacts.fetch([output], tmp_path / "here")
+    assert [file.name for file in (tmp_path / "here").iterdir()] == ["out"]
+
+
+def test_a_link_in_the_place_of_a_half_written_output_is_refused(
+    client: Client, pool: Pool, tmp_path: Path
+) -> None:
+    output = put(pool, "out", b"x")
+    (tmp_path / "precious").write_text("precious")
+    into = tmp_path / "into"
+    into.mkdir()
+    (into / f".out.{output.sha256[:16]}.part").symlink_to(tmp_path / "precious")
+    with pytest.raises(Conflict, match="cannot be written"):
+        client.artifacts.fetch([output], into)
+    assert (tmp_path / "precious").read_text() == "precious"

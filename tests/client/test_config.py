@@ -64,6 +64,11 @@ def test_saving_a_profile_keeps_the_others_and_the_choice(tmp_path: Path) -> Non
         ('adress = "x"', "unknown setting 'adress'"),
         ('profile = "nowhere"', "there is no profile 'nowhere'"),
         ('url = "ftp://x"', "not an address of a pool"),
+        ('url = "http://[::1"', "not an address of a pool"),
+        ('url = "http://"', "not an address of a pool"),
+        ('url = "http://one:99999"', "not an address of a pool"),
+        ('profile = ["local"]', "there is no profile"),
+        ('url = "http://one:1"\nkey = "gpk_ä"', "holds a letter that no key has"),
     ],
 )
 def test_a_bad_file_is_named_with_what_is_wrong(tmp_path: Path, text: str, said: str) -> None:
@@ -76,3 +81,9 @@ def test_a_missing_key_file_says_which(tmp_path: Path) -> None:
     config.save_profile("local", "http://one:1", tmp_path / "gone", folder=tmp_path)
     with pytest.raises(NotSignedIn, match="gone"):
         config.load(environ={"GPOOL_HOME": str(tmp_path)}, directory=tmp_path)
+
+
+def test_blanks_around_a_key_are_not_part_of_it(tmp_path: Path) -> None:
+    """As a file or a variable that was copied has them."""
+    environ = {"GPOOL_HOME": str(tmp_path), "GPOOL_KEY": " gpk_1\r\n"}
+    assert config.load(environ=environ, directory=tmp_path).key == "gpk_1"

@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpool.client.local_files import MAX_FILES, local_files, shown_size
+from gpool.client.ignore_rules import rules_of
+from gpool.client.local_files import MAX_FILES, _Walk, local_files, shown_size
 from gpool.core.errors import Invalid
 
 
@@ -223,3 +224,27 @@ def test_git_and_we_always_leave_out_the_same(
             lay(root, {name: text})
             there[name] = text
         assert set(names(root)) == kept_by_git(root, list(there))
+
+
+def test_a_name_that_cannot_travel_says_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "family \u200d.png").write_text("")
+    with pytest.raises(Invalid, match=r"rename it, or name it in \.gpoolignore"):
+        local_files(tmp_path)
+    (tmp_path / ".gpoolignore").write_text("*.png\n")
+    assert [file.path for file in local_files(tmp_path)] == [".gpoolignore"]
+
+
+def test_rules_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("")
+    (tmp_path / ".gpoolignore").symlink_to("/proc/self/mem")  # a file that nobody can read
+    with pytest.raises(Invalid, match=r"\.gpoolignore' cannot be read"):
+        local_files(tmp_path)
+
+
+def test_what_goes_away_meanwhile_is_left_out(tmp_path: Path) -> None:
+    for name in ("a", "b.swp", "c"):
+        (tmp_path / name).write_text("")
+    files = _Walk(tmp_path, rules_of(())).files(tmp_path, "", (), (tmp_path,))
+    assert next(files).path == "a"
+    (tmp_path / "b.swp").unlink()
+    assert [file.path for file in files] == ["c"]

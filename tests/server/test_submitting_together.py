@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from server_desk import Desk, calls_document
 
-from gpool.core.model import Instant, Permission, Shape
+from gpool.core.errors import TooMany
+from gpool.core.model import EndReason, Instant, Permission, Shape
 from gpool.server.actions.quotas import set_quota
 from gpool.server.actions.submit import submit
 from gpool.server.forecasts import Forecasts
@@ -17,6 +18,7 @@ from gpool.server.store.identity_values import Caller, GivenQuota
 from gpool.server.store.operations import people
 from gpool.server.store.protocol import Operation, Store
 from gpool.wire.documents import SubmittedDocument, TaskRequest
+from gpool.wire.frames import Finished
 
 pytestmark = pytest.mark.anyio
 TRUE: dict[str, Any] = {"command": ["true"]}
@@ -193,3 +195,52 @@ async def test_who_goes_away_while_they_wait_passes_no_quota(desk: Desk) -> None
     await desk.command()  # after those that were gathered
     await desk.schedule()
     assert desk.server.scheduler.state.queued_count <= 3
+
+
+async def test_a_full_queue_is_never_passed_by_what_comes_at_once(desk: Desk) -> None:
+    small = desk.server.settings.model_copy(update={"max_queued": 7})
+    server = replace(desk.server, settings=small)
+    who = await desk.server.credentials.who(desk.key)
+    assert isinstance(who, Caller)
+    asked = [TaskRequest(command=["true"], copies=2) for _ in range(12)]
+    told = await asyncio.gather(
+        *(submit(server, who, each, None) for each in asked), return_exceptions=True
+    )
+    assert [isinstance(each, TooMany) for each in told].count(False) == 3
+    assert desk.server.scheduler.state.queued_count == 6
+    assert desk.server.scheduler.arriving == 0
+
+
+async def test_who_goes_away_before_the_writing_began_has_submitted_nothing(desk: Desk) -> None:
+    who = await desk.server.credentials.who(desk.key)
+    assert isinstance(who, Caller)
+    await desk.schedule()
+    asked = [TaskRequest(command=["true"]) for _ in range(8)]
+    all_of_them = [asyncio.create_task(submit(desk.server, who, each, None)) for each in asked]
+    await asyncio.sleep(0)
+    for each in all_of_them[3:]:
+        each.cancel()
+    await asyncio.gather(*all_of_them, return_exceptions=True)
+    await desk.server.scheduler.rebuild(desk.server.now)
+    assert desk.server.scheduler.state.queued_count == 3
+    assert desk.server.scheduler.arriving == 0
+
+
+async def test_what_comes_back_while_more_is_submitted_passes_no_quota(desk: Desk) -> None:
+    who = await desk.server.credentials.who(desk.key)
+    assert isinstance(who, Caller)
+    agent = await desk.agent()
+    await desk.command(copies=2)
+    assert await desk.schedule() == 2
+    await set_quota(desk.server, who.user, ("user", who.user.id), GivenQuota(queued_tasks=2))
+    back = [
+        Finished(lease.task, lease.epoch, EndReason.HANDED_BACK) for lease in await agent.granted(2)
+    ]
+    asked = [TaskRequest(command=["true"]) for _ in range(2)]
+    told = await asyncio.gather(
+        agent.report(*back),
+        *(submit(desk.server, who, each, None) for each in asked),
+        return_exceptions=True,
+    )
+    assert [isinstance(each, TooMany) for each in told[1:]] == [True, True]
+    assert desk.server.scheduler.state.queued_count == 2

@@ -235,7 +235,6 @@ def test_the_first_failure_stops_the_others_and_is_told(site: Site) -> None:
         EndReason.OUT_OF_MEMORY,
         EndReason.BAD_INPUT,
         EndReason.BAD_OUTPUT,
-        EndReason.SANDBOX_FAILED,
     ],
 )
 def test_what_one_member_fails_of_the_gang_does(site: Site, reason: EndReason) -> None:

@@ -22,12 +22,13 @@ from gpool.agent.runtime.protocol import (
     CommandJob,
     CommandSandbox,
     Ended,
+    Runtime,
     SandboxFailed,
     Staged,
 )
 from gpool.agent.sandboxes import KILLED, Equipment, fault_of, image_of, limits_of, started
 from gpool.core.errors import GpoolError, Unreachable
-from gpool.core.model import EndReason, InputFile, OutputFile, Phase
+from gpool.core.model import EndReason, Fault, InputFile, OutputFile, Phase
 from gpool.transfer.artifacts import LeaseRef
 
 SAVING = frozenset({EndReason.PREEMPTED, EndReason.TIMED_OUT})
@@ -50,7 +51,9 @@ class CommandKeeper:
         self._outputs: tuple[OutputFile, ...] = ()
         self._began = equipment.clock()
         self._sandbox: CommandSandbox | None = None  # while the command runs
-        self._exited = False  # ... by itself
+        self._has_begun = False  # ... or has run
+        self._runtime: Runtime | None = None  # once it is chosen
+        self._exited = False  # by itself
         self._left: EndReason | None = None  # why it was asked to go
         self._parting: asyncio.Task[None] | None = None
         self._saver: Saver | None = None
@@ -107,6 +110,7 @@ class CommandKeeper:
                 ended.detail,
                 took,
                 self._outputs,
+                ended.fault,
             )
         )
 
@@ -122,19 +126,25 @@ class CommandKeeper:
         self._with.feed(CommandPrinted(self._start.task, self._start.epoch, 2, data))
 
     async def _keep(self) -> None:
+        await self._carry_out()
+        self._outcome = await self._with.told(self._outcome, self._runtime)
+
+    async def _carry_out(self) -> None:
         try:
             self._outcome, self._outputs = await self._run()
         except SandboxFailed as error:
-            self._outcome = Ended(125, error.reason, str(error))
+            fault = None if self._has_begun else error.fault
+            self._outcome = Ended(125, error.reason, str(error), fault=fault)
         except BadOutput as error:
             self._outcome = Ended(125, EndReason.BAD_OUTPUT, str(error))
         except (GpoolError, OSError) as error:
             detail = f"{type(error).__name__}: {error}"
-            self._outcome = Ended(125, EndReason.SANDBOX_FAILED, detail)
+            fault = None if self._has_begun else Fault.UNCLEAR
+            self._outcome = Ended(125, EndReason.SANDBOX_FAILED, detail, fault=fault)
 
     async def _run(self) -> Outcome:
         start, spec = self._start, self._start.spec
-        runtime = self._with.runtime_for(spec, start.owner)
+        runtime = self._runtime = self._with.runtime_for(spec, start.owner)
         async with contextlib.AsyncExitStack() as stack:
             staged = await self._fetch(stack)
             if isinstance(staged, Ended):
@@ -193,6 +203,7 @@ class CommandKeeper:
         """While it runs, and what becomes of it."""
         start = self._start
         self._sandbox = sandbox
+        self._has_begun = True
         self._with.feed(CommandStarted(start.task, start.epoch))
         saving = None
         if self._saver is not None:

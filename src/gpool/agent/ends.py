@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from gpool.agent.instructions import CallAnswered, CommandEnded, RunnerEnded
 from gpool.agent.lines import Held
 from gpool.agent.runtime.protocol import Ended
-from gpool.core.model import EndReason, Phase, TaskSpec
+from gpool.core.model import EndReason, Fault, Phase, TaskSpec
 from gpool.wire.frames import Finished
 
 MAX_ERROR_TEXT = 32 * 1024
@@ -27,6 +29,7 @@ def of_command(event: CommandEnded) -> Finished:
         error_text=event.error_text[:MAX_ERROR_TEXT],
         duration_us=event.duration_us,
         outputs=event.outputs,
+        fault=event.fault,
     )
 
 
@@ -41,6 +44,7 @@ def of_call(answer: CallAnswered) -> Finished:
         answer.value_sha256,
         answer.error_text[:MAX_ERROR_TEXT],
         answer.duration_us,
+        fault=answer.fault,
     )
 
 
@@ -65,8 +69,12 @@ def lost(held: Held) -> Finished:
 
 
 def not_started(held: Held, event: RunnerEnded) -> Finished:
+    """Where the task itself is at fault, its runtime says so."""
     text = f"the sandbox did not start: {event.detail}"
-    return _end(held, EndReason.SANDBOX_FAILED, text, event.exit_code)
+    if event.reason is EndReason.BAD_INPUT:
+        return _end(held, EndReason.BAD_INPUT, text, event.exit_code)
+    end = _end(held, EndReason.SANDBOX_FAILED, text, event.exit_code)
+    return msgspec.structs.replace(end, fault=event.fault or Fault.UNCLEAR)
 
 
 def died(held: Held, event: RunnerEnded) -> Finished:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from gpool.core.model import (
     Allocation,
     EndReason,
+    Fault,
     InputFile,
     Offer,
     OutputFile,
@@ -114,6 +115,7 @@ class CommandEnded:
     error_text: str
     duration_us: int
     outputs: tuple[OutputFile, ...] = ()
+    fault: Fault | None = None  # set: it could not be started
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +147,7 @@ class CallAnswered:
         None  # set when the call did not answer: an input missing, a value lost, its process gone
     )
     exit_code: int | None = None
+    fault: Fault | None = None  # set: it could not be begun
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +179,7 @@ class RunnerEnded:
     exit_code: int
     detail: str
     retired: bool = False
+    fault: Fault | None = None  # of one that could not be started
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from gpool.agent.badge import Badge, Identity
 from gpool.agent.boots import next_boot
 from gpool.agent.cache import ArtifactCache
 from gpool.agent.channel import Channel
+from gpool.agent.checkup import Checkup
 from gpool.agent.daemon import Daemon, boot_clock
 from gpool.agent.gpu.desk import GpuDesk
 from gpool.agent.instructions import Disconnected, Event, FrameArrived
@@ -133,6 +134,7 @@ async def run_agent(
             means.allowed,
             warm,
             seats=means.seats,
+            checkup=Checkup(boot_clock),
         )
 
     daemon = Daemon(Session(next_boot(settings.data_dir), offer), send, equip)

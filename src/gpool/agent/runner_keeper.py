@@ -47,7 +47,7 @@ from gpool.agent.sandboxes import (
     warm_key_of,
 )
 from gpool.core.errors import GpoolError, StaleLease, Unreachable
-from gpool.core.model import EndReason, Phase
+from gpool.core.model import EndReason, Fault, Phase
 from gpool.transfer.artifacts import LeaseRef, hash_of
 
 log = structlog.get_logger(__name__)
@@ -66,6 +66,8 @@ class RunnerKeeper:
         self._defined: set[str] = set()
         self._files: dict[int, contextlib.AsyncExitStack] = {}  # large arguments in use
         self._outcome = Ended(KILLED, EndReason.EXITED, "ended by the agent")
+        self._runtime: Runtime | None = None  # once it is chosen
+        self._has_begun = False  # it took calls
         self._begin()
         self.task = asyncio.create_task(self._keep())
         self.task.add_done_callback(self._report)
@@ -94,19 +96,26 @@ class RunnerKeeper:
         ended = fault_of(task) or self._outcome
         number = self._start.runner
         self._with.feed(
-            RunnerEnded(number, ended.reason, ended.exit_code, ended.detail, ended.retired)
+            RunnerEnded(
+                number, ended.reason, ended.exit_code, ended.detail, ended.retired, ended.fault
+            )
         )
 
     async def _keep(self) -> None:
         try:
             self._outcome = await self._run()
-        except (SandboxFailed, GpoolError, OSError) as error:
-            self._outcome = Ended(125, EndReason.SANDBOX_FAILED, f"{error}")
+        except SandboxFailed as error:
+            fault = None if self._has_begun else error.fault
+            self._outcome = Ended(125, error.reason, f"{error}", fault=fault)
+        except (GpoolError, OSError) as error:
+            fault = None if self._has_begun else Fault.UNCLEAR
+            self._outcome = Ended(125, EndReason.SANDBOX_FAILED, f"{error}", fault=fault)
+        self._outcome = await self._with.told(self._outcome, self._runtime)
 
     async def _run(self) -> Ended:
         """In a sandbox that was ready before anybody asked, else in one started for it."""
         start = self._start
-        runtime = self._with.runtime_for(start.spec, start.owner)
+        runtime = self._runtime = self._with.runtime_for(start.spec, start.owner)
         async with self._with.seat_for(runtime, start.user, start.allocation.slices) as seat:
             warmed = await self._take_warm(runtime, seat)
             if warmed is not None:
@@ -164,6 +173,7 @@ class RunnerKeeper:
     async def _serve(self, sandbox: RunnerSandbox) -> Ended:
         writer = asyncio.create_task(self._write(sandbox))
         try:
+            self._has_begun = True
             self._with.feed(RunnerReady(self._start.runner))
             async for batch in sandbox.events():
                 await self._pass_on(batch)
@@ -221,7 +231,10 @@ class RunnerKeeper:
     def _give_up(self, call: RunnerCall, error: GpoolError) -> None:
         reason = EndReason.SANDBOX_FAILED if isinstance(error, Unreachable) else EndReason.BAD_INPUT
         text = f"the function or its arguments could not be fetched: {error.detail}"
-        failed = CallAnswered(call.task, call.epoch, True, b"", "", text, 0, (), reason)
+        fault = Fault.UNCLEAR if reason is EndReason.SANDBOX_FAILED else None
+        failed = CallAnswered(
+            call.task, call.epoch, True, b"", "", text, 0, (), reason, fault=fault
+        )
         self._with.feed(CallsAnswered(self._start.runner, (failed,)))
 
     # ---- answers out

@@ -24,6 +24,7 @@ from gpool.agent.runtime.protocol import (
     GpuSeat,
     Lane,
     Limits,
+    PartFailed,
     Prepared,
     RunnerSandbox,
     Runtime,
@@ -36,6 +37,7 @@ from gpool.core import environments, rendezvous
 from gpool.core.model import (
     Allocation,
     EndReason,
+    Fault,
     Network,
     Offer,
     Phase,
@@ -158,6 +160,12 @@ class WarmSandboxes(Protocol):
     def lease_ended(self, holder: object, /) -> None: ...
 
 
+class SelfCheck(Protocol):
+    """Finds out whether the fault is this node's when something could not be started; see `gpool.agent.checkup`."""
+
+    async def fault(self, runtime: Runtime, /) -> Fault: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Allowed:
     """What the owner's rules let a node give."""
@@ -183,6 +191,15 @@ class Equipment:
     warm: WarmSandboxes | None = None
     cleaning: set[asyncio.Task[None]] = field(default_factory=set)
     seats: Seats | None = None
+    checkup: SelfCheck | None = None
+
+    async def told(self, ended: Ended, runtime: Runtime | None) -> Ended:
+        """With what this node finds out about itself, where nothing of the task ran."""
+        if ended.fault is not Fault.UNCLEAR or ended.reason is not EndReason.SANDBOX_FAILED:
+            return ended
+        if runtime is None or self.checkup is None:
+            return ended
+        return replace(ended, fault=await self.checkup.fault(runtime))
 
     @contextlib.asynccontextmanager
     async def seat_for(
@@ -225,18 +242,18 @@ class Equipment:
         lent = [one for one in self.runtimes if one.tier in self.allowed().tiers]
         strong = [one for one in lent if one.tier.strength >= floor.strength]
         if not strong or (floor is Tier.NONE and all(r.tier is not floor for r in strong)):
-            raise SandboxFailed(f"this node has no runtime of tier {floor.value!r}")
+            raise PartFailed(f"this node has no runtime of tier {floor.value!r}")
         fitting = [one for one in strong if one.images == bool(image_of(spec))]
         if not fitting:
             what = f"the image {image_of(spec)!r}" if image_of(spec) else "a task without an image"
-            raise SandboxFailed(f"no runtime of tier {floor.value!r} here runs {what}")
+            raise PartFailed(f"no runtime of tier {floor.value!r} here runs {what}")
         if needs.nodes > 1:
             fitting = [one for one in fitting if Network.EGRESS in one.networks]
             if not fitting or not self.allowed().gangs:
-                raise SandboxFailed("this node takes no members of gangs")
+                raise PartFailed("this node takes no members of gangs")
         fitting = [one for one in fitting if needs.network in one.networks]
         if not fitting:
-            raise SandboxFailed(f"this node gives no network {needs.network.value!r}")
+            raise PartFailed(f"this node gives no network {needs.network.value!r}")
         return min(fitting, key=lambda one: one.tier.strength)  # the first of equals
 
     @contextlib.asynccontextmanager
@@ -253,7 +270,7 @@ class Equipment:
             named = environment_of(spec)
             if named is not None:
                 if self.environments is None:
-                    raise SandboxFailed(f"this node has no environment {spec.environment!r}")
+                    raise PartFailed(f"this node has no environment {spec.environment!r}")
                 reach(Phase.BUILD)
                 making = self.environments.prepare(*named, said)
                 prepared = await stack.enter_async_context(making)
@@ -261,11 +278,9 @@ class Equipment:
             lane = None
             outward = spec.requirements.network is not Network.NONE
             if outward and (self.networks is None or not self.allowed().egress):
-                raise SandboxFailed(
-                    f"this node gives no network {spec.requirements.network.value!r}"
-                )
+                raise PartFailed(f"this node gives no network {spec.requirements.network.value!r}")
             if gang is not None and (self.networks is None or not self.allowed().gangs):
-                raise SandboxFailed("this node takes no members of gangs")
+                raise PartFailed("this node takes no members of gangs")
             if self.networks is not None and (outward or gang is not None):
                 opened = await self.networks.open(Egress() if gang is None else gang)
                 stack.push_async_callback(to_its_end, opened.close)

@@ -37,13 +37,15 @@ from gpool.agent.lines import (
     wrongs,
 )
 from gpool.agent.outbox import Outbox
-from gpool.core.model import EndReason, Phase, Slice, TaskSpec
+from gpool.core.model import EndReason, Fault, Phase, Slice, TaskSpec
 from gpool.wire.frames import HandedBack, Hold, Released
 from gpool.wire.frames import Line as GrantedLine
 
 NO_SECRETS: Mapping[int, Variables] = {}
 
 MAX_START_FAILURES = 3
+KNOWN = frozenset({Fault.NODE, Fault.PART})
+"""Faults that another try here would not mend."""
 SHUTDOWN_GRACE_US = 5_000_000  # between a stopping agent's warning and the kill
 RECLAIM_GRACE_US = 2_000_000  # for a task without a checkpoint: its owner waits for the GPU
 OURS = frozenset({EndReason.TIMED_OUT, EndReason.CANCELLED, EndReason.LOST, EndReason.PREEMPTED})
@@ -420,7 +422,8 @@ class Work:
         line.runner = None
         if runner.state is RunnerState.STARTING:
             line.failures += 1
-            if line.failures >= MAX_START_FAILURES and line.waiting:
+            is_sure = event.fault in KNOWN or event.reason is EndReason.BAD_INPUT
+            if (is_sure or line.failures >= MAX_START_FAILURES) and line.waiting:
                 line.failures = 0
                 head = line.waiting.popleft()
                 self._leases.finish(now, head, ends.not_started(head, event))

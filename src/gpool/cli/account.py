@@ -10,7 +10,8 @@ from urllib.parse import urlsplit
 import click
 
 from gpool.cli.calling import as_json, client_of
-from gpool.cli.printing import age, emit_json, fields, table
+from gpool.cli.naming import own_team_id, quoted
+from gpool.cli.printing import age, emit_json, table
 from gpool.core.errors import Invalid
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ def keep(ctx: click.Context, answer: Any, profile: str | None) -> dict[str, Any]
     file = SessionFile(home() / "sessions" / f"{safe}.json")
     with file.locked():
         file.write(Tokens.of(answer))
-    save_sign_in(name, client.url, file.path)
+    save_sign_in(name, client.url, file.path, fingerprint=client.door.address.fingerprint)
     door = client.door.as_somebody(SignedIn(file))
     ctx.call_on_close(door.close)
     me: dict[str, Any] = door.get_json("/v1/me")
@@ -188,7 +189,7 @@ def keys_ls(ctx: click.Context, everything: bool, as_json: bool) -> None:
     "--scope", "scopes", multiple=True, help="What it may do; may be given several times."
 )
 @click.option("--expires", metavar="TIME", help="How long it is good, e.g. 30d.")
-@click.option("--team", metavar="ID", help="Only for this team.")
+@click.option("--team", metavar="TEAM", help="Only for this team of yours.")
 @as_json
 @click.pass_context
 def keys_make(
@@ -207,9 +208,10 @@ def keys_make(
         wanted["scopes"] = list(scopes)
     if expires is not None:
         wanted["expires_in_s"] = int(seconds(expires))
+    client = client_of(ctx)
     if team is not None:
-        wanted["team"] = team
-    made = client_of(ctx).door.send_json("POST", "/v1/keys", wanted)
+        wanted["team"] = own_team_id(client, team)
+    made = client.door.send_json("POST", "/v1/keys", wanted)
     if as_json:
         emit_json(made)
         return
@@ -224,16 +226,3 @@ def keys_end(ctx: click.Context, key: str) -> None:
     """End a key: it opens nothing any more."""
     client_of(ctx).door.send("DELETE", f"/v1/keys/{quoted(key)}")
     click.echo(f"{key} ended")
-
-
-def quoted(text: str) -> str:
-    from urllib.parse import quote
-
-    return quote(text, safe="")
-
-
-def show(document: dict[str, Any], as_json: bool, names: str) -> None:
-    if as_json:
-        emit_json(document)
-    else:
-        fields(document, names.split())

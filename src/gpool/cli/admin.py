@@ -7,10 +7,11 @@ from typing import Any
 import click
 
 from gpool.cli.calling import as_json, client_of, listing
+from gpool.cli.naming import user_id
 from gpool.cli.operating import audit, keys
 from gpool.cli.policy import cordon, drain, policy, reservations, uncordon
 from gpool.cli.printing import emit_json, table
-from gpool.cli.quotas import quota_of, quota_options, show_quota, teams, user_id
+from gpool.cli.quotas import quota_of, quota_options, show_quota, teams
 from gpool.core.errors import Invalid
 
 PERMISSIONS = ("consumer", "provider", "operator")
@@ -146,7 +147,9 @@ def invite(ctx: click.Context, permissions: tuple[str, ...], expires: str, as_js
     if as_json:
         emit_json(made)
     else:
-        click.echo(f"gpool --url {client.url} register NAME --invite {made['token']}")
+        pinned = client.door.address.fingerprint
+        known = "" if pinned is None else f"GPOOL_FINGERPRINT={pinned} "
+        click.echo(f"{known}gpool --url {client.url} register NAME --invite {made['token']}")
         click.echo(f"  One person, once, until {made['expires_at']}.", err=True)
 
 

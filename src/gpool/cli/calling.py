@@ -18,7 +18,7 @@ as_json = click.option("--json", "as_json", is_flag=True, help="Print the REST d
 into = click.option(
     "-o",
     "--into",
-    type=click.Path(path_type=Path),
+    type=click.Path(path_type=Path, file_okay=False),
     default=Path(),
     help="Where outputs go (default: here).",
 )

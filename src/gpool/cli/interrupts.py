@@ -10,6 +10,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from enum import Enum
 from queue import Empty, SimpleQueue
@@ -121,6 +122,12 @@ class Reading(Generic[T, R]):
 
     def _carry(self, error: BaseException) -> None:
         self._error = error
+
+
+def unless_interrupted(work: Callable[[], R]) -> R | None:
+    """What `work` gives, which has nothing to say meanwhile; None after a Ctrl-C."""
+    with Reading[None, R](lambda _: work()) as reading:
+        return reading.show(lambda said: deque(said, 0).clear())
 
 
 class _Carried:

@@ -24,7 +24,7 @@ from gpool.core.errors import (
 )
 
 FAILED, USAGE, REFUSED, NOT_FOUND, UNREACHABLE = 1, 2, 3, 4, 5
-GPOOL_FAULT = 125
+GPOOL_FAULT, INTERRUPTED = 125, 130
 
 # verb: (module, one line for --help, which must not load the module; a test holds them equal)
 VERBS = {
@@ -145,11 +145,18 @@ def say_error(error: GpoolError) -> None:
         click.echo(f"  {plain(error.text)}\n  {' ' * error.position}^", err=True)
     elif isinstance(error, NotSignedIn):
         click.echo(
-            "  Sign in with: gpool login. Or set GPOOL_URL and GPOOL_KEY, or start a pool: gpool up",
+            "  Sign in with: gpool login (new here: gpool register NAME). Or set GPOOL_URL and GPOOL_KEY, "
+            "or start a pool: gpool up",
             err=True,
         )
     elif isinstance(error, Forbidden):
         click.echo("  Who you are here, and what you may: gpool whoami", err=True)
+    elif isinstance(error, Unreachable) and "CERTIFICATE_VERIFY_FAILED" in error.detail:
+        click.echo(
+            "  No authority that this machine trusts vouches for it. If it has a certificate of its own, take its "
+            "fingerprint from whoever runs it (join links end with it) and set GPOOL_FINGERPRINT",
+            err=True,
+        )
     elif isinstance(error, Unreachable):
         click.echo(
             "  Start one with: gpool up. Another address: gpool --url URL, or GPOOL_URL", err=True

@@ -4,12 +4,46 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
-from gpool.cli.account import quoted
 from gpool.core.errors import Forbidden, Invalid, NotFound
 
 if TYPE_CHECKING:
     from gpool.client.client import Client
+
+
+def quoted(text: str) -> str:
+    """As one part of an address."""
+    return quote(text, safe="")
+
+
+def own_team_id(client: Client, text: str) -> str:
+    """The id of a team of the caller's, by its name too."""
+    return quoted(client.team_id(text))
+
+
+def team_id(client: Client, text: str) -> str:
+    """For operators: any team's id, by its name too."""
+    return _id(client, text, "tm-", "team", all="true")
+
+
+def user_id(client: Client, text: str) -> str:
+    """For operators: any user's id, by their name too."""
+    return _id(client, text, "u-", "user")
+
+
+def _id(client: Client, text: str, prefix: str, kind: str, **filters: str) -> str:
+    if text.startswith(prefix):
+        return quoted(text)
+    for one in client.listing(f"{kind}s", limit=None, **filters):
+        if one["name"] == text:
+            return str(one["id"])
+    raise NotFound(f"no {kind} {text!r}; `gpool admin {kind}s ls --all` lists them")
+
+
+def who_is_who(client: Client) -> dict[str, str]:
+    """For operators: the name of every user and team, by id."""
+    return names_of(client, "users") | names_of(client, "teams", all="true")
 
 
 def node_id(client: Client, what: str | None, *, own: bool = False) -> str:

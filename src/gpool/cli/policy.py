@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from gpool.cli.account import quoted
 from gpool.cli.calling import as_json, client_of
-from gpool.cli.naming import names_of, node_id
+from gpool.cli.naming import names_of, node_id, quoted, team_id, user_id, who_is_who
 from gpool.cli.printing import emit_json, fields, local_time, plain, table
-from gpool.cli.quotas import team_id, user_id, who_is_who
 from gpool.client.moments import moment, now
 from gpool.core.errors import Invalid, NotFound
 
@@ -227,7 +226,7 @@ def _cordon(ctx: click.Context, node: str, wanted: dict[str, Any], as_json: bool
 
 
 def _weight(client: Client, text: str) -> tuple[str, float | None]:
-    """Of a team, or else of a user."""
+    """Of a team or a user: anybody may call a team as somebody else is called, so a name of both is refused."""
     who, _, value = text.rpartition("=")
     try:
         weight = None if value == "configured" else float(value)
@@ -235,10 +234,18 @@ def _weight(client: Client, text: str) -> tuple[str, float | None]:
         raise Invalid(f"{text!r} is not WHO=N, as in lab=2 or tm-0000000000001=2") from None
     if who.startswith(("tm-", "u-")):
         return who, weight
-    try:
-        return team_id(client, who), weight
-    except NotFound:
-        return user_id(client, who), weight
+    found = []
+    for look in (team_id, user_id):
+        with suppress(NotFound):
+            found.append(look(client, who))
+    if not found:
+        lists = "`gpool admin teams ls --all` and `gpool admin users ls --all` list them"
+        raise NotFound(f"no team and no user is called {who!r}; {lists}")
+    if len(found) > 1:
+        raise Invalid(
+            f"a team and a user are called {who!r}; say which by its id: {' or '.join(found)}"
+        )
+    return found[0], weight
 
 
 def _seconds(text: str) -> float:

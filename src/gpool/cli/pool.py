@@ -153,10 +153,12 @@ def node_show(ctx: click.Context, what: str | None, as_json: bool) -> None:
     audience = document.get("audience")
     document["audience"] = "some" if audience is None else audience or "anyone"
     document["gpus"] = [one["model"] for one in document.get("gpus") or []]
+    document["cpus"] = f"{document['cpu_milli'] / 1000:g}"
+    document["memory"] = gib(document["memory_bytes"])
     document["price"] = _price(document.get("price_microcredits") or 0)
     names = (
         "id name owner site status availability closed cordoned problems audience tiers labels price networks pythons "
-        "environments builds cpu_milli memory_bytes gpus running last_beat_at"
+        "environments builds cpus memory gpus running last_beat_at"
     )
     fields(document, names.split())
 

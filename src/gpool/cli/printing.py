@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import re
 import sys
+import unicodedata
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from email.utils import parsedate_to_datetime
+from textwrap import indent
 from typing import Any, BinaryIO, TextIO
 
 import click
@@ -99,8 +101,21 @@ def _writer(name: str) -> Callable[[Printed | None], None]:
 
 
 def emit_json(document: object) -> None:
+    click.echo(_json(document))
+
+
+def emit_json_list(documents: Iterable[object]) -> None:
+    """What `emit_json` prints for a list, piece by piece as its members come."""
+    before = "["
+    for document in documents:
+        click.echo(f"{before}\n{indent(_json(document), '  ')}", nl=False)
+        before = ","
+    click.echo("\n]" if before == "," else "[]")
+
+
+def _json(document: object) -> str:
     text = json.dumps(document, indent=2, ensure_ascii=False)
-    click.echo(_UNSAID.sub(lambda found: f"\\u{ord(found.group()):04x}", text))
+    return _UNSAID.sub(lambda found: f"\\u{ord(found.group()):04x}", text)
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]], empty: str) -> None:
@@ -109,14 +124,22 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[object]], empty: str) 
     if not cells:
         click.echo(empty, err=True)
         return
-    widths = [max(len(line[at]) for line in [list(columns), *cells]) for at in range(len(columns))]
-    header = "  ".join(
-        name.upper().ljust(width) for name, width in zip(columns, widths, strict=True)
-    )
-    click.echo(styled(header.rstrip(), bold=True))
-    for line in cells:
-        text = "  ".join(value.ljust(width) for value, width in zip(line, widths, strict=True))
-        click.echo(text.rstrip())
+    lines = [[name.upper() for name in columns], *cells]
+    widths = [max(map(_width, column)) for column in zip(*lines, strict=True)]
+    for line in lines:
+        padded = (
+            value + " " * (width - _width(value)) for value, width in zip(line, widths, strict=True)
+        )
+        text = "  ".join(padded).rstrip()
+        click.echo(styled(text, bold=True) if line is lines[0] else text)
+
+
+def _width(text: str) -> int:
+    """Places on a terminal: two for a letter of Chinese, Japanese or Korean, none for an accent of its own."""
+    if text.isascii():
+        return len(text)
+    wide = sum(unicodedata.east_asian_width(letter) in "WF" for letter in text)
+    return len(text) + wide - sum(unicodedata.combining(letter) > 0 for letter in text)
 
 
 def fields(document: Mapping[str, Any], names: Sequence[str]) -> None:
@@ -126,6 +149,14 @@ def fields(document: Mapping[str, Any], names: Sequence[str]) -> None:
     width = max((len(name) for name, _ in shown), default=0)
     for name, value in shown:
         click.echo(f"{name.ljust(width)}  {_cell(value)}")
+
+
+def show(document: Mapping[str, Any], as_json: bool, names: str) -> None:
+    """A document whole as JSON, or those of its members that `names` lists."""
+    if as_json:
+        emit_json(document)
+    else:
+        fields(document, names.split())
 
 
 def _cell(value: object) -> str:

@@ -1,8 +1,10 @@
-"""What whoever waits for a task is told meanwhile. It asks the server why a task waits, and nothing else."""
+"""What whoever waits for a task or for files on their way is told meanwhile. It asks the server why a task waits, and nothing else."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import click
@@ -10,6 +12,7 @@ import click
 from gpool.core.errors import GpoolError
 
 if TYPE_CHECKING:
+    from gpool.client.artifacts import Progress as UploadProgress
     from gpool.client.logs import Progress
     from gpool.client.runs import Run
 
@@ -74,3 +77,45 @@ class ProgressLine:
             f"gpool: it waits. {plain(sentence)}\n"
             f"  When it starts, and what would start it now: gpool explain {self._run.id}"
         )
+
+
+@contextmanager
+def progress_bar() -> Iterator[UploadProgress | None]:
+    """A bar for each file on its way, on a terminal only."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn
+
+    bars = Progress(
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        DownloadColumn(),
+        console=Console(stderr=True),
+        transient=True,
+    )
+    known: dict[str, TaskID] = {}
+    ended: dict[str, int] = {}
+
+    def show(path: str, done: int, total: int) -> None:
+        if not known:  # not before: where nothing is moved, the terminal is left alone
+            bars.start()
+            known[""] = bars.add_task("", total=None, visible=False)
+        if done < total and path not in known:
+            known[path] = bars.add_task(path, total=total)
+        if done < total:
+            bars.update(known[path], completed=done)
+            return
+        ended[path] = total
+        if path in known:
+            bars.remove_task(known.pop(path))
+        told = f"{len(ended)} files"
+        bars.update(
+            known[""], description=told, completed=sum(ended.values()), visible=len(ended) > 1
+        )
+
+    try:
+        yield show
+    finally:
+        bars.stop()

@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from gpool.cli.account import quoted, show
 from gpool.cli.calling import as_json, client_of, listing
-from gpool.cli.naming import names_of
-from gpool.cli.printing import emit_json, table
-from gpool.core.errors import Invalid, NotFound
+from gpool.cli.naming import team_id
+from gpool.cli.printing import emit_json, show, table
+from gpool.core.errors import Invalid
 from gpool.core.gpuspec import parse_bytes
 
 if TYPE_CHECKING:
@@ -81,6 +80,8 @@ def _limit(
 
 def quota_told(document: dict[str, Any]) -> dict[str, Any]:
     """The document with its quota in words."""
+    from gpool.client.local_files import shown_size
+
     quota = document.get("quota") or {}
     gpus, sure = quota.get("running_gpus"), quota.get("guaranteed_gpus")
     queued, storage = quota.get("queued_tasks"), quota.get("storage_bytes")
@@ -88,7 +89,7 @@ def quota_told(document: dict[str, Any]) -> dict[str, Any]:
         *([f"at most {gpus:g} GPU(s) at once"] if gpus is not None else ()),
         *([f"sure of {sure:g}"] if sure else ()),
         *([f"{queued} task(s) waiting"] if queued is not None else ()),
-        *([f"{storage} bytes stored"] if storage is not None else ()),
+        *([f"{shown_size(storage)} stored"] if storage is not None else ()),
     ]
     return {**document, "quota": ", ".join(told) or f"as {USUAL} for everybody"}
 
@@ -107,7 +108,7 @@ def teams() -> None:
 @click.pass_context
 def teams_ls(ctx: click.Context, as_json: bool, everything: bool, limit: int) -> None:
     """List all teams."""
-    found = _all(client_of(ctx), None if everything else limit)
+    found = client_of(ctx).listing("teams", limit=None if everything else limit, all="true")
     if as_json:
         emit_json(found)
         return
@@ -138,32 +139,3 @@ def teams_set(ctx: click.Context, /, team_: str, as_json: bool, **quota: Any) ->
     path = f"/v1/teams/{team_id(client, team_)}"
     wanted = {"quota": quota_of(client, path, **quota)}
     show_quota(client.door.send_json("PATCH", path, wanted), as_json, _FIELDS)
-
-
-def _all(client: Client, limit: int | None) -> list[dict[str, Any]]:
-    return client.listing("teams", limit=limit, all="true")
-
-
-def who_is_who(client: Client) -> dict[str, str]:
-    """For operators: the name of every user and team, by id."""
-    return names_of(client, "users") | names_of(client, "teams", all="true")
-
-
-def user_id(client: Client, text: str) -> str:
-    """Any user's id, by their name too."""
-    if text.startswith("u-"):
-        return quoted(text)
-    for one in client.listing("users"):
-        if one["name"] == text:
-            return str(one["id"])
-    raise NotFound(f"no user {text!r}; `gpool admin users ls --all` lists them")
-
-
-def team_id(client: Client, text: str) -> str:
-    """Any team's id, by its name too."""
-    if text.startswith("tm-"):
-        return quoted(text)
-    for one in _all(client, None):
-        if one["name"] == text:
-            return str(one["id"])
-    raise NotFound(f"no team {text!r}; `gpool admin teams ls --all` lists them")

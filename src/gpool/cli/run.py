@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import stat
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,15 +14,14 @@ import click
 
 from gpool.cli.calling import as_json, client_of, into
 from gpool.cli.due import due
-from gpool.cli.interrupts import Reading
-from gpool.cli.main import FAILED, GPOOL_FAULT, say_error
-from gpool.cli.progress import ProgressLine, on_stderr
-from gpool.cli.team import team_id
+from gpool.cli.following import say_how_it_ended, show
+from gpool.cli.interrupts import Reading, unless_interrupted
+from gpool.cli.main import FAILED, GPOOL_FAULT, INTERRUPTED, say_error
+from gpool.cli.progress import ProgressLine, on_stderr, progress_bar
 from gpool.core.errors import GpoolError, Invalid
 
 if TYPE_CHECKING:
     from gpool.client.artifacts import LocalFile
-    from gpool.client.artifacts import Progress as UploadProgress
     from gpool.client.client import Client
     from gpool.client.logs import Printed
     from gpool.client.results import Result
@@ -154,8 +152,6 @@ def run(
     from gpool.client.options import Options
 
     client = client_of(ctx)
-    if wanted["team"] is not None:
-        wanted["team"] = team_id(client, str(wanted["team"]))
     shipped = shipment(workdir, ignore, inputs)
     script = script_of(command, workdir)
     if script is not None:
@@ -164,9 +160,16 @@ def run(
         wanted["script"] = script.source
     options = Options.of({**wanted, "env": variables(env), "secrets": secrets(secret)})
     with progress_bar() as progress:
-        submitted = client.submit_command(
-            command, inputs=shipped, outputs=outputs, options=options, progress=progress
+        submitted = unless_interrupted(
+            lambda: client.submit_command(
+                command, inputs=shipped, outputs=outputs, options=options, progress=progress
+            )
         )
+    if submitted is None:
+        click.echo(
+            "\nStopped before the task had an id; whether the pool took it says: gpool ps", err=True
+        )
+        ctx.exit(INTERRUPTED)
     if detach:
         if as_json:
             _print_document(submitted)
@@ -177,6 +180,8 @@ def run(
         code = attend(client, submitted, into, quiet=as_json)
         if as_json:
             _print_document(submitted)
+    except KeyboardInterrupt:  # between two readings
+        code = detached(submitted, lambda _: False)
     except GpoolError as error:
         if os.environ.get("GPOOL_DEBUG"):
             raise
@@ -207,26 +212,27 @@ def attend(client: Client, submitted: Run, into: Path, *, quiet: bool) -> int:
         if result is None:
             return detached(submitted, reading.is_pressed_again)
     say_how_it_ended(result)
-    if result.outputs:
-        with progress_bar() as progress:
-            client.artifacts.fetch(result.outputs, into, *([progress] if progress else []))
     from gpool.client.results import exit_code
 
+    if not result.outputs:
+        return exit_code(result)
+    kept = f"its outputs are kept. Fetch them with: gpool result {submitted.id} --into FOLDER"
+    try:
+        with progress_bar() as progress:
+            told = [progress] if progress else []
+            fetched = unless_interrupted(
+                lambda: client.artifacts.fetch(result.outputs, into, *told)
+            )
+    except GpoolError as error:
+        if os.environ.get("GPOOL_DEBUG"):
+            raise
+        say_error(error)
+        click.echo(f"  The task has ended and {kept}", err=True)
+        return GPOOL_FAULT
+    if fetched is None:
+        click.echo(f"\nThe task has ended and {kept}", err=True)
+        return INTERRUPTED
     return exit_code(result)
-
-
-def show(said: Iterator[Printed | str], *, quiet: bool) -> None:
-    """Print what a task writes, and the lines about what it does meanwhile."""
-    from gpool.cli.printing import LogPrinter
-
-    def pieces() -> Iterator[Printed]:
-        for one in said:
-            if isinstance(one, str):
-                on_stderr(one)
-            else:
-                yield one
-
-    LogPrinter(all_to_stderr=quiet).show(pieces())
 
 
 def script_of(command: tuple[str, ...], workdir: Path | None) -> LocalFile | None:
@@ -248,15 +254,6 @@ def script_of(command: tuple[str, ...], workdir: Path | None) -> LocalFile | Non
     return LocalFile(name, source, about.st_size, bool(about.st_mode & stat.S_IXUSR))
 
 
-def say_how_it_ended(result: Result, *, code_too: bool = False) -> None:
-    """A line for every end that its exit code does not tell; `code_too`: for that one as well."""
-    from gpool.cli.printing import plain
-    from gpool.client.results import failure
-
-    if result.status != "succeeded" and (code_too or result.reason != "exited"):
-        click.echo(f"gpool: {plain(failure(result).detail)}", err=True)
-
-
 def detached(submitted: Run, is_pressed_again: Callable[[float], bool]) -> int:
     """After the first Ctrl-C: say how to come back; a second one cancels."""
     click.echo(
@@ -268,7 +265,7 @@ def detached(submitted: Run, is_pressed_again: Callable[[float], bool]) -> int:
         return FAILED
     submitted.cancel()
     click.echo(f"Cancelled {submitted.id}.", err=True)
-    return 130
+    return INTERRUPTED
 
 
 def variables(given: tuple[str, ...]) -> dict[str, str]:
@@ -310,48 +307,6 @@ def secrets(given: tuple[str, ...]) -> dict[str, str]:
                 f"--secret {name}: there is no such variable here; set it, or write --secret {name}=@FILE"
             )
     return found
-
-
-@contextmanager
-def progress_bar() -> Iterator[UploadProgress | None]:
-    """A bar for each file on its way, on a terminal only."""
-    if not sys.stderr.isatty():
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn
-
-    bars = Progress(
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        DownloadColumn(),
-        console=Console(stderr=True),
-        transient=True,
-    )
-    known: dict[str, TaskID] = {}
-    ended: dict[str, int] = {}
-
-    def show(path: str, done: int, total: int) -> None:
-        if not known:  # not before: where nothing is moved, the terminal is left alone
-            bars.start()
-            known[""] = bars.add_task("", total=None, visible=False)
-        if done < total and path not in known:
-            known[path] = bars.add_task(path, total=total)
-        if done < total:
-            bars.update(known[path], completed=done)
-            return
-        ended[path] = total
-        if path in known:
-            bars.remove_task(known.pop(path))
-        told = f"{len(ended)} files"
-        bars.update(
-            known[""], description=told, completed=sum(ended.values()), visible=len(ended) > 1
-        )
-
-    try:
-        yield show
-    finally:
-        bars.stop()
 
 
 def _print_document(submitted: Run) -> None:

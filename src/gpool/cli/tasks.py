@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from gpool.cli.calling import as_json, client_of, into, listing
-from gpool.cli.main import FAILED, GPOOL_FAULT, exit_code_of, say_error
-from gpool.cli.naming import node_told, shared_names
-from gpool.cli.printing import LogPrinter, age, emit_json, fields, local_time, plain, table
-from gpool.cli.progress import ProgressLine
-from gpool.cli.quotas import who_is_who
-from gpool.cli.run import progress_bar, say_how_it_ended
-from gpool.cli.team import team_id
+from gpool.cli.following import say_how_it_ended, show, show_documents
+from gpool.cli.interrupts import Reading
+from gpool.cli.main import FAILED, GPOOL_FAULT, INTERRUPTED, exit_code_of, say_error
+from gpool.cli.naming import node_told, own_team_id, shared_names, who_is_who
+from gpool.cli.printing import age, emit_json, fields, local_time, plain, table
+from gpool.cli.progress import ProgressLine, progress_bar
 from gpool.core.errors import GpoolError, Invalid
 
 if TYPE_CHECKING:
     from gpool.client.client import Client
+    from gpool.client.results import Result
+    from gpool.client.runs import Run
 
 F = TypeVar("F", bound=Callable[..., Any])
 task_id = click.argument("task", metavar="ID")
@@ -44,7 +47,7 @@ def whose_tasks(client: Client, team: str | None, everybody: bool) -> dict[str, 
         raise Invalid("--everybody and --team exclude each other")
     if everybody:
         return {"all": "true"}
-    return {} if team is None else {"team": team_id(client, team)}
+    return {} if team is None else {"team": own_team_id(client, team)}
 
 
 @click.command()
@@ -134,6 +137,7 @@ def status(ctx: click.Context, task: str, as_json: bool) -> None:
     if as_json:
         emit_json(document)
         return
+    document["command"] = shlex.join(document.get("command") or ())
     outputs = document.get("outputs") or []
     document["outputs"] = [output["path"] for output in outputs]
     saved = document.get("checkpoint")
@@ -167,16 +171,22 @@ def status(ctx: click.Context, task: str, as_json: bool) -> None:
 @click.pass_context
 def logs(ctx: click.Context, task: str, follow: bool, as_json: bool) -> None:
     """Print what a task wrote."""
-    run = client_of(ctx).get(task)
-    if as_json:
-        emit_json(list(run.log_documents(follow=follow)))
-        return
-    try:
-        tell = ProgressLine(run=run, phases=sys.stderr.isatty()) if follow else None
-        LogPrinter().show(run.printed(follow=follow, on_progress=tell))
-    except KeyboardInterrupt:
-        click.echo(f"\nTask {task} goes on. Come back with: gpool logs -f {task}", err=True)
-        ctx.exit(FAILED)
+    client = client_of(ctx)
+
+    def read(say: Callable[[Any], None]) -> bool:
+        run = client.get(task)
+        tell = ProgressLine(say, run, phases=sys.stderr.isatty()) if follow else None
+        read_on = run.log_documents if as_json else run.printed
+        for piece in read_on(follow=follow, on_progress=tell):
+            say(piece)
+        return True
+
+    with Reading(read) as reading:
+        is_whole = reading.show(show_documents if as_json else partial(show, quiet=False))
+    if not is_whole:
+        again = f"gpool logs {'-f ' if follow else ''}{task}"
+        click.echo(f"\nThe task is not stopped by this. Come back with: {again}", err=True)
+        ctx.exit(INTERRUPTED)
 
 
 @click.command()
@@ -194,28 +204,40 @@ def wait(ctx: click.Context, tasks: tuple[str, ...], timeout: str | None, as_jso
 
     ends = None if timeout is None else time.monotonic() + seconds(timeout)
     client = client_of(ctx)
-    runs = [client.get(task) for task in tasks]  # before these answer, there is no id to speak of
-    documents, codes = [], []
-    try:
+    runs: list[Run] = []
+    documents, codes = list[dict[str, Any]](), list[int]()
+
+    def read(say: Callable[[tuple[Result, dict[str, Any]]], None]) -> bool:
+        runs[:] = [client.get(task) for task in tasks]
         for run in runs:
             result = run.wait(None if ends is None else max(0.0, ends - time.monotonic()))
-            if as_json:
-                documents.append(run.document())
+            say((result, run.document() if as_json else {}))
+        return True
+
+    def told(ended: Iterator[tuple[Result, dict[str, Any]]]) -> None:
+        for result, document in ended:
             say_how_it_ended(result)
+            documents.append(document)
             codes.append(exit_code(result))
+
+    try:
+        with Reading(read) as reading:
+            is_whole = reading.show(told)
     except TimeoutError:
         left = tasks[len(codes)]
         click.echo(f"gpool: task {left} has not ended within {timeout}; it goes on", err=True)
         ctx.exit(FAILED)
-    except KeyboardInterrupt:
-        left = " ".join(tasks[len(codes) :])
-        click.echo(f"\nWhat you waited for goes on. Wait again with: gpool wait {left}", err=True)
-        ctx.exit(FAILED)
     except GpoolError as error:
-        if os.environ.get("GPOOL_DEBUG"):
+        if not runs or os.environ.get(
+            "GPOOL_DEBUG"
+        ):  # before these answer there is no id to speak of
             raise
         say_error(error)
         ctx.exit(GPOOL_FAULT)
+    if not is_whole:
+        left = " ".join(("--json", *tasks) if as_json else tasks[len(codes) :])
+        click.echo(f"\nWhat you waited for goes on. Wait again with: gpool wait {left}", err=True)
+        ctx.exit(INTERRUPTED)
     if as_json:
         emit_json(documents if len(tasks) > 1 else documents[0])
     ctx.exit(next((code for code in codes if code), 0))

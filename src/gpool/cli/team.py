@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
-from gpool.cli.account import quoted, show
 from gpool.cli.calling import as_json, client_of
-from gpool.cli.printing import emit_json, table
+from gpool.cli.naming import own_team_id
+from gpool.cli.printing import emit_json, show, table
 from gpool.core.errors import NotFound
-
-if TYPE_CHECKING:
-    from gpool.client.client import Client
 
 role_option = click.option(
     "--role",
@@ -22,11 +19,6 @@ role_option = click.option(
     help="What they may do there.",
 )
 the_team = click.argument("team_", metavar="TEAM")
-
-
-def team_id(client: Client, name: str) -> str:
-    """A team of yours by its id or name, as part of an address."""
-    return quoted(client.team_id(name))
 
 
 @click.group()
@@ -64,7 +56,7 @@ def team_make(ctx: click.Context, name: str, as_json: bool) -> None:
 def team_members(ctx: click.Context, team_: str, as_json: bool) -> None:
     """List who is in a team."""
     client = client_of(ctx)
-    found = client.door.get_json(f"/v1/teams/{team_id(client, team_)}/members")["items"]
+    found = client.door.get_json(f"/v1/teams/{own_team_id(client, team_)}/members")["items"]
     if as_json:
         emit_json(found)
         return
@@ -81,7 +73,7 @@ def team_members(ctx: click.Context, team_: str, as_json: bool) -> None:
 def team_add(ctx: click.Context, team_: str, user: str, role: str, as_json: bool) -> None:
     """Take somebody in, or change their role."""
     client = client_of(ctx)
-    path = f"/v1/teams/{team_id(client, team_)}/members"
+    path = f"/v1/teams/{own_team_id(client, team_)}/members"
     made = client.door.send_json("POST", path, {"user": user, "role": role})
     show(made, as_json, "user name role")
 
@@ -93,7 +85,7 @@ def team_add(ctx: click.Context, team_: str, user: str, role: str, as_json: bool
 def team_remove(ctx: click.Context, team_: str, user: str) -> None:
     """Send somebody away."""
     client = client_of(ctx)
-    path = f"/v1/teams/{team_id(client, team_)}/members"
+    path = f"/v1/teams/{own_team_id(client, team_)}/members"
     found = [one for one in client.door.get_json(path)["items"] if user in _names(one)]
     if not found:
         raise NotFound(f"no {user!r} in {team_}; `gpool team members {team_}` lists them")
@@ -112,7 +104,7 @@ def team_leave(ctx: click.Context, team_: str) -> None:
     """Leave a team."""
     client = client_of(ctx)
     me = client.door.get_json("/v1/me")["id"]
-    client.door.send("DELETE", f"/v1/teams/{team_id(client, team_)}/members/{me}")
+    client.door.send("DELETE", f"/v1/teams/{own_team_id(client, team_)}/members/{me}")
     click.echo(f"You left {team_}")
 
 
@@ -128,7 +120,7 @@ def team_invite(ctx: click.Context, team_: str, role: str, expires: str, as_json
 
     client = client_of(ctx)
     wanted = {"role": role, "expires_in_s": int(seconds(expires))}
-    made = client.door.send_json("POST", f"/v1/teams/{team_id(client, team_)}/invites", wanted)
+    made = client.door.send_json("POST", f"/v1/teams/{own_team_id(client, team_)}/invites", wanted)
     if as_json:
         emit_json(made)
     else:
@@ -157,7 +149,9 @@ def team_join(ctx: click.Context, token: str, as_json: bool) -> None:
 def team_rename(ctx: click.Context, team_: str, name: str, as_json: bool) -> None:
     """Give a team another name."""
     client = client_of(ctx)
-    changed = client.door.send_json("PATCH", f"/v1/teams/{team_id(client, team_)}", {"name": name})
+    changed = client.door.send_json(
+        "PATCH", f"/v1/teams/{own_team_id(client, team_)}", {"name": name}
+    )
     show(changed, as_json, "id name role")
 
 
@@ -168,5 +162,5 @@ def team_rename(ctx: click.Context, team_: str, name: str, as_json: bool) -> Non
 def team_delete(ctx: click.Context, team_: str) -> None:
     """Delete a team that has nothing open."""
     client = client_of(ctx)
-    client.door.send("DELETE", f"/v1/teams/{team_id(client, team_)}")
+    client.door.send("DELETE", f"/v1/teams/{own_team_id(client, team_)}")
     click.echo(f"{team_} is gone")

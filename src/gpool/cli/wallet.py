@@ -7,8 +7,9 @@ from typing import Any
 
 import click
 
-from gpool.cli.account import anonymous, password_of, quoted
+from gpool.cli.account import anonymous, password_of
 from gpool.cli.calling import as_json, client_of
+from gpool.cli.naming import quoted
 from gpool.cli.printing import emit_json, table
 from gpool.cli.signing import signed
 from gpool.core.errors import Invalid

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import stat
@@ -71,7 +72,7 @@ def gather(inputs: Iterable[Input], root: Path | None = None) -> list[LocalFile]
 
 def _add(found: dict[str, LocalFile], file: LocalFile) -> None:
     other = found.setdefault(file.path, file)
-    if other.source.absolute() != file.source.absolute():
+    if other.source.resolve() != file.source.resolve():
         raise Invalid(
             f"'{other.source}' and '{file.source}' would both be '{file.path}' there; leave out one"
         )
@@ -79,19 +80,41 @@ def _add(found: dict[str, LocalFile], file: LocalFile) -> None:
 
 def _walk(source: Path, given: str | os.PathLike[str]) -> Iterator[Path]:
     if source.is_dir():
-        for folder, folders, names in os.walk(source):
-            folders.sort()
-            for name in sorted(names):
-                file = Path(folder) / name
-                if not file.is_file():
-                    raise Invalid(f"'{file}' (in input '{given}') is not a plain file")
-                yield file
+        real = source.resolve()
+        yield from _files_in(source, f"in input '{given}'", real, (real,))
     elif source.is_file():
         yield source
     elif source.exists():
         raise Invalid(f"input '{given}' is neither a file nor a folder")
     else:
         raise Invalid(f"input '{given}' does not exist")
+
+
+def _files_in(
+    folder: Path, where: str, real_top: Path, entered: tuple[Path, ...]
+) -> Iterator[Path]:
+    """What lies beneath `folder`; no link leads out of `real_top`. `entered`: where we are, without links."""
+    try:
+        names = sorted(os.listdir(folder))
+    except OSError as exc:
+        raise Invalid(f"'{folder}' ({where}) cannot be read: {exc.strerror}") from exc
+    for name in names:
+        file = folder / name
+        if file.is_symlink() and not file.exists():
+            raise Invalid(f"'{file}' ({where}) is a link to nothing; remove it")
+        real = file.resolve()
+        if not real.is_relative_to(real_top):
+            raise Invalid(
+                f"'{file}' ({where}) is a link out of it, to {real}; copy what it names, or remove it"
+            )
+        if file.is_dir():
+            if real in entered:
+                raise Invalid(f"'{file}' ({where}) is a link to a folder it lies in; remove it")
+            yield from _files_in(file, where, real_top, (*entered, real))
+        elif file.is_file():
+            yield file
+        else:
+            raise Invalid(f"'{file}' ({where}) is not a plain file; remove it")
 
 
 class Artifacts:
@@ -117,7 +140,10 @@ class Artifacts:
 
     def put_file(self, file: LocalFile, progress: Progress = _silent) -> str:
         """Upload a file in parts, memory flat; the hash. A broken upload goes on where the server says."""
-        sha256, size_bytes = hash_of(file.source)
+        try:
+            sha256, size_bytes = hash_of(file.source)
+        except OSError as exc:
+            raise Invalid(f"input '{file.path}' cannot be read: {exc.strerror}") from exc
         if sha256 not in self._there:
             self._door.carry_out(
                 lambda: _told(upload(file.source, sha256, size_bytes), file, progress)
@@ -134,7 +160,10 @@ class Artifacts:
         self, outputs: Sequence[Output], into: Path, progress: Progress = _silent
     ) -> list[Path]:
         """Write the outputs beneath `into`, replacing what is there, and nothing outside it."""
-        into.mkdir(parents=True, exist_ok=True)
+        try:
+            into.mkdir(parents=True, exist_ok=True)
+        except OSError as exc:
+            raise Conflict(f"'{into}' cannot be written to: {exc.strerror}") from exc
         written = []
         for output in outputs:
             name = checked(output.path)
@@ -147,11 +176,11 @@ class Artifacts:
         return written
 
     def _fetch_one(self, output: Output, folder: int, name: str, progress: Progress) -> None:
-        partial = f".{name[:100]}.{output.sha256[:16]}.part"
+        short = name.encode()[:100].decode(errors="ignore")
+        partial = f".{short}.{output.sha256[:16]}.part"
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-        descriptor = os.open(partial, flags, 0o600, dir_fd=folder)
         try:
-            with os.fdopen(descriptor, "r+b") as file:
+            with os.fdopen(os.open(partial, flags, 0o600, dir_fd=folder), "r+b") as file:
                 landing = Landing(file, lambda done: progress(output.path, done, output.size_bytes))
                 self._door.carry_out(lambda: download(output.sha256, landing))
                 mask = os.umask(0)
@@ -159,9 +188,12 @@ class Artifacts:
                 os.fchmod(file.fileno(), (0o777 if output.executable else 0o666) & ~mask)
             os.replace(partial, name, src_dir_fd=folder, dst_dir_fd=folder)
         except IsADirectoryError as exc:
+            os.unlink(partial, dir_fd=folder)
             raise Conflict(
                 f"output '{output.path}' cannot be written: a folder of that name is there"
             ) from exc
+        except OSError as exc:
+            raise Conflict(f"output '{output.path}' cannot be written: {exc.strerror}") from exc
         except GpoolError:
             if not os.stat(partial, dir_fd=folder).st_size:  # nothing to go on from
                 os.unlink(partial, dir_fd=folder)
@@ -184,15 +216,20 @@ def _told(steps: Steps, file: LocalFile, progress: Progress) -> Steps:
 def _folder_beneath(root: Path, names: Sequence[str]) -> int:
     """A descriptor of the folder beneath `root`, made where missing; a link on the way is refused."""
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
-    current = os.open(root, flags)
+    try:
+        current = os.open(root, flags)
+    except OSError as exc:
+        raise Conflict(f"'{root}' cannot be written to: {exc.strerror}") from exc
     for name in names:
         try:
             with suppress(FileExistsError):
                 os.mkdir(name, dir_fd=current)
             deeper = os.open(name, flags | os.O_NOFOLLOW, dir_fd=current)
         except OSError as exc:
+            in_the_way = exc.errno in (errno.ENOTDIR, errno.ELOOP)
+            why = f"'{name}' is a link or a file" if in_the_way else exc.strerror
             raise Conflict(
-                f"'{'/'.join(names)}' beneath {root} cannot be written to: '{name}' is a link or a file"
+                f"'{'/'.join(names)}' beneath {root} cannot be written to: {why}"
             ) from exc
         finally:
             os.close(current)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import binascii
 import itertools
-import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -13,12 +12,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 from urllib.parse import quote, urlencode
+from weakref import WeakKeyDictionary
 
 import httpx2
 
 from gpool.client import config, mapping, moments
 from gpool.client.artifacts import Artifacts, Input, Progress, gather
-from gpool.client.door import Door
+from gpool.client.door import Door, json_of
 from gpool.client.local_files import local_files
 from gpool.client.options import Options
 from gpool.client.pickling import PYTHON, dumps_call
@@ -34,7 +34,7 @@ from gpool.client.results import (
 from gpool.client.runs import LONGEST_WAIT_S, Run, wait_for
 from gpool.client.sessions import SessionFile, SignedIn
 from gpool.client.tasks import Decorator, Task
-from gpool.core.errors import Invalid, NotFound, Unprocessable
+from gpool.core.errors import GpoolError, Invalid, NotFound, Unprocessable
 from gpool.core.model import INLINE_LIMIT_BYTES
 from gpool.core.paths import checked
 from gpool.transfer.requests import Reply
@@ -80,8 +80,7 @@ class Client:
         self.artifacts = Artifacts(self.door)
         self.task = Decorator(lambda: self)
         """`@client.task(...)`: like `@gpool.task`, bound to this client."""
-        self._heads: dict[tuple[int, str], bytes] = {}
-        self._headed: dict[tuple[int, str], Task[..., Any]] = {}
+        self._heads: WeakKeyDictionary[Task[..., Any], bytes] = WeakKeyDictionary()
 
     def __enter__(self) -> Client:
         return self
@@ -164,7 +163,7 @@ class Client:
             missing = error.members.get("missing")
             if not isinstance(missing, list) or not self.artifacts.forget(missing):
                 raise
-            self._heads.pop((id(task), task.label), None)
+            self._heads.pop(task, None)
         return self.door.send("POST", path, body=body(), headers=_JSON, read_s=_READ_S)
 
     def _one_call(
@@ -175,15 +174,13 @@ class Client:
 
     def _head(self, task: Task[..., Any]) -> bytes:
         """A function submission's JSON without braces, up to the first call; uploads the function once."""
-        at = (id(task), task.label)
-        head = self._heads.get(at)
+        head = self._heads.get(task)
         if head is None:
             function = {"sha256": self.artifacts.put(task.pickled()), "python": PYTHON}
             members = {**self._asked(task.options), "name": task.label, "function": function}
             members.pop("by", None)  # "2h" is two hours from each call
             head = _members(members)[1:] + b',"calls":['
-            self._heads[at] = head
-            self._headed[at] = task  # keeps the id from being used again
+            self._heads[task] = head
         return head
 
     def _render(self, pickled: bytes) -> bytes:
@@ -268,7 +265,11 @@ class Client:
         if result.status != "succeeded" and (check or result.reason != "exited"):
             raise failure(result)
         printed = list(run.printed())
-        written = self.artifacts.fetch(result.outputs, Path(into)) if result.outputs else []
+        try:
+            written = self.artifacts.fetch(result.outputs, Path(into)) if result.outputs else []
+        except GpoolError as error:
+            error.add_note(f"task {run.id} has ended; fetch what it left: gpool result {run.id}")
+            raise
         return Completed(
             id=run.id,
             exit_code=exit_code(result),
@@ -352,7 +353,7 @@ def _deadline(task: Task[..., Any]) -> bytes:
 
 def _members(members: Mapping[str, object]) -> bytes:
     """A JSON object without its closing brace."""
-    return json.dumps(members, separators=(",", ":")).encode()[:-1]
+    return json_of(dict(members))[:-1]
 
 
 _default: tuple[int, Client] | None = None

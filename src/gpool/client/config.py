@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from gpool.core.errors import Invalid, NotSignedIn
 from gpool.transfer.requests import Address
@@ -77,7 +78,7 @@ def load(
     user = _read(user_file)
     name = profile or environ.get("GPOOL_PROFILE") or project.get("profile") or user.get("profile")
     profiles = _table(user.get("profiles", {}), user_file)
-    if name is not None and name not in profiles:
+    if name is not None and (not isinstance(name, str) or name not in profiles):
         raise Invalid(
             f"there is no profile {name!r} in {user_file}; it has: {', '.join(profiles) or 'none'}"
         )
@@ -93,7 +94,7 @@ def load(
             continue
         return Settings(
             _checked_url(given_url or str(found_url)),
-            given_key or _key_of(table, file),
+            _checked_key(given_key or _key_of(table, file)),
             str(file),
             _print_of(given_print or table.get("fingerprint"), file),
             plain or table.get("plain_http") is True,
@@ -101,7 +102,7 @@ def load(
         )
     return Settings(
         _checked_url(given_url or LOCAL_URL),
-        given_key or "",
+        _checked_key(given_key or ""),
         "environment",
         _print_of(given_print, user_file),
         plain,
@@ -127,15 +128,41 @@ def save_profile(
     fingerprint: str | None = None,
 ) -> Path:
     """Write (or replace) a profile and make it the chosen one when none is; the file is for its owner only."""
+    members = {"url": url, "key_file": str(key_file), "fingerprint": fingerprint}
+    return _save(name, members, folder, is_chosen=False)
+
+
+def save_sign_in(
+    name: str,
+    url: str,
+    session_file: Path,
+    *,
+    folder: Path | None = None,
+    fingerprint: str | None = None,
+) -> Path:
+    """A profile of a sign-in, chosen from now on, with the certificate it met. What else the profile had stays."""
+    file = (folder or home()) / "config.toml"
+    before = _table(_table(_read(file).get("profiles", {}), file).get(name, {}), file)
+    kept = {key: value for key, value in before.items() if key not in ("key", "key_file")}
+    members = {**kept, "url": url, "session_file": str(session_file)}
+    if fingerprint is not None:
+        members["fingerprint"] = fingerprint
+    return _save(name, members, folder, is_chosen=True)
+
+
+def _save(
+    name: str, members: Mapping[str, object], folder: Path | None, *, is_chosen: bool
+) -> Path:
     import tomli_w  # noqa: PLC0415 - only `gpool up` and `login` write
 
     file = (folder or home()) / "config.toml"
     content = _read(file)
     profiles = _table(content.setdefault("profiles", {}), file)
-    profiles[name] = {"url": url, "key_file": str(key_file)}
-    if fingerprint is not None:
-        profiles[name]["fingerprint"] = fingerprint
-    content.setdefault("profile", name)
+    profiles[name] = {key: value for key, value in members.items() if value is not None}
+    if is_chosen:
+        content["profile"] = name
+    else:
+        content.setdefault("profile", name)
     write_private(file, tomli_w.dumps(content).encode())
     return file
 
@@ -191,21 +218,6 @@ def _session_of(table: Mapping[str, object], file: Path) -> Path | None:
     return None if not named else file.parent / Path(str(named)).expanduser()
 
 
-def save_sign_in(name: str, url: str, session_file: Path, *, folder: Path | None = None) -> Path:
-    """A profile of a sign-in, chosen from now on. What else the profile had (a pinned certificate) stays."""
-    import tomli_w  # noqa: PLC0415 - only `gpool up` and `login` write
-
-    file = (folder or home()) / "config.toml"
-    content = _read(file)
-    profiles = _table(content.setdefault("profiles", {}), file)
-    kept = _table(profiles.get(name, {}), file)
-    kept = {key: value for key, value in kept.items() if key not in ("key", "key_file")}
-    profiles[name] = {**kept, "url": url, "session_file": str(session_file)}
-    content["profile"] = name
-    write_private(file, tomli_w.dumps(content).encode())
-    return file
-
-
 def forget_sign_in(session_file: Path, *, folder: Path | None = None) -> None:
     """The profiles of a sign-in that is over go; the local one is chosen again where there is one."""
     import tomli_w  # noqa: PLC0415 - only `gpool up` and `login` write
@@ -233,6 +245,19 @@ def _same_place(one: str, other: str) -> bool:
 
 
 def _checked_url(url: str) -> str:
-    if not url.startswith(("http://", "https://")):
+    try:
+        parts = urlsplit(url)
+        is_whole = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:  # of its port or its brackets
+        is_whole = False
+    if not is_whole:
         raise Invalid(f"{url!r} is not an address of a pool; one looks like {LOCAL_URL}")
     return url.rstrip("/")
+
+
+def _checked_key(key: str) -> str:
+    """Without the blanks that copying leaves around it. A bad one is not shown."""
+    found = key.strip()
+    if not found.isascii() or not found.isprintable() or " " in found:
+        raise Invalid("the key (GPOOL_KEY, --key or the file's) holds a letter that no key has")
+    return found

@@ -17,7 +17,7 @@ from typing import Any
 import httpx2
 
 from gpool.client.sessions import OVER, SignedIn, Tokens
-from gpool.core.errors import NotSignedIn, Unreachable
+from gpool.core.errors import Invalid, NotSignedIn, Unreachable
 from gpool.transfer.artifacts import Steps
 from gpool.transfer.requests import Address, Patience, Reply, Request, error_from
 from gpool.transfer.senders import READ_S, Sender
@@ -56,12 +56,12 @@ class Door:
 
     def as_nobody(self) -> Door:
         """The same pool without credentials: for signing in. To be closed like this one."""
-        return Door(self.url, "", _borrowed(self._transport), patience_s=self._patience_s)
+        return Door(self.address, "", _borrowed(self._transport), patience_s=self._patience_s)
 
     def as_somebody(self, session: SignedIn) -> Door:
         """The same pool, signed in. To be closed like this one."""
         return Door(
-            self.url,
+            self.address,
             "",
             _borrowed(self._transport),
             patience_s=self._patience_s,
@@ -105,13 +105,13 @@ class Door:
         return self.send("GET", path, read_s=read_s).json()
 
     def send_json(self, method: str, path: str, document: object) -> Any:
-        content = json.dumps(document, separators=(",", ":")).encode()
+        content = json_of(document)
         reply = self.send(method, path, body=content, headers={"content-type": "application/json"})
         return reply.json() if reply.body else None
 
     def send_json_once(self, method: str, path: str, document: object) -> Any:
         """Not repeated: for what may be asked only once as it is."""
-        content = json.dumps(document, separators=(",", ":")).encode()
+        content = json_of(document)
         headers = {"content-type": "application/json"}
         return self._once(_keyed(Request(method, path, headers, content)), READ_S).json()
 
@@ -138,6 +138,24 @@ class Door:
         if reply.status >= 400:
             raise error_from(reply)
         return reply
+
+
+def json_of(document: object) -> bytes:
+    """A document as it is sent; `Invalid` names the member that is no text, and shows nothing of it."""
+    try:
+        return json.dumps(document, separators=(",", ":"), ensure_ascii=False).encode()
+    except UnicodeEncodeError as exc:
+        members = document.items() if isinstance(document, dict) else ()
+        name = next((name for name, value in members if not _is_text(value)), "what is sent")
+        raise Invalid(f"'{name}' holds what is no UTF-8 text; only text can be sent") from exc
+
+
+def _is_text(value: object) -> bool:
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 class _Borrowed(httpx2.BaseTransport):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 from gpool.core.errors import Invalid
@@ -28,6 +29,8 @@ def seconds(duration: str | float, *, zero: bool = False) -> float:
             found = sum(float(count) * _UNIT_S[unit] for count, unit in _PART.findall(text))
         else:
             raise Invalid(f"{duration!r} is not a duration; write 90s, 45m, 2h, 1h30m or seconds")
+    if not math.isfinite(found):
+        raise Invalid("that is no duration: it has no end; write 90s, 45m, 2h, 1h30m or seconds")
     if found < 0 or (found == 0 and not zero):
         raise Invalid(f"the duration {duration!r} is not above zero")
     return found

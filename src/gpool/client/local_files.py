@@ -59,7 +59,10 @@ def local_files(
     size = 0
     seen: dict[str, str] = {}
     for file in walk.files(top, "", above, (top.resolve(),)):
-        name = checked(prefix + file.path)
+        try:
+            name = checked(prefix + file.path)
+        except Invalid as exc:
+            raise Invalid(f"{exc.detail}; rename it, or name it in .gpoolignore") from exc
         twin = seen.setdefault(folded(name), name)
         if twin != name:
             raise Invalid(f"'{twin}' and '{name}' differ only in case; rename one of them")
@@ -98,7 +101,10 @@ class _Walk:
             below = f"{path}/{name}" if path else name
             if name in NEVER:
                 continue
-            facts = source.lstat()
+            try:
+                facts = source.lstat()
+            except FileNotFoundError:  # gone meanwhile, as an editor's own files go
+                continue
             is_folder = stat.S_ISDIR(facts.st_mode)
             if left_out((self.given, *rules), below, folder=is_folder):
                 continue
@@ -141,8 +147,13 @@ def _rules_in(folder: Path, base: str = "", lead: str = "") -> Rules:
     lines: list[str] = []
     for name in IGNORE_FILES:
         file = folder / name
-        if file.is_file():
-            lines += file.read_text("utf-8", "replace").removeprefix("\ufeff").split("\n")
+        if not file.is_file():
+            continue
+        try:
+            text = file.read_text("utf-8", "replace")
+        except OSError as exc:
+            raise Invalid(f"'{file}' cannot be read: {exc.strerror}") from exc
+        lines += text.removeprefix("\ufeff").split("\n")
     return rules_of(lines, base, lead)
 
 

@@ -77,8 +77,8 @@ class Options:
             "timeout_s": None if self.timeout is None else seconds(self.timeout),
             "retries": self.retries,
             "priority": self.priority,
-            "env": {str(name): str(value) for name, value in self.env.items()} or None,
-            "secrets": {str(name): str(value) for name, value in self.secrets.items()} or None,
+            "env": _variables("env", self.env) or None,
+            "secrets": _variables("secrets", self.secrets) or None,
             "recipe": self._recipe(),
             "network": self.network,
             "preload": _words("preload", self.preload, "torch") or None,
@@ -123,6 +123,13 @@ def _words(option: str, given: Sequence[str], like: str) -> list[str]:
     if isinstance(given, str):
         raise Invalid(f"{option} is {given!r}; give a list, like {option}=[{like!r}]")
     return [str(word) for word in given]
+
+
+def _variables(option: str, given: Mapping[str, str]) -> dict[str, str]:
+    """Names and values as text. What was given is not shown: it may be secret."""
+    if not isinstance(given, Mapping):
+        raise Invalid(f"{option} is no mapping; write {option}={{'NAME': 'value'}}")
+    return {str(name): str(value) for name, value in given.items()}
 
 
 def _maybe_seconds(duration: str | float | None, *, zero: bool = False) -> float | None:

@@ -131,7 +131,7 @@ def failure(result: Result) -> TaskFailed:
     )
     why = {
         "out_of_memory": "ran out of {}; ask for more with {}".format(*memory),
-        "bad_input": "did not find its inputs",
+        "bad_input": "could not be prepared",  # its inputs, its environment, its checkpoint
         "bad_output": "did not leave the outputs it was to leave",
         "lost": "lost one of its nodes",
         "sandbox_failed": "could not be started by its node (gpool's fault, not yours)",

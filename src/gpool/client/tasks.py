@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import operator
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, cast, overload
@@ -54,6 +55,7 @@ class Task(Generic[P, R]):
     def pickled(self) -> bytes:
         """The function as bytes, made once."""
         if self._pickled is None:
+            _refuse_what_cannot_come_back(self.function, self.label)
             self._pickled = dumps_function(self.function, self.label)
         return self._pickled
 
@@ -86,6 +88,18 @@ class Task(Generic[P, R]):
         other = Task(self.function, Options.of({**said, **changes}), self._client)
         other._pickled = self._pickled
         return other
+
+
+def _refuse_what_cannot_come_back(function: Callable[..., object], label: str) -> None:
+    """What an async function or a generator gives lives in the process that called it."""
+    if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
+        raise Invalid(
+            f"{label} is async, and a coroutine cannot come back from the pool; let a plain function call asyncio.run"
+        )
+    if inspect.isgeneratorfunction(function):
+        raise Invalid(
+            f"{label} yields, and a generator cannot come back from the pool; return a list"
+        )
 
 
 class Decorator:

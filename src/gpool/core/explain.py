@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from gpool.core.ids import TaskId
 from gpool.core.model import SECOND, EndReason, Gpu, Instant, Node, Shape
-from gpool.core.refusals import Explanation, counted, nothing_can, those
+from gpool.core.refusals import Explanation, counted, list_of, nothing_can, ranked, those
 from gpool.core.scheduling.gangs import most_together
 from gpool.core.scheduling.limits import holders_of, least_gpus
 from gpool.core.scheduling.orders import ORDERS, Order, Policy
@@ -40,6 +40,8 @@ class Story:
     why: EndReason | None = None
     lost: str = ""
     log: str = ""  # the command that shows what it wrote
+    unstarted: tuple[str, ...] = ()  # the nodes on which it could not be started
+    said: str = ""  # by the last of them
 
 
 def with_story(told: Explanation, story: Story) -> Explanation:
@@ -53,6 +55,10 @@ def with_story(told: Explanation, story: Story) -> Explanation:
         if story.losses > 1:
             code = "loses_nodes"
             advice = " After three it is given up: see that it does not take its nodes down."
+    if story.unstarted:
+        said = f" ({story.said})" if story.said else ""
+        parts.append(f"could not be started on {list_of(list(story.unstarted))}{said}")
+        advice = " It goes to another node where one would do, and is given up after some tries."
     if story.tries:
         last = f" (last: {story.last})" if story.last else ""
         parts.append(f"failed {counted(story.tries, 'time', 'times')} by itself{last}")
@@ -110,6 +116,7 @@ def in_steps(
     capable = yield from _of(connected, lambda node: unfit(node, shape) is None)
     if not _are_enough(capable, shape):
         return _too_few(nodes, capable, shape)
+    capable = _not_tried(capable, shape)
     open_nodes = [node for node in capable if is_open(node)]
     if not _are_enough(open_nodes, shape):
         return _closed(capable, open_nodes, shape)
@@ -132,6 +139,14 @@ def in_steps(
     told = _busy(state, shape, open_nodes, fitting, ahead)
     besides = _besides(connected, capable, shape)
     return replace(told, sentence=f"{told.sentence}{besides}")
+
+
+def _not_tried(capable: list[Node], shape: Shape) -> list[Node]:
+    """Without those on which it could not be started, where others would do: as the planner sees it."""
+    if not shape.avoids:
+        return capable
+    others = [node for node in capable if node.id not in shape.avoids]
+    return others if _are_enough([node for node in others if is_open(node)], shape) else capable
 
 
 def _of(nodes: list[Node], is_meant: Callable[[Node], bool]) -> Generator[None, None, list[Node]]:
@@ -195,7 +210,7 @@ def _closed(capable: list[Node], open_nodes: list[Node], shape: Shape) -> Explan
         return Explanation("cordoned", part + said)
     tired = [node for node in shut if node.resting]
     if tired:
-        said = f"{those(tired)} could run it, but gave back what it was given again and again; it is asked later."
+        said = f"{those(tired)} could run it, but {tired[0].resting}; it is asked later."
         return Explanation("resting", part + said)
     why = next((f" ({node.offer.closed})" for node in shut if node.offer.closed), "")
     said = f"{those(shut)} could run it, but its owner takes no new tasks just now{why}."
@@ -228,9 +243,11 @@ def _not_waiting(state: State, task: TaskId) -> Explanation:
         entry.node.name if entry.node else "a node that has left"
         for entry in (state.nodes[part.node] for part in parts)
     ]
+    if len(names) > 1:
+        told = list_of([ranked(name, rank) for rank, name in enumerate(names)])
+        return Explanation("leased", f"It does not wait: {told} have it.")
     if line.count == 1:
-        verb = "has" if len(names) == 1 else "have"
-        return Explanation("leased", f"It does not wait: {', '.join(names)} {verb} it.")
+        return Explanation("leased", f"It does not wait: {names[0]} has it.")
     others = counted(line.count - 1, "other of its kind", "others of its kind")
     return Explanation("leased", f"{names[0]} has it, in one line with {others}.")
 

@@ -2,8 +2,8 @@
 
 A gang is one task, and ends once. Nothing final is said before its last member has let go: when a node dies, the programs
 of its peers fail within milliseconds, long before the node's silence is noticed; only then is it known which was the cause.
-So of all ends together: a success stands; else a lost member is the cause, else one that had to make room, else the first
-that ended otherwise. `call` comes earlier and frees the nodes: with the first end after which the gang cannot go on as it
+So of all ends together: a success stands; else a lost member is the cause, else one that had to make room, else one whose
+node could not start it, else the first that ended otherwise. `call` comes earlier and frees the nodes: with the first end after which the gang cannot go on as it
 is, the others are told to stop. It never changes its mind, since ends are numbered in the order they were written.
 """
 
@@ -89,7 +89,9 @@ def verdict(gang: Standing) -> Verdict | None:
     cause = _first(ends, {EndReason.LOST}) or _first(ends, YIELDED)
     if cause is not None:
         return Verdict(cause.rank, cause.reason)
-    own = next(end for end in _judged(gang.engine, ends) if not end.is_success)
+    own = _first(ends, {EndReason.NODE_FAILED}) or next(
+        end for end in _judged(gang.engine, ends) if not end.is_success
+    )
     if gang.making_room:
         return Verdict(own.rank, EndReason.PREEMPTED)
     return Verdict(own.rank, own.reason, own.exit_code)

@@ -6,7 +6,7 @@ and had gone away once: a new node counts as one that goes away once in so long,
 
 **Rests.** A node that gives back what it is given, and carries nothing to its end, would be given the same again at once, for
 ever: nobody is at fault, so nothing counts. After `FREE` times more than it carried anything to its end it is left alone, each
-time twice as long.
+time twice as long. One whose fault it is that tasks could not be started (`core.retries`) is left alone from the first time.
 
 What is told is rounded to coarse steps, so that a node seldom changes and nodes that are hardly different are equal.
 """
@@ -54,6 +54,7 @@ class Record:
 
 FREE = 8
 LONGEST_REST = Span(600 * SECOND)
+SHORTEST_REST = Span(2 * SECOND)
 
 
 def rest_after(times: int) -> Span:
@@ -61,6 +62,14 @@ def rest_after(times: int) -> Span:
     if times <= FREE:
         return _NONE
     return Span(min(LONGEST_REST, SECOND << min(times - FREE - 1, 20)))
+
+
+def rest_for_fault(times: int) -> Span:
+    """The same of a node at fault that tasks could not be started: at once, by how much oftener than it carried something
+    to its end."""
+    if times <= 0:
+        return _NONE
+    return Span(min(LONGEST_REST, SHORTEST_REST << min(times - 1, 20)))
 
 
 def gigaflops_of(measured: Iterable[int]) -> int:

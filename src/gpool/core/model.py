@@ -133,6 +133,15 @@ class EndReason(StrEnum):
     LOST = "lost"  # the node went silent past the lease
     HANDED_BACK = "handed_back"  # the agent returned it unstarted
     PREEMPTED = "preempted"
+    NODE_FAILED = "node_failed"  # the node could not start it, and says that this is its own fault
+
+
+class Fault(StrEnum):
+    """What a node says of itself when it could not start what it was given."""
+
+    UNCLEAR = "unclear"  # it finds nothing wrong with itself, or has not looked
+    NODE = "node"  # it cannot start anything of that kind just now
+    PART = "part"  # a part of it is out of order, a GPU for instance, and it lends that no more
 
 
 class Availability(StrEnum):
@@ -253,6 +262,9 @@ class Shape:
     checkpoint_every: Span | None = None  # None: it keeps none and begins anew after a loss
     data: str = ""  # inputs so large that it matters where they lie already: their hash ...
     data_bytes: int = 0  # ... and size
+    avoids: tuple[
+        NodeId, ...
+    ] = ()  # could not be started there: others first, where others would do
 
 
 @dataclass(frozen=True, slots=True)
@@ -372,9 +384,7 @@ class Node:
     cordoned: bool = False  # an operator lets nothing new start here, whatever its owner allows
     reserved_for: Audience | None = None  # just now, by an operator: for them and the owner alone
     merit: Merit = Merit()
-    resting: bool = (
-        False  # it gave back too much of what it was given, and is left alone for a while
-    )
+    resting: str = ""  # why it is left alone for a while, though it would take more
 
 
 @dataclass(frozen=True, slots=True)
@@ -458,6 +468,7 @@ __all__ = [
     "BatchId",
     "EndReason",
     "Engine",
+    "Fault",
     "Gpu",
     "GpuDetails",
     "GpuId",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import unicodedata
+from collections.abc import Callable, Iterable
 
 from gpool.core.errors import Invalid
 
@@ -31,6 +32,20 @@ def checked(path: str, *, directory: bool = False) -> str:
         if len(name.encode()) > MAX_NAME_BYTES:
             raise Invalid(f"a name in path '{shown}…' is longer than {MAX_NAME_BYTES} bytes")
     return path
+
+
+def asked_for(outputs: Iterable[str]) -> Callable[[str], bool]:
+    """Tells whether a path is one of the outputs that were named, or lies in one.
+
+    No node chooses where a consumer writes: what it names besides is not theirs to fetch.
+    """
+    names = {name.removesuffix("/") for name in outputs}
+
+    def is_asked_for(path: str) -> bool:
+        cuts = (at for at, letter in enumerate(path) if letter == "/")
+        return path in names or any(path[:at] in names for at in cuts)
+
+    return is_asked_for
 
 
 def folded(path: str) -> str:

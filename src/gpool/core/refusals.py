@@ -30,6 +30,12 @@ def nothing_can(nodes: list[Node], shape: Shape) -> Explanation:
     last = max(reasons.values(), key=steps.index)
     near = [node for node in nodes if reasons[node.id] is last]
     needs = shape.requirements
+    unlabelled = [node for node in nodes if reasons[node.id] is Unfit.LABELS]
+    if unlabelled and last is not Unfit.LABELS:
+        bare = replace(shape, requirements=replace(needs, labels=()))
+        able = [node for node in unlabelled if unfit(node, bare) is None]
+        if able:
+            return _only_elsewhere(able, shape, is_gpu=last is Unfit.GPU)
     match last:
         case Unfit.AUDIENCE:
             said = "The owners of the nodes that are here take only the tasks of people they named."
@@ -111,6 +117,17 @@ def _no_such_label(nodes: list[Node], wanted: tuple[str, ...]) -> Explanation:
     return Explanation("no_label", said)
 
 
+def _only_elsewhere(able: list[Node], shape: Shape, *, is_gpu: bool) -> Explanation:
+    """Nodes have the labels, and others all else."""
+    needs = shape.requirements
+    lacked = [each for each in needs.labels if any(each not in n.offer.labels for n in able)]
+    what = f"with such a GPU ({gpuspec.format(needs.gpu)})" if is_gpu else "that could run it"
+    names = list_of([node.name for node in sorted(able, key=_node_id)])
+    word = "labels" if len(lacked) > 1 else "label"
+    said = f"No node {what} has the {word} {list_of(lacked)}; without that it could run on {names}."
+    return Explanation("no_label", said)
+
+
 def _no_such_gpu(nodes: list[Node], wanted: tuple[GpuRequest, ...]) -> Explanation:
     every = [(node, gpu) for node in nodes for gpu in node.offer.gpus]
     asked = gpuspec.format(wanted)
@@ -168,6 +185,11 @@ def list_of(names: list[str]) -> str:
     if not names:
         return "none"
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+def ranked(name: str, rank: int) -> str:
+    """A member of a gang."""
+    return f"{name} (rank {rank})"
 
 
 def counted(number: int, one: str, many: str) -> str:

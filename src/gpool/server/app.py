@@ -33,7 +33,7 @@ from gpool.server.api import operating as operating_routes
 from gpool.server.api.limits import Limits
 from gpool.server.api.shortcuts import Shortcuts
 from gpool.server.blobs import Blobs
-from gpool.server.clock import Clock, SystemClock, system_ids
+from gpool.server.clock import Clock, Steady, SystemClock, system_ids
 from gpool.server.credentials import Credentials
 from gpool.server.gpu_proofs.examiner import Examiner, Examining
 from gpool.server.hub import Hub
@@ -49,6 +49,7 @@ from gpool.server.loops import Ticker, all_loops
 from gpool.server.metrics import GpuCollector, Metrics
 from gpool.server.orders import known_orders
 from gpool.server.outbound import Outbound
+from gpool.server.pacing import Paces
 from gpool.server.scheduler import Scheduler
 from gpool.server.server import Server
 from gpool.server.settings import Settings, span
@@ -88,7 +89,10 @@ def wire(settings: Settings, store: Store, clock: Clock) -> Server:
     sign_ins = _sign_ins(settings, store, sealer)
     policy, orders = Policy(order=settings.order), known_orders()
     order_named(policy.order, orders)  # or it is Invalid, before anything is served
-    scheduler = Scheduler(store, hub, metrics, policy, settings.ttl, sealer, orders, clock.now)
+    passed = clock.passed if isinstance(clock, Steady) else None
+    scheduler = Scheduler(
+        store, hub, metrics, policy, settings.ttl, sealer, orders, clock.now, passed
+    )
     telemetry = Telemetry()
     metrics.watch_gpus(GpuCollector(telemetry, lambda: scheduler.state.nodes, clock.now))
     return Server(
@@ -109,6 +113,7 @@ def wire(settings: Settings, store: Store, clock: Clock) -> Server:
         certificate=certificate_of(settings, clock.now()),
         examiner=Examiner(store, scheduler, clock.now, Examining.of(settings)),
         telemetry=telemetry,
+        paces=Paces(settings.node_frames_per_s),
     )
 
 

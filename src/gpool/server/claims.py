@@ -38,7 +38,7 @@ MOST_ITEMS = 20_000
 MOST_ERROR_LETTERS = 64 * KIB
 """Twice what an agent sends; it is in every listing of the task."""
 
-NOT_A_NODES_WORD = frozenset({EndReason.CANCELLED, EndReason.LOSES_NODES})
+NOT_A_NODES_WORD = frozenset({EndReason.CANCELLED, EndReason.LOSES_NODES, EndReason.NODE_FAILED})
 """Ends without another try that consumers and the server decide upon. Nodes *release* what was cancelled."""
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from gpool.core.model import Instant
 
@@ -15,6 +15,15 @@ COUNTER_BITS = 22
 
 class Clock(Protocol):
     def now(self) -> Instant: ...
+
+
+@runtime_checkable
+class Steady(Protocol):
+    """A clock that also tells how time passes, whatever is done to the time of day."""
+
+    def passed(self) -> Instant:
+        """Since some moment. Never faster than time goes, so what waits for it may end late and never early."""
+        ...
 
 
 class SystemClock:
@@ -39,6 +48,10 @@ class SystemClock:
         on = self._last_ns + passed * 9 // 10 if self._last_ns else 0
         self._last_ns = max(on, self._wall_ns())
         return Instant(self._last_ns // 1000)
+
+    def passed(self) -> Instant:
+        """By the monotonic clock, which stands still while the machine sleeps: then nobody could have been heard."""
+        return Instant(self._ticks_ns() // 1000)
 
 
 class Ids:

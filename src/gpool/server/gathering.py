@@ -1,7 +1,8 @@
 """Gathers what many ask to be written: while one write is under way the next wait, and are then written together.
 
 What meets nobody is written at once and by itself, as if there were no gathering. Nobody is answered before the commit that
-covers them. One among many that fails is found by halves, so that it fails alone.
+covers them. One among many that fails is found by halves, so that it fails alone. Whoever goes away before the writing of
+theirs begins has asked for nothing.
 """
 
 from __future__ import annotations
@@ -52,9 +53,11 @@ class Gathering(Generic[I, W, A]):
             self._writing = asyncio.create_task(self._write_waiting(), name="gpool-gathering")
 
     async def _write_waiting(self) -> None:
-        group, self._waiting = self._waiting[:MOST_TOGETHER], self._waiting[MOST_TOGETHER:]
+        there = [each for each in self._waiting if not each[1].done()]
+        group, self._waiting = there[:MOST_TOGETHER], there[MOST_TOGETHER:]
         try:
-            await self._write(group)
+            if group:
+                await self._write(group)
         finally:
             for _, answer in group:
                 answer.cancel()  # done already, unless we are being stopped

@@ -74,14 +74,14 @@ class Expire:
         scheduler = self._server.scheduler
         for node in scheduler.silent(now):
             # Checked again for each: a beat may have come while the last one was written.
-            if scheduler.deadlines.get(node, now) >= now:
+            if not scheduler.is_silent(node, now):
                 continue
             scheduler.disconnect(
                 node, "no beat for a whole lease time; say hello again", retry=True
             )
             recording = await self._server.write(leases.expire(node, now))
             scheduler.note_lost(node)
-            if scheduler.deadlines.get(node, now) < now:
+            if scheduler.is_silent(node, now):
                 del scheduler.deadlines[node]
             scheduler.absorb(recording)
         await self._pause_drained(now)

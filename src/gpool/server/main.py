@@ -13,7 +13,7 @@ import uvicorn
 import uvloop
 
 from gpool.server.app import make_app, open_server
-from gpool.server.http import LimitedHttp
+from gpool.server.http import LimitedHttp, LimitedWebSocket
 from gpool.server.server import Server
 from gpool.server.settings import Settings
 from gpool.wire.frames import MAX_FRAME_BYTES
@@ -53,7 +53,7 @@ def configuration(server: Server) -> uvicorn.Config:
         host=server.settings.host,
         port=server.settings.port,
         http=LimitedHttp,
-        ws="websockets-sansio",
+        ws=LimitedWebSocket,
         ws_max_size=MAX_FRAME_BYTES,
         ws_per_message_deflate=False,
         ws_ping_interval=None,  # the agent's beats do that

@@ -42,6 +42,7 @@ from gpool.core.scheduling.shapes import shape_of
 from gpool.core.scheduling.state import Contradiction, State, build
 from gpool.server import gangs, rests
 from gpool.server.channel import secrets_shut
+from gpool.server.failed_starts import FailedStarts
 from gpool.server.forecasts import Forecasts
 from gpool.server.hub import Hub, Wake
 from gpool.server.identity.sealer import Sealer
@@ -87,6 +88,7 @@ class Scheduler:
         sealer: Sealer,
         orders: Mapping[str, Order] = ORDERS,
         clock: Callable[[], Instant] | None = None,
+        passed: Callable[[], Instant] | None = None,
     ) -> None:
         self.state = State()
         self.wake = Wake()
@@ -94,7 +96,9 @@ class Scheduler:
         self.heard: dict[
             NodeId, tuple[str, int]
         ] = {}  # the newest beat of each node: (boot, number)
-        self.deadlines: dict[NodeId, Instant] = {}  # when a silent node's leases may be given away
+        self.deadlines: dict[
+            NodeId, Instant
+        ] = {}  # when a silent node's leases may be given away, by `passed`
         self._store = store
         self._hub = hub
         self._metrics = metrics
@@ -105,12 +109,14 @@ class Scheduler:
         self.merits: Mapping[NodeId, Merit] = {}
         self.lost: dict[NodeId, int] = {}  # how often nodes went away with leases, lately
         self.rests = rests.Rests()
+        self.failed_starts = FailedStarts(self.rests)
         self.forecasts = Forecasts()
         self.refused = Refused()
         self.orders = orders
         self._ttl = ttl
         self._sealer = sealer
         self._clock = clock  # None: what ends does so at the next event with a time
+        self._passed = passed  # None: lease times go by the time of day
         self._term = 0
         self._doubts = 1
         self._settled = 0  # the doubt that the current picture answers
@@ -159,7 +165,7 @@ class Scheduler:
             self.forecasts.started(tasks, now)
             self.fold(line.place.leased(tasks, now))
             for node in gangs.nodes_of(line):  # one that was given up since the plan was made
-                self.deadlines.setdefault(node, Instant(now + self._ttl))
+                self.deadlines.setdefault(node, self._deadline(now))
         self._note_refused(places, applied, now)
         await self._deliver(applied, shared, now)
         granted = sum(len(line.leases) for line in applied.lines)
@@ -203,6 +209,7 @@ class Scheduler:
         }
         self._with_secrets = {id_ for id_, _, spec in picture.specs if spec.secrets}
         self._with_checkpoints = {id_ for id_, _, spec in picture.specs if spec.checkpoint}
+        self.failed_starts.renewed(picture.unstarted)
         state = self._built(picture)
         if self._settled:
             state.inherit(self.state, now)
@@ -216,11 +223,11 @@ class Scheduler:
         holding = [node for node, _ in picture.held]
         holding += [part for gang in picture.gangs for part in gang.nodes]
         for node in holding:
-            self.deadlines.setdefault(node, Instant(now + self._ttl))
+            self.deadlines.setdefault(node, self._deadline(now))
         self._metrics.rebuilt.inc()
 
     def _built(self, picture: Picture) -> State:
-        specs, ran = self._specs, picture.ran
+        specs, ran, shape_for = self._specs, picture.ran, self.failed_starts.shape_for
         leases = {}
         for lease in (*(held for _, held in picture.held), *(g.lease for g in picture.gangs)):
             known = picture.since.get(lease.task)
@@ -230,7 +237,10 @@ class Scheduler:
                 leases[lease.task] = (leased_at, told)
         state = build(
             (self._with_connection(row.node) for row in picture.nodes),
-            ((specs[row.spec][2], self._queued_task(row, ran)) for row in picture.queued),
+            (
+                (shape_for(row.task, specs[row.spec][2]), self._queued_task(row, ran))
+                for row in picture.queued
+            ),
             (
                 (node, lease.allocation, specs[lease.spec][2], lease.task)
                 for node, lease in picture.held
@@ -344,6 +354,9 @@ class Scheduler:
             for node in self.rests.note(recording, self.state.held, self._clock()):
                 log.warning("node %s gives back what it is given; it rests for a while", node)
                 self._look_again(node)
+        if self.failed_starts.is_any or recording.requeued:
+            for node in self.failed_starts.note(recording, self.state.held, self._clock):
+                self._look_again(node)
         if recording.released:
             if recording.ended:
                 self._observe(recording)
@@ -393,19 +406,21 @@ class Scheduler:
         return found
 
     def _requeue(self, recording: Recording, attained: Mapping[TaskId, Span]) -> None:
-        by_spec: dict[SpecId, list[QueuedTask]] = {}
+        by_spec: dict[tuple[SpecId, tuple[NodeId, ...]], list[QueuedTask]] = {}
         for task in recording.requeued:
             ran = attained.get(task.task, Span(0))
-            by_spec.setdefault(task.spec, []).append(
+            alike = (task.spec, self.failed_starts.tried(task.task))
+            by_spec.setdefault(alike, []).append(
                 QueuedTask(task.task, task.epoch, task.queued_at, ran)
             )
             self._metrics.requeued.labels(task.reason.value).inc()
-        for spec_id, tasks in by_spec.items():
+        for (spec_id, _), tasks in by_spec.items():
             known = self._specs.get(spec_id)
             if known is None:
                 self.doubt()
                 return
-            self.fold(TasksQueued(known[2], tuple(tasks)))
+            shape = self.failed_starts.shape_for(tasks[0].id, known[2])
+            self.fold(TasksQueued(shape, tuple(tasks)))
 
     def _publish(self, recording: Recording) -> None:
         topics: set[int] = set(recording.started)
@@ -427,11 +442,24 @@ class Scheduler:
     # ---- nodes
 
     def heard_from(self, node: NodeId, now: Instant) -> None:
-        self.deadlines[node] = Instant(now + self._ttl)
+        self.deadlines[node] = self._deadline(now)
+
+    def _deadline(self, now: Instant) -> Instant:
+        return Instant(self._lease_time(now) + self._ttl)
+
+    def _lease_time(self, now: Instant) -> Instant:
+        """What lease times are counted in. The time of day may be set forward past all of them, while every node beats and
+        its agent holds on to what it has: that is no time that passed."""
+        return now if self._passed is None else self._passed()
 
     def silent(self, now: Instant) -> Sequence[NodeId]:
         """Nodes not heard from for a whole lease time."""
-        return [node for node, deadline in self.deadlines.items() if deadline < now]
+        at = self._lease_time(now)
+        return [node for node, deadline in self.deadlines.items() if deadline < at]
+
+    def is_silent(self, node: NodeId, now: Instant) -> bool:
+        deadline = self.deadlines.get(node)
+        return deadline is not None and deadline < self._lease_time(now)
 
     def held_by(self, node: NodeId) -> set[TaskId]:
         """Tasks whose leases a node holds, as far as we know."""
@@ -479,13 +507,14 @@ class Scheduler:
         self.deadlines.pop(node, None)
         self.heard.pop(node, None)
         self.rests.forget(node)
+        self.failed_starts.forget_node(node)
         self.fold(NodeRemoved(node))
 
     def _with_connection(self, node: Node) -> Node:
         connected = node.id in self.channels
         merit = self.merits.get(node.id, node.merit)
         node = self.rules.upon(node, self._ruled_at)
-        resting = node.id in self.rests
+        resting = self.rests.why(node.id)
         if (node.connected, node.merit, node.resting) == (connected, merit, resting):
             return node
         return replace(node, connected=connected, merit=merit, resting=resting)

@@ -23,6 +23,7 @@ from gpool.server.identity.node_gate import NodeGate
 from gpool.server.identity.sealer import Sealer
 from gpool.server.learning import Asking
 from gpool.server.metrics import Metrics
+from gpool.server.pacing import Paces
 from gpool.server.scheduler import Scheduler
 from gpool.server.settings import Settings
 from gpool.server.store.operation import brief, is_brief
@@ -71,6 +72,7 @@ class Server:
     telemetry: Telemetry = field(default_factory=Telemetry)
     learning: Asking = field(default_factory=Asking)
     explaining: Explaining = field(default_factory=Explaining)
+    paces: Paces = field(default_factory=lambda: Paces(0.0))  # of what nodes send
 
     @property
     def now(self) -> Instant:

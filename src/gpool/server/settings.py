@@ -62,6 +62,9 @@ class Settings(BaseSettings):
     measure_gpus: bool = True
     reexamine_s: float = Field(default=7 * 86_400.0, gt=0)  # on average, at a moment nobody knows
 
+    node_frames_per_s: float = Field(
+        default=600.0, ge=0
+    )  # of reports, or what costs as much; 0: no limit
     max_queued: int = Field(default=5_000_000, ge=1)
     max_artifact_bytes: int = Field(default=256 * GIB, ge=1)
     max_wait_s: float = Field(default=60.0, ge=0)
@@ -164,6 +167,11 @@ class Settings(BaseSettings):
     @property
     def store_url(self) -> str:
         return self.database_url or f"sqlite:///{self.data / 'gpool.db'}"
+
+    @property
+    def is_shared(self) -> bool:
+        """Other servers may write to the same database."""
+        return self.database_url is not None and not self.database_url.startswith("sqlite")
 
     @property
     def address(self) -> str:

@@ -34,7 +34,7 @@ import gpool
 
 IMAGE = "gpool-test/python:latest"
 BARE_IMAGE = "gpool-test/bare:latest"
-READY_WITHIN_S = 30.0
+READY_WITHIN_S = 120.0
 PROGRAMS = [
     "sh",
     "cat",
@@ -258,7 +258,7 @@ def engine(kind: str) -> Iterator[PrivateEngine]:
     finally:
         child.send_signal(signal.SIGTERM)
         try:
-            child.wait(20)
+            child.wait(60)
         except subprocess.TimeoutExpired:
             child.kill()
             child.wait()
@@ -274,7 +274,7 @@ def import_image(made: PrivateEngine, file: Path, name: str, *changes: str) -> N
 
 @contextlib.contextmanager
 def docker_client(made: PrivateEngine) -> Iterator[Any]:
-    api = docker.APIClient(base_url=made.address, version="auto", timeout=120)
+    api = docker.APIClient(base_url=made.address, version="auto", timeout=300)
     try:
         yield api
     finally:

@@ -34,7 +34,8 @@ from gpool.testing import engines
 from gpool.testing.fake_runtime import FakeRun, FakeRuntime
 
 LIMITS = Limits(cpu_milli=2000, memory_bytes=512 << 20, disk_bytes=256 << 20)
-PATIENCE_S = 40
+PATIENCE_S = 150
+"""For what only has to come about: so that a test ends, however busy the machine is."""
 T = TypeVar("T")
 
 RUNS: dict[tuple[str, ...], FakeRun] = {
@@ -92,7 +93,7 @@ MAKERS: dict[str, Callable[[Path], Any]] = {
 NEEDS = {"docker": "docker", "podman": "podman", "gvisor": "gvisor", "microvm": "qemu"}
 """The component that a runtime of this name needs here; see `gpool.testing.components`."""
 
-PATIENCE_FOR_S: dict[str, float] = {"microvm": 300}
+PATIENCE_FOR_S: dict[str, float] = {"microvm": 900}
 """A guest's disks are built first, and an emulated machine boots slowly beside other tests."""
 
 

@@ -42,7 +42,7 @@ from gpool.wire.frames import (
 )
 
 F = TypeVar("F", bound=ServerFrame)
-ANSWER_S = 20.0
+ANSWER_S = 120.0
 
 
 def offer(cpus: int, site: str = "") -> Offer:
@@ -84,6 +84,7 @@ class ScriptedAgent:
                 max_size=MAX_FRAME_BYTES,
                 compression=None,
                 ping_interval=None,
+                open_timeout=ANSWER_S,
             )
         )
         self._prove()
@@ -156,5 +157,5 @@ class ScriptedAgent:
         headers = {LEASE_HEADER: LeaseRef(under.task, under.epoch).header}
         headers |= self.badge.vouch(Request("PUT", path, headers))
         url = self.address + path
-        with httpx2.Client(trust_env=False, verify=False) as http:
+        with httpx2.Client(timeout=ANSWER_S, trust_env=False, verify=False) as http:
             return http.put(url, content=content, headers=headers)

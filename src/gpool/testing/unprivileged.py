@@ -37,7 +37,7 @@ def closed_above(path: Path) -> Path:
 
 
 def run(
-    code: str, *words: str, env: Mapping[str, str] | None = None, timeout_s: float = 120
+    code: str, *words: str, env: Mapping[str, str] | None = None, timeout_s: float = 600
 ) -> str:
     """What the code prints; `sys.argv[1]` is an empty folder of that user's, gone afterwards. `env` is added."""
     with tempfile.TemporaryDirectory(prefix="gpool-") as folder:

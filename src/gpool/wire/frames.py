@@ -19,6 +19,7 @@ from gpool.core.gpuproof import Measured, Opening, Size, Verdict
 from gpool.core.model import (
     Allocation,
     EndReason,
+    Fault,
     InputFile,
     Offer,
     OutputFile,
@@ -71,6 +72,7 @@ class Finished(_Frame, frozen=True):
     error_text: str = ""  # for people: traceback or message
     duration_us: int = 0  # as the agent measured it; a hint, billing uses the server's times
     outputs: tuple[OutputFile, ...] = ()
+    fault: Fault | None = None  # set where it could not be started; older agents never say it
 
 
 class Released(_Frame, frozen=True):

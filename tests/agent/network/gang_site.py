@@ -26,13 +26,13 @@ from lanes_world import (
     CLONE_NEWUSER,
     NOBODY,
     answering,
-    differences,
     echo,
     fingerprint,
     in_namespace,
     libc,
     must,
     setns,
+    settled,
     sh,
 )
 
@@ -223,9 +223,8 @@ class Agent:
         for lane in list(self.lanes):
             await self.close(lane)
         await self.networks.close()
-        return differences(self.before, fingerprint()) + [
-            f"relay {pid}" for pid in await self.relays()
-        ]
+        left = await settled(self.before)
+        return left + [f"relay {pid}" for pid in await self.relays()]
 
 
 def rights_of(process: Path) -> dict[str, Any]:

@@ -21,8 +21,8 @@ from gpool.testing import components
 from gpool.testing.engines import shared_engine
 
 STAGE = Path(__file__).with_name("gang_stage.py")
-GONE_WITHIN_S = 20.0
 BOTH = ["tcp", "udp"]
+NOBODY_THERE = "nobody's rank"
 
 Stage = Callable[..., dict[str, Any]]
 
@@ -44,7 +44,7 @@ def stage(require: Callable[[str], None]) -> Stage:
             [sys.executable, str(STAGE), *words],
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=600,
             check=False,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         )
@@ -75,7 +75,7 @@ def test_a_member_never_reaches_anything_but_its_peers(stage: Stage, mode: str) 
     told = stage(mode, "forbidden")
     assert {name for name, how in told["from the lane"].items() if how} == set()
     there = {name for name, how in told["from the host"].items() if how == BOTH}
-    assert there == set(told["from the lane"]) - {"nobody's rank"}  # the control
+    assert there == set(told["from the lane"]) - {NOBODY_THERE}  # the control
     assert told["multicast"] == {"all": []}
     assert told["strays"] is True
     interfaces, with_ipv6 = told["interfaces"]
@@ -115,7 +115,7 @@ def test_a_container_in_the_lane_reaches_its_peer_and_nothing_else(
     assert set(found.values()) <= {"FileNotFoundError", "PermissionError", "OSError"}
     assert {name for name, how in told["from the container"].items() if how} == set()
     there = {name for name, how in told["from the host"].items() if how == BOTH}
-    assert there == set(told["from the container"]) - {"nobody's rank"}  # the control
+    assert there == set(told["from the container"]) - {NOBODY_THERE}  # the control
     interfaces, routes, hostname = told["listed"]
     assert {"lo", "gang0"} <= set(interfaces)
     assert not {"eth0", "tap0", "br0", "up0"} & set(interfaces)
@@ -195,5 +195,5 @@ def test_nothing_outlives_a_killed_agent(stage: Stage, mode: str) -> None:
     told = stage(mode, "killed")
     assert told["relays"] == [1, 1]
     assert told["children"] >= 1
-    assert told["took_s"] < GONE_WITHIN_S
+    assert told["outlived"] == []
     assert told["left"] == []

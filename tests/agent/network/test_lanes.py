@@ -36,7 +36,7 @@ def stage(require: Callable[[str], None]) -> Callable[[str], dict[str, Any]]:
             [sys.executable, str(STAGE), case],
             capture_output=True,
             text=True,
-            timeout=100,
+            timeout=600,
             check=False,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         )
@@ -73,10 +73,10 @@ def test_a_lane_never_sends_faster_than_its_rate(stage: Stage) -> None:
     def bound(took_s: float) -> float:
         return BURST_BYTES + RATE_BYTES_PER_S * (1 + took_s) * 1.05
 
-    packets, took_s = told["capped"]
+    [(packets, took_s)] = told["capped"]
     assert 500 * PACKET_BYTES < packets * PACKET_BYTES <= bound(took_s)
-    packets, took_s = told["free"]  # the control: without the cap it is faster than that
-    assert packets * PACKET_BYTES > bound(took_s)
+    # the control: without the cap it is faster than that, unless the machine is kept busy by others each time
+    assert any(packets * PACKET_BYTES > bound(took_s) for packets, took_s in told["free"])
 
 
 def test_a_lane_never_has_more_flows_than_allowed(stage: Stage) -> None:

@@ -16,6 +16,7 @@ import uvloop
 from gpool.agent.network import dns
 from gpool.agent.network.addresses import is_refused
 from gpool.agent.network.resolver import (
+    BURST,
     MAX_STREAMS,
     Allowance,
     Names,
@@ -33,7 +34,7 @@ def within(work: Callable[[], Awaitable[T]]) -> T:
     """Under asyncio's own loop and under the one agents use."""
 
     async def patient() -> T:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(90):
             return await work()
 
     asyncio.run(patient())
@@ -135,7 +136,7 @@ def test_a_silent_server_is_passed_over_and_nobody_waits_behind_it() -> None:
         async with (
             upstream(lambda m: []) as (silent, first),
             upstream(lambda m: [answer(m, PUBLIC)]) as (_, second),
-            resolver(first, second, within_s=0.2) as made,
+            resolver(first, second, within_s=1.0) as made,
         ):
             slow = asyncio.create_task(ask(made, "slow.example"))
             ticks = 0
@@ -231,9 +232,14 @@ def test_a_lane_that_asks_too_much_is_refused() -> None:
             upstream(lambda m: [answer(m, PUBLIC)]) as (server, at),
             resolver(at) as made,
         ):
-            codes = [read(await ask(made, f"n{n}.example"), f"n{n}.example")[0] for n in range(400)]
-            assert codes.count(dns.REFUSED) >= 100
+            loop = asyncio.get_running_loop()
+            began = loop.time()
+            codes: list[int] = []
+            while codes.count(dns.REFUSED) < 100:
+                name = f"n{len(codes)}.example"
+                codes.append(read(await ask(made, name), name)[0])
             assert len(server.asked) == codes.count(dns.NO_ERROR)
+            assert len(server.asked) <= 20 * (BURST + loop.time() - began)
 
     within(work)
 
@@ -241,21 +247,21 @@ def test_a_lane_that_asks_too_much_is_refused() -> None:
 def test_names_that_carry_data_run_out_sooner() -> None:
     """The control is the same number of plain names, all answered."""
 
-    async def work() -> tuple[int, int]:
+    async def work() -> int:
         async with (
             upstream(lambda m: [answer(m, PUBLIC)]) as (_, at),
             resolver(at) as plain,
             resolver(at) as tunnel,
         ):
             data = "mzxw6ytboi4dkmrrgq2tmnzyha3tqojq"
-            for n in range(60):
-                await ask(plain, f"n{n}.example")
-                await ask(tunnel, f"{n}{data}.example")
-            return plain.tally.refused, tunnel.tally.refused
+            asked = 0
+            while tunnel.tally.refused < 20:
+                await ask(plain, f"n{asked}.example")
+                await ask(tunnel, f"{asked}{data}.example")
+                asked += 1
+            return plain.tally.refused
 
-    refused, refused_data = within(work)
-    assert refused == 0
-    assert refused_data >= 20
+    assert within(work) == 0
 
 
 def test_idle_streams_never_keep_others_out_for_long() -> None:

@@ -15,7 +15,7 @@ import pytest
 from gpool.agent.detect.nvml import GpuProcess
 from gpool.agent.main import new_loop
 from gpool.agent.runtime.launching import Launcher
-from gpool.agent.runtime.protocol import GpuSeat, SandboxFailed
+from gpool.agent.runtime.protocol import GpuSeat, PartFailed, SandboxFailed
 from gpool.agent.sharing import mps, restore, scrub
 from gpool.agent.sharing.opening import GpuSharing
 from gpool.agent.sharing.plan import Abilities, MpsLimits, profiles_of
@@ -121,7 +121,7 @@ def test_a_card_that_could_not_be_cleaned_takes_nobody_and_says_why(tmp_path: Pa
     async def two_users(house: House) -> None:
         async with house.seats.seat(1, [WHOLE]):
             pass
-        with pytest.raises(SandboxFailed, match="2 samples"):
+        with pytest.raises(PartFailed, match="2 samples"):
             async with house.seats.seat(2, [WHOLE]):
                 pytest.fail("a stranger got memory that was not clean")
         sharing = GpuSharing(house.nvml, house.seats, Abilities(True, True, True), None)
@@ -139,7 +139,7 @@ def test_a_card_that_a_killed_agent_had_in_use_is_cleaned_before_anybody_gets_it
         house.records.keep(house.uuid, restore.record(house.nvml, house.uuid))
         house.nvml.set_compute_mode(house.uuid, "prohibited")
         await house.seats.start()
-        with pytest.raises(SandboxFailed, match="before it had cleaned it"):
+        with pytest.raises(PartFailed, match="before it had cleaned it"):
             async with house.seats.seat(1, [WHOLE]):
                 pytest.fail("somebody's memory was not cleaned")
         while house.seats.unclean:  # noqa: ASYNC110 - the loop goes on meanwhile
@@ -175,7 +175,7 @@ def test_a_stranger_never_gets_a_gpu_that_is_in_use(tmp_path: Path) -> None:
         async with house.seats.seat(1, [PART]):
             async with house.seats.seat(1, [PART]):
                 pass  # the control: one's own tasks do share it
-            with pytest.raises(SandboxFailed, match="still in use"):
+            with pytest.raises(PartFailed, match="still in use"):
                 async with house.seats.seat(2, [PART]):
                     pytest.fail("strangers share a GPU")
 
@@ -227,7 +227,7 @@ def test_a_place_on_the_card_that_the_owner_uses_is_refused_and_nothing_left(
     async def taken(house: House) -> None:
         house.nvml.set_mig(house.uuid, True)
         owners = house.nvml.make_mig(house.uuid, 19, 6)
-        with pytest.raises(SandboxFailed, match="could not be got ready"):
+        with pytest.raises(PartFailed, match="could not be got ready"):
             async with house.seats.seat(1, [CUT[0]]):
                 pytest.fail("two instances in one place")
         assert house.nvml.mig_instances(house.uuid) == (owners,)

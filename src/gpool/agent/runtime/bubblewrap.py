@@ -40,7 +40,7 @@ from gpool.agent.runtime.protocol import (
     WarmRunner,
 )
 from gpool.agent.runtime.workplace import Workplace, clear
-from gpool.core.model import EndReason, Gpu, Network, Tier
+from gpool.core.model import EndReason, Fault, Gpu, Network, Tier
 
 RUN = Path("/run/gpool")  # a root agent's, and only it may write there
 FIRST_UID = 2_000_000_000  # past every range that distributions, subuids and containers use
@@ -485,7 +485,10 @@ class BubblewrapRuntime:
                 missing = "No such file" in text
                 return Ended(NOT_FOUND if missing else NOT_EXECUTABLE, detail=text)
             if not exit.ran and not exit.killed:
-                return Ended(exit.code, EndReason.SANDBOX_FAILED, text or "bwrap did not start")
+                # words of its own come before anything was run in it
+                fault = Fault.UNCLEAR if text.startswith("bwrap: ") else None
+                said = text or "bwrap did not start"
+                return Ended(exit.code, EndReason.SANDBOX_FAILED, said, fault=fault)
             return Ended(137 if exit.killed and not exit.ran else exit.code)
 
         return judge

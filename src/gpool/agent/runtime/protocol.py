@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
-from gpool.core.model import EndReason, Network, OutputFile, Slice, Tier
+from gpool.core.model import EndReason, Fault, Network, OutputFile, Slice, Tier
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +143,7 @@ class Ended:
     reason: EndReason = EndReason.EXITED  # or OUT_OF_MEMORY, SANDBOX_FAILED
     detail: str = ""
     retired: bool = False  # a runner that ended between two calls, as it had said it would
+    fault: Fault | None = None  # set: nothing of the task ever ran in it
 
 
 class CommandSandbox(Protocol):
@@ -252,9 +253,25 @@ class BadOutput(Exception):
 
 
 class SandboxFailed(Exception):
-    """The sandbox could not be started: this node's fault, where `reason` does not say otherwise."""
+    """The sandbox could not be started; `reason` says where that is the task's own fault, `fault` what is known of the node."""
 
     reason = EndReason.SANDBOX_FAILED
+    fault = Fault.UNCLEAR
+
+
+class PartFailed(SandboxFailed):
+    """A part of this node is out of order, or is not lent any more; the offer says so. The rest of the node is well."""
+
+    fault = Fault.PART
+
+
+@runtime_checkable
+class SelfChecking(Protocol):
+    """A runtime that knows better than by starting the simplest thing whether it can start anything."""
+
+    async def wrong(self) -> str:
+        """Why it cannot; empty: it can, as far as it knows."""
+        ...
 
 
 @runtime_checkable

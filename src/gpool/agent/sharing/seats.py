@@ -19,7 +19,7 @@ import structlog
 
 from gpool.agent.detect.nvml import NotPermitted, Nvml, NvmlError
 from gpool.agent.runtime.devices import CONTROL_NODES, capability_nodes, device_nodes
-from gpool.agent.runtime.protocol import GpuSeat, Runtime, SandboxFailed
+from gpool.agent.runtime.protocol import GpuSeat, PartFailed, Runtime, SandboxFailed
 from gpool.agent.sharing import mig, plan, restore
 from gpool.agent.sharing.mps import INSIDE, SOCKET, Means, MpsDaemon
 from gpool.agent.sharing.plan import Tenancy
@@ -154,10 +154,10 @@ class GpuSeats:
             for other in plan.conflicts(self._houses, wanted):
                 house = self._houses[other]
                 if house.held:
-                    raise SandboxFailed(f"GPU {gpu.index} is still in use ({other.mode.value})")
+                    raise PartFailed(f"GPU {gpu.index} is still in use ({other.mode.value})")
                 await undisturbed(self._end(house))
             if gpu.uuid in self.unclean:
-                raise SandboxFailed(f"GPU {gpu.index} is not clean: {self.unclean[gpu.uuid]}")
+                raise PartFailed(f"GPU {gpu.index} is not clean: {self.unclean[gpu.uuid]}")
             known = self._houses.get(wanted)
             try:
                 house = known if known is not None else await undisturbed(self._begin(wanted))
@@ -209,7 +209,7 @@ class GpuSeats:
                 await self._start_mps(house)
         except (NvmlError, SandboxFailed) as error:
             await self._end(house, used=False)
-            raise SandboxFailed(f"the GPU could not be got ready: {error}") from error
+            raise PartFailed(f"the GPU could not be got ready: {error}") from error
         except BaseException:  # a fault of ours: the card must not stay as it is
             await self._end(house, used=False)
             raise

@@ -1,8 +1,9 @@
 """Every node's free room as rows of numbers, so that many nodes are compared at once. It mirrors rooms; it decides nothing.
 
 A node has a **slot**, the row it stands in, and a **kind**: what it offers when idle. Nodes of one kind answer alike to
-"could you ever run this?", so that is asked once a kind. Changes are counted, and each node's last one is noted;
-whoever remembers how far they have read need only look at the nodes that changed since.
+"could you ever run this?", so that is asked once a kind. Nodes of one kind that have the same free are **alike**: one is
+measured for all of them. Changes are counted, and each node's last one is noted; whoever remembers how far they have read
+need only look at the nodes that changed since.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ import numpy as np
 
 from gpool.core.ids import NodeId
 from gpool.core.model import SECOND, Gpu, Health, Node, Sharing, Tier
-from gpool.core.scheduling.fragmentation import Slots, Target
+from gpool.core.scheduling.alike import Alike
+from gpool.core.scheduling.fragmentation import Floats, Slots, Target
 from gpool.core.scheduling.placement import is_open, joins_gangs
 from gpool.core.scheduling.pricing import Pricing
 from gpool.core.scheduling.room import ANYBODY, Room
@@ -36,6 +38,15 @@ MERIT, MERIT_BITS = LENDS << 1, 7
 FEW = 8  # nodes that are looked at one by one before the arrays are asked
 _SLACK = 64
 NOBODY = -1
+_MAX_MIXES = 4096
+
+CPU, MEMORY, DISK, IDLE, TOTAL, FRAGMENTS, UNFED, WHOLE, LARGEST = range(9)
+"""Columns of `amounts`. Free: CPU, memory, disk, GPUs that nobody holds; thousandths of GPUs in all, those that the mix cannot
+use, those that CPU and memory do not feed; GPUs that are lent and idle, and the most of one GPU."""
+
+NEEDED = 4
+"""So many of them, the first, are what a task may need."""
+
 Look = Callable[[NodeId], tuple[Room, int]]
 
 
@@ -48,6 +59,10 @@ def merit_of(node: Node) -> int:
     gigaflops = node.merit.gigaflops
     slowness = 31 - min(31, (gigaflops * gigaflops >> 16).bit_length())
     return (trust << 5) + slowness
+
+
+def _lent(node: Node) -> int:
+    return min(len(node.offer.gpus), MAX_GPUS)
 
 
 def _kind_of(gpu: Gpu) -> tuple[object, ...]:
@@ -75,6 +90,8 @@ class Board:
         self._unused: list[int] = []
         self._stale: set[NodeId] = set()
         self._said: dict[int, tuple[object, ...]] = {}  # by slot: what its row was made from
+        self._alike = Alike()
+        self._mixes: dict[tuple[int, ...], Floats] = {}  # by the free parts of a node's GPUs
         self._with_gpus: set[int] = set()
         self._most: tuple[int, ...] = (0, 0, 0, 0)
         self._most_at = -1
@@ -82,30 +99,38 @@ class Board:
 
     def _lay_out(self, rows: int, gpus: int) -> None:
         self.size, self.width = rows, gpus
-        classes = self.target.classes
         self.ids = np.zeros(rows, np.int64)
         self.kind = np.zeros(rows, np.intp)
+        self.alike = np.zeros(rows, np.intp)  # a number: equal where nodes are alike
         self.merit = np.zeros(rows, np.int64)
         self.mtbf = np.ones(rows, np.int64)  # seconds
-        self.disk = np.zeros(rows, np.int64)
         self.site = np.zeros(rows, np.intp)  # its number; 0: it takes no part in gangs
         self.changed = np.zeros(rows, np.int64)  # what `now` was then
         self.lines = np.zeros(rows, np.int64)
         self.lends = np.zeros(rows, np.int64)  # `LENDS` where there are GPUs
+        # What orders nodes of equal price, the least first: all free GPU, and above it whether there are GPUs, for tasks
+        # without one (0), or the merit of those, for tasks with (1).
+        self.rank = np.zeros((2, rows), np.int64)
         self.tight = np.zeros(rows, np.int64)  # CPU, then memory: orders what is equal otherwise
-        # Amounts are whole numbers below 2**53, kept as floats because prices are computed from them.
-        self.cpu, self.memory, self.total = np.zeros(rows), np.zeros(rows), np.zeros(rows)
-        self.fragments, self.stranded = np.zeros(rows), np.zeros(rows)
         # What is read together lies together: one `take` fetches it all.
-        self.gpus = np.zeros((rows, 4, gpus), np.int64)
-        self.share, self.vram, self.free, self.holder = self.gpus.swapaxes(0, 1)
+        # Amounts are whole numbers below 2**53, but for what is not fed, kept as floats because prices are computed from them.
+        self.amounts = np.zeros((rows, 9))
+        self.cpu, self.memory, self.disk = (self.amounts[:, each] for each in (CPU, MEMORY, DISK))
+        self.gpus = np.zeros((rows, 4, gpus), np.int64)  # share, memory, free, holder
+        self.free, self.holder = self.gpus[:, 2], self.gpus[:, 3]
         self.holder[:] = NOBODY  # free: what both share and memory leave, in thousandths
         self.mix = np.zeros(
-            (rows, 2, classes)
+            (rows, 2, self.target.classes)
         )  # by class: GPUs that fit it, rests too small for it
+        self._model = np.zeros(rows, np.intp)
         self.generation += 1
 
     # ---- nodes come, change and go
+
+    def expect(self, nodes: int, gpus: int) -> None:
+        """So many nodes will come, of so many GPUs at most: to make place for them at once."""
+        if nodes > self.size or min(gpus, MAX_GPUS) > self.width:
+            self._grow(nodes, min(gpus, MAX_GPUS))
 
     def put(self, node: Node) -> None:
         slot = self.slots.get(node.id)
@@ -117,7 +142,7 @@ class Board:
         self._count_mtbf(self.nodes[slot], -1)
         self._count_mtbf(node, 1)
         self.nodes[slot] = node
-        gpus = min(len(node.offer.gpus), MAX_GPUS)
+        gpus = _lent(node)
         if slot >= self.size or gpus > self.width:
             self._grow(slot + 1, gpus)
         self._describe(slot, node)
@@ -129,11 +154,15 @@ class Board:
         """Offers change, and kinds and sites that no node is of any more are of no use."""
         self.kinds, self._kinds_by, self._sites = [None], {}, {}
         self.target.forget_kinds()
+        self._alike = Alike()  # went by kinds
         self.generation += 1
         for slot, node in enumerate(self.nodes):
             if node is not None:
                 self.kind[slot] = self._kind(node)
                 self.site[slot] = self._site(node)
+                self._stale.add(node.id)
+            else:
+                self.alike[slot] = self._alike.set(slot, None)
 
     def _grow(self, rows: int, gpus: int) -> None:
         self._lay_out(max(self.size, 2 * rows if rows > self.size else 0), max(self.width, gpus))
@@ -141,6 +170,8 @@ class Board:
             if node is not None:
                 self._describe(slot, node)
                 self._stale.add(node.id)
+            else:
+                self.alike[slot] = self._alike.set(slot, None)
 
     def _describe(self, slot: int, node: Node) -> None:
         self.ids[slot] = node.id
@@ -165,7 +196,8 @@ class Board:
         self._said.pop(slot, None)
         self._unused.append(slot)
         self.kind[slot] = CLOSED
-        self.cpu[slot] = self.memory[slot] = 0
+        self.alike[slot] = self._alike.set(slot, None)
+        self.amounts[slot] = 0
         self._note(slot)
 
     def _count_mtbf(self, node: Node | None, change: int) -> None:
@@ -197,7 +229,7 @@ class Board:
             offer.cpu_milli,
             offer.memory_bytes,
             offer.disk_bytes,
-            tuple(_kind_of(gpu) for gpu in offer.gpus),
+            tuple([_kind_of(gpu) for gpu in offer.gpus]),
             offer.pythons,
             offer.tiers,
             offer.environments,
@@ -230,9 +262,10 @@ class Board:
             return
         slots = [slot for id_ in self._stale if (slot := self._read(id_)) is not None]
         self._stale.clear()
-        with_gpus = [slot for slot in slots if slot in self._with_gpus]
-        if with_gpus:
-            self._measure(np.array(with_gpus, np.intp))
+        if len(slots) == 1:
+            self._measure(slots[0])
+        elif slots:
+            self._measure_all(np.array(slots, np.intp))
         for slot in slots:
             self._note(slot)
 
@@ -241,22 +274,28 @@ class Board:
         (room, lines), node = self._look(id_), self.nodes[slot]
         assert node is not None
         gpus = self._gpus_of(node, room) if slot in self._with_gpus else None
-        said = (node, self.generation, lines, room.free_cpu, room.free_memory, room.free_disk, gpus)
+        cpu, memory, disk = room.free_cpu, room.free_memory, room.free_disk
+        said = (node, self.generation, lines, cpu, memory, disk, gpus)
         if self._said.get(slot) == said:
             return None
         self._said[slot] = said
         self.lines[slot] = lines
-        self.cpu[slot] = room.free_cpu
-        self.memory[slot] = room.free_memory
-        self.disk[slot] = room.free_disk
-        self.tight[slot] = (min(max(room.free_cpu, 0), 1 << 26) << 32) + (
-            min(max(room.free_memory, 0) >> 20, 1 << 31)
-        )
+        amounts = self.amounts[slot]
+        amounts[CPU], amounts[MEMORY], amounts[DISK] = cpu, memory, disk
+        self.tight[slot] = (min(max(cpu, 0), 1 << 26) << 32) + (min(max(memory, 0) >> 20, 1 << 31))
+        kind, merit = int(self.kind[slot]), int(self.merit[slot])
         if gpus is not None:
             self.gpus[slot] = gpus
+            free = gpus[2]
+            total = sum(free)
+            amounts[TOTAL], amounts[IDLE] = total, gpus[3].count(NOBODY) - self.width + _lent(node)
+            amounts[WHOLE], amounts[LARGEST] = free.count(1000), max(free)
+            self.rank[0, slot], self.rank[1, slot] = LENDS + total, merit + total
+        value = (kind, merit, node.merit.mtbf, cpu, memory, disk, gpus)
+        self.alike[slot] = self._alike.set(slot, value)
         return slot
 
-    def _gpus_of(self, node: Node, room: Room) -> tuple[list[int], ...]:
+    def _gpus_of(self, node: Node, room: Room) -> tuple[tuple[int, ...], ...]:
         """As they stand in `gpus`."""
         devices = node.offer.gpus[:MAX_GPUS]
         pad = [0] * (self.width - len(devices))
@@ -278,30 +317,51 @@ class Board:
                 free.append(0)
             else:
                 free.append(max(0, min(free_share, by_memory)))
-        return share + pad, vram + pad, free + pad, holder + [NOBODY] * len(pad)
+        nobody = [NOBODY] * len(pad)
+        return tuple(share + pad), tuple(vram + pad), tuple(free + pad), tuple(holder + nobody)
 
     def _clear_gpus(self, slot: int) -> None:
         self.gpus[slot] = 0
         self.holder[slot] = NOBODY
-        self.total[slot] = self.fragments[slot] = self.stranded[slot] = 0
-        self.mix[slot] = 0
+        self.amounts[slot, NEEDED - 1 :] = 0
+        self.mix[slot] = self.rank[:, slot] = 0
 
-    def _measure(self, slots: Slots) -> None:
-        target, free = self.target, self.gpus.take(slots, 0)[:, 2]
-        mix = target.table.take(free, 0).sum(1)
-        cpu, memory, total = self.cpu[slots], self.memory[slots], free.sum(1).astype(float)
-        self.mix[slots] = mix
-        self.total[slots] = total
-        self.fragments[slots] = target.fragments(self.kind[slots], cpu, mix, total)
-        self.stranded[slots] = target.stranded(cpu, memory, total)
+    def _measure(self, slot: int) -> None:
+        if slot not in self._with_gpus:
+            return
+        target, amounts = self.target, self.amounts[slot]
+        free = tuple(self.free[slot].tolist())
+        mix = self._mixes.get(free)
+        if mix is None:
+            if len(self._mixes) >= _MAX_MIXES:
+                self._mixes.clear()
+            mix = self._mixes[free] = target.table.take(free, 0).sum(0)
+        cpu, memory, total = amounts[CPU], amounts[MEMORY], amounts[TOTAL]
+        self.mix[slot] = mix
+        amounts[FRAGMENTS] = target.fragments_of(int(self.kind[slot]), cpu, mix, total)
+        amounts[UNFED] = target.stranded_of(cpu, memory, total)
+
+    def _measure_all(self, slots: Slots) -> None:
+        models, some = self.models(slots)
+        for slot in some.tolist():
+            self._measure(slot)
+        self.mix[slots] = self.mix[models]
+        self.amounts[slots, FRAGMENTS] = self.amounts[models, FRAGMENTS]
+        self.amounts[slots, UNFED] = self.amounts[models, UNFED]
+
+    def models(self, slots: Slots) -> tuple[Slots, Slots]:
+        """For each of these slots one of them that is alike; and those, without any that is alike to another."""
+        numbers = self.alike.take(slots)
+        self._model[numbers] = slots
+        models = self._model.take(numbers)
+        return models, slots[models == slots]
 
     def most(self) -> tuple[int, int, int, int]:
         """The most free CPU and memory of any node, free thousandths of any GPU, and idle GPUs of any node."""
         if self._most_at != self.now:
             self._most_at = self.now
-            idle = (self.free == 1000).sum(1)
-            found = (self.cpu.max(), self.memory.max(), self.free.max(), idle.max())
-            self._most = tuple(int(each) for each in found)
+            found = self.amounts.max(0).tolist()
+            self._most = tuple(int(found[each]) for each in (CPU, MEMORY, LARGEST, WHOLE))
         return self._most  # type: ignore[return-value]  # four of them
 
     # ---- changes

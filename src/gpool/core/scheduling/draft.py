@@ -131,6 +131,7 @@ class Draft:
         self.gpus: dict[Holder, int] = {}
         self.saved: set[Holder] = set()  # whose limit is kept for a task that has waited long
         self.kept_clear: dict[NodeId, Reservation] = {}
+        self._avoided: dict[int, frozenset[NodeId]] = {}  # by shape
         self.looks = _LOOKS_FOR_CLEARING
         self.waiting: list[Turn] = []  # could not start (any more), first in the order first
         self.made: list[NewLine] = []
@@ -336,7 +337,7 @@ class Draft:
             return
         self.looks -= 1
         if shape.requirements.nodes > 1:
-            nodes = gangs.nearest(self.engine, shape, self.kept_clear)
+            nodes = gangs.nearest(self.engine, shape, self.kept_clear.keys() | self.avoided(shape))
             if nodes:  # a part of what a gang needs is of no use
                 at = Instant(max(self.ready_at(id_, shape) for id_ in nodes))
                 since = Instant(turn.head[0])
@@ -397,9 +398,10 @@ class Draft:
         """The node to keep clear, of some that are the same in every pass, or it would be another each time: the one that is
         ready first; where shares count, the one where others have least to do. What may preempt needs it less."""
         shape = turn.entry.shape
+        others = self.kept_clear.keys() | self.avoided(shape)
         if shape.preemptible:
-            return self.engine.nearest(shape, self.kept_clear)
-        slots, _ = self.engine.could_run(shape, self.kept_clear)
+            return self.engine.nearest(shape, others)
+        slots, _ = self.engine.could_run(shape, others)
         ids = np.sort(self.engine.board.ids[slots])
         some: list[NodeId] = ids[:: max(1, len(ids) // _NODES_COMPARED)].tolist()
         if not self.looks_at_shares:
@@ -478,7 +480,18 @@ class Draft:
                 continue
             if not may_pass(shape, kept, self.now, self.predicted_for(shape)):
                 found.add(id_)
-        return found
+        return found | self.avoided(shape) if shape.avoids else found
+
+    def avoided(self, shape: Shape) -> frozenset[NodeId]:
+        """Where it could not be started, as long as another node that takes new leases would do, busy or not."""
+        if not shape.avoids:
+            return frozenset()
+        known = self._avoided.get(id(shape))
+        if known is None:
+            would_do = gangs.is_possible(self.engine, shape, shape.avoids)
+            known = frozenset(shape.avoids if would_do else ())
+            self._avoided[id(shape)] = known
+        return known
 
     def is_overdue(self, kept: Reservation, shape: Shape) -> bool:
         """Not all that may be stopped is stopped for it: what has not had its turn, and belongs to people who have little, is

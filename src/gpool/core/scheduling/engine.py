@@ -24,9 +24,22 @@ from numpy.typing import NDArray
 from gpool.core import environments
 from gpool.core.ids import NodeId
 from gpool.core.model import Node, Shape, Span, Tier
-from gpool.core.scheduling.board import MERIT, MERIT_BITS, NOBODY, Board, Look
+from gpool.core.scheduling.board import (
+    CPU,
+    FRAGMENTS,
+    MEMORY,
+    MERIT,
+    MERIT_BITS,
+    NEEDED,
+    NOBODY,
+    TOTAL,
+    UNFED,
+    WHOLE,
+    Board,
+    Look,
+)
 from gpool.core.scheduling.caches import Caches
-from gpool.core.scheduling.fragmentation import Ints, Slots
+from gpool.core.scheduling.fragmentation import Floats, Ints, Slots
 from gpool.core.scheduling.placement import (
     Fit,
     a_slice,
@@ -46,10 +59,10 @@ Overlaid = tuple[Room, int]
 MAX_CELLS = 8_000_000  # numbers kept in all rows together, about 80 MB
 MAX_SHAPES = 20_000
 
+_MANY = 256  # nodes to be scored, of which some are likely to be alike
 _OF_A_ROW = 2000
 _MADE = (environments.PIP, environments.IMAGE)
 _NONE = np.iinfo(np.int64).min
-_FIRST = np.array([True])
 # Bits below which the lesser rules stand: free GPU, merit, cost, lost time, and on top the step of the price, at most
 # some 140,000: all free GPU of a node, in single thousandths, and a remnant.
 _COST = MERIT.bit_length() - 1 + MERIT_BITS
@@ -75,10 +88,10 @@ class Candidates(NamedTuple):
 class Free(NamedTuple):
     """Amounts by slot: of CPU, memory and disk, and how many GPUs are idle."""
 
-    cpu: NDArray[np.float64]
-    memory: NDArray[np.float64]
-    disk: Ints
-    gpus: Ints
+    cpu: Floats
+    memory: Floats
+    disk: Floats
+    gpus: Floats
 
 
 class Engine:
@@ -115,6 +128,10 @@ class Engine:
         return self.overlay.get(id_) or self._look(id_)
 
     # ---- what changes
+
+    def expect(self, nodes: Collection[Node]) -> None:
+        """These will be put."""
+        self.board.expect(len(nodes), max((len(node.offer.gpus) for node in nodes), default=0))
 
     def put(self, node: Node) -> None:
         """A node came, or is another one now."""
@@ -154,17 +171,20 @@ class Engine:
             return None
         self._update(row)
         key = row.key
-        if not len(key) or key.max() == _NONE:
+        first = int(key.argmax())
+        if key[first] == _NONE:
             row.full = (board.generation, board.now)
             return None
         if barred:
             key = key.copy()
             key[[board.slots[id_] for id_ in barred if id_ in board.slots]] = _NONE
-        while (slot := self._best(row, key)) is not None:
+            first = int(key.argmax())
+        while (slot := self._best(row, key, first)) is not None:
             found = self._fit(row, slot)
             if found is not None:
                 return NodeId(int(board.ids[slot])), found
             row.key[slot] = key[slot] = _NONE  # until the node changes
+            first = int(key.argmax())
         return None
 
     def is_new(self, shape: Shape) -> bool:
@@ -225,7 +245,7 @@ class Engine:
         """What is free now, to be changed by who asked."""
         board = self.board
         board.refresh()
-        idle: Ints = (board.free == GPU).sum(1)
+        idle = board.amounts[:, WHOLE].copy()
         return Free(board.cpu.copy(), board.memory.copy(), board.disk.copy(), idle)
 
     def would_fit(self, shape: Shape, free: Free) -> NDArray[np.bool_]:
@@ -330,9 +350,15 @@ class Engine:
                 changed = {slot for slot in changed if not self._score_bare(row, slot)}
                 if not changed:
                     return
-            changed = np.array(sorted(changed), np.intp)
+            changed = np.array(list(changed), np.intp)
         row.learn(board)
-        self._score(row, changed)
+        if len(changed) < _MANY or row.shape.data:
+            self._score(row, changed)
+            return
+        models, some = board.models(changed)
+        self._score(row, some)
+        row.key[changed] = row.key.take(models)
+        row.gpu[changed] = row.gpu.take(models)
 
     def _might_fit(self, row: Row) -> bool:
         """Whether any node has so much of anything: if not, there need be no row yet."""
@@ -371,23 +397,23 @@ class Engine:
     # ---- scoring
 
     def _score(self, row: Row, slots: Slots) -> None:
-        board, cpu = self.board, row.shape.requirements.cpu_milli
+        board = self.board
         self.scored += len(slots)
-        kinds = board.kind[slots]
-        able = (board.cpu[slots] >= cpu) & (board.memory[slots] >= row.memory[kinds])
-        if row.shape.requirements.disk_bytes:
-            able &= board.disk[slots] >= row.shape.requirements.disk_bytes
         row.key[slots] = _NONE
-        slots, kinds = slots[able], kinds[able]
-        if row.request is not None and len(slots):
-            if is_slice(row.request):
-                self._score_slices(row, slots, kinds)
-                return
-            idle = (board.holder[slots] == NOBODY) & row.usable.take(kinds, 0)
-            enough = idle.sum(1) >= row.request.count
-            slots, kinds = slots[enough], kinds[enough]
-        if len(slots):
-            self._settle(row, slots, self._price(row, slots, kinds))
+        there, kinds = board.amounts.take(slots, 0), board.kind.take(slots)
+        able = np.logical_and.reduce(there[:, :NEEDED] >= row.least.take(kinds, 0), 1)
+        if row.is_uneven and row.request is not None:
+            idle = (board.holder.take(slots, 0) == NOBODY) & row.usable.take(kinds, 0)
+            able &= idle.sum(1) >= row.request.count
+        chosen = able.nonzero()[0]
+        if not len(chosen):
+            return
+        if len(chosen) < len(slots):
+            slots, kinds, there = slots.take(chosen), kinds.take(chosen), there.take(chosen, 0)
+        if row.request is not None and is_slice(row.request):
+            self._score_slices(row, slots, kinds, there)
+        else:
+            self._settle(row, slots, self._price(row, slots, kinds, there))
 
     def _score_bare(self, row: Row, slot: int) -> bool:
         """A node without GPUs for a task without: nothing can be spoilt. False: it has some."""
@@ -402,24 +428,32 @@ class Engine:
             row.key[slot] = key
         return True
 
-    def _score_slices(self, row: Row, slots: Slots, kinds: Slots) -> None:
-        share, vram, free, holder = self.board.gpus.take(slots, 0).swapaxes(0, 1)
-        least_share, least_vram, need = row.parts.take(kinds, 0).swapaxes(0, 1)
-        fit = (share >= least_share) & (vram >= least_vram)
+    def _score_slices(self, row: Row, slots: Slots, kinds: Slots, there: Floats) -> None:
+        gpus, parts = self.board.gpus.take(slots, 0), row.parts.take(kinds, 0)
+        free, holder, need = gpus[:, 2], gpus[:, 3], parts[:, 2]
+        enough = gpus[:, :2] >= parts[:, :2]
+        fit = enough[:, 0] & enough[:, 1]
         fit &= (holder < 0) | (holder == row.shape.user)
         # of neighbours that are alike, the first will do
-        fit[:, 1:] &= ~(fit[:, :-1] & (free[:, 1:] == free[:, :-1]) & (need[:, 1:] == need[:, :-1]))
-        flat = np.flatnonzero(fit)  # much quicker than to ask for pairs
+        same = free[:, 1:] == free[:, :-1]
+        same &= need[:, 1:] == need[:, :-1]
+        same &= fit[:, :-1]
+        fit[:, 1:] &= ~same
+        flat = fit.ravel().nonzero()[0]  # much quicker than to ask for pairs
         if not len(flat):
             return
         place, gpu = np.divmod(flat, self.board.width)
         before = free[place, gpu]
         after = np.maximum(before - need[place, gpu], 0)
-        price = self._price(row, slots[place], kinds[place], before, after)
-        starts = np.flatnonzero(np.concatenate([_FIRST, place[1:] != place[:-1]]))
+        price = self._price(
+            row, slots.take(place), kinds.take(place), there.take(place, 0), (before, after)
+        )
+        is_first = np.ones(len(place), bool)
+        np.not_equal(place[1:], place[:-1], out=is_first[1:])
+        starts = is_first.nonzero()[0]
         combined = (price << 22) - (before << 12) - gpu  # the best price, then the fullest GPU
         best = -np.maximum.reduceat(combined, starts)
-        found = slots[place[starts]]
+        found = slots.take(place.take(starts))
         row.gpu[found] = best & 4095
         self._settle(row, found, -(best >> 22))
 
@@ -428,37 +462,40 @@ class Engine:
         row: Row,
         slots: Slots,
         kinds: Slots,
-        before: Ints | None = None,
-        after: Ints | None = None,
+        there: Floats,
+        part: tuple[Ints, Ints] | None = None,
     ) -> Ints:
-        """The step of the gain for each candidate: higher is better."""
-        board, target, weights = self.board, self.board.target, self.pricing.weights
-        total, mix = board.total[slots], board.mix.take(slots, 0)
-        cpu = board.cpu[slots] - row.shape.requirements.cpu_milli
-        memory = board.memory[slots] - row.memory[kinds]
-        lost = -weights.stranding * board.stranded[slots]
-        if before is not None and after is not None:
+        """The step of the gain for each candidate: higher is better. `there`: what it has; `part`: what is free of the GPU that
+        a slice would be of, before and after."""
+        target, weights = self.board.target, self.pricing.weights
+        mix, total, count = self.board.mix.take(slots, 0), there[:, TOTAL], 0
+        cpu = there[:, CPU] - row.shape.requirements.cpu_milli
+        memory = there[:, MEMORY] - row.memory.take(kinds)
+        lost = -weights.stranding * there[:, UNFED]
+        if part is not None:
+            before, after = part
             mix += target.table.take(after, 0)
             mix -= target.table.take(before, 0)
-            total -= before - after
-            lost += weights.remnants * (target.worth[before] - target.worth[after])
+            total = total - (before - after)
+            lost += weights.remnants * (target.worth.take(before) - target.worth.take(after))
         elif row.request is not None:
-            mix[:, 0] -= row.request.count
-            total -= GPU * row.request.count
+            count = row.request.count
+            total = total - GPU * count
         lost += weights.stranding * target.stranded(cpu, memory, total)
-        gain = board.fragments[slots] - target.fragments(kinds, cpu, mix, total)
+        gain = there[:, FRAGMENTS] - target.fragments(kinds, cpu, mix, total, count)
         gain *= weights.fragmentation / WEIGHT
-        steps: Ints = np.floor((gain - lost) / weights.step).astype(np.int64)
+        gain -= lost
+        gain /= weights.step
+        steps: Ints = np.floor(gain).astype(np.int64)
         return steps
 
     def _settle(self, row: Row, slots: Slots, steps: Ints) -> None:
         board = self.board
-        key = (steps << _STEP) - board.total[slots].astype(np.int64)
+        key = (steps << _STEP) - board.rank[0 if row.request is None else 1].take(slots)
         if row.is_priced:
             key -= row.price[board.kind[slots]] << _COST
         if row.stakes is not None:
             key -= self._lost(row, row.stakes, slots) << _LOST
-        key -= board.lends[slots] if row.request is None else board.merit[slots]
         row.key[slots] = key
 
     def _lost(self, row: Row, at_stake: Stakes, slots: Slots) -> Ints:
@@ -477,20 +514,18 @@ class Engine:
 
     # ---- the winner
 
-    def _best(self, row: Row, key: Ints) -> int | None:
-        if not len(key):
-            return None
-        first = int(key.argmax())
+    def _best(self, row: Row, key: Ints, first: int) -> int | None:
+        """`first`: one of those with the largest number."""
         most = key[first]
         if most == _NONE:
             return None
-        tied = np.flatnonzero(key == most)
+        tied = (key == most).nonzero()[0]
         if len(tied) == 1:
             return first
         board = self.board
-        tied = _least(tied, row.taken[board.kind[tied]])
-        tied = _least(tied, board.tight[tied])
-        return int(_least(tied, board.ids[tied])[0])
+        tied = _least(tied, row.taken.take(board.kind.take(tied)))
+        tied = _least(tied, board.tight.take(tied))
+        return int(tied[board.ids.take(tied).argmin()])
 
     def _fit(self, row: Row, slot: int) -> Fit | None:
         """None: cards whose hardware slices do not nest have no place for this one after all."""

@@ -30,6 +30,7 @@ from typing import NamedTuple
 from gpool.core.ids import NodeId
 from gpool.core.model import SECOND, Allocation, Instant, Node, Shape, Span
 from gpool.core.scheduling.limits import Holder, gpus_of, least_gpus
+from gpool.core.scheduling.placement import is_open
 from gpool.core.scheduling.predictions import Predictions
 
 HALF_LIFE = Span(1200 * SECOND)
@@ -292,9 +293,13 @@ class Shares:
                 usage.join(holder, scope, 0, self._weight(holder))
 
     def put(self, node: Node) -> None:
+        """Only what can be given out now is part of the pool."""
         self.remove(node.id)
+        if not is_open(node):
+            return
         offer = node.offer
-        lent = (1000 * len(offer.gpus), offer.cpu_milli, offer.memory_bytes)
+        gpus = sum(not gpu.closed and gpu.index not in node.gpus_withheld for gpu in offer.gpus)
+        lent = (1000 * gpus, offer.cpu_milli, offer.memory_bytes)
         self._nodes[node.id] = lent
         self._add(self._lent, lent, 1)
 

@@ -51,12 +51,21 @@ class Target:
         row = np.array(needs, float).reshape(1, -1)
         self._needs = np.concatenate([self._needs, row])
 
-    def fragments(self, kinds: Slots, cpu: Floats, mix: Floats, total: Floats) -> Floats:
-        """Free GPU that the mix cannot use on nodes of these kinds in these states, times `WEIGHT`."""
-        can = mix[:, 0] >= self._counts
+    def fragments(
+        self, kinds: Slots, cpu: Floats, mix: Floats, total: Floats, taken: int = 0
+    ) -> Floats:
+        """Free GPU that the mix cannot use on nodes of these kinds in these states, times `WEIGHT`; `taken`: without so many
+        whole GPUs, which are in `mix` still."""
+        can = mix[:, 0] >= (self._counts + taken if taken else self._counts)
         can &= cpu[:, None] >= self._needs.take(kinds, 0)
         lost: Floats = np.where(can, mix[:, 1], total[:, None]) @ self._weights
         return lost
+
+    def fragments_of(self, kind: int, cpu: float, mix: Floats, total: float) -> float:
+        """The same of one node."""
+        can = mix[0] >= self._counts
+        can &= self._needs[kind] <= cpu
+        return float(np.where(can, mix[1], total) @ self._weights)
 
     def stranded(self, cpu: Floats, memory: Floats, total: Floats) -> Floats:
         """Free GPU beyond what so much CPU and memory can feed."""
@@ -65,3 +74,10 @@ class Target:
             fed = np.minimum(fed, memory * self._per_byte)
         beyond: Floats = np.maximum(total - fed, 0.0)
         return beyond
+
+    def stranded_of(self, cpu: float, memory: float, total: float) -> float:
+        """The same of one node."""
+        fed = cpu * self._per_cpu
+        if self._per_byte:
+            fed = min(fed, memory * self._per_byte)
+        return max(total - fed, 0.0)

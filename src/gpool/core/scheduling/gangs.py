@@ -117,9 +117,11 @@ def most_together(nodes: Iterable[Node]) -> int:
     return max(counts.values(), default=0)
 
 
-def is_possible(engine: Engine, shape: Shape) -> bool:
-    """Whether some site has enough nodes that could run it when idle."""
-    slots, _ = engine.could_run(shape, ())
+def is_possible(engine: Engine, shape: Shape, barred: Collection[NodeId] = ()) -> bool:
+    """Whether some site has enough nodes that could run it when idle; of what is no gang, whether there is one."""
+    slots, _ = engine.could_run(shape, barred)
+    if shape.requirements.nodes == 1:
+        return bool(len(slots))
     return bool(len(_Groups(engine.board.site[slots], shape.requirements.nodes).starts))
 
 

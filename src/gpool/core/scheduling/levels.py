@@ -35,3 +35,8 @@ def risen(level: int, waited: int, promotion: Span) -> int:
 
 def at_level(shape: Shape, level: int) -> Shape:
     return shape if shape.level == level else replace(shape, level=level)
+
+
+def plain(shape: Shape) -> Shape:
+    """As those that come for the first time, without what only counts while it waits."""
+    return replace(shape, level=0, avoids=()) if shape.level or shape.avoids else shape

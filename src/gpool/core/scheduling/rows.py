@@ -6,11 +6,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpool.core.model import GpuRequest, Node, Shape
-from gpool.core.scheduling.board import MAX_GPUS, Board
-from gpool.core.scheduling.fragmentation import Ints
+from gpool.core.scheduling.board import CPU, DISK, IDLE, MAX_GPUS, MEMORY, NEEDED, Board
+from gpool.core.scheduling.fragmentation import Floats, Ints
 from gpool.core.scheduling.placement import (
     cpu_price,
     gpu_price,
+    is_slice,
     memory_for,
     slice_of,
     unfit,
@@ -32,8 +33,10 @@ class Row:
         "generation",
         "gpu",
         "is_priced",
+        "is_uneven",
         "key",
         "kinds",
+        "least",
         "memory",
         "parts",
         "price",
@@ -63,6 +66,8 @@ class Row:
         self.usable: NDArray[np.bool_] = np.empty((0, 0), bool)  # by kind and GPU
         self.price: Ints = np.empty(0, np.int64)  # ... what it costs in an hour, as a step
         self.is_priced = False  # anywhere
+        self.least: Floats = np.empty((0, NEEDED))  # by kind: what a node must have free
+        self.is_uneven = False  # kinds of which only some GPUs will do: idle ones are not enough
         # A slice's share, its memory, and what it takes of the free thousandths; never enough of an unusable GPU.
         self.parts: Ints = np.empty((0, 3, 0), np.int64)
 
@@ -89,6 +94,18 @@ class Row:
         self.is_priced = bool(self.price.any())
         self.usable = self.parts[:, 0] < NEVER
         self.kinds = len(kinds)
+        self._bound(kinds)
+
+    def _bound(self, kinds: list[Node | None]) -> None:
+        needs, request = self.shape.requirements, self.request
+        self.least = np.zeros((len(kinds), NEEDED))
+        self.least[:, CPU] = needs.cpu_milli
+        self.least[:, MEMORY] = self.memory
+        self.least[:, DISK] = needs.disk_bytes or 0
+        if request is not None and not is_slice(request):
+            self.least[:, IDLE] = request.count
+            lent = [0 if node is None else min(len(node.offer.gpus), MAX_GPUS) for node in kinds]
+            self.is_uneven = bool((self.able & (self.usable.sum(1) < lent)).any())
 
     def _of_kind(self, node: Node | None, width: int) -> tuple[object, ...]:
         request = self.request

@@ -181,7 +181,8 @@ class Starts(Draft):
         sure = self.policy.limits.guaranteed
         if found is not None and sure and not self.spares(shape, found):
             found = choose(shape, shape.requirements.nodes, self.clearable(turn, dict(sure)))
-        if found is None and (not self.kept_clear or (shape.preemptible and self.decisive)):
+        is_told = not self.kept_clear or (shape.preemptible and self.decisive)
+        if found is None and is_told and not shape.avoids:
             tried.append(shape)  # nor will those of its user that come later and need more
         if found is None or not self.is_within_limits(turn, *(each.fit for each in found)):
             return False

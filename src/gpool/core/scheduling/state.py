@@ -31,7 +31,7 @@ from gpool.core.scheduling.events import (
     TasksWithdrawn,
 )
 from gpool.core.scheduling.fair_share import Shares, Told, amounts_of, total
-from gpool.core.scheduling.levels import at_level, level_of
+from gpool.core.scheduling.levels import at_level, level_of, plain
 from gpool.core.scheduling.limits import Holder, gpus_of, holders_of
 from gpool.core.scheduling.predictions import Predictions
 from gpool.core.scheduling.pricing import Pricing
@@ -200,9 +200,10 @@ class State:
         engine = self._engine
         if engine is None or (engine.pricing is not pricing and engine.pricing != pricing):
             engine = self._engine = Engine(pricing, self._look, self._predicted, self.caches)
-            for entry in self.nodes.values():
-                if entry.node is not None:
-                    engine.put(entry.node)
+            nodes = [entry.node for entry in self.nodes.values() if entry.node is not None]
+            engine.expect(nodes)
+            for node in nodes:
+                engine.put(node)
         return engine
 
     def _touch(self, nodes: Iterable[NodeId]) -> None:
@@ -274,7 +275,7 @@ class State:
         """All that is not a hint, as a plain value."""
         waiting: dict[Shape, list[tuple[int, int, int]]] = {}
         for entry in self._waiting.values():
-            found = waiting.setdefault(at_level(entry.shape, 0), [])
+            found = waiting.setdefault(plain(entry.shape), [])
             found += [(e[0], e[1], epoch_of(e)) for e in entry.queue.entries()]
         queues = {shape: sorted(found) for shape, found in waiting.items()}
         nodes = {
@@ -288,7 +289,7 @@ class State:
         held = {task: (line.node, line.allocation.number) for task, line in self.held.items()}
         lines = {shape: set(entry.lines) for shape, entry in self.shapes.items() if entry.lines}
         live = set(self._live)
-        shapes = {at_level(shape, 0) for shape in self.shapes}
+        shapes = {plain(shape) for shape in self.shapes}
         return (
             queues,
             nodes,
@@ -431,7 +432,7 @@ class State:
     def _lease(self, event: TasksLeased) -> None:
         if not event.tasks:
             return
-        entry = self._entry(at_level(event.shape, 0))
+        entry = self._entry(plain(event.shape))
         number = event.allocation.number
         key = (event.node, number)
         if event.at:

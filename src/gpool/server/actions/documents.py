@@ -7,7 +7,7 @@ from datetime import datetime
 
 import msgspec
 
-from gpool.core import gpuspec, prices
+from gpool.core import gpuspec, paths, prices
 from gpool.core.ids import encode
 from gpool.core.model import (
     AttemptRow,
@@ -131,9 +131,17 @@ def result(view: TaskView) -> bytes:
             view.value,
             view.value_sha256,
             row.error_text or "",
-            view.outputs,
+            _outputs(view),
         )
     )
+
+
+def _outputs(view: TaskView) -> tuple[OutputFile, ...]:
+    """Those of the outputs its node named that were asked for."""
+    if not view.outputs:
+        return ()
+    is_asked_for = paths.asked_for(view.spec.outputs)
+    return tuple(file for file in view.outputs if is_asked_for(file.path))
 
 
 def task(view: TaskView) -> TaskDocument:
@@ -164,7 +172,7 @@ def task(view: TaskView) -> TaskDocument:
         error_text=row.error_text,
         tries=row.tries,
         losses=row.losses,
-        outputs=[output(file) for file in view.outputs],
+        outputs=[output(file) for file in _outputs(view)],
         phase=phase_of(view),
         network=asked.network.value,
         environment=spec.environment,

@@ -7,7 +7,7 @@ from dataclasses import replace
 from gpool.core.explain import Story, with_story
 from gpool.core.ids import TaskId, encode
 from gpool.core.model import AttemptRow, EndReason, Engine, OnLoss, Phase, TaskRow, TaskStatus
-from gpool.core.refusals import Explanation
+from gpool.core.refusals import Explanation, list_of, ranked
 from gpool.core.scheduling.whatif import Suggested, Suggestion
 from gpool.server.actions import documents, query
 from gpool.server.forecasts import Estimate
@@ -25,7 +25,10 @@ from gpool.wire.documents import (
 HOPELESS = frozenset({"over_quota", "flagged"})
 """Codes under which the task never starts as it is, whatever ends."""
 
-_NOT_ITS_OWN = frozenset({EndReason.LOST, EndReason.HANDED_BACK, EndReason.PREEMPTED})
+_NOT_ITS_OWN = frozenset(
+    {EndReason.LOST, EndReason.HANDED_BACK, EndReason.PREEMPTED, EndReason.NODE_FAILED}
+)
+_UNSTARTED = frozenset({EndReason.SANDBOX_FAILED, EndReason.NODE_FAILED})
 
 
 _UNTRIED = " What would start it now was not all tried, because many ask at once: ask again later."
@@ -43,9 +46,7 @@ async def explain(server: Server, who: Caller, id_: TaskId) -> ExplainDocument:
     if row.status is TaskStatus.RUNNING or view.note is not None:
         noted = view.note if row.status is not TaskStatus.RUNNING else None
         doing = documents.NOTED[noted or documents.phase_of(view) or Phase.RUN.value]
-        return _document(
-            view, Explanation("running", f"It {doing} on {view.node_name or 'a node'}.")
-        )
+        return _document(view, Explanation("running", f"It {doing} on {_place(view) or 'a node'}."))
     with server.explaining.admitted():
         return await _explain(server, view, id_)
 
@@ -73,7 +74,8 @@ async def _story(server: Server, row: TaskRow) -> Story:
         return Story()
     told = await server.store.read(operations.story(row.id, None))
     attempts = () if told is None else told.attempts
-    own = [each for each in attempts if each.reason not in _NOT_ITS_OWN]
+    tried = [each for each in attempts if each.started_at is None and each.reason in _UNSTARTED]
+    own = [each for each in attempts if each.reason not in _NOT_ITS_OWN and each not in tried]
     lost = [each for each in attempts if each.reason is EndReason.LOST]
     last = own[-1] if own else None
     return Story(
@@ -84,6 +86,8 @@ async def _story(server: Server, row: TaskRow) -> Story:
         None if last is None else last.reason,
         _where(server, lost[-1]) if lost else "",
         f"gpool logs {encode('task', row.id)}",
+        tuple(dict.fromkeys(_where(server, each) for each in tried)),
+        tried[-1].detail[:100] if tried else "",
     )
 
 
@@ -138,9 +142,16 @@ def _change(view: TaskView, one: Suggestion) -> str:
     return f"{one.change} without {' and '.join(left_out)}" if left_out else one.change
 
 
+def _place(view: TaskView) -> str:
+    """The node; of a gang all of them, with their ranks."""
+    if len(view.members) < 2:
+        return view.node_name or ""
+    return list_of([ranked(each.node_name or "a node", each.rank) for each in view.members])
+
+
 def _end_of(view: TaskView) -> str:
     row = view.row
-    where = f" on {view.node_name}" if view.node_name else ""
+    where = f" on {_place(view)}" if _place(view) else ""
     reason = row.reason.value.replace("_", " ") if row.reason else ""
     why = f": {reason}" if reason not in ("", row.status.text) else ""
     code = f" with code {row.exit_code}" if row.exit_code is not None else ""

@@ -441,12 +441,20 @@ def node_document(server: Server, who: Caller, pool: Pool, row: NodeRow) -> Node
         closed=here.offer.closed or None,
         environments=sorted(here.offer.environments)[:MOST_SHOWN],
         builds=sorted(here.offer.builds),
-        problems=[*row.problems, *sick(here, pool.gpus)] if inside else [],
+        problems=[*row.problems, *_rest_of(server, here.id), *sick(here, pool.gpus)]
+        if inside
+        else [],
         labels=sorted(here.offer.labels),
         price_microcredits=here.offer.price_microcredits,
         site=offers.site_name(here.offer.site),
         cordoned=server.scheduler.rules.cordons.get(here.id),
     )
+
+
+def _rest_of(server: Server, node: NodeId) -> tuple[str, ...]:
+    """Why it is given nothing for a while, where that is so."""
+    why = server.scheduler.rests.why(node)
+    return (f"it {why}: nothing new is given to it for a while",) if why else ()
 
 
 def gpu_documents(server: Server, pool: Pool, row: NodeRow) -> list[tuple[int, GpuDocument]]:

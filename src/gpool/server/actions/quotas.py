@@ -6,7 +6,7 @@ compared with what is stored, in the transaction that adds to it, behind a lock 
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from gpool.core.errors import Forbidden, Invalid, NotFound, TooMany
@@ -122,53 +122,62 @@ def sound(quota: GivenQuota, usual: Quota) -> GivenQuota:
 # ---- queued tasks
 
 
-def room_in_queue(server: Server, submission: Submission) -> Operation[None]:
-    """For the submission's transaction: `TooMany` when it would queue more than its user or team may.
+def most_queued(server: Server) -> int | None:
+    """No user and no team can have more queued than this when what is asked for now is written; None: that is not known.
 
-    Counting costs as much as is queued, so it is left out while all that waits or arrives, whoever's it is, is no more.
+    To be asked in the loop, right before the write is handed to the store: what is written before it is folded (waits, or
+    is held and may come back) or is still arriving. What other servers write into the same database we do not see.
     """
-    scheduler, count = server.scheduler, len(submission.tasks)
-    most = None if scheduler.in_doubt else scheduler.waiting + scheduler.arriving
-    for holder in _holders(submission.user, submission.team):
-        given = yield from teams.quota_of(*holder)
-        limit = effective(server.settings, holder, given).queued_tasks
-        if limit is None or (most is not None and most <= limit):
-            continue
-        yield from teams.hold_account(*holder)
-        used = yield from _queued(holder, limit)
-        if used + count > limit:
-            raise TooMany(
-                f"{_whose(holder)} may have {limit} tasks waiting and has {used}; "
-                f"{count} more do not fit. Wait for some to start, or ask the operator for a larger quota"
-            )
-
-
-def surely_in_room(server: Server, submissions: Sequence[Submission]) -> Operation[list[bool]]:
-    """Of many at once: which of them `room_in_queue` would take without counting."""
     scheduler = server.scheduler
-    # Whoever went away while it waited does not count as arriving any more, and is written all the same.
-    coming = max(scheduler.arriving, sum(len(each.tasks) for each in submissions))
-    most = None if scheduler.in_doubt else scheduler.waiting + coming
+    if scheduler.in_doubt or server.settings.is_shared:
+        return None
+    return scheduler.waiting + len(scheduler.state.held) + scheduler.arriving
+
+
+def room_in_queue(
+    server: Server, submission: Submission, most: int | None
+) -> Operation[TooMany | None]:
+    """For the submission's transaction: what to say when it would queue more than its user or team may.
+
+    Counting costs as much as is queued, so it is left out where `most` (of `most_queued`) is within the quota.
+    """
+    [why] = yield from rooms_in_queue(server, [submission], most)
+    return why
+
+
+def rooms_in_queue(
+    server: Server, submissions: Sequence[Submission], most: int | None
+) -> Operation[list[TooMany | None]]:
+    """The same for many that are written together, as if they came one after the other."""
     theirs = [_holders(each.user, each.team) for each in submissions]
     asked = {holder for holders in theirs for holder in holders}
     given = yield from teams.quotas_of(asked)
-
-    def is_sure(holder: Holder) -> bool:
+    limits: dict[Holder, int] = {}
+    for holder in asked:
         limit = effective(server.settings, holder, given.get(holder, GivenQuota())).queued_tasks
-        return limit is None or (most is not None and most <= limit)
+        if limit is not None and (most is None or most > limit):
+            limits[holder] = limit
+    used = (yield from teams.queued_of(limits)) if limits else {}
+    return [
+        _taken(holders, len(each.tasks), limits, used)
+        for holders, each in zip(theirs, submissions, strict=True)
+    ]
 
-    sure = {holder for holder in asked if is_sure(holder)}
-    return [sure.issuperset(holders) for holders in theirs]
 
-
-def _queued(holder: Holder, most: int) -> Operation[int]:
-    column = "team_id" if holder[0] == "team" else "user_id"
-    rows = yield Statement(
-        f"SELECT COUNT(*) FROM (SELECT 1 FROM tasks WHERE status = 'queued' AND {column} = :id "  # noqa: S608
-        "LIMIT :most) AS q",
-        {"id": holder[1], "most": most + 1},
-    )
-    return int(rows[0][0])
+def _taken(
+    holders: Sequence[Holder], count: int, limits: Mapping[Holder, int], used: dict[Holder, int]
+) -> TooMany | None:
+    """Counts it in, unless it does not fit."""
+    for holder in holders:
+        if holder in limits and used[holder] + count > limits[holder]:
+            return TooMany(
+                f"{_whose(holder)} may have {limits[holder]} tasks waiting and has {used[holder]}; "
+                f"{count} more do not fit. Wait for some to start, or ask the operator for a larger quota"
+            )
+    for holder in holders:
+        if holder in limits:
+            used[holder] += count
+    return None
 
 
 # ---- storage

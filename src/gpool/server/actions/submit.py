@@ -14,7 +14,7 @@ from gpool.core.ids import BatchId, SpecId, TaskId, UserId, decode, encode
 from gpool.core.model import INLINE_LIMIT_BYTES, KIB
 from gpool.core.permissions import Action, TeamId
 from gpool.server.actions.query import in_the_name_of
-from gpool.server.actions.quotas import room_in_queue, surely_in_room
+from gpool.server.actions.quotas import most_queued, room_in_queue, rooms_in_queue
 from gpool.server.actions.specs import secrets_of, spec_of
 from gpool.server.actions.spelling import spell
 from gpool.server.asking import batch_thing, permit
@@ -51,14 +51,26 @@ GATHERED_BYTES = 128 * KIB
 """And so is a heavier one: PostgreSQL takes no statement past a gigabyte, however many came together."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class _Entry:
-    """A submission on its way into the store."""
+    """A submission on its way into the store. It counts as arriving until it is folded or refused."""
 
     server: Server
     who: Caller
     submission: Submission
     once: Once | None
+    is_counted: bool = False
+    is_in_group: bool = False  # being written with others, whatever becomes of who asked
+
+    def arrives(self) -> None:
+        if not self.is_counted:
+            self.is_counted = True
+            self.server.scheduler.arriving += len(self.submission.tasks)
+
+    def arrived(self) -> None:
+        if self.is_counted:
+            self.is_counted = False
+            self.server.scheduler.arriving -= len(self.submission.tasks)
 
     @property
     def key(self) -> tuple[UserId, str] | None:
@@ -81,19 +93,18 @@ async def submit(server: Server, who: Caller, request: TaskRequest, once: Once |
     thing = await in_the_name_of(server, who, team)
     permit(who, Action.TASK_SUBMIT, thing, f"team {request.team}")
     submission = await _submission(server, who, request, team)
-    waiting = server.scheduler.waiting
-    if waiting + len(submission.tasks) > server.settings.max_queued:
-        raise TooMany(f"{waiting} tasks wait already, the queue is full; try again later")
-    server.scheduler.arriving += len(submission.tasks)
-    try:
-        entry = _Entry(server, who, submission, once)
-        answered = None
-        if _is_light(submission) and submissions.is_plain(submission):
+    entry = _Entry(server, who, submission, once)
+    answered = None
+    if _is_light(submission) and submissions.is_plain(submission):
+        _let_in(entry)
+        try:
             answered = await server.submitting.take(entry)
-        if answered is None:
-            answered = await _alone(entry)
-    finally:
-        server.scheduler.arriving -= len(submission.tasks)
+        finally:
+            if not entry.is_in_group:
+                entry.arrived()
+    if answered is None:
+        _let_in(entry)
+        answered = await _alone(entry)
     submitted, body = answered.value, answered.body
     if submitted is None:
         first = _decode(body)
@@ -107,6 +118,15 @@ async def submit(server: Server, who: Caller, request: TaskRequest, once: Once |
         server.hub.publish((submitted.batch,))  # closed: those who stream its results may be done
     ids = tuple([task.id for task in submitted.tasks])
     return Accepted(body, submitted.batch, ids, fresh=True)
+
+
+def _let_in(entry: _Entry) -> None:
+    """No more than the queue takes, with all that is on its way into it."""
+    scheduler, most = entry.server.scheduler, entry.server.settings.max_queued
+    waiting = scheduler.waiting + scheduler.arriving
+    if waiting + len(entry.submission.tasks) > most:
+        raise TooMany(f"{waiting} tasks wait already, the queue is full; try again later")
+    entry.arrives()
 
 
 # ---- writing them, alone or together
@@ -128,17 +148,33 @@ def gathering() -> Gathering[_Entry, list[_Written], _Written]:
 
 
 async def _alone(entry: _Entry) -> Answered[Submitted]:
+    """Who is called off here leaves the scheduler in doubt (`Server.write`): then everything is counted."""
     server, submission = entry.server, entry.submission
-    operation = brief(_submit(server, submission, entry.who), len(submission.tasks))
-    answered = await server.write_once(entry.who.user, entry.once, operation, _document)
-    if answered.value is not None:
-        server.scheduler.queued(answered.value, submission)
+    entry.arrives()
+    try:
+        submitting = _submit(server, submission, entry.who, most_queued(server))
+        operation = brief(submitting, len(submission.tasks))
+        answered = await server.write_once(entry.who.user, entry.once, operation, _document)
+        if answered.value is not None:
+            server.scheduler.queued(answered.value, submission)
+    finally:
+        entry.arrived()
     return answered
 
 
 async def _together(group: Sequence[_Entry]) -> list[_Written]:
+    server, is_written = group[0].server, False
+    for entry in group:
+        entry.is_in_group = True
+        entry.arrives()
     rows = sum(len(entry.submission.tasks) for entry in group)
-    return await group[0].server.write(brief(_submit_together(group), rows))
+    try:
+        written = await server.write(brief(_submit_together(group, most_queued(server)), rows))
+        is_written = True
+        return written
+    finally:
+        if not is_written:
+            _leave(group)
 
 
 def _fold(group: Sequence[_Entry], answers: list[_Written]) -> list[_Written]:
@@ -149,9 +185,16 @@ def _fold(group: Sequence[_Entry], answers: list[_Written]) -> list[_Written]:
                 scheduler.queued(answered.value, entry.submission)
         is_folded = True
     finally:
+        _leave(group)
         if not is_folded:
             scheduler.doubt()  # those behind it are committed too
     return answers
+
+
+def _leave(group: Sequence[_Entry]) -> None:
+    for entry in group:
+        entry.is_in_group = False
+        entry.arrived()
 
 
 async def _submission(
@@ -235,11 +278,15 @@ def _tasks(server: Server, request: TaskRequest) -> list[NewTask]:
 
 
 @operation
-def _submit(server: Server, submission: Submission, who: Caller) -> Operation[Submitted]:
+def _submit(
+    server: Server, submission: Submission, who: Caller, most: int | None
+) -> Operation[Submitted]:
     if not submission.is_new_batch:
         found = yield from operations.batch(submission.batch, None)
         permit(who, Action.BATCH_EXTEND, batch_thing(found), _batch(submission.batch))
-    yield from room_in_queue(server, submission)
+    full = yield from room_in_queue(server, submission, most)
+    if full is not None:
+        raise full
     outcome = yield from operations.submit(submission)
     if isinstance(outcome, MissingArtifacts):
         raise Unprocessable(
@@ -251,17 +298,19 @@ def _submit(server: Server, submission: Submission, who: Caller) -> Operation[Su
 
 
 @operation
-def _submit_together(group: Sequence[_Entry]) -> Operation[list[_Written]]:
+def _submit_together(group: Sequence[_Entry], most: int | None) -> Operation[list[_Written]]:
     """Those that nothing stands in the way of. The others are left out, and meet what it is when they are written alone."""
     server = group[0].server
-    has_room = yield from surely_in_room(server, [entry.submission for entry in group])
     seen = yield from keys.used({entry.key for entry in group if entry.key is not None})
-    plain: list[int] = []
+    new: list[int] = []
     for place, entry in enumerate(group):
-        if has_room[place] and entry.key not in seen:
-            plain.append(place)
+        if entry.key not in seen:
+            new.append(place)
             if entry.key is not None:
                 seen.add(entry.key)  # once among these too
+    asked = [group[place].submission for place in new]
+    full = yield from rooms_in_queue(server, asked, most)
+    plain = [place for place, why in zip(new, full, strict=True) if why is None]
     written = yield from submissions.submit_together([group[place].submission for place in plain])
     answers: list[_Written] = [None] * len(group)
     kept: list[keys.Kept] = []

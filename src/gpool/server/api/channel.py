@@ -1,4 +1,7 @@
-"""The agent's WebSocket: carries frames between the socket, the handshake and the channel, one at a time and in order."""
+"""The agent's WebSocket: carries frames between the socket, the handshake and the channel, one at a time and in order.
+
+A node that sends more than its budget (`pacing`) is read slowly; one that floods is told so, and the connection closed.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +13,14 @@ from fastapi import APIRouter
 from starlette.types import Message
 from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
 
-from gpool.core.errors import GpoolError, Invalid, NotSignedIn
+from gpool.core.errors import GpoolError, Invalid, NotSignedIn, TooMany
 from gpool.core.ids import NodeId, decode
 from gpool.server.api.problems import problem
 from gpool.server.api.requests import server_of
 from gpool.server.channel import Channel
 from gpool.server.handshake import Handshake
 from gpool.server.identity.node_gate import JOIN_AGAIN
+from gpool.server.pacing import FLOODING, MOST_AHEAD, MOST_AHEAD_BYTES, Pace, cost_of
 from gpool.wire.frames import (
     CHANNEL_PATH,
     MAX_FRAME_BYTES,
@@ -70,6 +74,55 @@ class _Outbox:
             await self._more.wait()
 
 
+class _Inbox:
+    """Messages from one agent, as fast as its node may send them."""
+
+    def __init__(self, socket: WebSocket, pace: Pace) -> None:
+        self._socket, self._pace = socket, pace
+        self._ahead: deque[Message] = deque()
+        self._ahead_bytes = 0
+        self._time = asyncio.get_running_loop().time
+
+    async def next(self) -> Message:
+        if not self._ahead:
+            return await self._socket.receive()
+        message = self._ahead.popleft()
+        self._ahead_bytes -= _size(message)
+        return message
+
+    def wait_s(self, frames: float, size_bytes: int) -> float:
+        """How long the node has to wait before this is taken."""
+        return self._pace.spend(frames, size_bytes, self._time())
+
+    async def hold_back(self, wait_s: float) -> bool:
+        """False: it floods."""
+        if await self._read_on(self._time() + wait_s):
+            return True
+        self._pace.shut(self._time())
+        return False
+
+    async def _read_on(self, ends_s: float) -> bool:
+        """So far that a flood is seen, and not so far that it fills our memory."""
+        while self._ahead_bytes <= MOST_AHEAD_BYTES:
+            if self._ahead and self._ahead[-1]["type"] == "websocket.disconnect":
+                return True  # nothing comes after it
+            try:
+                async with asyncio.timeout_at(ends_s):
+                    message = await self._socket.receive()
+            except TimeoutError:
+                return True
+            self._ahead.append(message)
+            self._ahead_bytes += _size(message)
+            if len(self._ahead) > MOST_AHEAD:
+                return False
+        await asyncio.sleep(max(0.0, ends_s - self._time()))
+        return True
+
+
+def _size(message: Message) -> int:
+    return len(message.get("bytes") or message.get("text") or b"")
+
+
 @router.websocket(CHANNEL_PATH)
 async def agent_channel(socket: WebSocket) -> None:
     server = server_of(socket)
@@ -77,6 +130,8 @@ async def agent_channel(socket: WebSocket) -> None:
         who = await server.gate.node(_named(socket))
         if who is None:
             raise NotSignedIn(JOIN_AGAIN)
+        pace = server.paces.of(who.node, asyncio.get_running_loop().time)
+        _let_in(pace)
     except GpoolError as error:
         await socket.send_denial_response(problem(error, socket.scope["path"]))
         return
@@ -87,7 +142,7 @@ async def agent_channel(socket: WebSocket) -> None:
     carrier = asyncio.create_task(outbox.carry(), name=f"gpool-channel-{who.node}")
     try:
         handshake.begin()
-        await _listen(socket, handshake, channel)
+        await _listen(_Inbox(socket, pace), handshake, channel)
         if socket.application_state is WebSocketState.CONNECTED:
             await carrier  # what is left, a refusal last
     except WebSocketDisconnect:
@@ -96,6 +151,14 @@ async def agent_channel(socket: WebSocket) -> None:
         await channel.close()
         carrier.cancel()
         await asyncio.gather(carrier, return_exceptions=True)
+
+
+def _let_in(pace: Pace) -> None:
+    shut_s = pace.shut_for_s(asyncio.get_running_loop().time())
+    if shut_s:
+        raise TooMany(
+            f"this node sent frames much faster than they were answered; come again in {shut_s:.0f} seconds"
+        )
 
 
 def _named(socket: WebSocket) -> NodeId:
@@ -112,20 +175,22 @@ def _named(socket: WebSocket) -> NodeId:
         raise NotSignedIn(JOIN_AGAIN) from error
 
 
-async def _listen(socket: WebSocket, handshake: Handshake, channel: Channel) -> None:
+async def _listen(inbox: _Inbox, handshake: Handshake, channel: Channel) -> None:
     while not channel.closed and not handshake.is_proven:
         try:
             async with asyncio.timeout(PROVE_WITHIN_S):
-                message = await socket.receive()
+                message = await inbox.next()
         except TimeoutError:
             channel.refuse("not_signed_in", "no proof came in time; connect again", retry=True)
             return
-        await _pass_on(message, MAX_PROOF_BYTES, handshake, channel)
+        await _pass_on(message, MAX_PROOF_BYTES, inbox, handshake, channel)
     while not channel.closed:
-        await _pass_on(await socket.receive(), MAX_FRAME_BYTES, handshake, channel)
+        await _pass_on(await inbox.next(), MAX_FRAME_BYTES, inbox, handshake, channel)
 
 
-async def _pass_on(message: Message, most: int, handshake: Handshake, channel: Channel) -> None:
+async def _pass_on(
+    message: Message, most: int, inbox: _Inbox, handshake: Handshake, channel: Channel
+) -> None:
     """One message from the socket, as far as it may go."""
     if message["type"] == "websocket.disconnect":
         raise WebSocketDisconnect(message.get("code", 1005))
@@ -137,6 +202,11 @@ async def _pass_on(message: Message, most: int, handshake: Handshake, channel: C
         frame = decode_any_from_agent(data)
     except Malformed as error:
         channel.refuse("invalid", f"not a frame: {error}", retry=False)
+        return
+    wait_s = inbox.wait_s(cost_of(frame), len(data))
+    if wait_s > 0 and not await inbox.hold_back(wait_s):
+        log.warning("node %s floods us with frames; its connection is closed", channel.node)
+        channel.refuse("too_many", FLOODING, retry=True)
         return
     passed = await handshake.take(frame)
     if isinstance(passed, Refused):

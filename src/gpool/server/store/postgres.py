@@ -28,6 +28,9 @@ READERS = 4
 LONE_TRIES = 5
 """How often an operation alone is run again after losing a deadlock or a race for a unique name."""
 
+PREPARED: dict[str, Any] = {"statement_cache_size": 512, "max_cached_statement_lifetime": 0}
+"""As many statements as `compiled` keeps, for good: one that was forgotten is prepared again, a round trip of its own."""
+
 MIGRATION_LOCK = 0x67706F6F6C  # "gpool"
 TYPES = {"int": "bigint", "text": "text", "blob": "bytea"}
 LOST = (
@@ -162,7 +165,7 @@ class PostgresStore:
     async def _commit(self, group: Sequence[Waiting]) -> None:
         try:
             if self._writer.is_closed():
-                self._writer = await asyncpg.connect(self._url)
+                self._writer = await asyncpg.connect(self._url, **PREPARED)
             async with self._writer.transaction():
                 for waiting in group:
                     try:
@@ -216,11 +219,17 @@ async def migrate(connection: Any) -> None:
             await connection.execute(await asyncio.to_thread(upgrade.postgres_script, current))
 
 
+async def _nothing_to_undo(_: Any) -> None:
+    """Readers leave nothing behind but their transaction; to ask the server to forget the rest is a round trip a read."""
+
+
 async def open_postgres(url: str) -> PostgresStore:
     try:
-        writer = await asyncpg.connect(url)
+        writer = await asyncpg.connect(url, **PREPARED)
         await migrate(writer)
-        readers = await asyncpg.create_pool(url, min_size=1, max_size=READERS)
+        readers = await asyncpg.create_pool(
+            url, min_size=1, max_size=READERS, reset=_nothing_to_undo, **PREPARED
+        )
     except LOST as exc:
         raise Unreachable(
             f"PostgreSQL cannot be reached: {exc}; check the store's address"

@@ -12,6 +12,7 @@ from gpool.core.model import (
     AttemptRow,
     Availability,
     EndReason,
+    Fault,
     Instant,
     Node,
     OutputFile,
@@ -191,6 +192,7 @@ class Requeued:
     reason: EndReason
     ran: Span  # in the attempt that ended
     node: NodeId  # whose doing it was
+    fault: Fault | None = None  # set: it could not be started there
 
 
 @dataclass(frozen=True, slots=True)
@@ -326,6 +328,7 @@ class Picture:
     since: Mapping[TaskId, tuple[Instant, Instant]] = field(default_factory=dict)
     """Of what is held: when it was leased, and when queued."""
     ran: Mapping[TaskId, Span] = field(default_factory=dict)  # in attempts before
+    unstarted: tuple[tuple[TaskId, NodeId], ...] = ()  # where they could not be started
     preempting: tuple[TaskId, ...] = ()  # held, and asked to make room
     gangs: tuple[HeldGang, ...] = ()  # held by several nodes at once, and not in `held`
 

@@ -40,7 +40,7 @@ def rebuilt(scheduler: Scheduler, picture: Picture) -> State:
 def _as_known(scheduler: Scheduler, node: Node) -> Node:
     """With what the store does not have: whether it is connected, whether it rests, and what experience says of it."""
     merit = scheduler.merits.get(node.id, node.merit)
-    connected, resting = node.id in scheduler.channels, node.id in scheduler.rests
+    connected, resting = node.id in scheduler.channels, scheduler.rests.why(node.id)
     return replace(node, connected=connected, merit=merit, resting=resting)
 
 

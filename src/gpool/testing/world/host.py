@@ -47,12 +47,17 @@ EPOCH_US = 1_800_000_000_000_000
 
 @dataclass(slots=True)
 class WallClock:
-    """The server's clock: right but for a drift."""
+    """The server's clock: right but for a drift, and for steps: (when, how far forward) it is set."""
 
     loop: VirtualLoop
     rate: float = 1.0
+    steps: tuple[tuple[int, int], ...] = ()
 
     def now(self) -> Instant:
+        stepped = sum(by for at, by in self.steps if self.loop.us >= at)
+        return Instant(self.passed() + stepped)
+
+    def passed(self) -> Instant:
         return Instant(EPOCH_US + int(self.loop.us * self.rate))
 
 
@@ -93,7 +98,14 @@ class Incarnation:
             ids=Ids(site.clock, dice.branch("ids")),
             hub=hub,
             scheduler=site.parts.scheduler(
-                self.disk, hub, metrics, policy, site.settings.ttl, sealer, clock=site.clock.now
+                self.disk,
+                hub,
+                metrics,
+                policy,
+                site.settings.ttl,
+                sealer,
+                clock=site.clock.now,
+                passed=site.clock.passed,
             ),
             blobs=Blobs(site.folder / "blobs", site.settings.max_artifact_bytes),
             credentials=Credentials(

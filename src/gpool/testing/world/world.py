@@ -96,18 +96,26 @@ def run(
     *,
     keep_trace: bool = False,
     mischief: Mischief | None = None,
+    steps: tuple[tuple[int, int], ...] = (),
 ) -> Outcome:
-    """One run; a violation ends it."""
+    """One run; a violation ends it. `steps`: when and how far the server's time of day is set forward, in microseconds."""
     folder = Path(tempfile.mkdtemp(prefix="gpool-world-", dir=fast_folder()))
     try:
-        return World(seed, folder, parts or Parts(), mischief or Mischief(), keep_trace).run()
+        world = World(seed, folder, parts or Parts(), mischief or Mischief(), keep_trace, steps)
+        return world.run()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
 class World:
     def __init__(
-        self, seed: int, folder: Path, parts: Parts, mischief: Mischief, keep_trace: bool
+        self,
+        seed: int,
+        folder: Path,
+        parts: Parts,
+        mischief: Mischief,
+        keep_trace: bool,
+        steps: tuple[tuple[int, int], ...] = (),
     ) -> None:
         self.seed = seed
         self.dice = Dice(f"world-{seed}")
@@ -123,7 +131,8 @@ class World:
         (folder / "gpool.db").write_bytes(empty_database())
         self._file = SqliteStore.inline(folder / "gpool.db", synchronous="OFF")
         self._pace = Pace()
-        clock = WallClock(self.loop, 1 + (self.dice.branch("clock").random() - 0.5) * 0.01)
+        rate = 1 + (self.dice.branch("clock").random() - 0.5) * 0.01
+        clock = WallClock(self.loop, rate, steps)
         settings = Settings(
             data=folder,
             ttl_s=4.0,

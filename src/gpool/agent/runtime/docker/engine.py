@@ -141,6 +141,11 @@ class Engine:
     def close(self) -> None:
         self._api.close()
 
+    def ping(self) -> None:
+        """Raises `SandboxFailed` where nobody answers."""
+        with translated(f"the engine at {self.socket} does not answer"):
+            self._api.ping()
+
     # ---- images
 
     def find(self, reference: str) -> Image | None:

@@ -64,7 +64,7 @@ from gpool.agent.runtime.protocol import (
     SandboxFailed,
 )
 from gpool.agent.runtime.workplace import Workplace, clear
-from gpool.core.model import EndReason, Gpu, Network, Tier
+from gpool.core.model import EndReason, Fault, Gpu, Network, Tier
 
 GUARD = Path(__file__).with_name("guard.py")
 BRIDGE = Path(__file__).with_name("bridge.py")
@@ -289,6 +289,14 @@ class DockerRuntime:
     async def sweep(self) -> None:
         """Containers first: what lies in their work directories is still in use until then."""
         await self._call(self._sweep)
+
+    async def wrong(self) -> str:
+        """Whether the engine answers: more would need an image, and those are the tasks' own."""
+        try:
+            await self._call(self._engine.ping)
+        except SandboxFailed as silent:
+            return str(silent)
+        return ""
 
     async def close(self) -> None:
         """End every sandbox and the guard; the runtime is of no use afterwards."""
@@ -586,7 +594,8 @@ def _judge(
     if gone.out_of_memory and exit.code != 0:
         return Ended(exit.code, EndReason.OUT_OF_MEMORY, "it used more memory than asked for")
     if not exit.ran and not exit.killed:
-        return Ended(exit.code, EndReason.SANDBOX_FAILED, gone.detail or "it did not start")
+        said = gone.detail or "it did not start"
+        return Ended(exit.code, EndReason.SANDBOX_FAILED, said, fault=Fault.UNCLEAR)
     text = head.decode("utf-8", "replace")
     if exit.code == 1 and text.startswith(CATATONIT) and NOT_STARTED in text:
         return Ended(NOT_FOUND if "No such file" in text else NOT_EXECUTABLE)

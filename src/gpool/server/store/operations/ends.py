@@ -8,14 +8,15 @@ become visible in order.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
 from gpool.core.ids import BatchId, NodeId, SpecId, TaskId, UserId
 from gpool.core.lifecycle import Move, after, end_move
-from gpool.core.model import SECOND, EndReason, Instant, Span, TaskStatus
+from gpool.core.model import SECOND, EndReason, Fault, Instant, Span, TaskStatus
+from gpool.core.retries import Unstarted, archived_as, given_up, unstarted_move
 from gpool.server.store.protocol import Operation, Relation, Row, Statement
 from gpool.server.store.rows import STATUS, of_ids, outputs_text, storable
 from gpool.server.store.values import Ended, Requeued
@@ -161,6 +162,7 @@ class Ends:
         started_at: int | None,
         losses: int | None = None,
         detail: str = "",
+        fault: Fault | None = None,
     ) -> None:
         """The attempt goes to the archive, the task back to the queue."""
         task, epoch, _, spec, user, status, _, _, tries, lost, queued_at = row
@@ -181,6 +183,7 @@ class Ends:
                 reason,
                 Span(0 if started_at is None else max(0, self.at - started_at)),
                 self.node,
+                fault,
             )
         )
         self.released.append(TaskId(task))
@@ -286,6 +289,47 @@ def finish(
         named.append((item.value_sha256, row[0], row[1], row[3], row[4]))
     for output in item.outputs:
         named.append((output.sha256, row[0], row[1], row[3], row[4]))
+
+
+def fault_in(item: Finished, *, begun: bool) -> Fault | None:
+    """That it could not be started, where that is so: by its agent's word, or, of an older agent, where nothing was said of a start."""
+    if item.reason is not EndReason.SANDBOX_FAILED:
+        return None
+    return item.fault if item.fault is not None or begun else Fault.UNCLEAR
+
+
+def could_not_start(
+    ends: Ends, failed: Sequence[tuple[Row, Fault, str, int | None]], retries: Mapping[int, int]
+) -> Operation[None]:
+    """Attempts that came to nothing: of each what the node says of itself and of the reason, and the exit code.
+
+    The tasks wait again, or, after so many tries, fail with what the last node said. `retries` is by spec.
+    """
+    counted = yield Statement(
+        "SELECT a.task_id, SUM(CASE WHEN a.reason = 'node_failed' THEN 1 ELSE 0 END), COUNT(*) "
+        "FROM {tasks} AS i JOIN attempts a ON a.task_id = i.id WHERE a.started_at IS NULL "
+        "AND a.reason IN ('sandbox_failed', 'node_failed') GROUP BY a.task_id",
+        {},
+        {"tasks": of_ids(row[0] for row, _, _, _ in failed)},
+    )
+    before = {
+        task: Unstarted(int(times - by_node), int(by_node)) for task, by_node, times in counted
+    }
+    for row, fault, said, exit_code in failed:
+        tries = before.get(row[0], Unstarted()).and_one(fault)
+        move = unstarted_move(tries, retries[row[3]])
+        if move is Move.REQUEUED:
+            reason = archived_as(fault)
+            ends.requeue(row, move, reason, started_at=None, detail=said, fault=fault)
+        else:
+            ends.end(
+                row,
+                move,
+                EndReason.SANDBOX_FAILED,
+                started_at=None,
+                exit_code=exit_code,
+                error_text=given_up(said, tries),
+            )
 
 
 def lose(ends: Ends, rows: Sequence[Row], detail: str = "") -> Operation[None]:

@@ -12,8 +12,19 @@ from dataclasses import dataclass, field, replace
 from gpool.core.gangs import Call, Verdict, call, marked, verdict
 from gpool.core.ids import NodeId, SpecId, TaskId, UserId
 from gpool.core.lifecycle import Move, sources
-from gpool.core.model import EndReason, Instant, OnLoss, TaskStatus
-from gpool.server.store.operations.ends import DETAIL_LETTERS, HELD, INT, Ends, Named, finish, lose
+from gpool.core.model import EndReason, Fault, Instant, OnLoss, TaskStatus
+from gpool.core.retries import archived_as
+from gpool.server.store.operations.ends import (
+    DETAIL_LETTERS,
+    HELD,
+    INT,
+    Ends,
+    Named,
+    could_not_start,
+    fault_in,
+    finish,
+    lose,
+)
 from gpool.server.store.operations.gang_grants import forget
 from gpool.server.store.operations.logs import EPOCH_SHIFT
 from gpool.server.store.operations.members import Gang, Part, gangs
@@ -40,6 +51,7 @@ from gpool.wire.frames import (
 CANCELLED = TaskStatus.CANCELLED.value
 STARTABLE = frozenset(status.value for status in sources(Move.STARTED))
 NEWLINE = b"\n"[0]
+UNSTARTED = frozenset({EndReason.SANDBOX_FAILED, EndReason.NODE_FAILED})
 HOLDS = (("id", "int"), ("epoch", "int"))
 COUNTED = (("id", "int"), ("count", "int"))
 CHANGED = (
@@ -260,11 +272,12 @@ def _end_of(one: _Heard, told: Call | None) -> Finished:
 
 
 def _ended(gang: Gang, one: _Heard, end: Finished) -> Part:
+    fault = fault_in(end, begun=one.started_at is not None)
     return replace(
         gang.parts[one.rank],
-        started_at=one.started_at,
+        started_at=one.started_at if fault is None else None,
         place=len(gang.parts) - len(gang.holding) + 1,
-        reason=end.reason.value,
+        reason=(end.reason if fault is None else archived_as(fault)).value,
         exit_code=None if end.exit_code is None else max(-INT, min(end.exit_code, INT)),
         detail=storable(end.error_text[:DETAIL_LETTERS]),
         duration_us=end.duration_us,
@@ -330,6 +343,11 @@ def _close(one: _Heard, gang: Gang, at: Instant, taken: Taken) -> Operation[Ends
     elif found.reason is EndReason.LOST:
         text = f"{text}; the task asks to end then (on_loss=end)"
         ends.end(row, Move.FAILED, EndReason.LOST, started_at=started_at, error_text=text)
+    elif found.reason in UNSTARTED and cause.started_at is None:
+        # that it cannot start anything, a node's own tasks show: a gang is no reason for it to rest
+        fault = Fault.UNCLEAR if found.reason is EndReason.SANDBOX_FAILED else Fault.PART
+        unstarted = [(row, fault, text, found.exit_code)]
+        yield from could_not_start(ends, unstarted, {row[3]: gang.spec.retries})
     else:
         first = gang.parts[0]
         end = Finished(

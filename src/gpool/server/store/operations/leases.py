@@ -195,6 +195,11 @@ def picture() -> Operation[Picture]:
         "SELECT a.task_id, SUM(a.ended_at - a.started_at) FROM attempts a JOIN tasks t ON t.id = a.task_id "
         "WHERE a.started_at IS NOT NULL AND (t.status = 'queued' OR t.holding = 1) GROUP BY a.task_id"
     )
+    unstarted = yield Statement(
+        "SELECT DISTINCT a.task_id, a.node_id FROM attempts a JOIN tasks t ON t.id = a.task_id "
+        "WHERE a.started_at IS NULL AND a.reason IN ('sandbox_failed', 'node_failed') "
+        "AND (t.status = 'queued' OR t.holding = 1) ORDER BY a.task_id, a.node_id"
+    )
     preempting = yield Statement(
         "SELECT t.id FROM tasks t JOIN attempt_notes n ON n.task_id = t.id AND n.epoch = t.epoch "
         "WHERE t.holding = 1 AND t.node_id IS NOT NULL AND n.note = :note",
@@ -218,6 +223,7 @@ def picture() -> Operation[Picture]:
             if leased is not None and queued is not None
         },
         ran={TaskId(row[0]): Span(max(0, int(row[1]))) for row in ran},
+        unstarted=tuple((TaskId(row[0]), NodeId(row[1])) for row in unstarted),
         preempting=tuple(TaskId(task) for task in stopping),
         gangs=tuple(gang for gang, _ in gangs),
     )

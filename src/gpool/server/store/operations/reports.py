@@ -12,11 +12,19 @@ from collections.abc import Sequence
 
 from gpool.core.ids import NodeId, TaskId
 from gpool.core.lifecycle import Move, sources
-from gpool.core.model import EndReason, Instant, TaskStatus
+from gpool.core.model import EndReason, Fault, Instant, TaskStatus
 from gpool.server.store.operation import operation
 from gpool.server.store.operations.artifacts import keep_results
 from gpool.server.store.operations.checkpoints import note_phases, save
-from gpool.server.store.operations.ends import HELD, Ends, Named, finish, lose
+from gpool.server.store.operations.ends import (
+    HELD,
+    Ends,
+    Named,
+    could_not_start,
+    fault_in,
+    finish,
+    lose,
+)
 from gpool.server.store.operations.gangs import Taken, lose_members, take
 from gpool.server.store.operations.logs import append_chunks
 from gpool.server.store.protocol import Operation, Relation, Row, Statement
@@ -56,6 +64,7 @@ def record(node: NodeId, items: Sequence[ReportItem], at: Instant) -> Operation[
     ends = Ends(node, at)
     started: dict[int, int] = {}
     failed: list[tuple[Row, Finished]] = []
+    unstarted: list[tuple[Row, Fault, str, int | None]] = []
     lost: list[Row] = []
     named: list[Named] = []
     chunks: list[LogChunk] = []
@@ -75,9 +84,12 @@ def record(node: NodeId, items: Sequence[ReportItem], at: Instant) -> Operation[
         match item:
             case Finished():
                 del open_now[item.task]
-                started.pop(item.task, None)
+                begun = started.pop(item.task, None) is not None or row[7] is not None
+                fault = fault_in(item, begun=begun)
                 if row[5] == CANCELLED:
                     ends.let_go(row)
+                elif fault is not None:
+                    unstarted.append((row, fault, item.error_text, item.exit_code))
                 elif item.reason is EndReason.RETURNED or item.exit_code == 0:
                     finish(ends, row, item, at, tries_left=False, named=named)
                 elif item.reason is EndReason.LOST:
@@ -110,8 +122,11 @@ def record(node: NodeId, items: Sequence[ReportItem], at: Instant) -> Operation[
     reached += gangs.reached
     saved |= gangs.saved
     named += gangs.named
-    if failed:
-        retries = yield from _retries({row[3] for row, _ in failed})
+    if failed or unstarted:
+        specs = {row[3] for row, _ in failed} | {row[3] for row, *_ in unstarted}
+        retries = yield from _retries(specs)
+        if unstarted:
+            yield from could_not_start(ends, unstarted, retries)
         for row, item in failed:
             finish(ends, row, item, at, tries_left=row[8] < retries[row[3]], named=named)
     if lost:

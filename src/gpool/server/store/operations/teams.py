@@ -16,7 +16,7 @@ from gpool.core.quotas import Usage
 from gpool.server.store.identity_values import GivenQuota, Holder, Member, Team
 from gpool.server.store.operation import operation
 from gpool.server.store.protocol import Operation, Relation, Statement
-from gpool.server.store.rows import allocation_from
+from gpool.server.store.rows import allocation_from, of_ids
 
 QUOTA = "running_gpu_milli, queued_tasks, storage_bytes, guaranteed_gpu_milli"
 """As `GivenQuota` has them."""
@@ -272,3 +272,38 @@ def hold_account(kind: Holder, id: int) -> Operation[None]:
     """Until the commit nobody else who asks for it passes: before a usage is compared with a quota. Users before teams."""
     table = "teams" if kind == "team" else "users"
     yield Statement(f"SELECT 1 FROM {table} WHERE id = :id /*postgresql FOR UPDATE*/", {"id": id})  # noqa: S608
+
+
+@operation
+def queued_of(
+    most: Mapping[tuple[Holder, int], int],
+) -> Operation[dict[tuple[Holder, int], int]]:
+    """How many tasks of each wait, counted no further than past the most of them. Until the commit nobody else is told."""
+    found = dict.fromkeys(most, 0)
+    kinds: tuple[tuple[Holder, str, str], ...] = (
+        ("user", "users", "user_id"),
+        ("team", "teams", "team_id"),
+    )
+    for (
+        kind,
+        table,
+        column,
+    ) in kinds:  # locks are taken in one order: users before teams, each by id
+        limits = {id_: limit for (of, id_), limit in most.items() if of == kind}
+        if not limits:
+            continue
+        wanted = {"wanted": of_ids(limits)}
+        yield Statement(
+            f"SELECT 1 FROM {{wanted}} AS w JOIN {table} a ON a.id = w.id "  # noqa: S608
+            "/*postgresql ORDER BY a.id FOR UPDATE OF a*/",
+            {},
+            wanted,
+        )
+        rows = yield Statement(
+            f"SELECT w.id, (SELECT COUNT(*) FROM (SELECT 1 FROM tasks t WHERE t.status = 'queued' "  # noqa: S608
+            f"AND t.{column} = w.id LIMIT :most) AS q) FROM {{wanted}} AS w",
+            {"most": max(limits.values()) + 1},
+            wanted,
+        )
+        found.update({(kind, id_): int(count) for id_, count in rows})
+    return found
