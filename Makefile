@@ -71,7 +71,7 @@ ifneq ($(filter true,$(CI))$(filter engines,$(MAKECMDGOALS)),)
 endif
 
 soak: setup                 ## hours instead of minutes: more seeds, more kills
-	GPOOL_SOAK=1 $(PYTEST) tests/world tests/e2e
+	GPOOL_SOAK=1 $(PYTEST) -o faulthandler_timeout=0 tests/world tests/e2e tests/store
 	$(BIN)/python -m bench.run --full
 
 bench: setup                ## every benchmark that needs nothing but gpool; tables here, JSON in bench/results

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -32,16 +34,31 @@ def require() -> Callable[[str], None]:
     return check
 
 
-class OneWorkerForPools(LoadScopeScheduling):
-    """Whole pools share two cores badly: one worker runs them one after another, the others take single tests.
+ROOT = Path(__file__).parents[1]
 
+
+@functools.cache
+def shares(file: str) -> bool:
+    """Whether the tests of a file share what the first of them made."""
+    return 'scope="module"' in (ROOT / file).read_text()
+
+
+class TogetherOnOneWorker(LoadScopeScheduling):
+    """What would stand in its own way on two workers, or be made twice, is run by one; all else test by test.
+
+    Whole pools share two cores badly. Guests wait for their disks, which the first of them builds.
     Not `--dist loadgroup`: pytest 9.2 has no longer what pytest-xdist 3.8 writes its groups into, and nothing is said.
     """
 
     def _split_scope(self, nodeid: str) -> str:
-        return "pools" if nodeid.startswith("tests/e2e/") else nodeid
+        file = nodeid.partition("::")[0]
+        if file.startswith("tests/e2e/"):
+            return "pools"
+        if "microvm" in nodeid:
+            return "guests"
+        return file if shares(file) else nodeid
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadScopeScheduling:
-    return OneWorkerForPools(config, log)
+    return TogetherOnOneWorker(config, log)

@@ -188,7 +188,7 @@ class Desk:
         line = Line(Allocation(number, 1000, 1 << 30, slices), 7, owner, known, tuple(leases))
         await self.say(Grants(self.beat, ((known, spec),), (line,)))
 
-    async def until(self, wanted: object, within: float = 10.0) -> None:
+    async def until(self, wanted: object, within: float = 90.0) -> None:
         """Wait until `wanted()` holds; looked at whenever something arrived."""
         assert callable(wanted)
         async with asyncio.timeout(within):

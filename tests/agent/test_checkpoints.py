@@ -101,7 +101,7 @@ class Bench:
         return [event for event in self.said if isinstance(event, kind)]
 
     async def until(self, holds: Callable[[], object]) -> None:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(90):
             while not holds():
                 self.news.clear()
                 await self.news.wait()
@@ -371,7 +371,7 @@ def leave(*_):
     keep()
     sys.exit(0)
 signal.signal(signal.SIGTERM, leave)
-while n < 400:
+while n < 1500:
     n += 1
     keep()
     time.sleep(0.002)
@@ -398,7 +398,7 @@ def test_a_real_task_goes_on_from_where_it_was_and_ends_as_if_undisturbed(tmp_pa
                 if epoch < 4:
                     before = len(at.of(CommandCheckpointed))
                     await at.until(lambda n=before: len(at.of(CommandCheckpointed)) > n + 2)
-                    keeper.end(EndReason.PREEMPTED, 5 * SECOND)
+                    keeper.end(EndReason.PREEMPTED, 60 * SECOND)
                 ended = await at.end()
                 told = [e.files for e in at.said if isinstance(e, CommandCheckpointed)]
                 kept = tuple(InputFile(f.path, f.sha256, f.size_bytes) for f in told[-1])
@@ -408,7 +408,7 @@ def test_a_real_task_goes_on_from_where_it_was_and_ends_as_if_undisturbed(tmp_pa
                 if ended.reason is EndReason.EXITED:
                     break
             assert epoch == 4
-            assert at.shelf.held[ended.outputs[0].sha256] == b"400"
+            assert at.shelf.held[ended.outputs[0].sha256] == b"1500"
             assert len(set(reached)) > 8
 
     asyncio.run(story())

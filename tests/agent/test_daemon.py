@@ -300,7 +300,7 @@ def test_after_a_reconnect_the_agent_states_what_it_holds(tmp_path: Path) -> Non
 
 def test_a_silent_server_s_leases_are_let_go_in_time(tmp_path: Path) -> None:
     async def live() -> None:
-        async with pool(tmp_path, Desk(ttl_us=1_500_000, margin_us=500_000)) as made:
+        async with pool(tmp_path, Desk(ttl_us=5_000_000, margin_us=500_000)) as made:
             desk = made.desk
             await desk.grant(command("wait"), [Lease(1, 1)])
             await desk.until(lambda: any(i.task == 1 for i in desk.items))

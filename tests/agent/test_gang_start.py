@@ -21,7 +21,7 @@ from gpool.core.model import (
     TaskKind,
     TaskSpec,
 )
-from gpool.testing.processes import free_port
+from gpool.testing.processes import PATIENCE_S, free_port
 from gpool.wire.frames import Rendezvous
 
 PART = Allocation(3, 2000, 2 << 30, (Slice(0, 1 << 30, 1000), Slice(1, 1 << 30, 1000)))
@@ -83,7 +83,7 @@ def started(command: tuple[str, ...], packages: Path | None, **more: str) -> sub
 def test_torchrun_gets_the_command_as_it_is(engines: Path) -> None:
     spec = task(Engine.TORCHRUN, "python", "train.py", "--lr", "1 2")
     with started(gangs.command_of(spec, OTHER, PART), engines) as process:
-        said, _ = process.communicate(timeout=30)
+        said, _ = process.communicate(timeout=PATIENCE_S)
     words = said.strip()
     assert words.endswith("'--no-python', 'python', 'train.py', '--lr', '1 2']")
     assert "'--node-rank=1'" in words
@@ -100,7 +100,7 @@ def test_an_engine_that_is_not_there_is_named_with_what_to_do(
     (bare / "python").write_text(f'#!/bin/sh\nexec "{sys.executable}" -S "$@"\n')
     (bare / "python").chmod(0o755)
     with started(words, None, PATH=f"{bare}:/usr/bin:/bin") as process:
-        _, said = process.communicate(timeout=30)
+        _, said = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 127
     assert f"engine {engine.value} needs the package '{package}'" in said
     assert f"--pip {package}" in said
@@ -109,7 +109,7 @@ def test_an_engine_that_is_not_there_is_named_with_what_to_do(
 def test_an_environment_without_a_python_is_told_so(tmp_path: Path) -> None:
     words = gangs.command_of(task(Engine.RAY, "x"), HEAD, PART)
     with started(words, None, PATH=str(tmp_path)) as process:
-        _, said = process.communicate(timeout=30)
+        _, said = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 127
     assert "engine ray needs a Python" in said
 
@@ -130,9 +130,9 @@ def test_ray_runs_the_command_once_all_are_in_and_the_others_leave_with_it(engin
         first = here(gangs.command_of(spec, HEAD, PART), gate, ray)
         second = here(gangs.command_of(spec, OTHER, PART), gate, ray)
         with started(first, engines) as head, started(second, engines) as other:
-            said, complaint = head.communicate(timeout=30)
+            said, complaint = head.communicate(timeout=PATIENCE_S)
             assert (said, head.returncode) == (f"to 127.0.0.1:{ray}\n", 7), complaint
-            assert other.communicate(timeout=30) == ("", "")
+            assert other.communicate(timeout=PATIENCE_S) == ("", "")
             assert other.returncode == 0
 
 
@@ -149,7 +149,7 @@ def test_ray_that_does_not_start_says_why(engines: Path) -> None:
     spec = task(Engine.RAY, "echo", "ran")
     words = here(gangs.command_of(spec, HEAD, PART), 1, 1)
     with started(words, engines, RAY_FAILS="1") as head:
-        said, complaint = head.communicate(timeout=30)
+        said, complaint = head.communicate(timeout=PATIENCE_S)
     assert (said, head.returncode) == ("", 125)
     assert "no room" in complaint
     assert "Ray did not start here (code 3)" in complaint
@@ -163,10 +163,10 @@ def test_the_head_never_waits_for_a_member_whose_ray_did_not_start(engines: Path
         first = here(gangs.command_of(spec, HEAD, PART), gate, ray)
         second = here(gangs.command_of(spec, OTHER, PART), gate, ray)
         with started(first, engines) as head, started(second, engines, RAY_FAILS="1") as other:
-            said, complaint = head.communicate(timeout=30)
+            said, complaint = head.communicate(timeout=PATIENCE_S)
             assert (said, head.returncode) == ("", 125)
             assert "another member ended before Ray had started" in complaint
-            assert "no room" in other.communicate(timeout=30)[1]
+            assert "no room" in other.communicate(timeout=PATIENCE_S)[1]
 
 
 def test_a_warning_reaches_the_command_behind_ray(engines: Path) -> None:
@@ -178,5 +178,5 @@ def test_a_warning_reaches_the_command_behind_ray(engines: Path) -> None:
         assert head.stdout is not None
         assert head.stdout.readline() == "up\n"
         head.terminate()
-        assert head.communicate(timeout=30)[0] == "saved\n"
+        assert head.communicate(timeout=PATIENCE_S)[0] == "saved\n"
         assert head.returncode == 0

@@ -276,7 +276,7 @@ def test_the_rate_of_the_disk_holds(tmp_path: Path) -> None:
         "print(time.perf_counter() - began)"
     )
     slow = replace(LIMITS, io_bytes_per_s=2 << 20)
-    took = [
+    *free, held = [
         float(
             using(
                 "bubblewrap",
@@ -284,10 +284,10 @@ def test_the_rate_of_the_disk_holds(tmp_path: Path) -> None:
                 lambda r, limits=limits: command(r, "python", "-c", code, limits=limits),
             ).out
         )
-        for at, limits in enumerate((LIMITS, slow))
+        for at, limits in enumerate((LIMITS, LIMITS, LIMITS, slow))
     ]
-    assert took[1] > 1.4
-    assert took[0] < took[1]
+    assert held > 1.4
+    assert min(free) < held
 
 
 def test_the_machine_is_one_the_wall_knows() -> None:

@@ -125,7 +125,7 @@ class Stage:
         return next(e for e in self.events if isinstance(e, RunnerEnded) and e.runner == runner)
 
     async def until(self, holds: Callable[[], object]) -> None:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(90):
             while not holds():  # noqa: ASYNC110 - a keeper tells nobody
                 await asyncio.sleep(0.001)
 

@@ -35,7 +35,7 @@ class Owner:
 
     def ask(self, method: str, path: str, document: object = None) -> Any:
         headers = {"Authorization": f"Bearer {self._key}"}
-        with httpx2.Client(trust_env=False) as http:
+        with httpx2.Client(trust_env=False, timeout=60) as http:
             answer = http.request(method, self._live.url + path, headers=headers, json=document)
         return answer.raise_for_status().json()
 

@@ -70,7 +70,7 @@ def test_a_policy_is_shown_tried_changed_and_set_back(gpool: Operator) -> None:
 
 
 def test_a_node_is_cordoned_drained_and_reserved_by_its_name(gpool: Operator, live: Live) -> None:
-    made = httpx2.post(f"{live.url}/v1/nodes", json=NODE, headers=live.headers)
+    made = httpx2.post(f"{live.url}/v1/nodes", json=NODE, headers=live.headers, timeout=60)
     assert made.status_code == 201, made.text
     assert gpool.json("node", "show", "bench")["cordoned"] is None
     said = gpool("admin", "cordon", "bench", "--why", "new fans")
@@ -99,7 +99,7 @@ def test_nobody_gets_a_weight_by_calling_a_team_as_somebody_is_called(gpool: Ope
 def test_teams_and_users_are_named_and_times_are_local_where_no_zone_is_said(
     gpool: Operator, live: Live
 ) -> None:
-    made = httpx2.post(f"{live.url}/v1/nodes", json=NODE, headers=live.headers)
+    made = httpx2.post(f"{live.url}/v1/nodes", json=NODE, headers=live.headers, timeout=60)
     assert made.status_code == 201, made.text
     team = gpool.json("team", "make", "lab")["id"]
     me = gpool.json("whoami")
@@ -130,7 +130,7 @@ def agents(live: Live) -> Iterator[Callable[..., ScriptedAgent]]:
     """Nodes on real sockets; they do nothing unless told."""
 
     def ask(path: str, document: dict[str, Any]) -> dict[str, Any]:
-        answer = httpx2.post(f"{live.url}{path}", json=document, headers=live.headers)
+        answer = httpx2.post(f"{live.url}{path}", json=document, headers=live.headers, timeout=60)
         found: dict[str, Any] = answer.json()
         return found
 
@@ -159,7 +159,9 @@ def test_a_dry_run_says_what_starts_sooner_and_later_and_changes_nothing(
     first = submitted(gpool)
     lease = agent.granted(1)[-1]
     agent.report(Started(lease.task, lease.epoch))
-    httpx2.get(f"{live.url}/v1/tasks/{first}?wait=3", headers=live.headers)  # it takes its time
+    httpx2.get(
+        f"{live.url}/v1/tasks/{first}?wait=3", headers=live.headers, timeout=60
+    )  # it takes its time
     taken = 60_000_000  # as its node says; it is not believed more than the server saw
     agent.report(Finished(lease.task, lease.epoch, EndReason.EXITED, 0, duration_us=taken))
     submitted(gpool)
@@ -220,11 +222,13 @@ def test_reserved_nodes_are_kept_from_others_gangs(
     )
     assert answer.status_code == 202, answer.text
     task = answer.json()["ids"][0]
-    found = httpx2.get(f"{live.url}/v1/tasks/{task}/explain", headers=headers).json()
+    found = httpx2.get(f"{live.url}/v1/tasks/{task}/explain", headers=headers, timeout=60).json()
     assert found["code"] == "reserved"
     assert found["sentence"] == "two could run it, but is reserved for others just now."
     gpool("admin", "reservations", "end", id_)
-    assert httpx2.get(f"{live.url}/v1/tasks/{task}/explain", headers=headers).json()["code"] in (
+    assert httpx2.get(f"{live.url}/v1/tasks/{task}/explain", headers=headers, timeout=60).json()[
+        "code"
+    ] in (
         "next",
         "leased",
     )
@@ -266,7 +270,7 @@ def test_a_quota_is_told_in_words_and_can_be_set_back(gpool: Operator) -> None:
 def test_a_reservation_ends_after_it_begins_and_is_listed_by_names(
     gpool: Operator, live: Live
 ) -> None:
-    made = httpx2.post(f"{live.url}/v1/nodes", json=NODE, headers=live.headers)
+    made = httpx2.post(f"{live.url}/v1/nodes", json=NODE, headers=live.headers, timeout=60)
     assert made.status_code == 201, made.text
     team = gpool.json("team", "make", "lab")["id"]
     make = ("admin", "reservations", "make", "bench")

@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 
 from gpool.cli.children import Child, Program
-from gpool.cli.up import must_be_free, only_one, typed
-from gpool.core.errors import Conflict
+from gpool.cli.up import data_folder, must_be_free, only_one, typed
+from gpool.core.errors import Conflict, Invalid
+from gpool.testing.processes import free_port
 
 GPOOL = [sys.executable, "-m", "gpool"]
 
@@ -49,10 +50,12 @@ def test_two_pools_never_share_a_folder(tmp_path: Path) -> None:
 
 
 def test_a_port_that_is_taken_is_said_before_anything_starts() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        with pytest.raises(Conflict, match=f"port {port}.*--port"):
-            must_be_free("127.0.0.1", port)
+    port = free_port()
+    with (
+        socket.create_server(("127.0.0.1", port)),
+        pytest.raises(Conflict, match=f"port {port}.*--port"),
+    ):
+        must_be_free("127.0.0.1", port)
     must_be_free("127.0.0.1", port)
     with pytest.raises(Conflict, match="--host"):
         must_be_free("203.0.113.7", port)
@@ -73,7 +76,7 @@ def test_a_child_that_dies_is_started_again_and_stops_when_told(tmp_path: Path) 
     assert told is not None
     assert "signal 9" in told
     began = time.monotonic()
-    while child.exit_code() is not None and time.monotonic() - began < 10:
+    while child.exit_code() is not None and time.monotonic() - began < 60:
         child.keep_alive()
     assert child.pid != first
     child.stop()
@@ -83,13 +86,69 @@ def test_a_child_that_dies_is_started_again_and_stops_when_told(tmp_path: Path) 
 def on_a_terminal(code: str) -> bytes:
     """What a program writes to a terminal."""
     parent, child = pty.openpty()
-    subprocess.run([sys.executable, "-c", code], stdout=child, stderr=child, check=True, timeout=30)
+    subprocess.run(
+        [sys.executable, "-c", code], stdout=child, stderr=child, check=True, timeout=240
+    )
     os.close(child)
     said = b""
     with contextlib.suppress(OSError), open(parent, "rb", buffering=0) as terminal:
         while piece := terminal.read(4096):
             said += piece
     return said
+
+
+def ended(child: Child) -> Child:
+    child.start()
+    assert child._process is not None
+    child._process.wait(60)
+    return child
+
+
+def told_to_exit(tmp_path: Path, code: int) -> Child:
+    said = f"import sys; print('gpool: what was wrong', file=sys.stderr); sys.exit({code})"
+    (tmp_path / "ends.py").write_text(said)
+    log = tmp_path / "log"
+    log.write_text("gpool: an older story\n")
+    return Child(Program("agent", "ends", {"PYTHONPATH": str(tmp_path)}, log))
+
+
+def test_a_mistake_in_how_a_child_was_started_ends_the_first_start(tmp_path: Path) -> None:
+    """Another start would not mend it: it is said at once, in the child's own words."""
+    child = ended(told_to_exit(tmp_path, 2))
+    with pytest.raises(Invalid, match=r"the agent does not start: what was wrong\Z"):
+        child.keep_alive()
+
+
+def test_a_child_that_ran_before_is_started_again_whatever_is_wrong_now(tmp_path: Path) -> None:
+    """The pool around it goes on meanwhile."""
+    child = ended(told_to_exit(tmp_path, 1))
+    told = child.keep_alive()
+    assert told is not None
+    assert "It said: what was wrong" in told
+    assert "older" not in told
+    (tmp_path / "ends.py").write_text("import sys; sys.exit(2)")
+    while child._starts < 2:
+        child.keep_alive()
+    assert child._process is not None
+    child._process.wait(60)
+    told = child.keep_alive()
+    assert told is not None
+    assert "code 2" in told
+
+
+def test_a_folder_that_cannot_be_made_is_said(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(Invalid, match="--data"):
+        data_folder(tmp_path / "file" / "data")
+
+
+def test_a_server_alone_says_that_its_port_is_taken(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        words = ["server", "--port", port, "--data", str(tmp_path)]
+        done = subprocess.run([*GPOOL, *words], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert f"port {port}" in done.stderr
 
 
 def test_a_bar_is_drawn_only_when_bytes_are_moved() -> None:

@@ -41,7 +41,7 @@ from gpool.wire.frames import (
 )
 
 Command = Callable[[TaskSpec], tuple[int, list[tuple[int, bytes]], dict[str, bytes]]]
-_SILENCE_S = 30.0
+_SILENCE_S = 120.0
 
 
 class _Body(httpx2.SyncByteStream):

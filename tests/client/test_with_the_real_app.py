@@ -50,7 +50,7 @@ def test_a_task_nobody_can_take_waits_and_says_why_and_can_be_cancelled(
     run.cancel()
     assert run.status == "cancelled"
     with pytest.raises(gpool.Cancelled):
-        run.result(timeout=5)
+        run.result(timeout=60)
 
 
 def test_values_and_exceptions_come_back(sdk: Client, node: Node) -> None:

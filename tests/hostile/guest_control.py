@@ -24,7 +24,7 @@ from gpool.agent.runtime.microvm.vmm import Disk, Machine
 from gpool.testing.runtimes import microvm_disks
 
 PROBE = Path(__file__).with_name("probe")
-WITHIN_S = 150.0
+WITHIN_S = 600.0
 MODULES = ("af_alg", "fuse", "loop", "tun", "binfmt_misc", "vhost_net", "nvram")
 START = """
 import ctypes, io, os, subprocess, sys, tarfile

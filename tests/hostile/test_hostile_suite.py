@@ -9,7 +9,8 @@ import pytest
 import suite
 
 AT_LEAST_ATTACKS, AT_LEAST_SECRETS, AT_LEAST_OUTPUTS = 150, 50, 80
-SECONDS_AN_OUTPUT = 30.0  # ten thousand files from an emulated guest; a lease would be 45
+SECONDS_AN_OUTPUT = 30.0  # a lease would be 45
+SECONDS_FROM_A_GUEST = 200.0  # ten thousand files from an emulated one
 pytestmark = [pytest.mark.slow, pytest.mark.alone]
 
 
@@ -62,7 +63,8 @@ def test_hostile_outputs_are_refused_or_taken_as_plain_bytes(column: str) -> Non
 @every
 def test_no_output_ever_blocks_the_collector(column: str) -> None:
     slowest_s, name = suite.slowest_output(column)
-    assert slowest_s < SECONDS_AN_OUTPUT, name
+    bound_s = SECONDS_FROM_A_GUEST if column == "microvm" else SECONDS_AN_OUTPUT
+    assert slowest_s < bound_s, name
 
 
 @with_control

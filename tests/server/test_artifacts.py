@@ -305,7 +305,9 @@ async def test_a_cancelled_upload_does_not_write_into_another_file(tmp_path: Pat
     victims = [os.open(tmp_path / f"victim-{at}", os.O_RDWR | os.O_CREAT) for at in range(4)]
     await asyncio.wait([upload])
     await asyncio.get_running_loop().shutdown_default_executor()
-    assert upload.cancelled()
+    assert (
+        upload.cancelled() or upload.exception()
+    )  # it had hashed all of it when it was called off
     assert [os.fstat(victim).st_size for victim in victims] == [0] * 4
     for victim in victims:
         os.close(victim)

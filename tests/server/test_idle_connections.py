@@ -21,7 +21,7 @@ TRUE = {"command": ["true"]}
 
 
 def tasks_at(live: Live) -> int:
-    answer = httpx2.get(f"{live.url}/v1/tasks?limit=200", headers=live.headers)
+    answer = httpx2.get(f"{live.url}/v1/tasks?limit=200", headers=live.headers, timeout=60)
     return len(answer.json()["items"])
 
 
@@ -44,7 +44,10 @@ def test_a_post_whose_answer_is_cut_off_is_sent_again_and_takes_effect_once(live
 def test_without_a_key_the_same_would_take_effect_twice(live: Live) -> None:
     """The control: it is the key that makes sending again harmless."""
     headers = live.headers
-    with cutting(live, cut=2) as url, httpx2.Client(base_url=url, headers=headers) as http:
+    with (
+        cutting(live, cut=2) as url,
+        httpx2.Client(base_url=url, headers=headers, timeout=60) as http,
+    ):
         http.post("/v1/tasks", json=TRUE)
         with pytest.raises(httpx2.TransportError):
             http.post("/v1/tasks", json=TRUE)
@@ -89,7 +92,7 @@ def cutting(live: Live, cut: int) -> Iterator[str]:
     finally:
         listening.shutdown(socket.SHUT_RDWR)
         listening.close()
-        thread.join(10)
+        thread.join(60)
 
 
 def whole(sock: socket.socket) -> bytes:

@@ -100,7 +100,7 @@ async def test_a_submission_that_waits_answers_with_the_results(busy_desk: Desk)
     desk = busy_desk
     agent = await desk.agent()
     await desk.calls(1)
-    asking = asyncio.create_task(desk.post("/v1/tasks?wait=5", calls_document(2)))
+    asking = asyncio.create_task(desk.post("/v1/tasks?wait=60", calls_document(2)))
     await agent.finish(3)
     answer = await asking
     assert answer.status_code == 200
@@ -118,10 +118,10 @@ async def test_waiting_for_a_task_ends_when_it_does(busy_desk: Desk) -> None:
     desk = busy_desk
     agent = await desk.agent()
     task = await desk.command()
-    waiting = asyncio.create_task(desk.get(f"/v1/tasks/{task}/result?wait=5"))
+    waiting = asyncio.create_task(desk.get(f"/v1/tasks/{task}/result?wait=60"))
     await agent.finish(1)
     assert (await waiting).json()["status"] == "succeeded"
-    assert (await desk.get(f"/v1/tasks/{task}?wait=5")).json()["status"] == "succeeded"
+    assert (await desk.get(f"/v1/tasks/{task}?wait=60")).json()["status"] == "succeeded"
 
 
 async def test_logs_are_followed_to_the_end(busy_desk: Desk) -> None:

@@ -40,7 +40,7 @@ def probe(live: Live, mode: GenerationMode) -> None:
         )
         @given(case=operation.as_strategy(generation_mode=mode))
         def check(case: Any) -> None:
-            answer = case.call(headers=live.headers, timeout=30)
+            answer = case.call(headers=live.headers, timeout=90)
             case.validate_response(answer, checks=[not_a_server_error])
 
         with suppress(Unsatisfiable):  # nothing to get wrong in this one

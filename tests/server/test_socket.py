@@ -41,13 +41,17 @@ from gpool.wire.frames import (
     encode,
 )
 
+PATIENCE_S = 90
+
 
 @contextmanager
 def bare_socket(live: Live, badge: Badge) -> Iterator[ClientConnection]:
     """Nothing is proved yet."""
     address = live.url.replace("http", "ws") + CHANNEL_PATH
     headers = {NODE_HEADER: badge.identity.node}
-    with connect(address, additional_headers=headers, max_size=None) as socket:
+    with connect(
+        address, additional_headers=headers, max_size=None, open_timeout=PATIENCE_S
+    ) as socket:
         yield socket
 
 
@@ -68,7 +72,7 @@ def agent_socket(live: Live, badge: Badge) -> Iterator[ClientConnection]:
 def joined(live: Live, name: str = "socket") -> Badge:
     def ask(path: str, document: dict[str, Any]) -> dict[str, Any]:
         answer: dict[str, Any] = httpx2.post(
-            f"{live.url}{path}", json=document, headers=live.headers
+            f"{live.url}{path}", json=document, headers=live.headers, timeout=PATIENCE_S
         ).json()
         return answer
 
@@ -80,7 +84,7 @@ def hello(*holds: Hold, beat: int = 1) -> bytes:
 
 
 def received(socket: ClientConnection) -> object:
-    data = socket.recv(timeout=20)
+    data = socket.recv(timeout=PATIENCE_S)
     assert isinstance(data, bytes)
     return decode_any_from_server(data)
 
@@ -89,7 +93,7 @@ def test_a_task_runs_over_the_socket(live: Live) -> None:
     badge = joined(live)
     with (
         agent_socket(live, badge) as socket,
-        httpx2.Client(base_url=live.url, headers=live.headers) as http,
+        httpx2.Client(base_url=live.url, headers=live.headers, timeout=PATIENCE_S) as http,
     ):
         socket.send(hello())
         assert isinstance(received(socket), Welcome)
@@ -109,7 +113,7 @@ def test_each_result_is_flushed_while_the_batch_is_open(live: Live) -> None:
     badge = joined(live)
     with (
         agent_socket(live, badge) as socket,
-        httpx2.Client(base_url=live.url, headers=live.headers, timeout=20) as http,
+        httpx2.Client(base_url=live.url, headers=live.headers, timeout=PATIENCE_S) as http,
     ):
         socket.send(hello())
         received(socket)
@@ -128,6 +132,7 @@ def test_each_result_is_flushed_while_the_batch_is_open(live: Live) -> None:
                     f"{live.url}/v1/tasks",
                     json={**first, "batch": batch, "more": sequence == 1},
                     headers=live.headers,
+                    timeout=PATIENCE_S,
                 )
 
 
@@ -137,7 +142,7 @@ def test_the_channel_is_for_nodes(live: Live) -> None:
     for headers in ({}, live.headers, {NODE_HEADER: "n-?"}, {NODE_HEADER: stranger}):
         with (
             pytest.raises(InvalidStatus) as refused,
-            connect(address, additional_headers=headers),
+            connect(address, additional_headers=headers, open_timeout=PATIENCE_S),
         ):
             pass
         assert refused.value.response.status_code == 401
@@ -156,7 +161,7 @@ def refusal(socket: ClientConnection) -> Refused:
     last = received(socket)
     assert isinstance(last, Refused), last
     with pytest.raises(ConnectionClosed):
-        socket.recv(timeout=20)
+        socket.recv(timeout=PATIENCE_S)
     return last
 
 
@@ -199,7 +204,7 @@ def test_a_stolen_token_opens_neither_channel_nor_artifacts(live: Live) -> None:
         (alice.vouch(Request("GET", "/v1/artifacts/else")), 401),
         (alice.vouch(Request("GET", f"/v1/artifacts/{'0' * 64}")), 404),  # proven: it is not there
     ):
-        assert httpx2.get(path, headers=headers).status_code == status
+        assert httpx2.get(path, headers=headers, timeout=PATIENCE_S).status_code == status
 
 
 def test_what_is_no_frame_ends_the_channel_with_a_reason(live: Live) -> None:
@@ -210,7 +215,7 @@ def test_what_is_no_frame_ends_the_channel_with_a_reason(live: Live) -> None:
             refused = received(socket)
             assert isinstance(refused, Refused)
             with pytest.raises(ConnectionClosed):
-                socket.recv(timeout=20)
+                socket.recv(timeout=PATIENCE_S)
 
 
 def test_a_newer_connection_closes_the_older(live: Live) -> None:
@@ -223,12 +228,14 @@ def test_a_newer_connection_closes_the_older(live: Live) -> None:
             assert isinstance(received(newer), Welcome)
             assert isinstance(received(older), Refused)
             with pytest.raises(ConnectionClosed):
-                older.recv(timeout=20)
+                older.recv(timeout=PATIENCE_S)
 
 
 def test_a_long_body_is_answered_before_it_is_sent(live: Live) -> None:
     body = b" " * 10_000_000
-    answer = httpx2.post(f"{live.url}/v1/nodes", content=body, headers=live.headers)
+    answer = httpx2.post(
+        f"{live.url}/v1/nodes", content=body, headers=live.headers, timeout=PATIENCE_S
+    )
     assert (answer.status_code, answer.json()["code"]) == (413, "too_large")
 
 
@@ -237,7 +244,7 @@ def test_a_long_body_is_answered_before_it_is_sent(live: Live) -> None:
 )
 def test_a_host_that_is_none_is_no_fault_of_ours(live: Live, path: str) -> None:
     where = live.url.removeprefix("http://").split(":")
-    with socket.create_connection((where[0], int(where[1])), timeout=20) as raw:
+    with socket.create_connection((where[0], int(where[1])), timeout=PATIENCE_S) as raw:
         request = f"GET {path} HTTP/1.1\r\nHost: [\r\nConnection: close\r\n\r\n"
         raw.sendall(request.encode())
         answer = b"".join(iter(lambda: raw.recv(65536), b""))

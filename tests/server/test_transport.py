@@ -155,7 +155,7 @@ def recorded(live: Live) -> Iterator[Recorder]:
 def a_task_through(recorder: Recorder, live: Live, folder: Path) -> str:
     """A client and an agent at work through the recorder; how the task ended."""
     url = f"{live.url.partition(':')[0]}://127.0.0.1:{recorder.port}"
-    door = Door(Address(url, live.fingerprint), live.key, patience_s=10)
+    door = Door(Address(url, live.fingerprint), live.key, patience_s=90)
     badge = joined(lambda path, told: door.send_json("POST", path, told), a_key(), name="node")
     seed = base64.urlsafe_b64encode((1).to_bytes(32, "big"))
     write_private(folder / "node.key", seed, replace=True)
@@ -178,7 +178,7 @@ def a_task_through(recorder: Recorder, live: Live, folder: Path) -> str:
 
         def work() -> str:
             task = door.send_json("POST", "/v1/tasks", wanted)["ids"][0]
-            return str(door.get_json(f"/v1/tasks/{task}?wait=20")["status"])
+            return str(door.get_json(f"/v1/tasks/{task}?wait=60")["status"])
 
         status = await asyncio.to_thread(work)
         stop.set()

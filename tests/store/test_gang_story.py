@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 
 from gang_pool import Site, gang_spec, site_of
@@ -20,6 +21,7 @@ from gpool.server.store.protocol import Operation, Statement
 from gpool.server.store.values import Recording
 from gpool.wire.frames import Finished, HandedBack, Hold, Released, Started
 
+SOAKS = bool(os.environ.get("GPOOL_SOAK"))
 SIZE = 2
 NODES = 4
 
@@ -242,7 +244,7 @@ def test_no_gang_is_ever_partly_leased_or_released_twice(url: str) -> None:
         run_state_machine_as_test(
             type("Machine", (GangsAgainstModel,), {"database": database}),
             settings=settings(
-                max_examples=50,
+                max_examples=50 if SOAKS or url.startswith("sqlite") else 20,
                 stateful_step_count=40,
                 deadline=None,
                 suppress_health_check=list(HealthCheck),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -19,6 +20,7 @@ from gpool.server.store.protocol import Operation, Statement
 from gpool.wire.frames import HandedBack, Released, Started
 
 RETRIES = 1
+SOAKS = bool(os.environ.get("GPOOL_SOAK"))
 
 
 @dataclass
@@ -228,7 +230,7 @@ def test_the_picture_always_equals_the_models(url: str) -> None:
         run_state_machine_as_test(
             made,
             settings=settings(
-                max_examples=100,
+                max_examples=100 if SOAKS or url.startswith("sqlite") else 40,
                 stateful_step_count=40,
                 deadline=None,
                 suppress_health_check=list(HealthCheck),

@@ -19,7 +19,7 @@ from gpool.transfer.requests import Address, Patience
 from gpool.transfer.senders import AsyncSender, Sender
 
 LEASE = LeaseRef(1, 1)
-PATIENT = Patience(5.0, 0.001, 0.01)
+PATIENT = Patience(60.0, 0.001, 0.01)
 HASTY = Patience(0.2, 0.001, 0.01)
 
 
@@ -40,12 +40,12 @@ class Cutting:
 
     def __enter__(self) -> Cutting:
         self._thread.start()
-        assert self._up.wait(10)
+        assert self._up.wait(60)
         return self
 
     def __exit__(self, *_: object) -> None:
         self._loop.call_soon_threadsafe(self._stop.set)
-        self._thread.join(10)
+        self._thread.join(60)
 
     @property
     def address(self) -> Address:

@@ -7,9 +7,21 @@ import pytest
 from gpool.testing.world import Flaw, parts_with, run
 
 SEEDS = 200
+FOUND_BEFORE = {
+    Flaw.KEY_SAVED_AFTER_EFFECT: 10,
+    Flaw.LEASE_COUNTED_FROM_RECEIPT: 18,
+    Flaw.RESTART_FORGETS_TTL: 20,
+    Flaw.SANDBOX_OUTLIVES_AGENT: 22,
+    Flaw.LETS_GO_IN_SILENCE: 20,
+    Flaw.OFFER_SAID_TOO_EARLY: 47,
+    Flaw.GANG_NEVER_GRANTED: 6,
+    Flaw.GANG_FENCE_OFF: 135,
+}
+"""Where late ones were found: looked at first. Where that is over, all are looked at, as ever."""
 
 
 @pytest.mark.parametrize("flaw", list(Flaw))
 def test_a_planted_bug_is_found(flaw: Flaw) -> None:
     parts = parts_with(flaw)
-    assert any(run(seed, parts).violation for seed in range(SEEDS)), f"{flaw} went unnoticed"
+    seeds = (FOUND_BEFORE.get(flaw, 0), *range(SEEDS))
+    assert any(run(seed, parts).violation for seed in seeds), f"{flaw} went unnoticed"

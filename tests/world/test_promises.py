@@ -9,7 +9,7 @@ import pytest
 from gpool.testing.world import run
 
 CHUNK = 20
-SEEDS = 10_000 if os.environ.get("GPOOL_SOAK") else 300
+SEEDS = 10_000 if os.environ.get("GPOOL_SOAK") else 200
 
 
 @pytest.mark.parametrize("first", range(0, SEEDS, CHUNK))

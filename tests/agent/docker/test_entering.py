@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 import tarfile
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -28,6 +27,7 @@ from gpool.agent.runtime.docker.entering import (
     system_of,
     why_never,
 )
+from gpool.agent.runtime.docker.probing import SOONER_S
 from gpool.agent.runtime.docker.runtime import DockerRuntime, Gvisor
 from gpool.agent.runtime.protocol import CommandJob, Lane, RunnerJob, SandboxFailed
 from gpool.core.model import Network
@@ -40,7 +40,8 @@ from gpool.testing.engines import (
     import_image,
     shared_engine,
 )
-from gpool.testing.runtimes import LIMITS, using, within
+from gpool.testing.processes import eventually
+from gpool.testing.runtimes import LIMITS, PATIENCE_S, using, within
 
 LABEL, BOOT = ("pool.gpool.agent", "of-a-test"), ("pool.gpool.boot", "first")
 DOCKER = Facts("docker", "20.10", ("runc",), False, 0, "2", (), ())
@@ -205,9 +206,11 @@ def test_a_holder_that_cannot_be_removed_ends_and_holds_nobody_up(lane: Lane) ->
     holders = Holders(unwilling, LABEL, BOOT)
     with holders.holding(lane) as holder:
         pass
-    began = time.monotonic()
-    while [one["State"] for one in containers_of(engine)] == ["running"]:
-        assert time.monotonic() - began < 10
+    eventually(
+        "it has ended",
+        lambda: [one["State"] for one in containers_of(engine)] != ["running"],
+        PATIENCE_S,
+    )
     Engine.remove(unwilling, holder)
     holders.close()
     unwilling.close()
@@ -267,9 +270,11 @@ def test_a_holder_ends_with_the_agent_and_the_next_one_sweeps_it(
         assert agent.stdout.readline() == b"held\n"
         assert [one["State"] for one in containers_of(engine)] == ["running"]
         agent.kill()
-    began = time.monotonic()
-    while [one["State"] for one in containers_of(engine)] == ["running"]:
-        assert time.monotonic() - began < 10
+    eventually(
+        "it has ended",
+        lambda: [one["State"] for one in containers_of(engine)] != ["running"],
+        PATIENCE_S,
+    )
     door = Engine(engine.address)
     for container in door.labelled("=".join(LABEL)):
         door.remove(container)
@@ -360,3 +365,59 @@ def test_an_image_that_starts_nowhere_does_not_cost_the_node_gvisor(
 def test_what_starts_nothing_of_ours_does_not_work(holders: Holders) -> None:
     assert holders.start_under("runc")
     assert not holders.start_under("runsc-that-nobody-installed")
+
+
+PROBING = """
+import sys
+from pathlib import Path
+from gpool.agent.runtime.docker.runtime import DockerRuntime
+runtime = DockerRuntime(Path(sys.argv[1]), engine=sys.argv[2])
+print(sorted(runtime.networks), flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_killed_agent_leaves_no_image(require: Callable[[str], None], tmp_path: Path) -> None:
+    """Tried out, nothing was started: the guard stands all the same."""
+    require("docker")
+    engine = shared_engine("docker")
+    before = set(images_of(engine, LABEL[0]))
+    seen = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen(
+        [sys.executable, "-c", PROBING, str(tmp_path), engine.address],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=seen,
+    ) as agent:
+        assert agent.stdout is not None
+        assert b"egress" in agent.stdout.readline()
+        assert len(set(images_of(engine, LABEL[0]))) == len(before) + 1  # the control
+        agent.kill()
+    eventually("the image is gone", lambda: set(images_of(engine, LABEL[0])) == before, PATIENCE_S)
+
+
+def test_lanes_are_tried_again_once_the_engine_can(
+    require: Callable[[str], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    require("docker")
+    now = [0.0]
+
+    async def work() -> list[frozenset[Network]]:
+        runtime = DockerRuntime(
+            tmp_path, engine=shared_engine("docker").address, clock=lambda: now[0]
+        )
+        try:
+            with monkeypatch.context() as without:
+                without.setenv("PATH", str(tmp_path))
+                found = [runtime.networks]
+            found.append(runtime.networks)
+            now[0] = SOONER_S
+            found.append(runtime.networks)
+            await asyncio.wrap_future(runtime._prober.submit(int))  # behind what is being tried
+            found.append(runtime.networks)
+            return found
+        finally:
+            await runtime.close()
+
+    none = frozenset({Network.NONE})
+    assert within(work()) == [none, none, none, frozenset({Network.NONE, Network.EGRESS})]

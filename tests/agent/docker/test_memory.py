@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -14,19 +16,15 @@ from gpool.agent.runtime.docker.engine import Engine, translated
 from gpool.agent.runtime.docker.kernel_log import exceeded_its_limit, records
 from gpool.agent.runtime.protocol import SandboxFailed
 from gpool.testing.engines import IMAGE, docker_client, shared_engine
+from gpool.testing.processes import eventually
+from gpool.testing.runtimes import PATIENCE_S
 
 NO_LOG = "/nowhere/kmsg"
 GREEDY = "x = bytearray(300 << 20)"
-# with a moment before and after: containerd asks for its notice once the task runs, and drops it with the group
-GREEDY_CHILD = f"""
-import subprocess, sys, time
-time.sleep(1)
-subprocess.run([sys.executable, "-c", {GREEDY!r}])
-time.sleep(1)
-sys.exit(137)
-"""
+WAITS = "import signal; signal.pause()"
 KILLS_ITSELF = "import os; os.kill(os.getpid(), 9)"
 ID = "c0ffee" * 10 + "beef"
+Meanwhile = Callable[[Any, str], None]
 
 
 def line(container: str, *, constraint: str = "CONSTRAINT_MEMCG", number: int = 6) -> str:
@@ -72,7 +70,7 @@ def engine(request: pytest.FixtureRequest, require: Callable[[str], None]) -> It
 
 
 @contextlib.contextmanager
-def ended(engine: Engine, program: str) -> Iterator[str]:
+def ended(engine: Engine, program: str, meanwhile: Meanwhile | None = None) -> Iterator[str]:
     with docker_client(shared_engine(engine.facts.kind)) as api:
         settings = {
             "mem_limit": "64m",
@@ -85,6 +83,8 @@ def ended(engine: Engine, program: str) -> Iterator[str]:
         )["Id"]
         try:
             api.start(made)
+            if meanwhile is not None:
+                meanwhile(api, made)
             assert engine.wait(made).code == 137
             yield made
         finally:
@@ -100,7 +100,15 @@ def test_the_kernels_log_tells_of_it(engine: Engine) -> None:
 
 @pytest.mark.parametrize("engine", ["docker"], indirect=True)  # Podman has no such event
 def test_without_the_kernels_log_the_engines_events_tell_of_it(engine: Engine) -> None:
-    with ended(engine, GREEDY_CHILD) as container:
+    """Killed beside a process that stays: containerd asks for its notice once the task runs, and drops it with the group."""
+
+    def exceed(api: Any, container: str) -> None:
+        api.exec_start(api.exec_create(container, ["python", "-c", GREEDY])["Id"])
+        noticed = functools.partial(engine.exceeded_memory, container, kernel_log=NO_LOG)
+        eventually("its engine has noticed", noticed, PATIENCE_S)
+        api.kill(container)
+
+    with ended(engine, WAITS, exceed) as container:
         assert engine.exceeded_memory(container, kernel_log=NO_LOG)
 
 

@@ -212,8 +212,8 @@ def test_a_guest_is_configured_started_and_talked_to_over_its_vsock(tmp_path: Pa
                 await reader.read(65536)
 
             playing = asyncio.create_task(play())
-            await talk.open(5)
-            await talk.begin({"argv": ["true"]}, (), 5)
+            await talk.open(60)
+            await talk.begin({"argv": ["true"]}, (), 60)
             exit = await talk.over
             await playing
             said = os.read(out, 100)

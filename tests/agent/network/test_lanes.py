@@ -73,9 +73,10 @@ def test_a_lane_never_sends_faster_than_its_rate(stage: Stage) -> None:
     def bound(took_s: float) -> float:
         return BURST_BYTES + RATE_BYTES_PER_S * (1 + took_s) * 1.05
 
-    [(packets, took_s)] = told["capped"]
-    assert 500 * PACKET_BYTES < packets * PACKET_BYTES <= bound(took_s)
-    # the control: without the cap it is faster than that, unless the machine is kept busy by others each time
+    assert all(packets * PACKET_BYTES <= bound(took_s) for packets, took_s in told["capped"])
+    # a kernel that is kept busy by others drops packets before anybody has looked at them: but not each time
+    assert max(packets for packets, _ in told["capped"]) > 500
+    # the control: without the cap it is faster than that
     assert any(packets * PACKET_BYTES > bound(took_s) for packets, took_s in told["free"])
 
 

@@ -67,7 +67,7 @@ def listening(
                 except OSError:
                     return
                 with plain, contextlib.suppress(OSError):
-                    plain.settimeout(10)
+                    plain.settimeout(60)
                     with context.wrap_socket(plain, server_side=True) as tls:
                         data = tls.recv(65536)
                         if data:
@@ -82,7 +82,7 @@ def listening(
             over.set()
             with contextlib.suppress(OSError):
                 socket.create_connection(("127.0.0.1", listener.port), 5).close()
-            thread.join(10)
+            thread.join(60)
 
 
 @pytest.fixture
@@ -178,13 +178,15 @@ def test_what_is_no_fingerprint_is_refused(text: str) -> None:
 
 def ask(listener: Listener, fingerprint: str) -> str:
     """By httpx2 in a thread."""
-    with httpx2.Client(verify=pinned_context(fingerprint), trust_env=False) as http:
+    with httpx2.Client(verify=pinned_context(fingerprint), trust_env=False, timeout=60) as http:
         return http.get(f"https://127.0.0.1:{listener.port}/", headers={"x": "secret"}).text
 
 
 async def ask_async(listener: Listener, fingerprint: str) -> str:
     """By httpx2 in an event loop."""
-    async with httpx2.AsyncClient(verify=pinned_context(fingerprint), trust_env=False) as http:
+    async with httpx2.AsyncClient(
+        verify=pinned_context(fingerprint), trust_env=False, timeout=60
+    ) as http:
         return (await http.get(f"https://127.0.0.1:{listener.port}/", headers={"x": "secret"})).text
 
 
@@ -221,7 +223,10 @@ def test_without_the_pin_the_same_false_server_hears_everything(
     """The control."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-    with listening(changed) as listener, httpx2.Client(verify=context, trust_env=False) as http:
+    with (
+        listening(changed) as listener,
+        httpx2.Client(verify=context, trust_env=False, timeout=60) as http,
+    ):
         assert http.get(f"https://127.0.0.1:{listener.port}/", headers={"x": "secret"}).text == "ok"
     assert b"secret" in listener.heard[0]
 

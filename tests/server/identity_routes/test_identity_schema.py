@@ -35,8 +35,8 @@ HURRIED = settings(
 def people(live: Live) -> dict[str, dict[str, str]]:
     """Nobody, somebody who is signed in, the operator."""
     account = {"name": "ada", "password": PASSWORD}
-    httpx2.post(f"{live.url}/v1/users", json=account).raise_for_status()
-    tokens = httpx2.post(f"{live.url}/v1/auth/password", json=account).json()
+    httpx2.post(f"{live.url}/v1/users", json=account, timeout=60).raise_for_status()
+    tokens = httpx2.post(f"{live.url}/v1/auth/password", json=account, timeout=60).json()
     return {"nobody": {}, "ada": bearer(tokens["access_token"]), "operator": live.headers}
 
 
@@ -44,7 +44,7 @@ def probe(operation: Any, headers: dict[str, str]) -> None:
     @HURRIED
     @given(case=operation.as_strategy())
     def check(case: Any) -> None:
-        answer = case.call(headers=headers, timeout=30)
+        answer = case.call(headers=headers, timeout=90)
         case.validate_response(answer, checks=CHECKS)
         assert "Traceback" not in answer.text
 
@@ -80,7 +80,7 @@ def test_sequences_of_calls_never_make_the_server_fail(data: Path) -> None:
 
         class Calls(schema.as_state_machine()):  # type: ignore[misc]
             def get_call_kwargs(self, case: Any) -> dict[str, Any]:
-                return {"headers": headers, "timeout": 30}
+                return {"headers": headers, "timeout": 90}
 
             def validate_response(self, response: Any, case: Any, **more: Any) -> None:
                 called.append(response.status_code)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import json
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -28,6 +27,7 @@ from gpool.core.model import SECOND, Instant
 from gpool.server.clock import SystemClock
 from gpool.server.identity import oidc
 from gpool.server.identity.oidc import Expected, Identity
+from gpool.testing.processes import free_port
 
 pytestmark = pytest.mark.anyio
 BACK = "http://127.0.0.1:1/back"
@@ -50,8 +50,7 @@ def provider() -> Iterator[str]:
         if os.environ.get("CI"):
             pytest.fail("oidc-provider-mock is not installed")
         pytest.skip("oidc-provider-mock is not installed")
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     process = subprocess.Popen(
         [PYTHON, "-W", "ignore", "-m", "oidc_provider_mock", "--port", str(port)],
         stdout=subprocess.DEVNULL,
@@ -60,9 +59,9 @@ def provider() -> Iterator[str]:
     url = f"http://127.0.0.1:{port}"
     pause = threading.Event()
     try:
-        for _ in range(200):
+        for _ in range(1200):
             try:
-                httpx2.get(f"{url}/.well-known/openid-configuration", timeout=2).raise_for_status()
+                httpx2.get(f"{url}/.well-known/openid-configuration", timeout=20).raise_for_status()
                 break
             except httpx2.HTTPError:
                 assert process.poll() is None, "the provider ended"
@@ -82,7 +81,7 @@ async def a_desk(data: Path, issuer: str, **settings: Any) -> Desk:
 
 async def consented(url: str, subject: str) -> dict[str, str]:
     """What somebody does in the browser: they say who they are, and are sent back."""
-    async with httpx2.AsyncClient() as browser:
+    async with httpx2.AsyncClient(timeout=60) as browser:
         answer = await browser.post(url, data={"sub": subject, "action": "authorize"})
     assert answer.status_code in (302, 303), answer.text
     back = urlsplit(answer.headers["location"])

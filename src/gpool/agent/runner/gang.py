@@ -106,13 +106,27 @@ def lead(words: list[str], command: list[str], nodes: int, at: tuple[str, int], 
     gate = socket.create_server(at, backlog=BACKLOG)
     start_ray(words)
     others = wait_for(gate, nodes - 1)
+    child: subprocess.Popen[bytes] | None = None
+    early: list[int] = []
+
+    def pass_on(number: int, _frame: object) -> None:
+        if child is None:
+            early.append(number)
+        else:
+            child.send_signal(number)
+
+    for each in (
+        signal.SIGTERM,
+        signal.SIGINT,
+    ):  # first: a command may be warned as soon as it runs
+        signal.signal(each, pass_on)
     try:
         child = subprocess.Popen(command, env={**os.environ, "RAY_ADDRESS": ray})
     except OSError as error:
         say(f"{command[0]}: {error.strerror}")
         return MISSING
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda number, _frame: child.send_signal(number))
+    for number in early:
+        child.send_signal(number)
     code = child.wait()
     for connection in others:
         connection.close()
