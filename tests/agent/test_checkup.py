@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 
@@ -14,7 +15,7 @@ from desk import Desk, settings_for
 from session_case import Case, function, of
 
 from gpool.agent.checkup import AGAIN_AFTER_US, Checkup
-from gpool.agent.instructions import CommandEnded, RunnerEnded, StartRunner
+from gpool.agent.instructions import CommandEnded, OfferDetected, RunnerEnded, StartRunner
 from gpool.agent.main import Means, run_agent
 from gpool.agent.runtime.bubblewrap import BubblewrapRuntime
 from gpool.agent.runtime.protocol import (
@@ -26,7 +27,7 @@ from gpool.agent.runtime.protocol import (
     RunnerSandbox,
     SandboxFailed,
 )
-from gpool.core.model import EndReason, Fault, Offer, Requirements, Slice, TaskKind, TaskSpec
+from gpool.core.model import EndReason, Fault, Gpu, Offer, Requirements, Slice, TaskKind, TaskSpec
 from gpool.testing.fake_runtime import FakeRun, FakeRuntime
 from gpool.testing.runtimes import PATIENCE_S, using
 from gpool.wire.frames import Finished, HandedBack, Lease
@@ -135,6 +136,50 @@ def test_a_gpu_that_is_not_clean_is_a_part_out_of_order_and_nothing_else_is_look
     assert (end.reason, end.fault) == (EndReason.SANDBOX_FAILED, Fault.PART)
     assert "not clean" in end.error_text
     assert runtime.trials == 0
+
+
+def test_what_a_node_lends_no_more_is_said_before_the_task_that_failed_for_it(
+    tmp_path: Path,
+) -> None:
+    """Or the server would give it the same again."""
+    closed = replace(OFFER, gpus=(Gpu(0, "GPU-0", "A10G", "nvidia", 1, closed="not clean"),))
+
+    async def live() -> None:
+        stop = asyncio.Event()
+        looks: list[Offer] = []  # one at the start, and none by the clock
+
+        def look() -> tuple[OfferDetected, ...]:
+            looks.append(OFFER if not looks else closed)
+            return (OfferDetected(looks[-1]),)
+
+        async with Desk() as desk:
+            agent = asyncio.create_task(
+                run_agent(
+                    settings_for(desk, tmp_path),
+                    Means([Frail(tmp_path)], seats=Unclean()),
+                    OFFER,
+                    stop=stop,
+                    random=Random(1),
+                    look=look,
+                    look_every_s=3600,
+                )
+            )
+            await desk.until(lambda: desk.hellos)
+            await desk.grant(a_command(), [Lease(1, 1)], slices=(Slice(0, 1, 1000),))
+            told = []
+
+            def has_ended() -> bool:
+                if 1 in desk.ends() and not told:
+                    told.extend(desk.offers)
+                return bool(told) or 1 in desk.ends()
+
+            await desk.until(has_ended)
+            assert [offer.gpus[0].closed for offer in told] == ["not clean"]
+            stop.set()
+            async with asyncio.timeout(PATIENCE_S):
+                await agent
+
+    asyncio.run(live())
 
 
 def test_a_command_that_runs_and_fails_has_no_fault(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from click.testing import CliRunner
 from server_desk import Live, serving
 
 from gpool.cli.main import cli
+from gpool.cli.naming import shown_as
 
 NODE = {"name": "vm", "cpu_milli": 2000, "memory_bytes": 8 << 30, "gpus": []}
 ADA = {"name": "ada", "password": "a long way to Tipperary"}
@@ -156,3 +157,14 @@ def test_a_key_that_may_do_little_reads_ids_where_names_are_kept_from_it(two: Tw
     assert "ada=2" in watcher("admin", "policy")
     assert two.second in watcher("admin", "reservations", "ls")
     watcher("queue", "--everybody")
+
+
+@pytest.mark.parametrize("name", ["n-1", "n-0000000000002", "u-0000000000001", "tm-0000000000001"])
+def test_nobody_is_shown_under_a_name_that_looks_like_an_id(name: str) -> None:
+    assert shown_as("n-0000000000001", name) == "n-0000000000001"
+    assert shown_as("tm-0000000000009", name.replace("n-", "tm-")) == "tm-0000000000009"
+
+
+@pytest.mark.parametrize("name", ["lab", "gpu-box", "my-lab", "r-and-d", "e-"])
+def test_other_names_are_shown(name: str) -> None:
+    assert shown_as("n-0000000000001", name) == name

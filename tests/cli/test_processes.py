@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from gpool.cli.children import Child, Program
-from gpool.cli.up import must_be_free, only_one, typed
-from gpool.core.errors import Conflict
+from gpool.cli.up import data_folder, must_be_free, only_one, typed
+from gpool.core.errors import Conflict, Invalid
 from gpool.testing.processes import free_port
 
 GPOOL = [sys.executable, "-m", "gpool"]
@@ -95,6 +95,60 @@ def on_a_terminal(code: str) -> bytes:
         while piece := terminal.read(4096):
             said += piece
     return said
+
+
+def ended(child: Child) -> Child:
+    child.start()
+    assert child._process is not None
+    child._process.wait(60)
+    return child
+
+
+def told_to_exit(tmp_path: Path, code: int) -> Child:
+    said = f"import sys; print('gpool: what was wrong', file=sys.stderr); sys.exit({code})"
+    (tmp_path / "ends.py").write_text(said)
+    log = tmp_path / "log"
+    log.write_text("gpool: an older story\n")
+    return Child(Program("agent", "ends", {"PYTHONPATH": str(tmp_path)}, log))
+
+
+def test_a_mistake_in_how_a_child_was_started_ends_the_first_start(tmp_path: Path) -> None:
+    """Another start would not mend it: it is said at once, in the child's own words."""
+    child = ended(told_to_exit(tmp_path, 2))
+    with pytest.raises(Invalid, match=r"the agent does not start: what was wrong\Z"):
+        child.keep_alive()
+
+
+def test_a_child_that_ran_before_is_started_again_whatever_is_wrong_now(tmp_path: Path) -> None:
+    """The pool around it goes on meanwhile."""
+    child = ended(told_to_exit(tmp_path, 1))
+    told = child.keep_alive()
+    assert told is not None
+    assert "It said: what was wrong" in told
+    assert "older" not in told
+    (tmp_path / "ends.py").write_text("import sys; sys.exit(2)")
+    while child._starts < 2:
+        child.keep_alive()
+    assert child._process is not None
+    child._process.wait(60)
+    told = child.keep_alive()
+    assert told is not None
+    assert "code 2" in told
+
+
+def test_a_folder_that_cannot_be_made_is_said(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(Invalid, match="--data"):
+        data_folder(tmp_path / "file" / "data")
+
+
+def test_a_server_alone_says_that_its_port_is_taken(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        words = ["server", "--port", port, "--data", str(tmp_path)]
+        done = subprocess.run([*GPOOL, *words], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert f"port {port}" in done.stderr
 
 
 def test_a_bar_is_drawn_only_when_bytes_are_moved() -> None:

@@ -57,6 +57,7 @@ def test_run_prints_what_the_task_prints_and_exits_as_it_does(gpool: Gpool, pool
         ({"reason": "cancelled", "status": "cancelled"}, 130),
         ({"reason": "exited", "exit_code": 137}, 137),
         ({"reason": "sandbox_failed"}, 125),
+        ({"reason": "node_failed"}, 125),
         ({"reason": "loses_nodes"}, 125),
         ({"reason": "lost"}, 125),
         ({"reason": "bad_output"}, 1),

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from typing import Any
 
+import httpx2
 import pytest
-from standin import Pool
+from standin import Pool, problem
 
 from gpool import Client, Invalid
+from gpool.core.errors import TooMany
 
 
 def test_values_come_in_order(client: Client) -> None:
@@ -99,3 +102,51 @@ def test_an_error_of_the_inputs_is_the_callers_to_see(client: Client, pool: Pool
 def test_an_input_that_cannot_travel_is_named(client: Client) -> None:
     with pytest.raises(Invalid, match="argument 'x'"):
         list(client.task(lambda x: x).map([(n for n in range(3))]))
+
+
+class Crowded(Pool):
+    """So many may wait; they start once it has refused even one more."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__(runs=False)
+        self.most = most
+        self.longest = 0
+
+    def _submit(self, document: dict[str, Any], wait: bool) -> httpx2.Response:
+        waiting = self._waiting()
+        if waiting + len(document["calls"]) > self.most:
+            if len(document["calls"]) == 1:
+                self._start()
+            return problem(429, "too_many", f"you may have {self.most} tasks waiting")
+        answer = super()._submit(document, wait)
+        self.longest = max(self.longest, self._waiting())
+        if not document["more"]:
+            self._start()
+        return answer
+
+    def _waiting(self) -> int:
+        return sum(task["status"] == "queued" for task in self.tasks.values())
+
+    def _start(self) -> None:
+        with self._change:
+            for task in self.tasks.values():
+                if task["status"] == "queued":
+                    self._run(self.batches[task["batch"]], task)
+            self._change.notify_all()
+
+
+@pytest.mark.parametrize("most", [1, 10, 64, 1000])
+def test_a_map_goes_on_as_fast_as_a_quota_lets_it(most: int) -> None:
+    pool = Crowded(most)
+    with Client("http://pool.test", "gpk_test", transport=pool) as client:
+        assert list(client.task(lambda x: x).map(range(300))) == list(range(300))
+    assert pool.longest <= most
+    assert [batch.closed for batch in pool.batches.values()] == [True]
+
+
+def test_a_quota_that_others_use_up_is_said() -> None:
+    with (
+        Client("http://pool.test", "gpk_test", transport=Crowded(0)) as client,
+        pytest.raises(TooMany, match="0 tasks waiting"),
+    ):
+        list(client.task(lambda x: x).map(range(300)))

@@ -247,6 +247,37 @@ def test_offers_that_change_all_day_do_not_pile_up() -> None:
     assert len(state.engine(USUAL).board.kinds) < 100
 
 
+def test_what_kinds_of_nodes_mean_is_learnt_anew_when_kinds_are_numbered_anew() -> None:
+    shape = a_shape(python="3.11")
+    state = a_state(a_node(1, 4))
+    engine = state.engine(USUAL)
+    assert engine.would_fit(shape, engine.free()).any()
+    for number in range(100):
+        node = a_node(1, 4, pythons=frozenset({"3.9"}))
+        offer = replace(node.offer, labels=frozenset({f"number={number}"}))
+        state.fold(NodeChanged(replace(node, offer=offer)))
+        if len(engine.board.kinds) == 2:
+            assert not engine.would_fit(shape, engine.free()).any()
+            return
+    raise AssertionError("kinds were never numbered anew")
+
+
+def test_users_who_want_the_same_slices_learn_once_what_the_nodes_are() -> None:
+    """What each may join is their own; which nodes could run it is everybody's."""
+    state = a_state(*(a_node(n, 8 + n, 2) for n in range(1, 31)))
+    for user in range(1, 40):
+        enqueue(state, wanting("0.4", user), [user])
+    assert len(apply(state, plan(state, NOW))) == 39
+    engine = state.engine(USUAL)
+    assert {asked(engine, wanting("0.4", user))[0] for user in (1, 2, 50)} == {
+        asked_anew(state, wanting("0.4", user), engine)[0] for user in (1, 2, 50)
+    }
+    state.fold(NodeChanged(a_node(31, 64, 8, audience=Audience(frozenset({2})))))
+    for user in (1, 2, 50):
+        found = asked(engine, wanting("0.4", user))
+        assert found == asked_anew(state, wanting("0.4", user), engine)
+
+
 def test_one_node_with_a_thousand_gpus_does_not_widen_all_others() -> None:
     state = a_state(a_node(1, 2000, 1000), a_node(2, 4, 1))
     enqueue(state, wanting("1"), range(1, 200))

@@ -224,20 +224,33 @@ def test_a_tenant_within_the_margin_of_its_share_never_stops_another_within_it(
     shares,
     st.tuples(shares, shares),
     st.tuples(shares, shares),
+    st.tuples(st.integers(0, 9), st.integers(0, 9)),
     st.sampled_from((Span(0), Policy().turn)),
 )
 def test_what_had_its_turn_always_goes_to_who_had_clearly_less_and_never_before(
-    mine: int, theirs: int, had: tuple[int, int], others: tuple[int, int], ran: Span
+    mine: int,
+    theirs: int,
+    had: tuple[int, int],
+    others: tuple[int, int],
+    now: tuple[int, int],
+    ran: Span,
 ) -> None:
-    """Whatever either holds now: they gain so much here that the shares alone would never be worth it."""
+    """If they hold no more: they gain so much here that the shares alone would never be worth it."""
     policy = Policy()
     both = Standing(
-        (0, mine, mine, 1, 0, 0, 1), (10**9,) * 2, (0, theirs, theirs, 1, 0, 0, 2), ran, had, others
+        (0, mine, mine, 1, 0, 0, 1),
+        (10**9,) * 2,
+        (0, theirs, theirs, 1, 0, 0, 2),
+        ran,
+        had,
+        others,
+        (now[0],) * 2,
+        (now[1],) * 2,
     )
     if mine != theirs:
         is_clear = others[0] * (1000 - NEAR_MILLI) > had[0] * (1000 + NEAR_MILLI)
         assert ran or not outranks(both, policy)
-        assert not (ran and is_clear) or outranks(both, policy)
+        assert not (ran and is_clear and now[0] <= now[1]) or outranks(both, policy)
         if is_clear:  # nobody wants it back from them at once
             back = Standing(both.other, (10**9,) * 2, both.key, ran, others, had)
             assert not outranks(back, policy)

@@ -171,9 +171,11 @@ def test_fragments_are_what_the_definition_says(free: list[int], cpu: int, kind:
     nodes = [a_node(1, 8, 8), a_node(2, 8, ("Tesla T4",) * 8)]
     for node in nodes:
         target.add_kind(node)
-    mix = target.table[free].sum(0)[None]
-    found = target.fragments(np.array([kind + 1]), np.array([cpu]), mix, np.array([sum(free)]))
+    mix = target.mix_of(free)
+    both, total = (mix.fits[None], mix.rests[None]), np.array([sum(free)])
+    found = target.fragments(np.array([kind + 1]), np.array([cpu]), both, total)
     assert found[0] == fragments_by_definition(nodes[kind], cpu, free, pricing)
+    assert found[0] == target.fragments_of(kind + 1, cpu, mix)
 
 
 def test_gpus_without_cpu_or_memory_beside_them_are_stranded() -> None:

@@ -5,14 +5,24 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Any
 
+import msgspec
 import pytest
 from gang_site import gang_spec, open_site
 from server_desk import Agent, Desk, an_offer, exited
 
 from gpool.core.ids import TaskId
-from gpool.core.model import EndReason, Fault, Permission
+from gpool.core.model import SECOND, EndReason, Fault, Permission
 from gpool.core.retries import MAX_BY_NODE, MAX_UNSTARTED
-from gpool.wire.frames import Finished, Lease, Released, Started
+from gpool.server.failed_starts import SURE_AFTER
+from gpool.wire.frames import (
+    Finished,
+    Lease,
+    Released,
+    Reports,
+    Started,
+    decode_from_agent,
+    encode,
+)
 
 pytestmark = pytest.mark.anyio
 
@@ -181,6 +191,48 @@ async def test_several_users_whose_bad_tasks_start_nowhere_make_no_node_rest(des
         assert not any(rests(desk, agent) for agent in crew.holes)
 
 
+async def test_what_is_said_to_start_and_then_was_not_speaks_against_nobody(desk: Desk) -> None:
+    """A sandbox may fail a moment after it was said to run: such a task starts nowhere, however it looks meanwhile."""
+    agents = [await desk.agent(f"n{number}", an_offer()) for number in range(4)]
+    for number in range(4):
+        await commands_of(desk, await desk.person(f"user{number}", Permission.CONSUMER), 2)
+    answered: dict[int, int] = {}
+    for _ in range(100):
+        await desk.schedule()
+        fresh = [
+            (agent, lease)
+            for place, agent in enumerate(agents)
+            for lease in agent.leases()[answered.get(place, 0) :]
+        ]
+        answered = {place: len(agent.leases()) for place, agent in enumerate(agents)}
+        for agent, lease in fresh:
+            await agent.report(Started(lease.task, lease.epoch))
+            await agent.report(failed(lease, Fault.UNCLEAR))
+            assert not any(rests(desk, each) for each in agents)
+        if not fresh:
+            break
+
+
+async def test_what_runs_for_a_while_elsewhere_speaks_against_where_it_did_not_start(
+    desk: Desk,
+) -> None:
+    """Long before it ends."""
+    hole, good = await desk.agent("hole", an_offer(1)), await desk.agent("good", an_offer(8))
+    for number, person in enumerate(("ann", "bob"), 1):
+        await commands_of(desk, await desk.person(person, Permission.CONSUMER))
+        await desk.schedule()
+        await hole.report(failed(hole.leases()[-1], Fault.UNCLEAR))
+        await desk.schedule()
+        lease = good.leases()[number - 1]
+        await good.report(Started(lease.task, lease.epoch))
+    assert not rests(desk, hole)
+    desk.clock.advance(SURE_AFTER / SECOND)
+    await desk.command()
+    await desk.schedule()
+    await good.report(exited(good.leases()[0]))
+    assert rests(desk, hole)
+
+
 async def test_a_node_where_two_users_tasks_fail_that_start_elsewhere_rests(desk: Desk) -> None:
     crew = Crew(desk, Fault.UNCLEAR)
     hole, good = await desk.agent("hole", an_offer(1)), await desk.agent("good", an_offer(8))
@@ -313,3 +365,18 @@ async def test_the_story_of_a_task_names_what_failed(desk: Desk) -> None:
     told = (await desk.get(f"/v1/tasks/{name}/explain")).json()
     assert told["code"] == "resting"
     assert "could not be started on hole" in told["sentence"]
+    story = await desk.get(f"/v1/tasks/{name}/events")
+    assert story.status_code == 200
+    assert "node_failed" in story.text
+
+
+def test_an_older_agent_s_report_is_read_and_a_newer_one_s_is_by_an_older_server() -> None:
+    lease = Lease(1, 1)
+    frame = Reports(1, (failed(lease, Fault.NODE),))
+    words = msgspec.msgpack.decode(encode(frame))
+    (item,) = words[2]
+    assert item[-1] == "node"
+    words[2] = [item[:-1]]
+    assert decode_from_agent(msgspec.msgpack.encode(words)) == Reports(1, (failed(lease),))
+    words[2] = [[*item, "what comes next"]]
+    assert decode_from_agent(msgspec.msgpack.encode(words)) == frame

@@ -99,12 +99,12 @@ def test_without_the_limit_the_same_flood_is_answered_to_its_end(data: Path) -> 
 
 def test_who_waits_for_answers_is_slowed_and_never_closed(data: Path) -> None:
     """Four under way, as an agent has."""
-    with serving(data, node_frames_per_s=1000) as live:
+    with serving(data, node_frames_per_s=400) as live:
         badge = joined(live, "busy")
         with agent_socket(live, badge) as socket:
             socket.send(hello())
             assert isinstance(received(socket), Welcome)
-            count = 6000  # more than can be spent at once
+            count = 2000  # more than can be spent at once
             for number in range(1, count + 5):
                 if number <= count:
                     socket.send(encode(badge.stamped(Reports(number, ()))))

@@ -42,6 +42,8 @@ Look = Callable[[], Sequence[Event]]
 """Looks at the machine again: what it lends now, and what its owner wants. Runs in a thread, may take its time."""
 
 LOOK_EVERY_S = 10.0
+LOOK_WITHIN_S = 5.0
+"""How long a report waits for a look."""
 GLANCE_EVERY_S = 1.0
 """How soon it is noticed that a rule changed, a GPU ails or its owner wants it."""
 
@@ -135,9 +137,11 @@ async def run_agent(
             warm,
             seats=means.seats,
             checkup=Checkup(boot_clock),
+            look_again=looking_at.now,
         )
 
-    daemon = Daemon(Session(next_boot(settings.data_dir), offer), send, equip)
+    looking_at = _Looks(look, glance)
+    daemon = looking_at.daemon = Daemon(Session(next_boot(settings.data_dir), offer), send, equip)
     gpus = GpuDesk(send)
 
     def feed(event: Event) -> None:
@@ -154,7 +158,7 @@ async def run_agent(
     serving = asyncio.create_task(daemon.run())
     stopping = asyncio.create_task(_stopped(stop, daemon))
     warming = asyncio.create_task(warm.keep())
-    looking = asyncio.create_task(_looked(look, look_every_s, glance, daemon))
+    looking = asyncio.create_task(looking_at.now_and_then(look_every_s))
     try:
         await asyncio.wait([dialling, serving], return_when=asyncio.FIRST_COMPLETED)
         if dialling.done() and not serving.done():
@@ -189,15 +193,41 @@ async def _stopped(stop: asyncio.Event | None, daemon: Daemon) -> None:
             loop.remove_signal_handler(number)
 
 
-async def _looked(look: Look | None, every_s: float, glance: Look | None, daemon: Daemon) -> None:
-    """Tells the session, now and then, what the machine has; whether that is news, the session knows."""
-    while look is not None:
-        for event in await asyncio.to_thread(look):
-            daemon.feed(event)
-        left_s = every_s
-        while left_s > 0:
-            await asyncio.sleep(min(left_s, GLANCE_EVERY_S))
-            left_s -= GLANCE_EVERY_S
-            if glance is not None and left_s > 0:
-                for event in await asyncio.to_thread(glance):
-                    daemon.feed(event)
+class _Looks:
+    """Tells the session what the machine has; whether that is news, the session knows. One look at a time."""
+
+    def __init__(self, look: Look | None, glance: Look | None) -> None:
+        self._look, self._glance = look, glance
+        self._looking = asyncio.Lock()
+        self._asked: set[asyncio.Task[None]] = set()
+        self.daemon: Daemon | None = None  # whoever is told
+
+    async def now(self) -> None:
+        """Once the session has been told, or it took too long: then it is told later."""
+        looking = asyncio.create_task(self._tell(self._look))
+        self._asked.add(looking)
+        looking.add_done_callback(self._asked.discard)
+        await asyncio.wait([looking], timeout=LOOK_WITHIN_S)
+
+    async def _tell(self, look: Look | None) -> None:
+        if look is None:
+            return
+        async with self._looking:
+            events = await asyncio.to_thread(look)
+        if self.daemon is not None:
+            for event in events:
+                self.daemon.feed(event)
+
+    async def now_and_then(self, every_s: float) -> None:
+        try:
+            while self._look is not None:
+                await self._tell(self._look)
+                left_s = every_s
+                while left_s > 0:
+                    await asyncio.sleep(min(left_s, GLANCE_EVERY_S))
+                    left_s -= GLANCE_EVERY_S
+                    if left_s > 0:
+                        await self._tell(self._glance)
+        finally:
+            for each in self._asked:
+                each.cancel()

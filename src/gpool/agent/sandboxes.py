@@ -192,9 +192,12 @@ class Equipment:
     cleaning: set[asyncio.Task[None]] = field(default_factory=set)
     seats: Seats | None = None
     checkup: SelfCheck | None = None
+    look_again: Callable[[], Awaitable[None]] | None = None  # at what the machine lends now
 
     async def told(self, ended: Ended, runtime: Runtime | None) -> Ended:
-        """With what this node finds out about itself, where nothing of the task ran."""
+        """With what this node finds out about itself, where nothing of the task ran. What it lends no more, it says first."""
+        if ended.fault is Fault.PART and self.look_again is not None:
+            await self.look_again()
         if ended.fault is not Fault.UNCLEAR or ended.reason is not EndReason.SANDBOX_FAILED:
             return ended
         if runtime is None or self.checkup is None:

@@ -75,7 +75,10 @@ def greet(me: dict[str, Any], as_json: bool) -> None:
 def register(
     ctx: click.Context, name: str, invite: str | None, profile: str | None, as_json: bool
 ) -> None:
-    """Make an account, and sign in."""
+    """Make an account, and sign in.
+
+    A name begins with a small letter; more of them, digits and . _ - follow.
+    """
     door = anonymous(ctx)
     password = password_of("Password", confirm=True)
     wanted = {"name": name, "password": password} | ({"invite": invite} if invite else {})

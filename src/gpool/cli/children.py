@@ -16,12 +16,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from gpool.cli.main import USAGE
+from gpool.core.errors import Invalid
+
 SERVER_MODULE = "gpool.server"
 AGENT_MODULE = "gpool.cli.lend"
 
 _STOP_S = 15.0
 _BRIEF_S = 2.0
 """A child that lived shorter than this is started again with growing pauses."""
+
+_FIRST_STEPS_S = 60.0
+"""How long a first start may take to find that it was told something impossible."""
 
 _LONGEST_PAUSE_S = 5.0
 _KEPT_LOG_BYTES = 16 * 1024 * 1024
@@ -56,6 +62,8 @@ class Child:
         self._started_at = 0.0
         self._pause_s = 0.0
         self._next_at = 0.0
+        self._starts = 0
+        self._said_before = 0  # bytes of the log that earlier starts wrote
 
     @property
     def pid(self) -> int | None:
@@ -66,7 +74,9 @@ class Child:
         log.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         if log.exists() and log.stat().st_size > _KEPT_LOG_BYTES:
             log.replace(log.with_suffix(".old.log"))
+        self._starts += 1
         with log.open("ab") as said:
+            self._said_before = said.tell()
             self._process = subprocess.Popen(
                 [sys.executable, "-m", self.program.module],
                 env=self.program.environment(),
@@ -83,7 +93,10 @@ class Child:
         return self._process.poll() if self._process is not None else None
 
     def keep_alive(self) -> str | None:
-        """Start it again when it died and its pause is over; what to tell the user, if anything."""
+        """Start it again when it died and its pause is over; what to tell the user, if anything.
+
+        `Invalid` when its first start ended at once because of how it was started: the next would end so too.
+        """
         code = self.exit_code()
         if code is None:
             return None
@@ -93,8 +106,12 @@ class Child:
             brief = lived_s < _BRIEF_S
             self._pause_s = min(max(0.2, self._pause_s * 2), _LONGEST_PAUSE_S) if brief else 0.0
             self._next_at = now + self._pause_s
+            words = self.last_words(1).removeprefix("gpool: ")
+            if code == USAGE and self._starts == 1 and lived_s < _FIRST_STEPS_S:
+                raise Invalid(f"the {self.program.name} does not start: {words}")
             how = f"signal {-code}" if code < 0 else f"code {code}"
-            told = f"The {self.program.name} ended ({how}); starting it again. Its log: {self.program.log}"
+            said = f" It said: {words}" if code > 0 and words else ""
+            told = f"The {self.program.name} ended ({how}); starting it again.{said} Its log: {self.program.log}"
         else:
             told = None
         if now >= self._next_at:
@@ -114,9 +131,9 @@ class Child:
             self._process.wait()
 
     def last_words(self, lines: int = 5) -> str:
-        """The end of its log."""
+        """The end of its log, as far as it wrote that itself since it was started."""
         try:
-            text = self.program.log.read_text(errors="replace")
+            text = self.program.log.read_bytes()[self._said_before :].decode(errors="replace")
         except FileNotFoundError:
             return ""
         return "\n".join(text.strip().splitlines()[-lines:])

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from gpool.core.errors import Forbidden, Invalid, NotFound
+from gpool.core.ids import ALPHABET, DIGITS, PREFIXES
 
 if TYPE_CHECKING:
     from gpool.client.client import Client
+
+
+_ID = re.compile(rf"(?:{'|'.join(PREFIXES.values())})-[{ALPHABET}]{{{DIGITS}}}")
 
 
 def quoted(text: str) -> str:
@@ -94,9 +99,10 @@ def shared_names(nodes: Iterable[tuple[str | None, str | None]]) -> frozenset[st
     return frozenset(name for name, those in ids.items() if len(those) > 1)
 
 
-def node_told(id_: str | None, name: str | None, shared: frozenset[str] = frozenset()) -> str:
-    """A node as listings show it: by its name, by its id where the name would not do, or looks like another's id."""
-    is_like_an_id = bool(id_ and name and name.startswith(id_.partition("-")[0] + "-"))
+def shown_as(id_: str | None, name: str | None, shared: frozenset[str] = frozenset()) -> str:
+    """A node, user or team as listings show it: by its name; by its id where the name is shared or looks like an id."""
+    own_prefix = (id_ or "").partition("-")[0]
+    is_like_an_id = bool(name and (name.startswith(f"{own_prefix}-") or _ID.fullmatch(name)))
     return (name if name and name not in shared and not is_like_an_id else id_) or "-"
 
 
@@ -107,4 +113,4 @@ def names_of(client: Client, what: str, **filters: str) -> dict[str, str]:
     except Forbidden:
         return {}
     shared = shared_names((one["id"], one["name"]) for one in found)
-    return {one["id"]: node_told(one["id"], one["name"], shared) for one in found}
+    return {one["id"]: shown_as(one["id"], one["name"], shared) for one in found}

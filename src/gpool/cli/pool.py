@@ -9,7 +9,7 @@ import click
 
 from gpool.cli.calling import as_json, client_of, listing
 from gpool.cli.main import FAILED
-from gpool.cli.naming import node_id, node_told, shared_names
+from gpool.cli.naming import node_id, shared_names, shown_as
 from gpool.cli.printing import age, emit_json, fields, gib, plain, table
 from gpool.core.errors import Invalid, NotFound
 
@@ -37,7 +37,7 @@ def gpus(ctx: click.Context, as_json: bool, everything: bool, limit: int) -> Non
             gib(one["memory_free_bytes"]),
             "flagged" if one.get("flagged") else one["status"],
             *_reading(one.get("reading") or {}),
-            node_told(one["node"], one.get("node_name"), shared),
+            shown_as(one["node"], one.get("node_name"), shared),
             ",".join(one.get("tiers") or []),
             _price(one.get("price_microcredits") or 0),
             ",".join(one.get("labels") or []) or "-",

@@ -17,7 +17,7 @@ from gpool.cli.calling import as_json, client_of, into, listing
 from gpool.cli.following import say_how_it_ended, show, show_documents
 from gpool.cli.interrupts import Reading
 from gpool.cli.main import FAILED, GPOOL_FAULT, INTERRUPTED, exit_code_of, say_error
-from gpool.cli.naming import node_told, own_team_id, shared_names, who_is_who
+from gpool.cli.naming import own_team_id, shared_names, shown_as, who_is_who
 from gpool.cli.printing import age, emit_json, fields, local_time, plain, table
 from gpool.cli.progress import ProgressLine, progress_bar
 from gpool.core.errors import GpoolError, Invalid
@@ -108,12 +108,12 @@ def places(tasks: Iterable[dict[str, Any]]) -> Iterator[tuple[str | None, str | 
 def where(task: dict[str, Any], shared: frozenset[str] = frozenset()) -> str:
     """Its node, or the nodes of a gang's members; of one that waits, how many it wants."""
     members = [
-        node_told(member["node"], member.get("node_name"), shared)
+        shown_as(member["node"], member.get("node_name"), shared)
         for member in task.get("members") or ()
     ]
     wanted = task.get("nodes") or 1
     if members or wanted == 1:
-        return ",".join(members) or node_told(task.get("node"), task.get("node_name"), shared)
+        return ",".join(members) or shown_as(task.get("node"), task.get("node_name"), shared)
     return f"({wanted} nodes)"
 
 

@@ -164,10 +164,9 @@ def listening(function: Callable[..., None]) -> Callable[..., None]:
 @lending
 def up(data: Path | None, transport: Transport, no_agent: bool, terms: Terms) -> None:
     """Start a server and an agent on this machine."""
-    from gpool.client.config import LOCAL_PROFILE, data_home, save_profile
+    from gpool.client.config import LOCAL_PROFILE, save_profile
 
-    folder = (data or data_home()).expanduser().absolute()
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    folder = data_folder(data)
     address = transport.address(folder)
     children: list[Child] = []
     with only_one(folder):
@@ -295,6 +294,20 @@ def only_one(folder: Path) -> Iterator[None]:
         yield
 
 
+def data_folder(chosen: Path | None) -> Path:
+    """Where a pool keeps everything, made if it is not there."""
+    from gpool.client.config import data_home
+
+    folder = (chosen or data_home()).expanduser().absolute()
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError as exc:
+        raise Invalid(
+            f"nothing can be kept in {folder} ({exc.strerror}); choose another folder with --data"
+        ) from exc
+    return folder
+
+
 def must_be_free(host: str, port: int) -> None:
     """Whoever answers there would be taken for our own server."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -321,10 +334,8 @@ def _dialled(host: str) -> str:
 @listening
 def server(data: Path | None, transport: Transport) -> None:
     """Start a server alone."""
-    from gpool.client.config import data_home
-
-    folder = (data or data_home()).expanduser().absolute()
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    folder = data_folder(data)
+    must_be_free(transport.host, transport.port)
     address = transport.address(folder)
     click.echo(f"Data in {folder}; the operator's key will be in {folder / KEY_FILE}", err=True)
     if address.fingerprint is not None:

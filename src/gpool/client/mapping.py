@@ -2,31 +2,37 @@
 
 The caller's thread pickles and submits, in chunks that grow; one background thread reads the stream of results and
 goes on after the last sequence when the server goes away. At most `WINDOW` calls are out at a time, so endless inputs
-take bounded memory. Inputs are consumed in the caller's thread only.
+take bounded memory. Inputs are consumed in the caller's thread only. A quota that has no room for all of it slows it down.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Protocol
 
 import httpx2
 
 from gpool.client.door import Door
 from gpool.client.results import Raised, Result, decode_lines
-from gpool.core.errors import GpoolError, InternalFault, Unreachable
+from gpool.core.errors import GpoolError, InternalFault, TooMany, Unreachable
+
+log = logging.getLogger(__name__)
 
 FIRST_CHUNK, LAST_CHUNK = 64, 4000
 WINDOW = 50_000
 _CHUNK_BYTES = 8 * 1024 * 1024
 _CHUNK_S = 0.1
 """A chunk is sent off when its inputs took this long to come, however few they are."""
+
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
+"""How long results are waited for before one more call is tried that a quota refused."""
 
 _SILENCE_S = 90.0
 """A stream silent for this long is opened anew: the way may be dead without either side knowing."""
@@ -121,6 +127,8 @@ def stream(
     early: dict[int, Result] = {}
     size, exhausted, complete = FIRST_CHUNK, False, False
     submitted = received = given = 0
+    held: list[bytes] = []  # calls taken from the inputs that are not there yet
+    pause = _FIRST_PAUSE_S
     try:
         while True:
             if reader is not None:
@@ -128,10 +136,26 @@ def stream(
                     received += _take(reader, early)
             ready = given in early
             room = min(size, window - (submitted - given))
-            if not exhausted and room > 0 and not (ready and submitted - received > size // 2):
-                chunk, exhausted = _chunk(calls, room)
-                if chunk or batch is not None:
-                    batch = submit(chunk, batch, not exhausted)
+            is_open = bool(held) or not exhausted
+            if is_open and room > 0 and not (ready and submitted - received > size // 2):
+                if not held:
+                    held, exhausted = _chunk(calls, room)
+                chunk, later = held[:room], held[room:]
+                try:
+                    if chunk or batch is not None:
+                        batch = submit(chunk, batch, bool(later) or not exhausted)
+                except TooMany as error:  # a quota: fewer at a time, and then as room comes
+                    if len(chunk) > 1:
+                        size = len(chunk) // 2
+                    elif reader is None:
+                        raise
+                    else:
+                        if pause < _LONGEST_PAUSE_S <= 2 * pause:
+                            log.warning("a map waits: %s", error.detail)
+                        received += _take(reader, early, pause)
+                        pause = min(2 * pause, _LONGEST_PAUSE_S)
+                    continue
+                held, pause = later, _FIRST_PAUSE_S
                 submitted += len(chunk)
                 size = min(size * 2, LAST_CHUNK)
                 if reader is None and batch is not None:
@@ -140,7 +164,7 @@ def stream(
                 result = early.pop(given)
                 given += 1
                 yield outcome(result)
-            elif exhausted and given == submitted:
+            elif not is_open and given == submitted:
                 complete = True
                 return
             else:
@@ -154,9 +178,12 @@ def stream(
                 abandon(batch)
 
 
-def _take(reader: ResultReader, early: dict[int, Result]) -> int:
-    """Move one list of results from the reader into `early` (waiting for it); how many."""
-    got = reader.inbox.get()
+def _take(reader: ResultReader, early: dict[int, Result], within_s: float | None = None) -> int:
+    """Move one list of results from the reader into `early` (waiting for it); how many, 0 when none came in time."""
+    try:
+        got = reader.inbox.get(timeout=within_s)
+    except Empty:
+        return 0
     if isinstance(got, Broken):
         raise got.error
     for result in got:

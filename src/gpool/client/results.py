@@ -135,6 +135,7 @@ def failure(result: Result) -> TaskFailed:
         "bad_output": "did not leave the outputs it was to leave",
         "lost": "lost one of its nodes",
         "sandbox_failed": "could not be started by its node (gpool's fault, not yours)",
+        "node_failed": "could not be started by its node (the node's fault, not yours)",
     }.get(result.reason or "", "failed")
     return TaskFailed(f"{task} {why}{text}", id=result.id, reason=result.reason)
 
@@ -149,6 +150,6 @@ def exit_code(result: Result) -> int:
         return 0
     if result.reason == "exited" and result.exit_code is not None:
         return result.exit_code if 0 < result.exit_code < 256 else 1
-    if result.reason in ("sandbox_failed", "loses_nodes", "lost"):
+    if result.reason in ("sandbox_failed", "node_failed", "loses_nodes", "lost"):
         return 125
     return 137 if result.reason == "out_of_memory" else 1

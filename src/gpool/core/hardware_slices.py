@@ -31,6 +31,8 @@ def share_of(gpu: Gpu, profile: SliceProfile) -> int:
 
 
 def named(gpu: Gpu, name: str) -> SliceProfile | None:
+    if not name:  # not a hardware slice
+        return None
     return next((each for each in gpu.profiles if each.name == name), None)
 
 

@@ -7,6 +7,7 @@ import secrets
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 from fastapi import FastAPI
 
@@ -66,6 +67,13 @@ OPERATOR_KEY_FILE = "operator.key"
 ROOT_KEY_FILE = "server.key"
 MASTER_KEY_FILE = "master.key"
 DAY_S = 86_400
+NO_TELEMETRY: Any = {
+    "tracing": False,
+    "metrics": False,
+    "logs": False,
+    "auto_configure": False,
+}
+"""FastAPI's own looks at the environment with every request, and would dial whatever it names there past `outbound`."""
 
 
 async def open_server(settings: Settings, clock: Clock | None = None) -> Server:
@@ -171,6 +179,7 @@ def make_app(server: Server) -> FastAPI:
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
+        telemetry=NO_TELEMETRY,
     )
     app.state.server = server
     problems.install(app)

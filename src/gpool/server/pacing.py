@@ -22,7 +22,7 @@ LONGEST_DEBT_S = 30.0
 
 MOST_AHEAD = 256
 """Frames of a node that is held back: an agent has at most four reports unanswered, and beats every few seconds."""
-MOST_AHEAD_BYTES = 16 * MIB
+MOST_AHEAD_BYTES = MIB
 """More is left where it is: the connection's own buffers then hold the sender back."""
 
 COST_OF_BEAT, COST_OF_OFFER, COST_OF_HELLO, COST_OF_OTHERS = 24.0, 120.0, 300.0, 10.0

@@ -9,7 +9,7 @@ contradiction), folding stops and the next pass takes a new picture.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from operator import itemgetter
@@ -40,8 +40,7 @@ from gpool.core.scheduling.predictions import model_of
 from gpool.core.scheduling.rules import NO_RULES, Rules
 from gpool.core.scheduling.shapes import shape_of
 from gpool.core.scheduling.state import Contradiction, State, build
-from gpool.server import gangs, rests
-from gpool.server.channel import secrets_shut
+from gpool.server import deliveries, gangs, rests
 from gpool.server.failed_starts import FailedStarts
 from gpool.server.forecasts import Forecasts
 from gpool.server.hub import Hub, Wake
@@ -62,7 +61,7 @@ from gpool.server.store.values import (
     Submission,
     Submitted,
 )
-from gpool.wire.frames import Finished, Hold, Line, StopReason
+from gpool.wire.frames import Hold, StopReason
 
 if TYPE_CHECKING:
     from gpool.server.channel import Channel
@@ -540,7 +539,7 @@ class Scheduler:
     async def _deliver(self, applied: AppliedPlan, shared: gangs.Shared, now: Instant) -> None:
         """All of it before the next await: a cancel must not overtake the grant it stops."""
         secrets, shut = self._sealer.opened(applied.secrets)
-        lines, ended = (applied.lines, []) if not shut else _without(applied.lines, shut)
+        lines, ended = (applied.lines, []) if not shut else deliveries.without(applied.lines, shut)
         by_node: dict[NodeId, list[GrantedLine]] = {}
         for line in lines:
             for node in gangs.nodes_of(line) if line.place.members else (line.place.node,):
@@ -551,7 +550,7 @@ class Scheduler:
             if channel is None:
                 continue  # it gets them when it connects, or they expire
             owner = entry.node.owner if entry is not None and entry.node is not None else None
-            lines_there = _wire_lines(granted, node_id, owner, shared)
+            lines_there = deliveries.wire_lines(granted, node_id, owner, shared)
             channel.grant(lines_there, self._known_spec, secrets)
         for node_id, finished in ended:
             self.absorb(await self._write(leases.record(node_id, finished, now)))
@@ -573,36 +572,3 @@ def _survey(at: Instant) -> Operation[tuple[int, Picture]]:
     term = yield from leases.take_term(at)
     picture = yield from leases.picture()
     return term, picture
-
-
-def _without(
-    lines: Iterable[GrantedLine], shut: set[SpecId]
-) -> tuple[list[GrantedLine], list[tuple[NodeId, list[Finished]]]]:
-    """The lines without leases whose secrets do not open, and how those end."""
-    kept, ended = [], []
-    for line in lines:
-        bad = [secrets_shut(lease.task, lease.epoch) for id_, lease in line.leases if id_ in shut]
-        good = tuple([pair for pair in line.leases if pair[0] not in shut])
-        if good:
-            kept.append(replace(line, leases=good))
-        if bad:
-            ended += [(node, bad) for node in gangs.nodes_of(line)]
-    return kept, ended
-
-
-def _wire_lines(
-    granted: Iterable[GrantedLine], node: NodeId, owner: UserId | None, shared: gangs.Shared
-) -> Iterable[Line]:
-    for line in granted:
-        if line.place.members:
-            yield gangs.line_of(line, node, owner, shared)
-            continue
-        user = line.place.shape.user
-        for spec_id, pairs in groupby(line.leases, key=itemgetter(0)):
-            yield Line(
-                line.place.allocation,
-                user,
-                user == owner,
-                spec_id,
-                tuple([lease for _, lease in pairs]),
-            )

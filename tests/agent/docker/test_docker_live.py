@@ -265,13 +265,14 @@ def test_a_guard_that_fell_is_replaced_and_sweep_spares_others(kind: str, tmp_pa
         try:
             job = CommandJob(("sleep", "1000"), (), (), (), LIMITS)
             await mine.start_command(job)
-            first = mine._guard
+            first = mine._guard.process
             assert first is not None
             os.kill(first.pid, signal.SIGKILL)
             first.wait()
             await mine.start_command(job)
-            assert mine._guard is not None
-            assert mine._guard.poll() is None
+            second = mine._guard.process
+            assert second is not None
+            assert second.poll() is None
             before = len(running(engine))
             await other.sweep()
             spared = len(running(engine))

@@ -27,6 +27,7 @@ from gpool.agent.runtime.docker.entering import (
     system_of,
     why_never,
 )
+from gpool.agent.runtime.docker.probing import SOONER_S
 from gpool.agent.runtime.docker.runtime import DockerRuntime, Gvisor
 from gpool.agent.runtime.protocol import CommandJob, Lane, RunnerJob, SandboxFailed
 from gpool.core.model import Network
@@ -364,3 +365,59 @@ def test_an_image_that_starts_nowhere_does_not_cost_the_node_gvisor(
 def test_what_starts_nothing_of_ours_does_not_work(holders: Holders) -> None:
     assert holders.start_under("runc")
     assert not holders.start_under("runsc-that-nobody-installed")
+
+
+PROBING = """
+import sys
+from pathlib import Path
+from gpool.agent.runtime.docker.runtime import DockerRuntime
+runtime = DockerRuntime(Path(sys.argv[1]), engine=sys.argv[2])
+print(sorted(runtime.networks), flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_killed_agent_leaves_no_image(require: Callable[[str], None], tmp_path: Path) -> None:
+    """Tried out, nothing was started: the guard stands all the same."""
+    require("docker")
+    engine = shared_engine("docker")
+    before = set(images_of(engine, LABEL[0]))
+    seen = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen(
+        [sys.executable, "-c", PROBING, str(tmp_path), engine.address],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=seen,
+    ) as agent:
+        assert agent.stdout is not None
+        assert b"egress" in agent.stdout.readline()
+        assert len(set(images_of(engine, LABEL[0]))) == len(before) + 1  # the control
+        agent.kill()
+    eventually("the image is gone", lambda: set(images_of(engine, LABEL[0])) == before, PATIENCE_S)
+
+
+def test_lanes_are_tried_again_once_the_engine_can(
+    require: Callable[[str], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    require("docker")
+    now = [0.0]
+
+    async def work() -> list[frozenset[Network]]:
+        runtime = DockerRuntime(
+            tmp_path, engine=shared_engine("docker").address, clock=lambda: now[0]
+        )
+        try:
+            with monkeypatch.context() as without:
+                without.setenv("PATH", str(tmp_path))
+                found = [runtime.networks]
+            found.append(runtime.networks)
+            now[0] = SOONER_S
+            found.append(runtime.networks)
+            await asyncio.wrap_future(runtime._prober.submit(int))  # behind what is being tried
+            found.append(runtime.networks)
+            return found
+        finally:
+            await runtime.close()
+
+    none = frozenset({Network.NONE})
+    assert within(work()) == [none, none, none, frozenset({Network.NONE, Network.EGRESS})]

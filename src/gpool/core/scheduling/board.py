@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 
 from gpool.core.ids import NodeId
-from gpool.core.model import SECOND, Gpu, Health, Node, Sharing, Tier
+from gpool.core.model import SECOND, Gpu, Health, Node, Tier
 from gpool.core.scheduling.alike import Alike
-from gpool.core.scheduling.fragmentation import Floats, Slots, Target
+from gpool.core.scheduling.fragmentation import Mix, Slots, Target
 from gpool.core.scheduling.placement import is_open, joins_gangs
 from gpool.core.scheduling.pricing import Pricing
-from gpool.core.scheduling.room import ANYBODY, Room
+from gpool.core.scheduling.room import NOBODY, Room
 
 CLOSED = 0
 """The kind of slots that take nothing: empty ones, and nodes that are away or paused."""
@@ -37,7 +37,7 @@ MERIT, MERIT_BITS = LENDS << 1, 7
 
 FEW = 8  # nodes that are looked at one by one before the arrays are asked
 _SLACK = 64
-NOBODY = -1
+TWIN = -1  # the share of a GPU that is like another of its node, which stands for both
 _MAX_MIXES = 4096
 
 CPU, MEMORY, DISK, IDLE, TOTAL, FRAGMENTS, UNFED, WHOLE, LARGEST = range(9)
@@ -67,8 +67,23 @@ def _lent(node: Node) -> int:
 
 def _kind_of(gpu: Gpu) -> tuple[object, ...]:
     """What of a GPU bears on which tasks could ever use it."""
-    sort = gpu.index, gpu.model, gpu.vendor, gpu.memory_bytes
-    return (*sort, bool(gpu.closed), gpu.sharing, gpu.profiles)
+    return (
+        gpu.index,
+        gpu.model,
+        gpu.vendor,
+        gpu.memory_bytes,
+        bool(gpu.closed),
+        gpu.sharing,
+        gpu.profiles,
+    )
+
+
+def _sorts_of(node: Node) -> tuple[int, ...]:
+    """By GPU a number: equal where the same tasks could use them."""
+    known: dict[tuple[object, ...], int] = {}
+    lent, withheld = node.offer.gpus[:MAX_GPUS], node.gpus_withheld
+    sorts = [(gpu.index in withheld, *_kind_of(gpu)[1:]) for gpu in lent]
+    return tuple([known.setdefault(sort, len(known)) for sort in sorts])
 
 
 class Board:
@@ -81,6 +96,7 @@ class Board:
         self.nodes: list[Node | None] = []
         self.mtbfs: Counter[int] = Counter()  # how many nodes have each
         self.kinds: list[Node | None] = [None]  # one node of each kind
+        self._sorts: list[tuple[int, ...]] = [()]  # of each, by GPU: equal where they are alike
         self.now = 0  # how many changes there were
         self._latest: deque[int] = deque(maxlen=FEW)  # slots, in the order of changing
         self.generation = 0  # grows when rows change their length
@@ -91,7 +107,7 @@ class Board:
         self._stale: set[NodeId] = set()
         self._said: dict[int, tuple[object, ...]] = {}  # by slot: what its row was made from
         self._alike = Alike()
-        self._mixes: dict[tuple[int, ...], Floats] = {}  # by the free parts of a node's GPUs
+        self._mixes: dict[tuple[int, ...], Mix] = {}  # by the free parts of a node's GPUs
         self._with_gpus: set[int] = set()
         self._most: tuple[int, ...] = (0, 0, 0, 0)
         self._most_at = -1
@@ -107,21 +123,20 @@ class Board:
         self.site = np.zeros(rows, np.intp)  # its number; 0: it takes no part in gangs
         self.changed = np.zeros(rows, np.int64)  # what `now` was then
         self.lines = np.zeros(rows, np.int64)
-        self.lends = np.zeros(rows, np.int64)  # `LENDS` where there are GPUs
-        # What orders nodes of equal price, the least first: all free GPU, and above it whether there are GPUs, for tasks
+        # What orders nodes of equal price, the least first: all free GPU, and above it `LENDS` where there are GPUs, for tasks
         # without one (0), or the merit of those, for tasks with (1).
         self.rank = np.zeros((2, rows), np.int64)
         self.tight = np.zeros(rows, np.int64)  # CPU, then memory: orders what is equal otherwise
         # What is read together lies together: one `take` fetches it all.
         # Amounts are whole numbers below 2**53, but for what is not fed, kept as floats because prices are computed from them.
-        self.amounts = np.zeros((rows, 9))
-        self.cpu, self.memory, self.disk = (self.amounts[:, each] for each in (CPU, MEMORY, DISK))
+        self.amounts = np.zeros((9, rows))
+        self.cpu, self.memory, self.disk = self.amounts[: DISK + 1]
         self.gpus = np.zeros((rows, 4, gpus), np.int64)  # share, memory, free, holder
         self.free, self.holder = self.gpus[:, 2], self.gpus[:, 3]
         self.holder[:] = NOBODY  # free: what both share and memory leave, in thousandths
-        self.mix = np.zeros(
-            (rows, 2, self.target.classes)
-        )  # by class: GPUs that fit it, rests too small for it
+        # By class of the mix: GPUs that fit it, and rests too small for it.
+        self.fits = np.zeros((rows, self.target.classes))
+        self.rests = np.zeros((rows, self.target.classes))
         self._model = np.zeros(rows, np.intp)
         self.generation += 1
 
@@ -152,7 +167,7 @@ class Board:
 
     def _regroup(self) -> None:
         """Offers change, and kinds and sites that no node is of any more are of no use."""
-        self.kinds, self._kinds_by, self._sites = [None], {}, {}
+        self.kinds, self._kinds_by, self._sites, self._sorts = [None], {}, {}, [()]
         self.target.forget_kinds()
         self._alike = Alike()  # went by kinds
         self.generation += 1
@@ -179,7 +194,6 @@ class Board:
         self.merit[slot] = merit_of(node) * MERIT
         self.mtbf[slot] = max(1, node.merit.mtbf // SECOND)
         self.site[slot] = self._site(node)
-        self.lends[slot] = LENDS if node.offer.gpus else 0
         if node.offer.gpus:
             self._with_gpus.add(slot)
         elif slot in self._with_gpus:  # it had some, or another node stood here
@@ -197,7 +211,7 @@ class Board:
         self._unused.append(slot)
         self.kind[slot] = CLOSED
         self.alike[slot] = self._alike.set(slot, None)
-        self.amounts[slot] = 0
+        self.amounts[:, slot] = 0
         self._note(slot)
 
     def _count_mtbf(self, node: Node | None, change: int) -> None:
@@ -248,6 +262,7 @@ class Board:
         if kind is None:
             kind = self._kinds_by[key] = len(self.kinds)
             self.kinds.append(node)
+            self._sorts.append(_sorts_of(node))
             self.target.add_kind(node)
         return kind
 
@@ -273,14 +288,14 @@ class Board:
         slot = self.slots[id_]
         (room, lines), node = self._look(id_), self.nodes[slot]
         assert node is not None
-        gpus = self._gpus_of(node, room) if slot in self._with_gpus else None
+        gpus = self._gpus_of(slot, node, room) if slot in self._with_gpus else None
         cpu, memory, disk = room.free_cpu, room.free_memory, room.free_disk
         said = (node, self.generation, lines, cpu, memory, disk, gpus)
         if self._said.get(slot) == said:
             return None
         self._said[slot] = said
         self.lines[slot] = lines
-        amounts = self.amounts[slot]
+        amounts = self.amounts[:, slot]
         amounts[CPU], amounts[MEMORY], amounts[DISK] = cpu, memory, disk
         self.tight[slot] = (min(max(cpu, 0), 1 << 26) << 32) + (min(max(memory, 0) >> 20, 1 << 31))
         kind, merit = int(self.kind[slot]), int(self.merit[slot])
@@ -295,59 +310,51 @@ class Board:
         self.alike[slot] = self._alike.set(slot, value)
         return slot
 
-    def _gpus_of(self, node: Node, room: Room) -> tuple[tuple[int, ...], ...]:
-        """As they stand in `gpus`."""
-        devices = node.offer.gpus[:MAX_GPUS]
-        pad = [0] * (self.width - len(devices))
-        share, vram, holder, free = [], [], [], []
-        withheld = node.gpus_withheld
-        for device in devices:
-            gpu = room.gpus[device.index]
-            user, free_share, memory = gpu.user, gpu.free_share, gpu.free_memory
-            by_memory = 1000 * memory // max(1, device.memory_bytes)
-            # a card that somebody holds uncut is not cut beside them
-            if device.sharing is Sharing.MIG and user not in (None, ANYBODY):
-                share.append(0)
-                vram.append(0)
-            else:
-                share.append(free_share)
-                vram.append(memory)
-            holder.append(NOBODY if user is None else user)
-            if device.closed or device.index in withheld:
-                free.append(0)
-            else:
-                free.append(max(0, min(free_share, by_memory)))
-        nobody = [NOBODY] * len(pad)
-        return tuple(share + pad), tuple(vram + pad), tuple(free + pad), tuple(holder + nobody)
+    def _gpus_of(self, slot: int, node: Node, room: Room) -> tuple[tuple[int, ...], ...]:
+        """As they stand in `gpus`. Of neighbours that are alike the first alone has a share: what slices are offered."""
+        gpus, withheld = room.gpus, node.gpus_withheld
+        parts = [gpus[device.index].offered for device in node.offer.gpus[:MAX_GPUS]]
+        share, vram, free, holder = map(list, zip(*parts, strict=True))
+        sorts = self._sorts[self.kind[slot]]
+        for place in range(1, len(sorts)):
+            if parts[place] == parts[place - 1] and sorts[place] == sorts[place - 1]:
+                share[place] = TWIN
+        for place, device in enumerate(node.offer.gpus[:MAX_GPUS] if withheld else ()):
+            if device.index in withheld:
+                free[place] = 0
+        pad = (0,) * (self.width - len(parts))
+        nobody = (NOBODY,) * len(pad)
+        return (*share, *pad), (*vram, *pad), (*free, *pad), (*holder, *nobody)
 
     def _clear_gpus(self, slot: int) -> None:
         self.gpus[slot] = 0
         self.holder[slot] = NOBODY
-        self.amounts[slot, NEEDED - 1 :] = 0
-        self.mix[slot] = self.rank[:, slot] = 0
+        self.amounts[IDLE:, slot] = 0
+        self.fits[slot] = self.rests[slot] = 0
+        self.rank[:, slot] = 0
 
     def _measure(self, slot: int) -> None:
         if slot not in self._with_gpus:
             return
-        target, amounts = self.target, self.amounts[slot]
+        target, amounts = self.target, self.amounts[:, slot]
         free = tuple(self.free[slot].tolist())
-        mix = self._mixes.get(free)
-        if mix is None:
+        known = self._mixes.get(free)
+        if known is None:
             if len(self._mixes) >= _MAX_MIXES:
                 self._mixes.clear()
-            mix = self._mixes[free] = target.table.take(free, 0).sum(0)
+            known = self._mixes[free] = target.mix_of(free)
         cpu, memory, total = amounts[CPU], amounts[MEMORY], amounts[TOTAL]
-        self.mix[slot] = mix
-        amounts[FRAGMENTS] = target.fragments_of(int(self.kind[slot]), cpu, mix, total)
+        self.fits[slot], self.rests[slot] = known.fits, known.rests
+        amounts[FRAGMENTS] = target.fragments_of(int(self.kind[slot]), cpu, known)
         amounts[UNFED] = target.stranded_of(cpu, memory, total)
 
     def _measure_all(self, slots: Slots) -> None:
         models, some = self.models(slots)
         for slot in some.tolist():
             self._measure(slot)
-        self.mix[slots] = self.mix[models]
-        self.amounts[slots, FRAGMENTS] = self.amounts[models, FRAGMENTS]
-        self.amounts[slots, UNFED] = self.amounts[models, UNFED]
+        self.fits[slots], self.rests[slots] = self.fits[models], self.rests[models]
+        for column in (FRAGMENTS, UNFED):
+            self.amounts[column, slots] = self.amounts[column, models]
 
     def models(self, slots: Slots) -> tuple[Slots, Slots]:
         """For each of these slots one of them that is alike; and those, without any that is alike to another."""
@@ -360,7 +367,7 @@ class Board:
         """The most free CPU and memory of any node, free thousandths of any GPU, and idle GPUs of any node."""
         if self._most_at != self.now:
             self._most_at = self.now
-            found = self.amounts.max(0).tolist()
+            found = self.amounts.max(1).tolist()
             self._most = tuple(int(found[each]) for each in (CPU, MEMORY, LARGEST, WHOLE))
         return self._most  # type: ignore[return-value]  # four of them
 
@@ -376,5 +383,5 @@ class Board:
         count = self.now - read
         if count <= len(self._latest):
             return set(islice(reversed(self._latest), count))
-        changed: Slots = np.flatnonzero(self.changed[: len(self.nodes)] > read)
+        changed: Slots = (self.changed[: len(self.nodes)] > read).nonzero()[0]
         return changed

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from itertools import islice
 from operator import itemgetter
 from typing import Protocol
@@ -70,6 +70,9 @@ class Turn:
 
     def take(self, count: int) -> list[Entry]:
         """The next `count`, which must be there."""
+        if self.left == count == 1:
+            self.left = 0
+            return [self._ahead]
         if self._entries is None:
             self._entries = self.entry.queue.entries()
             next(self._entries)
@@ -337,7 +340,7 @@ class Draft:
             return
         self.looks -= 1
         if shape.requirements.nodes > 1:
-            nodes = gangs.nearest(self.engine, shape, self.kept_clear.keys() | self.avoided(shape))
+            nodes = gangs.nearest(self.engine, shape, self.taken_from(shape))
             if nodes:  # a part of what a gang needs is of no use
                 at = Instant(max(self.ready_at(id_, shape) for id_ in nodes))
                 since = Instant(turn.head[0])
@@ -398,7 +401,7 @@ class Draft:
         """The node to keep clear, of some that are the same in every pass, or it would be another each time: the one that is
         ready first; where shares count, the one where others have least to do. What may preempt needs it less."""
         shape = turn.entry.shape
-        others = self.kept_clear.keys() | self.avoided(shape)
+        others = self.taken_from(shape)
         if shape.preemptible:
             return self.engine.nearest(shape, others)
         slots, _ = self.engine.could_run(shape, others)
@@ -481,6 +484,10 @@ class Draft:
             if not may_pass(shape, kept, self.now, self.predicted_for(shape)):
                 found.add(id_)
         return found | self.avoided(shape) if shape.avoids else found
+
+    def taken_from(self, shape: Shape) -> Collection[NodeId]:
+        """Nodes that are not kept clear for it: for others they are, or it could not be started there."""
+        return self.kept_clear.keys() | self.avoided(shape) if shape.avoids else self.kept_clear
 
     def avoided(self, shape: Shape) -> frozenset[NodeId]:
         """Where it could not be started, as long as another node that takes new leases would do, busy or not."""

@@ -31,7 +31,6 @@ from gpool.core.scheduling.board import (
     MERIT,
     MERIT_BITS,
     NEEDED,
-    NOBODY,
     TOTAL,
     UNFED,
     WHOLE,
@@ -51,7 +50,7 @@ from gpool.core.scheduling.placement import (
 )
 from gpool.core.scheduling.pricing import WEIGHT, Pricing
 from gpool.core.scheduling.remnants import GPU
-from gpool.core.scheduling.room import ANYBODY, Room
+from gpool.core.scheduling.room import ANYBODY, NOBODY, Room
 from gpool.core.scheduling.rows import MAX_PRICE_STEP, Row
 from gpool.core.scheduling.stakes import Stakes, stakes
 
@@ -117,6 +116,7 @@ class Engine:
         self._look = look
         self._has_audiences = False
         self._rows: dict[tuple[object, ...], list[Row]] = {}
+        self._by_kinds: dict[tuple[object, ...], list[Row]] = {}
         self._row_count = 0
         self._by_shape: dict[int, tuple[Shape, list[Row], int]] = {}
         self._predicted = predicted
@@ -245,7 +245,7 @@ class Engine:
         """What is free now, to be changed by who asked."""
         board = self.board
         board.refresh()
-        idle = board.amounts[:, WHOLE].copy()
+        idle = board.amounts[WHOLE].copy()
         return Free(board.cpu.copy(), board.memory.copy(), board.disk.copy(), idle)
 
     def would_fit(self, shape: Shape, free: Free) -> NDArray[np.bool_]:
@@ -307,11 +307,8 @@ class Engine:
 
     def _shared_rows(self, shape: Shape, at_stake: Stakes | None) -> list[Row]:
         needs = shape.requirements
-        is_anyones = (
-            needs.tier is not Tier.NONE
-            and not self._has_audiences
-            and not any(is_slice(request) for request in needs.gpu)
-        )
+        is_open_to_all = needs.tier is not Tier.NONE and not self._has_audiences
+        is_anyones = is_open_to_all and not any(is_slice(request) for request in needs.gpu)
         whose = None if is_anyones else (shape.user, shape.team)
         key = (needs, shape.environment, whose, at_stake, shape.data)
         rows = self._rows.get(key)
@@ -319,24 +316,39 @@ class Engine:
             if self._row_count * (self.board.size + 64) >= MAX_CELLS:
                 self._forget()
             requests = needs.gpu or (None,)
-            rows = [Row(shape, request, at_stake) for request in requests]
+            if is_anyones or not is_open_to_all:
+                rows = [Row(shape, request, at_stake) for request in requests]
+            else:
+                rows = [Row(shape, like.request, at_stake, like) for like in self._learnt(shape)]
             self._rows[key] = rows
             self._row_count += len(rows)
         return rows
 
+    def _learnt(self, shape: Shape) -> list[Row]:
+        """Rows that only know what the kinds of nodes are to such a shape, whoever's it is."""
+        needs = shape.requirements
+        key = (needs, shape.environment)
+        rows = self._by_kinds.get(key)
+        if rows is None:
+            rows = self._by_kinds[key] = [Row(shape, request, None) for request in needs.gpu]
+        return rows
+
     def _forget(self) -> None:
         self._rows.clear()
+        self._by_kinds.clear()
         self._row_count = 0
         self._by_shape.clear()
 
     def _update(self, row: Row) -> None:
         board = self.board
         changed: set[int] | Slots
+        if row.generation == board.generation and row.read == board.now:
+            return
         if row.generation != board.generation:
             row.generation = board.generation
             row.key = np.full(board.size, _NONE, np.int64)
             row.gpu = np.zeros(board.size, np.int16)
-            row.kinds, changed = 0, np.arange(len(board.nodes))
+            changed = np.arange(len(board.nodes))
             self.fresh += len(board.nodes) + _OF_A_ROW
         else:
             changed = board.since(row.read)
@@ -400,8 +412,10 @@ class Engine:
         board = self.board
         self.scored += len(slots)
         row.key[slots] = _NONE
-        there, kinds = board.amounts.take(slots, 0), board.kind.take(slots)
-        able = np.logical_and.reduce(there[:, :NEEDED] >= row.least.take(kinds, 0), 1)
+        there, kinds = board.amounts.take(slots, 1), board.kind.take(slots)
+        left = there[:NEEDED]
+        left -= row.least.take(kinds, 1)
+        able = np.minimum.reduce(left, 0) >= 0
         if row.is_uneven and row.request is not None:
             idle = (board.holder.take(slots, 0) == NOBODY) & row.usable.take(kinds, 0)
             able &= idle.sum(1) >= row.request.count
@@ -409,7 +423,7 @@ class Engine:
         if not len(chosen):
             return
         if len(chosen) < len(slots):
-            slots, kinds, there = slots.take(chosen), kinds.take(chosen), there.take(chosen, 0)
+            slots, kinds, there = slots.take(chosen), kinds.take(chosen), there.take(chosen, 1)
         if row.request is not None and is_slice(row.request):
             self._score_slices(row, slots, kinds, there)
         else:
@@ -434,11 +448,6 @@ class Engine:
         enough = gpus[:, :2] >= parts[:, :2]
         fit = enough[:, 0] & enough[:, 1]
         fit &= (holder < 0) | (holder == row.shape.user)
-        # of neighbours that are alike, the first will do
-        same = free[:, 1:] == free[:, :-1]
-        same &= need[:, 1:] == need[:, :-1]
-        same &= fit[:, :-1]
-        fit[:, 1:] &= ~same
         flat = fit.ravel().nonzero()[0]  # much quicker than to ask for pairs
         if not len(flat):
             return
@@ -446,7 +455,7 @@ class Engine:
         before = free[place, gpu]
         after = np.maximum(before - need[place, gpu], 0)
         price = self._price(
-            row, slots.take(place), kinds.take(place), there.take(place, 0), (before, after)
+            row, slots.take(place), kinds.take(place), there.take(place, 1), (before, after)
         )
         is_first = np.ones(len(place), bool)
         np.not_equal(place[1:], place[:-1], out=is_first[1:])
@@ -465,24 +474,25 @@ class Engine:
         there: Floats,
         part: tuple[Ints, Ints] | None = None,
     ) -> Ints:
-        """The step of the gain for each candidate: higher is better. `there`: what it has; `part`: what is free of the GPU that
-        a slice would be of, before and after."""
-        target, weights = self.board.target, self.pricing.weights
-        mix, total, count = self.board.mix.take(slots, 0), there[:, TOTAL], 0
-        cpu = there[:, CPU] - row.shape.requirements.cpu_milli
-        memory = there[:, MEMORY] - row.memory.take(kinds)
-        lost = -weights.stranding * there[:, UNFED]
+        """The step of the gain for each candidate: higher is better. `there`: what it has, less what is needed; `part`: what is
+        free of the GPU that a slice would be of, before and after."""
+        board, target, weights = self.board, self.board.target, self.pricing.weights
+        fits, rests = board.fits.take(slots, 0), board.rests.take(slots, 0)
+        cpu, total, count = there[CPU], there[TOTAL], 0
+        lost = -weights.stranding * there[UNFED]
         if part is not None:
             before, after = part
-            mix += target.table.take(after, 0)
-            mix -= target.table.take(before, 0)
+            fits += target.fits.take(after, 0)
+            fits -= target.fits.take(before, 0)
+            rests += target.rests.take(after, 0)
+            rests -= target.rests.take(before, 0)
             total = total - (before - after)
             lost += weights.remnants * (target.worth.take(before) - target.worth.take(after))
         elif row.request is not None:
             count = row.request.count
             total = total - GPU * count
-        lost += weights.stranding * target.stranded(cpu, memory, total)
-        gain = there[:, FRAGMENTS] - target.fragments(kinds, cpu, mix, total, count)
+        lost += weights.stranding * target.stranded(cpu, there[MEMORY], total)
+        gain = there[FRAGMENTS] - target.fragments(kinds, cpu, (fits, rests), total, count)
         gain *= weights.fragmentation / WEIGHT
         gain -= lost
         gain /= weights.step
@@ -551,4 +561,4 @@ class Engine:
 
 
 def _least(slots: Slots, measure: Ints) -> Slots:
-    return slots[measure == measure.min()] if len(slots) > 1 else slots
+    return slots[measure == np.minimum.reduce(measure)] if len(slots) > 1 else slots

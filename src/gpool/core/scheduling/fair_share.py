@@ -361,6 +361,12 @@ class Shares:
             share += min(least, int(piece * part))
         return (share + past) * 1000 // max(1, weight_milli)
 
+    def now(self, holder: Holder, weight_milli: int = 1000, more: Amounts = (0, 0, 0)) -> int:
+        """The part of `of` that it holds, and nothing besides."""
+        held = self._held.get(holder, (0, 0, 0))
+        amounts = (held[0] + more[0], held[1] + more[1], held[2] + more[2])
+        return self._dominant(amounts) * 1000 // max(1, weight_milli)
+
     def lately(self, holder: Holder, weight_milli: int = 1000) -> int:
         """The part of `of` that is past."""
         if not self.usage.is_any:

@@ -68,7 +68,9 @@ def holders_of(shape: Shape) -> Iterator[Holder]:
 
 
 def gpus_in(slices: tuple[Slice, ...]) -> int:
-    return sum(part.share_milli for part in slices)
+    if len(slices) == 1:
+        return slices[0].share_milli
+    return sum([part.share_milli for part in slices])
 
 
 def gpus_of(allocation: Allocation) -> int:

@@ -149,6 +149,8 @@ class Standing(NamedTuple):
     ran: Span  # how long that has run, since it last began
     had: tuple[int, int] = (0, 0)  # what the people of the one that waits had lately
     others_had: tuple[int, int] = (0, 0)
+    holds: tuple[int, int] = (0, 0)  # what they hold now
+    others_hold: tuple[int, int] = (0, 0)
 
 
 def outranks(both: Standing, policy: Policy) -> bool:
@@ -158,8 +160,8 @@ def outranks(both: Standing, policy: Policy) -> bool:
     than their last digit: they have to differ by more than `margin_milli` both ways, so that people who are that near to
     their share take nothing from each other. Even then it is worth it only if those who lose are ahead still after the
     exchange, which therefore nobody wants to undo. Pieces that do not divide into shares are had by turns instead: what has
-    had its turn goes to those who had less lately, whatever either holds now, and is theirs for a turn; where none had less,
-    to those who have less.
+    had its turn goes to those who had less lately and hold no more now, and is theirs for a turn; where none had less, to those
+    who have less.
     """
     mine, theirs = both.key, both.other
     if mine[0] != theirs[0]:
@@ -174,9 +176,9 @@ def outranks(both: Standing, policy: Policy) -> bool:
             if is_ahead_still or both.ran < policy.turn:
                 return is_ahead_still
             had, others = both.had[place], both.others_had[place]
-            return _exceeds(others, had, NEAR_MILLI) or (
-                others >= had and _exceeds(more, less, margin)
-            )
+            if _exceeds(others, had, NEAR_MILLI) and both.holds[place] <= both.others_hold[place]:
+                return True
+            return others >= had and _exceeds(more, less, margin)
     return mine[3:] < theirs[3:]
 
 

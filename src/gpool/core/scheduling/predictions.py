@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from gpool.core.model import Allocation, Node, Shape, Span
+from gpool.core.model import Allocation, Node, Requirements, Shape, Span
 from gpool.core.scheduling.commands import program_of
 
 KEPT = 50
@@ -44,21 +44,45 @@ class _Lately:
             self.total += value
 
 
+class _Asked:
+    """Requirements that are hashed once: it is asked for them with every task."""
+
+    __slots__ = ("_hash", "needs")
+
+    def __init__(self, needs: Requirements) -> None:
+        self.needs = needs
+        self._hash = hash(needs)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Asked) and self.needs == other.needs
+
+
 class Predictions:
-    __slots__ = ("_seen",)
+    __slots__ = ("_asked", "_seen")
 
     def __init__(self) -> None:
         self._seen: dict[Kind, _Lately] = {}
+        self._asked: dict[int, _Asked] = {}  # by identity
 
-    @staticmethod
-    def _kinds(shape: Shape, model: str) -> tuple[Kind, ...]:
+    def _kinds(self, shape: Shape, model: str) -> tuple[Kind, ...]:
         """From the nearest to the widest."""
-        needs, own = shape.requirements, (shape.user, shape.group)
+        needs, own = self._needs(shape.requirements), (shape.user, shape.group)
         program = program_of(shape.group)
         wider: tuple[Kind, ...] = ((shape.user, program, needs),) if program != own[1] else ()
         if not model:
             return (*own, needs), *wider, (needs,), ()
         return (*own, needs, model), (*own, needs), *wider, (needs, model), (needs,), ()
+
+    def _needs(self, asked: Requirements) -> _Asked:
+        known = self._asked.get(id(asked))
+        if known is None or known.needs is not asked:
+            if len(self._asked) >= MAX_KEYS:
+                self._asked.clear()
+            known = self._asked[id(asked)] = _Asked(asked)
+        return known
 
     def observe(self, shape: Shape, count: int, total: Span, model: str = "") -> None:
         """`count` of them ended on this model after `total` together."""
@@ -71,6 +95,8 @@ class Predictions:
 
     def of(self, shape: Shape, model: str = "") -> Span | None:
         """How long one runs on this model, or wherever it may be; None: nothing is known."""
+        if not self._seen:
+            return None
         for kind in self._kinds(shape, model):
             seen = self._seen.get(kind)
             if seen is not None and len(seen.kept) >= LEAST:

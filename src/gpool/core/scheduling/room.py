@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from gpool.core import hardware_slices
 from gpool.core.ids import UserId
-from gpool.core.model import Allocation, Gpu, Node, Slice
+from gpool.core.model import Allocation, Gpu, Node, Sharing, Slice
 
 ANYBODY = UserId(-2)
 """Whose tasks hold a GPU that is cut into hardware slices: strangers may be neighbours there."""
+
+
+NOBODY = UserId(-1)
 
 
 class GpuRoom:
@@ -16,7 +19,7 @@ class GpuRoom:
     Of one that is cut into hardware slices, memory and share of the largest slice that can still be made are free.
     """
 
-    __slots__ = ("cut", "free_memory", "free_share", "gpu", "holders", "user")
+    __slots__ = ("_offered", "cut", "free_memory", "free_share", "gpu", "holders", "user")
 
     def __init__(self, gpu: Gpu) -> None:
         self.gpu = gpu
@@ -25,16 +28,31 @@ class GpuRoom:
         self.holders = 0
         self.user: UserId | None = None  # other slices are shared among one user's tasks only
         self.cut: tuple[tuple[int, int], ...] = ()  # (start, size) of hardware slices
+        self._offered: tuple[int, int, int, int] | None = None
 
     def copy(self) -> GpuRoom:
         twin = GpuRoom.__new__(GpuRoom)  # everything is set here
         twin.gpu = self.gpu
         twin.free_memory, twin.free_share = self.free_memory, self.free_share
         twin.holders, twin.user, twin.cut = self.holders, self.user, self.cut
+        twin._offered = self._offered
         return twin
+
+    @property
+    def offered(self) -> tuple[int, int, int, int]:
+        """Share and memory that a slice may have, thousandths that both leave free, and who holds the rest (or `NOBODY`)."""
+        if self._offered is None:
+            gpu, share, memory, user = self.gpu, self.free_share, self.free_memory, self.user
+            by_memory = 1000 * memory // max(1, gpu.memory_bytes)
+            free = 0 if gpu.closed else max(0, min(share, by_memory))
+            if gpu.sharing is Sharing.MIG and user is not None and user != ANYBODY:
+                share = memory = 0  # a card that somebody holds uncut is not cut beside them
+            self._offered = share, memory, free, NOBODY if user is None else user
+        return self._offered
 
     def take(self, part: Slice, user: UserId) -> None:
         self.holders += 1
+        self._offered = None
         profile = hardware_slices.named(self.gpu, part.profile)
         if profile is None:
             self.free_memory -= part.memory_bytes
@@ -47,6 +65,7 @@ class GpuRoom:
 
     def give(self, part: Slice) -> None:
         self.holders -= 1
+        self._offered = None
         if self.holders == 0:
             self.user = None
         profile = hardware_slices.named(self.gpu, part.profile)
@@ -85,7 +104,9 @@ class Room:
         twin = Room(None)
         twin.free_cpu, twin.free_memory = self.free_cpu, self.free_memory
         twin.free_disk = self.free_disk
-        twin.gpus = {index: gpu.copy() for index, gpu in self.gpus.items()}
+        twin.gpus = (
+            self.gpus.copy()
+        )  # which are replaced, never changed: most of a node's stay as they are
         return twin
 
     def take(self, allocation: Allocation, user: UserId) -> None:
@@ -95,6 +116,7 @@ class Room:
         for part in allocation.slices:
             gpu = self.gpus.get(part.gpu_index)
             if gpu is not None:  # the node may have lost the device meanwhile
+                gpu = self.gpus[part.gpu_index] = gpu.copy()
                 gpu.take(part, user)
 
     def give(self, allocation: Allocation) -> None:
@@ -104,6 +126,7 @@ class Room:
         for part in allocation.slices:
             gpu = self.gpus.get(part.gpu_index)
             if gpu is not None:
+                gpu = self.gpus[part.gpu_index] = gpu.copy()
                 gpu.give(part)
 
     def truth(self) -> tuple[object, ...]:

@@ -36,7 +36,9 @@ class Row:
         "is_uneven",
         "key",
         "kinds",
+        "learnt_in",
         "least",
+        "like",
         "memory",
         "parts",
         "price",
@@ -49,12 +51,20 @@ class Row:
         "usable",
     )
 
-    def __init__(self, shape: Shape, request: GpuRequest | None, stakes: Stakes | None) -> None:
+    def __init__(
+        self,
+        shape: Shape,
+        request: GpuRequest | None,
+        stakes: Stakes | None,
+        like: Row | None = None,
+    ) -> None:
         self.shape = shape
+        self.like = like  # another user's: what the kinds mean is the same for both
         self.request = request
         self.full = (-1, -1)  # the board's generation and log when there was no room
         self.stakes = stakes  # None: nowhere does a start lose any time
         self.generation = -1
+        self.learnt_in = -1  # the board's generation whose kinds these are
         self.read = 0
         self.kinds = 0
         self.key: Ints = np.empty(0, np.int64)
@@ -66,7 +76,7 @@ class Row:
         self.usable: NDArray[np.bool_] = np.empty((0, 0), bool)  # by kind and GPU
         self.price: Ints = np.empty(0, np.int64)  # ... what it costs in an hour, as a step
         self.is_priced = False  # anywhere
-        self.least: Floats = np.empty((0, NEEDED))  # by kind: what a node must have free
+        self.least: Floats = np.empty((NEEDED, 0))  # by kind: what a node must have free
         self.is_uneven = False  # kinds of which only some GPUs will do: idle ones are not enough
         # A slice's share, its memory, and what it takes of the free thousandths; never enough of an unusable GPU.
         self.parts: Ints = np.empty((0, 3, 0), np.int64)
@@ -74,7 +84,12 @@ class Row:
     def learn(self, board: Board) -> None:
         """What the kinds of nodes mean for this row; asked once for each kind."""
         kinds = board.kinds
+        if self.learnt_in != board.generation:  # kinds are others, or GPUs more
+            self.learnt_in, self.kinds = board.generation, 0
         if self.kinds == len(kinds):
+            return
+        if self.like is not None:
+            self._learn_from(self.like, board)
             return
         new = [self._of_kind(node, board.width) for node in kinds[self.kinds :]]
         columns = list(zip(*new, strict=True))
@@ -96,14 +111,26 @@ class Row:
         self.kinds = len(kinds)
         self._bound(kinds)
 
+    def _learn_from(self, like: Row, board: Board) -> None:
+        like.learn(board)
+        self.able, self.memory, self.seconds, self.taken = (
+            like.able,
+            like.memory,
+            like.seconds,
+            like.taken,
+        )
+        self.parts, self.price, self.is_priced = like.parts, like.price, like.is_priced
+        self.usable, self.least, self.is_uneven = like.usable, like.least, like.is_uneven
+        self.kinds = like.kinds
+
     def _bound(self, kinds: list[Node | None]) -> None:
         needs, request = self.shape.requirements, self.request
-        self.least = np.zeros((len(kinds), NEEDED))
-        self.least[:, CPU] = needs.cpu_milli
-        self.least[:, MEMORY] = self.memory
-        self.least[:, DISK] = needs.disk_bytes or 0
+        self.least = np.zeros((NEEDED, len(kinds)))
+        self.least[CPU] = needs.cpu_milli
+        self.least[MEMORY] = self.memory
+        self.least[DISK] = needs.disk_bytes or 0
         if request is not None and not is_slice(request):
-            self.least[:, IDLE] = request.count
+            self.least[IDLE] = request.count
             lent = [0 if node is None else min(len(node.offer.gpus), MAX_GPUS) for node in kinds]
             self.is_uneven = bool((self.able & (self.usable.sum(1) < lent)).any())
 
@@ -120,14 +147,14 @@ class Row:
         if request is not None:
             lent = node.offer.gpus[:MAX_GPUS]
             cap = needs.max_price_microcredits
-            cards = [gpu for gpu in lent if usable(node, gpu, request, cap)]
+            cards = {gpu.index: gpu for gpu in lent if usable(node, gpu, request, cap)}
             if len(cards) < request.count:
                 return unable
-            taken = min(gpu.memory_bytes for gpu in cards) >> 20
+            taken = min(gpu.memory_bytes for gpu in cards.values()) >> 20
             if node.offer.price_microcredits:
-                costs = min(gpu_price(node, gpu, request) for gpu in cards)
+                costs = min(gpu_price(node, gpu, request) for gpu in cards.values())
             for place, gpu in enumerate(lent):
-                if gpu in cards:
+                if gpu.index in cards:
                     part = slice_of(gpu, request)
                     share[place], vram[place] = part.share_milli, part.memory_bytes
                     by_memory = GPU * part.memory_bytes // max(1, gpu.memory_bytes)

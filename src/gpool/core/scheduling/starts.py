@@ -285,15 +285,14 @@ class Starts(Draft):
     def outranked(self, turn: Turn) -> Iterator[Victim]:
         """What may be stopped for it. Of strangers' only those are looked at that may come after it by their shares."""
         shape = turn.entry.shape
-        mine, gained, had = (
-            self.key(turn),
-            self.shares(shape, None, asked_by(shape)),
-            self.had(shape),
-        )
+        mine, gained = self.key(turn), self.shares(shape, None, asked_by(shape))
+        had, holds = self.had(shape), self.holds(shape)
         for alike in self.victims().worth_a_look(shape, mine, had[0], self.policy):
             self.work -= 1
             line, other = alike[0].line, alike[0].line.shape
-            both = Standing(mine, gained, alike[0].key, Span(0), had, self.had(other))
+            both = Standing(
+                mine, gained, alike[0].key, Span(0), had, self.had(other), holds, self.holds(other)
+            )
             if shape.user == other.user or (shape.team is not None and shape.team == other.team):
                 own = self.shares(shape, line, asked_by(shape))
                 both = both._replace(key=self.key(turn, without=line), gained=own)
@@ -309,6 +308,19 @@ class Starts(Draft):
         if shape.team is None:
             return own, own
         return compared(shape, self.lately(tenant_of(shape)), own, self.policy.weights)
+
+    def holds(self, shape: Shape) -> tuple[int, int]:
+        """What they hold now, with what this pass gave them."""
+        if not self.looks_at_shares:
+            return 0, 0
+        own = self.holds_now(("user", shape.user))
+        if shape.team is None:
+            return own, own
+        return compared(shape, self.holds_now(tenant_of(shape)), own, self.policy.weights)
+
+    def holds_now(self, holder: Holder) -> int:
+        weight = self.policy.weights.get(holder, 1000)
+        return self.state.shares.now(holder, weight, self.taken.get(holder, (0, 0, 0)))
 
     def not_left_alone(self, alike: list[Victim]) -> list[Victim]:
         """Of a user's own."""

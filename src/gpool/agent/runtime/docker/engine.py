@@ -273,10 +273,11 @@ class Engine:
 
     # ---- images of our own
 
-    def import_image(self, tar: bytes, label: str, value: str) -> str:
+    def import_image(self, tar: bytes, labels: Mapping[str, str]) -> str:
         """The id of an image without a name, made from a tar."""
+        changes = [f"LABEL {label}={value}" for label, value in labels.items()]
         with translated("the engine refused an image"):
-            said = self._api.import_image_from_data(tar, changes=[f"LABEL {label}={value}"])
+            said = self._api.import_image_from_data(tar, changes=changes)
         try:
             return str(json.loads(said.splitlines()[-1])["status"])
         except (LookupError, ValueError) as unknown:

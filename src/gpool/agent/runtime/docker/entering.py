@@ -16,7 +16,7 @@ import shutil
 import socket
 import tarfile
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -167,10 +167,17 @@ def is_in(pid: int, lane: Lane) -> bool | None:
 class Holders:
     """Holds lanes for one engine's containers to join. Every method blocks; from any thread."""
 
-    def __init__(self, engine: Engine, label: tuple[str, str], boot: tuple[str, str]) -> None:
-        """`label` is on all it makes, the image too; `boot` on its containers, for the guard."""
+    def __init__(
+        self,
+        engine: Engine,
+        label: tuple[str, str],
+        boot: tuple[str, str],
+        guarded: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`label` is on all it makes, for the next agent's sweep; `boot` too, for the guard, which `guarded` has stand."""
         self._engine = engine
         self._label = label
+        self._guarded = guarded
         self._labels = dict((label, boot))
         self._image = ""
         self._making = threading.Lock()
@@ -268,7 +275,8 @@ class Holders:
         """Made again where the owner has cleared away what no container uses."""
         with self._making:
             if not self._image or self._engine.find(self._image) is None:
-                self._image = self._engine.import_image(empty_image(system), *self._label)
+                self._guarded()
+                self._image = self._engine.import_image(empty_image(system), self._labels)
             return self._image
 
 

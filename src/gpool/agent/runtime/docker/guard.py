@@ -1,7 +1,8 @@
 """The guard: a small process beside the agent that outlives it just long enough to remove its containers. Stdlib only.
 
 `guard.py SOCKET LABEL`; says `ready` on stdout. When its stdin ends, every container with the label is killed and
-removed, until none has shown up for a while (one may have been asked for just before). `done` on stdin: nothing is left.
+removed, until none has shown up for a while (one may have been asked for just before); then images with the label that
+go by no name: the agent's own. `done` on stdin: nothing is left.
 """
 
 from __future__ import annotations
@@ -68,6 +69,19 @@ def remove_all(path: str, label: str) -> None:
         thread.join()
 
 
+def remove_images(path: str, label: str) -> None:
+    """One that was pulled has a name, whatever its label says."""
+    filters = quote(json.dumps({"label": [label]}))
+    try:
+        found: Any = json.loads(ask(path, "GET", f"/v1.40/images/json?all=1&filters={filters}"))
+        for entry in found:
+            names = [*(entry.get("RepoTags") or ()), *(entry.get("RepoDigests") or ())]
+            if all(name.startswith("<none>") for name in names):
+                ask(path, "DELETE", f"/v1.40/images/{entry['Id']}")
+    except (OSError, ValueError, KeyError):
+        return  # no engine: the next agent's sweep does it
+
+
 def main(path: str, label: str) -> int:
     for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(each, signal.SIG_IGN)
@@ -77,6 +91,7 @@ def main(path: str, label: str) -> int:
         said += data
     if not said.startswith(b"done"):
         remove_all(path, label)
+        remove_images(path, label)
     return 0
 
 

@@ -16,13 +16,12 @@ import os
 import resource
 import secrets
 import socket
-import subprocess
-import sys
+import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from functools import cached_property, partial
+from functools import partial
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, TypeVar
@@ -50,7 +49,9 @@ from gpool.agent.runtime.docker.containers import Contained, undivided
 from gpool.agent.runtime.docker.drivers import DRIVER_AT, graphics
 from gpool.agent.runtime.docker.engine import Engine, usual_socket
 from gpool.agent.runtime.docker.entering import CANNOT, Holders, names_in, path_of, why_never
+from gpool.agent.runtime.docker.guarding import Guarding
 from gpool.agent.runtime.docker.images import Image, Pull, registry_of
+from gpool.agent.runtime.docker.probing import Probe
 from gpool.agent.runtime.docker.streams import pour, relay
 from gpool.agent.runtime.launching import Exit, Started
 from gpool.agent.runtime.protocol import (
@@ -66,7 +67,6 @@ from gpool.agent.runtime.protocol import (
 from gpool.agent.runtime.workplace import Workplace, clear
 from gpool.core.model import EndReason, Fault, Gpu, Network, Tier
 
-GUARD = Path(__file__).with_name("guard.py")
 BRIDGE = Path(__file__).with_name("bridge.py")
 RUNNER = Path(str(runner_package.__file__)).parent
 CLOUDPICKLE = Path(str(cloudpickle.__file__)).parent
@@ -141,6 +141,7 @@ class DockerRuntime:
         told: Callable[[Pull], None] | None = None,
         registries: Sequence[str] = (),
         environ: Mapping[str, str] = os.environ,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`told` hears of pulls, on the loop's thread. `default_image`: for tasks that name none.
 
@@ -177,29 +178,34 @@ class DockerRuntime:
         self._most_processes = most if self._podman and most != resource.RLIM_INFINITY else 0
         self._tag = hashlib.sha256(bytes(self._places)).hexdigest()[:24]
         self._boot = secrets.token_hex(12)
-        self._holders = Holders(self._engine, (AGENT_LABEL, self._tag), (BOOT_LABEL, self._boot))
+        self._guard = Guarding(self._engine.socket, f"{BOOT_LABEL}={self._boot}")
+        ours, boot = (AGENT_LABEL, self._tag), (BOOT_LABEL, self._boot)
+        self._holders = Holders(self._engine, ours, boot, self._guard.stand)
         self._disk = disk_device(self._places)
         self._watch = DiskWatch(self._places)
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="engine")
-        self._guard: subprocess.Popen[bytes] | None = None
-        self._guarding = asyncio.Lock()
+        self._prober = ThreadPoolExecutor(1, thread_name_prefix="probe")
+        self._lanes = Probe(self._why_no_lanes, self._prober.submit, clock)
         self._pullers = ThreadPoolExecutor(PULLS, thread_name_prefix="pull")
         self._pulls: dict[str, _Pulling] = {}
         self._running: set[Contained] = set()
         self._free: list[_Slot] = []
         self._slots = self._made = 0
 
-    @cached_property
+    @property
     def networks(self) -> frozenset[Network]:
-        """Whether lanes are entered; with Docker that is tried, once, when first asked: it takes a second."""
+        """Whether lanes are entered; with Docker that is tried when first asked, which takes a second, and now and then anew."""
+        given = {Network.NONE} if self._lanes.why_not() else {Network.NONE, Network.EGRESS}
+        return frozenset(given)
+
+    def _why_no_lanes(self) -> str:
         facts, always = self._engine.facts, self._gvisor is Gvisor.ALWAYS
         why = why_never(facts, root=self._root, gvisor=always)
         if not why and not self._podman:
             why = self._holders.why_not()
         if why:
             log.info("no_lanes_for_images", why=why)
-            return frozenset({Network.NONE})
-        return frozenset({Network.NONE, Network.EGRESS})
+        return why
 
     @property
     def containers(self) -> tuple[str, ...]:
@@ -303,11 +309,10 @@ class DockerRuntime:
         await self._watch.close()
         running = list(self._running)
         await asyncio.gather(*(started.kill() for started in running))
-        if self._guard is not None:
-            await asyncio.to_thread(self._guard.communicate, b"done")
-            self._guard = None
+        await asyncio.to_thread(self._prober.shutdown, cancel_futures=True)  # it may use the image
         with contextlib.suppress(SandboxFailed):  # no engine: the next agent's sweep does it
             await self._call(self._holders.close)
+        await asyncio.to_thread(self._guard.dismiss)
         self._threads.shutdown()
         self._pullers.shutdown(wait=False, cancel_futures=True)  # the engine goes on or not
         self._engine.close()
@@ -463,7 +468,7 @@ class DockerRuntime:
         )
 
     async def _start(self, box: Box) -> tuple[str, socket.socket]:
-        await self._be_guarded()
+        await asyncio.to_thread(self._guard.stand)
         # gVisor lets no GPU through, and no lane: it has its own network.
         beyond = bool(box.devices or box.cdi or box.lane is not None)
         under = [] if beyond and self._gvisor is Gvisor.AUTO else self._runsc
@@ -525,29 +530,6 @@ class DockerRuntime:
         if seat is not None:
             seat.watch(lambda pid: cgroups.is_in(pid, container), started.kill)
         return started
-
-    async def _be_guarded(self) -> None:
-        """No container before the guard stands; a new one when it fell."""
-        async with self._guarding:
-            if self._guard is not None and self._guard.poll() is None:
-                return
-            if self._guard is not None:
-                self._guard.communicate()  # it fell: only its pipes are left
-            label = f"{BOOT_LABEL}={self._boot}"
-            # -I -S: nothing but the standard library
-            words = [sys.executable, "-I", "-S", "-B", str(GUARD), self._engine.socket, label]
-            guard = subprocess.Popen(  # noqa: ASYNC220 - a vfork, once
-                words,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                env={},
-                cwd="/",
-                start_new_session=True,
-            )
-            assert guard.stdout is not None
-            self._guard = guard
-            if await asyncio.to_thread(guard.stdout.readline) != b"ready\n":
-                raise SandboxFailed("the containers' guard did not start")
 
 
 def disk_device(path: Path) -> str:
