@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import sys
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -32,6 +33,7 @@ from gpool.testing.fake_runtime import FakeRun, FakeRuntime
 from gpool.testing.runtimes import PATIENCE_S, using
 from gpool.wire.frames import Finished, HandedBack, Lease
 
+OWN_PYTHON = f"3.{sys.version_info.minor}"
 OFFER = Offer(2000, 1 << 30, 1 << 30)
 RUNS = {("hello",): FakeRun(), ("/bin/true",): FakeRun()}
 
@@ -108,7 +110,9 @@ def a_command() -> TaskSpec:
 
 
 def a_function() -> TaskSpec:
-    return TaskSpec(TaskKind.FUNCTION, "f", Requirements(python="3.11"), function_sha256="a" * 64)
+    return TaskSpec(
+        TaskKind.FUNCTION, "f", Requirements(python=OWN_PYTHON), function_sha256="a" * 64
+    )
 
 
 @pytest.mark.parametrize("spec", [a_command(), a_function()])

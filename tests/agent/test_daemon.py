@@ -7,6 +7,7 @@ import contextlib
 import os
 import pickle
 import signal
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -47,6 +48,7 @@ from gpool.wire.frames import (
     StopReason,
 )
 
+OWN_PYTHON = f"3.{sys.version_info.minor}"
 OFFER = Offer(2000, 1 << 30, 1 << 30)
 RUNS = {
     ("hello",): FakeRun(((1, b"hi\n"), (2, b"oh\n")), exit_code=3),
@@ -105,7 +107,7 @@ def command(name: str, **changes: object) -> TaskSpec:
 
 
 def function(sha256: str) -> TaskSpec:
-    return TaskSpec(TaskKind.FUNCTION, "f", Requirements(python="3.11"), function_sha256=sha256)
+    return TaskSpec(TaskKind.FUNCTION, "f", Requirements(python=OWN_PYTHON), function_sha256=sha256)
 
 
 def call(task: int, *arguments: object) -> Lease:
