@@ -209,6 +209,25 @@ def test_it_looks_seldom_and_once_for_all_that_ask_at_once(tmp_path: Path) -> No
     assert runtime.live == set()
 
 
+def test_a_trial_that_takes_long_is_made_once_for_all_that_wait_for_it(tmp_path: Path) -> None:
+    """One after the other they would wait for half an hour, and their tasks with them."""
+    now = [0]
+
+    class Slow(Frail):
+        async def start_command(self, job: CommandJob) -> CommandSandbox:
+            await asyncio.sleep(0)  # the others ask meanwhile
+            now[0] += 3 * AGAIN_AFTER_US
+            return await super().start_command(job)
+
+    checkup, runtime = Checkup(lambda: now[0]), Slow(tmp_path)
+
+    async def live() -> None:
+        await asyncio.gather(*(checkup.fault(runtime) for _ in range(5)))
+
+    asyncio.run(live())
+    assert checkup.looks == 1
+
+
 def test_a_trial_that_takes_too_long_says_nothing_and_leaves_nothing(tmp_path: Path) -> None:
     runtime = FakeRuntime(values_in(tmp_path), {("/bin/true",): FakeRun(waits=True)})
     checkup = Checkup(lambda: 0, within_s=0.01)

@@ -38,7 +38,8 @@ class Checkup:
         async with self._looking.setdefault(runtime.name, asyncio.Lock()):
             known = self._found.get(runtime.name)
             if known is None or self._clock() >= known[0] + AGAIN_AFTER_US:
-                known = (self._clock(), await self._look(runtime))
+                why = await self._look(runtime)  # which may take longer than it holds
+                known = (self._clock(), why)
                 self._found[runtime.name] = known
         return Fault.NODE if known[1] else Fault.UNCLEAR
 
