@@ -16,7 +16,7 @@ from session_case import Case, function, of
 
 from gpool.agent.checkup import AGAIN_AFTER_US, Checkup
 from gpool.agent.instructions import CommandEnded, OfferDetected, RunnerEnded, StartRunner
-from gpool.agent.main import Means, run_agent
+from gpool.agent.main import Means, _Looks, run_agent
 from gpool.agent.runtime.bubblewrap import BubblewrapRuntime
 from gpool.agent.runtime.protocol import (
     CommandJob,
@@ -178,6 +178,24 @@ def test_what_a_node_lends_no_more_is_said_before_the_task_that_failed_for_it(
             stop.set()
             async with asyncio.timeout(PATIENCE_S):
                 await agent
+
+    asyncio.run(live())
+
+
+def test_all_that_ask_at_once_for_another_look_share_one() -> None:
+    """Or whatever else is to be noticed about the machine would wait behind one for each task that failed."""
+    looks: list[int] = []
+
+    def look() -> tuple[()]:
+        looks.append(1)
+        return ()
+
+    async def live() -> None:
+        looking = _Looks(look, None)
+        await asyncio.gather(*(looking.now() for _ in range(20)))
+        assert len(looks) == 1
+        await looking.now()
+        assert len(looks) == 2
 
     asyncio.run(live())
 
