@@ -253,6 +253,19 @@ def test_a_trial_that_takes_too_long_says_nothing_and_leaves_nothing(tmp_path: P
     assert runtime.live == set()
 
 
+def test_a_start_that_was_given_up_for_taking_too_long_says_nothing_either(tmp_path: Path) -> None:
+    """Runtimes have a patience of their own; a machine that is busy is not broken for that."""
+
+    class Busy(FakeRuntime):
+        async def start_command(self, job: CommandJob) -> CommandSandbox:
+            try:
+                raise TimeoutError
+            except TimeoutError as silent:
+                raise SandboxFailed("the launcher did not start within 20 s") from silent
+
+    assert asyncio.run(Checkup(lambda: 0).fault(Busy(tmp_path))) is Fault.UNCLEAR
+
+
 def test_a_real_bwrap_is_well_and_one_that_starts_nothing_is_not(tmp_path: Path) -> None:
     async def look(runtime: BubblewrapRuntime) -> Fault:
         return await Checkup(lambda: 0).fault(runtime)

@@ -63,6 +63,8 @@ async def _wrong_with(runtime: Runtime) -> str:
             return await runtime.wrong()
         return "" if runtime.images else await _cannot_start(runtime)
     except (SandboxFailed, OSError) as error:
+        if isinstance(error, TimeoutError) or isinstance(error.__cause__, TimeoutError):
+            raise TimeoutError from error  # by a runtime's own patience
         return str(error) or type(error).__name__
 
 
