@@ -11,7 +11,7 @@ PYTEST := $(BIN)/python -m pytest -n $(WORKERS)
 COMPILE = uv pip compile --universal --python-version 3.11 --generate-hashes \
 	--no-emit-index-url --no-annotate --custom-compile-command 'make lock' --quiet
 
-.PHONY: help setup up test check bench soak docs lock system engines clean
+.PHONY: help setup up test alone pure check bench soak docs lock system engines clean
 .DELETE_ON_ERROR:
 
 help:                       ## this list
@@ -42,8 +42,16 @@ up: $(VENV)/.installed      ## start a pool on this machine: server, agent, embe
 # ---- checking
 
 test: system setup engines check  ## lint, types, contracts, then every test
-	$(PYTEST) -m 'not alone'
-	$(BIN)/python -m pytest -m alone  # looks at the whole host, or at the time: nothing else may run
+	$(PYTEST) -m 'not alone' --ignore tests/core --ignore tests/world
+	@echo 'the last part takes some five minutes, and is shown when it is done'
+	@$(MAKE) --no-print-directory --jobs 2 --output-sync=target alone pure
+
+# What looks at the whole host runs while nothing else touches it; beside it, what only computes.
+alone: setup
+	$(BIN)/python -m pytest -m alone
+
+pure: setup
+	$(BIN)/python -m pytest tests/core tests/world
 
 check: setup                ## lint, types, import contracts, generated pages
 	$(BIN)/ruff check .
