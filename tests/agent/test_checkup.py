@@ -17,7 +17,7 @@ from session_case import Case, function, of
 
 from gpool.agent.checkup import AGAIN_AFTER_US, Checkup
 from gpool.agent.instructions import CommandEnded, OfferDetected, RunnerEnded, StartRunner
-from gpool.agent.main import Means, run_agent
+from gpool.agent.main import Means, _Looks, run_agent
 from gpool.agent.runtime.bubblewrap import BubblewrapRuntime
 from gpool.agent.runtime.protocol import (
     CommandJob,
@@ -186,6 +186,24 @@ def test_what_a_node_lends_no_more_is_said_before_the_task_that_failed_for_it(
     asyncio.run(live())
 
 
+def test_all_that_ask_at_once_for_another_look_share_one() -> None:
+    """Or whatever else is to be noticed about the machine would wait behind one for each task that failed."""
+    looks: list[int] = []
+
+    def look() -> tuple[()]:
+        looks.append(1)
+        return ()
+
+    async def live() -> None:
+        looking = _Looks(look, None)
+        await asyncio.gather(*(looking.now() for _ in range(20)))
+        assert len(looks) == 1
+        await looking.now()
+        assert len(looks) == 2
+
+    asyncio.run(live())
+
+
 def test_a_command_that_runs_and_fails_has_no_fault(tmp_path: Path) -> None:
     end = said(tmp_path, FakeRuntime(values_in(tmp_path)), a_command())
     assert (end.reason, end.exit_code, end.fault) == (EndReason.EXITED, 127, None)
@@ -213,11 +231,43 @@ def test_it_looks_seldom_and_once_for_all_that_ask_at_once(tmp_path: Path) -> No
     assert runtime.live == set()
 
 
+def test_a_trial_that_takes_long_is_made_once_for_all_that_wait_for_it(tmp_path: Path) -> None:
+    """One after the other they would wait for half an hour, and their tasks with them."""
+    now = [0]
+
+    class Slow(Frail):
+        async def start_command(self, job: CommandJob) -> CommandSandbox:
+            await asyncio.sleep(0)  # the others ask meanwhile
+            now[0] += 3 * AGAIN_AFTER_US
+            return await super().start_command(job)
+
+    checkup, runtime = Checkup(lambda: now[0]), Slow(tmp_path)
+
+    async def live() -> None:
+        await asyncio.gather(*(checkup.fault(runtime) for _ in range(5)))
+
+    asyncio.run(live())
+    assert checkup.looks == 1
+
+
 def test_a_trial_that_takes_too_long_says_nothing_and_leaves_nothing(tmp_path: Path) -> None:
     runtime = FakeRuntime(values_in(tmp_path), {("/bin/true",): FakeRun(waits=True)})
     checkup = Checkup(lambda: 0, within_s=0.01)
     assert asyncio.run(checkup.fault(runtime)) is Fault.UNCLEAR
     assert runtime.live == set()
+
+
+def test_a_start_that_was_given_up_for_taking_too_long_says_nothing_either(tmp_path: Path) -> None:
+    """Runtimes have a patience of their own; a machine that is busy is not broken for that."""
+
+    class Busy(FakeRuntime):
+        async def start_command(self, job: CommandJob) -> CommandSandbox:
+            try:
+                raise TimeoutError
+            except TimeoutError as silent:
+                raise SandboxFailed("the launcher did not start within 20 s") from silent
+
+    assert asyncio.run(Checkup(lambda: 0).fault(Busy(tmp_path))) is Fault.UNCLEAR
 
 
 def test_a_real_bwrap_is_well_and_one_that_starts_nothing_is_not(tmp_path: Path) -> None:

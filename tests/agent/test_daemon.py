@@ -19,7 +19,8 @@ from desk import Desk, settings_for
 
 from gpool.agent.instructions import OfferDetected, ReclaimAsked
 from gpool.agent.main import Means, run_agent
-from gpool.core.errors import Forbidden, Invalid, NotSignedIn
+from gpool.cli.main import FAILED, exit_code_of
+from gpool.core.errors import Forbidden, GpoolError, Invalid, NotSignedIn
 from gpool.core.model import (
     EndReason,
     Gpu,
@@ -338,6 +339,25 @@ def test_a_refusal_for_good_ends_the_agent_with_its_reason(tmp_path: Path) -> No
             async with asyncio.timeout(PATIENCE_S):
                 with pytest.raises(Forbidden, match="this node was removed"):
                     await made.agent
+
+    asyncio.run(live())
+
+
+@pytest.mark.parametrize("code", ["invalid", "too_large"])
+def test_what_a_machine_said_of_itself_is_no_mistake_in_how_it_was_started(
+    tmp_path: Path, code: str
+) -> None:
+    """As of a GPU without memory while its driver is loading: `gpool up` starts the agent again, and ends for a mistake."""
+
+    async def live() -> None:
+        async with Desk() as desk:
+            desk.refuse = Refused(code, "a GPU with 0 bytes of memory", retry=False)
+            (tmp_path / "values").mkdir()
+            made = Pool(desk, FakeRuntime(tmp_path / "values"), tmp_path)
+            async with asyncio.timeout(PATIENCE_S):
+                with pytest.raises(GpoolError, match="0 bytes of memory") as refused:
+                    await made.agent
+            assert exit_code_of(refused.value) == FAILED
 
     asyncio.run(live())
 

@@ -15,9 +15,10 @@ from gpool.agent.policy import GANG_PORT, Gangs
 from gpool.agent.settings import AgentSettings
 from gpool.cli.doctor import gangs_finding
 from gpool.cli.joining import Identity
-from gpool.cli.lend import Reach, offer_of
+from gpool.cli.lend import Reach, offer_of, renewed
 from gpool.cli.terms import Terms, agent_variables, lending
 from gpool.core.model import Network
+from gpool.testing.fake_runtime import FakeRuntime
 from gpool.transfer.requests import Address
 
 SERVER = "https://127.0.0.1:8443"
@@ -73,6 +74,21 @@ def test_gangs_alone_never_offer_egress(monkeypatch: pytest.MonkeyPatch, tmp_pat
     told = settings(monkeypatch, tmp_path, "--site", "lab")
     offer = offer_of(told, (), Means([]), Reach(gangs=True))
     assert Network.EGRESS not in offer.networks
+
+
+def test_a_runtime_that_enters_lanes_no_more_or_again_is_offered_so(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Or tasks that want egress would be sent to it in vain, or to nobody."""
+    told = settings(monkeypatch, tmp_path)
+    runtime = FakeRuntime(tmp_path)
+    both, neither = frozenset({Network.NONE, Network.EGRESS}), frozenset({Network.NONE})
+    first = offer_of(told, (), Means([runtime]), Reach(egress=True))
+    for networks in (both, neither, both):
+        runtime.networks = networks
+        offer = renewed(first, offer_of(told, (), Means([runtime]), Reach(egress=True)))
+        assert [one.networks for one in offer.runtimes] == [networks]
+        assert offer.networks == networks
 
 
 @pytest.mark.parametrize(

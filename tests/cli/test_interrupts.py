@@ -19,7 +19,7 @@ from click.testing import Result as Done
 from standin import Pool
 
 from gpool.cli.interrupts import HELD, Reading
-from gpool.cli.main import FAILED, INTERRUPTED
+from gpool.cli.main import FAILED, INTERRUPTED, NOT_FOUND
 from gpool.cli.run import attend
 from gpool.client.client import Client
 from gpool.client.logs import Printed
@@ -257,6 +257,15 @@ def test_logs_as_json_are_a_whole_list_after_ctrl_c(
     pool.path = f"{task}/logs"
     done = gpool("logs", "-f", task, "--json")
     assert (done.exit_code, json.loads(done.stdout)) == (INTERRUPTED, [])
+
+
+@pytest.mark.parametrize("follow", [(), ("-f",)])
+def test_logs_that_nobody_has_are_no_empty_list(
+    gpool: Callable[..., Done], follow: tuple[str, ...]
+) -> None:
+    """A program that reads it would take it for a task that printed nothing."""
+    done = gpool("logs", *follow, "--json", "t-0000000000009")
+    assert (done.exit_code, done.stdout) == (NOT_FOUND, "")
 
 
 def test_ctrl_c_ends_the_waiting_and_names_those_still_waited_for(

@@ -136,6 +136,21 @@ def test_a_child_that_ran_before_is_started_again_whatever_is_wrong_now(tmp_path
     assert "code 2" in told
 
 
+@pytest.mark.parametrize("code", [1, 2])
+def test_what_was_wrong_is_said_and_not_the_advice_beneath_it(tmp_path: Path, code: int) -> None:
+    child = told_to_exit(tmp_path, code)
+    program = tmp_path / "ends.py"
+    advice = "import sys; print('gpool: no bwrap\\n  Look closer with: gpool node doctor', file=sys.stderr)"
+    program.write_text(f"{advice}; sys.exit({code})")
+    ended(child)
+    if code == 2:
+        with pytest.raises(Invalid, match=r"the agent does not start: no bwrap\Z"):
+            child.keep_alive()
+    else:
+        assert "It said: no bwrap Its log" in str(child.keep_alive())
+    child.stop()
+
+
 def test_a_folder_that_cannot_be_made_is_said(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(Invalid, match="--data"):

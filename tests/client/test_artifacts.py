@@ -52,6 +52,14 @@ def test_a_link_out_of_a_folder_of_inputs_is_refused(tmp_path: Path) -> None:
         gather(["data"], tmp_path)
 
 
+def test_what_cannot_be_looked_at_in_a_folder_of_inputs_is_named(tmp_path: Path) -> None:
+    """As in a folder that is not ours to enter."""
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "x").symlink_to("a" * 300)
+    with pytest.raises(Invalid, match=r"data/x' \(in input 'data'\) cannot be read"):
+        gather(["data"], tmp_path)
+
+
 def test_links_within_a_folder_of_inputs_are_what_they_lead_to(tmp_path: Path) -> None:
     (tmp_path / "data" / "run-5").mkdir(parents=True)
     (tmp_path / "data" / "run-5" / "x").write_text("x")

@@ -87,3 +87,17 @@ def test_blanks_around_a_key_are_not_part_of_it(tmp_path: Path) -> None:
     """As a file or a variable that was copied has them."""
     environ = {"GPOOL_HOME": str(tmp_path), "GPOOL_KEY": " gpk_1\r\n"}
     assert config.load(environ=environ, directory=tmp_path).key == "gpk_1"
+
+
+def test_a_certificate_is_kept_for_its_own_pool_only(tmp_path: Path) -> None:
+    """Signed in to another one under the same name, it would be refused for the certificate of the first."""
+
+    def signed_in(url: str, fingerprint: str | None = None) -> str | None:
+        config.save_sign_in(
+            "lab", url, tmp_path / "session", folder=tmp_path, fingerprint=fingerprint
+        )
+        return config.load(environ={"GPOOL_HOME": str(tmp_path)}, directory=tmp_path).fingerprint
+
+    assert signed_in("https://one", "1" * 64) == "1" * 64
+    assert signed_in("https://one/") == "1" * 64
+    assert signed_in("https://two") is None

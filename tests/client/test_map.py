@@ -150,3 +150,38 @@ def test_a_quota_that_others_use_up_is_said() -> None:
         pytest.raises(TooMany, match="0 tasks waiting"),
     ):
         list(client.task(lambda x: x).map(range(300)))
+
+
+class Taken(Pool):
+    """Others use up the quota: one call fits in, and more once there is room or it was asked so often."""
+
+    def __init__(self, refusals: int) -> None:
+        super().__init__()
+        self.refusals_left = refusals
+
+    def _submit(self, document: dict[str, Any], wait: bool) -> httpx2.Response:
+        is_first = not self.batches and len(document["calls"]) == 1
+        if self.refusals_left and not is_first:
+            self.refusals_left -= 1
+            return problem(429, "too_many", "you may have 1 task waiting")
+        return super()._submit(document, wait)
+
+
+def test_values_that_are_there_are_given_while_others_use_up_the_quota() -> None:
+    """Whoever takes them may be the one who makes room."""
+    pool = Taken(refusals=30)
+    with Client("http://pool.test", "gpk_test", transport=pool) as client:
+        values = client.task(lambda x: x).map(range(3))
+        assert next(values) == 0
+        assert pool.refusals_left > 0
+        pool.refusals_left = 0
+        assert list(values) == [1, 2]
+
+
+def test_a_batch_whose_end_is_refused_is_ended_otherwise() -> None:
+    """As by a quota that was lowered meanwhile: nothing more is submitted, and it is too much all the same."""
+    pool = Taken(refusals=30)
+    with Client("http://pool.test", "gpk_test", transport=pool) as client:
+        assert list(client.map(client.task(lambda x: x), [[0]], window=1)) == [0]
+    assert [batch.closed for batch in pool.batches.values()] == [False]
+    assert pool.cancelled == list(pool.batches)  # which closes it

@@ -53,7 +53,7 @@ FUNCTION_SHA256 = hashlib.sha256(FUNCTION).hexdigest()
 
 QUICK: dict[str, Any] = {
     "seal_logs_after_s": 0,
-    "max_wait_s": 60,
+    "max_wait_s": 600,
     "password_passes": 1,
     "password_memory_kib": 64,
 }

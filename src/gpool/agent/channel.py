@@ -18,7 +18,15 @@ from websockets.exceptions import InvalidStatus, WebSocketException
 
 from gpool.agent.badge import Badge
 from gpool.agent.instructions import Connected, Disconnected, Event, FrameArrived
-from gpool.core.errors import BY_CODE, Forbidden, GpoolError, NotSignedIn
+from gpool.core.errors import (
+    BY_CODE,
+    Forbidden,
+    GpoolError,
+    InternalFault,
+    Invalid,
+    NotSignedIn,
+    TooLarge,
+)
 from gpool.transfer.pinning import pinned_context, wrong_certificate
 from gpool.transfer.requests import Address
 from gpool.wire.frames import (
@@ -189,6 +197,9 @@ def _decoded(message: str | bytes) -> FromServer:
     frame = decode_any_from_server(message.encode() if isinstance(message, str) else message)
     if isinstance(frame, Refused):
         if not frame.retry:
-            raise BY_CODE.get(frame.code, GpoolError)(f"the server refused: {frame.detail}")
+            kind = BY_CODE.get(frame.code, GpoolError)
+            if issubclass(kind, Invalid | TooLarge):  # what we said, not what our owner told us
+                kind = InternalFault
+            raise kind(f"the server refused: {frame.detail}")
         raise OSError(f"the server refused for now: {frame.detail}")
     return frame

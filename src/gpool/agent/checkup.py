@@ -38,7 +38,8 @@ class Checkup:
         async with self._looking.setdefault(runtime.name, asyncio.Lock()):
             known = self._found.get(runtime.name)
             if known is None or self._clock() >= known[0] + AGAIN_AFTER_US:
-                known = (self._clock(), await self._look(runtime))
+                why = await self._look(runtime)  # which may take longer than it holds
+                known = (self._clock(), why)
                 self._found[runtime.name] = known
         return Fault.NODE if known[1] else Fault.UNCLEAR
 
@@ -62,6 +63,8 @@ async def _wrong_with(runtime: Runtime) -> str:
             return await runtime.wrong()
         return "" if runtime.images else await _cannot_start(runtime)
     except (SandboxFailed, OSError) as error:
+        if isinstance(error, TimeoutError) or isinstance(error.__cause__, TimeoutError):
+            raise TimeoutError from error  # by a runtime's own patience
         return str(error) or type(error).__name__
 
 

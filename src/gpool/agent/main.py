@@ -200,19 +200,26 @@ class _Looks:
         self._look, self._glance = look, glance
         self._looking = asyncio.Lock()
         self._asked: set[asyncio.Task[None]] = set()
+        self._next: asyncio.Task[None] | None = (
+            None  # asked for and not begun: whoever asks meanwhile shares it
+        )
         self.daemon: Daemon | None = None  # whoever is told
 
     async def now(self) -> None:
         """Once the session has been told, or it took too long: then it is told later."""
-        looking = asyncio.create_task(self._tell(self._look))
-        self._asked.add(looking)
-        looking.add_done_callback(self._asked.discard)
+        looking = self._next
+        if looking is None:
+            looking = self._next = asyncio.create_task(self._tell(self._look, asked=True))
+            self._asked.add(looking)
+            looking.add_done_callback(self._asked.discard)
         await asyncio.wait([looking], timeout=LOOK_WITHIN_S)
 
-    async def _tell(self, look: Look | None) -> None:
+    async def _tell(self, look: Look | None, *, asked: bool = False) -> None:
         if look is None:
             return
         async with self._looking:
+            if asked:
+                self._next = None
             events = await asyncio.to_thread(look)
         if self.daemon is not None:
             for event in events:

@@ -30,6 +30,9 @@ _FIRST_STEPS_S = 60.0
 """How long a first start may take to find that it was told something impossible."""
 
 _LONGEST_PAUSE_S = 5.0
+_SPEAKS = "gpool: "
+"""How a line of an error begins."""
+
 _KEPT_LOG_BYTES = 16 * 1024 * 1024
 _PR_SET_PDEATHSIG = 1
 
@@ -106,7 +109,7 @@ class Child:
             brief = lived_s < _BRIEF_S
             self._pause_s = min(max(0.2, self._pause_s * 2), _LONGEST_PAUSE_S) if brief else 0.0
             self._next_at = now + self._pause_s
-            words = self.last_words(1).removeprefix("gpool: ")
+            words = self._reason()
             if code == USAGE and self._starts == 1 and lived_s < _FIRST_STEPS_S:
                 raise Invalid(f"the {self.program.name} does not start: {words}")
             how = f"signal {-code}" if code < 0 else f"code {code}"
@@ -129,6 +132,12 @@ class Child:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+
+    def _reason(self) -> str:
+        """The line in which it said what was wrong, else its last one: advice may stand beneath."""
+        lines = self.last_words().splitlines()
+        told = [line for line in lines if line.startswith(_SPEAKS)]
+        return (told or lines or [""])[-1].removeprefix(_SPEAKS)
 
     def last_words(self, lines: int = 5) -> str:
         """The end of its log, as far as it wrote that itself since it was started."""

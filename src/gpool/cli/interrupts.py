@@ -83,13 +83,18 @@ class Reading(Generic[T, R]):
         return self._presses >= 2
 
     def _said(self) -> Iterator[T]:
+        """Work that failed before its first word raises here: whoever shows it has nothing to end."""
+        is_silent = True
         while not self.was_interrupted:
             match self._next(LONGEST_SLEEP_S):
                 case _Note.END:
+                    if is_silent and self._error is not None:
+                        raise self._error
                     return
                 case _Note.WAKE:
                     continue
                 case piece:
+                    is_silent = False
                     self._room.release()
                     yield piece
 

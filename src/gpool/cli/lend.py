@@ -99,6 +99,18 @@ def offer_of(
     )
 
 
+def renewed(first: Offer, now: Offer) -> Offer:
+    """GPUs, environments and what lanes lead to come and go while an agent runs; the rest stays as it was at first."""
+    return replace(
+        first,
+        gpus=now.gpus,
+        environments=now.environments,
+        networks=now.networks,
+        runtimes=now.runtimes,
+        address=now.address,
+    )
+
+
 def address_of(settings: AgentSettings, said: Gangs) -> str:
     """As its owner says; else as this machine looks from outside, which may change while the agent runs."""
     return settings.gang_address or said.address or site_address(settings.server_url)
@@ -214,14 +226,12 @@ def lend() -> None:
     meter = LoadMeter(os.getpid())
 
     def offer() -> Offer:
-        """GPUs and environments come and go while an agent runs."""
         found = detector.survey().gpus
         if sharing is not None:
             found = sharing.describe(found)
         for runtime in runtimes:
             runtime.use_gpus(_real(found))
-        now = offer_of(settings, found, means, reach, policy.gangs)
-        return replace(first, gpus=found, environments=now.environments, address=now.address)
+        return renewed(first, offer_of(settings, found, means, reach, policy.gangs))
 
     first = offer_of(settings, gpus, means, reach, policy.gangs)
     kin = Kin(os.getpid(), groups=lambda: _containers(runtimes))

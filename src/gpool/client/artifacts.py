@@ -81,7 +81,11 @@ def _add(found: dict[str, LocalFile], file: LocalFile) -> None:
 def _walk(source: Path, given: str | os.PathLike[str]) -> Iterator[Path]:
     if source.is_dir():
         real = source.resolve()
-        yield from _files_in(source, f"in input '{given}'", real, (real,))
+        try:
+            yield from _files_in(source, f"in input '{given}'", real, (real,))
+        except OSError as exc:
+            what = f"'{exc.filename}' (in input '{given}')"
+            raise Invalid(f"{what} cannot be read: {exc.strerror}") from exc
     elif source.is_file():
         yield source
     elif source.exists():
@@ -94,11 +98,7 @@ def _files_in(
     folder: Path, where: str, real_top: Path, entered: tuple[Path, ...]
 ) -> Iterator[Path]:
     """What lies beneath `folder`; no link leads out of `real_top`. `entered`: where we are, without links."""
-    try:
-        names = sorted(os.listdir(folder))
-    except OSError as exc:
-        raise Invalid(f"'{folder}' ({where}) cannot be read: {exc.strerror}") from exc
-    for name in names:
+    for name in sorted(os.listdir(folder)):
         file = folder / name
         if file.is_symlink() and not file.exists():
             raise Invalid(f"'{file}' ({where}) is a link to nothing; remove it")

@@ -140,10 +140,12 @@ def save_sign_in(
     folder: Path | None = None,
     fingerprint: str | None = None,
 ) -> Path:
-    """A profile of a sign-in, chosen from now on, with the certificate it met. What else the profile had stays."""
+    """A profile of a sign-in, chosen from now on, with the certificate it met. What else it had for this pool stays."""
     file = (folder or home()) / "config.toml"
     before = _table(_table(_read(file).get("profiles", {}), file).get(name, {}), file)
     kept = {key: value for key, value in before.items() if key not in ("key", "key_file")}
+    if not _same_place(url, str(before.get("url", ""))):
+        kept = {}
     members = {**kept, "url": url, "session_file": str(session_file)}
     if fingerprint is not None:
         members["fingerprint"] = fingerprint

@@ -126,6 +126,8 @@ def stream(
     reader: ResultReader | None = None
     early: dict[int, Result] = {}
     size, exhausted, complete = FIRST_CHUNK, False, False
+    again_at = 0.0  # after a refusal what is there is given first, for so long
+    closed = refused = False  # the batch; its end
     submitted = received = given = 0
     held: list[bytes] = []  # calls taken from the inputs that are not there yet
     pause = _FIRST_PAUSE_S
@@ -136,8 +138,8 @@ def stream(
                     received += _take(reader, early)
             ready = given in early
             room = min(size, window - (submitted - given))
-            is_open = bool(held) or not exhausted
-            if is_open and room > 0 and not (ready and submitted - received > size // 2):
+            enough = time.monotonic() < again_at or submitted - received > size // 2
+            if not closed and room > 0 and not (ready and enough):
                 if not held:
                     held, exhausted = _chunk(calls, room)
                 chunk, later = held[:room], held[room:]
@@ -145,17 +147,21 @@ def stream(
                     if chunk or batch is not None:
                         batch = submit(chunk, batch, bool(later) or not exhausted)
                 except TooMany as error:  # a quota: fewer at a time, and then as room comes
-                    if len(chunk) > 1:
+                    if not chunk:  # nothing is left to submit: it is ended once all have come
+                        closed = refused = True
+                    elif len(chunk) > 1:
                         size = len(chunk) // 2
                     elif reader is None:
                         raise
                     else:
                         if pause < _LONGEST_PAUSE_S <= 2 * pause:
                             log.warning("a map waits: %s", error.detail)
-                        received += _take(reader, early, pause)
+                        again_at = time.monotonic() + pause
+                        received += 0 if ready else _take(reader, early, pause)
                         pause = min(2 * pause, _LONGEST_PAUSE_S)
                     continue
-                held, pause = later, _FIRST_PAUSE_S
+                held, pause, again_at = later, _FIRST_PAUSE_S, 0.0
+                closed = exhausted and not held
                 submitted += len(chunk)
                 size = min(size * 2, LAST_CHUNK)
                 if reader is None and batch is not None:
@@ -164,8 +170,8 @@ def stream(
                 result = early.pop(given)
                 given += 1
                 yield outcome(result)
-            elif not is_open and given == submitted:
-                complete = True
+            elif closed and given == submitted:
+                complete = not refused
                 return
             else:
                 assert reader is not None
