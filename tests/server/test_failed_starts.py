@@ -8,14 +8,16 @@ from typing import Any
 import msgspec
 import pytest
 from gang_site import gang_spec, open_site
-from server_desk import Agent, Desk, an_offer, exited
+from server_desk import Agent, Desk, an_offer, exited, returned
 
 from gpool.core.ids import TaskId
+from gpool.core.merits import FREE
 from gpool.core.model import SECOND, EndReason, Fault, Permission
 from gpool.core.retries import MAX_BY_NODE, MAX_UNSTARTED
 from gpool.server.failed_starts import SURE_AFTER
 from gpool.wire.frames import (
     Finished,
+    HandedBack,
     Lease,
     Released,
     Reports,
@@ -380,3 +382,24 @@ def test_an_older_agent_s_report_is_read_and_a_newer_one_s_is_by_an_older_server
     assert decode_from_agent(msgspec.msgpack.encode(words)) == Reports(1, (failed(lease),))
     words[2] = [[*item, "what comes next"]]
     assert decode_from_agent(msgspec.msgpack.encode(words)) == frame
+
+
+async def test_calls_that_do_not_start_are_no_reason_for_a_node_to_rest(desk: Desk) -> None:
+    """The first in line says so and the agent hands back the others: whoever sent them brought that about."""
+    lent = await desk.agent("lent", an_offer(1))
+    for number in range(3):  # such calls were short so far, so several stand in line
+        await desk.calls(1)
+        assert await desk.schedule() == 1
+        desk.clock.advance(0.01)
+        await lent.report(returned(lent.leases()[number]))
+    for _ in range(2 * FREE):
+        names = (await desk.calls(4)).json()["ids"]
+        before = len(lent.leases())
+        assert await desk.schedule() == 4
+        head, *others = lent.leases()[before:]
+        back = (HandedBack(each.task, each.epoch) for each in others)
+        await lent.report(failed(head, Fault.UNCLEAR), *back)
+        for name in names:
+            assert (await desk.http.delete(f"/v1/tasks/{name}")).status_code < 300
+    assert not rests(desk, lent)
+    assert not desk.server.scheduler.rests.is_any
