@@ -176,6 +176,19 @@ def test_pings_without_end_close_the_connection(live: Live, pings: int) -> None:
         assert heard == ((1, None) if pings < MOST_PINGS else (0, None))
 
 
+@pytest.mark.parametrize("pongs", [MOST_PINGS // 2, MOST_PINGS * 50])
+def test_pongs_that_nobody_asked_for_close_the_connection(live: Live, pongs: int) -> None:
+    with greeted(live, "ponging") as socket:
+        try:
+            for _ in range(pongs):
+                socket.pong()
+            socket.send(encode(Beat(2, ())))
+            heard = answers(socket, 1)
+        except ConnectionClosed:
+            heard = 0, None
+        assert heard == ((1, None) if pongs < MOST_PINGS else (0, None))
+
+
 def test_a_read_full_of_messages_is_taken_in_order_and_whole(data: Path) -> None:
     """Thousands of small frames in one write, and one that is larger than a read, behind one another."""
     with serving(data, node_frames_per_s=0) as live:
