@@ -15,6 +15,7 @@ from gpool.core.merits import FREE
 from gpool.core.model import SECOND, EndReason, Fault, Permission
 from gpool.core.retries import MAX_BY_NODE, MAX_UNSTARTED
 from gpool.server.failed_starts import SURE_AFTER
+from gpool.server.store.operations import tasks
 from gpool.wire.frames import (
     Finished,
     HandedBack,
@@ -304,6 +305,21 @@ async def test_where_a_task_failed_is_known_after_a_new_picture(desk: Desk) -> N
     desk.server.scheduler.doubt()
     assert await desk.schedule() == 1
     assert len(good.leases()) == 1
+
+
+async def test_what_ended_unseen_is_forgotten_with_the_next_picture(desk: Desk) -> None:
+    """By another server, or by a caller that went away between commit and fold."""
+    hole = await desk.agent("hole", an_offer(1))
+    await desk.command()
+    await desk.schedule()
+    lease = hole.leases()[0]
+    await hole.report(failed(lease, Fault.UNCLEAR))
+    scheduler = desk.server.scheduler
+    assert scheduler.failed_starts.is_any
+    await desk.server.store.write(tasks.cancel([TaskId(lease.task)], None, desk.server.now))
+    scheduler.doubt()
+    assert await desk.schedule() == 0
+    assert not scheduler.failed_starts.is_any
 
 
 async def test_a_task_lost_elsewhere_still_does_not_go_where_it_could_not_be_started(
