@@ -375,6 +375,23 @@ async def test_a_gang_of_which_one_cannot_be_started_goes_to_other_nodes(desk: D
     await site.is_sound()
 
 
+@pytest.mark.parametrize("fault", list(Fault))
+async def test_a_member_said_to_run_that_was_not_started_after_all_fails_no_gang(
+    desk: Desk, fault: Fault
+) -> None:
+    site = await open_site(desk, "a", "b", "c")
+    task = await site.submit(gang_spec(2))
+    assert await desk.schedule() == 1
+    hole, other = [agent for agent in site.agents.values() if agent.leases()]
+    await hole.report(Started(task, 1))
+    await hole.report(failed(hole.leases()[0], fault))
+    await other.report(Released(task, 1))
+    desk.clock.advance(600)  # rested
+    assert await desk.schedule() == 1
+    assert len(hole.leases()) == 1
+    await site.is_sound()
+
+
 async def test_the_story_of_a_task_names_what_failed(desk: Desk) -> None:
     hole = await desk.agent("hole", an_offer())
     name = await desk.command()
