@@ -8,14 +8,17 @@ from typing import Any
 import msgspec
 import pytest
 from gang_site import gang_spec, open_site
-from server_desk import Agent, Desk, an_offer, exited
+from server_desk import Agent, Desk, an_offer, exited, returned
 
 from gpool.core.ids import TaskId
+from gpool.core.merits import FREE
 from gpool.core.model import SECOND, EndReason, Fault, Permission
 from gpool.core.retries import MAX_BY_NODE, MAX_UNSTARTED
 from gpool.server.failed_starts import SURE_AFTER
+from gpool.server.store.operations import tasks
 from gpool.wire.frames import (
     Finished,
+    HandedBack,
     Lease,
     Released,
     Reports,
@@ -304,6 +307,21 @@ async def test_where_a_task_failed_is_known_after_a_new_picture(desk: Desk) -> N
     assert len(good.leases()) == 1
 
 
+async def test_what_ended_unseen_is_forgotten_with_the_next_picture(desk: Desk) -> None:
+    """By another server, or by a caller that went away between commit and fold."""
+    hole = await desk.agent("hole", an_offer(1))
+    await desk.command()
+    await desk.schedule()
+    lease = hole.leases()[0]
+    await hole.report(failed(lease, Fault.UNCLEAR))
+    scheduler = desk.server.scheduler
+    assert scheduler.failed_starts.is_any
+    await desk.server.store.write(tasks.cancel([TaskId(lease.task)], None, desk.server.now))
+    scheduler.doubt()
+    assert await desk.schedule() == 0
+    assert not scheduler.failed_starts.is_any
+
+
 async def test_a_task_lost_elsewhere_still_does_not_go_where_it_could_not_be_started(
     desk: Desk,
 ) -> None:
@@ -357,6 +375,23 @@ async def test_a_gang_of_which_one_cannot_be_started_goes_to_other_nodes(desk: D
     await site.is_sound()
 
 
+@pytest.mark.parametrize("fault", list(Fault))
+async def test_a_member_said_to_run_that_was_not_started_after_all_fails_no_gang(
+    desk: Desk, fault: Fault
+) -> None:
+    site = await open_site(desk, "a", "b", "c")
+    task = await site.submit(gang_spec(2))
+    assert await desk.schedule() == 1
+    hole, other = [agent for agent in site.agents.values() if agent.leases()]
+    await hole.report(Started(task, 1))
+    await hole.report(failed(hole.leases()[0], fault))
+    await other.report(Released(task, 1))
+    desk.clock.advance(600)  # rested
+    assert await desk.schedule() == 1
+    assert len(hole.leases()) == 1
+    await site.is_sound()
+
+
 async def test_the_story_of_a_task_names_what_failed(desk: Desk) -> None:
     hole = await desk.agent("hole", an_offer())
     name = await desk.command()
@@ -380,3 +415,24 @@ def test_an_older_agent_s_report_is_read_and_a_newer_one_s_is_by_an_older_server
     assert decode_from_agent(msgspec.msgpack.encode(words)) == Reports(1, (failed(lease),))
     words[2] = [[*item, "what comes next"]]
     assert decode_from_agent(msgspec.msgpack.encode(words)) == frame
+
+
+async def test_calls_that_do_not_start_are_no_reason_for_a_node_to_rest(desk: Desk) -> None:
+    """The first in line says so and the agent hands back the others: whoever sent them brought that about."""
+    lent = await desk.agent("lent", an_offer(1))
+    for number in range(3):  # such calls were short so far, so several stand in line
+        await desk.calls(1)
+        assert await desk.schedule() == 1
+        desk.clock.advance(0.01)
+        await lent.report(returned(lent.leases()[number]))
+    for _ in range(2 * FREE):
+        names = (await desk.calls(4)).json()["ids"]
+        before = len(lent.leases())
+        assert await desk.schedule() == 4
+        head, *others = lent.leases()[before:]
+        back = (HandedBack(each.task, each.epoch) for each in others)
+        await lent.report(failed(head, Fault.UNCLEAR), *back)
+        for name in names:
+            assert (await desk.http.delete(f"/v1/tasks/{name}")).status_code < 300
+    assert not rests(desk, lent)
+    assert not desk.server.scheduler.rests.is_any

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from socket import SHUT_RDWR
 from threading import Thread
 
 import pytest
@@ -133,6 +134,24 @@ def test_who_was_closed_for_flooding_is_not_let_in_at_once(data: Path) -> None:
             assert received(other) == BeatSeen(2)
 
 
+def test_a_stranger_who_only_names_a_node_spends_nothing_of_its_budget(data: Path) -> None:
+    """Nothing is proved: whatever is sent, the node itself is let in and heard."""
+    with serving(data, node_frames_per_s=50) as live:  # so little that a hello is held back
+        badge = joined(live, "named")
+        with bare_socket(live, badge) as stranger:
+            stranger.send(hello())
+            sending = flood(stranger)
+            refused = answers(stranger, 1)[1]
+            sending.join()
+            with suppress(OSError):  # closed already
+                stranger.socket.shutdown(SHUT_RDWR)
+        assert refused is not None
+        assert refused.code == "not_signed_in"
+        with agent_socket(live, badge) as socket:
+            socket.send(hello())
+            assert isinstance(received(socket), Welcome)
+
+
 def test_a_change_of_offer_costs_more_than_a_beat(data: Path) -> None:
     with serving(data, node_frames_per_s=100) as live, greeted(live, "fickle") as socket:
         change = encode(OfferChanged(an_offer()))
@@ -155,6 +174,19 @@ def test_pings_without_end_close_the_connection(live: Live, pings: int) -> None:
         except ConnectionClosed:
             heard = 0, None
         assert heard == ((1, None) if pings < MOST_PINGS else (0, None))
+
+
+@pytest.mark.parametrize("pongs", [MOST_PINGS // 2, MOST_PINGS * 50])
+def test_pongs_that_nobody_asked_for_close_the_connection(live: Live, pongs: int) -> None:
+    with greeted(live, "ponging") as socket:
+        try:
+            for _ in range(pongs):
+                socket.pong()
+            socket.send(encode(Beat(2, ())))
+            heard = answers(socket, 1)
+        except ConnectionClosed:
+            heard = 0, None
+        assert heard == ((1, None) if pongs < MOST_PINGS else (0, None))
 
 
 def test_a_read_full_of_messages_is_taken_in_order_and_whole(data: Path) -> None:

@@ -45,10 +45,11 @@ class FailedStarts:
         return shape if tried is None else replace(shape, avoids=tried)
 
     def renewed(self, tried: Iterable[tuple[TaskId, NodeId]]) -> None:
-        """A new picture tells where."""
-        self._tried, self._started = {}, {}
+        """A new picture tells where, and what is over: not all ends were told to us."""
+        before, self._tried, self._started = self._tried, {}, {}
         for task, node in tried:
             self._add(task, node)
+        self._evidence.ended(before.keys() - self._tried.keys())
 
     def _add(self, task: TaskId, node: NodeId) -> None:
         """Sorted, so that those tried on the same nodes are of one shape; no more than a task is tried at all."""

@@ -1,7 +1,7 @@
 """HTTP and WebSockets as uvicorn speaks them, with an end to what is read before anything of ours is asked.
 
 A request's head that never comes to its end must not fill the memory; nor may a connection keep the loop busy with what never
-reaches the application: pings, fragments without end, or whatever comes after we have said goodbye.
+reaches the application: pings and pongs, fragments without end, or whatever comes after we have said goodbye.
 """
 
 from __future__ import annotations
@@ -83,6 +83,14 @@ class LimitedWebSocket(WebSocketsSansIOProtocol):
         self._pings += 1
         if self._pings <= MOST_PINGS:
             super().handle_ping()
+        elif not self.transport.is_closing():
+            self.transport.abort()
+
+    def handle_pong(self, event: Frame) -> None:
+        """We ping nobody: it answers nothing, and costs as much to read."""
+        self._pings += 1
+        if self._pings <= MOST_PINGS:
+            super().handle_pong(event)
         elif not self.transport.is_closing():
             self.transport.abort()
 

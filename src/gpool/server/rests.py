@@ -45,9 +45,10 @@ class Rests:
     ) -> Sequence[NodeId]:
         """Who carried what it was given to its end, and who gave it back though nobody asked it to; those that rest now.
 
-        What waits in line behind something long is given back rightly: only a whole line counts.
+        What waits in line behind something long, or behind what could not be started, is given back rightly: only a
+        whole line counts.
         """
-        again = {task.task for task in recording.requeued}
+        again = {task.task for task in recording.requeued if task.fault is None}
         gave_back = set()
         for task in recording.requeued:
             line = held.get(task.task)

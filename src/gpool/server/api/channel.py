@@ -203,12 +203,16 @@ async def _pass_on(
     except Malformed as error:
         channel.refuse("invalid", f"not a frame: {error}", retry=False)
         return
-    wait_s = inbox.wait_s(cost_of(frame), len(data))
+    was_proven = handshake.is_proven
+    # Before that it only says that it is this node, and one frame is all it has: the budget is not its own.
+    wait_s = inbox.wait_s(cost_of(frame), len(data)) if was_proven else 0.0
     if wait_s > 0 and not await inbox.hold_back(wait_s):
         log.warning("node %s floods us with frames; its connection is closed", channel.node)
         channel.refuse("too_many", FLOODING, retry=True)
         return
     passed = await handshake.take(frame)
+    if handshake.is_proven and not was_proven:
+        inbox.wait_s(cost_of(frame), len(data))  # the proof itself: its next frame waits for it
     if isinstance(passed, Refused):
         channel.refuse(passed.code, passed.detail, retry=passed.retry)
     elif passed is not None:

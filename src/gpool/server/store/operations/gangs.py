@@ -307,7 +307,8 @@ def _write(heard: Sequence[_Heard], at: Instant) -> Operation[None]:
         if part is not None:
             ended = (at, part.place, part.reason, part.exit_code, part.detail)
             ended += (part.duration_us, part.outputs)
-        first: Row = (one.task, one.rank, one.epoch, int(part is None), one.started_at)
+        started_at = one.started_at if part is None else part.started_at
+        first: Row = (one.task, one.rank, one.epoch, int(part is None), started_at)
         rows.append((*first, *ended, one.logged, one.mid_line))
     yield Statement(
         "UPDATE members SET holding = c.holding, started_at = c.started_at, ended_at = c.ended_at, place = c.place, "
