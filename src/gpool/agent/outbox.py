@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from gpool.agent.lines import NEVER
-from gpool.core.model import MIB, Phase
+from gpool.core.model import MIB, EndReason, Phase
 from gpool.wire.frames import (
     Checkpointed,
     Finished,
@@ -27,6 +27,11 @@ MAX_BYTES = 4 * MIB  # half of what a frame may be: sizes below are estimates
 MAX_IN_FLIGHT = 4
 ITEM_BYTES = 64  # what an item costs beside its data
 GOES_ON = frozenset({LogChunk, Checkpointed})  # what is said of an attempt that is not over
+
+
+def _failed_running(item: ReportItem) -> bool:
+    """Without a word of its start, the server would take this for one that could not be started, and try it elsewhere."""
+    return type(item) is Finished and item.reason is EndReason.SANDBOX_FAILED and item.fault is None
 
 
 class Outbox:
@@ -49,15 +54,18 @@ class Outbox:
         if self._since == NEVER:
             self._since = now
         if (self._started or self._reached) and type(item) not in GOES_ON:
-            self._started.pop(item.task, None)
+            begun = self._started.pop(item.task, None)
             self._reached.pop(item.task, None)
+            if begun is not None and _failed_running(item):
+                self._items.append(begun)
+                self._sizes.append(ITEM_BYTES)
         if type(item) is Checkpointed:
             self._supersede(item.task)
         self._items.append(item)
         self._sizes.append(ITEM_BYTES + data_bytes)
 
     def add_started(self, now: int, task: int, epoch: int) -> None:
-        """Said only if nothing ends the attempt before the batch leaves."""
+        """Said only if nothing ends the attempt before the batch leaves, or only its sandbox's end does."""
         if self._since == NEVER:
             self._since = now
         self._started[task] = Started(task, epoch)
