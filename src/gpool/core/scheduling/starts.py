@@ -260,7 +260,7 @@ class Starts(Draft):
                 for id_ in {part.node for part in victim.parts} if line.members else (line.node,):
                     if id_ in slots and there[slots[id_]]:
                         at.setdefault(id_, []).append(victim)
-        for id_ in self.barred(shape) - self.clearing.keys():
+        for id_ in (self.barred(shape) - self.clearing.keys()) | self.avoided(shape):
             at.pop(id_, None)
         for id_ in self.nearest_of(shape, at):
             self.work -= _OF_A_NODE
