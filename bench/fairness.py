@@ -64,6 +64,7 @@ from gpool.core.scheduling.plan import plan
 from gpool.core.scheduling.state import State
 
 START = Instant(10**15)
+KEPT_EVERY = Span(600 * SECOND)  # what is stopped goes on where it was
 Amounts = tuple[int, int, int]
 
 
@@ -106,6 +107,7 @@ class Tenant:
                 f"kind{number}",
                 self.team,
                 self.work.preemptible,
+                checkpoint_every=KEPT_EVERY if self.work.preemptible else None,
             )
             for user in range(self.users)
             for number in range(self.work.shapes)

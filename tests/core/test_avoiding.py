@@ -6,12 +6,21 @@ from dataclasses import replace
 
 from hypothesis import given
 from hypothesis import strategies as st
-from scheduling_builders import NOW, a_node, a_shape, a_state, apply, enqueue, hold
+from scheduling_builders import NOW, a_gpu, a_node, a_shape, a_state, apply, enqueue, hold
 
 from gpool.core.explain import explain
-from gpool.core.ids import NodeId, TaskId
-from gpool.core.model import Allocation, Availability, Node, Shape
-from gpool.core.scheduling.events import QueuedTask
+from gpool.core.ids import NodeId, TaskId, UserId
+from gpool.core.model import (
+    SECOND,
+    Allocation,
+    Availability,
+    GpuRequest,
+    Instant,
+    Node,
+    Shape,
+    Slice,
+)
+from gpool.core.scheduling.events import Leased, QueuedTask, TasksLeased
 from gpool.core.scheduling.orders import ORDERS, Policy
 from gpool.core.scheduling.placement import is_open, unfit
 from gpool.core.scheduling.plan import plan
@@ -98,3 +107,21 @@ def test_what_is_avoided_is_a_hint_and_no_part_of_the_truth() -> None:
     other = build([a_node(1)], [(a_shape(), task)], [])
     assert one == other
     assert isinstance(one, State)
+
+
+def test_nothing_is_stopped_for_it_where_it_would_not_start_though_it_is_for_others() -> None:
+    """The first node is cleared for its like; the other one would do, and may not be cleared."""
+    state, now = a_state(a_node(1, gpus=2), a_node(2, gpus=2)), Instant(NOW + 3600 * SECOND)
+    one = a_shape(1, cpu_milli=100, memory_bytes=1, gpu=(GpuRequest(),))
+    for node, preemptible in ((1, True), (2, False)):
+        for index in (0, 1):
+            part = Allocation(index, 100, 1, (Slice(index, a_gpu().memory_bytes, 1000),))
+            task = TaskId(10 * node + index)
+            leases = (Leased(1, NOW),) if preemptible else ()
+            shape = replace(one, preemptible=preemptible)
+            state.fold(TasksLeased(NodeId(node), part, shape, (task,), (), NOW, leases))
+    mine = replace(one, user=UserId(2))
+    enqueue(state, mine, [1], now - 1)
+    enqueue(state, avoiding(mine, 1), [2], now)
+    stopped = plan(state, now).preemptions
+    assert [each.beneficiary for each in stopped] == [1]

@@ -86,6 +86,19 @@ def test_every_command_always_has_one_short_kind_of_its_own_program(command: lis
     assert "\n" not in kind
 
 
+@pytest.mark.parametrize("option", ["-c", "-lc", "-ec", "-euc"])
+@pytest.mark.parametrize("text", ["echo one two", "echo 'it", "cd a && ls 'b", " "])
+def test_a_text_that_cannot_be_read_is_never_a_kind_of_its_own(option: str, text: str) -> None:
+    assert kind_of(["bash", option, text]) == "bash -c"
+
+
+def test_the_longest_word_that_goes_through_is_no_more_work_than_its_letters() -> None:
+    """By their square this would be minutes in which the server does nothing else."""
+    word = f"a{'.' * (128 * 1024)}x"
+    assert kind_of([word]) == word[:MAX_LETTERS]
+    assert kind_of(["bash", "-c", word]) == kind_of(["env", word[:1000]])
+
+
 @given(st.lists(st.text(max_size=20), max_size=6), st.sampled_from(("train.py", "eval.py")))
 def test_what_stands_behind_the_script_never_tells_kinds_apart(
     arguments: list[str], script: str

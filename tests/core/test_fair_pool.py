@@ -6,11 +6,20 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from scheduling_builders import a_node, a_shape, a_state, hold
+from scheduling_builders import NOW, a_node, a_shape, a_state, enqueue, hold
 
-from gpool.core.ids import NodeId
-from gpool.core.model import Allocation, Availability, Gpu, GpuRequest, Node, Slice
-from gpool.core.scheduling.events import NodeChanged, NodeRemoved
+from gpool.core.ids import NodeId, TaskId
+from gpool.core.model import (
+    SECOND,
+    Allocation,
+    Availability,
+    Gpu,
+    GpuRequest,
+    Instant,
+    Node,
+    Slice,
+)
+from gpool.core.scheduling.events import NodeChanged, NodeRemoved, TasksReleased
 from gpool.core.scheduling.state import State, build
 
 ALL = 1_000_000
@@ -87,3 +96,34 @@ def test_a_pool_built_anew_counts_the_same() -> None:
     held = [(NodeId(1), ONE_GPU, shape, 1)]
     state = build([a_node(1, gpus=2), gone], [], held)  # type: ignore[arg-type]  # a task's number
     assert share(state) == ALL // 2
+
+
+@pytest.mark.parametrize("others", [1, 3, 9])
+def test_what_was_had_before_is_not_another_part_because_nodes_went(others: int) -> None:
+    """The first two hold a GPU each for an hour in which a third waits; one of them began again just now."""
+    gone = range(2, 2 + others)
+    state = a_state(a_node(1, gpus=2), *(a_node(number, gpus=2) for number in gone))
+    shapes = [a_shape(user, gpu=(GpuRequest(),)) for user in (1, 2)]
+    parts = [Allocation(i, 1000, 1 << 30, (Slice(i, 1 << 30, 1000),)) for i in (0, 1)]
+    enqueue(state, a_shape(3), [9])
+    for task in (0, 1):
+        hold(state, shapes[task], 1, parts[task], task)
+    state.pass_time(NOW)
+    state.pass_time(Instant(NOW + 3600 * SECOND))
+    state.fold(TasksReleased((TaskId(1),)))
+    hold(state, shapes[1], 1, parts[1], 1)
+
+    def had() -> list[int]:
+        return [state.shares.lately(("user", user)) for user in (1, 2)]
+
+    before = had()
+    assert before[0] == before[1] > 0
+    for number in gone:
+        state.fold(NodeChanged(replace(a_node(number, gpus=2), connected=False)))
+    assert had() == before
+    for number in gone:
+        state.fold(NodeRemoved(NodeId(number)))
+    assert had() == before
+    state.fold(NodeChanged(replace(a_node(1, gpus=2), cordoned=True)))
+    assert had() == before
+    assert share(state) == before[0]  # of a pool that lends nothing nobody has a part

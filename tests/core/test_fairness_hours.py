@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from bench.fairness import Options, Pool, Tenant, Work, shares
@@ -17,6 +19,8 @@ from bench.fairness_hours import (
     summary,
     worst,
 )
+from gpool.core.ids import TaskId
+from gpool.core.model import Shape
 from gpool.core.scheduling.orders import Policy
 
 HALVES = {1: 0.5, 2: 0.5}
@@ -94,3 +98,28 @@ def test_pieces_that_do_not_divide_are_had_by_turns_and_every_hour_is_even(name:
     found = shares(name, pool, Options(3, 7)).measured[0]
     assert abs(worst(found.hours)) <= 0.05
     assert pool.between <= 20 * 3  # and not by taking from each other all the time
+
+
+class Anew(Pool):
+    """What is stopped keeps nothing and begins anew; no more comes than was there first."""
+
+    def submit(self, tenant: Tenant, shape: Shape) -> None:
+        if self.tasks < 4:
+            super().submit(tenant, replace(shape, checkpoint_every=None))
+
+    def stop(self, task: TaskId) -> None:
+        length = self.of[task][2]
+        super().stop(task)
+        self.of[task] = (*self.of[task][:2], length)
+
+
+@pytest.mark.parametrize("minutes", [15, 50])
+def test_what_is_longer_than_a_turn_and_keeps_nothing_ends_all_the_same(minutes: int) -> None:
+    """Two take turns on one node, each with two tasks. By turns of ten minutes none would ever end."""
+    pool = Anew(1, Policy(), 7)
+    pool.tick = SLICE // 10
+    for team in (1, 2):
+        pool.join(Tenant(team, Work(8, minutes, preemptible=True), waiting=2))
+    pool.run(12 * HOUR)
+    assert pool.tasks == 4
+    assert not pool.of

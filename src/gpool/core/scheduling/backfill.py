@@ -2,7 +2,8 @@
 
 Which node, and when it will have room, follows from the predicted ends of what runs: the one that is ready first. A prediction
 may be wrong: then the one that waits starts later than said, never not at all, because nothing that is expected to outlast the
-reservation gets in before it. While predictions hold, nothing that passes it delays it.
+reservation gets in before it. While predictions hold, nothing that passes the one that stands first delays it; who stands behind
+others that wait has no such promise.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ _MAX_TEXT, _MAX_IN_TEXT = (
 )  # letters of a shell's text that are looked at, words of a command in it
 _MAX_DEPTH = 8  # programs that start programs
 _NUMBER = re.compile(r"\d{3,}")
-_VERSION = re.compile(r"(?<=\D)[\d.]+$")
+_VERSION = "0123456789."  # letters of one
 _ASSIGNED = re.compile(r"\w+=")
 _ENDS = frozenset(("&&", "||", ";", "|", "&", "(", ")", "{", "}"))
 _SHELLS = frozenset(("sh", "bash", "dash", "zsh", "ksh", "ash"))
@@ -145,9 +145,13 @@ def _text_of(rest: list[str]) -> str:
     for place, word in enumerate(rest):
         if not word.startswith("-"):
             return ""
-        if not word.startswith("--") and "c" in word:
+        if _has_text(word):
             return next(iter(rest[place + 1 :]), "")
     return ""
+
+
+def _has_text(option: str) -> bool:
+    return not option.startswith("--") and "c" in option
 
 
 def _first_in(text: str) -> list[str]:
@@ -189,6 +193,8 @@ def _script(name: str, rest: list[str]) -> str:
             return f"-m {_plain(module)}".rstrip()
         if option in ("-c", "-e", "-E", "--eval"):
             return option
+        if name in _SHELLS and _has_text(option):
+            return "-c"
         place += 2 if option in with_word else 1
     return _plain(rest[place].rpartition("/")[2]) if place < len(rest) else ""
 
@@ -206,7 +212,7 @@ def _script_among(rest: list[str]) -> str:
 def _name(word: str) -> str:
     """Of a program, without its folder; of an interpreter without its version."""
     name = _plain_word(word.rpartition("/")[2] or word)
-    bare = _VERSION.sub("", name)
+    bare = name.rstrip(_VERSION)
     return bare if bare in _INTERPRETERS else name
 
 

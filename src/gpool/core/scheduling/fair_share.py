@@ -124,6 +124,11 @@ class Usage:
     def is_any(self) -> bool:
         return self._clock > 0
 
+    @property
+    def clock(self) -> float:
+        """Grows while anybody has to wait; no measure of time."""
+        return self._clock
+
     def knows(self, holder: Holder) -> bool:
         return holder in self._sums
 
@@ -225,6 +230,7 @@ class Shares:
         "_lent",
         "_nodes",
         "_scopes",
+        "_settled_at",
         "_waiting",
         "predictions",
         "usage",
@@ -240,6 +246,7 @@ class Shares:
         self._held: dict[Holder, list[int]] = {}
         self._waiting: dict[Holder, int] = {}  # shapes
         self._scopes: dict[Holder, int | None] = {}  # of those, the last one's
+        self._settled_at = 0.0  # of the usage's clock, when the pool was last another
 
     def wants(self, shape: Shape) -> None:
         """Tasks of this shape wait. A holder of which nothing waited was served: it begins even with the others."""
@@ -294,19 +301,33 @@ class Shares:
 
     def put(self, node: Node) -> None:
         """Only what can be given out now is part of the pool."""
-        self.remove(node.id)
-        if not is_open(node):
+        offer, lent = node.offer, None
+        if is_open(node):
+            gpus = sum(not gpu.closed and gpu.index not in node.gpus_withheld for gpu in offer.gpus)
+            lent = (1000 * gpus, offer.cpu_milli, offer.memory_bytes)
+        if lent == self._nodes.get(node.id):
             return
-        offer = node.offer
-        gpus = sum(not gpu.closed and gpu.index not in node.gpus_withheld for gpu in offer.gpus)
-        lent = (1000 * gpus, offer.cpu_milli, offer.memory_bytes)
-        self._nodes[node.id] = lent
-        self._add(self._lent, lent, 1)
+        self.remove(node.id)
+        if lent is not None:
+            self._close_past()
+            self._nodes[node.id] = lent
+            self._add(self._lent, lent, 1)
 
     def remove(self, node: NodeId) -> None:
         lent = self._nodes.pop(node, None)
         if lent is not None:
+            self._close_past()
             self._add(self._lent, lent, -1)
+
+    def _close_past(self) -> None:
+        """The pool is about to be another: what was had so far was a part of it as it was."""
+        usage = self.usage
+        if self._settled_at == usage.clock:
+            return  # nothing was had since
+        self._settled_at = usage.clock
+        for holder, held in self._held.items():
+            if usage.knows(holder):
+                usage.settle(holder, self._dominant(held))
 
     def take(self, shape: Shape, amounts: Amounts) -> None:
         self._add(self._all, amounts, 1)

@@ -3,7 +3,8 @@
 **Who may be stopped.** Only what allows it (`Shape.preemptible`), and only for a task that comes before it in the order, both
 seen as if neither ran. That comparison cannot turn round by the exchange itself: what was stopped never takes the room back
 from whom it was stopped for, until that one has run long enough to come later. Besides, what was preempted before is left
-alone for `policy.protection` after it starts again, by those of other users for a `policy.turn` if that is less.
+alone for `policy.protection` after it starts again, by those of other users for a `policy.turn` if that is less; what keeps no
+checkpoint, by them and as long as no guarantee is at stake, for as long as it ran before: else it might never end.
 
 **What it costs.** GPUs that have to start anew, those of a gang all together, then tasks. Where that is equal, the last in the
 order goes: anything else would be wanted back at the next occasion. A set is stopped only if it makes the whole room: half a

@@ -260,7 +260,7 @@ class Starts(Draft):
                 for id_ in {part.node for part in victim.parts} if line.members else (line.node,):
                     if id_ in slots and there[slots[id_]]:
                         at.setdefault(id_, []).append(victim)
-        for id_ in self.barred(shape) - self.clearing.keys():
+        for id_ in (self.barred(shape) - self.clearing.keys()) | self.avoided(shape):
             at.pop(id_, None)
         for id_ in self.nearest_of(shape, at):
             self.work -= _OF_A_NODE
@@ -298,7 +298,9 @@ class Starts(Draft):
                 both = both._replace(key=self.key(turn, without=line), gained=own)
             if shape.user == other.user:
                 alike = self.not_left_alone(alike)
-            yield from self.outranked_of(alike, both)
+            found = self.outranked_of(alike, both)
+            is_for_share = shape.user != other.user and mine[0] == both.other[0]
+            yield from self.not_in_vain(found) if is_for_share else found
 
     def had(self, shape: Shape) -> tuple[int, int]:
         """What its tenant and its user had lately."""
@@ -330,6 +332,15 @@ class Starts(Draft):
             for victim in alike
             if victim.line.since <= since or not preemption.began_before(victim.line)
         ]
+
+    def not_in_vain(self, found: Iterator[Victim]) -> Iterator[Victim]:
+        """Of strangers': what keeps nothing and begins anew goes on for as long as it ran for nothing before. Stopped after each
+        turn, it would never end."""
+        for victim in found:
+            line, lease = victim.line, next(iter(victim.line.leases.values()))
+            keeps = line.shape.checkpoint_every is not None or self.policy.order != "fair_share"
+            if keeps or self.now - line.since >= lease.attained:
+                yield victim
 
     def outranked_of(self, alike: list[Victim], both: Standing) -> Iterator[Victim]:
         """Of some of one user and size those that may be stopped; `both`: with one that has not run yet."""
