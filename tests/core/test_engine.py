@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +23,7 @@ from gpool.core.scheduling.limits import GpuLimits
 from gpool.core.scheduling.orders import Policy
 from gpool.core.scheduling.placement import fit, is_open, unfit
 from gpool.core.scheduling.plan import plan
-from gpool.core.scheduling.pricing import USUAL, Weights, price
+from gpool.core.scheduling.pricing import USUAL, Pricing, Weights, price
 from gpool.core.scheduling.state import State
 
 H100, T4, A10G = "NVIDIA H100 80GB HBM3", "Tesla T4", "NVIDIA A10G"
@@ -111,17 +112,19 @@ def places_by_looking(state: State, shape: Shape) -> list[int]:
     ]
 
 
-@settings(max_examples=150, deadline=None)
-@given(steps=STEPS, pricing=st.sampled_from(PRICINGS))
-def test_a_remembering_engine_always_answers_as_a_new_one_and_as_a_look_at_every_node(
-    steps: list[tuple[Any, ...]], pricing: Any
-) -> None:
+def questions(
+    steps: list[tuple[Any, ...]],
+    last: list[Shape],
+    pricing: Pricing,
+    put: Callable[[Node], Node] = lambda node: node,
+) -> Iterator[tuple[State, Shape]]:
+    """Lives through the steps; at each question, and for the `last` ones, the state as it then is. Nodes come as `put` makes them."""
     policy = Policy(order="fcfs", pricing=pricing)
     state, ids = a_state(a_node(1, 8, 2), a_node(2, 12, 4)), 0
-    for step in [*steps, *(("ask", shape) for shape in SHAPES)]:
+    for step in [*steps, *(("ask", shape) for shape in last)]:
         match step:
             case ("node", Node() as node):
-                state.fold(NodeChanged(node))
+                state.fold(NodeChanged(put(node)))
             case ("gone", int(number)):
                 state.fold(NodeRemoved(NodeId(number)))
             case ("come", Shape() as shape, int(count)):
@@ -133,13 +136,22 @@ def test_a_remembering_engine_always_answers_as_a_new_one_and_as_a_look_at_every
                 if held:
                     state.fold(TasksReleased((held[number % len(held)],)))
             case (_, Shape() as shape):
-                engine = state.engine(pricing)
-                found = asked(engine, shape)
-                assert found == asked_anew(state, shape, engine)
-                open_to_it = places_by_looking(state, shape)
-                assert any(found) == bool(open_to_it)
-                first = next(filter(None, found), None)
-                assert first is None or first[0] in open_to_it  # type: ignore[index]
+                yield state, shape
+
+
+@settings(max_examples=150, deadline=None)
+@given(steps=STEPS, pricing=st.sampled_from(PRICINGS))
+def test_a_remembering_engine_always_answers_as_a_new_one_and_as_a_look_at_every_node(
+    steps: list[tuple[Any, ...]], pricing: Pricing
+) -> None:
+    for state, shape in questions(steps, SHAPES, pricing):
+        engine = state.engine(pricing)
+        found = asked(engine, shape)
+        assert found == asked_anew(state, shape, engine)
+        open_to_it = places_by_looking(state, shape)
+        assert any(found) == bool(open_to_it)
+        first = next(filter(None, found), None)
+        assert first is None or first[0] in open_to_it  # type: ignore[index]
 
 
 @settings(max_examples=60, deadline=None)

@@ -11,9 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plain_placement import best_place
 from scheduling_builders import NOW, a_node, a_shape, a_state, apply, enqueue
-from test_engine import A10G, H100, PRICINGS, SHAPES, STEPS, T4, wanting
+from test_engine import A10G, H100, PRICINGS, SHAPES, STEPS, T4, questions, wanting
 
-from gpool.core.ids import NodeId
 from gpool.core.model import GIB, Merit, Node, Shape
 from gpool.core.scheduling.events import NodeChanged, NodeRemoved, TasksReleased
 from gpool.core.scheduling.orders import Policy
@@ -57,24 +56,11 @@ def assert_alike(state: State, shape: Shape, pricing: Pricing) -> None:
 def test_the_engine_finds_what_plain_rules_find_whatever_happens(
     steps: list[tuple[Any, ...]], pricing: Pricing, has_prices: bool
 ) -> None:
-    policy = Policy(order="fcfs", pricing=pricing)
-    state, ids = a_state(a_node(1, 8, 2), a_node(2, 12, 4)), 0
-    for step in [*steps, *(("ask", shape) for shape in MORE)]:
-        match step:
-            case ("node", Node() as node):
-                state.fold(NodeChanged(priced(node, node.id) if has_prices else node))
-            case ("gone", int(number)):
-                state.fold(NodeRemoved(NodeId(number)))
-            case ("come", Shape() as shape, int(count)):
-                enqueue(state, shape, range(ids + 1, ids + count + 1))
-                ids += count
-                apply(state, plan(state, NOW, policy))
-            case ("end", int(number)):
-                held = sorted(state.held)
-                if held:
-                    state.fold(TasksReleased((held[number % len(held)],)))
-            case (_, Shape() as shape):
-                assert_alike(state, shape, pricing)
+    def put(node: Node) -> Node:
+        return priced(node, node.id) if has_prices else node
+
+    for state, shape in questions(steps, MORE, pricing, put):
+        assert_alike(state, shape, pricing)
 
 
 @pytest.mark.parametrize("seed", range(3))
