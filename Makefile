@@ -7,6 +7,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS)
+TWICE := $(BIN)/python -m tests.second_look
 
 COMPILE = uv pip compile --universal --python-version 3.11 --generate-hashes \
 	--no-emit-index-url --no-annotate --custom-compile-command 'make lock' --quiet
@@ -42,13 +43,13 @@ up: $(VENV)/.installed      ## start a pool on this machine: server, agent, embe
 # ---- checking
 
 test: system setup engines check  ## lint, types, contracts, then every test
-	$(PYTEST) -m 'not alone' --ignore tests/core --ignore tests/world
+	$(TWICE) -n $(WORKERS) -m 'not alone' --ignore tests/core --ignore tests/world
 	@echo 'the last part takes some five minutes, and is shown when it is done'
 	@$(MAKE) --no-print-directory --jobs 2 --output-sync=target alone pure
 
 # What looks at the whole host runs while nothing else touches it; beside it, what only computes.
 alone: setup
-	$(BIN)/python -m pytest -m alone
+	$(TWICE) -m alone
 
 pure: setup
 	$(BIN)/python -m pytest tests/core tests/world
