@@ -8,6 +8,7 @@ import threading
 from dataclasses import dataclass, field
 
 _ALL_PACKETS = 0x0003
+_SO_RCVBUFFORCE = 33  # past the host's limit: a listener that waits for its turn misses nothing
 _IPV4, _TCP = 0x0800, 6
 _RECORDS = frozenset({20, 21, 22, 23})
 """TLS record types: change cipher spec, alert, handshake, application data."""
@@ -36,9 +37,10 @@ class Wiretap:
     packets: list[bytes] = field(default_factory=list)
 
     def __enter__(self) -> Wiretap:
-        self._socket = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(_ALL_PACKETS))
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 26)
-        self._socket.bind((self.interface, 0))
+        # Of no protocol before it is bound: else it would hear, until then, what passes every interface.
+        self._socket = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0)
+        self._socket.setsockopt(socket.SOL_SOCKET, _SO_RCVBUFFORCE, 1 << 26)
+        self._socket.bind((self.interface, _ALL_PACKETS))
         self._socket.settimeout(0.1)
         self._over = threading.Event()
         self._listener = threading.Thread(target=self._listen, name="wiretap")
@@ -51,11 +53,12 @@ class Wiretap:
         self._socket.close()
 
     def _listen(self) -> None:
-        while not self._over.is_set():
+        while True:
             try:
                 self.packets.append(self._socket.recv(1 << 16))
             except TimeoutError:
-                continue
+                if self._over.is_set():  # and all that had come is heard
+                    return
             except OSError:  # the interface is gone
                 return
 
