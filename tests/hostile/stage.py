@@ -48,6 +48,7 @@ ip route add 224.0.0.0/4 dev lan0
 echo "0 2147483647" > /proc/sys/net/ipv4/ping_group_range
 """
 PR_SET_CHILD_SUBREAPER = 36
+SETTLED_WITHIN_S, LOOK_AGAIN_S = 60.0, 0.25
 AGENT_WITHIN_S = 800.0
 
 
@@ -104,12 +105,12 @@ def settled(before: dict[str, str]) -> list[str]:
     """What changed and stays so: what is just ending gets a moment."""
     waiting = threading.Event()
     found: list[str] = []
-    for _ in range(20):
+    for _ in range(int(SETTLED_WITHIN_S / LOOK_AGAIN_S)):
         reap()
         found = changes(before, fingerprint(os.getpid()))
         if not found:
             break
-        waiting.wait(0.25)
+        waiting.wait(LOOK_AGAIN_S)
     return found
 
 

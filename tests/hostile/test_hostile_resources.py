@@ -150,7 +150,8 @@ def seconds_to_kill_a_swarm(tmp_path: Path, cpu_milli: int) -> float:
     async def work(runtime: Any) -> float:
         share = Limits(cpu_milli=cpu_milli, memory_bytes=256 << 20, processes=200)
         loop = asyncio.get_running_loop()
-        job = CommandJob(("python", "-c", SWARM), (), (), (), share)
+        words = ("python", "-I", "-S", "-c", SWARM)  # to be up in a few seconds with a sliver, too
+        job = CommandJob(words, (), (), (), share)
         sandbox = await runtime.start_command(job)
         assert await anext(sandbox.output()) == (1, b"up\n")
         began = loop.time()
