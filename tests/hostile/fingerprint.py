@@ -48,6 +48,7 @@ LISTS += (
     "keys",
     "filesystems",
 )
+MOST_LOOKS = 100
 CLOCK, CLOCK_S, CLOCK_LOOKS = "clock", 5.0, 5
 ENDED = "06"  # a connection that is over, and remembered for a minute
 
@@ -161,6 +162,17 @@ def fingerprint(ours: int) -> dict[str, str]:
     """One look; `ours` is the process below which everything must be gone again."""
     others = {"host name": os.uname().nodename, CLOCK: str(booted_at())}
     return settings() | mounts() | processes(ours) | files() | lists() | others
+
+
+def steady_look(ours: int) -> dict[str, str]:
+    """One look at a host that has come to rest: what ended before us may still be going."""
+    before = fingerprint(ours)
+    for _ in range(MOST_LOOKS):
+        again = fingerprint(ours)
+        if not changes(before, again):
+            break
+        before = again
+    return before
 
 
 def changes(before: dict[str, str], after: dict[str, str]) -> list[str]:

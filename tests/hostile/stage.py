@@ -22,7 +22,7 @@ from typing import Any
 
 sys.path[:0] = [str(Path(__file__).parent)]
 
-from fingerprint import changes, fingerprint  # noqa: E402 - found by the line above
+from fingerprint import changes, fingerprint, steady_look  # noqa: E402 - found by the line above
 from planting import NAMED_VARIABLES, token  # noqa: E402
 
 from gpool.testing import unprivileged  # noqa: E402
@@ -136,7 +136,7 @@ def main(order: dict[str, Any]) -> None:
     leave_others()
     subprocess.run(["sh", "-c", LAN], check=True)
     port = serve()
-    before = fingerprint(os.getpid())
+    before = steady_look(os.getpid())
     base = Path(tempfile.mkdtemp(prefix="foe-"))
     try:
         if not order["root"]:

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.alone  # keys and files are the whole host's: others' a
 HERE = Path(__file__).parent
 PLANT = r"""
 import ctypes, json, os, socket, subprocess, sys
-from fingerprint import changes, fingerprint
+from fingerprint import changes, fingerprint, steady_look
 from stage import leave_others
 
 libc = ctypes.CDLL(None)
@@ -31,11 +31,8 @@ def listening(family, address):
 
 
 leave_others()
-for _ in range(100):  # what ended before us may still be going
-    before = fingerprint(os.getpid())
-    quiet = changes(before, fingerprint(os.getpid()))
-    if not quiet:
-        break
+before = steady_look(os.getpid())
+quiet = changes(before, fingerprint(os.getpid()))
 subprocess.run(["mount", "-t", "tmpfs", "x", "/mnt"], check=True)
 forward = "/proc/sys/net/ipv4/ip_forward"
 other = "10"[int(open(forward).read())]  # a namespace begins with its host's
