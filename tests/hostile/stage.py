@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -104,14 +105,13 @@ def run_agent(base: Path, order: dict[str, Any], port: int) -> Any:
 def settled(before: dict[str, str]) -> list[str]:
     """What changed and stays so: what is just ending gets a moment."""
     waiting = threading.Event()
-    found: list[str] = []
-    for _ in range(int(SETTLED_WITHIN_S / LOOK_AGAIN_S)):
+    until = time.monotonic() + SETTLED_WITHIN_S
+    while True:
         reap()
         found = changes(before, fingerprint(os.getpid()))
-        if not found:
-            break
+        if not found or time.monotonic() > until:
+            return found
         waiting.wait(LOOK_AGAIN_S)
-    return found
 
 
 def reap() -> None:
@@ -126,7 +126,7 @@ def leave_others() -> None:
     """Mounts of other tests, seen in our copy of the tree only, would go when those tests end."""
     mounts = [line.split()[4] for line in Path("/proc/self/mountinfo").read_text().splitlines()]
     for mount in reversed(mounts):
-        if mount.startswith(tempfile.gettempdir() + "/"):
+        if mount.startswith((tempfile.gettempdir() + "/", "/run/netns/")):
             subprocess.run(["umount", "-l", mount], capture_output=True, check=False)
 
 
