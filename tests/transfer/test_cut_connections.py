@@ -65,7 +65,9 @@ class Cutting:
         self._up.set()
         await self._stop.wait()
         server.close()
-        talks = dict(self._talks)  # before Python 3.12 a server that is closed waits for none of them
+        talks = dict(
+            self._talks
+        )  # before Python 3.12 a server that is closed waits for none of them
         for transport in talks.values():
             transport.abort()
         await asyncio.gather(*talks, return_exceptions=True)
