@@ -30,13 +30,12 @@ def postgres(folder: str) -> Iterator[Any]:
         nonlocal is_slow
         try:
             server.start()
-        except subprocess.TimeoutExpired:
-            is_slow = True
-            return False
-        except (subprocess.CalledProcessError, AssertionError):
+        except (subprocess.SubprocessError, OSError, AssertionError) as error:
+            told = (error, error.__context__)  # it also looks for a log, which may not be there yet
+            is_slow = is_slow or any(isinstance(each, subprocess.TimeoutExpired) for each in told)
             if not is_slow:
                 raise
-            return False  # there, and not ready yet
+            return False
         return True
 
     try:
