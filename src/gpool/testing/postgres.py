@@ -48,6 +48,9 @@ def postgres(folder: str) -> Iterator[Any]:
 @contextmanager
 def _one_process_at_a_time() -> Iterator[None]:
     path = Path(tempfile.gettempdir()) / f"gpool-postgres-{os.geteuid()}.lock"
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+    held = os.open(path, os.O_RDONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX)
         yield
+    finally:
+        os.close(held)
