@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from container_case import containers_of
+from container_case import none_left
 
 from gpool.agent.runtime.docker.kernel_log import records
 from gpool.agent.runtime.protocol import BadOutput, CommandJob, Limits, Staged
@@ -319,7 +319,7 @@ def test_a_sandbox_that_is_just_being_made_dies_with_the_agent_too(
                     os.kill(pid, signal.SIGKILL)
         if kind in ENGINES:  # or the next test would meet what the guard is still removing
             engine = shared_engine(ENGINES[kind])
-            eventually("none is left", lambda at=engine: containers_of(at) == [], PATIENCE_S)
+            eventually("none is left", lambda at=engine: none_left(at), PATIENCE_S)
 
 
 @pytest.mark.parametrize("kind", ["bubblewrap", "docker", "podman"])
