@@ -175,9 +175,16 @@ def name_server(listening: socket.socket) -> None:
     threading.Thread(target=serve, daemon=True).start()
 
 
+def forward_nothing() -> None:
+    """A fresh namespace begins as this machine's own is now, whoever has changed that."""
+    Path("/proc/sys/net/ipv4/ip_forward").write_text("0")
+
+
 def build_world() -> socket.socket:
     """The host is where we are; the world is one hop away. Returns the packet socket that sees what arrives there."""
+    forward_nothing()
     world = in_namespace(None, own_descriptor)
+    in_namespace(world, forward_nothing)
     subprocess.run(
         ["ip", "link", "add", "up0", "type", "veth", "peer", "name", "w0", "netns", f"/proc/{os.getpid()}/fd/{world}"],
         check=True,
