@@ -16,7 +16,7 @@ from ipaddress import IPv4Address, ip_address
 from typing import Any
 
 PORT = 8080
-PATIENCE_S = 60.0  # for what must answer
+PATIENCE_S = 240.0  # for what must answer
 MOST_ASKED, AT_ONCE = 5000, 32
 REFUSED = 5
 
