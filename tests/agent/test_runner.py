@@ -88,7 +88,7 @@ def test_answers_come_in_order_each_with_its_own_output(kind: str, tmp_path: Pat
         for at, answer in enumerate(answers):
             assert not answer.raised, answer.error_text
             assert pickle.loads(answer.value) == f"N{at}"
-            assert answer.output == ((1, b"out n%d\n" % at), (2, b"err n%d\n" % at))
+            assert calling.said(answer) == ((1, b"out n%d\n" % at), (2, b"err n%d\n" % at))
 
     with_runner(kind, tmp_path, work)
 
@@ -347,7 +347,10 @@ def test_a_call_that_spoils_its_output_spoils_no_other(kind: str, how: str, tmp_
         for text in ("after", "and again"):
             answer = await calling.call(shout, text)
             assert not answer.raised, answer.error_text
-            assert answer.output == ((1, f"out {text}\n".encode()), (2, f"err {text}\n".encode()))
+            assert calling.said(answer) == (
+                (1, f"out {text}\n".encode()),
+                (2, f"err {text}\n".encode()),
+            )
 
     with_runner(kind, tmp_path, work)
 

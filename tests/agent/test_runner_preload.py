@@ -109,7 +109,7 @@ def test_answers_of_many_functions_come_in_order_each_with_its_output(
             text = f"n{at}"
             assert value(answer) == (text if at % 4 else text[::-1])
             told = [(1, b"out %b\n"), (2, b"err %b\n")] if at % 4 else [(1, b"rev %b\n")]
-            assert answer.output == tuple((n, form % text.encode()) for n, form in told)
+            assert calling.said(answer) == tuple((n, form % text.encode()) for n, form in told)
 
     with_runner(kind, tmp_path, work)
 
@@ -150,9 +150,9 @@ def test_a_process_that_ends_takes_one_call_with_it_and_none_behind_it(
         assert dead.raised
         assert dead.ended is not None
         assert (dead.ended.exit_code, dead.ended.reason) == (code, EndReason.EXITED)
-        assert dead.output == ((1, b"last words\n"),)
+        assert calling.said(dead) == ((1, b"last words\n"),)
         assert [value(one) for one in rest] == ["also fine", "still", "after"]
-        assert rest[-1].output == ((1, b"out after\n"), (2, b"err after\n"))
+        assert calling.said(rest[-1]) == ((1, b"out after\n"), (2, b"err after\n"))
 
     with_runner(kind, tmp_path, work)
 
@@ -280,7 +280,7 @@ def test_a_module_that_is_missing_is_skipped(kind: str, tmp_path: Path) -> None:
 def test_what_an_import_prints_belongs_to_no_call(tmp_path: Path) -> None:
     async def work(calling: Caller) -> None:
         answer = await calling.call(say, "mine")
-        assert answer.output == ((1, b"out mine\n"), (2, b"err mine\n"))
+        assert calling.said(answer) == ((1, b"out mine\n"), (2, b"err mine\n"))
 
     with_runner("bubblewrap", tmp_path, work, preload=("this",))  # prints the Zen
 

@@ -206,6 +206,16 @@ class Caller:
                     break
         return found
 
+    def said(self, answer: Answer) -> tuple[tuple[int, bytes], ...]:
+        """All that a call printed: what it was slow to finish was sent ahead."""
+        ahead = [(each.stream, each.data) for each in self.printed if each.number == answer.number]
+        joined: list[tuple[int, bytes]] = []
+        for stream, data in [*ahead, *answer.output]:
+            if joined and joined[-1][0] == stream:
+                data = joined.pop()[1] + data
+            joined.append((stream, data))
+        return tuple(joined)
+
     async def call(self, function: Callable[..., object], *args: object) -> Answer:
         await self.send(function, args)
         return (await self.answers(1))[0]

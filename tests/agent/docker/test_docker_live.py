@@ -137,7 +137,7 @@ def test_a_runner_takes_large_arguments_and_gives_large_values(kind: str, tmp_pa
         same = pickle.loads(answer.value_file.read_bytes()) == given + given
         answer.value_file.unlink()
         await calling.runner.remove()
-        return same, answer.output
+        return same, calling.said(answer)
 
     assert using(kind, tmp_path, work) == (True, ((1, b"called\n"),))
 
@@ -153,7 +153,7 @@ def test_many_calls_keep_their_own_output(kind: str, tmp_path: Path) -> None:
         await calling.send(speak, *((n,) for n in range(50)))
         answers = await calling.answers(50)
         await calling.runner.remove()
-        return [answer.output for answer in answers]
+        return [calling.said(answer) for answer in answers]
 
     assert using(kind, tmp_path, work) == [((1, b"say %d\n" % n),) for n in range(50)]
 

@@ -188,7 +188,7 @@ def test_a_runner_in_a_guest_answers_calls_small_and_large(tmp_path: Path) -> No
                 pickle.loads(first.value),
                 value,
                 pickle.loads(by_file.value),
-                first.output,
+                running.said(first),
                 failed.error_text,
             )
         finally:
