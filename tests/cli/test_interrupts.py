@@ -19,7 +19,7 @@ from click.testing import Result as Done
 from standin import Pool
 
 from gpool.cli.interrupts import HELD, Reading
-from gpool.cli.main import FAILED, INTERRUPTED, NOT_FOUND
+from gpool.cli.main import INTERRUPTED, NOT_FOUND
 from gpool.cli.run import attend
 from gpool.client.client import Client
 from gpool.client.logs import Printed
@@ -78,7 +78,7 @@ def test_a_press_that_is_dropped_elsewhere_still_detaches(
 ) -> None:
     task = Dropping()
     nobody = cast(Client, None)  # it is asked for outputs only
-    assert attend(nobody, cast(Run, task), tmp_path, quiet=False) == FAILED
+    assert attend(nobody, cast(Run, task), tmp_path, quiet=False) == INTERRUPTED
     task.over.set()
     assert "gpool logs -f task_1" in capfd.readouterr().err
     assert not task.cancelled

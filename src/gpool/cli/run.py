@@ -16,7 +16,7 @@ from gpool.cli.calling import as_json, client_of, into
 from gpool.cli.due import due
 from gpool.cli.following import say_how_it_ended, show
 from gpool.cli.interrupts import Reading, unless_interrupted
-from gpool.cli.main import FAILED, GPOOL_FAULT, INTERRUPTED, say_error
+from gpool.cli.main import GPOOL_FAULT, INTERRUPTED, say_error
 from gpool.cli.progress import ProgressLine, on_stderr, progress_bar
 from gpool.core.errors import GpoolError, Invalid
 
@@ -261,10 +261,9 @@ def detached(submitted: Run, is_pressed_again: Callable[[float], bool]) -> int:
         f"Stop it with: gpool cancel {submitted.id} (or press Ctrl-C again now)",
         err=True,
     )
-    if not is_pressed_again(SECOND_CHANCE_S):
-        return FAILED
-    submitted.cancel()
-    click.echo(f"Cancelled {submitted.id}.", err=True)
+    if is_pressed_again(SECOND_CHANCE_S):
+        submitted.cancel()
+        click.echo(f"Cancelled {submitted.id}.", err=True)
     return INTERRUPTED
 
 
