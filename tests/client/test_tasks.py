@@ -116,6 +116,20 @@ def test_an_end_that_is_not_its_own_raises_its_class(
     assert type(caught.value) is error
 
 
+@pytest.mark.parametrize("reason", ["sandbox_failed", "node_failed"])
+def test_a_task_that_no_node_could_start_says_whose_doing_it_was_and_what_to_do(
+    client: Client, pool: Pool, reason: str
+) -> None:
+    told = "no bwrap here (it was tried 3 times and could not be started)"
+    pool.command = lambda _: {"status": "failed", "reason": reason, "error_text": told}
+    with pytest.raises(gpool.TaskFailed) as caught:
+        client.run(["true"])
+    [task], said = pool.tasks, str(caught.value)
+    assert "gpool's fault" not in said
+    for part in ("node", "not your", told, f"gpool explain {task}", "--tier", "operator"):
+        assert part in said
+
+
 def test_an_argument_that_cannot_travel_is_named(client: Client) -> None:
     @client.task
     def work(data: object, lock: object = None) -> None: ...
