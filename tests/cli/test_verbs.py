@@ -314,6 +314,15 @@ def test_a_timeout_of_a_month_is_shown_in_whole_seconds(gpool: Gpool, pool: Pool
     assert "2592000 s" in gpool("status", task).stdout
 
 
+def test_sizes_that_were_asked_for_are_shown_as_they_were_typed(gpool: Gpool, pool: Pool) -> None:
+    pool.runs = False
+    task = gpool("run", "-d", "--", "true").stdout.strip()
+    pool.tasks[task] |= {"memory_bytes": 8 << 30, "disk_bytes": 20 * 10**9}
+    shown = gpool("status", task).stdout
+    assert "8GiB" in shown
+    assert "20GB" in shown
+
+
 def test_several_are_waited_for_and_the_first_that_failed_decides(gpool: Gpool, pool: Pool) -> None:
     tasks = []
     for code in (0, 7, 3):

@@ -20,6 +20,7 @@ from gpool.cli.main import FAILED, GPOOL_FAULT, INTERRUPTED, exit_code_of, say_e
 from gpool.cli.naming import own_team_id, shared_names, shown_as, who_is_who
 from gpool.cli.printing import age, emit_json, fields, local_time, plain, table
 from gpool.cli.progress import ProgressLine, progress_bar
+from gpool.core import gpuspec
 from gpool.core.errors import GpoolError, Invalid
 
 if TYPE_CHECKING:
@@ -151,7 +152,7 @@ def status(ctx: click.Context, task: str, as_json: bool) -> None:
     document["preemptible"] = "yes" if document.get("preemptible") else None
     for name in ("memory", "disk"):
         size = document.get(f"{name}_bytes")
-        document[name] = None if size is None else f"{size / 1e9:g}GB"
+        document[name] = None if size is None else gpuspec.typed_size(size)
     if timeout := document.get("timeout_s"):
         document["timeout"] = f"{timeout:.12g} s"
     if not document["nodes"]:
