@@ -302,6 +302,15 @@ class Client:
         """Cancel whatever of a batch has not ended, and close it."""
         self.door.send("DELETE", f"/v1/batches/{quote(batch, safe='')}")
 
+    def batch(self, batch: str) -> dict[str, Any]:
+        """A batch's document: how many tasks it has, how many have ended, whether more may come."""
+        found: dict[str, Any] = self.door.get_json(f"/v1/batches/{quote(batch, safe='')}")
+        return found
+
+    def ended(self, batch: str, timeout: float | None = None) -> Iterator[Result]:
+        """The results of a batch as its tasks end, until all have; `TimeoutError` when they have not by then."""
+        return mapping.ended(self.door, batch, timeout)
+
     def explain(self, task: str) -> dict[str, Any]:
         found: dict[str, Any] = self.door.get_json(f"/v1/tasks/{quote(task, safe='')}/explain")
         return found
