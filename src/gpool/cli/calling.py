@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -41,8 +42,28 @@ def client_of(ctx: click.Context) -> Client:
     """The client of this call; a test passes its own as the context's object."""
     from gpool.client.client import Client
 
+    warn_on_stderr(ctx)
     if isinstance(ctx.obj, Client):
         return ctx.obj
     client = Client(ctx.obj["url"], ctx.obj["key"])
     ctx.call_on_close(client.close)
     return client
+
+
+class _OnStderr(logging.Handler):
+    """What the SDK warns of, as every line about a task is said here."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        from gpool.cli.printing import plain
+
+        click.echo(f"gpool: {plain(record.getMessage())}", err=True)
+
+
+def warn_on_stderr(ctx: click.Context) -> None:
+    """For as long as this command runs."""
+    if __name__ in ctx.meta:
+        return
+    ctx.meta[__name__] = handler = _OnStderr(logging.WARNING)
+    logger = logging.getLogger("gpool.client")
+    logger.addHandler(handler)
+    ctx.find_root().call_on_close(lambda: logger.removeHandler(handler))
