@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from gpool.cli.children import Child, Program
-from gpool.cli.up import data_folder, must_be_free, only_one, typed
+from gpool.cli.up import data_folder, must_be_free, only_one, typed, within_reach
 from gpool.core.errors import Conflict, Invalid
 from gpool.testing.processes import free_port
 
@@ -185,3 +185,10 @@ def test_what_to_try_first_can_be_typed_as_it_is_printed(tmp_path: Path) -> None
     assert typed(this, str(other), this.parent) == "./gpool"
     assert typed(tmp_path / "my gpus" / "gpool", None, tmp_path) == "'my gpus/gpool'"
     assert typed(here / "__main__.py", None, here) == "gpool"
+
+
+def test_a_link_that_no_other_machine_reaches_is_said_to_be_one() -> None:
+    for link in ("gpool://127.0.0.1:8642/join/x", "gpool://[::1]:8642/join/x"):
+        assert "--host" in within_reach(link)
+    assert within_reach("gpool://10.0.0.7:8642/join/x#sha256=00") == ""
+    assert within_reach("gpool://pool.example:443/join/x") == ""

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from functools import wraps
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import click
 
@@ -247,7 +248,7 @@ def _announce(address: Address, key_file: Path, profile: Path) -> None:
     click.echo(f"  key        {key_file} (profile 'local' in {profile})")
     click.echo(f"  try        {this} run -- python -c 'print(6*7)'")
     if link:
-        click.echo(f"  more GPUs  gpool join {link}")
+        click.echo(f"  more GPUs  gpool join {link}{within_reach(link)}")
     click.echo("Ctrl-C stops it.")
 
 
@@ -258,6 +259,13 @@ def typed(this: Path, found: str | None, here: Path) -> str:
     if this.parent == here:
         return "./gpool"  # the name alone would be looked for elsewhere
     return shlex.quote(str(this.relative_to(here) if this.is_relative_to(here) else this))
+
+
+def within_reach(link: str) -> str:
+    """A line beneath a link that leads other machines to themselves."""
+    if not is_loopback(urlsplit(link).hostname or ""):
+        return ""
+    return "\n             (on this machine; for others to reach it: gpool up --host 0.0.0.0)"
 
 
 def _join_link(address: Address, key_file: Path) -> str:
