@@ -267,3 +267,11 @@ def test_a_work_folder_whose_files_all_stay_here_is_said(gpool: Gpool, tmp_path:
     [line] = done.stderr.splitlines()
     assert line.startswith("gpool: nothing of 'build' is sent")
     assert not logging.getLogger("gpool.client").handlers  # the SDK's own are left alone
+
+
+def test_a_script_that_is_not_here_is_said_to_be_missing_at_once(gpool: Gpool) -> None:
+    """Not only by a node, after it has waited for one."""
+    assert "no trian.py here" in gpool("run", "-d", "trian.py", "--lr", "1").stderr
+    for brings_its_own in (["--image", "x"], ["--pip", "x"]):
+        assert gpool("run", "-d", *brings_its_own, "tool.py").stderr == ""
+    assert gpool("run", "-d", "/opt/tool.py").stderr == ""

@@ -158,6 +158,8 @@ def run(
         command = ("python", script.path, *command[1:])
         shipped = [*shipped, script]
         wanted["script"] = script.source
+    elif not (wanted["image"] or wanted["pip"] or wanted["requirements"]):
+        _warn_of_a_missing_script(command[0])
     options = Options.of({**wanted, "env": variables(env), "secrets": secrets(secret)})
     with progress_bar() as progress:
         submitted = unless_interrupted(
@@ -252,6 +254,12 @@ def script_of(command: tuple[str, ...], workdir: Path | None) -> LocalFile | Non
     name = source.relative_to(base).as_posix() if is_inside else source.name
     about = source.stat()
     return LocalFile(name, source, about.st_size, bool(about.st_mode & stat.S_IXUSR))
+
+
+def _warn_of_a_missing_script(word: str) -> None:
+    """It may be a program there; most often it is a slip, which a node would say much later."""
+    if word.endswith(".py") and not Path(word).is_absolute():
+        on_stderr(f"gpool: there is no {word} here to send, so it is taken for a program there")
 
 
 def detached(submitted: Run, is_pressed_again: Callable[[float], bool]) -> int:
