@@ -50,6 +50,19 @@ def client_of(ctx: click.Context) -> Client:
     return client
 
 
+def listed(
+    client: Client, what: str, *, everything: bool, limit: int, **filters: str
+) -> list[dict[str, Any]]:
+    """A listing as those options want it; where it is cut, that is said beneath it."""
+    if everything:
+        return client.listing(what, limit=None, **filters)
+    found = client.listing(what, limit=limit + 1, **filters)
+    if len(found) > limit:
+        told = f"gpool: these are {limit} of more; --limit N shows more of them, --all shows all"
+        click.get_current_context().call_on_close(lambda: click.echo(told, err=True))
+    return found[:limit]
+
+
 class _OnStderr(logging.Handler):
     """What the SDK warns of, as every line about a task is said here."""
 

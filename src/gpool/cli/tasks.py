@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from gpool.cli.calling import as_json, client_of, into, listing
+from gpool.cli.calling import as_json, client_of, into, listed, listing
 from gpool.cli.following import say_how_it_ended, show, show_documents
 from gpool.cli.interrupts import Reading
 from gpool.cli.main import FAILED, GPOOL_FAULT, INTERRUPTED, exit_code_of, say_error
@@ -29,7 +29,17 @@ if TYPE_CHECKING:
     from gpool.client.results import Result
 
 F = TypeVar("F", bound=Callable[..., Any])
-task_id = click.argument("task", metavar="ID")
+
+
+def _one_task(ctx: click.Context, param: click.Parameter, given: str) -> str:  # noqa: ARG001 - click's signature
+    if given.startswith("b-"):
+        raise Invalid(
+            f"{given} is a batch, and this is about one task; for all of it: gpool wait {given}, gpool cancel {given}"
+        )
+    return given
+
+
+task_id = click.argument("task", metavar="ID", callback=_one_task)
 
 
 def whose(function: F) -> F:
@@ -68,7 +78,7 @@ def ps(
     """List tasks, newest first."""
     client = client_of(ctx)
     filters = whose_tasks(client, team, everybody) | ({"status": status} if status else {})
-    found = client.listing("tasks", limit=None if everything else limit, **filters)
+    found = listed(client, "tasks", everything=everything, limit=limit, **filters)
     if as_json:
         emit_json(found)
         return
@@ -149,6 +159,8 @@ def status(ctx: click.Context, task: str, as_json: bool) -> None:
     if (document.get("nodes") or 1) == 1:
         document["nodes"] = None
     document["node"] = _node(document)
+    for name in ("created_at", "started_at", "finished_at", "by"):
+        document[name] = document.get(name) and local_time(document[name])
     document["preemptible"] = "yes" if document.get("preemptible") else None
     for name in ("memory", "disk"):
         size = document.get(f"{name}_bytes")
@@ -262,8 +274,10 @@ def cancel(ctx: click.Context, tasks: tuple[str, ...], as_json: bool) -> None:
     for task in tasks:
         try:
             if task.startswith("b-"):
+                about = client.batch(task)
                 client.cancel_batch(task)
-                document = {"id": task, "status": "cancelled"}
+                has_ended = about["closed"] and about["done"] >= about["total"]
+                document = {"id": task, "status": "ended" if has_ended else "cancelled"}
             else:
                 document = client.cancel(task)
         except GpoolError as error:  # the others are cancelled all the same
@@ -274,7 +288,8 @@ def cancel(ctx: click.Context, tasks: tuple[str, ...], as_json: bool) -> None:
             continue
         found.append(document)
         if not as_json:
-            click.echo(f"{task} {document.get('status', 'cancelled')}")
+            said = document.get("status", "cancelled")
+            click.echo(f"{task} {'has ended' if said == 'ended' else said}")
     if as_json:
         emit_json(found)
     ctx.exit(failed)
