@@ -192,3 +192,22 @@ def test_a_link_that_no_other_machine_reaches_is_said_to_be_one() -> None:
         assert "--host" in within_reach(link)
     assert within_reach("gpool://10.0.0.7:8642/join/x#sha256=00") == ""
     assert within_reach("gpool://pool.example:443/join/x") == ""
+
+
+def test_where_nobody_can_be_asked_for_a_password_it_is_said_how_to_give_it() -> None:
+    """A script would else read of a prompt that was aborted."""
+    ask = (
+        "from gpool.cli.account import password_of\nfrom gpool.core.errors import Invalid\n"
+        "try:\n    password_of('Password')\nexcept Invalid as error:\n    print(error)"
+    )
+    environment = {"PYTHONPATH": ":".join(sys.path), "PATH": ""}
+    done = subprocess.run(
+        [sys.executable, "-c", ask],
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+        start_new_session=True,  # without a terminal
+    )
+    assert "GPOOL_PASSWORD" in done.stdout, done.stderr
