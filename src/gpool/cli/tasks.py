@@ -199,7 +199,7 @@ def logs(ctx: click.Context, task: str, follow: bool, as_json: bool) -> None:
     with Reading(read) as reading:
         is_whole = reading.show(show_documents if as_json else partial(show, quiet=False))
     if not is_whole:
-        again = f"gpool logs {'-f ' if follow else ''}{task}"
+        again = f"gpool logs {'-f ' if follow else ''}{'--json ' if as_json else ''}{task}"
         click.echo(f"\nThe task is not stopped by this. Come back with: {again}", err=True)
         ctx.exit(INTERRUPTED)
 
