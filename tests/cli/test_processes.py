@@ -211,3 +211,26 @@ def test_where_nobody_can_be_asked_for_a_password_it_is_said_how_to_give_it() ->
         start_new_session=True,  # without a terminal
     )
     assert "GPOOL_PASSWORD" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("mistaken", ["--policy", "--simulate-gpus"])
+def test_a_mistake_in_the_terms_is_said_before_anything_starts(
+    tmp_path: Path, mistaken: str
+) -> None:
+    """Nothing was up, and no profile leads to what is gone again."""
+    rules = tmp_path / "rules.toml"
+    rules.write_text("[nonsense]\n")
+    environment = {"PYTHONPATH": ":".join(sys.path), "PATH": os.environ["PATH"]}
+    environment |= {"GPOOL_HOME": str(tmp_path / "home"), "HOME": str(tmp_path / "home")}
+    given = str(rules) if mistaken == "--policy" else "nonsense"
+    words = ["up", mistaken, given, "--data", str(tmp_path / "data")]
+    done = subprocess.run(
+        [*GPOOL, *words, "--port", str(free_port())],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "nonsense" in done.stderr
+    assert not (tmp_path / "home").exists()

@@ -167,6 +167,8 @@ def up(data: Path | None, transport: Transport, no_agent: bool, terms: Terms) ->
     """Start a server and an agent on this machine."""
     from gpool.client.config import LOCAL_PROFILE, save_profile
 
+    if not no_agent:
+        _must_be_meant(terms)
     folder = data_folder(data)
     address = transport.address(folder)
     children: list[Child] = []
@@ -199,6 +201,18 @@ def up(data: Path | None, transport: Transport, no_agent: bool, terms: Terms) ->
             for child in children:
                 child.stop()
     click.echo("Stopped.", err=True)
+
+
+def _must_be_meant(terms: Terms) -> None:
+    """A slip in the terms is said before anything starts, and before a profile leads to what ends at once."""
+    if terms.policy is not None:
+        from gpool.agent.lookout import Rulebook
+
+        Rulebook(terms.policy)
+    if terms.simulate_gpus:
+        from gpool.agent.detect.gpus import detect
+
+        detect(terms.simulate_gpus)
 
 
 def _agent(folder: Path, address: Address, key_file: Path, terms: Terms) -> Child:
