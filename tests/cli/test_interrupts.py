@@ -202,23 +202,25 @@ def test_a_press_in_the_middle_of_a_write_leaves_a_whole_list() -> None:
 
 
 def test_a_press_ends_a_write_into_a_pipe_that_nobody_reads() -> None:
-    reader, writer = os.pipe()
+    reader_end, writer = os.pipe()
     over = threading.Event()
 
     def work(say: Callable[[dict[str, Any] | str], None]) -> None:
         say({"text": "a" * 1_000_000})
-        while not select.select([reader], [], [], 1.0)[0]:
+        while not select.select([reader_end], [], [], 1.0)[0]:
             pass  # until the pipe is being filled
         press()
         over.wait(PATIENCE_S)
 
-    with open(writer, "w") as full, Reading(work) as reading, contextlib.redirect_stdout(full):
-        assert reading.show(show_documents) is None
-        over.set()
-        with open(reader, "rb") as rest:  # or closing the other end would wait for room
-            rest.close()
-        with contextlib.suppress(BrokenPipeError):
-            full.close()
+    with open(writer, "w") as full:
+        try:
+            with Reading(work) as reading, contextlib.redirect_stdout(full):
+                assert reading.show(show_documents) is None
+        finally:
+            over.set()
+            os.close(reader_end)  # before the other: that would wait for room
+            with contextlib.suppress(BrokenPipeError):
+                full.close()
 
 
 def test_ctrl_c_that_is_ignored_from_the_start_stays_ignored() -> None:
