@@ -18,8 +18,8 @@ import multiprocessing
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from ctypes import c_double
 from dataclasses import asdict, dataclass
 from hashlib import sha256
@@ -217,8 +217,9 @@ class Nodes:
         return found
 
     def stop(self) -> None:
-        self._pipe.send("stop")
-        self._process.join(10)
+        with suppress(BrokenPipeError):  # it may have ended by itself
+            self._pipe.send("stop")
+            self._process.join(10)
         self._process.kill()
         self._process.join()
         self._process.close()
@@ -272,7 +273,11 @@ async def flood(doors: list[Door], work: Iterator[tuple[int, bytes]], load: Load
             load.tasks += count
             await _submit(door, count, body, load, loop.time())
 
-    await asyncio.gather(*(one(door) for door in doors))
+    tasks = [asyncio.create_task(one(door)) for door in doors]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        await ended(tasks)
 
 
 async def pace(doors: list[Door], work: Iterator[tuple[int, bytes]], load: Load, run: Run) -> None:
@@ -290,18 +295,28 @@ async def pace(doors: list[Door], work: Iterator[tuple[int, bytes]], load: Load,
             idle.put_nowait(door)
 
     due = began = loop.time()
-    while due < began + run.seconds:
-        count, body = next(work)
-        wait = due - loop.time()
-        if wait > 0:
-            await asyncio.sleep(wait)
-        door = await idle.get()
-        load.tasks += count
-        task = asyncio.create_task(one(door, count, body, due))
-        pending.add(task)
-        task.add_done_callback(pending.discard)
-        due += count / run.rate
-    await asyncio.gather(*pending)
+    try:
+        while due < began + run.seconds:
+            count, body = next(work)
+            wait = due - loop.time()
+            if wait > 0:
+                await asyncio.sleep(wait)
+            door = await idle.get()
+            load.tasks += count
+            task = asyncio.create_task(one(door, count, body, due))
+            pending.add(task)
+            task.add_done_callback(pending.discard)
+            due += count / run.rate
+        await asyncio.gather(*pending)
+    finally:
+        await ended([*pending])
+
+
+async def ended(tasks: Sequence[asyncio.Task[None]]) -> None:
+    """None outlives the first that fails: it would hold a connection."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _submit(door: Door, count: int, body: bytes, load: Load, due: float) -> None:
@@ -352,12 +367,15 @@ async def measure(run: Run, mode: str, how: str, seed: int) -> Figures:
     loop = asyncio.get_running_loop()
     began = loop.time()
     acting = asyncio.create_task((flood if mode == "flood" else pace)(run.doors, work, load, run))
-    await asyncio.sleep(WARM_UP_S)
-    first, before, asked = loop.time(), used(run), load.asked
-    await asyncio.sleep(began + run.seconds - loop.time())
-    last, after = loop.time(), used(run)
-    requests, submitted = load.asked - asked, load.tasks
-    await acting
+    try:
+        await asyncio.sleep(WARM_UP_S)
+        first, before, asked = loop.time(), used(run), load.asked
+        await asyncio.sleep(began + run.seconds - loop.time())
+        last, after = loop.time(), used(run)
+        requests, submitted = load.asked - asked, load.tasks
+        await acting
+    finally:
+        await ended([acting])
     await asyncio.sleep(1.0)
     received = run.nodes.taken()
     times = [(received.get(decode("task", id_)), at) for id_, at in load.sent.items()]
@@ -425,7 +443,8 @@ def pool_of(options: argparse.Namespace) -> Iterator[tuple[Pool, Prepared]]:
         if options.postgres:
             make = stack.enter_context(postgres())
         url = make("endtoend")
-        settings = {"GPOOL_SERVER_ORDER": options.order}
+        # Nobody is to be lost: a machine that stands still for half a minute is slow, and no more.
+        settings = {"GPOOL_SERVER_ORDER": options.order, "GPOOL_SERVER_TTL_S": "300"}
         if url is not None:
             settings["GPOOL_SERVER_DATABASE_URL"] = url
         prepared = asyncio.run(prepare(folder / "data", url, machines_of(options.nodes)))

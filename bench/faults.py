@@ -15,6 +15,7 @@ import signal
 import sys
 import tempfile
 from collections import Counter
+from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from gpool.core.ids import decode, encode
 from gpool.core.model import EndReason
 from gpool.testing.processes import (
     LEASE_TIME_S,
+    LONG_LEASE,
     PATIENCE_S,
     SHORT_LEASE,
     Pool,
@@ -42,7 +44,9 @@ SQUARES = """
 import time
 import gpool
 
-@gpool.task
+pool = gpool.Client(patience_s={patience_s})
+
+@pool.task
 def square(n):
     time.sleep(0.004)
     return n * n
@@ -50,6 +54,28 @@ def square(n):
 for n, value in enumerate(square.map(range({tasks}))):
     print(n, value)
 """
+
+
+AT_A_SIGN = """
+import signal, time
+signs = []
+signal.signal(signal.SIGUSR1, lambda *_: signs.append(1))
+while not signs:
+    time.sleep(0.05)
+{then}
+# {mark}
+"""
+"""What a task does that goes on when it is told to, on whatever node it is: no sooner, however slow the machine."""
+
+
+def give_sign(mark: str) -> None:
+    """To all that wait for it."""
+    for pid in processes_saying(mark):
+        with suppress(FileNotFoundError, ProcessLookupError):
+            status = Path(f"/proc/{pid}/status").read_text()
+            caught = int(status.partition("SigCgt:")[2].split()[0], 16)
+            if caught >> signal.SIGUSR1 - 1 & 1:  # else it is not ready, or the sandbox around it
+                os.kill(pid, signal.SIGUSR1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +106,7 @@ class AgentKill:
 class Freeze:
     """What the pool shows after the frozen agent has thawed and said everything it had to say."""
 
+    frozen_epoch: int
     node: str
     epoch: int
     log_epochs: tuple[int, ...]
@@ -87,7 +114,10 @@ class Freeze:
 
     @property
     def late_reports_refused(self) -> bool:
-        return (self.node, self.epoch, set(self.log_epochs), self.outputs) == ("second", 2, {2}, 1)
+        """Nothing of the frozen agent's epoch is there; the other node may have needed more than one."""
+        told = {*self.log_epochs}
+        is_newer = min(told, default=0) > self.frozen_epoch and max(told, default=0) == self.epoch
+        return (self.node, self.outputs) == ("second", 1) and is_newer
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,14 +145,16 @@ def kill_server(pool: Pool, tasks: int, kills: int) -> ServerKills:
     ready: list[float] = []
     batches: list[str] = []
     mapped = ""
-    for line in pool.program(SQUARES.format(tasks=functions)):
-        answers.append(line)
-        mapped = mapped or pool.ask("GET", "/v1/tasks?limit=1").json()["items"][0]["batch"]
-        if len(answers) in due:
-            wanted = {"command": ["sh", "-c", "echo done"], "copies": a_kill}
-            batches.append(pool.ask("POST", "/v1/tasks", wanted).json()["batch"])
-            pool.server.kill()
-            ready.append(round(pool.start_server(), 2))
+    program = SQUARES.format(tasks=functions, patience_s=2 * PATIENCE_S)
+    with closing(pool.program(program)) as lines:
+        for line in lines:
+            answers.append(line)
+            mapped = mapped or pool.ask("GET", "/v1/tasks?limit=1").json()["items"][0]["batch"]
+            if len(answers) in due:
+                wanted = {"command": ["sh", "-c", "echo done"], "copies": a_kill}
+                batches.append(pool.ask("POST", "/v1/tasks", wanted).json()["batch"])
+                pool.server.kill()
+                ready.append(round(pool.start_server(), 2))
     wrong = sum(answer != f"{n} {n * n}" for n, answer in enumerate(answers))
     lost = twice = 0
     for batch, count in ((mapped, functions), *((batch, a_kill) for batch in batches)):
@@ -138,18 +170,20 @@ def kill_agent(pool: Pool, mark: str, short_s: int = 1) -> AgentKill:
     """Two tasks run on `first`, which is killed; `second` has to finish what can be finished."""
     both_on_first(pool)
     endless = pool.submit("python", "-c", f"import time; time.sleep(600)  # {mark}")
-    short = pool.submit("sleep", str(short_s))
+    told = f"{mark}-short"
+    then = f"time.sleep({short_s})"
+    short = pool.submit("python", "-c", AT_A_SIGN.format(then=then, mark=told))
     for task in (endless, short):
         pool.until_status(task, "running")
     pool.set_availability("second", "available")
-    of_the_task = processes_saying(mark)
-    assert of_the_task, "nothing of the marked task is seen"
+    eventually("the task is seen", lambda: bool(processes_saying(mark)), PATIENCE_S)
+    of_the_task = processes_saying(mark)  # of both
 
     pool.agents["first"].kill()
     survived = eventually(
         "nothing of the task is left", lambda: not any(map(alive, of_the_task)), PATIENCE_S
     )
-    elsewhere = survived + pool.until_status(short, "succeeded")
+    elsewhere = survived + until_done_at_a_sign(pool, short, told)
     moved_to = pool.status(short)["node_name"]
     pool.gpool("cancel", endless)
     pool.agents["first"].start()
@@ -157,15 +191,26 @@ def kill_agent(pool: Pool, mark: str, short_s: int = 1) -> AgentKill:
     return AgentKill(round(survived, 2), round(elsewhere, 2), moved_to)
 
 
+def until_done_at_a_sign(pool: Pool, task: str, mark: str) -> float:
+    def done() -> bool:
+        give_sign(mark)
+        return bool(pool.status(task)["status"] == "succeeded")
+
+    return eventually(f"{task} is done", done, PATIENCE_S)
+
+
 def freeze_agent(pool: Pool) -> Freeze:
     """`first` is stopped until its lease went to `second`, then thawed with a finished attempt in its hands."""
     both_on_first(pool)
     agent = pool.agents["first"]
-    task = pool.submit("sh", "-c", "sleep 4; echo late; echo kept > out", outputs=["out"])
+    mark = f"gpool-freeze-{os.getpid()}"
+    then = "print('late'); print('kept', file=open('out', 'w'))"
+    task = pool.submit("python", "-c", AT_A_SIGN.format(then=then, mark=mark), outputs=["out"])
     pool.until_status(task, "running")
     agent.signal(signal.SIGSTOP)
+    frozen_epoch = pool.status(task)["epoch"]
     pool.set_availability("second", "available")
-    pool.until_status(task, "succeeded")
+    until_done_at_a_sign(pool, task, mark)
     agent.signal(signal.SIGCONT)
 
     # What `first` held back is sent, in order, before it does anything new: a task done there proves it was said.
@@ -175,13 +220,21 @@ def freeze_agent(pool: Pool) -> Freeze:
     now = pool.status(task)
     logs = pool.ask("GET", f"/v1/tasks/{task}/logs").json()["items"]
     epochs = tuple(item["epoch"] for item in logs)
-    return Freeze(now["node_name"], now["epoch"], epochs, len(now["outputs"]))
+    return Freeze(frozen_epoch, now["node_name"], now["epoch"], epochs, len(now["outputs"]))
 
 
 def stale_reports(pool: Pool, each: int, *, same_node: bool) -> Stale:
     """A scripted agent falls silent until its leases are given anew, to another node or to itself, then speaks under the old ones."""
-    old = pool.scripted(f"old-{same_node}", each)
-    new = old if same_node else pool.scripted("new", each)
+    with ExitStack() as stack:
+        old = pool.scripted(f"old-{same_node}", each)
+        new = old if same_node else pool.scripted("new", each)
+        for agent in (old, new):
+            stack.callback(agent.close)
+        return _stale_reports(pool, each, old, new)
+
+
+def _stale_reports(pool: Pool, each: int, old: ScriptedAgent, new: ScriptedAgent) -> Stale:
+    same_node = old is new
     old.connect()
     ids = pool.ask("POST", "/v1/tasks", {"command": ["true"], "copies": each}).json()["ids"]
     before = {lease.task: Hold(lease.task, lease.epoch) for lease in old.granted(each)}
@@ -191,6 +244,7 @@ def stale_reports(pool: Pool, each: int, *, same_node: bool) -> Stale:
         lambda: all(pool.status(task)["status"] == "queued" for task in ids),
         PATIENCE_S,
     )
+    pool.restart_server(**LONG_LEASE)  # from here on nobody is to be lost
     new.heard.clear()
     new.connect()
     now = {lease.task: Hold(lease.task, lease.epoch) for lease in new.granted(each)}
@@ -210,8 +264,6 @@ def stale_reports(pool: Pool, each: int, *, same_node: bool) -> Stale:
             taken[kind] += _taken(new, kind, now[task], held)
         held = tuple(hold for hold in held if hold.task != task)
     unharmed = sum(_shows_only(pool, encode("task", hold.task), hold) for hold in now.values())
-    for agent in (old, new):
-        agent.close()
     return Stale(each, dict(refused), dict(taken), unharmed)
 
 

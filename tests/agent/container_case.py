@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from docker.errors import APIError
+
 from gpool.agent.runtime.docker.runtime import disk_device
 from gpool.agent.runtime.protocol import CommandJob, Limits
 from gpool.testing.engines import PrivateEngine, docker_client
@@ -57,6 +59,15 @@ def undefended(engine: PrivateEngine, image: str, argv: list[str], *binds: str) 
 def containers_of(engine: PrivateEngine) -> list[dict[str, Any]]:
     with docker_client(engine) as api:
         return list(api.containers(all=True))
+
+
+def none_left(engine: PrivateEngine, states: tuple[str, ...] = ()) -> bool:
+    """Whether it has none, or none in those states; not known while one is just being removed, which Podman stumbles over."""
+    try:
+        found = [entry["State"] for entry in containers_of(engine)]
+    except APIError:
+        return False
+    return not [state for state in found if not states or state in states]
 
 
 def verdicts(printed: bytes) -> dict[str, bool]:

@@ -15,6 +15,7 @@ from websockets.http11 import Request, Response
 from gpool.agent.settings import AgentSettings
 from gpool.core.model import Allocation, Offer, Slice, TaskSpec
 from gpool.testing.nodes import a_key
+from gpool.testing.runtimes import PATIENCE_S
 from gpool.transfer.private_files import write_private
 from gpool.transfer.proving import (
     PROOF_HEADER,
@@ -60,7 +61,7 @@ AT_S = 1_900_000_000
 class Desk:
     """Welcomes, confirms, records; keeps every report. Its artifacts can only be fetched."""
 
-    def __init__(self, ttl_us: int = 30_000_000, margin_us: int = 5_000_000) -> None:
+    def __init__(self, ttl_us: int = 900_000_000, margin_us: int = 5_000_000) -> None:
         self.ttl_us, self.margin_us = ttl_us, margin_us
         self.hellos: list[Hello] = []
         self.items: list[ReportItem] = []
@@ -68,7 +69,7 @@ class Desk:
         self.proofs: list[Prove] = []
         self.unproven = 0
         self.asked = Purpose.CHANNEL
-        self.token_us = 300_000_000
+        self.token_us = 900_000_000
         self.batches = 0
         self.artifacts: dict[str, bytes] = {}
         self.refuse: Refused | None = None
@@ -87,6 +88,7 @@ class Desk:
             process_request=self.artifact,
             compression=None,
             max_size=None,
+            ping_interval=None,  # whoever stands still for a while is not hung up on
         )
         return self
 
@@ -126,7 +128,7 @@ class Desk:
             )
             for method in ("GET", "HEAD")  # the library does not say which
         }
-        return 0 <= proof.at_s - AT_S < 60 and proof.signature in signed
+        return 0 <= proof.at_s - AT_S < PATIENCE_S and proof.signature in signed
 
     def keep(self, data: bytes) -> str:
         sha256 = hashlib.sha256(data).hexdigest()
@@ -188,7 +190,7 @@ class Desk:
         line = Line(Allocation(number, 1000, 1 << 30, slices), 7, owner, known, tuple(leases))
         await self.say(Grants(self.beat, ((known, spec),), (line,)))
 
-    async def until(self, wanted: object, within: float = 90.0) -> None:
+    async def until(self, wanted: object, within: float = PATIENCE_S) -> None:
         """Wait until `wanted()` holds; looked at whenever something arrived."""
         assert callable(wanted)
         async with asyncio.timeout(within):

@@ -272,7 +272,7 @@ def test_a_start_that_was_given_up_for_taking_too_long_says_nothing_either(tmp_p
 
 def test_a_real_bwrap_is_well_and_one_that_starts_nothing_is_not(tmp_path: Path) -> None:
     async def look(runtime: BubblewrapRuntime) -> Fault:
-        return await Checkup(lambda: 0).fault(runtime)
+        return await Checkup(lambda: 0, within_s=PATIENCE_S).fault(runtime)
 
     assert using("bubblewrap", tmp_path / "well", look) is Fault.UNCLEAR
     broken = tmp_path / "bwrap"

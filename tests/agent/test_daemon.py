@@ -295,7 +295,7 @@ def test_after_a_reconnect_the_agent_states_what_it_holds(tmp_path: Path) -> Non
         await desk.until(lambda: any(i.task == 1 for i in desk.items))
         assert desk.connection is not None
         await desk.connection.close()
-        await desk.until(lambda: len(desk.hellos) == 2)
+        await desk.until(lambda: len(desk.hellos) > 1)
         assert set(desk.hellos[1].holds) == {Hold(1, 1), Hold(2, 1)}
 
     living(tmp_path, story)
@@ -303,12 +303,17 @@ def test_after_a_reconnect_the_agent_states_what_it_holds(tmp_path: Path) -> Non
 
 def test_a_silent_server_s_leases_are_let_go_in_time(tmp_path: Path) -> None:
     async def live() -> None:
-        async with pool(tmp_path, Desk(ttl_us=5_000_000, margin_us=500_000)) as made:
+        async with pool(tmp_path) as made:
             desk = made.desk
             await desk.grant(command("wait"), [Lease(1, 1)])
             await desk.until(lambda: any(i.task == 1 for i in desk.items))
-            desk.mute = True
             (sandbox,) = made.runtime.live
+            desk.mute = True
+            desk.ttl_us, desk.margin_us = 3_000_000, 500_000  # only now: before, nothing is lost
+            assert desk.connection is not None
+            await desk.connection.close()
+            await desk.until(lambda: len(desk.hellos) > 1)
+            assert set(desk.hellos[1].holds) == {Hold(1, 1)}
             async with asyncio.timeout(PATIENCE_S):
                 await sandbox.ended()
             assert 1 not in desk.ends()
@@ -395,7 +400,7 @@ def test_a_token_is_renewed_on_the_channel_and_nothing_else_is_signed(tmp_path: 
             await desk.say(Challenge("nonce-2", "token"))
             await desk.until(lambda: len(desk.proofs) == 2)
             await desk.say(Challenge("nonce-3", "join"))
-            await desk.until(lambda: len(desk.hellos) == 2)  # it hung up, and came again
+            await desk.until(lambda: len(desk.hellos) > 1)  # it hung up, and came again
             assert [proof.nonce for proof in desk.proofs[:2]] == ["nonce-1", "nonce-2"]
             assert "nonce-3" not in {proof.nonce for proof in desk.proofs}
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -70,14 +72,21 @@ def engines(tmp_path: Path) -> Path:
     return packages
 
 
-def started(command: tuple[str, ...], packages: Path | None, **more: str) -> subprocess.Popen[str]:
-    """By the words that a sandbox would run, with nothing but a Python around."""
+@contextlib.contextmanager
+def started(
+    command: tuple[str, ...], packages: Path | None, **more: str
+) -> Iterator[subprocess.Popen[str]]:
+    """By the words that a sandbox would run, with nothing but a Python around; killed if it is still there in the end."""
     environment = {"PATH": os.path.dirname(sys.executable) + ":/usr/bin:/bin", **more}
     if packages is not None:
         environment["PYTHONPATH"] = str(packages)
-    return subprocess.Popen(
+    with subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 def test_torchrun_gets_the_command_as_it_is(engines: Path) -> None:
@@ -139,10 +148,9 @@ def test_ray_runs_the_command_once_all_are_in_and_the_others_leave_with_it(engin
 def test_ray_never_runs_the_command_while_one_is_missing(engines: Path) -> None:
     gate = free_port()
     spec = task(Engine.RAY, "echo", "ran")
-    with started(here(gangs.command_of(spec, HEAD, PART), gate, 1), engines) as head:
-        with pytest.raises(subprocess.TimeoutExpired):
-            head.communicate(timeout=1.5)
-        head.kill()
+    words = here(gangs.command_of(spec, HEAD, PART), gate, 1)
+    with started(words, engines) as head, pytest.raises(subprocess.TimeoutExpired):
+        head.communicate(timeout=1.5)
 
 
 def test_ray_that_does_not_start_says_why(engines: Path) -> None:

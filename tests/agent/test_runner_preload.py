@@ -20,7 +20,7 @@ import pytest
 from gpool.agent.runner import forking
 from gpool.agent.runtime.protocol import Call, Limits, SandboxFailed
 from gpool.core.model import EndReason
-from gpool.testing.runtimes import LIMITS, Caller, caller, processes_with, using
+from gpool.testing.runtimes import LIMITS, PATIENCE_S, Caller, caller, processes_with, using
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 real = pytest.mark.parametrize("kind", ["bubblewrap", "process"])
@@ -315,7 +315,7 @@ def test_a_child_that_lies_about_another_call_ends_the_sandbox(tmp_path: Path) -
 
     async def work(calling: Caller) -> None:
         await calling.send(claim, (lie,), (lie,))
-        async with asyncio.timeout(90):
+        async with asyncio.timeout(PATIENCE_S):
             assert await calling.answers(2) == []
 
     with_runner("bubblewrap", tmp_path, work)

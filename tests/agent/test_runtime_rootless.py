@@ -41,11 +41,15 @@ except MemoryError:
 size = len(held); held.clear(); print(size)
 '''
 SPREAD = '''
-for number in range(2000):
+import time
+for number in range(100):
     with open(f"full-{number}", "wb") as full: full.write(b"x" * (4 << 20))
+time.sleep(5000)  # until it is noticed
 '''
 INODES = '''
+import time
 for number in range(300_000): open(f"empty-{number}", "w").close()
+time.sleep(5000)
 '''
 
 async def main():

@@ -43,7 +43,7 @@ from gpool.core.model import (
     TaskSpec,
     Tier,
 )
-from gpool.testing.runtimes import Caller, using
+from gpool.testing.runtimes import PATIENCE_S, Caller, using
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 both = pytest.mark.parametrize("kind", ["bubblewrap", "fake"])
@@ -125,7 +125,7 @@ class Stage:
         return next(e for e in self.events if isinstance(e, RunnerEnded) and e.runner == runner)
 
     async def until(self, holds: Callable[[], object]) -> None:
-        async with asyncio.timeout(90):
+        async with asyncio.timeout(PATIENCE_S):
             while not holds():  # noqa: ASYNC110 - a keeper tells nobody
                 await asyncio.sleep(0.001)
 

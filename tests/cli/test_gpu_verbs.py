@@ -13,6 +13,7 @@ from click.testing import CliRunner, Result
 from server_desk import Live, serving
 
 from gpool.cli.main import cli
+from gpool.testing.processes import PATIENCE_S
 
 
 class Owner:
@@ -35,7 +36,7 @@ class Owner:
 
     def ask(self, method: str, path: str, document: object = None) -> Any:
         headers = {"Authorization": f"Bearer {self._key}"}
-        with httpx2.Client(trust_env=False, timeout=60) as http:
+        with httpx2.Client(trust_env=False, timeout=PATIENCE_S) as http:
             answer = http.request(method, self._live.url + path, headers=headers, json=document)
         return answer.raise_for_status().json()
 

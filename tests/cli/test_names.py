@@ -15,6 +15,7 @@ from server_desk import Live, serving
 
 from gpool.cli.main import cli
 from gpool.cli.naming import shown_as
+from gpool.testing.processes import PATIENCE_S
 
 NODE = {"name": "vm", "cpu_milli": 2000, "memory_bytes": 8 << 30, "gpus": []}
 ADA = {"name": "ada", "password": "a long way to Tipperary"}
@@ -34,7 +35,7 @@ class Person:
 
     def ask(self, path: str, document: object, code: int = 201) -> Any:
         headers = {"Authorization": f"Bearer {self.key}"} if self.key else {}
-        answer = httpx2.post(self.url + path, json=document, headers=headers, timeout=60)
+        answer = httpx2.post(self.url + path, json=document, headers=headers, timeout=PATIENCE_S)
         assert answer.status_code == code, answer.text
         return answer.json()
 

@@ -8,7 +8,6 @@ import pty
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,7 @@ import pytest
 from gpool.cli.children import Child, Program
 from gpool.cli.up import data_folder, must_be_free, only_one, typed, within_reach
 from gpool.core.errors import Conflict, Invalid
-from gpool.testing.processes import free_port
+from gpool.testing.processes import PATIENCE_S, eventually, free_port
 
 GPOOL = [sys.executable, "-m", "gpool"]
 
@@ -67,27 +66,32 @@ def test_a_child_that_dies_is_started_again_and_stops_when_told(tmp_path: Path) 
         Program("sleeper", "sleeper", {"PYTHONPATH": str(tmp_path)}, tmp_path / "sleeper.log")
     )
     child.start()
-    first = child.pid
-    assert first is not None
-    assert child.keep_alive() is None
-    child._process.kill()  # type: ignore[union-attr]
-    child._process.wait()  # type: ignore[union-attr]
-    told = child.keep_alive()
-    assert told is not None
-    assert "signal 9" in told
-    began = time.monotonic()
-    while child.exit_code() is not None and time.monotonic() - began < 60:
-        child.keep_alive()
-    assert child.pid != first
-    child.stop()
+    try:
+        first = child.pid
+        assert first is not None
+        assert child.keep_alive() is None
+        child._process.kill()  # type: ignore[union-attr]
+        child._process.wait()  # type: ignore[union-attr]
+        told = child.keep_alive()
+        assert told is not None
+        assert "signal 9" in told
+        eventually("it is started again", lambda: started(child, 2), PATIENCE_S)
+        assert child.pid != first
+    finally:
+        child.stop()
     assert child.exit_code() is not None
+
+
+def started(child: Child, times: int) -> bool:
+    child.keep_alive()
+    return child._starts >= times
 
 
 def on_a_terminal(code: str) -> bytes:
     """What a program writes to a terminal."""
     parent, child = pty.openpty()
     subprocess.run(
-        [sys.executable, "-c", code], stdout=child, stderr=child, check=True, timeout=240
+        [sys.executable, "-c", code], stdout=child, stderr=child, check=True, timeout=PATIENCE_S
     )
     os.close(child)
     said = b""
@@ -100,7 +104,7 @@ def on_a_terminal(code: str) -> bytes:
 def ended(child: Child) -> Child:
     child.start()
     assert child._process is not None
-    child._process.wait(60)
+    child._process.wait(PATIENCE_S)
     return child
 
 
@@ -127,10 +131,9 @@ def test_a_child_that_ran_before_is_started_again_whatever_is_wrong_now(tmp_path
     assert "It said: what was wrong" in told
     assert "older" not in told
     (tmp_path / "ends.py").write_text("import sys; sys.exit(2)")
-    while child._starts < 2:
-        child.keep_alive()
+    eventually("it is started again", lambda: started(child, 2), PATIENCE_S)
     assert child._process is not None
-    child._process.wait(60)
+    child._process.wait(PATIENCE_S)
     told = child.keep_alive()
     assert told is not None
     assert "code 2" in told

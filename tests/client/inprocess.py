@@ -41,7 +41,8 @@ from gpool.wire.frames import (
 )
 
 Command = Callable[[TaskSpec], tuple[int, list[tuple[int, bytes]], dict[str, bytes]]]
-_SILENCE_S = 120.0
+_SILENCE_S = 240.0
+_NEVER_S = 36_000.0  # the node beats once; nobody is to miss it
 
 
 class _Body(httpx2.SyncByteStream):
@@ -105,7 +106,7 @@ class AppTransport(httpx2.BaseTransport):
         answering = asyncio.run_coroutine_threadsafe(serve(), self._loop)
         start = sent.get(timeout=_SILENCE_S)
         if start is None:
-            answering.result(1)
+            answering.result(_SILENCE_S)
             raise httpx2.ReadError("the application gave no answer")
         return httpx2.Response(
             start["status"], headers=start["headers"], stream=_Body(sent, answering.cancel)
@@ -138,7 +139,9 @@ class RealPool:
         self.wait(self._open())
 
     async def _open(self) -> None:
-        self.server: Server = await open_server(Settings(data=self._data, tick_s=0.1))
+        self.server: Server = await open_server(
+            Settings(data=self._data, tick_s=0.1, ttl_s=_NEVER_S)
+        )
         self.app = make_app(self.server)
         self.key = await ensure_operator(self.server)
         self._lifespan = self.app.router.lifespan_context(self.app)

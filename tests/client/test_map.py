@@ -34,10 +34,13 @@ def test_any_number_of_inputs_closes_the_batch(client: Client, pool: Pool, count
 
 
 def test_submissions_grow_and_share_one_batch(client: Client, pool: Pool) -> None:
+    """What takes a tenth of a second to come is sent off as it is, so on a machine that stalls there are more of them."""
     assert len(list(client.task(lambda x: x).map(range(2000)))) == 2000
     sizes = [len(body["calls"]) for body in pool.bodies]
-    assert sizes == [64, 128, 256, 512, 1024, 16]
-    assert [body["more"] for body in pool.bodies] == [True] * 5 + [False]
+    assert sum(sizes) == 2000
+    assert all(size <= 64 << number for number, size in enumerate(sizes))
+    assert max(sizes) > 64
+    assert [body["more"] for body in pool.bodies] == [True] * (len(sizes) - 1) + [False]
     assert len({body.get("batch") for body in pool.bodies[1:]}) == 1
 
 

@@ -446,14 +446,16 @@ def test_a_pass_over_100_000_tasks_costs_no_more_than_over_1000() -> None:
     assert asked[0] == asked[1]
 
     def cost(state: State) -> float:
-        times = []
-        for _ in range(15):
-            start = thread_time()  # a busy machine proves nothing wrong
-            plan(state, NOW, FCFS)
-            times.append(thread_time() - start)
-        return min(times)
+        start = thread_time()  # a busy machine proves nothing wrong
+        plan(state, NOW, FCFS)
+        return thread_time() - start
 
-    assert cost(many) <= 2 * cost(few)
+    def is_no_dearer() -> bool:
+        """The best of each, taken by turns: what a neighbour does to caches, it does to both."""
+        turns = [(cost(few), cost(many)) for _ in range(15)]
+        return min(many for _, many in turns) <= 2 * min(few for few, _ in turns)
+
+    assert any(is_no_dearer() for _ in range(5))
 
 
 @settings(max_examples=50)

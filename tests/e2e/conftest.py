@@ -37,8 +37,8 @@ def pool(
 
 @pytest.fixture
 def server_alone(tmp_path: Path) -> Iterator[Pool]:
-    """A server whose nodes the test plays itself; they are lost after six seconds' silence."""
-    pool = Pool(tmp_path, {**SHORT_LEASE, "GPOOL_SERVER_TTL_S": "6"})
+    """A server whose nodes the test plays itself; they are lost after four seconds' silence."""
+    pool = Pool(tmp_path, {**SHORT_LEASE, "GPOOL_SERVER_TTL_S": "4"})
     try:
         pool.start(agents=())
         yield pool

@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from gpool.agent.runtime.bubblewrap import find_bwrap
-from gpool.testing.processes import PATIENCE_S, Pool, eventually
+from gpool.testing.processes import LONG_LEASE, PATIENCE_S, Pool, eventually
 
 BROKEN = "#!/bin/sh\necho 'bwrap: No permissions to create a new namespace' >&2\nexit 1\n"
 TASKS = 30
 
 
+@pytest.fixture
+def pool(tmp_path: Path) -> Iterator[Pool]:
+    pool = Pool(tmp_path, LONG_LEASE)
+    try:
+        pool.start(agents=())
+        yield pool
+    finally:
+        pool.stop()
+
+
 @pytest.mark.slow
 def test_thirty_tasks_are_done_beside_a_node_that_starts_none(
-    require: Callable[[str], None], server_alone: Pool, tmp_path: Path
+    require: Callable[[str], None], pool: Pool, tmp_path: Path
 ) -> None:
     require("root")  # who else mounts something over bwrap
-    pool = server_alone
     broken = tmp_path / "bwrap"
     broken.write_text(BROKEN)
     broken.chmod(0o755)
@@ -28,7 +37,7 @@ def test_thirty_tasks_are_done_beside_a_node_that_starts_none(
     alone = pool.ask("POST", "/v1/tasks", {"command": ["true"]}).json()["ids"]
     eventually(
         "the node has noticed that it starts nothing",
-        lambda: pool.ask("GET", "/v1/nodes").json()["items"][0]["problems"],
+        lambda: bool(pool.ask("GET", "/v1/nodes").json()["items"][0]["problems"]),
         PATIENCE_S,
     )
     pool.join("good")

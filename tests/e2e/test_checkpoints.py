@@ -42,7 +42,7 @@ def submitted(pool: Pool, moves: int) -> str:
         "outputs": ["result"],
         "checkpoint": "state/",
         "checkpoint_every_s": 600,
-        "grace_s": 60,
+        "grace_s": 600,
     }
     task: str = pool.ask("POST", "/v1/tasks", wanted).json()["ids"][0]
     return task

@@ -16,7 +16,7 @@ from gpool.testing.processes import SHORT_LEASE, Pool
 
 SOAKS = bool(os.environ.get("GPOOL_SOAK"))
 # The promised seconds are held by bench/faults.py, on a machine of its own; a runner of CI has neighbours.
-READY_S, SURVIVES_S, ELSEWHERE_S = 20.0, 20.0, 60.0
+READY_S, SURVIVES_S, ELSEWHERE_S = 60.0, 60.0, 180.0
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,7 @@ def test_a_killed_server_loses_nothing_and_accepts_nothing_twice(pool: Pool) -> 
 @pytest.mark.slow
 @pytest.mark.alone
 def test_a_killed_agents_task_dies_with_it_and_finishes_elsewhere(pool: Pool) -> None:
-    outcome = kill_agent(pool, mark=f"gpool-mark-{os.getpid()}", short_s=5)
+    outcome = kill_agent(pool, mark=f"gpool-mark-{os.getpid()}")
     assert outcome.survived_s <= SURVIVES_S
     assert outcome.moved_to == "second"
     assert outcome.finished_elsewhere_s <= ELSEWHERE_S

@@ -51,6 +51,7 @@ def test_up_starts_a_pool_and_nothing_of_it_outlives_it(
     environment |= {"HOME": str(tmp_path), "GPOOL_HOME": str(tmp_path / "home")}
 
     def gpool(*arguments: str) -> tuple[int, str]:
+        """Its code and its words; on stderr it may say, besides, that a task has to wait."""
         done = subprocess.run(
             [*GPOOL, *arguments],
             env=environment,
@@ -59,7 +60,7 @@ def test_up_starts_a_pool_and_nothing_of_it_outlives_it(
             timeout=PATIENCE_S,
             check=False,
         )
-        return done.returncode, done.stdout + done.stderr
+        return done.returncode, done.stdout
 
     argv = [*GPOOL, "up", "--data", str(tmp_path / "data"), "--port", str(port)]
     with log.open("wb") as out:
@@ -70,17 +71,19 @@ def test_up_starts_a_pool_and_nothing_of_it_outlives_it(
         assert gpool("run", "--", "sh", "-c", "exit 7") == (7, "")
 
         mark = f"still-there-{port}"
-        code, said = gpool(
-            "run", "--detach", "--", "python", "-c", f"import time; time.sleep(600)  # {mark}"
-        )
-        assert code == 0, said
+        endless = f"import time; time.sleep(600)  # {mark}"
+        code, _ = gpool("run", "--detach", "--", "python", "-c", endless)
+        assert code == 0, log.read_text()
         eventually("the endless task runs", lambda: len(processes_saying(mark)) > 0, PATIENCE_S)
         everything = {*descendants(up.pid), *processes_saying(mark)}
         assert len(everything) >= 4  # server, agent, launcher, sandbox
         up.send_signal(how)
         assert up.wait(PATIENCE_S) in ((0, 130) if how == signal.SIGINT else (-signal.SIGKILL,))
-        eventually("nothing of it is left", lambda: not any(map(alive, everything)), PATIENCE_S)
-        assert processes_saying(mark) == []
+        eventually(
+            "nothing of it is left",
+            lambda: not any(map(alive, everything)) and not processes_saying(mark),
+            PATIENCE_S,
+        )
         assert gpool("ps")[0] == 5  # unreachable, and said so
     finally:
         up.kill()
@@ -208,17 +211,29 @@ def test_ctrl_c_detaches_and_says_how_to_come_back(pool: Pool) -> None:
     assert pool.gpool("wait", task).returncode == 130
 
 
-def test_a_second_ctrl_c_cancels(pool: Pool) -> None:
+def interrupted_twice(pool: Pool) -> tuple[str, int]:
+    """The task, and the code after a second Ctrl-C as soon as it is offered."""
     with pool.command("run", "--", "sh", "-c", "echo up; sleep 600") as run:
         assert run.stdout is not None
         assert run.stderr is not None
         assert run.stdout.readline() == "up\n"
         task = running(pool, "up")
         run.send_signal(signal.SIGINT)
-        said = [
-            run.stderr.readline() for _ in range(3)
-        ]  # an empty line after ^C, then how to go on
-        assert "press Ctrl-C again" in said[2], said
+        said: list[str] = []
+        while "press Ctrl-C again" not in "".join(said):
+            said.append(run.stderr.readline())
+            assert said[-1], said
         run.send_signal(signal.SIGINT)
-        assert run.wait(PATIENCE_S) == 130
-    assert pool.status(task)["status"] == "cancelled"
+        return task, run.wait(PATIENCE_S)
+
+
+def test_a_second_ctrl_c_cancels(pool: Pool) -> None:
+    """Within two seconds. Where these tests stand still for longer, it is too late: the task goes on."""
+    for _ in range(5):
+        task, code = interrupted_twice(pool)
+        if code == 130:
+            break
+        assert code == 1
+        assert pool.gpool("cancel", task).returncode == 0
+    assert code == 130
+    pool.until_status(task, "cancelled")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import subprocess
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +14,22 @@ import pytest
 from gpool.testing import components
 from gpool.testing.engines import IMAGE, PrivateEngine, docker_client, engine
 from gpool.testing.networks import unused_network
-from gpool.testing.processes import SHORT_LEASE, Pool, eventually, processes_saying
+from gpool.testing.processes import (
+    LONG_LEASE,
+    SHORT_LEASE,
+    NeverHappened,
+    Pool,
+    eventually,
+    processes_saying,
+)
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "gangs"
 HOSTS = ("first", "second", "third")
 PATIENCE_S = 300
-LEASE = {**SHORT_LEASE, "GPOOL_SERVER_TTL_S": "8", "GPOOL_SERVER_MARGIN_S": "1"}
+LOSING = {**SHORT_LEASE, "GPOOL_SERVER_TTL_S": "8", "GPOOL_SERVER_MARGIN_S": "1"}
 """Engines keep a machine busy while they start: an agent that waits for its turn is not to be taken for dead."""
+SLOWER = (1, 5, 15)
+"""How slowly what is to be disturbed works: so much slower where it was over before it could be."""
 
 
 def ip(*words: str) -> None:
@@ -35,7 +44,8 @@ class Site:
         self.engine = engine
         self.mark = os.getpid()
         self.network = unused_network()
-        self.pool = Pool(folder, LEASE, host=f"{self.network}.1")
+        self.lease = LONG_LEASE
+        self.pool = Pool(folder, self.lease, host=f"{self.network}.1")
 
     def space(self, name: str) -> str:
         return f"gpool-{self.mark}-{name}"
@@ -71,9 +81,20 @@ class Site:
                 within = (*within, "env", f"DOCKER_HOST={self.engine.address}")
             flags = ("--site", "lab", "--address", self.address(name))
             self.pool.joining(name, *flags, within=within)
-        # All at once, and each tries its lanes and its engine first.
+        self.until_whole()
+
+    def until_whole(self) -> None:
+        """All at once, and each tries its lanes and its engine first."""
         whole = set(HOSTS)
         eventually("all are online", lambda: whole <= set(self.pool.online()), PATIENCE_S)
+
+    def under(self, lease: Mapping[str, str]) -> Pool:
+        self.revive()
+        if lease != self.lease:
+            self.pool.restart_server(**lease)
+            self.until_whole()
+            self.lease = lease
+        return self.pool
 
     def revive(self) -> None:
         """Whoever was killed by an earlier test comes back, while two others are there for the next gang."""
@@ -102,18 +123,56 @@ class Site:
 
         eventually(f"it prints {text!r}", there, within_s, every_s=0.1)
 
+    def until_up(self, task: str) -> None:
+        """Both members have said so."""
+        self.until_printed(task, "[1] up")
+        both = {"up", "[1] up"}
+        eventually("both are up", lambda: both <= {*self.printed(task).splitlines()}, PATIENCE_S)
+
     def members(self, task: str) -> list[str]:
         """Names of their nodes, by rank."""
         document = self.pool.status(task)
         nodes = {n["id"]: n["name"] for n in self.pool.ask("GET", "/v1/nodes").json()["items"]}
         return [nodes[one["node"]] for one in sorted(document["members"], key=lambda m: m["rank"])]
 
+    def is_over(self, task: str) -> bool:
+        return self.pool.status(task)["status"] in ("succeeded", "failed", "cancelled")
+
     def ended(self, task: str) -> dict[str, Any]:
-        final = ("succeeded", "failed", "cancelled")
-        eventually(
-            "it ends", lambda: self.pool.status(task)["status"] in final, PATIENCE_S, every_s=0.1
-        )
+        eventually("it ends", lambda: self.is_over(task), PATIENCE_S, every_s=0.1)
         return self.pool.status(task)
+
+    def disturbed(
+        self, submit: Callable[[int], str], text: str, rank: int, *, saved: bool
+    ) -> tuple[str, list[str]]:
+        """A task that is formed anew because a member's agent was killed after that text, and where it had been."""
+        for slower in SLOWER:
+            task = submit(slower)
+            self.until_printed(task, text)
+            if saved:
+                eventually(
+                    "a checkpoint counts",
+                    lambda task=task: (
+                        bool(self.pool.status(task)["checkpoint"])  # type: ignore[misc]
+                        or self.is_over(task)
+                    ),
+                    PATIENCE_S,
+                )
+            epoch, before = self.pool.status(task)["epoch"], self.members(task)
+            self.pool.agents[before[rank]].kill()
+            eventually(
+                "it is formed anew",
+                lambda task=task, epoch=epoch: (
+                    self.pool.status(task)["epoch"] > epoch  # type: ignore[misc]
+                    or self.is_over(task)
+                ),
+                PATIENCE_S,
+                every_s=0.1,
+            )
+            if self.pool.status(task)["epoch"] > epoch:
+                return task, before
+            self.revive()
+        raise NeverHappened("it was always over before its agent was killed, or not formed anew")
 
 
 @pytest.fixture(scope="module")
@@ -132,15 +191,20 @@ def site(
             made.start()
             yield made
         finally:
+            stack.callback(made.clear)
             made.pool.stop()
-            made.clear()
 
 
 @pytest.fixture
 def pool(site: Site) -> Pool:
-    """So that its logs are shown when a test fails."""
-    site.revive()
-    return site.pool
+    """For what is not disturbed. So that its logs are shown when a test fails."""
+    return site.under(LONG_LEASE)
+
+
+@pytest.fixture
+def losing(site: Site) -> Pool:
+    """Whoever is killed is given up soon. Tests that ask for it stand last: the server is started anew for them."""
+    return site.under(LOSING)
 
 
 TALK = """
@@ -193,31 +257,6 @@ def test_members_reach_each_other_and_nothing_else(
     assert pool.ask("GET", "/readyz").status_code == 200
 
 
-def of_our_image(site: Site) -> list[str]:
-    assert site.engine is not None
-    with docker_client(site.engine) as api:
-        return [one["Id"] for one in api.containers(filters={"ancestor": IMAGE})]
-
-
-@pytest.mark.slow
-def test_containers_and_their_network_never_outlive_a_killed_agent(
-    site: Site, pool: Pool, require: Callable[[str], None]
-) -> None:
-    require("docker")
-    wanted = {
-        "command": ["sh", "-c", "echo up; exec sleep 1000"],
-        "recipe": {"image": IMAGE},
-        "nodes": 2,
-        "on_loss": "end",
-    }
-    task = pool.ask("POST", "/v1/tasks", wanted).json()["ids"][0]
-    site.until_printed(task, "[1] up")
-    assert len(of_our_image(site)) == 2
-    pool.agents[site.members(task)[1]].kill()
-    assert site.ended(task)["status"] == "failed"
-    eventually("no container of it is left", lambda: of_our_image(site) == [], PATIENCE_S)
-
-
 @pytest.mark.slow
 def test_the_command_line_shows_all_members(site: Site, pool: Pool) -> None:
     words = "echo I am $GPOOL_RANK of $GPOOL_NODES at $GPOOL_ADDRESS"
@@ -250,9 +289,9 @@ def test_a_gang_makes_room_outlives_the_server_and_is_cancelled_as_a_whole(
 ) -> None:
     mark = f"gang-{os.getpid()}"
     command = ["sh", "-c", COUNT, mark]
-    wanted = {"command": command, "nodes": 2, "checkpoint": "state/", "grace_s": 60}
+    wanted = {"command": command, "nodes": 2, "checkpoint": "state/", "grace_s": 600}
     task = pool.ask("POST", "/v1/tasks", wanted).json()["ids"][0]
-    site.until_printed(task, "[1] up")
+    site.until_up(task)
     pool.ask("POST", f"/v1/tasks/{task}/preempt")
     site.until_printed(task, "[1] goes on at")  # every member finds what the first one saved
     document = pool.status(task)
@@ -288,19 +327,59 @@ def test_torchrun_sums_over_two_nodes(
 
 
 @pytest.mark.slow
-def test_torchrun_goes_on_elsewhere_when_an_agent_is_killed(
+def test_ray_computes_on_two_nodes_undisturbed(
     site: Site, pool: Pool, require: Callable[[str], None]
+) -> None:
+    require("ray")
+    options = ("--engine", "ray", "--memory", "1GB")
+    task = site.submit("squares.py", *options, words=("--count", "10", "--pause", "0.1"))
+    document = site.ended(task)
+    assert document["status"] == "succeeded", site.printed(task)
+    assert (document["epoch"], document["losses"]) == (1, 0)
+    assert "285 from 2 nodes\n" in site.printed(task)
+
+
+# ---- losing members
+
+
+def of_our_image(site: Site) -> list[str]:
+    assert site.engine is not None
+    with docker_client(site.engine) as api:
+        return [one["Id"] for one in api.containers(filters={"ancestor": IMAGE})]
+
+
+@pytest.mark.slow
+def test_containers_and_their_network_never_outlive_a_killed_agent(
+    site: Site, losing: Pool, require: Callable[[str], None]
+) -> None:
+    require("docker")
+    wanted = {
+        "command": ["sh", "-c", "echo up; exec sleep 1000"],
+        "recipe": {"image": IMAGE},
+        "nodes": 2,
+        "on_loss": "end",
+    }
+    task = losing.ask("POST", "/v1/tasks", wanted).json()["ids"][0]
+    site.until_up(task)
+    eventually("both are there", lambda: len(of_our_image(site)) == 2, PATIENCE_S)
+    losing.agents[site.members(task)[1]].kill()
+    assert site.ended(task)["status"] == "failed"
+    eventually("no container of it is left", lambda: of_our_image(site) == [], PATIENCE_S)
+
+
+@pytest.mark.slow
+def test_torchrun_goes_on_elsewhere_when_an_agent_is_killed(
+    site: Site, losing: Pool, require: Callable[[str], None]
 ) -> None:
     require("torch")
     options = ("--engine", "torchrun", "--checkpoint", "state/", "--checkpoint-every", "1s")
-    task = site.submit("train.py", *options, words=("--steps", "80", "--pause", "0.1"))
-    site.until_printed(task, "step 15 of 80")
-    eventually("a checkpoint counts", lambda: pool.status(task)["checkpoint"], PATIENCE_S)
-    before = site.members(task)
-    pool.agents[before[0]].kill()  # the one whose checkpoint counts
-    eventually(
-        "it is formed anew", lambda: pool.status(task)["epoch"] >= 2, PATIENCE_S, every_s=0.1
-    )
+
+    def train(slower: int) -> str:
+        pause = str(0.1 * slower)
+        return site.submit("train.py", *options, words=("--steps", "80", "--pause", pause))
+
+    # The first member's agent: it is its checkpoint that counts.
+    task, before = site.disturbed(train, "step 15 of 80", rank=0, saved=True)
     document = site.ended(task)
     said = site.printed(task)
     assert document["status"] == "succeeded", (document, said)
@@ -312,7 +391,7 @@ def test_torchrun_goes_on_elsewhere_when_an_agent_is_killed(
 
 
 @pytest.mark.slow
-def test_a_gang_that_is_to_end_with_a_loss_fails_and_says_why(site: Site, pool: Pool) -> None:
+def test_a_gang_that_is_to_end_with_a_loss_fails_and_says_why(site: Site, losing: Pool) -> None:
     mark = f"sleep 600.{os.getpid()}"
     wanted = {
         "command": ["sh", "-c", f"echo up; exec {mark}"],
@@ -320,10 +399,10 @@ def test_a_gang_that_is_to_end_with_a_loss_fails_and_says_why(site: Site, pool: 
         "on_loss": "end",
         "retries": 3,
     }
-    task = pool.ask("POST", "/v1/tasks", wanted).json()["ids"][0]
-    site.until_printed(task, "[1] up")
+    task = losing.ask("POST", "/v1/tasks", wanted).json()["ids"][0]
+    site.until_up(task)
     lost = site.members(task)[1]
-    pool.agents[lost].kill()
+    losing.agents[lost].kill()
     document = site.ended(task)
     assert document["status"] == "failed"
     assert document["epoch"] == 1
@@ -335,33 +414,19 @@ def test_a_gang_that_is_to_end_with_a_loss_fails_and_says_why(site: Site, pool: 
 
 @pytest.mark.slow
 def test_ray_computes_on_two_nodes_though_an_agent_is_killed(
-    site: Site, pool: Pool, require: Callable[[str], None]
+    site: Site, losing: Pool, require: Callable[[str], None]
 ) -> None:
     require("ray")
     options = ("--engine", "ray", "--memory", "1GB")
-    task = site.submit("squares.py", *options, words=("--count", "60", "--pause", "0.2"))
-    site.until_printed(task, "10 of 60")
-    before = site.members(task)
-    pool.agents[before[1]].kill()
-    eventually(
-        "it is formed anew", lambda: pool.status(task)["epoch"] >= 2, PATIENCE_S, every_s=0.1
-    )
+
+    def square(slower: int) -> str:
+        pause = str(0.2 * slower)
+        return site.submit("squares.py", *options, words=("--count", "60", "--pause", pause))
+
+    task, before = site.disturbed(square, "10 of 60", rank=1, saved=False)
     document = site.ended(task)
     said = site.printed(task)
     assert document["status"] == "succeeded", (document, said)
     assert document["losses"] >= 1  # one; a machine that Ray keeps busy may lose another
     assert "70210 from 2 nodes\n" in said
     assert before[1] not in site.members(task)
-
-
-@pytest.mark.slow
-def test_ray_computes_on_two_nodes_undisturbed(
-    site: Site, pool: Pool, require: Callable[[str], None]
-) -> None:
-    require("ray")
-    options = ("--engine", "ray", "--memory", "1GB")
-    task = site.submit("squares.py", *options, words=("--count", "10", "--pause", "0.1"))
-    document = site.ended(task)
-    assert document["status"] == "succeeded", site.printed(task)
-    assert (document["epoch"], document["losses"]) == (1, 0)
-    assert "285 from 2 nodes\n" in site.printed(task)

@@ -88,6 +88,19 @@ class Remote:
         finally:
             door.close()
 
+    def until_joined(self) -> None:
+        door = self.door()
+        try:
+            eventually(
+                "a node is online",
+                lambda: any(
+                    node["status"] == "online" for node in door.get_json("/v1/nodes")["items"]
+                ),
+                PATIENCE_S,
+            )
+        finally:
+            door.close()
+
     def join(self, link: str, *options: str) -> Daemon:
         log = self.folder / f"agent-{len(self.daemons)}.log"
         environment = self.environment("agent")
@@ -202,6 +215,7 @@ def test_a_changed_certificate_is_refused_by_agent_client_and_link(remote: Remot
     server = remote.serve()
     link, pinned = remote.link(), remote.pinned()
     agent = remote.join(link)
+    remote.until_joined()
     assert remote.run("ps", **pinned).returncode == 0
     server.stop()
     (remote.data / "server.pem").unlink()

@@ -56,9 +56,10 @@ def test_all_free_memory_is_overwritten_and_checked(nvml: RealNvml, tmp_path: Pa
 
     async def run() -> Scrubbed:
         runtime = BubblewrapRuntime(tmp_path)
-        told = await scrub(runtime, GpuSeat(nodes, (("CUDA_VISIBLE_DEVICES", uuid),)))
-        await runtime.close()
-        return told
+        try:
+            return await scrub(runtime, GpuSeat(nodes, (("CUDA_VISIBLE_DEVICES", uuid),)))
+        finally:
+            await runtime.close()
 
     told = asyncio.run(run())
     assert fault(told) == ""

@@ -24,6 +24,9 @@ from gpool.agent.runtime.protocol import CommandJob, Staged  # noqa: E402
 from gpool.testing.runtimes import MAKERS, left_over  # noqa: E402
 
 PROBE = Path(__file__).with_name("probe")
+ANSWERED = {"answer_s": 60.0, "within_s": 90.0}
+"""Where everybody answers, they have the time it takes them."""
+SETTLING_LOOKS = 1200
 NEIGHBOUR = """
 import os, sys, time
 word = os.environ["NEIGHBOUR_MEMORY"]
@@ -102,12 +105,13 @@ class Attacked:
                     said["probe"] = results(await run(runtime, *words, inputs=inputs))
                     said["probe_s"] = time.monotonic() - began
                 if "crawl" in parts:
-                    order = json.dumps({"roots": ["/"], "pids": None, "since": self.since})
-                    words = ("python", "probe/crawl.py", order)
+                    order = {"roots": ["/"], "pids": None, "since": self.since, "answer_s": 0.5}
+                    words = ("python", "probe/crawl.py", json.dumps(order))
                     said["crawl"] = json.loads(await run(runtime, *words, inputs=tuple(staged())))
                     said["crawl_s"] = time.monotonic() - began
                 if self.order["control"]:
                     said["control"] = self.control(neighbour)
+                    said["control_s"] = time.monotonic() - began
                 await neighbour.remove()
             if "outputs" in parts:
                 work = data / "sandboxes" if kind == "bubblewrap" else None
@@ -121,10 +125,10 @@ class Attacked:
         said["took_s"] = time.monotonic() - began
         return said
 
-    def tell(self) -> Path:
+    def tell(self, **more: float) -> Path:
         """For an attack's eyes, as a file: a command line would be what it then finds."""
         path = self.base / "known"
-        path.write_text(json.dumps(self.plants.known))
+        path.write_text(json.dumps(self.plants.known | more))
         return path
 
     def control(self, neighbour: Any) -> dict[str, Any]:
@@ -132,14 +136,15 @@ class Attacked:
         here = self.base / "control"
         here.mkdir(mode=0o700)
         probe = subprocess.run(
-            [sys.executable, str(PROBE / "main.py"), str(self.tell())],
+            [sys.executable, str(PROBE / "main.py"), str(self.tell(**ANSWERED))],
             stdout=subprocess.PIPE,
             close_fds=False,
             cwd=here,
             check=True,
         )
         beside = [name for name in os.listdir("/proc") if name.isdecimal() and self.is_ours(name)]
-        order = {"roots": sorted(self.plants.roots), "pids": beside, "since": self.since}
+        roots, answer_s = sorted(self.plants.roots), ANSWERED["answer_s"]
+        order = {"roots": roots, "pids": beside, "since": self.since, "answer_s": answer_s}
         crawl = subprocess.run(
             [sys.executable, str(PROBE / "crawl.py"), json.dumps(order)],
             stdout=subprocess.PIPE,
@@ -161,6 +166,17 @@ class Attacked:
         return False
 
 
+async def settled(held: int) -> int:
+    """How many descriptors there are once no more than before are, or a minute later: what is closed may take a turn."""
+    now = len(os.listdir("/proc/self/fd"))
+    for _ in range(SETTLING_LOOKS):
+        if now <= held:
+            break
+        await asyncio.sleep(0.05)
+        now = len(os.listdir("/proc/self/fd"))
+    return now
+
+
 async def main(base: Path, order: dict[str, Any]) -> None:
     plants = Plants(words=dict(order["words"]), known=dict(order["network"]))
     plants.known["in environment"] = plants.words["variable GPOOL_TOKEN"]
@@ -174,7 +190,7 @@ async def main(base: Path, order: dict[str, Any]) -> None:
         for kind in order["kinds"]:
             with contextlib.suppress(asyncio.CancelledError):
                 said[kind] = await attacked.attack(kind)
-        after = len(os.listdir("/proc/self/fd"))
+        after = await settled(held)
         whole = {
             "uid": os.geteuid(),
             "kernel": os.uname().version,

@@ -17,6 +17,7 @@ import os
 import socket
 import sys
 import tempfile
+from dataclasses import replace
 from ipaddress import IPv4Address
 from pathlib import Path
 from typing import Any
@@ -180,6 +181,8 @@ async def agent(mode: str, kind: str, capture: socket.socket, place: Path) -> di
     several = networks(mode, EgressPolicy())
     await several.start()
     opened, other = await several.open(Egress()), await several.open(Egress())
+    for each in (opened, other):  # the world's name server may have to wait for its turn
+        each.resolver.names = replace(each.resolver.names, within_s=PATIENCE_S)
     near = inside_targets(mode)
     with contextlib.ExitStack() as stack:
         if mode == "root":

@@ -175,9 +175,16 @@ def name_server(listening: socket.socket) -> None:
     threading.Thread(target=serve, daemon=True).start()
 
 
+def forward_nothing() -> None:
+    """A fresh namespace begins as this machine's own is now, whoever has changed that."""
+    Path("/proc/sys/net/ipv4/ip_forward").write_text("0")
+
+
 def build_world() -> socket.socket:
     """The host is where we are; the world is one hop away. Returns the packet socket that sees what arrives there."""
+    forward_nothing()
     world = in_namespace(None, own_descriptor)
+    in_namespace(world, forward_nothing)
     subprocess.run(
         ["ip", "link", "add", "up0", "type", "veth", "peer", "name", "w0", "netns", f"/proc/{os.getpid()}/fd/{world}"],
         check=True,
@@ -263,8 +270,8 @@ def listening_in(opened: OpenLane) -> Iterator[str]:
 def fingerprint() -> dict[str, Any]:
     """What our code could have changed on the host."""
     settings = {}
-    for path in sorted(Path("/proc/sys/net").rglob("*")):
-        if path.is_file() and "conntrack" not in path.name:
+    for folder, _, names in os.walk("/proc/sys/net"):  # passes over what goes meanwhile
+        for path in (Path(folder, name) for name in names if "conntrack" not in name):
             with contextlib.suppress(OSError):
                 settings[str(path)] = path.read_text()
     listed = subprocess.run(["ip", "-j", "addr"], capture_output=True, text=True, check=True)
@@ -290,11 +297,13 @@ def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
 
 async def settled(before: dict[str, Any]) -> list[str]:
     """What stays different: the kernel and our threads finish some things after they were told to."""
+    left = differences(before, fingerprint())
     for _ in range(int(PATIENCE_S / LOOK_AGAIN_S)):
-        if not differences(before, fingerprint()):
+        if not left:
             break
         await asyncio.sleep(LOOK_AGAIN_S)
-    return differences(before, fingerprint())
+        left = differences(before, fingerprint())
+    return left
 
 
 def open_the_way(*paths: Path) -> None:

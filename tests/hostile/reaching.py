@@ -16,8 +16,8 @@ from ipaddress import IPv4Address, ip_address
 from typing import Any
 
 PORT = 8080
-PATIENCE_S = 60.0  # for what must answer
-MOST_ASKED = 5000
+PATIENCE_S = 240.0  # for what must answer
+MOST_ASKED, AT_ONCE = 5000, 32
 REFUSED = 5
 
 
@@ -93,11 +93,16 @@ def ask(name: str, kind: int = 1, *, stream: bool = False, at: str = "127.0.0.53
 
 
 def refused_after(count: int) -> int:
-    """How many names were asked for until that many were refused."""
+    """How many names were asked for until that many were refused. Many at once: one by one is no flood on a slow machine."""
     refused = asked = 0
-    while refused < count and asked < MOST_ASKED:
-        asked += 1
-        refused += ask_whole(f"n{asked}.example")[3] & 15 == REFUSED
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        asking.settimeout(PATIENCE_S)
+        asking.connect(("127.0.0.53", 53))
+        while refused < count and asked < MOST_ASKED:
+            for _ in range(AT_ONCE):
+                asked += 1
+                asking.send(question_for(f"n{asked}.example", 1))
+            refused += sum(asking.recv(4096)[3] & 15 == REFUSED for _ in range(AT_ONCE))
     return asked
 
 

@@ -17,12 +17,13 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
 sys.path[:0] = [str(Path(__file__).parent)]
 
-from fingerprint import changes, fingerprint  # noqa: E402 - found by the line above
+from fingerprint import changes, fingerprint, steady_look  # noqa: E402 - found by the line above
 from planting import NAMED_VARIABLES, token  # noqa: E402
 
 from gpool.testing import unprivileged  # noqa: E402
@@ -48,6 +49,7 @@ ip route add 224.0.0.0/4 dev lan0
 echo "0 2147483647" > /proc/sys/net/ipv4/ping_group_range
 """
 PR_SET_CHILD_SUBREAPER = 36
+SETTLED_WITHIN_S, LOOK_AGAIN_S = 60.0, 0.25
 AGENT_WITHIN_S = 800.0
 
 
@@ -103,14 +105,13 @@ def run_agent(base: Path, order: dict[str, Any], port: int) -> Any:
 def settled(before: dict[str, str]) -> list[str]:
     """What changed and stays so: what is just ending gets a moment."""
     waiting = threading.Event()
-    found: list[str] = []
-    for _ in range(20):
+    until = time.monotonic() + SETTLED_WITHIN_S
+    while True:
         reap()
         found = changes(before, fingerprint(os.getpid()))
-        if not found:
-            break
-        waiting.wait(0.25)
-    return found
+        if not found or time.monotonic() > until:
+            return found
+        waiting.wait(LOOK_AGAIN_S)
 
 
 def reap() -> None:
@@ -125,7 +126,7 @@ def leave_others() -> None:
     """Mounts of other tests, seen in our copy of the tree only, would go when those tests end."""
     mounts = [line.split()[4] for line in Path("/proc/self/mountinfo").read_text().splitlines()]
     for mount in reversed(mounts):
-        if mount.startswith(tempfile.gettempdir() + "/"):
+        if mount.startswith((tempfile.gettempdir() + "/", "/run/netns/")):
             subprocess.run(["umount", "-l", mount], capture_output=True, check=False)
 
 
@@ -135,7 +136,7 @@ def main(order: dict[str, Any]) -> None:
     leave_others()
     subprocess.run(["sh", "-c", LAN], check=True)
     port = serve()
-    before = fingerprint(os.getpid())
+    before = steady_look(os.getpid())
     base = Path(tempfile.mkdtemp(prefix="foe-"))
     try:
         if not order["root"]:

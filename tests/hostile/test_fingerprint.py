@@ -14,7 +14,8 @@ pytestmark = pytest.mark.alone  # keys and files are the whole host's: others' a
 HERE = Path(__file__).parent
 PLANT = r"""
 import ctypes, json, os, socket, subprocess, sys
-from fingerprint import changes, fingerprint
+from fingerprint import changes, fingerprint, steady_look
+from stage import leave_others
 
 libc = ctypes.CDLL(None)
 subprocess.run(["sh", "-c", "mount --make-rprivate / && ip link set lo up"], check=True)
@@ -29,13 +30,18 @@ def listening(family, address):
     return made
 
 
-before = fingerprint(os.getpid())
+leave_others()
+before = steady_look(os.getpid())
 quiet = changes(before, fingerprint(os.getpid()))
 subprocess.run(["mount", "-t", "tmpfs", "x", "/mnt"], check=True)
-with open("/proc/sys/net/ipv4/ip_forward", "w") as setting:
-    setting.write("1")
-child = subprocess.Popen(["sleep", "60"])
-orphan = int(subprocess.run(["sh", "-c", "sleep 61 >&2 & echo $!"], stdout=subprocess.PIPE, check=True).stdout)
+forward = "/proc/sys/net/ipv4/ip_forward"
+other = "10"[int(open(forward).read())]  # a namespace begins with its host's
+with open(forward, "w") as setting:
+    setting.write(other)
+child = subprocess.Popen(["sleep", "600"])
+orphan = int(subprocess.run(["sh", "-c", "sleep 601 >&2 & echo $!"], stdout=subprocess.PIPE, check=True).stdout)
+while not open(f"/proc/{orphan}/cmdline").read().startswith("sleep"):
+    os.sched_yield()  # the shell's fork becomes it
 open("/srv/left-behind", "w").close()
 held = [
     listening(socket.AF_INET, ("127.0.0.1", 0)),
@@ -55,8 +61,8 @@ sys.stdout.write(json.dumps([quiet, noticed]))
 SIGNS = {
     "a mount": "new: mount /mnt",
     "a setting": "changed: setting /proc/sys/net/ipv4/ip_forward",
-    "a process": "sleep\x0060",
-    "an orphan": "sleep\x0061",
+    "a process": "sleep\x00600",
+    "an orphan": "sleep\x00601",
     "a file": "new: file /srv/left-behind",
     "a listener": "new: net/tcp 0100007F",
     "an abstract socket": "@left-behind",

@@ -43,7 +43,7 @@ def told(request: pytest.FixtureRequest, require: Callable[[str], None]) -> dict
         [sys.executable, str(STAGE), mode, kind],
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=850,
         check=False,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     )

@@ -7,6 +7,8 @@ import os
 import resource
 import secrets
 import signal
+import threading
+import time
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -16,7 +18,7 @@ import pytest
 
 from gpool.agent.runtime.protocol import CommandJob, Limits
 from gpool.core.model import EndReason
-from gpool.testing.processes import alive, eventually
+from gpool.testing.processes import PATIENCE_S, alive, eventually
 from gpool.testing.runtimes import LIMITS, command, processes_with, using
 
 SMALL = Limits(
@@ -53,7 +55,11 @@ def own_seconds() -> str:
 
 
 def parent_of(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    """0 when it is gone: other tests' processes come and go."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
 
 
 def is_child(pid: int) -> bool:
@@ -140,13 +146,12 @@ while True: pass
 """
 
 
-def test_a_swarm_with_a_sliver_of_the_processor_is_gone_at_once(tmp_path: Path) -> None:
-    """Each has to run once more to end; under its own share that takes many seconds, so the share is lifted."""
-
+def seconds_to_kill_a_swarm(tmp_path: Path, cpu_milli: int) -> float:
     async def work(runtime: Any) -> float:
-        sliver = Limits(cpu_milli=50, memory_bytes=256 << 20, processes=200)
+        share = Limits(cpu_milli=cpu_milli, memory_bytes=256 << 20, processes=200)
         loop = asyncio.get_running_loop()
-        job = CommandJob(("python", "-c", SWARM), (), (), (), sliver)
+        words = ("python", "-I", "-S", "-c", SWARM)  # to be up in a few seconds with a sliver, too
+        job = CommandJob(words, (), (), (), share)
         sandbox = await runtime.start_command(job)
         assert await anext(sandbox.output()) == (1, b"up\n")
         began = loop.time()
@@ -155,8 +160,18 @@ def test_a_swarm_with_a_sliver_of_the_processor_is_gone_at_once(tmp_path: Path) 
         await sandbox.remove()
         return took
 
-    took = (using("bubblewrap", tmp_path, work) for _ in range(3))
-    assert any(seconds < 2 for seconds in took)  # the first, unless others want the processor too
+    return using("bubblewrap", tmp_path, work)
+
+
+def test_a_swarm_with_a_sliver_of_the_processor_is_gone_at_once(tmp_path: Path) -> None:
+    """Each has to run once more to end; under its own share that takes a minute, so the share is lifted."""
+    took = []
+    for _ in range(3):
+        took.append(seconds_to_kill_a_swarm(tmp_path, 50))
+        if took[-1] < 2:
+            return
+    # Others want the processor too: then no later than one that has all of it.
+    assert min(took) < 5 * seconds_to_kill_a_swarm(tmp_path, 2000)
 
 
 @pytest.mark.parametrize("path", ["/tmp/full", "/dev/shm/full"])
@@ -177,19 +192,19 @@ def test_a_file_ends_at_the_disk_limit(tmp_path: Path) -> None:
 
 
 SPREAD = """
-import itertools
-for number in itertools.count():
+import itertools, time
+for number in itertools.count():  # on and on, until it is noticed
     with open(f"full-{number}", "wb") as full:
         full.write(b"x" * (4 << 20))
-    if number > 2000:
-        break
+    if number > 400:
+        time.sleep(0.1)
 """
 INODES = """
-import itertools
+import itertools, time
 for number in itertools.count():
     open(f"empty-{number}", "w").close()
     if number > 300_000:
-        break
+        time.sleep(0.001)
 """
 
 
@@ -215,6 +230,15 @@ def test_descriptors_run_out_at_the_limit(tmp_path: Path) -> None:
 def test_a_flood_of_output_neither_grows_nor_starves_the_agent(tmp_path: Path) -> None:
     """A gigabyte in one line; the loop's other work goes on meanwhile."""
 
+    ticks: list[
+        float
+    ] = []  # of a thread beside the loop: when the machine itself stands still, so do these
+    over = threading.Event()
+
+    def tick() -> None:
+        while not over.wait(0.01):
+            ticks.append(time.monotonic())
+
     async def work(runtime: Any) -> tuple[list[tuple[float, int]], int]:
         argv = ("head", "-c", str(1 << 30), "/dev/zero")
         loop = asyncio.get_running_loop()
@@ -236,11 +260,19 @@ def test_a_flood_of_output_neither_grows_nor_starves_the_agent(tmp_path: Path) -
         grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
         return [*beats, (loop.time(), size)], grown
 
-    beats, grown_kib = using("bubblewrap", tmp_path, work)
+    ticking = threading.Thread(target=tick)
+    ticking.start()
+    try:
+        beats, grown_kib = using("bubblewrap", tmp_path, work)
+    finally:
+        over.set()
+        ticking.join()
     assert beats[-1][1] == 1 << 30
     assert grown_kib < 16 * 1024
     pauses = [(b[0] - a[0], b[1] - a[1]) for a, b in pairwise(beats)]
-    assert max(seconds for seconds, _ in pauses) < 20  # a node may be silent for beats of 8 s
+    stood_still = max(b - a for a, b in pairwise(ticks))
+    longest = max(seconds for seconds, _ in pauses)
+    assert longest < 20 + stood_still  # a node may be silent for beats of 8 s
     assert max(size for _, size in pauses) < 1 << 28  # others have their turns while it is read
 
 
@@ -279,7 +311,10 @@ def test_a_launcher_that_is_killed_takes_its_sandboxes_along_and_is_replaced(
                 os.kill(pid, signal.SIGKILL)
         assert (await sandbox.ended()).exit_code == 137
         assert [rest async for rest in sandbox.output()] == []
-        assert processes_with(f"sleep\0{seconds}") == []
+        word = f"sleep\0{seconds}"
+        await asyncio.to_thread(
+            eventually, "they are gone", lambda: not processes_with(word), PATIENCE_S
+        )
         await sandbox.remove()
         assert (await command(runtime, "echo", "again")).out == b"again\n"
 
@@ -294,7 +329,7 @@ def test_a_child_kept_ready_that_is_killed_is_done_without(tmp_path: Path) -> No
             if parent_of(pid) in launchers:
                 os.kill(pid, signal.SIGKILL)
                 await asyncio.to_thread(
-                    eventually, "it is gone", lambda pid=pid: not alive(pid), 90
+                    eventually, "it is gone", lambda pid=pid: not alive(pid), PATIENCE_S
                 )
         return (await command(runtime, "echo", "all the same")).out
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from gpool.testing.processes import (
+    PATIENCE_S,
     NeverHappened,
     Pool,
     alive,
@@ -27,9 +28,9 @@ def test_a_marked_process_is_found_and_is_gone_once_killed() -> None:
     mark = f"gpool-mark-{free_port()}"
     process = subprocess.Popen([sys.executable, "-c", "input()", mark], stdin=subprocess.PIPE)
     try:
-        eventually("it is seen", lambda: processes_saying(mark) == [process.pid], within_s=30)
+        eventually("it is seen", lambda: processes_saying(mark) == [process.pid], PATIENCE_S)
         process.kill()
-        eventually("it is a corpse", lambda: not alive(process.pid), within_s=30)
+        eventually("it is a corpse", lambda: not alive(process.pid), PATIENCE_S)
         assert processes_saying(mark) == []
     finally:
         process.kill()

@@ -54,7 +54,7 @@ def lines_matching(pattern: re.Pattern[str]) -> Iterator[str]:
     for path in tracked():
         try:
             text = path.read_text(encoding="utf-8")
-        except UnicodeDecodeError:
+        except (UnicodeDecodeError, FileNotFoundError):  # no text; or taken away meanwhile
             continue
         for number, line in enumerate(text.splitlines(), 1):
             if pattern.search(line):

@@ -33,7 +33,7 @@ def looked(folder: Path, **files: str) -> tuple[int, str]:
         env={**os.environ, "PYTEST_ADDOPTS": "-p no:schemathesis", "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=800,
         check=False,
     )
     return found.returncode, found.stdout

@@ -9,7 +9,7 @@ import queue
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -26,11 +26,13 @@ from gpool.server import credentials
 from gpool.server.app import ensure_operator, make_app, open_server
 from gpool.server.channel import Channel
 from gpool.server.main import configuration
+from gpool.server.outbound import Outbound
 from gpool.server.server import Server
 from gpool.server.settings import Settings
 from gpool.server.store.operations import people
 from gpool.server.store.values import NodeCredentials, User
 from gpool.testing.nodes import join_request
+from gpool.testing.processes import PATIENCE_S
 from gpool.transfer.proving import NodeKey
 from gpool.transfer.requests import Request
 from gpool.wire.frames import (
@@ -132,7 +134,7 @@ class Agent:
         """Everything granted, once there are `count` of them."""
         while len(self.leases()) < count:
             self._news.clear()
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(PATIENCE_S):
                 await self._news.wait()
         return self.leases()
 
@@ -258,6 +260,8 @@ def calls_document(count: int, **members: Any) -> dict[str, Any]:
 async def open_desk(data: Path, clock: StoppedClock, **settings: Any) -> Desk:
     settings = Settings(data=data, **{**QUICK, **settings})
     server = await open_server(settings, clock)
+    patient = replace(server.identity, outbound=Outbound(timeout_s=PATIENCE_S))
+    server = replace(server, sign_ins=patient)
     key = await ensure_operator(server)
     app = make_app(server)
     app.state.ready = True
@@ -284,13 +288,16 @@ class Live:
 
 @contextmanager
 def serving(data: Path, *, keep_alive_s: float | None = None, **settings: Any) -> Iterator[Live]:
-    """The server as `gpool server` runs it, on a free port, in a thread. `keep_alive_s`: of idle connections."""
+    """The server as `gpool server` runs it, on a free port, in a thread. `keep_alive_s`: of idle connections.
+
+    Its nodes are heard from when a test has its turn, and none is to be lost.
+    """
     listening = socket.create_server(("127.0.0.1", 0))
-    opened: queue.SimpleQueue[tuple[str, uvicorn.Server, Server]] = queue.SimpleQueue()
+    opened: queue.SimpleQueue[tuple[str, uvicorn.Server, Server] | None] = queue.SimpleQueue()
 
     async def run() -> None:
-        cheap = {"password_passes": 1, "password_memory_kib": 64}
-        server = await open_server(Settings(data=data, **{**cheap, **settings}))
+        usual = {"password_passes": 1, "password_memory_kib": 64, "ttl_s": 900}
+        server = await open_server(Settings(data=data, **{**usual, **settings}))
         config: Any = configuration(server)
         if keep_alive_s is not None:
             config.timeout_keep_alive = keep_alive_s
@@ -299,21 +306,28 @@ def serving(data: Path, *, keep_alive_s: float | None = None, **settings: Any) -
         await runner.serve([listening])
 
     def thread() -> None:
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(run())
+        try:
+            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+                runner.run(run())
+        finally:
+            opened.put(None)
 
     worker = Thread(target=thread, name="live-server")
     worker.start()
-    key, runner, server = opened.get(timeout=60)
-    shown = server.certificate
-    scheme = "http" if shown is None else "https"
     try:
-        yield Live(
-            f"{scheme}://127.0.0.1:{listening.getsockname()[1]}",
-            key,
-            None if shown is None else shown.fingerprint,
-        )
+        told = opened.get()
+        assert told is not None, "the server could not be opened"
+        key, runner, server = told
+        shown = server.certificate
+        scheme = "http" if shown is None else "https"
+        try:
+            yield Live(
+                f"{scheme}://127.0.0.1:{listening.getsockname()[1]}",
+                key,
+                None if shown is None else shown.fingerprint,
+            )
+        finally:
+            runner.should_exit = True
     finally:
-        runner.should_exit = True
-        worker.join(timeout=60)
+        worker.join(PATIENCE_S)
         listening.close()

@@ -17,6 +17,7 @@ from websockets.sync.client import ClientConnection
 
 from gpool.server.http import MOST_PINGS
 from gpool.server.pacing import MOST_AHEAD
+from gpool.testing.processes import PATIENCE_S
 from gpool.wire.frames import (
     Beat,
     BeatSeen,
@@ -62,7 +63,7 @@ def answers(socket: ClientConnection, most: int) -> tuple[int, Refused | None]:
     seen = 0
     while seen < most:
         try:
-            frame = decode_any_from_server(socket.recv(timeout=60))  # type: ignore[arg-type]
+            frame = decode_any_from_server(socket.recv(timeout=PATIENCE_S))  # type: ignore[arg-type]
         except ConnectionClosed:
             break
         if isinstance(frame, Refused):

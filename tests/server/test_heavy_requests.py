@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from time import process_time
+from time import thread_time
 
 import pytest
 
@@ -13,6 +13,8 @@ from gpool.wire.documents import InputDocument, TaskRequest
 
 LONGEST_S = 2.0
 """A twentieth of it on a quiet machine; it took four seconds and more."""
+AS_LONG_AS = 80
+"""Times what it takes to read those names from a request, where that is more: on a machine that is slow at everything."""
 
 PATHS = {
     "deep": lambda number: f"{number:04}/" + "a/" * 500 + "b",
@@ -24,15 +26,16 @@ PATHS = {
 
 @pytest.mark.parametrize("kind", PATHS)
 def test_ten_thousand_of_the_worst_names_are_checked_quickly(kind: str) -> None:
+    began = thread_time()
     inputs = [
         InputDocument(path=PATHS[kind](number), sha256="0" * 64, size_bytes=1)
         for number in range(10_000)
     ]
     request = TaskRequest(command=["true"], inputs=inputs)
-    began = process_time()
+    read = thread_time()
     with suppress(TooLarge):
         spec_of(request)
-    assert process_time() - began < LONGEST_S
+    assert thread_time() - read < max(LONGEST_S, AS_LONG_AS * (read - began))
 
 
 @pytest.mark.parametrize("names", [("a", "a/b"), ("a-b", "a/b", "A"), ("x", "a/b/c/d", "a/b")])

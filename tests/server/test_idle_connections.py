@@ -15,13 +15,14 @@ from server_desk import Live, serving
 
 from gpool.client.door import Door
 from gpool.server.main import KEEP_ALIVE_S
+from gpool.testing.processes import PATIENCE_S
 from gpool.transfer.senders import KEPT_IDLE_S
 
 TRUE = {"command": ["true"]}
 
 
 def tasks_at(live: Live) -> int:
-    answer = httpx2.get(f"{live.url}/v1/tasks?limit=200", headers=live.headers, timeout=60)
+    answer = httpx2.get(f"{live.url}/v1/tasks?limit=200", headers=live.headers, timeout=PATIENCE_S)
     return len(answer.json()["items"])
 
 
@@ -46,7 +47,7 @@ def test_without_a_key_the_same_would_take_effect_twice(live: Live) -> None:
     headers = live.headers
     with (
         cutting(live, cut=2) as url,
-        httpx2.Client(base_url=url, headers=headers, timeout=60) as http,
+        httpx2.Client(base_url=url, headers=headers, timeout=PATIENCE_S) as http,
     ):
         http.post("/v1/tasks", json=TRUE)
         with pytest.raises(httpx2.TransportError):
@@ -92,7 +93,7 @@ def cutting(live: Live, cut: int) -> Iterator[str]:
     finally:
         listening.shutdown(socket.SHUT_RDWR)
         listening.close()
-        thread.join(60)
+        thread.join(PATIENCE_S)
 
 
 def whole(sock: socket.socket) -> bytes:

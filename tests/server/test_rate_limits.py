@@ -13,6 +13,7 @@ from gpool.core.ids import decode
 from gpool.core.model import Permission
 from gpool.server.identity.guard import UNKNOWN_KEYS
 from gpool.server.identity.throttle import CLASS_RATES, RouteClass
+from gpool.testing.processes import PATIENCE_S
 
 pytestmark = pytest.mark.anyio
 
@@ -93,8 +94,8 @@ async def test_large_headers_are_refused(desk: Desk) -> None:
 
 def test_a_head_without_an_end_is_cut_off(live: Live) -> None:
     host, port = live.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=90) as raw:
+    with socket.create_connection((host, int(port)), timeout=PATIENCE_S) as raw:
         raw.sendall(b"GET /healthz HTTP/1.1\r\nx-endless: ")
         with pytest.raises(ConnectionError):
             raw.sendall(b"x" * 20_000_000)
-    assert httpx2.get(f"{live.url}/healthz", timeout=90).status_code == 200
+    assert httpx2.get(f"{live.url}/healthz", timeout=PATIENCE_S).status_code == 200

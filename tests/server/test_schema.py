@@ -14,6 +14,8 @@ from schemathesis.checks import not_a_server_error
 from schemathesis.generation import GenerationMode
 from server_desk import Live, serving
 
+from gpool.testing.processes import PATIENCE_S
+
 EXAMPLES = 10
 
 
@@ -25,7 +27,7 @@ def test_no_input_makes_the_server_fail(data: Path, mode: GenerationMode) -> Non
 
 
 def probe(live: Live, mode: GenerationMode) -> None:
-    schema = schemathesis.openapi.from_url(f"{live.url}/openapi.json")
+    schema = schemathesis.openapi.from_url(f"{live.url}/openapi.json", timeout=PATIENCE_S)
     tried = 0
     for found in schema.get_all_operations():
         operation = found.ok()  # type: ignore[union-attr]
@@ -40,7 +42,7 @@ def probe(live: Live, mode: GenerationMode) -> None:
         )
         @given(case=operation.as_strategy(generation_mode=mode))
         def check(case: Any) -> None:
-            answer = case.call(headers=live.headers, timeout=90)
+            answer = case.call(headers=live.headers, timeout=PATIENCE_S)
             case.validate_response(answer, checks=[not_a_server_error])
 
         with suppress(Unsatisfiable):  # nothing to get wrong in this one

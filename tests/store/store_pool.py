@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import replace
 from itertools import count
 from typing import Any, TypeVar
@@ -73,17 +73,26 @@ class Database:
         self.loop.close()
 
 
+@asynccontextmanager
+async def replicas(url: str, count: int) -> AsyncIterator[list[Store]]:
+    """Several stores on one database, closed whatever happens."""
+    async with AsyncExitStack() as closing:
+        made = []
+        for _ in range(count):
+            made.append(await open_store(url))
+            closing.push_async_callback(made[-1].close)
+        yield made
+
+
 def race(database: Database, operations: Sequence[Operation[Any]], stores: int = 4) -> list[Any]:
     """All at once, dealt out to several replicas; a refusal stands in its operation's place."""
 
     async def run() -> list[Any]:
-        replicas = [await open_store(database.url) for _ in range(stores)]
-        answers = await asyncio.gather(
-            *(replicas[i % stores].write(each) for i, each in enumerate(operations)),
-            return_exceptions=True,
-        )
-        for replica in replicas:
-            await replica.close()
+        async with replicas(database.url, stores) as made:
+            answers = await asyncio.gather(
+                *(made[i % stores].write(each) for i, each in enumerate(operations)),
+                return_exceptions=True,
+            )
         return list(answers)
 
     answers = database.run(run())

@@ -9,7 +9,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from time import perf_counter
 
 import pytest
 from store_pool import Database, Pool, opened
@@ -210,7 +209,7 @@ async def main():
     store = await open_store(sys.argv[1])
     async def submit(lane):
         for number in range(100000):
-            task = TaskId(10**9 + lane * 10**6 + number)
+            task = TaskId(int(sys.argv[3]) * 10**9 + lane * 10**6 + number)
             s = Submission(BatchId(task), True, True, SpecId(task), COMMAND, UserId(1000), [NewTask(task, 0)], Instant(1))
             await store.write(tasks.submit(s))
             print(task, flush=True)
@@ -221,10 +220,11 @@ asyncio.run(main())
 
 
 def test_a_killed_process_loses_nothing_it_acknowledged(pool: Pool, database: Database) -> None:
+    """Each time others: what the last one had sent may still be on its way into the database."""
     here = str(Path(__file__).parent)
-    for _ in range(3):
+    for turn in ("1", "2", "3"):
         with subprocess.Popen(
-            [sys.executable, "-c", CHILD, database.url, here], stdout=subprocess.PIPE
+            [sys.executable, "-c", CHILD, database.url, here, turn], stdout=subprocess.PIPE
         ) as child:
             said = [child.stdout.readline() for _ in range(150)]
             child.kill()
@@ -234,14 +234,6 @@ def test_a_killed_process_loses_nothing_it_acknowledged(pool: Pool, database: Da
         database.reopen()
         lost = [task for task in acknowledged if pool.read(tasks.task(task, None)) is None]
         assert lost == []
-        database.write(forget_tasks())
-
-
-@operation
-def forget_tasks() -> Operation[None]:
-    yield Statement("DELETE FROM tasks")
-    yield Statement("DELETE FROM batches")
-    yield Statement("DELETE FROM specs")
 
 
 def test_inline_an_abandoned_group_leaves_no_trace(tmp_path: Path) -> None:
@@ -274,6 +266,14 @@ def invites() -> Operation[int]:
     return rows[0][0]
 
 
+class CountsItsWaits(Connection):
+    waits = 0
+
+    def begin(self) -> None:
+        self.waits += 1
+        super().begin()
+
+
 def test_a_locked_database_fails_a_whole_group_after_one_wait(
     migrated_file: Path, tmp_path: Path
 ) -> None:
@@ -282,12 +282,11 @@ def test_a_locked_database_fails_a_whole_group_after_one_wait(
     shutil.copy(migrated_file, path)
     holder = sqlite3.connect(path, isolation_level=None)
     holder.execute("BEGIN IMMEDIATE")
-    connection = Connection(str(path), writes=True, busy_timeout_s=0.5)
+    connection = CountsItsWaits(str(path), writes=True, busy_timeout_s=0.5)
     loop = asyncio.new_event_loop()
     group = [Waiting(people.user_by_name("a"), loop.create_future()) for _ in range(200)]
-    began = perf_counter()
     connection.group(group)
-    assert perf_counter() - began < 50  # a hundred for one wait each
+    assert connection.waits == 1
     assert all(isinstance(waiting.error, Unreachable) for waiting in group)
     holder.execute("ROLLBACK")
     connection.group(group[:1])

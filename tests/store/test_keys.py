@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from store_pool import Database, Pool
+from store_pool import Database, Pool, replicas
 
 from gpool.core.errors import KeyReused, NotFound
 from gpool.core.ids import BatchId
 from gpool.core.model import Instant, TaskKind, TaskSpec
-from gpool.server.store import open_store
 from gpool.server.store.operations import artifacts, keys, tasks
 from gpool.server.store.protocol import Operation
 from gpool.server.store.values import MissingArtifacts, Submitted
@@ -67,13 +66,9 @@ def test_a_submission_that_lacks_artifacts_leaves_its_key_free(pool: Pool) -> No
 
 def test_one_key_used_at_once_by_many_has_one_effect(pool: Pool, database: Database) -> None:
     async def race() -> list[tuple[object, bytes]]:
-        stores = [await open_store(database.url) for _ in range(3)]
-        answers = await asyncio.gather(
-            *(store.write(keyed(pool)) for store in stores for _ in range(5))
-        )
-        for store in stores:
-            await store.close()
-        return list(answers)
+        async with replicas(database.url, 3) as stores:
+            writes = (store.write(keyed(pool)) for store in stores for _ in range(5))
+            return list(await asyncio.gather(*writes))
 
     answers = database.run(race())
     assert len({answer for _, answer in answers}) == 1

@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from store_pool import CPU, Database, Pool, returned
+from store_pool import CPU, Database, Pool, replicas, returned
 
 from gpool.core.ids import SpecId
 from gpool.core.model import Allocation, Availability, Slice, TaskKind, TaskSpec, TaskStatus
-from gpool.server.store import open_store
 from gpool.server.store.operations import artifacts, beats, leases, nodes
 from gpool.wire.frames import Finished, HandedBack, Hold, Lease, Started
 
@@ -100,19 +99,17 @@ def test_concurrent_claimers_never_lease_a_task_twice(pool: Pool, database: Data
     wanted = pool.submit(100)
 
     async def race() -> list[int]:
-        stores = [await open_store(database.url) for _ in claimers]
-        writes = [
-            store.write(
-                leases.apply_plan(
-                    [pool.place(node, wanted[start : start + 50])], pool.term, pool.now()
+        async with replicas(database.url, len(claimers)) as stores:
+            writes = [
+                store.write(
+                    leases.apply_plan(
+                        [pool.place(node, wanted[start : start + 50])], pool.term, pool.now()
+                    )
                 )
-            )
-            for start in (0, 25, 50)
-            for store, node in zip(stores, claimers, strict=True)
-        ]
-        applied = await asyncio.gather(*writes)
-        for store in stores:
-            await store.close()
+                for start in (0, 25, 50)
+                for store, node in zip(stores, claimers, strict=True)
+            ]
+            applied = await asyncio.gather(*writes)
         return [lease.task for plan in applied for line in plan.lines for _, lease in line.leases]
 
     granted = database.run(race())

@@ -14,12 +14,13 @@ import pytest
 
 from gpool.agent.cache import ArtifactCache
 from gpool.core.errors import StaleLease, Unreachable
+from gpool.testing.processes import PATIENCE_S
 from gpool.transfer.artifacts import PART_BYTES, LeaseRef
 from gpool.transfer.requests import Address, Patience
 from gpool.transfer.senders import AsyncSender, Sender
 
 LEASE = LeaseRef(1, 1)
-PATIENT = Patience(60.0, 0.001, 0.01)
+PATIENT = Patience(PATIENCE_S, 0.001, 0.01)
 HASTY = Patience(0.2, 0.001, 0.01)
 
 
@@ -36,16 +37,17 @@ class Cutting:
         self.port = 0
         self._loop = asyncio.new_event_loop()
         self._up = threading.Event()
+        self._talks: dict[asyncio.Task[None], asyncio.Transport] = {}
         self._thread = threading.Thread(target=self._run)
 
     def __enter__(self) -> Cutting:
         self._thread.start()
-        assert self._up.wait(60)
+        assert self._up.wait(PATIENCE_S)
         return self
 
     def __exit__(self, *_: object) -> None:
         self._loop.call_soon_threadsafe(self._stop.set)
-        self._thread.join(60)
+        self._thread.join()
 
     @property
     def address(self) -> Address:
@@ -63,9 +65,19 @@ class Cutting:
         self._up.set()
         await self._stop.wait()
         server.close()
+        talks = dict(
+            self._talks
+        )  # before Python 3.12 a server that is closed waits for none of them
+        for transport in talks.values():
+            transport.abort()
+        await asyncio.gather(*talks, return_exceptions=True)
         await server.wait_closed()
 
     async def _talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        talk = asyncio.current_task()
+        assert talk is not None
+        self._talks[talk] = writer.transport
+        talk.add_done_callback(self._talks.pop)
         try:
             while await self._one(reader, writer):
                 pass
@@ -272,9 +284,11 @@ def test_the_cache_gives_out_what_came_over_cut_connections_once(
     async def story() -> None:
         sender = AsyncSender(server.address, None, Random(1), patience=PATIENT)
         cache = ArtifactCache(tmp_path, sender.download)
-        found = await asyncio.gather(*(cache.read(sha256, LeaseRef(n, 1)) for n in range(5)))
+        try:
+            found = await asyncio.gather(*(cache.read(sha256, LeaseRef(n, 1)) for n in range(5)))
+        finally:
+            await sender.close()
         assert set(found) == {data}
-        await sender.close()
 
     asyncio.run(story())
     assert server.sent == len(data)
@@ -294,9 +308,11 @@ def test_a_fetch_called_off_at_any_moment_never_spoils_the_next(
         for _ in range(20 + pieces * 10):
             await asyncio.sleep(0)
         first.cancel()
-        assert await cache.read(sha256, LeaseRef(2, 1)) == data
-        await asyncio.wait([first])
-        await sender.close()
+        try:
+            assert await cache.read(sha256, LeaseRef(2, 1)) == data
+        finally:
+            await asyncio.wait([first])
+            await sender.close()
 
     asyncio.run(story())
     assert sorted(path.name for path in tmp_path.iterdir()) == [sha256]

@@ -41,10 +41,12 @@ def test_an_interleaving_is_its_number() -> None:
         pool.run()
         return pool.told, pool.steps, pool.leases
 
-    first = story(7)
-    story(8)
-    assert story(7) == first
-    ground.close()
+    try:
+        first = story(7)
+        story(8)
+        assert story(7) == first
+    finally:
+        ground.close()
 
 
 # ---- the judge itself

@@ -29,7 +29,7 @@ KEY_FILE = "operator.key"
 """Where, beneath its data folder, the server leaves the first operator's key."""
 
 DEFAULT_PORT = 8642
-_READY_S = 60.0
+_READY_S = 300.0
 _LOOK_S = 0.05
 
 data_option = click.option(

@@ -48,8 +48,10 @@ class Checked:
 class Outbound:
     """Redirects are not followed, proxies of the environment not used, answers bounded."""
 
-    def __init__(self, transport: httpx2.AsyncBaseTransport | None = None) -> None:
-        self._transport = transport
+    def __init__(
+        self, transport: httpx2.AsyncBaseTransport | None = None, timeout_s: float = TIMEOUT_S
+    ) -> None:
+        self._transport, self._timeout_s = transport, timeout_s
         self._http: httpx2.AsyncClient | None = None
 
     async def get(self, url: str, headers: Mapping[str, str] | None = None) -> Answer:
@@ -67,10 +69,13 @@ class Outbound:
     async def _send(self, method: str, url: str, **options: Any) -> Answer:
         if self._http is None:
             self._http = httpx2.AsyncClient(
-                transport=self._transport, timeout=TIMEOUT_S, headers=_HEADERS, trust_env=False
+                transport=self._transport,
+                timeout=self._timeout_s,
+                headers=_HEADERS,
+                trust_env=False,
             )
         try:
-            async with asyncio.timeout(2 * TIMEOUT_S):
+            async with asyncio.timeout(2 * self._timeout_s):
                 async with self._http.stream(method, url, **options) as answer:
                     body = bytearray()
                     async for piece in answer.aiter_bytes():

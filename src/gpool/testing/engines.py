@@ -34,7 +34,7 @@ import gpool
 
 IMAGE = "gpool-test/python:latest"
 BARE_IMAGE = "gpool-test/bare:latest"
-READY_WITHIN_S = 120.0
+READY_WITHIN_S = 400.0
 PROGRAMS = [
     "sh",
     "cat",
@@ -66,6 +66,7 @@ DIE_WITH_PARENT = (
     "os.execvp(sys.argv[1], sys.argv[1:])"
 )
 SOURCE = Path(gpool.__file__).resolve().parent
+Kept = Callable[[tarfile.TarInfo], tarfile.TarInfo | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +119,23 @@ def _add_libraries(tar: tarfile.TarFile, needed: set[str]) -> None:
         tar.add(Path(path).resolve(), path.lstrip("/"), filter=_kept)
 
 
+def _add_tree(tar: tarfile.TarFile, path: Path, name: str, kept: Kept) -> None:
+    """Without what comes and goes meanwhile: other processes write the modules they compile under passing names."""
+    try:
+        info = tar.gettarinfo(path, name)
+        below = sorted(os.listdir(path)) if info.isdir() else []
+        with open(path, "rb") if info.isreg() else contextlib.nullcontext() as file:
+            if file is not None:
+                info = tar.gettarinfo(arcname=name, fileobj=file)  # what it is once it is held
+            if kept(info) is None:
+                return
+            tar.addfile(info, file)
+    except FileNotFoundError:
+        return
+    for each in below:
+        _add_tree(tar, path / each, f"{name}/{each}", kept)
+
+
 def _add_link(tar: tarfile.TarFile, name: str, target: str) -> None:
     info = tarfile.TarInfo(name)
     info.type, info.linkname = tarfile.SYMTYPE, target
@@ -147,12 +165,12 @@ def _write_python(file: Path) -> None:
         tar.add(base / "bin" / minor, f"usr/local/bin/{minor}", filter=_kept)
         for name in ("python", "python3"):
             _add_link(tar, f"usr/local/bin/{name}", minor)
-        tar.add(library, f"usr/local/lib/{minor}", filter=_kept)
+        _add_tree(tar, library, f"usr/local/lib/{minor}", _kept)
         for folder in ("site-packages", "dist-packages"):  # Debian's own Python looks in the second
             packages = f"usr/local/lib/{minor}/{folder}"
             source = Path(cloudpickle.__file__).parent
-            tar.add(source, f"{packages}/cloudpickle", filter=_kept_package)
-            tar.add(SOURCE, f"{packages}/gpool", filter=_kept_package)
+            _add_tree(tar, source, f"{packages}/cloudpickle", _kept_package)
+            _add_tree(tar, SOURCE, f"{packages}/gpool", _kept_package)
         _add_text(tar, "etc/passwd", "root:x:0:0:root:/root:/bin/sh\n")
         # where the loader looks without a cache
         own = {path for path in needed if path.startswith(str(base))}

@@ -18,7 +18,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -41,14 +41,15 @@ SHORT_LEASE: Mapping[str, str] = {
 """Settings of a server whose lost nodes are noticed within a test's patience."""
 LONG_LEASE: Mapping[str, str] = {
     **SHORT_LEASE,
-    "GPOOL_SERVER_TTL_S": "20",
+    "GPOOL_SERVER_TTL_S": "180",
     "GPOOL_SERVER_MARGIN_S": "2",
 }
-"""Settings for tests that lose no node: one that has to wait for its turn on a busy machine is not given up."""
+"""Settings for tests that lose no node: one that stands still on a busy machine, however long, is not given up."""
 
 LEASE_TIME_S = 2.0
 PATIENCE_S = 240.0
 """For what only has to come about: so that a test ends, however busy the machine is."""
+STOPPED_S = 120.0
 FIRST_PORT, PORTS = 12_000, 18_000
 
 
@@ -191,14 +192,14 @@ class Daemon:
             self._process.wait()
 
     def stop(self) -> None:
-        """As Ctrl-C would; by force after half a minute."""
+        """As Ctrl-C would; by force after two minutes."""
         if self._process is None:
             return
         if self.is_running:
             self.signal(signal.SIGCONT)
             self.signal(signal.SIGINT)
             try:
-                self._process.wait(30)
+                self._process.wait(STOPPED_S)
             except subprocess.TimeoutExpired:
                 self._process.kill()
         self._process.wait()
@@ -287,11 +288,17 @@ class Pool:
             if not self.server.is_running:
                 raise NeverHappened(f"the server ended by itself:\n{self.server.said()[-4000:]}")
             try:
-                return self._http.get(f"{self.address}/readyz", timeout=2).status_code == 200
+                return self._http.get(f"{self.address}/readyz").status_code == 200
             except httpx2.TransportError:
                 return False
 
         return eventually("the server is ready", ready, PATIENCE_S)
+
+    def restart_server(self, **settings: str) -> None:
+        """On the same data, under further settings."""
+        self.server.stop()
+        self.server.environment = {**self.server.environment, **settings}
+        self.start_server()
 
     def join(self, name: str, *options: str, within: Sequence[str] = ()) -> Daemon:
         """A further machine: its own home, joined by its own link; returns once the server sees it."""
@@ -327,12 +334,16 @@ class Pool:
         ]
 
     def stop(self) -> None:
-        for daemon in (*self.agents.values(), *([self._server] if self._server else [])):
-            daemon.stop()
-        self._http.close()
+        with contextlib.ExitStack() as stack:  # in the opposite order, whatever one of them raises
+            stack.callback(self._http.close)
+            for daemon in ([self._server] if self._server else []) + [*self.agents.values()]:
+                stack.callback(daemon.stop)
 
     def __enter__(self) -> Pool:
-        self.start()
+        with contextlib.ExitStack() as stack:
+            stack.callback(self.stop)
+            self.start()
+            stack.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -430,7 +441,7 @@ class Pool:
         answer = self.ask("GET", f"/v1/batches/{batch}/results")
         return [json.loads(line) for line in answer.iter_lines()]
 
-    def program(self, source: str) -> Iterator[str]:
+    def program(self, source: str) -> Generator[str, None, None]:
         """Runs a consumer's Python program and gives its lines as it prints them."""
         process = subprocess.Popen(
             [sys.executable, "-u", "-c", source],

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import os
 import pickle
+import subprocess
+import sys
 import tempfile
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -34,7 +37,7 @@ from gpool.testing import engines
 from gpool.testing.fake_runtime import FakeRun, FakeRuntime
 
 LIMITS = Limits(cpu_milli=2000, memory_bytes=512 << 20, disk_bytes=256 << 20)
-PATIENCE_S = 150
+PATIENCE_S = 600
 """For what only has to come about: so that a test ends, however busy the machine is."""
 T = TypeVar("T")
 
@@ -107,6 +110,7 @@ def within(work: Awaitable[T], patience_s: float = PATIENCE_S) -> T:
 
 def using(kind: str, data: Path, work: Callable[[Any], Awaitable[T]]) -> T:
     """Make the runtime, use it, close it, and see that nothing of it is left."""
+    start_engine(kind)  # before the patience begins: what it takes is the engine's own matter
 
     async def whole() -> T:
         runtime = MAKERS[kind](data)
@@ -216,6 +220,22 @@ async def caller(
 ) -> Caller:
     job = RunnerJob(PYTHON, tuple(env), (), limits, preload=tuple(preload))
     return Caller(await runtime.start_runner(job))
+
+
+@contextlib.contextmanager
+def agent_of(code: str, **words: object) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that plays an agent, once it has said that something of it is up; it never outlives the block."""
+    with subprocess.Popen(
+        [sys.executable, "-c", code.format(**words)],
+        stdout=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+    ) as agent:
+        try:
+            assert agent.stdout is not None
+            assert agent.stdout.readline() in (b"up\n", b"asked\n")
+            yield agent
+        finally:
+            agent.kill()
 
 
 def processes_with(word: str) -> list[int]:

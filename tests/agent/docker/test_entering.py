@@ -301,9 +301,9 @@ def test_a_start_into_a_lane_that_is_given_up_leaves_no_container(
                 await starting.result().remove()
             assert containers_of(engine) == []
 
-    before = images_of(engine, LABEL[0])  # an agent that was killed may have left one
+    before = set(images_of(engine, LABEL[0]))  # the guard of one that was killed may be at work
     using("docker", tmp_path, work)
-    assert images_of(engine, LABEL[0]) == before
+    assert set(images_of(engine, LABEL[0])) <= before
 
 
 def test_gvisor_where_it_works_never_serves_a_lane(
@@ -391,9 +391,9 @@ def test_a_killed_agent_leaves_no_image(require: Callable[[str], None], tmp_path
     ) as agent:
         assert agent.stdout is not None
         assert b"egress" in agent.stdout.readline()
-        assert len(set(images_of(engine, LABEL[0]))) == len(before) + 1  # the control
+        assert len(set(images_of(engine, LABEL[0])) - before) == 1  # the control
         agent.kill()
-    eventually("the image is gone", lambda: set(images_of(engine, LABEL[0])) == before, PATIENCE_S)
+    eventually("the image is gone", lambda: set(images_of(engine, LABEL[0])) <= before, PATIENCE_S)
 
 
 def test_lanes_are_tried_again_once_the_engine_can(

@@ -40,14 +40,14 @@ libc = ctypes.CDLL(None, use_errno=True)
 
 TRIES = """
 import json, socket
-def reached(address):
+def reached(address, within_s):
     try:
-        socket.create_connection(address, 2).close()
+        socket.create_connection(address, within_s).close()
         return True
     except OSError:
         return False
-def look():
-    return json.dumps({name: reached(tuple(address)) for name, address in TARGETS.items()})
+def look(answering):
+    return json.dumps({name: reached(tuple(address), 240 if name in answering else 2) for name, address in TARGETS.items()})
 """
 BACKEND = """
 import io, os, zipfile
@@ -55,7 +55,7 @@ about = "looks-1.0.dist-info"
 def build_wheel(directory, settings=None, metadata=None):
     held = io.BytesIO()
     with zipfile.ZipFile(held, "w") as archive:
-        archive.writestr("looks.py", "FOUND = " + repr(look()))
+        archive.writestr("looks.py", "FOUND = " + repr(look(("index", "files"))))
         archive.writestr(about + "/METADATA", "Metadata-Version: 2.2\\nName: looks\\nVersion: 1.0\\n")
         archive.writestr(about + "/WHEEL", "Wheel-Version: 1.0\\nGenerator: x\\nRoot-Is-Purelib: true\\nTag: py3-none-any\\n")
         archive.writestr(about + "/RECORD", "looks.py,,\\n")
@@ -183,7 +183,9 @@ def main() -> None:
             do(functools.partial(serve, index.folder, address))
         serve(folder, NODE)
         control = subprocess.run(
-            [sys.executable, "-c", f"{tries}\nprint(look())"], capture_output=True, check=True
+            [sys.executable, "-c", f"{tries}\nprint(look(TARGETS))"],
+            capture_output=True,
+            check=True,
         ).stdout
         found = asyncio.run(built(folder))
     sys.stdout.write(json.dumps({"control": json.loads(control), "built": found}) + "\n")

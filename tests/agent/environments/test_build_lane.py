@@ -17,7 +17,7 @@ def test_a_build_reaches_the_index_and_where_its_files_lie_and_nobody_else(
     for component in ("bubblewrap", "uv", "root", "network namespaces", "nftables"):
         require(component)
     ran = subprocess.run(
-        [sys.executable, STAGE], capture_output=True, text=True, timeout=600, check=False
+        [sys.executable, STAGE], capture_output=True, text=True, timeout=850, check=False
     )
     assert ran.returncode == 0, ran.stderr
     told = json.loads(ran.stdout.splitlines()[-1])

@@ -15,6 +15,7 @@ from gpool.agent.gpu.desk import CHILD, GpuDesk
 from gpool.core.gpuproof import Size, Verdict, keys_of
 from gpool.server.gpu_proofs.checking import Claimed, check_openings
 from gpool.testing.components import missing
+from gpool.testing.processes import PATIENCE_S
 from gpool.wire.frames import (
     AgentFrame,
     AnswerNow,
@@ -46,7 +47,7 @@ class Heard:
         self.desk = GpuDesk(self.frames.put_nowait, child)
 
     async def next(self, kind: type[F]) -> F:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(PATIENCE_S):
             frame = await self.frames.get()
         assert isinstance(frame, kind), frame
         return frame

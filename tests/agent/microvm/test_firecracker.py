@@ -17,7 +17,7 @@ from gpool.agent.runtime.microvm import firecracker, guest
 from gpool.agent.runtime.microvm.talk import Pipes, Talk
 from gpool.agent.runtime.microvm.vmm import Disk, Machine
 from gpool.agent.runtime.protocol import SandboxFailed
-from gpool.testing.runtimes import within
+from gpool.testing.runtimes import PATIENCE_S, within
 
 DESCRIPTION = Path(__file__).parents[4] / "shared" / "specs" / "firecracker-api.yaml"
 NAMES = {
@@ -187,11 +187,12 @@ def test_a_guest_is_configured_started_and_talked_to_over_its_vsock(tmp_path: Pa
         fake = FakeFirecracker(tmp_path)
         async with await fake.serve():
             listening = firecracker.listen(tmp_path, guest.AGENT_PORT, os.geteuid())
-            await firecracker.tell(tmp_path, os.geteuid(), firecracker.requests(MACHINE))
+            made = firecracker.requests(MACHINE)
+            await firecracker.tell(tmp_path, os.geteuid(), made, PATIENCE_S)
             await fake.started.wait()
             where = tmp_path / f"{firecracker.VSOCK_NAME}_{guest.AGENT_PORT}"
             dialled = asyncio.create_task(asyncio.open_unix_connection(where))
-            line = await firecracker.accept(listening, 5)
+            line = await firecracker.accept(listening, PATIENCE_S)
             reader, writer = await dialled
             with pytest.raises(OSError, match="refused"):
                 await asyncio.open_unix_connection(
@@ -235,9 +236,8 @@ def test_a_request_that_is_refused_is_named(tmp_path: Path) -> None:
         fake = FakeFirecracker(tmp_path)
         async with await fake.serve():
             try:
-                await firecracker.tell(
-                    tmp_path, os.geteuid(), [("PUT", "/actions", {"action_type": "InstanceStart"})]
-                )
+                begin = [("PUT", "/actions", {"action_type": "InstanceStart"})]
+                await firecracker.tell(tmp_path, os.geteuid(), begin, PATIENCE_S)
             finally:
                 await fake.closed.wait()
 
@@ -251,7 +251,8 @@ def test_a_link_where_its_socket_should_be_is_not_followed(tmp_path: Path) -> No
         real.mkdir()
         async with await FakeFirecracker(real).serve():
             (tmp_path / firecracker.API_NAME).symlink_to(real / firecracker.API_NAME)
-            await firecracker.tell(tmp_path, os.geteuid(), firecracker.requests(MACHINE), 1)
+            made = firecracker.requests(MACHINE)
+            await firecracker.tell(tmp_path, os.geteuid(), made, PATIENCE_S)
 
     with pytest.raises(SandboxFailed, match="not its own"):
         within(work())

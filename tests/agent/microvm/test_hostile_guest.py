@@ -18,7 +18,7 @@ from gpool.agent.runtime.microvm.taking import Taking
 from gpool.agent.runtime.microvm.talk import MOST_DROPPED_BYTES, Pipes, Talk
 from gpool.agent.runtime.protocol import BadOutput, SandboxFailed
 from gpool.core.model import OutputFile
-from gpool.testing.runtimes import within
+from gpool.testing.runtimes import PATIENCE_S, within
 
 QUOTA_BYTES = 1000
 
@@ -53,7 +53,7 @@ def talking(says: Says) -> Any:
         try:
             with theirs:
                 await asyncio.get_running_loop().sock_sendall(theirs, HELLO)
-                await talk.open(5)
+                await talk.open(PATIENCE_S)
                 return await says(talk, theirs)
         finally:
             await talk.close()

@@ -7,7 +7,6 @@ import hashlib
 import json
 import os
 import pickle
-import subprocess
 import sys
 import textwrap
 import time
@@ -26,6 +25,7 @@ from gpool.testing.runtimes import (
     MAKERS,
     PATIENCE_S,
     Ran,
+    agent_of,
     caller,
     left_over,
     processes_with,
@@ -237,11 +237,7 @@ asyncio.run(main())
 
 
 def test_a_guest_dies_with_the_agent_and_the_next_sweeps(tmp_path: Path) -> None:
-    seen = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    code = AGENT.format(data=str(tmp_path))
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, env=seen) as agent:
-        assert agent.stdout is not None
-        assert agent.stdout.readline() == b"up\n"
+    with agent_of(AGENT, data=str(tmp_path)) as agent:
         name = next((tmp_path / "microvms").iterdir()).name
         was_up = processes_with(f"/{name}/work.img")
         agent.kill()

@@ -49,7 +49,7 @@ def serve(ports: list[int]) -> None:
                 threading.Thread(target=digest, args=(each.accept()[0],), daemon=True).start()
 
 
-def send(address: str, port: int, size: int, within_s: float = 60) -> bool:
+def send(address: str, port: int, size: int, within_s: float = 240) -> bool:
     """Whether that many bytes came through TCP as they were sent."""
     block = os.urandom(BLOCK)
     found = hashlib.sha256()
@@ -63,7 +63,7 @@ def send(address: str, port: int, size: int, within_s: float = 60) -> bool:
         return stream.recv(32, socket.MSG_WAITALL) == found.digest()
 
 
-def ask(address: str, port: int, size: int, within_s: float = 60) -> bool:
+def ask(address: str, port: int, size: int, within_s: float = 240) -> bool:
     """Whether a datagram of that size came back as it was; asked again while it may be lost."""
     data = os.urandom(size)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:

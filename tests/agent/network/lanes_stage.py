@@ -163,8 +163,8 @@ async def blasted(opened: OpenLane, capture: socket.socket) -> tuple[int, float]
     come, last = 0, begun
     while not sent.done() or time.monotonic() < last + SILENCE_S:
         if await asyncio.to_thread(capture_wait, capture, 0.1):
-            last = time.monotonic()
             come += len(arrived(capture, PORT + 1))
+            last = time.monotonic()  # after the count: what came while we stood still took time
     return come, last - begun
 
 
@@ -283,6 +283,10 @@ async def spoofed(capture: socket.socket) -> dict[str, Any]:
             await inside(opened, lambda s=source, o=options: send(s, o))
             came = await asyncio.to_thread(arriving, capture, word == "as itself")
             told[word] = [len(came), await several.refused_packets() - before]
+            ends = time.monotonic() + PATIENCE_S
+            while not any(told[word]) and time.monotonic() < ends:  # it is still on its way
+                came = await asyncio.to_thread(arriving, capture, False)
+                told[word] = [len(came), await several.refused_packets() - before]
     await several.close()
     return told
 

@@ -44,7 +44,7 @@ def stage(require: Callable[[str], None]) -> Stage:
             [sys.executable, str(STAGE), *words],
             capture_output=True,
             text=True,
-            timeout=600,
+            timeout=850,
             check=False,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         )

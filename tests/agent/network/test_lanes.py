@@ -36,7 +36,7 @@ def stage(require: Callable[[str], None]) -> Callable[[str], dict[str, Any]]:
             [sys.executable, str(STAGE), case],
             capture_output=True,
             text=True,
-            timeout=600,
+            timeout=850,
             check=False,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         )

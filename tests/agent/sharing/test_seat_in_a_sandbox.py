@@ -49,11 +49,13 @@ def test_a_seat_brings_its_socket_and_its_variables_win(tmp_path: Path, door: Pa
         )
         own = (("CUDA_VISIBLE_DEVICES", "GPU-all"),)
         job = CommandJob(("python3", "-c", CONNECTS), own, (), (), LIMITS, seat=seat)
-        sandbox = await runtime.start_command(job)
-        said = b"".join([data async for _, data in sandbox.output()])
-        await sandbox.remove()
-        await runtime.close()
-        return said
+        try:
+            sandbox = await runtime.start_command(job)
+            said = b"".join([data async for _, data in sandbox.output()])
+            await sandbox.remove()
+            return said
+        finally:
+            await runtime.close()
 
     assert asyncio.run(run()).decode().split() == ["MIG-1", "['control']", "connected"]
 

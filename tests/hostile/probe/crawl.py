@@ -1,6 +1,6 @@
 """Reads everything it can get at, and prints every planted word it met as one JSON list. Stdlib only.
 
-crawl.py '{"roots": ["/"], "pids": null, "since": 0}'      `pids` null: every process there is
+crawl.py '{"roots": ["/"], "pids": null, "since": 0, "answer_s": 0.5}'      `pids` null: every process there is
 
 Files beneath system folders are read only when they are newer than `since`; everything else of at most a megabyte is
 read whole. Names, link targets and attributes count too.
@@ -27,9 +27,9 @@ libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Crawler:
-    def __init__(self, since: float) -> None:
+    def __init__(self, since: float, answer_s: float) -> None:
         self.found: set[str] = set()
-        self._since = since
+        self._since, self._answer_s = since, answer_s
 
     def look(self, data: bytes) -> None:
         self.found.update(word.decode() for word in WORD.findall(data))
@@ -139,9 +139,9 @@ class Crawler:
     def dial(self, family: int, address: object) -> None:
         """Whoever listens may say something."""
         with contextlib.suppress(OSError), socket.socket(family) as dialling:
-            dialling.settimeout(1)
+            dialling.settimeout(2 * self._answer_s)
             dialling.connect(address)
-            if select.select([dialling], [], [], 0.5)[0]:
+            if select.select([dialling], [], [], self._answer_s)[0]:
                 self.look(dialling.recv(4096))
 
     def sockets(self) -> None:
@@ -182,8 +182,8 @@ class Crawler:
                 self.look(into.raw[:size])
 
 
-def crawl(roots: Iterable[str], pids: list[str] | None, since: float) -> list[str]:
-    crawler = Crawler(since)
+def crawl(roots: Iterable[str], pids: list[str] | None, since: float, answer_s: float) -> list[str]:
+    crawler = Crawler(since, answer_s)
     crawler.look("\0".join(f"{name}={value}" for name, value in os.environ.items()).encode())
     for root in roots:
         crawler.walk(root)
@@ -206,4 +206,4 @@ def crawl(roots: Iterable[str], pids: list[str] | None, since: float) -> list[st
 if __name__ == "__main__":
     order = json.loads(sys.argv[1])
     pids = None if order["pids"] is None else [*map(str, order["pids"]), str(os.getpid())]
-    sys.stdout.write(json.dumps(crawl(order["roots"], pids, order["since"])))
+    sys.stdout.write(json.dumps(crawl(order["roots"], pids, order["since"], order["answer_s"])))

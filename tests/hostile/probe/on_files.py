@@ -10,7 +10,7 @@ import stat
 import struct
 from collections.abc import Callable, Iterator
 
-from trying import Refused, add, call, libc, must, opens, planted
+from trying import Refused, add, answer_s, call, libc, must, opens, planted
 
 FILES, PROCESSES, SETTINGS = "host files", "host processes", "host settings"
 AT_FDCWD = -100
@@ -160,7 +160,7 @@ def by_handle() -> None:
 def unix_socket(name: str) -> Callable[[], None]:
     def attack() -> None:
         with socket.socket(socket.AF_UNIX) as dialling:
-            dialling.settimeout(3)
+            dialling.settimeout(answer_s())
             dialling.connect(planted(name))
 
     return attack
@@ -172,7 +172,7 @@ def any_engine_socket() -> None:
     for place in places:
         try:
             with socket.socket(socket.AF_UNIX) as dialling:
-                dialling.settimeout(3)
+                dialling.settimeout(answer_s())
                 dialling.connect(place)
                 return
         except OSError:

@@ -6,7 +6,7 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
-from trying import Refused, add, planted
+from trying import Refused, add, answer_s, planted
 
 NETWORK = "network"
 
@@ -20,7 +20,7 @@ def dial(name: str) -> Callable[[], None]:
             number = socket.if_nametoindex(scope) if scope else 0
             where = (*where, 0, number)
         with socket.socket(family, socket.SOCK_STREAM) as dialling:
-            dialling.settimeout(3)
+            dialling.settimeout(answer_s())
             dialling.connect(where)
 
     return attack
@@ -33,7 +33,7 @@ def ask(host: str, option: int = 0) -> Callable[[], None]:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
             if option:
                 asking.setsockopt(socket.SOL_SOCKET, option, 1)
-            asking.settimeout(3)
+            asking.settimeout(answer_s())
             asking.sendto(b"anybody?", (host, planted("port")))
             if asking.recv(16) != b"here":
                 raise Refused("another")
@@ -44,7 +44,7 @@ def ask(host: str, option: int = 0) -> Callable[[], None]:
 def ping() -> None:
     """A datagram socket for echoes, which many hosts allow to all."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM, 1) as echo:
-        echo.settimeout(3)
+        echo.settimeout(answer_s())
         echo.sendto(b"\x08\0\0\0\0\0\0\x01", (planted("hosts")["a neighbour"][0], 0))
         echo.recv(64)
 
@@ -62,14 +62,14 @@ def see_interface() -> None:
 
 def abstract() -> None:
     with socket.socket(socket.AF_UNIX) as dialling:
-        dialling.settimeout(3)
+        dialling.settimeout(answer_s())
         dialling.connect("\0" + planted("abstract"))
 
 
 def through_name() -> None:
     """A resolver of the host's: the way out by names."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
-        asking.settimeout(3)
+        asking.settimeout(answer_s())
         asking.sendto(bytes(12), (planted("hosts")["a neighbour"][0], planted("port")))
         asking.recv(16)
 

@@ -13,7 +13,7 @@ from typing import Any
 
 libc = ctypes.CDLL(None, use_errno=True)
 REFUSALS = {errno.EPERM, errno.ENOSYS, errno.EACCES}
-PATIENCE_S = 20.0
+PATIENCE_S, ANSWER_S = 20.0, 3.0
 PLANTED: dict[str, Any] = {}
 """Where the host's things are that an attack must not reach; empty where nothing was planted."""
 
@@ -68,6 +68,11 @@ def planted(name: str) -> Any:
     return PLANTED[name]
 
 
+def answer_s() -> float:
+    """How long somebody who is dialled has time to answer. Outside, where they must, they are told to have more."""
+    return float(PLANTED.get("answer_s", ANSWER_S))
+
+
 def opens(path: str, flags: int = os.O_RDONLY) -> Callable[[], None]:
     return lambda: os.close(os.open(path, flags))
 
@@ -91,13 +96,14 @@ def _child(act: Callable[[], object], told: int) -> None:
 
 def attempt(act: Callable[[], object]) -> str:
     """ "reached", "refused: why" or "broken: why". In a child: an attack may be answered by death or by silence."""
+    within_s = float(PLANTED.get("within_s", PATIENCE_S))
     heard, told = os.pipe()
     child = os.fork()
     if child == 0:
         _child(act, told)
     os.close(told)
     try:
-        ready, _, _ = select.select([heard], [], [], PATIENCE_S)
+        ready, _, _ = select.select([heard], [], [], within_s)
         if not ready:
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)

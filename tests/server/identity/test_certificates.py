@@ -28,6 +28,7 @@ from gpool.server.identity.certificates import (
     own,
     server_context,
 )
+from gpool.testing.processes import PATIENCE_S
 from gpool.transfer.pinning import (
     WrongCertificate,
     fingerprint_of,
@@ -67,7 +68,7 @@ def listening(
                 except OSError:
                     return
                 with plain, contextlib.suppress(OSError):
-                    plain.settimeout(60)
+                    plain.settimeout(PATIENCE_S)
                     with context.wrap_socket(plain, server_side=True) as tls:
                         data = tls.recv(65536)
                         if data:
@@ -80,9 +81,8 @@ def listening(
             yield listener
         finally:
             over.set()
-            with contextlib.suppress(OSError):
-                socket.create_connection(("127.0.0.1", listener.port), 5).close()
-            thread.join(60)
+            server.shutdown(socket.SHUT_RDWR)  # it waits for nobody any more
+            thread.join(PATIENCE_S)
 
 
 @pytest.fixture
@@ -178,14 +178,16 @@ def test_what_is_no_fingerprint_is_refused(text: str) -> None:
 
 def ask(listener: Listener, fingerprint: str) -> str:
     """By httpx2 in a thread."""
-    with httpx2.Client(verify=pinned_context(fingerprint), trust_env=False, timeout=60) as http:
+    with httpx2.Client(
+        verify=pinned_context(fingerprint), trust_env=False, timeout=PATIENCE_S
+    ) as http:
         return http.get(f"https://127.0.0.1:{listener.port}/", headers={"x": "secret"}).text
 
 
 async def ask_async(listener: Listener, fingerprint: str) -> str:
     """By httpx2 in an event loop."""
     async with httpx2.AsyncClient(
-        verify=pinned_context(fingerprint), trust_env=False, timeout=60
+        verify=pinned_context(fingerprint), trust_env=False, timeout=PATIENCE_S
     ) as http:
         return (await http.get(f"https://127.0.0.1:{listener.port}/", headers={"x": "secret"})).text
 
@@ -225,7 +227,7 @@ def test_without_the_pin_the_same_false_server_hears_everything(
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     with (
         listening(changed) as listener,
-        httpx2.Client(verify=context, trust_env=False, timeout=60) as http,
+        httpx2.Client(verify=context, trust_env=False, timeout=PATIENCE_S) as http,
     ):
         assert http.get(f"https://127.0.0.1:{listener.port}/", headers={"x": "secret"}).text == "ok"
     assert b"secret" in listener.heard[0]
@@ -237,7 +239,8 @@ def test_the_agents_websocket_is_pinned_too(
 ) -> None:
     async def open_channel(listener: Listener) -> None:
         url = f"wss://127.0.0.1:{listener.port}/v1/channel"
-        async with connect(url, ssl=pinned_context(certificate.fingerprint), proxy=None):
+        pinned = pinned_context(certificate.fingerprint)
+        async with connect(url, ssl=pinned, proxy=None, open_timeout=PATIENCE_S):
             raise AssertionError("this listener speaks no WebSocket")
 
     with listening(changed) as listener, pytest.raises(WrongCertificate):
@@ -254,7 +257,7 @@ def test_the_agents_websocket_is_pinned_too(
 def test_a_plain_socket_is_pinned_too(certificate: Certificate, changed: Certificate) -> None:
     for shown, pinned, good in [(certificate, certificate, True), (changed, certificate, False)]:
         with listening(shown) as listener:
-            plain = socket.create_connection(("127.0.0.1", listener.port), 10)
+            plain = socket.create_connection(("127.0.0.1", listener.port), PATIENCE_S)
             with plain, contextlib.ExitStack() as expecting:
                 if not good:
                     expecting.enter_context(pytest.raises(WrongCertificate))
@@ -269,7 +272,7 @@ def test_a_host_name_that_is_not_in_the_certificate_does_not_matter(
 ) -> None:
     """Addresses change, and tunnels have other names; the certificate is the same."""
     with listening(certificate) as listener:
-        plain = socket.create_connection(("127.0.0.1", listener.port), 10)
+        plain = socket.create_connection(("127.0.0.1", listener.port), PATIENCE_S)
         context = pinned_context(certificate.fingerprint)
         with plain, context.wrap_socket(plain, server_hostname="elsewhere.example") as tls:
             tls.sendall(b"hello")

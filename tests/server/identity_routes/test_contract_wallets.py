@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -90,14 +91,15 @@ async def test_an_ordinary_wallet_does_not_ask_the_chain(data: Path) -> None:
 
 
 async def test_a_chain_that_is_away_is_said_to_be(data: Path) -> None:
-    async with answering(lambda *_: (200, b"{}")) as url:
-        pass  # its port is free again
-    desk = await open_desk(data, StoppedClock(), chain_url=url)
-    message = await signed(desk, wallet(1))
-    message["signature"] = "0x1234"
-    assert (await desk.bare.post("/v1/auth/wallet", json=message)).status_code == 503
-    await desk.server.identity.close()
-    await desk.server.store.close()
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))  # nobody else's either, and nobody listens
+        url = f"http://127.0.0.1:{nobody.getsockname()[1]}"
+        desk = await open_desk(data, StoppedClock(), chain_url=url)
+        message = await signed(desk, wallet(1))
+        message["signature"] = "0x1234"
+        assert (await desk.bare.post("/v1/auth/wallet", json=message)).status_code == 503
+        await desk.server.identity.close()
+        await desk.server.store.close()
 
 
 async def test_without_a_chain_contracts_cannot_sign_in(desk: Desk) -> None:

@@ -20,6 +20,8 @@ from schemathesis.specs.openapi.checks import (
 )
 from server_desk import Live, serving
 
+from gpool.testing.processes import PATIENCE_S
+
 CHECKS = [not_a_server_error, response_schema_conformance, status_code_conformance]
 ROOMS = ("auth", "users", "me", "keys", "wallets", "sessions", "teams")
 HURRIED = settings(
@@ -35,8 +37,8 @@ HURRIED = settings(
 def people(live: Live) -> dict[str, dict[str, str]]:
     """Nobody, somebody who is signed in, the operator."""
     account = {"name": "ada", "password": PASSWORD}
-    httpx2.post(f"{live.url}/v1/users", json=account, timeout=60).raise_for_status()
-    tokens = httpx2.post(f"{live.url}/v1/auth/password", json=account, timeout=60).json()
+    httpx2.post(f"{live.url}/v1/users", json=account, timeout=PATIENCE_S).raise_for_status()
+    tokens = httpx2.post(f"{live.url}/v1/auth/password", json=account, timeout=PATIENCE_S).json()
     return {"nobody": {}, "ada": bearer(tokens["access_token"]), "operator": live.headers}
 
 
@@ -44,7 +46,7 @@ def probe(operation: Any, headers: dict[str, str]) -> None:
     @HURRIED
     @given(case=operation.as_strategy())
     def check(case: Any) -> None:
-        answer = case.call(headers=headers, timeout=90)
+        answer = case.call(headers=headers, timeout=PATIENCE_S)
         case.validate_response(answer, checks=CHECKS)
         assert "Traceback" not in answer.text
 
@@ -55,7 +57,7 @@ def probe(operation: Any, headers: dict[str, str]) -> None:
 @pytest.mark.slow
 def test_no_input_makes_an_account_route_fail_or_answer_off_schema(data: Path) -> None:
     with serving(data, max_wait_s=0.01) as live:
-        schema = schemathesis.openapi.from_url(f"{live.url}/openapi.json")
+        schema = schemathesis.openapi.from_url(f"{live.url}/openapi.json", timeout=PATIENCE_S)
         tried = 0
         for name, headers in people(live).items():
             for found in schema.get_all_operations():
@@ -74,13 +76,13 @@ def test_no_input_makes_an_account_route_fail_or_answer_off_schema(data: Path) -
 def test_sequences_of_calls_never_make_the_server_fail(data: Path) -> None:
     with serving(data, max_wait_s=0.01) as live:
         headers = people(live)["operator"]
-        schema = schemathesis.openapi.from_url(f"{live.url}/openapi.json")
+        schema = schemathesis.openapi.from_url(f"{live.url}/openapi.json", timeout=PATIENCE_S)
 
         called: list[int] = []
 
         class Calls(schema.as_state_machine()):  # type: ignore[misc]
             def get_call_kwargs(self, case: Any) -> dict[str, Any]:
-                return {"headers": headers, "timeout": 90}
+                return {"headers": headers, "timeout": PATIENCE_S}
 
             def validate_response(self, response: Any, case: Any, **more: Any) -> None:
                 called.append(response.status_code)

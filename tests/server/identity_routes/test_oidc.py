@@ -7,8 +7,8 @@ import json
 import os
 import subprocess
 import sys
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
@@ -20,14 +20,14 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.asymmetric.utils import decode_dss_signature
 from cryptography.hazmat.primitives.hashes import SHA256
 from people_desk import bearer
-from server_desk import Desk, StoppedClock, open_desk
+from server_desk import Desk, open_desk
 
 from gpool.core.errors import NotSignedIn, Unreachable
 from gpool.core.model import SECOND, Instant
 from gpool.server.clock import SystemClock
 from gpool.server.identity import oidc
 from gpool.server.identity.oidc import Expected, Identity
-from gpool.testing.processes import free_port
+from gpool.testing.processes import PATIENCE_S, eventually, free_port
 
 pytestmark = pytest.mark.anyio
 BACK = "http://127.0.0.1:1/back"
@@ -57,31 +57,38 @@ def provider() -> Iterator[str]:
         stderr=subprocess.DEVNULL,
     )
     url = f"http://127.0.0.1:{port}"
-    pause = threading.Event()
+
+    def answers() -> bool:
+        assert process.poll() is None, "the provider ended"
+        try:
+            return httpx2.get(f"{url}/.well-known/openid-configuration", timeout=20).is_success
+        except httpx2.HTTPError:
+            return False
+
     try:
-        for _ in range(1200):
-            try:
-                httpx2.get(f"{url}/.well-known/openid-configuration", timeout=20).raise_for_status()
-                break
-            except httpx2.HTTPError:
-                assert process.poll() is None, "the provider ended"
-                pause.wait(0.1)
+        eventually("the provider answers", answers, PATIENCE_S, every_s=0.1)
         yield url
     finally:
         process.terminate()
         process.wait()
 
 
-async def a_desk(data: Path, issuer: str, **settings: Any) -> Desk:
-    clock = StoppedClock()
-    clock.instant = SystemClock().now()
+@asynccontextmanager
+async def a_desk(data: Path, issuer: str, **settings: Any) -> AsyncIterator[Desk]:
+    """By the same clock as the provider: what it issues must not be from a future that is too far away."""
     known = {"name": "mock", "issuer": issuer, "client_id": "gpool", "client_secret": "hush"}
-    return await open_desk(data, clock, oidc=(known,), **settings)
+    clock: Any = SystemClock()
+    desk = await open_desk(data, clock, oidc=(known,), **settings)
+    try:
+        yield desk
+    finally:
+        await desk.server.identity.close()
+        await desk.server.store.close()
 
 
 async def consented(url: str, subject: str) -> dict[str, str]:
     """What somebody does in the browser: they say who they are, and are sent back."""
-    async with httpx2.AsyncClient(timeout=60) as browser:
+    async with httpx2.AsyncClient(timeout=PATIENCE_S) as browser:
         answer = await browser.post(url, data={"sub": subject, "action": "authorize"})
     assert answer.status_code in (302, 303), answer.text
     back = urlsplit(answer.headers["location"])
@@ -104,53 +111,44 @@ async def signed_in(desk: Desk, subject: str) -> dict[str, Any]:
     return found
 
 
-async def close(desk: Desk) -> None:
-    await desk.server.identity.close()
-    await desk.server.store.close()
-
-
 async def test_somebody_signs_in_with_a_providers_account(data: Path, provider: str) -> None:
-    desk = await a_desk(data, provider)
-    ada = await signed_in(desk, "ada")
-    assert ada["identities"] == [provider]
-    assert ada["name"].startswith("mock-")
-    assert (await signed_in(desk, "ada"))["id"] == ada["id"]
-    assert (await signed_in(desk, "bob"))["id"] != ada["id"]
-    await close(desk)
+    async with a_desk(data, provider) as desk:
+        ada = await signed_in(desk, "ada")
+        assert ada["identities"] == [provider]
+        assert ada["name"].startswith("mock-")
+        assert (await signed_in(desk, "ada"))["id"] == ada["id"]
+        assert (await signed_in(desk, "bob"))["id"] != ada["id"]
 
 
 async def test_a_providers_account_needs_an_invite_where_registration_does(
     data: Path, provider: str
 ) -> None:
-    desk = await a_desk(data, provider, registration="invite")
-    started = (await desk.bare.get("/v1/auth/oidc/start", params={"redirect_uri": BACK})).json()
-    came = await consented(started["url"], "ada")
-    wanted = {"state": came["state"], "code": came["code"]}
-    assert (await desk.bare.post("/v1/auth/oidc/finish", json=wanted)).status_code == 403
-    await close(desk)
+    async with a_desk(data, provider, registration="invite") as desk:
+        started = (await desk.bare.get("/v1/auth/oidc/start", params={"redirect_uri": BACK})).json()
+        came = await consented(started["url"], "ada")
+        wanted = {"state": came["state"], "code": came["code"]}
+        assert (await desk.bare.post("/v1/auth/oidc/finish", json=wanted)).status_code == 403
 
 
 async def test_a_code_of_another_sign_in_is_refused(data: Path, provider: str) -> None:
     """Its ID token carries the other one's nonce."""
-    desk = await a_desk(data, provider)
-    mine, theirs = [
-        (await desk.bare.get("/v1/auth/oidc/start", params={"redirect_uri": BACK})).json()
-        for _ in range(2)
-    ]
-    code = (await consented(theirs["url"], "eve"))["code"]
-    wanted = {"state": mine["state"], "code": code}
-    assert (await desk.bare.post("/v1/auth/oidc/finish", json=wanted)).status_code == 401
-    await close(desk)
+    async with a_desk(data, provider) as desk:
+        mine, theirs = [
+            (await desk.bare.get("/v1/auth/oidc/start", params={"redirect_uri": BACK})).json()
+            for _ in range(2)
+        ]
+        code = (await consented(theirs["url"], "eve"))["code"]
+        wanted = {"state": mine["state"], "code": code}
+        assert (await desk.bare.post("/v1/auth/oidc/finish", json=wanted)).status_code == 401
 
 
 async def test_a_state_that_is_not_ours_is_refused(data: Path, provider: str) -> None:
-    desk = await a_desk(data, provider)
-    started = (await desk.bare.get("/v1/auth/oidc/start", params={"redirect_uri": BACK})).json()
-    came = await consented(started["url"], "ada")
-    for state in ("", "x", came["state"][:-4], "A" * 200):
-        wanted = {"state": state, "code": came["code"]}
-        assert (await desk.bare.post("/v1/auth/oidc/finish", json=wanted)).status_code == 401
-    await close(desk)
+    async with a_desk(data, provider) as desk:
+        started = (await desk.bare.get("/v1/auth/oidc/start", params={"redirect_uri": BACK})).json()
+        came = await consented(started["url"], "ada")
+        for state in ("", "x", came["state"][:-4], "A" * 200):
+            wanted = {"state": state, "code": came["code"]}
+            assert (await desk.bare.post("/v1/auth/oidc/finish", json=wanted)).status_code == 401
 
 
 @pytest.mark.parametrize(
@@ -164,10 +162,9 @@ async def test_a_state_that_is_not_ours_is_refused(data: Path, provider: str) ->
     ],
 )
 async def test_the_browser_comes_back_to_nobody_else(data: Path, back: str) -> None:
-    desk = await a_desk(data, "http://127.0.0.1:1")
-    answer = await desk.bare.get("/v1/auth/oidc/start", params={"redirect_uri": back})
-    assert answer.status_code == 400
-    await close(desk)
+    async with a_desk(data, "http://127.0.0.1:1") as desk:
+        answer = await desk.bare.get("/v1/auth/oidc/start", params={"redirect_uri": back})
+        assert answer.status_code == 400
 
 
 # ---- ID tokens

@@ -7,6 +7,7 @@ from socket_server import answering
 
 from gpool.core.errors import Invalid, Unreachable
 from gpool.server.outbound import MAX_ANSWER_BYTES, Outbound, checked, is_public
+from gpool.testing.processes import PATIENCE_S
 
 pytestmark = pytest.mark.anyio
 
@@ -66,7 +67,7 @@ async def test_a_public_destination_is_dialled_at_the_checked_address() -> None:
 
 
 async def test_an_answer_without_end_is_cut() -> None:
-    outbound = Outbound()
+    outbound = Outbound(timeout_s=PATIENCE_S)
     async with answering(lambda *_: (200, b"x" * (MAX_ANSWER_BYTES + 1))) as url:
         with pytest.raises(Unreachable):
             await outbound.get(url)
@@ -74,7 +75,7 @@ async def test_an_answer_without_end_is_cut() -> None:
 
 
 async def test_redirects_are_not_followed() -> None:
-    outbound = Outbound()
+    outbound = Outbound(timeout_s=PATIENCE_S)
     async with answering(lambda *_: (302, b"{}")) as url:
         assert (await outbound.get(url)).status == 302
     await outbound.close()

@@ -9,7 +9,7 @@ import shutil
 from typing import Any
 
 SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-WITHIN_S = 10.0
+WITHIN_S = 60.0
 
 
 class NftFailed(Exception):
@@ -43,7 +43,7 @@ async def nft(*arguments: str, text: str = "") -> str:
     except TimeoutError as silent:
         child.kill()
         await child.wait()
-        raise NftFailed("nft did not answer within 10 s") from silent
+        raise NftFailed(f"nft did not answer within {WITHIN_S:g} s") from silent
     if child.returncode != 0:
         said = err.decode(errors="replace").strip().splitlines() or ["it said nothing"]
         raise NftFailed(said[0])

@@ -28,7 +28,7 @@ from gpool.agent.runtime.waiting import readable
 
 SCRIPT = Path(__file__).with_name("holder.py")
 TAP = "tap0"
-WITHIN_S = 10.0
+WITHIN_S = 60.0
 ENDS_WITHIN_S = 2.0
 MESSAGE_BYTES = 1 << 18
 

@@ -41,8 +41,8 @@ READ_BYTES = 256 * 1024
 OUTPUT_AT_ONCE_BYTES = 64 * 1024
 POLL_S = 0.001
 LIVE_AFTER_S = 0.05
-LAST_BREATH_S = 1.0  # to exit with its own code after the last answer
-READY_WITHIN_S = 60.0
+LAST_BREATH_S = 10.0  # to exit with its own code after the last answer
+READY_WITHIN_S = 180.0
 WARM_WITHIN_S = 300.0  # large modules from a cold disk
 CALLS_AT, ANSWERS_AT, FILES_AT = 3, 4, 5  # after stdin, stdout, stderr
 

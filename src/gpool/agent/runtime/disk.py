@@ -1,7 +1,8 @@
 """The disk watchdog: ends a sandbox whose work directory outgrows its limit. Not exact: see below what gets past it.
 
 Ten times a second it asks the file system how much is free, which costs nothing; only when the disk has filled by half
-of what a sandbox has left is that sandbox's directory counted, and never for more than a tenth of the time. So a task
+of what a sandbox has left is that sandbox's directory counted (and once a minute, for what others remove meanwhile hides
+what it writes), and never for more than a tenth of the time. So a task
 gets past its limit by what it can write in a tenth of a second and while it is counted; a single file ends at the limit
 exactly (RLIMIT_FSIZE). Every entry counts as one block, so a million empty files are over 4 GB. `/tmp` and `/dev/shm` are
 memory file systems of a fixed size, counted with the task's memory: their limit is exact. Files without a name count
@@ -22,6 +23,7 @@ from gpool.agent.runtime.workplace import directory_at
 LOOK_EVERY_S = 0.1
 WORTH_A_LOOK_BYTES = 32 << 20
 LOOK_ANYWAY_S = 1.0  # what others remove meanwhile hides what one writes
+LOOK_AT_LAST_S = 60.0  # however well it was hidden
 REST_A_LOOK = 10  # times as long as it took
 LEAST_BYTES_AN_ENTRY = 4096  # so that a million empty files count too
 MOST_DEPTH = 200
@@ -40,6 +42,7 @@ class Watched:
         self.used_bytes = 0  # when it was last counted
         self.rest_until = 0.0
         self.look_at = 0.0
+        self.looked_at = 0.0
         self.kill: Callable[[], Awaitable[None]] | None = None
 
 
@@ -55,8 +58,10 @@ class DiskWatch:
         watched.free_inodes_before = facts.f_favail
         watched.kill = kill
         self._watched.add(watched)
+        loop = asyncio.get_running_loop()
+        watched.looked_at = loop.time()
         if self._task is None or self._task.done():
-            self._task = asyncio.get_running_loop().create_task(self._look())
+            self._task = loop.create_task(self._look())
 
     def end(self, watched: Watched) -> None:
         self._watched.discard(watched)
@@ -76,6 +81,9 @@ class DiskWatch:
             free = facts.f_bavail * facts.f_frsize
             for watched in list(self._watched):
                 began = loop.time()
+                # from when most was free: what others removed before is no credit for what is written now
+                watched.free_before = max(watched.free_before, free)
+                watched.free_inodes_before = max(watched.free_inodes_before, facts.f_favail)
                 inodes = (watched.free_inodes_before - facts.f_favail) * LEAST_BYTES_AN_ENTRY
                 grown = max(watched.free_before - free, inodes)
                 if began < watched.rest_until or not _is_worth(watched, grown, began):
@@ -89,11 +97,14 @@ class DiskWatch:
                 ended = loop.time()
                 watched.rest_until = ended + REST_A_LOOK * (ended - began)
                 watched.look_at = ended + LOOK_ANYWAY_S
+                watched.looked_at = ended
 
 
 def _is_worth(watched: Watched, grown: int, now: float) -> bool:
     """It cannot be past its limit before the disk has filled by what it had left."""
     if grown >= max(1, watched.limit_bytes - watched.used_bytes) // 2:
+        return True
+    if now >= watched.looked_at + LOOK_AT_LAST_S:
         return True
     return now >= watched.look_at and grown >= min(WORTH_A_LOOK_BYTES, watched.limit_bytes // 2)
 

@@ -19,7 +19,7 @@ from gpool.agent.runtime.waiting import writable
 
 SCRIPT = Path(__file__).with_name("launcher.py")
 ENCLOSE_PAST_BYTES = 64 * 1024
-READY_WITHIN_S = 20.0
+READY_WITHIN_S = 120.0  # a machine may stand still for a while
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +214,9 @@ class Launcher:
             async with asyncio.timeout(READY_WITHIN_S):
                 await asyncio.shield(self._ready)
         except TimeoutError as silent:
-            raise SandboxFailed("the launcher did not start within 20 s") from silent
+            raise SandboxFailed(
+                f"the launcher did not start within {READY_WITHIN_S:g} s"
+            ) from silent
 
     def _hear(self) -> None:
         channel = self._channel

@@ -27,8 +27,8 @@ PROGRAM = "nvidia-cuda-mps-control"
 PLACES = "/usr/bin:/usr/local/nvidia/bin:/usr/local/bin:/bin"
 INSIDE = "/tmp/nvidia-mps"
 SOCKET = "control"
-READY_WITHIN_S = 10.0
-ANSWER_WITHIN_S = 5.0
+READY_WITHIN_S = 60.0
+ANSWER_WITHIN_S = 30.0
 GLANCE_S = 0.02
 
 log = structlog.get_logger(__name__)

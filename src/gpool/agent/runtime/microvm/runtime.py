@@ -57,8 +57,8 @@ from gpool.agent.runtime.workplace import Workplace, clear
 from gpool.core.model import EndReason, Gpu, Network, Tier
 
 T = TypeVar("T")
-BOOT_WITHIN_S = 90.0
-START_WITHIN_S = 60.0
+BOOT_WITHIN_S = 300.0
+START_WITHIN_S = 180.0
 LINE_AT = 3  # after stdin, stdout, stderr
 MONITOR_THREADS = 128
 MOST_CPUS = 32
