@@ -93,3 +93,8 @@ def test_the_listing_has_a_column_for_each_reading(owner: Owner) -> None:
     heading = owner("gpus").stdout.splitlines()[0].lower()
     for word in ("busy", "used", "watts", "°c"):
         assert word in heading
+
+
+def test_a_cards_memory_is_said_as_explain_says_it(owner: Owner) -> None:
+    """Not 128 GB here and 137GB there."""
+    assert "128 GiB" in owner("gpus").stdout

@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import io
 import json
 import os
+import select
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import httpx2
 import pytest
 from click.testing import Result as Done
 from standin import Pool
 
+from gpool.cli.following import show_documents
 from gpool.cli.interrupts import HELD, Reading
-from gpool.cli.main import FAILED, INTERRUPTED, NOT_FOUND
+from gpool.cli.main import INTERRUPTED, NOT_FOUND
 from gpool.cli.run import attend
 from gpool.client.client import Client
 from gpool.client.logs import Printed
@@ -78,7 +81,7 @@ def test_a_press_that_is_dropped_elsewhere_still_detaches(
 ) -> None:
     task = Dropping()
     nobody = cast(Client, None)  # it is asked for outputs only
-    assert attend(nobody, cast(Run, task), tmp_path, quiet=False) == FAILED
+    assert attend(nobody, cast(Run, task), tmp_path, quiet=False) == INTERRUPTED
     task.over.set()
     assert "gpool logs -f task_1" in capfd.readouterr().err
     assert not task.cancelled
@@ -165,6 +168,59 @@ def test_a_press_ends_printing_that_would_not_end_by_itself() -> None:
         assert reading.was_interrupted
         assert not reading.is_pressed_again(0.0)
         over.set()
+
+
+class Pressing(io.StringIO):
+    """Ctrl-C comes in the middle of its first write."""
+
+    pressed = False
+
+    def write(self, text: str) -> int:
+        middle = len(text) // 2
+        super().write(text[:middle])
+        if not self.pressed:
+            self.pressed = True
+            press()
+            os.sched_yield()
+        super().write(text[middle:])
+        return len(text)
+
+
+def test_a_press_in_the_middle_of_a_write_leaves_a_whole_list() -> None:
+    over = threading.Event()
+
+    def work(say: Callable[[dict[str, Any] | str], None]) -> None:
+        say({"text": "a"})
+        over.wait(PATIENCE_S)
+
+    written = Pressing()
+    with Reading(work) as reading, contextlib.redirect_stdout(written):
+        assert reading.show(show_documents) is None
+        over.set()
+    assert json.loads(written.getvalue()) == [{"text": "a"}]
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+
+
+def test_a_press_ends_a_write_into_a_pipe_that_nobody_reads() -> None:
+    reader_end, writer = os.pipe()
+    over = threading.Event()
+
+    def work(say: Callable[[dict[str, Any] | str], None]) -> None:
+        say({"text": "a" * 1_000_000})
+        while not select.select([reader_end], [], [], 1.0)[0]:
+            pass  # until the pipe is being filled
+        press()
+        over.wait(PATIENCE_S)
+
+    with open(writer, "w") as full:
+        try:
+            with Reading(work) as reading, contextlib.redirect_stdout(full):
+                assert reading.show(show_documents) is None
+        finally:
+            over.set()
+            os.close(reader_end)  # before the other: that would wait for room
+            with contextlib.suppress(BrokenPipeError):
+                full.close()
 
 
 def test_ctrl_c_that_is_ignored_from_the_start_stays_ignored() -> None:

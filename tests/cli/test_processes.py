@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from gpool.cli.children import Child, Program
-from gpool.cli.up import data_folder, must_be_free, only_one, typed
+from gpool.cli.up import data_folder, must_be_free, only_one, typed, within_reach
 from gpool.core.errors import Conflict, Invalid
 from gpool.testing.processes import PATIENCE_S, eventually, free_port
 
@@ -188,3 +188,52 @@ def test_what_to_try_first_can_be_typed_as_it_is_printed(tmp_path: Path) -> None
     assert typed(this, str(other), this.parent) == "./gpool"
     assert typed(tmp_path / "my gpus" / "gpool", None, tmp_path) == "'my gpus/gpool'"
     assert typed(here / "__main__.py", None, here) == "gpool"
+
+
+def test_a_link_that_no_other_machine_reaches_is_said_to_be_one() -> None:
+    for link in ("gpool://127.0.0.1:8642/join/x", "gpool://[::1]:8642/join/x"):
+        assert "--host" in within_reach(link)
+    assert within_reach("gpool://10.0.0.7:8642/join/x#sha256=00") == ""
+    assert within_reach("gpool://pool.example:443/join/x") == ""
+
+
+def test_where_nobody_can_be_asked_for_a_password_it_is_said_how_to_give_it() -> None:
+    """A script would else read of a prompt that was aborted."""
+    ask = (
+        "from gpool.cli.account import password_of\nfrom gpool.core.errors import Invalid\n"
+        "try:\n    password_of('Password')\nexcept Invalid as error:\n    print(error)"
+    )
+    environment = {"PYTHONPATH": ":".join(sys.path), "PATH": ""}
+    done = subprocess.run(
+        [sys.executable, "-c", ask],
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+        start_new_session=True,  # without a terminal
+    )
+    assert "GPOOL_PASSWORD" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("mistaken", ["--policy", "--simulate-gpus"])
+def test_a_mistake_in_the_terms_is_said_before_anything_starts(
+    tmp_path: Path, mistaken: str
+) -> None:
+    """Nothing was up, and no profile leads to what is gone again."""
+    rules = tmp_path / "rules.toml"
+    rules.write_text("[nonsense]\n")
+    environment = {"PYTHONPATH": ":".join(sys.path), "PATH": os.environ["PATH"]}
+    environment |= {"GPOOL_HOME": str(tmp_path / "home"), "HOME": str(tmp_path / "home")}
+    given = str(rules) if mistaken == "--policy" else "nonsense"
+    words = ["up", mistaken, given, "--data", str(tmp_path / "data")]
+    done = subprocess.run(
+        [*GPOOL, *words, "--port", str(free_port())],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "nonsense" in done.stderr
+    assert not (tmp_path / "home").exists()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -242,3 +243,35 @@ def test_an_operator_makes_tasks_give_up_their_places(gpool: Gpool, pool: Pool) 
     assert (done.exit_code, done.stdout) == (0, f"{task} was asked to make room\n")
     assert pool.preempted == [task]
     assert gpool("admin", "preempt", "t-0000000000000").exit_code == 4
+
+
+def test_a_folder_that_sends_nothing_is_said(gpool: Gpool, pool: Pool, tmp_path: Path) -> None:
+    """The command would miss it there, and nobody would know why."""
+    (tmp_path / "empty" / "inner").mkdir(parents=True)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "a").write_text("a")
+    done = gpool("run", "-d", "--input", "empty", "--input", "full", "--", "ls")
+    assert done.exit_code == 0
+    assert done.stdout.strip() in pool.tasks
+    assert [one["path"] for one in pool.bodies[-1]["inputs"]] == ["full/a"]
+    [line] = done.stderr.splitlines()
+    assert line.startswith("gpool: input 'empty' holds no file")
+    assert gpool("run", "-d", "--input", "full", "--", "ls").stderr == ""
+
+
+def test_a_work_folder_whose_files_all_stay_here_is_said(gpool: Gpool, tmp_path: Path) -> None:
+    (tmp_path / "build").mkdir()
+    (tmp_path / "build" / "a").write_text("a")
+    done = gpool("run", "-d", "--workdir", "build", "--ignore", "a", "--", "ls")
+    assert done.exit_code == 0
+    [line] = done.stderr.splitlines()
+    assert line.startswith("gpool: nothing of 'build' is sent")
+    assert not logging.getLogger("gpool.client").handlers  # the SDK's own are left alone
+
+
+def test_a_script_that_is_not_here_is_said_to_be_missing_at_once(gpool: Gpool) -> None:
+    """Not only by a node, after it has waited for one."""
+    assert "no trian.py here" in gpool("run", "-d", "trian.py", "--lr", "1").stderr
+    for brings_its_own in (["--image", "x"], ["--pip", "x"]):
+        assert gpool("run", "-d", *brings_its_own, "tool.py").stderr == ""
+    assert gpool("run", "-d", "/opt/tool.py").stderr == ""

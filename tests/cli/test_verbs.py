@@ -15,6 +15,7 @@ from standin import Pool
 
 from gpool import Client
 from gpool.cli.main import ELSEWHERE, VERBS, cli
+from gpool.cli.printing import local_time
 from gpool.core.ids import encode
 
 Gpool = Callable[..., Result]
@@ -146,7 +147,11 @@ def test_json_of_run_is_the_document_alone(gpool: Gpool, pool: Pool) -> None:
     [
         (["run", "--gppu", "1", "--", "x"], 2, "No such option"),
         (["run"], 2, "Missing argument"),
-        (["run", "--timeout", "soon", "--", "x"], 2, "'soon' is not a duration"),
+        (
+            ["run", "--timeout", "soon", "--", "x"],
+            2,
+            "'soon' is not a duration; write 90s, 45m, 2h, 1h30m, 30d",
+        ),
         (["run", "--input", "missing", "--", "x"], 2, "input 'missing' does not exist"),
         (["run", "--env", "NO_SUCH_THING", "--", "x"], 2, "no such variable"),
         (["status", "t-0000000000000"], 4, "nothing at"),
@@ -314,6 +319,15 @@ def test_a_timeout_of_a_month_is_shown_in_whole_seconds(gpool: Gpool, pool: Pool
     assert "2592000 s" in gpool("status", task).stdout
 
 
+def test_sizes_that_were_asked_for_are_shown_as_they_were_typed(gpool: Gpool, pool: Pool) -> None:
+    pool.runs = False
+    task = gpool("run", "-d", "--", "true").stdout.strip()
+    pool.tasks[task] |= {"memory_bytes": 8 << 30, "disk_bytes": 20 * 10**9}
+    shown = gpool("status", task).stdout
+    assert "8GiB" in shown
+    assert "20GB" in shown
+
+
 def test_several_are_waited_for_and_the_first_that_failed_decides(gpool: Gpool, pool: Pool) -> None:
     tasks = []
     for code in (0, 7, 3):
@@ -340,3 +354,37 @@ def test_a_command_is_shown_as_it_can_be_typed(gpool: Gpool, pool: Pool) -> None
     task = gpool("run", "-d", "--", "x").stdout.strip()
     pool.tasks[task]["command"] = ["sh", "-c", "echo up; sleep 1"]
     assert "sh -c 'echo up; sleep 1'" in gpool("status", task).stdout
+
+
+def test_a_listing_that_is_cut_says_so(gpool: Gpool, pool: Pool) -> None:
+    for _ in range(3):
+        gpool("run", "-d", "--", "true")
+    for words in (["ps"], ["ps", "--json"]):
+        done = gpool(*words, "--limit", "2")
+        assert "--all" in done.stderr
+        assert done.stdout.count("t-") == 2
+        assert gpool(*words, "--limit", "3").stderr == ""
+        assert gpool(*words, "--all", "--limit", "2").stdout.count("t-") == 3
+
+
+@pytest.mark.parametrize("verb", ["status", "logs", "explain", "result"])
+def test_a_batch_where_one_task_is_meant_is_told_what_takes_it(gpool: Gpool, verb: str) -> None:
+    done = gpool(verb, "b-0000000000001")
+    assert done.exit_code == 2
+    assert "is a batch" in done.stderr
+    assert "gpool wait b-0000000000001" in done.stderr
+
+
+def test_cancelling_a_batch_that_has_ended_says_that_it_has(gpool: Gpool, pool: Pool) -> None:
+    gpool("run", "-d", "--", "true")
+    [batch] = pool.batches
+    assert gpool("cancel", batch).stdout == f"{batch} has ended\n"
+    assert json.loads(gpool("cancel", "--json", batch).stdout)[0]["status"] == "ended"
+
+
+def test_times_of_a_task_are_those_of_the_clock_on_the_wall(gpool: Gpool, pool: Pool) -> None:
+    task = gpool("run", "-d", "--", "x").stdout.strip()
+    pool.tasks[task]["finished_at"] = "2026-01-01T12:00:05.123456Z"
+    shown = gpool("status", task).stdout
+    assert local_time("2026-01-01T12:00:05.123456Z") in shown
+    assert "123456" not in shown

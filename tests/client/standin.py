@@ -36,6 +36,10 @@ class Batch:
     results: list[dict[str, Any]] = field(default_factory=list)
     closed: bool = False
 
+    def document(self) -> dict[str, Any]:
+        total, done = len(self.tasks), len(self.results)
+        return {"id": self.id, "total": total, "done": done, "closed": self.closed}
+
 
 class Pool(httpx2.BaseTransport):
     """`break_after` results a stream is cut off; `refuse` answers so many requests with a dropped connection."""
@@ -116,6 +120,8 @@ class Pool(httpx2.BaseTransport):
             case "DELETE", ["batches", id_]:
                 self.cancelled.append(id_)
                 return httpx2.Response(204)
+            case "GET", ["batches", id_] if id_ in self.batches:
+                return httpx2.Response(200, json=self.batches[id_].document())
             case "GET", ["tasks", id_, "result"] if id_ in self.tasks:
                 for result in self.batches[self.tasks[id_]["batch"]].results:
                     if result["id"] == id_:

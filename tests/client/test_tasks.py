@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import itertools
 import threading
 import traceback
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from datetime import UTC, datetime
 
 import pytest
@@ -114,6 +115,20 @@ def test_an_end_that_is_not_its_own_raises_its_class(
     with pytest.raises(error) as caught:
         run.result()
     assert type(caught.value) is error
+
+
+@pytest.mark.parametrize("reason", ["sandbox_failed", "node_failed"])
+def test_a_task_that_no_node_could_start_says_whose_doing_it_was_and_what_to_do(
+    client: Client, pool: Pool, reason: str
+) -> None:
+    told = "no bwrap here (it was tried 3 times and could not be started)"
+    pool.command = lambda _: {"status": "failed", "reason": reason, "error_text": told}
+    with pytest.raises(gpool.TaskFailed) as caught:
+        client.run(["true"])
+    [task], said = pool.tasks, str(caught.value)
+    assert "gpool's fault" not in said
+    for part in ("node", "not your", told, f"gpool explain {task}", "--tier", "operator"):
+        assert part in said
 
 
 def test_an_argument_that_cannot_travel_is_named(client: Client) -> None:
@@ -303,13 +318,77 @@ def test_a_function_whose_value_lives_only_here_is_refused_before_it_is_sent(
     def many() -> Iterator[int]:
         yield 1
 
-    for function, said in ((later, "asyncio.run"), (many, "return a list")):
-        with pytest.raises(gpool.Invalid, match=said):
+    async def steadily() -> AsyncIterator[int]:
+        yield 1
+
+    for function, said in (
+        (later, "asyncio.run"),
+        (steadily, "asyncio.run"),
+        (many, "return a list"),
+        (functools.partial(many), "return a list"),
+    ):
+        with pytest.raises(TypeError, match=said):
             client.task(function).remote()
-        with pytest.raises(gpool.Invalid, match=said):
+        with pytest.raises(TypeError, match=said):
             list(client.task(function).map([()]))
     assert pool.requests == []
     assert list(client.task(many)()) == [1]  # here it may
+
+
+def test_what_is_no_function_of_its_own_is_refused_where_it_is_decorated(client: Client) -> None:
+    with pytest.raises(TypeError, match=r"Model\.train is a method; .*arguments"):
+
+        class Model:
+            @client.task
+            def train(self, steps: int) -> int:
+                return steps
+
+    with pytest.raises(TypeError, match=r"Model\.make is a method; .*arguments"):
+
+        class Model:  # type: ignore[no-redef]
+            @client.task(gpu=1)
+            @classmethod
+            def make(cls) -> int:
+                return 1
+
+    with pytest.raises(TypeError, match=r"Job is a class; .*function"):
+
+        @client.task
+        class Job:
+            pass
+
+    with pytest.raises(TypeError, match="not 3"):
+        client.task(3)  # type: ignore[call-overload]
+
+
+class Scaled:
+    def __init__(self, factor: int) -> None:
+        self.factor = factor
+
+    def times(self, value: int) -> int:
+        return self.factor * value
+
+
+def test_what_brings_all_it_needs_is_a_function_too(client: Client) -> None:
+    class Sums:
+        @client.task
+        def one(value: int) -> int:  # type: ignore[misc]  # a namespace, no object
+            return value
+
+        @staticmethod
+        @client.task
+        def two(value: int) -> int:
+            return 2 * value
+
+        @client.task
+        @staticmethod
+        def three(value: int) -> int:
+            return 3 * value
+
+    assert (Sums.one.remote(1), Sums.two.remote(1), Sums.three.remote(1)) == (1, 2, 3)
+    assert Sums().three(1) == 3
+    assert client.task(Scaled(4).times).remote(1) == 4
+    assert client.task(functools.partial(pow, 5)).remote(1) == 5
 
 
 def test_options_of_the_wrong_kind_say_what_is_right(client: Client) -> None:

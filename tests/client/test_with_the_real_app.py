@@ -53,6 +53,20 @@ def test_a_task_nobody_can_take_waits_and_says_why_and_can_be_cancelled(
         run.result(timeout=60)
 
 
+def test_a_batch_can_be_waited_for_by_its_id(sdk: Client, node: Node) -> None:
+    half = sdk.task(lambda x: 1 / x)
+    list(half.map([1, 0, 2], return_exceptions=True))
+    [newest] = sdk.listing("tasks", limit=1)
+    results = list(sdk.ended(newest["batch"], timeout=60))
+    assert [result.sequence for result in results] == [1, 2, 3]
+    assert [result.position for result in results if result.status != "succeeded"] == [1]
+    assert sdk.batch(newest["batch"])["total"] == 3
+    said = CliRunner().invoke(cli, ["wait", newest["batch"]], obj=sdk)
+    assert (said.exit_code, "1 of the 3 tasks" in said.stderr) == (1, True)
+    with pytest.raises(gpool.NotFound):
+        list(sdk.ended("b-0000000000001"))
+
+
 def test_values_and_exceptions_come_back(sdk: Client, node: Node) -> None:
     half = sdk.task(lambda x: 1 / x)
     assert half.remote(2) == 0.5

@@ -269,3 +269,21 @@ def test_a_caret_is_shown_under_the_character_and_never_under_nothing() -> None:
 def test_a_brand_before_a_size_is_never_taken_for_a_model(text: str) -> None:
     with pytest.raises(BadGpuSpec):
         gpuspec.parse(text)
+
+
+@given(st.integers(1, 10**13))
+def test_a_size_as_it_is_typed_always_means_the_same_bytes(size: int) -> None:
+    assert gpuspec.parse_bytes(gpuspec.typed_size(size)) == size
+
+
+@pytest.mark.parametrize(
+    ("size", "typed", "told"),
+    [
+        (4 * 10**9, "4GB", "3.7 GiB"),
+        (24 << 30, "24GiB", "24 GiB"),
+        (512 << 20, "512MiB", "0.5 GiB"),
+        (24_146_608_128, "23028MiB", "22.5 GiB"),
+    ],
+)
+def test_a_size_is_typed_in_whole_units_and_told_in_gib(size: int, typed: str, told: str) -> None:
+    assert (gpuspec.typed_size(size), gpuspec.gib(size)) == (typed, told)

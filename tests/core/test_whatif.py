@@ -50,7 +50,7 @@ def test_another_model_is_suggested_where_one_is_idle() -> None:
     enqueue(state, gpu("H200"), [2])
     found = told(state, 2)["model"]
     assert found.change == "--gpu RTX4090"
-    assert found.sentence == "It starts now on NVIDIA GeForce RTX 4090 (25GB)."
+    assert found.sentence == "It starts now on NVIDIA GeForce RTX 4090 (24 GiB)."
 
 
 def test_what_a_suggestion_costs_is_told_with_it() -> None:
@@ -60,7 +60,7 @@ def test_what_a_suggestion_costs_is_told_with_it() -> None:
     apply(state, plan(state, NOW, FCFS))
     enqueue(state, gpu("H200"), [2])
     found = told(state, 2)["model"]
-    assert found.sentence == "It starts now on NVIDIA GeForce RTX 4090 (25GB) at 0.31/h."
+    assert found.sentence == "It starts now on NVIDIA GeForce RTX 4090 (24 GiB) at 0.31/h."
     assert found.price_microcredits == 310_000
 
 

@@ -204,7 +204,7 @@ def test_ctrl_c_detaches_and_says_how_to_come_back(pool: Pool) -> None:
         task = running(pool, "up")
         run.send_signal(signal.SIGINT)
         told = run.stderr.read()
-        assert run.wait(PATIENCE_S) == 1
+        assert run.wait(PATIENCE_S) == 130
     assert f"gpool logs -f {task}" in told
     assert pool.status(task)["status"] == "running"
     assert pool.gpool("cancel", task).returncode == 0

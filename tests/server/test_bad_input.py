@@ -101,6 +101,7 @@ def is_problem(answer: Any) -> dict[str, Any]:
     assert {"type", "title", "status", "detail", "code"} <= document.keys()
     assert document["status"] == answer.status_code
     assert document["detail"]
+    assert "Input should" not in document["detail"]  # our words, not those of a library
     return document
 
 

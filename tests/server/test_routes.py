@@ -132,7 +132,7 @@ async def test_explain_says_why_it_waits(desk: Desk) -> None:
     assert after["sentence"] != before["sentence"]
     await desk.http.delete(f"/v1/tasks/{task}")
     ended = (await desk.get(f"/v1/tasks/{task}/explain")).json()
-    assert ended["sentence"] == "It is cancelled."
+    assert ended["sentence"] == "It was cancelled."
 
 
 async def test_a_wish_no_node_can_fulfil_is_accepted_and_explained(desk: Desk) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -28,7 +29,12 @@ def password_of(prompt: str, *, confirm: bool = False) -> str:
     given = os.environ.get("GPOOL_PASSWORD")
     if given is not None:
         return given
-    found: str = click.prompt(prompt, hide_input=True, confirmation_prompt=confirm, err=True)
+    try:
+        found: str = click.prompt(prompt, hide_input=True, confirmation_prompt=confirm, err=True)
+    except click.Abort:
+        if sys.stdin.isatty():
+            raise
+        raise Invalid("there is nobody to ask for the password; set GPOOL_PASSWORD") from None
     return found
 
 

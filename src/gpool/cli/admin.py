@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from gpool.cli.calling import as_json, client_of, listing
+from gpool.cli.calling import as_json, client_of, listed, listing
 from gpool.cli.naming import user_id
 from gpool.cli.operating import audit, keys
 from gpool.cli.policy import cordon, drain, policy, reservations, uncordon
@@ -38,7 +38,7 @@ def users() -> None:
 @click.pass_context
 def users_ls(ctx: click.Context, as_json: bool, everything: bool, limit: int) -> None:
     """List users."""
-    found = client_of(ctx).listing("users", limit=None if everything else limit)
+    found = listed(client_of(ctx), "users", everything=everything, limit=limit)
     if as_json:
         emit_json(found)
         return

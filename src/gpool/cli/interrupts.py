@@ -23,6 +23,12 @@ HELD = 64  # pieces read and not yet printed; then the reading waits
 LONGEST_SLEEP_S = 0.5
 """A Ctrl-C in the moment before the wait begins does not end it, and on Windows none does: it is seen this late."""
 
+TICK_S, TICKS = 0.1, 10
+"""How long after a Ctrl-C what is being printed may be finished, so that a list of JSON is closed; then nobody reads it.
+
+In ticks, because those that come while the whole process stands still are one.
+"""
+
 
 class _Note(Enum):
     WAKE = "wake"
@@ -41,9 +47,10 @@ class Reading(Generic[T, R]):
         self._queue: SimpleQueue[T | _Note] = SimpleQueue()  # whose put may come from a signal
         self._room = threading.Semaphore(HELD)
         self._presses = 0
-        self._waits = False  # the main thread is in `_next`: the queue alone wakes it
         self._shows = False
         self._before: Any = None
+        self._alarm: Any = None
+        self._ticks = 0  # since the first press
         self._result: list[R] = []
         self._error: BaseException | None = None
 
@@ -70,6 +77,8 @@ class Reading(Generic[T, R]):
             self._shows = False
         except KeyboardInterrupt:  # out of a write that nobody read; the press is counted
             self._shows = False
+        finally:
+            self._disarm()
         if self.was_interrupted:
             return None
         if self._error is not None:
@@ -99,20 +108,35 @@ class Reading(Generic[T, R]):
                     yield piece
 
     def _next(self, within_s: float) -> T | _Note:
-        self._waits = True
         try:
             return self._queue.get(timeout=min(within_s, LONGEST_SLEEP_S))
         except Empty:
             return _Note.WAKE
-        finally:
-            self._waits = False
 
     def _press(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002 - Python's signature
         self._presses += 1
         self._queue.put(_Note.WAKE)
-        stuck = self._shows and not self._waits and self._presses == 1
-        if stuck or self._presses > 2:  # in a write that may never end; or who presses on wants out
+        if self._presses > 2:  # who presses on wants out
             raise KeyboardInterrupt
+        if self._shows and self._presses == 1:  # perhaps in a write that never ends
+            self._arm()
+
+    def _arm(self) -> None:
+        if not hasattr(signal, "setitimer"):  # Windows, where a write is not broken off either way
+            raise KeyboardInterrupt
+        self._alarm = signal.signal(signal.SIGALRM, self._tick)
+        signal.setitimer(signal.ITIMER_REAL, TICK_S, TICK_S)
+
+    def _tick(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002 - Python's signature
+        self._ticks += 1
+        if self._shows and self._ticks >= TICKS:
+            raise KeyboardInterrupt
+
+    def _disarm(self) -> None:
+        if self._alarm is not None:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, self._alarm)
+            self._alarm = None
 
     # ---- in the thread
 

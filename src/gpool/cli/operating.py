@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from gpool.cli.calling import as_json, client_of, listing
+from gpool.cli.calling import as_json, client_of, listed, listing
 from gpool.cli.main import FAILED
 from gpool.cli.printing import emit_json, fields, table
 
@@ -85,7 +85,7 @@ def audit(
         else:
             click.echo(f"The record is broken after {found['entries']}: {found['why']}")
         ctx.exit(0 if found["whole"] else FAILED)
-    items = client.listing("audit", limit=None if everything else limit)
+    items = listed(client, "audit", everything=everything, limit=limit)
     if as_json:
         emit_json(items)
         return

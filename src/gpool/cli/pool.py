@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from gpool.cli.calling import as_json, client_of, listing
+from gpool.cli.calling import as_json, client_of, listed, listing
 from gpool.cli.main import FAILED
 from gpool.cli.naming import node_id, shared_names, shown_as
 from gpool.cli.printing import age, emit_json, fields, gib, plain, table
@@ -24,7 +24,7 @@ _GPU_NAME = re.compile(r"(?:(?P<node>[^/]+)/)?gpu(?P<index>\d{1,4})")
 @click.pass_context
 def gpus(ctx: click.Context, as_json: bool, everything: bool, limit: int) -> None:
     """List what the pool has, free and busy."""
-    found = client_of(ctx).listing("resources", limit=None if everything else limit)
+    found = listed(client_of(ctx), "resources", everything=everything, limit=limit)
     if as_json:
         emit_json(found)
         return
@@ -110,7 +110,7 @@ def node() -> None:
 def node_ls(ctx: click.Context, as_json: bool, everything: bool, limit: int) -> None:
     """List nodes."""
     client = client_of(ctx)
-    found = client.listing("nodes", limit=None if everything else limit)
+    found = listed(client, "nodes", everything=everything, limit=limit)
     if as_json:
         emit_json(found)
         return

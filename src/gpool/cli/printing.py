@@ -15,6 +15,7 @@ from typing import Any, BinaryIO, TextIO
 import click
 
 from gpool.client.logs import Printed
+from gpool.core import gpuspec
 
 _ALLOWED = re.compile(r"\x1b\[[0-9;:]{0,32}m")
 _UNFINISHED = re.compile(r"\x1b(?:\[[0-9;:]{0,32})?\Z")
@@ -202,4 +203,4 @@ def local_time(at: str, server_date: str | None = None) -> str:
 
 
 def gib(size_bytes: int) -> str:
-    return f"{size_bytes / 1024**3:.0f} GB" if size_bytes else "-"
+    return gpuspec.gib(size_bytes) if size_bytes else "-"

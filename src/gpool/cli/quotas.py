@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from gpool.cli.calling import as_json, client_of, listing
+from gpool.cli.calling import as_json, client_of, listed, listing
 from gpool.cli.naming import team_id
 from gpool.cli.printing import emit_json, show, table
 from gpool.core.errors import Invalid
@@ -108,7 +108,7 @@ def teams() -> None:
 @click.pass_context
 def teams_ls(ctx: click.Context, as_json: bool, everything: bool, limit: int) -> None:
     """List all teams."""
-    found = client_of(ctx).listing("teams", limit=None if everything else limit, all="true")
+    found = listed(client_of(ctx), "teams", everything=everything, limit=limit, all="true")
     if as_json:
         emit_json(found)
         return

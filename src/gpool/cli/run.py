@@ -16,7 +16,7 @@ from gpool.cli.calling import as_json, client_of, into
 from gpool.cli.due import due
 from gpool.cli.following import say_how_it_ended, show
 from gpool.cli.interrupts import Reading, unless_interrupted
-from gpool.cli.main import FAILED, GPOOL_FAULT, INTERRUPTED, say_error
+from gpool.cli.main import GPOOL_FAULT, INTERRUPTED, say_error
 from gpool.cli.progress import ProgressLine, on_stderr, progress_bar
 from gpool.core.errors import GpoolError, Invalid
 
@@ -158,6 +158,8 @@ def run(
         command = ("python", script.path, *command[1:])
         shipped = [*shipped, script]
         wanted["script"] = script.source
+    elif not (wanted["image"] or wanted["pip"] or wanted["requirements"]):
+        _warn_of_a_missing_script(command[0])
     options = Options.of({**wanted, "env": variables(env), "secrets": secrets(secret)})
     with progress_bar() as progress:
         submitted = unless_interrupted(
@@ -254,6 +256,12 @@ def script_of(command: tuple[str, ...], workdir: Path | None) -> LocalFile | Non
     return LocalFile(name, source, about.st_size, bool(about.st_mode & stat.S_IXUSR))
 
 
+def _warn_of_a_missing_script(word: str) -> None:
+    """It may be a program there; most often it is a slip, which a node would say much later."""
+    if word.endswith(".py") and not Path(word).is_absolute():
+        on_stderr(f"gpool: there is no {word} here to send, so it is taken for a program there")
+
+
 def detached(submitted: Run, is_pressed_again: Callable[[float], bool]) -> int:
     """After the first Ctrl-C: say how to come back; a second one cancels."""
     click.echo(
@@ -261,10 +269,9 @@ def detached(submitted: Run, is_pressed_again: Callable[[float], bool]) -> int:
         f"Stop it with: gpool cancel {submitted.id} (or press Ctrl-C again now)",
         err=True,
     )
-    if not is_pressed_again(SECOND_CHANCE_S):
-        return FAILED
-    submitted.cancel()
-    click.echo(f"Cancelled {submitted.id}.", err=True)
+    if is_pressed_again(SECOND_CHANCE_S):
+        submitted.cancel()
+        click.echo(f"Cancelled {submitted.id}.", err=True)
     return INTERRUPTED
 
 

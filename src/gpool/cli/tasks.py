@@ -13,22 +13,33 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from gpool.cli.calling import as_json, client_of, into, listing
+from gpool.cli.calling import as_json, client_of, into, listed, listing
 from gpool.cli.following import say_how_it_ended, show, show_documents
 from gpool.cli.interrupts import Reading
 from gpool.cli.main import FAILED, GPOOL_FAULT, INTERRUPTED, exit_code_of, say_error
 from gpool.cli.naming import own_team_id, shared_names, shown_as, who_is_who
 from gpool.cli.printing import age, emit_json, fields, local_time, plain, table
-from gpool.cli.progress import ProgressLine, progress_bar
+from gpool.cli.progress import ProgressLine, on_stderr, progress_bar
+from gpool.core import gpuspec
 from gpool.core.errors import GpoolError, Invalid
 
 if TYPE_CHECKING:
+    from gpool.cli.waiting import Ended
     from gpool.client.client import Client
     from gpool.client.results import Result
-    from gpool.client.runs import Run
 
 F = TypeVar("F", bound=Callable[..., Any])
-task_id = click.argument("task", metavar="ID")
+
+
+def _one_task(ctx: click.Context, param: click.Parameter, given: str) -> str:  # noqa: ARG001 - click's signature
+    if given.startswith("b-"):
+        raise Invalid(
+            f"{given} is a batch, and this is about one task; for all of it: gpool wait {given}, gpool cancel {given}"
+        )
+    return given
+
+
+task_id = click.argument("task", metavar="ID", callback=_one_task)
 
 
 def whose(function: F) -> F:
@@ -67,7 +78,7 @@ def ps(
     """List tasks, newest first."""
     client = client_of(ctx)
     filters = whose_tasks(client, team, everybody) | ({"status": status} if status else {})
-    found = client.listing("tasks", limit=None if everything else limit, **filters)
+    found = listed(client, "tasks", everything=everything, limit=limit, **filters)
     if as_json:
         emit_json(found)
         return
@@ -148,17 +159,21 @@ def status(ctx: click.Context, task: str, as_json: bool) -> None:
     if (document.get("nodes") or 1) == 1:
         document["nodes"] = None
     document["node"] = _node(document)
+    for name in ("created_at", "started_at", "finished_at", "by"):
+        document[name] = document.get(name) and local_time(document[name])
     document["preemptible"] = "yes" if document.get("preemptible") else None
     for name in ("memory", "disk"):
         size = document.get(f"{name}_bytes")
-        document[name] = None if size is None else f"{size / 1e9:g}GB"
+        document[name] = None if size is None else gpuspec.typed_size(size)
     if timeout := document.get("timeout_s"):
         document["timeout"] = f"{timeout:.12g} s"
     if not document["nodes"]:
         document["engine"] = document["on_loss"] = None
+    if document.get("kind") != "function":  # a command's holds it alone
+        document["batch"] = None
     document["members"] = [_member(member) for member in document.get("members") or ()]
     names = (
-        "id name user team status phase reason exit_code error_text command gpu cpus memory disk labels max_price tier "
+        "id name batch user team status phase reason exit_code error_text command gpu cpus memory disk labels max_price tier "
         "environment network timeout retries priority by preemptible nodes engine on_loss node members created_at started_at finished_at tries losses checkpoint outputs"
     )
     fields(document, names.split())
@@ -184,7 +199,7 @@ def logs(ctx: click.Context, task: str, follow: bool, as_json: bool) -> None:
     with Reading(read) as reading:
         is_whole = reading.show(show_documents if as_json else partial(show, quiet=False))
     if not is_whole:
-        again = f"gpool logs {'-f ' if follow else ''}{task}"
+        again = f"gpool logs {'-f ' if follow else ''}{'--json ' if as_json else ''}{task}"
         click.echo(f"\nThe task is not stopped by this. Come back with: {again}", err=True)
         ctx.exit(INTERRUPTED)
 
@@ -197,50 +212,52 @@ def logs(ctx: click.Context, task: str, follow: bool, as_json: bool) -> None:
 def wait(ctx: click.Context, tasks: tuple[str, ...], timeout: str | None, as_json: bool) -> None:
     """Wait for a task; exit with its code.
 
-    With several ids: for all of them; with the code of the first of them that did not succeed.
+    With several ids: for all of them; with the code of the first of them that did not succeed. An id that begins with
+    b- is a batch: all of it, like the calls of one `map`.
     """
+    from gpool.cli.waiting import Ended, Wait, awaited, is_batch
     from gpool.client.durations import seconds
-    from gpool.client.results import exit_code
 
     ends = None if timeout is None else time.monotonic() + seconds(timeout)
     client = client_of(ctx)
-    runs: list[Run] = []
-    documents, codes = list[dict[str, Any]](), list[int]()
+    waits, found = list[Wait](), list[Ended]()
 
-    def read(say: Callable[[tuple[Result, dict[str, Any]]], None]) -> bool:
-        runs[:] = [client.get(task) for task in tasks]
-        for run in runs:
-            result = run.wait(None if ends is None else max(0.0, ends - time.monotonic()))
-            say((result, run.document() if as_json else {}))
+    def read(say: Callable[[Result | Ended | str], None]) -> bool:
+        waits[:] = [awaited(client, task, as_json=as_json) for task in tasks]
+        for wait in waits:
+            say(wait(None if ends is None else max(0.0, ends - time.monotonic()), say))
         return True
 
-    def told(ended: Iterator[tuple[Result, dict[str, Any]]]) -> None:
-        for result, document in ended:
-            say_how_it_ended(result)
-            documents.append(document)
-            codes.append(exit_code(result))
+    def told(said: Iterator[Result | Ended | str]) -> None:
+        for one in said:
+            if isinstance(one, str):
+                on_stderr(one)
+            elif isinstance(one, Ended):
+                found.append(one)
+            else:
+                say_how_it_ended(one)
 
     try:
         with Reading(read) as reading:
             is_whole = reading.show(told)
     except TimeoutError:
-        left = tasks[len(codes)]
-        click.echo(f"gpool: task {left} has not ended within {timeout}; it goes on", err=True)
+        late = tasks[len(found)]
+        what = "batch" if is_batch(late) else "task"
+        click.echo(f"gpool: {what} {late} has not ended within {timeout}; it goes on", err=True)
         ctx.exit(FAILED)
     except GpoolError as error:
-        if not runs or os.environ.get(
-            "GPOOL_DEBUG"
-        ):  # before these answer there is no id to speak of
+        if not waits or os.environ.get("GPOOL_DEBUG"):  # before these answer there is no id
             raise
         say_error(error)
         ctx.exit(GPOOL_FAULT)
     if not is_whole:
-        left = " ".join(("--json", *tasks) if as_json else tasks[len(codes) :])
+        left = " ".join(("--json", *tasks) if as_json else tasks[len(found) :])
         click.echo(f"\nWhat you waited for goes on. Wait again with: gpool wait {left}", err=True)
         ctx.exit(INTERRUPTED)
     if as_json:
+        documents = [one.document for one in found]
         emit_json(documents if len(tasks) > 1 else documents[0])
-    ctx.exit(next((code for code in codes if code), 0))
+    ctx.exit(next((one.code for one in found if one.code), 0))
 
 
 @click.command()
@@ -257,8 +274,10 @@ def cancel(ctx: click.Context, tasks: tuple[str, ...], as_json: bool) -> None:
     for task in tasks:
         try:
             if task.startswith("b-"):
+                about = client.batch(task)
                 client.cancel_batch(task)
-                document = {"id": task, "status": "cancelled"}
+                has_ended = about["closed"] and about["done"] >= about["total"]
+                document = {"id": task, "status": "ended" if has_ended else "cancelled"}
             else:
                 document = client.cancel(task)
         except GpoolError as error:  # the others are cancelled all the same
@@ -269,7 +288,8 @@ def cancel(ctx: click.Context, tasks: tuple[str, ...], as_json: bool) -> None:
             continue
         found.append(document)
         if not as_json:
-            click.echo(f"{task} {document.get('status', 'cancelled')}")
+            said = document.get("status", "cancelled")
+            click.echo(f"{task} {'has ended' if said == 'ended' else said}")
     if as_json:
         emit_json(found)
     ctx.exit(failed)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from functools import wraps
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import click
 
@@ -166,6 +167,8 @@ def up(data: Path | None, transport: Transport, no_agent: bool, terms: Terms) ->
     """Start a server and an agent on this machine."""
     from gpool.client.config import LOCAL_PROFILE, save_profile
 
+    if not no_agent:
+        _must_be_meant(terms)
     folder = data_folder(data)
     address = transport.address(folder)
     children: list[Child] = []
@@ -198,6 +201,18 @@ def up(data: Path | None, transport: Transport, no_agent: bool, terms: Terms) ->
             for child in children:
                 child.stop()
     click.echo("Stopped.", err=True)
+
+
+def _must_be_meant(terms: Terms) -> None:
+    """A slip in the terms is said before anything starts, and before a profile leads to what ends at once."""
+    if terms.policy is not None:
+        from gpool.agent.lookout import Rulebook
+
+        Rulebook(terms.policy)
+    if terms.simulate_gpus:
+        from gpool.agent.detect.gpus import detect
+
+        detect(terms.simulate_gpus)
 
 
 def _agent(folder: Path, address: Address, key_file: Path, terms: Terms) -> Child:
@@ -247,7 +262,7 @@ def _announce(address: Address, key_file: Path, profile: Path) -> None:
     click.echo(f"  key        {key_file} (profile 'local' in {profile})")
     click.echo(f"  try        {this} run -- python -c 'print(6*7)'")
     if link:
-        click.echo(f"  more GPUs  gpool join {link}")
+        click.echo(f"  more GPUs  gpool join {link}{within_reach(link)}")
     click.echo("Ctrl-C stops it.")
 
 
@@ -258,6 +273,13 @@ def typed(this: Path, found: str | None, here: Path) -> str:
     if this.parent == here:
         return "./gpool"  # the name alone would be looked for elsewhere
     return shlex.quote(str(this.relative_to(here) if this.is_relative_to(here) else this))
+
+
+def within_reach(link: str) -> str:
+    """A line beneath a link that leads other machines to themselves."""
+    if not is_loopback(urlsplit(link).hostname or ""):
+        return ""
+    return "\n             (on this machine; for others to reach it: gpool up --host 0.0.0.0)"
 
 
 def _join_link(address: Address, key_file: Path) -> str:

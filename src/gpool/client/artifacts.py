@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import logging
 import os
 import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,6 +19,8 @@ from gpool.core.paths import checked, folded
 from gpool.transfer.artifacts import Steps, download, hash_of, path_of, upload
 from gpool.transfer.landing import Landing
 from gpool.transfer.requests import FilePart
+
+log = logging.getLogger(__name__)
 
 Progress = Callable[[str, int, int], None]
 """Called with (path, bytes done, bytes in all)."""
@@ -57,11 +60,17 @@ def gather(inputs: Iterable[Input], root: Path | None = None) -> list[LocalFile]
                 f"input '{given}' lies outside {base}; run gpool from a folder that holds it, "
                 "or copy it here: inputs keep their relative names"
             )
-        for file in _walk(source, given):
+        files = list(_walk(source, given))
+        for file in files:
             name = checked(file.relative_to(base).as_posix())
             about = file.stat()
             executable = bool(about.st_mode & stat.S_IXUSR)
             _add(found, LocalFile(name, file, about.st_size, executable))
+        if not files:
+            log.warning(
+                "input '%s' holds no file, so nothing of it is sent; where it is needed empty, let the command make it",
+                given,
+            )
     seen: dict[str, str] = {}
     for name in found:
         other = seen.setdefault(folded(name), name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import binascii
 import itertools
+import logging
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -38,6 +39,8 @@ from gpool.core.errors import GpoolError, Invalid, NotFound, Unprocessable
 from gpool.core.model import INLINE_LIMIT_BYTES
 from gpool.core.paths import checked
 from gpool.transfer.requests import Reply
+
+log = logging.getLogger(__name__)
 
 _READ_S = LONGEST_WAIT_S + 30.0
 _INTERPRETER = re.compile(r"python[0-9.]*|sh|bash")
@@ -302,6 +305,15 @@ class Client:
         """Cancel whatever of a batch has not ended, and close it."""
         self.door.send("DELETE", f"/v1/batches/{quote(batch, safe='')}")
 
+    def batch(self, batch: str) -> dict[str, Any]:
+        """A batch's document: how many tasks it has, how many have ended, whether more may come."""
+        found: dict[str, Any] = self.door.get_json(f"/v1/batches/{quote(batch, safe='')}")
+        return found
+
+    def ended(self, batch: str, timeout: float | None = None) -> Iterator[Result]:
+        """The results of a batch as its tasks end, until all have; `TimeoutError` when they have not by then."""
+        return mapping.ended(self.door, batch, timeout)
+
     def explain(self, task: str) -> dict[str, Any]:
         found: dict[str, Any] = self.door.get_json(f"/v1/tasks/{quote(task, safe='')}/explain")
         return found
@@ -334,7 +346,13 @@ def shipment(
         if ignore:
             raise Invalid("'ignore' says what of 'workdir' stays here; name a folder to ship")
         return list(inputs)
-    return [*local_files(Path(workdir), ignore=ignore), *inputs]
+    found = local_files(Path(workdir), ignore=ignore)
+    if not found:
+        log.warning(
+            "nothing of '%s' is sent: it holds no file, or .gitignore, .gpoolignore and 'ignore' name them all",
+            workdir,
+        )
+    return [*found, *inputs]
 
 
 def _script_in(command: Sequence[str]) -> str | None:

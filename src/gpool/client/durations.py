@@ -28,7 +28,9 @@ def seconds(duration: str | float, *, zero: bool = False) -> float:
         elif _DURATION.fullmatch(text):
             found = sum(float(count) * _UNIT_S[unit] for count, unit in _PART.findall(text))
         else:
-            raise Invalid(f"{duration!r} is not a duration; write 90s, 45m, 2h, 1h30m or seconds")
+            raise Invalid(
+                f"{duration!r} is not a duration; write 90s, 45m, 2h, 1h30m, 30d or seconds"
+            )
     if not math.isfinite(found):
         raise Invalid("that is no duration: it has no end; write 90s, 45m, 2h, 1h30m or seconds")
     if found < 0 or (found == 0 and not zero):

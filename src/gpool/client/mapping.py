@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from itertools import islice
 from queue import Empty, SimpleQueue
 from typing import Protocol
+from urllib.parse import quote
 
 import httpx2
 
@@ -36,6 +37,10 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
 
 _SILENCE_S = 90.0
 """A stream silent for this long is opened anew: the way may be dead without either side knowing."""
+
+
+_ASKED_AGAIN_S = 5.0
+"""How often somebody who waits for a batch that is still open asks whether it was closed."""
 
 
 class Submit(Protocol):
@@ -182,6 +187,40 @@ def stream(
         if batch is not None and not complete:
             with contextlib.suppress(GpoolError):
                 abandon(batch)
+
+
+def ended(
+    door: Door,
+    batch: str,
+    within_s: float | None = None,
+    monotonic: Callable[[], float] = time.monotonic,
+) -> Iterator[Result]:
+    """The results of a batch in the order of their ending, until it is closed and all of it has ended.
+
+    `TimeoutError` when that took longer; `NotFound` at once.
+    """
+    path = f"/v1/batches/{quote(batch, safe='')}"
+    ends = None if within_s is None else monotonic() + within_s
+    about, reader, received = door.get_json(path), ResultReader(door, batch), 0
+    try:
+        while not (about["closed"] and received >= about["total"]):
+            left = _ASKED_AGAIN_S if ends is None else max(0.0, ends - monotonic())
+            try:
+                got = reader.inbox.get(timeout=min(left, _ASKED_AGAIN_S))
+            except Empty:
+                if ends is not None and monotonic() >= ends:
+                    raise TimeoutError(
+                        f"batch {batch} has not ended within {within_s} s; it goes on"
+                    ) from None
+                got = []
+            if isinstance(got, Broken):
+                raise got.error
+            received += len(got)
+            yield from got
+            if not about["closed"]:
+                about = door.get_json(path)
+    finally:
+        reader.stop()
 
 
 def _take(reader: ResultReader, early: dict[int, Result], within_s: float | None = None) -> int:

@@ -134,10 +134,16 @@ def failure(result: Result) -> TaskFailed:
         "bad_input": "could not be prepared",  # its inputs, its environment, its checkpoint
         "bad_output": "did not leave the outputs it was to leave",
         "lost": "lost one of its nodes",
-        "sandbox_failed": "could not be started by its node (gpool's fault, not yours)",
-        "node_failed": "could not be started by its node (the node's fault, not yours)",
+        "sandbox_failed": "was failed by its node: its sandbox did not start, or broke",
+        "node_failed": "was failed by its node, which could not start it",
     }.get(result.reason or "", "failed")
-    return TaskFailed(f"{task} {why}{text}", id=result.id, reason=result.reason)
+    advice = ""
+    if result.reason in ("sandbox_failed", "node_failed"):
+        advice = (
+            f". It was not your program that failed. What was tried: gpool explain {result.id}. "
+            "Another --tier may do, or another --image; else show this to the pool's operator"
+        )
+    return TaskFailed(f"{task} {why}{text}{advice}", id=result.id, reason=result.reason)
 
 
 def exit_code(result: Result) -> int:

@@ -93,13 +93,41 @@ class Task(Generic[P, R]):
 def _refuse_what_cannot_come_back(function: Callable[..., object], label: str) -> None:
     """What an async function or a generator gives lives in the process that called it."""
     if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
-        raise Invalid(
+        raise TypeError(
             f"{label} is async, and a coroutine cannot come back from the pool; let a plain function call asyncio.run"
         )
     if inspect.isgeneratorfunction(function):
-        raise Invalid(
+        raise TypeError(
             f"{label} yields, and a generator cannot come back from the pool; return a list"
         )
+
+
+def _function(given: Any) -> Callable[..., Any]:
+    """The function that was decorated; `TypeError` says what to write instead of what is none."""
+    if isinstance(given, staticmethod):
+        return _function(given.__func__)
+    is_method = isinstance(given, classmethod)
+    function = given.__func__ if is_method else given
+    name = getattr(function, "__qualname__", "").rpartition("<locals>.")[2]
+    if inspect.isclass(function):
+        raise TypeError(
+            f"{name} is a class; @gpool.task takes a function: write one that makes the object and uses it, "
+            "and pass what it needs as arguments"
+        )
+    if is_method or ("." in name and _first_parameter(function) in ("self", "cls")):
+        raise TypeError(
+            f"{name} is a method; @gpool.task takes a function: write one outside of the class, "
+            "and pass what it needs of the object as arguments"
+        )
+    if not callable(function):
+        raise TypeError(f"@gpool.task takes options by name and a function, not {function!r}")
+    return cast(Callable[..., Any], function)
+
+
+def _first_parameter(function: object) -> str:
+    """Of a function that was written with `def` here and is bound to nothing."""
+    code = function.__code__ if inspect.isfunction(function) else None
+    return code.co_varnames[0] if code is not None and code.co_argcount else ""
 
 
 class Decorator:
@@ -120,6 +148,4 @@ class Decorator:
         return lambda given: self._task(given, wanted)
 
     def _task(self, function: Callable[P, R], options: Options) -> Task[P, R]:
-        if not callable(function):
-            raise TypeError(f"@gpool.task takes options by name and a function, not {function!r}")
-        return Task(function, options, self._client)
+        return Task(_function(function), options, self._client)

@@ -25,7 +25,7 @@ from functools import lru_cache
 from math import isfinite
 
 from gpool.core.errors import BadGpuSpec
-from gpool.core.model import Gpu, GpuRequest
+from gpool.core.model import GIB, Gpu, GpuRequest
 
 MAX_COUNT = 64
 MAX_ALTERNATIVES = 16
@@ -75,6 +75,18 @@ def parse(gpu: str | int | float | None, vram: str | None = None) -> tuple[GpuRe
 def parse_bytes(text: str) -> int:
     """`6GB` is 6·10⁹ bytes, `6GiB` 6·2³⁰."""
     return _size(text, text, 0)
+
+
+def typed_size(size: int) -> str:
+    """What was asked for, as `parse_bytes` reads it: in whole units, whichever it comes to."""
+    units = [(f"{unit}B", 1000 ** _POWER[unit]) for unit in "TGM"]
+    units += [(f"{unit}iB", 1024 ** _POWER[unit]) for unit in "TGMK"]
+    return next((f"{size // scale}{unit}" for unit, scale in units if not size % scale), f"{size}B")
+
+
+def gib(size: int) -> str:
+    """What a card or a machine has, as every listing and sentence says it: `22.5 GiB`."""
+    return f"{round(size / GIB, 1):g} GiB"
 
 
 def format(requests: tuple[GpuRequest, ...]) -> str:

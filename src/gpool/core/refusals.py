@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from gpool.core import environments, gpuspec, prices
 from gpool.core.ids import NodeId
-from gpool.core.model import GIB, Gpu, GpuRequest, Node, Shape, Tier
+from gpool.core.model import Gpu, GpuRequest, Node, Shape, Tier
 from gpool.core.scheduling.placement import Unfit, possible_prices, unfit, usable
 
 
@@ -91,11 +91,11 @@ def nothing_can(nodes: list[Node], shape: Shape) -> Explanation:
             return Explanation("too_many_cpus", said)
         case Unfit.MEMORY:
             most = max(node.offer.memory_bytes for node in near)
-            said = f"It asks for {_gib(needs.memory_bytes or 0)} of memory; the largest node has {_gib(most)}."
+            said = f"It asks for {gpuspec.gib(needs.memory_bytes or 0)} of memory; the largest node has {gpuspec.gib(most)}."
             return Explanation("too_much_memory", said)
         case Unfit.DISK:
             most = max(node.offer.disk_bytes for node in near)
-            said = f"It asks for {_gib(needs.disk_bytes or 0)} of disk; the largest node has {_gib(most)}."
+            said = f"It asks for {gpuspec.gib(needs.disk_bytes or 0)} of disk; the largest node has {gpuspec.gib(most)}."
             return Explanation("too_much_disk", said)
         case Unfit.GPU:
             return _no_such_gpu(near, needs.gpu)
@@ -196,13 +196,9 @@ def counted(number: int, one: str, many: str) -> str:
     return f"{number} {one if number == 1 else many}"
 
 
-def _gib(size: int) -> str:
-    return f"{round(size / GIB, 1):g} GiB"
-
-
 def _gpu(gpu: Gpu) -> str:
     simulated = ", simulated" if gpu.simulated else ""
-    return f"{gpu.model} ({_gib(gpu.memory_bytes)}{simulated})"
+    return f"{gpu.model} ({gpuspec.gib(gpu.memory_bytes)}{simulated})"
 
 
 def _version(minor: str) -> tuple[int, ...]:

@@ -300,7 +300,7 @@ def _other_models(shape: Shape, free: _Free) -> Iterator[_Change]:
             continue
         needs = _gpu(shape, GpuRequest(count, _model_of(gpu)))
         spec = gpuspec.format(needs.gpu)
-        yield _Change(f"--gpu {spec}", f"on {gpu.model} ({_gb(gpu.memory_bytes)})", needs)
+        yield _Change(f"--gpu {spec}", f"on {gpu.model} ({gpuspec.gib(gpu.memory_bytes)})", needs)
 
 
 def _higher_prices(shape: Shape, free: _Free) -> Iterator[_Change]:

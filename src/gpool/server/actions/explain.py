@@ -156,4 +156,5 @@ def _end_of(view: TaskView) -> str:
     why = f": {reason}" if reason not in ("", row.status.text) else ""
     code = f" with code {row.exit_code}" if row.exit_code is not None else ""
     said = (row.error_text or "").strip().rpartition("\n")[2][:300]
-    return f"It is {row.status.text}{where}{why}{code}." + (f" {said}" if said else "")
+    ended = "was cancelled" if row.status is TaskStatus.CANCELLED else row.status.text
+    return f"It {ended}{where}{why}{code}." + (f" {said}" if said else "")

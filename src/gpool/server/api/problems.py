@@ -16,16 +16,12 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from gpool.core.errors import Conflict, GpoolError, InternalFault, Invalid, NotFound, TooLarge
+from gpool.server.api.wording import finding
 
 log = logging.getLogger(__name__)
 
 MEDIA_TYPE = "application/problem+json"
 MAX_ERRORS = 10
-MAX_SHOWN = 80
-NEVER_SHOWN = frozenset(
-    {"secrets", "password", "old", "new", "refresh_token", "access_token", "signature", "token"}
-)
-"""Members whose values are not repeated to whoever sent them: an error may end up in a log or a screenshot."""
 _TITLES = {405: "Method not allowed", 404: NotFound.title, 400: Invalid.title}
 _CODES = {405: "method_not_allowed", 404: NotFound.code, 400: Invalid.code}
 
@@ -67,32 +63,12 @@ def _document(
 
 def invalid(errors: Sequence[Any]) -> Invalid:
     """What pydantic found, said once in a sentence and once as a list."""
-    told = [_finding(error) for error in errors[:MAX_ERRORS]]
-    first = told[0]
-    where = f"'{first['field']}': " if first["field"] else ""
+    told = [finding(error) for error in errors[:MAX_ERRORS]]
+    field, message = told[0]
+    subject = f"'{field}'" if field else "the body"
     more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
-    return Invalid(f"{where}{first['message']}{more}", errors=told)
-
-
-def _finding(error: Mapping[str, Any]) -> dict[str, object]:
-    place = [str(part) for part in error.get("loc", ())]
-    if place and place[0] in ("query", "path", "header"):
-        place = place[1:]
-    message = str(error.get("msg", "is not valid"))
-    kind = error.get("type", "")
-    if kind == "extra_forbidden":
-        message = "there is no such field; check its spelling"
-    elif kind == "missing":
-        message = "is required"
-    elif kind == "json_invalid":
-        message = f"the body is not JSON ({message})"
-    elif (
-        error.get("input") is not None
-        and not isinstance(error["input"], (dict, list))
-        and not NEVER_SHOWN.intersection(place)
-    ):
-        message = f"{message} (got {repr(error['input'])[:MAX_SHOWN]})"
-    return {"field": ".".join(place)[:200], "message": message[:500]}
+    listed = [{"field": field, "message": message} for field, message in told]
+    return Invalid(f"{subject} {message}{more}", errors=listed)
 
 
 def install(app: FastAPI) -> None:

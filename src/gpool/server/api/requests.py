@@ -128,7 +128,7 @@ def parsed(model: type[M], raw: bytes) -> M:
     try:
         return model.model_validate_json(raw or b"{}")
     except ValidationError as error:
-        raise invalid(error.errors(include_url=False, include_context=False)) from None
+        raise invalid(error.errors(include_url=False)) from None
 
 
 def once_of(request: Request, raw: bytes = b"") -> Once | None:
