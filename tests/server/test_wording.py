@@ -9,6 +9,19 @@ import pytest
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, SecretStr, ValidationError
 
 from gpool.server.api.problems import invalid
+from gpool.wire.documents import NodeRequest, TaskRequest
+from gpool.wire.identity import (
+    OidcFinish,
+    PasswordChange,
+    PasswordSignIn,
+    RefreshRequest,
+    SignOutRequest,
+    TeamJoin,
+    UserRequest,
+    WalletLink,
+    WalletSignIn,
+    WalletUnlink,
+)
 
 
 class InnerDocument(BaseModel):
@@ -66,7 +79,7 @@ def said(text: str) -> str:
         ('{"inner": {}}', "'inner.size' is required"),
         ('{"colour": "red"}', "'colour' is not a field here; check its spelling"),
         ('{"python": "2.7"}', "'python' must have the form ^3\\.\\d+$, not \"2.7\""),
-        ('{"calls": [3]}', "'calls.0' must be text, not 3 (and 1 more)"),
+        ('{"calls": [3]}', "'calls.0' must be text (and 1 more)"),
         ("[]", "the body must be an object"),
         ("{,}", "the body is not JSON: key must be a string at line 1 column 2"),
     ],
@@ -86,6 +99,46 @@ def test_what_was_given_is_shortened() -> None:
 def test_the_value_of_a_variable_is_never_shown(field: str) -> None:
     told = said(json.dumps({field: {"TOKEN": 31337}}))
     assert told == f"'{field}.TOKEN' must be text"
+
+
+SECRET = "gp-hunter2-hunter2"
+LONG = SECRET * 1500  # past what any of them may have
+
+
+@pytest.mark.parametrize(
+    ("model", "document"),
+    [
+        (UserRequest, {"name": "ada", "password": LONG}),
+        (UserRequest, {"name": "ada", "password": "a", "invite": LONG}),
+        (PasswordSignIn, {"name": "ada", "password": [SECRET]}),
+        (WalletSignIn, {"message": "a", "signature": LONG}),
+        (WalletSignIn, {"message": "a", "signature": "a", "invite": LONG}),
+        (WalletLink, {"message": "a", "signature": "a", "proof": SECRET}),
+        (WalletLink, {"message": "a", "signature": "a", "proof": {"signature": LONG}}),
+        (WalletUnlink, {"message": "a", "signature": "a", "password": LONG}),
+        (OidcFinish, {"state": LONG, "code": "a"}),
+        (OidcFinish, {"state": "a", "code": LONG}),
+        (OidcFinish, {"state": "a", "code": "a", "invite": LONG}),
+        (RefreshRequest, {"refresh_token": LONG}),
+        (SignOutRequest, {"refresh_token": LONG}),
+        (PasswordChange, {"old": LONG, "new": LONG}),
+        (TeamJoin, {"token": LONG}),
+        (TeamJoin, SECRET),
+        (NodeRequest, {"name": "n", "token": [SECRET]}),
+        (NodeRequest, {"name": "n", "proof": SECRET}),
+        (TaskRequest, {"secrets": SECRET}),
+        (TaskRequest, {"secrets": {"A": [SECRET]}}),
+        (TaskRequest, {"secret": {"A": SECRET}}),
+        (TaskRequest, {"env": f"A={SECRET}"}),
+        (TaskRequest, {"env": [f"A={SECRET}"]}),
+        (TaskRequest, {"calls": SECRET}),
+        (TaskRequest, {"calls": [{"payload_sha256": SECRET}]}),
+    ],
+)
+def test_no_secret_of_any_document_is_repeated(model: type[BaseModel], document: object) -> None:
+    with pytest.raises(ValidationError) as caught:
+        model.model_validate_json(json.dumps(document))
+    assert SECRET not in repr(vars(invalid(caught.value.errors())))
 
 
 def test_what_we_have_no_words_for_is_said_in_those_of_the_library() -> None:

@@ -11,7 +11,8 @@ from typing import Any
 MAX_SHOWN = 80
 NEVER_SHOWN = frozenset(
     {"secrets", "env", "password", "old", "new", "refresh_token", "access_token", "signature"}
-    | {"token"}
+    | {"token", "invite", "proof", "state", "code"}  # links, wallets, OpenID Connect
+    | {"calls"}  # what a function is called with
 )
 """Members whose values are not repeated to whoever sent them: an error may end up in a log or a screenshot."""
 
