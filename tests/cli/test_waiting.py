@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable
 
+import httpx2
 import pytest
 from click.testing import Result
 from standin import Pool
 
 from gpool import Client
 from gpool.cli.waiting import MOST_TOLD
+from gpool.testing.processes import PATIENCE_S
 
 Gpool = Callable[..., Result]
 
@@ -73,6 +76,35 @@ def test_a_batch_that_does_not_end_in_time_is_said_to_go_on(
     done = gpool("wait", batch, "--timeout", "0.05s")
     assert (done.exit_code, done.stdout) == (1, "")
     assert done.stderr == f"gpool: batch {batch} has not ended within 0.05s; it goes on\n"
+
+
+class Late(Pool):
+    """Tells no result before it is asked twice about the batch."""
+
+    asked = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tells = threading.Event()
+
+    def handle_request(self, request: httpx2.Request) -> httpx2.Response:
+        if request.method == "GET" and request.url.path.startswith("/v1/batches/"):
+            if request.url.path.endswith("/results"):
+                self.tells.wait(PATIENCE_S)
+            else:
+                self.asked += 1
+        if self.asked > 1:
+            self.tells.set()
+        return super().handle_request(request)
+
+
+def test_of_what_has_ended_nobody_says_that_it_goes_on() -> None:
+    pool = Late()
+    pool.tells.set()
+    client = Client("http://pool.test", "gpk_test", transport=pool)
+    batch = mapped(client, pool, 0, 0, 0)
+    pool.tells.clear()
+    assert len(list(client.ended(batch, timeout=0))) == 3  # however long they take to be told
 
 
 def test_a_batch_that_is_still_open_is_waited_for_until_it_is_closed(
