@@ -389,6 +389,7 @@ def test_what_brings_all_it_needs_is_a_function_too(client: Client) -> None:
     assert Sums().three(1) == 3
     assert client.task(Scaled(4).times).remote(1) == 4
     assert client.task(functools.partial(pow, 5)).remote(1) == 5
+    assert client.task(int).remote("6") == 6
 
 
 def test_options_of_the_wrong_kind_say_what_is_right(client: Client) -> None:

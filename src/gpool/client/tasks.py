@@ -109,7 +109,8 @@ def _function(given: Any) -> Callable[..., Any]:
     is_method = isinstance(given, classmethod)
     function = given.__func__ if is_method else given
     name = getattr(function, "__qualname__", "").rpartition("<locals>.")[2]
-    if inspect.isclass(function):
+    is_class = inspect.isclass(function) and function.__module__ != "builtins"  # `int` will do
+    if is_class:
         raise TypeError(
             f"{name} is a class; @gpool.task takes a function: write one that makes the object and uses it, "
             "and pass what it needs as arguments"
