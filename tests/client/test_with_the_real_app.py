@@ -67,6 +67,18 @@ def test_a_batch_can_be_waited_for_by_its_id(sdk: Client, node: Node) -> None:
         list(sdk.ended("b-0000000000001"))
 
 
+def test_a_key_that_may_not_read_may_cancel_a_batch_all_the_same(
+    sdk: Client, real: RealPool, node: Node
+) -> None:
+    batch = sdk.task(gpu="H100")(lambda: 1).submit().document()["batch"]
+    wanted = {"name": "writes", "scopes": ["tasks:write"]}
+    key = sdk.door.send_json("POST", "/v1/keys", wanted)["key"]
+    with Client("http://pool.test", key, transport=real.transport) as writing:
+        CliRunner().invoke(cli, ["cancel", batch], obj=writing)
+    [ended] = sdk.ended(batch, timeout=60)
+    assert ended.status == "cancelled"
+
+
 def test_values_and_exceptions_come_back(sdk: Client, node: Node) -> None:
     half = sdk.task(lambda x: 1 / x)
     assert half.remote(2) == 0.5

@@ -21,7 +21,7 @@ from gpool.cli.naming import own_team_id, shared_names, shown_as, who_is_who
 from gpool.cli.printing import age, emit_json, fields, local_time, plain, table
 from gpool.cli.progress import ProgressLine, on_stderr, progress_bar
 from gpool.core import gpuspec
-from gpool.core.errors import GpoolError, Invalid
+from gpool.core.errors import Forbidden, GpoolError, Invalid
 
 if TYPE_CHECKING:
     from gpool.cli.waiting import Ended
@@ -274,10 +274,9 @@ def cancel(ctx: click.Context, tasks: tuple[str, ...], as_json: bool) -> None:
     for task in tasks:
         try:
             if task.startswith("b-"):
-                about = client.batch(task)
+                had_ended = _has_ended(client, task)
                 client.cancel_batch(task)
-                has_ended = about["closed"] and about["done"] >= about["total"]
-                document = {"id": task, "status": "ended" if has_ended else "cancelled"}
+                document = {"id": task, "status": "ended" if had_ended else "cancelled"}
             else:
                 document = client.cancel(task)
         except GpoolError as error:  # the others are cancelled all the same
@@ -293,6 +292,15 @@ def cancel(ctx: click.Context, tasks: tuple[str, ...], as_json: bool) -> None:
     if as_json:
         emit_json(found)
     ctx.exit(failed)
+
+
+def _has_ended(client: Client, batch: str) -> bool:
+    """A key that may cancel it need not be one that may read it."""
+    try:
+        about = client.batch(batch)
+    except Forbidden:
+        return False
+    return bool(about["closed"] and about["done"] >= about["total"])
 
 
 @click.command()
