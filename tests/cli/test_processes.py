@@ -216,6 +216,34 @@ def test_where_nobody_can_be_asked_for_a_password_it_is_said_how_to_give_it() ->
     assert "GPOOL_PASSWORD" in done.stdout, done.stderr
 
 
+def test_who_is_asked_for_a_password_on_the_terminal_and_leaves_is_told_nothing_else() -> None:
+    """Standard input may be a file: the terminal is asked all the same."""
+    ask = (
+        "import fcntl, os, termios\nfrom gpool.cli.account import password_of\n"
+        "fcntl.ioctl(0, termios.TIOCSCTTY, 0)\nos.dup2(os.open(os.devnull, os.O_RDONLY), 0)\n"
+        "password_of('Password')"
+    )
+    terminal, end = pty.openpty()
+    with subprocess.Popen(
+        [sys.executable, "-c", ask],
+        env={"PYTHONPATH": ":".join(sys.path), "PATH": ""},
+        stdin=end,
+        stdout=end,
+        stderr=end,
+        start_new_session=True,
+    ):
+        os.close(end)
+        said = b""
+        with contextlib.suppress(OSError):  # it has ended
+            while piece := os.read(terminal, 1024):
+                said += piece
+                if said.endswith(b"Password: "):
+                    os.write(terminal, b"\x03")
+    os.close(terminal)
+    assert b"Abort" in said
+    assert b"GPOOL_PASSWORD" not in said
+
+
 @pytest.mark.parametrize("mistaken", ["--policy", "--simulate-gpus"])
 def test_a_mistake_in_the_terms_is_said_before_anything_starts(
     tmp_path: Path, mistaken: str

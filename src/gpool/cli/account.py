@@ -31,8 +31,8 @@ def password_of(prompt: str, *, confirm: bool = False) -> str:
         return given
     try:
         found: str = click.prompt(prompt, hide_input=True, confirmation_prompt=confirm, err=True)
-    except click.Abort:
-        if sys.stdin.isatty():
+    except click.Abort as left:
+        if sys.stdin.isatty() or not isinstance(left.__context__, EOFError):  # somebody was there
             raise
         raise Invalid("there is nobody to ask for the password; set GPOOL_PASSWORD") from None
     return found
