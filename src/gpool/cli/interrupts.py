@@ -122,8 +122,8 @@ class Reading(Generic[T, R]):
             self._arm()
 
     def _arm(self) -> None:
-        if not hasattr(signal, "setitimer"):  # Windows, where a write is not broken off either way
-            raise KeyboardInterrupt
+        if not hasattr(signal, "setitimer"):
+            return  # Windows, where no signal breaks off a write
         self._alarm = signal.signal(signal.SIGALRM, self._tick)
         signal.setitimer(signal.ITIMER_REAL, TICK_S, TICK_S)
 
