@@ -114,7 +114,7 @@ def test_a_batch_that_is_still_open_is_waited_for_until_it_is_closed(
     pool.batches[batch].closed = False
     assert gpool("wait", batch, "--timeout", "0.05s").exit_code == 1
     pool.batches[batch].closed = True
-    assert gpool("wait", batch, "--timeout", "60s").exit_code == 0
+    assert gpool("wait", batch, "--timeout", "240s").exit_code == 0
 
 
 @pytest.mark.parametrize("id_", ["b-0000000000099", "t-0000000000099"])

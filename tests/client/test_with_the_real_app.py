@@ -18,6 +18,7 @@ from gpool.cli.main import cli
 from gpool.client.artifacts import gather
 from gpool.client.logs import printed
 from gpool.client.options import Options
+from gpool.testing.processes import PATIENCE_S
 from gpool.transfer.artifacts import PART_BYTES
 
 
@@ -50,14 +51,14 @@ def test_a_task_nobody_can_take_waits_and_says_why_and_can_be_cancelled(
     run.cancel()
     assert run.status == "cancelled"
     with pytest.raises(gpool.Cancelled):
-        run.result(timeout=60)
+        run.result(timeout=PATIENCE_S)
 
 
 def test_a_batch_can_be_waited_for_by_its_id(sdk: Client, node: Node) -> None:
     half = sdk.task(lambda x: 1 / x)
     list(half.map([1, 0, 2], return_exceptions=True))
     [newest] = sdk.listing("tasks", limit=1)
-    results = list(sdk.ended(newest["batch"], timeout=60))
+    results = list(sdk.ended(newest["batch"], timeout=PATIENCE_S))
     assert [result.sequence for result in results] == [1, 2, 3]
     assert [result.position for result in results if result.status != "succeeded"] == [1]
     assert sdk.batch(newest["batch"])["total"] == 3
@@ -75,7 +76,7 @@ def test_a_key_that_may_not_read_may_cancel_a_batch_all_the_same(
     key = sdk.door.send_json("POST", "/v1/keys", wanted)["key"]
     with Client("http://pool.test", key, transport=real.transport) as writing:
         CliRunner().invoke(cli, ["cancel", batch], obj=writing)
-    [ended] = sdk.ended(batch, timeout=60)
+    [ended] = sdk.ended(batch, timeout=PATIENCE_S)
     assert ended.status == "cancelled"
 
 

@@ -235,5 +235,5 @@ def test_a_second_ctrl_c_cancels(pool: Pool) -> None:
         if f"Cancelled {task}." in told:
             break
         assert pool.gpool("cancel", task).returncode == 0
-    assert (code, told) == (130, f"Cancelled {task}.\n")
+    assert (code, f"Cancelled {task}." in told) == (130, True)
     pool.until_status(task, "cancelled")
