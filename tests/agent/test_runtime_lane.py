@@ -72,7 +72,7 @@ def test_a_sandbox_in_a_lane_has_its_network_and_its_resolver(
 def test_a_sandbox_without_a_lane_has_neither(kind: str, lane: Lane, tmp_path: Path) -> None:
     del lane
     found = using(kind, tmp_path, lambda runtime: looked(runtime, None))
-    assert found[-1] == "absent"
+    assert "absent" in found  # somewhere: what it says of a missing file is on another stream
     assert ADDRESS not in "".join(found)
 
 

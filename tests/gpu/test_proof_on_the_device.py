@@ -1,8 +1,13 @@
-"""The kernels on a real device against their reference, and a whole trial in small."""
+"""The kernels on a real device against their reference, and a whole trial in small.
+
+Each in a process of its own: who has once begun with CUDA holds the card until it ends, and MIG cannot be switched.
+"""
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 
@@ -18,8 +23,17 @@ SIZE = Size(3, 256, 1088)
 KEYS = keys_of(b"s" * 32, 7, "GPU-a", 1)
 
 
+def apart(work: Callable[[], None]) -> None:
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as one:
+        one.submit(work).result()
+
+
 def test_device_and_reference_never_differ(require: Callable[[str], None]) -> None:
     require("gpu")
+    apart(device_and_reference_agree)
+
+
+def device_and_reference_agree() -> None:
     with Device() as device:
         here, there = DeviceProver(device, SIZE, KEYS), NumpyProver(SIZE, KEYS)
         root = here.commit()
@@ -34,6 +48,10 @@ def test_device_and_reference_never_differ(require: Callable[[str], None]) -> No
 
 def test_every_rate_is_measured(require: Callable[[str], None]) -> None:
     require("gpu")
+    apart(rates_are_as_they_must)
+
+
+def rates_are_as_they_must() -> None:
     with Device() as device:
         measured = measure(device)
     assert measured.fp32_gigaflops > 100
