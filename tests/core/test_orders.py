@@ -235,7 +235,7 @@ def test_what_had_its_turn_always_goes_to_who_had_clearly_less_and_never_before(
     now: tuple[int, int],
     ran: Span,
 ) -> None:
-    """If they hold no more: they gain so much here that the shares alone would never be worth it."""
+    """If they hold less: they gain so much here that the shares alone would never be worth it."""
     policy = Policy()
     both = Standing(
         (0, mine, mine, 1, 0, 0, 1),
@@ -250,7 +250,7 @@ def test_what_had_its_turn_always_goes_to_who_had_clearly_less_and_never_before(
     if mine != theirs:
         is_clear = others[0] * (1000 - NEAR_MILLI) > had[0] * (1000 + NEAR_MILLI)
         assert ran or not outranks(both, policy)
-        assert not (ran and is_clear and now[0] <= now[1]) or outranks(both, policy)
+        assert not (ran and is_clear and now[0] < now[1]) or outranks(both, policy)
         if is_clear:  # nobody wants it back from them at once
             back = Standing(both.other, (10**9,) * 2, both.key, ran, others, had)
             assert not outranks(back, policy)

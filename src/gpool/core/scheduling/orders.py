@@ -160,7 +160,7 @@ def outranks(both: Standing, policy: Policy) -> bool:
     than their last digit: they have to differ by more than `margin_milli` both ways, so that people who are that near to
     their share take nothing from each other. Even then it is worth it only if those who lose are ahead still after the
     exchange, which therefore nobody wants to undo. Pieces that do not divide into shares are had by turns instead: what has
-    had its turn goes to those who had less lately and hold no more now, and is theirs for a turn; where none had less, to those
+    had its turn goes to those who had less lately and hold less now, and is theirs for a turn; where none had less, to those
     who have less.
     """
     mine, theirs = both.key, both.other
@@ -176,7 +176,7 @@ def outranks(both: Standing, policy: Policy) -> bool:
             if is_ahead_still or both.ran < policy.turn:
                 return is_ahead_still
             had, others = both.had[place], both.others_had[place]
-            if _exceeds(others, had, NEAR_MILLI) and both.holds[place] <= both.others_hold[place]:
+            if _exceeds(others, had, NEAR_MILLI) and both.holds[place] < both.others_hold[place]:
                 return True
             return others >= had and _exceeds(more, less, margin)
     return mine[3:] < theirs[3:]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from heapq import heapify, heappop, heapreplace
 from itertools import chain
 
@@ -16,6 +16,7 @@ from gpool.core.scheduling.events import Preempt
 from gpool.core.scheduling.fair_share import asked_by, compared, tenant_of
 from gpool.core.scheduling.limits import WITHIN, Holder, holders_of
 from gpool.core.scheduling.orders import Candidate, Key, Order, Policy, Standing, outranks
+from gpool.core.scheduling.placement import Fit, fit, unfit
 from gpool.core.scheduling.preemption import Victim, Victims
 from gpool.core.scheduling.reach import Reach
 from gpool.core.scheduling.remnants import GPU
@@ -67,10 +68,13 @@ class Starts(Draft):
             turn.key = self.key(turn)
             turns.append((turn.key, turn.head, turn))
         self.compare(turn for _, _, turn in turns)
-        heapify(turns)
         self.book_what_stops()
-        self.is_partial = len(in_view) < self.state.shapes_waiting
         fresh, most = self.engine.fresh, min(self.policy.max_places_per_pass, MAX_STARTS)
+        if self.state.promises and self.looks_at_shares and turns:
+            self.keep_promises([turn for _, _, turn in turns], most)
+            turns = [(key, turn.head, turn) for key, _, turn in turns if turn.left]
+        heapify(turns)
+        self.is_partial = len(in_view) < self.state.shapes_waiting
         while turns and len(self.made) < most:
             key, _, turn = turns[0]
             if self.has_changed(turn):
@@ -155,6 +159,41 @@ class Starts(Draft):
                     self.ahead(part.node).give(part.allocation)
                 self.count(line.shape, [part.allocation for part in (line, *line.members)], -1)
 
+    def keep_promises(self, turns: Sequence[Turn], most: int) -> None:
+        """They start where others were stopped for them, or that room is theirs until all has stopped (see `promises`).
+
+        What a guarantee covers goes first all the same, and who waits for nodes in numbers is looked for anew.
+        """
+        first = min(turn.key[0] for turn in turns)
+        known = {id(turn.entry): turn for turn in turns if turn.key[0] == first}
+        for task, id_ in self.state.promises.items():
+            entry, node = self.state.queue_of(task), self.node(id_)
+            turn = None if entry is None else known.get(id(entry))
+            if node is None or turn is None or not turn.left or len(self.made) >= most:
+                continue
+            shape = turn.entry.shape
+            if shape.requirements.nodes > 1 or unfit(node, shape) or id_ in self.avoided(shape):
+                continue
+            found, later = fit(node, self.room(id_), shape), None
+            if found is None:
+                later = fit(node, self.ahead(id_), shape)
+            if found is not None and self.is_within_limits(turn, found):
+                self.open_line(turn, (id_, found))
+            elif later is not None and self.is_within_limits(turn, later):
+                self.promise(turn, [(id_, later)])
+
+    def promise(self, turn: Turn, found: Iterable[tuple[NodeId, Fit]]) -> None:
+        """Room that will be free, for the next task of this turn: it stays queued, and the next of its kind may want room as well."""
+        shape, promised = turn.entry.shape, []
+        for id_, fits in found:
+            allocation = fits.numbered(-1)
+            self.ahead(id_).take(allocation, shape.user)
+            self.reach().take(id_, allocation)
+            self.clearing[id_] = shape
+            promised.append(allocation)
+        self.count(shape, promised)
+        turn.take(1)
+
     def ahead(self, node: NodeId) -> Room:
         """What will be free there once all that was asked to stop has stopped, less what is promised."""
         room = self.future.get(node)
@@ -199,16 +238,8 @@ class Starts(Draft):
                 Preempt(id_, lease.epoch, victim.line.node, task)
                 for id_, lease in victim.line.leases.items()
             ]
-        promised = []
-        for each in found:
-            allocation = each.fit.numbered(-1)
-            self.ahead(each.node).take(allocation, shape.user)
-            self.reach().take(each.node, allocation)
-            self.clearing[each.node] = shape
-            promised.append(allocation)
-        self.count(shape, promised)
+        self.promise(turn, [(each.node, each.fit) for each in found])
         self.forget_standings({shape, *(v.line.shape for each in found for v in each.victims)})
-        turn.take(1)  # it stays queued; the next of its kind may want room as well
         return True
 
     def spares(self, shape: Shape, found: list[preemption.Clearing]) -> bool:
