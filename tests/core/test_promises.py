@@ -12,6 +12,7 @@ from gpool.core.ids import NodeId, TaskId, UserId
 from gpool.core.model import GpuRequest, Instant, Shape
 from gpool.core.scheduling import snapshot
 from gpool.core.scheduling.events import (
+    NodeChanged,
     NodeRemoved,
     Place,
     QueuedTask,
@@ -82,6 +83,20 @@ def test_room_that_is_being_made_is_promised_once_and_nothing_more_stops_for_it(
     assert decided.places == decided.preemptions == ()
     state.fold(TasksReleased((RUNS,), LATER))
     assert started(state) == [NEXT]
+
+
+def test_who_was_promised_room_starts_sooner_where_there_is_some_when_it_is_their_turn() -> None:
+    state = a_full_pool()
+    stop(state, NEXT)
+    state.fold(NodeChanged(a_node(2, gpus=1)))
+    assert started(state) == [FIRST]
+    assert started(state) == []
+    state.fold(NodeChanged(a_node(3, gpus=1)))
+    assert started(state) == [NEXT]
+    assert not state.promises
+    submit(state, TaskId(4), LATER)
+    state.fold(TasksReleased((RUNS,), LATER))
+    assert started(state) == [TaskId(4)]
 
 
 def test_what_a_guarantee_covers_goes_before_a_promise() -> None:

@@ -16,7 +16,7 @@ from gpool.core.scheduling.events import Preempt
 from gpool.core.scheduling.fair_share import asked_by, compared, tenant_of
 from gpool.core.scheduling.limits import WITHIN, Holder, holders_of
 from gpool.core.scheduling.orders import Candidate, Key, Order, Policy, Standing, outranks
-from gpool.core.scheduling.placement import Fit, fit, unfit
+from gpool.core.scheduling.placement import fit, unfit
 from gpool.core.scheduling.preemption import Victim, Victims
 from gpool.core.scheduling.reach import Reach
 from gpool.core.scheduling.remnants import GPU
@@ -160,9 +160,9 @@ class Starts(Draft):
                 self.count(line.shape, [part.allocation for part in (line, *line.members)], -1)
 
     def keep_promises(self, turns: Sequence[Turn], most: int) -> None:
-        """They start where others were stopped for them, or that room is theirs until all has stopped (see `promises`).
+        """They start where others were stopped for them; until all has stopped there nobody else does (see `promises`).
 
-        What a guarantee covers goes first all the same, and who waits for nodes in numbers is looked for anew.
+        What a guarantee covers goes first all the same, and gangs are looked for anew. Elsewhere they start when it is their turn.
         """
         first = min(turn.key[0] for turn in turns)
         known = {id(turn.entry): turn for turn in turns if turn.key[0] == first}
@@ -174,25 +174,12 @@ class Starts(Draft):
             shape = turn.entry.shape
             if shape.requirements.nodes > 1 or unfit(node, shape) or id_ in self.avoided(shape):
                 continue
-            found, later = fit(node, self.room(id_), shape), None
-            if found is None:
-                later = fit(node, self.ahead(id_), shape)
+            found = fit(node, self.room(id_), shape)
+            later = fit(node, self.ahead(id_), shape) if found is None else None
             if found is not None and self.is_within_limits(turn, found):
                 self.open_line(turn, (id_, found))
             elif later is not None and self.is_within_limits(turn, later):
-                self.promise(turn, [(id_, later)])
-
-    def promise(self, turn: Turn, found: Iterable[tuple[NodeId, Fit]]) -> None:
-        """Room that will be free, for the next task of this turn: it stays queued, and the next of its kind may want room as well."""
-        shape, promised = turn.entry.shape, []
-        for id_, fits in found:
-            allocation = fits.numbered(-1)
-            self.ahead(id_).take(allocation, shape.user)
-            self.reach().take(id_, allocation)
-            self.clearing[id_] = shape
-            promised.append(allocation)
-        self.count(shape, promised)
-        turn.take(1)
+                self.pledged.setdefault(id_, []).append(shape)
 
     def ahead(self, node: NodeId) -> Room:
         """What will be free there once all that was asked to stop has stopped, less what is promised."""
@@ -238,8 +225,16 @@ class Starts(Draft):
                 Preempt(id_, lease.epoch, victim.line.node, task)
                 for id_, lease in victim.line.leases.items()
             ]
-        self.promise(turn, [(each.node, each.fit) for each in found])
+        promised = []
+        for each in found:
+            allocation = each.fit.numbered(-1)
+            self.ahead(each.node).take(allocation, shape.user)
+            self.reach().take(each.node, allocation)
+            self.clearing[each.node] = shape
+            promised.append(allocation)
+        self.count(shape, promised)
         self.forget_standings({shape, *(v.line.shape for each in found for v in each.victims)})
+        turn.take(1)  # it stays queued; the next of its kind may want room as well
         return True
 
     def spares(self, shape: Shape, found: list[preemption.Clearing]) -> bool:
@@ -291,7 +286,8 @@ class Starts(Draft):
                 for id_ in {part.node for part in victim.parts} if line.members else (line.node,):
                     if id_ in slots and there[slots[id_]]:
                         at.setdefault(id_, []).append(victim)
-        for id_ in (self.barred(shape) - self.clearing.keys()) | self.avoided(shape):
+        barred = (self.barred(shape) - self.clearing.keys()) | self.pledged_to_others(shape)
+        for id_ in barred | self.avoided(shape):
             at.pop(id_, None)
         for id_ in self.nearest_of(shape, at):
             self.work -= _OF_A_NODE
