@@ -256,6 +256,19 @@ def test_what_had_its_turn_always_goes_to_who_had_clearly_less_and_never_before(
             assert not outranks(back, policy)
 
 
+@given(shares, shares, shares, st.sampled_from((Span(0), Policy().turn)), st.booleans())
+def test_who_comes_new_takes_what_had_its_turn_until_all_hold_the_same(
+    mine: int, had: int, more: int, ran: Span, evens: bool
+) -> None:
+    """It begins with as much as others had lately: what it holds counts by itself then, and only then."""
+    key, other = (0, mine, mine, 1, 0, 0, 1), (0, mine + 1, mine + 1, 1, 0, 0, 2)
+    both = Standing(key, (10**9,) * 2, other, ran, (had,) * 2, (had,) * 2, evens=(evens,) * 2)
+    is_by_margin = (mine + 1) * 900 > mine * 1100
+    assert outranks(both, Policy()) == (bool(ran) and (evens or is_by_margin))
+    ahead = both._replace(had=(had + more + 1,) * 2)
+    assert not outranks(ahead, Policy())
+
+
 @given(mine=shares, theirs=shares, gain=st.integers(1, 10**6), mine_gains=st.integers(1, 10**6))
 def test_what_has_not_had_its_turn_is_never_taken_back_at_once(
     mine: int, theirs: int, gain: int, mine_gains: int

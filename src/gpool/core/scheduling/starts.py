@@ -13,7 +13,7 @@ from gpool.core.model import Instant, Node, Shape, Span
 from gpool.core.scheduling import gangs, preemption, warmth
 from gpool.core.scheduling.draft import Alike, Draft, Turn
 from gpool.core.scheduling.events import Preempt
-from gpool.core.scheduling.fair_share import asked_by, compared, tenant_of
+from gpool.core.scheduling.fair_share import Amounts, asked_by, compared, plus, tenant_of
 from gpool.core.scheduling.limits import WITHIN, Holder, holders_of
 from gpool.core.scheduling.orders import Candidate, Key, Order, Policy, Standing, outranks
 from gpool.core.scheduling.placement import fit, unfit
@@ -314,11 +314,17 @@ class Starts(Draft):
         shape = turn.entry.shape
         mine, gained = self.key(turn), self.shares(shape, None, asked_by(shape))
         had, holds = self.had(shape), self.holds(shape)
-        for alike in self.victims().worth_a_look(shape, mine, had[0], self.policy):
+        then = self.holds(shape, asked_by(shape))
+        for alike in self.victims().worth_a_look(shape, mine, had[0], holds[0], self.policy):
             self.work -= 1
             line, other = alike[0].line, alike[0].line.shape
+            theirs, left = self.holds(other), self.holds(other, line.amounts, -1)
+            evens = (
+                holds[0] < theirs[0] and then[0] <= left[0],
+                holds[1] < theirs[1] and then[1] <= left[1],
+            )
             both = Standing(
-                mine, gained, alike[0].key, Span(0), had, self.had(other), holds, self.holds(other)
+                mine, gained, alike[0].key, Span(0), had, self.had(other), holds, theirs, evens
             )
             if shape.user == other.user or (shape.team is not None and shape.team == other.team):
                 own = self.shares(shape, line, asked_by(shape))
@@ -338,18 +344,19 @@ class Starts(Draft):
             return own, own
         return compared(shape, self.lately(tenant_of(shape)), own, self.policy.weights)
 
-    def holds(self, shape: Shape) -> tuple[int, int]:
-        """What they hold now, with what this pass gave them."""
+    def holds(self, shape: Shape, more: Amounts = (0, 0, 0), sign: int = 1) -> tuple[int, int]:
+        """What they hold now, with what this pass gave them; `more`: with that besides, or without it."""
         if not self.looks_at_shares:
             return 0, 0
-        own = self.holds_now(("user", shape.user))
+        own = self.holds_now(("user", shape.user), more, sign)
         if shape.team is None:
             return own, own
-        return compared(shape, self.holds_now(tenant_of(shape)), own, self.policy.weights)
+        tenant = self.holds_now(tenant_of(shape), more, sign)
+        return compared(shape, tenant, own, self.policy.weights)
 
-    def holds_now(self, holder: Holder) -> int:
-        weight = self.policy.weights.get(holder, 1000)
-        return self.state.shares.now(holder, weight, self.taken.get(holder, (0, 0, 0)))
+    def holds_now(self, holder: Holder, more: Amounts, sign: int) -> int:
+        taken = plus(self.taken.get(holder, (0, 0, 0)), more, sign)
+        return self.state.shares.now(holder, self.policy.weights.get(holder, 1000), taken)
 
     def not_left_alone(self, alike: list[Victim]) -> list[Victim]:
         """Of a user's own."""
@@ -402,7 +409,9 @@ class Starts(Draft):
                 if which not in self._victims:
                     self._victims[which] = self.standings(lines)
             groups = [found for found in self._victims.values() if found]
-            self._found = Victims(groups, [self.had(group[0].line.shape)[0] for group in groups])
+            shapes = [group[0].line.shape for group in groups]
+            had, held = [[of(each)[0] for each in shapes] for of in (self.had, self.holds)]
+            self._found = Victims(groups, had, held)
         return self._found
 
     def in_sight(self) -> dict[Alike, list[Line]]:
