@@ -209,7 +209,7 @@ class Pool:
                 for grant in place.grants:
                     self.start(leased, grant.task, grant.epoch)
             for stop in decided.preemptions:
-                self.state.fold(TasksPreempted((stop.task,)))
+                self.state.fold(TasksPreempted((stop.task,), (stop.beneficiary,)))
             for stop in decided.preemptions:
                 gainer = self.of[stop.beneficiary][0]
                 self.between += gainer is not self.of[stop.task][0]

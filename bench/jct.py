@@ -111,7 +111,7 @@ class Gpool:
                 for grant in place.grants:
                     self.start(grant.task, grant.epoch, now)
             for stop in decided.preemptions:
-                self.state.fold(TasksPreempted((stop.task,)))
+                self.state.fold(TasksPreempted((stop.task,), (stop.beneficiary,)))
             for stop in decided.preemptions:
                 self.stop(stop.task, now)
             if not decided.preemptions:

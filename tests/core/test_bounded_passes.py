@@ -199,24 +199,33 @@ KEYS = st.tuples(
     gain=SHARES,
     ran=st.sampled_from([0, HOUR]),
     had=st.tuples(SHARES, SHARES),
+    held=st.tuples(SHARES, SHARES),
     order=st.sampled_from(sorted(ORDERS)),
 )
 def test_no_group_is_ever_passed_over_of_which_something_may_be_stopped(
-    mine: Key, theirs: list[Key], gain: int, ran: int, had: tuple[int, int], order: str
+    mine: Key,
+    theirs: list[Key],
+    gain: int,
+    ran: int,
+    had: tuple[int, int],
+    held: tuple[int, int],
+    order: str,
 ) -> None:
     policy, entry = Policy(order=order), ShapeState(preemptible(2), {})
     groups = []
     for key in theirs:
         line = Line(NodeId(1), Allocation(0, 0, 0, ()), entry)
         groups.append([Victim(key, line)])
-    victims = Victims(groups, [had[1]] * len(groups))
-    looked = list(victims.worth_a_look(a_shape(1), mine, had[0], policy))
+    victims = Victims(groups, [had[1]] * len(groups), [held[1]] * len(groups))
+    looked = list(victims.worth_a_look(a_shape(1), mine, had[0], held[0], policy))
     gained = (mine[1] + gain, mine[2] + gain)
     for group in groups:
         both = Standing(mine, gained, group[0].key, Span(ran), (had[0],) * 2, (had[1],) * 2)
+        both = both._replace(holds=(held[0],) * 2, others_hold=(held[1],) * 2)
+        both = both._replace(evens=(held[0] < held[1],) * 2)
         if outranks(both, policy):
             assert group in looked
-    own = victims.worth_a_look(a_shape(2), mine, had[0], policy)
+    own = victims.worth_a_look(a_shape(2), mine, had[0], held[0], policy)
     assert list(own) == groups  # of one's own all are
     assert entry.shape.user == UserId(2)
 

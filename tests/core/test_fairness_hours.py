@@ -82,22 +82,23 @@ def test_what_sizes_allow_is_the_rounding_of_whole_pieces_or_of_turns() -> None:
 
 
 PIECES = {
-    "three teams with pieces of 8 in 32 GPUs": (4, (8, 8, 8)),
-    "three with single GPUs in 16": (2, (1, 1, 1)),
+    "three teams with pieces of 8 in 32 GPUs": (4, (8, 8, 8), 0.05, 20),
+    "three with single GPUs in 16": (2, (1, 1, 1), 0.05, 20),
+    "three with pieces of 8, 4 and 1 in 32": (4, (8, 4, 1), 0.06, 30),
 }
 
 
 @pytest.mark.parametrize("name", PIECES)
 def test_pieces_that_do_not_divide_are_had_by_turns_and_every_hour_is_even(name: str) -> None:
     """Held for good they would be a quarter of a share off, or an eighth."""
-    nodes, pieces = PIECES[name]
+    nodes, pieces, off, most = PIECES[name]
     pool = Pool(nodes, Policy(), 7)
     pool.tick = SLICE // 10
     for team, gpus in enumerate(pieces, 1):
         pool.join(Tenant(team, Work(gpus, 600, preemptible=True)))
     found = shares(name, pool, Options(3, 7)).measured[0]
-    assert abs(worst(found.hours)) <= 0.05
-    assert pool.between <= 20 * 3  # and not by taking from each other all the time
+    assert abs(worst(found.hours)) <= off
+    assert pool.between <= most * 3  # and not by taking from each other all the time
 
 
 class Anew(Pool):

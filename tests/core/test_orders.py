@@ -235,7 +235,7 @@ def test_what_had_its_turn_always_goes_to_who_had_clearly_less_and_never_before(
     now: tuple[int, int],
     ran: Span,
 ) -> None:
-    """If they hold no more: they gain so much here that the shares alone would never be worth it."""
+    """If they hold less: they gain so much here that the shares alone would never be worth it."""
     policy = Policy()
     both = Standing(
         (0, mine, mine, 1, 0, 0, 1),
@@ -250,10 +250,23 @@ def test_what_had_its_turn_always_goes_to_who_had_clearly_less_and_never_before(
     if mine != theirs:
         is_clear = others[0] * (1000 - NEAR_MILLI) > had[0] * (1000 + NEAR_MILLI)
         assert ran or not outranks(both, policy)
-        assert not (ran and is_clear and now[0] <= now[1]) or outranks(both, policy)
+        assert not (ran and is_clear and now[0] < now[1]) or outranks(both, policy)
         if is_clear:  # nobody wants it back from them at once
             back = Standing(both.other, (10**9,) * 2, both.key, ran, others, had)
             assert not outranks(back, policy)
+
+
+@given(shares, shares, shares, st.sampled_from((Span(0), Policy().turn)), st.booleans())
+def test_who_comes_new_takes_what_had_its_turn_until_all_hold_the_same(
+    mine: int, had: int, more: int, ran: Span, evens: bool
+) -> None:
+    """It begins with as much as others had lately: what it holds counts by itself then, and only then."""
+    key, other = (0, mine, mine, 1, 0, 0, 1), (0, mine + 1, mine + 1, 1, 0, 0, 2)
+    both = Standing(key, (10**9,) * 2, other, ran, (had,) * 2, (had,) * 2, evens=(evens,) * 2)
+    is_by_margin = (mine + 1) * 900 > mine * 1100
+    assert outranks(both, Policy()) == (bool(ran) and (evens or is_by_margin))
+    ahead = both._replace(had=(had + more + 1,) * 2)
+    assert not outranks(ahead, Policy())
 
 
 @given(mine=shares, theirs=shares, gain=st.integers(1, 10**6), mine_gains=st.integers(1, 10**6))

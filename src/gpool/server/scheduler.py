@@ -193,7 +193,8 @@ class Scheduler:
         if len(asked) < len(holds):
             log.info("%d of %d preemptions had been overtaken", len(holds) - len(asked), len(holds))
         if asked:
-            self.fold(TasksPreempted(asked))
+            gainers = {each.task: each.beneficiary for each in preemptions}
+            self.fold(TasksPreempted(asked, tuple(gainers[task] for task in asked)))
         self.absorb(recording)
 
     async def rebuild(self, now: Instant) -> None:

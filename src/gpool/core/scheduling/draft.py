@@ -146,6 +146,7 @@ class Draft:
         self._known_shares: dict[Holder, int] = {}  # until they take something
         self.future: dict[NodeId, Room] = {}  # where something stops or is promised
         self.clearing: dict[NodeId, Shape] = {}
+        self.pledged: dict[NodeId, list[Shape]] = {}  # what stops there does so for these
         self.helped: set[Holder] = set()  # tenants with a node kept clear though some of theirs run
         self.most_share = self.most_lately = 0  # of any tenant that has tasks waiting
         self.mean_share = 0  # of those, now
@@ -478,12 +479,21 @@ class Draft:
     def barred(self, shape: Shape) -> set[NodeId]:
         """What is being cleared, or kept clear, for others; what may be stopped again may use the latter meanwhile."""
         found = {id_ for id_, other in self.clearing.items() if other is not shape}
+        found |= self.pledged_to_others(shape)
         for id_, kept in self.kept_clear.items():
             if shape.preemptible and self.decisive and not self.is_overdue(kept, shape):
                 continue
             if not may_pass(shape, kept, self.now, self.predicted_for(shape)):
                 found.add(id_)
         return found | self.avoided(shape) if shape.avoids else found
+
+    def pledged_to_others(self, shape: Shape) -> set[NodeId]:
+        """Where others were promised what is being cleared, before this pass."""
+        return {
+            id_
+            for id_, shapes in self.pledged.items()
+            if all(other is not shape for other in shapes)
+        }
 
     def taken_from(self, shape: Shape) -> Collection[NodeId]:
         """Nodes that are not kept clear for it: for others they are, or it could not be started there."""

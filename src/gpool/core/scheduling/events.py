@@ -78,9 +78,13 @@ class TasksReleased:
 
 @dataclass(frozen=True, slots=True)
 class TasksPreempted:
-    """Leases that were asked to make room: they hold it until they are released."""
+    """Leases that were asked to make room: they hold it until they are released.
+
+    `beneficiaries`: for whom, in their order; a hint.
+    """
 
     tasks: tuple[TaskId, ...]
+    beneficiaries: tuple[TaskId, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ from gpool.core.model import Instant, Shape, Span
 from gpool.core.scheduling.events import (
     Place,
     QueuedTask,
+    TasksPreempted,
     TasksQueued,
     TasksReleased,
 )
@@ -150,14 +151,14 @@ class _Run:
             self.state.fold(place.leased(tasks, now))
             self._stand(place, now)
         for each in decided.preemptions:
-            self._stop(each.task, now)
+            self._stop(each.task, each.beneficiary, now)
         if decided.preemptions:
             for place in plan(self.state, now, self.policy, self.orders).places:
                 tasks = tuple(grant.task for grant in place.grants)
                 self.state.fold(place.leased(tasks, now))
                 self._stand(place, now)
 
-    def _stop(self, task: TaskId, now: Instant) -> None:
+    def _stop(self, task: TaskId, gainer: TaskId, now: Instant) -> None:
         """It makes room at once and waits again for what it has left to do."""
         held, ends_at = self.state.held.get(task), self.ending.pop(task, None)
         if held is None or ends_at is None or task not in held.leases:
@@ -166,6 +167,7 @@ class _Run:
         attained = self.state.attained(task, now)
         self.left[task] = Span(max(1, ends_at - now))
         line = self.lines.pop(self.line_of.pop(task))
+        self.state.fold(TasksPreempted((task,), (gainer,)))
         self.state.fold(TasksReleased((task,)))
         back = QueuedTask(task, lease.epoch, lease.queued_at, attained)
         self.state.fold(TasksQueued(shape, (back,)))

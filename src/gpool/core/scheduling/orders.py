@@ -151,6 +151,7 @@ class Standing(NamedTuple):
     others_had: tuple[int, int] = (0, 0)
     holds: tuple[int, int] = (0, 0)  # what they hold now
     others_hold: tuple[int, int] = (0, 0)
+    evens: tuple[bool, bool] = (False, False)  # they hold no more than the others after it either
 
 
 def outranks(both: Standing, policy: Policy) -> bool:
@@ -160,8 +161,8 @@ def outranks(both: Standing, policy: Policy) -> bool:
     than their last digit: they have to differ by more than `margin_milli` both ways, so that people who are that near to
     their share take nothing from each other. Even then it is worth it only if those who lose are ahead still after the
     exchange, which therefore nobody wants to undo. Pieces that do not divide into shares are had by turns instead: what has
-    had its turn goes to those who had less lately and hold no more now, and is theirs for a turn; where none had less, to those
-    who have less.
+    had its turn goes to those who had less lately and hold less now, and is theirs for a turn; where none had less, to those
+    who have less, or hold no more after the exchange either: who comes new has had as much as the others, and holds nothing.
     """
     mine, theirs = both.key, both.other
     if mine[0] != theirs[0]:
@@ -176,9 +177,9 @@ def outranks(both: Standing, policy: Policy) -> bool:
             if is_ahead_still or both.ran < policy.turn:
                 return is_ahead_still
             had, others = both.had[place], both.others_had[place]
-            if _exceeds(others, had, NEAR_MILLI) and both.holds[place] <= both.others_hold[place]:
+            if _exceeds(others, had, NEAR_MILLI) and both.holds[place] < both.others_hold[place]:
                 return True
-            return others >= had and _exceeds(more, less, margin)
+            return others >= had and (both.evens[place] or _exceeds(more, less, margin))
     return mine[3:] < theirs[3:]
 
 

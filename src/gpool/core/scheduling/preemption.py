@@ -24,7 +24,7 @@ from gpool.core.ids import NodeId
 from gpool.core.model import SECOND, Instant, Node, Shape, Span
 from gpool.core.scheduling.fair_share import Amounts
 from gpool.core.scheduling.fragmentation import Ints
-from gpool.core.scheduling.orders import NEAR_MILLI, Key, Policy
+from gpool.core.scheduling.orders import Key, Policy
 from gpool.core.scheduling.placement import Fit, fit, is_slice, usable
 from gpool.core.scheduling.remnants import GPU
 from gpool.core.scheduling.room import Room
@@ -116,12 +116,13 @@ class Victim(NamedTuple):
 class Victims:
     """Those of one user and size together, the last in the order first; what all of a group have in common as rows.
 
-    `had`: of each group, what its tenant had lately.
+    `had`, `held`: of each group, what its tenant had lately and holds now.
     """
 
-    def __init__(self, groups: list[list[Victim]], had: list[int]) -> None:
+    def __init__(self, groups: list[list[Victim]], had: list[int], held: list[int]) -> None:
         self._groups = groups
         self._had: Ints = np.array(had, np.int64)
+        self._held: Ints = np.array(held, np.int64)
         heads = [(alike[0].key, alike[0].line.shape) for alike in groups]
         self._bands: Ints = np.array([key[0] for key, _ in heads], np.int64)
         self._shares: Ints = np.array([(*key[1:2], 0)[0] for key, _ in heads], np.int64)
@@ -130,11 +131,11 @@ class Victims:
         self._teams: Ints = np.array(teams, np.int64)
 
     def worth_a_look(
-        self, shape: Shape, mine: Key, had: int, policy: Policy
+        self, shape: Shape, mine: Key, had: int, holds: int, policy: Policy
     ) -> Iterator[list[Victim]]:
         """Groups of which some might be stopped for one with this key (`outranks`): all others may not, for certain.
 
-        `had`: what its tenant had lately.
+        `had`, `holds`: what its tenant had lately and holds now.
         """
         bands = self._bands
         maybe = self._users == shape.user
@@ -143,7 +144,7 @@ class Victims:
         if policy.order == "fair_share":
             share, margin = mine[1], policy.margin_milli
             after = self._shares * (1000 - margin) > share * (1000 + margin)
-            after |= self._had * (1000 - NEAR_MILLI) > had * (1000 + NEAR_MILLI)
+            after |= (self._had >= had) & (self._held > holds)  # by turns
             maybe |= (bands == mine[0]) & (after | (self._shares == share))
         else:
             maybe |= bands == mine[0]

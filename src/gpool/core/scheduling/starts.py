@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from heapq import heapify, heappop, heapreplace
 from itertools import chain
 
@@ -13,9 +13,10 @@ from gpool.core.model import Instant, Node, Shape, Span
 from gpool.core.scheduling import gangs, preemption, warmth
 from gpool.core.scheduling.draft import Alike, Draft, Turn
 from gpool.core.scheduling.events import Preempt
-from gpool.core.scheduling.fair_share import asked_by, compared, tenant_of
+from gpool.core.scheduling.fair_share import Amounts, asked_by, compared, plus, tenant_of
 from gpool.core.scheduling.limits import WITHIN, Holder, holders_of
 from gpool.core.scheduling.orders import Candidate, Key, Order, Policy, Standing, outranks
+from gpool.core.scheduling.placement import fit, unfit
 from gpool.core.scheduling.preemption import Victim, Victims
 from gpool.core.scheduling.reach import Reach
 from gpool.core.scheduling.remnants import GPU
@@ -67,10 +68,13 @@ class Starts(Draft):
             turn.key = self.key(turn)
             turns.append((turn.key, turn.head, turn))
         self.compare(turn for _, _, turn in turns)
-        heapify(turns)
         self.book_what_stops()
-        self.is_partial = len(in_view) < self.state.shapes_waiting
         fresh, most = self.engine.fresh, min(self.policy.max_places_per_pass, MAX_STARTS)
+        if self.state.promises and self.looks_at_shares and turns:
+            self.keep_promises([turn for _, _, turn in turns], most)
+            turns = [(key, turn.head, turn) for key, _, turn in turns if turn.left]
+        heapify(turns)
+        self.is_partial = len(in_view) < self.state.shapes_waiting
         while turns and len(self.made) < most:
             key, _, turn = turns[0]
             if self.has_changed(turn):
@@ -154,6 +158,28 @@ class Starts(Draft):
                 for part in (line, *line.members):
                     self.ahead(part.node).give(part.allocation)
                 self.count(line.shape, [part.allocation for part in (line, *line.members)], -1)
+
+    def keep_promises(self, turns: Sequence[Turn], most: int) -> None:
+        """They start where others were stopped for them; until all has stopped there nobody else does (see `promises`).
+
+        What a guarantee covers goes first all the same, and gangs are looked for anew. Elsewhere they start when it is their turn.
+        """
+        first = min(turn.key[0] for turn in turns)
+        known = {id(turn.entry): turn for turn in turns if turn.key[0] == first}
+        for task, id_ in self.state.promises.items():
+            entry, node = self.state.queue_of(task), self.node(id_)
+            turn = None if entry is None else known.get(id(entry))
+            if node is None or turn is None or not turn.left or len(self.made) >= most:
+                continue
+            shape = turn.entry.shape
+            if shape.requirements.nodes > 1 or unfit(node, shape) or id_ in self.avoided(shape):
+                continue
+            found = fit(node, self.room(id_), shape)
+            later = fit(node, self.ahead(id_), shape) if found is None else None
+            if found is not None and self.is_within_limits(turn, found):
+                self.open_line(turn, (id_, found))
+            elif later is not None and self.is_within_limits(turn, later):
+                self.pledged.setdefault(id_, []).append(shape)
 
     def ahead(self, node: NodeId) -> Room:
         """What will be free there once all that was asked to stop has stopped, less what is promised."""
@@ -260,7 +286,8 @@ class Starts(Draft):
                 for id_ in {part.node for part in victim.parts} if line.members else (line.node,):
                     if id_ in slots and there[slots[id_]]:
                         at.setdefault(id_, []).append(victim)
-        for id_ in (self.barred(shape) - self.clearing.keys()) | self.avoided(shape):
+        barred = (self.barred(shape) - self.clearing.keys()) | self.pledged_to_others(shape)
+        for id_ in barred | self.avoided(shape):
             at.pop(id_, None)
         for id_ in self.nearest_of(shape, at):
             self.work -= _OF_A_NODE
@@ -287,11 +314,17 @@ class Starts(Draft):
         shape = turn.entry.shape
         mine, gained = self.key(turn), self.shares(shape, None, asked_by(shape))
         had, holds = self.had(shape), self.holds(shape)
-        for alike in self.victims().worth_a_look(shape, mine, had[0], self.policy):
+        then = self.holds(shape, asked_by(shape))
+        for alike in self.victims().worth_a_look(shape, mine, had[0], holds[0], self.policy):
             self.work -= 1
             line, other = alike[0].line, alike[0].line.shape
+            theirs, left = self.holds(other), self.holds(other, line.amounts, -1)
+            evens = (
+                holds[0] < theirs[0] and then[0] <= left[0],
+                holds[1] < theirs[1] and then[1] <= left[1],
+            )
             both = Standing(
-                mine, gained, alike[0].key, Span(0), had, self.had(other), holds, self.holds(other)
+                mine, gained, alike[0].key, Span(0), had, self.had(other), holds, theirs, evens
             )
             if shape.user == other.user or (shape.team is not None and shape.team == other.team):
                 own = self.shares(shape, line, asked_by(shape))
@@ -311,18 +344,19 @@ class Starts(Draft):
             return own, own
         return compared(shape, self.lately(tenant_of(shape)), own, self.policy.weights)
 
-    def holds(self, shape: Shape) -> tuple[int, int]:
-        """What they hold now, with what this pass gave them."""
+    def holds(self, shape: Shape, more: Amounts = (0, 0, 0), sign: int = 1) -> tuple[int, int]:
+        """What they hold now, with what this pass gave them; `more`: with that besides, or without it."""
         if not self.looks_at_shares:
             return 0, 0
-        own = self.holds_now(("user", shape.user))
+        own = self.holds_now(("user", shape.user), more, sign)
         if shape.team is None:
             return own, own
-        return compared(shape, self.holds_now(tenant_of(shape)), own, self.policy.weights)
+        tenant = self.holds_now(tenant_of(shape), more, sign)
+        return compared(shape, tenant, own, self.policy.weights)
 
-    def holds_now(self, holder: Holder) -> int:
-        weight = self.policy.weights.get(holder, 1000)
-        return self.state.shares.now(holder, weight, self.taken.get(holder, (0, 0, 0)))
+    def holds_now(self, holder: Holder, more: Amounts, sign: int) -> int:
+        taken = plus(self.taken.get(holder, (0, 0, 0)), more, sign)
+        return self.state.shares.now(holder, self.policy.weights.get(holder, 1000), taken)
 
     def not_left_alone(self, alike: list[Victim]) -> list[Victim]:
         """Of a user's own."""
@@ -375,7 +409,9 @@ class Starts(Draft):
                 if which not in self._victims:
                     self._victims[which] = self.standings(lines)
             groups = [found for found in self._victims.values() if found]
-            self._found = Victims(groups, [self.had(group[0].line.shape)[0] for group in groups])
+            shapes = [group[0].line.shape for group in groups]
+            had, held = [[of(each)[0] for each in shapes] for of in (self.had, self.holds)]
+            self._found = Victims(groups, had, held)
         return self._found
 
     def in_sight(self) -> dict[Alike, list[Line]]:

@@ -2,14 +2,15 @@
 
 `fold` costs a constant per task. The state is a cache of the store: `build` makes an equal one from the store's rows, and a
 state that meets an impossible event says so (`Contradiction`), upon which its owner rebuilds it. Run-time estimates, the
-order in which users were last served, what arrived lately, and for tasks that may be preempted since when they run and what
-they ran before are hints, not truth: they may be lost in a rebuild and are left out of equality.
+order in which users were last served, what arrived lately, for whom room is being made, and for tasks that may be preempted
+since when they run and what they ran before are hints, not truth: they may be lost in a rebuild and are left out of equality.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import zip_longest
 from typing import assert_never
 
 from gpool.core.ids import NodeId, TaskId, UserId
@@ -30,11 +31,12 @@ from gpool.core.scheduling.events import (
     TasksReleased,
     TasksWithdrawn,
 )
-from gpool.core.scheduling.fair_share import Shares, Told, amounts_of, total
+from gpool.core.scheduling.fair_share import Shares, Told, amounts_of, tenant_of, total
 from gpool.core.scheduling.levels import at_level, level_of, plain
 from gpool.core.scheduling.limits import Holder, gpus_of, holders_of
 from gpool.core.scheduling.predictions import Predictions
 from gpool.core.scheduling.pricing import Pricing
+from gpool.core.scheduling.promises import Promises
 from gpool.core.scheduling.queue import Queue, Ticket, epoch_of
 from gpool.core.scheduling.room import Room
 from gpool.core.scheduling.turns import next_of, shared_out
@@ -132,6 +134,7 @@ class State:
         "nodes",
         "passes",
         "predictions",
+        "promises",
         "running",
         "shapes",
         "shares",
@@ -147,6 +150,7 @@ class State:
         self.predictions = Predictions()
         self.shares = Shares(self.predictions)
         self.caches = Caches()
+        self.promises = Promises()
         self.stoppable: dict[tuple[NodeId, int], Line] = {}  # what may be preempted, or is being
         self._attained: dict[TaskId, Span] = {}  # of waiting tasks that ran before
         self._live: dict[TaskId, Ticket] = {}
@@ -247,6 +251,7 @@ class State:
         self._estimates = other._estimates.copy()
         self._served, self._serial = other._served.copy(), other._serial
         self.passes = other.passes
+        self.promises = other.promises.copy()
         self._arrived = other._arrived.copy()
         self.shares.usage = other.shares.usage.copy()
         self.shares.weights = other.shares.weights
@@ -259,6 +264,7 @@ class State:
         old.shares.settle(now, len(old._waiting))
         mine = self.shares.usage.steps
         self.take_hints(old)
+        self.promises.keep(self._live)
         theirs = self.shares.usage.steps
         self.shares.usage.steps = {who: theirs.get(who, step) for who, step in mine.items()}
 
@@ -288,8 +294,6 @@ class State:
         }
         held = {task: (line.node, line.allocation.number) for task, line in self.held.items()}
         lines = {shape: set(entry.lines) for shape, entry in self.shapes.items() if entry.lines}
-        live = set(self._live)
-        shapes = {plain(shape) for shape in self.shapes}
         return (
             queues,
             nodes,
@@ -298,8 +302,8 @@ class State:
             self.running,
             self.gpus,
             self.shares.truth(),
-            live,
-            shapes,
+            set(self._live),
+            {plain(shape) for shape in self.shapes},
         )
 
     def __eq__(self, other: object) -> bool:
@@ -322,8 +326,8 @@ class State:
                 if at:
                     self.shares.pass_time(at, len(self._waiting))
                 self._release(tasks)
-            case TasksPreempted(tasks):
-                self._preempt(tasks)
+            case TasksPreempted(tasks, beneficiaries):
+                self._preempt(tasks, beneficiaries)
             case NodeChanged(node):
                 self._change(node)
             case NodeRemoved(id_):
@@ -352,6 +356,7 @@ class State:
         elif gone is not None:
             del self.nodes[id_]
         self.shares.remove(id_)
+        self.promises.end_on(id_)
         self._touch(self.caches.forget(id_))
         if self._engine is not None:
             self._engine.remove(id_)
@@ -399,7 +404,8 @@ class State:
         self._tidy(left)
         self._drop_if_idle(entry)
 
-    def _leave_queue(self, tasks: Iterable[TaskId]) -> None:
+    def _leave_queue(self, tasks: Sequence[TaskId]) -> None:
+        self.promises.end(tasks)
         live = self._live
         touched: set[Queue] = set()
         queue_before: Queue | None = None
@@ -461,6 +467,8 @@ class State:
             line.leases.update(zip(event.tasks, event.leases, strict=True))
             self.stoppable[key] = line
         self._leave_queue(event.tasks)
+        there = self.nodes[event.node].lines.values()
+        self.promises.start(event.node, (each.stopping for each in there))
         self._serial += 2
         self._serve(event.shape.user, self._serial)
 
@@ -475,12 +483,15 @@ class State:
         line.count = 1
         return line
 
-    def _preempt(self, tasks: Iterable[TaskId]) -> None:
-        for task in tasks:
+    def _preempt(self, tasks: Iterable[TaskId], beneficiaries: Iterable[TaskId]) -> None:
+        for task, gainer in zip_longest(tasks, beneficiaries):
             line = self.held.get(task)
             if line is not None:
                 line.stopping = True
                 self.stoppable[line.node, line.allocation.number] = line
+                gains = self.queue_of(gainer)
+                if gains is not None and tenant_of(gains.shape) != tenant_of(line.shape):
+                    self.promises.make(gainer, line.node)
 
     def _open(self, entry: ShapeState, key: tuple[NodeId, int], allocation: Allocation) -> Line:
         node = self.nodes.get(key[0])
