@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -62,3 +63,9 @@ class TogetherOnOneWorker(LoadScopeScheduling):
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadScopeScheduling:
     return TogetherOnOneWorker(config, log)
+
+
+def pytest_sessionfinish() -> None:
+    """Container engines that tests shared end with their session."""
+    if engines := sys.modules.get("gpool.testing.engines"):
+        engines.end_shared()

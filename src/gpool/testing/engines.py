@@ -318,18 +318,29 @@ _shared: dict[str, PrivateEngine] = {}
 _held = contextlib.ExitStack()
 
 
+def _variable(kind: str) -> str:
+    return "GPOOL_TEST_ENGINE_" + kind.upper().replace(" ", "_")
+
+
 def shared_engine(kind: str) -> PrivateEngine:
-    """One of each kind for this process, started when first asked for and ended with the process.
+    """One of each kind for this process, started when first asked for; `end_shared` ends them, at the latest the process's end.
 
     A test's own child process is given its parent's by `GPOOL_TEST_ENGINE_<KIND>`.
     """
-    variable = "GPOOL_TEST_ENGINE_" + kind.upper().replace(" ", "_")
+    variable = _variable(kind)
     given = os.environ.get(variable)
     if given:
         return PrivateEngine(kind, given, Path(given.removeprefix("unix://")).parent, 0)
     if kind not in _shared:
         if not _shared:
-            atexit.register(_held.close)
+            atexit.register(end_shared)
         _shared[kind] = _held.enter_context(engine(kind))
         os.environ[variable] = _shared[kind].address
     return _shared[kind]
+
+
+def end_shared() -> None:
+    """Before a worker says that it is done: pytest-xdist gives it ten seconds from then on, and engines may take longer."""
+    for kind in [*_shared]:
+        del _shared[kind], os.environ[_variable(kind)]
+    _held.close()
