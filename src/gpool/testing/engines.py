@@ -342,5 +342,6 @@ def shared_engine(kind: str) -> PrivateEngine:
 def end_shared() -> None:
     """Before a worker says that it is done: pytest-xdist gives it ten seconds from then on, and engines may take longer."""
     for kind in [*_shared]:
-        del _shared[kind], os.environ[_variable(kind)]
+        del _shared[kind]
+        os.environ.pop(_variable(kind), None)
     _held.close()
