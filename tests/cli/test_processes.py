@@ -219,7 +219,8 @@ def test_where_nobody_can_be_asked_for_a_password_it_is_said_how_to_give_it() ->
 def test_who_is_asked_for_a_password_on_the_terminal_and_leaves_is_told_nothing_else() -> None:
     """Standard input may be a file: the terminal is asked all the same."""
     ask = (
-        "import fcntl, os, termios\nfrom gpool.cli.account import password_of\n"
+        "import fcntl, os, signal, termios\nfrom gpool.cli.account import password_of\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # we may be run without it
         "fcntl.ioctl(0, termios.TIOCSCTTY, 0)\nos.dup2(os.open(os.devnull, os.O_RDONLY), 0)\n"
         "password_of('Password')"
     )
