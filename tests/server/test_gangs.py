@@ -86,9 +86,7 @@ async def test_a_gang_asked_for_by_the_route_is_told_of_by_the_route(site: Site)
     for agent in site.members(task):
         await agent.report(Finished(task, 1, EndReason.EXITED, 0))
     sentence = (await site.desk.get(f"/v1/tasks/{name}/explain")).json()["sentence"]
-    assert (
-        sentence == f"It is completed on {first} (rank 0), {second} (rank 1): exited with code 0."
-    )
+    assert sentence == f"It completed on {first} (rank 0), {second} (rank 1): exited with code 0."
 
 
 async def test_two_gangs_never_share_a_secret_or_a_port(site: Site) -> None:
