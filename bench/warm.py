@@ -113,7 +113,8 @@ def pooled(rounds: int, module: str) -> dict[str, dict[str, float]]:
             client = fresh_user(pool, number)
             if warm and number:
                 await_one_past(agent, taken)
-            task = client.task(use, preload=[module]) if warm else client.task(use)
+            # the node is the operator's: its values are unpickled on request only
+            task = client.task(use, preload=[module] if warm else [], results="pickle")
             began = time.perf_counter()
             there, age = task.remote()
             spent = time.perf_counter() - began
