@@ -15,7 +15,6 @@ from random import Random
 
 import cloudpickle
 import pytest
-from desk import Desk, settings_for
 
 from gpool.agent.instructions import OfferDetected, ReclaimAsked
 from gpool.agent.main import Means, run_agent
@@ -48,6 +47,7 @@ from gpool.wire.frames import (
     Stop,
     StopReason,
 )
+from tests.agent.desk import Desk, settings_for
 
 OWN_PYTHON = f"3.{sys.version_info.minor}"
 OFFER = Offer(2000, 1 << 30, 1 << 30)

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from container_case import none_left
 
 from gpool.agent.runtime.docker.kernel_log import records
 from gpool.agent.runtime.protocol import BadOutput, CommandJob, Limits, Staged
@@ -32,6 +31,7 @@ from gpool.testing.runtimes import (
     using,
     within,
 )
+from tests.agent.container_case import none_left
 
 REAL = ("bubblewrap", "process", "docker", "podman", "gvisor")
 SEEN = (

@@ -18,7 +18,6 @@ from typing import Any, cast
 import httpx2
 import pytest
 from click.testing import Result as Done
-from standin import Pool
 
 from gpool.cli.following import show_documents
 from gpool.cli.interrupts import HELD, Reading
@@ -30,6 +29,7 @@ from gpool.client.results import Result
 from gpool.client.runs import Run
 from gpool.core.errors import Unreachable
 from gpool.testing.processes import PATIENCE_S
+from tests.client.standin import Pool
 
 Say = Callable[[int], None]
 

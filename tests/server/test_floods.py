@@ -9,8 +9,6 @@ from socket import SHUT_RDWR
 from threading import Thread
 
 import pytest
-from server_desk import Live, an_offer, serving
-from test_socket import agent_socket, bare_socket, hello, joined, received
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.frames import Frame, Opcode
 from websockets.sync.client import ClientConnection
@@ -31,6 +29,8 @@ from gpool.wire.frames import (
     decode_any_from_server,
     encode,
 )
+from tests.server.server_desk import Live, an_offer, serving
+from tests.server.test_socket import agent_socket, bare_socket, hello, joined, received
 
 FRAMES = 4 * MOST_AHEAD
 

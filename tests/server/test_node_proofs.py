@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from random import Random
 
 import pytest
-from server_desk import Agent, Desk, an_offer
 
 from gpool.core.errors import NotSignedIn
 from gpool.server.handshake import Handshake
@@ -32,6 +31,7 @@ from gpool.wire.frames import (
     Refused,
     Reports,
 )
+from tests.server.server_desk import Agent, Desk, an_offer
 
 pytestmark = pytest.mark.anyio
 PATH = "/v1/artifacts/" + "0" * 64

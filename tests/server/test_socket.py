@@ -11,7 +11,6 @@ from typing import Any
 
 import httpx2
 import pytest
-from server_desk import Live, an_offer, exited, returned
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 
@@ -41,6 +40,7 @@ from gpool.wire.frames import (
     decode_any_from_server,
     encode,
 )
+from tests.server.server_desk import Live, an_offer, exited, returned
 
 
 @contextmanager

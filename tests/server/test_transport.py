@@ -15,7 +15,6 @@ from typing import Any
 
 import httpx2
 import pytest
-from server_desk import Live, serving
 
 from gpool.agent.main import Means, run_agent
 from gpool.agent.settings import AgentSettings
@@ -33,6 +32,7 @@ from gpool.testing.processes import PATIENCE_S, eventually
 from gpool.testing.wiretap import tls_ends_at
 from gpool.transfer.private_files import write_private
 from gpool.transfer.requests import Address
+from tests.server.server_desk import Live, serving
 
 MARK = b"a word that only we know"
 

@@ -20,8 +20,6 @@ from typing import Any
 
 import cloudpickle
 import pytest
-from container_case import containers_of, none_left, probe_script, run_image, undefended, verdicts
-from container_probes import NEEDED, PROBES
 
 from gpool.agent.runtime.calls import PYTHON
 from gpool.agent.runtime.docker.images import DIGEST
@@ -47,6 +45,15 @@ from gpool.testing.runtimes import (
     using,
     within,
 )
+from tests.agent.container_case import (
+    containers_of,
+    none_left,
+    probe_script,
+    run_image,
+    undefended,
+    verdicts,
+)
+from tests.agent.container_probes import NEEDED, PROBES
 
 GONE_WITHIN_S = 20.0  # a second or two, where nothing else wants the processor
 AS_LONG = 10  # or as many times what its engine takes to end one, where all is slow

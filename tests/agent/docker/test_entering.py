@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from container_case import containers_of
 
 from gpool.agent.runtime.docker.confinement import Box, request
 from gpool.agent.runtime.docker.engine import Engine, Facts
@@ -42,6 +41,7 @@ from gpool.testing.engines import (
 )
 from gpool.testing.processes import eventually
 from gpool.testing.runtimes import LIMITS, PATIENCE_S, using, within
+from tests.agent.container_case import containers_of
 
 LABEL, BOOT = ("pool.gpool.agent", "of-a-test"), ("pool.gpool.boot", "first")
 DOCKER = Facts("docker", "20.10", ("runc",), False, 0, "2", (), ())

@@ -8,7 +8,6 @@ from pathlib import Path
 from random import Random
 
 import pytest
-from server_desk import Agent, Desk, StoppedClock, an_offer, open_desk
 
 from gpool.core.gpuproof import Measured, Size, Terms, Verdict, keys_of
 from gpool.core.model import Gpu, Offer, Span
@@ -30,6 +29,7 @@ from gpool.wire.frames import (
     decode_from_agent,
     encode,
 )
+from tests.server.server_desk import Agent, Desk, StoppedClock, an_offer, open_desk
 
 pytestmark = pytest.mark.anyio
 SECOND = 1_000_000
