@@ -28,10 +28,10 @@ from gpool.agent.runtime.protocol import (
 )
 from gpool.core.model import EndReason, Fault, Gpu, Offer, Requirements, Slice, TaskKind, TaskSpec
 from gpool.testing.fake_runtime import FakeRun, FakeRuntime
-from gpool.testing.runtimes import PATIENCE_S, using
 from gpool.wire.frames import Finished, HandedBack, Lease
 from tests.agent.desk import Desk, settings_for
 from tests.agent.session_case import Case, function, of
+from tests.tools.runtimes import PATIENCE_S, using
 
 OWN_PYTHON = f"3.{sys.version_info.minor}"
 OFFER = Offer(2000, 1 << 30, 1 << 30)

@@ -28,8 +28,8 @@ from gpool.client.logs import Printed
 from gpool.client.results import Result
 from gpool.client.runs import Run
 from gpool.core.errors import Unreachable
-from gpool.testing.processes import PATIENCE_S
 from tests.client.standin import Pool
+from tests.tools.processes import PATIENCE_S
 
 Say = Callable[[int], None]
 

@@ -12,8 +12,8 @@ from click.testing import Result
 
 from gpool import Client
 from gpool.cli.waiting import MOST_TOLD
-from gpool.testing.processes import PATIENCE_S
 from tests.client.standin import Pool
+from tests.tools.processes import PATIENCE_S
 
 Gpool = Callable[..., Result]
 

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from gpool.agent.runtime.protocol import CommandJob, Staged
-from gpool.testing.runtimes import MAKERS, left_over
 from tests.hostile.planting import Plants, planted
 from tests.hostile.taking_case import LIMITS, changing, left, staged
+from tests.tools.runtimes import MAKERS, left_over
 
 PROBE = Path(__file__).with_name("probe")
 ANSWERED = {"answer_s": 60.0, "within_s": 90.0}

@@ -30,7 +30,6 @@ from gpool.agent.network.policy import Egress, EgressPolicy, Only, parse_target
 from gpool.agent.network.rooted import RootNetworks, read_sysctl
 from gpool.agent.network.rootless import RootlessNetworks, slirp_arguments
 from gpool.agent.runtime.protocol import CommandJob, Runtime, Staged
-from gpool.testing.runtimes import LIMITS, MAKERS
 from tests.hostile import reaching
 from tests.hostile.lanes_world import (
     CLONE_NEWNET,
@@ -58,6 +57,7 @@ from tests.hostile.lanes_world import (
     settled,
 )
 from tests.hostile.reaching import PORT, attempt
+from tests.tools.runtimes import LIMITS, MAKERS
 
 Order = dict[str, Any]
 TAG = "57a6e"

@@ -21,9 +21,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from gpool.testing import unprivileged
 from tests.hostile.fingerprint import changes, fingerprint, steady_look
 from tests.hostile.planting import NAMED_VARIABLES, token
+from tests.tools import unprivileged
 
 AGENT = Path(__file__).with_name("agent.py")
 HOSTS = {

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gpool.testing.components import missing
 from tests.hostile import guest_control
 from tests.hostile.probe import litter
+from tests.tools.components import missing
 
 sys.path[:0] = [str(Path(__file__).with_name("probe"))]  # as inside: they know one another by name
 

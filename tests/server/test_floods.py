@@ -15,7 +15,6 @@ from websockets.sync.client import ClientConnection
 
 from gpool.server.http import MOST_PINGS
 from gpool.server.pacing import MOST_AHEAD
-from gpool.testing.processes import PATIENCE_S
 from gpool.wire.frames import (
     Beat,
     BeatSeen,
@@ -31,6 +30,7 @@ from gpool.wire.frames import (
 )
 from tests.server.server_desk import Live, an_offer, serving
 from tests.server.test_socket import agent_socket, bare_socket, hello, joined, received
+from tests.tools.processes import PATIENCE_S
 
 FRAMES = 4 * MOST_AHEAD
 

@@ -14,7 +14,6 @@ from gpool.server.actions.documents import ResultLine
 from gpool.server.actions.spelling import spell
 from gpool.server.app import ensure_operator
 from gpool.server.loops import Expire, Prune
-from gpool.testing.nodes import a_key, join_request
 from gpool.wire.documents import ResultDocument
 from gpool.wire.frames import Refused
 from tests.server.server_desk import (
@@ -25,6 +24,7 @@ from tests.server.server_desk import (
     exited,
     returned,
 )
+from tests.tools.nodes import a_key, join_request
 
 pytestmark = pytest.mark.anyio
 

@@ -13,8 +13,8 @@ from hypothesis.errors import Unsatisfiable
 from schemathesis.checks import not_a_server_error
 from schemathesis.generation import GenerationMode
 
-from gpool.testing.processes import PATIENCE_S
 from tests.server.server_desk import Live, serving
+from tests.tools.processes import PATIENCE_S
 
 EXAMPLES = 10
 

@@ -26,25 +26,6 @@ from gpool.agent.runtime.docker.images import DIGEST
 from gpool.agent.runtime.docker.runtime import DockerRuntime, Gvisor
 from gpool.agent.runtime.protocol import Call, CommandJob, Lane, Limits, RunnerJob, SandboxFailed
 from gpool.core.model import EndReason, Network
-from gpool.testing.engines import (
-    BARE_IMAGE,
-    IMAGE,
-    docker_client,
-    image_tar,
-    import_image,
-    shared_engine,
-)
-from gpool.testing.processes import eventually
-from gpool.testing.runtimes import (
-    LIMITS,
-    PATIENCE_S,
-    Caller,
-    agent_of,
-    caller,
-    command,
-    using,
-    within,
-)
 from tests.agent.container_case import (
     containers_of,
     none_left,
@@ -54,6 +35,25 @@ from tests.agent.container_case import (
     verdicts,
 )
 from tests.agent.container_probes import NEEDED, PROBES
+from tests.tools.engines import (
+    BARE_IMAGE,
+    IMAGE,
+    docker_client,
+    image_tar,
+    import_image,
+    shared_engine,
+)
+from tests.tools.processes import eventually
+from tests.tools.runtimes import (
+    LIMITS,
+    PATIENCE_S,
+    Caller,
+    agent_of,
+    caller,
+    command,
+    using,
+    within,
+)
 
 GONE_WITHIN_S = 20.0  # a second or two, where nothing else wants the processor
 AS_LONG = 10  # or as many times what its engine takes to end one, where all is slow
@@ -239,7 +239,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from gpool.agent.runtime.protocol import CommandJob
-from gpool.testing.runtimes import LIMITS, MAKERS
+from tests.tools.runtimes import LIMITS, MAKERS
 async def main():
     runtime = MAKERS[{kind!r}](Path({data!r}))
     job = CommandJob(("sh", "-c", "echo up; exec sleep 1000"), (), (), (), LIMITS)

@@ -29,7 +29,6 @@ from gpool.agent.network.rooted import RootNetworks
 from gpool.agent.network.rootless import RootlessNetworks
 from gpool.agent.runtime.protocol import CommandJob, Staged
 from gpool.core.rendezvous import INTERFACE
-from gpool.testing.runtimes import LIMITS, MAKERS
 from tests.agent.network.gang_tasks import BLOCK, INSIDE
 from tests.hostile.lanes_world import (
     CLONE_NEWNET,
@@ -45,6 +44,7 @@ from tests.hostile.lanes_world import (
     settled,
     sh,
 )
+from tests.tools.runtimes import LIMITS, MAKERS
 
 GATEWAY, PUBLIC, METADATA = "192.168.78.1", "11.22.33.44", "169.254.169.254"
 PORT = 47101

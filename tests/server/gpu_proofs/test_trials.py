@@ -13,7 +13,6 @@ from gpool.core.gpuproof import Measured, Size, Terms, Verdict, keys_of
 from gpool.core.model import Gpu, Offer, Span
 from gpool.server.app import make_app
 from gpool.server.gpu_proofs.examiner import AGAIN_AFTER, TRIES, Examiner, Examining, terms_of
-from gpool.testing.gpu_prover import NumpyProver
 from gpool.wire.frames import (
     AnswerNow,
     ExamineGpu,
@@ -30,6 +29,7 @@ from gpool.wire.frames import (
     encode,
 )
 from tests.server.server_desk import Agent, Desk, StoppedClock, an_offer, open_desk
+from tests.tools.gpu_prover import NumpyProver
 
 pytestmark = pytest.mark.anyio
 SECOND = 1_000_000

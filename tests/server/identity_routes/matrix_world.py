@@ -14,7 +14,6 @@ import httpx2
 
 from gpool.server.store.operation import again, operation
 from gpool.server.store.protocol import Operation, Store
-from gpool.testing.nodes import a_key
 from tests.server.identity_routes.matrix import CONTENT, EVERYTHING, SHA256, USUAL, Asker, Row
 from tests.server.identity_routes.people_desk import (
     PASSWORD,
@@ -25,6 +24,7 @@ from tests.server.identity_routes.people_desk import (
     wallet,
 )
 from tests.server.server_desk import Desk, an_offer
+from tests.tools.nodes import a_key
 
 T = TypeVar("T")
 NONE = "0" * 13

@@ -18,9 +18,9 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from gpool.testing.processes import PATIENCE_S
 from tests.server.identity_routes.people_desk import PASSWORD, bearer
 from tests.server.server_desk import Live, serving
+from tests.tools.processes import PATIENCE_S
 
 CHECKS = [not_a_server_error, response_schema_conformance, status_code_conformance]
 ROOMS = ("auth", "users", "me", "keys", "wallets", "sessions", "teams")
