@@ -57,7 +57,7 @@ pure: setup
 check: setup                ## lint, types, import contracts, structure, generated pages
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy --strict src
+	$(BIN)/mypy --strict src tests/tools
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/python -m tests.structure --check
 	$(BIN)/python -m pytest -q -p no:cacheprovider tests/server/identity_routes/test_matrix.py -k row \

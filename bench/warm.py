@@ -27,8 +27,8 @@ from gpool.agent.runtime.bubblewrap import BubblewrapRuntime
 from gpool.agent.runtime.calls import PYTHON
 from gpool.agent.runtime.protocol import Limits, RunnerJob
 from gpool.client.client import Client
-from gpool.testing.processes import Daemon, Pool, eventually
-from gpool.testing.runtimes import Caller
+from tests.tools.processes import Daemon, Pool, eventually
+from tests.tools.runtimes import Caller
 
 BAR_MS = 15.0
 LIMITS = Limits(cpu_milli=2000, memory_bytes=1 << 30)

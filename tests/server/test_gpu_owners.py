@@ -6,13 +6,13 @@ import hashlib
 from dataclasses import replace
 
 import pytest
-from server_desk import Agent, Desk, an_offer
 
 from gpool.core.ids import decode
 from gpool.core.model import Gpu, Offer, Permission
 from gpool.server.store.operations import accounts, bindings, people
 from gpool.transfer.proving import NodeKey
 from gpool.wire.frames import OfferChanged
+from tests.server.server_desk import Agent, Desk, an_offer
 
 pytestmark = pytest.mark.anyio
 UUID = "GPU-5f1c9b1e-0000-4000-8000-000000000001"

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from store_pool import Database, Pool, race
 
 from gpool.core.errors import Conflict, Invalid
 from gpool.core.ids import GpuId, NodeId, UserId
@@ -14,6 +13,7 @@ from gpool.server.store.identity_values import Binding
 from gpool.server.store.operation import operation
 from gpool.server.store.operations import accounts, bindings, leases, nodes
 from gpool.server.store.protocol import Operation
+from tests.store.store_pool import Database, Pool, race
 
 OFFER = Offer(1000, 1 << 30, 1 << 30)
 
