@@ -11,8 +11,8 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-NOT_ALONE = {"__init__", "run", "peers", "gpool_peer"}
-"""`peers` needs the other systems and their environments: it is run by hand."""
+NOT_ALONE = {"__init__", "run", "compare", "peers", "gpool_peer"}
+"""`peers` needs the other systems and their environments, `compare` a second tree: both are run by hand."""
 
 
 def names() -> list[str]:
