@@ -1,16 +1,12 @@
 """Speed of one source tree relative to another: alternating pairs of short measurements, as ratios.
 
     python -m bench.compare --before DIR --after DIR [--pairs 9] [--only w1,backlog] [--json FILE]
-        [--shared DIR] [--data DIR]
 
 Each measurement is a documented command (`python -m bench.NAME --json FILE`) in a new process with
 the tree's own `.venv/bin/python`, so the module layouts of the trees may differ. A pair measures both
 trees one after the other; the order within a pair alternates (before-after, after-before, ...). A ratio
 is after/before within one pair, inverted where less is better: above 1, `after` is faster. Exit code 1
 if a deciding figure has a median ratio below 0.95 or a measurement failed.
-
-`--shared` has the harness of W1 to W3, `--data` the openb trace of the decisions. `end_to_end` looks
-for the trace beside its tree and makes up nodes without it, so both trees must see it or neither.
 """
 
 from __future__ import annotations
@@ -28,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean, harmonic_mean, median, quantiles
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 LIMIT = 0.95
@@ -224,32 +220,29 @@ def _stop(process: subprocess.Popen[str]) -> None:
 # ---- the pairs
 
 
-@dataclass(slots=True)
-class Samples:
-    """Values of one reading; those at the same position belong to one pair."""
+class Pair(NamedTuple):
+    """Values of one reading in both trees, measured one after the other."""
 
-    before: list[float] = field(default_factory=list)
-    after: list[float] = field(default_factory=list)
+    before: float
+    after: float
 
 
-Results = dict[str, dict[str, Samples]]
+Results = dict[str, dict[str, list[Pair]]]
 """By measure, then by the text of the reading."""
 
 
-def summary(reading: Reading, samples: Samples) -> dict[str, Any]:
+def summary(reading: Reading, pairs: Sequence[Pair]) -> dict[str, Any]:
     """Medians, the ratios of the pairs and their spread; `holds` is None for an informative reading."""
-    pairs = zip(samples.before, samples.after, strict=True)
-    ratios = [reading.ratio(before, after) for before, after in pairs]
+    ratios = [reading.ratio(*pair) for pair in pairs]
     cuts = quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
     return {
-        "before": median(samples.before),
-        "after": median(samples.after),
+        "before": median(pair.before for pair in pairs),
+        "after": median(pair.after for pair in pairs),
         "ratio": round(median(ratios), 4),
         "quartiles": [round(cuts[0], 4), round(cuts[2], 4)],
         "range": [round(min(ratios), 4), round(max(ratios), 4)],
-        "pairs": len(ratios),
         "holds": median(ratios) >= LIMIT if reading.decides else None,
-        "samples": {"before": samples.before, "after": samples.after, "ratios": ratios},
+        "pairs": [pair._asdict() for pair in pairs],
     }
 
 
@@ -258,7 +251,7 @@ def summaries(results: Results) -> dict[str, dict[str, Any]]:
         f"{name} {reading.text}": summary(reading, results[name][reading.text])
         for name in results
         for reading in MEASURES[name].readings
-        if results[name][reading.text].before
+        if results[name][reading.text]
     }
 
 
@@ -273,7 +266,7 @@ def table(found: Mapping[str, Mapping[str, Any]]) -> str:
         least, most = row["range"]
         lines.append(
             f"| {name} | {row['before']:.6g} | {row['after']:.6g} | {row['ratio']:.3f} "
-            f"| {low:.3f}–{high:.3f} | {least:.3f}–{most:.3f} | {row['pairs']} "
+            f"| {low:.3f}–{high:.3f} | {least:.3f}–{most:.3f} | {len(row['pairs'])} "
             f"| {verdicts[row['holds']]} |"
         )
     return "\n".join(lines)
@@ -307,7 +300,7 @@ def compare(
 
     `keep` is called after each pair, so that an interrupted run loses none.
     """
-    results: Results = {name: defaultdict(Samples) for name in names}
+    results: Results = {name: defaultdict(list) for name in names}
     errors: list[str] = []
     for number in range(pairs):
         for name in names:
@@ -318,8 +311,8 @@ def compare(
                 print(errors[-1], file=sys.stderr, flush=True)
                 continue
             for reading in MEASURES[name].readings:
-                results[name][reading.text].before.append(values["before"][reading.text])
-                results[name][reading.text].after.append(values["after"][reading.text])
+                both = {side: values[side][reading.text] for side in values}
+                results[name][reading.text].append(Pair(**both))
             keep(results, errors)
     return results, errors
 
@@ -351,6 +344,7 @@ def problems(trees: Mapping[str, Path], names: Sequence[str], inputs: Inputs) ->
         found.append(f"there is no bench.py in {inputs.shared}; name its directory with --shared")
     if "decisions" in names and not (inputs.data / "openb").is_dir():
         found.append(f"there is no openb in {inputs.data}; name its directory with --data")
+    # The benchmark takes its nodes from this trace, or makes them up where the trace is missing.
     traces = [(tree.parent / "shared" / "data" / "openb").is_dir() for tree in trees.values()]
     if "end_to_end" in names and len({*traces}) > 1:
         found.append(
@@ -368,8 +362,8 @@ def main() -> int:
     asked.add_argument("--after", type=Path, required=True, help="tree with its own .venv")
     asked.add_argument("--pairs", type=int, default=9)
     asked.add_argument("--only", default=",".join(MEASURES), help="measures, comma-separated")
-    asked.add_argument("--shared", type=Path, default=SHARED / "bench", help="the peers' harness")
-    asked.add_argument("--data", type=Path, default=SHARED / "data", help="directory with openb/")
+    asked.add_argument("--shared", type=Path, default=SHARED / "bench", help="harness of W1 to W3")
+    asked.add_argument("--data", type=Path, default=SHARED / "data", help="has the openb trace")
     asked.add_argument("--json", type=Path, help="written after each pair")
     options = asked.parse_args()
     trees = {"before": options.before.resolve(), "after": options.after.resolve()}
@@ -383,12 +377,7 @@ def main() -> int:
 
     def keep(results: Results, errors: list[str]) -> None:
         if options.json:
-            document = {
-                "commits": commits,
-                "limit": LIMIT,
-                "figures": summaries(results),
-                "errors": errors,
-            }
+            document = {"commits": commits, "figures": summaries(results), "errors": errors}
             options.json.write_text(json.dumps(document, indent=2) + "\n")
 
     with tempfile.TemporaryDirectory(prefix="gpool-") as scratch:
