@@ -54,11 +54,12 @@ alone: setup
 pure: setup
 	$(BIN)/python -m pytest tests/core tests/world
 
-check: setup                ## lint, types, import contracts, generated pages
+check: setup                ## lint, types, import contracts, structure, generated pages
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy --strict src
+	$(BIN)/mypy --strict src tests/tools
 	$(BIN)/lint-imports --no-logo
+	$(BIN)/python -m tests.structure --check
 	$(BIN)/python -m pytest -q -p no:cacheprovider tests/server/identity_routes/test_matrix.py -k row \
 		|| { echo 'a route has no row in the matrix of who gets what'; exit 1; }
 	$(BIN)/python -m gpool.core.lifecycle | diff -u docs/lifecycle.md - \

@@ -23,7 +23,7 @@ from time import perf_counter
 from gpool.client.client import Client
 from gpool.client.mapping import Broken, ResultReader
 from gpool.client.pickling import PYTHON, dumps_call
-from gpool.testing.processes import Daemon, Pool, cpu_s
+from tests.tools.processes import Daemon, Pool, cpu_s
 
 CHUNK = 4000
 FIFTHS = 5

@@ -25,7 +25,7 @@ from pathlib import Path
 
 import httpx2
 
-from gpool.testing.processes import SHORT_LEASE, Pool, eventually
+from tests.tools.processes import SHORT_LEASE, Pool, eventually
 
 BEAT_S = float(SHORT_LEASE["GPOOL_SERVER_BEAT_S"])
 SLOWER_AT_MOST = 0.15

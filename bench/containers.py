@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from gpool.agent.runtime.protocol import CommandJob, Limits
-from gpool.testing.components import missing
-from gpool.testing.runtimes import MAKERS, NEEDS, caller
+from tests.tools.components import missing
+from tests.tools.runtimes import MAKERS, NEEDS, caller
 
 LIMITS = Limits(cpu_milli=2000, memory_bytes=512 << 20)
 

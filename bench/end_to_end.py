@@ -46,9 +46,9 @@ from gpool.server.app import open_server
 from gpool.server.settings import Settings
 from gpool.server.store.operations import nodes, people
 from gpool.server.store.values import User
-from gpool.testing.processes import Pool, cpu_s
-from gpool.testing.scripted_crowd import Crowd, Script
 from gpool.transfer.proving import NodeKey, public_text
+from tests.tools.processes import Pool, cpu_s
+from tests.tools.scripted_crowd import Crowd, Script
 
 OPENB = Path(__file__).resolve().parents[2] / "shared" / "data" / "openb"
 LEASES_PER_S = 1500

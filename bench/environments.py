@@ -23,7 +23,7 @@ from gpool.agent.runtime.bubblewrap import BubblewrapRuntime
 from gpool.agent.runtime.protocol import CommandJob, Limits
 from gpool.core.environments import name_of, recipe
 from gpool.core.model import Recipe
-from gpool.testing.packages import PackageIndex
+from tests.tools.packages import PackageIndex
 
 LIMITS = Limits(cpu_milli=2000, memory_bytes=1 << 30)
 MODULES = 40  # of a small package

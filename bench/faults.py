@@ -21,7 +21,8 @@ from pathlib import Path
 
 from gpool.core.ids import decode, encode
 from gpool.core.model import EndReason
-from gpool.testing.processes import (
+from gpool.wire.frames import Finished, Hold, LogChunk
+from tests.tools.processes import (
     LEASE_TIME_S,
     LONG_LEASE,
     PATIENCE_S,
@@ -31,8 +32,7 @@ from gpool.testing.processes import (
     eventually,
     processes_saying,
 )
-from gpool.testing.scripted_agent import ScriptedAgent
-from gpool.wire.frames import Finished, Hold, LogChunk
+from tests.tools.scripted_agent import ScriptedAgent
 
 READY_S = 2.0
 SURVIVES_S = 2.0

@@ -33,8 +33,6 @@ from websockets.sync.client import ClientConnection, connect
 from gpool.agent.badge import Badge, Identity
 from gpool.agent.daemon import boot_clock
 from gpool.core.model import GIB, Offer
-from gpool.testing import nodes
-from gpool.testing.processes import Pool
 from gpool.transfer.proving import NodeKey
 from gpool.wire.frames import (
     CHANNEL_PATH,
@@ -52,6 +50,8 @@ from gpool.wire.frames import (
     decode_any_from_server,
     encode,
 )
+from tests.tools import nodes
+from tests.tools.processes import Pool
 
 OFFER = Offer(4000, 8 * GIB, 64 * GIB, (), hostname="flood")
 KINDS = ("beats", "reports", "offers")

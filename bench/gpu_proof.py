@@ -15,7 +15,7 @@ from gpool.core.gpuproof import MAKES, Path, keys_of, leads_to, terms_for
 from gpool.core.model import GIB
 from gpool.server.gpu_proofs.checking import is_product, probe_from
 from gpool.server.gpu_proofs.streams import SomeRows, digest_of, kept
-from gpool.testing.gpu_prover import product_of
+from tests.tools.gpu_prover import product_of
 
 GIGABYTES = {"H200": 141, "H100": 80, "A100": 80, "RTX4090": 24, "L4": 24, "T4": 16}
 

@@ -32,8 +32,8 @@ from gpool.server.clock import SystemClock, system_ids
 from gpool.server.store import open_store
 from gpool.server.store.operations import people, tasks
 from gpool.server.store.values import NewTask, Submission, User
-from gpool.testing.postgres import postgres as own_postgres
-from gpool.testing.processes import Pool
+from tests.tools.postgres import postgres as own_postgres
+from tests.tools.processes import Pool
 
 FEW = 1000
 QUEUED = 100_000

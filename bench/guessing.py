@@ -24,7 +24,7 @@ from time import perf_counter
 
 import httpx2
 
-from gpool.testing.processes import Pool
+from tests.tools.processes import Pool
 
 PER_S = 200
 ADDRESSES = 40

@@ -19,7 +19,7 @@ import time
 import uuid
 from pathlib import Path
 
-from gpool.testing.processes import Pool, eventually, processes_saying
+from tests.tools.processes import Pool, eventually, processes_saying
 
 POLICY = '[[gpu]]\nprograms = ["gpool-bench-game"]\n'
 SCRIPTS = {

@@ -27,7 +27,7 @@ from gpool.server.identity.sealer import MasterSource, Sealer
 from gpool.server.store.opening import open_store
 from gpool.server.store.operations import sealed
 from gpool.server.store.sealed_values import SealedField
-from gpool.testing.processes import Pool
+from tests.tools.processes import Pool
 
 EACH = 100
 P99_MS = 300.0

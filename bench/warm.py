@@ -27,8 +27,8 @@ from gpool.agent.runtime.bubblewrap import BubblewrapRuntime
 from gpool.agent.runtime.calls import PYTHON
 from gpool.agent.runtime.protocol import Limits, RunnerJob
 from gpool.client.client import Client
-from gpool.testing.processes import Daemon, Pool, eventually
-from gpool.testing.runtimes import Caller
+from tests.tools.processes import Daemon, Pool, eventually
+from tests.tools.runtimes import Caller
 
 BAR_MS = 15.0
 LIMITS = Limits(cpu_milli=2000, memory_bytes=1 << 30)
@@ -113,7 +113,8 @@ def pooled(rounds: int, module: str) -> dict[str, dict[str, float]]:
             client = fresh_user(pool, number)
             if warm and number:
                 await_one_past(agent, taken)
-            task = client.task(use, preload=[module]) if warm else client.task(use)
+            # the node is the operator's: its values are unpickled on request only
+            task = client.task(use, preload=[module] if warm else [], results="pickle")
             began = time.perf_counter()
             there, age = task.remote()
             spent = time.perf_counter() - began

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, settings
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
-from gpool.testing import components
+from tests.tools import components
 
 # Properties are judged by what they find, not by how busy the machine is. Where CI=true, hypothesis tries the same
 # examples in every run; elsewhere always new ones.
@@ -67,5 +67,5 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadSco
 
 def pytest_sessionfinish() -> None:
     """Container engines that tests shared end with their session."""
-    if engines := sys.modules.get("gpool.testing.engines"):
+    if engines := sys.modules.get("tests.tools.engines"):
         engines.end_shared()

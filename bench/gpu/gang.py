@@ -7,7 +7,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from gpool.testing.processes import SHORT_LEASE, Pool, eventually
+from tests.tools.processes import SHORT_LEASE, Pool, eventually
 
 HERE = Path(__file__).resolve().parent
 PORTS = {"first": "47100", "second": "47400"}

@@ -4,4 +4,4 @@
 set -u
 PYTHON=${1:?usage: gang.sh PYTHON WHEELS} WHEELS=${2:?usage: gang.sh PYTHON WHEELS}
 "$PYTHON" -m pip install -q --no-index --find-links "$WHEELS" 'gpool[server,agent]' || exit 1
-timeout 400 "$PYTHON" "$(dirname "$0")/gang.py"
+PYTHONPATH="$(dirname "$0")/../.." timeout 400 "$PYTHON" "$(dirname "$0")/gang.py"

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from gpool.core.errors import TaskFailed as TaskFailed
     from gpool.core.errors import TimedOut as TimedOut
     from gpool.core.errors import Unreachable as Unreachable
+    from gpool.core.errors import UntrustedResult as UntrustedResult
 
 __version__ = "0.1.0"
 
@@ -48,6 +49,7 @@ _HOMES = {
         "TaskFailed",
         "TimedOut",
         "Unreachable",
+        "UntrustedResult",
     ),
     "gpool.core.errors",
 )
@@ -81,6 +83,7 @@ __all__ = [
     "TaskFailed",
     "TimedOut",
     "Unreachable",
+    "UntrustedResult",
     "__version__",
     "local_files",
     "run",

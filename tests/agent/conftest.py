@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from gpool.testing.runtimes import NEEDS
+from tests.tools.runtimes import NEEDS
 
 
 @pytest.fixture(autouse=True)

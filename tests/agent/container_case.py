@@ -10,8 +10,8 @@ from docker.errors import APIError
 
 from gpool.agent.runtime.docker.runtime import disk_device
 from gpool.agent.runtime.protocol import CommandJob, Limits
-from gpool.testing.engines import PrivateEngine, docker_client
-from gpool.testing.runtimes import LIMITS, Ran
+from tests.tools.engines import PrivateEngine, docker_client
+from tests.tools.runtimes import LIMITS, Ran
 
 
 async def run_image(runtime: Any, image: str, *argv: str, limits: Limits = LIMITS) -> Ran:

@@ -14,8 +14,6 @@ from websockets.http11 import Request, Response
 
 from gpool.agent.settings import AgentSettings
 from gpool.core.model import Allocation, Offer, Slice, TaskSpec
-from gpool.testing.nodes import a_key
-from gpool.testing.runtimes import PATIENCE_S
 from gpool.transfer.private_files import write_private
 from gpool.transfer.proving import (
     PROOF_HEADER,
@@ -51,6 +49,8 @@ from gpool.wire.frames import (
     decode_any_from_agent,
     encode,
 )
+from tests.tools.nodes import a_key
+from tests.tools.runtimes import PATIENCE_S
 
 NODE, SERVER, TOKEN = "n-0000000000001", "pool-of-the-test", "the node's token"
 KEY = a_key()

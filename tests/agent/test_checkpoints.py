@@ -52,8 +52,8 @@ from gpool.core.model import (
     Tier,
 )
 from gpool.testing.fake_runtime import FakeRun, FakeRuntime
-from gpool.testing.runtimes import PATIENCE_S
 from gpool.transfer.artifacts import LeaseRef
+from tests.tools.runtimes import PATIENCE_S
 
 MS = 1_000
 SECOND = 1_000_000

@@ -12,8 +12,6 @@ from random import Random
 
 import cloudpickle
 import pytest
-from desk import Desk, settings_for
-from session_case import Case, function, of
 
 from gpool.agent.checkup import AGAIN_AFTER_US, Checkup
 from gpool.agent.instructions import CommandEnded, OfferDetected, RunnerEnded, StartRunner
@@ -30,8 +28,10 @@ from gpool.agent.runtime.protocol import (
 )
 from gpool.core.model import EndReason, Fault, Gpu, Offer, Requirements, Slice, TaskKind, TaskSpec
 from gpool.testing.fake_runtime import FakeRun, FakeRuntime
-from gpool.testing.runtimes import PATIENCE_S, using
 from gpool.wire.frames import Finished, HandedBack, Lease
+from tests.agent.desk import Desk, settings_for
+from tests.agent.session_case import Case, function, of
+from tests.tools.runtimes import PATIENCE_S, using
 
 OWN_PYTHON = f"3.{sys.version_info.minor}"
 OFFER = Offer(2000, 1 << 30, 1 << 30)

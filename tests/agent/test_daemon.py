@@ -15,7 +15,6 @@ from random import Random
 
 import cloudpickle
 import pytest
-from desk import Desk, settings_for
 
 from gpool.agent.instructions import OfferDetected, ReclaimAsked
 from gpool.agent.main import Means, run_agent
@@ -34,7 +33,6 @@ from gpool.core.model import (
     Tier,
 )
 from gpool.testing.fake_runtime import FakeRun, FakeRuntime
-from gpool.testing.runtimes import PATIENCE_S
 from gpool.transfer.proving import NodeKey
 from gpool.wire.frames import (
     Challenge,
@@ -48,6 +46,8 @@ from gpool.wire.frames import (
     Stop,
     StopReason,
 )
+from tests.agent.desk import Desk, settings_for
+from tests.tools.runtimes import PATIENCE_S
 
 OWN_PYTHON = f"3.{sys.version_info.minor}"
 OFFER = Offer(2000, 1 << 30, 1 << 30)

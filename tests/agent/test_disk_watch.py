@@ -12,7 +12,7 @@ import pytest
 
 from gpool.agent.runtime import disk as disk_watch
 from gpool.agent.runtime.disk import LOOK_AT_LAST_S, LOOK_EVERY_S, DiskWatch, Watched
-from gpool.testing.runtimes import within
+from tests.tools.runtimes import within
 
 MIB = 1 << 20
 

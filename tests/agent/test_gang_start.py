@@ -23,8 +23,8 @@ from gpool.core.model import (
     TaskKind,
     TaskSpec,
 )
-from gpool.testing.processes import PATIENCE_S, free_port
 from gpool.wire.frames import Rendezvous
+from tests.tools.processes import PATIENCE_S, free_port
 
 PART = Allocation(3, 2000, 2 << 30, (Slice(0, 1 << 30, 1000), Slice(1, 1 << 30, 1000)))
 HEAD = Rendezvous(0, (("192.0.2.1", 47101), ("192.0.2.2", 47105)), b"s" * 32)

@@ -22,7 +22,7 @@ import pytest
 from gpool.agent.runner import forking, serve
 from gpool.agent.runtime import calls
 from gpool.agent.runtime.protocol import Call, SandboxFailed
-from gpool.testing.runtimes import Caller, caller, processes_with, using
+from tests.tools.runtimes import Caller, caller, processes_with, using
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 RETIRE_FRAME = calls.HEAD.pack(0, calls.RETIRE)

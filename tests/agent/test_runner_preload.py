@@ -20,7 +20,7 @@ import pytest
 from gpool.agent.runner import forking
 from gpool.agent.runtime.protocol import Call, Limits, SandboxFailed
 from gpool.core.model import EndReason
-from gpool.testing.runtimes import LIMITS, PATIENCE_S, Caller, caller, processes_with, using
+from tests.tools.runtimes import LIMITS, PATIENCE_S, Caller, caller, processes_with, using
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 real = pytest.mark.parametrize("kind", ["bubblewrap", "process"])

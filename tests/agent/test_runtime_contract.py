@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from container_case import none_left
 
 from gpool.agent.runtime.docker.kernel_log import records
 from gpool.agent.runtime.protocol import BadOutput, CommandJob, Limits, Staged
 from gpool.core.model import EndReason
-from gpool.testing.engines import shared_engine
-from gpool.testing.processes import eventually
-from gpool.testing.runtimes import (
+from tests.agent.container_case import none_left
+from tests.tools.engines import shared_engine
+from tests.tools.processes import eventually
+from tests.tools.runtimes import (
     ENGINES,
     LIMITS,
     MAKERS,
@@ -218,7 +218,7 @@ AGENT = """
 import asyncio, sys
 from pathlib import Path
 
-from gpool.testing.runtimes import MAKERS, LIMITS
+from tests.tools.runtimes import MAKERS, LIMITS
 from gpool.agent.runtime.protocol import CommandJob
 async def main():
     runtime = MAKERS[{kind!r}](Path({data!r}))
@@ -281,7 +281,7 @@ HASTY_AGENT = """
 import asyncio
 from pathlib import Path
 
-from gpool.testing.runtimes import MAKERS, LIMITS
+from tests.tools.runtimes import MAKERS, LIMITS
 from gpool.agent.runtime.protocol import CommandJob
 async def main():
     runtime = MAKERS[{kind!r}](Path({data!r}))

@@ -23,7 +23,7 @@ from gpool.agent.runtime.protocol import (
     RunnerJob,
     SandboxFailed,
 )
-from gpool.testing.runtimes import LIMITS, Caller, using
+from tests.tools.runtimes import LIMITS, Caller, using
 
 MINOR = f"python{PYTHON}"
 

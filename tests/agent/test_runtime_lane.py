@@ -15,8 +15,8 @@ import pytest
 
 from gpool.agent.runtime.calls import PYTHON
 from gpool.agent.runtime.protocol import CommandJob, Lane, RunnerJob, SandboxFailed
-from gpool.testing import unprivileged
-from gpool.testing.runtimes import LIMITS, Caller, using
+from tests.tools import unprivileged
+from tests.tools.runtimes import LIMITS, Caller, using
 
 ADDRESS = "198.51.100.7"
 KINDS = ("bubblewrap", "docker", "podman")
@@ -183,7 +183,7 @@ import asyncio, os, subprocess, sys
 from pathlib import Path
 from gpool.agent.runtime.bubblewrap import BubblewrapRuntime
 from gpool.agent.runtime.protocol import CommandJob, Lane
-from gpool.testing.runtimes import LIMITS
+from tests.tools.runtimes import LIMITS
 
 script = "ip link set lo up; ip addr add {ADDRESS}/32 dev lo; echo up; exec sleep 600"
 opener = subprocess.Popen(["unshare", "--user", "--map-root-user", "--net", "sh", "-c", script], stdout=-1)

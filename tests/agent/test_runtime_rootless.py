@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from gpool.testing import unprivileged
+from tests.tools import unprivileged
 
 CODE = r"""
 import asyncio, json, os, pickle, sys
@@ -17,7 +17,7 @@ from pathlib import Path
 from gpool.agent.runtime import landlock
 from gpool.agent.runtime.bubblewrap import BubblewrapRuntime
 from gpool.agent.runtime.protocol import Limits, Prepared, CommandJob, ENVIRONMENT_AT
-from gpool.testing.runtimes import LIMITS, caller, command, left_over
+from tests.tools.runtimes import LIMITS, caller, command, left_over
 
 SMALL = Limits(cpu_milli=1000, memory_bytes=96 << 20, processes=40, disk_bytes=32 << 20, open_files=64)
 FORKS = '''

@@ -16,7 +16,7 @@ import pytest
 from gpool.agent.runtime import cgroups, landlock
 from gpool.agent.runtime.protocol import CommandJob, Limits
 from gpool.core.model import Gpu, Slice
-from gpool.testing.runtimes import LIMITS, command, using
+from tests.tools.runtimes import LIMITS, command, using
 
 needs_landlock = pytest.mark.skipif(
     not landlock.version() or not landlock.perl(), reason="this kernel or host has no Landlock wall"

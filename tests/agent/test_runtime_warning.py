@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from gpool.agent.runtime.protocol import CommandJob, Ended
-from gpool.testing.runtimes import LIMITS, using
+from tests.tools.runtimes import LIMITS, using
 
 every = pytest.mark.parametrize("kind", ["bubblewrap", "bubblewrap's wheel", "process"])
 SAVES = """

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from session_case import SECOND, Case, allocation, command, of
 
 from gpool.agent.instructions import (
     CommandEnded,
@@ -25,6 +24,7 @@ from gpool.wire.frames import (
     Released,
     Rendezvous,
 )
+from tests.agent.session_case import SECOND, Case, allocation, command, of
 
 TOLD = Rendezvous(1, (("192.0.2.1", 47101), ("192.0.2.2", 47105)), b"s" * 32)
 

@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from session_case import BEAT, OFFER, SECOND, Case, command, frames
 
 from gpool.agent.instructions import (
     CommandStarted,
@@ -32,6 +31,7 @@ from gpool.wire.frames import (
     decode_from_agent,
     encode,
 )
+from tests.agent.session_case import BEAT, OFFER, SECOND, Case, command, frames
 
 GPUS = tuple(Gpu(n, f"g{n}", "H200", "nvidia", 1 << 30) for n in range(2))
 

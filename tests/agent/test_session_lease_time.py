@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from session_case import BEAT, MARGIN, SECOND, TTL, Case, allocation, command, frames, function, of
 
 from gpool.agent.instructions import (
     CommandEnded,
@@ -35,6 +34,18 @@ from gpool.wire.frames import (
     Recorded,
     Reports,
     Welcome,
+)
+from tests.agent.session_case import (
+    BEAT,
+    MARGIN,
+    SECOND,
+    TTL,
+    Case,
+    allocation,
+    command,
+    frames,
+    function,
+    of,
 )
 
 TERM = TTL - MARGIN

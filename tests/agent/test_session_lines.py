@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-from session_case import SECOND, Case, allocation, calls, command, frames, function, of
 
 from gpool.agent.instructions import (
     CallPrinted,
@@ -34,6 +33,7 @@ from gpool.wire.frames import (
     Reports,
     Started,
 )
+from tests.agent.session_case import SECOND, Case, allocation, calls, command, frames, function, of
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ from __future__ import annotations
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from session_case import BEAT, MARGIN, OFFER, SECOND, TTL, allocation, answer, command, function
 
 from gpool.agent.instructions import (
     CallsAnswered,
@@ -48,6 +47,17 @@ from gpool.wire.frames import (
     Stop,
     StopReason,
     Welcome,
+)
+from tests.agent.session_case import (
+    BEAT,
+    MARGIN,
+    OFFER,
+    SECOND,
+    TTL,
+    allocation,
+    answer,
+    command,
+    function,
 )
 
 TERM = TTL - MARGIN

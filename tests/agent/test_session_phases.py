@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from session_case import SECOND, Case, command, function, of
 
 from gpool.agent.instructions import (
     CommandEnded,
@@ -20,6 +19,7 @@ from gpool.agent.instructions import (
 )
 from gpool.core.model import EndReason, Phase, Span
 from gpool.wire.frames import Finished, HandedBack, Reached, Started
+from tests.agent.session_case import SECOND, Case, command, function, of
 
 
 @pytest.fixture

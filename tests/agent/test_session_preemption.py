@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from session_case import OFFER, SECOND, Case, allocation, command, frames, function, of
 
 from gpool.agent.instructions import (
     CommandCheckpointed,
@@ -39,6 +38,7 @@ from gpool.wire.frames import (
     StopReason,
     Welcome,
 )
+from tests.agent.session_case import OFFER, SECOND, Case, allocation, command, frames, function, of
 
 FILES = (OutputFile("state/n", "a" * 64, 3),)
 

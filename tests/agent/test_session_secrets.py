@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from session_case import Case, allocation, command, function, of
-
 from gpool.agent.instructions import FrameArrived, Instruction, StartCommand, StartRunner
 from gpool.agent.lines import Order
 from gpool.core.model import TaskSpec
 from gpool.wire.frames import Grants, HandedBack, Lease, Line, Secret, decode_from_server, encode
+from tests.agent.session_case import Case, allocation, command, function, of
 
 VALUE = "a secret value"
 

@@ -15,7 +15,6 @@ from typing import Any
 
 import cloudpickle
 import pytest
-from test_runtime_environments import environment
 
 from gpool.agent.cache import ArtifactCache
 from gpool.agent.instructions import (
@@ -43,7 +42,8 @@ from gpool.core.model import (
     TaskSpec,
     Tier,
 )
-from gpool.testing.runtimes import PATIENCE_S, Caller, using
+from tests.agent.test_runtime_environments import environment
+from tests.tools.runtimes import PATIENCE_S, Caller, using
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 both = pytest.mark.parametrize("kind", ["bubblewrap", "fake"])

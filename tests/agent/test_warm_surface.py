@@ -17,7 +17,7 @@ import pytest
 
 from gpool.agent.runtime.calls import PYTHON
 from gpool.agent.runtime.protocol import RunnerJob
-from gpool.testing.runtimes import LIMITS, Caller, using
+from tests.tools.runtimes import LIMITS, Caller, using
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 PROBE = Path(__file__).parents[1] / "hostile" / "probe"

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
-from standin import Pool
 
 from gpool import Client
 from gpool.cli.main import cli
+from tests.client.standin import Pool
 
 Gpool = Callable[..., Result]
 

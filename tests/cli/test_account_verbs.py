@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
-from server_desk import Live, serving
 
 from gpool.cli.main import cli
 from gpool.cli.signing import tidy
 from gpool.wallet.signing import Key
+from tests.server.server_desk import Live, serving
 
 PASSWORD = "a long enough password"
 

@@ -10,10 +10,10 @@ from typing import Any
 import httpx2
 import pytest
 from click.testing import CliRunner, Result
-from server_desk import Live, serving
 
 from gpool.cli.main import cli
-from gpool.testing.processes import PATIENCE_S
+from tests.server.server_desk import Live, serving
+from tests.tools.processes import PATIENCE_S
 
 
 class Owner:

@@ -18,7 +18,6 @@ from typing import Any, cast
 import httpx2
 import pytest
 from click.testing import Result as Done
-from standin import Pool
 
 from gpool.cli.following import show_documents
 from gpool.cli.interrupts import HELD, Reading
@@ -29,7 +28,8 @@ from gpool.client.logs import Printed
 from gpool.client.results import Result
 from gpool.client.runs import Run
 from gpool.core.errors import Unreachable
-from gpool.testing.processes import PATIENCE_S
+from tests.client.standin import Pool
+from tests.tools.processes import PATIENCE_S
 
 Say = Callable[[int], None]
 

@@ -11,11 +11,11 @@ from typing import Any
 import httpx2
 import pytest
 from click.testing import CliRunner
-from server_desk import Live, serving
 
 from gpool.cli.main import cli
 from gpool.cli.naming import shown_as
-from gpool.testing.processes import PATIENCE_S
+from tests.server.server_desk import Live, serving
+from tests.tools.processes import PATIENCE_S
 
 NODE = {"name": "vm", "cpu_milli": 2000, "memory_bytes": 8 << 30, "gpus": []}
 ADA = {"name": "ada", "password": "a long way to Tipperary"}

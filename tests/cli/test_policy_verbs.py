@@ -13,18 +13,18 @@ from typing import Any
 import httpx2
 import pytest
 from click.testing import CliRunner
-from server_desk import Live, serving
 
 from gpool.cli.main import cli
 from gpool.cli.policy import NOT_LEARNT
 from gpool.core.model import EndReason
 from gpool.core.scheduling.portfolio import LEAST_ARRIVALS
 from gpool.server.store.operations.arrivals import MOST_ALIKE
-from gpool.testing.nodes import joined
-from gpool.testing.processes import PATIENCE_S
-from gpool.testing.scripted_agent import ScriptedAgent
 from gpool.transfer.proving import NodeKey
 from gpool.wire.frames import Finished, Started, Stop, StopReason
+from tests.server.server_desk import Live, serving
+from tests.tools.nodes import joined
+from tests.tools.processes import PATIENCE_S
+from tests.tools.scripted_agent import ScriptedAgent
 
 NODE = {"name": "bench", "cpu_milli": 2000, "memory_bytes": 8 << 30, "gpus": []}
 NEVER_S = 36_000.0  # scripted nodes do not beat; none is to be missed

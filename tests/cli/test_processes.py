@@ -15,7 +15,7 @@ import pytest
 from gpool.cli.children import Child, Program
 from gpool.cli.up import data_folder, must_be_free, only_one, typed, within_reach
 from gpool.core.errors import Conflict, Invalid
-from gpool.testing.processes import PATIENCE_S, eventually, free_port
+from tests.tools.processes import PATIENCE_S, eventually, free_port
 
 GPOOL = [sys.executable, "-m", "gpool"]
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 from click.testing import Result
-from standin import Pool
 
 from gpool.cli.progress import ProgressLine
 from gpool.client.logs import Progress
+from tests.client.standin import Pool
 
 Gpool = Callable[..., Result]
 

@@ -11,12 +11,12 @@ from typing import Any
 import click
 import pytest
 from click.testing import CliRunner, Result
-from standin import Pool
 
 from gpool import Client
 from gpool.cli.main import ELSEWHERE, VERBS, cli
 from gpool.cli.printing import local_time
 from gpool.core.ids import encode
+from tests.client.standin import Pool
 
 Gpool = Callable[..., Result]
 

@@ -9,11 +9,11 @@ from collections.abc import Callable
 import httpx2
 import pytest
 from click.testing import Result
-from standin import Pool
 
 from gpool import Client
 from gpool.cli.waiting import MOST_TOLD
-from gpool.testing.processes import PATIENCE_S
+from tests.client.standin import Pool
+from tests.tools.processes import PATIENCE_S
 
 Gpool = Callable[..., Result]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from standin import Pool
 
 from gpool import Client
+from tests.client.standin import Pool
 
 
 @pytest.fixture

@@ -26,7 +26,6 @@ from gpool.server.app import ensure_operator, make_app, open_server
 from gpool.server.channel import Channel
 from gpool.server.server import Server
 from gpool.server.settings import Settings
-from gpool.testing.nodes import a_key, joined
 from gpool.transfer.requests import Request
 from gpool.wire.frames import (
     PROTOCOL,
@@ -39,6 +38,7 @@ from gpool.wire.frames import (
     Reports,
     Started,
 )
+from tests.tools.nodes import a_key, joined
 
 Command = Callable[[TaskSpec], tuple[int, list[tuple[int, bytes]], dict[str, bytes]]]
 _SILENCE_S = 240.0

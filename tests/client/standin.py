@@ -62,6 +62,8 @@ class Pool(httpx2.BaseTransport):
         self.lose_answers = 0
         self.break_after = break_after
         self.runs = runs
+        self.own_node: bool | None = True  # None: an older server, which does not report it
+        self.node_name = "stand-in"
         self.command: Callable[[dict[str, Any]], dict[str, Any]] = lambda _: {}
         self._change = threading.Condition()
         self._numbers = iter(range(1, 1 << 40))
@@ -245,6 +247,12 @@ class Pool(httpx2.BaseTransport):
             "status": "succeeded",
             "reason": "returned",
         }
+        if self.own_node is not None:
+            result |= {
+                "node": encode("node", 1),
+                "node_name": self.node_name,
+                "own_node": self.own_node,
+            }
         document = task["document"]
         if task["kind"] == "command":
             result |= {"reason": "exited", "exit_code": 0} | self.command(task)

@@ -7,12 +7,12 @@ import os
 from pathlib import Path
 
 import pytest
-from standin import Pool
 
 from gpool import Client, Conflict, Invalid
 from gpool.client.artifacts import gather
 from gpool.client.results import Output
 from gpool.core.errors import InternalFault
+from tests.client.standin import Pool
 
 
 def put(pool: Pool, path: str, content: bytes, *, executable: bool = False) -> Output:

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from standin import Pool
 
 import gpool
 from gpool import Client
 from gpool.client.logs import Progress
+from tests.client.standin import Pool
 
 
 @pytest.fixture

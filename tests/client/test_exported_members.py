@@ -26,6 +26,7 @@ PUBLIC = [
     "TaskFailed",
     "TimedOut",
     "Unreachable",
+    "UntrustedResult",
     "__version__",
     "local_files",
     "run",

@@ -8,10 +8,10 @@ from typing import Any
 
 import httpx2
 import pytest
-from standin import Pool, problem
 
 from gpool import Client, Invalid
 from gpool.core.errors import TooMany
+from tests.client.standin import Pool, problem
 
 
 def test_values_come_in_order(client: Client) -> None:

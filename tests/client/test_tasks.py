@@ -11,12 +11,12 @@ from collections.abc import AsyncIterator, Iterator
 from datetime import UTC, datetime
 
 import pytest
-from standin import Pool
 
 import gpool
 from gpool import Client
 from gpool.client import moments
 from gpool.client.runs import wait_for
+from tests.client.standin import Pool
 
 
 class Account:

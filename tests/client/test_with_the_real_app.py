@@ -10,7 +10,6 @@ from random import Random
 import httpx2
 import pytest
 from click.testing import CliRunner
-from inprocess import Node, RealPool
 
 import gpool
 from gpool import Client
@@ -18,8 +17,9 @@ from gpool.cli.main import cli
 from gpool.client.artifacts import gather
 from gpool.client.logs import printed
 from gpool.client.options import Options
-from gpool.testing.processes import PATIENCE_S
 from gpool.transfer.artifacts import PART_BYTES
+from tests.client.inprocess import Node, RealPool
+from tests.tools.processes import PATIENCE_S
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 from hypothesis import given
 from hypothesis import strategies as st
-from scheduling_builders import NOW, a_gpu, a_node, a_shape, a_state, apply, enqueue, hold
 
 from gpool.core.explain import explain
 from gpool.core.ids import NodeId, TaskId, UserId
@@ -25,6 +24,16 @@ from gpool.core.scheduling.orders import ORDERS, Policy
 from gpool.core.scheduling.placement import is_open, unfit
 from gpool.core.scheduling.plan import plan
 from gpool.core.scheduling.state import State, build
+from tests.core.scheduling_builders import (
+    NOW,
+    a_gpu,
+    a_node,
+    a_shape,
+    a_state,
+    apply,
+    enqueue,
+    hold,
+)
 
 POLICIES = st.sampled_from([Policy(order=name) for name in sorted(ORDERS)])
 

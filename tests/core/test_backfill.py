@@ -6,7 +6,6 @@ from heapq import heappop, heappush
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scheduling_builders import NOW, a_node, a_shape, a_state
 
 from gpool.core.ids import TaskId
 from gpool.core.model import SECOND, GpuRequest, Instant, Shape, Span
@@ -18,6 +17,7 @@ from gpool.core.scheduling.events import (
 )
 from gpool.core.scheduling.orders import Policy
 from gpool.core.scheduling.plan import plan
+from tests.core.scheduling_builders import NOW, a_node, a_shape, a_state
 
 FCFS = Policy(order="fcfs")
 PATIENCE = FCFS.patience // SECOND

@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scheduling_builders import NOW, a_node, a_shape, a_state
 
 from gpool.core.ids import TaskId
 from gpool.core.model import SECOND, GpuRequest, Instant, Shape
@@ -23,6 +22,7 @@ from gpool.core.scheduling.limits import GpuLimits
 from gpool.core.scheduling.orders import ORDERS, Policy
 from gpool.core.scheduling.plan import plan
 from gpool.core.scheduling.state import State
+from tests.core.scheduling_builders import NOW, a_node, a_shape, a_state
 
 MINUTE = 60 * SECOND
 

@@ -7,7 +7,6 @@ from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scheduling_builders import NOW, a_node, a_shape, a_state, apply, enqueue, hold
 
 from gpool.core.ids import NodeId, TaskId, UserId
 from gpool.core.model import GIB, MIB, SECOND, Allocation, GpuRequest, Instant, Shape, Slice, Span
@@ -19,6 +18,7 @@ from gpool.core.scheduling.preemption import Victim, Victims
 from gpool.core.scheduling.reach import Reach
 from gpool.core.scheduling.starts import MAX_IN_VIEW, MAX_STARTS, SEARCHES_IN_TURN
 from gpool.core.scheduling.state import Line, ShapeState, State
+from tests.core.scheduling_builders import NOW, a_node, a_shape, a_state, apply, enqueue, hold
 
 HOUR = 3600 * SECOND
 

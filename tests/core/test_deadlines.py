@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scheduling_builders import NOW, a_node, a_shape, a_state
 
 from gpool.core.ids import TaskId
 from gpool.core.model import SECOND, GpuRequest, Instant, Shape
@@ -15,6 +14,7 @@ from gpool.core.scheduling.events import QueuedTask, TasksQueued
 from gpool.core.scheduling.orders import Policy
 from gpool.core.scheduling.plan import plan
 from gpool.core.scheduling.state import State
+from tests.core.scheduling_builders import NOW, a_node, a_shape, a_state
 
 HOUR = 3600 * SECOND
 FAIR = Policy()

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scheduling_builders import NOW, OWNER, a_node, a_shape, a_state, apply, enqueue
 
 from gpool.core import gpuspec
 from gpool.core.ids import NodeId, TaskId
@@ -25,6 +24,7 @@ from gpool.core.scheduling.placement import fit, is_open, unfit
 from gpool.core.scheduling.plan import plan
 from gpool.core.scheduling.pricing import USUAL, Pricing, Weights, price
 from gpool.core.scheduling.state import State
+from tests.core.scheduling_builders import NOW, OWNER, a_node, a_shape, a_state, apply, enqueue
 
 H100, T4, A10G = "NVIDIA H100 80GB HBM3", "Tesla T4", "NVIDIA A10G"
 

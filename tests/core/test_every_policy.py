@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scheduling_builders import NOW, a_node, a_shape, a_state
 
 from gpool.core.ids import TaskId
 from gpool.core.model import SECOND, GpuRequest, Instant, Shape, Span
@@ -22,6 +21,7 @@ from gpool.core.scheduling.events import (
 from gpool.core.scheduling.limits import GpuLimits, Holder, gpus_of
 from gpool.core.scheduling.orders import DECISIVE, ORDERS, Policy
 from gpool.core.scheduling.plan import plan
+from tests.core.scheduling_builders import NOW, a_node, a_shape, a_state
 
 STEP = 7 * 60 * SECOND  # turns and times of protection begin and end in between
 STEPS = 60

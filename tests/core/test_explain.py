@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from scheduling_builders import NOW, a_node, a_shape, a_state, apply, enqueue, hold
 
 from bench.whatif import some_pool
 from gpool.core import gpuspec
@@ -30,6 +29,7 @@ from gpool.core.refusals import Explanation
 from gpool.core.scheduling.events import NodeRemoved, TasksWithdrawn
 from gpool.core.scheduling.orders import ORDERS, Policy
 from gpool.core.scheduling.plan import plan
+from tests.core.scheduling_builders import NOW, a_node, a_shape, a_state, apply, enqueue, hold
 
 FCFS = Policy(order="fcfs")
 

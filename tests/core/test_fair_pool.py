@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from scheduling_builders import NOW, a_node, a_shape, a_state, enqueue, hold
 
 from gpool.core.ids import NodeId, TaskId
 from gpool.core.model import (
@@ -21,6 +20,7 @@ from gpool.core.model import (
 )
 from gpool.core.scheduling.events import NodeChanged, NodeRemoved, TasksReleased
 from gpool.core.scheduling.state import State, build
+from tests.core.scheduling_builders import NOW, a_node, a_shape, a_state, enqueue, hold
 
 ALL = 1_000_000
 SHUT: dict[str, dict[str, Any]] = {

@@ -9,7 +9,6 @@ from random import Random
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from scheduling_builders import NOW, a_node, a_state
 
 from gpool.core.ids import TaskId, UserId
 from gpool.core.model import SECOND, GpuRequest, Instant, Requirements, Shape, Span, TaskKind
@@ -34,6 +33,7 @@ from gpool.core.scheduling.orders import ORDERS, Key, Policy
 from gpool.core.scheduling.plan import plan
 from gpool.core.scheduling.starts import Starts
 from gpool.core.scheduling.state import State
+from tests.core.scheduling_builders import NOW, a_node, a_state
 
 HOUR = 3600 * SECOND
 Kind = tuple[int, int, int, int]  # team, users, GPUs and minutes of a task

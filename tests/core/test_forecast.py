@@ -8,7 +8,6 @@ from random import Random
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from scheduling_builders import NOW, OWNER, a_node, a_shape, a_state, apply, enqueue
 
 from gpool.core.errors import Invalid
 from gpool.core.explain import explain
@@ -25,6 +24,7 @@ from gpool.core.scheduling.rules import PolicyChange, Reservation, Rules
 from gpool.core.scheduling.run_times import RunTimes
 from gpool.core.scheduling.snapshot import take
 from gpool.core.scheduling.state import State
+from tests.core.scheduling_builders import NOW, OWNER, a_node, a_shape, a_state, apply, enqueue
 
 FCFS = Policy(order="fcfs")
 PRIORITY = Policy(order="priority")

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scheduling_builders import NOW, a_node, a_shape, a_state, hold
 
 from gpool.core.explain import explain
 from gpool.core.ids import NodeId, TaskId
@@ -41,6 +40,7 @@ from gpool.core.scheduling.plan import plan
 from gpool.core.scheduling.snapshot import take
 from gpool.core.scheduling.state import State
 from gpool.testing.dice import Dice
+from tests.core.scheduling_builders import NOW, a_node, a_shape, a_state, hold
 
 HOUR = 3600 * SECOND
 LATER = Instant(NOW + HOUR)

@@ -7,11 +7,11 @@ from contextlib import suppress
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from scheduling_builders import MEMORY_MIB, a_gpu
 
 from gpool.core import gpuspec
 from gpool.core.errors import BadGpuSpec
 from gpool.core.model import GIB, MIB, GpuRequest
+from tests.core.scheduling_builders import MEMORY_MIB, a_gpu
 
 GB = 10**9
 

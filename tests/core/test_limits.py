@@ -6,7 +6,6 @@ from dataclasses import replace
 
 from hypothesis import given
 from hypothesis import strategies as st
-from scheduling_builders import NOW, a_node, a_shape, a_state, apply, enqueue
 
 from gpool.core.explain import explain
 from gpool.core.ids import TaskId
@@ -16,6 +15,7 @@ from gpool.core.scheduling.limits import GpuLimits, gpus_of, holders_of
 from gpool.core.scheduling.orders import Policy
 from gpool.core.scheduling.plan import plan
 from gpool.core.scheduling.state import State
+from tests.core.scheduling_builders import NOW, a_node, a_shape, a_state, apply, enqueue
 
 WHOLE = (GpuRequest(),)
 SHAPES = [

@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scheduling_builders import NOW, a_node, a_shape, a_state, enqueue
 
 from gpool.core.ids import TaskId
 from gpool.core.model import SECOND, GpuRequest, Instant, Span
@@ -22,6 +21,7 @@ from gpool.core.scheduling.orders import (
     outranks,
 )
 from gpool.core.scheduling.plan import plan
+from tests.core.scheduling_builders import NOW, a_node, a_shape, a_state, enqueue
 
 HOUR = 3600 * SECOND
 amounts = st.integers(0, 10**12)

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scheduling_builders import NOW, a_node, a_shape, a_state, apply, enqueue
 
 from gpool.core import gpuspec
 from gpool.core.model import GIB, GpuRequest, Node, Requirements, Shape
@@ -33,6 +32,7 @@ from gpool.core.scheduling.pricing import (
     size_of,
 )
 from gpool.core.scheduling.remnants import least_gpus, remnant_values
+from tests.core.scheduling_builders import NOW, a_node, a_shape, a_state, apply, enqueue
 
 DEMAND = st.dictionaries(st.integers(1, 50).map(lambda n: 20 * n), st.integers(1, 500), min_size=1)
 OPENB = {220: 57, 230: 136, 320: 327, 460: 132, 470: 757, 550: 75, 590: 76, 650: 249, 810: 1076}

@@ -8,7 +8,6 @@ from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scheduling_builders import NOW, a_node, a_shape, a_state, apply, enqueue
 
 from gpool.core import gpuspec
 from gpool.core.explain import explain
@@ -39,6 +38,7 @@ from gpool.core.scheduling.shapes import LEAST_DATA, shape_of
 from gpool.core.scheduling.snapshot import take
 from gpool.core.scheduling.stakes import RESTART, Stakes, stakes
 from gpool.core.scheduling.state import State
+from tests.core.scheduling_builders import NOW, a_node, a_shape, a_state, apply, enqueue
 
 HOUR = 3600 * SECOND
 FCFS = Policy(order="fcfs")

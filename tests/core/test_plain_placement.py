@@ -9,9 +9,6 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plain_placement import best_place
-from scheduling_builders import NOW, a_node, a_shape, a_state, apply, enqueue
-from test_engine import A10G, H100, PRICINGS, SHAPES, STEPS, T4, questions, wanting
 
 from gpool.core.model import GIB, Merit, Node, Shape
 from gpool.core.scheduling.events import NodeChanged, NodeRemoved, TasksReleased
@@ -19,6 +16,9 @@ from gpool.core.scheduling.orders import Policy
 from gpool.core.scheduling.plan import plan
 from gpool.core.scheduling.pricing import Pricing, Weights, price
 from gpool.core.scheduling.state import State
+from tests.core.plain_placement import best_place
+from tests.core.scheduling_builders import NOW, a_node, a_shape, a_state, apply, enqueue
+from tests.core.test_engine import A10G, H100, PRICINGS, SHAPES, STEPS, T4, questions, wanting
 
 MORE = [
     *SHAPES,

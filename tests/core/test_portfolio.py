@@ -6,7 +6,6 @@ from random import Random
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scheduling_builders import NOW, a_node, a_shape
 
 from gpool.core import gpuspec
 from gpool.core.model import Shape
@@ -20,6 +19,7 @@ from gpool.core.scheduling.portfolio import (
     unallocated_pct,
 )
 from gpool.core.scheduling.pricing import USUAL
+from tests.core.scheduling_builders import NOW, a_node, a_shape
 
 KINDS = [
     a_shape(gpu=gpuspec.parse(gpu), cpu_milli=cpus * 1000)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
-from scheduling_builders import NOW, a_node, a_shape, a_state, apply, enqueue
 
 from gpool.core.model import SECOND, GpuRequest, Span
 from gpool.core.scheduling.events import RunTimesObserved
 from gpool.core.scheduling.orders import Policy
 from gpool.core.scheduling.plan import plan
 from gpool.core.scheduling.predictions import KEPT, LEAST, MAX_KEYS, Predictions, model_of
+from tests.core.scheduling_builders import NOW, a_node, a_shape, a_state, apply, enqueue
 
 
 def test_nothing_is_predicted_from_too_few() -> None:

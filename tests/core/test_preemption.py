@@ -9,7 +9,6 @@ from itertools import combinations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scheduling_builders import NOW, a_node, a_shape, a_state
 
 from gpool.core.ids import NodeId, TaskId, UserId
 from gpool.core.model import SECOND, Allocation, GpuRequest, Instant, Shape, Slice, Span
@@ -27,6 +26,7 @@ from gpool.core.scheduling.plan import plan
 from gpool.core.scheduling.preemption import Victim, in_sight, least
 from gpool.core.scheduling.room import Room
 from gpool.core.scheduling.state import Line, State
+from tests.core.scheduling_builders import NOW, a_node, a_shape, a_state
 
 HOUR = 3600 * SECOND
 FAIR = Policy()

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from scheduling_builders import NOW, a_node, a_shape, a_state
 
 from bench.fairness import HOUR, SLICE, Pool, Tenant, Work
 from gpool.core.ids import NodeId, TaskId, UserId
@@ -26,6 +25,7 @@ from gpool.core.scheduling.orders import Policy
 from gpool.core.scheduling.plan import plan
 from gpool.core.scheduling.promises import Promises
 from gpool.core.scheduling.state import State
+from tests.core.scheduling_builders import NOW, a_node, a_shape, a_state
 
 LATER = Instant(NOW + HOUR)
 RUNS, FIRST, NEXT = TaskId(1), TaskId(2), TaskId(3)  # the last two wait, in this order

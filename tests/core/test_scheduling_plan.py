@@ -11,7 +11,6 @@ from time import thread_time
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scheduling_builders import NOW, a_node, a_shape, a_state, apply, enqueue, hold
 
 from gpool.core import gpuspec
 from gpool.core.errors import Invalid
@@ -38,6 +37,7 @@ from gpool.core.scheduling.events import (
 from gpool.core.scheduling.orders import ORDERS, Candidate, Key, Policy
 from gpool.core.scheduling.plan import plan
 from gpool.core.scheduling.state import State
+from tests.core.scheduling_builders import NOW, a_node, a_shape, a_state, apply, enqueue, hold
 
 FCFS, ROUND_ROBIN, PRIORITY = (Policy(order=name) for name in ("fcfs", "round_robin", "priority"))
 

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from scheduling_builders import a_node, a_shape, queued
 
 from gpool.core.ids import NodeId, TaskId, UserId
 from gpool.core.model import (
@@ -38,6 +37,7 @@ from gpool.core.scheduling.events import (
 from gpool.core.scheduling.orders import Policy
 from gpool.core.scheduling.plan import plan
 from gpool.core.scheduling.state import Contradiction, State, build
+from tests.core.scheduling_builders import a_node, a_shape, queued
 
 SHAPES = [
     a_shape(1),

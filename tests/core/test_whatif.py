@@ -6,7 +6,6 @@ from dataclasses import replace
 from random import Random
 
 import pytest
-from scheduling_builders import NOW, a_node, a_shape, a_state, apply, enqueue
 
 from bench.whatif import check, some_pool
 from gpool.core import gpuspec
@@ -17,6 +16,7 @@ from gpool.core.scheduling.plan import plan
 from gpool.core.scheduling.snapshot import take
 from gpool.core.scheduling.state import State
 from gpool.core.scheduling.whatif import Asking, Suggested, Suggestion, suggest
+from tests.core.scheduling_builders import NOW, a_node, a_shape, a_state, apply, enqueue
 
 FCFS = Policy(order="fcfs")
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from gpool.testing.processes import LONG_LEASE, SHORT_LEASE, Pool
+from tests.tools.processes import LONG_LEASE, SHORT_LEASE, Pool
 
 
 @pytest.hookimpl(wrapper=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from gpool.agent.runtime.bubblewrap import find_bwrap
-from gpool.testing.processes import LONG_LEASE, PATIENCE_S, Pool, eventually
+from tests.tools.processes import LONG_LEASE, PATIENCE_S, Pool, eventually
 
 BROKEN = "#!/bin/sh\necho 'bwrap: No permissions to create a new namespace' >&2\nexit 1\n"
 TASKS = 30

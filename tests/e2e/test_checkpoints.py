@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gpool.testing.processes import PATIENCE_S, Pool, eventually
+from tests.tools.processes import PATIENCE_S, Pool, eventually
 
 COUNTER = """
 import hashlib, os, signal, sys, time

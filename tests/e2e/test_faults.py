@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from bench.faults import freeze_agent, kill_agent, kill_server, stale_reports
-from gpool.testing.processes import SHORT_LEASE, Pool
+from tests.tools.processes import SHORT_LEASE, Pool
 
 SOAKS = bool(os.environ.get("GPOOL_SOAK"))
 # The promised seconds are held by bench/faults.py, on a machine of its own; a runner of CI has neighbours.

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from gpool.testing.processes import (
+from tests.tools.processes import (
     GPOOL,
     PATIENCE_S,
     Pool,

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from gpool.testing import components
-from gpool.testing.engines import IMAGE, PrivateEngine, docker_client, engine
-from gpool.testing.networks import unused_network
-from gpool.testing.processes import (
+from tests.tools import components
+from tests.tools.engines import IMAGE, PrivateEngine, docker_client, engine
+from tests.tools.networks import unused_network
+from tests.tools.processes import (
     LONG_LEASE,
     SHORT_LEASE,
     NeverHappened,

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import closing, suppress
 from pathlib import Path
 
-from gpool.testing.processes import Pool
+from tests.tools.processes import Pool
 
 TASKS, EACH = 10, 100
 TELL = (

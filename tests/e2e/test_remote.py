@@ -13,11 +13,11 @@ import pytest
 
 from gpool.client.door import Door
 from gpool.core.errors import Unreachable
-from gpool.testing.networks import unused_network
-from gpool.testing.processes import GPOOL, LONG_LEASE, PATIENCE_S, Daemon, eventually, free_port
-from gpool.testing.wiretap import Wiretap, tls_ends_at
 from gpool.transfer.pinning import fingerprint_of
 from gpool.transfer.requests import Address
+from tests.tools.networks import unused_network
+from tests.tools.processes import GPOOL, LONG_LEASE, PATIENCE_S, Daemon, eventually, free_port
+from tests.tools.wiretap import Wiretap, tls_ends_at
 
 MARK = "a word that only we know"
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from gpool.testing.processes import PATIENCE_S, Pool, eventually
+from tests.tools.processes import PATIENCE_S, Pool, eventually
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

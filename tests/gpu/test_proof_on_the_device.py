@@ -16,7 +16,7 @@ from gpool.agent.gpu.cuda import Device
 from gpool.agent.gpu.prover import DeviceProver
 from gpool.core.gpuproof import Size, Verdict, keys_of
 from gpool.server.gpu_proofs.checking import Claimed, check_openings
-from gpool.testing.gpu_prover import NumpyProver
+from tests.tools.gpu_prover import NumpyProver
 
 pytestmark = pytest.mark.gpu
 SIZE = Size(3, 256, 1088)

@@ -7,9 +7,7 @@ import json
 import sys
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).parent)]
-
-import suite  # noqa: E402 - found by the line above
+from tests.hostile import suite
 
 
 def main() -> int:

@@ -15,13 +15,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-sys.path[:0] = [str(Path(__file__).parent)]
-
-from planting import Plants, planted  # noqa: E402 - found by the line above
-from taking_case import LIMITS, changing, left, staged  # noqa: E402
-
-from gpool.agent.runtime.protocol import CommandJob, Staged  # noqa: E402
-from gpool.testing.runtimes import MAKERS, left_over  # noqa: E402
+from gpool.agent.runtime.protocol import CommandJob, Staged
+from tests.hostile.planting import Plants, planted
+from tests.hostile.taking_case import LIMITS, changing, left, staged
+from tests.tools.runtimes import MAKERS, left_over
 
 PROBE = Path(__file__).with_name("probe")
 ANSWERED = {"answer_s": 60.0, "within_s": 90.0}

@@ -22,9 +22,16 @@ from ipaddress import IPv4Address
 from pathlib import Path
 from typing import Any
 
-import reaching
 import uvloop
-from lanes_world import (
+
+from gpool.agent.network import nft, rules
+from gpool.agent.network.lanes import Networks, OpenLane
+from gpool.agent.network.policy import Egress, EgressPolicy, Only, parse_target
+from gpool.agent.network.rooted import RootNetworks, read_sysctl
+from gpool.agent.network.rootless import RootlessNetworks, slirp_arguments
+from gpool.agent.runtime.protocol import CommandJob, Runtime, Staged
+from tests.hostile import reaching
+from tests.hostile.lanes_world import (
     CLONE_NEWNET,
     CLONE_NEWNS,
     CLONE_NEWUSER,
@@ -49,15 +56,8 @@ from lanes_world import (
     setns,
     settled,
 )
-from reaching import PORT, attempt
-
-from gpool.agent.network import nft, rules
-from gpool.agent.network.lanes import Networks, OpenLane
-from gpool.agent.network.policy import Egress, EgressPolicy, Only, parse_target
-from gpool.agent.network.rooted import RootNetworks, read_sysctl
-from gpool.agent.network.rootless import RootlessNetworks, slirp_arguments
-from gpool.agent.runtime.protocol import CommandJob, Runtime, Staged
-from gpool.testing.runtimes import LIMITS, MAKERS
+from tests.hostile.reaching import PORT, attempt
+from tests.tools.runtimes import LIMITS, MAKERS
 
 Order = dict[str, Any]
 TAG = "57a6e"

@@ -21,7 +21,7 @@ from gpool.agent.runtime.microvm.image import clock_word
 from gpool.agent.runtime.microvm.kernel import Kernel, find_kernel, needs, read_module
 from gpool.agent.runtime.microvm.qemu import TCG, command_line, find_qemu
 from gpool.agent.runtime.microvm.vmm import Disk, Machine
-from gpool.testing.runtimes import microvm_disks
+from tests.tools.runtimes import microvm_disks
 
 PROBE = Path(__file__).with_name("probe")
 WITHIN_S, EACH_WITHIN_S = 600.0, 120.0

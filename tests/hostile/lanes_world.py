@@ -21,9 +21,8 @@ from ipaddress import IPv4Address, ip_address
 from pathlib import Path
 from typing import Any
 
-from reaching import PATIENCE_S, PORT
-
 from gpool.agent.network.lanes import OpenLane
+from tests.hostile.reaching import PATIENCE_S, PORT
 
 CLONE_NEWNS, CLONE_NEWUSER, CLONE_NEWNET = 0x20000, 0x10000000, 0x40000000
 MS_BIND, MS_MOVE, MS_REC, MS_SLAVE = 4096, 8192, 16384, 1 << 19

@@ -21,12 +21,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-sys.path[:0] = [str(Path(__file__).parent)]
-
-from fingerprint import changes, fingerprint, steady_look  # noqa: E402 - found by the line above
-from planting import NAMED_VARIABLES, token  # noqa: E402
-
-from gpool.testing import unprivileged  # noqa: E402
+from tests.hostile.fingerprint import changes, fingerprint, steady_look
+from tests.hostile.planting import NAMED_VARIABLES, token
+from tests.tools import unprivileged
 
 AGENT = Path(__file__).with_name("agent.py")
 HOSTS = {

@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import guest_control
-from probe import litter
-
-from gpool.testing.components import missing
+from tests.hostile import guest_control
+from tests.hostile.probe import litter
+from tests.tools.components import missing
 
 sys.path[:0] = [str(Path(__file__).with_name("probe"))]  # as inside: they know one another by name
 
@@ -86,7 +85,7 @@ def stage(name: str) -> Any:
         ["unshare", "--net", "--mount", "--ipc", *script],
         env={
             "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
-            "PYTHONPATH": f"{ROOT / 'src'}:{HERE}",
+            "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}",
         },
         capture_output=True,
         timeout=WITHIN_S,

@@ -17,10 +17,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from probe import litter
-
 from gpool.agent.runtime.protocol import BadOutput, CommandJob, Limits, Staged
 from gpool.core.model import EndReason
+from tests.hostile.probe import litter
 
 PROBE = Path(__file__).with_name("probe")
 LIMITS = Limits(cpu_milli=2000, memory_bytes=512 << 20, disk_bytes=128 << 20, processes=256)

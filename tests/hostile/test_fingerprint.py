@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 pytestmark = pytest.mark.alone  # keys and files are the whole host's: others' are noticed too
-HERE = Path(__file__).parent
+ROOT = Path(__file__).parents[2]
 PLANT = r"""
 import ctypes, json, os, socket, subprocess, sys
-from fingerprint import changes, fingerprint, steady_look
-from stage import leave_others
+from tests.hostile.fingerprint import changes, fingerprint, steady_look
+from tests.hostile.stage import leave_others
 
 libc = ctypes.CDLL(None)
 subprocess.run(["sh", "-c", "mount --make-rprivate / && ip link set lo up"], check=True)
@@ -79,7 +79,7 @@ def found(require: Callable[[str], None]) -> tuple[list[str], list[str]]:
     reap = "import ctypes; ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)\n"
     ran = subprocess.run(
         ["unshare", "--net", "--mount", "--ipc", "--uts", sys.executable, "-c", reap + PLANT],
-        cwd=HERE,
+        cwd=ROOT,
         capture_output=True,
         text=True,
         check=False,

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lanes_world import OF_HOST, ON_HOST, OUTSIDE, OUTSIDE_6, PUBLIC, SPOKEN
 
 from gpool.agent.network.nft import program
 from gpool.agent.network.policy import EgressPolicy
 from gpool.agent.network.resolver import BURST
-from gpool.testing import components
-from gpool.testing.engines import shared_engine
+from tests.hostile.lanes_world import OF_HOST, ON_HOST, OUTSIDE, OUTSIDE_6, PUBLIC, SPOKEN
+from tests.tools import components
+from tests.tools.engines import shared_engine
 
 STAGE = Path(__file__).with_name("forbidden_stage.py")
 BOTH = ["tcp", "udp"]

@@ -10,8 +10,8 @@ import pytest
 
 from gpool.agent.runtime.protocol import Limits
 from gpool.core.model import EndReason
-from gpool.testing import unprivileged
-from gpool.testing.runtimes import NEEDS, Ran, command, using
+from tests.tools import unprivileged
+from tests.tools.runtimes import NEEDS, Ran, command, using
 
 SMALL = Limits(cpu_milli=2000, memory_bytes=256 << 20, disk_bytes=32 << 20)
 WRITE = """
@@ -44,7 +44,7 @@ os.write(1, b"alive")
 ROOTLESS = """
 import asyncio, json, sys
 from pathlib import Path
-from gpool.testing.runtimes import using, command
+from tests.tools.runtimes import using, command
 from gpool.agent.runtime.protocol import Limits
 limits = Limits(cpu_milli=2000, memory_bytes=256 << 20, disk_bytes=32 << 20)
 ran = using("bubblewrap", Path(sys.argv[1]) / "data", lambda runtime: command(

@@ -18,8 +18,8 @@ import pytest
 
 from gpool.agent.runtime.protocol import CommandJob, Limits
 from gpool.core.model import EndReason
-from gpool.testing.processes import PATIENCE_S, alive, eventually
-from gpool.testing.runtimes import LIMITS, command, processes_with, using
+from tests.tools.processes import PATIENCE_S, alive, eventually
+from tests.tools.runtimes import LIMITS, command, processes_with, using
 
 SMALL = Limits(
     cpu_milli=1000, memory_bytes=96 << 20, processes=40, disk_bytes=8 << 20, open_files=64

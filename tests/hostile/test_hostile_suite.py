@@ -6,7 +6,8 @@ import os
 from collections.abc import Callable
 
 import pytest
-import suite
+
+from tests.hostile import suite
 
 AT_LEAST_ATTACKS, AT_LEAST_SECRETS, AT_LEAST_OUTPUTS = 150, 50, 80
 SECONDS_AN_OUTPUT = 44.0  # a lease would be 45

@@ -19,7 +19,7 @@ import pytest
 
 from gpool.agent.runtime import calls
 from gpool.agent.runtime.protocol import Answer
-from gpool.testing.runtimes import NEEDS, caller, using
+from tests.tools.runtimes import NEEDS, caller, using
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 ANSWER_FRAME = calls.HEAD.pack(calls.ANSWER_HEAD.size, calls.ANSWER_FILE)

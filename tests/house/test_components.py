@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gpool.testing import components
+from tests.tools import components
 
 
 def test_a_missing_component_fails_in_ci_and_skips_elsewhere() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gpool.testing.processes import (
+from tests.tools.processes import (
     PATIENCE_S,
     NeverHappened,
     Pool,

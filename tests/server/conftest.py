@@ -7,10 +7,10 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
-from server_desk import Desk, Live, StoppedClock, open_desk, serving
 
 from gpool.server.app import running
 from gpool.server.store.versions import migrate_sqlite
+from tests.server.server_desk import Desk, Live, StoppedClock, open_desk, serving
 
 
 @pytest.fixture

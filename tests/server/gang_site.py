@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from server_desk import Agent, Desk, an_offer
-
 from gpool.core.ids import BatchId, SpecId, TaskId, UserId, decode, encode
 from gpool.core.model import (
     EndReason,
@@ -27,6 +25,7 @@ from gpool.wire.frames import (
     Stop,
     StopReason,
 )
+from tests.server.server_desk import Agent, Desk, an_offer
 
 TTL_S = 31
 

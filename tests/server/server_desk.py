@@ -31,8 +31,6 @@ from gpool.server.server import Server
 from gpool.server.settings import Settings
 from gpool.server.store.operations import people
 from gpool.server.store.values import NodeCredentials, User
-from gpool.testing.nodes import join_request
-from gpool.testing.processes import PATIENCE_S
 from gpool.transfer.proving import NodeKey
 from gpool.transfer.requests import Request
 from gpool.wire.frames import (
@@ -47,6 +45,8 @@ from gpool.wire.frames import (
     Reports,
     ServerFrame,
 )
+from tests.tools.nodes import join_request
+from tests.tools.processes import PATIENCE_S
 
 GIB = 1024**3
 FUNCTION = b"the pickled function"

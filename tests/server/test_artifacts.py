@@ -12,13 +12,13 @@ from typing import Any
 
 import httpx2
 import pytest
-from server_desk import FUNCTION_SHA256, Agent, Desk, exited
 
 from gpool.core.ids import decode, encode
 from gpool.core.model import EndReason, OutputFile, Permission
 from gpool.server.blobs import Blobs
 from gpool.server.loops import Expire, Prune
 from gpool.wire.frames import Finished, Lease, Started
+from tests.server.server_desk import FUNCTION_SHA256, Agent, Desk, exited
 
 pytestmark = pytest.mark.anyio
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from server_desk import Desk, StoppedClock, an_offer, open_desk
 
 from gpool.core.model import Offer, Permission
 from gpool.wire.frames import OfferChanged, Refused
+from tests.server.server_desk import Desk, StoppedClock, an_offer, open_desk
 
 pytestmark = pytest.mark.anyio
 

@@ -6,13 +6,13 @@ import sqlite3
 from pathlib import Path
 
 import pytest
-from server_desk import Desk
 
 from gpool.core.errors import Conflict
 from gpool.server.actions import audit
 from gpool.server.store.operation import operation
 from gpool.server.store.operations import audit as operations
 from gpool.server.store.protocol import Operation, Statement
+from tests.server.server_desk import Desk
 
 pytestmark = pytest.mark.anyio
 

@@ -10,9 +10,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from server_desk import FUNCTION_SHA256, Desk, calls_document
 
 from gpool.wire.frames import Malformed, decode_from_agent
+from tests.server.server_desk import FUNCTION_SHA256, Desk, calls_document
 
 pytestmark = pytest.mark.anyio
 

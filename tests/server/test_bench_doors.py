@@ -6,9 +6,9 @@ from pathlib import Path
 
 import anyio
 import pytest
-from server_desk import serving
 
 from bench.doors import Closed, Door
+from tests.server.server_desk import serving
 
 pytestmark = pytest.mark.anyio
 TRUE = b'{"command":["true"]}'

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from server_desk import Desk, open_desk
 
 from gpool.core.model import Instant
 from gpool.server.clock import SystemClock
 from gpool.server.loops import Expire
 from gpool.wire.frames import Hold
+from tests.server.server_desk import Desk, open_desk
 
 pytestmark = pytest.mark.anyio
 SECOND_NS = 1_000_000_000

@@ -6,12 +6,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from server_desk import FUNCTION_SHA256, Desk, an_offer
 
 from gpool.core.model import Network, Recipe, TaskSpec
 from gpool.server.actions.specs import spec_of
 from gpool.wire.documents import TaskRequest
 from gpool.wire.frames import Grants
+from tests.server.server_desk import FUNCTION_SHA256, Desk, an_offer
 
 pytestmark = pytest.mark.anyio
 FUNCTION = {"sha256": FUNCTION_SHA256, "python": "3.11"}

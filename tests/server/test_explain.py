@@ -7,13 +7,13 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
-from server_desk import Agent, Desk, an_offer, exited
 
 from gpool.core.ids import decode
 from gpool.core.model import EndReason, Offer, Permission
 from gpool.core.scheduling.rules import NO_RULES
 from gpool.server.actions import operating
 from gpool.wire.frames import Finished, Lease, Refused, Started
+from tests.server.server_desk import Agent, Desk, an_offer, exited
 
 pytestmark = pytest.mark.anyio
 

@@ -11,7 +11,6 @@ from time import thread_time
 from typing import Any
 
 import pytest
-from server_desk import Desk, an_offer
 
 from gpool.core.errors import TooMany
 from gpool.core.ids import NodeId, TaskId, UserId, decode
@@ -19,6 +18,7 @@ from gpool.core.model import GIB, Allocation, Node, Requirements, Shape, TaskKin
 from gpool.core.scheduling.events import NodeChanged, QueuedTask, TasksLeased, TasksQueued
 from gpool.core.scheduling.snapshot import take
 from gpool.server.explaining import BUDGET_S, MOST_ASKING, MOST_TASKS, Explaining, try_all
+from tests.server.server_desk import Desk, an_offer
 
 pytestmark = pytest.mark.anyio
 

@@ -7,8 +7,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from gang_site import gang_spec, open_site
-from server_desk import Agent, Desk, an_offer, exited, returned
 
 from gpool.core.ids import TaskId
 from gpool.core.merits import FREE
@@ -26,6 +24,8 @@ from gpool.wire.frames import (
     decode_from_agent,
     encode,
 )
+from tests.server.gang_site import gang_spec, open_site
+from tests.server.server_desk import Agent, Desk, an_offer, exited, returned
 
 pytestmark = pytest.mark.anyio
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from server_desk import Desk, an_offer, exited, open_desk
 
 from gpool.core.model import Instant, Permission
 from gpool.core.scheduling.fair_share import HALF_LIFE
 from gpool.server.store.operations import usage
 from gpool.server.usage import KeepUsage, changed
+from tests.server.server_desk import Desk, an_offer, exited, open_desk
 
 pytestmark = pytest.mark.anyio
 MINUTE = 60 * 1_000_000

@@ -9,15 +9,12 @@ from socket import SHUT_RDWR
 from threading import Thread
 
 import pytest
-from server_desk import Live, an_offer, serving
-from test_socket import agent_socket, bare_socket, hello, joined, received
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.frames import Frame, Opcode
 from websockets.sync.client import ClientConnection
 
 from gpool.server.http import MOST_PINGS
 from gpool.server.pacing import MOST_AHEAD
-from gpool.testing.processes import PATIENCE_S
 from gpool.wire.frames import (
     Beat,
     BeatSeen,
@@ -31,6 +28,9 @@ from gpool.wire.frames import (
     decode_any_from_server,
     encode,
 )
+from tests.server.server_desk import Live, an_offer, serving
+from tests.server.test_socket import agent_socket, bare_socket, hello, joined, received
+from tests.tools.processes import PATIENCE_S
 
 FRAMES = 4 * MOST_AHEAD
 

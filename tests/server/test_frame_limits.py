@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from server_desk import Desk, an_offer
 
 from gpool.core.ids import BatchId, SpecId, UserId
 from gpool.core.model import InputFile, Requirements, TaskKind, TaskSpec
 from gpool.server.store.values import Submission, Submitted
 from gpool.wire.frames import MAX_FRAME_BYTES, encode
+from tests.server.server_desk import Desk, an_offer
 
 pytestmark = pytest.mark.anyio
 

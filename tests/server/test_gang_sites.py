@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gang_site import Site, lab_offer
-from server_desk import Desk, StoppedClock, open_desk
 
 from gpool.core.model import (
     Permission,
@@ -21,6 +19,8 @@ from gpool.wire.frames import (
     Refused,
     Welcome,
 )
+from tests.server.gang_site import Site, lab_offer
+from tests.server.server_desk import Desk, StoppedClock, open_desk
 
 pytestmark = pytest.mark.anyio
 

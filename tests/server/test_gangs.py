@@ -9,8 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from gang_site import Site, ended, gang_spec, open_site, stops
-from server_desk import Desk, StoppedClock, open_desk
 
 from gpool.core.ids import TaskId, decode, encode
 from gpool.core.model import (
@@ -33,6 +31,8 @@ from gpool.wire.frames import (
     StopReason,
     Welcome,
 )
+from tests.server.gang_site import Site, ended, gang_spec, open_site, stops
+from tests.server.server_desk import Desk, StoppedClock, open_desk
 
 pytestmark = pytest.mark.anyio
 

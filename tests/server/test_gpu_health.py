@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from server_desk import Agent, Desk, an_offer
 
 from gpool.core.ids import NodeId, TaskId
 from gpool.core.model import Gpu, GpuDetails, Health, Instant, Offer, Permission
@@ -24,6 +23,7 @@ from gpool.wire.frames import (
     StopReason,
     TaskReading,
 )
+from tests.server.server_desk import Agent, Desk, an_offer
 
 pytestmark = pytest.mark.anyio
 DETAILS = GpuDetails(

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from server_desk import Agent, Desk, StoppedClock, an_offer, open_desk
 
 from gpool.core.ids import encode
 from gpool.core.model import Availability
@@ -17,6 +16,7 @@ from gpool.server.gpu_proofs.examiner import Examiner, Examining
 from gpool.server.store.operations import nodes
 from gpool.server.store.protocol import Operation, Store
 from gpool.wire.frames import Hold, Refused, Stop, Welcome
+from tests.server.server_desk import Agent, Desk, StoppedClock, an_offer, open_desk
 
 pytestmark = pytest.mark.anyio
 

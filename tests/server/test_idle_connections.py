@@ -11,12 +11,12 @@ from threading import Thread
 
 import httpx2
 import pytest
-from server_desk import Live, serving
 
 from gpool.client.door import Door
 from gpool.server.main import KEEP_ALIVE_S
-from gpool.testing.processes import PATIENCE_S
 from gpool.transfer.senders import KEPT_IDLE_S
+from tests.server.server_desk import Live, serving
+from tests.tools.processes import PATIENCE_S
 
 TRUE = {"command": ["true"]}
 

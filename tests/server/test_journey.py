@@ -12,7 +12,6 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from server_desk import Desk, an_offer, calls_document, exited, open_desk, returned
 
 from gpool.core.ids import TaskId, decode
 from gpool.core.model import EndReason, Gpu, Offer, OutputFile
@@ -36,6 +35,7 @@ from gpool.wire.frames import (
     Welcome,
     encode,
 )
+from tests.server.server_desk import Desk, an_offer, calls_document, exited, open_desk, returned
 
 pytestmark = pytest.mark.anyio
 WAIT_S, WITHIN_S = 600, 240

@@ -7,7 +7,6 @@ import secrets
 from pathlib import Path
 
 import pytest
-from server_desk import Desk, open_desk
 
 from gpool.core.errors import InternalFault, Invalid
 from gpool.core.ids import SpecId
@@ -17,6 +16,7 @@ from gpool.server.identity.envelope import Place
 from gpool.server.identity.sealer import MasterSource, Sealer, secret_place
 from gpool.server.loops import Keys
 from gpool.server.store.operations import sealed
+from tests.server.server_desk import Desk, open_desk
 
 pytestmark = pytest.mark.anyio
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from server_desk import Desk, StoppedClock, an_offer, open_desk
 
 from gpool.core.scheduling.portfolio import LEAST_ARRIVALS, PLAIN
 from gpool.core.scheduling.pricing import USUAL
 from gpool.server.learning import Learn, Question, answered
 from gpool.server.store.operations import arrivals
+from tests.server.server_desk import Desk, StoppedClock, an_offer, open_desk
 
 pytestmark = pytest.mark.anyio
 DAY_S = 86_400.0

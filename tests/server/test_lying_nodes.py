@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from server_desk import Agent, Desk, an_offer
 
 from gpool.core.ids import TaskId
 from gpool.core.model import EndReason, Gpu, Offer, RuntimeOffer, Sharing, SliceProfile, Span, Tier
@@ -14,6 +13,7 @@ from gpool.server.claims import MOST_ERROR_LETTERS, MOST_ITEMS, wrong_with_offer
 from gpool.server.store.operations import logs
 from gpool.server.store.operations.ends import LATE, lasted
 from gpool.wire.frames import PROTOCOL, Finished, Hello, Lease, LogChunk, Recorded, Refused, Started
+from tests.server.server_desk import Agent, Desk, an_offer
 
 pytestmark = pytest.mark.anyio
 

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import msgspec
 import pytest
-from server_desk import Desk, an_offer
 
 from gpool.core.errors import Unreachable
 from gpool.core.gpuproof import Measured, Verdict
@@ -15,6 +14,7 @@ from gpool.server.loops import Expire
 from gpool.server.merits import EVERY_S, Merits
 from gpool.server.store.operations import gpu_proofs, node_records
 from gpool.wire.frames import Started
+from tests.server.server_desk import Desk, an_offer
 
 pytestmark = pytest.mark.anyio
 

@@ -8,12 +8,10 @@ from dataclasses import dataclass, replace
 from random import Random
 
 import pytest
-from server_desk import Agent, Desk, an_offer
 
 from gpool.core.errors import NotSignedIn
 from gpool.server.handshake import Handshake
 from gpool.server.identity.node_gate import LIFE, NodeGate
-from gpool.testing.nodes import a_key
 from gpool.transfer.proving import (
     NodeKey,
     Purpose,
@@ -32,6 +30,8 @@ from gpool.wire.frames import (
     Refused,
     Reports,
 )
+from tests.server.server_desk import Agent, Desk, an_offer
+from tests.tools.nodes import a_key
 
 pytestmark = pytest.mark.anyio
 PATH = "/v1/artifacts/" + "0" * 64

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import pytest
-from gang_site import TTL_S, Site, ended, gang_spec, open_site
-from server_desk import Agent, Desk
 
 from gpool.core.ids import TaskId, encode
 from gpool.core.model import SECOND, EndReason
 from gpool.server.loops import Expire
 from gpool.server.overdue import PATIENCE, Overdue
 from gpool.wire.frames import Finished, Hold, Refused, Released, Welcome
+from tests.server.gang_site import TTL_S, Site, ended, gang_spec, open_site
+from tests.server.server_desk import Agent, Desk
 
 pytestmark = pytest.mark.anyio
 

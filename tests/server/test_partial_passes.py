@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from server_desk import Desk, an_offer
 
 from gpool.core.scheduling.starts import MAX_STARTS
+from tests.server.server_desk import Desk, an_offer
 
 pytestmark = pytest.mark.anyio
 

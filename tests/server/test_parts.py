@@ -13,7 +13,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
-from server_desk import Desk, StoppedClock
 
 from gpool.core.model import Instant
 from gpool.server.actions.submit import submit
@@ -24,6 +23,7 @@ from gpool.server.settings import Settings
 from gpool.server.store.identity_values import Caller
 from gpool.server.store.protocol import Operation, Store
 from gpool.wire.documents import TaskRequest
+from tests.server.server_desk import Desk, StoppedClock
 
 pytestmark = pytest.mark.anyio
 

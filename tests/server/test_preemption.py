@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 
 import pytest
-from server_desk import Agent, Desk, StoppedClock, exited, open_desk
 
 from gpool.core.model import EndReason, InputFile, OutputFile, Permission, Phase
 from gpool.server.actions.preempt import make_room
@@ -26,6 +25,7 @@ from gpool.wire.frames import (
     StopReason,
     encode,
 )
+from tests.server.server_desk import Agent, Desk, StoppedClock, exited, open_desk
 
 pytestmark = pytest.mark.anyio
 WEIGHTS = b"the weights after step 7"

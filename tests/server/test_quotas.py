@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import httpx2
 import pytest
-from server_desk import Desk, an_offer, exited
 
 from gpool.core.ids import decode
 from gpool.core.model import Permission
@@ -19,6 +18,7 @@ from gpool.server.store.identity_values import GivenQuota
 from gpool.server.store.operations import people
 from gpool.server.store.values import User
 from gpool.wire.frames import Hold
+from tests.server.server_desk import Desk, an_offer, exited
 
 pytestmark = pytest.mark.anyio
 

@@ -6,14 +6,14 @@ import socket
 
 import httpx2
 import pytest
-from server_desk import Desk, Live
 
 from gpool.core.errors import TooMany
 from gpool.core.ids import decode
 from gpool.core.model import Permission
 from gpool.server.identity.guard import UNKNOWN_KEYS
 from gpool.server.identity.throttle import CLASS_RATES, RouteClass
-from gpool.testing.processes import PATIENCE_S
+from tests.server.server_desk import Desk, Live
+from tests.tools.processes import PATIENCE_S
 
 pytestmark = pytest.mark.anyio
 

@@ -7,7 +7,6 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from server_desk import Desk
 
 from gpool.core.ids import NodeId, TaskId, UserId, decode
 from gpool.core.model import SECOND, Allocation, Availability, Instant, TaskKind, TaskSpec
@@ -18,6 +17,7 @@ from gpool.server.actions.quotas import set_quota
 from gpool.server.refused import LONGEST, Refused, pause_after
 from gpool.server.store.identity_values import GivenQuota
 from gpool.server.store.operations import nodes, people
+from tests.server.server_desk import Desk
 
 pytestmark = pytest.mark.anyio
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from gang_site import gang_spec, open_site
-from server_desk import Agent, Desk, an_offer, returned
 
 from gpool.core.merits import FREE, LONGEST_REST, rest_after
 from gpool.core.model import SECOND, EndReason, OnLoss
 from gpool.wire.frames import Finished, HandedBack, Lease, Released, ReportItem, Started
+from tests.server.gang_site import gang_spec, open_site
+from tests.server.server_desk import Agent, Desk, an_offer, returned
 
 pytestmark = pytest.mark.anyio
 

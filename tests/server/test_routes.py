@@ -7,7 +7,6 @@ from typing import Any
 
 import httpx2
 import pytest
-from server_desk import FUNCTION_SHA256, Desk, an_offer, calls_document, exited, returned
 
 from gpool.core.ids import NodeId, decode, encode
 from gpool.core.model import Permission
@@ -15,9 +14,17 @@ from gpool.server.actions.documents import ResultLine
 from gpool.server.actions.spelling import spell
 from gpool.server.app import ensure_operator
 from gpool.server.loops import Expire, Prune
-from gpool.testing.nodes import a_key, join_request
 from gpool.wire.documents import ResultDocument
 from gpool.wire.frames import Refused
+from tests.server.server_desk import (
+    FUNCTION_SHA256,
+    Desk,
+    an_offer,
+    calls_document,
+    exited,
+    returned,
+)
+from tests.tools.nodes import a_key, join_request
 
 pytestmark = pytest.mark.anyio
 

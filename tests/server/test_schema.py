@@ -12,9 +12,9 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis.errors import Unsatisfiable
 from schemathesis.checks import not_a_server_error
 from schemathesis.generation import GenerationMode
-from server_desk import Live, serving
 
-from gpool.testing.processes import PATIENCE_S
+from tests.server.server_desk import Live, serving
+from tests.tools.processes import PATIENCE_S
 
 EXAMPLES = 10
 

@@ -7,10 +7,10 @@ import sqlite3
 from pathlib import Path
 
 import pytest
-from server_desk import Desk, exited, open_desk
 
 from gpool.server.store.operations import sealed
 from gpool.wire.frames import Grants
+from tests.server.server_desk import Desk, exited, open_desk
 
 pytestmark = pytest.mark.anyio
 SECRET = "tok-5e55ed-0f-a-secret"

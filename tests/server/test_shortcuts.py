@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from server_desk import Desk
 
 from gpool.server.api.shortcuts import Shortcuts
 from gpool.server.identity.throttle import CLASS_RATES, RouteClass
+from tests.server.server_desk import Desk
 
 pytestmark = pytest.mark.anyio
 SHORT, LONG = "/v1/tasks", "/v1/tasks?wait=0"

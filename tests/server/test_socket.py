@@ -11,15 +11,12 @@ from typing import Any
 
 import httpx2
 import pytest
-from server_desk import Live, an_offer, exited, returned
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 
 from gpool.agent.badge import Badge
 from gpool.agent.daemon import boot_clock
 from gpool.core.ids import encode as encode_id
-from gpool.testing import nodes
-from gpool.testing.processes import PATIENCE_S
 from gpool.transfer.proving import NodeKey
 from gpool.transfer.requests import Request
 from gpool.wire.frames import (
@@ -41,6 +38,9 @@ from gpool.wire.frames import (
     decode_any_from_server,
     encode,
 )
+from tests.server.server_desk import Live, an_offer, exited, returned
+from tests.tools import nodes
+from tests.tools.processes import PATIENCE_S
 
 
 @contextmanager

@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from server_desk import Desk, calls_document
 
 from gpool.core.errors import TooMany
 from gpool.core.model import EndReason, Instant, Permission, Shape
@@ -19,6 +18,7 @@ from gpool.server.store.operations import people
 from gpool.server.store.protocol import Operation, Store
 from gpool.wire.documents import SubmittedDocument, TaskRequest
 from gpool.wire.frames import Finished
+from tests.server.server_desk import Desk, calls_document
 
 pytestmark = pytest.mark.anyio
 TRUE: dict[str, Any] = {"command": ["true"]}

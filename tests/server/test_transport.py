@@ -15,7 +15,6 @@ from typing import Any
 
 import httpx2
 import pytest
-from server_desk import Live, serving
 
 from gpool.agent.main import Means, run_agent
 from gpool.agent.settings import AgentSettings
@@ -28,11 +27,12 @@ from gpool.server.main import configuration
 from gpool.server.server import Server
 from gpool.server.settings import Settings
 from gpool.testing.fake_runtime import FakeRun, FakeRuntime
-from gpool.testing.nodes import a_key, joined
-from gpool.testing.processes import PATIENCE_S, eventually
-from gpool.testing.wiretap import tls_ends_at
 from gpool.transfer.private_files import write_private
 from gpool.transfer.requests import Address
+from tests.server.server_desk import Live, serving
+from tests.tools.nodes import a_key, joined
+from tests.tools.processes import PATIENCE_S, eventually
+from tests.tools.wiretap import tls_ends_at
 
 MARK = b"a word that only we know"
 

@@ -15,11 +15,11 @@ from itertools import count
 from pathlib import Path
 
 import pytest
-from store_pool import Database, Pool, opened
 
 from gpool.server.store import open_store
-from gpool.testing.postgres import postgres as running_postgres
-from gpool.testing.processes import PATIENCE_S
+from tests.store.store_pool import Database, Pool, opened
+from tests.tools.postgres import postgres as running_postgres
+from tests.tools.processes import PATIENCE_S
 
 IN_MEMORY = "/dev/shm"
 ROOM_BYTES = 2 << 30  # a server's log grows to one

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from store_pool import COMMAND, CPU, Pool
-
 from gpool.core.ids import NodeId, TaskId
 from gpool.core.model import EndReason, Requirements, TaskSpec
 from gpool.core.scheduling.events import Grant, Member, Place
@@ -14,6 +12,7 @@ from gpool.core.scheduling.shapes import shape_of
 from gpool.server.store.operations import leases, nodes
 from gpool.server.store.values import AppliedPlan, Recording
 from gpool.wire.frames import Finished, Hold, ReportItem, Started
+from tests.store.store_pool import COMMAND, CPU, Pool
 
 
 def gang_spec(count: int = 2, **options: Any) -> TaskSpec:

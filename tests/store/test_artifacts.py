@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from store_pool import Pool
-
 from gpool.core.ids import UserId
 from gpool.core.model import EndReason, InputFile, Instant, OutputFile, TaskKind, TaskSpec
 from gpool.server.store.operations import artifacts
 from gpool.wire.frames import Finished, Released
+from tests.store.store_pool import Pool
 
 A, B, C, D = (letter * 64 for letter in "abcd")
 FUNCTION = TaskSpec(TaskKind.FUNCTION, "f", function_sha256=A, inputs=(InputFile("i", B, 3),))

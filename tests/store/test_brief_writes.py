@@ -7,7 +7,6 @@ import sqlite3
 from pathlib import Path
 
 import pytest
-from store_pool import Database, Pool
 
 from gpool.core.errors import NotFound
 from gpool.core.ids import BatchId
@@ -15,6 +14,7 @@ from gpool.server.store import open_store, operation
 from gpool.server.store.operation import BRIEF_ROWS, brief, is_brief
 from gpool.server.store.operations import people, tasks
 from gpool.server.store.protocol import Operation, Statement
+from tests.store.store_pool import Database, Pool
 
 
 @operation

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from store_pool import COMMAND, Pool, exited
 
 from gpool.core.ids import NodeId, TaskId
 from gpool.core.model import EndReason, InputFile, OutputFile, Phase, TaskStatus
 from gpool.server.store.operations import artifacts, checkpoints, leases, tasks, teams
 from gpool.server.store.values import AppliedPlan
 from gpool.wire.frames import Checkpointed, Finished, HandedBack, Hold, Lease, Reached, Released
+from tests.store.store_pool import COMMAND, Pool, exited
 
 SAVING = replace(COMMAND, checkpoint="state/")
 A, B, C = "a" * 64, "b" * 64, "c" * 64

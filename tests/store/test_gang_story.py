@@ -5,12 +5,9 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field
 
-from gang_pool import Site, gang_spec, site_of
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
-from store_pool import Database, Pool, opened
-from test_picture import empty
 
 from gpool.core.gangs import Call, MemberEnd, Standing, call, verdict
 from gpool.core.ids import NodeId, TaskId
@@ -20,6 +17,9 @@ from gpool.server.store.operations import checkpoints, leases
 from gpool.server.store.protocol import Operation, Statement
 from gpool.server.store.values import Recording
 from gpool.wire.frames import Finished, HandedBack, Hold, Released, Started
+from tests.store.gang_pool import Site, gang_spec, site_of
+from tests.store.store_pool import Database, Pool, opened
+from tests.store.test_picture import empty
 
 SOAKS = bool(os.environ.get("GPOOL_SOAK"))
 SIZE = 2

@@ -7,8 +7,6 @@ from itertools import permutations
 from typing import Any
 
 import pytest
-from gang_pool import Site, gang_spec, site_of
-from store_pool import CPU, Pool, exited, race
 
 from gpool.core.errors import Conflict
 from gpool.core.gangs import Call
@@ -49,6 +47,8 @@ from gpool.wire.frames import (
     Released,
     Started,
 )
+from tests.store.gang_pool import Site, gang_spec, site_of
+from tests.store.store_pool import CPU, Pool, exited, race
 
 A = "a" * 64
 

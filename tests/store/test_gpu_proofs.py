@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from store_pool import Pool
-
 from gpool.core.gpuproof import Verdict
 from gpool.core.ids import NodeId
 from gpool.core.model import Gpu, Offer
 from gpool.server.store.operations import bindings, gpu_proofs, nodes
+from tests.store.store_pool import Pool
 
 OFFER = Offer(1000, 1 << 30, 1 << 30)
 

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from store_pool import Database, Pool, opened
 
 from gpool.core.errors import GpoolError, InternalFault, NotFound, Unreachable
 from gpool.core.ids import BatchId, NodeId, UserId
@@ -22,6 +21,7 @@ from gpool.server.store.operations import nodes, people, tasks
 from gpool.server.store.protocol import Operation, Statement
 from gpool.server.store.sqlite import Connection
 from gpool.server.store.values import Submitted
+from tests.store.store_pool import Database, Pool, opened
 
 
 def together(database: Database, *operations: Operation) -> list:
@@ -198,7 +198,7 @@ def test_an_asker_that_goes_away_does_not_disturb_the_others(
 CHILD = """
 import asyncio, sys
 sys.path.insert(0, sys.argv[2])
-from store_pool import COMMAND
+from tests.store.store_pool import COMMAND
 from gpool.core.ids import BatchId, SpecId, TaskId, UserId
 from gpool.core.model import Instant
 from gpool.server.store import open_store
@@ -221,10 +221,10 @@ asyncio.run(main())
 
 def test_a_killed_process_loses_nothing_it_acknowledged(pool: Pool, database: Database) -> None:
     """Each time others: what the last one had sent may still be on its way into the database."""
-    here = str(Path(__file__).parent)
+    root = str(Path(__file__).parents[2])
     for turn in ("1", "2", "3"):
         with subprocess.Popen(
-            [sys.executable, "-c", CHILD, database.url, here, turn], stdout=subprocess.PIPE
+            [sys.executable, "-c", CHILD, database.url, root, turn], stdout=subprocess.PIPE
         ) as child:
             said = [child.stdout.readline() for _ in range(150)]
             child.kill()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from store_pool import Database, Pool, race
-from test_identity_sessions import opened_session
 
 from gpool.core.errors import Conflict, Forbidden, NotFound
 from gpool.core.ids import UserId
@@ -13,6 +11,8 @@ from gpool.core.permissions import Role
 from gpool.server.store.identity_values import UserInvite
 from gpool.server.store.operations import accounts, people, sessions, teams
 from gpool.server.store.values import User
+from tests.store.store_pool import Database, Pool, race
+from tests.store.test_identity_sessions import opened_session
 
 WALLET, OTHER = "0x" + "a" * 40, "0x" + "b" * 40
 OIDC = ("https://id.example", "subject-1")

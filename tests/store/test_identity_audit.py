@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from store_pool import Database, Pool, race
-
 from gpool.core.model import Instant
 from gpool.server.identity.audit import Anchor, Broken, Entry, Whole, check, facts
 from gpool.server.store.operation import operation
 from gpool.server.store.operations import accounts, audit
 from gpool.server.store.protocol import Operation, Statement
+from tests.store.store_pool import Database, Pool, race
 
 
 def entry(number: int = 0, **changed: object) -> Entry:

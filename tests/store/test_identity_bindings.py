@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from store_pool import Database, Pool, race
 
 from gpool.core.errors import Conflict, Invalid
 from gpool.core.ids import GpuId, NodeId, UserId
@@ -13,7 +12,8 @@ from gpool.core.model import Gpu, Health, Instant, Offer, Slice, TaskStatus
 from gpool.server.store.identity_values import Binding
 from gpool.server.store.operation import operation
 from gpool.server.store.operations import accounts, bindings, leases, nodes
-from gpool.server.store.protocol import Operation
+from gpool.server.store.protocol import Operation, Statement
+from tests.store.store_pool import Database, Pool, race
 
 OFFER = Offer(1000, 1 << 30, 1 << 30)
 
@@ -55,42 +55,42 @@ def test_a_gpu_is_bound_to_its_owner_and_the_owners_wallet(pool: Pool) -> None:
     assert pool.read(bindings.gpu(GpuId(1))) is None
 
 
-def test_a_uuid_under_two_owners_is_flagged_everywhere_and_not_scheduled(pool: Pool) -> None:
-    bob = pool.user("bob")
+def test_a_claim_on_a_bound_uuid_flags_the_claimant_only(pool: Pool) -> None:
+    bob, eve = pool.user("bob"), pool.user("eve")
     mine = joined(pool, "mine", pool.ann, "G0", "G1")
     spare = joined(pool, "spare", pool.ann, "G1")
     bind(pool, mine, pool.ann, "G0", "G1")
     assert bind(pool, spare, pool.ann, "G1") == ()  # moved between her own machines
-    theirs = joined(pool, "theirs", bob, "G1", "G2")
+    theirs, hers = joined(pool, "theirs", bob, "G1", "G2"), joined(pool, "hers", eve, "G0", "G1")
     assert bind(pool, theirs, bob, "G1", "G2") == ("G1",)
-    assert [withheld(pool, node) for node in (mine, spare, theirs)] == [{1}, {0}, {0}]
+    assert bind(pool, hers, eve, "G0", "G1") == ("G0", "G1")
+    wanted = {mine: set(), spare: set(), theirs: {0}, hers: {0, 1}}
+    assert {node: withheld(pool, node) for node in wanted} == wanted
     picture = pool.read(leases.picture())
-    assert {row.node.id: set(row.node.gpus_withheld) for row in picture.nodes} == {
-        mine: {1},
-        spare: {0},
-        theirs: {0},
-    }
-    assert pool.read(bindings.nodes_with(["G1"])) == (mine, spare, theirs)
-    assert {row.node for row in pool.read(bindings.flagged())} == {mine, spare, theirs}
-    assert bind(pool, mine, pool.ann, "G0", "G1") == ("G1",)  # saying it again does not help
+    assert {row.node.id: set(row.node.gpus_withheld) for row in picture.nodes} == wanted
+    assert pool.read(bindings.nodes_with(["G1"])) == (mine, spare, theirs, hers)
+    assert {row.node for row in pool.read(bindings.flagged())} == {theirs, hers}
+    assert bind(pool, mine, pool.ann, "G0", "G1") == ()
+    assert bind(pool, theirs, bob, "G1", "G2") == ("G1",)  # repeating the claim does not help
     later = joined(pool, "later", pool.ann, "G1")
-    assert bind(pool, later, pool.ann, "G1") == ("G1",)
-    assert withheld(pool, later) == {0}
+    assert bind(pool, later, pool.ann, "G1") == ()
+    assert withheld(pool, later) == set()
     assert pool.read(bindings.binding("G1")).owner == pool.ann
 
 
 def test_a_plan_made_before_the_flag_grants_nothing_on_the_gpu(pool: Pool) -> None:
     bob = pool.user("bob")
-    mine, theirs = joined(pool, "mine", pool.ann, "G0", "G1"), joined(pool, "theirs", bob, "G1")
-    bind(pool, mine, pool.ann, "G0", "G1")
-    bind(pool, theirs, bob, "G1")
-    first, second, third = pool.submit(3)
-    assert pool.grant(mine, [first], number=0, slices=(Slice(1, 1, 500),)).lines == ()
+    mine, theirs = joined(pool, "mine", pool.ann, "G1"), joined(pool, "theirs", bob, "G0", "G1")
+    bind(pool, mine, pool.ann, "G1")
+    bind(pool, theirs, bob, "G0", "G1")
+    first, second, third, fourth = pool.submit(4)
+    assert pool.grant(theirs, [first], number=0, slices=(Slice(1, 1, 500),)).lines == ()
     assert pool.view(first).row.status is TaskStatus.QUEUED
-    assert len(pool.grant(mine, [second], number=0, slices=(Slice(0, 1, 500),)).lines) == 1
-    assert len(pool.grant(theirs, [third], number=0).lines) == 1  # its processors are still fine
-    pool.write(bindings.unflag(gpu_on(pool, mine, 1), pool.now()))
-    assert len(pool.grant(mine, [first], number=1, slices=(Slice(1, 1, 500),)).lines) == 1
+    assert len(pool.grant(theirs, [second], number=0, slices=(Slice(0, 1, 500),)).lines) == 1
+    assert len(pool.grant(mine, [third], number=0, slices=(Slice(0, 1, 500),)).lines) == 1
+    assert len(pool.grant(theirs, [fourth], number=2).lines) == 1  # its processors are still fine
+    pool.write(bindings.unflag(gpu_on(pool, theirs, 1), pool.now()))
+    assert len(pool.grant(theirs, [first], number=1, slices=(Slice(1, 1, 500),)).lines) == 1
 
 
 def test_a_flag_outlives_a_hello(pool: Pool) -> None:
@@ -98,11 +98,27 @@ def test_a_flag_outlives_a_hello(pool: Pool) -> None:
     mine, theirs = joined(pool, "mine", pool.ann, "G1"), joined(pool, "theirs", bob, "G1")
     bind(pool, mine, pool.ann, "G1")
     bind(pool, theirs, bob, "G1")
-    offer = pool.read(nodes.node(mine)).node.offer
-    pool.write(nodes.greet(mine, offer, [next(pool.numbers)], pool.now()))
+    offer = pool.read(nodes.node(theirs)).node.offer
+    pool.write(nodes.greet(theirs, offer, [next(pool.numbers)], pool.now()))
+    assert withheld(pool, theirs) == {0}
+    pool.write(nodes.set_gpu_available(gpu_on(pool, theirs), bob, True))
+    assert withheld(pool, theirs) == {0}
+
+
+def test_a_holder_s_flag_from_before_stays_until_an_operator_settles_it(pool: Pool) -> None:
+    """Earlier versions flagged the holder's row too; reconnecting neither clears nor repeats it."""
+    mine = joined(pool, "mine", pool.ann, "G1")
+    bind(pool, mine, pool.ann, "G1")
+    pool.write(_flag_as_before(mine))
+    assert bind(pool, mine, pool.ann, "G1") == ()
     assert withheld(pool, mine) == {0}
-    pool.write(nodes.set_gpu_available(gpu_on(pool, mine), pool.ann, True))
-    assert withheld(pool, mine) == {0}
+    pool.write(bindings.unflag(gpu_on(pool, mine), pool.now()))
+    assert withheld(pool, mine) == set()
+
+
+@operation
+def _flag_as_before(node: NodeId) -> Operation[None]:
+    yield Statement("UPDATE gpus SET flagged = 'two owners' WHERE node_id = :node", {"node": node})
 
 
 def test_an_operator_settles_whose_it_is_and_a_later_claim_harms_only_the_claimant(
@@ -127,7 +143,9 @@ def test_an_operator_settles_whose_it_is_and_a_later_claim_harms_only_the_claima
     assert pool.write(bindings.unflag(GpuId(1), at)) is None
 
 
-def test_of_owners_who_claim_a_uuid_at_once_all_are_flagged(pool: Pool, database: Database) -> None:
+def test_of_owners_who_claim_a_uuid_at_once_one_keeps_it_and_the_others_are_flagged(
+    pool: Pool, database: Database
+) -> None:
     owners = [pool.user(f"u{i}") for i in range(6)]
 
     @operation
@@ -144,7 +162,8 @@ def test_of_owners_who_claim_a_uuid_at_once_all_are_flagged(pool: Pool, database
     assert sorted(answers) == [()] + [("G1",)] * 5
     rows = pool.read(bindings.gpu_rows())
     assert len(rows) == 6
-    assert all(row.flagged for row in rows)
+    holder = pool.read(bindings.binding("G1")).owner
+    assert [row.owner for row in rows if row.flagged is None] == [holder]
     assert pool.read(bindings.gpu_rows(owners[0]))[0].owner == owners[0]
 
 

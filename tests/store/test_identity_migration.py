@@ -14,7 +14,6 @@ import pytest
 from alembic import command
 from sqlalchemy import URL, create_engine
 from sqlalchemy.pool import NullPool
-from store_pool import COMMAND, Database, opened
 
 from gpool.core.ids import NodeId, TaskId, UserId
 from gpool.core.model import Instant, Offer, Permission, Phase
@@ -32,6 +31,7 @@ from gpool.server.store.operations import (
 )
 from gpool.server.store.rows import digest_of, offer_text, spec_text
 from gpool.wire.frames import Reached
+from tests.store.store_pool import COMMAND, Database, opened
 
 OFFER = Offer(1000, 1 << 30, 1 << 30)
 ROWS = [

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from store_pool import COMMAND, Database, Pool, race
-from test_identity_sessions import begun, key
 
 from gpool.core.errors import Conflict, Invalid
 from gpool.core.ids import SpecId
@@ -14,6 +12,8 @@ from gpool.core.model import Instant
 from gpool.server.store.identity_values import DataKey, SealedField
 from gpool.server.store.operations import sealed, sessions, tasks
 from gpool.server.store.values import Submitted
+from tests.store.store_pool import COMMAND, Database, Pool, race
+from tests.store.test_identity_sessions import begun, key
 
 OLD, NEW = b"old-key-", b"new-key-"
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from store_pool import Database, Pool, race
 
 from gpool.core.ids import UserId
 from gpool.core.model import SECOND, Instant
@@ -16,6 +15,7 @@ from gpool.server.store.identity_values import Session, SigningKey
 from gpool.server.store.operation import operation
 from gpool.server.store.operations import people, sessions, teams
 from gpool.server.store.protocol import Operation
+from tests.store.store_pool import Database, Pool, race
 
 
 def row_of(family: Family, label: str = "") -> Session:

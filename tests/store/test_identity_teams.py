@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from store_pool import COMMAND, Database, Pool, race, returned
 
 from gpool.core.errors import Conflict, Invalid, NotFound
 from gpool.core.ids import UserId
@@ -12,6 +11,7 @@ from gpool.core.permissions import Role, TeamId
 from gpool.server.store.identity_values import Team
 from gpool.server.store.operations import artifacts, leases, logs, tasks, teams
 from gpool.server.store.values import MissingArtifacts, Submitted
+from tests.store.store_pool import COMMAND, Database, Pool, race, returned
 
 FUNCTION = TaskSpec(
     TaskKind.FUNCTION, "f", function_sha256="a" * 64, inputs=(InputFile("in", "b" * 64, 3),)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from store_pool import Database, Pool, race, returned
-
 from gpool.core.model import Instant, Slice
 from gpool.core.quotas import Usage
 from gpool.server.store.identity_values import GivenQuota
@@ -11,6 +9,7 @@ from gpool.server.store.operation import operation
 from gpool.server.store.operations import artifacts, logs, tasks, teams
 from gpool.server.store.protocol import Operation
 from gpool.wire.frames import Released
+from tests.store.store_pool import Database, Pool, race, returned
 
 HALF, WHOLE = Slice(0, 40 << 30, 500), Slice(1, 80 << 30, 1000)
 

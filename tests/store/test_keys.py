@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from store_pool import Database, Pool, replicas
 
 from gpool.core.errors import KeyReused, NotFound
 from gpool.core.ids import BatchId
@@ -13,6 +12,7 @@ from gpool.core.model import Instant, TaskKind, TaskSpec
 from gpool.server.store.operations import artifacts, keys, tasks
 from gpool.server.store.protocol import Operation
 from gpool.server.store.values import MissingArtifacts, Submitted
+from tests.store.store_pool import Database, Pool, replicas
 
 FUNCTION = TaskSpec(TaskKind.FUNCTION, "f", function_sha256="a" * 64)
 

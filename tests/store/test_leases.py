@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from store_pool import CPU, Database, Pool, replicas, returned
 
 from gpool.core.ids import SpecId
 from gpool.core.model import Allocation, Availability, Slice, TaskKind, TaskSpec, TaskStatus
 from gpool.server.store.operations import artifacts, beats, leases, nodes
 from gpool.wire.frames import Finished, HandedBack, Hold, Lease, Started
+from tests.store.store_pool import CPU, Database, Pool, replicas, returned
 
 FUNCTION = TaskSpec(TaskKind.FUNCTION, "f", function_sha256="a" * 64)
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from store_pool import Pool, returned
 
 from gpool.core.ids import TaskId
 from gpool.core.model import Instant
 from gpool.server.store.operations import artifacts, logs
 from gpool.server.store.operations.logs import MAX_LOG_BYTES, TRUNCATED
 from gpool.wire.frames import HandedBack, LogChunk
+from tests.store.store_pool import Pool, returned
 
 NEVER = Instant(1 << 62)
 

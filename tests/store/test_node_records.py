@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from store_pool import Pool
-
 from gpool.core.ids import NodeId
 from gpool.core.merits import Record
 from gpool.core.model import Instant, Span
 from gpool.server.store.operations import node_records, nodes
+from tests.store.store_pool import Pool
 
 
 def test_a_record_is_kept_and_an_older_one_never_replaces_it(pool: Pool) -> None:

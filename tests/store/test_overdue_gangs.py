@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from gang_pool import Site, gang_spec, site_of
-from store_pool import Pool
 
 from gpool.core.ids import NodeId
 from gpool.core.model import EndReason, OnLoss
 from gpool.server.store.operations import members, tasks
 from gpool.wire.frames import Finished, Released
+from tests.store.gang_pool import Site, gang_spec, site_of
+from tests.store.store_pool import Pool
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from store_pool import Pool
 
 from gpool.core.errors import Conflict, Forbidden, Invalid, NotFound
 from gpool.core.ids import GpuId, NodeId
@@ -13,6 +12,7 @@ from gpool.core.model import Availability, Gpu, Instant, Offer, Permission
 from gpool.server.store.operations import beats, nodes, people
 from gpool.server.store.values import User
 from gpool.wire.frames import Released
+from tests.store.store_pool import Pool
 
 OFFER = Offer(1000, 1 << 30, 1 << 30, pythons=frozenset({"3.11", "3.12"}), hostname="box")
 

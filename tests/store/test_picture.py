@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
-from store_pool import COMMAND, Database, Pool, exited, opened, returned
 
 from gpool.core.ids import BatchId, NodeId, TaskId
 from gpool.core.model import TaskStatus
@@ -18,6 +17,7 @@ from gpool.server.store import operation
 from gpool.server.store.operations import leases, tasks
 from gpool.server.store.protocol import Operation, Statement
 from gpool.wire.frames import HandedBack, Released, Started
+from tests.store.store_pool import COMMAND, Database, Pool, exited, opened, returned
 
 RETRIES = 1
 SOAKS = bool(os.environ.get("GPOOL_SOAK"))

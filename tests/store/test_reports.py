@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from store_pool import COMMAND, Pool, exited, returned
 
 from gpool.core.ids import NodeId
 from gpool.core.model import EndReason, TaskStatus
@@ -20,6 +19,7 @@ from gpool.wire.frames import (
     ReportItem,
     Started,
 )
+from tests.store.store_pool import COMMAND, Pool, exited, returned
 
 TRIED_TWICE = replace(COMMAND, retries=1)
 EVERY_REPORT = [

@@ -15,7 +15,6 @@ from alembic.script import ScriptDirectory
 from sqlalchemy import create_engine
 from sqlalchemy.dialects import postgresql
 from sqlalchemy.schema import CreateIndex, CreateTable
-from store_pool import Pool, returned
 
 from gpool.core.errors import Invalid
 from gpool.core.ids import NodeId
@@ -28,6 +27,7 @@ from gpool.server.store.schema import metadata
 from gpool.server.store.sqlite import compiled
 from gpool.server.store.versions import HEAD, migrate_sqlite, sqlite_version
 from gpool.wire.frames import Started
+from tests.store.store_pool import Pool, returned
 
 
 def described_by(path: Path) -> dict[str, object]:

@@ -5,14 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from store_pool import COMMAND, Database, Pool, race
-
 from gpool.core.ids import BatchId, UserId
 from gpool.core.model import InputFile, Instant, TaskKind, TaskSpec
 from gpool.server.store.identity_values import GivenQuota
 from gpool.server.store.operations import artifacts, keys, tasks, teams
 from gpool.server.store.operations.submissions import submit_together
 from gpool.server.store.values import Submission, Submitted
+from tests.store.store_pool import COMMAND, Database, Pool, race
 
 FUNCTION = TaskSpec(TaskKind.FUNCTION, "f", function_sha256="a" * 64)
 NAMED = replace(COMMAND, name="größe \u2603 'quoted' \"twice\" \\ \n", priority=3, retries=2)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from store_pool import COMMAND, Pool, exited, returned
 
 from gpool.core.errors import Conflict, Invalid, NotFound
 from gpool.core.ids import BatchId, TaskId
@@ -13,6 +12,7 @@ from gpool.core.model import EndReason, InputFile, TaskKind, TaskSpec, TaskStatu
 from gpool.server.store.operations import artifacts, leases, nodes, tasks
 from gpool.server.store.values import MissingArtifacts, Submitted
 from gpool.wire.frames import HandedBack, Hold, Released, Started
+from tests.store.store_pool import COMMAND, Pool, exited, returned
 
 FUNCTION = TaskSpec(
     TaskKind.FUNCTION,

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from gang_pool import Site, gang_spec, site_of
-from store_pool import Pool
 
 from gpool.core.ids import NodeId, TaskId
 from gpool.core.model import EndReason, Fault, TaskStatus
@@ -12,6 +10,8 @@ from gpool.core.retries import MAX_BY_NODE, MAX_UNSTARTED
 from gpool.server.store.operations import leases
 from gpool.server.store.values import Recording
 from gpool.wire.frames import Finished, Released, Started
+from tests.store.gang_pool import Site, gang_spec, site_of
+from tests.store.store_pool import Pool
 
 WHY = "no such sandbox"
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from store_pool import Pool
-
 from gpool.core.model import Instant
 from gpool.server.store.operations import usage
+from tests.store.store_pool import Pool
 
 
 def test_what_was_told_is_read_back_and_told_again(pool: Pool) -> None:

@@ -14,10 +14,10 @@ import pytest
 
 from gpool.agent.cache import ArtifactCache
 from gpool.core.errors import StaleLease, Unreachable
-from gpool.testing.processes import PATIENCE_S
 from gpool.transfer.artifacts import PART_BYTES, LeaseRef
 from gpool.transfer.requests import Address, Patience
 from gpool.transfer.senders import AsyncSender, Sender
+from tests.tools.processes import PATIENCE_S
 
 LEASE = LeaseRef(1, 1)
 PATIENT = Patience(PATIENCE_S, 0.001, 0.01)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import quote, urlencode
 from weakref import WeakKeyDictionary
 
@@ -106,7 +106,7 @@ class Client:
     ) -> Any:
         """Submit one call and wait for its value."""
         result = self._submit_and_wait(task, args, kwargs)
-        value = outcome(result, self.artifacts.get)
+        value = outcome(result, self.artifacts.get, pickle_requested=task.options.pickle_requested)
         if type(value) is Raised:
             raise value.exception
         return value
@@ -115,7 +115,13 @@ class Client:
         self, task: Task[..., Any], args: Sequence[object], kwargs: Mapping[str, object]
     ) -> Run:
         reply = self._post(task, "/v1/tasks", lambda: self._one_call(task, args, kwargs))
-        return Run(self, decode_submitted(reply.body).ids[0], function=True, own=True)
+        return Run(
+            self,
+            decode_submitted(reply.body).ids[0],
+            function=True,
+            own=True,
+            pickle_requested=task.options.pickle_requested,
+        )
 
     def map(
         self,
@@ -128,7 +134,7 @@ class Client:
         """See `Task.map`."""
         rendered = (self._render(dumps_call(task.function, a, {})) for a in zip(*iterables))  # noqa: B905 - as builtin map
 
-        due = _deadline(task)
+        due, pickle_requested = _deadline(task), task.options.pickle_requested
 
         def submit(calls: list[bytes], batch: str | None, more: bool) -> str:
             place = {"more": more} if batch is None else {"more": more, "batch": batch}
@@ -142,7 +148,7 @@ class Client:
             self.door,
             rendered,
             submit,
-            lambda result: outcome(result, self.artifacts.get),
+            lambda result: outcome(result, self.artifacts.get, pickle_requested=pickle_requested),
             self.cancel_batch,
             window=window,
         )
@@ -284,10 +290,23 @@ class Client:
 
     # ---- tasks by id
 
-    def get(self, task: str, *, trust: bool = False) -> Run:
-        """A task submitted earlier or elsewhere. `trust`: its function is yours, its value may be unpickled."""
+    def get(
+        self, task: str, *, trust: bool = False, results: Literal["pickle"] | None = None
+    ) -> Run:
+        """A task submitted earlier or elsewhere.
+
+        `trust`: its function is yours, so a value from a node of yours may be unpickled. `results="pickle"`: you also
+        trust the owner of the node it ran on, whoever that is.
+        """
+        pickle_requested = results == "pickle"
         document = self.door.get_json(f"/v1/tasks/{quote(task, safe='')}")
-        return Run(self, task, function=document["kind"] == "function", own=trust)
+        return Run(
+            self,
+            task,
+            function=document["kind"] == "function",
+            own=trust or pickle_requested,
+            pickle_requested=pickle_requested,
+        )
 
     def cancel(self, task: str) -> dict[str, Any]:
         """Cancel; the task's document."""

@@ -50,6 +50,7 @@ class Options:
     labels: Sequence[str] = ()  # a node must have all of these
     max_price: str | float | None = None  # "0.40/h", for what it gets on one node
     team: str | None = None  # the team in whose name it runs, by name or id; None: your own
+    results: str | None = None  # "pickle": unpickle values from other accounts' nodes too
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Options:
@@ -63,6 +64,11 @@ class Options:
                 f"gpool knows no option {unknown[0]!r}; it knows {', '.join(known)}.{meant}"
             )
         return cls(**given)
+
+    @property
+    def pickle_requested(self) -> bool:
+        """Whether values from nodes of other accounts are unpickled: their owners could run code here."""
+        return self.results == "pickle"
 
     def members(self) -> dict[str, object]:
         """The members of a `TaskRequest` that were asked for; the server's defaults stand for the rest."""
@@ -94,6 +100,8 @@ class Options:
             "max_price": self.max_price,
             "team": self.team,
         }
+        if self.results not in (None, "pickle"):
+            raise Invalid(f"results is {self.results!r}; give results='pickle' or leave it out")
         if self.checkpoint_every is not None and self.checkpoint is None:
             raise Invalid(
                 "'checkpoint_every' says how often 'checkpoint' is saved; name that folder"

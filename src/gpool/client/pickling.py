@@ -1,6 +1,6 @@
 """Functions and arguments as bytes: the caller's own modules travel by value, installed packages by name.
 
-It unpickles only what the caller's own functions returned (law 6); callers of `loads` vouch for that.
+It unpickles only what the caller's own functions returned on nodes the caller trusts (law 6); callers of `loads` check that.
 """
 
 from __future__ import annotations

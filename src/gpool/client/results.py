@@ -1,4 +1,8 @@
-"""What a finished task left behind, as the server says it, and as Python sees it: a value or an exception."""
+"""Results of finished tasks: decoded from the server's documents, and turned into a Python value or exception.
+
+A pickle is loaded only if the caller's own node produced it or the caller asked for `results="pickle"`: loading runs
+whatever code the node's owner put into it.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,14 @@ from collections.abc import Callable
 import msgspec
 
 from gpool.client.pickling import PICKLING_ERRORS, loads
-from gpool.core.errors import Cancelled, InternalFault, LosesNodes, TaskFailed, TimedOut
+from gpool.core.errors import (
+    Cancelled,
+    InternalFault,
+    LosesNodes,
+    TaskFailed,
+    TimedOut,
+    UntrustedResult,
+)
 
 Fetch = Callable[[str], bytes]
 """An artifact by its hash, whole."""
@@ -34,6 +45,9 @@ class Result(msgspec.Struct, frozen=True):
     value_sha256: str = ""
     error_text: str = ""
     outputs: list[Output] = []
+    node: str | None = None
+    node_name: str | None = None
+    own_node: bool = False  # an older server does not send it
 
 
 class Submitted(msgspec.Struct, frozen=True):
@@ -67,14 +81,34 @@ class Raised(msgspec.Struct, frozen=True):
     exception: BaseException
 
 
-def outcome(result: Result, fetch: Fetch) -> object:
-    """The value of a function's call, or `Raised`."""
+def outcome(result: Result, fetch: Fetch, *, pickle_requested: bool) -> object:
+    """The value of a function's call, or `Raised`. `pickle_requested`: load pickles of any account's node."""
+    is_trusted = result.own_node or pickle_requested
     if result.reason == "returned" and result.status == "succeeded":
+        if not is_trusted:
+            return Raised(_untrusted(result))
         content = result.value or _fetched(result, fetch)
         return loads(content)
     if result.reason == "raised":
-        return Raised(_raised(result, fetch))
+        return Raised(_raised(result, fetch, is_trusted=is_trusted))
     return Raised(failure(result))
+
+
+def _untrusted(result: Result) -> UntrustedResult:
+    if result.node is None:
+        where = "a node whose owner the server does not report (it may be older than this client)"
+    else:
+        # the owner chose the name: no control character of it may reach a terminal
+        name = "".join(c if c.isprintable() else "\ufffd" for c in result.node_name or "")
+        node = f"{name} ({result.node})" if name else result.node
+        where = f"node {node}, which belongs to another account or was removed"
+    return UntrustedResult(
+        f"task {result.id} returned a pickled value from {where}. It was not unpickled: unpickling would let that "
+        'node\'s owner run code on this machine. If you trust the owner, use @gpool.task(results="pickle"), or '
+        f'client.get({result.id!r}, results="pickle") for this value',
+        id=result.id,
+        node=result.node,
+    )
 
 
 def _fetched(result: Result, fetch: Fetch) -> bytes:
@@ -88,9 +122,10 @@ def _fetched(result: Result, fetch: Fetch) -> bytes:
     return content
 
 
-def _raised(result: Result, fetch: Fetch) -> BaseException:
+def _raised(result: Result, fetch: Fetch, *, is_trusted: bool) -> BaseException:
+    """The exception itself if its pickle is trusted, else `TaskFailed` with its text; the traceback is the cause."""
     exception: object = None
-    if result.value or result.value_sha256:
+    if is_trusted and (result.value or result.value_sha256):
         try:
             exception = loads(result.value or _fetched(result, fetch))
         except (*PICKLING_ERRORS, EOFError, KeyError, IndexError) as exc:

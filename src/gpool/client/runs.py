@@ -1,4 +1,7 @@
-"""A submitted task, to be watched, waited for, cancelled. It unpickles only what its own program submitted (law 6)."""
+"""A submitted task, to be watched, waited for, cancelled.
+
+It unpickles only values of functions its own program submitted, from the caller's own nodes (law 6).
+"""
 
 from __future__ import annotations
 
@@ -30,11 +33,18 @@ class Run:
     """One task. Its properties ask the server each time."""
 
     def __init__(
-        self, client: Client, task: str, *, function: bool, own: bool, known: Result | None = None
+        self,
+        client: Client,
+        task: str,
+        *,
+        function: bool,
+        own: bool,
+        pickle_requested: bool = False,
     ) -> None:
         self._client, self.id = client, task
         self._function, self._own = function, own
-        self._known = known
+        self._pickle_requested = pickle_requested
+        self._known: Result | None = None
 
     def __repr__(self) -> str:
         return f"Run({self.id!r})"
@@ -87,7 +97,10 @@ class Run:
         return self._known
 
     def result(self, timeout: float | None = None) -> Any:
-        """A function's value, or the exception it raised with its remote traceback; None for a command that succeeded."""
+        """A function's value, or the exception it raised with its remote traceback; None for a command that succeeded.
+
+        `UntrustedResult`: another account's node returned the value; see `Task.remote`.
+        """
         result = self.wait(timeout)
         if not self._function:
             if result.status != "succeeded":
@@ -98,7 +111,7 @@ class Run:
                 f"task {self.id} was not submitted by this program, so its value is not unpickled; "
                 "use client.get(id, trust=True) if the function is yours"
             )
-        value = outcome(result, self._client.artifacts.get)
+        value = outcome(result, self._client.artifacts.get, pickle_requested=self._pickle_requested)
         if type(value) is Raised:
             raise value.exception
         return value

@@ -60,7 +60,11 @@ class Task(Generic[P, R]):
         return self._pickled
 
     def remote(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Run in the pool and wait: the value, or the exception with the remote traceback as its cause."""
+        """Run in the pool and wait: the value, or the exception with the remote traceback as its cause.
+
+        A value from a node of another account raises `UntrustedResult`, an exception from there is a `TaskFailed` with
+        its text, unless the task has `results="pickle"`: unpickling lets that node's owner run code in this process.
+        """
         return cast(R, self._client().call(self, args, kwargs))
 
     def submit(self, *args: P.args, **kwargs: P.kwargs) -> Run:

@@ -5,6 +5,7 @@ GpoolError
 │   └── BadGpuSpec     400  a GPU requirement that does not parse; points at the character
 ├── NotSignedIn        401  no key, or one we do not know
 ├── Forbidden          403  known, and not allowed
+│   └── UntrustedResult -   a pickled value from another account's node (raised by the client)
 ├── NotFound           404  not there, or not yours
 ├── Conflict           409  the thing is in a state that does not allow this
 │   ├── StaleLease     409  an effect under a lease that is not the current one
@@ -56,6 +57,10 @@ class NotSignedIn(GpoolError):
 
 class Forbidden(GpoolError):
     code, status, title = "forbidden", 403, "Not allowed"
+
+
+class UntrustedResult(Forbidden):
+    code, title = "untrusted_result", "The value comes from another account's node"
 
 
 class NotFound(GpoolError):

@@ -379,7 +379,7 @@ class Node:
     gpus_withheld: frozenset[int] = (
         frozenset()
     )  # indexes that take nothing: set unavailable, or ...
-    gpus_flagged: frozenset[int] = frozenset()  # ... seen under two owners
+    gpus_flagged: frozenset[int] = frozenset()  # ... bound to another owner, or unproven
     audience: Audience | None = None  # None: anyone
     cordoned: bool = False  # an operator lets nothing new start here, whatever its owner allows
     reserved_for: Audience | None = None  # just now, by an operator: for them and the owner alone

@@ -138,8 +138,8 @@ def _no_such_gpu(nodes: list[Node], wanted: tuple[GpuRequest, ...]) -> Explanati
     suiting = [gpu for gpu in flagged if any(gpuspec.matches(request, gpu) for request in wanted)]
     if suiting and not any(gpuspec.matches(request, gpu) for request in wanted for gpu in lent):
         said = (
-            f"{len(suiting)} GPUs would do ({asked}), but were seen under two owners; "
-            "they take nothing until an operator decides whose they are."
+            f"{len(suiting)} GPUs would do ({asked}), but are flagged: each is bound to another owner or not "
+            "verified; they take nothing until an operator decides."
         )
         return Explanation("flagged", said)
     if not lent:

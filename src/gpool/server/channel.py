@@ -120,11 +120,9 @@ class Channel:
                 self.node, self._kept(hello.offer), server.ids.take(len(hello.offer.gpus)), now
             )
         )
-        for row in (
-            greeted.rows if greeted is not None else ()
-        ):  # whatever becomes of this connection
-            scheduler.node_changed(row.node)
-        if greeted is not None and not self.closed and await self._took_time(greeted.rows[0]):
+        if greeted is not None:  # whatever becomes of this connection
+            scheduler.node_changed(greeted.row.node)
+        if greeted is not None and not self.closed and await self._took_time(greeted.row):
             greeted = await server.write(_standing(self.node))
         if self.closed:
             return
@@ -150,7 +148,7 @@ class Channel:
                 drop=tuple(hold for hold in hello.holds if hold not in open_leases),
             )
         )
-        scheduler.connect(self, greeted.rows[0].node)
+        scheduler.connect(self, greeted.row.node)
         # Unstated ones too: that the agent has nothing of them, only the agent can say, and now.
         stop = tuple(
             hold for hold, lease in open_leases.items() if lease.status is TaskStatus.CANCELLED
@@ -311,16 +309,14 @@ class Channel:
             return
         offer = self._kept(frame.offer)
         try:
-            rows = await server.write(
+            node: NodeRow | None = await server.write(
                 offers.take(self.node, offer, server.ids.take(len(offer.gpus)), server.now)
             )
         except NotFound as error:
             self.refuse("not_found", error.detail, retry=False)
             return
-        for row in rows[1:]:
-            server.scheduler.node_changed(row.node)
-        node: NodeRow | None = rows[0]
-        if await self._took_time(rows[0]):
+        assert node is not None
+        if await self._took_time(node):
             node = await server.write(nodes.node(self.node))
         if node is not None:
             server.scheduler.node_changed(node.node)
@@ -358,7 +354,7 @@ class Channel:
 
 @dataclass(frozen=True, slots=True)
 class _Greeted:
-    rows: tuple[NodeRow, ...]  # the node's own first
+    row: NodeRow
     held: tuple[HeldLease, ...]
     specs: Mapping[int, TaskSpec]
     secrets: SealedSecrets
@@ -374,18 +370,18 @@ def _greeting(
     """Offer, leases and their specs as of one moment; None: there is no such node any more."""
     if (yield from nodes.node(node)) is None:
         return None
-    rows = yield from offers.take(node, offer, gpu_ids, at)
-    return (yield from _leases_of(node, rows))
+    row = yield from offers.take(node, offer, gpu_ids, at)
+    return (yield from _leases_of(node, row))
 
 
 @operation
 def _standing(node: NodeId) -> Operation[_Greeted | None]:
     """The same once more, when its offer is known."""
     row = yield from nodes.node(node)
-    return None if row is None else (yield from _leases_of(node, (row,)))
+    return None if row is None else (yield from _leases_of(node, row))
 
 
-def _leases_of(node: NodeId, rows: tuple[NodeRow, ...]) -> Operation[_Greeted]:
+def _leases_of(node: NodeId, row: NodeRow) -> Operation[_Greeted]:
     held = yield from leases.held(node)
     specs = {}
     for id_ in {lease.spec for lease in held}:
@@ -404,7 +400,7 @@ def _leases_of(node: NodeId, rows: tuple[NodeRow, ...]) -> Operation[_Greeted]:
         if each.status is not TaskStatus.CANCELLED and each.gang and each.gang.call is Call.BACK
     )
     keys = (yield from data_keys()) if members else ()
-    return _Greeted(rows, held, specs, secrets, begun, preempting, keys)
+    return _Greeted(row, held, specs, secrets, begun, preempting, keys)
 
 
 def secrets_shut(task: int, epoch: int) -> Finished:

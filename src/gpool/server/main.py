@@ -12,11 +12,15 @@ from types import FrameType
 import uvicorn
 import uvloop
 
+from gpool.core.errors import Conflict, Unreachable
 from gpool.server.app import make_app, open_server
 from gpool.server.http import LimitedHttp, LimitedWebSocket
 from gpool.server.server import Server
 from gpool.server.settings import Settings
+from gpool.server.store.opening import lock_for_serving
 from gpool.wire.frames import MAX_FRAME_BYTES
+
+log = logging.getLogger(__name__)
 
 STOP_WITHIN_S = 3
 KEEP_ALIVE_S = 75
@@ -35,14 +39,34 @@ class _Listener(uvicorn.Server):
         self.told = sig
         super().handle_exit(sig, frame)
 
+    def stop_unlocked(self, watch: asyncio.Task[str]) -> None:
+        """Stop once the watch over the server lock ends, for whatever reason: another server may have the lock."""
+        if not watch.cancelled():
+            log.error("the server lock of the store is lost; the server stops")
+            self.should_exit = True
+
 
 async def serve(settings: Settings, opened: Opened | None = None) -> int:
-    """Opens a server and answers until SIGINT or SIGTERM, which is returned. `opened` is called before the first request."""
-    server = await open_server(settings)
-    if opened is not None:
-        await opened(server)
-    listener = _Listener(configuration(server))
-    await listener.serve()
+    """Open a server and answer until SIGINT or SIGTERM, which is returned. `opened` is called before the first request.
+
+    `Conflict` if another server has the store's lock; `Unreachable` after a stop because the lock was lost.
+    """
+    settings.data.mkdir(parents=True, exist_ok=True, mode=0o700)
+    async with lock_for_serving(settings.store_url, settings.ttl_s / 2) as lock:
+        server = await open_server(settings)
+        if opened is not None:
+            await opened(server)
+        listener = _Listener(configuration(server))
+        watch = asyncio.create_task(lock.lost(), name="server-lock")
+        watch.add_done_callback(listener.stop_unlocked)
+        try:
+            await listener.serve()
+        finally:
+            watch.cancel()
+        if watch.done():
+            raise Unreachable(
+                f"the server stopped: it lost the lock of its store: {watch.result()}"
+            )
     return listener.told
 
 
@@ -70,7 +94,7 @@ def configuration(server: Server) -> uvicorn.Config:
 
 
 def main() -> None:
-    """What `python -m gpool.server` runs: everything from `GPOOL_SERVER_*` variables."""
+    """Run `python -m gpool.server`: everything comes from `GPOOL_SERVER_*` variables."""
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
@@ -79,5 +103,7 @@ def main() -> None:
             told = runner.run(serve(Settings()))
     except KeyboardInterrupt:  # uvicorn has stopped in good order, and repeats the signal
         told = signal.SIGINT
+    except (Conflict, Unreachable) as error:
+        sys.exit(f"gpool: {error.detail}")
     if told:
         sys.exit(128 + told)

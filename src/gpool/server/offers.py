@@ -1,6 +1,6 @@
-"""What happens when a node says what it lends: its GPUs are bound to its owner and the owner's payout wallet.
+"""A node's offer: its GPUs are bound to its owner and the owner's payout wallet.
 
-One that is another owner's already is flagged, on their node too; simulated ones have no hardware uuid and are not bound.
+A GPU bound to another owner is flagged on this node only. Simulated GPUs and those of nodes without a key are not bound.
 A site is a claim, so it holds among the nodes of one owner only: gangs never mix owners by a stranger's word.
 """
 
@@ -31,40 +31,38 @@ def site_name(site: str) -> str | None:
 
 
 @operation
-def take(
-    node: NodeId, offer: Offer, gpu_ids: Sequence[int], at: Instant
-) -> Operation[tuple[NodeRow, ...]]:
-    """The node's row, then those of other nodes that a new flag concerns."""
+def take(node: NodeId, offer: Offer, gpu_ids: Sequence[int], at: Instant) -> Operation[NodeRow]:
+    """Write the offer, bind its GPUs and return the node's row."""
     yield from nodes.greet(node, offer, gpu_ids, at)
     return (yield from bind(node, offer, at))
 
 
 @operation
-def bind(node: NodeId, offer: Offer, at: Instant) -> Operation[tuple[NodeRow, ...]]:
-    """The same for an offer that was written with the node."""
+def bind(node: NodeId, offer: Offer, at: Instant) -> Operation[NodeRow]:
+    """Bind the GPUs of an offer that is written already and return the node's row.
+
+    A node without a key is a listing: anybody can make one up, so it neither binds nor flags anything.
+    """
     row = yield from nodes.node(node)
     if row is None:
         raise NotFound("this node was removed; join again with a new link")
     uuids = [gpu.uuid for gpu in offer.gpus if not gpu.simulated]
-    if not uuids:
-        return (row,)
-    before = row.node.gpus_flagged
+    who = yield from nodes.credentials_of(node)
+    if not uuids or who is None or who.public_key is None:
+        return row
     wallet = yield from _payout_wallet(row.node.owner)
     flagged = yield from bindings.bind(node, row.node.owner, wallet, uuids, at)
-    if not flagged:
-        return (row,)
-    now_flagged = yield from nodes.node(node)
-    assert now_flagged is not None
-    if now_flagged.node.gpus_flagged == before:
-        return (now_flagged,)
-    return (now_flagged, *(yield from rows_with(flagged, but=node)))
+    if flagged:
+        row = yield from nodes.node(node)
+        assert row is not None
+    return row
 
 
-def rows_with(uuids: Sequence[str], but: NodeId | None = None) -> Operation[tuple[NodeRow, ...]]:
-    """Nodes that have such a GPU: the scheduler has to look at them again."""
+def rows_with(uuids: Sequence[str]) -> Operation[tuple[NodeRow, ...]]:
+    """Rows of the nodes that have such a GPU, for the scheduler to read again."""
     found = []
     for id_ in (yield from bindings.nodes_with(uuids)):
-        row = None if id_ == but else (yield from nodes.node(id_))
+        row = yield from nodes.node(id_)
         if row is not None:
             found.append(row)
     return tuple(found)

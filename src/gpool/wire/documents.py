@@ -238,7 +238,11 @@ class TaskPage(Answer):
 
 
 class ResultDocument(Answer):
-    """`GET /v1/tasks/{id}/result`, and each line of `GET /v1/batches/{id}/results` (NDJSON)."""
+    """`GET /v1/tasks/{id}/result`, and each line of `GET /v1/batches/{id}/results` (NDJSON).
+
+    `node` produced the result. `own_node`: that node belongs to the account that asks, so its owner is trusted with a
+    pickle; false for a node of another account, for a removed node and for a gang.
+    """
 
     id: str
     position: int
@@ -250,6 +254,9 @@ class ResultDocument(Answer):
     value_sha256: str = ""
     error_text: str = ""
     outputs: list[OutputDocument] = []
+    node: str | None = None
+    node_name: str | None = None
+    own_node: bool = False
 
 
 class BatchDocument(Answer):

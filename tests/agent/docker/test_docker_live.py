@@ -20,15 +20,22 @@ from typing import Any
 
 import cloudpickle
 import pytest
-from container_case import containers_of, none_left, probe_script, run_image, undefended, verdicts
-from container_probes import NEEDED, PROBES
 
 from gpool.agent.runtime.calls import PYTHON
 from gpool.agent.runtime.docker.images import DIGEST
 from gpool.agent.runtime.docker.runtime import DockerRuntime, Gvisor
 from gpool.agent.runtime.protocol import Call, CommandJob, Lane, Limits, RunnerJob, SandboxFailed
 from gpool.core.model import EndReason, Network
-from gpool.testing.engines import (
+from tests.agent.container_case import (
+    containers_of,
+    none_left,
+    probe_script,
+    run_image,
+    undefended,
+    verdicts,
+)
+from tests.agent.container_probes import NEEDED, PROBES
+from tests.tools.engines import (
     BARE_IMAGE,
     IMAGE,
     docker_client,
@@ -36,8 +43,8 @@ from gpool.testing.engines import (
     import_image,
     shared_engine,
 )
-from gpool.testing.processes import eventually
-from gpool.testing.runtimes import (
+from tests.tools.processes import eventually
+from tests.tools.runtimes import (
     LIMITS,
     PATIENCE_S,
     Caller,
@@ -232,7 +239,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from gpool.agent.runtime.protocol import CommandJob
-from gpool.testing.runtimes import LIMITS, MAKERS
+from tests.tools.runtimes import LIMITS, MAKERS
 async def main():
     runtime = MAKERS[{kind!r}](Path({data!r}))
     job = CommandJob(("sh", "-c", "echo up; exec sleep 1000"), (), (), (), LIMITS)

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from container_case import containers_of
 
 from gpool.agent.runtime.docker.confinement import Box, request
 from gpool.agent.runtime.docker.engine import Engine, Facts
@@ -31,7 +30,8 @@ from gpool.agent.runtime.docker.probing import SOONER_S
 from gpool.agent.runtime.docker.runtime import DockerRuntime, Gvisor
 from gpool.agent.runtime.protocol import CommandJob, Lane, RunnerJob, SandboxFailed
 from gpool.core.model import Network
-from gpool.testing.engines import (
+from tests.agent.container_case import containers_of
+from tests.tools.engines import (
     BARE_IMAGE,
     IMAGE,
     PrivateEngine,
@@ -40,8 +40,8 @@ from gpool.testing.engines import (
     import_image,
     shared_engine,
 )
-from gpool.testing.processes import eventually
-from gpool.testing.runtimes import LIMITS, PATIENCE_S, using, within
+from tests.tools.processes import eventually
+from tests.tools.runtimes import LIMITS, PATIENCE_S, using, within
 
 LABEL, BOOT = ("pool.gpool.agent", "of-a-test"), ("pool.gpool.boot", "first")
 DOCKER = Facts("docker", "20.10", ("runc",), False, 0, "2", (), ())

@@ -15,9 +15,9 @@ from urllib3.exceptions import ProtocolError
 from gpool.agent.runtime.docker.engine import Engine, translated
 from gpool.agent.runtime.docker.kernel_log import exceeded_its_limit, records
 from gpool.agent.runtime.protocol import SandboxFailed
-from gpool.testing.engines import IMAGE, docker_client, shared_engine
-from gpool.testing.processes import eventually
-from gpool.testing.runtimes import PATIENCE_S
+from tests.tools.engines import IMAGE, docker_client, shared_engine
+from tests.tools.processes import eventually
+from tests.tools.runtimes import PATIENCE_S
 
 NO_LOG = "/nowhere/kmsg"
 GREEDY = "x = bytearray(300 << 20)"

@@ -29,8 +29,8 @@ from gpool.agent.network.rooted import RootNetworks
 from gpool.agent.runtime.bubblewrap import BubblewrapRuntime
 from gpool.agent.runtime.protocol import CommandJob
 from gpool.core.environments import name_of, recipe
-from gpool.testing.packages import PackageIndex
-from gpool.testing.runtimes import LIMITS
+from tests.tools.packages import PackageIndex
+from tests.tools.runtimes import LIMITS
 
 CLONE_NEWNET = 0x40000000
 NODE, GATEWAY = "192.168.77.10", "192.168.77.1"

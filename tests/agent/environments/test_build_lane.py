@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -17,7 +18,12 @@ def test_a_build_reaches_the_index_and_where_its_files_lie_and_nobody_else(
     for component in ("bubblewrap", "uv", "root", "network namespaces", "nftables"):
         require(component)
     ran = subprocess.run(
-        [sys.executable, STAGE], capture_output=True, text=True, timeout=850, check=False
+        [sys.executable, STAGE],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=850,
+        check=False,
     )
     assert ran.returncode == 0, ran.stderr
     told = json.loads(ran.stdout.splitlines()[-1])

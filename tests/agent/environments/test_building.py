@@ -34,9 +34,9 @@ from gpool.agent.runtime.protocol import (
 )
 from gpool.core.environments import name_of, recipe
 from gpool.core.model import EndReason, Recipe
-from gpool.testing import unprivileged
-from gpool.testing.packages import PackageIndex
-from gpool.testing.runtimes import LIMITS, left_over, within
+from tests.tools import unprivileged
+from tests.tools.packages import PackageIndex
+from tests.tools.runtimes import LIMITS, left_over, within
 
 OWN = own_interpreter()
 
@@ -213,7 +213,7 @@ from gpool.agent.environments import environments_for
 from gpool.agent.runtime.bubblewrap import BubblewrapRuntime
 from gpool.agent.runtime.protocol import CommandJob
 from gpool.core.environments import name_of, recipe
-from gpool.testing.runtimes import LIMITS
+from tests.tools.runtimes import LIMITS
 
 async def main():
     assert os.geteuid() != 0

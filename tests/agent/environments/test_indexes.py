@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from gpool.agent.environments.indexes import Indexes, configuration_files, path_of, read_indexes
-from gpool.testing.packages import PackageIndex
+from tests.tools.packages import PackageIndex
 
 
 def written(folder: Path, name: str, text: str) -> Path:

@@ -6,7 +6,6 @@ import sys
 
 from gpool.agent.gpu.child import frames_from, frames_to
 from gpool.core.gpuproof import keys_of
-from gpool.testing.gpu_prover import NumpyProver
 from gpool.wire.frames import (
     AnswerNow,
     ExamineGpu,
@@ -15,6 +14,7 @@ from gpool.wire.frames import (
     GpuOpened,
     OpenTiles,
 )
+from tests.tools.gpu_prover import NumpyProver
 
 if __name__ == "__main__":
     read, write = frames_from(sys.stdin.buffer), frames_to(sys.stdout.buffer)

@@ -14,8 +14,6 @@ from gpool.agent.gpu.cuda import kernels_for
 from gpool.agent.gpu.desk import CHILD, GpuDesk
 from gpool.core.gpuproof import Size, Verdict, keys_of
 from gpool.server.gpu_proofs.checking import Claimed, check_openings
-from gpool.testing.components import missing
-from gpool.testing.processes import PATIENCE_S
 from gpool.wire.frames import (
     AgentFrame,
     AnswerNow,
@@ -28,10 +26,16 @@ from gpool.wire.frames import (
     MeasureGpu,
     OpenTiles,
 )
+from tests.tools.components import missing
+from tests.tools.processes import PATIENCE_S
 
 pytestmark = pytest.mark.anyio
 F = TypeVar("F", bound=AgentFrame)
-NUMPY_CHILD = (sys.executable, str(Path(__file__).with_name("numpy_child.py")))
+HERE = Path(__file__)
+NUMPY_CHILD = (
+    *("env", f"PYTHONPATH={HERE.parents[3]}"),  # where `tests` is found
+    *(sys.executable, str(HERE.with_name("numpy_child.py"))),
+)
 SIZE = Size(1, 256, 64)
 ASKED = ExamineGpu(7, 3, "GPU-a", b"s" * 32, SIZE, 2)
 

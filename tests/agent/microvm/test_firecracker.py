@@ -17,7 +17,7 @@ from gpool.agent.runtime.microvm import firecracker, guest
 from gpool.agent.runtime.microvm.talk import Pipes, Talk
 from gpool.agent.runtime.microvm.vmm import Disk, Machine
 from gpool.agent.runtime.protocol import SandboxFailed
-from gpool.testing.runtimes import PATIENCE_S, within
+from tests.tools.runtimes import PATIENCE_S, within
 
 DESCRIPTION = Path(__file__).parents[4] / "shared" / "specs" / "firecracker-api.yaml"
 NAMES = {

@@ -18,7 +18,7 @@ from gpool.agent.runtime.microvm.taking import Taking
 from gpool.agent.runtime.microvm.talk import MOST_DROPPED_BYTES, Pipes, Talk
 from gpool.agent.runtime.protocol import BadOutput, SandboxFailed
 from gpool.core.model import OutputFile
-from gpool.testing.runtimes import PATIENCE_S, within
+from tests.tools.runtimes import PATIENCE_S, within
 
 QUOTA_BYTES = 1000
 

@@ -19,8 +19,8 @@ import pytest
 
 from gpool.agent.runtime.protocol import BadOutput, Call, CommandJob, Limits, Staged
 from gpool.core.model import EndReason
-from gpool.testing.processes import eventually
-from gpool.testing.runtimes import (
+from tests.tools.processes import eventually
+from tests.tools.runtimes import (
     LIMITS,
     MAKERS,
     PATIENCE_S,
@@ -225,7 +225,7 @@ AGENT = """
 import asyncio
 from pathlib import Path
 
-from gpool.testing.runtimes import MAKERS, LIMITS
+from tests.tools.runtimes import MAKERS, LIMITS
 from gpool.agent.runtime.protocol import CommandJob
 async def main():
     runtime = MAKERS["microvm"](Path({data!r}))

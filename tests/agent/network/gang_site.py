@@ -20,8 +20,17 @@ from pathlib import Path
 from typing import Any
 
 import uvloop
-from gang_tasks import BLOCK, INSIDE
-from lanes_world import (
+
+from gpool.agent.network import nft
+from gpool.agent.network.gang.relaying import RELAY
+from gpool.agent.network.lanes import Networks, OpenLane
+from gpool.agent.network.policy import Egress, EgressPolicy, Gang
+from gpool.agent.network.rooted import RootNetworks
+from gpool.agent.network.rootless import RootlessNetworks
+from gpool.agent.runtime.protocol import CommandJob, Staged
+from gpool.core.rendezvous import INTERFACE
+from tests.agent.network.gang_tasks import BLOCK, INSIDE
+from tests.hostile.lanes_world import (
     CLONE_NEWNET,
     CLONE_NEWUSER,
     NOBODY,
@@ -35,16 +44,7 @@ from lanes_world import (
     settled,
     sh,
 )
-
-from gpool.agent.network import nft
-from gpool.agent.network.gang.relaying import RELAY
-from gpool.agent.network.lanes import Networks, OpenLane
-from gpool.agent.network.policy import Egress, EgressPolicy, Gang
-from gpool.agent.network.rooted import RootNetworks
-from gpool.agent.network.rootless import RootlessNetworks
-from gpool.agent.runtime.protocol import CommandJob, Staged
-from gpool.core.rendezvous import INTERFACE
-from gpool.testing.runtimes import LIMITS, MAKERS
+from tests.tools.runtimes import LIMITS, MAKERS
 
 GATEWAY, PUBLIC, METADATA = "192.168.78.1", "11.22.33.44", "169.254.169.254"
 PORT = 47101
@@ -52,7 +52,7 @@ ETH_P_IP, ETH_P_ALL = 0x800, 3
 WEAK = (
     "-c",
     "import sys; sys.path[:0] = sys.argv[1].split(':'); from gpool.agent.network.gang.relay import main;"
-    " from weak_relay import WeakRelay; sys.exit(main(WeakRelay))",
+    " from tests.agent.network.weak_relay import WeakRelay; sys.exit(main(WeakRelay))",
     os.pathsep.join(sys.path),
 )
 

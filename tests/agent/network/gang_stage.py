@@ -18,8 +18,8 @@ from itertools import permutations
 from pathlib import Path
 from typing import Any
 
-import reaching
-from gang_site import (
+from gpool.core.rendezvous import address_of
+from tests.agent.network.gang_site import (
     GATEWAY,
     METADATA,
     PORT,
@@ -30,7 +30,8 @@ from gang_site import (
     overheard,
     peers,
 )
-from lanes_world import (
+from tests.hostile import reaching
+from tests.hostile.lanes_world import (
     CLONE_NEWNET,
     CLONE_NEWNS,
     MS_REC,
@@ -40,8 +41,6 @@ from lanes_world import (
     open_the_way,
     open_tun,
 )
-
-from gpool.core.rendezvous import address_of
 
 SECRET, OTHER = "5a" * 32, "a5" * 32
 BIG = 24 << 20

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import reaching
+from tests.hostile import reaching
 
 BLOCK = 1 << 16
 SO_NO_CHECK = 11

@@ -15,9 +15,15 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-import reaching
 import uvloop
-from lanes_world import (
+
+from gpool.agent.detect.host import site_address
+from gpool.agent.network import door, nft
+from gpool.agent.network.lanes import OpenLane
+from gpool.agent.network.policy import Egress, EgressPolicy, Only, parse_target
+from gpool.agent.network.rooted import RootNetworks, forwarding, read_sysctl, write_sysctl
+from tests.hostile import reaching
+from tests.hostile.lanes_world import (
     CLONE_NEWNET,
     CLONE_NEWNS,
     GATEWAY,
@@ -34,12 +40,6 @@ from lanes_world import (
     settled,
     sh,
 )
-
-from gpool.agent.detect.host import site_address
-from gpool.agent.network import door, nft
-from gpool.agent.network.lanes import OpenLane
-from gpool.agent.network.policy import Egress, EgressPolicy, Only, parse_target
-from gpool.agent.network.rooted import RootNetworks, forwarding, read_sysctl, write_sysctl
 
 libc = ctypes.CDLL(None, use_errno=True)
 SERVERS = ((PUBLIC, 53),)

@@ -20,7 +20,7 @@ from gpool.agent.network.gang.bonds import IS_HELLO, Bond
 from gpool.agent.network.gang.relay import MOST_WAITING, Relay
 from gpool.agent.network.gang.relaying import RELAY
 from gpool.core.rendezvous import address_of
-from gpool.testing.processes import eventually
+from tests.tools.processes import eventually
 
 SECRET = b"s" * 32
 WITHIN_S = 240.0

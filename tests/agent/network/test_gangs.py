@@ -17,8 +17,8 @@ import pytest
 
 from gpool.agent.network.gang.relaying import UID
 from gpool.agent.network.nft import program
-from gpool.testing import components
-from gpool.testing.engines import shared_engine
+from tests.tools import components
+from tests.tools.engines import shared_engine
 
 STAGE = Path(__file__).with_name("gang_stage.py")
 BOTH = ["tcp", "udp"]

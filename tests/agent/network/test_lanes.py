@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lanes_world import HOST
 
 from gpool.agent.network.nft import program
 from gpool.agent.network.rules import BURST_BYTES
-from gpool.testing import components
+from tests.hostile.lanes_world import HOST
+from tests.tools import components
 
 STAGE = Path(__file__).with_name("lanes_stage.py")
 RATE_BYTES_PER_S = 1_000_000

@@ -24,7 +24,7 @@ from gpool.agent.network.resolver import (
     Server,
     configured_servers,
 )
-from gpool.testing.processes import PATIENCE_S
+from tests.tools.processes import PATIENCE_S
 
 T = TypeVar("T")
 PUBLIC, INSIDE = IPv4Address("11.22.33.44"), IPv4Address("192.168.77.20")

@@ -28,7 +28,7 @@ from gpool.agent.network.policy import (
     Wants,
     reaches,
 )
-from gpool.testing import components
+from tests.tools import components
 
 CLONE_NEWNET = 0x40000000
 ADDRESSES = st.ip_addresses(v=4) | st.sampled_from(

@@ -24,7 +24,7 @@ from gpool.agent.sharing.timeslice import Watchdog, Watched
 from gpool.core.model import GIB, Gpu, Sharing, Slice
 from gpool.testing.fake_nvml import H200_PROFILES, FakeNvml, h200
 from gpool.testing.fake_runtime import FakeRun, FakeRuntime
-from gpool.testing.processes import alive
+from tests.tools.processes import alive
 
 SCRUBBER = ("python3", "-I", "-c", scrub.SCRIPT.read_text())
 CLEAN = FakeRun(((1, b'{"free": 1000, "scrubbed": 998, "wrong": 0}\n'),))

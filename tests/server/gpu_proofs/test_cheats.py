@@ -30,7 +30,7 @@ from gpool.core.gpuproof import (
 from gpool.core.model import GIB, Instant, Span
 from gpool.server.gpu_proofs.checking import Claimed, check_openings
 from gpool.server.gpu_proofs.streams import Sums, Words, kept, rows_of, tile_rows
-from gpool.testing.gpu_prover import NumpyProver, all_kept
+from tests.tools.gpu_prover import NumpyProver, all_kept
 
 TRIES = 100
 SMALL = Size(2, 256, 64)

@@ -8,13 +8,11 @@ from pathlib import Path
 from random import Random
 
 import pytest
-from server_desk import Agent, Desk, StoppedClock, an_offer, open_desk
 
 from gpool.core.gpuproof import Measured, Size, Terms, Verdict, keys_of
 from gpool.core.model import Gpu, Offer, Span
 from gpool.server.app import make_app
 from gpool.server.gpu_proofs.examiner import AGAIN_AFTER, TRIES, Examiner, Examining, terms_of
-from gpool.testing.gpu_prover import NumpyProver
 from gpool.wire.frames import (
     AnswerNow,
     ExamineGpu,
@@ -30,6 +28,8 @@ from gpool.wire.frames import (
     decode_from_agent,
     encode,
 )
+from tests.server.server_desk import Agent, Desk, StoppedClock, an_offer, open_desk
+from tests.tools.gpu_prover import NumpyProver
 
 pytestmark = pytest.mark.anyio
 SECOND = 1_000_000

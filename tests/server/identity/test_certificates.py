@@ -28,7 +28,6 @@ from gpool.server.identity.certificates import (
     own,
     server_context,
 )
-from gpool.testing.processes import PATIENCE_S
 from gpool.transfer.pinning import (
     WrongCertificate,
     fingerprint_of,
@@ -36,6 +35,7 @@ from gpool.transfer.pinning import (
     pinned_context,
     spelt_out,
 )
+from tests.tools.processes import PATIENCE_S
 
 NOW = Instant(1_800_000_000 * SECOND)
 NAMES = ("localhost", "pool.example", "127.0.0.1", "::1")

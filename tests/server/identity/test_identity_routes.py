@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 import pytest
 from fastapi.routing import APIRoute, APIWebSocketRoute
-from server_desk import Desk
 from starlette.routing import BaseRoute
 
 from gpool.core.permissions import RULES
 from gpool.server.identity.routes import ROUTES, WEBSOCKET
+from tests.server.server_desk import Desk
 
 
 def doors(routes: list[BaseRoute]) -> Iterator[tuple[str, str]]:

@@ -21,7 +21,7 @@ from gpool.server.identity.passwords import (
     Passwords,
     acceptable,
 )
-from gpool.testing.processes import PATIENCE_S
+from tests.tools.processes import PATIENCE_S
 
 CHEAP = Cost(passes=1, memory_kib=64)
 NOTICEABLE = Cost(passes=8, memory_kib=16 * 1024)

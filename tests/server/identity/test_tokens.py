@@ -9,7 +9,6 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from hypothesis import given
 from hypothesis import strategies as st
-from identity.forged_tokens import GRANTS, GROUPS, NODE_KEY, bench, forgeries
 
 from gpool.core.errors import Invalid
 from gpool.core.ids import encode
@@ -30,6 +29,7 @@ from gpool.server.identity.tokens import (
     new_key,
     verify,
 )
+from tests.server.identity.forged_tokens import GRANTS, GROUPS, NODE_KEY, bench, forgeries
 
 PLACE = Place("https://pool.example", "gpool")
 NOW = Instant(1_800_000_000 * SECOND)

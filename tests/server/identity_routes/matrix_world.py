@@ -11,13 +11,20 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import httpx2
-from matrix import CONTENT, EVERYTHING, SHA256, USUAL, Asker, Row
-from people_desk import PASSWORD, Somebody, bearer, registered, signed, wallet
-from server_desk import Desk, an_offer
 
 from gpool.server.store.operation import again, operation
 from gpool.server.store.protocol import Operation, Store
-from gpool.testing.nodes import a_key
+from tests.server.identity_routes.matrix import CONTENT, EVERYTHING, SHA256, USUAL, Asker, Row
+from tests.server.identity_routes.people_desk import (
+    PASSWORD,
+    Somebody,
+    bearer,
+    registered,
+    signed,
+    wallet,
+)
+from tests.server.server_desk import Desk, an_offer
+from tests.tools.nodes import a_key
 
 T = TypeVar("T")
 NONE = "0" * 13

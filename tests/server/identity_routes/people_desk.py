@@ -6,12 +6,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import httpx2
-from server_desk import Desk
 
 from gpool.core.ids import UserId, decode
 from gpool.wallet import signin
 from gpool.wallet.moments import Moment
 from gpool.wallet.signing import Key
+from tests.server.server_desk import Desk
 
 PASSWORD = "a long enough password"
 

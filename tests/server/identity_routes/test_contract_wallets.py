@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from people_desk import signed, wallet
-from server_desk import Desk, StoppedClock, open_desk
-from socket_server import answering
 
 from gpool.wallet.contracts import MAGIC
 from gpool.wallet.signing import personal_hash
+from tests.server.identity_routes.people_desk import signed, wallet
+from tests.server.identity_routes.socket_server import answering
+from tests.server.server_desk import Desk, StoppedClock, open_desk
 
 pytestmark = pytest.mark.anyio
 

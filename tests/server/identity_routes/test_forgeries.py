@@ -6,13 +6,13 @@ import base64
 import json
 
 import pytest
-from forged_tokens import GRANTS, Bench, forgeries
-from matrix import TABLE, rowless
-from matrix_world import a_pool
-from people_desk import Somebody, bearer, registered
-from server_desk import Desk
 
 from gpool.server.identity.tokens import Grant, TokenType, issue
+from tests.server.identity.forged_tokens import GRANTS, Bench, forgeries
+from tests.server.identity_routes.matrix import TABLE, rowless
+from tests.server.identity_routes.matrix_world import a_pool
+from tests.server.identity_routes.people_desk import Somebody, bearer, registered
+from tests.server.server_desk import Desk
 
 pytestmark = pytest.mark.anyio
 

@@ -12,15 +12,15 @@ import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis.errors import FlakyStrategyDefinition, Unsatisfiable
 from hypothesis.stateful import run_state_machine_as_test
-from people_desk import PASSWORD, bearer
 from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi.checks import (
     response_schema_conformance,
     status_code_conformance,
 )
-from server_desk import Live, serving
 
-from gpool.testing.processes import PATIENCE_S
+from tests.server.identity_routes.people_desk import PASSWORD, bearer
+from tests.server.server_desk import Live, serving
+from tests.tools.processes import PATIENCE_S
 
 CHECKS = [not_a_server_error, response_schema_conformance, status_code_conformance]
 ROOMS = ("auth", "users", "me", "keys", "wallets", "sessions", "teams")

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from matrix import TABLE, expected, rowless
-from matrix_world import a_pool
-from server_desk import Desk
+
+from tests.server.identity_routes.matrix import TABLE, expected, rowless
+from tests.server.identity_routes.matrix_world import a_pool
+from tests.server.server_desk import Desk
 
 pytestmark = pytest.mark.anyio
 

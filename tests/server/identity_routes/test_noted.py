@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import pytest
-from people_desk import PASSWORD, registered, signed, signed_in_by, wallet
-from server_desk import Desk
 
 from gpool.core.ids import encode
 from gpool.server.loops import Identity
+from tests.server.identity_routes.people_desk import (
+    PASSWORD,
+    registered,
+    signed,
+    signed_in_by,
+    wallet,
+)
+from tests.server.server_desk import Desk
 
 pytestmark = pytest.mark.anyio
 

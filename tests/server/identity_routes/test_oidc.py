@@ -19,15 +19,15 @@ from cryptography.hazmat.primitives.asymmetric import ec, padding, rsa
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.asymmetric.utils import decode_dss_signature
 from cryptography.hazmat.primitives.hashes import SHA256
-from people_desk import bearer
-from server_desk import Desk, open_desk
 
 from gpool.core.errors import NotSignedIn, Unreachable
 from gpool.core.model import SECOND, Instant
 from gpool.server.clock import SystemClock
 from gpool.server.identity import oidc
 from gpool.server.identity.oidc import Expected, Identity
-from gpool.testing.processes import PATIENCE_S, eventually, free_port
+from tests.server.identity_routes.people_desk import bearer
+from tests.server.server_desk import Desk, open_desk
+from tests.tools.processes import PATIENCE_S, eventually, free_port
 
 pytestmark = pytest.mark.anyio
 BACK = "http://127.0.0.1:1/back"

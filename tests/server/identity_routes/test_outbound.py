@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from socket_server import answering
 
 from gpool.core.errors import Invalid, Unreachable
 from gpool.server.outbound import MAX_ANSWER_BYTES, Outbound, checked, is_public
-from gpool.testing.processes import PATIENCE_S
+from tests.server.identity_routes.socket_server import answering
+from tests.tools.processes import PATIENCE_S
 
 pytestmark = pytest.mark.anyio
 

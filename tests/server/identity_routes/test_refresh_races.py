@@ -8,8 +8,9 @@ from pathlib import Path
 
 import httpx2
 import pytest
-from people_desk import registered
-from server_desk import Desk, StoppedClock, open_desk
+
+from tests.server.identity_routes.people_desk import registered
+from tests.server.server_desk import Desk, StoppedClock, open_desk
 
 pytestmark = pytest.mark.anyio
 

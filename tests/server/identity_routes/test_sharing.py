@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import pytest
-from people_desk import PASSWORD, Somebody, bearer, registered, signed_in
-from server_desk import Desk
 
 from gpool.server.loops import Identity
+from tests.server.identity_routes.people_desk import (
+    PASSWORD,
+    Somebody,
+    bearer,
+    registered,
+    signed_in,
+)
+from tests.server.server_desk import Desk
 
 pytestmark = pytest.mark.anyio
 

@@ -5,11 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from people_desk import PASSWORD, bearer, registered, signed, signed_in, signed_in_by, wallet
-from server_desk import Desk, StoppedClock, open_desk
 
 from gpool.server.app import open_server
 from gpool.server.settings import Settings
+from tests.server.identity_routes.people_desk import (
+    PASSWORD,
+    bearer,
+    registered,
+    signed,
+    signed_in,
+    signed_in_by,
+    wallet,
+)
+from tests.server.server_desk import Desk, StoppedClock, open_desk
 
 pytestmark = pytest.mark.anyio
 

@@ -8,7 +8,7 @@ from datetime import datetime
 import msgspec
 
 from gpool.core import gpuspec, paths, prices
-from gpool.core.ids import encode
+from gpool.core.ids import UserId, encode
 from gpool.core.model import (
     AttemptRow,
     Instant,
@@ -55,6 +55,9 @@ class ResultLine(msgspec.Struct, frozen=True):
     value_sha256: str = ""
     error_text: str = ""
     outputs: tuple[OutputFile, ...] = ()
+    node: str | None = None
+    node_name: str | None = None
+    own_node: bool = False
 
 
 _encoder = msgspec.json.Encoder()
@@ -89,18 +92,19 @@ LAST = len(_ORDER)
 """Of events with one time and one epoch, an end comes last."""
 
 
-def result_lines(results: Iterable[BatchResult]) -> bytes:
+def result_lines(results: Iterable[BatchResult], reader: UserId) -> bytes:
     """NDJSON, one line a result."""
-    return _encoder.encode_lines(_results(results))
+    return _encoder.encode_lines(_results(results, reader))
 
 
-def result_list(results: Iterable[BatchResult]) -> bytes:
+def result_list(results: Iterable[BatchResult], reader: UserId) -> bytes:
     """A JSON array."""
-    return _encoder.encode(_results(results))
+    return _encoder.encode(_results(results, reader))
 
 
-def _results(results: Iterable[BatchResult]) -> list[ResultLine]:
+def _results(results: Iterable[BatchResult], reader: UserId) -> list[ResultLine]:
     rows = list(results)
+    nodes = {node: encode("node", node) for node in {row.node for row in rows} if node is not None}
     return [
         ResultLine(
             name,
@@ -112,12 +116,16 @@ def _results(results: Iterable[BatchResult]) -> list[ResultLine]:
             row.value,
             row.value_sha256,
             row.error_text or "",
+            (),
+            None if row.node is None else nodes[row.node],
+            row.node_name,
+            row.node_owner == reader,
         )
         for name, row in zip(spell("task", [row.task for row in rows]), rows, strict=True)
     ]
 
 
-def result(view: TaskView) -> bytes:
+def result(view: TaskView, reader: UserId) -> bytes:
     """One finished task's result, its outputs included."""
     row = view.row
     return _encoder.encode(
@@ -132,6 +140,9 @@ def result(view: TaskView) -> bytes:
             view.value_sha256,
             row.error_text or "",
             _outputs(view),
+            None if row.node is None else encode("node", row.node),
+            view.node_name,
+            view.node_owner == reader,
         )
     )
 

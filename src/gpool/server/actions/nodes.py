@@ -104,26 +104,26 @@ async def join(
     now = server.now
     create = audited(
         create,
-        lambda rows: [
+        lambda row: [
             entry(
                 now,
                 who,
                 "node.join",
-                encode("node", rows[0].node.id),
-                name=rows[0].node.name,
-                owner=encode("user", rows[0].node.owner),
+                encode("node", row.node.id),
+                name=row.node.name,
+                owner=encode("user", row.node.owner),
             )
         ],
     )
     if user is None:
-        value: tuple[NodeRow, ...] | None = await server.write(create)
+        value: NodeRow | None = await server.write(create)
         assert value is not None
         saved = _saved(value)
     else:
         answered = await server.write_once(user, once, create, _saved)
         value, saved = answered.value, answered.body
-    for row in value or ():
-        server.scheduler.node_changed(row.node)
+    if value is not None:
+        server.scheduler.node_changed(value.node)
     answer = msgspec.json.decode(saved, type=_Saved)
     return NodeJoined(id=answer.id, name=answer.name, server=server.gate.name)
 
@@ -132,11 +132,10 @@ async def register(server: Server, who: NodeCredentials, request: NodeRequest) -
     """A node that is known says what it lends: its offer replaces the earlier one."""
     permit(who, Action.NODE_OFFER, Thing(Kind.NODE, owner=who.owner, holder=who.node))
     offer = _offer(request)
-    rows = await server.write(
+    row = await server.write(
         offers.take(who.node, offer, server.ids.take(len(offer.gpus)), server.now)
     )
-    for row in rows:
-        server.scheduler.node_changed(row.node)
+    server.scheduler.node_changed(row.node)
     return NodeJoined(id=encode("node", who.node), name=who.name, server=server.gate.name)
 
 
@@ -222,8 +221,7 @@ def _create(
     offer: Offer,
     gpu_ids: Sequence[int],
     at: Instant,
-) -> Operation[tuple[NodeRow, ...]]:
-    """The node's row, then those of others its GPUs concern."""
+) -> Operation[NodeRow]:
     invite_hash = credentials.hashed(request.token) if request.token else None
     whose = UserId(owner) if owner is not None else None
     known = yield from _again(request.name, whose, invite_hash, public_key)
@@ -232,7 +230,7 @@ def _create(
     if known is not None:
         row = yield from operations.node(known)
         assert row is not None
-        return (row,)
+        return row
     yield from operations.create_node(
         id_,
         request.name,
@@ -272,8 +270,8 @@ def _invite(hashed: str, user: User, expires_at: Instant, at: Instant) -> Operat
     return expires_at
 
 
-def _saved(rows: tuple[NodeRow, ...]) -> bytes:
-    return msgspec.json.encode(_Saved(encode("node", rows[0].node.id), rows[0].node.name))
+def _saved(row: NodeRow) -> bytes:
+    return msgspec.json.encode(_Saved(encode("node", row.node.id), row.node.name))
 
 
 # ---- reading
@@ -339,7 +337,7 @@ async def set_gpu_available(
 
 
 async def unflag(server: Server, who: Caller, id_: GpuId, once: Once | None) -> GpuDocument:
-    """An operator decides that a GPU seen under two owners is its node's owner's."""
+    """Bind a GPU to its node's owner, by an operator's decision, and clear its flag."""
     operation = _unflag(id_, who, server.now)
     answered = await server.write_once(who.user, once, operation, lambda _: b"")
     for row in answered.value or ():

@@ -127,16 +127,16 @@ async def batch_results(
 ) -> AsyncIterator[bytes]:
     """NDJSON from `after` on, as the tasks end, until the batch is closed and done."""
     await batch(server, who, id_)
-    return _results(server, id_, after)
+    return _results(server, who, id_, after)
 
 
-async def _results(server: Server, id_: BatchId, after: int) -> AsyncIterator[bytes]:
+async def _results(server: Server, who: Caller, id_: BatchId, after: int) -> AsyncIterator[bytes]:
     with server.hub.subscription(id_) as changed:
         while True:
             rows, now = await server.store.read(_more(id_, after))
             if rows:
                 after = rows[-1].sequence
-                yield documents.result_lines(rows)
+                yield documents.result_lines(rows, who.user.id)
                 if len(rows) == RESULT_ROWS:
                     continue
             if now is None or (now.closed and after >= now.total):

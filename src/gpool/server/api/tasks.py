@@ -69,7 +69,7 @@ async def submit_tasks(request: Request, wait: Wait = 0) -> Response:
         awaited = query.Awaited(accepted.batch, accepted.tasks, accepted.fresh)
         results = await query.wait_for_results(server, awaited, seconds)
         if results is not None:
-            return raw(documents.result_list(results))
+            return raw(documents.result_list(results, who.user.id))
     return raw(accepted.body, 202)
 
 
@@ -146,7 +146,7 @@ async def get_result(request: Request, id: TASK, wait: Wait = 0) -> Response:
     view = await query.wait_for_task(server, who, TaskId(decode("task", id)), seconds)
     if not view.row.status.is_final:
         return answer(documents.task(view), 202)
-    return tagged(request, documents.result(view))
+    return tagged(request, documents.result(view, who.user.id))
 
 
 @router.get("/v1/tasks/{id}/explain", responses=ok(ExplainDocument), response_class=Response)

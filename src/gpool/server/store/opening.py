@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import AbstractAsyncContextManager
 from importlib import import_module
 from pathlib import Path
 
 from gpool.core.errors import Invalid
 from gpool.server.store.protocol import Store
+from gpool.server.store.server_lock import ServerLock, locked_file
 from gpool.server.store.sqlite import InlineStore, SqliteStore
 from gpool.server.store.versions import migrate_sqlite
 
@@ -26,7 +28,25 @@ async def open_store(url: str) -> Store:
         postgres = import_module("gpool.server.store.postgres")
         store: Store = await postgres.open_postgres(url)
         return store
-    raise Invalid(f"{url[:40]!r} is no store; give sqlite:///PATH or postgresql://HOST/DATABASE")
+    raise _no_store(url)
+
+
+def lock_for_serving(url: str, reclaim_s: float) -> AbstractAsyncContextManager[ServerLock]:
+    """Hold the store's server lock while this is open; `Conflict` names the server that has it already.
+
+    `reclaim_s`: how long a lock that is lost with its database session may take to be taken again.
+    """
+    if url.startswith(SQLITE):
+        return locked_file(Path(url.removeprefix(SQLITE)))
+    if url.startswith(POSTGRES):
+        postgres = import_module("gpool.server.store.postgres_lock")
+        lock: AbstractAsyncContextManager[ServerLock] = postgres.locked_database(url, reclaim_s)
+        return lock
+    raise _no_store(url)
+
+
+def _no_store(url: str) -> Invalid:
+    return Invalid(f"{url[:40]!r} is no store; give sqlite:///PATH or postgresql://HOST/DATABASE")
 
 
 def open_inline(path: Path | str, *, synchronous: str = "FULL") -> InlineStore:

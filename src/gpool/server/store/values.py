@@ -108,6 +108,9 @@ class BatchResult:
     value: bytes
     value_sha256: str
     error_text: str
+    node: NodeId | None = None
+    node_name: str | None = None
+    node_owner: UserId | None = None  # None: no node had it, several had, or it was removed
 
 
 # ---- leases
@@ -275,6 +278,7 @@ class TaskView:
     note: str | None = None  # the last of its attempt, while a node has it
     checkpoint: SavedCheckpoint | None = None
     members: tuple[MemberView, ...] = ()  # of a gang; node and allocation of `row` are rank 0's
+    node_owner: UserId | None = None  # None: as in `BatchResult`
 
 
 @dataclass(frozen=True, slots=True)

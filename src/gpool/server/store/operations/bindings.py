@@ -1,7 +1,7 @@
-"""Which GPU (by its hardware uuid) is whose, and which wallet is paid for it. One seen under two owners is flagged.
+"""Bindings of a GPU's hardware uuid to its owner and payout wallet. The first claim of a uuid holds.
 
-A flag stands on the GPU's row of every node that ever named it, and keeps all of them from being scheduled, until an
-operator settles whose it is. Once settled, a claim by somebody else flags only the claimant's.
+A later claim by another owner flags the claimant's row only, and keeps that row from being scheduled until an operator
+decides; the holder's rows stay usable, or any account could take a GPU out of the pool by naming its uuid.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from gpool.server.store.operation import operation
 from gpool.server.store.protocol import Operation, Row, Statement
 from gpool.server.store.rows import of_names
 
-TWO_OWNERS = "this GPU's uuid was seen under two owners; an operator decides whose it is"
+TAKEN = "this GPU's uuid is bound to another owner, who claimed it first; an operator can decide otherwise"
 ANOTHERS = "an operator decided that this GPU is another owner's"
 
 GPU = (
@@ -28,10 +28,9 @@ GPU = (
 def bind(
     node: NodeId, owner: UserId, wallet: str | None, uuids: Collection[str], at: Instant
 ) -> Operation[tuple[str, ...]]:
-    """Binds what is nobody's yet, and gives those of `uuids` that are flagged on this node now.
+    """Bind unbound uuids to `owner`; flag this node's rows of the others' and return their uuids, sorted.
 
-    Only real GPUs have uuids that mean anything: simulated ones are not to be bound. `nodes_with` tells whom else a
-    new flag concerns.
+    Simulated GPUs must not be passed: their uuids identify no device. A row that is flagged already stays so.
     """
     if not uuids:
         return ()
@@ -43,25 +42,16 @@ def bind(
         {"owner": owner, "wallet": wallet, "at": at},
         wanted,
     )
+    # Locked, so that an operator who decides for this owner meanwhile is not overruled by the flag below.
     rows = yield Statement(
         "SELECT b.uuid, b.owner_id, b.settled_at FROM {wanted} AS w JOIN gpu_bindings b ON b.uuid = w.name "
         "/*postgresql ORDER BY b.uuid FOR UPDATE OF b*/",
         {},
         wanted,
     )
-    earlier = yield Statement(
-        "SELECT g.uuid FROM {wanted} AS w JOIN gpus g ON g.uuid = w.name WHERE g.flagged IS NOT NULL",
-        {},
-        wanted,
-    )
-    disputed = {row[0] for row in earlier}
     mine = [uuid for uuid, bound_to, _ in rows if bound_to == owner]
-    flag_all = [
-        uuid
-        for uuid, bound_to, settled in rows
-        if settled is None and (bound_to != owner or uuid in disputed)
-    ]
-    flag_here = [uuid for uuid, bound_to, settled in rows if settled and bound_to != owner]
+    taken = [uuid for uuid, bound_to, settled in rows if bound_to != owner and not settled]
+    settled = [uuid for uuid, bound_to, settled in rows if bound_to != owner and settled]
     if mine:
         yield Statement(
             "UPDATE gpu_bindings SET wallet = :wallet WHERE owner_id = :owner "
@@ -69,24 +59,19 @@ def bind(
             {"wallet": wallet, "owner": owner},
             {"mine": of_names(mine)},
         )
-    if flag_all:
-        yield Statement(
-            "UPDATE gpus SET flagged = :why WHERE flagged IS NULL AND uuid IN (SELECT name FROM {twice} AS f)",
-            {"why": TWO_OWNERS},
-            {"twice": of_names(flag_all)},
-        )
-    if flag_here:
-        yield Statement(
-            "UPDATE gpus SET flagged = :why WHERE node_id = :node AND uuid IN (SELECT name FROM {others} AS f)",
-            {"why": ANOTHERS, "node": node},
-            {"others": of_names(flag_here)},
-        )
-    return tuple(sorted((*flag_all, *flag_here)))
+    for why, claimed in ((TAKEN, taken), (ANOTHERS, settled)):
+        if claimed:
+            yield Statement(
+                "UPDATE gpus SET flagged = :why WHERE node_id = :node AND uuid IN (SELECT name FROM {claimed} AS c)",
+                {"why": why, "node": node},
+                {"claimed": of_names(claimed)},
+            )
+    return tuple(sorted((*taken, *settled)))
 
 
 @operation
 def unflag(gpu: GpuId, at: Instant) -> Operation[GpuRow | None]:
-    """An operator settles that this GPU is its node's owner's. The same uuid under others stays, or becomes, flagged."""
+    """Bind the uuid to the owner of this GPU's node, by an operator's decision; flag the uuid's rows of other owners."""
     found = yield from _gpus("g.id = :gpu", gpu=gpu)
     if not found:
         return None
@@ -139,7 +124,7 @@ def rebind_wallet(owner: UserId, wallet: str | None) -> Operation[int]:
 
 @operation
 def nodes_with(uuids: Collection[str]) -> Operation[tuple[NodeId, ...]]:
-    """Nodes that have such a GPU now: after a flag, the scheduler has to look at them again."""
+    """Ids of the nodes that have such a GPU now, whoever owns them."""
     rows = yield Statement(
         "SELECT DISTINCT g.node_id FROM {wanted} AS w JOIN gpus g ON g.uuid = w.name "
         "WHERE g.gone = 0 ORDER BY g.node_id",

@@ -197,7 +197,7 @@ VIEW = (
     f"SELECT {TASK_COLUMNS}, s.body, n.name, t.outputs, t.value_sha256, t.log_sha256, t.sequence, {{value}}, "  # noqa: S608
     "CASE WHEN t.holding = 1 THEN (SELECT a.note FROM attempt_notes a WHERE a.task_id = t.id AND a.epoch = t.epoch "
     f"AND a.note <> '{PREEMPTING}' ORDER BY a.at DESC, {PHASES} DESC LIMIT 1) END, "
-    f"{SAVED} FROM tasks t JOIN specs s ON s.id = t.spec_id LEFT JOIN nodes n ON n.id = t.node_id "
+    f"{SAVED}, n.owner_id FROM tasks t JOIN specs s ON s.id = t.spec_id LEFT JOIN nodes n ON n.id = t.node_id "
     "LEFT JOIN checkpoints c ON c.task_id = t.id "
 )
 VIEW_WITH_VALUE = VIEW.replace("{value}", "t.value")
@@ -205,7 +205,7 @@ VIEW_WITHOUT_VALUE = VIEW.replace("{value}", "NULL")
 
 
 def _view(row: Row) -> TaskView:
-    body, node_name, outputs, value_sha256, log_sha256, sequence, value, note, *saved = row[
+    body, node_name, outputs, value_sha256, log_sha256, sequence, value, note, *saved, owner = row[
         TASK_WIDTH:
     ]
     return TaskView(
@@ -219,6 +219,7 @@ def _view(row: Row) -> TaskView:
         sequence=sequence or 0,
         note=note,
         checkpoint=_saved(saved),
+        node_owner=owner,
     )
 
 
@@ -379,8 +380,9 @@ def batch(id: BatchId, user: UserId | None, teams: Collection[int] = ()) -> Oper
 @operation
 def batch_results(batch: BatchId, after: int, limit: int) -> Operation[tuple[BatchResult, ...]]:
     rows = yield Statement(
-        "SELECT sequence, position, id, status, reason, exit_code, value, value_sha256, error_text FROM tasks "
-        "WHERE batch_id = :batch AND sequence > :after AND sequence IS NOT NULL ORDER BY sequence LIMIT :limit",
+        "SELECT t.sequence, t.position, t.id, t.status, t.reason, t.exit_code, t.value, t.value_sha256, t.error_text, "
+        "t.node_id, n.name, n.owner_id FROM tasks t LEFT JOIN nodes n ON n.id = t.node_id WHERE t.batch_id = :batch "
+        "AND t.sequence > :after AND t.sequence IS NOT NULL ORDER BY t.sequence LIMIT :limit",
         {"batch": batch, "after": after, "limit": limit},
     )
     return tuple(
@@ -394,6 +396,7 @@ def batch_results(batch: BatchId, after: int, limit: int) -> Operation[tuple[Bat
             bytes(row[6] or b""),
             row[7],
             row[8] or "",
+            *row[9:],
         )
         for row in rows
     )

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-
-import gpool
 
 UID = 54_321
 REACH = """
@@ -55,7 +54,7 @@ def _run(
         env={
             "PATH": "/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin",
             "HOME": str(own),
-            "PYTHONPATH": str(Path(gpool.__file__).resolve().parents[1]),
+            "PYTHONPATH": os.pathsep.join(sys.path),
             **env,
         },
         capture_output=True,

@@ -12,7 +12,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from gpool.testing.processes import PATIENCE_S, eventually
+from tests.tools.processes import PATIENCE_S, eventually
 
 
 @contextmanager

@@ -26,9 +26,9 @@ from typing import Any
 
 import httpx2
 
-from gpool.testing.nodes import joined
-from gpool.testing.scripted_agent import ScriptedAgent
 from gpool.transfer.proving import NodeKey
+from tests.tools.nodes import joined
+from tests.tools.scripted_agent import ScriptedAgent
 
 GPOOL = (str(Path(sys.executable).with_name("gpool")),)
 

@@ -33,8 +33,8 @@ from gpool.agent.runtime.protocol import (
     RunnerSandbox,
     Staged,
 )
-from gpool.testing import engines
 from gpool.testing.fake_runtime import FakeRun, FakeRuntime
+from tests.tools import engines
 
 LIMITS = Limits(cpu_milli=2000, memory_bytes=512 << 20, disk_bytes=256 << 20)
 PATIENCE_S = 600
@@ -94,7 +94,7 @@ MAKERS: dict[str, Callable[[Path], Any]] = {
 }
 
 NEEDS = {"docker": "docker", "podman": "podman", "gvisor": "gvisor", "microvm": "qemu"}
-"""The component that a runtime of this name needs here; see `gpool.testing.components`."""
+"""The component that a runtime of this name needs here; see `tests.tools.components`."""
 
 PATIENCE_FOR_S: dict[str, float] = {"microvm": 900}
 """A guest's disks are built first, and an emulated machine boots slowly beside other tests."""
