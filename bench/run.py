@@ -1,4 +1,4 @@
-"""Runs every benchmark that needs nothing but gpool, one after another, and keeps each one's JSON in bench/results.
+"""Run every benchmark that needs only gpool, one after another; keep the JSON of each in bench/results.
 
 python -m bench.run [--full] [NAME ...]
 """
@@ -10,13 +10,18 @@ import subprocess
 import sys
 from pathlib import Path
 
+from bench import FOLDERS
+
 HERE = Path(__file__).resolve().parent
-NOT_ALONE = {"__init__", "run", "peers", "gpool_peer"}
-"""`peers` needs the other systems and their environments: it is run by hand."""
+RUN_BY_HAND = {"run", "compare", "peers", "plan_digests"}
+"""`compare` and `plan_digests` need a second tree or data, `peers` the other systems."""
 
 
 def names() -> list[str]:
-    return sorted(p.stem for p in HERE.glob("*.py") if p.stem not in NOT_ALONE)
+    """Names of the modules that can be run, in all folders."""
+    files = [path for folder in ("", *FOLDERS) for path in (HERE / folder).glob("*.py")]
+    runnable = {path.stem for path in files if '__name__ == "__main__"' in path.read_text()}
+    return sorted(runnable - RUN_BY_HAND)
 
 
 def main() -> int:

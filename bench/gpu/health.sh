@@ -14,8 +14,8 @@ from dataclasses import asdict
 from pathlib import Path
 from time import perf_counter
 
-from gpool.agent.detect.gpus import Detector
-from gpool.agent.detect.nvml import RealNvml
+from gpool.agent.machine.detection.gpus import Detector
+from gpool.agent.machine.detection.nvml import RealNvml
 
 nvml = RealNvml()
 nvml.open()

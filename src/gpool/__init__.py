@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from gpool.client.client import Completed as Completed
     from gpool.client.client import run as run
     from gpool.client.client import task as task
-    from gpool.client.local_files import local_files as local_files
+    from gpool.client.files.local_files import local_files as local_files
     from gpool.client.results import RemoteTraceback as RemoteTraceback
     from gpool.client.runs import Run as Run
     from gpool.client.tasks import Task as Task
@@ -33,7 +33,7 @@ _HOMES = {
     "RemoteTraceback": "gpool.client.results",
     "Run": "gpool.client.runs",
     "Task": "gpool.client.tasks",
-    "local_files": "gpool.client.local_files",
+    "local_files": "gpool.client.files.local_files",
     "run": "gpool.client.client",
     "task": "gpool.client.client",
 } | dict.fromkeys(

@@ -14,8 +14,7 @@ from websockets.http11 import Request, Response
 
 from gpool.agent.settings import AgentSettings
 from gpool.core.model import Allocation, Offer, Slice, TaskSpec
-from gpool.transfer.private_files import write_private
-from gpool.transfer.proving import (
+from gpool.transfer.node_proofs import (
     PROOF_HEADER,
     NodeKey,
     Purpose,
@@ -23,6 +22,7 @@ from gpool.transfer.proving import (
     Statement,
     parse_request_proof,
 )
+from gpool.transfer.private_files import write_private
 from gpool.wire.frames import (
     CHANNEL_PATH,
     NODE_HEADER,

@@ -9,14 +9,14 @@ import pytest
 from click.testing import CliRunner
 from pydantic import ValidationError
 
-from gpool.agent.detect import Level
-from gpool.agent.main import Means
-from gpool.agent.policy import GANG_PORT, Gangs
+from gpool.agent.app import Means
+from gpool.agent.machine.detection import Level
+from gpool.agent.machine.policy import GANG_PORT, Gangs
 from gpool.agent.settings import AgentSettings
-from gpool.cli.doctor import gangs_finding
-from gpool.cli.joining import Identity
 from gpool.cli.lend import Reach, offer_of, renewed
-from gpool.cli.terms import Terms, agent_variables, lending
+from gpool.cli.lending.doctor import gangs_finding
+from gpool.cli.lending.enrolment import Identity
+from gpool.cli.lending.terms import Terms, agent_variables, lending
 from gpool.core.model import Network
 from gpool.testing.fake_runtime import FakeRuntime
 from gpool.transfer.requests import Address

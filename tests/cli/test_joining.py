@@ -9,10 +9,10 @@ import httpx2
 import pytest
 
 from gpool import Invalid
-from gpool.cli.join import must_be_the_same
-from gpool.cli.joining import enrol, identity_file, load_identity, parse_link
-from gpool.cli.terms import Terms, agent_variables
-from gpool.client.door import Door
+from gpool.cli.lending.enrolment import enrol, identity_file, load_identity, parse_link
+from gpool.cli.lending.join import must_be_the_same
+from gpool.cli.lending.terms import Terms, agent_variables
+from gpool.client.connection.transport import Door
 from gpool.core.errors import Conflict, Forbidden
 from gpool.transfer.requests import Address
 

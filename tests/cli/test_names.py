@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 from gpool.cli.main import cli
-from gpool.cli.naming import shown_as
+from gpool.cli.references import shown_as
 from tests.server.server_desk import Live, serving
 from tests.tools.processes import PATIENCE_S
 

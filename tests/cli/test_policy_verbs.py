@@ -14,12 +14,12 @@ import httpx2
 import pytest
 from click.testing import CliRunner
 
+from gpool.cli.admin.policy import NOT_LEARNT
 from gpool.cli.main import cli
-from gpool.cli.policy import NOT_LEARNT
 from gpool.core.model import EndReason
-from gpool.core.scheduling.portfolio import LEAST_ARRIVALS
-from gpool.server.store.operations.arrivals import MOST_ALIKE
-from gpool.transfer.proving import NodeKey
+from gpool.core.scheduler.place.portfolio import LEAST_ARRIVALS
+from gpool.server.store.operations.tasks.arrivals import MOST_ALIKE
+from gpool.transfer.node_proofs import NodeKey
 from gpool.wire.frames import Finished, Started, Stop, StopReason
 from tests.server.server_desk import Live, serving
 from tests.tools.nodes import joined

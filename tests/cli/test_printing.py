@@ -8,7 +8,7 @@ import pytest
 
 from gpool.cli import tasks
 from gpool.cli.main import say_error
-from gpool.cli.printing import TerminalText, age, emit_json, neutral, table
+from gpool.cli.output.printing import TerminalText, age, emit_json, neutral, table
 from gpool.core.errors import Conflict
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from gpool.cli.children import Child, Program
-from gpool.cli.up import data_folder, must_be_free, only_one, typed, within_reach
+from gpool.cli.lending.children import Child, Program
+from gpool.cli.lending.up import data_folder, must_be_free, only_one, typed, within_reach
 from gpool.core.errors import Conflict, Invalid
 from tests.tools.processes import PATIENCE_S, eventually, free_port
 
@@ -170,7 +170,7 @@ def test_a_server_alone_says_that_its_port_is_taken(tmp_path: Path) -> None:
 
 
 def test_a_bar_is_drawn_only_when_bytes_are_moved() -> None:
-    drawn = "from gpool.cli.progress import progress_bar\nwith progress_bar() as show:\n    "
+    drawn = "from gpool.cli.output.progress import progress_bar\nwith progress_bar() as show:\n    "
     assert on_a_terminal(drawn + "pass") == b""
     assert b"weights" in on_a_terminal(drawn + "show('weights', 1, 2)")
 

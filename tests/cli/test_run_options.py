@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from click.testing import Result
 
-from gpool.cli.progress import ProgressLine
+from gpool.cli.output.progress import ProgressLine
 from gpool.client.logs import Progress
 from tests.client.standin import Pool
 

@@ -9,14 +9,14 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from gpool.agent.lookout import Rulebook
+from gpool.agent.machine.monitor import Rulebook
+from gpool.agent.machine.policy import shaped
+from gpool.agent.machine.policy_file import parse
 from gpool.agent.network.policy import Egress, HostFacts, reaches
-from gpool.agent.policy import shaped
-from gpool.agent.policy_file import parse
 from gpool.agent.settings import AgentSettings
-from gpool.cli.joining import Identity
 from gpool.cli.lend import egress_of, runtimes_of
-from gpool.cli.terms import Terms, agent_variables, lending
+from gpool.cli.lending.enrolment import Identity
+from gpool.cli.lending.terms import Terms, agent_variables, lending
 from gpool.core.model import GIB, Offer, Tier
 from gpool.transfer.requests import Address
 

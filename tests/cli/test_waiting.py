@@ -11,7 +11,7 @@ import pytest
 from click.testing import Result
 
 from gpool import Client
-from gpool.cli.waiting import MOST_TOLD
+from gpool.cli.wait_targets import MOST_TOLD
 from tests.client.standin import Pool
 from tests.tools.processes import PATIENCE_S
 

@@ -23,7 +23,7 @@ import httpx2
 from gpool.core.ids import decode, encode
 from gpool.core.model import EndReason, Network, Offer, OutputFile, Phase, TaskSpec, Tier
 from gpool.server.app import ensure_operator, make_app, open_server
-from gpool.server.channel import Channel
+from gpool.server.nodes.connection import Channel
 from gpool.server.server import Server
 from gpool.server.settings import Settings
 from gpool.transfer.requests import Request

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from gpool import Client, Conflict, Invalid
-from gpool.client.artifacts import gather
+from gpool.client.files.artifacts import gather
 from gpool.client.results import Output
 from gpool.core.errors import InternalFault
 from tests.client.standin import Pool

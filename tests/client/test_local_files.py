@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpool.client.ignore_rules import rules_of
-from gpool.client.local_files import MAX_FILES, _Walk, local_files, shown_size
+from gpool.client.files.ignore_rules import rules_of
+from gpool.client.files.local_files import MAX_FILES, _Walk, local_files, shown_size
 from gpool.core.errors import Invalid
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from gpool.client.recipes import recipe_of
+from gpool.client.environment_specs import recipe_of
 from gpool.core.errors import Invalid
 from gpool.core.model import Recipe
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import httpx2
 import pytest
 
-from gpool.client.door import Door
-from gpool.client.sessions import SessionFile, SignedIn, Tokens
+from gpool.client.connection.sign_in import SessionFile, SignedIn, Tokens
+from gpool.client.connection.transport import Door
 from gpool.core.errors import NotSignedIn
 
 URL = "http://pool.test"

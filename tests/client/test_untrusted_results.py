@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from inprocess import Node, RealPool
-from standin import Pool
 
 import gpool
 from gpool import Client, RemoteTraceback
 from gpool.cli.main import cli
+from tests.client.inprocess import Node, RealPool
+from tests.client.standin import Pool
 
 LARGE = "x" * 100_000
 """Too large for a value sent inline: it becomes an artifact."""

@@ -14,7 +14,7 @@ from click.testing import CliRunner
 import gpool
 from gpool import Client
 from gpool.cli.main import cli
-from gpool.client.artifacts import gather
+from gpool.client.files.artifacts import gather
 from gpool.client.logs import printed
 from gpool.client.options import Options
 from gpool.transfer.artifacts import PART_BYTES

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from gpool.core.model import Network, RuntimeOffer, Tier
-from gpool.core.scheduling.placement import Unfit, unfit
-from tests.core.scheduling_builders import a_node, a_shape
+from gpool.core.scheduler.place.fit import Unfit, unfit
+from tests.core.scheduler.state.builders import a_node, a_shape
 
 BUBBLEWRAP = RuntimeOffer("bubblewrap", Tier.CONTAINER, frozenset(Network))
 DOCKER = RuntimeOffer("docker", Tier.CONTAINER, images=True)

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from gpool.core.ids import NodeId, TaskId, UserId
 from gpool.core.lifecycle import Move
-from gpool.core.merits import LONGEST_REST, SHORTEST_REST, rest_for_fault
 from gpool.core.model import EndReason, Fault
 from gpool.core.retries import (
     ENOUGH,
@@ -21,6 +20,7 @@ from gpool.core.retries import (
     given_up,
     unstarted_move,
 )
+from gpool.core.trust.reliability import LONGEST_REST, SHORTEST_REST, rest_for_fault
 
 FAULTS = st.sampled_from(Fault)
 

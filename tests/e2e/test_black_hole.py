@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from gpool.agent.runtime.bubblewrap import find_bwrap
+from gpool.agent.runtime.bubblewrap.runtime import find_bwrap
 from tests.tools.processes import LONG_LEASE, PATIENCE_S, Pool, eventually
 
 BROKEN = "#!/bin/sh\necho 'bwrap: No permissions to create a new namespace' >&2\nexit 1\n"

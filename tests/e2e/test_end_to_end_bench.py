@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import uvloop
-
 from bench.end_to_end import Figures, Nodes, Stand, measure_all, pool_of
 
 

@@ -10,8 +10,8 @@ import statistics
 from collections.abc import Callable, Iterator
 
 import pytest
-
 from bench.faults import freeze_agent, kill_agent, kill_server, stale_reports
+
 from tests.tools.processes import SHORT_LEASE, Pool
 
 SOAKS = bool(os.environ.get("GPOOL_SOAK"))

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from gpool.client.door import Door
+from gpool.client.connection.transport import Door
 from gpool.core.errors import Unreachable
 from gpool.transfer.pinning import fingerprint_of
 from gpool.transfer.requests import Address

@@ -11,11 +11,11 @@ from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 
-from gpool.agent.gpu.benchmark import measure
-from gpool.agent.gpu.cuda import Device
-from gpool.agent.gpu.prover import DeviceProver
-from gpool.core.gpuproof import Size, Verdict, keys_of
-from gpool.server.gpu_proofs.checking import Claimed, check_openings
+from gpool.agent.gpu_verification.benchmark import measure
+from gpool.agent.gpu_verification.cuda import Device
+from gpool.agent.gpu_verification.prover import DeviceProver
+from gpool.core.trust.gpu_verification import Size, Verdict, keys_of
+from gpool.server.gpu_verification.checking import Claimed, check_openings
 from tests.tools.gpu_prover import NumpyProver
 
 pytestmark = pytest.mark.gpu

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from gpool.agent.detect.nvml import NvmlError, RealNvml
-from gpool.agent.runtime.bubblewrap import BubblewrapRuntime
+from gpool.agent.machine.detection.nvml import NvmlError, RealNvml
+from gpool.agent.runtime.bubblewrap.runtime import BubblewrapRuntime
 from gpool.agent.runtime.devices import CONTROL_NODES, capability_nodes, device_nodes
 from gpool.agent.runtime.protocol import GpuSeat
-from gpool.agent.sharing import restore
+from gpool.agent.sharing import settings_restore
 from gpool.agent.sharing.scrub import Scrubbed, fault, scrub
 from gpool.core.model import GIB, Gpu
 
@@ -25,9 +25,9 @@ def nvml(require: Callable[[str], None]) -> Iterator[RealNvml]:
     require("gpu")
     made = RealNvml()
     made.open()
-    before = restore.record(made, made.uuids()[0])
+    before = settings_restore.record(made, made.uuids()[0])
     yield made
-    restore.restore(made, made.uuids()[0], before)
+    settings_restore.restore(made, made.uuids()[0], before)
     made.close()
 
 

@@ -24,11 +24,11 @@ from typing import Any
 
 import uvloop
 
-from gpool.agent.network import nft, rules
-from gpool.agent.network.lanes import Networks, OpenLane
+from gpool.agent.network import firewall_rules, nft
 from gpool.agent.network.policy import Egress, EgressPolicy, Only, parse_target
-from gpool.agent.network.rooted import RootNetworks, read_sysctl
-from gpool.agent.network.rootless import RootlessNetworks, slirp_arguments
+from gpool.agent.network.root_networks import RootNetworks, read_sysctl
+from gpool.agent.network.rootless_networks import RootlessNetworks, slirp_arguments
+from gpool.agent.network.sandbox_network import Networks, OpenLane
 from gpool.agent.runtime.protocol import CommandJob, Runtime, Staged
 from tests.hostile import reaching
 from tests.hostile.lanes_world import (
@@ -120,10 +120,10 @@ def no_protection(holder: int, ready: int, ending: int) -> list[str]:
 async def take_filter_away(mode: str, opened: OpenLane) -> None:
     """The control: the same lane, but nobody judges."""
     if mode == "root":
-        table = f"inet {rules.PREFIX}_{TAG}"
+        table = f"inet {firewall_rules.PREFIX}_{TAG}"
         chains = ("judge", "arriving", "through", "from_host")
     else:
-        table = f"inet {rules.PREFIX}"
+        table = f"inet {firewall_rules.PREFIX}"
         chains = ("judge", "counted", "coming", "leaving")
     text = "".join(f"flush chain {table} {chain}\n" for chain in chains)
     if mode == "root":

@@ -14,13 +14,13 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from gpool.agent.runtime import layout
-from gpool.agent.runtime.microvm import boot, image
-from gpool.agent.runtime.microvm.disks import Disks
-from gpool.agent.runtime.microvm.image import clock_word
-from gpool.agent.runtime.microvm.kernel import Kernel, find_kernel, needs, read_module
-from gpool.agent.runtime.microvm.qemu import TCG, command_line, find_qemu
-from gpool.agent.runtime.microvm.vmm import Disk, Machine
+from gpool.agent.runtime.bubblewrap import layout
+from gpool.agent.runtime.microvm.image import boot, build
+from gpool.agent.runtime.microvm.image.build import clock_word
+from gpool.agent.runtime.microvm.image.disks import Disks
+from gpool.agent.runtime.microvm.image.kernel import Kernel, find_kernel, needs, read_module
+from gpool.agent.runtime.microvm.monitors.protocol import Disk, Machine
+from gpool.agent.runtime.microvm.monitors.qemu import TCG, command_line, find_qemu
 from tests.tools.runtimes import microvm_disks
 
 PROBE = Path(__file__).with_name("probe")
@@ -82,7 +82,7 @@ def run(only: Sequence[str]) -> dict[str, str]:
     with tempfile.TemporaryDirectory(prefix="foe-guest-") as folder:
         here = Path(folder)
         prepared = layout.prepare(here / "inside")
-        parts = image.Images(Disks(microvm_disks()), prepared, kernel).image(
+        parts = build.Images(Disks(microvm_disks()), prepared, kernel).image(
             None, unpacked_kernel=False
         )
         modules = {f"/modules/{file.name}": read_module(file) for file in module_files(kernel)}
@@ -90,8 +90,8 @@ def run(only: Sequence[str]) -> dict[str, str]:
         becomes = boot.Becomes(
             tuple(modules),
             layout.HOME,
-            image.OWN,
-            tuple((f"/{name}", f"{layout.HOME}/{name}") for name in image.OWN_PARTS),
+            build.OWN,
+            tuple((f"/{name}", f"{layout.HOME}/{name}") for name in build.OWN_PARTS),
             (prepared.python, "-I", "-S", "-B", "-c", START),
             (*env, "PATH=/usr/bin:/bin:/usr/sbin:/sbin"),
         )

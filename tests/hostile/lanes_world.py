@@ -21,7 +21,7 @@ from ipaddress import IPv4Address, ip_address
 from pathlib import Path
 from typing import Any
 
-from gpool.agent.network.lanes import OpenLane
+from gpool.agent.network.sandbox_network import OpenLane
 from tests.hostile.reaching import PATIENCE_S, PORT
 
 CLONE_NEWNS, CLONE_NEWUSER, CLONE_NEWNET = 0x20000, 0x10000000, 0x40000000

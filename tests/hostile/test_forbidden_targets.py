@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
+from gpool.agent.network.dns.resolver import BURST
 from gpool.agent.network.nft import program
 from gpool.agent.network.policy import EgressPolicy
-from gpool.agent.network.resolver import BURST
 from tests.hostile.lanes_world import OF_HOST, ON_HOST, OUTSIDE, OUTSIDE_6, PUBLIC, SPOKEN
 from tests.tools import components
 from tests.tools.engines import shared_engine

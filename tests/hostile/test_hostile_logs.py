@@ -42,7 +42,7 @@ LOGS = {
 }
 SHOW = """
 import json, sys
-from gpool.cli.printing import LogPrinter
+from gpool.cli.output.printing import LogPrinter
 from gpool.client.logs import Printed
 data = bytes.fromhex(sys.argv[1])
 step = int(sys.argv[2])

@@ -17,12 +17,12 @@ from typing import Any
 import cloudpickle
 import pytest
 
-from gpool.agent.runtime import calls
+from gpool.agent.runtime import runner_calls
 from gpool.agent.runtime.protocol import Answer
 from tests.tools.runtimes import NEEDS, caller, using
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
-ANSWER_FRAME = calls.HEAD.pack(calls.ANSWER_HEAD.size, calls.ANSWER_FILE)
+ANSWER_FRAME = runner_calls.HEAD.pack(runner_calls.ANSWER_HEAD.size, runner_calls.ANSWER_FILE)
 WITHIN_S = 44.0  # a lease on a file would hold us up for 45
 KINDS = ["bubblewrap", "docker", "podman"]
 
@@ -67,7 +67,7 @@ def test_a_forged_value_is_refused_at_once(
         require(NEEDS[kind])
     secret = tmp_path / "secret"
     secret.write_bytes(b"the host's own bytes" * 4000)
-    frame = ANSWER_FRAME + calls.ANSWER_HEAD.pack(1, 0, 0, 0)
+    frame = ANSWER_FRAME + runner_calls.ANSWER_HEAD.pack(1, 0, 0, 0)
 
     async def forged(runtime: Any, how: str) -> tuple[Answer, float]:
         calling = await caller(runtime)

@@ -19,19 +19,19 @@ import uvicorn
 import uvloop
 from fastapi import FastAPI
 
-from gpool.agent.badge import Badge, Identity
+from gpool.agent.credentials import Badge, Identity
 from gpool.core.ids import NodeId, UserId, decode
 from gpool.core.model import EndReason, Gpu, Instant, Offer, Permission, Tier
-from gpool.server import credentials
 from gpool.server.app import ensure_operator, make_app, open_server
-from gpool.server.channel import Channel
+from gpool.server.identity import credentials
 from gpool.server.main import configuration
+from gpool.server.nodes.connection import Channel
 from gpool.server.outbound import Outbound
 from gpool.server.server import Server
 from gpool.server.settings import Settings
-from gpool.server.store.operations import people
+from gpool.server.store.operations.identity import users
 from gpool.server.store.values import NodeCredentials, User
-from gpool.transfer.proving import NodeKey
+from gpool.transfer.node_proofs import NodeKey
 from gpool.transfer.requests import Request
 from gpool.wire.frames import (
     PROTOCOL,
@@ -192,9 +192,9 @@ class Desk:
         """Headers of a new account."""
         user = User(UserId(self.server.ids.next()), name, frozenset(permissions), self.server.now)
         key = credentials.fresh(credentials.USER_PREFIX)
-        await self.server.store.write(people.create_user(user))
+        await self.server.store.write(users.create_user(user))
         await self.server.store.write(
-            people.add_key(
+            users.add_key(
                 self.server.ids.next(), user.id, "test", credentials.hashed(key), self.server.now
             )
         )

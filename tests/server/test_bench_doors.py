@@ -6,8 +6,8 @@ from pathlib import Path
 
 import anyio
 import pytest
-
 from bench.doors import Closed, Door
+
 from tests.server.server_desk import serving
 
 pytestmark = pytest.mark.anyio

@@ -23,11 +23,15 @@ from gpool.core.model import (
     TaskSpec,
 )
 from gpool.core.permissions import TeamId
-from gpool.core.scheduling.events import Grant, Place
-from gpool.core.scheduling.shapes import shape_of
+from gpool.core.scheduler.state.events import Grant, Place
+from gpool.core.scheduler.state.shapes import shape_of
 from gpool.server.store import open_store
 from gpool.server.store.identity_values import Team
-from gpool.server.store.operations import accounts, beats, leases, nodes, people, tasks, teams
+from gpool.server.store.operations.identity import accounts, teams, users
+from gpool.server.store.operations.leases import heartbeats as beats
+from gpool.server.store.operations.leases import leases
+from gpool.server.store.operations.nodes import nodes
+from gpool.server.store.operations.tasks import tasks
 from gpool.server.store.protocol import Operation, Store
 from gpool.server.store.values import (
     AppliedPlan,
@@ -140,7 +144,7 @@ class Pool:
 
     def user(self, name: str) -> UserId:
         made = User(UserId(next(self.numbers)), name, frozenset({Permission.CONSUMER}), self.now())
-        self.write(people.create_user(made))
+        self.write(users.create_user(made))
         return made.id
 
     def account(self, name: str, **ways: Any) -> UserId:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from gpool.core.ids import UserId
 from gpool.core.model import EndReason, InputFile, Instant, OutputFile, TaskKind, TaskSpec
-from gpool.server.store.operations import artifacts
+from gpool.server.store.operations.tasks import artifacts
 from gpool.wire.frames import Finished, Released
 from tests.store.store_pool import Pool
 

@@ -12,7 +12,8 @@ from gpool.core.errors import NotFound
 from gpool.core.ids import BatchId
 from gpool.server.store import open_store, operation
 from gpool.server.store.operation import BRIEF_ROWS, brief, is_brief
-from gpool.server.store.operations import people, tasks
+from gpool.server.store.operations.identity import users
+from gpool.server.store.operations.tasks import tasks
 from gpool.server.store.protocol import Operation, Statement
 from tests.store.store_pool import Database, Pool
 
@@ -66,7 +67,7 @@ def test_a_lock_of_somebody_elses_never_stops_the_loop(tmp_path: Path) -> None:
             tmp_path / "gpool.db", isolation_level=None, check_same_thread=False
         )
         other.execute("BEGIN IMMEDIATE")
-        writing = asyncio.create_task(store.write(brief(people.user_by_name("nobody"))))
+        writing = asyncio.create_task(store.write(brief(users.user_by_name("nobody"))))
         await asyncio.to_thread(other.execute, "SELECT 1")  # the loop turns meanwhile
         assert not writing.done()
         other.execute("ROLLBACK")

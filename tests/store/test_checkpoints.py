@@ -8,7 +8,9 @@ import pytest
 
 from gpool.core.ids import NodeId, TaskId
 from gpool.core.model import EndReason, InputFile, OutputFile, Phase, TaskStatus
-from gpool.server.store.operations import artifacts, checkpoints, leases, tasks, teams
+from gpool.server.store.operations.identity import teams
+from gpool.server.store.operations.leases import leases
+from gpool.server.store.operations.tasks import artifacts, checkpoints, tasks
 from gpool.server.store.values import AppliedPlan
 from gpool.wire.frames import Checkpointed, Finished, HandedBack, Hold, Lease, Reached, Released
 from tests.store.store_pool import COMMAND, Pool, exited

@@ -13,7 +13,8 @@ from gpool.core.gangs import Call, MemberEnd, Standing, call, verdict
 from gpool.core.ids import NodeId, TaskId
 from gpool.core.model import EndReason, Engine, OnLoss, TaskStatus
 from gpool.server.store.operation import operation
-from gpool.server.store.operations import checkpoints, leases
+from gpool.server.store.operations.leases import leases
+from gpool.server.store.operations.tasks import checkpoints
 from gpool.server.store.protocol import Operation, Statement
 from gpool.server.store.values import Recording
 from gpool.wire.frames import Finished, HandedBack, Hold, Released, Started

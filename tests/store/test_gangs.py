@@ -22,19 +22,13 @@ from gpool.core.model import (
     Slice,
     TaskStatus,
 )
-from gpool.core.scheduling.events import Grant, Member, Place
-from gpool.core.scheduling.shapes import shape_of
+from gpool.core.scheduler.state.events import Grant, Member, Place
+from gpool.core.scheduler.state.shapes import shape_of
 from gpool.server.store.operation import again, operation
-from gpool.server.store.operations import (
-    artifacts,
-    checkpoints,
-    gpu_proofs,
-    leases,
-    logs,
-    nodes,
-    tasks,
-    teams,
-)
+from gpool.server.store.operations.identity import teams
+from gpool.server.store.operations.leases import leases
+from gpool.server.store.operations.nodes import gpu_verification, nodes
+from gpool.server.store.operations.tasks import artifacts, checkpoints, logs, tasks
 from gpool.server.store.protocol import Operation
 from gpool.server.store.values import Recording
 from gpool.wire.frames import (
@@ -144,7 +138,7 @@ def gang_on_gpus(pool: Pool) -> tuple[TaskId, Place]:
 
 def test_a_gang_on_a_flagged_gpu_of_one_node_is_refused_whole(pool: Pool) -> None:
     task, place = gang_on_gpus(pool)
-    pool.write(gpu_proofs.keep_back(place.members[0].node, ["n1-0"], "waits"))
+    pool.write(gpu_verification.keep_back(place.members[0].node, ["n1-0"], "waits"))
     assert pool.write(leases.apply_plan([place], pool.term, pool.now())).lines == ()
     assert pool.view(task).row.status is TaskStatus.QUEUED
 

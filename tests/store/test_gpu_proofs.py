@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from gpool.core.gpuproof import Verdict
 from gpool.core.ids import NodeId
 from gpool.core.model import Gpu, Offer
-from gpool.server.store.operations import bindings, gpu_proofs, nodes
+from gpool.core.trust.gpu_verification import Verdict
+from gpool.server.store.operations.nodes import gpu_bindings, gpu_verification, nodes
 from tests.store.store_pool import Pool
 
 OFFER = Offer(1000, 1 << 30, 1 << 30)
@@ -29,38 +29,38 @@ def kept_back(pool: Pool, node: NodeId) -> set[int]:
 
 def test_a_gpu_is_kept_back_until_it_passes_and_again_when_it_fails(pool: Pool) -> None:
     box, other = joined(pool, "box", "G0", "G1"), joined(pool, "other", "G0")
-    row = pool.write(gpu_proofs.keep_back(box, ["G0", "G1"], "its trial comes"))
+    row = pool.write(gpu_verification.keep_back(box, ["G0", "G1"], "its trial comes"))
     assert row.node.gpus_flagged == {0, 1}
     at = pool.now()
-    pool.write(gpu_proofs.judge(box, "G1", Verdict.PASSED, at))
+    pool.write(gpu_verification.judge(box, "G1", Verdict.PASSED, at))
     assert kept_back(pool, box) == {0}
     assert kept_back(pool, other) == set()  # another node's, whatever its uuid
-    pool.write(gpu_proofs.judge(box, "G1", Verdict.WRONG_PRODUCT, at))
+    pool.write(gpu_verification.judge(box, "G1", Verdict.WRONG_PRODUCT, at))
     assert kept_back(pool, box) == {0, 1}
-    first, second = pool.read(gpu_proofs.records(box))
+    first, second = pool.read(gpu_verification.records(box))
     assert (first.verdict, first.unproven) == (None, "its trial comes")
     assert (second.verdict, second.judged_at) == (Verdict.WRONG_PRODUCT, at)
     assert "wrong results" in str(second.unproven)
-    assert len(pool.read(gpu_proofs.records())) == 3
+    assert len(pool.read(gpu_verification.records())) == 3
 
 
 def test_an_unproven_gpu_is_no_dispute_between_owners(pool: Pool) -> None:
     box = joined(pool, "box", "G0")
-    pool.write(gpu_proofs.judge(box, "G0", Verdict.LATE_COMMIT, pool.now()))
-    assert pool.write(bindings.bind(box, pool.ann, None, ["G0"], pool.now())) == ()
-    (row,) = [each for each in pool.read(bindings.gpu_rows()) if each.node == box]
+    pool.write(gpu_verification.judge(box, "G0", Verdict.LATE_COMMIT, pool.now()))
+    assert pool.write(gpu_bindings.bind(box, pool.ann, None, ["G0"], pool.now())) == ()
+    (row,) = [each for each in pool.read(gpu_bindings.gpu_rows()) if each.node == box]
     assert row.flagged is None
     assert row.unproven is not None
-    assert pool.write(bindings.unflag(row.id, pool.now())).unproven is None
+    assert pool.write(gpu_bindings.unflag(row.id, pool.now())).unproven is None
     assert kept_back(pool, box) == set()
 
 
 def test_what_was_measured_stays_with_the_gpu(pool: Pool) -> None:
     box = joined(pool, "box", "G0", "G1")
-    pool.write(gpu_proofs.note_measured(box, "G1", '{"fp32_gigaflops":1}'))
+    pool.write(gpu_verification.note_measured(box, "G1", '{"fp32_gigaflops":1}'))
     offer = pool.read(nodes.node(box)).node.offer
     pool.write(nodes.greet(box, offer, [next(pool.numbers), next(pool.numbers)], pool.now()))
-    assert [each.measured for each in pool.read(gpu_proofs.records(box))] == [
+    assert [each.measured for each in pool.read(gpu_verification.records(box))] == [
         None,
         '{"fp32_gigaflops":1}',
     ]

@@ -16,10 +16,12 @@ from gpool.core.errors import GpoolError, InternalFault, NotFound, Unreachable
 from gpool.core.ids import BatchId, NodeId, UserId
 from gpool.core.model import Instant, Offer
 from gpool.server.store import open_inline, open_store, operation
-from gpool.server.store.driving import Waiting
-from gpool.server.store.operations import nodes, people, tasks
+from gpool.server.store.drivers.pending import Waiting
+from gpool.server.store.drivers.sqlite import Connection
+from gpool.server.store.operations.identity import users
+from gpool.server.store.operations.nodes import nodes
+from gpool.server.store.operations.tasks import tasks
 from gpool.server.store.protocol import Operation, Statement
-from gpool.server.store.sqlite import Connection
 from gpool.server.store.values import Submitted
 from tests.store.store_pool import Database, Pool, opened
 
@@ -251,7 +253,7 @@ def test_inline_an_abandoned_group_leaves_no_trace(tmp_path: Path) -> None:
         [
             nodes.create_invite("second", 1, Instant(5), Instant(1)),
             nodes.greet(NodeId(9), Offer(1, 1, 1), (), Instant(1)),
-            people.user_by_name("nobody"),
+            users.user_by_name("nobody"),
         ]
     )
     assert answers[0] is None
@@ -284,7 +286,7 @@ def test_a_locked_database_fails_a_whole_group_after_one_wait(
     holder.execute("BEGIN IMMEDIATE")
     connection = CountsItsWaits(str(path), writes=True, busy_timeout_s=0.5)
     loop = asyncio.new_event_loop()
-    group = [Waiting(people.user_by_name("a"), loop.create_future()) for _ in range(200)]
+    group = [Waiting(users.user_by_name("a"), loop.create_future()) for _ in range(200)]
     connection.group(group)
     assert connection.waits == 1
     assert all(isinstance(waiting.error, Unreachable) for waiting in group)
@@ -300,8 +302,8 @@ def test_a_full_disk_refuses_and_says_so(migrated_file: Path, tmp_path: Path) ->
     shutil.copy(migrated_file, path)
     connection = Connection(str(path), writes=True)
     connection.execute(Statement("PRAGMA max_page_count = 1"))
-    big = people.add_key(1, UserId(1), "x" * 5_000_000, "hash", Instant(1))
+    big = users.add_key(1, UserId(1), "x" * 5_000_000, "hash", Instant(1))
     with pytest.raises(Unreachable, match="disk is full"):
         connection.alone(big)
-    assert connection.alone(people.user_by_key("hash")) is None
+    assert connection.alone(users.user_by_key("hash")) is None
     connection.close()

@@ -9,7 +9,7 @@ from gpool.core.ids import UserId
 from gpool.core.model import Instant, Permission
 from gpool.core.permissions import Role
 from gpool.server.store.identity_values import UserInvite
-from gpool.server.store.operations import accounts, people, sessions, teams
+from gpool.server.store.operations.identity import accounts, sessions, teams, users
 from gpool.server.store.values import User
 from tests.store.store_pool import Database, Pool, race
 from tests.store.test_identity_sessions import opened_session
@@ -99,7 +99,7 @@ def test_an_invite_decides_the_permissions_and_the_team(pool: Pool) -> None:
     invited(pool, team=team, role=Role.MEMBER)
     done = pool.write(accounts.register(newcomer(pool, "bob"), "x", None, "h", pool.now()))
     assert done.permissions == {Permission.PROVIDER}
-    assert pool.read(people.user(done.id)) == done
+    assert pool.read(users.user(done.id)) == done
     assert pool.read(teams.teams_of(done.id)) == {team: Role.MEMBER}
 
 
@@ -271,14 +271,14 @@ def test_two_operators_who_demote_each_other_at_once_do_not_both_succeed(
 def test_who_is_disabled_is_signed_out_and_their_keys_sleep(pool: Pool) -> None:
     bob = pool.user("bob")
     held = opened_session(pool, bob)
-    pool.write(people.add_key(1, bob, "k", "hashed", pool.now()))
+    pool.write(users.add_key(1, bob, "k", "hashed", pool.now()))
     pool.write(accounts.set_disabled(bob, True, pool.now()))
     assert pool.read(accounts.account(bob)).disabled
     assert pool.read(sessions.session(held.id)).ended_why == "disabled"
-    assert pool.read(people.user_by_key("hashed")) is None
-    assert pool.read(people.caller(bob)) is None
+    assert pool.read(users.user_by_key("hashed")) is None
+    assert pool.read(users.caller(bob)) is None
     pool.write(accounts.set_disabled(bob, False, pool.now()))
-    assert pool.read(people.user_by_key("hashed")).id == bob
+    assert pool.read(users.user_by_key("hashed")).id == bob
     assert pool.read(sessions.live_sessions([held.id], pool.now())) == frozenset()
 
 

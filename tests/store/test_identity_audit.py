@@ -7,7 +7,7 @@ from dataclasses import replace
 from gpool.core.model import Instant
 from gpool.server.identity.audit import Anchor, Broken, Entry, Whole, check, facts
 from gpool.server.store.operation import operation
-from gpool.server.store.operations import accounts, audit
+from gpool.server.store.operations.identity import accounts, audit
 from gpool.server.store.protocol import Operation, Statement
 from tests.store.store_pool import Database, Pool, race
 

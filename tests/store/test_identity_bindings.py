@@ -11,7 +11,9 @@ from gpool.core.ids import GpuId, NodeId, UserId
 from gpool.core.model import Gpu, Health, Instant, Offer, Slice, TaskStatus
 from gpool.server.store.identity_values import Binding
 from gpool.server.store.operation import operation
-from gpool.server.store.operations import accounts, bindings, leases, nodes
+from gpool.server.store.operations.identity import accounts
+from gpool.server.store.operations.leases import leases
+from gpool.server.store.operations.nodes import gpu_bindings, nodes
 from gpool.server.store.protocol import Operation, Statement
 from tests.store.store_pool import Database, Pool, race
 
@@ -32,27 +34,27 @@ def withheld(pool: Pool, node: NodeId) -> set[int]:
 
 
 def bind(pool: Pool, node: NodeId, owner: UserId, *uuids: str, wallet: str = "") -> tuple[str, ...]:
-    return pool.write(bindings.bind(node, owner, wallet or None, uuids, pool.now()))
+    return pool.write(gpu_bindings.bind(node, owner, wallet or None, uuids, pool.now()))
 
 
 def gpu_on(pool: Pool, node: NodeId, place: int = 0) -> GpuId:
-    return [row for row in pool.read(bindings.gpu_rows()) if row.node == node][place].id
+    return [row for row in pool.read(gpu_bindings.gpu_rows()) if row.node == node][place].id
 
 
 def test_a_gpu_is_bound_to_its_owner_and_the_owners_wallet(pool: Pool) -> None:
     box = joined(pool, "box", pool.ann, "G1", "G2")
     at = pool.now()
-    assert pool.write(bindings.bind(box, pool.ann, "0xa", ["G1", "G2"], at)) == ()
-    assert pool.read(bindings.binding("G1")) == Binding("G1", pool.ann, "0xa", at, None)
+    assert pool.write(gpu_bindings.bind(box, pool.ann, "0xa", ["G1", "G2"], at)) == ()
+    assert pool.read(gpu_bindings.binding("G1")) == Binding("G1", pool.ann, "0xa", at, None)
     assert bind(pool, box, pool.ann, "G1", wallet="0xb") == ()
-    assert pool.read(bindings.binding("G1")) == Binding("G1", pool.ann, "0xb", at, None)
-    assert pool.write(bindings.rebind_wallet(pool.ann, None)) == 2
-    assert pool.read(bindings.binding("G2")).wallet is None
-    assert pool.read(bindings.binding("G3")) is None
+    assert pool.read(gpu_bindings.binding("G1")) == Binding("G1", pool.ann, "0xb", at, None)
+    assert pool.write(gpu_bindings.rebind_wallet(pool.ann, None)) == 2
+    assert pool.read(gpu_bindings.binding("G2")).wallet is None
+    assert pool.read(gpu_bindings.binding("G3")) is None
     assert bind(pool, box, pool.ann) == ()
-    row = pool.read(bindings.gpu(gpu_on(pool, box)))
+    row = pool.read(gpu_bindings.gpu(gpu_on(pool, box)))
     assert (row.owner, row.uuid, row.available, row.flagged) == (pool.ann, "G1", True, None)
-    assert pool.read(bindings.gpu(GpuId(1))) is None
+    assert pool.read(gpu_bindings.gpu(GpuId(1))) is None
 
 
 def test_a_claim_on_a_bound_uuid_flags_the_claimant_only(pool: Pool) -> None:
@@ -68,14 +70,14 @@ def test_a_claim_on_a_bound_uuid_flags_the_claimant_only(pool: Pool) -> None:
     assert {node: withheld(pool, node) for node in wanted} == wanted
     picture = pool.read(leases.picture())
     assert {row.node.id: set(row.node.gpus_withheld) for row in picture.nodes} == wanted
-    assert pool.read(bindings.nodes_with(["G1"])) == (mine, spare, theirs, hers)
-    assert {row.node for row in pool.read(bindings.flagged())} == {theirs, hers}
+    assert pool.read(gpu_bindings.nodes_with(["G1"])) == (mine, spare, theirs, hers)
+    assert {row.node for row in pool.read(gpu_bindings.flagged())} == {theirs, hers}
     assert bind(pool, mine, pool.ann, "G0", "G1") == ()
     assert bind(pool, theirs, bob, "G1", "G2") == ("G1",)  # repeating the claim does not help
     later = joined(pool, "later", pool.ann, "G1")
     assert bind(pool, later, pool.ann, "G1") == ()
     assert withheld(pool, later) == set()
-    assert pool.read(bindings.binding("G1")).owner == pool.ann
+    assert pool.read(gpu_bindings.binding("G1")).owner == pool.ann
 
 
 def test_a_plan_made_before_the_flag_grants_nothing_on_the_gpu(pool: Pool) -> None:
@@ -89,7 +91,7 @@ def test_a_plan_made_before_the_flag_grants_nothing_on_the_gpu(pool: Pool) -> No
     assert len(pool.grant(theirs, [second], number=0, slices=(Slice(0, 1, 500),)).lines) == 1
     assert len(pool.grant(mine, [third], number=0, slices=(Slice(0, 1, 500),)).lines) == 1
     assert len(pool.grant(theirs, [fourth], number=2).lines) == 1  # its processors are still fine
-    pool.write(bindings.unflag(gpu_on(pool, theirs, 1), pool.now()))
+    pool.write(gpu_bindings.unflag(gpu_on(pool, theirs, 1), pool.now()))
     assert len(pool.grant(theirs, [first], number=1, slices=(Slice(1, 1, 500),)).lines) == 1
 
 
@@ -112,7 +114,7 @@ def test_a_holder_s_flag_from_before_stays_until_an_operator_settles_it(pool: Po
     pool.write(_flag_as_before(mine))
     assert bind(pool, mine, pool.ann, "G1") == ()
     assert withheld(pool, mine) == {0}
-    pool.write(bindings.unflag(gpu_on(pool, mine), pool.now()))
+    pool.write(gpu_bindings.unflag(gpu_on(pool, mine), pool.now()))
     assert withheld(pool, mine) == set()
 
 
@@ -129,18 +131,18 @@ def test_an_operator_settles_whose_it_is_and_a_later_claim_harms_only_the_claima
     bind(pool, mine, pool.ann, "G1", wallet="0xaa")
     bind(pool, theirs, bob, "G1", wallet="0xbb")
     at = pool.now()
-    row = pool.write(bindings.unflag(gpu_on(pool, theirs), at))
+    row = pool.write(gpu_bindings.unflag(gpu_on(pool, theirs), at))
     assert (row.node, row.flagged) == (theirs, None)
-    assert pool.read(bindings.binding("G1")) == Binding("G1", bob, "0xbb", at, at)
+    assert pool.read(gpu_bindings.binding("G1")) == Binding("G1", bob, "0xbb", at, at)
     assert [withheld(pool, node) for node in (mine, theirs)] == [{0}, set()]
     assert bind(pool, mine, pool.ann, "G1", wallet="0xaa") == ("G1",)
     assert [withheld(pool, node) for node in (mine, theirs)] == [{0}, set()]
     assert bind(pool, theirs, bob, "G1", wallet="0xbc") == ()
-    assert pool.read(bindings.binding("G1")).wallet == "0xbc"
-    pool.write(bindings.unflag(gpu_on(pool, mine), pool.now()))
+    assert pool.read(gpu_bindings.binding("G1")).wallet == "0xbc"
+    pool.write(gpu_bindings.unflag(gpu_on(pool, mine), pool.now()))
     assert [withheld(pool, node) for node in (mine, theirs)] == [set(), {0}]
-    assert pool.read(bindings.binding("G1")).owner == pool.ann
-    assert pool.write(bindings.unflag(GpuId(1), at)) is None
+    assert pool.read(gpu_bindings.binding("G1")).owner == pool.ann
+    assert pool.write(gpu_bindings.unflag(GpuId(1), at)) is None
 
 
 def test_of_owners_who_claim_a_uuid_at_once_one_keeps_it_and_the_others_are_flagged(
@@ -156,15 +158,15 @@ def test_of_owners_who_claim_a_uuid_at_once_one_keeps_it_and_the_others_are_flag
         yield from nodes.create_node(
             node, "box", owner, None, f"s{number}", offer, [number + 100], Instant(1)
         )
-        return (yield from bindings.bind(node, owner, None, ["G1"], Instant(1)))
+        return (yield from gpu_bindings.bind(node, owner, None, ["G1"], Instant(1)))
 
     answers = race(database, [join(i + 1, owner) for i, owner in enumerate(owners)])
     assert sorted(answers) == [()] + [("G1",)] * 5
-    rows = pool.read(bindings.gpu_rows())
+    rows = pool.read(gpu_bindings.gpu_rows())
     assert len(rows) == 6
-    holder = pool.read(bindings.binding("G1")).owner
+    holder = pool.read(gpu_bindings.binding("G1")).owner
     assert [row.owner for row in rows if row.flagged is None] == [holder]
-    assert pool.read(bindings.gpu_rows(owners[0]))[0].owner == owners[0]
+    assert pool.read(gpu_bindings.gpu_rows(owners[0]))[0].owner == owners[0]
 
 
 # ---- nodes' keys
@@ -218,9 +220,9 @@ def test_a_sick_gpu_stays_in_quarantine_until_somebody_says_it_is_well(pool: Poo
     worse = (replace(ills[0], ails="XID 95"), ills[1])
     pool.write(nodes.greet(box, replace(well, gpus=worse), ids, pool.now()))
     sick = gpu_on(pool, box)
-    assert pool.read(bindings.gpu(sick)).quarantined == "XID 79"
+    assert pool.read(gpu_bindings.gpu(sick)).quarantined == "XID 79"
     pool.write(nodes.greet(box, well, ids, pool.now()))
     assert withheld(pool, box) == {0}
-    assert pool.write(bindings.quarantine(sick, None)).quarantined is None
+    assert pool.write(gpu_bindings.quarantine(sick, None)).quarantined is None
     assert withheld(pool, box) == set()
-    assert pool.write(bindings.quarantine(GpuId(1), "by hand")) is None
+    assert pool.write(gpu_bindings.quarantine(GpuId(1), "by hand")) is None

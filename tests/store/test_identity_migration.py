@@ -19,16 +19,10 @@ from gpool.core.ids import NodeId, TaskId, UserId
 from gpool.core.model import Instant, Offer, Permission, Phase
 from gpool.core.quotas import Usage
 from gpool.server.store.migrations.upgrade import config
-from gpool.server.store.operations import (
-    accounts,
-    artifacts,
-    audit,
-    leases,
-    nodes,
-    people,
-    tasks,
-    teams,
-)
+from gpool.server.store.operations.identity import accounts, audit, teams, users
+from gpool.server.store.operations.leases import leases
+from gpool.server.store.operations.nodes import nodes
+from gpool.server.store.operations.tasks import artifacts, tasks
 from gpool.server.store.rows import digest_of, offer_text, spec_text
 from gpool.wire.frames import Reached
 from tests.store.store_pool import COMMAND, Database, opened
@@ -132,7 +126,7 @@ def test_a_database_of_an_old_schema_keeps_its_rows_and_takes_new_ones(
     account = upgraded.read(accounts.account(ann))
     assert account.user.permissions == {Permission.CONSUMER, Permission.OPERATOR}
     assert (account.password_hash, account.disabled) == (None, False)
-    caller = upgraded.read(people.caller_by_key("hashed", Instant(9)))
+    caller = upgraded.read(users.caller_by_key("hashed", Instant(9)))
     assert (caller.user.id, caller.scopes, caller.teams) == (ann, None, {})
     assert upgraded.read(nodes.credentials_of(NodeId(3))).public_key is None
     assert upgraded.read(nodes.node(NodeId(3))).node.gpus_withheld == frozenset()

@@ -9,11 +9,18 @@ import pytest
 from gpool.core.ids import UserId
 from gpool.core.model import SECOND, Instant
 from gpool.core.permissions import Role, Scope
-from gpool.server.identity import refresh
-from gpool.server.identity.refresh import EndFamily, Family, Presented, Refuse, Repeat, Rotate
+from gpool.server.identity.tokens import refresh
+from gpool.server.identity.tokens.refresh import (
+    EndFamily,
+    Family,
+    Presented,
+    Refuse,
+    Repeat,
+    Rotate,
+)
 from gpool.server.store.identity_values import Session, SigningKey
 from gpool.server.store.operation import operation
-from gpool.server.store.operations import people, sessions, teams
+from gpool.server.store.operations.identity import sessions, teams, users
 from gpool.server.store.protocol import Operation
 from tests.store.store_pool import Database, Pool, race
 
@@ -245,33 +252,33 @@ def test_of_replicas_that_rotate_the_signing_key_at_once_one_does(
 def test_a_key_opens_what_it_was_made_for_until_it_ends_or_expires(pool: Pool) -> None:
     at = pool.now()
     lab = pool.team("lab")
-    pool.write(people.add_key(1, pool.ann, "all", "h1", at))
+    pool.write(users.add_key(1, pool.ann, "all", "h1", at))
     scopes = {Scope.TASKS_READ, Scope.TASKS_WRITE}
     pool.write(
-        people.add_key(2, pool.ann, "ci", "h2", at, scopes=scopes, expires_at=Instant(at + 5))
+        users.add_key(2, pool.ann, "ci", "h2", at, scopes=scopes, expires_at=Instant(at + 5))
     )
-    caller = pool.read(people.caller_by_key("h1", at))
+    caller = pool.read(users.caller_by_key("h1", at))
     assert (caller.user.id, caller.scopes, caller.key) == (pool.ann, None, 1)
     assert caller.teams == {lab: Role.OWNER}
-    caller = pool.read(people.caller_by_key("h2", at))
+    caller = pool.read(users.caller_by_key("h2", at))
     assert (caller.scopes, caller.key) == (scopes, 2)
-    assert pool.read(people.caller_by_key("h2", Instant(at + 5))) is None
-    assert pool.read(people.user_by_key("h2", at)).id == pool.ann
-    assert pool.read(people.user_by_key("h2")) is None
+    assert pool.read(users.caller_by_key("h2", Instant(at + 5))) is None
+    assert pool.read(users.user_by_key("h2", at)).id == pool.ann
+    assert pool.read(users.user_by_key("h2")) is None
     bob = pool.user("bob")
-    assert pool.write(people.end_key(1, bob, at)) is False
-    assert pool.write(people.end_key(1, pool.ann, at)) is True
-    assert pool.write(people.end_key(1, None, at)) is False
-    assert pool.read(people.caller_by_key("h1", at)) is None
-    assert pool.read(people.user_by_key("h1")) is None
-    assert [each.ended_at for each in pool.read(people.keys_of(pool.ann))] == [None, at]
-    assert pool.read(people.key(2)).expires_at == at + 5
-    assert pool.read(people.key(3)) is None
+    assert pool.write(users.end_key(1, bob, at)) is False
+    assert pool.write(users.end_key(1, pool.ann, at)) is True
+    assert pool.write(users.end_key(1, None, at)) is False
+    assert pool.read(users.caller_by_key("h1", at)) is None
+    assert pool.read(users.user_by_key("h1")) is None
+    assert [each.ended_at for each in pool.read(users.keys_of(pool.ann))] == [None, at]
+    assert pool.read(users.key(2)).expires_at == at + 5
+    assert pool.read(users.key(3)) is None
 
 
 def test_a_key_with_no_scopes_opens_nothing_and_is_not_one_for_all(pool: Pool) -> None:
-    pool.write(people.add_key(1, pool.ann, "none", "h", pool.now(), scopes=()))
-    assert pool.read(people.caller_by_key("h", pool.now())).scopes == frozenset()
+    pool.write(users.add_key(1, pool.ann, "none", "h", pool.now(), scopes=()))
+    assert pool.read(users.caller_by_key("h", pool.now())).scopes == frozenset()
 
 
 def test_a_teams_key_shows_that_team_only_while_its_user_is_in_it(pool: Pool) -> None:
@@ -279,18 +286,18 @@ def test_a_teams_key_shows_that_team_only_while_its_user_is_in_it(pool: Pool) ->
     bob = pool.user("bob")
     for team in (lab, other):
         pool.write(teams.set_role(team, bob, Role.MEMBER, pool.now()))
-    pool.write(people.add_key(1, bob, "ci", "h", pool.now(), team=lab))
-    caller = pool.read(people.caller_by_key("h", pool.now()))
+    pool.write(users.add_key(1, bob, "ci", "h", pool.now(), team=lab))
+    caller = pool.read(users.caller_by_key("h", pool.now()))
     assert (caller.teams, caller.key_team) == ({lab: Role.MEMBER}, lab)
-    assert set(pool.read(people.caller(bob)).teams) == {lab, other}
+    assert set(pool.read(users.caller(bob)).teams) == {lab, other}
     pool.write(teams.remove_member(lab, bob))
-    caller = pool.read(people.caller_by_key("h", pool.now()))
+    caller = pool.read(users.caller_by_key("h", pool.now()))
     assert (caller.teams, caller.key_team) == ({}, lab)
 
 
 def test_the_last_use_of_a_key_never_moves_back(pool: Pool) -> None:
-    pool.write(people.add_key(1, pool.ann, "k", "h", pool.now()))
-    pool.write(people.touch_keys([(1, Instant(5)), (1, Instant(7)), (9, Instant(1))]))
-    pool.write(people.touch_keys([(1, Instant(6))]))
-    pool.write(people.touch_keys([]))
-    assert pool.read(people.keys_of(pool.ann))[0].last_used_at == 7
+    pool.write(users.add_key(1, pool.ann, "k", "h", pool.now()))
+    pool.write(users.touch_keys([(1, Instant(5)), (1, Instant(7)), (9, Instant(1))]))
+    pool.write(users.touch_keys([(1, Instant(6))]))
+    pool.write(users.touch_keys([]))
+    assert pool.read(users.keys_of(pool.ann))[0].last_used_at == 7

@@ -9,7 +9,9 @@ from gpool.core.ids import UserId
 from gpool.core.model import InputFile, TaskKind, TaskSpec, TaskStatus
 from gpool.core.permissions import Role, TeamId
 from gpool.server.store.identity_values import Team
-from gpool.server.store.operations import artifacts, leases, logs, tasks, teams
+from gpool.server.store.operations.identity import teams
+from gpool.server.store.operations.leases import leases
+from gpool.server.store.operations.tasks import artifacts, logs, tasks
 from gpool.server.store.values import MissingArtifacts, Submitted
 from tests.store.store_pool import COMMAND, Database, Pool, race, returned
 

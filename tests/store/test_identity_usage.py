@@ -6,7 +6,8 @@ from gpool.core.model import Instant, Slice
 from gpool.core.quotas import Usage
 from gpool.server.store.identity_values import GivenQuota
 from gpool.server.store.operation import operation
-from gpool.server.store.operations import artifacts, logs, tasks, teams
+from gpool.server.store.operations.identity import teams
+from gpool.server.store.operations.tasks import artifacts, logs, tasks
 from gpool.server.store.protocol import Operation
 from gpool.wire.frames import Released
 from tests.store.store_pool import Database, Pool, race, returned

@@ -9,7 +9,7 @@ import pytest
 from gpool.core.errors import KeyReused, NotFound
 from gpool.core.ids import BatchId
 from gpool.core.model import Instant, TaskKind, TaskSpec
-from gpool.server.store.operations import artifacts, keys, tasks
+from gpool.server.store.operations.tasks import artifacts, idempotency, tasks
 from gpool.server.store.protocol import Operation
 from gpool.server.store.values import MissingArtifacts, Submitted
 from tests.store.store_pool import Database, Pool, replicas
@@ -24,7 +24,7 @@ def encode(done: Submitted | MissingArtifacts) -> bytes:
 
 def keyed(pool: Pool, key: str = "k", fingerprint: str = "f", **options: object) -> Operation:
     submit = tasks.submit(pool.submission(**options))
-    return keys.once(pool.ann, key, fingerprint, pool.now(), submit, encode)
+    return idempotency.once(pool.ann, key, fingerprint, pool.now(), submit, encode)
 
 
 def test_a_key_used_again_gives_the_first_answer_and_no_second_effect(pool: Pool) -> None:
@@ -45,7 +45,7 @@ def test_two_users_may_use_the_same_key(pool: Pool) -> None:
     bob = pool.user("bob")
     pool.write(keyed(pool))
     submit = tasks.submit(pool.submission(user=bob))
-    value, _ = pool.write(keys.once(bob, "k", "g", pool.now(), submit, encode))
+    value, _ = pool.write(idempotency.once(bob, "k", "g", pool.now(), submit, encode))
     assert value is not None
 
 
@@ -81,8 +81,8 @@ def test_old_keys_are_forgotten(pool: Pool) -> None:
     pool.write(keyed(pool, key="older"))
     before = pool.now()
     pool.write(keyed(pool, key="new"))
-    assert pool.write(keys.forget_keys(before, 1)) == 1
-    assert pool.write(keys.forget_keys(before, 10)) == 1
-    assert pool.write(keys.forget_keys(before, 10)) == 0
+    assert pool.write(idempotency.forget_keys(before, 1)) == 1
+    assert pool.write(idempotency.forget_keys(before, 10)) == 1
+    assert pool.write(idempotency.forget_keys(before, 10)) == 0
     assert pool.write(keyed(pool, key="new"))[0] is None
-    assert pool.write(keys.forget_keys(Instant(1 << 62), 10)) == 1
+    assert pool.write(idempotency.forget_keys(Instant(1 << 62), 10)) == 1

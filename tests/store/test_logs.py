@@ -6,8 +6,8 @@ import pytest
 
 from gpool.core.ids import TaskId
 from gpool.core.model import Instant
-from gpool.server.store.operations import artifacts, logs
-from gpool.server.store.operations.logs import MAX_LOG_BYTES, TRUNCATED
+from gpool.server.store.operations.tasks import artifacts, logs
+from gpool.server.store.operations.tasks.logs import MAX_LOG_BYTES, TRUNCATED
 from gpool.wire.frames import HandedBack, LogChunk
 from tests.store.store_pool import Pool, returned
 

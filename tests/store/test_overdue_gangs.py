@@ -6,7 +6,8 @@ import pytest
 
 from gpool.core.ids import NodeId
 from gpool.core.model import EndReason, OnLoss
-from gpool.server.store.operations import members, tasks
+from gpool.server.store.operations.gangs import members
+from gpool.server.store.operations.tasks import tasks
 from gpool.wire.frames import Finished, Released
 from tests.store.gang_pool import Site, gang_spec, site_of
 from tests.store.store_pool import Pool

@@ -9,7 +9,9 @@ import pytest
 from gpool.core.errors import Conflict, Forbidden, Invalid, NotFound
 from gpool.core.ids import GpuId, NodeId
 from gpool.core.model import Availability, Gpu, Instant, Offer, Permission
-from gpool.server.store.operations import beats, nodes, people
+from gpool.server.store.operations.identity import users
+from gpool.server.store.operations.leases import heartbeats
+from gpool.server.store.operations.nodes import nodes
 from gpool.server.store.values import User
 from gpool.wire.frames import Released
 from tests.store.store_pool import Pool
@@ -24,17 +26,17 @@ def test_a_user_is_found_by_id_name_and_key(pool: Pool) -> None:
         frozenset({Permission.OPERATOR, Permission.PROVIDER}),
         pool.now(),
     )
-    pool.write(people.create_user(bob))
-    pool.write(people.add_key(70, bob.id, "laptop", "hash", pool.now()))
-    assert pool.read(people.user(bob.id)) == bob
-    assert pool.read(people.user_by_name("bob")) == bob
-    assert pool.read(people.user_by_key("hash")) == bob
+    pool.write(users.create_user(bob))
+    pool.write(users.add_key(70, bob.id, "laptop", "hash", pool.now()))
+    assert pool.read(users.user(bob.id)) == bob
+    assert pool.read(users.user_by_name("bob")) == bob
+    assert pool.read(users.user_by_key("hash")) == bob
 
 
 def test_nobody_is_found_by_an_unknown_id_name_or_key(pool: Pool) -> None:
-    assert pool.read(people.user(99)) is None
-    assert pool.read(people.user_by_name("nobody")) is None
-    assert pool.read(people.user_by_key("no hash")) is None
+    assert pool.read(users.user(99)) is None
+    assert pool.read(users.user_by_name("nobody")) is None
+    assert pool.read(users.user_by_key("no hash")) is None
 
 
 def test_a_name_is_given_once(pool: Pool) -> None:
@@ -88,7 +90,7 @@ def test_a_hello_brings_the_offer_up_to_date_and_is_a_beat(pool: Pool) -> None:
     assert row is not None
     assert (row.node.offer, row.last_beat_at) == (OFFER, at)
     later = pool.now()
-    pool.write(beats.beat([(node, (), later)]))
+    pool.write(heartbeats.beat([(node, (), later)]))
     assert pool.read(nodes.node(node)).last_beat_at == later
 
 

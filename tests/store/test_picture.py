@@ -14,7 +14,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_stat
 from gpool.core.ids import BatchId, NodeId, TaskId
 from gpool.core.model import TaskStatus
 from gpool.server.store import operation
-from gpool.server.store.operations import leases, tasks
+from gpool.server.store.operations.leases import leases
+from gpool.server.store.operations.tasks import tasks
 from gpool.server.store.protocol import Operation, Statement
 from gpool.wire.frames import HandedBack, Released, Started
 from tests.store.store_pool import COMMAND, Database, Pool, exited, opened, returned

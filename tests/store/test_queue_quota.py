@@ -11,14 +11,14 @@ from gpool.core.errors import TooMany
 from gpool.core.ids import UserId, encode
 from gpool.core.model import Permission
 from gpool.core.permissions import Role, TeamId
-from gpool.server import credentials
-from gpool.server.actions.quotas import set_quota
-from gpool.server.actions.submit import submit
+from gpool.server.actions.operators.quotas import set_quota
+from gpool.server.actions.tasks.submit import submit
 from gpool.server.app import open_server
+from gpool.server.identity import credentials
 from gpool.server.server import Server
 from gpool.server.settings import Settings
 from gpool.server.store.identity_values import Caller, GivenQuota, Team
-from gpool.server.store.operations import people, teams
+from gpool.server.store.operations.identity import teams, users
 from gpool.server.store.protocol import Operation, Statement
 from gpool.server.store.values import User
 from gpool.wire.documents import TaskRequest
@@ -39,12 +39,10 @@ class Crowd:
         servers = [await open_server(settings) for _ in range(count)]
         first = servers[0]
         user = User(UserId(first.ids.next()), "dave", frozenset({Permission.CONSUMER}), first.now)
-        await first.store.write(people.create_user(user))
+        await first.store.write(users.create_user(user))
         key = credentials.fresh(credentials.USER_PREFIX)
         hashed = credentials.hashed(key)
-        await first.store.write(
-            people.add_key(first.ids.next(), user.id, "test", hashed, first.now)
-        )
+        await first.store.write(users.add_key(first.ids.next(), user.id, "test", hashed, first.now))
         who = await first.credentials.who(key)
         assert isinstance(who, Caller)
         return cls(servers, who)

@@ -8,17 +8,10 @@ import pytest
 
 from gpool.core.ids import NodeId
 from gpool.core.model import EndReason, TaskStatus
-from gpool.server.store.operations import leases, tasks
+from gpool.server.store.operations.leases import leases
+from gpool.server.store.operations.tasks import tasks
 from gpool.server.store.values import Recording
-from gpool.wire.frames import (
-    Finished,
-    HandedBack,
-    Hold,
-    LogChunk,
-    Released,
-    ReportItem,
-    Started,
-)
+from gpool.wire.frames import Finished, HandedBack, Hold, LogChunk, Released, ReportItem, Started
 from tests.store.store_pool import COMMAND, Pool, exited, returned
 
 TRIED_TWICE = replace(COMMAND, retries=1)

@@ -20,12 +20,14 @@ from gpool.core.errors import Invalid
 from gpool.core.ids import NodeId
 from gpool.core.model import Instant, TaskStatus
 from gpool.server.store import open_inline, open_store
+from gpool.server.store.drivers.schema_version import HEAD, migrate_sqlite, sqlite_version
+from gpool.server.store.drivers.sqlite import compiled
 from gpool.server.store.migrations.upgrade import config, postgres_script
-from gpool.server.store.operations import leases, tasks, teams
+from gpool.server.store.operations.identity import teams
+from gpool.server.store.operations.leases import leases
+from gpool.server.store.operations.tasks import tasks
 from gpool.server.store.protocol import Operation, Statement
 from gpool.server.store.schema import metadata
-from gpool.server.store.sqlite import compiled
-from gpool.server.store.versions import HEAD, migrate_sqlite, sqlite_version
 from gpool.wire.frames import Started
 from tests.store.store_pool import Pool, returned
 

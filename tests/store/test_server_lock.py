@@ -9,7 +9,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from gpool.testing.processes import PATIENCE_S, Pool, eventually
+from tests.tools.processes import PATIENCE_S, Pool, eventually
 
 HOLDERS = (
     "SELECT a.pid FROM pg_locks l JOIN pg_stat_activity a ON a.pid = l.pid "

@@ -8,8 +8,9 @@ from typing import Any
 from gpool.core.ids import BatchId, UserId
 from gpool.core.model import InputFile, Instant, TaskKind, TaskSpec
 from gpool.server.store.identity_values import GivenQuota
-from gpool.server.store.operations import artifacts, keys, tasks, teams
-from gpool.server.store.operations.submissions import submit_together
+from gpool.server.store.operations.identity import teams
+from gpool.server.store.operations.tasks import artifacts, idempotency, tasks
+from gpool.server.store.operations.tasks.submissions import submit_together
 from gpool.server.store.values import Submission, Submitted
 from tests.store.store_pool import COMMAND, Database, Pool, race
 
@@ -135,11 +136,13 @@ def test_replicas_that_meet_with_the_same_new_spec_agree_on_one(database: Databa
 
 def test_keys_of_many_are_found_and_kept(pool: Pool) -> None:
     at, bob = pool.now(), pool.user("bob")
-    pool.write(keys.keep([(pool.ann, "k", "f", b"\x00one", at), (bob, "k", "g", b"two", at)]))
+    pool.write(
+        idempotency.keep([(pool.ann, "k", "f", b"\x00one", at), (bob, "k", "g", b"two", at)])
+    )
     asked = {(pool.ann, "k"), (pool.ann, "other"), (bob, "k")}
-    assert pool.write(keys.used(asked)) == {(pool.ann, "k"), (bob, "k")}
-    assert pool.write(keys.used(set())) == set()
-    once = keys.once(pool.ann, "k", "f", at, tasks.submit(pool.submission()), lambda _: b"")
+    assert pool.write(idempotency.used(asked)) == {(pool.ann, "k"), (bob, "k")}
+    assert pool.write(idempotency.used(set())) == set()
+    once = idempotency.once(pool.ann, "k", "f", at, tasks.submit(pool.submission()), lambda _: b"")
     assert pool.write(once) == (None, b"\x00one")
 
 

@@ -9,7 +9,9 @@ import pytest
 from gpool.core.errors import Conflict, Invalid, NotFound
 from gpool.core.ids import BatchId, TaskId
 from gpool.core.model import EndReason, InputFile, TaskKind, TaskSpec, TaskStatus
-from gpool.server.store.operations import artifacts, leases, nodes, tasks
+from gpool.server.store.operations.leases import leases
+from gpool.server.store.operations.nodes import nodes
+from gpool.server.store.operations.tasks import artifacts, tasks
 from gpool.server.store.values import MissingArtifacts, Submitted
 from gpool.wire.frames import HandedBack, Hold, Released, Started
 from tests.store.store_pool import COMMAND, Pool, exited, returned

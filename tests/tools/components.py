@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from gpool.agent.runtime.microvm import facts
+from gpool.agent.runtime.microvm import requirements
 
 
 def _program(name: str, package: str) -> Callable[[], str | None]:
@@ -75,7 +75,7 @@ COMPONENTS: Mapping[str, Callable[[], str | None]] = {
     "podman": _engine(("podman", "podman"), ("runc", "runc"), ("catatonit", "catatonit")),
     "gvisor": _engine(("dockerd", "docker.io"), ("runsc", "runsc")),
     "image registry": _engine(("dockerd", "docker.io"), ("docker-registry", "docker-registry")),
-    "qemu": facts.missing,
+    "qemu": requirements.missing,
     "chromium": _program("chromium", "chromium"),
     "nginx": _program("nginx", "nginx"),
 }

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from gpool.agent.badge import Badge, Identity
+from gpool.agent.credentials import Badge, Identity
 from gpool.agent.daemon import boot_clock
-from gpool.transfer.proving import NodeKey, Purpose, Statement, public_text
+from gpool.transfer.node_proofs import NodeKey, Purpose, Statement, public_text
 
 
 def a_key(number: int = 1) -> NodeKey:

@@ -26,7 +26,7 @@ from typing import Any
 
 import httpx2
 
-from gpool.transfer.proving import NodeKey
+from gpool.transfer.node_proofs import NodeKey
 from tests.tools.nodes import joined
 from tests.tools.scripted_agent import ScriptedAgent
 

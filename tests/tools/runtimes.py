@@ -17,8 +17,7 @@ from typing import Any, TypeVar
 
 import cloudpickle  # type: ignore[import-untyped]
 
-from gpool.agent.runtime.bubblewrap import BubblewrapRuntime, wheels_bwrap
-from gpool.agent.runtime.calls import PYTHON
+from gpool.agent.runtime.bubblewrap.runtime import BubblewrapRuntime, wheels_bwrap
 from gpool.agent.runtime.docker.runtime import DockerRuntime, Gvisor
 from gpool.agent.runtime.microvm.runtime import MicrovmRuntime
 from gpool.agent.runtime.process import ProcessRuntime
@@ -33,6 +32,7 @@ from gpool.agent.runtime.protocol import (
     RunnerSandbox,
     Staged,
 )
+from gpool.agent.runtime.runner_calls import PYTHON
 from gpool.testing.fake_runtime import FakeRun, FakeRuntime
 from tests.tools import engines
 

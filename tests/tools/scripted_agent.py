@@ -13,7 +13,7 @@ from typing import TypeVar
 import httpx2
 from websockets.sync.client import ClientConnection, connect
 
-from gpool.agent.badge import Badge
+from gpool.agent.credentials import Badge
 from gpool.core.model import GIB, Offer, Tier
 from gpool.transfer.artifacts import LEASE_HEADER, LeaseRef, path_of
 from gpool.transfer.requests import Request

@@ -20,7 +20,7 @@ from websockets.frames import Frame, Opcode
 from websockets.http11 import Response
 from websockets.uri import parse_uri
 
-from gpool.agent.badge import Badge
+from gpool.agent.credentials import Badge
 from gpool.core.model import EndReason, Offer
 from gpool.wire.frames import (
     CHANNEL_PATH,

@@ -12,7 +12,7 @@ from random import Random
 
 import pytest
 
-from gpool.agent.cache import ArtifactCache
+from gpool.agent.running.artifact_cache import ArtifactCache
 from gpool.core.errors import StaleLease, Unreachable
 from gpool.transfer.artifacts import PART_BYTES, LeaseRef
 from gpool.transfer.requests import Address, Patience

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-
 from bench.gang_flaws import FLAWS
 from bench.gang_ground import OFFERS, Ground
 from bench.gang_judge import Broken, Judge
 from bench.gang_pool import Pool
+
 from bench.gangs import run
 from gpool.core.model import GIB, Allocation, Slice
 

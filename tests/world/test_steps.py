@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from gpool.server.scheduler import Scheduler
+from gpool.server.scheduling.scheduler import Scheduler
 from gpool.testing.world.parts import Parts
 from gpool.testing.world.world import run
 

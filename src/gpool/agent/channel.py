@@ -16,8 +16,8 @@ import structlog
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import InvalidStatus, WebSocketException
 
-from gpool.agent.badge import Badge
-from gpool.agent.instructions import Connected, Disconnected, Event, FrameArrived
+from gpool.agent.credentials import Badge
+from gpool.agent.state_machine.instructions import Connected, Disconnected, Event, FrameArrived
 from gpool.core.errors import (
     BY_CODE,
     Forbidden,

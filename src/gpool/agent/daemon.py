@@ -14,8 +14,10 @@ from typing import assert_never
 
 import structlog
 
-from gpool.agent.command_keeper import CommandKeeper
-from gpool.agent.instructions import (
+from gpool.agent.running.command_executor import CommandKeeper
+from gpool.agent.running.runner_executor import RunnerKeeper
+from gpool.agent.running.sandboxes import Equipment
+from gpool.agent.state_machine.instructions import (
     CommandEnded,
     EndCommand,
     EndRunner,
@@ -31,9 +33,7 @@ from gpool.agent.instructions import (
     StartRunner,
     Ticked,
 )
-from gpool.agent.runner_keeper import RunnerKeeper
-from gpool.agent.sandboxes import Equipment
-from gpool.agent.session import Session
+from gpool.agent.state_machine.session import Session
 from gpool.wire.frames import AgentFrame
 
 LONGEST_SLEEP_S = 1.0

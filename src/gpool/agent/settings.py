@@ -8,11 +8,12 @@ from pathlib import Path
 from pydantic import Field, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from gpool.agent.policy import MOST_GANG_PORT, site_address, site_name
-from gpool.core import labels, prices
+from gpool.agent.machine.policy import MOST_GANG_PORT, site_address, site_name
 from gpool.core.errors import Invalid
 from gpool.core.model import GIB
-from gpool.transfer.proving import NodeKey
+from gpool.core.specs import labels
+from gpool.core.specs import price as prices
+from gpool.transfer.node_proofs import NodeKey
 from gpool.transfer.requests import Address
 
 
@@ -36,7 +37,7 @@ class AgentSettings(BaseSettings):
     sharing: str = (
         ""  # how GPUs are shared, first choice first: "mig,mps"; empty: as each card is set
     )
-    policy: Path | None = None  # the owner's rules, a TOML file; see gpool.agent.policy
+    policy: Path | None = None  # the owner's rules, a TOML file; see gpool.agent.machine.policy
     cache_bytes: int = Field(default=10 * GIB, ge=0)
     site: str = (
         ""  # nodes of one site reach each other directly; named, this one takes members of gangs

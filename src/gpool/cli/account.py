@@ -11,12 +11,12 @@ from urllib.parse import urlsplit
 import click
 
 from gpool.cli.calling import as_json, client_of
-from gpool.cli.naming import own_team_id, quoted
-from gpool.cli.printing import age, emit_json, table
+from gpool.cli.output.printing import age, emit_json, table
+from gpool.cli.references import own_team_id, quoted
 from gpool.core.errors import Invalid
 
 if TYPE_CHECKING:
-    from gpool.client.door import Door
+    from gpool.client.connection.transport import Door
 
 invite_option = click.option("--invite", metavar="TOKEN", help="An operator's invite.")
 profile_option = click.option(
@@ -49,8 +49,8 @@ def anonymous(ctx: click.Context) -> Door:
 
 def keep(ctx: click.Context, answer: Any, profile: str | None) -> dict[str, Any]:
     """The tokens go to disk, their profile is chosen; gives the account."""
-    from gpool.client.config import home, save_sign_in
-    from gpool.client.sessions import SessionFile, SignedIn, Tokens
+    from gpool.client.connection.config import home, save_sign_in
+    from gpool.client.connection.sign_in import SessionFile, SignedIn, Tokens
 
     client = client_of(ctx)
     name = profile or urlsplit(client.url).netloc
@@ -141,7 +141,7 @@ def login(
 @click.pass_context
 def logout(ctx: click.Context, everywhere: bool) -> None:
     """Sign out."""
-    from gpool.client.config import forget_sign_in
+    from gpool.client.connection.config import forget_sign_in
 
     client = client_of(ctx)
     session = client.session

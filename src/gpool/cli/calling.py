@@ -67,7 +67,7 @@ class _OnStderr(logging.Handler):
     """What the SDK warns of, as every line about a task is said here."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        from gpool.cli.printing import plain
+        from gpool.cli.output.printing import plain
 
         click.echo(f"gpool: {plain(record.getMessage())}", err=True)
 

@@ -14,33 +14,33 @@ import click
 import structlog
 
 from gpool import __version__
+from gpool.agent.app import Means, serve
 from gpool.agent.daemon import boot_clock, wall_clock
-from gpool.agent.detect import host_facts, services
-from gpool.agent.detect.gpus import Detector
-from gpool.agent.detect.host import site_address
-from gpool.agent.detect.owner import LoadMeter, facts_now
-from gpool.agent.detect.processes import Kin, Programs
 from gpool.agent.environments import Environments, environments_for
-from gpool.agent.health import Watch
-from gpool.agent.lookout import Lookout, Rulebook, glimpser
-from gpool.agent.main import Means, serve
-from gpool.agent.network import lanes
-from gpool.agent.network.door import networks_for, probe, probe_gangs
+from gpool.agent.machine.detection import host_facts, services
+from gpool.agent.machine.detection.gpus import Detector
+from gpool.agent.machine.detection.host import site_address
+from gpool.agent.machine.detection.owner import LoadMeter, facts_now
+from gpool.agent.machine.detection.processes import Kin, Programs
+from gpool.agent.machine.gpu_monitor import Watch
+from gpool.agent.machine.monitor import Lookout, Rulebook, glimpser
+from gpool.agent.machine.policy import GANG_PORT, Gangs, Policy
+from gpool.agent.network import sandbox_network
+from gpool.agent.network.factory import networks_for, probe, probe_gangs
 from gpool.agent.network.policy import BadPolicy, EgressPolicy, parse_rate, parse_target
-from gpool.agent.policy import GANG_PORT, Gangs, Policy
-from gpool.agent.runtime.bubblewrap import BubblewrapRuntime
-from gpool.agent.runtime.calls import PYTHON
-from gpool.agent.runtime.microvm import facts as guests
+from gpool.agent.runtime.bubblewrap.runtime import BubblewrapRuntime
+from gpool.agent.runtime.microvm import requirements as guests
 from gpool.agent.runtime.microvm.runtime import MicrovmRuntime
 from gpool.agent.runtime.process import ProcessRuntime
 from gpool.agent.runtime.protocol import Runtime, SandboxFailed
+from gpool.agent.runtime.runner_calls import PYTHON
 from gpool.agent.settings import AgentSettings
-from gpool.agent.sharing.opening import sharing_for
 from gpool.agent.sharing.plan import parse_modes
+from gpool.agent.sharing.setup import sharing_for
 from gpool.cli.main import FAILED, exit_code_of, say_error
-from gpool.core import environments
 from gpool.core.errors import GpoolError, Invalid
 from gpool.core.model import Gpu, Network, Offer, RuntimeOffer, Tier
+from gpool.core.specs import environment
 
 log = structlog.get_logger(__name__)
 
@@ -55,7 +55,7 @@ class Made(Runtime, Protocol):
 class Reach:
     """What lanes of this machine can lead to."""
 
-    networks: lanes.Networks | None = None  # who opens them; None: nobody can
+    networks: sandbox_network.Networks | None = None  # who opens them; None: nobody can
     egress: bool = False
     gangs: bool = False
 
@@ -72,10 +72,10 @@ def offer_of(
     named = "slots" in settings.model_fields_set
     runtimes = means.runtimes
     networks = set(Network) if reach.egress else {Network.NONE}
-    builds = {environments.IMAGE} if any(one.images for one in runtimes) else set()
-    ready, pythons = {environments.DEFAULT}, {PYTHON}
+    builds = {environment.IMAGE} if any(one.images for one in runtimes) else set()
+    ready, pythons = {environment.DEFAULT}, {PYTHON}
     if means.environments is not None:
-        builds.add(environments.PIP)
+        builds.add(environment.PIP)
         ready |= means.environments.ready()
         pythons |= means.environments.pythons()
     return Offer(
@@ -193,7 +193,7 @@ def egress_of(policy: Policy) -> EgressPolicy:
 
 
 def environments_of(
-    settings: AgentSettings, sandboxes: BubblewrapRuntime, networks: lanes.Networks | None
+    settings: AgentSettings, sandboxes: BubblewrapRuntime, networks: sandbox_network.Networks | None
 ) -> Environments | None:
     """Who makes environments from packages; None: nobody, for a reason that is logged."""
     return environments_for(settings.data_dir, sandboxes, networks, os.environ, clock=boot_clock)

@@ -28,7 +28,7 @@ GPOOL_FAULT, INTERRUPTED = 125, 130
 
 # verb: (module, one line for --help, which must not load the module; a test holds them equal)
 VERBS = {
-    "up": ("gpool.cli.up", "Start a server and an agent on this machine."),
+    "up": ("gpool.cli.lending.up", "Start a server and an agent on this machine."),
     "run": ("gpool.cli.run", "Run a command in the pool."),
     "ps": ("gpool.cli.tasks", "List tasks, newest first."),
     "queue": ("gpool.cli.queue", "List what runs and waits, with when it starts and why not yet."),
@@ -50,9 +50,9 @@ VERBS = {
     "wallet": ("gpool.cli.wallet", "Wallets of your account: list, link, unlink."),
     "team": ("gpool.cli.team", "Teams: list, make, invite, join, leave."),
     "node": ("gpool.cli.pool", "For owners: list, pause, resume, drain, invite, remove nodes."),
-    "server": ("gpool.cli.up", "Start a server alone."),
-    "join": ("gpool.cli.join", "Lend this machine to a pool."),
-    "admin": ("gpool.cli.admin", "For operators: users, keys, the audit record, the policy."),
+    "server": ("gpool.cli.lending.up", "Start a server alone."),
+    "join": ("gpool.cli.lending.join", "Lend this machine to a pool."),
+    "admin": ("gpool.cli.admin.users", "For operators: users, keys, the audit record, the policy."),
     "completion": ("gpool.cli.completion", "Print the completion script of a shell."),
 }
 
@@ -138,7 +138,7 @@ def exit_code_of(error: GpoolError) -> int:
 
 def say_error(error: GpoolError) -> None:
     """One or two lines: what was wrong, and where to look next."""
-    from gpool.cli.printing import plain
+    from gpool.cli.output.printing import plain
 
     click.echo(f"gpool: {plain(error.detail)}", err=True)
     if isinstance(error, BadGpuSpec) and error.text and "^" not in error.detail:

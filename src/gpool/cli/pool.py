@@ -9,8 +9,8 @@ import click
 
 from gpool.cli.calling import as_json, client_of, listed, listing
 from gpool.cli.main import FAILED
-from gpool.cli.naming import node_id, shared_names, shown_as
-from gpool.cli.printing import age, emit_json, fields, gib, plain, table
+from gpool.cli.output.printing import age, emit_json, fields, gib, plain, table
+from gpool.cli.references import node_id, shared_names, shown_as
 from gpool.core.errors import Invalid, NotFound
 
 if TYPE_CHECKING:
@@ -69,9 +69,9 @@ def gpus(ctx: click.Context, as_json: bool, everything: bool, limit: int) -> Non
 
 
 def _price(microcredits: int) -> str:
-    from gpool.core import prices
+    from gpool.core.specs import price
 
-    return prices.told(microcredits) if microcredits else "-"
+    return price.told(microcredits) if microcredits else "-"
 
 
 def _reading(told: dict[str, Any]) -> tuple[str, str, str, str]:
@@ -292,8 +292,8 @@ def doctor(ctx: click.Context, as_json: bool) -> None:
     """Check whether this machine can lend and whether the pool answers."""
     from dataclasses import asdict
 
-    from gpool.cli.doctor import examine
-    from gpool.client.config import data_home
+    from gpool.cli.lending.doctor import examine
+    from gpool.client.connection.config import data_home
 
     findings = examine(client_of(ctx), data_home())
     if as_json:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from gpool.cli.calling import as_json, client_of
-from gpool.cli.naming import shared_names, who_is_who
-from gpool.cli.printing import age, emit_json, local_time, table
+from gpool.cli.output.printing import age, emit_json, local_time, table
+from gpool.cli.references import shared_names, who_is_who
 from gpool.cli.tasks import places, task_status, where, whose, whose_tasks
 from gpool.core.errors import NotFound, TooMany
 

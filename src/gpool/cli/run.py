@@ -14,15 +14,15 @@ import click
 
 from gpool.cli.calling import as_json, client_of, into
 from gpool.cli.due import due
-from gpool.cli.following import say_how_it_ended, show
-from gpool.cli.interrupts import Reading, unless_interrupted
 from gpool.cli.main import GPOOL_FAULT, INTERRUPTED, say_error
-from gpool.cli.progress import ProgressLine, on_stderr, progress_bar
+from gpool.cli.output.following import say_how_it_ended, show
+from gpool.cli.output.interrupts import Reading, unless_interrupted
+from gpool.cli.output.progress import ProgressLine, on_stderr, progress_bar
 from gpool.core.errors import GpoolError, Invalid
 
 if TYPE_CHECKING:
-    from gpool.client.artifacts import LocalFile
     from gpool.client.client import Client
+    from gpool.client.files.artifacts import LocalFile
     from gpool.client.logs import Printed
     from gpool.client.results import Result
     from gpool.client.runs import Run
@@ -248,7 +248,7 @@ def script_of(command: tuple[str, ...], workdir: Path | None) -> LocalFile | Non
     source = next((file for file in (there, here) if file.suffix == ".py" and file.is_file()), None)
     if source is None:
         return None
-    from gpool.client.artifacts import LocalFile
+    from gpool.client.files.artifacts import LocalFile
 
     is_inside = source.is_relative_to(base)
     name = source.relative_to(base).as_posix() if is_inside else source.name
@@ -317,6 +317,6 @@ def secrets(given: tuple[str, ...]) -> dict[str, str]:
 
 
 def _print_document(submitted: Run) -> None:
-    from gpool.cli.printing import emit_json
+    from gpool.cli.output.printing import emit_json
 
     emit_json(submitted.document())

@@ -11,7 +11,7 @@ import click
 from gpool.core.errors import Invalid, Unprocessable
 
 if TYPE_CHECKING:
-    from gpool.client.door import Door
+    from gpool.client.connection.transport import Door
     from gpool.wallet.signing import Key
 
 STATEMENT = "Sign in to gpool."

@@ -14,17 +14,17 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from gpool.cli.calling import as_json, client_of, into, listed, listing
-from gpool.cli.following import say_how_it_ended, show, show_documents
-from gpool.cli.interrupts import Reading
 from gpool.cli.main import FAILED, GPOOL_FAULT, INTERRUPTED, exit_code_of, say_error
-from gpool.cli.naming import own_team_id, shared_names, shown_as, who_is_who
-from gpool.cli.printing import age, emit_json, fields, local_time, plain, table
-from gpool.cli.progress import ProgressLine, on_stderr, progress_bar
-from gpool.core import gpuspec
+from gpool.cli.output.following import say_how_it_ended, show, show_documents
+from gpool.cli.output.interrupts import Reading
+from gpool.cli.output.printing import age, emit_json, fields, local_time, plain, table
+from gpool.cli.output.progress import ProgressLine, on_stderr, progress_bar
+from gpool.cli.references import own_team_id, shared_names, shown_as, who_is_who
 from gpool.core.errors import Forbidden, GpoolError, Invalid
+from gpool.core.specs import gpu
 
 if TYPE_CHECKING:
-    from gpool.cli.waiting import Ended
+    from gpool.cli.wait_targets import Ended
     from gpool.client.client import Client
     from gpool.client.results import Result
 
@@ -164,7 +164,7 @@ def status(ctx: click.Context, task: str, as_json: bool) -> None:
     document["preemptible"] = "yes" if document.get("preemptible") else None
     for name in ("memory", "disk"):
         size = document.get(f"{name}_bytes")
-        document[name] = None if size is None else gpuspec.typed_size(size)
+        document[name] = None if size is None else gpu.typed_size(size)
     if timeout := document.get("timeout_s"):
         document["timeout"] = f"{timeout:.12g} s"
     if not document["nodes"]:
@@ -215,7 +215,7 @@ def wait(ctx: click.Context, tasks: tuple[str, ...], timeout: str | None, as_jso
     With several ids: for all of them; with the code of the first of them that did not succeed. An id that begins with
     b- is a batch: all of it, like the calls of one `map`.
     """
-    from gpool.cli.waiting import Ended, Wait, awaited, is_batch
+    from gpool.cli.wait_targets import Ended, Wait, awaited, is_batch
     from gpool.client.durations import seconds
 
     ends = None if timeout is None else time.monotonic() + seconds(timeout)

@@ -7,8 +7,8 @@ from typing import Any
 import click
 
 from gpool.cli.calling import as_json, client_of
-from gpool.cli.naming import own_team_id
-from gpool.cli.printing import emit_json, show, table
+from gpool.cli.output.printing import emit_json, show, table
+from gpool.cli.references import own_team_id
 from gpool.core.errors import NotFound
 
 role_option = click.option(

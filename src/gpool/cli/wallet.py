@@ -9,8 +9,8 @@ import click
 
 from gpool.cli.account import anonymous, password_of
 from gpool.cli.calling import as_json, client_of
-from gpool.cli.naming import quoted
-from gpool.cli.printing import emit_json, table
+from gpool.cli.output.printing import emit_json, table
+from gpool.cli.references import quoted
 from gpool.cli.signing import signed
 from gpool.core.errors import Invalid
 

@@ -17,10 +17,12 @@ from weakref import WeakKeyDictionary
 
 import httpx2
 
-from gpool.client import config, mapping, moments
-from gpool.client.artifacts import Artifacts, Input, Progress, gather
-from gpool.client.door import Door, json_of
-from gpool.client.local_files import local_files
+from gpool.client import mapping, moments
+from gpool.client.connection import config
+from gpool.client.connection.sign_in import SessionFile, SignedIn
+from gpool.client.connection.transport import Door, json_of
+from gpool.client.files.artifacts import Artifacts, Input, Progress, gather
+from gpool.client.files.local_files import local_files
 from gpool.client.options import Options
 from gpool.client.pickling import PYTHON, dumps_call
 from gpool.client.results import (
@@ -33,11 +35,10 @@ from gpool.client.results import (
     outcome,
 )
 from gpool.client.runs import LONGEST_WAIT_S, Run, wait_for
-from gpool.client.sessions import SessionFile, SignedIn
 from gpool.client.tasks import Decorator, Task
 from gpool.core.errors import GpoolError, Invalid, NotFound, Unprocessable
 from gpool.core.model import INLINE_LIMIT_BYTES
-from gpool.core.paths import checked
+from gpool.core.specs.paths import checked
 from gpool.transfer.requests import Reply
 
 log = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from gpool.client.door import Door
+from gpool.client.connection.transport import Door
 from gpool.core.errors import Unreachable
 
 

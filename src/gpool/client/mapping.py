@@ -20,7 +20,7 @@ from urllib.parse import quote
 
 import httpx2
 
-from gpool.client.door import Door
+from gpool.client.connection.transport import Door
 from gpool.client.results import Raised, Result, decode_lines
 from gpool.core.errors import GpoolError, InternalFault, TooMany, Unreachable
 

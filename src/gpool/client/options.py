@@ -12,7 +12,7 @@ from typing import Any
 
 from gpool.client import moments
 from gpool.client.durations import seconds
-from gpool.client.recipes import recipe_of
+from gpool.client.environment_specs import recipe_of
 from gpool.core.errors import Invalid
 
 

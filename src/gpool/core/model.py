@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NewType
 
-from gpool.core.health import Health
 from gpool.core.ids import BatchId, GpuId, NodeId, SpecId, TaskId, UserId
+from gpool.core.trust.gpu_health import Health
 
 Instant = NewType("Instant", int)
 """Microseconds since 1970 in UTC, by the server's clock."""

@@ -13,54 +13,54 @@ from fastapi import FastAPI
 
 from gpool.core.ids import UserId
 from gpool.core.model import Permission
-from gpool.core.scheduling.orders import Policy
-from gpool.core.scheduling.plan import order_named
-from gpool.server import credentials
-from gpool.server.actions import operating, quotas, submit
-from gpool.server.api import (
+from gpool.core.scheduler.order.orders import Policy
+from gpool.core.scheduler.passes.plan import order_named
+from gpool.server.actions.operators import policy as operating
+from gpool.server.actions.operators import quotas
+from gpool.server.actions.tasks import submit
+from gpool.server.api import channel, openapi, problems
+from gpool.server.api.fast_paths import Shortcuts
+from gpool.server.api.rate_limits import Limits
+from gpool.server.api.routes import (
     accounts,
-    admin,
     artifacts,
-    channel,
+    health,
+    keys_and_audit,
     nodes,
-    openapi,
-    problems,
-    rest,
     tasks,
     teams,
     users,
 )
-from gpool.server.api import operating as operating_routes
-from gpool.server.api.limits import Limits
-from gpool.server.api.shortcuts import Shortcuts
+from gpool.server.api.routes import operators as operating_routes
 from gpool.server.blobs import Blobs
 from gpool.server.clock import Clock, Steady, SystemClock, system_ids
-from gpool.server.credentials import Credentials
-from gpool.server.gpu_proofs.examiner import Examiner, Examining
-from gpool.server.hub import Hub
-from gpool.server.identity.desk import SignIns
-from gpool.server.identity.guard import Guard
-from gpool.server.identity.node_gate import NodeGate
+from gpool.server.gpu_verification.verifier import Examiner, Examining
+from gpool.server.identity import credentials
+from gpool.server.identity.credentials import Credentials
+from gpool.server.identity.node_proofs.verifier import NodeGate
 from gpool.server.identity.passwords import Cost
-from gpool.server.identity.refresh import Terms
-from gpool.server.identity.sealer import Sealer
-from gpool.server.identity.signing import Rotating, Signing
-from gpool.server.identity.tokens import Place
-from gpool.server.loops import Ticker, all_loops
+from gpool.server.identity.secrets.sealer import Sealer
+from gpool.server.identity.services import SignIns
+from gpool.server.identity.sign_in_guard import Guard
+from gpool.server.identity.tokens.access import Place
+from gpool.server.identity.tokens.refresh import Terms
+from gpool.server.identity.tokens.signing_keys import Rotating, Signing
 from gpool.server.metrics import GpuCollector, Metrics
-from gpool.server.orders import known_orders
+from gpool.server.nodes.frame_budget import Paces
+from gpool.server.nodes.telemetry import Telemetry
 from gpool.server.outbound import Outbound
-from gpool.server.pacing import Paces
-from gpool.server.scheduler import Scheduler
+from gpool.server.scheduling.loops import Ticker, all_loops
+from gpool.server.scheduling.orders import known_orders
+from gpool.server.scheduling.scheduler import Scheduler
 from gpool.server.server import Server
 from gpool.server.settings import Settings, span
-from gpool.server.store.opening import open_store
-from gpool.server.store.operations import people
+from gpool.server.store.drivers.opening import open_store
+from gpool.server.store.operations.identity import users as people
 from gpool.server.store.protocol import Store
 from gpool.server.store.values import User
-from gpool.server.telemetry import Telemetry
 from gpool.server.tls import certificate_of
 from gpool.server.version import VERSION
+from gpool.server.wakeups import Hub
 
 OPERATOR = "operator"
 OPERATOR_KEY_FILE = "operator.key"
@@ -183,8 +183,8 @@ def make_app(server: Server) -> FastAPI:
     )
     app.state.server = server
     problems.install(app)
-    people = (accounts, teams, users, admin, operating_routes)
-    for room in (tasks, nodes, artifacts, *people, rest, channel):
+    people = (accounts, teams, users, keys_and_audit, operating_routes)
+    for room in (tasks, nodes, artifacts, *people, health, channel):
         app.include_router(room.router)
     openapi.describe(app, VERSION)
     app.add_middleware(Shortcuts)

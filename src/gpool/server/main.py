@@ -17,7 +17,7 @@ from gpool.server.app import make_app, open_server
 from gpool.server.http import LimitedHttp, LimitedWebSocket
 from gpool.server.server import Server
 from gpool.server.settings import Settings
-from gpool.server.store.opening import lock_for_serving
+from gpool.server.store.drivers.opening import lock_for_serving
 from gpool.wire.frames import MAX_FRAME_BYTES
 
 log = logging.getLogger(__name__)

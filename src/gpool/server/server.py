@@ -11,26 +11,26 @@ from gpool.core.ids import IdSource
 from gpool.core.model import Instant
 from gpool.server.blobs import Blobs
 from gpool.server.clock import Clock
-from gpool.server.credentials import Credentials
-from gpool.server.explaining import Explaining
-from gpool.server.gathering import Gathering
-from gpool.server.gpu_proofs.examiner import Examiner
-from gpool.server.hub import Hub
+from gpool.server.gpu_verification.verifier import Examiner
 from gpool.server.identity.certificates import Certificate
-from gpool.server.identity.desk import SignIns
-from gpool.server.identity.guard import Guard
-from gpool.server.identity.node_gate import NodeGate
-from gpool.server.identity.sealer import Sealer
-from gpool.server.learning import Asking
+from gpool.server.identity.credentials import Credentials
+from gpool.server.identity.node_proofs.verifier import NodeGate
+from gpool.server.identity.secrets.sealer import Sealer
+from gpool.server.identity.services import SignIns
+from gpool.server.identity.sign_in_guard import Guard
 from gpool.server.metrics import Metrics
-from gpool.server.pacing import Paces
-from gpool.server.scheduler import Scheduler
+from gpool.server.nodes.frame_budget import Paces
+from gpool.server.nodes.telemetry import Telemetry
+from gpool.server.scheduling.explaining import Explaining
+from gpool.server.scheduling.pricing_training import Asking
+from gpool.server.scheduling.scheduler import Scheduler
 from gpool.server.settings import Settings
+from gpool.server.store.batching import Gathering
 from gpool.server.store.operation import brief, is_brief
-from gpool.server.store.operations import keys
+from gpool.server.store.operations.tasks import idempotency
 from gpool.server.store.protocol import Operation, Store
 from gpool.server.store.values import User
-from gpool.server.telemetry import Telemetry
+from gpool.server.wakeups import Hub
 
 T = TypeVar("T")
 
@@ -105,7 +105,7 @@ class Server:
         if once is None:
             value = await self.write(operation)
             return Answered(value, encode(value))
-        kept = keys.once(user.id, once.key, once.fingerprint, self.now, operation, encode)
+        kept = idempotency.once(user.id, once.key, once.fingerprint, self.now, operation, encode)
         if is_brief(operation):
             kept = brief(kept)
         return Answered(*await self.write(kept))

@@ -1,10 +1,10 @@
-"""NVML without a card: keeps the promises of `gpool.agent.detect.nvml.Nvml`. A test says how the cards are and what befalls them."""
+"""NVML without a card: keeps the promises of `gpool.agent.machine.detection.nvml.Nvml`. A test says how the cards are and what befalls them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from gpool.agent.detect.nvml import (
+from gpool.agent.machine.detection.nvml import (
     DEFAULT_COMPUTE,
     Card,
     GpuLost,

@@ -27,7 +27,7 @@ from gpool.core.errors import (
     Unprocessable,
     Unreachable,
 )
-from gpool.transfer.landing import Landing
+from gpool.transfer.partial_file import Landing
 
 AWAY = frozenset({502, 503, 504})
 """What a server that stops, or a proxy before one that is gone, answers."""

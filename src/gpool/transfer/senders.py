@@ -22,7 +22,7 @@ import httpx2
 from gpool.core.errors import Forbidden, GpoolError, Unreachable
 from gpool.core.model import MIB
 from gpool.transfer.artifacts import LeaseRef, Pause, Steps, download, patiently, upload
-from gpool.transfer.landing import Landing
+from gpool.transfer.partial_file import Landing
 from gpool.transfer.pinning import pinned_context, wrong_certificate
 from gpool.transfer.requests import AWAY, Address, FilePart, Patience, Reply, Request
 

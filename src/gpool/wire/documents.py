@@ -7,8 +7,8 @@ from typing import Annotated, Literal
 
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, SecretStr, StringConstraints
 
-from gpool.core.labels import MAX_LABELS
 from gpool.core.rendezvous import MAX_NODES
+from gpool.core.specs.labels import MAX_LABELS
 
 MAX_BATCH = 10_000
 """Tasks in one call; more go into the same batch with further calls."""

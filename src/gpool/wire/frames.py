@@ -6,7 +6,7 @@ the token on every `Reports`; behind it nobody sees them.
 
 Then the agent speaks first with `Hello`; the server answers `Welcome` or `Refused`. From then on either side sends when
 it has something. Reports are kept by the agent until `Recorded` names their sequence number and sent again after a
-reconnect; the store's fence makes the repetition harmless. Lease time: see `gpool.agent.session`.
+reconnect; the store's fence makes the repetition harmless. Lease time: see `gpool.agent.state_machine.session`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from enum import StrEnum
 
 import msgspec
 
-from gpool.core.gpuproof import Measured, Opening, Size, Verdict
 from gpool.core.model import (
     Allocation,
     EndReason,
@@ -26,6 +25,7 @@ from gpool.core.model import (
     Phase,
     TaskSpec,
 )
+from gpool.core.trust.gpu_verification import Measured, Opening, Size, Verdict
 
 PROTOCOL = 1
 MAX_FRAME_BYTES = 8 * 1024 * 1024
@@ -177,7 +177,7 @@ class GpuMeasured(_Frame, frozen=True):
 
 
 class GpuCommitted(_Frame, frozen=True):
-    """A trial's first step is done; see `gpool.core.gpuproof`."""
+    """A trial's first step is done; see `gpool.core.trust.gpu_verification`."""
 
     trial: int
     root: bytes
@@ -207,7 +207,7 @@ AgentFrame = Hello | Beat | Reports | OfferChanged | FromGpu
 
 
 class Prove(_Frame, frozen=True):
-    """The signature of a challenge's statement; see `gpool.transfer.proving`."""
+    """The signature of a challenge's statement; see `gpool.transfer.node_proofs`."""
 
     nonce: str
     signature: str

@@ -9,10 +9,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from gpool.agent.detect.gpus import Detector
-from gpool.agent.detect.nvml import Card, GpuProcess, MigInstance, MigProfile, Vitals
-from gpool.agent.detect.vendors import Parsed
-from gpool.agent.health import Watch
+from gpool.agent.machine.detection.gpus import Detector
+from gpool.agent.machine.detection.nvml import Card, GpuProcess, MigInstance, MigProfile, Vitals
+from gpool.agent.machine.detection.vendors import Parsed
+from gpool.agent.machine.gpu_monitor import Watch
 from gpool.core.model import Health
 from gpool.testing.fake_nvml import FakeNvml
 

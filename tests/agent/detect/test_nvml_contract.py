@@ -6,12 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from gpool.agent.detect.nvml import (
-    GpuLost,
-    Nvml,
-    NvmlError,
-    RealNvml,
-)
+from gpool.agent.machine.detection.nvml import GpuLost, Nvml, NvmlError, RealNvml
 from gpool.testing.fake_nvml import FakeNvml, h200
 
 

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpool.agent.detect import vendors
-from gpool.agent.detect.vendors import Parsed
+from gpool.agent.machine.detection import vendors
+from gpool.agent.machine.detection.vendors import Parsed
 
 RECORDED = sorted((Path(__file__).parent / "recorded").glob("*.json"))
 READERS: Mapping[str, Callable[..., Parsed]] = {

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpool.agent.runtime import seccomp
+from gpool.agent.runtime.bubblewrap import seccomp
+from gpool.agent.runtime.bubblewrap.seccomp import ABSENT, ALLOW, ERRNO, MACHINES, REFUSED
 from gpool.agent.runtime.docker.confinement import MASKED, Box, profile, request
 from gpool.agent.runtime.protocol import Limits
-from gpool.agent.runtime.seccomp import ABSENT, ALLOW, ERRNO, MACHINES, REFUSED
 
 both = pytest.mark.parametrize("machine", list(MACHINES))
 WITH_ARGUMENTS = ("clone", "socket", "socketpair", "ioctl", "personality", "mknod", "mknodat")

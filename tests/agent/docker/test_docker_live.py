@@ -21,12 +21,12 @@ from typing import Any
 import cloudpickle
 import pytest
 
-from gpool.agent.runtime.calls import PYTHON
 from gpool.agent.runtime.docker.images import DIGEST
 from gpool.agent.runtime.docker.runtime import DockerRuntime, Gvisor
 from gpool.agent.runtime.protocol import Call, CommandJob, Lane, Limits, RunnerJob, SandboxFailed
+from gpool.agent.runtime.runner_calls import PYTHON
 from gpool.core.model import EndReason, Network
-from tests.agent.container_case import (
+from tests.agent.runtime.container_case import (
     containers_of,
     none_left,
     probe_script,
@@ -34,7 +34,7 @@ from tests.agent.container_case import (
     undefended,
     verdicts,
 )
-from tests.agent.container_probes import NEEDED, PROBES
+from tests.agent.runtime.container_probes import NEEDED, PROBES
 from tests.tools.engines import (
     BARE_IMAGE,
     IMAGE,

@@ -17,7 +17,7 @@ import pytest
 
 from gpool.agent.runtime.docker.confinement import Box, request
 from gpool.agent.runtime.docker.engine import Engine, Facts
-from gpool.agent.runtime.docker.entering import (
+from gpool.agent.runtime.docker.network import (
     Holders,
     System,
     empty_image,
@@ -26,11 +26,11 @@ from gpool.agent.runtime.docker.entering import (
     system_of,
     why_never,
 )
-from gpool.agent.runtime.docker.probing import SOONER_S
+from gpool.agent.runtime.docker.probe_cache import SOONER_S
 from gpool.agent.runtime.docker.runtime import DockerRuntime, Gvisor
 from gpool.agent.runtime.protocol import CommandJob, Lane, RunnerJob, SandboxFailed
 from gpool.core.model import Network
-from tests.agent.container_case import containers_of
+from tests.agent.runtime.container_case import containers_of
 from tests.tools.engines import (
     BARE_IMAGE,
     IMAGE,
@@ -244,7 +244,7 @@ def test_a_sweep_takes_no_image_that_has_a_name(holders: Holders) -> None:
 HOLDING = f"""
 import os, sys
 from gpool.agent.runtime.docker.engine import Engine
-from gpool.agent.runtime.docker.entering import Holders
+from gpool.agent.runtime.docker.network import Holders
 from gpool.agent.runtime.protocol import Lane
 own = os.open("/proc/self/ns/net", os.O_RDONLY)
 with Holders(Engine(sys.argv[1]), {LABEL}, {BOOT}).holding(Lane((own,), "")):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from gpool.agent.runtime.docker.probing import ANEW_AFTER_S, SOONER_S, Probe
+from gpool.agent.runtime.docker.probe_cache import ANEW_AFTER_S, SOONER_S, Probe
 
 
 class Bench:

@@ -22,13 +22,13 @@ from pathlib import Path
 from typing import Any
 
 from gpool.agent.environments import Environments, Indexes, UvBuilder, find_uv
+from gpool.agent.environments.egress_targets import IndexLanes, asking
 from gpool.agent.environments.interpreters import own_interpreter
-from gpool.agent.environments.reaching import IndexLanes, asking
 from gpool.agent.network.policy import EgressPolicy
-from gpool.agent.network.rooted import RootNetworks
-from gpool.agent.runtime.bubblewrap import BubblewrapRuntime
+from gpool.agent.network.root_networks import RootNetworks
+from gpool.agent.runtime.bubblewrap.runtime import BubblewrapRuntime
 from gpool.agent.runtime.protocol import CommandJob
-from gpool.core.environments import name_of, recipe
+from gpool.core.specs.environment import name_of, recipe
 from tests.tools.packages import PackageIndex
 from tests.tools.runtimes import LIMITS
 

@@ -24,16 +24,10 @@ from gpool.agent.environments.interpreters import (
     find_interpreters,
     own_interpreter,
 )
-from gpool.agent.runtime.bubblewrap import BubblewrapRuntime
-from gpool.agent.runtime.protocol import (
-    ENVIRONMENT_AT,
-    CommandJob,
-    Ended,
-    Prepared,
-    SandboxFailed,
-)
-from gpool.core.environments import name_of, recipe
+from gpool.agent.runtime.bubblewrap.runtime import BubblewrapRuntime
+from gpool.agent.runtime.protocol import ENVIRONMENT_AT, CommandJob, Ended, Prepared, SandboxFailed
 from gpool.core.model import EndReason, Recipe
+from gpool.core.specs.environment import name_of, recipe
 from tests.tools import unprivileged
 from tests.tools.packages import PackageIndex
 from tests.tools.runtimes import LIMITS, left_over, within
@@ -210,9 +204,9 @@ ROOTLESS = """
 import asyncio, json, os, sys
 from pathlib import Path
 from gpool.agent.environments import environments_for
-from gpool.agent.runtime.bubblewrap import BubblewrapRuntime
+from gpool.agent.runtime.bubblewrap.runtime import BubblewrapRuntime
 from gpool.agent.runtime.protocol import CommandJob
-from gpool.core.environments import name_of, recipe
+from gpool.core.specs.environment import name_of, recipe
 from tests.tools.runtimes import LIMITS
 
 async def main():

@@ -14,9 +14,9 @@ from gpool.agent.environments import BuildFailed, Environments, Interpreter, Tol
 from gpool.agent.environments.environments import REMEMBERED_US
 from gpool.agent.environments.trees import MANIFEST, measured
 from gpool.agent.runtime.protocol import ENVIRONMENT_AT, Prepared, SandboxFailed
-from gpool.core.environments import name_of, recipe
 from gpool.core.errors import Invalid
 from gpool.core.model import Recipe
+from gpool.core.specs.environment import name_of, recipe
 
 OTHER = Path("/somewhere/python3.99")
 INTERPRETERS = {

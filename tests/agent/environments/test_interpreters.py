@@ -5,11 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from gpool.agent.environments.interpreters import (
-    candidates,
-    find_interpreters,
-    own_interpreter,
-)
+from gpool.agent.environments.interpreters import candidates, find_interpreters, own_interpreter
 
 TALKS = """#!/bin/sh
 echo '["{name}", [3, {minor}, {micro}], "{base}", "{prefix}", {shared}]'

@@ -10,15 +10,15 @@ import httpx2
 import pytest
 
 from gpool.agent.environments import Indexes, find_uv
-from gpool.agent.environments.reaching import (
+from gpool.agent.environments.egress_targets import (
     IndexLanes,
     Place,
     built_in_index,
     place_of,
     places_on,
 )
-from gpool.agent.network.lanes import NoLane
 from gpool.agent.network.policy import Only, Target, Wants
+from gpool.agent.network.sandbox_network import NoLane
 from gpool.agent.runtime.protocol import Lane, SandboxFailed
 
 LANE = Lane((), "127.0.0.53")

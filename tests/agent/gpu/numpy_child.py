@@ -4,16 +4,9 @@ from __future__ import annotations
 
 import sys
 
-from gpool.agent.gpu.child import frames_from, frames_to
-from gpool.core.gpuproof import keys_of
-from gpool.wire.frames import (
-    AnswerNow,
-    ExamineGpu,
-    GpuAnswered,
-    GpuCommitted,
-    GpuOpened,
-    OpenTiles,
-)
+from gpool.agent.gpu_verification.child import frames_from, frames_to
+from gpool.core.trust.gpu_verification import keys_of
+from gpool.wire.frames import AnswerNow, ExamineGpu, GpuAnswered, GpuCommitted, GpuOpened, OpenTiles
 from tests.tools.gpu_prover import NumpyProver
 
 if __name__ == "__main__":

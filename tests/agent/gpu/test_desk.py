@@ -10,10 +10,10 @@ from typing import TypeVar
 
 import pytest
 
-from gpool.agent.gpu.cuda import kernels_for
-from gpool.agent.gpu.desk import CHILD, GpuDesk
-from gpool.core.gpuproof import Size, Verdict, keys_of
-from gpool.server.gpu_proofs.checking import Claimed, check_openings
+from gpool.agent.gpu_verification.cuda import kernels_for
+from gpool.agent.gpu_verification.service import CHILD, GpuDesk
+from gpool.core.trust.gpu_verification import Size, Verdict, keys_of
+from gpool.server.gpu_verification.checking import Claimed, check_openings
 from gpool.wire.frames import (
     AgentFrame,
     AnswerNow,
@@ -119,7 +119,7 @@ def test_the_committed_kernels_are_those_of_the_source() -> None:
     import hashlib  # noqa: PLC0415
     from importlib import resources  # noqa: PLC0415
 
-    source = (resources.files("gpool.agent.gpu") / "kernels.cu").read_bytes()
+    source = (resources.files("gpool.agent.gpu_verification") / "kernels.cu").read_bytes()
     stamp = f"// source sha256 {hashlib.sha256(source).hexdigest()}\n".encode()
     for capability in ((7, 5), (8, 0), (9, 0)):
         assert kernels_for(capability).startswith(stamp)

@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpool.agent.runtime.microvm import boot
-from gpool.agent.runtime.microvm.choice import SAID, probe_archive
-from gpool.agent.runtime.microvm.kernel import NoKernel, needs, unpack_lz4, vmlinux
-from gpool.agent.runtime.microvm.qemu import TCG, Qemu
-from gpool.agent.runtime.microvm.system import closure, packages
-from gpool.agent.runtime.microvm.vmm import Disk, Machine
+from gpool.agent.runtime.microvm.image import boot
+from gpool.agent.runtime.microvm.image.kernel import NoKernel, needs, unpack_lz4, vmlinux
+from gpool.agent.runtime.microvm.image.system import closure, packages
+from gpool.agent.runtime.microvm.monitors.choice import SAID, probe_archive
+from gpool.agent.runtime.microvm.monitors.protocol import Disk, Machine
+from gpool.agent.runtime.microvm.monitors.qemu import TCG, Qemu
 
 x86 = pytest.mark.skipif(platform.machine() != "x86_64", reason="the program is x86-64's")
 BECOMES = boot.Becomes(

@@ -13,9 +13,10 @@ import jsonschema_rs
 import pytest
 import yaml
 
-from gpool.agent.runtime.microvm import firecracker, guest
-from gpool.agent.runtime.microvm.talk import Pipes, Talk
-from gpool.agent.runtime.microvm.vmm import Disk, Machine
+from gpool.agent.runtime.microvm import guest
+from gpool.agent.runtime.microvm.guest_link import Pipes, Talk
+from gpool.agent.runtime.microvm.monitors import firecracker
+from gpool.agent.runtime.microvm.monitors.protocol import Disk, Machine
 from gpool.agent.runtime.protocol import SandboxFailed
 from tests.tools.runtimes import PATIENCE_S, within
 

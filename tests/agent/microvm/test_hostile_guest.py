@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from gpool.agent.runtime.launching import Exit
+from gpool.agent.runtime.bubblewrap.launcher_client import Exit
 from gpool.agent.runtime.microvm import guest
-from gpool.agent.runtime.microvm.taking import Taking
-from gpool.agent.runtime.microvm.talk import MOST_DROPPED_BYTES, Pipes, Talk
+from gpool.agent.runtime.microvm.guest_link import MOST_DROPPED_BYTES, Pipes, Talk
+from gpool.agent.runtime.microvm.guest_outputs import Taking
 from gpool.agent.runtime.protocol import BadOutput, SandboxFailed
 from gpool.core.model import OutputFile
 from tests.tools.runtimes import PATIENCE_S, within

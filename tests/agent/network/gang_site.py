@@ -22,11 +22,11 @@ from typing import Any
 import uvloop
 
 from gpool.agent.network import nft
-from gpool.agent.network.gang.relaying import RELAY
-from gpool.agent.network.lanes import Networks, OpenLane
+from gpool.agent.network.gang.relay_client import RELAY
 from gpool.agent.network.policy import Egress, EgressPolicy, Gang
-from gpool.agent.network.rooted import RootNetworks
-from gpool.agent.network.rootless import RootlessNetworks
+from gpool.agent.network.root_networks import RootNetworks
+from gpool.agent.network.rootless_networks import RootlessNetworks
+from gpool.agent.network.sandbox_network import Networks, OpenLane
 from gpool.agent.runtime.protocol import CommandJob, Staged
 from gpool.core.rendezvous import INTERFACE
 from tests.agent.network.gang_tasks import BLOCK, INSIDE
@@ -197,7 +197,9 @@ class Agent:
 
     async def helpers(self) -> list[int]:
         """The other processes a lane needs."""
-        return children_of(os.getpid(), "holder.py") + children_of(os.getpid(), "slirp4netns")
+        return children_of(os.getpid(), "namespace_holder.py") + children_of(
+            os.getpid(), "slirp4netns"
+        )
 
     async def kill(self, pid: int) -> None:
         """Until it is gone."""

@@ -17,11 +17,11 @@ from typing import Any
 
 import uvloop
 
-from gpool.agent.detect.host import site_address
-from gpool.agent.network import door, nft
-from gpool.agent.network.lanes import OpenLane
+from gpool.agent.machine.detection.host import site_address
+from gpool.agent.network import factory, nft
 from gpool.agent.network.policy import Egress, EgressPolicy, Only, parse_target
-from gpool.agent.network.rooted import RootNetworks, forwarding, read_sysctl, write_sysctl
+from gpool.agent.network.root_networks import RootNetworks, forwarding, read_sysctl, write_sysctl
+from gpool.agent.network.sandbox_network import OpenLane
 from tests.hostile import reaching
 from tests.hostile.lanes_world import (
     CLONE_NEWNET,
@@ -311,25 +311,25 @@ async def listed(_: socket.socket) -> dict[str, Any]:
 async def probed(_: socket.socket) -> dict[str, Any]:
     await nft.nft("--version")  # the loop opens what it needs for children, once
     before = fingerprint()
-    told: dict[str, Any] = {"said": await door.probe(Path("/nowhere"))}
+    told: dict[str, Any] = {"said": await factory.probe(Path("/nowhere"))}
     told["changed"] = await settled(before)
     sh("route del default")
-    told["no way out"] = await door.probe(Path("/nowhere"))
+    told["no way out"] = await factory.probe(Path("/nowhere"))
     return told
 
 
 async def probed_for_gangs(_: socket.socket) -> dict[str, Any]:
     await nft.nft("--version")  # the loop opens what it needs for children, once
     before = fingerprint()
-    told: dict[str, Any] = {"said": await door.probe_gangs(Path("/nowhere"))}
+    told: dict[str, Any] = {"said": await factory.probe_gangs(Path("/nowhere"))}
     told["changed"] = await settled(before)
     told["seen from the server"] = site_address(f"https://{GATEWAY}:8443")
     told["the server is here"] = site_address("https://127.0.0.1:8443")
     sh("route del default")
-    told["no way out"] = await door.probe_gangs(Path("/nowhere"))
+    told["no way out"] = await factory.probe_gangs(Path("/nowhere"))
     told["the server is here, no way out"] = site_address("https://127.0.0.1:8443")
     must(libc.mount(b"/dev/null", b"/dev/net/tun", None, MS_BIND, None), "hide it")
-    told["no interface"] = await door.probe_gangs(Path("/nowhere"))
+    told["no interface"] = await factory.probe_gangs(Path("/nowhere"))
     must(libc.umount2(b"/dev/net/tun", 2), "umount")
     return told
 

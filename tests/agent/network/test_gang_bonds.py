@@ -8,9 +8,9 @@ from collections import deque
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpool.agent.network.gang.bonds import Bond
+from gpool.agent.network.gang.keys import Bond
 from gpool.agent.network.gang.packets import HEAD
-from gpool.agent.network.gang.relaying import session_after
+from gpool.agent.network.gang.relay_client import session_after
 
 SECRET = b"s" * 32
 

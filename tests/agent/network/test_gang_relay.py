@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
-from gpool.agent.network.gang.bonds import IS_HELLO, Bond
+from gpool.agent.network.gang.keys import IS_HELLO, Bond
 from gpool.agent.network.gang.relay import MOST_WAITING, Relay
-from gpool.agent.network.gang.relaying import RELAY
+from gpool.agent.network.gang.relay_client import RELAY
 from gpool.core.rendezvous import address_of
 from tests.tools.processes import eventually
 

@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpool.agent.network.addresses import is_refused
-from gpool.agent.network.lanes import NoLane, refuse_wrong
 from gpool.agent.network.policy import (
     ANY_PORT,
     BadPolicy,
@@ -24,6 +23,7 @@ from gpool.agent.network.policy import (
     parse_target,
     reaches,
 )
+from gpool.agent.network.sandbox_network import NoLane, refuse_wrong
 from gpool.core.rendezvous import MAX_NODES, address_of
 
 NETWORKS = st.builds(

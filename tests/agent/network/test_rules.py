@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from gpool.agent.network import rules
+from gpool.agent.network import firewall_rules
 from gpool.agent.network.addresses import REFUSED_V4
 from gpool.agent.network.nft import program
 from gpool.agent.network.policy import (
@@ -53,7 +53,7 @@ POLICIES = st.builds(
 def test_disjoint_targets_cover_the_same_and_never_overlap(
     targets: list[Target], address: IPv4Address, port: int
 ) -> None:
-    apart = rules.disjoint(targets)
+    apart = firewall_rules.disjoint(targets)
     assert any(t.covers(address, port) for t in targets) == any(
         t.covers(address, port) for t in apart
     )
@@ -64,16 +64,16 @@ def test_disjoint_targets_cover_the_same_and_never_overlap(
 
 
 def test_interface_names_fit_the_kernel() -> None:
-    naming = rules.Naming("f" * rules.TAG_LETTERS)
-    longest = naming.interface(Egress(), rules.MAX_LANES - 1)
+    naming = firewall_rules.Naming("f" * firewall_rules.TAG_LETTERS)
+    longest = naming.interface(Egress(), firewall_rules.MAX_LANES - 1)
     assert len(longest) <= 15
 
 
 def test_every_lane_has_an_address_of_its_own() -> None:
     pool = IPv4Network("10.200.16.0/20")
-    addresses = {rules.lane_address(pool, n) for n in range(rules.MAX_LANES)}
-    assert len(addresses) == rules.MAX_LANES
-    assert rules.gateway_address(pool) not in addresses
+    addresses = {firewall_rules.lane_address(pool, n) for n in range(firewall_rules.MAX_LANES)}
+    assert len(addresses) == firewall_rules.MAX_LANES
+    assert firewall_rules.gateway_address(pool) not in addresses
     assert all(address in pool for address in addresses)
 
 
@@ -151,7 +151,7 @@ def test_the_kernel_always_agrees_with_the_model(
     few = EgressPolicy(policy.allow, policy.deny, policy.rate_bytes_per_s, flows=1000)
     sent = [each for each in dict.fromkeys(packets) if is_sendable(each[0])]
     expected = [reaches(few, host, wants, address, port) for address, port in sent]
-    found = verdicts(rules.inner_ruleset(few, host, wants, "tap0"), sent)
+    found = verdicts(firewall_rules.inner_ruleset(few, host, wants, "tap0"), sent)
     assert list(zip(sent, found, strict=True)) == list(zip(sent, expected, strict=True))
 
 
@@ -162,13 +162,13 @@ def test_the_kernel_always_agrees_with_the_model(
 def test_the_kernel_takes_the_hosts_table_for_every_policy(
     kernel: None, policy: EgressPolicy, host: HostFacts, listed: tuple[Target, ...]
 ) -> None:
-    naming, pool = rules.Naming("abcde"), IPv4Network("10.200.16.0/20")
-    text = rules.host_ruleset(naming, pool, policy, host, ["up0"])
-    text += rules.refresh(f"{rules.FAMILY} {naming.table}", host)
+    naming, pool = firewall_rules.Naming("abcde"), IPv4Network("10.200.16.0/20")
+    text = firewall_rules.host_ruleset(naming, pool, policy, host, ["up0"])
+    text += firewall_rules.refresh(f"{firewall_rules.FAMILY} {naming.table}", host)
     try:
         only = Only(listed)
     except BadPolicy:
         only = Only(())
     name = naming.interface(only, 3)
-    text += rules.permit(naming, name, only) + rules.revoke(naming, name, only)
+    text += firewall_rules.permit(naming, name, only) + firewall_rules.revoke(naming, name, only)
     assert verdicts(text, []) == []

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from gpool.agent.runtime.bubblewrap import BubblewrapRuntime
+from gpool.agent.runtime.bubblewrap.runtime import BubblewrapRuntime
 from gpool.agent.runtime.cgroups import is_in
 from gpool.agent.runtime.devices import capability_minors
 from gpool.agent.runtime.protocol import CommandJob, GpuSeat, Limits

@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from gpool.agent.detect.nvml import GpuProcess
-from gpool.agent.main import new_loop
-from gpool.agent.runtime.launching import Launcher
+from gpool.agent.app import new_loop
+from gpool.agent.machine.detection.nvml import GpuProcess
+from gpool.agent.runtime.bubblewrap.launcher_client import Launcher
 from gpool.agent.runtime.protocol import GpuSeat, PartFailed, SandboxFailed
-from gpool.agent.sharing import mps, restore, scrub
-from gpool.agent.sharing.opening import GpuSharing
+from gpool.agent.sharing import mps, scrub, settings_restore
 from gpool.agent.sharing.plan import Abilities, MpsLimits, profiles_of
-from gpool.agent.sharing.seats import GpuSeats
+from gpool.agent.sharing.setup import GpuSharing
+from gpool.agent.sharing.shares import GpuSeats
 from gpool.agent.sharing.timeslice import Watchdog, Watched
 from gpool.core.model import GIB, Gpu, Sharing, Slice
 from gpool.testing.fake_nvml import H200_PROFILES, FakeNvml, h200
@@ -57,7 +57,7 @@ class House:
         program.chmod(0o755)
         self.folder = folder
         self.launcher = Launcher(place="", binds=(), seccomp=b"")
-        self.records = restore.Records(folder / "cards")
+        self.records = settings_restore.Records(folder / "cards")
         self.seats = GpuSeats(
             self.nvml,
             self.runtime,
@@ -86,13 +86,13 @@ Play = Callable[[House], Awaitable[None]]
 def play(folder: Path, sharing: Sharing, what: Play, run: FakeRun = CLEAN) -> House:
     async def all_of_it() -> House:
         house = House(folder, sharing, run)
-        before = restore.record(house.nvml, house.uuid)
+        before = settings_restore.record(house.nvml, house.uuid)
         await house.seats.start()
         try:
             await what(house)
         finally:
             await house.seats.close()
-        assert restore.record(house.nvml, house.uuid) == before
+        assert settings_restore.record(house.nvml, house.uuid) == before
         assert house.seats.tenancies == frozenset()
         assert {uuid for uuid, _ in house.records.left()} == set(house.seats.unclean)
         return house
@@ -136,7 +136,7 @@ def test_a_card_that_a_killed_agent_had_in_use_is_cleaned_before_anybody_gets_it
 ) -> None:
     async def all_of_it() -> None:
         house = House(tmp_path, Sharing.EXCLUSIVE)
-        house.records.keep(house.uuid, restore.record(house.nvml, house.uuid))
+        house.records.keep(house.uuid, settings_restore.record(house.nvml, house.uuid))
         house.nvml.set_compute_mode(house.uuid, "prohibited")
         await house.seats.start()
         with pytest.raises(PartFailed, match="before it had cleaned it"):

@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from gpool.core.gpuproof import (
+from gpool.core.model import GIB, Instant, Span
+from gpool.core.trust.gpu_verification import (
     FILLED,
     MAKES,
     TILE,
@@ -27,9 +28,8 @@ from gpool.core.gpuproof import (
     may_ask,
     terms_for,
 )
-from gpool.core.model import GIB, Instant, Span
-from gpool.server.gpu_proofs.checking import Claimed, check_openings
-from gpool.server.gpu_proofs.streams import Sums, Words, kept, rows_of, tile_rows
+from gpool.server.gpu_verification.checking import Claimed, check_openings
+from gpool.server.gpu_verification.streams import Sums, Words, kept, rows_of, tile_rows
 from tests.tools.gpu_prover import NumpyProver, all_kept
 
 TRIES = 100

@@ -9,10 +9,10 @@ from random import Random
 
 import pytest
 
-from gpool.core.gpuproof import Measured, Size, Terms, Verdict, keys_of
 from gpool.core.model import Gpu, Offer, Span
+from gpool.core.trust.gpu_verification import Measured, Size, Terms, Verdict, keys_of
 from gpool.server.app import make_app
-from gpool.server.gpu_proofs.examiner import AGAIN_AFTER, TRIES, Examiner, Examining, terms_of
+from gpool.server.gpu_verification.verifier import AGAIN_AFTER, TRIES, Examiner, Examining, terms_of
 from gpool.wire.frames import (
     AnswerNow,
     ExamineGpu,

@@ -15,7 +15,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 
 from gpool.core.ids import encode
 from gpool.core.model import SECOND, Instant, Span
-from gpool.server.identity.tokens import (
+from gpool.server.identity.tokens.access import (
     FORM,
     LIFE_S,
     SKEW_S,

@@ -13,14 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpool.core.errors import Invalid, TooMany
-from gpool.server.identity.passwords import (
-    MAX_BYTES,
-    Cost,
-    Match,
-    NoMatch,
-    Passwords,
-    acceptable,
-)
+from gpool.server.identity.passwords import MAX_BYTES, Cost, Match, NoMatch, Passwords, acceptable
 from tests.tools.processes import PATIENCE_S
 
 CHEAP = Cost(passes=1, memory_kib=64)

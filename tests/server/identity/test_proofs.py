@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from gpool.core.errors import Invalid
 from gpool.core.ids import encode
 from gpool.core.model import SECOND, Instant
-from gpool.server.identity.proofs import (
+from gpool.server.identity.node_proofs.proofs import (
     _WEAK,
     LIFE,
     REQUEST_LIFE,
@@ -26,8 +26,8 @@ from gpool.server.identity.proofs import (
     Proven,
     is_sound,
 )
-from gpool.server.identity.tokens import Claims, TokenType, thumbprint
-from gpool.transfer.proving import (
+from gpool.server.identity.tokens.access import Claims, TokenType, thumbprint
+from gpool.transfer.node_proofs import (
     NodeKey,
     Purpose,
     RequestStatement,

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from gpool.core.errors import Invalid
 from gpool.core.ids import encode
 from gpool.core.model import SECOND, Instant, Span
-from gpool.server.identity.tokens import (
+from gpool.server.identity.tokens.access import (
     LIFE_S,
     SKEW_S,
     Claims,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gpool.core.ids import encode
-from gpool.server.loops import Identity
+from gpool.server.scheduling.loops import Identity
 from tests.server.identity_routes.people_desk import (
     PASSWORD,
     registered,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gpool.server.loops import Identity
+from gpool.server.scheduling.loops import Identity
 from tests.server.identity_routes.people_desk import (
     PASSWORD,
     Somebody,

@@ -4,7 +4,7 @@ from gpool.agent.environments.building import UvBuilder, find_uv
 from gpool.agent.environments.environments import Builder, BuildFailed, Environments, Told
 from gpool.agent.environments.indexes import Indexes
 from gpool.agent.environments.interpreters import Interpreter
-from gpool.agent.environments.opening import environments_for
+from gpool.agent.environments.setup import environments_for
 from gpool.agent.environments.trees import Manifest
 
 __all__ = [

@@ -24,7 +24,7 @@ from typing import Protocol, runtime_checkable
 from gpool.agent.environments.environments import BuildFailed, Told
 from gpool.agent.environments.indexes import Indexes
 from gpool.agent.environments.interpreters import Interpreter
-from gpool.agent.runtime.layout import HOME
+from gpool.agent.runtime.bubblewrap.layout import HOME
 from gpool.agent.runtime.protocol import (
     BadOutput,
     CommandJob,

@@ -21,9 +21,9 @@ import structlog
 from gpool.agent.environments import trees
 from gpool.agent.environments.interpreters import Interpreter
 from gpool.agent.runtime.protocol import ENVIRONMENT_AT, Prepared, SandboxFailed
-from gpool.core import environments as names
 from gpool.core.errors import Invalid
 from gpool.core.model import GIB, EndReason, Recipe
+from gpool.core.specs import environment as names
 
 log = structlog.get_logger(__name__)
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from gpool.agent.runtime.layout import HOME
+from gpool.agent.runtime.bubblewrap.layout import HOME
 
 OLDEST = (3, 11)  # what the runner is written for
 PROBE_S = 20

@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from gpool.agent.environments.interpreters import Interpreter
-from gpool.agent.runtime.workplace import Workplace
+from gpool.agent.runtime.work_directory import Workplace
 
 TREE, MANIFEST = "env", "manifest.json"
 MOST_FILES = 1_000_000

@@ -20,7 +20,7 @@ import warnings
 from collections import deque
 from typing import Any
 
-# As in serve.py; tests/agent/test_runner.py holds the two together.
+# As in serve.py; tests/agent/runtime/test_runner.py holds the two together.
 DEFINE, CALL, CALL_FILE, PRELOAD, ASSIGN = 1, 2, 3, 4, 5
 WARM, ENDED = 5, 6
 HEAD = struct.Struct("<IB")

@@ -15,10 +15,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import gpool
-from gpool.agent.runtime.calls import Keeping, must_have, open_runner
-from gpool.agent.runtime.commands import Command, command_pipes
+from gpool.agent.runtime.bubblewrap.launcher_client import (
+    LAUNCHER_DIED,
+    Exit,
+    Launcher,
+    Order,
+    Started,
+)
 from gpool.agent.runtime.devices import visible_devices
-from gpool.agent.runtime.launching import LAUNCHER_DIED, Exit, Launcher, Order, Started
 from gpool.agent.runtime.protocol import (
     CommandJob,
     CommandSandbox,
@@ -28,7 +32,9 @@ from gpool.agent.runtime.protocol import (
     RunnerSandbox,
     SandboxFailed,
 )
-from gpool.agent.runtime.workplace import Workplace, clear
+from gpool.agent.runtime.runner_calls import Keeping, must_have, open_runner
+from gpool.agent.runtime.running_command import Command, command_pipes
+from gpool.agent.runtime.work_directory import Workplace, clear
 from gpool.core.model import EndReason, Gpu, Network, Tier
 
 RUNNER = Path(__file__).parents[1] / "runner" / "serve.py"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from gpool.agent.detect.nvml import MigInstance, Nvml, NvmlError
+from gpool.agent.machine.detection.nvml import MigInstance, Nvml, NvmlError
 from gpool.agent.sharing.plan import Tenancy
 
 

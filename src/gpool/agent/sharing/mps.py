@@ -18,7 +18,7 @@ from pathlib import Path
 
 import structlog
 
-from gpool.agent.runtime.launching import Launcher, Order, Started
+from gpool.agent.runtime.bubblewrap.launcher_client import Launcher, Order, Started
 from gpool.agent.runtime.protocol import SandboxFailed
 from gpool.agent.sharing.plan import MpsLimits
 from gpool.core.model import MIB

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Collection
 
 import structlog
 
-from gpool.agent.detect.nvml import Nvml, NvmlError
+from gpool.agent.machine.detection.nvml import Nvml, NvmlError
 from gpool.agent.runtime.protocol import GpuSeat
 from gpool.agent.sharing.plan import overdrawn
 from gpool.core.model import GIB, MIB

@@ -17,10 +17,10 @@ from gpool.core.errors import GpoolError, Invalid, NotSignedIn, TooMany
 from gpool.core.ids import NodeId, decode
 from gpool.server.api.problems import problem
 from gpool.server.api.requests import server_of
-from gpool.server.channel import Channel
-from gpool.server.handshake import Handshake
-from gpool.server.identity.node_gate import JOIN_AGAIN
-from gpool.server.pacing import FLOODING, MOST_AHEAD, MOST_AHEAD_BYTES, Pace, cost_of
+from gpool.server.identity.node_proofs.verifier import JOIN_AGAIN
+from gpool.server.nodes.connection import Channel
+from gpool.server.nodes.frame_budget import FLOODING, MOST_AHEAD, MOST_AHEAD_BYTES, Pace, cost_of
+from gpool.server.nodes.handshake import Handshake
 from gpool.wire.frames import (
     CHANNEL_PATH,
     MAX_FRAME_BYTES,

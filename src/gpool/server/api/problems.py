@@ -16,7 +16,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from gpool.core.errors import Conflict, GpoolError, InternalFault, Invalid, NotFound, TooLarge
-from gpool.server.api.wording import finding
+from gpool.server.api.validation_errors import finding
 
 log = logging.getLogger(__name__)
 

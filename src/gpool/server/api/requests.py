@@ -13,15 +13,15 @@ from starlette.requests import HTTPConnection, Request
 from gpool.core.errors import Invalid, NotSignedIn, TooLarge
 from gpool.core.ids import decode
 from gpool.core.permissions import Action
-from gpool.server.api.limits import address_in, count_account
 from gpool.server.api.problems import invalid
-from gpool.server.asking import SIGN_IN, gate
+from gpool.server.api.rate_limits import address_in, count_account
 from gpool.server.blobs import Part
+from gpool.server.identity.authorization import SIGN_IN, gate
 from gpool.server.server import Once, Server
 from gpool.server.store.identity_values import Caller
 from gpool.server.store.values import NodeCredentials
 from gpool.transfer.artifacts import LEASE_HEADER
-from gpool.transfer.proving import PROOF_HEADER
+from gpool.transfer.node_proofs import PROOF_HEADER
 from gpool.wire.documents import MAX_SMALL_BODY_BYTES
 from gpool.wire.frames import Hold
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from gpool.server.store.opening import open_inline, open_store
+from gpool.server.store.drivers.opening import open_inline, open_store
+from gpool.server.store.drivers.sqlite import InlineStore, SqliteStore
 from gpool.server.store.operation import operation
-from gpool.server.store.sqlite import InlineStore, SqliteStore
 
 __all__ = ["InlineStore", "SqliteStore", "open_inline", "open_store", "operation"]

@@ -23,7 +23,7 @@ from gpool.core.model import (
     TaskSpec,
     TaskStatus,
 )
-from gpool.core.scheduling.events import Leased, Member, Place, TasksLeased
+from gpool.core.scheduler.state.events import Leased, Member, Place, TasksLeased
 from gpool.server.store.sealed_values import NO_SECRETS, SealedSecrets
 from gpool.wire.frames import Hold, Lease
 

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from gpool.agent import instructions as say
-from gpool.agent.session import Session
+from gpool.agent.state_machine import instructions as say
+from gpool.agent.state_machine.session import Session
 from gpool.core.model import Offer
 from gpool.testing.dice import Dice
 from gpool.testing.loop import VirtualLoop

@@ -8,10 +8,10 @@ from functools import lru_cache
 from pathlib import Path
 
 from gpool.core.model import Node
-from gpool.core.scheduling.events import QueuedTask, TasksLeased
-from gpool.core.scheduling.shapes import shape_of
-from gpool.core.scheduling.state import State, build
-from gpool.server.scheduler import Scheduler
+from gpool.core.scheduler.state.events import QueuedTask, TasksLeased
+from gpool.core.scheduler.state.shapes import shape_of
+from gpool.core.scheduler.state.state import State, build
+from gpool.server.scheduling.scheduler import Scheduler
 from gpool.server.store import open_inline
 from gpool.server.store.values import Picture
 

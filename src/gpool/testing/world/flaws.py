@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from gpool.agent.instructions import (
+from gpool.agent.state_machine.instructions import (
     CommandCheckpointed,
     CommandEnded,
     Event,
@@ -20,16 +20,16 @@ from gpool.agent.instructions import (
     Instruction,
     StartCommand,
 )
-from gpool.agent.lines import NEVER, Past
-from gpool.agent.session import Session
+from gpool.agent.state_machine.lease_queues import NEVER, Past
+from gpool.agent.state_machine.session import Session
 from gpool.core.ids import NodeId, TaskId
 from gpool.core.model import EndReason, Instant, Offer, Span, TaskSpec
-from gpool.core.scheduling.events import Event as SchedulingEvent
-from gpool.core.scheduling.events import TasksLeased, TasksQueued
-from gpool.server.channel import Channel, Secrets
-from gpool.server.scheduler import Scheduler
+from gpool.core.scheduler.state.events import Event as SchedulingEvent
+from gpool.core.scheduler.state.events import TasksLeased, TasksQueued
+from gpool.server.nodes.connection import Channel, Secrets
+from gpool.server.scheduling.scheduler import Scheduler
 from gpool.server.server import Answered, Once, Server
-from gpool.server.store.operations import leases
+from gpool.server.store.operations.leases import leases
 from gpool.server.store.protocol import Operation, Relation, Row, Statement
 from gpool.server.store.values import AppliedPlan, Recording, User
 from gpool.testing.world.disk import Asked, Disk

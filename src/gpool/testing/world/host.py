@@ -16,22 +16,22 @@ from typing import Any, TypeVar
 from gpool.core.errors import GpoolError
 from gpool.core.ids import TaskId
 from gpool.core.model import Instant
-from gpool.core.scheduling.orders import Policy
-from gpool.server.actions import submit
+from gpool.core.scheduler.order.orders import Policy
+from gpool.server.actions.tasks import submit
 from gpool.server.blobs import Blobs
 from gpool.server.clock import Ids
-from gpool.server.credentials import Credentials
-from gpool.server.hub import Hub
-from gpool.server.identity.guard import Guard
-from gpool.server.identity.node_gate import NodeGate
-from gpool.server.identity.sealer import MasterSource, Sealer
-from gpool.server.loops import Ticker, all_loops
+from gpool.server.identity.credentials import Credentials
+from gpool.server.identity.node_proofs.verifier import NodeGate
+from gpool.server.identity.secrets.sealer import MasterSource, Sealer
+from gpool.server.identity.sign_in_guard import Guard
 from gpool.server.metrics import Metrics
+from gpool.server.scheduling.loops import Ticker, all_loops
 from gpool.server.server import Server
 from gpool.server.settings import Settings
 from gpool.server.store import InlineStore
-from gpool.server.store.operations import artifacts
+from gpool.server.store.operations.tasks import artifacts
 from gpool.server.store.values import NodeCredentials
+from gpool.server.wakeups import Hub
 from gpool.testing.dice import Dice
 from gpool.testing.loop import Household, VirtualLoop
 from gpool.testing.world.disk import Disk, Pace

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from gpool.agent import instructions as say
+from gpool.agent.state_machine import instructions as say
 from gpool.core.model import Allocation, EndReason, OutputFile, Phase, TaskSpec
 from gpool.testing.dice import Dice
 from gpool.testing.loop import VirtualLoop

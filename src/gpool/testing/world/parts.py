@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from gpool.agent.session import Session
+from gpool.agent.state_machine.session import Session
 from gpool.core.model import Offer
-from gpool.server.channel import Channel
-from gpool.server.scheduler import Scheduler
+from gpool.server.nodes.connection import Channel
+from gpool.server.scheduling.scheduler import Scheduler
 from gpool.server.server import Server
 from gpool.testing.world.disk import Disk
 from gpool.testing.world.machine import Machine

@@ -16,22 +16,19 @@ from typing import Any
 
 from gpool.core.ids import GpuId, NodeId, TaskId, UserId
 from gpool.core.model import GIB, Availability, Gpu, Offer, Permission
-from gpool.core.scheduling.orders import ORDERS
-from gpool.server.actions.preempt import make_room
+from gpool.core.scheduler.order.orders import ORDERS
+from gpool.server.actions.tasks.preempt import make_room
 from gpool.server.settings import Settings
 from gpool.server.store import SqliteStore
-from gpool.server.store.operations import artifacts, leases, nodes, people
+from gpool.server.store.operations.identity import users
+from gpool.server.store.operations.leases import leases
+from gpool.server.store.operations.nodes import nodes
+from gpool.server.store.operations.tasks import artifacts
 from gpool.server.store.values import User
 from gpool.testing.dice import Dice
 from gpool.testing.loop import Deadlock, Livelock, VirtualLoop, new_loop
 from gpool.testing.world.agents import Agent, Surroundings
-from gpool.testing.world.consumers import (
-    FUNCTION_SHA256,
-    Consumer,
-    Counter,
-    draw_gang,
-    draw_wish,
-)
+from gpool.testing.world.consumers import FUNCTION_SHA256, Consumer, Counter, draw_gang, draw_wish
 from gpool.testing.world.disk import Pace
 from gpool.testing.world.faults import Fault, FaultPlan, Kind, Mischief, draw
 from gpool.testing.world.files import empty_database, fast_folder, rebuilt
@@ -171,7 +168,7 @@ class World:
 
     def _make_nodes(self) -> list[Agent]:
         owner = User(UserId(1), "owner", frozenset({Permission.PROVIDER}), self._clock.now())
-        self._file.write_now(people.create_user(owner))
+        self._file.write_now(users.create_user(owner))
         around = Surroundings(
             self.loop,
             self.network,
@@ -201,7 +198,7 @@ class World:
         for number in range(3):
             name, now = f"c{number}", self._clock.now()
             user = User(UserId(10 + number), name, frozenset({Permission.CONSUMER}), now)
-            self._file.write_now(people.create_user(user))
+            self._file.write_now(users.create_user(user))
             self._file.write_now(
                 artifacts.add_artifact(FUNCTION_SHA256, 1, user.id, None, None, now)
             )

@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from gpool.agent.network.gang.bonds import HELLO_BYTES, IS_HELLO, Bond
+from gpool.agent.network.gang.keys import HELLO_BYTES, IS_HELLO, Bond
 from gpool.agent.network.gang.packets import AROUND_BYTES, IP_HEADER_BYTES, Piece, passes
 from gpool.core.rendezvous import address_of
 

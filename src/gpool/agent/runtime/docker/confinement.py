@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from gpool.agent.runtime import seccomp
+from gpool.agent.runtime.bubblewrap import seccomp
 from gpool.agent.runtime.protocol import Lane, Limits
 
 Json = dict[str, Any]

@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 
 import structlog
 
+from gpool.agent.runtime.bubblewrap.launcher_client import Exit, Started
 from gpool.agent.runtime.docker.engine import Engine, Gone
-from gpool.agent.runtime.launching import Exit, Started
 from gpool.agent.runtime.protocol import SandboxFailed
 
 T = TypeVar("T")

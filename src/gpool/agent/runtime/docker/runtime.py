@@ -32,11 +32,10 @@ import structlog
 from gpool.agent import runner as runner_package
 from gpool.agent.network.addresses import is_refused
 from gpool.agent.runtime import cgroups
-from gpool.agent.runtime.bubblewrap import NOT_EXECUTABLE, NOT_FOUND, UIDS_A_BLOCK, Uids
-from gpool.agent.runtime.calls import Keeping, open_runner
-from gpool.agent.runtime.commands import Command, command_pipes
+from gpool.agent.runtime.bubblewrap.launcher_client import Exit, Started
+from gpool.agent.runtime.bubblewrap.runtime import NOT_EXECUTABLE, NOT_FOUND, UIDS_A_BLOCK, Uids
 from gpool.agent.runtime.devices import visible_devices
-from gpool.agent.runtime.disk import DiskWatch, Watched
+from gpool.agent.runtime.disk_watchdog import DiskWatch, Watched
 from gpool.agent.runtime.docker.confinement import (
     JOINS,
     VALUES_AT,
@@ -46,14 +45,13 @@ from gpool.agent.runtime.docker.confinement import (
     request,
 )
 from gpool.agent.runtime.docker.containers import Contained, undivided
-from gpool.agent.runtime.docker.drivers import DRIVER_AT, graphics
 from gpool.agent.runtime.docker.engine import Engine, usual_socket
-from gpool.agent.runtime.docker.entering import CANNOT, Holders, names_in, path_of, why_never
-from gpool.agent.runtime.docker.guarding import Guarding
+from gpool.agent.runtime.docker.gpu_devices import DRIVER_AT, graphics
+from gpool.agent.runtime.docker.guard_client import Guarding
 from gpool.agent.runtime.docker.images import Image, Pull, registry_of
-from gpool.agent.runtime.docker.probing import Probe
+from gpool.agent.runtime.docker.network import CANNOT, Holders, names_in, path_of, why_never
+from gpool.agent.runtime.docker.probe_cache import Probe
 from gpool.agent.runtime.docker.streams import pour, relay
-from gpool.agent.runtime.launching import Exit, Started
 from gpool.agent.runtime.protocol import (
     CommandJob,
     CommandSandbox,
@@ -64,7 +62,9 @@ from gpool.agent.runtime.protocol import (
     Said,
     SandboxFailed,
 )
-from gpool.agent.runtime.workplace import Workplace, clear
+from gpool.agent.runtime.runner_calls import Keeping, open_runner
+from gpool.agent.runtime.running_command import Command, command_pipes
+from gpool.agent.runtime.work_directory import Workplace, clear
 from gpool.core.model import EndReason, Fault, Gpu, Network, Tier
 
 BRIDGE = Path(__file__).with_name("bridge.py")

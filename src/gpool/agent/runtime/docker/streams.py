@@ -13,8 +13,8 @@ import socket
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
+from gpool.agent.runtime.descriptor_wait import readable, writable
 from gpool.agent.runtime.docker.bridge import ANSWERS, CALLS, FILES, HEAD, STDERR, STDOUT
-from gpool.agent.runtime.waiting import readable, writable
 
 READ_BYTES = 64 * 1024
 ENGINE_HEAD = struct.Struct(">BxxxI")

@@ -19,30 +19,29 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from gpool.agent.runtime import cgroups, layout, seccomp
-from gpool.agent.runtime.bubblewrap import RUN, UIDS_A_BLOCK, Slot, Uids, find_bwrap
-from gpool.agent.runtime.calls import (
-    ANSWERS_AT,
-    CALLS_AT,
-    FILES_AT,
-    Keeping,
-    must_have,
-    open_runner,
+from gpool.agent.runtime import cgroups
+from gpool.agent.runtime.bubblewrap import layout, seccomp
+from gpool.agent.runtime.bubblewrap.launcher_client import (
+    LAUNCHER_DIED,
+    Bind,
+    Exit,
+    Launcher,
+    Order,
+    Started,
 )
-from gpool.agent.runtime.commands import Command, command_pipes
-from gpool.agent.runtime.launching import LAUNCHER_DIED, Bind, Exit, Launcher, Order, Started
-from gpool.agent.runtime.microvm import choice as choosing
-from gpool.agent.runtime.microvm import firecracker
-from gpool.agent.runtime.microvm.choice import Choice
-from gpool.agent.runtime.microvm.confinement import monitor_arguments
-from gpool.agent.runtime.microvm.disks import Disks, make_work_disk
+from gpool.agent.runtime.bubblewrap.runtime import RUN, UIDS_A_BLOCK, Slot, Uids, find_bwrap
 from gpool.agent.runtime.microvm.guest import AGENT_PORT
-from gpool.agent.runtime.microvm.image import Image, Images
-from gpool.agent.runtime.microvm.kernel import Kernel, NoKernel, find_kernel
-from gpool.agent.runtime.microvm.qemu import Qemu
+from gpool.agent.runtime.microvm.guest_link import Pipes, Talk
+from gpool.agent.runtime.microvm.image.build import Image, Images
+from gpool.agent.runtime.microvm.image.disks import Disks, make_work_disk
+from gpool.agent.runtime.microvm.image.kernel import Kernel, NoKernel, find_kernel
+from gpool.agent.runtime.microvm.monitors import choice as choosing
+from gpool.agent.runtime.microvm.monitors import firecracker
+from gpool.agent.runtime.microvm.monitors.choice import Choice
+from gpool.agent.runtime.microvm.monitors.confinement import monitor_arguments
+from gpool.agent.runtime.microvm.monitors.protocol import Disk, Machine, Vmm, guest_memory_mib
+from gpool.agent.runtime.microvm.monitors.qemu import Qemu
 from gpool.agent.runtime.microvm.sandbox import Console, GuestPlace, GuestStarted
-from gpool.agent.runtime.microvm.talk import Pipes, Talk
-from gpool.agent.runtime.microvm.vmm import Disk, Machine, Vmm, guest_memory_mib
 from gpool.agent.runtime.protocol import (
     CommandJob,
     CommandSandbox,
@@ -53,7 +52,16 @@ from gpool.agent.runtime.protocol import (
     RunnerSandbox,
     SandboxFailed,
 )
-from gpool.agent.runtime.workplace import Workplace, clear
+from gpool.agent.runtime.runner_calls import (
+    ANSWERS_AT,
+    CALLS_AT,
+    FILES_AT,
+    Keeping,
+    must_have,
+    open_runner,
+)
+from gpool.agent.runtime.running_command import Command, command_pipes
+from gpool.agent.runtime.work_directory import Workplace, clear
 from gpool.core.model import EndReason, Gpu, Network, Tier
 
 T = TypeVar("T")

@@ -9,12 +9,12 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TypeVar
 
-from gpool.agent.runtime.launching import Exit, Started
-from gpool.agent.runtime.microvm.taking import printable
-from gpool.agent.runtime.microvm.talk import Talk
+from gpool.agent.runtime.bubblewrap.launcher_client import Exit, Started
+from gpool.agent.runtime.descriptor_wait import readable
+from gpool.agent.runtime.microvm.guest_link import Talk
+from gpool.agent.runtime.microvm.guest_outputs import printable
 from gpool.agent.runtime.protocol import BadOutput
-from gpool.agent.runtime.waiting import readable
-from gpool.agent.runtime.workplace import Workplace
+from gpool.agent.runtime.work_directory import Workplace
 from gpool.core.model import OutputFile
 
 TAIL_BYTES = 2000

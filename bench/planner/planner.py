@@ -1,0 +1,157 @@
+"""What one scheduling pass and one folded task cost, as queues, shapes and nodes grow.
+
+python -m bench.planner [--quick] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+from time import process_time
+
+from gpool.core.ids import NodeId, TaskId, UserId
+from gpool.core.model import GIB, Instant, Node, Offer, Requirements, Shape, Span, TaskKind
+from gpool.core.scheduler.explain.waiting import explain
+from gpool.core.scheduler.order.orders import Policy
+from gpool.core.scheduler.passes.plan import plan
+from gpool.core.scheduler.state.events import (
+    NodeChanged,
+    QueuedTask,
+    RunTimesObserved,
+    TasksLeased,
+    TasksQueued,
+    TasksReleased,
+)
+from gpool.core.scheduler.state.state import State
+
+NOW = Instant(10**15)
+FIRST_ID = 1 << 60
+
+
+def shape(user: int) -> Shape:
+    return Shape(UserId(user), Requirements(), 0, TaskKind.FUNCTION, "default", "f")
+
+
+def batch(first: int, count: int) -> tuple[QueuedTask, ...]:
+    ids = range(FIRST_ID + first, FIRST_ID + first + count)
+    return tuple([QueuedTask(TaskId(i), 0, NOW) for i in ids])
+
+
+def pool(tasks: int, shapes: int, nodes: int) -> State:
+    state = State()
+    for number in range(nodes):
+        offer = Offer(4000, 16 * GIB, GIB)
+        state.fold(NodeChanged(Node(NodeId(number), UserId(1), f"n{number}", offer)))
+    for number in range(shapes):
+        state.fold(TasksQueued(shape(number), batch(number * 10**6, tasks // shapes)))
+    return state
+
+
+def best(action: Callable[[], object], times: int) -> float:
+    spent = []
+    for _ in range(times):
+        start = process_time()
+        action()
+        spent.append(process_time() - start)
+    return min(spent)
+
+
+def passes() -> list[dict[str, float]]:
+    """`first` starts tasks on every free slot; `full` finds nothing free."""
+    rows = []
+    for tasks, shapes, nodes in (
+        (1_000, 10, 10),
+        (100_000, 10, 10),
+        (1_000, 10, 200),
+        (100_000, 10, 200),
+        (100_000, 100, 200),
+        (100_000, 1, 1),
+    ):
+        state = pool(tasks, shapes, nodes)
+        policy = Policy(order="fcfs")
+        first = best(lambda s=state, p=policy: plan(s, NOW, p), 9)  # type: ignore[misc]
+        places = plan(state, NOW, policy).places
+        for place in places:
+            ids = tuple(grant.task for grant in place.grants)
+            state.fold(TasksLeased(place.node, place.allocation, place.shape, ids))
+        full = best(lambda s=state, p=policy: plan(s, NOW, p), 9)  # type: ignore[misc]
+        last = TaskId(FIRST_ID + tasks // shapes - 1)
+        told = best(lambda s=state, t=last: explain(s, t, NOW), 5)  # type: ignore[misc]
+        rows.append(
+            {
+                "tasks": tasks,
+                "shapes": shapes,
+                "nodes": nodes,
+                "starts": len(places),
+                "first_us": round(first * 1e6),
+                "full_us": round(full * 1e6),
+                "explain_us": round(told * 1e6),
+            }
+        )
+    return rows
+
+
+def folding(total: int = 100_000) -> dict[str, float]:
+    """A backlog queued in batches of 10,000 and drained through two lines of up to 500."""
+    spent = {"queue": 0.0, "plan": 0.0, "lease": 0.0, "release": 0.0}
+    state = pool(0, 1, 0)
+    offer = Offer(2000, 16 * GIB, GIB)
+    state.fold(NodeChanged(Node(NodeId(1), UserId(1), "n1", offer)))
+    state.fold(RunTimesObserved(shape(0), 10, Span(400)))
+    for first in range(0, total, 10_000):
+        event = TasksQueued(shape(0), batch(first, 10_000))
+        start = process_time()
+        state.fold(event)
+        spent["queue"] += process_time() - start
+    while state.queued_count or state.held:
+        start = process_time()
+        decided = plan(state, NOW)
+        spent["plan"] += process_time() - start
+        for place in decided.places:
+            ids = tuple(grant.task for grant in place.grants)
+            leased = TasksLeased(place.node, place.allocation, place.shape, ids)
+            start = process_time()
+            state.fold(leased)
+            spent["lease"] += process_time() - start
+        released = TasksReleased(tuple(list(state.held)[:300]))
+        start = process_time()
+        state.fold(released)
+        spent["release"] += process_time() - start
+    return {f"{name}_us_a_task": round(t / total * 1e6, 3) for name, t in spent.items()}
+
+
+def memory(total: int = 100_000) -> float:
+    state = State()
+    tracemalloc.start()
+    for first in range(0, total, 500):
+        state.fold(TasksQueued(shape(0), batch(first, 500)))
+    used = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    return round(used / 1e6, 1)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--quick", action="store_true", help="20,000 tasks folded")
+    arguments = parser.parse_args()
+    total = 20_000 if arguments.quick else 100_000
+    rows, costs, megabytes = passes(), folding(total), memory(total)
+    names = list(rows[0])
+    print("| " + " | ".join(names) + " |\n" + "|---" * len(names) + "|")
+    for row in rows:
+        print("| " + " | ".join(f"{value}" for value in row.values()) + " |")
+    print("\n| folding | |\n|---|---|")
+    for name, value in costs.items():
+        print(f"| {name} | {value} |")
+    print(f"| {total} waiting, MB | {megabytes} |")
+    if arguments.json:
+        figures = {"passes": rows, "folding": costs, "queued": total, "queued_mb": megabytes}
+        arguments.json.write_text(json.dumps(figures, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

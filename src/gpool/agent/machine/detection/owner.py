@@ -1,0 +1,136 @@
+"""What the owner's rules ask about: battery, the last touch of a key, what other programs take. Reads, changes nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+from collections.abc import Callable, Mapping
+from datetime import datetime
+from pathlib import Path
+
+from gpool.agent.machine.policy import Facts
+
+SUPPLIES = Path("/sys/class/power_supply")
+DEV = Path("/dev")
+PROC = Path("/proc")
+ASK_S = 2.0
+SHORTEST_S = 1.0  # processor time is counted in hundredths of a second: less says little
+
+
+def power(supplies: Path = SUPPLIES) -> tuple[float | None, bool | None]:
+    """(battery in percent, on mains); None for what the machine does not have or say."""
+    battery: float | None = None
+    mains: bool | None = None
+    discharging = False
+    for supply in sorted(supplies.iterdir()) if supplies.is_dir() else ():
+        kind = _word(supply / "type")
+        if kind == "Mains" or kind.startswith("USB"):
+            if (online := _word(supply / "online")) and (kind == "Mains" or online == "1"):
+                mains = bool(mains) or online == "1"
+        elif kind == "Battery" and _word(supply / "scope") != "Device":  # not a mouse's
+            with contextlib.suppress(ValueError):
+                level = float(_word(supply / "capacity"))
+                battery = level if battery is None else min(battery, level)
+            discharging = discharging or _word(supply / "status") == "Discharging"
+    if mains is None and battery is not None:
+        mains = not discharging
+    return battery, mains
+
+
+def idle_s(now_s: float, dev: Path = DEV, sessions: str | None = None) -> float | None:
+    """Seconds since somebody typed at a terminal or moved something in a session; None: nobody could have.
+
+    `sessions` is what logind says (`ask_logind`), a block of KEY=value lines for each.
+    """
+    found: list[float] = []
+    for terminal in (*dev.glob("pts/[0-9]*"), *dev.glob("tty[0-9]*")):
+        with contextlib.suppress(OSError):
+            facts = terminal.stat()
+            if facts.st_uid != 0 or terminal.parent.name == "pts":  # an unused console is root's
+                found.append(max(0.0, now_s - facts.st_atime))
+    for session in (sessions or "").split("\n\n"):
+        told = dict(line.split("=", 1) for line in session.splitlines() if "=" in line)
+        if told.get("Class") != "user" or told.get("Type") not in ("x11", "wayland", "mir"):
+            continue
+        if told.get("IdleHint") == "no":
+            found.append(0.0)
+        elif told.get("IdleSinceHint", "").isdecimal():
+            found.append(max(0.0, now_s - int(told["IdleSinceHint"]) / 1_000_000))
+    return min(found, default=None)
+
+
+def ask_logind() -> str | None:
+    """Every session's properties, or None without logind."""
+    asked = shutil.which("loginctl")
+    if asked is None or not Path("/run/systemd/seats").is_dir():
+        return None
+    try:
+        listed = _answer([asked, "list-sessions", "--no-legend", "--no-pager"])
+        ids = [line.split()[0] for line in listed.splitlines() if line.split()]
+        wanted = ["-p", "Class", "-p", "Type", "-p", "IdleHint", "-p", "IdleSinceHint"]
+        return _answer([asked, "show-session", *ids, *wanted]) if ids else None
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _answer(argv: list[str]) -> str:
+    done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=ASK_S)
+    return done.stdout
+
+
+class LoadMeter:
+    """Processors that programs other than ours keep busy, between two looks."""
+
+    def __init__(self, own: int, proc: Path = PROC) -> None:
+        self._own = own
+        self._proc = proc
+        self._before: tuple[float, Mapping[int, int]] | None = None
+
+    def look(self, now_s: float) -> float | None:
+        """None at the first look, and for a while after: there is nothing to compare with."""
+        parents: dict[int, int] = {}
+        spent: dict[int, int] = {}
+        for name in os.listdir(self._proc):
+            if name.isdecimal():
+                with contextlib.suppress(OSError, ValueError, IndexError):
+                    words = (self._proc / name / "stat").read_text().rpartition(")")[2].split()
+                    parents[int(name)] = int(words[1])
+                    spent[int(name)] = int(words[11]) + int(words[12])
+        ours = _below(self._own, parents)
+        others = {pid: ticks for pid, ticks in spent.items() if pid not in ours}
+        before = self._before
+        if before is None:
+            self._before = (now_s, others)
+            return None
+        if now_s < before[0] + SHORTEST_S:
+            return None
+        self._before = (now_s, others)
+        ticks = sum(max(0, now - before[1][pid]) for pid, now in others.items() if pid in before[1])
+        return ticks / os.sysconf("SC_CLK_TCK") / (now_s - before[0])
+
+
+def _below(top: int, parents: Mapping[int, int]) -> set[int]:
+    children: dict[int, list[int]] = {}
+    for pid, parent in parents.items():
+        children.setdefault(parent, []).append(pid)
+    found, wave = {top}, [top]
+    while wave:
+        wave = [child for pid in wave for child in children.get(pid, ()) if child not in found]
+        found.update(wave)
+    return found
+
+
+def facts_now(
+    now: datetime, meter: LoadMeter, logind: Callable[[], str | None] = ask_logind
+) -> Facts:
+    battery, mains = power()
+    idle = idle_s(now.timestamp(), sessions=logind())
+    return Facts(now, battery, mains, idle, meter.look(now.timestamp()))
+
+
+def _word(path: Path) -> str:
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        return path.read_text().strip()
+    return ""

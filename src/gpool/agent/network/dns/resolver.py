@@ -1,0 +1,276 @@
+"""The name server of the lanes: its sockets lie inside each lane's namespace, so nobody else can reach it, and it asks
+the host's own servers from outside. It answers with addresses the lane may reach and with nothing else; it never blocks.
+
+What it does about data carried in names is a cap on how much a lane may ask, no proof that none is carried.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import socket
+import struct
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
+from ipaddress import IPv4Address
+from pathlib import Path
+
+from gpool.agent.network.dns import messages
+
+RESOLVER = "127.0.0.53"
+PORT = 53
+UPSTREAM_WITHIN_S = 3.0
+STREAM_WITHIN_S = 5.0
+MAX_WAITING = 64  # questions of one lane on their way at once
+MAX_STREAMS = 8
+BURST = 10
+HEARD = 10  # messages listened to for each query allowed; past it the lane is not listened to for a while
+DEAF_S = 0.1
+LETTERS_A_QUERY = 24  # an allowance of letters grows with that of queries
+
+Server = tuple[str, int]
+
+
+def configured_servers(path: Path = Path("/etc/resolv.conf")) -> tuple[Server, ...]:
+    """The host's name servers, as its own programs ask them."""
+    try:
+        lines = path.read_text().splitlines()
+    except OSError:
+        return ()
+    words = (line.split() for line in lines)
+    return tuple((w[1], PORT) for w in words if len(w) > 1 and w[0] == "nameserver")[:3]
+
+
+class Allowance:
+    """A bucket that fills with time; what does not fit is refused."""
+
+    def __init__(self, per_s: float, most: float, now: float) -> None:
+        self._per_s = per_s
+        self._most = most
+        self._left = most
+        self._at = now
+
+    def take(self, amount: float, now: float) -> bool:
+        self._left = min(self._most, self._left + (now - self._at) * self._per_s)
+        self._at = now
+        if amount > self._left:
+            return False
+        self._left -= amount
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """What one lane's resolver goes by."""
+
+    may_reach: Callable[[IPv4Address], bool]
+    queries_per_s: int
+    servers: Sequence[Server]
+    known: Mapping[str, tuple[IPv4Address, ...]] = field(default_factory=dict)
+    asks: bool = True  # the servers for what is not known
+    within_s: float = UPSTREAM_WITHIN_S  # each server has that long
+
+
+@dataclass(slots=True)
+class Tally:
+    """What became of a lane's questions."""
+
+    answered: int = 0
+    stripped: int = 0  # addresses that the lane may not reach, left out
+    refused: int = 0  # over its allowance, or nothing we answer
+    forwarded: int = 0
+    failed: int = 0
+
+
+@dataclass(slots=True)
+class Resolver:
+    """One lane's name server. Takes over the two sockets it is given: a datagram one and a listening one."""
+
+    datagrams: socket.socket
+    streams: socket.socket
+    names: Names
+    tally: Tally = field(default_factory=Tally)
+    _running: set[asyncio.Task[None]] = field(default_factory=set)
+    _open_streams: int = 0
+    _queries: Allowance = field(init=False)
+    _letters: Allowance = field(init=False)
+    _heard: Allowance = field(init=False)
+    _deaf: asyncio.TimerHandle | None = None
+
+    def start(self) -> None:
+        loop = asyncio.get_running_loop()
+        rate = self.names.queries_per_s
+        now = loop.time()
+        self._queries = Allowance(rate, BURST * rate, now)
+        self._letters = Allowance(LETTERS_A_QUERY * rate, LETTERS_A_QUERY * BURST * rate, now)
+        self._heard = Allowance(HEARD * rate, HEARD * BURST * rate, now)
+        self.datagrams.setblocking(False)
+        self.streams.setblocking(False)
+        self._listen()
+
+    def _listen(self) -> None:
+        loop = asyncio.get_running_loop()
+        loop.add_reader(self.datagrams.fileno(), self._hear_datagram)
+        loop.add_reader(self.streams.fileno(), self._hear_stream)
+
+    def _is_too_loud(self) -> bool:
+        """Whether to stop listening for a while: a flood costs the agent nothing while the kernel drops it."""
+        loop = asyncio.get_running_loop()
+        if self._heard.take(1, loop.time()):
+            return False
+        for each in (self.datagrams, self.streams):
+            loop.remove_reader(each.fileno())
+        self._deaf = loop.call_later(DEAF_S, self._listen)
+        return True
+
+    def close(self) -> None:
+        loop = asyncio.get_running_loop()
+        if self._deaf is not None:
+            self._deaf.cancel()
+        for each in (self.datagrams, self.streams):
+            if each.fileno() >= 0:
+                loop.remove_reader(each.fileno())
+                each.close()
+        for task in self._running:
+            task.cancel()
+
+    def _hear_datagram(self) -> None:
+        """One a turn: whoever floods it waits behind the rest of the agent, not before it."""
+        if self._is_too_loud():
+            return
+        try:
+            message, sender = self.datagrams.recvfrom(messages.MAX_MESSAGE_BYTES + 1)
+        except OSError:
+            return
+        self._spawn(self._answer_datagram(message, sender))
+
+    async def _answer_datagram(self, message: bytes, sender: tuple[str, int]) -> None:
+        answer = await self._answer(message)
+        if answer is not None:
+            with contextlib.suppress(OSError):  # full or gone: it asks again
+                self.datagrams.sendto(answer, sender)
+
+    def _hear_stream(self) -> None:
+        if self._is_too_loud():
+            return
+        try:
+            stream, _ = self.streams.accept()
+        except OSError:
+            return
+        if self._open_streams >= MAX_STREAMS:
+            stream.close()
+            return
+        stream.setblocking(False)
+        self._open_streams += 1
+        self._spawn(self._serve_stream(stream))
+
+    async def _serve_stream(self, stream: socket.socket) -> None:
+        """One question, one answer, then it ends: what a client falls back to, no more."""
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(STREAM_WITHIN_S):
+                (length,) = struct.unpack("!H", await _exactly(loop, stream, 2))
+                message = await _exactly(loop, stream, min(length, messages.MAX_MESSAGE_BYTES))
+                answer = await self._answer(message)
+                if answer is not None:
+                    await loop.sock_sendall(stream, struct.pack("!H", len(answer)) + answer)
+        except (OSError, TimeoutError):
+            pass
+        finally:
+            self._open_streams -= 1
+            stream.close()
+
+    def _spawn(self, work: Coroutine[None, None, None]) -> None:
+        task: asyncio.Task[None] = asyncio.ensure_future(work)
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+
+    async def _answer(self, message: bytes) -> bytes | None:
+        try:
+            question = messages.read_question(message)
+        except messages.BadMessage:
+            self.tally.refused += 1
+            return None  # says nothing that could be used against others
+        if question.kind != messages.A:
+            # A lane carries no IPv6, and the rest carries texts.
+            self.tally.answered += 1
+            return messages.write_answer(question, messages.NO_ERROR)
+        known = self.names.known.get(question.name)
+        if known is not None or not self.names.asks:
+            return self._say(question, known or (), messages.MAX_TTL_S)
+        now = asyncio.get_running_loop().time()
+        affordable = self._queries.take(1, now) and self._letters.take(
+            messages.cost(question.name), now
+        )
+        if not affordable or len(self._running) > MAX_WAITING:
+            self.tally.refused += 1
+            return messages.write_answer(question, messages.REFUSED)
+        if not question.name:
+            return self._say(question, (), 0)
+        said = await self._ask(question.name)
+        if said is None or said.code not in (messages.NO_ERROR, messages.NO_NAME):
+            self.tally.failed += 1
+            return messages.write_answer(question, messages.SERVER_FAILURE)
+        return self._say(question, said.addresses, said.ttl_s)
+
+    def _say(self, question: messages.Question, found: Sequence[IPv4Address], ttl_s: int) -> bytes:
+        """A name with no address left is one that is not there: whether it exists inside is nobody's business."""
+        reachable = [address for address in found if self.names.may_reach(address)]
+        self.tally.answered += 1
+        self.tally.stripped += len(found) - len(reachable)
+        code = messages.NO_ERROR if reachable else messages.NO_NAME
+        return messages.write_answer(question, code, reachable, ttl_s)
+
+    async def _ask(self, name: str) -> messages.Answer | None:
+        self.tally.forwarded += 1
+        for server in self.names.servers:
+            try:
+                async with asyncio.timeout(self.names.within_s):
+                    answer = await _ask_by_datagram(server, name)
+                    if answer.truncated:
+                        answer = await _ask_by_stream(server, name)
+                return answer
+            except (OSError, TimeoutError, messages.BadMessage):
+                continue
+        return None
+
+
+def _family(server: Server) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in server[0] else socket.AF_INET
+
+
+async def _ask_by_datagram(server: Server, name: str) -> messages.Answer:
+    """A fresh port and number for each, so that nobody off the path can guess an answer."""
+    loop = asyncio.get_running_loop()
+    number = secrets.randbelow(1 << 16)
+    with socket.socket(_family(server), socket.SOCK_DGRAM) as asking:
+        asking.setblocking(False)
+        await loop.sock_connect(asking, server)
+        await loop.sock_sendall(asking, messages.write_question(number, name))
+        while True:
+            message = await loop.sock_recv(asking, messages.MAX_MESSAGE_BYTES)
+            with contextlib.suppress(messages.BadMessage):
+                return messages.read_answer(message, number, name)
+
+
+async def _ask_by_stream(server: Server, name: str) -> messages.Answer:
+    loop = asyncio.get_running_loop()
+    number = secrets.randbelow(1 << 16)
+    with socket.socket(_family(server), socket.SOCK_STREAM) as asking:
+        asking.setblocking(False)
+        await loop.sock_connect(asking, server)
+        question = messages.write_question(number, name)
+        await loop.sock_sendall(asking, struct.pack("!H", len(question)) + question)
+        (length,) = struct.unpack("!H", await _exactly(loop, asking, 2))
+        return messages.read_answer(await _exactly(loop, asking, length), number, name)
+
+
+async def _exactly(loop: asyncio.AbstractEventLoop, stream: socket.socket, length: int) -> bytes:
+    got = bytearray()
+    while len(got) < length:
+        more = await loop.sock_recv(stream, length - len(got))
+        if not more:
+            raise ConnectionResetError("ended early")
+        got += more
+    return bytes(got)

@@ -1,0 +1,133 @@
+"""Which kind of lanes this agent can open, whether any at all, and why not. The only module the rest of the agent needs."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+import socket
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from ipaddress import IPv4Address, IPv4Network, ip_address
+from pathlib import Path
+
+from gpool.agent.network import nft
+from gpool.agent.network.policy import BadPolicy, Egress, EgressPolicy, Gang, Only, Target, Wants
+from gpool.agent.network.root_networks import RootNetworks
+from gpool.agent.network.rootless_networks import RootlessNetworks
+from gpool.agent.network.sandbox_network import Networks, NoLane, tag_for
+
+RESOLVE_WITHIN_S = 10.0
+TUN_FIX = "as root: modprobe tun; chmod 666 /dev/net/tun"
+
+
+def networks_for(policy: EgressPolicy, place: Path) -> Networks:
+    """`place`: the agent's own directory; what is left on the host by a killed agent is found again by it."""
+    if os.geteuid() == 0:
+        return RootNetworks(policy, tag_for(place))
+    return RootlessNetworks(policy)
+
+
+@dataclass(frozen=True, slots=True)
+class Fact:
+    """One thing lanes need: whether it is there, and what to do when not."""
+
+    name: str
+    ok: bool
+    fix: str = ""
+
+
+def facts() -> tuple[Fact, ...]:
+    """What can be seen without trying."""
+    found = [
+        Fact("nft", nft.program("nft") is not None, "install nftables (apt-get install nftables)")
+    ]
+    if os.geteuid() == 0:
+        writable = os.access("/proc/sys/net/ipv4/conf/default/forwarding", os.W_OK)
+        fix = "give the agent's container a writable /proc/sys/net, or run it outside"
+        found.append(Fact("network settings", writable, fix))
+        return tuple(found)
+    slirp = nft.program("slirp4netns") is not None
+    tun = os.access("/dev/net/tun", os.R_OK | os.W_OK)
+    found.append(Fact("slirp4netns", slirp, "install it (apt-get install slirp4netns)"))
+    found.append(Fact("/dev/net/tun", tun, TUN_FIX))
+    return tuple(found)
+
+
+async def probe(place: Path) -> tuple[bool, str]:
+    """Whether a lane can be opened: it opens one, under a tag of its own, and closes it. The text is for the owner."""
+    why = await _why_not(Egress(), place, facts())
+    if not why and not _leads_out():
+        why = "this host has no IPv4 route out"
+    if why:
+        return False, f"egress is not offered: {why}"
+    return True, "egress is offered: a lane was opened and closed"
+
+
+async def probe_gangs(place: Path) -> tuple[bool, str]:
+    """The same for a lane of a gang, here of one member only: it needs no way out."""
+    tun = Fact("/dev/net/tun", os.access("/dev/net/tun", os.R_OK | os.W_OK), TUN_FIX)
+    lane = Gang(0, (("127.0.0.1", 0),), secrets.token_bytes(32))
+    why = await _why_not(lane, place, (*facts(), tun))
+    if why:
+        return False, f"gangs are not offered: {why}"
+    return True, "gangs are offered: a lane was opened and closed"
+
+
+async def _why_not(wants: Wants, place: Path, needed: Sequence[Fact]) -> str:
+    for fact in needed:
+        if not fact.ok:
+            return f"{fact.name} is missing; {fact.fix}"
+    networks = networks_for(EgressPolicy(), place / "probe")
+    try:
+        await networks.start()
+        lane = await networks.open(wants)
+        await lane.close()
+    except NoLane as failure:
+        return str(failure)
+    finally:
+        with contextlib.suppress(nft.NftFailed):  # then `start` failed by it, and said so
+            await networks.close()
+    return ""
+
+
+def _leads_out() -> bool:
+    """Whether the kernel knows a way to a public address; nothing is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        try:
+            asking.connect(("8.8.8.8", 53))
+        except OSError:
+            return False
+    return True
+
+
+async def only(hosts: Iterable[tuple[str, int]]) -> Only:
+    """A lane to these servers alone, by name or address: resolved here and now, as this host resolves them.
+
+    Raises `BadPolicy` for one that has no IPv4 address a list may hold.
+    """
+    loop = asyncio.get_running_loop()
+    targets: list[Target] = []
+    names: dict[str, tuple[IPv4Address, ...]] = {}
+    for host, port in hosts:
+        try:
+            async with asyncio.timeout(RESOLVE_WITHIN_S):
+                found = await loop.getaddrinfo(
+                    host, port, family=socket.AF_INET, type=socket.SOCK_STREAM
+                )
+        except (OSError, TimeoutError) as failure:
+            raise BadPolicy(f"{host}: no IPv4 address was found for it: {failure}") from failure
+        addresses = tuple(dict.fromkeys(IPv4Address(each[4][0]) for each in found))
+        targets += [Target(IPv4Network(address), (port, port)) for address in addresses]
+        if not _is_address(host):
+            names[host.lower().rstrip(".")] = addresses
+    return Only(tuple(dict.fromkeys(targets)), names)
+
+
+def _is_address(text: str) -> bool:
+    try:
+        ip_address(text)
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,152 @@
+"""What two members of a gang know of each other, and the keys that follow from it. No I/O: datagrams in, datagrams out.
+
+Every relay has a session, later than those before it by the clock and else drawn by chance. The key of what A sends to B is derived from the gang's secret, both ranks in that
+order, and both sessions: a relay that is started again never uses a nonce twice under one key, what was recorded in an
+earlier session of either opens nothing, and a datagram sent back to its sender opens nothing either.
+
+Sessions are told by hellos, sealed by the secret. A member takes another's session from a hello only where that repeats the
+member's own, which an old recording cannot, and only a later one: what was replaced never comes back. `asks`: whoever sent
+it has not taken the session it repeats, so it wants an answer. One that asks for none ends it: three datagrams at the most.
+"""
+
+from __future__ import annotations
+
+import hmac
+import struct
+from collections.abc import Iterable, Iterator
+
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+
+from gpool.agent.network.gang.packets import HEAD, MAX_PIECES, SEAL_BYTES, Joiner, Piece, Window
+
+IS_HELLO = 0x8000  # in the place of the sender's rank
+SESSION_BYTES = 16
+NOBODY = bytes(SESSION_BYTES)  # before every session
+HELLO = struct.Struct(
+    f">HHB{SESSION_BYTES}s{SESSION_BYTES}s"
+)  # sender, receiver, asks, mine, yours
+HELLO_BYTES = HELLO.size + SEAL_BYTES
+
+
+def _derived(secret: bytes, salt: bytes, *words: object) -> bytes:
+    info = " ".join(("gpool gang", *map(str, words))).encode()
+    return HKDF(SHA256(), 32, salt, info).derive(secret)
+
+
+class Bond:
+    """One member as another sees it."""
+
+    __slots__ = (
+        "_from_them",
+        "_hears",
+        "_joiner",
+        "_number",
+        "_own",
+        "_rank",
+        "_says",
+        "_secret",
+        "_session",
+        "_theirs",
+        "_to_them",
+        "_window",
+        "refused",
+    )
+
+    def __init__(self, secret: bytes, own: int, rank: int, session: bytes) -> None:
+        self._secret = secret
+        self._own, self._rank = own, rank
+        self._session = session
+        self._says = _derived(secret, b"", "hello", own, rank)
+        self._hears = _derived(secret, b"", "hello", rank, own)
+        self._theirs = NOBODY
+        self._to_them: AESGCM | None = None
+        self._from_them: AESGCM | None = None
+        self._number = 0
+        self._window = Window()
+        self._joiner = Joiner()
+        self.refused = 0  # datagrams in that one's name that were not, or came twice
+
+    @property
+    def is_made(self) -> bool:
+        return self._to_them is not None
+
+    def hello(self, *, asks: bool) -> bytes:
+        return self._hello(self._theirs, asks)
+
+    def _hello(self, yours: bytes, asks: bool) -> bytes:
+        said = HELLO.pack(self._own | IS_HELLO, self._rank, asks, self._session, yours)
+        return said + hmac.digest(self._says, said, "sha256")[:SEAL_BYTES]
+
+    def hear(self, datagram: bytes) -> bytes | None:
+        """A hello in its name: the answer, if it gets one."""
+        said, seal = datagram[: HELLO.size], datagram[HELLO.size :]
+        expected = hmac.digest(self._hears, said, "sha256")[:SEAL_BYTES]
+        if len(said) != HELLO.size or not hmac.compare_digest(seal, expected):
+            self.refused += 1
+            return None
+        _, receiver, asks, mine, yours = HELLO.unpack(said)
+        if receiver != self._own:
+            self.refused += 1
+            return None
+        if mine < self._theirs:
+            self.refused += 1
+            return None
+        if mine > self._theirs and yours == self._session:
+            self._take(mine)
+        known = mine == self._theirs
+        return self._hello(mine, not known) if asks or not known else None
+
+    def _take(self, session: bytes) -> None:
+        self._theirs = session
+        ours, theirs = self._session, session
+        self._to_them = AESGCM(_derived(self._secret, ours + theirs, "data", self._own, self._rank))
+        self._from_them = AESGCM(
+            _derived(self._secret, theirs + ours, "data", self._rank, self._own)
+        )
+        self._number = 0
+        self._window = Window()
+        self._joiner = Joiner()
+
+    def seal(self, packet: memoryview, piece_bytes: int) -> Iterator[list[bytes]]:
+        """The datagrams that carry it, each as its two parts. Only over a bond that is made."""
+        assert self._to_them is not None
+        encrypt, pack, rank = self._to_them.encrypt, HEAD.pack, self._own
+        size = len(packet)
+        last = (size - 1) // piece_bytes
+        if last >= MAX_PIECES:
+            return
+        first = self._number
+        self._number = first + last + 1
+        for index in range(last + 1):
+            head = pack(rank, index, last, first + index)
+            at = index * piece_bytes
+            yield [head, encrypt(head, packet[at : at + piece_bytes], None)]
+
+    def open(self, datagrams: Iterable[memoryview]) -> Iterator[list[Piece]]:
+        """Packets that these complete, in pieces; what is not authentic, or came before, is counted and dropped."""
+        if self._from_them is None:
+            self.refused += sum(1 for _ in datagrams)
+            return
+        decrypt, unpack, size = self._from_them.decrypt, HEAD.unpack, HEAD.size
+        window, joiner, rank = self._window, self._joiner, self._rank
+        for datagram in datagrams:
+            if len(datagram) <= size + SEAL_BYTES:
+                self.refused += 1
+                continue
+            head = bytes(datagram[:size])
+            sender, index, last, number = unpack(head)
+            if sender != rank or not window.admits(number):
+                self.refused += 1
+                continue
+            try:
+                body = decrypt(head, datagram[size:], None)
+            except InvalidTag:
+                self.refused += 1
+                continue
+            window.take(number)
+            whole = joiner.add(number, index, last, body)
+            if whole is not None:
+                yield whole

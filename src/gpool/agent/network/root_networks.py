@@ -1,0 +1,400 @@
+"""Lanes of a root agent: a network namespace each, joined to the host by a pair of virtual interfaces, with NAT and our firewall.
+
+What it changes on the host, all of it undone by `close` (or by the next agent's `start`, when this one is killed):
+- one nftables table, `inet gpool_TAG`;
+- interfaces `gpoolTAG…`, one a lane, gone with it;
+- `net.ipv4.conf.UPLINK.forwarding` of the interfaces that lead out, where it was off. Our table then drops what they would
+  forward for others, so that the host does not become a router. `ip_forward` itself and every IPv6 setting stay untouched;
+- where another table drops what is forwarded by default (Docker's does), two accepting rules in that chain, marked as ours.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import fcntl
+import os
+import socket
+import struct
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from ipaddress import IPv4Network
+from pathlib import Path
+from typing import TypeVar
+
+import psutil  # type: ignore[import-untyped]
+
+from gpool.agent.network import firewall_rules, host, nft
+from gpool.agent.network.dns.resolver import RESOLVER, Server, configured_servers
+from gpool.agent.network.firewall_rules import FAMILY, PREFIX, Naming
+from gpool.agent.network.gang.relay_client import RELAY, Relaying, Relays, interface_of
+from gpool.agent.network.namespace_holder import make_interface
+from gpool.agent.network.netlink import Netlink
+from gpool.agent.network.policy import Egress, EgressPolicy, Gang, HostFacts, Only, Wants
+from gpool.agent.network.sandbox_network import (
+    NoLane,
+    OpenLane,
+    name_sockets,
+    opened_whole,
+    refuse_wrong,
+    resolver_for,
+)
+from gpool.agent.runtime.protocol import Lane
+
+CLONE_NEWNET = 0x40000000
+SIOCGIFINDEX = 0x8933
+LOOPBACK = 1
+INSIDE = "eth0"
+SYSCTLS = Path("/proc/sys/net")
+EVERYWHERE = IPv4Network("0.0.0.0/0")
+
+T = TypeVar("T")
+libc = ctypes.CDLL(None, use_errno=True)
+
+
+@dataclass(slots=True)
+class Inside:
+    """A namespace that nobody is in: what keeps it, and the sockets that speak in it."""
+
+    namespace: int
+    netlink: Netlink
+    names: tuple[socket.socket, socket.socket]
+    tun: int = -1  # of a gang
+
+    def index(self, name: str) -> int:
+        asked = struct.pack("16si", name.encode(), 0)
+        (index,) = struct.unpack("16xi", fcntl.ioctl(self.names[0], SIOCGIFINDEX, asked))
+        return int(index)
+
+    def discard(self) -> None:
+        for each in self.names:
+            each.close()
+        for descriptor in (self.namespace, self.tun):
+            with contextlib.suppress(OSError):
+                os.close(descriptor)
+
+
+def make_inside(wants: Wants) -> Inside:
+    """In a thread that ends afterwards: it moves into the new namespace and never comes back."""
+    if libc.unshare(CLONE_NEWNET) != 0:
+        code = ctypes.get_errno()
+        raise OSError(code, f"a network namespace: {os.strerror(code)}")
+    write_sysctl("ipv6/conf/default/disable_ipv6", "1")
+    netlink = Netlink()
+    netlink.up(LOOPBACK)
+    names = name_sockets()
+    namespace = os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+    made = Inside(namespace, netlink, names)
+    if isinstance(wants, Gang):
+        try:
+            made.tun = make_interface(**interface_of(wants))
+        except OSError as failure:
+            made.discard()
+            raise OSError(failure.errno, f"a gang's interface: {failure.strerror}") from failure
+    return made
+
+
+async def in_fresh_thread(work: Callable[[], T]) -> T:
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[T] = loop.create_future()
+
+    def settle(value: T | None, error: OSError | None) -> None:
+        if done.cancelled():
+            if isinstance(value, Inside):
+                value.discard()
+        elif error is not None:
+            done.set_exception(error)
+        else:
+            done.set_result(value)  # type: ignore[arg-type]
+
+    def run() -> None:
+        try:
+            loop.call_soon_threadsafe(settle, work(), None)
+        except OSError as failure:
+            loop.call_soon_threadsafe(settle, None, failure)
+
+    threading.Thread(target=run, name="gpool-lane", daemon=True).start()
+    return await done
+
+
+def read_sysctl(name: str) -> str | None:
+    try:
+        return (SYSCTLS / name).read_text().strip()
+    except OSError:
+        return None
+
+
+def write_sysctl(name: str, value: str) -> None:
+    """A setting that this kernel does not have needs no changing."""
+    with contextlib.suppress(FileNotFoundError):
+        (SYSCTLS / name).write_text(value)
+
+
+def forwarding(interface: str) -> str:
+    return f"ipv4/conf/{interface}/forwarding"
+
+
+class RootNetworks:
+    """Opens lanes in namespaces of the host. One of them a tag; not to be used before `start`."""
+
+    def __init__(
+        self,
+        policy: EgressPolicy,
+        tag: str,
+        *,
+        servers: tuple[Server, ...] | None = None,
+        ahead: int = 2,
+        relay: Sequence[str] = RELAY,
+    ) -> None:
+        self._policy = policy
+        self._naming = Naming(tag)
+        self._servers = servers
+        self._ahead = ahead
+        self._pool = EVERYWHERE
+        self._facts = HostFacts()
+        self._mtu = 1500
+        self._lent: set[str] = set()
+        self._free = deque(range(firewall_rules.MAX_LANES))
+        self._relays = Relays(relay)
+        self._prepared: list[OpenLane] = []
+        self._filling: asyncio.Task[None] | None = None
+        self._closing = False
+        self._refreshing = asyncio.Lock()
+
+    async def start(self) -> None:
+        try:
+            await self.sweep()
+            found = self._routes()
+            self._pool = host.free_pool(self._naming.tag, found)
+            self._facts = self._seen(found)
+            ups = host.uplinks(found)
+            self._mtu = self._smallest_mtu(ups)
+            lent = await self._to_lend(ups)
+            await nft.load(
+                firewall_rules.host_ruleset(
+                    self._naming, self._pool, self._policy, self._facts, lent
+                )
+            )
+            self._lend(lent)
+            await self._pass_droppers()
+        except (OSError, nft.NftFailed) as failure:
+            with contextlib.suppress(
+                OSError, nft.NftFailed
+            ):  # the first failure is the one to tell
+                await self._undo()
+            raise NoLane(f"lanes cannot be opened on this node: {failure}") from failure
+        await self._fill()
+
+    async def open(self, wants: Wants) -> OpenLane:
+        refuse_wrong(wants)
+        try:
+            await self._keep_up(wants)
+            if isinstance(wants, Egress) and self._prepared:
+                opened = self._prepared.pop()
+            else:
+                opened = await opened_whole(self._make(wants))
+        except (OSError, nft.NftFailed) as failure:
+            raise NoLane(f"a lane could not be opened: {failure}") from failure
+        self._fill_behind()
+        return opened
+
+    async def refused_packets(self) -> int:
+        counters = await nft.listed("counters", "table", FAMILY, self._naming.table)
+        return nft.packets(counters, "refused") + await self._relays.refused()
+
+    async def close(self) -> None:
+        """Lanes still open lose their way out; each is still its opener's to close."""
+        self._closing = True
+        if self._filling is not None:
+            await self._filling
+        for each in self._prepared:
+            await each.close()
+        self._prepared.clear()
+        await self._undo()
+
+    async def sweep(self) -> None:
+        """What an agent with this tag left when it was killed. Namespaces went with it; this is the rest."""
+        for _, name in socket.if_nameindex():
+            if name.startswith(self._naming.interfaces):
+                await self._remove(name)
+        if self._naming.table in await _our_tables():
+            self._lent = await _lent_by(self._naming.table)
+        await self._undo()
+
+    # what stands as long as the agent does
+
+    async def _undo(self) -> None:
+        others = [await _lent_by(t) for t in await _our_tables() if t != self._naming.table]
+        for interface in self._lent - set().union(*others):
+            write_sysctl(forwarding(interface), "0")
+        self._lent.clear()
+        await self._unpass_droppers()
+        if self._naming.table in await _our_tables():
+            await nft.load(f"delete table {FAMILY} {self._naming.table}\n")
+
+    async def _to_lend(self, interfaces: Sequence[str]) -> list[str]:
+        """Those where forwarding is off, or on for the sake of another agent's lanes only."""
+        others = [await _lent_by(t) for t in await _our_tables() if t != self._naming.table]
+        already = set().union(*others)
+        return [i for i in interfaces if i in already or read_sysctl(forwarding(i)) == "0"]
+
+    def _lend(self, interfaces: Sequence[str]) -> None:
+        """After the table says so: a killed agent's successor reads there what to take back."""
+        self._lent.update(interfaces)
+        for interface in interfaces:
+            write_sysctl(forwarding(interface), "1")
+
+    async def _pass_droppers(self) -> None:
+        """Another table's default for what is forwarded would drop our lanes' packets whatever ours says."""
+        ours = self._naming.interfaces
+        mark = f'comment "{self._naming.table}"'
+        text = ""
+        for family, table, chain in await _forward_droppers():
+            where = f"insert rule {family} {table} {chain}"
+            text += f'{where} oifname "{ours}*" ct state established,related accept {mark}\n'
+            text += f'{where} iifname "{ours}*" accept {mark}\n'
+        if text:
+            await nft.load(text)
+
+    async def _unpass_droppers(self) -> None:
+        text = ""
+        for family, table, chain in await _forward_droppers():
+            for each in await nft.listed("chain", family, table, chain):
+                rule = each.get("rule", {})
+                if rule.get("comment") == self._naming.table:
+                    text += f"delete rule {family} {table} {chain} handle {rule['handle']}\n"
+        if text:
+            await nft.load(text)
+
+    async def _keep_up(self, wants: Wants) -> None:
+        """The host's own network may have changed since: what it is now is refused, the way out lent."""
+        found = self._routes()
+        seen = self._seen(found)
+        towards = [t.network for t in wants.targets] if isinstance(wants, Only) else []
+        ups = [i for i in host.uplinks(found, towards) if i not in self._lent]
+        if seen == self._facts and not any(read_sysctl(forwarding(i)) == "0" for i in ups):
+            return
+        async with self._refreshing:
+            table = f"{FAMILY} {self._naming.table}"
+            lent = await self._to_lend(ups)
+            text = firewall_rules.refresh(table, seen)
+            if lent:
+                text += f"add element {table} lent {{ {', '.join(lent)} }}\n"
+            await nft.load(text)
+            self._facts = seen
+            self._lend(lent)
+
+    def _routes(self) -> tuple[host.Route, ...]:
+        return tuple(r for r in host.routes() if not r.interface.startswith(PREFIX))
+
+    def _seen(self, found: Sequence[host.Route]) -> HostFacts:
+        return host.facts(found, host.own_addresses(without=PREFIX))
+
+    def _smallest_mtu(self, interfaces: Sequence[str]) -> int:
+        stats = psutil.net_if_stats()
+        return min((stats[i].mtu for i in interfaces if i in stats), default=1500)
+
+    # lanes
+
+    async def _make(self, wants: Wants) -> OpenLane:
+        if not self._free:
+            raise NoLane(f"{firewall_rules.MAX_LANES} lanes are open: that is all there are")
+        number = self._free.popleft()
+        name = self._naming.interface(wants, number)
+        inside: Inside | None = None
+        relay: Relaying | None = None
+        try:
+            inside = await in_fresh_thread(lambda: make_inside(wants))
+            if not isinstance(wants, Gang) or wants.egress:
+                await asyncio.to_thread(self._join, inside, name, number)
+            else:
+                inside.netlink.close()
+            if isinstance(wants, Only) and wants.targets:
+                await nft.load(firewall_rules.permit(self._naming, name, wants))
+            if isinstance(wants, Gang):
+                relay = await self._relays.begin(wants, inside.tun)
+        except (OSError, nft.NftFailed, asyncio.CancelledError):
+            if inside is not None:
+                inside.discard()
+            await self._remove(name)
+            self._free.append(number)
+            raise
+
+        async def undo() -> None:
+            if relay is not None:
+                await self._relays.end(relay)
+            await self._remove(name)
+            if isinstance(wants, Only) and wants.targets:
+                with contextlib.suppress(nft.NftFailed):  # the table went before the lane
+                    await nft.load(firewall_rules.revoke(self._naming, name, wants))
+            self._free.append(number)
+
+        servers = self._servers if self._servers is not None else configured_servers()
+        resolver = resolver_for(inside.names, self._policy, self._facts, wants, servers)
+        resolver.start()
+        return OpenLane(Lane((inside.namespace,), RESOLVER), resolver, undo)
+
+    def _join(self, inside: Inside, name: str, number: int) -> None:
+        """The pair, with everything that vanishes with it. Judged by its name before it is up."""
+        gateway = firewall_rules.gateway_address(self._pool)
+        address = firewall_rules.lane_address(self._pool, number)
+        with Netlink() as outside, inside.netlink:
+            outside.add_pair(name, INSIDE, inside.namespace, self._mtu)
+            write_sysctl(f"ipv6/conf/{name}/disable_ipv6", "1")
+            write_sysctl(f"ipv4/conf/{name}/arp_ignore", "1")  # it says nothing of other interfaces
+            write_sysctl(f"ipv4/conf/{name}/send_redirects", "0")
+            write_sysctl(forwarding(name), "1")
+            index = socket.if_nametoindex(name)
+            outside.add_address(index, gateway)
+            outside.up(index)
+            outside.add_route(index, IPv4Network(address))
+            within = inside.index(INSIDE)
+            inside.netlink.add_address(within, address)
+            inside.netlink.up(within)
+            inside.netlink.add_route(within, IPv4Network(gateway))
+            inside.netlink.add_route(within, EVERYWHERE, gateway)
+
+    async def _remove(self, name: str) -> None:
+        def remove() -> None:
+            with contextlib.suppress(OSError), Netlink() as outside:
+                outside.remove(name)
+
+        await asyncio.to_thread(remove)
+
+    def _fill_behind(self) -> None:
+        if self._filling is None or self._filling.done():
+            self._filling = asyncio.ensure_future(self._fill())
+
+    async def _fill(self) -> None:
+        """Lanes for tasks to come. A failure here shows again, with its reason, when one is opened."""
+        with contextlib.suppress(OSError, nft.NftFailed, NoLane):
+            while len(self._prepared) < self._ahead and not self._closing:
+                self._prepared.append(await self._make(Egress()))
+
+
+async def _our_tables() -> list[str]:
+    tables = (each.get("table", {}) for each in await nft.listed("tables", FAMILY))
+    return [t["name"] for t in tables if t.get("name", "").startswith(f"{PREFIX}_")]
+
+
+async def _lent_by(table: str) -> set[str]:
+    try:
+        found = await nft.listed("set", FAMILY, table, "lent")
+    except nft.NftFailed:  # it went meanwhile
+        return set()
+    return {name for each in found for name in each.get("set", {}).get("elem", [])}
+
+
+async def _forward_droppers() -> list[tuple[str, str, str]]:
+    chains = (each.get("chain", {}) for each in await nft.listed("chains"))
+    return [
+        (c["family"], c["table"], c["name"])
+        for c in chains
+        if c.get("hook") == "forward"
+        and c.get("policy") == "drop"
+        and c["family"] in ("ip", "inet")
+        and not c["table"].startswith(PREFIX)
+    ]

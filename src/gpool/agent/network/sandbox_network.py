@@ -1,0 +1,118 @@
+"""What opening a lane gives, and the door that both kinds of agent open them through."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import os
+import socket
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol
+
+from gpool.agent.network.dns.resolver import RESOLVER, Names, Resolver, Server
+from gpool.agent.network.firewall_rules import TAG_LETTERS
+from gpool.agent.network.policy import EgressPolicy, Gang, HostFacts, Only, Wants, reaches
+from gpool.agent.runtime.protocol import Lane, SandboxFailed
+
+
+class NoLane(SandboxFailed):
+    """A lane could not be opened: this node's fault, not the task's."""
+
+
+def refuse_wrong(wants: Wants) -> None:
+    """Before anything is made for it."""
+    if isinstance(wants, Gang) and wants.wrong:
+        raise NoLane(f"a lane could not be opened: {wants.wrong}")
+
+
+def tag_for(place: Path) -> str:
+    """The same for the same agent after a restart, so that it finds what it left; another for another."""
+    return hashlib.sha256(os.fsencode(place.absolute())).hexdigest()[:TAG_LETTERS]
+
+
+@dataclass(slots=True)
+class OpenLane:
+    """A lane in use. Close it when the sandbox is gone; a second close does nothing."""
+
+    lane: Lane
+    resolver: Resolver
+    _undo: Callable[[], Awaitable[None]]
+    _closed: bool = field(default=False)
+
+    async def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self.resolver.close()
+        for descriptor in self.lane.namespaces:
+            with contextlib.suppress(OSError):
+                os.close(descriptor)
+        await self._undo()
+
+    async def __aenter__(self) -> OpenLane:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+
+class Networks(Protocol):
+    """Opens lanes. `start` comes first, and sweeps what an earlier agent left; `close` leaves the host as it was."""
+
+    async def start(self) -> None: ...
+
+    async def open(self, wants: Wants) -> OpenLane: ...
+
+    async def refused_packets(self) -> int:
+        """Packets that lanes sent and the firewall dropped, since `start`."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+async def opened_whole(making: Coroutine[Any, Any, OpenLane]) -> OpenLane:
+    """A lane that is called off half-way is made to its end and closed: neither threads nor nft stop in between."""
+    work = asyncio.ensure_future(making)
+    try:
+        return await asyncio.shield(work)
+    except asyncio.CancelledError:
+        await asyncio.wait([work])
+        if not work.cancelled() and work.exception() is None:
+            await work.result().close()
+        raise
+
+
+def name_sockets() -> tuple[socket.socket, socket.socket]:
+    """The resolver's two ends, in the namespace of the calling thread; its loopback must be up."""
+    datagrams = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    streams = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    for each in (datagrams, streams):
+        each.bind((RESOLVER, 53))
+    streams.listen(16)
+    return datagrams, streams
+
+
+def resolver_for(
+    sockets: tuple[socket.socket, socket.socket],
+    policy: EgressPolicy,
+    host: HostFacts,
+    wants: Wants,
+    servers: tuple[Server, ...],
+) -> Resolver:
+    names = Names(
+        may_reach=lambda address: reaches(policy, host, wants, address),
+        queries_per_s=policy.queries_per_s,
+        servers=servers,
+        known=wants.names if isinstance(wants, Only | Gang) else {},
+        asks=not isinstance(wants, Only | Gang) or (isinstance(wants, Gang) and wants.egress),
+    )
+    return Resolver(*sockets, names)

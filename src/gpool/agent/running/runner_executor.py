@@ -1,0 +1,310 @@
+"""A runner at work: hands calls over, passes answers on, tells the session what became of them. Decides nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import structlog
+
+from gpool.agent.running.sandboxes import (
+    KILLED,
+    Equipment,
+    Warmed,
+    fault_of,
+    image_of,
+    limits_of,
+    started,
+    warm_key_of,
+)
+from gpool.agent.runtime.protocol import (
+    Answer,
+    Call,
+    Ended,
+    GpuSeat,
+    Lane,
+    Output,
+    Prepared,
+    RunnerJob,
+    RunnerSandbox,
+    Runtime,
+    SandboxFailed,
+)
+from gpool.agent.runtime.runner_calls import PYTHON
+from gpool.agent.state_machine.ends import why_it_died
+from gpool.agent.state_machine.instructions import (
+    CallAnswered,
+    CallPrinted,
+    CallsAnswered,
+    RunnerCall,
+    RunnerEnded,
+    RunnerReached,
+    RunnerReady,
+    StartRunner,
+)
+from gpool.core.errors import GpoolError, StaleLease, Unreachable
+from gpool.core.model import EndReason, Fault, Phase
+from gpool.transfer.artifacts import LeaseRef, hash_of
+
+log = structlog.get_logger(__name__)
+
+
+class RunnerKeeper:
+    """One runner: hands over calls, passes on answers."""
+
+    def __init__(self, equipment: Equipment, start: StartRunner) -> None:
+        self._with = equipment
+        self._start = start
+        self._queue: deque[RunnerCall] = deque()
+        self._wake = asyncio.Event()
+        self._leases: dict[int, tuple[int, int]] = {}  # number of a call -> (task, epoch)
+        self._number = 0
+        self._defined: set[str] = set()
+        self._files: dict[int, contextlib.AsyncExitStack] = {}  # large arguments in use
+        self._outcome = Ended(KILLED, EndReason.EXITED, "ended by the agent")
+        self._runtime: Runtime | None = None  # once it is chosen
+        self._has_begun = False  # it took calls
+        self._begin()
+        self.task = asyncio.create_task(self._keep())
+        self.task.add_done_callback(self._report)
+
+    def end(self) -> None:
+        self.task.cancel()
+
+    def _begin(self) -> None:
+        """It serves a lease from now on, and so its memory is somebody's."""
+        if self._with.warm is not None:
+            self._with.warm.lease_began(self, self._start.allocation.memory_bytes)
+
+    def _rest(self) -> None:
+        if self._with.warm is not None:
+            self._with.warm.lease_ended(self)
+
+    def send(self, calls: tuple[RunnerCall, ...]) -> None:
+        if not self._leases and not self._queue:
+            self._begin()
+        self._queue.extend(calls)
+        self._wake.set()
+
+    def _report(self, task: asyncio.Task[None]) -> None:
+        """However it came to an end, even before its first step."""
+        self._rest()
+        ended = fault_of(task) or self._outcome
+        number = self._start.runner
+        self._with.feed(
+            RunnerEnded(
+                number, ended.reason, ended.exit_code, ended.detail, ended.retired, ended.fault
+            )
+        )
+
+    async def _keep(self) -> None:
+        try:
+            self._outcome = await self._run()
+        except SandboxFailed as error:
+            fault = None if self._has_begun else error.fault
+            self._outcome = Ended(125, error.reason, f"{error}", fault=fault)
+        except (GpoolError, OSError) as error:
+            fault = None if self._has_begun else Fault.UNCLEAR
+            self._outcome = Ended(125, EndReason.SANDBOX_FAILED, f"{error}", fault=fault)
+        self._outcome = await self._with.told(self._outcome, self._runtime)
+
+    async def _run(self) -> Ended:
+        """In a sandbox that was ready before anybody asked, else in one started for it."""
+        start = self._start
+        runtime = self._runtime = self._with.runtime_for(start.spec, start.owner)
+        async with self._with.seat_for(runtime, start.user, start.allocation.slices) as seat:
+            warmed = await self._take_warm(runtime, seat)
+            if warmed is not None:
+                async with warmed.standing:
+                    return await self._serve(warmed.sandbox)
+            place = self._with.place_for(start.spec, self._reach, self._said)
+            async with place as (environment, lane):
+                job = self._job(environment, lane, seat)
+                return await self._serve(await started(runtime, runtime.start_runner(job)))
+
+    async def _take_warm(self, runtime: Runtime, seat: GpuSeat | None) -> Warmed | None:
+        start = self._start
+        key = warm_key_of(runtime, start.spec, start.allocation)
+        if key is None or self._with.warm is None:
+            return None
+        if seat is not None and seat.binds:
+            return None  # it would have had to be there from the start
+        warmed = self._with.warm.take(key)
+        if warmed is None:
+            return None
+        given = seat.variables if seat is not None else ()
+        try:
+            await warmed.sandbox.assign((*start.spec.env, *start.secrets, *given))
+        except SandboxFailed:
+            await warmed.remove()
+            return None
+        except BaseException:
+            await warmed.remove()
+            raise
+        return warmed
+
+    def _reach(self, phase: Phase) -> None:
+        self._with.feed(RunnerReached(self._start.runner, phase))
+
+    def _said(self, line: str) -> None:
+        log.info("environment", runner=self._start.runner, said=line)
+
+    def _job(
+        self, environment: Prepared | None, lane: Lane | None, seat: GpuSeat | None
+    ) -> RunnerJob:
+        start, spec = self._start, self._start.spec
+        return RunnerJob(
+            spec.requirements.python or PYTHON,
+            (*spec.env, *start.secrets),
+            start.allocation.slices,
+            limits_of(spec, start.allocation),
+            environment,
+            lane,
+            image_of(spec),
+            spec.preload,
+            self._said,
+            seat,
+        )
+
+    async def _serve(self, sandbox: RunnerSandbox) -> Ended:
+        writer = asyncio.create_task(self._write(sandbox))
+        try:
+            self._has_begun = True
+            self._with.feed(RunnerReady(self._start.runner))
+            async for batch in sandbox.events():
+                await self._pass_on(batch)
+            return await sandbox.ended()
+        finally:
+            writer.cancel()
+            await asyncio.wait([writer])
+            await self._with.clear_away(sandbox)
+            for stack in self._files.values():
+                await stack.aclose()
+
+    # ---- calls in
+
+    async def _write(self, sandbox: RunnerSandbox) -> None:
+        try:
+            while True:
+                await self._wake.wait()
+                self._wake.clear()
+                while self._queue:
+                    await self._hand_over(sandbox)
+        except (OSError, SandboxFailed):
+            return  # the sandbox is gone; its events end and say so
+
+    async def _hand_over(self, sandbox: RunnerSandbox) -> None:
+        """All that wait, in order; functions and large arguments are fetched on the way."""
+        ready: list[Call] = []
+        while self._queue:
+            call = self._queue.popleft()
+            sha256, payload = call.function_sha256, call.payload_sha256
+            file: Path | None = None
+            if sha256 not in self._defined or payload:
+                if ready:
+                    await sandbox.send(ready)
+                    ready = []
+                lease = LeaseRef(call.task, call.epoch)
+                try:
+                    if sha256 not in self._defined:
+                        pickled = await self._with.cache.read(sha256, lease)
+                        await sandbox.define(sha256, pickled)
+                        self._defined.add(sha256)
+                    if payload:
+                        stack = contextlib.AsyncExitStack()
+                        held = self._with.cache.held(payload, lease)
+                        file = await stack.enter_async_context(held)
+                        self._files[self._number + 1] = stack
+                except GpoolError as error:
+                    self._give_up(call, error)
+                    continue
+            self._number += 1
+            self._leases[self._number] = (call.task, call.epoch)
+            ready.append(Call(self._number, sha256, call.payload, file))
+        if ready:
+            await sandbox.send(ready)
+
+    def _give_up(self, call: RunnerCall, error: GpoolError) -> None:
+        reason = EndReason.SANDBOX_FAILED if isinstance(error, Unreachable) else EndReason.BAD_INPUT
+        text = f"the function or its arguments could not be fetched: {error.detail}"
+        fault = Fault.UNCLEAR if reason is EndReason.SANDBOX_FAILED else None
+        failed = CallAnswered(
+            call.task, call.epoch, True, b"", "", text, 0, (), reason, fault=fault
+        )
+        self._with.feed(CallsAnswered(self._start.runner, (failed,)))
+
+    # ---- answers out
+
+    async def _pass_on(self, batch: Sequence[Answer | Output]) -> None:
+        runner = self._start.runner
+        answers: list[CallAnswered] = []
+        leases = self._leases
+        for event in batch:
+            if type(event) is Answer:
+                lease = leases.pop(event.number, None)
+                if lease is None:
+                    continue
+                if self._files and (stack := self._files.pop(event.number, None)) is not None:
+                    await stack.aclose()
+                if event.value_file is not None:
+                    answers.append(await self._large(lease, event, event.value_file))
+                    continue
+                if event.ended is not None:
+                    answers.append(_died(lease, event, event.ended))
+                    continue
+                answers.append(
+                    CallAnswered(
+                        lease[0],
+                        lease[1],
+                        event.raised,
+                        event.value,
+                        "",
+                        event.error_text,
+                        event.duration_us,
+                        event.output,
+                    )
+                )
+            elif isinstance(event, Output) and (running := leases.get(event.number)):
+                if answers:
+                    self._with.feed(CallsAnswered(runner, tuple(answers)))
+                    answers = []
+                self._with.feed(CallPrinted(runner, *running, event.stream, event.data))
+        if answers:
+            self._with.feed(CallsAnswered(runner, tuple(answers)))
+            if not leases and not self._queue:
+                self._rest()
+
+    async def _large(self, lease: tuple[int, int], answer: Answer, file: Path) -> CallAnswered:
+        """A value too large for a frame travels as an artifact, under its lease."""
+        answered = CallAnswered(
+            *lease,
+            answer.raised,
+            b"",
+            "",
+            answer.error_text,
+            answer.duration_us,
+            answer.output,
+        )
+        try:
+            sha256, size = await asyncio.to_thread(hash_of, file)
+            await self._with.uploader.upload(file, sha256, size, LeaseRef(*lease))
+            return replace(answered, value_sha256=sha256)
+        except StaleLease as error:
+            log.info("value_refused", task=lease[0], epoch=lease[1], error=error.detail)
+            return replace(answered, reason=EndReason.SANDBOX_FAILED, error_text=error.detail)
+        except (GpoolError, OSError) as error:
+            text = f"the value could not be kept: {error}"
+            return replace(answered, reason=EndReason.SANDBOX_FAILED, error_text=text)
+        finally:
+            await asyncio.to_thread(file.unlink, missing_ok=True)
+
+
+def _died(lease: tuple[int, int], answer: Answer, ended: Ended) -> CallAnswered:
+    reason, text = why_it_died(ended)
+    code = ended.exit_code or 1
+    took, output = answer.duration_us, answer.output
+    return CallAnswered(*lease, True, b"", "", text, took, output, reason, code)

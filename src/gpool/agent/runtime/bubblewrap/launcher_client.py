@@ -1,0 +1,263 @@
+"""The agent's end of the launcher: orders out, endings in. Knows nothing of what a sandbox is for."""
+
+from __future__ import annotations
+
+import array
+import asyncio
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from gpool.agent.runtime.descriptor_wait import writable
+from gpool.agent.runtime.protocol import SandboxFailed
+
+SCRIPT = Path(__file__).with_name("launcher.py")
+ENCLOSE_PAST_BYTES = 64 * 1024
+READY_WITHIN_S = 120.0  # a machine may stand still for a while
+
+
+@dataclass(frozen=True, slots=True)
+class Bind:
+    """A host path laid beneath the launcher's own directory."""
+
+    source: Path
+    name: str
+    writable: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Tree:
+    """A sandbox's root directory, which a launcher with its own mounts prepares once."""
+
+    folders: tuple[str, ...] = ()
+    links: tuple[tuple[str, str], ...] = ()  # (path inside, what it says)
+    binds: tuple[tuple[str, str], ...] = ()  # (path inside, where the launcher has it)
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What to start. `descriptors` become 0, 1, 2 … and are closed here once sent."""
+
+    mode: str  # "bubblewrap" or "process"
+    argv: Sequence[str]
+    descriptors: Sequence[int]
+    uid: int = 0  # 0: stay who we are
+    groups: Sequence[str] = ()
+    limits: Sequence[tuple[int, int]] = ()
+    env: Mapping[str, str] = field(default_factory=dict)
+    cwd: str = "/"
+    lane: Sequence[int] = ()  # namespaces to enter first, in this order; they stay the caller's
+    binds: Sequence[Bind] = ()  # what it needs in reach besides what every sandbox does
+    gang: bool = False  # its lane is a gang's
+
+
+@dataclass(frozen=True, slots=True)
+class Exit:
+    """How it ended: `ran` is false when the command never started."""
+
+    code: int  # 128+n for a signal n
+    ran: bool
+    killed: bool
+    lost: bool = False  # its launcher died, and it with that: nobody's doing
+
+
+def _bind(bind: Bind) -> dict[str, object]:
+    return {"source": str(bind.source), "name": bind.name, "writable": bind.writable}
+
+
+LAUNCHER_DIED = "gpool's launcher on that node died, and the sandbox with it"
+
+
+class Started:
+    """One thing the launcher runs."""
+
+    def __init__(self, launcher: Launcher, number: int, exit: asyncio.Future[Exit]) -> None:
+        self._launcher = launcher
+        self._number = number
+        self._exit = exit
+        self.before_kill: Callable[[], None] | None = None
+
+    @property
+    def is_over(self) -> bool:
+        return self._exit.done()
+
+    async def exited(self) -> Exit:
+        """When every process of it is gone."""
+        return await asyncio.shield(self._exit)
+
+    async def kill(self) -> None:
+        if not self._exit.done():
+            if self.before_kill is not None:
+                self.before_kill()
+            await self._launcher.say({"kill": self._number}, ())
+        await asyncio.shield(self._exit)
+
+    async def warn(self) -> None:
+        if not self._exit.done():
+            await self._launcher.say({"warn": self._number}, ())
+
+
+class Launcher:
+    """Starts the launcher process at the first order, and again when it died."""
+
+    def __init__(
+        self,
+        *,
+        place: str,
+        binds: Sequence[Bind],
+        seccomp: bytes,
+        tree: Tree | None = None,
+        seccomp_of_gangs: bytes = b"",
+    ) -> None:
+        tree = tree or Tree()
+        self._settings = {
+            "place": place,
+            "binds": [_bind(bind) for bind in binds],
+            "seccomp": seccomp.hex(),
+            "seccomp_of_gangs": (seccomp_of_gangs or seccomp).hex(),
+            "tree": {"folders": tree.folders, "links": tree.links, "binds": tree.binds},
+        }
+        self._channel: socket.socket | None = None
+        self._child: subprocess.Popen[bytes] | None = None
+        self._running: dict[int, asyncio.Future[Exit]] = {}
+        self._ready: asyncio.Future[None] | None = None
+        self._sending = asyncio.Lock()
+        self._last = 0
+
+    async def start(self, order: Order) -> Started:
+        try:
+            await self._awake()
+            self._last += 1
+            number = self._last
+            exit: asyncio.Future[Exit] = asyncio.get_running_loop().create_future()
+            self._running[number] = exit
+            document = {
+                "start": number,
+                "mode": order.mode,
+                "argv": list(order.argv),
+                "uid": order.uid,
+                "groups": list(order.groups),
+                "limits": list(order.limits),
+                "env": dict(order.env),
+                "cwd": order.cwd,
+                "lane": len(order.lane),
+                "gang": order.gang,
+                "binds": [_bind(bind) for bind in order.binds],
+            }
+            await self.say(document, (*order.descriptors, *order.lane))
+        finally:
+            for descriptor in order.descriptors:
+                os.close(descriptor)
+        return Started(self, number, exit)
+
+    async def say(self, document: Mapping[str, object], descriptors: Sequence[int]) -> None:
+        channel = self._channel
+        if channel is None:
+            return  # it died: everything it ran has been answered for
+        data = json.dumps(document).encode()
+        enclosed = -1
+        if len(data) > ENCLOSE_PAST_BYTES:
+            enclosed = os.memfd_create("order")
+            with os.fdopen(os.dup(enclosed), "wb") as letter:
+                letter.write(data)
+            os.lseek(enclosed, 0, os.SEEK_SET)
+            data, descriptors = b'{"enclosed": true}', (*descriptors, enclosed)
+        beside = []
+        if descriptors:
+            beside = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))]
+        try:
+            async with self._sending:
+                while True:
+                    try:
+                        channel.sendmsg([data], beside)
+                        return
+                    except BlockingIOError:
+                        await writable(channel.fileno())
+        except OSError as gone:
+            raise SandboxFailed(f"the launcher is gone: {gone}") from gone
+        finally:
+            if enclosed >= 0:
+                os.close(enclosed)
+
+    async def close(self) -> None:
+        """End the launcher and everything it runs."""
+        waiting = list(self._running.values())
+        self._forget()
+        for exit in waiting:
+            await exit
+
+    async def _awake(self) -> None:
+        if self._ready is None:
+            loop = asyncio.get_running_loop()
+            self._ready = loop.create_future()
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            ours.setblocking(False)
+            with theirs:
+                # -I -S: nothing but the standard library, so that its forks are small
+                self._child = subprocess.Popen(  # noqa: ASYNC220 - a vfork, once
+                    [sys.executable, "-I", "-S", "-B", str(SCRIPT)],
+                    stdin=theirs.fileno(),
+                    env={},
+                    cwd="/",
+                    start_new_session=True,
+                )
+            ours.send(json.dumps(self._settings).encode())
+            self._channel = ours
+            loop.add_reader(ours.fileno(), self._hear)
+        try:
+            async with asyncio.timeout(READY_WITHIN_S):
+                await asyncio.shield(self._ready)
+        except TimeoutError as silent:
+            raise SandboxFailed(
+                f"the launcher did not start within {READY_WITHIN_S:g} s"
+            ) from silent
+
+    def _hear(self) -> None:
+        channel = self._channel
+        if channel is None:
+            return
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                try:
+                    data = channel.recv(65536)
+                except ConnectionResetError:
+                    data = b""
+                if not data:
+                    self._forget(lost=True)
+                    return
+                said = json.loads(data)
+                if "ended" in said:
+                    exit = self._running.pop(said["ended"], None)
+                    if exit is not None and not exit.done():
+                        status = said["status"]
+                        code = os.waitstatus_to_exitcode(status)
+                        exit.set_result(
+                            Exit(code if code >= 0 else 128 - code, said["ran"], said["killed"])
+                        )
+                elif self._ready is not None and not self._ready.done():
+                    if said["ready"]:
+                        self._ready.set_result(None)
+                    else:
+                        self._ready.set_exception(SandboxFailed(said["detail"]))
+
+    def _forget(self, *, lost: bool = False) -> None:
+        """The launcher is gone, and all it ran with it."""
+        if self._channel is not None:
+            asyncio.get_running_loop().remove_reader(self._channel.fileno())
+            self._channel.close()
+        if self._child is not None:
+            self._child.wait()  # it ends as soon as the channel does
+        self._channel = self._child = None
+        if self._ready is not None and not self._ready.done():
+            self._ready.set_exception(SandboxFailed("the launcher ended while it started"))
+        self._ready = None
+        for exit in self._running.values():
+            if not exit.done():
+                exit.set_result(Exit(137, ran=True, killed=not lost, lost=lost))
+        self._running.clear()

@@ -1,0 +1,220 @@
+"""What a sandbox finds inside: which host paths lie where, read-only. Refuses to show anything not listed here."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import sysconfig
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import cloudpickle  # type: ignore[import-untyped]
+
+import gpool
+from gpool.agent.runtime.bubblewrap.launcher_client import Bind, Tree
+from gpool.agent.runtime.protocol import ENVIRONMENT_AT
+
+HOME = "/opt/gpool"  # inside
+SYSTEM_LINKS = ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
+SYSTEM_PATH = "/usr/local/bin:/usr/bin:/bin"
+FOLDERS = ("/proc", "/dev", "/tmp", "/work", "/values")
+MASKED = (  # of /proc; the interrupts tell when others type, send and compute
+    "interrupts",
+    "kallsyms",
+    "kcore",
+    "key-users",
+    "keys",
+    "modules",
+    "softirqs",
+    "sysrq-trigger",
+    "timer_list",
+)
+INSIDE_UID = 1000
+PACKAGE_FOLDERS = ("site-packages", "dist-packages")
+ETC_FILES = (
+    "ld.so.cache",
+    "ld.so.conf",
+    "localtime",
+    "mime.types",
+    "os-release",
+    "protocols",
+    "services",
+    "debian_version",
+)
+ETC_TREES = ("alternatives", "ld.so.conf.d", "ssl/certs", "fonts", "OpenCL", "vulkan")
+ETC_TEXTS = {
+    "passwd": f"task:x:{INSIDE_UID}:{INSIDE_UID}:task:/work:/bin/sh\nnobody:x:65534:65534:nobody:/:/bin/false\n",
+    "group": f"task:x:{INSIDE_UID}:\nnogroup:x:65534:\n",
+    "hosts": "127.0.0.1 localhost\n::1 localhost\n",
+    "hostname": "sandbox\n",
+    "nsswitch.conf": "passwd: files\ngroup: files\nhosts: files\n",
+    "nsswitch.lane": "passwd: files\ngroup: files\nhosts: files dns\n",
+    "resolv.conf": "",  # a lane's lies over it
+}
+BOOT = f"""import sys
+
+sys.path[0] = "{HOME}/runner"
+sys.path.append("{HOME}/boot/packages")
+sys.argv[0] = __file__ = "{HOME}/runner/serve.py"
+with open(__file__, "rb") as script:
+    code = compile(script.read(), __file__, "exec")
+exec(code)
+"""
+"""Runs the runner by an environment's interpreter, which finds cloudpickle here when it has none of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """`binds` are host paths by a short name; `seen` says where each lies inside."""
+
+    binds: tuple[Bind, ...]
+    seen: tuple[tuple[str, str], ...]  # (name of the bind, path inside)
+    python: str  # the interpreter, inside
+    runner: str  # the runner's script, inside
+    variables: tuple[tuple[str, str], ...]
+    bare: tuple[tuple[str, str], ...]  # `seen` of a sandbox that brings an environment
+    bare_variables: tuple[tuple[str, str], ...]
+    boot: str  # the runner's script when an environment's interpreter runs it, inside
+
+
+def package_folders(paths: Iterable[str], base: Path) -> list[Path]:
+    """Where the agent's own Python finds packages: a task's finds the same ones, and nothing else of its path."""
+    folders = [Path(path) for path in paths if Path(path).name in PACKAGE_FOLDERS]
+    known = dict.fromkeys(folder.resolve() for folder in folders if folder.is_dir())
+    return [folder for folder in known if not folder.is_relative_to(base / "lib")]
+
+
+def prepare(directory: Path, paths: Iterable[str] = tuple(sys.path)) -> Layout:
+    """Writes the small files a sandbox needs beneath `directory` and says where everything lies."""
+    minor = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    base = Path(sys.base_prefix).resolve()
+    source = Path(gpool.__file__).resolve().parent
+    runner = source / "agent" / "runner"
+    system_python = base.is_relative_to("/usr")
+    inside_base = str(base) if system_python else f"{HOME}/python"
+    etc, venv, boot = directory / "etc", directory / "venv", directory / "boot"
+    found = {f"packages{n}": folder for n, folder in enumerate(package_folders(paths, base))}
+    _write_etc(etc)
+    _write_boot(boot)
+    _write_venv(venv, minor, inside_base, list(found), shared=not system_python)
+    binds = [
+        Bind(etc, "etc"),
+        Bind(venv, "venv"),
+        *(Bind(folder, name) for name, folder in found.items()),
+        Bind(source, "source"),
+        Bind(runner, "runner"),
+        Bind(boot, "boot"),
+    ]
+    seen = [
+        ("etc", "/etc"),
+        ("venv", f"{HOME}/venv"),
+        *((name, f"{HOME}/{name}") for name in found),
+        ("source", f"{HOME}/source/gpool"),
+        ("runner", f"{HOME}/runner"),
+    ]
+    if not system_python:
+        binds.append(Bind(base, "python"))
+        seen.append(("python", f"{HOME}/python"))
+    variables = [("HOME", "/work"), ("LANG", "C.UTF-8"), ("TMPDIR", "/tmp")]
+    needed = {"etc", "python"}
+    if not system_python and sysconfig.get_config_var("Py_ENABLE_SHARED"):
+        variables.append(("LD_LIBRARY_PATH", f"{HOME}/venv/lib"))
+        needed.add("venv")
+    return Layout(
+        tuple(binds),
+        tuple(seen),
+        f"{HOME}/venv/bin/{minor}",
+        f"{HOME}/runner/serve.py",
+        (("PATH", f"{HOME}/venv/bin:{SYSTEM_PATH}"), *variables),
+        tuple(entry for entry in seen if entry[0] in needed),
+        (
+            ("PATH", f"{ENVIRONMENT_AT}/bin:{SYSTEM_PATH}"),
+            ("VIRTUAL_ENV", ENVIRONMENT_AT),
+            *variables,
+        ),
+        f"{HOME}/boot/runner.py",
+    )
+
+
+def system_tree(seen: Iterable[tuple[str, str]]) -> Tree:
+    """A root directory: the host's programs and libraries, and what is `seen`, (where we have it, path inside)."""
+    binds = [("/usr", "/usr")]
+    links = []
+    for path in SYSTEM_LINKS:
+        if os.path.islink(path):
+            links.append((path, os.readlink(path)))
+        elif os.path.isdir(path):
+            binds.append((path, path))
+    binds += [(inside, source) for source, inside in seen]
+    return Tree(FOLDERS, tuple(links), tuple(binds))
+
+
+def as_arguments(tree: Tree) -> list[str]:
+    """The same for bwrap to make anew."""
+    words = []
+    for inside, source in tree.binds:
+        words += ["--ro-bind", source, inside]
+    for path, to in tree.links:
+        words += ["--symlink", to, path]
+    return words
+
+
+def _fresh(directory: Path) -> None:
+    if directory.exists():
+        shutil.rmtree(directory)
+    directory.mkdir(mode=0o755, parents=True)
+
+
+def _write_etc(etc: Path) -> None:
+    _fresh(etc)
+    for name, text in ETC_TEXTS.items():
+        (etc / name).write_text(text)
+    for name in ETC_FILES:
+        original = Path("/etc") / name
+        if original.is_file():
+            shutil.copyfile(original, etc / name)
+    for name in ETC_TREES:
+        original = Path("/etc") / name
+        if original.is_dir():
+            shutil.copytree(original, etc / name, symlinks=True)
+    _open_to_all(etc)
+
+
+def _write_boot(boot: Path) -> None:
+    _fresh(boot)
+    (boot / "runner.py").write_text(BOOT)
+    package = Path(cloudpickle.__file__).parent
+    shutil.copytree(
+        package, boot / "packages" / package.name, ignore=shutil.ignore_patterns("__pycache__")
+    )
+    _open_to_all(boot)
+
+
+def _open_to_all(directory: Path) -> None:
+    """Readable by any uid, whatever the agent's umask."""
+    for folder, _, names in os.walk(directory):
+        os.chmod(folder, 0o755)
+        for name in names:
+            if not os.path.islink(os.path.join(folder, name)):
+                os.chmod(os.path.join(folder, name), 0o644)
+
+
+def _write_venv(
+    venv: Path, minor: str, inside_base: str, packages: Sequence[str], *, shared: bool
+) -> None:
+    _fresh(venv)
+    site = venv / "lib" / minor / "site-packages"
+    for path in (venv / "bin", site):
+        path.mkdir(mode=0o755, parents=True)
+    for name in ("python", "python3", minor):
+        (venv / "bin" / name).symlink_to(f"{inside_base}/bin/{minor}")
+    (venv / "pyvenv.cfg").write_text(
+        f"home = {inside_base}/bin\ninclude-system-site-packages = true\nversion = {sys.version.split()[0]}\n"
+    )
+    (site / "gpool.pth").write_text("".join(f"{HOME}/{name}\n" for name in (*packages, "source")))
+    library = sysconfig.get_config_var("INSTSONAME")
+    if shared and library:
+        (venv / "lib" / str(library)).symlink_to(f"{inside_base}/lib/{library}")
+    _open_to_all(venv)

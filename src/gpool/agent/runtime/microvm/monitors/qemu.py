@@ -1,0 +1,68 @@
+"""QEMU's `microvm` machine: few devices, no firmware to speak of, no PCI. Says how to start it; the launcher does."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+
+from gpool.agent.runtime.microvm.guest import PORT_NAME
+from gpool.agent.runtime.microvm.monitors.protocol import COMMON_WORDS, MIB, Confined, Machine
+
+PROGRAM = "qemu-system-x86_64"
+TRANSLATED_MIB = 128  # what TCG may keep of translated code
+TCG, KVM = "tcg", "kvm"
+SANDBOX = "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny"
+
+
+def find_qemu() -> str:
+    return shutil.which(PROGRAM, path="/usr/bin:/usr/local/bin:/bin") or ""
+
+
+class Qemu:
+    """A `Vmm`. `accelerator` is what a probe found to boot a guest."""
+
+    name = "qemu"
+    control = "port"
+    unpacked_kernel = False
+
+    def __init__(self, program: str, accelerator: str) -> None:
+        self._program = program
+        self.accelerator = accelerator
+        self.overhead_bytes = (160 + (TRANSLATED_MIB if accelerator == TCG else 0)) * MIB
+
+    def start(self, machine: Machine, line: int) -> Confined:
+        return Confined(
+            tuple(command_line(self._program, self.accelerator, machine, line)),
+            ("/dev/kvm",) if self.accelerator == KVM else (),
+        )
+
+    def requests(self, machine: Machine) -> Sequence[tuple[str, str, dict[str, object]]]:  # noqa: ARG002
+        return ()
+
+
+def command_line(program: str, accelerator: str, machine: Machine, line: int) -> list[str]:
+    translated = accelerator == TCG
+    accel = f"tcg,thread=multi,tb-size={TRANSLATED_MIB}" if translated else "kvm"
+    # max: all that TCG can do, and it is the fastest to emulate; host: what the machine has
+    words = [program, "-nodefaults", "-no-user-config", "-nographic", "-no-reboot"]
+    words += ["-sandbox", SANDBOX]
+    words += ["-M", "microvm,pit=on,pic=on,rtc=on,isa-serial=on,x-option-roms=off,acpi=on"]
+    words += ["-accel", accel, "-cpu", "max" if translated else "host"]
+    words += ["-m", f"{machine.memory_mib}M", "-smp", str(machine.cpus)]
+    words += ["-kernel", machine.kernel, "-initrd", machine.archive]
+    words += ["-append", " ".join((*COMMON_WORDS, *machine.words))]
+    words += ["-chardev", "stdio,id=console,signal=off,mux=off", "-serial", "chardev:console"]
+    words += ["-object", "rng-random,id=entropy,filename=/dev/urandom"]
+    words += ["-device", "virtio-rng-device,rng=entropy"]
+    for disk in machine.disks:
+        read_only = "on" if disk.read_only else "off"
+        words += [
+            "-drive",
+            f"id={disk.name},file={disk.path},format=raw,if=none,readonly={read_only},cache=unsafe",
+            "-device",
+            f"virtio-blk-device,drive={disk.name}",
+        ]
+    words += ["-chardev", f"socket,id=line,fd={line}"]
+    words += ["-device", "virtio-serial-device,max_ports=2"]
+    words += ["-device", f"virtserialport,chardev=line,name={PORT_NAME}"]
+    return words

@@ -1,0 +1,99 @@
+"""Puts sharing together on this machine, and says of each GPU how slices of it are kept apart."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import structlog
+
+from gpool.agent.machine.detection.nvml import NoDriver, Nvml, NvmlError, RealNvml
+from gpool.agent.runtime.bubblewrap.launcher_client import Launcher
+from gpool.agent.runtime.bubblewrap.runtime import RUN, BubblewrapRuntime
+from gpool.agent.sharing import mps, plan
+from gpool.agent.sharing.settings_restore import Records
+from gpool.agent.sharing.shares import GpuSeats
+from gpool.core.model import Gpu, Sharing
+
+LONGEST_PATH = 60  # a socket's name has 108 letters at most
+
+log = structlog.get_logger(__name__)
+
+
+class GpuSharing:
+    """`modes`: the owner's word, first choice first; None: what each card is set to decides."""
+
+    def __init__(
+        self,
+        nvml: Nvml,
+        seats: GpuSeats,
+        can: plan.Abilities,
+        modes: Sequence[Sharing] | None,
+    ) -> None:
+        self._nvml = nvml
+        self._can = can
+        self._modes = modes
+        self.seats = seats
+
+    def describe(self, gpus: Sequence[Gpu]) -> tuple[Gpu, ...]:
+        """What each is shared by, and why one takes nothing new."""
+        described = tuple(self._described(gpu) for gpu in gpus)
+        self.seats.use_gpus(described)
+        return described
+
+    def _described(self, gpu: Gpu) -> Gpu:
+        if gpu.simulated:
+            return gpu
+        if gpu.vendor != "nvidia":
+            return replace(gpu, sharing=Sharing.EXCLUSIVE)
+        try:
+            card = self._nvml.card(gpu.uuid)
+            profiles = plan.profiles_of(self._nvml.mig_profiles(gpu.uuid))
+        except NvmlError as error:
+            log.warning("gpu_not_shared", gpu=gpu.uuid, error=str(error))
+            return replace(gpu, sharing=Sharing.EXCLUSIVE)
+        before = self.seats.settings_before(gpu.uuid)
+        if before is not None:
+            card = replace(card, mig=before.mig)
+        mode = plan.choose(card, profiles, self._can, self._modes)
+        closed = gpu.closed or self.seats.unclean.get(gpu.uuid, "")
+        lent = profiles if mode is Sharing.MIG else ()
+        return replace(gpu, sharing=mode, profiles=lent, closed=closed)
+
+
+def sharing_for(
+    data_dir: Path, sandboxes: BubblewrapRuntime, modes: Sequence[Sharing] | None
+) -> GpuSharing | None:
+    """None: there is no NVIDIA driver."""
+    nvml = RealNvml()
+    try:
+        nvml.open()
+    except NoDriver:
+        return None
+    root = os.geteuid() == 0
+    program, unshare = mps.find_program(), mps.find_program("unshare")
+    means = None
+    if program and (unshare or not root):
+        launcher = Launcher(place="", binds=(), seccomp=b"")
+        means = mps.Means(program, unshare, launcher, _pipes(data_dir, root))
+    can = plan.Abilities(root, means is not None, sandboxes.tells_apart)
+    seats = GpuSeats(
+        nvml,
+        sandboxes,
+        Records(data_dir / "cards"),
+        mps=means,
+        shared_uid=sandboxes.shared_uid,
+    )
+    return GpuSharing(nvml, seats, can, modes)
+
+
+def _pipes(data_dir: Path, root: bool) -> Path:
+    """Ours alone: what lies there at the start is of an agent before us on the same data."""
+    if root:
+        return RUN / f"mps-{hashlib.sha256(bytes(data_dir.resolve())).hexdigest()[:12]}"
+    near = data_dir.resolve() / "mps"
+    return near if len(str(near)) <= LONGEST_PATH else Path(tempfile.mkdtemp(prefix="gpool-mps-"))

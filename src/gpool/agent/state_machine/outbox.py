@@ -1,0 +1,174 @@
+"""Reports on their way: gathered into numbered batches, kept until `Recorded`, sent again after a reconnect.
+
+Batches size themselves. With nothing in flight a report leaves at once; while one is in flight, further ones gather
+until it is recorded, `LINGER_US` has passed or `FULL` items wait. At most `MAX_IN_FLIGHT` batches are unrecorded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from gpool.agent.state_machine.lease_queues import NEVER
+from gpool.core.model import MIB, EndReason, Phase
+from gpool.wire.frames import (
+    Checkpointed,
+    Finished,
+    LogChunk,
+    Reached,
+    ReportItem,
+    Reports,
+    Started,
+)
+
+LINGER_US = 5_000
+FULL = 500
+MAX_ITEMS = 2_000
+MAX_BYTES = 4 * MIB  # half of what a frame may be: sizes below are estimates
+MAX_IN_FLIGHT = 4
+ITEM_BYTES = 64  # what an item costs beside its data
+GOES_ON = frozenset({LogChunk, Checkpointed})  # what is said of an attempt that is not over
+
+
+def _failed_running(item: ReportItem) -> bool:
+    """Without a word of its start, the server would take this for one that could not be started, and try it elsewhere."""
+    return type(item) is Finished and item.reason is EndReason.SANDBOX_FAILED and item.fault is None
+
+
+class Outbox:
+    __slots__ = ("_batches", "_items", "_reached", "_sequence", "_since", "_sizes", "_started")
+
+    def __init__(self) -> None:
+        self._items: list[ReportItem] = []
+        self._sizes: list[int] = []
+        self._since = NEVER  # when the oldest waiting item came
+        self._started: dict[int, Started] = {}
+        self._reached: dict[int, Reached] = {}
+        self._batches: dict[int, tuple[list[ReportItem], list[int]]] = {}
+        self._sequence = 0
+
+    def __bool__(self) -> bool:
+        """Whether anything is not yet recorded."""
+        return bool(self._items or self._batches or self._started or self._reached)
+
+    def add(self, now: int, item: ReportItem, data_bytes: int = 0) -> None:
+        if self._since == NEVER:
+            self._since = now
+        if (self._started or self._reached) and type(item) not in GOES_ON:
+            begun = self._started.pop(item.task, None)
+            self._reached.pop(item.task, None)
+            if begun is not None and _failed_running(item):
+                self._items.append(begun)
+                self._sizes.append(ITEM_BYTES)
+        if type(item) is Checkpointed:
+            self._supersede(item.task)
+        self._items.append(item)
+        self._sizes.append(ITEM_BYTES + data_bytes)
+
+    def add_started(self, now: int, task: int, epoch: int) -> None:
+        """Said only if nothing ends the attempt before the batch leaves, or only its sandbox's end does."""
+        if self._since == NEVER:
+            self._since = now
+        self._started[task] = Started(task, epoch)
+        self._reached.pop(task, None)
+
+    def add_reached(self, now: int, task: int, epoch: int, phase: Phase) -> None:
+        """Said only if it came to no later phase before the batch leaves."""
+        if self._since == NEVER:
+            self._since = now
+        self._reached[task] = Reached(task, epoch, phase)
+
+    def _supersede(self, task: int) -> None:
+        """An older checkpoint is never said again after a newer one: that would take progress back."""
+
+        def is_older(item: ReportItem) -> bool:
+            return type(item) is Checkpointed and item.task == task
+
+        self._items, self._sizes = _without(self._items, self._sizes, is_older)
+        self._batches = {n: _without(*batch, is_older) for n, batch in self._batches.items()}
+
+    def recorded(self, sequence: int) -> None:
+        for number in [n for n in self._batches if n <= sequence]:
+            del self._batches[number]
+
+    def begin_again(self, now: int) -> None:
+        """A new connection: what was sent and not recorded waits again, ahead of the rest."""
+        if not self._batches:
+            return
+        items: list[ReportItem] = []
+        sizes: list[int] = []
+        for number in sorted(self._batches):
+            items += self._batches[number][0]
+            sizes += self._batches[number][1]
+        self._batches.clear()
+        self._items = items + self._items
+        self._sizes = sizes + self._sizes
+        if self._items:  # they may all have been forgotten meanwhile
+            self._since = min(self._since, now)
+
+    def forget(self, gone: set[tuple[int, int]]) -> None:
+        """Drop every item of leases that are `gone`."""
+
+        def is_gone(item: ReportItem) -> bool:
+            return (item.task, item.epoch) in gone
+
+        self._items, self._sizes = _without(self._items, self._sizes, is_gone)
+        self._batches = {n: _without(*batch, is_gone) for n, batch in self._batches.items()}
+        for task in [t for t, s in self._started.items() if (t, s.epoch) in gone]:
+            del self._started[task]
+        for task in [t for t, r in self._reached.items() if (t, r.epoch) in gone]:
+            del self._reached[task]
+        if not (self._items or self._started or self._reached):
+            self._since = NEVER
+
+    def ended_leases(self) -> set[tuple[int, int]]:
+        """Leases whose end is not yet recorded: still stated as held, so that the server keeps them for us."""
+        found = {(i.task, i.epoch) for i in self._items if type(i) is Finished}
+        for items, _ in self._batches.values():
+            found |= {(i.task, i.epoch) for i in items if type(i) is Finished}
+        return found
+
+    @property
+    def flush_at(self) -> int:
+        """When `flush` has something to send although nothing else happens."""
+        if self._since == NEVER or len(self._batches) >= MAX_IN_FLIGHT:
+            return NEVER
+        return self._since + LINGER_US
+
+    def flush(self, now: int) -> list[Reports]:
+        frames: list[Reports] = []
+        while (self._items or self._started or self._reached) and len(
+            self._batches
+        ) < MAX_IN_FLIGHT:
+            if self._batches and len(self._items) < FULL and now < self._since + LINGER_US:
+                break
+            frames.append(self._next_batch())
+        return frames
+
+    def _next_batch(self) -> Reports:
+        started: list[ReportItem] = [*self._started.values(), *self._reached.values()]
+        self._started.clear()
+        self._reached.clear()
+        count = total = 0
+        for size in self._sizes[:MAX_ITEMS]:
+            if count and total + size > MAX_BYTES:
+                break
+            count += 1
+            total += size
+        items = started + self._items[:count]
+        sizes = [ITEM_BYTES] * len(started) + self._sizes[:count]
+        self._items = self._items[count:]
+        self._sizes = self._sizes[count:]
+        if not self._items:
+            self._since = NEVER
+        self._sequence += 1
+        self._batches[self._sequence] = (items, sizes)
+        return Reports(self._sequence, tuple(items))
+
+
+def _without(
+    items: list[ReportItem], sizes: list[int], unwanted: Callable[[ReportItem], bool]
+) -> tuple[list[ReportItem], list[int]]:
+    kept = [n for n, item in enumerate(items) if not unwanted(item)]
+    if len(kept) == len(items):
+        return items, sizes
+    return [items[n] for n in kept], [sizes[n] for n in kept]

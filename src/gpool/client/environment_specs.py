@@ -1,0 +1,186 @@
+"""From what a consumer writes to a recipe: words, requirements files, the block at the top of a script. Installs nothing.
+
+Packages come from the node's own index, so options and addresses of pip are refused, with the place they stand at.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import tomllib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from gpool.core.errors import Invalid
+from gpool.core.model import Recipe
+from gpool.core.specs import environment
+
+OLDEST, NEWEST = 11, 30
+"""The minors of Python 3 that a node may have: gpool's own oldest, and one that is years away."""
+
+MAX_NESTED = 20
+_OPEN, _CLOSE = "# /// script", "# ///"
+_CLAUSE = re.compile(r"(===|~=|==|!=|<=|>=|<|>)\s*(\d+(?:\.\d+)*)(\.\*)?")
+_NESTED = re.compile(r"(?:-r|--requirement)(?:\s*=\s*|\s+|(?<=-r))(\S.*)")
+
+
+def recipe_of(
+    *,
+    python: str | None = None,
+    pip: Sequence[str] = (),
+    requirements: Path | None = None,
+    script: Path | None = None,
+    image: str | None = None,
+) -> Recipe | None:
+    """What all of them ask for together; None when they ask for nothing, and the node's own environment serves."""
+    packages = list(pip)
+    if requirements is not None:
+        packages += _from_file(requirements, ())
+    block = _block_of(script) if script is not None else None
+    if script is not None and block is not None:
+        packages += _dependencies(block, script)
+        python = python or _minor_for(block, script)
+    asked = environment.recipe(python, tuple(packages), image or "")
+    return None if asked == Recipe() else asked
+
+
+def _read(file: Path, what: str) -> str:
+    try:
+        return file.read_text("utf-8-sig")
+    except UnicodeDecodeError as exc:
+        raise Invalid(f"{what} '{file}' is not UTF-8 text") from exc
+    except OSError as exc:
+        raise Invalid(f"{what} '{file}' cannot be read: {exc.strerror}") from exc
+
+
+# ---- requirements files
+
+
+def _from_file(file: Path, above: tuple[Path, ...]) -> Iterator[str]:
+    if file.resolve() in above:
+        return  # they name each other
+    if len(above) >= MAX_NESTED:
+        raise Invalid(
+            f"requirements file '{file}' lies {MAX_NESTED} others deep; put them into one"
+        )
+    for number, line in _lines(_read(file, "requirements file")):
+        place = f"{file}:{number}"
+        if nested := _NESTED.fullmatch(line):
+            yield from _from_file(file.parent / nested[1].strip("'\""), (*above, file.resolve()))
+        elif line.startswith("-") or " --" in line:
+            word = next(word for word in line.split() if word.startswith("-"))
+            raise Invalid(
+                f"{place}: {word[:40]!r} is an option of pip; the node's owner chooses indexes and options, "
+                "so only package names and versions (and -r FILE) can stand here"
+            )
+        else:
+            try:
+                environment.recipe(packages=(line,))
+            except Invalid as exc:
+                raise Invalid(f"{place}: {exc.detail}") from exc
+            yield line
+
+
+def _lines(text: str) -> Iterator[tuple[int, str]]:
+    """(number of its first line, content) of what is not empty: continued lines joined, comments gone."""
+    begun, held = 0, ""
+    for number, line in enumerate([*text.splitlines(), ""], start=1):
+        begun = begun or number
+        comment = line.lstrip().startswith("#")
+        if line.endswith("\\") and not comment:
+            held += line[:-1] + " "
+            continue
+        whole = re.sub(r"(^|\s)#.*", "", held + line).strip()
+        if whole:
+            yield begun, whole
+        begun, held = 0, ""
+
+
+# ---- scripts
+
+
+def _block_of(script: Path) -> dict[str, Any] | None:
+    """The `script` block (PEP 723) of a Python file; one that is never closed is a comment."""
+    lines = _read(script, "script").splitlines()
+    found: list[list[str]] = []
+    at = 0
+    while at < len(lines):
+        if lines[at].rstrip() != _OPEN:
+            at += 1
+            continue
+        end = at + 1
+        while end < len(lines) and (lines[end] == "#" or lines[end].startswith("# ")):
+            end += 1
+        closes = [n for n in range(at + 1, end) if lines[n].rstrip() == _CLOSE]
+        if closes:
+            found.append([line[2:] for line in lines[at + 1 : closes[-1]]])
+            at = closes[-1]
+        at += 1
+    if not found:
+        return None
+    if len(found) > 1:
+        raise Invalid(f"{script} has {len(found)} blocks '{_OPEN}'; keep one")
+    try:
+        return tomllib.loads("\n".join(found[0]))
+    except tomllib.TOMLDecodeError as exc:
+        raise Invalid(f"the block '{_OPEN}' of {script} is not TOML: {exc}") from exc
+
+
+def _dependencies(block: dict[str, Any], script: Path) -> list[str]:
+    named = block.get("dependencies", [])
+    if not isinstance(named, list) or not all(isinstance(one, str) for one in named):
+        raise Invalid(f"{script}: 'dependencies' is not a list of package names in quotes")
+    return named
+
+
+def _minor_for(block: dict[str, Any], script: Path) -> str | None:
+    """Which Python to ask for: none when every node's will do, our own when it will, else the oldest that will."""
+    wanted = block.get("requires-python", "")
+    if not isinstance(wanted, str):
+        raise Invalid(f"{script}: 'requires-python' is not text like '>=3.11'")
+    clauses = [_clause(part.strip(), script) for part in wanted.split(",") if part.strip()]
+    fitting = [
+        minor
+        for minor in range(OLDEST, NEWEST + 1)
+        if any(all(_meets((3, minor, micro), c) for c in clauses) for micro in range(100))
+    ]
+    if not fitting:
+        raise Invalid(
+            f"{script} requires Python {wanted!r}; nodes have 3.{OLDEST} or a later one of Python 3"
+        )
+    if len(fitting) == NEWEST + 1 - OLDEST:
+        return None
+    own = sys.version_info.minor
+    return f"3.{own if own in fitting else fitting[0]}"
+
+
+_Clause = tuple[str, tuple[int, ...], bool]
+
+
+def _clause(text: str, script: Path) -> _Clause:
+    found = _CLAUSE.fullmatch(text)
+    if found is None:
+        raise Invalid(f"{script}: 'requires-python' says {text!r}; write it like '>=3.11'")
+    return found[1], tuple(int(part) for part in found[2].split(".")), bool(found[3])
+
+
+def _meets(version: tuple[int, int, int], clause: _Clause) -> bool:
+    sign, wanted, prefix = clause
+    if sign == "~=":
+        return version >= wanted and version[: len(wanted) - 1] == wanted[:-1]
+    padded = (*wanted, 0, 0, 0)[:3]
+    same = version[: len(wanted)] == wanted if prefix else version == padded
+    match sign:
+        case "==" | "===":
+            return same
+        case "!=":
+            return not same
+        case ">=":
+            return version >= padded
+        case "<=":
+            return version <= padded
+        case ">":
+            return version > padded
+        case _:
+            return version < padded

@@ -1,0 +1,246 @@
+"""Files in and out: named by their SHA-256, streamed, uploaded once. Refuses to write outside the folder it was given."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import logging
+import os
+import stat
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from gpool.client.connection.transport import Door
+from gpool.client.results import Output
+from gpool.core.errors import Conflict, GpoolError, Invalid
+from gpool.core.specs.paths import checked, folded
+from gpool.transfer.artifacts import Steps, download, hash_of, path_of, upload
+from gpool.transfer.partial_file import Landing
+from gpool.transfer.requests import FilePart
+
+log = logging.getLogger(__name__)
+
+Progress = Callable[[str, int, int], None]
+"""Called with (path, bytes done, bytes in all)."""
+
+
+def _silent(_path: str, _done: int, _total: int) -> None:
+    return
+
+
+@dataclass(frozen=True, slots=True)
+class LocalFile:
+    """A file to be sent, with the name it gets in the work directory."""
+
+    path: str
+    source: Path
+    size_bytes: int
+    executable: bool
+
+
+Input = str | os.PathLike[str] | LocalFile
+
+
+def gather(inputs: Iterable[Input], root: Path | None = None) -> list[LocalFile]:
+    """The files behind the given names, folders with all that is in them; names stay relative to `root`.
+
+    What is a `LocalFile` already (of `gpool.local_files`) has its name.
+    """
+    base = (root or Path()).absolute()
+    found: dict[str, LocalFile] = {}
+    for given in inputs:
+        if isinstance(given, LocalFile):
+            _add(found, given)
+            continue
+        source = Path(os.path.normpath(base / given))
+        if not source.is_relative_to(base):
+            raise Invalid(
+                f"input '{given}' lies outside {base}; run gpool from a folder that holds it, "
+                "or copy it here: inputs keep their relative names"
+            )
+        files = list(_walk(source, given))
+        for file in files:
+            name = checked(file.relative_to(base).as_posix())
+            about = file.stat()
+            executable = bool(about.st_mode & stat.S_IXUSR)
+            _add(found, LocalFile(name, file, about.st_size, executable))
+        if not files:
+            log.warning(
+                "input '%s' holds no file, so nothing of it is sent; where it is needed empty, let the command make it",
+                given,
+            )
+    seen: dict[str, str] = {}
+    for name in found:
+        other = seen.setdefault(folded(name), name)
+        if other != name:
+            raise Invalid(f"inputs '{other}' and '{name}' differ only in case; rename one of them")
+    return list(found.values())
+
+
+def _add(found: dict[str, LocalFile], file: LocalFile) -> None:
+    other = found.setdefault(file.path, file)
+    if other.source.resolve() != file.source.resolve():
+        raise Invalid(
+            f"'{other.source}' and '{file.source}' would both be '{file.path}' there; leave out one"
+        )
+
+
+def _walk(source: Path, given: str | os.PathLike[str]) -> Iterator[Path]:
+    if source.is_dir():
+        real = source.resolve()
+        try:
+            yield from _files_in(source, f"in input '{given}'", real, (real,))
+        except OSError as exc:
+            what = f"'{exc.filename}' (in input '{given}')"
+            raise Invalid(f"{what} cannot be read: {exc.strerror}") from exc
+    elif source.is_file():
+        yield source
+    elif source.exists():
+        raise Invalid(f"input '{given}' is neither a file nor a folder")
+    else:
+        raise Invalid(f"input '{given}' does not exist")
+
+
+def _files_in(
+    folder: Path, where: str, real_top: Path, entered: tuple[Path, ...]
+) -> Iterator[Path]:
+    """What lies beneath `folder`; no link leads out of `real_top`. `entered`: where we are, without links."""
+    for name in sorted(os.listdir(folder)):
+        file = folder / name
+        if file.is_symlink() and not file.exists():
+            raise Invalid(f"'{file}' ({where}) is a link to nothing; remove it")
+        real = file.resolve()
+        if not real.is_relative_to(real_top):
+            raise Invalid(
+                f"'{file}' ({where}) is a link out of it, to {real}; copy what it names, or remove it"
+            )
+        if file.is_dir():
+            if real in entered:
+                raise Invalid(f"'{file}' ({where}) is a link to a folder it lies in; remove it")
+            yield from _files_in(file, where, real_top, (*entered, real))
+        elif file.is_file():
+            yield file
+        else:
+            raise Invalid(f"'{file}' ({where}) is not a plain file; remove it")
+
+
+class Artifacts:
+    """Up- and downloads through the client's door; remembers what the server has."""
+
+    def __init__(self, door: Door) -> None:
+        self._door = door
+        self._there: set[str] = set()
+
+    def put(self, content: bytes) -> str:
+        """Upload bytes unless the server has them; the hash."""
+        sha256 = hashlib.sha256(content).hexdigest()
+        if sha256 not in self._there:
+            self._door.carry_out(lambda: upload(content, sha256, len(content)))
+            self._there.add(sha256)
+        return sha256
+
+    def forget(self, sha256s: Iterable[object]) -> bool:
+        """The server has these no longer; whether any of them was thought to be there."""
+        gone = self._there.intersection(sha256s)
+        self._there -= gone
+        return bool(gone)
+
+    def put_file(self, file: LocalFile, progress: Progress = _silent) -> str:
+        """Upload a file in parts, memory flat; the hash. A broken upload goes on where the server says."""
+        try:
+            sha256, size_bytes = hash_of(file.source)
+        except OSError as exc:
+            raise Invalid(f"input '{file.path}' cannot be read: {exc.strerror}") from exc
+        if sha256 not in self._there:
+            self._door.carry_out(
+                lambda: _told(upload(file.source, sha256, size_bytes), file, progress)
+            )
+            self._there.add(sha256)
+        progress(file.path, size_bytes, size_bytes)
+        return sha256
+
+    def get(self, sha256: str) -> bytes:
+        """A whole artifact in memory: for values, not for files."""
+        return self._door.send("GET", path_of(sha256)).body
+
+    def fetch(
+        self, outputs: Sequence[Output], into: Path, progress: Progress = _silent
+    ) -> list[Path]:
+        """Write the outputs beneath `into`, replacing what is there, and nothing outside it."""
+        try:
+            into.mkdir(parents=True, exist_ok=True)
+        except OSError as exc:
+            raise Conflict(f"'{into}' cannot be written to: {exc.strerror}") from exc
+        written = []
+        for output in outputs:
+            name = checked(output.path)
+            folder = _folder_beneath(into, name.split("/")[:-1])
+            try:
+                written.append(into / name)
+                self._fetch_one(output, folder, name.rpartition("/")[2], progress)
+            finally:
+                os.close(folder)
+        return written
+
+    def _fetch_one(self, output: Output, folder: int, name: str, progress: Progress) -> None:
+        short = name.encode()[:100].decode(errors="ignore")
+        partial = f".{short}.{output.sha256[:16]}.part"
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        try:
+            with os.fdopen(os.open(partial, flags, 0o600, dir_fd=folder), "r+b") as file:
+                landing = Landing(file, lambda done: progress(output.path, done, output.size_bytes))
+                self._door.carry_out(lambda: download(output.sha256, landing))
+                mask = os.umask(0)
+                os.umask(mask)
+                os.fchmod(file.fileno(), (0o777 if output.executable else 0o666) & ~mask)
+            os.replace(partial, name, src_dir_fd=folder, dst_dir_fd=folder)
+        except IsADirectoryError as exc:
+            os.unlink(partial, dir_fd=folder)
+            raise Conflict(
+                f"output '{output.path}' cannot be written: a folder of that name is there"
+            ) from exc
+        except OSError as exc:
+            raise Conflict(f"output '{output.path}' cannot be written: {exc.strerror}") from exc
+        except GpoolError:
+            if not os.stat(partial, dir_fd=folder).st_size:  # nothing to go on from
+                os.unlink(partial, dir_fd=folder)
+            raise
+
+
+def _told(steps: Steps, file: LocalFile, progress: Progress) -> Steps:
+    """The same steps, with each part's start told as progress."""
+    request = next(steps)
+    while True:
+        if isinstance(request.body, FilePart):
+            progress(file.path, request.body.offset, file.size_bytes)
+        reply = yield request
+        try:
+            request = steps.send(reply)
+        except StopIteration:
+            return
+
+
+def _folder_beneath(root: Path, names: Sequence[str]) -> int:
+    """A descriptor of the folder beneath `root`, made where missing; a link on the way is refused."""
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+    try:
+        current = os.open(root, flags)
+    except OSError as exc:
+        raise Conflict(f"'{root}' cannot be written to: {exc.strerror}") from exc
+    for name in names:
+        try:
+            with suppress(FileExistsError):
+                os.mkdir(name, dir_fd=current)
+            deeper = os.open(name, flags | os.O_NOFOLLOW, dir_fd=current)
+        except OSError as exc:
+            in_the_way = exc.errno in (errno.ENOTDIR, errno.ELOOP)
+            why = f"'{name}' is a link or a file" if in_the_way else exc.strerror
+            raise Conflict(
+                f"'{'/'.join(names)}' beneath {root} cannot be written to: {why}"
+            ) from exc
+        finally:
+            os.close(current)
+        current = deeper
+    return current

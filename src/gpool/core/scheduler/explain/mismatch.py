@@ -1,0 +1,206 @@
+"""Why no node could run a task, however idle: in one sentence, of the nodes that come nearest. It looks and decides nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from gpool.core.ids import NodeId
+from gpool.core.model import Gpu, GpuRequest, Node, Shape, Tier
+from gpool.core.scheduler.place.fit import Unfit, possible_prices, unfit, usable
+from gpool.core.specs import environment, price
+from gpool.core.specs import gpu as gpuspec
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """`position` is the place among the tasks that wait for the same nodes (1: next), None where nothing can run it."""
+
+    code: str
+    sentence: str
+    position: int | None = None
+
+    @property
+    def ahead(self) -> int:
+        return 0 if self.position is None else self.position - 1
+
+
+def nothing_can(nodes: list[Node], shape: Shape) -> Explanation:
+    """Speaks of the nodes that come nearest: those which fail at the latest step. Each of them must be unfit."""
+    steps = list(Unfit)
+    reasons = {node.id: unfit(node, shape) or Unfit.GPU for node in nodes}
+    last = max(reasons.values(), key=steps.index)
+    near = [node for node in nodes if reasons[node.id] is last]
+    needs = shape.requirements
+    unlabelled = [node for node in nodes if reasons[node.id] is Unfit.LABELS]
+    if unlabelled and last is not Unfit.LABELS:
+        bare = replace(shape, requirements=replace(needs, labels=()))
+        able = [node for node in unlabelled if unfit(node, bare) is None]
+        if able:
+            return _only_elsewhere(able, shape, is_gpu=last is Unfit.GPU)
+    match last:
+        case Unfit.AUDIENCE:
+            said = "The owners of the nodes that are here take only the tasks of people they named."
+            return Explanation("not_for_you", said)
+        case Unfit.RESERVED:
+            said = f"{those(near)} could run it, but is reserved for others just now."
+            return Explanation("reserved", said)
+        case Unfit.LABELS:
+            return _no_such_label(nodes, needs.labels)
+        case Unfit.PRICE:
+            least = min(min(possible_prices(node, needs)) for node in near)
+            cap = price.told(needs.max_price_microcredits or 0)
+            said = f"It may cost {cap}; the cheapest that could run it costs {price.told(least)}."
+            return Explanation("over_price", said)
+        case Unfit.NETWORK:
+            said = f"No node gives the network {needs.network.value!r}; its owners can allow it."
+            return Explanation("no_network", said)
+        case Unfit.RUNTIME:
+            asked = [f"isolation {needs.tier.value!r}", f"network {needs.network.value!r}"]
+            asked += ["an image"] * (environment.kind_of(shape.environment) == environment.IMAGE)
+            asked += ["a GPU"] * bool(needs.gpu)
+            said = f"No node gives all of this in one sandbox: {', '.join(asked)}."
+            return Explanation("no_runtime", said)
+        case Unfit.ENVIRONMENT if environment.kind_of(shape.environment) == environment.PIP:
+            said = "No node builds environments from packages; one with uv and egress does."
+            return Explanation("no_environment", said)
+        case Unfit.ENVIRONMENT if environment.kind_of(shape.environment) == environment.IMAGE:
+            said = "No node runs images; one with Docker or Podman does."
+            return Explanation("no_environment", said)
+        case Unfit.ENVIRONMENT:
+            there = sorted({name for node in near for name in node.offer.environments})
+            said = (
+                f"No node has the environment {shape.environment!r}; there are: {list_of(there)}."
+            )
+            return Explanation("no_environment", said)
+        case Unfit.PYTHON:
+            there = sorted({minor for node in near for minor in node.offer.pythons}, key=_version)
+            said = f"No node has Python {needs.python}; there are: {list_of(there)}."
+            return Explanation("no_python", said)
+        case Unfit.TIER if needs.tier is Tier.NONE:
+            said = (
+                "Isolation 'none' is only given on your own nodes, and none of yours offers it; "
+                "start its agent with --allow-process."
+            )
+            return Explanation("no_tier", said)
+        case Unfit.TIER:
+            there = sorted({tier for node in near for tier in node.offer.tiers})
+            said = f"No node isolates as strongly as {needs.tier.value!r}; there are: {list_of(there)}."
+            return Explanation("no_tier", said)
+        case Unfit.CPU:
+            most = max(node.offer.cpu_milli for node in near)
+            said = f"It asks for {needs.cpu_milli / 1000:g} CPUs; the largest node has {most / 1000:g}."
+            return Explanation("too_many_cpus", said)
+        case Unfit.MEMORY:
+            most = max(node.offer.memory_bytes for node in near)
+            said = f"It asks for {gpuspec.gib(needs.memory_bytes or 0)} of memory; the largest node has {gpuspec.gib(most)}."
+            return Explanation("too_much_memory", said)
+        case Unfit.DISK:
+            most = max(node.offer.disk_bytes for node in near)
+            said = f"It asks for {gpuspec.gib(needs.disk_bytes or 0)} of disk; the largest node has {gpuspec.gib(most)}."
+            return Explanation("too_much_disk", said)
+        case Unfit.GPU:
+            return _no_such_gpu(near, needs.gpu)
+        case Unfit.SITE:
+            said = (
+                f"It asks for {needs.nodes} nodes of one site, and {those(near)} could run a part of it, "
+                "but its owner names no site whose nodes reach each other; --site does when they join."
+            )
+            return Explanation("no_site", said)
+
+
+def _no_such_label(nodes: list[Node], wanted: tuple[str, ...]) -> Explanation:
+    there = {label for node in nodes for label in node.offer.labels}
+    missing = [label for label in wanted if label not in there]
+    if missing:
+        said = f"No node has the label {list_of(missing)}; there are: {list_of(sorted(there))}."
+    else:
+        said = f"No node has all of the labels {list_of(list(wanted))} together."
+    return Explanation("no_label", said)
+
+
+def _only_elsewhere(able: list[Node], shape: Shape, *, is_gpu: bool) -> Explanation:
+    """Nodes have the labels, and others all else."""
+    needs = shape.requirements
+    lacked = [each for each in needs.labels if any(each not in n.offer.labels for n in able)]
+    what = f"with such a GPU ({gpuspec.format(needs.gpu)})" if is_gpu else "that could run it"
+    names = list_of([node.name for node in sorted(able, key=_node_id)])
+    word = "labels" if len(lacked) > 1 else "label"
+    said = f"No node {what} has the {word} {list_of(lacked)}; without that it could run on {names}."
+    return Explanation("no_label", said)
+
+
+def _no_such_gpu(nodes: list[Node], wanted: tuple[GpuRequest, ...]) -> Explanation:
+    every = [(node, gpu) for node in nodes for gpu in node.offer.gpus]
+    asked = gpuspec.format(wanted)
+    if not every:
+        return Explanation("no_gpu", f"It asks for a GPU ({asked}) and no node lends one.")
+    lent = [gpu for node, gpu in every if gpu.index not in node.gpus_withheld]
+    flagged = [gpu for node, gpu in every if gpu.index in node.gpus_flagged]
+    suiting = [gpu for gpu in flagged if any(gpuspec.matches(request, gpu) for request in wanted)]
+    if suiting and not any(gpuspec.matches(request, gpu) for request in wanted for gpu in lent):
+        said = (
+            f"{len(suiting)} GPUs would do ({asked}), but are flagged: each is bound to another owner or not "
+            "verified; they take nothing until an operator decides."
+        )
+        return Explanation("flagged", said)
+    if not lent:
+        return Explanation("withheld", "The owners have set all GPUs unavailable.")
+    closed = [gpu for gpu in lent if gpu.closed]
+    shut = [gpu for gpu in closed if any(gpuspec.matches(request, gpu) for request in wanted)]
+    lent = [gpu for gpu in lent if not gpu.closed]
+    if shut and not any(gpuspec.matches(request, gpu) for request in wanted for gpu in lent):
+        said = f"{len(shut)} GPUs would do ({asked}), but take nothing just now: {shut[0].closed}."
+        return Explanation("closed", said)
+    if not lent:
+        return Explanation("closed", f"No GPU takes anything just now: {closed[0].closed}.")
+    if len(wanted) == 1:
+        request = wanted[0]
+        most = max(sum(usable(node, gpu, request) for gpu in node.offer.gpus) for node in nodes)
+        if most:
+            said = f"It asks for {request.count} GPUs of one node ({asked}); the most on one is {most}."
+            return Explanation("too_few_gpus", said)
+        any_size = replace(request, min_memory_bytes=None, max_memory_bytes=None)
+        alike = [gpu for gpu in lent if gpuspec.matches(any_size, gpu)]
+        smallest = max(request.min_memory_bytes or 0, request.vram_bytes or 0)
+        if alike and max(gpu.memory_bytes for gpu in alike) < smallest:
+            largest = max(alike, key=lambda gpu: gpu.memory_bytes)
+            said = f"No GPU is that large ({asked}); the largest is {_gpu(largest)}."
+            return Explanation("gpu_too_small", said)
+    there = list_of(sorted({_gpu(gpu) for gpu in lent}))
+    return Explanation("no_such_gpu", f"No node lends such a GPU ({asked}); there are: {there}.")
+
+
+# ---- words
+
+
+def those(nodes: list[Node]) -> str:
+    names = [node.name for node in sorted(nodes, key=_node_id)]
+    return names[0] if len(names) == 1 else f"Each of {list_of(names)}"
+
+
+def _node_id(node: Node) -> NodeId:
+    return node.id
+
+
+def list_of(names: list[str]) -> str:
+    if not names:
+        return "none"
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+def ranked(name: str, rank: int) -> str:
+    """A member of a gang."""
+    return f"{name} (rank {rank})"
+
+
+def counted(number: int, one: str, many: str) -> str:
+    return f"{number} {one if number == 1 else many}"
+
+
+def _gpu(gpu: Gpu) -> str:
+    simulated = ", simulated" if gpu.simulated else ""
+    return f"{gpu.model} ({gpuspec.gib(gpu.memory_bytes)}{simulated})"
+
+
+def _version(minor: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in minor.split(".") if part.isdigit())

@@ -1,0 +1,428 @@
+"""The nearest changes that would start a waiting task now. Each is planned on a copy before it is said: it is true, or it is not told.
+
+A person applies a change by submitting the task again, so it is planned as a new task at the end of the line; and once more
+with its old age, for whoever changes it in place. Only a change under which both start in this very pass is told.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import combinations
+
+from gpool.core.ids import TaskId
+from gpool.core.model import GIB, Gpu, GpuRequest, Instant, Network, Node, Requirements, Shape, Tier
+from gpool.core.scheduler.order.orders import ORDERS, Order, Policy
+from gpool.core.scheduler.passes.plan import plan
+from gpool.core.scheduler.place.fit import (
+    fit,
+    is_open,
+    is_slice,
+    possible_prices,
+    price_of,
+    unfit,
+    usable,
+)
+from gpool.core.scheduler.place.gangs import most_together
+from gpool.core.scheduler.state.capacity import GpuRoom
+from gpool.core.scheduler.state.events import Place, QueuedTask, TasksQueued, TasksWithdrawn
+from gpool.core.scheduler.state.snapshot import Snapshot
+from gpool.core.scheduler.state.state import State
+from gpool.core.specs import gpu as gpuspec
+from gpool.core.specs import price as prices
+
+MOST_PLANS = 60
+"""Passes tried for one question."""
+
+_TRIES = 6  # values tried of one kind of change, nearest first
+_GB = 1000**3
+_NEW = TaskId((1 << 62) - 1)  # younger than every task there is
+
+
+@dataclass(frozen=True, slots=True)
+class Suggestion:
+    """`change` is what to say to `gpool run` ("--gpu RTX4090"), `requirements` what the task asks for then.
+
+    `price_microcredits` is what an hour costs on each node where it would start.
+    """
+
+    kind: str
+    change: str
+    sentence: str
+    requirements: Requirements
+    price_microcredits: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Change:
+    change: str
+    words: str
+    requirements: Requirements
+
+
+@dataclass(frozen=True, slots=True)
+class Suggested:
+    """`is_complete`: all that could help was tried."""
+
+    found: tuple[Suggestion, ...] = ()
+    is_complete: bool = True
+
+
+def _never() -> bool:
+    return False
+
+
+def suggest(
+    snapshot: Snapshot,
+    task: TaskId,
+    now: Instant,
+    policy: Policy,
+    orders: Mapping[str, Order] = ORDERS,
+) -> tuple[Suggestion, ...]:
+    """One of each kind at most, the nearest; nothing when the task starts as it is, or does not wait."""
+    return Asking(snapshot, now, policy, orders).of(task).found
+
+
+class Asking:
+    """Tries changes of one task after another on a state of its own, made of the snapshot."""
+
+    def __init__(
+        self, snapshot: Snapshot, now: Instant, policy: Policy, orders: Mapping[str, Order] = ORDERS
+    ) -> None:
+        self.snapshot, self.state = snapshot, snapshot.state()
+        self.now, self.policy, self.orders = now, policy, orders
+
+    def of(self, task: TaskId, is_late: Callable[[], bool] = _never) -> Suggested:
+        """`is_late`: asked before each try; once it says so, what was found by then is all."""
+        self.state.take_hints(self.snapshot.hints)
+        asked = _Asked(self, task, is_late)
+        return Suggested(tuple(asked.found()), asked.is_complete)
+
+
+class _Asked:
+    def __init__(self, asking: Asking, task: TaskId, is_late: Callable[[], bool]) -> None:
+        self.state, self.hints = asking.state, asking.snapshot.hints
+        self.now, self.policy, self.orders = asking.now, asking.policy, asking.orders
+        self.plans = 0
+        self.is_late, self.is_complete = is_late, True
+        self.task = asking.snapshot.task(task)
+        entry = self.state.queue_of(task)
+        self.shape = None if entry is None else entry.shape
+
+    def found(self) -> Iterator[Suggestion]:
+        if self.task is None or self.shape is None:
+            return
+        if self.is_late():
+            self.is_complete = False
+            return
+        if self._started(self.task.id):
+            return
+        free = _Free(self.state, self.shape)
+        for kind, changes in _kinds(self.shape, free):
+            for change in _first(changes, _TRIES):
+                if self.plans >= MOST_PLANS or self.is_late():
+                    self.is_complete = False
+                    return
+                shape = replace(self.shape, requirements=change.requirements)
+                place = self._place(shape) if free.has_room(shape) else None
+                if place is not None:
+                    yield self._suggestion(kind, change, place)
+                    break
+
+    def _suggestion(self, kind: str, change: _Change, place: Place) -> Suggestion:
+        price = cost_of(self.state, place)
+        at = f" at {prices.told(price)}" if price else ""
+        several = " for each node" if price and place.members else ""
+        said = f"It starts now{' ' * bool(change.words)}{change.words}{at}{several}."
+        return Suggestion(kind, change.change, said, change.requirements, price)
+
+    def _place(self, shape: Shape) -> Place | None:
+        """Where it would start if it were submitted now; None: there or in its old place in line it would not."""
+        assert self.task is not None
+        assert self.shape is not None
+        again = QueuedTask(_NEW, 0, self.now)
+        self.state.fold(TasksWithdrawn((self.task.id,)))
+        try:
+            place = self._start_of(shape, again)
+            return place if place is not None and self._start_of(shape, self.task) else None
+        finally:
+            self.state.fold(TasksQueued(self.shape, (self.task,)))
+
+    def _start_of(self, shape: Shape, task: QueuedTask) -> Place | None:
+        self.state.take_hints(self.hints)  # trying moves them
+        self.state.fold(TasksQueued(shape, (task,)))
+        try:
+            return self._started(task.id)
+        finally:
+            self.state.fold(TasksWithdrawn((task.id,)))
+
+    def _started(self, task: TaskId) -> Place | None:
+        """At the head of a line of its own: waiting behind another is no start."""
+        self.plans += 1
+        for place in plan(self.state, self.now, self.policy, self.orders).places:
+            if place.grants[0].task == task:
+                is_new = place.allocation.number not in self.state.nodes[place.node].lines
+                return place if is_new else None
+        return None
+
+
+def cost_of(state: State, place: Place) -> int:
+    """What an hour of it costs, on the dearest node of a gang."""
+    parts = [(place.node, place.allocation)]
+    parts += [(member.node, member.allocation) for member in place.members]
+    known = [(state.nodes[id_].node, allocation) for id_, allocation in parts]
+    return max((price_of(node, each) for node, each in known if node is not None), default=0)
+
+
+class _Free:
+    """What the nodes that take new tasks have free, for one person."""
+
+    def __init__(self, state: State, shape: Shape) -> None:
+        self.state = state
+        self.shape = shape
+        self.nodes = [
+            entry.node
+            for entry in state.nodes.values()
+            if entry.node is not None and is_open(entry.node)
+        ]
+
+    def has_room(self, shape: Shape) -> bool:
+        """For a start, if nobody came before it."""
+        wanted = shape.requirements.nodes
+        fitting = self.fitting(shape)
+        return any(fitting) if wanted == 1 else most_together(fitting) >= wanted
+
+    def fitting(self, shape: Shape) -> Iterator[Node]:
+        """Nodes with room for it, or for one member of it."""
+        for node in self.nodes:
+            if unfit(node, shape) is None and fit(node, self.state.nodes[node.id].room, shape):
+                yield node
+
+    def most_idle(self, request: GpuRequest) -> int:
+        """How many idle GPUs that would do one node has at most."""
+        counts = Counter(
+            node.id
+            for node, room in self.gpus()
+            if not room.holders and usable(node, room.gpu, request)
+        )
+        return max(counts.values(), default=0)
+
+    def gpus(self) -> Iterator[tuple[Node, GpuRoom]]:
+        """Those this person may have some of."""
+        for node in self.nodes:
+            for room in self.state.nodes[node.id].room.gpus.values():
+                is_theirs = not room.holders or room.user == self.shape.user
+                if is_theirs and room.gpu.index not in node.gpus_withheld:
+                    yield node, room
+
+    def idle(self) -> dict[str, tuple[Gpu, int]]:
+        """By model: one of its idle GPUs, and the most on one node."""
+        counts: dict[tuple[int, str], int] = {}
+        found: dict[str, tuple[Gpu, int]] = {}
+        for node, room in self.gpus():
+            if not room.holders:
+                key = (node.id, room.gpu.model)
+                counts[key] = counts.get(key, 0) + 1
+                most = max(counts[key], found[room.gpu.model][1] if room.gpu.model in found else 0)
+                found[room.gpu.model] = room.gpu, most
+        return found
+
+
+def _kinds(shape: Shape, free: _Free) -> Iterator[tuple[str, Iterator[_Change]]]:
+    yield "vram", _less_vram(shape, free)
+    yield "share", _less_share(shape, free)
+    yield "gpus", _fewer_gpus(shape, free)
+    yield "nodes", _fewer_nodes(shape, free)
+    yield "model", _other_models(shape, free)
+    yield "price", _higher_prices(shape, free)
+    yield "labels", _fewer_labels(shape)
+    yield "slice", _a_slice(shape, free)
+    yield "cpus", _fewer_cpus(shape, free)
+    yield "memory", _less_memory(shape, free)
+    yield "disk", _less_disk(shape, free)
+    yield "tier", _lower_tiers(shape)
+    yield "network", _no_network(shape)
+
+
+def _less_vram(shape: Shape, free: _Free) -> Iterator[_Change]:
+    asked = _only(shape)
+    if asked is None or asked.vram_bytes is None:
+        return
+    sizes = {room.free_memory // _GB * _GB for _, room in free.gpus()}
+    for size in sorted(sizes, reverse=True):
+        if 0 < size < asked.vram_bytes:
+            needs = _gpu(shape, replace(asked, vram_bytes=size))
+            yield _Change(f"--vram {_gb(size)}", f"with at most {_gb(size)} of GPU memory", needs)
+
+
+def _less_share(shape: Shape, free: _Free) -> Iterator[_Change]:
+    asked = _only(shape)
+    if asked is None or asked.vram_bytes is not None or asked.share_milli >= 1000:
+        return
+    shares = {room.free_share // 50 * 50 for _, room in free.gpus()}
+    for share in sorted(shares, reverse=True):
+        if 0 < share < asked.share_milli:
+            needs = _gpu(shape, replace(asked, share_milli=share))
+            said = f"with {share / 1000:g} of a GPU instead of {asked.share_milli / 1000:g}"
+            yield _Change(f"--gpu {gpuspec.format(needs.gpu)}", said, needs)
+
+
+def _fewer_gpus(shape: Shape, free: _Free) -> Iterator[_Change]:
+    asked = _only(shape)
+    if asked is None or is_slice(asked):
+        return
+    for count in range(min(asked.count - 1, free.most_idle(asked)), 0, -1):
+        needs = _gpu(shape, replace(asked, count=count))
+        said = f"with {count} GPU{'s' if count > 1 else ''} instead of {asked.count}"
+        yield _Change(f"--gpu {gpuspec.format(needs.gpu)}", said, needs)
+
+
+def _fewer_nodes(shape: Shape, free: _Free) -> Iterator[_Change]:
+    asked = shape.requirements.nodes
+    if asked == 1:
+        return
+    most = min(asked - 1, most_together(free.fitting(shape)))
+    for count in (*range(most, max(1, most - _TRIES + 1), -1), 1):
+        needs = replace(shape.requirements, nodes=count)
+        said = f"with {count} node{'s' if count > 1 else ''} instead of {asked}"
+        yield _Change(f"--nodes {count}", said, needs)
+
+
+def _other_models(shape: Shape, free: _Free) -> Iterator[_Change]:
+    """Idle GPUs of a model that was not asked for; those with most memory first."""
+    wanted = shape.requirements.gpu
+    if not wanted or any(is_slice(request) for request in wanted):
+        return
+    count = min(request.count for request in wanted)
+    idle = sorted(free.idle().values(), key=lambda one: (-one[0].memory_bytes, one[0].model))
+    for gpu, most in idle:
+        if most < count or any(gpuspec.matches(request, gpu) for request in wanted):
+            continue
+        needs = _gpu(shape, GpuRequest(count, _model_of(gpu)))
+        spec = gpuspec.format(needs.gpu)
+        yield _Change(f"--gpu {spec}", f"on {gpu.model} ({gpuspec.gib(gpu.memory_bytes)})", needs)
+
+
+def _higher_prices(shape: Shape, free: _Free) -> Iterator[_Change]:
+    """What the nodes cost that would do otherwise, the cheapest first."""
+    cap = shape.requirements.max_price_microcredits
+    if cap is None:
+        return
+    uncapped = replace(shape, requirements=replace(shape.requirements, max_price_microcredits=None))
+    costs = {
+        each
+        for node in free.nodes
+        if unfit(node, uncapped) is None
+        for each in possible_prices(node, shape.requirements)
+    }
+    for cost in sorted(costs):
+        if cost > cap:
+            needs = replace(shape.requirements, max_price_microcredits=cost)
+            yield _Change(f"--max-price {prices.told(cost)}", "", needs)  # its price is told anyway
+
+
+def _fewer_labels(shape: Shape) -> Iterator[_Change]:
+    asked = shape.requirements.labels
+    for count in sorted({1, len(asked)} if asked else ()):
+        for given_up in combinations(asked, count):
+            left = tuple(label for label in asked if label not in given_up)
+            said = " ".join(f"--label {label}" for label in given_up)
+            needs = replace(shape.requirements, labels=left)
+            words = f"without the label{'s' if count > 1 else ''} {', '.join(given_up)}"
+            yield _Change(f"without {said}", words, needs)
+
+
+def _a_slice(shape: Shape, free: _Free) -> Iterator[_Change]:
+    """Part of a GPU that the same person holds the rest of, instead of a whole one."""
+    asked = _only(shape)
+    if asked is None or is_slice(asked) or asked.count > 1:
+        return
+    plain = replace(asked, min_memory_bytes=None, max_memory_bytes=None)
+    sizes = {
+        room.free_memory // _GB * _GB
+        for _, room in free.gpus()
+        if room.holders and gpuspec.matches(plain, room.gpu)
+    }
+    for size in sorted(sizes, reverse=True):
+        if size > 0:
+            needs = _gpu(shape, GpuRequest(vram_bytes=size))
+            yield _Change(f"--vram {_gb(size)}", f"with at most {_gb(size)} of one GPU", needs)
+
+
+def _fewer_cpus(shape: Shape, free: _Free) -> Iterator[_Change]:
+    asked = shape.requirements.cpu_milli
+    amounts = {free.state.nodes[node.id].room.free_cpu // 500 * 500 for node in free.nodes}
+    for amount in sorted(amounts, reverse=True):
+        if 0 < amount < asked:
+            needs = replace(shape.requirements, cpu_milli=amount)
+            said = f"with {amount / 1000:g} CPUs instead of {asked / 1000:g}"
+            yield _Change(f"--cpus {amount / 1000:g}", said, needs)
+
+
+def _less_memory(shape: Shape, free: _Free) -> Iterator[_Change]:
+    asked = shape.requirements.memory_bytes
+    amounts = {free.state.nodes[node.id].room.free_memory // GIB * GIB for node in free.nodes}
+    for amount in sorted(amounts, reverse=True):
+        if amount > 0 and (asked is None or amount < asked):
+            needs = replace(shape.requirements, memory_bytes=amount)
+            said = f"with at most {amount // GIB} GiB of memory"
+            yield _Change(f"--memory {amount // GIB}GiB", said, needs)
+
+
+def _less_disk(shape: Shape, free: _Free) -> Iterator[_Change]:
+    asked = shape.requirements.disk_bytes
+    if asked is None:
+        return
+    rooms = (free.state.nodes[node.id].room for node in free.nodes)
+    for amount in sorted({room.free_disk // GIB * GIB for room in rooms}, reverse=True):
+        if 0 < amount < asked:
+            needs = replace(shape.requirements, disk_bytes=amount)
+            said = f"with at most {amount // GIB} GiB of disk"
+            yield _Change(f"--disk {amount // GIB}GiB", said, needs)
+
+
+def _lower_tiers(shape: Shape) -> Iterator[_Change]:
+    asked = shape.requirements.tier
+    for tier in (Tier.CONTAINER, Tier.NONE):
+        if tier is Tier.NONE and shape.requirements.nodes > 1:
+            continue  # a gang has a network of its own, which takes a sandbox
+        if tier.strength < asked.strength:
+            needs = replace(shape.requirements, tier=tier)
+            whose = ", on a node of your own" if tier is Tier.NONE else ""
+            yield _Change(f"--tier {tier}", f"with isolation '{tier}'{whose}", needs)
+
+
+def _no_network(shape: Shape) -> Iterator[_Change]:
+    if shape.requirements.network is not Network.NONE:
+        needs = replace(shape.requirements, network=Network.NONE)
+        yield _Change("--network none", "without network", needs)
+
+
+def _model_of(gpu: Gpu) -> str:
+    """The shortest name it answers to: `A100` for `NVIDIA A100-SXM4-80GB`."""
+    words = gpu.model.replace("-", " ").split()
+    for count in range(1, len(words)):
+        name = gpuspec.normalise(" ".join(words[:count]))
+        if name and gpuspec.is_model(name, gpu.model):
+            return name
+    return gpuspec.normalise(gpu.model)
+
+
+def _only(shape: Shape) -> GpuRequest | None:
+    """The GPU requirement, when it leaves no choice."""
+    wanted = shape.requirements.gpu
+    return wanted[0] if len(wanted) == 1 else None
+
+
+def _gpu(shape: Shape, request: GpuRequest) -> Requirements:
+    return replace(shape.requirements, gpu=(request,))
+
+
+def _gb(size: int) -> str:
+    return f"{size // _GB}GB"
+
+
+def _first(changes: Iterable[_Change], count: int) -> Iterator[_Change]:
+    for change, _ in zip(changes, range(count), strict=False):
+        yield change

@@ -1,0 +1,97 @@
+"""A task's place among those that wait, by the order in force. It counts without going through the queues; it decides nothing.
+
+The n-th task of a shape is served once its people have what the n before it take: so it is ranked here. What other shapes of
+the same people take meanwhile is left out, so a place is exact at the front of the line and a good guess behind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+
+from gpool.core.ids import TaskId
+from gpool.core.model import Instant, Node, Shape
+from gpool.core.scheduler.order.fair_share import Amounts, compared, tenant_of
+from gpool.core.scheduler.order.levels import attained_at
+from gpool.core.scheduler.order.limits import Holder, band, least_gpus
+from gpool.core.scheduler.order.orders import ORDERS, Candidate, Key, Order, Policy
+from gpool.core.scheduler.place.fit import unfit
+from gpool.core.scheduler.state.queue import Entry
+from gpool.core.scheduler.state.state import ShapeState, State
+
+STEP = 50
+"""Shapes or nodes looked at before others have their turn."""
+
+_LOOKS = 50_000
+"""Kinds of nodes looked at for all shapes together; past them a shape counts as one that could use the same."""
+
+
+class Ranking:
+    def __init__(self, state: State, now: Instant, policy: Policy, order: Order) -> None:
+        self._state, self._now, self._policy, self._order = state, now, policy, order
+        self._looks_ahead = policy.order == "shortest" or policy.order not in ORDERS
+
+    def ahead(
+        self, mine: ShapeState, task: TaskId, nodes: list[Node]
+    ) -> Generator[None, None, int]:
+        """How many waiting tasks come first and could use one of these nodes; in steps, as `explain.in_steps`."""
+        entry = mine.queue.entry_of(task)
+        if entry is None:
+            return 0
+        own = mine.queue.count_while(lambda _, other: other < entry)
+        my_key = self.key(mine.shape, own, entry)
+        total, looks, nodes = own, _LOOKS, self._one_of_each(nodes)
+        for number, other in enumerate(list(self._state.waiting()), 1):
+            if number % STEP == 0:
+                yield
+            if other is mine:
+                continue
+            shape = other.shape
+            before = other.queue.count_while(
+                lambda place, e, shape=shape: self.key(shape, place, e) < my_key  # type: ignore[misc]
+            )
+            if not before:
+                continue
+            if looks <= 0 or any(unfit(node, shape) is None for node in nodes):
+                total += before
+            looks -= len(nodes)
+        return total
+
+    def _one_of_each(self, nodes: list[Node]) -> list[Node]:
+        """Of nodes that are alike to every shape the first."""
+        board = self._state.engine(self._policy.pricing).board
+        there = [node for node in reversed(nodes) if node.id in board.slots]
+        kinds = {int(board.kind[board.slots[node.id]]): node for node in there}
+        return list(kinds.values())
+
+    def key(self, shape: Shape, place: int, entry: Entry) -> Key:
+        """Of the task with this place in the queue of its shape."""
+        state, policy = self._state, self._policy
+        needs = shape.requirements
+        gpus = least_gpus(shape) * needs.nodes
+        memory = (needs.memory_bytes or 0) * needs.nodes
+        more: Amounts = (place * gpus, place * needs.cpu_milli * needs.nodes, place * memory)
+
+        def share(holder: Holder) -> int:
+            return state.shares.of(holder, policy.weights.get(holder, 1000), more)
+
+        def held(holder: Holder) -> int:
+            return state.gpus.get(holder, 0) + more[0]
+
+        candidate = Candidate(
+            shape,
+            Instant(entry[0]),
+            TaskId(entry[1]),
+            state.running.get(shape.user, 0) + place * needs.nodes,
+            state.served(shape.user),
+            attained_at(shape.level),
+            self._shares(shape, share),
+            state.predictions.of(shape) if self._looks_ahead else None,
+            band(policy.limits, shape, held, gpus),
+        )
+        return self._order(candidate, self._now, policy)
+
+    def _shares(self, shape: Shape, share: Callable[[Holder], int]) -> tuple[int, int]:
+        own = share(("user", shape.user))
+        if shape.team is None:
+            return own, own
+        return compared(shape, share(tenant_of(shape)), own, self._policy.weights)

@@ -1,0 +1,325 @@
+"""Whether one node could ever run a shape, and how the shape fits into the room it has now. Which node is best is not decided here.
+
+Within a node a slice goes onto a GPU that is shared already, then wherever the least memory is left over; whole GPUs are the
+smallest of one model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from enum import StrEnum
+from typing import NamedTuple
+
+from gpool.core.ids import UserId
+from gpool.core.model import (
+    Allocation,
+    Audience,
+    Availability,
+    Gpu,
+    GpuRequest,
+    Network,
+    Node,
+    Offer,
+    Requirements,
+    RuntimeOffer,
+    Shape,
+    Sharing,
+    Slice,
+    Tier,
+)
+from gpool.core.scheduler.state.capacity import ANYBODY, GpuRoom, Room
+from gpool.core.specs import environment, gpu_slices
+from gpool.core.specs import gpu as gpuspec
+
+
+class Fit(NamedTuple):
+    """A place for one allocation."""
+
+    cpu_milli: int
+    memory_bytes: int
+    slices: tuple[Slice, ...]
+    disk_bytes: int = 0
+
+    def numbered(self, number: int) -> Allocation:
+        return Allocation(number, self.cpu_milli, self.memory_bytes, self.slices, self.disk_bytes)
+
+
+class Unfit(StrEnum):
+    """Why a node can never run a shape, however idle it is; in the order in which it is looked at."""
+
+    AUDIENCE = "audience"
+    RESERVED = "reserved"
+    LABELS = "labels"
+    ENVIRONMENT = "environment"
+    PYTHON = "python"
+    TIER = "tier"
+    NETWORK = "network"
+    RUNTIME = "runtime"
+    CPU = "cpu"
+    MEMORY = "memory"
+    DISK = "disk"
+    GPU = "gpu"
+    PRICE = "price"
+    SITE = "site"
+
+
+def is_open(node: Node) -> bool:
+    """Takes new leases: connected, its owner lends it, no operator has cordoned it, and it does not rest."""
+    return (
+        node.connected
+        and node.availability is Availability.AVAILABLE
+        and not node.offer.closed
+        and not node.cordoned
+        and not node.resting
+    )
+
+
+def unfit(node: Node, shape: Shape) -> Unfit | None:
+    """The first thing this node lacks for the shape even when idle, or None when it could run it."""
+    offer, needs = node.offer, shape.requirements
+    if node.audience is not None and not _is_for(node, node.audience, shape):
+        return Unfit.AUDIENCE
+    if node.reserved_for is not None and not _is_for(node, node.reserved_for, shape):
+        return Unfit.RESERVED
+    if needs.labels and not offer.labels.issuperset(needs.labels):
+        return Unfit.LABELS
+    if shape.environment not in offer.environments and (
+        environment.kind_of(shape.environment) not in offer.builds
+    ):
+        return Unfit.ENVIRONMENT
+    if needs.python is not None and needs.python not in offer.pythons:
+        return Unfit.PYTHON
+    if not tier_allows(node, needs.tier, shape.user):
+        return Unfit.TIER
+    if needs.network not in offer.networks:
+        return Unfit.NETWORK
+    if offer.runtimes and not any(_gives(runtime, shape) for runtime in offer.runtimes):
+        return Unfit.RUNTIME
+    if offer.cpu_milli < needs.cpu_milli:
+        return Unfit.CPU
+    if offer.memory_bytes < memory_for(node, needs):
+        return Unfit.MEMORY
+    if needs.disk_bytes is not None and offer.disk_bytes < needs.disk_bytes:
+        return Unfit.DISK
+    if needs.gpu and not any(_enough(node, request) for request in needs.gpu):
+        return Unfit.GPU
+    cap = needs.max_price_microcredits
+    if cap is not None and offer.price_microcredits and not _affordable(node, needs, cap):
+        return Unfit.PRICE
+    if needs.nodes > 1 and not joins_gangs(offer):
+        return Unfit.SITE
+    return None
+
+
+def joins_gangs(offer: Offer) -> bool:
+    """Others of its site can reach it."""
+    return bool(offer.site and offer.address and offer.gang_port)
+
+
+def _gives(runtime: RuntimeOffer, shape: Shape) -> bool:
+    """Everything that is asked for at once. A gang's member needs a lane, which those enter that can lead outwards."""
+    needs = shape.requirements
+    return (
+        runtime.tier.strength >= needs.tier.strength
+        and needs.network in runtime.networks
+        and (needs.nodes == 1 or Network.EGRESS in runtime.networks)
+        and runtime.images == (environment.kind_of(shape.environment) == environment.IMAGE)
+        and (runtime.gpus or not needs.gpu)
+    )
+
+
+def suits(node: Node, needs: Requirements) -> bool:
+    """Whether an idle node of this kind could run such tasks, whoever's they are and whatever they find there."""
+    offer = node.offer
+    return (
+        (needs.python is None or needs.python in offer.pythons)
+        and any(tier.strength >= needs.tier.strength for tier in offer.tiers)
+        and needs.network in offer.networks
+        and (not needs.gpu or any(_enough(node, request) for request in needs.gpu))
+    )
+
+
+def _affordable(node: Node, needs: Requirements, cap: int) -> bool:
+    if not needs.gpu:
+        return cpu_price(node, needs.cpu_milli) <= cap
+    return any(_enough(node, request, cap) for request in needs.gpu)
+
+
+def _enough(node: Node, request: GpuRequest, cap: int | None = None) -> bool:
+    return sum(usable(node, gpu, request, cap) for gpu in node.offer.gpus) >= request.count
+
+
+def _is_for(node: Node, audience: Audience, shape: Shape) -> bool:
+    user, team = shape.user, shape.team
+    return user == node.owner or user in audience.users or team in audience.teams
+
+
+def tier_allows(node: Node, floor: Tier, user: UserId) -> bool:
+    """Without isolation only on one's own node, where it is offered; else anything at least as strong as the floor."""
+    tiers = node.offer.tiers
+    if floor is Tier.NONE:
+        return node.owner == user and Tier.NONE in tiers
+    return any(tier.strength >= floor.strength for tier in tiers)
+
+
+def usable(node: Node, gpu: Gpu, request: GpuRequest, cap: int | None = None) -> bool:
+    """The owner lends this GPU, it is what one alternative asks for, and costs no more than `cap` an hour with its like."""
+    if gpu.closed or gpu.index in node.gpus_withheld or not gpuspec.matches(request, gpu):
+        return False
+    if cap is not None and node.offer.price_microcredits and gpu_price(node, gpu, request) > cap:
+        return False
+    if not is_slice(request):
+        return True
+    if gpu.sharing is Sharing.EXCLUSIVE:
+        return False
+    memory, share = _asked(gpu, request)
+    if gpu.sharing is Sharing.MIG:
+        return gpu_slices.smallest(gpu, memory, share) is not None
+    return memory <= gpu.memory_bytes
+
+
+def gpu_price(node: Node, gpu: Gpu, request: GpuRequest) -> int:
+    """Micro-credits an hour for what the request takes, on GPUs like this one."""
+    return _part(node.offer.price_microcredits, request.count * slice_of(gpu, request).share_milli)
+
+
+def cpu_price(node: Node, cpu_milli: int) -> int:
+    """Micro-credits an hour for so much of a node's CPU: that part of what all of the node costs."""
+    offer = node.offer
+    whole = offer.price_microcredits * max(1, len(offer.gpus))
+    return -(-whole * cpu_milli // max(1, offer.cpu_milli))
+
+
+def possible_prices(node: Node, needs: Requirements) -> set[int]:
+    """What it may cost there in an hour: by which alternative, and on which card. The node must have what is asked for."""
+    if not needs.gpu:
+        return {cpu_price(node, needs.cpu_milli)}
+    return {
+        gpu_price(node, gpu, request)
+        for request in needs.gpu
+        for gpu in node.offer.gpus
+        if usable(node, gpu, request)
+    }
+
+
+def price_of(node: Node, found: Fit | Allocation) -> int:
+    """What such an allocation costs there in an hour, in micro-credits: its part of the GPUs, or of the CPU where it has none."""
+    if not found.slices:
+        return cpu_price(node, found.cpu_milli)
+    return _part(node.offer.price_microcredits, sum(part.share_milli for part in found.slices))
+
+
+def _part(price: int, milli: int) -> int:
+    return -(-price * milli // 1000)
+
+
+def memory_for(node: Node, needs: Requirements) -> int:
+    """What was asked for, or the CPU share's part of the node's memory."""
+    if needs.memory_bytes is not None:
+        return needs.memory_bytes
+    offer = node.offer
+    return offer.memory_bytes * needs.cpu_milli // offer.cpu_milli if offer.cpu_milli else 0
+
+
+def fit(node: Node, room: Room, shape: Shape) -> Fit | None:
+    """A place for one more allocation in this room. The node must not be `unfit`."""
+    needs = shape.requirements
+    memory = memory_for(node, needs)
+    disk = needs.disk_bytes or 0
+    if room.free_cpu < needs.cpu_milli or room.free_memory < memory or room.free_disk < disk:
+        return None
+    if not needs.gpu:
+        return Fit(needs.cpu_milli, memory, (), disk)
+    for request in needs.gpu:
+        slices = (
+            a_slice(node, room, request, shape)
+            if is_slice(request)
+            else whole(node, room, request, needs.max_price_microcredits)
+        )
+        if slices is not None:
+            return Fit(needs.cpu_milli, memory, slices, disk)
+    return None
+
+
+def is_slice(request: GpuRequest) -> bool:
+    return request.vram_bytes is not None or request.share_milli < 1000
+
+
+def slice_of(gpu: Gpu, request: GpuRequest) -> Slice:
+    """What a slice request takes of this GPU, which must be usable for it; a hardware slice is as large as its profile.
+
+    Whole GPUs are slices too.
+    """
+    memory, share = _asked(gpu, request)
+    if gpu.sharing is Sharing.MIG and is_slice(request):
+        profile = gpu_slices.smallest(gpu, memory, share)
+        if profile is not None:
+            return gpu_slices.slice_by(gpu, profile)
+    return Slice(gpu.index, memory, share)
+
+
+def _asked(gpu: Gpu, request: GpuRequest) -> tuple[int, int]:
+    """Memory and share; the one not asked for follows the other."""
+    memory = request.vram_bytes
+    if memory is None:
+        return gpu.memory_bytes * request.share_milli // 1000, request.share_milli
+    if request.share_milli == 1000:
+        return memory, max(1, 1000 * memory // max(1, gpu.memory_bytes))
+    return memory, request.share_milli
+
+
+def may_join(gpu: GpuRoom, user: UserId) -> bool:
+    """Strangers are neighbours on hardware slices only, and nobody else is beside those."""
+    if not gpu.holders:
+        return True
+    return gpu.user == (ANYBODY if gpu.gpu.sharing is Sharing.MIG else user)
+
+
+def placed(gpu: GpuRoom, part: Slice) -> Slice | None:
+    """A hardware slice with the place it begins at; None: there is none. Others need no place."""
+    profile = gpu_slices.named(gpu.gpu, part.profile)
+    if profile is None:
+        return part
+    start = gpu_slices.start_for(gpu.gpu, profile, gpu.cut)
+    return None if start is None else replace(part, start=start)
+
+
+def a_slice(node: Node, room: Room, request: GpuRequest, shape: Shape) -> tuple[Slice, ...] | None:
+    """What a request for part of a GPU gets in this room."""
+    best: tuple[tuple[int, ...], Slice] | None = None
+    cap = shape.requirements.max_price_microcredits
+    for gpu in room.gpus.values():
+        if not may_join(gpu, shape.user) or not usable(node, gpu.gpu, request, cap):
+            continue
+        part = slice_of(gpu.gpu, request)
+        memory_left = gpu.free_memory - part.memory_bytes
+        share_left = gpu.free_share - part.share_milli
+        if memory_left < 0 or share_left < 0:
+            continue
+        score = (0 if gpu.holders else 1, memory_left, share_left)
+        if best is None or score < best[0]:
+            there = placed(gpu, part)
+            if there is not None:
+                best = score, there
+    return None if best is None else (best[1],)
+
+
+def whole(
+    node: Node, room: Room, request: GpuRequest, cap: int | None = None
+) -> tuple[Slice, ...] | None:
+    """The GPUs that a request for whole ones gets in this room, for no more than `cap` an hour."""
+    free = [g for g in room.gpus.values() if not g.holders and usable(node, g.gpu, request, cap)]
+    if len(free) < request.count:
+        return None
+    free.sort(key=lambda g: (g.gpu.memory_bytes, g.gpu.model, g.gpu.index))
+    chosen = _alike(free, request.count)
+    return tuple(Slice(g.gpu.index, g.gpu.memory_bytes, 1000) for g in chosen)
+
+
+def _alike(free: list[GpuRoom], count: int) -> list[GpuRoom]:
+    """The smallest GPUs of one model, if enough of one model are free; otherwise the smallest."""
+    for first in range(len(free) - count + 1):
+        run = free[first : first + count]
+        if run[0].gpu.model == run[-1].gpu.model:
+            return run
+    return free[:count]

@@ -1,0 +1,113 @@
+"""Chooses how room is priced, by playing the pool's earlier arrivals through the planner with each way there is. It steers no run it has seen.
+
+Priced fragmentation is best on nearly every mix that was measured. Mixes it has not met are the reason for this: what served
+yesterday's tasks best serves today's, and plain gradient descent and best fit are among the ways.
+
+Arrivals are split by time. The prices come from the earlier half; the later half, which they have not seen, judges them. What
+was judged is what is used: on the later half it leaves no more idle than plain gradient descent does.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from itertools import cycle
+
+from gpool.core.model import Instant, Node, Shape
+from gpool.core.scheduler.order.limits import least_gpus
+from gpool.core.scheduler.order.orders import Policy
+from gpool.core.scheduler.place.fit import is_open
+from gpool.core.scheduler.place.pricing import USUAL, Pricing, Weights, price
+from gpool.core.scheduler.predict.replay import Replay
+
+PLAIN = Weights(remnants=0, stranding=0, step=40)
+"""Fragmentation gradient descent alone, as it was published."""
+
+WAYS: tuple[Weights, ...] = (
+    Weights(),
+    Weights(remnants=5_000, stranding=0),  # gradient and remnants
+    PLAIN,
+    Weights(fragmentation=0, remnants=0, stranding=0),  # best fit
+)
+LEAST_ARRIVALS = 100  # in each half; with fewer there is no mix to speak of
+MOST_ARRIVALS = 20_000  # played for each way
+LOAD = 1.3  # times the pool's GPUs, so that it is full in the end
+_MARGIN = 0.02  # points by which another way must be better than one before it
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """How one way did on arrivals that its prices had not seen."""
+
+    weights: Weights
+    unallocated_pct: float
+
+
+@dataclass(frozen=True, slots=True)
+class Learnt:
+    """A pricing, and why it was taken."""
+
+    pricing: Pricing
+    judged: tuple[Judged, ...]  # every way
+    arrivals: int  # both halves
+    at: Instant
+
+    def of(self, weights: Weights) -> float | None:
+        """What a way left idle; None: it was not tried."""
+        found = [each.unallocated_pct for each in self.judged if each.weights == weights]
+        return found[0] if found else None
+
+
+def learn(
+    nodes: Collection[Node],
+    arrivals: Sequence[Shape],
+    at: Instant,
+    ways: Sequence[Weights] = WAYS,
+) -> Learnt | None:
+    """The pricing under which the later arrivals, repeated until the pool is full, leave the fewest GPUs idle.
+
+    None: there is too little to learn from. Earlier ways win by a hair's breadth, but never against the plain one.
+    """
+    half = len(arrivals) // 2
+    earlier, later = arrivals[:half], arrivals[half:]
+    asks = (any(least_gpus(shape) for shape in part) for part in (earlier, later))
+    if half < LEAST_ARRIVALS or not all(asks):
+        return None
+    pricings = [priced(earlier, weights) for weights in ways]
+    judged = [
+        Judged(pricing.weights, unallocated_pct(nodes, later, pricing)) for pricing in pricings
+    ]
+    plain = min((each.unallocated_pct for each in judged if each.weights == PLAIN), default=None)
+    best: int | None = None
+    for place, each in enumerate(judged):
+        if plain is not None and each.unallocated_pct > plain:
+            continue
+        if best is None or each.unallocated_pct < judged[best].unallocated_pct - _MARGIN:
+            best = place
+    assert best is not None, "the plain way is not worse than itself"
+    return Learnt(pricings[best], tuple(judged), len(arrivals), at)
+
+
+def choose(
+    nodes: Collection[Node], arrivals: Sequence[Shape], ways: Sequence[Weights] = WAYS
+) -> Pricing:
+    """The pricing that `learn` takes; without enough to learn from, the usual one."""
+    learnt = learn(nodes, arrivals, Instant(0), ways)
+    return USUAL if learnt is None else learnt.pricing
+
+
+def priced(arrivals: Sequence[Shape], weights: Weights = Weights()) -> Pricing:  # noqa: B008 - frozen
+    return price(Counter(shape.requirements for shape in arrivals).items(), weights)
+
+
+def unallocated_pct(nodes: Collection[Node], arrivals: Sequence[Shape], pricing: Pricing) -> float:
+    """What is left of the GPUs when arrivals have filled them under this pricing."""
+    replay = Replay(filter(is_open, nodes), Policy(order="fcfs", pricing=pricing))
+    asked = 0
+    for number, shape in enumerate(cycle(arrivals)):
+        if number >= MOST_ARRIVALS or asked >= LOAD * replay.capacity_milli:
+            break
+        asked += least_gpus(shape)
+        replay.arrive(shape, Instant(number))
+    return replay.unallocated_pct

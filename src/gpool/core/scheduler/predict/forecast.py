@@ -1,0 +1,253 @@
+"""When waiting tasks will start: the planner itself is run forward on a copy of the state, with run times drawn from what was seen.
+
+A **course** is one such future. Tasks that run end after a drawn time, the planner is asked again, new tasks may arrive as
+they did lately, and so on, until everything that waits has started or the bounds are reached. Several courses together give
+a median and a spread. Draws depend on task and course only, so two policies can be compared on the same futures.
+
+Time moves in steps that grow with the time already passed (`_GRAIN`), so a far future costs hardly more than a near one:
+nobody needs the minute of a start that is two days away.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+
+from gpool.core.ids import NodeId, TaskId
+from gpool.core.model import Instant, Shape, Span
+from gpool.core.scheduler.order.orders import ORDERS, Order, Policy
+from gpool.core.scheduler.passes.plan import plan
+from gpool.core.scheduler.predict.run_times import RunTimes
+from gpool.core.scheduler.state.events import (
+    Place,
+    QueuedTask,
+    TasksPreempted,
+    TasksQueued,
+    TasksReleased,
+)
+from gpool.core.scheduler.state.snapshot import Snapshot
+
+COURSES = 5
+_GRAIN = 0.03  # of the time passed: ends so close together are seen by one pass
+_MAX_ARRIVALS = 2000  # in one course
+_GOLDEN = 0x9E3779B97F4A7C15
+_MASK = (1 << 64) - 1
+_HORIZON = Span(30 * 24 * 3600 * 1_000_000)
+_NEW_IDS = 1 << 61  # beyond those of real tasks
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """What one course may cost."""
+
+    passes: int = 200
+    horizon: Span = _HORIZON
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What is known at `now`, and of whom a start is asked. `arrivals` are what came lately and when, oldest first; none: nothing more comes."""
+
+    snapshot: Snapshot
+    now: Instant
+    times: RunTimes
+    since: Mapping[TaskId, Instant] = field(default_factory=dict)  # when held tasks were leased
+    arrivals: Sequence[tuple[Instant, Shape]] = ()
+    wanted: frozenset[TaskId] | None = None  # whose starts end a course; None: of all that wait
+
+
+@dataclass(frozen=True, slots=True)
+class Course:
+    """One future: when each task started, up to `until`. `is_over`: after that nothing would ever change."""
+
+    starts: Mapping[TaskId, Instant]
+    until: Instant
+    is_over: bool
+
+
+def courses(
+    asked: Question,
+    policy: Policy,
+    orders: Mapping[str, Order] = ORDERS,
+    count: int = COURSES,
+    bounds: Bounds = Bounds(),  # noqa: B008 - frozen
+) -> list[Course]:
+    return [_Run(asked, policy, orders, number / count).run(bounds) for number in range(count)]
+
+
+def waits(found: Sequence[Course], task: TaskId, ahead: int, now: Instant) -> list[Span] | None:
+    """How long a task waits in each course, ascending; None: it never starts as things are.
+
+    Where a course ended first, the rate at which tasks started until then is taken to go on.
+    """
+    told: list[Span] = []
+    for course in found:
+        at = course.starts.get(task)
+        if at is not None:
+            told.append(Span(at - now))
+            continue
+        if course.is_over or not course.starts:
+            continue
+        passed = course.until - now
+        told.append(Span(max(passed, passed * (ahead + 1) // len(course.starts))))
+    return sorted(told) if 2 * len(told) > len(found) else None
+
+
+class _Run:
+    def __init__(
+        self, asked: Question, policy: Policy, orders: Mapping[str, Order], offset: float
+    ) -> None:
+        self.asked, self.policy, self.orders, self.offset = asked, policy, orders, offset
+        self.state = asked.snapshot.state()
+        self.targets = {task.id for event in asked.snapshot.queued for task in event.tasks}
+        self.awaited = self.targets.copy() if asked.wanted is None else self.targets & asked.wanted
+        self.ending: dict[TaskId, int] = {}  # what is in `ends` otherwise was stopped
+        self.left: dict[TaskId, Span] = {}  # of those that were stopped
+        self.ends: list[tuple[int, TaskId]] = []
+        self.lines: dict[tuple[NodeId, int], deque[tuple[TaskId, Shape]]] = {}
+        self.line_of: dict[TaskId, tuple[NodeId, int]] = {}
+        self.starts: dict[TaskId, Instant] = {}
+        self.new: set[TaskId] = set()
+        self.coming = deque(self._arrivals())
+
+    def run(self, bounds: Bounds) -> Course:
+        now = first = self.asked.now
+        self._take_up()
+        is_over = False
+        for _ in range(bounds.passes):
+            self._plan(now)
+            if not self.awaited:
+                break
+            upcoming = min(
+                self.ends[0][0] if self.ends else bounds.horizon + first,
+                self.coming[0][0] if self.coming else bounds.horizon + first,
+            )
+            if upcoming - first >= bounds.horizon:
+                is_over = not self.ends and not self.coming
+                break
+            upcoming = max(now, upcoming)
+            now = self._advance(now, Instant(upcoming + round(_GRAIN * (upcoming - first))))
+        return Course(self.starts, now, is_over)
+
+    def _take_up(self) -> None:
+        """What is held now. Of a line the first runs; the rest follow."""
+        now, since = self.asked.now, self.asked.since
+        for held in self.asked.snapshot.held:
+            key = (held.node, held.allocation.number)
+            tasks = sorted((since.get(task, now), task) for task in held.tasks)
+            self.lines[key] = deque((task, held.shape) for _, task in tasks)
+            for _, task in tasks:
+                self.line_of[task] = key
+            at, task = tasks[0]
+            left = self._left(task, held.shape, Span(max(0, now - at)))
+            self._end(task, now + left)
+
+    def _plan(self, now: Instant) -> None:
+        decided = plan(self.state, now, self.policy, self.orders)
+        for place in decided.places:
+            tasks = tuple(grant.task for grant in place.grants)
+            self.state.fold(place.leased(tasks, now))
+            self._stand(place, now)
+        for each in decided.preemptions:
+            self._stop(each.task, each.beneficiary, now)
+        if decided.preemptions:
+            for place in plan(self.state, now, self.policy, self.orders).places:
+                tasks = tuple(grant.task for grant in place.grants)
+                self.state.fold(place.leased(tasks, now))
+                self._stand(place, now)
+
+    def _stop(self, task: TaskId, gainer: TaskId, now: Instant) -> None:
+        """It makes room at once and waits again for what it has left to do."""
+        held, ends_at = self.state.held.get(task), self.ending.pop(task, None)
+        if held is None or ends_at is None or task not in held.leases:
+            return
+        lease, shape = held.leases[task], held.shape
+        attained = self.state.attained(task, now)
+        self.left[task] = Span(max(1, ends_at - now))
+        line = self.lines.pop(self.line_of.pop(task))
+        self.state.fold(TasksPreempted((task,), (gainer,)))
+        self.state.fold(TasksReleased((task,)))
+        back = QueuedTask(task, lease.epoch, lease.queued_at, attained)
+        self.state.fold(TasksQueued(shape, (back,)))
+        line.popleft()
+        if line:
+            self.lines[held.node, held.allocation.number] = line
+            self._start_first(line, now)
+
+    def _stand(self, place: Place, now: Instant) -> None:
+        key = (place.node, place.allocation.number)
+        line = self.lines.setdefault(key, deque())
+        idle = not line
+        for grant in place.grants:
+            line.append((grant.task, place.shape))
+            self.line_of[grant.task] = key
+        if idle:
+            self._start_first(line, now)
+
+    def _start_first(self, line: deque[tuple[TaskId, Shape]], now: Instant) -> None:
+        task, shape = line[0]
+        if task in self.targets:
+            self.starts.setdefault(task, now)
+            self.awaited.discard(task)
+        left = self.left.pop(task, None)
+        self._end(task, now + (self._left(task, shape, Span(0)) if left is None else left))
+
+    def _end(self, task: TaskId, at: int) -> None:
+        self.ending[task] = at
+        heappush(self.ends, (at, task))
+
+    def _advance(self, before: Instant, until: Instant) -> Instant:
+        """All that happens until then, as if at one moment: the middle of it, so that nothing is late on average."""
+        ended: list[TaskId] = []
+        total = happened = 0
+        while self.ends and self.ends[0][0] <= until:
+            at, task = heappop(self.ends)
+            if self.ending.get(task) != at:
+                continue  # it was stopped before
+            del self.ending[task]
+            total, happened = total + at, happened + 1
+            key = self.line_of.pop(task)
+            line = self.lines[key]
+            line.popleft()
+            ended.append(task)
+            if line:
+                self._start_first(line, Instant(at))
+            else:
+                del self.lines[key]
+        if ended:
+            self.state.fold(TasksReleased(tuple(ended)))
+        while self.coming and self.coming[0][0] <= until:
+            at, shape = self.coming.popleft()
+            total, happened = total + at, happened + 1
+            task = TaskId(_NEW_IDS + len(self.new))
+            self.new.add(task)
+            self.state.fold(TasksQueued(shape, (QueuedTask(task, 0, Instant(at)),)))
+        return Instant(max(before, total // happened)) if happened else until
+
+    def _arrivals(self) -> list[tuple[int, Shape]]:
+        """What came lately comes again: the same tasks in the same rhythm, begun elsewhere in each course."""
+        lately = self.asked.arrivals
+        if len(lately) < 2:
+            return []
+        first, now = lately[0][0], self.asked.now
+        span = max(now - first, 1)
+        shift = round(self.offset * span)
+        once = sorted(((at - first + shift) % span, place) for place, (at, _) in enumerate(lately))
+        laps = max(1, _MAX_ARRIVALS // len(lately))
+        return [
+            (now + lap * span + after, lately[place][1])
+            for lap in range(laps)
+            for after, place in once
+        ][:_MAX_ARRIVALS]
+
+    def _left(self, task: TaskId, shape: Shape, age: Span) -> Span:
+        return self.asked.times.left(shape, age, (_fraction(task) + self.offset) % 1.0)
+
+
+def _fraction(number: int) -> float:
+    """Evenly spread over [0, 1), and the same for the same number always."""
+    mixed = (number * _GOLDEN) & _MASK
+    mixed = ((mixed ^ (mixed >> 32)) * 0xBF58476D1CE4E5B9) & _MASK
+    return ((mixed ^ (mixed >> 29)) >> 11) / (1 << 53)

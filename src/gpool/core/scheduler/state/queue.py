@@ -1,0 +1,210 @@
+"""The waiting tasks of one shape, oldest first, in 24 bytes a task. It refuses to say whether a task still waits: `live` does.
+
+Tasks normally arrive in order of age and leave from the front, so three packed columns and a head are enough. The few that
+arrive out of order (a lost lease comes back with its old age) stand in a sorted list of their own, merged when read.
+A task that leaves from the middle stays as a dead entry until it reaches the front or until dead entries outnumber the rest.
+"""
+
+from __future__ import annotations
+
+from array import array
+from bisect import insort
+from collections.abc import Callable, Iterable, Iterator
+from heapq import merge
+from itertools import takewhile
+
+from gpool.core.ids import TaskId
+from gpool.core.model import Shape
+from gpool.core.scheduler.state.events import QueuedTask
+
+Entry = tuple[int, int, int]
+"""(queued_at, task, stamp): sorts by age, then by id. The stamp's lower half is the epoch; see `epoch_of`.
+
+Its upper half grows whenever tasks arrive while there are dead entries, so that a task which left and came back under the
+same epoch is not taken for its own dead entry.
+"""
+
+Ticket = tuple["Queue", int]
+"""Where a waiting task stands, and its stamp; one object shared by all tasks of a queue with that stamp."""
+
+_EPOCH_BITS = 32
+_SLACK = 256
+
+
+def epoch_of(entry: Entry) -> int:
+    return entry[2] & ((1 << _EPOCH_BITS) - 1)
+
+
+class Queue:
+    """One shape's entries. `live` is shared by all queues of a state: a task waits iff its ticket is there."""
+
+    __slots__ = (
+        "_arrival",
+        "_head",
+        "_ids",
+        "_late",
+        "_live",
+        "_since",
+        "_stamps",
+        "_tickets",
+        "shape",
+        "size",
+    )
+
+    def __init__(self, shape: Shape, live: dict[TaskId, Ticket]) -> None:
+        self.shape = shape
+        self.size = 0
+        self._live = live
+        self._tickets: dict[int, Ticket] = {}
+        self._since = array("q")
+        self._ids = array("q")
+        self._stamps = array("q")
+        self._head = 0
+        self._arrival = 0
+        self._late: list[Entry] = []
+
+    def add(self, tasks: Iterable[QueuedTask]) -> set[Queue]:
+        """Tasks come (back). One that waits already keeps its place, unless it comes under another epoch.
+
+        Returns the queues that tasks were moved out of, to be tidied.
+        """
+        live, tickets = self._live, self._tickets
+        since, ids, stamps = self._since, self._ids, self._stamps
+        last_at, last_id = (since[-1], ids[-1]) if since else (-1, -1)
+        late: list[Entry] = []
+        left: set[Queue] = set()
+        if not self._has_no_dead():
+            self._arrival += 1
+        added, stamp, epoch_before, ticket = 0, -1, -1, (self, -1)
+        for task in tasks:
+            id_, epoch, at = task.id, task.epoch, task.queued_at
+            if id_ in live:
+                queue, waiting = live[id_]
+                if queue is self and epoch_of((0, 0, waiting)) == epoch:
+                    continue
+                queue.size -= 1
+                left.add(queue)
+            if epoch != epoch_before:
+                epoch_before = epoch
+                stamp = self._arrival << _EPOCH_BITS | epoch
+                ticket = tickets.setdefault(stamp, (self, stamp))
+            live[id_] = ticket
+            added += 1
+            if at > last_at or (at == last_at and id_ > last_id):
+                since.append(at)
+                ids.append(id_)
+                stamps.append(stamp)
+                last_at, last_id = at, id_
+            else:
+                late.append((at, id_, stamp))
+        self.size += added
+        if len(late) == 1:
+            insort(self._late, late[0])
+        elif late:
+            self._late += late
+            self._late.sort()
+        return left
+
+    def tidy(self) -> None:
+        """Drops dead entries from the front, and all of them once they outnumber the living."""
+        live, ids, stamps, head = self._live, self._ids, self._stamps, self._head
+        end = len(ids)
+        while head < end:
+            ticket = live.get(TaskId(ids[head]))
+            if ticket is not None and ticket[0] is self and ticket[1] == stamps[head]:
+                break
+            head += 1
+        self._head = head
+        if self._late and not self._is_live(self._late[0]):
+            first = next((i for i, e in enumerate(self._late) if self._is_live(e)), len(self._late))
+            del self._late[:first]
+        if end + len(self._late) - self.size > self.size + _SLACK or self.size == 0:
+            self._compact()
+
+    def _compact(self) -> None:
+        if self._has_no_dead():
+            del self._since[: self._head], self._ids[: self._head], self._stamps[: self._head]
+            self._head = 0
+            return
+        kept = list(self.entries())
+        self._since = array("q", [at for at, _, _ in kept])
+        self._ids = array("q", [id_ for _, id_, _ in kept])
+        self._stamps = array("q", [stamp for _, _, stamp in kept])
+        self._head = 0
+        self._late = []
+        used = set(self._stamps)
+        self._tickets = {stamp: t for stamp, t in self._tickets.items() if stamp in used}
+
+    def entries(self) -> Iterator[Entry]:
+        """Those who wait, oldest first. Valid until the queue changes."""
+        if self._late:
+            late = (entry for entry in self._late if self._is_live(entry))
+            return merge(self._in_order(), late)
+        return self._in_order()
+
+    def head(self) -> Entry | None:
+        return next(self.entries(), None)
+
+    def front(self) -> Entry:
+        """The same, of a queue that has some."""
+        at = self._head
+        if not self._late and at < len(self._ids):
+            ticket = self._live.get(TaskId(self._ids[at]))
+            if ticket is not None and ticket[0] is self and ticket[1] == self._stamps[at]:
+                return self._since[at], self._ids[at], self._stamps[at]
+        return next(self.entries())
+
+    def entry_of(self, task: TaskId) -> Entry | None:
+        """The entry of one task, or None when it does not wait here."""
+        ticket = self._live.get(task)
+        if ticket is None or ticket[0] is not self:
+            return None
+        at = self._head
+        while True:
+            try:
+                at = self._ids.index(task, at)
+            except ValueError:
+                break
+            if self._stamps[at] == ticket[1]:
+                return self._since[at], task, ticket[1]
+            at += 1
+        return next(e for e in self._late if e[1] == task and e[2] == ticket[1])
+
+    def count_while(self, is_ahead: Callable[[int, Entry], bool]) -> int:
+        """How many stand before the first that is not ahead; `is_ahead(place, entry)`, once false, stays so."""
+        if self._late or not self._has_no_dead():
+            ahead = takewhile(lambda pair: is_ahead(*pair), enumerate(self.entries()))
+            return sum(1 for _ in ahead)
+        low, high, head = 0, self.size, self._head
+        while low < high:
+            middle = (low + high) // 2
+            at = head + middle
+            if is_ahead(middle, (self._since[at], self._ids[at], self._stamps[at])):
+                low = middle + 1
+            else:
+                high = middle
+        return low
+
+    def _is_live(self, entry: Entry) -> bool:
+        ticket = self._live.get(TaskId(entry[1]))
+        return ticket is not None and ticket[0] is self and ticket[1] == entry[2]
+
+    def _in_order(self) -> Iterator[Entry]:
+        """By chunks, so that a long line is read at the speed of zip and a single head costs little."""
+        live, start, chunk = self._live, self._head, 4
+        while start < len(self._ids):
+            end = start + chunk
+            block = zip(
+                self._since[start:end], self._ids[start:end], self._stamps[start:end], strict=True
+            )
+            if self._has_no_dead():
+                yield from block
+            else:
+                for entry in block:
+                    ticket = live.get(entry[1])  # type: ignore[call-overload]  # an id is an int
+                    if ticket is not None and ticket[0] is self and ticket[1] == entry[2]:
+                        yield entry
+            start, chunk = end, 512
+
+    def _has_no_dead(self) -> bool:
+        return len(self._ids) - self._head + len(self._late) == self.size

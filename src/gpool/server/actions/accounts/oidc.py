@@ -1,0 +1,172 @@
+"""Signing in with somebody else's account: OpenID Connect, code flow with PKCE, any provider by discovery.
+
+What has to be remembered between start and finish travels in `state`, sealed, so any replica can finish; its nonce is
+in the store and works once. The browser may come back only to this server or to a loopback address (the command line).
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import json
+import secrets
+from dataclasses import asdict, dataclass
+from urllib.parse import urlsplit
+
+from gpool.core.errors import Conflict, GpoolError, Invalid, NotFound, NotSignedIn
+from gpool.core.model import Instant
+from gpool.core.permissions import POOL, Action
+from gpool.server.actions.accounts import accounts, sessions
+from gpool.server.actions.accounts.accounts import Beginning
+from gpool.server.identity import oidc
+from gpool.server.identity.authorization import permit
+from gpool.server.identity.oidc import Expected, Identity, Provider
+from gpool.server.identity.secrets.envelope import Place
+from gpool.server.server import Server
+from gpool.server.settings import OidcProvider, span
+from gpool.server.store.identity_values import Account
+from gpool.server.store.operations.identity import accounts as operations
+from gpool.transfer.requests import is_loopback
+from gpool.wire.identity import OidcFinish, OidcStarted, TokensDocument
+
+_STATE = Place("oidc", "state", "sealed")
+
+
+@dataclass(frozen=True, slots=True)
+class _Flow:
+    provider: str
+    nonce: str
+    verifier: str
+    redirect_uri: str
+    expires_at: int
+
+
+async def start(server: Server, provider: str, redirect_uri: str) -> OidcStarted:
+    """Where the browser goes. Without a name: the only provider there is."""
+    permit(None, Action.SIGN_IN_BEGIN, POOL)
+    configured = _configured(server, provider)
+    if not _may_come_back(server, redirect_uri):
+        raise Invalid(
+            f"'redirect_uri' {redirect_uri[:200]!r} is neither on this server nor on loopback"
+        )
+    found = await _discovered(server, configured)
+    expires_at = Instant(server.now + span(server.settings.nonce_s))
+    flow = _Flow(
+        configured.name,
+        secrets.token_urlsafe(24),
+        secrets.token_urlsafe(48),
+        redirect_uri,
+        expires_at,
+    )
+    await server.write(operations.put_nonce(flow.nonce, expires_at))
+    sealed = await server.identity.sealer.seal(_STATE, json.dumps(asdict(flow)).encode())
+    state = base64.urlsafe_b64encode(sealed).decode()
+    url = oidc.authorization_url(
+        found,
+        {
+            "response_type": "code",
+            "client_id": configured.client_id,
+            "redirect_uri": redirect_uri,
+            "scope": configured.scope,
+            "state": state,
+            "nonce": flow.nonce,
+            "code_challenge": oidc.challenge_of(flow.verifier),
+            "code_challenge_method": "S256",
+        },
+    )
+    return OidcStarted(url=url, state=state, provider=configured.name)
+
+
+async def finish(
+    server: Server, request: OidcFinish, label: str, address: str = ""
+) -> TokensDocument:
+    """The account of this identity; made now, where registration allows it."""
+    permit(None, Action.SIGN_IN, POOL)
+    flow = await _opened(server, request.state)
+    configured = _configured(server, flow.provider)
+    if not await server.write(operations.take_nonce(flow.nonce, server.now)):
+        raise NotSignedIn("this sign-in was finished before, or took too long; start again")
+    identity = await _asked(server, configured, flow, request.code)
+    account = await server.store.read(operations.user_by_oidc(identity.issuer, identity.subject))
+    if account is None:
+        permit(None, Action.REGISTER, POOL)
+        accounts.may_register(server, request.invite)
+        account = await _first(server, configured, identity, request.invite)
+    return await sessions.begin(server, account, label, address, f"oidc {configured.name}")
+
+
+async def _asked(server: Server, configured: OidcProvider, flow: _Flow, code: str) -> Identity:
+    """The code for an ID token, and whom that names."""
+    provider = await _discovered(server, configured)
+    form = {
+        "grant_type": "authorization_code",
+        "code": code,
+        "redirect_uri": flow.redirect_uri,
+        "client_id": configured.client_id,
+        "code_verifier": flow.verifier,
+    }
+    secret = configured.client_secret
+    auth = None if secret is None else (configured.client_id, secret.get_secret_value())
+    outbound = server.identity.outbound
+    answer = await outbound.post_form(provider.token_endpoint, form, auth)
+    if answer.status != 200:
+        raise NotSignedIn(f"{configured.name} did not take the code ({answer.status}); start again")
+    document = answer.json()
+    token = document.get("id_token") if isinstance(document, dict) else None
+    keys = (await outbound.get(provider.jwks_uri)).json()
+    expected = Expected(provider.issuer, configured.client_id, flow.nonce)
+    return oidc.verify(token, keys, expected, server.now)
+
+
+async def _first(
+    server: Server, configured: OidcProvider, identity: Identity, invite: str | None
+) -> Account:
+    mark = hashlib.sha256(f"{identity.issuer}\0{identity.subject}".encode()).hexdigest()[:12]
+    name = f"{configured.name}-{mark}"
+    beginning = Beginning(identity=(identity.issuer, identity.subject))
+    try:
+        user = await accounts.create(server, name, beginning, invite)
+    except Conflict:
+        found = await server.store.read(operations.user_by_oidc(identity.issuer, identity.subject))
+        if found is None:
+            raise
+        return found  # two first sign-ins at once
+    return Account(user, None, None)
+
+
+async def _opened(server: Server, state: str) -> _Flow:
+    try:
+        sealed = base64.b64decode(state, altchars=b"-_", validate=True)
+        flow = _Flow(**json.loads(await server.identity.sealer.open(_STATE, sealed)))
+    except (GpoolError, ValueError, TypeError, binascii.Error) as error:
+        raise NotSignedIn("this sign-in was not started here; start again") from error
+    if flow.expires_at <= server.now:
+        raise NotSignedIn("this sign-in took too long; start again")
+    return flow
+
+
+async def _discovered(server: Server, configured: OidcProvider) -> Provider:
+    answer = await server.identity.outbound.get(oidc.discovery_url(configured.issuer))
+    return oidc.read_discovery(answer.json(), configured.issuer)
+
+
+def _configured(server: Server, name: str) -> OidcProvider:
+    known = server.settings.oidc
+    for each in known:
+        if each.name == name or (not name and len(known) == 1):
+            return each
+    names = ", ".join(each.name for each in known) or "none"
+    raise NotFound(f"no provider {name[:40]!r} here; there are: {names}")
+
+
+def _may_come_back(server: Server, uri: str) -> bool:
+    try:
+        parts = urlsplit(uri)
+    except ValueError:
+        return False
+    if not uri.isascii() or not uri.isprintable() or parts.username is not None or parts.fragment:
+        return False
+    if f"{parts.scheme}://{parts.netloc}" == server.settings.origin:
+        return True
+    return parts.scheme == "http" and parts.hostname is not None and is_loopback(parts.hostname)

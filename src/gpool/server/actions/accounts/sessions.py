@@ -1,0 +1,271 @@
+"""Signing in, refreshing, signing out. What a refresh token means is decided by `identity.refresh`; here it is carried out."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass
+
+from gpool.core.errors import Forbidden, Invalid, NotSignedIn
+from gpool.core.ids import encode
+from gpool.core.model import Instant
+from gpool.core.permissions import POOL, Action, Kind, Thing, missing
+from gpool.server.actions.operators.audit import REFUSED, audited, entry, note
+from gpool.server.identity.authorization import own, permit
+from gpool.server.identity.passwords import Match
+from gpool.server.identity.secrets.envelope import Place
+from gpool.server.identity.tokens import refresh
+from gpool.server.identity.tokens.access import LIFE_S, Grant, TokenType
+from gpool.server.identity.tokens.refresh import (
+    EndFamily,
+    Family,
+    Presented,
+    Refuse,
+    Repeat,
+    Rotate,
+)
+from gpool.server.server import Once, Server
+from gpool.server.store.identity_values import Account, Caller, Session
+from gpool.server.store.operation import operation
+from gpool.server.store.operations.identity import accounts as account_operations
+from gpool.server.store.operations.identity import sessions as operations
+from gpool.server.store.operations.identity import users
+from gpool.server.store.protocol import Operation
+from gpool.server.store.values import User
+from gpool.wire.documents import instant_to_datetime
+from gpool.wire.identity import SessionDocument, TokensDocument
+
+MAX_LABEL = 80
+NO_MATCH = "the name or the password is not right"
+SIGN_IN_AGAIN = "this sign-in is over; sign in again with `gpool login`"
+DISABLED = "this account was disabled by an operator; ask them"
+
+
+# ---- signing in
+
+
+async def by_password(
+    server: Server, name: str, password: str, label: str, address: str = ""
+) -> TokensDocument:
+    """An unknown name, an account without a password and a wrong password are answered alike, and take as long.
+
+    `TooMany` before anything is looked at, when there were too many wrong ones.
+    """
+    permit(None, Action.SIGN_IN, POOL)
+    async with server.guard.sign_in(name, address) as guess:
+        account = await server.store.read(account_operations.account_by_name(name))
+        stored = None if account is None else account.password_hash
+        found = await server.identity.passwords.verify(stored, password, trusted=guess.trusted)
+        if isinstance(found, Match):
+            guess.succeeded()
+    if not isinstance(found, Match) or account is None or stored is None:
+        told = {"outcome": REFUSED, "address": address, "via": "password"}
+        await note(server, entry(server.now, None, "sign_in", f"name {name[:64]}", **told))
+        raise NotSignedIn(NO_MATCH)
+    if found.rehash is not None:
+        await server.write(
+            account_operations.rehash_password(account.user.id, stored, found.rehash)
+        )
+    return await begin(server, account, label, address, "password")
+
+
+async def begin(
+    server: Server, account: Account, label: str, address: str = "", via: str = ""
+) -> TokensDocument:
+    """A session for somebody who has proved who they are."""
+    if account.disabled:
+        raise Forbidden(DISABLED)
+    family, token = refresh.begin(
+        account.user.id, secrets.token_bytes(48), server.now, server.identity.terms
+    )
+    sealed = await server.identity.sealer.seal(_place(family.id), family.seed)
+    opened = operations.open_session(
+        Session(
+            id=family.id,
+            user=family.user,
+            seed_sealed=sealed,
+            generation=0,
+            rotated_at=family.rotated_at,
+            idle_until=family.idle_until,
+            created_at=family.rotated_at,
+            expires_at=family.expires_at,
+            label=_label(label),
+        )
+    )
+    noted = entry(
+        server.now, account.user, "sign_in", f"session {family.id}", address=address, via=via
+    )
+    await server.write(audited(opened, [noted]))
+    return _tokens(server, account.user, family.id, token)
+
+
+def _tokens(server: Server, user: User, session: str, token: str) -> TokensDocument:
+    grant = Grant(TokenType.USER, encode("user", user.id), session=session)
+    return TokensDocument(
+        access_token=server.identity.signing.issue(grant, server.now),
+        refresh_token=token,
+        expires_in=LIFE_S[TokenType.USER],
+    )
+
+
+def _label(text: str) -> str:
+    return "".join(letter for letter in text if letter.isprintable())[:MAX_LABEL]
+
+
+# ---- refreshing
+
+
+@dataclass(frozen=True, slots=True)
+class _Standing:
+    """A family as the store has it, and whoever it belongs to now."""
+
+    session: Session | None
+    user: User | None
+
+
+async def refreshed(server: Server, token: str) -> TokensDocument:
+    """The next pair, or the same again for a client whose answer got lost. Reuse of an older token ends the family."""
+    permit(None, Action.REFRESH, POOL)
+    presented = refresh.parse(token)
+    if presented is None:
+        raise NotSignedIn(SIGN_IN_AGAIN)
+    standing = await server.store.read(_standing(presented.family))
+    for _ in range(refresh.MAX_TURNS):
+        session, user = standing.session, standing.user
+        family = None if session is None else await _family(server, session)
+        decision = refresh.present(family, presented, server.now, server.identity.terms)
+        match decision:
+            case Refuse():
+                raise NotSignedIn(SIGN_IN_AGAIN)
+            case _ if user is None or session is None:
+                raise NotSignedIn(SIGN_IN_AGAIN)  # disabled, or gone
+            case Repeat(token=again):
+                return _tokens(server, user, session.id, again)
+            case Rotate(row=row, token=fresh):
+                won = await server.write(
+                    operations.rotate(row.id, row.generation - 1, row.idle_until, row.rotated_at)
+                )
+                if won.won:
+                    return _tokens(server, user, session.id, fresh)
+                standing = _Standing(won.session, user)
+            case EndFamily(row=row):
+                assert row.end_reason is not None
+                ending = operations.end_session(
+                    row.id, row.end_reason.value, server.now, generation=row.generation
+                )
+                noted = entry(
+                    server.now, user, "session.end", f"session {row.id}", why=row.end_reason.value
+                )
+                ended = await server.write(audited(ending, [noted]))
+                server.credentials.forget()
+                if ended:
+                    raise NotSignedIn(
+                        "this refresh token was used before: somebody else may hold a copy, "
+                        "so the sign-in is over for both; sign in again"
+                    )
+                standing = await server.store.read(_standing(presented.family))
+    raise NotSignedIn(SIGN_IN_AGAIN)
+
+
+@operation
+def _standing(family: str) -> Operation[_Standing]:
+    session = yield from operations.session(family)
+    if session is None:
+        return _Standing(None, None)
+    caller = yield from users.caller(session.user)
+    return _Standing(session, None if caller is None else caller.user)
+
+
+async def _family(server: Server, session: Session) -> Family:
+    return Family(
+        id=session.id,
+        user=session.user,
+        seed=await server.identity.sealer.open(_place(session.id), session.seed_sealed),
+        generation=session.generation,
+        rotated_at=session.rotated_at,
+        idle_until=session.idle_until,
+        expires_at=session.expires_at,
+        ended_at=session.ended_at,
+    )
+
+
+def _place(session: str) -> Place:
+    return Place("sessions", session, "seed_sealed")
+
+
+# ---- signing out
+
+
+async def sign_out(server: Server, who: Caller | None, token: str | None, everywhere: bool) -> None:
+    """Ending what is over changes nothing and is no error."""
+    session: Session | None = None
+    if token is not None:
+        session = await _of_token(server, token)
+        if who is None and session is not None:
+            who = await server.store.read(users.caller(session.user))
+        if session is None or who is None:
+            return  # no token of ours, or one of somebody who is gone: nothing is signed in by it
+        permit(who, Action.SIGN_OUT, Thing(Kind.SESSION, owner=session.user), "session")
+    elif who is None:
+        permit(None, Action.SIGN_OUT, missing(Kind.SESSION))
+    assert who is not None
+    permit(who, Action.SIGN_OUT, Thing(Kind.SESSION, owner=who.user.id))
+    name = session.id if session is not None else who.session
+    why = refresh.End.SIGNED_OUT.value
+    noted = entry(server.now, who, "sign_out", "everywhere" if everywhere else f"session {name}")
+    if everywhere:
+        ending = operations.end_sessions_of(who.user.id, why, server.now)
+        await server.write(audited(ending, [noted]))
+    elif name is not None:
+        await server.write(audited(operations.end_session(name, why, server.now), [noted]))
+    else:
+        raise Invalid("an API key is no sign-in; end it with DELETE /v1/keys/{id}")
+    server.credentials.forget()
+
+
+async def _of_token(server: Server, token: str) -> Session | None:
+    presented: Presented | None = refresh.parse(token)
+    if presented is None:
+        return None
+    session = await server.store.read(operations.session(presented.family))
+    if session is None:
+        return None
+    family = await _family(server, session)
+    decision = refresh.present(family, presented, server.now, server.identity.terms)
+    if isinstance(decision, Refuse):
+        return None
+    return session
+
+
+# ---- one's sessions
+
+
+async def listed(server: Server, who: Caller) -> list[SessionDocument]:
+    permit(who, Action.SESSIONS_LIST, own(who))
+    found = await server.store.read(operations.sessions_of(who.user.id, server.now))
+    return [
+        SessionDocument(
+            id=session.id,
+            label=session.label,
+            created_at=instant_to_datetime(session.created_at),
+            last_used_at=instant_to_datetime(session.rotated_at),
+            expires_at=instant_to_datetime(min(session.expires_at, session.idle_until)),
+            current=session.id == who.session,
+        )
+        for session in found
+    ]
+
+
+async def end(server: Server, who: Caller, id_: str, once: Once | None) -> None:
+    noted = entry(server.now, who, "session.end", f"session {id_[:64]}", why="revoked")
+    ending = audited(_end(id_, who, server.now), [noted])
+    await server.write_once(who.user, once, ending, lambda _: b"")
+    server.credentials.forget()
+
+
+@operation
+def _end(id_: str, who: Caller, at: Instant) -> Operation[bool]:
+    found = yield from operations.session(id_)
+    thing = missing(Kind.SESSION) if found is None else Thing(Kind.SESSION, owner=found.user)
+    permit(who, Action.SESSION_END, thing, f"session {id_[:64]}")
+    yield from operations.end_session(id_, refresh.End.REVOKED.value, at)
+    return True

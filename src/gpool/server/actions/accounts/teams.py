@@ -1,0 +1,383 @@
+"""Teams: made, named, joined and left. What a role allows is in `core.permissions`; that an owner stays, in the store."""
+
+from __future__ import annotations
+
+import msgspec
+
+from gpool.core.errors import Invalid, NotFound
+from gpool.core.ids import UserId, decode, encode
+from gpool.core.model import Instant, Permission
+from gpool.core.permissions import POOL, Action, Kind, Role, TeamId, Thing, missing
+from gpool.core.quotas import Quota
+from gpool.server.actions.accounts.accounts import USER_INVITE_PREFIX
+from gpool.server.actions.operators import quotas
+from gpool.server.actions.operators.audit import audited, entry
+from gpool.server.identity import credentials
+from gpool.server.identity.authorization import own, permit
+from gpool.server.server import Once, Server
+from gpool.server.settings import span
+from gpool.server.store.identity_values import Caller, GivenQuota, Member, Team, UserInvite
+from gpool.server.store.operation import operation
+from gpool.server.store.operations.identity import accounts, users
+from gpool.server.store.operations.identity import teams as operations
+from gpool.server.store.protocol import Operation
+from gpool.wire.documents import instant_to_datetime
+from gpool.wire.identity import (
+    MemberDocument,
+    QuotaDocument,
+    TeamDocument,
+    TeamInviteRequest,
+    TeamPatch,
+    UserInviteDocument,
+)
+
+TEAM_INVITE_PREFIX = "gpt_"
+
+
+class _SavedTeam(msgspec.Struct, frozen=True):
+    id: int
+
+
+class SavedInvite(msgspec.Struct, frozen=True):
+    """An invite's answer as it is kept under its Idempotency-Key: without the token, which is derived again."""
+
+    expires_at: int
+
+
+# ---- reading
+
+
+async def listed(server: Server, who: Caller) -> list[TeamDocument]:
+    permit(who, Action.TEAMS_LIST, own(who))
+    found = await server.store.read(operations.named_teams_of(who.user.id))
+    return [document(team, role) for team, role in found if team.id in who.teams]
+
+
+async def all_of_them(server: Server, who: Caller, after: TeamId, limit: int) -> list[TeamDocument]:
+    """For operators, as users are."""
+    permit(who, Action.USERS_LIST, POOL)
+    found = await server.store.read(operations.teams(after, limit))
+    return [document(team, who.teams.get(team.id)) for team in found]
+
+
+async def one(server: Server, who: Caller, id_: TeamId) -> TeamDocument:
+    team, quota = await server.store.read(_found(id_, who, Action.TEAM_READ))
+    return document(team, who.teams.get(id_), quota)
+
+
+async def members(server: Server, who: Caller, id_: TeamId) -> list[MemberDocument]:
+    found = await server.store.read(_members(id_, who))
+    return [_member(each) for each in found]
+
+
+@operation
+def _found(id_: TeamId, who: Caller, action: Action) -> Operation[tuple[Team, GivenQuota]]:
+    """The team, if the caller may do this to it."""
+    team = yield from operations.team(id_)
+    permit(who, action, _thing(team), named(id_))
+    assert team is not None
+    return team, (yield from operations.quota_of("team", id_))
+
+
+@operation
+def _members(id_: TeamId, who: Caller) -> Operation[tuple[Member, ...]]:
+    yield from _found(id_, who, Action.TEAM_READ)
+    return (yield from operations.members(id_))
+
+
+def _thing(team: Team | None) -> Thing:
+    return missing(Kind.TEAM) if team is None else Thing(Kind.TEAM, team=team.id)
+
+
+def named(id_: TeamId) -> str:
+    return f"team {encode('team', id_)}"
+
+
+# ---- changing
+
+
+async def make(server: Server, who: Caller, name: str, once: Once | None) -> TeamDocument:
+    """Its maker is its first owner."""
+    permit(who, Action.TEAM_MAKE, own(who))
+    team = Team(TeamId(server.ids.next()), name, server.now)
+    answered = await server.write_once(
+        who.user, once, _make(team, who.user.id), lambda id_: msgspec.json.encode(_SavedTeam(id_))
+    )
+    server.credentials.forget()
+    id_ = TeamId(msgspec.json.decode(answered.body, type=_SavedTeam).id)
+    found = await server.store.read(operations.team(id_))
+    return document(found or team, Role.OWNER)
+
+
+@operation
+def _make(team: Team, owner: UserId) -> Operation[int]:
+    yield from operations.create_team(team, owner)
+    return team.id
+
+
+async def change(
+    server: Server, who: Caller, id_: TeamId, wanted: TeamPatch, once: Once | None
+) -> TeamDocument:
+    """Its owners name it; operators say what it may have at once."""
+    if wanted.name is None and wanted.quota is None:
+        raise Invalid("say what is to change: 'name' or 'quota'")
+    told = {
+        name: str(value)
+        for name, value in wanted.model_dump(exclude_none=True, mode="json").items()
+    }
+    noted = entry(server.now, who, "team.change", encode("team", id_), **told)
+    change = audited(_change(id_, who, wanted, server.settings.team_quota), [noted])
+    await server.write_once(who.user, once, change, lambda _: b"")
+    if wanted.quota is not None:
+        await quotas.refresh(server)
+    team, quota = await server.store.read(_found(id_, who, Action.TEAM_READ))
+    return document(team, who.teams.get(id_), quota)
+
+
+@operation
+def _change(id_: TeamId, who: Caller, wanted: TeamPatch, usual: Quota) -> Operation[bool]:
+    yield from _found(id_, who, Action.TEAM_CHANGE)
+    if wanted.quota is not None:
+        permit(who, Action.QUOTA_SET, Thing(Kind.ACCOUNT, team=id_), named(id_))
+        quotas.sound(given(wanted.quota), usual)
+    if wanted.name is not None:
+        yield from operations.rename_team(id_, wanted.name)  # may refuse, so it comes first
+    if wanted.quota is not None:
+        yield from operations.set_quota("team", id_, given(wanted.quota))
+    return True
+
+
+async def delete(server: Server, who: Caller, id_: TeamId, once: Once | None) -> None:
+    await server.write_once(who.user, once, _delete(id_, who), lambda _: b"")
+    server.credentials.forget()
+
+
+@operation
+def _delete(id_: TeamId, who: Caller) -> Operation[bool]:
+    yield from _found(id_, who, Action.TEAM_DELETE)
+    return (yield from operations.delete_team(id_))
+
+
+# ---- members
+
+
+async def set_member(
+    server: Server, who: Caller, id_: TeamId, user: str, role: Role, once: Once | None
+) -> MemberDocument:
+    """Takes somebody in, or changes their role. `user` is a name or an id."""
+    now = server.now
+    change = audited(
+        _set_member(id_, who, user, role, now),
+        lambda found: [
+            entry(
+                now,
+                who,
+                "team.role",
+                encode("team", id_),
+                user=encode("user", found),
+                role=role.value,
+            )
+        ],
+    )
+    kept = await server.write_once(who.user, once, change, _saved_member)
+    server.credentials.forget()
+    saved = msgspec.json.decode(kept.body, type=_SavedTeam)
+    for member in await server.store.read(operations.members(id_)):
+        if member.user == saved.id:
+            return _member(member)
+    raise NotFound(f"no user {user[:64]!r} in {named(id_)}")
+
+
+def _saved_member(user: UserId) -> bytes:
+    return msgspec.json.encode(_SavedTeam(user))
+
+
+@operation
+def _set_member(id_: TeamId, who: Caller, user: str, role: Role, at: Instant) -> Operation[UserId]:
+    yield from _found(id_, who, Action.TEAM_ROLE_SET)
+    found = yield from _user(user)
+    yield from operations.set_role(id_, found, role, at)
+    return found
+
+
+async def change_role(
+    server: Server, who: Caller, id_: TeamId, user: UserId, role: Role, once: Once | None
+) -> MemberDocument:
+    told = {"user": encode("user", user), "role": role.value}
+    noted = entry(server.now, who, "team.role", encode("team", id_), **told)
+    change = audited(_change_role(id_, who, user, role, server.now), [noted])
+    await server.write_once(who.user, once, change, lambda _: b"")
+    server.credentials.forget()
+    for member in await server.store.read(operations.members(id_)):
+        if member.user == user:
+            return _member(member)
+    raise _no_member(id_, user)
+
+
+@operation
+def _change_role(
+    id_: TeamId, who: Caller, user: UserId, role: Role, at: Instant
+) -> Operation[bool]:
+    yield from _found(id_, who, Action.TEAM_ROLE_SET)
+    if id_ not in (yield from operations.teams_of(user)):
+        raise _no_member(id_, user)
+    yield from operations.set_role(id_, user, role, at)
+    return True
+
+
+async def remove_member(
+    server: Server, who: Caller, id_: TeamId, user: UserId, once: Once | None
+) -> None:
+    """An owner sends somebody away, or somebody leaves."""
+    told = {"user": encode("user", user), "role": "none"}
+    noted = entry(server.now, who, "team.role", encode("team", id_), **told)
+    change = audited(_remove_member(id_, who, user), [noted])
+    await server.write_once(who.user, once, change, lambda _: b"")
+    server.credentials.forget()
+
+
+@operation
+def _remove_member(id_: TeamId, who: Caller, user: UserId) -> Operation[bool]:
+    if user == who.user.id:
+        member = id_ in (yield from operations.teams_of(user))
+        membership = Thing(Kind.MEMBERSHIP, owner=user) if member else missing(Kind.MEMBERSHIP)
+        permit(who, Action.TEAM_LEAVE, membership, named(id_))
+    else:
+        yield from _found(id_, who, Action.TEAM_ROLE_SET)
+    if not (yield from operations.remove_member(id_, user)):
+        raise _no_member(id_, user)
+    return True
+
+
+def _user(text: str) -> Operation[UserId]:
+    if text.startswith("u-"):
+        found = yield from users.user(UserId(decode("user", text)))
+    else:
+        found = yield from users.user_by_name(text)
+    if found is None:
+        raise NotFound(f"no user {text[:64]!r} here")
+    return found.id
+
+
+def _no_member(id_: TeamId, user: UserId) -> NotFound:
+    return NotFound(f"no user {encode('user', user)} in {named(id_)}")
+
+
+# ---- invites
+
+
+async def invite(
+    server: Server, who: Caller, id_: TeamId, wanted: TeamInviteRequest, once: Once | None
+) -> UserInviteDocument:
+    """A token with which one person who has an account may join."""
+    token = fresh_invite(server, who, TEAM_INVITE_PREFIX, once)
+    expires_at = Instant(server.now + span(wanted.expires_in_s))
+    made = UserInvite(
+        credentials.hashed(token),
+        who.user.id,
+        frozenset[Permission](),
+        expires_at,
+        server.now,
+        id_,
+        Role(wanted.role),
+    )
+    answered = await server.write_once(
+        who.user, once, _invite(id_, who, made), lambda at: msgspec.json.encode(SavedInvite(at))
+    )
+    saved = msgspec.json.decode(answered.body, type=SavedInvite)
+    return UserInviteDocument(
+        token=token, expires_at=instant_to_datetime(Instant(saved.expires_at))
+    )
+
+
+@operation
+def _invite(id_: TeamId, who: Caller, made: UserInvite) -> Operation[int]:
+    yield from _found(id_, who, Action.TEAM_INVITE)
+    yield from accounts.create_user_invite(made)
+    return made.expires_at
+
+
+def fresh_invite(server: Server, who: Caller, prefix: str, once: Once | None) -> str:
+    if once is None:
+        return credentials.fresh(prefix)
+    parts = ("invite", str(who.user.id), once.key, once.fingerprint)
+    return server.credentials.derived(prefix, *parts)
+
+
+async def join(server: Server, who: Caller, token: str, once: Once | None) -> TeamDocument:
+    permit(who, Action.TEAM_JOIN, POOL)
+    if not token.startswith((TEAM_INVITE_PREFIX, USER_INVITE_PREFIX)):
+        raise Invalid("this is no invite to a team; one begins with gpt_")
+    answered = await server.write_once(
+        who.user,
+        once,
+        _join(credentials.hashed(token), who.user.id, server.now),
+        lambda id_: msgspec.json.encode(_SavedTeam(id_)),
+    )
+    server.credentials.forget()
+    id_ = TeamId(msgspec.json.decode(answered.body, type=_SavedTeam).id)
+    team, role = await server.store.read(_as_member(id_, who.user.id))
+    if team is None:
+        raise NotFound(f"no {named(id_)} of yours")
+    return document(team, role)
+
+
+@operation
+def _join(hashed: str, user: UserId, at: Instant) -> Operation[int]:
+    team, _ = yield from accounts.join_team(hashed, user, at)
+    return team
+
+
+@operation
+def _as_member(id_: TeamId, user: UserId) -> Operation[tuple[Team | None, Role | None]]:
+    team = yield from operations.team(id_)
+    roles = yield from operations.teams_of(user)
+    return team, roles.get(id_)
+
+
+# ---- documents
+
+
+def document(team: Team, role: Role | None, quota: GivenQuota | None = None) -> TeamDocument:
+    return TeamDocument(
+        id=encode("team", team.id),
+        name=team.name,
+        created_at=instant_to_datetime(team.created_at),
+        role=None if role is None else role.value,
+        quota=None if quota is None else quota_document(quota),
+    )
+
+
+def _member(member: Member) -> MemberDocument:
+    return MemberDocument(
+        user=encode("user", member.user),
+        name=member.name,
+        role=member.role.value,
+        since=instant_to_datetime(member.since),
+    )
+
+
+def quota_document(quota: GivenQuota) -> QuotaDocument:
+    return QuotaDocument(
+        running_gpus=_gpus(quota.running_gpu_milli),
+        queued_tasks=quota.queued_tasks,
+        storage_bytes=quota.storage_bytes,
+        guaranteed_gpus=_gpus(quota.guaranteed_gpu_milli),
+    )
+
+
+def given(quota: QuotaDocument) -> GivenQuota:
+    return GivenQuota(
+        _milli(quota.running_gpus),
+        quota.queued_tasks,
+        quota.storage_bytes,
+        _milli(quota.guaranteed_gpus),
+    )
+
+
+def _gpus(milli: int | None) -> float | None:
+    return None if milli is None else milli / 1000
+
+
+def _milli(gpus: float | None) -> int | None:
+    return None if gpus is None else round(gpus * 1000)

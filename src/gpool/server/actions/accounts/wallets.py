@@ -1,0 +1,276 @@
+"""Wallets: nonces, signing in with one, linking and unlinking. A signature counts once, for this server and its chain.
+
+A contract wallet (EIP-1271) is asked on the chain the operator configured, through the one door out.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+
+from gpool.core.errors import Conflict, Forbidden, Invalid, NotFound, NotSignedIn, Unreachable
+from gpool.core.model import Instant
+from gpool.core.permissions import POOL, Action
+from gpool.server.actions.accounts import accounts, sessions
+from gpool.server.actions.accounts.accounts import Beginning, spelled
+from gpool.server.actions.operators.audit import REFUSED, audited, entry, note
+from gpool.server.identity.authorization import own, permit
+from gpool.server.identity.passwords import Match
+from gpool.server.server import Once, Server
+from gpool.server.settings import span
+from gpool.server.store.identity_values import Account, Caller, LinkedWallet
+from gpool.server.store.operation import operation
+from gpool.server.store.operations.identity import accounts as operations
+from gpool.server.store.operations.nodes import gpu_bindings
+from gpool.server.store.protocol import Operation
+from gpool.wallet import contracts, signin, signing
+from gpool.wallet.address import Address
+from gpool.wallet.errors import BadSignature
+from gpool.wallet.signing import Signature
+from gpool.wire.documents import instant_to_datetime
+from gpool.wire.identity import (
+    NonceDocument,
+    SignedMessage,
+    TokensDocument,
+    WalletDocument,
+    WalletLink,
+    WalletSignIn,
+    WalletUnlink,
+)
+
+NONCE_LETTERS = 24
+_ALPHABET = "ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz23456789"
+_ADDRESS = re.compile(r"0x[0-9a-f]{40}")
+_WORD = re.compile(r"0x(?:[0-9a-fA-F]{2})*")
+
+
+async def nonce(server: Server) -> NonceDocument:
+    permit(None, Action.SIGN_IN, POOL)
+    made = "".join(secrets.choice(_ALPHABET) for _ in range(NONCE_LETTERS))
+    now = server.now
+    expires_at = Instant(now + span(server.settings.nonce_s))
+    await server.write(operations.put_nonce(made, expires_at))
+    return NonceDocument(
+        nonce=made,
+        domain=server.settings.address,
+        uri=server.settings.origin,
+        chain_id=server.settings.chain_id,
+        issued_at=instant_to_datetime(now),
+        expires_at=instant_to_datetime(expires_at),
+    )
+
+
+async def sign_in(
+    server: Server, request: WalletSignIn, label: str, origin: str = ""
+) -> TokensDocument:
+    """The account of this wallet; made now, where registration allows it. `origin` is where the request came from."""
+    permit(None, Action.SIGN_IN, POOL)
+    try:
+        address = (await proven(server, request)).lower()
+    except NotSignedIn:
+        told = {"outcome": REFUSED, "address": origin, "via": "wallet"}
+        await note(server, entry(server.now, None, "sign_in", **told))
+        raise
+    account = await server.store.read(operations.user_by_wallet(address))
+    if account is None:
+        permit(None, Action.REGISTER, POOL)
+        accounts.may_register(server, request.invite)
+        account = await _first(server, address, request.invite)
+    return await sessions.begin(server, account, label, origin, "wallet")
+
+
+async def _first(server: Server, address: str, invite: str | None) -> Account:
+    """Named by its address; an account that the wallet was unlinked from may still have that name."""
+    for name in (address, f"{address}-{secrets.token_hex(4)}"):
+        try:
+            user = await accounts.create(server, name, Beginning(wallet=address), invite)
+        except Conflict:
+            found = await server.store.read(operations.user_by_wallet(address))
+            if found is not None:
+                return found  # two first sign-ins at once
+        else:
+            return Account(user, None, None)
+    raise Conflict("this wallet's account could not be made just now; sign in again")
+
+
+# ---- proofs
+
+
+async def proven(server: Server, signed: SignedMessage) -> Address:
+    """The wallet that signed in here just now. Its nonce is used up."""
+    message = signin.parse(signed.message)
+    settings = server.settings
+    problem = signin.check(
+        message,
+        domain=settings.address,
+        uri=settings.origin,
+        chain_id=settings.chain_id,
+        nonce=message.nonce,  # that it is one of ours is what taking it shows
+        now=server.now,
+    )
+    if problem is not None:
+        raise NotSignedIn(problem.detail)
+    text = signed.message.encode()
+    is_signer = False
+    try:
+        is_signer = signing.verify(text, Signature.parse(signed.signature), message.address)
+    except BadSignature:
+        if settings.chain_url is None:
+            raise
+    if not is_signer and settings.chain_url is None:
+        raise NotSignedIn(f"the signature is not one by {message.address} of this message")
+    if not await server.write(operations.take_nonce(message.nonce, server.now)):
+        raise NotSignedIn("the nonce is not known here, used, or expired; ask for a new one")
+    if not is_signer and not await _contract_says_yes(
+        server, message.address, text, signed.signature
+    ):
+        raise NotSignedIn(f"the signature is not one by {message.address} of this message")
+    return message.address
+
+
+async def _contract_says_yes(server: Server, at: Address, text: bytes, signature: str) -> bool:
+    """EIP-1271, asked of the operator's chain endpoint."""
+    assert server.settings.chain_url is not None
+    data = contracts.call_data(signing.personal_hash(text), contracts.parse_signature(signature))
+    call = {"to": at, "data": "0x" + data.hex()}
+    asked = {"jsonrpc": "2.0", "id": 1, "method": "eth_call", "params": [call, "latest"]}
+    try:
+        answer = await server.identity.outbound.post_json(server.settings.chain_url, asked)
+        document = answer.json()
+    except Unreachable as error:
+        raise Unreachable(
+            "the chain does not answer; contract wallets cannot sign in now"
+        ) from error
+    result = document.get("result") if isinstance(document, dict) else None
+    if not isinstance(result, str) or not _WORD.fullmatch(result):
+        return False  # reverted, or no such contract
+    return contracts.says_yes(bytes.fromhex(result[2:]))
+
+
+async def _prove_account(
+    server: Server, who: Caller, request: WalletLink | WalletUnlink, besides: str
+) -> None:
+    """One way in that is not the wallet in question: the password, or a linked wallet."""
+    if request.password is not None:
+        account = await server.store.read(operations.account(who.user.id))
+        stored = None if account is None else account.password_hash
+        async with server.guard.sign_in(who.user.name, who.address) as guess:
+            found = await server.identity.passwords.verify(stored, request.password)
+            if isinstance(found, Match):
+                guess.succeeded()
+        if not isinstance(found, Match):
+            raise Forbidden("the password is not right")
+        return
+    if request.proof is None:
+        raise Invalid("'password' or 'proof' is needed: a way into the account that it has")
+    address = (await proven(server, request.proof)).lower()
+    linked = await server.store.read(operations.wallets_of(who.user.id))
+    if address == besides or address not in {wallet.address for wallet in linked}:
+        raise Forbidden("the proof is not by another wallet of this account")
+
+
+# ---- one's wallets
+
+
+async def listed(server: Server, who: Caller) -> list[WalletDocument]:
+    permit(who, Action.ME_READ, own(who))
+    found = await server.store.read(operations.wallets_of(who.user.id))
+    return [_document(wallet) for wallet in found]
+
+
+def _document(wallet: LinkedWallet) -> WalletDocument:
+    return WalletDocument(
+        address=spelled(wallet.address),
+        linked_at=instant_to_datetime(wallet.linked_at),
+        payout=wallet.payout,
+    )
+
+
+async def link(
+    server: Server, who: Caller, request: WalletLink, once: Once | None
+) -> WalletDocument:
+    """Both are proved: the account by a way in that it has, the wallet by its signature."""
+    permit(who, Action.WALLET_LINK, own(who))
+    address = (await proven(server, request)).lower()
+    await _prove_account(server, who, request, address)
+    noted = entry(server.now, who, "wallet.link", address)
+    linking = audited(_link(who, address, server.now), [noted])
+    await server.write_once(who.user, once, linking, lambda _: b"")
+    return await _one(server, who, address)
+
+
+@operation
+def _link(who: Caller, address: str, at: Instant) -> Operation[bool]:
+    yield from operations.link_wallet(who.user.id, address, at)
+    yield from gpu_bindings.rebind_wallet(
+        who.user.id, (yield from operations.payout_wallet(who.user.id))
+    )
+    return True
+
+
+async def unlink(
+    server: Server, who: Caller, address: str, request: WalletUnlink, once: Once | None
+) -> None:
+    """Both are proved here too, so that neither a stolen wallet nor a stolen password throws the other out."""
+    permit(who, Action.WALLET_UNLINK, own(who))
+    wanted = _parsed(address)
+    if (await proven(server, request)).lower() != wanted:
+        raise Forbidden("the message is not signed by the wallet to be unlinked")
+    await _prove_account(server, who, request, wanted)
+    noted = entry(server.now, who, "wallet.unlink", wanted)
+    unlinking = audited(_unlink(who, wanted), [noted])
+    await server.write_once(who.user, once, unlinking, lambda _: b"")
+
+
+@operation
+def _unlink(who: Caller, address: str) -> Operation[bool]:
+    if not (yield from operations.unlink_wallet(who.user.id, address)):
+        raise _no_wallet(address)
+    yield from gpu_bindings.rebind_wallet(
+        who.user.id, (yield from operations.payout_wallet(who.user.id))
+    )
+    return True
+
+
+async def set_payout(
+    server: Server, who: Caller, address: str, payout: bool, once: Once | None
+) -> WalletDocument:
+    """Where earnings go; the GPUs of this owner are bound to it."""
+    permit(who, Action.PAYOUT_WALLET_SET, own(who))
+    wanted = _parsed(address)
+    noted = entry(server.now, who, "wallet.payout", wanted, payout=str(payout))
+    change = audited(_set_payout(who, wanted, payout), [noted])
+    await server.write_once(who.user, once, change, lambda _: b"")
+    return await _one(server, who, wanted)
+
+
+@operation
+def _set_payout(who: Caller, address: str, payout: bool) -> Operation[bool]:
+    now = yield from operations.payout_wallet(who.user.id)
+    mine = yield from operations.wallets_of(who.user.id)
+    if address not in {wallet.address for wallet in mine}:
+        raise _no_wallet(address)
+    if payout or now == address:
+        wanted = address if payout else None
+        yield from operations.set_payout_wallet(who.user.id, wanted)
+        yield from gpu_bindings.rebind_wallet(who.user.id, wanted)
+    return True
+
+
+async def _one(server: Server, who: Caller, address: str) -> WalletDocument:
+    for wallet in await server.store.read(operations.wallets_of(who.user.id)):
+        if wallet.address == address:
+            return _document(wallet)
+    raise _no_wallet(address)
+
+
+def _parsed(address: str) -> str:
+    """Either spelling of it."""
+    lower = address.lower()
+    if not _ADDRESS.fullmatch(lower):
+        raise Invalid(f"{address[:80]!r} is not an address; one is 0x and 40 hex digits")
+    return lower
+
+
+def _no_wallet(address: str) -> NotFound:
+    return NotFound(f"no wallet {address} of yours")

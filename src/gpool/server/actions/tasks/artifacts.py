@@ -1,0 +1,121 @@
+"""Artifacts: who may put and who may get. A hash grants nothing; a node needs a lease, and the current one."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+from gpool.core.errors import Forbidden, Invalid, NotFound, StaleLease
+from gpool.core.ids import TaskId
+from gpool.core.model import Permission
+from gpool.core.permissions import Action, Kind, Thing, missing
+from gpool.server.actions.operators import quotas
+from gpool.server.blobs import Part
+from gpool.server.identity.authorization import gate, own, permit
+from gpool.server.server import Server
+from gpool.server.store.identity_values import Caller
+from gpool.server.store.operations.tasks import artifacts as operations
+from gpool.server.store.values import NodeCredentials
+from gpool.wire.frames import Hold
+
+
+@dataclass(frozen=True, slots=True)
+class Upload:
+    sha256: str
+    part: Part | None
+    lease: Hold | None
+    told_bytes: int = 0  # by `Content-Length`; 0: it did not say
+
+
+async def put(
+    server: Server, who: Caller | NodeCredentials, upload: Upload, body: AsyncIterator[bytes]
+) -> int | None:
+    """Takes the bytes, then the reference; the size, or None while parts are missing."""
+    if isinstance(who, Caller):
+        permit(who, Action.ARTIFACT_UPLOAD, own(who))
+    else:
+        gate(who, Action.ARTIFACT_UPLOAD_OUTPUT)  # that it holds the lease is asked with the write
+        if upload.lease is None:
+            raise Invalid("a node uploads under a lease: send the header 'Gpool-Lease: TASK:EPOCH'")
+        task, epoch = TaskId(upload.lease.task), upload.lease.epoch
+        if not await server.store.read(operations.may_upload(who.node, task, epoch)):
+            raise _stale()
+    coming = (
+        quotas.Upload(upload.sha256, who.user.id)
+        if isinstance(who, Caller)
+        else quotas.Upload(upload.sha256, None, who.node, upload.lease)
+    )
+    told = upload.part.total if upload.part is not None else upload.told_bytes
+    if told <= server.settings.max_artifact_bytes:  # else that is what is said
+        body = await quotas.body_within(server, coming, told, body)
+    with server.blobs.pinned(upload.sha256):
+        if upload.part is None:
+            size: int | None = await server.blobs.store(upload.sha256, body)
+        else:
+            size = await server.blobs.store_part(upload.sha256, _uploader(who), upload.part, body)
+        if size is not None:
+            await _refer(server, coming, size)
+    return size
+
+
+async def _refer(server: Server, coming: quotas.Upload, size: int) -> None:
+    done = await server.write(quotas.add_within(server.settings, coming, size, server.now))
+    if isinstance(done, Forbidden):
+        raise done
+    if not done:
+        await server.write(operations.leave_to_prune(coming.sha256, size, server.now))
+        raise _stale()
+
+
+def _stale() -> StaleLease:
+    return StaleLease("this lease is not the current one; what was uploaded under it is dropped")
+
+
+async def size_of(
+    server: Server,
+    who: Caller | NodeCredentials,
+    sha256: str,
+    lease: Hold | None = None,
+    *,
+    to_name: bool = False,
+) -> int:
+    """Its size, if it is there and `who` may read it; a node, under the lease it names.
+
+    `to_name`: only if `who` may name it in a task, as it is. Not what an operator sees of others' alone.
+    """
+    size, thing = await _seen(server, who, sha256, lease)
+    if to_name and isinstance(who, Caller) and thing.owner is None and thing.team is None:
+        thing = missing(Kind.ARTIFACT)
+    try:
+        permit(who, Action.ARTIFACT_READ, thing, f"artifact {sha256}")
+    except NotFound as hidden:
+        offset = server.blobs.offset(sha256, _uploader(who))
+        if offset is not None:
+            raise NotFound(hidden.detail, offset=offset) from None
+        raise
+    assert size is not None
+    return size
+
+
+async def _seen(
+    server: Server, who: Caller | NodeCredentials, sha256: str, lease: Hold | None
+) -> tuple[int | None, Thing]:
+    """Its size and how it stands to `who`: through which of its references they see it, if through any."""
+    if isinstance(who, NodeCredentials):
+        task = None if lease is None else TaskId(lease.task)
+        size = await server.store.read(operations.visible_to_node(sha256, who.node, task))
+        return size, missing(Kind.ARTIFACT) if size is None else Thing(
+            Kind.ARTIFACT, holder=who.node
+        )
+    size = await server.store.read(operations.visible(sha256, who.user.id, tuple(who.teams)))
+    if size is not None:
+        return size, Thing(
+            Kind.ARTIFACT, owner=who.user.id if who.key_team is None else None, team=who.key_team
+        )
+    if Permission.OPERATOR in who.user.permissions:
+        size = await server.store.read(operations.size_of(sha256))
+    return size, missing(Kind.ARTIFACT) if size is None else Thing(Kind.ARTIFACT)
+
+
+def _uploader(who: Caller | NodeCredentials) -> str:
+    return f"u{who.user.id}" if isinstance(who, Caller) else f"n{who.node}"

@@ -1,0 +1,160 @@
+"""Why a task is where it is, when it will start, and what would start it now. It only reads; the long part is `explaining`'s."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from gpool.core.ids import TaskId, encode
+from gpool.core.model import AttemptRow, EndReason, Engine, OnLoss, Phase, TaskRow, TaskStatus
+from gpool.core.scheduler.explain.mismatch import Explanation, list_of, ranked
+from gpool.core.scheduler.explain.waiting import Story, with_story
+from gpool.core.scheduler.explain.whatif import Suggested, Suggestion
+from gpool.server.actions.tasks import documents, query
+from gpool.server.scheduling.forecasts import Estimate
+from gpool.server.server import Server
+from gpool.server.store.identity_values import Caller
+from gpool.server.store.operations.tasks import tasks as operations
+from gpool.server.store.values import TaskView
+from gpool.wire.documents import (
+    EstimateDocument,
+    ExplainDocument,
+    SuggestionDocument,
+    instant_to_datetime,
+)
+
+HOPELESS = frozenset({"over_quota", "flagged"})
+"""Codes under which the task never starts as it is, whatever ends."""
+
+_NOT_ITS_OWN = frozenset(
+    {EndReason.LOST, EndReason.HANDED_BACK, EndReason.PREEMPTED, EndReason.NODE_FAILED}
+)
+_UNSTARTED = frozenset({EndReason.SANDBOX_FAILED, EndReason.NODE_FAILED})
+
+
+_UNTRIED = " What would start it now was not all tried, because many ask at once: ask again later."
+
+
+async def explain(server: Server, who: Caller, id_: TaskId) -> ExplainDocument:
+    """`TooMany` when very many ask at once."""
+    view = await query.task(server, who, id_)
+    row = view.row
+    if row.status.is_final:
+        return _document(view, Explanation("ended", _end_of(view)))
+    refused = server.scheduler.refused.explanation(id_, server.now)
+    if refused is not None:
+        return _document(view, refused)
+    if row.status is TaskStatus.RUNNING or view.note is not None:
+        noted = view.note if row.status is not TaskStatus.RUNNING else None
+        doing = documents.NOTED[noted or documents.phase_of(view) or Phase.RUN.value]
+        return _document(view, Explanation("running", f"It {doing} on {_place(view) or 'a node'}."))
+    with server.explaining.admitted():
+        return await _explain(server, view, id_)
+
+
+async def _explain(server: Server, view: TaskView, id_: TaskId) -> ExplainDocument:
+    scheduler, explaining, now = server.scheduler, server.explaining, server.now
+    told = await explaining.why(scheduler, id_, now)
+    if scheduler.state.queue_of(id_) is None:
+        return _document(view, told)
+    told = with_story(told, await _story(server, view.row))
+    estimate = None
+    if told.position is not None and told.code not in HOPELESS:
+        estimate = await scheduler.forecasts.estimate(scheduler, now, id_, told.ahead)
+    tried = Suggested()
+    if told.code != "next":
+        tried = await explaining.suggestions(scheduler, id_, now)
+    if not tried.is_complete and not tried.found:
+        told = replace(told, sentence=told.sentence + _UNTRIED)
+    return _document(view, told, estimate, tried.found)
+
+
+async def _story(server: Server, row: TaskRow) -> Story:
+    """How its earlier attempts ended."""
+    if not row.epoch:
+        return Story()
+    told = await server.store.read(operations.story(row.id, None))
+    attempts = () if told is None else told.attempts
+    tried = [each for each in attempts if each.started_at is None and each.reason in _UNSTARTED]
+    own = [each for each in attempts if each.reason not in _NOT_ITS_OWN and each not in tried]
+    lost = [each for each in attempts if each.reason is EndReason.LOST]
+    last = own[-1] if own else None
+    return Story(
+        row.tries,
+        row.losses,
+        sum(each.reason is EndReason.PREEMPTED for each in attempts),
+        "" if last is None else _said(server, last),
+        None if last is None else last.reason,
+        _where(server, lost[-1]) if lost else "",
+        f"gpool logs {encode('task', row.id)}",
+        tuple(dict.fromkeys(_where(server, each) for each in tried)),
+        tried[-1].detail[:100] if tried else "",
+    )
+
+
+def _said(server: Server, attempt: AttemptRow) -> str:
+    reason = attempt.reason.value.replace("_", " ")
+    detail = f", {attempt.detail[:100]}" if attempt.detail else ""
+    return f"{reason} on {_where(server, attempt)}{detail}"
+
+
+def _where(server: Server, attempt: AttemptRow) -> str:
+    entry = server.scheduler.state.nodes.get(attempt.node)
+    known = entry.node if entry is not None else None
+    return encode("node", attempt.node) if known is None else known.name
+
+
+def _document(
+    view: TaskView,
+    told: Explanation,
+    estimate: Estimate | None = None,
+    found: tuple[Suggestion, ...] = (),
+) -> ExplainDocument:
+    row = view.row
+    return ExplainDocument(
+        id=encode("task", row.id),
+        status=row.status.value,
+        sentence=told.sentence,
+        position=told.position,
+        code=told.code,
+        ahead=None if told.position is None else told.ahead,
+        tries=row.tries,
+        losses=row.losses,
+        estimate=None
+        if estimate is None
+        else EstimateDocument(
+            at=instant_to_datetime(estimate.at),
+            earliest=instant_to_datetime(estimate.first),
+            latest=instant_to_datetime(estimate.last),
+        ),
+        suggestions=[
+            SuggestionDocument(kind=one.kind, change=_change(view, one), sentence=one.sentence)
+            for one in found
+        ],
+    )
+
+
+def _change(view: TaskView, one: Suggestion) -> str:
+    """What to say instead; on one node there is no gang, of which the rest could be said."""
+    spec, left_out = view.spec, []
+    if one.requirements.nodes == 1 < spec.requirements.nodes:
+        left_out += ["--engine"] * (spec.engine is not Engine.NONE)
+        left_out += ["--on-loss"] * (spec.on_loss is not OnLoss.REFORM)
+    return f"{one.change} without {' and '.join(left_out)}" if left_out else one.change
+
+
+def _place(view: TaskView) -> str:
+    """The node; of a gang all of them, with their ranks."""
+    if len(view.members) < 2:
+        return view.node_name or ""
+    return list_of([ranked(each.node_name or "a node", each.rank) for each in view.members])
+
+
+def _end_of(view: TaskView) -> str:
+    row = view.row
+    where = f" on {_place(view)}" if _place(view) else ""
+    reason = row.reason.value.replace("_", " ") if row.reason else ""
+    why = f": {reason}" if reason not in ("", row.status.text) else ""
+    code = f" with code {row.exit_code}" if row.exit_code is not None else ""
+    said = (row.error_text or "").strip().rpartition("\n")[2][:300]
+    ended = "was cancelled" if row.status is TaskStatus.CANCELLED else row.status.text
+    return f"It {ended}{where}{why}{code}." + (f" {said}" if said else "")

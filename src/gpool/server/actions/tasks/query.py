@@ -1,0 +1,163 @@
+"""Reading tasks and batches, and waiting for them. Whoever may not see something is told it is not there."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+
+from gpool.core.ids import BatchId, TaskId, encode
+from gpool.core.model import TaskStatus
+from gpool.core.permissions import POOL, Action, Kind, TeamId, Thing, missing
+from gpool.server.actions.tasks import documents
+from gpool.server.identity.authorization import batch_thing, own, permit, task_thing
+from gpool.server.server import Server
+from gpool.server.store.identity_values import Caller
+from gpool.server.store.operation import brief, operation
+from gpool.server.store.operations.identity import teams as teams_operations
+from gpool.server.store.operations.tasks import tasks as operations
+from gpool.server.store.protocol import Operation
+from gpool.server.store.values import Batch, BatchResult, TaskView
+from gpool.wire.documents import EventDocument
+
+RESULT_ROWS = 1000
+SILENCE_S = 15.0
+"""A stream with nothing to say sends a blank line this often, so that no proxy takes it for dead."""
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    before: TaskId | None
+    limit: int
+    statuses: Sequence[TaskStatus] = ()
+    everybody: bool = False
+    team: TeamId | None = None
+
+
+async def task(server: Server, who: Caller, id_: TaskId) -> TaskView:
+    view = await server.store.read(brief(operations.task(id_, None)))
+    permit(who, Action.TASK_READ, task_thing(view), named(id_))
+    assert view is not None
+    return view
+
+
+async def list_tasks(server: Server, who: Caller, listing: Listing) -> tuple[TaskView, ...]:
+    """Newest first. One's own, a team's, or everybody's when an operator asks for it."""
+    if listing.everybody:
+        permit(who, Action.TASKS_LIST_ALL, POOL)
+    else:
+        thing = await in_the_name_of(server, who, listing.team)
+        permit(who, Action.TASKS_LIST, thing, _team(listing.team))
+    mine = None if listing.everybody or listing.team is not None else who.user.id
+    teams = () if listing.everybody or listing.team is None else (listing.team,)
+    return await server.store.read(
+        operations.tasks(mine, listing.before, listing.limit, tuple(listing.statuses), teams)
+    )
+
+
+async def in_the_name_of(server: Server, who: Caller, team: TeamId | None) -> Thing:
+    """The account that acts: one's own, or a team's. Only who is not in it is looked up for: is there one at all?"""
+    if team is None:
+        return own(who)
+    if team not in who.teams and await server.store.read(teams_operations.team(team)) is None:
+        return missing(Kind.ACCOUNT)
+    return Thing(Kind.ACCOUNT, team=team)
+
+
+def _team(team: TeamId | None) -> str:
+    return "account" if team is None else f"team {encode('team', team)}"
+
+
+async def wait_for_task(server: Server, who: Caller, id_: TaskId, seconds: float) -> TaskView:
+    """The task once it has ended, or as it is when the time is over."""
+    ends = asyncio.get_running_loop().time() + seconds
+    with server.hub.subscription(id_) as changed:
+        while True:
+            view = await task(server, who, id_)
+            left = ends - asyncio.get_running_loop().time()
+            if view.row.status.is_final or left <= 0:
+                return view
+            await changed.wait(left)
+
+
+@dataclass(frozen=True, slots=True)
+class Awaited:
+    """Tasks of one batch whose results are wanted; `fresh`: committed just now, they cannot have ended yet."""
+
+    batch: BatchId
+    tasks: Sequence[TaskId]
+    fresh: bool
+
+
+async def wait_for_results(
+    server: Server, awaited: Awaited, seconds: float
+) -> list[BatchResult] | None:
+    """The results in the order of the tasks; None when the time is over first."""
+    clock = asyncio.get_running_loop().time
+    ends = clock() + seconds
+    found: dict[TaskId, BatchResult] = {}
+    missing = set(awaited.tasks)
+    after = 0
+    with server.hub.subscription(awaited.batch) as changed:
+        if awaited.fresh and not await changed.wait(seconds):
+            return None
+        while True:
+            reading = operations.batch_results(awaited.batch, after, RESULT_ROWS)
+            rows = await server.store.read(brief(reading, len(awaited.tasks)))
+            for row in rows:
+                after = row.sequence
+                if row.task in missing:
+                    missing.discard(row.task)
+                    found[row.task] = row
+            if not missing:
+                return [found[id_] for id_ in awaited.tasks]
+            if len(rows) < RESULT_ROWS and not await changed.wait(ends - clock()):
+                return None
+
+
+async def batch(server: Server, who: Caller, id_: BatchId) -> Batch:
+    found = await server.store.read(operations.batch(id_, None))
+    permit(who, Action.BATCH_READ, batch_thing(found), f"batch {encode('batch', id_)}")
+    assert found is not None
+    return found
+
+
+async def batch_results(
+    server: Server, who: Caller, id_: BatchId, after: int
+) -> AsyncIterator[bytes]:
+    """NDJSON from `after` on, as the tasks end, until the batch is closed and done."""
+    await batch(server, who, id_)
+    return _results(server, who, id_, after)
+
+
+async def _results(server: Server, who: Caller, id_: BatchId, after: int) -> AsyncIterator[bytes]:
+    with server.hub.subscription(id_) as changed:
+        while True:
+            rows, now = await server.store.read(_more(id_, after))
+            if rows:
+                after = rows[-1].sequence
+                yield documents.result_lines(rows, who.user.id)
+                if len(rows) == RESULT_ROWS:
+                    continue
+            if now is None or (now.closed and after >= now.total):
+                return
+            while not await changed.wait(SILENCE_S):
+                yield b"\n"
+
+
+@operation
+def _more(id_: BatchId, after: int) -> Operation[tuple[tuple[BatchResult, ...], Batch | None]]:
+    rows = yield from operations.batch_results(id_, after, RESULT_ROWS)
+    now = yield from operations.batch(id_, None)
+    return rows, now
+
+
+async def events(server: Server, who: Caller, id_: TaskId) -> list[EventDocument]:
+    story = await server.store.read(operations.story(id_, None))
+    permit(who, Action.TASK_READ, task_thing(story), named(id_))
+    assert story is not None
+    return documents.events(story)
+
+
+def named(id_: TaskId) -> str:
+    return f"task {encode('task', id_)}"

@@ -1,0 +1,321 @@
+"""From what a consumer wrote to what the pool runs. Accepts what no node can do today; refuses what none ever could."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from itertools import pairwise
+
+from gpool.core.errors import BadGpuSpec, Invalid, TooLarge, Unprocessable
+from gpool.core.model import (
+    SECOND,
+    Engine,
+    InputFile,
+    Instant,
+    Network,
+    OnLoss,
+    Recipe,
+    Requirements,
+    Span,
+    TaskKind,
+    TaskSpec,
+    Tier,
+)
+from gpool.core.specs import environment, labels, paths, price
+from gpool.core.specs import gpu as gpuspec
+from gpool.wire.documents import TaskRequest
+from gpool.wire.frames import MAX_SPEC_BYTES, weight_of
+
+MAX_WORDS_BYTES = 128 * 1024
+"""Command and variables together: what every kernel takes."""
+
+MAX_BYTES = 1 << 50
+"""A petabyte: more memory, disk or input than this is a slip of the hand."""
+
+
+def spec_of(request: TaskRequest) -> TaskSpec:
+    """The spec a request asks for, its artifacts unseen; `Invalid` or `Unprocessable` with what to do."""
+    if (request.command is None) == (request.function is None):
+        raise Invalid("give exactly one of 'command' and 'function'")
+    kind = TaskKind.COMMAND if request.function is None else TaskKind.FUNCTION
+    if kind is TaskKind.COMMAND and request.calls is not None:
+        raise Invalid("'calls' belongs to a function; for the same command many times use 'copies'")
+    if kind is TaskKind.FUNCTION and request.copies != 1:
+        raise Invalid("'copies' belongs to a command; a function is run once for each of 'calls'")
+    command = tuple(request.command or ())
+    _check_words("command", command)
+    if command and not command[0]:
+        raise Invalid("the command's first word is empty; it names the program to run")
+    _check_env("env", request.env)
+    _check_secrets(request)
+    _check_words("name", [request.name or "", request.environment])
+    recipe = _recipe(request)
+    _check_gang(request, command)
+    spec = TaskSpec(
+        kind=kind,
+        name=request.name or _default_name(command),
+        requirements=_requirements(request, recipe),
+        command=command,
+        function_sha256=request.function.sha256 if request.function else "",
+        env=tuple(sorted(request.env.items())),
+        inputs=_inputs(request),
+        outputs=_outputs(request.outputs),
+        timeout=Span(max(1, _span("timeout_s", request.timeout_s))),
+        retries=request.retries,
+        priority=request.priority,
+        environment=request.environment if recipe is None else environment.name_of(recipe),
+        secrets=tuple(sorted(request.secrets)),
+        recipe=recipe,
+        preload=_preload(request.preload),
+        checkpoint=_checkpoint(request),
+        checkpoint_every=_span("checkpoint_every_s", request.checkpoint_every_s),
+        grace=_span("grace_s", request.grace_s),
+        preemptible=request.preemptible,
+        by=None if request.by is None else Instant(round(request.by.timestamp() * SECOND)),
+        engine=Engine(request.engine),
+        on_loss=OnLoss(request.on_loss),
+    )
+    if spec.inputs or spec.outputs:  # nothing else is without a limit of its own
+        _check_weight(spec)
+    return spec
+
+
+def _check_gang(request: TaskRequest, command: tuple[str, ...]) -> None:
+    """What `nodes`, `engine` and `on_loss` say together; which command each can start."""
+    nodes, engine = request.nodes, Engine(request.engine)
+    if nodes == 1:
+        if engine is not Engine.NONE:
+            raise Invalid(
+                f"'engine' is {engine.value!r} and 'nodes' is 1; an engine joins the nodes of a gang: ask for 2 nodes or "
+                "more, or start it in your own command"
+            )
+        if OnLoss(request.on_loss) is not OnLoss.REFORM:
+            raise Invalid(
+                f"'on_loss' is {request.on_loss!r} and 'nodes' is 1; it says what becomes of a gang: ask for 2 nodes "
+                "or more, or leave it out"
+            )
+        return
+    if request.function is not None:
+        raise Invalid(
+            f"'nodes' is {nodes} and this is a function; a gang runs a command on every node: put the function into "
+            "a script and run that"
+        )
+    if Tier(request.tier) is not Tier.CONTAINER:
+        raise Invalid(
+            f"'nodes' is {nodes} and 'tier' is {request.tier!r}; the members of a gang have a network of their own, "
+            "which only tier 'container' gives: leave 'tier' out"
+        )
+    program = command[0].rpartition("/")[2] if command else ""
+    if engine is Engine.TORCHRUN and program in ("torchrun", "accelerate"):
+        raise Invalid(
+            f"the command begins with {program!r} and 'engine' is 'torchrun', which starts it a second time; give "
+            "the program alone, like python train.py"
+        )
+
+
+def _check_weight(spec: TaskSpec) -> None:
+    """What does not fit into a frame would cut off every node it is granted to."""
+    try:
+        weight = weight_of(spec)
+    except UnicodeEncodeError:
+        raise Invalid(
+            "the task holds half a character (a lone surrogate); send valid text"
+        ) from None
+    if weight > MAX_SPEC_BYTES:
+        raise _too_many_names(len(spec.inputs), len(spec.outputs))
+
+
+def _too_many_names(inputs: int, outputs: int) -> TooLarge:
+    return TooLarge(
+        f"the names of {inputs} inputs and {outputs} outputs are longer than the {MAX_SPEC_BYTES} bytes "
+        "that go through; put the files into one archive"
+    )
+
+
+def _default_name(command: tuple[str, ...]) -> str:
+    return command[0].rstrip("/").rpartition("/")[2][:200] or "command" if command else "function"
+
+
+def _recipe(request: TaskRequest) -> Recipe | None:
+    """What was asked for in the normal form; None: the node's own environment will do."""
+    given, function = request.recipe, request.function
+    if given is None:
+        kind = environment.kind_of(request.environment)
+        if kind in (environment.PIP, environment.IMAGE):
+            raise Invalid(
+                f"'environment' is {request.environment[:60]!r}; ask for packages or an image with 'recipe'"
+            )
+        return None
+    if request.environment != environment.DEFAULT:
+        raise Invalid(
+            f"give 'recipe' or 'environment' ({request.environment[:60]!r}), not both; the recipe names its own"
+        )
+    made = environment.recipe(given.python, tuple(given.packages), given.image or "")
+    if function is None:
+        return None if made == Recipe() else made
+    if made.python is not None and made.python != function.python:
+        raise Invalid(
+            f"'recipe' wants Python {made.python} and the function was made with {function.python}; "
+            f"call it from Python {made.python}, or leave out 'python'"
+        )
+    if made.image:
+        return made
+    # the function's own minor is a placement constraint already; what is built for it must be of that minor
+    return Recipe(function.python, made.packages) if made.packages else None
+
+
+def _preload(modules: list[str]) -> tuple[str, ...]:
+    for module in modules:
+        if not all(part.isidentifier() for part in module.split(".")):
+            raise Invalid(
+                f"'preload' holds {module[:60]!r}; name modules, like torch or numpy.linalg"
+            )
+    return tuple(dict.fromkeys(modules))
+
+
+def _checkpoint(request: TaskRequest) -> str:
+    """The directory, with a slash at its end."""
+    if request.checkpoint is None:
+        return ""
+    if request.function is not None:
+        raise Invalid(
+            "'checkpoint' belongs to a command: a function has no directory that is kept; "
+            "run it as a script, or leave 'checkpoint' out"
+        )
+    try:
+        return paths.checked(request.checkpoint, directory=True).removesuffix("/") + "/"
+    except Invalid as error:
+        raise Invalid(f"'checkpoint': {error.detail}") from None
+
+
+def _span(field: str, seconds: float) -> Span:
+    return Span(round(_finite(field, seconds) * 1_000_000))
+
+
+def _requirements(request: TaskRequest, recipe: Recipe | None) -> Requirements:
+    gpu = request.gpu
+    if isinstance(gpu, float):
+        _finite("gpu", gpu)
+    return Requirements(
+        gpu=gpuspec.parse(gpu, request.vram),
+        cpu_milli=max(1, round(_finite("cpus", request.cpus) * 1000)),
+        memory_bytes=_size("memory", request.memory),
+        disk_bytes=_size("disk", request.disk),
+        tier=Tier(request.tier),
+        python=_python(request, recipe),
+        network=Network(request.network),
+        nodes=request.nodes,
+        labels=labels.normal(request.labels),
+        max_price_microcredits=None
+        if request.max_price is None
+        else price.parse(request.max_price),
+    )
+
+
+def _python(request: TaskRequest, recipe: Recipe | None) -> str | None:
+    """The minor a node must have; an image brings its own."""
+    if recipe is not None and recipe.image:
+        return None
+    if request.function is not None:
+        return request.function.python
+    return None if recipe is None else recipe.python
+
+
+def _finite(field: str, value: float) -> float:
+    if not math.isfinite(value):
+        raise Invalid(f"'{field}' is {value}; give a finite number")
+    return value
+
+
+def _size(field: str, text: str | None) -> int | None:
+    if text is None:
+        return None
+    try:
+        size = gpuspec.parse_bytes(text)
+    except BadGpuSpec as error:
+        said = error.detail.partition("\n")[0].removeprefix("GPU requirement ")
+        said = said.replace("any GPU", "any machine")
+        raise Invalid(f"'{field}' is {said}") from None
+    if size <= 0:
+        raise Invalid(f"'{field}' is {text[:40]!r}; give more than nothing, or leave it out")
+    if size > MAX_BYTES:
+        raise Unprocessable(f"'{field}' is {text[:40]!r}; no machine has more than 1 PB")
+    return size
+
+
+def _check_words(field: str, words: Iterable[str]) -> None:
+    total = 0
+    for word in words:
+        if "\0" in word:
+            raise Invalid(
+                f"'{field}' holds a NUL character, which no program can be given; remove it"
+            )
+        total += len(word.encode()) + 1
+    if total > MAX_WORDS_BYTES:
+        raise Invalid(
+            f"'{field}' is {total} bytes long, at most {MAX_WORDS_BYTES} go through; use an input file"
+        )
+
+
+def _check_env(field: str, env: Mapping[str, str]) -> None:
+    for name in env:
+        if not name or "=" in name:
+            raise Invalid(
+                f"'{field}' has a variable called {name[:40]!r}; a name is not empty and holds no '='"
+            )
+    _check_words(field, [*env.keys(), *env.values()])
+
+
+def _check_secrets(request: TaskRequest) -> None:
+    """Says names, never values."""
+    for name in request.secrets:
+        if name in request.env:
+            raise Invalid(f"'{name[:40]}' is in 'env' and in 'secrets'; leave it out of one")
+    _check_env("secrets", secrets_of(request))
+
+
+def secrets_of(request: TaskRequest) -> dict[str, str]:
+    return {name: secret.get_secret_value() for name, secret in request.secrets.items()}
+
+
+def _inputs(request: TaskRequest) -> tuple[InputFile, ...]:
+    if sum(len(item.path) for item in request.inputs) > MAX_SPEC_BYTES:  # before each is looked at
+        raise _too_many_names(len(request.inputs), len(request.outputs))
+    seen: dict[str, str] = {}
+    for item in request.inputs:
+        paths.checked(item.path)
+        _distinct("inputs", item.path, seen)
+        if item.size_bytes > MAX_BYTES:
+            raise Unprocessable(f"input '{item.path}' of {item.size_bytes} bytes; at most 1 PB")
+    if len(seen) > 1:
+        _no_file_is_a_folder(seen)
+    return tuple(
+        InputFile(item.path, item.sha256, item.size_bytes, item.executable)
+        for item in request.inputs
+    )
+
+
+def _outputs(outputs: list[str]) -> tuple[str, ...]:
+    seen: dict[str, str] = {}
+    for path in outputs:
+        paths.checked(path, directory=True)
+        _distinct("outputs", path.removesuffix("/"), seen)
+    return tuple(outputs)
+
+
+def _distinct(field: str, path: str, seen: dict[str, str]) -> None:
+    folded = paths.folded(path)
+    if folded in seen:
+        raise Invalid(
+            f"'{field}' names '{path}' and '{seen[folded]}', which are one file on some machines; rename one"
+        )
+    seen[folded] = path
+
+
+def _no_file_is_a_folder(seen: dict[str, str]) -> None:
+    """With NUL for '/', which sorts before every letter, what lies beneath a name comes right after it."""
+    ordered = sorted(folded.replace("/", "\0") for folded in seen)
+    for above, below in pairwise(ordered):
+        if below.startswith(above + "\0"):
+            parent, path = (seen[name.replace("\0", "/")] for name in (above, below))
+            raise Invalid(f"input '{parent}' is a file and the folder of '{path}'; rename one")

@@ -1,0 +1,66 @@
+"""Past the framework, before its router: the two doors that are used thousands of times a second. The routes are the same functions.
+
+A submission is read and answered as the route does it, errors included; only what the framework does around a route
+(matching, dependencies, exit stacks) is left out. A submission with a query, and every alias, takes the long way.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.websockets import WebSocket
+
+from gpool.core.errors import GpoolError
+from gpool.server.api import problems
+from gpool.server.api.channel import agent_channel
+from gpool.server.api.routes.tasks import submit_tasks
+from gpool.wire.frames import CHANNEL_PATH
+
+log = logging.getLogger(__name__)
+TASKS_PATH = "/v1/tasks"
+
+
+class Shortcuts:
+    """The middleware."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        kind, path = scope["type"], scope.get("path")
+        if kind == "websocket" and path == CHANNEL_PATH:
+            await _channel(WebSocket(scope, receive, send))
+        elif (
+            kind == "http"
+            and path == TASKS_PATH
+            and scope["method"] == "POST"
+            and not scope["query_string"]
+        ):
+            await _submission(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
+
+
+async def _submission(scope: Scope, receive: Receive, send: Send) -> None:
+    request = Request(scope, receive, send)
+    try:
+        response = await submit_tasks(request)
+    except GpoolError as error:
+        response = await problems.ours(request, error)
+    except ClientDisconnect as error:
+        response = await problems.gone(request, error)
+    await response(scope, receive, send)
+
+
+async def _channel(socket: WebSocket) -> None:
+    try:
+        await agent_channel(socket)
+    except GpoolError as error:  # a commit that failed: the agent connects again and says it again
+        log.log(
+            logging.ERROR if error.status >= 500 else logging.INFO,
+            "an agent's connection ends: %s",
+            error.detail,
+        )
+        await socket.close()

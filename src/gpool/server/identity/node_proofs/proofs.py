@@ -1,0 +1,185 @@
+"""The server's half of a node's proofs: makes challenges, checks answers, takes each once. Reads no clock.
+
+A challenge needs no memory: it carries its own expiry and a tag under the server's secret over everything it is for, so
+asking for a million of them costs nothing. Only answers that were right are remembered, until they have expired anyway;
+so the memory grows with what holders of real keys do, and with nothing a stranger does.
+
+On the channel challenge and answer travel one connection, so one process sees both. Where an answer may reach another
+replica, `secret` is shared and the memory is a table with the nonce as its primary key: `INSERT`, and a conflict is `USED`.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import hmac
+from collections import deque
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+
+from gpool.core.model import SECOND, Instant, Span
+from gpool.server.identity.tokens.access import Claims, thumbprint
+from gpool.transfer.node_proofs import (
+    RequestStatement,
+    Statement,
+    parse_request_proof,
+    signature_from,
+)
+
+LIFE = Span(30 * SECOND)
+REQUEST_LIFE = Span(60 * SECOND)
+"""How far a request's own time may be from ours, either way."""
+MAX_REMEMBERED = 500_000
+_RANDOM_BYTES, _TIME_BYTES, _TAG_BYTES = 16, 8, 16
+_NONCE_BYTES = _RANDOM_BYTES + _TIME_BYTES + _TAG_BYTES
+
+
+_WEAK = frozenset(
+    bytes.fromhex(text)
+    for text in (
+        "00" * 32,
+        "01" + "00" * 31,
+        "26e8958fc2b227b045c3f489f2ef98f0d5dfac05d3c63339b13802886d53fc05",
+        "c7176a703d4dd84fba3c0b760d10670f2a2053fa2c39ccc64ec7fd7792ac037a",
+        "ec" + "ff" * 30 + "7f",
+        "ed" + "ff" * 30 + "7f",
+        "ee" + "ff" * 30 + "7f",
+    )
+)
+"""Points of small order, whatever their sign bit: under such a key anybody can sign, so it proves nothing."""
+
+
+class NotProven(StrEnum):
+    FORM = "form"
+    FOREIGN = "foreign"  # no challenge of ours, or one for something else
+    STALE = "stale"
+    USED = "used"
+    SIGNATURE = "signature"
+    KEY = "key"  # no key to prove anything with, or not the one the token is bound to
+    FULL = "full"  # more right answers than can be remembered: come back
+
+
+@dataclass(frozen=True, slots=True)
+class Proven:
+    """Whoever answered holds the private half of this key."""
+
+    thumbprint: str
+
+
+class Memory:
+    """What was used, until it would be refused for its age alone."""
+
+    def __init__(self, most: int = MAX_REMEMBERED) -> None:
+        self._used: set[tuple[str, str]] = set()
+        self._order: deque[tuple[Instant, tuple[str, str]]] = deque()
+        self._most = most
+
+    def __len__(self) -> int:
+        return len(self._used)
+
+    def take(self, key: tuple[str, str], expires: Instant, now: Instant) -> NotProven | None:
+        """None the first time."""
+        while self._order and self._order[0][0] <= now:
+            self._used.discard(self._order.popleft()[1])
+        if key in self._used:
+            return NotProven.USED
+        if len(self._used) >= self._most:
+            return NotProven.FULL
+        self._used.add(key)
+        self._order.append((expires, key))
+        return None
+
+
+class Proofs:
+    """`server` is the name nodes know this server by."""
+
+    def __init__(self, secret: bytes, server: str, memory: Memory | None = None) -> None:
+        self._secret, self._server = secret, server
+        self._memory = memory if memory is not None else Memory()
+
+    def challenge(self, purpose: str, node: str, entropy: bytes, now: Instant) -> str:
+        """A nonce for one node and purpose. `entropy`: 16 random bytes."""
+        if len(entropy) != _RANDOM_BYTES:
+            raise ValueError(f"{_RANDOM_BYTES} random bytes are needed, not {len(entropy)}")
+        body = entropy + (now + LIFE).to_bytes(_TIME_BYTES, "big")
+        raw = body + self._tag(body, purpose, node)
+        return base64.urlsafe_b64encode(raw).decode().rstrip("=")
+
+    def answered(self, statement: Statement, signature: str, now: Instant) -> Proven | NotProven:
+        """Whether the answer proves possession of `statement.public`, here, for this, and for the first time.
+
+        The statement is the server's own: node and key from its store, purpose from the route, the nonce as it came.
+        """
+        raw = signature_from(signature)
+        nonce = _nonce(statement.nonce)
+        if raw is None or nonce is None:
+            return NotProven.FORM
+        if not is_sound(statement.public):
+            return NotProven.KEY
+        body, tag = nonce[:-_TAG_BYTES], nonce[-_TAG_BYTES:]
+        ours = self._tag(body, statement.purpose, statement.node)
+        if statement.server != self._server or not hmac.compare_digest(tag, ours):
+            return NotProven.FOREIGN
+        expires = Instant(int.from_bytes(body[_RANDOM_BYTES:], "big"))
+        if now >= expires:
+            return NotProven.STALE
+        if not _signed(statement.public, raw, statement.message()):
+            return NotProven.SIGNATURE
+        used = self._memory.take(("challenge", statement.nonce), expires, now)
+        return used or Proven(thumbprint(statement.public))
+
+    def request(
+        self, statement: RequestStatement, header: str, public: bytes, claims: Claims, now: Instant
+    ) -> Proven | NotProven:
+        """Whether this very request was signed just now, for the first time, by the key its token is bound to.
+
+        Of the statement, time and nonce are replaced by the header's: they are the node's to say.
+        """
+        proof = parse_request_proof(header)
+        raw = signature_from(proof.signature) if proof else None
+        if proof is None or raw is None:
+            return NotProven.FORM
+        if claims.key is None or not hmac.compare_digest(claims.key, thumbprint(public)):
+            return NotProven.KEY
+        at = proof.at_s * SECOND
+        if abs(now - at) > REQUEST_LIFE:
+            return NotProven.STALE
+        said = replace(statement, at_s=proof.at_s, nonce=proof.nonce)
+        if statement.server != self._server:
+            return NotProven.FOREIGN
+        if not _signed(public, raw, said.message()):
+            return NotProven.SIGNATURE
+        expires = Instant(at + REQUEST_LIFE + SECOND)
+        used = self._memory.take((claims.key, proof.nonce), expires, now)
+        return used or Proven(claims.key)
+
+    def _tag(self, body: bytes, purpose: str, node: str) -> bytes:
+        facts = "\0".join((str(purpose), self._server, node)).encode("utf-8", "surrogatepass")
+        digest = hmac.new(self._secret, b"gpool challenge 1\0" + body + facts, hashlib.sha256)
+        return digest.digest()[:_TAG_BYTES]
+
+
+def is_sound(public: bytes) -> bool:
+    """Whether a node may have this key: 32 bytes, and a signature under it takes its private half."""
+    return len(public) == 32 and public[:31] + bytes([public[31] & 0x7F]) not in _WEAK
+
+
+def _nonce(text: str) -> bytes | None:
+    try:
+        raw = base64.b64decode(text + "=" * (-len(text) % 4), altchars=b"-_", validate=True)
+    except (binascii.Error, ValueError):
+        return None
+    canonical = base64.urlsafe_b64encode(raw).decode().rstrip("=")
+    return raw if len(raw) == _NONCE_BYTES and canonical == text else None
+
+
+def _signed(public: bytes, signature: bytes, message: bytes) -> bool:
+    try:
+        Ed25519PublicKey.from_public_bytes(public).verify(signature, message)
+    except (InvalidSignature, ValueError):
+        return False
+    return True

@@ -1,0 +1,205 @@
+"""What an agent claims, before anything is done with it: offers no machine has, reports no task leaves. Reads nothing, decides nothing else."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from ipaddress import IPv4Address
+
+import msgspec
+
+from gpool.core.errors import Invalid
+from gpool.core.model import (
+    INLINE_LIMIT_BYTES,
+    KIB,
+    MIB,
+    EndReason,
+    Gpu,
+    Offer,
+    OutputFile,
+    SliceProfile,
+)
+from gpool.core.specs import labels, paths, price
+from gpool.wire.frames import MAX_SPEC_BYTES, Checkpointed, Finished, ReportItem
+
+SHA256 = re.compile(r"[0-9a-f]{64}")
+SITE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+GANG_PORTS = (1024, 60_000)
+FILE_BYTES = 100
+"""A file of a checkpoint in a frame, besides its name: mostly its hash."""
+MOST_OFFER_BYTES = MIB
+"""An offer as it is kept: a thousand GPUs with all their details. Every reader of the node has to read it."""
+MOST_RUNTIMES = 16
+MOST_PROFILES = 32
+MOST_PLACES = 16
+"""Memory slices of a GPU: the scheduler looks at each of them, so a profile of a billion would never end."""
+MOST_ITEMS = 20_000
+"""Of one frame of reports, ten times what an agent sends: each is looked up while others wait."""
+MOST_ERROR_LETTERS = 64 * KIB
+"""Twice what an agent sends; it is in every listing of the task."""
+
+NOT_A_NODES_WORD = frozenset({EndReason.CANCELLED, EndReason.LOSES_NODES, EndReason.NODE_FAILED})
+"""Ends without another try that consumers and the server decide upon. Nodes *release* what was cancelled."""
+
+
+def wrong_with_offer(offer: Offer, *, is_local: bool = False) -> str | None:
+    """What no honest machine lends; an agent that says so is refused. `is_local`: all of the pool is one machine."""
+    if not (0 <= offer.cpu_milli <= 10_000_000 and 0 <= offer.memory_bytes <= 1 << 60):
+        return f"an offer of {offer.cpu_milli} milli-CPUs and {offer.memory_bytes} bytes of memory"
+    if not 0 <= offer.disk_bytes <= 1 << 60:
+        return f"an offer of {offer.disk_bytes} bytes of disk"
+    if len(offer.gpus) > 1024:
+        return f"an offer of {len(offer.gpus)} GPUs"
+    if len(offer.labels) > labels.MAX_LABELS:
+        return f"{len(offer.labels)} labels; at most {labels.MAX_LABELS} can be given"
+    names = [runtime.name for runtime in offer.runtimes]
+    if len(names) > MOST_RUNTIMES or any(len(name) > 100 or "\0" in name for name in names):
+        return "an offer with too many runtimes, or one with too long a name"
+    if len({gpu.index for gpu in offer.gpus}) < len(offer.gpus):
+        return "two GPUs with one index"
+    if len({gpu.uuid for gpu in offer.gpus}) < len(offer.gpus):
+        return "one GPU under two indexes"
+    for gpu in offer.gpus:
+        texts = (gpu.uuid, gpu.model, gpu.vendor)
+        if not (0 <= gpu.index <= 1023 and 0 < gpu.memory_bytes <= 1 << 50):
+            return f"a GPU with index {gpu.index} and {gpu.memory_bytes} bytes of memory"
+        if any(not text or len(text) > 200 or "\0" in text for text in texts):
+            return f"a GPU whose uuid, model or vendor is empty, too long or holds a NUL (index {gpu.index})"
+        if not _is_well_described(gpu):
+            return f"a GPU with too long or too many details (index {gpu.index})"
+        if not _is_cut_soundly(gpu.profiles):
+            return f"a GPU cut into slices as no GPU is (index {gpu.index})"
+    if not 0 <= offer.price_microcredits <= price.MAX_PRICE:
+        return f"a price of {offer.price_microcredits} micro-credits an hour"
+    try:
+        labels.normal(offer.labels)
+    except Invalid as error:
+        return f"labels nobody could ask for: {error.detail}"
+    words = (
+        offer.hostname,
+        offer.agent_version,
+        offer.closed,
+        *offer.pythons,
+        *offer.environments,
+        *offer.builds,
+        *offer.audience,
+    )
+    if len(words) > 1000 or any(len(word) > 300 or "\0" in word for word in words):
+        return "an offer with too many or too long words"
+    size = len(msgspec.msgpack.encode(offer))
+    if size > MOST_OFFER_BYTES:
+        return f"an offer of {size} bytes; at most {MOST_OFFER_BYTES} are kept"
+    return _wrong_with_site(offer, is_local=is_local)
+
+
+def _wrong_with_site(offer: Offer, *, is_local: bool) -> str | None:
+    """Where other owners' agents will send to, if they share the site: to a machine's own address, and to no other."""
+    if offer.site and not SITE.fullmatch(offer.site):
+        return f"a site that is not a word of letters, digits and . _ -: {offer.site[:100]!r}"
+    if offer.gang_port and not GANG_PORTS[0] <= offer.gang_port <= GANG_PORTS[1]:
+        return f"gang port {offer.gang_port}; it must be from {GANG_PORTS[0]} to {GANG_PORTS[1]}"
+    if not offer.address:
+        return None
+    try:
+        address = IPv4Address(offer.address)
+    except ValueError:
+        return f"an address that is no IPv4 address: {offer.address[:100]!r}"
+    nobodys = address.is_multicast or address.is_unspecified or address.is_reserved
+    if nobodys or address.is_link_local or (address.is_loopback and not is_local):
+        return f"{address} as the address by which others of its site reach it; name one with --address"
+    return None
+
+
+def _is_well_described(gpu: Gpu) -> bool:
+    words = [gpu.closed, gpu.ails]
+    if (more := gpu.details) is not None:
+        lists = (more.links, more.mig_profiles, more.mig_instances)
+        if any(len(one) > 1024 for one in lists):
+            return False
+        words += [more.source, more.driver, more.capability, more.bus, more.pcie]
+        words += [*more.mig_profiles, *more.mig_instances]
+    return all(len(word) <= 300 and "\0" not in word for word in words)
+
+
+def _is_cut_soundly(profiles: tuple[SliceProfile, ...]) -> bool:
+    """Sizes and places as hardware has them: the scheduler counts them out."""
+    if len(profiles) > MOST_PROFILES or len({one.name for one in profiles}) < len(profiles):
+        return False
+    return all(
+        0 < len(one.name) <= 100
+        and "\0" not in one.name
+        and 0 < one.memory_bytes <= 1 << 50
+        and 0 < one.compute <= 1000
+        and 0 < one.size <= MOST_PLACES
+        and len(one.starts) <= MOST_PLACES
+        and all(0 <= start <= MOST_PLACES - one.size for start in one.starts)
+        for one in profiles
+    )
+
+
+def checked_report(item: ReportItem) -> ReportItem | None:
+    """A report as it may be stored: an end that breaks the rules becomes a failed attempt that says so.
+
+    None: a checkpoint nobody could begin with. It is left out, and the one before it stays.
+    """
+    if isinstance(item, Checkpointed):
+        return item if _is_sound(item) else None
+    if not isinstance(item, Finished):
+        return item
+    if item.reason in NOT_A_NODES_WORD:
+        return _failed(item, f"its node said {item.reason}, which is not for a node to say")
+    if len(item.value) > INLINE_LIMIT_BYTES:
+        return _failed(
+            item, f"a value of {len(item.value)} bytes came inline; it belongs in an artifact"
+        )
+    if item.value_sha256 and not SHA256.fullmatch(item.value_sha256):
+        return _failed(item, "its value is not named by a SHA-256")
+    if item.outputs:
+        if not all(SHA256.fullmatch(output.sha256) for output in item.outputs):
+            return _failed(item, "an output is not named by a SHA-256")
+        try:
+            for output in item.outputs:
+                paths.checked(output.path)
+        except Invalid as error:
+            return _failed(item, error.detail)
+    if item.exit_code is not None and not -(1 << 31) <= item.exit_code < 1 << 31:
+        return _failed(item, f"exit code {item.exit_code}")
+    text, lasted = item.error_text, item.duration_us
+    if "\0" in text or len(text) > MOST_ERROR_LETTERS or not 0 <= lasted < 1 << 53:
+        return msgspec.structs.replace(
+            item,
+            error_text=text[:MOST_ERROR_LETTERS].replace("\0", "\N{REPLACEMENT CHARACTER}"),
+            duration_us=lasted if 0 <= lasted < 1 << 53 else 0,
+        )
+    return item
+
+
+def _failed(item: Finished, why: str) -> Finished:
+    return Finished(
+        item.task,
+        item.epoch,
+        EndReason.BAD_OUTPUT,
+        None,
+        error_text=f"refused by the server: {why}",
+    )
+
+
+def _is_sound(item: Checkpointed) -> bool:
+    """Its names are plain, distinct on every machine, no file is another's folder, and all fit into a frame."""
+    size = sum(len(file.path.encode()) + FILE_BYTES for file in item.files)
+    if size > MAX_SPEC_BYTES or any(not _is_file(file) for file in item.files):
+        return False
+    try:
+        names = {paths.folded(paths.checked(file.path)) for file in item.files}
+    except Invalid:
+        return False
+    folders = {name[:at] for name in names for at in _cuts(name)}
+    return len(names) == len(item.files) and not names & folders
+
+
+def _cuts(name: str) -> Iterable[int]:
+    return (at for at, letter in enumerate(name) if letter == "/")
+
+
+def _is_file(file: OutputFile) -> bool:
+    return SHA256.fullmatch(file.sha256) is not None and 0 <= file.size_bytes <= 1 << 50

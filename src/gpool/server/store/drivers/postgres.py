@@ -1,0 +1,237 @@
+"""PostgreSQL behind the store's door: one writer task with its own connection that commits in groups, and a reader pool.
+
+Many replicas may write at once; row locks and guards in the operations keep them apart, and what falls to a deadlock or a race is run again alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections import deque
+from collections.abc import Sequence
+from functools import lru_cache
+from importlib import import_module
+from typing import Any, TypeVar
+
+import asyncpg  # type: ignore[import-untyped]
+
+from gpool.core.errors import GpoolError, InternalFault, Unreachable
+from gpool.server.store.drivers.pending import MAX_GROUP, RefusedLate, Waiting, answer_all, writes
+from gpool.server.store.drivers.schema_version import HEAD
+from gpool.server.store.operation import again
+from gpool.server.store.protocol import Operation, Row, Statement
+
+T = TypeVar("T")
+Columns = tuple[tuple[str, str], ...]
+
+READERS = 4
+LONE_TRIES = 5
+"""How often an operation alone is run again after losing a deadlock or a race for a unique name."""
+
+PREPARED: dict[str, Any] = {"statement_cache_size": 512, "max_cached_statement_lifetime": 0}
+"""As many statements as `compiled` keeps, for good: one that was forgotten is prepared again, a round trip of its own."""
+
+MIGRATION_LOCK = 0x67706F6F6C  # "gpool"
+TYPES = {"int": "bigint", "text": "text", "blob": "bytea"}
+LOST = (
+    asyncpg.PostgresConnectionError,
+    asyncpg.InterfaceError,
+    asyncpg.OperatorInterventionError,
+    OSError,
+)
+RACES = (
+    asyncpg.DeadlockDetectedError,
+    asyncpg.SerializationError,
+    asyncpg.UniqueViolationError,
+)
+
+_ONLY_HERE = re.compile(r"/\*postgresql (.*?)\*/")
+_PARAMETER = re.compile(r":([a-z_][a-z0-9_]*)")
+
+
+@lru_cache(maxsize=512)
+def compiled(sql: str, relations: tuple[tuple[str, Columns], ...]) -> tuple[str, tuple[str, ...]]:
+    """The statement with numbered parameters, relations as arrays unnested; and the names behind the first numbers.
+
+    The columns of the relations follow the named parameters, relation by relation.
+    """
+    order: list[str] = []
+
+    def number(found: re.Match[str]) -> str:
+        name = found[1]
+        if name not in order:
+            order.append(name)
+        return f"${order.index(name) + 1}"
+
+    sql = _PARAMETER.sub(number, _ONLY_HERE.sub(r"\1", sql))
+    last = len(order)
+    for name, columns in relations:
+        arrays = ", ".join(
+            f"${last + i}::{TYPES[kind]}[]" for i, (_, kind) in enumerate(columns, start=1)
+        )
+        last += len(columns)
+        heads = ", ".join(column for column, _ in columns)
+        source = f"(SELECT * FROM unnest({arrays}) AS u({heads}))"  # noqa: S608 - names are ours
+        sql = sql.replace("{" + name + "}", source)
+    return sql, tuple(order)
+
+
+async def execute(connection: Any, statement: Statement) -> list[Row]:
+    relations = statement.relations
+    signature = tuple((name, relation.columns) for name, relation in relations.items())
+    sql, order = compiled(statement.sql, signature)
+    arguments: list[Any] = [statement.parameters[name] for name in order]
+    for relation in relations.values():
+        if relation.rows:
+            arguments.extend(zip(*relation.rows, strict=True))
+        else:
+            arguments.extend(() for _ in relation.columns)
+    return [tuple(record) for record in await connection.fetch(sql, *arguments)]
+
+
+async def drive(connection: Any, operation: Operation[T]) -> T:
+    """Runs the operation to its end inside the transaction that is open."""
+    steps = again(operation)
+    wrote = False
+    try:
+        statement = next(steps)
+        while True:
+            wrote = wrote or writes(statement)
+            statement = steps.send(await execute(connection, statement))
+    except StopIteration as stop:
+        value: T = stop.value
+        return value
+    except GpoolError as refusal:
+        if wrote:
+            raise RefusedLate(refusal) from refusal
+        raise
+
+
+class PostgresStore:
+    """Made by `open_postgres`."""
+
+    def __init__(self, url: str, writer: Any, readers: Any) -> None:
+        self._url = url
+        self._writer = writer
+        self._readers = readers
+        self._waiting: deque[Waiting] = deque()
+        self._wake = asyncio.Event()
+        self._closing = False
+        self._task = asyncio.create_task(self._write_all(), name="store-writer")
+
+    async def write(self, operation: Operation[T]) -> T:
+        if self._closing:
+            raise Unreachable("the server is going down; try again in a moment")
+        future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        self._waiting.append(Waiting(operation, future))
+        self._wake.set()
+        return await future
+
+    async def read(self, operation: Operation[T]) -> T:
+        if self._closing:
+            raise Unreachable("the server is going down; try again in a moment")
+        try:
+            async with (
+                self._readers.acquire() as connection,
+                connection.transaction(isolation="repeatable_read", readonly=True),
+            ):
+                return await drive(connection, operation)
+        except (*LOST, asyncpg.PostgresError) as exc:
+            raise _translated(exc) from exc
+
+    async def close(self) -> None:
+        """What waits is still written and answered."""
+        if self._closing:
+            return
+        self._closing = True
+        self._wake.set()
+        await self._task
+        await self._writer.close()
+        await self._readers.close()
+
+    # ---- the writer's task
+
+    async def _write_all(self) -> None:
+        while self._waiting or not self._closing:
+            if not self._waiting:
+                self._wake.clear()
+                await self._wake.wait()
+                continue
+            count = min(MAX_GROUP, len(self._waiting))
+            group = [self._waiting.popleft() for _ in range(count)]
+            await self._commit(group)
+            answer_all(group)
+
+    async def _commit(self, group: Sequence[Waiting]) -> None:
+        try:
+            if self._writer.is_closed():
+                self._writer = await asyncpg.connect(self._url, **PREPARED)
+            async with self._writer.transaction():
+                for waiting in group:
+                    try:
+                        waiting.value = await drive(self._writer, waiting.operation)
+                    except GpoolError as exc:
+                        waiting.fail(exc)
+        except Exception as broken:  # noqa: BLE001 - whatever it is, the others must not suffer; `_alone` raises it again
+            unreachable = _translated(broken)
+            for waiting in group:
+                if isinstance(unreachable, Unreachable):
+                    # nobody knows whether the commit arrived: who asked repeats it, and the fences make that harmless
+                    waiting.fail(unreachable)
+                    continue
+                waiting.error = None
+                try:
+                    waiting.value = await self._alone(waiting.operation)
+                except Exception as exc:  # noqa: BLE001 - raised where the operation was asked for
+                    waiting.fail(exc)
+
+    async def _alone(self, operation: Operation[T]) -> T:
+        for tried in range(1, LONE_TRIES + 1):
+            try:
+                async with self._writer.transaction():
+                    return await drive(self._writer, operation)
+            except RefusedLate as late:
+                raise late.refusal from None
+            except (*LOST, asyncpg.PostgresError) as exc:
+                if tried == LONE_TRIES or not isinstance(exc, RACES):
+                    raise _translated(exc) from exc
+        raise AssertionError("the last try returns or raises")
+
+
+def _translated(exc: Exception) -> Exception:
+    """A driver's error in our words. What it says of a value it cannot carry is a bug, not a lost connection."""
+    if isinstance(exc, LOST) and not isinstance(exc, ValueError):
+        return Unreachable("the database does not answer; try again")
+    if isinstance(exc, asyncpg.PostgresError):
+        return InternalFault(f"the database refused: {exc}")
+    return exc
+
+
+async def migrate(connection: Any) -> None:
+    """One replica migrates, the others wait for it and find it done."""
+    async with connection.transaction():
+        await connection.execute("SELECT pg_advisory_xact_lock($1)", MIGRATION_LOCK)
+        current = None
+        if await connection.fetchval("SELECT to_regclass('alembic_version')") is not None:
+            current = await connection.fetchval("SELECT version_num FROM alembic_version")
+        if current != HEAD:
+            upgrade = import_module("gpool.server.store.migrations.upgrade")
+            await connection.execute(await asyncio.to_thread(upgrade.postgres_script, current))
+
+
+async def _nothing_to_undo(_: Any) -> None:
+    """Readers leave nothing behind but their transaction; to ask the server to forget the rest is a round trip a read."""
+
+
+async def open_postgres(url: str) -> PostgresStore:
+    try:
+        writer = await asyncpg.connect(url, **PREPARED)
+        await migrate(writer)
+        readers = await asyncpg.create_pool(
+            url, min_size=1, max_size=READERS, reset=_nothing_to_undo, **PREPARED
+        )
+    except LOST as exc:
+        raise Unreachable(
+            f"PostgreSQL cannot be reached: {exc}; check the store's address"
+        ) from exc
+    return PostgresStore(url, writer, readers)

@@ -1,0 +1,333 @@
+"""The owner's rules: what they say of every minute, and what a file of them may hold."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import UTC, datetime, time, timedelta
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpool.agent.machine.detection import owner
+from gpool.agent.machine.monitor import Lookout, Rulebook
+from gpool.agent.machine.policy import (
+    AtClose,
+    Decision,
+    Facts,
+    Hours,
+    Kept,
+    Policy,
+    Standing,
+    decide,
+    reason_to_close,
+    shaped,
+)
+from gpool.agent.machine.policy_file import parse
+from gpool.agent.state_machine.instructions import OfferDetected, ReclaimAsked, RunsLimited
+from gpool.core.errors import Invalid
+from gpool.core.model import GIB, Gpu, Network, Offer, RuntimeOffer, Tier
+
+MONDAY = datetime(2026, 11, 16, tzinfo=UTC)
+GPUS = tuple(Gpu(n, f"g{n}", "H200", "nvidia", GIB) for n in range(2))
+OFFER = Offer(4000, 8 * GIB, 100 * GIB, GPUS, tiers=frozenset({Tier.CONTAINER, Tier.VM}))
+
+FULL = """
+whose = ["me", "team:lab", "user:ana"]
+tiers = ["container", "vm"]
+floor = "container"
+zone = "UTC"
+longest_run = "2h"
+labels = ["zone=a", "ssd"]
+price = "0.31/h"
+at_close = "reclaim"
+grace = "10m"
+
+[[hours]]
+from = "22:00"
+to = "06:00"
+days = ["fri", "sat"]
+
+[[hours]]
+from = "12:00"
+to = "13:00"
+
+[keep]
+cpus = 1.5
+memory = "2GiB"
+disk = "10GiB"
+gpus = [1]
+
+[battery]
+least_percent = 40
+mains_only = true
+
+[idle]
+after = "10m"
+most_load = 0.5
+
+[egress]
+allow = ["9.9.9.9:443"]
+deny = ["198.51.100.0/24"]
+rate = "10MB/s"
+"""
+
+
+def at(day: int, hour: int, minute: int = 0) -> datetime:
+    return MONDAY + timedelta(days=day, hours=hour, minutes=minute)
+
+
+def facts(now: datetime = MONDAY, **changes: object) -> Facts:
+    return replace(Facts(now), **changes)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("now", "open_"),
+    [
+        (at(4, 21, 59), False),
+        (at(4, 22), True),
+        (at(5, 5, 59), True),  # Friday's night reaches into Saturday
+        (at(5, 6), False),
+        (at(6, 5), True),  # Saturday's
+        (at(0, 5), False),  # nobody's: Sunday is not among the days
+        (at(2, 12, 30), True),
+        (at(2, 13), False),
+    ],
+)
+def test_hours_hold_across_midnight_by_the_day_they_open(now: datetime, open_: bool) -> None:
+    policy = Policy(hours=parse(FULL).hours)
+    assert (reason_to_close(policy, facts(now)) == "") is open_
+
+
+def test_hours_are_those_of_the_zone() -> None:
+    policy = parse('zone = "Europe/Berlin"\n[[hours]]\nfrom = "10:00"\nto = "11:00"')
+    assert reason_to_close(policy, facts(at(0, 9, 30))) == ""
+    assert "hours" in reason_to_close(policy, facts(at(0, 10, 30)))
+
+
+TIMES = st.times().map(lambda t: t.replace(second=0, microsecond=0))
+
+
+@given(TIMES, TIMES, st.integers(0, 7 * 24 * 60 - 1))
+def test_a_range_and_its_complement_never_both_hold_and_never_both_fail(
+    opens: time, closes: time, minute: int
+) -> None:
+    now = MONDAY + timedelta(minutes=minute)
+    here, there = Hours(opens, closes).cover(now), Hours(closes, opens).cover(now)
+    assert here != there or (opens == closes and here)
+
+
+@pytest.mark.parametrize(
+    ("policy", "seen", "says"),
+    [
+        (Policy(on_mains_only=True), {"on_mains": False}, "battery"),
+        (Policy(on_mains_only=True), {"on_mains": True}, ""),
+        (Policy(on_mains_only=True), {"on_mains": None}, ""),
+        (Policy(least_battery_percent=50), {"battery_percent": 49.0, "on_mains": False}, "49 %"),
+        (Policy(least_battery_percent=50), {"battery_percent": 49.0, "on_mains": True}, ""),
+        (Policy(least_battery_percent=50), {"battery_percent": None}, ""),
+        (Policy(idle_for=timedelta(minutes=5)), {"idle_s": 299.0}, "using it"),
+        (Policy(idle_for=timedelta(minutes=5)), {"idle_s": 300.0}, ""),
+        (Policy(idle_for=timedelta(minutes=5)), {"idle_s": None}, ""),
+        (Policy(most_load=0.5), {"load_of_others": 0.6}, "busy"),
+        (Policy(most_load=0.5), {"load_of_others": None}, ""),
+        (Policy(), {"idle_s": 0.0, "on_mains": False, "battery_percent": 1.0}, ""),
+    ],
+)
+def test_a_rule_closes_the_machine_and_says_why(
+    policy: Policy, seen: dict[str, object], says: str
+) -> None:
+    reason = reason_to_close(policy, facts(**seen))
+    assert (says in reason) if says else reason == ""
+
+
+def test_what_runs_is_reclaimed_once_and_not_before_the_grace() -> None:
+    policy = Policy(on_mains_only=True, at_close=AtClose.RECLAIM, grace=timedelta(minutes=1))
+    standing, told = Standing(), []
+    for second in range(0, 180, 10):
+        now = MONDAY + timedelta(seconds=second)
+        decision, standing = decide(policy, facts(now, on_mains=False), standing)
+        told.append(decision.reclaims)
+    assert told.index(True) == 6
+    assert sum(told) == 1
+    opened, standing = decide(policy, facts(MONDAY, on_mains=True), standing)
+    assert (opened, standing) == (Decision(), Standing())
+
+
+@given(st.booleans(), st.lists(st.booleans(), max_size=20), st.integers(0, 5))
+def test_an_open_machine_never_reclaims_and_a_patient_owner_never_does(
+    patient: bool, mains: list[bool], grace: int
+) -> None:
+    how = AtClose.FINISH if patient else AtClose.RECLAIM
+    policy = Policy(on_mains_only=True, at_close=how, grace=timedelta(seconds=grace))
+    standing = Standing()
+    for second, on in enumerate(mains):
+        now = MONDAY + timedelta(seconds=second)
+        decision, standing = decide(policy, facts(now, on_mains=on), standing)
+        assert not (decision.reclaims and (patient or not decision.closed))
+        assert bool(decision.closed) is not on
+
+
+def test_the_offer_is_what_the_owner_leaves() -> None:
+    offered = shaped(parse(FULL), OFFER, Decision("it runs on battery"))
+    assert (offered.cpu_milli, offered.memory_bytes) == (2500, 6 * GIB)
+    assert [gpu.index for gpu in offered.gpus] == [0]
+    assert offered.audience == ("me", "team:lab", "user:ana")
+    assert offered.closed == "it runs on battery"
+    assert (offered.labels, offered.price_microcredits) == ({"ssd", "zone=a"}, 310_000)
+    assert shaped(Policy(), OFFER) == OFFER
+    everything = Policy(kept=Kept(10**9, 10**15, 10**15, frozenset({0, 1})))
+    nothing = shaped(everything, OFFER)
+    assert (nothing.cpu_milli, nothing.memory_bytes, nothing.gpus) == (0, 0, ())
+
+
+def test_an_owner_can_refuse_every_network() -> None:
+    offer = replace(OFFER, networks=frozenset(Network))
+    assert shaped(parse("[egress]\noffered = false"), offer).networks == {Network.NONE}
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("whose = 'everyone'", "anyone"),
+        ("whose = ['bob']", "user:NAME"),
+        ("tiers = ['hard']", "hard"),
+        ("tiers = ['none']\nfloor = 'vm'", "no tier"),
+        ("colour = 'red'", "colour"),
+        ("[keep]\ncpu = 1", "keep.cpu"),
+        ("[keep]\ngpus = ['a']", "index"),
+        ("[keep]\nmemory = 'much'", "memory"),
+        ("[keep]\ncpus = -1", "negative"),
+        ("[[hours]]\nfrom = '25:00'\nto = '06:00'", "hours[0].from"),
+        ("[[hours]]\nfrom = '22:00'", "to"),
+        ("[[hours]]\nfrom = '22:00'\nto = '06:00'\ndays = ['monday']", "mon, tue"),
+        ("hours = 3", "list"),
+        ("zone = 'Berlin'", "Europe/Berlin"),
+        ("longest_run = 7", "2h"),
+        ("labels = 'ssd'", "list"),
+        ("labels = ['Fast disk']", "no label"),
+        ("price = '-1/h'", "below zero"),
+        ("price = true", "0.31/h"),
+        ("at_close = 'now'", "now"),
+        ("[battery]\nleast_percent = 400", "100"),
+        ("[battery]\nmains_only = 1", "true or false"),
+        ("keep = 3", "table"),
+        ("[keep", "TOML"),
+    ],
+)
+def test_a_mistake_in_the_file_is_named(text: str, says: str) -> None:
+    with pytest.raises(Invalid) as refused:
+        parse(text)
+    assert says in refused.value.detail
+
+
+def test_rules_are_read_again_when_they_change_and_a_mistake_changes_nothing(
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "policy.toml"
+    file.write_text("[keep]\ncpus = 1")
+    rules = Rulebook(file)
+    assert not rules.has_changed()
+    file.write_text("[keep]\ncpus = 2.0")
+    assert rules.has_changed()
+    assert rules.refresh()
+    file.write_text("[keep]\ncpus = 'all of them'")
+    assert not rules.refresh()
+    assert rules.policy.kept.cpu_milli == 2000
+    assert not rules.has_changed()
+    with pytest.raises(Invalid, match="cannot be read"):
+        Rulebook(tmp_path / "nowhere.toml")
+
+
+def test_a_look_tells_the_offer_the_limit_and_the_reclaim(tmp_path: Path) -> None:
+    file = tmp_path / "policy.toml"
+    file.write_text("longest_run = '2h'\nat_close = 'reclaim'\n[battery]\nmains_only = true")
+    seen = [facts(on_mains=True)]
+    lookout = Lookout(Rulebook(file), lambda: OFFER, lambda: seen[-1])
+    limit, offered = lookout.look()
+    assert limit == RunsLimited(2 * 3600 * 1_000_000)
+    assert offered == OfferDetected(OFFER)
+    seen.append(facts(on_mains=False))
+    offered, reclaim = lookout.look()
+    assert isinstance(offered, OfferDetected)
+    assert offered.offer.closed
+    assert isinstance(reclaim, ReclaimAsked)
+    assert reclaim.gpus is None
+    assert len(lookout.look()) == 1
+    seen.append(facts(on_mains=True))
+    file.write_text("at_close = 'reclaim'\n[keep]\ngpus = [1]")
+    limit, offered, reclaim = lookout.look()
+    assert limit == RunsLimited(None)
+    assert isinstance(reclaim, ReclaimAsked)
+    assert reclaim.gpus == {1}
+
+
+def test_a_tier_that_is_no_longer_lent_takes_its_runtimes_with_it() -> None:
+    sandboxes = RuntimeOffer("bubblewrap", Tier.CONTAINER)
+    guests = RuntimeOffer("microvm", Tier.VM)
+    offer = replace(OFFER, runtimes=(sandboxes, guests))
+    assert shaped(parse("floor = 'vm'"), offer).runtimes == (guests,)
+
+
+def test_lists_that_change_withdraw_egress_until_the_agent_starts_again(tmp_path: Path) -> None:
+    file = tmp_path / "policy.toml"
+    file.write_text("[egress]\ndeny = ['198.51.100.0/24']")
+    rules = Rulebook(file)
+    assert rules.allowed().egress
+    file.write_text("[egress]\ndeny = ['198.51.100.0/24', '203.0.113.0/24']")
+    assert rules.refresh()
+    assert not rules.allowed().egress
+    offer = replace(OFFER, networks=frozenset(Network))
+    assert shaped(rules.policy, offer).networks == {Network.NONE}
+    file.write_text("[egress]\ndeny = ['198.51.100.0/24']\noffered = true")
+    assert rules.refresh()
+    assert rules.allowed().egress
+
+
+@pytest.mark.parametrize("said", ["allow = ['10.0.0.0/8']", "deny = ['::1']", "rate = 'fast'"])
+def test_a_word_about_the_network_that_cannot_be_is_named(said: str) -> None:
+    with pytest.raises(Invalid, match=said.split()[0]):
+        parse(f"[egress]\n{said}")
+
+
+def _supply(folder: Path, name: str, **words: str) -> None:
+    (folder / name).mkdir()
+    for word, value in words.items():
+        (folder / name / word).write_text(value + "\n")
+
+
+def test_power_is_read_from_what_the_kernel_says(tmp_path: Path) -> None:
+    assert owner.power(tmp_path / "none") == (None, None)
+    _supply(tmp_path, "BAT0", type="Battery", capacity="71", status="Discharging")
+    _supply(tmp_path, "hid-mouse", type="Battery", capacity="3", scope="Device")
+    assert owner.power(tmp_path) == (71.0, False)
+    _supply(tmp_path, "AC", type="Mains", online="1")
+    assert owner.power(tmp_path) == (71.0, True)
+    (tmp_path / "AC" / "online").write_text("garbage")
+    assert owner.power(tmp_path) == (71.0, False)
+
+
+def test_idle_time_is_that_of_the_latest_touch(tmp_path: Path) -> None:
+    now = 1_800_000_000.0
+    assert owner.idle_s(now, tmp_path) is None
+    desktop = "Class=user\nType=wayland\nIdleHint=yes\nIdleSinceHint=1799999990000000"
+    remote = "Class=user\nType=tty\nIdleHint=no\nIdleSinceHint=0"
+    assert owner.idle_s(now, tmp_path, f"{remote}\n\n{desktop}") == 10.0
+    assert owner.idle_s(now, tmp_path, desktop.replace("yes", "no")) == 0.0
+    assert owner.idle_s(now, tmp_path, "garbage\n\n=\n") is None
+
+
+def test_the_load_of_others_leaves_out_what_is_below_us(tmp_path: Path) -> None:
+    def spend(pid: int, parent: int, ticks: int) -> None:
+        (tmp_path / str(pid)).mkdir(exist_ok=True)
+        words = ["S", str(parent), *["0"] * 9, str(ticks), "0"]
+        (tmp_path / str(pid) / "stat").write_text(f"{pid} (a) b) {' '.join(words)}")
+
+    meter = owner.LoadMeter(10, tmp_path)
+    for pid, parent in ((10, 1), (11, 10), (12, 11), (20, 1)):
+        spend(pid, parent, 0)
+    assert meter.look(100.0) is None
+    for pid, parent in ((10, 1), (11, 10), (12, 11), (20, 1)):
+        spend(pid, parent, 1000)
+    assert meter.look(110.0) == pytest.approx(1.0)

@@ -1,0 +1,213 @@
+"""A sandbox in a lane: it has that network and no other, and asks the lane's name server."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import subprocess
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpool.agent.runtime.protocol import CommandJob, Lane, RunnerJob, SandboxFailed
+from gpool.agent.runtime.runner_calls import PYTHON
+from tests.tools import unprivileged
+from tests.tools.runtimes import LIMITS, Caller, using
+
+ADDRESS = "198.51.100.7"
+KINDS = ("bubblewrap", "docker", "podman")
+kinds = pytest.mark.parametrize("kind", KINDS)
+SOURCES = "grep hosts /etc/nsswitch.conf"  # an image's own are not ours to write
+LOOK = """
+cat /etc/resolv.conf
+python -c "
+import socket
+try:
+    socket.create_server(('198.51.100.7', 0))
+    print('there')
+except OSError:
+    print('absent')
+"
+"""
+
+
+@pytest.fixture
+def lane(require: Callable[[str], None]) -> Iterator[Lane]:
+    require("network namespaces")
+    name = f"gpool-{secrets.token_hex(4)}"
+    subprocess.run(["ip", "netns", "add", name], check=True)
+    try:
+        for words in ("link set lo up", f"addr add {ADDRESS}/32 dev lo"):
+            subprocess.run(["ip", "-n", name, *words.split()], check=True)
+        held = os.open(f"/run/netns/{name}", os.O_RDONLY | os.O_CLOEXEC)
+        yield Lane((held,), ADDRESS)
+        os.fstat(held)  # it stayed ours
+        os.close(held)
+    finally:
+        subprocess.run(["ip", "netns", "del", name], check=True)
+
+
+async def looked(runtime: Any, lane: Lane | None, script: str = LOOK) -> list[str]:
+    sandbox = await runtime.start_command(
+        CommandJob(("sh", "-c", script), (), (), (), LIMITS, lane=lane)
+    )
+    text = b"".join([data async for _, data in sandbox.output()])
+    await sandbox.remove()
+    return text.decode().splitlines()
+
+
+@kinds
+def test_a_sandbox_in_a_lane_has_its_network_and_its_resolver(
+    kind: str, lane: Lane, tmp_path: Path
+) -> None:
+    found = using(kind, tmp_path, lambda runtime: looked(runtime, lane))
+    assert found == [f"nameserver {ADDRESS}", "there"]
+
+
+@kinds
+def test_a_sandbox_without_a_lane_has_neither(kind: str, lane: Lane, tmp_path: Path) -> None:
+    del lane
+    found = using(kind, tmp_path, lambda runtime: looked(runtime, None))
+    assert "absent" in found  # somewhere: what it says of a missing file is on another stream
+    assert ADDRESS not in "".join(found)
+
+
+def test_a_sandbox_asks_for_names_only_in_a_lane(lane: Lane, tmp_path: Path) -> None:
+    async def both(runtime: Any) -> list[list[str]]:
+        return [await looked(runtime, given, SOURCES) for given in (lane, None)]
+
+    assert using("bubblewrap", tmp_path, both) == [["hosts: files dns"], ["hosts: files"]]
+
+
+@kinds
+def test_a_runner_in_a_lane_has_its_network(kind: str, lane: Lane, tmp_path: Path) -> None:
+    def serve() -> str:
+        with socket.create_server(("198.51.100.7", 0)) as server:
+            return str(server.getsockname()[0])
+
+    async def work(runtime: Any) -> Any:
+        job = RunnerJob(PYTHON, (), (), LIMITS, lane=lane)
+        runner = await runtime.start_runner(job)
+        answer = await Caller(runner).call(serve)
+        await runner.remove()
+        return answer
+
+    answer = using(kind, tmp_path, work)
+    assert (answer.raised, ADDRESS.encode() in answer.value) == (False, True)
+
+
+@pytest.mark.parametrize("gang", [False, True])
+def test_a_lane_gives_no_rights_over_its_network(lane: Lane, tmp_path: Path, gang: bool) -> None:
+    """The control is the same order given by the lane's owner."""
+    order = ("ip", "link", "set", "lo", "mtu", "1400")
+    lane = replace(lane, gang=gang)
+
+    async def work(runtime: Any) -> bytes:
+        job = CommandJob(order, (), (), (), LIMITS, lane=lane)
+        sandbox = await runtime.start_command(job)
+        text = b"".join([data async for _, data in sandbox.output()])
+        assert (await sandbox.ended()).exit_code != 0
+        await sandbox.remove()
+        return text
+
+    assert using("bubblewrap", tmp_path, work)
+    entered = f"--net=/proc/self/fd/{lane.namespaces[0]}"
+    subprocess.run(["nsenter", entered, *order], pass_fds=lane.namespaces, check=True)
+
+
+ASK = """
+cat /etc/hosts
+python -c "
+import socket
+try:
+    print(socket.gethostbyname('sandbox'), socket.gethostname())
+except OSError as unknown:
+    print('unknown')
+try:
+    print([name for _, name in socket.if_nameindex()])
+except OSError as refused:
+    print('refused')
+"
+"""
+
+
+@kinds
+def test_only_a_gangs_sandbox_may_ask_for_its_interfaces_and_knows_the_others_names(
+    kind: str, lane: Lane, tmp_path: Path
+) -> None:
+    """Which gloo and NCCL do; any other sandbox is refused that door of the kernel."""
+
+    async def asked(runtime: Any, lane: Lane) -> list[str]:
+        job = CommandJob(("sh", "-c", ASK), (), (), (), LIMITS, lane=lane)
+        sandbox = await runtime.start_command(job)
+        text = b"".join([data async for _, data in sandbox.output()])
+        await sandbox.remove()
+        return text.decode().splitlines()[2:]
+
+    gangs = replace(lane, gang=True, hosts="10.211.0.1 rank0 sandbox\n")
+    assert using(kind, tmp_path, lambda runtime: asked(runtime, gangs)) == [
+        "10.211.0.1 rank0 sandbox",
+        "10.211.0.1 sandbox",
+        "['lo']",
+    ]
+    assert using(kind, tmp_path, lambda runtime: asked(runtime, lane)) == ["unknown", "refused"]
+
+
+def test_a_namespace_that_cannot_be_entered_is_the_nodes_fault(tmp_path: Path) -> None:
+    no_namespace = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+
+    async def work(runtime: Any) -> Any:
+        lane = Lane((no_namespace,), ADDRESS)
+        sandbox = await runtime.start_command(CommandJob(("true",), (), (), (), LIMITS, lane=lane))
+        assert [data async for _, data in sandbox.output()]
+        ended = await sandbox.ended()
+        await sandbox.remove()
+        return ended
+
+    ended = using("bubblewrap", tmp_path, work)
+    os.close(no_namespace)
+    assert ended.reason.value == "sandbox_failed"
+
+
+def test_without_isolation_a_lane_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SandboxFailed):
+        using("process", tmp_path, lambda runtime: looked(runtime, Lane((), ADDRESS)))
+
+
+ROOTLESS = f"""
+import asyncio, os, subprocess, sys
+from pathlib import Path
+from gpool.agent.runtime.bubblewrap.runtime import BubblewrapRuntime
+from gpool.agent.runtime.protocol import CommandJob, Lane
+from tests.tools.runtimes import LIMITS
+
+script = "ip link set lo up; ip addr add {ADDRESS}/32 dev lo; echo up; exec sleep 600"
+opener = subprocess.Popen(["unshare", "--user", "--map-root-user", "--net", "sh", "-c", script], stdout=-1)
+assert opener.stdout.readline() == b"up\\n"
+namespaces = tuple(os.open(f"/proc/{{opener.pid}}/ns/{{kind}}", os.O_RDONLY) for kind in ("user", "net"))
+
+async def main():
+    runtime = BubblewrapRuntime(Path(sys.argv[1]))
+    for lane in (Lane(namespaces, "{ADDRESS}"), None):
+        job = CommandJob(("sh", "-c", sys.argv[2] + "ip link set lo mtu 1400 2>/dev/null || echo refused"), (), (), (), LIMITS, lane=lane)
+        sandbox = await runtime.start_command(job)
+        async for _, data in sandbox.output():
+            os.write(1, data)
+        await sandbox.remove()
+    await runtime.close()
+
+asyncio.run(main())
+opener.kill()
+opener.wait()
+"""
+
+
+def test_an_unprivileged_agents_sandbox_enters_its_lane(require: Callable[[str], None]) -> None:
+    require("network namespaces")
+    said = unprivileged.run(ROOTLESS, f"{LOOK}{SOURCES}\n").splitlines()
+    assert said[:4] == [f"nameserver {ADDRESS}", "there", "hosts: files dns", "refused"]
+    assert said[4:] == ["absent", "hosts: files", "refused"]

@@ -1,0 +1,200 @@
+"""Reports that come while one is written are written together, folded before anybody is answered, and none is lost."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from gpool.core.errors import InternalFault, Unreachable
+from gpool.core.ids import NodeId
+from gpool.core.model import KIB, EndReason, Instant
+from gpool.server.nodes.report_batches import Recorder
+from gpool.server.store.operation import is_brief
+from gpool.server.store.values import Recording
+from gpool.wire.frames import Finished, Hold
+
+pytestmark = pytest.mark.anyio
+NOW = Instant(5)
+
+
+class Writer:
+    """A store whose commits take as long as the test likes."""
+
+    def __init__(self) -> None:
+        self.writes: list[tuple[Any, asyncio.Future[Any]]] = []
+        self.folded: list[Recording] = []
+
+    async def write(self, operation: Any) -> Any:
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self.writes.append((operation, answer))
+        return await answer
+
+    def commit(self, place: int, value: Any) -> None:
+        self.writes[place][1].set_result(value)
+
+
+def an_end(task: int) -> list[Finished]:
+    return [Finished(task, 1, EndReason.RETURNED)]
+
+
+async def soon() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+async def test_one_that_meets_nobody_is_written_at_once_by_itself() -> None:
+    writer = Writer()
+    recorder = Recorder(writer.write, writer.folded.append)
+    asked = asyncio.create_task(recorder.record(NodeId(1), an_end(7), NOW))
+    await soon()
+    assert is_brief(writer.writes[0][0])
+    done = Recording(refused=(Hold(7, 1),))
+    writer.commit(0, done)
+    assert await asked == (Hold(7, 1),)
+    assert writer.folded == [done]
+
+
+async def test_those_that_come_meanwhile_are_one_write_and_each_gets_its_own_answer() -> None:
+    writer = Writer()
+    recorder = Recorder(writer.write, writer.folded.append)
+    asked = [asyncio.create_task(recorder.record(NodeId(n), an_end(n), NOW)) for n in range(1, 6)]
+    await soon()
+    assert len(writer.writes) == 1
+    writer.commit(0, Recording())
+    await soon()
+    assert len(writer.writes) == 2
+    assert asked[0].done()
+    assert not any(each.done() for each in asked[1:]), "nobody is answered before the commit"
+    together, alone = Recording(started=(2,)), Recording(refused=(Hold(4, 1),))
+    writer.commit(1, (together, {2: alone}))
+    answers = await asyncio.gather(*asked)
+    assert answers == [(), (), (), (Hold(4, 1),), ()]
+    assert writer.folded[1:] == [together, alone]
+
+
+async def test_a_failed_commit_is_told_to_all_of_them_and_the_next_goes_on() -> None:
+    writer = Writer()
+    recorder = Recorder(writer.write, writer.folded.append)
+    asked = [asyncio.create_task(recorder.record(NodeId(n), an_end(n), NOW)) for n in range(1, 4)]
+    await soon()
+    writer.commit(0, Recording())
+    await soon()
+    writer.writes[1][1].set_exception(Unreachable("the disk is full"))
+    told = await asyncio.gather(*asked, return_exceptions=True)
+    assert [type(each) for each in told] == [tuple, Unreachable, Unreachable]
+    assert len(writer.folded) == 1
+    again = asyncio.create_task(recorder.record(NodeId(9), an_end(9), NOW))
+    await soon()
+    writer.commit(2, Recording())
+    assert await again == ()
+
+
+async def test_a_frame_that_cannot_be_written_never_fails_the_others() -> None:
+    folded: list[Recording] = []
+    held = asyncio.Event()
+
+    async def write(operation: Any) -> Any:
+        await held.wait()
+        (relation,) = next(operation).relations.values()
+        said = [row[0] for row in relation.rows]
+        if 13 in said:
+            raise InternalFault("the database refused: a NUL")
+        folds = Recording(released=tuple(said))
+        return folds if said == [9] else (folds, {})
+
+    recorder = Recorder(write, folded.append)
+    asked = [asyncio.create_task(recorder.record(NodeId(n), an_end(n), NOW)) for n in range(9, 18)]
+    await soon()
+    held.set()
+    told = await asyncio.gather(*asked, return_exceptions=True)
+    assert [n for n, each in enumerate(told, 9) if each != ()] == [13]
+    assert isinstance(told[4], InternalFault)
+    assert sorted(task for each in folded for task in each.released) == [
+        n for n in range(9, 18) if n != 13
+    ]
+
+
+async def test_an_agent_that_goes_away_meanwhile_holds_up_nobody() -> None:
+    writer = Writer()
+    recorder = Recorder(writer.write, writer.folded.append)
+    first, gone, other = [
+        asyncio.create_task(recorder.record(NodeId(n), an_end(n), NOW)) for n in (1, 2, 3)
+    ]
+    await soon()
+    first.cancel()
+    gone.cancel()
+    await soon()
+    together = Recording(released=(2, 3))
+    writer.commit(1, (together, {}))
+    assert await other == ()
+    assert writer.folded == [together], "what the one that is gone reported is folded too"
+
+
+async def test_beats_that_come_meanwhile_are_one_write_and_each_gets_its_own_answer() -> None:
+    writer = Writer()
+    recorder = Recorder(writer.write, writer.folded.append)
+    holds = [Hold(7, 1)]
+    asked = [asyncio.create_task(recorder.beat(NodeId(n), holds, NOW)) for n in range(1, 5)]
+    await soon()
+    assert len(writer.writes) == 1
+    writer.commit(0, [()])
+    await soon()
+    assert [each.done() for each in asked] == [True, False, False, False]
+    (beats,) = next(writer.writes[1][0]).relations.values()
+    assert [row[0] for row in beats.rows] == [2, 3, 4]
+    writer.commit(1, [(), (Hold(7, 1),), ()])
+    assert await asyncio.gather(*asked) == [(), (), (Hold(7, 1),), ()]
+    assert writer.folded == []
+
+
+async def test_beats_do_not_wait_for_reports() -> None:
+    writer = Writer()
+    recorder = Recorder(writer.write, writer.folded.append)
+    report = asyncio.create_task(recorder.record(NodeId(1), an_end(7), NOW))
+    beat = asyncio.create_task(recorder.beat(NodeId(1), (), NOW))
+    await soon()
+    assert len(writer.writes) == 2
+    writer.commit(1, [()])
+    assert await beat == ()
+    writer.commit(0, Recording())
+    await report
+
+
+async def test_a_fold_that_fails_is_told_to_those_it_was_for_and_to_nobody_else() -> None:
+    held = asyncio.Event()
+
+    def absorb(recording: Recording) -> None:
+        if 11 in recording.released:
+            raise LookupError("what was committed cannot be folded")
+
+    async def write(operation: Any) -> Any:
+        await held.wait()
+        (relation,) = next(operation).relations.values()
+        said = [row[0] for row in relation.rows]
+        if len(said) > 2:
+            raise InternalFault("the database refused")
+        folds = Recording(released=tuple(said))
+        return folds if said == [9] else (folds, {})
+
+    recorder = Recorder(write, absorb)
+    asked = [asyncio.create_task(recorder.record(NodeId(n), an_end(n), NOW)) for n in range(9, 14)]
+    await soon()
+    held.set()
+    told = await asyncio.gather(*asked, return_exceptions=True)
+    assert [type(each) for each in told] == [tuple, LookupError, LookupError, tuple, tuple]
+
+
+async def test_frames_full_of_results_are_written_by_themselves() -> None:
+    """Those of some hundred nodes together would be more than PostgreSQL takes in one statement."""
+    writer = Writer()
+    recorder = Recorder(writer.write, writer.folded.append)
+    full = [Finished(task, 1, EndReason.RETURNED, value=bytes(64 * KIB)) for task in range(5)]
+    asked = [asyncio.create_task(recorder.record(NodeId(n), full, NOW)) for n in range(1, 4)]
+    await soon()
+    assert len(writer.writes) == 3
+    for place in range(3):
+        writer.commit(place, Recording())
+    assert await asyncio.gather(*asked) == [()] * 3
+    assert len(writer.folded) == 3
