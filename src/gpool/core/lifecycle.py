@@ -94,7 +94,8 @@ def as_markdown() -> str:
     lines += [
         "",
         "`succeeded`, `failed` and `cancelled` are final: no move leaves them.",
-        "A lease keeps its allocation until the agent confirms the end or the lease expires, even when the task is cancelled.",
+        "A lease keeps its allocation until the agent confirms the end or the lease expires, even if the",
+        "task is cancelled.",
         "",
     ]
     return "\n".join(lines)

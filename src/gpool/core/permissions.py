@@ -472,7 +472,7 @@ def _words(who: Collection[Standing]) -> str:
 def as_markdown() -> str:
     """docs/permissions.md, generated: `python -m gpool.core.permissions > docs/permissions.md`."""
     lines = [
-        "# Who may do what",
+        "# Permissions",
         "",
         "Generated from `gpool.core.permissions.RULES`; a test fails when it is stale.",
         "",
@@ -486,8 +486,10 @@ def as_markdown() -> str:
         lines.append(f"| {action} | {rule.kind} | {who} | {scope} | {needs} |")
     lines += [
         "",
-        "Scope `none`: only a sign-in may, no API key. Whoever has no standing to a thing is told it is not there;",
-        "whoever can see it and may not do this is refused.",
+        "Scope `none`: the action needs a signed-in session; no API key can perform it. A caller without any",
+        "role on an object gets the answer for an object that does not exist; a caller who may see the object",
+        "but not perform the action is refused. The actions of webhooks, ledger, receipts, payouts, credits",
+        "and `server.backup` have no route in this version.",
         "",
     ]
     return "\n".join(lines)
