@@ -12,7 +12,7 @@ CREDIT = 1_000_000
 MAX_PRICE = 1_000_000 * CREDIT
 
 
-def parse(price: str | int | float) -> int:
+def parse_price(price: str | int | float) -> int:
     """Parse `0.40/h`, `0.40` or `2` to micro-credits per hour."""
     text = str(price).strip().lower().removesuffix("/h").strip()
     try:
@@ -31,7 +31,7 @@ def parse(price: str | int | float) -> int:
     return int(found)
 
 
-def told(microcredits: int) -> str:
+def format_price(microcredits: int) -> str:
     """Format with at least two decimals: `0.40/h`."""
     whole, rest = divmod(microcredits, CREDIT)
     digits = f"{rest:06d}".rstrip("0").ljust(2, "0")
