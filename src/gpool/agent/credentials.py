@@ -13,10 +13,10 @@ from gpool.core.errors import Unreachable
 from gpool.transfer.artifacts import LEASE_HEADER
 from gpool.transfer.node_proofs import (
     PROOF_HEADER,
+    ChallengeStatement,
     NodeKey,
     Purpose,
     RequestStatement,
-    Statement,
     new_nonce,
 )
 from gpool.transfer.requests import Request
@@ -46,7 +46,9 @@ class Badge:
         if challenge.purpose != purpose:
             return None
         who = self.identity
-        statement = Statement(purpose, who.server, who.node, self._key.public, challenge.nonce)
+        statement = ChallengeStatement(
+            purpose, who.server, who.node, self._key.public, challenge.nonce
+        )
         return Prove(challenge.nonce, self._key.sign(statement))
 
     def take(self, proven: Proven) -> None:

@@ -1,7 +1,7 @@
-"""What a gang's members know each other by, and how an engine is started across them. Pure: who they are is decided elsewhere.
+"""Addresses and variables of a gang's members, and the command lines of its engines. Pure.
 
-Each member has one address inside its gang's own network, which no other task or host is in; the first member's is where
-the others meet. As nobody else is there, ports are fixed and nothing has to be found or agreed upon.
+Each member has one address in the gang's own network, which no other task or host is in. The first
+member is the rendezvous. Ports are fixed, since nobody else uses that network.
 """
 
 from __future__ import annotations
@@ -11,29 +11,28 @@ from ipaddress import IPv4Address, IPv4Network
 from gpool.core.model import Allocation, Engine
 
 NETWORK = IPv4Network("10.211.0.0/16")
-"""Of every gang: gangs never see each other, so all of them can use the same."""
+"""Network of every gang: gangs never see each other, so all use the same addresses."""
 
 INTERFACE = "gang0"
 MAX_NODES = 1024
 
 MEETING_PORT = 29500
-"""Where torchrun's members meet, at the first one; `MASTER_PORT` to every engine."""
+"""Port of torchrun's rendezvous on the first member; `MASTER_PORT` for every engine."""
 RAY_PORT = 6379
 GATE_PORT = 6378
-"""Where the others of a Ray cluster tell its head that they are in, and notice its end."""
+"""Port on which the workers of a Ray cluster report to the head and notice its end."""
 
 OBJECT_STORE = 3, 10
-"""Ray's part of a member's memory; its files lie in /dev/shm, which gets half."""
-LEAST_OBJECT_STORE_BYTES = 80 * 1024 * 1024  # Ray takes no less
+"""Fraction of a member's memory for Ray's object store; its files lie in /dev/shm, which gets half."""
+LEAST_OBJECT_STORE_BYTES = 80 * 1024 * 1024  # Ray's minimum
 
 
 def address_of(rank: int) -> IPv4Address:
-    """Where a member is found by the others of its gang."""
     return NETWORK.network_address + rank + 1
 
 
 def variables(rank: int, nodes: int) -> tuple[tuple[str, str], ...]:
-    """What a member's command is told, under any engine; the task's own variables win over these."""
+    """Return a member's environment variables, for any engine; the task's own variables take precedence."""
     head = str(address_of(0))
     return (
         ("GPOOL_RANK", str(rank)),
@@ -46,23 +45,23 @@ def variables(rank: int, nodes: int) -> tuple[tuple[str, str], ...]:
         ("GLOO_SOCKET_IFNAME", INTERFACE),
         ("NCCL_SOCKET_IFNAME", INTERFACE),
         ("TP_SOCKET_IFNAME", INTERFACE),
-        ("NCCL_IB_DISABLE", "1"),  # no such device is in a sandbox; NCCL would wait for it
+        ("NCCL_IB_DISABLE", "1"),  # no InfiniBand device in a sandbox; NCCL would wait for it
         ("UCX_NET_DEVICES", INTERFACE),
         ("OMPI_MCA_btl_tcp_if_include", INTERFACE),
     )
 
 
 def hosts(rank: int, nodes: int, own_name: str) -> str:
-    """Lines for /etc/hosts: every member as rank0, rank1, …, and this one by its own name too."""
+    """Return lines for /etc/hosts: members as rank0, rank1, …, and this member under its own name too."""
     lines = [f"{address_of(one)} rank{one}" for one in range(nodes)]
     lines[rank] += f" {own_name}"
     return "".join(f"{line}\n" for line in lines)
 
 
 def engine_words(engine: Engine, rank: int, nodes: int, part: Allocation) -> tuple[str, ...]:
-    """What an interpreter is told to start this member of the engine; nothing where there is none.
+    """Return the interpreter arguments that start this member of the engine; empty without an engine.
 
-    torchrun's words end where the task's command follows, Ray's are complete.
+    torchrun's arguments end where the task's command follows; Ray's are complete.
     """
     if engine is Engine.TORCHRUN:
         return (

@@ -1,4 +1,4 @@
-"""A file on its way in: hashed as it grows, so that it can be broken off, taken up again and judged at its end."""
+"""File being downloaded: hashed as it grows, so that it can be resumed and verified."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from gpool.core.model import MIB
 
 
 class Landing:
-    """Fills an open, seekable file; what an earlier try left in it is hashed first. `told` hears its size."""
+    """Writes to an open, seekable file; bytes of an earlier try are hashed first. `told` receives the size."""
 
     def __init__(self, file: BinaryIO, told: Callable[[int], None] = lambda _: None) -> None:
         self._file, self._told = file, told
@@ -31,7 +31,7 @@ class Landing:
         self._told(self.size)
 
     def begin_again(self) -> None:
-        """What is there is of no use."""
+        """Discard the bytes received so far."""
         self._file.seek(0)
         self._file.truncate()
         self._digest, self.size = hashlib.sha256(), 0

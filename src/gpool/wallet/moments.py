@@ -1,4 +1,4 @@
-"""RFC 3339 times as they were written, with the instant they mean. Refuses what is not one, leap seconds included."""
+"""RFC 3339 times with their original spelling. Leap seconds are rejected."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MICROSECOND = timedelta(microseconds=1)
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """A signed text holds the time as somebody spelled it, so the spelling is kept beside the instant."""
+    """Time and its spelling: signed text must be reproduced exactly."""
 
     text: str
     at: Instant = field(init=False, compare=False)
@@ -29,7 +29,7 @@ class Moment:
 
     @classmethod
     def of(cls, at: Instant) -> Moment:
-        """In UTC with a Z; to the millisecond, or to the microsecond where there is one."""
+        """Format in UTC with Z; to the millisecond, or microsecond if there is one."""
         try:
             when = _EPOCH + timedelta(microseconds=at)
         except OverflowError:
@@ -51,13 +51,13 @@ def _instant(text: str) -> Instant:
     try:
         when = datetime(year, month, day, hour, minute, second, tzinfo=UTC)
     except ValueError as exc:
-        raise BadMoment(f"{shown(text)} is no time on the calendar: {exc}") from exc
+        raise BadMoment(f"{shown(text)} is not a valid time: {exc}") from exc
     ahead = 0
     if found[8]:
         hours, minutes = int(found[9]), int(found[10])
         if hours > 23 or minutes > 59:
             raise BadMoment(f"{shown(text)} has an offset past 23:59")
         ahead = (hours * 60 + minutes) * (-60 if found[8] == "-" else 60)
-    # Digits past the microsecond are cut off: they can only make a time earlier.
+    # Digits past the microsecond are truncated, which only makes a time earlier.
     fraction = int((found[7] or "0")[:6].ljust(6, "0"))
     return Instant((when - _EPOCH) // _MICROSECOND - ahead * 1_000_000 + fraction)

@@ -1,4 +1,4 @@
-"""RFC 3986, the two rules a sign-in message needs: `URI` and `authority`. Refuses anything they do not derive."""
+"""RFC 3986 rules `URI` and `authority`, as a sign-in message needs them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def is_scheme(text: str) -> bool:
 
 
 def is_authority(text: str, *, empty_host: bool = True) -> bool:
-    """`[userinfo@]host[:port]`; the host may be empty by RFC 3986, as in `file:///tmp`."""
+    """`[userinfo@]host[:port]`; the host may be empty, as in `file:///tmp`."""
     found = _AUTHORITY_RULE.fullmatch(text)
     if found is None or not (empty_host or found["host"]):
         return False
@@ -41,13 +41,13 @@ def is_authority(text: str, *, empty_host: bool = True) -> bool:
 
 
 def is_uri(text: str) -> bool:
-    """Absolute, with its scheme; a fragment may follow."""
+    """Absolute URI with a scheme; a fragment may follow."""
     found = _URI_RULE.fullmatch(text)
     return found is not None and (found["authority"] is None or is_authority(found["authority"]))
 
 
 def is_pchars(text: str) -> bool:
-    """What may stand in one segment of a path, and may be nothing."""
+    """Characters of one path segment, possibly none."""
     return _PCHARS_RULE.fullmatch(text) is not None
 
 

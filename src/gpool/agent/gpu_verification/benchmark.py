@@ -6,7 +6,7 @@ import ctypes
 
 from gpool.agent.gpu_verification.cuda import Device, Value
 from gpool.core.model import MIB
-from gpool.core.trust.gpu_verification import Measured
+from gpool.core.trust.gpu_verification import MeasuredSpeed
 
 _u32, _u64 = ctypes.c_uint32, ctypes.c_uint64
 _STAGE = (128 + 256) * 64
@@ -16,7 +16,7 @@ _COPIED = 2048 * MIB
 _SENT = 256 * MIB
 
 
-def measure(device: Device) -> Measured:
+def measure(device: Device) -> MeasuredSpeed:
     """Takes 4 GiB of the device's memory for a second or less."""
     scale = 1 if device.free_and_total[0] > 6 << 30 else 4
     side, length = _SIDE // scale, _LENGTH
@@ -56,7 +56,7 @@ def measure(device: Device) -> Measured:
     finally:
         device.give_back(into)
         device.give_back(source)
-    return Measured(fp32, floats["multiply_tf32"], floats["multiply_bf16"], int8, moved, sent)
+    return MeasuredSpeed(fp32, floats["multiply_tf32"], floats["multiply_bf16"], int8, moved, sent)
 
 
 def _product(

@@ -12,10 +12,10 @@ from gpool.core.trust.gpu_verification import (
     PRODUCT_BYTES,
     TILE,
     TILE_BYTES,
-    Keys,
     Opening,
     Path,
     Size,
+    VerificationKeys,
     round_key,
 )
 
@@ -29,7 +29,7 @@ _u32, _u64 = ctypes.c_uint32, ctypes.c_uint64
 class DeviceProver:
     """Holds the device's memory from the start to `close`."""
 
-    def __init__(self, device: Device, size: Size, keys: Keys) -> None:
+    def __init__(self, device: Device, size: Size, keys: VerificationKeys) -> None:
         self._device, self._size, self._keys = device, size, keys
         self._shared = _STAGE * (4 if device.capability >= (8, 0) else 2)
         self._kept = device.take(size.result_bytes)
