@@ -294,7 +294,7 @@ def test_a_row_that_makes_no_sense_stops_the_import(rule: PermissionRule, compla
 
 
 def test_asking_about_a_thing_of_another_kind_is_a_bug_and_says_so() -> None:
-    with pytest.raises(AssertionError, match="asked of a task, not of a node"):
+    with pytest.raises(AssertionError, match="acts on a task, not on a node"):
         may(person(), Action.TASK_READ, Thing(ObjectKind.NODE, owner=ME))
 
 

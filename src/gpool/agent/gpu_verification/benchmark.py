@@ -1,4 +1,4 @@
-"""Measures what a CUDA device does: matrix products, memory, the way from the host. A second or so; proves nothing to strangers."""
+"""Benchmark of a CUDA device: matrix products, memory, host transfer. About a second; no proof for others."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SENT = 256 * MIB
 
 
 def measure(device: Device) -> MeasuredSpeed:
-    """Takes 4 GiB of the device's memory for a second or less."""
+    """Measure; takes 4 GiB of device memory for at most a second."""
     scale = 1 if device.free_and_total[0] > 6 << 30 else 4
     side, length = _SIDE // scale, _LENGTH
     copied = _COPIED // scale
@@ -83,7 +83,7 @@ def _rate(
     arguments: tuple[Value, ...],
     shared: int,
 ) -> int:
-    """Billions of `work` a second: the best of three runs of three, after one to warm up."""
+    """Return billions of `work` per second: best of three runs of three, after one warm-up."""
     device.launch(name, grid, 256, *arguments, shared=shared)
     best = 0.0
     for _ in range(3):

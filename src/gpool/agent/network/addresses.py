@@ -1,7 +1,7 @@
-"""Which addresses no task may ever reach. Pure; refuses whatever it is not sure about.
+"""Addresses that no task may reach. Pure; in doubt an address is refused.
 
-The lists are written out rather than asked of `ipaddress`, whose idea of "global" differs between Python releases; a
-property holds them against it.
+The lists are written out because the meaning of `ipaddress`'s "global" differs between Python
+releases; a property test compares the two.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ REFUSED_V4: tuple[IPv4Network, ...] = tuple(
 )
 
 PUBLIC_V6 = IPv6Network("2000::/3")
-"""Everything outside is refused: loopback, mapped and translated IPv4, unique-local (with fd00:ec2::254), link-local, multicast."""
+"""Addresses outside are refused: loopback, mapped and translated IPv4, unique-local (fd00:ec2::254
+included), link-local, multicast.
+"""
 
 REFUSED_V6: tuple[IPv6Network, ...] = tuple(
     IPv6Network(text)
@@ -55,11 +57,11 @@ NEVER_LISTED: tuple[AnyNetwork, ...] = (
     IPv4Network("224.0.0.0/4"),
     IPv4Network("240.0.0.0/4"),
 )
-"""What even a list of permitted targets may not hold: it would be another machine inside, or hand out credentials."""
+"""Addresses that not even a list of permitted targets may contain: other machines inside, or credentials."""
 
 
 def is_refused(address: Address) -> bool:
-    """Whether it is anything but a plain public address."""
+    """Return whether the address is anything but a plain public one."""
     if isinstance(address, IPv4Address):
         return any(address in network for network in REFUSED_V4)
     return address not in PUBLIC_V6 or any(address in network for network in REFUSED_V6)
