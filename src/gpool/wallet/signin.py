@@ -207,7 +207,6 @@ def _statement_fault(statement: str) -> str:
 
 
 def _check_letters(text: str) -> None:
-    """Accept printable ASCII and line feeds only, which excludes look-alikes."""
     if len(text) > MAX_LENGTH:
         raise BadSignIn(f"the message has {len(text)} characters; {MAX_LENGTH} are allowed")
     foreign = _FOREIGN.search(text)

@@ -119,7 +119,6 @@ class Relay:
         self._tune()
 
     def _tune(self) -> None:
-        """Enlarge buffers, and enable segmentation offload where the kernel has it."""
         for forced, plain in (
             (SO_RCVBUFFORCE, socket.SO_RCVBUF),
             (SO_SNDBUFFORCE, socket.SO_SNDBUF),
@@ -268,7 +267,6 @@ class Relay:
                 self._take(view[:size], each)
 
     def _take(self, arrived: memoryview, each: int) -> None:
-        """Process datagrams of one length (the last may be shorter), all from one address."""
         if each == HELLO_BYTES < len(arrived):  # some may be hellos
             for one in _cut(arrived, each):
                 self._take(one, len(one))
