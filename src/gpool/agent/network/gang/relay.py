@@ -30,7 +30,7 @@ from typing import Any
 
 from gpool.agent.network.gang.keys import HELLO_BYTES, IS_HELLO, Bond
 from gpool.agent.network.gang.packets import AROUND_BYTES, IP_HEADER_BYTES, Piece, passes
-from gpool.core.rendezvous import address_of
+from gpool.core.gangs import address_of
 
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_NO_NEW_PRIVS = 1, 4, 38
 IP_MTU_DISCOVER, IP_PMTUDISC_DONT, IP_MTU = 10, 0, 14
