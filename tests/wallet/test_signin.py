@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpool.core.model import Instant
-from gpool.wallet import address, signin, uris
+from gpool.wallet import address, signin
+from gpool.wallet import moments as uris
 from gpool.wallet.errors import BadMoment, BadSignIn
 from gpool.wallet.moments import Moment
 from gpool.wallet.signin import SignIn, SignInReason

@@ -14,8 +14,7 @@ from pathlib import Path
 from gpool.core.errors import Conflict, GpoolError, InternalFault, Unreachable
 from gpool.core.ids import encode
 from gpool.core.model import MIB
-from gpool.transfer.partial_file import Landing
-from gpool.transfer.requests import FilePart, Reply, Request, error_from
+from gpool.transfer.requests import FilePart, Landing, Reply, Request, error_from
 
 PART_BYTES = 8 * MIB
 LEASE_HEADER = "Gpool-Lease"

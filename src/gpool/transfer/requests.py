@@ -1,15 +1,16 @@
-"""Requests and replies as values, problem documents as errors. Sends nothing."""
+"""Requests and replies as values, problem documents as errors, and the file a download is written to. Sends nothing."""
 
 from __future__ import annotations
 
+import hashlib
 import ipaddress
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, BinaryIO
 from urllib.parse import urlsplit
 
 from gpool.core.errors import (
@@ -27,7 +28,7 @@ from gpool.core.errors import (
     Unprocessable,
     Unreachable,
 )
-from gpool.transfer.partial_file import Landing
+from gpool.core.model import MIB
 
 AWAY = frozenset({502, 503, 504})
 """Statuses of a stopping server, or of a proxy whose server is down."""
@@ -147,3 +148,31 @@ def error_from(reply: Reply) -> GpoolError:
     error = kind(detail)
     error.members = {k: v for k, v in document.items() if k not in ("detail", "code", "title")}
     return error
+
+
+class Landing:
+    """Writes to an open, seekable file; bytes of an earlier try are hashed first. `told` receives the size."""
+
+    def __init__(self, file: BinaryIO, told: Callable[[int], None] = lambda _: None) -> None:
+        self._file, self._told = file, told
+        self._digest = hashlib.sha256()
+        self.size = 0
+        while piece := file.read(MIB):
+            self._digest.update(piece)
+            self.size += len(piece)
+
+    @property
+    def sha256(self) -> str:
+        return self._digest.hexdigest()
+
+    def write(self, piece: bytes) -> None:
+        self._file.write(piece)
+        self._digest.update(piece)
+        self.size += len(piece)
+        self._told(self.size)
+
+    def begin_again(self) -> None:
+        """Discard the bytes received so far."""
+        self._file.seek(0)
+        self._file.truncate()
+        self._digest, self.size = hashlib.sha256(), 0

@@ -45,7 +45,6 @@ def of_public_key(point: bytes) -> Address:
 
 
 def _spelled(digits: str) -> Address:
-    """Capitalise letters where the same digit of the hash of the lower-case text is 8 or more."""
     marks = keccak256(digits.encode()).hex()
     return Address(
         "0x"

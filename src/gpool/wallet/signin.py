@@ -14,7 +14,7 @@ from enum import StrEnum
 
 from gpool.core.model import Instant
 from gpool.wallet import address as addresses
-from gpool.wallet import uris
+from gpool.wallet import moments
 from gpool.wallet.address import Address
 from gpool.wallet.errors import BadAddress, BadMoment, BadSignIn, shown
 from gpool.wallet.moments import Moment
@@ -69,9 +69,9 @@ class SignIn:
             raise BadSignIn(f"the message has {length} characters; {MAX_LENGTH} are allowed")
 
     def _faults(self) -> Iterator[tuple[str, str]]:
-        if self.scheme is not None and not uris.is_scheme(self.scheme):
+        if self.scheme is not None and not moments.is_scheme(self.scheme):
             yield "scheme", f"{shown(self.scheme)} is not a URI scheme"
-        if not uris.is_authority(self.domain, empty_host=False):
+        if not moments.is_authority(self.domain, empty_host=False):
             yield "domain", f"{shown(self.domain)} is not a domain (RFC 3986 authority)"
         try:
             addresses.parse(self.address)
@@ -82,19 +82,19 @@ class SignIn:
                 "statement",
                 f"the statement {shown(self.statement)} {_statement_fault(self.statement)}",
             )
-        if not uris.is_uri(self.uri):
+        if not moments.is_uri(self.uri):
             yield "uri", f"{shown(self.uri)} is not a URI (RFC 3986)"
         if not 0 <= self.chain_id < 1 << 256:
             yield "chain_id", "the chain id is not a number of 256 bits"
         if not _NONCE.fullmatch(self.nonce):
             yield "nonce", f"the nonce {shown(self.nonce)} is not 8 or more letters and digits"
-        if self.request_id is not None and not uris.is_pchars(self.request_id):
+        if self.request_id is not None and not moments.is_pchars(self.request_id):
             yield (
                 "request_id",
                 f"the request id {shown(self.request_id)} holds more than path characters",
             )
         for number, resource in enumerate(self.resources or ()):
-            if not uris.is_uri(resource):
+            if not moments.is_uri(resource):
                 yield f"resources.{number}", f"{shown(resource)} is not a URI (RFC 3986)"
 
 
@@ -156,7 +156,7 @@ def check(
     """Check that this is the expected message at this time. The store ensures that a nonce works once."""
     if message.domain != domain:
         return _problem(SignInReason.WRONG_DOMAIN, "domain", message.domain, domain)
-    scheme = uris.scheme_of(uri)
+    scheme = moments.scheme_of(uri)
     if message.scheme is not None and message.scheme.lower() != scheme:
         return _problem(SignInReason.WRONG_SCHEME, "scheme", message.scheme, scheme)
     if message.uri != uri:
@@ -207,7 +207,6 @@ def _statement_fault(statement: str) -> str:
 
 
 def _check_letters(text: str) -> None:
-    """Accept printable ASCII and line feeds only, which excludes look-alikes."""
     if len(text) > MAX_LENGTH:
         raise BadSignIn(f"the message has {len(text)} characters; {MAX_LENGTH} are allowed")
     foreign = _FOREIGN.search(text)

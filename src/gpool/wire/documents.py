@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, SecretStr, StringConstraints
 
-from gpool.core.rendezvous import MAX_NODES
+from gpool.core.gangs import MAX_NODES
 from gpool.core.specs.labels import MAX_LABELS
 
 MAX_BATCH = 10_000

@@ -259,7 +259,7 @@ class Secret(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Rendezvous(msgspec.Struct, frozen=True, array_like=True):
-    """Facts about the gang for one member; see `gpool.core.rendezvous`."""
+    """Facts about the gang for one member; see `gpool.core.gangs`."""
 
     rank: int
     peers: tuple[tuple[str, int], ...]  # by rank: host and UDP port of its relay

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpool.agent.network.addresses import is_refused
 from gpool.agent.network.policy import (
     ANY_PORT,
     BadPolicy,
@@ -18,13 +17,14 @@ from gpool.agent.network.policy import (
     HostFacts,
     Only,
     Target,
+    is_refused,
     parse_policy,
     parse_rate,
     parse_target,
     reaches,
 )
 from gpool.agent.network.sandbox_network import NoLane, refuse_wrong
-from gpool.core.rendezvous import MAX_NODES, address_of
+from gpool.core.gangs import MAX_NODES, address_of
 
 NETWORKS = st.builds(
     lambda address, prefix: IPv4Network((int(address), prefix), strict=False),

@@ -188,7 +188,6 @@ class UvBuilder:
 
 
 async def _started(sandboxes: Sandboxes, job: CommandJob) -> CommandSandbox:
-    """Await and undo a start that was cancelled half-way."""
     starting = asyncio.ensure_future(sandboxes.start_command(job))
     try:
         return await asyncio.shield(starting)

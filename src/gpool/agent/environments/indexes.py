@@ -124,7 +124,6 @@ def _scheme(address: str) -> str:
 
 
 def _with_files(index: Path) -> Path:
-    """Return the folder of an index, or its parent if its pages name files beside it."""
     if not index.is_dir():
         return index
     for name in sorted(os.listdir(index))[:PAGES_LOOKED_AT]:

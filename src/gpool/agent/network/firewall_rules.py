@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from ipaddress import IPv4Address, IPv4Network, collapse_addresses
 from itertools import pairwise
 
-from gpool.agent.network.addresses import REFUSED_V4
 from gpool.agent.network.policy import (
     ANY_PORT,
+    REFUSED_V4,
     Egress,
     EgressPolicy,
     Gang,
@@ -23,7 +23,7 @@ from gpool.agent.network.policy import (
     Target,
     Wants,
 )
-from gpool.core.rendezvous import INTERFACE
+from gpool.core.gangs import INTERFACE
 
 FAMILY = "inet"
 PREFIX = "gpool"

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil  # type: ignore[import-untyped]
 
 from gpool.agent.network.policy import HostFacts
-from gpool.core import rendezvous
+from gpool.core import gangs
 
 ROUTES = Path("/proc/net/route")
 RTF_UP, RTF_GATEWAY, RTF_REJECT = 1, 2, 0x200
@@ -96,7 +96,7 @@ def uplinks(found: Sequence[Route], towards: Iterable[IPv4Network] = ()) -> tupl
 def free_pool(tag: str, found: Sequence[Route]) -> IPv4Network:
     """A private network that nothing on this host uses; the search starts at a place of the agent's own."""
     busy = [r.network for r in found if r.network.prefixlen > 0]
-    busy.append(rendezvous.NETWORK)  # a gang with egress has both
+    busy.append(gangs.NETWORK)  # a gang with egress has both
     for whole in POOLS:
         pools = list(whole.subnets(new_prefix=POOL_PREFIX))
         first = int.from_bytes(hashlib.sha256(tag.encode()).digest()[:4]) % len(pools)

@@ -1,6 +1,7 @@
-"""Egress policy of the owner, and the purposes of a sandbox network. Pure; unknown lines are errors.
+"""Addresses no task may reach, the owner's egress policy, and the purposes of a sandbox network. Pure.
 
-`allow` narrows, never widens: private, link-local and metadata addresses stay refused.
+`allow` narrows, never widens: private, link-local and metadata addresses stay refused. The address lists are written
+out because the meaning of `ipaddress`'s "global" differs between Python releases; a property test compares the two.
 """
 
 from __future__ import annotations
@@ -8,10 +9,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from ipaddress import IPv4Address, IPv4Network, IPv6Address, ip_network
+from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_network
 
-from gpool.agent.network.addresses import NEVER_LISTED, Address, is_refused
-from gpool.core.rendezvous import MAX_NODES, NETWORK, address_of
+from gpool.core.gangs import MAX_NODES, NETWORK, address_of
 
 ANY_PORT = (0, 65535)
 UNITS = {"B": 1, "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9}
@@ -178,7 +178,7 @@ class Only:
 class Gang:
     """Network to the other members of a gang, with `egress` to the public internet too.
 
-    Rank n has the address `gpool.core.rendezvous.address_of(n)`; packets to another member go to that
+    Rank n has the address `gpool.core.gangs.address_of(n)`; packets to another member go to that
     member only, encrypted under `secret`. `peers`: by rank, the UDP address each member listens on.
     """
 
@@ -237,3 +237,62 @@ def _any_covers(targets: Iterable[Target], address: IPv4Address, port: int | Non
         address in target.network if port is None else target.covers(address, port)
         for target in targets
     )
+
+
+Address = IPv4Address | IPv6Address
+AnyNetwork = IPv4Network | IPv6Network
+
+REFUSED_V4: tuple[IPv4Network, ...] = tuple(
+    IPv4Network(text)
+    for text in (
+        "0.0.0.0/8",  # this host
+        "10.0.0.0/8",  # private
+        "100.64.0.0/10",  # carrier NAT; one cloud keeps its metadata here
+        "127.0.0.0/8",  # loopback
+        "168.63.129.16/32",  # a cloud's metadata under a public-looking address
+        "169.254.0.0/16",  # link-local, metadata
+        "172.16.0.0/12",  # private
+        "192.0.0.0/24",  # protocol assignments; one cloud keeps its metadata here
+        "192.0.2.0/24",  # documentation
+        "192.88.99.0/24",  # 6to4 relays
+        "192.168.0.0/16",  # private
+        "198.18.0.0/15",  # benchmarks
+        "198.51.100.0/24",  # documentation
+        "203.0.113.0/24",  # documentation
+        "224.0.0.0/4",  # multicast
+        "240.0.0.0/4",  # reserved, broadcast
+    )
+)
+
+PUBLIC_V6 = IPv6Network("2000::/3")
+"""Addresses outside are refused: loopback, mapped and translated IPv4, unique-local (fd00:ec2::254
+included), link-local, multicast.
+"""
+
+REFUSED_V6: tuple[IPv6Network, ...] = tuple(
+    IPv6Network(text)
+    for text in (
+        "2001::/23",  # protocol assignments, Teredo among them
+        "2001:db8::/32",  # documentation
+        "2002::/16",  # 6to4: carries an IPv4 address
+        "3fff::/20",  # documentation
+    )
+)
+
+NEVER_LISTED: tuple[AnyNetwork, ...] = (
+    IPv4Network("0.0.0.0/8"),
+    IPv4Network("127.0.0.0/8"),
+    IPv4Network("168.63.129.16/32"),
+    IPv4Network("169.254.0.0/16"),
+    IPv4Network("192.0.0.0/24"),
+    IPv4Network("224.0.0.0/4"),
+    IPv4Network("240.0.0.0/4"),
+)
+"""Addresses that not even a list of permitted targets may contain: other machines inside, or credentials."""
+
+
+def is_refused(address: Address) -> bool:
+    """Return whether the address is anything but a plain public one."""
+    if isinstance(address, IPv4Address):
+        return any(address in network for network in REFUSED_V4)
+    return address not in PUBLIC_V6 or any(address in network for network in REFUSED_V6)

@@ -236,7 +236,6 @@ class RootNetworks:
             await nft.load(f"delete table {FAMILY} {self._naming.table}\n")
 
     async def _to_lend(self, interfaces: Sequence[str]) -> list[str]:
-        """Return uplinks where forwarding is off, or on only for another agent's networks."""
         others = [await _lent_by(t) for t in await _our_tables() if t != self._naming.table]
         already = set().union(*others)
         return [i for i in interfaces if i in already or read_sysctl(forwarding(i)) == "0"]
@@ -248,7 +247,6 @@ class RootNetworks:
             write_sysctl(forwarding(interface), "1")
 
     async def _pass_droppers(self) -> None:
-        """Add accepting rules to other tables whose default policy drops forwarded packets."""
         ours = self._naming.interfaces
         mark = f'comment "{self._naming.table}"'
         text = ""
@@ -338,7 +336,6 @@ class RootNetworks:
         return OpenLane(Lane((inside.namespace,), RESOLVER), resolver, undo)
 
     def _join(self, inside: Inside, name: str, number: int) -> None:
-        """Create the veth pair. The rules match its name before it is up."""
         gateway = firewall_rules.gateway_address(self._pool)
         address = firewall_rules.lane_address(self._pool, number)
         with Netlink() as outside, inside.netlink:
@@ -371,7 +368,6 @@ class RootNetworks:
             self._filling = asyncio.ensure_future(self._fill())
 
     async def _fill(self) -> None:
-        """Prepare networks ahead. A failure shows again, with its reason, when one is opened."""
         with contextlib.suppress(OSError, nft.NftFailed, NoLane):
             while len(self._prepared) < self._ahead and not self._closing:
                 self._prepared.append(await self._make(Egress()))

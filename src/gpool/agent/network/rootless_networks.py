@@ -229,7 +229,6 @@ class RootlessNetworks:
         return descriptors
 
     async def _attach(self, held: Held) -> None:
-        """Start slirp4netns, which creates the tap, and wait until it is up."""
         path = nft.program("slirp4netns")
         if path is None:
             raise NoLane("slirp4netns is not installed (Debian: apt-get install slirp4netns)")

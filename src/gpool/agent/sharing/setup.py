@@ -92,7 +92,6 @@ def sharing_for(
 
 
 def _pipes(data_dir: Path, root: bool) -> Path:
-    """Create the folder, removing files of an earlier agent on the same data."""
     if root:
         return RUN / f"mps-{hashlib.sha256(bytes(data_dir.resolve())).hexdigest()[:12]}"
     near = data_dir.resolve() / "mps"

@@ -239,7 +239,6 @@ class GpuSeats:
     # ---- end of a tenancy
 
     async def _end(self, house: _House, *, used: bool = True) -> None:
-        """End a tenancy. After any fault the card has the owner's settings, or takes no other user."""
         tenancy = house.tenancy
         gpu = tenancy.gpu
         why = ""
@@ -277,7 +276,6 @@ class GpuSeats:
         return f"its memory could not be cleaned: {why}" if why else ""
 
     def _set_aside(self, gpu: str, why: str, first_s: float = AGAIN_AFTER_S) -> None:
-        """Close the card until it has been cleaned."""
         log.error("gpu_unclean", gpu=gpu, why=why)
         is_known, self.unclean[gpu] = gpu in self.unclean, why
         if is_known:
@@ -342,7 +340,6 @@ class GpuSeats:
         )
 
     def _whole_seat(self, house: _House) -> GpuSeat:
-        """Whole tenancy, without limits."""
         if house.instance is None:
             return self._card_seat(house.tenancy.gpu)
         nodes = self._card_seat(house.tenancy.gpu).nodes

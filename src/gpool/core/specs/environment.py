@@ -41,7 +41,6 @@ def recipe(python: str | None = None, packages: tuple[str, ...] = (), image: str
 
 
 def _normal(requirement: str) -> str:
-    """Normalise a PEP 508 requirement. Files, addresses and options of pip are refused."""
     text = " ".join(requirement.split())
     found = _REQUIREMENT.fullmatch(text)
     if found is None or len(text) > 500 or not text.isprintable():

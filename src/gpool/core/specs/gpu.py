@@ -311,7 +311,6 @@ def _size(text: str, body: str, at: int, *, as_sold: bool = False) -> int:
 
 
 def _bad(text: str, position: int, reason: str) -> BadGpuSpec:
-    """Build the error with a caret under the character."""
     shown = "".join(
         letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text
     )

@@ -124,7 +124,6 @@ def cost(name: str) -> int:
 
 
 def _bits(label: str) -> float:
-    """Shannon entropy in bits per letter."""
     shares = (count / len(label) for count in Counter(label).values())
     return -sum(share * math.log2(share) for share in shares)
 

@@ -167,7 +167,6 @@ class Resolver:
         self._spawn(self._serve_stream(stream))
 
     async def _serve_stream(self, stream: socket.socket) -> None:
-        """Answer one question over TCP, then close."""
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(STREAM_WITHIN_S):

@@ -30,7 +30,7 @@ from typing import Any
 
 from gpool.agent.network.gang.keys import HELLO_BYTES, IS_HELLO, Bond
 from gpool.agent.network.gang.packets import AROUND_BYTES, IP_HEADER_BYTES, Piece, passes
-from gpool.core.rendezvous import address_of
+from gpool.core.gangs import address_of
 
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_NO_NEW_PRIVS = 1, 4, 38
 IP_MTU_DISCOVER, IP_PMTUDISC_DONT, IP_MTU = 10, 0, 14
@@ -119,7 +119,6 @@ class Relay:
         self._tune()
 
     def _tune(self) -> None:
-        """Enlarge buffers, and enable segmentation offload where the kernel has it."""
         for forced, plain in (
             (SO_RCVBUFFORCE, socket.SO_RCVBUF),
             (SO_SNDBUFFORCE, socket.SO_SNDBUF),
@@ -268,7 +267,6 @@ class Relay:
                 self._take(view[:size], each)
 
     def _take(self, arrived: memoryview, each: int) -> None:
-        """Process datagrams of one length (the last may be shorter), all from one address."""
         if each == HELLO_BYTES < len(arrived):  # some may be hellos
             for one in _cut(arrived, each):
                 self._take(one, len(one))

@@ -21,7 +21,7 @@ import structlog
 
 from gpool.agent.network.policy import Gang
 from gpool.agent.runtime.descriptor_wait import readable
-from gpool.core.rendezvous import INTERFACE, NETWORK, address_of
+from gpool.core.gangs import INTERFACE, NETWORK, address_of
 
 log = structlog.get_logger(__name__)
 

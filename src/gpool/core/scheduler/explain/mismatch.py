@@ -119,7 +119,6 @@ def _no_such_label(nodes: list[Node], wanted: tuple[str, ...]) -> Explanation:
 
 
 def _only_elsewhere(able: list[Node], shape: Shape, *, is_gpu: bool) -> Explanation:
-    """Some nodes have the labels, and others have everything else."""
     needs = shape.requirements
     lacked = [each for each in needs.labels if any(each not in n.offer.labels for n in able)]
     what = f"with such a GPU ({gpuspec.format(needs.gpu)})" if is_gpu else "that could run it"

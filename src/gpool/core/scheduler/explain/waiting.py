@@ -319,7 +319,6 @@ def _has_room(state: State, node: Node, gpu: Gpu, shape: Shape) -> bool:
 
 
 def _besides(connected: list[Node], capable: list[Node], shape: Shape) -> str:
-    """Mention nodes that could run it but for an operator's rule."""
     cordoned = [node for node in capable if node.cordoned]
     reserved = _reserved(connected, shape)
     told = ""
@@ -331,7 +330,6 @@ def _besides(connected: list[Node], capable: list[Node], shape: Shape) -> str:
 
 
 def _reserved(nodes: list[Node], shape: Shape) -> list[Node]:
-    """Nodes that could run it if they were not reserved for others."""
     return [
         node
         for node in nodes

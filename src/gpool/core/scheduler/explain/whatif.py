@@ -291,7 +291,6 @@ def _fewer_nodes(shape: Shape, free: _Free) -> Iterator[_Change]:
 
 
 def _other_models(shape: Shape, free: _Free) -> Iterator[_Change]:
-    """Idle GPUs of other models, most memory first."""
     wanted = shape.requirements.gpu
     if not wanted or any(is_slice(request) for request in wanted):
         return
@@ -337,7 +336,6 @@ def _fewer_labels(shape: Shape) -> Iterator[_Change]:
 
 
 def _a_slice(shape: Shape, free: _Free) -> Iterator[_Change]:
-    """A slice of a GPU that the user already shares, instead of a whole one."""
     asked = _only(shape)
     if asked is None or is_slice(asked) or asked.count > 1:
         return
@@ -413,7 +411,6 @@ def _model_of(gpu: Gpu) -> str:
 
 
 def _only(shape: Shape) -> GpuRequest | None:
-    """Return the GPU requirement if there is a single alternative."""
     wanted = shape.requirements.gpu
     return wanted[0] if len(wanted) == 1 else None
 

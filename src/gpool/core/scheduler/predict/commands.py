@@ -118,7 +118,6 @@ def _kind(words: list[str], depth: int) -> str:
 
 
 def _started(name: str, rest: list[str]) -> list[str]:
-    """Return the command that a launcher starts, if this is one."""
     if name in _PASSES_ON:
         after = _after_options(rest, _PASSES_ON[name])
         while name == "env" and after and _ASSIGNED.match(after[0]):
@@ -142,7 +141,6 @@ def _after_options(words: list[str], with_word: frozenset[str]) -> list[str]:
 
 
 def _text_of(rest: list[str]) -> str:
-    """Return the argument of `-c`, alone or among other letters (`-lc`)."""
     for place, word in enumerate(rest):
         if not word.startswith("-"):
             return ""
@@ -201,7 +199,6 @@ def _script(name: str, rest: list[str]) -> str:
 
 
 def _script_among(rest: list[str]) -> str:
-    """Return the first word that looks like a script or module, where options are unknown."""
     for place, word in enumerate(rest):
         if word in ("-m", "--module") and place + 1 < len(rest):
             return f"-m {_plain(rest[place + 1])}"
@@ -211,7 +208,6 @@ def _script_among(rest: list[str]) -> str:
 
 
 def _name(word: str) -> str:
-    """Name of a program without folder, of an interpreter without version."""
     name = _plain_word(word.rpartition("/")[2] or word)
     bare = name.rstrip(_VERSION)
     return bare if bare in _INTERPRETERS else name

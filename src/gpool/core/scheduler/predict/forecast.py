@@ -253,7 +253,6 @@ class _Run:
 
 
 def _fraction(number: int) -> float:
-    """Map a number to [0, 1), evenly and deterministically."""
     mixed = (number * _GOLDEN) & _MASK
     mixed = ((mixed ^ (mixed >> 32)) * 0xBF58476D1CE4E5B9) & _MASK
     return ((mixed ^ (mixed >> 29)) >> 11) / (1 << 53)

@@ -69,7 +69,6 @@ class Predictions:
         self._asked: dict[int, _Asked] = {}  # by identity
 
     def _kinds(self, shape: Shape, model: str) -> tuple[Kind, ...]:
-        """Kinds from the narrowest to the widest."""
         needs, own = self._needs(shape.requirements), (shape.user, shape.group)
         program = program_of(shape.group)
         wider: tuple[Kind, ...] = ((shape.user, program, needs),) if program != own[1] else ()
