@@ -6,7 +6,7 @@ the token on every `Reports`; behind it nobody sees them.
 
 Then the agent speaks first with `Hello`; the server answers `Welcome` or `Refused`. From then on either side sends when
 it has something. Reports are kept by the agent until `Recorded` names their sequence number and sent again after a
-reconnect; the store's fence makes the repetition harmless. Lease time: see `gpool.agent.state_machine.session`.
+reconnect; the store's fence makes the repetition harmless. Lease time: see `gpool.agent.state_machine.agent_state`.
 """
 
 from __future__ import annotations

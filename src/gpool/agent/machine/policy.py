@@ -55,7 +55,7 @@ class Hours:
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class KeptResources:
     """What the owner keeps back."""
 
     cpu_milli: int = 0
@@ -65,7 +65,7 @@ class Kept:
 
 
 @dataclass(frozen=True, slots=True)
-class Egress:
+class EgressRules:
     """For tasks that ask for a network; the words are those of whoever opens lanes."""
 
     allow: tuple[str, ...] = ()
@@ -80,7 +80,7 @@ MOST_GANG_PORT = 60_000
 
 
 @dataclass(frozen=True, slots=True)
-class Gangs:
+class GangRules:
     """For tasks that run on several nodes of one site at once. What the command line says comes first."""
 
     offered: bool = True
@@ -124,14 +124,14 @@ class GpuRule:
 
 
 @dataclass(frozen=True, slots=True)
-class Policy:
+class OwnerPolicy:
     """Without a word of the owner: everything, always, for anyone."""
 
     audience: tuple[str, ...] = ()
     tiers: frozenset[Tier] = frozenset(Tier)
     hours: tuple[Hours, ...] = ()  # none: always
     zone: tzinfo | None = None  # None: the machine's own
-    kept: Kept = Kept()
+    kept: KeptResources = KeptResources()
     least_battery_percent: float = 0.0
     on_mains_only: bool = False
     idle_for: timedelta = timedelta(0)  # since somebody touched keyboard, mouse or terminal
@@ -139,8 +139,8 @@ class Policy:
     longest_run: timedelta | None = None
     at_close: AtClose = AtClose.FINISH
     grace: timedelta = timedelta(0)  # between closing and reclaiming
-    egress: Egress = Egress()
-    gangs: Gangs = Gangs()
+    egress: EgressRules = EgressRules()
+    gangs: GangRules = GangRules()
     registries: tuple[str, ...] = ()  # of images, on private addresses
     labels: frozenset[str] = frozenset()  # what tasks can ask for by name
     price_microcredits: int = 0  # an hour of a GPU, or of the machine where it has none
@@ -160,7 +160,7 @@ NOTHING = GpuFacts()
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class MachineFacts:
     """The machine as it is. None: nobody knows."""
 
     now: datetime  # with its time zone
@@ -173,7 +173,7 @@ class Facts:
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class ClosureState:
     """What has to be remembered between two looks."""
 
     closed_at: datetime | None = None
@@ -182,12 +182,12 @@ class Standing:
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
+class LendingDecision:
     closed: str = ""  # why nothing new is taken
     reclaims: bool = False  # what runs is to go now
 
 
-def reason_to_close(policy: Policy, facts: Facts) -> str:
+def reason_to_close(policy: OwnerPolicy, facts: MachineFacts) -> str:
     """The first rule that speaks against lending just now, in the consumer's words; or nothing."""
     now = facts.now.astimezone(policy.zone)
     if policy.hours and not any(one.cover(now) for one in policy.hours):
@@ -209,26 +209,28 @@ def reason_to_close(policy: Policy, facts: Facts) -> str:
     return ""
 
 
-def decide(policy: Policy, facts: Facts, before: Standing) -> tuple[Decision, Standing]:
+def decide(
+    policy: OwnerPolicy, facts: MachineFacts, before: ClosureState
+) -> tuple[LendingDecision, ClosureState]:
     """What is so now, and what to remember. Reclaims once, the grace after closing; open again, all is forgotten."""
     closed = reason_to_close(policy, facts)
     return _stand(closed, policy.at_close, policy.grace, facts.now, before)
 
 
 def _stand(
-    closed: str, at_close: AtClose, grace: timedelta, now: datetime, before: Standing
-) -> tuple[Decision, Standing]:
+    closed: str, at_close: AtClose, grace: timedelta, now: datetime, before: ClosureState
+) -> tuple[LendingDecision, ClosureState]:
     if not closed:
-        return Decision(), Standing()
+        return LendingDecision(), ClosureState()
     since = before.closed_at or now
     due = at_close is AtClose.RECLAIM and now >= since + grace
     reclaims = due and not before.reclaimed
-    return Decision(closed, reclaims), Standing(since, before.reclaimed or reclaims)
+    return LendingDecision(closed, reclaims), ClosureState(since, before.reclaimed or reclaims)
 
 
 def decide_gpu(
-    policy: Policy, gpu: int, facts: Facts, before: Standing
-) -> tuple[Decision, Standing]:
+    policy: OwnerPolicy, gpu: int, facts: MachineFacts, before: ClosureState
+) -> tuple[LendingDecision, ClosureState]:
     """The same for one GPU, by the first of its rules that speaks against lending it."""
     for rule in policy.gpus:
         if not rule.covers(gpu):
@@ -240,10 +242,10 @@ def decide_gpu(
                 wanted or capped, rule.at_close, rule.grace, facts.now, before
             )
             return decision, replace(standing, capped=capped)
-    return Decision(), Standing()
+    return LendingDecision(), ClosureState()
 
 
-def _why_wanted(policy: Policy, rule: GpuRule, gpu: int, facts: Facts) -> str:
+def _why_wanted(policy: OwnerPolicy, rule: GpuRule, gpu: int, facts: MachineFacts) -> str:
     now = facts.now.astimezone(policy.zone)
     if rule.hours and not any(one.cover(now) for one in rule.hours):
         return f"outside its owner's hours: {'; '.join(map(str, rule.hours))}"
@@ -256,7 +258,7 @@ def _why_wanted(policy: Policy, rule: GpuRule, gpu: int, facts: Facts) -> str:
     return ""
 
 
-def _over_a_cap(rule: GpuRule, gpu: int, facts: Facts, before: Standing) -> str:
+def _over_a_cap(rule: GpuRule, gpu: int, facts: MachineFacts, before: ClosureState) -> str:
     seen = facts.gpus.get(gpu, NOTHING)
     leeway_c, part = (COOLER_C, CALMER) if before.capped else (0.0, 1.0)
     heat, celsius = seen.temperature_c, rule.most_celsius
@@ -270,11 +272,11 @@ def _over_a_cap(rule: GpuRule, gpu: int, facts: Facts, before: Standing) -> str:
     return before.capped if waits else ""
 
 
-def shaped(
-    policy: Policy,
+def apply_policy(
+    policy: OwnerPolicy,
     offer: Offer,
-    decision: Decision = Decision(),  # noqa: B008 - frozen
-    gpus: Mapping[int, Decision] | None = None,
+    decision: LendingDecision = LendingDecision(),  # noqa: B008 - frozen
+    gpus: Mapping[int, LendingDecision] | None = None,
 ) -> Offer:
     """The offer with the owner's share taken out and the rules put in."""
     told = gpus or {}
@@ -300,7 +302,7 @@ def shaped(
     )
 
 
-def _shut(gpu: Gpu, decision: Decision | None) -> Gpu:
+def _shut(gpu: Gpu, decision: LendingDecision | None) -> Gpu:
     """One that is closed already, for its health, says that."""
     if decision is None or not decision.closed or gpu.closed:
         return gpu

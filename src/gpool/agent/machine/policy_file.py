@@ -1,4 +1,4 @@
-"""The owner's file, TOML, as a `Policy`. A key it does not know, or a value that makes no sense, is named and refused."""
+"""The owner's file, TOML, as a `OwnerPolicy`. A key it does not know, or a value that makes no sense, is named and refused."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from gpool.agent.machine.policy import (
     EVERY_DAY,
     MOST_GANG_PORT,
     AtClose,
-    Egress,
-    Gangs,
+    EgressRules,
+    GangRules,
     GpuRule,
     Hours,
-    Kept,
-    Policy,
+    KeptResources,
+    OwnerPolicy,
     site_address,
     site_name,
 )
@@ -34,7 +34,7 @@ _SPAN = re.compile(r"(\d+(?:\.\d+)?)(s|m|h|d)")
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 
 
-def parse(text: str) -> Policy:
+def parse(text: str) -> OwnerPolicy:
     """The owner's file, TOML; `Invalid` names the key that is wrong and what it may be."""
     try:
         told = tomllib.loads(text)
@@ -47,13 +47,13 @@ def parse(text: str) -> Policy:
     floor = top.take("floor", _tier, Tier.NONE)
     tiers = top.take("tiers", _each(_tier), list(Tier))
     longest = top.take("longest_run", _span, None)
-    policy = Policy(
+    policy = OwnerPolicy(
         audience=top.take("whose", _audience, ()),
         tiers=frozenset(tier for tier in tiers if tier.strength >= floor.strength),
         hours=tuple(_hours(one) for one in top.tables("hours")),
         zone=top.take("zone", _zone, None),
         gpus=tuple(_gpu_rule(one) for one in top.tables("gpu")),
-        kept=Kept(
+        kept=KeptResources(
             int(keep.take("cpus", _number, 0.0) * 1000),
             keep.take("memory", _size, 0),
             keep.take("disk", _size, 0),
@@ -66,13 +66,13 @@ def parse(text: str) -> Policy:
         longest_run=longest,
         at_close=top.take("at_close", AtClose, AtClose.FINISH),
         grace=top.take("grace", _span, timedelta(0)),
-        egress=Egress(
+        egress=EgressRules(
             tuple(egress.take("allow", _each(_allowed), [])),
             tuple(egress.take("deny", _each(_target), [])),
             egress.take("rate", _rate, ""),
             egress.take("offered", _flag, True),
         ),
-        gangs=Gangs(
+        gangs=GangRules(
             gangs.take("offered", _flag, True),
             gangs.take("site", _site, ""),
             gangs.take("address", _address, ""),

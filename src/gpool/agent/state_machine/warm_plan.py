@@ -62,7 +62,7 @@ class Stage(Enum):
 
 
 @dataclass(slots=True)
-class Entry:
+class WarmEntry:
     key: WarmKey
     bytes_held: int  # at most; once it is ready, as measured
     stage: Stage = Stage.PREPARING
@@ -103,7 +103,7 @@ class _Unit:
 
 @dataclass(slots=True)
 class WarmPool:
-    entries: dict[int, Entry] = field(default_factory=dict)
+    entries: dict[int, WarmEntry] = field(default_factory=dict)
     demands: dict[WarmKey, Demand] = field(default_factory=dict)
     last_number: int = 0
 
@@ -164,7 +164,7 @@ class WarmPool:
             if unit.bytes_held > room_left or len(self.entries) >= MOST_ENTRIES:
                 break
             self.last_number += 1
-            self.entries[self.last_number] = Entry(unit.key, unit.bytes_held)
+            self.entries[self.last_number] = WarmEntry(unit.key, unit.bytes_held)
             orders.append(Prepare(self.last_number, unit.key, unit.bytes_held))
             preparing += 1
         return orders

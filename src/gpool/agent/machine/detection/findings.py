@@ -17,10 +17,9 @@ from enum import StrEnum
 from pathlib import Path
 
 from gpool.agent.machine.detection import services
-from gpool.agent.machine.detection.gpus import Detector, Survey
-from gpool.agent.machine.detection.host import host_facts
+from gpool.agent.machine.detection.gpus import Detector, Survey, symptoms_of
+from gpool.agent.machine.detection.host import host_capacity
 from gpool.agent.machine.detection.nvml import NvmlError, Vitals
-from gpool.agent.machine.detection.symptoms import symptoms_of
 from gpool.agent.runtime import cgroups
 from gpool.agent.runtime.bubblewrap import seccomp
 from gpool.agent.runtime.bubblewrap.runtime import find_bwrap
@@ -170,7 +169,7 @@ def cgroups_finding(kind: str, hierarchy: cgroups.Hierarchy) -> Finding:
 
 
 def _disk(data_dir: Path) -> list[Finding]:
-    facts = host_facts(data_dir)
+    facts = host_capacity(data_dir)
     text = f"{facts.disk_bytes / GIB:.1f} GiB free for {data_dir}"
     if facts.disk_bytes < LEAST_DISK_BYTES:
         fix = f"free {LEAST_DISK_BYTES / GIB:g} GiB there, or move it: gpool up --data DIR"

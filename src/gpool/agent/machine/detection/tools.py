@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from gpool.agent.machine.detection import vendors
-from gpool.agent.machine.detection.vendors import Parsed
+from gpool.agent.machine.detection.vendors import ParsedGpus
 
 DRM = Path("/sys/class/drm")
 ASK_S = 10.0
@@ -47,21 +47,21 @@ def ask(argv: list[str]) -> str | None:
     return done.stdout[:MOST_BYTES].decode("utf-8", "replace")
 
 
-def others(ask: Ask = ask, root: Path = DRM) -> Parsed:
+def others(ask: Ask = ask, root: Path = DRM) -> ParsedGpus:
     """GPUs that are not NVIDIA's. The kernel is asked about a vendor whose tool is not there or tells of nothing."""
     found = [_amd(ask), _intel(ask), _apple(ask)]
     told = {gpu.vendor for parsed in found for gpu in parsed.gpus}
     kernel = vendors.drm(_cards(root))
     found.append(
-        Parsed(tuple(gpu for gpu in kernel.gpus if gpu.vendor not in told), kernel.complaints)
+        ParsedGpus(tuple(gpu for gpu in kernel.gpus if gpu.vendor not in told), kernel.complaints)
     )
-    return Parsed(
+    return ParsedGpus(
         tuple(gpu for parsed in found for gpu in parsed.gpus),
         tuple(text for parsed in found for text in parsed.complaints),
     )
 
 
-def _amd(ask: Ask) -> Parsed:
+def _amd(ask: Ask) -> ParsedGpus:
     static = ask(["amd-smi", "static", "--json"])
     if static is not None:
         parsed = vendors.amd_smi(static, ask(["amd-smi", "list", "--json"]) or "")
@@ -70,22 +70,22 @@ def _amd(ask: Ask) -> Parsed:
     older = ask(["rocm-smi", *ROCM])
     if older is not None:
         return vendors.rocm_smi(older)
-    return parsed if static is not None else Parsed()
+    return parsed if static is not None else ParsedGpus()
 
 
-def _intel(ask: Ask) -> Parsed:
+def _intel(ask: Ask) -> ParsedGpus:
     listing = ask(["xpu-smi", "discovery", "-j"])
     if listing is None:
-        return Parsed()
+        return ParsedGpus()
     ids = vendors.xpu_ids(listing)[:MOST_DEVICES]
     details = {one: ask(["xpu-smi", "discovery", "-d", one, "-j"]) or "" for one in ids}
     return vendors.xpu_smi(listing, details)
 
 
-def _apple(ask: Ask) -> Parsed:
+def _apple(ask: Ask) -> ParsedGpus:
     kinds = ["SPDisplaysDataType", "SPHardwareDataType"]
     told = ask(["system_profiler", "-json", *kinds])
-    return Parsed() if told is None else vendors.apple(told)
+    return ParsedGpus() if told is None else vendors.apple(told)
 
 
 def _cards(root: Path) -> Mapping[str, Mapping[str, str]]:

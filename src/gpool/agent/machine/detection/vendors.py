@@ -37,7 +37,7 @@ _PCIE_GENERATIONS = {2.5: 1, 5.0: 2, 8.0: 3, 16.0: 4, 32.0: 5, 64.0: 6}
 
 
 @dataclass(frozen=True, slots=True)
-class Parsed:
+class ParsedGpus:
     """What a source tells: devices, and what was wrong with what it said."""
 
     gpus: tuple[Gpu, ...] = ()
@@ -55,7 +55,7 @@ def normalised(name: str) -> str:
     return "".join(kept or words)
 
 
-def amd_smi(static: str, listing: str = "") -> Parsed:
+def amd_smi(static: str, listing: str = "") -> ParsedGpus:
     """From `amd-smi static --json`, with uuids of `amd-smi list --json` where they are not in the first."""
     uuids: dict[object, str] = {}
     complaints = []
@@ -66,7 +66,7 @@ def amd_smi(static: str, listing: str = "") -> Parsed:
     except _Unread as error:
         complaints.append(str(error))
     parsed = _each(static, "amd-smi static", lambda told, at: _amd_device(told, at, uuids))
-    return Parsed(parsed.gpus, (*complaints, *parsed.complaints))
+    return ParsedGpus(parsed.gpus, (*complaints, *parsed.complaints))
 
 
 def _amd_device(told: Any, at: int, uuids: Mapping[object, str]) -> Gpu:
@@ -99,7 +99,7 @@ def _amd_device(told: Any, at: int, uuids: Mapping[object, str]) -> Gpu:
 _AMD_NUMBER = re.compile(r"n/a|0x[0-9a-f]+|")
 
 
-def rocm_smi(text: str) -> Parsed:
+def rocm_smi(text: str) -> ParsedGpus:
     """From `rocm-smi --showproductname --showmeminfo vram --showuniqueid --showbus --showdriverversion --json`."""
     complaints: list[str] = []
     found: list[Gpu] = []
@@ -119,7 +119,7 @@ def rocm_smi(text: str) -> Parsed:
                 )
     except _Unread as error:
         complaints.append(str(error))
-    return Parsed(tuple(found), tuple(complaints))
+    return ParsedGpus(tuple(found), tuple(complaints))
 
 
 def _rocm_device(told: Any, at: int, driver: str) -> Gpu:
@@ -161,7 +161,7 @@ def xpu_ids(listing: str) -> list[str]:
     return [str(one) for one in told if isinstance(one, int) and not isinstance(one, bool)]
 
 
-def xpu_smi(listing: str, devices: Mapping[str, str]) -> Parsed:
+def xpu_smi(listing: str, devices: Mapping[str, str]) -> ParsedGpus:
     """From `xpu-smi discovery -j`, and `xpu-smi discovery -d ID -j` for each of its devices, by id."""
     return _each(
         listing, "xpu-smi", lambda told, at: _intel_device(told, at, devices), "device_list"
@@ -195,7 +195,7 @@ def _intel_device(told: Any, at: int, devices: Mapping[str, str]) -> Gpu:
     )
 
 
-def drm(cards: Mapping[str, Mapping[str, str]]) -> Parsed:
+def drm(cards: Mapping[str, Mapping[str, str]]) -> ParsedGpus:
     """From the kernel: for each `card0` its files' texts by name (`vendor`, `device`, `vram`, `unique_id`, `bus`, `name`).
 
     Only cards with memory of their own: one that borrows the machine's is not lent.
@@ -213,7 +213,7 @@ def drm(cards: Mapping[str, Mapping[str, str]]) -> Parsed:
             found,
             lambda f=files, v=vendor: _drm_device(f, len(found), v),
         )
-    return Parsed(tuple(found), tuple(complaints))
+    return ParsedGpus(tuple(found), tuple(complaints))
 
 
 def _drm_device(files: Mapping[str, str], at: int, vendor: str) -> Gpu:
@@ -227,7 +227,7 @@ def _drm_device(files: Mapping[str, str], at: int, vendor: str) -> Gpu:
     )
 
 
-def apple(text: str) -> Parsed:
+def apple(text: str) -> ParsedGpus:
     """From `system_profiler -json SPDisplaysDataType SPHardwareDataType`; the memory is the machine's own."""
     try:
         document = _json(text, "system_profiler")
@@ -238,7 +238,7 @@ def apple(text: str) -> Parsed:
             raise _Unread("system_profiler: SPHardwareDataType holds no object")
         displays = document.get("SPDisplaysDataType")
     except _Unread as error:
-        return Parsed(complaints=(str(error),))
+        return ParsedGpus(complaints=(str(error),))
     apples = [
         one
         for one in _rows(displays)
@@ -262,7 +262,7 @@ def _apple_device(told: Any, at: int, machine: Mapping[str, Any]) -> Gpu:
 # ---- reading what tools print
 
 
-def _each(source: object, name: str, read: Any, list_name: str = "gpu_data") -> Parsed:
+def _each(source: object, name: str, read: Any, list_name: str = "gpu_data") -> ParsedGpus:
     """Every row of a list, or of an object's list; a bad row costs itself only."""
     complaints: list[str] = []
     found: list[Gpu] = []
@@ -276,7 +276,7 @@ def _each(source: object, name: str, read: Any, list_name: str = "gpu_data") -> 
             _try(f"{name}, device {at}", complaints, found, lambda t=told: read(t, len(found)))
     except _Unread as error:
         complaints.append(str(error))
-    return Parsed(tuple(found), tuple(complaints))
+    return ParsedGpus(tuple(found), tuple(complaints))
 
 
 def _try(name: str, complaints: list[str], found: list[Gpu], read: Any) -> None:
