@@ -1,4 +1,4 @@
-"""The owner's file, TOML, as a `OwnerPolicy`. A key it does not know, or a value that makes no sense, is named and refused."""
+"""Parser of the owner's policy file (TOML). An unknown key or an invalid value is refused with its name."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 
 
 def parse(text: str) -> OwnerPolicy:
-    """The owner's file, TOML; `Invalid` names the key that is wrong and what it may be."""
+    """Parse the policy; raise `Invalid` with the wrong key and the allowed values."""
     try:
         told = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise Invalid(f"the policy is no TOML: {error}") from error
+        raise Invalid(f"the policy is not valid TOML: {error}") from error
     top = _Table(told, "")
     keep, battery, idle, egress, gangs, images = (
         top.table(name) for name in ("keep", "battery", "idle", "egress", "gangs", "images")
@@ -90,7 +90,7 @@ def parse(text: str) -> OwnerPolicy:
 
 
 class _Table:
-    """One table of the file; what was not asked for is a mistake of the owner's, and is named."""
+    """One table of the file; `finish` refuses keys that were not taken."""
 
     def __init__(self, told: Mapping[str, Any], name: str) -> None:
         self._told = dict(told)
@@ -117,7 +117,7 @@ class _Table:
     def finish(self) -> None:
         for key in sorted(self._told.keys() - self._known):
             known = ", ".join(sorted(self._known))
-            raise Invalid(f"policy: there is no '{self._name}{key}'; there are {known}")
+            raise Invalid(f"policy: unknown key '{self._name}{key}'; known keys: {known}")
 
 
 def _hours(table: _Table) -> Hours:
@@ -167,7 +167,7 @@ def _audience(value: Any) -> tuple[str, ...]:
         raise ValueError('write "anyone", or a list like ["me", "team:lab", "user:ana"]')
     for one in value:
         if not isinstance(one, str) or not _WHOSE.fullmatch(one):
-            raise ValueError(f'{one!r} is nobody; write "me", "team:NAME" or "user:NAME"')
+            raise ValueError(f'{one!r} names no user; write "me", "team:NAME" or "user:NAME"')
     return tuple(dict.fromkeys(value))
 
 

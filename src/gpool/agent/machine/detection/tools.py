@@ -1,4 +1,4 @@
-"""Asks other vendors' tools and the kernel for GPUs, and hands what they print to `vendors`. Changes nothing; waits seconds at most."""
+"""GPUs of AMD, Intel and Apple: runs their tools and reads the kernel; `vendors` parses the output. Changes nothing."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ROCM = [
 ]
 
 Ask = Callable[[list[str]], str | None]
-"""Runs a program and gives what it printed; None: there is no such program."""
+"""Run a program and return its output; None if it is not installed."""
 
 
 def ask(argv: list[str]) -> str | None:
@@ -43,17 +43,17 @@ def ask(argv: list[str]) -> str | None:
             timeout=ASK_S,
         )
     except (OSError, subprocess.SubprocessError) as error:
-        return f"{argv[0]}: {error}"  # no tool's format: the parser complains of it in these words
+        return f"{argv[0]}: {error}"  # not the tool's format: the parser reports this text
     return done.stdout[:MOST_BYTES].decode("utf-8", "replace")
 
 
 def others(ask: Ask = ask, root: Path = DRM) -> ParsedGpus:
-    """GPUs that are not NVIDIA's. The kernel is asked about a vendor whose tool is not there or tells of nothing."""
+    """Return GPUs that are not NVIDIA's; from the kernel where a vendor's tool is missing or reports none."""
     found = [_amd(ask), _intel(ask), _apple(ask)]
-    told = {gpu.vendor for parsed in found for gpu in parsed.gpus}
+    known = {gpu.vendor for parsed in found for gpu in parsed.gpus}
     kernel = vendors.drm(_cards(root))
     found.append(
-        ParsedGpus(tuple(gpu for gpu in kernel.gpus if gpu.vendor not in told), kernel.complaints)
+        ParsedGpus(tuple(gpu for gpu in kernel.gpus if gpu.vendor not in known), kernel.complaints)
     )
     return ParsedGpus(
         tuple(gpu for parsed in found for gpu in parsed.gpus),
@@ -84,15 +84,15 @@ def _intel(ask: Ask) -> ParsedGpus:
 
 def _apple(ask: Ask) -> ParsedGpus:
     kinds = ["SPDisplaysDataType", "SPHardwareDataType"]
-    told = ask(["system_profiler", "-json", *kinds])
-    return ParsedGpus() if told is None else vendors.apple(told)
+    text = ask(["system_profiler", "-json", *kinds])
+    return ParsedGpus() if text is None else vendors.apple(text)
 
 
 def _cards(root: Path) -> Mapping[str, Mapping[str, str]]:
     cards = {}
     for card in sorted(root.glob("card[0-9]*")) if root.is_dir() else ():
         device = card / "device"
-        if "-" in card.name or not device.is_dir():  # card0-HDMI-A-1 is a plug
+        if "-" in card.name or not device.is_dir():  # card0-HDMI-A-1 is a connector
             continue
         files = {
             "vendor": _word(device / "vendor"),
