@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from gpool.agent.credentials import Badge, Identity
+from gpool.agent.credentials import AgentCredentials, NodeIdentity
 from gpool.agent.daemon import boot_clock
 from gpool.transfer.node_proofs import ChallengeStatement, NodeKey, Purpose, public_text
 
@@ -27,8 +27,8 @@ def joined(
     key: NodeKey,
     clock: Callable[[], int] = boot_clock,
     **members: Any,
-) -> Badge:
+) -> AgentCredentials:
     """A node that has joined. `ask` posts a document and gives the answer's."""
     challenge = ask("/v1/nodes/challenges", {})
     answer = ask("/v1/nodes", join_request(key, challenge, **members))
-    return Badge(key, Identity(answer["id"], answer["server"]), clock)
+    return AgentCredentials(key, NodeIdentity(answer["id"], answer["server"]), clock)

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import structlog
 
-from gpool.agent.machine.detection.nvml import NoDriver, Nvml, NvmlError, RealNvml
+from gpool.agent.machine.detection.nvml import NoDriver, Nvml, NvmlError
+from gpool.agent.machine.detection.real_nvml import RealNvml
 from gpool.agent.runtime.bubblewrap.launcher_client import Launcher
 from gpool.agent.runtime.bubblewrap.runtime import RUN, BubblewrapRuntime
 from gpool.agent.sharing import mps, plan

@@ -16,8 +16,8 @@ from gpool.agent.machine.detection import Finding, Level, doctor
 from gpool.agent.machine.detection.findings import clock_finding
 from gpool.agent.machine.detection.host import site_address
 from gpool.agent.machine.detection.owner import LoadMeter, facts_now
-from gpool.agent.machine.monitor import Rulebook
-from gpool.agent.machine.policy import GANG_PORT, Gangs, reason_to_close
+from gpool.agent.machine.monitor import PolicyFile
+from gpool.agent.machine.policy import GANG_PORT, GangRules, reason_to_close
 from gpool.agent.network.factory import probe_gangs
 from gpool.core.errors import GpoolError, Invalid
 
@@ -45,7 +45,7 @@ def policy_finding(file: Path | None, now: datetime) -> Finding:
     if file is None:
         return Finding("policy", Level.OK, f"none; everything is lent, always ({POLICY})")
     try:
-        rules = Rulebook(file)
+        rules = PolicyFile(file)
     except Invalid as error:
         return Finding("policy", Level.PROBLEM, error.detail, f"edit {file}")
     closed = reason_to_close(rules.policy, facts_now(now, LoadMeter(os.getpid())))
@@ -55,14 +55,14 @@ def policy_finding(file: Path | None, now: datetime) -> Finding:
 
 def _gangs(file: Path | None, data: Path, server: str) -> list[Finding]:
     try:
-        said = Rulebook(file).policy.gangs
+        said = PolicyFile(file).policy.gangs
     except Invalid:
         return []  # said already
     site = os.environ.get(SITE, "") or said.site
     return [gangs_finding(replace(said, site=site), data, server)]
 
 
-def gangs_finding(said: Gangs, data: Path, server: str) -> Finding:
+def gangs_finding(said: GangRules, data: Path, server: str) -> Finding:
     """Whether this machine takes part in tasks on several nodes, and why not; opens a lane to see."""
     if not said.offered:
         return Finding("gangs", Level.OK, "its policy refuses tasks on several nodes")

@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from gpool.agent.machine.policy import GANG_PORT, MOST_GANG_PORT, Gangs, site_address, site_name
+from gpool.agent.machine.policy import GANG_PORT, MOST_GANG_PORT, GangRules, site_address, site_name
 from gpool.cli.lending.enrolment import Identity
 from gpool.core.errors import Invalid
 from gpool.core.specs import labels
@@ -25,7 +25,7 @@ class Terms:
     simulate_gpus: str | None = None
     allow_process: bool = False
     policy: Path | None = None
-    gangs: Gangs = field(default_factory=Gangs)  # for several nodes at once
+    gangs: GangRules = field(default_factory=GangRules)  # for several nodes at once
     labels: tuple[str, ...] = ()
     price: str = ""
 
@@ -138,7 +138,7 @@ def lending(function: Callable[..., None]) -> Callable[..., None]:
         price: str,
         **kwargs: Any,
     ) -> None:
-        gangs = Gangs(site=site, address=address, port=gang_port or 0)
+        gangs = GangRules(site=site, address=address, port=gang_port or 0)
         terms = Terms(slots, simulate_gpus, allow_process, policy, gangs, node_labels, price)
         function(*args, terms=terms, **kwargs)
 

@@ -213,9 +213,9 @@ def up(data: Path | None, transport: Transport, no_agent: bool, terms: Terms) ->
 def _must_be_meant(terms: Terms) -> None:
     """A slip in the terms is said before anything starts, and before a profile leads to what ends at once."""
     if terms.policy is not None:
-        from gpool.agent.machine.monitor import Rulebook
+        from gpool.agent.machine.monitor import PolicyFile
 
-        Rulebook(terms.policy)
+        PolicyFile(terms.policy)
     if terms.simulate_gpus:
         from gpool.agent.machine.detection.gpus import detect
 
