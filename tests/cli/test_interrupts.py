@@ -20,8 +20,8 @@ import pytest
 from click.testing import Result as Done
 
 from gpool.cli.main import INTERRUPTED, NOT_FOUND
-from gpool.cli.output.following import show_documents
 from gpool.cli.output.interrupts import HELD, Reading
+from gpool.cli.output.progress import show_documents
 from gpool.cli.run import attend
 from gpool.client.client import Client
 from gpool.client.logs import Printed

@@ -11,7 +11,7 @@ import pytest
 from gpool import Invalid
 from gpool.cli.lending.enrolment import enrol, identity_file, load_identity, parse_link
 from gpool.cli.lending.join import must_be_the_same
-from gpool.cli.lending.terms import Terms, agent_variables
+from gpool.cli.lending.terms import LendingTerms, agent_variables
 from gpool.client.connection.transport import Door
 from gpool.core.errors import Conflict, Forbidden
 from gpool.transfer.requests import Address
@@ -88,7 +88,7 @@ def test_an_identity_is_kept_and_found_again(tmp_path: Path) -> None:
     made = enrol(door, file, name="first", token="t")
     assert load_identity(file) == made
     assert made.key_file.stat().st_mode & 0o777 == 0o600
-    told = agent_variables(made, tmp_path / "d", Terms(2, "H100"))
+    told = agent_variables(made, tmp_path / "d", LendingTerms(2, "H100"))
     assert made.key_file.read_text().strip() not in str(told)
 
 

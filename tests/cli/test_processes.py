@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from gpool.cli.lending.children import Child, Program
+from gpool.cli.lending.children import ChildProcess, Program
 from gpool.cli.lending.up import data_folder, must_be_free, only_one, typed, within_reach
 from gpool.core.errors import Conflict, Invalid
 from tests.tools.processes import PATIENCE_S, eventually, free_port
@@ -62,7 +62,7 @@ def test_a_port_that_is_taken_is_said_before_anything_starts() -> None:
 
 def test_a_child_that_dies_is_started_again_and_stops_when_told(tmp_path: Path) -> None:
     (tmp_path / "sleeper.py").write_text("import signal\nprint('up', flush=True)\nsignal.pause()\n")
-    child = Child(
+    child = ChildProcess(
         Program("sleeper", "sleeper", {"PYTHONPATH": str(tmp_path)}, tmp_path / "sleeper.log")
     )
     child.start()
@@ -82,7 +82,7 @@ def test_a_child_that_dies_is_started_again_and_stops_when_told(tmp_path: Path) 
     assert child.exit_code() is not None
 
 
-def started(child: Child, times: int) -> bool:
+def started(child: ChildProcess, times: int) -> bool:
     child.keep_alive()
     return child._starts >= times
 
@@ -101,19 +101,19 @@ def on_a_terminal(code: str) -> bytes:
     return said
 
 
-def ended(child: Child) -> Child:
+def ended(child: ChildProcess) -> ChildProcess:
     child.start()
     assert child._process is not None
     child._process.wait(PATIENCE_S)
     return child
 
 
-def told_to_exit(tmp_path: Path, code: int) -> Child:
+def told_to_exit(tmp_path: Path, code: int) -> ChildProcess:
     said = f"import sys; print('gpool: what was wrong', file=sys.stderr); sys.exit({code})"
     (tmp_path / "ends.py").write_text(said)
     log = tmp_path / "log"
     log.write_text("gpool: an older story\n")
-    return Child(Program("agent", "ends", {"PYTHONPATH": str(tmp_path)}, log))
+    return ChildProcess(Program("agent", "ends", {"PYTHONPATH": str(tmp_path)}, log))
 
 
 def test_a_mistake_in_how_a_child_was_started_ends_the_first_start(tmp_path: Path) -> None:
@@ -128,7 +128,7 @@ def test_a_child_that_ran_before_is_started_again_whatever_is_wrong_now(tmp_path
     child = ended(told_to_exit(tmp_path, 1))
     told = child.keep_alive()
     assert told is not None
-    assert "It said: what was wrong" in told
+    assert "(code 1): what was wrong. " in told
     assert "older" not in told
     (tmp_path / "ends.py").write_text("import sys; sys.exit(2)")
     eventually("it is started again", lambda: started(child, 2), PATIENCE_S)
@@ -150,7 +150,7 @@ def test_what_was_wrong_is_said_and_not_the_advice_beneath_it(tmp_path: Path, co
         with pytest.raises(Invalid, match=r"the agent does not start: no bwrap\Z"):
             child.keep_alive()
     else:
-        assert "It said: no bwrap Its log" in str(child.keep_alive())
+        assert "(code 1): no bwrap. " in str(child.keep_alive())
     child.stop()
 
 

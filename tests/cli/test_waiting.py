@@ -75,7 +75,7 @@ def test_a_batch_that_does_not_end_in_time_is_said_to_go_on(
     [batch] = pool.batches
     done = gpool("wait", batch, "--timeout", "0.05s")
     assert (done.exit_code, done.stdout) == (1, "")
-    assert done.stderr == f"gpool: batch {batch} has not ended within 0.05s; it goes on\n"
+    assert done.stderr == f"gpool: batch {batch} has not ended within 0.05s; it continues\n"
 
 
 class Late(Pool):

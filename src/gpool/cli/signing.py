@@ -1,4 +1,4 @@
-"""Sign-in messages at the command line: signed with a key from disk, or printed for a wallet elsewhere to sign."""
+"""Sign-in messages (EIP-4361): signed with a key file, or printed for an external wallet to sign."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ADDRESS = re.compile(r"(?:0x)?([0-9a-fA-F]{40})")
 
 
 def signed(door: Door, key_file: Path | None, address: str | None) -> dict[str, str]:
-    """A fresh message for this pool, and its signature."""
+    """Create a sign-in message for this pool and get its signature; `Invalid` for a malformed address."""
     try:
         from gpool.wallet.address import from_bytes
     except ImportError as exc:
@@ -31,9 +31,11 @@ def signed(door: Door, key_file: Path | None, address: str | None) -> dict[str, 
         return {"message": text, "signature": str(key.sign(text.encode()))}
     match = _ADDRESS.fullmatch((address or "").strip())
     if match is None:
-        raise Invalid(f"{(address or '')[:60]!r} is not an address; one is 0x and 40 hex digits")
+        raise Invalid(
+            f"{(address or '')[:60]!r} is not a wallet address; write 0x and 40 hex digits"
+        )
     text = message_for(door, from_bytes(bytes.fromhex(match[1])))
-    click.echo("Sign this message with your wallet (personal_sign), every line of it:\n", err=True)
+    click.echo("Sign this message with your wallet (personal_sign), all lines:\n", err=True)
     click.echo(text)
     click.echo("", err=True)
     pasted: str = click.prompt("Signature", err=True)
@@ -60,7 +62,7 @@ def message_for(door: Door, address: Any) -> str:
 
 
 def key_from(path: Path) -> Key:
-    """A bare key, with a warning, or one behind a password."""
+    """Read a key file; asks for the password of a keystore and warns of an unencrypted key."""
     from gpool.wallet.keyfile import read
     from gpool.wallet.keystore import Keystore
 
@@ -74,6 +76,6 @@ def key_from(path: Path) -> Key:
 
 
 def tidy(pasted: str) -> str:
-    """A signature as wallets and terminals leave it: blanks, quotes, capitals, a missing 0x."""
+    """Normalise a pasted signature: blanks, quotes, capital letters, a missing 0x."""
     text = "".join(pasted.split()).strip("'\"`,;").lower()
     return text if text.startswith("0x") else f"0x{text}"
