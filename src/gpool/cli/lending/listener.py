@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -134,19 +134,9 @@ def listening(function: Callable[..., None]) -> Callable[..., None]:
     """Add the options of the listener; the verb gets them as `transport`."""
 
     @wraps(function)
-    def with_transport(
-        *args: Any,
-        host: str,
-        port: int,
-        tls: bool | None,
-        tls_cert: Path | None,
-        tls_key: Path | None,
-        behind_proxy: str | None,
-        public_url: str | None,
-        **kwargs: Any,
-    ) -> None:
-        transport = Transport(host, port, tls, tls_cert, tls_key, behind_proxy, public_url)
-        function(*args, transport=transport, **kwargs)
+    def with_transport(*args: Any, **values: Any) -> None:
+        transport = Transport(**{one.name: values.pop(one.name) for one in fields(Transport)})
+        function(*args, transport=transport, **values)
 
     found: Callable[..., None] = with_transport
     for option in reversed((host_option, port_option, *_TLS)):

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, fields
 from functools import wraps
 from pathlib import Path
 from typing import Any
 
 import click
 
-from gpool.agent.machine.policy import GANG_PORT, MOST_GANG_PORT, Gangs, site_address, site_name
+from gpool.agent.machine.policy import GANG_PORT, MOST_GANG_PORT, site_address, site_name
 from gpool.cli.command import option_section
 from gpool.cli.lending.enrolment import EnrolledNode
 from gpool.core.errors import Invalid
@@ -20,15 +20,17 @@ from gpool.core.specs import price as prices
 
 @dataclass(frozen=True, slots=True)
 class LendingTerms:
-    """Values of the owner's options."""
+    """Values of the owner's options, each under the name of its option."""
 
     slots: int | None = None
     simulate_gpus: str | None = None
     allow_process: bool = False
     policy: Path | None = None
-    gangs: Gangs = field(default_factory=Gangs)  # tasks on several nodes
     labels: tuple[str, ...] = ()
     price: str = ""
+    site: str = ""
+    address: str = ""
+    gang_port: int | None = None
 
 
 def _checked(read: Callable[[str], str]) -> Callable[[click.Context, click.Parameter, str], str]:
@@ -109,7 +111,7 @@ _OPTIONS = (
     ),
     _lent(
         "--label",
-        "node_labels",
+        "labels",
         multiple=True,
         callback=_labels,
         metavar="LABEL",
@@ -130,22 +132,9 @@ def lending(function: Callable[..., None]) -> Callable[..., None]:
     """Add the options of lending; the verb gets them as `terms`."""
 
     @wraps(function)
-    def with_terms(
-        *args: Any,
-        slots: int | None,
-        simulate_gpus: str | None,
-        allow_process: bool,
-        policy: Path | None,
-        site: str,
-        address: str,
-        gang_port: int | None,
-        node_labels: tuple[str, ...],
-        price: str,
-        **kwargs: Any,
-    ) -> None:
-        gangs = Gangs(site=site, address=address, port=gang_port or 0)
-        terms = LendingTerms(slots, simulate_gpus, allow_process, policy, gangs, node_labels, price)
-        function(*args, terms=terms, **kwargs)
+    def with_terms(*args: Any, **values: Any) -> None:
+        terms = LendingTerms(**{one.name: values.pop(one.name) for one in fields(LendingTerms)})
+        function(*args, terms=terms, **values)
 
     found: Callable[..., None] = with_terms
     for option in reversed(_OPTIONS):
@@ -155,32 +144,22 @@ def lending(function: Callable[..., None]) -> Callable[..., None]:
 
 def agent_variables(identity: EnrolledNode, data: Path, terms: LendingTerms) -> dict[str, str]:
     """Environment of the agent; not arguments, which are visible in process lists."""
-    found = {
-        "GPOOL_AGENT_SERVER_URL": identity.address.url,
-        "GPOOL_AGENT_PLAIN_HTTP": str(int(identity.address.plain)),
-        "GPOOL_AGENT_NODE": identity.id,
-        "GPOOL_AGENT_SERVER_NAME": identity.server,
-        "GPOOL_AGENT_KEY_FILE": str(identity.key_file),
-        "GPOOL_AGENT_DATA_DIR": str(data),
-        "GPOOL_AGENT_ALLOW_PROCESS": str(int(terms.allow_process)),
+    named = {
+        "SERVER_URL": identity.address.url,
+        "PLAIN_HTTP": str(int(identity.address.plain)),
+        "FINGERPRINT": identity.address.fingerprint,
+        "NODE": identity.id,
+        "SERVER_NAME": identity.server,
+        "KEY_FILE": str(identity.key_file),
+        "DATA_DIR": str(data),
+        "ALLOW_PROCESS": str(int(terms.allow_process)),
+        "SLOTS": None if terms.slots is None else str(terms.slots),
+        "SIMULATE_GPUS": terms.simulate_gpus,
+        "POLICY": terms.policy and str(terms.policy.absolute()),
+        "LABELS": ",".join(terms.labels),
+        "PRICE": terms.price,
+        "SITE": terms.site,
+        "GANG_ADDRESS": terms.address,
+        "GANG_PORT": terms.gang_port and str(terms.gang_port),
     }
-    if identity.address.fingerprint is not None:
-        found["GPOOL_AGENT_FINGERPRINT"] = identity.address.fingerprint
-    if terms.slots is not None:
-        found["GPOOL_AGENT_SLOTS"] = str(terms.slots)
-    if terms.simulate_gpus:
-        found["GPOOL_AGENT_SIMULATE_GPUS"] = terms.simulate_gpus
-    if terms.policy is not None:
-        found["GPOOL_AGENT_POLICY"] = str(terms.policy.absolute())
-    gangs = terms.gangs
-    if gangs.site:
-        found["GPOOL_AGENT_SITE"] = gangs.site
-    if gangs.address:
-        found["GPOOL_AGENT_GANG_ADDRESS"] = gangs.address
-    if gangs.port:
-        found["GPOOL_AGENT_GANG_PORT"] = str(gangs.port)
-    if terms.labels:
-        found["GPOOL_AGENT_LABELS"] = ",".join(terms.labels)
-    if terms.price:
-        found["GPOOL_AGENT_PRICE"] = terms.price
-    return found
+    return {f"GPOOL_AGENT_{name}": value for name, value in named.items() if value}
