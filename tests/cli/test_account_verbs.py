@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from gpool.cli.main import cli
-from gpool.cli.signing import tidy
+from gpool.cli.signing import normalised_signature
 from gpool.wallet.signing import Key
 from tests.server.server_desk import Live, serving
 
@@ -140,7 +140,7 @@ def test_a_wallet_is_linked_and_unlinked(ada: Terminal, tmp_path: Path) -> None:
     ["0xABcd", "ABcd", " 0xabcd \n", "'0xabcd'", '"0XABCD"', "0xab\n  cd"],
 )
 def test_pasted_signatures_are_tidied(pasted: str) -> None:
-    assert tidy(pasted) == "0xabcd"
+    assert normalised_signature(pasted) == "0xabcd"
 
 
 def test_a_team_is_created_and_shared(ada: Terminal, bob: Terminal) -> None:

@@ -13,7 +13,13 @@ from pathlib import Path
 import pytest
 
 from gpool.cli.lending.children import ChildProcess, Program
-from gpool.cli.lending.up import data_folder, must_be_free, only_one, typed, within_reach
+from gpool.cli.lending.up import (
+    command_name,
+    data_folder,
+    locked_folder,
+    loopback_note,
+    require_free_port,
+)
 from gpool.core.errors import Conflict, Invalid
 from tests.tools.processes import PATIENCE_S, eventually, free_port
 
@@ -44,7 +50,7 @@ def test_an_absent_server_is_one_helpful_line_and_code_5(tmp_path: Path) -> None
 
 
 def test_two_pools_never_share_a_folder(tmp_path: Path) -> None:
-    with only_one(tmp_path), pytest.raises(Conflict, match="already"), only_one(tmp_path):
+    with locked_folder(tmp_path), pytest.raises(Conflict, match="already"), locked_folder(tmp_path):
         pass
 
 
@@ -54,10 +60,10 @@ def test_a_port_that_is_taken_is_said_before_anything_starts() -> None:
         socket.create_server(("127.0.0.1", port)),
         pytest.raises(Conflict, match=f"port {port}.*--port"),
     ):
-        must_be_free("127.0.0.1", port)
-    must_be_free("127.0.0.1", port)
+        require_free_port("127.0.0.1", port)
+    require_free_port("127.0.0.1", port)
     with pytest.raises(Conflict, match="--host"):
-        must_be_free("203.0.113.7", port)
+        require_free_port("203.0.113.7", port)
 
 
 def test_a_child_that_dies_is_started_again_and_stops_when_told(tmp_path: Path) -> None:
@@ -181,20 +187,20 @@ def test_what_to_try_first_can_be_typed_as_it_is_printed(tmp_path: Path) -> None
     for file in (this, other):
         file.parent.mkdir(parents=True)
         file.touch()
-    assert typed(this, None, here) == ".venv/bin/gpool"
-    assert typed(this, str(other), here) == ".venv/bin/gpool"
-    assert typed(this, str(this), here) == "gpool"
-    assert typed(this, None, elsewhere) == str(this)
-    assert typed(this, str(other), this.parent) == "./gpool"
-    assert typed(tmp_path / "my gpus" / "gpool", None, tmp_path) == "'my gpus/gpool'"
-    assert typed(here / "__main__.py", None, here) == "gpool"
+    assert command_name(this, None, here) == ".venv/bin/gpool"
+    assert command_name(this, str(other), here) == ".venv/bin/gpool"
+    assert command_name(this, str(this), here) == "gpool"
+    assert command_name(this, None, elsewhere) == str(this)
+    assert command_name(this, str(other), this.parent) == "./gpool"
+    assert command_name(tmp_path / "my gpus" / "gpool", None, tmp_path) == "'my gpus/gpool'"
+    assert command_name(here / "__main__.py", None, here) == "gpool"
 
 
 def test_a_link_that_no_other_machine_reaches_is_said_to_be_one() -> None:
     for link in ("gpool://127.0.0.1:8642/join/x", "gpool://[::1]:8642/join/x"):
-        assert "--host" in within_reach(link)
-    assert within_reach("gpool://10.0.0.7:8642/join/x#sha256=00") == ""
-    assert within_reach("gpool://pool.example:443/join/x") == ""
+        assert "--host" in loopback_note(link)
+    assert loopback_note("gpool://10.0.0.7:8642/join/x#sha256=00") == ""
+    assert loopback_note("gpool://pool.example:443/join/x") == ""
 
 
 def test_where_nobody_can_be_asked_for_a_password_it_is_said_how_to_give_it() -> None:

@@ -34,8 +34,8 @@ def password_of(prompt: str, *, confirm: bool = False) -> str:
         return given
     try:
         found: str = click.prompt(prompt, hide_input=True, confirmation_prompt=confirm, err=True)
-    except click.Abort as left:
-        if sys.stdin.isatty() or not isinstance(left.__context__, EOFError):  # the user aborted
+    except click.Abort as aborted:
+        if sys.stdin.isatty() or not isinstance(aborted.__context__, EOFError):  # the user aborted
             raise
         raise Invalid("no terminal to ask for the password; set GPOOL_PASSWORD") from None
     return found
@@ -49,7 +49,7 @@ def anonymous(ctx: click.Context) -> Door:
     return door
 
 
-def keep(ctx: click.Context, answer: Any, profile: str | None) -> dict[str, Any]:
+def store_sign_in(ctx: click.Context, answer: Any, profile: str | None) -> dict[str, Any]:
     """Save the tokens, select their profile, and return the account."""
     from gpool.client.connection.config import home, save_sign_in
     from gpool.client.connection.sign_in import SessionFile, SignedIn, Tokens
@@ -92,7 +92,7 @@ def register(
     wanted = {"name": name, "password": password} | ({"invite": invite} if invite else {})
     door.send_json("POST", "/v1/users", wanted)
     answer = door.send_json("POST", "/v1/auth/password", {"name": name, "password": password})
-    greet(keep(ctx, answer, profile), as_json)
+    greet(store_sign_in(ctx, answer, profile), as_json)
 
 
 @click.command(
@@ -142,7 +142,7 @@ def login(
         chosen = name or click.prompt("Name", err=True)
         document = {"name": chosen, "password": password_of("Password")}
         answer = door.send_json("POST", "/v1/auth/password", document)
-    greet(keep(ctx, answer, profile), as_json)
+    greet(store_sign_in(ctx, answer, profile), as_json)
 
 
 @click.command()

@@ -74,10 +74,10 @@ def _price(microcredits: int) -> str:
     return price.told(microcredits) if microcredits else "-"
 
 
-def _reading(told: dict[str, Any]) -> tuple[str, str, str, str]:
+def _reading(reading: dict[str, Any]) -> tuple[str, str, str, str]:
     """Utilisation, memory used, power and temperature; "-" if the GPU does not report it."""
-    percent, used = told.get("utilisation_percent"), told.get("memory_used_bytes")
-    watts, celsius = told.get("power_watts"), told.get("temperature_celsius")
+    percent, used = reading.get("utilisation_percent"), reading.get("memory_used_bytes")
+    watts, celsius = reading.get("power_watts"), reading.get("temperature_celsius")
     return (
         "-" if percent is None else f"{percent} %",
         "-" if used is None else gib(used),
@@ -133,8 +133,8 @@ def node_ls(ctx: click.Context, as_json: bool, everything: bool, limit: int) -> 
     for one in found:
         closed = [f"takes no new tasks: {one['closed']}"] if one.get("closed") else []
         closed += [f"cordoned: {one['cordoned']}"] if one.get("cordoned") else []
-        for said in (*closed, *(one.get("problems") or [])):
-            click.echo(plain(f"{one['id']} ({one['name']}): {said}"), err=True)
+        for message in (*closed, *(one.get("problems") or [])):
+            click.echo(plain(f"{one['id']} ({one['name']}): {message}"), err=True)
 
 
 @node.command("show")

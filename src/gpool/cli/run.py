@@ -213,7 +213,7 @@ def run(
             click.echo(submitted.id)
         return
     try:
-        code = attend(client, submitted, into, quiet=as_json)
+        code = follow_run(client, submitted, into, quiet=as_json)
         if as_json:
             _print_document(submitted)
     except KeyboardInterrupt:  # between two readings
@@ -230,13 +230,13 @@ def run(
     ctx.exit(code)
 
 
-def attend(client: Client, submitted: Run, into: Path, *, quiet: bool) -> int:
+def follow_run(client: Client, submitted: Run, into: Path, *, quiet: bool) -> int:
     """Stream the output, wait for the end, download outputs; return the exit code."""
 
-    def follow(say: Callable[[Printed | str], None]) -> Result:
-        tell = ProgressLine(say, submitted, phases=sys.stderr.isatty())
-        for piece in submitted.printed(follow=True, on_progress=tell):
-            say(piece)
+    def follow(emit: Callable[[Printed | str], None]) -> Result:
+        on_progress = ProgressLine(emit, submitted, phases=sys.stderr.isatty())
+        for piece in submitted.printed(follow=True, on_progress=on_progress):
+            emit(piece)
         return submitted.wait()
 
     with Reading(follow) as reading:
@@ -258,9 +258,9 @@ def attend(client: Client, submitted: Run, into: Path, *, quiet: bool) -> int:
     kept = f"its outputs are kept. Download them with: gpool result {submitted.id} --into DIR"
     try:
         with progress_bar() as progress:
-            told = [progress] if progress else []
+            callbacks = [progress] if progress else []
             fetched = unless_interrupted(
-                lambda: client.artifacts.fetch(result.outputs, into, *told)
+                lambda: client.artifacts.fetch(result.outputs, into, *callbacks)
             )
     except GpoolError as error:
         if os.environ.get("GPOOL_DEBUG"):

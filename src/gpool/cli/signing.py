@@ -39,24 +39,24 @@ def signed(door: Door, key_file: Path | None, address: str | None) -> dict[str, 
     click.echo(text)
     click.echo("", err=True)
     pasted: str = click.prompt("Signature", err=True)
-    return {"message": text, "signature": tidy(pasted)}
+    return {"message": text, "signature": normalised_signature(pasted)}
 
 
 def message_for(door: Door, address: Any) -> str:
     from gpool.wallet import signin
     from gpool.wallet.moments import Moment
 
-    asked = door.send_json("POST", "/v1/auth/wallet/nonce", {})
+    challenge = door.send_json("POST", "/v1/auth/wallet/nonce", {})
     return signin.format(
         signin.SignIn(
-            domain=asked["domain"],
+            domain=challenge["domain"],
             address=address,
-            uri=asked["uri"],
-            chain_id=asked["chain_id"],
-            nonce=asked["nonce"],
+            uri=challenge["uri"],
+            chain_id=challenge["chain_id"],
+            nonce=challenge["nonce"],
             statement=STATEMENT,
-            issued_at=Moment(asked["issued_at"]),
-            expires_at=Moment(asked["expires_at"]),
+            issued_at=Moment(challenge["issued_at"]),
+            expires_at=Moment(challenge["expires_at"]),
         )
     )
 
@@ -75,7 +75,7 @@ def key_from(path: Path) -> Key:
     return found.content.decrypt(password)
 
 
-def tidy(pasted: str) -> str:
+def normalised_signature(pasted: str) -> str:
     """Normalise a pasted signature: blanks, quotes, capital letters, a missing 0x."""
     text = "".join(pasted.split()).strip("'\"`,;").lower()
     return text if text.startswith("0x") else f"0x{text}"

@@ -94,12 +94,12 @@ def ps(
         emit_json(found)
         return
     date, shared = client.door.date, shared_names(places(found))
-    known = principal_names(client) if everybody else {}
+    names = principal_names(client) if everybody else {}
     rows = [
         (
             task["id"],
             task["name"],
-            *([known.get(task["user"], task["user"])] if everybody else ()),
+            *([names.get(task["user"], task["user"])] if everybody else ()),
             task_status(task),
             age(task["created_at"], date),
             where(task, shared),
@@ -198,12 +198,12 @@ def logs(ctx: click.Context, task: str, follow: bool, as_json: bool) -> None:
     """Print the output of a task."""
     client = client_of(ctx)
 
-    def read(say: Callable[[Any], None]) -> bool:
+    def read(emit: Callable[[Any], None]) -> bool:
         run = client.get(task)
-        tell = ProgressLine(say, run, phases=sys.stderr.isatty()) if follow else None
+        on_progress = ProgressLine(emit, run, phases=sys.stderr.isatty()) if follow else None
         read_on = run.log_documents if as_json else run.printed
-        for piece in read_on(follow=follow, on_progress=tell):
-            say(piece)
+        for piece in read_on(follow=follow, on_progress=on_progress):
+            emit(piece)
         return True
 
     with Reading(read) as reading:
@@ -237,14 +237,14 @@ def wait(ctx: click.Context, tasks: tuple[str, ...], timeout: str | None, as_jso
     client = client_of(ctx)
     waits, found = list[Wait](), list[WaitOutcome]()
 
-    def read(say: Callable[[Result | WaitOutcome | str], None]) -> bool:
+    def read(emit: Callable[[Result | WaitOutcome | str], None]) -> bool:
         waits[:] = [awaited(client, task, as_json=as_json) for task in tasks]
         for wait in waits:
-            say(wait(None if ends is None else max(0.0, ends - time.monotonic()), say))
+            emit(wait(None if ends is None else max(0.0, ends - time.monotonic()), emit))
         return True
 
-    def told(said: Iterator[Result | WaitOutcome | str]) -> None:
-        for one in said:
+    def report(pieces: Iterator[Result | WaitOutcome | str]) -> None:
+        for one in pieces:
             if isinstance(one, str):
                 on_stderr(one)
             elif isinstance(one, WaitOutcome):
@@ -254,14 +254,16 @@ def wait(ctx: click.Context, tasks: tuple[str, ...], timeout: str | None, as_jso
 
     try:
         with Reading(read) as reading:
-            is_whole = reading.show(told)
+            is_whole = reading.show(report)
     except TimeoutError:
-        late = tasks[len(found)]
-        what = "batch" if is_batch(late) else "task"
-        click.echo(f"gpool: {what} {late} has not ended within {timeout}; it continues", err=True)
+        unfinished = tasks[len(found)]
+        what = "batch" if is_batch(unfinished) else "task"
+        click.echo(
+            f"gpool: {what} {unfinished} has not ended within {timeout}; it continues", err=True
+        )
         ctx.exit(FAILED)
     except GpoolError as error:
-        if not waits or os.environ.get("GPOOL_DEBUG"):  # the ids are not known to be valid yet
+        if not waits or os.environ.get("GPOOL_DEBUG"):  # no id is known to be valid yet
             raise
         say_error(error)
         ctx.exit(GPOOL_FAULT)
@@ -304,8 +306,8 @@ def cancel(ctx: click.Context, tasks: tuple[str, ...], as_json: bool) -> None:
             continue
         found.append(document)
         if not as_json:
-            said = document.get("status", "cancelled")
-            click.echo(f"{task} {'has ended' if said == 'ended' else said}")
+            outcome = document.get("status", "cancelled")
+            click.echo(f"{task} {'has ended' if outcome == 'ended' else outcome}")
     if as_json:
         emit_json(found)
     ctx.exit(failed)

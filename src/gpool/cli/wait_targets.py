@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from gpool.client.client import Client
     from gpool.client.results import Result
 
-MOST_TOLD = 10
+MOST_REPORTED = 10
 """Failed tasks of a batch that are reported one by one; the total is reported for all."""
 
 
@@ -22,8 +22,8 @@ class WaitOutcome:
     document: dict[str, Any] = field(default_factory=dict)
 
 
-Tell = Callable[["Result | str"], None]
-Wait = Callable[[float | None, Tell], WaitOutcome]
+Report = Callable[["Result | str"], None]
+Wait = Callable[[float | None, Report], WaitOutcome]
 """Wait for at most so many seconds and report results and messages; `TimeoutError` if the target has not ended."""
 
 
@@ -41,9 +41,9 @@ def _task(client: Client, id_: str, as_json: bool) -> Wait:
 
     run = client.get(id_)
 
-    def wait(within_s: float | None, tell: Tell) -> WaitOutcome:
+    def wait(within_s: float | None, report: Report) -> WaitOutcome:
         result = run.wait(within_s)
-        tell(result)
+        report(result)
         return WaitOutcome(exit_code(result), run.document() if as_json else {})
 
     return wait
@@ -54,17 +54,17 @@ def _batch(client: Client, id_: str, as_json: bool) -> Wait:
 
     client.batch(id_)
 
-    def wait(within_s: float | None, tell: Tell) -> WaitOutcome:
+    def wait(within_s: float | None, report: Report) -> WaitOutcome:
         codes: dict[int, int] = {}  # by position, of those that did not succeed
         total = 0
         for result in client.ended(id_, within_s):
             total += 1
             if code := exit_code(result):
                 codes[result.position] = code
-                if len(codes) <= MOST_TOLD:
-                    tell(result)
+                if len(codes) <= MOST_REPORTED:
+                    report(result)
         if codes:
-            tell(f"gpool: {len(codes)} of the {total} tasks of {id_} did not succeed")
+            report(f"gpool: {len(codes)} of the {total} tasks of {id_} did not succeed")
         code = codes[min(codes)] if codes else 0
         return WaitOutcome(code, client.batch(id_) if as_json else {})
 

@@ -35,22 +35,22 @@ def keys_ls(ctx: click.Context, as_json: bool) -> None:
 def keys_rotate(ctx: click.Context, master: bool, detach: bool, as_json: bool) -> None:
     """Encrypt all secrets with a new key; the server stays available."""
     door = client_of(ctx).door
-    told = door.send_json("POST", "/v1/admin/keys/rotate", {"master": master})
+    progress = door.send_json("POST", "/v1/admin/keys/rotate", {"master": master})
     pause = threading.Event()
-    while told["left"] and not detach:
+    while progress["left"] and not detach:
         if not as_json:
-            done = told["fields"] - told["left"]
-            click.echo(f"  {done} of {told['fields']} fields encrypted", err=True)
+            done = progress["fields"] - progress["left"]
+            click.echo(f"  {done} of {progress['fields']} fields encrypted", err=True)
         pause.wait(LOOK_EVERY_S)
-        told = door.get_json("/v1/admin/keys")
-    _show(told, as_json)
+        progress = door.get_json("/v1/admin/keys")
+    _show(progress, as_json)
 
 
-def _show(told: dict[str, Any], as_json: bool) -> None:
+def _show(progress: dict[str, Any], as_json: bool) -> None:
     if as_json:
-        emit_json(told)
+        emit_json(progress)
     else:
-        fields(told, ("data_keys", "retired", "fields", "left", "masters"))
+        fields(progress, ("data_keys", "retired", "fields", "left", "masters"))
 
 
 @click.command()

@@ -71,23 +71,23 @@ def policy(
         door.send("POST", "/v1/admin/policy/learn")
         click.echo("learning started; `gpool admin policy` shows the result", err=True)
     if wanted or dry_run:
-        told = door.send_json("PATCH", "/v1/admin/policy", {**wanted, "dry_run": dry_run})
+        answer = door.send_json("PATCH", "/v1/admin/policy", {**wanted, "dry_run": dry_run})
     else:
-        told = door.get_json("/v1/admin/policy")
+        answer = door.get_json("/v1/admin/policy")
     if as_json:
-        emit_json(told)
+        emit_json(answer)
         return
-    found = told.get("dry_run")
+    found = answer.get("dry_run")
     if found is None:
-        known = principal_names(client) if told["weights"] else {}
-        heavy = " ".join(
-            f"{known.get(who, who)}={weight:g}" for who, weight in told["weights"].items()
+        names = principal_names(client) if answer["weights"] else {}
+        weight_list = " ".join(
+            f"{names.get(who, who)}={weight:g}" for who, weight in answer["weights"].items()
         )
-        changed = ", ".join(told["changed"])
-        learnt = told.get("learnt")
+        changed = ", ".join(answer["changed"])
+        learnt = answer.get("learnt")
         priced = f"{learnt['sentence']} ({learnt['at']})" if learnt else NOT_LEARNT
-        shown = {"weights": heavy or "-", "changed": changed or "-", "pricing": priced}
-        fields({**told, **shown}, _POLICY)
+        shown = {"weights": weight_list or "-", "changed": changed or "-", "pricing": priced}
+        fields({**answer, **shown}, _POLICY)
         return
     click.echo(plain(found["sentence"]))
     rows = [(one["task"], _wait(one["before_s"]), _wait(one["after_s"])) for one in found["moved"]]
@@ -155,15 +155,15 @@ def reservations_ls(ctx: click.Context, as_json: bool) -> None:
     if as_json:
         emit_json(items)
         return
-    known = names_of(client, "nodes") | principal_names(client) if items else {}
+    names = names_of(client, "nodes") | principal_names(client) if items else {}
     rows = [
         (
             one["id"],
             "active" if one["holds"] else "",
             _minute(one["first"]),
             _minute(one["last"]),
-            ",".join(known.get(node, node) for node in one["nodes"]),
-            ",".join(known.get(who, who) for who in one["teams"] + one["users"]),
+            ",".join(names.get(node, node) for node in one["nodes"]),
+            ",".join(names.get(who, who) for who in one["teams"] + one["users"]),
             one["why"],
         )
         for one in items
@@ -247,13 +247,13 @@ def reservations_delete(ctx: click.Context, reservation: str) -> None:
 
 def _cordon(ctx: click.Context, node: str, wanted: dict[str, Any], as_json: bool) -> None:
     client = client_of(ctx)
-    told = client.door.send_json("PUT", f"/v1/admin/cordons/{node_id(client, node)}", wanted)
+    answer = client.door.send_json("PUT", f"/v1/admin/cordons/{node_id(client, node)}", wanted)
     if as_json:
-        emit_json(told)
+        emit_json(answer)
         return
-    click.echo(f"{plain(node)} takes no new tasks; {told['running']} still running")
-    if told["preempted"]:
-        click.echo(f"  {told['preempted']} being preempted", err=True)
+    click.echo(f"{plain(node)} takes no new tasks; {answer['running']} still running")
+    if answer["preempted"]:
+        click.echo(f"  {answer['preempted']} being preempted", err=True)
 
 
 def _weight(client: Client, text: str) -> tuple[str, float | None]:
@@ -270,8 +270,8 @@ def _weight(client: Client, text: str) -> tuple[str, float | None]:
         with suppress(NotFound):
             found.append(look(client, who))
     if not found:
-        lists = "`gpool admin teams ls --all` and `gpool admin users ls --all` list them"
-        raise NotFound(f"no team or user {who!r}; {lists}")
+        hint = "`gpool admin teams ls --all` and `gpool admin users ls --all` list them"
+        raise NotFound(f"no team or user {who!r}; {hint}")
     if len(found) > 1:
         raise Invalid(
             f"a team and a user have the name {who!r}; use an id instead: {' or '.join(found)}"

@@ -57,7 +57,7 @@ def quota_of(
     storage: str | None,
 ) -> dict[str, Any]:
     """The present quota at `path`, changed by the given options."""
-    asked = {
+    parsed = {
         "running_gpus": _limit("--gpus", gpus, float, "4, or 0.5"),
         "guaranteed_gpus": _limit("--guaranteed", guaranteed, float, "8, or 0"),
         "queued_tasks": _limit("--queued", queued, int, "1000"),
@@ -66,20 +66,20 @@ def quota_of(
     given = {"running_gpus": gpus, "guaranteed_gpus": guaranteed}
     given |= {"queued_tasks": queued, "storage_bytes": storage}
     before = client.door.get_json(path).get("quota") or {}
-    return {**before, **{name: asked[name] for name, said in given.items() if said is not None}}
+    return {**before, **{name: parsed[name] for name, text in given.items() if text is not None}}
 
 
 def _limit(
-    option: str, said: str | None, read: Callable[[str], float | int], like: str
+    option: str, text: str | None, read: Callable[[str], float | int], example: str
 ) -> float | int | None:
-    if said is None or said == USUAL:
+    if text is None or text == USUAL:
         return None
     try:
-        found = read(said)
+        found = read(text)
     except (ValueError, Invalid):
-        raise Invalid(f"{option} {said!r} is not a quota; write {like}, or {USUAL}") from None
+        raise Invalid(f"{option} {text!r} is not a quota; write {example}, or {USUAL}") from None
     if not 0 <= found < math.inf:
-        raise Invalid(f"{option} {said!r} is out of range; write 0 or more, or {USUAL}")
+        raise Invalid(f"{option} {text!r} is out of range; write 0 or more, or {USUAL}")
     return found
 
 
@@ -88,15 +88,15 @@ def with_quota_text(document: dict[str, Any]) -> dict[str, Any]:
     from gpool.client.files.local_files import shown_size
 
     quota = document.get("quota") or {}
-    gpus, sure = quota.get("running_gpus"), quota.get("guaranteed_gpus")
+    gpus, guaranteed_gpus = quota.get("running_gpus"), quota.get("guaranteed_gpus")
     queued, storage = quota.get("queued_tasks"), quota.get("storage_bytes")
-    told = [
+    parts = [
         *([f"at most {gpus:g} GPU(s)"] if gpus is not None else ()),
-        *([f"{sure:g} guaranteed"] if sure else ()),
+        *([f"{guaranteed_gpus:g} guaranteed"] if guaranteed_gpus else ()),
         *([f"at most {queued} waiting task(s)"] if queued is not None else ()),
         *([f"at most {shown_size(storage)} stored"] if storage is not None else ()),
     ]
-    return {**document, "quota": ", ".join(told) or "server default"}
+    return {**document, "quota": ", ".join(parts) or "server default"}
 
 
 def show_quota(document: dict[str, Any], as_json: bool, names: str) -> None:

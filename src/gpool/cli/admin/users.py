@@ -152,6 +152,6 @@ def invite(ctx: click.Context, permissions: tuple[str, ...], expires: str, as_js
         emit_json(made)
     else:
         pinned = client.door.address.fingerprint
-        known = "" if pinned is None else f"GPOOL_FINGERPRINT={pinned} "
-        click.echo(f"{known}gpool --url {client.url} register NAME --invite {made['token']}")
+        prefix = "" if pinned is None else f"GPOOL_FINGERPRINT={pinned} "
+        click.echo(f"{prefix}gpool --url {client.url} register NAME --invite {made['token']}")
         click.echo(f"  Valid for one person, once, until {made['expires_at']}.", err=True)

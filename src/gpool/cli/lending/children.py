@@ -49,7 +49,7 @@ class Program:
         return {**os.environ, **self.env}
 
 
-def become(module: str, env: Mapping[str, str]) -> None:
+def exec_module(module: str, env: Mapping[str, str]) -> None:
     """Replace this process by the program, which then gets our signals and returns our exit code."""
     argv = [sys.executable, "-m", module]
     os.execve(argv[0], argv, {**os.environ, **env})
@@ -77,14 +77,14 @@ class ChildProcess:
         if log.exists() and log.stat().st_size > _KEPT_LOG_BYTES:
             log.replace(log.with_suffix(".old.log"))
         self._starts += 1
-        with log.open("ab") as said:
-            self._log_start = said.tell()
+        with log.open("ab") as output:
+            self._log_start = output.tell()
             self._process = subprocess.Popen(
                 [sys.executable, "-m", self.program.module],
                 env=self.program.environment(),
                 stdin=subprocess.DEVNULL,
-                stdout=said,
-                stderr=said,
+                stdout=output,
+                stderr=output,
                 start_new_session=True,  # we pass Ctrl-C on, in order
                 preexec_fn=_die_with_parent if sys.platform == "linux" else None,
             )
@@ -113,13 +113,13 @@ class ChildProcess:
                 raise Invalid(f"the {self.program.name} does not start: {words}")
             how = f"signal {-code}" if code < 0 else f"code {code}"
             error = f": {words}" if code > 0 and words else ""
-            told = f"The {self.program.name} ended ({how}){error}. Restarting it. Log: {self.program.log}"
+            message = f"The {self.program.name} ended ({how}){error}. Restarting it. Log: {self.program.log}"
         else:
-            told = None
+            message = None
         if now >= self._next_at:
             self._next_at = 0.0
             self.start()
-        return told
+        return message
 
     def stop(self) -> None:
         """Terminate the program; kill it after 15 seconds."""
@@ -135,8 +135,8 @@ class ChildProcess:
     def _reason(self) -> str:
         """Its last error line without the prefix, else its last line; advice may follow an error line."""
         lines = self.last_words().splitlines()
-        told = [line for line in lines if line.startswith(_ERROR_PREFIX)]
-        return (told or lines or [""])[-1].removeprefix(_ERROR_PREFIX)
+        errors = [line for line in lines if line.startswith(_ERROR_PREFIX)]
+        return (errors or lines or [""])[-1].removeprefix(_ERROR_PREFIX)
 
     def last_words(self, lines: int = 5) -> str:
         """The last lines of its log since its start."""

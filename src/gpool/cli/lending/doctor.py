@@ -49,24 +49,24 @@ def policy_finding(file: Path | None, now: datetime) -> Finding:
     except Invalid as error:
         return Finding("policy", Level.PROBLEM, error.detail, f"edit {file}")
     closed = reason_to_close(rules.policy, facts_now(now, LoadMeter(os.getpid())))
-    said = f"takes no tasks now: {closed}" if closed else "takes tasks now"
-    return Finding("policy", Level.OK, f"{file}; {said}")
+    state = f"takes no tasks now: {closed}" if closed else "takes tasks now"
+    return Finding("policy", Level.OK, f"{file}; {state}")
 
 
 def _gangs(file: Path | None, data: Path, server: str) -> list[Finding]:
     try:
-        said = Rulebook(file).policy.gangs
+        gangs = Rulebook(file).policy.gangs
     except Invalid:
         return []  # reported by policy_finding
-    site = os.environ.get(SITE, "") or said.site
-    return [gangs_finding(replace(said, site=site), data, server)]
+    site = os.environ.get(SITE, "") or gangs.site
+    return [gangs_finding(replace(gangs, site=site), data, server)]
 
 
-def gangs_finding(said: Gangs, data: Path, server: str) -> Finding:
+def gangs_finding(gangs: Gangs, data: Path, server: str) -> Finding:
     """Check whether this machine can run members of gangs; opens a sandbox network to find out."""
-    if not said.offered:
+    if not gangs.offered:
         return Finding("gangs", Level.OK, "the policy refuses tasks on several nodes")
-    if not said.site:
+    if not gangs.site:
         text = "no site is set: tasks on several nodes never run here"
         return Finding(
             "gangs", Level.NOTE, text, "gpool join … --site NAME, the same on nodes of one network"
@@ -74,12 +74,12 @@ def gangs_finding(said: Gangs, data: Path, server: str) -> Finding:
     works, why = asyncio.run(probe_gangs(data))
     if not works:
         return Finding("gangs", Level.WARNING, why)
-    address = os.environ.get(ADDRESS, "") or said.address or site_address(server)
-    port = int(os.environ.get(PORT, "0")) or said.port or GANG_PORT
+    address = os.environ.get(ADDRESS, "") or gangs.address or site_address(server)
+    port = int(os.environ.get(PORT, "0")) or gangs.port or GANG_PORT
     if IPv4Address(address).is_loopback:
-        text = f"site {said.site}, but no other machine reaches this one at {address}"
+        text = f"site {gangs.site}, but no other machine reaches this one at {address}"
         return Finding("gangs", Level.WARNING, text, "gpool join … --address IP")
-    text = f"site {said.site}; other nodes reach this machine at {address}, UDP ports from {port}"
+    text = f"site {gangs.site}; other nodes reach this machine at {address}, UDP ports from {port}"
     return Finding("gangs", Level.OK, text)
 
 
@@ -112,10 +112,10 @@ def _node_problems(client: Client, user: str) -> list[Finding]:
     except GpoolError:
         return []
     return [
-        Finding(f"node {one['name']}", Level.WARNING, said, "gpool node show, gpool gpus")
+        Finding(f"node {one['name']}", Level.WARNING, problem, "gpool node show, gpool gpus")
         for one in nodes
         if one["owner"] == user
-        for said in one.get("problems") or []
+        for problem in one.get("problems") or []
     ]
 
 

@@ -128,9 +128,9 @@ def _proving(door: Door, key: NodeKey, wanted: dict[str, object]) -> dict[str, s
         challenge = door.send_json("POST", "/v1/nodes/challenges", {})
         statement = Statement(Purpose.JOIN, challenge["server"], "", key.public, challenge["nonce"])
         proof = {"nonce": challenge["nonce"], "signature": key.sign(statement)}
-        asked = {**wanted, "public_key": public_text(key.public), "proof": proof}
+        request = {**wanted, "public_key": public_text(key.public), "proof": proof}
         try:
-            answer: dict[str, str] = door.send_json_once("POST", "/v1/nodes", asked)
+            answer: dict[str, str] = door.send_json_once("POST", "/v1/nodes", request)
         except Unreachable:
             pauses = door.pauses() if pauses is None else pauses
             pause = next(pauses, None)

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from gpool.cli.command import SectionedCommand
-from gpool.cli.lending.children import AGENT_MODULE, become
+from gpool.cli.lending.children import AGENT_MODULE, exec_module
 from gpool.cli.lending.terms import LendingTerms, agent_variables, lending
 from gpool.core.errors import Forbidden
 from gpool.transfer.requests import Address
@@ -40,7 +40,7 @@ def join(link: str, name: str | None, plain_http: bool, terms: LendingTerms) -> 
     file = identity_file(home(), url)
     identity = load_identity(file)
     if identity is not None:
-        must_be_the_same(identity.address, wanted.address, file)
+        require_same_certificate(identity.address, wanted.address, file)
         click.echo(f"Already a node of {url}: {identity.name} ({identity.id}).", err=True)
     else:
         if file.exists():
@@ -52,10 +52,10 @@ def join(link: str, name: str | None, plain_http: bool, terms: LendingTerms) -> 
         door.close()
         click.echo(f"Joined {url} as {identity.name} ({identity.id}).", err=True)
     click.echo("The agent runs until Ctrl-C.", err=True)
-    become(AGENT_MODULE, agent_variables(identity, file.with_suffix(""), terms))
+    exec_module(AGENT_MODULE, agent_variables(identity, file.with_suffix(""), terms))
 
 
-def must_be_the_same(known: Address, linked: Address, file: Path) -> None:
+def require_same_certificate(known: Address, linked: Address, file: Path) -> None:
     """`Forbidden` if the link names another certificate than the one saved for this server."""
     if known.fingerprint != linked.fingerprint:
         raise Forbidden(

@@ -108,8 +108,10 @@ class Transport:
     def address(self, folder: Path) -> Address:
         """The server's address for this machine; creates its certificate if there is none."""
         place = f"{_dialled(self.host)}:{self.port}"
-        asked = any(os.environ.get(f"GPOOL_SERVER_{name}") for name in ("TLS", "PLAIN_HTTP"))
-        if is_loopback(self.host) and not (self.tls or self.tls_cert or self.behind_proxy or asked):
+        configured = any(os.environ.get(f"GPOOL_SERVER_{name}") for name in ("TLS", "PLAIN_HTTP"))
+        if is_loopback(self.host) and not (
+            self.tls or self.tls_cert or self.behind_proxy or configured
+        ):
             return Address(f"http://{place}")  # known without importing the server
         from pydantic import ValidationError
 
@@ -117,17 +119,17 @@ class Transport:
         from gpool.server.settings import Settings
         from gpool.server.tls import certificate_of
 
-        told = self.variables(folder)
+        variables = self.variables(folder)
         try:
             settings = Settings(
-                **{k.removeprefix("GPOOL_SERVER_").lower(): v for k, v in told.items()}  # type: ignore[arg-type]
+                **{k.removeprefix("GPOOL_SERVER_").lower(): v for k, v in variables.items()}  # type: ignore[arg-type]
             )
         except ValidationError as error:
             raise Invalid("; ".join(each["msg"] for each in error.errors())) from error
-        shown = certificate_of(settings, SystemClock().now())
-        if shown is None:
+        certificate = certificate_of(settings, SystemClock().now())
+        if certificate is None:
             return Address(f"http://{place}", plain=settings.plain_http)
-        return Address(f"https://{place}", shown.fingerprint)
+        return Address(f"https://{place}", certificate.fingerprint)
 
 
 def listening(function: Callable[..., None]) -> Callable[..., None]:

@@ -22,7 +22,7 @@ from gpool.cli.lending.children import (
     SERVER_MODULE,
     ChildProcess,
     Program,
-    become,
+    exec_module,
     stop_signals,
 )
 from gpool.cli.lending.listener import Transport, data_option, listening
@@ -62,8 +62,8 @@ def up(data: Path | None, transport: Transport, no_agent: bool, terms: LendingTe
     folder = data_folder(data)
     address = transport.address(folder)
     children: list[ChildProcess] = []
-    with only_one(folder):
-        must_be_free(transport.host, transport.port)
+    with locked_folder(folder):
+        require_free_port(transport.host, transport.port)
         stop = stop_signals()
         try:
             server = ChildProcess(
@@ -147,18 +147,18 @@ def await_ready(server: ChildProcess, address: Address, stop: threading.Event) -
 
 def _announce(address: Address, key_file: Path, profile: Path) -> None:
     link = _join_link(address, key_file)
-    this = typed(Path(sys.argv[0]).absolute(), shutil.which("gpool"), Path.cwd())
+    this = command_name(Path(sys.argv[0]).absolute(), shutil.which("gpool"), Path.cwd())
     click.echo(f"gpool is up at {address.url}")
     if address.fingerprint is not None:
         click.echo(f"  certificate {spelt_out(address.fingerprint)}")
     click.echo(f"  key        {key_file} (profile 'local' in {profile})")
     click.echo(f"  try        {this} run -- python -c 'print(6*7)'")
     if link:
-        click.echo(f"  more GPUs  gpool join {link}{within_reach(link)}")
+        click.echo(f"  more GPUs  gpool join {link}{loopback_note(link)}")
     click.echo("Ctrl-C stops it.")
 
 
-def typed(this: Path, found: str | None, here: Path) -> str:
+def command_name(this: Path, found: str | None, here: Path) -> str:
     """The command for the program at `this`: `gpool` if the shell finds it (`found`), else its path from `here`."""
     if this.name != "gpool" or (found is not None and Path(found).samefile(this)):
         return "gpool"
@@ -167,7 +167,7 @@ def typed(this: Path, found: str | None, here: Path) -> str:
     return shlex.quote(str(this.relative_to(here) if this.is_relative_to(here) else this))
 
 
-def within_reach(link: str) -> str:
+def loopback_note(link: str) -> str:
     """A note for a link to a loopback address, which other machines cannot use; else empty."""
     if not is_loopback(urlsplit(link).hostname or ""):
         return ""
@@ -192,13 +192,13 @@ def _join_link(address: Address, key_file: Path) -> str:
 def _watch(children: list[ChildProcess], stop: threading.Event) -> None:
     while not stop.wait(_LOOK_S):
         for child in children:
-            told = child.keep_alive()
-            if told:
-                click.echo(told, err=True)
+            message = child.keep_alive()
+            if message:
+                click.echo(message, err=True)
 
 
 @contextmanager
-def only_one(folder: Path) -> Iterator[None]:
+def locked_folder(folder: Path) -> Iterator[None]:
     """Lock the data directory; `Conflict` if another pool uses it."""
     with (folder / "up.lock").open("w") as lock:
         try:
@@ -224,7 +224,7 @@ def data_folder(chosen: Path | None) -> Path:
     return folder
 
 
-def must_be_free(host: str, port: int) -> None:
+def require_free_port(host: str, port: int) -> None:
     """`Conflict` if the port is in use: its listener would be taken for our server."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as tried:
@@ -249,9 +249,9 @@ Example:
 def server(data: Path | None, transport: Transport) -> None:
     """Start a server without an agent."""
     folder = data_folder(data)
-    must_be_free(transport.host, transport.port)
+    require_free_port(transport.host, transport.port)
     address = transport.address(folder)
     click.echo(f"Data directory: {folder}; operator's API key: {folder / KEY_FILE}", err=True)
     if address.fingerprint is not None:
         click.echo(f"Certificate {spelt_out(address.fingerprint)}", err=True)
-    become(SERVER_MODULE, transport.variables(folder))
+    exec_module(SERVER_MODULE, transport.variables(folder))

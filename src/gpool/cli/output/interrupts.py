@@ -71,11 +71,11 @@ class Reading(Generic[T, R]):
     def was_interrupted(self) -> bool:
         return self._presses > 0
 
-    def show(self, shown: Callable[[Iterator[T]], None]) -> R | None:
-        """Print the pieces with `shown`; return the result of `work`, or None after a Ctrl-C."""
+    def show(self, show_pieces: Callable[[Iterator[T]], None]) -> R | None:
+        """Print the pieces with `show_pieces`; return the result of `work`, or None after a Ctrl-C."""
         try:
             self._shows = True
-            shown(self._said())
+            show_pieces(self._pieces())
             self._shows = False
         except KeyboardInterrupt:  # from a blocked write; the press is counted
             self._shows = False
@@ -93,7 +93,7 @@ class Reading(Generic[T, R]):
             self._next(left)
         return self._presses >= 2
 
-    def _said(self) -> Iterator[T]:
+    def _pieces(self) -> Iterator[T]:
         """Pieces of the work; raises its error here if it failed before the first piece."""
         is_silent = True
         while not self.was_interrupted:
@@ -144,10 +144,10 @@ class Reading(Generic[T, R]):
 
     def _read(self) -> None:
         with _PassErrors(self._carry):
-            self._result.append(self._work(self._say))
+            self._result.append(self._work(self._emit))
         self._queue.put(_Note.END)
 
-    def _say(self, piece: T) -> None:
+    def _emit(self, piece: T) -> None:
         self._capacity.acquire()
         self._queue.put(piece)
 
@@ -158,14 +158,14 @@ class Reading(Generic[T, R]):
 def unless_interrupted(work: Callable[[], R]) -> R | None:
     """Run `work`, which reports no pieces; return its result, or None after a Ctrl-C."""
     with Reading[None, R](lambda _: work()) as reading:
-        return reading.show(lambda said: deque(said, 0).clear())
+        return reading.show(lambda pieces: deque(pieces, 0).clear())
 
 
 class _PassErrors:
-    """Passes an exception raised inside to `tell`, to be raised in the main thread."""
+    """Passes an exception raised inside to `report`, to be raised in the main thread."""
 
-    def __init__(self, tell: Callable[[BaseException], None]) -> None:
-        self._tell = tell
+    def __init__(self, report: Callable[[BaseException], None]) -> None:
+        self._report = report
 
     def __enter__(self) -> None:
         pass
@@ -177,5 +177,5 @@ class _PassErrors:
         at: TracebackType | None,
     ) -> bool:
         if error is not None:
-            self._tell(error)
+            self._report(error)
         return True

@@ -41,12 +41,12 @@ class ProgressLine:
 
     def __init__(
         self,
-        say: Callable[[str], None] = on_stderr,
+        print_line: Callable[[str], None] = on_stderr,
         run: Run | None = None,
         *,
         phases: bool = True,
     ) -> None:
-        self._say, self._run, self._phases = say, run, phases
+        self._print, self._run, self._phases = print_line, run, phases
         self._seen: Progress | None = None
         self._last = ""
         self._is_explained = False
@@ -59,12 +59,12 @@ class ProgressLine:
                 self._explain()
             return
         self._seen, self._is_explained = progress, False
-        said = DOING.get(progress.phase or progress.status, "")
+        message = DOING.get(progress.phase or progress.status, "")
         if progress.status == "queued" and progress.epoch:
-            said = "waiting for a node again…"
-        if said and said != self._last and self._phases:
-            self._say(styled(f"gpool: {said}", colour="cyan"))
-        self._last = said
+            message = "waiting for a node again…"
+        if message and message != self._last and self._phases:
+            self._print(styled(f"gpool: {message}", colour="cyan"))
+        self._last = message
 
     def _explain(self) -> None:
         from gpool.cli.output.printing import plain
@@ -76,28 +76,28 @@ class ProgressLine:
         except GpoolError:  # not essential; the task is still followed
             return
         self._is_explained = True
-        self._say(
+        self._print(
             f"gpool: waiting. {plain(sentence)}\n"
             f"  For the expected start and alternatives: gpool explain {self._run.id}"
         )
 
 
-def show(said: Iterator[Printed | str], *, quiet: bool) -> None:
+def show(pieces: Iterator[Printed | str], *, quiet: bool) -> None:
     """Print the output of a task; messages (`str`) go to standard error."""
     from gpool.cli.output.printing import LogPrinter
 
-    LogPrinter(all_to_stderr=quiet).show(_without_messages(said))
+    LogPrinter(all_to_stderr=quiet).show(_without_messages(pieces))
 
 
-def show_documents(said: Iterator[dict[str, Any] | str]) -> None:
+def show_documents(pieces: Iterator[dict[str, Any] | str]) -> None:
     """Print log documents as one JSON list as they arrive; the list is closed even after Ctrl-C."""
     from gpool.cli.output.printing import emit_json_list
 
-    emit_json_list(_without_messages(said))
+    emit_json_list(_without_messages(pieces))
 
 
-def _without_messages(said: Iterator[T | str]) -> Iterator[T]:
-    for one in said:
+def _without_messages(pieces: Iterator[T | str]) -> Iterator[T]:
+    for one in pieces:
         if isinstance(one, str):
             on_stderr(one)
         else:
@@ -144,9 +144,9 @@ def progress_bar() -> Iterator[UploadProgress | None]:
         ended[path] = total
         if path in known:
             bars.remove_task(known.pop(path))
-        told = f"{len(ended)} files"
+        summary = f"{len(ended)} files"
         bars.update(
-            known[""], description=told, completed=sum(ended.values()), visible=len(ended) > 1
+            known[""], description=summary, completed=sum(ended.values()), visible=len(ended) > 1
         )
 
     try:
