@@ -23,9 +23,15 @@ import cloudpickle
 import uvloop
 
 from gpool.agent.runtime.bubblewrap.runtime import FIRST_UID, BubblewrapRuntime
-from gpool.agent.runtime.protocol import Answer, Call, CommandJob, Limits, RunnerJob
+from gpool.agent.runtime.protocol import (
+    CallAnswer,
+    CommandJob,
+    FunctionCall,
+    RunnerJob,
+    SandboxLimits,
+)
 
-LIMITS = Limits(cpu_milli=2000, memory_bytes=1 << 30)
+LIMITS = SandboxLimits(cpu_milli=2000, memory_bytes=1 << 30)
 LINE = 500  # calls in line at a runner, as the scheduler keeps them
 
 
@@ -65,15 +71,17 @@ async def calls(runtime: BubblewrapRuntime, count: int) -> dict[str, float]:
     before, began = spent_s(), time.perf_counter()
     while got < count:
         room = min(LINE - (sent - got), count - sent)
-        await runner.send([Call(number, name, arguments) for number in range(sent, sent + room)])
+        await runner.send(
+            [FunctionCall(number, name, arguments) for number in range(sent, sent + room)]
+        )
         sent += room
-        got += sum(isinstance(event, Answer) for event in await anext(events))
+        got += sum(isinstance(event, CallAnswer) for event in await anext(events))
     took = time.perf_counter() - began
     cpu = (spent_s() - before) / count * 1e6
     trips = []
     for number in range(300):
         start = time.perf_counter()
-        await runner.send([Call(count + number, name, arguments)])
+        await runner.send([FunctionCall(count + number, name, arguments)])
         await anext(events)
         trips.append(time.perf_counter() - start)
     await runner.remove()

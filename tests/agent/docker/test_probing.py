@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from gpool.agent.runtime.docker.probe_cache import ANEW_AFTER_S, SOONER_S, Probe
+from gpool.agent.runtime.docker.probe_cache import ANEW_AFTER_S, SOONER_S, ProbeCache
 
 
 class Bench:
@@ -14,7 +14,7 @@ class Bench:
         self.now = 0.0
         self.answers = list(answers)
         self.begun: list[Callable[[], None]] = []
-        self.probe = Probe(self._ask, self.begun.append, lambda: self.now)
+        self.probe = ProbeCache(self._ask, self.begun.append, lambda: self.now)
 
     def _ask(self) -> str:
         return self.answers.pop(0)
@@ -72,7 +72,7 @@ def test_whoever_is_gone_is_not_asked() -> None:
         raise RuntimeError("shut down")
 
     now = [0.0]
-    probe = Probe(lambda: "bad", refuses, lambda: now[0])
+    probe = ProbeCache(lambda: "bad", refuses, lambda: now[0])
     probe.why_not()
     now[0] = SOONER_S
     assert [probe.why_not(), probe.why_not()] == ["bad", "bad"]

@@ -14,9 +14,9 @@ import pytest
 import yaml
 
 from gpool.agent.runtime.microvm import guest
-from gpool.agent.runtime.microvm.guest_link import Pipes, Talk
+from gpool.agent.runtime.microvm.guest_link import GuestConnection, GuestPipes
 from gpool.agent.runtime.microvm.monitors import firecracker
-from gpool.agent.runtime.microvm.monitors.protocol import Disk, Machine
+from gpool.agent.runtime.microvm.monitors.protocol import GuestDisk, GuestMachine
 from gpool.agent.runtime.protocol import SandboxFailed
 from tests.tools.runtimes import PATIENCE_S, within
 
@@ -70,11 +70,11 @@ RECORDED: dict[str, Any] = {
 }
 """What the description said when it was read, for where it does not lie beside the repository."""
 
-MACHINE = Machine(
+MACHINE = GuestMachine(
     "/disks/vmlinux",
     "/disks/archive",
     ("gpool.control=vsock",),
-    (Disk("system", "/disks/system", True), Disk("work", "/work.img", False)),
+    (GuestDisk("system", "/disks/system", True), GuestDisk("work", "/work.img", False)),
     512,
     2,
 )
@@ -201,7 +201,7 @@ def test_a_guest_is_configured_started_and_talked_to_over_its_vsock(tmp_path: Pa
                 )  # a second one, by the task: nobody listens any more
             out, out_end = os.pipe()
             err, err_end = os.pipe()
-            talk = Talk(line, Pipes(out_end, err_end))
+            talk = GuestConnection(line, GuestPipes(out_end, err_end))
 
             async def play() -> None:
                 for word in ({"word": "hello", "version": guest.VERSION}, {"word": "started"}):

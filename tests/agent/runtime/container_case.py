@@ -9,12 +9,12 @@ from typing import Any
 from docker.errors import APIError
 
 from gpool.agent.runtime.docker.runtime import disk_device
-from gpool.agent.runtime.protocol import CommandJob, Limits
+from gpool.agent.runtime.protocol import CommandJob, SandboxLimits
 from tests.tools.engines import PrivateEngine, docker_client
 from tests.tools.runtimes import LIMITS, Ran
 
 
-async def run_image(runtime: Any, image: str, *argv: str, limits: Limits = LIMITS) -> Ran:
+async def run_image(runtime: Any, image: str, *argv: str, limits: SandboxLimits = LIMITS) -> Ran:
     job = CommandJob(argv, (), (), (), limits, image=image)
     sandbox = await runtime.start_command(job)
     try:

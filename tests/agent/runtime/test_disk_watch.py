@@ -11,7 +11,12 @@ from pathlib import Path
 import pytest
 
 from gpool.agent.runtime import disk_watchdog as disk_watch
-from gpool.agent.runtime.disk_watchdog import LOOK_AT_LAST_S, LOOK_EVERY_S, DiskWatch, Watched
+from gpool.agent.runtime.disk_watchdog import (
+    LOOK_AT_LAST_S,
+    LOOK_EVERY_S,
+    DiskWatchdog,
+    WatchedDirectory,
+)
 from tests.tools.runtimes import within
 
 MIB = 1 << 20
@@ -33,7 +38,7 @@ async def seconds_until_noticed(disk: Path) -> float:
     """How long a task that is past its limit goes on, where somebody else made room before."""
     (disk / "work").mkdir()
     fill(disk / "anothers", 24 * MIB)
-    watch, watched = DiskWatch(disk), Watched(disk / "work", 8 * MIB)
+    watch, watched = DiskWatchdog(disk), WatchedDirectory(disk / "work", 8 * MIB)
     ended, loop = asyncio.Event(), asyncio.get_running_loop()
 
     async def kill() -> None:
@@ -64,7 +69,7 @@ def test_what_others_remove_never_hides_what_a_task_writes(disk: Path) -> None:
 
 def test_everything_is_counted_once_a_minute_however_well_it_is_hidden(disk: Path) -> None:
     """Who removes as much as the task writes, just then, leaves no other sign of it."""
-    watched = Watched(disk, 8 * MIB)
+    watched = WatchedDirectory(disk, 8 * MIB)
     watched.looked_at = watched.look_at = 100.0
     assert not disk_watch._is_worth(watched, 0, 100.0 + LOOK_AT_LAST_S - 1)
     assert disk_watch._is_worth(watched, 0, 100.0 + LOOK_AT_LAST_S)

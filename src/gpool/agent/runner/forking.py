@@ -41,7 +41,7 @@ def warm(runner: Any, names: bytes, buffer: bytes) -> bool:
     forks = not holds_gpu()
     runner.write(WARM, bytes([forks]))
     if forks:
-        Parent(runner, buffer).serve()
+        ForkServer(runner, buffer).serve()
     return forks
 
 
@@ -70,7 +70,7 @@ def holds_gpu() -> bool:
     return False
 
 
-class Child:
+class FunctionProcess:
     """One function's process, as its parent knows it."""
 
     def __init__(self, pid: int, calls: int, files: socket.socket, told: int) -> None:
@@ -89,7 +89,7 @@ class Child:
         self.files.close()
 
 
-class Parent:
+class ForkServer:
     """Hands each call to the child of its function. One child works at a time, so answers come in order.
 
     What it has handed over it keeps until it is answered: a child that ends takes one call with it, not those behind.
@@ -100,8 +100,10 @@ class Parent:
         self.buffer = bytearray(buffer)
         self.pickles: dict[bytes, bytes] = {}
         self.waiting: deque[tuple[int, bytes, int]] = deque()  # kind, body, descriptor or -1
-        self.children: dict[bytes, Child] = {}  # by function, the one used last at the end
-        self.at_work: Child | None = None
+        self.children: dict[
+            bytes, FunctionProcess
+        ] = {}  # by function, the one used last at the end
+        self.at_work: FunctionProcess | None = None
         sees_gpu = any(os.environ.get(name) for name in VISIBLE)
         self.most = 1 if sees_gpu else MOST_CHILDREN  # each would hold its part of a GPU's memory
         self.died, self.bell = os.pipe()
@@ -176,7 +178,7 @@ class Parent:
                 while frame:
                     frame = frame[os.write(child.calls, frame) :]
 
-    def fork(self, sha256: bytes) -> Child:
+    def fork(self, sha256: bytes) -> FunctionProcess:
         while len(self.children) >= self.most:
             self.dismiss(next(iter(self.children)))
         calls, ours = os.pipe()
@@ -189,7 +191,7 @@ class Parent:
             os.close(calls)
             os.close(told)
             far.close()
-            self.children[sha256] = child = Child(pid, ours, near, heard)
+            self.children[sha256] = child = FunctionProcess(pid, ours, near, heard)
             return child
         try:
             self.become(sha256, (calls, told, far), (ours, heard))
@@ -220,7 +222,7 @@ class Parent:
         if numbers is not None:
             numbers.seed()  # else every child would draw the same ones
 
-    def hear(self, child: Child) -> bool:
+    def hear(self, child: FunctionProcess) -> bool:
         """Whether it said that it leaves: then nothing of what it was given besides had begun."""
         leaves = False
         said = os.read(child.told, 4096)
@@ -238,7 +240,7 @@ class Parent:
             self.at_work = None
         return leaves
 
-    def forget(self, child: Child) -> None:
+    def forget(self, child: FunctionProcess) -> None:
         """It has ended or will: what it was given and had not begun is given to another."""
         self.waiting.extendleft(reversed(child.given))
         child.close()
@@ -263,7 +265,7 @@ class Parent:
                     if child.pid == pid:
                         self.mourn(child, os.waitstatus_to_exitcode(status))
 
-    def mourn(self, child: Child, code: int) -> None:
+    def mourn(self, child: FunctionProcess, code: int) -> None:
         while not child.is_mute and select.select([child.told], [], [], 0)[0]:
             if self.hear(child):
                 return

@@ -54,7 +54,7 @@ DONE, LEAVING = b"d", b"l"  # what a child tells its parent after each answer
 MOST_FIRST_PID = 16  # a namespace's first processes: what runs in one of its own has such a number
 
 
-class Runner:
+class FunctionRunner:
     def __init__(self, alone: bool, calls: int, answers: int, files: int, values: str) -> None:
         self.alone = alone
         self.calls = calls
@@ -356,7 +356,7 @@ def main(words: list[str]) -> int:
     for number in words[1:4]:
         os.set_inheritable(int(number), False)
     values = "/values" if alone else os.path.join(os.path.dirname(os.getcwd()), "values")
-    runner = Runner(alone, int(words[1]), int(words[2]), int(words[3]), values)
+    runner = FunctionRunner(alone, int(words[1]), int(words[2]), int(words[3]), values)
     if not alone:
         runner.adopt_orphans()
     sys.argv = [""]

@@ -14,10 +14,10 @@ from gpool.agent.runtime.protocol import (
     BadOutput,
     CommandJob,
     CommandSandbox,
-    Ended,
     Runtime,
+    SandboxExit,
     SandboxFailed,
-    Staged,
+    StagedInput,
 )
 from gpool.agent.state_machine.instructions import (
     CommandCheckpointed,
@@ -37,7 +37,7 @@ LAST_SAVE_S = 600.0
 SOONER = 10
 """A save that did not come about is tried again after this part of the interval."""
 
-Outcome = tuple[Ended, tuple[OutputFile, ...]]
+Outcome = tuple[SandboxExit, tuple[OutputFile, ...]]
 
 
 class CommandKeeper:
@@ -47,7 +47,7 @@ class CommandKeeper:
         self._with = equipment
         self._start = start
         self._lease = LeaseRef(start.task, start.epoch)
-        self._outcome = Ended(KILLED, EndReason.LOST)
+        self._outcome = SandboxExit(KILLED, EndReason.LOST)
         self._outputs: tuple[OutputFile, ...] = ()
         self._began = equipment.clock()
         self._sandbox: CommandSandbox | None = None  # while the command runs
@@ -82,7 +82,7 @@ class CommandKeeper:
             return
         if reason is EndReason.PREEMPTED and self._exited:
             return  # it has ended by itself: its outputs are on their way
-        self._outcome = Ended(KILLED, reason)
+        self._outcome = SandboxExit(KILLED, reason)
         self.task.cancel()
 
     async def _part(self, sandbox: CommandSandbox, grace_us: int) -> None:
@@ -134,20 +134,20 @@ class CommandKeeper:
             self._outcome, self._outputs = await self._run()
         except SandboxFailed as error:
             fault = None if self._has_begun else error.fault
-            self._outcome = Ended(125, error.reason, str(error), fault=fault)
+            self._outcome = SandboxExit(125, error.reason, str(error), fault=fault)
         except BadOutput as error:
-            self._outcome = Ended(125, EndReason.BAD_OUTPUT, str(error))
+            self._outcome = SandboxExit(125, EndReason.BAD_OUTPUT, str(error))
         except (GpoolError, OSError) as error:
             detail = f"{type(error).__name__}: {error}"
             fault = None if self._has_begun else Fault.UNCLEAR
-            self._outcome = Ended(125, EndReason.SANDBOX_FAILED, detail, fault=fault)
+            self._outcome = SandboxExit(125, EndReason.SANDBOX_FAILED, detail, fault=fault)
 
     async def _run(self) -> Outcome:
         start, spec = self._start, self._start.spec
         runtime = self._runtime = self._with.runtime_for(spec, start.owner)
         async with contextlib.AsyncExitStack() as stack:
             staged = await self._fetch(stack)
-            if isinstance(staged, Ended):
+            if isinstance(staged, SandboxExit):
                 return staged, ()
             gang = start.gang
             lane_wanted = None if gang is None else gangs.lane_of(spec, gang)
@@ -180,12 +180,14 @@ class CommandKeeper:
                     self._parting.cancel()
                 await self._with.clear_away(sandbox)
 
-    async def _fetch(self, stack: contextlib.AsyncExitStack) -> tuple[Staged, ...] | Ended:
+    async def _fetch(
+        self, stack: contextlib.AsyncExitStack
+    ) -> tuple[StagedInput, ...] | SandboxExit:
         """The inputs, and over them what an earlier attempt saved; or why they cannot be had."""
         spec, checkpoint = self._start.spec, self._start.checkpoint
         if spec.inputs or checkpoint:
             self._reach(Phase.FETCH)
-        staged: dict[str, Staged] = {}
+        staged: dict[str, StagedInput] = {}
         named: list[tuple[str, InputFile]] = [("input", file) for file in spec.inputs]
         named += [("checkpoint", file) for file in checkpoint]
         for what, wanted in named:
@@ -195,8 +197,10 @@ class CommandKeeper:
             except Unreachable:
                 raise
             except GpoolError as error:
-                return Ended(125, EndReason.BAD_INPUT, f"{what} {wanted.path}: {error.detail}")
-            staged[wanted.path] = Staged(wanted.path, source, wanted.executable)
+                return SandboxExit(
+                    125, EndReason.BAD_INPUT, f"{what} {wanted.path}: {error.detail}"
+                )
+            staged[wanted.path] = StagedInput(wanted.path, source, wanted.executable)
         return tuple(staged.values())
 
     async def _watch(self, sandbox: CommandSandbox) -> Outcome:
@@ -220,7 +224,7 @@ class CommandKeeper:
                 saving.cancel()
                 await asyncio.wait([saving])
         if self._left is not None:
-            ended = Ended(KILLED, self._left)
+            ended = SandboxExit(KILLED, self._left)
         else:
             self._exited = True
         if self._saver is not None and (ended.reason is not EndReason.EXITED or ended.exit_code):
@@ -253,7 +257,7 @@ class CommandKeeper:
     def _wanted(self) -> tuple[str, ...]:
         return self._start.spec.outputs if self._keeps else ()
 
-    async def _collect(self, sandbox: CommandSandbox, ended: Ended) -> Outcome:
+    async def _collect(self, sandbox: CommandSandbox, ended: SandboxExit) -> Outcome:
         """Outputs of a command that failed are fetched as far as they are there."""
         with tempfile.TemporaryDirectory(dir=self._with.scratch) as folder:
             into = Path(folder)

@@ -22,17 +22,17 @@ from gpool.agent.running.sandboxes import (
     warm_key_of,
 )
 from gpool.agent.runtime.protocol import (
-    Answer,
-    Call,
-    Ended,
-    GpuSeat,
-    Lane,
-    Output,
-    Prepared,
+    CallAnswer,
+    CallOutput,
+    FunctionCall,
+    GpuShare,
+    PreparedEnvironment,
     RunnerJob,
     RunnerSandbox,
     Runtime,
+    SandboxExit,
     SandboxFailed,
+    SandboxNetwork,
 )
 from gpool.agent.runtime.runner_calls import PYTHON
 from gpool.agent.state_machine.ends import why_it_died
@@ -65,7 +65,7 @@ class RunnerKeeper:
         self._number = 0
         self._defined: set[str] = set()
         self._files: dict[int, contextlib.AsyncExitStack] = {}  # large arguments in use
-        self._outcome = Ended(KILLED, EndReason.EXITED, "ended by the agent")
+        self._outcome = SandboxExit(KILLED, EndReason.EXITED, "ended by the agent")
         self._runtime: Runtime | None = None  # once it is chosen
         self._has_begun = False  # it took calls
         self._begin()
@@ -106,13 +106,13 @@ class RunnerKeeper:
             self._outcome = await self._run()
         except SandboxFailed as error:
             fault = None if self._has_begun else error.fault
-            self._outcome = Ended(125, error.reason, f"{error}", fault=fault)
+            self._outcome = SandboxExit(125, error.reason, f"{error}", fault=fault)
         except (GpoolError, OSError) as error:
             fault = None if self._has_begun else Fault.UNCLEAR
-            self._outcome = Ended(125, EndReason.SANDBOX_FAILED, f"{error}", fault=fault)
+            self._outcome = SandboxExit(125, EndReason.SANDBOX_FAILED, f"{error}", fault=fault)
         self._outcome = await self._with.told(self._outcome, self._runtime)
 
-    async def _run(self) -> Ended:
+    async def _run(self) -> SandboxExit:
         """In a sandbox that was ready before anybody asked, else in one started for it."""
         start = self._start
         runtime = self._runtime = self._with.runtime_for(start.spec, start.owner)
@@ -126,7 +126,7 @@ class RunnerKeeper:
                 job = self._job(environment, lane, seat)
                 return await self._serve(await started(runtime, runtime.start_runner(job)))
 
-    async def _take_warm(self, runtime: Runtime, seat: GpuSeat | None) -> Warmed | None:
+    async def _take_warm(self, runtime: Runtime, seat: GpuShare | None) -> Warmed | None:
         start = self._start
         key = warm_key_of(runtime, start.spec, start.allocation)
         if key is None or self._with.warm is None:
@@ -154,7 +154,10 @@ class RunnerKeeper:
         log.info("environment", runner=self._start.runner, said=line)
 
     def _job(
-        self, environment: Prepared | None, lane: Lane | None, seat: GpuSeat | None
+        self,
+        environment: PreparedEnvironment | None,
+        lane: SandboxNetwork | None,
+        seat: GpuShare | None,
     ) -> RunnerJob:
         start, spec = self._start, self._start.spec
         return RunnerJob(
@@ -170,7 +173,7 @@ class RunnerKeeper:
             seat,
         )
 
-    async def _serve(self, sandbox: RunnerSandbox) -> Ended:
+    async def _serve(self, sandbox: RunnerSandbox) -> SandboxExit:
         writer = asyncio.create_task(self._write(sandbox))
         try:
             self._has_begun = True
@@ -199,7 +202,7 @@ class RunnerKeeper:
 
     async def _hand_over(self, sandbox: RunnerSandbox) -> None:
         """All that wait, in order; functions and large arguments are fetched on the way."""
-        ready: list[Call] = []
+        ready: list[FunctionCall] = []
         while self._queue:
             call = self._queue.popleft()
             sha256, payload = call.function_sha256, call.payload_sha256
@@ -224,7 +227,7 @@ class RunnerKeeper:
                     continue
             self._number += 1
             self._leases[self._number] = (call.task, call.epoch)
-            ready.append(Call(self._number, sha256, call.payload, file))
+            ready.append(FunctionCall(self._number, sha256, call.payload, file))
         if ready:
             await sandbox.send(ready)
 
@@ -239,12 +242,12 @@ class RunnerKeeper:
 
     # ---- answers out
 
-    async def _pass_on(self, batch: Sequence[Answer | Output]) -> None:
+    async def _pass_on(self, batch: Sequence[CallAnswer | CallOutput]) -> None:
         runner = self._start.runner
         answers: list[CallAnswered] = []
         leases = self._leases
         for event in batch:
-            if type(event) is Answer:
+            if type(event) is CallAnswer:
                 lease = leases.pop(event.number, None)
                 if lease is None:
                     continue
@@ -268,7 +271,7 @@ class RunnerKeeper:
                         event.output,
                     )
                 )
-            elif isinstance(event, Output) and (running := leases.get(event.number)):
+            elif isinstance(event, CallOutput) and (running := leases.get(event.number)):
                 if answers:
                     self._with.feed(CallsAnswered(runner, tuple(answers)))
                     answers = []
@@ -278,7 +281,7 @@ class RunnerKeeper:
             if not leases and not self._queue:
                 self._rest()
 
-    async def _large(self, lease: tuple[int, int], answer: Answer, file: Path) -> CallAnswered:
+    async def _large(self, lease: tuple[int, int], answer: CallAnswer, file: Path) -> CallAnswered:
         """A value too large for a frame travels as an artifact, under its lease."""
         answered = CallAnswered(
             *lease,
@@ -303,7 +306,7 @@ class RunnerKeeper:
             await asyncio.to_thread(file.unlink, missing_ok=True)
 
 
-def _died(lease: tuple[int, int], answer: Answer, ended: Ended) -> CallAnswered:
+def _died(lease: tuple[int, int], answer: CallAnswer, ended: SandboxExit) -> CallAnswered:
     reason, text = why_it_died(ended)
     code = ended.exit_code or 1
     took, output = answer.duration_us, answer.output

@@ -18,15 +18,15 @@ from gpool.agent.network.policy import Egress, Gang
 from gpool.agent.running.artifact_cache import ArtifactCache
 from gpool.agent.runtime.protocol import (
     CommandSandbox,
-    Ended,
-    GpuSeat,
-    Lane,
-    Limits,
+    GpuShare,
     PartFailed,
-    Prepared,
+    PreparedEnvironment,
     RunnerSandbox,
     Runtime,
+    SandboxExit,
     SandboxFailed,
+    SandboxLimits,
+    SandboxNetwork,
     Warming,
     WarmRunner,
 )
@@ -71,7 +71,7 @@ class OpenLane(Protocol):
     """A lane somebody opened; `close` it once nothing runs in it any more."""
 
     @property
-    def lane(self) -> Lane: ...
+    def lane(self) -> SandboxNetwork: ...
 
     async def close(self) -> None: ...
 
@@ -100,7 +100,7 @@ class Environments(Protocol):
 
     def prepare(
         self, name: str, recipe: Recipe | None, said: Callable[[str], None], /
-    ) -> contextlib.AbstractAsyncContextManager[Prepared | None]:
+    ) -> contextlib.AbstractAsyncContextManager[PreparedEnvironment | None]:
         """Kept for as long as the block lasts; None: the agent's own Python serves.
 
         `said` is told of progress, a line at a time. Raises `SandboxFailed` where it cannot be made.
@@ -125,7 +125,7 @@ class Seats(Protocol):
 
     def seat(
         self, user: int, slices: Sequence[Slice], /
-    ) -> contextlib.AbstractAsyncContextManager[GpuSeat | None]:
+    ) -> contextlib.AbstractAsyncContextManager[GpuShare | None]:
         """For one sandbox, kept for as long as the block lasts; None: the slices are of no real GPU.
 
         Raises `SandboxFailed`.
@@ -195,7 +195,7 @@ class Equipment:
     checkup: SelfCheck | None = None
     look_again: Callable[[], Awaitable[None]] | None = None  # at what the machine lends now
 
-    async def told(self, ended: Ended, runtime: Runtime | None) -> Ended:
+    async def told(self, ended: SandboxExit, runtime: Runtime | None) -> SandboxExit:
         """With what this node finds out about itself, where nothing of the task ran. What it lends no more, it says first."""
         if ended.fault is Fault.PART and self.look_again is not None:
             await self.look_again()
@@ -208,7 +208,7 @@ class Equipment:
     @contextlib.asynccontextmanager
     async def seat_for(
         self, runtime: Runtime, user: int, slices: Sequence[Slice]
-    ) -> AsyncIterator[GpuSeat | None]:
+    ) -> AsyncIterator[GpuShare | None]:
         """GPUs ready for one sandbox; without isolation, where only owners are, they are as they are."""
         if self.seats is None or not slices or runtime.tier is Tier.NONE:
             yield None
@@ -267,7 +267,7 @@ class Equipment:
         reach: Callable[[Phase], None],
         said: Callable[[str], None],
         gang: Gang | None = None,
-    ) -> AsyncIterator[tuple[Prepared | None, Lane | None]]:
+    ) -> AsyncIterator[tuple[PreparedEnvironment | None, SandboxNetwork | None]]:
         """Environment and lane of one sandbox, kept while the block lasts; `reach` is told of each phase."""
         async with contextlib.AsyncExitStack() as stack:
             prepared = None
@@ -328,8 +328,8 @@ def warm_key_of(runtime: Runtime, spec: TaskSpec, allocation: Allocation) -> War
     )
 
 
-def limits_of(spec: TaskSpec, allocation: Allocation) -> Limits:
-    limits = Limits(allocation.cpu_milli, allocation.memory_bytes)
+def limits_of(spec: TaskSpec, allocation: Allocation) -> SandboxLimits:
+    limits = SandboxLimits(allocation.cpu_milli, allocation.memory_bytes)
     if spec.requirements.nodes > 1:
         processes = max(limits.processes, allocation.cpu_milli * PROCESSES_A_CPU // 1000)
         limits = replace(limits, open_files=OPEN_FILES_OF_GANGS, processes=processes)
@@ -366,9 +366,9 @@ async def to_its_end(work: Callable[[], Awaitable[None]]) -> None:
     working.result()
 
 
-def fault_of(task: asyncio.Task[None]) -> Ended | None:
+def fault_of(task: asyncio.Task[None]) -> SandboxExit | None:
     """A bug of ours must not leave the session waiting for an end."""
     if task.cancelled() or (error := task.exception()) is None:
         return None
     log.error("keeper_failed", exc_info=error)
-    return Ended(125, EndReason.SANDBOX_FAILED, f"a fault in the agent: {error!r}")
+    return SandboxExit(125, EndReason.SANDBOX_FAILED, f"a fault in the agent: {error!r}")

@@ -13,7 +13,13 @@ from collections.abc import Callable
 import structlog
 
 from gpool.agent.running.sandboxes import started, to_its_end
-from gpool.agent.runtime.protocol import CommandJob, Limits, Runtime, SandboxFailed, SelfChecking
+from gpool.agent.runtime.protocol import (
+    CommandJob,
+    Runtime,
+    SandboxFailed,
+    SandboxLimits,
+    SelfChecking,
+)
 from gpool.core.model import MIB, EndReason, Fault
 
 log = structlog.get_logger(__name__)
@@ -22,7 +28,9 @@ AGAIN_AFTER_US = 10_000_000
 """What was found holds for so long."""
 WITHIN_S = 30.0
 """A machine that is busy may take its time, and is not broken for that."""
-SIMPLEST = CommandJob(("/bin/true",), (), (), (), Limits(1000, 256 * MIB, disk_bytes=16 * MIB))
+SIMPLEST = CommandJob(
+    ("/bin/true",), (), (), (), SandboxLimits(1000, 256 * MIB, disk_bytes=16 * MIB)
+)
 
 
 class Checkup:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from gpool.agent.runtime.protocol import Limits
+from gpool.agent.runtime.protocol import SandboxLimits
 
 WANTED = ("memory", "pids", "cpu", "blkio", "io")  # the last two: version 1's and version 2's word
 CPU_PERIOD_US = 100_000
@@ -27,7 +27,7 @@ Enable = Callable[[Path, bool], set[str]]
 
 
 @dataclass(frozen=True, slots=True)
-class Hierarchy:
+class CgroupHierarchy:
     """Where we may make groups: one directory a controller (v1), or the same for all (v2)."""
 
     version: int  # 0: none
@@ -38,7 +38,7 @@ class Hierarchy:
         return frozenset(name for name, _ in self.parents)
 
 
-def find(mounts: str, membership: str, enable: Enable | None = None) -> Hierarchy:
+def find(mounts: str, membership: str, enable: Enable | None = None) -> CgroupHierarchy:
     """From the text of `/proc/self/mountinfo` and `/proc/self/cgroup`: where this process may make groups."""
     ours = {}
     for line in membership.splitlines():
@@ -46,7 +46,7 @@ def find(mounts: str, membership: str, enable: Enable | None = None) -> Hierarch
         for name in names.split(","):
             ours[name] = path
     first: list[tuple[str, Path]] = []
-    second: Hierarchy | None = None
+    second: CgroupHierarchy | None = None
     for line in mounts.splitlines():
         left, _, right = line.partition(" - ")
         root, place = left.split(" ")[3:5]
@@ -61,11 +61,11 @@ def find(mounts: str, membership: str, enable: Enable | None = None) -> Hierarch
             for usable in _usable(Path(place), root, own):
                 enabled = (enable or _enable)(usable, usable == _of(Path(place), root, own))
                 if enabled:
-                    second = Hierarchy(2, tuple((name, usable) for name in sorted(enabled)))
+                    second = CgroupHierarchy(2, tuple((name, usable) for name in sorted(enabled)))
                     break
     if first:
-        return Hierarchy(1, tuple(sorted(first)))
-    return second or Hierarchy(0, ())
+        return CgroupHierarchy(1, tuple(sorted(first)))
+    return second or CgroupHierarchy(0, ())
 
 
 def _of(place: Path, root: str, ours: str) -> Path:
@@ -104,10 +104,10 @@ def _enable(parent: Path, is_own: bool) -> set[str]:
     return set()
 
 
-class Group:
+class ControlGroup:
     """One sandbox's group, kept for the next sandbox in the same slot. `limit` writes only what changed."""
 
-    def __init__(self, hierarchy: Hierarchy, name: str, disk: str = "") -> None:
+    def __init__(self, hierarchy: CgroupHierarchy, name: str, disk: str = "") -> None:
         self._version = hierarchy.version
         self._disk = disk  # "major:minor" of where work directories lie; "": it has none
         self._paths = {controller: parent / name for controller, parent in hierarchy.parents}
@@ -120,7 +120,7 @@ class Group:
         """Files a process writes its id into to be in it."""
         return tuple(sorted({str(path / "cgroup.procs") for path in self._paths.values()}))
 
-    def limit(self, limits: Limits) -> None:
+    def limit(self, limits: SandboxLimits) -> None:
         """A cap, and for the processor a weight too: under pressure each keeps what it leased."""
         values = _first(limits, self._disk) if self._version == 1 else _second(limits, self._disk)
         for controller, path in self._paths.items():
@@ -181,7 +181,7 @@ def is_in(pid: int, name: str) -> bool:
     return name in parts | scopes
 
 
-def _first(limits: Limits, disk: str) -> dict[str, dict[str, str]]:
+def _first(limits: SandboxLimits, disk: str) -> dict[str, dict[str, str]]:
     throttle = {}
     if disk:
         rate = limits.io_bytes_per_s or 0  # 0: none; buffered writes are only counted by version 2
@@ -200,7 +200,7 @@ def _first(limits: Limits, disk: str) -> dict[str, dict[str, str]]:
     }
 
 
-def _second(limits: Limits, disk: str) -> dict[str, dict[str, str]]:
+def _second(limits: SandboxLimits, disk: str) -> dict[str, dict[str, str]]:
     rate = limits.io_bytes_per_s or "max"
     weight = min(MOST_WEIGHT, max(LEAST_WEIGHT, limits.cpu_milli // 10))
     return {
@@ -211,7 +211,7 @@ def _second(limits: Limits, disk: str) -> dict[str, dict[str, str]]:
     }
 
 
-def _quota(limits: Limits) -> int:
+def _quota(limits: SandboxLimits) -> int:
     return max(LEAST_CPU_US, limits.cpu_milli * CPU_PERIOD_US // 1000)
 
 
@@ -224,7 +224,7 @@ def disk_of(directory: Path, sys: Path = Path("/sys/dev/block")) -> str:
     return entry.name if entry.exists() else ""
 
 
-def sweep(hierarchy: Hierarchy, prefix: str) -> None:
+def sweep(hierarchy: CgroupHierarchy, prefix: str) -> None:
     """Kill and remove every group of an earlier agent with this prefix."""
     for _, parent in hierarchy.parents:
         _end(parent.glob(f"{prefix}*"))

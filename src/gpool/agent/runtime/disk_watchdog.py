@@ -30,7 +30,7 @@ MOST_DEPTH = 200
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
-class Watched:
+class WatchedDirectory:
     """One sandbox's directory and what it may hold."""
 
     def __init__(self, root: Path, limit_bytes: int) -> None:
@@ -46,13 +46,13 @@ class Watched:
         self.kill: Callable[[], Awaitable[None]] | None = None
 
 
-class DiskWatch:
+class DiskWatchdog:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._watched: set[Watched] = set()
+        self._watched: set[WatchedDirectory] = set()
         self._task: asyncio.Task[None] | None = None
 
-    def begin(self, watched: Watched, kill: Callable[[], Awaitable[None]]) -> None:
+    def begin(self, watched: WatchedDirectory, kill: Callable[[], Awaitable[None]]) -> None:
         facts = os.statvfs(self._folder)
         watched.free_before = facts.f_bavail * facts.f_frsize
         watched.free_inodes_before = facts.f_favail
@@ -63,7 +63,7 @@ class DiskWatch:
         if self._task is None or self._task.done():
             self._task = loop.create_task(self._look())
 
-    def end(self, watched: Watched) -> None:
+    def end(self, watched: WatchedDirectory) -> None:
         self._watched.discard(watched)
 
     async def close(self) -> None:
@@ -100,7 +100,7 @@ class DiskWatch:
                 watched.looked_at = ended
 
 
-def _is_worth(watched: Watched, grown: int, now: float) -> bool:
+def _is_worth(watched: WatchedDirectory, grown: int, now: float) -> bool:
     """It cannot be past its limit before the disk has filled by what it had left."""
     if grown >= max(1, watched.limit_bytes - watched.used_bytes) // 2:
         return True

@@ -17,24 +17,24 @@ from pathlib import Path
 import gpool
 from gpool.agent.runtime.bubblewrap.launcher_client import (
     LAUNCHER_DIED,
-    Exit,
     Launcher,
-    Order,
-    Started,
+    LaunchOrder,
+    ProcessExit,
+    StartedProcess,
 )
 from gpool.agent.runtime.devices import visible_devices
 from gpool.agent.runtime.protocol import (
     CommandJob,
     CommandSandbox,
-    Ended,
-    Limits,
     RunnerJob,
     RunnerSandbox,
+    SandboxExit,
     SandboxFailed,
+    SandboxLimits,
 )
-from gpool.agent.runtime.runner_calls import Keeping, must_have, open_runner
-from gpool.agent.runtime.running_command import Command, command_pipes
-from gpool.agent.runtime.work_directory import Workplace, clear
+from gpool.agent.runtime.runner_calls import RunnerHooks, must_have, open_runner
+from gpool.agent.runtime.running_command import RunningCommand, command_pipes
+from gpool.agent.runtime.work_directory import WorkDirectory, clear
 from gpool.core.model import EndReason, Gpu, Network, Tier
 
 RUNNER = Path(__file__).parents[1] / "runner" / "serve.py"
@@ -76,7 +76,7 @@ class ProcessRuntime:
                 os.close(descriptor)
             place.remove()
             raise
-        return Command(
+        return RunningCommand(
             started,
             (ours[0], ours[1]),
             place,
@@ -90,12 +90,12 @@ class ProcessRuntime:
         must_have(job.python)
         place = self._make(with_values=True)
 
-        async def start(descriptors: Sequence[int], numbers: Sequence[int]) -> Started:
+        async def start(descriptors: Sequence[int], numbers: Sequence[int]) -> StartedProcess:
             words = [str(number) for number in numbers]
             argv = [sys.executable, "-B", str(RUNNER), "guarded", *words]
             return await self._start(place, argv, job, descriptors)
 
-        keeping = Keeping(place, self._values, job.limits.disk_bytes, _judge, lambda: None)
+        keeping = RunnerHooks(place, self._values, job.limits.disk_bytes, _judge, lambda: None)
         return await open_runner(start, keeping, job.preload)
 
     async def sweep(self) -> None:
@@ -105,20 +105,20 @@ class ProcessRuntime:
         """End every command and the launcher; the runtime is of no use afterwards."""
         await self._launcher.close()
 
-    def _make(self, *, with_values: bool) -> Workplace:
+    def _make(self, *, with_values: bool) -> WorkDirectory:
         self._made += 1
-        place = Workplace(self._places / f"{os.getpid()}-{self._made}", os.geteuid())
+        place = WorkDirectory(self._places / f"{os.getpid()}-{self._made}", os.geteuid())
         place.make(with_values=with_values)
         (place.root / "tmp").mkdir(mode=0o700)
         return place
 
     async def _start(
         self,
-        place: Workplace,
+        place: WorkDirectory,
         argv: Sequence[str],
         job: CommandJob | RunnerJob,
         descriptors: Sequence[int],
-    ) -> Started:
+    ) -> StartedProcess:
         variables = {
             "PATH": f"{Path(sys.executable).parent}:/usr/local/bin:/usr/bin:/bin",
             "HOME": str(place.work),
@@ -128,7 +128,7 @@ class ProcessRuntime:
             "CUDA_VISIBLE_DEVICES": visible_devices(self._gpus, job.slices),
         }
         return await self._launcher.start(
-            Order(
+            LaunchOrder(
                 mode="process",
                 argv=argv,
                 descriptors=descriptors,
@@ -141,7 +141,7 @@ class ProcessRuntime:
 
 def _must_be_plain(job: CommandJob | RunnerJob) -> None:
     """Environments lie at a path of their own and lanes wall a network off: neither goes without namespaces."""
-    if job.environment is not None or job.lane is not None:
+    if job.environment is not None or job.network is not None:
         raise SandboxFailed("without isolation there is only the agent's own Python and network")
 
 
@@ -151,7 +151,7 @@ def _source() -> str:
     return "" if source == Path(sysconfig.get_path("purelib")).resolve() else str(source)
 
 
-def _rlimits(limits: Limits) -> list[tuple[int, int]]:
+def _rlimits(limits: SandboxLimits) -> list[tuple[int, int]]:
     return [
         (resource.RLIMIT_CORE, 0),
         (resource.RLIMIT_NOFILE, limits.open_files),
@@ -160,7 +160,7 @@ def _rlimits(limits: Limits) -> list[tuple[int, int]]:
     ]
 
 
-def _judge(exit: Exit, head: bytes) -> Ended:  # noqa: ARG001 - the same shape as bubblewrap's
+def _judge(exit: ProcessExit, head: bytes) -> SandboxExit:  # noqa: ARG001 - the same shape as bubblewrap's
     if exit.lost:
-        return Ended(exit.code, EndReason.SANDBOX_FAILED, LAUNCHER_DIED)
-    return Ended(exit.code)
+        return SandboxExit(exit.code, EndReason.SANDBOX_FAILED, LAUNCHER_DIED)
+    return SandboxExit(exit.code)

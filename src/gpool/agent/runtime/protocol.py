@@ -17,7 +17,7 @@ from gpool.core.model import EndReason, Fault, Network, OutputFile, Slice, Tier
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class SandboxLimits:
     """What one sandbox may take."""
 
     cpu_milli: int
@@ -29,7 +29,7 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class Staged:
+class StagedInput:
     """A file from the artifact cache to be laid into the work directory before the start."""
 
     path: str
@@ -42,7 +42,7 @@ ENVIRONMENT_AT = "/opt/gpool/env"
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class PreparedEnvironment:
     """An environment that lies ready on this node, to be mounted read-only at `ENVIRONMENT_AT`."""
 
     name: str  # as in `TaskSpec.environment`
@@ -53,7 +53,7 @@ class Prepared:
 
 
 @dataclass(frozen=True, slots=True)
-class Lane:
+class SandboxNetwork:
     """A network namespace made for one sandbox, to be entered before its own namespaces are made.
 
     Whoever opened the lane closes it after the sandbox is gone. `namespaces` are descriptors for `setns`, in this
@@ -66,7 +66,7 @@ class Lane:
     gang: bool = False  # leads to the other members of a gang: its sandbox may ask which interfaces there are
 
 
-class GpuSeat:
+class GpuShare:
     """What one sandbox gets of real GPUs, got ready by `gpool.agent.sharing`; for this sandbox alone.
 
     A runtime that can tell which processes are its sandbox's says so by `watch`; whoever shares out the GPU may then
@@ -93,11 +93,11 @@ class GpuSeat:
         self.owns, self.kill = owns, kill
 
 
-Said = Callable[[str], None]
+StartProgress = Callable[[str], None]
 """Hears what a start is busy with when it takes its time, a line at a time."""
 
 
-def unheard(_line: str) -> None:
+def ignore_progress(_line: str) -> None:
     return
 
 
@@ -107,14 +107,14 @@ class CommandJob:
 
     argv: tuple[str, ...]
     env: tuple[tuple[str, str], ...] = field(repr=False)  # secrets are among them
-    inputs: tuple[Staged, ...]
+    inputs: tuple[StagedInput, ...]
     slices: tuple[Slice, ...]
-    limits: Limits
-    environment: Prepared | None = None  # None: the agent's own Python with its packages
-    lane: Lane | None = None  # None: no network
+    limits: SandboxLimits
+    environment: PreparedEnvironment | None = None  # None: the agent's own Python with its packages
+    network: SandboxNetwork | None = None  # None: no network
     image: str = ""  # for a runtime whose `images` is true
-    said: Said = field(default=unheard, repr=False, compare=False)
-    seat: GpuSeat | None = None  # None: the slices' GPUs as they are
+    progress: StartProgress = field(default=ignore_progress, repr=False, compare=False)
+    gpu_share: GpuShare | None = None  # None: the slices' GPUs as they are
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,19 +124,19 @@ class RunnerJob:
     python: str  # "3.11"
     env: tuple[tuple[str, str], ...] = field(repr=False)  # secrets are among them
     slices: tuple[Slice, ...]
-    limits: Limits
-    environment: Prepared | None = None
-    lane: Lane | None = None
+    limits: SandboxLimits
+    environment: PreparedEnvironment | None = None
+    network: SandboxNetwork | None = None
     image: str = ""
     preload: tuple[
         str, ...
     ] = ()  # modules imported before the first call; a failing one is skipped
-    said: Said = field(default=unheard, repr=False, compare=False)
-    seat: GpuSeat | None = None
+    progress: StartProgress = field(default=ignore_progress, repr=False, compare=False)
+    gpu_share: GpuShare | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class SandboxExit:
     """How a sandbox ended. `exit_code` is 128+n for a signal n."""
 
     exit_code: int
@@ -153,7 +153,7 @@ class CommandSandbox(Protocol):
         """(stream 1 or 2, bytes) as they come; back-pressure when not read."""
         ...
 
-    async def ended(self) -> Ended: ...
+    async def ended(self) -> SandboxExit: ...
 
     async def kill(self) -> None:
         """Everything in it dies now; returns when it has. Idempotent."""
@@ -176,7 +176,7 @@ class CommandSandbox(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class FunctionCall:
     """One function call for a runner. Exactly one of `arguments` and `arguments_file` is used."""
 
     number: int  # chosen by the caller, comes back with the answer
@@ -186,7 +186,7 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class CallAnswer:
     """What became of a call. `value` is pickled and never loaded here."""
 
     number: int
@@ -196,13 +196,13 @@ class Answer:
     duration_us: int
     output: tuple[
         tuple[int, bytes], ...
-    ]  # what it printed since the last `Output`, (stream, bytes)
+    ]  # what it printed since the last `CallOutput`, (stream, bytes)
     value_file: Path | None = None  # instead of `value` when it is large: yours to move or remove
-    ended: Ended | None = None  # its process ended before it returned: there is no value
+    ended: SandboxExit | None = None  # its process ended before it returned: there is no value
 
 
 @dataclass(frozen=True, slots=True)
-class Output:
+class CallOutput:
     """Live output of the call that runs now."""
 
     number: int
@@ -215,15 +215,15 @@ class RunnerSandbox(Protocol):
 
     async def define(self, function: str, pickled: bytes) -> None: ...
 
-    async def send(self, calls: Sequence[Call]) -> None:
+    async def send(self, calls: Sequence[FunctionCall]) -> None:
         """Queue calls; returns once they are written."""
         ...
 
-    def events(self) -> AsyncIterator[Sequence[Answer | Output]]:
+    def events(self) -> AsyncIterator[Sequence[CallAnswer | CallOutput]]:
         """Batches as they come; ends when the sandbox is gone."""
         ...
 
-    async def ended(self) -> Ended: ...
+    async def ended(self) -> SandboxExit: ...
 
     async def kill(self) -> None: ...
 
@@ -278,7 +278,7 @@ class SelfChecking(Protocol):
 class Warming(Protocol):
     """A runtime that can prepare a runner before it is known whose it will be."""
 
-    async def warm_runner(self, job: RunnerJob, meanwhile: Limits) -> WarmRunner:
+    async def warm_runner(self, job: RunnerJob, meanwhile: SandboxLimits) -> WarmRunner:
         """Everything as the job says but for its variables, which come with `assign`; until then under these limits."""
         ...
 

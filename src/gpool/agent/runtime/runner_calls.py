@@ -20,10 +20,17 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from gpool.agent.runtime.bubblewrap.launcher_client import Exit, Started
+from gpool.agent.runtime.bubblewrap.launcher_client import ProcessExit, StartedProcess
 from gpool.agent.runtime.descriptor_wait import readable, writable
-from gpool.agent.runtime.protocol import Answer, BadOutput, Call, Ended, Output, SandboxFailed
-from gpool.agent.runtime.work_directory import Workplace
+from gpool.agent.runtime.protocol import (
+    BadOutput,
+    CallAnswer,
+    CallOutput,
+    FunctionCall,
+    SandboxExit,
+    SandboxFailed,
+)
+from gpool.agent.runtime.work_directory import WorkDirectory
 from gpool.core.model import INLINE_LIMIT_BYTES
 
 # As in runner/serve.py, which must not import us; tests/agent/runtime/test_runner.py holds the two together.
@@ -51,7 +58,7 @@ ANSWERS = (ANSWER, ANSWER_FILE, ENDED)
 PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
 """What runners run: the agent's own."""
 
-Start = Callable[[Sequence[int], Sequence[int]], Awaitable[Started]]
+Start = Callable[[Sequence[int], Sequence[int]], Awaitable[StartedProcess]]
 
 
 def must_have(python: str) -> None:
@@ -60,7 +67,7 @@ def must_have(python: str) -> None:
         raise SandboxFailed(f"this node has Python {PYTHON}, the function needs {python}")
 
 
-class Stream:
+class OutputStream:
     """stdout or stderr: cut at the markers."""
 
     def __init__(self, descriptor: int, number: int) -> None:
@@ -104,31 +111,34 @@ class Stream:
 
 
 @dataclass(frozen=True, slots=True)
-class Keeping:
+class RunnerHooks:
     """What a runner needs of its runtime besides being started."""
 
-    place: Workplace
+    place: WorkDirectory
     values: Path  # where large values are taken to
     quota_bytes: int
-    judge: Callable[[Exit, bytes], Ended]
+    judge: Callable[[ProcessExit, bytes], SandboxExit]
     release: Callable[[], None]
-    judge_child: Callable[[int], Ended] = Ended
+    judge_child: Callable[[int], SandboxExit] = SandboxExit
     """Of one function's process that ended with this code, the sandbox being as it was."""
     limit: Callable[[], None] = lambda: None
     """Puts the job's own limits on what was prepared under others."""
     memory_used: Callable[[], int] = lambda: 0
 
 
-class Runner:
+class RunnerClient:
     """A `RunnerSandbox`."""
 
     def __init__(
-        self, started: Started, ends: tuple[int, int, int, int, socket.socket], keeping: Keeping
+        self,
+        started: StartedProcess,
+        ends: tuple[int, int, int, int, socket.socket],
+        keeping: RunnerHooks,
     ) -> None:
         out, err, self._calls, self._answers, self._files = ends
         self._started = started
         self._keeping = keeping
-        self._streams = (Stream(out, 1), Stream(err, 2))
+        self._streams = (OutputStream(out, 1), OutputStream(err, 2))
         self._buffer = bytearray()
         self._waiting: deque[int] = deque()  # numbers sent and not answered
         self._writing = asyncio.Lock()
@@ -139,7 +149,7 @@ class Runner:
         self._assigned = False
         self.forks = False  # it has imported modules and forks a child for each function
         self._closed = False
-        self._ended: Ended | None = None
+        self._ended: SandboxExit | None = None
 
     # ---- the door
 
@@ -165,7 +175,7 @@ class Runner:
         body = bytes.fromhex(function) + pickled
         await self._write(HEAD.pack(len(body), DEFINE) + body)
 
-    async def send(self, calls: Sequence[Call]) -> None:
+    async def send(self, calls: Sequence[FunctionCall]) -> None:
         frames = []
         for call in calls:
             sha256 = bytes.fromhex(call.function)
@@ -179,13 +189,13 @@ class Runner:
             self._waiting.append(call.number)
         await self._write(b"".join(frames))
 
-    async def events(self) -> AsyncIterator[Sequence[Answer | Output]]:
+    async def events(self) -> AsyncIterator[Sequence[CallAnswer | CallOutput]]:
         live = False
         while not self._over:
             batch = await self._drain(live)
             if batch:
                 yield batch
-                live = live and not any(isinstance(event, Answer) for event in batch)
+                live = live and not any(isinstance(event, CallAnswer) for event in batch)
                 if not self._over and len(self._waiting) > 1 and not live:
                     await asyncio.sleep(POLL_S)
                     continue
@@ -204,7 +214,7 @@ class Runner:
         if last:
             yield last
 
-    async def ended(self) -> Ended:
+    async def ended(self) -> SandboxExit:
         exit = await self._started.exited()
         if self._ended is None:
             judged = self._keeping.judge(exit, b"")
@@ -310,13 +320,13 @@ class Runner:
         del self._buffer[:start]
         return frames
 
-    async def _drain(self, live: bool) -> list[Answer | Output]:
+    async def _drain(self, live: bool) -> list[CallAnswer | CallOutput]:
         frames = [f for f in self._read_answers() if f[0] in ANSWERS]
         out, err = self._streams
         if frames or live or self._over:
             out.read(len(frames))
             err.read(len(frames))
-        batch: list[Answer | Output] = []
+        batch: list[CallAnswer | CallOutput] = []
         for frame in frames:
             if frame[0] == ENDED:
                 if not self._charge(frame, batch):
@@ -335,7 +345,7 @@ class Runner:
             printed = self._printed()
             if frame[0] == ANSWER:
                 value = frame[at + length :]
-                batch.append(Answer(number, bool(raised), value, text, took, printed))
+                batch.append(CallAnswer(number, bool(raised), value, text, took, printed))
             else:
                 batch.append(await self._large(number, bool(raised), text, took, printed))
         if live or self._over or len(out.rest) + len(err.rest) >= OUTPUT_AT_ONCE_BYTES:
@@ -343,10 +353,10 @@ class Runner:
                 if self._waiting and not stream.segments and stream.rest:
                     data = stream.take_rest()
                     if data:
-                        batch.append(Output(self._waiting[0], stream.number, data))
+                        batch.append(CallOutput(self._waiting[0], stream.number, data))
         return batch
 
-    def _charge(self, frame: bytes, batch: list[Answer | Output]) -> bool:
+    def _charge(self, frame: bytes, batch: list[CallAnswer | CallOutput]) -> bool:
         """The child that served a call ended with it; False when the frame is none of ours."""
         size = 1 + ENDED_BODY.size
         if not self._waiting or len(frame) != size or not self.forks:
@@ -358,7 +368,7 @@ class Runner:
             return False
         self._waiting.popleft()
         ended = self._keeping.judge_child(code)
-        batch.append(Answer(number, True, b"", "", took, self._printed(), ended=ended))
+        batch.append(CallAnswer(number, True, b"", "", took, self._printed(), ended=ended))
         return True
 
     def _printed(self) -> tuple[tuple[int, bytes], ...]:
@@ -379,7 +389,7 @@ class Runner:
         text: str,
         took: int,
         printed: tuple[tuple[int, bytes], ...],
-    ) -> Answer:
+    ) -> CallAnswer:
         keeping = self._keeping
         try:
             path = await asyncio.to_thread(
@@ -387,11 +397,13 @@ class Runner:
             )
         except (BadOutput, OSError) as bad:
             told = f"the function's value cannot be taken: {bad}"
-            return Answer(number, True, pickle.dumps(RuntimeError(told)), told, took, printed)
-        return Answer(number, raised, b"", text, took, printed, path)
+            return CallAnswer(number, True, pickle.dumps(RuntimeError(told)), told, took, printed)
+        return CallAnswer(number, raised, b"", text, took, printed, path)
 
 
-async def open_runner(start: Start, keeping: Keeping, preload: Sequence[str] = ()) -> Runner:
+async def open_runner(
+    start: Start, keeping: RunnerHooks, preload: Sequence[str] = ()
+) -> RunnerClient:
     """A runner that is ready for calls; or `SandboxFailed`, and then place and slot are given back already."""
     out, out_end = os.pipe()
     err, err_end = os.pipe()
@@ -420,7 +432,7 @@ async def open_runner(start: Start, keeping: Keeping, preload: Sequence[str] = (
         keeping.place.remove()
         keeping.release()
         raise
-    runner = Runner(started, (out, err, calls, answers, ours), keeping)
+    runner = RunnerClient(started, (out, err, calls, answers, ours), keeping)
     try:
         await runner.wait_ready()
         if preload:

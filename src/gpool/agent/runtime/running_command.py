@@ -7,11 +7,11 @@ import os
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 
-from gpool.agent.runtime.bubblewrap.launcher_client import Exit, Started
+from gpool.agent.runtime.bubblewrap.launcher_client import ProcessExit, StartedProcess
 from gpool.agent.runtime.collection import take
 from gpool.agent.runtime.descriptor_wait import readable
-from gpool.agent.runtime.protocol import Ended
-from gpool.agent.runtime.work_directory import Workplace
+from gpool.agent.runtime.protocol import SandboxExit
+from gpool.agent.runtime.work_directory import WorkDirectory
 from gpool.core.model import OutputFile
 
 READ_BYTES = 64 * 1024
@@ -27,17 +27,17 @@ def command_pipes() -> tuple[tuple[int, int, int], tuple[int, int]]:
     return (os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC), out_end, err_end), (out, err)
 
 
-class Command:
+class RunningCommand:
     """A `CommandSandbox`. `judge` turns the exit and the first bytes of stderr into how it ended."""
 
     def __init__(
         self,
-        started: Started,
+        started: StartedProcess,
         pipes: tuple[int, int],
-        place: Workplace,
+        place: WorkDirectory,
         *,
         disk_bytes: int,
-        judge: Callable[[Exit, bytes], Ended],
+        judge: Callable[[ProcessExit, bytes], SandboxExit],
         release: Callable[[], None],
     ) -> None:
         self._started = started
@@ -47,7 +47,7 @@ class Command:
         self._judge = judge
         self._release: Callable[[], None] | None = release
         self._head = b""
-        self._ended: Ended | None = None
+        self._ended: SandboxExit | None = None
 
     async def output(self) -> AsyncIterator[tuple[int, bytes]]:
         while self._streams:
@@ -73,7 +73,7 @@ class Command:
         if self._streams.pop(descriptor, None) is not None:
             os.close(descriptor)
 
-    async def ended(self) -> Ended:
+    async def ended(self) -> SandboxExit:
         exit = await self._started.exited()
         if self._ended is None:
             self._ended = self._judge(exit, self._head)

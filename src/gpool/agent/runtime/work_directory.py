@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from gpool.agent.runtime.protocol import BadOutput, Staged
+from gpool.agent.runtime.protocol import BadOutput, StagedInput
 from gpool.core.errors import Invalid
 from gpool.core.model import OutputFile
 from gpool.core.specs.paths import checked, folded
@@ -27,7 +27,7 @@ _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 @dataclass(frozen=True, slots=True)
-class Workplace:
+class WorkDirectory:
     """`root` holds `work` (the task's), and for runners `values`; all of them belong to `uid` alone.
 
     A root that `stays` is the agent's own and used by one sandbox after another: nothing but the root is.
@@ -58,7 +58,7 @@ class Workplace:
         if self.uid != os.geteuid():
             os.chown(path, self.uid, self.uid, follow_symlinks=False)
 
-    def stage(self, inputs: Sequence[Staged]) -> None:
+    def stage(self, inputs: Sequence[StagedInput]) -> None:
         """Copies, because the task may write to them. Before the start: nothing of the task's runs yet."""
         for staged in inputs:
             target = self.work
@@ -314,7 +314,7 @@ def directory_at(above: int, name: str) -> int:
 def clear(places: Path, values: Path) -> None:
     """Remove what an earlier agent left: work places, and values nobody fetched."""
     for left in places.iterdir():
-        Workplace(left, os.geteuid()).remove()
+        WorkDirectory(left, os.geteuid()).remove()
     for value in values.iterdir():
         value.unlink()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from gpool.agent.runtime.protocol import Ended
+from gpool.agent.runtime.protocol import SandboxExit
 from gpool.agent.state_machine.instructions import CallAnswered, CommandEnded, RunnerEnded
 from gpool.agent.state_machine.lease_queues import Held
 from gpool.core.model import EndReason, Fault, Phase, TaskSpec
@@ -79,12 +79,12 @@ def not_started(held: Held, event: RunnerEnded) -> Finished:
 
 def died(held: Held, event: RunnerEnded) -> Finished:
     """The runner went away while this call ran. A function that exits has failed, whatever code it gives."""
-    ended = Ended(event.exit_code, event.reason, event.detail)
+    ended = SandboxExit(event.exit_code, event.reason, event.detail)
     reason, text = why_it_died(ended)
     return _end(held, reason, text, event.exit_code or 1)
 
 
-def why_it_died(ended: Ended) -> tuple[EndReason, str]:
+def why_it_died(ended: SandboxExit) -> tuple[EndReason, str]:
     """Of a function whose process, or the whole sandbox, ended before it returned."""
     match ended.reason:
         case EndReason.OUT_OF_MEMORY:

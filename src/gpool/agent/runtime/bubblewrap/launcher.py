@@ -186,7 +186,7 @@ def arrange(given: list[int], lane: list[int]) -> None:
         os.dup2(descriptor, target)
 
 
-class Sandbox:
+class LaunchedSandbox:
     """One we started: pids that still live (0: gone), and bwrap's report about it (-1: not bwrap's)."""
 
     def __init__(self, monitor: int, report: int, groups: tuple[str, ...]) -> None:
@@ -199,14 +199,14 @@ class Sandbox:
         self.killed = False
 
 
-class Launcher:
+class LauncherProcess:
     def __init__(self, channel: socket.socket, settings: dict[str, Any]) -> None:
         self.channel = channel
         self.seccomp = bytes.fromhex(settings["seccomp"])
         self.seccomp_of_gangs = bytes.fromhex(settings["seccomp_of_gangs"])
         self.children: dict[int, int] = {}  # pid of the monitor -> number
         self.inner: dict[int, int] = {}  # pid of a namespace's first process -> number
-        self.known: dict[int, Sandbox] = {}  # by number
+        self.known: dict[int, LaunchedSandbox] = {}  # by number
         self.place = settings["place"]
         self.brought: dict[str, tuple[int, int]] = {}  # name -> what lies there
         self.spares: dict[tuple[str, ...], socket.socket] = {}  # by groups: see `prepare`
@@ -308,7 +308,7 @@ class Launcher:
         for descriptor in (*descriptors, *lane):
             os.close(descriptor)
         self.children[pid] = number
-        self.known[number] = Sandbox(pid, report_end, tuple(order["groups"]))
+        self.known[number] = LaunchedSandbox(pid, report_end, tuple(order["groups"]))
 
     def be(
         self, order: dict[str, Any], refused: str, descriptors: list[int], lane: list[int]
@@ -373,7 +373,7 @@ class Launcher:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGTERM)
 
-    def learn_inner(self, number: int, entry: Sandbox) -> None:
+    def learn_inner(self, number: int, entry: LaunchedSandbox) -> None:
         """From bwrap's own report: the first process of the namespace, and whether the command was started."""
         if entry.report < 0:
             return
@@ -490,7 +490,7 @@ def main() -> int:
     try:
         if settings["place"]:
             enter_own_namespace(settings["place"], settings["binds"], settings["tree"])
-        launcher = Launcher(channel, settings)
+        launcher = LauncherProcess(channel, settings)
     except OSError as failure:
         channel.send(json.dumps({"ready": False, "detail": str(failure)}).encode())
         return 1

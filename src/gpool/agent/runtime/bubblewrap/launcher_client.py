@@ -32,7 +32,7 @@ class Bind:
 
 
 @dataclass(frozen=True, slots=True)
-class Tree:
+class RootTree:
     """A sandbox's root directory, which a launcher with its own mounts prepares once."""
 
     folders: tuple[str, ...] = ()
@@ -41,7 +41,7 @@ class Tree:
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class LaunchOrder:
     """What to start. `descriptors` become 0, 1, 2 … and are closed here once sent."""
 
     mode: str  # "bubblewrap" or "process"
@@ -58,7 +58,7 @@ class Order:
 
 
 @dataclass(frozen=True, slots=True)
-class Exit:
+class ProcessExit:
     """How it ended: `ran` is false when the command never started."""
 
     code: int  # 128+n for a signal n
@@ -74,10 +74,10 @@ def _bind(bind: Bind) -> dict[str, object]:
 LAUNCHER_DIED = "gpool's launcher on that node died, and the sandbox with it"
 
 
-class Started:
+class StartedProcess:
     """One thing the launcher runs."""
 
-    def __init__(self, launcher: Launcher, number: int, exit: asyncio.Future[Exit]) -> None:
+    def __init__(self, launcher: Launcher, number: int, exit: asyncio.Future[ProcessExit]) -> None:
         self._launcher = launcher
         self._number = number
         self._exit = exit
@@ -87,7 +87,7 @@ class Started:
     def is_over(self) -> bool:
         return self._exit.done()
 
-    async def exited(self) -> Exit:
+    async def exited(self) -> ProcessExit:
         """When every process of it is gone."""
         return await asyncio.shield(self._exit)
 
@@ -112,10 +112,10 @@ class Launcher:
         place: str,
         binds: Sequence[Bind],
         seccomp: bytes,
-        tree: Tree | None = None,
+        tree: RootTree | None = None,
         seccomp_of_gangs: bytes = b"",
     ) -> None:
-        tree = tree or Tree()
+        tree = tree or RootTree()
         self._settings = {
             "place": place,
             "binds": [_bind(bind) for bind in binds],
@@ -125,17 +125,17 @@ class Launcher:
         }
         self._channel: socket.socket | None = None
         self._child: subprocess.Popen[bytes] | None = None
-        self._running: dict[int, asyncio.Future[Exit]] = {}
+        self._running: dict[int, asyncio.Future[ProcessExit]] = {}
         self._ready: asyncio.Future[None] | None = None
         self._sending = asyncio.Lock()
         self._last = 0
 
-    async def start(self, order: Order) -> Started:
+    async def start(self, order: LaunchOrder) -> StartedProcess:
         try:
             await self._awake()
             self._last += 1
             number = self._last
-            exit: asyncio.Future[Exit] = asyncio.get_running_loop().create_future()
+            exit: asyncio.Future[ProcessExit] = asyncio.get_running_loop().create_future()
             self._running[number] = exit
             document = {
                 "start": number,
@@ -154,7 +154,7 @@ class Launcher:
         finally:
             for descriptor in order.descriptors:
                 os.close(descriptor)
-        return Started(self, number, exit)
+        return StartedProcess(self, number, exit)
 
     async def say(self, document: Mapping[str, object], descriptors: Sequence[int]) -> None:
         channel = self._channel
@@ -238,7 +238,9 @@ class Launcher:
                         status = said["status"]
                         code = os.waitstatus_to_exitcode(status)
                         exit.set_result(
-                            Exit(code if code >= 0 else 128 - code, said["ran"], said["killed"])
+                            ProcessExit(
+                                code if code >= 0 else 128 - code, said["ran"], said["killed"]
+                            )
                         )
                 elif self._ready is not None and not self._ready.done():
                     if said["ready"]:
@@ -259,5 +261,5 @@ class Launcher:
         self._ready = None
         for exit in self._running.values():
             if not exit.done():
-                exit.set_result(Exit(137, ran=True, killed=not lost, lost=lost))
+                exit.set_result(ProcessExit(137, ran=True, killed=not lost, lost=lost))
         self._running.clear()

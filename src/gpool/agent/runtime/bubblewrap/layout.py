@@ -13,7 +13,7 @@ from pathlib import Path
 import cloudpickle  # type: ignore[import-untyped]
 
 import gpool
-from gpool.agent.runtime.bubblewrap.launcher_client import Bind, Tree
+from gpool.agent.runtime.bubblewrap.launcher_client import Bind, RootTree
 from gpool.agent.runtime.protocol import ENVIRONMENT_AT
 
 HOME = "/opt/gpool"  # inside
@@ -138,7 +138,7 @@ def prepare(directory: Path, paths: Iterable[str] = tuple(sys.path)) -> Layout:
     )
 
 
-def system_tree(seen: Iterable[tuple[str, str]]) -> Tree:
+def system_tree(seen: Iterable[tuple[str, str]]) -> RootTree:
     """A root directory: the host's programs and libraries, and what is `seen`, (where we have it, path inside)."""
     binds = [("/usr", "/usr")]
     links = []
@@ -148,10 +148,10 @@ def system_tree(seen: Iterable[tuple[str, str]]) -> Tree:
         elif os.path.isdir(path):
             binds.append((path, path))
     binds += [(inside, source) for source, inside in seen]
-    return Tree(FOLDERS, tuple(links), tuple(binds))
+    return RootTree(FOLDERS, tuple(links), tuple(binds))
 
 
-def as_arguments(tree: Tree) -> list[str]:
+def as_arguments(tree: RootTree) -> list[str]:
     """The same for bwrap to make anew."""
     words = []
     for inside, source in tree.binds:

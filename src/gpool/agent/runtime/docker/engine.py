@@ -27,8 +27,8 @@ from docker.errors import (  # type: ignore[import-untyped]
 from urllib3.exceptions import HTTPError
 
 from gpool.agent.runtime.docker.images import (
-    Image,
-    Pull,
+    ContainerImage,
+    ImagePull,
     answers_to,
     follow,
     image_from,
@@ -46,11 +46,11 @@ LATE_NOTICE = timedelta(
 )  # how long after an end Docker may still hear why; whole seconds count
 FRACTION = re.compile(r"\.(\d{1,6})\d*")
 REMAPPED = re.compile(r"/(\d+)\.(\d+)$")  # what userns-remap adds to the engine's directory
-Told = Callable[[Pull], None]
+Told = Callable[[ImagePull], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class EngineFacts:
     """What kind of engine it is."""
 
     kind: str  # "docker" or "podman"
@@ -65,7 +65,7 @@ class Facts:
 
 
 @dataclass(frozen=True, slots=True)
-class Gone:
+class ContainerExit:
     """How a container's first process ended."""
 
     code: int
@@ -86,12 +86,12 @@ def usual_socket(environ: Mapping[str, str]) -> str:
     return ""
 
 
-def facts_from(info: Mapping[str, Any], version: Mapping[str, Any]) -> Facts:
+def facts_from(info: Mapping[str, Any], version: Mapping[str, Any]) -> EngineFacts:
     names = {str(part.get("Name")) for part in version.get("Components") or ()}
     options = [str(option) for option in info.get("SecurityOptions") or ()]
     remapped = any("name=userns" in option for option in options)
     found = REMAPPED.search(str(info.get("DockerRootDir", ""))) if remapped else None
-    return Facts(
+    return EngineFacts(
         kind="podman" if "Podman Engine" in names else "docker",
         version=str(version.get("Version", "")),
         runtimes=tuple(sorted(info.get("Runtimes") or ())),
@@ -121,7 +121,7 @@ def translated(what: str) -> Iterator[None]:
         raise SandboxFailed(f"{what}: {_said(error)}") from error
 
 
-class Engine:
+class EngineClient:
     """Thread-safe; each method is one short conversation, but `wait` and `pull`."""
 
     def __init__(self, address: str) -> None:
@@ -148,7 +148,7 @@ class Engine:
 
     # ---- images
 
-    def find(self, reference: str) -> Image | None:
+    def find(self, reference: str) -> ContainerImage | None:
         wrong = wrong_reference(reference)
         if wrong:
             raise SandboxFailed(wrong)
@@ -159,7 +159,7 @@ class Engine:
                 return None
         return image if answers_to(image, reference) else None
 
-    def pull(self, reference: str, told: Told) -> Image:
+    def pull(self, reference: str, told: Told) -> ContainerImage:
         """From its registry; `SandboxFailed` says why not."""
         name, _, digest = reference.partition("@")
         if not name or reference.startswith("sha256:"):
@@ -171,7 +171,7 @@ class Engine:
             documents = self._api.pull(name, tag=tag or None, stream=True, decode=True)
             pull = follow(reference, documents, told)
         except (DockerException, requests.RequestException, OSError) as error:
-            pull = Pull(reference, failed=_said(error))
+            pull = ImagePull(reference, failed=_said(error))
             told(pull)
         if pull.failed:
             raise SandboxFailed(
@@ -182,7 +182,7 @@ class Engine:
             raise SandboxFailed(f"the registry gave another image than {reference}")
         return image
 
-    def images(self) -> list[Image]:
+    def images(self) -> list[ContainerImage]:
         with translated("cannot list images"):
             return [image_from(document) for document in self._api.images()]
 
@@ -210,14 +210,16 @@ class Engine:
         with translated("the container did not start"):
             self._api.start(container)
 
-    def wait(self, container: str) -> Gone:
+    def wait(self, container: str) -> ContainerExit:
         """Until it has ended, however long that takes."""
         with translated("the engine went away"):
             said = self._api.wait(container, timeout=None)
             state = self._api.inspect_container(container)["State"]
         error = (said.get("Error") or {}).get("Message", "") or state.get("Error", "")
         started = str(state.get("StartedAt", "")) > "0002"
-        return Gone(int(said["StatusCode"]), bool(state.get("OOMKilled")), str(error), started)
+        return ContainerExit(
+            int(said["StatusCode"]), bool(state.get("OOMKilled")), str(error), started
+        )
 
     def exceeded_memory(self, container: str, *, kernel_log: str = KERNEL_LOG) -> bool:
         """Whether one that ended was killed for memory though its state does not say so. It must not be removed yet.

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gpool.agent.runtime.devices import device_nodes
-from gpool.agent.runtime.protocol import GpuSeat
+from gpool.agent.runtime.protocol import GpuShare
 from gpool.core.model import Gpu, Slice
 
 DRIVER_AT = "/opt/gpool/driver"
@@ -25,7 +25,7 @@ LDCONFIG = ("/sbin/ldconfig", "-p")
 
 
 @dataclass(frozen=True, slots=True)
-class Graphics:
+class GpuMounts:
     """Either `nodes` and `binds`, or `cdi`; nothing for a lease without a real GPU."""
 
     nodes: tuple[str, ...] = ()
@@ -54,12 +54,12 @@ def cdi_names(folders: Sequence[str], uuids: Sequence[str]) -> tuple[str, ...]:
     return ()
 
 
-def graphics(
+def gpu_mounts(
     gpus: Mapping[int, Gpu],
     slices: Sequence[Slice],
     cdi_folders: Sequence[str],
-    seat: GpuSeat | None = None,
-) -> Graphics:
+    seat: GpuShare | None = None,
+) -> GpuMounts:
     """For one lease; what was got ready for it goes before what the engine would make of it."""
     real = [
         gpus[s.gpu_index] for s in slices if s.gpu_index in gpus and not gpus[s.gpu_index].simulated
@@ -67,12 +67,12 @@ def graphics(
     nodes = device_nodes(real) if seat is None else seat.nodes
     nodes = tuple(node for node in nodes if os.path.exists(node))
     if not nodes:
-        return Graphics()
+        return GpuMounts()
     named = () if seat is not None else cdi_names(cdi_folders, [gpu.uuid for gpu in real])
     if named:
-        return Graphics(cdi=named)
+        return GpuMounts(cdi=named)
     cache = subprocess.run(LDCONFIG, capture_output=True, text=True, check=False, env={}).stdout
     libraries = driver_libraries(cache)
     binds = [(path, f"{DRIVER_AT}/{name}", False) for name, path in libraries.items()]
     more = () if seat is None else seat.binds
-    return Graphics(nodes, (*binds, *((str(host), inside, True) for inside, host in more)))
+    return GpuMounts(nodes, (*binds, *((str(host), inside, True) for inside, host in more)))

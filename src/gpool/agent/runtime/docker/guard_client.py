@@ -12,7 +12,7 @@ from gpool.agent.runtime.protocol import SandboxFailed
 GUARD = Path(__file__).with_name("guard.py")
 
 
-class Guarding:
+class ContainerGuard:
     """Every method blocks; from any thread."""
 
     def __init__(self, socket: str, label: str) -> None:

@@ -18,7 +18,7 @@ MOST_REFERENCE = 512
 
 
 @dataclass(frozen=True, slots=True)
-class Image:
+class ContainerImage:
     """What a container is made from: `id` names the content, whatever a tag says later."""
 
     id: str
@@ -29,7 +29,7 @@ class Image:
 
 
 @dataclass(frozen=True, slots=True)
-class Pull:
+class ImagePull:
     """How far a pull has come; `text` is what the consumer sees in the task's status."""
 
     image: str
@@ -53,7 +53,7 @@ class Pull:
 LAYER_DONE = ("Pull complete", "Already exists", "Download complete")
 
 
-def advance(pull: Pull, said: Mapping[str, Any]) -> Pull:
+def advance(pull: ImagePull, said: Mapping[str, Any]) -> ImagePull:
     """The next state, by one document of the engine's progress; what it does not know it leaves alone."""
     if said.get("error"):
         return replace(pull, failed=str(said["error"]))
@@ -74,9 +74,9 @@ def advance(pull: Pull, said: Mapping[str, Any]) -> Pull:
     return replace(pull, layers=MappingProxyType({**pull.layers, layer: (here, whole)}), done=done)
 
 
-def follow(image: str, documents: Iterator[Any], told: Callable[[Pull], None]) -> Pull:
+def follow(image: str, documents: Iterator[Any], told: Callable[[ImagePull], None]) -> ImagePull:
     """Reads a pull to its end; `told` hears of every step that changed something."""
-    pull = Pull(image)
+    pull = ImagePull(image)
     told(pull)
     for said in documents:
         following = advance(pull, said)
@@ -101,12 +101,12 @@ def registry_of(reference: str) -> str:
     return first if slash and ("." in first or ":" in first or first == "localhost") else ""
 
 
-def image_from(document: Mapping[str, Any]) -> Image:
+def image_from(document: Mapping[str, Any]) -> ContainerImage:
     """From the engine's `inspect`."""
     config = document.get("Config") or {}
     names = [*(document.get("RepoTags") or ()), *(document.get("RepoDigests") or ())]
     pairs = [word.partition("=") for word in config.get("Env") or ()]
-    return Image(
+    return ContainerImage(
         str(document["Id"]),
         int(document.get("Size") or 0),
         tuple(str(name) for name in names),
@@ -115,7 +115,7 @@ def image_from(document: Mapping[str, Any]) -> Image:
     )
 
 
-def answers_to(image: Image, reference: str) -> bool:
+def answers_to(image: ContainerImage, reference: str) -> bool:
     """Whether what the engine gave is what a digest asks for; a plain tag is whatever the engine says it is."""
     wanted = DIGEST.search(reference)
     if wanted is None:

@@ -25,9 +25,9 @@ import structlog
 
 from gpool.agent.runtime.bubblewrap.layout import ETC_TEXTS
 from gpool.agent.runtime.docker.confinement import JOINS, SANDBOX_NAME
-from gpool.agent.runtime.docker.engine import Engine, Facts
-from gpool.agent.runtime.protocol import Lane, SandboxFailed
-from gpool.agent.runtime.work_directory import Workplace
+from gpool.agent.runtime.docker.engine import EngineClient, EngineFacts
+from gpool.agent.runtime.protocol import SandboxFailed, SandboxNetwork
+from gpool.agent.runtime.work_directory import WorkDirectory
 
 Json = dict[str, Any]
 
@@ -45,20 +45,20 @@ CANNOT = "this node's container engine cannot enter a lane"
 
 
 @dataclass(frozen=True, slots=True)
-class System:
+class HostSystem:
     """Where the host's programs are: directories to show, and links beside them."""
 
     folders: tuple[str, ...]
     links: tuple[tuple[str, str], ...]
 
 
-def system_of(root: Path = Path("/")) -> System:
+def system_of(root: Path = Path("/")) -> HostSystem:
     folders = [name for name in SYSTEM if (root / name).is_dir() and not (root / name).is_symlink()]
     links = [(name, os.readlink(root / name)) for name in SYSTEM if (root / name).is_symlink()]
-    return System(tuple(folders), tuple(links))
+    return HostSystem(tuple(folders), tuple(links))
 
 
-def empty_image(system: System) -> bytes:
+def empty_image(system: HostSystem) -> bytes:
     """A tar with nothing in it but those links."""
     text = io.BytesIO()
     with tarfile.open(fileobj=text, mode="w") as tar:
@@ -73,7 +73,7 @@ def holder_request(
     image: str,
     argv: Sequence[str],
     labels: Mapping[str, str],
-    system: System,
+    system: HostSystem,
     *,
     lane: str = "",
     joins: str = "",
@@ -129,7 +129,7 @@ def holder_request(
     }
 
 
-def why_never(facts: Facts, *, root: bool, gvisor: bool) -> str:
+def why_never(facts: EngineFacts, *, root: bool, gvisor: bool) -> str:
     """Why containers of such an engine enter no lanes, whatever is tried; "": they may."""
     if not root:
         return "containers enter lanes only where both the agent and its engine are root's"
@@ -140,7 +140,7 @@ def why_never(facts: Facts, *, root: bool, gvisor: bool) -> str:
     return ""
 
 
-def names_in(place: Workplace, lane: Lane | None) -> list[tuple[str, str, bool]]:
+def names_in(place: WorkDirectory, lane: SandboxNetwork | None) -> list[tuple[str, str, bool]]:
     """What is shown to a container in the lane: whom to ask for names, and those it needs not ask for."""
     if lane is None:
         return []
@@ -149,12 +149,12 @@ def names_in(place: Workplace, lane: Lane | None) -> list[tuple[str, str, bool]]
     return [(str(place.root / name), f"/etc/{name}", False) for name in ("resolv.conf", "hosts")]
 
 
-def path_of(lane: Lane) -> str:
+def path_of(lane: SandboxNetwork) -> str:
     """Of its namespace, as every process of this host's root finds it while we live."""
     return f"/proc/{os.getpid()}/fd/{lane.namespaces[0]}"
 
 
-def is_in(pid: int, lane: Lane) -> bool | None:
+def is_in(pid: int, lane: SandboxNetwork) -> bool | None:
     """Whether a process of the host is in the lane; None: it is gone."""
     try:
         there = os.stat(f"/proc/{pid}/ns/net")
@@ -164,12 +164,12 @@ def is_in(pid: int, lane: Lane) -> bool | None:
     return (there.st_dev, there.st_ino) == (own.st_dev, own.st_ino)
 
 
-class Holders:
+class NamespaceHolders:
     """Holds lanes for one engine's containers to join. Every method blocks; from any thread."""
 
     def __init__(
         self,
-        engine: Engine,
+        engine: EngineClient,
         label: tuple[str, str],
         boot: tuple[str, str],
         guarded: Callable[[], None] = lambda: None,
@@ -186,7 +186,7 @@ class Holders:
         """Tries it on the network we are in ourselves, with two holders; "" when the second got there by the first."""
         own = os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
         try:
-            lane = Lane((own,), "")
+            lane = SandboxNetwork((own,), "")
             with self.holding(lane) as first, self._joined(first) as second:
                 self.check(second, lane)
         except SandboxFailed as failure:
@@ -210,7 +210,7 @@ class Holders:
             return False
 
     @contextlib.contextmanager
-    def holding(self, lane: Lane) -> Iterator[str]:
+    def holding(self, lane: SandboxNetwork) -> Iterator[str]:
         """A container in the lane, for others to join while the block lasts. Raises `SandboxFailed`."""
         program = shutil.which("nsenter")
         if program is None:
@@ -223,7 +223,7 @@ class Holders:
             self.check(container, lane)
             yield container
 
-    def check(self, container: str, lane: Lane, *, may_be_over: bool = False) -> None:
+    def check(self, container: str, lane: SandboxNetwork, *, may_be_over: bool = False) -> None:
         """Raises `SandboxFailed` unless it is in the lane."""
         pid = self._engine.pid_of(container)
         found = is_in(pid, lane) if pid else None
@@ -271,7 +271,7 @@ class Holders:
         with self._running(body) as container:
             yield container
 
-    def _empty(self, system: System) -> str:
+    def _empty(self, system: HostSystem) -> str:
         """Made again where the owner has cleared away what no container uses."""
         with self._making:
             if not self._image or self._engine.find(self._image) is None:

@@ -10,7 +10,7 @@ SOONER_S = 60.0
 """Where it did not work: its owner may be mending it."""
 
 
-class Probe:
+class ProbeCache:
     """`why_not` is quick but for the first time. `begin` has something done by another thread; it may refuse by `RuntimeError`."""
 
     def __init__(

@@ -32,39 +32,45 @@ import structlog
 from gpool.agent import runner as runner_package
 from gpool.agent.network.addresses import is_refused
 from gpool.agent.runtime import cgroups
-from gpool.agent.runtime.bubblewrap.launcher_client import Exit, Started
-from gpool.agent.runtime.bubblewrap.runtime import NOT_EXECUTABLE, NOT_FOUND, UIDS_A_BLOCK, Uids
+from gpool.agent.runtime.bubblewrap.launcher_client import ProcessExit, StartedProcess
+from gpool.agent.runtime.bubblewrap.runtime import NOT_EXECUTABLE, NOT_FOUND, UIDS_A_BLOCK, UidBlock
 from gpool.agent.runtime.devices import visible_devices
-from gpool.agent.runtime.disk_watchdog import DiskWatch, Watched
+from gpool.agent.runtime.disk_watchdog import DiskWatchdog, WatchedDirectory
 from gpool.agent.runtime.docker.confinement import (
     JOINS,
     VALUES_AT,
     WORK_AT,
-    Box,
+    ContainerSpec,
     profile_text,
     request,
 )
-from gpool.agent.runtime.docker.containers import Contained, undivided
-from gpool.agent.runtime.docker.engine import Engine, usual_socket
-from gpool.agent.runtime.docker.gpu_devices import DRIVER_AT, graphics
-from gpool.agent.runtime.docker.guard_client import Guarding
-from gpool.agent.runtime.docker.images import Image, Pull, registry_of
-from gpool.agent.runtime.docker.network import CANNOT, Holders, names_in, path_of, why_never
-from gpool.agent.runtime.docker.probe_cache import Probe
+from gpool.agent.runtime.docker.containers import RunningContainer, undivided
+from gpool.agent.runtime.docker.engine import EngineClient, usual_socket
+from gpool.agent.runtime.docker.gpu_devices import DRIVER_AT, gpu_mounts
+from gpool.agent.runtime.docker.guard_client import ContainerGuard
+from gpool.agent.runtime.docker.images import ContainerImage, ImagePull, registry_of
+from gpool.agent.runtime.docker.network import (
+    CANNOT,
+    NamespaceHolders,
+    names_in,
+    path_of,
+    why_never,
+)
+from gpool.agent.runtime.docker.probe_cache import ProbeCache
 from gpool.agent.runtime.docker.streams import pour, relay
 from gpool.agent.runtime.protocol import (
     CommandJob,
     CommandSandbox,
-    Ended,
-    GpuSeat,
+    GpuShare,
     RunnerJob,
     RunnerSandbox,
-    Said,
+    SandboxExit,
     SandboxFailed,
+    StartProgress,
 )
-from gpool.agent.runtime.runner_calls import Keeping, open_runner
-from gpool.agent.runtime.running_command import Command, command_pipes
-from gpool.agent.runtime.work_directory import Workplace, clear
+from gpool.agent.runtime.runner_calls import RunnerHooks, open_runner
+from gpool.agent.runtime.running_command import RunningCommand, command_pipes
+from gpool.agent.runtime.work_directory import WorkDirectory, clear
 from gpool.core.model import EndReason, Fault, Gpu, Network, Tier
 
 BRIDGE = Path(__file__).with_name("bridge.py")
@@ -111,8 +117,8 @@ class _Slot:
 class _Pulling:
     """One pull, and who hears of it."""
 
-    work: asyncio.Future[Image]
-    heard: list[Said]
+    work: asyncio.Future[ContainerImage]
+    heard: list[StartProgress]
     layers: int = -1  # done, as they were last told
 
 
@@ -138,7 +144,7 @@ class DockerRuntime:
         engine: str = "",
         default_image: str = "",
         gvisor: Gvisor = Gvisor.AUTO,
-        told: Callable[[Pull], None] | None = None,
+        told: Callable[[ImagePull], None] | None = None,
         registries: Sequence[str] = (),
         environ: Mapping[str, str] = os.environ,
         clock: Callable[[], float] = time.monotonic,
@@ -149,7 +155,7 @@ class DockerRuntime:
         the engine would dial whatever it names, in the owner's own network.
         """
         self._registries = frozenset(registries)
-        self._engine = Engine(engine or usual_socket(environ))
+        self._engine = EngineClient(engine or usual_socket(environ))
         self._default_image = default_image
         self._gvisor = gvisor
         runsc = [name for name in self._engine.facts.runtimes if name.startswith("runsc")]
@@ -160,7 +166,7 @@ class DockerRuntime:
         self.use_gpus(gpus)
         self._root = os.geteuid() == 0 and not self._engine.facts.rootless
         remapped = self._engine.facts.first_uid
-        self._uids = Uids() if self._root and not remapped else None
+        self._uids = UidBlock() if self._root and not remapped else None
         self._places = data_dir.resolve() / "containers"
         self._values = data_dir.resolve() / "container-values"
         for path, mode in ((self._places, 0o711), (self._values, 0o700)):
@@ -178,17 +184,17 @@ class DockerRuntime:
         self._most_processes = most if self._podman and most != resource.RLIM_INFINITY else 0
         self._tag = hashlib.sha256(bytes(self._places)).hexdigest()[:24]
         self._boot = secrets.token_hex(12)
-        self._guard = Guarding(self._engine.socket, f"{BOOT_LABEL}={self._boot}")
+        self._guard = ContainerGuard(self._engine.socket, f"{BOOT_LABEL}={self._boot}")
         ours, boot = (AGENT_LABEL, self._tag), (BOOT_LABEL, self._boot)
-        self._holders = Holders(self._engine, ours, boot, self._guard.stand)
+        self._holders = NamespaceHolders(self._engine, ours, boot, self._guard.stand)
         self._disk = disk_device(self._places)
-        self._watch = DiskWatch(self._places)
+        self._watch = DiskWatchdog(self._places)
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="engine")
         self._prober = ThreadPoolExecutor(1, thread_name_prefix="probe")
-        self._lanes = Probe(self._why_no_lanes, self._prober.submit, clock)
+        self._lanes = ProbeCache(self._why_no_lanes, self._prober.submit, clock)
         self._pullers = ThreadPoolExecutor(PULLS, thread_name_prefix="pull")
         self._pulls: dict[str, _Pulling] = {}
-        self._running: set[Contained] = set()
+        self._running: set[RunningContainer] = set()
         self._free: list[_Slot] = []
         self._slots = self._made = 0
 
@@ -221,7 +227,7 @@ class DockerRuntime:
     async def start_command(self, job: CommandJob) -> CommandSandbox:
         image = await self._image(job)
         slot, place = self._take(with_values=False)
-        watched = Watched(place.root, job.limits.disk_bytes)
+        watched = WatchedDirectory(place.root, job.limits.disk_bytes)
         ours: tuple[int, ...] = ()
         theirs: tuple[int, ...] = ()
         try:
@@ -233,28 +239,28 @@ class DockerRuntime:
             container, channel = await self._start(box)
             os.close(theirs[0])
             streams = pour(channel, {1: theirs[1], 2: theirs[2]}, partial(_explain, job.argv[0]))
-            started = self._follow(container, streams, watched, job.seat)
+            started = self._follow(container, streams, watched, job.gpu_share)
         except BaseException:
             for descriptor in (*theirs, *ours):
                 os.close(descriptor)
             self._give_back(slot, place)
             raise
-        return Command(
+        return RunningCommand(
             started,
             (ours[0], ours[1]),
             place,
             disk_bytes=job.limits.disk_bytes,
-            judge=partial(_judge, started, watched, job.seat),
+            judge=partial(_judge, started, watched, job.gpu_share),
             release=lambda: self._release(slot, watched),
         )
 
     async def start_runner(self, job: RunnerJob) -> RunnerSandbox:
         image = await self._image(job)
         slot, place = self._take(with_values=True)
-        watched = Watched(place.root, job.limits.disk_bytes)
-        made: list[Contained] = []
+        watched = WatchedDirectory(place.root, job.limits.disk_bytes)
+        made: list[RunningContainer] = []
 
-        async def start(descriptors: Sequence[int], numbers: Sequence[int]) -> Started:  # noqa: ARG001 - the bridge makes its own
+        async def start(descriptors: Sequence[int], numbers: Sequence[int]) -> StartedProcess:  # noqa: ARG001 - the bridge makes its own
             argv = ["python3", "-B", "-c", CHECK, job.python, f"{HOME}/bridge.py"]
             argv += [f"{HOME}/runner/serve.py", f"{HOME}/packages"]
             box = self._box(slot, place, job, image, argv)
@@ -279,15 +285,15 @@ class DockerRuntime:
                     raise SandboxFailed(_no_python(job)) from failure
                 raise
             streams = relay(channel, descriptors)
-            started = self._follow(container, streams, watched, job.seat)
+            started = self._follow(container, streams, watched, job.gpu_share)
             made.append(started)
             return started
 
-        keeping = Keeping(
+        keeping = RunnerHooks(
             place,
             self._values,
             job.limits.disk_bytes,
-            lambda exit, head: _judge(made[0], watched, job.seat, exit, head),
+            lambda exit, head: _judge(made[0], watched, job.gpu_share, exit, head),
             lambda: self._release(slot, watched),
         )
         return await open_runner(start, keeping, job.preload)
@@ -320,7 +326,7 @@ class DockerRuntime:
             self._uids.close()
             self._uids = None
 
-    async def stored(self) -> list[Image]:
+    async def stored(self) -> list[ContainerImage]:
         """The images that lie on this node, with their sizes; the engine decides what it keeps."""
         return await self._call(self._engine.images)
 
@@ -335,13 +341,13 @@ class DockerRuntime:
         self._holders.sweep()
         clear(self._places, self._values)
 
-    async def _image(self, job: CommandJob | RunnerJob) -> Image:
+    async def _image(self, job: CommandJob | RunnerJob) -> ContainerImage:
         """On the node, pulled when it is not; two tasks that want the same one wait for one pull."""
         if job.environment is not None:
             raise SandboxFailed("the Docker runtime runs images, not environments: name an image")
-        if job.lane is not None:
+        if job.network is not None:
             given = await undivided(self._threads, lambda: self.networks, lambda _: None)
-            if Network.EGRESS not in given or len(job.lane.namespaces) != 1:
+            if Network.EGRESS not in given or len(job.network.namespaces) != 1:
                 raise SandboxFailed(f"{CANNOT}: no network here")
         reference = job.image or self._default_image
         if not reference:
@@ -354,18 +360,18 @@ class DockerRuntime:
         if pulling is None:
             loop = asyncio.get_running_loop()
 
-            def told(pull: Pull) -> None:
+            def told(pull: ImagePull) -> None:
                 with contextlib.suppress(RuntimeError):  # nobody waits any more: the loop has ended
                     loop.call_soon_threadsafe(self._hear, pull)
 
             work = loop.run_in_executor(self._pullers, self._engine.pull, reference, told)
             pulling = self._pulls[reference] = _Pulling(work, [])
             work.add_done_callback(lambda done: self._pulled(reference, done))
-        pulling.heard.append(job.said)
+        pulling.heard.append(job.progress)
         try:
             return await asyncio.shield(pulling.work)
         finally:
-            pulling.heard.remove(job.said)
+            pulling.heard.remove(job.progress)
 
     async def _must_be_public(self, registry: str) -> None:
         if not registry or registry in self._registries:
@@ -385,7 +391,7 @@ class DockerRuntime:
                 "and from those their owner names in the policy's [images]"
             )
 
-    def _hear(self, pull: Pull) -> None:
+    def _hear(self, pull: ImagePull) -> None:
         """Everything for whoever made us; for tasks a line for each layer."""
         if self._told is not None:
             self._told(pull)
@@ -395,12 +401,12 @@ class DockerRuntime:
             for said in tuple(pulling.heard):
                 said(pull.text)
 
-    def _pulled(self, reference: str, done: asyncio.Future[Image]) -> None:
+    def _pulled(self, reference: str, done: asyncio.Future[ContainerImage]) -> None:
         del self._pulls[reference]
         if not done.cancelled():
             done.exception()  # whoever waited has it
 
-    def _take(self, *, with_values: bool) -> tuple[_Slot, Workplace]:
+    def _take(self, *, with_values: bool) -> tuple[_Slot, WorkDirectory]:
         if self._free:
             slot = self._free.pop()
         else:
@@ -417,45 +423,45 @@ class DockerRuntime:
                 uid = inside = os.geteuid()
             slot = _Slot(number, uid, inside)
         self._made += 1
-        place = Workplace(self._places / f"{slot.number}-{os.getpid()}-{self._made}", slot.uid)
+        place = WorkDirectory(self._places / f"{slot.number}-{os.getpid()}-{self._made}", slot.uid)
         place.make(with_values=with_values)
         return slot, place
 
-    def _release(self, slot: _Slot, watched: Watched) -> None:
+    def _release(self, slot: _Slot, watched: WatchedDirectory) -> None:
         self._watch.end(watched)
         self._free.append(slot)
 
-    def _give_back(self, slot: _Slot, place: Workplace) -> None:
+    def _give_back(self, slot: _Slot, place: WorkDirectory) -> None:
         place.remove()
         self._free.append(slot)
 
     def _box(
         self,
         slot: _Slot,
-        place: Workplace,
+        place: WorkDirectory,
         job: CommandJob | RunnerJob,
-        image: Image,
+        image: ContainerImage,
         argv: Sequence[str],
-    ) -> Box:
+    ) -> ContainerSpec:
         facts = self._engine.facts
-        gpus = graphics(self._gpus, job.slices, facts.cdi_folders, job.seat)
+        gpus = gpu_mounts(self._gpus, job.slices, facts.cdi_folders, job.gpu_share)
         variables = {
             "HOME": WORK_AT,
             "LANG": "C.UTF-8",
             "TMPDIR": "/tmp",
             "CUDA_VISIBLE_DEVICES": visible_devices(self._gpus, job.slices),
         }
-        seat = dict(job.seat.variables) if job.seat is not None else {}
+        seat = dict(job.gpu_share.variables) if job.gpu_share is not None else {}
         if gpus.binds:
             before = dict(image.env).get("LD_LIBRARY_PATH", "")
             variables["LD_LIBRARY_PATH"] = f"{DRIVER_AT}:{before}" if before else DRIVER_AT
-        return Box(
+        return ContainerSpec(
             image=image.id,
             argv=argv,
             env=tuple((variables | dict(job.env) | seat).items()),
             user=slot.inside,
             limits=job.limits,
-            binds=((str(place.work), WORK_AT, True), *gpus.binds, *names_in(place, job.lane)),
+            binds=((str(place.work), WORK_AT, True), *gpus.binds, *names_in(place, job.network)),
             labels={AGENT_LABEL: self._tag, BOOT_LABEL: self._boot},
             volumes=image.volumes,
             devices=gpus.nodes,
@@ -464,10 +470,10 @@ class DockerRuntime:
             user_processes=job.limits.processes if self._uids is not None else self._most_processes,
             keep_id=facts.rootless and self._podman,
             disk_device=self._disk,
-            lane=job.lane,
+            lane=job.network,
         )
 
-    async def _start(self, box: Box) -> tuple[str, socket.socket]:
+    async def _start(self, box: ContainerSpec) -> tuple[str, socket.socket]:
         await asyncio.to_thread(self._guard.stand)
         # gVisor lets no GPU through, and no lane: it has its own network.
         beyond = bool(box.devices or box.cdi or box.lane is not None)
@@ -487,7 +493,7 @@ class DockerRuntime:
                     self._runsc = [one for one in self._runsc if one != name]
         return await undivided(self._threads, partial(self._begin, box), self._undo)
 
-    def _begin(self, box: Box) -> tuple[str, socket.socket]:
+    def _begin(self, box: ContainerSpec) -> tuple[str, socket.socket]:
         """In a thread: the container runs and its streams are open, or there is none."""
         lane = box.lane
         filter_ = self._seccomp_of_gangs if lane is not None and lane.gang else self._seccomp
@@ -520,10 +526,10 @@ class DockerRuntime:
         self,
         container: str,
         streams: Coroutine[Any, Any, None],
-        watched: Watched,
-        seat: GpuSeat | None,
-    ) -> Contained:
-        started = Contained(self._engine, container, self._threads, streams)
+        watched: WatchedDirectory,
+        seat: GpuShare | None,
+    ) -> RunningContainer:
+        started = RunningContainer(self._engine, container, self._threads, streams)
         self._running.add(started)
         started.when_over(self._running.discard)
         self._watch.begin(watched, started.kill)
@@ -563,22 +569,26 @@ def _no_python(job: RunnerJob) -> str:
 
 
 def _judge(
-    started: Contained, watched: Watched, seat: GpuSeat | None, exit: Exit, head: bytes
-) -> Ended:
+    started: RunningContainer,
+    watched: WatchedDirectory,
+    seat: GpuShare | None,
+    exit: ProcessExit,
+    head: bytes,
+) -> SandboxExit:
     gone = started.gone
     if seat is not None and seat.exceeded:
-        return Ended(137, EndReason.OUT_OF_MEMORY, seat.exceeded)
+        return SandboxExit(137, EndReason.OUT_OF_MEMORY, seat.exceeded)
     if watched.exceeded:
         limit = f"it wrote more than its disk limit of {watched.limit_bytes} bytes"
-        return Ended(137, EndReason.BAD_OUTPUT, limit)
+        return SandboxExit(137, EndReason.BAD_OUTPUT, limit)
     if exit.lost or gone is None:
-        return Ended(exit.code, EndReason.SANDBOX_FAILED, ENGINE_WENT)
+        return SandboxExit(exit.code, EndReason.SANDBOX_FAILED, ENGINE_WENT)
     if gone.out_of_memory and exit.code != 0:
-        return Ended(exit.code, EndReason.OUT_OF_MEMORY, "it used more memory than asked for")
+        return SandboxExit(exit.code, EndReason.OUT_OF_MEMORY, "it used more memory than asked for")
     if not exit.ran and not exit.killed:
         said = gone.detail or "it did not start"
-        return Ended(exit.code, EndReason.SANDBOX_FAILED, said, fault=Fault.UNCLEAR)
+        return SandboxExit(exit.code, EndReason.SANDBOX_FAILED, said, fault=Fault.UNCLEAR)
     text = head.decode("utf-8", "replace")
     if exit.code == 1 and text.startswith(CATATONIT) and NOT_STARTED in text:
-        return Ended(NOT_FOUND if "No such file" in text else NOT_EXECUTABLE)
-    return Ended(exit.code)
+        return SandboxExit(NOT_FOUND if "No such file" in text else NOT_EXECUTABLE)
+    return SandboxExit(exit.code)

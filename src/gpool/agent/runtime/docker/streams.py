@@ -22,7 +22,7 @@ MOST_FILES = 16
 HEAD_BYTES = 512
 
 
-class Frames:
+class FrameDecoder:
     """Cuts a stream of (channel, length, data) frames; a long one is passed on piece by piece."""
 
     def __init__(self, head: struct.Struct) -> None:
@@ -80,7 +80,7 @@ async def pour(
     """
     for descriptor in ends.values():
         os.set_blocking(descriptor, False)
-    frames = Frames(ENGINE_HEAD)
+    frames = FrameDecoder(ENGINE_HEAD)
     head = b""
     try:
         with contextlib.suppress(OSError):  # a reader that is gone, or an engine that is
@@ -104,7 +104,7 @@ async def relay(channel: socket.socket, given: Sequence[int]) -> None:
         os.set_blocking(descriptor, False)
     inward = asyncio.create_task(_inward(channel, calls, files))
     ends = {STDOUT: out, STDERR: err, ANSWERS: answers}
-    outer, inner = Frames(ENGINE_HEAD), Frames(HEAD)
+    outer, inner = FrameDecoder(ENGINE_HEAD), FrameDecoder(HEAD)
     try:
         with contextlib.suppress(OSError):
             while data := await _received(channel):

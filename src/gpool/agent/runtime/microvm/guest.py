@@ -82,7 +82,7 @@ def open_line(how: str) -> int:
     return number
 
 
-class Line:
+class AgentLine:
     """Frames in and out; nothing here ever blocks, and what waits to be sent is bounded by credit and by asking first."""
 
     def __init__(self, number: int) -> None:
@@ -130,7 +130,7 @@ def power_off() -> NoReturn:
     os._exit(1)
 
 
-class Outlet:
+class OutputPipe:
     """One pipe of the command's, sent as credit allows."""
 
     def __init__(self, descriptor: int, stream: int) -> None:
@@ -139,7 +139,7 @@ class Outlet:
         self.credit = WINDOW_BYTES
         self.open = True
 
-    def pump(self, line: Line) -> None:
+    def pump(self, line: AgentLine) -> None:
         try:
             data = os.read(self.descriptor, min(CHUNK_BYTES, self.credit))
         except BlockingIOError:
@@ -153,12 +153,12 @@ class Outlet:
 
 
 class Guest:
-    def __init__(self, line: Line) -> None:
+    def __init__(self, line: AgentLine) -> None:
         self.line = line
         self.task = 0  # pid of the namespace's first process
         self.status: int | None = None
         self.told = False
-        self.outlets: list[Outlet] = []
+        self.outlets: list[OutputPipe] = []
         self.calls = -1
         self.calls_waiting = bytearray()
         self.handing: socket.socket | None = None
@@ -268,7 +268,7 @@ class Guest:
                 finally:
                     os.close(above)
             self.line.say(word="collected", number=number)
-        except (Refused, OSError) as failure:
+        except (OutputRefused, OSError) as failure:
             self.line.say(word="refused", number=number, text=str(failure))
         finally:
             os.close(top)
@@ -279,14 +279,16 @@ class Guest:
             yield from self.send(number, top, name, name, most)
             os.unlink(name, dir_fd=top)
             self.line.say(word="collected", number=number)
-        except (Refused, OSError) as failure:
+        except (OutputRefused, OSError) as failure:
             self.line.say(word="refused", number=number, text=str(failure))
         finally:
             os.close(top)
 
     def walk(self, number: int, directory: int, path: str, most: int) -> Sending:
         if path.count("/") > MAX_DEPTH:
-            raise Refused(f"an output lies more than {MAX_DEPTH} folders deep; use an archive")
+            raise OutputRefused(
+                f"an output lies more than {MAX_DEPTH} folders deep; use an archive"
+            )
         left = most
         for name in sorted(os.listdir(directory)):
             facts = os.stat(name, dir_fd=directory, follow_symlinks=False)
@@ -304,13 +306,17 @@ class Guest:
         try:
             facts = os.stat(name, dir_fd=above, follow_symlinks=False)
         except FileNotFoundError:
-            raise Refused(missing(above, path)) from None
+            raise OutputRefused(missing(above, path)) from None
         if stat.S_ISDIR(facts.st_mode):
-            raise Refused(f"output '{path}' is a directory; ask for '{path}/'")
+            raise OutputRefused(f"output '{path}' is a directory; ask for '{path}/'")
         if not stat.S_ISREG(facts.st_mode):
-            raise Refused(f"output '{path}' is {kind(facts.st_mode)}; only plain files can be one")
+            raise OutputRefused(
+                f"output '{path}' is {kind(facts.st_mode)}; only plain files can be one"
+            )
         if facts.st_size > most:
-            raise Refused(f"output '{path}' is over the disk limit by {facts.st_size - most} bytes")
+            raise OutputRefused(
+                f"output '{path}' is over the disk limit by {facts.st_size - most} bytes"
+            )
         held = os.open(name, READ_FILE, dir_fd=above)
         try:
             whole = size = os.fstat(held).st_size
@@ -333,14 +339,14 @@ class Guest:
         out, out_end = os.pipe()
         err, err_end = os.pipe()
         given = [os.open(os.devnull, os.O_RDONLY), out_end, err_end]
-        self.outlets = [Outlet(out, OUT), Outlet(err, ERR)]
+        self.outlets = [OutputPipe(out, OUT), OutputPipe(err, ERR)]
         if self.job["runner"]:
             calls_end, self.calls = os.pipe()
             answers, answers_end = os.pipe()
             self.handing, theirs = socket.socketpair()
             self.handing.setblocking(False)
             os.set_blocking(self.calls, False)
-            self.outlets.append(Outlet(answers, ANSWERS))
+            self.outlets.append(OutputPipe(answers, ANSWERS))
             given += [calls_end, answers_end, theirs.detach()]
         for outlet in self.outlets:
             os.set_blocking(outlet.descriptor, False)
@@ -451,7 +457,7 @@ class Guest:
                     del self.sending[0]
 
 
-class Refused(Exception):
+class OutputRefused(Exception):
     """An output that is not what was asked for; the text goes to the agent."""
 
 
@@ -459,10 +465,10 @@ def down(above: int, name: str, path: str, wanted: str) -> int:
     try:
         below = os.open(name, READ_DIRECTORY, dir_fd=above)
     except FileNotFoundError:
-        raise Refused(missing(above, wanted)) from None
+        raise OutputRefused(missing(above, wanted)) from None
     except OSError:
         found = kind(os.stat(name, dir_fd=above, follow_symlinks=False).st_mode)
-        raise Refused(f"output '{wanted}': '{path}' is {found}, not a directory") from None
+        raise OutputRefused(f"output '{wanted}': '{path}' is {found}, not a directory") from None
     os.close(above)
     return below
 
@@ -588,7 +594,7 @@ def prepare(work_disk: str) -> str:
 
 def main() -> NoReturn:
     try:
-        Guest(Line(open_line(prepare("/dev/vdd")))).serve()
+        Guest(AgentLine(open_line(prepare("/dev/vdd")))).serve()
     except BaseException as failure:  # noqa: BLE001 - the first process must not return
         sys.stderr.write(f"gpool guest: {type(failure).__name__}: {failure}\n")
         sys.stderr.flush()

@@ -1,7 +1,7 @@
 """The agent's end of the line to a guest: words and bytes both ways, by credit. It waits for nothing without a limit.
 
 The guest may be in the task's hands, its kernel too. So every frame has a greatest length, every stream a window that
-the guest may not overrun, every answer a time, and whoever does not keep to it is `Lied` about: the machine is ended.
+the guest may not overrun, every answer a time, and whoever does not keep to it is `GuestViolation` about: the machine is ended.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from gpool.agent.runtime.bubblewrap.launcher_client import Exit
+from gpool.agent.runtime.bubblewrap.launcher_client import ProcessExit
 from gpool.agent.runtime.descriptor_wait import readable, writable
 from gpool.agent.runtime.microvm import guest
-from gpool.agent.runtime.microvm.guest_outputs import Taking, printable
-from gpool.agent.runtime.protocol import BadOutput, SandboxFailed, Staged
+from gpool.agent.runtime.microvm.guest_outputs import OutputCollection, printable
+from gpool.agent.runtime.protocol import BadOutput, SandboxFailed, StagedInput
 from gpool.core.model import OutputFile
 from gpool.core.specs.paths import checked
 
@@ -33,12 +33,12 @@ MOST_DROPPED_BYTES = 64 << 20  # of outputs that were refused while they came
 KILLED = 137
 
 
-class Lied(Exception):
+class GuestViolation(Exception):
     """The guest said what ours never says."""
 
 
 @dataclass(frozen=True, slots=True)
-class Pipes:
+class GuestPipes:
     """The agent's ends: where what comes is written, and where what goes is read. -1: there is none."""
 
     out: int
@@ -75,7 +75,7 @@ class _Inflow:
             return  # it came after the end
         self._held += len(data)
         if self._held > guest.WINDOW_BYTES:
-            raise Lied("it sent more than it had credit for")
+            raise GuestViolation("it sent more than it had credit for")
         self._waiting.append(data)
         self._stirred.set()
 
@@ -107,10 +107,10 @@ class _Inflow:
             os.close(self._descriptor)
 
 
-class Talk:
+class GuestConnection:
     """One guest's line. `over` is done when the command has ended or the machine is gone, whichever is first."""
 
-    def __init__(self, connection: socket.socket, pipes: Pipes) -> None:
+    def __init__(self, connection: socket.socket, pipes: GuestPipes) -> None:
         connection.setblocking(False)
         self._connection = connection
         self._pipes = pipes
@@ -120,7 +120,7 @@ class Talk:
         loop = asyncio.get_running_loop()
         self._hello: asyncio.Future[None] = loop.create_future()
         self._started: asyncio.Future[None] = loop.create_future()
-        self.over: asyncio.Future[Exit] = loop.create_future()
+        self.over: asyncio.Future[ProcessExit] = loop.create_future()
         self.out_of_memory = False
         self.lie = ""
         self._inflows = {
@@ -134,7 +134,7 @@ class Talk:
         }
         self._call_credit = guest.WINDOW_BYTES
         self._call_room = asyncio.Event()
-        self._taking: Taking | None = None
+        self._taking: OutputCollection | None = None
         self._taken: asyncio.Future[None] | None = None
         self._stirred = asyncio.Event()
         self._number = 0
@@ -156,7 +156,7 @@ class Talk:
         await self._patiently(self._hello, within_s, "the guest did not boot")
 
     async def begin(
-        self, job: Mapping[str, object], inputs: Sequence[Staged], within_s: float
+        self, job: Mapping[str, object], inputs: Sequence[StagedInput], within_s: float
     ) -> None:
         await self._say(word="begin", **job)
         for staged in inputs:
@@ -177,18 +177,20 @@ class Talk:
         self, wanted: Sequence[str], into: Path, quota_bytes: int
     ) -> list[OutputFile]:
         return await self._take(
-            "collect", Taking(wanted, into, quota_bytes), quota_bytes, wanted=list(wanted)
+            "collect", OutputCollection(wanted, into, quota_bytes), quota_bytes, wanted=list(wanted)
         )
 
     async def take_value(self, name: str, into: Path, quota_bytes: int) -> Path:
-        found = await self._take("take", Taking([name], into, quota_bytes), quota_bytes, name=name)
+        found = await self._take(
+            "take", OutputCollection([name], into, quota_bytes), quota_bytes, name=name
+        )
         return into / found[0].sha256
 
-    def gone(self, exit: Exit) -> None:
+    def gone(self, exit: ProcessExit) -> None:
         """The machine has ended, whatever the guest said or did not say before."""
         if not self.over.done():
             code = KILLED if exit.killed else exit.code
-            self.over.set_result(Exit(code, ran=False, killed=exit.killed, lost=exit.lost))
+            self.over.set_result(ProcessExit(code, ran=False, killed=exit.killed, lost=exit.lost))
         self._finish(SandboxFailed("the guest ended"))
 
     async def close(self) -> None:
@@ -198,7 +200,7 @@ class Talk:
         if not self._tasks:  # never opened: the pipes are still ours
             self._pipes.close()
         else:
-            Pipes(-1, -1, calls=self._pipes.calls, files=self._pipes.files).close()
+            GuestPipes(-1, -1, calls=self._pipes.calls, files=self._pipes.files).close()
         if self._writer is not None:
             self._writer.close()
             with contextlib.suppress(OSError):
@@ -215,11 +217,18 @@ class Talk:
             while True:
                 length, stream = guest.HEAD.unpack(await reader.readexactly(guest.HEAD.size))
                 if length > MOST_FRAME_BYTES:
-                    raise Lied(f"it sent a frame of {length} bytes")
+                    raise GuestViolation(f"it sent a frame of {length} bytes")
                 self._hear(stream, await reader.readexactly(length))
         except (asyncio.IncompleteReadError, ConnectionError):
             return  # the monitor's end says the rest
-        except (Lied, struct.error, ValueError, KeyError, TypeError, RecursionError) as lie:
+        except (
+            GuestViolation,
+            struct.error,
+            ValueError,
+            KeyError,
+            TypeError,
+            RecursionError,
+        ) as lie:
             self.lie = printable(lie)
             self._finish(SandboxFailed(f"the guest does not keep to its words: {self.lie}"))
             if self.on_lie is not None:
@@ -234,20 +243,20 @@ class Talk:
             which, more = guest.CREDIT_BODY.unpack(body)
             self._call_credit += more
             if which != guest.CALLS or self._call_credit > guest.WINDOW_BYTES:
-                raise Lied("it gave credit it had not got")
+                raise GuestViolation("it gave credit it had not got")
             self._call_room.set()
         elif stream == guest.WORDS:
             if body.count(b"[") + body.count(b"{") > MOST_BRACKETS:
-                raise Lied("it sent a word too deep to read")
+                raise GuestViolation("it sent a word too deep to read")
             word = json.loads(body)
             self._hear_word(str(word["word"]), word)
         else:
-            raise Lied(f"it sent on stream {stream}")
+            raise GuestViolation(f"it sent on stream {stream}")
 
     def _hear_word(self, name: str, word: Mapping[str, object]) -> None:
         if name == "hello" and not self._hello.done():
             if word.get("version") != guest.VERSION:
-                raise Lied("it is of another version")
+                raise GuestViolation("it is of another version")
             self._hello.set_result(None)
         elif name == "started" and not self._started.done():
             self._started.set_result(None)
@@ -256,16 +265,16 @@ class Talk:
         elif name == "ended" and self._started.done():
             code, oom = word.get("code"), word.get("oom")
             if type(code) is not int or not 0 <= code <= 255:
-                raise Lied("it ended with no exit code")
+                raise GuestViolation("it ended with no exit code")
             self.out_of_memory = oom is True
             if not self.over.done():
-                self.over.set_result(Exit(code, ran=True, killed=False))
+                self.over.set_result(ProcessExit(code, ran=True, killed=False))
             for inflow in self._inflows.values():
                 inflow.finish()
         elif name in ("output", "collected", "refused"):
             self._hear_taking(name, word)
         else:
-            raise Lied(f"it said {name}")
+            raise GuestViolation(f"it said {name}")
 
     def _hear_taking(self, name: str, word: Mapping[str, object]) -> None:
         taking, taken = self._taking, self._taken
@@ -288,7 +297,7 @@ class Talk:
         if taking is None or taken is None or taken.done() or self._stale:
             self._dropped_bytes += len(body)
             if self._dropped_bytes > MOST_DROPPED_BYTES:
-                raise Lied("it sends outputs nobody asked for")
+                raise GuestViolation("it sends outputs nobody asked for")
             return
         self._stirred.set()
         try:
@@ -297,7 +306,7 @@ class Talk:
             taken.set_exception(bad)
 
     async def _take(
-        self, word: str, taking: Taking, quota_bytes: int, **words: object
+        self, word: str, taking: OutputCollection, quota_bytes: int, **words: object
     ) -> list[OutputFile]:
         async with self._one_taking:
             self._number += 1

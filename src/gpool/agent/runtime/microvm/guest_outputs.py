@@ -23,7 +23,7 @@ def printable(text: object) -> str:
     return str(text)[:MOST_TEXT].encode("unicode_escape").decode()
 
 
-class Taking:
+class OutputCollection:
     """What comes in answer to one request: announced by a word, then so many bytes, then the next."""
 
     def __init__(self, wanted: Sequence[str], into: Path, quota_bytes: int) -> None:
@@ -36,7 +36,7 @@ class Taking:
         self._names_bytes = 0
         self._names: dict[str, str] = {}
         self.found: list[OutputFile] = []
-        self._file: _Arriving | None = None
+        self._file: _IncomingFile | None = None
 
     def announce(self, word: Mapping[str, object]) -> None:
         path, size, executable = word.get("path"), word.get("size"), word.get("executable")
@@ -68,7 +68,7 @@ class Taking:
                 f"output '{printable(path)}' of {size} bytes is over the disk limit of {self._quota_bytes}"
             )
         self._left_bytes -= size
-        self._file = _Arriving(self._into, path, size, executable)
+        self._file = _IncomingFile(self._into, path, size, executable)
         self.take(b"")
 
     def take(self, data: bytes) -> None:
@@ -97,7 +97,7 @@ class Taking:
             self._file = None
 
 
-class _Arriving:
+class _IncomingFile:
     def __init__(self, into: Path, path: str, size: int, executable: bool) -> None:
         self._into = into
         self._path = path

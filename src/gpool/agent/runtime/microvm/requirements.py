@@ -19,21 +19,23 @@ SBIN = "/usr/sbin:/sbin:/usr/bin:/bin:/usr/local/bin"
 
 
 @dataclass(frozen=True, slots=True)
-class Fact:
+class GuestRequirement:
     name: str
     ok: bool
     text: str
     fix: str = ""
 
 
-def facts(disks: Path | None = None) -> list[Fact]:
+def facts(disks: Path | None = None) -> list[GuestRequirement]:
     """One line each; `disks` is where a runtime keeps what its probe found (`<data>/microvm-disks`)."""
     return [
         _kernel(),
         _monitor(),
         *(_tool(name, package) for name, package in TOOLS),
         _kvm(disks),
-        Fact("guest gpu", True, "not offered: a guest would need the whole device (VFIO)"),
+        GuestRequirement(
+            "guest gpu", True, "not offered: a guest would need the whole device (VFIO)"
+        ),
     ]
 
 
@@ -47,33 +49,39 @@ def missing() -> str | None:
     return None
 
 
-def _kernel() -> Fact:
+def _kernel() -> GuestRequirement:
     try:
         found = find_kernel()
     except NoKernel as absent:
-        return Fact("guest kernel", False, str(absent), "apt-get install linux-image-cloud-amd64")
-    return Fact("guest kernel", True, f"{found.version} at {found.image}")
+        return GuestRequirement(
+            "guest kernel", False, str(absent), "apt-get install linux-image-cloud-amd64"
+        )
+    return GuestRequirement("guest kernel", True, f"{found.version} at {found.image}")
 
 
-def _monitor() -> Fact:
+def _monitor() -> GuestRequirement:
     found = [path for path in (find_qemu(), find_firecracker()) if path]
     if found:
-        return Fact("machine monitor", True, ", ".join(found))
+        return GuestRequirement("machine monitor", True, ", ".join(found))
     fix = "apt-get install qemu-system-x86"
-    return Fact("machine monitor", False, "there is neither QEMU nor Firecracker here", fix)
+    return GuestRequirement(
+        "machine monitor", False, "there is neither QEMU nor Firecracker here", fix
+    )
 
 
-def _tool(name: str, package: str) -> Fact:
+def _tool(name: str, package: str) -> GuestRequirement:
     found = shutil.which(name, path=SBIN)
     if found:
-        return Fact(name, True, found)
-    return Fact(name, False, f"there is no {name} here", f"apt-get install {package}")
+        return GuestRequirement(name, True, found)
+    return GuestRequirement(name, False, f"there is no {name} here", f"apt-get install {package}")
 
 
-def _kvm(disks: Path | None) -> Fact:
+def _kvm(disks: Path | None) -> GuestRequirement:
     """What the last probe found; a slower guest is no fault, so it is never `not ok`."""
     if not os.path.exists(KVM_AT):
-        return Fact("kvm", True, "there is no /dev/kvm: guests are emulated, several times slower")
+        return GuestRequirement(
+            "kvm", True, "there is no /dev/kvm: guests are emulated, several times slower"
+        )
     if disks is not None:
         try:
             said = json.loads((disks / "probe.json").read_text())
@@ -81,8 +89,12 @@ def _kvm(disks: Path | None) -> Fact:
         except (OSError, ValueError, KeyError, TypeError):
             boots = None
         if boots is True:
-            return Fact("kvm", True, "a guest was booted with it")
+            return GuestRequirement("kvm", True, "a guest was booted with it")
         if boots is False:
             fix = "is it open to all (chmod 666 /dev/kvm)? is nested virtualisation on?"
-            return Fact("kvm", True, "/dev/kvm is there and boots no guest: they are emulated", fix)
-    return Fact("kvm", True, "/dev/kvm is there; the first guest will tell whether it boots one")
+            return GuestRequirement(
+                "kvm", True, "/dev/kvm is there and boots no guest: they are emulated", fix
+            )
+    return GuestRequirement(
+        "kvm", True, "/dev/kvm is there; the first guest will tell whether it boots one"
+    )

@@ -24,44 +24,55 @@ from gpool.agent.runtime.bubblewrap import layout, seccomp
 from gpool.agent.runtime.bubblewrap.launcher_client import (
     LAUNCHER_DIED,
     Bind,
-    Exit,
     Launcher,
-    Order,
-    Started,
+    LaunchOrder,
+    ProcessExit,
+    StartedProcess,
 )
-from gpool.agent.runtime.bubblewrap.runtime import RUN, UIDS_A_BLOCK, Slot, Uids, find_bwrap
+from gpool.agent.runtime.bubblewrap.runtime import (
+    RUN,
+    UIDS_A_BLOCK,
+    SandboxSlot,
+    UidBlock,
+    find_bwrap,
+)
 from gpool.agent.runtime.microvm.guest import AGENT_PORT
-from gpool.agent.runtime.microvm.guest_link import Pipes, Talk
-from gpool.agent.runtime.microvm.image.build import Image, Images
-from gpool.agent.runtime.microvm.image.disks import Disks, make_work_disk
+from gpool.agent.runtime.microvm.guest_link import GuestConnection, GuestPipes
+from gpool.agent.runtime.microvm.image.build import GuestImage, GuestImageBuilder
+from gpool.agent.runtime.microvm.image.disks import DiskStore, make_work_disk
 from gpool.agent.runtime.microvm.image.kernel import Kernel, NoKernel, find_kernel
 from gpool.agent.runtime.microvm.monitors import choice as choosing
 from gpool.agent.runtime.microvm.monitors import firecracker
-from gpool.agent.runtime.microvm.monitors.choice import Choice
+from gpool.agent.runtime.microvm.monitors.choice import MonitorChoice
 from gpool.agent.runtime.microvm.monitors.confinement import monitor_arguments
-from gpool.agent.runtime.microvm.monitors.protocol import Disk, Machine, Vmm, guest_memory_mib
+from gpool.agent.runtime.microvm.monitors.protocol import (
+    GuestDisk,
+    GuestMachine,
+    MachineMonitor,
+    guest_memory_mib,
+)
 from gpool.agent.runtime.microvm.monitors.qemu import Qemu
-from gpool.agent.runtime.microvm.sandbox import Console, GuestPlace, GuestStarted
+from gpool.agent.runtime.microvm.sandbox import Console, GuestWorkDirectory, StartedGuest
 from gpool.agent.runtime.protocol import (
     CommandJob,
     CommandSandbox,
-    Ended,
-    Limits,
-    Prepared,
+    PreparedEnvironment,
     RunnerJob,
     RunnerSandbox,
+    SandboxExit,
     SandboxFailed,
+    SandboxLimits,
 )
 from gpool.agent.runtime.runner_calls import (
     ANSWERS_AT,
     CALLS_AT,
     FILES_AT,
-    Keeping,
+    RunnerHooks,
     must_have,
     open_runner,
 )
-from gpool.agent.runtime.running_command import Command, command_pipes
-from gpool.agent.runtime.work_directory import Workplace, clear
+from gpool.agent.runtime.running_command import RunningCommand, command_pipes
+from gpool.agent.runtime.work_directory import WorkDirectory, clear
 from gpool.core.model import EndReason, Gpu, Network, Tier
 
 T = TypeVar("T")
@@ -73,12 +84,12 @@ MOST_CPUS = 32
 
 
 @dataclass(frozen=True, slots=True)
-class Running:
+class RunningGuest:
     """One started guest, and what it takes to give everything back."""
 
-    started: GuestStarted
-    place: GuestPlace
-    judge: Callable[[Exit, bytes], Ended]
+    started: StartedGuest
+    place: GuestWorkDirectory
+    judge: Callable[[ProcessExit, bytes], SandboxExit]
 
 
 class MicrovmRuntime:
@@ -99,7 +110,7 @@ class MicrovmRuntime:
         *,
         disks: Path | None = None,
         kernel: Kernel | None = None,
-        vmm: Vmm | None = None,
+        vmm: MachineMonitor | None = None,
     ) -> None:
         self._bwrap = find_bwrap()
         if not self._bwrap:
@@ -109,21 +120,21 @@ class MicrovmRuntime:
         except NoKernel as absent:
             raise SandboxFailed(str(absent)) from absent
         self._root = os.geteuid() == 0
-        self._uids = Uids() if self._root else None
+        self._uids = UidBlock() if self._root else None
         data = data_dir.resolve()
         self._places = data / "microvms"
         self._values = data / "microvm-values"
         for path, mode in ((self._places, 0o711), (self._values, 0o700)):
             path.mkdir(mode=mode, parents=True, exist_ok=True)
             path.chmod(mode)
-        self._disks = Disks(disks.resolve() if disks else data / "microvm-disks")
+        self._disks = DiskStore(disks.resolve() if disks else data / "microvm-disks")
         self._layout = layout.prepare(data / "microvm-inside")
-        self._images = Images(self._disks, self._layout, self._kernel)
+        self._images = GuestImageBuilder(self._disks, self._layout, self._kernel)
         self._tag = "gpool-vm-" + hashlib.sha256(bytes(self._places)).hexdigest()[:12] + "-"
         self._hierarchy = cgroups.find(
             Path("/proc/self/mountinfo").read_text(), Path("/proc/self/cgroup").read_text()
         )
-        self._free: list[Slot] = []
+        self._free: list[SandboxSlot] = []
         self._slots = self._made = 0
         place = RUN / "inside-vm"
         if self._root:
@@ -134,7 +145,7 @@ class MicrovmRuntime:
             place=str(place) if self._root else "", binds=binds, seccomp=seccomp.program()
         )
         self._vmm = vmm
-        self._choice: Choice | None = None
+        self._choice: MonitorChoice | None = None
         self._preparing = asyncio.Lock()
 
     @property
@@ -152,13 +163,13 @@ class MicrovmRuntime:
         (stdin, out_end, err_end), ours = command_pipes()
         os.close(stdin)
         try:
-            running = await self._start(slot, root, job, job.argv, Pipes(out_end, err_end))
+            running = await self._start(slot, root, job, job.argv, GuestPipes(out_end, err_end))
         except BaseException:
             for descriptor in ours:
                 os.close(descriptor)
             self._give_back(slot, root)
             raise
-        return Command(
+        return RunningCommand(
             running.started,
             ours,
             running.place,
@@ -170,10 +181,10 @@ class MicrovmRuntime:
     async def start_runner(self, job: RunnerJob) -> RunnerSandbox:
         must_have(job.python)
         slot, root = self._take(with_values=True)
-        place = GuestPlace(root.root, root.uid, asyncio.get_running_loop())
-        judged: list[Callable[[Exit, bytes], Ended]] = []
+        place = GuestWorkDirectory(root.root, root.uid, asyncio.get_running_loop())
+        judged: list[Callable[[ProcessExit, bytes], SandboxExit]] = []
 
-        async def start(descriptors: Sequence[int], numbers: Sequence[int]) -> Started:
+        async def start(descriptors: Sequence[int], numbers: Sequence[int]) -> StartedProcess:
             stdin, out, err, calls, answers, files = descriptors
             os.close(stdin)
             os.set_blocking(calls, False)
@@ -182,12 +193,12 @@ class MicrovmRuntime:
             words = [str(number) for number in numbers]
             python = job.environment.python if job.environment else self._layout.python
             argv = (python, "-B", self._layout.runner, "alone", *words)
-            pipes = Pipes(out, err, answers, calls, passing)
+            pipes = GuestPipes(out, err, answers, calls, passing)
             running = await self._start(slot, root, job, argv, pipes, place)
             judged.append(running.judge)
             return running.started
 
-        keeping = Keeping(
+        keeping = RunnerHooks(
             place,
             self._values,
             job.limits.disk_bytes,
@@ -218,7 +229,7 @@ class MicrovmRuntime:
         clear(self._places, self._values)
         self._disks.sweep()
 
-    def _take(self, *, with_values: bool) -> tuple[Slot, Workplace]:
+    def _take(self, *, with_values: bool) -> tuple[SandboxSlot, WorkDirectory]:
         if self._free:
             slot = self._free.pop()
         else:
@@ -229,21 +240,23 @@ class MicrovmRuntime:
             group = None
             if self._hierarchy.version:
                 try:
-                    group = cgroups.Group(self._hierarchy, f"{self._tag}{number}")
+                    group = cgroups.ControlGroup(self._hierarchy, f"{self._tag}{number}")
                 except OSError as refused:
                     raise SandboxFailed(f"cannot make a control group: {refused}") from refused
-            slot = Slot(number, uid, group)
+            slot = SandboxSlot(number, uid, group)
             self._slots += 1
         self._made += 1
-        place = Workplace(self._places / f"{slot.number}-{os.getpid()}-{self._made}", slot.uid)
+        place = WorkDirectory(self._places / f"{slot.number}-{os.getpid()}-{self._made}", slot.uid)
         place.make(with_values=with_values)
         return slot, place
 
-    def _give_back(self, slot: Slot, place: Workplace) -> None:
+    def _give_back(self, slot: SandboxSlot, place: WorkDirectory) -> None:
         place.remove()
         self._free.append(slot)
 
-    async def _ready(self, environment: Prepared | None) -> tuple[Vmm, Choice, Image]:
+    async def _ready(
+        self, environment: PreparedEnvironment | None
+    ) -> tuple[MachineMonitor, MonitorChoice, GuestImage]:
         """The monitor and the disks: probed and built once, however many ask for it at the same time."""
         async with self._preparing:
             if self._choice is None:
@@ -259,13 +272,13 @@ class MicrovmRuntime:
             image = await _to_its_end(making)
             return vmm, self._choice, image
 
-    async def _boots(self, vmm: Vmm) -> bool:
+    async def _boots(self, vmm: MachineMonitor) -> bool:
         """Whether a monitor boots a guest, confined as all are."""
         kernel = await asyncio.to_thread(self._images.kernel_file, unpacked=vmm.unpacked_kernel)
         probe = self._disks.keep("probe.cpio", choosing.probe_archive())
         assert probe is not None
         at = self._reach["disks"]
-        machine = Machine(f"{at}/{kernel.name}", f"{at}/{probe.name}", (), (), 128, 1)
+        machine = GuestMachine(f"{at}/{kernel.name}", f"{at}/{probe.name}", (), (), 128, 1)
         slot, root = self._take(with_values=False)
         console = Console()
         try:
@@ -284,24 +297,24 @@ class MicrovmRuntime:
 
     async def _start(
         self,
-        slot: Slot,
-        root: Workplace,
+        slot: SandboxSlot,
+        root: WorkDirectory,
         job: CommandJob | RunnerJob,
         argv: Sequence[str],
-        pipes: Pipes,
-        place: GuestPlace | None = None,
-    ) -> Running:
+        pipes: GuestPipes,
+        place: GuestWorkDirectory | None = None,
+    ) -> RunningGuest:
         """Takes the pipes over, whatever happens."""
-        place = place or GuestPlace(root.root, root.uid, asyncio.get_running_loop())
-        talk: Talk | None = None
-        vmm_started: Started | None = None
+        place = place or GuestWorkDirectory(root.root, root.uid, asyncio.get_running_loop())
+        talk: GuestConnection | None = None
+        vmm_started: StartedProcess | None = None
         console: Console | None = None
         sockets: list[socket.socket] = []
         try:
-            if job.lane is not None:
+            if job.network is not None:
                 raise SandboxFailed("a guest has no network on this node")
             if self._choice is None:
-                job.said("the first guest on this node: its disks are made, once")
+                job.progress("the first guest on this node: its disks are made, once")
             vmm, choice, image = await self._ready(job.environment)
             disk = root.root / "work.img"
             await _to_its_end(asyncio.to_thread(make_work_disk, disk, job.limits.disk_bytes))
@@ -327,8 +340,8 @@ class MicrovmRuntime:
                 folder = root.root / "vmm"
                 await firecracker.tell(folder, root.uid, vmm.requests(machine))
                 ours = await firecracker.accept(listening, BOOT_WITHIN_S)
-            talk = Talk(ours, pipes)
-            started = GuestStarted(vmm_started, talk, console)
+            talk = GuestConnection(ours, pipes)
+            started = StartedGuest(vmm_started, talk, console)
             place.use(talk)
             await talk.open(BOOT_WITHIN_S)
             await talk.begin(self._job(job, argv), getattr(job, "inputs", ()), START_WITHIN_S)
@@ -345,26 +358,30 @@ class MicrovmRuntime:
             if isinstance(failure, SandboxFailed) and said:
                 raise SandboxFailed(f"{failure}; its console: {said}") from failure
             raise
-        return Running(started, place, _judge(talk, console))
+        return RunningGuest(started, place, _judge(talk, console))
 
-    def _machine(self, image: Image, vmm: Vmm, choice: Choice, limits: Limits) -> Machine:
+    def _machine(
+        self, image: GuestImage, vmm: MachineMonitor, choice: MonitorChoice, limits: SandboxLimits
+    ) -> GuestMachine:
         at = self._reach["disks"]
         inside = {path: f"{at}/{path.name}" for path in image.paths}
         disks = (
-            Disk("system", inside[image.system], True),
-            Disk("home", inside[image.home], True),
-            Disk("own", inside[image.own], True),
-            Disk("work", "/work.img", False),
+            GuestDisk("system", inside[image.system], True),
+            GuestDisk("home", inside[image.home], True),
+            GuestDisk("own", inside[image.own], True),
+            GuestDisk("work", "/work.img", False),
         )
         cpus = min(MOST_CPUS, max(1, -(-limits.cpu_milli // 1000)), os.cpu_count() or 1)
         memory = guest_memory_mib(limits.memory_bytes)
         words = (f"gpool.control={vmm.control}", *choice.words)
-        return Machine(inside[image.kernel], inside[image.archive], words, disks, memory, cpus)
+        return GuestMachine(inside[image.kernel], inside[image.archive], words, disks, memory, cpus)
 
-    def _limit(self, slot: Slot, vmm: Vmm, limits: Limits, machine: Machine) -> None:
+    def _limit(
+        self, slot: SandboxSlot, vmm: MachineMonitor, limits: SandboxLimits, machine: GuestMachine
+    ) -> None:
         if slot.group is None:
             return
-        whole = Limits(
+        whole = SandboxLimits(
             cpu_milli=limits.cpu_milli,
             memory_bytes=(machine.memory_mib << 20) + vmm.overhead_bytes,
             processes=MONITOR_THREADS + machine.cpus,
@@ -375,7 +392,7 @@ class MicrovmRuntime:
         except OSError as refused:
             raise SandboxFailed(f"cannot set limits: {refused}") from refused
 
-    def _listen(self, root: Workplace, vmm: Vmm) -> socket.socket | None:
+    def _listen(self, root: WorkDirectory, vmm: MachineMonitor) -> socket.socket | None:
         if vmm.control != "vsock":
             return None
         folder = root.root / "vmm"
@@ -386,13 +403,13 @@ class MicrovmRuntime:
 
     async def _launch(
         self,
-        slot: Slot,
-        root: Workplace,
-        vmm: Vmm,
-        machine: Machine,
+        slot: SandboxSlot,
+        root: WorkDirectory,
+        vmm: MachineMonitor,
+        machine: GuestMachine,
         files: Sequence[Path],
         ends: tuple[int, Console],
-    ) -> Started:
+    ) -> StartedProcess:
         line, console = ends
         confined = vmm.start(machine, LINE_AT)
         reach = f"{self._reach['microvms']}/{root.root.name}"
@@ -407,7 +424,7 @@ class MicrovmRuntime:
         ]
         command += monitor_arguments(confined, seen, reach, disk=bool(machine.disks))
         return await self._launcher.start(
-            Order(
+            LaunchOrder(
                 mode="bubblewrap",
                 argv=[*command, "--", *confined.argv],
                 descriptors=given,
@@ -444,18 +461,20 @@ async def _to_its_end(work: Coroutine[Any, Any, T]) -> T:
         raise
 
 
-def _judge(talk: Talk, console: Console) -> Callable[[Exit, bytes], Ended]:
-    def judge(exit: Exit, head: bytes) -> Ended:  # noqa: ARG001 - the same shape as bubblewrap's
+def _judge(talk: GuestConnection, console: Console) -> Callable[[ProcessExit, bytes], SandboxExit]:
+    def judge(exit: ProcessExit, head: bytes) -> SandboxExit:  # noqa: ARG001 - the same shape as bubblewrap's
         if exit.ran and exit.code != 0 and talk.out_of_memory:
-            return Ended(exit.code, EndReason.OUT_OF_MEMORY, "it used more memory than asked for")
+            return SandboxExit(
+                exit.code, EndReason.OUT_OF_MEMORY, "it used more memory than asked for"
+            )
         if exit.lost:
-            return Ended(exit.code, EndReason.SANDBOX_FAILED, LAUNCHER_DIED)
+            return SandboxExit(exit.code, EndReason.SANDBOX_FAILED, LAUNCHER_DIED)
         if talk.lie:
             told = f"the guest did not keep to its words: {talk.lie}"
-            return Ended(137, EndReason.SANDBOX_FAILED, told)
+            return SandboxExit(137, EndReason.SANDBOX_FAILED, told)
         if not exit.ran and not exit.killed:
             told = f"the guest died; its console: {console.tail() or 'empty'}"
-            return Ended(exit.code or 1, EndReason.SANDBOX_FAILED, told)
-        return Ended(exit.code)
+            return SandboxExit(exit.code or 1, EndReason.SANDBOX_FAILED, told)
+        return SandboxExit(exit.code)
 
     return judge

@@ -9,12 +9,12 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TypeVar
 
-from gpool.agent.runtime.bubblewrap.launcher_client import Exit, Started
+from gpool.agent.runtime.bubblewrap.launcher_client import ProcessExit, StartedProcess
 from gpool.agent.runtime.descriptor_wait import readable
-from gpool.agent.runtime.microvm.guest_link import Talk
+from gpool.agent.runtime.microvm.guest_link import GuestConnection
 from gpool.agent.runtime.microvm.guest_outputs import printable
 from gpool.agent.runtime.protocol import BadOutput
-from gpool.agent.runtime.work_directory import Workplace
+from gpool.agent.runtime.work_directory import WorkDirectory
 from gpool.core.model import OutputFile
 
 TAIL_BYTES = 2000
@@ -60,10 +60,10 @@ class Console:
         return self.tail()
 
 
-class GuestStarted(Started):
+class StartedGuest(StartedProcess):
     """What runs in a guest: over when the command is, though the machine stays until its outputs are fetched."""
 
-    def __init__(self, monitor: Started, talk: Talk, console: Console) -> None:
+    def __init__(self, monitor: StartedProcess, talk: GuestConnection, console: Console) -> None:
         self._monitor = monitor
         self._talk = talk
         self._console = console
@@ -78,7 +78,7 @@ class GuestStarted(Started):
     def is_over(self) -> bool:
         return self._talk.over.done()
 
-    async def exited(self) -> Exit:
+    async def exited(self) -> ProcessExit:
         return await asyncio.shield(self._talk.over)
 
     async def kill(self) -> None:
@@ -95,7 +95,7 @@ class GuestStarted(Started):
             await self._talk.warn()
 
 
-class GuestPlace(Workplace):
+class GuestWorkDirectory(WorkDirectory):
     """A work directory that lies in a guest: outputs come over the line. What lies on the host is the disk, unread."""
 
     __slots__ = ("_loop", "_talk")
@@ -106,9 +106,9 @@ class GuestPlace(Workplace):
         object.__setattr__(self, "_talk", None)
 
     _loop: asyncio.AbstractEventLoop
-    _talk: Talk | None
+    _talk: GuestConnection | None
 
-    def use(self, talk: Talk) -> None:
+    def use(self, talk: GuestConnection) -> None:
         object.__setattr__(self, "_talk", talk)
 
     def collect(self, wanted: Sequence[str], into: Path, quota_bytes: int) -> list[OutputFile]:
@@ -126,7 +126,7 @@ class GuestPlace(Workplace):
         )
         return _result(asked)
 
-    def _talking(self) -> Talk:
+    def _talking(self) -> GuestConnection:
         if self._talk is None:
             raise BadOutput("the guest never ran")
         return self._talk

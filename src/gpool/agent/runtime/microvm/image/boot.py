@@ -30,7 +30,7 @@ Word = int | str | tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class BootStep:
     """One system call."""
 
     number: int
@@ -38,7 +38,7 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
-class Becomes:
+class BootPlan:
     """Where the second disk and the third lie in the first, and what runs then."""
 
     modules: tuple[str, ...]  # paths in the archive, in the order to load them
@@ -49,35 +49,37 @@ class Becomes:
     env: tuple[str, ...] = field(default=())
 
 
-def steps(becomes: Becomes) -> list[Step]:
+def steps(becomes: BootPlan) -> list[BootStep]:
     """From an empty kernel to the guest's program, its disks in place."""
-    row = [Step(SYS_MOUNT, ("dev", "/dev", "devtmpfs", MS_NOSUID, 0))]
+    row = [BootStep(SYS_MOUNT, ("dev", "/dev", "devtmpfs", MS_NOSUID, 0))]
     for path in becomes.modules:
         row += [
-            Step(SYS_OPEN, (path, 0)),
-            Step(SYS_FINIT_MODULE, (FIRST_FREE, "", 0)),
-            Step(SYS_CLOSE, (FIRST_FREE,)),
+            BootStep(SYS_OPEN, (path, 0)),
+            BootStep(SYS_FINIT_MODULE, (FIRST_FREE, "", 0)),
+            BootStep(SYS_CLOSE, (FIRST_FREE,)),
         ]
     flags = MS_RDONLY | MS_NOSUID | MS_NODEV
     return [
         *row,
-        Step(SYS_MOUNT, ("/dev/vda", "/system", "squashfs", flags, 0)),
-        Step(SYS_MOUNT, ("/dev/vdb", f"/system{becomes.home}", "squashfs", flags, 0)),
-        Step(SYS_MOUNT, ("/dev/vdc", f"/system{becomes.own}", "squashfs", flags, 0)),
+        BootStep(SYS_MOUNT, ("/dev/vda", "/system", "squashfs", flags, 0)),
+        BootStep(SYS_MOUNT, ("/dev/vdb", f"/system{becomes.home}", "squashfs", flags, 0)),
+        BootStep(SYS_MOUNT, ("/dev/vdc", f"/system{becomes.own}", "squashfs", flags, 0)),
         *(
-            Step(SYS_MOUNT, (f"/system{becomes.own}{folder}", f"/system{inside}", 0, MS_BIND, 0))
+            BootStep(
+                SYS_MOUNT, (f"/system{becomes.own}{folder}", f"/system{inside}", 0, MS_BIND, 0)
+            )
             for folder, inside in becomes.shown
         ),
-        Step(SYS_MOUNT, ("/dev", "/system/dev", 0, MS_MOVE, 0)),
-        Step(SYS_CHDIR, ("/system",)),
-        Step(SYS_MOUNT, (".", "/", 0, MS_MOVE, 0)),
-        Step(SYS_CHROOT, (".",)),
-        Step(SYS_EXECVE, (becomes.argv[0], becomes.argv, becomes.env)),
-        Step(SYS_EXIT, (1,)),
+        BootStep(SYS_MOUNT, ("/dev", "/system/dev", 0, MS_MOVE, 0)),
+        BootStep(SYS_CHDIR, ("/system",)),
+        BootStep(SYS_MOUNT, (".", "/", 0, MS_MOVE, 0)),
+        BootStep(SYS_CHROOT, (".",)),
+        BootStep(SYS_EXECVE, (becomes.argv[0], becomes.argv, becomes.env)),
+        BootStep(SYS_EXIT, (1,)),
     ]
 
 
-def program(row: Sequence[Step]) -> bytes:
+def program(row: Sequence[BootStep]) -> bytes:
     """A static x86-64 program that makes these calls and nothing else."""
     code_at = ADDRESS + 64 + 56
     table_at = code_at + len(POINT_AT_TABLE) + 8 + len(WALK)

@@ -28,7 +28,7 @@ FOLDER = 0o755
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class DiskContents:
     """What lies on a disk. Directories are made as needed; `folders` are those that must be there though empty."""
 
     files: Mapping[str, str]  # inside -> host; plain files and links, beneath "/" of the disk
@@ -49,7 +49,7 @@ def tree(inside: str, host: Path) -> Iterator[tuple[str, str]]:
             yield f"{prefix}/{name}", f"{folder}/{name}"
 
 
-def fingerprint(plan: Plan) -> str:
+def fingerprint(plan: DiskContents) -> str:
     digest = hashlib.sha256()
     for inside, host in sorted(plan.files.items()):
         try:
@@ -76,7 +76,7 @@ def _folders(paths: Iterable[str]) -> list[str]:
     return sorted(found)
 
 
-def write_tar(plan: Plan, out: tarfile.TarFile) -> None:
+def write_tar(plan: DiskContents, out: tarfile.TarFile) -> None:
     """Everything belongs to root, and nothing is more than its owner's bits say."""
     inside = [*plan.files, *(name for name, _ in plan.links), *(f"{f}/." for f in plan.folders)]
     for folder in _folders(inside):
@@ -102,7 +102,7 @@ def write_tar(plan: Plan, out: tarfile.TarFile) -> None:
                     out.addfile(entry, data)
 
 
-class Disks:
+class DiskStore:
     """The read-only disks of one agent, in a directory of its own."""
 
     def __init__(self, folder: Path) -> None:
@@ -110,7 +110,7 @@ class Disks:
         folder.mkdir(mode=0o711, parents=True, exist_ok=True)
         folder.chmod(0o711)
 
-    def path(self, kind: str, plan: Plan) -> Path:
+    def path(self, kind: str, plan: DiskContents) -> Path:
         """The disk with this on it, built now if it is not there yet. Takes seconds then: call it in a thread."""
         made = self.folder / f"{kind}-{fingerprint(plan)}.squashfs"
         if made.exists():
@@ -164,7 +164,7 @@ class Disks:
                 path.unlink(missing_ok=True)
 
 
-def _squash(plan: Plan, target: Path) -> None:
+def _squash(plan: DiskContents, target: Path) -> None:
     argv = [program("sqfstar"), "-quiet", "-no-progress", "-comp", "lz4", "-all-root"]
     argv += ["-root-mode", "755", "-no-xattrs", "-processors", "2", str(target)]
     env = {"PATH": "/usr/bin:/bin"}

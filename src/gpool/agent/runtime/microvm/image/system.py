@@ -61,14 +61,14 @@ _FIELD = re.compile(r"^(Package|Status|Essential|Priority|Depends|Pre-Depends|Pr
 
 
 @dataclass(frozen=True, slots=True)
-class Package:
+class DebianPackage:
     name: str
     always: bool  # essential, required or important
     needs: tuple[tuple[str, ...], ...]  # each: one of these
     provides: tuple[str, ...]
 
 
-def packages(status: str) -> dict[str, Package]:
+def packages(status: str) -> dict[str, DebianPackage]:
     """From the text of dpkg's `status`: what is installed, by name."""
     found = {}
     for paragraph in status.split("\n\n"):
@@ -88,7 +88,7 @@ def packages(status: str) -> dict[str, Package]:
             if choice.strip()
         )
         provides = tuple(_bare(one) for one in fields.get("Provides", "").split(",") if one.strip())
-        found[fields["Package"]] = Package(fields["Package"], always, needs, provides)
+        found[fields["Package"]] = DebianPackage(fields["Package"], always, needs, provides)
     return found
 
 
@@ -96,7 +96,7 @@ def _bare(word: str) -> str:
     return re.split(r"[\s:(\[]", word.strip(), maxsplit=1)[0]
 
 
-def closure(known: Mapping[str, Package], expected: Iterable[str]) -> list[str]:
+def closure(known: Mapping[str, DebianPackage], expected: Iterable[str]) -> list[str]:
     """Names of all that is always there or expected, and of all they depend on, as far as it is installed."""
     providers = {name: package.name for package in known.values() for name in package.provides}
     pending = [package.name for package in known.values() if package.always]

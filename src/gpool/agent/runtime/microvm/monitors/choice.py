@@ -15,11 +15,11 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from gpool.agent.runtime.microvm.image.boot import Step, archive, program
+from gpool.agent.runtime.microvm.image.boot import BootStep, archive, program
 from gpool.agent.runtime.microvm.image.build import clock_word
 from gpool.agent.runtime.microvm.image.kernel import Kernel
 from gpool.agent.runtime.microvm.monitors.firecracker import Firecracker, find_firecracker
-from gpool.agent.runtime.microvm.monitors.protocol import Vmm
+from gpool.agent.runtime.microvm.monitors.protocol import MachineMonitor
 from gpool.agent.runtime.microvm.monitors.qemu import KVM, PROGRAM, TCG, Qemu, find_qemu
 from gpool.agent.runtime.protocol import SandboxFailed
 
@@ -29,18 +29,21 @@ SAID = "gpool: this boots"
 PROBE_WITHIN_S = 10.0
 KVM_AT = "/dev/kvm"
 
-Boots = Callable[[Vmm], Awaitable[bool]]
+Boots = Callable[[MachineMonitor], Awaitable[bool]]
 """Whether a monitor boots the probe."""
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
-    vmm: Vmm
+class MonitorChoice:
+    vmm: MachineMonitor
     words: tuple[str, ...] = ()  # for the kernel, beside those every guest gets
 
 
 def probe_archive() -> bytes:
-    steps = [Step(SYS_WRITE, (1, SAID + "\n", len(SAID) + 1)), Step(SYS_REBOOT, REBOOT_WORDS)]
+    steps = [
+        BootStep(SYS_WRITE, (1, SAID + "\n", len(SAID) + 1)),
+        BootStep(SYS_REBOOT, REBOOT_WORDS),
+    ]
     return archive(program(steps), {})
 
 
@@ -51,17 +54,17 @@ def qemu_version(program: str) -> str:
     return said.stdout.partition("\n")[0].strip()
 
 
-def of(vmm: Vmm) -> Choice:
+def of(vmm: MachineMonitor) -> MonitorChoice:
     """With the words this monitor's guests need."""
     if isinstance(vmm, Qemu) and vmm.accelerator == TCG:
         word = clock_word()
-        return Choice(
+        return MonitorChoice(
             vmm, (*([word] if word else []), "mitigations=off")
         )  # what is translated runs as written
-    return Choice(vmm)
+    return MonitorChoice(vmm)
 
 
-async def choose(folder: Path, kernel: Kernel, boots: Boots) -> Choice:
+async def choose(folder: Path, kernel: Kernel, boots: Boots) -> MonitorChoice:
     """QEMU, by KVM where that boots; else Firecracker where only that is installed. `SandboxFailed` when there is none."""
     found = find_qemu()
     if not found:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from gpool.agent.runtime.bubblewrap import layout
-from gpool.agent.runtime.microvm.monitors.protocol import FOLDER_AT, Confined
+from gpool.agent.runtime.microvm.monitors.protocol import FOLDER_AT, MonitorCommand
 
 INSIDE_UID = 1000
 
 
 def monitor_arguments(
-    confined: Confined, read_only: Sequence[str], place: str, *, disk: bool = True
+    confined: MonitorCommand, read_only: Sequence[str], place: str, *, disk: bool = True
 ) -> list[str]:
     """bwrap's arguments; `read_only` are seen where they lie, the work disk as `/work.img`."""
     words = ["--unshare-all", "--unshare-user", "--new-session", "--die-with-parent"]

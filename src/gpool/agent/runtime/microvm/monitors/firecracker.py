@@ -20,8 +20,8 @@ from gpool.agent.runtime.microvm.monitors.protocol import (
     COMMON_WORDS,
     FOLDER_AT,
     MIB,
-    Confined,
-    Machine,
+    GuestMachine,
+    MonitorCommand,
 )
 from gpool.agent.runtime.protocol import SandboxFailed
 
@@ -50,15 +50,15 @@ class Firecracker:
     def __init__(self, program: str) -> None:
         self._program = program
 
-    def start(self, machine: Machine, line: int) -> Confined:  # noqa: ARG002 - the line is a vsock
+    def start(self, machine: GuestMachine, line: int) -> MonitorCommand:  # noqa: ARG002 - the line is a vsock
         argv = (self._program, "--api-sock", f"{FOLDER_AT}/{API_NAME}", "--level", "Error")
-        return Confined(argv, ("/dev/kvm",), folder=True)
+        return MonitorCommand(argv, ("/dev/kvm",), folder=True)
 
-    def requests(self, machine: Machine) -> Sequence[Request]:
+    def requests(self, machine: GuestMachine) -> Sequence[Request]:
         return requests(machine)
 
 
-def requests(machine: Machine) -> list[Request]:
+def requests(machine: GuestMachine) -> list[Request]:
     """Everything it is told, in order; the last starts the guest."""
     drives: list[Request] = [
         (

@@ -24,7 +24,7 @@ COMMON_WORDS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Disk:
+class GuestDisk:
     """`path` as the monitor sees it."""
 
     name: str
@@ -33,19 +33,19 @@ class Disk:
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
+class GuestMachine:
     """One guest. The disks become vda, vdb, … in this order."""
 
     kernel: str
     archive: str  # the first file system
     words: tuple[str, ...]  # the kernel's command line
-    disks: tuple[Disk, ...]
+    disks: tuple[GuestDisk, ...]
     memory_mib: int
     cpus: int
 
 
 @dataclass(frozen=True, slots=True)
-class Confined:
+class MonitorCommand:
     """How a monitor is started: its command line, and what of the host it sees."""
 
     argv: tuple[str, ...]
@@ -57,7 +57,7 @@ FOLDER_AT = "/vmm"
 """Where a monitor that asked for a directory of its own finds it."""
 
 
-class Vmm(Protocol):
+class MachineMonitor(Protocol):
     """A monitor. `start` is pure; `connect` gives the line to the guest once the monitor runs."""
 
     name: str
@@ -65,11 +65,11 @@ class Vmm(Protocol):
     overhead_bytes: int  # what it takes itself, beside the guest's memory
     unpacked_kernel: bool  # it starts the program inside a compressed kernel only
 
-    def start(self, machine: Machine, line: int) -> Confined:
+    def start(self, machine: GuestMachine, line: int) -> MonitorCommand:
         """`line` is the descriptor the monitor inherits; a monitor with a vsock has no use for it."""
         ...
 
-    def requests(self, machine: Machine) -> Sequence[tuple[str, str, dict[str, object]]]:
+    def requests(self, machine: GuestMachine) -> Sequence[tuple[str, str, dict[str, object]]]:
         """(method, path, document) to be made in this order once it runs; none for one that takes a command line."""
         ...
 

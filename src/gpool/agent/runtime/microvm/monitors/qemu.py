@@ -6,7 +6,12 @@ import shutil
 from collections.abc import Sequence
 
 from gpool.agent.runtime.microvm.guest import PORT_NAME
-from gpool.agent.runtime.microvm.monitors.protocol import COMMON_WORDS, MIB, Confined, Machine
+from gpool.agent.runtime.microvm.monitors.protocol import (
+    COMMON_WORDS,
+    MIB,
+    GuestMachine,
+    MonitorCommand,
+)
 
 PROGRAM = "qemu-system-x86_64"
 TRANSLATED_MIB = 128  # what TCG may keep of translated code
@@ -30,17 +35,17 @@ class Qemu:
         self.accelerator = accelerator
         self.overhead_bytes = (160 + (TRANSLATED_MIB if accelerator == TCG else 0)) * MIB
 
-    def start(self, machine: Machine, line: int) -> Confined:
-        return Confined(
+    def start(self, machine: GuestMachine, line: int) -> MonitorCommand:
+        return MonitorCommand(
             tuple(command_line(self._program, self.accelerator, machine, line)),
             ("/dev/kvm",) if self.accelerator == KVM else (),
         )
 
-    def requests(self, machine: Machine) -> Sequence[tuple[str, str, dict[str, object]]]:  # noqa: ARG002
+    def requests(self, machine: GuestMachine) -> Sequence[tuple[str, str, dict[str, object]]]:  # noqa: ARG002
         return ()
 
 
-def command_line(program: str, accelerator: str, machine: Machine, line: int) -> list[str]:
+def command_line(program: str, accelerator: str, machine: GuestMachine, line: int) -> list[str]:
     translated = accelerator == TCG
     accel = f"tcg,thread=multi,tb-size={TRANSLATED_MIB}" if translated else "kvm"
     # max: all that TCG can do, and it is the fastest to emulate; host: what the machine has
