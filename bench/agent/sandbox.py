@@ -22,7 +22,7 @@ from pathlib import Path
 import cloudpickle
 import uvloop
 
-from gpool.agent.runtime.bubblewrap.runtime import FIRST_UID, BubblewrapRuntime
+from gpool.agent.runtime.bubblewrap.runtime import BubblewrapRuntime
 from gpool.agent.runtime.protocol import (
     CallAnswer,
     CommandJob,
@@ -30,6 +30,7 @@ from gpool.agent.runtime.protocol import (
     RunnerJob,
     SandboxLimits,
 )
+from gpool.agent.runtime.slots import FIRST_UID
 
 LIMITS = SandboxLimits(cpu_milli=2000, memory_bytes=1 << 30)
 LINE = 500  # calls in line at a runner, as the scheduler keeps them
@@ -159,15 +160,15 @@ async def in_a_row(count: int) -> dict[str, float]:
         for number in range(len(ROW)):  # the launcher starts, the first slot is made
             await one(number)
         await asyncio.sleep(SETTLE_S)
-        before = census(data, runtime.tag)
+        before = census(data, runtime.groups.prefix)
         starts.clear()
         ends.clear()
         for number in range(count):
             await one(number)
         await asyncio.sleep(SETTLE_S)
-        after = census(data, runtime.tag)
+        after = census(data, runtime.groups.prefix)
         await runtime.close()
-        closed = census(data, runtime.tag)
+        closed = census(data, runtime.groups.prefix)
         assert not closed["groups"], closed["groups"]
     found = {f"{kind} left": float(len(after[kind]) - len(before[kind])) for kind in after}
     for name, times in (("start", sorted(starts)), ("tear-down", sorted(ends))):

@@ -18,7 +18,8 @@ from typing import Any, TypeVar
 import cloudpickle  # type: ignore[import-untyped]
 
 from gpool.agent.runtime.bubblewrap.runtime import BubblewrapRuntime, wheels_bwrap
-from gpool.agent.runtime.docker.runtime import DockerRuntime, Gvisor
+from gpool.agent.runtime.docker.containers import Gvisor
+from gpool.agent.runtime.docker.runtime import DockerRuntime
 from gpool.agent.runtime.microvm.runtime import MicrovmRuntime
 from gpool.agent.runtime.process import ProcessRuntime
 from gpool.agent.runtime.protocol import (

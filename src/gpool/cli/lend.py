@@ -8,7 +8,6 @@ import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import click
 import structlog
@@ -32,23 +31,17 @@ from gpool.agent.runtime.bubblewrap.runtime import BubblewrapRuntime
 from gpool.agent.runtime.microvm import requirements as guests
 from gpool.agent.runtime.microvm.runtime import MicrovmRuntime
 from gpool.agent.runtime.process import ProcessRuntime
-from gpool.agent.runtime.protocol import Runtime, SandboxFailed
+from gpool.agent.runtime.protocol import BuildRuntime, Runtime, RuntimeAbility, SandboxFailed
 from gpool.agent.runtime.runner_calls import PYTHON
 from gpool.agent.settings import AgentSettings
 from gpool.agent.sharing.plan import parse_modes
 from gpool.agent.sharing.setup import sharing_for
 from gpool.cli.main import FAILED, exit_code_of, say_error
 from gpool.core.errors import GpoolError, Invalid
-from gpool.core.model import Gpu, Network, Offer, RuntimeOffer, Tier
+from gpool.core.model import Gpu, Network, Offer, RuntimeOffer
 from gpool.core.specs import environment
 
 log = structlog.get_logger(__name__)
-
-
-class Made(Runtime, Protocol):
-    """A runtime that is told what GPUs there are."""
-
-    def use_gpus(self, gpus: Sequence[Gpu]) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +65,11 @@ def offer_of(
     named = "slots" in settings.model_fields_set
     runtimes = means.runtimes
     networks = set(Network) if reach.egress else {Network.NONE}
-    builds = {environment.IMAGE} if any(one.images for one in runtimes) else set()
+    builds = (
+        {environment.IMAGE}
+        if any(RuntimeAbility.IMAGES in one.abilities for one in runtimes)
+        else set()
+    )
     ready, pythons = {environment.DEFAULT}, {PYTHON}
     if means.environments is not None:
         builds.add(environment.PIP)
@@ -117,18 +114,19 @@ def address_of(settings: AgentSettings, said: Gangs) -> str:
 
 
 def _offered(runtime: Runtime) -> RuntimeOffer:
-    with_gpus = runtime.tier is not Tier.VM  # a guest would need the whole device
-    return RuntimeOffer(runtime.name, runtime.tier, runtime.networks, runtime.images, with_gpus)
+    images = RuntimeAbility.IMAGES in runtime.abilities
+    gpus = RuntimeAbility.GPUS in runtime.abilities
+    return RuntimeOffer(runtime.name, runtime.tier, runtime.networks, images, gpus)
 
 
 def runtimes_of(
     settings: AgentSettings, gpus: Sequence[Gpu], registries: Sequence[str] = ()
-) -> list[Made]:
+) -> list[Runtime]:
     """All this machine can, first choice first within a tier; which of them are lent, the owner's rules say at any time.
 
     Bubblewrap always: environments are built in it. No isolation only where the owner asked for it.
     """
-    made: list[Made] = [BubblewrapRuntime(settings.data_dir, gpus=gpus)]
+    made: list[Runtime] = [BubblewrapRuntime(settings.data_dir, gpus=gpus)]
     if settings.docker and services.docker().version:
         made += _docker(settings, gpus, registries)
     if settings.microvm:
@@ -138,7 +136,9 @@ def runtimes_of(
     return made
 
 
-def _docker(settings: AgentSettings, gpus: Sequence[Gpu], registries: Sequence[str]) -> list[Made]:
+def _docker(
+    settings: AgentSettings, gpus: Sequence[Gpu], registries: Sequence[str]
+) -> list[Runtime]:
     """For images, where an engine answers; one that will not have us is no reason not to lend."""
     from gpool.agent.runtime.docker.runtime import DockerRuntime  # imports in 0.2 s
 
@@ -149,7 +149,7 @@ def _docker(settings: AgentSettings, gpus: Sequence[Gpu], registries: Sequence[s
         return []
 
 
-def _microvm(settings: AgentSettings) -> list[Made]:
+def _microvm(settings: AgentSettings) -> list[Runtime]:
     why = guests.missing()
     try:
         if why is None:
@@ -193,7 +193,7 @@ def egress_of(policy: Policy) -> EgressPolicy:
 
 
 def environments_of(
-    settings: AgentSettings, sandboxes: BubblewrapRuntime, networks: sandbox_network.Networks | None
+    settings: AgentSettings, sandboxes: BuildRuntime, networks: sandbox_network.Networks | None
 ) -> Environments | None:
     """Who makes environments from packages; None: nobody, for a reason that is logged."""
     return environments_for(settings.data_dir, sandboxes, networks, os.environ, clock=boot_clock)
@@ -215,7 +215,7 @@ def lend() -> None:
         )
     reach = reach_of(settings, policy)
     networks = reach.networks
-    builders = [one for one in runtimes if isinstance(one, BubblewrapRuntime)]
+    builders = [one for each in runtimes if (one := each.build_runtime()) is not None]
     outward = networks if reach.egress else None
     made = environments_of(settings, builders[0], outward) if builders else None
     sharing = None
@@ -240,9 +240,8 @@ def lend() -> None:
     serve(settings, means, lookout.first_offer(), lookout.look, lookout.glance)
 
 
-def _containers(runtimes: Sequence[Made]) -> list[str]:
-    """Of the runtimes that have any: their processes descend from an engine, not from us."""
-    return [id_ for one in runtimes for id_ in getattr(one, "containers", ())]
+def _containers(runtimes: Sequence[Runtime]) -> list[str]:
+    return [id_ for one in runtimes for id_ in one.containers]
 
 
 def _real(gpus: Sequence[Gpu]) -> list[Gpu]:

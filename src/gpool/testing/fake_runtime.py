@@ -23,14 +23,16 @@ from gpool.agent.runtime.protocol import (
     CommandJob,
     CommandSandbox,
     FunctionCall,
+    PlainRuntime,
     RunnerJob,
     RunnerSandbox,
+    RuntimeAbility,
     SandboxExit,
     SandboxFailed,
     SandboxLimits,
     WarmRunner,
 )
-from gpool.core.model import INLINE_LIMIT_BYTES, Network, OutputFile, Tier
+from gpool.core.model import INLINE_LIMIT_BYTES, Gpu, Network, OutputFile, Tier
 
 FAKE_BYTES = 1 << 20  # what a runner that waits is said to hold
 
@@ -171,13 +173,12 @@ class FakeRunner:
         self._runtime.live.discard(self)
 
 
-class FakeRuntime:
+class FakeRuntime(PlainRuntime):
     """A `Runtime`. `runs` says what each command line does; an unknown one is not found (127)."""
 
     name = "fake"
     networks = frozenset({Network.NONE})
-    images = False
-    gives_up = False
+    abilities = frozenset({RuntimeAbility.GPUS, RuntimeAbility.WARM_RUNNERS})
 
     def __init__(
         self,
@@ -190,6 +191,9 @@ class FakeRuntime:
         self.live: set[FakeCommand | FakeRunner] = set()
         self.warmed: list[FakeRunner] = []  # all there ever were
         self._runs = dict(runs or {})
+
+    def use_gpus(self, gpus: Sequence[Gpu]) -> None:
+        del gpus
 
     async def start_command(self, job: CommandJob) -> CommandSandbox:
         inputs = {staged.path: staged.source.read_bytes() for staged in job.inputs}

@@ -21,8 +21,9 @@ from typing import Any
 import cloudpickle
 import pytest
 
+from gpool.agent.runtime.docker.containers import Gvisor
 from gpool.agent.runtime.docker.images import DIGEST
-from gpool.agent.runtime.docker.runtime import DockerRuntime, Gvisor
+from gpool.agent.runtime.docker.runtime import DockerRuntime
 from gpool.agent.runtime.protocol import (
     CommandJob,
     FunctionCall,
@@ -109,7 +110,7 @@ def test_an_image_that_is_not_there_is_named(kind: str, tmp_path: Path) -> None:
 
 @contained
 def test_a_name_that_is_none_never_reaches_the_engine(kind: str, tmp_path: Path) -> None:
-    with pytest.raises(SandboxFailed, match="is not the name of an image"):
+    with pytest.raises(SandboxFailed, match="is no image reference"):
         using(kind, tmp_path, lambda runtime: run_image(runtime, "x?fromSrc=http://y", "true"))
 
 
@@ -305,12 +306,12 @@ def test_a_guard_that_fell_is_replaced_and_sweep_spares_others(kind: str, tmp_pa
         try:
             job = CommandJob(("sleep", "1000"), (), (), (), LIMITS)
             await mine.start_command(job)
-            first = mine._guard.process
+            first = mine._containers.guard.process
             assert first is not None
             os.kill(first.pid, signal.SIGKILL)
             first.wait()
             await mine.start_command(job)
-            second = mine._guard.process
+            second = mine._containers.guard.process
             assert second is not None
             assert second.poll() is None
             before = len(running(engine))
@@ -395,23 +396,21 @@ def test_an_image_is_pulled_by_digest_and_its_progress_told(
     digests = DIGEST.findall(str(said))
     assert digests, said
     wanted = f"{name}@{digests[-1]}"
-    heard: list[str] = []
+    heard: tuple[list[str], list[str]] = ([], [])
     runtime = DockerRuntime(
         tmp_path / "data",
         engine=engine.address,
         gvisor=Gvisor.NEVER,
-        told=lambda pull: heard.append(pull.text),
         registries=[registry],
     )
 
     async def work() -> list[bytes]:
         try:
-            both = (run_image(runtime, wanted, "echo", str(n)) for n in range(2))
+            both = (
+                run_image(runtime, wanted, "echo", str(n), progress=heard[n].append)
+                for n in range(2)
+            )
             ran = [each.out for each in await asyncio.gather(*both)]
-            sizes = [
-                i.size_bytes for i in await runtime.stored() if any(name in n for n in i.names)
-            ]
-            assert all(size > 1_000_000 for size in sizes)
             missing = f"{name}@sha256:{'0' * 64}"
             with pytest.raises(SandboxFailed, match="cannot pull"):
                 await run_image(runtime, missing, "true")
@@ -420,9 +419,10 @@ def test_an_image_is_pulled_by_digest_and_its_progress_told(
             await runtime.close()
 
     assert within(work()) == [b"0\n", b"1\n"]
-    assert heard[0] == f"pulling {wanted}"
-    assert heard.count(heard[0]) == 1  # two tasks, one pull
-    assert any("layers" in text for text in heard)
+    shorter, longer = sorted(heard, key=len)
+    assert longer[0] == f"pulling {wanted}"
+    assert longer[len(longer) - len(shorter) :] == shorter  # two tasks, one pull
+    assert any("layers" in text for text in longer)
 
 
 @pytest.fixture
@@ -475,7 +475,7 @@ def test_a_lane_is_refused_where_the_engine_cannot(
         return runtime.networks
 
     assert using(kind, tmp_path, offered) == {Network.NONE}
-    with pytest.raises(SandboxFailed, match="cannot enter a lane"):
+    with pytest.raises(SandboxFailed, match="cannot enter a sandbox network"):
         using(kind, tmp_path, lambda runtime: look_at_network(runtime, lane))
 
 

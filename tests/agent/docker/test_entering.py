@@ -16,8 +16,10 @@ from typing import Any
 import pytest
 
 from gpool.agent.runtime.docker.confinement import ContainerSpec, request
+from gpool.agent.runtime.docker.containers import Gvisor
 from gpool.agent.runtime.docker.engine import EngineClient, EngineFacts
 from gpool.agent.runtime.docker.network import (
+    RENEW_FAILED_AFTER_S,
     HostSystem,
     NamespaceHolders,
     empty_image,
@@ -26,8 +28,7 @@ from gpool.agent.runtime.docker.network import (
     system_of,
     why_never,
 )
-from gpool.agent.runtime.docker.probe_cache import SOONER_S
-from gpool.agent.runtime.docker.runtime import DockerRuntime, Gvisor
+from gpool.agent.runtime.docker.runtime import DockerRuntime
 from gpool.agent.runtime.protocol import CommandJob, RunnerJob, SandboxFailed, SandboxNetwork
 from gpool.core.model import Network
 from tests.agent.runtime.container_case import containers_of
@@ -44,7 +45,7 @@ from tests.tools.processes import eventually
 from tests.tools.runtimes import LIMITS, PATIENCE_S, using, within
 
 LABEL, BOOT = ("pool.gpool.agent", "of-a-test"), ("pool.gpool.boot", "first")
-DOCKER = EngineFacts("docker", "20.10", ("runc",), False, 0, "2", (), ())
+DOCKER = EngineFacts("docker", ("runc",), False, 0, ())
 SYSTEM = HostSystem(("usr", "lib"), (("bin", "usr/bin"),))
 
 
@@ -120,7 +121,7 @@ def test_a_holder_s_image_has_nothing_in_it_but_links() -> None:
 
 
 def test_a_holder_may_enter_namespaces_and_write_nowhere() -> None:
-    body = holder_request("sha256:0", ("nsenter",), {}, SYSTEM, lane="/proc/1/fd/3")
+    body = holder_request("sha256:0", ("nsenter",), {}, SYSTEM, network="/proc/1/fd/3")
     host = body["HostConfig"]
     assert (host["CapDrop"], host["CapAdd"]) == (["ALL"], ["SYS_ADMIN"])
     assert host["NetworkMode"] == "none"
@@ -178,7 +179,9 @@ def test_a_lane_that_cannot_be_entered_is_the_node_s_fault(
 ) -> None:
     no_namespace = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        with pytest.raises(SandboxFailed, match=r"cannot enter a lane: .*[Ii]nvalid argument"):
+        with pytest.raises(
+            SandboxFailed, match=r"cannot enter a sandbox network: .*[Ii]nvalid argument"
+        ):
             holders.holding(SandboxNetwork((no_namespace,), "")).__enter__()
     finally:
         os.close(no_namespace)
@@ -417,7 +420,7 @@ def test_lanes_are_tried_again_once_the_engine_can(
                 without.setenv("PATH", str(tmp_path))
                 found = [runtime.networks]
             found.append(runtime.networks)
-            now[0] = SOONER_S
+            now[0] = RENEW_FAILED_AFTER_S
             found.append(runtime.networks)
             await asyncio.wrap_future(runtime._prober.submit(int))  # behind what is being tried
             found.append(runtime.networks)

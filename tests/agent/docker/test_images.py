@@ -95,7 +95,7 @@ def test_names_of_images_pass(name: str) -> None:
     ["", "-v", "../x", "a b", "A/b", "a@sha256:12", "/etc", "a/../b", "x?y=z", "é", "a" * 600],
 )
 def test_what_is_no_name_never_reaches_the_engine(name: str) -> None:
-    assert "is not the name of an image" in wrong_reference(name)
+    assert "is no image reference" in wrong_reference(name)
 
 
 def test_a_digest_is_answered_only_by_that_content() -> None:

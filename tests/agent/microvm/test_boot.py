@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from gpool.agent.runtime.microvm.image import boot
 from gpool.agent.runtime.microvm.image.kernel import NoKernel, needs, unpack_lz4, vmlinux
 from gpool.agent.runtime.microvm.image.system import closure, packages
-from gpool.agent.runtime.microvm.monitors.choice import SAID, probe_archive
+from gpool.agent.runtime.microvm.monitors.choice import PROBE_LINE, probe_archive
 from gpool.agent.runtime.microvm.monitors.protocol import GuestDisk, GuestMachine
 from gpool.agent.runtime.microvm.monitors.qemu import TCG, Qemu
 
@@ -98,7 +98,7 @@ def test_what_goes_into_the_archive_always_comes_out(modules: dict[str, bytes]) 
 
 
 def test_the_probe_says_its_line_and_restarts() -> None:
-    assert SAID.encode() in entries(probe_archive())["init"]
+    assert PROBE_LINE.encode() in entries(probe_archive())["init"]
 
 
 def lz4(parts: list[tuple[bytes, int, int]]) -> tuple[bytes, bytes]:
@@ -189,7 +189,7 @@ def test_qemu_gets_no_network_no_monitor_and_only_its_disks() -> None:
         300,
         2,
     )
-    argv = Qemu("/usr/bin/qemu", TCG).start(machine, 3).argv
+    argv = Qemu("/usr/bin/qemu", TCG).command(machine, 3).argv
     text = " ".join(argv)
     assert "-nodefaults" in argv
     assert argv[argv.index("-sandbox") + 1].startswith("on,")

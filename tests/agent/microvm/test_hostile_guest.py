@@ -14,8 +14,9 @@ import pytest
 
 from gpool.agent.runtime.bubblewrap.launcher_client import ProcessExit
 from gpool.agent.runtime.microvm import guest
-from gpool.agent.runtime.microvm.guest_link import MOST_DROPPED_BYTES, GuestConnection, GuestPipes
-from gpool.agent.runtime.microvm.guest_outputs import OutputCollection
+from gpool.agent.runtime.microvm.guest_link import GuestConnection
+from gpool.agent.runtime.microvm.guest_outputs import MOST_DROPPED_BYTES, OutputCollection
+from gpool.agent.runtime.microvm.guest_streams import GuestPipes
 from gpool.agent.runtime.protocol import BadOutput, SandboxFailed
 from gpool.core.model import OutputFile
 from tests.tools.runtimes import PATIENCE_S, within
@@ -49,7 +50,7 @@ def talking(says: Says) -> Any:
         async def end() -> None:
             talk.gone(ProcessExit(9, ran=False, killed=True))
 
-        talk.on_lie = end
+        talk.on_violation = end
         try:
             with theirs:
                 await asyncio.get_running_loop().sock_sendall(theirs, HELLO)
@@ -83,7 +84,7 @@ LIES = {
 def test_a_lie_ends_the_guest_and_nothing_else(lie: bytes) -> None:
     async def says(talk: GuestConnection, theirs: socket.socket) -> tuple[str, ProcessExit]:
         await asyncio.get_running_loop().sock_sendall(theirs, lie)
-        return talk.lie, await talk.over
+        return talk.violation, await talk.over
 
     _, exit = talking(says)
     assert exit.killed
@@ -100,7 +101,7 @@ def test_a_guest_that_sends_past_its_window_is_ended_not_buffered() -> None:
             if talk.over.done():
                 break
         exit = await talk.over
-        assert "credit" in talk.lie
+        assert "credit" in talk.violation
         return exit
 
     assert talking(says).killed
@@ -141,14 +142,14 @@ def test_a_guest_that_says_nothing_does_not_boot() -> None:
     [
         (word(word="output", number=1, path="../etc/x", size=1, executable=False), r"\.\."),
         (word(word="output", number=1, path="/etc/x", size=1, executable=False), "/etc/x"),
-        (word(word="output", number=1, path="b", size=1, executable=False), "nobody asked for"),
+        (word(word="output", number=1, path="b", size=1, executable=False), "not requested"),
         (
             word(word="output", number=1, path="a", size=QUOTA_BYTES + 1, executable=False),
             "disk limit",
         ),
         (word(word="output", number=1, path="a", size=-1, executable=False), "disk limit"),
-        (word(word="output", number=1, path="a", size=True, executable=False), "is none"),
-        (word(word="output", number=1, path=["a"], size=1, executable=False), "is none"),
+        (word(word="output", number=1, path="a", size=True, executable=False), "malformed"),
+        (word(word="output", number=1, path=["a"], size=1, executable=False), "malformed"),
         (frame(guest.FILE_OUT, b"x"), "of no output"),
         (
             word(word="output", number=1, path="a", size=1, executable=False)

@@ -24,6 +24,7 @@ from gpool.agent.runtime.protocol import (
     CommandSandbox,
     PreparedEnvironment,
     Runtime,
+    RuntimeAbility,
     SandboxExit,
     SandboxFailed,
     SandboxNetwork,
@@ -541,7 +542,7 @@ def test_a_node_that_lacks_something_says_what(
 
 def test_the_weakest_runtime_that_fits_is_taken_and_the_first_of_equals(tmp_path: Path) -> None:
     class Dockerlike(FakeRuntime):
-        images = True
+        abilities = frozenset({RuntimeAbility.IMAGES})
 
     async def story() -> None:
         async with bench(tmp_path) as at:
@@ -583,7 +584,7 @@ def test_egress_that_is_no_longer_given_is_refused_by_the_node_itself(tmp_path: 
 
 def test_a_start_that_would_take_for_ever_ends_with_its_time(tmp_path: Path) -> None:
     class Pulling(FakeRuntime):
-        gives_up = True
+        abilities = frozenset({RuntimeAbility.CANCELLABLE_START})
 
         async def start_command(self, job: CommandJob) -> CommandSandbox:
             del job

@@ -367,7 +367,7 @@ def test_the_job_s_own_limits_hold_once_it_is_assigned(tmp_path: Path) -> None:
     """Under the pool's limit the call would be killed, under the job's it is not, and past the job's it is again."""
 
     async def work(runtime: Any) -> None:
-        if not runtime._hierarchy.controllers >= {"memory"}:
+        if not runtime.groups.hierarchy.controllers >= {"memory"}:
             pytest.skip("no control group for memory here: the limit is set at the start")
         limits = SandboxLimits(2000, 400 << 20, disk_bytes=64 << 20)
         job = RunnerJob(PYTHON, (), (), limits, preload=(EARLY,))

@@ -221,7 +221,7 @@ def test_a_group_is_told_weights_and_rates(
     assert (tmp_path / "one" / name).read_text() == value
 
 
-def test_a_group_that_is_let_die_is_limited_again_for_the_next(tmp_path: Path) -> None:
+def test_a_group_that_is_uncap_cpu_is_limited_again_for_the_next(tmp_path: Path) -> None:
     for version, name, free, held in (
         (1, "cpu.cfs_quota_us", "-1", "50000"),
         (2, "cpu.max", "max 100000", "50000 100000"),
@@ -231,7 +231,7 @@ def test_a_group_that_is_let_die_is_limited_again_for_the_next(tmp_path: Path) -
         )
         path = tmp_path / f"v{version}" / name
         group.limit(SandboxLimits(500, 1 << 20))
-        group.let_die()
+        group.uncap_cpu()
         assert path.read_text() == free
         group.limit(SandboxLimits(500, 1 << 20))
         assert path.read_text() == held

@@ -79,7 +79,7 @@ def test_a_hard_link_to_a_foreign_file_is_refused(
     foreign.write_text("secret")
     os.chown(foreign, 4242, 4242)
     os.link(foreign, place.work / "out")
-    with pytest.raises(BadOutput, match="belongs to somebody else"):
+    with pytest.raises(BadOutput, match="belongs to another user"):
         place.collect(["out"], into, 1 << 20)
 
 

@@ -56,7 +56,7 @@ async def main():
     data = Path(sys.argv[1])
     runtime = BubblewrapRuntime(data / "agent")
     await runtime.sweep()
-    found = {"uid": os.geteuid(), "landlock": runtime.landlock == landlock.version(), "groups": runtime._hierarchy.version}
+    found = {"uid": os.geteuid(), "landlock": runtime.landlock == landlock.version(), "groups": runtime.groups.hierarchy.version}
     async def out(*argv, limits=LIMITS):
         ran = await command(runtime, *argv, limits=limits)
         return (ran.out + ran.err).decode()

@@ -29,7 +29,7 @@ from gpool.agent.network.sandbox_network import (
     refuse_wrong,
     resolver_for,
 )
-from gpool.agent.runtime.descriptor_wait import readable
+from gpool.agent.runtime.descriptors import readable
 from gpool.agent.runtime.protocol import SandboxNetwork
 
 SCRIPT = Path(__file__).with_name("namespace_holder.py")

@@ -23,11 +23,11 @@ from gpool.agent.runtime.protocol import (
     PreparedEnvironment,
     RunnerSandbox,
     Runtime,
+    RuntimeAbility,
     SandboxExit,
     SandboxFailed,
     SandboxLimits,
     SandboxNetwork,
-    Warming,
     WarmRunner,
 )
 from gpool.agent.runtime.runner_calls import PYTHON
@@ -247,7 +247,11 @@ class Equipment:
         strong = [one for one in lent if one.tier.strength >= floor.strength]
         if not strong or (floor is Tier.NONE and all(r.tier is not floor for r in strong)):
             raise PartFailed(f"this node has no runtime of tier {floor.value!r}")
-        fitting = [one for one in strong if one.images == bool(image_of(spec))]
+        fitting = [
+            one
+            for one in strong
+            if (RuntimeAbility.IMAGES in one.abilities) == bool(image_of(spec))
+        ]
         if not fitting:
             what = f"the image {image_of(spec)!r}" if image_of(spec) else "a task without an image"
             raise PartFailed(f"no runtime of tier {floor.value!r} here runs {what}")
@@ -316,7 +320,7 @@ def warm_key_of(runtime: Runtime, spec: TaskSpec, allocation: Allocation) -> War
     whole = all(part.share_milli == 1000 for part in allocation.slices)  # others need a seat first
     if not spec.preload or not isolated or not whole:
         return None
-    if image_of(spec) or not isinstance(runtime, Warming):
+    if image_of(spec) or RuntimeAbility.WARM_RUNNERS not in runtime.abilities:
         return None
     return WarmKey(
         runtime.name,
@@ -343,7 +347,7 @@ async def started(runtime: Runtime, start: Awaitable[S]) -> S:
     try:
         return await asyncio.shield(starting)
     except asyncio.CancelledError:
-        if runtime.gives_up:
+        if RuntimeAbility.CANCELLABLE_START in runtime.abilities:
             starting.cancel()
         with contextlib.suppress(SandboxFailed, asyncio.CancelledError):
             sandbox = await starting

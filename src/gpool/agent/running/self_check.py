@@ -16,9 +16,9 @@ from gpool.agent.running.sandboxes import started, to_its_end
 from gpool.agent.runtime.protocol import (
     CommandJob,
     Runtime,
+    RuntimeAbility,
     SandboxFailed,
     SandboxLimits,
-    SelfChecking,
 )
 from gpool.core.model import MIB, EndReason, Fault
 
@@ -67,9 +67,10 @@ class Checkup:
 async def _wrong_with(runtime: Runtime) -> str:
     """Empty: it is well."""
     try:
-        if isinstance(runtime, SelfChecking):
-            return await runtime.wrong()
-        return "" if runtime.images else await _cannot_start(runtime)
+        known = await runtime.self_check()
+        if known is not None or RuntimeAbility.IMAGES in runtime.abilities:
+            return known or ""
+        return await _cannot_start(runtime)
     except (SandboxFailed, OSError) as error:
         if isinstance(error, TimeoutError) or isinstance(error.__cause__, TimeoutError):
             raise TimeoutError from error  # by a runtime's own patience

@@ -1,4 +1,4 @@
-"""What a node needs for guests, and whether it is there: for `gpool node doctor` and for tests. Boots nothing."""
+"""Requirements of the microVM runtime and whether this node meets them, for `gpool node doctor`. Boots nothing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from gpool.agent.runtime.bubblewrap.runtime import find_bwrap
 from gpool.agent.runtime.microvm.image.kernel import NoKernel, find_kernel
 from gpool.agent.runtime.microvm.monitors.choice import KVM_AT
-from gpool.agent.runtime.microvm.monitors.firecracker import find_firecracker
+from gpool.agent.runtime.microvm.monitors.firecracker.monitor import find_firecracker
 from gpool.agent.runtime.microvm.monitors.qemu import KVM, find_qemu
 
 TOOLS = (("sqfstar", "squashfs-tools"), ("mke2fs", "e2fsprogs"), ("ldd", "libc-bin"))
@@ -27,7 +27,7 @@ class GuestRequirement:
 
 
 def facts(disks: Path | None = None) -> list[GuestRequirement]:
-    """One line each; `disks` is where a runtime keeps what its probe found (`<data>/microvm-disks`)."""
+    """Check every requirement; `disks` holds the result of a runtime's probe (`<data>/microvm-disks`)."""
     return [
         _kernel(),
         _monitor(),
@@ -40,7 +40,7 @@ def facts(disks: Path | None = None) -> list[GuestRequirement]:
 
 
 def missing() -> str | None:
-    """Why no guest can be started here, in one sentence; None when one can."""
+    """Return why no guest can be started here, in one sentence; None if one can."""
     if not find_bwrap():
         return "there is no bwrap here (run make setup)"
     for fact in (_kernel(), _monitor(), *(_tool(*tool) for tool in TOOLS)):
@@ -77,15 +77,15 @@ def _tool(name: str, package: str) -> GuestRequirement:
 
 
 def _kvm(disks: Path | None) -> GuestRequirement:
-    """What the last probe found; a slower guest is no fault, so it is never `not ok`."""
+    """Return the result of the last probe; always `ok`, since emulation is only slower."""
     if not os.path.exists(KVM_AT):
         return GuestRequirement(
             "kvm", True, "there is no /dev/kvm: guests are emulated, several times slower"
         )
     if disks is not None:
         try:
-            said = json.loads((disks / "probe.json").read_text())
-            boots = said["accelerator"] == KVM
+            known = json.loads((disks / "probe.json").read_text())
+            boots = known["accelerator"] == KVM
         except (OSError, ValueError, KeyError, TypeError):
             boots = None
         if boots is True:
@@ -93,8 +93,6 @@ def _kvm(disks: Path | None) -> GuestRequirement:
         if boots is False:
             fix = "is it open to all (chmod 666 /dev/kvm)? is nested virtualisation on?"
             return GuestRequirement(
-                "kvm", True, "/dev/kvm is there and boots no guest: they are emulated", fix
+                "kvm", True, "/dev/kvm is there but boots no guest: guests are emulated", fix
             )
-    return GuestRequirement(
-        "kvm", True, "/dev/kvm is there; the first guest will tell whether it boots one"
-    )
+    return GuestRequirement("kvm", True, "/dev/kvm is there; not tested until the first guest")

@@ -1,4 +1,4 @@
-"""What a guest is made of on this host: kernel, archive, disks. Built once, kept by content; pure plans, one builder."""
+"""Kernel, archive and disks of guests on this host, built once and kept by content."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TSC_OVER_S = 0.03
 
 @dataclass(frozen=True, slots=True)
 class GuestImage:
-    """Host paths of what a guest boots from."""
+    """Host paths of a guest's kernel, archive and read-only disks."""
 
     kernel: Path
     archive: Path
@@ -43,7 +43,7 @@ class GuestImage:
 
 
 class GuestImageBuilder:
-    """Makes images; slow the first time, so call it in a thread."""
+    """Builds images. Slow the first time: call it in a thread."""
 
     def __init__(self, disks: DiskStore, found: layout.Layout, kernel: Kernel) -> None:
         self._disks = disks
@@ -56,7 +56,7 @@ class GuestImageBuilder:
     def image(
         self, environment: PreparedEnvironment | None, *, unpacked_kernel: bool
     ) -> GuestImage:
-        """Looked at once: what the agent runs does not change under it, nor does an environment of one name."""
+        """Return the image, checked once: neither the agent's files nor a named environment change while it runs."""
         key = (environment.name if environment is not None else "", unpacked_kernel)
         made = self._made.get(key)
         if made is None or not all(path.exists() for path in made.paths):
@@ -83,7 +83,7 @@ class GuestImageBuilder:
     def _archive(self) -> Path:
         modules = {f"/modules/{file.name}": read_module(file) for file in self._kernel.modules}
         env = [f"{name}={value}" for name, value in self._layout.variables if name != "PATH"]
-        becomes = boot.BootPlan(
+        plan = boot.BootPlan(
             tuple(modules),
             layout.HOME,
             OWN,
@@ -91,7 +91,7 @@ class GuestImageBuilder:
             (self._layout.python, "-I", "-S", "-B", GUEST),
             tuple(env),
         )
-        data = boot.archive(boot.program(boot.steps(becomes)), modules)
+        data = boot.archive(boot.program(boot.steps(plan)), modules)
         kept = self._disks.keep(f"archive-{hashlib.sha256(data).hexdigest()[:32]}", data)
         assert kept is not None
         return kept
@@ -112,7 +112,7 @@ class GuestImageBuilder:
         return DiskContents(files, FOLDERS, tuple(links), written=self._written)
 
     def _home_plan(self, environment: PreparedEnvironment | None) -> DiskContents:
-        """Beneath `layout.HOME`; what an environment brings lies beside our own interpreter, which starts the guest."""
+        """Contents beneath `layout.HOME`: the agent's interpreter, which starts the guest, and an environment."""
         files: dict[str, str] = {}
         for name, inside in self._layout.seen:
             ours = name in ("venv", "python") or (
@@ -139,15 +139,16 @@ class GuestImageBuilder:
 
 def _below(inside: str) -> str:
     if not inside.startswith(layout.HOME + "/"):
-        told = f"an environment that lies at {inside} cannot be shown to a guest, only beneath {layout.HOME}"
-        raise SandboxFailed(told)
+        raise SandboxFailed(
+            f"an environment at {inside} cannot be shown to a guest, only one beneath {layout.HOME}"
+        )
     return inside[len(layout.HOME) :]
 
 
 def clock_word() -> str:
-    """For an emulated processor, whose clock the guest's kernel cannot measure: how fast it runs, as measured here.
+    """Return the kernel word with the clock rate of an emulated processor, which the guest cannot measure.
 
-    It counts as the host's own counter does. With no way to execute what we write, the processor's label must do.
+    The emulated counter equals the host's, so it is measured here; without executable memory, `cpu MHz` is taken.
     """
     try:
         page = mmap.mmap(-1, mmap.PAGESIZE, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)
