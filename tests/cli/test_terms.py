@@ -13,8 +13,9 @@ from gpool.agent.machine.monitor import Rulebook
 from gpool.agent.machine.policy import shaped
 from gpool.agent.machine.policy_file import parse
 from gpool.agent.network.policy import Egress, HostFacts, reaches
+from gpool.agent.runtime.registry import RuntimeContext, make_all
 from gpool.agent.settings import AgentSettings
-from gpool.cli.lend import egress_of, runtimes_of
+from gpool.cli.lend import egress_of
 from gpool.cli.lending.enrolment import Identity
 from gpool.cli.lending.terms import Terms, agent_variables, lending
 from gpool.core.model import GIB, Offer, Tier
@@ -47,7 +48,7 @@ def test_without_a_word_of_the_owner_nothing_runs_without_isolation(
 ) -> None:
     monkeypatch.setenv("GPOOL_AGENT_ALLOW_PROCESS", "1")  # of an outer agent: told to nobody
     told = settings(monkeypatch, tmp_path, Terms())
-    tiers = [one.tier for one in runtimes_of(told, ())]
+    tiers = [one.tier for one in make_all(RuntimeContext(told))]
     assert tiers[0] is Tier.CONTAINER
     assert Tier.NONE not in tiers
 
@@ -58,7 +59,7 @@ def test_an_owner_who_asks_for_it_offers_the_tier_none(
     terms = said("--allow-process", "--slots", "3")
     assert terms == Terms(3, None, allow_process=True)
     told = settings(monkeypatch, tmp_path, terms)
-    tiers = [one.tier for one in runtimes_of(told, ())]
+    tiers = [one.tier for one in make_all(RuntimeContext(told))]
     assert (tiers[0], tiers[-1]) == (Tier.CONTAINER, Tier.NONE)
     assert told.slots == 3
 

@@ -16,7 +16,7 @@ from gpool import __version__
 from gpool.agent.app import Means, serve
 from gpool.agent.daemon import boot_clock, wall_clock
 from gpool.agent.environments import Environments, environments_for
-from gpool.agent.machine.detection import host_facts, services
+from gpool.agent.machine.detection import host_facts
 from gpool.agent.machine.detection.gpus import Detector
 from gpool.agent.machine.detection.host import site_address
 from gpool.agent.machine.detection.owner import LoadMeter, facts_now
@@ -27,11 +27,8 @@ from gpool.agent.machine.policy import GANG_PORT, Gangs, Policy
 from gpool.agent.network import sandbox_network
 from gpool.agent.network.factory import networks_for, probe, probe_gangs
 from gpool.agent.network.policy import BadPolicy, EgressPolicy, parse_rate, parse_target
-from gpool.agent.runtime.bubblewrap.runtime import BubblewrapRuntime
-from gpool.agent.runtime.microvm import requirements as guests
-from gpool.agent.runtime.microvm.runtime import MicrovmRuntime
-from gpool.agent.runtime.process import ProcessRuntime
 from gpool.agent.runtime.protocol import BuildRuntime, Runtime, RuntimeAbility, SandboxFailed
+from gpool.agent.runtime.registry import RuntimeContext, make_all
 from gpool.agent.runtime.runner_calls import PYTHON
 from gpool.agent.settings import AgentSettings
 from gpool.agent.sharing.plan import parse_modes
@@ -119,47 +116,6 @@ def _offered(runtime: Runtime) -> RuntimeOffer:
     return RuntimeOffer(runtime.name, runtime.tier, runtime.networks, images, gpus)
 
 
-def runtimes_of(
-    settings: AgentSettings, gpus: Sequence[Gpu], registries: Sequence[str] = ()
-) -> list[Runtime]:
-    """All this machine can, first choice first within a tier; which of them are lent, the owner's rules say at any time.
-
-    Bubblewrap always: environments are built in it. No isolation only where the owner asked for it.
-    """
-    made: list[Runtime] = [BubblewrapRuntime(settings.data_dir, gpus=gpus)]
-    if settings.docker and services.docker().version:
-        made += _docker(settings, gpus, registries)
-    if settings.microvm:
-        made += _microvm(settings)
-    if settings.allow_process:
-        made.append(ProcessRuntime(settings.data_dir, gpus=gpus))
-    return made
-
-
-def _docker(
-    settings: AgentSettings, gpus: Sequence[Gpu], registries: Sequence[str]
-) -> list[Runtime]:
-    """For images, where an engine answers; one that will not have us is no reason not to lend."""
-    from gpool.agent.runtime.docker.runtime import DockerRuntime  # imports in 0.2 s
-
-    try:
-        return [DockerRuntime(settings.data_dir, gpus=gpus, registries=registries)]
-    except SandboxFailed as error:
-        log.warning("no_images", why=str(error))
-        return []
-
-
-def _microvm(settings: AgentSettings) -> list[Runtime]:
-    why = guests.missing()
-    try:
-        if why is None:
-            return [MicrovmRuntime(settings.data_dir)]
-    except SandboxFailed as error:
-        why = str(error)
-    log.info("no_machines_for_tasks", why=why)
-    return []
-
-
 def reach_of(settings: AgentSettings, policy: Policy) -> Reach:
     """Who opens lanes, for tasks and for builds; nobody, for a reason that is logged.
 
@@ -207,7 +163,7 @@ def lend() -> None:
     policy = rules.policy
     detector = Detector(settings.simulate_gpus)
     gpus = detector.survey().gpus
-    runtimes = runtimes_of(settings, _real(gpus), policy.registries)
+    runtimes = make_all(RuntimeContext(settings, _real(gpus), policy.registries))
     can = {one.tier for one in runtimes}
     if not can & policy.tiers:
         raise Invalid(
