@@ -126,7 +126,6 @@ class FunctionRunner:
             buffer += more
 
     def call(self, kind: int, body: bytes) -> bool:
-        """Answer one call; False if the process cannot serve another."""
         number, sha256 = CALL_HEAD.unpack_from(body)
         threads = thread_count()
         began = time.perf_counter_ns()
@@ -221,7 +220,6 @@ class FunctionRunner:
         return value, text
 
     def clean(self, threads: int) -> bool:
-        """Restore the process after a call; False if threads are left."""
         self.tidy(self.marker)
         self.baseline.restore()
         return thread_count() <= threads
@@ -248,7 +246,6 @@ class FunctionRunner:
                 empty(folder, names)
 
     def restore_output(self) -> None:
-        """Flush, and reconnect stdout and stderr as they were before the call."""
         texts = self.texts
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):

@@ -75,7 +75,6 @@ def capability_minors(text: str, gpu: int, instance: int, compute: int) -> tuple
 
 
 def capability_nodes(gpu: int, instance: int, compute: int) -> tuple[str, ...]:
-    """Return the same as paths, making missing nodes, which needs root."""
     made = []
     for minor in capability_minors(CAPABILITIES.read_text(), gpu, instance, compute):
         node = CAPABILITY_NODES / f"nvidia-cap{minor}"

@@ -102,8 +102,6 @@ def ignore_progress(_line: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class CommandJob:
-    """One command in a fresh sandbox."""
-
     argv: tuple[str, ...]
     env: tuple[tuple[str, str], ...] = field(repr=False)  # contains secrets
     inputs: tuple[StagedInput, ...]
@@ -148,7 +146,7 @@ class CommandSandbox(Protocol):
     """A running command. `output` ends when the last writer is gone; `ended` after that."""
 
     def output(self) -> AsyncIterator[tuple[int, bytes]]:
-        """Yield (stream 1 or 2, bytes) as they come; the command blocks while nobody reads."""
+        """Yield (stream 1 or 2, bytes) as they come; the command blocks while its output is not read."""
         ...
 
     async def ended(self) -> SandboxExit: ...
@@ -217,9 +215,7 @@ class RunnerSandbox(Protocol):
 
     async def define(self, function: str, pickled: bytes) -> None: ...
 
-    async def send(self, calls: Sequence[FunctionCall]) -> None:
-        """Queue calls; returns once they are written."""
-        ...
+    async def send(self, calls: Sequence[FunctionCall]) -> None: ...
 
     def events(self) -> AsyncIterator[Sequence[CallAnswer | CallOutput]]:
         """Yield batches as they come; ends when the sandbox is gone."""

@@ -103,7 +103,6 @@ BUILT_IN = (
 
 
 def known() -> tuple[RuntimeKind, ...]:
-    """Return the built-in kinds and those of installed packages."""
     return (*BUILT_IN, *(entry.load() for entry in entry_points(group=GROUP)))
 
 

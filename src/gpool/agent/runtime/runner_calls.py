@@ -69,8 +69,6 @@ def must_have(python: str) -> None:
 
 
 class OutputStream:
-    """stdout or stderr of the runner, cut at the markers."""
-
     def __init__(self, descriptor: int, number: int) -> None:
         self.descriptor = descriptor
         self.number = number
@@ -101,7 +99,6 @@ class OutputStream:
             self.feed(data)
 
     def take_rest(self) -> bytes:
-        """Take all bytes except a possible beginning of a marker."""
         cut = len(self.rest)
         for length in range(min(MARKER_BYTES - 1, cut), 0, -1):
             if self.marker and self.rest.endswith(self.marker[:length]):

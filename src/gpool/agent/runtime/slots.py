@@ -132,7 +132,6 @@ class SlotPool:
         return self.directory / f"{slot.number}-{os.getpid()}{once}"
 
     def release(self, slot: SandboxSlot) -> None:
-        """Make the slot free again; its sandbox and work directory are removed already."""
         self._free.append(slot)
 
     def discard(self, slot: SandboxSlot, place: WorkDirectory) -> None:

@@ -51,9 +51,9 @@ class BwrapArguments:
         self.tree = self._tree(found.seen)
         self._plain = _common(layout.as_arguments(self.tree))
         self._with_environment = _common(layout.as_arguments(self._tree(found.bare)))
-        self._planted = b""
+        self._prepared = b""
         if launcher_at:
-            self._planted = _common(["--ro-bind", f"{launcher_at}/tree", "/"])
+            self._prepared = _common(["--ro-bind", f"{launcher_at}/tree", "/"])
 
     def _tree(self, seen: Sequence[tuple[str, str]]) -> RootTree:
         return layout.system_tree((self._sources[name], inside) for name, inside in seen)
@@ -68,7 +68,7 @@ class BwrapArguments:
                 return str(Path(self._sources[bind.name]) / program.relative_to(bind.source))
         return str(program)
 
-    def environment_binds(self, environment: PreparedEnvironment | None) -> list[tuple[Bind, str]]:
+    def environment_mounts(self, environment: PreparedEnvironment | None) -> list[tuple[Bind, str]]:
         if environment is None:
             return []
         found = {ENVIRONMENT_AT: environment.root, **environment.binds}
@@ -81,21 +81,21 @@ class BwrapArguments:
         self,
         place: WorkDirectory,
         job: CommandJob | RunnerJob,
-        brought: Sequence[tuple[Bind, str]],
+        mounts: Sequence[tuple[Bind, str]],
         devices: Sequence[str],
     ) -> tuple[bytes, list[str]]:
-        words = [*self._mounts(place, job, brought), *devices]
+        words = [*self._mounts(place, job, mounts), *devices]
         words += ["--remount-ro", "/dev", "--chdir", "/work"]
         if not devices:  # CUDA names its threads in /proc and fails where it cannot
             words += ["--remount-ro", "/proc"]
-        common = self._planted
-        if brought or devices or not common:  # the prepared root is sealed: no further mount fits
-            common = self._with_environment if brought else self._plain
+        common = self._prepared
+        if mounts or devices or not common:  # the prepared root is sealed: no further mount fits
+            common = self._with_environment if mounts else self._plain
             words += ["--remount-ro", "/"]
         return common, words
 
     def _mounts(
-        self, place: WorkDirectory, job: CommandJob | RunnerJob, brought: Sequence[tuple[Bind, str]]
+        self, place: WorkDirectory, job: CommandJob | RunnerJob, mounts: Sequence[tuple[Bind, str]]
     ) -> list[str]:
         reach = f"{self._sources['sandboxes']}/{place.root.name}"
         half = str(max(LEAST_TMPFS_BYTES, job.limits.memory_bytes // 2))
@@ -104,9 +104,9 @@ class BwrapArguments:
         words += ["--bind", reach + "/work", "/work"]
         if isinstance(job, RunnerJob):
             words += ["--bind", reach + "/values", "/values"]
-        for bind, inside in brought:
+        for bind, inside in mounts:
             words += ["--ro-bind", self._source(bind), inside]
-        if brought and isinstance(job, RunnerJob):
+        if mounts and isinstance(job, RunnerJob):
             for name in ("runner", "boot"):
                 words += ["--ro-bind", self._sources[name], f"{layout.HOME}/{name}"]
         if job.network is not None:

@@ -33,7 +33,7 @@ MS_RDONLY, MS_NOSUID, MS_NODEV, MS_REMOUNT, MS_BIND = 1, 2, 4, 32, 4096
 MS_REC, MS_SLAVE = 16384, 1 << 19
 SEALED = MS_RDONLY | MS_NOSUID | MS_NODEV
 MNT_DETACH = 2
-MOST_BROUGHT = 64  # every sandbox's mount namespace starts as a copy of the launcher's
+MOST_MOUNTED = 64  # every sandbox's mount namespace starts as a copy of the launcher's
 MOST_SPARES = 64
 SPARE_BYTES = 128 * 1024  # certainly passes through a socket in one message
 MESSAGE_BYTES = 1 << 20
@@ -173,7 +173,6 @@ def supervise(run: Callable[[], NoReturn]) -> NoReturn:
 
 
 def join(groups: Sequence[str]) -> None:
-    """Move this process, and thereby its future children, into the control groups."""
     for path in groups:
         joining = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
         os.write(joining, b"0")
@@ -211,7 +210,7 @@ class LauncherProcess:
         self.inner: dict[int, int] = {}  # pid of a namespace's first process -> number
         self.known: dict[int, LaunchedSandbox] = {}  # by number
         self.place = settings["place"]
-        self.brought: dict[str, tuple[int, int]] = {}  # name -> (device, inode) mounted there
+        self.mounted: dict[str, tuple[int, int]] = {}  # name -> (device, inode) mounted there
         self.spares: dict[tuple[str, ...], socket.socket] = {}  # by groups: see `prepare`
         self.spare_pids: dict[tuple[str, ...], int] = {}
 
@@ -258,7 +257,7 @@ class LauncherProcess:
                 return 0
             return pid
 
-    def bring(self, order: dict[str, Any]) -> None:
+    def expose(self, order: dict[str, Any]) -> None:
         """Mount a host path where a dropped uid reaches it, once; again if another directory replaced it."""
         if not self.place:
             return  # no uid is dropped: sandboxes reach the same paths as the launcher
@@ -267,19 +266,19 @@ class LauncherProcess:
         try:
             facts = os.fstat(source)
             identity = (facts.st_dev, facts.st_ino)
-            if self.brought.get(name) == identity:
+            if self.mounted.get(name) == identity:
                 return
-            if len(self.brought) >= MOST_BROUGHT:
-                self.unmount(next(iter(self.brought)))
-            if name in self.brought:
+            if len(self.mounted) >= MOST_MOUNTED:
+                self.unmount(next(iter(self.mounted)))
+            if name in self.mounted:
                 self.unmount(name)
             bind(source, target, writable=False)
-            self.brought[name] = identity
+            self.mounted[name] = identity
         finally:
             os.close(source)
 
     def unmount(self, name: str) -> None:
-        del self.brought[name]
+        del self.mounted[name]
         target = os.path.join(self.place, name)
         checked(libc.umount2(target.encode(), MNT_DETACH), f"umount {target}")
 
@@ -298,7 +297,7 @@ class LauncherProcess:
         refused = ""
         try:
             for each in order["binds"]:
-                self.bring(each)
+                self.expose(each)
         except OSError as failure:
             refused = str(failure)
         given = [*descriptors, *namespaces]

@@ -25,8 +25,6 @@ READY_WITHIN_S = 120.0  # an overloaded machine may stall for a while
 
 @dataclass(frozen=True, slots=True)
 class Bind:
-    """A host path mounted beneath the launcher's own directory."""
-
     source: Path
     name: str
     writable: bool = False

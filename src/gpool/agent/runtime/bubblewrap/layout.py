@@ -191,7 +191,6 @@ def _write_boot(boot: Path) -> None:
 
 
 def _open_to_all(directory: Path) -> None:
-    """Make everything readable for any uid, whatever the agent's umask."""
     for folder, _, names in os.walk(directory):
         os.chmod(folder, 0o755)
         for name in names:

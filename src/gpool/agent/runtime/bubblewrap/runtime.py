@@ -249,9 +249,9 @@ class BubblewrapRuntime(PlainRuntime):
         except OSError as refused:
             close_all(descriptors)
             raise SandboxFailed(f"cannot set limits: {refused}") from refused
-        brought = self._arguments.environment_binds(job.environment)
+        mounts = self._arguments.environment_mounts(job.environment)
         devices = self._devices(job)
-        common, words = self._arguments.of(place, job, brought, devices)
+        common, words = self._arguments.of(place, job, mounts, devices)
         variables = self._variables(job)
         given = [*descriptors]
         if self._starts_by_perl:
@@ -279,7 +279,7 @@ class BubblewrapRuntime(PlainRuntime):
                 limits=self._rlimits(job.limits),
                 namespaces=job.network.namespaces if job.network is not None else (),
                 gang=job.network is not None and job.network.gang,
-                binds=[bind for bind, _ in brought],
+                binds=[bind for bind, _ in mounts],
             )
         )
         if slot.group is not None:

@@ -144,7 +144,6 @@ class Bridge:
         return self.finish()
 
     def reap(self) -> None:
-        """Reap orphans of calls; the runner itself is reaped at the end."""
         with contextlib.suppress(ChildProcessError):
             while True:
                 gone = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)

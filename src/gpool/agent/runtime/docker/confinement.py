@@ -113,7 +113,6 @@ def _interfaces() -> list[Json]:
 
 
 def profile(machine: str = "", *, interfaces: bool = False) -> Json:
-    """Return `seccomp.program` as a profile for libseccomp, made from the same tables."""
     name = machine or platform.machine()
     known = seccomp.MACHINES.get(name)
     if known is None:

@@ -44,7 +44,7 @@ POOL = 64
 LATE_NOTICE = timedelta(seconds=2)  # Docker's event may come so late; whole seconds count
 FRACTION = re.compile(r"\.(\d{1,6})\d*")
 REMAPPED = re.compile(r"/(\d+)\.(\d+)$")  # suffix of the engine's directory under userns-remap
-Told = Callable[[ImagePull], None]
+PullObserver = Callable[[ImagePull], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +143,7 @@ class EngineClient:
                 return None
         return image if answers_to(image, reference) else None
 
-    def pull(self, reference: str, told: Told) -> ContainerImage:
+    def pull(self, reference: str, observe: PullObserver) -> ContainerImage:
         name, _, digest = reference.partition("@")
         if not name or reference.startswith("sha256:"):
             raise SandboxFailed(
@@ -152,10 +152,10 @@ class EngineClient:
         tag = digest or ("" if ":" in name.rpartition("/")[2] else "latest")
         try:
             documents = self._api.pull(name, tag=tag or None, stream=True, decode=True)
-            pull = follow(reference, documents, told)
+            pull = follow(reference, documents, observe)
         except (DockerException, requests.RequestException, OSError) as error:
             pull = ImagePull(reference, failed=_explanation(error))
-            told(pull)
+            observe(pull)
         if pull.failed:
             raise SandboxFailed(
                 f"{pull.text}; check the name, or ask this node's owner to sign in to the registry"
@@ -219,7 +219,6 @@ class EngineClient:
                 return any(True for _ in events)
 
     def signal(self, container: str, name: str) -> None:
-        """Send a signal; no effect on an ended or removed container."""
         with translated(f"cannot send {name}"), contextlib.suppress(NotFound):
             try:
                 self._api.kill(container, name)

@@ -59,7 +59,6 @@ def gpu_mounts(
     cdi_folders: Sequence[str],
     share: GpuShare | None = None,
 ) -> GpuMounts:
-    """Return the mounts of one lease; a prepared share takes precedence over CDI."""
     real = [
         gpus[s.gpu_index] for s in slices if s.gpu_index in gpus and not gpus[s.gpu_index].simulated
     ]

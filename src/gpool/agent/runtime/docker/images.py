@@ -30,8 +30,6 @@ class ContainerImage:
 
 @dataclass(frozen=True, slots=True)
 class ImagePull:
-    """Progress of a pull; `text` is shown in the task's status."""
-
     image: str
     layers: Mapping[str, tuple[int, int]] = field(default_factory=lambda: MappingProxyType({}))
     """Layer -> (bytes received, size); (0, 0) before the size is known."""
@@ -53,17 +51,17 @@ class ImagePull:
 LAYER_DONE = ("Pull complete", "Already exists", "Download complete")
 
 
-def advance(pull: ImagePull, said: Mapping[str, Any]) -> ImagePull:
-    if said.get("error"):
-        return replace(pull, failed=str(said["error"]))
-    layer, status = str(said.get("id") or ""), str(said.get("status") or "")
+def advance(pull: ImagePull, document: Mapping[str, Any]) -> ImagePull:
+    if document.get("error"):
+        return replace(pull, failed=str(document["error"]))
+    layer, status = str(document.get("id") or ""), str(document.get("status") or "")
     is_layer = layer and (
         layer in pull.layers or status == "Pulling fs layer" or status in LAYER_DONE
     )
     if not is_layer:
         return pull
     here, whole = pull.layers.get(layer, (0, 0))
-    detail = said.get("progressDetail") or {}
+    detail = document.get("progressDetail") or {}
     if status == "Downloading":
         whole = max(whole, int(detail.get("total") or 0))
         here = max(here, min(int(detail.get("current") or 0), whole))
@@ -73,14 +71,14 @@ def advance(pull: ImagePull, said: Mapping[str, Any]) -> ImagePull:
     return replace(pull, layers=MappingProxyType({**pull.layers, layer: (here, whole)}), done=done)
 
 
-def follow(image: str, documents: Iterator[Any], told: Callable[[ImagePull], None]) -> ImagePull:
+def follow(image: str, documents: Iterator[Any], observe: Callable[[ImagePull], None]) -> ImagePull:
     pull = ImagePull(image)
-    told(pull)
-    for said in documents:
-        following = advance(pull, said)
+    observe(pull)
+    for document in documents:
+        following = advance(pull, document)
         if following != pull:
             pull = following
-            told(pull)
+            observe(pull)
     return pull
 
 

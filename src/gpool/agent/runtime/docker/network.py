@@ -48,8 +48,6 @@ CANNOT = "this node's container engine cannot enter a sandbox network"
 
 @dataclass(frozen=True, slots=True)
 class HostSystem:
-    """Directories of the host's programs, and the links beside them (/bin -> usr/bin)."""
-
     folders: tuple[str, ...]
     links: tuple[tuple[str, str], ...]
 
@@ -312,7 +310,6 @@ class NamespaceHolders:
             yield container
 
     def _empty(self, system: HostSystem) -> str:
-        """Return the empty image, made again if the owner pruned unused images."""
         with self._making:
             if not self._image or self._engine.find(self._image) is None:
                 self._guarded()

@@ -339,15 +339,9 @@ def _remapped(first_uid: int) -> Callable[[int], tuple[int, int]]:
 
 def disk_device(path: Path) -> str:
     """Return the device node of the whole disk that holds the path; "" if it is not one disk."""
-    number = os.stat(path).st_dev
-    found = Path(f"/sys/dev/block/{os.major(number)}:{os.minor(number)}")
-    if not found.exists():
-        return ""
-    real = found.resolve()
-    if (real / "partition").exists():
-        real = real.parent
-    node = Path("/dev") / real.name
-    return str(node) if node.is_block_device() else ""
+    number = cgroups.disk_of(path)
+    node = Path("/dev") / Path(f"/sys/dev/block/{number}").resolve().name
+    return str(node) if number and node.is_block_device() else ""
 
 
 def _explain(program: str, head: bytes) -> bytes:

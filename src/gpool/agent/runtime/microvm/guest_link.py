@@ -96,7 +96,6 @@ class GuestConnection:
         return await self._outputs.take_value(name, into, quota_bytes)
 
     def gone(self, exit: ProcessExit) -> None:
-        """Record the end of the machine, whatever the guest reported before."""
         if not self.over.done():
             code = KILLED if exit.killed else exit.code
             self.over.set_result(ProcessExit(code, ran=False, killed=exit.killed, lost=exit.lost))

@@ -24,7 +24,6 @@ ENDED = "the guest ended before its outputs were fetched"
 
 
 def printable(text: object) -> str:
-    """Return a guest's text, shortened and escaped for a message."""
     return str(text)[:MOST_TEXT].encode("unicode_escape").decode()
 
 

@@ -70,7 +70,6 @@ class FrameWriter:
     async def send_open(
         self, descriptor: int, is_over: Callable[[], bool], **fields: object
     ) -> None:
-        """Send a file after its message; stops when `is_over`."""
         left = os.fstat(descriptor).st_size
         await self.send_message(size=left, **fields)
         while left > 0 and not is_over():

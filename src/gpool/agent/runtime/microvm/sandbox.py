@@ -79,7 +79,6 @@ class StartedGuest:
         return await asyncio.shield(self._connection.over)
 
     async def kill(self) -> None:
-        """Kill the machine; its outputs are lost."""
         await self._monitor.kill()
         await self._watching
         if not self._closed:

@@ -29,8 +29,6 @@ TSC_OVER_S = 0.03
 
 @dataclass(frozen=True, slots=True)
 class GuestImage:
-    """Host paths of a guest's kernel, archive and read-only disks."""
-
     kernel: Path
     archive: Path
     system: Path
@@ -112,7 +110,6 @@ class GuestImageBuilder:
         return DiskContents(files, FOLDERS, tuple(links), written=self._written)
 
     def _home_plan(self, environment: PreparedEnvironment | None) -> DiskContents:
-        """Contents beneath `layout.HOME`: the agent's interpreter, which starts the guest, and an environment."""
         files: dict[str, str] = {}
         for name, inside in self._layout.seen:
             ours = name in ("venv", "python") or (

@@ -93,7 +93,6 @@ def module_files(folder: Path) -> tuple[Path, ...]:
 
 
 def needs(module: bytes) -> list[str]:
-    """Return a module's dependencies from its modinfo, as `depmod` does."""
     at = module.find(DEPENDS)
     if at < 0:
         return []

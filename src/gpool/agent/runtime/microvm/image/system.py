@@ -96,7 +96,6 @@ def _bare(word: str) -> str:
 
 
 def closure(known: Mapping[str, DebianPackage], expected: Iterable[str]) -> list[str]:
-    """Return the names of the essential and expected packages and their installed dependencies."""
     providers = {name: package.name for package in known.values() for name in package.provides}
     pending = [package.name for package in known.values() if package.always]
     pending += [name for name in expected if name in known]
@@ -120,7 +119,6 @@ def _unneeded(path: str) -> bool:
 
 
 def system_files(expected: Iterable[str] = (), dpkg: Path = DPKG) -> list[str]:
-    """Return the host paths beneath /usr of a guest's system disk, without directories."""
     try:
         known = packages((dpkg / "status").read_text())
     except FileNotFoundError:

@@ -47,8 +47,6 @@ class GuestMachine:
 
 @dataclass(frozen=True, slots=True)
 class MonitorCommand:
-    """A monitor's command line, and the parts of the host it sees."""
-
     argv: tuple[str, ...]
     devices: tuple[str, ...] = ()  # host devices it uses
     folder: bool = False  # it needs a directory shared with the agent, at FOLDER_AT
