@@ -106,13 +106,14 @@ def _trimmed(text: str) -> str:
 def _expression(text: str) -> re.Pattern[str] | None:
     """None for what can fit nothing: an open bracket, a last backslash."""
     out, at = [], 0
+    literal = next((n for n, char in enumerate(text) if char in "*?[\\"), len(text))
     while at < len(text):
         char = text[at]
         if char == "*":
             end = at
             while end < len(text) and text[end] == "*":
                 end += 1
-            piece, at = _stars(text, at, end)
+            piece, at = _stars(text, at, end, literal)
             out.append(piece)
         elif char == "?":
             out.append("[^/]")
@@ -134,11 +135,15 @@ def _expression(text: str) -> re.Pattern[str] | None:
     return re.compile("".join(out), re.DOTALL)
 
 
-def _stars(text: str, start: int, end: int) -> tuple[str, int]:
-    """Two stars between slashes stand for any number of folders; all others stay within a name."""
-    opens = start == 0 or text[start - 1] == "/"
+def _stars(text: str, start: int, end: int, literal: int) -> tuple[str, int]:
+    """Translate `text[start:end]`: two stars that fill a path segment match any number of folders, others one name.
+
+    Git compares the rule's first `literal` characters itself and matches only the rest as a pattern. Stars right
+    behind them therefore start a segment: `.**/*` matches `.a/b/c`, and `.a` too.
+    """
+    opens = start in (0, literal) or text[start - 1] == "/"
     if end - start >= 2 and opens:
-        if end == len(text):
+        if end == len(text) or text.startswith("\\/", end):
             return ".*", end
         if text[end] == "/":
             return "(?:.*/)?", end + 1
