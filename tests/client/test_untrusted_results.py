@@ -14,6 +14,7 @@ from click.testing import CliRunner
 import gpool
 from gpool import Client, RemoteTraceback
 from gpool.cli.main import cli
+from gpool.client.options import Options
 from tests.client.inprocess import Node, RealPool
 from tests.client.standin import Pool
 
@@ -158,6 +159,14 @@ def test_the_command_line_shows_a_result_and_loads_no_pickle(
     assert not trap.exists()
     client.get(run.id, results="pickle").result()
     assert trap.exists()  # the control
+
+
+def test_a_command_refuses_pickled_results_because_it_has_none(client: Client, pool: Pool) -> None:
+    with pytest.raises(gpool.Invalid, match="a command has no pickled result"):
+        client.run(["true"], results="pickle")
+    with pytest.raises(gpool.Invalid, match="a command has no pickled result"):
+        client.submit_command(["true"], options=Options(results="pickle"))
+    assert not pool.bodies
 
 
 def test_another_word_for_results_is_refused_where_it_is_written(client: Client) -> None:

@@ -228,8 +228,14 @@ class Client:
         has its own. Outputs are named as they lie beneath the task's work directory."""
         if isinstance(command, str) or not command:
             raise Invalid("a command is a list of words, e.g. ['python', 'train.py']")
+        options = options or Options()
+        if options.results is not None:
+            raise Invalid(
+                f"results is {options.results!r}, but a command has no pickled result; leave 'results' out: "
+                "a command's outputs are fetched as files"
+            )
         wanted = [checked(str(output), directory=True) for output in outputs]
-        document = self._asked(options or Options())
+        document = self._asked(options)
         sent = [
             {
                 "path": file.path,
