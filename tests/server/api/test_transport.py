@@ -68,9 +68,9 @@ def test_off_loopback_tls_is_on_unless_a_proxy_ends_it(
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"host": "0.0.0.0", "tls": False}, "would show every key"),
-        ({"host": "pool.example", "tls": False}, "would show every key"),
-        ({"tls_cert": "a"}, "come together"),
+        ({"host": "0.0.0.0", "tls": False}, "exposes every key"),
+        ({"host": "pool.example", "tls": False}, "exposes every key"),
+        ({"tls_cert": "a"}, "set together"),
         ({"tls": True, "plain_http": True}, "contradicts"),
         ({"trusted_proxies": "10.0.0.1, nobody"}, "nobody"),
     ],
