@@ -9,7 +9,7 @@ import pytest
 
 import gpool
 from gpool import Client
-from gpool.client.logs import Progress
+from gpool.client.logs import TaskProgress
 from tests.client.standin import Pool
 
 
@@ -128,8 +128,8 @@ def test_whoever_follows_is_told_where_the_task_is(client: Client, pool: Pool) -
         {"epoch": 0, "status": "queued", "phase": None},
         {"epoch": 1, "status": "leased", "phase": "build", "unheard_of": 1},
     ]
-    told: list[Progress] = []
+    told: list[TaskProgress] = []
     run = client.submit_command(["true"])
     assert list(run.printed(follow=True, on_progress=told.append)) == []
-    assert told == [Progress(0, "queued", None), Progress(1, "leased", "build")]
+    assert told == [TaskProgress(0, "queued", None), TaskProgress(1, "leased", "build")]
     assert list(run.printed(follow=True)) == []

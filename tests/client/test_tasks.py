@@ -14,7 +14,7 @@ import pytest
 
 import gpool
 from gpool import Client
-from gpool.client import moments
+from gpool.client import times
 from gpool.client.runs import wait_for
 from tests.client.standin import Pool
 
@@ -259,8 +259,8 @@ def test_a_deadline_and_a_team_are_said_as_on_the_command_line(client: Client, p
     assert (sent["team"], sent["grace_s"]) == ("tm-0000000000009", 0)
     assert datetime.fromisoformat(sent["by"]) == datetime(2999, 1, 1, tzinfo=UTC)
     for wrong, said in (
-        ({"by": "noon"}, "is no time; say 18:00"),
-        ({"by": "2001-01-01T00:00"}, "is over"),
+        ({"by": "noon"}, "is not a time; write 18:00"),
+        ({"by": "2001-01-01T00:00"}, "is in the past"),
         ({"grace": "-1s"}, "is not a duration"),
         ({"timeout": 0}, "is not above zero"),
         ({"checkpoint_every": "5m"}, "name that folder"),
@@ -276,8 +276,8 @@ def test_a_deadline_and_a_team_are_said_as_on_the_command_line(client: Client, p
 def test_so_long_from_now_counts_from_each_call(client: Client, pool: Pool) -> None:
     soon = client.task(by="2h")(lambda x: x)
     soon.remote(1)
-    first, answered = pool.bodies[-1]["by"], moments.now()
-    while moments.now() == answered:  # until the clock shows the next second
+    first, answered = pool.bodies[-1]["by"], times.now()
+    while times.now() == answered:  # until the clock shows the next second
         soon.remote(1)
     soon.remote(1)
     assert pool.bodies[-1]["by"] > first

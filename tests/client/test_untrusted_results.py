@@ -201,8 +201,8 @@ def owner(real: RealPool) -> Iterator[Client]:
 def stranger(real: RealPool, owner: Client) -> Iterator[Client]:
     """Another account of the pool, without a node."""
     account = {"name": "ada", "password": "a long password of ada's"}
-    owner.door.send_json("POST", "/v1/users", account)
-    token = owner.door.send_json("POST", "/v1/auth/password", account)["access_token"]
+    owner.api.send_json("POST", "/v1/users", account)
+    token = owner.api.send_json("POST", "/v1/auth/password", account)["access_token"]
     with Client("http://pool.test", token, transport=real.transport) as client:
         yield client
 

@@ -16,7 +16,7 @@ from gpool.cli.references import own_team_id, quoted
 from gpool.core.errors import Invalid
 
 if TYPE_CHECKING:
-    from gpool.client.connection.transport import Door
+    from gpool.client.connection.transport import ApiTransport
 
 invite_option = click.option("--invite", metavar="TOKEN", help="An operator's invite.")
 profile_option = click.option(
@@ -38,19 +38,19 @@ def password_of(prompt: str, *, confirm: bool = False) -> str:
     return found
 
 
-def anonymous(ctx: click.Context) -> Door:
+def anonymous(ctx: click.Context) -> ApiTransport:
     """The pool, as nobody."""
 
     client = client_of(ctx)
-    door: Door = client.door.as_nobody()
-    ctx.call_on_close(door.close)
-    return door
+    api: ApiTransport = client.api.without_credentials()
+    ctx.call_on_close(api.close)
+    return api
 
 
 def keep(ctx: click.Context, answer: Any, profile: str | None) -> dict[str, Any]:
     """The tokens go to disk, their profile is chosen; gives the account."""
     from gpool.client.connection.config import home, save_sign_in
-    from gpool.client.connection.sign_in import SessionFile, SignedIn, Tokens
+    from gpool.client.connection.sign_in import SessionFile, SignInSession, Tokens
 
     client = client_of(ctx)
     name = profile or urlsplit(client.url).netloc
@@ -58,10 +58,10 @@ def keep(ctx: click.Context, answer: Any, profile: str | None) -> dict[str, Any]
     file = SessionFile(home() / "sessions" / f"{safe}.json")
     with file.locked():
         file.write(Tokens.of(answer))
-    save_sign_in(name, client.url, file.path, fingerprint=client.door.address.fingerprint)
-    door = client.door.as_somebody(SignedIn(file))
-    ctx.call_on_close(door.close)
-    me: dict[str, Any] = door.get_json("/v1/me")
+    save_sign_in(name, client.url, file.path, fingerprint=client.api.address.fingerprint)
+    api = client.api.with_session(SignInSession(file))
+    ctx.call_on_close(api.close)
+    me: dict[str, Any] = api.get_json("/v1/me")
     return me
 
 
@@ -85,11 +85,11 @@ def register(
 
     A name begins with a small letter; more of them, digits and . _ - follow.
     """
-    door = anonymous(ctx)
+    api = anonymous(ctx)
     password = password_of("Password", confirm=True)
     wanted = {"name": name, "password": password} | ({"invite": invite} if invite else {})
-    door.send_json("POST", "/v1/users", wanted)
-    answer = door.send_json("POST", "/v1/auth/password", {"name": name, "password": password})
+    api.send_json("POST", "/v1/users", wanted)
+    answer = api.send_json("POST", "/v1/auth/password", {"name": name, "password": password})
     greet(keep(ctx, answer, profile), as_json)
 
 
@@ -124,15 +124,15 @@ def login(
 
     if sum(way is not None for way in (name, wallet_key, wallet)) > 1:
         raise Invalid("give one way in: a NAME, --wallet-key FILE or --wallet ADDRESS")
-    door = anonymous(ctx)
+    api = anonymous(ctx)
     if wallet_key is not None or wallet is not None:
-        message = signed(door, wallet_key, wallet)
+        message = signed(api, wallet_key, wallet)
         wanted = message | ({"invite": invite} if invite else {})
-        answer = door.send_json("POST", "/v1/auth/wallet", wanted)
+        answer = api.send_json("POST", "/v1/auth/wallet", wanted)
     else:
         chosen = name or click.prompt("Name", err=True)
         document = {"name": chosen, "password": password_of("Password")}
-        answer = door.send_json("POST", "/v1/auth/password", document)
+        answer = api.send_json("POST", "/v1/auth/password", document)
     greet(keep(ctx, answer, profile), as_json)
 
 
@@ -171,12 +171,12 @@ def keys() -> None:
 def keys_ls(ctx: click.Context, everything: bool, as_json: bool) -> None:
     """List your keys."""
     client = client_of(ctx)
-    found = client.door.get_json("/v1/keys")["items"]
+    found = client.api.get_json("/v1/keys")["items"]
     shown = [one for one in found if everything or not one["ended_at"]]
     if as_json:
         emit_json(shown)
         return
-    date = client.door.date
+    date = client.api.date
     rows = [
         (
             one["id"],
@@ -210,7 +210,7 @@ def keys_make(
     as_json: bool,
 ) -> None:
     """Make a key; it is shown this once."""
-    from gpool.client.durations import seconds
+    from gpool.client.times import seconds
 
     wanted: dict[str, Any] = {"name": name}
     if scopes:
@@ -220,7 +220,7 @@ def keys_make(
     client = client_of(ctx)
     if team is not None:
         wanted["team"] = own_team_id(client, team)
-    made = client.door.send_json("POST", "/v1/keys", wanted)
+    made = client.api.send_json("POST", "/v1/keys", wanted)
     if as_json:
         emit_json(made)
         return
@@ -233,5 +233,5 @@ def keys_make(
 @click.pass_context
 def keys_end(ctx: click.Context, key: str) -> None:
     """End a key: it opens nothing any more."""
-    client_of(ctx).door.send("DELETE", f"/v1/keys/{quoted(key)}")
+    client_of(ctx).api.send("DELETE", f"/v1/keys/{quoted(key)}")
     click.echo(f"{key} ended")

@@ -11,14 +11,14 @@ import click
 from gpool.core.errors import Invalid, Unprocessable
 
 if TYPE_CHECKING:
-    from gpool.client.connection.transport import Door
+    from gpool.client.connection.transport import ApiTransport
     from gpool.wallet.signing import Key
 
 STATEMENT = "Sign in to gpool."
 _ADDRESS = re.compile(r"(?:0x)?([0-9a-fA-F]{40})")
 
 
-def signed(door: Door, key_file: Path | None, address: str | None) -> dict[str, str]:
+def signed(api: ApiTransport, key_file: Path | None, address: str | None) -> dict[str, str]:
     """A fresh message for this pool, and its signature."""
     try:
         from gpool.wallet.address import from_bytes
@@ -27,12 +27,12 @@ def signed(door: Door, key_file: Path | None, address: str | None) -> dict[str, 
 
     if key_file is not None:
         key = key_from(key_file)
-        text = message_for(door, key.address)
+        text = message_for(api, key.address)
         return {"message": text, "signature": str(key.sign(text.encode()))}
     match = _ADDRESS.fullmatch((address or "").strip())
     if match is None:
         raise Invalid(f"{(address or '')[:60]!r} is not an address; one is 0x and 40 hex digits")
-    text = message_for(door, from_bytes(bytes.fromhex(match[1])))
+    text = message_for(api, from_bytes(bytes.fromhex(match[1])))
     click.echo("Sign this message with your wallet (personal_sign), every line of it:\n", err=True)
     click.echo(text)
     click.echo("", err=True)
@@ -40,11 +40,11 @@ def signed(door: Door, key_file: Path | None, address: str | None) -> dict[str, 
     return {"message": text, "signature": tidy(pasted)}
 
 
-def message_for(door: Door, address: Any) -> str:
+def message_for(api: ApiTransport, address: Any) -> str:
     from gpool.wallet import signin
     from gpool.wallet.moments import Moment
 
-    asked = door.send_json("POST", "/v1/auth/wallet/nonce", {})
+    asked = api.send_json("POST", "/v1/auth/wallet/nonce", {})
     return signin.format(
         signin.SignIn(
             domain=asked["domain"],

@@ -82,7 +82,7 @@ def ps(
     if as_json:
         emit_json(found)
         return
-    date, shared = client.door.date, shared_names(places(found))
+    date, shared = client.api.date, shared_names(places(found))
     known = who_is_who(client) if everybody else {}
     rows = [
         (
@@ -216,7 +216,7 @@ def wait(ctx: click.Context, tasks: tuple[str, ...], timeout: str | None, as_jso
     b- is a batch: all of it, like the calls of one `map`.
     """
     from gpool.cli.wait_targets import Ended, Wait, awaited, is_batch
-    from gpool.client.durations import seconds
+    from gpool.client.times import seconds
 
     ends = None if timeout is None else time.monotonic() + seconds(timeout)
     client = client_of(ctx)
@@ -348,7 +348,7 @@ def explain(ctx: click.Context, task: str, as_json: bool) -> None:
     estimate = document.get("estimate")
     if estimate:
         about, first, last = (
-            local_time(estimate[name], client.door.date) for name in ("at", "from", "to")
+            local_time(estimate[name], client.api.date) for name in ("at", "from", "to")
         )
         click.echo(f"Starts about {about}; eight times of ten between {first} and {last}.")
     for one in document.get("suggestions") or ():

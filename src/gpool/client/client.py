@@ -1,4 +1,4 @@
-"""The SDK's centre: one `Client` is one pool and one key. It builds requests and reads answers; `Door` sends them."""
+"""The SDK's centre: one `Client` is one pool and one key. It builds requests and reads answers; `ApiTransport` sends them."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from weakref import WeakKeyDictionary
 
 import httpx2
 
-from gpool.client import mapping, moments
+from gpool.client import mapping, times
 from gpool.client.connection import config
-from gpool.client.connection.sign_in import SessionFile, SignedIn
-from gpool.client.connection.transport import Door, json_of
-from gpool.client.files.artifacts import Artifacts, Input, Progress, gather
+from gpool.client.connection.sign_in import SessionFile, SignInSession
+from gpool.client.connection.transport import ApiTransport, json_of
+from gpool.client.files.artifacts import Artifacts, Input, TransferProgress, gather
 from gpool.client.files.local_files import local_files
 from gpool.client.options import Options
 from gpool.client.pickling import PYTHON, dumps_call
@@ -76,12 +76,12 @@ class Client:
         self.url = settings.url
         session = None
         if settings.session_file is not None and not settings.key:
-            session = SignedIn(SessionFile(settings.session_file))
+            session = SignInSession(SessionFile(settings.session_file))
         self.session = session
-        self.door = Door(
+        self.api = ApiTransport(
             settings.address, settings.key, transport, patience_s=patience_s, session=session
         )
-        self.artifacts = Artifacts(self.door)
+        self.artifacts = Artifacts(self.api)
         self.task = Decorator(lambda: self)
         """`@client.task(...)`: like `@gpool.task`, bound to this client."""
         self._heads: WeakKeyDictionary[Task[..., Any], bytes] = WeakKeyDictionary()
@@ -98,7 +98,7 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        self.door.close()
+        self.api.close()
 
     # ---- functions
 
@@ -146,7 +146,7 @@ class Client:
             return batch or decode_submitted(reply.body).batch
 
         outcomes = mapping.stream(
-            self.door,
+            self.api,
             rendered,
             submit,
             lambda result: outcome(result, self.artifacts.get, pickle_requested=pickle_requested),
@@ -168,13 +168,13 @@ class Client:
     def _post(self, task: Task[..., Any], path: str, body: Callable[[], bytes]) -> Reply:
         """Submit calls; a function the server has no longer (unused for long) is uploaded once more."""
         try:
-            return self.door.send("POST", path, body=body(), headers=_JSON, read_s=_READ_S)
+            return self.api.send("POST", path, body=body(), headers=_JSON, read_s=_READ_S)
         except Unprocessable as error:
             missing = error.members.get("missing")
             if not isinstance(missing, list) or not self.artifacts.forget(missing):
                 raise
             self._heads.pop(task, None)
-        return self.door.send("POST", path, body=body(), headers=_JSON, read_s=_READ_S)
+        return self.api.send("POST", path, body=body(), headers=_JSON, read_s=_READ_S)
 
     def _one_call(
         self, task: Task[..., Any], args: Sequence[object], kwargs: Mapping[str, object]
@@ -208,7 +208,7 @@ class Client:
         """The id of a team of yours, by its name or its id."""
         if team.startswith("tm-"):
             return team
-        for one in self.door.get_json("/v1/teams")["items"]:
+        for one in self.api.get_json("/v1/teams")["items"]:
             if one["name"] == team:
                 return str(one["id"])
         raise NotFound(f"you are in no team {team!r}; `gpool team ls` lists yours")
@@ -222,7 +222,7 @@ class Client:
         inputs: Iterable[Input] = (),
         outputs: Iterable[str] = (),
         options: Options | None = None,
-        progress: Progress | None = None,
+        progress: TransferProgress | None = None,
     ) -> Run:
         """Upload the inputs and submit. Names of inputs are relative to the current folder; a file of `local_files`
         has its own. Outputs are named as they lie beneath the task's work directory."""
@@ -252,7 +252,7 @@ class Client:
             document["inputs"] = sent
         if wanted:
             document["outputs"] = wanted
-        answer = self.door.send_json("POST", "/v1/tasks", document)
+        answer = self.api.send_json("POST", "/v1/tasks", document)
         return Run(self, str(answer["ids"][0]), function=False, own=True)
 
     def run(
@@ -306,7 +306,7 @@ class Client:
         trust the owner of the node it ran on, whoever that is.
         """
         pickle_requested = results == "pickle"
-        document = self.door.get_json(f"/v1/tasks/{quote(task, safe='')}")
+        document = self.api.get_json(f"/v1/tasks/{quote(task, safe='')}")
         return Run(
             self,
             task,
@@ -317,31 +317,31 @@ class Client:
 
     def cancel(self, task: str) -> dict[str, Any]:
         """Cancel; the task's document."""
-        reply = self.door.send("DELETE", f"/v1/tasks/{quote(task, safe='')}")
+        reply = self.api.send("DELETE", f"/v1/tasks/{quote(task, safe='')}")
         found: dict[str, Any] = reply.json() if reply.body else {}
         return found
 
     def preempt(self, task: str) -> dict[str, Any]:
         """For operators: make a task give up its place and wait again; its document."""
-        reply = self.door.send("POST", f"/v1/tasks/{quote(task, safe='')}/preempt")
+        reply = self.api.send("POST", f"/v1/tasks/{quote(task, safe='')}/preempt")
         found: dict[str, Any] = reply.json()
         return found
 
     def cancel_batch(self, batch: str) -> None:
         """Cancel whatever of a batch has not ended, and close it."""
-        self.door.send("DELETE", f"/v1/batches/{quote(batch, safe='')}")
+        self.api.send("DELETE", f"/v1/batches/{quote(batch, safe='')}")
 
     def batch(self, batch: str) -> dict[str, Any]:
         """A batch's document: how many tasks it has, how many have ended, whether more may come."""
-        found: dict[str, Any] = self.door.get_json(f"/v1/batches/{quote(batch, safe='')}")
+        found: dict[str, Any] = self.api.get_json(f"/v1/batches/{quote(batch, safe='')}")
         return found
 
     def ended(self, batch: str, timeout: float | None = None) -> Iterator[Result]:
         """The results of a batch as its tasks end, until all have; `TimeoutError` when they have not by then."""
-        return mapping.ended(self.door, batch, timeout)
+        return mapping.ended(self.api, batch, timeout)
 
     def explain(self, task: str) -> dict[str, Any]:
-        found: dict[str, Any] = self.door.get_json(f"/v1/tasks/{quote(task, safe='')}/explain")
+        found: dict[str, Any] = self.api.get_json(f"/v1/tasks/{quote(task, safe='')}/explain")
         return found
 
     def listing(
@@ -357,7 +357,7 @@ class Client:
         if limit is not None:
             query["limit"] = str(max(1, min(limit, 200)))
         while True:
-            page = self.door.get_json(f"/v1/{what}?{urlencode(query)}")
+            page = self.api.get_json(f"/v1/{what}?{urlencode(query)}")
             yield from page["items"]
             if not page.get("next"):
                 return
@@ -392,7 +392,7 @@ def _script_in(command: Sequence[str]) -> str | None:
 def _deadline(task: Task[..., Any]) -> bytes:
     """The member `by` of a submission made now, with its comma."""
     by = task.options.by
-    return b"" if by is None else b'"by":"%s",' % moments.due(by).encode()
+    return b"" if by is None else b'"by":"%s",' % times.due(by).encode()
 
 
 def _members(members: Mapping[str, object]) -> bytes:

@@ -25,7 +25,7 @@ _CLAUSE = re.compile(r"(===|~=|==|!=|<=|>=|<|>)\s*(\d+(?:\.\d+)*)(\.\*)?")
 _NESTED = re.compile(r"(?:-r|--requirement)(?:\s*=\s*|\s+|(?<=-r))(\S.*)")
 
 
-def recipe_of(
+def environment_spec(
     *,
     python: str | None = None,
     pip: Sequence[str] = (),

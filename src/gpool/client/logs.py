@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from gpool.client.connection.transport import Door
+from gpool.client.connection.transport import ApiTransport
 from gpool.core.errors import Unreachable
 
 
@@ -27,7 +27,7 @@ class Printed:
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class TaskProgress:
     """Where a task is: its status, under which lease (0: none yet), and the phase its attempt has come to."""
 
     epoch: int
@@ -35,7 +35,7 @@ class Progress:
     phase: str | None
 
     @classmethod
-    def of(cls, document: dict[str, Any]) -> Progress:
+    def of(cls, document: dict[str, Any]) -> TaskProgress:
         phase = document.get("phase")
         return cls(
             int(document.get("epoch", 0)),
@@ -44,7 +44,7 @@ class Progress:
         )
 
 
-OnProgress = Callable[[Progress], None]
+OnProgress = Callable[[TaskProgress], None]
 
 SILENCE = ":"
 """What stands for a comment among the names of events; none of theirs begins so."""
@@ -67,10 +67,10 @@ def printed(items: Iterable[dict[str, Any]]) -> Iterator[Printed]:
             yield Printed(cursor, stream, b"", rest)
 
 
-def pages(door: Door, task: str, after: int = 0) -> Iterator[dict[str, Any]]:
+def pages(api: ApiTransport, task: str, after: int = 0) -> Iterator[dict[str, Any]]:
     """The documents of what is there now."""
     while True:
-        page = door.get_json(f"/v1/tasks/{task}/logs?after={after}")
+        page = api.get_json(f"/v1/tasks/{task}/logs?after={after}")
         for item in page["items"]:
             after = max(after, int(item["cursor"]))
             yield item
@@ -80,19 +80,19 @@ def pages(door: Door, task: str, after: int = 0) -> Iterator[dict[str, Any]]:
 
 
 def follow(
-    door: Door, task: str, after: int = 0, on_progress: OnProgress | None = None
+    api: ApiTransport, task: str, after: int = 0, on_progress: OnProgress | None = None
 ) -> Iterator[dict[str, Any]]:
     """The documents of what is there and what comes, until the task has ended and all its output was given.
 
     `on_progress` is told in between where the task is, whenever that has changed, and the same again now and then
     while nothing happens.
     """
-    tries, last = door.pauses(), None
+    tries, last = api.pauses(), None
     while True:
         try:
             headers = {"accept": "text/event-stream"}
-            with door.open(f"/v1/tasks/{task}/logs?after={after}", headers=headers) as response:
-                tries = door.pauses()
+            with api.open(f"/v1/tasks/{task}/logs?after={after}", headers=headers) as response:
+                tries = api.pauses()
                 for event, data in _events(response.iter_bytes()):
                     if event == "end":
                         return
@@ -102,17 +102,17 @@ def follow(
                         continue
                     item = json.loads(data)
                     if event == "progress" and on_progress is not None and isinstance(item, dict):
-                        last = Progress.of(item)
+                        last = TaskProgress.of(item)
                         on_progress(last)
                     if isinstance(item, dict) and "cursor" in item and "text" in item:
                         after = max(after, int(item["cursor"]))
                         yield item
         except Unreachable:
             pause = next(tries, None)
-            if pause is None or door.wait(pause):
+            if pause is None or api.wait(pause):
                 raise
             continue
-        page = door.get_json(
+        page = api.get_json(
             f"/v1/tasks/{task}/logs?after={after}"
         )  # the stream ended: did the task?
         if page.get("ended") and not page["items"]:

@@ -20,7 +20,7 @@ from urllib.parse import quote
 
 import httpx2
 
-from gpool.client.connection.transport import Door
+from gpool.client.connection.transport import ApiTransport
 from gpool.client.results import Raised, Result, decode_lines
 from gpool.core.errors import GpoolError, InternalFault, TooMany, Unreachable
 
@@ -50,7 +50,7 @@ class Submit(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Broken:
+class ReaderFailure:
     """The reader gave up."""
 
     error: GpoolError
@@ -59,10 +59,10 @@ class Broken:
 class ResultReader:
     """Reads one batch's results in the background and hands them on in lists, each result once."""
 
-    def __init__(self, door: Door, batch: str) -> None:
-        self._door, self._batch = door, batch
+    def __init__(self, api: ApiTransport, batch: str) -> None:
+        self._api, self._batch = api, batch
         self._stopped = threading.Event()
-        self.inbox: SimpleQueue[list[Result] | Broken] = SimpleQueue()
+        self.inbox: SimpleQueue[list[Result] | ReaderFailure] = SimpleQueue()
         self._thread = threading.Thread(target=self._read, name=f"gpool {batch}", daemon=True)
         self._thread.start()
 
@@ -71,17 +71,19 @@ class ResultReader:
         self._stopped.set()
 
     def _read(self) -> None:
-        after, tries = 0, self._door.pauses()
+        after, tries = 0, self._api.pauses()
         while not self._stopped.is_set():
             try:
                 path = f"/v1/batches/{self._batch}/results?after={after}"
-                with self._door.open(path, read_s=_SILENCE_S) as response:
+                with self._api.open(path, read_s=_SILENCE_S) as response:
                     for results in _batches(response):
                         if results[0].sequence != after + 1:
-                            self.inbox.put(Broken(_gap(self._batch, after, results[0].sequence)))
+                            self.inbox.put(
+                                ReaderFailure(_gap(self._batch, after, results[0].sequence))
+                            )
                             return
                         after = results[-1].sequence
-                        tries = self._door.pauses()
+                        tries = self._api.pauses()
                         self.inbox.put(results)
                         if self._stopped.is_set():
                             return
@@ -91,10 +93,10 @@ class ResultReader:
             except Unreachable as exc:
                 pause = next(tries, None)
                 if pause is None:
-                    self.inbox.put(Broken(exc))
+                    self.inbox.put(ReaderFailure(exc))
                     return
             except GpoolError as exc:
-                self.inbox.put(Broken(exc))
+                self.inbox.put(ReaderFailure(exc))
                 return
             if self._stopped.wait(pause or 1.0):
                 return
@@ -118,7 +120,7 @@ def _batches(response: httpx2.Response) -> Iterator[list[Result]]:
 
 
 def stream(
-    door: Door,
+    api: ApiTransport,
     calls: Iterator[bytes],
     submit: Submit,
     outcome: Callable[[Result], object],
@@ -170,7 +172,7 @@ def stream(
                 submitted += len(chunk)
                 size = min(size * 2, LAST_CHUNK)
                 if reader is None and batch is not None:
-                    reader = ResultReader(door, batch)
+                    reader = ResultReader(api, batch)
             elif ready:
                 result = early.pop(given)
                 given += 1
@@ -190,7 +192,7 @@ def stream(
 
 
 def ended(
-    door: Door,
+    api: ApiTransport,
     batch: str,
     within_s: float | None = None,
     monotonic: Callable[[], float] = time.monotonic,
@@ -201,7 +203,7 @@ def ended(
     """
     path = f"/v1/batches/{quote(batch, safe='')}"
     ends = None if within_s is None else monotonic() + within_s
-    about, reader, received = door.get_json(path), ResultReader(door, batch), 0
+    about, reader, received = api.get_json(path), ResultReader(api, batch), 0
     try:
         while not (about["closed"] and received >= about["total"]):
             left = _ASKED_AGAIN_S if ends is None else max(0.0, ends - monotonic())
@@ -209,18 +211,18 @@ def ended(
                 got = reader.inbox.get(timeout=min(left, _ASKED_AGAIN_S))
             except Empty:
                 if ends is not None and monotonic() >= ends:
-                    about, ends = door.get_json(path), None  # a long list takes its time to come
+                    about, ends = api.get_json(path), None  # a long list takes its time to come
                     if not (about["closed"] and about["done"] >= about["total"]):
                         raise TimeoutError(
                             f"batch {batch} has not ended within {within_s} s; it goes on"
                         ) from None
                 got = []
-            if isinstance(got, Broken):
+            if isinstance(got, ReaderFailure):
                 raise got.error
             received += len(got)
             yield from got
             if not about["closed"]:
-                about = door.get_json(path)
+                about = api.get_json(path)
     finally:
         reader.stop()
 
@@ -231,7 +233,7 @@ def _take(reader: ResultReader, early: dict[int, Result], within_s: float | None
         got = reader.inbox.get(timeout=within_s)
     except Empty:
         return 0
-    if isinstance(got, Broken):
+    if isinstance(got, ReaderFailure):
         raise got.error
     for result in got:
         early[result.position] = result

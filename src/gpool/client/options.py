@@ -10,9 +10,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from gpool.client import moments
-from gpool.client.durations import seconds
-from gpool.client.environment_specs import recipe_of
+from gpool.client import times
+from gpool.client.environment_specs import environment_spec
+from gpool.client.times import seconds
 from gpool.core.errors import Invalid
 
 
@@ -92,7 +92,7 @@ class Options:
             "checkpoint_every_s": _maybe_seconds(self.checkpoint_every),
             "grace_s": _maybe_seconds(self.grace, zero=True),
             "preemptible": self.preemptible,
-            "by": None if self.by is None else moments.due(self.by),
+            "by": None if self.by is None else times.due(self.by),
             "nodes": self.nodes,
             "engine": self.engine,
             "on_loss": self.on_loss,
@@ -113,7 +113,7 @@ class Options:
         packages = _words("pip", self.pip, "numpy")
         if not (packages or self.python or self.requirements or self.script or self.image):
             return None
-        made = recipe_of(
+        made = environment_spec(
             python=self.python,
             pip=packages,
             requirements=None if self.requirements is None else Path(self.requirements),

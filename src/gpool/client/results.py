@@ -25,7 +25,7 @@ Fetch = Callable[[str], bytes]
 """An artifact by its hash, whole."""
 
 
-class Output(msgspec.Struct, frozen=True):
+class OutputArtifact(msgspec.Struct, frozen=True):
     path: str
     sha256: str
     size_bytes: int
@@ -44,13 +44,13 @@ class Result(msgspec.Struct, frozen=True):
     value: bytes = b""
     value_sha256: str = ""
     error_text: str = ""
-    outputs: list[Output] = []
+    outputs: list[OutputArtifact] = []
     node: str | None = None
     node_name: str | None = None
     own_node: bool = False  # an older server does not send it
 
 
-class Submitted(msgspec.Struct, frozen=True):
+class SubmittedBatch(msgspec.Struct, frozen=True):
     """`wire.documents.SubmittedDocument`."""
 
     batch: str
@@ -61,7 +61,7 @@ class Submitted(msgspec.Struct, frozen=True):
 decode_result = msgspec.json.Decoder(Result).decode
 decode_results = msgspec.json.Decoder(list[Result]).decode
 decode_lines = msgspec.json.Decoder(Result).decode_lines
-decode_submitted = msgspec.json.Decoder(Submitted).decode
+decode_submitted = msgspec.json.Decoder(SubmittedBatch).decode
 
 
 class RemoteTraceback(Exception):

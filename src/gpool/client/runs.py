@@ -61,7 +61,7 @@ class Run:
 
     def document(self) -> dict[str, Any]:
         """The task as the server describes it (a `TaskDocument`)."""
-        found = self._client.door.get_json(f"/v1/tasks/{quote(self.id, safe='')}")
+        found = self._client.api.get_json(f"/v1/tasks/{quote(self.id, safe='')}")
         assert isinstance(found, dict)
         return found
 
@@ -85,10 +85,10 @@ class Run:
         self, *, follow: bool = False, on_progress: OnProgress | None = None
     ) -> Iterator[dict[str, Any]]:
         """The pieces of output as the server describes them (`LogDocument`s)."""
-        door, task = self._client.door, quote(self.id, safe="")
+        api, task = self._client.api, quote(self.id, safe="")
         if follow:
-            return logs.follow(door, task, on_progress=on_progress)
-        return logs.pages(door, task)
+            return logs.follow(api, task, on_progress=on_progress)
+        return logs.pages(api, task)
 
     def wait(self, timeout: float | None = None) -> Result:
         """Wait for the end, however it ends; `TimeoutError` when it has not ended by then."""
@@ -142,7 +142,7 @@ def wait_for(
     while True:
         left = LONGEST_WAIT_S if ends is None else min(LONGEST_WAIT_S, ends - monotonic())
         wait = max(0.0, left)
-        reply = client.door.send("GET", f"{path}?wait={wait:.6g}", read_s=wait + 30)
+        reply = client.api.send("GET", f"{path}?wait={wait:.6g}", read_s=wait + 30)
         if reply.status == 200:
             return decode_result(reply.body)
         now = monotonic()

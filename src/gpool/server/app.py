@@ -33,18 +33,18 @@ from gpool.server.api.routes import (
 )
 from gpool.server.api.routes import operators as operating_routes
 from gpool.server.blobs import Blobs
-from gpool.server.clock import Clock, Steady, SystemClock, system_ids
+from gpool.server.clock import Clock, MonotonicClock, SystemClock, system_ids
 from gpool.server.gpu_verification.verifier import Examiner, Examining
 from gpool.server.identity import credentials
 from gpool.server.identity.credentials import Credentials
-from gpool.server.identity.node_proofs.verifier import NodeGate
-from gpool.server.identity.passwords import Cost
+from gpool.server.identity.node_proofs.verifier import NodeAuthenticator
+from gpool.server.identity.passwords import PasswordCost
 from gpool.server.identity.secrets.sealer import Sealer
-from gpool.server.identity.services import SignIns
+from gpool.server.identity.services import SignInServices
 from gpool.server.identity.sign_in_guard import Guard
-from gpool.server.identity.tokens.access import Place
-from gpool.server.identity.tokens.refresh import Terms
-from gpool.server.identity.tokens.signing_keys import Rotating, Signing
+from gpool.server.identity.tokens.access import TokenAudience
+from gpool.server.identity.tokens.refresh import RefreshTerms
+from gpool.server.identity.tokens.signing_keys import KeyRotation, TokenSigner
 from gpool.server.metrics import GpuCollector, Metrics
 from gpool.server.nodes.frame_budget import Paces
 from gpool.server.nodes.telemetry import Telemetry
@@ -97,7 +97,7 @@ def wire(settings: Settings, store: Store, clock: Clock) -> Server:
     sign_ins = _sign_ins(settings, store, sealer)
     policy, orders = Policy(order=settings.order), known_orders()
     order_named(policy.order, orders)  # or it is Invalid, before anything is served
-    passed = clock.passed if isinstance(clock, Steady) else None
+    passed = clock.passed if isinstance(clock, MonotonicClock) else None
     scheduler = Scheduler(
         store, hub, metrics, policy, settings.ttl, sealer, orders, clock.now, passed
     )
@@ -112,7 +112,7 @@ def wire(settings: Settings, store: Store, clock: Clock) -> Server:
         scheduler=scheduler,
         blobs=Blobs(settings.data / "artifacts", settings.max_artifact_bytes),
         credentials=Credentials(store, clock.now, remember, root_key, sign_ins.signing),
-        gate=NodeGate(store, clock.now, root_key, remember=remember),
+        gate=NodeAuthenticator(store, clock.now, root_key, remember=remember),
         metrics=metrics,
         sealer=sealer,
         guard=Guard(clock.now),
@@ -125,24 +125,24 @@ def wire(settings: Settings, store: Store, clock: Clock) -> Server:
     )
 
 
-def _sign_ins(settings: Settings, store: Store, sealer: Sealer) -> SignIns:
+def _sign_ins(settings: Settings, store: Store, sealer: Sealer) -> SignInServices:
     name = settings.public_url or "gpool"  # the same on every replica
-    signing = Signing(
+    signing = TokenSigner(
         store,
         sealer,
-        Place(issuer=name, audience=name),
-        Rotating(span(settings.rotate_signing_keys_s), span(settings.signing_key_lead_s)),
+        TokenAudience(issuer=name, audience=name),
+        KeyRotation(span(settings.rotate_signing_keys_s), span(settings.signing_key_lead_s)),
     )
-    return SignIns(
+    return SignInServices(
         sealer,
         signing,
         Outbound(),
-        Terms(
+        RefreshTerms(
             grace=span(settings.grace_s),
             idle=span(settings.idle_days * DAY_S),
             life=span(settings.session_days * DAY_S),
         ),
-        Cost(settings.password_passes, settings.password_memory_kib),
+        PasswordCost(settings.password_passes, settings.password_memory_kib),
     )
 
 

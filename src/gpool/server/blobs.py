@@ -24,7 +24,7 @@ CHUNK_BYTES = 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class UploadPart:
     """Where a piece of an upload belongs: bytes `first..last` of `total`."""
 
     first: int
@@ -73,7 +73,7 @@ class Blobs:
         return size
 
     async def store_part(
-        self, sha256: str, uploader: str, part: Part, body: AsyncIterator[bytes]
+        self, sha256: str, uploader: str, part: UploadPart, body: AsyncIterator[bytes]
     ) -> int | None:
         """One piece of an upload; the artifact's size with the last, else None. `Conflict` when it does not fit on."""
         if part.total > self._max_bytes:

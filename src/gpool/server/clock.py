@@ -18,7 +18,7 @@ class Clock(Protocol):
 
 
 @runtime_checkable
-class Steady(Protocol):
+class MonotonicClock(Protocol):
     """A clock that also tells how time passes, whatever is done to the time of day."""
 
     def passed(self) -> Instant:

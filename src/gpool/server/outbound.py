@@ -23,7 +23,7 @@ _HEADERS = {"accept": "application/json", "user-agent": "gpool"}
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class OutboundResponse:
     status: int
     body: bytes
 
@@ -36,7 +36,7 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True)
-class Checked:
+class CheckedDestination:
     """A user's destination whose addresses were looked at: dial `address`, speak to `host`."""
 
     url: str
@@ -54,19 +54,19 @@ class Outbound:
         self._transport, self._timeout_s = transport, timeout_s
         self._http: httpx2.AsyncClient | None = None
 
-    async def get(self, url: str, headers: Mapping[str, str] | None = None) -> Answer:
+    async def get(self, url: str, headers: Mapping[str, str] | None = None) -> OutboundResponse:
         """From where the operator said."""
         return await self._send("GET", url, headers=headers)
 
     async def post_form(
         self, url: str, form: Mapping[str, str], auth: tuple[str, str] | None = None
-    ) -> Answer:
+    ) -> OutboundResponse:
         return await self._send("POST", url, data=dict(form), auth=auth)
 
-    async def post_json(self, url: str, document: object) -> Answer:
+    async def post_json(self, url: str, document: object) -> OutboundResponse:
         return await self._send("POST", url, json=document)
 
-    async def _send(self, method: str, url: str, **options: Any) -> Answer:
+    async def _send(self, method: str, url: str, **options: Any) -> OutboundResponse:
         if self._http is None:
             self._http = httpx2.AsyncClient(
                 transport=self._transport,
@@ -82,7 +82,7 @@ class Outbound:
                         body += piece
                         if len(body) > MAX_ANSWER_BYTES:
                             raise Unreachable(f"{_shown(url)} answered more than is read")
-                    return Answer(answer.status_code, bytes(body))
+                    return OutboundResponse(answer.status_code, bytes(body))
         except (httpx2.HTTPError, httpx2.InvalidURL, TimeoutError) as error:
             what = str(error) or type(error).__name__
             raise Unreachable(f"{_shown(url)} does not answer ({what})") from error
@@ -92,7 +92,7 @@ class Outbound:
             await self._http.aclose()
 
 
-async def checked(url: str) -> Checked:
+async def checked(url: str) -> CheckedDestination:
     """A user's destination: https or http, a public address. `Invalid` says what is wrong with it."""
     try:
         parts = urlsplit(url)
@@ -110,7 +110,7 @@ async def checked(url: str) -> Checked:
     for address in addresses:
         if not is_public(address):
             raise Invalid(f"{host[:200]!r} is at {address}, which is not a public address")
-    return Checked(url, host, port, addresses[0])
+    return CheckedDestination(url, host, port, addresses[0])
 
 
 def is_public(address: str) -> bool:

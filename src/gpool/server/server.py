@@ -14,9 +14,9 @@ from gpool.server.clock import Clock
 from gpool.server.gpu_verification.verifier import Examiner
 from gpool.server.identity.certificates import Certificate
 from gpool.server.identity.credentials import Credentials
-from gpool.server.identity.node_proofs.verifier import NodeGate
+from gpool.server.identity.node_proofs.verifier import NodeAuthenticator
 from gpool.server.identity.secrets.sealer import Sealer
-from gpool.server.identity.services import SignIns
+from gpool.server.identity.services import SignInServices
 from gpool.server.identity.sign_in_guard import Guard
 from gpool.server.metrics import Metrics
 from gpool.server.nodes.frame_budget import Paces
@@ -61,12 +61,12 @@ class Server:
     scheduler: Scheduler
     blobs: Blobs
     credentials: Credentials
-    gate: NodeGate
+    gate: NodeAuthenticator
     metrics: Metrics
     sealer: Sealer
     guard: Guard
     submitting: Gathering[Any, Any, Any]  # of `actions.submit`
-    sign_ins: SignIns | None = None  # None: a server that only schedules
+    sign_ins: SignInServices | None = None  # None: a server that only schedules
     certificate: Certificate | None = None  # None: plain HTTP
     examiner: Examiner | None = None  # None: GPUs are neither measured nor examined
     telemetry: Telemetry = field(default_factory=Telemetry)
@@ -79,7 +79,7 @@ class Server:
         return self.clock.now()
 
     @property
-    def identity(self) -> SignIns:
+    def identity(self) -> SignInServices:
         assert self.sign_ins is not None, "this server signs nobody in"
         return self.sign_ins
 

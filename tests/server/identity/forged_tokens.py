@@ -19,9 +19,9 @@ from gpool.server.identity.tokens.access import (
     FORM,
     LIFE_S,
     SKEW_S,
-    Grant,
     KeySet,
-    Place,
+    TokenAudience,
+    TokenGrant,
     TokenType,
     issue,
     new_key,
@@ -39,7 +39,7 @@ class Bench:
     keys: KeySet
     private: bytes  # of the key that signs
     retired: bytes  # of one that verifies nothing any more
-    place: Place
+    place: TokenAudience
     now: Instant
 
     @property
@@ -58,12 +58,12 @@ NODE_KEY = thumbprint(
     Ed25519PrivateKey.from_private_bytes(b"n" * 32).public_key().public_bytes_raw()
 )
 GRANTS = {
-    TokenType.USER: Grant(TokenType.USER, encode("user", 7), session="s-1"),
-    TokenType.NODE: Grant(TokenType.NODE, encode("node", 9), key=NODE_KEY),
+    TokenType.USER: TokenGrant(TokenType.USER, encode("user", 7), session="s-1"),
+    TokenType.NODE: TokenGrant(TokenType.NODE, encode("node", 9), key=NODE_KEY),
 }
 
 
-def bench(place: Place, now: Instant) -> Bench:
+def bench(place: TokenAudience, now: Instant) -> Bench:
     """Three generations of keys: one retired, one retiring, one that signs."""
     day = 86_400 * SECOND
     seeds = [hashlib.sha256(text).digest() for text in (b"first", b"second", b"third")]

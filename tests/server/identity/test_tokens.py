@@ -17,21 +17,21 @@ from gpool.server.identity.tokens.access import (
     LIFE_S,
     SKEW_S,
     Claims,
-    Grant,
-    Key,
     KeySet,
-    Place,
-    Reader,
-    Rejected,
+    RejectedToken,
+    RejectionReason,
+    TokenAudience,
+    TokenGrant,
+    TokenKey,
+    TokenReader,
     TokenType,
-    Why,
     issue,
     new_key,
     verify,
 )
 from tests.server.identity.forged_tokens import GRANTS, GROUPS, NODE_KEY, bench, forgeries
 
-PLACE = Place("https://pool.example", "gpool")
+PLACE = TokenAudience("https://pool.example", "gpool")
 NOW = Instant(1_800_000_000 * SECOND)
 BENCH = bench(PLACE, NOW)
 FORGED = forgeries(BENCH)
@@ -57,12 +57,12 @@ def test_there_are_at_least_sixty_kinds_of_forgery_and_all_differ() -> None:
 
 @pytest.mark.parametrize("name", list(FORGED))
 def test_no_forgery_is_taken(name: str) -> None:
-    assert isinstance(verify(FORGED[name], BENCH.keys, PLACE, TokenType.USER, NOW), Rejected)
+    assert isinstance(verify(FORGED[name], BENCH.keys, PLACE, TokenType.USER, NOW), RejectedToken)
 
 
 @pytest.mark.parametrize("name", [n for n in FORGED if not n.startswith("types")])
 def test_no_forgery_is_taken_for_a_nodes_token_either(name: str) -> None:
-    assert isinstance(verify(FORGED[name], BENCH.keys, PLACE, TokenType.NODE, NOW), Rejected)
+    assert isinstance(verify(FORGED[name], BENCH.keys, PLACE, TokenType.NODE, NOW), RejectedToken)
 
 
 @pytest.mark.parametrize("name", list(FORGED))
@@ -75,29 +75,29 @@ def test_the_control_of_its_group_takes_every_forgery(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "why"),
     [
-        ("algorithm: alg none", Why.HEADER),
-        ("header keys: jwk in the header", Why.HEADER),
-        ("header keys: kid of the forger's key", Why.KEY),
-        ("header keys: another server's key under our kid", Why.SIGNATURE),
-        ("signatures: signed by a key long retired", Why.KEY),
-        ("signatures: signature shifted by the group's order", Why.SIGNATURE),
-        ("claims: another audience", Why.PLACE),
-        ("claims: expires now", Why.TIME),
-        ("claims: lives for a year", Why.TIME),
-        ("claims: expires true", Why.CLAIMS),
-        ("claims: type of another token", Why.TYPE),
-        ("claims: a claim of the forger's", Why.CLAIMS),
-        ("spelling: subject twice", Why.CLAIMS),
-        ("spelling: alg twice", Why.HEADER),
-        ("spelling: spare bits set in the signature", Why.FORM),
-        ("spelling: a long one", Why.FORM),
-        ("types: a node's own token", Why.TYPE),
+        ("algorithm: alg none", RejectionReason.HEADER),
+        ("header keys: jwk in the header", RejectionReason.HEADER),
+        ("header keys: kid of the forger's key", RejectionReason.KEY),
+        ("header keys: another server's key under our kid", RejectionReason.SIGNATURE),
+        ("signatures: signed by a key long retired", RejectionReason.KEY),
+        ("signatures: signature shifted by the group's order", RejectionReason.SIGNATURE),
+        ("claims: another audience", RejectionReason.PLACE),
+        ("claims: expires now", RejectionReason.TIME),
+        ("claims: lives for a year", RejectionReason.TIME),
+        ("claims: expires true", RejectionReason.CLAIMS),
+        ("claims: type of another token", RejectionReason.TYPE),
+        ("claims: a claim of the forger's", RejectionReason.CLAIMS),
+        ("spelling: subject twice", RejectionReason.CLAIMS),
+        ("spelling: alg twice", RejectionReason.HEADER),
+        ("spelling: spare bits set in the signature", RejectionReason.FORM),
+        ("spelling: a long one", RejectionReason.FORM),
+        ("types: a node's own token", RejectionReason.TYPE),
     ],
 )
-def test_a_forgery_is_refused_for_its_own_fault(name: str, why: Why) -> None:
+def test_a_forgery_is_refused_for_its_own_fault(name: str, why: RejectionReason) -> None:
     """Otherwise a token broken in two places would prove nothing about either."""
     found = verify(FORGED[name], BENCH.keys, PLACE, TokenType.USER, NOW)
-    assert isinstance(found, Rejected)
+    assert isinstance(found, RejectedToken)
     assert found.why is why
 
 
@@ -106,12 +106,12 @@ def test_no_token_with_a_letter_changed_is_ever_taken(place: int, turn: int) -> 
     genuine = BENCH.token()
     at = place % len(genuine)
     changed = genuine[:at] + chr(ord(genuine[at]) ^ turn) + genuine[at + 1 :]
-    assert isinstance(verify(changed, BENCH.keys, PLACE, TokenType.USER, NOW), Rejected)
+    assert isinstance(verify(changed, BENCH.keys, PLACE, TokenType.USER, NOW), RejectedToken)
 
 
 @given(st.text(max_size=300))
 def test_any_text_has_an_answer(text: str) -> None:
-    assert isinstance(verify(text, BENCH.keys, PLACE, TokenType.USER, NOW), Rejected)
+    assert isinstance(verify(text, BENCH.keys, PLACE, TokenType.USER, NOW), RejectedToken)
 
 
 def test_pyjwt_reads_our_tokens_as_we_do() -> None:
@@ -133,21 +133,21 @@ def test_pyjwt_reads_our_tokens_as_we_do() -> None:
 
 
 def test_a_remembered_token_is_still_refused_for_its_time_its_type_and_its_key() -> None:
-    reader = Reader(BENCH.keys, PLACE)
+    reader = TokenReader(BENCH.keys, PLACE)
     token, end = BENCH.token(), LIFE_S[TokenType.USER]
     for _ in range(2):
         assert isinstance(reader.read(token, TokenType.USER, NOW), Claims)
-        assert isinstance(reader.read(token, TokenType.NODE, NOW), Rejected)
-        assert isinstance(reader.read(token, TokenType.USER, later(end)), Rejected)
+        assert isinstance(reader.read(token, TokenType.NODE, NOW), RejectedToken)
+        assert isinstance(reader.read(token, TokenType.USER, later(end)), RejectedToken)
     reader.use(KeySet((new_key(b"9" * 32, NOW),)))
-    assert isinstance(reader.read(token, TokenType.USER, NOW), Rejected)
+    assert isinstance(reader.read(token, TokenType.USER, NOW), RejectedToken)
 
 
 def test_having_taken_a_genuine_token_no_forgery_of_it_is_taken() -> None:
-    reader = Reader(BENCH.keys, PLACE, most=2)
+    reader = TokenReader(BENCH.keys, PLACE, most=2)
     for forged in FORGED.values():
         assert isinstance(reader.read(BENCH.token(), TokenType.USER, NOW), Claims)
-        assert isinstance(reader.read(forged, TokenType.USER, NOW), Rejected)
+        assert isinstance(reader.read(forged, TokenType.USER, NOW), RejectedToken)
 
 
 # ---- time
@@ -246,7 +246,7 @@ def test_the_public_keys_are_published_without_the_private_ones_and_pyjwt_finds_
 
 
 def test_a_private_key_never_shows_when_a_key_is_printed() -> None:
-    key: Key = BENCH.keys.signer(NOW)
+    key: TokenKey = BENCH.keys.signer(NOW)
     assert key.private is not None
     assert repr(key.private) not in repr(BENCH.keys)
 
@@ -254,13 +254,13 @@ def test_a_private_key_never_shows_when_a_key_is_printed() -> None:
 @pytest.mark.parametrize(
     "grant",
     [
-        Grant(TokenType.USER, encode("node", 1), session="s"),
-        Grant(TokenType.USER, encode("user", 1)),
-        Grant(TokenType.USER, encode("user", 1), session="s", key=NODE_KEY),
-        Grant(TokenType.NODE, encode("node", 1)),
-        Grant(TokenType.NODE, encode("node", 1), key="short"),
+        TokenGrant(TokenType.USER, encode("node", 1), session="s"),
+        TokenGrant(TokenType.USER, encode("user", 1)),
+        TokenGrant(TokenType.USER, encode("user", 1), session="s", key=NODE_KEY),
+        TokenGrant(TokenType.NODE, encode("node", 1)),
+        TokenGrant(TokenType.NODE, encode("node", 1), key="short"),
     ],
 )
-def test_we_never_issue_what_we_would_not_take(grant: Grant) -> None:
+def test_we_never_issue_what_we_would_not_take(grant: TokenGrant) -> None:
     with pytest.raises(Invalid):
         issue(BENCH.keys, PLACE, grant, JTI, NOW)

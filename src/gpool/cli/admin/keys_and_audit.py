@@ -24,7 +24,7 @@ def keys() -> None:
 @click.pass_context
 def keys_ls(ctx: click.Context, as_json: bool) -> None:
     """Show the keys, and how far a rotation is."""
-    _show(client_of(ctx).door.get_json("/v1/admin/keys"), as_json)
+    _show(client_of(ctx).api.get_json("/v1/admin/keys"), as_json)
 
 
 @keys.command("rotate")
@@ -34,15 +34,15 @@ def keys_ls(ctx: click.Context, as_json: bool) -> None:
 @click.pass_context
 def keys_rotate(ctx: click.Context, master: bool, detach: bool, as_json: bool) -> None:
     """Seal everything anew with a new key, while the server serves."""
-    door = client_of(ctx).door
-    told = door.send_json("POST", "/v1/admin/keys/rotate", {"master": master})
+    api = client_of(ctx).api
+    told = api.send_json("POST", "/v1/admin/keys/rotate", {"master": master})
     pause = threading.Event()
     while told["left"] and not detach:
         if not as_json:
             done = told["fields"] - told["left"]
             click.echo(f"  {done} of {told['fields']} fields", err=True)
         pause.wait(LOOK_EVERY_S)
-        told = door.get_json("/v1/admin/keys")
+        told = api.get_json("/v1/admin/keys")
     _show(told, as_json)
 
 
@@ -76,7 +76,7 @@ def audit(
     client = client_of(ctx)
     if verify:
         query = "".join(f"&anchor={anchor}" for anchor in anchors)
-        found = client.door.get_json(f"/v1/audit?verify=true{query}")
+        found = client.api.get_json(f"/v1/audit?verify=true{query}")
         if as_json:
             emit_json(found)
         elif found["whole"]:

@@ -10,7 +10,7 @@ import click
 from gpool.cli.calling import as_json, client_of
 from gpool.cli.output.printing import emit_json, fields, local_time, plain, table
 from gpool.cli.references import names_of, node_id, quoted, team_id, user_id, who_is_who
-from gpool.client.moments import moment, now
+from gpool.client.times import moment, now
 from gpool.core.errors import Invalid, NotFound
 
 if TYPE_CHECKING:
@@ -55,16 +55,16 @@ def policy(
         if value is not None:
             wanted[name] = None if value == "configured" else _seconds(value)
     client = client_of(ctx)
-    door = client.door
+    api = client.api
     if weights:
         wanted["weights"] = dict(_weight(client, text) for text in weights)
     if learn:
-        door.send("POST", "/v1/admin/policy/learn")
+        api.send("POST", "/v1/admin/policy/learn")
         click.echo("learning begins; `gpool admin policy` shows what came of it", err=True)
     if wanted or dry_run:
-        told = door.send_json("PATCH", "/v1/admin/policy", {**wanted, "dry_run": dry_run})
+        told = api.send_json("PATCH", "/v1/admin/policy", {**wanted, "dry_run": dry_run})
     else:
-        told = door.get_json("/v1/admin/policy")
+        told = api.get_json("/v1/admin/policy")
     if as_json:
         emit_json(told)
         return
@@ -112,7 +112,7 @@ def drain(ctx: click.Context, node: str, why: str, as_json: bool) -> None:
 def uncordon(ctx: click.Context, node: str) -> None:
     """Let a node take tasks again."""
     client = client_of(ctx)
-    client.door.send("DELETE", f"/v1/admin/cordons/{node_id(client, node)}")
+    client.api.send("DELETE", f"/v1/admin/cordons/{node_id(client, node)}")
     click.echo(f"{plain(node)} takes tasks again, if its owner lends it")
 
 
@@ -127,7 +127,7 @@ def reservations() -> None:
 def reservations_ls(ctx: click.Context, as_json: bool) -> None:
     """List reservations."""
     client = client_of(ctx)
-    items = client.door.get_json("/v1/admin/reservations")["items"]
+    items = client.api.get_json("/v1/admin/reservations")["items"]
     if as_json:
         emit_json(items)
         return
@@ -197,7 +197,7 @@ def reservations_make(
         "last": ends.isoformat(),
         "why": why,
     }
-    made = client.door.send_json("POST", "/v1/admin/reservations", wanted)
+    made = client.api.send_json("POST", "/v1/admin/reservations", wanted)
     if as_json:
         emit_json(made)
     else:
@@ -210,13 +210,13 @@ def reservations_make(
 @click.pass_context
 def reservations_end(ctx: click.Context, reservation: str) -> None:
     """Give the nodes back to everybody."""
-    client_of(ctx).door.send("DELETE", f"/v1/admin/reservations/{quoted(reservation)}")
+    client_of(ctx).api.send("DELETE", f"/v1/admin/reservations/{quoted(reservation)}")
     click.echo(f"{plain(reservation)} is over")
 
 
 def _cordon(ctx: click.Context, node: str, wanted: dict[str, Any], as_json: bool) -> None:
     client = client_of(ctx)
-    told = client.door.send_json("PUT", f"/v1/admin/cordons/{node_id(client, node)}", wanted)
+    told = client.api.send_json("PUT", f"/v1/admin/cordons/{node_id(client, node)}", wanted)
     if as_json:
         emit_json(told)
         return
@@ -249,7 +249,7 @@ def _weight(client: Client, text: str) -> tuple[str, float | None]:
 
 
 def _seconds(text: str) -> float:
-    from gpool.client.durations import seconds
+    from gpool.client.times import seconds
 
     return float(seconds(text))
 

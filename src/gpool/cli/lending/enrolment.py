@@ -10,7 +10,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from gpool.client.connection.config import write_private
-from gpool.client.connection.transport import Door
+from gpool.client.connection.transport import ApiTransport
 from gpool.core.errors import Conflict, Invalid, Unreachable
 from gpool.transfer.node_proofs import NodeKey, Purpose, Statement, public_text
 from gpool.transfer.pinning import parse_fingerprint
@@ -84,11 +84,11 @@ def load_identity(file: Path) -> Identity | None:
         ) from exc
 
 
-def enrol(door: Door, file: Path, *, name: str | None, token: str | None) -> Identity:
-    """Make a key and a name with the server, and keep both; with a token, or by the key the door carries."""
+def enrol(api: ApiTransport, file: Path, *, name: str | None, token: str | None) -> Identity:
+    """Make a key and a name with the server, and keep both; with a token, or by the key the api carries."""
     key = NodeKey.from_file(key_file(file))
-    answer = _joined(door, key, name or platform.node() or "node", token, choose=name is None)
-    address = door.address
+    answer = _joined(api, key, name or platform.node() or "node", token, choose=name is None)
+    address = api.address
     content = {
         "url": address.url,
         "fingerprint": address.fingerprint,
@@ -102,7 +102,7 @@ def enrol(door: Door, file: Path, *, name: str | None, token: str | None) -> Ide
 
 
 def _joined(
-    door: Door, key: NodeKey, name: str, token: str | None, *, choose: bool
+    api: ApiTransport, key: NodeKey, name: str, token: str | None, *, choose: bool
 ) -> dict[str, str]:
     """The server's answer; a host name that is taken gets a number, a name the owner chose does not."""
     number = 1
@@ -111,27 +111,27 @@ def _joined(
         if token is not None:
             wanted["token"] = token
         try:
-            return _proving(door, key, wanted)
+            return _proving(api, key, wanted)
         except Conflict:
             if not choose or number >= _MOST_NAMESAKES:
                 raise
             number += 1
 
 
-def _proving(door: Door, key: NodeKey, wanted: dict[str, object]) -> dict[str, str]:
+def _proving(api: ApiTransport, key: NodeKey, wanted: dict[str, object]) -> dict[str, str]:
     """Each try with a challenge of its own: a proof is good once. The server knows us again by our key."""
     pauses = None
     while True:
-        challenge = door.send_json("POST", "/v1/nodes/challenges", {})
+        challenge = api.send_json("POST", "/v1/nodes/challenges", {})
         statement = Statement(Purpose.JOIN, challenge["server"], "", key.public, challenge["nonce"])
         proof = {"nonce": challenge["nonce"], "signature": key.sign(statement)}
         asked = {**wanted, "public_key": public_text(key.public), "proof": proof}
         try:
-            answer: dict[str, str] = door.send_json_once("POST", "/v1/nodes", asked)
+            answer: dict[str, str] = api.send_json_once("POST", "/v1/nodes", asked)
         except Unreachable:
-            pauses = door.pauses() if pauses is None else pauses
+            pauses = api.pauses() if pauses is None else pauses
             pause = next(pauses, None)
-            if pause is None or door.wait(pause):
+            if pause is None or api.wait(pause):
                 raise
         else:
             return answer

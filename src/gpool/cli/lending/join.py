@@ -26,7 +26,7 @@ def join(link: str, name: str | None, plain_http: bool, terms: Terms) -> None:
     """Lend this machine to a pool."""
     from gpool.cli.lending.enrolment import enrol, identity_file, load_identity, parse_link
     from gpool.client.connection.config import home
-    from gpool.client.connection.transport import Door
+    from gpool.client.connection.transport import ApiTransport
 
     wanted = parse_link(link, plain=plain_http)
     url = wanted.address.url
@@ -38,9 +38,9 @@ def join(link: str, name: str | None, plain_http: bool, terms: Terms) -> None:
     else:
         if file.exists():
             click.echo("This machine joined before nodes had keys; joining anew.", err=True)
-        door = Door(wanted.address, "")
-        identity = enrol(door, file, name=name, token=wanted.token)
-        door.close()
+        api = ApiTransport(wanted.address, "")
+        identity = enrol(api, file, name=name, token=wanted.token)
+        api.close()
         click.echo(f"Joined {url} as {identity.name} ({identity.id}).", err=True)
     click.echo("Lending until Ctrl-C.", err=True)
     become(AGENT_MODULE, agent_variables(identity, file.with_suffix(""), terms))

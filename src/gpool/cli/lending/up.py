@@ -224,14 +224,14 @@ def _must_be_meant(terms: Terms) -> None:
 
 def _agent(folder: Path, address: Address, key_file: Path, terms: Terms) -> Child:
     from gpool.cli.lending.enrolment import enrol, load_identity
-    from gpool.client.connection.transport import Door
+    from gpool.client.connection.transport import ApiTransport
 
     file = folder / "node.json"
     identity = load_identity(file)
     if identity is None:
-        door = Door(address, key_file.read_text(encoding="ascii").strip())
-        identity = enrol(door, file, name=None, token=None)
-        door.close()
+        api = ApiTransport(address, key_file.read_text(encoding="ascii").strip())
+        identity = enrol(api, file, name=None, token=None)
+        api.close()
     identity = replace(identity, address=address)  # our own server: wherever it listens today
     variables = agent_variables(identity, folder / "agent", terms)
     return Child(Program("agent", AGENT_MODULE, variables, folder / "agent.log"))
@@ -241,23 +241,23 @@ def await_ready(server: Child, address: Address, stop: threading.Event) -> None:
     """Until the server can take tasks; an error with its last words when it ends instead."""
     import time
 
-    from gpool.client.connection.transport import Door
+    from gpool.client.connection.transport import ApiTransport
 
-    door = Door(address, "")
+    api = ApiTransport(address, "")
     ends = time.monotonic() + _READY_S
     try:
         while not stop.is_set():
             if server.exit_code() is not None:
                 raise InternalFault(f"the server did not start; it said:\n{server.last_words()}")
             try:
-                door.send_once("GET", "/readyz")
+                api.send_once("GET", "/readyz")
                 return
             except Unreachable:
                 if time.monotonic() > ends:
                     raise
             stop.wait(_LOOK_S)
     finally:
-        door.close()
+        api.close()
 
 
 def _announce(address: Address, key_file: Path, profile: Path) -> None:
@@ -290,16 +290,16 @@ def within_reach(link: str) -> str:
 
 
 def _join_link(address: Address, key_file: Path) -> str:
-    from gpool.client.connection.transport import Door
+    from gpool.client.connection.transport import ApiTransport
 
-    door = Door(address, key_file.read_text(encoding="ascii").strip())
+    api = ApiTransport(address, key_file.read_text(encoding="ascii").strip())
     try:
-        return str(door.send_json("POST", "/v1/nodes/invites", {"expires_in_s": 86400})["link"])
+        return str(api.send_json("POST", "/v1/nodes/invites", {"expires_in_s": 86400})["link"])
     except GpoolError as error:
         click.echo(f"gpool: no join link could be made: {error.detail}", err=True)
         return ""
     finally:
-        door.close()
+        api.close()
 
 
 def _watch(children: list[Child], stop: threading.Event) -> None:

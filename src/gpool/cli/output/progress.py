@@ -12,8 +12,8 @@ import click
 from gpool.core.errors import GpoolError
 
 if TYPE_CHECKING:
-    from gpool.client.files.artifacts import Progress as UploadProgress
-    from gpool.client.logs import Progress
+    from gpool.client.files.artifacts import TransferProgress
+    from gpool.client.logs import TaskProgress
     from gpool.client.runs import Run
 
 DOING = {
@@ -44,11 +44,11 @@ class ProgressLine:
         phases: bool = True,
     ) -> None:
         self._say, self._run, self._phases = say, run, phases
-        self._seen: Progress | None = None
+        self._seen: TaskProgress | None = None
         self._last = ""
         self._is_explained = False
 
-    def __call__(self, progress: Progress) -> None:
+    def __call__(self, progress: TaskProgress) -> None:
         from gpool.cli.output.printing import styled
 
         if progress == self._seen:  # nothing has happened since
@@ -80,7 +80,7 @@ class ProgressLine:
 
 
 @contextmanager
-def progress_bar() -> Iterator[UploadProgress | None]:
+def progress_bar() -> Iterator[TransferProgress | None]:
     """A bar for each file on its way, on a terminal only."""
     if not sys.stderr.isatty():
         yield None

@@ -24,7 +24,7 @@ _KEYS = {"url", "key", "key_file", "session_file", "fingerprint", "plain_http"}
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class ConnectionSettings:
     """What a client needs to know, and where it found it."""
 
     url: str
@@ -65,7 +65,7 @@ def load(
     environ: Mapping[str, str] | None = None,
     directory: Path | None = None,
     profile: str | None = None,
-) -> Settings:
+) -> ConnectionSettings:
     """The settings that hold here. A key found in a file is only used with that file's address.
 
     Otherwise `--url http://elsewhere` would hand the local pool's key to a stranger.
@@ -92,7 +92,7 @@ def load(
         found_url = table.get("url")
         if not found_url or (given_url and not _same_place(given_url, str(found_url))):
             continue
-        return Settings(
+        return ConnectionSettings(
             _checked_url(given_url or str(found_url)),
             _checked_key(given_key or _key_of(table, file)),
             str(file),
@@ -100,7 +100,7 @@ def load(
             plain or table.get("plain_http") is True,
             session_file=None if given_key else _session_of(table, file),
         )
-    return Settings(
+    return ConnectionSettings(
         _checked_url(given_url or LOCAL_URL),
         _checked_key(given_key or ""),
         "environment",

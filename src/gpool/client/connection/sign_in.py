@@ -71,7 +71,7 @@ class SessionFile:
             yield
 
 
-class SignedIn:
+class SignInSession:
     """The tokens in use. Safe to share between threads."""
 
     def __init__(self, file: SessionFile) -> None:

@@ -12,8 +12,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from gpool.client.connection.transport import Door
-from gpool.client.results import Output
+from gpool.client.connection.transport import ApiTransport
+from gpool.client.results import OutputArtifact
 from gpool.core.errors import Conflict, GpoolError, Invalid
 from gpool.core.specs.paths import checked, folded
 from gpool.transfer.artifacts import Steps, download, hash_of, path_of, upload
@@ -22,7 +22,7 @@ from gpool.transfer.requests import FilePart
 
 log = logging.getLogger(__name__)
 
-Progress = Callable[[str, int, int], None]
+TransferProgress = Callable[[str, int, int], None]
 """Called with (path, bytes done, bytes in all)."""
 
 
@@ -127,17 +127,17 @@ def _files_in(
 
 
 class Artifacts:
-    """Up- and downloads through the client's door; remembers what the server has."""
+    """Up- and downloads through the client's api; remembers what the server has."""
 
-    def __init__(self, door: Door) -> None:
-        self._door = door
+    def __init__(self, api: ApiTransport) -> None:
+        self._api = api
         self._there: set[str] = set()
 
     def put(self, content: bytes) -> str:
         """Upload bytes unless the server has them; the hash."""
         sha256 = hashlib.sha256(content).hexdigest()
         if sha256 not in self._there:
-            self._door.carry_out(lambda: upload(content, sha256, len(content)))
+            self._api.carry_out(lambda: upload(content, sha256, len(content)))
             self._there.add(sha256)
         return sha256
 
@@ -147,14 +147,14 @@ class Artifacts:
         self._there -= gone
         return bool(gone)
 
-    def put_file(self, file: LocalFile, progress: Progress = _silent) -> str:
+    def put_file(self, file: LocalFile, progress: TransferProgress = _silent) -> str:
         """Upload a file in parts, memory flat; the hash. A broken upload goes on where the server says."""
         try:
             sha256, size_bytes = hash_of(file.source)
         except OSError as exc:
             raise Invalid(f"input '{file.path}' cannot be read: {exc.strerror}") from exc
         if sha256 not in self._there:
-            self._door.carry_out(
+            self._api.carry_out(
                 lambda: _told(upload(file.source, sha256, size_bytes), file, progress)
             )
             self._there.add(sha256)
@@ -163,10 +163,10 @@ class Artifacts:
 
     def get(self, sha256: str) -> bytes:
         """A whole artifact in memory: for values, not for files."""
-        return self._door.send("GET", path_of(sha256)).body
+        return self._api.send("GET", path_of(sha256)).body
 
     def fetch(
-        self, outputs: Sequence[Output], into: Path, progress: Progress = _silent
+        self, outputs: Sequence[OutputArtifact], into: Path, progress: TransferProgress = _silent
     ) -> list[Path]:
         """Write the outputs beneath `into`, replacing what is there, and nothing outside it."""
         try:
@@ -184,14 +184,16 @@ class Artifacts:
                 os.close(folder)
         return written
 
-    def _fetch_one(self, output: Output, folder: int, name: str, progress: Progress) -> None:
+    def _fetch_one(
+        self, output: OutputArtifact, folder: int, name: str, progress: TransferProgress
+    ) -> None:
         short = name.encode()[:100].decode(errors="ignore")
         partial = f".{short}.{output.sha256[:16]}.part"
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
             with os.fdopen(os.open(partial, flags, 0o600, dir_fd=folder), "r+b") as file:
                 landing = Landing(file, lambda done: progress(output.path, done, output.size_bytes))
-                self._door.carry_out(lambda: download(output.sha256, landing))
+                self._api.carry_out(lambda: download(output.sha256, landing))
                 mask = os.umask(0)
                 os.umask(mask)
                 os.fchmod(file.fileno(), (0o777 if output.executable else 0o666) & ~mask)
@@ -209,7 +211,7 @@ class Artifacts:
             raise
 
 
-def _told(steps: Steps, file: LocalFile, progress: Progress) -> Steps:
+def _told(steps: Steps, file: LocalFile, progress: TransferProgress) -> Steps:
     """The same steps, with each part's start told as progress."""
     request = next(steps)
     while True:

@@ -27,7 +27,7 @@ _CLASSES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class IgnoreRule:
     """One line: what it fits, and whether it leaves that out or takes it back in."""
 
     fits: re.Pattern[str]
@@ -37,11 +37,11 @@ class Rule:
 
 
 @dataclass(frozen=True, slots=True)
-class Rules:
+class IgnoreRules:
     """The lines that lie in one folder: `base` is its path ("" for the top); `lead` stands before a path when the
     folder lies above the top ("project/src/")."""
 
-    rules: tuple[Rule, ...]
+    rules: tuple[IgnoreRule, ...]
     base: str = ""
     lead: str = ""
 
@@ -57,12 +57,12 @@ class Rules:
         return None
 
 
-def rules_of(lines: Iterable[str], base: str = "", lead: str = "") -> Rules:
+def rules_of(lines: Iterable[str], base: str = "", lead: str = "") -> IgnoreRules:
     parsed = (_rule(line) for line in lines)
-    return Rules(tuple(rule for rule in parsed if rule is not None), base, lead)
+    return IgnoreRules(tuple(rule for rule in parsed if rule is not None), base, lead)
 
 
-def left_out(stack: Iterable[Rules], path: str, *, folder: bool) -> bool:
+def left_out(stack: Iterable[IgnoreRules], path: str, *, folder: bool) -> bool:
     """What the rules of all folders above say, the deepest first in `stack`; nothing said keeps it."""
     for rules in stack:
         verdict = rules.leaves_out(path, folder=folder)
@@ -76,7 +76,7 @@ def _bytewise(text: str) -> str:
     return text.encode("utf-8", "surrogateescape").decode("latin-1")
 
 
-def _rule(line: str) -> Rule | None:
+def _rule(line: str) -> IgnoreRule | None:
     text = _trimmed(_bytewise(line.removesuffix("\r")))
     if not text or text.startswith("#"):
         return None
@@ -87,7 +87,7 @@ def _rule(line: str) -> Rule | None:
     by_name = "/" not in text
     text = text.removeprefix("/")
     expression = _expression(text) if text else None
-    return None if expression is None else Rule(expression, keeps, only_folders, by_name)
+    return None if expression is None else IgnoreRule(expression, keeps, only_folders, by_name)
 
 
 def _trimmed(text: str) -> str:

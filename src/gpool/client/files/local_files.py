@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gpool.client.files.artifacts import LocalFile
-from gpool.client.files.ignore_rules import Rules, left_out, rules_of
+from gpool.client.files.ignore_rules import IgnoreRules, left_out, rules_of
 from gpool.core.errors import Invalid
 from gpool.core.specs.paths import checked, folded
 
@@ -89,10 +89,10 @@ def shown_size(size_bytes: int) -> str:
 @dataclass(frozen=True, slots=True)
 class _Walk:
     real_top: Path
-    given: Rules  # the caller's own lines
+    given: IgnoreRules  # the caller's own lines
 
     def files(
-        self, folder: Path, path: str, above: tuple[Rules, ...], entered: tuple[Path, ...]
+        self, folder: Path, path: str, above: tuple[IgnoreRules, ...], entered: tuple[Path, ...]
     ) -> Iterator[LocalFile]:
         """`above`: the rules of the folders above, the deepest first; `entered`: where we are, without links."""
         rules = (_rules_in(folder, path), *above)
@@ -143,7 +143,7 @@ def _names_in(folder: Path) -> list[str]:
         raise Invalid(f"'{folder}' cannot be read ({exc.strerror}); {ADVICE}") from exc
 
 
-def _rules_in(folder: Path, base: str = "", lead: str = "") -> Rules:
+def _rules_in(folder: Path, base: str = "", lead: str = "") -> IgnoreRules:
     lines: list[str] = []
     for name in IGNORE_FILES:
         file = folder / name
@@ -157,11 +157,11 @@ def _rules_in(folder: Path, base: str = "", lead: str = "") -> Rules:
     return rules_of(lines, base, lead)
 
 
-def _rules_above(top: Path) -> tuple[Rules, ...]:
+def _rules_above(top: Path) -> tuple[IgnoreRules, ...]:
     """Those of the folders above, up to the top of the repository it lies in; none outside of one."""
     if (top / ".git").exists():
         return ()
-    found: list[Rules] = []
+    found: list[IgnoreRules] = []
     for folder in top.parents:
         found.append(_rules_in(folder, lead=f"{top.relative_to(folder).as_posix()}/"))
         if (folder / ".git").exists():

@@ -4,7 +4,7 @@ Pure. Appending is the store's: one row per entry with `sequence` as its primary
 it inside the same transaction, so two replicas that append at once collide on `sequence` and the later one tries again.
 
 The chain alone shows changes to somebody who knows its head. Whoever can rewrite the whole table could also link it
-anew, or cut off its end; so heads are put where that person cannot reach (`Anchor`: the log, a notice to operators,
+anew, or cut off its end; so heads are put where that person cannot reach (`AuditAnchor`: the log, a notice to operators,
 the nightly backup) and a check takes the anchors along.
 """
 
@@ -23,7 +23,7 @@ GENESIS = hashlib.sha256(LABEL).digest()
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class AuditEntry:
     """Who did what, when, from where, and whether it was allowed. `facts` hold no secrets: names, ids, scopes."""
 
     sequence: int  # 1, 2, … without a gap
@@ -37,13 +37,13 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
-    entry: Entry
+class AuditLink:
+    entry: AuditEntry
     hash: bytes
 
 
 @dataclass(frozen=True, slots=True)
-class Anchor:
+class AuditAnchor:
     """A head that was put out of reach."""
 
     sequence: int
@@ -51,14 +51,14 @@ class Anchor:
 
 
 @dataclass(frozen=True, slots=True)
-class Whole:
+class ChainIntact:
     """Nothing is wrong up to here."""
 
-    head: Anchor
+    head: AuditAnchor
 
 
 @dataclass(frozen=True, slots=True)
-class Broken:
+class ChainBroken:
     """The first place that is wrong; everything before it is as it was written."""
 
     sequence: int
@@ -70,7 +70,7 @@ def facts(given: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
     return tuple(sorted(given.items()))
 
 
-def canonical(entry: Entry) -> bytes:
+def canonical(entry: AuditEntry) -> bytes:
     """One spelling per entry and no other: an array in fixed order, ASCII, no blanks."""
     fields = [
         entry.sequence,
@@ -85,12 +85,12 @@ def canonical(entry: Entry) -> bytes:
     return json.dumps(fields, ensure_ascii=True, separators=(",", ":")).encode()
 
 
-def link(previous_hash: bytes, entry: Entry) -> bytes:
+def link(previous_hash: bytes, entry: AuditEntry) -> bytes:
     """The entry's hash. Fixed-length parts come first, so nothing can slide from one part into the next."""
     return hashlib.sha256(LABEL + previous_hash + canonical(entry)).digest()
 
 
-def appended(head: Anchor | None, entry: Entry) -> Link:
+def appended(head: AuditAnchor | None, entry: AuditEntry) -> AuditLink:
     """The entry linked to the head; raises when it is not the next one."""
     sequence, previous = (head.sequence, head.hash) if head else (0, GENESIS)
     if entry.sequence != sequence + 1:
@@ -99,29 +99,33 @@ def appended(head: Anchor | None, entry: Entry) -> Link:
         raise AssertionError(
             f"the facts of entry {entry.sequence} are not sorted, or name one twice"
         )
-    return Link(entry, link(previous, entry))
+    return AuditLink(entry, link(previous, entry))
 
 
 def check(
-    links: Iterable[Link], start: Anchor | None = None, anchors: Iterable[Anchor] = ()
-) -> Whole | Broken:
+    links: Iterable[AuditLink],
+    start: AuditAnchor | None = None,
+    anchors: Iterable[AuditAnchor] = (),
+) -> ChainIntact | ChainBroken:
     """Walks the links in order, from the beginning or from a head known to be good; finds the first that is wrong."""
     pinned = {anchor.sequence: anchor.hash for anchor in anchors}
     sequence, previous = (start.sequence, start.hash) if start else (0, GENESIS)
     for found in links:
         entry = found.entry
         if entry.sequence != sequence + 1:
-            return Broken(
+            return ChainBroken(
                 sequence + 1, f"entry {sequence + 1} is missing; {entry.sequence} follows"
             )
         if found.hash != link(previous, entry):
-            return Broken(entry.sequence, f"entry {entry.sequence} is not what was written")
+            return ChainBroken(entry.sequence, f"entry {entry.sequence} is not what was written")
         if pinned.get(entry.sequence, found.hash) != found.hash:
-            return Broken(
+            return ChainBroken(
                 entry.sequence, f"entry {entry.sequence} is not the one that was anchored"
             )
         sequence, previous = entry.sequence, found.hash
     beyond = [number for number in pinned if number > sequence]
     if beyond:
-        return Broken(sequence + 1, f"the log ends at {sequence}; entry {min(beyond)} was anchored")
-    return Whole(Anchor(sequence, previous))
+        return ChainBroken(
+            sequence + 1, f"the log ends at {sequence}; entry {min(beyond)} was anchored"
+        )
+    return ChainIntact(AuditAnchor(sequence, previous))

@@ -42,12 +42,12 @@ class Certificate:
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
+class CertificatePem:
     certificate_pem: bytes
     key_pem: bytes = field(repr=False)
 
 
-def make(names: Sequence[str], now: Instant) -> Made:
+def make(names: Sequence[str], now: Instant) -> CertificatePem:
     """Self-made, for these host names and addresses."""
     if not names:
         raise Invalid("a certificate needs at least one host name or address")
@@ -67,7 +67,7 @@ def make(names: Sequence[str], now: Instant) -> Made:
         .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
     )
     signed = builder.sign(key, hashes.SHA256())
-    return Made(
+    return CertificatePem(
         signed.public_bytes(serialization.Encoding.PEM),
         key.private_bytes(
             serialization.Encoding.PEM,

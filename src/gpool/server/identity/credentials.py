@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from gpool.core.ids import encode
 from gpool.core.model import Instant, Span
 from gpool.server.identity.tokens.access import Claims, TokenType
-from gpool.server.identity.tokens.signing_keys import Signing
+from gpool.server.identity.tokens.signing_keys import TokenSigner
 from gpool.server.store.identity_values import Caller
 from gpool.server.store.operation import operation
 from gpool.server.store.operations.identity import sessions, users
@@ -43,7 +43,7 @@ class Credentials:
         now: Callable[[], Instant],
         remember: Span,
         root_key: bytes,
-        signing: Signing | None = None,
+        signing: TokenSigner | None = None,
     ) -> None:
         self._store = store
         self._now = now

@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Cost:
+class PasswordCost:
     """What one guess costs. 64 MiB three times over: RFC 9106's choice for small memory, in one lane.
 
     One lane, because four would take every core of a small server for a single sign-in.
@@ -43,7 +43,7 @@ class Cost:
     lanes: int = 1
 
 
-TODAY = Cost()
+TODAY = PasswordCost()
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,9 @@ def _normal(text: str) -> str | None:
 class Passwords:
     """Hashes and verifies. `waiting` more than `threads` may stand in line; who comes then is told to come back."""
 
-    def __init__(self, cost: Cost = TODAY, threads: int | None = None, waiting: int = 8) -> None:
+    def __init__(
+        self, cost: PasswordCost = TODAY, threads: int | None = None, waiting: int = 8
+    ) -> None:
         threads = threads or max(1, (os.cpu_count() or 1) // 2)
         self._hasher = PasswordHasher(
             time_cost=cost.passes,

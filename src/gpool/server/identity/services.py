@@ -5,20 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from gpool.server.identity.passwords import Cost, Passwords
+from gpool.server.identity.passwords import PasswordCost, Passwords
 from gpool.server.identity.secrets.sealer import Sealer
-from gpool.server.identity.tokens.refresh import Terms
-from gpool.server.identity.tokens.signing_keys import Signing
+from gpool.server.identity.tokens.refresh import RefreshTerms
+from gpool.server.identity.tokens.signing_keys import TokenSigner
 from gpool.server.outbound import Outbound
 
 
 @dataclass(frozen=True)
-class SignIns:
+class SignInServices:
     sealer: Sealer
-    signing: Signing
+    signing: TokenSigner
     outbound: Outbound
-    terms: Terms
-    cost: Cost = field(default_factory=Cost)
+    terms: RefreshTerms
+    cost: PasswordCost = field(default_factory=PasswordCost)
 
     @cached_property
     def passwords(self) -> Passwords:

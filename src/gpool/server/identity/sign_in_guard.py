@@ -25,7 +25,7 @@ UNKNOWN_KEYS = per_second(50, 500)
 
 
 @dataclass(slots=True)
-class Guess:
+class GuardedSignIn:
     """One attempt at signing in, while it is looked at."""
 
     admitted: Admitted = field(repr=False)
@@ -51,7 +51,7 @@ class Guard:
     @asynccontextmanager
     async def sign_in(
         self, name: str, address: str, device: str | None = None
-    ) -> AsyncIterator[Guess]:
+    ) -> AsyncIterator[GuardedSignIn]:
         """Around the check of a password; `TooMany` instead, when guessing has been too fast.
 
             async with server.guard.sign_in(name, address) as guess:
@@ -63,7 +63,7 @@ class Guard:
         admitted = self._sign_ins.attempt(Attempt(name, address, device), self._now())
         if isinstance(admitted, Wait):
             raise _slow_down("too many wrong sign-ins", admitted)
-        guess = Guess(admitted)
+        guess = GuardedSignIn(admitted)
         try:
             yield guess
         except TooMany:

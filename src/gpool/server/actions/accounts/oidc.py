@@ -22,7 +22,7 @@ from gpool.server.actions.accounts.accounts import Beginning
 from gpool.server.identity import oidc
 from gpool.server.identity.authorization import permit
 from gpool.server.identity.oidc import ExpectedClaims, ProviderEndpoints, ProviderIdentity
-from gpool.server.identity.secrets.envelope import Place
+from gpool.server.identity.secrets.envelope import FieldLocation
 from gpool.server.server import Server
 from gpool.server.settings import OidcProvider, span
 from gpool.server.store.identity_values import Account
@@ -30,7 +30,7 @@ from gpool.server.store.operations.identity import accounts as operations
 from gpool.transfer.requests import is_loopback
 from gpool.wire.identity import OidcFinish, OidcStarted, TokensDocument
 
-_STATE = Place("oidc", "state", "sealed")
+_STATE = FieldLocation("oidc", "state", "sealed")
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,7 +70,7 @@ class Proven:
     thumbprint: str
 
 
-class Memory:
+class UsedNonces:
     """What was used, until it would be refused for its age alone."""
 
     def __init__(self, most: int = MAX_REMEMBERED) -> None:
@@ -97,9 +97,9 @@ class Memory:
 class Proofs:
     """`server` is the name nodes know this server by."""
 
-    def __init__(self, secret: bytes, server: str, memory: Memory | None = None) -> None:
+    def __init__(self, secret: bytes, server: str, memory: UsedNonces | None = None) -> None:
         self._secret, self._server = secret, server
-        self._memory = memory if memory is not None else Memory()
+        self._memory = memory if memory is not None else UsedNonces()
 
     def challenge(self, purpose: str, node: str, entropy: bytes, now: Instant) -> str:
         """A nonce for one node and purpose. `entropy`: 16 random bytes."""

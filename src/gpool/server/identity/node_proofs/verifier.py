@@ -20,10 +20,10 @@ from gpool.server.identity.node_proofs.proofs import NotProven, Proofs, Proven, 
 from gpool.server.identity.tokens.access import (
     LIFE_S,
     Claims,
-    Grant,
     KeySet,
-    Place,
-    Reader,
+    TokenAudience,
+    TokenGrant,
+    TokenReader,
     TokenType,
     issue,
     new_key,
@@ -57,7 +57,7 @@ def pool_keys(root_key: bytes) -> KeySet:
 
 
 @dataclass(frozen=True, slots=True)
-class Issued:
+class IssuedToken:
     token: str
     at: Instant
     lives: Span
@@ -69,7 +69,7 @@ class _Remembered:
     until: Instant
 
 
-class NodeGate:
+class NodeAuthenticator:
     """`secret` is shared by all replicas, as is the set of keys; `remember`: how long a removed node may be taken for one."""
 
     def __init__(
@@ -83,9 +83,9 @@ class NodeGate:
     ) -> None:
         self.name = pool_name(root_key)
         self._store, self._now, self._remember = store, now, remember
-        self._place = Place(self.name, self.name)
+        self._place = TokenAudience(self.name, self.name)
         self._keys = keys if keys is not None else pool_keys(root_key)
-        self._reader = Reader(self._keys, self._place)
+        self._reader = TokenReader(self._keys, self._place)
         challenges = hmac.new(root_key, b"gpool challenges", hashlib.sha256).digest()
         self._proofs = Proofs(challenges, self.name)
         self._known: dict[NodeId, _Remembered] = {}
@@ -138,14 +138,14 @@ class NodeGate:
 
     # ---- tokens
 
-    def token(self, who: NodeCredentials) -> Issued:
+    def token(self, who: NodeCredentials) -> IssuedToken:
         """For a node that has just proved its key."""
         public = public_from(who.public_key or "")
         assert public is not None, "it has just signed with this key"
         now = self._now()
-        grant = Grant(TokenType.NODE, _spelt(who.node), key=thumbprint(public))
+        grant = TokenGrant(TokenType.NODE, _spelt(who.node), key=thumbprint(public))
         made = issue(self._keys, self._place, grant, secrets.token_urlsafe(16), now)
-        return Issued(made, now, LIFE)
+        return IssuedToken(made, now, LIFE)
 
     def good_until(self, token: str, node: NodeId, key: str) -> Instant | None:
         """Until when a frame of this node, behind a connection that proved `key`, may carry the token; None: never."""

@@ -8,7 +8,7 @@ A sealed field is bound to its table, row and column: moved anywhere else it doe
 Nonces are random. Two equal ones under one key would break it, so a key seals at most `MAX_SEALS` fields: with 2^32
 random 96-bit nonces a repeat has a chance of 2^-33, the bound of NIST SP 800-38D; we stop at 2^28 (2^-41). The count is exact
 because a data key seals for one process only: each makes its own (`begin_key`, committed before its first use) and
-opens what all of them sealed. Master keys wrap a few keys a day and are nowhere near.
+opens what all of them sealed. MasterKey keys wrap a few keys a day and are nowhere near.
 
 Rotation, online: `begin_key` starts a new data key, `resealed` moves a field to it (guard the UPDATE by the old bytes);
 a new master goes first in its source with the old one behind it, `rewrapped` moves the keys, then the old one goes.
@@ -42,7 +42,7 @@ COMMAND_TIMEOUT_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class FieldLocation:
     """Where a sealed field lies, and nowhere else."""
 
     table: str
@@ -51,7 +51,7 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Master:
+class MasterKey:
     id: bytes
     key: bytes = field(repr=False)
 
@@ -68,13 +68,13 @@ class WrappedKey:
 # ---- master keys and where they come from
 
 
-def master(key: bytes) -> Master:
+def master(key: bytes) -> MasterKey:
     if len(key) != KEY_BYTES:
         raise Invalid(f"a master key has {KEY_BYTES} bytes, not {len(key)}")
-    return Master(hashlib.sha256(b"gpool master key id\0" + key).digest()[:ID_BYTES], key)
+    return MasterKey(hashlib.sha256(b"gpool master key id\0" + key).digest()[:ID_BYTES], key)
 
 
-def masters_from_text(text: str, source: str) -> tuple[Master, ...]:
+def masters_from_text(text: str, source: str) -> tuple[MasterKey, ...]:
     """One key a line (or between commas), in base64 or hexadecimal; the first wraps, the others only unwrap."""
     words = text.replace(",", " ").split()
     found = tuple(_master_from(word, source) for word in words)
@@ -83,7 +83,7 @@ def masters_from_text(text: str, source: str) -> tuple[Master, ...]:
     return found
 
 
-def _master_from(word: str, source: str) -> Master:
+def _master_from(word: str, source: str) -> MasterKey:
     raw = b""
     with suppress(ValueError, binascii.Error):
         if len(word) == 2 * KEY_BYTES:
@@ -99,14 +99,14 @@ def _master_from(word: str, source: str) -> Master:
     return master(raw)
 
 
-def masters_from_file(path: Path) -> tuple[Master, ...]:
+def masters_from_file(path: Path) -> tuple[MasterKey, ...]:
     """The keys in a file that only its owner may read; made, with a fresh key, when it is not there."""
     if not path.exists():
         write_private(path, _line(secrets.token_bytes(KEY_BYTES)), replace=False)
     return masters_from_text(read_private(path).decode("ascii", errors="replace"), str(path))
 
 
-def add_master_to_file(path: Path) -> tuple[Master, ...]:
+def add_master_to_file(path: Path) -> tuple[MasterKey, ...]:
     """A fresh key before those that are there: the first half of a master's rotation."""
     before = masters_from_file(path)
     lines = [_line(secrets.token_bytes(KEY_BYTES)), *(_line(each.key) for each in before)]
@@ -114,13 +114,13 @@ def add_master_to_file(path: Path) -> tuple[Master, ...]:
     return masters_from_file(path)
 
 
-def drop_old_masters_from_file(path: Path) -> tuple[Master, ...]:
+def drop_old_masters_from_file(path: Path) -> tuple[MasterKey, ...]:
     """Only the first key stays: the last half of a rotation, once everything is wrapped anew and that is committed."""
     write_private(path, _line(masters_from_file(path)[0].key), replace=True)
     return masters_from_file(path)
 
 
-def masters_from_command(command: Sequence[str]) -> tuple[Master, ...]:
+def masters_from_command(command: Sequence[str]) -> tuple[MasterKey, ...]:
     """What a command (a KMS client) prints."""
     name = command[0] if command else "the empty command"
     try:
@@ -149,7 +149,7 @@ def _line(key: bytes) -> bytes:
 class Envelope:
     """Seals under this process's own data key, opens under all it knows. The first master wraps new keys."""
 
-    def __init__(self, masters: Sequence[Master], keys: Iterable[WrappedKey] = ()) -> None:
+    def __init__(self, masters: Sequence[MasterKey], keys: Iterable[WrappedKey] = ()) -> None:
         self._masters = tuple(masters)
         self._ciphers: dict[bytes, AESGCM] = {}
         self._own: bytes | None = None
@@ -163,7 +163,7 @@ class Envelope:
             if key.id not in self._ciphers:
                 self._ciphers[key.id] = AESGCM(_unwrapped(self._masters, key))
 
-    def use_masters(self, masters: Sequence[Master]) -> None:
+    def use_masters(self, masters: Sequence[MasterKey]) -> None:
         """After a rotation: the first wraps from now on."""
         self._masters = tuple(masters)
 
@@ -179,7 +179,7 @@ class Envelope:
         """Time for `begin_key`: none yet, too old, or well on its way to the limit."""
         return self._own is None or now - self._own_since >= oldest or self._seals * 2 >= MAX_SEALS
 
-    def seal(self, place: Place, plain: bytes) -> bytes:
+    def seal(self, place: FieldLocation, plain: bytes) -> bytes:
         if self._own is None or self._seals >= MAX_SEALS:
             raise InternalFault("there is no data key to seal under; `begin_key` comes first")
         self._seals += 1
@@ -191,7 +191,7 @@ class Envelope:
         """Whether its key is here; if not, load the keys again: another replica may have made one."""
         return sealed[1:HEAD_BYTES] in self._ciphers
 
-    def open(self, place: Place, sealed: bytes) -> bytes:
+    def open(self, place: FieldLocation, sealed: bytes) -> bytes:
         """`InternalFault` when it was not sealed here, for this place, or was changed. Never says which."""
         head, nonce = sealed[:HEAD_BYTES], sealed[HEAD_BYTES : HEAD_BYTES + NONCE_BYTES]
         cipher = self._ciphers.get(head[1:])
@@ -202,14 +202,14 @@ class Envelope:
         except InvalidTag:
             raise _shut(place) from None
 
-    def resealed(self, place: Place, sealed: bytes) -> bytes | None:
+    def resealed(self, place: FieldLocation, sealed: bytes) -> bytes | None:
         """The field under this process's key; None when it is already."""
         if sealed[1:HEAD_BYTES] == self._own:
             return None
         return self.seal(place, self.open(place, sealed))
 
 
-def rewrapped(masters: Sequence[Master], keys: Iterable[WrappedKey]) -> list[WrappedKey]:
+def rewrapped(masters: Sequence[MasterKey], keys: Iterable[WrappedKey]) -> list[WrappedKey]:
     """Those keys that another than the first master wraps, wrapped by the first."""
     first = masters[0]
     return [
@@ -219,12 +219,12 @@ def rewrapped(masters: Sequence[Master], keys: Iterable[WrappedKey]) -> list[Wra
     ]
 
 
-def _wrapped(by: Master, id_: bytes, raw: bytes) -> bytes:
+def _wrapped(by: MasterKey, id_: bytes, raw: bytes) -> bytes:
     head, nonce = bytes([VERSION]) + by.id, secrets.token_bytes(NONCE_BYTES)
     return head + nonce + AESGCM(by.key).encrypt(nonce, raw, b"gpool data key\0" + head + id_)
 
 
-def _unwrapped(masters: Sequence[Master], key: WrappedKey) -> bytes:
+def _unwrapped(masters: Sequence[MasterKey], key: WrappedKey) -> bytes:
     head = key.wrapped[:HEAD_BYTES]
     for each in masters:
         if head == bytes([VERSION]) + each.id:
@@ -240,11 +240,11 @@ def _unwrapped(masters: Sequence[Master], key: WrappedKey) -> bytes:
     )
 
 
-def _bound(head: bytes, place: Place) -> bytes:
+def _bound(head: bytes, place: FieldLocation) -> bytes:
     """What a field is bound to: lengths first, so that no two places read alike."""
     parts = [text.encode() for text in (place.table, place.row, place.column)]
     return b"gpool field\0" + head + b"".join(len(part).to_bytes(4, "big") + part for part in parts)
 
 
-def _shut(place: Place) -> InternalFault:
+def _shut(place: FieldLocation) -> InternalFault:
     return InternalFault(f"a sealed field of {place.table}.{place.column} does not open")

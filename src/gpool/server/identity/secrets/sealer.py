@@ -24,7 +24,7 @@ from gpool.core.errors import Conflict, InternalFault
 from gpool.core.ids import SpecId
 from gpool.core.model import SECOND, Instant, Span
 from gpool.server.identity.secrets import envelope
-from gpool.server.identity.secrets.envelope import Envelope, Master, Place, WrappedKey
+from gpool.server.identity.secrets.envelope import Envelope, FieldLocation, MasterKey, WrappedKey
 from gpool.server.store.operations.identity import sealed_fields
 from gpool.server.store.protocol import Operation, Store
 from gpool.server.store.sealed_values import DataKey, SealedField, SealedSecrets
@@ -47,7 +47,7 @@ class MasterSource:
     text: str = ""
     command: str = ""
 
-    def load(self) -> tuple[Master, ...]:
+    def load(self) -> tuple[MasterKey, ...]:
         if self.command:
             return envelope.masters_from_command(shlex.split(self.command))
         if self.text:
@@ -85,7 +85,7 @@ class Sealer:
 
     # ---- fields
 
-    async def seal(self, place: Place, plain: bytes) -> bytes:
+    async def seal(self, place: FieldLocation, plain: bytes) -> bytes:
         await self.prepare()
         return self._envelope.seal(place, plain)
 
@@ -96,10 +96,10 @@ class Sealer:
                 if self._is_worn():
                     await self._begin()
 
-    def seal_now(self, place: Place, plain: bytes) -> bytes:
+    def seal_now(self, place: FieldLocation, plain: bytes) -> bytes:
         return self._envelope.seal(place, plain)
 
-    async def open(self, place: Place, field: bytes) -> bytes:
+    async def open(self, place: FieldLocation, field: bytes) -> bytes:
         """`InternalFault` when it was not sealed for this place, or was changed."""
         if not self._envelope.knows(field):
             self._adopt(await self._store.read(sealed_fields.data_keys()))
@@ -125,7 +125,7 @@ class Sealer:
         return opened, shut
 
     def opened_fields(
-        self, fields: Sequence[tuple[Place, bytes]], keys: Sequence[DataKey]
+        self, fields: Sequence[tuple[FieldLocation, bytes]], keys: Sequence[DataKey]
     ) -> list[bytes | None]:
         """Each as it was before it was sealed; None: it does not open."""
         if not fields:
@@ -207,7 +207,7 @@ class Sealer:
     def _resealed(self, fields: Sequence[SealedField]) -> list[tuple[SealedField, bytes]]:
         changes = []
         for field in fields:
-            place = Place(field.table, field.row, field.column)
+            place = FieldLocation(field.table, field.row, field.column)
             try:
                 new = self._envelope.resealed(place, field.sealed)
             except InternalFault:
@@ -256,7 +256,7 @@ class Sealer:
     def _has_master_of(self, key: WrappedKey) -> bool:
         return any(key.wrapped[1 : envelope.HEAD_BYTES] == each.id for each in self._masters)
 
-    def _use(self, masters: tuple[Master, ...]) -> None:
+    def _use(self, masters: tuple[MasterKey, ...]) -> None:
         self._masters = masters
         self._marking = _marking(self._masters)
         self._envelope.use_masters(self._masters)
@@ -274,11 +274,11 @@ class Sealer:
         )
 
 
-def _marking(masters: Sequence[Master]) -> hmac.HMAC:
+def _marking(masters: Sequence[MasterKey]) -> hmac.HMAC:
     """By the oldest master: marks change when a rotation is over, not while it goes on."""
     return hmac.new(masters[-1].key, b"gpool marks 1\0", hashlib.sha256)
 
 
-def secret_place(spec: int, name: str) -> Place:
+def secret_place(spec: int, name: str) -> FieldLocation:
     """Where a task's secret lies."""
-    return Place("task_secrets", f"{spec}/{name}", "sealed")
+    return FieldLocation("task_secrets", f"{spec}/{name}", "sealed")

@@ -54,7 +54,7 @@ _SUBJECT_KIND = {TokenType.USER: "user", TokenType.NODE: "node"}
 
 
 @dataclass(frozen=True, slots=True)
-class Key:
+class TokenKey:
     """One signing key. `private` is gone once it only verifies."""
 
     kid: str
@@ -64,10 +64,10 @@ class Key:
     verifies_until: Instant | None = None
 
 
-def new_key(seed: bytes, signs_from: Instant) -> Key:
+def new_key(seed: bytes, signs_from: Instant) -> TokenKey:
     """A key from 32 random bytes."""
     public = Ed25519PrivateKey.from_private_bytes(seed).public_key().public_bytes_raw()
-    return Key(thumbprint(public), public, seed, signs_from)
+    return TokenKey(thumbprint(public), public, seed, signs_from)
 
 
 def thumbprint(public: bytes) -> str:
@@ -80,9 +80,9 @@ def thumbprint(public: bytes) -> str:
 class KeySet:
     """Oldest first. A value: rotation gives a new one."""
 
-    keys: tuple[Key, ...]
+    keys: tuple[TokenKey, ...]
 
-    def signer(self, now: Instant) -> Key:
+    def signer(self, now: Instant) -> TokenKey:
         """The newest key whose time to sign has come."""
         for key in reversed(self.keys):
             if key.private is not None and key.signs_from <= now:
@@ -158,13 +158,13 @@ class KeySet:
         return KeySet(keys)
 
 
-def _key_from(row: dict[str, Any]) -> Key:
+def _key_from(row: dict[str, Any]) -> TokenKey:
     public = _canonical(row["public"])
     private = _canonical(row["private"]) if row["private"] is not None else None
     if private is not None and new_key(private, Instant(0)).public != public:
         raise ValueError("a private key that does not belong to its public one")
     until = row["verifies_until"]
-    return Key(
+    return TokenKey(
         thumbprint(public),
         public,
         private,
@@ -177,7 +177,7 @@ def _key_from(row: dict[str, Any]) -> Key:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class TokenAudience:
     """Where tokens are good: whose they are (`issuer`), for which server (`audience`)."""
 
     issuer: str
@@ -198,7 +198,7 @@ class Claims:
 
 
 @dataclass(frozen=True, slots=True)
-class Grant:
+class TokenGrant:
     """Who gets a token: a user in a session, or a node with its key."""
 
     type: TokenType
@@ -207,7 +207,9 @@ class Grant:
     key: str | None = None
 
 
-def issue(keys: KeySet, place: Place, grant: Grant, token_id: str, now: Instant) -> str:
+def issue(
+    keys: KeySet, place: TokenAudience, grant: TokenGrant, token_id: str, now: Instant
+) -> str:
     """A token that lives as long as its type says, from now."""
     issued = now // SECOND
     payload: dict[str, object] = {
@@ -224,7 +226,7 @@ def issue(keys: KeySet, place: Place, grant: Grant, token_id: str, now: Instant)
     if grant.key is not None:
         payload["cnf"] = {"jkt": grant.key}
     made = _claims(payload, place)
-    if isinstance(made, Rejected):
+    if isinstance(made, RejectedToken):
         raise Invalid(f"no token can say this: {made.why} ({made.detail})")
     key = keys.signer(now)
     assert key.private is not None
@@ -242,7 +244,7 @@ def signed(header: object, payload: object, private: bytes) -> str:
 # ---- verifying
 
 
-class Why(StrEnum):
+class RejectionReason(StrEnum):
     """Why a token is refused: for metrics and tests; the caller only hears `not signed in`."""
 
     FORM = "form"
@@ -256,60 +258,62 @@ class Why(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Rejected:
-    why: Why
+class RejectedToken:
+    why: RejectionReason
     detail: str = ""
 
 
 def verify(
-    token: str, keys: KeySet, place: Place, wanted: TokenType, now: Instant
-) -> Claims | Rejected:
+    token: str, keys: KeySet, place: TokenAudience, wanted: TokenType, now: Instant
+) -> Claims | RejectedToken:
     """The claims of a token of ours of this type that is good here and now, or why it is not."""
     if len(token) > MAX_TOKEN_LETTERS:
-        return Rejected(Why.FORM, "too long")
+        return RejectedToken(RejectionReason.FORM, "too long")
     parts = token.split(".")
     if len(parts) != 3 or len(parts[0]) > MAX_HEADER_LETTERS:
-        return Rejected(Why.FORM, "not three parts")
+        return RejectedToken(RejectionReason.FORM, "not three parts")
     try:
         header_raw, payload_raw, signature = (_canonical(part) for part in parts)
     except ValueError as error:
-        return Rejected(Why.FORM, str(error))
+        return RejectedToken(RejectionReason.FORM, str(error))
     try:
         header = _object(header_raw)
     except ValueError as error:
-        return Rejected(Why.HEADER, str(error))
+        return RejectedToken(RejectionReason.HEADER, str(error))
     kid = header.get("kid")
     if header != {"alg": ALGORITHM, "kid": kid, "typ": FORM} or not isinstance(kid, str):
-        return Rejected(Why.HEADER, "not our header")
+        return RejectedToken(RejectionReason.HEADER, "not our header")
     public = keys.verifier(kid, now)
     if public is None:
-        return Rejected(Why.KEY, "no such key of ours")
+        return RejectedToken(RejectionReason.KEY, "no such key of ours")
     try:
         message = f"{parts[0]}.{parts[1]}".encode("ascii")
         Ed25519PublicKey.from_public_bytes(public).verify(signature, message)
     except InvalidSignature:
-        return Rejected(Why.SIGNATURE)
+        return RejectedToken(RejectionReason.SIGNATURE)
     try:
         payload = _object(payload_raw)
     except ValueError as error:
-        return Rejected(Why.CLAIMS, str(error))
+        return RejectedToken(RejectionReason.CLAIMS, str(error))
     claims = _claims(payload, place)
-    if isinstance(claims, Rejected):
+    if isinstance(claims, RejectedToken):
         return claims
     if claims.type is not wanted:
-        return Rejected(Why.TYPE, f"a {claims.type} token where a {wanted} one is needed")
+        return RejectedToken(
+            RejectionReason.TYPE, f"a {claims.type} token where a {wanted} one is needed"
+        )
     seconds = now // SECOND
     if claims.issued_at_s > seconds + SKEW_S:
-        return Rejected(Why.TIME, "from the future")
+        return RejectedToken(RejectionReason.TIME, "from the future")
     if claims.expires_at_s <= seconds:
-        return Rejected(Why.TIME, "expired")
+        return RejectedToken(RejectionReason.TIME, "expired")
     return claims
 
 
-class Reader:
+class TokenReader:
     """`verify`, remembering tokens it took: a signature costs a hundred times a look-up. Expiry is asked every time."""
 
-    def __init__(self, keys: KeySet, place: Place, most: int = 10_000) -> None:
+    def __init__(self, keys: KeySet, place: TokenAudience, most: int = 10_000) -> None:
         self._keys, self._place, self._most = keys, place, most
         self._taken: dict[str, Claims] = {}
 
@@ -318,7 +322,7 @@ class Reader:
         self._keys = keys
         self._taken.clear()
 
-    def read(self, token: str, wanted: TokenType, now: Instant) -> Claims | Rejected:
+    def read(self, token: str, wanted: TokenType, now: Instant) -> Claims | RejectedToken:
         known = self._taken.get(token)
         if known is not None and known.type is wanted and now // SECOND < known.expires_at_s:
             return known
@@ -334,45 +338,49 @@ _REQUIRED = frozenset({"iss", "aud", "sub", "iat", "exp", "jti", "type"})
 _ALLOWED = {TokenType.USER: _REQUIRED | {"sid"}, TokenType.NODE: _REQUIRED | {"cnf"}}
 
 
-def _claims(payload: dict[str, Any], place: Place) -> Claims | Rejected:
+def _claims(payload: dict[str, Any], place: TokenAudience) -> Claims | RejectedToken:
     """Everything but time and wanted type. Exactly the claims of the type, each in its own form."""
     names = frozenset(payload)
     if not names >= _REQUIRED:
-        return Rejected(Why.CLAIMS, f"without {', '.join(sorted(_REQUIRED - names))}")
+        return RejectedToken(
+            RejectionReason.CLAIMS, f"without {', '.join(sorted(_REQUIRED - names))}"
+        )
     try:
         type_ = TokenType(payload["type"])
     except ValueError:
-        return Rejected(Why.TYPE, "no type of ours")
+        return RejectedToken(RejectionReason.TYPE, "no type of ours")
     if names != _ALLOWED[type_]:
         odd = sorted(names ^ _ALLOWED[type_])
-        return Rejected(Why.CLAIMS, f"wrong claims for a {type_} token: {', '.join(odd)[:80]}")
+        return RejectedToken(
+            RejectionReason.CLAIMS, f"wrong claims for a {type_} token: {', '.join(odd)[:80]}"
+        )
     issuer, audience, subject, id_ = (payload[name] for name in ("iss", "aud", "sub", "jti"))
     if not (isinstance(issuer, str) and issuer == place.issuer):
-        return Rejected(Why.PLACE, "another issuer")
+        return RejectedToken(RejectionReason.PLACE, "another issuer")
     if not (isinstance(audience, str) and audience == place.audience):
-        return Rejected(Why.PLACE, "another audience")
+        return RejectedToken(RejectionReason.PLACE, "another audience")
     issued, expires = payload["iat"], payload["exp"]
     # `type is int`: True and 1.0 equal 1.
     if type(issued) is not int or type(expires) is not int:
-        return Rejected(Why.CLAIMS, "times are whole seconds")
+        return RejectedToken(RejectionReason.CLAIMS, "times are whole seconds")
     if not 0 < expires - issued <= LIFE_S[type_] or issued < 0:
-        return Rejected(Why.TIME, "lives longer than its type may")
+        return RejectedToken(RejectionReason.TIME, "lives longer than its type may")
     if not (isinstance(id_, str) and _JTI.fullmatch(id_)):
-        return Rejected(Why.CLAIMS, "no id of a token")
+        return RejectedToken(RejectionReason.CLAIMS, "no id of a token")
     if not isinstance(subject, str):
-        return Rejected(Why.CLAIMS, "no subject")
+        return RejectedToken(RejectionReason.CLAIMS, "no subject")
     try:
         decode(_SUBJECT_KIND[type_], subject)
     except Invalid:
-        return Rejected(Why.CLAIMS, f"its subject is no {_SUBJECT_KIND[type_]}")
+        return RejectedToken(RejectionReason.CLAIMS, f"its subject is no {_SUBJECT_KIND[type_]}")
     session, bound = payload.get("sid"), payload.get("cnf")
     if type_ is TokenType.USER:
         if not (isinstance(session, str) and _SESSION.fullmatch(session)):
-            return Rejected(Why.CLAIMS, "no session")
+            return RejectedToken(RejectionReason.CLAIMS, "no session")
         return Claims(type_, subject, id_, issued, expires, session=session)
     jkt = bound.get("jkt") if isinstance(bound, dict) and set(bound) == {"jkt"} else None
     if not (isinstance(jkt, str) and _THUMBPRINT.fullmatch(jkt)):
-        return Rejected(Why.CLAIMS, "bound to no key")
+        return RejectedToken(RejectionReason.CLAIMS, "bound to no key")
     return Claims(type_, subject, id_, issued, expires, key=jkt)
 
 

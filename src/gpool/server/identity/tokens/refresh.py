@@ -14,7 +14,7 @@ The write. Read the row, ask `present`, then carry out its decision, guarded:
 
     Rotate:  UPDATE refresh_families SET generation = :next, rotated_at = :now, idle_until = :idle_until
              WHERE id = :id AND generation = :next - 1 AND ended_at IS NULL
-    End:     UPDATE refresh_families SET ended_at = :now, end_reason = :reason
+    FamilyEnd:     UPDATE refresh_families SET ended_at = :now, end_reason = :reason
              WHERE id = :id AND generation = :generation AND ended_at IS NULL
     Repeat, Refuse:  nothing to write
 
@@ -47,17 +47,17 @@ _TOKEN = re.compile(
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
+class RefreshTerms:
     grace: Span
     idle: Span  # unused for so long: over
     life: Span  # since the sign-in, whatever the use
 
 
 DAY = 86_400 * SECOND
-TERMS = Terms(grace=Span(30 * SECOND), idle=Span(30 * DAY), life=Span(180 * DAY))
+TERMS = RefreshTerms(grace=Span(30 * SECOND), idle=Span(30 * DAY), life=Span(180 * DAY))
 
 
-class End(StrEnum):
+class FamilyEnd(StrEnum):
     SIGNED_OUT = "signed_out"
     REVOKED = "revoked"  # by an operator, or a changed password
     REUSED = "reused"
@@ -76,7 +76,7 @@ class Family:
     idle_until: Instant
     expires_at: Instant
     ended_at: Instant | None = None
-    end_reason: End | None = None
+    end_reason: FamilyEnd | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +130,9 @@ Decision = Rotate | Repeat | EndFamily | Refuse
 # ---- the machine
 
 
-def begin(user: UserId, entropy: bytes, now: Instant, terms: Terms = TERMS) -> tuple[Family, str]:
+def begin(
+    user: UserId, entropy: bytes, now: Instant, terms: RefreshTerms = TERMS
+) -> tuple[Family, str]:
     """A new family for a sign-in, and its first token. `entropy`: 48 random bytes, 16 for the name, 32 for the seed."""
     if len(entropy) != 16 + SEED_BYTES:
         raise ValueError(f"{16 + SEED_BYTES} random bytes are needed, not {len(entropy)}")
@@ -155,7 +157,7 @@ def parse(text: str) -> Presented | None:
 
 
 def present(
-    family: Family | None, presented: Presented, now: Instant, terms: Terms = TERMS
+    family: Family | None, presented: Presented, now: Instant, terms: RefreshTerms = TERMS
 ) -> Decision:
     """What follows from this token being shown now. Changes nothing itself."""
     if family is None or family.id != presented.family:
@@ -177,10 +179,10 @@ def present(
         return Rotate(row, token_of(row, row.generation))
     if behind == 1 and now - family.rotated_at <= terms.grace:
         return Repeat(token_of(family, family.generation))
-    return EndFamily(ended(family, End.REUSED if behind > 0 else End.AHEAD, now))
+    return EndFamily(ended(family, FamilyEnd.REUSED if behind > 0 else FamilyEnd.AHEAD, now))
 
 
-def ended(family: Family, reason: End, now: Instant) -> Family:
+def ended(family: Family, reason: FamilyEnd, now: Instant) -> Family:
     """The row of a family that is over; an end that was before stays."""
     if family.ended_at is not None:
         return family

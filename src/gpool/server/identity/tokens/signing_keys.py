@@ -10,20 +10,20 @@ import secrets
 from dataclasses import dataclass
 
 from gpool.core.model import SECOND, Instant, Span
-from gpool.server.identity.secrets.envelope import Place as Sealed
+from gpool.server.identity.secrets.envelope import FieldLocation
 from gpool.server.identity.secrets.sealer import Sealer
 from gpool.server.identity.tokens.access import (
     LIFE_S,
     SKEW_S,
     Claims,
-    Grant,
-    Key,
     KeySet,
-    Place,
-    Reader,
-    Rejected,
+    RejectedToken,
+    RejectionReason,
+    TokenAudience,
+    TokenGrant,
+    TokenKey,
+    TokenReader,
     TokenType,
-    Why,
     issue,
     new_key,
 )
@@ -37,16 +37,18 @@ LOOK_AGAIN = Span(5 * SECOND)
 
 
 @dataclass(frozen=True, slots=True)
-class Rotating:
+class KeyRotation:
     every: Span  # a new key so often
     lead: Span  # how long a key is known before it signs
 
 
-class Signing:
-    def __init__(self, store: Store, sealer: Sealer, place: Place, rotating: Rotating) -> None:
+class TokenSigner:
+    def __init__(
+        self, store: Store, sealer: Sealer, place: TokenAudience, rotating: KeyRotation
+    ) -> None:
         self._store, self._sealer, self._place, self._rotating = store, sealer, place, rotating
         self._keys = KeySet(())
-        self._reader = Reader(self._keys, place)
+        self._reader = TokenReader(self._keys, place)
         self._looked_at = Instant(0)
 
     @property
@@ -54,7 +56,7 @@ class Signing:
         return self._keys
 
     @property
-    def place(self) -> Place:
+    def place(self) -> TokenAudience:
         return self._place
 
     async def ready(self, now: Instant) -> None:
@@ -81,12 +83,12 @@ class Signing:
         await self._load(now)
         return done
 
-    def issue(self, grant: Grant, now: Instant) -> str:
+    def issue(self, grant: TokenGrant, now: Instant) -> str:
         return issue(self._keys, self._place, grant, secrets.token_urlsafe(16), now)
 
-    async def read(self, token: str, wanted: TokenType, now: Instant) -> Claims | Rejected:
+    async def read(self, token: str, wanted: TokenType, now: Instant) -> Claims | RejectedToken:
         found = self._reader.read(token, wanted, now)
-        unknown = isinstance(found, Rejected) and found.why is Why.KEY
+        unknown = isinstance(found, RejectedToken) and found.why is RejectionReason.KEY
         if unknown and now - self._looked_at >= LOOK_AGAIN:
             await self._load(now)
             found = self._reader.read(token, wanted, now)
@@ -117,12 +119,12 @@ class Signing:
         self._keys = KeySet(tuple(keys))
         self._reader.use(self._keys)
 
-    async def _opened(self, row: SigningKey, known: Key | None) -> Key:
+    async def _opened(self, row: SigningKey, known: TokenKey | None) -> TokenKey:
         private = None
         if row.sealed is not None:
             private = known.private if known is not None else None
             private = private or await self._sealer.open(_place(row.kid), row.sealed)
-        return Key(row.kid, _unb64(row.public), private, row.signs_from, row.verifies_until)
+        return TokenKey(row.kid, _unb64(row.public), private, row.signs_from, row.verifies_until)
 
     async def _fresh(self, now: Instant, signs_from: Instant) -> SigningKey:
         key = new_key(secrets.token_bytes(32), signs_from)
@@ -156,8 +158,8 @@ def _tidy(retired: tuple[str, ...], now: Instant) -> Operation[None]:
     yield from sessions.forget_signing_keys(now)
 
 
-def _place(kid: str) -> Sealed:
-    return Sealed("signing_keys", kid, "sealed")
+def _place(kid: str) -> FieldLocation:
+    return FieldLocation("signing_keys", kid, "sealed")
 
 
 def _b64(raw: bytes) -> str:
