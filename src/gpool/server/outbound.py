@@ -1,5 +1,6 @@
-"""The one door out of the server. What operators configured (OIDC, chain) is dialled as configured; what users name is
-resolved first, refused when any of its addresses is private, and the checked address is what is dialled.
+"""All outgoing HTTP of the server. URLs an operator configured (OIDC, chain) are used as they are.
+
+A URL from a user is resolved first and refused if any address is not public; the checked address is dialled.
 """
 
 from __future__ import annotations
@@ -28,16 +29,16 @@ class OutboundResponse:
     body: bytes
 
     def json(self) -> Any:
-        """`Unreachable` when it is none: whoever answered is not whom we wanted."""
+        """Parse the body; `Unreachable` if it is not JSON: another service answered."""
         try:
             return json.loads(self.body)
         except ValueError as error:
-            raise Unreachable(f"the answer was not JSON: {error}") from error
+            raise Unreachable(f"the response is not JSON: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)
 class CheckedDestination:
-    """A user's destination whose addresses were looked at: dial `address`, speak to `host`."""
+    """A user's URL with checked addresses: connect to `address`, send `host` as the name."""
 
     url: str
     host: str
@@ -46,7 +47,7 @@ class CheckedDestination:
 
 
 class Outbound:
-    """Redirects are not followed, proxies of the environment not used, answers bounded."""
+    """HTTP client without redirects or environment proxies, with bounded time and response size."""
 
     def __init__(
         self, transport: httpx2.AsyncBaseTransport | None = None, timeout_s: float = TIMEOUT_S
@@ -55,7 +56,7 @@ class Outbound:
         self._http: httpx2.AsyncClient | None = None
 
     async def get(self, url: str, headers: Mapping[str, str] | None = None) -> OutboundResponse:
-        """From where the operator said."""
+        """GET a URL the operator configured."""
         return await self._send("GET", url, headers=headers)
 
     async def post_form(
@@ -81,11 +82,13 @@ class Outbound:
                     async for piece in answer.aiter_bytes():
                         body += piece
                         if len(body) > MAX_ANSWER_BYTES:
-                            raise Unreachable(f"{_shown(url)} answered more than is read")
+                            raise Unreachable(
+                                f"{_origin(url)} sent more than {MAX_ANSWER_BYTES} bytes"
+                            )
                     return OutboundResponse(answer.status_code, bytes(body))
         except (httpx2.HTTPError, httpx2.InvalidURL, TimeoutError) as error:
             what = str(error) or type(error).__name__
-            raise Unreachable(f"{_shown(url)} does not answer ({what})") from error
+            raise Unreachable(f"{_origin(url)} does not respond ({what})") from error
 
     async def close(self) -> None:
         if self._http is not None:
@@ -93,15 +96,15 @@ class Outbound:
 
 
 async def checked(url: str) -> CheckedDestination:
-    """A user's destination: https or http, a public address. `Invalid` says what is wrong with it."""
+    """Resolve a user's http(s) URL and require public addresses; `Invalid` names the fault."""
     try:
         parts = urlsplit(url)
         port = parts.port or (443 if parts.scheme == "https" else 80)
     except ValueError as error:
-        raise Invalid(f"{url[:200]!r} is not an address: {error}") from error
+        raise Invalid(f"{url[:200]!r} is not a URL: {error}") from error
     host = parts.hostname
     if parts.scheme not in ("http", "https") or not host or parts.username is not None:
-        raise Invalid(f"{url[:200]!r} is not an http(s) address without a user name")
+        raise Invalid(f"{url[:200]!r} is not an http(s) URL without a user name")
     try:
         found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except OSError as error:
@@ -114,7 +117,10 @@ async def checked(url: str) -> CheckedDestination:
 
 
 def is_public(address: str) -> bool:
-    """Not private, loopback, link-local (metadata services), multicast or reserved; neither what is wrapped inside."""
+    """Whether an address is public: not private, loopback, link-local (metadata services), multicast or reserved.
+
+    The same holds for an IPv4 address embedded in an IPv6 one.
+    """
     parsed = ipaddress.ip_address(address.partition("%")[0])
     if isinstance(parsed, ipaddress.IPv6Address):
         inner = (
@@ -127,7 +133,7 @@ def is_public(address: str) -> bool:
     return parsed.is_global and not parsed.is_multicast
 
 
-def _shown(url: str) -> str:
-    """Without what may be a secret: only where, not what."""
+def _origin(url: str) -> str:
+    """Scheme, host and port, without the parts that may be secret."""
     parts = urlsplit(url)
     return f"{parts.scheme}://{parts.hostname}" + (f":{parts.port}" if parts.port else "")

@@ -122,7 +122,7 @@ async def test_a_new_master_wraps_every_key_and_the_old_one_opens_nothing(
     fresh = Sealer(desk.server.store, MasterSource(data / "master.key"), desk.clock.now)
     assert await opened(fresh, desk) == planted
     stale = Sealer(desk.server.store, MasterSource(data / "none", old), desk.clock.now)
-    with pytest.raises(Invalid, match="which is not here"):
+    with pytest.raises(Invalid, match="which is missing"):
         await opened(stale, desk)
 
 

@@ -56,7 +56,7 @@ def test_a_changed_entry_is_always_found_where_it_is(
     changed = replace(links[at].entry, **{name: value})  # type: ignore[arg-type]
     bent = [*links[:at], replace(links[at], entry=changed), *links[at + 1 :]]
     if changed != links[at].entry:
-        assert check(bent) == ChainBroken(at + 1, f"entry {at + 1} is not what was written")
+        assert check(bent) == ChainBroken(at + 1, f"entry {at + 1} was changed")
 
 
 @given(chains, st.data())
@@ -68,7 +68,7 @@ def test_an_entry_changed_together_with_its_hash_breaks_the_next_one(
     changed = replace(links[at].entry, outcome="never so")
     bent = [*links[:at], AuditLink(changed, link(previous, changed)), *links[at + 1 :]]
     if at + 1 < len(links):
-        assert check(bent) == ChainBroken(at + 2, f"entry {at + 2} is not what was written")
+        assert check(bent) == ChainBroken(at + 2, f"entry {at + 2} was changed")
     else:  # only an anchor can tell
         assert isinstance(check(bent), ChainIntact)
         assert isinstance(check(bent, anchors=[AuditAnchor(at + 1, links[at].hash)]), ChainBroken)
@@ -84,7 +84,7 @@ def test_an_entry_taken_out_is_found(gone: int) -> None:
 def test_an_end_cut_off_is_found_by_an_anchor_and_by_nothing_else() -> None:
     assert isinstance(check(LONG[:150]), ChainIntact)  # the control
     assert check(LONG[:150], anchors=[AuditAnchor(180, LONG[179].hash)]) == ChainBroken(
-        151, "the log ends at 150; entry 180 was anchored"
+        151, "the log ends at 150, but entry 180 was anchored"
     )
 
 
@@ -92,7 +92,7 @@ def test_a_chain_written_anew_is_found_by_an_anchor_and_by_nothing_else() -> Non
     anew = chain([("u-2", "session.sign_in", "", "allowed", "::1", {}) for _ in range(200)])
     assert isinstance(check(anew), ChainIntact)  # the control
     assert check(anew, anchors=[AuditAnchor(50, LONG[49].hash)]) == ChainBroken(
-        50, "entry 50 is not the one that was anchored"
+        50, "entry 50 differs from its anchor"
     )
 
 

@@ -276,7 +276,7 @@ def test_a_command_gives_the_key_or_says_why_not() -> None:
     fail = ["sh", "-c", "echo the vault is closed >&2; exit 1"]
     with pytest.raises(Invalid, match="exit 1: the vault is closed"):
         masters_from_command(fail)
-    with pytest.raises(Invalid, match="gave no master key"):
+    with pytest.raises(Invalid, match="printed no master key"):
         masters_from_command(["/nowhere/kms"])
     with pytest.raises(Invalid, match="the empty command"):
         masters_from_command([])

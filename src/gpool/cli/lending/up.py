@@ -125,8 +125,8 @@ class Transport:
         from pydantic import ValidationError
 
         from gpool.server.clock import SystemClock
+        from gpool.server.identity.certificates import certificate_of
         from gpool.server.settings import Settings
-        from gpool.server.tls import certificate_of
 
         told = self.variables(folder)
         try:
