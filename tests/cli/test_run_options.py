@@ -155,7 +155,7 @@ def test_what_cannot_be_is_said_before_anything_is_sent(
     for words, said in (
         (("--pip", "./x"), "is not a package requirement"),
         (("--checkpoint-every", "soon"), "is not a duration"),
-        (("--ignore", "x"), "name a folder to ship"),
+        (("--ignore", "x"), "the folder to ship"),
         (("--workdir", "nowhere"), "nowhere"),
         (("--network", "lan"), "lan"),
         (("--nodes", "0"), "1<=x<=1024"),
@@ -265,7 +265,7 @@ def test_a_work_folder_whose_files_all_stay_here_is_said(gpool: Gpool, tmp_path:
     done = gpool("run", "-d", "--workdir", "build", "--ignore", "a", "--", "ls")
     assert done.exit_code == 0
     [line] = done.stderr.splitlines()
-    assert line.startswith("gpool: nothing of 'build' is sent")
+    assert line.startswith("gpool: no file of 'build' is sent")
     assert not logging.getLogger("gpool.client").handlers  # the SDK's own are left alone
 
 

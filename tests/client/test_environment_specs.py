@@ -63,10 +63,10 @@ def test_a_requirements_file_is_read_with_comments_continuations_and_others(tmp_
 @pytest.mark.parametrize(
     ("line", "says"),
     [
-        ("--index-url https://example.test/simple", r"all\.txt:2: '--index-url' is an option"),
-        ("-e .", "'-e' is an option"),
-        ("-c limits.txt", "'-c' is an option"),
-        ("numpy==2.0 --hash=sha256:00", "'--hash=sha256:00' is an option"),
+        ("--index-url https://example.test/simple", r"all\.txt:2: '--index-url' is a pip option"),
+        ("-e .", "'-e' is a pip option"),
+        ("-c limits.txt", "'-c' is a pip option"),
+        ("numpy==2.0 --hash=sha256:00", "'--hash=sha256:00' is a pip option"),
         ("https://example.test/a.whl", r"all\.txt:2: .* names an address"),
         ("thing @ https://example.test/a.whl", "names an address"),
         ("./here", r"all\.txt:2"),
@@ -94,7 +94,7 @@ def test_files_nested_without_end_are_refused(tmp_path: Path) -> None:
     for number in range(40):
         (tmp_path / f"{number}.txt").write_text(f"-r {number + 1}.txt\n")
     (tmp_path / "40.txt").write_text("numpy\n")
-    with pytest.raises(Invalid, match="others deep"):
+    with pytest.raises(Invalid, match="files deep"):
         environment_spec(requirements=tmp_path / "0.txt")
 
 

@@ -116,10 +116,10 @@ def test_two_files_with_one_name_are_refused(client: Client, tmp_path: Path) -> 
     (tmp_path / "src").mkdir()
     (tmp_path / "src" / "a.py").write_text("a")
     (tmp_path / "a.py").write_text("another")
-    with pytest.raises(gpool.Invalid, match=r"would both be 'a.py' there"):
+    with pytest.raises(gpool.Invalid, match=r"would both become 'a.py'"):
         client.run(["true"], workdir="src", inputs=["a.py"])
     client.run(["true"], workdir=".", inputs=["a.py"])
-    with pytest.raises(gpool.Invalid, match="name a folder to ship"):
+    with pytest.raises(gpool.Invalid, match="the folder to ship"):
         client.run(["true"], ignore=["*.md"])
 
 

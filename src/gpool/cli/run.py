@@ -148,7 +148,7 @@ def run(
     Streams its output, fetches its outputs and exits with its code. Ctrl-C detaches; a second one cancels.
     A Python file as the first word is shipped and run, with the packages its own block (PEP 723) names.
     """
-    from gpool.client.client import shipment
+    from gpool.client.files.local_files import shipment
     from gpool.client.options import Options
 
     client = client_of(ctx)

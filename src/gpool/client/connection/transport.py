@@ -16,7 +16,7 @@ from typing import Any
 
 import httpx2
 
-from gpool.client.connection.sign_in import OVER, SignInSession, Tokens
+from gpool.client.connection.sign_in import EXPIRED, SignInSession, Tokens
 from gpool.core.errors import Invalid, NotSignedIn, Unreachable
 from gpool.transfer.artifacts import Steps
 from gpool.transfer.requests import Address, Patience, Reply, Request, error_from
@@ -193,7 +193,7 @@ class _SignedSender(Sender):
     def open(self, request: Request, read_s: float = READ_S) -> Iterator[httpx2.Response]:
         token = self._session.token
         if token is None:
-            raise NotSignedIn(OVER)
+            raise NotSignedIn(EXPIRED)
         with super().open(_as(request, token), read_s) as answer:
             if answer.status_code != 401:
                 yield answer
@@ -212,7 +212,7 @@ class _SignedSender(Sender):
                 with super().open(request, READ_S) as answer:
                     reply = Reply(answer.status_code, answer.headers, answer.read())
                 if reply.status == 401:
-                    raise NotSignedIn(OVER)
+                    raise NotSignedIn(EXPIRED)
                 if reply.status >= 400:
                     raise error_from(reply)
                 return Tokens.of(reply.json())
