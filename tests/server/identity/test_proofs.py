@@ -278,5 +278,5 @@ def test_a_nodes_key_is_made_once_for_its_owner_only(tmp_path: Path) -> None:
         NodeKey.from_file(path)
     path.chmod(0o600)
     path.write_text("nonsense")
-    with pytest.raises(Invalid, match="holds no node's key"):
+    with pytest.raises(Invalid, match="contains no node key"):
         NodeKey.from_file(path)
