@@ -20,7 +20,7 @@ from gpool.cli.main import USAGE
 from gpool.core.errors import Invalid
 
 SERVER_MODULE = "gpool.server"
-AGENT_MODULE = "gpool.cli.lend"
+AGENT_MODULE = "gpool.agent"
 
 _STOP_S = 15.0
 _BRIEF_S = 2.0

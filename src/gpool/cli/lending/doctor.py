@@ -16,8 +16,8 @@ from gpool.agent.machine.detection import Finding, Level, doctor
 from gpool.agent.machine.detection.findings import clock_finding
 from gpool.agent.machine.detection.host import site_address
 from gpool.agent.machine.detection.owner import LoadMeter, facts_now
-from gpool.agent.machine.monitor import Rulebook
-from gpool.agent.machine.policy import GANG_PORT, Gangs, reason_to_close
+from gpool.agent.machine.monitor import PolicyFile
+from gpool.agent.machine.policy import GANG_PORT, GangRules, reason_to_close
 from gpool.agent.network.factory import probe_gangs
 from gpool.core.errors import GpoolError, Invalid
 
@@ -45,7 +45,7 @@ def policy_finding(file: Path | None, now: datetime) -> Finding:
     if file is None:
         return Finding("policy", Level.OK, f"none; all resources are lent at any time ({POLICY})")
     try:
-        rules = Rulebook(file)
+        rules = PolicyFile(file)
     except Invalid as error:
         return Finding("policy", Level.PROBLEM, error.detail, f"edit {file}")
     closed = reason_to_close(rules.policy, facts_now(now, LoadMeter(os.getpid())))
@@ -55,14 +55,14 @@ def policy_finding(file: Path | None, now: datetime) -> Finding:
 
 def _gangs(file: Path | None, data: Path, server: str) -> list[Finding]:
     try:
-        gangs = Rulebook(file).policy.gangs
+        gangs = PolicyFile(file).policy.gangs
     except Invalid:
         return []  # reported by policy_finding
     site = os.environ.get(SITE, "") or gangs.site
     return [gangs_finding(replace(gangs, site=site), data, server)]
 
 
-def gangs_finding(gangs: Gangs, data: Path, server: str) -> Finding:
+def gangs_finding(gangs: GangRules, data: Path, server: str) -> Finding:
     """Check whether this machine can run members of gangs; opens a sandbox network to find out."""
     if not gangs.offered:
         return Finding("gangs", Level.OK, "the policy refuses tasks on several nodes")

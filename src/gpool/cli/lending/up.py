@@ -96,9 +96,9 @@ def up(data: Path | None, transport: Transport, no_agent: bool, terms: LendingTe
 def _check_terms(terms: LendingTerms) -> None:
     """Report an error in the options before anything starts and before the profile is written."""
     if terms.policy is not None:
-        from gpool.agent.machine.monitor import Rulebook
+        from gpool.agent.machine.monitor import PolicyFile
 
-        Rulebook(terms.policy)
+        PolicyFile(terms.policy)
     if terms.simulate_gpus:
         from gpool.agent.machine.detection.gpus import detect
 

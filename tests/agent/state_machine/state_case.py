@@ -1,9 +1,10 @@
-"""A session under test: feeds events, obeys nothing, and checks at the end what must never happen."""
+"""A state machine under test: feeds events, obeys nothing, and checks at the end what must never happen."""
 
 from __future__ import annotations
 
 from typing import TypeVar
 
+from gpool.agent.state_machine.agent_state import AgentState
 from gpool.agent.state_machine.instructions import (
     CallAnswered,
     CallsAnswered,
@@ -20,7 +21,6 @@ from gpool.agent.state_machine.instructions import (
     StartRunner,
     Ticked,
 )
-from gpool.agent.state_machine.session import Session
 from gpool.core.model import (
     Allocation,
     EndReason,
@@ -82,7 +82,7 @@ class Case:
     """Every instruction is checked as it comes; reports are recorded at once unless `recording` is off."""
 
     def __init__(self) -> None:
-        self.session = Session("boot", OFFER)
+        self.state = AgentState("boot", OFFER)
         self.now = 1000
         self.recording = True
         self.reported: list[ReportItem] = []
@@ -92,7 +92,7 @@ class Case:
 
     def feed(self, event: Event, after: int = 1) -> list[Instruction]:
         self.now += after
-        out = self.session.handle(self.now, event)
+        out = self.state.handle(self.now, event)
         self.check(event, out)
         sent = [s.frame for s in out if isinstance(s, Send) and isinstance(s.frame, Reports)]
         for frame in sent:
@@ -117,7 +117,7 @@ class Case:
                     self.commands.add((instruction.task, instruction.epoch))
                 case EndCommand():
                     assert (instruction.task, instruction.epoch) in self.commands
-        assert self.session.violations() == []
+        assert self.state.violations() == []
 
     def arrive(self, frame: ServerFrame, after: int = 1) -> list[Instruction]:
         return self.feed(FrameArrived(frame), after)
@@ -168,17 +168,17 @@ class Case:
         return self.feed(RunnerEnded(runner, reason, code, "said so", retired=retired))
 
     def pass_time(self, span: int) -> list[Instruction]:
-        """Tick whenever the session wants it, as the daemon does."""
+        """Tick whenever the state machine wants it, as the daemon does."""
         out: list[Instruction] = []
         until = self.now + span
         for _ in range(10_000):
-            at = self.session.wakes_at
+            at = self.state.wakes_at
             if at is None or at > until:
                 break
             self.now = max(self.now, at)
             out += self.feed(Ticked(), after=0)
         else:
-            raise AssertionError("the session never stops asking to be woken")
+            raise AssertionError("the state machine never stops asking to be woken")
         self.now = until
         return out
 

@@ -10,10 +10,10 @@ from gpool.agent.state_machine.instructions import (
     StartCommand,
     StartRunner,
 )
-from gpool.agent.state_machine.lease_queues import Order
+from gpool.agent.state_machine.lease_queues import GrantTerms
 from gpool.core.model import TaskSpec
 from gpool.wire.frames import Grants, HandedBack, Lease, Line, Secret, decode_from_server, encode
-from tests.agent.state_machine.session_case import Case, allocation, command, function, of
+from tests.agent.state_machine.state_case import Case, allocation, command, function, of
 
 VALUE = "a secret value"
 
@@ -55,12 +55,12 @@ def test_a_task_never_runs_without_its_secrets() -> None:
 def test_calls_with_other_secrets_never_share_a_runner() -> None:
     spec = replace(function(), secrets=("TOKEN",))
     keys = {
-        Order(allocation(), 7, False, spec, (("TOKEN", value),)).key
+        GrantTerms(allocation(), 7, False, spec, (("TOKEN", value),)).key
         for value in ("first", "second", "first")
     }
     assert len(keys) == 2
     assert not any("first" in repr(key) or "second" in repr(key) for key in keys)
-    assert Order(allocation(), 7, False, function()).key.secrets == ""
+    assert GrantTerms(allocation(), 7, False, function()).key.secrets == ""
 
 
 def test_a_runner_gets_the_secrets_of_its_first_call() -> None:

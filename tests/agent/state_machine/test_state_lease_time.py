@@ -35,7 +35,7 @@ from gpool.wire.frames import (
     Reports,
     Welcome,
 )
-from tests.agent.state_machine.session_case import (
+from tests.agent.state_machine.state_case import (
     BEAT,
     MARGIN,
     SECOND,
@@ -56,7 +56,7 @@ def case() -> Iterator[Case]:
     case = Case()
     case.welcome()
     yield case
-    assert case.session.violations() == []
+    assert case.state.violations() == []
 
 
 def test_the_hello_states_everything_held(case: Case) -> None:
@@ -81,7 +81,7 @@ def test_unconfirmed_leases_are_let_go_before_the_server_gives_them_away(case: C
     out = case.pass_time(2 * SECOND)
     assert of(EndCommand, out) == [EndCommand(1, 1, EndReason.LOST)]
     assert of(EndRunner, out) == [EndRunner(1)]
-    assert case.session.holds == (Hold(1, 1), Hold(3, 1))  # until their sandboxes are gone
+    assert case.state.holds == (Hold(1, 1), Hold(3, 1))  # until their sandboxes are gone
 
 
 def test_what_was_let_go_is_reported_as_lost_once_it_is_gone(case: Case) -> None:
@@ -156,7 +156,7 @@ def test_confirmed_beats_keep_leases_for_ever(case: Case) -> None:
     for _ in range(20):
         (beat,) = frames(Beat, case.pass_time(BEAT))
         case.arrive(BeatSeen(beat.number), after=0)
-    assert case.session.holds == (Hold(1, 1),)
+    assert case.state.holds == (Hold(1, 1),)
 
 
 def test_a_new_grant_on_an_allocation_waits_until_the_old_sandbox_is_gone(case: Case) -> None:

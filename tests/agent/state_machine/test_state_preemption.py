@@ -13,7 +13,7 @@ from gpool.agent.state_machine.instructions import (
     Connected,
     EndCommand,
     EndRunner,
-    Exit,
+    ExitDaemon,
     OfferDetected,
     ReclaimAsked,
     RunnerReady,
@@ -38,7 +38,7 @@ from gpool.wire.frames import (
     StopReason,
     Welcome,
 )
-from tests.agent.state_machine.session_case import (
+from tests.agent.state_machine.state_case import (
     OFFER,
     SECOND,
     Case,
@@ -87,7 +87,7 @@ def test_a_preempted_command_is_warned_saved_and_then_reported(case: Case) -> No
     assert saved == Checkpointed(1, 1, FILES)
     assert isinstance(ended, Finished)
     assert ended.reason is EndReason.PREEMPTED
-    assert case.session.holds == ()
+    assert case.state.holds == ()
 
 
 def test_one_that_exited_before_the_warning_has_its_own_end(case: Case) -> None:
@@ -208,15 +208,15 @@ def test_a_stopping_agent_waits_longer_for_a_checkpoint_and_not_for_ever(case: C
     running(case, saving())
     (end,) = of(EndCommand, case.feed(ShutdownAsked()))
     assert end == EndCommand(1, 1, EndReason.PREEMPTED, 5 * SECOND)
-    assert not of(Exit, case.pass_time(11 * SECOND))
-    assert of(Exit, case.pass_time(2 * SECOND))
+    assert not of(ExitDaemon, case.pass_time(11 * SECOND))
+    assert of(ExitDaemon, case.pass_time(2 * SECOND))
 
 
 def test_a_stopping_agent_does_not_warn_what_keeps_no_checkpoint(case: Case) -> None:
     running(case, command())
     (end,) = of(EndCommand, case.feed(ShutdownAsked()))
     assert end.grace_us == 0
-    assert of(Exit, case.pass_time(4 * SECOND))
+    assert of(ExitDaemon, case.pass_time(4 * SECOND))
 
 
 def test_a_command_that_times_out_is_saved_once(case: Case) -> None:

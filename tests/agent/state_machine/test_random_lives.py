@@ -1,4 +1,4 @@
-"""Random lives of a session: frames lost, doubled and out of order, sandboxes dying, time jumping."""
+"""Random lives of the state machine: frames lost, doubled and out of order, sandboxes dying, time jumping."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from gpool.agent.state_machine.agent_state import AgentState
 from gpool.agent.state_machine.instructions import (
     CallsAnswered,
     CommandEnded,
@@ -27,7 +28,6 @@ from gpool.agent.state_machine.instructions import (
     StartRunner,
     Ticked,
 )
-from gpool.agent.state_machine.session import Session
 from gpool.core.model import EndReason, Span
 from gpool.wire.frames import (
     Beat,
@@ -48,7 +48,7 @@ from gpool.wire.frames import (
     StopReason,
     Welcome,
 )
-from tests.agent.state_machine.session_case import (
+from tests.agent.state_machine.state_case import (
     BEAT,
     MARGIN,
     OFFER,
@@ -79,7 +79,7 @@ def is_giving_up(item: ReportItem) -> bool:
 class SessionMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        self.session = Session("boot", OFFER)
+        self.state = AgentState("boot", OFFER)
         self.now = 0
         self.connected = False
         self.inbound: list[ServerFrame] = []
@@ -98,17 +98,17 @@ class SessionMachine(RuleBasedStateMachine):
     # ---- the machinery
 
     def feed(self, event: Event) -> None:
-        before = set(self.session._work.leases)
+        before = set(self.state._leases.ids())
         overdue = self.confirmed is not None and self.now >= self.confirmed + TERM
         if overdue:
             self.forgotten |= before
             self.confirmed = None
         if isinstance(event, FrameArrived):
             self.note_confirmation(event.frame)
-        out = self.session.handle(self.now, event)
+        out = self.state.handle(self.now, event)
         if overdue:
-            left = before & set(self.session._work.leases)
-            assert all(self.session._work._leases.held[task].fate for task, _ in left), (
+            left = before & set(self.state._leases.ids())
+            assert all(self.state._leases.held[task].is_ending for task, _ in left), (
                 "one is not ended"
             )
             ended = {i.runner for i in out if isinstance(i, EndRunner)} | self.dying_runners
@@ -297,13 +297,13 @@ class SessionMachine(RuleBasedStateMachine):
     def time_passes(self, span: int) -> None:
         until = self.now + span
         for _ in range(1000):
-            at = self.session.wakes_at
+            at = self.state.wakes_at
             if at is None or at > until:
                 break
             self.now = max(self.now, at)
             self.feed(Ticked())
         else:
-            raise AssertionError("the session never stops asking to be woken")
+            raise AssertionError("the state machine never stops asking to be woken")
         self.now = until
 
     @rule()
@@ -318,7 +318,7 @@ class SessionMachine(RuleBasedStateMachine):
 
     @invariant()
     def nothing_is_wrong(self) -> None:
-        assert self.session.violations() == []
+        assert self.state.violations() == []
 
 
 TestSessionMachine = SessionMachine.TestCase

@@ -17,7 +17,7 @@ from gpool.agent.state_machine.instructions import (
     CommandStarted,
     EndCommand,
     EndRunner,
-    Exit,
+    ExitDaemon,
     RunnerReady,
     ShutdownAsked,
     StartCommand,
@@ -26,7 +26,7 @@ from gpool.agent.state_machine.instructions import (
 )
 from gpool.core.model import EndReason, Span
 from gpool.wire.frames import Finished, HandedBack, LogChunk, Released, Reports, Started
-from tests.agent.state_machine.session_case import (
+from tests.agent.state_machine.state_case import (
     SECOND,
     Case,
     allocation,
@@ -43,7 +43,7 @@ def case() -> Iterator[Case]:
     case = Case()
     case.welcome()
     yield case
-    assert case.session.violations() == []
+    assert case.state.violations() == []
 
 
 def ended(task: int, reason: EndReason = EndReason.EXITED, code: int = 0) -> CommandEnded:
@@ -421,7 +421,7 @@ def test_a_stopping_agent_hands_back_what_waits_and_ends_what_runs(case: Case) -
     assert of(EndRunner, out) == [EndRunner(1)]
     assert case.take_reports() == [HandedBack(2, 1)]
     case.runner_ended(1)
-    assert of(Exit, case.feed(ended(1, EndReason.PREEMPTED, 137))) == [Exit()]
+    assert of(ExitDaemon, case.feed(ended(1, EndReason.PREEMPTED, 137))) == [ExitDaemon()]
     reports = {i.task: i for i in case.take_reports()}
     assert isinstance(reports[1], Finished)
     assert reports[1].reason is EndReason.PREEMPTED
@@ -437,7 +437,7 @@ def test_a_stopping_agent_takes_nothing_new(case: Case) -> None:
 def test_a_stopping_agent_leaves_within_seconds_whatever_hangs(case: Case) -> None:
     case.grant(command(), 1)
     case.feed(ShutdownAsked())
-    assert of(Exit, case.pass_time(4 * SECOND)) == [Exit()]
+    assert of(ExitDaemon, case.pass_time(4 * SECOND)) == [ExitDaemon()]
 
 
 def test_large_values_never_fill_a_frame_past_its_limit(case: Case) -> None:

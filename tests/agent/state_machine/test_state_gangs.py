@@ -16,7 +16,7 @@ from gpool.agent.state_machine.instructions import (
 )
 from gpool.core.model import EndReason, Engine, Requirements, TaskSpec
 from gpool.wire.frames import Finished, Grants, HandedBack, Lease, Line, Released, Rendezvous
-from tests.agent.state_machine.session_case import SECOND, Case, allocation, command, of
+from tests.agent.state_machine.state_case import SECOND, Case, allocation, command, of
 
 TOLD = Rendezvous(1, (("192.0.2.1", 47101), ("192.0.2.2", 47105)), b"s" * 32)
 

@@ -1,4 +1,4 @@
-"""What a session does about single GPUs: readings ride with the beats, a closed one takes nothing, a wanted one is freed soon."""
+"""What the agent does about single GPUs: readings go with the heartbeats, a closed one takes nothing, a wanted one is freed soon."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpool.agent.machine.telemetry import Gathering, by_task
+from gpool.agent.machine.telemetry import ReadingAverages, by_task
 from gpool.agent.state_machine.instructions import (
     CommandStarted,
     EndCommand,
@@ -18,7 +18,7 @@ from gpool.agent.state_machine.instructions import (
     StartCommand,
     Ticked,
 )
-from gpool.agent.state_machine.work import RECLAIM_GRACE_US
+from gpool.agent.state_machine.lease_control import RECLAIM_GRACE_US
 from gpool.core.model import EndReason, Gpu, Slice, Span
 from gpool.wire.frames import (
     Beat,
@@ -31,7 +31,7 @@ from gpool.wire.frames import (
     decode_from_agent,
     encode,
 )
-from tests.agent.state_machine.session_case import BEAT, OFFER, SECOND, Case, command, frames
+from tests.agent.state_machine.state_case import BEAT, OFFER, SECOND, Case, command, frames
 
 GPUS = tuple(Gpu(n, f"g{n}", "H200", "nvidia", 1 << 30) for n in range(2))
 
@@ -119,7 +119,7 @@ readings = st.builds(GpuReading, st.integers(0, 3), numbers, numbers, numbers, n
 def test_gathering_never_tells_of_a_gpu_twice_nor_beyond_what_was_read(
     told: list[GpuReading],
 ) -> None:
-    gathering = Gathering()
+    gathering = ReadingAverages()
     gathering.add(told)
     taken = gathering.take()
     assert [one.gpu for one in taken] == sorted({one.gpu for one in told})

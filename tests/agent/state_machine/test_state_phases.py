@@ -19,7 +19,7 @@ from gpool.agent.state_machine.instructions import (
 )
 from gpool.core.model import EndReason, Phase, Span
 from gpool.wire.frames import Finished, HandedBack, Reached, Started
-from tests.agent.state_machine.session_case import SECOND, Case, command, function, of
+from tests.agent.state_machine.state_case import SECOND, Case, command, function, of
 
 
 @pytest.fixture
@@ -119,7 +119,7 @@ def test_a_runner_nobody_waits_for_any_more_is_not_built_on(case: Case) -> None:
     (start,) = of(StartRunner, case.grant(spec, 1))
     assert of(EndRunner, case.pass_time(2 * SECOND)) == [EndRunner(start.runner)]
     case.runner_ended(start.runner)
-    assert case.session.holds == ()
+    assert case.state.holds == ()
 
 
 def test_what_waits_behind_a_long_build_is_handed_back(case: Case) -> None:

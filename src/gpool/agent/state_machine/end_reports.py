@@ -1,4 +1,4 @@
-"""How each way of ending is put into a report. Pure; the texts are for the consumer."""
+"""The report of each way an attempt ends; its text is for the task's user. Pure."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import msgspec
 
 from gpool.agent.runtime.protocol import Ended
 from gpool.agent.state_machine.instructions import CallAnswered, CommandEnded, RunnerEnded
-from gpool.agent.state_machine.lease_queues import Held
+from gpool.agent.state_machine.lease_queues import AgentLease
 from gpool.core.model import EndReason, Fault, Phase, TaskSpec
 from gpool.wire.frames import Finished
 
 MAX_ERROR_TEXT = 32 * 1024
 AGENT_STOPPED = "the owner stopped the agent"
-DOING = {
+ACTIVITY = {
     Phase.FETCH: "its inputs were fetched",
     Phase.BUILD: "its environment was built",
     Phase.START: "its sandbox was started",
@@ -49,43 +49,44 @@ def of_call(answer: CallAnswered) -> Finished:
 
 
 def timed_out_in(phase: Phase, spec: TaskSpec) -> str:
-    """Why a time-out ended it: the limit, and what it was doing."""
+    """Return the text for a time-out in this phase."""
     limit = spec.timeout / 1_000_000
     if phase is Phase.RUN:
         return f"it ran past its time-out of {limit:g} s"
-    return f"its time-out of {limit:g} s passed while {DOING[phase]}"
+    return f"its time-out of {limit:g} s passed while {ACTIVITY[phase]}"
 
 
-def timed_out(held: Held, text: str) -> Finished:
-    return _end(held, EndReason.TIMED_OUT, text)
+def timed_out(lease: AgentLease, text: str) -> Finished:
+    return _end(lease, EndReason.TIMED_OUT, text)
 
 
-def preempted(held: Held, text: str) -> Finished:
-    return _end(held, EndReason.PREEMPTED, text)
+def preempted(lease: AgentLease, text: str) -> Finished:
+    return _end(lease, EndReason.PREEMPTED, text)
 
 
-def lost(held: Held) -> Finished:
-    return _end(held, EndReason.LOST, "the node lost touch with the server and let go")
+def lost(lease: AgentLease) -> Finished:
+    text = "the node lost contact with the server, and its lease expired"
+    return _end(lease, EndReason.LOST, text)
 
 
-def not_started(held: Held, event: RunnerEnded) -> Finished:
-    """Where the task itself is at fault, its runtime says so."""
+def not_started(lease: AgentLease, event: RunnerEnded) -> Finished:
+    """The runtime's reason says whether the task itself is at fault."""
     text = f"the sandbox did not start: {event.detail}"
     if event.reason is EndReason.BAD_INPUT:
-        return _end(held, EndReason.BAD_INPUT, text, event.exit_code)
-    end = _end(held, EndReason.SANDBOX_FAILED, text, event.exit_code)
+        return _end(lease, EndReason.BAD_INPUT, text, event.exit_code)
+    end = _end(lease, EndReason.SANDBOX_FAILED, text, event.exit_code)
     return msgspec.structs.replace(end, fault=event.fault or Fault.UNCLEAR)
 
 
-def died(held: Held, event: RunnerEnded) -> Finished:
-    """The runner went away while this call ran. A function that exits has failed, whatever code it gives."""
+def died(lease: AgentLease, event: RunnerEnded) -> Finished:
+    """The runner ended during this call. A function that exits has failed, even with exit code 0."""
     ended = Ended(event.exit_code, event.reason, event.detail)
     reason, text = why_it_died(ended)
-    return _end(held, reason, text, event.exit_code or 1)
+    return _end(lease, reason, text, event.exit_code or 1)
 
 
 def why_it_died(ended: Ended) -> tuple[EndReason, str]:
-    """Of a function whose process, or the whole sandbox, ended before it returned."""
+    """Return reason and text for a function whose process, or whole sandbox, ended before it returned."""
     match ended.reason:
         case EndReason.OUT_OF_MEMORY:
             text = f"the function ran out of memory: {ended.detail}".rstrip(": ")
@@ -96,5 +97,5 @@ def why_it_died(ended: Ended) -> tuple[EndReason, str]:
     return EndReason.EXITED, text
 
 
-def _end(held: Held, reason: EndReason, text: str, code: int | None = None) -> Finished:
-    return Finished(held.task, held.epoch, reason, code, error_text=text[:MAX_ERROR_TEXT])
+def _end(lease: AgentLease, reason: EndReason, text: str, code: int | None = None) -> Finished:
+    return Finished(lease.task, lease.epoch, reason, code, error_text=text[:MAX_ERROR_TEXT])
