@@ -7,7 +7,7 @@ import json
 import pytest
 
 from gpool.cli import tasks
-from gpool.cli.main import say_error
+from gpool.cli.main import print_error
 from gpool.cli.output.printing import TerminalText, age, emit_json, neutral, table
 from gpool.core.errors import Conflict
 
@@ -69,7 +69,7 @@ def test_untrusted_names_are_neutralised_in_tables(capsys: pytest.CaptureFixture
 
 
 def test_server_texts_are_neutralised_in_errors(capsys: pytest.CaptureFixture[str]) -> None:
-    say_error(Conflict(EVIL))
+    print_error(Conflict(EVIL))
     assert is_harmless(capsys.readouterr().err)
 
 

@@ -23,17 +23,14 @@ def quoted(text: str) -> str:
 
 
 def own_team_id(client: Client, text: str) -> str:
-    """The id of one of the caller's teams, given by id or name."""
     return quoted(client.team_id(text))
 
 
 def team_id(client: Client, text: str) -> str:
-    """The id of any team, given by id or name; operators only."""
     return _id(client, text, "tm-", "team", all="true")
 
 
 def user_id(client: Client, text: str) -> str:
-    """The id of any user, given by id or name; operators only."""
     return _id(client, text, "u-", "user")
 
 

@@ -12,8 +12,15 @@ from typing import TYPE_CHECKING
 
 import click
 
-from gpool.cli.command import SectionedCommand, as_json, client_of, into_option, option_section
-from gpool.cli.main import GPOOL_FAULT, INTERRUPTED, say_error
+from gpool.cli.command import (
+    SectionedCommand,
+    as_json,
+    client_of,
+    examples,
+    into_option,
+    option_section,
+)
+from gpool.cli.main import GPOOL_FAULT, INTERRUPTED, print_error
 from gpool.cli.output.interrupts import Reading, unless_interrupted
 from gpool.cli.output.progress import ProgressLine, on_stderr, print_outcome, progress_bar, show
 from gpool.core.errors import GpoolError, Invalid
@@ -45,12 +52,12 @@ def _deadline(ctx: click.Context, option: click.Parameter, text: str | None) -> 
 @click.command(
     cls=SectionedCommand,
     context_settings={"allow_interspersed_args": False},
-    epilog="""\b
-Examples:
-  gpool run -- python -c 'print(6*7)'
-  gpool run --gpu A100 --input train.py --output model/ -- python train.py
-  gpool run --pip torch --workdir . train.py --lr 1
-  gpool run --nodes 2 --gpu 8 --engine torchrun --pip torch train.py""",
+    epilog=examples(
+        "gpool run -- python -c 'print(6*7)'",
+        "gpool run --gpu A100 --input train.py --output model/ -- python train.py",
+        "gpool run --pip torch --workdir . train.py --lr 1",
+        "gpool run --nodes 2 --gpu 8 --engine torchrun --pip torch train.py",
+    ),
 )
 @resources("--gpu", metavar="SPEC", help="GPUs: 1, H100:2, 24GB or 0.5 (default: none).")
 @resources("--vram", metavar="SIZE", help="GPU memory on a GPU that may be shared, e.g. 6GB.")
@@ -221,7 +228,7 @@ def run(
     except GpoolError as error:
         if os.environ.get("GPOOL_DEBUG"):
             raise
-        say_error(error)
+        print_error(error)
         click.echo(
             f"  Task {submitted.id} may still run; check with: gpool status {submitted.id}",
             err=True,
@@ -265,7 +272,7 @@ def follow_run(client: Client, submitted: Run, into: Path, *, quiet: bool) -> in
     except GpoolError as error:
         if os.environ.get("GPOOL_DEBUG"):
             raise
-        say_error(error)
+        print_error(error)
         click.echo(f"  The task has ended and {kept}", err=True)
         return GPOOL_FAULT
     if fetched is None:
@@ -312,7 +319,6 @@ def detached(submitted: Run, is_pressed_again: Callable[[float], bool]) -> int:
 
 
 def variables(given: tuple[str, ...]) -> dict[str, str]:
-    """Variables from `K=V`, or from `K` with the caller's value."""
     found = {}
     for one in given:
         name, equals, value = one.partition("=")

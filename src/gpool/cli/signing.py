@@ -76,6 +76,5 @@ def key_from(path: Path) -> WalletKey:
 
 
 def normalised_signature(pasted: str) -> str:
-    """Normalise a pasted signature: blanks, quotes, capital letters, a missing 0x."""
     text = "".join(pasted.split()).strip("'\"`,;").lower()
     return text if text.startswith("0x") else f"0x{text}"

@@ -56,8 +56,6 @@ def exec_module(module: str, env: Mapping[str, str]) -> None:
 
 
 class ChildProcess:
-    """A program that is kept running."""
-
     def __init__(self, program: Program) -> None:
         self.program = program
         self._process: subprocess.Popen[bytes] | None = None
@@ -91,7 +89,6 @@ class ChildProcess:
         self._started_at = time.monotonic()
 
     def exit_code(self) -> int | None:
-        """Its exit code, or None while it runs."""
         return self._process.poll() if self._process is not None else None
 
     def keep_alive(self) -> str | None:
@@ -152,7 +149,6 @@ def _die_with_parent() -> None:
 
 
 def stop_signals() -> threading.Event:
-    """An event set by SIGINT, SIGTERM and SIGHUP."""
     stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: stop.set())

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 import click
 
-from gpool.cli.command import SectionedCommand
+from gpool.cli.command import SectionedCommand, examples
 from gpool.cli.lending.children import (
     AGENT_MODULE,
     SERVER_MODULE,
@@ -40,11 +40,11 @@ _LOOK_S = 0.05
 
 @click.command(
     cls=SectionedCommand,
-    epilog="""\b
-Examples:
-  gpool up
-  gpool up --host 0.0.0.0 --public-url https://pool.example:8642
-  gpool up --simulate-gpus H100:2,RTX4090""",
+    epilog=examples(
+        "gpool up",
+        "gpool up --host 0.0.0.0 --public-url https://pool.example:8642",
+        "gpool up --simulate-gpus H100:2,RTX4090",
+    ),
 )
 @data_option
 @listening
@@ -211,7 +211,6 @@ def locked_folder(folder: Path) -> Iterator[None]:
 
 
 def data_folder(chosen: Path | None) -> Path:
-    """The data directory, created if it is missing."""
     from gpool.client.connection.config import data_home
 
     folder = (chosen or data_home()).expanduser().absolute()
@@ -240,9 +239,7 @@ def require_free_port(host: str, port: int) -> None:
 
 @click.command(
     cls=SectionedCommand,
-    epilog="""\b
-Example:
-  gpool server --host 0.0.0.0 --public-url https://pool.example:8642""",
+    epilog=examples("gpool server --host 0.0.0.0 --public-url https://pool.example:8642"),
 )
 @data_option
 @listening

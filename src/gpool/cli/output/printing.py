@@ -65,8 +65,6 @@ def _shown(match: re.Match[str]) -> str:
 
 
 class LogPrinter:
-    """Writes a task's standard output and error to ours."""
-
     def __init__(self, *, all_to_stderr: bool = False) -> None:
         out = "stderr" if all_to_stderr else "stdout"
         self._writers: dict[str, Callable[[Printed | None], None]] = {
@@ -106,7 +104,6 @@ def emit_json(document: object) -> None:
 
 
 def emit_json_list(documents: Iterable[object]) -> None:
-    """Print a JSON list like `emit_json`, each member as it arrives."""
     before = "["
     for document in documents:
         click.echo(f"{before}\n{indent(_json(document), '  ')}", nl=False)

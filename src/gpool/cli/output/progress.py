@@ -115,7 +115,6 @@ def print_outcome(result: Result, *, code_too: bool = False) -> None:
 
 @contextmanager
 def progress_bar() -> Iterator[UploadProgress | None]:
-    """Progress bars of file transfers, on a terminal only."""
     if not sys.stderr.isatty():
         yield None
         return
