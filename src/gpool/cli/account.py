@@ -42,7 +42,6 @@ def password_of(prompt: str, *, confirm: bool = False) -> str:
 
 
 def anonymous(ctx: click.Context) -> Door:
-    """The connection without credentials."""
     client = client_of(ctx)
     door: Door = client.door.as_nobody()
     ctx.call_on_close(door.close)

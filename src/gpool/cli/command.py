@@ -78,7 +78,6 @@ class VerbGroup(click.Group):
 
 
 def into_option(option: MakeOption = click.option) -> Callable[[F], F]:
-    """`--into DIR`: where output files are written."""
     return option(
         "-o",
         "--into",

@@ -152,7 +152,6 @@ def exit_code_of(error: GpoolError) -> int:
 
 
 def print_error(error: GpoolError) -> None:
-    """Print the error and, on a second line, what to do about it."""
     from gpool.cli.output.printing import plain
 
     click.echo(f"gpool: {plain(error.detail)}", err=True)

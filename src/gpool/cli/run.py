@@ -238,8 +238,6 @@ def run(
 
 
 def follow_run(client: Client, submitted: Run, into: Path, *, quiet: bool) -> int:
-    """Stream the output, wait for the end, download outputs; return the exit code."""
-
     def follow(emit: Callable[[Printed | str], None]) -> Result:
         on_progress = ProgressLine(emit, submitted, phases=sys.stderr.isatty())
         for piece in submitted.printed(follow=True, on_progress=on_progress):
@@ -282,10 +280,7 @@ def follow_run(client: Client, submitted: Run, into: Path, *, quiet: bool) -> in
 
 
 def script_of(command: tuple[str, ...], workdir: Path | None) -> LocalFile | None:
-    """The local Python file that is the first word of the command, with its path on the node; None: there is none.
-
-    The word is looked up in `workdir`, where the command starts, and then in the current directory.
-    """
+    """The local Python file named by the first word, in `workdir` or the current directory, with its path on the node."""
     base = Path(os.path.normpath(Path() if workdir is None else workdir)).absolute()
     here = Path(os.path.normpath(Path(command[0]).absolute()))
     there = Path(os.path.normpath(base / command[0]))
@@ -306,7 +301,6 @@ def _warn_missing_script(word: str) -> None:
 
 
 def detached(submitted: Run, is_pressed_again: Callable[[float], bool]) -> int:
-    """Print how to attach again after the first Ctrl-C; a second one cancels the task."""
     click.echo(
         f"\nDetached; task {submitted.id} continues. Attach again with: gpool logs -f {submitted.id}\n"
         f"Cancel it with: gpool cancel {submitted.id} (or press Ctrl-C again now)",

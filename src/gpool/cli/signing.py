@@ -62,7 +62,6 @@ def message_for(door: Door, address: Any) -> str:
 
 
 def key_from(path: Path) -> WalletKey:
-    """Read a key file; asks for the password of a keystore and warns of an unencrypted key."""
     from gpool.wallet.keyfile import read
     from gpool.wallet.keystore import Keystore
 

@@ -119,14 +119,13 @@ def task_status(task: dict[str, Any]) -> str:
 
 
 def places(tasks: Iterable[dict[str, Any]]) -> Iterator[tuple[str | None, str | None]]:
-    """(id, name) of the node of each task and gang member."""
     for task in tasks:
         for one in (task, *(task.get("members") or ())):
             yield one.get("node"), one.get("node_name")
 
 
 def where(task: dict[str, Any], shared: frozenset[str] = frozenset()) -> str:
-    """The node or the nodes of the gang; for a waiting gang the number of nodes it needs."""
+    """The node, the nodes of a gang, or the number of nodes a waiting gang needs."""
     members = [
         shown_as(member["node"], member.get("node_name"), shared)
         for member in task.get("members") or ()

@@ -57,7 +57,6 @@ def quota_of(
     queued: str | None,
     storage: str | None,
 ) -> dict[str, Any]:
-    """The present quota at `path`, changed by the given options."""
     parsed = {
         "running_gpus": _limit("--gpus", gpus, float, "4, or 0.5"),
         "guaranteed_gpus": _limit("--guaranteed", guaranteed, float, "8, or 0"),

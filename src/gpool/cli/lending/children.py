@@ -38,8 +38,6 @@ _PR_SET_PDEATHSIG = 1
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """Module and environment of a child, and its log file."""
-
     name: str
     module: str
     env: Mapping[str, str]
@@ -130,13 +128,11 @@ class ChildProcess:
             self._process.wait()
 
     def _reason(self) -> str:
-        """Its last error line without the prefix, else its last line; advice may follow an error line."""
         lines = self.last_words().splitlines()
         errors = [line for line in lines if line.startswith(_ERROR_PREFIX)]
         return (errors or lines or [""])[-1].removeprefix(_ERROR_PREFIX)
 
     def last_words(self, lines: int = 5) -> str:
-        """The last lines of its log since its start."""
         try:
             text = self.program.log.read_bytes()[self._log_start :].decode(errors="replace")
         except FileNotFoundError:

@@ -117,7 +117,7 @@ def _json(document: object) -> str:
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]], empty: str) -> None:
-    """Print a table on standard output, or `empty` on standard error if there are no rows."""
+    """Print a table, or `empty` on standard error."""
     cells = [[_cell(value) for value in row] for row in rows]
     if not cells:
         click.echo(empty, err=True)
@@ -133,7 +133,7 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[object]], empty: str) 
 
 
 def _width(text: str) -> int:
-    """Columns on a terminal: two for a wide character (Chinese, Japanese, Korean), none for a combining one."""
+    """Columns on a terminal: two for a wide character, none for a combining one."""
     if text.isascii():
         return len(text)
     wide = sum(unicodedata.east_asian_width(letter) in "WF" for letter in text)
@@ -141,7 +141,6 @@ def _width(text: str) -> int:
 
 
 def fields(document: Mapping[str, Any], names: Sequence[str]) -> None:
-    """Print one `name  value` per line; empty values are left out."""
     shown = [(name, document.get(name)) for name in names]
     shown = [(name, value) for name, value in shown if value not in (None, "", [], {})]
     width = max((len(name) for name, _ in shown), default=0)
@@ -150,7 +149,6 @@ def fields(document: Mapping[str, Any], names: Sequence[str]) -> None:
 
 
 def show(document: Mapping[str, Any], as_json: bool, names: str) -> None:
-    """Print the document as JSON, or the members listed in `names`."""
     if as_json:
         emit_json(document)
     else:
@@ -167,7 +165,7 @@ def _cell(value: object) -> str:
 
 
 def styled(text: str, *, bold: bool = False, colour: str | None = None) -> str:
-    """Styled text, plain if NO_COLOR is set; click removes styles where there is no terminal."""
+    """Styled text, plain if NO_COLOR is set; click removes styles without a terminal."""
     import os
 
     if os.environ.get("NO_COLOR"):
@@ -176,7 +174,6 @@ def styled(text: str, *, bold: bool = False, colour: str | None = None) -> str:
 
 
 def age(created_at: str, server_date: str | None) -> str:
-    """Age by the server's clock: `42s`, `3m`, `5h`, `2d`."""
     if server_date is None:
         return created_at
     now = parsedate_to_datetime(server_date)
@@ -188,7 +185,7 @@ def age(created_at: str, server_date: str | None) -> str:
 
 
 def local_time(at: str, server_date: str | None = None) -> str:
-    """Local time: without the date for today, with seconds within ten minutes of now."""
+    """Local time: without today's date, with seconds within ten minutes of now."""
     then = datetime.fromisoformat(at).astimezone()
     if server_date is None:
         return then.strftime("%Y-%m-%d %H:%M:%S")
