@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 import click
 
-from gpool.cli.command import VerbGroup, as_json, client_of
+from gpool.cli.command import VerbGroup, as_json, client_of, examples
 from gpool.cli.output.printing import age, emit_json, table
 from gpool.cli.references import own_team_id, quoted
 from gpool.core.errors import Invalid
@@ -96,10 +96,9 @@ def register(
 
 
 @click.command(
-    epilog="""\b
-Examples:
-  gpool --url https://pool.example login ada
-  gpool login --wallet-key keystore.json"""
+    epilog=examples(
+        "gpool --url https://pool.example login ada", "gpool login --wallet-key keystore.json"
+    )
 )
 @click.argument("name", required=False)
 @click.option(
@@ -201,7 +200,7 @@ def keys_ls(ctx: click.Context, everything: bool, as_json: bool) -> None:
     table(columns, rows, "No API keys yet; create one with: gpool keys create NAME")
 
 
-@keys.command("create")
+@keys.command("create", epilog=examples("gpool keys create ci --scope tasks:read --expires 30d"))
 @click.argument("name")
 @click.option(
     "--scope",
@@ -222,12 +221,7 @@ def keys_create(
     team: str | None,
     as_json: bool,
 ) -> None:
-    """Create an API key and print it once.
-
-    \b
-    Example:
-      gpool keys create ci --scope tasks:read --expires 30d
-    """
+    """Create an API key and print it once."""
     from gpool.client.times import seconds
 
     wanted: dict[str, Any] = {"name": name}

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from gpool.cli.command import as_json, client_of, listed, listing
+from gpool.cli.command import as_json, client_of, examples, listed, listing
 from gpool.cli.main import FAILED
 from gpool.cli.output.printing import age, emit_json, fields, gib, plain, table
 from gpool.cli.references import node_id, shared_names, shown_as
@@ -75,7 +75,6 @@ def _price(microcredits: int) -> str:
 
 
 def _reading(reading: dict[str, Any]) -> tuple[str, str, str, str]:
-    """Utilisation, memory used, power and temperature; "-" if the GPU does not report it."""
     percent, used = reading.get("utilisation_percent"), reading.get("memory_used_bytes")
     watts, celsius = reading.get("power_watts"), reading.get("temperature_celsius")
     return (
@@ -217,7 +216,11 @@ def _gpu(client: Client, what: str | None) -> str | None:
 which = click.argument("what", metavar="[NODE|GPU]", required=False)
 
 
-@node.command()
+@node.command(
+    epilog=examples(
+        "gpool node pause", "gpool node pause gpu0 --now", "gpool node pause studio/gpu1"
+    )
+)
 @which
 @click.option("--now", is_flag=True, help="Preempt the tasks on this GPU.")
 @as_json
@@ -226,12 +229,6 @@ def pause(ctx: click.Context, what: str | None, now: bool, as_json: bool) -> Non
     """Take no new tasks; running tasks continue.
 
     With --now the tasks on a GPU are preempted: SIGTERM, checkpoint, back into the queue.
-
-    \b
-    Examples:
-      gpool node pause
-      gpool node pause gpu0 --now
-      gpool node pause studio/gpu1
     """
     _set(ctx, what, "paused", as_json, now)
 

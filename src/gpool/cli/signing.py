@@ -62,7 +62,6 @@ def message_for(api: ApiTransport, address: Any) -> str:
 
 
 def key_from(path: Path) -> WalletKey:
-    """Read a key file; asks for the password of a keystore and warns of an unencrypted key."""
     from gpool.wallet.keyfile import read
     from gpool.wallet.keystore import Keystore
 
@@ -76,6 +75,5 @@ def key_from(path: Path) -> WalletKey:
 
 
 def normalised_signature(pasted: str) -> str:
-    """Normalise a pasted signature: blanks, quotes, capital letters, a missing 0x."""
     text = "".join(pasted.split()).strip("'\"`,;").lower()
     return text if text.startswith("0x") else f"0x{text}"

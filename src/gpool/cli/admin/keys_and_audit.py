@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from gpool.cli.command import as_json, client_of, listed, listing
+from gpool.cli.command import as_json, client_of, examples, listed, listing
 from gpool.cli.main import FAILED
 from gpool.cli.output.printing import emit_json, fields, table
 
@@ -53,7 +53,9 @@ def _show(progress: dict[str, Any], as_json: bool) -> None:
         fields(progress, ("data_keys", "retired", "fields", "left", "masters"))
 
 
-@click.command()
+@click.command(
+    epilog=examples("gpool admin audit --limit 20", "gpool admin audit --verify --anchor 1234:HASH")
+)
 @listing
 @click.option("--verify", is_flag=True, help="Verify the hash chain of the record.")
 @click.option(
@@ -72,13 +74,7 @@ def audit(
     verify: bool,
     anchors: tuple[str, ...],
 ) -> None:
-    """List audit entries, newest first, or verify them.
-
-    \b
-    Examples:
-      gpool admin audit --limit 20
-      gpool admin audit --verify --anchor 1234:HASH
-    """
+    """List audit entries, newest first, or verify them."""
     client = client_of(ctx)
     if verify:
         query = "".join(f"&anchor={anchor}" for anchor in anchors)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from gpool.cli.command import VerbGroup, as_json, client_of
+from gpool.cli.command import VerbGroup, as_json, client_of, examples
 from gpool.cli.output.printing import emit_json, fields, local_time, plain, table
 from gpool.cli.references import names_of, node_id, principal_names, quoted, team_id, user_id
 from gpool.client.times import moment, now
@@ -22,7 +22,13 @@ _POLICY = ("order", "orders", "ageing_s", "patience_s", "weights", "changed", "p
 NOT_LEARNT = "not learnt yet: needs 200 tasks with GPUs, of which 50 per batch count"
 
 
-@click.command()
+@click.command(
+    epilog=examples(
+        "gpool admin policy",
+        "gpool admin policy --order round_robin --dry-run",
+        "gpool admin policy --weight lab=2 --ageing configured",
+    )
+)
 @click.option("--order", metavar="NAME", help="Queue order.")
 @click.option("--ageing", metavar="TIME", help="Waiting time worth one point of priority.")
 @click.option("--patience", metavar="TIME", help="Waiting time after which a node is kept clear.")
@@ -50,12 +56,6 @@ def policy(
     """Show or change the scheduling policy.
 
     The value `configured` restores the setting of the server.
-
-    \b
-    Examples:
-      gpool admin policy
-      gpool admin policy --order round_robin --dry-run
-      gpool admin policy --weight lab=2 --ageing configured
     """
     wanted: dict[str, Any] = {}
     if order is not None:
@@ -171,7 +171,12 @@ def reservations_ls(ctx: click.Context, as_json: bool) -> None:
     table(("id", "", "from", "to", "nodes", "for", "why"), rows, "No reservations.")
 
 
-@reservations.command("create")
+@reservations.command(
+    "create",
+    epilog=examples(
+        "gpool admin reservations create lab1 lab2 --team class --from 09:00 --to 11:30"
+    ),
+)
 @click.argument("nodes", metavar="NODE...", nargs=-1, required=True)
 @click.option(
     "--team", "teams", multiple=True, metavar="TEAM", help="Team to reserve for (repeatable)."
@@ -205,12 +210,7 @@ def reservations_create(
     why: str,
     as_json: bool,
 ) -> None:
-    """Reserve nodes for teams or users between two times.
-
-    \b
-    Example:
-      gpool admin reservations create lab1 lab2 --team class --from 09:00 --to 11:30
-    """
+    """Reserve nodes for teams or users between two times."""
     if not teams and not users:
         raise Invalid("a reservation needs a team or a user; give --team TEAM or --user USER")
     begins = now() if first is None else moment(first)
@@ -286,7 +286,6 @@ def _seconds(text: str) -> float:
 
 
 def _minute(at: str) -> str:
-    """Date and local time, to the minute."""
     return local_time(at)[:-3]
 
 

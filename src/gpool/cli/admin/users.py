@@ -11,6 +11,7 @@ from gpool.cli.command import (
     SectionedCommand,
     as_json,
     client_of,
+    examples,
     listed,
     listing,
     option_section,
@@ -61,7 +62,14 @@ def users_show(ctx: click.Context, user: str, as_json: bool) -> None:
     show_quota(client.api.get_json(f"/v1/users/{user_id(client, user)}"), as_json, _FIELDS)
 
 
-@users.command("set", cls=SectionedCommand)
+@users.command(
+    "set",
+    cls=SectionedCommand,
+    epilog=examples(
+        "gpool admin users set ada --permission consumer --permission provider",
+        "gpool admin users set ada --gpus 2 --queued configured",
+    ),
+)
 @the_user
 @option_section("Permissions")(
     "--permission",
@@ -81,13 +89,7 @@ def users_set(
     as_json: bool,
     **quota: Any,
 ) -> None:
-    """Set permissions and quota of a user.
-
-    \b
-    Examples:
-      gpool admin users set ada --permission consumer --permission provider
-      gpool admin users set ada --gpus 2 --queued configured
-    """
+    """Set permissions and quota of a user."""
     client = client_of(ctx)
     path = f"/v1/users/{user_id(client, user)}"
     wanted: dict[str, Any] = {}

@@ -29,7 +29,6 @@ SITE, ADDRESS, PORT = "GPOOL_AGENT_SITE", "GPOOL_AGENT_GANG_ADDRESS", "GPOOL_AGE
 
 
 def examine(client: Client, data: Path, now: datetime | None = None) -> list[Finding]:
-    """Check this machine, then the pool it would join."""
     at = now if now is not None else wall_clock()
     named = os.environ.get(POLICY)
     file = Path(named) if named else None

@@ -22,8 +22,6 @@ _EXAMPLE = "gpool://HOST:PORT/join/TOKEN#sha256=FINGERPRINT"
 
 @dataclass(frozen=True, slots=True)
 class JoinLink:
-    """A parsed join link."""
-
     address: Address
     token: str = field(repr=False)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from gpool.cli.command import SectionedCommand
+from gpool.cli.command import SectionedCommand, examples
 from gpool.cli.lending.children import AGENT_MODULE, exec_module
 from gpool.cli.lending.terms import LendingTerms, agent_variables, lending
 from gpool.core.errors import Forbidden
@@ -15,10 +15,10 @@ from gpool.transfer.requests import Address
 
 @click.command(
     cls=SectionedCommand,
-    epilog="""\b
-Examples:
-  gpool join gpool://pool.example:8642/join/TOKEN#sha256=FINGERPRINT
-  gpool join LINK --policy rules.toml --label ssd --price 0.31/h""",
+    epilog=examples(
+        "gpool join gpool://pool.example:8642/join/TOKEN#sha256=FINGERPRINT",
+        "gpool join LINK --policy rules.toml --label ssd --price 0.31/h",
+    ),
 )
 @click.argument("link")
 @click.option("--name", metavar="NAME", help="Name of the node (default: the host name).")

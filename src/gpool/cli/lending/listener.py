@@ -81,8 +81,6 @@ _TLS = (
 
 @dataclass(frozen=True, slots=True)
 class Transport:
-    """Addresses and TLS options of the server."""
-
     host: str
     port: int
     tls: bool | None = None

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 import click
 
-from gpool.cli.command import SectionedCommand
+from gpool.cli.command import SectionedCommand, examples
 from gpool.cli.lending.children import (
     AGENT_MODULE,
     SERVER_MODULE,
@@ -40,11 +40,11 @@ _LOOK_S = 0.05
 
 @click.command(
     cls=SectionedCommand,
-    epilog="""\b
-Examples:
-  gpool up
-  gpool up --host 0.0.0.0 --public-url https://pool.example:8642
-  gpool up --simulate-gpus H100:2,RTX4090""",
+    epilog=examples(
+        "gpool up",
+        "gpool up --host 0.0.0.0 --public-url https://pool.example:8642",
+        "gpool up --simulate-gpus H100:2,RTX4090",
+    ),
 )
 @data_option
 @listening
@@ -94,7 +94,7 @@ def up(data: Path | None, transport: Transport, no_agent: bool, terms: LendingTe
 
 
 def _check_terms(terms: LendingTerms) -> None:
-    """Report an error in the options before anything starts and before the profile is written."""
+    """Report an invalid option before anything starts and before the profile is written."""
     if terms.policy is not None:
         from gpool.agent.machine.monitor import PolicyFile
 
@@ -121,7 +121,7 @@ def _agent(folder: Path, address: Address, key_file: Path, terms: LendingTerms) 
 
 
 def await_ready(server: ChildProcess, address: Address, stop: threading.Event) -> None:
-    """Wait until the server can take tasks; `InternalFault` with the end of its log if it ends instead."""
+    """Wait until the server can take tasks; `InternalFault` with its log if it ends instead."""
     import time
 
     from gpool.client.connection.transport import ApiTransport
@@ -159,7 +159,7 @@ def _announce(address: Address, key_file: Path, profile: Path) -> None:
 
 
 def command_name(this: Path, found: str | None, here: Path) -> str:
-    """The command for the program at `this`: `gpool` if the shell finds it (`found`), else its path from `here`."""
+    """`gpool` if the shell finds the program `this` under that name (`found`), else its path from `here`."""
     if this.name != "gpool" or (found is not None and Path(found).samefile(this)):
         return "gpool"
     if this.parent == here:
@@ -168,7 +168,7 @@ def command_name(this: Path, found: str | None, here: Path) -> str:
 
 
 def loopback_note(link: str) -> str:
-    """A note for a link to a loopback address, which other machines cannot use; else empty."""
+    """A note for a link that other machines cannot use; else empty."""
     if not is_loopback(urlsplit(link).hostname or ""):
         return ""
     return (
@@ -199,7 +199,6 @@ def _watch(children: list[ChildProcess], stop: threading.Event) -> None:
 
 @contextmanager
 def locked_folder(folder: Path) -> Iterator[None]:
-    """Lock the data directory; `Conflict` if another pool uses it."""
     with (folder / "up.lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -211,7 +210,6 @@ def locked_folder(folder: Path) -> Iterator[None]:
 
 
 def data_folder(chosen: Path | None) -> Path:
-    """The data directory, created if it is missing."""
     from gpool.client.connection.config import data_home
 
     folder = (chosen or data_home()).expanduser().absolute()
@@ -240,9 +238,7 @@ def require_free_port(host: str, port: int) -> None:
 
 @click.command(
     cls=SectionedCommand,
-    epilog="""\b
-Example:
-  gpool server --host 0.0.0.0 --public-url https://pool.example:8642""",
+    epilog=examples("gpool server --host 0.0.0.0 --public-url https://pool.example:8642"),
 )
 @data_option
 @listening

@@ -90,7 +90,7 @@ def show(pieces: Iterator[Printed | str], *, quiet: bool) -> None:
 
 
 def show_documents(pieces: Iterator[dict[str, Any] | str]) -> None:
-    """Print log documents as one JSON list as they arrive; the list is closed even after Ctrl-C."""
+    """Print documents as one JSON list as they arrive; it is closed even after Ctrl-C."""
     from gpool.cli.output.printing import emit_json_list
 
     emit_json_list(_without_messages(pieces))
@@ -105,7 +105,7 @@ def _without_messages(pieces: Iterator[T | str]) -> Iterator[T]:
 
 
 def print_outcome(result: Result, *, code_too: bool = False) -> None:
-    """Print the reason unless the task succeeded or exited by itself; `code_too`: also for an exit code."""
+    """Print the reason of a failure; that of an exit code only with `code_too`."""
     from gpool.cli.output.printing import plain
     from gpool.client.results import failure
 
