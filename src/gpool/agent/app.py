@@ -116,7 +116,6 @@ def lend() -> None:
 
 
 def _containers(runtimes: Sequence[GpuRuntime]) -> list[str]:
-    """Return the ids of running containers: their processes descend from the engine, not from the agent."""
     return [id_ for one in runtimes for id_ in getattr(one, "containers", ())]
 
 
@@ -238,7 +237,6 @@ class MonitorLoop:
         self.daemon: Daemon | None = None  # receives the events
 
     async def survey_now(self) -> None:
-        """Return once the daemon has the events of a new survey, or after `SURVEY_WITHIN_S`."""
         surveying = self._next
         if surveying is None:
             surveying = self._next = asyncio.create_task(self._run(self._survey, requested=True))

@@ -60,7 +60,6 @@ def channel_url(address: Address) -> str:
 
 
 def _tls(address: Address) -> ssl.SSLContext | bool | None:
-    """Authenticate the server by its pinned certificate or by an authority; None: plain HTTP."""
     if not address.url.startswith("https://"):
         return None
     return True if address.fingerprint is None else pinned_context(address.fingerprint)
@@ -139,7 +138,6 @@ class AgentChannel:
             await connection.close()
 
     async def _authenticate(self, connection: ClientConnection) -> None:
-        """Answer the server's challenge and take the token."""
         challenge = _decoded(await connection.recv())
         if isinstance(challenge, Challenge):
             await self._answer(connection, challenge, is_open=False)
@@ -184,7 +182,6 @@ class AgentChannel:
             self._feed(FrameArrived(frame))
 
     async def _write(self, connection: ClientConnection) -> None:
-        """Write queued frames; those of a lost connection are dropped, the reader notices its end."""
         try:
             while True:
                 await self._wake.wait()

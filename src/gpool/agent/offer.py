@@ -71,7 +71,6 @@ def refreshed(first: Offer, now: Offer) -> Offer:
 
 
 def gang_address(settings: AgentSettings, rules: GangRules) -> str:
-    """Return the address other gang members dial: from the settings, the policy, or else detected now."""
     return settings.gang_address or rules.address or site_address(settings.server_url)
 
 

@@ -39,8 +39,6 @@ log = structlog.get_logger(__name__)
 
 
 class GpuRuntime(Runtime, Protocol):
-    """A runtime that is given the machine's GPUs after each detection."""
-
     def use_gpus(self, gpus: Sequence[Gpu]) -> None: ...
 
 
@@ -55,7 +53,6 @@ class NodeServices:
     seats: GpuShareProvider | None = None
 
     async def start(self) -> None:
-        """Remove the leftovers of an earlier agent, then start each service."""
         for runtime in self.runtimes:
             await runtime.sweep()
         if self.networks is not None:
@@ -119,8 +116,6 @@ def _microvm(settings: AgentSettings) -> list[GpuRuntime]:
 
 @dataclass(frozen=True, slots=True)
 class NetworkSupport:
-    """Sandbox networks this machine can open, and where they lead."""
-
     networks: sandbox_network.Networks | None = None
     egress: bool = False
     gangs: bool = False
@@ -160,6 +155,5 @@ def egress_policy(policy: OwnerPolicy) -> EgressPolicy:
 def environment_provider(
     settings: AgentSettings, builder: BubblewrapRuntime, support: NetworkSupport
 ) -> EnvironmentProvider | None:
-    """Return the builder of package environments; None where packages cannot be downloaded or built."""
     networks = support.networks if support.egress else None
     return environments_for(settings.data_dir, builder, networks, os.environ, clock=boot_clock)

@@ -45,8 +45,6 @@ CARD_EVERY_US = 5_000_000
 
 @dataclass(frozen=True, slots=True)
 class GpuSample:
-    """One GPU at one time."""
-
     gpu: Gpu
     vitals: Vitals = UNREAD
     ours: tuple[GpuProcess, ...] = ()
@@ -55,7 +53,6 @@ class GpuSample:
 
     @property
     def reading(self) -> GpuReading | None:
-        """Sensor values for the server; None if none could be read."""
         vitals = self.vitals
         if vitals == UNREAD:
             return None

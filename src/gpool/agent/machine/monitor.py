@@ -52,7 +52,6 @@ class PolicyFile:
         self._lists = replace(self.policy.egress, offered=True)
 
     def refresh(self) -> bool:
-        """Read the file if it changed; return whether the policy did."""
         stamp = self._stamp()
         if self._path is None or stamp == self._seen:
             return False
@@ -75,7 +74,6 @@ class PolicyFile:
         )
 
     def has_changed(self) -> bool:
-        """Whether `refresh` has something to read."""
         return self._path is not None and self._stamp() != self._seen
 
     def _stamp(self) -> tuple[int, int, int] | None:
@@ -95,8 +93,6 @@ def _text(path: Path) -> str:
 
 @dataclass(frozen=True, slots=True)
 class MachineSample:
-    """The facts that change from second to second."""
-
     now: datetime
     programs: frozenset[str] = frozenset()
     gpus: tuple[GpuSample, ...] = ()
@@ -121,7 +117,6 @@ class MachineMonitor:
     _quarantined: frozenset[int] = frozenset()  # at the last check
 
     def first_offer(self) -> Offer:
-        """Return the offer to start with, before the first survey."""
         policy, offer, facts = self.rules.policy, self.offer(), self.facts()
         if self.sample is not None:
             offer, facts = _with_sample(offer, facts, self.sample(offer.gpus))
@@ -130,7 +125,6 @@ class MachineMonitor:
         return apply_policy(policy, offer, decision, gpus)
 
     def survey(self) -> tuple[Event, ...]:
-        """Examine everything anew."""
         self.rules.refresh()
         self._offer, self._facts = self.offer(), self.facts()
         if self.sample is not None:

@@ -24,8 +24,6 @@ CLOSED_AT_LEAST = timedelta(seconds=60)
 
 
 class AtClose(StrEnum):
-    """Treatment of running tasks when a rule closes the machine."""
-
     FINISH = "finish"
     RECLAIM = "reclaim"
 
@@ -56,8 +54,6 @@ class Hours:
 
 @dataclass(frozen=True, slots=True)
 class KeptResources:
-    """Resources the owner does not lend."""
-
     cpu_milli: int = 0
     memory_bytes: int = 0
     disk_bytes: int = 0
@@ -90,14 +86,12 @@ class GangRules:
 
 
 def site_name(text: str) -> str:
-    """Return the text; raise `ValueError` if it is not a plain word."""
     if text and not _SITE.fullmatch(text):
         raise ValueError("a site is a word of up to 63 letters, digits and . _ -")
     return text
 
 
 def site_address(text: str) -> str:
-    """Return the text; raise `ValueError` if it is not the IPv4 address of one machine."""
     if text:
         found = IPv4Address(text)
         if found.is_multicast or found.is_unspecified or found.is_reserved:
@@ -149,8 +143,6 @@ class OwnerPolicy:
 
 @dataclass(frozen=True, slots=True)
 class GpuFacts:
-    """Current facts of one GPU."""
-
     strangers: tuple[str, ...] = ()  # foreign programs that use it
     power_mw: int | None = None
     temperature_c: int | None = None
@@ -174,8 +166,6 @@ class MachineFacts:
 
 @dataclass(frozen=True, slots=True)
 class ClosureState:
-    """Memory of a closure between two checks."""
-
     closed_at: datetime | None = None
     reclaimed: bool = False
     capped: str = ""  # text of the closure if it is for heat or power
@@ -305,7 +295,6 @@ def apply_policy(
 
 
 def _closed(gpu: Gpu, decision: LendingDecision | None) -> Gpu:
-    """Keep the text of a GPU that is closed already, for its health."""
     if decision is None or not decision.closed or gpu.closed:
         return gpu
     return replace(gpu, closed=decision.closed)

@@ -90,8 +90,6 @@ def parse(text: str) -> OwnerPolicy:
 
 
 class _Table:
-    """One table of the file; `finish` refuses keys that were not taken."""
-
     def __init__(self, told: Mapping[str, Any], name: str) -> None:
         self._told = dict(told)
         self._known: set[str] = set()

@@ -91,7 +91,6 @@ class CommandExecutor:
         self.task.cancel()
 
     async def _terminate(self, sandbox: CommandSandbox, grace_us: int) -> None:
-        """Send SIGTERM, wait for the grace, kill in any case; the main task then sees the end."""
         try:
             if grace_us:
                 with contextlib.suppress(TimeoutError, SandboxFailed, OSError):
@@ -102,7 +101,6 @@ class CommandExecutor:
             await sandbox.kill()
 
     def _report(self, task: asyncio.Task[None]) -> None:
-        """Feed the end, also if the task was cancelled before its first step."""
         ended = executor_failure(task) or self._outcome
         start = self._start
         took = self._context.clock() - self._began
@@ -126,7 +124,6 @@ class CommandExecutor:
         self._context.feed(CommandCheckpointed(self._start.task, self._start.epoch, files))
 
     def _note(self, text: str) -> None:
-        """Add a line of the agent to the task's output."""
         data = f"[gpool: {text}]\n".encode()
         self._context.feed(CommandPrinted(self._start.task, self._start.epoch, 2, data))
 
@@ -186,7 +183,6 @@ class CommandExecutor:
                 await self._context.remove_sandbox(sandbox)
 
     async def _fetch(self, stack: contextlib.AsyncExitStack) -> tuple[Staged, ...] | Ended:
-        """Fetch the inputs, and over them the checkpoint of an earlier attempt; return the end if one is not available."""
         spec, checkpoint = self._start.spec, self._start.checkpoint
         if spec.inputs or checkpoint:
             self._reach(Phase.FETCH)
@@ -205,7 +201,6 @@ class CommandExecutor:
         return tuple(staged.values())
 
     async def _watch(self, sandbox: CommandSandbox) -> Outcome:
-        """Follow the running command to its end, then collect checkpoint and outputs."""
         start = self._start
         self._sandbox = sandbox
         self._has_begun = True

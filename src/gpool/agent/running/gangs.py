@@ -25,13 +25,11 @@ def starter_text() -> str:
 
 
 def lane_of(spec: TaskSpec, told: Rendezvous) -> Gang:
-    """Return the network of the member's sandbox."""
     egress = spec.requirements.network is Network.EGRESS
     return Gang(told.rank, told.peers, told.secret, egress)
 
 
 def command_of(spec: TaskSpec, told: Rendezvous, part: Allocation) -> tuple[str, ...]:
-    """Return the command line of the member: the task's command, started by its engine."""
     if spec.engine is Engine.NONE:
         return spec.command
     nodes = len(told.peers)

@@ -74,7 +74,6 @@ class RunnerExecutor:
         self.task.cancel()
 
     def _count_memory(self) -> None:
-        """Count its memory as leased."""
         if self._context.warm is not None:
             self._context.warm.lease_began(self, self._start.allocation.memory_bytes)
 
@@ -89,7 +88,6 @@ class RunnerExecutor:
         self._wake.set()
 
     def _report(self, task: asyncio.Task[None]) -> None:
-        """Feed the end, also if the task was cancelled before its first step."""
         self._release_memory()
         ended = executor_failure(task) or self._outcome
         number = self._start.runner
@@ -111,7 +109,6 @@ class RunnerExecutor:
         self._outcome = await self._context.with_fault(self._outcome, self._runtime)
 
     async def _run(self) -> Ended:
-        """Serve calls in a warm sandbox if there is one, else in a fresh one."""
         start = self._start
         runtime = self._runtime = self._context.runtime_for(start.spec, start.owner)
         async with self._context.gpu_share_for(
@@ -198,7 +195,6 @@ class RunnerExecutor:
             return  # the sandbox is gone; its event stream ends too
 
     async def _send_queued(self, sandbox: RunnerSandbox) -> None:
-        """Send all queued calls in order; fetch functions and large arguments before their call."""
         ready: list[Call] = []
         while self._queue:
             call = self._queue.popleft()
@@ -279,7 +275,6 @@ class RunnerExecutor:
                 self._release_memory()
 
     async def _large(self, lease: tuple[int, int], answer: Answer, file: Path) -> CallAnswered:
-        """Upload a value that is too large for a frame as an artifact of its lease."""
         answered = CallAnswered(
             *lease,
             answer.raised,

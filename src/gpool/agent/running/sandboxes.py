@@ -68,8 +68,6 @@ class Uploader(Protocol):
 
 
 class OpenNetwork(Protocol):
-    """An open sandbox network; to be closed once nothing runs in it."""
-
     @property
     def lane(self) -> Lane: ...
 
@@ -107,9 +105,7 @@ class EnvironmentProvider(Protocol):
         """
         ...
 
-    def ready(self) -> frozenset[str]:
-        """Return the names of cached environments."""
-        ...
+    def ready(self) -> frozenset[str]: ...
 
     def pythons(self) -> frozenset[str]:
         """Return the Python versions ("3.12") on this machine."""
@@ -135,8 +131,6 @@ class GpuShareProvider(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class WarmedSandbox:
-    """A warm sandbox, and the resources to close after it."""
-
     sandbox: WarmRunner
     resources: contextlib.AsyncExitStack
 
@@ -146,11 +140,7 @@ class WarmedSandbox:
 
 
 class WarmSandboxes(Protocol):
-    """Keeps unassigned sandboxes ready as far as memory is idle."""
-
-    def take(self, key: WarmKey, /) -> WarmedSandbox | None:
-        """Return a sandbox for this key, now the caller's; None: start one."""
-        ...
+    def take(self, key: WarmKey, /) -> WarmedSandbox | None: ...
 
     def offered(self, offer: Offer, /) -> None: ...
 
@@ -169,8 +159,6 @@ class SelfCheck(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PolicyLimits:
-    """The services that the owner's policy allows."""
-
     tiers: frozenset[Tier] = frozenset(Tier)
     egress: bool = True
     gangs: bool = True
@@ -270,7 +258,6 @@ class ExecutorContext:
         said: Callable[[str], None],
         gang: Gang | None = None,
     ) -> AsyncIterator[tuple[Prepared | None, Lane | None]]:
-        """Yield environment and network of one sandbox, kept while the block lasts; `reach` receives each phase."""
         async with contextlib.AsyncExitStack() as stack:
             prepared = None
             named = environment_of(spec)

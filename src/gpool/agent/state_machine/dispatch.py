@@ -43,8 +43,6 @@ MAX_IDLE_RUNNERS = 8
 
 
 class Dispatch:
-    """Every queue and runner of one agent. Instructions are appended to `out`."""
-
     def __init__(self, leases: Leases) -> None:
         self._leases = leases
         self.queues: dict[int, LeaseQueue] = {}
@@ -56,16 +54,13 @@ class Dispatch:
 
     @property
     def next_at(self) -> int:
-        """When `tick` has something to do."""
         return min((queue.next_at for queue in self.queues.values()), default=NEVER)
 
     @property
     def is_idle(self) -> bool:
-        """Whether no sandbox is left."""
         return not self.runners and all(queue.command is None for queue in self.queues.values())
 
     def limit_runs(self, longest_us: int) -> None:
-        """Preempt every run that takes longer than the owner's limit."""
         self._longest_us = longest_us
         for queue in list(self.queues.values()):
             self.settle(queue)
@@ -89,7 +84,6 @@ class Dispatch:
         self.settle(queue)
 
     def _start(self, now: int, queue: LeaseQueue, out: list[Instruction]) -> None:
-        """Start a sandbox for the first lease, or take over an idle runner, unless another sandbox is still on its GPUs."""
         lease = queue.waiting[0]
         terms = lease.terms
         if lease.task in self._leases.outlived or self._is_blocked(terms, queue, out):
@@ -159,7 +153,6 @@ class Dispatch:
     def _fill(
         self, now: int, queue: LeaseQueue, runner: RunnerRecord, out: list[Instruction]
     ) -> None:
-        """Hand calls to the runner up to its window; in portions, once half of the window is free."""
         sent, waiting, mean = runner.sent, queue.waiting, runner.mean_us
         window = FIRST_WINDOW if mean < 0 else min(MAX_WINDOW, max(1, WINDOW_US // (mean + 1)))
         room = window - len(sent)

@@ -49,7 +49,6 @@ def of_call(answer: CallAnswered) -> Finished:
 
 
 def timed_out_in(phase: Phase, spec: TaskSpec) -> str:
-    """Return the text for a time-out in this phase."""
     limit = spec.timeout / 1_000_000
     if phase is Phase.RUN:
         return f"it ran past its time-out of {limit:g} s"
@@ -70,7 +69,6 @@ def lost(lease: AgentLease) -> Finished:
 
 
 def not_started(lease: AgentLease, event: RunnerEnded) -> Finished:
-    """The runtime's reason says whether the task itself is at fault."""
     text = f"the sandbox did not start: {event.detail}"
     if event.reason is EndReason.BAD_INPUT:
         return _end(lease, EndReason.BAD_INPUT, text, event.exit_code)
@@ -86,7 +84,6 @@ def died(lease: AgentLease, event: RunnerEnded) -> Finished:
 
 
 def why_it_died(ended: Ended) -> tuple[EndReason, str]:
-    """Return reason and text for a function whose process, or whole sandbox, ended before it returned."""
     match ended.reason:
         case EndReason.OUT_OF_MEMORY:
             text = f"the function ran out of memory: {ended.detail}".rstrip(": ")

@@ -48,22 +48,16 @@ class Ticked:
 
 @dataclass(frozen=True, slots=True)
 class OfferDetected:
-    """The machine was surveyed again."""
-
     offer: Offer
 
 
 @dataclass(frozen=True, slots=True)
 class ReadingsTaken:
-    """The GPUs' sensors were read; the next heartbeat reports them."""
-
     readings: tuple[GpuReading, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class CommandReached:
-    """The attempt reached this phase (`CommandStarted` stands for `run`)."""
-
     task: int
     epoch: int
     phase: Phase
@@ -71,8 +65,6 @@ class CommandReached:
 
 @dataclass(frozen=True, slots=True)
 class CommandCheckpointed:
-    """The checkpoint was saved and uploaded."""
-
     task: int
     epoch: int
     files: tuple[OutputFile, ...]
@@ -123,16 +115,12 @@ class CommandEnded:
 
 @dataclass(frozen=True, slots=True)
 class RunnerReached:
-    """A starting runner reached this phase: its environment is being built, or its sandbox started."""
-
     runner: int
     phase: Phase
 
 
 @dataclass(frozen=True, slots=True)
 class RunnerReady:
-    """The runner accepts calls."""
-
     runner: int
 
 
@@ -155,8 +143,6 @@ class CallAnswered:
 
 @dataclass(frozen=True, slots=True)
 class CallsAnswered:
-    """Answers of one runner, in order."""
-
     runner: int
     answers: tuple[CallAnswered, ...]
 

@@ -25,8 +25,6 @@ NODE_ENDED_IT = frozenset({LeaseState.SHUTTING_DOWN, LeaseState.PREEMPTING})
 
 
 class _GeneralEnd(NamedTuple):
-    """An end of everything: the move of leases in `states`, and the end reason of their sandboxes."""
-
     move: LeaseMove
     why: str
     states: frozenset[LeaseState]
@@ -222,10 +220,6 @@ class LeaseControl:
         out: list[Instruction],
         most_grace_us: int = NEVER,
     ) -> None:
-        """Remove ended leases from the queues and end the sandboxes of ending ones.
-
-        `most_grace_us` limits the grace of tasks without a checkpoint.
-        """
         for queue in list(queues):
             if any(lease.is_ending for lease in queue.waiting):
                 kept = [lease for lease in queue.waiting if not lease.is_ending]

@@ -153,12 +153,10 @@ class AgentLease:
         self.state = target
 
     def story(self) -> list[LeaseTransition]:
-        """Return its last transitions, oldest first."""
         return [LeaseTransition(*step) for step in self._story]
 
     @property
     def reason(self) -> str:
-        """Reason of the last transition."""
         return self._story[-1][4] if self._story else ""
 
     @property
@@ -206,7 +204,6 @@ class RunnerRecord:
 
     @property
     def is_wanted(self) -> bool:
-        """Whether it has calls, or the next lease in its queue is a call for it."""
         waiting = self.queue.waiting
         return bool(self.sent) or (bool(waiting) and self.serves(waiting[0].terms))
 
@@ -259,13 +256,11 @@ class LeaseQueue:
 
     @property
     def current(self) -> AgentLease | None:
-        """The lease that runs: the command, or the runner's first call."""
         if self.command is None and self.runner is not None and self.runner.sent:
             return self.runner.sent[0]
         return self.command
 
     def uses(self, gpus: frozenset[int] | None) -> bool:
-        """Whether its allocation has one of the GPUs (None: any queue)."""
         if gpus is None:
             return True
         lease = self.command or next(iter(self.waiting), None)
@@ -299,7 +294,6 @@ def invariant_violations(
     queues: Mapping[int, LeaseQueue],
     runners: Mapping[int, RunnerRecord],
 ) -> list[str]:
-    """Return one message per violated invariant of the records."""
     found: list[str] = []
     positions: dict[int, int] = {}
     for queue in queues.values():

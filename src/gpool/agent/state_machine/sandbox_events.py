@@ -42,7 +42,6 @@ class SandboxEvents:
     # ---- commands
 
     def _queue_of(self, task: int, epoch: int) -> LeaseQueue | None:
-        """Return the queue whose command this is."""
         lease = self._leases.get(task, epoch)
         if lease is not None and lease.queue.command is lease:
             return lease.queue

@@ -29,8 +29,6 @@ class LeaseState(StrEnum):
 
 
 class LeaseMove(StrEnum):
-    """Event in the life of a lease."""
-
     SENT = "sent"  # the call was handed to a runner
     STARTED = "started"  # the command's sandbox is being prepared
     REQUEUED = "requeued"  # the runner ended before the call began
@@ -103,8 +101,6 @@ STORY_LENGTH = 32
 
 
 class LeaseTransition(NamedTuple):
-    """One step of a lease's story."""
-
     at: int  # boot clock, microseconds
     source: LeaseState
     move: LeaseMove
@@ -121,7 +117,6 @@ class IllegalTransition(AssertionError):
 
 
 def as_markdown() -> str:
-    """Return docs/agent-lifecycle.md."""
     lines = [
         "# The lifecycle of a lease on the agent",
         "",

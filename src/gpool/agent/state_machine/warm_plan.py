@@ -176,7 +176,6 @@ class WarmPool:
         return orders
 
     def _choose(self, now: int, room_bytes: int) -> tuple[set[int], deque[_Candidate]]:
-        """Return the heaviest candidates that fit together: numbers of existing ones, and those to prepare."""
         kept: set[int] = set()
         missing: deque[_Candidate] = deque()
         left = room_bytes
@@ -211,7 +210,6 @@ class WarmPool:
         return found
 
     def _forget(self, now: int) -> None:
-        """Forget keys without demand, and those with the least if there are too many."""
         faded = [key for key, demand in self.demands.items() if demand.now(now) < LEAST_DEMAND]
         for key in faded:
             del self.demands[key]

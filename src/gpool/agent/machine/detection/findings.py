@@ -52,7 +52,6 @@ class Finding:
 
     @property
     def ok(self) -> bool:
-        """Whether the node can lend in spite of it."""
         return self.level is not Level.PROBLEM
 
 
@@ -60,7 +59,6 @@ Probe = Callable[[Path], Sequence[Finding]]
 
 
 def doctor(data_dir: Path, probes: Sequence[Probe] | None = None) -> list[Finding]:
-    """Run the probes and return all findings."""
     return [finding for probe in probes or PROBES for finding in probe(data_dir)]
 
 
@@ -192,7 +190,6 @@ def _driver(_: Path) -> list[Finding]:
 
 
 def gpu_findings(survey: Survey) -> list[Finding]:
-    """Return a finding for the GPUs and one for each message of a tool that could not be read."""
     found = []
     for complaint in survey.complaints:
         fix = "run the tool by hand; update it and its driver, then restart the agent"

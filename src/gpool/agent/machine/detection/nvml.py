@@ -18,7 +18,7 @@ class NvmlError(Exception):
 
 
 class NoDriver(NvmlError):
-    """There is no NVIDIA driver."""
+    pass
 
 
 class GpuLost(NvmlError):
@@ -26,7 +26,7 @@ class GpuLost(NvmlError):
 
 
 class NotPermitted(NvmlError):
-    """Only root may do this."""
+    pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +66,6 @@ class Vitals:
 
 @dataclass(frozen=True, slots=True)
 class GpuProcess:
-    """A process that uses a card; `pid` in the driver's process namespace."""
-
     pid: int
     memory_bytes: int | None = None
     instance: int | None = None  # MIG instance
@@ -75,8 +73,6 @@ class GpuProcess:
 
 @dataclass(frozen=True, slots=True)
 class MigProfile:
-    """A size of MIG instances; `id` is the driver's."""
-
     id: int
     name: str  # "1g.18gb"
     memory_bytes: int
@@ -100,8 +96,6 @@ class MigInstance:
 
 @dataclass(frozen=True, slots=True)
 class Xid:
-    """An error event of the driver."""
-
     uuid: str
     code: int
 
@@ -149,9 +143,7 @@ class Nvml(Protocol):
         """Unlock all clocks and set the default power limit."""
         ...
 
-    def application_clocks(self, uuid: str) -> tuple[int, int] | None:
-        """Return memory and graphics clock of applications in MHz."""
-        ...
+    def application_clocks(self, uuid: str) -> tuple[int, int] | None: ...
 
     def set_application_clocks(self, uuid: str, clocks: tuple[int, int]) -> None: ...
 

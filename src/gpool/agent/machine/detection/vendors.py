@@ -37,14 +37,12 @@ _PCIE_GENERATIONS = {2.5: 1, 5.0: 2, 8.0: 3, 16.0: 4, 32.0: 5, 64.0: 6}
 
 @dataclass(frozen=True, slots=True)
 class ParsedGpus:
-    """Devices of one source, and messages about what could not be parsed."""
-
     gpus: tuple[Gpu, ...] = ()
     complaints: tuple[str, ...] = ()
 
 
 class _Unread(Exception):
-    """A device or document that cannot be parsed; the text says why."""
+    pass
 
 
 def normalised(name: str) -> str:
@@ -146,7 +144,6 @@ def _rocm_device(row: Any, at: int, driver: str) -> Gpu:
 
 
 def xpu_ids(listing: str) -> list[str]:
-    """Return the device ids in `xpu-smi discovery -j`; none if it cannot be parsed."""
     try:
         document = _json(listing, "xpu-smi")
     except _Unread:
@@ -260,7 +257,6 @@ def _apple_device(row: Any, at: int, machine: Mapping[str, Any]) -> Gpu:
 
 
 def _each(source: object, name: str, read: Any, list_name: str = "gpu_data") -> ParsedGpus:
-    """Parse each row of a list, or of an object's list; an invalid row is skipped with a message."""
     complaints: list[str] = []
     found: list[Gpu] = []
     try:
@@ -380,7 +376,6 @@ def _pcie(speed: object, width: object) -> str:
 
 
 def _id_by_bus(vendor: str, bus: str) -> str:
-    """Return an id for a device without one: its bus address."""
     if not bus:
         raise _Unread("neither a uuid nor a bus address")
     return f"{vendor}-{bus}"
