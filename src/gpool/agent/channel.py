@@ -53,7 +53,6 @@ log = structlog.get_logger(__name__)
 
 
 def channel_url(address: Address) -> str:
-    """`http://host:8000` becomes `ws://host:8000/v1/nodes/channel`."""
     parts = urlsplit(address.url)
     scheme = "wss" if parts.scheme == "https" else "ws"
     return urlunsplit((scheme, parts.netloc, parts.path.rstrip("/") + CHANNEL_PATH, "", ""))
@@ -87,7 +86,6 @@ class AgentChannel:
         self._welcomed = False
 
     def send(self, frame: AgentFrame) -> None:
-        """Queue a frame; it is dropped while the channel is closed."""
         if self._open:
             self._outgoing.append(frame)
             self._wake.set()

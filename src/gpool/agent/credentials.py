@@ -64,7 +64,6 @@ class AgentCredentials:
         return frame
 
     def vouch(self, request: Request) -> Mapping[str, str]:
-        """Return the authentication headers of one request; raise `Unreachable` while no token is valid."""
         now = self._clock()
         if now >= self._expires_at:
             raise Unreachable(

@@ -74,7 +74,6 @@ class Daemon:
         self._over = False
 
     def feed(self, event: Event) -> None:
-        """Queue an event; from the loop's own thread only."""
         self._events.append(event)
         self._wake.set()
 

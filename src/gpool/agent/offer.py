@@ -26,7 +26,6 @@ def machine_offer(
     support: NetworkSupport = NetworkSupport(),  # noqa: B008 - frozen
     rules: GangRules = GangRules(),  # noqa: B008 - frozen
 ) -> Offer:
-    """Build the offer: CPU slots as the settings name them, else all processors available to the agent."""
     capacity = host_capacity(settings.data_dir)
     named = "slots" in settings.model_fields_set
     runtimes = services.runtimes

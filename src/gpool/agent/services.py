@@ -44,8 +44,6 @@ class GpuRuntime(Runtime, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class NodeServices:
-    """The services of one node; the protocols are in `gpool.agent.running.sandboxes`."""
-
     runtimes: Sequence[Runtime]
     networks: NetworkProvider | None = None
     environments: EnvironmentProvider | None = None
@@ -140,7 +138,6 @@ def network_support(settings: AgentSettings, policy: OwnerPolicy) -> NetworkSupp
 
 
 def egress_policy(policy: OwnerPolicy) -> EgressPolicy:
-    """Return the policy's [egress] table as network filters; `Invalid` names the entry that is wrong."""
     rules = policy.egress
     try:
         allow = tuple(parse_target(text) for text in rules.allow)

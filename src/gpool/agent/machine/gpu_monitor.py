@@ -66,8 +66,6 @@ class GpuSample:
 
 
 class GpuMonitor:
-    """Samples the GPUs of a survey; only real NVIDIA cards give values."""
-
     def __init__(
         self,
         nvml: Nvml,
@@ -178,7 +176,6 @@ class GpuMonitor:
 
 
 def with_health(gpu: Gpu, condition: Condition) -> Gpu:
-    """Return the GPU with its health; one in quarantine is closed."""
     if condition.health is Health.HEALTHY:
         return gpu
     ails = condition.reason[:200]

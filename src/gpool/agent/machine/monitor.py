@@ -45,7 +45,6 @@ class PolicyFile:
     """
 
     def __init__(self, path: Path | None) -> None:
-        """Raise `Invalid` for a file that cannot be read or parsed: an owner who wrote rules means them."""
         self._path = path
         self._seen = self._stamp()
         self.policy = OwnerPolicy() if path is None else parse(_text(path))
@@ -132,7 +131,6 @@ class MachineMonitor:
         return self._judge(self._offer, self._facts)
 
     def poll(self) -> tuple[Event, ...]:
-        """Take a sample; survey if it or the policy file shows a change."""
         if self.rules.has_changed():
             return self.survey()
         if self.sample is None or self._offer is None or self._facts is None:
@@ -218,8 +216,6 @@ def sampler(
     wall: Callable[[], datetime],
     boot: Callable[[], int],
 ) -> Callable[[Sequence[Gpu]], MachineSample]:
-    """Return a function that samples the GPUs, and the running programs only while a rule names one."""
-
     def sample(gpus: Sequence[Gpu]) -> MachineSample:
         now = wall()
         wanted = any(rule.programs for rule in rules.policy.gpus)

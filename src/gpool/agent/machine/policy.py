@@ -62,8 +62,6 @@ class KeptResources:
 
 @dataclass(frozen=True, slots=True)
 class EgressRules:
-    """Egress of tasks, in the notation of `gpool.agent.network.policy`."""
-
     allow: tuple[str, ...] = ()
     deny: tuple[str, ...] = ()
     rate: str = ""
@@ -77,8 +75,6 @@ MOST_GANG_PORT = 60_000
 
 @dataclass(frozen=True, slots=True)
 class GangRules:
-    """Gang tasks on nodes of one site. The command line overrides it."""
-
     offered: bool = True
     site: str = ""  # empty: no gangs
     address: str = ""  # for the other nodes of the site
@@ -119,8 +115,6 @@ class GpuRule:
 
 @dataclass(frozen=True, slots=True)
 class OwnerPolicy:
-    """The default lends everything, always, to anyone."""
-
     audience: tuple[str, ...] = ()  # allowed users; empty: anyone
     tiers: frozenset[Tier] = frozenset(Tier)
     hours: tuple[Hours, ...] = ()  # empty: always
@@ -153,8 +147,6 @@ NOTHING = GpuFacts()
 
 @dataclass(frozen=True, slots=True)
 class MachineFacts:
-    """Current facts of the machine. None: unknown."""
-
     now: datetime  # with its time zone
     battery_percent: float | None = None
     on_mains: bool | None = None
@@ -221,7 +213,6 @@ def _close(
 def decide_gpu(
     policy: OwnerPolicy, gpu: int, facts: MachineFacts, before: ClosureState
 ) -> tuple[LendingDecision, ClosureState]:
-    """Return the same for one GPU, by the first rule that closes it."""
     for rule in policy.gpus:
         if not rule.covers(gpu):
             continue
@@ -268,7 +259,6 @@ def apply_policy(
     decision: LendingDecision = LendingDecision(),  # noqa: B008 - frozen
     gpus: Mapping[int, LendingDecision] | None = None,
 ) -> Offer:
-    """Return the offer without the owner's resources and with the policy's restrictions."""
     decisions = gpus or {}
     kept = policy.kept
     site = offer.site or policy.gangs.site

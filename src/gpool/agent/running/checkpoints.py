@@ -74,7 +74,6 @@ class CheckpointSaver:
         self._complained = ""
 
     async def save(self, sandbox: CommandSandbox, *, running: bool) -> bool:
-        """Save the directory; return whether the server now has it. Errors go to `complain`."""
         try:
             with tempfile.TemporaryDirectory(dir=self._scratch) as folder:
                 return await self._save(sandbox, Path(folder), running)

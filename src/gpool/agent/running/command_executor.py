@@ -254,7 +254,6 @@ class CommandExecutor:
         return self._start.spec.outputs if self._collects else ()
 
     async def _collect(self, sandbox: CommandSandbox, ended: Ended) -> Outcome:
-        """Upload the outputs; those of a failed command as far as they exist."""
         with tempfile.TemporaryDirectory(dir=self._context.scratch) as folder:
             into = Path(folder)
             found: list[OutputFile] = []

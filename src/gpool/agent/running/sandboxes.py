@@ -84,9 +84,7 @@ class NetworkProvider(Protocol):
 
     async def close(self) -> None: ...
 
-    async def open(self, wants: Egress | Gang, /) -> OpenNetwork:
-        """Raises `SandboxFailed`."""
-        ...
+    async def open(self, wants: Egress | Gang, /) -> OpenNetwork: ...
 
 
 class EnvironmentProvider(Protocol):
@@ -107,9 +105,7 @@ class EnvironmentProvider(Protocol):
 
     def ready(self) -> frozenset[str]: ...
 
-    def pythons(self) -> frozenset[str]:
-        """Return the Python versions ("3.12") on this machine."""
-        ...
+    def pythons(self) -> frozenset[str]: ...
 
 
 class GpuShareProvider(Protocol):
@@ -152,8 +148,6 @@ class WarmSandboxes(Protocol):
 
 
 class SelfCheck(Protocol):
-    """Finds whether a failed start is this node's fault, see `gpool.agent.running.self_check`."""
-
     async def fault(self, runtime: Runtime, /) -> Fault: ...
 
 
@@ -289,7 +283,6 @@ def image_of(spec: TaskSpec) -> str:
 
 
 def environment_of(spec: TaskSpec) -> tuple[str, Recipe | None] | None:
-    """Return name and recipe of the environment; None: the agent's own Python, or an image."""
     recipe = spec.recipe
     minor = spec.requirements.python
     if recipe is None and minor not in (None, PYTHON):
@@ -300,7 +293,6 @@ def environment_of(spec: TaskSpec) -> tuple[str, Recipe | None] | None:
 
 
 def warm_key_of(runtime: Runtime, spec: TaskSpec, allocation: Allocation) -> WarmKey | None:
-    """Return the key of warm sandboxes for this task; None if a warm one cannot serve it."""
     isolated = spec.requirements.network is Network.NONE
     whole = all(
         part.share_milli == 1000 for part in allocation.slices

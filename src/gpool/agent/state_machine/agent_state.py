@@ -96,8 +96,6 @@ class ServerConnection:
 
 
 class AgentState:
-    """State of one agent from boot to exit. `handle` is the only way in."""
-
     def __init__(self, node_boot: str, offer: Offer) -> None:
         self._boot = node_boot
         self._offer = offer

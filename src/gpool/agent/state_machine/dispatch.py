@@ -66,7 +66,6 @@ class Dispatch:
             self.settle(queue)
 
     def advance(self, now: int, queue: LeaseQueue, out: list[Instruction]) -> None:
-        """Start, fill, idle or end the queue's sandbox as its leases need it."""
         runner = queue.runner
         if runner is not None and runner.sent and runner.sent[0].is_ending:
             self.end_runner(runner, out)
@@ -219,7 +218,6 @@ class Dispatch:
             out.append(EndCommand(lease.task, lease.epoch, reason, grace_us))
 
     def settle(self, queue: LeaseQueue) -> None:
-        """Set the time of the queue's next tick; remove a spent queue."""
         if queue.is_spent:
             self.queues.pop(queue.number, None)
             self.blocked.discard(queue.number)
@@ -334,7 +332,6 @@ class Dispatch:
     def _tick_start(
         self, now: int, queue: LeaseQueue, runner: RunnerRecord, out: list[Instruction]
     ) -> None:
-        """The wait for a starting runner counts for the time-out of the first lease."""
         head = queue.waiting[0]
         if not queue.phase_reported and now >= queue.phase_since + PHASE_AFTER_US:
             self._report_phase(now, queue, head)

@@ -28,12 +28,12 @@ NEVER = 1 << 62
 
 @dataclass(frozen=True, slots=True)
 class Connected:
-    """The channel is open; no frame was exchanged yet."""
+    pass
 
 
 @dataclass(frozen=True, slots=True)
 class Disconnected:
-    """The channel is closed; it reconnects by itself."""
+    pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class FrameArrived:
 
 @dataclass(frozen=True, slots=True)
 class Ticked:
-    """`AgentState.wakes_at` was reached."""
+    pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +173,7 @@ class RunnerEnded:
 
 @dataclass(frozen=True, slots=True)
 class ShutdownAsked:
-    """The owner stops the agent: return queued leases, end running ones."""
+    pass
 
 
 Event = (
@@ -241,8 +241,6 @@ class EndCommand:
 
 @dataclass(frozen=True, slots=True)
 class StartRunner:
-    """`RunnerReady` or `RunnerEnded` follows."""
-
     runner: int  # a number that is never used again
     user: int
     owner: bool
@@ -262,22 +260,18 @@ class RunnerCall:
 
 @dataclass(frozen=True, slots=True)
 class SendCalls:
-    """Hand calls to a runner, fetching functions and large arguments first."""
-
     runner: int
     calls: tuple[RunnerCall, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class EndRunner:
-    """Kill the runner's sandbox; `RunnerEnded` follows."""
-
     runner: int
 
 
 @dataclass(frozen=True, slots=True)
 class ExitDaemon:
-    """Everything has ended: the daemon stops."""
+    pass
 
 
 Instruction = Send | StartCommand | EndCommand | StartRunner | SendCalls | EndRunner | ExitDaemon

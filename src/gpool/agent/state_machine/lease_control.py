@@ -113,7 +113,6 @@ class LeaseControl:
     # ---- the server ends leases
 
     def stop(self, now: int, holds: Iterable[Hold], out: list[Instruction]) -> None:
-        """End leases that the server stopped; `Released` is reported once nothing of them runs."""
         touched: dict[int, LeaseQueue] = {}
         for hold in holds:
             lease = self._leases.get(hold.task, hold.epoch)
@@ -166,7 +165,6 @@ class LeaseControl:
     def reclaim(
         self, now: int, gpus: frozenset[int] | None, why: str, out: list[Instruction]
     ) -> None:
-        """Preempt everything on these GPUs for the owner, or (None) on the whole machine."""
         queues = [queue for queue in self._dispatch.queues.values() if queue.uses(gpus)]
         for queue in queues:
             for lease in (*queue.waiting, *([queue.command] if queue.command else [])):

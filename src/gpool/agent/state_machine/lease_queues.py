@@ -30,8 +30,6 @@ REMEMBERED = 50_000
 
 
 class Ending(IntEnum):
-    """How a command's sandbox is being ended; a higher value overrides a lower one."""
-
     NO = 0
     SAVING = 1  # SIGTERM and grace, then a last checkpoint
     AT_ONCE = 2
@@ -41,15 +39,12 @@ Variables = tuple[tuple[str, str], ...]
 
 
 def digest_of(secrets: Variables) -> str:
-    """Return a hash that tells two sets of secrets apart without keeping them."""
     text = "".join(f"{len(word)}:{word}" for pair in secrets for word in pair)
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
 class RunnerKey:
-    """Calls with equal keys may use the same runner, one after another."""
-
     user: int
     owner: bool
     environment: str
@@ -65,8 +60,6 @@ class RunnerKey:
 
 
 class GrantTerms:
-    """The part that all leases of one grant share: spec, allocation, user, secrets, gang."""
-
     __slots__ = ("allocation", "gang", "is_function", "key", "owner", "secrets", "spec", "user")
 
     def __init__(
@@ -161,7 +154,6 @@ class AgentLease:
 
     @property
     def is_ending(self) -> bool:
-        """Whether something else than its own end has ended it, or is about to."""
         return self.state not in LIVE
 
 

@@ -67,7 +67,6 @@ class Leases:
         self._outbox.add(now, Released(lease.task, lease.epoch))
 
     def return_unstarted(self, now: int, leases: Iterable[AgentLease], why: str = "") -> None:
-        """Return leases that never began to the server."""
         for lease in leases:
             lease.move(now, LeaseMove.RETURNED, why)
             self._remove(lease)

@@ -141,7 +141,6 @@ class Outbox:
             del self._batches[number]
 
     def resend(self, now: int) -> None:
-        """Queue unrecorded batches again, ahead of newer reports; for a new connection."""
         if not self._batches:
             return
         items: list[ReportItem] = []

@@ -11,8 +11,6 @@ from typing import NamedTuple
 
 
 class LeaseState(StrEnum):
-    """State of one lease (task and epoch) on the agent; `MEANINGS` explains each."""
-
     QUEUED = "queued"
     SENT = "sent"
     RUNNING = "running"

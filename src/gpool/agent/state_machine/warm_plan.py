@@ -35,8 +35,6 @@ LONGEST_PAUSE_US = 600 * 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class WarmKey:
-    """Everything a warm sandbox is prepared for; a task with an equal key can use it."""
-
     runtime: str
     environment: tuple[str, Recipe | None] | None  # None: the agent's own Python
     python: str
@@ -54,8 +52,6 @@ class Prepare:
 
 @dataclass(frozen=True, slots=True)
 class Discard:
-    """End the sandbox; `gone` follows."""
-
     number: int
 
 
@@ -153,7 +149,6 @@ class WarmPool:
         return sum(entry.bytes_held for entry in self.entries.values())
 
     def settle(self, now: int, room_bytes: int) -> list[Prepare | Discard]:
-        """Return the instructions that bring the pool to what is wanted and fits into `room_bytes`."""
         self._forget(now)
         kept, missing = self._choose(now, room_bytes)
         orders: list[Prepare | Discard] = []

@@ -80,7 +80,6 @@ def _bubblewrap(_: Path) -> list[Finding]:
 
 
 def _namespaces(_: Path) -> list[Finding]:
-    """Create one: settings that look right may still forbid it."""
     found, name = find_bwrap(), "user namespaces"
     if not found:
         text = "cannot be tested without bwrap"
@@ -140,7 +139,6 @@ def _would_enable(parent: Path, is_own: bool) -> set[str]:  # noqa: ARG001 - not
 
 
 def cgroup_kind(mounts: str) -> str:
-    """Return the kind of control groups in `/proc/self/mountinfo`: "v1", "v2", "hybrid" or "none"."""
     kinds = {line.partition(" - ")[2].split(" ")[0] for line in mounts.splitlines()}
     match "cgroup" in kinds, "cgroup2" in kinds:
         case True, True:

@@ -179,7 +179,6 @@ def symptoms_of(
 
 
 def detect(simulate: str | None = None) -> tuple[Gpu, ...]:
-    """Return the machine's GPUs, or with `simulate` ('H100:2,RTX4090') simulated ones, marked as such."""
     detector = Detector(simulate)
     try:
         return detector.survey().gpus

@@ -14,7 +14,7 @@ DEFAULT_COMPUTE = "default"
 
 
 class NvmlError(Exception):
-    """An error of the library, with its text."""
+    pass
 
 
 class NoDriver(NvmlError):
@@ -31,8 +31,6 @@ class NotPermitted(NvmlError):
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """Properties of a card; they change only when it is reconfigured."""
-
     index: int
     uuid: str
     name: str
@@ -50,8 +48,6 @@ class Card:
 
 @dataclass(frozen=True, slots=True)
 class Vitals:
-    """Sensor values of a card. None: not supported."""
-
     utilisation_percent: int | None = None
     memory_used_bytes: int | None = None
     power_mw: int | None = None
@@ -84,8 +80,6 @@ class MigProfile:
 
 @dataclass(frozen=True, slots=True)
 class MigInstance:
-    """A GPU instance with one compute instance that fills it."""
-
     id: int  # of the GPU instance
     uuid: str  # "MIG-…", for CUDA_VISIBLE_DEVICES
     profile: int
@@ -111,9 +105,7 @@ class Nvml(Protocol):
 
     def driver(self) -> str: ...
 
-    def uuids(self) -> tuple[str, ...]:
-        """Return the uuids of the cards that answer, by index."""
-        ...
+    def uuids(self) -> tuple[str, ...]: ...
 
     def lost(self) -> int:
         """Return the number of cards that the driver counts and that do not answer."""
@@ -133,15 +125,11 @@ class Nvml(Protocol):
 
     def set_power_limit(self, uuid: str, milliwatts: int) -> None: ...
 
-    def compute_mode(self, uuid: str) -> str:
-        """Return "default", "exclusive_process" or "prohibited"."""
-        ...
+    def compute_mode(self, uuid: str) -> str: ...
 
     def set_compute_mode(self, uuid: str, mode: str) -> None: ...
 
-    def reset_clocks(self, uuid: str) -> None:
-        """Unlock all clocks and set the default power limit."""
-        ...
+    def reset_clocks(self, uuid: str) -> None: ...
 
     def application_clocks(self, uuid: str) -> tuple[int, int] | None: ...
 
@@ -159,6 +147,4 @@ class Nvml(Protocol):
         """Create an instance at memory slice `start`; None: the driver chooses."""
         ...
 
-    def unmake_mig(self, uuid: str, instance: int) -> None:
-        """Destroy an instance in which nothing runs."""
-        ...
+    def unmake_mig(self, uuid: str, instance: int) -> None: ...

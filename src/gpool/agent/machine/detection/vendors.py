@@ -222,7 +222,6 @@ def _drm_device(files: Mapping[str, str], at: int, vendor: str) -> Gpu:
 
 
 def apple(text: str) -> ParsedGpus:
-    """Parse `system_profiler -json SPDisplaysDataType SPHardwareDataType`; the memory is the machine's."""
     try:
         document = _json(text, "system_profiler")
         if not isinstance(document, Mapping):
@@ -347,7 +346,6 @@ def _number(value: object) -> float | None:
 
 
 def _quantity(value: object, unit: int) -> int:
-    """Return bytes from a number, a text with a unit, or {"value": …, "unit": …}."""
     if isinstance(value, Mapping):
         value = f"{_text(value.get('value'))} {_text(value.get('unit'))}"
     found = _SIZE.fullmatch(_text(value)) if _has_value(value) else None
