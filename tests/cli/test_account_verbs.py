@@ -13,7 +13,7 @@ from click.testing import CliRunner, Result
 
 from gpool.cli.main import cli
 from gpool.cli.signing import tidy
-from gpool.wallet.signing import Key
+from gpool.wallet.signing import WalletKey
 from tests.server.server_desk import Live, serving
 
 PASSWORD = "a long enough password"
@@ -120,7 +120,7 @@ def test_a_wallet_signs_in_from_a_key_file_with_a_warning(ada: Terminal, tmp_pat
     file.chmod(0o600)
     result = ada("login", "--wallet-key", str(file))
     assert "not encrypted" in result.stderr
-    address = Key((5).to_bytes(32, "big")).address
+    address = WalletKey((5).to_bytes(32, "big")).address
     assert ada.json("whoami")["wallets"] == [address]
     assert [one["address"] for one in ada.json("wallet", "ls")] == [address]
 

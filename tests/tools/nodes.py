@@ -7,7 +7,7 @@ from typing import Any
 
 from gpool.agent.credentials import AgentCredentials, NodeIdentity
 from gpool.agent.daemon import boot_clock
-from gpool.transfer.node_proofs import NodeKey, Purpose, Statement, public_text
+from gpool.transfer.node_proofs import ChallengeStatement, NodeKey, Purpose, public_text
 
 
 def a_key(number: int = 1) -> NodeKey:
@@ -17,7 +17,7 @@ def a_key(number: int = 1) -> NodeKey:
 def join_request(key: NodeKey, challenge: dict[str, Any], **members: Any) -> dict[str, Any]:
     """What `POST /v1/nodes` takes of a node that holds this key."""
     nonce = challenge["nonce"]
-    statement = Statement(Purpose.JOIN, challenge["server"], "", key.public, nonce)
+    statement = ChallengeStatement(Purpose.JOIN, challenge["server"], "", key.public, nonce)
     proof = {"nonce": nonce, "signature": key.sign(statement)}
     return {**members, "public_key": public_text(key.public), "proof": proof}
 

@@ -14,10 +14,10 @@ from gpool.core.errors import Unreachable
 from gpool.transfer.artifacts import LEASE_HEADER
 from gpool.transfer.node_proofs import (
     PROOF_HEADER,
+    ChallengeStatement,
     NodeKey,
     Purpose,
     RequestStatement,
-    Statement,
     new_nonce,
 )
 from gpool.transfer.private_files import write_private
@@ -47,7 +47,7 @@ class AgentCredentials:
         if challenge.purpose != purpose:
             return None
         identity = self.identity
-        statement = Statement(
+        statement = ChallengeStatement(
             purpose, identity.server, identity.node, self._key.public, challenge.nonce
         )
         return Prove(challenge.nonce, self._key.sign(statement))

@@ -51,7 +51,7 @@ class AgentSettings(BaseSettings):
 
     @property
     def price_microcredits(self) -> int:
-        return prices.parse(self.price) if self.price else 0
+        return prices.parse_price(self.price) if self.price else 0
 
     @field_validator("site")
     @classmethod

@@ -71,7 +71,7 @@ def gpus(ctx: click.Context, as_json: bool, everything: bool, limit: int) -> Non
 def _price(microcredits: int) -> str:
     from gpool.core.specs import price
 
-    return price.told(microcredits) if microcredits else "-"
+    return price.format_price(microcredits) if microcredits else "-"
 
 
 def _reading(told: dict[str, Any]) -> tuple[str, str, str, str]:

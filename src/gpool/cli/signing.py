@@ -12,7 +12,7 @@ from gpool.core.errors import Invalid, Unprocessable
 
 if TYPE_CHECKING:
     from gpool.client.connection.transport import Door
-    from gpool.wallet.signing import Key
+    from gpool.wallet.signing import WalletKey
 
 STATEMENT = "Sign in to gpool."
 _ADDRESS = re.compile(r"(?:0x)?([0-9a-fA-F]{40})")
@@ -59,7 +59,7 @@ def message_for(door: Door, address: Any) -> str:
     )
 
 
-def key_from(path: Path) -> Key:
+def key_from(path: Path) -> WalletKey:
     """A bare key, with a warning, or one behind a password."""
     from gpool.wallet.keyfile import read
     from gpool.wallet.keystore import Keystore

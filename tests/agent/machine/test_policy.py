@@ -210,7 +210,7 @@ def test_an_owner_can_refuse_every_network() -> None:
         ("zone = 'Berlin'", "Europe/Berlin"),
         ("longest_run = 7", "2h"),
         ("labels = 'ssd'", "list"),
-        ("labels = ['Fast disk']", "no label"),
+        ("labels = ['Fast disk']", "not a label"),
         ("price = '-1/h'", "below zero"),
         ("price = true", "0.31/h"),
         ("at_close = 'now'", "now"),

@@ -180,7 +180,7 @@ def _price(value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         raise TypeError('write it like "0.31/h"')
     try:
-        return price.parse(value)
+        return price.parse_price(value)
     except Invalid as error:
         raise ValueError(error.detail) from error
 

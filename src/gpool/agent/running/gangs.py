@@ -8,7 +8,7 @@ from pathlib import Path
 
 from gpool.agent.network.policy import Gang
 from gpool.agent.runner import gang as starter
-from gpool.core import rendezvous
+from gpool.core import gangs
 from gpool.core.model import Allocation, Engine, Network, TaskSpec
 from gpool.wire.frames import Rendezvous
 
@@ -37,10 +37,10 @@ def command_of(spec: TaskSpec, told: Rendezvous, part: Allocation) -> tuple[str,
         "engine": spec.engine.value,
         "rank": told.rank,
         "nodes": nodes,
-        "head": str(rendezvous.address_of(0)),
-        "gate": rendezvous.GATE_PORT,
-        "ray": rendezvous.ray_address(),
-        "words": rendezvous.engine_words(spec.engine, told.rank, nodes, part),
+        "head": str(gangs.address_of(0)),
+        "gate": gangs.GATE_PORT,
+        "ray": gangs.ray_address(),
+        "words": gangs.engine_words(spec.engine, told.rank, nodes, part),
     }
     engine, said = spec.engine.value, json.dumps(plan)
     return ("/bin/sh", "-c", INTERPRETER, starter_text(), engine, said, *spec.command)
@@ -48,7 +48,7 @@ def command_of(spec: TaskSpec, told: Rendezvous, part: Allocation) -> tuple[str,
 
 def variables_of(spec: TaskSpec, told: Rendezvous) -> tuple[tuple[str, str], ...]:
     """Return the variables of the member; the task's own override them."""
-    return (*rendezvous.variables(told.rank, len(told.peers)), *QUIET.get(spec.engine, ()))
+    return (*gangs.variables(told.rank, len(told.peers)), *QUIET.get(spec.engine, ()))
 
 
 QUIET = {Engine.RAY: (("RAY_USAGE_STATS_ENABLED", "0"), ("RAY_DISABLE_IMPORT_WARNING", "1"))}

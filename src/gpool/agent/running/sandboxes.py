@@ -33,7 +33,7 @@ from gpool.agent.runtime.protocol import (
 from gpool.agent.runtime.runner_calls import PYTHON
 from gpool.agent.state_machine.instructions import Event
 from gpool.agent.state_machine.warm_plan import WarmKey
-from gpool.core import rendezvous
+from gpool.core import gangs as rendezvous
 from gpool.core.model import (
     Allocation,
     EndReason,

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 from gpool.client.connection.config import write_private
 from gpool.client.connection.transport import Door
 from gpool.core.errors import Conflict, Invalid, Unreachable
-from gpool.transfer.node_proofs import NodeKey, Purpose, Statement, public_text
+from gpool.transfer.node_proofs import ChallengeStatement, NodeKey, Purpose, public_text
 from gpool.transfer.pinning import parse_fingerprint
 from gpool.transfer.requests import Address, is_loopback
 
@@ -123,7 +123,9 @@ def _proving(door: Door, key: NodeKey, wanted: dict[str, object]) -> dict[str, s
     pauses = None
     while True:
         challenge = door.send_json("POST", "/v1/nodes/challenges", {})
-        statement = Statement(Purpose.JOIN, challenge["server"], "", key.public, challenge["nonce"])
+        statement = ChallengeStatement(
+            Purpose.JOIN, challenge["server"], "", key.public, challenge["nonce"]
+        )
         proof = {"nonce": challenge["nonce"], "signature": key.sign(statement)}
         asked = {**wanted, "public_key": public_text(key.public), "proof": proof}
         try:

@@ -49,7 +49,7 @@ def _labels(_: click.Context, __: click.Parameter, value: tuple[str, ...]) -> tu
 
 def _a_price(text: str) -> str:
     if text:
-        prices.parse(text)
+        prices.parse_price(text)
     return text
 
 
