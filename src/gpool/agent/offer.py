@@ -1,6 +1,6 @@
-"""The offer: the capacity and capabilities of this machine as the server is told them, before the owner's policy.
+"""The offer: the capacity and capabilities of this machine as reported to the server, before the owner's policy.
 
-`gpool.agent.machine.policy.apply_policy` then takes out what the owner keeps.
+`gpool.agent.machine.policy.apply_policy` then removes the resources the owner keeps.
 """
 
 from __future__ import annotations

@@ -122,7 +122,7 @@ class NetworkSupport:
 def network_support(settings: AgentSettings, policy: OwnerPolicy) -> NetworkSupport:
     """Probe the machine for egress, and for gang networks if a site is named; log what is missing.
 
-    Environment builds use egress even if the policy gives tasks none: the offer states what tasks get.
+    Environment builds use egress even if the policy gives tasks none; the offer states the networks of tasks.
     """
     egress, why = asyncio.run(probe(settings.data_dir))
     if not egress:

@@ -118,7 +118,7 @@ class RunnerExecutor:
             if warmed is not None:
                 async with warmed.resources:
                     return await self._serve(warmed.sandbox)
-            prepared = self._context.prepare(start.spec, self._reach, self._said)
+            prepared = self._context.prepare(start.spec, self._reach, self._log_progress)
             async with prepared as (environment, lane):
                 job = self._job(environment, lane, seat)
                 return await self._serve(await start_sandbox(runtime, runtime.start_runner(job)))
@@ -147,8 +147,8 @@ class RunnerExecutor:
     def _reach(self, phase: Phase) -> None:
         self._context.feed(RunnerReached(self._start.runner, phase))
 
-    def _said(self, line: str) -> None:
-        log.info("environment", runner=self._start.runner, said=line)
+    def _log_progress(self, line: str) -> None:
+        log.info("environment", runner=self._start.runner, line=line)
 
     def _job(
         self, environment: Prepared | None, lane: Lane | None, seat: GpuSeat | None
@@ -163,7 +163,7 @@ class RunnerExecutor:
             lane,
             image_of(spec),
             spec.preload,
-            self._said,
+            self._log_progress,
             seat,
         )
 

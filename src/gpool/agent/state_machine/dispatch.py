@@ -40,6 +40,10 @@ RETURN_AFTER_US = 2_000_000  # waiting leases are returned when the one before t
 PHASE_AFTER_US = 200_000  # shorter phases are not reported
 IDLE_RUNNER_US = 60_000_000
 MAX_IDLE_RUNNERS = 8
+SENT, READY = (
+    LeaseMove.SENT,
+    RunnerState.READY,
+)  # for each call: a member of an enum is slow to look up
 
 
 class Dispatch:
@@ -76,9 +80,9 @@ class Dispatch:
                 runner = queue.runner
             elif not runner.sent and not (terms.is_function and runner.key == terms.key):
                 self.end_runner(runner, out)
-            if runner is not None and runner.state is RunnerState.READY:
+            if runner is not None and runner.state is READY:
                 self._fill(now, queue, runner, out)
-        elif runner is not None and runner.state is RunnerState.READY and not runner.sent:
+        elif runner is not None and runner.state is READY and not runner.sent:
             self._idle(now, runner, out)
         self.settle(queue)
 
@@ -171,7 +175,7 @@ class Dispatch:
                 self.blocked.add(queue.number)
                 break
             waiting.popleft()
-            lease.move(now, LeaseMove.SENT)
+            lease.move(now, SENT)
             sent.append(lease)
             room -= 1
             calls.append(

@@ -11,6 +11,7 @@ from gpool.core.model import EndReason, Fault, Phase, TaskSpec
 from gpool.wire.frames import Finished
 
 MAX_ERROR_TEXT = 32 * 1024
+RAISED, RETURNED = EndReason.RAISED, EndReason.RETURNED  # for each call: slow to look up
 AGENT_STOPPED = "the owner stopped the agent"
 ACTIVITY = {
     Phase.FETCH: "its inputs were fetched",
@@ -34,7 +35,7 @@ def of_command(event: CommandEnded) -> Finished:
 
 
 def of_call(answer: CallAnswered) -> Finished:
-    reason = EndReason.RAISED if answer.raised else EndReason.RETURNED
+    reason = RAISED if answer.raised else RETURNED
     return Finished(
         answer.task,
         answer.epoch,

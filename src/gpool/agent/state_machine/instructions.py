@@ -28,12 +28,12 @@ NEVER = 1 << 62
 
 @dataclass(frozen=True, slots=True)
 class Connected:
-    pass
+    """The channel is open; no frame was exchanged yet."""
 
 
 @dataclass(frozen=True, slots=True)
 class Disconnected:
-    pass
+    """The channel is closed; it reconnects by itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class FrameArrived:
 
 @dataclass(frozen=True, slots=True)
 class Ticked:
-    pass
+    """`AgentState.wakes_at` was reached."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +173,7 @@ class RunnerEnded:
 
 @dataclass(frozen=True, slots=True)
 class ShutdownAsked:
-    pass
+    """The owner stops the agent."""
 
 
 Event = (
@@ -271,7 +271,7 @@ class EndRunner:
 
 @dataclass(frozen=True, slots=True)
 class ExitDaemon:
-    pass
+    """Everything has ended."""
 
 
 Instruction = Send | StartCommand | EndCommand | StartRunner | SendCalls | EndRunner | ExitDaemon

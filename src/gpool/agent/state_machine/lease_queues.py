@@ -1,6 +1,6 @@
 """The records of the state machine: held leases, the lease queues of allocations, the runners that serve them.
 
-Plain mutable records; `dispatch`, `leases`, `lease_control` and `sandbox_events` change them, nobody outside.
+Plain mutable records; `dispatch`, `leases`, `lease_control` and `sandbox_events` change them; other modules do not.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ from enum import Enum, IntEnum
 from gpool.agent.state_machine.instructions import NEVER
 from gpool.agent.state_machine.outbox import LogBuffer
 from gpool.agent.state_machine.transitions import (
-    LIVE,
+    STEPS,
     STORY_LENGTH,
-    TABLE,
     IllegalTransition,
     LeaseMove,
     LeaseState,
     LeaseTransition,
+    Story,
+    transitions_of,
 )
 from gpool.core.model import Allocation, InputFile, Network, Phase, Slice, TaskKind, TaskSpec, Tier
 from gpool.wire.frames import Rendezvous
@@ -101,6 +102,7 @@ class AgentLease:
         "_story",
         "checkpoint",
         "epoch",
+        "is_ending",
         "log",
         "payload",
         "payload_sha256",
@@ -128,33 +130,30 @@ class AgentLease:
         self.payload_sha256 = payload_sha256
         self.checkpoint = checkpoint
         self.state = LeaseState.QUEUED
+        self.is_ending = False  # ended, or about to be, by something else than its own end
         self.log: LogBuffer | None = None
-        self._story: list[tuple[int, LeaseState, LeaseMove, LeaseState, str]] = []
+        self._story: Story = ()
 
     def __repr__(self) -> str:
         return f"lease {self.task}:{self.epoch} ({self.state})"
 
     def move(self, now: int, move: LeaseMove, reason: str = "") -> None:
         """Change the state as `transitions.TABLE` says; raise `IllegalTransition` for a move it does not have."""
-        target = TABLE.get((self.state, move))
-        if target is None:
+        step = STEPS.get((self.state, move))
+        if step is None:
             steps = "; ".join(map(str, self.story())) or "granted, no transition yet"
             raise IllegalTransition(f"{self!r} cannot be {move} at {now}; its story: {steps}")
-        if len(self._story) == STORY_LENGTH:
-            del self._story[0]
-        self._story.append((now, self.state, move, target, reason))
-        self.state = target
+        row, self.state, self.is_ending = step
+        if len(self._story) == 3 * STORY_LENGTH:
+            self._story = self._story[3:]
+        self._story += (now, row, reason)
 
     def story(self) -> list[LeaseTransition]:
-        return [LeaseTransition(*step) for step in self._story]
+        return transitions_of(self._story)
 
     @property
     def reason(self) -> str:
-        return self._story[-1][4] if self._story else ""
-
-    @property
-    def is_ending(self) -> bool:
-        return self.state not in LIVE
+        return str(self._story[-1]) if self._story else ""
 
 
 class RunnerState(Enum):
@@ -185,7 +184,7 @@ class RunnerRecord:
         self.queue = queue
         self.state = RunnerState.STARTING
         self.sent: deque[AgentLease] = deque()
-        self.head_since = 0  # when the first call was handed over
+        self.head_since = 0  # when the first call was sent
         self.head_begun = 0  # ... or the runner was started for it: its time-out counts from here
         self.announced = False  # the first call's `Started` was reported
         self.idle_since = NEVER

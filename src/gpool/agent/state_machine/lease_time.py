@@ -1,7 +1,7 @@
 """Lease time on the agent: heartbeats sent and confirmed, and the deadline by which the agent ends its sandboxes.
 
 Invariant 3 of DESIGN: the agent ends a lease before the server may grant it to another node. Otherwise one task could
-run twice at the same time. The two sides count the same `ttl` on different clocks, without comparing them:
+run twice at the same time. docs/leases.md describes both sides. They count the same `ttl` without comparing clocks:
 
 - The server extends a node's leases to `ttl` after it *received* the node's last heartbeat, and never reassigns one
   sooner.

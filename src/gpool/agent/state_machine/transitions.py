@@ -94,8 +94,18 @@ TABLE: dict[tuple[LeaseState, LeaseMove], LeaseState] = {
     (S.DROPPED, M.CLEARED): S.FORGOTTEN,
 }
 
+STEPS: dict[tuple[LeaseState, LeaseMove], tuple[int, LeaseState, bool]] = {
+    step: (row, target, target not in LIVE) for row, (step, target) in enumerate(TABLE.items())
+}
+"""The table with its row numbers, and whether the target is an ending state. A story holds rows, not objects: every call
+of a task makes two moves, and numbers cost the garbage collector nothing."""
+_ROWS = tuple(TABLE.items())
+
 STORY_LENGTH = 32
 """Transitions kept for each lease, the latest ones: a call can be requeued any number of times."""
+
+Story = tuple[int | str, ...]
+"""Time, row of the table and reason of each transition, in one flat tuple."""
 
 
 class LeaseTransition(NamedTuple):
@@ -108,6 +118,16 @@ class LeaseTransition(NamedTuple):
     def __str__(self) -> str:
         why = f" ({self.reason})" if self.reason else ""
         return f"{self.at}: {self.source} -{self.move}-> {self.target}{why}"
+
+
+def transitions_of(story: Story) -> list[LeaseTransition]:
+    found = []
+    for at, row, reason in zip(story[::3], story[1::3], story[2::3], strict=True):
+        assert isinstance(at, int)
+        assert isinstance(row, int)
+        (source, move), target = _ROWS[row]
+        found.append(LeaseTransition(at, source, move, target, str(reason)))
+    return found
 
 
 class IllegalTransition(AssertionError):

