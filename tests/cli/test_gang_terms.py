@@ -15,8 +15,8 @@ from gpool.agent.offer import machine_offer, refreshed
 from gpool.agent.services import NetworkSupport, NodeServices
 from gpool.agent.settings import AgentSettings
 from gpool.cli.lending.doctor import gangs_finding
-from gpool.cli.lending.enrolment import Identity
-from gpool.cli.lending.terms import Terms, agent_variables, lending
+from gpool.cli.lending.enrolment import EnrolledNode
+from gpool.cli.lending.terms import LendingTerms, agent_variables, lending
 from gpool.core.model import Network
 from gpool.testing.fake_runtime import FakeRuntime
 from gpool.transfer.requests import Address
@@ -24,12 +24,12 @@ from gpool.transfer.requests import Address
 SERVER = "https://127.0.0.1:8443"
 
 
-def said(*args: str) -> Terms | str:
-    heard: list[Terms] = []
+def said(*args: str) -> LendingTerms | str:
+    heard: list[LendingTerms] = []
 
     @click.command()
     @lending
-    def verb(terms: Terms) -> None:
+    def verb(terms: LendingTerms) -> None:
         heard.append(terms)
 
     done = CliRunner().invoke(verb, args)
@@ -38,8 +38,8 @@ def said(*args: str) -> Terms | str:
 
 def settings(monkeypatch: pytest.MonkeyPatch, folder: Path, *args: str) -> AgentSettings:
     terms = said(*args)
-    assert isinstance(terms, Terms)
-    identity = Identity(Address(SERVER, "a" * 64), "n-1", "node", "pool-x", folder / "node.key")
+    assert isinstance(terms, LendingTerms)
+    identity = EnrolledNode(Address(SERVER, "a" * 64), "n-1", "node", "pool-x", folder / "node.key")
     for name, value in agent_variables(identity, folder, terms).items():
         monkeypatch.setenv(name, value)
     return AgentSettings()  # type: ignore[call-arg]  # from the environment

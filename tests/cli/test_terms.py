@@ -15,26 +15,26 @@ from gpool.agent.machine.policy_file import parse
 from gpool.agent.network.policy import Egress, HostFacts, reaches
 from gpool.agent.services import available_runtimes, egress_policy
 from gpool.agent.settings import AgentSettings
-from gpool.cli.lending.enrolment import Identity
-from gpool.cli.lending.terms import Terms, agent_variables, lending
+from gpool.cli.lending.enrolment import EnrolledNode
+from gpool.cli.lending.terms import LendingTerms, agent_variables, lending
 from gpool.core.model import GIB, Offer, Tier
 from gpool.transfer.requests import Address
 
 
-def said(*args: str) -> Terms:
-    heard: list[Terms] = []
+def said(*args: str) -> LendingTerms:
+    heard: list[LendingTerms] = []
 
     @click.command()
     @lending
-    def verb(terms: Terms) -> None:
+    def verb(terms: LendingTerms) -> None:
         heard.append(terms)
 
     assert CliRunner().invoke(verb, args).exit_code == 0
     return heard[0]
 
 
-def settings(monkeypatch: pytest.MonkeyPatch, folder: Path, terms: Terms) -> AgentSettings:
-    identity = Identity(
+def settings(monkeypatch: pytest.MonkeyPatch, folder: Path, terms: LendingTerms) -> AgentSettings:
+    identity = EnrolledNode(
         Address("https://pool.test", "a" * 64), "n-1", "node", "pool-x", folder / "node.key"
     )
     for name, value in agent_variables(identity, folder, terms).items():
@@ -46,7 +46,7 @@ def test_without_a_word_of_the_owner_nothing_runs_without_isolation(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("GPOOL_AGENT_ALLOW_PROCESS", "1")  # of an outer agent: told to nobody
-    told = settings(monkeypatch, tmp_path, Terms())
+    told = settings(monkeypatch, tmp_path, LendingTerms())
     tiers = [one.tier for one in available_runtimes(told, ())]
     assert tiers[0] is Tier.CONTAINER
     assert Tier.NONE not in tiers
@@ -56,7 +56,7 @@ def test_an_owner_who_asks_for_it_offers_the_tier_none(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     terms = said("--allow-process", "--slots", "3")
-    assert terms == Terms(3, None, allow_process=True)
+    assert terms == LendingTerms(3, None, allow_process=True)
     told = settings(monkeypatch, tmp_path, terms)
     tiers = [one.tier for one in available_runtimes(told, ())]
     assert (tiers[0], tiers[-1]) == (Tier.CONTAINER, Tier.NONE)
@@ -99,7 +99,7 @@ def test_a_label_or_price_that_cannot_be_is_refused_where_it_is_said(
 ) -> None:
     @click.command()
     @lending
-    def verb(terms: Terms) -> None:
+    def verb(terms: LendingTerms) -> None:
         raise AssertionError(terms)
 
     result = CliRunner().invoke(verb, words)
