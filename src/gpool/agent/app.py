@@ -27,14 +27,9 @@ from gpool.agent.running.artifact_cache import ArtifactCache
 from gpool.agent.running.sandboxes import ExecutorContext
 from gpool.agent.running.self_check import RuntimeSelfCheck
 from gpool.agent.running.warm_sandboxes import WarmPoolManager
-from gpool.agent.runtime.bubblewrap.runtime import BubblewrapRuntime
-from gpool.agent.services import (
-    GpuRuntime,
-    NodeServices,
-    available_runtimes,
-    environment_provider,
-    network_support,
-)
+from gpool.agent.runtime.protocol import Runtime
+from gpool.agent.runtime.registry import RuntimeContext, make_all
+from gpool.agent.services import NodeServices, environment_provider, network_support
 from gpool.agent.settings import AgentSettings
 from gpool.agent.sharing.plan import parse_modes
 from gpool.agent.sharing.setup import sharing_for
@@ -74,14 +69,14 @@ def lend() -> None:
     policy = policy_file.policy
     detector = Detector(settings.simulate_gpus)
     gpus = detector.survey().gpus
-    runtimes = available_runtimes(settings, _real(gpus), policy.registries)
+    runtimes = make_all(RuntimeContext(settings, _real(gpus), policy.registries))
     tiers = {one.tier for one in runtimes}
     if not tiers & policy.tiers:
         raise Invalid(
             f"the policy's tiers leave no runtime; this machine can do {', '.join(sorted(tiers))}"
         )
     support = network_support(settings, policy)
-    builders = [one for one in runtimes if isinstance(one, BubblewrapRuntime)]
+    builders = [one for each in runtimes if (one := each.build_runtime()) is not None]
     environments = environment_provider(settings, builders[0], support) if builders else None
     sharing = None
     if builders and not settings.simulate_gpus:
@@ -115,8 +110,9 @@ def lend() -> None:
         )
 
 
-def _containers(runtimes: Sequence[GpuRuntime]) -> list[str]:
-    return [id_ for one in runtimes for id_ in getattr(one, "containers", ())]
+def _containers(runtimes: Sequence[Runtime]) -> list[str]:
+    # Their processes descend from the engine, not from the agent.
+    return [id_ for one in runtimes for id_ in one.containers]
 
 
 def _real(gpus: Sequence[Gpu]) -> list[Gpu]:

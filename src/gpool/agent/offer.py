@@ -11,11 +11,11 @@ from gpool import __version__
 from gpool.agent.machine.detection import host_capacity
 from gpool.agent.machine.detection.host import site_address
 from gpool.agent.machine.policy import GANG_PORT, GangRules
-from gpool.agent.runtime.protocol import Runtime
+from gpool.agent.runtime.protocol import Runtime, RuntimeAbility
 from gpool.agent.runtime.runner_calls import PYTHON
 from gpool.agent.services import NetworkSupport, NodeServices
 from gpool.agent.settings import AgentSettings
-from gpool.core.model import Gpu, Network, Offer, RuntimeOffer, Tier
+from gpool.core.model import Gpu, Network, Offer, RuntimeOffer
 from gpool.core.specs import environment
 
 
@@ -30,7 +30,8 @@ def machine_offer(
     named = "slots" in settings.model_fields_set
     runtimes = services.runtimes
     networks = set(Network) if support.egress else {Network.NONE}
-    builds = {environment.IMAGE} if any(one.images for one in runtimes) else set()
+    with_images = any(RuntimeAbility.IMAGES in one.abilities for one in runtimes)
+    builds = {environment.IMAGE} if with_images else set()
     ready, pythons = {environment.DEFAULT}, {PYTHON}
     if services.environments is not None:
         builds.add(environment.PIP)
@@ -74,5 +75,6 @@ def gang_address(settings: AgentSettings, rules: GangRules) -> str:
 
 
 def _runtime_offer(runtime: Runtime) -> RuntimeOffer:
-    with_gpus = runtime.tier is not Tier.VM  # a guest would need the whole device
-    return RuntimeOffer(runtime.name, runtime.tier, runtime.networks, runtime.images, with_gpus)
+    images = RuntimeAbility.IMAGES in runtime.abilities
+    gpus = RuntimeAbility.GPUS in runtime.abilities
+    return RuntimeOffer(runtime.name, runtime.tier, runtime.networks, images, gpus)

@@ -19,7 +19,7 @@ from gpool.agent.runtime.bubblewrap.runtime import BubblewrapRuntime
 from gpool.agent.runtime.protocol import (
     CommandJob,
     CommandSandbox,
-    GpuSeat,
+    GpuShare,
     PartFailed,
     RunnerJob,
     RunnerSandbox,
@@ -78,7 +78,7 @@ class Unclean:
     async def close(self) -> None: ...
 
     @contextlib.asynccontextmanager
-    async def seat(self, _user: int, _slices: Sequence[Slice], /) -> AsyncIterator[GpuSeat | None]:
+    async def seat(self, _user: int, _slices: Sequence[Slice], /) -> AsyncIterator[GpuShare | None]:
         raise PartFailed("GPU 0 is not clean: another's memory is on it")
         yield
 

@@ -18,16 +18,16 @@ from gpool.agent.network.policy import Egress, Gang
 from gpool.agent.running.artifact_cache import ArtifactCache
 from gpool.agent.runtime.protocol import (
     CommandSandbox,
-    Ended,
-    GpuSeat,
-    Lane,
-    Limits,
+    GpuShare,
     PartFailed,
-    Prepared,
+    PreparedEnvironment,
     RunnerSandbox,
     Runtime,
+    RuntimeAbility,
+    SandboxExit,
     SandboxFailed,
-    Warming,
+    SandboxLimits,
+    SandboxNetwork,
     WarmRunner,
 )
 from gpool.agent.runtime.runner_calls import PYTHON
@@ -69,7 +69,7 @@ class Uploader(Protocol):
 
 class OpenNetwork(Protocol):
     @property
-    def lane(self) -> Lane: ...
+    def lane(self) -> SandboxNetwork: ...
 
     async def close(self) -> None: ...
 
@@ -96,7 +96,7 @@ class EnvironmentProvider(Protocol):
 
     def prepare(
         self, name: str, recipe: Recipe | None, said: Callable[[str], None], /
-    ) -> contextlib.AbstractAsyncContextManager[Prepared | None]:
+    ) -> contextlib.AbstractAsyncContextManager[PreparedEnvironment | None]:
         """Yield the environment, kept while the block lasts; None: the agent's own Python is enough.
 
         `said` receives progress, a line at a time. Raises `SandboxFailed` if it cannot be built.
@@ -117,7 +117,7 @@ class GpuShareProvider(Protocol):
 
     def seat(
         self, user: int, slices: Sequence[Slice], /
-    ) -> contextlib.AbstractAsyncContextManager[GpuSeat | None]:
+    ) -> contextlib.AbstractAsyncContextManager[GpuShare | None]:
         """Yield the GPU share of one sandbox, kept while the block lasts; None: the slices are of no real GPU.
 
         Raises `SandboxFailed`.
@@ -177,7 +177,7 @@ class ExecutorContext:
     self_check: SelfCheck | None = None
     survey: Callable[[], Awaitable[None]] | None = None  # returns once the current offer was sent
 
-    async def with_fault(self, ended: Ended, runtime: Runtime | None) -> Ended:
+    async def with_fault(self, ended: SandboxExit, runtime: Runtime | None) -> SandboxExit:
         """Return the end with the fault that a self-check finds, if nothing of the task ran.
 
         Where a part of the node failed, the offer without that part is sent before the end is.
@@ -193,7 +193,7 @@ class ExecutorContext:
     @contextlib.asynccontextmanager
     async def gpu_share_for(
         self, runtime: Runtime, user: int, slices: Sequence[Slice]
-    ) -> AsyncIterator[GpuSeat | None]:
+    ) -> AsyncIterator[GpuShare | None]:
         """Yield the GPU share of one sandbox; the tier without isolation, for owners only, uses GPUs directly."""
         if self.seats is None or not slices or runtime.tier is Tier.NONE:
             yield None
@@ -231,7 +231,11 @@ class ExecutorContext:
         strong = [one for one in lent if one.tier.strength >= floor.strength]
         if not strong or (floor is Tier.NONE and all(r.tier is not floor for r in strong)):
             raise PartFailed(f"this node has no runtime of tier {floor.value!r}")
-        fitting = [one for one in strong if one.images == bool(image_of(spec))]
+        fitting = [
+            one
+            for one in strong
+            if (RuntimeAbility.IMAGES in one.abilities) == bool(image_of(spec))
+        ]
         if not fitting:
             what = f"the image {image_of(spec)!r}" if image_of(spec) else "a task without an image"
             raise PartFailed(f"no runtime of tier {floor.value!r} here runs {what}")
@@ -251,7 +255,7 @@ class ExecutorContext:
         reach: Callable[[Phase], None],
         said: Callable[[str], None],
         gang: Gang | None = None,
-    ) -> AsyncIterator[tuple[Prepared | None, Lane | None]]:
+    ) -> AsyncIterator[tuple[PreparedEnvironment | None, SandboxNetwork | None]]:
         async with contextlib.AsyncExitStack() as stack:
             prepared = None
             named = environment_of(spec)
@@ -299,7 +303,7 @@ def warm_key_of(runtime: Runtime, spec: TaskSpec, allocation: Allocation) -> War
     )  # a part needs a GPU share first
     if not spec.preload or not isolated or not whole:
         return None
-    if image_of(spec) or not isinstance(runtime, Warming):
+    if image_of(spec) or RuntimeAbility.WARM_RUNNERS not in runtime.abilities:
         return None
     return WarmKey(
         runtime.name,
@@ -311,8 +315,8 @@ def warm_key_of(runtime: Runtime, spec: TaskSpec, allocation: Allocation) -> War
     )
 
 
-def limits_of(spec: TaskSpec, allocation: Allocation) -> Limits:
-    limits = Limits(allocation.cpu_milli, allocation.memory_bytes)
+def limits_of(spec: TaskSpec, allocation: Allocation) -> SandboxLimits:
+    limits = SandboxLimits(allocation.cpu_milli, allocation.memory_bytes)
     if spec.requirements.nodes > 1:
         processes = max(limits.processes, allocation.cpu_milli * PROCESSES_A_CPU // 1000)
         limits = replace(limits, open_files=OPEN_FILES_OF_GANGS, processes=processes)
@@ -326,7 +330,7 @@ async def start_sandbox(runtime: Runtime, start: Awaitable[S]) -> S:
     try:
         return await asyncio.shield(starting)
     except asyncio.CancelledError:
-        if runtime.gives_up:
+        if RuntimeAbility.CANCELLABLE_START in runtime.abilities:
             starting.cancel()
         with contextlib.suppress(SandboxFailed, asyncio.CancelledError):
             sandbox = await starting
@@ -349,9 +353,9 @@ async def run_to_completion(work: Callable[[], Awaitable[None]]) -> None:
     working.result()
 
 
-def executor_failure(task: asyncio.Task[None]) -> Ended | None:
+def executor_failure(task: asyncio.Task[None]) -> SandboxExit | None:
     """Return an end for a bug in the executor: the state machine must not wait forever."""
     if task.cancelled() or (error := task.exception()) is None:
         return None
     log.error("executor_failed", exc_info=error)
-    return Ended(125, EndReason.SANDBOX_FAILED, f"a fault in the agent: {error!r}")
+    return SandboxExit(125, EndReason.SANDBOX_FAILED, f"a fault in the agent: {error!r}")

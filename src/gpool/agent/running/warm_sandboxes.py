@@ -12,7 +12,7 @@ from typing import assert_never
 import structlog
 
 from gpool.agent.running.sandboxes import EnvironmentProvider, WarmedSandbox, start_sandbox
-from gpool.agent.runtime.protocol import RunnerJob, Runtime, SandboxFailed, Warming
+from gpool.agent.runtime.protocol import RunnerJob, Runtime, RuntimeAbility, SandboxFailed
 from gpool.agent.state_machine.warm_plan import Discard, Prepare, WarmKey, WarmPool, room_for_warm
 from gpool.core.errors import GpoolError
 from gpool.core.model import Offer
@@ -40,7 +40,9 @@ class WarmPoolManager:
         clock: Callable[[], int],
         available: Callable[[], int] = available_memory,
     ) -> None:
-        self._warming = {one.name: one for one in runtimes if isinstance(one, Warming)}
+        self._warming = {
+            one.name: one for one in runtimes if RuntimeAbility.WARM_RUNNERS in one.abilities
+        }
         self._environments = environments
         self._clock = clock
         self._available = available

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from gpool.agent.runtime.protocol import Ended
+from gpool.agent.runtime.protocol import SandboxExit
 from gpool.agent.state_machine.instructions import CallAnswered, CommandEnded, RunnerEnded
 from gpool.agent.state_machine.lease_queues import AgentLease
 from gpool.core.model import EndReason, Fault, Phase, TaskSpec
@@ -79,12 +79,12 @@ def not_started(lease: AgentLease, event: RunnerEnded) -> Finished:
 
 def died(lease: AgentLease, event: RunnerEnded) -> Finished:
     """The runner ended during this call. A function that exits has failed, even with exit code 0."""
-    ended = Ended(event.exit_code, event.reason, event.detail)
+    ended = SandboxExit(event.exit_code, event.reason, event.detail)
     reason, text = why_it_died(ended)
     return _end(lease, reason, text, event.exit_code or 1)
 
 
-def why_it_died(ended: Ended) -> tuple[EndReason, str]:
+def why_it_died(ended: SandboxExit) -> tuple[EndReason, str]:
     match ended.reason:
         case EndReason.OUT_OF_MEMORY:
             text = f"the function ran out of memory: {ended.detail}".rstrip(": ")

@@ -17,7 +17,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from enum import Enum
 
-from gpool.agent.runtime.protocol import Limits
+from gpool.agent.runtime.protocol import SandboxLimits
 from gpool.core.model import GIB, Recipe, Slice
 
 HALF_LIFE_US = 120 * 1_000_000
@@ -40,7 +40,7 @@ class WarmKey:
     python: str
     preload: tuple[str, ...]
     slices: tuple[Slice, ...]  # its device nodes; it has no context on them
-    limits: Limits
+    limits: SandboxLimits
 
 
 @dataclass(frozen=True, slots=True)

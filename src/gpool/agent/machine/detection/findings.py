@@ -150,7 +150,7 @@ def cgroup_kind(mounts: str) -> str:
     return "none"
 
 
-def cgroups_finding(kind: str, hierarchy: cgroups.Hierarchy) -> Finding:
+def cgroups_finding(kind: str, hierarchy: cgroups.CgroupHierarchy) -> Finding:
     name, here = "control groups", hierarchy.controllers
     missing = [word for word in WANTED if word not in here]
     if not missing:

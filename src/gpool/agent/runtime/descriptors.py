@@ -1,13 +1,14 @@
-"""Waiting for descriptors under any event loop: asyncio's or uvloop's."""
+"""Descriptors under any event loop (asyncio's or uvloop's): waiting, the pipes of a command, in-memory files."""
 
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Sequence
 
 
 async def readable(descriptors: Sequence[int], within_s: float | None = None) -> bool:
-    """Whether one of them has something to read, or has ended, in that time (None: however long it takes)."""
+    """Wait until one descriptor has data or has ended; False after `within_s` (None: no limit)."""
     loop = asyncio.get_running_loop()
     ready: asyncio.Future[bool] = loop.create_future()
 
@@ -28,7 +29,6 @@ async def readable(descriptors: Sequence[int], within_s: float | None = None) ->
 
 
 async def writable(descriptor: int) -> None:
-    """When it takes bytes again, or is broken."""
     loop = asyncio.get_running_loop()
     ready: asyncio.Future[None] = loop.create_future()
 
@@ -41,3 +41,27 @@ async def writable(descriptor: int) -> None:
         await ready
     finally:
         loop.remove_writer(descriptor)
+
+
+def command_pipes() -> tuple[tuple[int, int, int], tuple[int, int]]:
+    """Return ((stdin, stdout, stderr) for the command, (stdout, stderr) for the agent)."""
+    out, out_end = os.pipe()
+    err, err_end = os.pipe()
+    os.set_blocking(out, False)
+    os.set_blocking(err, False)
+    return (os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC), out_end, err_end), (out, err)
+
+
+def memory_file(name: str, data: bytes) -> int:
+    """Return a descriptor to read the data from; unlike arguments, no command line shows it."""
+    made = os.memfd_create(name, os.MFD_CLOEXEC)
+    view = memoryview(data)
+    while view:
+        view = view[os.write(made, view) :]
+    os.lseek(made, 0, os.SEEK_SET)
+    return made
+
+
+def close_all(descriptors: Sequence[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)

@@ -1,7 +1,6 @@
-"""Firecracker: told what to be over its socket, one request after another. The requests are made here, without I/O.
+"""Firecracker's API: the configuration requests of a guest, and their exchange over its socket.
 
-It has no virtio-serial port, so the guest's line is a vsock; it starts unpacked kernels only, and the guest finds its
-devices by ACPI, which Firecracker describes since version 1.8.
+The requests follow the published API description, which `tests/agent/microvm/test_firecracker.py` checks.
 """
 
 from __future__ import annotations
@@ -10,57 +9,26 @@ import asyncio
 import contextlib
 import json
 import os
-import shutil
 import socket
 import stat
 from collections.abc import Sequence
 from pathlib import Path
 
-from gpool.agent.runtime.microvm.monitors.protocol import (
-    COMMON_WORDS,
-    FOLDER_AT,
-    MIB,
-    Confined,
-    Machine,
-)
+from gpool.agent.runtime.microvm.monitors.protocol import COMMON_WORDS, FOLDER_AT, GuestMachine
 from gpool.agent.runtime.protocol import SandboxFailed
 
-PROGRAM = "firecracker"
 API_NAME, VSOCK_NAME = "api.sock", "v.sock"
 GUEST_CID = 3
 ANSWER_WITHIN_S = 10.0
 MOST_ANSWER_BYTES = 64 * 1024
-LOOK_EVERY_S = 0.01
+RETRY_S = 0.01
 
-Request = tuple[str, str, dict[str, object]]
-
-
-def find_firecracker() -> str:
-    return shutil.which(PROGRAM, path="/usr/bin:/usr/local/bin:/bin") or ""
+ApiRequest = tuple[str, str, dict[str, object]]
+"""(method, path, document)."""
 
 
-class Firecracker:
-    """A `Vmm`."""
-
-    name = "firecracker"
-    control = "vsock"
-    unpacked_kernel = True
-    overhead_bytes = 64 * MIB
-
-    def __init__(self, program: str) -> None:
-        self._program = program
-
-    def start(self, machine: Machine, line: int) -> Confined:  # noqa: ARG002 - the line is a vsock
-        argv = (self._program, "--api-sock", f"{FOLDER_AT}/{API_NAME}", "--level", "Error")
-        return Confined(argv, ("/dev/kvm",), folder=True)
-
-    def requests(self, machine: Machine) -> Sequence[Request]:
-        return requests(machine)
-
-
-def requests(machine: Machine) -> list[Request]:
-    """Everything it is told, in order; the last starts the guest."""
-    drives: list[Request] = [
+def requests(machine: GuestMachine) -> list[ApiRequest]:
+    drives: list[ApiRequest] = [
         (
             "PUT",
             f"/drives/{disk.name}",
@@ -96,8 +64,7 @@ def requests(machine: Machine) -> list[Request]:
     ]
 
 
-def written(request: Request) -> bytes:
-    """As it goes over the socket."""
+def _encoded(request: ApiRequest) -> bytes:
     method, path, document = request
     body = json.dumps(document).encode()
     head = f"{method} {path} HTTP/1.1\r\nHost: localhost\r\nAccept: application/json\r\n"
@@ -105,22 +72,22 @@ def written(request: Request) -> bytes:
     return head.encode() + body
 
 
-async def tell(
-    folder: Path, uid: int, made: Sequence[Request], within_s: float = ANSWER_WITHIN_S
+async def configure(
+    folder: Path, uid: int, made: Sequence[ApiRequest], within_s: float = ANSWER_WITHIN_S
 ) -> None:
-    """Make the requests, each after the last was granted; `SandboxFailed` names the one that was not."""
+    """Send the requests, each after the last was granted; `SandboxFailed` names the refused one."""
     try:
         async with asyncio.timeout(within_s):
             connection = await _connect(folder / API_NAME, uid)
             reader, writer = await asyncio.open_connection(sock=connection, limit=MOST_ANSWER_BYTES)
             try:
                 for request in made:
-                    writer.write(written(request))
+                    writer.write(_encoded(request))
                     await writer.drain()
                     code, text = await _answer(reader)
                     if not 200 <= code < 300:
-                        told = f"Firecracker refused {request[1]} with {code}: {text[:300]}"
-                        raise SandboxFailed(told)
+                        detail = f"Firecracker refused {request[1]} with {code}: {text[:300]}"
+                        raise SandboxFailed(detail)
             finally:
                 writer.close()
                 with contextlib.suppress(OSError):
@@ -132,7 +99,7 @@ async def tell(
 
 
 async def _connect(path: Path, uid: int) -> socket.socket:
-    """To the monitor's own socket and no other: a link that a bad monitor left there is not followed."""
+    """Connect to a socket owned by the monitor's uid; a link left by a hostile monitor is not followed."""
     while True:
         with contextlib.suppress(FileNotFoundError, ConnectionRefusedError):
             held = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -150,7 +117,7 @@ async def _connect(path: Path, uid: int) -> socket.socket:
                 return connection
             finally:
                 os.close(held)
-        await asyncio.sleep(LOOK_EVERY_S)
+        await asyncio.sleep(RETRY_S)
 
 
 async def _answer(reader: asyncio.StreamReader) -> tuple[int, str]:
@@ -168,7 +135,6 @@ async def _answer(reader: asyncio.StreamReader) -> tuple[int, str]:
 
 
 def listen(folder: Path, port: int, uid: int) -> socket.socket:
-    """Where the guest's line arrives: Firecracker connects here when the guest dials that port of the host's."""
     path = folder / f"{VSOCK_NAME}_{port}"
     listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listening.bind(str(path))
@@ -180,7 +146,7 @@ def listen(folder: Path, port: int, uid: int) -> socket.socket:
 
 
 async def accept(listening: socket.socket, within_s: float) -> socket.socket:
-    """The first that dials is the guest's first process; nobody else ever gets through."""
+    """Accept one connection, the guest's first process's, and close the listener: the task can connect no more."""
     loop = asyncio.get_running_loop()
     try:
         async with asyncio.timeout(within_s):
