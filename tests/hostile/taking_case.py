@@ -78,7 +78,7 @@ async def take(
     except BadOutput as refused:
         became, text = "refused", str(refused)
         wrong = wrong_text(text, hidden)
-        if any("taking-" in entry.name for entry in os.scandir(into)):
+        if any("collecting-" in entry.name for entry in os.scandir(into)):
             wrong = wrong or "half a file was left"
     except Exception as broken:  # noqa: BLE001 - whatever comes out is what the test is about
         became = "broken"

@@ -93,11 +93,11 @@ def images_of(engine: PrivateEngine, label: str = "=".join(LABEL)) -> list[str]:
     [
         (DOCKER, True, False, ""),
         (replace(DOCKER, kind="podman"), True, False, ""),
-        (DOCKER, False, False, "root's"),
-        (replace(DOCKER, kind="podman"), False, False, "root's"),
+        (DOCKER, False, False, "as root"),
+        (replace(DOCKER, kind="podman"), False, False, "as root"),
         (DOCKER, True, True, "gVisor"),
         (replace(DOCKER, kind="podman", default_runtime="runsc"), True, False, "gVisor"),
-        (replace(DOCKER, first_uid=100_000), True, False, "user namespace"),
+        (replace(DOCKER, first_uid=100_000), True, False, "userns-remap"),
     ],
 )
 def test_who_can_never_enter_lanes_says_why(

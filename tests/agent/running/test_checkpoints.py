@@ -586,8 +586,7 @@ def test_a_start_that_would_take_for_ever_ends_with_its_time(tmp_path: Path) -> 
     class Pulling(FakeRuntime):
         abilities = frozenset({RuntimeAbility.CANCELLABLE_START})
 
-        async def start_command(self, job: CommandJob) -> CommandSandbox:
-            del job
+        async def start_command(self, _job: CommandJob) -> CommandSandbox:
             await asyncio.Event().wait()
             raise AssertionError("nobody sets it")
 

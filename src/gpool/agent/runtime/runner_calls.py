@@ -360,36 +360,42 @@ class RunnerClient:
                 stream.read(len(frames))
         batch: list[CallAnswer | CallOutput] = []
         for frame in frames:
-            answer = await self._answer(frame)
+            answer = self._ended_call(frame) if frame[0] == ENDED else self._answer(frame)
             if answer is None:
                 reader.violation()
                 break
+            if frame[0] == ANSWER_FILE:
+                answer = await self._with_value_file(answer)
             batch.append(answer)
         pending = sum(len(stream.rest) for stream in reader.streams)
         if self._waiting and (live or reader.over or pending >= OUTPUT_AT_ONCE_BYTES):
             batch += reader.live_output(self._waiting[0])
         return batch
 
-    async def _answer(self, frame: bytes) -> CallAnswer | None:
+    def _answer(self, frame: bytes) -> CallAnswer | None:
         """Return the answer in a frame; None if the frame is malformed or not for the oldest call."""
-        ended = frame[0] == ENDED
-        head = ENDED_BODY if ended else ANSWER_HEAD
-        at = 1 + head.size
-        if not self._waiting or len(frame) < at or (ended and (len(frame) != at or not self.forks)):
+        at = 1 + ANSWER_HEAD.size
+        if not self._waiting or len(frame) < at:
             return None
-        number, flag, took, *rest = head.unpack_from(frame, 1)
+        number, raised, took, length = ANSWER_HEAD.unpack_from(frame, 1)
         if number != self._waiting[0]:
             return None
         self._waiting.popleft()
-        printed = self._reader.call_output()
-        if ended:
-            exit = self._hooks.judge_child(flag)
-            return CallAnswer(number, True, b"", "", took, printed, ended=exit)
-        length = rest[0]
         text = frame[at : at + length].decode("utf-8", "replace") if length else ""
-        if frame[0] == ANSWER:
-            return CallAnswer(number, bool(flag), frame[at + length :], text, took, printed)
-        return await self._with_value_file(CallAnswer(number, bool(flag), b"", text, took, printed))
+        value = frame[at + length :] if frame[0] == ANSWER else b""
+        printed = self._reader.call_output()
+        return CallAnswer(number, bool(raised), value, text, took, printed)
+
+    def _ended_call(self, frame: bytes) -> CallAnswer | None:
+        """Likewise for a call whose forked process ended."""
+        if not self._waiting or len(frame) != 1 + ENDED_BODY.size or not self.forks:
+            return None
+        number, code, took = ENDED_BODY.unpack_from(frame, 1)
+        if number != self._waiting[0]:
+            return None
+        self._waiting.popleft()
+        ended = self._hooks.judge_child(code)
+        return CallAnswer(number, True, b"", "", took, self._reader.call_output(), ended=ended)
 
     async def _with_value_file(self, answer: CallAnswer) -> CallAnswer:
         hooks = self._hooks
