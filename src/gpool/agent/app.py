@@ -81,8 +81,8 @@ def lend() -> None:
     sharing = None
     if builders and not settings.simulate_gpus:
         sharing = sharing_for(settings.data_dir, builders[0], parse_modes(settings.sharing))
-    seats = None if sharing is None else sharing.seats
-    services = NodeServices(runtimes, support.networks, environments, policy_file.limits, seats)
+    shares = None if sharing is None else sharing.seats
+    services = NodeServices(runtimes, support.networks, environments, policy_file.limits, shares)
     meter = LoadMeter(os.getpid())
 
     def offer() -> Offer:
@@ -163,7 +163,7 @@ async def run_agent(
             services.environments,
             services.allowed,
             warm,
-            seats=services.seats,
+            gpu_shares=services.gpu_shares,
             self_check=RuntimeSelfCheck(boot_clock),
             survey=monitoring.survey_now,
         )

@@ -37,7 +37,7 @@ class NodeServices:
     networks: NetworkProvider | None = None
     environments: EnvironmentProvider | None = None
     allowed: Callable[[], PolicyLimits] = PolicyLimits
-    seats: GpuShareProvider | None = None
+    gpu_shares: GpuShareProvider | None = None
 
     async def start(self) -> None:
         for runtime in self.runtimes:
@@ -46,12 +46,12 @@ class NodeServices:
             await self.networks.start()
         if self.environments is not None:
             await self.environments.sweep()
-        if self.seats is not None:
-            await self.seats.start()
+        if self.gpu_shares is not None:
+            await self.gpu_shares.start()
 
     async def close(self) -> None:
-        if self.seats is not None:
-            await self.seats.close()
+        if self.gpu_shares is not None:
+            await self.gpu_shares.close()
         for runtime in self.runtimes:
             await runtime.close()
         if self.environments is not None:

@@ -152,11 +152,11 @@ class CommandExecutor:
             if isinstance(staged, SandboxExit):
                 return staged, ()
             gang = start.gang
-            lane_wanted = None if gang is None else gangs.lane_of(spec, gang)
-            prepared = self._context.prepare(spec, self._reach, self._note, lane_wanted)
-            environment, lane = await stack.enter_async_context(prepared)
-            share = self._context.gpu_share_for(runtime, start.user, start.allocation.slices)
-            seat = await stack.enter_async_context(share)
+            gang_network = None if gang is None else gangs.network_of(spec, gang)
+            prepared = self._context.prepare(spec, self._reach, self._note, gang_network)
+            environment, network = await stack.enter_async_context(prepared)
+            shares = self._context.gpu_share_for(runtime, start.user, start.allocation.slices)
+            share = await stack.enter_async_context(shares)
             command, variables = spec.command, spec.env
             if gang is not None:
                 command = gangs.command_of(spec, gang, start.allocation)
@@ -168,10 +168,10 @@ class CommandExecutor:
                 start.allocation.slices,
                 limits_of(spec, start.allocation),
                 environment,
-                lane,
+                network,
                 image_of(spec),
                 self._note,
-                seat,
+                share,
             )
             sandbox = await start_sandbox(runtime, runtime.start_command(job))
             self._began = self._context.clock()

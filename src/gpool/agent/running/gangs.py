@@ -24,7 +24,7 @@ def starter_text() -> str:
     return Path(starter.__file__).read_text("utf-8")
 
 
-def lane_of(spec: TaskSpec, member: Rendezvous) -> Gang:
+def network_of(spec: TaskSpec, member: Rendezvous) -> Gang:
     egress = spec.requirements.network is Network.EGRESS
     return Gang(member.rank, member.peers, member.secret, egress)
 

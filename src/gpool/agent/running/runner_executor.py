@@ -113,27 +113,27 @@ class RunnerExecutor:
         runtime = self._runtime = self._context.runtime_for(start.spec, start.owner)
         async with self._context.gpu_share_for(
             runtime, start.user, start.allocation.slices
-        ) as seat:
-            warmed = await self._take_warm(runtime, seat)
+        ) as share:
+            warmed = await self._take_warm(runtime, share)
             if warmed is not None:
                 async with warmed.resources:
                     return await self._serve(warmed.sandbox)
             prepared = self._context.prepare(start.spec, self._reach, self._log_progress)
-            async with prepared as (environment, lane):
-                job = self._job(environment, lane, seat)
+            async with prepared as (environment, network):
+                job = self._job(environment, network, share)
                 return await self._serve(await start_sandbox(runtime, runtime.start_runner(job)))
 
-    async def _take_warm(self, runtime: Runtime, seat: GpuShare | None) -> WarmedSandbox | None:
+    async def _take_warm(self, runtime: Runtime, share: GpuShare | None) -> WarmedSandbox | None:
         start = self._start
         key = warm_key_of(runtime, start.spec, start.allocation)
         if key is None or self._context.warm is None:
             return None
-        if seat is not None and seat.binds:
+        if share is not None and share.binds:
             return None  # its mounts must be there from the start of the sandbox
         warmed = self._context.warm.take(key)
         if warmed is None:
             return None
-        given = seat.variables if seat is not None else ()
+        given = share.variables if share is not None else ()
         try:
             await warmed.sandbox.assign((*start.spec.env, *start.secrets, *given))
         except SandboxFailed:
@@ -153,8 +153,8 @@ class RunnerExecutor:
     def _job(
         self,
         environment: PreparedEnvironment | None,
-        lane: SandboxNetwork | None,
-        seat: GpuShare | None,
+        network: SandboxNetwork | None,
+        share: GpuShare | None,
     ) -> RunnerJob:
         start, spec = self._start, self._start.spec
         return RunnerJob(
@@ -163,11 +163,11 @@ class RunnerExecutor:
             start.allocation.slices,
             limits_of(spec, start.allocation),
             environment,
-            lane,
+            network,
             image_of(spec),
             spec.preload,
             self._log_progress,
-            seat,
+            share,
         )
 
     async def _serve(self, sandbox: RunnerSandbox) -> SandboxExit:

@@ -173,7 +173,7 @@ class ExecutorContext:
     allowed: Callable[[], PolicyLimits] = PolicyLimits
     warm: WarmSandboxes | None = None
     cleaning: set[asyncio.Task[None]] = field(default_factory=set)
-    seats: GpuShareProvider | None = None
+    gpu_shares: GpuShareProvider | None = None
     self_check: SelfCheck | None = None
     survey: Callable[[], Awaitable[None]] | None = None  # returns once the current offer was sent
 
@@ -195,11 +195,11 @@ class ExecutorContext:
         self, runtime: Runtime, user: int, slices: Sequence[Slice]
     ) -> AsyncIterator[GpuShare | None]:
         """Yield the GPU share of one sandbox; the tier without isolation, for owners only, uses GPUs directly."""
-        if self.seats is None or not slices or runtime.tier is Tier.NONE:
+        if self.gpu_shares is None or not slices or runtime.tier is Tier.NONE:
             yield None
             return
-        async with self.seats.seat(user, slices) as seat:
-            yield seat
+        async with self.gpu_shares.seat(user, slices) as share:
+            yield share
 
     async def remove_sandbox(self, sandbox: CommandSandbox | RunnerSandbox) -> None:
         """Return once nothing of it runs; its files are removed in the background."""
@@ -266,7 +266,7 @@ class ExecutorContext:
                 making = self.environments.prepare(*named, said)
                 prepared = await stack.enter_async_context(making)
             reach(Phase.START)
-            lane = None
+            network = None
             outward = spec.requirements.network is not Network.NONE
             if outward and (self.networks is None or not self.allowed().egress):
                 raise PartFailed(f"this node gives no network {spec.requirements.network.value!r}")
@@ -275,11 +275,11 @@ class ExecutorContext:
             if self.networks is not None and (outward or gang is not None):
                 opened = await self.networks.open(Egress() if gang is None else gang)
                 stack.push_async_callback(run_to_completion, opened.close)
-                lane = opened.lane
+                network = opened.lane
                 if gang is not None:
                     names = rendezvous.hosts(gang.rank, len(gang.peers), HOSTNAME)
-                    lane = replace(lane, hosts=names, gang=True)
-            yield prepared, lane
+                    network = replace(network, hosts=names, gang=True)
+            yield prepared, network
 
 
 def image_of(spec: TaskSpec) -> str:
