@@ -21,7 +21,7 @@ from gpool.agent.machine.detection.gpus import Detector
 from gpool.agent.machine.detection.owner import LoadMeter, facts_now
 from gpool.agent.machine.detection.processes import AgentProcesses, ForeignPrograms
 from gpool.agent.machine.gpu_monitor import GpuMonitor
-from gpool.agent.machine.monitor import MachineMonitor, PolicyFile, sampler
+from gpool.agent.machine.monitor import NodeMonitor, PolicyFile, sampler
 from gpool.agent.offer import machine_offer, refreshed
 from gpool.agent.running.artifact_cache import ArtifactCache
 from gpool.agent.running.sandboxes import ExecutorContext
@@ -97,7 +97,7 @@ def lend() -> None:
     own = AgentProcesses(os.getpid(), groups=lambda: _containers(runtimes))
     gpu_monitor = GpuMonitor(detector.nvml, own)
     sample = sampler(policy_file, gpu_monitor, ForeignPrograms(own), wall_clock, boot_clock)
-    monitor = MachineMonitor(policy_file, offer, lambda: facts_now(wall_clock(), meter), sample)
+    monitor = NodeMonitor(policy_file, offer, lambda: facts_now(wall_clock(), meter), sample)
     with asyncio.Runner(loop_factory=new_loop) as runner:
         runner.run(
             run_agent(

@@ -99,7 +99,7 @@ class MachineSample:
 
 
 @dataclass(slots=True)
-class MachineMonitor:
+class NodeMonitor:
     """`offer` and `facts` describe the machine and may take seconds; `sample` is cheap."""
 
     rules: PolicyFile

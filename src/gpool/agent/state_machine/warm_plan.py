@@ -94,7 +94,7 @@ class Demand:
 
 
 @dataclass(frozen=True, slots=True)
-class _Candidate:
+class _WarmCandidate:
     weight: float
     key: WarmKey
     number: int | None  # of an existing entry
@@ -170,9 +170,9 @@ class WarmPool:
             preparing += 1
         return orders
 
-    def _choose(self, now: int, room_bytes: int) -> tuple[set[int], deque[_Candidate]]:
+    def _choose(self, now: int, room_bytes: int) -> tuple[set[int], deque[_WarmCandidate]]:
         kept: set[int] = set()
-        missing: deque[_Candidate] = deque()
+        missing: deque[_WarmCandidate] = deque()
         left = room_bytes
         for one in sorted(self._candidates(now), key=lambda one: -one.weight):
             if one.bytes_held > left or len(kept) + len(missing) >= MOST_ENTRIES:
@@ -184,7 +184,7 @@ class WarmPool:
                 missing.append(one)
         return kept, missing
 
-    def _candidates(self, now: int) -> list[_Candidate]:
+    def _candidates(self, now: int) -> list[_WarmCandidate]:
         there: dict[WarmKey, list[int]] = {}
         for number, entry in self.entries.items():
             if entry.stage is not Stage.LEAVING:
@@ -199,9 +199,9 @@ class WarmPool:
                 if at < len(numbers):
                     number = numbers[at]
                     held = self.entries[number].bytes_held
-                    found.append(_Candidate(weight * KEPT_WEIGHT, key, number, held))
+                    found.append(_WarmCandidate(weight * KEPT_WEIGHT, key, number, held))
                 elif now >= demand.not_before:
-                    found.append(_Candidate(weight, key, None, _guess(key, demand)))
+                    found.append(_WarmCandidate(weight, key, None, _guess(key, demand)))
         return found
 
     def _forget(self, now: int) -> None:
