@@ -12,7 +12,7 @@ from gpool import Invalid
 from gpool.cli.lending.enrolment import enrol, identity_file, load_identity, parse_link
 from gpool.cli.lending.join import require_same_certificate
 from gpool.cli.lending.terms import LendingTerms, agent_variables
-from gpool.client.connection.transport import Door
+from gpool.client.connection.transport import ApiTransport
 from gpool.core.errors import Conflict, Forbidden
 from gpool.transfer.requests import Address
 
@@ -84,8 +84,8 @@ def test_what_is_no_link_is_refused_with_an_example(text: str) -> None:
 def test_an_identity_is_kept_and_found_again(tmp_path: Path) -> None:
     file = identity_file(tmp_path, "http://pool.example:8642")
     assert load_identity(file) is None
-    door = Door("http://pool.example:8642", "", Desk())
-    made = enrol(door, file, name="first", token="t")
+    api = ApiTransport("http://pool.example:8642", "", Desk())
+    made = enrol(api, file, name="first", token="t")
     assert load_identity(file) == made
     assert made.key_file.stat().st_mode & 0o777 == 0o600
     told = agent_variables(made, tmp_path / "d", LendingTerms(2, "H100"))
@@ -95,10 +95,10 @@ def test_an_identity_is_kept_and_found_again(tmp_path: Path) -> None:
 def test_each_try_of_joining_has_a_challenge_of_its_own_and_one_key(tmp_path: Path) -> None:
     desk = Desk()
     desk.names.append("taken")
-    door = Door("http://pool.example:8642", "", desk)
+    api = ApiTransport("http://pool.example:8642", "", desk)
     with pytest.raises(Conflict):
-        enrol(door, tmp_path / "a.json", name="taken", token="t")
-    enrol(door, tmp_path / "a.json", name="free", token="t")
+        enrol(api, tmp_path / "a.json", name="taken", token="t")
+    enrol(api, tmp_path / "a.json", name="free", token="t")
     first, second = desk.asked
     assert first["public_key"] == second["public_key"]
     assert first["proof"]["nonce"] != second["proof"]["nonce"]
@@ -119,9 +119,9 @@ def test_a_link_with_another_certificate_is_refused(tmp_path: Path) -> None:
 
 def test_a_taken_host_name_gets_a_number_and_a_chosen_one_does_not(tmp_path: Path) -> None:
     desk = Desk()
-    door = Door("http://pool.example:8642", "", desk)
-    enrol(door, tmp_path / "a.json", name=None, token=None)
-    second = enrol(door, tmp_path / "b.json", name=None, token=None)
+    api = ApiTransport("http://pool.example:8642", "", desk)
+    enrol(api, tmp_path / "a.json", name=None, token=None)
+    second = enrol(api, tmp_path / "b.json", name=None, token=None)
     assert second.name.endswith("-2")
     with pytest.raises(Conflict):
-        enrol(door, tmp_path / "c.json", name=desk.names[0], token=None)
+        enrol(api, tmp_path / "c.json", name=desk.names[0], token=None)

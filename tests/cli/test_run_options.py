@@ -11,7 +11,7 @@ import pytest
 from click.testing import Result
 
 from gpool.cli.output.progress import ProgressLine
-from gpool.client.logs import Progress
+from gpool.client.logs import TaskProgress
 from tests.client.standin import Pool
 
 Gpool = Callable[..., Result]
@@ -74,7 +74,7 @@ def test_what_a_gang_asks_for_reaches_the_server(gpool: Gpool, pool: Pool) -> No
 def test_a_time_that_is_over_is_refused(gpool: Gpool, pool: Pool) -> None:
     done = gpool("run", "--by", "2020-01-01T00:00", "-d", "--", "true")
     assert (done.exit_code, pool.bodies) == (2, [])
-    assert "say a time to come" in done.output
+    assert "give a future time" in done.output
 
 
 def test_the_team_in_whose_name_it_runs_reaches_the_server(gpool: Gpool, pool: Pool) -> None:
@@ -155,7 +155,7 @@ def test_what_cannot_be_is_said_before_anything_is_sent(
     for words, said in (
         (("--pip", "./x"), "is not a package requirement"),
         (("--checkpoint-every", "soon"), "is not a duration"),
-        (("--ignore", "x"), "name a folder to ship"),
+        (("--ignore", "x"), "the folder to ship"),
         (("--workdir", "nowhere"), "nowhere"),
         (("--network", "lan"), "lan"),
         (("--nodes", "0"), "1<=x<=1024"),
@@ -172,13 +172,13 @@ def test_a_terminal_is_told_what_happens_before_the_start(
 ) -> None:
     tell = ProgressLine()
     for progress in (
-        Progress(0, "queued", None),
-        Progress(1, "leased", None),
-        Progress(1, "leased", "build"),
-        Progress(1, "leased", "build"),
-        Progress(1, "running", "run"),
-        Progress(1, "running", "collect"),
-        Progress(1, "queued", None),
+        TaskProgress(0, "queued", None),
+        TaskProgress(1, "leased", None),
+        TaskProgress(1, "leased", "build"),
+        TaskProgress(1, "leased", "build"),
+        TaskProgress(1, "running", "run"),
+        TaskProgress(1, "running", "collect"),
+        TaskProgress(1, "queued", None),
     ):
         tell(progress)
     out, err = capsys.readouterr()
@@ -265,7 +265,7 @@ def test_a_work_folder_whose_files_all_stay_here_is_said(gpool: Gpool, tmp_path:
     done = gpool("run", "-d", "--workdir", "build", "--ignore", "a", "--", "ls")
     assert done.exit_code == 0
     [line] = done.stderr.splitlines()
-    assert line.startswith("gpool: nothing of 'build' is sent")
+    assert line.startswith("gpool: no file of 'build' is sent")
     assert not logging.getLogger("gpool.client").handlers  # the SDK's own are left alone
 
 

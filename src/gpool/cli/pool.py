@@ -92,7 +92,7 @@ def _reading(reading: dict[str, Any]) -> tuple[str, str, str, str]:
 def whoami(ctx: click.Context, as_json: bool) -> None:
     """Show the account in use."""
     client = client_of(ctx)
-    document = client.door.get_json("/v1/me")
+    document = client.api.get_json("/v1/me")
     if as_json:
         emit_json(document)
         return
@@ -114,7 +114,7 @@ def node_ls(ctx: click.Context, as_json: bool, everything: bool, limit: int) -> 
     if as_json:
         emit_json(found)
         return
-    date = client.door.date
+    date = client.api.date
     rows = [
         (
             one["id"],
@@ -144,7 +144,7 @@ def node_ls(ctx: click.Context, as_json: bool, everything: bool, limit: int) -> 
 def node_show(ctx: click.Context, what: str | None, as_json: bool) -> None:
     """Show one node: resources, allowed users, problems."""
     client = client_of(ctx)
-    document = client.door.get_json(f"/v1/nodes/{node_id(client, what, own=True)}")
+    document = client.api.get_json(f"/v1/nodes/{node_id(client, what, own=True)}")
     if as_json:
         emit_json(document)
         return
@@ -181,7 +181,7 @@ def _set(
     else:
         found = node_id(client, what, own=True)
         wanted = {"availability": availability}
-        document = client.door.send_json("PATCH", f"/v1/nodes/{found}", wanted)
+        document = client.api.send_json("PATCH", f"/v1/nodes/{found}", wanted)
     if as_json:
         emit_json(document)
     else:
@@ -192,10 +192,10 @@ def _set(
 def _set_gpu(client: Client, gpu: str, available: bool, now: bool) -> dict[str, Any]:
     """Resuming ends a quarantine too; the server refuses this while the agent reports the GPU as unhealthy."""
     path = f"/v1/resources/{gpu}"
-    if available and client.door.get_json(path).get("quarantined"):
-        client.door.send_json("PATCH", path, {"quarantined": None})
+    if available and client.api.get_json(path).get("quarantined"):
+        client.api.send_json("PATCH", path, {"quarantined": None})
     wanted = {"available": available, **({"reclaim": True} if now else {})}
-    return dict(client.door.send_json("PATCH", path, wanted))
+    return dict(client.api.send_json("PATCH", path, wanted))
 
 
 def _gpu(client: Client, what: str | None) -> str | None:
@@ -205,7 +205,7 @@ def _gpu(client: Client, what: str | None) -> str | None:
     found = _GPU_NAME.fullmatch(what)
     if found is None:
         return None
-    node = client.door.get_json(f"/v1/nodes/{node_id(client, found['node'], own=True)}")
+    node = client.api.get_json(f"/v1/nodes/{node_id(client, found['node'], own=True)}")
     ids = {one["index"]: str(one["id"]) for one in node.get("gpus") or []}
     index = int(found["index"])
     if index not in ids:
@@ -264,7 +264,7 @@ def node_remove(ctx: click.Context, what: str) -> None:
     """Remove an idle node of yours from the pool for good."""
     client = client_of(ctx)
     found = node_id(client, what, own=True)
-    client.door.send("DELETE", f"/v1/nodes/{found}")
+    client.api.send("DELETE", f"/v1/nodes/{found}")
     click.echo(f"{plain(what)} removed")
 
 
@@ -280,10 +280,10 @@ def node_remove(ctx: click.Context, what: str) -> None:
 @click.pass_context
 def invite(ctx: click.Context, expires: str, as_json: bool) -> None:
     """Create a join link for one machine."""
-    from gpool.client.durations import seconds
+    from gpool.client.times import seconds
 
     wanted = {"expires_in_s": int(seconds(expires))}
-    document = client_of(ctx).door.send_json("POST", "/v1/nodes/invites", wanted)
+    document = client_of(ctx).api.send_json("POST", "/v1/nodes/invites", wanted)
     if as_json:
         emit_json(document)
     else:

@@ -84,7 +84,7 @@ def _called(nodes: list[dict[str, Any]], what: str | None) -> list[dict[str, Any
 def _own(client: Client, nodes: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The caller's nodes; none if the key may not read the account."""
     try:
-        me = client.door.get_json("/v1/me")["id"]
+        me = client.api.get_json("/v1/me")["id"]
     except Forbidden:
         return []
     return [one for one in nodes if one["owner"] == me]

@@ -37,9 +37,9 @@ gangs = option_section("Several nodes (gangs)")
 
 
 def _deadline(ctx: click.Context, option: click.Parameter, text: str | None) -> str | None:  # noqa: ARG001 - click's signature
-    from gpool.client import moments
+    from gpool.client import times
 
-    return None if text is None else moments.due(text)
+    return None if text is None else times.due(text)
 
 
 @click.command(
@@ -180,7 +180,7 @@ def run(
     Ctrl-C cancels the task. A local Python file as first word is uploaded and run with the packages of its inline
     script metadata (PEP 723).
     """
-    from gpool.client.client import shipment
+    from gpool.client.files.local_files import shipment
     from gpool.client.options import Options
 
     client = client_of(ctx)

@@ -93,7 +93,7 @@ def ps(
     if as_json:
         emit_json(found)
         return
-    date, shared = client.door.date, shared_names(places(found))
+    date, shared = client.api.date, shared_names(places(found))
     names = principal_names(client) if everybody else {}
     rows = [
         (
@@ -231,7 +231,7 @@ def wait(ctx: click.Context, tasks: tuple[str, ...], timeout: str | None, as_jso
       gpool wait --timeout 2h $(cat ids)
     """
     from gpool.cli.wait_targets import Wait, WaitOutcome, awaited, is_batch
-    from gpool.client.durations import seconds
+    from gpool.client.times import seconds
 
     ends = None if timeout is None else time.monotonic() + seconds(timeout)
     client = client_of(ctx)
@@ -367,7 +367,7 @@ def explain(ctx: click.Context, task: str, as_json: bool) -> None:
     estimate = document.get("estimate")
     if estimate:
         about, first, last = (
-            local_time(estimate[name], client.door.date) for name in ("at", "from", "to")
+            local_time(estimate[name], client.api.date) for name in ("at", "from", "to")
         )
         click.echo(f"Expected start: {about}; with 80 % probability between {first} and {last}.")
     for one in document.get("suggestions") or ():

@@ -10,7 +10,7 @@ import click
 from gpool.cli.command import VerbGroup, as_json, client_of
 from gpool.cli.output.printing import emit_json, fields, local_time, plain, table
 from gpool.cli.references import names_of, node_id, principal_names, quoted, team_id, user_id
-from gpool.client.moments import moment, now
+from gpool.client.times import moment, now
 from gpool.core.errors import Invalid, NotFound
 
 if TYPE_CHECKING:
@@ -64,16 +64,16 @@ def policy(
         if value is not None:
             wanted[name] = None if value == "configured" else _seconds(value)
     client = client_of(ctx)
-    door = client.door
+    api = client.api
     if weights:
         wanted["weights"] = dict(_weight(client, text) for text in weights)
     if learn:
-        door.send("POST", "/v1/admin/policy/learn")
+        api.send("POST", "/v1/admin/policy/learn")
         click.echo("learning started; `gpool admin policy` shows the result", err=True)
     if wanted or dry_run:
-        answer = door.send_json("PATCH", "/v1/admin/policy", {**wanted, "dry_run": dry_run})
+        answer = api.send_json("PATCH", "/v1/admin/policy", {**wanted, "dry_run": dry_run})
     else:
-        answer = door.get_json("/v1/admin/policy")
+        answer = api.get_json("/v1/admin/policy")
     if as_json:
         emit_json(answer)
         return
@@ -121,7 +121,7 @@ def drain(ctx: click.Context, node: str, why: str, as_json: bool) -> None:
 def uncordon(ctx: click.Context, node: str) -> None:
     """Remove the cordon of a node."""
     client = client_of(ctx)
-    client.door.send("DELETE", f"/v1/admin/cordons/{node_id(client, node)}")
+    client.api.send("DELETE", f"/v1/admin/cordons/{node_id(client, node)}")
     click.echo(f"{plain(node)} is no longer cordoned; it takes tasks if its owner's policy allows")
 
 
@@ -151,7 +151,7 @@ def reservations() -> None:
 def reservations_ls(ctx: click.Context, as_json: bool) -> None:
     """List reservations."""
     client = client_of(ctx)
-    items = client.door.get_json("/v1/admin/reservations")["items"]
+    items = client.api.get_json("/v1/admin/reservations")["items"]
     if as_json:
         emit_json(items)
         return
@@ -228,7 +228,7 @@ def reservations_create(
         "last": ends.isoformat(),
         "why": why,
     }
-    made = client.door.send_json("POST", "/v1/admin/reservations", wanted)
+    made = client.api.send_json("POST", "/v1/admin/reservations", wanted)
     if as_json:
         emit_json(made)
     else:
@@ -241,13 +241,13 @@ def reservations_create(
 @click.pass_context
 def reservations_delete(ctx: click.Context, reservation: str) -> None:
     """Delete a reservation; its nodes are free for all users again."""
-    client_of(ctx).door.send("DELETE", f"/v1/admin/reservations/{quoted(reservation)}")
+    client_of(ctx).api.send("DELETE", f"/v1/admin/reservations/{quoted(reservation)}")
     click.echo(f"{plain(reservation)} deleted")
 
 
 def _cordon(ctx: click.Context, node: str, wanted: dict[str, Any], as_json: bool) -> None:
     client = client_of(ctx)
-    answer = client.door.send_json("PUT", f"/v1/admin/cordons/{node_id(client, node)}", wanted)
+    answer = client.api.send_json("PUT", f"/v1/admin/cordons/{node_id(client, node)}", wanted)
     if as_json:
         emit_json(answer)
         return
@@ -280,7 +280,7 @@ def _weight(client: Client, text: str) -> tuple[str, float | None]:
 
 
 def _seconds(text: str) -> float:
-    from gpool.client.durations import seconds
+    from gpool.client.times import seconds
 
     return float(seconds(text))
 

@@ -65,7 +65,7 @@ def quota_of(
     }
     given = {"running_gpus": gpus, "guaranteed_gpus": guaranteed}
     given |= {"queued_tasks": queued, "storage_bytes": storage}
-    before = client.door.get_json(path).get("quota") or {}
+    before = client.api.get_json(path).get("quota") or {}
     return {**before, **{name: parsed[name] for name, text in given.items() if text is not None}}
 
 
@@ -128,7 +128,7 @@ def teams_ls(ctx: click.Context, as_json: bool, everything: bool, limit: int) ->
 def teams_show(ctx: click.Context, team_: str, as_json: bool) -> None:
     """Show one team and its quota."""
     client = client_of(ctx)
-    show_quota(client.door.get_json(f"/v1/teams/{team_id(client, team_)}"), as_json, _FIELDS)
+    show_quota(client.api.get_json(f"/v1/teams/{team_id(client, team_)}"), as_json, _FIELDS)
 
 
 @teams.command("set", cls=SectionedCommand)
@@ -148,4 +148,4 @@ def teams_set(ctx: click.Context, /, team_: str, as_json: bool, **quota: Any) ->
     client = client_of(ctx)
     path = f"/v1/teams/{team_id(client, team_)}"
     wanted = {"quota": quota_of(client, path, **quota)}
-    show_quota(client.door.send_json("PATCH", path, wanted), as_json, _FIELDS)
+    show_quota(client.api.send_json("PATCH", path, wanted), as_json, _FIELDS)

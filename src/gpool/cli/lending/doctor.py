@@ -85,7 +85,7 @@ def gangs_finding(gangs: GangRules, data: Path, server: str) -> Finding:
 
 def _pool(client: Client, now: datetime) -> list[Finding]:
     try:
-        reply = client.door.send("GET", "/readyz")
+        reply = client.api.send("GET", "/readyz")
     except GpoolError as error:
         return [Finding("server", Level.PROBLEM, error.detail, "gpool up, or set GPOOL_URL")]
     reached = [
@@ -93,7 +93,7 @@ def _pool(client: Client, now: datetime) -> list[Finding]:
         clock_finding(now, date_of(reply.headers.get("date"))),
     ]
     try:
-        who = client.door.get_json("/v1/me")
+        who = client.api.get_json("/v1/me")
     except GpoolError as error:
         return [
             *reached,

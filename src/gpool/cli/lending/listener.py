@@ -116,8 +116,8 @@ class Transport:
         from pydantic import ValidationError
 
         from gpool.server.clock import SystemClock
+        from gpool.server.identity.certificates import certificate_of
         from gpool.server.settings import Settings
-        from gpool.server.tls import certificate_of
 
         variables = self.variables(folder)
         try:

@@ -107,14 +107,14 @@ def _check_terms(terms: LendingTerms) -> None:
 
 def _agent(folder: Path, address: Address, key_file: Path, terms: LendingTerms) -> ChildProcess:
     from gpool.cli.lending.enrolment import enrol, load_identity
-    from gpool.client.connection.transport import Door
+    from gpool.client.connection.transport import ApiTransport
 
     file = folder / "node.json"
     identity = load_identity(file)
     if identity is None:
-        door = Door(address, key_file.read_text(encoding="ascii").strip())
-        identity = enrol(door, file, name=None, token=None)
-        door.close()
+        api = ApiTransport(address, key_file.read_text(encoding="ascii").strip())
+        identity = enrol(api, file, name=None, token=None)
+        api.close()
     identity = replace(identity, address=address)  # our own server; its address may have changed
     variables = agent_variables(identity, folder / "agent", terms)
     return ChildProcess(Program("agent", AGENT_MODULE, variables, folder / "agent.log"))
@@ -124,9 +124,9 @@ def await_ready(server: ChildProcess, address: Address, stop: threading.Event) -
     """Wait until the server can take tasks; `InternalFault` with the end of its log if it ends instead."""
     import time
 
-    from gpool.client.connection.transport import Door
+    from gpool.client.connection.transport import ApiTransport
 
-    door = Door(address, "")
+    api = ApiTransport(address, "")
     ends = time.monotonic() + _READY_S
     try:
         while not stop.is_set():
@@ -135,14 +135,14 @@ def await_ready(server: ChildProcess, address: Address, stop: threading.Event) -
                     f"the server did not start; its log ends with:\n{server.last_words()}"
                 )
             try:
-                door.send_once("GET", "/readyz")
+                api.send_once("GET", "/readyz")
                 return
             except Unreachable:
                 if time.monotonic() > ends:
                     raise
             stop.wait(_LOOK_S)
     finally:
-        door.close()
+        api.close()
 
 
 def _announce(address: Address, key_file: Path, profile: Path) -> None:
@@ -177,16 +177,16 @@ def loopback_note(link: str) -> str:
 
 
 def _join_link(address: Address, key_file: Path) -> str:
-    from gpool.client.connection.transport import Door
+    from gpool.client.connection.transport import ApiTransport
 
-    door = Door(address, key_file.read_text(encoding="ascii").strip())
+    api = ApiTransport(address, key_file.read_text(encoding="ascii").strip())
     try:
-        return str(door.send_json("POST", "/v1/nodes/invites", {"expires_in_s": 86400})["link"])
+        return str(api.send_json("POST", "/v1/nodes/invites", {"expires_in_s": 86400})["link"])
     except GpoolError as error:
         click.echo(f"gpool: could not create a join link: {error.detail}", err=True)
         return ""
     finally:
-        door.close()
+        api.close()
 
 
 def _watch(children: list[ChildProcess], stop: threading.Event) -> None:

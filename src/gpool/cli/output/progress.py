@@ -12,8 +12,8 @@ import click
 from gpool.core.errors import GpoolError
 
 if TYPE_CHECKING:
-    from gpool.client.files.artifacts import Progress as UploadProgress
-    from gpool.client.logs import Printed, Progress
+    from gpool.client.files.artifacts import TransferProgress
+    from gpool.client.logs import Printed, TaskProgress
     from gpool.client.results import Result
     from gpool.client.runs import Run
 
@@ -47,11 +47,11 @@ class ProgressLine:
         phases: bool = True,
     ) -> None:
         self._print, self._run, self._phases = print_line, run, phases
-        self._seen: Progress | None = None
+        self._seen: TaskProgress | None = None
         self._last = ""
         self._is_explained = False
 
-    def __call__(self, progress: Progress) -> None:
+    def __call__(self, progress: TaskProgress) -> None:
         from gpool.cli.output.printing import styled
 
         if progress == self._seen:  # unchanged
@@ -114,7 +114,7 @@ def print_outcome(result: Result, *, code_too: bool = False) -> None:
 
 
 @contextmanager
-def progress_bar() -> Iterator[UploadProgress | None]:
+def progress_bar() -> Iterator[TransferProgress | None]:
     """Progress bars of file transfers, on a terminal only."""
     if not sys.stderr.isatty():
         yield None

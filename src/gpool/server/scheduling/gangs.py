@@ -13,7 +13,7 @@ from gpool.core.ids import NodeId, TaskId, UserId
 from gpool.core.scheduler.state.events import Place as Placed
 from gpool.core.scheduler.state.state import Line as StateLine
 from gpool.core.scheduler.state.state import State
-from gpool.server.identity.secrets.envelope import Place
+from gpool.server.identity.secrets.envelope import FieldLocation
 from gpool.server.identity.secrets.sealer import Sealer
 from gpool.server.store.operations.gangs.grants import parts_of
 from gpool.server.store.sealed_values import DataKey
@@ -26,9 +26,9 @@ Shared = Mapping[TaskId, bytes]
 """By task: what its members share."""
 
 
-def secret_place(task: int) -> Place:
+def secret_place(task: int) -> FieldLocation:
     """Where a gang's secret lies."""
-    return Place("gangs", str(task), "secret_sealed")
+    return FieldLocation("gangs", str(task), "secret_sealed")
 
 
 async def new_secrets(sealer: Sealer, places: Iterable[Placed]) -> tuple[Shared, Shared]:
