@@ -6,12 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
-from gpool.core.errors import GpoolError
 from gpool.core.ids import IdSource
 from gpool.core.model import Instant
 from gpool.server.blobs import Blobs
 from gpool.server.clock import Clock
-from gpool.server.gpu_verification.verifier import Examiner
+from gpool.server.gpu_verification.verifier import GpuVerifier
 from gpool.server.identity.certificates import Certificate
 from gpool.server.identity.credentials import Credentials
 from gpool.server.identity.node_proofs.verifier import NodeGate
@@ -19,10 +18,13 @@ from gpool.server.identity.secrets.sealer import Sealer
 from gpool.server.identity.services import SignIns
 from gpool.server.identity.sign_in_guard import Guard
 from gpool.server.metrics import Metrics
-from gpool.server.nodes.frame_budget import Paces
+from gpool.server.nodes.frame_budget import FrameBudgets
+from gpool.server.nodes.registry import NodeRegistry
+from gpool.server.nodes.report_batches import ReportBatches
 from gpool.server.nodes.telemetry import Telemetry
-from gpool.server.scheduling.explaining import Explaining
-from gpool.server.scheduling.pricing_training import Asking
+from gpool.server.scheduling.explanations import Explainer
+from gpool.server.scheduling.picture import StatePicture
+from gpool.server.scheduling.pricing_training import TrainingRequests
 from gpool.server.scheduling.scheduler import Scheduler
 from gpool.server.settings import Settings
 from gpool.server.store.batching import Gathering
@@ -58,7 +60,10 @@ class Server:
     clock: Clock
     ids: IdSource
     hub: Hub
+    nodes: NodeRegistry
+    picture: StatePicture
     scheduler: Scheduler
+    reports: ReportBatches
     blobs: Blobs
     credentials: Credentials
     gate: NodeGate
@@ -68,11 +73,11 @@ class Server:
     submitting: Gathering[Any, Any, Any]  # of `actions.submit`
     sign_ins: SignIns | None = None  # None: a server that only schedules
     certificate: Certificate | None = None  # None: plain HTTP
-    examiner: Examiner | None = None  # None: GPUs are neither measured nor examined
+    examiner: GpuVerifier | None = None  # None: GPUs are neither measured nor examined
     telemetry: Telemetry = field(default_factory=Telemetry)
-    learning: Asking = field(default_factory=Asking)
-    explaining: Explaining = field(default_factory=Explaining)
-    paces: Paces = field(default_factory=lambda: Paces(0.0))  # of what nodes send
+    learning: TrainingRequests = field(default_factory=TrainingRequests)
+    explaining: Explainer = field(default_factory=Explainer)
+    paces: FrameBudgets = field(default_factory=lambda: FrameBudgets(0.0))  # of what nodes send
 
     @property
     def now(self) -> Instant:
@@ -84,19 +89,9 @@ class Server:
         return self.sign_ins
 
     async def write(self, operation: Operation[T]) -> T:
-        """Commits, and returns in commit order: fold what it gave before the next await.
-
-        When the caller is cancelled or the commit fails we cannot know what was written: the scheduler looks again.
-        """
-        try:
+        """Commit; returns in commit order, so fold the result before the next await (see `StatePicture.commit`)."""
+        with self.picture.commit():
             return await self.store.write(operation)
-        except GpoolError as error:
-            if error.status >= 500:  # the commit itself failed
-                self.scheduler.doubt()
-            raise
-        except BaseException:
-            self.scheduler.doubt()
-            raise
 
     async def write_once(
         self, user: User, once: Once | None, operation: Operation[T], encode: Callable[[T], bytes]

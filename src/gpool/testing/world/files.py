@@ -3,45 +3,34 @@
 from __future__ import annotations
 
 import tempfile
-from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
-from gpool.core.model import Node
 from gpool.core.scheduler.state.events import QueuedTask, TasksLeased
 from gpool.core.scheduler.state.shapes import shape_of
 from gpool.core.scheduler.state.state import State, build
-from gpool.server.scheduling.scheduler import Scheduler
+from gpool.server.scheduling.picture import StatePicture
 from gpool.server.store import open_inline
 from gpool.server.store.values import Picture
 
 
-def rebuilt(scheduler: Scheduler, picture: Picture) -> State:
-    """The scheduling state from a picture, with what the scheduler knows of the nodes beside it."""
-    shapes = {
-        id_: shape_of(spec, user, picture.teams.get(id_)) for id_, user, spec in picture.specs
-    }
+def rebuilt(picture: StatePicture, rows: Picture) -> State:
+    """Build the scheduling state from stored rows, with the fields of nodes that only the picture has."""
+    shapes = {id_: shape_of(spec, user, rows.teams.get(id_)) for id_, user, spec in rows.specs}
     state = build(
-        [_as_known(scheduler, row.node) for row in picture.nodes],
+        [picture.nodes.annotated(row.node) for row in rows.nodes],
         [
             (shapes[row.spec], QueuedTask(row.task, row.epoch, row.queued_at))
-            for row in picture.queued
-            if row.task not in scheduler.refused
+            for row in rows.queued
+            if row.task not in picture.rejected
         ],
-        [(node, lease.allocation, shapes[lease.spec], lease.task) for node, lease in picture.held],
+        [(node, lease.allocation, shapes[lease.spec], lease.task) for node, lease in rows.held],
     )
-    for gang in picture.gangs:
+    for gang in rows.gangs:
         lease = gang.lease
         shape, tasks = shapes[lease.spec], (lease.task,)
         state.fold(TasksLeased(gang.node, lease.allocation, shape, tasks, gang.members))
     return state
-
-
-def _as_known(scheduler: Scheduler, node: Node) -> Node:
-    """With what the store does not have: whether it is connected, whether it rests, and what experience says of it."""
-    merit = scheduler.merits.get(node.id, node.merit)
-    connected, resting = node.id in scheduler.channels, scheduler.rests.why(node.id)
-    return replace(node, connected=connected, merit=merit, resting=resting)
 
 
 @lru_cache(maxsize=1)

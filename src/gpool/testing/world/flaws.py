@@ -26,8 +26,9 @@ from gpool.core.ids import NodeId, TaskId
 from gpool.core.model import EndReason, Instant, Offer, Span, TaskSpec
 from gpool.core.scheduler.state.events import Event as SchedulingEvent
 from gpool.core.scheduler.state.events import TasksLeased, TasksQueued
-from gpool.server.nodes.connection import Channel, Secrets
-from gpool.server.scheduling.scheduler import Scheduler
+from gpool.server.nodes.connection import NodeChannel
+from gpool.server.nodes.registry import NodeRegistry, OpenSecrets
+from gpool.server.scheduling.picture import StatePicture
 from gpool.server.server import Answered, Once, Server
 from gpool.server.store.operations.leases import leases
 from gpool.server.store.protocol import Operation, Relation, Row, Statement
@@ -217,12 +218,12 @@ def _save(user: int, once: Once, body: bytes, at: Instant) -> Operation[None]:
     )
 
 
-class FencelessChannel(Channel):
+class FencelessChannel(NodeChannel):
     """Takes every report for one about the current lease, whoever has it."""
 
     async def _record(self, frame: Reports) -> None:
         for recording in await self._server.write(_unfenced(frame.items, self._server.now)):
-            self._server.scheduler.absorb(recording)
+            self._server.picture.absorb(recording)
         if not self.closed:
             self._send(Recorded(frame.sequence))
 
@@ -239,7 +240,7 @@ def _unfenced(items: Sequence[ReportItem], at: Instant) -> Operation[list[Record
     return recordings
 
 
-class GangFencelessChannel(Channel):
+class GangFencelessChannel(NodeChannel):
     """Takes every report about a member of a gang for one about the present epoch."""
 
     async def _record(self, frame: Reports) -> None:
@@ -260,19 +261,19 @@ def _epochs(tasks: Sequence[int]) -> Operation[dict[int, int]]:
     return found
 
 
-class HastyChannel(Channel):
+class HastyChannel(NodeChannel):
     """Says `Recorded` and then records."""
 
     async def _record(self, frame: Reports) -> None:
         if not self.closed:
             self._send(Recorded(frame.sequence))
         now = self._server.now
-        self._server.scheduler.absorb(
+        self._server.picture.absorb(
             await self._server.write(leases.record(self.node, frame.items, now))
         )
 
 
-class DeafChannel(Channel):
+class DeafChannel(NodeChannel):
     """Does not offer again, when an agent says hello, what it never got."""
 
     _greets = False
@@ -283,31 +284,27 @@ class DeafChannel(Channel):
         self._greets = False
 
     def grant(
-        self, lines: Iterable[Line], spec_of: Callable[[int], TaskSpec | None], secrets: Secrets
+        self, lines: Iterable[Line], spec_of: Callable[[int], TaskSpec | None], secrets: OpenSecrets
     ) -> None:
         if not self._greets:
             super().grant(lines, spec_of, secrets)
 
 
-class ImpatientScheduler(Scheduler):
-    """Gives a node up after half the time it promised."""
+class EarlyExpiry(NodeRegistry):
+    """Expires a node after half of its lease time."""
 
-    def heard_from(self, node: NodeId, now: Instant) -> None:
-        self.deadlines[node] = Instant(now + Span(self._ttl // 2))
-
-
-class AmnesiacScheduler(Scheduler):
-    """After a restart it takes every node for lost at once."""
-
-    async def rebuild(self, now: Instant) -> None:
-        known = set(self.deadlines)
-        await super().rebuild(now)
-        for node in self.deadlines:
-            if node not in known:
-                self.deadlines[node] = Instant(now - 1)
+    def extend_deadline(self, node: NodeId, now: Instant) -> None:
+        self._deadlines[node] = Instant(now + Span(self._ttl // 2))
 
 
-class FreeingScheduler(Scheduler):
+class ExpiryAtRestart(NodeRegistry):
+    """Expires every node at once after a restart."""
+
+    def ensure_deadline(self, node: NodeId, now: Instant) -> None:
+        self._deadlines.setdefault(node, Instant(now - 1))
+
+
+class ReleasesAtCancel(StatePicture):
     """Goes with `FreesAtCancel`."""
 
     def absorb(self, recording: Recording) -> None:
@@ -315,7 +312,7 @@ class FreeingScheduler(Scheduler):
         super().absorb(replace(recording, released=recording.released + stopped))
 
 
-class LosingScheduler(Scheduler):
+class ForgetsRequeued(StatePicture):
     """Does not fold what came back to the queue."""
 
     def fold(self, event: SchedulingEvent) -> None:
@@ -323,7 +320,7 @@ class LosingScheduler(Scheduler):
             super().fold(event)
 
 
-class ForgetfulOfMembers(Scheduler):
+class ForgetsMembers(StatePicture):
     """Takes only a gang's first node for held."""
 
     def fold(self, event: SchedulingEvent) -> None:
@@ -444,7 +441,7 @@ class BlankMachine(Machine):
         super().start_command(replace(order, checkpoint=()))
 
 
-class CarelessChannel(Channel):
+class CarelessChannel(NodeChannel):
     """Acknowledges checkpoints, and keeps none."""
 
     async def _record(self, frame: Reports) -> None:
@@ -474,14 +471,14 @@ _PARTS: dict[Flaw, dict[str, Any]] = {
     Flaw.KEY_SAVED_AFTER_EFFECT: {"server": ForgetfulServer},
     Flaw.AGENT_NEVER_LETS_GO: {"session": ClingingSession},
     Flaw.LEASE_COUNTED_FROM_RECEIPT: {"session": ReceiptSession},
-    Flaw.SERVER_EXPIRES_EARLY: {"scheduler": ImpatientScheduler},
-    Flaw.RESTART_FORGETS_TTL: {"scheduler": AmnesiacScheduler},
-    Flaw.FREED_AT_CANCEL: {"disk": FreesAtCancel, "scheduler": FreeingScheduler},
+    Flaw.SERVER_EXPIRES_EARLY: {"registry": EarlyExpiry},
+    Flaw.RESTART_FORGETS_TTL: {"registry": ExpiryAtRestart},
+    Flaw.FREED_AT_CANCEL: {"disk": FreesAtCancel, "picture": ReleasesAtCancel},
     Flaw.RELEASED_BEFORE_DEAD: {"session": LyingSession},
     Flaw.GRANT_STARTS_TWICE: {"session": RestartingSession},
     Flaw.REPORTS_NOT_REPEATED: {"session": OnceSession},
     Flaw.LOST_GRANTS_NOT_REPEATED: {"channel": DeafChannel},
-    Flaw.REQUEUE_NOT_FOLDED: {"scheduler": LosingScheduler},
+    Flaw.REQUEUE_NOT_FOLDED: {"picture": ForgetsRequeued},
     Flaw.SANDBOX_OUTLIVES_AGENT: {"machine": UndeadMachine},
     Flaw.LETS_GO_IN_SILENCE: {"session": SilentSession},
     Flaw.OFFER_SAID_TOO_EARLY: {"session": DeafToOwner},
@@ -491,7 +488,7 @@ _PARTS: dict[Flaw, dict[str, Any]] = {
     Flaw.PREEMPTION_COUNTED_AS_FAILURE: {"session": BlamingSession},
     Flaw.PREEMPTED_BEFORE_DEAD: {"session": HastySession},
     Flaw.GANG_WRITTEN_IN_PART: {"disk": WritesInPart},
-    Flaw.GANG_COUNTED_ON_ONE_NODE: {"scheduler": ForgetfulOfMembers},
+    Flaw.GANG_COUNTED_ON_ONE_NODE: {"picture": ForgetsMembers},
     Flaw.GANG_OVER_WITH_ONE_MEMBER: {"disk": OverWithOne},
     Flaw.GANG_NEVER_GRANTED: {"disk": NeverGrants},
     Flaw.GANG_FENCE_OFF: {"channel": GangFencelessChannel},

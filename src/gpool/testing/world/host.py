@@ -25,7 +25,10 @@ from gpool.server.identity.node_proofs.verifier import NodeGate
 from gpool.server.identity.secrets.sealer import MasterSource, Sealer
 from gpool.server.identity.sign_in_guard import Guard
 from gpool.server.metrics import Metrics
-from gpool.server.scheduling.loops import Ticker, all_loops
+from gpool.server.nodes.report_batches import ReportBatches
+from gpool.server.scheduling.loops import LoopRunner, all_loops
+from gpool.server.scheduling.policy import ActivePolicy
+from gpool.server.scheduling.scheduler import Scheduler
 from gpool.server.server import Server
 from gpool.server.settings import Settings
 from gpool.server.store import InlineStore
@@ -90,6 +93,10 @@ class Incarnation:
         )
         hub, metrics = Hub(), Metrics()
         policy = Policy(order=site.settings.order)
+        nodes = site.parts.registry(metrics, site.settings.ttl, site.clock.passed)
+        picture = site.parts.picture(
+            self.disk, nodes, ActivePolicy(policy), hub, metrics, site.clock.now
+        )
         sealer = Sealer(self.disk, MasterSource(site.folder / "master.key"), site.clock.now)
         self.server: Server = site.parts.server(
             settings=site.settings,
@@ -97,16 +104,10 @@ class Incarnation:
             clock=site.clock,
             ids=Ids(site.clock, dice.branch("ids")),
             hub=hub,
-            scheduler=site.parts.scheduler(
-                self.disk,
-                hub,
-                metrics,
-                policy,
-                site.settings.ttl,
-                sealer,
-                clock=site.clock.now,
-                passed=site.clock.passed,
-            ),
+            nodes=nodes,
+            picture=picture,
+            scheduler=Scheduler(picture, sealer, metrics),
+            reports=ReportBatches(picture.write, picture.absorb),
             blobs=Blobs(site.folder / "blobs", site.settings.max_artifact_bytes),
             credentials=Credentials(
                 self.disk, site.clock.now, site.settings.ttl, b"the world's root key"
@@ -125,8 +126,8 @@ class Incarnation:
         self.spawn(self._run())
 
     async def _run(self) -> None:
-        await self.server.scheduler.rebuild(self.server.now)
-        Ticker(self.server, *all_loops(self.server)).start()
+        await self.server.picture.rebuild(self.server.now)
+        LoopRunner(self.server, *all_loops(self.server)).start()
 
     def spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         return self.household.spawn(self._site.loop, work)

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 from gpool.agent.state_machine.session import Session
 from gpool.core.model import Offer
-from gpool.server.nodes.connection import Channel
-from gpool.server.scheduling.scheduler import Scheduler
+from gpool.server.nodes.connection import NodeChannel
+from gpool.server.nodes.registry import NodeRegistry
+from gpool.server.scheduling.picture import StatePicture
 from gpool.server.server import Server
 from gpool.testing.world.disk import Disk
 from gpool.testing.world.machine import Machine
@@ -20,7 +21,8 @@ class Parts:
 
     session: Callable[[str, Offer], Session] = Session
     disk: Callable[..., Disk] = Disk
-    channel: Callable[..., Channel] = Channel
-    scheduler: Callable[..., Scheduler] = Scheduler
+    channel: Callable[..., NodeChannel] = NodeChannel
+    registry: Callable[..., NodeRegistry] = NodeRegistry
+    picture: Callable[..., StatePicture] = StatePicture
     server: Callable[..., Server] = Server
     machine: Callable[..., Machine] = Machine

@@ -368,7 +368,7 @@ class World:
     async def _change(server: Any, node: NodeId, availability: Availability) -> None:
         row = await server.write(nodes.set_availability(node, None, availability, server.now))
         if row is not None:
-            server.scheduler.node_changed(row.node)
+            server.picture.node_changed(row.node)
 
     def _calm(self) -> None:
         self.trace.say("world", "calms down")
@@ -399,10 +399,10 @@ class World:
         """The scheduler's picture, folded from events, against one taken from the file."""
         incarnation = self.host.current
         if incarnation is not None and incarnation.disk.is_quiet:
-            scheduler = incarnation.server.scheduler
-            if not scheduler.in_doubt:
-                picture = self._file.read_now(leases.picture())
-                if scheduler.state != rebuilt(scheduler, picture):
+            picture = incarnation.server.picture
+            if not picture.is_stale:
+                rows = self._file.read_now(leases.picture())
+                if picture.state != rebuilt(picture, rows):
                     self.fail("the scheduling state differs from one rebuilt from the store")
         self.loop.after_us(300 * MS, self._compare)
 
