@@ -30,7 +30,7 @@ from gpool.server.store.protocol import Operation, Statement
 from gpool.server.store.values import NodeCredentials, User
 from gpool.server.wakeups import Hub
 from gpool.testing.dice import Dice
-from gpool.testing.world.files import empty_database, fast_folder
+from gpool.testing.world.database import empty_database, fast_folder
 from gpool.wire import frames
 
 T = TypeVar("T")

@@ -37,7 +37,7 @@ from gpool.server.store.operations.tasks import checkpoints, tasks
 from gpool.server.store.protocol import Operation
 from gpool.server.store.values import NewTask, Recording, Submission
 from gpool.testing.dice import Dice
-from gpool.testing.world.files import rebuilt
+from gpool.testing.world.database import rebuilt
 from gpool.wire import frames
 from gpool.wire.frames import Hold
 

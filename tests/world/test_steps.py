@@ -7,7 +7,7 @@ from dataclasses import replace
 from gpool.core.model import Span
 from gpool.server.metrics import Metrics
 from gpool.server.nodes.registry import NodeRegistry
-from gpool.testing.world.parts import Parts
+from gpool.testing.world.host import Parts
 from gpool.testing.world.world import run
 
 SECOND = 1_000_000

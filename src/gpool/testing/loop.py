@@ -26,11 +26,11 @@ class Livelock(RuntimeError):
     """Something turns round and round and no time passes."""
 
 
-class OutsideWorld(RuntimeError):
+class OutsideSimulation(RuntimeError):
     """Something asked for a thread, a socket or a process: not under virtual time."""
 
 
-class _Leap:
+class _JumpingClock:
     """Stands where the selector stands: instead of waiting for I/O it moves the clock."""
 
     def __init__(self) -> None:
@@ -55,12 +55,12 @@ class _Leap:
 class VirtualLoop(BaseEventLoop):
     """Starts at zero; `us` is the time in microseconds."""
 
-    _selector: _Leap
+    _selector: _JumpingClock
     _clock_resolution: float
 
     def __init__(self) -> None:
         super().__init__()
-        self._selector = _Leap()
+        self._selector = _JumpingClock()
         self._clock_resolution = RESOLUTION_S
 
     def time(self) -> float:
@@ -80,12 +80,12 @@ class VirtualLoop(BaseEventLoop):
     def _write_to_self(self) -> None: ...
 
     def run_in_executor(self, *_: Any, **__: Any) -> NoReturn:  # type: ignore[override]
-        raise OutsideWorld("no threads under virtual time")
+        raise OutsideSimulation("no threads under virtual time")
 
     async def shutdown_default_executor(self, timeout: float | None = None) -> None: ...  # noqa: ASYNC109
 
 
-class Household:
+class SimulatedProcess:
     """The tasks that one simulated process started, directly or through its tasks: they die together."""
 
     def __init__(self, name: str, on_end: Callable[[asyncio.Task[Any]], None]) -> None:
@@ -96,7 +96,7 @@ class Household:
 
     def spawn(self, loop: VirtualLoop, coroutine: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         context = contextvars.Context()
-        context.run(_household.set, self)
+        context.run(_process.set, self)
         return loop.create_task(coroutine, context=context)
 
     @property
@@ -119,8 +119,8 @@ class Household:
             task.cancel()
 
 
-_household: contextvars.ContextVar[Household | None] = contextvars.ContextVar(
-    "household", default=None
+_process: contextvars.ContextVar[SimulatedProcess | None] = contextvars.ContextVar(
+    "process", default=None
 )
 
 
@@ -130,9 +130,9 @@ def _create(
     context: contextvars.Context | None = None,
 ) -> asyncio.Task[T]:
     task: asyncio.Task[T] = asyncio.Task(coroutine, loop=loop, context=context)
-    household = (context or contextvars.copy_context()).get(_household)
-    if household is not None:
-        household.adopt(task)
+    process = (context or contextvars.copy_context()).get(_process)
+    if process is not None:
+        process.adopt(task)
     return task
 
 

@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from gpool.testing.world.flaws import Flaw, parts_with
-from gpool.testing.world.world import Outcome, run
+from gpool.testing.world.world import WorldOutcome, run
 
-__all__ = ["Flaw", "Outcome", "parts_with", "run"]
+__all__ = ["Flaw", "WorldOutcome", "parts_with", "run"]

@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from gpool.testing.world.flaws import Flaw, parts_with
-from gpool.testing.world.world import Outcome, run
+from gpool.testing.world.world import WorldOutcome, run
 
 CHUNK = 25
 
@@ -23,7 +23,7 @@ CHUNK = 25
 class Chunk:
     """Seeds that one process ran, and the seconds it took."""
 
-    outcomes: list[Outcome]
+    outcomes: list[WorldOutcome]
     seconds: float
 
 
@@ -51,7 +51,7 @@ def main(arguments: list[str] | None = None) -> int:
             write(line + "\n")
         write(f"seed {outcome.seed}: {outcome.violation or 'no violation'}\n{outcome.digest}\n")
         return 1 if outcome.violation else 0
-    outcomes: list[Outcome] = []
+    outcomes: list[WorldOutcome] = []
     seconds = 0.0
     for chunk in run_all(options.seeds, options.jobs, options.flaw):
         outcomes += chunk.outcomes
@@ -70,7 +70,7 @@ def main(arguments: list[str] | None = None) -> int:
     return 1 if summary["violations found"] else 0
 
 
-def summed_up(outcomes: list[Outcome], seconds: float) -> dict[str, int | float]:
+def summed_up(outcomes: list[WorldOutcome], seconds: float) -> dict[str, int | float]:
     return {
         "seeds": len(outcomes),
         "violations found": sum(outcome.violation is not None for outcome in outcomes),

@@ -7,17 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 from gpool.agent.state_machine import instructions as say
 from gpool.agent.state_machine.session import Session
 from gpool.core.model import Offer
 from gpool.testing.dice import Dice
 from gpool.testing.loop import VirtualLoop
-from gpool.testing.world.machine import Machine
-from gpool.testing.world.network import Link, Network
-from gpool.testing.world.parts import Parts
-from gpool.testing.world.record import Record
+from gpool.testing.world.host import Host, Parts
+from gpool.testing.world.machine import SimulatedMachine
+from gpool.testing.world.network import SimulatedLink, SimulatedNetwork
+from gpool.testing.world.record import Oracle
 from gpool.testing.world.trace import Trace
 from gpool.wire import frames
 
@@ -25,27 +24,15 @@ MS = 1_000
 UPLOAD_PATIENCE_US = 1_500 * MS
 
 
-class Door(Protocol):
-    """Where agents dial: the server, when it is up."""
-
-    def accept(self, link: Link, secret: str) -> bool: ...
-
-    def put(
-        self, secret: str, hold: frames.Hold, sha256: str, told: Callable[[bool], None]
-    ) -> None:
-        """An artifact arrives under a lease."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
-class Surroundings:
+class AgentEnvironment:
     """What every agent stands in."""
 
     loop: VirtualLoop
-    network: Network
-    record: Record
+    network: SimulatedNetwork
+    record: Oracle
     trace: Trace
-    door: Door
+    host: Host
     parts: Parts
     fail: Callable[[str], None]
 
@@ -65,13 +52,13 @@ class BootClock:
 
 
 @dataclass(slots=True)
-class _Boot:
+class _AgentProcess:
     """One life of the agent's process."""
 
     number: int
     session: Session
-    machine: Machine
-    link: Link | None = None
+    machine: SimulatedMachine
+    link: SimulatedLink | None = None
     dialling: bool = False
     backoff_us: int = 20 * MS
     over: bool = False
@@ -81,7 +68,7 @@ class _Boot:
 
 class Agent:
     def __init__(
-        self, around: Surroundings, name: str, secret: str, offer: Offer, dice: Dice
+        self, around: AgentEnvironment, name: str, secret: str, offer: Offer, dice: Dice
     ) -> None:
         self._around, self.name, self._secret, self._offer, self._dice = (
             around,
@@ -93,7 +80,7 @@ class Agent:
         self._clock = BootClock(dice.between(0, 10**9), 1 + (dice.random() - 0.5) * 0.02)
         self._lent = offer  # what it says now: closed, while its owner wants it
         self._boots = 0
-        self._boot: _Boot | None = None
+        self._boot: _AgentProcess | None = None
         self._alarm_us = -1
         self._frozen = False
         self._backlog: list[say.Event] = []
@@ -126,7 +113,7 @@ class Agent:
             self._happened,
             self._upload,
         )
-        self._boot = _Boot(number, session, machine)
+        self._boot = _AgentProcess(number, session, machine)
         self._around.trace.say(self.name, "boots", number)
         self._dial(self._boot)
 
@@ -216,7 +203,7 @@ class Agent:
             self._around.fail(f"{self.name}: {wrong[0]} after {event}")
         self._set_alarm(boot)
 
-    def _set_alarm(self, boot: _Boot) -> None:
+    def _set_alarm(self, boot: _AgentProcess) -> None:
         if self._boot is not boot:
             return
         wakes_at = boot.session.wakes_at
@@ -227,13 +214,13 @@ class Agent:
             self._alarm_us = at_us
             self._around.loop.call_at(at_us / 1e6, self._rang, boot, at_us)
 
-    def _rang(self, boot: _Boot, at_us: int) -> None:
+    def _rang(self, boot: _AgentProcess, at_us: int) -> None:
         if self._boot is boot and self._alarm_us == at_us:
             self._alarm_us = -1
             if not self._frozen:
                 self._handle(say.Ticked())
 
-    def _obey(self, boot: _Boot, instruction: say.Instruction) -> None:
+    def _obey(self, boot: _AgentProcess, instruction: say.Instruction) -> None:
         match instruction:
             case say.Send(frame):
                 self._send(boot, frame)
@@ -262,7 +249,7 @@ class Agent:
 
     # ---- the channel
 
-    def _send(self, boot: _Boot, frame: frames.AgentFrame) -> None:
+    def _send(self, boot: _AgentProcess, frame: frames.AgentFrame) -> None:
         data = frames.encode(frame)
         self._around.trace.frame(self.name, ">", data, frame)
         if boot.link is None:
@@ -283,7 +270,7 @@ class Agent:
 
         def arrive() -> None:
             if network.reachable(self.name):
-                self._around.door.put(self._secret, frames.Hold(task, epoch), sha256, back)
+                self._around.host.put(self._secret, frames.Hold(task, epoch), sha256, back)
 
         def back(arrived: bool) -> None:
             self._around.loop.after_us(network.latency_us(), answer, arrived)
@@ -291,14 +278,14 @@ class Agent:
         self._around.loop.after_us(network.latency_us(), arrive)
         self._around.loop.after_us(UPLOAD_PATIENCE_US, answer, False)
 
-    def _dial(self, boot: _Boot) -> None:
+    def _dial(self, boot: _AgentProcess) -> None:
         if not boot.dialling and not boot.over:
             boot.dialling = True
             delay = self._dice.between(1, boot.backoff_us)
             boot.backoff_us = min(2 * boot.backoff_us, 500 * MS)
             self._around.loop.after_us(delay, self._dialled, boot)
 
-    def _dialled(self, boot: _Boot) -> None:
+    def _dialled(self, boot: _AgentProcess) -> None:
         boot.dialling = False
         if boot.over or boot.link is not None:
             return
@@ -307,7 +294,7 @@ class Agent:
             self._dial(boot)
             return
         link = network.open(self.name)
-        if not self._around.door.accept(link, self._secret):
+        if not self._around.host.accept(link, self._secret):
             self._dial(boot)
             return
         boot.link = link
@@ -318,7 +305,7 @@ class Agent:
         self._tell("dials", link.name)
         self._handle(say.Connected())
 
-    def _arrived(self, boot: _Boot, link: Link, data: bytes) -> None:
+    def _arrived(self, boot: _AgentProcess, link: SimulatedLink, data: bytes) -> None:
         if boot.over or boot.link is not link:
             return
         frame = frames.decode_from_server(data)
@@ -326,7 +313,7 @@ class Agent:
         self._witness(boot, frame)
         self._happened(say.FrameArrived(frame))
 
-    def _closed(self, boot: _Boot, link: Link) -> None:
+    def _closed(self, boot: _AgentProcess, link: SimulatedLink) -> None:
         if boot.over or boot.link is not link:
             return
         boot.link = None
@@ -334,7 +321,7 @@ class Agent:
         self._happened(say.Disconnected())
         self._dial(boot)
 
-    def _witness(self, boot: _Boot, frame: frames.ServerFrame) -> None:
+    def _witness(self, boot: _AgentProcess, frame: frames.ServerFrame) -> None:
         """What it is told must be durable by now."""
         record = self._around.record
         match frame:

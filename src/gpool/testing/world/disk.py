@@ -23,7 +23,7 @@ MAX_GROUP = 256
 
 
 @dataclass(slots=True)
-class Asked:
+class PendingOperation:
     """An operation that waits, and later its answer."""
 
     operation: Operation[Any]
@@ -41,30 +41,33 @@ class Asked:
 
 
 @dataclass(slots=True)
-class Pace:
+class DiskSpeed:
     """How slow the disk is."""
 
     commit_us: tuple[int, int] = (100, 3 * MS)
     answer_us: tuple[int, int] = (10, 500)
     stuck_until_us: int = 0
 
+    def stall_until(self, at_us: int) -> None:
+        self.stuck_until_us = at_us
 
-class Disk:
-    """The store as one incarnation of the server has it; the file behind it outlives the incarnation."""
+
+class SimulatedDisk:
+    """The store as one process of the server has it; the file behind it outlives the process."""
 
     def __init__(
         self,
         loop: VirtualLoop,
         dice: Dice,
         file: InlineStore,
-        pace: Pace,
+        pace: DiskSpeed,
         committed: Callable[[], None],
         broken: Callable[[str], None],
     ) -> None:
         self._loop, self._dice, self._file, self._pace = loop, dice, file, pace
         self._committed, self._broken = committed, broken
-        self._waiting: list[Asked] = []
-        self._group: list[Asked] = []
+        self._waiting: list[PendingOperation] = []
+        self._group: list[PendingOperation] = []
         self._open = False  # a transaction is
         self._dead = False
         self.unanswered = 0
@@ -91,13 +94,13 @@ class Disk:
 
     # ---- how it goes
 
-    def _ask(self, operation: Operation[T]) -> Asked:
+    def _ask(self, operation: Operation[T]) -> PendingOperation:
         if self._dead:
             raise asyncio.CancelledError  # the process is gone: nothing of it reaches the disk
         self.unanswered += 1
-        return Asked(operation, self._loop.create_future())
+        return PendingOperation(operation, self._loop.create_future())
 
-    def _look(self, asked: Asked) -> None:
+    def _look(self, asked: PendingOperation) -> None:
         if self._dead:
             return
         self._run(asked, self._file.read_now)
@@ -116,10 +119,10 @@ class Disk:
         delay = max(delay, self._pace.stuck_until_us - self._loop.us)
         self._loop.after_us(delay, self._commit)
 
-    def executed(self, group: list[Asked]) -> None:
+    def executed(self, group: list[PendingOperation]) -> None:
         """The group has run and is not durable yet: nobody may know. (A flaw tells them.)"""
 
-    def _run(self, asked: Asked, run: Callable[[Operation[Any]], Any]) -> None:
+    def _run(self, asked: PendingOperation, run: Callable[[Operation[Any]], Any]) -> None:
         try:
             asked.value = run(asked.operation)
         except GpoolError as refusal:
@@ -138,12 +141,12 @@ class Disk:
         group, self._group = self._group, []
         self._loop.after_us(self._dice.between(*self._pace.answer_us), self._answer_group, group)
 
-    def _answer_group(self, group: list[Asked]) -> None:
+    def _answer_group(self, group: list[PendingOperation]) -> None:
         if not self._dead:
             self._answer(group)
             self._begin()
 
-    def _answer(self, group: list[Asked]) -> None:
+    def _answer(self, group: list[PendingOperation]) -> None:
         if self._dead:
             return
         self.last_answer_us = self._loop.us

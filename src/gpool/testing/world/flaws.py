@@ -33,9 +33,9 @@ from gpool.server.server import Answered, Once, Server
 from gpool.server.store.operations.leases import leases
 from gpool.server.store.protocol import Operation, Relation, Row, Statement
 from gpool.server.store.values import AppliedPlan, Recording, User
-from gpool.testing.world.disk import Asked, Disk
-from gpool.testing.world.machine import Machine
-from gpool.testing.world.parts import Parts
+from gpool.testing.world.disk import PendingOperation, SimulatedDisk
+from gpool.testing.world.host import Parts
+from gpool.testing.world.machine import SimulatedMachine
 from gpool.wire.frames import (
     Checkpointed,
     Grants,
@@ -87,27 +87,27 @@ class Flaw(StrEnum):
 # ---- the store
 
 
-class EarlyAnswers(Disk):
+class EarlyAnswers(SimulatedDisk):
     """Answers before the commit: a crash in between takes back what was promised."""
 
-    def executed(self, group: list[Asked]) -> None:
+    def executed(self, group: list[PendingOperation]) -> None:
         self._answer([asked for asked in group if self.is_early(asked)])
 
-    def is_early(self, asked: Asked) -> bool:
+    def is_early(self, asked: PendingOperation) -> bool:
         return asked.error is None
 
-    def _answer(self, group: list[Asked]) -> None:
+    def _answer(self, group: list[PendingOperation]) -> None:
         super()._answer([asked for asked in group if not asked.future.done()])
 
 
 class EarlyGrants(EarlyAnswers):
     """Only plans are answered early: leases are sent that may never have been."""
 
-    def is_early(self, asked: Asked) -> bool:
+    def is_early(self, asked: PendingOperation) -> bool:
         return isinstance(asked.value, AppliedPlan)
 
 
-class FreesAtCancel(Disk):
+class FreesAtCancel(SimulatedDisk):
     """A cancelled lease holds nothing from the moment of the cancel, whatever still runs."""
 
     async def write(self, operation: Operation[T]) -> T:
@@ -118,14 +118,14 @@ def _free_at_cancel(sql: str) -> str:
     return sql.replace("SET status = 'cancelled',", "SET status = 'cancelled', holding = 0,")
 
 
-class WritesInPart(Disk):
+class WritesInPart(SimulatedDisk):
     """Leaves the last member out when it writes a gang."""
 
     async def write(self, operation: Operation[T]) -> T:
         return await super().write(_with(operation, "INSERT INTO members", lambda rows: rows[:-1]))
 
 
-class NeverGrants(Disk):
+class NeverGrants(SimulatedDisk):
     """Writes no grant of a gang, which has no node of its own; it stays queued."""
 
     async def write(self, operation: Operation[T]) -> T:
@@ -137,7 +137,7 @@ def _of_one_node(rows: Sequence[Row]) -> Sequence[Row]:
     return [row for row in rows if row[2] is not None]
 
 
-class OverWithOne(Disk):
+class OverWithOne(SimulatedDisk):
     """Takes a gang for over once one of its members is: the others run on."""
 
     async def write(self, operation: Operation[T]) -> T:
@@ -434,7 +434,7 @@ class RepeatingSession(Session):
         return out
 
 
-class BlankMachine(Machine):
+class BlankMachine(SimulatedMachine):
     """Starts every attempt with an empty directory."""
 
     def start_command(self, order: StartCommand) -> None:
@@ -449,7 +449,7 @@ class CarelessChannel(NodeChannel):
         await super()._record(msgspec.structs.replace(frame, items=kept))
 
 
-class UndeadMachine(Machine):
+class UndeadMachine(SimulatedMachine):
     """Its sandboxes live on when the agent dies."""
 
     def _die(self, task: int, epoch: int) -> int:

@@ -14,7 +14,7 @@ from gpool.agent.state_machine import instructions as say
 from gpool.core.model import Allocation, EndReason, OutputFile, Phase, TaskSpec
 from gpool.testing.dice import Dice
 from gpool.testing.loop import VirtualLoop
-from gpool.testing.world.record import Record
+from gpool.testing.world.record import Oracle
 
 MS = 1_000
 KILL_US = (2 * MS, 250 * MS)
@@ -23,7 +23,7 @@ AT_ONCE = frozenset({EndReason.CANCELLED, EndReason.LOST})
 """Ends that wait for no farewell."""
 
 
-class Fate(StrEnum):
+class AttemptFate(StrEnum):
     WELL = "well"
     FAILS = "fails"
     HANGS = "hangs"  # until somebody ends it
@@ -32,9 +32,18 @@ class Fate(StrEnum):
 
 
 COMMAND_FATES = (
-    [Fate.WELL] * 30 + [Fate.FAILS] * 4 + [Fate.HANGS] * 2 + [Fate.DIES] * 2 + [Fate.NEVER_STARTS]
+    [AttemptFate.WELL] * 30
+    + [AttemptFate.FAILS] * 4
+    + [AttemptFate.HANGS] * 2
+    + [AttemptFate.DIES] * 2
+    + [AttemptFate.NEVER_STARTS]
 )
-CALL_FATES = [Fate.WELL] * 40 + [Fate.FAILS] * 5 + [Fate.HANGS] * 1 + [Fate.DIES] * 2
+CALL_FATES = (
+    [AttemptFate.WELL] * 40
+    + [AttemptFate.FAILS] * 5
+    + [AttemptFate.HANGS] * 1
+    + [AttemptFate.DIES] * 2
+)
 
 CALL_US = ((1 * MS, 10 * MS), (1 * MS, 80 * MS), (1 * MS, 80 * MS), (100 * MS, 2500 * MS))
 
@@ -82,14 +91,14 @@ Upload = Callable[[int, int, str, Callable[[bool], None]], None]
 """(task, epoch, hash, told whether it arrived): what an artifact's upload comes to."""
 
 
-class Machine:
+class SimulatedMachine:
     """One boot of it: after `crash` it does nothing any more."""
 
     def __init__(
         self,
         loop: VirtualLoop,
         dice: Dice,
-        record: Record,
+        record: Oracle,
         node: str,
         boot: int,
         emit: Callable[[say.Event], None],
@@ -167,14 +176,14 @@ class Machine:
         if dice.chance(0.1):
             start_us += dice.between(200 * MS, 900 * MS)  # an input that takes its time
             self._emit(say.CommandReached(order.task, order.epoch, Phase.FETCH))
-        if fate is Fate.NEVER_STARTS:
+        if fate is AttemptFate.NEVER_STARTS:
             self._later(
                 start_us, self._command_ends, command, EndReason.SANDBOX_FAILED, None, "no sandbox"
             )
             return
         self._later(start_us, self._command_starts, command, fate, dice)
 
-    def _command_starts(self, command: _Command, fate: Fate, dice: Dice) -> None:
+    def _command_starts(self, command: _Command, fate: AttemptFate, dice: Dice) -> None:
         if command.over or command.ending is not None:
             return
         self._emit(say.CommandStarted(command.task, command.epoch))
@@ -182,18 +191,18 @@ class Machine:
         run_us = duration_us(command.spec, dice)
         if command.spec.checkpoint:
             total = int(command.spec.command[1])
-            run_us = (total - command.restored) * MS if fate is Fate.WELL else run_us
+            run_us = (total - command.restored) * MS if fate is AttemptFate.WELL else run_us
             self._later(command.spec.checkpoint_every, self._save_now_and_then, command)
         if dice.chance(0.4):
             self._later(run_us // 2, self._command_prints, command)
         mark = tag(command.task, command.epoch, self._node, self._boot)
-        if fate is Fate.WELL:
+        if fate is AttemptFate.WELL:
             self._later(max(run_us, MS), self._command_ends, command, EndReason.EXITED, 0, mark)
-        elif fate is Fate.FAILS:
+        elif fate is AttemptFate.FAILS:
             self._later(
                 run_us, self._command_ends, command, EndReason.EXITED, dice.between(1, 9), mark
             )
-        elif fate is Fate.DIES:
+        elif fate is AttemptFate.DIES:
             self._later(run_us, self._command_ends, command, EndReason.OUT_OF_MEMORY, 137, mark)
 
     def _command_prints(self, command: _Command) -> None:
@@ -321,18 +330,18 @@ class Machine:
         dice = self._dice.branch(f"{call.task}.{call.epoch}")
         fate = dice.pick(CALL_FATES)
         run_us = dice.between(*dice.pick(CALL_US))
-        if fate is Fate.DIES:
+        if fate is AttemptFate.DIES:
             self._later(run_us, self._runner_ends, runner, EndReason.OUT_OF_MEMORY, 137)
-        elif fate is not Fate.HANGS:
+        elif fate is not AttemptFate.HANGS:
             self._later(run_us, self._call_answers, runner, call, fate)
 
-    def _call_answers(self, runner: _Runner, call: say.RunnerCall, fate: Fate) -> None:
+    def _call_answers(self, runner: _Runner, call: say.RunnerCall, fate: AttemptFate) -> None:
         if runner.over or runner.current is not call:
             return
         runner.current = None
         self._record.attempt_ended(self._node, call.task, call.epoch)
         mark = tag(call.task, call.epoch, self._node, self._boot)
-        raised = fate is Fate.FAILS
+        raised = fate is AttemptFate.FAILS
         answer = say.CallAnswered(
             call.task,
             call.epoch,

@@ -16,7 +16,7 @@ MS = 1_000
 
 
 @dataclass(slots=True)
-class Weather:
+class NetworkConditions:
     """How bad the network is; the calm end of a run sets everything to its defaults."""
 
     delay_us: tuple[int, int] = (1 * MS, 30 * MS)
@@ -29,7 +29,7 @@ class Weather:
 
 
 @dataclass(slots=True)
-class Way:
+class LinkDirection:
     """One direction of a link, or of all of a node's links when it names a blockage."""
 
     deliver: Callable[[bytes], None]
@@ -40,24 +40,30 @@ class Way:
 
 
 @dataclass(slots=True)
-class Blockage:
+class BlockedDirections:
     """A node's line is blocked until then, by direction; frames wait, dials fail."""
 
     up_until_us: int = 0
     down_until_us: int = 0
 
+    def block_up(self, until_us: int) -> None:
+        self.up_until_us = max(self.up_until_us, until_us)
 
-class Link:
+    def block_down(self, until_us: int) -> None:
+        self.down_until_us = max(self.down_until_us, until_us)
+
+
+class SimulatedLink:
     """One connection. `up` carries to the server, `down` to the agent."""
 
-    def __init__(self, network: Network, node: str, number: int, dice: Dice) -> None:
+    def __init__(self, network: SimulatedNetwork, node: str, number: int, dice: Dice) -> None:
         self.node = node
         self.number = number
         self.name = f"{node}#{number}"
         self._network = network
         self._dice = dice
-        self.up = Way(self._lost)
-        self.down = Way(self._lost)
+        self.up = LinkDirection(self._lost)
+        self.down = LinkDirection(self._lost)
         self.on_agent_closed: Callable[[], None] = lambda: None
         self.on_server_closed: Callable[[], None] = lambda: None
         self.broken = False
@@ -71,23 +77,23 @@ class Link:
     def send_down(self, data: bytes) -> None:
         self._send(self.down, data, self._network.blockage(self.node).down_until_us)
 
-    def _send(self, way: Way, data: bytes, blocked_until_us: int) -> None:
+    def _send(self, way: LinkDirection, data: bytes, blocked_until_us: int) -> None:
         if way.cut:
             return
-        loop, dice, weather = self._network.loop, self._dice, self._network.weather
-        delay = dice.between(*weather.delay_us)
-        if weather.spike and dice.chance(weather.spike):
-            delay += dice.between(*weather.spike_us)
+        loop, dice, conditions = self._network.loop, self._dice, self._network.conditions
+        delay = dice.between(*conditions.delay_us)
+        if conditions.spike and dice.chance(conditions.spike):
+            delay += dice.between(*conditions.spike_us)
         at_us = max(loop.us + delay, blocked_until_us, way.free_at_us + 1)
         way.free_at_us = at_us
         loop.call_at(at_us / 1e6, self._arrive, way, data)
         way.sent += 1
-        if way.sent > 1 and dice.chance(weather.repeat):  # the first is the handshake
+        if way.sent > 1 and dice.chance(conditions.repeat):  # the first is the handshake
             way.free_at_us = at_us + dice.between(1, 50 * MS)
             loop.call_at(way.free_at_us / 1e6, self._arrive, way, data)
 
     @staticmethod
-    def _arrive(way: Way, data: bytes) -> None:
+    def _arrive(way: LinkDirection, data: bytes) -> None:
         if not way.closed:
             way.deliver(data)
 
@@ -129,28 +135,31 @@ class Link:
 
 
 @dataclass(slots=True)
-class Network:
+class SimulatedNetwork:
     loop: VirtualLoop
     dice: Dice
-    weather: Weather
-    blockages: dict[str, Blockage] = field(default_factory=dict)
-    links: dict[str, list[Link]] = field(default_factory=dict)
+    conditions: NetworkConditions
+    blockages: dict[str, BlockedDirections] = field(default_factory=dict)
+    links: dict[str, list[SimulatedLink]] = field(default_factory=dict)
     dialled: int = 0
     stalls_us: dict[str, int] = field(default_factory=dict)  # node -> how long its next link stalls
 
-    def blockage(self, node: str) -> Blockage:
+    def calm(self) -> None:
+        self.conditions = NetworkConditions()
+
+    def blockage(self, node: str) -> BlockedDirections:
         found = self.blockages.get(node)
         if found is None:
-            found = self.blockages[node] = Blockage()
+            found = self.blockages[node] = BlockedDirections()
         return found
 
     def reachable(self, node: str) -> bool:
         blocked = self.blockage(node)
         return self.loop.us >= max(blocked.up_until_us, blocked.down_until_us)
 
-    def open(self, node: str) -> Link:
+    def open(self, node: str) -> SimulatedLink:
         self.dialled += 1
-        link = Link(self, node, self.dialled, self.dice.branch(f"link-{self.dialled}"))
+        link = SimulatedLink(self, node, self.dialled, self.dice.branch(f"link-{self.dialled}"))
         self.links[node] = [old for old in self.links.get(node, ()) if not old.broken] + [link]
         if node in self.stalls_us:
             self._stall(link, self.stalls_us.pop(node))
@@ -165,11 +174,11 @@ class Network:
             for link in self.links.get(node, ()):
                 self._stall(link, lasts_us)
 
-    def _stall(self, link: Link, lasts_us: int) -> None:
+    def _stall(self, link: SimulatedLink, lasts_us: int) -> None:
         link.up.free_at_us = max(link.up.free_at_us, self.loop.us + lasts_us)
         self.loop.after_us(self.dice.between(1, lasts_us), self._give_up, link)
 
-    def _give_up(self, link: Link) -> None:
+    def _give_up(self, link: SimulatedLink) -> None:
         """The agent takes the link for dead before the server does."""
         late = max(0, link.up.free_at_us - self.loop.us) + self.dice.between(1, 500 * MS)
         link.break_off(1, late, lose=False)
@@ -184,7 +193,7 @@ class Network:
             )
 
     def latency_us(self) -> int:
-        delay = self.dice.between(*self.weather.delay_us)
-        if self.weather.spike and self.dice.chance(self.weather.spike):
-            delay += self.dice.between(*self.weather.spike_us)
+        delay = self.dice.between(*self.conditions.delay_us)
+        if self.conditions.spike and self.dice.chance(self.conditions.spike):
+            delay += self.dice.between(*self.conditions.spike_us)
         return delay

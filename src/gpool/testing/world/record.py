@@ -27,7 +27,7 @@ def mark_of(value: bytes, text: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class MemberRow:
+class MemberSnapshot:
     """A gang's part on one node, as the database file holds it."""
 
     rank: int
@@ -37,7 +37,7 @@ class MemberRow:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class TaskSnapshot:
     """A task as the database file holds it; of a gang with the members of its last lease, and no node of its own."""
 
     task: int
@@ -53,7 +53,7 @@ class Row:
     mark: str  # which attempt's effect it is: see `machine.tag`
     sequence: int | None  # in its batch's results
     tries: int = 0
-    members: tuple[MemberRow, ...] = ()
+    members: tuple[MemberSnapshot, ...] = ()
 
     @property
     def places(self) -> dict[str, Allocation]:
@@ -78,7 +78,7 @@ class Row:
 
 
 @dataclass(slots=True)
-class NodeTruth:
+class MachineTruth:
     """A machine as it really is."""
 
     offer: Offer
@@ -95,12 +95,12 @@ class NodeTruth:
         self.preempted.clear()
 
 
-class Record:
+class Oracle:
     def __init__(self, now_us: Callable[[], int], fail: Callable[[str], None]) -> None:
         self._now_us = now_us
         self._fail = fail
-        self.nodes: dict[str, NodeTruth] = {}
-        self.rows: Mapping[int, Row] = {}
+        self.nodes: dict[str, MachineTruth] = {}
+        self.rows: Mapping[int, TaskSnapshot] = {}
         self.asked: dict[str, int] = {}  # submission -> tasks it asked for
         self.wanted: dict[str, int] = {}  # submission -> nodes each of them needs, where several
         self.done: dict[tuple[int, int], set[str]] = {}  # gangs' members that ended well
@@ -114,10 +114,10 @@ class Record:
 
     # ---- machines
 
-    def node(self, name: str, offer: Offer) -> NodeTruth:
-        return self.nodes.setdefault(name, NodeTruth(offer))
+    def node(self, name: str, offer: Offer) -> MachineTruth:
+        return self.nodes.setdefault(name, MachineTruth(offer))
 
-    def _excused(self, node: NodeTruth) -> bool:
+    def _excused(self, node: MachineTruth) -> bool:
         """It stood still past its lease, and could not have let go before now."""
         return node.frozen or self._now_us() - node.thawed_us <= RELEASE_BOUND_US
 
@@ -178,7 +178,7 @@ class Record:
     def sandbox_closed(self, name: str, key: tuple[int, int]) -> None:
         self.nodes[name].runners.pop(key, None)
 
-    def _check_room(self, name: str, node: NodeTruth) -> None:
+    def _check_room(self, name: str, node: MachineTruth) -> None:
         """What runs at this instant fits into the machine, slice by slice; an idle runner still has its slices.
 
         After a freeze past its lease, what is being killed may still use processors; never a GPU's slice. Which
@@ -214,7 +214,7 @@ class Record:
 
     # ---- the database file
 
-    def absorb(self, rows: Mapping[int, Row]) -> None:
+    def absorb(self, rows: Mapping[int, TaskSnapshot]) -> None:
         """A commit is durable: compare with what was durable before."""
         before = self.rows
         self.rows = rows
@@ -244,7 +244,7 @@ class Record:
                 self._fail(f"the checkpoint of task {task} went from {progress} to {saved[task]}")
         self.saved = saved
 
-    def _check_move(self, old: Row, row: Row) -> None:
+    def _check_move(self, old: TaskSnapshot, row: TaskSnapshot) -> None:
         went = old.node is not None and (old.task, old.epoch) in self.nodes[old.node].preempted
         if (
             went
@@ -265,7 +265,7 @@ class Record:
             if row.mark:
                 self._check_mark(old, row)
 
-    def _check_whole(self, row: Row) -> None:
+    def _check_whole(self, row: TaskSnapshot) -> None:
         """A gang that holds is on as many nodes as it asked for, all of one site; nothing else is on several."""
         wanted = self.wanted.get(row.submission, 1)
         if not row.holding:
@@ -281,14 +281,14 @@ class Record:
         if len(row.places) != wanted or ranks != list(range(wanted)) or len(sites) != 1:
             self._fail(f"a partial gang, {wanted} nodes of one site were asked for: {row}")
 
-    def _check_released(self, name: str, old: Row) -> None:
+    def _check_released(self, name: str, old: TaskSnapshot) -> None:
         node = self.nodes[name]
         if (old.task, old.epoch) in node.running and not self._excused(node):
             self._fail(
                 f"{name} still runs task {old.task} epoch {old.epoch} while its place is given away"
             )
 
-    def _check_mark(self, old: Row, row: Row) -> None:
+    def _check_mark(self, old: TaskSnapshot, row: TaskSnapshot) -> None:
         """The accepted effect is that of the lease that was current, on the node that had it."""
         task, epoch, node = row.mark.split(".")[:3]
         if int(task) != row.task:
@@ -296,14 +296,14 @@ class Record:
         if not (old.holding and int(epoch) == old.epoch and node in old.places):
             self._fail(f"an effect of epoch {epoch} on {node} was accepted while it was {old}")
 
-    def logged(self, before: Mapping[int, Row], task: int, line: str) -> None:
+    def logged(self, before: Mapping[int, TaskSnapshot], task: int, line: str) -> None:
         """Output was written: it must be of the lease that was current."""
         of, epoch = _RANK.sub("", line).split(".")[:2]
         rows = [row for row in (before.get(task), self.rows.get(task)) if row is not None]
         if int(of) != task or not any(row.epoch == int(epoch) for row in rows):
             self._fail(f"output of epoch {epoch} of task {of} was accepted for {rows}")
 
-    def _check_asked(self, rows: Mapping[int, Row]) -> None:
+    def _check_asked(self, rows: Mapping[int, TaskSnapshot]) -> None:
         counts: dict[str, int] = {}
         for row in rows.values():
             counts[row.submission] = counts.get(row.submission, 0) + 1
@@ -381,7 +381,7 @@ class Record:
             if row.status is not TaskStatus.SUCCEEDED or not mine:
                 self._fail(f"{what} was acknowledged, and the result is not there: {row}")
 
-    def _member_done(self, name: str, task: int, epoch: int, row: Row) -> None:
+    def _member_done(self, name: str, task: int, epoch: int, row: TaskSnapshot) -> None:
         done = self.done.setdefault((task, epoch), set())
         done.add(name)
         if row.status is TaskStatus.CANCELLED or len(done) < self.wanted[row.submission]:
