@@ -1,6 +1,6 @@
-"""An asyncio loop under virtual time: nothing is waited for, the clock jumps to the next timer.
+"""An asyncio loop under virtual time: nothing waits, the clock jumps to the next timer.
 
-It refuses sockets, threads and executors: whatever runs on it is a function of its inputs alone.
+It refuses sockets, threads and executors: a program on it is a function of its inputs.
 """
 
 from __future__ import annotations
@@ -13,25 +13,25 @@ from typing import Any, NoReturn, TypeVar
 
 T = TypeVar("T")
 
-RESOLUTION_S = 1e-7  # below the microsecond everything is stamped with
+RESOLUTION_S = 1e-7  # below the microsecond of all timestamps
 MAX_TURNS = 20_000
-INSTANT_S = 2e-6  # a loop that turns faster than this, for so many turns, is stuck
+INSTANT_S = 2e-6  # average time per iteration below which a loop is stuck
 
 
 class Deadlock(RuntimeError):
-    """Nothing is ready and no timer is set: the program waits for what will never come."""
+    """Nothing is ready and no timer is set."""
 
 
 class Livelock(RuntimeError):
-    """Something turns round and round and no time passes."""
+    """The loop iterates without time passing."""
 
 
 class OutsideSimulation(RuntimeError):
-    """Something asked for a thread, a socket or a process: not under virtual time."""
+    """A thread, socket or process was requested under virtual time."""
 
 
 class _JumpingClock:
-    """Stands where the selector stands: instead of waiting for I/O it moves the clock."""
+    """Replaces the selector: instead of waiting for I/O it advances the clock."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -86,12 +86,12 @@ class VirtualLoop(BaseEventLoop):
 
 
 class SimulatedProcess:
-    """The tasks that one simulated process started, directly or through its tasks: they die together."""
+    """Tasks that one simulated process started, directly or through its tasks; they die together."""
 
     def __init__(self, name: str, on_end: Callable[[asyncio.Task[Any]], None]) -> None:
         self.name = name
         self.alive = True
-        self._on_end = on_end  # a task of the living process ended by itself
+        self._on_end = on_end  # a task of the running process ended by itself
         self._tasks: dict[asyncio.Task[Any], None] = {}
 
     def spawn(self, loop: VirtualLoop, coroutine: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
@@ -113,7 +113,7 @@ class SimulatedProcess:
             self._on_end(task)
 
     def kill(self) -> None:
-        """No task of it takes another step of its own; what their `finally` does, it does as a dead process."""
+        """Cancel all tasks; their `finally` blocks run as those of a dead process."""
         self.alive = False
         for task in self.tasks:
             task.cancel()

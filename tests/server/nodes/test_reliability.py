@@ -22,9 +22,9 @@ pytestmark = pytest.mark.anyio
 
 
 def reliability_of(desk: Desk, node: NodeId) -> Merit:
-    found = desk.server.nodes.reliability(node)
-    assert found is not None
-    return found
+    known = desk.server.picture.state.nodes[node].node
+    assert known is not None
+    return known.merit
 
 
 async def test_a_store_that_fails_is_never_held_against_a_node(desk: Desk) -> None:

@@ -134,14 +134,11 @@ class NodeRegistry:
 
     def extend_deadline(self, node: NodeId, now: Instant) -> None:
         """Set the node's deadline to a full lease time from now: a frame of it was received."""
-        self._deadlines[node] = self._deadline(now)
+        self._deadlines[node] = Instant(self._lease_time(now) + self._ttl)
 
     def ensure_deadline(self, node: NodeId, now: Instant) -> None:
         """Give a node that holds leases a deadline, if it has none."""
-        self._deadlines.setdefault(node, self._deadline(now))
-
-    def _deadline(self, now: Instant) -> Instant:
-        return Instant(self._lease_time(now) + self._ttl)
+        self._deadlines.setdefault(node, Instant(self._lease_time(now) + self._ttl))
 
     def _lease_time(self, now: Instant) -> Instant:
         return now if self._elapsed is None else self._elapsed()
@@ -184,9 +181,6 @@ class NodeRegistry:
 
     def set_reliability(self, reliability: Mapping[NodeId, Merit]) -> None:
         self._reliability = reliability
-
-    def reliability(self, node: NodeId) -> Merit | None:
-        return self._reliability.get(node)
 
     def count(
         self, recording: Recording, held: Mapping[TaskId, StateLine], now: Instant | None

@@ -51,6 +51,29 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
+class _Validity:
+    """Whether the picture is stale. An invalidation during a rebuild keeps it stale."""
+
+    def __init__(self) -> None:
+        self.invalidations = 1
+        self._answered = 0  # invalidations up to which the last rebuild is valid
+
+    @property
+    def is_stale(self) -> bool:
+        return self._answered != self.invalidations
+
+    @property
+    def is_new(self) -> bool:
+        """Whether the picture was never built."""
+        return not self._answered
+
+    def invalidate(self) -> None:
+        self.invalidations += 1
+
+    def rebuilt(self, invalidations: int) -> None:
+        self._answered = invalidations
+
+
 class StatePicture:
     def __init__(
         self,
@@ -74,18 +97,17 @@ class StatePicture:
         self._hub = hub
         self._metrics = metrics
         self._clock = clock  # None: no backoff begins, and releases carry no instant
-        self._invalidations = 1
-        self._rebuilt_for = 0  # value of `_invalidations` that the last rebuild answers
+        self._validity = _Validity()
 
     # ---- staleness
 
     @property
     def is_stale(self) -> bool:
-        return self._rebuilt_for != self._invalidations
+        return self._validity.is_stale
 
     def invalidate(self) -> None:
         """Stop folding; the next pass rebuilds the picture."""
-        self._invalidations += 1
+        self._validity.invalidate()
         self.changed.call()
 
     @contextmanager
@@ -115,21 +137,21 @@ class StatePicture:
 
     async def rebuild(self, now: Instant) -> None:
         """Take a new term and build the state from the store. Nodes that hold leases get a full lease time."""
-        invalidations = self._invalidations
+        invalidations, is_first = self._validity.invalidations, self._validity.is_new
         self.policy.apply_rules_at(now)
-        used = {} if self._rebuilt_for else await self._store.read(usage.usage())
+        used = await self._store.read(usage.usage()) if is_first else {}
         self.term, rows = await self.write(_survey(now))
         self.specs.rebuild(rows.specs, rows.teams)
         self.nodes.failed_starts.rebuild(rows.unstarted)
         state = self._built(rows)
-        if self._rebuilt_for:
-            state.inherit(self.state, now)
-        else:
+        if is_first:
             state.shares.recall(used, now)
+        else:
+            state.inherit(self.state, now)
         state.shares.weights = self.policy.current.weights
         self.state = state
         self.rejected.rebuild(state)
-        self._rebuilt_for = invalidations
+        self._validity.rebuilt(invalidations)
         for node in _holders(rows):
             self.nodes.ensure_deadline(node, now)
         self._metrics.rebuilt.inc()

@@ -1,4 +1,4 @@
-"""`python -m gpool.testing.world`: many seeds and a table, or one seed and its story. Exits 1 when a promise was broken."""
+"""`python -m gpool.testing.world`: run many seeds and print a table, or one seed and its trace. Exits 1 on a violation."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CHUNK = 25
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Seeds that one process ran, and the seconds it took."""
+    """Outcomes of the seeds that one process ran, and the seconds it took."""
 
     outcomes: list[WorldOutcome]
     seconds: float
@@ -87,12 +87,12 @@ def summed_up(outcomes: list[WorldOutcome], seconds: float) -> dict[str, int | f
 def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m gpool.testing.world", description=__doc__)
     parser.add_argument(
-        "--seeds", type=_span, default=range(300), help="FIRST:LAST, the last left out"
+        "--seeds", type=_span, default=range(300), help="FIRST:LAST, the last excluded"
     )
     parser.add_argument("--jobs", type=int, default=1)
-    parser.add_argument("--json", type=Path, help="write the table here too")
-    parser.add_argument("--seed", type=int, help="one seed only")
-    parser.add_argument("--trace", action="store_true", help="with --seed: tell the story")
+    parser.add_argument("--json", type=Path, help="also write the table to this file")
+    parser.add_argument("--seed", type=int, help="run this seed only")
+    parser.add_argument("--trace", action="store_true", help="with --seed: print the trace")
     parser.add_argument("--flaw", type=Flaw, choices=list(Flaw), help="plant this bug")
     return parser.parse_args(arguments)
 

@@ -1,6 +1,6 @@
-"""An agent: the real session, with a daemon made of virtual time. It obeys, dials again, freezes, crashes and boots.
+"""A simulated agent: the real state machine, driven in virtual time. It connects, freezes, crashes and starts again.
 
-Its boot clock is its own: set off at random and running a little fast or slow.
+Its monotonic clock has a random offset and runs slightly fast or slow.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from gpool.testing.loop import VirtualLoop
 from gpool.testing.world.host import Host, Parts
 from gpool.testing.world.machine import SimulatedMachine
 from gpool.testing.world.network import SimulatedLink, SimulatedNetwork
-from gpool.testing.world.record import Oracle
+from gpool.testing.world.oracle import Oracle
 from gpool.testing.world.trace import Trace
 from gpool.wire import frames
 
@@ -26,11 +26,11 @@ UPLOAD_PATIENCE_US = 1_500 * MS
 
 @dataclass(frozen=True, slots=True)
 class AgentEnvironment:
-    """What every agent stands in."""
+    """Components shared by all agents."""
 
     loop: VirtualLoop
     network: SimulatedNetwork
-    record: Oracle
+    oracle: Oracle
     trace: Trace
     host: Host
     parts: Parts
@@ -39,7 +39,7 @@ class AgentEnvironment:
 
 @dataclass(slots=True)
 class BootClock:
-    """Microseconds since some boot, by this machine's crystal."""
+    """The machine's monotonic clock, in microseconds."""
 
     offset_us: int
     rate: float
@@ -53,7 +53,7 @@ class BootClock:
 
 @dataclass(slots=True)
 class _AgentProcess:
-    """One life of the agent's process."""
+    """One process of the agent, from start to exit."""
 
     number: int
     session: Session
@@ -78,14 +78,14 @@ class Agent:
             dice,
         )
         self._clock = BootClock(dice.between(0, 10**9), 1 + (dice.random() - 0.5) * 0.02)
-        self._lent = offer  # what it says now: closed, while its owner wants it
+        self._lent = offer  # offered now: closed while the owner uses the machine
         self._boots = 0
         self._boot: _AgentProcess | None = None
         self._alarm_us = -1
         self._frozen = False
         self._backlog: list[say.Event] = []
-        self._clear_us = 0  # when the last sandbox of the boot before is dead
-        self.truth = around.record.node(name, offer)
+        self._clear_us = 0  # when the last sandbox of the previous process is dead
+        self.truth = around.oracle.node(name, offer)
 
     # ---- life
 
@@ -94,7 +94,7 @@ class Agent:
         return self._boot is not None
 
     def start(self) -> None:
-        """Boots, after sweeping away what an earlier boot left."""
+        """Start a process, once the sandboxes of the previous one are dead."""
         if self._boot is not None:
             return
         if self._clear_us > self._around.loop.us:
@@ -107,7 +107,7 @@ class Agent:
         machine = self._around.parts.machine(
             self._around.loop,
             self._dice.branch(f"machine-{number}"),
-            self._around.record,
+            self._around.oracle,
             self.name,
             number,
             self._happened,
@@ -118,7 +118,7 @@ class Agent:
         self._dial(self._boot)
 
     def crash(self) -> None:
-        """kill -9: its sandboxes die with it, soon."""
+        """Kill the process (SIGKILL); its sandboxes die soon after."""
         boot, self._boot = self._boot, None
         self._thaw_quietly()
         self._backlog = []
@@ -131,20 +131,20 @@ class Agent:
         self._clear_us = self._around.loop.us + boot.machine.crash() + 1
 
     def shut_down(self) -> None:
-        """The owner stops it properly; it goes when it has handed back what it had."""
+        """Ask for a shutdown; the process exits when it has returned its leases."""
         if self._boot is not None:
             self._boot.stopping = True
             self._happened(say.ShutdownAsked())
 
     def start_again(self) -> None:
-        """Boots as soon as the shutdown is over."""
+        """Start again as soon as the shutdown is over."""
         if self._boot is not None and self._boot.stopping:
             self._around.loop.after_us(100 * MS, self.start_again)
         else:
             self.start()
 
     def reclaim(self) -> None:
-        """The owner wants the machine back, now."""
+        """Let the owner reclaim the machine at once."""
         self._lent = replace(self._offer, closed="its owner is using it")
         self._happened(say.OfferDetected(self._lent))
         self._happened(say.ReclaimAsked(None, "its owner took the machine back"))
@@ -155,12 +155,13 @@ class Agent:
 
     def freeze(self) -> None:
         if self._boot is not None and not self._frozen:
-            self._frozen = self.truth.frozen = True
+            self._frozen = True
+            self.truth.freeze()
             self._around.trace.say(self.name, "freezes")
             self._boot.machine.freeze()
 
     def thaw(self) -> None:
-        """Everything that came meanwhile is there at once: frames, the ends of sandboxes, and the time."""
+        """Resume: all frames and ends of sandboxes of the meantime arrive at once."""
         if not self._frozen or self._boot is None:
             return
         self._thaw_quietly()
@@ -176,8 +177,8 @@ class Agent:
 
     def _thaw_quietly(self) -> None:
         if self._frozen:
-            self._frozen = self.truth.frozen = False
-            self.truth.thawed_us = self._around.loop.us
+            self._frozen = False
+            self.truth.thaw(self._around.loop.us)
 
     # ---- the daemon
 
@@ -259,7 +260,7 @@ class Agent:
         boot.link.send_up(data)
 
     def _upload(self, task: int, epoch: int, sha256: str, told: Callable[[bool], None]) -> None:
-        """A request of its own, beside the channel: lost, late, or answered; the agent does not wait for ever."""
+        """Upload beside the channel; the request may be lost or late, and the agent gives up after `UPLOAD_PATIENCE_US`."""
         network, open_now = self._around.network, [True]
 
         def answer(arrived: bool) -> None:
@@ -298,7 +299,7 @@ class Agent:
             self._dial(boot)
             return
         boot.link = link
-        boot.sent.clear()  # what was not recorded is said again, under new numbers
+        boot.sent.clear()  # unrecorded reports are sent again, under new numbers
         boot.backoff_us = 20 * MS
         link.down.deliver = lambda data: self._arrived(boot, link, data)
         link.on_agent_closed = lambda: self._closed(boot, link)
@@ -322,19 +323,19 @@ class Agent:
         self._dial(boot)
 
     def _witness(self, boot: _AgentProcess, frame: frames.ServerFrame) -> None:
-        """What it is told must be durable by now."""
-        record = self._around.record
+        """Pass acknowledgements to the oracle, which checks that their effects are durable."""
+        oracle = self._around.oracle
         match frame:
             case frames.Grants():
                 leases = [
                     (lease.task, lease.epoch) for line in frame.lines for lease in line.leases
                 ]
-                record.grants_received(self.name, leases)
+                oracle.grants_received(self.name, leases)
             case frames.Recorded():
                 for number in [n for n in boot.sent if n <= frame.sequence]:
                     for item in boot.sent.pop(number):
                         refused = frames.Hold(item.task, item.epoch) in frame.refused
-                        record.report_acknowledged(self.name, item, refused=refused)
+                        oracle.report_acknowledged(self.name, item, refused=refused)
             case frames.Refused(retry=False):
                 self._around.fail(f"{self.name} was told never to come back: {frame.detail}")
             case _:

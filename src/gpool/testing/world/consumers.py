@@ -1,6 +1,6 @@
-"""Consumers: they submit, repeat what was not answered under the same key, cancel, and wait for results.
+"""Simulated consumers: they submit, repeat unanswered requests under the same key, cancel, and wait for results.
 
-Requests go through the network: lost, late, repeated, answered into the void. Only what is answered is believed.
+Requests go through the network: lost, late, repeated, or their answers lost.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from gpool.testing.dice import Dice
 from gpool.testing.loop import VirtualLoop
 from gpool.testing.world.host import Host
 from gpool.testing.world.network import SimulatedNetwork
-from gpool.testing.world.record import Oracle, mark_of
+from gpool.testing.world.oracle import Oracle, mark_of
 from gpool.testing.world.trace import Trace
 from gpool.wire.documents import FunctionDocument, TaskRequest
 
 T = TypeVar("T")
 MS = 1_000
 PATIENCE_S = 5.0
-"""A client gives up on an answer after this long, and asks again."""
+"""Time after which a client repeats an unanswered request."""
 
 FUNCTION_SHA256 = "f" * 64
 Work = Callable[[Server], Coroutine[Any, Any, T]]
@@ -38,19 +38,19 @@ Work = Callable[[Server], Coroutine[Any, Any, T]]
 
 @dataclass(frozen=True, slots=True)
 class ConsumerEnvironment:
-    """What every consumer stands before."""
+    """Components shared by all consumers."""
 
     loop: VirtualLoop
     network: SimulatedNetwork
     host: Host
-    record: Oracle
+    oracle: Oracle
     trace: Trace
     fail: Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedSubmission:
-    """One submission: what is asked for, and what its consumer does then."""
+    """One submission, and what its consumer does afterwards."""
 
     name: str
     count: int
@@ -58,7 +58,7 @@ class PlannedSubmission:
     once: Once | None
     at_us: int
     asks_twice: bool
-    cancels: int  # how many of its tasks it cancels
+    cancels: int  # number of its tasks to cancel
     cancels_all: bool
     closes_with: TaskRequest | None = None  # a second part of the same batch
 
@@ -93,12 +93,12 @@ def _request(dice: Dice, name: str, count: int) -> TaskRequest:
         "priority": dice.pick((0, 0, 0, 10, -10)),
     }
     if common["gpu"] in (1, 2):
-        count = min(count, 4)  # they run one by one: the end of the run is in sight
+        count = min(count, 4)  # they run one by one; more would outlast the run
     if common["gpu"] is None and dice.chance(0.3):
         common["vram"] = "6GB"
     if dice.chance(0.5):
         longest = dice.pick((100, 1000, 4000))
-        if dice.chance(0.4):  # its progress is a number, kept in its checkpoint
+        if dice.chance(0.4):  # its checkpoint holds its progress as a number
             common |= {
                 "checkpoint": "state/",
                 "checkpoint_every_s": 1.0,
@@ -112,7 +112,7 @@ def _request(dice: Dice, name: str, count: int) -> TaskRequest:
 
 
 def draw_gang(dice: Dice, name: str, until_us: int) -> PlannedSubmission:
-    """A few tasks, each of which needs several nodes at once."""
+    """A submission of tasks that need several nodes at once."""
     nodes = dice.pick((2, 2, 3))
     request = TaskRequest(
         name=name,
@@ -151,7 +151,7 @@ class Consumer:
         self.unfinished = 0
 
     async def live(self, submissions: list[PlannedSubmission]) -> None:
-        """Everything this consumer does; ends when it has every result it was promised."""
+        """Carry out all submissions; return when every result was received."""
         self.unfinished = len(submissions)
         await asyncio.gather(*(self._pursue(planned) for planned in submissions))
 
@@ -189,9 +189,7 @@ class Consumer:
     async def _submit(
         self, name: str, count: int, request: TaskRequest, once: Once | None
     ) -> submit.Accepted:
-        self._around.record.asked[name] = count
-        if request.nodes > 1:
-            self._around.record.wanted[name] = request.nodes
+        self._around.oracle.submission_begins(name, count, request.nodes)
 
         def work(server: Server) -> Coroutine[Any, Any, submit.Accepted]:
             return submit.submit(server, self._user, request, once)
@@ -201,7 +199,7 @@ class Consumer:
             self._ask(work, repeatable=False) if once is None else self._persist(work)
         )
         self._tell("has", name, accepted.tasks)
-        self._around.record.submission_acknowledged(name, accepted.tasks)
+        self._around.oracle.submission_acknowledged(name, accepted.tasks)
         return accepted
 
     async def _cancel(
@@ -218,7 +216,7 @@ class Consumer:
                 once = Once(f"cancel-{task}", "")
                 await self._persist(partial(self._cancel_task, task, once))
         for task in unlucky:
-            self._around.record.cancel_acknowledged(task)
+            self._around.oracle.cancel_acknowledged(task)
 
     async def _collect(self, batch: BatchId, tasks: tuple[TaskId, ...]) -> None:
         after = 0
@@ -237,7 +235,7 @@ class Consumer:
                 task = decode("task", document["id"])
                 value = base64.b64decode(document.get("value", ""))
                 mark = mark_of(value, document.get("error_text", ""))
-                self._around.record.result_seen(task, document["status"], mark)
+                self._around.oracle.result_seen(task, document["status"], mark)
                 missing.discard(TaskId(task))
         self._tell("is served", batch)
 
@@ -301,7 +299,7 @@ class Consumer:
         return process.spawn(work(process.server))
 
     def _deliver_again(self, work: Work[T]) -> None:
-        """A copy of the request arrives on its own; nobody waits for the answer."""
+        """Deliver a copy of a request, without waiting for its answer."""
         process = self._around.host.current
         if process is not None:
             self._tell("is repeated")

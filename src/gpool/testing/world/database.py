@@ -19,7 +19,7 @@ from gpool.core.scheduler.state.state import State, build
 from gpool.server.scheduling.picture import StatePicture
 from gpool.server.store import open_inline
 from gpool.server.store.values import Picture
-from gpool.testing.world.record import MemberSnapshot, TaskSnapshot, mark_of
+from gpool.testing.world.oracle import MemberSnapshot, TaskSnapshot, mark_of
 
 TASKS = (
     "SELECT t.id, t.batch_id, t.spec_id, t.status, t.epoch, t.node_id, t.holding, t.allocation_number, t.allocation, "

@@ -1,7 +1,7 @@
-"""The server's disk: the real store, driven inline, with a commit that takes time and a crash that can fall into it.
+"""The server's disk: the real store, driven inline, whose commits take time and can be interrupted by a crash.
 
-Operations run in groups inside a real open transaction; it becomes durable at the commit, and only then is anybody
-answered, in commit order. A crash before it abandons the group; one after it leaves effects nobody was told of.
+Operations run in groups inside one open transaction. The commit makes it durable, and only then are callers answered, in
+commit order. A crash before it discards the group; a crash after it leaves effects that no caller knows of.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MAX_GROUP = 256
 
 @dataclass(slots=True)
 class PendingOperation:
-    """An operation that waits, and later its answer."""
+    """A submitted operation and its outcome."""
 
     operation: Operation[Any]
     future: asyncio.Future[Any]
@@ -42,7 +42,7 @@ class PendingOperation:
 
 @dataclass(slots=True)
 class DiskSpeed:
-    """How slow the disk is."""
+    """Durations of the disk's operations, in microseconds."""
 
     commit_us: tuple[int, int] = (100, 3 * MS)
     answer_us: tuple[int, int] = (10, 500)
@@ -68,13 +68,13 @@ class SimulatedDisk:
         self._committed, self._broken = committed, broken
         self._waiting: list[PendingOperation] = []
         self._group: list[PendingOperation] = []
-        self._open = False  # a transaction is
+        self._open = False  # whether a transaction is open
         self._dead = False
         self.unanswered = 0
         self.commits = 0
         self.last_answer_us = -1
 
-    # ---- the store's door
+    # ---- the store's interface
 
     async def write(self, operation: Operation[T]) -> T:
         asked = self._ask(operation)
@@ -92,7 +92,7 @@ class SimulatedDisk:
 
     async def close(self) -> None: ...
 
-    # ---- how it goes
+    # ---- execution
 
     def _ask(self, operation: Operation[T]) -> PendingOperation:
         if self._dead:
@@ -120,14 +120,14 @@ class SimulatedDisk:
         self._loop.after_us(delay, self._commit)
 
     def executed(self, group: list[PendingOperation]) -> None:
-        """The group has run and is not durable yet: nobody may know. (A flaw tells them.)"""
+        """Called when a group has run and is not durable yet. Flaws answer here, too early."""
 
     def _run(self, asked: PendingOperation, run: Callable[[Operation[Any]], Any]) -> None:
         try:
             asked.value = run(asked.operation)
         except GpoolError as refusal:
             asked.error = refusal
-        except Exception as error:  # noqa: BLE001 - whatever it is, it is what this room looks for
+        except Exception as error:  # noqa: BLE001 - any error of the store is a violation
             asked.error = error
             self._broken(f"the store raised {error!r}")
 
@@ -156,11 +156,11 @@ class SimulatedDisk:
 
     @property
     def is_quiet(self) -> bool:
-        """Nothing is asked for, under way, or answered in this very instant."""
+        """Whether no operation is pending or was answered at this instant."""
         return not self.unanswered and self.last_answer_us < self._loop.us
 
     def crash(self) -> bool:
-        """Whether a group was lost."""
+        """Discard the open group; whether there was one."""
         lost = self._open
         if self._open:
             self._file.abandon_group()

@@ -20,7 +20,7 @@ from gpool.testing.world.agents import Agent
 from gpool.testing.world.disk import DiskSpeed
 from gpool.testing.world.host import Host
 from gpool.testing.world.network import NetworkConditions, SimulatedNetwork
-from gpool.testing.world.record import Oracle
+from gpool.testing.world.oracle import Oracle
 from gpool.testing.world.trace import Trace
 
 FIRST_NODE = 100
@@ -146,12 +146,12 @@ class FaultInjector:
         network: SimulatedNetwork,
         host: Host,
         agents: Sequence[Agent],
-        record: Oracle,
+        oracle: Oracle,
         speed: DiskSpeed,
     ) -> None:
         self._loop, self._dice, self._trace = loop, dice, trace
         self._network, self._host, self._agents = network, host, agents
-        self._record, self._speed = record, speed
+        self._oracle, self._speed = oracle, speed
         self.server_crashes = 0
 
     def strike(self, fault: PlannedFault) -> None:
@@ -211,7 +211,7 @@ class FaultInjector:
 
     def _preempt(self, name: str) -> None:
         process = self._host.current
-        held = sorted(r.task for r in self._record.rows.values() if r.holds_at(name, r.epoch))
+        held = sorted(r.task for r in self._oracle.rows.values() if r.holds_at(name, r.epoch))
         if process is None or not held:
             return
         chosen = self._dice.sample(held, self._dice.between(1, len(held)))

@@ -455,7 +455,7 @@ class UndeadMachine(SimulatedMachine):
     def _die(self, task: int, epoch: int) -> int:
         self._loop.after_us(
             self._dice.between(1_000_000, 4_000_000),
-            self._record.attempt_ended,
+            self._oracle.attempt_ended,
             self._node,
             task,
             epoch,

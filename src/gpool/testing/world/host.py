@@ -1,6 +1,6 @@
-"""The server's machine: it starts the real server over what is on the disk, and kills it without warning.
+"""The server's host: it starts the real server over the database file, and kills it without warning.
 
-One process is one process: its tasks die together, and nothing it does afterwards reaches disk or network.
+A server process is a group of tasks that die together; nothing it does afterwards reaches disk or network.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from gpool.wire import frames
 
 T = TypeVar("T")
 EPOCH_US = 1_800_000_000_000_000
-"""What the server's wall clock shows when a run begins."""
+"""Wall-clock time at the start of a run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class Parts:
 
 @dataclass(slots=True)
 class WallClock:
-    """The server's clock: right but for a drift, and for steps: (when, how far forward) it is set."""
+    """The server's clock: it drifts by `rate`, and is set forward by `steps`: (when, how far)."""
 
     loop: VirtualLoop
     rate: float = 1.0
@@ -83,7 +83,7 @@ class WallClock:
 
 @dataclass(frozen=True, slots=True)
 class HostEnvironment:
-    """What stays when the server's process dies."""
+    """Components that outlive a server process."""
 
     loop: VirtualLoop
     dice: Dice
@@ -155,7 +155,7 @@ class ServerProcess:
             self._site.fail(f"a task of the server died: {error!r}")
 
     def serve(self, link: SimulatedLink, credentials: NodeCredentials) -> None:
-        """What the WebSocket route does: one frame after the other into the channel."""
+        """Serve a link as the WebSocket route does: pass frames to the channel one at a time."""
         site, trace, name = self._site, self._site.trace, f"srv:{link.name}"
         inbox: deque[bytes | None] = deque()
         arrived = asyncio.Event()
@@ -191,7 +191,7 @@ class ServerProcess:
         self.spawn(pump())
 
     def kill(self) -> bool:
-        """Whether a group of writes was lost with it."""
+        """Kill the process; whether an open group of writes was lost."""
         lost = self.disk.crash()
         self.process.kill()
         for link in self._links:
@@ -223,7 +223,7 @@ class Host:
             self._site.trace.say("server", "crashes", "with a group open" if lost else "")
 
     def stop(self) -> list[asyncio.Task[Any]]:
-        """The run is over: the process goes, and nobody is told. What is left of its tasks."""
+        """Kill the process at the end of the run; return its remaining tasks."""
         if self.current is None:
             return []
         self.current.kill()
@@ -238,7 +238,7 @@ class Host:
     def put(
         self, secret: str, hold: frames.Hold, sha256: str, told: Callable[[bool], None]
     ) -> None:
-        """What the artifact routes do, without the bytes. Nobody answers for a process that dies over it."""
+        """Store an artifact as the routes do, without its bytes. A process that dies meanwhile does not answer."""
         process = self.current
         if process is None:
             return
@@ -254,7 +254,7 @@ class Host:
 
 
 class ErrorLogHandler(logging.Handler):
-    """What the server's ticker survives is still a bug: nothing may be logged as an error."""
+    """Fails the run on any logged error: an exception that the loop runner survives is still a bug."""
 
     def __init__(self, fail: Callable[[str], None]) -> None:
         super().__init__(logging.ERROR)

@@ -1,7 +1,7 @@
-"""The network between agents, consumers and the server: late, lossy, repeating, and in order only within a connection.
+"""The network between agents, consumers and the server: late, lossy, repeating, in order only within a connection.
 
-A link is one WebSocket. It delivers in order or breaks; each side learns of a break in its own time, and what was under
-way may still arrive at a side that has not learnt of it, after a newer link is open.
+A link is one WebSocket. It delivers in order or breaks. Each side learns of a break at its own time; until then frames
+under way may still arrive, even after a newer link is open.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ MS = 1_000
 
 @dataclass(slots=True)
 class NetworkConditions:
-    """How bad the network is; the calm end of a run sets everything to its defaults."""
+    """Delays and losses of the network; a run ends with the defaults."""
 
     delay_us: tuple[int, int] = (1 * MS, 30 * MS)
     spike: float = 0.0  # chance that a frame (and all behind it) is late ...
@@ -30,18 +30,18 @@ class NetworkConditions:
 
 @dataclass(slots=True)
 class LinkDirection:
-    """One direction of a link, or of all of a node's links when it names a blockage."""
+    """One direction of a link."""
 
     deliver: Callable[[bytes], None]
-    free_at_us: int = 0  # nothing behind overtakes what is under way
-    cut: bool = False  # what is sent from now on never arrives
-    closed: bool = False  # the receiver has learnt of the break: what still comes is dropped
+    free_at_us: int = 0  # later frames do not overtake
+    cut: bool = False  # frames sent from now on are lost
+    closed: bool = False  # the receiver knows of the break: arriving frames are dropped
     sent: int = 0
 
 
 @dataclass(slots=True)
 class BlockedDirections:
-    """A node's line is blocked until then, by direction; frames wait, dials fail."""
+    """Time until which a node's links are blocked, by direction: frames wait, new connections fail."""
 
     up_until_us: int = 0
     down_until_us: int = 0
@@ -98,7 +98,7 @@ class SimulatedLink:
             way.deliver(data)
 
     def break_off(self, agent_learns_us: int, server_learns_us: int, *, lose: bool) -> None:
-        """The connection is gone; `lose`: so is what was under way, else it arrives until the receiver learns."""
+        """Break the connection; with `lose` frames under way are lost, else they arrive until the receiver knows."""
         if self.broken:
             return
         self.broken = True
@@ -117,7 +117,7 @@ class SimulatedLink:
         self.on_server_closed()
 
     def close_by_server(self) -> None:
-        """What the server sent before still arrives, in order; then the agent learns of the end."""
+        """Close in order: frames sent before still arrive, then the agent learns of the end."""
         if self.broken:
             return
         self.broken = True
@@ -142,7 +142,7 @@ class SimulatedNetwork:
     blockages: dict[str, BlockedDirections] = field(default_factory=dict)
     links: dict[str, list[SimulatedLink]] = field(default_factory=dict)
     dialled: int = 0
-    stalls_us: dict[str, int] = field(default_factory=dict)  # node -> how long its next link stalls
+    stalls_us: dict[str, int] = field(default_factory=dict)  # by node: stall of its next link
 
     def calm(self) -> None:
         self.conditions = NetworkConditions()
@@ -166,7 +166,7 @@ class SimulatedNetwork:
         return link
 
     def stall(self, node: str, lasts_us: int) -> None:
-        """What the node says gets stuck on its way; it dials anew, and the old words arrive after the new ones."""
+        """Delay the node's frames; it connects again, and the old frames arrive after the new ones."""
         if self.dice.chance(0.5):
             self.stalls_us[node] = lasts_us
             self.break_links(node)
@@ -179,12 +179,12 @@ class SimulatedNetwork:
         self.loop.after_us(self.dice.between(1, lasts_us), self._give_up, link)
 
     def _give_up(self, link: SimulatedLink) -> None:
-        """The agent takes the link for dead before the server does."""
+        """Let the agent consider the link dead before the server does."""
         late = max(0, link.up.free_at_us - self.loop.us) + self.dice.between(1, 500 * MS)
         link.break_off(1, late, lose=False)
 
     def break_links(self, node: str) -> None:
-        """Every connection of the node breaks; nobody learns of it at once."""
+        """Break all connections of a node; both sides learn of it later."""
         for link in self.links.get(node, ()):
             link.break_off(
                 self.dice.between(1, 300 * MS),

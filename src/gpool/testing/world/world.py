@@ -40,7 +40,7 @@ from gpool.testing.world.disk import DiskSpeed
 from gpool.testing.world.faults import FIRST_NODE, FaultInjector, FaultLimits, FaultPlan, draw
 from gpool.testing.world.host import ErrorLogHandler, Host, HostEnvironment, Parts, WallClock
 from gpool.testing.world.network import SimulatedNetwork
-from gpool.testing.world.record import Oracle
+from gpool.testing.world.oracle import Oracle
 from gpool.testing.world.trace import Trace
 
 S = 1_000_000
@@ -123,7 +123,7 @@ class World:
         self.violation: str | None = None
         self._over: asyncio.Future[None] = self.loop.create_future()
         self.plan: FaultPlan = draw(self.dice.branch("faults"), len(OFFERS), limits)
-        self.record = Oracle(lambda: self.loop.us, self.fail)
+        self.oracle = Oracle(lambda: self.loop.us, self.fail)
         network = SimulatedNetwork(self.loop, self.dice.branch("network"), self.plan.conditions)
         (folder / "gpool.db").write_bytes(empty_database())
         self._file = SqliteStore.inline(folder / "gpool.db", synchronous="OFF")
@@ -156,17 +156,17 @@ class World:
             )
         )
         around = AgentEnvironment(
-            self.loop, network, self.record, self.trace, self.host, parts, self.fail
+            self.loop, network, self.oracle, self.trace, self.host, parts, self.fail
         )
         self.agents = _make_nodes(self._file, around, self.dice, clock.now())
         self.consumers = _make_consumers(
             self._file,
-            ConsumerEnvironment(self.loop, network, self.host, self.record, self.trace, self.fail),
+            ConsumerEnvironment(self.loop, network, self.host, self.oracle, self.trace, self.fail),
             self.dice,
             clock.now(),
         )
         self._faults = FaultInjector(
-            self.loop, self.dice, self.trace, network, self.host, self.agents, self.record, speed
+            self.loop, self.dice, self.trace, network, self.host, self.agents, self.oracle, speed
         )
         names = {FIRST_NODE + number: agent.name for number, agent in enumerate(self.agents)}
         self._reader = DatabaseReader(folder / "gpool.db", names)
@@ -199,11 +199,11 @@ class World:
             self.loop.time(),
             self.trace.count,
             self.commits,
-            self.record.attempts,
-            self.record.accepted,
+            self.oracle.attempts,
+            self.oracle.accepted,
             self._faults.server_crashes,
-            self.record.resumed,
-            self.record.gangs,
+            self.oracle.resumed,
+            self.oracle.gangs,
             self.trace.lines,
         )
 
@@ -261,11 +261,11 @@ class World:
 
     def _committed(self) -> None:
         self.commits += 1
-        before = self.record.rows
-        self.record.checkpointed(self._reader.progress())
-        self.record.absorb(self._reader.rows())
+        before = self.oracle.rows
+        self.oracle.checkpointed(self._reader.progress())
+        self.oracle.absorb(self._reader.rows())
         for task, line in self._reader.new_logs():
-            self.record.logged(before, task, line)
+            self.oracle.logged(before, task, line)
 
     def _compare(self) -> None:
         """Compare the server's picture, folded from events, with one built from the file."""
@@ -280,7 +280,7 @@ class World:
 
     def _look_for_the_end(self) -> None:
         open_rows = [
-            row for row in self.record.rows.values() if row.holding or not row.status.is_final
+            row for row in self.oracle.rows.values() if row.holding or not row.status.is_final
         ]
         waiting = sum(consumer.unfinished for consumer in self.consumers)
         if not open_rows and not waiting:

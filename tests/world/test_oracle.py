@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from gpool.core.model import GIB, Allocation, Gpu, Offer, Slice, TaskStatus
-from gpool.testing.world.record import MemberSnapshot, Oracle, TaskSnapshot
+from gpool.testing.world.oracle import MemberSnapshot, Oracle, TaskSnapshot
 
 HALF = Allocation(0, 500, GIB, (Slice(0, 12 * GIB, 500),))
 OFFER = Offer(2000, 8 * GIB, GIB, (Gpu(0, "u", "T4", "nvidia", 24 * GIB),))
