@@ -171,20 +171,20 @@ class GpuVerifier:
             if frame.trial == 0:
                 self._end_measuring((node, frame.uuid))
                 return
-        verification = self._verification(node, frame.trial)
-        if verification is None:
+        run = self._verification(node, frame.trial)
+        if run is None:
             return
         match frame:
             case GpuCommitted():
-                verification.progress = verification.progress.committed(frame.root, now)
+                run.progress = run.progress.committed(frame.root, now)
             case GpuAnswered():
-                verification.progress = verification.progress.answered(frame.roots, now)
-                if verification.progress.verdict is None:
-                    self._open(verification)
+                run.progress = run.progress.answered(frame.roots, now)
+                if run.progress.verdict is None:
+                    self._open(run)
             case GpuOpened():
-                await self._check(verification, frame.openings)
+                await self._check(run, frame.openings)
             case GpuUnable():
-                verification.progress = verification.progress.judged(Verdict.UNABLE)
+                run.progress = run.progress.judged(Verdict.UNABLE)
         await self._advance(now)
 
     async def run_once(self, now: Instant) -> None:
@@ -204,57 +204,53 @@ class GpuVerifier:
     async def _advance(self, now: Instant) -> None:
         """End verifications past their time limit, send nonces, store verdicts."""
         for batch in list(self._batches):
-            for verification in batch.values():
-                if not verification.checking:
-                    verification.progress = verification.progress.at(now)
-            if may_ask(verification.progress for verification in batch.values()):
-                for verification in batch.values():
-                    self._ask(verification)
-            for verification in [
-                each for each in batch.values() if each.progress.verdict is not None
-            ]:
-                if batch.pop(verification.number, None) is not None:  # not judged meanwhile
-                    await self._judge(verification, now)
+            for run in batch.values():
+                if not run.checking:
+                    run.progress = run.progress.at(now)
+            if may_ask(run.progress for run in batch.values()):
+                for run in batch.values():
+                    self._ask(run)
+            for run in [each for each in batch.values() if each.progress.verdict is not None]:
+                if batch.pop(run.number, None) is not None:  # not judged meanwhile
+                    await self._judge(run, now)
         self._batches = [batch for batch in self._batches if batch]
 
-    def _ask(self, verification: _Verification) -> None:
-        if verification.progress.verdict is None and verification.progress.asked_at is None:
-            verification.nonce = secrets.token_bytes(32)
-            verification.progress = verification.progress.asked(self._now())
-            self._send(verification.node, AnswerNow(verification.number, verification.nonce))
+    def _ask(self, run: _Verification) -> None:
+        if run.progress.verdict is None and run.progress.asked_at is None:
+            run.nonce = secrets.token_bytes(32)
+            run.progress = run.progress.asked(self._now())
+            self._send(run.node, AnswerNow(run.number, run.nonce))
 
-    def _open(self, verification: _Verification) -> None:
-        terms = verification.progress.terms
+    def _open(self, run: _Verification) -> None:
+        terms = run.progress.terms
         count = min(terms.opened, terms.size.tiles)
-        verification.tiles = tuple(self._random.sample(range(terms.size.tiles), count))
-        self._send(verification.node, OpenTiles(verification.number, verification.tiles))
+        run.tiles = tuple(self._random.sample(range(terms.size.tiles), count))
+        self._send(run.node, OpenTiles(run.number, run.tiles))
 
-    async def _check(self, verification: _Verification, openings: Sequence[Opening]) -> None:
-        progress = verification.progress = verification.progress.at(self._now())
-        if verification.checking or progress.verdict is not None:
+    async def _check(self, run: _Verification, openings: Sequence[Opening]) -> None:
+        progress = run.progress = run.progress.at(self._now())
+        if run.checking or progress.verdict is not None:
             return
-        if progress.root is None or progress.answer is None or not verification.tiles:
-            verification.progress = progress.judged(Verdict.MALFORMED)
+        if progress.root is None or progress.answer is None or not run.tiles:
+            run.progress = progress.judged(Verdict.MALFORMED)
             return
-        verification.checking = True
+        run.checking = True
         claimed = Claimed(
             progress.terms.size,
-            verification.keys,
-            verification.nonce,
+            run.keys,
+            run.nonce,
             progress.root,
             progress.answer,
         )
         dice = secrets.token_bytes(16)
-        verdict = await asyncio.to_thread(
-            check_openings, claimed, verification.tiles, openings, dice
-        )
-        verification.progress = verification.progress.judged(verdict)
+        verdict = await asyncio.to_thread(check_openings, claimed, run.tiles, openings, dice)
+        run.progress = run.progress.judged(verdict)
 
-    async def _judge(self, verification: _Verification, now: Instant) -> None:
-        verdict, key = verification.progress.verdict, (verification.node, verification.uuid)
+    async def _judge(self, run: _Verification, now: Instant) -> None:
+        verdict, key = run.progress.verdict, (run.node, run.uuid)
         assert verdict is not None
-        log.info("GPU %s of node %s: %s", verification.uuid, verification.node, verdict.value)
-        self._send(verification.node, GpuJudged(verification.number, verdict, verdict.text))
+        log.info("GPU %s of node %s: %s", run.uuid, run.node, verdict.value)
+        self._send(run.node, GpuJudged(run.number, verdict, verdict.text))
         if verdict.is_late:
             self._late[key] = self._late.get(key, 0) + 1
             if self._late[key] < TRIES:

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-import msgspec
-
 from gpool.core.errors import NotFound
 from gpool.core.ids import NodeId, SpecId, TaskId
 from gpool.core.model import EndReason, Instant, Offer, TaskSpec, TaskStatus
@@ -18,7 +16,6 @@ from gpool.server.nodes import offers, reconciliation
 from gpool.server.nodes.reconciliation import StoredLeases
 from gpool.server.nodes.registry import HeartbeatNumber, OpenSecrets
 from gpool.server.nodes.report_validation import (
-    FILE_BYTES,
     MAX_ITEMS,
     checked_report,
     offer_problem,
@@ -51,10 +48,6 @@ from gpool.wire.frames import (
     Welcome,
     weight_of,
 )
-from gpool.wire.frames import Lease as WireLease
-
-FRAME_PAYLOAD_BYTES = 4 * 1024 * 1024
-"""Payloads and specs in one `Grants`, unless one lease has more: half of a frame's limit."""
 
 MAX_HOLDS = 200_000
 MAX_BOOT_LETTERS = 200  # kept in memory
@@ -239,13 +232,13 @@ class NodeChannel:
         batch: list[Line] = []
         size = 0
         weighed: set[int] = set()
-        for line in _split(lines):
-            weight = sum(map(_weight, line.leases))
+        for line in delivery.split_lines(lines):
+            weight = delivery.weight(line)
             if line.spec not in weighed and SpecId(line.spec) not in self._specs_sent:
                 weighed.add(line.spec)
                 spec = spec_of(line.spec)
                 weight += weight_of(spec) if spec is not None else 0
-            if batch and size + weight > FRAME_PAYLOAD_BYTES:
+            if batch and size + weight > delivery.FRAME_PAYLOAD_BYTES:
                 self._send_grants(batch, spec_of, secrets)
                 batch, size = [], 0
             batch.append(line)
@@ -366,31 +359,6 @@ def _held_by(picture: StatePicture, node: NodeId) -> set[TaskId]:
     if picture.is_stale or entry is None or not entry.lines:
         return set()
     return set().union(*(line.tasks for line in entry.lines.values()))
-
-
-def _weight(lease: WireLease) -> int:
-    """Bytes of a lease in a frame, as far as they can be many."""
-    names = lease.checkpoint
-    return len(lease.payload) + (
-        sum(FILE_BYTES + len(f.path.encode()) for f in names) if names else 0
-    )
-
-
-def _split(lines: Iterable[Line]) -> Iterable[Line]:
-    """Split lines whose payloads exceed a frame."""
-    for line in lines:
-        if sum(map(_weight, line.leases)) <= FRAME_PAYLOAD_BYTES:
-            yield line
-            continue
-        piece: list[WireLease] = []
-        size = 0
-        for lease in line.leases:
-            if piece and size + _weight(lease) > FRAME_PAYLOAD_BYTES:
-                yield msgspec.structs.replace(line, leases=tuple(piece))
-                piece, size = [], 0
-            piece.append(lease)
-            size += _weight(lease)
-        yield msgspec.structs.replace(line, leases=tuple(piece))
 
 
 def _hello_problem(hello: Hello, *, greeted: bool, is_local: bool) -> str | None:

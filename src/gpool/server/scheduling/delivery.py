@@ -12,6 +12,8 @@ from dataclasses import replace
 from itertools import groupby
 from operator import itemgetter
 
+import msgspec
+
 from gpool.core.ids import NodeId, SpecId, TaskId, UserId
 from gpool.core.model import EndReason
 from gpool.core.scheduler.state.events import Place as Placed
@@ -19,12 +21,16 @@ from gpool.core.scheduler.state.state import Line as StateLine
 from gpool.core.scheduler.state.state import State
 from gpool.server.identity.secrets.envelope import Place
 from gpool.server.identity.secrets.sealer import Sealer
+from gpool.server.nodes.report_validation import FILE_BYTES
 from gpool.server.store.operations.gangs.grants import parts_of
 from gpool.server.store.sealed_values import DataKey
 from gpool.server.store.values import GrantedLine, HeldLease
-from gpool.wire.frames import Finished, Line, Rendezvous
+from gpool.wire.frames import Finished, Lease, Line, Rendezvous
 
 SECRET_BYTES = 32
+
+FRAME_PAYLOAD_BYTES = 4 * 1024 * 1024
+"""Payloads and specs in one `Grants`, unless one lease has more: half of a frame's limit."""
 
 GangSecrets = Mapping[TaskId, bytes]
 """By task: the secret its gang's members share."""
@@ -127,6 +133,35 @@ def _member_line(
     user = line.place.shape.user
     meeting = Rendezvous(rank, line.peers, shared[TaskId(lease.task)])
     return Line(parts[rank].allocation, user, user == owner, spec, (lease,), meeting)
+
+
+def weight(line: Line) -> int:
+    """Bytes of a line's leases in a frame, as far as they can be many."""
+    return sum(map(_lease_weight, line.leases))
+
+
+def _lease_weight(lease: Lease) -> int:
+    names = lease.checkpoint
+    return len(lease.payload) + (
+        sum(FILE_BYTES + len(f.path.encode()) for f in names) if names else 0
+    )
+
+
+def split_lines(lines: Iterable[Line]) -> Iterable[Line]:
+    """Split lines whose payloads exceed a frame."""
+    for line in lines:
+        if weight(line) <= FRAME_PAYLOAD_BYTES:
+            yield line
+            continue
+        piece: list[Lease] = []
+        size = 0
+        for lease in line.leases:
+            if piece and size + _lease_weight(lease) > FRAME_PAYLOAD_BYTES:
+                yield msgspec.structs.replace(line, leases=tuple(piece))
+                piece, size = [], 0
+            piece.append(lease)
+            size += _lease_weight(lease)
+        yield msgspec.structs.replace(line, leases=tuple(piece))
 
 
 def lines_on(state: State, node: NodeId) -> Iterator[tuple[TaskId, StateLine]]:

@@ -1,6 +1,7 @@
-"""Known bugs, planted by putting a broken part in the place of a real one. Each must be found: else the World is blind.
+"""Known bugs, planted by replacing a component of the World. Each must be found, or the World is blind.
 
-No flaw is an `if` in production code. `parts_with(flaw)` gives what a World is built from.
+No flaw is an `if` in production code; `parts_with(flaw)` returns the components. One file because
+each flaw is a small class, and the table at the end names all of them.
 """
 
 from __future__ import annotations
@@ -70,8 +71,8 @@ class Flaw(StrEnum):
     LOST_GRANTS_NOT_REPEATED = "lost_grants_not_repeated"
     REQUEUE_NOT_FOLDED = "requeue_not_folded"
     SANDBOX_OUTLIVES_AGENT = "sandbox_outlives_agent"
-    LETS_GO_IN_SILENCE = "lets_go_in_silence"  # this one was real once
-    OFFER_SAID_TOO_EARLY = "offer_said_too_early"  # this one, too
+    LETS_GO_IN_SILENCE = "lets_go_in_silence"  # once a real bug
+    OFFER_SAID_TOO_EARLY = "offer_said_too_early"  # once a real bug
     CHECKPOINT_NOT_RESTORED = "checkpoint_not_restored"
     CHECKPOINT_ACKNOWLEDGED_AND_LOST = "checkpoint_acknowledged_and_lost"
     OLD_CHECKPOINT_SAID_AGAIN = "old_checkpoint_said_again"
@@ -88,7 +89,7 @@ class Flaw(StrEnum):
 
 
 class EarlyAnswers(SimulatedDisk):
-    """Answers before the commit: a crash in between takes back what was promised."""
+    """Answers before the commit: a crash in between loses acknowledged writes."""
 
     def executed(self, group: list[PendingOperation]) -> None:
         self._answer([asked for asked in group if self.is_early(asked)])
@@ -101,14 +102,14 @@ class EarlyAnswers(SimulatedDisk):
 
 
 class EarlyGrants(EarlyAnswers):
-    """Only plans are answered early: leases are sent that may never have been."""
+    """Answers plans before the commit: grants are sent that may not become durable."""
 
     def is_early(self, asked: PendingOperation) -> bool:
         return isinstance(asked.value, AppliedPlan)
 
 
 class FreesAtCancel(SimulatedDisk):
-    """A cancelled lease holds nothing from the moment of the cancel, whatever still runs."""
+    """Releases a lease at its cancellation, while its attempt still runs."""
 
     async def write(self, operation: Operation[T]) -> T:
         return await super().write(_rewritten(operation, _free_at_cancel))
@@ -119,14 +120,14 @@ def _free_at_cancel(sql: str) -> str:
 
 
 class WritesInPart(SimulatedDisk):
-    """Leaves the last member out when it writes a gang."""
+    """Writes a gang without its last member."""
 
     async def write(self, operation: Operation[T]) -> T:
         return await super().write(_with(operation, "INSERT INTO members", lambda rows: rows[:-1]))
 
 
 class NeverGrants(SimulatedDisk):
-    """Writes no grant of a gang, which has no node of its own; it stays queued."""
+    """Writes no grant of a gang, so that it stays queued."""
 
     async def write(self, operation: Operation[T]) -> T:
         grants = "UPDATE tasks SET status = 'leased'"
@@ -138,7 +139,7 @@ def _of_one_node(rows: Sequence[Row]) -> Sequence[Row]:
 
 
 class OverWithOne(SimulatedDisk):
-    """Takes a gang for over once one of its members is: the others run on."""
+    """Ends a gang once one of its members has ended; the others run on."""
 
     async def write(self, operation: Operation[T]) -> T:
         return await super().write(_rewritten(operation, _all_members))
@@ -151,7 +152,7 @@ def _all_members(sql: str) -> str:
 def _with(
     operation: Operation[T], begins: str, keep: Callable[[Sequence[Row]], Sequence[Row]]
 ) -> Operation[T]:
-    """Statements that begin so are given only some of their rows."""
+    """Pass only some rows to statements that begin with this text."""
     answer: list[Row] | None = None
     try:
         while True:
@@ -185,7 +186,7 @@ def _rewritten(operation: Operation[T], rewrite: Callable[[str], str]) -> Operat
 
 
 class ForgetfulServer(Server):
-    """Saves an Idempotency-Key in a transaction of its own, after the effect."""
+    """Saves an idempotency key in a separate transaction, after the effect."""
 
     async def write_once(
         self, user: User, once: Once | None, operation: Operation[T], encode: Callable[[T], bytes]
@@ -219,7 +220,7 @@ def _save(user: int, once: Once, body: bytes, at: Instant) -> Operation[None]:
 
 
 class FencelessChannel(NodeChannel):
-    """Takes every report for one about the current lease, whoever has it."""
+    """Accepts every report as one of the current lease (no fencing)."""
 
     async def _record(self, frame: Reports) -> None:
         for recording in await self._server.write(_unfenced(frame.items, self._server.now)):
@@ -241,7 +242,7 @@ def _unfenced(items: Sequence[ReportItem], at: Instant) -> Operation[list[Record
 
 
 class GangFencelessChannel(NodeChannel):
-    """Takes every report about a member of a gang for one about the present epoch."""
+    """Accepts every report of a gang's member as one of the current epoch."""
 
     async def _record(self, frame: Reports) -> None:
         epochs = await self._server.write(_epochs([item.task for item in frame.items]))
@@ -262,7 +263,7 @@ def _epochs(tasks: Sequence[int]) -> Operation[dict[int, int]]:
 
 
 class HastyChannel(NodeChannel):
-    """Says `Recorded` and then records."""
+    """Acknowledges reports before they are recorded."""
 
     async def _record(self, frame: Reports) -> None:
         if not self.closed:
@@ -274,7 +275,7 @@ class HastyChannel(NodeChannel):
 
 
 class DeafChannel(NodeChannel):
-    """Does not offer again, when an agent says hello, what it never got."""
+    """Does not send grants again that a connecting agent never received."""
 
     _greets = False
 
@@ -305,7 +306,7 @@ class ExpiryAtRestart(NodeRegistry):
 
 
 class ReleasesAtCancel(StatePicture):
-    """Goes with `FreesAtCancel`."""
+    """Folds the early release of `FreesAtCancel`."""
 
     def absorb(self, recording: Recording) -> None:
         stopped = tuple(TaskId(hold.task) for _, hold in recording.to_stop)
@@ -313,7 +314,7 @@ class ReleasesAtCancel(StatePicture):
 
 
 class ForgetsRequeued(StatePicture):
-    """Does not fold what came back to the queue."""
+    """Does not fold requeued tasks."""
 
     def fold(self, event: SchedulingEvent) -> None:
         if not (isinstance(event, TasksQueued) and any(task.epoch for task in event.tasks)):
@@ -321,7 +322,7 @@ class ForgetsRequeued(StatePicture):
 
 
 class ForgetsMembers(StatePicture):
-    """Takes only a gang's first node for held."""
+    """Counts only a gang's first node as held."""
 
     def fold(self, event: SchedulingEvent) -> None:
         super().fold(replace(event, members=()) if isinstance(event, TasksLeased) else event)
@@ -331,14 +332,14 @@ class ForgetsMembers(StatePicture):
 
 
 class ClingingSession(Session):
-    """Never lets go."""
+    """Ignores its lease deadline."""
 
     def _let_go(self, now: int, out: list[Instruction]) -> None:  # noqa: ARG002
         self._deadline = NEVER
 
 
 class SilentSession(Session):
-    """Lets go of its leases and tells nobody."""
+    """Releases its leases without reporting it."""
 
     def _let_go(self, now: int, out: list[Instruction]) -> None:
         leases = self._work.leases
@@ -347,7 +348,7 @@ class SilentSession(Session):
 
 
 class ReceiptSession(Session):
-    """Counts its lease time from when the confirmation came, not from when the beat went."""
+    """Counts its lease time from the confirmation, not from the sending, of a heartbeat."""
 
     def handle(self, now: int, event: Event) -> list[Instruction]:
         before = self._confirmed_at
@@ -359,7 +360,7 @@ class ReceiptSession(Session):
 
 
 class RestartingSession(Session):
-    """Forgets which leases are over: a late copy of their grant starts them again."""
+    """Forgets ended leases: a late copy of their grant starts them again."""
 
     def handle(self, now: int, event: Event) -> list[Instruction]:
         if isinstance(event, FrameArrived) and isinstance(event.frame, Grants):
@@ -368,7 +369,7 @@ class RestartingSession(Session):
 
 
 class LyingSession(Session):
-    """Says `Released` as soon as it is asked to stop, and kills afterwards."""
+    """Reports `Released` when asked to stop, and kills afterwards."""
 
     def handle(self, now: int, event: Event) -> list[Instruction]:
         if isinstance(event, FrameArrived) and isinstance(event.frame, Stop):
@@ -379,7 +380,7 @@ class LyingSession(Session):
 
 
 class OnceSession(Session):
-    """Does not repeat, after a reconnect, what was not recorded."""
+    """Does not repeat unrecorded reports after a reconnect."""
 
     def handle(self, now: int, event: Event) -> list[Instruction]:
         if isinstance(event, FrameArrived) and not self._welcomed:
@@ -388,7 +389,7 @@ class OnceSession(Session):
 
 
 class DeafToOwner(Session):
-    """An offer that changes between hello and welcome is taken for said."""
+    """Considers an offer sent that changed between Hello and Welcome."""
 
     def _say_offer(self, out: list[Instruction]) -> None:
         super()._say_offer(out)
@@ -396,7 +397,7 @@ class DeafToOwner(Session):
 
 
 class BlamingSession(Session):
-    """Reports what was preempted as killed: a failure of its own."""
+    """Reports a preempted attempt as failed."""
 
     def handle(self, now: int, event: Event) -> list[Instruction]:
         if isinstance(event, CommandEnded) and event.reason is EndReason.PREEMPTED:
@@ -405,7 +406,7 @@ class BlamingSession(Session):
 
 
 class HastySession(Session):
-    """Says that a preempted attempt has ended, and ends it afterwards."""
+    """Reports the end of a preempted attempt before it ends."""
 
     def handle(self, now: int, event: Event) -> list[Instruction]:
         match event:
@@ -419,7 +420,7 @@ class HastySession(Session):
 
 
 class RepeatingSession(Session):
-    """Says the first checkpoint of a lease again with the second."""
+    """Reports the first checkpoint of a lease again after the second."""
 
     def __init__(self, node_boot: str, offer: Offer) -> None:
         super().__init__(node_boot, offer)
@@ -435,14 +436,14 @@ class RepeatingSession(Session):
 
 
 class BlankMachine(SimulatedMachine):
-    """Starts every attempt with an empty directory."""
+    """Starts every attempt without its checkpoint."""
 
     def start_command(self, order: StartCommand) -> None:
         super().start_command(replace(order, checkpoint=()))
 
 
 class CarelessChannel(NodeChannel):
-    """Acknowledges checkpoints, and keeps none."""
+    """Acknowledges checkpoints and stores none."""
 
     async def _record(self, frame: Reports) -> None:
         kept = tuple(item for item in frame.items if not isinstance(item, Checkpointed))
@@ -450,7 +451,7 @@ class CarelessChannel(NodeChannel):
 
 
 class UndeadMachine(SimulatedMachine):
-    """Its sandboxes live on when the agent dies."""
+    """Its sandboxes survive the agent."""
 
     def _die(self, task: int, epoch: int) -> int:
         self._loop.after_us(
@@ -496,5 +497,5 @@ _PARTS: dict[Flaw, dict[str, Any]] = {
 
 
 def parts_with(flaw: Flaw | None) -> Parts:
-    """The real parts, but for the flaw."""
+    """The real components, except for the flaw's."""
     return Parts() if flaw is None else replace(Parts(), **_PARTS[flaw])

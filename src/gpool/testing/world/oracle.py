@@ -1,6 +1,7 @@
 """Test oracle of the World: what really runs, what is durable, what was acknowledged; each invariant checked as it changes.
 
 The oracle sees everything and shares no code with the components it checks. It reports a violation as a sentence.
+One file because all invariants of a run stand in one place.
 """
 
 from __future__ import annotations
