@@ -301,8 +301,9 @@ class Agent:
         boot.link = link
         boot.sent.clear()  # unrecorded reports are sent again, under new numbers
         boot.backoff_us = 20 * MS
-        link.down.deliver = lambda data: self._arrived(boot, link, data)
-        link.on_agent_closed = lambda: self._closed(boot, link)
+        link.attach_agent(
+            lambda data: self._arrived(boot, link, data), lambda: self._closed(boot, link)
+        )
         self._tell("dials", link.name)
         self._handle(say.Connected())
 

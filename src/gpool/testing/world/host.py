@@ -186,8 +186,7 @@ class ServerProcess:
             link.close_by_server()
 
         self._links.append(link)
-        link.up.deliver = deliver
-        link.on_server_closed = lambda: deliver(None)
+        link.attach_server(deliver, lambda: deliver(None))
         self.spawn(pump())
 
     def kill(self) -> bool:

@@ -64,12 +64,18 @@ class SimulatedLink:
         self._dice = dice
         self.up = LinkDirection(self._lost)
         self.down = LinkDirection(self._lost)
-        self.on_agent_closed: Callable[[], None] = lambda: None
-        self.on_server_closed: Callable[[], None] = lambda: None
+        self._on_agent_closed: Callable[[], None] = lambda: None
+        self._on_server_closed: Callable[[], None] = lambda: None
         self.broken = False
 
     @staticmethod
     def _lost(data: bytes) -> None: ...
+
+    def attach_agent(self, deliver: Callable[[bytes], None], closed: Callable[[], None]) -> None:
+        self.down.deliver, self._on_agent_closed = deliver, closed
+
+    def attach_server(self, deliver: Callable[[bytes], None], closed: Callable[[], None]) -> None:
+        self.up.deliver, self._on_server_closed = deliver, closed
 
     def send_up(self, data: bytes) -> None:
         self._send(self.up, data, self._network.blockage(self.node).up_until_us)
@@ -110,11 +116,11 @@ class SimulatedLink:
 
     def _agent_learns(self) -> None:
         self.down.closed = True
-        self.on_agent_closed()
+        self._on_agent_closed()
 
     def _server_learns(self) -> None:
         self.up.closed = True
-        self.on_server_closed()
+        self._on_server_closed()
 
     def close_by_server(self) -> None:
         """Close in order: frames sent before still arrive, then the agent learns of the end."""
