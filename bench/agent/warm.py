@@ -24,14 +24,14 @@ import httpx2
 import uvloop
 
 from gpool.agent.runtime.bubblewrap.runtime import BubblewrapRuntime
-from gpool.agent.runtime.protocol import Limits, RunnerJob
+from gpool.agent.runtime.protocol import RunnerJob, SandboxLimits
 from gpool.agent.runtime.runner_calls import PYTHON
 from gpool.client.client import Client
 from tests.tools.processes import Daemon, Pool, eventually
 from tests.tools.runtimes import Caller
 
 BAR_MS = 15.0
-LIMITS = Limits(cpu_milli=2000, memory_bytes=1 << 30)
+LIMITS = SandboxLimits(cpu_milli=2000, memory_bytes=1 << 30)
 WARM_WITHIN_S = 60.0
 
 

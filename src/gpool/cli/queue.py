@@ -1,4 +1,4 @@
-"""`gpool queue`: what runs and what waits, in the order it is expected to start, each with its reason. It only reads."""
+"""`gpool queue`: running tasks, then waiting ones in order of their expected start, each with its reason."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from gpool.cli.calling import as_json, client_of
+from gpool.cli.command import as_json, client_of
 from gpool.cli.output.printing import age, emit_json, local_time, table
-from gpool.cli.references import shared_names, who_is_who
+from gpool.cli.references import principal_names, shared_names
 from gpool.cli.tasks import places, task_status, where, whose, whose_tasks
 from gpool.core.errors import NotFound, TooMany
 
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     from gpool.client.client import Client
 
 SHOWN = 20
-"""How many of those that wait are shown: the server plans for each to say when it starts."""
+"""Waiting tasks shown by default: the server simulates schedules to estimate each start."""
 
 READ = 20_000
-"""How many that wait are looked at: listings begin with the newest, and those that have waited longest are wanted."""
+"""Waiting tasks read: listings begin with the newest, and the oldest are shown."""
 
 _LAST = "~"
 """Sorts after every time."""
@@ -32,20 +32,21 @@ _LAST = "~"
     type=click.IntRange(min=1),
     default=SHOWN,
     show_default=True,
-    help="Of those that wait, so many that have waited longest.",
+    metavar="N",
+    help="Show at most N waiting tasks, oldest first.",
 )
 @as_json
 @click.pass_context
 def queue(ctx: click.Context, team: str | None, everybody: bool, limit: int, as_json: bool) -> None:
-    """List what runs and waits, with when it starts and why not yet.
+    """List running and waiting tasks with expected start and reason.
 
-    Those that run come first, then those that wait, by when they are expected to start.
+    Running tasks come first, then waiting tasks by expected start.
     """
     client = client_of(ctx)
     filters = whose_tasks(client, team, everybody)
     queued = client.listing("tasks", limit=READ, status="queued", **filters)[::-1]  # oldest first
     found = client.listing("tasks", limit=READ, status="leased,running", **filters)[::-1]
-    started = {task["id"] for task in found}  # some in between
+    started = {task["id"] for task in found}  # some started between the two requests
     waiting = [task for task in queued if task["id"] not in started]
     shown = waiting[:limit]
     told = {task["id"]: _explanation(client, task["id"]) for task in shown}
@@ -54,7 +55,7 @@ def queue(ctx: click.Context, team: str | None, everybody: bool, limit: int, as_
         emit_json([{**task, "explain": told.get(task["id"])} for task in found])
         return
     date, shared = client.door.date, shared_names(places(found))
-    known = who_is_who(client) if everybody else {}
+    known = principal_names(client) if everybody else {}
     rows = []
     for task in found:
         why = told.get(task["id"]) or {}
@@ -73,14 +74,14 @@ def queue(ctx: click.Context, team: str | None, everybody: bool, limit: int, as_
             )
         )
     columns = ("id", "name", *(["user"] if everybody else ()), "status", "age", "gpu", "node")
-    table((*columns, "starts", "why it waits"), rows, "Nothing runs or waits.")
+    table((*columns, "starts", "why it waits"), rows, "No running or waiting tasks.")
     if len(waiting) > len(shown):
         more = f"{len(waiting) - len(shown)}{' or more' if len(queued) == READ else ''}"
-        click.echo(f"{more} others wait behind; --limit N shows more of them", err=True)
+        click.echo(f"{more} more tasks wait; --limit N shows more", err=True)
 
 
 def _explanation(client: Client, task: str) -> dict[str, Any] | None:
-    """None: it is gone meanwhile, or the server has no time for this."""
+    """None: the task has ended meanwhile, or the server limits the rate of explanations."""
     try:
         return client.explain(task)
     except (NotFound, TooMany):
@@ -88,6 +89,6 @@ def _explanation(client: Client, task: str) -> dict[str, Any] | None:
 
 
 def _place(task: dict[str, Any], why: dict[str, Any]) -> tuple[str, int, str]:
-    """By when it starts, then by its place in line, then by age."""
+    """Sort key: expected start, position in the queue, age."""
     starts = (why.get("estimate") or {}).get("at")
     return starts or _LAST, why.get("position") or 1 << 60, task["created_at"]

@@ -13,7 +13,7 @@ import pytest
 from gpool.agent.environments import BuildFailed, Environments, Interpreter, Told
 from gpool.agent.environments.environments import REMEMBERED_US
 from gpool.agent.environments.trees import MANIFEST, measured
-from gpool.agent.runtime.protocol import ENVIRONMENT_AT, Prepared, SandboxFailed
+from gpool.agent.runtime.protocol import ENVIRONMENT_AT, PreparedEnvironment, SandboxFailed
 from gpool.core.errors import Invalid
 from gpool.core.model import Recipe
 from gpool.core.specs.environment import name_of, recipe
@@ -74,7 +74,7 @@ class Shelf:
             clock=lambda: self.now,
         )
 
-    async def once(self, wanted: Recipe, told: Told = lambda _: None) -> Prepared:
+    async def once(self, wanted: Recipe, told: Told = lambda _: None) -> PreparedEnvironment:
         async with self.environments.prepare(name_of(wanted), wanted, told) as prepared:
             assert prepared is not None
             assert prepared.root.is_dir()
@@ -83,7 +83,7 @@ class Shelf:
     def on_disk(self) -> int:
         return len(list((self.folder / "ready").iterdir()))
 
-    def asking(self, wanted: Recipe) -> asyncio.Task[Prepared]:
+    def asking(self, wanted: Recipe) -> asyncio.Task[PreparedEnvironment]:
         return asyncio.create_task(self.once(wanted))
 
 
@@ -157,8 +157,8 @@ def test_another_python_alone_is_laid_without_a_build(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "wanted", "says"),
     [
-        (name_of(A), B, "not the name of its recipe"),
-        ("default", A, "not the name of its recipe"),
+        (name_of(A), B, "not the name of its environment spec"),
+        ("default", A, "not the name of its environment spec"),
         (name_of(A), Recipe(None, ("AAA",)), "normal form"),
         (name_of(A), Recipe(None, ("aaa @ https://example.test/a.whl",)), "names an address"),
         ("image:debian", recipe(image="debian"), "is an image"),

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gpool.agent.machine.detection import Finding, Level, detect, doctor, host_facts, services
+from gpool.agent.machine.detection import Finding, Level, detect, doctor, host_capacity, services
 from gpool.agent.machine.detection.findings import (
     cgroup_kind,
     cgroups_finding,
@@ -16,7 +16,7 @@ from gpool.agent.machine.detection.findings import (
     userns_fix,
 )
 from gpool.agent.machine.detection.gpus import normalised
-from gpool.agent.runtime.cgroups import Hierarchy
+from gpool.agent.runtime.cgroups import CgroupHierarchy
 from gpool.core.errors import Invalid
 from gpool.core.model import GIB
 
@@ -57,11 +57,11 @@ def test_a_card_has_the_name_consumers_write(name: str, model: str) -> None:
 def test_the_host_lends_no_more_than_its_group_allows(tmp_path: Path) -> None:
     (tmp_path / "memory.max").write_text("1000000\n")
     (tmp_path / "cpu.max").write_text("50000 100000\n")
-    facts = host_facts(tmp_path / "not" / "yet", tmp_path)
+    facts = host_capacity(tmp_path / "not" / "yet", tmp_path)
     assert (facts.memory_bytes, facts.cpu_milli) == (1_000_000, 500)
     (tmp_path / "memory.max").write_text("max\n")
     (tmp_path / "cpu.max").write_text("max 100000\n")
-    free = host_facts(tmp_path, tmp_path)
+    free = host_capacity(tmp_path, tmp_path)
     assert free.memory_bytes > 1_000_000
     assert free.cpu_milli >= 1000
 
@@ -117,15 +117,15 @@ V2 = "31 23 0:27 / /sys/fs/cgroup rw shared:9 - cgroup2 cgroup2 rw"
 )
 def test_every_kind_of_control_groups_is_told_apart(mounts: str, kind: str) -> None:
     assert cgroup_kind(mounts) == kind
-    finding = cgroups_finding(kind, Hierarchy(0, ()))
+    finding = cgroups_finding(kind, CgroupHierarchy(0, ()))
     assert (finding.level, bool(finding.fix)) == (Level.WARNING, True)
 
 
 def test_what_cannot_be_limited_is_named() -> None:
-    part = cgroups_finding("v1", Hierarchy(1, (("memory", Path("/m")), ("pids", Path("/p")))))
+    part = cgroups_finding("v1", CgroupHierarchy(1, (("memory", Path("/m")), ("pids", Path("/p")))))
     assert "cpu cannot be limited" in part.text
     whole = tuple((name, Path("/g")) for name in ("cpu", "memory", "pids"))
-    assert cgroups_finding("v2", Hierarchy(2, whole)).level is Level.OK
+    assert cgroups_finding("v2", CgroupHierarchy(2, whole)).level is Level.OK
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ def test_a_default_route_is_found_in_either_family() -> None:
 
 
 def test_a_socket_that_is_no_engine_is_said_and_harms_nothing(tmp_path: Path) -> None:
-    assert services.docker((str(tmp_path / "none.sock"),)) == services.Engine()
+    assert services.docker((str(tmp_path / "none.sock"),)) == services.ContainerEngine()
     dead = socket.socket(socket.AF_UNIX)
     dead.bind(str(tmp_path / "dead.sock"))
     dead.close()

@@ -15,7 +15,7 @@ import pytest
 from gpool.agent.app import new_loop
 from gpool.agent.machine.detection.nvml import GpuProcess
 from gpool.agent.runtime.bubblewrap.launcher_client import Launcher
-from gpool.agent.runtime.protocol import GpuSeat, PartFailed, SandboxFailed
+from gpool.agent.runtime.protocol import GpuShare, PartFailed, SandboxFailed
 from gpool.agent.sharing import mps, scrub, settings_restore
 from gpool.agent.sharing.plan import Abilities, MpsLimits, profiles_of
 from gpool.agent.sharing.setup import GpuSharing
@@ -42,11 +42,11 @@ class House:
         self.nvml.open()
         self.uuid = self.nvml.uuids()[0]
         self.runtime = FakeRuntime(folder, {SCRUBBER: run})
-        self.scrubs: list[GpuSeat | None] = []
+        self.scrubs: list[GpuShare | None] = []
         start = self.runtime.start_command
 
         async def counted(job):  # type: ignore[no-untyped-def]
-            self.scrubs.append(job.seat)
+            self.scrubs.append(job.gpu_share)
             return await start(job)
 
         self.runtime.start_command = counted  # type: ignore[method-assign]
@@ -227,7 +227,7 @@ def test_a_place_on_the_card_that_the_owner_uses_is_refused_and_nothing_left(
     async def taken(house: House) -> None:
         house.nvml.set_mig(house.uuid, True)
         owners = house.nvml.make_mig(house.uuid, 19, 6)
-        with pytest.raises(PartFailed, match="could not be got ready"):
+        with pytest.raises(PartFailed, match="could not be prepared"):
             async with house.seats.seat(1, [CUT[0]]):
                 pytest.fail("two instances in one place")
         assert house.nvml.mig_instances(house.uuid) == (owners,)
@@ -288,7 +288,7 @@ def test_a_tenancy_that_began_for_nobody_ends_by_itself(tmp_path: Path) -> None:
 def test_a_daemon_that_does_not_come_up_leaves_nothing_and_no_reproach(tmp_path: Path) -> None:
     async def failing(house: House) -> None:
         (house.folder / "mps").write_text("#!/bin/sh\nexit 3\n")
-        with pytest.raises(SandboxFailed, match="ended at once"):
+        with pytest.raises(SandboxFailed, match="exited at once"):
             async with house.seats.seat(1, [PART]):
                 pytest.fail("there is no daemon")
         assert house.seats.unclean == {}
@@ -360,7 +360,7 @@ class Sandbox:
     def __init__(self, *pids: int) -> None:
         self.pids = pids
         self.killed = asyncio.Event()
-        self.seat = GpuSeat()
+        self.seat = GpuShare()
         self.seat.watch(lambda pid: pid in self.pids, self._kill)
 
     async def _kill(self) -> None:

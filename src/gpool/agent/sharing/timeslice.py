@@ -1,6 +1,6 @@
-"""The watchdog: looks at each process's GPU memory and ends the sandbox that holds more than its slice, no other.
+"""Memory watchdog: ends a sandbox whose processes hold more GPU memory than its slice, and no other.
 
-It stands behind MPS too, whose limit is each process's own: a task's processes count together here.
+It also runs behind MPS, whose limit is per process: here a task's processes count together.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Collection
 import structlog
 
 from gpool.agent.machine.detection.nvml import Nvml, NvmlError
-from gpool.agent.runtime.protocol import GpuSeat
+from gpool.agent.runtime.protocol import GpuShare
 from gpool.agent.sharing.plan import overdrawn
 from gpool.core.model import GIB, MIB
 
@@ -21,16 +21,16 @@ log = structlog.get_logger(__name__)
 
 
 class Watched:
-    """One sandbox's slice of one GPU."""
+    """Slice of one sandbox on one GPU."""
 
     __slots__ = ("gpu", "limit_bytes", "seat")
 
-    def __init__(self, gpu: str, limit_bytes: int, seat: GpuSeat) -> None:
+    def __init__(self, gpu: str, limit_bytes: int, seat: GpuShare) -> None:
         self.gpu, self.limit_bytes, self.seat = gpu, limit_bytes, seat
 
 
 class Watchdog:
-    """Looks only while there is something to look after."""
+    """Polls only while there are slices to watch."""
 
     def __init__(self, nvml: Nvml, every_s: float = EVERY_S) -> None:
         self._nvml = nvml
@@ -61,7 +61,7 @@ class Watchdog:
             await asyncio.sleep(self._every_s)
 
     async def look(self) -> None:
-        """Once, at every GPU that has slices."""
+        """Check every GPU with slices once."""
         try:
             found = await asyncio.to_thread(self._find, tuple(self._watched))
         except NvmlError as error:

@@ -22,12 +22,12 @@ from gpool.core.model import Gpu, Instant, Span
 from gpool.core.specs.gpu import is_model
 from gpool.core.trust.gpu_verification import (
     MAKES,
-    Keys,
+    DeviceIdentity,
+    GpuVerdict,
     Opening,
-    Place,
-    Seat,
-    Terms,
-    Verdict,
+    VerificationKeys,
+    VerificationTerms,
+    VerifiedGpu,
     could_be_one,
     keys_of,
     may_ask,
@@ -69,7 +69,7 @@ MEASURED_WITHIN = Span(60_000_000)
 """A verification waits no longer for a measurement."""
 
 
-def terms_of(gpu: Gpu) -> Terms | None:
+def terms_of(gpu: Gpu) -> VerificationTerms | None:
     """Size and time limits of a GPU's verification; None if this model cannot be verified."""
     makes = [name for name in MAKES if is_model(name, gpu.model)]
     if gpu.vendor != "nvidia" or not makes:
@@ -82,7 +82,7 @@ class VerificationSettings:
     examine: bool
     measure: bool
     again_every: Span
-    terms: Callable[[Gpu], Terms | None] = terms_of
+    terms: Callable[[Gpu], VerificationTerms | None] = terms_of
 
     @classmethod
     def of(cls, settings: Settings) -> VerificationSettings:
@@ -94,8 +94,8 @@ class _Verification:
     number: int
     node: NodeId
     uuid: str
-    keys: Keys
-    progress: Seat
+    keys: VerificationKeys
+    progress: VerifiedGpu
     nonce: bytes = b""
     tiles: tuple[int, ...] = ()
     checking: bool = False
@@ -104,8 +104,8 @@ class _Verification:
 @dataclass(frozen=True, slots=True)
 class _Candidate:
     record: Record
-    place: Place
-    terms: Terms
+    place: DeviceIdentity
+    terms: VerificationTerms
 
 
 class GpuVerifier:
@@ -143,8 +143,8 @@ class GpuVerifier:
         now = self._now()
         for record in await self._store.read(gpu_verification.records(row.node.id)):
             gpu = devices.get(record.uuid)
-            if gpu is not None and gpu.simulated and record.verdict is not Verdict.SIMULATED:
-                done = gpu_verification.judge(row.node.id, record.uuid, Verdict.SIMULATED, now)
+            if gpu is not None and gpu.simulated and record.verdict is not GpuVerdict.SIMULATED:
+                done = gpu_verification.judge(row.node.id, record.uuid, GpuVerdict.SIMULATED, now)
                 row = await self._written(done, row)
             elif gpu is not None and _must_wait(record, now) and self._wanted.terms(gpu):
                 kept = gpu_verification.keep_back(row.node.id, [record.uuid], WAITS)
@@ -184,7 +184,7 @@ class GpuVerifier:
             case GpuOpened():
                 await self._check(run, frame.openings)
             case GpuUnable():
-                run.progress = run.progress.judged(Verdict.UNABLE)
+                run.progress = run.progress.judged(GpuVerdict.UNABLE)
         await self._advance(now)
 
     async def run_once(self, now: Instant) -> None:
@@ -232,7 +232,7 @@ class GpuVerifier:
         if run.checking or progress.verdict is not None:
             return
         if progress.root is None or progress.answer is None or not run.tiles:
-            run.progress = progress.judged(Verdict.MALFORMED)
+            run.progress = progress.judged(GpuVerdict.MALFORMED)
             return
         run.checking = True
         claimed = Claimed(
@@ -311,7 +311,7 @@ class GpuVerifier:
         """Withhold GPUs that passed at random instants, to verify them again."""
         chance = SELECT_EVERY / self._wanted.again_every
         for record in records:
-            if record.verdict is not Verdict.PASSED or self._random.random() >= chance:
+            if record.verdict is not GpuVerdict.PASSED or self._random.random() >= chance:
                 continue
             if self._idle(record) is not None:
                 kept = gpu_verification.keep_back(record.node, [record.uuid], WAITS)
@@ -337,7 +337,7 @@ class GpuVerifier:
             terms = self._wanted.terms(gpu) if gpu is not None else None
             if terms is not None:
                 here = self._picture.state.nodes[record.node].node
-                place = Place(
+                place = DeviceIdentity(
                     record.owner,
                     here.offer.hostname if here is not None else "",
                     record.uuid,
@@ -353,7 +353,7 @@ class GpuVerifier:
             record, size = each.record, each.terms.size
             seed = secrets.token_bytes(32)
             keys = keys_of(seed, record.node, record.uuid, self._number)
-            progress = Seat(each.terms, now)
+            progress = VerifiedGpu(each.terms, now)
             batch[self._number] = _Verification(
                 self._number, record.node, record.uuid, keys, progress
             )
@@ -380,7 +380,7 @@ class GpuVerifier:
 def _must_wait(record: Record, now: Instant) -> bool:
     if record.verdict is None:
         return record.unproven != WAITS
-    failed = record.verdict is not Verdict.PASSED and record.unproven is not None
+    failed = record.verdict is not GpuVerdict.PASSED and record.unproven is not None
     return failed and now - (record.judged_at or 0) >= AGAIN_AFTER
 
 

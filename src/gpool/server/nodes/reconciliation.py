@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from gpool.core.gangs import Call
+from gpool.core.gangs import GangOrder
 from gpool.core.ids import NodeId, SpecId, TaskId
 from gpool.core.model import InputFile, Instant, Offer, TaskSpec, TaskStatus
 from gpool.server.nodes import offers
@@ -73,7 +73,9 @@ def _leases_of(node: NodeId, row: NodeRow) -> Operation[StoredLeases]:
     preempting += tuple(
         Hold(each.task, each.epoch)
         for each in members
-        if each.status is not TaskStatus.CANCELLED and each.gang and each.gang.call is Call.BACK
+        if each.status is not TaskStatus.CANCELLED
+        and each.gang
+        and each.gang.call is GangOrder.BACK
     )
     keys = (yield from data_keys()) if members else ()
     return StoredLeases(row, held, specs, secrets, begun, preempting, keys)

@@ -11,8 +11,8 @@ import msgspec
 
 from gpool.core.ids import NodeId
 from gpool.core.model import SECOND, Instant, Merit, Span
-from gpool.core.trust.gpu_verification import Measured, Verdict
-from gpool.core.trust.reliability import Record, gigaflops_of
+from gpool.core.trust.gpu_verification import GpuVerdict, MeasuredSpeed
+from gpool.core.trust.reliability import ReliabilityRecord, gigaflops_of
 from gpool.server.server import Server
 from gpool.server.store.operations.nodes import gpu_verification, reliability
 from gpool.server.wakeups import Wake
@@ -35,7 +35,7 @@ class UpdateReliability:
         self.wake = Wake()
         self.every_s = EVERY_S
         self._server = server
-        self._records: dict[NodeId, Record] | None = None  # None: not yet read
+        self._records: dict[NodeId, ReliabilityRecord] | None = None  # None: not yet read
         self._unwritten: set[NodeId] = set()
         self._ran_at = self._wrote_at = self._read_at = Instant(0)
         self._verified: dict[NodeId, tuple[bool, int]] = {}
@@ -55,7 +55,7 @@ class UpdateReliability:
             self._wrote_at = now
             await self._write(self._records)
 
-    def _count(self, records: dict[NodeId, Record], passed: Span, now: Instant) -> bool:
+    def _count(self, records: dict[NodeId, ReliabilityRecord], passed: Span, now: Instant) -> bool:
         """Count connected time and losses since the last run; whether a node was lost."""
         server = self._server
         lost = server.nodes.take_losses()
@@ -66,14 +66,14 @@ class UpdateReliability:
                 continue
             if (node.connected and passed) or losses:
                 up = passed if node.connected else Span(0)
-                records[id_] = records.get(id_, Record(at=now)).later(now, up, losses)
+                records[id_] = records.get(id_, ReliabilityRecord(at=now)).later(now, up, losses)
                 self._unwritten.add(id_)
             is_proven, gigaflops = self._verified.get(node.id, (False, 0))
-            found[id_] = Merit(records.get(id_, Record()).mtbf, is_proven, gigaflops)
+            found[id_] = Merit(records.get(id_, ReliabilityRecord()).mtbf, is_proven, gigaflops)
         server.picture.use_reliability(found)
         return bool(lost)
 
-    async def _write(self, records: dict[NodeId, Record]) -> None:
+    async def _write(self, records: dict[NodeId, ReliabilityRecord]) -> None:
         unwritten, self._unwritten = sorted(self._unwritten), set()
         for first in range(0, len(unwritten), MAX_ROWS):
             some = unwritten[first : first + MAX_ROWS]
@@ -90,7 +90,7 @@ def _verified(found: Iterable[gpu_verification.Record]) -> dict[NodeId, tuple[bo
         by_node.setdefault(each.node, []).append(each)
     verified: dict[NodeId, tuple[bool, int]] = {}
     for node, gpus in by_node.items():
-        passed = all(each.verdict is Verdict.PASSED for each in gpus)
+        passed = all(each.verdict is GpuVerdict.PASSED for each in gpus)
         speed = gigaflops_of(_gigaflops(each.measured) for each in gpus) if passed else 0
         verified[node] = (passed, speed)
     return verified
@@ -101,7 +101,7 @@ def _gigaflops(measured: str | None) -> int:
     if measured is None:
         return 0
     try:
-        read = msgspec.json.decode(measured, type=Measured)
+        read = msgspec.json.decode(measured, type=MeasuredSpeed)
     except msgspec.MsgspecError:
         return 0
     found = read.bf16_gigaflops or read.fp32_gigaflops

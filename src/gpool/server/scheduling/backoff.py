@@ -31,7 +31,7 @@ from gpool.core.scheduler.explain.mismatch import Explanation, counted
 from gpool.core.scheduler.state.events import Place, QueuedTask, TasksQueued, TasksWithdrawn
 from gpool.core.scheduler.state.queue import epoch_of
 from gpool.core.scheduler.state.state import Line, State
-from gpool.core.trust.reliability import rest_after, rest_for_fault
+from gpool.core.trust.reliability import backoff_after, backoff_for_fault
 from gpool.server.store.values import Recording
 
 log = logging.getLogger(__name__)
@@ -96,7 +96,7 @@ class NodeBackoff:
         begins = []
         for node in nodes:
             times = self._returns[node] = self._returns.get(node, 0) + 1
-            lasts = rest_after(times)
+            lasts = backoff_after(times)
             if lasts:
                 self._extend(node, Instant(now + lasts), RETURNS_LEASES)
                 begins.append(node)
@@ -107,7 +107,7 @@ class NodeBackoff:
         for node in nodes:
             if node not in self._until:
                 times = self._faults[node] = self._faults.get(node, 0) + 1
-                self._extend(node, Instant(now + rest_for_fault(times)), why)
+                self._extend(node, Instant(now + backoff_for_fault(times)), why)
 
     def _extend(self, node: NodeId, until: Instant, why: str) -> None:
         if node not in self._until or self._until[node][0] < until:

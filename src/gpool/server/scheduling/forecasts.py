@@ -14,8 +14,13 @@ from typing import Protocol
 from gpool.core.ids import TaskId
 from gpool.core.model import SECOND, Instant, Shape, Span
 from gpool.core.scheduler.order.orders import Policy
-from gpool.core.scheduler.predict.calibration import Calibration, Range, Told
-from gpool.core.scheduler.predict.forecast import Course, Question, courses, waits
+from gpool.core.scheduler.predict.calibration import Calibration, Range, StatedForecast
+from gpool.core.scheduler.predict.forecast import (
+    ForecastQuestion,
+    SimulatedSchedule,
+    courses,
+    waits,
+)
 from gpool.core.scheduler.predict.run_times import RunTimes
 from gpool.core.scheduler.state.snapshot import take
 from gpool.core.scheduler.state.state import State
@@ -50,7 +55,7 @@ class Estimate:
 class _Simulated:
     at: Instant
     policy: Policy
-    courses: Sequence[Course]
+    courses: Sequence[SimulatedSchedule]
 
 
 class Forecasts:
@@ -59,7 +64,7 @@ class Forecasts:
         self._store = store
         self._arrived: deque[tuple[Instant, Shape]] = deque(maxlen=_KEPT_ARRIVALS)
         self._calibration = Calibration()
-        self._open: dict[TaskId, Told] = {}
+        self._open: dict[TaskId, StatedForecast] = {}
         self._simulated: _Simulated | None = None
         self._simulating = asyncio.Lock()
 
@@ -88,11 +93,11 @@ class Forecasts:
 
     # ---- forecasts
 
-    async def question(self, inputs: PlannerInputs, now: Instant) -> Question:
+    async def question(self, inputs: PlannerInputs, now: Instant) -> ForecastQuestion:
         """A snapshot of everything a simulated schedule needs, safe to use in another thread."""
         since = await self._store.read(rules_operations.held_since())
         snapshot = take(inputs.state)
-        return Question(snapshot, now, self.times.copy(), since, tuple(self._arrived))
+        return ForecastQuestion(snapshot, now, self.times.copy(), since, tuple(self._arrived))
 
     async def estimate(
         self, inputs: PlannerInputs, now: Instant, task: TaskId, ahead: int

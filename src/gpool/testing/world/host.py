@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from gpool.agent.state_machine.session import Session
+from gpool.agent.state_machine.agent_state import AgentState
 from gpool.core.errors import GpoolError
 from gpool.core.ids import TaskId
 from gpool.core.model import Instant, Offer
@@ -56,7 +56,7 @@ EPOCH_US = 1_800_000_000_000_000
 class Parts:
     """The components of a World. A flaw replaces one of them; production code knows of no flaw."""
 
-    session: Callable[[str, Offer], Session] = Session
+    agent_state: Callable[[str, Offer], AgentState] = AgentState
     disk: Callable[..., SimulatedDisk] = SimulatedDisk
     channel: Callable[..., NodeChannel] = NodeChannel
     registry: Callable[..., NodeRegistry] = NodeRegistry

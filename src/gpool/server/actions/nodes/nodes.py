@@ -21,7 +21,7 @@ from gpool.core.model import (
     Permission,
     Tier,
 )
-from gpool.core.permissions import POOL, Action, Kind, Thing, missing
+from gpool.core.permissions import POOL, Action, ObjectKind, Thing, missing
 from gpool.core.scheduler.place.fit import cpu_price
 from gpool.core.scheduler.state.state import NodeState
 from gpool.server.actions.nodes.gpu_documents import gpu_details, reading, sick
@@ -87,7 +87,7 @@ async def join(
     if request.token:
         permit(who, Action.NODE_JOIN_BY_INVITE, POOL)
     else:
-        permit(who, Action.NODE_JOIN, missing(Kind.ACCOUNT) if who is None else own(who))
+        permit(who, Action.NODE_JOIN, missing(ObjectKind.ACCOUNT) if who is None else own(who))
     user = None if who is None else who.user
     if "\0" in request.name or "\0" in (request.token or ""):
         raise Invalid("'name' and 'token' hold no NUL character")
@@ -131,7 +131,7 @@ async def join(
 
 async def register(server: Server, who: NodeCredentials, request: NodeRequest) -> NodeJoined:
     """A node that is known says what it lends: its offer replaces the earlier one."""
-    permit(who, Action.NODE_OFFER, Thing(Kind.NODE, owner=who.owner, holder=who.node))
+    permit(who, Action.NODE_OFFER, Thing(ObjectKind.NODE, owner=who.owner, holder=who.node))
     offer = _offer(request)
     row = await server.write(
         offers.take(who.node, offer, server.ids.take(len(offer.gpus)), server.now)
@@ -377,8 +377,8 @@ def _allow_gpu(id_: GpuId, who: Caller, available: bool) -> Operation[NodeRow]:
 
 def gpu_thing(row: GpuRow | None) -> Thing:
     if row is None or row.gone:
-        return missing(Kind.GPU)
-    return Thing(Kind.GPU, owner=row.owner, holder=row.node)
+        return missing(ObjectKind.GPU)
+    return Thing(ObjectKind.GPU, owner=row.owner, holder=row.node)
 
 
 @operation
