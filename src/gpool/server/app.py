@@ -34,7 +34,7 @@ from gpool.server.api.routes import (
 from gpool.server.api.routes import operators as operating_routes
 from gpool.server.blobs import Blobs
 from gpool.server.clock import Clock, MonotonicClock, SystemClock, system_ids
-from gpool.server.gpu_verification.verifier import Examiner, Examining
+from gpool.server.gpu_verification.verifier import GpuVerifier, VerificationSettings
 from gpool.server.identity import credentials
 from gpool.server.identity.certificates import certificate_of
 from gpool.server.identity.credentials import Credentials
@@ -46,11 +46,14 @@ from gpool.server.identity.tokens.access import TokenAudience
 from gpool.server.identity.tokens.refresh import RefreshTerms
 from gpool.server.identity.tokens.signing_keys import KeyRotation, TokenSigner
 from gpool.server.metrics import GpuCollector, Metrics
-from gpool.server.nodes.frame_budget import Paces
+from gpool.server.nodes.frame_budget import FrameBudgets
+from gpool.server.nodes.registry import NodeRegistry
+from gpool.server.nodes.report_batches import ReportBatches
 from gpool.server.nodes.telemetry import Telemetry
 from gpool.server.outbound import Outbound
-from gpool.server.scheduling.loops import Ticker, all_loops
-from gpool.server.scheduling.orders import known_orders
+from gpool.server.scheduling.loops import LoopRunner, all_loops
+from gpool.server.scheduling.picture import StatePicture
+from gpool.server.scheduling.policy import ActivePolicy, known_orders
 from gpool.server.scheduling.scheduler import Scheduler
 from gpool.server.server import VERSION, Server, SignInServices
 from gpool.server.settings import Settings, span
@@ -81,7 +84,7 @@ async def open_server(settings: Settings, clock: Clock | None = None) -> Server:
     await quotas.refresh(server)
     await operating.refresh(server)
     await server.identity.signing.ready(server.now)
-    await server.scheduler.rebuild(server.now)
+    await server.picture.rebuild(server.now)
     await ensure_operator(server)
     return server
 
@@ -94,19 +97,21 @@ def wire(settings: Settings, store: Store, clock: Clock) -> Server:
     sign_ins = _sign_ins(settings, store, sealer)
     policy, orders = Policy(order=settings.order), known_orders()
     order_named(policy.order, orders)  # Invalid for an unknown order, before anything is served
-    passed = clock.passed if isinstance(clock, MonotonicClock) else None
-    scheduler = Scheduler(
-        store, hub, metrics, policy, settings.ttl, sealer, orders, clock.now, passed
-    )
+    elapsed = clock.passed if isinstance(clock, MonotonicClock) else None
+    registry = NodeRegistry(metrics, settings.ttl, elapsed)
+    picture = StatePicture(store, registry, ActivePolicy(policy, orders), hub, metrics, clock.now)
     telemetry = Telemetry()
-    metrics.watch_gpus(GpuCollector(telemetry, lambda: scheduler.state.nodes, clock.now))
+    metrics.watch_gpus(GpuCollector(telemetry, lambda: picture.state.nodes, clock.now))
     return Server(
         settings=settings,
         store=store,
         clock=clock,
         ids=system_ids(clock),
         hub=hub,
-        scheduler=scheduler,
+        nodes=registry,
+        picture=picture,
+        scheduler=Scheduler(picture, sealer, metrics),
+        reports=ReportBatches(picture.write, picture.absorb),
         blobs=Blobs(settings.data / "artifacts", settings.max_artifact_bytes),
         credentials=Credentials(store, clock.now, remember, root_key, sign_ins.signing),
         gate=NodeAuthenticator(store, clock.now, root_key, remember=remember),
@@ -116,9 +121,9 @@ def wire(settings: Settings, store: Store, clock: Clock) -> Server:
         submitting=submit.gathering(),
         sign_ins=sign_ins,
         certificate=certificate_of(settings, clock.now()),
-        examiner=Examiner(store, scheduler, clock.now, Examining.of(settings)),
+        examiner=GpuVerifier(store, picture, clock.now, VerificationSettings.of(settings)),
         telemetry=telemetry,
-        paces=Paces(settings.node_frames_per_s),
+        paces=FrameBudgets(settings.node_frames_per_s),
     )
 
 
@@ -146,14 +151,14 @@ def _sign_ins(settings: Settings, store: Store, sealer: Sealer) -> SignInService
 @asynccontextmanager
 async def running(server: Server) -> AsyncIterator[Server]:
     """Run the loops; at the end, tell agents to reconnect and close the store."""
-    ticker = Ticker(server, *all_loops(server))
-    ticker.start()
+    runner = LoopRunner(server, *all_loops(server))
+    runner.start()
     try:
         yield server
     finally:
-        await ticker.stop()
-        for one in tuple(server.scheduler.channels.values()):
-            one.refuse("unreachable", "the server is stopping; connect again", retry=True)
+        await runner.stop()
+        for connection in server.nodes.connections:
+            connection.refuse("unreachable", "the server is stopping; connect again", retry=True)
         await server.identity.close()
         await server.store.close()
 

@@ -8,12 +8,11 @@ from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Generic, TypeVar
 
-from gpool.core.errors import GpoolError
 from gpool.core.ids import IdSource
 from gpool.core.model import Instant
 from gpool.server.blobs import Blobs
 from gpool.server.clock import Clock
-from gpool.server.gpu_verification.verifier import Examiner
+from gpool.server.gpu_verification.verifier import GpuVerifier
 from gpool.server.identity.certificates import Certificate
 from gpool.server.identity.credentials import Credentials
 from gpool.server.identity.node_proofs.verifier import NodeAuthenticator
@@ -23,11 +22,14 @@ from gpool.server.identity.sign_in_guard import Guard
 from gpool.server.identity.tokens.refresh import RefreshTerms
 from gpool.server.identity.tokens.signing_keys import TokenSigner
 from gpool.server.metrics import Metrics
-from gpool.server.nodes.frame_budget import Paces
+from gpool.server.nodes.frame_budget import FrameBudgets
+from gpool.server.nodes.registry import NodeRegistry
+from gpool.server.nodes.report_batches import ReportBatches
 from gpool.server.nodes.telemetry import Telemetry
 from gpool.server.outbound import Outbound
-from gpool.server.scheduling.explaining import Explaining
-from gpool.server.scheduling.pricing_training import Asking
+from gpool.server.scheduling.explanations import Explainer
+from gpool.server.scheduling.picture import StatePicture
+from gpool.server.scheduling.pricing_training import TrainingRequests
 from gpool.server.scheduling.scheduler import Scheduler
 from gpool.server.settings import Settings
 from gpool.server.store.batching import Gathering
@@ -89,7 +91,10 @@ class Server:
     clock: Clock
     ids: IdSource
     hub: Hub
+    nodes: NodeRegistry
+    picture: StatePicture
     scheduler: Scheduler
+    reports: ReportBatches
     blobs: Blobs
     credentials: Credentials
     gate: NodeAuthenticator
@@ -99,11 +104,11 @@ class Server:
     submitting: Gathering[Any, Any, Any]  # of `actions.submit`
     sign_ins: SignInServices | None = None  # None: only schedules (simulations)
     certificate: Certificate | None = None  # None: plain HTTP
-    examiner: Examiner | None = None  # None: no GPU verification
+    examiner: GpuVerifier | None = None  # None: no GPU verification
     telemetry: Telemetry = field(default_factory=Telemetry)
-    learning: Asking = field(default_factory=Asking)
-    explaining: Explaining = field(default_factory=Explaining)
-    paces: Paces = field(default_factory=lambda: Paces(0.0))  # frame budgets of nodes
+    learning: TrainingRequests = field(default_factory=TrainingRequests)
+    explaining: Explainer = field(default_factory=Explainer)
+    paces: FrameBudgets = field(default_factory=lambda: FrameBudgets(0.0))  # frame budgets of nodes
 
     @property
     def now(self) -> Instant:
@@ -115,19 +120,9 @@ class Server:
         return self.sign_ins
 
     async def write(self, operation: Operation[T]) -> T:
-        """Commit, and return in commit order: fold the result before the next await.
-
-        If the caller is cancelled or the commit fails, the outcome is unknown: the scheduler rebuilds its state.
-        """
-        try:
+        """Commit; returns in commit order, so fold the result before the next await (see `StatePicture.commit`)."""
+        with self.picture.commit():
             return await self.store.write(operation)
-        except GpoolError as error:
-            if error.status >= 500:  # the commit itself failed
-                self.scheduler.doubt()
-            raise
-        except BaseException:
-            self.scheduler.doubt()
-            raise
 
     async def write_once(
         self, user: User, once: Once | None, operation: Operation[T], encode: Callable[[T], bytes]

@@ -1,4 +1,4 @@
-"""NVML without a card: keeps the promises of `gpool.agent.machine.detection.nvml.Nvml`. A test says how the cards are and what befalls them."""
+"""A fake of `gpool.agent.machine.detection.nvml.Nvml` without a GPU; a test sets the cards and their faults."""
 
 from __future__ import annotations
 

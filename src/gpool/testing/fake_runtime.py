@@ -1,6 +1,6 @@
-"""A runtime without processes, for tests: commands do what a table says, functions run here. Isolates nothing.
+"""A runtime without processes, for tests: a table defines commands, functions run in this process. No isolation.
 
-It keeps the contract of `agent.runtime.protocol` where that can be kept without a kernel.
+It fulfils the contract of `agent.runtime.protocol` as far as possible without a kernel.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ from gpool.agent.runtime.protocol import (
 )
 from gpool.core.model import INLINE_LIMIT_BYTES, Gpu, Network, OutputFile, Tier
 
-FAKE_BYTES = 1 << 20  # what a runner that waits is said to hold
+FAKE_BYTES = 1 << 20  # memory of a waiting runner
 
 
 @dataclass(frozen=True, slots=True)
 class FakeRun:
-    """What a command does. `waits`: it prints and then runs until it is killed."""
+    """Behaviour of a command. `waits`: it prints and then runs until it is killed."""
 
     output: tuple[tuple[int, bytes], ...] = ()
     exit_code: int = 0
     files: Mapping[str, bytes] = field(default_factory=dict)
     waits: bool = False
-    heeds: bool = True  # SIGTERM ends it, as it does what has no handler
-    warned: Mapping[str, bytes] = field(default_factory=dict)  # what it writes before it heeds
-    changing: tuple[str, ...] = ()  # files that hold something else whenever they are read
+    heeds: bool = True  # SIGTERM ends it
+    warned: Mapping[str, bytes] = field(default_factory=dict)  # files written on SIGTERM
+    changing: tuple[str, ...] = ()  # files that differ at every read
     ended: SandboxExit | None = None  # instead of a plain exit
 
 
@@ -102,7 +102,7 @@ class FakeCommand:
 
 
 class FakeRunner:
-    """Runs functions in this process, in order, when its events are asked for."""
+    """Runs functions in this process, in order, when its events are read."""
 
     forks = True
 
@@ -149,7 +149,7 @@ class FakeRunner:
             try:
                 args, kwargs = pickle.loads(arguments)
                 value = pickle.dumps(pickle.loads(self._functions[call.function])(*args, **kwargs))
-            except Exception as failure:  # noqa: BLE001 - whatever a function raises is its answer
+            except Exception as failure:  # noqa: BLE001 - the answer of the call
                 raised, text = True, traceback.format_exc()
                 value = pickle.dumps(failure)
         streams = ((1, printed.getvalue().encode()), (2, complained.getvalue().encode()))
@@ -174,7 +174,7 @@ class FakeRunner:
 
 
 class FakeRuntime(PlainRuntime):
-    """A `Runtime`. `runs` says what each command line does; an unknown one is not found (127)."""
+    """A `Runtime`. `runs` defines each command line; an unknown one exits with 127."""
 
     name = "fake"
     networks = frozenset({Network.NONE})
@@ -189,7 +189,7 @@ class FakeRuntime(PlainRuntime):
         self.values = values
         self.tier = tier
         self.live: set[FakeCommand | FakeRunner] = set()
-        self.warmed: list[FakeRunner] = []  # all there ever were
+        self.warmed: list[FakeRunner] = []  # all that were started
         self._runs = dict(runs or {})
 
     def use_gpus(self, gpus: Sequence[Gpu]) -> None:
@@ -209,7 +209,7 @@ class FakeRuntime(PlainRuntime):
         return runner
 
     async def warm_runner(self, job: RunnerJob, meanwhile: SandboxLimits) -> WarmRunner:
-        assert not job.env, "whose it will be is not known yet"
+        assert not job.env, "a warm runner has no user yet"
         assert meanwhile.memory_bytes <= job.limits.memory_bytes
         runner = FakeRunner(self)
         self.live.add(runner)

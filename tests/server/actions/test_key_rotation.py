@@ -1,4 +1,4 @@
-"""Keys change while the server serves: every field moves, none is lost, and a crash in the middle changes nothing."""
+"""RotateKeys change while the server serves: every field moves, none is lost, and a crash in the middle changes nothing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gpool.core.model import Permission
 from gpool.server.identity.secrets import sealer as sealing
 from gpool.server.identity.secrets.envelope import FieldLocation
 from gpool.server.identity.secrets.sealer import MasterSource, Sealer, secret_place
-from gpool.server.scheduling.loops import Keys
+from gpool.server.scheduling.loops import RotateKeys
 from gpool.server.store.operations.identity import sealed_fields
 from tests.server.server_desk import Desk, open_desk
 
@@ -57,12 +57,12 @@ async def test_a_rotation_moves_every_field_and_then_forgets_the_old_key(desk: D
     assert told.status_code == 202
     # One field more: the key that signs tokens.
     assert told.json() == {"data_keys": 1, "retired": 1, "fields": 1201, "left": 1201, "masters": 1}
-    await Keys(desk.server).run_once(desk.server.now)
+    await RotateKeys(desk.server).run_once(desk.server.now)
     told = await desk.get("/v1/admin/keys")
     assert told.json() == {"data_keys": 2, "retired": 1, "fields": 1201, "left": 0, "masters": 1}
     assert await opened(desk.server.sealer, desk) == planted
     desk.clock.advance(sealing.GRACE / 1_000_000)
-    await Keys(desk.server).run_once(desk.server.now)
+    await RotateKeys(desk.server).run_once(desk.server.now)
     assert (await desk.get("/v1/admin/keys")).json()["data_keys"] == 1
     assert await opened(desk.server.sealer, desk) == planted
 
@@ -83,7 +83,7 @@ async def test_a_rotation_that_was_cut_off_is_finished_by_the_next_server(
         await desk.server.sealer.rekey(crash)
     assert (await desk.get("/v1/admin/keys")).json()["left"] == 1201 - sealing.PAGE
     other = await open_desk(data, desk.clock)
-    await Keys(other.server).run_once(other.server.now)
+    await RotateKeys(other.server).run_once(other.server.now)
     assert (await other.get("/v1/admin/keys")).json()["left"] == 0
     assert await opened(other.server.sealer, other) == planted
     await other.http.aclose()
@@ -96,13 +96,13 @@ async def test_what_another_server_seals_during_a_rotation_is_never_lost(
     other = await open_desk(data, desk.clock)
     before = await plant(other, 10)
     await desk.post("/v1/admin/keys/rotate", {})
-    await Keys(desk.server).run_once(desk.server.now)
+    await RotateKeys(desk.server).run_once(desk.server.now)
     meanwhile = await plant(other, 10)  # it has not heard: still under its retired key
     desk.clock.advance(sealing.GRACE / 1_000_000)
-    await Keys(desk.server).run_once(desk.server.now)
+    await RotateKeys(desk.server).run_once(desk.server.now)
     later = await plant(other, 10)
-    await Keys(other.server).run_once(other.server.now)
-    await Keys(desk.server).run_once(desk.server.now)
+    await RotateKeys(other.server).run_once(other.server.now)
+    await RotateKeys(desk.server).run_once(desk.server.now)
     assert await opened(desk.server.sealer, desk) == before | meanwhile | later
     await other.http.aclose()
     await other.server.store.close()

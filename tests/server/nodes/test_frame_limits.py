@@ -59,17 +59,17 @@ async def test_ten_thousand_inputs_with_ordinary_names_are_taken(desk: Desk) -> 
 
 async def test_specs_with_many_inputs_are_not_remembered_for_ever(desk: Desk) -> None:
     """The scheduler keeps specs at hand; thousands of heavy ones would fill the server's memory."""
-    scheduler = desk.server.scheduler
+    picture = desk.server.picture
     inputs = tuple(InputFile(f"{number}", "0" * 64, 3, False) for number in range(10_000))
     spec = TaskSpec(TaskKind.COMMAND, "heavy", Requirements(), ("true",), inputs=inputs)
     for number in range(51):
-        scheduler.tidy()
-        assert not scheduler.in_doubt
+        picture.drop_unused_specs()
+        assert not picture.is_stale
         batch, id_ = BatchId(number), SpecId(number)
         asked = Submission(batch, True, True, id_, spec, UserId(1), (), desk.server.now)
-        scheduler.queued(Submitted(batch, id_, 0, ()), asked)
-    scheduler.tidy()
-    assert scheduler.in_doubt
+        picture.add_submission(Submitted(batch, id_, 0, ()), asked)
+    picture.drop_unused_specs()
+    assert picture.is_stale
     await desk.schedule()
-    scheduler.tidy()
-    assert not scheduler.in_doubt
+    picture.drop_unused_specs()
+    assert not picture.is_stale

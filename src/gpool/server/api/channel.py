@@ -18,8 +18,14 @@ from gpool.core.ids import NodeId, decode
 from gpool.server.api.problems import problem
 from gpool.server.api.requests import server_of
 from gpool.server.identity.node_proofs.verifier import JOIN_AGAIN
-from gpool.server.nodes.connection import Channel
-from gpool.server.nodes.frame_budget import FLOODING, MOST_AHEAD, MOST_AHEAD_BYTES, Pace, cost_of
+from gpool.server.nodes.connection import NodeChannel
+from gpool.server.nodes.frame_budget import (
+    FLOODING,
+    MAX_AHEAD,
+    MAX_AHEAD_BYTES,
+    FrameBudget,
+    cost_of,
+)
 from gpool.server.nodes.handshake import Handshake
 from gpool.wire.frames import (
     CHANNEL_PATH,
@@ -77,7 +83,7 @@ class _Outbox:
 class _Inbox:
     """Messages from one agent, as fast as its node may send them."""
 
-    def __init__(self, socket: WebSocket, pace: Pace) -> None:
+    def __init__(self, socket: WebSocket, pace: FrameBudget) -> None:
         self._socket, self._pace = socket, pace
         self._ahead: deque[Message] = deque()
         self._ahead_bytes = 0
@@ -98,12 +104,12 @@ class _Inbox:
         """False: it floods."""
         if await self._read_on(self._time() + wait_s):
             return True
-        self._pace.shut(self._time())
+        self._pace.block(self._time())
         return False
 
     async def _read_on(self, ends_s: float) -> bool:
         """So far that a flood is seen, and not so far that it fills our memory."""
-        while self._ahead_bytes <= MOST_AHEAD_BYTES:
+        while self._ahead_bytes <= MAX_AHEAD_BYTES:
             if self._ahead and self._ahead[-1]["type"] == "websocket.disconnect":
                 return True  # nothing comes after it
             try:
@@ -113,7 +119,7 @@ class _Inbox:
                 return True
             self._ahead.append(message)
             self._ahead_bytes += _size(message)
-            if len(self._ahead) > MOST_AHEAD:
+            if len(self._ahead) > MAX_AHEAD:
                 return False
         await asyncio.sleep(max(0.0, ends_s - self._time()))
         return True
@@ -138,7 +144,7 @@ async def agent_channel(socket: WebSocket) -> None:
     await socket.accept()
     outbox = _Outbox(socket)
     handshake = Handshake(server.gate, who, server.clock.now, outbox.put)
-    channel = Channel(server, who, outbox.put)
+    channel = NodeChannel(server, who, outbox.put)
     carrier = asyncio.create_task(outbox.carry(), name=f"gpool-channel-{who.node}")
     try:
         handshake.begin()
@@ -153,8 +159,8 @@ async def agent_channel(socket: WebSocket) -> None:
         await asyncio.gather(carrier, return_exceptions=True)
 
 
-def _let_in(pace: Pace) -> None:
-    shut_s = pace.shut_for_s(asyncio.get_running_loop().time())
+def _let_in(pace: FrameBudget) -> None:
+    shut_s = pace.blocked_for_s(asyncio.get_running_loop().time())
     if shut_s:
         raise TooMany(
             f"this node sent frames much faster than they were answered; come again in {shut_s:.0f} seconds"
@@ -175,7 +181,7 @@ def _named(socket: WebSocket) -> NodeId:
         raise NotSignedIn(JOIN_AGAIN) from error
 
 
-async def _listen(inbox: _Inbox, handshake: Handshake, channel: Channel) -> None:
+async def _listen(inbox: _Inbox, handshake: Handshake, channel: NodeChannel) -> None:
     while not channel.closed and not handshake.is_proven:
         try:
             async with asyncio.timeout(PROVE_WITHIN_S):
@@ -189,7 +195,7 @@ async def _listen(inbox: _Inbox, handshake: Handshake, channel: Channel) -> None
 
 
 async def _pass_on(
-    message: Message, most: int, inbox: _Inbox, handshake: Handshake, channel: Channel
+    message: Message, most: int, inbox: _Inbox, handshake: Handshake, channel: NodeChannel
 ) -> None:
     """One message from the socket, as far as it may go."""
     if message["type"] == "websocket.disconnect":

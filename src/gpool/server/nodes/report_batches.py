@@ -1,4 +1,4 @@
-"""Gathers the reports and the beats of many nodes (see `gathering`); what was committed is folded before anybody is answered."""
+"""Batches reports and heartbeats of many nodes into one write each; folds the commit before it answers any node."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from gpool.wire.frames import Finished, Hold, ReportItem
 
 T = TypeVar("T")
 GATHERED_BYTES = 256 * KIB
-"""Of results in a frame; a heavier one has a write of its own: PostgreSQL takes no statement past a gigabyte."""
+"""Results in a frame up to which it is batched: PostgreSQL accepts no statement over a gigabyte."""
 _Recorded = tuple[Recording, dict[int, Recording]]
-"""What all of a group gave together, and some frames by themselves."""
+"""The recording of a whole group, and those of frames recorded separately, by position."""
 
 
 class Write(Protocol):
@@ -27,20 +27,20 @@ class Write(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class _Frame:
+class _ReportFrame:
     node: NodeId
     items: Sequence[ReportItem]
     at: Instant
 
 
-class Recorder:
+class ReportBatches:
     def __init__(self, write: Write, absorb: Callable[[Recording], None]) -> None:
         self._write, self._absorb = write, absorb
         self._frames = Gathering(self._record, self._record_together, self._absorb_all)
         self._beats = Gathering(self._beat, self._beat_together, lambda _, drops: drops)
 
     async def beat(self, node: NodeId, holds: Sequence[Hold], now: Instant) -> tuple[Hold, ...]:
-        """A node is there; what it says it holds and does not."""
+        """Commit a heartbeat; return the stated leases that the node does not hold."""
         return await self._beats.take((node, holds, now))
 
     async def _beat(self, one: heartbeats.Beaten) -> tuple[Hold, ...]:
@@ -53,22 +53,24 @@ class Recorder:
     async def record(
         self, node: NodeId, items: Sequence[ReportItem], now: Instant
     ) -> tuple[Hold, ...]:
-        """Commits and folds what a node reports; what of it was under an old lease."""
-        frame = _Frame(node, items, now)
+        """Commit and fold reports; return those under an old lease."""
+        frame = _ReportFrame(node, items, now)
         return await (self._frames.take(frame) if _is_light(items) else self._record(frame))
 
-    async def _record(self, frame: _Frame) -> tuple[Hold, ...]:
+    async def _record(self, frame: _ReportFrame) -> tuple[Hold, ...]:
         writing = leases.record(frame.node, frame.items, frame.at)
         recording = await self._write(brief(writing, len(frame.items)))
         self._absorb(recording)
         return recording.refused
 
-    async def _record_together(self, group: Sequence[_Frame]) -> _Recorded:
+    async def _record_together(self, group: Sequence[_ReportFrame]) -> _Recorded:
         frames = [(each.node, each.items) for each in group]
         rows = sum(len(each.items) for each in group)
         return await self._write(brief(leases.record_together(frames, group[-1].at), rows))
 
-    def _absorb_all(self, group: Sequence[_Frame], recorded: _Recorded) -> list[tuple[Hold, ...]]:
+    def _absorb_all(
+        self, group: Sequence[_ReportFrame], recorded: _Recorded
+    ) -> list[tuple[Hold, ...]]:
         together, others = recorded
         self._absorb(together)
         for recording in others.values():

@@ -124,7 +124,7 @@ async def join(
         answered = await server.write_once(user, once, create, _saved)
         value, saved = answered.value, answered.body
     if value is not None:
-        server.scheduler.node_changed(value.node)
+        server.picture.node_changed(value.node)
     answer = msgspec.json.decode(saved, type=_Saved)
     return NodeJoined(id=answer.id, name=answer.name, server=server.gate.name)
 
@@ -136,7 +136,7 @@ async def register(server: Server, who: NodeCredentials, request: NodeRequest) -
     row = await server.write(
         offers.take(who.node, offer, server.ids.take(len(offer.gpus)), server.now)
     )
-    server.scheduler.node_changed(row.node)
+    server.picture.node_changed(row.node)
     return NodeJoined(id=encode("node", who.node), name=who.name, server=server.gate.name)
 
 
@@ -324,7 +324,7 @@ async def set_availability(
         who.user, once, _allow(id_, who, availability, server.now), _nothing
     )
     if answered.value is not None:
-        server.scheduler.node_changed(answered.value.node)
+        server.picture.node_changed(answered.value.node)
     return await node(server, who, id_)
 
 
@@ -333,7 +333,7 @@ async def set_gpu_available(
 ) -> GpuDocument:
     answered = await server.write_once(who.user, once, _allow_gpu(id_, who, available), _nothing)
     if answered.value is not None:
-        server.scheduler.node_changed(answered.value.node)
+        server.picture.node_changed(answered.value.node)
     return await gpu(server, id_)
 
 
@@ -342,7 +342,7 @@ async def unflag(server: Server, who: Caller, id_: GpuId, once: Once | None) -> 
     operation = _unflag(id_, who, server.now)
     answered = await server.write_once(who.user, once, operation, lambda _: b"")
     for row in answered.value or ():
-        server.scheduler.node_changed(row.node)
+        server.picture.node_changed(row.node)
     return await gpu(server, id_)
 
 
@@ -352,7 +352,7 @@ async def remove(server: Server, who: Caller, id_: NodeId, once: Once | None) ->
     answered = await server.write_once(who.user, once, removing, lambda _: b"")
     if answered.value:
         server.gate.forget()
-        server.scheduler.node_removed(id_)
+        server.picture.node_removed(id_)
 
 
 @operation
@@ -424,7 +424,7 @@ def node_document(server: Server, who: Caller, pool: Pool, row: NodeRow) -> Node
         id=encode("node", here.id),
         name=here.name,
         owner=encode("user", here.owner),
-        status="online" if here.id in server.scheduler.channels else "offline",
+        status="online" if server.nodes.is_connected(here.id) else "offline",
         availability=here.availability.value,
         created_at=instant_to_datetime(row.created_at),
         last_beat_at=instant_to_datetime(row.last_beat_at) if row.last_beat_at else None,
@@ -446,13 +446,13 @@ def node_document(server: Server, who: Caller, pool: Pool, row: NodeRow) -> Node
         labels=sorted(here.offer.labels),
         price_microcredits=here.offer.price_microcredits,
         site=offers.site_name(here.offer.site),
-        cordoned=server.scheduler.rules.cordons.get(here.id),
+        cordoned=server.picture.policy.rules.cordons.get(here.id),
     )
 
 
 def _rest_of(server: Server, node: NodeId) -> tuple[str, ...]:
     """Why it is given nothing for a while, where that is so."""
-    why = server.scheduler.rests.why(node)
+    why = server.nodes.backoff.reason(node)
     return (f"it {why}: nothing new is given to it for a while",) if why else ()
 
 
@@ -537,7 +537,7 @@ def cpu_document(server: Server, row: NodeRow) -> GpuDocument:
 
 
 def _status(server: Server, here: Node, allowed: bool, share: int, memory: int) -> _Status:
-    if here.id not in server.scheduler.channels:
+    if not server.nodes.is_connected(here.id):
         return "offline"
     if not allowed or here.availability is not Availability.AVAILABLE or here.offer.closed:
         return "paused"
@@ -560,4 +560,4 @@ def _tiers(tiers: frozenset[Tier]) -> list[str]:
 
 
 def _entry(server: Server, id_: NodeId) -> NodeState | None:
-    return server.scheduler.state.nodes.get(id_)
+    return server.picture.state.nodes.get(id_)

@@ -21,7 +21,7 @@ from gpool.core.scheduler.predict.dry_run import DryRun, compare
 from gpool.core.scheduler.state.operator_rules import PolicyChange, Reservation, Rules
 from gpool.server.actions.operators.audit import audited, entry
 from gpool.server.actions.tasks.preempt import make_room
-from gpool.server.scheduling.gangs import lines_on
+from gpool.server.scheduling.delivery import lines_on
 from gpool.server.server import Once, Server
 from gpool.server.store.identity_values import Caller
 from gpool.server.store.operation import operation
@@ -35,7 +35,7 @@ MAX_RESERVATIONS = 1000
 
 async def refresh(server: Server) -> None:
     """Lays upon the scheduler what is stored, by this replica or another."""
-    server.scheduler.use_rules(await server.store.read(operations.rules()), server.now)
+    server.picture.use_rules(await server.store.read(operations.rules()), server.now)
 
 
 async def _write(
@@ -61,28 +61,32 @@ class Operated:
 
 
 def policy(server: Server) -> Operated:
-    scheduler = server.scheduler
-    rules, orders = scheduler.rules, tuple(sorted(scheduler.orders))
-    return Operated(scheduler.policy, rules.policy, orders, learnt=rules.learnt)
+    picture = server.picture
+    rules, orders = picture.policy.rules, tuple(sorted(picture.policy.orders))
+    return Operated(picture.policy.current, rules.policy, orders, learnt=rules.learnt)
 
 
 async def try_policy(server: Server, changes: dict[str, object]) -> Operated:
     """What the change would do to those who wait; nothing is changed."""
-    scheduler = server.scheduler
-    change = _merged(scheduler.rules.policy, changes)
-    configured = replace(scheduler.configured, limits=scheduler.policy.limits)
-    wanted = replace(scheduler.rules, policy=change).policy_upon(configured, scheduler.orders)
-    asked = await scheduler.forecasts.question(scheduler, server.now)
-    found = await asyncio.to_thread(compare, asked, scheduler.policy, wanted, scheduler.orders)
-    return Operated(wanted, change, tuple(sorted(scheduler.orders)), found)
+    picture = server.picture
+    change = _merged(picture.policy.rules.policy, changes)
+    configured = replace(picture.policy.configured, limits=picture.policy.current.limits)
+    wanted = replace(picture.policy.rules, policy=change).policy_upon(
+        configured, picture.policy.orders
+    )
+    asked = await picture.forecasts.question(picture, server.now)
+    found = await asyncio.to_thread(
+        compare, asked, picture.policy.current, wanted, picture.policy.orders
+    )
+    return Operated(wanted, change, tuple(sorted(picture.policy.orders)), found)
 
 
 async def change_policy(
     server: Server, who: Caller, changes: dict[str, object], once: Once | None
 ) -> Operated:
-    change = _merged(server.scheduler.rules.policy, changes)
+    change = _merged(server.picture.policy.rules.policy, changes)
     change.applied(
-        server.scheduler.configured, server.scheduler.orders
+        server.picture.policy.configured, server.picture.policy.orders
     )  # refuses what makes no sense
     told = {name: "configured" if value is None else str(value) for name, value in changes.items()}
     noted = entry(server.now, who, "policy.change", **told)
@@ -104,7 +108,7 @@ def _nothing() -> Operation[None]:
 
 def weights_with(server: Server, given: Mapping[Holder, float | None]) -> dict[Holder, int]:
     """Those set so far with these; None: as configured again."""
-    found = dict(server.scheduler.rules.policy.weights)
+    found = dict(server.picture.policy.rules.policy.weights)
     for holder, weight in given.items():
         if weight is None:
             found.pop(holder, None)
@@ -173,12 +177,12 @@ def _known_node(node: NodeId) -> Operation[None]:
 
 
 def _preemptible_on(server: Server, node: NodeId) -> list[TaskId]:
-    found = lines_on(server.scheduler.state, node)
+    found = lines_on(server.picture.state, node)
     return [task for task, line in found if line.shape.preemptible]
 
 
 def _running(server: Server, node: NodeId) -> int:
-    known = server.scheduler.state.nodes.get(node)
+    known = server.picture.state.nodes.get(node)
     return len(known.lines) if known is not None else 0
 
 
@@ -198,7 +202,7 @@ class Wanted:
 
 
 def reservations(server: Server) -> tuple[Reservation, ...]:
-    return server.scheduler.rules.reservations
+    return server.picture.policy.rules.reservations
 
 
 async def reserve(server: Server, who: Caller, wanted: Wanted, once: Once | None) -> Reservation:

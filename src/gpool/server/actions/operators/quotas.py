@@ -86,7 +86,7 @@ def _set(holder: Holder, quota: GivenQuota) -> Operation[None]:
 async def refresh(server: Server) -> None:
     """Tells the planner what was set, here or on another replica."""
     given = await server.store.read(teams.quotas())
-    server.scheduler.use_limits(limits_of(server.settings, given))
+    server.picture.use_limits(limits_of(server.settings, given))
 
 
 def limits_of(settings: Settings, given: dict[Holder, GivenQuota]) -> GpuLimits:
@@ -129,10 +129,10 @@ def most_queued(server: Server) -> int | None:
     To be asked in the loop, right before the write is handed to the store: what is written before it is folded (waits, or
     is held and may come back) or is still arriving. What other servers write into the same database we do not see.
     """
-    scheduler = server.scheduler
-    if scheduler.in_doubt or server.settings.is_shared:
+    picture = server.picture
+    if picture.is_stale or server.settings.is_shared:
         return None
-    return scheduler.waiting + len(scheduler.state.held) + scheduler.arriving
+    return picture.waiting + len(picture.state.held) + picture.arriving
 
 
 def room_in_queue(

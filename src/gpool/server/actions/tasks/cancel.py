@@ -19,7 +19,7 @@ async def cancel_task(server: Server, who: Caller, id_: TaskId, once: Once | Non
     """Cancelling what has ended changes nothing and is no error."""
     answered = await server.write_once(who.user, once, _cancel_task(id_, who, server.now), _nothing)
     if answered.value is not None:
-        server.scheduler.absorb(answered.value)
+        server.picture.absorb(answered.value)
 
 
 async def cancel_batch(server: Server, who: Caller, id_: BatchId, once: Once | None) -> None:
@@ -28,7 +28,7 @@ async def cancel_batch(server: Server, who: Caller, id_: BatchId, once: Once | N
         who.user, once, _cancel_batch(id_, who, server.now), _nothing
     )
     if answered.value is not None:
-        server.scheduler.absorb(answered.value)
+        server.picture.absorb(answered.value)
         server.hub.publish((id_,))
 
 

@@ -40,7 +40,7 @@ async def explain(server: Server, who: Caller, id_: TaskId) -> ExplainDocument:
     row = view.row
     if row.status.is_final:
         return _document(view, Explanation("ended", _end_of(view)))
-    refused = server.scheduler.refused.explanation(id_, server.now)
+    refused = server.picture.rejected.explanation(id_, server.now)
     if refused is not None:
         return _document(view, refused)
     if row.status is TaskStatus.RUNNING or view.note is not None:
@@ -52,17 +52,17 @@ async def explain(server: Server, who: Caller, id_: TaskId) -> ExplainDocument:
 
 
 async def _explain(server: Server, view: TaskView, id_: TaskId) -> ExplainDocument:
-    scheduler, explaining, now = server.scheduler, server.explaining, server.now
-    told = await explaining.why(scheduler, id_, now)
-    if scheduler.state.queue_of(id_) is None:
+    picture, explaining, now = server.picture, server.explaining, server.now
+    told = await explaining.why(picture, id_, now)
+    if picture.state.queue_of(id_) is None:
         return _document(view, told)
     told = with_story(told, await _story(server, view.row))
     estimate = None
     if told.position is not None and told.code not in HOPELESS:
-        estimate = await scheduler.forecasts.estimate(scheduler, now, id_, told.ahead)
+        estimate = await picture.forecasts.estimate(picture, now, id_, told.ahead)
     tried = Suggested()
     if told.code != "next":
-        tried = await explaining.suggestions(scheduler, id_, now)
+        tried = await explaining.suggestions(picture, id_, now)
     if not tried.is_complete and not tried.found:
         told = replace(told, sentence=told.sentence + _UNTRIED)
     return _document(view, told, estimate, tried.found)
@@ -98,7 +98,7 @@ def _said(server: Server, attempt: AttemptRow) -> str:
 
 
 def _where(server: Server, attempt: AttemptRow) -> str:
-    entry = server.scheduler.state.nodes.get(attempt.node)
+    entry = server.picture.state.nodes.get(attempt.node)
     known = entry.node if entry is not None else None
     return encode("node", attempt.node) if known is None else known.name
 

@@ -44,8 +44,8 @@ def _take_in(server: Server, recording: Recording) -> None:
     """They will make room: nothing else has to, and their nodes do not give back unasked."""
     asked = dict.fromkeys(TaskId(hold.task) for _, hold in recording.to_preempt)
     if asked:
-        server.scheduler.fold(TasksPreempted(tuple(asked)))
-    server.scheduler.absorb(recording)
+        server.picture.fold(TasksPreempted(tuple(asked)))
+    server.picture.absorb(recording)
 
 
 @operation

@@ -65,12 +65,12 @@ class _Entry:
     def arrives(self) -> None:
         if not self.is_counted:
             self.is_counted = True
-            self.server.scheduler.arriving += len(self.submission.tasks)
+            self.server.picture.add_arriving(len(self.submission.tasks))
 
     def arrived(self) -> None:
         if self.is_counted:
             self.is_counted = False
-            self.server.scheduler.arriving -= len(self.submission.tasks)
+            self.server.picture.add_arriving(-len(self.submission.tasks))
 
     @property
     def key(self) -> tuple[UserId, str] | None:
@@ -122,8 +122,8 @@ async def submit(server: Server, who: Caller, request: TaskRequest, once: Once |
 
 def _let_in(entry: _Entry) -> None:
     """No more than the queue takes, with all that is on its way into it."""
-    scheduler, most = entry.server.scheduler, entry.server.settings.max_queued
-    waiting = scheduler.waiting + scheduler.arriving
+    picture, most = entry.server.picture, entry.server.settings.max_queued
+    waiting = picture.waiting + picture.arriving
     if waiting + len(entry.submission.tasks) > most:
         raise TooMany(f"{waiting} tasks wait already, the queue is full; try again later")
     entry.arrives()
@@ -156,7 +156,7 @@ async def _alone(entry: _Entry) -> Answered[Submitted]:
         operation = brief(submitting, len(submission.tasks))
         answered = await server.write_once(entry.who.user, entry.once, operation, _document)
         if answered.value is not None:
-            server.scheduler.queued(answered.value, submission)
+            server.picture.add_submission(answered.value, submission)
     finally:
         entry.arrived()
     return answered
@@ -178,16 +178,16 @@ async def _together(group: Sequence[_Entry]) -> list[_Written]:
 
 
 def _fold(group: Sequence[_Entry], answers: list[_Written]) -> list[_Written]:
-    scheduler, is_folded = group[0].server.scheduler, False
+    picture, is_folded = group[0].server.picture, False
     try:
         for entry, answered in zip(group, answers, strict=True):
             if answered is not None and answered.value is not None:
-                scheduler.queued(answered.value, entry.submission)
+                picture.add_submission(answered.value, entry.submission)
         is_folded = True
     finally:
         _leave(group)
         if not is_folded:
-            scheduler.doubt()  # those behind it are committed too
+            picture.invalidate()  # those behind it are committed too
     return answers
 
 

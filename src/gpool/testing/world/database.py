@@ -1,14 +1,25 @@
-"""Reads the database file behind the server's back, with SQL of its own: what a commit made durable, and nothing else."""
+"""The database file of a run: an empty one to start from, its rows read past the server, the state rebuilt from it.
+
+The reader uses SQL of its own: it sees what a commit made durable, and shares no code with the store.
+"""
 
 from __future__ import annotations
 
 import json
 import sqlite3
+import tempfile
 from collections.abc import Iterator, Mapping
+from functools import lru_cache
 from pathlib import Path
 
 from gpool.core.model import Allocation, Slice, TaskStatus
-from gpool.testing.world.record import MemberRow, Row, mark_of
+from gpool.core.scheduler.state.events import QueuedTask, TasksLeased
+from gpool.core.scheduler.state.shapes import shape_of
+from gpool.core.scheduler.state.state import State, build
+from gpool.server.scheduling.picture import StatePicture
+from gpool.server.store import open_inline
+from gpool.server.store.values import Picture
+from gpool.testing.world.oracle import MemberSnapshot, TaskSnapshot, mark_of
 
 TASKS = (
     "SELECT t.id, t.batch_id, t.spec_id, t.status, t.epoch, t.node_id, t.holding, t.allocation_number, t.allocation, "
@@ -22,18 +33,18 @@ CHECKPOINTS = "SELECT task_id, epoch, manifest FROM checkpoints"
 LOGS = "SELECT rowid, task_id, data FROM log_chunks WHERE rowid > ? ORDER BY rowid"
 
 
-class Reader:
+class DatabaseReader:
     def __init__(self, path: Path, node_names: Mapping[int, str]) -> None:
         self._raw = sqlite3.connect(path, isolation_level=None)
         self._nodes = node_names
         self._specs: dict[int, str] = {}
         self._seen: dict[int, tuple[object, ...]] = {}
-        self._rows: dict[int, Row] = {}
+        self._rows: dict[int, TaskSnapshot] = {}
         self._log = 0
 
-    def rows(self) -> Mapping[int, Row]:
+    def rows(self) -> Mapping[int, TaskSnapshot]:
         """Every task; a row that did not change is the same object as before."""
-        found: dict[int, Row] = {}
+        found: dict[int, TaskSnapshot] = {}
         members = self._members()
         for raw in self._raw.execute(TASKS):
             task = raw[0]
@@ -44,12 +55,12 @@ class Reader:
             found[task] = self._rows[task]
         return found
 
-    def _members(self) -> dict[tuple[int, int], tuple[MemberRow, ...]]:
+    def _members(self) -> dict[tuple[int, int], tuple[MemberSnapshot, ...]]:
         """By task and epoch."""
-        found: dict[tuple[int, int], tuple[MemberRow, ...]] = {}
+        found: dict[tuple[int, int], tuple[MemberSnapshot, ...]] = {}
         for task, epoch, rank, node, holding, number, text in self._raw.execute(MEMBERS):
             where = _allocation(number, text)
-            made = MemberRow(rank, self._nodes[node], bool(holding), where)
+            made = MemberSnapshot(rank, self._nodes[node], bool(holding), where)
             found[task, epoch] = (*found.get((task, epoch), ()), made)
         return found
 
@@ -71,11 +82,11 @@ class Reader:
     def close(self) -> None:
         self._raw.close()
 
-    def _row(self, raw: tuple[object, ...]) -> Row:
+    def _row(self, raw: tuple[object, ...]) -> TaskSnapshot:
         task, batch, spec, status, epoch, node, holding, number, allocation = raw[:9]
         reason, exit_code, value, error_text, sequence, tries = raw[9:15]
         mark = mark_of(bytes(value or b""), str(error_text or ""))  # type: ignore[call-overload]
-        return Row(
+        return TaskSnapshot(
             task=task,  # type: ignore[arg-type]
             batch=batch,  # type: ignore[arg-type]
             submission=self._name(spec),  # type: ignore[arg-type]
@@ -105,3 +116,36 @@ def _allocation(number: int, text: str) -> Allocation:
     cpu_milli, memory_bytes, slices, *disk = json.loads(text)
     parts = tuple(Slice(*part) for part in slices)
     return Allocation(number, cpu_milli, memory_bytes, parts, *disk)
+
+
+def rebuilt(picture: StatePicture, rows: Picture) -> State:
+    """Build the scheduling state from stored rows, with the fields of nodes that only the picture has."""
+    shapes = {id_: shape_of(spec, user, rows.teams.get(id_)) for id_, user, spec in rows.specs}
+    state = build(
+        [picture.nodes.annotated(row.node) for row in rows.nodes],
+        [
+            (shapes[row.spec], QueuedTask(row.task, row.epoch, row.queued_at))
+            for row in rows.queued
+            if row.task not in picture.rejected
+        ],
+        [(node, lease.allocation, shapes[lease.spec], lease.task) for node, lease in rows.held],
+    )
+    for gang in rows.gangs:
+        lease = gang.lease
+        shape, tasks = shapes[lease.spec], (lease.task,)
+        state.fold(TasksLeased(gang.node, lease.allocation, shape, tasks, gang.members))
+    return state
+
+
+@lru_cache(maxsize=1)
+def empty_database() -> bytes:
+    """A migrated file: made once, copied for every run."""
+    with tempfile.TemporaryDirectory(dir=fast_folder()) as folder:
+        path = Path(folder) / "empty.db"
+        open_inline(path, synchronous="OFF").close()
+        return path.read_bytes()
+
+
+def fast_folder() -> str | None:
+    """Memory, where the machine has such a folder: nothing here has to outlive the run."""
+    return "/dev/shm" if Path("/dev/shm").is_dir() else None

@@ -7,21 +7,21 @@ from dataclasses import replace
 import pytest
 
 from gpool.core.model import GIB, Allocation, Gpu, Offer, Slice, TaskStatus
-from gpool.testing.world.record import MemberRow, Record, Row
+from gpool.testing.world.oracle import MemberSnapshot, Oracle, TaskSnapshot
 
 HALF = Allocation(0, 500, GIB, (Slice(0, 12 * GIB, 500),))
 OFFER = Offer(2000, 8 * GIB, GIB, (Gpu(0, "u", "T4", "nvidia", 24 * GIB),))
 
 
-def row(task: int, node: str, epoch: int) -> Row:
+def row(task: int, node: str, epoch: int) -> TaskSnapshot:
     leased = TaskStatus.LEASED
-    return Row(task, 1, "s", leased, epoch, node, True, HALF, None, None, "", None)
+    return TaskSnapshot(task, 1, "s", leased, epoch, node, True, HALF, None, None, "", None)
 
 
-def judged(rows: dict[int, Row], *, frozen: bool) -> list[str]:
+def judged(rows: dict[int, TaskSnapshot], *, frozen: bool) -> list[str]:
     """Two tasks run on n; the second is said to be on the number its runner began with."""
     said: list[str] = []
-    record = Record(lambda: 0, said.append)
+    record = Oracle(lambda: 0, said.append)
     record.node("n", OFFER).frozen = frozen
     record.rows = rows
     record.attempt_began("n", 1, 1, HALF)
@@ -43,7 +43,7 @@ def test_a_task_whose_lease_went_elsewhere_during_a_freeze_has_no_known_allocati
 def test_a_gpu_is_never_given_twice_not_even_during_a_freeze(frozen: bool) -> None:
     whole = Allocation(0, 500, GIB, (Slice(0, 24 * GIB, 1000),))
     said: list[str] = []
-    record = Record(lambda: 0, said.append)
+    record = Oracle(lambda: 0, said.append)
     record.node("n", OFFER).frozen = frozen
     record.rows = {}
     record.attempt_began("n", 1, 1, whole)
@@ -55,19 +55,21 @@ def test_a_gpu_is_never_given_twice_not_even_during_a_freeze(frozen: bool) -> No
 # ---- gangs
 
 
-def member(rank: int, node: str, *, holding: bool = True) -> MemberRow:
-    return MemberRow(rank, node, holding, HALF)
+def member(rank: int, node: str, *, holding: bool = True) -> MemberSnapshot:
+    return MemberSnapshot(rank, node, holding, HALF)
 
 
-def gang(*members: MemberRow, epoch: int = 1, holding: bool = True) -> Row:
+def gang(*members: MemberSnapshot, epoch: int = 1, holding: bool = True) -> TaskSnapshot:
     status = TaskStatus.LEASED if holding else TaskStatus.QUEUED
-    return Row(7, 1, "g", status, epoch, None, holding, None, None, None, "", None, 0, members)
+    return TaskSnapshot(
+        7, 1, "g", status, epoch, None, holding, None, None, None, "", None, 0, members
+    )
 
 
 QUEUED = gang(epoch=0, holding=False)
 
 
-def told(*commits: Row, sites: tuple[str, ...] = ("s", "s", "s")) -> list[str]:
+def told(*commits: TaskSnapshot, sites: tuple[str, ...] = ("s", "s", "s")) -> list[str]:
     """What is said of a gang of two that went through these rows."""
     said: list[str] = []
     record = a_record(said, sites)
@@ -76,8 +78,8 @@ def told(*commits: Row, sites: tuple[str, ...] = ("s", "s", "s")) -> list[str]:
     return said
 
 
-def a_record(said: list[str], sites: tuple[str, ...] = ("s", "s", "s")) -> Record:
-    record = Record(lambda: 10**9, said.append)
+def a_record(said: list[str], sites: tuple[str, ...] = ("s", "s", "s")) -> Oracle:
+    record = Oracle(lambda: 10**9, said.append)
     record.asked["g"], record.wanted["g"] = 1, 2
     for number, site in enumerate(sites):
         record.node(f"n{number}", replace(OFFER, site=site))
@@ -97,7 +99,7 @@ def test_a_whole_gang_is_no_violation() -> None:
         gang(member(0, "n0"), member(1, "n1"), member(2, "n2")),
     ],
 )
-def test_a_gang_of_other_than_its_nodes_is_a_violation(row: Row) -> None:
+def test_a_gang_of_other_than_its_nodes_is_a_violation(row: TaskSnapshot) -> None:
     assert any("partial gang" in text for text in told(row))
 
 

@@ -1,11 +1,13 @@
-"""What really is so: which sandboxes run, which rows are durable, who was told what.
+"""Test oracle of the World: what really runs, what is durable, what was acknowledged; each invariant checked as it changes.
 
-The record sees everything and shares no code with what it judges. What it finds wrong it tells, in a sentence.
+The oracle sees everything and shares no code with the components it checks. It reports a violation as a sentence.
+One file because all invariants of a run stand in one place.
 """
 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -13,22 +15,22 @@ from gpool.core.model import Allocation, EndReason, Offer, TaskStatus
 from gpool.wire import frames
 
 RELEASE_BOUND_US = 600_000
-"""After a thaw: how long something may still run under a lease that passed while the machine stood still."""
+"""Time after a thaw within which a lease that ended during the freeze may still run."""
 
 
 _MARK = re.compile(r"\d+\.\d+\.\w+\.\d+")
-_RANK = re.compile(r"^\[\d+\] ")  # before a line that a member of a gang printed
+_RANK = re.compile(r"^\[\d+\] ")  # prefix of a line printed by a gang's member
 
 
 def mark_of(value: bytes, text: str) -> str:
-    """The mark an attempt left (`machine.tag`), or nothing where somebody else spoke for it."""
+    """The mark an attempt left in its result (`machine.tag`); empty if the result is not the attempt's own."""
     found = value.decode() if value else text
     return found if _MARK.fullmatch(found) else ""
 
 
 @dataclass(frozen=True, slots=True)
-class MemberRow:
-    """A gang's part on one node, as the database file holds it."""
+class MemberSnapshot:
+    """A gang's member as stored."""
 
     rank: int
     node: str
@@ -37,12 +39,12 @@ class MemberRow:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """A task as the database file holds it; of a gang with the members of its last lease, and no node of its own."""
+class TaskSnapshot:
+    """A task as stored; a gang has the members of its last lease, and no node of its own."""
 
     task: int
     batch: int
-    submission: str  # the spec's name: one for each submission
+    submission: str  # name of its spec, unique for each submission
     status: TaskStatus
     epoch: int
     node: str | None
@@ -50,14 +52,14 @@ class Row:
     allocation: Allocation | None
     reason: str | None
     exit_code: int | None
-    mark: str  # which attempt's effect it is: see `machine.tag`
+    mark: str  # of the attempt whose result it is: `machine.tag`
     sequence: int | None  # in its batch's results
     tries: int = 0
-    members: tuple[MemberRow, ...] = ()
+    members: tuple[MemberSnapshot, ...] = ()
 
     @property
     def places(self) -> dict[str, Allocation]:
-        """Where its lease is, or was."""
+        """Allocations of its current or last lease, by node."""
         if self.members:
             return {member.node: member.allocation for member in self.members}
         if self.node is None or self.allocation is None:
@@ -65,7 +67,7 @@ class Row:
         return {self.node: self.allocation}
 
     def holds_at(self, node: str, epoch: int) -> bool:
-        """Whether that node has this lease and has not let go of it."""
+        """Whether the node holds this lease."""
         if not self.holding or self.epoch != epoch:
             return False
         if self.members:
@@ -78,35 +80,41 @@ class Row:
 
 
 @dataclass(slots=True)
-class NodeTruth:
-    """A machine as it really is."""
+class MachineTruth:
+    """True state of a machine."""
 
     offer: Offer
     frozen: bool = False
     thawed_us: int = -(10**9)
     running: dict[tuple[int, int], tuple[Allocation, object]] = field(default_factory=dict)
-    begun: set[tuple[int, int]] = field(default_factory=set)  # by this boot of its agent
-    preempted: set[tuple[int, int]] = field(default_factory=set)  # ... and ended for others
+    begun: set[tuple[int, int]] = field(default_factory=set)  # by this start of its agent
+    preempted: set[tuple[int, int]] = field(default_factory=set)  # by this start, then preempted
     runners: dict[tuple[int, int], Allocation] = field(default_factory=dict)
 
     def booted(self) -> None:
-        """What the boot before began and could not tell, the server may offer to this one again."""
+        """Forget attempts of the last start: the server may grant unreported ones again."""
         self.begun.clear()
         self.preempted.clear()
 
+    def freeze(self) -> None:
+        self.frozen = True
 
-class Record:
+    def thaw(self, now_us: int) -> None:
+        self.frozen, self.thawed_us = False, now_us
+
+
+class Oracle:
     def __init__(self, now_us: Callable[[], int], fail: Callable[[str], None]) -> None:
         self._now_us = now_us
         self._fail = fail
-        self.nodes: dict[str, NodeTruth] = {}
-        self.rows: Mapping[int, Row] = {}
-        self.asked: dict[str, int] = {}  # submission -> tasks it asked for
-        self.wanted: dict[str, int] = {}  # submission -> nodes each of them needs, where several
-        self.done: dict[tuple[int, int], set[str]] = {}  # gangs' members that ended well
+        self.nodes: dict[str, MachineTruth] = {}
+        self.rows: Mapping[int, TaskSnapshot] = {}
+        self.asked: dict[str, int] = {}  # tasks by submission
+        self.wanted: dict[str, int] = {}  # nodes of each task by submission, if several
+        self.done: dict[tuple[int, int], set[str]] = {}  # members that succeeded, by gang and epoch
         self.promised: dict[int, str] = {}  # acknowledged task -> submission
         self.saved: Mapping[int, int] = {}  # progress in the durable checkpoints
-        self.acknowledged: dict[int, int] = {}  # progress an agent was told is safe
+        self.acknowledged: dict[int, int] = {}  # progress of acknowledged checkpoints
         self.attempts = 0
         self.accepted = 0
         self.resumed = 0
@@ -114,24 +122,22 @@ class Record:
 
     # ---- machines
 
-    def node(self, name: str, offer: Offer) -> NodeTruth:
-        return self.nodes.setdefault(name, NodeTruth(offer))
+    def node(self, name: str, offer: Offer) -> MachineTruth:
+        return self.nodes.setdefault(name, MachineTruth(offer))
 
-    def _excused(self, node: NodeTruth) -> bool:
-        """It stood still past its lease, and could not have let go before now."""
+    def _excused(self, node: MachineTruth) -> bool:
+        """Whether the machine was frozen until just now, so that it could not release its leases."""
         return node.frozen or self._now_us() - node.thawed_us <= RELEASE_BOUND_US
 
     def attempt_began(
         self, name: str, task: int, epoch: int, allocation: Allocation, sandbox: object = None
     ) -> None:
-        """It runs from now on: in a sandbox of its own, or as a call in the one named."""
+        """Check and record the start of an attempt, in its own sandbox or as a call in `sandbox`."""
         node = self.nodes[name]
         self.attempts += 1
         who = f"task {task} epoch {epoch} on {name}"
         if (task, epoch) in (node.running if sandbox else node.begun):
-            self._fail(
-                f"{who} was started twice"
-            )  # a call may be: its runner was ended over another
+            self._fail(f"{who} was started twice")  # a call may be, if its runner was ended
         if (task, epoch) in node.preempted:
             self._fail(f"{who} was preempted, and started again")
         node.begun.add((task, epoch))
@@ -156,7 +162,7 @@ class Record:
         self._check_room(name, node)
 
     def resumed_from(self, task: int, epoch: int, progress: int) -> None:
-        """An attempt of a task with a checkpoint begins here."""
+        """Check the progress from which an attempt with a checkpoint starts."""
         self.resumed += progress > 0
         safe = self.acknowledged.get(task, 0)
         if progress < safe:
@@ -165,7 +171,7 @@ class Record:
             )
 
     def attempt_preempted(self, name: str, task: int, epoch: int) -> None:
-        """It was really ended for others, or for its owner."""
+        """Record that an attempt was ended by a preemption, or by the owner."""
         self.nodes[name].preempted.add((task, epoch))
 
     def attempt_ended(self, name: str, task: int, epoch: int) -> None:
@@ -178,11 +184,11 @@ class Record:
     def sandbox_closed(self, name: str, key: tuple[int, int]) -> None:
         self.nodes[name].runners.pop(key, None)
 
-    def _check_room(self, name: str, node: NodeTruth) -> None:
-        """What runs at this instant fits into the machine, slice by slice; an idle runner still has its slices.
+    def _check_room(self, name: str, node: MachineTruth) -> None:
+        """Check that everything running fits the machine, slice by slice; an idle runner still holds its slices.
 
-        After a freeze past its lease, what is being killed may still use processors; never a GPU's slice. Which
-        allocation it was granted is not known any more then: a runner may have moved since it began.
+        After a freeze past its lease, an attempt being killed may still use processors, never a GPU slice. Its
+        allocation is unknown by then: a runner may have moved since it began.
         """
         excused = self._excused(node)
         current, over = [], []
@@ -204,6 +210,10 @@ class Record:
         if len(set(numbers)) < len(numbers):
             self._fail(f"{name}: two tasks of one allocation run at once: {sorted(node.running)}")
 
+    def _fail_if(self, problem: str | None) -> None:
+        if problem is not None:
+            self._fail(problem)
+
     def _is_over(self, name: str, task: int, epoch: int) -> bool:
         row = self.rows.get(task)
         return row is None or not row.holds_at(name, epoch)
@@ -212,10 +222,10 @@ class Record:
         row = self.rows.get(task)
         return row is not None and self.wanted.get(row.submission, 1) > 1
 
-    # ---- the database file
+    # ---- stored rows
 
-    def absorb(self, rows: Mapping[int, Row]) -> None:
-        """A commit is durable: compare with what was durable before."""
+    def absorb(self, rows: Mapping[int, TaskSnapshot]) -> None:
+        """Compare the rows after a commit with those before it."""
         before = self.rows
         self.rows = rows
         touched: set[str] = set()
@@ -224,7 +234,8 @@ class Record:
             if old is row or old == row:
                 continue
             touched.update(row.places)
-            self._check_whole(row)
+            sites = {self.nodes[name].offer.site for name in row.places}
+            self._fail_if(_gang_problem(row, self.wanted.get(row.submission, 1), sites))
             if old is None:
                 if row.epoch or row.status is not TaskStatus.QUEUED:
                     self._fail(f"a new task is not simply queued: {row}")
@@ -233,18 +244,21 @@ class Record:
         if len(rows) < len(before) or before.keys() - rows.keys():
             self._fail(f"tasks vanished: {sorted(before.keys() - rows.keys())}")
         if len(rows) > len(before):
-            self._check_asked(rows)
+            counts = Counter(row.submission for row in rows.values())
+            for submission, count in counts.items():
+                if count > self.asked.get(submission, 0):
+                    self._fail(f"{submission} has {count} tasks, not {self.asked.get(submission)}")
         for name in sorted(touched):
             self._check_granted(name)
 
     def checkpointed(self, saved: Mapping[int, int]) -> None:
-        """A commit is durable: no checkpoint may be behind the one before it."""
+        """Check that no checkpoint went back."""
         for task, progress in self.saved.items():
             if saved.get(task, progress) < progress:
                 self._fail(f"the checkpoint of task {task} went from {progress} to {saved[task]}")
         self.saved = saved
 
-    def _check_move(self, old: Row, row: Row) -> None:
+    def _check_move(self, old: TaskSnapshot, row: TaskSnapshot) -> None:
         went = old.node is not None and (old.task, old.epoch) in self.nodes[old.node].preempted
         if (
             went
@@ -258,77 +272,45 @@ class Record:
             self._fail(f"an epoch went back: {old} became {row}")
         for name in old.places:
             if old.holds_at(name, old.epoch) and not row.holds_at(name, old.epoch):
-                self._check_released(name, old)
+                node = self.nodes[name]
+                if (old.task, old.epoch) in node.running and not self._excused(node):
+                    self._fail(
+                        f"{name} still runs task {old.task} epoch {old.epoch}, and its slot is free"
+                    )
         if row.status.is_final and not old.status.is_final:
             self.accepted += 1
             self.gangs += self._is_gang(row.task) and row.status is TaskStatus.SUCCEEDED
             if row.mark:
-                self._check_mark(old, row)
+                self._fail_if(_mark_problem(old, row))
 
-    def _check_whole(self, row: Row) -> None:
-        """A gang that holds is on as many nodes as it asked for, all of one site; nothing else is on several."""
-        wanted = self.wanted.get(row.submission, 1)
-        if not row.holding:
-            if any(member.holding for member in row.members):
-                self._fail(f"members of a gang hold, and it does not: {row}")
-            return
-        if wanted == 1:
-            if row.members or row.node is None:
-                self._fail(f"a task of one node is on several, or none: {row}")
-            return
-        sites = {self.nodes[name].offer.site for name in row.places}
-        ranks = [member.rank for member in row.members]
-        if len(row.places) != wanted or ranks != list(range(wanted)) or len(sites) != 1:
-            self._fail(f"a partial gang, {wanted} nodes of one site were asked for: {row}")
-
-    def _check_released(self, name: str, old: Row) -> None:
-        node = self.nodes[name]
-        if (old.task, old.epoch) in node.running and not self._excused(node):
-            self._fail(
-                f"{name} still runs task {old.task} epoch {old.epoch} while its place is given away"
-            )
-
-    def _check_mark(self, old: Row, row: Row) -> None:
-        """The accepted effect is that of the lease that was current, on the node that had it."""
-        task, epoch, node = row.mark.split(".")[:3]
-        if int(task) != row.task:
-            self._fail(f"a result of task {task} was accepted for another: {row}")
-        if not (old.holding and int(epoch) == old.epoch and node in old.places):
-            self._fail(f"an effect of epoch {epoch} on {node} was accepted while it was {old}")
-
-    def logged(self, before: Mapping[int, Row], task: int, line: str) -> None:
-        """Output was written: it must be of the lease that was current."""
+    def logged(self, before: Mapping[int, TaskSnapshot], task: int, line: str) -> None:
+        """Check that stored output is of the lease that was current."""
         of, epoch = _RANK.sub("", line).split(".")[:2]
         rows = [row for row in (before.get(task), self.rows.get(task)) if row is not None]
         if int(of) != task or not any(row.epoch == int(epoch) for row in rows):
             self._fail(f"output of epoch {epoch} of task {of} was accepted for {rows}")
 
-    def _check_asked(self, rows: Mapping[int, Row]) -> None:
-        counts: dict[str, int] = {}
-        for row in rows.values():
-            counts[row.submission] = counts.get(row.submission, 0) + 1
-        for submission, count in counts.items():
-            if count > self.asked.get(submission, 0):
-                self._fail(
-                    f"{submission} asked for {self.asked.get(submission)} tasks and made {count}"
-                )
-
     def _check_granted(self, name: str) -> None:
-        """What is leased on a node fits into it, by the durable rows."""
+        """Check that the stored leases of a node fit it."""
         held: dict[int, Allocation] = {}
         for row in self.rows.values():
             mine = row.places.get(name) if row.holding else None
             if mine is None:
                 continue
             if row.members and mine.number in held:
-                self._fail(f"{name}: a gang's allocation is somebody else's too: {row}")
+                self._fail(f"{name}: a gang's allocation is another task's too: {row}")
             if held.setdefault(mine.number, mine) != mine:
                 self._fail(f"{name}: two allocations are number {mine.number}: {row}")
         problem = overfull(self.nodes[name].offer, list(held.values()))
         if problem:
             self._fail(f"{name}: {problem} by its leases")
 
-    # ---- what was said
+    # ---- acknowledgements
+
+    def submission_begins(self, submission: str, tasks: int, nodes: int) -> None:
+        self.asked[submission] = tasks
+        if nodes > 1:
+            self.wanted[submission] = nodes
 
     def submission_acknowledged(self, submission: str, tasks: Sequence[int]) -> None:
         if len(tasks) != self.asked[submission]:
@@ -381,7 +363,7 @@ class Record:
             if row.status is not TaskStatus.SUCCEEDED or not mine:
                 self._fail(f"{what} was acknowledged, and the result is not there: {row}")
 
-    def _member_done(self, name: str, task: int, epoch: int, row: Row) -> None:
+    def _member_done(self, name: str, task: int, epoch: int, row: TaskSnapshot) -> None:
         done = self.done.setdefault((task, epoch), set())
         done.add(name)
         if row.status is TaskStatus.CANCELLED or len(done) < self.wanted[row.submission]:
@@ -400,15 +382,39 @@ class Record:
 
 
 def overfull(offer: Offer, allocations: Sequence[Allocation]) -> str:
-    """What is given twice, or nothing."""
+    """The resource of a machine that these allocations exceed; empty if they fit."""
     if sum(a.cpu_milli for a in allocations) > offer.cpu_milli:
-        return "processors are taken twice"
+        return "processors are overcommitted"
     if sum(a.memory_bytes for a in allocations) > offer.memory_bytes:
-        return "memory is taken twice"
+        return "memory is overcommitted"
     for gpu in offer.gpus:
         slices = [s for a in allocations for s in a.slices if s.gpu_index == gpu.index]
         if sum(s.share_milli for s in slices) > 1000:
-            return f"GPU {gpu.index} is taken twice"
+            return f"GPU {gpu.index} is overcommitted"
         if sum(s.memory_bytes for s in slices) > gpu.memory_bytes:
-            return f"memory of GPU {gpu.index} is taken twice"
+            return f"memory of GPU {gpu.index} is overcommitted"
     return ""
+
+
+def _gang_problem(row: TaskSnapshot, wanted: int, sites: set[str]) -> str | None:
+    """A gang that holds leases is on `wanted` nodes of one site; a task of one node is on exactly one."""
+    if not row.holding:
+        held = any(member.holding for member in row.members)
+        return f"members of a gang hold leases, and the gang does not: {row}" if held else None
+    if wanted == 1:
+        is_alone = not row.members and row.node is not None
+        return None if is_alone else f"a task of one node is on several, or none: {row}"
+    ranks = [member.rank for member in row.members]
+    if len(row.places) != wanted or ranks != list(range(wanted)) or len(sites) != 1:
+        return f"a partial gang; {wanted} nodes of one site were asked for: {row}"
+    return None
+
+
+def _mark_problem(old: TaskSnapshot, row: TaskSnapshot) -> str | None:
+    """The accepted result is that of the lease that was current, by the node that held it."""
+    task, epoch, node = row.mark.split(".")[:3]
+    if int(task) != row.task:
+        return f"a result of task {task} was accepted for another: {row}"
+    if not (old.holding and int(epoch) == old.epoch and node in old.places):
+        return f"a result of epoch {epoch} on {node} was accepted while the task was {old}"
+    return None
