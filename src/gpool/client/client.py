@@ -179,13 +179,11 @@ class Client:
         return head
 
     def _render(self, pickled: bytes) -> bytes:
-        """One call as JSON: base64 inline, or the hash of an artifact if it is large."""
         if len(pickled) <= INLINE_LIMIT_BYTES:
             return b'"%s"' % binascii.b2a_base64(pickled, newline=False)
         return b'{"payload_sha256":"%s"}' % self.artifacts.put(pickled).encode()
 
     def _requested(self, options: Options) -> dict[str, object]:
-        """Members of the submission, with the team's id instead of its name."""
         members = options.members()
         return members if options.team is None else members | {"team": self.team_id(options.team)}
 
@@ -318,7 +316,6 @@ class Client:
         self.api.send("DELETE", f"/v1/batches/{quote(batch, safe='')}")
 
     def batch(self, batch: str) -> dict[str, Any]:
-        """Document of a batch: total and ended tasks, whether it is closed."""
         found: dict[str, Any] = self.api.get_json(f"/v1/batches/{quote(batch, safe='')}")
         return found
 
@@ -359,13 +356,11 @@ def _script_in(command: Sequence[str]) -> str | None:
 
 
 def _deadline(task: Task[..., Any]) -> bytes:
-    """JSON member `by` of a submission made now, with its comma."""
     by = task.options.by
     return b"" if by is None else b'"by":"%s",' % times.due(by).encode()
 
 
 def _members(members: Mapping[str, object]) -> bytes:
-    """A JSON object without its closing brace."""
     return json_of(dict(members))[:-1]
 
 

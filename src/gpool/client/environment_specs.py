@@ -99,7 +99,6 @@ def _lines(text: str) -> Iterator[tuple[int, str]]:
 
 
 def _block_of(script: Path) -> dict[str, Any] | None:
-    """Parse the `script` block (PEP 723) of a Python file; an unclosed block is a comment."""
     lines = _read(script, "script").splitlines()
     found: list[list[str]] = []
     at = 0

@@ -119,7 +119,6 @@ def follow(
 
 
 def _events(pieces: Iterable[bytes]) -> Iterator[tuple[str, str]]:
-    """Parse server-sent events into (name, data); a comment becomes `KEEP_ALIVE`."""
     name, data = "message", list[str]()
     for line in _lines(pieces):
         if not line:

@@ -255,7 +255,6 @@ def _chunk(calls: Iterator[bytes], room: int) -> tuple[list[bytes], bool]:
 
 
 def raise_first(outcomes: Iterator[object]) -> Iterator[object]:
-    """Yield values; raise the first exception in order."""
     try:
         for value in outcomes:
             if type(value) is Raised:
@@ -268,7 +267,6 @@ def raise_first(outcomes: Iterator[object]) -> Iterator[object]:
 
 
 def exceptions_as_values(outcomes: Iterator[object]) -> Iterator[object]:
-    """Yield values and exceptions in input order."""
     try:
         for value in outcomes:
             yield value.exception if type(value) is Raised else value

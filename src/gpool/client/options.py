@@ -107,7 +107,6 @@ class Options:
         return {name: value for name, value in members.items() if value is not None}
 
     def _environment(self) -> dict[str, object] | None:
-        """The environment spec as a `RecipeDocument`; None: the node's own environment."""
         packages = _words("pip", self.pip, "numpy")
         if not (packages or self.python or self.requirements or self.script or self.image):
             return None

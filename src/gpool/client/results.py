@@ -54,8 +54,6 @@ class Result(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Completed:
-    """Outcome of a command."""
-
     id: str
     exit_code: int
     status: str
@@ -65,8 +63,6 @@ class Completed:
 
 
 class SubmittedBatch(msgspec.Struct, frozen=True):
-    """`wire.documents.SubmittedDocument`."""
-
     batch: str
     ids: list[str]
     first_position: int = 0
@@ -90,8 +86,6 @@ class RemoteTraceback(Exception):
 
 
 class Raised(msgspec.Struct, frozen=True):
-    """An exception instead of a value."""
-
     exception: BaseException
 
 

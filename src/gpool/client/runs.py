@@ -60,7 +60,6 @@ class Run:
         return
 
     def document(self) -> dict[str, Any]:
-        """The task's `TaskDocument`."""
         found = self._client.api.get_json(f"/v1/tasks/{quote(self.id, safe='')}")
         assert isinstance(found, dict)
         return found
@@ -84,7 +83,6 @@ class Run:
     def log_documents(
         self, *, follow: bool = False, on_progress: OnProgress | None = None
     ) -> Iterator[dict[str, Any]]:
-        """Output as `LogDocument`s."""
         api, task = self._client.api, quote(self.id, safe="")
         if follow:
             return logs.follow(api, task, on_progress=on_progress)

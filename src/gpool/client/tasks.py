@@ -49,11 +49,9 @@ class Task(Generic[P, R]):
 
     @property
     def label(self) -> str:
-        """Name in listings."""
         return self.options.name or getattr(self.function, "__qualname__", "function")[:200]
 
     def pickled(self) -> bytes:
-        """The pickled function, cached."""
         if self._pickled is None:
             _refuse_unpicklable_returns(self.function, self.label)
             self._pickled = dumps_function(self.function, self.label)
@@ -130,7 +128,6 @@ def _function(given: Any) -> Callable[..., Any]:
 
 
 def _first_parameter(function: object) -> str:
-    """Name of the first parameter of a plain Python function, else empty."""
     code = function.__code__ if inspect.isfunction(function) else None
     return code.co_varnames[0] if code is not None and code.co_argcount else ""
 

@@ -225,7 +225,6 @@ def _secret_in(path: Path) -> str | None:
 
 
 def _write_secret(path: Path, secret: str) -> None:
-    """Write atomically with mode 0600."""
     temporary = path.with_suffix(".new")
     temporary.unlink(missing_ok=True)
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)

@@ -133,8 +133,6 @@ class Blobs:
             os.close(descriptor)
 
     async def put_bytes(self, data: bytes) -> str:
-        """Store bytes of the server itself, e.g. a finished task's log; return their hash."""
-
         async def once() -> AsyncIterator[bytes]:
             yield data
 

@@ -29,7 +29,6 @@ class OutboundResponse:
     body: bytes
 
     def json(self) -> Any:
-        """Parse the body; `Unreachable` if it is not JSON: another service answered."""
         try:
             return json.loads(self.body)
         except ValueError as error:
@@ -134,6 +133,5 @@ def is_public(address: str) -> bool:
 
 
 def _origin(url: str) -> str:
-    """Scheme, host and port, without the parts that may be secret."""
     parts = urlsplit(url)
     return f"{parts.scheme}://{parts.hostname}" + (f":{parts.port}" if parts.port else "")

@@ -65,8 +65,6 @@ class Answered(Generic[T]):
 
 @dataclass(frozen=True)
 class SignInServices:
-    """Services of the sign-in routes."""
-
     sealer: Sealer
     signing: TokenSigner
     outbound: Outbound

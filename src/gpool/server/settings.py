@@ -277,7 +277,6 @@ class Settings(BaseSettings):
 
     @property
     def sites(self) -> frozenset[str]:
-        """Site names shared by several owners; any other name is private to its owner."""
         return frozenset(each.strip() for each in self.shared_sites.split(",") if each.strip())
 
     @property
@@ -292,7 +291,6 @@ class Settings(BaseSettings):
 
     @property
     def is_reached_by_tls(self) -> bool:
-        """Whether clients use TLS, perhaps terminated by a proxy."""
         return self.url.startswith("https://")
 
     @property
@@ -301,7 +299,6 @@ class Settings(BaseSettings):
 
     @property
     def url(self) -> str:
-        """URL under which clients reach the server."""
         scheme = "https" if self.uses_tls else "http"
         host = f"[{self.host}]" if ":" in self.host else self.host
         return (self.public_url or f"{scheme}://{host}:{self.port}").rstrip("/")
@@ -329,7 +326,6 @@ class Settings(BaseSettings):
 
     @property
     def registers(self) -> Registration:
-        """Effective registration mode."""
         return self.registration or ("open" if is_loopback(self.host) else "invite")
 
     @property

@@ -50,7 +50,6 @@ def home(environ: Mapping[str, str] | None = None) -> Path:
 
 
 def data_home(environ: Mapping[str, str] | None = None) -> Path:
-    """Default data folder of `gpool up`."""
     if (os.environ if environ is None else environ).get("GPOOL_HOME"):
         return home(environ) / "data"
     import platformdirs  # noqa: PLC0415 - only needed without GPOOL_HOME, and not free

@@ -51,7 +51,6 @@ class ApiTransport:
 
     @property
     def date(self) -> str | None:
-        """`Date` header of the last response."""
         return self._sender.date
 
     def without_credentials(self) -> ApiTransport:
@@ -96,11 +95,9 @@ class ApiTransport:
                     raise
 
     def send_once(self, method: str, path: str) -> Reply:
-        """Send one request without retries."""
         return self._once(_keyed(Request(method, path)), READ_S)
 
     def carry_out(self, begin: Callable[[], Steps]) -> None:
-        """Run an artifact transfer with retries."""
         self._sender.carry_out(begin)
 
     def get_json(self, path: str, *, read_s: float = READ_S) -> Any:

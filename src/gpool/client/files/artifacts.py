@@ -31,8 +31,6 @@ def _silent(_path: str, _done: int, _total: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class LocalFile:
-    """A file to upload, with its path in the work directory."""
-
     path: str
     source: Path
     size_bytes: int
@@ -208,7 +206,6 @@ class Artifacts:
 
 
 def _reporting(steps: Steps, file: LocalFile, progress: TransferProgress) -> Steps:
-    """Report the start of each part as progress."""
     request = next(steps)
     while True:
         if isinstance(request.body, FilePart):

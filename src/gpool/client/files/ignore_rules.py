@@ -91,7 +91,6 @@ def _rule(line: str) -> IgnoreRule | None:
 
 
 def _trimmed(text: str) -> str:
-    """Strip trailing spaces except an escaped one."""
     end = len(text)
     while end and text[end - 1] == " ":
         slashes = end - 1

@@ -97,7 +97,6 @@ def shipment(
 
 
 def shown_size(size_bytes: int) -> str:
-    """Readable size, like `12.3 MB`."""
     size = float(size_bytes)
     for unit in ("bytes", "kB", "MB", "GB"):
         if size < 1000:

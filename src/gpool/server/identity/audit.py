@@ -49,8 +49,6 @@ class AuditAnchor:
 
 @dataclass(frozen=True, slots=True)
 class ChainIntact:
-    """The chain is unbroken up to `head`."""
-
     head: AuditAnchor
 
 
@@ -63,7 +61,6 @@ class ChainBroken:
 
 
 def facts(given: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
-    """Facts in canonical order."""
     return tuple(sorted(given.items()))
 
 

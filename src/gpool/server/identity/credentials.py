@@ -94,7 +94,6 @@ class Credentials:
             self._known[name] = _CachedCaller(found, Instant(now + self._remember))
 
     def used_keys(self) -> list[tuple[int, Instant]]:
-        """API keys used since the last call, with their last use."""
         used, self._used = self._used, {}
         return list(used.items())
 

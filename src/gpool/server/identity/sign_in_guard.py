@@ -26,8 +26,6 @@ UNKNOWN_KEYS = per_second(50, 500)
 
 @dataclass(slots=True)
 class GuardedSignIn:
-    """A sign-in attempt during its check."""
-
     admitted: Admitted = field(repr=False)
     right: bool = False
 

@@ -92,7 +92,6 @@ class Buckets:
                 self._empty_at[key] -= rate.every
 
     def spent(self, key: Hashable, rate: Rate, now: Instant) -> int:
-        """Tokens missing from the bucket."""
         return -(-max(0, self._empty_at.get(key, 0) - now) // rate.every)
 
     def _forget(self, now: Instant) -> None:

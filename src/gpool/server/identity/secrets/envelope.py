@@ -63,8 +63,6 @@ class MasterKey:
 
 @dataclass(frozen=True, slots=True)
 class WrappedKey:
-    """A data key as stored."""
-
     id: bytes
     wrapped: bytes
     made_at: Instant
@@ -163,13 +161,11 @@ class Envelope:
         self.adopt(keys)
 
     def adopt(self, keys: Iterable[WrappedKey]) -> None:
-        """Add data keys from the store."""
         for key in keys:
             if key.id not in self._ciphers:
                 self._ciphers[key.id] = AESGCM(_unwrapped(self._masters, key))
 
     def use_masters(self, masters: Sequence[MasterKey]) -> None:
-        """Replace the master keys; the first one wraps."""
         self._masters = tuple(masters)
 
     def begin_key(self, now: Instant) -> WrappedKey:

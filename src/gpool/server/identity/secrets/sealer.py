@@ -60,8 +60,6 @@ class MasterSource:
 
 @dataclass(frozen=True, slots=True)
 class KeyStatus:
-    """Progress of a key rotation."""
-
     data_keys: int
     retired: int  # of these: to be emptied and deleted
     fields: int
@@ -149,7 +147,6 @@ class Sealer:
         return self._own is None or self._envelope.is_worn(self._now(), OLDEST)
 
     async def _begin(self) -> WrappedKey:
-        """Create and commit our data key."""
         self._own = None
         made = self._envelope.begin_key(self._now())
         await self._store.write(

@@ -57,17 +57,14 @@ _SUBJECT_KIND = {TokenType.USER: "user", TokenType.NODE: "node"}
 
 @dataclass(frozen=True, slots=True)
 class TokenKey:
-    """An Ed25519 signing key; `private` is None once the key only verifies."""
-
     kid: str
     public: bytes
-    private: bytes | None = field(repr=False)
+    private: bytes | None = field(repr=False)  # None once the key only verifies
     signs_from: Instant
     verifies_until: Instant | None = None
 
 
 def new_key(seed: bytes, signs_from: Instant) -> TokenKey:
-    """Derive a key from 32 random bytes."""
     public = Ed25519PrivateKey.from_private_bytes(seed).public_key().public_bytes_raw()
     return TokenKey(thumbprint(public), public, seed, signs_from)
 
@@ -80,9 +77,7 @@ def thumbprint(public: bytes) -> str:
 
 @dataclass(frozen=True, slots=True)
 class KeySet:
-    """Signing keys, oldest first."""
-
-    keys: tuple[TokenKey, ...]
+    keys: tuple[TokenKey, ...]  # oldest first
 
     def signer(self, now: Instant) -> TokenKey:
         """The newest key that may sign at `now`."""
@@ -123,8 +118,6 @@ def last_use(replaced_at: Instant) -> Instant:
 
 @dataclass(frozen=True, slots=True)
 class TokenAudience:
-    """Expected `iss` and `aud` of a token."""
-
     issuer: str
     audience: str
 

@@ -82,8 +82,6 @@ class Family:
 
 @dataclass(frozen=True, slots=True)
 class Presented:
-    """A parsed refresh token, not verified yet."""
-
     family: str
     generation: int
     tag: str = field(repr=False)
