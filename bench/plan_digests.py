@@ -40,8 +40,8 @@ PHILLY_NODES, PHILLY_STEP_S = 72, 60.0
 SHOWN = 10  # differing runs that `check` prints for each part
 
 CALLERS = {
-    "world": "gpool.server.scheduler",
-    "openb": "gpool.core.scheduling.replay",
+    "world": "gpool.server.scheduling.scheduler",
+    "openb": "gpool.core.scheduler.predict.replay",
     "philly": "bench.jct",
 }
 """Module whose global name `plan` each part's passes call."""

@@ -96,7 +96,7 @@ class Refused:
             self.forget((task,))
             return
         attained = state.attained(task, Instant(0))
-        again = QueuedTask(task, epoch_of(entry), Instant(entry[0]), attained)
+        again = QueuedTask(task, epoch_of(entry), Instant(entry.queued_at), attained)
         self._kept[task] = _Kept(waiting.shape, again, until)
         state.fold(TasksWithdrawn((task,)))
 

@@ -19,9 +19,11 @@ from typing import TYPE_CHECKING, TypeVar
 from gpool.core.errors import GpoolError
 from gpool.core.ids import NodeId, SpecId, TaskId, UserId
 from gpool.core.model import Instant, Merit, Node, Shape, Span, TaskSpec
+from gpool.core.scheduler.order.builtin import ORDERS
 from gpool.core.scheduler.order.limits import GpuLimits
-from gpool.core.scheduler.order.orders import ORDERS, Order, Policy
+from gpool.core.scheduler.order.orders import Order, Policy
 from gpool.core.scheduler.passes.plan import plan
+from gpool.core.scheduler.place.index import PlacementIndex
 from gpool.core.scheduler.predict.predictions import model_of
 from gpool.core.scheduler.state.events import (
     Event,
@@ -92,6 +94,7 @@ class Scheduler:
         passed: Callable[[], Instant] | None = None,
     ) -> None:
         self.state = State()
+        self._index = PlacementIndex()
         self.wake = Wake()
         self.channels: dict[NodeId, Channel] = {}
         self.heard: dict[
@@ -143,7 +146,7 @@ class Scheduler:
         began = thread_time()
         self.state.pass_time(now)
         term = self._term  # of the picture it is planned on, whatever happens before it is written
-        decided = plan(self.state, now, self.policy, self.orders)
+        decided = plan(self.state, self._index, now, self.policy, self.orders)
         self._metrics.planning.inc(thread_time() - began)
         places = decided.places
         self._metrics.queued.set(self.waiting)

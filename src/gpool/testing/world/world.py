@@ -16,7 +16,7 @@ from typing import Any
 
 from gpool.core.ids import GpuId, NodeId, TaskId, UserId
 from gpool.core.model import GIB, Availability, Gpu, Offer, Permission
-from gpool.core.scheduler.order.orders import ORDERS
+from gpool.core.scheduler.order.builtin import ORDERS
 from gpool.server.actions.tasks.preempt import make_room
 from gpool.server.settings import Settings
 from gpool.server.store import SqliteStore

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from gpool.core.ids import TaskId
 from gpool.core.model import SECOND, GpuRequest, Instant, Shape
+from gpool.core.scheduler.order.builtin import ORDERS
 from gpool.core.scheduler.order.limits import GpuLimits
-from gpool.core.scheduler.order.orders import ORDERS, Policy
-from gpool.core.scheduler.passes.plan import plan
+from gpool.core.scheduler.order.orders import Policy
 from gpool.core.scheduler.state.events import (
     Plan,
     QueuedTask,
@@ -22,7 +22,7 @@ from gpool.core.scheduler.state.events import (
     TasksReleased,
 )
 from gpool.core.scheduler.state.state import State
-from tests.core.scheduler.state.builders import NOW, a_node, a_shape, a_state
+from tests.core.scheduler.state.builders import NOW, a_node, a_shape, a_state, plan
 
 MINUTE = 60 * SECOND
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from gpool.core.ids import TaskId, UserId
 from gpool.core.model import SECOND, GpuRequest, Instant, Requirements, Shape, Span, TaskKind
+from gpool.core.scheduler.order.builtin import ORDERS
 from gpool.core.scheduler.order.fair_share import (
     HALF_LIFE,
     MAX_REMEMBERED,
@@ -21,10 +22,9 @@ from gpool.core.scheduler.order.fair_share import (
     plus,
 )
 from gpool.core.scheduler.order.limits import Holder
-from gpool.core.scheduler.order.orders import ORDERS, Key, Policy
-from gpool.core.scheduler.passes.draft import Turn
-from gpool.core.scheduler.passes.plan import plan
-from gpool.core.scheduler.passes.starts import Starts
+from gpool.core.scheduler.order.orders import Policy
+from gpool.core.scheduler.passes.context import QueueCursor, begin, rank_of
+from gpool.core.scheduler.place.index import PlacementIndex
 from gpool.core.scheduler.state.events import (
     NodeChanged,
     QueuedTask,
@@ -33,7 +33,7 @@ from gpool.core.scheduler.state.events import (
     TasksReleased,
 )
 from gpool.core.scheduler.state.state import State
-from tests.core.scheduler.state.builders import NOW, a_node, a_state
+from tests.core.scheduler.state.builders import NOW, a_node, a_state, plan
 
 HOUR = 3600 * SECOND
 Kind = tuple[int, int, int, int]  # team, users, GPUs and minutes of a task
@@ -271,11 +271,13 @@ def test_all_tasks_of_a_holder_are_always_seen_with_the_same_share(data: st.Data
         pool.submit((shape.team, 1, shape.requirements.gpu[0].count, 5), shape)
         if data.draw(st.booleans()):
             pool.run(Instant(pool.now + data.draw(st.integers(1, 300)) * SECOND))
-    draft = Starts(pool.state, pool.now, pool.policy, ORDERS["fair_share"])
-    seen: dict[tuple[int | None, int], set[Key]] = {}
+    ctx = begin(pool.state, PlacementIndex(), pool.now, pool.policy, ORDERS["fair_share"])
+    seen: dict[tuple[int | None, int], set[tuple[int, ...]]] = {}
     for entry in pool.state.waiting():
         shape = entry.shape
-        seen.setdefault((shape.team, shape.user), set()).add(draft.key(Turn(entry))[:3])
+        rank = rank_of(ctx, QueueCursor(entry))
+        shares = (rank.band, rank.key.tenant_share, rank.key.user_share)  # type: ignore[attr-defined]
+        seen.setdefault((shape.team, shape.user), set()).add(shares)
     assert all(len(keys) == 1 for keys in seen.values())
 
 

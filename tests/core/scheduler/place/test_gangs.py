@@ -23,8 +23,8 @@ from gpool.core.model import (
     Span,
 )
 from gpool.core.scheduler.explain.waiting import explain
-from gpool.core.scheduler.order.orders import ORDERS, Policy
-from gpool.core.scheduler.passes.plan import plan
+from gpool.core.scheduler.order.builtin import ORDERS
+from gpool.core.scheduler.order.orders import Policy
 from gpool.core.scheduler.place import gangs
 from gpool.core.scheduler.place.fit import Unfit, fit, unfit
 from gpool.core.scheduler.state.events import (
@@ -40,7 +40,7 @@ from gpool.core.scheduler.state.events import (
 from gpool.core.scheduler.state.snapshot import take
 from gpool.core.scheduler.state.state import State
 from gpool.testing.dice import Dice
-from tests.core.scheduler.state.builders import NOW, a_node, a_shape, a_state, hold
+from tests.core.scheduler.state.builders import NOW, a_node, a_shape, a_state, hold, index_of, plan
 
 HOUR = 3600 * SECOND
 LATER = Instant(NOW + HOUR)
@@ -318,8 +318,8 @@ def test_enough_of_one_site_is_told_from_enough_in_all() -> None:
     assert gangs.most_together(nodes) == 3
     assert gangs.most_together(a_node(n, site="") for n in (1, 2)) == 0
     state = a_state(*nodes)
-    assert gangs.is_possible(state.engine(Policy().pricing), a_gang(3))
-    assert not gangs.is_possible(state.engine(Policy().pricing), a_gang(4))
+    assert gangs.is_possible(index_of(state), a_gang(3))
+    assert not gangs.is_possible(index_of(state), a_gang(4))
 
 
 def test_a_pool_without_sites_says_so() -> None:
@@ -423,8 +423,8 @@ def test_a_place_is_found_exactly_where_a_look_at_every_node_finds_one(
         submit(state, a_job(*job), id_)
     write(state, plan(state, NOW))
     gang, out = a_job(wanted, gpus, 1, False, sliced), {NodeId(id_) for id_ in barred}
-    engine = state.engine(Policy().pricing)
-    found = gangs.places(engine, gang, 0, out)
+    index = index_of(state)
+    found = gangs.places(index, gang, 0, out)
     open_to = [
         entry.node
         for id_, entry in state.nodes.items()
@@ -437,7 +437,7 @@ def test_a_place_is_found_exactly_where_a_look_at_every_node_finds_one(
     chosen = [node for node in open_to if node.id in {id_ for id_, _ in found}]
     assert len(found) in (0, wanted)
     assert gangs.most_together(chosen) == len(found)
-    kept = gangs.nearest(engine, gang, out)
+    kept = gangs.nearest(index, gang, out)
     could = [n.node for i, n in state.nodes.items() if i not in out and n.node is not None]
     could = [node for node in could if unfit(node, gang) is None]
     assert bool(kept) == (gangs.most_together(could) >= wanted)

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from gpool.core.model import GIB, GpuRequest, Node, Requirements, Shape
 from gpool.core.scheduler.order.orders import Policy
-from gpool.core.scheduler.passes.plan import plan
 from gpool.core.scheduler.place.fit import suits
 from gpool.core.scheduler.place.fragmentation import Target
 from gpool.core.scheduler.place.portfolio import (
@@ -26,7 +25,7 @@ from gpool.core.scheduler.place.portfolio import (
 from gpool.core.scheduler.place.pricing import USUAL, WEIGHT, Pricing, price, size_of
 from gpool.core.scheduler.place.remnants import least_gpus, remnant_values
 from gpool.core.specs import gpu
-from tests.core.scheduler.state.builders import NOW, a_node, a_shape, a_state, apply, enqueue
+from tests.core.scheduler.state.builders import NOW, a_node, a_shape, a_state, apply, enqueue, plan
 
 DEMAND = st.dictionaries(st.integers(1, 50).map(lambda n: 20 * n), st.integers(1, 500), min_size=1)
 OPENB = {220: 57, 230: 136, 320: 327, 460: 132, 470: 757, 550: 75, 590: 76, 650: 249, 810: 1076}

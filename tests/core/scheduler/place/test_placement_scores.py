@@ -26,7 +26,6 @@ from gpool.core.model import (
 )
 from gpool.core.scheduler.explain.waiting import explain
 from gpool.core.scheduler.order.orders import Policy
-from gpool.core.scheduler.passes.plan import plan
 from gpool.core.scheduler.place.candidates import MAX_PRICE_STEP, price_step
 from gpool.core.scheduler.place.fit import Unfit, fit, price_of, unfit
 from gpool.core.scheduler.place.start_cost import RESTART, Stakes, stakes
@@ -38,7 +37,7 @@ from gpool.core.scheduler.state.snapshot import take
 from gpool.core.scheduler.state.state import State
 from gpool.core.specs import gpu
 from gpool.core.trust.reliability import HALF_LIFE, PRIOR, Record, gigaflops_of
-from tests.core.scheduler.state.builders import NOW, a_node, a_shape, a_state, apply, enqueue
+from tests.core.scheduler.state.builders import NOW, a_node, a_shape, a_state, apply, enqueue, plan
 
 HOUR = 3600 * SECOND
 FCFS = Policy(order="fcfs")

@@ -14,7 +14,6 @@ from gpool.core.ids import NodeId, TaskId
 from gpool.core.model import SECOND, Audience, Instant, Shape, Span
 from gpool.core.scheduler.explain.waiting import explain
 from gpool.core.scheduler.order.orders import Policy
-from gpool.core.scheduler.passes.plan import plan
 from gpool.core.scheduler.place.fit import Unfit, is_open, unfit
 from gpool.core.scheduler.predict.calibration import Calibration
 from gpool.core.scheduler.predict.dry_run import compare
@@ -24,7 +23,17 @@ from gpool.core.scheduler.state.events import NodeChanged
 from gpool.core.scheduler.state.operator_rules import PolicyChange, Reservation, Rules
 from gpool.core.scheduler.state.snapshot import take
 from gpool.core.scheduler.state.state import State
-from tests.core.scheduler.state.builders import NOW, OWNER, a_node, a_shape, a_state, apply, enqueue
+from tests.core.scheduler.state.builders import (
+    NOW,
+    OWNER,
+    a_node,
+    a_shape,
+    a_state,
+    apply,
+    enqueue,
+    index_of,
+    plan,
+)
 
 FCFS = Policy(order="fcfs")
 PRIORITY = Policy(order="priority")
@@ -209,7 +218,7 @@ def test_a_reserved_node_never_starts_a_strangers_task(
     """The second asks before the first: rows of the engine are not shared among users once somebody is kept for."""
     reserved = Audience(frozenset({7}), frozenset({3}))
     state = a_state(a_node(1, 8))
-    state.engine(FCFS.pricing)
+    index_of(state, FCFS.pricing)
     stranger = a_shape(5)
     enqueue(state, stranger, [1])
     apply(state, plan(state, NOW, FCFS))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from gpool.core.ids import NodeId, TaskId, UserId
@@ -18,6 +19,11 @@ from gpool.core.model import (
     TaskKind,
     Tier,
 )
+from gpool.core.scheduler.order.builtin import ORDERS
+from gpool.core.scheduler.order.orders import Order, Policy
+from gpool.core.scheduler.passes import plan as passes
+from gpool.core.scheduler.place.index import PlacementIndex
+from gpool.core.scheduler.place.pricing import USUAL, Pricing
 from gpool.core.scheduler.state.events import (
     NodeChanged,
     Plan,
@@ -79,6 +85,26 @@ def a_state(*nodes: Node) -> State:
     for node in nodes:
         state.fold(NodeChanged(node))
     return state
+
+
+_INDEX = (
+    PlacementIndex()
+)  # follows the state of the last call, so that passes over one state share it
+
+
+def plan(
+    state: State,
+    now: Instant,
+    policy: Policy = passes.DEFAULT,
+    orders: Mapping[str, Order] = ORDERS,
+) -> Plan:
+    return passes.plan(state, _INDEX, now, policy, orders)
+
+
+def index_of(state: State, pricing: Pricing = USUAL) -> PlacementIndex:
+    """The index that `plan` uses, up to date with the state."""
+    _INDEX.follow(state, pricing)
+    return _INDEX
 
 
 def enqueue(state: State, shape: Shape, ids: range | list[int], at: int = NOW) -> None:

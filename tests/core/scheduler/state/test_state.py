@@ -24,7 +24,6 @@ from gpool.core.model import (
     Span,
 )
 from gpool.core.scheduler.order.orders import Policy
-from gpool.core.scheduler.passes.plan import plan
 from gpool.core.scheduler.state.events import (
     NodeChanged,
     NodeRemoved,
@@ -37,7 +36,7 @@ from gpool.core.scheduler.state.events import (
     TasksWithdrawn,
 )
 from gpool.core.scheduler.state.state import Contradiction, State, build
-from tests.core.scheduler.state.builders import a_node, a_shape, queued
+from tests.core.scheduler.state.builders import a_node, a_shape, plan, queued
 
 SHAPES = [
     a_shape(1),
@@ -51,7 +50,7 @@ SHAPES = [
     replace(a_shape(1, "j", gpu=(GpuRequest(share_milli=500),)), team=7),
 ]
 POLICIES = [
-    Policy(order=order, max_line=7, max_places_per_pass=places)
+    Policy(order=order, max_prefetch=7, max_places_per_pass=places)
     for order in ("fcfs", "round_robin", "priority")
     for places in (2, 100)
 ]

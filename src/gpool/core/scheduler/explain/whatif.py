@@ -13,7 +13,8 @@ from itertools import combinations
 
 from gpool.core.ids import TaskId
 from gpool.core.model import GIB, Gpu, GpuRequest, Instant, Network, Node, Requirements, Shape, Tier
-from gpool.core.scheduler.order.orders import ORDERS, Order, Policy
+from gpool.core.scheduler.order.builtin import ORDERS
+from gpool.core.scheduler.order.orders import Order, Policy
 from gpool.core.scheduler.passes.plan import plan
 from gpool.core.scheduler.place.fit import (
     fit,
@@ -25,6 +26,7 @@ from gpool.core.scheduler.place.fit import (
     usable,
 )
 from gpool.core.scheduler.place.gangs import most_together
+from gpool.core.scheduler.place.index import PlacementIndex
 from gpool.core.scheduler.state.capacity import GpuRoom
 from gpool.core.scheduler.state.events import Place, QueuedTask, TasksQueued, TasksWithdrawn
 from gpool.core.scheduler.state.snapshot import Snapshot
@@ -91,6 +93,7 @@ class Asking:
         self, snapshot: Snapshot, now: Instant, policy: Policy, orders: Mapping[str, Order] = ORDERS
     ) -> None:
         self.snapshot, self.state = snapshot, snapshot.state()
+        self.index = PlacementIndex()
         self.now, self.policy, self.orders = now, policy, orders
 
     def of(self, task: TaskId, is_late: Callable[[], bool] = _never) -> Suggested:
@@ -103,6 +106,7 @@ class Asking:
 class _Asked:
     def __init__(self, asking: Asking, task: TaskId, is_late: Callable[[], bool]) -> None:
         self.state, self.hints = asking.state, asking.snapshot.hints
+        self.index = asking.index
         self.now, self.policy, self.orders = asking.now, asking.policy, asking.orders
         self.plans = 0
         self.is_late, self.is_complete = is_late, True
@@ -160,7 +164,7 @@ class _Asked:
     def _started(self, task: TaskId) -> Place | None:
         """At the head of a line of its own: waiting behind another is no start."""
         self.plans += 1
-        for place in plan(self.state, self.now, self.policy, self.orders).places:
+        for place in plan(self.state, self.index, self.now, self.policy, self.orders).places:
             if place.grants[0].task == task:
                 is_new = place.allocation.number not in self.state.nodes[place.node].lines
                 return place if is_new else None

@@ -86,6 +86,32 @@ def _sorts_of(node: Node) -> tuple[int, ...]:
     return tuple([known.setdefault(sort, len(known)) for sort in sorts])
 
 
+def kind_key(node: Node) -> tuple[Any, ...]:
+    """Equal for nodes that can run the same shapes when idle."""
+    offer = node.offer
+    is_for_some = node.audience is not None or node.reserved_for is not None
+    owner = node.owner if is_for_some or Tier.NONE in offer.tiers else None
+    return (
+        offer.cpu_milli,
+        offer.memory_bytes,
+        offer.disk_bytes,
+        tuple([_kind_of(gpu) for gpu in offer.gpus]),
+        offer.pythons,
+        offer.tiers,
+        offer.environments,
+        offer.builds,
+        offer.networks,
+        offer.runtimes,
+        offer.labels,
+        offer.price_microcredits,
+        node.audience,
+        node.reserved_for,
+        node.gpus_withheld,
+        owner,
+        joins_gangs(offer),
+    )
+
+
 class Board:
     """Rows by slot. `look` tells a node's room and the lines on it at this moment; `touch` says that they have changed."""
 
@@ -146,6 +172,10 @@ class Board:
         """So many nodes will come, of so many GPUs at most: to make place for them at once."""
         if nodes > self.size or min(gpus, MAX_GPUS) > self.width:
             self._grow(nodes, min(gpus, MAX_GPUS))
+
+    def node(self, id_: NodeId) -> Node | None:
+        slot = self.slots.get(id_)
+        return None if slot is None else self.nodes[slot]
 
     def put(self, node: Node) -> None:
         slot = self.slots.get(node.id)
@@ -236,28 +266,7 @@ class Board:
     def _kind(self, node: Node) -> int:
         if not is_open(node):
             return CLOSED
-        offer = node.offer
-        is_for_some = node.audience is not None or node.reserved_for is not None
-        owner = node.owner if is_for_some or Tier.NONE in offer.tiers else None
-        key = (
-            offer.cpu_milli,
-            offer.memory_bytes,
-            offer.disk_bytes,
-            tuple([_kind_of(gpu) for gpu in offer.gpus]),
-            offer.pythons,
-            offer.tiers,
-            offer.environments,
-            offer.builds,
-            offer.networks,
-            offer.runtimes,
-            offer.labels,
-            offer.price_microcredits,
-            node.audience,
-            node.reserved_for,
-            node.gpus_withheld,
-            owner,
-            joins_gangs(offer),
-        )
+        key = kind_key(node)
         kind = self._kinds_by.get(key)
         if kind is None:
             kind = self._kinds_by[key] = len(self.kinds)

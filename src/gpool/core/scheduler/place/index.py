@@ -15,14 +15,15 @@ largest number wins. Numbers are compared in this order:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gpool.core.ids import NodeId
-from gpool.core.model import Node, Shape, Span, Tier
+from gpool.core.model import Node, Shape, Tier
 from gpool.core.scheduler.place.board import (
     CPU,
     FRAGMENTS,
@@ -34,7 +35,6 @@ from gpool.core.scheduler.place.board import (
     UNFED,
     WHOLE,
     Board,
-    Look,
 )
 from gpool.core.scheduler.place.candidates import MAX_PRICE_STEP, Row
 from gpool.core.scheduler.place.fit import (
@@ -47,11 +47,11 @@ from gpool.core.scheduler.place.fit import (
     whole,
 )
 from gpool.core.scheduler.place.fragmentation import Floats, Ints, Slots
-from gpool.core.scheduler.place.pricing import WEIGHT, Pricing
+from gpool.core.scheduler.place.pricing import USUAL, WEIGHT, Pricing
 from gpool.core.scheduler.place.remnants import GPU
 from gpool.core.scheduler.place.start_cost import Stakes, stakes
 from gpool.core.scheduler.state.capacity import ANYBODY, NOBODY, Room
-from gpool.core.scheduler.state.input_caches import Caches
+from gpool.core.scheduler.state.state import State
 from gpool.core.specs import environment
 
 Overlaid = tuple[Room, int]
@@ -68,12 +68,6 @@ _COST = MERIT.bit_length() - 1 + MERIT_BITS
 _LOST = _COST + MAX_PRICE_STEP.bit_length()
 _MOST_LOST = (1 << 9) - 1
 _STEP = _LOST + _MOST_LOST.bit_length()
-
-Predicted = Callable[[Shape], Span | None]
-
-
-def _nobody_knows(_: Shape) -> Span | None:
-    return None
 
 
 class Candidates(NamedTuple):
@@ -93,67 +87,89 @@ class Free(NamedTuple):
     gpus: Floats
 
 
-class Engine:
-    """`look` tells a node's room and lines; the rooms in `overlay` are those that the present pass has taken from.
+class PlacementIndex:
+    """A cache beside a state, owned by the caller of `plan`.
 
-    `predicted` tells how long a shape runs and `caches` where its inputs lie: hints, which must not change during a pass.
+    It follows the state's log of changed nodes. A pass writes to the overlay only: rooms that it has taken from.
     """
 
-    def __init__(
-        self,
-        pricing: Pricing,
-        look: Look,
-        predicted: Predicted = _nobody_knows,
-        caches: Caches | None = None,
-    ) -> None:
-        self.pricing = pricing
-        self.overlay: dict[NodeId, Overlaid] = {}
-        self.board = Board(pricing, self._room_and_lines)
-        self.scored = 0  # places looked at closely so far: what decisions cost
-        self.fresh = (
-            0  # the same of rows when they were first asked for, and something for each of those
+    def __init__(self) -> None:
+        self.pricing = USUAL
+        self.scored = 0  # nodes scored so far: the cost of decisions
+        self.scored_for_new = (
+            0  # the same for rows asked for the first time, and a constant for each
         )
-        self._look = look
+        self._state: State | None = None
+        self._follow_anew()
+
+    def _follow_anew(self) -> None:
+        self.board = Board(self.pricing, self._room_and_lines)
+        self._read = 0  # number of the last change that was read
+        self._overlay: dict[NodeId, Overlaid] = {}
         self._has_audiences = False
         self._rows: dict[tuple[object, ...], list[Row]] = {}
         self._by_kinds: dict[tuple[object, ...], list[Row]] = {}
         self._row_count = 0
         self._by_shape: dict[int, tuple[Shape, list[Row], int]] = {}
-        self._predicted = predicted
-        self._caches = Caches() if caches is None else caches
         self._pass = 1
         self._is_uneven = False  # some nodes go away more often than others
 
-    def _room_and_lines(self, id_: NodeId) -> tuple[Room, int]:
-        return self.overlay.get(id_) or self._look(id_)
+    @contextmanager
+    def overlaid(self, state: State, pricing: Pricing) -> Iterator[None]:
+        """Follow the state, and forget at the end what the pass proposed."""
+        self.follow(state, pricing)
+        try:
+            yield
+        finally:
+            for id_ in self._overlay:
+                self.board.touch(id_)
+            self._overlay = {}
+            self._pass += 1
 
-    # ---- what changes
+    def follow(self, state: State, pricing: Pricing) -> None:
+        """Read the changes since the last call; everything if the state or the pricing is another."""
+        is_same = self.pricing is pricing or self.pricing == pricing
+        changes = state.changes
+        if self._state is not state or not is_same or not changes.is_complete_since(self._read):
+            self._state, self.pricing = state, pricing
+            self._follow_anew()
+            nodes = [entry.node for entry in state.nodes.values() if entry.node is not None]
+            self.board.expect(len(nodes), max((len(node.offer.gpus) for node in nodes), default=0))
+            for node in nodes:
+                self._put(node)
+        elif self._read != changes.last:
+            for id_ in changes.rooms_since(self._read):
+                entry = state.nodes.get(id_)
+                if entry is None or entry.node is None:
+                    self.board.remove(id_)
+                elif self.board.node(id_) is not entry.node:
+                    self._put(entry.node)
+                else:
+                    self.board.touch(id_)
+            for id_ in changes.inputs_since(self._read):
+                self.board.touch(id_, anew=True)
+        self._read = changes.last
 
-    def expect(self, nodes: Collection[Node]) -> None:
-        """These will be put."""
-        self.board.expect(len(nodes), max((len(node.offer.gpus) for node in nodes), default=0))
-
-    def put(self, node: Node) -> None:
-        """A node came, or is another one now."""
+    def _put(self, node: Node) -> None:
         is_for_some = node.audience is not None or node.reserved_for is not None
         if is_for_some and not self._has_audiences:
             self._has_audiences = True
             self._forget()  # rows were shared among users
         self.board.put(node)
 
-    def remove(self, id_: NodeId) -> None:
-        self.board.remove(id_)
+    def propose(self, id_: NodeId, room: Room) -> None:
+        """Use this room, with one allocation more, for the rest of the pass."""
+        _, count = self._room_and_lines(id_)
+        self._overlay[id_] = (room, count + 1)
+        self.board.touch(id_)
 
-    def touch(self, id_: NodeId, *, anew: bool = False) -> None:
-        """Its room may be another; `anew`: so is what lies there, whatever its room says."""
-        self.board.touch(id_, anew=anew)
-
-    def end_pass(self) -> None:
-        """What the pass took was only proposed."""
-        for id_ in self.overlay:
-            self.board.touch(id_)
-        self.overlay = {}
-        self._pass += 1
+    def _room_and_lines(self, id_: NodeId) -> Overlaid:
+        overlaid = self._overlay.get(id_)
+        if overlaid is not None:
+            return overlaid
+        assert self._state is not None
+        entry = self._state.nodes[id_]
+        return entry.room, len(entry.lines)
 
     # ---- what is asked
 
@@ -287,7 +303,8 @@ class Engine:
             return known[1]
         at_stake = None
         if is_uneven or shape.data or environment.kind_of(shape.environment) in _MADE:
-            at_stake = stakes(shape, self._predicted(shape))
+            assert self._state is not None
+            at_stake = stakes(shape, self._state.predictions.of(shape))
         rows = self._shared_rows(shape, at_stake)
         if len(self._by_shape) >= MAX_SHAPES:
             self._by_shape.clear()
@@ -349,7 +366,7 @@ class Engine:
             row.key = np.full(board.size, _NONE, np.int64)
             row.gpu = np.zeros(board.size, np.int16)
             changed = np.arange(len(board.nodes))
-            self.fresh += len(board.nodes) + _OF_A_ROW
+            self.scored_for_new += len(board.nodes) + _OF_A_ROW
         else:
             changed = board.since(row.read)
         row.read = board.now
@@ -513,7 +530,9 @@ class Engine:
         board = self.board
         seconds = row.seconds[board.kind[slots]] + at_stake.exposure // board.mtbf[slots]
         if row.shape.data:
-            there, loss = self._caches.with_data(row.shape.data), self._caches.loss
+            assert self._state is not None
+            caches = self._state.caches
+            there, loss = caches.with_data(row.shape.data), caches.loss
             whole = at_stake.loading
             ids = board.ids[
                 slots

@@ -13,16 +13,16 @@ from numpy.typing import NDArray
 
 from gpool.core.ids import NodeId
 from gpool.core.model import Allocation, Shape
-from gpool.core.scheduler.place.index import Engine
+from gpool.core.scheduler.place.index import PlacementIndex
 from gpool.core.scheduler.state.state import Line
 
 
-class Reach:
+class PreemptibleCapacity:
     """Rows by the board's slots, made once a pass; what is taken or promised later is taken off."""
 
-    def __init__(self, engine: Engine, lines: Iterable[Line]) -> None:
-        self._engine = engine
-        self._free = engine.free()
+    def __init__(self, index: PlacementIndex, lines: Iterable[Line]) -> None:
+        self._index = index
+        self._free = index.free()
         for line in lines:
             for part in (line, *line.members):
                 self._add(part.node, part.allocation, 1)
@@ -32,10 +32,10 @@ class Reach:
 
     def nodes(self, shape: Shape) -> NDArray[np.bool_]:
         """By slot: whether one more allocation of this shape might have room there."""
-        return self._engine.would_fit(shape, self._free)
+        return self._index.would_fit(shape, self._free)
 
     def _add(self, node: NodeId, allocation: Allocation, sign: int) -> None:
-        slot = self._engine.board.slots.get(node)
+        slot = self._index.board.slots.get(node)
         if slot is None:
             return
         free = self._free

@@ -9,6 +9,7 @@ from gpool.core.model import Instant, Node, Shape
 from gpool.core.scheduler.order.limits import gpus_of
 from gpool.core.scheduler.order.orders import Policy
 from gpool.core.scheduler.passes.plan import plan
+from gpool.core.scheduler.place.index import PlacementIndex
 from gpool.core.scheduler.state.events import (
     NodeChanged,
     Place,
@@ -26,6 +27,7 @@ class Replay:
 
     def __init__(self, nodes: Iterable[Node], policy: Policy) -> None:
         self.state = State()
+        self._index = PlacementIndex()
         self.policy = policy
         self.capacity_milli = 0
         self.taken_milli = 0
@@ -41,7 +43,7 @@ class Replay:
         self._last += 1
         task = TaskId(self._last)
         self.state.fold(TasksQueued(shape, (QueuedTask(task, 0, now),)))
-        places = plan(self.state, now, self.policy).places
+        places = plan(self.state, self._index, now, self.policy).places
         if not places:
             self.state.fold(TasksWithdrawn((task,)))
             return None

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field, replace
 from gpool.core.errors import Invalid
 from gpool.core.ids import NodeId
 from gpool.core.model import Audience, Instant, Node, Span
+from gpool.core.scheduler.order.builtin import ORDERS
 from gpool.core.scheduler.order.limits import Holder
-from gpool.core.scheduler.order.orders import ORDERS, Order, Policy
+from gpool.core.scheduler.order.orders import Order, Policy
 from gpool.core.scheduler.place.portfolio import Learnt
 
 MAX_WEIGHT = 1_000_000

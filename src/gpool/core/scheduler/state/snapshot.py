@@ -20,7 +20,7 @@ from gpool.core.scheduler.state.events import (
     TasksPreempted,
     TasksQueued,
 )
-from gpool.core.scheduler.state.queue import Entry, epoch_of
+from gpool.core.scheduler.state.queue import QueueEntry, epoch_of
 from gpool.core.scheduler.state.state import Line, State
 
 FRONT = 1000
@@ -96,8 +96,8 @@ def take(state: State, also: Collection[TaskId] = (), front: int = FRONT) -> Sna
     return Snapshot(nodes, tuple(queued), held, stopping, hints, state.queued_count - copied)
 
 
-def _queued(state: State, entry: Entry) -> QueuedTask:
-    at, id_ = Instant(entry[0]), TaskId(entry[1])
+def _queued(state: State, entry: QueueEntry) -> QueuedTask:
+    at, id_ = Instant(entry.queued_at), TaskId(entry.task)
     return QueuedTask(id_, epoch_of(entry), at, state.attained(id_, at))
 
 

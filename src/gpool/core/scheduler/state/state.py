@@ -18,9 +18,6 @@ from gpool.core.model import Allocation, Instant, Node, Shape, Span
 from gpool.core.scheduler.order.fair_share import Shares, Told, amounts_of, tenant_of, total
 from gpool.core.scheduler.order.levels import at_level, level_of, plain
 from gpool.core.scheduler.order.limits import Holder, gpus_of, holders_of
-from gpool.core.scheduler.passes.rotation import next_of, shared_out
-from gpool.core.scheduler.place.index import Engine
-from gpool.core.scheduler.place.pricing import Pricing
 from gpool.core.scheduler.predict.predictions import Predictions
 from gpool.core.scheduler.state.capacity import Room
 from gpool.core.scheduler.state.events import (
@@ -38,8 +35,10 @@ from gpool.core.scheduler.state.events import (
     TasksWithdrawn,
 )
 from gpool.core.scheduler.state.input_caches import Caches
-from gpool.core.scheduler.state.pins import Promises
-from gpool.core.scheduler.state.queue import Queue, Ticket, epoch_of
+from gpool.core.scheduler.state.node_changes import NodeChanges
+from gpool.core.scheduler.state.pins import PinnedSlots
+from gpool.core.scheduler.state.queue import Queue, QueueTicket, epoch_of
+from gpool.core.scheduler.state.rotation import next_of, shared_out
 
 MAX_ESTIMATES = 10_000
 MAX_SERVED = 100_000
@@ -91,7 +90,7 @@ class ShapeState:
 
     __slots__ = ("lines", "queue", "shape")
 
-    def __init__(self, shape: Shape, live: dict[TaskId, Ticket]) -> None:
+    def __init__(self, shape: Shape, live: dict[TaskId, QueueTicket]) -> None:
         self.shape = shape
         self.queue = Queue(shape, live)
         self.lines: dict[tuple[NodeId, int], Line] = {}
@@ -120,7 +119,6 @@ class State:
     __slots__ = (
         "_arrived",
         "_attained",
-        "_engine",
         "_estimates",
         "_known",
         "_live",
@@ -129,12 +127,13 @@ class State:
         "_waiting",
         "_wanting",
         "caches",
+        "changes",
         "gpus",
         "held",
         "nodes",
         "passes",
+        "pins",
         "predictions",
-        "promises",
         "running",
         "shapes",
         "shares",
@@ -150,10 +149,11 @@ class State:
         self.predictions = Predictions()
         self.shares = Shares(self.predictions)
         self.caches = Caches()
-        self.promises = Promises()
+        self.changes = NodeChanges()
+        self.pins = PinnedSlots()
         self.stoppable: dict[tuple[NodeId, int], Line] = {}  # what may be preempted, or is being
         self._attained: dict[TaskId, Span] = {}  # of waiting tasks that ran before
-        self._live: dict[TaskId, Ticket] = {}
+        self._live: dict[TaskId, QueueTicket] = {}
         self._estimates: dict[Shape, float] = {}
         self._served: dict[UserId, int] = {}
         self._serial = 0
@@ -161,7 +161,6 @@ class State:
         self._wanting: dict[UserId, dict[Queue, ShapeState]] = {}  # the same, by user
         self.passes = 0  # how many began: a hint
         self._known: dict[int, ShapeState] = {}  # by identity: hashing a shape is dear
-        self._engine: Engine | None = None  # made when first asked for
         self._arrived: deque[tuple[Shape, int]] = deque(maxlen=MAX_ARRIVALS)
 
     # ---- reading
@@ -175,7 +174,7 @@ class State:
         ticket = self._live.get(task)
         if ticket is None:
             return None
-        return self.shapes[ticket[0].shape]
+        return self.shapes[ticket.queue.shape]
 
     def waiting(self) -> Iterator[ShapeState]:
         """The shapes that have waiting tasks."""
@@ -198,30 +197,6 @@ class State:
         """So many users, in turn, and of each one shape, in turn as well."""
         found = next_of(self._wanting, count, self.passes)
         return {user: self._wanting[user][queue] for user, queue in found.items()}
-
-    def engine(self, pricing: Pricing) -> Engine:
-        """Finds places by this pricing; kept up to date from now on. A cache: no part of the truth."""
-        engine = self._engine
-        if engine is None or (engine.pricing is not pricing and engine.pricing != pricing):
-            engine = self._engine = Engine(pricing, self._look, self._predicted, self.caches)
-            nodes = [entry.node for entry in self.nodes.values() if entry.node is not None]
-            engine.expect(nodes)
-            for node in nodes:
-                engine.put(node)
-        return engine
-
-    def _touch(self, nodes: Iterable[NodeId]) -> None:
-        """Of these more is known than their room."""
-        if self._engine is not None:
-            for id_ in nodes:
-                self._engine.touch(id_, anew=True)
-
-    def _predicted(self, shape: Shape) -> Span | None:
-        return self.predictions.of(shape)
-
-    def _look(self, id_: NodeId) -> tuple[Room, int]:
-        entry = self.nodes[id_]
-        return entry.room, len(entry.lines)
 
     def estimate(self, shape: Shape) -> Span | None:
         """How long a task of this shape takes, as far as seen."""
@@ -251,20 +226,20 @@ class State:
         self._estimates = other._estimates.copy()
         self._served, self._serial = other._served.copy(), other._serial
         self.passes = other.passes
-        self.promises = other.promises.copy()
+        self.pins = other.pins.copy()
         self._arrived = other._arrived.copy()
         self.shares.usage = other.shares.usage.copy()
         self.shares.weights = other.shares.weights
         self.predictions = other.predictions  # only read by who plans on a copy
         self.shares.predictions = other.predictions
-        self._touch(self.caches.take(other.caches))
+        self.changes.note_inputs(self.caches.take(other.caches))
 
     def inherit(self, old: State, now: Instant) -> None:
         """The hints of a state that this one takes the place of."""
         old.shares.settle(now, len(old._waiting))
         mine = self.shares.usage.steps
         self.take_hints(old)
-        self.promises.keep(self._live)
+        self.pins.retain(self._live)
         theirs = self.shares.usage.steps
         self.shares.usage.steps = {who: theirs.get(who, step) for who, step in mine.items()}
 
@@ -282,7 +257,7 @@ class State:
         waiting: dict[Shape, list[tuple[int, int, int]]] = {}
         for entry in self._waiting.values():
             found = waiting.setdefault(plain(entry.shape), [])
-            found += [(e[0], e[1], epoch_of(e)) for e in entry.queue.entries()]
+            found += [(e.queued_at, e.task, epoch_of(e)) for e in entry.queue.entries()]
         queues = {shape: sorted(found) for shape, found in waiting.items()}
         nodes = {
             id_: (
@@ -346,8 +321,7 @@ class State:
         else:
             return
         self.shares.put(node)
-        if self._engine is not None:
-            self._engine.put(node)
+        self.changes.note(node.id)
 
     def _remove(self, id_: NodeId) -> None:
         gone = self.nodes.get(id_)
@@ -356,10 +330,9 @@ class State:
         elif gone is not None:
             del self.nodes[id_]
         self.shares.remove(id_)
-        self.promises.end_on(id_)
-        self._touch(self.caches.forget(id_))
-        if self._engine is not None:
-            self._engine.remove(id_)
+        self.pins.drop_node(id_)
+        self.changes.note_inputs(self.caches.forget(id_))
+        self.changes.note(id_)
 
     def _entry(self, shape: Shape) -> ShapeState:
         entry = self._known.get(id(shape))
@@ -405,7 +378,7 @@ class State:
         self._drop_if_idle(entry)
 
     def _leave_queue(self, tasks: Sequence[TaskId]) -> None:
-        self.promises.end(tasks)
+        self.pins.drop(tasks)
         live = self._live
         touched: set[Queue] = set()
         queue_before: Queue | None = None
@@ -413,7 +386,7 @@ class State:
             ticket = live.pop(task, None)
             if ticket is None:
                 continue
-            queue = ticket[0]
+            queue = ticket.queue
             queue.size -= 1
             if self._attained:
                 self._attained.pop(task, None)
@@ -468,7 +441,7 @@ class State:
             self.stoppable[key] = line
         self._leave_queue(event.tasks)
         there = self.nodes[event.node].lines.values()
-        self.promises.start(event.node, (each.stopping for each in there))
+        self.pins.note_start(event.node, (each.stopping for each in there))
         self._serial += 2
         self._serve(event.shape.user, self._serial)
 
@@ -491,7 +464,7 @@ class State:
                 self.stoppable[line.node, line.allocation.number] = line
                 gains = self.queue_of(gainer)
                 if gains is not None and tenant_of(gains.shape) != tenant_of(line.shape):
-                    self.promises.make(gainer, line.node)
+                    self.pins.pin(gainer, line.node)
 
     def _open(self, entry: ShapeState, key: tuple[NodeId, int], allocation: Allocation) -> Line:
         node = self.nodes.get(key[0])
@@ -501,12 +474,11 @@ class State:
             raise Contradiction(f"allocation {key} is held by {node.lines[key[1]].shape}")
         line = Line(key[0], allocation, entry)
         if entry.shape.data:
-            self._touch(self.caches.note(key[0], entry.shape.data))
+            self.changes.note_inputs(self.caches.note(key[0], entry.shape.data))
         entry.lines[key] = node.lines[key[1]] = line
         user = entry.shape.user
         node.room.take(allocation, user)
-        if self._engine is not None:
-            self._engine.touch(key[0])
+        self.changes.note(key[0])
         self.running[user] = self.running.get(user, 0) + 1
         taken = gpus_of(allocation)
         if taken:
@@ -539,8 +511,7 @@ class State:
         self.shares.give(line.shape, amounts_of(line.allocation))
         if node.node is None and not node.lines:
             del self.nodes[line.node]
-        if self._engine is not None:
-            self._engine.touch(line.node)
+        self.changes.note(line.node)
         self.running[user] -= 1
         if not self.running[user]:
             del self.running[user]
