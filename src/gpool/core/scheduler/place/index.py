@@ -95,14 +95,12 @@ class PlacementIndex:
 
     def __init__(self) -> None:
         self.pricing = USUAL
-        self.scored = 0  # nodes scored so far: the cost of decisions
-        self.scored_for_new = (
-            0  # the same for rows asked for the first time, and a constant for each
-        )
         self._state: State | None = None
         self._follow_anew()
 
     def _follow_anew(self) -> None:
+        self.scored = 0  # nodes scored so far: the cost of decisions
+        self.scored_for_new = 0  # of them for new rows, plus a constant for each such row
         self.board = Board(self.pricing, self._room_and_lines)
         self._read = 0  # number of the last change that was read
         self._overlay: dict[NodeId, Overlaid] = {}
