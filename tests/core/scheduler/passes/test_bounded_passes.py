@@ -15,9 +15,13 @@ from gpool.core.scheduler.order.exchange import Exchange, Standing, outranks
 from gpool.core.scheduler.order.orders import Candidate, Key, Order, Policy, Rank
 from gpool.core.scheduler.passes.context import SEARCHES_IN_ROTATION
 from gpool.core.scheduler.passes.starts import MAX_SHAPES, MAX_STARTS
-from gpool.core.scheduler.passes.victims import Victim, VictimGroup, VictimGroups
+from gpool.core.scheduler.passes.victims import (
+    PreemptibleCapacity,
+    Victim,
+    VictimGroup,
+    VictimGroups,
+)
 from gpool.core.scheduler.place.fit import fit, unfit
-from gpool.core.scheduler.place.preemptible_capacity import PreemptibleCapacity
 from gpool.core.scheduler.state.events import Leased, QueuedTask, TasksLeased, TasksQueued
 from gpool.core.scheduler.state.state import Line, ShapeState, State
 from tests.core.scheduler.state.builders import (

@@ -17,9 +17,9 @@ from gpool.core.model import GIB, SECOND, Audience, Availability, Merit, Node, S
 from gpool.core.scheduler.order.limits import GpuLimits
 from gpool.core.scheduler.order.orders import Policy
 from gpool.core.scheduler.passes import plan as passes
-from gpool.core.scheduler.place.board import MAX_GPUS
 from gpool.core.scheduler.place.fit import fit, is_open, unfit
 from gpool.core.scheduler.place.index import PlacementIndex
+from gpool.core.scheduler.place.kinds import MAX_GPUS
 from gpool.core.scheduler.place.pricing import USUAL, Pricing, Weights, price
 from gpool.core.scheduler.state.events import NodeChanged, NodeRemoved, TasksReleased
 from gpool.core.scheduler.state.node_changes import MAX_LOGGED, NodeChanges
@@ -287,7 +287,7 @@ def test_offers_that_change_all_day_do_not_pile_up() -> None:
         leased = apply(state, plan(state, NOW))
         assert leased == [number + 1]
         state.fold(TasksReleased(tuple(TaskId(id_) for id_ in leased)))
-    assert len(index_of(state).board.kinds) < 100
+    assert len(index_of(state).board.kinds.nodes) < 100
 
 
 def test_what_kinds_of_nodes_mean_is_learnt_anew_when_kinds_are_numbered_anew() -> None:
@@ -300,7 +300,7 @@ def test_what_kinds_of_nodes_mean_is_learnt_anew_when_kinds_are_numbered_anew() 
         offer = replace(node.offer, labels=frozenset({f"number={number}"}))
         state.fold(NodeChanged(replace(node, offer=offer)))
         index.follow(state, USUAL)
-        if len(index.board.kinds) == 2:
+        if len(index.board.kinds.nodes) == 2:
             assert not index.would_fit(shape, index.free()).any()
             return
     raise AssertionError("kinds were never numbered anew")
@@ -326,7 +326,7 @@ def test_one_node_with_a_thousand_gpus_does_not_widen_all_others() -> None:
     state = a_state(a_node(1, 2000, 1000), a_node(2, 4, 1))
     enqueue(state, wanting("1"), range(1, 200))
     assert len(apply(state, plan(state, NOW))) == MAX_GPUS + 1
-    assert index_of(state).board.width == MAX_GPUS
+    assert index_of(state).board.columns.width == MAX_GPUS
 
 
 def test_the_board_grows_with_the_pool_and_takes_places_that_became_free() -> None:

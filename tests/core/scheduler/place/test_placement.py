@@ -161,7 +161,7 @@ def test_fragments_are_what_the_definition_says(free: list[int], cpu: int, kind:
     nodes = [a_node(1, 8, 8), a_node(2, 8, ("Tesla T4",) * 8)]
     for node in nodes:
         target.add_kind(node)
-    mix = target.mix_of(free)
+    mix = target.mix_of(tuple(free))
     both, total = (mix.fits[None], mix.rests[None]), np.array([sum(free)])
     found = target.fragments(np.array([kind + 1]), np.array([cpu]), both, total)
     assert found[0] == fragments_by_definition(nodes[kind], cpu, free, pricing)

@@ -26,12 +26,17 @@ from gpool.core.model import (
 )
 from gpool.core.scheduler.explain.waiting import explain
 from gpool.core.scheduler.order.orders import Policy
-from gpool.core.scheduler.place.candidates import MAX_PRICE_STEP, price_step
 from gpool.core.scheduler.place.fit import Unfit, fit, price_of, unfit
-from gpool.core.scheduler.place.start_cost import RESTART, Stakes, stakes
+from gpool.core.scheduler.place.rows import (
+    MAX_PRICE_STEP,
+    RESTART,
+    StartCost,
+    price_step,
+    start_cost,
+)
 from gpool.core.scheduler.state.capacity import Room
 from gpool.core.scheduler.state.events import NodeChanged, Plan, RunTimesObserved, TasksReleased
-from gpool.core.scheduler.state.input_caches import KEPT, Caches
+from gpool.core.scheduler.state.input_caches import KEPT, InputCaches
 from gpool.core.scheduler.state.shapes import LEAST_DATA, shape_of
 from gpool.core.scheduler.state.snapshot import take
 from gpool.core.scheduler.state.state import State
@@ -152,9 +157,9 @@ def test_a_loss_costs_half_of_what_no_checkpoint_kept_and_a_restart() -> None:
     plain = a_shape()
     kept = replace(plain, checkpoint_every=Span(600 * SECOND))
     gang = a_shape(nodes=3)
-    assert stakes(plain, hour).exposure == 4096 * (2048 + RESTART)
-    assert stakes(kept, hour).exposure == 4096 * (300 + RESTART)
-    assert stakes(gang, hour).exposure == 3 * stakes(plain, hour).exposure
+    assert start_cost(plain, hour).exposure == 4096 * (2048 + RESTART)
+    assert start_cost(kept, hour).exposure == 4096 * (300 + RESTART)
+    assert start_cost(gang, hour).exposure == 3 * start_cost(plain, hour).exposure
 
 
 def test_a_long_run_bears_a_flaky_node_with_checkpoints_better_than_without() -> None:
@@ -181,10 +186,10 @@ def test_a_long_run_bears_a_flaky_node_with_checkpoints_better_than_without() ->
 @given(st.integers(1, 10**8), st.integers(0, 10**8))
 def test_stakes_never_shrink_when_a_run_grows(run: int, more: int) -> None:
     shape = a_shape()
-    short, long = (stakes(shape, Span(each * SECOND)) for each in (run, run + more))
+    short, long = (start_cost(shape, Span(each * SECOND)) for each in (run, run + more))
     assert short.exposure <= long.exposure
-    assert short.grain <= long.grain
-    assert short == Stakes(*short)
+    assert short.step <= long.step
+    assert short == StartCost(*short)
 
 
 # ---- records
@@ -312,14 +317,14 @@ def test_only_large_inputs_make_another_shape() -> None:
 
 @given(st.lists(st.tuples(st.integers(1, 4), st.sampled_from("abcdefgh")), max_size=60))
 def test_a_node_is_never_believed_to_keep_more_than_it_can(notes: list[tuple[int, str]]) -> None:
-    caches, last = Caches(), {}
+    caches, last = InputCaches(), {}
     for node, data in notes:
         caches.note(NodeId(node), data)
         last[node] = data
     for node, data in last.items():
         assert node in caches.with_data(data)
         assert sum(node in caches.with_data(each) for each in "abcdefgh") <= KEPT
-    twin = Caches()
+    twin = InputCaches()
     twin.note(NodeId(9), "z")
     twin.take(caches)
     assert twin.truth() == caches.truth()

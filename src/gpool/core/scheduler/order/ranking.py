@@ -14,8 +14,8 @@ from gpool.core.scheduler.order.fair_share import Amounts, compared, tenant_of
 from gpool.core.scheduler.order.levels import attained_at
 from gpool.core.scheduler.order.limits import Holder, band, least_gpus
 from gpool.core.scheduler.order.orders import Candidate, Order, Policy, Rank
-from gpool.core.scheduler.place.board import kind_key
 from gpool.core.scheduler.place.fit import unfit
+from gpool.core.scheduler.place.kinds import kind_key
 from gpool.core.scheduler.state.queue import QueueEntry
 from gpool.core.scheduler.state.state import ShapeState, State
 

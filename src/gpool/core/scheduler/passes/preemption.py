@@ -186,7 +186,7 @@ def _clearable(
     }
     if shape.requirements.nodes > 1:
         able, has_room = ctx.index.could_run(shape, ())
-        at |= {NodeId(int(id_)): [] for id_ in ctx.index.board.ids[able[has_room]]}
+        at |= {NodeId(int(id_)): [] for id_ in ctx.index.board.columns.ids[able[has_room]]}
     if len(ctx.draft.preemptions) < ctx.policy.max_preemptions_per_pass:
         for victim in _victims_for(ctx, cursor):
             ctx.budget.use_work(_WORK_PER_VICTIM)
@@ -215,7 +215,7 @@ def _nodes_to_search(
         return list(at)
     board = ctx.index.board
     ids = np.fromiter(at, np.int64, len(at))
-    idle = (board.free[[board.slots[id_] for id_ in at]] == GPU).sum(1)
+    idle = (board.columns.free[[board.slots[id_] for id_ in at]] == GPU).sum(1)
     order = ids[np.lexsort((ids, -idle))]
     half = MAX_NODES_SEARCHED // 2
     rest = np.sort(order[half:])

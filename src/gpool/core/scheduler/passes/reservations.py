@@ -128,7 +128,7 @@ def _nearest(ctx: PassContext, cursor: QueueCursor) -> NodeId | None:
     if shape.preemptible:
         return ctx.index.nearest(shape, taken)
     slots, _ = ctx.index.could_run(shape, taken)
-    ids = np.sort(ctx.index.board.ids[slots])
+    ids = np.sort(ctx.index.board.columns.ids[slots])
     some: list[NodeId] = ids[:: max(1, len(ids) // _NODES_COMPARED)].tolist()
     if not ctx.order.uses_shares:
         return min(some, key=lambda id_: (_ready_at(ctx, id_, shape), id_), default=None)

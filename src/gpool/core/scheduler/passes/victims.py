@@ -12,16 +12,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from gpool.core.ids import UserId
-from gpool.core.model import SECOND, Instant, Shape, Span
+from gpool.core.ids import NodeId, UserId
+from gpool.core.model import SECOND, Allocation, Instant, Shape, Span
 from gpool.core.scheduler.order.exchange import Pair, Standing
 from gpool.core.scheduler.order.fair_share import Amounts
 from gpool.core.scheduler.order.limits import WITHIN
 from gpool.core.scheduler.order.orders import Candidate, Order, Policy, Rank
 from gpool.core.scheduler.passes.tenants import TenantLedger
-from gpool.core.scheduler.place.fragmentation import Ints
+from gpool.core.scheduler.place.fragmentation import Bools, Ints
 from gpool.core.scheduler.place.index import PlacementIndex
-from gpool.core.scheduler.place.preemptible_capacity import PreemptibleCapacity
 from gpool.core.scheduler.state.state import Line, State
 
 MAX_IN_SIGHT = 2000
@@ -156,6 +155,37 @@ class VictimGroups:
 
 def _column(values: list[int]) -> Ints:
     return np.array(values, np.int64)
+
+
+class PreemptibleCapacity:
+    """Rows by the board's slots, made once a pass; what is taken or promised later is taken off."""
+
+    def __init__(self, index: PlacementIndex, lines: Iterable[Line]) -> None:
+        self._index = index
+        self._free = index.free()
+        for line in lines:
+            for part in (line, *line.members):
+                self._add(part.node, part.allocation, 1)
+
+    def take(self, node: NodeId, allocation: Allocation) -> None:
+        self._add(node, allocation, -1)
+
+    def nodes(self, shape: Shape) -> Bools:
+        """By slot: whether one more allocation of this shape might have room there."""
+        return self._index.would_fit(shape, self._free)
+
+    def _add(self, node: NodeId, allocation: Allocation, sign: int) -> None:
+        slot = self._index.board.slots.get(node)
+        if slot is None:
+            return
+        free = self._free
+        free.cpu[slot] += sign * allocation.cpu_milli
+        free.memory[slot] += sign * allocation.memory_bytes
+        free.disk[slot] += sign * allocation.disk_bytes
+        if sign > 0:  # of slices of one GPU each counts as one
+            free.gpus[slot] += len(allocation.slices)
+        else:
+            free.gpus[slot] -= sum(part.share_milli >= 1000 for part in allocation.slices)
 
 
 class GroupKey(NamedTuple):

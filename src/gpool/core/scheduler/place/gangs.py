@@ -48,14 +48,14 @@ def _options(
     """Nodes of one site that would do, the best first and more than are needed; the site that is preferred first."""
     board, wanted = index.board, shape.requirements.nodes
     requests = shape.requirements.gpu
-    sites = board.site[there.slots]
+    sites = board.columns.site[there.slots]
     models = _models(index, there.slots, requests[choice] if requests else None)
     several = int(models.max()) + 1
     for alike in (sites * several + models, sites) if several > 1 else (sites,):
         groups = _Groups(alike, wanted)
         best = groups.order[groups.starts]
         spare = np.bincount(sites)[sites[best]]
-        rank = (board.ids[there.slots[best]], -groups.sums(there.rest), spare)
+        rank = (board.columns.ids[there.slots[best]], -groups.sums(there.rest), spare)
         for group in np.lexsort((*rank, -groups.sums(there.steps))).tolist():
             yield there.slots[groups.members(group)]
 
@@ -83,14 +83,14 @@ class _Groups:
 def _models(index: PlacementIndex, slots: Slots, request: GpuRequest | None) -> Slots:
     """For each node a number: equal where the same models of GPU would do."""
     board = index.board
-    kinds = board.kind[slots]
+    kinds = board.columns.kind[slots]
     distinct = np.unique(kinds)
     numbers = np.zeros(len(slots), np.intp)
     if request is None or len(distinct) == 1:
         return numbers
     known: dict[frozenset[str], int] = {}
     for kind in distinct.tolist():
-        node = board.kinds[kind]
+        node = board.kinds.nodes[kind]
         assert node is not None, "what is closed has no room"
         models = frozenset(gpu.model for gpu in node.offer.gpus if usable(node, gpu, request))
         numbers[kinds == kind] = known.setdefault(models, len(known))
@@ -111,20 +111,20 @@ def is_possible(index: PlacementIndex, shape: Shape, barred: Collection[NodeId] 
     slots, _ = index.could_run(shape, barred)
     if shape.requirements.nodes == 1:
         return bool(len(slots))
-    return bool(len(_Groups(index.board.site[slots], shape.requirements.nodes).starts))
+    return bool(len(_Groups(index.board.columns.site[slots], shape.requirements.nodes).starts))
 
 
 def nearest(index: PlacementIndex, shape: Shape, barred: Collection[NodeId]) -> list[NodeId]:
     """A whole set of nodes that could run it when idle, of the site where the fewest lines are in its way; or nothing."""
     board, wanted = index.board, shape.requirements.nodes
     slots, has_room = index.could_run(shape, barred)
-    in_the_way = np.where(has_room, 0, 1 + board.lines[slots])
-    order = np.lexsort((board.ids[slots], in_the_way))
+    in_the_way = np.where(has_room, 0, 1 + board.columns.lines[slots])
+    order = np.lexsort((board.columns.ids[slots], in_the_way))
     slots, in_the_way = slots[order], in_the_way[order]
-    groups = _Groups(board.site[slots], wanted)
+    groups = _Groups(board.columns.site[slots], wanted)
     if not len(groups.starts):
         return []
     last = in_the_way[groups.order[groups.starts + wanted - 1]]
-    first = board.ids[slots[groups.order[groups.starts]]]
+    first = board.columns.ids[slots[groups.order[groups.starts]]]
     best = int(np.lexsort((first, groups.sums(in_the_way), last))[0])
-    return [NodeId(id_) for id_ in board.ids[slots[groups.members(best)[:wanted]]].tolist()]
+    return [NodeId(id_) for id_ in board.columns.ids[slots[groups.members(best)[:wanted]]].tolist()]

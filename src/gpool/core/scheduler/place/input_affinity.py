@@ -13,7 +13,7 @@ from heapq import nsmallest
 from gpool.core.ids import NodeId
 from gpool.core.model import SECOND, Instant, Shape, Span
 from gpool.core.scheduler.place.fit import fit, is_open, unfit
-from gpool.core.scheduler.place.start_cost import LOAD_BYTES_PER_S
+from gpool.core.scheduler.place.rows import LOAD_BYTES_PER_S
 from gpool.core.scheduler.state.capacity import Room
 from gpool.core.scheduler.state.state import Line, NodeState, State
 

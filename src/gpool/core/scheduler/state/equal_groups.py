@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 
 
-class Alike:
+class EqualGroups:
     """A number for each place, equal where the values are. There are never more numbers than places."""
 
     __slots__ = ("_counts", "_numbers", "_unused", "_values")

@@ -12,7 +12,7 @@ KEPT = 4
 _NOWHERE: frozenset[NodeId] = frozenset()
 
 
-class Caches:
+class InputCaches:
     __slots__ = ("_nodes", "_on")
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class Caches:
         """The nodes that have them, as far as is known."""
         return self._nodes.get(data, _NOWHERE)
 
-    def take(self, other: Caches) -> set[NodeId]:
+    def take(self, other: InputCaches) -> set[NodeId]:
         """Becomes as `other` is; the nodes of which something else is known now."""
         changed: set[NodeId] = set()
         for id_ in self._on.keys() | other._on.keys():

@@ -34,7 +34,7 @@ from gpool.core.scheduler.state.events import (
     TasksReleased,
     TasksWithdrawn,
 )
-from gpool.core.scheduler.state.input_caches import Caches
+from gpool.core.scheduler.state.input_caches import InputCaches
 from gpool.core.scheduler.state.node_changes import NodeChanges
 from gpool.core.scheduler.state.pins import PinnedSlots
 from gpool.core.scheduler.state.queue import Queue, QueueTicket, epoch_of
@@ -148,7 +148,7 @@ class State:
         self.gpus: dict[Holder, int] = {}  # thousandths of GPUs that users and teams hold
         self.predictions = Predictions()
         self.shares = Shares(self.predictions)
-        self.caches = Caches()
+        self.caches = InputCaches()
         self.changes = NodeChanges()
         self.pins = PinnedSlots()
         self.stoppable: dict[tuple[NodeId, int], Line] = {}  # what may be preempted, or is being
