@@ -42,7 +42,7 @@ from gpool.core.scheduler.passes.plan import plan
 from gpool.core.scheduler.place.index import PlacementIndex
 from gpool.core.scheduler.state.events import (
     NodeChanged,
-    Place,
+    Placement,
     QueuedTask,
     TasksQueued,
     TasksWithdrawn,
@@ -131,7 +131,7 @@ def some_pool(dice: Random) -> tuple[State, Policy, list[TaskId]]:
     return state, policy, [id_ for id_ in waiting if state.queue_of(id_) is not None]
 
 
-def start_of(state: State, policy: Policy, task: TaskId) -> Place | None:
+def start_of(state: State, policy: Policy, task: TaskId) -> Placement | None:
     for place in plan(state, PlacementIndex(), NOW, policy).places:
         if place.grants[0].task == task:
             taken = place.allocation.number in state.nodes[place.node].lines

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from gpool.core.ids import NodeId, TaskId
 from gpool.core.lifecycle import NO_FAULT
 from gpool.core.model import Instant, TaskStatus
-from gpool.core.scheduler.state.state import Line
+from gpool.core.scheduler.state.held import HeldAllocation
 from gpool.core.trust.reliability import rest_after, rest_for_fault
 from gpool.server.store.values import Recording
 
@@ -41,7 +41,7 @@ class Rests:
         return node in self._until
 
     def note(
-        self, recording: Recording, held: Mapping[TaskId, Line], now: Instant
+        self, recording: Recording, held: Mapping[TaskId, HeldAllocation], now: Instant
     ) -> Sequence[NodeId]:
         """Who carried what it was given to its end, and who gave it back though nobody asked it to; those that rest now.
 
@@ -98,7 +98,7 @@ class Rests:
         self.shunned.discard(node)
 
 
-def _nodes_of(lines: Iterable[Line]) -> set[NodeId]:
+def _nodes_of(lines: Iterable[HeldAllocation]) -> set[NodeId]:
     return {part.node for line in lines for part in (line, *line.members)}
 
 

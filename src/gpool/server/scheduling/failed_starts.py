@@ -11,7 +11,7 @@ from dataclasses import replace
 from gpool.core.ids import NodeId, TaskId
 from gpool.core.model import SECOND, Instant, Shape, Span, TaskStatus
 from gpool.core.retries import Evidence
-from gpool.core.scheduler.state.state import Line
+from gpool.core.scheduler.state.held import HeldAllocation
 from gpool.server.scheduling.backoff import CANNOT_START, STARTS_NOTHING, Rests
 from gpool.server.store.values import Recording
 
@@ -56,7 +56,10 @@ class FailedStarts:
         self._tried[task] = tuple(sorted({*self._tried.get(task, ()), node}))
 
     def note(
-        self, recording: Recording, held: Mapping[TaskId, Line], clock: Callable[[], Instant] | None
+        self,
+        recording: Recording,
+        held: Mapping[TaskId, HeldAllocation],
+        clock: Callable[[], Instant] | None,
     ) -> Iterable[NodeId]:
         """What was committed, before it is folded. The nodes that rest from now on; without a clock none does."""
         own: list[NodeId] = []
@@ -85,7 +88,7 @@ class FailedStarts:
         return blamed
 
     def _began(
-        self, recording: Recording, held: Mapping[TaskId, Line], now: Instant
+        self, recording: Recording, held: Mapping[TaskId, HeldAllocation], now: Instant
     ) -> Iterable[tuple[TaskId, NodeId]]:
         """What is sure to have begun, and where. Of gangs nothing is: that the first member runs says nothing of the others."""
         found: dict[TaskId, NodeId] = {}

@@ -10,8 +10,8 @@ import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from gpool.core.ids import NodeId, TaskId, UserId
-from gpool.core.scheduler.state.events import Place as Placed
-from gpool.core.scheduler.state.state import Line as StateLine
+from gpool.core.scheduler.state.events import Placement
+from gpool.core.scheduler.state.held import HeldAllocation
 from gpool.core.scheduler.state.state import State
 from gpool.server.identity.secrets.envelope import Place
 from gpool.server.identity.secrets.sealer import Sealer
@@ -31,7 +31,7 @@ def secret_place(task: int) -> Place:
     return Place("gangs", str(task), "secret_sealed")
 
 
-async def new_secrets(sealer: Sealer, places: Iterable[Placed]) -> tuple[Shared, Shared]:
+async def new_secrets(sealer: Sealer, places: Iterable[Placement]) -> tuple[Shared, Shared]:
     """One for each gang of a plan: plain, and sealed."""
     tasks = [grant.task for place in places if place.members for grant in place.grants]
     if not tasks:
@@ -74,7 +74,7 @@ def opened(
     return told, shut
 
 
-def lines_on(state: State, node: NodeId) -> Iterator[tuple[TaskId, StateLine]]:
+def lines_on(state: State, node: NodeId) -> Iterator[tuple[TaskId, HeldAllocation]]:
     """What is held there, of gangs too; each with its line on this node."""
     for task, line in state.held.items():
         for part in (line, *line.members):

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from gpool.core.ids import TaskId
 from gpool.core.model import SECOND, Instant, Shape, Span
 from gpool.core.scheduler.explain.mismatch import Explanation, counted
-from gpool.core.scheduler.state.events import Place, QueuedTask, TasksQueued, TasksWithdrawn
+from gpool.core.scheduler.state.events import Placement, QueuedTask, TasksQueued, TasksWithdrawn
 from gpool.core.scheduler.state.queue import epoch_of
 from gpool.core.scheduler.state.state import State
 
@@ -68,7 +68,7 @@ class Refused:
                 self._counts.pop(task, None)
                 self._kept.pop(task, None)
 
-    def note(self, places: Sequence[Place], granted: Collection[TaskId]) -> list[TaskId]:
+    def note(self, places: Sequence[Placement], granted: Collection[TaskId]) -> list[TaskId]:
         """What came of a plan. Those that were refused, which is to be told to the log."""
         self.forget(granted)
         asked = dict.fromkeys(grant.task for place in places for grant in place.grants)

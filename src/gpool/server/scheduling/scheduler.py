@@ -30,7 +30,7 @@ from gpool.core.scheduler.state.events import (
     Leased,
     NodeChanged,
     NodeRemoved,
-    Place,
+    Placement,
     Preempt,
     QueuedTask,
     RunTimesObserved,
@@ -39,7 +39,7 @@ from gpool.core.scheduler.state.events import (
     TasksReleased,
     TasksWithdrawn,
 )
-from gpool.core.scheduler.state.operator_rules import NO_RULES, Rules
+from gpool.core.scheduler.state.operator_rules import NO_RULES, OperatorRules
 from gpool.core.scheduler.state.shapes import shape_of
 from gpool.core.scheduler.state.state import Contradiction, State, build
 from gpool.server.identity.secrets.sealer import Sealer
@@ -178,7 +178,9 @@ class Scheduler:
             self.wake.call()
         return granted
 
-    def _note_refused(self, places: Sequence[Place], applied: AppliedPlan, now: Instant) -> None:
+    def _note_refused(
+        self, places: Sequence[Placement], applied: AppliedPlan, now: Instant
+    ) -> None:
         granted = {TaskId(lease.task) for line in applied.lines for _, lease in line.leases}
         refused = self.refused.note(places, granted)
         if not refused:
@@ -219,7 +221,7 @@ class Scheduler:
         if self._settled:
             state.inherit(self.state, now)
         else:
-            state.shares.recall(told, now)
+            state.shares.restore(told, now)
         state.shares.weights = self.policy.weights
         self.state = state
         self.refused.renewed(state)
@@ -268,7 +270,7 @@ class Scheduler:
             self.policy = replace(self.policy, limits=limits)
             self.wake.call()
 
-    def use_rules(self, rules: Rules, now: Instant) -> None:
+    def use_rules(self, rules: OperatorRules, now: Instant) -> None:
         """What operators laid upon the pool, from the next pass on."""
         configured = replace(self.configured, limits=self.policy.limits)
         policy = rules.policy_upon(configured, self.orders)

@@ -17,7 +17,7 @@ from gpool.core.scheduler.order.fair_share import (
     HALF_LIFE,
     MAX_REMEMBERED,
     Amounts,
-    Usage,
+    RecentUsage,
     asked_by,
     plus,
 )
@@ -185,10 +185,10 @@ def test_what_was_had_is_the_same_after_a_restart() -> None:
     before, at = used(pool), pool.now
     assert before["team", 1] > 0
     anew = State()
-    anew.shares.recall({key: (value, at) for key, value in before.items()}, at)
+    anew.shares.restore({key: (value, at) for key, value in before.items()}, at)
     assert anew.used(at) == pytest.approx(before, abs=2)
     later = Instant(at + HALF_LIFE)
-    anew.shares.recall({key: (value, at) for key, value in before.items()}, later)
+    anew.shares.restore({key: (value, at) for key, value in before.items()}, later)
     halved = {key: value / 2 for key, value in before.items()}
     assert anew.used(later) == pytest.approx(halved, abs=2)
 
@@ -273,7 +273,7 @@ def test_all_tasks_of_a_holder_are_always_seen_with_the_same_share(data: st.Data
             pool.run(Instant(pool.now + data.draw(st.integers(1, 300)) * SECOND))
     ctx = begin(pool.state, PlacementIndex(), pool.now, pool.policy, ORDERS["fair_share"])
     seen: dict[tuple[int | None, int], set[tuple[int, ...]]] = {}
-    for entry in pool.state.waiting():
+    for entry in pool.state.queues.shapes():
         shape = entry.shape
         rank = rank_of(ctx, QueueCursor(entry))
         shares = (rank.band, rank.key.tenant_share, rank.key.user_share)  # type: ignore[attr-defined]
@@ -343,11 +343,11 @@ def test_a_team_with_more_weight_that_comes_back_begins_even() -> None:
 
 
 def test_a_large_pool_of_users_never_makes_it_forget_their_team() -> None:
-    usage = Usage()
+    usage = RecentUsage()
     usage.pass_time(NOW, is_contended=True)
     usage.settle(("team", 1), 500_000)
     usage.pass_time(Instant(NOW + HOUR), is_contended=True)
     for user in range(MAX_REMEMBERED + 10):
         usage.settle(("team", 1), 500_000)
         usage.settle(("user", user), 1)
-    assert usage.lately(("team", 1), 500_000) > 300_000
+    assert usage.recent(("team", 1), 500_000) > 300_000

@@ -13,7 +13,7 @@ from gpool.core.ids import TaskId
 from gpool.core.model import SECOND, GpuRequest, Instant, Span
 from gpool.core.scheduler.order.builtin import ORDERS
 from gpool.core.scheduler.order.builtin.fair_share import FairShareKey
-from gpool.core.scheduler.order.exchange import NEAR_MILLI, Exchange, Standing, outranks
+from gpool.core.scheduler.order.exchange import NEAR_MILLI, Exchange, ExchangeSide, outranks
 from gpool.core.scheduler.order.fair_share import HALF_LIFE
 from gpool.core.scheduler.order.orders import Candidate, Order, Policy, Rank
 from gpool.core.scheduler.state.events import RunTimesObserved, TasksReleased
@@ -195,9 +195,9 @@ FAIR = ORDERS["fair_share"]
 
 def side(
     share: int, task: int, had: int = 0, holds: int = 0, level: int = 0, band: int = 0
-) -> Standing:
+) -> ExchangeSide:
     rank = Rank(band, FairShareKey(share, share, 1, level, 0, TaskId(task)))
-    return Standing(rank, (share, share), (had, had), (holds, holds))
+    return ExchangeSide(rank, (share, share), (had, had), (holds, holds))
 
 
 @given(

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from gpool.core.ids import NodeId, TaskId, UserId
 from gpool.core.model import GIB, MIB, SECOND, Allocation, GpuRequest, Instant, Shape, Slice, Span
 from gpool.core.scheduler.order.builtin import ORDERS
-from gpool.core.scheduler.order.exchange import Exchange, Standing, outranks
+from gpool.core.scheduler.order.exchange import Exchange, ExchangeSide, outranks
 from gpool.core.scheduler.order.orders import Candidate, Key, Order, Policy, Rank
 from gpool.core.scheduler.passes.context import SEARCHES_IN_ROTATION
 from gpool.core.scheduler.passes.starts import MAX_SHAPES, MAX_STARTS
@@ -23,7 +23,9 @@ from gpool.core.scheduler.passes.victims import (
 )
 from gpool.core.scheduler.place.fit import fit, unfit
 from gpool.core.scheduler.state.events import Leased, QueuedTask, TasksLeased, TasksQueued
-from gpool.core.scheduler.state.state import Line, ShapeState, State
+from gpool.core.scheduler.state.held import HeldAllocation
+from gpool.core.scheduler.state.state import State
+from gpool.core.scheduler.state.waiting import ShapeState
 from tests.core.scheduler.state.builders import (
     NOW,
     a_node,
@@ -230,8 +232,8 @@ class AnyKey(NamedTuple):
     task: int
 
 
-def standing(key: Key, had: int, held: int) -> Standing:
-    return Standing(rank_of(key), (key[1], key[2]), (had, had), (held, held))
+def standing(key: Key, had: int, held: int) -> ExchangeSide:
+    return ExchangeSide(rank_of(key), (key[1], key[2]), (had, had), (held, held))
 
 
 @settings(max_examples=200, deadline=None)
@@ -256,7 +258,7 @@ def test_no_group_is_ever_passed_over_of_which_something_may_be_stopped(
     policy, entry = Policy(), ShapeState(preemptible(2), {})
     groups, waiting = [], standing(mine, had[0], held[0])
     for key in theirs:
-        line = Line(NodeId(1), Allocation(0, 0, 0, ()), entry)
+        line = HeldAllocation(NodeId(1), Allocation(0, 0, 0, ()), entry.shape)
         groups.append(VictimGroup([Victim(rank_of(key), line)], (key[1], key[2])))
     victims = VictimGroups(groups, [had[1]] * len(groups), [held[1]] * len(groups))
     looked = list(victims.worth_comparing(a_shape(1), waiting, ORDERS[order], policy))

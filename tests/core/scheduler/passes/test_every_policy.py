@@ -16,7 +16,7 @@ from gpool.core.scheduler.order.orders import Policy
 from gpool.core.scheduler.passes import plan as passes
 from gpool.core.scheduler.place.index import PlacementIndex
 from gpool.core.scheduler.state.events import (
-    Plan,
+    PassPlan,
     QueuedTask,
     TasksLeased,
     TasksPreempted,
@@ -102,7 +102,7 @@ class Story:
                 return
         raise AssertionError("it never came to rest")
 
-    def write(self, decided: Plan, stopped: set[TaskId]) -> None:
+    def write(self, decided: PassPlan, stopped: set[TaskId]) -> None:
         for place in decided.places:
             tasks = tuple(grant.task for grant in place.grants)
             leased: TasksLeased = place.leased(tasks, self.now)

@@ -15,14 +15,14 @@ from gpool.core.scheduler.state import snapshot
 from gpool.core.scheduler.state.events import (
     NodeChanged,
     NodeRemoved,
-    Place,
+    Placement,
     QueuedTask,
     TasksPreempted,
     TasksQueued,
     TasksReleased,
     TasksWithdrawn,
 )
-from gpool.core.scheduler.state.pins import PinnedSlots
+from gpool.core.scheduler.state.hints import PinnedSlots
 from gpool.core.scheduler.state.state import State
 from tests.core.scheduler.state.builders import NOW, a_node, a_shape, a_state, plan
 
@@ -49,7 +49,7 @@ def a_full_pool() -> State:
     return state
 
 
-def start(state: State, *places: Place) -> list[TaskId]:
+def start(state: State, *places: Placement) -> list[TaskId]:
     tasks = [grant.task for place in places for grant in place.grants]
     for place in places:
         state.fold(place.leased(tuple(grant.task for grant in place.grants), NOW))

@@ -29,7 +29,12 @@ from gpool.core.model import (
 )
 from gpool.core.scheduler.order.builtin import ORDERS
 from gpool.core.scheduler.order.orders import Candidate, Key, Order, Policy
-from gpool.core.scheduler.state.events import NodeChanged, Place, RunTimesObserved, TasksReleased
+from gpool.core.scheduler.state.events import (
+    NodeChanged,
+    Placement,
+    RunTimesObserved,
+    TasksReleased,
+)
 from gpool.core.scheduler.state.state import State
 from gpool.core.specs import gpu
 from tests.core.scheduler.state.builders import (
@@ -50,7 +55,7 @@ def gpu_shape(spec: str, user: int = 1, **more: object) -> Shape:
     return a_shape(user, spec, gpu=gpu.parse(spec), **more)
 
 
-def first_place(state: State, policy: Policy = FCFS) -> Place:
+def first_place(state: State, policy: Policy = FCFS) -> Placement:
     return plan(state, NOW, policy).places[0]
 
 

@@ -19,14 +19,15 @@ from gpool.core.scheduler.passes.victim_sets import Clearable, fewest_victims
 from gpool.core.scheduler.passes.victims import Victim, in_sight
 from gpool.core.scheduler.state.capacity import Room
 from gpool.core.scheduler.state.events import (
-    Plan,
+    PassPlan,
     QueuedTask,
     TasksPreempted,
     TasksQueued,
     TasksReleased,
     TasksWithdrawn,
 )
-from gpool.core.scheduler.state.state import Line, State
+from gpool.core.scheduler.state.held import HeldAllocation
+from gpool.core.scheduler.state.state import State
 from tests.core.scheduler.state.builders import NOW, a_node, a_shape, a_state, plan
 
 HOUR = 3600 * SECOND
@@ -43,7 +44,7 @@ def submit(state: State, shape: Shape, *ids: int, at: int = NOW, ran: int = 0) -
     state.fold(TasksQueued(shape, tasks))
 
 
-def write(state: State, decided: Plan, now: int) -> None:
+def write(state: State, decided: PassPlan, now: int) -> None:
     for place in decided.places:
         tasks = tuple(grant.task for grant in place.grants)
         state.fold(place.leased(tasks, Instant(now)))
@@ -74,11 +75,11 @@ def test_a_fresh_task_takes_the_place_of_one_that_has_run_for_long() -> None:
     assert decided.preemptions[0].beneficiary == 2
     assert decided.places == ()  # the room is not there yet
     write(state, decided, later)
-    assert plan(state, later, FAIR) == Plan()  # asked once
+    assert plan(state, later, FAIR) == PassPlan()  # asked once
     stop(state, 1, old, later)
     write(state, plan(state, later, FAIR), later)
     assert running(state) == {2}
-    assert plan(state, later, FAIR) == Plan()  # and not back again
+    assert plan(state, later, FAIR) == PassPlan()  # and not back again
 
 
 def test_what_does_not_allow_it_is_never_stopped() -> None:
@@ -211,13 +212,13 @@ def test_no_set_that_would_do_costs_less(short: int, sizes: list[tuple[int, int]
     assert (sum(victim.amounts[0] for victim in chosen) // 1000, len(chosen)) == cheapest
 
 
-def a_line(node: int, number: int, gpus: int) -> Line:
+def a_line(node: int, number: int, gpus: int) -> HeldAllocation:
     slices = tuple(Slice(index, 0, 1000) for index in range(gpus))
     state = a_state(a_node(node, gpus=gpus))
     shape = a_gpu_task(gpus)
     state.fold(TasksQueued(shape, (QueuedTask(TaskId(1), 0, NOW),)))
-    entry = next(state.waiting())
-    return Line(NodeId(node), Allocation(number, 0, 0, slices), entry)
+    entry = next(state.queues.shapes())
+    return HeldAllocation(NodeId(node), Allocation(number, 0, 0, slices), entry.shape)
 
 
 def test_a_pass_considers_some_and_in_time_all_that_may_be_stopped() -> None:

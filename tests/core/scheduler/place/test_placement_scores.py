@@ -35,7 +35,7 @@ from gpool.core.scheduler.place.rows import (
     start_cost,
 )
 from gpool.core.scheduler.state.capacity import Room
-from gpool.core.scheduler.state.events import NodeChanged, Plan, RunTimesObserved, TasksReleased
+from gpool.core.scheduler.state.events import NodeChanged, PassPlan, RunTimesObserved, TasksReleased
 from gpool.core.scheduler.state.input_caches import KEPT, InputCaches
 from gpool.core.scheduler.state.shapes import LEAST_DATA, shape_of
 from gpool.core.scheduler.state.snapshot import take
@@ -271,7 +271,7 @@ def one_runs_with_the_model(*, is_known: bool = True) -> tuple[State, Shape]:
 def test_a_task_waits_for_a_node_with_its_inputs_while_that_is_sooner_than_loading() -> None:
     state, shape = one_runs_with_the_model()
     enqueue(state, shape, [2], at=at(10))
-    assert plan(state, at(10), FCFS) == Plan()
+    assert plan(state, at(10), FCFS) == PassPlan()
     told = explain(state, TaskId(2), at(10), FCFS)
     assert told.code == "awaits_inputs"
     assert "would take 43 s" in told.sentence
@@ -289,7 +289,7 @@ def test_a_task_never_waits_for_inputs_without_good_reason_or_for_long() -> None
     assert len(plan(state, at(10), FCFS).places) == 1, "two cannot both have it"
     state, shape = one_runs_with_the_model()
     enqueue(state, shape, [2], at=at(10))
-    assert plan(state, at(69), FCFS) == Plan(), "it is late by less than loading takes"
+    assert plan(state, at(69), FCFS) == PassPlan(), "it is late by less than loading takes"
     assert len(plan(state, at(74), FCFS).places) == 1, "it is late by more"
     assert len(plan(state, at(97), FCFS).places) == 1, "and twice the loading is enough anyway"
 
@@ -413,7 +413,7 @@ def test_a_pool_that_remembers_always_plans_as_its_snapshot_made_anew(seed: int)
         decided = plan(state, NOW, FCFS)
         assert decided == plan(take(state).state(), NOW, FCFS)
         started = {place.grants[0].task for place in decided.places}
-        for waiting in list(state.waiting()):
+        for waiting in list(state.queues.shapes()):
             task = TaskId(next(waiting.queue.entries())[1])
             if explain(state, task, NOW, FCFS).code == "next":
                 assert task in started

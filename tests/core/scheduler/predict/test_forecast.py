@@ -20,7 +20,7 @@ from gpool.core.scheduler.predict.dry_run import compare
 from gpool.core.scheduler.predict.forecast import Bounds, Question, courses, waits
 from gpool.core.scheduler.predict.run_times import RunTimes
 from gpool.core.scheduler.state.events import NodeChanged
-from gpool.core.scheduler.state.operator_rules import PolicyChange, Reservation, Rules
+from gpool.core.scheduler.state.operator_rules import OperatorRules, PolicyChange, Reservation
 from gpool.core.scheduler.state.snapshot import take
 from gpool.core.scheduler.state.state import State
 from tests.core.scheduler.state.builders import (
@@ -197,14 +197,14 @@ def test_rules_are_laid_upon_nodes_and_taken_off_again() -> None:
     class_ = Reservation(
         1, frozenset({NodeId(1)}), Audience(frozenset({7})), NOW, Instant(NOW + 10)
     )
-    rules = Rules(cordons={NodeId(1): "disks"}, reservations=(class_,))
+    rules = OperatorRules(cordons={NodeId(1): "disks"}, reservations=(class_,))
     laid = rules.upon(node, NOW)
     assert laid.cordoned
     assert laid.reserved_for == Audience(frozenset({7}))
     assert not is_open(laid)
     assert rules.upon(laid, NOW) is laid
     assert rules.upon(laid, Instant(NOW + 10)).reserved_for is None
-    assert Rules().upon(laid, NOW) == node
+    assert OperatorRules().upon(laid, NOW) == node
     assert rules.changes_between(Instant(NOW + 9), Instant(NOW + 10))
     assert not rules.changes_between(Instant(NOW + 10), Instant(NOW + 11))
 

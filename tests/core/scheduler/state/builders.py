@@ -26,7 +26,7 @@ from gpool.core.scheduler.place.index import PlacementIndex
 from gpool.core.scheduler.place.pricing import USUAL, Pricing
 from gpool.core.scheduler.state.events import (
     NodeChanged,
-    Plan,
+    PassPlan,
     QueuedTask,
     TasksLeased,
     TasksQueued,
@@ -97,7 +97,7 @@ def plan(
     now: Instant,
     policy: Policy = passes.DEFAULT,
     orders: Mapping[str, Order] = ORDERS,
-) -> Plan:
+) -> PassPlan:
     return passes.plan(state, _INDEX, now, policy, orders)
 
 
@@ -111,7 +111,7 @@ def enqueue(state: State, shape: Shape, ids: range | list[int], at: int = NOW) -
     state.fold(TasksQueued(shape, queued(*((i, 0, at) for i in ids))))
 
 
-def apply(state: State, plan: Plan) -> list[int]:
+def apply(state: State, plan: PassPlan) -> list[int]:
     """As if the store had written all of it; the tasks leased, in order."""
     for place in plan.places:
         ids = tuple(grant.task for grant in place.grants)

@@ -23,7 +23,8 @@ from gpool.core.scheduler.passes.plan import DEFAULT
 from gpool.core.scheduler.place.fit import fit, is_open, may_join, slice_of, unfit, usable
 from gpool.core.scheduler.place.gangs import most_together
 from gpool.core.scheduler.place.input_affinity import loading, may_wait, ready_soon
-from gpool.core.scheduler.state.state import ShapeState, State
+from gpool.core.scheduler.state.state import State
+from gpool.core.scheduler.state.waiting import ShapeState
 
 # ---- what happened to it before
 

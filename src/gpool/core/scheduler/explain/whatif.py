@@ -28,7 +28,7 @@ from gpool.core.scheduler.place.fit import (
 from gpool.core.scheduler.place.gangs import most_together
 from gpool.core.scheduler.place.index import PlacementIndex
 from gpool.core.scheduler.state.capacity import GpuRoom
-from gpool.core.scheduler.state.events import Place, QueuedTask, TasksQueued, TasksWithdrawn
+from gpool.core.scheduler.state.events import Placement, QueuedTask, TasksQueued, TasksWithdrawn
 from gpool.core.scheduler.state.snapshot import Snapshot
 from gpool.core.scheduler.state.state import State
 from gpool.core.specs import gpu as gpuspec
@@ -134,14 +134,14 @@ class _Asked:
                     yield self._suggestion(kind, change, place)
                     break
 
-    def _suggestion(self, kind: str, change: _Change, place: Place) -> Suggestion:
+    def _suggestion(self, kind: str, change: _Change, place: Placement) -> Suggestion:
         price = cost_of(self.state, place)
         at = f" at {prices.told(price)}" if price else ""
         several = " for each node" if price and place.members else ""
         said = f"It starts now{' ' * bool(change.words)}{change.words}{at}{several}."
         return Suggestion(kind, change.change, said, change.requirements, price)
 
-    def _place(self, shape: Shape) -> Place | None:
+    def _place(self, shape: Shape) -> Placement | None:
         """Where it would start if it were submitted now; None: there or in its old place in line it would not."""
         assert self.task is not None
         assert self.shape is not None
@@ -153,7 +153,7 @@ class _Asked:
         finally:
             self.state.fold(TasksQueued(self.shape, (self.task,)))
 
-    def _start_of(self, shape: Shape, task: QueuedTask) -> Place | None:
+    def _start_of(self, shape: Shape, task: QueuedTask) -> Placement | None:
         self.state.take_hints(self.hints)  # trying moves them
         self.state.fold(TasksQueued(shape, (task,)))
         try:
@@ -161,7 +161,7 @@ class _Asked:
         finally:
             self.state.fold(TasksWithdrawn((task.id,)))
 
-    def _started(self, task: TaskId) -> Place | None:
+    def _started(self, task: TaskId) -> Placement | None:
         """At the head of a line of its own: waiting behind another is no start."""
         self.plans += 1
         for place in plan(self.state, self.index, self.now, self.policy, self.orders).places:
@@ -171,7 +171,7 @@ class _Asked:
         return None
 
 
-def cost_of(state: State, place: Place) -> int:
+def cost_of(state: State, place: Placement) -> int:
     """What an hour of it costs, on the dearest node of a gang."""
     parts = [(place.node, place.allocation)]
     parts += [(member.node, member.allocation) for member in place.members]

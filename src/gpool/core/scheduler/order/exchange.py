@@ -18,7 +18,7 @@ Pair = tuple[int, int]
 """A number of the tenant and the same of the user."""
 
 
-class Standing(NamedTuple):
+class ExchangeSide(NamedTuple):
     """One side of an exchange, counted as if the running task did not run. Shares are in millionths of the pool."""
 
     rank: Rank
@@ -30,9 +30,9 @@ class Standing(NamedTuple):
 class Exchange(NamedTuple):
     """A waiting task that would take the place of a running one."""
 
-    waiting: Standing
+    waiting: ExchangeSide
     gained: Pair  # shares of the waiting side once its task runs
-    running: Standing
+    running: ExchangeSide
     ran: Span  # since the running task last started
     evens: tuple[bool, bool] = (False, False)  # the waiting side holds less now, and not more after
 

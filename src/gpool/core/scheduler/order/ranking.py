@@ -17,7 +17,8 @@ from gpool.core.scheduler.order.orders import Candidate, Order, Policy, Rank
 from gpool.core.scheduler.place.fit import unfit
 from gpool.core.scheduler.place.kinds import kind_key
 from gpool.core.scheduler.state.queue import QueueEntry
-from gpool.core.scheduler.state.state import ShapeState, State
+from gpool.core.scheduler.state.state import State
+from gpool.core.scheduler.state.waiting import ShapeState
 
 STEP = 50
 """Shapes or nodes looked at before others have their turn."""
@@ -41,7 +42,7 @@ class Ranking:
         own_rank = self.rank(mine.shape, own, entry)
         total, looks = own, _LOOKS
         nodes = yield from _one_per_kind(nodes)
-        for number, other in enumerate(list(self._state.waiting()), 1):
+        for number, other in enumerate(list(self._state.queues.shapes()), 1):
             if number % STEP == 0:
                 yield
             if other is mine:
@@ -76,7 +77,7 @@ class Ranking:
             Instant(entry.queued_at),
             TaskId(entry.task),
             state.running.get(shape.user, 0) + place * needs.nodes,
-            state.served(shape.user),
+            state.history.served(shape.user),
             attained_at(shape.level),
             self._shares(shape, share),
             state.predictions.of(shape) if self._order.uses_predictions else None,

@@ -21,9 +21,10 @@ from gpool.core.scheduler.passes.tenants import Holding, TenantLedger
 from gpool.core.scheduler.passes.victims import VictimSearch
 from gpool.core.scheduler.place.fit import Fit
 from gpool.core.scheduler.place.index import PlacementIndex
-from gpool.core.scheduler.state.events import Member, Preempt
+from gpool.core.scheduler.state.events import GangPart, Preempt
 from gpool.core.scheduler.state.queue import QueueEntry
-from gpool.core.scheduler.state.state import ShapeState, State
+from gpool.core.scheduler.state.state import State
+from gpool.core.scheduler.state.waiting import ShapeState
 
 MAX_VAIN_SEARCHES = 64
 """Shapes of one user, per pass, for which victims are sought without result."""
@@ -86,7 +87,7 @@ class PlannedAllocation:
         allocation: Allocation,
         shape: Shape,
         queued: int = 0,
-        members: tuple[Member, ...] = (),
+        members: tuple[GangPart, ...] = (),
     ) -> None:
         self.node = node
         self.allocation = allocation
@@ -130,7 +131,7 @@ class PlanDraft:
 class PassBudget:
     """Bounds on the work of one pass, so that a user with many shapes does not delay the others.
 
-    Past them, the users in rotation (`State.due`) are still served: every user is within a bounded number of passes.
+    Past them, the users in rotation (`WaitingTasks.due`) are still served: every user is within a bounded number of passes.
     """
 
     def __init__(self, state: State) -> None:
@@ -144,7 +145,7 @@ class PassBudget:
     def due(self) -> dict[UserId, ShapeState]:
         """The users in rotation, each with the shape in rotation."""
         if self._due is None:
-            self._due = self._state.due(SEARCHES_IN_ROTATION)
+            self._due = self._state.queues.due(SEARCHES_IN_ROTATION, self._state.history.passes)
         return self._due
 
     def may_reserve(self) -> bool:
@@ -235,7 +236,7 @@ def rank_of(
         Instant(head.queued_at),
         TaskId(head.task),
         tenants.running(shape.user) - given_up,
-        ctx.state.served(shape.user),
+        ctx.state.history.served(shape.user),
         attained_at(shape.level),
         tenants.shares(shape, without),
         ctx.run_times.of(shape) if ctx.order.uses_predictions else None,
@@ -272,7 +273,7 @@ def is_within_limits(ctx: PassContext, cursor: QueueCursor, *fits: Fit) -> bool:
 def allocate(ctx: PassContext, cursor: QueueCursor, *found: tuple[NodeId, Fit]) -> None:
     """Start the cursor's next task on these nodes; several are a gang, the leader's first."""
     shape = cursor.shape
-    parts = [Member(node, ctx.capacity.take(shape, node, fits)) for node, fits in found]
+    parts = [GangPart(node, ctx.capacity.take(shape, node, fits)) for node, fits in found]
     ctx.tenants.count(shape, [part.allocation for part in parts])
     leader, *members = parts
     planned = PlannedAllocation(leader.node, leader.allocation, shape, members=tuple(members))

@@ -20,7 +20,7 @@ from gpool.core.scheduler.state.state import State
 _OVERDUE = Span(1800 * SECOND)
 
 
-class Started(NamedTuple):
+class StartedAllocation(NamedTuple):
     shape: Shape
     allocation: Allocation
 
@@ -33,7 +33,7 @@ class CapacityLedger:
         self._rooms: dict[NodeId, Room] = {}
         self._future: dict[NodeId, Room] = {}
         self._numbers: dict[NodeId, int] = {}  # the smallest allocation number that may be free
-        self._started: dict[NodeId, list[Started]] = {}
+        self._started: dict[NodeId, list[StartedAllocation]] = {}
         self._possible: dict[int, bool] = {}  # gangs, by the shape's identity
 
     def node(self, id_: NodeId) -> Node | None:
@@ -71,7 +71,7 @@ class CapacityLedger:
             known = self._possible[id(shape)] = gangs.is_possible(self._index, shape)
         return known
 
-    def started(self, node: NodeId) -> Collection[Started]:
+    def started(self, node: NodeId) -> Collection[StartedAllocation]:
         return self._started.get(node, ())
 
     def take(self, shape: Shape, node: NodeId, found: Fit) -> Allocation:
@@ -86,7 +86,7 @@ class CapacityLedger:
             room = self._rooms[node] = entry.room.copy()
         allocation = found.numbered(number)
         room.take(allocation, shape.user)
-        self._started.setdefault(node, []).append(Started(shape, allocation))
+        self._started.setdefault(node, []).append(StartedAllocation(shape, allocation))
         if node in self._future:
             self._future[node].take(allocation, shape.user)
         self._index.propose(node, room)

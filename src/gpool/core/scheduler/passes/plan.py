@@ -31,7 +31,7 @@ from gpool.core.scheduler.passes.queue_fill import fill_queues
 from gpool.core.scheduler.passes.reservations import contention
 from gpool.core.scheduler.passes.starts import look, start
 from gpool.core.scheduler.place.index import PlacementIndex
-from gpool.core.scheduler.state.events import Grant, Place, Plan
+from gpool.core.scheduler.state.events import LeaseGrant, PassPlan, Placement
 from gpool.core.scheduler.state.queue import QueueEntry, epoch_of
 from gpool.core.scheduler.state.state import State
 
@@ -44,7 +44,7 @@ def plan(
     now: Instant,
     policy: Policy = DEFAULT,
     orders: Mapping[str, Order] = ORDERS,
-) -> Plan:
+) -> PassPlan:
     """Decide what to lease and what to preempt now; `Invalid` if the policy names an order that is not in the table."""
     order = order_named(policy.order, orders)
     with index.overlaid(state, policy.pricing):
@@ -59,21 +59,21 @@ def plan(
     return _result(ctx)
 
 
-def _result(ctx: PassContext) -> Plan:
+def _result(ctx: PassContext) -> PassPlan:
     places = tuple([_place(ctx, planned) for planned in ctx.draft.allocations])
-    return Plan(places, tuple(ctx.draft.preemptions), ctx.draft.is_partial)
+    return PassPlan(places, tuple(ctx.draft.preemptions), ctx.draft.is_partial)
 
 
-def _place(ctx: PassContext, planned: PlannedAllocation) -> Place:
+def _place(ctx: PassContext, planned: PlannedAllocation) -> Placement:
     if planned.shape.preemptible:
         grants = tuple([_preemptible_grant(ctx, entry) for entry in planned.grants])
     else:
-        grants = tuple([Grant(TaskId(e.task), epoch_of(e) + 1) for e in planned.grants])
-    return Place(planned.node, planned.allocation, planned.shape, grants, planned.members)
+        grants = tuple([LeaseGrant(TaskId(e.task), epoch_of(e) + 1) for e in planned.grants])
+    return Placement(planned.node, planned.allocation, planned.shape, grants, planned.members)
 
 
-def _preemptible_grant(ctx: PassContext, entry: QueueEntry) -> Grant:
+def _preemptible_grant(ctx: PassContext, entry: QueueEntry) -> LeaseGrant:
     """With the age and run time by which it is ranked while it runs."""
     task = TaskId(entry.task)
     attained = ctx.state.attained(task, ctx.now)
-    return Grant(task, epoch_of(entry) + 1, Instant(entry.queued_at), attained)
+    return LeaseGrant(task, epoch_of(entry) + 1, Instant(entry.queued_at), attained)

@@ -41,7 +41,7 @@ import numpy as np
 
 from gpool.core.ids import NodeId, TaskId
 from gpool.core.model import Shape, Span
-from gpool.core.scheduler.order.exchange import Exchange, Standing, outranks
+from gpool.core.scheduler.order.exchange import Exchange, ExchangeSide, outranks
 from gpool.core.scheduler.order.fair_share import asked_by
 from gpool.core.scheduler.order.limits import Holder, holders_of
 from gpool.core.scheduler.passes.context import (
@@ -219,7 +219,7 @@ def _nodes_to_search(
     order = ids[np.lexsort((ids, -idle))]
     half = MAX_NODES_SEARCHED // 2
     rest = np.sort(order[half:])
-    first = ctx.state.passes * half % len(rest)
+    first = ctx.state.history.passes * half % len(rest)
     chosen = [*order[:half].tolist(), *np.roll(rest, -first)[:half].tolist()]
     return [NodeId(id_) for id_ in chosen]
 
@@ -228,7 +228,7 @@ def _victims_for(ctx: PassContext, cursor: QueueCursor) -> Iterator[Victim]:
     """Running tasks that may be stopped for the cursor's next task."""
     shape, tenants = cursor.shape, ctx.tenants
     asked = asked_by(shape)
-    own = Standing(
+    own = ExchangeSide(
         rank_of(ctx, cursor),
         tenants.shares(shape),
         tenants.recent_pair(shape),
@@ -239,7 +239,7 @@ def _victims_for(ctx: PassContext, cursor: QueueCursor) -> Iterator[Victim]:
         ctx.budget.use_work(1)
         other, line = group.shape, group.victims[0].line
         waiting, gained = own, own_gain
-        running = Standing(
+        running = ExchangeSide(
             group.victims[0].rank,
             group.shares,
             tenants.recent_pair(other),
@@ -288,7 +288,7 @@ def _outranked(ctx: PassContext, victims: list[Victim], exchange: Exchange) -> I
         return
     for victim in victims:
         ran = Span(ctx.now - victim.line.since)
-        standing = Standing(victim.rank, running.shares, running.had, running.holds)
+        standing = ExchangeSide(victim.rank, running.shares, running.had, running.holds)
         tried = Exchange(waiting, exchange.gained, standing, ran, exchange.evens)
         if outranks(tried, ctx.order, policy):
             yield victim

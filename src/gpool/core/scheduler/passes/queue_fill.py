@@ -29,7 +29,7 @@ _REFILL = 4  # a queue is fed once a quarter of it is gone: fewer, larger grants
 
 def prefetch_depth(state: State, shape: Shape, policy: Policy) -> int:
     """Leases that one allocation's queue may hold: 1 while run times are unknown."""
-    seen = state.estimate(shape)
+    seen = state.history.estimate(shape)
     if seen is None:
         return 1
     return max(1, min(policy.max_prefetch, policy.prefetch_target // seen))

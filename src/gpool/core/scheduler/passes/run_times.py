@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 from gpool.core.model import Allocation, Instant, Node, Shape, Span
 from gpool.core.scheduler.predict.predictions import model_of
-from gpool.core.scheduler.state.state import Line, NodeState, State
+from gpool.core.scheduler.state.held import HeldAllocation, NodeState
+from gpool.core.scheduler.state.state import State
 
 UNKNOWN = Span(3600 * 1_000_000)
 """Assumed run time without a prediction: long enough to be careful, short enough to be of use."""
@@ -15,7 +16,7 @@ UNKNOWN = Span(3600 * 1_000_000)
 
 class Remaining(NamedTuple):
     time: int
-    line: Line
+    line: HeldAllocation
 
 
 class RunTimeMemo:
@@ -49,7 +50,7 @@ class RunTimeMemo:
             self._remaining[id(entry)] = known
         return known
 
-    def _left(self, line: Line, entry: NodeState) -> int:
+    def _left(self, line: HeldAllocation, entry: NodeState) -> int:
         # A task that has outlived its prediction is expected to run for another quarter of its run time.
         node = entry.node
         lasts = UNKNOWN if node is None else self.on(node, line.shape, line.allocation)

@@ -22,7 +22,7 @@ from gpool.core.scheduler.place import gangs, input_affinity
 from gpool.core.scheduler.state.queue import QueueEntry
 
 MAX_SHAPES = 1500
-"""Shapes considered in one pass; of more, some in rotation (`state.rotation`)."""
+"""Shapes considered in one pass; of more, some in rotation (`state.waiting`)."""
 
 MAX_STARTS = 400
 """Starts of one pass; the next pass goes on."""
@@ -39,10 +39,12 @@ class QueuePosition(NamedTuple):
 
 def look(ctx: PassContext) -> list[QueueCursor]:
     """Rank the shapes that this pass considers."""
-    cursors = [QueueCursor(entry) for entry in ctx.state.in_view(MAX_SHAPES, SEARCHES_IN_ROTATION)]
+    queues, turn = ctx.state.queues, ctx.state.history.passes
+    entries = queues.in_view(MAX_SHAPES, SEARCHES_IN_ROTATION, turn)
+    cursors = [QueueCursor(entry) for entry in entries]
     for cursor in cursors:
         cursor.set_rank(rank_of(ctx, cursor), ctx.tenants.changes)
-    if len(cursors) < ctx.state.shapes_waiting:
+    if len(cursors) < queues.shape_count:
         ctx.draft.leave_rest()
     return cursors
 

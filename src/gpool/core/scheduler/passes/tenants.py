@@ -128,7 +128,7 @@ class TenantLedger:
         known = self._recent.get(holder)
         if known is None:
             weight = self._policy.weights.get(holder, 1000)
-            known = self._recent[holder] = self._state.shares.lately(holder, weight)
+            known = self._recent[holder] = self._state.shares.recent(holder, weight)
         return known
 
     def recent_pair(self, shape: Shape) -> Pair:

@@ -16,7 +16,7 @@ from gpool.core.scheduler.passes.victims import Victim
 from gpool.core.scheduler.place.fit import Fit, fit, is_slice, usable
 from gpool.core.scheduler.place.remnants import GPU
 from gpool.core.scheduler.state.capacity import Room
-from gpool.core.scheduler.state.state import Line
+from gpool.core.scheduler.state.held import HeldAllocation
 
 _MAX_NODES_TRIED = 32
 _MAX_GANGS_TRIED = 8
@@ -241,7 +241,7 @@ class _SiteClearings:
     def __init__(self, shape: Shape, here: list[Clearable]) -> None:
         self._shape = shape
         self._left = {place.node.id: place for place in here}
-        self._stopped: dict[Line, Victim] = {}
+        self._stopped: dict[HeldAllocation, Victim] = {}
         self._costs: dict[NodeId, _NodeCost] = {}
         self._chosen: dict[NodeId, list[Victim]] = {}
         for id_ in self._left:

@@ -14,14 +14,15 @@ import numpy as np
 
 from gpool.core.ids import NodeId, UserId
 from gpool.core.model import SECOND, Allocation, Instant, Shape, Span
-from gpool.core.scheduler.order.exchange import Pair, Standing
+from gpool.core.scheduler.order.exchange import ExchangeSide, Pair
 from gpool.core.scheduler.order.fair_share import Amounts
 from gpool.core.scheduler.order.limits import WITHIN
 from gpool.core.scheduler.order.orders import Candidate, Order, Policy, Rank
 from gpool.core.scheduler.passes.tenants import TenantLedger
 from gpool.core.scheduler.place.fragmentation import Bools, Ints
 from gpool.core.scheduler.place.index import PlacementIndex
-from gpool.core.scheduler.state.state import Line, State
+from gpool.core.scheduler.state.held import HeldAllocation
+from gpool.core.scheduler.state.state import State
 
 MAX_IN_SIGHT = 2000
 """Running tasks that one pass considers as victims."""
@@ -29,13 +30,13 @@ MAX_IN_SIGHT = 2000
 _STRIDE = 101  # nodes by which the considered part of a large pool moves each second
 
 
-def in_sight(state: State, now: Instant, most: int = MAX_IN_SIGHT) -> Iterable[Line]:
+def in_sight(state: State, now: Instant, most: int = MAX_IN_SIGHT) -> Iterable[HeldAllocation]:
     """Preemptible allocations; in a large pool those of some nodes, all of each, and of other nodes every second."""
     if len(state.stoppable) <= most:
         return [line for line in state.stoppable.values() if not line.stopping and line.leases]
     nodes = list(state.nodes)
     first = (now // SECOND * _STRIDE) % len(nodes)
-    found: list[Line] = []
+    found: list[HeldAllocation] = []
     for id_ in chain(islice(nodes, first, None), islice(nodes, first)):
         if len(found) >= most:
             break
@@ -46,7 +47,7 @@ def in_sight(state: State, now: Instant, most: int = MAX_IN_SIGHT) -> Iterable[L
     return found
 
 
-def is_protected(line: Line, now: Instant, period: Span) -> bool:
+def is_protected(line: HeldAllocation, now: Instant, period: Span) -> bool:
     """Whether the task was restarted less than the protection period ago; a first start is not protected."""
     if line.since <= now - period:
         return False
@@ -96,14 +97,14 @@ class Victim(NamedTuple):
     """An allocation that could be preempted, with its rank as if its task waited."""
 
     rank: Rank
-    line: Line
+    line: HeldAllocation
 
     @property
     def amounts(self) -> Amounts:
         return self.line.amounts
 
     @property
-    def parts(self) -> tuple[Line, ...]:
+    def parts(self) -> tuple[HeldAllocation, ...]:
         return self.line, *self.line.members
 
 
@@ -134,7 +135,7 @@ class VictimGroups:
         self._teams = _column([-1 if shape.team is None else shape.team for shape in shapes])
 
     def worth_comparing(
-        self, shape: Shape, waiting: Standing, order: Order, policy: Policy
+        self, shape: Shape, waiting: ExchangeSide, order: Order, policy: Policy
     ) -> Iterator[VictimGroup]:
         """Groups with victims that the waiting task may outrank; of all other groups it outranks none."""
         maybe = self._users == shape.user
@@ -160,7 +161,7 @@ def _column(values: list[int]) -> Ints:
 class PreemptibleCapacity:
     """Rows by the board's slots, made once a pass; what is taken or promised later is taken off."""
 
-    def __init__(self, index: PlacementIndex, lines: Iterable[Line]) -> None:
+    def __init__(self, index: PlacementIndex, lines: Iterable[HeldAllocation]) -> None:
         self._index = index
         self._free = index.free()
         for line in lines:
@@ -208,18 +209,18 @@ class VictimSearch:
     ) -> None:
         self._state, self._index, self._now = state, index, now
         self._policy, self._order, self._tenants = policy, order, tenants
-        self._stopped: set[Line] = set()
+        self._stopped: set[HeldAllocation] = set()
         self._hopeless: dict[UserId, list[Shape]] = {}
         self._capacity: PreemptibleCapacity | None = None
-        self._unprotected: dict[GroupKey, list[Line]] | None = None
+        self._unprotected: dict[GroupKey, list[HeldAllocation]] | None = None
         self._groups: dict[GroupKey, VictimGroup | None] = {}
         self._all: VictimGroups | None = None
 
-    def is_stopped(self, line: Line) -> bool:
+    def is_stopped(self, line: HeldAllocation) -> bool:
         """Whether this pass preempts it."""
         return line in self._stopped
 
-    def stop(self, line: Line) -> None:
+    def stop(self, line: HeldAllocation) -> None:
         self._stopped.add(line)
 
     def is_hopeless(self, shape: Shape) -> bool:
@@ -256,7 +257,7 @@ class VictimSearch:
             if key.user in users or (key.team is not None and key.team in teams):
                 del self._groups[key]
 
-    def _in_sight(self) -> dict[GroupKey, list[Line]]:
+    def _in_sight(self) -> dict[GroupKey, list[HeldAllocation]]:
         if self._unprotected is None:
             self._unprotected = {}
             period = protection_period(self._order, self._policy, is_own=False)
@@ -266,13 +267,13 @@ class VictimSearch:
                     self._unprotected.setdefault(key, []).append(line)
         return self._unprotected
 
-    def _group(self, lines: list[Line]) -> VictimGroup | None:
+    def _group(self, lines: list[HeldAllocation]) -> VictimGroup | None:
         lines = [line for line in lines if line not in self._stopped]
         if not lines:
             return None
         tenants, first = self._tenants, lines[0]
         shape, running = first.shape, tenants.running(first.shape.user)
-        served, shares = self._state.served(shape.user), tenants.shares(shape, first)
+        served, shares = self._state.history.served(shape.user), tenants.shares(shape, first)
         band = WITHIN
         if self._policy.limits.guaranteed:
             band = tenants.band(shape, first, first.amounts[0])
@@ -280,7 +281,9 @@ class VictimSearch:
         victims.sort(reverse=True, key=_rank_of)
         return VictimGroup(victims, shares)
 
-    def _rank(self, line: Line, running: int, served: int, shares: Pair, band: int) -> Rank:
+    def _rank(
+        self, line: HeldAllocation, running: int, served: int, shares: Pair, band: int
+    ) -> Rank:
         task, lease = next(iter(line.leases.items()))
         ran = Span(lease.attained + max(0, self._now - line.since))
         others = running - 1 - len(line.members)

@@ -17,11 +17,17 @@ import numpy as np
 
 from gpool.core.ids import NodeId
 from gpool.core.model import SECOND, Node
-from gpool.core.scheduler.place.fragmentation import Floats, Ints, Slots, Target
-from gpool.core.scheduler.place.kinds import CLOSED, MAX_GPUS, KindTable, lent_gpus, merit_of
+from gpool.core.scheduler.place.fragmentation import Floats, FragmentationTarget, Ints, Slots
+from gpool.core.scheduler.place.kinds import (
+    CLOSED,
+    MAX_GPUS,
+    EqualGroups,
+    KindTable,
+    lent_gpus,
+    merit_of,
+)
 from gpool.core.scheduler.place.pricing import Pricing
 from gpool.core.scheduler.state.capacity import NOBODY, Room
-from gpool.core.scheduler.state.equal_groups import EqualGroups
 
 HAS_GPUS = 1 << 16
 """More than the free thousandths of GPUs of any node."""
@@ -118,7 +124,7 @@ class Board:
     """`look` returns the room and the number of allocations of a node; `touch` says that they may have changed."""
 
     def __init__(self, pricing: Pricing, look: Callable[[NodeId], RoomAndCount]) -> None:
-        self.target = Target(pricing)
+        self.target = FragmentationTarget(pricing)
         self.kinds = KindTable(self.target)
         self.columns = BoardColumns.empty(64, 8, self.target.classes)
         self.slots: dict[NodeId, int] = {}

@@ -34,7 +34,7 @@ class Mix(NamedTuple):
     total: float
 
 
-class Target:
+class FragmentationTarget:
     """The mix of a pricing as arrays, one column for each class of tasks."""
 
     def __init__(self, pricing: Pricing) -> None:

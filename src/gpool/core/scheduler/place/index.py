@@ -35,7 +35,7 @@ from gpool.core.scheduler.place.fit import (
 from gpool.core.scheduler.place.fragmentation import Bools, Floats, Ints, Slots
 from gpool.core.scheduler.place.pricing import USUAL, Pricing
 from gpool.core.scheduler.place.remnants import GPU
-from gpool.core.scheduler.place.rows import Row, RowCache
+from gpool.core.scheduler.place.rows import PlacementRow, RowCache
 from gpool.core.scheduler.place.scoring import NO_ROOM, PRICE, Scorer
 from gpool.core.scheduler.state.capacity import ANYBODY, Room
 from gpool.core.scheduler.state.state import State
@@ -270,7 +270,7 @@ class PlacementIndex:
         self._update(rows[turn])
         return bool((rows[turn].key == NO_ROOM).all())
 
-    def _update(self, row: Row) -> None:
+    def _update(self, row: PlacementRow) -> None:
         board = self.board
         changed: set[int] | Slots
         if row.generation == board.generation and row.read == board.now:
@@ -305,7 +305,7 @@ class PlacementIndex:
         row.key[changed] = row.key.take(models)
         row.gpu[changed] = row.gpu.take(models)
 
-    def _might_fit(self, row: Row) -> bool:
+    def _might_fit(self, row: PlacementRow) -> bool:
         """Whether any node has so much of anything: if not, there need be no row yet."""
         most = self.board.most_free()
         needs, request = row.shape.requirements, row.request
@@ -318,7 +318,7 @@ class PlacementIndex:
             return free > 0 and (request.share_milli == GPU or request.share_milli <= free)
         return request.count <= most.idle_gpus
 
-    def _may_take(self, row: Row, slot: int) -> bool:
+    def _may_take(self, row: PlacementRow, slot: int) -> bool:
         """A quick look at one node: most of a full pool need not be scored."""
         node = self.board.nodes[slot]
         row.key[slot] = NO_ROOM
@@ -340,7 +340,7 @@ class PlacementIndex:
             )
         return sum(1 for gpu in room.gpus.values() if not gpu.holders) >= request.count
 
-    def _best(self, row: Row, key: Ints, first: int) -> int | None:
+    def _best(self, row: PlacementRow, key: Ints, first: int) -> int | None:
         """`first`: one of those with the largest number."""
         most = key[first]
         if most == NO_ROOM:
@@ -353,7 +353,7 @@ class PlacementIndex:
         tied = _least(tied, board.columns.tight.take(tied))
         return int(tied[board.columns.ids.take(tied).argmin()])
 
-    def _fit(self, row: Row, slot: int) -> Fit | None:
+    def _fit(self, row: PlacementRow, slot: int) -> Fit | None:
         """None: cards whose hardware slices do not nest have no place for this one after all."""
         node = self.board.nodes[slot]
         assert node is not None

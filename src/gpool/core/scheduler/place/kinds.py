@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Any
 
 from gpool.core.model import Gpu, Health, Node, Tier
 from gpool.core.scheduler.place.fit import is_open, joins_gangs
-from gpool.core.scheduler.place.fragmentation import Target
+from gpool.core.scheduler.place.fragmentation import FragmentationTarget
 
 CLOSED = 0
 """The kind of slots that take nothing: empty ones, and nodes that are away or paused."""
@@ -79,7 +80,7 @@ def _gpu_groups(node: Node) -> tuple[int, ...]:
 class KindTable:
     """Numbers of kinds and sites. `target` learns each new kind."""
 
-    def __init__(self, target: Target) -> None:
+    def __init__(self, target: FragmentationTarget) -> None:
         self.nodes: list[Node | None] = [None]  # one node of each kind
         self.gpu_groups: list[tuple[int, ...]] = [()]  # of each kind
         self._target = target
@@ -108,3 +109,38 @@ class KindTable:
         if not joins_gangs(node.offer):
             return 0
         return self._sites.setdefault(node.offer.site, len(self._sites) + 1)
+
+
+class EqualGroups:
+    """A number for each slot, equal where the values are equal; never more numbers than slots."""
+
+    __slots__ = ("_counts", "_numbers", "_unused", "_values")
+
+    def __init__(self) -> None:
+        self._numbers: dict[Hashable, int] = {}
+        self._values: dict[int, Hashable] = {}  # by slot
+        self._counts: list[int] = []  # by number
+        self._unused: list[int] = []
+
+    def set(self, slot: int, value: Hashable) -> int:
+        self.remove(slot)
+        number = self._numbers.get(value)
+        if number is None:
+            if self._unused:
+                number = self._unused.pop()
+            else:
+                number = len(self._counts)
+                self._counts.append(0)
+            self._numbers[value] = number
+        self._counts[number] += 1
+        self._values[slot] = value
+        return number
+
+    def remove(self, slot: int) -> None:
+        if slot in self._values:
+            value = self._values.pop(slot)
+            number = self._numbers[value]
+            self._counts[number] -= 1
+            if not self._counts[number]:
+                del self._numbers[value]
+                self._unused.append(number)

@@ -180,7 +180,7 @@ def price_step(price: int) -> int:
     return min(MAX_PRICE_STEP, (octave << 5) + (price >> octave))
 
 
-class Row:
+class PlacementRow:
     """For each slot its score, and the GPU that a slice would be of."""
 
     __slots__ = ("cost", "facts", "full_at", "generation", "gpu", "key", "read", "request", "shape")
@@ -211,10 +211,10 @@ class RowCache:
 
     def __init__(self, state: State, board: Board) -> None:
         self._state, self._board = state, board
-        self._rows: dict[tuple[object, ...], list[Row]] = {}
+        self._rows: dict[tuple[object, ...], list[PlacementRow]] = {}
         self._facts: dict[tuple[object, ...], list[KindFacts]] = {}
         self._count = 0
-        self._by_shape: dict[int, tuple[Shape, list[Row], int]] = {}
+        self._by_shape: dict[int, tuple[Shape, list[PlacementRow], int]] = {}
         self._pass = 1
         self._is_uneven = False  # some nodes fail more often than others
         self._has_audiences = False
@@ -228,7 +228,7 @@ class RowCache:
             self._has_audiences = True
             self._forget()
 
-    def of(self, shape: Shape) -> list[Row]:
+    def of(self, shape: Shape) -> list[PlacementRow]:
         is_uneven = len(self._board.mtbfs) > 1
         if is_uneven != self._is_uneven:
             self._is_uneven = is_uneven
@@ -245,7 +245,7 @@ class RowCache:
         self._by_shape[id(shape)] = (shape, rows, 0 if cost is None else self._pass)
         return rows
 
-    def of_this_pass(self, shape: Shape) -> list[Row] | None:
+    def of_this_pass(self, shape: Shape) -> list[PlacementRow] | None:
         known = self._by_shape.get(id(shape))
         if known is not None:
             asked, rows, valid_in = known
@@ -253,7 +253,7 @@ class RowCache:
                 return rows
         return None
 
-    def of_earlier_pass(self, shape: Shape) -> list[Row] | None:
+    def of_earlier_pass(self, shape: Shape) -> list[PlacementRow] | None:
         """Rows of an earlier pass, whose scores may be outdated; free room is not."""
         known = self._by_shape.get(id(shape))
         if known is not None:
@@ -262,7 +262,7 @@ class RowCache:
                 return rows
         return None
 
-    def _shared(self, shape: Shape, cost: StartCost | None) -> list[Row]:
+    def _shared(self, shape: Shape, cost: StartCost | None) -> list[PlacementRow]:
         needs = shape.requirements
         is_open_to_all = needs.tier is not Tier.NONE and not self._has_audiences
         is_anyones = is_open_to_all and not any(is_slice(request) for request in needs.gpu)
@@ -274,10 +274,10 @@ class RowCache:
                 self._forget()
             requests = needs.gpu or (None,)
             if is_anyones or not is_open_to_all:
-                rows = [Row(shape, request, cost) for request in requests]
+                rows = [PlacementRow(shape, request, cost) for request in requests]
             else:
                 pairs = zip(requests, self._facts_of(shape), strict=True)
-                rows = [Row(shape, request, cost, facts) for request, facts in pairs]
+                rows = [PlacementRow(shape, request, cost, facts) for request, facts in pairs]
             self._rows[key] = rows
             self._count += len(rows)
         return rows

@@ -19,7 +19,7 @@ from gpool.core.scheduler.place.fit import is_slice
 from gpool.core.scheduler.place.fragmentation import Floats, Ints, Slots
 from gpool.core.scheduler.place.pricing import WEIGHT, Weights
 from gpool.core.scheduler.place.remnants import GPU
-from gpool.core.scheduler.place.rows import MAX_PRICE_STEP, Row, StartCost
+from gpool.core.scheduler.place.rows import MAX_PRICE_STEP, PlacementRow, StartCost
 from gpool.core.scheduler.state.capacity import NOBODY
 from gpool.core.scheduler.state.input_caches import InputCaches
 
@@ -40,7 +40,7 @@ class Scorer:
         self._board, self._weights, self._caches = board, weights, caches
         self.scored = 0  # nodes so far: the cost of decisions
 
-    def score(self, row: Row, slots: Slots) -> None:
+    def score(self, row: PlacementRow, slots: Slots) -> None:
         """Write the scores of these slots into the row."""
         columns, facts = self._board.columns, row.facts
         self.scored += len(slots)
@@ -62,7 +62,7 @@ class Scorer:
         else:
             self._combine(row, slots, self._price_steps(row, slots, kinds, there))
 
-    def score_without_gpus(self, row: Row, slot: int) -> bool:
+    def score_without_gpus(self, row: PlacementRow, slot: int) -> bool:
         """Score a node without GPUs for a task without: nothing is fragmented. False: the node has GPUs."""
         node = self._board.nodes[slot]
         if node is None or node.offer.gpus:
@@ -76,7 +76,7 @@ class Scorer:
             row.key[slot] = key
         return True
 
-    def _score_slices(self, row: Row, slots: Slots, kinds: Slots, there: Floats) -> None:
+    def _score_slices(self, row: PlacementRow, slots: Slots, kinds: Slots, there: Floats) -> None:
         columns = self._board.columns
         gpus, parts = columns.gpus.take(slots, 0), row.facts.parts.take(kinds, 0)
         free, holder, need = gpus[:, 2], gpus[:, 3], parts[:, 2]
@@ -103,7 +103,7 @@ class Scorer:
 
     def _price_steps(
         self,
-        row: Row,
+        row: PlacementRow,
         slots: Slots,
         kinds: Slots,
         there: Floats,
@@ -134,7 +134,7 @@ class Scorer:
         steps: Ints = np.floor(gain).astype(np.int64)
         return steps
 
-    def _combine(self, row: Row, slots: Slots, steps: Ints) -> None:
+    def _combine(self, row: PlacementRow, slots: Slots, steps: Ints) -> None:
         columns, facts = self._board.columns, row.facts
         key = (steps << PRICE) - columns.rank[0 if row.request is None else 1].take(slots)
         if facts.is_priced:
@@ -143,7 +143,7 @@ class Scorer:
             key -= self._lost_steps(row, row.cost, slots) << _LOST
         row.key[slots] = key
 
-    def _lost_steps(self, row: Row, cost: StartCost, slots: Slots) -> Ints:
+    def _lost_steps(self, row: PlacementRow, cost: StartCost, slots: Slots) -> Ints:
         """The time that a start in each slot loses."""
         columns = self._board.columns
         seconds = row.facts.seconds[columns.kind[slots]] + cost.exposure // columns.mtbf[slots]

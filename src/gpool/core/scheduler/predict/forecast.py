@@ -23,7 +23,7 @@ from gpool.core.scheduler.passes.plan import plan
 from gpool.core.scheduler.place.index import PlacementIndex
 from gpool.core.scheduler.predict.run_times import RunTimes
 from gpool.core.scheduler.state.events import (
-    Place,
+    Placement,
     QueuedTask,
     TasksPreempted,
     TasksQueued,
@@ -178,7 +178,7 @@ class _Run:
             self.lines[held.node, held.allocation.number] = line
             self._start_first(line, now)
 
-    def _stand(self, place: Place, now: Instant) -> None:
+    def _stand(self, place: Placement, now: Instant) -> None:
         key = (place.node, place.allocation.number)
         line = self.lines.setdefault(key, deque())
         idle = not line

@@ -12,7 +12,7 @@ from gpool.core.scheduler.passes.plan import plan
 from gpool.core.scheduler.place.index import PlacementIndex
 from gpool.core.scheduler.state.events import (
     NodeChanged,
-    Place,
+    Placement,
     QueuedTask,
     TasksLeased,
     TasksQueued,
@@ -38,7 +38,7 @@ class Replay:
             lent = [gpu for gpu in node.offer.gpus if gpu.index not in node.gpus_withheld]
             self.capacity_milli += 1000 * len(lent)
 
-    def arrive(self, shape: Shape, now: Instant) -> Place | None:
+    def arrive(self, shape: Shape, now: Instant) -> Placement | None:
         """One task of this shape comes: where it starts, or None."""
         self._last += 1
         task = TaskId(self._last)

@@ -1,8 +1,8 @@
-"""The waiting tasks of one shape, oldest first, in 24 bytes a task. It refuses to say whether a task still waits: `live` does.
+"""The waiting tasks of one shape, oldest first, in 24 bytes a task.
 
-Tasks normally arrive in order of age and leave from the front, so three packed columns and a head are enough. The few that
-arrive out of order (a lost lease comes back with its old age) stand in a sorted list of their own, merged when read.
-A task that leaves from the middle stays as a dead entry until it reaches the front or until dead entries outnumber the rest.
+Tasks normally arrive in order of age and leave from the front: three packed columns and a head index. Late tasks (a lost lease
+returns with its old age) are in a sorted list, merged when read. A task that leaves from the middle stays as a dead entry
+until it reaches the front or dead entries outnumber the rest.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def epoch_of(entry: QueueEntry) -> int:
 
 
 class Queue:
-    """One shape's entries. `live` is shared by all queues of a state: a task waits iff its ticket is there."""
+    """One shape's entries. `live` is shared by all queues of a state: a task waits if and only if it has a ticket."""
 
     __slots__ = (
         "_arrival",
@@ -76,9 +76,9 @@ class Queue:
         self._late: list[QueueEntry] = []
 
     def add(self, tasks: Iterable[QueuedTask]) -> set[Queue]:
-        """Tasks come (back). One that waits already keeps its place, unless it comes under another epoch.
+        """Add tasks. A task that waits already keeps its position unless its epoch changed.
 
-        Returns the queues that tasks were moved out of, to be tidied.
+        Return the queues that tasks were moved out of, to be tidied.
         """
         live, tickets = self._live, self._tickets
         since, ids, stamps = self._since, self._ids, self._stamps
@@ -118,7 +118,7 @@ class Queue:
         return left
 
     def tidy(self) -> None:
-        """Drops dead entries from the front, and all of them once they outnumber the living."""
+        """Drop dead entries from the front, and all of them once they outnumber the others."""
         live, ids, stamps, head = self._live, self._ids, self._stamps, self._head
         end = len(ids)
         while head < end:
@@ -148,7 +148,7 @@ class Queue:
         self._tickets = {stamp: t for stamp, t in self._tickets.items() if stamp in used}
 
     def entries(self) -> Iterator[QueueEntry]:
-        """Those who wait, oldest first. Valid until the queue changes."""
+        """Waiting tasks, oldest first; valid until the queue changes."""
         if self._late:
             late = (entry for entry in self._late if self._is_live(entry))
             return merge(self._in_order(), late)
@@ -158,7 +158,7 @@ class Queue:
         return next(self.entries(), None)
 
     def front(self) -> QueueEntry:
-        """The same, of a queue that has some."""
+        """The head of a queue that is not empty."""
         at = self._head
         if not self._late and at < len(self._ids):
             ticket = self._live.get(TaskId(self._ids[at]))
@@ -167,7 +167,7 @@ class Queue:
         return next(self.entries())
 
     def entry_of(self, task: TaskId) -> QueueEntry | None:
-        """The entry of one task, or None when it does not wait here."""
+        """The entry of a task if it waits here."""
         ticket = self._live.get(task)
         if ticket is None or ticket.queue is not self:
             return None
@@ -183,7 +183,7 @@ class Queue:
         return next(e for e in self._late if e.task == task and e.stamp == ticket.stamp)
 
     def count_while(self, is_ahead: Callable[[int, QueueEntry], bool]) -> int:
-        """How many stand before the first that is not ahead; `is_ahead(place, entry)`, once false, stays so."""
+        """Number of entries before the first that is not ahead; `is_ahead(position, entry)` is monotone."""
         if self._late or not self._has_no_dead():
             ahead = takewhile(lambda pair: is_ahead(*pair), enumerate(self.entries()))
             return sum(1 for _ in ahead)
@@ -202,7 +202,7 @@ class Queue:
         return ticket is not None and ticket.queue is self and ticket.stamp == entry.stamp
 
     def _in_order(self) -> Iterator[QueueEntry]:
-        """By chunks, so that a long line is read at the speed of zip and a single head costs little."""
+        """Read in chunks: a long queue at the speed of map, a single head at little cost."""
         live, start, chunk = self._live, self._head, 4
         while start < len(self._ids):
             end = start + chunk
