@@ -13,8 +13,8 @@ from fastapi import FastAPI
 
 from gpool.core.ids import UserId
 from gpool.core.model import Permission
+from gpool.core.scheduler.order.builtin import order_named
 from gpool.core.scheduler.order.orders import Policy
-from gpool.core.scheduler.passes.plan import order_named
 from gpool.server.actions.operators import policy as operating
 from gpool.server.actions.operators import quotas
 from gpool.server.actions.tasks import submit

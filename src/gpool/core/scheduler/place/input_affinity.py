@@ -13,9 +13,10 @@ from heapq import nsmallest
 from gpool.core.ids import NodeId
 from gpool.core.model import SECOND, Instant, Shape, Span
 from gpool.core.scheduler.place.fit import fit, is_open, unfit
-from gpool.core.scheduler.place.start_cost import LOAD_BYTES_PER_S
+from gpool.core.scheduler.place.rows import LOAD_BYTES_PER_S
 from gpool.core.scheduler.state.capacity import Room
-from gpool.core.scheduler.state.state import Line, NodeState, State
+from gpool.core.scheduler.state.held import HeldAllocation, NodeState
+from gpool.core.scheduler.state.state import State
 
 MOST_NODES = 64  # looked at
 
@@ -63,7 +64,7 @@ def _is_soon(state: State, entry: NodeState, room: Room, shape: Shape, now: Inst
     return False
 
 
-def _left(state: State, line: Line, now: Instant) -> Span | None:
+def _left(state: State, line: HeldAllocation, now: Instant) -> Span | None:
     """None: nobody can tell."""
     predicted = state.predictions.of(line.shape)
     if predicted is None or not line.since or line.count > 1:
