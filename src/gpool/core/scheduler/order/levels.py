@@ -22,12 +22,10 @@ def level_of(attained: Span) -> int:
 
 
 def attained_at(level: int) -> Span:
-    """The least run time at this level."""
     return AGES[level - 1] if level else Span(0)
 
 
 def risen(level: int, waited: int, promotion: Span) -> int:
-    """The level of a task that has waited for `waited`."""
     return 0 if waited >= promotion else level
 
 

@@ -56,7 +56,6 @@ def band(limits: GpuLimits, shape: Shape, held: Callable[[Holder], int], more: i
 
 
 def holders(user: UserId, team: int | None) -> Iterator[Holder]:
-    """The user, and the team if there is one, whose limits a task counts against."""
     yield "user", user
     if team is not None:
         yield "team", team
@@ -77,7 +76,6 @@ def gpus_of(allocation: Allocation) -> int:
 
 
 def least_gpus(shape: Shape) -> int:
-    """The least that one start of the shape takes on any GPU."""
     return min(
         (
             1 if request.vram_bytes is not None else request.count * request.share_milli

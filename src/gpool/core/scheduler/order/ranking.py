@@ -59,7 +59,6 @@ class Ranking:
         return total
 
     def rank(self, shape: Shape, place: int, entry: QueueEntry) -> Rank:
-        """Rank of the task at this position of its shape's queue."""
         state, policy = self._state, self._policy
         needs = shape.requirements
         gpus = least_gpus(shape) * needs.nodes
@@ -93,7 +92,6 @@ class Ranking:
 
 
 def _one_per_kind(nodes: list[Node]) -> Generator[None, None, list[Node]]:
-    """The first node of each kind: all nodes of a kind can run the same shapes."""
     kinds: dict[tuple[object, ...], Node] = {}
     for number, node in enumerate(nodes, 1):
         if number % STEP == 0:

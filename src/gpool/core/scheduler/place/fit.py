@@ -112,7 +112,6 @@ def unfit(node: Node, shape: Shape) -> Unfit | None:
 
 
 def joins_gangs(offer: Offer) -> bool:
-    """Whether other nodes of its site can reach the node."""
     return bool(offer.site and offer.address and offer.gang_port)
 
 
@@ -179,19 +178,16 @@ def usable(node: Node, gpu: Gpu, request: GpuRequest, cap: int | None = None) ->
 
 
 def gpu_price(node: Node, gpu: Gpu, request: GpuRequest) -> int:
-    """Micro-credits an hour for the request on GPUs like this one."""
     return _part(node.offer.price_microcredits, request.count * slice_of(gpu, request).share_milli)
 
 
 def cpu_price(node: Node, cpu_milli: int) -> int:
-    """Micro-credits an hour for this part of the node's CPU."""
     offer = node.offer
     whole = offer.price_microcredits * max(1, len(offer.gpus))
     return -(-whole * cpu_milli // max(1, offer.cpu_milli))
 
 
 def possible_prices(node: Node, needs: Requirements) -> set[int]:
-    """Possible prices an hour, by alternative and GPU. The node must fit the requirements."""
     if not needs.gpu:
         return {cpu_price(node, needs.cpu_milli)}
     return {
@@ -256,7 +252,6 @@ def slice_of(gpu: Gpu, request: GpuRequest) -> Slice:
 
 
 def _asked(gpu: Gpu, request: GpuRequest) -> tuple[int, int]:
-    """Memory and share; the one not requested follows from the other."""
     memory = request.vram_bytes
     if memory is None:
         return gpu.memory_bytes * request.share_milli // 1000, request.share_milli
@@ -282,7 +277,6 @@ def placed(gpu: GpuRoom, part: Slice) -> Slice | None:
 
 
 def a_slice(node: Node, room: Room, request: GpuRequest, shape: Shape) -> tuple[Slice, ...] | None:
-    """The slice for a request of part of a GPU."""
     best: tuple[tuple[int, ...], Slice] | None = None
     cap = shape.requirements.max_price_microcredits
     for gpu in room.gpus.values():
@@ -304,7 +298,6 @@ def a_slice(node: Node, room: Room, request: GpuRequest, shape: Shape) -> tuple[
 def whole(
     node: Node, room: Room, request: GpuRequest, cap: int | None = None
 ) -> tuple[Slice, ...] | None:
-    """The GPUs for a request of whole ones, at most `cap` an hour."""
     free = [g for g in room.gpus.values() if not g.holders and usable(node, g.gpu, request, cap)]
     if len(free) < request.count:
         return None

@@ -44,7 +44,6 @@ def places(index: PlacementIndex, shape: Shape, choice: int, barred: Collection[
 def _options(
     index: PlacementIndex, shape: Shape, choice: int, there: Candidates
 ) -> Iterator[Slots]:
-    """For each site, preferred first, its possible nodes, best first."""
     board, wanted = index.board, shape.requirements.nodes
     requests = shape.requirements.gpu
     sites = board.columns.site[there.slots]
@@ -70,7 +69,6 @@ class _Groups:
         self.starts, self.counts = starts[counts >= wanted], counts[counts >= wanted]
 
     def sums(self, amounts: Ints) -> Ints:
-        """Sums over the first `wanted` of each group."""
         total: Ints = np.concatenate([[0], np.cumsum(amounts[self.order])])
         return total[self.starts + self.wanted] - total[self.starts]
 
@@ -80,7 +78,6 @@ class _Groups:
 
 
 def _models(index: PlacementIndex, slots: Slots, request: GpuRequest | None) -> Slots:
-    """A number for each node, equal where the same GPU models are usable."""
     board = index.board
     kinds = board.columns.kind[slots]
     distinct = np.unique(kinds)
@@ -97,7 +94,6 @@ def _models(index: PlacementIndex, slots: Slots, request: GpuRequest | None) -> 
 
 
 def most_together(nodes: Iterable[Node]) -> int:
-    """The most of these nodes at one site: the size of the largest possible gang."""
     counts = Counter(node.offer.site for node in nodes if joins_gangs(node.offer))
     return max(counts.values(), default=0)
 

@@ -86,7 +86,6 @@ class PlacementIndex:
 
     @property
     def scored(self) -> int:
-        """Nodes scored so far: the cost of decisions."""
         return self._scorer.scored
 
     @contextmanager
@@ -172,7 +171,6 @@ class PlacementIndex:
         return None
 
     def is_new(self, shape: Shape) -> bool:
-        """Whether every node has to be scored for some alternative of the shape."""
         rows = self._rows.of(shape)
         return any(row.generation != self.board.generation and self._might_fit(row) for row in rows)
 
@@ -207,7 +205,6 @@ class PlacementIndex:
         return Candidates(slots, steps, row.key[slots] - (steps << PRICE))
 
     def fit_at(self, shape: Shape, turn: int, slot: int) -> tuple[NodeId, Fit] | None:
-        """The place at one of the `candidates`."""
         found = self._fit(self._rows.of(shape)[turn], slot)
         return None if found is None else (NodeId(int(self.board.columns.ids[slot])), found)
 
@@ -254,7 +251,6 @@ class PlacementIndex:
         return found
 
     def nearest(self, shape: Shape, barred: Collection[NodeId]) -> NodeId | None:
-        """The node with the fewest allocations of those that could run the shape when idle."""
         board, (slots, _) = self.board, self.could_run(shape, barred)
         if not len(slots):
             return None
@@ -340,7 +336,6 @@ class PlacementIndex:
         return sum(1 for gpu in room.gpus.values() if not gpu.holders) >= request.count
 
     def _best(self, row: PlacementRow, key: Ints, first: int) -> int | None:
-        """The best slot; `first`: one with the largest score."""
         most = key[first]
         if most == NO_ROOM:
             return None
@@ -353,7 +348,6 @@ class PlacementIndex:
         return int(tied[board.columns.ids.take(tied).argmin()])
 
     def _fit(self, row: PlacementRow, slot: int) -> Fit | None:
-        """None if hardware slices leave no place after all."""
         node = self.board.nodes[slot]
         assert node is not None
         needs, request = row.shape.requirements, row.request

@@ -65,7 +65,6 @@ def _is_soon(state: State, entry: NodeState, room: Room, shape: Shape, now: Inst
 
 
 def _left(state: State, line: HeldAllocation, now: Instant) -> Span | None:
-    """Predicted remaining time; None if unknown."""
     predicted = state.predictions.of(line.shape)
     if predicted is None or not line.since or line.count > 1:
         return None

@@ -52,7 +52,6 @@ class Learnt:
     at: Instant
 
     def of(self, weights: Weights) -> float | None:
-        """Percentage of GPUs left idle with these weights; None if they were not tried."""
         found = [each.unallocated_pct for each in self.judged if each.weights == weights]
         return found[0] if found else None
 
@@ -90,7 +89,6 @@ def learn(
 def choose(
     nodes: Collection[Node], arrivals: Sequence[Shape], ways: Sequence[Weights] = WAYS
 ) -> Pricing:
-    """The pricing of `learn`, or the usual one if there are too few arrivals."""
     learnt = learn(nodes, arrivals, Instant(0), ways)
     return USUAL if learnt is None else learnt.pricing
 
@@ -100,7 +98,6 @@ def priced(arrivals: Sequence[Shape], weights: Weights = Weights()) -> Pricing: 
 
 
 def unallocated_pct(nodes: Collection[Node], arrivals: Sequence[Shape], pricing: Pricing) -> float:
-    """Percentage of GPUs left idle once arrivals have filled the pool under this pricing."""
     replay = Replay(filter(is_open, nodes), Policy(order="fcfs", pricing=pricing))
     asked = 0
     for number, shape in enumerate(cycle(arrivals)):

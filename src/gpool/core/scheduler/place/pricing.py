@@ -93,7 +93,6 @@ def size_of(request: GpuRequest, card_bytes: int = _USUAL_VRAM) -> int:
 
 
 def _kind(needs: Requirements) -> Requirements:
-    """Requirements without memory and disk, which a mix ignores."""
     return Requirements(
         gpu=needs.gpu,
         cpu_milli=needs.cpu_milli if needs.gpu else 0,

@@ -35,7 +35,6 @@ def remnant_values(demand: Mapping[int, int]) -> tuple[float, ...]:
 
 
 def least_gpus(demand: Mapping[int, int]) -> float:
-    """Lower bound on the GPUs that hold this demand."""
     sizes = sorted(size for size, count in demand.items() if count > 0)
     if not sizes:
         return 0.0
