@@ -38,7 +38,6 @@ class Exchange(NamedTuple):
 
 
 def outranks(exchange: Exchange, order: Order, policy: Policy) -> bool:
-    """Whether the running task may be stopped for the waiting one."""
     waiting, running = exchange.waiting, exchange.running
     if waiting.rank.band != running.rank.band:
         return waiting.rank.band < running.rank.band

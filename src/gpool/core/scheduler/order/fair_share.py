@@ -88,7 +88,6 @@ def amounts_of(allocation: Allocation) -> Amounts:
 
 
 def asked_by(shape: Shape) -> Amounts:
-    """The least that one start takes on any node."""
     needs = shape.requirements
     gpus, memory = least_gpus(shape), needs.memory_bytes or 0
     return gpus * needs.nodes, needs.cpu_milli * needs.nodes, memory * needs.nodes
@@ -138,7 +137,6 @@ class RecentUsage:
 
     @property
     def clock(self) -> float:
-        """Grows while any task waits; no measure of time."""
         return self._clock
 
     def knows(self, holder: Holder) -> bool:
@@ -178,7 +176,6 @@ class RecentUsage:
         self._marks = {holder: each * factor for holder, each in self._marks.items()}
 
     def settle(self, holder: Holder, share: int) -> None:
-        """Update the sum before the holder's share changes."""
         sum_ = self._sum(holder, share)
         self._sums.pop(holder, None)  # least recently changed first
         self._sums[holder] = sum_
@@ -292,7 +289,6 @@ class Shares:
         self.usage.pass_time(now, is_contended=waiting > 0)
 
     def settle(self, now: Instant, waiting: int) -> None:
-        """Update the usage of all holders to `now`."""
         self.pass_time(now, waiting)
         for holder, held in self._held.items():
             self.usage.settle(holder, self._dominant(held))
@@ -311,7 +307,6 @@ class Shares:
                 usage.join(holder, scope, 0, self._weight(holder))
 
     def put(self, node: Node) -> None:
-        """Count the node as part of the pool while it takes new leases."""
         offer, lent = node.offer, None
         if is_open(node):
             gpus = sum(not gpu.closed and gpu.index not in node.gpus_withheld for gpu in offer.gpus)
@@ -331,7 +326,6 @@ class Shares:
             self._add(self._lent, lent, -1)
 
     def _settle_usage(self) -> None:
-        """Before the pool changes: usage so far was a part of the old pool."""
         usage = self.usage
         if self._settled_at == usage.clock:
             return  # nothing was used since
@@ -393,7 +387,6 @@ class Shares:
         return (share + past) * 1000 // max(1, weight_milli)
 
     def now(self, holder: Holder, weight_milli: int = 1000, more: Amounts = (0, 0, 0)) -> int:
-        """The held part of `of`."""
         held = self._held.get(holder, (0, 0, 0))
         amounts = (held[0] + more[0], held[1] + more[1], held[2] + more[2])
         return self._dominant(amounts) * 1000 // max(1, weight_milli)
@@ -416,7 +409,6 @@ class Shares:
 
     @property
     def free_gpus(self) -> int:
-        """Thousandths of GPUs that nobody holds."""
         return self._lent[0] - self._all[0]
 
     def truth(self) -> Mapping[Holder, list[int]]:

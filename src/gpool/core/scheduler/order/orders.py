@@ -94,7 +94,6 @@ class Order:
         return Rank(candidate.band, self.key(candidate, now, policy))
 
     def precedes(self, key: Key, other: Key) -> bool:
-        """Whether the decisive fields of `key` come before those of `other`."""
         if not self.decisive:
             return False
         fields = attrgetter(*self.decisive)

@@ -1,7 +1,7 @@
-"""A task's place among those that wait, by the order in force. It counts without going through the queues; it decides nothing.
+"""The position of a waiting task among all waiting tasks, by the order in force. It decides nothing.
 
-The n-th task of a shape is served once its people have what the n before it take: so it is ranked here. What other shapes of
-the same people take meanwhile is left out, so a place is exact at the front of the line and a good guess behind.
+The n-th task of a shape is ranked as if its user and team held the n tasks before it. What other shapes of theirs get
+meanwhile is left out: a position is exact at the front of the queue and an estimate behind.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from gpool.core.scheduler.state.state import State
 from gpool.core.scheduler.state.waiting import ShapeState
 
 STEP = 50
-"""Shapes or nodes looked at before others have their turn."""
+"""Shapes or nodes per step of a generator."""
 
 _LOOKS = 50_000
-"""Kinds of nodes looked at for all shapes together; past them a shape counts as one that could use the same."""
+"""Nodes compared for all shapes together; past them a shape counts as one that could use the same nodes."""
 
 
 class Ranking:
@@ -34,7 +34,7 @@ class Ranking:
     def ahead(
         self, mine: ShapeState, task: TaskId, nodes: list[Node]
     ) -> Generator[None, None, int]:
-        """How many waiting tasks come first and could use one of these nodes; in steps, as `explain.in_steps`."""
+        """Number of waiting tasks that rank before this one and could use one of these nodes; in steps."""
         entry = mine.queue.entry_of(task)
         if entry is None:
             return 0
@@ -59,7 +59,6 @@ class Ranking:
         return total
 
     def rank(self, shape: Shape, place: int, entry: QueueEntry) -> Rank:
-        """Of the task with this place in the queue of its shape."""
         state, policy = self._state, self._policy
         needs = shape.requirements
         gpus = least_gpus(shape) * needs.nodes
@@ -93,7 +92,6 @@ class Ranking:
 
 
 def _one_per_kind(nodes: list[Node]) -> Generator[None, None, list[Node]]:
-    """The first node of each kind: all nodes of a kind can run the same shapes."""
     kinds: dict[tuple[object, ...], Node] = {}
     for number, node in enumerate(nodes, 1):
         if number % STEP == 0:

@@ -62,7 +62,6 @@ class QueueCursor:
         self.is_blocked = True
 
     def take(self, count: int) -> list[QueueEntry]:
-        """Remove the next `count` entries, which must exist."""
         if self.left == count == 1:
             self.left = 0
             return [self.head]
@@ -117,7 +116,6 @@ class PlanDraft:
         self._known: set[tuple[NodeId, int]] = set()
 
     def add(self, planned: PlannedAllocation) -> None:
-        """Add the allocation unless it is in the draft."""
         key = (planned.node, planned.allocation.number)
         if key not in self._known:
             self._known.add(key)
@@ -143,7 +141,6 @@ class PassBudget:
         self._reservations = _RESERVATION_SEARCHES
 
     def due(self) -> dict[UserId, ShapeState]:
-        """The users in rotation, each with the shape in rotation."""
         if self._due is None:
             self._due = self._state.queues.due(SEARCHES_IN_ROTATION, self._state.history.passes)
         return self._due
@@ -155,14 +152,12 @@ class PassBudget:
         self._reservations -= 1
 
     def may_help(self, tenant: Holder) -> bool:
-        """Whether a node may be reserved for the tenant although it has running tasks of the shape."""
         return tenant not in self._helped and len(self._helped) < _HELPED_TENANTS
 
     def help(self, tenant: Holder) -> None:
         self._helped.add(tenant)
 
     def may_search(self, cursor: QueueCursor) -> bool:
-        """Whether to search victims for this shape."""
         vain = self._vain.get(cursor.shape.user, 0)
         if self._work > 0 and vain < MAX_VAIN_SEARCHES:
             return True
@@ -246,7 +241,6 @@ def rank_of(
 
 
 def rank_beside(ctx: PassContext, other: QueueCursor, own: Holding) -> Rank:
-    """Rank of another shape if `own` were released."""
     shape, user = other.entry.shape, own.shape.user
     if shape.user == user:
         return rank_of(ctx, other, given_up=1, without=own)

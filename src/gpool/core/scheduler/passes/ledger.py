@@ -37,13 +37,11 @@ class CapacityLedger:
         self._possible: dict[int, bool] = {}  # gangs, by the shape's identity
 
     def node(self, id_: NodeId) -> Node | None:
-        """The node if it takes new leases."""
         entry = self._state.nodes.get(id_)
         node = entry.node if entry else None
         return node if node is not None and is_open(node) else None
 
     def room(self, node: NodeId) -> Room:
-        """Room that is free now."""
         return self._rooms.get(node) or self._state.nodes[node].room
 
     def room_after_stops(self, node: NodeId) -> Room:
@@ -59,11 +57,9 @@ class CapacityLedger:
 
     @property
     def future_nodes(self) -> Collection[NodeId]:
-        """Nodes that have a future room."""
         return self._future.keys()
 
     def could_ever_start(self, shape: Shape) -> bool:
-        """False for a gang larger than every site."""
         if shape.requirements.nodes == 1:
             return True
         known = self._possible.get(id(shape))

@@ -73,7 +73,6 @@ def _place(ctx: PassContext, planned: PlannedAllocation) -> Placement:
 
 
 def _preemptible_grant(ctx: PassContext, entry: QueueEntry) -> LeaseGrant:
-    """With the age and run time by which it is ranked while it runs."""
     task = TaskId(entry.task)
     attained = ctx.state.attained(task, ctx.now)
     return LeaseGrant(task, epoch_of(entry) + 1, Instant(entry.queued_at), attained)

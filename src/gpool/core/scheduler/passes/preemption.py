@@ -139,7 +139,6 @@ def _stop(ctx: PassContext, beneficiary: TaskId, found: list[Clearing]) -> None:
 
 
 def _spares_guarantees(ctx: PassContext, shape: Shape, found: list[Clearing]) -> bool:
-    """Whether all other users and teams keep what they use of their guarantees."""
     own, lost = set(holders_of(shape)), dict[Holder, int]()
     for line in {victim.line for each in found for victim in each.victims}:
         if not ctx.victims.is_stopped(line):
@@ -225,7 +224,6 @@ def _nodes_to_search(
 
 
 def _victims_for(ctx: PassContext, cursor: QueueCursor) -> Iterator[Victim]:
-    """Running tasks that may be stopped for the cursor's next task."""
     shape, tenants = cursor.shape, ctx.tenants
     asked = asked_by(shape)
     own = ExchangeSide(

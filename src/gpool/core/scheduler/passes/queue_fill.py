@@ -101,7 +101,6 @@ def _queues_to_feed(
 def _is_wanted(
     ctx: PassContext, node: Node, allocations: list[PlannedAllocation], by: list[QueueCursor]
 ) -> bool:
-    """Whether one of these shapes could start on the node if the allocations were released."""
     room: Room | None = None
     for other in by:
         if unfit(node, other.shape) is not None:

@@ -54,7 +54,6 @@ def contention(ctx: PassContext, cursors: Iterable[QueueCursor]) -> Contention:
 
 
 def reserve_for(ctx: PassContext, cursor: QueueCursor, among: Contention) -> None:
-    """Reserve nodes for the cursor's next tasks if they have waited long and more room would help."""
     shape, claims, queued_at = cursor.shape, ctx.claims, Instant(cursor.head.queued_at)
     if ctx.now - queued_at < ctx.policy.patience:
         return
@@ -165,7 +164,6 @@ def _work_before(ctx: PassContext, id_: NodeId, cursor: QueueCursor) -> int | No
 
 
 def _ready_at(ctx: PassContext, id_: NodeId, shape: Shape) -> int:
-    """Predicted time at which the node has room; far in the future if unknown."""
     entry, now = ctx.state.nodes[id_], ctx.now
     node = entry.node
     if node is None:
@@ -209,7 +207,6 @@ def _has_room(node: Node, room: Room, shape: Shape, idle_needed: int) -> bool:
 
 
 def _idle_gpus_needed(shape: Shape) -> int:
-    """Idle GPUs that every alternative needs: a test cheaper than fitting."""
     requests = shape.requirements.gpu
     if any(is_slice(request) for request in requests):
         return 0

@@ -33,7 +33,6 @@ class RunTimeMemo:
         return known[0]
 
     def on(self, node: Node, shape: Shape, allocation: Allocation) -> Span:
-        """Predicted run time on the GPUs of this allocation."""
         model = model_of(node, allocation)
         known = self._by_model.get((id(shape), model))
         if known is None:
@@ -42,7 +41,6 @@ class RunTimeMemo:
         return known
 
     def remaining(self, entry: NodeState) -> list[Remaining]:
-        """Predicted remaining times of the node's allocations, shortest first."""
         known = self._remaining.get(id(entry))
         if known is None:
             known = [Remaining(self._left(line, entry), line) for line in entry.lines.values()]

@@ -38,7 +38,6 @@ class QueuePosition(NamedTuple):
 
 
 def look(ctx: PassContext) -> list[QueueCursor]:
-    """Rank the shapes that this pass considers."""
     queues, turn = ctx.state.queues, ctx.state.history.passes
     entries = queues.in_view(MAX_SHAPES, SEARCHES_IN_ROTATION, turn)
     cursors = [QueueCursor(entry) for entry in entries]
@@ -91,7 +90,6 @@ def start(
 
 
 def _may_be_deferred(ctx: PassContext, cursor: QueueCursor) -> bool:
-    """Whether the index must score every node for the shape, and the shape is not in rotation."""
     is_due = cursor.entry is ctx.budget.due().get(cursor.shape.user)
     return not is_due and ctx.index.is_new(cursor.shape)
 

@@ -46,7 +46,6 @@ class TenantLedger:
         self.changes = 0
 
     def count(self, shape: Shape, allocations: Sequence[Allocation], sign: int = 1) -> None:
-        """Add the allocations (or, with sign -1, subtract them) to the shape's user and team."""
         self.changes += 1
         for holder in holders_of(shape):
             self._changed[holder] = self.changes
@@ -124,7 +123,6 @@ class TenantLedger:
         return self._state.shares.of(holder, self._policy.weights.get(holder, 1000), more)
 
     def recent(self, holder: Holder) -> int:
-        """The holder's recent usage, the decaying part of its share."""
         known = self._recent.get(holder)
         if known is None:
             weight = self._policy.weights.get(holder, 1000)
@@ -132,7 +130,6 @@ class TenantLedger:
         return known
 
     def recent_pair(self, shape: Shape) -> Pair:
-        """Recent usage of the shape's tenant and user."""
         if not self._uses_shares:
             return 0, 0
         own = self.recent(("user", shape.user))

@@ -92,7 +92,6 @@ def _cleared(place: Clearable, shape: Shape, chosen: list[Victim]) -> Clearing |
 
 
 def _completed(place: Clearable, shape: Shape, chosen: list[Victim]) -> Clearing | None:
-    """Add victims where CPU, memory or disk is short besides GPUs."""
     left = [victim for victim in place.victims if victim not in chosen]
     rest = Clearable(place.node, _room_without(place, chosen), left)
     more = _until_it_fits(rest, shape)
@@ -254,7 +253,6 @@ class _SiteClearings:
         return twin
 
     def gangs(self) -> list[Victim]:
-        """Victims that run on several nodes, smallest first."""
         found = {
             victim.line: victim
             for place in self._left.values()
@@ -298,7 +296,6 @@ class _SiteClearings:
             self._costs[id_], self._chosen[id_] = _NodeCost(gpus, len(chosen), id_), chosen
 
     def _after_stops(self, place: Clearable) -> Clearable:
-        """The place once the victims chosen for other nodes have stopped."""
         if not self._stopped:
             return place
         left = [victim for victim in place.victims if victim.line not in self._stopped]

@@ -172,7 +172,6 @@ class PreemptibleCapacity:
         self._add(node, allocation, -1)
 
     def nodes(self, shape: Shape) -> Bools:
-        """By slot: whether one more allocation of this shape might have room there."""
         return self._index.would_fit(shape, self._free)
 
     def _add(self, node: NodeId, allocation: Allocation, sign: int) -> None:
@@ -217,7 +216,6 @@ class VictimSearch:
         self._all: VictimGroups | None = None
 
     def is_stopped(self, line: HeldAllocation) -> bool:
-        """Whether this pass preempts it."""
         return line in self._stopped
 
     def stop(self, line: HeldAllocation) -> None:
@@ -231,7 +229,6 @@ class VictimSearch:
         self._hopeless.setdefault(shape.user, []).append(shape)
 
     def capacity(self) -> PreemptibleCapacity:
-        """Free capacity of each node if all its victims stopped."""
         if self._capacity is None:
             stopping = [line for line in self._state.stoppable.values() if line.stopping]
             lines = chain(stopping, *self._in_sight().values())
@@ -250,7 +247,6 @@ class VictimSearch:
         return self._all
 
     def forget_tenants(self, shapes: Iterable[Shape]) -> None:
-        """Compute the groups of these shapes' users and teams anew: their shares have changed."""
         self._hopeless, self._all = {}, None
         users, teams = {shape.user for shape in shapes}, {shape.team for shape in shapes}
         for key in list(self._groups):

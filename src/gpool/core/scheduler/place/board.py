@@ -141,7 +141,6 @@ class Board:
         self._most = MostFree(-1)
 
     def expect(self, nodes: int, gpus: int) -> None:
-        """Make place for so many nodes of at most so many GPUs at once."""
         if nodes > self.columns.size or min(gpus, MAX_GPUS) > self.columns.width:
             self._grow(nodes, min(gpus, MAX_GPUS))
 
@@ -150,7 +149,6 @@ class Board:
         return None if slot is None else self.nodes[slot]
 
     def put(self, node: Node) -> None:
-        """Add or replace a node."""
         slot = self.slots.get(node.id)
         if slot is None:
             slot = self._free_slot()
@@ -172,7 +170,6 @@ class Board:
         return len(self.nodes) - 1
 
     def _renumber_kinds(self) -> None:
-        """Drop the kinds and sites that no node has any more."""
         self.kinds = KindTable(self.target)
         self._alike = EqualGroups()  # went by kinds
         self.generation += 1

@@ -84,7 +84,6 @@ class FragmentationTarget:
         return lost
 
     def mix_of(self, free: tuple[int, ...]) -> Mix:
-        """The mix of a node with these free parts of GPUs."""
         known = self._mixes.get(free)
         if known is None:
             if len(self._mixes) >= _MAX_MIXES:
@@ -97,7 +96,6 @@ class FragmentationTarget:
         return known
 
     def fragments_of(self, kind: int, cpu: float, mix: Mix) -> float:
-        """`fragments` of one node."""
         able = self._suits[kind] & self._enough[self._steps.searchsorted(cpu, "right")]
         return mix.total - float(mix.useful.dot(able))
 
@@ -110,7 +108,6 @@ class FragmentationTarget:
         return beyond
 
     def stranded_of(self, cpu: float, memory: float, total: float) -> float:
-        """`stranded` of one node."""
         fed = cpu * self._per_cpu
         if self._per_byte:
             fed = min(fed, memory * self._per_byte)

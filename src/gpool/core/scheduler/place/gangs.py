@@ -1,12 +1,11 @@
-"""Places for a task that needs several nodes at once: different nodes of one site, all of them or none. It takes nothing.
+"""Places for gangs: different nodes of one site, all at once or none. It takes nothing.
 
-**Which nodes.** Each has all that the requirements ask for, and can be reached by the others: nodes of one site, never of
-two. Every site where enough nodes have room is asked for its best set, and the sets are compared: one GPU model rather than
-several (the slowest card sets a gang's pace), the least spoilt for the usual tasks (`index`), the site with the fewest
-nodes to spare (a large gang may need the others), the tightest nodes, the smallest ids. Names never matter.
+Each node meets all requirements and can be reached by the others. Of every site with enough nodes the best set is formed, and
+sets compare by: one GPU model rather than several (the slowest GPU sets the pace), the price steps (`index`), the site with
+the fewest nodes to spare, the tightest nodes, the smallest ids.
 
-**Waiting.** A gang holds nothing while it waits. After `patience` a whole set of nodes is kept clear for it, or none, so two
-gangs never keep a half each; what has to stop for it stops only where that makes the whole set.
+A waiting gang holds nothing. After `patience` a whole set of nodes is reserved for it, or none, so that two gangs never hold
+half a set each.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ Found = list[tuple[NodeId, Fit]]
 
 
 def places(index: PlacementIndex, shape: Shape, choice: int, barred: Collection[NodeId]) -> Found:
-    """As many nodes of one site as the shape needs, or nothing."""
+    """Places on as many nodes of one site as the shape needs, or none."""
     wanted = shape.requirements.nodes
     there = index.candidates(shape, choice, barred)
     if len(there.slots) < wanted:
@@ -45,7 +44,6 @@ def places(index: PlacementIndex, shape: Shape, choice: int, barred: Collection[
 def _options(
     index: PlacementIndex, shape: Shape, choice: int, there: Candidates
 ) -> Iterator[Slots]:
-    """Nodes of one site that would do, the best first and more than are needed; the site that is preferred first."""
     board, wanted = index.board, shape.requirements.nodes
     requests = shape.requirements.gpu
     sites = board.columns.site[there.slots]
@@ -61,7 +59,7 @@ def _options(
 
 
 class _Groups:
-    """Places in an array by their group, in the order they had; only groups of at least `wanted`."""
+    """Array positions by group, in their order; only groups of at least `wanted`."""
 
     def __init__(self, group: Slots, wanted: int) -> None:
         self.order = np.argsort(group, kind="stable")
@@ -71,7 +69,6 @@ class _Groups:
         self.starts, self.counts = starts[counts >= wanted], counts[counts >= wanted]
 
     def sums(self, amounts: Ints) -> Ints:
-        """Of the first `wanted` of each group."""
         total: Ints = np.concatenate([[0], np.cumsum(amounts[self.order])])
         return total[self.starts + self.wanted] - total[self.starts]
 
@@ -81,7 +78,6 @@ class _Groups:
 
 
 def _models(index: PlacementIndex, slots: Slots, request: GpuRequest | None) -> Slots:
-    """For each node a number: equal where the same models of GPU would do."""
     board = index.board
     kinds = board.columns.kind[slots]
     distinct = np.unique(kinds)
@@ -91,23 +87,19 @@ def _models(index: PlacementIndex, slots: Slots, request: GpuRequest | None) -> 
     known: dict[frozenset[str], int] = {}
     for kind in distinct.tolist():
         node = board.kinds.nodes[kind]
-        assert node is not None, "what is closed has no room"
+        assert node is not None, "a closed node has no room"
         models = frozenset(gpu.model for gpu in node.offer.gpus if usable(node, gpu, request))
         numbers[kinds == kind] = known.setdefault(models, len(known))
     return numbers
 
 
-# ---- could it ever, and where soonest
-
-
 def most_together(nodes: Iterable[Node]) -> int:
-    """How many of these nodes belong to one site, at most: a gang of more cannot be placed on them."""
     counts = Counter(node.offer.site for node in nodes if joins_gangs(node.offer))
     return max(counts.values(), default=0)
 
 
 def is_possible(index: PlacementIndex, shape: Shape, barred: Collection[NodeId] = ()) -> bool:
-    """Whether some site has enough nodes that could run it when idle; of what is no gang, whether there is one."""
+    """Whether some site has enough nodes that could run the shape when idle; for one node, whether there is any."""
     slots, _ = index.could_run(shape, barred)
     if shape.requirements.nodes == 1:
         return bool(len(slots))
@@ -115,7 +107,7 @@ def is_possible(index: PlacementIndex, shape: Shape, barred: Collection[NodeId] 
 
 
 def nearest(index: PlacementIndex, shape: Shape, barred: Collection[NodeId]) -> list[NodeId]:
-    """A whole set of nodes that could run it when idle, of the site where the fewest lines are in its way; or nothing."""
+    """A whole set of nodes that could run the shape when idle, of the site with the fewest allocations in the way."""
     board, wanted = index.board, shape.requirements.nodes
     slots, has_room = index.could_run(shape, barred)
     in_the_way = np.where(has_room, 0, 1 + board.columns.lines[slots])

@@ -86,7 +86,6 @@ class PlacementIndex:
 
     @property
     def scored(self) -> int:
-        """Nodes scored so far: the cost of decisions."""
         return self._scorer.scored
 
     @contextmanager
@@ -144,7 +143,7 @@ class PlacementIndex:
     def best(
         self, shape: Shape, turn: int, barred: Collection[NodeId]
     ) -> tuple[NodeId, Fit] | None:
-        """Where one more allocation by this alternative of the shape goes best; None: nowhere."""
+        """The best place for one more allocation by this alternative of the shape, if any."""
         board = self.board
         board.refresh()
         if self._fits_nowhere(shape, turn):
@@ -172,18 +171,17 @@ class PlacementIndex:
         return None
 
     def is_new(self, shape: Shape) -> bool:
-        """Whether some of its alternatives have never been asked for, so that all nodes have to be scored."""
         rows = self._rows.of(shape)
         return any(row.generation != self.board.generation and self._might_fit(row) for row in rows)
 
     def is_full(self, shape: Shape, turn: int) -> bool:
-        """Whether `best` or `candidates` found nowhere for this alternative, or for another that asks for the same, and nothing changed since."""
+        """Whether `best` or `candidates` found no place for this row and no node has changed since."""
         board = self.board
         board.refresh()
         return self._rows.of(shape)[turn].full_at == (board.generation, board.now)
 
     def candidates(self, shape: Shape, turn: int, barred: Collection[NodeId]) -> Candidates:
-        """Every node that has room for one more allocation by this alternative, the best first."""
+        """All nodes with room for one more allocation by this alternative, best first."""
         board = self.board
         board.refresh()
         row = self._rows.of(shape)[turn]
@@ -207,12 +205,11 @@ class PlacementIndex:
         return Candidates(slots, steps, row.key[slots] - (steps << PRICE))
 
     def fit_at(self, shape: Shape, turn: int, slot: int) -> tuple[NodeId, Fit] | None:
-        """The place itself, at one of the `candidates`."""
         found = self._fit(self._rows.of(shape)[turn], slot)
         return None if found is None else (NodeId(int(self.board.columns.ids[slot])), found)
 
     def could_run(self, shape: Shape, barred: Collection[NodeId]) -> tuple[Slots, Bools]:
-        """The nodes that could run it when idle, and whether each has room now."""
+        """Nodes that could run the shape when idle, and whether each has room now."""
         board = self.board
         board.refresh()
         able, has_room = np.zeros(board.columns.size, bool), np.zeros(board.columns.size, bool)
@@ -228,7 +225,6 @@ class PlacementIndex:
         return slots, has_room[slots]
 
     def free(self) -> FreeAmounts:
-        """What is free now, to be changed by who asked."""
         board = self.board
         board.refresh()
         idle = board.columns.amounts[WHOLE].copy()
@@ -236,7 +232,7 @@ class PlacementIndex:
         return FreeAmounts(amounts[CPU].copy(), amounts[MEMORY].copy(), amounts[DISK].copy(), idle)
 
     def would_fit(self, shape: Shape, free: FreeAmounts) -> Bools:
-        """The slots where one allocation might have room if so much were free; of parts of GPUs any GPU will do."""
+        """Slots where an allocation might fit if these amounts were free; a slice counts as fitting on any free GPU."""
         board, found = self.board, np.zeros(self.board.columns.size, bool)
         needs = shape.requirements
         for row in self._rows.of(shape):
@@ -255,7 +251,6 @@ class PlacementIndex:
         return found
 
     def nearest(self, shape: Shape, barred: Collection[NodeId]) -> NodeId | None:
-        """Of the nodes that could run it when idle, the one with the fewest lines."""
         board, (slots, _) = self.board, self.could_run(shape, barred)
         if not len(slots):
             return None
@@ -306,7 +301,7 @@ class PlacementIndex:
         row.gpu[changed] = row.gpu.take(models)
 
     def _might_fit(self, row: PlacementRow) -> bool:
-        """Whether any node has so much of anything: if not, there need be no row yet."""
+        """Whether any node has enough of each amount; if not, the row need not be scored yet."""
         most = self.board.most_free()
         needs, request = row.shape.requirements, row.request
         if needs.cpu_milli > most.cpu or (needs.memory_bytes or 0) > most.memory:
@@ -319,7 +314,7 @@ class PlacementIndex:
         return request.count <= most.idle_gpus
 
     def _may_take(self, row: PlacementRow, slot: int) -> bool:
-        """A quick look at one node: most of a full pool need not be scored."""
+        """A cheap test that spares scoring most nodes of a full pool."""
         node = self.board.nodes[slot]
         row.key[slot] = NO_ROOM
         if node is None:
@@ -341,7 +336,6 @@ class PlacementIndex:
         return sum(1 for gpu in room.gpus.values() if not gpu.holders) >= request.count
 
     def _best(self, row: PlacementRow, key: Ints, first: int) -> int | None:
-        """`first`: one of those with the largest number."""
         most = key[first]
         if most == NO_ROOM:
             return None
@@ -354,7 +348,6 @@ class PlacementIndex:
         return int(tied[board.columns.ids.take(tied).argmin()])
 
     def _fit(self, row: PlacementRow, slot: int) -> Fit | None:
-        """None: cards whose hardware slices do not nest have no place for this one after all."""
         node = self.board.nodes[slot]
         assert node is not None
         needs, request = row.shape.requirements, row.request

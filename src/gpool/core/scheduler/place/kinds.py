@@ -70,7 +70,6 @@ def _gpu_key(gpu: Gpu) -> tuple[object, ...]:
 
 
 def _gpu_groups(node: Node) -> tuple[int, ...]:
-    """A number for each GPU, equal where the same tasks could use them."""
     known: dict[tuple[object, ...], int] = {}
     lent, withheld = node.offer.gpus[:MAX_GPUS], node.gpus_withheld
     keys = [(gpu.index in withheld, *_gpu_key(gpu)[1:]) for gpu in lent]
@@ -105,7 +104,6 @@ class KindTable:
         return kind
 
     def site(self, node: Node) -> int:
-        """Number of the node's site; 0 for a node that takes no part in gangs."""
         if not joins_gangs(node.offer):
             return 0
         return self._sites.setdefault(node.offer.site, len(self._sites) + 1)

@@ -63,7 +63,6 @@ def start_cost(shape: Shape, predicted: Span | None) -> StartCost:
 
 
 def _rounded(run: Span) -> int:
-    """Seconds, a power of two."""
     seconds: int = max(1, run // SECOND)
     return 1 << (seconds - 1).bit_length()
 
@@ -107,7 +106,6 @@ class KindFacts:
         self.parts: Ints = np.empty((0, 3, 0), np.int64)
 
     def learn(self, board: Board) -> None:
-        """Learn the kinds that are new since the last call."""
         kinds = board.kinds.nodes
         if self._generation != board.generation:  # kinds are others, or nodes have more GPUs
             self._generation, self._count = board.generation, 0

@@ -41,7 +41,6 @@ class Scorer:
         self.scored = 0  # nodes so far: the cost of decisions
 
     def score(self, row: PlacementRow, slots: Slots) -> None:
-        """Write the scores of these slots into the row."""
         columns, facts = self._board.columns, row.facts
         self.scored += len(slots)
         row.key[slots] = NO_ROOM
@@ -144,7 +143,6 @@ class Scorer:
         row.key[slots] = key
 
     def _lost_steps(self, row: PlacementRow, cost: StartCost, slots: Slots) -> Ints:
-        """The time that a start in each slot loses."""
         columns = self._board.columns
         seconds = row.facts.seconds[columns.kind[slots]] + cost.exposure // columns.mtbf[slots]
         if row.shape.data:

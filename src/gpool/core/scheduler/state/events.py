@@ -142,7 +142,6 @@ class Placement:
     members: tuple[GangPart, ...] = ()  # of a gang, on further nodes: all or nothing
 
     def leased(self, tasks: tuple[TaskId, ...], at: Instant) -> TasksLeased:
-        """The event that the placement was written for these of its tasks."""
         leases: tuple[Leased, ...] = ()
         if self.shape.preemptible:
             known = {grant.task: grant for grant in self.grants}

@@ -110,7 +110,6 @@ class PinnedSlots:
             self.drop_node(node)
 
     def retain(self, waiting: Container[TaskId]) -> None:
-        """Drop the pins of all other tasks."""
         self.drop([task for task in self._nodes if task not in waiting])
 
     def copy(self) -> PinnedSlots:

@@ -40,7 +40,6 @@ class InputCaches:
         return self._nodes.get(data, _NOWHERE)
 
     def take(self, other: InputCaches) -> set[NodeId]:
-        """Copy `other`; return the nodes whose entries changed."""
         changed: set[NodeId] = set()
         for id_ in self._on.keys() | other._on.keys():
             if self._on.get(id_) != other._on.get(id_):

@@ -25,7 +25,6 @@ class NodeChanges:
         self._note(self._rooms, node)
 
     def note_inputs(self, nodes: Iterable[NodeId]) -> None:
-        """The inputs cached on these nodes changed."""
         for node in nodes:
             self._note(self._inputs, node)
 

@@ -82,7 +82,6 @@ class OperatorRules:
         return replace(node, cordoned=cordoned, reserved_for=reserved)
 
     def _reserved(self, node: NodeId, now: Instant) -> Audience | None:
-        """The union of the audiences of all reservations that hold now."""
         held = [one for one in self.reservations if node in one.nodes and one.holds(now)]
         if not held:
             return None
@@ -92,7 +91,6 @@ class OperatorRules:
         )
 
     def changes_between(self, before: Instant, now: Instant) -> bool:
-        """Whether a reservation began or ended after `before` and up to `now`."""
         return any(before < at <= now for one in self.reservations for at in (one.first, one.last))
 
 

@@ -148,7 +148,6 @@ class Queue:
         self._tickets = {stamp: t for stamp, t in self._tickets.items() if stamp in used}
 
     def entries(self) -> Iterator[QueueEntry]:
-        """Waiting tasks, oldest first; valid until the queue changes."""
         if self._late:
             late = (entry for entry in self._late if self._is_live(entry))
             return merge(self._in_order(), late)
@@ -158,7 +157,6 @@ class Queue:
         return next(self.entries(), None)
 
     def front(self) -> QueueEntry:
-        """The head of a queue that is not empty."""
         at = self._head
         if not self._late and at < len(self._ids):
             ticket = self._live.get(TaskId(self._ids[at]))
@@ -167,7 +165,6 @@ class Queue:
         return next(self.entries())
 
     def entry_of(self, task: TaskId) -> QueueEntry | None:
-        """The entry of a task if it waits here."""
         ticket = self._live.get(task)
         if ticket is None or ticket.queue is not self:
             return None

@@ -33,7 +33,6 @@ def shape_of(spec: TaskSpec, user: UserId, team: int | None = None) -> Shape:
 
 
 def data_of(spec: TaskSpec) -> tuple[str, int]:
-    """Digest and total size of the large inputs; empty if they are small."""
     large = sorted({(one.sha256, one.size_bytes) for one in spec.inputs if one.size_bytes >= MIB})
     size = sum(each for _, each in large)
     if size < LEAST_DATA:

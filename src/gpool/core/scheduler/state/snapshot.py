@@ -41,7 +41,6 @@ class Snapshot:
     left_out: int  # queued tasks that were not copied
 
     def state(self) -> State:
-        """A new state that plans like the original."""
         state = State()
         for node in self.nodes:
             state.fold(NodeChanged(node))

@@ -83,7 +83,6 @@ class State:
         return len(self.queues.tickets)
 
     def queue_of(self, task: TaskId) -> ShapeState | None:
-        """The shape under which the task waits, if it waits."""
         ticket = self.queues.tickets.get(task)
         return None if ticket is None else self.shapes[ticket.queue.shape]
 
@@ -108,7 +107,6 @@ class State:
         self.changes.note_inputs(self.caches.take(other.caches))
 
     def inherit(self, old: State, now: Instant) -> None:
-        """Take over the hints of a state that this one replaces."""
         old.shares.settle(now, old.queues.shape_count)
         mine = self.shares.usage.steps
         self.take_hints(old)
@@ -126,7 +124,6 @@ class State:
         return self.shares.values(now, self.queues.shape_count)
 
     def truth(self) -> tuple[object, ...]:
-        """Everything but the hints, as a plain value."""
         waiting: dict[Shape, list[tuple[int, int, int]]] = {}
         for entry in self.queues.shapes():
             found = waiting.setdefault(plain(entry.shape), [])

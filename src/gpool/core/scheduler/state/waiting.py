@@ -61,12 +61,10 @@ class WaitingTasks:
         return found + [entry for entry in self.due(due, turn).values() if entry not in known]
 
     def due(self, count: int, turn: int) -> dict[UserId, ShapeState]:
-        """`count` users in rotation, each with one shape in rotation."""
         found = next_of(self._by_user, count, turn)
         return {user: self._by_user[user][queue] for user, queue in found.items()}
 
     def attained(self, task: TaskId) -> Span:
-        """Run time of a waiting task in earlier leases."""
         return self._attained.get(task, Span(0))
 
     def note_attained(self, tasks: Iterable[QueuedTask]) -> None:
@@ -81,7 +79,6 @@ class WaitingTasks:
         return True
 
     def remove(self, tasks: Iterable[TaskId]) -> set[Queue]:
-        """Take tasks out of their queues; return the queues, to be tidied."""
         tickets, touched = self.tickets, set[Queue]()
         before: Queue | None = None
         for task in tasks:
@@ -98,7 +95,6 @@ class WaitingTasks:
         return touched
 
     def tidy(self, queues: set[Queue]) -> list[ShapeState]:
-        """Tidy the queues; return the shapes that have no waiting tasks any more."""
         emptied = []
         for queue in queues:
             queue.tidy()
@@ -147,7 +143,6 @@ def shared_out(
 
 
 def next_of(items: Mapping[K, Mapping[V, object]], count: int, turn: int) -> dict[K, V]:
-    """Of `count` owners in rotation one item each, in rotation as well."""
     owners = list(items)
     count = min(count, len(owners))
     found = {}

@@ -24,7 +24,6 @@ ORDERS: Mapping[str, Order] = {order.name: order for order in _orders()}
 
 
 def order_named(name: str, orders: Mapping[str, Order] = ORDERS) -> Order:
-    """Return the order; `Invalid` if the table has none of this name."""
     order = orders.get(name)
     if order is None:
         raise Invalid(f"no order is called {name!r}; there are: {', '.join(sorted(orders))}")
