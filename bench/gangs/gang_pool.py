@@ -31,9 +31,9 @@ from gpool.core.model import (
 )
 from gpool.core.scheduler.order.orders import ORDERS, Policy
 from gpool.server.scheduling.scheduler import Scheduler
-from gpool.server.store.operations.leases import leases
+from gpool.server.store.operations.leases import leases, preemption
 from gpool.server.store.operations.nodes import nodes
-from gpool.server.store.operations.tasks import checkpoints, tasks
+from gpool.server.store.operations.tasks import submissions, tasks
 from gpool.server.store.protocol import Operation
 from gpool.server.store.values import NewTask, Recording, Submission
 from gpool.testing.dice import Dice
@@ -128,7 +128,7 @@ class Pool:
         for task in new:
             self.judge.wanted[task.id] = spec.requirements.nodes
         self.gangs += count * (spec.requirements.nodes > 1)
-        submitted: Any = self.ground.store.now(tasks.submit(submission))
+        [submitted] = self.ground.store.now(submissions.submit([submission]))
         self.scheduler.queued(submitted, submission)
 
     def plan(self) -> None:
@@ -206,7 +206,7 @@ class Pool:
 
     def preempt(self) -> None:
         task = self.dice.pick(sorted(self.scheduler.state.held))
-        self.absorb(checkpoints.preempt((task,), self.now))
+        self.absorb(preemption.preempt((task,), self.now))
 
     def hand_back(self) -> None:
         self.dice.pick(self.some(_has_some)).hand_back(self.dice)
@@ -247,7 +247,7 @@ class Pool:
             has += [row[3] for row in members if row[0] == item.task and row[6]]
             renewed = msgspec.structs.replace(item, epoch=epoch)
             where = node if node in has or not has else has[0]
-            self.absorb(leases.record(NodeId(where), [renewed], self.now))
+            self.absorb(leases.record([(NodeId(where), [renewed])], self.now))
 
     def met(self, node: int, hold: Hold, line: frames.Line) -> None:
         """All members of one epoch are told the same of each other, each its own rank."""

@@ -116,7 +116,7 @@ def wire(settings: Settings, store: Store, clock: Clock) -> Server:
         metrics=metrics,
         sealer=sealer,
         guard=Guard(clock.now),
-        submitting=submit.gathering(),
+        submitting=submit.batching(),
         sign_ins=sign_ins,
         certificate=certificate_of(settings, clock.now()),
         examiner=Examiner(store, scheduler, clock.now, Examining.of(settings)),

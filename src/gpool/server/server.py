@@ -25,7 +25,7 @@ from gpool.server.scheduling.explaining import Explaining
 from gpool.server.scheduling.pricing_training import Asking
 from gpool.server.scheduling.scheduler import Scheduler
 from gpool.server.settings import Settings
-from gpool.server.store.batching import Gathering
+from gpool.server.store.batching import WriteBatcher
 from gpool.server.store.operation import brief, is_brief
 from gpool.server.store.operations.tasks import idempotency
 from gpool.server.store.protocol import Operation, Store
@@ -65,7 +65,7 @@ class Server:
     metrics: Metrics
     sealer: Sealer
     guard: Guard
-    submitting: Gathering[Any, Any, Any]  # of `actions.submit`
+    submitting: WriteBatcher[Any, Any, Any]  # of `actions.submit`
     sign_ins: SignIns | None = None  # None: a server that only schedules
     certificate: Certificate | None = None  # None: plain HTTP
     examiner: Examiner | None = None  # None: GPUs are neither measured nor examined

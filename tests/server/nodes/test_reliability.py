@@ -12,7 +12,7 @@ from gpool.core.trust.gpu_verification import Measured, Verdict
 from gpool.core.trust.reliability import PRIOR
 from gpool.server.nodes.reliability import EVERY_S, Merits
 from gpool.server.scheduling.loops import Expire
-from gpool.server.store.operations.nodes import gpu_verification, reliability
+from gpool.server.store.operations.nodes import gpu_verification, nodes
 from gpool.wire.frames import Started
 from tests.server.server_desk import Desk, an_offer
 
@@ -47,7 +47,7 @@ async def test_a_node_that_goes_away_with_leases_is_known_for_it(desk: Desk) -> 
     known = desk.server.scheduler.state.nodes[node].node
     assert known is not None
     assert known.merit.mtbf < PRIOR
-    stored = await desk.server.store.read(reliability.records())
+    stored = await desk.server.store.read(nodes.reliability_records())
     assert stored[node].losses_milli > 2900
     await desk.server.scheduler.rebuild(desk.server.now)
     assert desk.server.scheduler.state.nodes[node].node == known
@@ -89,7 +89,7 @@ async def test_time_that_nobody_looked_is_not_counted(desk: Desk) -> None:
         desk.clock.advance(seconds)
         await agent.send_beat()
         await merits.run_once(desk.server.now)
-    stored = await desk.server.store.read(reliability.records())
+    stored = await desk.server.store.read(nodes.reliability_records())
     assert stored[agent.credentials.node].up <= EVERY_S * 1_000_000
 
 

@@ -35,7 +35,7 @@ from gpool.core.trust.gpu_verification import (
 from gpool.server.gpu_verification.checking import Claimed, check_openings
 from gpool.server.settings import Settings, span
 from gpool.server.store.operations.nodes import gpu_verification
-from gpool.server.store.operations.nodes.gpu_verification import Record
+from gpool.server.store.operations.nodes.gpu_verification import GpuVerificationRecord
 from gpool.server.store.protocol import Operation, Store
 from gpool.server.store.values import NodeRow
 from gpool.server.wakeups import Wake
@@ -105,7 +105,7 @@ class _Trial:
 
 @dataclass(frozen=True, slots=True)
 class _Candidate:
-    record: Record
+    record: GpuVerificationRecord
     place: Place
     terms: Terms
 
@@ -278,7 +278,7 @@ class Examiner:
             for group in _together(self._candidates(records, now)):
                 self._begin(group, now)
 
-    def _measure(self, records: Iterable[Record], now: Instant) -> None:
+    def _measure(self, records: Iterable[GpuVerificationRecord], now: Instant) -> None:
         under_trial = self._under_trial()
         for record in records:
             key = (record.node, record.uuid)
@@ -304,7 +304,7 @@ class Examiner:
             text = msgspec.json.encode(frame.measured).decode()
             await self._write(gpu_verification.note_measured(node, frame.uuid, text))
 
-    async def _keep_some_back(self, records: Iterable[Record]) -> None:
+    async def _keep_some_back(self, records: Iterable[GpuVerificationRecord]) -> None:
         """At moments nobody knows, a GPU that passed is tried again."""
         chance = LOOK_EVERY / self._wanted.again_every
         for record in records:
@@ -319,7 +319,9 @@ class Examiner:
     def _under_trial(self) -> set[tuple[NodeId, str]]:
         return {(t.node, t.uuid) for sitting in self._sittings for t in sitting.values()}
 
-    def _candidates(self, records: Iterable[Record], now: Instant) -> list[_Candidate]:
+    def _candidates(
+        self, records: Iterable[GpuVerificationRecord], now: Instant
+    ) -> list[_Candidate]:
         """Neither under trial nor being measured: the one would slow the other down."""
         under_trial = self._under_trial()
         found = []
@@ -360,7 +362,7 @@ class Examiner:
             )
         self._sittings.append(sitting)
 
-    def _idle(self, record: Record) -> Gpu | None:
+    def _idle(self, record: GpuVerificationRecord) -> Gpu | None:
         """The device, when its node is here and nothing runs on it."""
         entry = self._scheduler.state.nodes.get(record.node)
         if entry is None or entry.node is None or record.node not in self._scheduler.channels:
@@ -374,7 +376,7 @@ class Examiner:
         return None
 
 
-def _is_to_wait(record: Record, now: Instant) -> bool:
+def _is_to_wait(record: GpuVerificationRecord, now: Instant) -> bool:
     if record.verdict is None:
         return record.unproven != WAITS
     failed = record.verdict is not Verdict.PASSED and record.unproven is not None

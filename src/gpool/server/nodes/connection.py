@@ -27,12 +27,11 @@ from gpool.server.nodes.report_validation import (
 from gpool.server.scheduling import gangs
 from gpool.server.store.operation import operation
 from gpool.server.store.operations.identity.sealed_fields import data_keys, secrets_to_open
-from gpool.server.store.operations.leases import leases
+from gpool.server.store.operations.leases import leases, preemption
 from gpool.server.store.operations.nodes import nodes
 from gpool.server.store.operations.tasks import checkpoints
 from gpool.server.store.protocol import Operation
-from gpool.server.store.sealed_values import DataKey, SealedSecrets
-from gpool.server.store.values import HeldLease, NodeCredentials, NodeRow
+from gpool.server.store.values import DataKey, HeldLease, NodeCredentials, NodeRow, SealedSecrets
 from gpool.wire.frames import (
     PROTOCOL,
     AgentFrame,
@@ -64,7 +63,7 @@ if TYPE_CHECKING:
 FRAME_PAYLOAD_BYTES = 4 * 1024 * 1024
 """Payloads and specs in one `Grants`, unless one lease is more: half a frame's limit, the rest is for everything else."""
 
-Checkpoints = Mapping[int, tuple[InputFile, ...]]
+Checkpoints = Mapping[TaskId, tuple[InputFile, ...]]
 """By task: what its next attempt begins with."""
 
 Secrets = Mapping[int, tuple[Secret, ...]]
@@ -185,7 +184,7 @@ class Channel:
         # by an agent started anew: an attempt runs once under its epoch
         ended += [Finished(lease.task, lease.epoch, EndReason.LOST) for lease in forgotten]
         if ended:
-            recording = await server.write(leases.record(self.node, ended, server.now))
+            recording = await server.write(leases.record([(self.node, ended)], server.now))
             if forgotten:
                 scheduler.note_lost(self.node)
             scheduler.absorb(recording)
@@ -400,7 +399,7 @@ def _leases_of(node: NodeId, row: NodeRow) -> Operation[_Greeted]:
     secrets = yield from secrets_to_open(secret)
     saved = [lease.task for lease in held if lease.spec in specs and specs[lease.spec].checkpoint]
     begun = yield from checkpoints.manifests(saved)
-    preempting = yield from checkpoints.preempting(node)
+    preempting = yield from preemption.preempting(node)
     members = [lease for lease in held if lease.gang is not None]
     preempting += tuple(
         Hold(each.task, each.epoch)

@@ -15,7 +15,7 @@ from gpool.core.model import SECOND, Instant, Merit, Node, Span
 from gpool.core.trust.gpu_verification import Measured, Verdict
 from gpool.core.trust.reliability import Record, gigaflops_of
 from gpool.server.server import Server
-from gpool.server.store.operations.nodes import gpu_verification, reliability
+from gpool.server.store.operations.nodes import gpu_verification, nodes
 from gpool.server.wakeups import Wake
 
 EVERY_S = 60.0
@@ -41,7 +41,7 @@ class Merits:
 
     async def run_once(self, now: Instant) -> None:
         if self._records is None:
-            self._records = dict(await self._server.store.read(reliability.records()))
+            self._records = dict(await self._server.store.read(nodes.reliability_records()))
             self._ran_at = self._wrote_at = now
         if now - self._looked_at >= LOOK_EVERY or not self._looked_at:
             self._proven = _proven(await self._server.store.read(gpu_verification.records()))
@@ -79,15 +79,19 @@ class Merits:
         unwritten, self._unwritten = sorted(self._unwritten), set()
         for first in range(0, len(unwritten), MOST_ROWS):
             some = unwritten[first : first + MOST_ROWS]
-            await self._server.write(reliability.put_records({id_: records[id_] for id_ in some}))
+            await self._server.write(
+                nodes.put_reliability_records({id_: records[id_] for id_ in some})
+            )
         for id_ in records.keys() - self._server.scheduler.state.nodes.keys():
             del records[id_]
-        await self._server.write(reliability.forget_records())
+        await self._server.write(nodes.forget_reliability_records())
 
 
-def _proven(found: Iterable[gpu_verification.Record]) -> dict[NodeId, tuple[bool, int]]:
+def _proven(
+    found: Iterable[gpu_verification.GpuVerificationRecord],
+) -> dict[NodeId, tuple[bool, int]]:
     """Of each node: whether all its GPUs passed, and then how fast the slowest is. Of others that is but their word."""
-    by_node: dict[NodeId, list[gpu_verification.Record]] = {}
+    by_node: dict[NodeId, list[gpu_verification.GpuVerificationRecord]] = {}
     for each in found:
         by_node.setdefault(each.node, []).append(each)
     proven: dict[NodeId, tuple[bool, int]] = {}

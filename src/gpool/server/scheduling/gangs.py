@@ -15,9 +15,8 @@ from gpool.core.scheduler.state.state import Line as StateLine
 from gpool.core.scheduler.state.state import State
 from gpool.server.identity.secrets.envelope import Place
 from gpool.server.identity.secrets.sealer import Sealer
-from gpool.server.store.operations.gangs.grants import parts_of
-from gpool.server.store.sealed_values import DataKey
-from gpool.server.store.values import GrantedLine, HeldLease
+from gpool.server.store.operations.gangs.grants import members_of
+from gpool.server.store.values import DataKey, GrantedLine, HeldLease
 from gpool.wire.frames import Line, Rendezvous
 
 SECRET_BYTES = 32
@@ -43,13 +42,13 @@ async def new_secrets(sealer: Sealer, places: Iterable[Placed]) -> tuple[Shared,
 
 def nodes_of(line: GrantedLine) -> Iterator[NodeId]:
     """Where it was granted."""
-    return (part.node for part in parts_of(line.place))
+    return (part.node for part in members_of(line.place))
 
 
 def line_of(line: GrantedLine, node: NodeId, owner: UserId | None, shared: Shared) -> Line:
     """A gang's line as this one of its nodes is told."""
     ((spec, lease),) = line.leases
-    parts = parts_of(line.place)
+    parts = members_of(line.place)
     rank = next(rank for rank, part in enumerate(parts) if part.node == node)
     user = line.place.shape.user
     told = Rendezvous(rank, line.peers, shared[TaskId(lease.task)])

@@ -24,7 +24,7 @@ from gpool.core.scheduler.order.limits import least_gpus
 from gpool.core.scheduler.place.portfolio import LEAST_ARRIVALS, PLAIN, Learnt, learn
 from gpool.server.settings import span
 from gpool.server.store.operations.operators import rules as rules_operations
-from gpool.server.store.operations.tasks import arrivals
+from gpool.server.store.operations.tasks import submissions
 from gpool.server.wakeups import Wake
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ class Learn:
         )
         if not nodes:
             return None
-        came = await self._server.store.read(arrivals.lately(MOST_TASKS))
+        came = await self._server.store.read(submissions.recent_shapes(MOST_TASKS))
         asks = sum(count for shape, count in came if least_gpus(shape))
         return Question.of(nodes, came, now) if asks >= 2 * LEAST_ARRIVALS else None
 

@@ -48,10 +48,9 @@ from gpool.server.scheduling.failed_starts import FailedStarts
 from gpool.server.scheduling.forecasts import Forecasts
 from gpool.server.scheduling.rejected_plans import Refused
 from gpool.server.store.operation import brief, operation
-from gpool.server.store.operations.leases import leases
+from gpool.server.store.operations.leases import leases, preemption
+from gpool.server.store.operations.operators import rules
 from gpool.server.store.operations.operators import rules as rules_operations
-from gpool.server.store.operations.operators import usage
-from gpool.server.store.operations.tasks import checkpoints
 from gpool.server.store.protocol import Operation, Store
 from gpool.server.store.values import (
     AppliedPlan,
@@ -60,7 +59,7 @@ from gpool.server.store.values import (
     QueuedRow,
     Recording,
     Submission,
-    Submitted,
+    SubmittedTasks,
 )
 from gpool.server.wakeups import Hub, Wake
 from gpool.wire.frames import Hold, StopReason
@@ -190,7 +189,7 @@ class Scheduler:
     async def _preempt(self, preemptions: Sequence[Preempt], term: int, now: Instant) -> None:
         """Asks those that are still as planned to make room; they hold it until their nodes say that they ended."""
         holds = [Hold(each.task, each.epoch) for each in preemptions]
-        recording = await self._write(checkpoints.preempt_if_current(holds, term, now))
+        recording = await self._write(preemption.preempt_if_current(holds, term, now))
         asked = tuple(dict.fromkeys(TaskId(hold.task) for _, hold in recording.to_preempt))
         if len(asked) < len(holds):
             log.info("%d of %d preemptions had been overtaken", len(holds) - len(asked), len(holds))
@@ -202,7 +201,7 @@ class Scheduler:
     async def rebuild(self, now: Instant) -> None:
         """Takes a new term and a new picture; every silent node's time starts anew, so none is given up early."""
         doubt, self._ruled_at = self._doubts, now
-        told = {} if self._settled else await self._store.read(usage.usage())
+        told = {} if self._settled else await self._store.read(rules.usage())
         self._term, picture = await self._write(_survey(now))
         teams = picture.teams
         self._specs = {
@@ -332,7 +331,7 @@ class Scheduler:
             log.exception("the scheduling state contradicts the store; taking a new picture")
             self.doubt()
 
-    def queued(self, submitted: Submitted, submission: Submission) -> None:
+    def queued(self, submitted: SubmittedTasks, submission: Submission) -> None:
         """A submission was committed."""
         shape = self._remember(submitted.spec_id, submission)
         at = submission.at
@@ -558,7 +557,7 @@ class Scheduler:
             lines_there = grant_delivery.wire_lines(granted, node_id, owner, shared)
             channel.grant(lines_there, self._known_spec, secrets)
         for node_id, finished in ended:
-            self.absorb(await self._write(leases.record(node_id, finished, now)))
+            self.absorb(await self._write(leases.record([(node_id, finished)], now)))
 
     async def _write(self, op: Operation[T]) -> T:
         try:

@@ -117,7 +117,7 @@ class Incarnation:
             metrics=metrics,
             sealer=sealer,
             guard=Guard(site.clock.now),
-            submitting=submit.gathering(),
+            submitting=submit.batching(),
         )
         self._links: list[Link] = []
 

@@ -15,7 +15,7 @@ import asyncpg  # type: ignore[import-untyped]
 
 from gpool.core.errors import Conflict, Unreachable
 from gpool.server.store.drivers.postgres import LOST
-from gpool.server.store.server_lock import PATIENCE_S, held_by_another, this_process
+from gpool.server.store.drivers.server_lock import PATIENCE_S, held_by_another, this_process
 
 log = logging.getLogger(__name__)
 
