@@ -44,7 +44,6 @@ class WriteBatcher(Generic[I, W, A]):
         self._writing: asyncio.Task[None] | None = None
 
     async def take(self, item: I) -> A:
-        """Write the item and return its answer."""
         if self._is_writing:
             answer: asyncio.Future[A] = asyncio.get_running_loop().create_future()
             self._waiting.append((item, answer))

@@ -18,8 +18,6 @@ BRIEF_ROWS = 8
 
 
 class Replayable(Generator[Statement, object, T], Generic[T]):
-    """A generator that can be created again."""
-
     __slots__ = ("_make", "_running", "is_brief")
 
     def __init__(self, make: Callable[[], Operation[T]]) -> None:
@@ -28,7 +26,6 @@ class Replayable(Generator[Statement, object, T], Generic[T]):
         self.is_brief = False
 
     def fresh(self) -> Operation[T]:
-        """Return the same operation, not yet started."""
         return self._make()
 
     def send(self, value: Any, /) -> Statement:

@@ -62,7 +62,6 @@ def values(
 
 
 def exists(sql: str, parameters: Parameters = NONE, relations: Relations = NONE) -> Operation[bool]:
-    """Tell whether the statement returned a row."""
     return bool((yield Statement(sql, parameters, relations)))
 
 
@@ -81,7 +80,6 @@ def columns(row: type[NamedTuple], record: type[NamedTuple], alias: str) -> str:
 
 @lru_cache(maxsize=64)
 def relation_columns(row: type[NamedTuple]) -> tuple[tuple[str, str], ...]:
-    """Return the columns of a relation whose rows are of this type."""
     kinds = {"str": "text", "bytes": "blob"}
     return tuple(
         (name, kinds.get(_type(row, name).removesuffix(" | None"), "int")) for name in row._fields

@@ -89,7 +89,6 @@ def manifest_text(files: tuple[OutputFile, ...]) -> str:
 
 
 def manifest_from(text: str) -> tuple[InputFile, ...]:
-    """Decode the files of a checkpoint as inputs of the next attempt."""
     return _manifest(text)
 
 
@@ -120,7 +119,6 @@ def of_ids(numbers: Iterable[int]) -> Relation:
 
 
 def of_names(texts: Iterable[str]) -> Relation:
-    """Return a relation of one column, `name`, sorted."""
     return Relation((("name", "text"),), [(text,) for text in sorted(set(texts))])
 
 

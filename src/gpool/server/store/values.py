@@ -168,8 +168,6 @@ class AppliedPlan:
 
 @dataclass(frozen=True, slots=True)
 class HeldLease:
-    """An open lease on a node."""
-
     task: TaskId
     epoch: int
     user: UserId
@@ -261,8 +259,6 @@ class Recording:
 
 @dataclass(frozen=True, slots=True)
 class SavedCheckpoint:
-    """The newest checkpoint of a task, without its files."""
-
     epoch: int
     saved_at: Instant
     size_bytes: int
@@ -295,8 +291,6 @@ class MemberView:
 
 @dataclass(frozen=True, slots=True)
 class TaskView:
-    """A task as its documents show it."""
-
     row: TaskRow
     record: (
         TasksRecord  # the same columns as stored; `payload` is left out, in listings `value` too
@@ -354,8 +348,6 @@ class NodeRow:
 
 @dataclass(frozen=True, slots=True)
 class QueuedRow:
-    """A queued task as the scheduler's state needs it."""
-
     task: TaskId
     epoch: int
     spec: SpecId
@@ -365,8 +357,6 @@ class QueuedRow:
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """All rows that the scheduler's state is built from."""
-
     specs: tuple[tuple[SpecId, UserId, TaskSpec], ...]
     queued: tuple[QueuedRow, ...]
     held: tuple[tuple[NodeId, HeldLease], ...]

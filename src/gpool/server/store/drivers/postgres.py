@@ -97,7 +97,6 @@ async def execute(connection: Any, statement: Statement) -> list[Row]:
 
 
 async def drive(connection: Any, operation: Operation[T]) -> T:
-    """Run the operation to its end inside the open transaction."""
     steps = again(operation)
     wrote = False
     try:
@@ -115,8 +114,6 @@ async def drive(connection: Any, operation: Operation[T]) -> T:
 
 
 class PostgresStore:
-    """Created by `open_postgres`."""
-
     def __init__(self, url: str, writer: Any, readers: Any) -> None:
         self._url = url
         self._writer = writer

@@ -42,8 +42,6 @@ _HOLDER = """
 
 
 class PostgresServerLock:
-    """Made by `locked_database`."""
-
     def __init__(self, url: str, connection: Any, reclaim_s: float) -> None:
         self._url = url
         self._connection = connection

@@ -63,7 +63,6 @@ class SqliteStore:
 
     @classmethod
     async def open(cls, path: Path) -> SqliteStore:
-        """Open a database whose schema is up to date: `open_store` migrates first."""
         return cls(path, asyncio.get_running_loop())
 
     @staticmethod
@@ -189,7 +188,6 @@ class InlineStore:
         return (self._writer.drive if self._grouping else self._writer.alone)(operation)
 
     def read_now(self, operation: Operation[T]) -> T:
-        """Run the operation on committed data, without the open group."""
         return self._reader.alone(operation)
 
     def begin_group(self) -> None:
@@ -201,7 +199,6 @@ class InlineStore:
         self._grouping = False
 
     def abandon_group(self) -> None:
-        """Roll back, as if the process had died before the commit."""
         self._writer.rollback()
         self._grouping = False
 

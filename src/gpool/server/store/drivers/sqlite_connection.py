@@ -51,8 +51,6 @@ def compiled(sql: str, relations: tuple[tuple[str, Columns], ...]) -> str:
 
 
 class Connection:
-    """A connection. Belongs to one thread at a time."""
-
     def __init__(
         self,
         path: str,
@@ -144,7 +142,6 @@ class Connection:
         return table
 
     def drive(self, operation: Operation[T]) -> T:
-        """Run the operation to its end inside the open transaction."""
         steps = again(operation)
         send, execute = steps.send, self.execute
         wrote = False
@@ -162,7 +159,6 @@ class Connection:
             raise
 
     def alone(self, operation: Operation[T]) -> T:
-        """Run the operation in a transaction of its own."""
         try:
             self.begin()
             value = self.drive(operation)

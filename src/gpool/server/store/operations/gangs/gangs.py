@@ -98,8 +98,6 @@ HELD_MEMBER = (
 
 @dataclass(slots=True)
 class _Reported:
-    """One member with the reports about it in one frame."""
-
     task: HeldTask
     rank: int
     started_at: Instant | None
@@ -141,7 +139,6 @@ class MemberReports:
     to_preempt: list[tuple[NodeId, Hold]] = field(default_factory=list)
 
     def recording(self) -> Recording:
-        """Return the changes that are written."""
         return Recording(
             ended=tuple(self.ended),
             requeued=tuple(self.requeued),
@@ -189,7 +186,6 @@ def record_members(
 
 
 def lose_members(node: NodeId, at: Instant) -> Operation[MemberReports]:
-    """End all members on a node that is lost."""
     rows = yield from select_pairs(
         HeldTask,
         _StoredMember,
@@ -300,7 +296,6 @@ def _settle(members: Sequence[_Reported], at: Instant, reports: MemberReports) -
 
 
 def _end_of(one: _Reported, instruction: Call | None) -> Finished:
-    """Return the member's end. A member released without one was told to stop, or stopped by itself."""
     if one.end is not None:
         return one.end
     if one.task.status == CANCELLED or instruction is Call.END:
@@ -358,7 +353,6 @@ def _write(members: Sequence[_Reported], at: Instant) -> Operation[None]:
 def _close(
     one: _Reported, gang: GangStatus, at: Instant, reports: MemberReports
 ) -> Operation[Ends]:
-    """End or requeue the task of a gang that all nodes have released."""
     ends = Ends(at)
     if one.task.status == CANCELLED:
         ends.release(one.task)
@@ -397,7 +391,6 @@ def _close(
 
 
 def _cause_text(found: Verdict, cause: MemberStatus) -> str:
-    """Return the text of the member that ended the gang, with its rank unless that is 0."""
     if found.reason is EndReason.LOST:
         return f"rank {found.rank} was lost with its node"
     if not found.rank:
@@ -410,7 +403,6 @@ def _cause_text(found: Verdict, cause: MemberStatus) -> str:
 
 
 def _drop_results(tasks: Sequence[TaskId], reports: MemberReports) -> Operation[None]:
-    """Drop the references to outputs of rank 0 where the task is queued again."""
     requeued = {each.task for each in reports.requeued}
     dropped = [task for task in tasks if task in requeued]
     if dropped:

@@ -32,7 +32,6 @@ class _NodeOffer(NamedTuple):
 
 
 def members_of(place: Place) -> tuple[Member, ...]:
-    """Return all members by rank."""
     return (Member(place.node, place.allocation), *place.members)
 
 
@@ -48,7 +47,6 @@ def is_whole(place: Place) -> bool:
 
 
 def offers_for(places: Sequence[Place]) -> Operation[dict[NodeId, Offer]]:
-    """Read the current offers of the nodes of these gangs."""
     nodes = of_ids(member.node for place in places if place.members for member in members_of(place))
     if not nodes.rows:
         return {}

@@ -62,8 +62,6 @@ MEMBER_STATUS = columns(MemberStatus, MembersRecord, "m")
 
 @dataclass(frozen=True, slots=True)
 class GangStatus:
-    """A gang that holds allocations, its members by rank."""
-
     spec: TaskSpec
     members: tuple[MemberStatus, ...]
     preempting: bool
@@ -80,7 +78,6 @@ class GangStatus:
 
     @property
     def holding(self) -> list[NodeId]:
-        """Nodes that have not released their member."""
         return [member.node_id for member in self.members if member.holding or member.place is None]
 
     @property
@@ -124,8 +121,6 @@ class _MemberKey(NamedTuple):
 
 
 class LeaseTimes(NamedTuple):
-    """A gang's member in `pictured`, with facts of its task."""
-
     node_id: NodeId
     rank: int
     leased_at: Instant | None
@@ -176,7 +171,6 @@ def gangs(tasks: Iterable[TaskId]) -> Operation[dict[TaskId, GangStatus]]:
 
 
 def holders(tasks: Iterable[TaskId]) -> Operation[tuple[tuple[NodeId, Hold], ...]]:
-    """Return the nodes that have not released their members of these gangs."""
     wanted = of_ids(tasks)
     if not wanted.rows:
         return ()
@@ -191,7 +185,6 @@ def holders(tasks: Iterable[TaskId]) -> Operation[tuple[tuple[NodeId, Hold], ...
 
 
 def preemptible(tasks: Iterable[TaskId]) -> Operation[dict[TaskId, list[NodeId]]]:
-    """Return the nodes to ask to stop, by gang; gangs that stop already are left out."""
     found = yield from gangs(tasks)
     return {
         task: gang.holding
@@ -280,7 +273,6 @@ def pictured() -> Operation[tuple[tuple[HeldGang, LeaseTimes], ...]]:
 
 
 def views(tasks: Iterable[TaskId]) -> Operation[dict[TaskId, tuple[MemberView, ...]]]:
-    """Return the members of these tasks' last leases, by rank."""
     wanted = of_ids(tasks)
     if not wanted.rows:
         return {}

@@ -190,7 +190,6 @@ def user_by_oidc(issuer: str, subject: str) -> Operation[Account | None]:
 
 @operation
 def users(after: UserId, limit: int) -> Operation[tuple[Account, ...]]:
-    """List accounts by id; `after` 0 for the first page."""
     return (
         yield from _accounts(
             "WHERE u.id > :after ORDER BY u.id LIMIT :limit", after=after, limit=limit
@@ -211,7 +210,6 @@ def wallets_of(user: UserId) -> Operation[tuple[LinkedWallet, ...]]:
 
 @operation
 def identities_of(user: UserId) -> Operation[tuple[tuple[str, str], ...]]:
-    """List (issuer, subject) of the user's identities."""
     rows = yield from select(
         OidcIdentitiesRecord,
         "SELECT issuer, subject, user_id FROM oidc_identities WHERE user_id = :user ORDER BY issuer, subject",
@@ -278,7 +276,6 @@ def payout_wallet(user: UserId) -> Operation[str | None]:
 
 @operation
 def link_oidc(user: UserId, issuer: str, subject: str) -> Operation[bool]:
-    """Link an identity; False if it is this user's already."""
     yield from _locked(user)
     owners = yield from values(
         UserId,
@@ -295,7 +292,6 @@ def link_oidc(user: UserId, issuer: str, subject: str) -> Operation[bool]:
 
 @operation
 def unlink_oidc(user: UserId, issuer: str, subject: str) -> Operation[bool]:
-    """Unlink an identity; False if it is not this user's."""
     yield from _locked(user)
     named = {"issuer": issuer, "subject": subject, "user": user}
     mine = "issuer = :issuer AND subject = :subject AND user_id = :user"
@@ -351,7 +347,6 @@ def _has_wallet(user: UserId, address: str) -> Operation[bool]:
 
 
 def _another_login(user: UserId) -> Operation[None]:
-    """Raise `Conflict` unless the user has two login methods or more."""
     [count] = yield from values(
         int,
         "SELECT (SELECT COUNT(*) FROM users WHERE id = :user AND password_hash IS NOT NULL) + "
@@ -424,7 +419,6 @@ def set_disabled(user: UserId, disabled: bool, at: Instant) -> Operation[bool]:
 
 
 def _another_operator(user: UserId) -> Operation[None]:
-    """Raise `Conflict` if this user is the only operator who is not disabled."""
     operators = yield from values(
         UserId,
         "SELECT id FROM users WHERE permissions LIKE '%operator%' AND disabled_at IS NULL "

@@ -63,7 +63,6 @@ def append_all(entries: Sequence[Entry]) -> Operation[int]:
 
 @operation
 def append(entries: Sequence[Entry]) -> Operation[int]:
-    """Append entries in this order; return the last number."""
     return (yield from append_all(entries))
 
 
@@ -79,7 +78,6 @@ def entries(after: int, limit: int) -> Operation[tuple[Link, ...]]:
 
 @operation
 def newest(before: int | None, limit: int) -> Operation[tuple[Link, ...]]:
-    """List entries newest first, below `before`."""
     rows = yield from select(
         AuditRecord,
         f"SELECT {COLUMNS} FROM audit WHERE number < :before ORDER BY number DESC LIMIT :limit",  # noqa: S608

@@ -33,7 +33,6 @@ class SealedColumn:
 
     @property
     def name(self) -> str:
-        """SQL of a field's name."""
         return " || '/' || ".join(f"CAST({part} AS TEXT)" for part, _ in self.parts)
 
     def key(self, name: str) -> tuple[int | str, ...]:
@@ -110,7 +109,6 @@ def rewrap_data_key(id: bytes, old: bytes, new: bytes) -> Operation[bool]:
 
 @operation
 def retire_data_key(id: bytes, at: Instant) -> Operation[bool]:
-    """Stop sealing with this key; False if it is retired already."""
     return (
         yield from exists(
             "UPDATE data_keys SET retired_at = :at WHERE id = :id AND retired_at IS NULL RETURNING id",
@@ -121,7 +119,6 @@ def retire_data_key(id: bytes, at: Instant) -> Operation[bool]:
 
 @operation
 def retire_data_keys(at: Instant) -> Operation[int]:
-    """Retire all keys that are in use, for a rotation; return their number."""
     retired = yield from values(
         str,
         "UPDATE data_keys SET retired_at = :at WHERE retired_at IS NULL RETURNING id",
@@ -158,7 +155,6 @@ def forget_data_key(id: bytes) -> Operation[bool]:
 
 
 def insert_secrets(spec: SpecId, secrets: Sequence[tuple[str, bytes]]) -> Operation[None]:
-    """Store the secrets of a spec that has none yet."""
     if secrets:
         yield Statement(
             "INSERT INTO task_secrets (spec_id, name, sealed) "
@@ -181,7 +177,6 @@ def put_secrets(spec: SpecId, secrets: Sequence[tuple[str, bytes]]) -> Operation
 def secrets_of(
     specs: Collection[SpecId],
 ) -> Operation[dict[SpecId, tuple[tuple[str, bytes], ...]]]:
-    """Return (name, sealed) of each secret by spec; specs without secrets are left out."""
     rows = yield from select(
         TaskSecretsRecord,
         "SELECT s.spec_id, s.name, s.sealed FROM {specs} AS i JOIN task_secrets s ON s.spec_id = i.id "
@@ -196,7 +191,6 @@ def secrets_of(
 
 
 def secrets_to_open(specs: Collection[SpecId]) -> Operation[SealedSecrets]:
-    """Return the secrets of these specs with the data keys to open them."""
     if not specs:
         return SealedSecrets()
     fields = yield from secrets_of(specs)
@@ -208,7 +202,6 @@ def secrets_to_open(specs: Collection[SpecId]) -> Operation[SealedSecrets]:
 
 @operation
 def sealed_counts() -> Operation[dict[bytes, int]]:
-    """Return the number of fields that each data key seals; reads all sealed fields."""
     counts: dict[bytes, int] = {}
     for column in SEALED_COLUMNS.values():
         rows = yield from select(

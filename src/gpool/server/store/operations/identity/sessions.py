@@ -98,7 +98,6 @@ def end_session(
 def end_all(
     user: UserId, why: str, at: Instant, keep: str | None = None
 ) -> Operation[tuple[str, ...]]:
-    """End all sessions of the user but `keep`; return those that ended now."""
     ended = yield from values(
         str,
         "UPDATE sessions SET ended_at = :at, ended_why = :why "
@@ -117,7 +116,6 @@ def end_sessions_of(
 
 @operation
 def sessions_of(user: UserId, at: Instant) -> Operation[tuple[SignInSession, ...]]:
-    """List the live sessions, last used first."""
     rows = yield from select(
         SessionsRecord,
         f"SELECT {SESSION} FROM sessions WHERE user_id = :user AND ended_at IS NULL AND expires_at > :at "  # noqa: S608
@@ -157,7 +155,6 @@ def forget_sessions(before: Instant, limit: int) -> Operation[int]:
 
 @operation
 def signing_keys() -> Operation[tuple[SigningKey, ...]]:
-    """List the keys, oldest first, as `identity.tokens` needs them."""
     rows = yield from select(
         SigningKeysRecord,
         f"SELECT {SIGNING_KEY} FROM signing_keys k ORDER BY k.signs_from, k.created_at, k.kid",  # noqa: S608
@@ -205,7 +202,6 @@ def retire_signing_key(kid: str, verifies_until: Instant) -> Operation[bool]:
 
 @operation
 def forget_private_half(kid: str) -> Operation[bool]:
-    """Delete the private half of a key that is retiring; it will not sign again."""
     return (
         yield from exists(
             "UPDATE signing_keys SET sealed = NULL "
@@ -217,7 +213,6 @@ def forget_private_half(kid: str) -> Operation[bool]:
 
 @operation
 def forget_signing_keys(before: Instant) -> Operation[tuple[str, ...]]:
-    """Delete the keys that verify no token any more; return their ids."""
     deleted = yield from values(
         str,
         "DELETE FROM signing_keys WHERE verifies_until < :before RETURNING kid",

@@ -95,13 +95,11 @@ def team_by_name(name: str) -> Operation[Team | None]:
 
 @operation
 def teams(after: int, limit: int) -> Operation[tuple[Team, ...]]:
-    """List all teams by id, for operators."""
     return (yield from _teams("t.id > :after ORDER BY t.id LIMIT :limit", after=after, limit=limit))
 
 
 @operation
 def rename_team(id: TeamId, name: str) -> Operation[bool]:
-    """Rename a team; False: no such team."""
     taken = yield from exists(
         "SELECT 1 FROM teams WHERE name = :name AND id <> :id", {"name": name, "id": id}
     )
@@ -144,7 +142,6 @@ def _locked(team: TeamId) -> Operation[bool]:
 
 
 def roles_of(user: UserId) -> Operation[dict[TeamId, Role]]:
-    """Return the user's role in each team."""
     rows = yield from select(
         _TeamRole,
         "SELECT team_id, role FROM memberships WHERE user_id = :user ORDER BY team_id",
@@ -160,7 +157,6 @@ def teams_of(user: UserId) -> Operation[Mapping[TeamId, Role]]:
 
 @operation
 def named_teams_of(user: UserId) -> Operation[tuple[tuple[Team, Role], ...]]:
-    """List the user's teams by name, with the role in each."""
     rows = yield from select(
         _NamedRole,
         "SELECT t.id, t.name, t.created_at, m.role FROM memberships m JOIN teams t ON t.id = m.team_id "
@@ -199,7 +195,6 @@ def put_member(
 
 @operation
 def set_role(team: TeamId, user: UserId, role: Role, at: Instant) -> Operation[None]:
-    """Add a member, or change the role of one."""
     if not (yield from _locked(team)):
         raise NotFound("there is no such team")
     if not (yield from exists("SELECT 1 FROM users WHERE id = :user", {"user": user})):
@@ -211,7 +206,6 @@ def set_role(team: TeamId, user: UserId, role: Role, at: Instant) -> Operation[N
 
 @operation
 def remove_member(team: TeamId, user: UserId) -> Operation[bool]:
-    """Remove a member; False: not a member."""
     if not (yield from _locked(team)):
         return False
     yield from _another_owner(team, user)
@@ -224,7 +218,6 @@ def remove_member(team: TeamId, user: UserId) -> Operation[bool]:
 
 
 def _another_owner(team: TeamId, user: UserId) -> Operation[None]:
-    """Raise `Conflict` if this user is the only owner."""
     owners = yield from values(
         UserId,
         "SELECT user_id FROM memberships WHERE team_id = :team AND role = 'owner'",
@@ -265,7 +258,6 @@ def quota_of(kind: Holder, id: int) -> Operation[GivenQuota]:
 def quotas_of(
     holders: Collection[tuple[Holder, int]],
 ) -> Operation[dict[tuple[Holder, int], GivenQuota]]:
-    """Return the limits that were set for these users and teams."""
     rows = yield from select(
         QuotasRecord,
         f"SELECT {QUOTA} FROM {{holders}} AS h JOIN quotas q ON q.kind = h.kind AND q.id = h.id",  # noqa: S608
@@ -277,7 +269,6 @@ def quotas_of(
 
 @operation
 def quotas() -> Operation[dict[tuple[Holder, int], GivenQuota]]:
-    """Return all limits that were set; the scheduler enforces those of GPUs."""
     rows = yield from select(QuotasRecord, f"SELECT {QUOTA} FROM quotas q")  # noqa: S608
     return dict(map(_given, rows))
 

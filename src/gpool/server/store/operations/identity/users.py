@@ -166,7 +166,6 @@ def caller_by_key(hashed: str, at: Instant) -> Operation[Caller | None]:
 
 @operation
 def keys_of(user: UserId) -> Operation[tuple[ApiKey, ...]]:
-    """List keys, newest first, ended ones included."""
     rows = yield from select(
         ApiKeysRecord,
         f"SELECT {KEY} FROM api_keys k WHERE k.user_id = :user ORDER BY k.id DESC",  # noqa: S608

@@ -99,8 +99,6 @@ HELD = columns(HeldTask, TasksRecord, "t")
 
 
 class FailedStart(NamedTuple):
-    """An attempt that did not start: the fault and the text that its node reported."""
-
     row: HeldTask
     fault: Fault
     text: str
@@ -172,7 +170,6 @@ class Ends:
         outputs: str | None = None,
         duration: int = 0,
     ) -> None:
-        """End the task with this attempt."""
         becomes = target(row.status, move)
         self._ended_rows.append(
             (
@@ -204,7 +201,6 @@ class Ends:
         detail: str = "",
         fault: Fault | None = None,
     ) -> None:
-        """Archive the attempt and queue the task again."""
         target(row.status, move)
         tries = row.tries + (move is Move.RETRIED)
         since = self.at

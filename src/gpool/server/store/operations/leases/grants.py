@@ -128,11 +128,11 @@ def apply_plan(
             if found is None:
                 refused.append(grant.task)
             else:
-                payload = bytes(found.payload or b"")
-                lease = Lease(grant.task, grant.epoch, payload, found.payload_sha256)
-                if saved and grant.task in saved:
-                    lease = msgspec.structs.replace(lease, checkpoint=saved[grant.task])
-                leases.append((found.spec_id, lease))
+                task, spec, payload, sha256 = found
+                lease = Lease(task, grant.epoch, bytes(payload or b""), sha256)
+                if saved and task in saved:
+                    lease = msgspec.structs.replace(lease, checkpoint=saved[task])
+                leases.append((spec, lease))
         if leases:
             lines.append(GrantedLine(place, tuple(leases)))
     whole = [line.place for line in lines if line.place.members]
@@ -164,7 +164,6 @@ def _with_peers(line: GrantedLine, peers: Mapping[TaskId, Peers]) -> GrantedLine
 
 
 def _flagged(wanted: Sequence[tuple[NodeId, Allocation]]) -> Operation[set[_GpuPosition]]:
-    """Return the GPUs of these nodes that must not be leased: their owner is disputed, or they are not verified."""
     on_gpus = {node for node, allocation in wanted if allocation.slices}
     if not on_gpus:
         return set()

@@ -79,7 +79,6 @@ def _ask_to_stop(rows: Sequence[_HeldLease], at: Instant) -> Operation[Recording
 
 
 def preempting(node: NodeId) -> Operation[tuple[Hold, ...]]:
-    """Return the leases that this node holds and was asked to stop."""
     rows = yield from select(
         _Preempting,
         "SELECT t.id, t.epoch FROM tasks t JOIN attempt_notes n ON n.task_id = t.id AND n.epoch = t.epoch "  # noqa: S608

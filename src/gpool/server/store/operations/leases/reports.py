@@ -198,7 +198,6 @@ def record(frames: Sequence[Reports], at: Instant) -> Operation[Recording]:
 
 
 def _write_members(reports: MemberReports, at: Instant) -> Operation[Recording]:
-    """Write the parts of reports about members that are written as those of single-node tasks are."""
     batch = _LeaseReports(
         Ends(at),
         started=reports.started,
@@ -278,7 +277,6 @@ def _refused(node: NodeId, reported: Sequence[ReportItem]) -> Operation[list[tup
 
 @operation
 def expire(node: NodeId, at: Instant) -> Operation[Recording]:
-    """End every lease of a node that is lost."""
     rows = yield from select(
         HeldTask,
         f"SELECT {HELD} FROM tasks t WHERE t.node_id = :node AND t.holding = 1 "  # noqa: S608

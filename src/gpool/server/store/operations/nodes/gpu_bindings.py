@@ -29,8 +29,6 @@ GPU = (
 
 
 class _OwnedGpu(NamedTuple):
-    """The columns of `GPU`."""
-
     id: GpuId
     node_id: NodeId
     owner_id: UserId
@@ -137,7 +135,6 @@ def binding(uuid: str) -> Operation[Binding | None]:
 
 @operation
 def rebind_wallet(owner: UserId, wallet: str | None) -> Operation[int]:
-    """Set the payout wallet of all GPUs of this owner; return their number."""
     changed = yield from values(
         str,
         "UPDATE gpu_bindings SET wallet = :wallet WHERE owner_id = :owner RETURNING uuid",
@@ -148,7 +145,6 @@ def rebind_wallet(owner: UserId, wallet: str | None) -> Operation[int]:
 
 @operation
 def nodes_with(uuids: Collection[str]) -> Operation[tuple[NodeId, ...]]:
-    """Return the nodes of any owner that have one of these GPUs now."""
     found = yield from values(
         NodeId,
         "SELECT DISTINCT g.node_id FROM {wanted} AS w JOIN gpus g ON g.uuid = w.name "
@@ -192,7 +188,6 @@ def gpu(id: GpuId) -> Operation[GpuRow | None]:
 
 @operation
 def gpu_rows(owner: UserId | None = None) -> Operation[tuple[GpuRow, ...]]:
-    """List the GPUs that are present, of all owners or of one."""
     if owner is None:
         return (yield from _gpus("g.gone = 0"))
     return (yield from _gpus("g.gone = 0 AND n.owner_id = :owner", owner=owner))
@@ -200,5 +195,4 @@ def gpu_rows(owner: UserId | None = None) -> Operation[tuple[GpuRow, ...]]:
 
 @operation
 def flagged() -> Operation[tuple[GpuRow, ...]]:
-    """List the flagged GPUs, for operators; those that are gone included."""
     return (yield from _gpus("g.flagged IS NOT NULL"))

@@ -19,8 +19,6 @@ from gpool.server.store.values import NodeRow
 
 @dataclass(frozen=True, slots=True)
 class GpuVerificationRecord:
-    """The verification of one GPU of a node."""
-
     node: NodeId
     owner: UserId
     uuid: str
@@ -46,7 +44,6 @@ class _VerifiedGpu(NamedTuple):
 
 @operation
 def records(node: NodeId | None = None) -> Operation[tuple[GpuVerificationRecord, ...]]:
-    """List the GPUs that are present, of all nodes or of one."""
     rows = yield from select(
         _VerifiedGpu,
         "SELECT g.node_id, n.owner_id, g.uuid, g.position, n.created_at, g.unproven, g.verdict, g.judged_at, g.measured "

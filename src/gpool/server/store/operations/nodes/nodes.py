@@ -142,7 +142,6 @@ def _gpu_rows(offer: Offer, gpu_ids: Sequence[int]) -> Relation:
 
 
 def _ailing(gpu: Gpu) -> str | None:
-    """Return the reason of a sick GPU's quarantine, which the owner or an operator has to end."""
     return (gpu.ails or "sick") if gpu.health is Health.QUARANTINED else None
 
 
@@ -175,7 +174,6 @@ def _credentials(where: str, **parameters: int | str) -> Operation[NodeCredentia
 
 @operation
 def node_of_invite(hashed: str) -> Operation[NodeId | None]:
-    """Return the node that joined with this invite."""
     rows = yield from select(
         InvitesRecord,
         f"SELECT {INVITE} FROM invites i WHERE i.hashed = :hashed",  # noqa: S608
@@ -311,7 +309,6 @@ def remove_node(node: NodeId, owner: UserId | None) -> Operation[bool]:
 
 @operation
 def gpus() -> Operation[tuple[tuple[GpuId, NodeId, int], ...]]:
-    """List (id, node, index) of the GPUs that are present."""
     rows = yield from select(
         _GpuOfNode,
         "SELECT id, node_id, position FROM gpus WHERE gone = 0 ORDER BY node_id, position",
@@ -350,7 +347,6 @@ def _ids_of(table: str, prefix: str, words: set[str]) -> Operation[dict[str, int
 
 
 def _allowed_users(offer: Offer, known: _Names) -> tuple[Audience | None, tuple[str, ...]]:
-    """Return the users and teams that an offer admits (None: all), and the problems with its names."""
     if not offer.audience:
         return None, ()
     users, teams = known
@@ -396,5 +392,4 @@ def put_reliability_records(found: Mapping[NodeId, Record]) -> Operation[None]:
 
 @operation
 def forget_reliability_records() -> Operation[None]:
-    """Delete the records of removed nodes."""
     yield Statement("DELETE FROM node_records WHERE node_id NOT IN (SELECT id FROM nodes)", {})

@@ -102,7 +102,6 @@ def put_reservation(one: Reservation, at: Instant) -> Operation[None]:
 
 @operation
 def drop(kind: RuleKind, id_: int) -> Operation[bool]:
-    """Delete a rule; False: there is none."""
     return (
         yield from exists(
             "DELETE FROM rules WHERE kind = :kind AND id = :id RETURNING id",
@@ -163,7 +162,6 @@ def _reservation(id_: int, value: str) -> Reservation:
 
 @operation
 def usage() -> Operation[dict[tuple[str, int], tuple[int, Instant]]]:
-    """Return (value, time) by kind and id."""
     rows = yield from select(
         UsageRecord,
         f"SELECT {columns(UsageRecord, UsageRecord, 'u')} FROM usage u",  # noqa: S608
@@ -186,5 +184,4 @@ def put_usage(values: Mapping[tuple[str, int], int], at: Instant) -> Operation[N
 
 @operation
 def forget_usage(before: Instant) -> Operation[None]:
-    """Delete values that have decayed to nothing since then."""
     yield Statement("DELETE FROM usage WHERE at < :before", {"before": before})

@@ -42,8 +42,6 @@ WRITES = (
 
 
 class NamedResult(NamedTuple):
-    """An artifact that an ended task names as its result."""
-
     sha256: str
     task: TaskId
     epoch: int
@@ -187,7 +185,6 @@ def may_upload(node: NodeId, task: TaskId, epoch: int) -> Operation[bool]:
 
 @operation
 def size_of(sha256: str) -> Operation[int | None]:
-    """Return the size whoever may see the artifact: for operators."""
     sizes = yield from values(
         int, "SELECT size_bytes FROM artifacts WHERE sha256 = :sha256", {"sha256": sha256}
     )
@@ -221,7 +218,6 @@ def missing(
 def keep(
     kind: str, pairs: Sequence[tuple[str, int]], user: UserId, team: int | None = None
 ) -> Operation[None]:
-    """Add strong references for (sha256, holder) that are not `missing`."""
     if pairs:
         yield Statement(
             "INSERT INTO artifact_refs (sha256, kind, holder, user_id, team_id) "

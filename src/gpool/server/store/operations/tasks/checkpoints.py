@@ -27,8 +27,6 @@ PAIRS = (("task", "int"), ("sha256", "text"))
 
 
 class _Saving(NamedTuple):
-    """A task that saves a checkpoint, with its previous one."""
-
     id: TaskId
     user_id: UserId
     team_id: TeamId | None
@@ -43,7 +41,6 @@ class _Manifest(NamedTuple):
 
 
 def note_phases(reached: Sequence[Reached], at: Instant) -> Operation[None]:
-    """Record phases of attempts, each once; a repeated report changes nothing."""
     yield from add_notes([(item.task, item.epoch, item.phase.value) for item in reached], at)
 
 
@@ -102,7 +99,6 @@ def save(saved: Mapping[TaskId, Checkpointed], at: Instant) -> Operation[tuple[H
 
 
 def _keep(item: Checkpointed, user: int, team: int | None) -> Operation[bool]:
-    """Add references to all files, or to none and return False."""
     sha256s = {file.sha256 for file in item.files}
     if not sha256s:
         return True
@@ -149,7 +145,6 @@ def _drop(pairs: Sequence[tuple[int, str]]) -> Operation[None]:
 
 
 def manifests(tasks: Iterable[TaskId]) -> Operation[dict[TaskId, tuple[InputFile, ...]]]:
-    """Return the files of these tasks' checkpoints."""
     wanted = of_ids(tasks)
     if not wanted.rows:
         return {}

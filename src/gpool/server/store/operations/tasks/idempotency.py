@@ -25,7 +25,6 @@ class SavedAnswer(NamedTuple):
     answer: bytes
 
     def check(self, fingerprint: str) -> None:
-        """Raise `KeyReused` if the key was used for another request."""
         if self.fingerprint != fingerprint:
             raise reused(self.key)
 
@@ -63,7 +62,6 @@ def once(
 
 @operation
 def saved(wanted: Collection[Key]) -> Operation[dict[Key, SavedAnswer]]:
-    """Return the answers that these keys have already."""
     if not wanted:
         return {}
     rows = yield from select(
@@ -78,7 +76,6 @@ def saved(wanted: Collection[Key]) -> Operation[dict[Key, SavedAnswer]]:
 
 @operation
 def keep(answers: Sequence[NewAnswer]) -> Operation[None]:
-    """Save answers of this transaction, under keys that have none."""
     if answers:
         yield Statement(
             "INSERT INTO idempotency (user_id, key, fingerprint, answer, created_at) "

@@ -114,7 +114,6 @@ def logs(task: TaskId, after_cursor: int, limit: int) -> Operation[tuple[LogLine
 
 @operation
 def finished_with_logs(before: Instant, limit: int) -> Operation[tuple[TaskId, ...]]:
-    """Return tasks that ended before then, hold no allocation, and still have their output in rows."""
     found = yield from values(
         TaskId,
         "SELECT h.task_id FROM log_heads h JOIN tasks t ON t.id = h.task_id "

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import NamedTuple
 
 from gpool.core.errors import Conflict, GpoolError, Invalid, NotFound
@@ -19,7 +20,7 @@ from gpool.server.store.generated_rows import TasksRecord
 from gpool.server.store.operation import operation
 from gpool.server.store.operations.identity.sealed_fields import insert_secrets
 from gpool.server.store.operations.tasks.artifacts import keep, missing
-from gpool.server.store.protocol import Operation, Relation, Statement
+from gpool.server.store.protocol import Operation, Relation, Row, Statement
 from gpool.server.store.queries import columns, relation_columns, select
 from gpool.server.store.rows import digest_of, of_ids, spec_from, spec_text, storable
 from gpool.server.store.values import MissingArtifacts, NewTask, Submission, SubmittedTasks
@@ -60,19 +61,25 @@ class _NewBatch(NamedTuple):
     team_id: TeamId | None
 
 
-class _InsertedTask(NamedTuple):
-    """The columns of a task that are set when it is submitted; the others have defaults."""
+class _TaskColumns(NamedTuple):
+    """Columns of a new task that differ within a submission. Columns that are in neither class have defaults."""
 
     id: TaskId
-    batch_id: BatchId
     position: int
+    payload_sha256: str
+    payload: bytes | None
+
+
+class _SharedColumns(NamedTuple):
+    """Columns that all new tasks of a submission have in common."""
+
+    status: str
+    batch_id: BatchId
     spec_id: SpecId
     user_id: UserId
     created_at: Instant
     queued_at: Instant
     team_id: TeamId | None
-    payload_sha256: str
-    payload: bytes | None
 
 
 class _OpenBatch(NamedTuple):
@@ -93,11 +100,8 @@ class _SpecBody(NamedTuple):
     body: str
 
 
-_INSERTED = columns(_InsertedTask, TasksRecord, "n")
-INSERT_TASKS = (
-    f"INSERT INTO tasks (status, {_INSERTED.replace('n.', '')}) "  # noqa: S608
-    f"SELECT 'queued', {_INSERTED} FROM {{tasks}} AS n"
-)
+_COLUMNS = columns(_TaskColumns, TasksRecord, "n"), columns(_SharedColumns, TasksRecord, "n")
+_CASTS = {"int": "BIGINT", "text": "TEXT"}
 
 
 @dataclass(slots=True)
@@ -108,25 +112,18 @@ class _Draft:
     submission: Submission
     body: str
     digest: SpecDigest
+    payloads: Sequence[tuple[str, TaskId]]  # (sha256, task) of payloads that are artifacts
     first: int = 0
 
     @property
     def tasks(self) -> Sequence[NewTask]:
         tasks = self.submission.tasks
-        if all(task.position == place for place, task in enumerate(tasks, self.first)):
-            return tasks
-        return [replace(task, position=place) for place, task in enumerate(tasks, self.first)]
-
-    @property
-    def payloads(self) -> list[tuple[str, int]]:
-        """(sha256, task) of payloads that are artifacts."""
-        return [
-            (task.payload_sha256, task.id) for task in self.submission.tasks if task.payload_sha256
-        ]
+        if any(task.position != place for place, task in enumerate(tasks, self.first)):
+            tasks = [replace(task, position=place) for place, task in enumerate(tasks, self.first)]
+        return tasks
 
     @property
     def artifacts(self) -> list[str]:
-        """Artifacts that the spec names."""
         spec = self.submission.spec
         names = [file.sha256 for file in spec.inputs]
         return [*names, spec.function_sha256] if spec.function_sha256 else names
@@ -145,7 +142,10 @@ def submit(
         except Invalid as exc:
             outcomes[number] = exc
         else:
-            drafts.append(_Draft(number, submission, body, spec_digest(submission, body)))
+            digest = spec_digest(submission, body)
+            tasks = submission.tasks
+            payloads = [(task.payload_sha256, task.id) for task in tasks if task.payload_sha256]
+            drafts.append(_Draft(number, submission, body, digest, payloads))
     known = yield from _known_specs({draft.digest for draft in drafts})
     accepted: list[_Draft] = []
     for draft in drafts:
@@ -162,30 +162,19 @@ def submit(
         for draft in new.values():
             yield from _keep_spec(draft.submission, known[draft.digest], draft.artifacts)
     for draft in accepted:
-        yield from keep("payload", draft.payloads, draft.submission.user, draft.submission.team)
+        if draft.payloads:
+            s = draft.submission
+            yield from keep("payload", draft.payloads, s.user, s.team)
     yield from _insert_batches(
         [draft.submission for draft in accepted if draft.submission.is_new_batch]
     )
-    rows: list[_InsertedTask] = []
+    submitted: list[tuple[Submission, SubmittedTasks]] = []
     for draft in accepted:
-        s, spec_id, tasks = draft.submission, known[draft.digest], draft.tasks
-        outcomes[draft.number] = SubmittedTasks(s.batch, spec_id, draft.first, tasks)
-        rows += [
-            _InsertedTask(
-                task.id,
-                s.batch,
-                task.position,
-                spec_id,
-                s.user,
-                s.at,
-                s.at,
-                s.team,
-                task.payload_sha256,
-                task.payload or None,
-            )
-            for task in tasks
-        ]
-    yield from _insert_tasks(rows)
+        s, spec_id = draft.submission, known[draft.digest]
+        outcome = SubmittedTasks(s.batch, spec_id, draft.first, draft.tasks)
+        outcomes[draft.number] = outcome
+        submitted.append((s, outcome))
+    yield from _insert_tasks(submitted)
     return [outcomes[number] for number in range(len(submissions))]
 
 
@@ -264,7 +253,6 @@ def _insert_specs(drafts: Sequence[_Draft]) -> Operation[None]:
 
 
 def _keep_spec(s: Submission, spec_id: SpecId, artifacts: Sequence[str]) -> Operation[None]:
-    """Refer to the artifacts of a spec that this submission inserted, and store its secrets."""
     yield from keep("spec", [(sha256, spec_id) for sha256 in artifacts], s.user, s.team)
     if s.secrets and spec_id == s.spec_id:
         yield from insert_secrets(spec_id, s.secrets)
@@ -287,16 +275,44 @@ def _insert_batches(submissions: Sequence[Submission]) -> Operation[None]:
     )
 
 
-def _insert_tasks(rows: Sequence[_InsertedTask]) -> Operation[None]:
-    """Insert queued tasks; those without an inline payload through a relation without blobs, which is faster."""
-    kinds = relation_columns(_InsertedTask)
-    small = [row[:-1] for row in rows if row.payload is None]
-    if small:
-        sql = INSERT_TASKS.replace("n.payload ", "NULL ")
-        yield Statement(sql, {}, {"tasks": Relation(kinds[:-1], small)})
-    if len(small) < len(rows):
-        large = [row for row in rows if row.payload is not None]
-        yield Statement(INSERT_TASKS, {}, {"tasks": Relation(kinds, large)})
+def _insert_tasks(submitted: Sequence[tuple[Submission, SubmittedTasks]]) -> Operation[None]:
+    """Insert the tasks of one or many submissions, with at most two statements.
+
+    Shared columns are parameters for one submission, and columns of the relation for many. Tasks without an inline payload
+    go through a relation without blobs, which is faster.
+    """
+    small: list[Row] = []
+    large: list[Row] = []
+    shared: Row = ()
+    for s, outcome in submitted:
+        shared = _SharedColumns("queued", s.batch, outcome.spec_id, s.user, s.at, s.at, s.team)
+        extra = shared if len(submitted) > 1 else ()
+        for task in outcome.tasks:
+            row = (task.id, task.position, task.payload_sha256)
+            if task.payload:
+                large.append((*row, task.payload, *extra))
+            else:
+                small.append((*row, *extra))
+    is_one = len(submitted) == 1
+    parameters = dict(zip(_SharedColumns._fields, shared, strict=True)) if is_one else {}
+    for rows, has_payload in ((small, False), (large, True)):
+        if rows:
+            sql, kinds = _task_insert(is_one=is_one, has_payload=has_payload)
+            yield Statement(sql, parameters, {"tasks": Relation(kinds, rows)})
+
+
+@cache
+def _task_insert(*, is_one: bool, has_payload: bool) -> tuple[str, tuple[tuple[str, str], ...]]:
+    own, shared = relation_columns(_TaskColumns), relation_columns(_SharedColumns)
+    named, picked = ", ".join(_COLUMNS), ", ".join(_COLUMNS)
+    if not has_payload:
+        own, picked = own[:-1], picked.replace("n.payload,", "NULL,")
+    if is_one:
+        for name, kind in shared:
+            picked = picked.replace(f"n.{name}", f"CAST(:{name} AS {_CASTS[kind]})")
+        shared = ()
+    sql = f"INSERT INTO tasks ({named.replace('n.', '')}) SELECT {picked} FROM {{tasks}} AS n"  # noqa: S608
+    return sql, (*own, *shared)
 
 
 # ---- recent submissions

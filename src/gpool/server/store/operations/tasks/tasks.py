@@ -216,7 +216,6 @@ def _views(where: str, parameters: dict[str, int]) -> Operation[tuple[TaskView, 
 
 
 def _with_members(views: Sequence[TaskView]) -> Operation[tuple[TaskView, ...]]:
-    """Add the members of gangs; without a gang there is no further statement."""
     gangs = [view.row.id for view in views if view.spec.requirements.nodes > 1]
     if not gangs:
         return tuple(views)
@@ -364,7 +363,6 @@ def batch_results(batch: BatchId, after: int, limit: int) -> Operation[tuple[Bat
 
 @operation
 def batch_tasks(batch: BatchId) -> Operation[tuple[TaskId, ...]]:
-    """Return the tasks of a batch that have not ended; reads open tasks only."""
     found = yield from values(
         TaskId,
         "SELECT t.id FROM tasks t JOIN batches b ON b.id = :batch "
@@ -380,7 +378,6 @@ def batch_tasks(batch: BatchId) -> Operation[tuple[TaskId, ...]]:
 
 @operation
 def close_batch(batch: BatchId) -> Operation[None]:
-    """Close the batch to further submissions."""
     yield Statement("UPDATE batches SET closed = 1 WHERE id = :batch", {"batch": batch})
 
 
