@@ -34,8 +34,9 @@ from gpool.server.scheduling.scheduler import Scheduler
 from gpool.server.store.operations.leases import leases, preemption
 from gpool.server.store.operations.nodes import nodes
 from gpool.server.store.operations.tasks import submissions, tasks
+from gpool.server.store.operations.tasks.submissions import NewTask, Submission
 from gpool.server.store.protocol import Operation
-from gpool.server.store.values import NewTask, Recording, Submission
+from gpool.server.store.values import Recording
 from gpool.testing.dice import Dice
 from gpool.testing.world.files import rebuilt
 from gpool.wire import frames

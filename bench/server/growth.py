@@ -32,7 +32,8 @@ from gpool.server.clock import SystemClock, system_ids
 from gpool.server.store import open_store
 from gpool.server.store.operations.identity import users
 from gpool.server.store.operations.tasks import submissions, tasks
-from gpool.server.store.values import NewTask, Submission, User
+from gpool.server.store.operations.tasks.submissions import NewTask, Submission
+from gpool.server.store.values import User
 from tests.tools.postgres import postgres as own_postgres
 from tests.tools.processes import Pool
 

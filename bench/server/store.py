@@ -24,8 +24,9 @@ from gpool.server.store.operations.identity import users
 from gpool.server.store.operations.leases import leases
 from gpool.server.store.operations.nodes import nodes
 from gpool.server.store.operations.tasks import artifacts, submissions, tasks
+from gpool.server.store.operations.tasks.submissions import NewTask, Submission
 from gpool.server.store.protocol import Store
-from gpool.server.store.values import NewTask, Submission, User
+from gpool.server.store.values import User
 from gpool.wire.frames import Finished, ReportItem
 
 USER, NODE, FUNCTION = UserId(1), NodeId(2), "f" * 64

@@ -31,17 +31,14 @@ from gpool.server.store.operations.identity import accounts, teams, users
 from gpool.server.store.operations.leases import leases
 from gpool.server.store.operations.nodes import nodes
 from gpool.server.store.operations.tasks import submissions, tasks
-from gpool.server.store.protocol import Operation, Store
-from gpool.server.store.values import (
-    AppliedPlan,
+from gpool.server.store.operations.tasks.submissions import (
     MissingArtifacts,
     NewTask,
-    Recording,
     Submission,
     SubmittedTasks,
-    TaskView,
-    User,
 )
+from gpool.server.store.protocol import Operation, Store
+from gpool.server.store.values import AppliedPlan, Recording, TaskView, User
 from gpool.wire.frames import Finished, Hold, ReportItem, Started
 
 T = TypeVar("T")

@@ -21,8 +21,8 @@ from gpool.server.store.drivers.sqlite_connection import Connection
 from gpool.server.store.operations.identity import users
 from gpool.server.store.operations.nodes import nodes
 from gpool.server.store.operations.tasks import tasks
+from gpool.server.store.operations.tasks.submissions import SubmittedTasks
 from gpool.server.store.protocol import Operation, Statement
-from gpool.server.store.values import SubmittedTasks
 from tests.store.store_pool import Database, Pool, opened, submit_one
 
 
@@ -205,7 +205,7 @@ from gpool.core.ids import BatchId, SpecId, TaskId, UserId
 from gpool.core.model import Instant
 from gpool.server.store import open_store
 from gpool.server.store.operations.tasks import submissions
-from gpool.server.store.values import NewTask, Submission
+from gpool.server.store.operations.tasks.submissions import NewTask, Submission
 
 async def main():
     store = await open_store(sys.argv[1])

@@ -10,7 +10,8 @@ from gpool.core.errors import Conflict, Invalid
 from gpool.core.ids import SpecId
 from gpool.core.model import Instant
 from gpool.server.store.operations.identity import sealed_fields, sessions
-from gpool.server.store.values import DataKey, SealedField, SubmittedTasks
+from gpool.server.store.operations.tasks.submissions import SubmittedTasks
+from gpool.server.store.values import DataKey, SealedField
 from tests.store.store_pool import COMMAND, Database, Pool, race, submit_one
 from tests.store.test_identity_sessions import begun, key
 

@@ -12,7 +12,7 @@ from gpool.server.store.identity_values import Team
 from gpool.server.store.operations.identity import teams
 from gpool.server.store.operations.leases import leases
 from gpool.server.store.operations.tasks import artifacts, logs, tasks
-from gpool.server.store.values import MissingArtifacts, SubmittedTasks
+from gpool.server.store.operations.tasks.submissions import MissingArtifacts, SubmittedTasks
 from tests.store.store_pool import COMMAND, Database, Pool, race, returned
 
 FUNCTION = TaskSpec(

@@ -10,8 +10,8 @@ from gpool.core.errors import KeyReused, NotFound
 from gpool.core.ids import BatchId
 from gpool.core.model import Instant, TaskKind, TaskSpec
 from gpool.server.store.operations.tasks import idempotency, tasks
+from gpool.server.store.operations.tasks.submissions import MissingArtifacts, SubmittedTasks
 from gpool.server.store.protocol import Operation
-from gpool.server.store.values import MissingArtifacts, SubmittedTasks
 from tests.store.store_pool import Database, Pool, replicas, submit_one
 
 FUNCTION = TaskSpec(TaskKind.FUNCTION, "f", function_sha256="a" * 64)

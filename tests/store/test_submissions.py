@@ -11,8 +11,12 @@ from gpool.core.model import InputFile, Instant, TaskKind, TaskSpec
 from gpool.server.store.identity_values import GivenQuota
 from gpool.server.store.operations.identity import sealed_fields, teams
 from gpool.server.store.operations.tasks import artifacts, idempotency, tasks
-from gpool.server.store.operations.tasks.submissions import submit
-from gpool.server.store.values import MissingArtifacts, Submission, SubmittedTasks
+from gpool.server.store.operations.tasks.submissions import (
+    MissingArtifacts,
+    Submission,
+    SubmittedTasks,
+    submit,
+)
 from tests.store.store_pool import COMMAND, Database, Pool, race, submit_one
 
 FUNCTION = TaskSpec(TaskKind.FUNCTION, "f", function_sha256="a" * 64)

@@ -12,7 +12,7 @@ from gpool.core.model import EndReason, InputFile, TaskKind, TaskSpec, TaskStatu
 from gpool.server.store.operations.leases import leases
 from gpool.server.store.operations.nodes import nodes
 from gpool.server.store.operations.tasks import artifacts, tasks
-from gpool.server.store.values import MissingArtifacts, SubmittedTasks
+from gpool.server.store.operations.tasks.submissions import MissingArtifacts, SubmittedTasks
 from gpool.wire.frames import HandedBack, Hold, Released, Started
 from tests.store.store_pool import COMMAND, Pool, exited, returned
 

@@ -6,7 +6,7 @@ import pytest
 
 from gpool.core.ids import BatchId, SpecId, UserId
 from gpool.core.model import InputFile, Requirements, TaskKind, TaskSpec
-from gpool.server.store.values import Submission, SubmittedTasks
+from gpool.server.store.operations.tasks.submissions import Submission, SubmittedTasks
 from gpool.wire.frames import MAX_FRAME_BYTES, encode
 from tests.server.server_desk import Desk, an_offer
 

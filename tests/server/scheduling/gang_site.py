@@ -10,7 +10,7 @@ from gpool.core.model import EndReason, Requirements, TaskKind, TaskSpec
 from gpool.server.identity.secrets.sealer import secret_place
 from gpool.server.scheduling.loops import Expire
 from gpool.server.store.operations.tasks import submissions
-from gpool.server.store.values import NewTask, Submission, SubmittedTasks
+from gpool.server.store.operations.tasks.submissions import NewTask, Submission, SubmittedTasks
 from gpool.wire.frames import Beat, Finished, Grants, Line, Started, Stop, StopReason
 from tests.server.server_desk import Agent, Desk, an_offer
 

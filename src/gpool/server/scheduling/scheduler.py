@@ -51,16 +51,9 @@ from gpool.server.store.operation import brief, operation
 from gpool.server.store.operations.leases import leases, preemption
 from gpool.server.store.operations.operators import rules
 from gpool.server.store.operations.operators import rules as rules_operations
+from gpool.server.store.operations.tasks.submissions import Submission, SubmittedTasks
 from gpool.server.store.protocol import Operation, Store
-from gpool.server.store.values import (
-    AppliedPlan,
-    GrantedLine,
-    Picture,
-    QueuedRow,
-    Recording,
-    Submission,
-    SubmittedTasks,
-)
+from gpool.server.store.values import AppliedPlan, GrantedLine, Picture, QueuedRow, Recording
 from gpool.server.wakeups import Hub, Wake
 from gpool.wire.frames import Hold, StopReason
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from gpool.core.gangs import Call
@@ -23,7 +23,6 @@ from gpool.core.model import (
     TaskSpec,
     TaskStatus,
 )
-from gpool.core.permissions import TeamId
 from gpool.core.scheduler.state.events import Leased, Member, Place, TasksLeased
 from gpool.server.store.generated_rows import TasksRecord
 from gpool.wire.frames import Hold, Lease
@@ -39,47 +38,7 @@ class User:
     created_at: Instant
 
 
-# ---- submissions
-
-
-@dataclass(frozen=True, slots=True)
-class NewTask:
-    id: TaskId
-    position: int
-    payload: bytes = b""
-    payload_sha256: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Submission:
-    """Tasks of one spec for one batch, new or open. The user must be able to see the artifacts that it names."""
-
-    batch: BatchId
-    is_new_batch: bool
-    closes_batch: bool
-    spec_id: SpecId  # used unless this user has an equal spec already
-    spec: TaskSpec
-    user: UserId
-    tasks: Sequence[NewTask]
-    at: Instant
-    team: TeamId | None = None  # owner of the tasks; None: the user
-    secrets: Sequence[tuple[str, bytes]] = ()  # (name, sealed for `spec_id`)
-    secrets_mark: str = ""  # keyed hash of the secrets, to find an equal spec; "": equal to none
-
-
-@dataclass(frozen=True, slots=True)
-class SubmittedTasks:
-    batch: BatchId
-    spec_id: SpecId  # of an equal earlier spec, if there is one
-    first_position: int
-    tasks: Sequence[NewTask]
-
-
-@dataclass(frozen=True, slots=True)
-class MissingArtifacts:
-    """The submission names artifacts that its user cannot see; nothing of it was written."""
-
-    sha256s: tuple[str, ...]
+# ---- batches
 
 
 @dataclass(frozen=True, slots=True)

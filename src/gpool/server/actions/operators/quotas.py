@@ -24,9 +24,9 @@ from gpool.server.store.operation import operation
 from gpool.server.store.operations.identity import accounts, teams
 from gpool.server.store.operations.tasks import artifacts
 from gpool.server.store.operations.tasks.artifacts import TaskOwner
+from gpool.server.store.operations.tasks.submissions import Submission
 from gpool.server.store.protocol import Operation
 from gpool.server.store.queries import select
-from gpool.server.store.values import Submission
 from gpool.wire.frames import Hold
 
 

@@ -25,8 +25,13 @@ from gpool.server.store.identity_values import Caller
 from gpool.server.store.operation import brief, operation
 from gpool.server.store.operations.tasks import idempotency, submissions
 from gpool.server.store.operations.tasks import tasks as operations
+from gpool.server.store.operations.tasks.submissions import (
+    MissingArtifacts,
+    NewTask,
+    Submission,
+    SubmittedTasks,
+)
 from gpool.server.store.protocol import Operation
-from gpool.server.store.values import MissingArtifacts, NewTask, Submission, SubmittedTasks
 from gpool.wire.documents import MAX_BATCH, TaskRequest
 from gpool.wire.frames import weight_of
 

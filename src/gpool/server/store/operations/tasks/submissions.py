@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from gpool.core.errors import Conflict, GpoolError, Invalid, NotFound
 from gpool.core.ids import BatchId, SpecId, TaskId, UserId
-from gpool.core.model import Instant, Shape
+from gpool.core.model import Instant, Shape, TaskSpec
 from gpool.core.permissions import TeamId
 from gpool.core.scheduler.state.shapes import shape_of
 from gpool.server.store.generated_rows import TasksRecord
@@ -23,10 +23,49 @@ from gpool.server.store.operations.tasks.artifacts import keep, missing
 from gpool.server.store.protocol import Operation, Relation, Row, Statement
 from gpool.server.store.queries import columns, relation_columns, select
 from gpool.server.store.rows import digest_of, of_ids, spec_from, spec_text, storable
-from gpool.server.store.values import MissingArtifacts, NewTask, Submission, SubmittedTasks
 
 MOST_ALIKE = 50
 """Tasks of one batch that count as recent: a batch of 100,000 equal tasks is not the usual mix of a day."""
+
+
+@dataclass(frozen=True, slots=True)
+class NewTask:
+    id: TaskId
+    position: int
+    payload: bytes = b""
+    payload_sha256: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Submission:
+    """Tasks of one spec for one batch, new or open. The user must be able to see the artifacts that it names."""
+
+    batch: BatchId
+    is_new_batch: bool
+    closes_batch: bool
+    spec_id: SpecId  # used unless this user has an equal spec already
+    spec: TaskSpec
+    user: UserId
+    tasks: Sequence[NewTask]
+    at: Instant
+    team: TeamId | None = None  # owner of the tasks; None: the user
+    secrets: Sequence[tuple[str, bytes]] = ()  # (name, sealed for `spec_id`)
+    secrets_mark: str = ""  # keyed hash of the secrets, to find an equal spec; "": equal to none
+
+
+@dataclass(frozen=True, slots=True)
+class SubmittedTasks:
+    batch: BatchId
+    spec_id: SpecId  # of an equal earlier spec, if there is one
+    first_position: int
+    tasks: Sequence[NewTask]
+
+
+@dataclass(frozen=True, slots=True)
+class MissingArtifacts:
+    """The submission names artifacts that its user cannot see; nothing of it was written."""
+
+    sha256s: tuple[str, ...]
 
 
 class SpecDigest(NamedTuple):
