@@ -124,9 +124,15 @@ def of_names(texts: Iterable[str]) -> Relation:
 
 # ---- tasks
 
-TASK_COLUMNS = columns(TasksRecord, TasksRecord, "t").replace("t.payload,", "NULL,")
+
+def _task_columns(*without: str) -> str:
+    names = TasksRecord._fields
+    return ", ".join("NULL" if name in without else f"t.{name}" for name in names)
+
+
+TASK_COLUMNS = _task_columns("payload")
 """All columns of a task but its payload, which may be large."""
-TASK_COLUMNS_WITHOUT_VALUE = TASK_COLUMNS.replace("t.value,", "NULL,")
+TASK_COLUMNS_WITHOUT_VALUE = _task_columns("payload", "value")
 
 
 def task_row(record: TasksRecord) -> TaskRow:

@@ -139,7 +139,8 @@ class _SpecBody(NamedTuple):
     body: str
 
 
-_COLUMNS = columns(_TaskColumns, TasksRecord, "n"), columns(_SharedColumns, TasksRecord, "n")
+columns(_TaskColumns, TasksRecord, "n")  # raises if a column is not the schema's
+columns(_SharedColumns, TasksRecord, "n")
 _CASTS = {"int": "BIGINT", "text": "TEXT"}
 
 
@@ -343,15 +344,14 @@ def _insert_tasks(submitted: Sequence[tuple[Submission, SubmittedTasks]]) -> Ope
 @cache
 def _task_insert(*, is_one: bool, has_payload: bool) -> tuple[str, tuple[tuple[str, str], ...]]:
     own, shared = relation_columns(_TaskColumns), relation_columns(_SharedColumns)
-    named, picked = ", ".join(_COLUMNS), ", ".join(_COLUMNS)
     if not has_payload:
-        own, picked = own[:-1], picked.replace("n.payload,", "NULL,")
+        own = own[:-1]
+    bound = own if is_one else (*own, *shared)
+    picked = {name: f"n.{name}" for name, _ in bound}
     if is_one:
-        for name, kind in shared:
-            picked = picked.replace(f"n.{name}", f"CAST(:{name} AS {_CASTS[kind]})")
-        shared = ()
-    sql = f"INSERT INTO tasks ({named.replace('n.', '')}) SELECT {picked} FROM {{tasks}} AS n"  # noqa: S608
-    return sql, (*own, *shared)
+        picked |= {name: f"CAST(:{name} AS {_CASTS[kind]})" for name, kind in shared}
+    sql = f"INSERT INTO tasks ({', '.join(picked)}) SELECT {', '.join(picked.values())} FROM {{tasks}} AS n"  # noqa: S608
+    return sql, bound
 
 
 # ---- recent submissions
