@@ -209,7 +209,7 @@ class Agent:
         elif self.channel is not None:
             finish(self.channel.receive(frames.Reports(1, tuple(items))))
         else:  # it was on its way when the agent died
-            self.pool.absorb(leases.record(NodeId(self.number), items, self.pool.now))
+            self.pool.absorb(leases.record([(NodeId(self.number), items)], self.pool.now))
 
     def send(self) -> None:
         items, self.outbox = self.outbox, []

@@ -32,11 +32,12 @@ from gpool.core.model import (
 from gpool.core.scheduler.order.builtin import ORDERS
 from gpool.core.scheduler.order.orders import Policy
 from gpool.server.scheduling.picture import StatePicture
-from gpool.server.store.operations.leases import leases
+from gpool.server.store.operations.leases import leases, preemption
 from gpool.server.store.operations.nodes import nodes
-from gpool.server.store.operations.tasks import checkpoints, tasks
+from gpool.server.store.operations.tasks import tasks
+from gpool.server.store.operations.tasks.submissions import NewTask, Submission
 from gpool.server.store.protocol import Operation
-from gpool.server.store.values import NewTask, Recording, Submission
+from gpool.server.store.values import Recording
 from gpool.testing.dice import Dice
 from gpool.testing.world.database import rebuilt
 from gpool.wire import frames
@@ -207,7 +208,7 @@ class Pool:
 
     def preempt(self) -> None:
         task = self.dice.pick(sorted(self.picture.state.held))
-        self.absorb(checkpoints.preempt((task,), self.now))
+        self.absorb(preemption.preempt((task,), self.now))
 
     def hand_back(self) -> None:
         self.dice.pick(self.some(_has_some)).hand_back(self.dice)
@@ -248,7 +249,7 @@ class Pool:
             has += [row[3] for row in members if row[0] == item.task and row[6]]
             renewed = msgspec.structs.replace(item, epoch=epoch)
             where = node if node in has or not has else has[0]
-            self.absorb(leases.record(NodeId(where), [renewed], self.now))
+            self.absorb(leases.record([(NodeId(where), [renewed])], self.now))
 
     def met(self, node: int, hold: Hold, line: frames.Line) -> None:
         """All members of one epoch are told the same of each other, each its own rank."""

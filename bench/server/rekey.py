@@ -26,7 +26,7 @@ from gpool.server.identity.secrets.envelope import FieldLocation
 from gpool.server.identity.secrets.sealer import MasterSource, Sealer
 from gpool.server.store.drivers.opening import open_store
 from gpool.server.store.operations.identity import sealed_fields
-from gpool.server.store.sealed_values import SealedField
+from gpool.server.store.values import SealedField
 from tests.tools.processes import Pool
 
 EACH = 100

@@ -18,7 +18,7 @@ from gpool.cli.admin.policy import NOT_LEARNT
 from gpool.cli.main import cli
 from gpool.core.model import EndReason
 from gpool.core.scheduler.place.portfolio import LEAST_ARRIVALS
-from gpool.server.store.operations.tasks.arrivals import MOST_ALIKE
+from gpool.server.store.operations.tasks.submissions import MOST_ALIKE
 from gpool.transfer.node_proofs import NodeKey
 from gpool.wire.frames import Finished, Started, Stop, StopReason
 from tests.server.server_desk import Live, serving

@@ -118,7 +118,7 @@ def wire(settings: Settings, store: Store, clock: Clock) -> Server:
         metrics=metrics,
         sealer=sealer,
         guard=Guard(clock.now),
-        submitting=submit.gathering(),
+        submitting=submit.batching(),
         sign_ins=sign_ins,
         certificate=certificate_of(settings, clock.now()),
         examiner=GpuVerifier(store, picture, clock.now, VerificationSettings.of(settings)),

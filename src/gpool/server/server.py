@@ -32,7 +32,7 @@ from gpool.server.scheduling.picture import StatePicture
 from gpool.server.scheduling.pricing_training import TrainingRequests
 from gpool.server.scheduling.scheduler import Scheduler
 from gpool.server.settings import Settings
-from gpool.server.store.batching import Gathering
+from gpool.server.store.batching import WriteBatcher
 from gpool.server.store.operation import brief, is_brief
 from gpool.server.store.operations.tasks import idempotency
 from gpool.server.store.protocol import Operation, Store
@@ -99,7 +99,7 @@ class Server:
     metrics: Metrics
     sealer: Sealer
     guard: Guard
-    submitting: Gathering[Any, Any, Any]  # of `actions.submit`
+    submitting: WriteBatcher[Any, Any, Any]  # of `actions.submit`
     sign_ins: SignInServices | None = None  # None: only schedules (simulations)
     certificate: Certificate | None = None  # None: plain HTTP
     examiner: GpuVerifier | None = None  # None: no GPU verification

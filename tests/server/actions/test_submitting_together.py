@@ -16,8 +16,8 @@ from gpool.server.scheduling.picture import StatePicture
 from gpool.server.scheduling.scheduler import Scheduler
 from gpool.server.store.identity_values import Caller, GivenQuota
 from gpool.server.store.operations.identity import users
+from gpool.server.store.operations.tasks.submissions import Submission, SubmittedTasks
 from gpool.server.store.protocol import Operation, Store
-from gpool.server.store.values import Submission, Submitted
 from gpool.wire.documents import SubmittedDocument, TaskRequest
 from gpool.wire.frames import Finished
 from tests.server.server_desk import Desk, calls_document
@@ -145,7 +145,7 @@ class FailsOnce(StatePicture):
 
     came = 0
 
-    def add_submission(self, submitted: Submitted, submission: Submission) -> None:
+    def add_submission(self, submitted: SubmittedTasks, submission: Submission) -> None:
         self.came += 1
         if self.came == 2:
             raise LookupError("not this one")

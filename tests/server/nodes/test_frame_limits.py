@@ -6,7 +6,7 @@ import pytest
 
 from gpool.core.ids import BatchId, SpecId, UserId
 from gpool.core.model import InputFile, Requirements, TaskKind, TaskSpec
-from gpool.server.store.values import Submission, Submitted
+from gpool.server.store.operations.tasks.submissions import Submission, SubmittedTasks
 from gpool.wire.frames import MAX_FRAME_BYTES, encode
 from tests.server.server_desk import Desk, an_offer
 
@@ -67,7 +67,7 @@ async def test_specs_with_many_inputs_are_not_remembered_for_ever(desk: Desk) ->
         assert not picture.is_stale
         batch, id_ = BatchId(number), SpecId(number)
         asked = Submission(batch, True, True, id_, spec, UserId(1), (), desk.server.now)
-        picture.add_submission(Submitted(batch, id_, 0, ()), asked)
+        picture.add_submission(SubmittedTasks(batch, id_, 0, ()), asked)
     picture.drop_unused_specs()
     assert picture.is_stale
     await desk.schedule()

@@ -11,7 +11,7 @@ from gpool.core.ids import TaskId
 from gpool.core.model import EndReason, Gpu, Offer, RuntimeOffer, Sharing, SliceProfile, Span, Tier
 from gpool.server.nodes.report_validation import MAX_ERROR_LETTERS, MAX_ITEMS, offer_problem
 from gpool.server.scheduling.delivery import lines_on
-from gpool.server.store.operations.leases.ends import LATE, lasted
+from gpool.server.store.operations.leases.ends import LATE, plausible_duration
 from gpool.server.store.operations.tasks import logs
 from gpool.wire.frames import PROTOCOL, Finished, Hello, Lease, LogChunk, Recorded, Refused, Started
 from tests.server.server_desk import Agent, Desk, an_offer
@@ -198,5 +198,5 @@ async def test_of_a_start_that_was_not_told_nothing_is_known(desk: Desk) -> None
 
 
 def test_what_was_not_measured_stays_so_and_a_clock_set_back_gives_nothing_below_zero() -> None:
-    assert lasted(0, 0, 0, 100) == 0  # type: ignore[arg-type]
-    assert lasted(50, 200, 200, 100) == 0  # type: ignore[arg-type]
+    assert plausible_duration(0, 0, 0, 100) == 0  # type: ignore[arg-type]
+    assert plausible_duration(50, 200, 200, 100) == 0  # type: ignore[arg-type]

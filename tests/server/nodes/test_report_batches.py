@@ -50,7 +50,7 @@ async def test_one_that_meets_nobody_is_written_at_once_by_itself() -> None:
     asked = asyncio.create_task(recorder.record(NodeId(1), an_end(7), NOW))
     await soon()
     assert is_brief(writer.writes[0][0])
-    done = Recording(refused=(Hold(7, 1),))
+    done = Recording(refused=((NodeId(1), Hold(7, 1)),))
     writer.commit(0, done)
     assert await asked == (Hold(7, 1),)
     assert writer.folded == [done]
@@ -67,11 +67,11 @@ async def test_those_that_come_meanwhile_are_one_write_and_each_gets_its_own_ans
     assert len(writer.writes) == 2
     assert asked[0].done()
     assert not any(each.done() for each in asked[1:]), "nobody is answered before the commit"
-    together, alone = Recording(started=(2,)), Recording(refused=(Hold(4, 1),))
-    writer.commit(1, (together, {2: alone}))
+    done = Recording(started=(2,), refused=((NodeId(4), Hold(4, 1)),))
+    writer.commit(1, done)
     answers = await asyncio.gather(*asked)
     assert answers == [(), (), (), (Hold(4, 1),), ()]
-    assert writer.folded[1:] == [together, alone]
+    assert writer.folded[1:] == [done]
 
 
 async def test_a_failed_commit_is_told_to_all_of_them_and_the_next_goes_on() -> None:
@@ -101,8 +101,7 @@ async def test_a_frame_that_cannot_be_written_never_fails_the_others() -> None:
         said = [row[0] for row in relation.rows]
         if 13 in said:
             raise InternalFault("the database refused: a NUL")
-        folds = Recording(released=tuple(said))
-        return folds if said == [9] else (folds, {})
+        return Recording(released=tuple(said))
 
     recorder = ReportBatches(write, folded.append)
     asked = [asyncio.create_task(recorder.record(NodeId(n), an_end(n), NOW)) for n in range(9, 18)]
@@ -127,7 +126,7 @@ async def test_an_agent_that_goes_away_meanwhile_holds_up_nobody() -> None:
     gone.cancel()
     await soon()
     together = Recording(released=(2, 3))
-    writer.commit(1, (together, {}))
+    writer.commit(1, together)
     assert await other == ()
     assert writer.folded == [together], "what the one that is gone reported is folded too"
 
@@ -175,8 +174,7 @@ async def test_a_fold_that_fails_is_told_to_those_it_was_for_and_to_nobody_else(
         said = [row[0] for row in relation.rows]
         if len(said) > 2:
             raise InternalFault("the database refused")
-        folds = Recording(released=tuple(said))
-        return folds if said == [9] else (folds, {})
+        return Recording(released=tuple(said))
 
     recorder = ReportBatches(write, absorb)
     asked = [asyncio.create_task(recorder.record(NodeId(n), an_end(n), NOW)) for n in range(9, 14)]

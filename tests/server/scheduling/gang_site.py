@@ -9,8 +9,8 @@ from gpool.core.ids import BatchId, SpecId, TaskId, UserId, decode, encode
 from gpool.core.model import EndReason, Requirements, TaskKind, TaskSpec
 from gpool.server.identity.secrets.sealer import secret_place
 from gpool.server.scheduling.loops import ExpireNodes
-from gpool.server.store.operations.tasks import tasks
-from gpool.server.store.values import NewTask, Submission, Submitted
+from gpool.server.store.operations.tasks import submissions
+from gpool.server.store.operations.tasks.submissions import NewTask, Submission, SubmittedTasks
 from gpool.wire.frames import Beat, Finished, Grants, Line, Started, Stop, StopReason
 from tests.server.server_desk import Agent, Desk, an_offer
 
@@ -49,8 +49,8 @@ class Site:
             server.now,
             secrets=sealed,
         )
-        done = await server.write(tasks.submit(wanted))
-        assert isinstance(done, Submitted)
+        [done] = await server.write(submissions.submit([wanted]))
+        assert isinstance(done, SubmittedTasks)
         server.picture.add_submission(done, wanted)
         return task
 

@@ -9,7 +9,7 @@ import pytest
 from gpool.core.model import Instant, Permission
 from gpool.core.scheduler.order.fair_share import HALF_LIFE
 from gpool.server.scheduling.usage import StoreUsage, changed
-from gpool.server.store.operations.operators import usage
+from gpool.server.store.operations.operators import rules
 from tests.server.server_desk import Desk, an_offer, exited, open_desk
 
 pytestmark = pytest.mark.anyio
@@ -58,13 +58,13 @@ async def test_what_the_store_knows_is_not_written_again(desk: Desk) -> None:
     await worked(desk)
     keeping = StoreUsage(desk.server)
     await keeping.run_once(desk.server.now)
-    first = await desk.server.store.read(usage.usage())
+    first = await desk.server.store.read(rules.usage())
     desk.clock.advance(5)
     await keeping.run_once(desk.server.now)
-    assert await desk.server.store.read(usage.usage()) == first
+    assert await desk.server.store.read(rules.usage()) == first
     desk.clock.advance(120)
     await keeping.run_once(desk.server.now)
-    assert await desk.server.store.read(usage.usage()) != first
+    assert await desk.server.store.read(rules.usage()) != first
 
 
 def test_a_value_that_only_wears_off_is_never_written() -> None:

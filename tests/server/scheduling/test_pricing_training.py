@@ -10,7 +10,7 @@ from gpool.core.scheduler.place.portfolio import LEAST_ARRIVALS, PLAIN
 from gpool.core.scheduler.place.pricing import USUAL
 from gpool.server.scheduling.loops import TrainPricing
 from gpool.server.scheduling.pricing_training import TrainingSet, train_in_process
-from gpool.server.store.operations.tasks import arrivals
+from gpool.server.store.operations.tasks import submissions
 from tests.server.server_desk import Desk, StoppedClock, an_offer, open_desk
 
 pytestmark = pytest.mark.anyio
@@ -96,7 +96,7 @@ async def test_where_it_is_turned_off_it_is_learnt_only_when_asked(data: Path) -
 async def test_the_process_answers_as_the_planner_here_would(desk: Desk) -> None:
     await desk.agent(offer=an_offer(8, gpus=4))
     await a_day(desk)
-    came = await desk.server.store.read(arrivals.lately(10_000))
+    came = await desk.server.store.read(submissions.recent_shapes(10_000))
     nodes = [entry.node for entry in desk.server.picture.state.nodes.values()]
     asked = TrainingSet.of(tuple(n for n in nodes if n is not None), came, desk.server.now)
     assert sum(count for _, count in asked.arrivals) == 4 * LEAST_ARRIVALS // 2
@@ -106,6 +106,6 @@ async def test_the_process_answers_as_the_planner_here_would(desk: Desk) -> None
 async def test_of_a_large_batch_only_some_count_and_the_oldest_come_first(desk: Desk) -> None:
     await desk.command(gpu="1", copies=500)
     await desk.command(gpu="0.5")
-    came = await desk.server.store.read(arrivals.lately(10_000))
-    assert [count for _, count in came] == [arrivals.MOST_ALIKE, 1]
+    came = await desk.server.store.read(submissions.recent_shapes(10_000))
+    assert [count for _, count in came] == [submissions.MOST_ALIKE, 1]
     assert [shape.requirements.gpu[0].share_milli for shape, _ in came] == [1000, 500]

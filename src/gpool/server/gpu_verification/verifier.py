@@ -37,7 +37,7 @@ from gpool.server.gpu_verification.checking import Claimed, check_openings
 from gpool.server.scheduling.picture import StatePicture
 from gpool.server.settings import Settings, span
 from gpool.server.store.operations.nodes import gpu_verification
-from gpool.server.store.operations.nodes.gpu_verification import Record
+from gpool.server.store.operations.nodes.gpu_verification import GpuVerificationRecord
 from gpool.server.store.protocol import Operation, Store
 from gpool.server.store.values import NodeRow
 from gpool.server.wakeups import Wake
@@ -103,7 +103,7 @@ class _Verification:
 
 @dataclass(frozen=True, slots=True)
 class _Candidate:
-    record: Record
+    record: GpuVerificationRecord
     place: DeviceIdentity
     terms: VerificationTerms
 
@@ -281,7 +281,7 @@ class GpuVerifier:
             for group in _grouped(self._candidates(records, now)):
                 self._begin(group, now)
 
-    def _measure(self, records: Iterable[Record], now: Instant) -> None:
+    def _measure(self, records: Iterable[GpuVerificationRecord], now: Instant) -> None:
         under_verification = self._under_verification()
         for record in records:
             key = (record.node, record.uuid)
@@ -307,7 +307,7 @@ class GpuVerifier:
             text = msgspec.json.encode(frame.measured).decode()
             await self._write(gpu_verification.note_measured(node, frame.uuid, text))
 
-    async def _withhold_some(self, records: Iterable[Record]) -> None:
+    async def _withhold_some(self, records: Iterable[GpuVerificationRecord]) -> None:
         """Withhold GPUs that passed at random instants, to verify them again."""
         chance = SELECT_EVERY / self._wanted.again_every
         for record in records:
@@ -322,7 +322,9 @@ class GpuVerifier:
     def _under_verification(self) -> set[tuple[NodeId, str]]:
         return {(t.node, t.uuid) for batch in self._batches for t in batch.values()}
 
-    def _candidates(self, records: Iterable[Record], now: Instant) -> list[_Candidate]:
+    def _candidates(
+        self, records: Iterable[GpuVerificationRecord], now: Instant
+    ) -> list[_Candidate]:
         """GPUs to verify that are neither being verified nor measured: one would slow the other down."""
         under_verification = self._under_verification()
         found = []
@@ -363,7 +365,7 @@ class GpuVerifier:
             )
         self._batches.append(batch)
 
-    def _idle(self, record: Record) -> Gpu | None:
+    def _idle(self, record: GpuVerificationRecord) -> Gpu | None:
         """The GPU, if its node is connected and nothing runs on it."""
         entry = self._picture.state.nodes.get(record.node)
         if entry is None or entry.node is None or not self._picture.nodes.is_connected(record.node):
@@ -377,7 +379,7 @@ class GpuVerifier:
         return None
 
 
-def _must_wait(record: Record, now: Instant) -> bool:
+def _must_wait(record: GpuVerificationRecord, now: Instant) -> bool:
     if record.verdict is None:
         return record.unproven != WAITS
     failed = record.verdict is not GpuVerdict.PASSED and record.unproven is not None

@@ -158,7 +158,7 @@ class NodeChannel:
         ended = [delivery.undecryptable_secret(each.task, each.epoch) for each in undecryptable]
         ended += [Finished(lease.task, lease.epoch, EndReason.LOST) for lease in lost]
         if ended:
-            recording = await server.write(leases.record(self.node, ended, server.now))
+            recording = await server.write(leases.record([(self.node, ended)], server.now))
             if lost:
                 server.picture.add_loss(self.node)
             server.picture.absorb(recording)

@@ -14,15 +14,14 @@ from gpool.core.model import InputFile, Instant, Offer, TaskSpec, TaskStatus
 from gpool.server.nodes import offers
 from gpool.server.store.operation import operation
 from gpool.server.store.operations.identity.sealed_fields import data_keys, secrets_to_open
-from gpool.server.store.operations.leases import leases
+from gpool.server.store.operations.leases import leases, preemption
 from gpool.server.store.operations.nodes import nodes
 from gpool.server.store.operations.tasks import checkpoints
 from gpool.server.store.protocol import Operation
-from gpool.server.store.sealed_values import DataKey, SealedSecrets
-from gpool.server.store.values import HeldLease, NodeRow
+from gpool.server.store.values import DataKey, HeldLease, NodeRow, SealedSecrets
 from gpool.wire.frames import Hold, Lease, Line, Rendezvous
 
-Checkpoints = Mapping[int, tuple[InputFile, ...]]
+Checkpoints = Mapping[TaskId, tuple[InputFile, ...]]
 """By task: the files its next attempt starts with."""
 
 
@@ -68,7 +67,7 @@ def _leases_of(node: NodeId, row: NodeRow) -> Operation[StoredLeases]:
     secrets = yield from secrets_to_open(secret)
     saved = [lease.task for lease in held if lease.spec in specs and specs[lease.spec].checkpoint]
     begun = yield from checkpoints.manifests(saved)
-    preempting = yield from checkpoints.preempting(node)
+    preempting = yield from preemption.preempting(node)
     members = [lease for lease in held if lease.gang is not None]
     preempting += tuple(
         Hold(each.task, each.epoch)

@@ -14,7 +14,7 @@ from gpool.core.model import SECOND, Instant, Merit, Span
 from gpool.core.trust.gpu_verification import GpuVerdict, MeasuredSpeed
 from gpool.core.trust.reliability import ReliabilityRecord, gigaflops_of
 from gpool.server.server import Server
-from gpool.server.store.operations.nodes import gpu_verification, reliability
+from gpool.server.store.operations.nodes import gpu_verification, nodes
 from gpool.server.wakeups import Wake
 
 EVERY_S = 60.0
@@ -42,7 +42,7 @@ class UpdateReliability:
 
     async def run_once(self, now: Instant) -> None:
         if self._records is None:
-            self._records = dict(await self._server.store.read(reliability.records()))
+            self._records = dict(await self._server.store.read(nodes.reliability_records()))
             self._ran_at = self._wrote_at = now
         if now - self._read_at >= READ_EVERY or not self._read_at:
             self._verified = _verified(await self._server.store.read(gpu_verification.records()))
@@ -77,15 +77,19 @@ class UpdateReliability:
         unwritten, self._unwritten = sorted(self._unwritten), set()
         for first in range(0, len(unwritten), MAX_ROWS):
             some = unwritten[first : first + MAX_ROWS]
-            await self._server.write(reliability.put_records({id_: records[id_] for id_ in some}))
+            await self._server.write(
+                nodes.put_reliability_records({id_: records[id_] for id_ in some})
+            )
         for id_ in records.keys() - self._server.picture.state.nodes.keys():
             del records[id_]
-        await self._server.write(reliability.forget_records())
+        await self._server.write(nodes.forget_reliability_records())
 
 
-def _verified(found: Iterable[gpu_verification.Record]) -> dict[NodeId, tuple[bool, int]]:
+def _verified(
+    found: Iterable[gpu_verification.GpuVerificationRecord],
+) -> dict[NodeId, tuple[bool, int]]:
     """By node: whether all its GPUs passed verification, and if so the speed of the slowest in gigaflops."""
-    by_node: dict[NodeId, list[gpu_verification.Record]] = {}
+    by_node: dict[NodeId, list[gpu_verification.GpuVerificationRecord]] = {}
     for each in found:
         by_node.setdefault(each.node, []).append(each)
     verified: dict[NodeId, tuple[bool, int]] = {}

@@ -22,9 +22,8 @@ from gpool.core.scheduler.state.state import State
 from gpool.server.identity.secrets.envelope import FieldLocation
 from gpool.server.identity.secrets.sealer import Sealer
 from gpool.server.nodes.report_validation import FILE_BYTES
-from gpool.server.store.operations.gangs.grants import parts_of
-from gpool.server.store.sealed_values import DataKey
-from gpool.server.store.values import GrantedLine, HeldLease
+from gpool.server.store.operations.gangs.grants import members_of
+from gpool.server.store.values import DataKey, GrantedLine, HeldLease
 from gpool.wire.frames import Finished, Lease, Line, Rendezvous
 
 SECRET_BYTES = 32
@@ -102,7 +101,7 @@ def deliverable(
 
 
 def nodes_of(line: GrantedLine) -> Iterator[NodeId]:
-    return (part.node for part in parts_of(line.place))
+    return (part.node for part in members_of(line.place))
 
 
 def wire_lines(
@@ -128,7 +127,7 @@ def _member_line(
     line: GrantedLine, node: NodeId, owner: UserId | None, shared: GangSecrets
 ) -> Line:
     ((spec, lease),) = line.leases
-    parts = parts_of(line.place)
+    parts = members_of(line.place)
     rank = next(rank for rank, part in enumerate(parts) if part.node == node)
     user = line.place.shape.user
     meeting = Rendezvous(rank, line.peers, shared[TaskId(lease.task)])

@@ -41,9 +41,10 @@ from gpool.server.scheduling.policy import ActivePolicy
 from gpool.server.scheduling.specs import SpecCache
 from gpool.server.store.operation import operation
 from gpool.server.store.operations.leases import leases
-from gpool.server.store.operations.operators import usage
+from gpool.server.store.operations.operators import rules as usage_operations
+from gpool.server.store.operations.tasks.submissions import Submission, SubmittedTasks
 from gpool.server.store.protocol import Operation, Store
-from gpool.server.store.values import Picture, QueuedRow, Recording, Submission, Submitted
+from gpool.server.store.values import Picture, QueuedRow, Recording
 from gpool.server.wakeups import Hub, Wake
 from gpool.wire.frames import StopReason
 
@@ -139,7 +140,7 @@ class StatePicture:
         """Take a new term and build the state from the store. Nodes that hold leases get a full lease time."""
         invalidations, is_first = self._validity.invalidations, self._validity.is_new
         self.policy.apply_rules_at(now)
-        used = await self._store.read(usage.usage()) if is_first else {}
+        used = await self._store.read(usage_operations.usage()) if is_first else {}
         self.term, rows = await self.write(_survey(now))
         self.specs.rebuild(rows.specs, rows.teams)
         self.nodes.failed_starts.rebuild(rows.unstarted)
@@ -190,7 +191,7 @@ class StatePicture:
             log.exception("an event contradicts the scheduling state; rebuilding it from the store")
             self.invalidate()
 
-    def add_submission(self, submitted: Submitted, submission: Submission) -> None:
+    def add_submission(self, submitted: SubmittedTasks, submission: Submission) -> None:
         """Fold a committed submission."""
         shape = self.specs.add(submitted.spec_id, submission)
         at = submission.at

@@ -22,7 +22,7 @@ from gpool.core.scheduler.order.limits import least_gpus
 from gpool.core.scheduler.place.portfolio import LEAST_ARRIVALS, PLAIN, Learnt, learn
 from gpool.core.scheduler.state.state import State
 from gpool.server.metrics import Metrics
-from gpool.server.store.operations.tasks import arrivals
+from gpool.server.store.operations.tasks import submissions
 from gpool.server.store.protocol import Store
 from gpool.server.wakeups import Wake
 
@@ -108,7 +108,7 @@ async def trained(state: State, store: Store, now: Instant) -> Learnt | None:
     )
     if not nodes:
         return None
-    came = await store.read(arrivals.lately(MAX_TASKS))
+    came = await store.read(submissions.recent_shapes(MAX_TASKS))
     asks = sum(count for shape, count in came if least_gpus(shape))
     if asks < 2 * LEAST_ARRIVALS:
         return None

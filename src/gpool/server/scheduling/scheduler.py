@@ -20,8 +20,7 @@ from gpool.server.metrics import Metrics
 from gpool.server.scheduling import delivery
 from gpool.server.scheduling.picture import StatePicture
 from gpool.server.store.operation import brief
-from gpool.server.store.operations.leases import leases
-from gpool.server.store.operations.tasks import checkpoints
+from gpool.server.store.operations.leases import leases, preemption
 from gpool.server.store.values import AppliedPlan, GrantedLine
 from gpool.wire.frames import Hold
 
@@ -110,7 +109,7 @@ class Scheduler:
         """Ask victims to stop, if they still are as planned. They hold their slots until their nodes report the end."""
         picture = self._picture
         holds = [Hold(each.task, each.epoch) for each in preemptions]
-        recording = await picture.write(checkpoints.preempt_if_current(holds, term, now))
+        recording = await picture.write(preemption.preempt_if_current(holds, term, now))
         asked = tuple(dict.fromkeys(TaskId(hold.task) for _, hold in recording.to_preempt))
         if len(asked) < len(holds):
             log.info("%d of %d preemptions rejected", len(holds) - len(asked), len(holds))
@@ -139,4 +138,4 @@ class Scheduler:
             wire_lines = delivery.wire_lines(granted, node_id, owner, shared)
             connection.grant(wire_lines, picture.specs.spec, secrets)
         for node_id, finished in ended:
-            picture.absorb(await picture.write(leases.record(node_id, finished, now)))
+            picture.absorb(await picture.write(leases.record([(node_id, finished)], now)))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from gpool.core.ids import SpecId, UserId
 from gpool.core.model import Shape, TaskSpec
 from gpool.core.scheduler.state.shapes import shape_of
-from gpool.server.store.values import Submission
+from gpool.server.store.operations.tasks.submissions import Submission
 
 MAX_SPECS = 50_000
 """Specs kept beyond those in use."""

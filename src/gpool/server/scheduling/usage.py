@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from gpool.core.model import SECOND, Instant, Span
 from gpool.core.scheduler.order.fair_share import HALF_LIFE, UsageValues
 from gpool.server.server import Server
-from gpool.server.store.operations.operators import usage
+from gpool.server.store.operations.operators import rules
 from gpool.server.wakeups import Wake
 
 EVERY_S = 5.0
@@ -40,11 +40,11 @@ class StoreUsage:
         found = changed(server.picture.state.used(now), self._written, now)
         rows = list(found.items())
         for first in range(0, len(rows), _ROWS):
-            await server.write(usage.put_usage(dict(rows[first : first + _ROWS]), now))
+            await server.write(rules.put_usage(dict(rows[first : first + _ROWS]), now))
         self._written |= {key: (value, now) for key, value in found.items()}
         if now - self._swept > KEPT:
             self._swept = now
-            await server.write(usage.forget_usage(Instant(now - KEPT)))
+            await server.write(rules.forget_usage(Instant(now - KEPT)))
             self._written = {k: v for k, v in self._written.items() if now - v[1] <= KEPT}
 
 

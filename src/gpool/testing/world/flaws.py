@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from enum import StrEnum
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
@@ -31,10 +31,11 @@ from gpool.core.scheduler.state.events import TasksLeased, TasksQueued
 from gpool.server.nodes.connection import NodeChannel
 from gpool.server.nodes.registry import NodeRegistry, OpenSecrets
 from gpool.server.scheduling.picture import StatePicture
-from gpool.server.server import Answered, Once, Server
+from gpool.server.server import Server
 from gpool.server.store.operations.leases import leases
 from gpool.server.store.protocol import Operation, Relation, Row, Statement
-from gpool.server.store.values import AppliedPlan, Recording, User
+from gpool.server.store.queries import select, values
+from gpool.server.store.values import AppliedPlan, Recording
 from gpool.testing.world.disk import PendingOperation, SimulatedDisk
 from gpool.testing.world.host import Parts
 from gpool.testing.world.machine import SimulatedMachine
@@ -154,10 +155,10 @@ def _with(
     operation: Operation[T], begins: str, keep: Callable[[Sequence[Row]], Sequence[Row]]
 ) -> Operation[T]:
     """Pass only some rows to statements that begin with this text."""
-    answer: list[Row] | None = None
+    answer: object = None
     try:
         while True:
-            statement = operation.send(answer)  # type: ignore[arg-type]
+            statement = operation.send(answer)
             if statement.sql.startswith(begins):
                 kept = {
                     name: Relation(relation.columns, keep(relation.rows))
@@ -171,10 +172,10 @@ def _with(
 
 
 def _rewritten(operation: Operation[T], rewrite: Callable[[str], str]) -> Operation[T]:
-    answer: list[Row] | None = None
+    answer: object = None
     try:
         while True:
-            statement = operation.send(answer)  # type: ignore[arg-type]
+            statement = operation.send(answer)
             answer = yield Statement(
                 rewrite(statement.sql), statement.parameters, statement.relations
             )
@@ -189,35 +190,32 @@ def _rewritten(operation: Operation[T], rewrite: Callable[[str], str]) -> Operat
 class ForgetfulServer(Server):
     """Saves an idempotency key in a separate transaction, after the effect."""
 
-    async def write_once(
-        self, user: User, once: Once | None, operation: Operation[T], encode: Callable[[T], bytes]
-    ) -> Answered[T]:
-        if once is None:
-            value = await self.write(operation)
-            return Answered(value, encode(value))
-        saved = await self.store.read(_saved(user.id, once.key))
-        if saved is not None:
-            return Answered(None, saved)
-        value = await self.write(operation)
-        body = encode(value)
-        await self.write(_save(user.id, once, body, self.now))
-        return Answered(value, body)
+    async def write(self, operation: Operation[T]) -> T:
+        answers: list[Statement] = []
+        value = await super().write(_without_answers(operation, answers))
+        for statement in answers:
+            await super().write(_run(statement))
+        return value
 
 
-def _saved(user: int, key: str) -> Operation[bytes | None]:
-    rows = yield Statement(
-        "SELECT answer FROM idempotency WHERE user_id = :user AND key = :key",
-        {"user": user, "key": key},
-    )
-    return bytes(rows[0][0]) if rows else None
+def _without_answers(operation: Operation[T], answers: list[Statement]) -> Operation[T]:
+    answer: object = None
+    try:
+        while True:
+            statement = operation.send(answer)
+            if statement.sql.startswith("INSERT INTO idempotency"):
+                sql = f"{statement.sql} WHERE true ON CONFLICT DO NOTHING"
+                answers.append(replace(statement, sql=sql))
+                answer = []
+            else:
+                answer = yield statement
+    except StopIteration as stop:
+        value: T = stop.value
+        return value
 
 
-def _save(user: int, once: Once, body: bytes, at: Instant) -> Operation[None]:
-    yield Statement(
-        "INSERT INTO idempotency (user_id, key, fingerprint, answer, created_at) "
-        "VALUES (:user, :key, :fingerprint, :answer, :at) ON CONFLICT DO NOTHING",
-        {"user": user, "key": once.key, "fingerprint": once.fingerprint, "answer": body, "at": at},
-    )
+def _run(statement: Statement) -> Operation[None]:
+    yield statement
 
 
 class FencelessChannel(NodeChannel):
@@ -230,15 +228,23 @@ class FencelessChannel(NodeChannel):
             self._send(Recorded(frame.sequence))
 
 
+class _LeaseFence(NamedTuple):
+    epoch: int
+    node: NodeId | None
+
+
 def _unfenced(items: Sequence[ReportItem], at: Instant) -> Operation[list[Recording]]:
     recordings = []
     for item in items:
-        rows = yield Statement(
-            "SELECT epoch, node_id FROM tasks WHERE id = :task", {"task": item.task}
+        rows = yield from select(
+            _LeaseFence,
+            "SELECT epoch, node_id FROM tasks WHERE id = :task",
+            {"task": item.task},
         )
-        if rows and rows[0][1] is not None:
-            current = msgspec.structs.replace(item, epoch=rows[0][0])
-            recordings.append((yield from leases.record(NodeId(rows[0][1]), (current,), at)))
+        for epoch, node in rows:
+            if node is not None:
+                current = msgspec.structs.replace(item, epoch=epoch)
+                recordings.append((yield from leases.record([(node, (current,))], at)))
     return recordings
 
 
@@ -257,9 +263,9 @@ class GangFencelessChannel(NodeChannel):
 def _epochs(tasks: Sequence[int]) -> Operation[dict[int, int]]:
     found: dict[int, int] = {}
     for task in tasks:
-        rows = yield Statement("SELECT epoch FROM gangs WHERE task_id = :task", {"task": task})
-        if rows:
-            found[task] = rows[0][0]
+        sql = "SELECT epoch FROM gangs WHERE task_id = :task"
+        for epoch in (yield from values(int, sql, {"task": task})):
+            found[task] = epoch
     return found
 
 
@@ -271,7 +277,7 @@ class HastyChannel(NodeChannel):
             self._send(Recorded(frame.sequence))
         now = self._server.now
         self._server.picture.absorb(
-            await self._server.write(leases.record(self.node, frame.items, now))
+            await self._server.write(leases.record([(self.node, frame.items)], now))
         )
 
 

@@ -135,7 +135,7 @@ class ServerProcess:
             metrics=metrics,
             sealer=sealer,
             guard=Guard(site.clock.now),
-            submitting=submit.gathering(),
+            submitting=submit.batching(),
         )
         self._links: list[SimulatedLink] = []
 

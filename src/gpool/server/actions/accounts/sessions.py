@@ -24,7 +24,7 @@ from gpool.server.identity.tokens.refresh import (
     Rotate,
 )
 from gpool.server.server import Once, Server
-from gpool.server.store.identity_values import Account, Caller, Session
+from gpool.server.store.identity_values import Account, Caller, SignInSession
 from gpool.server.store.operation import operation
 from gpool.server.store.operations.identity import accounts as account_operations
 from gpool.server.store.operations.identity import sessions as operations
@@ -79,7 +79,7 @@ async def begin(
     )
     sealed = await server.identity.sealer.seal(_place(family.id), family.seed)
     opened = operations.open_session(
-        Session(
+        SignInSession(
             id=family.id,
             user=family.user,
             seed_sealed=sealed,
@@ -118,7 +118,7 @@ def _label(text: str) -> str:
 class _Standing:
     """A family as the store has it, and whoever it belongs to now."""
 
-    session: Session | None
+    session: SignInSession | None
     user: User | None
 
 
@@ -175,7 +175,7 @@ def _standing(family: str) -> Operation[_Standing]:
     return _Standing(session, None if caller is None else caller.user)
 
 
-async def _family(server: Server, session: Session) -> Family:
+async def _family(server: Server, session: SignInSession) -> Family:
     return Family(
         id=session.id,
         user=session.user,
@@ -197,7 +197,7 @@ def _place(session: str) -> FieldLocation:
 
 async def sign_out(server: Server, who: Caller | None, token: str | None, everywhere: bool) -> None:
     """Ending what is over changes nothing and is no error."""
-    session: Session | None = None
+    session: SignInSession | None = None
     if token is not None:
         session = await _of_token(server, token)
         if who is None and session is not None:
@@ -222,7 +222,7 @@ async def sign_out(server: Server, who: Caller | None, token: str | None, everyw
     server.credentials.forget()
 
 
-async def _of_token(server: Server, token: str) -> Session | None:
+async def _of_token(server: Server, token: str) -> SignInSession | None:
     presented: Presented | None = refresh.parse(token)
     if presented is None:
         return None

@@ -6,9 +6,9 @@ An entry names who, what, on what, from where and whether it went well. It holds
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
-from gpool.core.ids import encode
+from gpool.core.ids import UserId, encode
 from gpool.core.model import SECOND, Instant
 from gpool.server.identity.audit import (
     AuditAnchor,
@@ -24,7 +24,8 @@ from gpool.server.store.identity_values import Caller
 from gpool.server.store.operation import again, operation
 from gpool.server.store.operations.identity import audit as operations
 from gpool.server.store.operations.identity import users
-from gpool.server.store.protocol import Operation, Statement, Store
+from gpool.server.store.protocol import Operation, Store
+from gpool.server.store.queries import select
 from gpool.server.store.rows import of_ids
 from gpool.server.store.values import NodeCredentials, User
 
@@ -81,10 +82,18 @@ def audited(
     return value
 
 
+class _UsedKey(NamedTuple):
+    id: int
+    user_id: UserId
+    name: str
+    last_used_at: Instant | None
+
+
 @operation
 def keys_used(used: Sequence[tuple[int, Instant]]) -> Operation[None]:
     """When API keys were last used; the first use of each in a day is noted."""
-    rows = yield Statement(
+    rows = yield from select(
+        _UsedKey,
         "SELECT k.id, k.user_id, k.name, k.last_used_at FROM {used} AS u JOIN api_keys k ON k.id = u.id",
         {},
         {"used": of_ids(number for number, _ in used)},

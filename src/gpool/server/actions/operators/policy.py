@@ -166,7 +166,7 @@ def _cordon(node: NodeId, why: str, at: Instant) -> Operation[None]:
 
 
 @operation
-def _dropped(kind: operations.Kind, id_: int, otherwise: str) -> Operation[None]:
+def _dropped(kind: operations.RuleKind, id_: int, otherwise: str) -> Operation[None]:
     if not (yield from operations.drop(kind, id_)):
         raise NotFound(otherwise)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from gpool.core.errors import Forbidden, Invalid, NotFound, TooMany
 from gpool.core.ids import NodeId, TaskId, UserId, encode
@@ -22,8 +23,10 @@ from gpool.server.store.identity_values import GivenQuota
 from gpool.server.store.operation import operation
 from gpool.server.store.operations.identity import accounts, teams
 from gpool.server.store.operations.tasks import artifacts
-from gpool.server.store.protocol import Operation, Statement
-from gpool.server.store.values import Submission
+from gpool.server.store.operations.tasks.artifacts import TaskOwner
+from gpool.server.store.operations.tasks.submissions import Submission
+from gpool.server.store.protocol import Operation
+from gpool.server.store.queries import select
 from gpool.wire.frames import Hold
 
 
@@ -135,21 +138,14 @@ def most_queued(server: Server) -> int | None:
     return picture.waiting + len(picture.state.held) + picture.arriving
 
 
-def room_in_queue(
-    server: Server, submission: Submission, most: int | None
-) -> Operation[TooMany | None]:
-    """For the submission's transaction: what to say when it would queue more than its user or team may.
-
-    Counting costs as much as is queued, so it is left out where `most` (of `most_queued`) is within the quota.
-    """
-    [why] = yield from rooms_in_queue(server, [submission], most)
-    return why
-
-
 def rooms_in_queue(
     server: Server, submissions: Sequence[Submission], most: int | None
 ) -> Operation[list[TooMany | None]]:
-    """The same for many that are written together, as if they came one after the other."""
+    """For the submissions' transaction: what to say where one would queue more than its user or team may.
+
+    Each counts for those behind it. Counting costs as much as is queued, so it is left out where `most` (of `most_queued`) is
+    within the quota.
+    """
     theirs = [_holders(each.user, each.team) for each in submissions]
     asked = {holder for holders in theirs for holder in holders}
     given = yield from teams.quotas_of(asked)
@@ -182,6 +178,11 @@ def _taken(
 
 
 # ---- storage
+
+
+class _StorageUse(NamedTuple):
+    size_bytes: int
+    copies: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,13 +226,13 @@ def storage_room(settings: Settings, upload: Upload) -> Operation[tuple[Holder, 
     limit = effective(settings, holder, given).storage_bytes
     if limit is None:
         return None
-    rows = yield Statement(
+    [used] = yield from select(
+        _StorageUse,
         "SELECT COALESCE(SUM(size_bytes), 0), (SELECT COUNT(*) FROM stored WHERE kind = :kind AND id = :id "
         "AND sha256 = :sha256) FROM storage WHERE kind = :kind AND id = :id",
         {"kind": holder[0], "id": holder[1], "sha256": upload.sha256},
     )
-    used, has = rows[0]
-    return None if has else (holder, max(0, limit - int(used)))
+    return None if used.copies else (holder, max(0, limit - int(used.size_bytes)))
 
 
 @operation
@@ -259,12 +260,14 @@ def _keeper(upload: Upload) -> Operation[Holder | None]:
         return "user", upload.user
     if upload.lease is None:
         return None
-    rows = yield Statement(
-        "SELECT user_id, team_id FROM tasks WHERE id = :task", {"task": upload.lease.task}
+    owners = yield from select(
+        TaskOwner,
+        "SELECT user_id, team_id FROM tasks WHERE id = :task",
+        {"task": upload.lease.task},
     )
-    if not rows:
+    if not owners:
         return None
-    user, team = rows[0]
+    [(user, team)] = owners
     return ("user", user) if team is None else ("team", team)
 
 

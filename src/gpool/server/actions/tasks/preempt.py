@@ -18,7 +18,7 @@ from gpool.server.identity.authorization import permit, task_thing
 from gpool.server.server import Once, Server
 from gpool.server.store.identity_values import Caller
 from gpool.server.store.operation import operation
-from gpool.server.store.operations.tasks import checkpoints
+from gpool.server.store.operations.leases import preemption
 from gpool.server.store.operations.tasks import tasks as operations
 from gpool.server.store.protocol import Operation
 from gpool.server.store.values import Recording
@@ -26,7 +26,7 @@ from gpool.server.store.values import Recording
 
 async def make_room(server: Server, tasks: Sequence[TaskId]) -> Recording:
     """Stops whatever of these runs or stands in line; what does not is left alone. For those who have decided."""
-    recording = await server.write(checkpoints.preempt(tasks, server.now))
+    recording = await server.write(preemption.preempt(tasks, server.now))
     _take_in(server, recording)
     return recording
 
@@ -53,7 +53,7 @@ def _preempt(id_: TaskId, who: Caller, at: Instant) -> Operation[Recording]:
     found = yield from operations.task(id_, None)
     permit(who, Action.TASK_PREEMPT, task_thing(found), named(id_))
     assert found is not None
-    recording = yield from checkpoints.preempt((id_,), at)
+    recording = yield from preemption.preempt((id_,), at)
     if not recording.to_preempt:
         why = "stops already" if found.row.holding else "waits already"
         why = "has ended" if found.row.status.is_final else why

@@ -25,7 +25,7 @@ from gpool.server.identity.secrets import envelope
 from gpool.server.identity.secrets.envelope import Envelope, FieldLocation, MasterKey, WrappedKey
 from gpool.server.store.operations.identity import sealed_fields
 from gpool.server.store.protocol import Operation, Store
-from gpool.server.store.sealed_values import DataKey, SealedField, SealedSecrets
+from gpool.server.store.values import DataKey, SealedField, SealedSecrets
 from gpool.server.wakeups import Wake
 from gpool.wire.frames import Secret
 

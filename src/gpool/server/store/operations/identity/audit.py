@@ -1,6 +1,6 @@
-"""The audit record: appended to, read, never changed. Numbers have no gaps; `identity.audit` links each entry to the last.
+"""The audit log: entries are appended and read, never changed. Numbers have no gaps; `identity.audit` chains the hashes.
 
-Whoever appends locks the head to the commit, on PostgreSQL by its row; so appending comes last in an operation.
+Appending locks the head until the commit (on PostgreSQL its row), so it comes last in an operation.
 """
 
 from __future__ import annotations
@@ -11,26 +11,17 @@ from dataclasses import replace
 import msgspec
 
 from gpool.server.identity.audit import AuditAnchor, AuditEntry, AuditLink, appended, facts
+from gpool.server.store.generated_rows import AuditHeadRecord, AuditRecord
 from gpool.server.store.operation import operation
-from gpool.server.store.protocol import Operation, Relation, Row, Statement
+from gpool.server.store.protocol import Operation, Relation, Statement
+from gpool.server.store.queries import relation_columns, select
 from gpool.server.store.rows import storable
 
-ENTRIES = (
-    ("number", "int"),
-    ("at", "int"),
-    ("actor", "text"),
-    ("action", "text"),
-    ("thing", "text"),
-    ("outcome", "text"),
-    ("address", "text"),
-    ("facts", "text"),
-    ("hash", "blob"),
-)
-COLUMNS = ", ".join(name for name, _ in ENTRIES)
+COLUMNS = ", ".join(AuditRecord._fields)
 
 
 def _plain(text: str) -> str:
-    """As both databases can hold it: it is this text that is hashed."""
+    """Return the text as both databases can store it; this text is hashed."""
     return storable(text.encode("utf-8", "replace").decode())
 
 
@@ -48,14 +39,11 @@ def _storable(entry: AuditEntry, sequence: int) -> AuditEntry:
 
 
 def append_all(entries: Sequence[AuditEntry]) -> Operation[int]:
-    """For other operations to include, as their last step. Whatever `sequence` the entries have, they get the next."""
-    rows = yield Statement(
-        "SELECT number, hash FROM audit_head WHERE id = 1 /*postgresql FOR UPDATE*/"
-    )
-    head = _anchor(rows[0])
+    """Append entries as the last step of another operation; return the last number. Sequences are assigned here."""
+    head = yield from _head("/*postgresql FOR UPDATE*/")
     if not entries:
-        return rows[0][0] if head else 0
-    linked: list[Row] = []
+        return head.sequence if head else 0
+    linked: list[AuditRecord] = []
     for entry in entries:
         link = appended(head, _storable(entry, head.sequence + 1 if head else 1))
         head = AuditAnchor(link.entry.sequence, link.hash)
@@ -63,7 +51,7 @@ def append_all(entries: Sequence[AuditEntry]) -> Operation[int]:
     yield Statement(
         f"INSERT INTO audit ({COLUMNS}) SELECT {COLUMNS} FROM {{entries}} AS e",  # noqa: S608
         {},
-        {"entries": Relation(ENTRIES, linked)},
+        {"entries": Relation(relation_columns(AuditRecord), linked)},
     )
     assert head is not None
     yield Statement(
@@ -75,13 +63,13 @@ def append_all(entries: Sequence[AuditEntry]) -> Operation[int]:
 
 @operation
 def append(entries: Sequence[AuditEntry]) -> Operation[int]:
-    """In this order; gives the last number."""
     return (yield from append_all(entries))
 
 
 @operation
 def entries(after: int, limit: int) -> Operation[tuple[AuditLink, ...]]:
-    rows = yield Statement(
+    rows = yield from select(
+        AuditRecord,
         f"SELECT {COLUMNS} FROM audit WHERE number > :after ORDER BY number LIMIT :limit",  # noqa: S608
         {"after": after, "limit": limit},
     )
@@ -90,8 +78,8 @@ def entries(after: int, limit: int) -> Operation[tuple[AuditLink, ...]]:
 
 @operation
 def newest(before: int | None, limit: int) -> Operation[tuple[AuditLink, ...]]:
-    """Backwards, for a page."""
-    rows = yield Statement(
+    rows = yield from select(
+        AuditRecord,
         f"SELECT {COLUMNS} FROM audit WHERE number < :before ORDER BY number DESC LIMIT :limit",  # noqa: S608
         {"before": (1 << 63) - 1 if before is None else before, "limit": limit},
     )
@@ -100,19 +88,21 @@ def newest(before: int | None, limit: int) -> Operation[tuple[AuditLink, ...]]:
 
 @operation
 def head() -> Operation[AuditAnchor | None]:
-    """None while the record is empty."""
-    rows = yield Statement("SELECT number, hash FROM audit_head WHERE id = 1")
-    return _anchor(rows[0])
+    """Return the last entry's number and hash; None while the log is empty."""
+    return (yield from _head(""))
 
 
-def _anchor(row: Row) -> AuditAnchor | None:
-    return None if row[1] is None else AuditAnchor(row[0], bytes(row[1]))
+def _head(lock: str) -> Operation[AuditAnchor | None]:
+    [row] = yield from select(
+        AuditHeadRecord,
+        f"SELECT id, number, hash FROM audit_head WHERE id = 1 {lock}",  # noqa: S608
+    )
+    return None if row.hash is None else AuditAnchor(row.number, bytes(row.hash))
 
 
-def _row(link: AuditLink) -> Row:
+def _row(link: AuditLink) -> AuditRecord:
     entry = link.entry
-    told = msgspec.json.encode(entry.facts).decode()
-    return (
+    return AuditRecord(
         entry.sequence,
         entry.at,
         entry.actor,
@@ -120,13 +110,14 @@ def _row(link: AuditLink) -> Row:
         entry.thing,
         entry.outcome,
         entry.address,
-        told,
+        msgspec.json.encode(entry.facts).decode(),
         link.hash,
     )
 
 
-def _link(row: Row) -> AuditLink:
-    told = msgspec.json.decode(row[7], type=tuple[tuple[str, str], ...])
-    number, at, actor, action, thing, outcome, address = row[:7]
-    entry = AuditEntry(number, at, actor, action, thing, outcome, address, told)
-    return AuditLink(entry, bytes(row[8]))
+def _link(row: AuditRecord) -> AuditLink:
+    facts = msgspec.json.decode(row.facts, type=tuple[tuple[str, str], ...])
+    entry = AuditEntry(
+        row.number, row.at, row.actor, row.action, row.thing, row.outcome, row.address, facts
+    )
+    return AuditLink(entry, bytes(row.hash))

@@ -15,7 +15,7 @@ import asyncpg  # type: ignore[import-untyped]
 
 from gpool.core.errors import Conflict, Unreachable
 from gpool.server.store.drivers.postgres import LOST
-from gpool.server.store.server_lock import PATIENCE_S, held_by_another, this_process
+from gpool.server.store.drivers.server_lock import PATIENCE_S, held_by_another, this_process
 
 log = logging.getLogger(__name__)
 
@@ -42,8 +42,6 @@ _HOLDER = """
 
 
 class PostgresServerLock:
-    """Made by `locked_database`."""
-
     def __init__(self, url: str, connection: Any, reclaim_s: float) -> None:
         self._url = url
         self._connection = connection

@@ -1,4 +1,4 @@
-"""The lock that keeps a second server off a store. Depends on nothing of the store; bare stores do not take it.
+"""Lock against a second server on one store. Depends on nothing of the store; opening a store does not take it.
 
 A second server would give every node a deadline, hear no heartbeat and expire leases that the first one renews.
 """
@@ -66,7 +66,6 @@ async def locked_file(database: Path) -> AsyncIterator[FileServerLock]:
 
 
 def _lock_file(database: Path) -> tuple[Path, int]:
-    """The database's path without links, and the open lock file."""
     path = database.resolve()
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f"{path.name}.lock")
