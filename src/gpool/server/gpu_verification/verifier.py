@@ -161,7 +161,6 @@ class GpuVerifier:
             return await self._store.write(operation)
 
     async def take(self, node: NodeId, frame: FromGpu) -> None:
-        """Process a frame about a GPU of the node."""
         now = self._now()
         if isinstance(frame, GpuMeasured):
             await self._store_measurement(node, frame)
@@ -295,7 +294,6 @@ class GpuVerifier:
                 self._send(record.node, MeasureGpu(record.uuid))
 
     def _end_measuring(self, key: tuple[NodeId, str]) -> bool:
-        """End a measurement, so that a verification can follow at once; whether one was running."""
         self._selected_at = Instant(0)
         self.wake.call()
         self._measured.add(key)
@@ -364,7 +362,6 @@ class GpuVerifier:
         self._batches.append(batch)
 
     def _idle(self, record: Record) -> Gpu | None:
-        """The GPU, if its node is connected and nothing runs on it."""
         entry = self._picture.state.nodes.get(record.node)
         if entry is None or entry.node is None or not self._picture.nodes.is_connected(record.node):
             return None
