@@ -68,6 +68,8 @@ check: setup                ## lint, types, import contracts, structure, generat
 		|| { echo 'docs/lifecycle.md is stale: run make docs'; exit 1; }
 	$(BIN)/python -m gpool.agent.state_machine.transitions | diff -u docs/agent-lifecycle.md - \
 		|| { echo 'docs/agent-lifecycle.md is stale: run make docs'; exit 1; }
+	$(BIN)/python -m gpool.server.settings | diff -u docs/settings.md - \
+		|| { echo 'docs/settings.md is stale: run make docs'; exit 1; }
 
 # In CI, as root, what requirements/apt.txt lists is installed, so that nothing has to be skipped.
 system:
@@ -96,6 +98,7 @@ bench: setup                ## every benchmark that needs nothing but gpool; tab
 docs: setup                 ## write the generated pages again
 	$(BIN)/python -m gpool.core.lifecycle > docs/lifecycle.md
 	$(BIN)/python -m gpool.agent.state_machine.transitions > docs/agent-lifecycle.md
+	$(BIN)/python -m gpool.server.settings > docs/settings.md
 
 lock: $(VENV)/pyvenv.cfg    ## resolve requirements/*.txt again
 	@command -v uv >/dev/null || $(PIP) install uv

@@ -93,7 +93,7 @@ def fresh_user(pool: Pool, number: int) -> Client:
         http.post("/v1/users", json=account).raise_for_status()
         signed_in = http.post("/v1/auth/password", json=account).raise_for_status()
     client = Client(pool.address, signed_in.json()["access_token"])
-    client.door.get_json("/v1/me")
+    client.api.get_json("/v1/me")
     return client
 
 

@@ -29,7 +29,8 @@ from gpool.core.model import (
     TaskKind,
     TaskSpec,
 )
-from gpool.core.scheduler.order.orders import ORDERS, Policy
+from gpool.core.scheduler.order.builtin import ORDERS
+from gpool.core.scheduler.order.orders import Policy
 from gpool.server.scheduling.picture import StatePicture
 from gpool.server.store.operations.leases import leases
 from gpool.server.store.operations.nodes import nodes

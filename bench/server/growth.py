@@ -27,6 +27,7 @@ from gpool.core.ids import BatchId, SpecId, TaskId, UserId, encode
 from gpool.core.model import Instant, Permission, TaskKind, TaskSpec
 from gpool.core.scheduler.order.orders import Policy
 from gpool.core.scheduler.passes.plan import plan
+from gpool.core.scheduler.place.index import PlacementIndex
 from gpool.server.app import OPERATOR
 from gpool.server.clock import SystemClock, system_ids
 from gpool.server.store import open_store
@@ -67,7 +68,10 @@ def passes(rounds: int, nodes: int) -> Cost:
     few, many = (planner.pool(count, SHAPES, nodes) for count in (FEW, QUEUED))
     policy = Policy(order="fcfs")
     timed = [
-        [planner.best(partial(plan, state, planner.NOW, policy), 5) for state in (few, many)]
+        [
+            planner.best(partial(plan, state, PlacementIndex(), planner.NOW, policy), 5)
+            for state in (few, many)
+        ]
         for _ in range(rounds)
     ]
     best = [round(min(column) * 1e6, 1) for column in zip(*timed, strict=True)]

@@ -17,7 +17,7 @@ from typing import Any
 
 from gpool.core.ids import BatchId, NodeId, SpecId, TaskId, UserId
 from gpool.core.model import Allocation, EndReason, Instant, Offer, Permission, TaskKind, TaskSpec
-from gpool.core.scheduler.state.events import Grant, Place
+from gpool.core.scheduler.state.events import LeaseGrant, Placement
 from gpool.core.scheduler.state.shapes import shape_of
 from gpool.server.store import open_store
 from gpool.server.store.operations.identity import users
@@ -49,9 +49,9 @@ def submission(batch: int, first: int, count: int) -> Submission:
     return Submission(BatchId(batch), True, True, SpecId(9), SPEC, USER, made, AT)
 
 
-def place(first: int, count: int) -> Place:
-    grants = tuple(Grant(TaskId(first + i), 1) for i in range(count))
-    return Place(NODE, Allocation(0, 1000, 1 << 30), SHAPE, grants)
+def place(first: int, count: int) -> Placement:
+    grants = tuple(LeaseGrant(TaskId(first + i), 1) for i in range(count))
+    return Placement(NODE, Allocation(0, 1000, 1 << 30), SHAPE, grants)
 
 
 def reports(first: int, count: int) -> list[ReportItem]:

@@ -23,7 +23,7 @@ from gpool.core.model import (
     TaskSpec,
 )
 from gpool.core.permissions import TeamId
-from gpool.core.scheduler.state.events import Grant, Place
+from gpool.core.scheduler.state.events import LeaseGrant, Placement
 from gpool.core.scheduler.state.shapes import shape_of
 from gpool.server.store import open_store
 from gpool.server.store.identity_values import Team
@@ -222,9 +222,9 @@ class Pool:
         epoch: int = 1,
         allocation: Allocation = CPU,
         spec: TaskSpec = COMMAND,
-    ) -> Place:
-        grants = tuple(Grant(task, epoch) for task in granted)
-        return Place(node, allocation, shape_of(spec, self.ann), grants)
+    ) -> Placement:
+        grants = tuple(LeaseGrant(task, epoch) for task in granted)
+        return Placement(node, allocation, shape_of(spec, self.ann), grants)
 
     def grant(
         self,

@@ -22,7 +22,7 @@ from gpool.core.model import (
     Slice,
     TaskStatus,
 )
-from gpool.core.scheduler.state.events import Grant, Member, Place
+from gpool.core.scheduler.state.events import GangPart, LeaseGrant, Placement
 from gpool.core.scheduler.state.shapes import shape_of
 from gpool.server.store.operation import again, operation
 from gpool.server.store.operations.identity import teams
@@ -126,14 +126,14 @@ def test_a_gang_that_cannot_have_one_of_its_nodes_gets_none(site: Site, meanwhil
     assert site.pool.read(leases.picture()).gangs == ()
 
 
-def gang_on_gpus(pool: Pool) -> tuple[TaskId, Place]:
+def gang_on_gpus(pool: Pool) -> tuple[TaskId, Placement]:
     """Two nodes of a site with a GPU each, and a gang for both."""
     spec = gang_spec()
     (task,) = pool.submit(spec=spec)
     one, other = site_of(pool, 2, gpus=1).nodes
     whole = replace(CPU, slices=(Slice(0, 80 << 30, 1000),))
     shape = shape_of(spec, pool.ann)
-    return task, Place(one, whole, shape, (Grant(task, 1),), (Member(other, whole),))
+    return task, Placement(one, whole, shape, (LeaseGrant(task, 1),), (GangPart(other, whole),))
 
 
 def test_a_gang_on_a_flagged_gpu_of_one_node_is_refused_whole(pool: Pool) -> None:

@@ -1,6 +1,6 @@
 """The services a node runs tasks with: runtimes, sandbox networks, environments, GPU shares; built from the settings.
 
-Depends on every package that implements one. Decides nothing about leases.
+Runtimes are made by `gpool.agent.runtime.registry`. Decides nothing about leases.
 """
 
 from __future__ import annotations
@@ -33,28 +33,25 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class NodeServices:
-    """The services of one node; the protocols are in `gpool.agent.running.sandboxes`."""
-
     runtimes: Sequence[Runtime]
     networks: NetworkProvider | None = None
     environments: EnvironmentProvider | None = None
     allowed: Callable[[], PolicyLimits] = PolicyLimits
-    seats: GpuShareProvider | None = None
+    gpu_shares: GpuShareProvider | None = None
 
     async def start(self) -> None:
-        """Remove the leftovers of an earlier agent, then start each service."""
         for runtime in self.runtimes:
             await runtime.sweep()
         if self.networks is not None:
             await self.networks.start()
         if self.environments is not None:
             await self.environments.sweep()
-        if self.seats is not None:
-            await self.seats.start()
+        if self.gpu_shares is not None:
+            await self.gpu_shares.start()
 
     async def close(self) -> None:
-        if self.seats is not None:
-            await self.seats.close()
+        if self.gpu_shares is not None:
+            await self.gpu_shares.close()
         for runtime in self.runtimes:
             await runtime.close()
         if self.environments is not None:
@@ -65,8 +62,6 @@ class NodeServices:
 
 @dataclass(frozen=True, slots=True)
 class NetworkSupport:
-    """Sandbox networks this machine can open, and where they lead."""
-
     networks: sandbox_network.Networks | None = None
     egress: bool = False
     gangs: bool = False
@@ -75,7 +70,7 @@ class NetworkSupport:
 def network_support(settings: AgentSettings, policy: OwnerPolicy) -> NetworkSupport:
     """Probe the machine for egress, and for gang networks if a site is named; log what is missing.
 
-    Environment builds use egress even if the policy gives tasks none: the offer states what tasks get.
+    Environment builds use egress even if the policy gives tasks none; the offer states the networks of tasks.
     """
     egress, why = asyncio.run(probe(settings.data_dir))
     if not egress:
@@ -91,7 +86,6 @@ def network_support(settings: AgentSettings, policy: OwnerPolicy) -> NetworkSupp
 
 
 def egress_policy(policy: OwnerPolicy) -> EgressPolicy:
-    """Return the policy's [egress] table as network filters; `Invalid` names the entry that is wrong."""
     rules = policy.egress
     try:
         allow = tuple(parse_target(text) for text in rules.allow)
@@ -106,6 +100,5 @@ def egress_policy(policy: OwnerPolicy) -> EgressPolicy:
 def environment_provider(
     settings: AgentSettings, builder: BuildRuntime, support: NetworkSupport
 ) -> EnvironmentProvider | None:
-    """Return the builder of package environments; None where packages cannot be downloaded or built."""
     networks = support.networks if support.egress else None
     return environments_for(settings.data_dir, builder, networks, os.environ, clock=boot_clock)

@@ -54,7 +54,7 @@ def queue(ctx: click.Context, team: str | None, everybody: bool, limit: int, as_
     if as_json:
         emit_json([{**task, "explain": told.get(task["id"])} for task in found])
         return
-    date, shared = client.door.date, shared_names(places(found))
+    date, shared = client.api.date, shared_names(places(found))
     known = principal_names(client) if everybody else {}
     rows = []
     for task in found:

@@ -1,9 +1,11 @@
-"""The server as one value: what every action needs. Wired in `app`; holds no rules of its own."""
+"""The server as one value: the services every action needs, wired in `app`. Holds no rules."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Generic, TypeVar
 
 from gpool.core.ids import IdSource
@@ -13,15 +15,18 @@ from gpool.server.clock import Clock
 from gpool.server.gpu_verification.verifier import GpuVerifier
 from gpool.server.identity.certificates import Certificate
 from gpool.server.identity.credentials import Credentials
-from gpool.server.identity.node_proofs.verifier import NodeGate
+from gpool.server.identity.node_proofs.verifier import NodeAuthenticator
+from gpool.server.identity.passwords import PasswordCost, Passwords
 from gpool.server.identity.secrets.sealer import Sealer
-from gpool.server.identity.services import SignIns
 from gpool.server.identity.sign_in_guard import Guard
+from gpool.server.identity.tokens.refresh import RefreshTerms
+from gpool.server.identity.tokens.signing_keys import TokenSigner
 from gpool.server.metrics import Metrics
 from gpool.server.nodes.frame_budget import FrameBudgets
 from gpool.server.nodes.registry import NodeRegistry
 from gpool.server.nodes.report_batches import ReportBatches
 from gpool.server.nodes.telemetry import Telemetry
+from gpool.server.outbound import Outbound
 from gpool.server.scheduling.explanations import Explainer
 from gpool.server.scheduling.picture import StatePicture
 from gpool.server.scheduling.pricing_training import TrainingRequests
@@ -36,10 +41,15 @@ from gpool.server.wakeups import Hub
 
 T = TypeVar("T")
 
+try:
+    VERSION = version("gpool")
+except PackageNotFoundError:  # run from source without installation
+    VERSION = "0+source"
+
 
 @dataclass(frozen=True, slots=True)
 class Once:
-    """A request that must happen at most once: its Idempotency-Key, and what was asked under it."""
+    """Idempotency-Key of a request, with a fingerprint of its content."""
 
     key: str
     fingerprint: str
@@ -47,10 +57,29 @@ class Once:
 
 @dataclass(frozen=True, slots=True)
 class Answered(Generic[T]):
-    """What an operation gave (None: it happened before, under the same key) and the answer saved for it."""
+    """Value of an operation (None: done before under the same key) and its saved response body."""
 
     value: T | None
     body: bytes
+
+
+@dataclass(frozen=True)
+class SignInServices:
+    sealer: Sealer
+    signing: TokenSigner
+    outbound: Outbound
+    terms: RefreshTerms
+    cost: PasswordCost = field(default_factory=PasswordCost)
+
+    @cached_property
+    def passwords(self) -> Passwords:
+        """Created at first use: its decoy costs as much as hashing a password."""
+        return Passwords(self.cost)
+
+    async def close(self) -> None:
+        if "passwords" in self.__dict__:
+            self.passwords.close()
+        await self.outbound.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,26 +95,26 @@ class Server:
     reports: ReportBatches
     blobs: Blobs
     credentials: Credentials
-    gate: NodeGate
+    gate: NodeAuthenticator
     metrics: Metrics
     sealer: Sealer
     guard: Guard
     submitting: Gathering[Any, Any, Any]  # of `actions.submit`
-    sign_ins: SignIns | None = None  # None: a server that only schedules
+    sign_ins: SignInServices | None = None  # None: only schedules (simulations)
     certificate: Certificate | None = None  # None: plain HTTP
-    examiner: GpuVerifier | None = None  # None: GPUs are neither measured nor examined
+    examiner: GpuVerifier | None = None  # None: no GPU verification
     telemetry: Telemetry = field(default_factory=Telemetry)
     learning: TrainingRequests = field(default_factory=TrainingRequests)
     explaining: Explainer = field(default_factory=Explainer)
-    paces: FrameBudgets = field(default_factory=lambda: FrameBudgets(0.0))  # of what nodes send
+    paces: FrameBudgets = field(default_factory=lambda: FrameBudgets(0.0))  # frame budgets of nodes
 
     @property
     def now(self) -> Instant:
         return self.clock.now()
 
     @property
-    def identity(self) -> SignIns:
-        assert self.sign_ins is not None, "this server signs nobody in"
+    def identity(self) -> SignInServices:
+        assert self.sign_ins is not None, "this server has no sign-in services"
         return self.sign_ins
 
     async def write(self, operation: Operation[T]) -> T:
@@ -96,7 +125,7 @@ class Server:
     async def write_once(
         self, user: User, once: Once | None, operation: Operation[T], encode: Callable[[T], bytes]
     ) -> Answered[T]:
-        """Like `write`; under a key already used the first answer comes back, without a value."""
+        """Like `write`; for a used Idempotency-Key, return the first response without a value."""
         if once is None:
             value = await self.write(operation)
             return Answered(value, encode(value))

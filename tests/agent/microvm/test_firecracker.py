@@ -17,6 +17,7 @@ from gpool.agent.runtime.microvm import guest
 from gpool.agent.runtime.microvm.guest_link import GuestConnection
 from gpool.agent.runtime.microvm.guest_streams import GuestPipes
 from gpool.agent.runtime.microvm.monitors.firecracker import api
+from gpool.agent.runtime.microvm.monitors.firecracker.monitor import Firecracker
 from gpool.agent.runtime.microvm.monitors.protocol import GuestDisk, GuestMachine
 from gpool.agent.runtime.protocol import SandboxFailed
 from tests.tools.runtimes import PATIENCE_S, within
@@ -186,15 +187,15 @@ def test_the_disks_come_in_the_order_the_guest_mounts_them() -> None:
 
 def test_a_guest_is_configured_started_and_talked_to_over_its_vsock(tmp_path: Path) -> None:
     async def work() -> tuple[list[str], bytes, int]:
-        fake = FakeFirecracker(tmp_path)
+        line = Firecracker("firecracker").open_line(tmp_path, os.geteuid())
+        os.close(line.descriptor)  # as the launch does
+        fake = FakeFirecracker(tmp_path / "vmm")
         async with await fake.serve():
-            listening = api.listen(tmp_path, guest.AGENT_PORT, os.geteuid())
-            made = api.requests(MACHINE)
-            await api.configure(tmp_path, os.geteuid(), made, PATIENCE_S)
+            connecting = asyncio.create_task(line.connect(MACHINE, PATIENCE_S))
             await fake.started.wait()
-            where = tmp_path / f"{api.VSOCK_NAME}_{guest.AGENT_PORT}"
+            where = fake.folder / f"{api.VSOCK_NAME}_{guest.AGENT_PORT}"
             dialled = asyncio.create_task(asyncio.open_unix_connection(where))
-            line = await api.accept(listening, PATIENCE_S)
+            connection = await connecting
             reader, writer = await dialled
             with pytest.raises(OSError, match="refused"):
                 await asyncio.open_unix_connection(
@@ -202,7 +203,7 @@ def test_a_guest_is_configured_started_and_talked_to_over_its_vsock(tmp_path: Pa
                 )  # a second one, by the task: nobody listens any more
             out, out_end = os.pipe()
             err, err_end = os.pipe()
-            talk = GuestConnection(line, GuestPipes(out_end, err_end))
+            talk = GuestConnection(connection, GuestPipes(out_end, err_end))
 
             async def play() -> None:
                 for word in ({"word": "hello", "version": guest.VERSION}, {"word": "started"}):

@@ -12,7 +12,7 @@ from gpool.core.errors import InternalFault, Invalid
 from gpool.core.ids import SpecId
 from gpool.core.model import Permission
 from gpool.server.identity.secrets import sealer as sealing
-from gpool.server.identity.secrets.envelope import Place
+from gpool.server.identity.secrets.envelope import FieldLocation
 from gpool.server.identity.secrets.sealer import MasterSource, Sealer, secret_place
 from gpool.server.scheduling.loops import RotateKeys
 from gpool.server.store.operations.identity import sealed_fields
@@ -39,7 +39,7 @@ async def plant(desk: Desk, count: int) -> dict[tuple[int, str], bytes]:
 async def opened(sealer: Sealer, desk: Desk) -> dict[tuple[int, str], bytes]:
     found = {}
     for field in await desk.server.store.read(sealed_fields.sealed_fields(None, 100_000)):
-        place = Place(field.table, field.row, field.column)
+        place = FieldLocation(field.table, field.row, field.column)
         plain = await sealer.open(place, field.sealed)
         if field.table == "task_secrets":
             spec, _, name = field.row.partition("/")
@@ -122,7 +122,7 @@ async def test_a_new_master_wraps_every_key_and_the_old_one_opens_nothing(
     fresh = Sealer(desk.server.store, MasterSource(data / "master.key"), desk.clock.now)
     assert await opened(fresh, desk) == planted
     stale = Sealer(desk.server.store, MasterSource(data / "none", old), desk.clock.now)
-    with pytest.raises(Invalid, match="which is not here"):
+    with pytest.raises(Invalid, match="which is missing"):
         await opened(stale, desk)
 
 
@@ -131,7 +131,7 @@ async def test_a_master_from_a_variable_or_a_command_is_changed_where_it_comes_f
 ) -> None:
     one = (data / "master.key").read_text().strip()
     two = base64.b64encode(secrets.token_bytes(32)).decode()
-    place = Place("sessions", "s", "seed_sealed")
+    place = FieldLocation("sessions", "s", "seed_sealed")
     by_text = Sealer(desk.server.store, MasterSource(tmp_path / "none", one), desk.clock.now)
     kept = await by_text.seal(place, b"seed")
     printed = tmp_path / "keys"
@@ -152,7 +152,7 @@ async def test_a_thousand_swapped_ciphertexts_never_open(desk: Desk) -> None:
     shifted = [*fields[1:], fields[0]]
     opens = 0
     for here, there in zip(fields, shifted, strict=True):
-        place = Place(here.table, here.row, here.column)
+        place = FieldLocation(here.table, here.row, here.column)
         assert await desk.server.sealer.open(place, here.sealed)  # the control
         try:
             await desk.server.sealer.open(place, there.sealed)

@@ -10,7 +10,7 @@ import pytest
 
 from gpool.core.ids import NodeId, TaskId, UserId, decode
 from gpool.core.model import SECOND, Allocation, Availability, Instant, TaskKind, TaskSpec
-from gpool.core.scheduler.state.events import Grant, Place
+from gpool.core.scheduler.state.events import LeaseGrant, Placement
 from gpool.core.scheduler.state.shapes import shape_of
 from gpool.core.scheduler.state.state import State
 from gpool.server.actions.operators.quotas import set_quota
@@ -161,7 +161,7 @@ def test_one_that_was_cancelled_while_it_was_planned_is_not_remembered() -> None
     """It was withdrawn before it was refused: nothing would ever come to forget it."""
     refused, task = RejectedPlans(), TaskId(7)
     shape = shape_of(TaskSpec(TaskKind.COMMAND, "t", command=("true",)), UserId(1), None)
-    plan = [Place(NodeId(1), Allocation(1, 0, 0), shape, (Grant(task, 1),))]
+    plan = [Placement(NodeId(1), Allocation(1, 0, 0), shape, (LeaseGrant(task, 1),))]
     refused.pause(State(), refused.count(plan, ()), Instant(0))
     refused.count(plan, ())
     assert not refused.needs_rebuild([task]), "it is the first refusal that is known"

@@ -44,7 +44,6 @@ def lacks(engine: str) -> str:
 
 
 def start_ray(words: list[str]) -> None:
-    """Start Ray's processes of this member; their output is shown only if they fail."""
     done = subprocess.run(
         [sys.executable, *words],
         stdin=subprocess.DEVNULL,
@@ -98,7 +97,6 @@ def has_joined(one: socket.socket) -> bool:
 
 
 def lead(words: list[str], command: list[str], nodes: int, at: tuple[str, int], ray: str) -> int:
-    """Be the first member: start the head, run the command once all have joined; return its exit code."""
     gate = socket.create_server(at, backlog=BACKLOG)
     start_ray(words)
     others = wait_for(gate, nodes - 1)
@@ -154,7 +152,6 @@ def dialled(host: str, port: int) -> socket.socket:
 
 
 def follow(words: list[str], at: tuple[str, int], ray: str) -> int:
-    """Be any other member: join once the head answers, exit once it is gone."""
     gate = dialled(*at)
     host, _, port = ray.rpartition(":")
     dialled(host, int(port)).close()

@@ -55,8 +55,6 @@ MOST_FIRST_PID = 16  # the first processes of a namespace have such numbers
 
 
 class Baseline:
-    """State of the process restored after each call: variables, arguments and module path."""
-
     def __init__(self) -> None:
         self.environ = dict(os.environ)
         self.environ_data: dict[Any, Any] = {}

@@ -54,7 +54,6 @@ class ArtifactCache:
 
     @asynccontextmanager
     async def held(self, sha256: str, lease: LeaseRef) -> AsyncIterator[Path]:
-        """Yield the artifact's file, kept while the block lasts."""
         file = self._directory / sha256
         self._users[sha256] = self._users.get(sha256, 0) + 1
         try:
@@ -122,7 +121,6 @@ class ArtifactCache:
         self._sizes[sha256] = size
 
     def _count_part(self, sha256: str) -> None:
-        """Count the partial download, if there is one."""
         with suppress(FileNotFoundError):
             size = (self._directory / f"{sha256}{PART}").stat().st_size
             self._total += size - self._parts.get(sha256, 0)

@@ -91,7 +91,6 @@ class CommandExecutor:
         self.task.cancel()
 
     async def _terminate(self, sandbox: CommandSandbox, grace_us: int) -> None:
-        """Send SIGTERM, wait for the grace, kill in any case; the main task then sees the end."""
         try:
             if grace_us:
                 with contextlib.suppress(TimeoutError, SandboxFailed, OSError):
@@ -102,7 +101,6 @@ class CommandExecutor:
             await sandbox.kill()
 
     def _report(self, task: asyncio.Task[None]) -> None:
-        """Feed the end, also if the task was cancelled before its first step."""
         ended = executor_failure(task) or self._outcome
         start = self._start
         took = self._context.clock() - self._began
@@ -126,7 +124,6 @@ class CommandExecutor:
         self._context.feed(CommandCheckpointed(self._start.task, self._start.epoch, files))
 
     def _note(self, text: str) -> None:
-        """Add a line of the agent to the task's output."""
         data = f"[gpool: {text}]\n".encode()
         self._context.feed(CommandPrinted(self._start.task, self._start.epoch, 2, data))
 
@@ -155,11 +152,11 @@ class CommandExecutor:
             if isinstance(staged, SandboxExit):
                 return staged, ()
             gang = start.gang
-            lane_wanted = None if gang is None else gangs.lane_of(spec, gang)
-            prepared = self._context.prepare(spec, self._reach, self._note, lane_wanted)
-            environment, lane = await stack.enter_async_context(prepared)
-            share = self._context.gpu_share_for(runtime, start.user, start.allocation.slices)
-            seat = await stack.enter_async_context(share)
+            gang_network = None if gang is None else gangs.network_of(spec, gang)
+            prepared = self._context.prepare(spec, self._reach, self._note, gang_network)
+            environment, network = await stack.enter_async_context(prepared)
+            shares = self._context.gpu_share_for(runtime, start.user, start.allocation.slices)
+            share = await stack.enter_async_context(shares)
             command, variables = spec.command, spec.env
             if gang is not None:
                 command = gangs.command_of(spec, gang, start.allocation)
@@ -171,10 +168,10 @@ class CommandExecutor:
                 start.allocation.slices,
                 limits_of(spec, start.allocation),
                 environment,
-                lane,
+                network,
                 image_of(spec),
                 self._note,
-                seat,
+                share,
             )
             sandbox = await start_sandbox(runtime, runtime.start_command(job))
             self._began = self._context.clock()
@@ -188,7 +185,6 @@ class CommandExecutor:
     async def _fetch(
         self, stack: contextlib.AsyncExitStack
     ) -> tuple[StagedInput, ...] | SandboxExit:
-        """Fetch the inputs, and over them the checkpoint of an earlier attempt; return the end if one is not available."""
         spec, checkpoint = self._start.spec, self._start.checkpoint
         if spec.inputs or checkpoint:
             self._reach(Phase.FETCH)
@@ -209,7 +205,6 @@ class CommandExecutor:
         return tuple(staged.values())
 
     async def _watch(self, sandbox: CommandSandbox) -> Outcome:
-        """Follow the running command to its end, then collect checkpoint and outputs."""
         start = self._start
         self._sandbox = sandbox
         self._has_begun = True
@@ -263,7 +258,6 @@ class CommandExecutor:
         return self._start.spec.outputs if self._collects else ()
 
     async def _collect(self, sandbox: CommandSandbox, ended: SandboxExit) -> Outcome:
-        """Upload the outputs; those of a failed command as far as they exist."""
         with tempfile.TemporaryDirectory(dir=self._context.scratch) as folder:
             into = Path(folder)
             found: list[OutputFile] = []

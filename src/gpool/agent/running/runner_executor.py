@@ -74,7 +74,6 @@ class RunnerExecutor:
         self.task.cancel()
 
     def _count_memory(self) -> None:
-        """Count its memory as leased."""
         if self._context.warm is not None:
             self._context.warm.lease_began(self, self._start.allocation.memory_bytes)
 
@@ -89,7 +88,6 @@ class RunnerExecutor:
         self._wake.set()
 
     def _report(self, task: asyncio.Task[None]) -> None:
-        """Feed the end, also if the task was cancelled before its first step."""
         self._release_memory()
         ended = executor_failure(task) or self._outcome
         number = self._start.runner
@@ -111,32 +109,31 @@ class RunnerExecutor:
         self._outcome = await self._context.with_fault(self._outcome, self._runtime)
 
     async def _run(self) -> SandboxExit:
-        """Serve calls in a warm sandbox if there is one, else in a fresh one."""
         start = self._start
         runtime = self._runtime = self._context.runtime_for(start.spec, start.owner)
         async with self._context.gpu_share_for(
             runtime, start.user, start.allocation.slices
-        ) as seat:
-            warmed = await self._take_warm(runtime, seat)
+        ) as share:
+            warmed = await self._take_warm(runtime, share)
             if warmed is not None:
                 async with warmed.resources:
                     return await self._serve(warmed.sandbox)
-            prepared = self._context.prepare(start.spec, self._reach, self._said)
-            async with prepared as (environment, lane):
-                job = self._job(environment, lane, seat)
+            prepared = self._context.prepare(start.spec, self._reach, self._log_progress)
+            async with prepared as (environment, network):
+                job = self._job(environment, network, share)
                 return await self._serve(await start_sandbox(runtime, runtime.start_runner(job)))
 
-    async def _take_warm(self, runtime: Runtime, seat: GpuShare | None) -> WarmedSandbox | None:
+    async def _take_warm(self, runtime: Runtime, share: GpuShare | None) -> WarmedSandbox | None:
         start = self._start
         key = warm_key_of(runtime, start.spec, start.allocation)
         if key is None or self._context.warm is None:
             return None
-        if seat is not None and seat.binds:
+        if share is not None and share.binds:
             return None  # its mounts must be there from the start of the sandbox
         warmed = self._context.warm.take(key)
         if warmed is None:
             return None
-        given = seat.variables if seat is not None else ()
+        given = share.variables if share is not None else ()
         try:
             await warmed.sandbox.assign((*start.spec.env, *start.secrets, *given))
         except SandboxFailed:
@@ -150,14 +147,14 @@ class RunnerExecutor:
     def _reach(self, phase: Phase) -> None:
         self._context.feed(RunnerReached(self._start.runner, phase))
 
-    def _said(self, line: str) -> None:
-        log.info("environment", runner=self._start.runner, said=line)
+    def _log_progress(self, line: str) -> None:
+        log.info("environment", runner=self._start.runner, line=line)
 
     def _job(
         self,
         environment: PreparedEnvironment | None,
-        lane: SandboxNetwork | None,
-        seat: GpuShare | None,
+        network: SandboxNetwork | None,
+        share: GpuShare | None,
     ) -> RunnerJob:
         start, spec = self._start, self._start.spec
         return RunnerJob(
@@ -166,11 +163,11 @@ class RunnerExecutor:
             start.allocation.slices,
             limits_of(spec, start.allocation),
             environment,
-            lane,
+            network,
             image_of(spec),
             spec.preload,
-            self._said,
-            seat,
+            self._log_progress,
+            share,
         )
 
     async def _serve(self, sandbox: RunnerSandbox) -> SandboxExit:
@@ -201,7 +198,6 @@ class RunnerExecutor:
             return  # the sandbox is gone; its event stream ends too
 
     async def _send_queued(self, sandbox: RunnerSandbox) -> None:
-        """Send all queued calls in order; fetch functions and large arguments before their call."""
         ready: list[FunctionCall] = []
         while self._queue:
             call = self._queue.popleft()
@@ -282,7 +278,6 @@ class RunnerExecutor:
                 self._release_memory()
 
     async def _large(self, lease: tuple[int, int], answer: CallAnswer, file: Path) -> CallAnswered:
-        """Upload a value that is too large for a frame as an artifact of its lease."""
         answered = CallAnswered(
             *lease,
             answer.raised,

@@ -68,8 +68,6 @@ class Uploader(Protocol):
 
 
 class OpenNetwork(Protocol):
-    """An open sandbox network; to be closed once nothing runs in it."""
-
     @property
     def lane(self) -> SandboxNetwork: ...
 
@@ -86,9 +84,7 @@ class NetworkProvider(Protocol):
 
     async def close(self) -> None: ...
 
-    async def open(self, wants: Egress | Gang, /) -> OpenNetwork:
-        """Raises `SandboxFailed`."""
-        ...
+    async def open(self, wants: Egress | Gang, /) -> OpenNetwork: ...
 
 
 class EnvironmentProvider(Protocol):
@@ -107,13 +103,9 @@ class EnvironmentProvider(Protocol):
         """
         ...
 
-    def ready(self) -> frozenset[str]:
-        """Return the names of cached environments."""
-        ...
+    def ready(self) -> frozenset[str]: ...
 
-    def pythons(self) -> frozenset[str]:
-        """Return the Python versions ("3.12") on this machine."""
-        ...
+    def pythons(self) -> frozenset[str]: ...
 
 
 class GpuShareProvider(Protocol):
@@ -135,8 +127,6 @@ class GpuShareProvider(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class WarmedSandbox:
-    """A warm sandbox, and the resources to close after it."""
-
     sandbox: WarmRunner
     resources: contextlib.AsyncExitStack
 
@@ -146,11 +136,7 @@ class WarmedSandbox:
 
 
 class WarmSandboxes(Protocol):
-    """Keeps unassigned sandboxes ready as far as memory is idle."""
-
-    def take(self, key: WarmKey, /) -> WarmedSandbox | None:
-        """Return a sandbox for this key, now the caller's; None: start one."""
-        ...
+    def take(self, key: WarmKey, /) -> WarmedSandbox | None: ...
 
     def offered(self, offer: Offer, /) -> None: ...
 
@@ -162,15 +148,11 @@ class WarmSandboxes(Protocol):
 
 
 class SelfCheck(Protocol):
-    """Finds whether a failed start is this node's fault, see `gpool.agent.running.self_check`."""
-
     async def fault(self, runtime: Runtime, /) -> Fault: ...
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyLimits:
-    """The services that the owner's policy allows."""
-
     tiers: frozenset[Tier] = frozenset(Tier)
     egress: bool = True
     gangs: bool = True
@@ -191,7 +173,7 @@ class ExecutorContext:
     allowed: Callable[[], PolicyLimits] = PolicyLimits
     warm: WarmSandboxes | None = None
     cleaning: set[asyncio.Task[None]] = field(default_factory=set)
-    seats: GpuShareProvider | None = None
+    gpu_shares: GpuShareProvider | None = None
     self_check: SelfCheck | None = None
     survey: Callable[[], Awaitable[None]] | None = None  # returns once the current offer was sent
 
@@ -213,11 +195,11 @@ class ExecutorContext:
         self, runtime: Runtime, user: int, slices: Sequence[Slice]
     ) -> AsyncIterator[GpuShare | None]:
         """Yield the GPU share of one sandbox; the tier without isolation, for owners only, uses GPUs directly."""
-        if self.seats is None or not slices or runtime.tier is Tier.NONE:
+        if self.gpu_shares is None or not slices or runtime.tier is Tier.NONE:
             yield None
             return
-        async with self.seats.seat(user, slices) as seat:
-            yield seat
+        async with self.gpu_shares.seat(user, slices) as share:
+            yield share
 
     async def remove_sandbox(self, sandbox: CommandSandbox | RunnerSandbox) -> None:
         """Return once nothing of it runs; its files are removed in the background."""
@@ -274,7 +256,6 @@ class ExecutorContext:
         said: Callable[[str], None],
         gang: Gang | None = None,
     ) -> AsyncIterator[tuple[PreparedEnvironment | None, SandboxNetwork | None]]:
-        """Yield environment and network of one sandbox, kept while the block lasts; `reach` receives each phase."""
         async with contextlib.AsyncExitStack() as stack:
             prepared = None
             named = environment_of(spec)
@@ -285,7 +266,7 @@ class ExecutorContext:
                 making = self.environments.prepare(*named, said)
                 prepared = await stack.enter_async_context(making)
             reach(Phase.START)
-            lane = None
+            network = None
             outward = spec.requirements.network is not Network.NONE
             if outward and (self.networks is None or not self.allowed().egress):
                 raise PartFailed(f"this node gives no network {spec.requirements.network.value!r}")
@@ -294,11 +275,11 @@ class ExecutorContext:
             if self.networks is not None and (outward or gang is not None):
                 opened = await self.networks.open(Egress() if gang is None else gang)
                 stack.push_async_callback(run_to_completion, opened.close)
-                lane = opened.lane
+                network = opened.lane
                 if gang is not None:
                     names = rendezvous.hosts(gang.rank, len(gang.peers), HOSTNAME)
-                    lane = replace(lane, hosts=names, gang=True)
-            yield prepared, lane
+                    network = replace(network, hosts=names, gang=True)
+            yield prepared, network
 
 
 def image_of(spec: TaskSpec) -> str:
@@ -306,7 +287,6 @@ def image_of(spec: TaskSpec) -> str:
 
 
 def environment_of(spec: TaskSpec) -> tuple[str, Recipe | None] | None:
-    """Return name and recipe of the environment; None: the agent's own Python, or an image."""
     recipe = spec.recipe
     minor = spec.requirements.python
     if recipe is None and minor not in (None, PYTHON):
@@ -317,7 +297,6 @@ def environment_of(spec: TaskSpec) -> tuple[str, Recipe | None] | None:
 
 
 def warm_key_of(runtime: Runtime, spec: TaskSpec, allocation: Allocation) -> WarmKey | None:
-    """Return the key of warm sandboxes for this task; None if a warm one cannot serve it."""
     isolated = spec.requirements.network is Network.NONE
     whole = all(
         part.share_milli == 1000 for part in allocation.slices

@@ -43,7 +43,6 @@ class RuntimeSelfCheck:
         self.checks = 0  # so far
 
     async def fault(self, runtime: Runtime, /) -> Fault:
-        """Return whose fault a failed start in this runtime is: the node's, or unclear."""
         async with self._locks.setdefault(runtime.name, asyncio.Lock()):
             known = self._found.get(runtime.name)
             if known is None or self._clock() >= known[0] + AGAIN_AFTER_US:

@@ -27,8 +27,6 @@ Enable = Callable[[Path, bool], set[str]]
 
 @dataclass(frozen=True, slots=True)
 class CgroupHierarchy:
-    """Parent directories for new groups: one per controller (v1), or the same for all (v2)."""
-
     version: int  # 0: none
     parents: tuple[tuple[str, Path], ...]  # (controller, directory)
 
@@ -68,7 +66,6 @@ def find(mounts: str, membership: str, enable: Enable | None = None) -> CgroupHi
 
 
 def _of(place: Path, root: str, ours: str) -> Path:
-    """Return the directory of the agent's own group; the mount itself if that group lies outside of it."""
     return place / os.path.relpath(ours, root) if ours.startswith(root) else place
 
 

@@ -40,7 +40,6 @@ def device_nodes(gpus: Sequence[Gpu]) -> tuple[str, ...]:
 
 
 def node_arguments(nodes: Sequence[str]) -> list[str]:
-    """Return bwrap's arguments for the existing device nodes and for the parts of /sys that CUDA reads."""
     if not nodes:
         return []
     words = []

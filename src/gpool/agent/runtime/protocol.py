@@ -29,8 +29,6 @@ class SandboxLimits:
 
 @dataclass(frozen=True, slots=True)
 class StagedInput:
-    """A file of the artifact cache to copy into the work directory before the start."""
-
     path: str
     source: Path
     executable: bool
@@ -116,8 +114,6 @@ class CommandJob:
 
 @dataclass(frozen=True, slots=True)
 class RunnerJob:
-    """A sandbox with the function runner in it, for functions of one user and environment."""
-
     python: str  # "3.11"
     env: tuple[tuple[str, str], ...] = field(repr=False)  # contains secrets
     slices: tuple[Slice, ...]
@@ -173,8 +169,6 @@ class CommandSandbox(Protocol):
 
 
 class BuildSandbox(CommandSandbox, Protocol):
-    """A command whose work directory can become a directory of the agent (an environment)."""
-
     async def take(self, directory: str, to: Path) -> None: ...
 
 
@@ -229,8 +223,6 @@ class RunnerSandbox(Protocol):
 
 
 class WarmRunner(RunnerSandbox, Protocol):
-    """A runner that has imported its modules and is not assigned to a user yet."""
-
     forks: bool
     """Each function runs in a forked child; false if an imported module opened a GPU."""
 

@@ -109,8 +109,6 @@ class OutputStream:
 
 
 class RunnerReader:
-    """The three pipes from a runner: whole frames, output by call, and the runner's state."""
-
     def __init__(self, out: int, err: int, answers: int) -> None:
         self.answers = answers
         self.streams = (OutputStream(out, 1), OutputStream(err, 2))
@@ -307,7 +305,6 @@ class RunnerClient:
         self._hooks.release()
 
     async def wait_ready(self) -> None:
-        """Wait for the runner's marker; `SandboxFailed` with the runner's stderr if none comes."""
         await self._wait_for(READY, READY_WITHIN_S)
 
     async def warm(self, modules: Sequence[str]) -> None:

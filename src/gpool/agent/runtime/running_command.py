@@ -22,7 +22,6 @@ KILLED = 137
 
 
 def limit_exceeded(watched: WatchedDirectory, share: GpuShare | None) -> SandboxExit | None:
-    """Return the end of a sandbox that was killed for its disk or GPU memory; None if it was not."""
     if watched.exceeded:
         detail = f"it wrote more than its disk limit of {watched.limit_bytes} bytes"
         return SandboxExit(KILLED, EndReason.BAD_OUTPUT, detail)

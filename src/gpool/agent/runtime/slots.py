@@ -144,7 +144,6 @@ class SlotPool:
         clear(self.directory, self.values)
 
     def close(self) -> None:
-        """Remove the directories and groups of the free slots; every sandbox has ended by then."""
         for slot in self._free:
             if self._keeps:
                 WorkDirectory(self._root_of(slot), slot.uid).remove()

@@ -15,7 +15,7 @@ from gpool.core.ids import decode
 from gpool.core.permissions import Action
 from gpool.server.api.problems import invalid
 from gpool.server.api.rate_limits import address_in, count_account
-from gpool.server.blobs import Part
+from gpool.server.blobs import UploadPart
 from gpool.server.identity.authorization import SIGN_IN, gate
 from gpool.server.server import Once, Server
 from gpool.server.store.identity_values import Caller
@@ -160,14 +160,14 @@ def lease_of(request: Request) -> Hold | None:
     return Hold(decode("task", task), int(epoch))
 
 
-def part_of(request: Request) -> Part | None:
+def part_of(request: Request) -> UploadPart | None:
     header = request.headers.get("content-range")
     if header is None:
         return None
     match = _CONTENT_RANGE.fullmatch(header)
     if match is None:
         raise Invalid(f"'Content-Range: {header[:60]}' is not 'bytes FIRST-LAST/TOTAL'")
-    part = Part(*(int(group) for group in match.groups()))
+    part = UploadPart(*(int(group) for group in match.groups()))
     if not part.first <= part.last < part.total:
         raise Invalid(f"'Content-Range: {header[:60]}' does not lie within its total")
     return part

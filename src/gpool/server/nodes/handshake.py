@@ -9,7 +9,12 @@ from collections.abc import Callable
 
 from gpool.core.model import SECOND, Instant, Span
 from gpool.server.identity.node_proofs.proofs import NotProven
-from gpool.server.identity.node_proofs.verifier import JOIN_AGAIN, LIFE, Issued, NodeGate
+from gpool.server.identity.node_proofs.verifier import (
+    JOIN_AGAIN,
+    LIFE,
+    IssuedToken,
+    NodeAuthenticator,
+)
 from gpool.server.store.values import NodeCredentials
 from gpool.transfer.node_proofs import Purpose
 from gpool.wire.frames import (
@@ -33,7 +38,7 @@ _TEMPORARY = frozenset({NotProven.STALE, NotProven.FULL})
 class Handshake:
     def __init__(
         self,
-        gate: NodeGate,
+        gate: NodeAuthenticator,
         who: NodeCredentials,
         now: Callable[[], Instant],
         send: Callable[[FromServer], None],
@@ -96,6 +101,6 @@ class Handshake:
         self._send_token(self._gate.token(who))
         return None
 
-    def _send_token(self, issued: Issued) -> None:
+    def _send_token(self, issued: IssuedToken) -> None:
         self._renew_at = Instant(issued.at + RENEW_AFTER)
         self._send(Proven(issued.token, issued.at, issued.lives))

@@ -39,7 +39,7 @@ from typing import NamedTuple, Protocol
 
 from gpool.core.ids import NodeId, TaskId
 from gpool.core.model import Instant, Merit, Node, Span, TaskSpec
-from gpool.core.scheduler.state.state import Line as StateLine
+from gpool.core.scheduler.state.held import HeldAllocation
 from gpool.server.metrics import Metrics
 from gpool.server.scheduling.backoff import FailedStarts, NodeBackoff
 from gpool.server.store.values import Recording
@@ -179,7 +179,7 @@ class NodeRegistry:
         self._reliability = reliability
 
     def count(
-        self, recording: Recording, held: Mapping[TaskId, StateLine], now: Instant | None
+        self, recording: Recording, held: Mapping[TaskId, HeldAllocation], now: Instant | None
     ) -> Iterable[NodeId]:
         """Count a recording for and against nodes, before it is folded; return nodes whose backoff begins.
 

@@ -28,9 +28,10 @@ from gpool.core.lifecycle import NO_FAULT
 from gpool.core.model import SECOND, Instant, Shape, Span, TaskStatus
 from gpool.core.retries import Evidence
 from gpool.core.scheduler.explain.mismatch import Explanation, counted
-from gpool.core.scheduler.state.events import Place, QueuedTask, TasksQueued, TasksWithdrawn
+from gpool.core.scheduler.state.events import Placement, QueuedTask, TasksQueued, TasksWithdrawn
+from gpool.core.scheduler.state.held import HeldAllocation
 from gpool.core.scheduler.state.queue import epoch_of
-from gpool.core.scheduler.state.state import Line, State
+from gpool.core.scheduler.state.state import State
 from gpool.core.trust.reliability import backoff_after, backoff_for_fault
 from gpool.server.store.values import Recording
 
@@ -67,7 +68,7 @@ class NodeBackoff:
         return node in self._until
 
     def count(
-        self, recording: Recording, held: Mapping[TaskId, Line], now: Instant
+        self, recording: Recording, held: Mapping[TaskId, HeldAllocation], now: Instant
     ) -> Sequence[NodeId]:
         """Count returned allocations and ended attempts; return nodes whose backoff begins.
 
@@ -121,7 +122,7 @@ class NodeBackoff:
         self._until.pop(node, None)
 
 
-def _nodes_of(lines: Iterable[Line]) -> set[NodeId]:
+def _nodes_of(lines: Iterable[HeldAllocation]) -> set[NodeId]:
     return {part.node for line in lines for part in (line, *line.members)}
 
 
@@ -168,7 +169,7 @@ class FailedStarts:
         self._tried[task] = tuple(sorted({*self._tried.get(task, ()), node}))
 
     def count(
-        self, recording: Recording, held: Mapping[TaskId, Line], now: Instant | None
+        self, recording: Recording, held: Mapping[TaskId, HeldAllocation], now: Instant | None
     ) -> Iterable[NodeId]:
         """Count a recording before it is folded; return nodes whose backoff begins (none without an instant)."""
         own: list[NodeId] = []
@@ -195,7 +196,7 @@ class FailedStarts:
         return blamed
 
     def _began(
-        self, recording: Recording, held: Mapping[TaskId, Line], now: Instant
+        self, recording: Recording, held: Mapping[TaskId, HeldAllocation], now: Instant
     ) -> Iterable[tuple[TaskId, NodeId]]:
         """Tasks that certainly began, with their nodes. No gangs: the first member says nothing about the others."""
         found: dict[TaskId, NodeId] = {}
@@ -273,7 +274,7 @@ class RejectedPlans:
                 self._counts.pop(task, None)
                 self._paused.pop(task, None)
 
-    def count(self, places: Sequence[Place], granted: Collection[TaskId]) -> list[TaskId]:
+    def count(self, places: Sequence[Placement], granted: Collection[TaskId]) -> list[TaskId]:
         """Compare a plan with the tasks granted of it; return the rejected tasks."""
         self.forget(granted)
         asked = dict.fromkeys(grant.task for place in places for grant in place.grants)

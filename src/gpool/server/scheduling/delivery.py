@@ -16,10 +16,10 @@ import msgspec
 
 from gpool.core.ids import NodeId, SpecId, TaskId, UserId
 from gpool.core.model import EndReason
-from gpool.core.scheduler.state.events import Place as Placed
-from gpool.core.scheduler.state.state import Line as StateLine
+from gpool.core.scheduler.state.events import Placement
+from gpool.core.scheduler.state.held import HeldAllocation
 from gpool.core.scheduler.state.state import State
-from gpool.server.identity.secrets.envelope import Place
+from gpool.server.identity.secrets.envelope import FieldLocation
 from gpool.server.identity.secrets.sealer import Sealer
 from gpool.server.nodes.report_validation import FILE_BYTES
 from gpool.server.store.operations.gangs.grants import parts_of
@@ -36,12 +36,12 @@ GangSecrets = Mapping[TaskId, bytes]
 """By task: the secret its gang's members share."""
 
 
-def _secret_place(task: int) -> Place:
-    return Place("gangs", str(task), "secret_sealed")
+def _secret_place(task: int) -> FieldLocation:
+    return FieldLocation("gangs", str(task), "secret_sealed")
 
 
 async def new_gang_secrets(
-    sealer: Sealer, places: Iterable[Placed]
+    sealer: Sealer, places: Iterable[Placement]
 ) -> tuple[GangSecrets, GangSecrets]:
     """Draw a secret for each gang of a plan; return them plain and encrypted."""
     tasks = [grant.task for place in places if place.members for grant in place.grants]
@@ -162,7 +162,7 @@ def split_lines(lines: Iterable[Line]) -> Iterable[Line]:
         yield msgspec.structs.replace(line, leases=tuple(piece))
 
 
-def lines_on(state: State, node: NodeId) -> Iterator[tuple[TaskId, StateLine]]:
+def lines_on(state: State, node: NodeId) -> Iterator[tuple[TaskId, HeldAllocation]]:
     """Tasks held on a node, gangs included, each with its line there."""
     for task, line in state.held.items():
         for part in (line, *line.members):

@@ -31,7 +31,7 @@ from gpool.core.scheduler.state.events import (
     TasksReleased,
     TasksWithdrawn,
 )
-from gpool.core.scheduler.state.operator_rules import Rules
+from gpool.core.scheduler.state.operator_rules import OperatorRules
 from gpool.core.scheduler.state.state import Contradiction, State, build
 from gpool.server.metrics import Metrics
 from gpool.server.nodes.registry import NodeRegistry
@@ -143,7 +143,7 @@ class StatePicture:
         self.nodes.failed_starts.rebuild(rows.unstarted)
         state = self._built(rows)
         if is_first:
-            state.shares.recall(used, now)
+            state.shares.restore(used, now)
         else:
             state.inherit(self.state, now)
         state.shares.weights = self.policy.current.weights
@@ -291,7 +291,7 @@ class StatePicture:
         if self.policy.use_limits(limits):
             self.changed.call()
 
-    def use_rules(self, rules: Rules, now: Instant) -> None:
+    def use_rules(self, rules: OperatorRules, now: Instant) -> None:
         if self.policy.use_rules(rules, now):
             self.state.shares.weights = self.policy.current.weights
             self._apply_rules(now)

@@ -7,17 +7,31 @@ from dataclasses import replace
 from importlib.metadata import entry_points
 
 from gpool.core.model import Instant, Node
+from gpool.core.scheduler.order.builtin import ORDERS
 from gpool.core.scheduler.order.limits import GpuLimits
-from gpool.core.scheduler.order.orders import ORDERS, Order, Policy
-from gpool.core.scheduler.state.operator_rules import NO_RULES, Rules
+from gpool.core.scheduler.order.orders import Order, Policy
+from gpool.core.scheduler.state.operator_rules import NO_RULES, OperatorRules
 
 ORDERS_GROUP = "gpool.orders"
 
 
 def known_orders() -> Mapping[str, Order]:
-    """Queue orders by name: built-in ones and those of installed packages. A package cannot replace a built-in one."""
-    found = {entry.name: entry.load() for entry in entry_points(group=ORDERS_GROUP)}
-    return {**found, **ORDERS}
+    """Return the built-in orders and those of installed packages, which cannot replace a built-in one.
+
+    An entry point is an `Order` or a key function.
+    """
+    entries = entry_points(group=ORDERS_GROUP)
+    return {**{entry.name: _order(entry.name, entry.load()) for entry in entries}, **ORDERS}
+
+
+def _order(name: str, loaded: object) -> Order:
+    if isinstance(loaded, Order):
+        return loaded
+    if not callable(loaded):
+        raise TypeError(
+            f"entry point {name!r} of {ORDERS_GROUP} is {loaded!r}: give an Order or a key function"
+        )
+    return Order(name, loaded)
 
 
 class ActivePolicy:
@@ -35,7 +49,7 @@ class ActivePolicy:
         self.current = replace(self.current, limits=limits)
         return True
 
-    def use_rules(self, rules: Rules, now: Instant) -> bool:
+    def use_rules(self, rules: OperatorRules, now: Instant) -> bool:
         """Set the operators' rules; whether they or the policy differ from the current ones."""
         configured = replace(self.configured, limits=self.current.limits)
         policy = rules.policy_upon(configured, self.orders)

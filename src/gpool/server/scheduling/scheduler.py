@@ -13,7 +13,8 @@ from time import thread_time
 from gpool.core.ids import NodeId, TaskId
 from gpool.core.model import Instant
 from gpool.core.scheduler.passes.plan import plan
-from gpool.core.scheduler.state.events import Place, Plan, Preempt, TasksPreempted
+from gpool.core.scheduler.place.index import PlacementIndex
+from gpool.core.scheduler.state.events import PassPlan, Placement, Preempt, TasksPreempted
 from gpool.server.identity.secrets.sealer import Sealer
 from gpool.server.metrics import Metrics
 from gpool.server.scheduling import delivery
@@ -32,6 +33,7 @@ class Scheduler:
         self._picture = picture
         self._sealer = sealer
         self._metrics = metrics
+        self._index = PlacementIndex()
 
     async def run_once(self, now: Instant) -> int:
         """Run one pass; return the number of leases granted."""
@@ -54,15 +56,15 @@ class Scheduler:
             picture.changed.call()
         return granted
 
-    def _plan(self, now: Instant) -> Plan:
+    def _plan(self, now: Instant) -> PassPlan:
         state, policy = self._picture.state, self._picture.policy
         began = thread_time()
         state.pass_time(now)
-        decided = plan(state, now, policy.current, policy.orders)
+        decided = plan(state, self._index, now, policy.current, policy.orders)
         self._metrics.planning.inc(thread_time() - began)
         return decided
 
-    async def _start(self, places: Sequence[Place], term: int, now: Instant) -> int:
+    async def _start(self, places: Sequence[Placement], term: int, now: Instant) -> int:
         picture = self._picture
         asked = sum(len(place.grants) for place in places)
         shared, sealed = await delivery.new_gang_secrets(self._sealer, places)
@@ -85,7 +87,9 @@ class Scheduler:
         await self._deliver(applied, shared, now)
         return sum(len(line.leases) for line in applied.lines)
 
-    def _count_rejected(self, places: Sequence[Place], applied: AppliedPlan, now: Instant) -> None:
+    def _count_rejected(
+        self, places: Sequence[Placement], applied: AppliedPlan, now: Instant
+    ) -> None:
         picture = self._picture
         granted = {TaskId(lease.task) for line in applied.lines for _, lease in line.leases}
         rejected = picture.rejected.count(places, granted)

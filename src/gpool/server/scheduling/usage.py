@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from gpool.core.model import SECOND, Instant, Span
-from gpool.core.scheduler.order.fair_share import HALF_LIFE, Told
+from gpool.core.scheduler.order.fair_share import HALF_LIFE, UsageValues
 from gpool.server.server import Server
 from gpool.server.store.operations.operators import usage
 from gpool.server.wakeups import Wake
@@ -50,9 +50,9 @@ def changed(
     used: Mapping[tuple[str, int], int],
     written: Mapping[tuple[str, int], tuple[int, Instant]],
     now: Instant,
-) -> Told:
+) -> UsageValues:
     """Entries whose value differs from the decayed written value by more than 2 % and by more than `_LEAST`."""
-    found: Told = {}
+    found: UsageValues = {}
     for key, value in used.items():
         before, at = written.get(key, (0, now))
         decayed = before * 2.0 ** (-(now - at) / HALF_LIFE)

@@ -23,7 +23,7 @@ from gpool.core.model import (
     TaskSpec,
     TaskStatus,
 )
-from gpool.core.scheduler.state.events import Leased, Member, Place, TasksLeased
+from gpool.core.scheduler.state.events import GangPart, Leased, Placement, TasksLeased
 from gpool.server.store.sealed_values import NO_SECRETS, SealedSecrets
 from gpool.wire.frames import Hold, Lease
 
@@ -121,9 +121,9 @@ Peers = tuple[tuple[str, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class GrantedLine:
-    """A `Place` as far as it could be written; a gang's is written whole."""
+    """A `Placement` as far as it could be written; a gang's is written whole."""
 
-    place: Place
+    place: Placement
     leases: tuple[tuple[SpecId, Lease], ...]
     peers: Peers = ()
 
@@ -167,7 +167,7 @@ class HeldGang:
 
     node: NodeId
     lease: HeldLease
-    members: tuple[Member, ...]
+    members: tuple[GangPart, ...]
 
     @property
     def nodes(self) -> tuple[NodeId, ...]:

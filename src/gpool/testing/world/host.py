@@ -22,7 +22,7 @@ from gpool.server.actions.tasks import submit
 from gpool.server.blobs import Blobs
 from gpool.server.clock import Ids
 from gpool.server.identity.credentials import Credentials
-from gpool.server.identity.node_proofs.verifier import NodeGate
+from gpool.server.identity.node_proofs.verifier import NodeAuthenticator
 from gpool.server.identity.secrets.sealer import MasterSource, Sealer
 from gpool.server.identity.sign_in_guard import Guard
 from gpool.server.metrics import Metrics
@@ -125,7 +125,7 @@ class ServerProcess:
             credentials=Credentials(
                 self.disk, site.clock.now, site.settings.ttl, b"the world's root key"
             ),
-            gate=NodeGate(
+            gate=NodeAuthenticator(
                 self.disk, site.clock.now, b"the world's root key", remember=site.settings.ttl
             ),
             metrics=metrics,

@@ -17,7 +17,7 @@ from typing import Any
 
 from gpool.core.ids import GpuId, NodeId, UserId
 from gpool.core.model import GIB, Gpu, Instant, Offer, Permission
-from gpool.core.scheduler.order.orders import ORDERS
+from gpool.core.scheduler.order.builtin import ORDERS
 from gpool.server.settings import Settings
 from gpool.server.store import InlineStore, SqliteStore
 from gpool.server.store.operations.identity import users

@@ -7,7 +7,7 @@ from collections import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpool.core.scheduler.passes.rotation import next_of, shared_out, some
+from gpool.core.scheduler.state.waiting import next_of, shared_out, some
 
 
 def rounds(count: int, most: int) -> int:

@@ -242,7 +242,6 @@ class LauncherProcess:
         self.spares[groups], self.spare_pids[groups] = ours, pid
 
     def use_spare(self, order: dict[str, Any], refused: str, descriptors: list[int]) -> int:
-        """Send the order to the spare child of these groups; return its pid, or 0 if there is none."""
         spare = self.spares.pop(tuple(order["groups"]), None)
         if spare is None:
             return 0

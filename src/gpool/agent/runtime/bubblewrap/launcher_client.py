@@ -32,8 +32,6 @@ class Bind:
 
 @dataclass(frozen=True, slots=True)
 class RootTree:
-    """Contents of a sandbox's root directory, mounted once by a launcher with its own mount namespace."""
-
     folders: tuple[str, ...] = ()
     links: tuple[tuple[str, str], ...] = ()  # (path inside, target)
     binds: tuple[tuple[str, str], ...] = ()  # (path inside, source as the launcher sees it)

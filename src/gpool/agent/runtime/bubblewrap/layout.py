@@ -80,7 +80,6 @@ class Layout:
 
 
 def package_folders(paths: Iterable[str], base: Path) -> list[Path]:
-    """Return the package folders of the agent's own Python, which a task's Python sees too."""
     folders = [Path(path) for path in paths if Path(path).name in PACKAGE_FOLDERS]
     known = dict.fromkeys(folder.resolve() for folder in folders if folder.is_dir())
     return [folder for folder in known if not folder.is_relative_to(base / "lib")]
@@ -138,7 +137,6 @@ def prepare(directory: Path, paths: Iterable[str] = tuple(sys.path)) -> Layout:
 
 
 def system_tree(seen: Iterable[tuple[str, str]]) -> RootTree:
-    """Return a root directory: the host's programs and libraries, and `seen` as (source, path inside)."""
     binds = [("/usr", "/usr")]
     links = []
     for path in SYSTEM_LINKS:

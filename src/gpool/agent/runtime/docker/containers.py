@@ -159,8 +159,6 @@ class RunningContainer:
 
 @dataclass(frozen=True, slots=True)
 class SeccompProfiles:
-    """The filter as the engine takes it: the text for Docker, the path of a file for Podman."""
-
     plain: str
     gangs: str
 

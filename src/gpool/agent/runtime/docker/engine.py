@@ -66,7 +66,6 @@ class ContainerExit:
 
 
 def usual_socket(environ: Mapping[str, str]) -> str:
-    """Return the engine's address: DOCKER_HOST, or a usual socket; "" if there is none."""
     asked = environ.get("DOCKER_HOST", "")
     if asked:
         return asked

@@ -131,7 +131,6 @@ def holder_request(
 
 
 def why_never(facts: EngineFacts, *, root: bool, gvisor: bool) -> str:
-    """Return why containers of this engine can never enter a sandbox network; "": they may."""
     if not root:
         return "containers enter sandbox networks only if both the agent and its engine run as root"
     if gvisor or facts.default_runtime.startswith("runsc"):
@@ -238,7 +237,6 @@ class NamespaceHolders:
         return ""
 
     def start_under(self, runtime: str) -> bool:
-        """Whether a container of the agent, without a network, starts under this OCI runtime."""
         system = system_of()
         try:
             body = holder_request(

@@ -54,7 +54,6 @@ class ImagePulls:
         self._pulls: dict[str, _Pulling] = {}
 
     async def image(self, reference: str, progress: StartProgress) -> ContainerImage:
-        """Return the image, pulled if it is missing; tasks that want the same one share one pull."""
         loop = asyncio.get_running_loop()
         found = await loop.run_in_executor(self._threads, self._engine.find, reference)
         if found is not None:

@@ -115,12 +115,8 @@ class DockerRuntime(PlainRuntime):
         self.use_gpus(gpus)
         facts = self._engine.facts
         self._root = os.geteuid() == 0 and not facts.rootless
-        self._uids = UidBlock() if self._root and not facts.first_uid else None
         directory = data / "containers"
-        uid_of = (
-            _remapped(facts.first_uid) if facts.first_uid and self._root else own_uids(self._uids)
-        )
-        self._slots = SlotPool(directory, data / "container-values", uid_of=uid_of)
+        directory.mkdir(mode=0o711, parents=True, exist_ok=True)
         self._labels = {
             AGENT_LABEL: hashlib.sha256(bytes(directory)).hexdigest()[:24],
             BOOT_LABEL: secrets.token_hex(12),
@@ -128,6 +124,10 @@ class DockerRuntime(PlainRuntime):
         profiles = SeccompProfiles.of(data, podman=facts.kind == "podman")
         self._containers = ContainerStarter(self._engine, self._labels, profiles, gvisor)
         self._pulls = ImagePulls(self._engine, self._containers.threads, registries)
+        remapped = self._root and facts.first_uid
+        self._uids = UidBlock() if self._root and not remapped else None
+        uid_of = _remapped(facts.first_uid) if remapped else own_uids(self._uids)
+        self._slots = SlotPool(directory, data / "container-values", uid_of=uid_of)
         most = resource.getrlimit(resource.RLIMIT_NPROC)[1]
         limited = self._containers.podman and most != resource.RLIM_INFINITY
         self._most_processes = most if limited else 0

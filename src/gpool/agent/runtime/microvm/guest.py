@@ -393,7 +393,6 @@ class Guest:
                     self.status = status
 
     def send_end(self) -> None:
-        """Report the end once the command's namespace is gone and all its output is sent."""
         if self.end_sent or self.status is None or any(outlet.open for outlet in self.outlets):
             return
         self.end_sent = True

@@ -28,8 +28,6 @@ def printable(text: object) -> str:
 
 
 class OutputCollection:
-    """The answer to one request: each file announced by a message, then sent as bytes."""
-
     def __init__(self, wanted: Sequence[str], into: Path, quota_bytes: int) -> None:
         try:
             self._wanted = [checked(path, directory=path.endswith("/")) for path in wanted]

@@ -40,7 +40,6 @@ def facts(disks: Path | None = None) -> list[GuestRequirement]:
 
 
 def missing() -> str | None:
-    """Return why no guest can be started here, in one sentence; None if one can."""
     if not find_bwrap():
         return "there is no bwrap here (run make setup)"
     for fact in (_kernel(), _monitor(), *(_tool(*tool) for tool in TOOLS)):

@@ -102,15 +102,15 @@ class MicrovmRuntime(PlainRuntime):
         data = data_dir.resolve()
         guests = data / "microvms"
         guests.mkdir(mode=0o711, parents=True, exist_ok=True)
+        self._disks = DiskStore(disks.resolve() if disks else data / "microvm-disks")
+        self._monitors = MonitorLauncher(guests, self._disks.folder)
         self._uids = UidBlock() if os.geteuid() == 0 else None
         groups = SlotGroups("gpool-vm-", guests, throttles_disk=False)
         self._slots = SlotPool(
             guests, data / "microvm-values", uid_of=own_uids(self._uids), groups=groups
         )
-        self._disks = DiskStore(disks.resolve() if disks else data / "microvm-disks")
         self._layout = layout.prepare(data / "microvm-inside")
         self._images = GuestImageBuilder(self._disks, self._layout, self._kernel)
-        self._monitors = MonitorLauncher(guests, self._disks.folder)
         self._monitor = monitor
         self._preparing = asyncio.Lock()
 

@@ -21,8 +21,6 @@ CONSOLE_EVERY_S = 0.05  # slows a guest that floods its console
 
 
 class Console:
-    """Output of the guest's kernel and the monitor; the end is kept for error messages."""
-
     def __init__(self) -> None:
         self._read, self._write = os.pipe()
         os.set_blocking(self._read, False)

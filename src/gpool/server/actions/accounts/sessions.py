@@ -12,9 +12,9 @@ from gpool.core.permissions import POOL, Action, ObjectKind, Thing, missing
 from gpool.server.actions.operators.audit import REFUSED, audited, entry, note
 from gpool.server.identity.authorization import own, permit
 from gpool.server.identity.passwords import Match
-from gpool.server.identity.secrets.envelope import Place
+from gpool.server.identity.secrets.envelope import FieldLocation
 from gpool.server.identity.tokens import refresh
-from gpool.server.identity.tokens.access import LIFE_S, Grant, TokenType
+from gpool.server.identity.tokens.access import LIFE_S, TokenGrant, TokenType
 from gpool.server.identity.tokens.refresh import (
     EndFamily,
     Family,
@@ -99,7 +99,7 @@ async def begin(
 
 
 def _tokens(server: Server, user: User, session: str, token: str) -> TokensDocument:
-    grant = Grant(TokenType.USER, encode("user", user.id), session=session)
+    grant = TokenGrant(TokenType.USER, encode("user", user.id), session=session)
     return TokensDocument(
         access_token=server.identity.signing.issue(grant, server.now),
         refresh_token=token,
@@ -188,8 +188,8 @@ async def _family(server: Server, session: Session) -> Family:
     )
 
 
-def _place(session: str) -> Place:
-    return Place("sessions", session, "seed_sealed")
+def _place(session: str) -> FieldLocation:
+    return FieldLocation("sessions", session, "seed_sealed")
 
 
 # ---- signing out
@@ -210,7 +210,7 @@ async def sign_out(server: Server, who: Caller | None, token: str | None, everyw
     assert who is not None
     permit(who, Action.SIGN_OUT, Thing(ObjectKind.SESSION, owner=who.user.id))
     name = session.id if session is not None else who.session
-    why = refresh.End.SIGNED_OUT.value
+    why = refresh.FamilyEnd.SIGNED_OUT.value
     noted = entry(server.now, who, "sign_out", "everywhere" if everywhere else f"session {name}")
     if everywhere:
         ending = operations.end_sessions_of(who.user.id, why, server.now)
@@ -271,5 +271,5 @@ def _end(id_: str, who: Caller, at: Instant) -> Operation[bool]:
         else Thing(ObjectKind.SESSION, owner=found.user)
     )
     permit(who, Action.SESSION_END, thing, f"session {id_[:64]}")
-    yield from operations.end_session(id_, refresh.End.REVOKED.value, at)
+    yield from operations.end_session(id_, refresh.FamilyEnd.REVOKED.value, at)
     return True

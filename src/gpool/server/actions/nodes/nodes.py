@@ -23,7 +23,7 @@ from gpool.core.model import (
 )
 from gpool.core.permissions import POOL, Action, ObjectKind, Thing, missing
 from gpool.core.scheduler.place.fit import cpu_price
-from gpool.core.scheduler.state.state import NodeState
+from gpool.core.scheduler.state.held import NodeState
 from gpool.server.actions.nodes.gpu_documents import gpu_details, reading, sick
 from gpool.server.actions.operators.audit import audited, entry
 from gpool.server.identity import credentials

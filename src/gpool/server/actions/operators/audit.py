@@ -10,7 +10,15 @@ from typing import TypeVar
 
 from gpool.core.ids import encode
 from gpool.core.model import SECOND, Instant
-from gpool.server.identity.audit import Anchor, Broken, Entry, Link, Whole, check, facts
+from gpool.server.identity.audit import (
+    AuditAnchor,
+    AuditEntry,
+    AuditLink,
+    ChainBroken,
+    ChainIntact,
+    check,
+    facts,
+)
 from gpool.server.server import Server
 from gpool.server.store.identity_values import Caller
 from gpool.server.store.operation import again, operation
@@ -39,10 +47,10 @@ def entry(
     outcome: str = OK,
     address: str = "",
     **told: str,
-) -> Entry:
+) -> AuditEntry:
     """An entry to be appended; the record gives it its number."""
     where = address or (actor.address if isinstance(actor, Caller) else "")
-    return Entry(0, at, named(actor), action, thing, outcome, where, facts(told))
+    return AuditEntry(0, at, named(actor), action, thing, outcome, where, facts(told))
 
 
 def named(actor: Actor) -> str:
@@ -59,7 +67,7 @@ def named(actor: Actor) -> str:
 
 @operation
 def audited(
-    op: Operation[T], entries: Sequence[Entry] | Callable[[T], Iterable[Entry]]
+    op: Operation[T], entries: Sequence[AuditEntry] | Callable[[T], Iterable[AuditEntry]]
 ) -> Operation[T]:
     """The operation and its entries, in one transaction. `entries` may look at what the operation gave.
 
@@ -83,7 +91,7 @@ def keys_used(used: Sequence[tuple[int, Instant]]) -> Operation[None]:
     )
     latest = dict(used)
     noted = [
-        Entry(
+        AuditEntry(
             0,
             latest[number],
             encode("user", user),
@@ -101,34 +109,34 @@ def keys_used(used: Sequence[tuple[int, Instant]]) -> Operation[None]:
         yield from operations.append_all(noted)
 
 
-async def note(server: Server, *entries: Entry) -> None:
+async def note(server: Server, *entries: AuditEntry) -> None:
     """What has no effect of its own: a sign-in that went wrong, say."""
     await server.store.write(operations.append(entries))
 
 
-async def page(server: Server, before: int | None, limit: int) -> tuple[Link, ...]:
+async def page(server: Server, before: int | None, limit: int) -> tuple[AuditLink, ...]:
     """Newest first."""
     return await server.store.read(operations.newest(before, limit))
 
 
-async def verify(server: Server, anchors: Iterable[Anchor] = ()) -> Whole | Broken:
+async def verify(server: Server, anchors: Iterable[AuditAnchor] = ()) -> ChainIntact | ChainBroken:
     """Walks the whole record, a page at a time, up to where its head was when it began."""
     head = await server.store.read(operations.head())
     pinned = [*anchors, *([head] if head else [])]
-    start: Anchor | None = None
+    start: AuditAnchor | None = None
     async for links in _pages(server.store, head.sequence if head else 0):
         last = links[-1].entry.sequence
         here = [anchor for anchor in pinned if anchor.sequence <= last]
         found = check(
             links, start, [a for a in here if start is None or a.sequence > start.sequence]
         )
-        if isinstance(found, Broken):
+        if isinstance(found, ChainBroken):
             return found
         start = found.head
     return check((), start, [a for a in pinned if start is None or a.sequence > start.sequence])
 
 
-async def _pages(store: Store, until: int) -> AsyncIterator[tuple[Link, ...]]:
+async def _pages(store: Store, until: int) -> AsyncIterator[tuple[AuditLink, ...]]:
     after = 0
     while after < until:
         links = await store.read(operations.entries(after, min(PAGE, until - after)))

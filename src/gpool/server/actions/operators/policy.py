@@ -18,7 +18,7 @@ from gpool.core.scheduler.order.limits import Holder
 from gpool.core.scheduler.order.orders import Policy
 from gpool.core.scheduler.place.portfolio import Learnt
 from gpool.core.scheduler.predict.dry_run import DryRun, compare
-from gpool.core.scheduler.state.operator_rules import PolicyChange, Reservation, Rules
+from gpool.core.scheduler.state.operator_rules import OperatorRules, PolicyChange, Reservation
 from gpool.server.actions.operators.audit import audited, entry
 from gpool.server.actions.tasks.preempt import make_room
 from gpool.server.scheduling.delivery import lines_on
@@ -246,7 +246,7 @@ async def unreserve(server: Server, who: Caller, id_: int, once: Once | None) ->
 
 @operation
 def _reserve(one: Reservation, at: Instant) -> Operation[None]:
-    there: Rules = yield from operations.rules()
+    there: OperatorRules = yield from operations.rules()
     for old in there.reservations:  # what is over is of no use
         if old.last <= at:
             yield from operations.drop("reservation", old.id)

@@ -12,7 +12,7 @@ from gpool.server.api.requests import Wait, server_of, user_of
 from gpool.server.api.responses import answer
 from gpool.server.api.routes.tasks import SUBMITTING, submit_tasks, task_answer
 from gpool.server.identity.authorization import permit
-from gpool.server.version import VERSION
+from gpool.server.server import VERSION
 from gpool.wire.documents import HealthDocument, TaskDocument
 
 router = APIRouter(tags=["server"])

@@ -14,7 +14,7 @@ from gpool.server.actions.operators import audit, server_keys
 from gpool.server.api.openapi import body, ok
 from gpool.server.api.requests import Limit, address_of, body_of, parsed, server_of, user_of
 from gpool.server.api.responses import answer
-from gpool.server.identity.audit import Anchor, Link, Whole
+from gpool.server.identity.audit import AuditAnchor, AuditLink, ChainIntact
 from gpool.server.identity.secrets.sealer import KeyStatus
 from gpool.wire.admin import AuditCheck, AuditDocument, AuditPage, KeysDocument, RotateRequest
 from gpool.wire.documents import instant_to_datetime
@@ -72,18 +72,18 @@ async def get_audit(
     return answer(AuditPage(items=[_entry(link) for link in links], next=more))
 
 
-async def _checked(request: Request, anchors: list[Anchor]) -> AuditCheck:
+async def _checked(request: Request, anchors: list[AuditAnchor]) -> AuditCheck:
     found = await audit.verify(server_of(request), anchors)
-    if isinstance(found, Whole):
+    if isinstance(found, ChainIntact):
         head = f"{found.head.sequence}:{found.head.hash.hex()}"
         return AuditCheck(whole=True, entries=found.head.sequence, head=head)
     return AuditCheck(whole=False, entries=found.sequence - 1, why=found.why)
 
 
-def _anchor(text: str) -> Anchor:
+def _anchor(text: str) -> AuditAnchor:
     number, _, digest = text.partition(":")
     try:
-        return Anchor(int(number), bytes.fromhex(digest))
+        return AuditAnchor(int(number), bytes.fromhex(digest))
     except ValueError:
         raise Invalid(f"{text[:80]!r} is not an anchor: NUMBER:HASH, as `verify` told it") from None
 
@@ -98,7 +98,7 @@ def _keys(status: KeyStatus) -> KeysDocument:
     )
 
 
-def _entry(link: Link) -> AuditDocument:
+def _entry(link: AuditLink) -> AuditDocument:
     entry = link.entry
     return AuditDocument(
         number=entry.sequence,

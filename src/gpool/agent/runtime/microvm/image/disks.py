@@ -39,7 +39,6 @@ class DiskContents:
 
 
 def tree(inside: str, host: Path) -> Iterator[tuple[str, str]]:
-    """Yield every file and link beneath a host directory as (inside, host), compiled caches included."""
     for folder, below, names in os.walk(host):
         relative = os.path.relpath(folder, host)
         prefix = inside if relative == "." else f"{inside}/{relative}"

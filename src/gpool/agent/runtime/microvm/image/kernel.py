@@ -66,7 +66,6 @@ def _rank(image: Path) -> tuple[bool, list[int]]:
 
 
 def module_files(folder: Path) -> tuple[Path, ...]:
-    """Return the files of the needed modules, each after its dependencies; built-in ones have none."""
     try:
         built_in = (folder / "modules.builtin").read_text().split()
     except FileNotFoundError as absent:

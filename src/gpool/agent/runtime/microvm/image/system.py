@@ -147,7 +147,6 @@ def system_files(expected: Iterable[str] = (), dpkg: Path = DPKG) -> list[str]:
 
 
 def linked_with(programs: Iterable[Path]) -> list[str]:
-    """Return the libraries beneath /usr that the programs need: both the soname and the file it links to."""
     words = [str(program) for program in programs]
     if not words:
         return []

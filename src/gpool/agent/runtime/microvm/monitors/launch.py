@@ -63,7 +63,6 @@ class MonitorLauncher:
         line: int,
         console: Console,
     ) -> LaunchedProcess:
-        """Start a monitor; `line` is taken over. `files` are the kept disks it reads."""
         confined = monitor.command(machine, LINE_AT)
         reach = f"{self._sources['microvms']}/{place.root.name}"
         seen = [self.disk_path(path) for path in files]

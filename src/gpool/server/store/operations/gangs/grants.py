@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from gpool.core.ids import TaskId
 from gpool.core.model import Offer
-from gpool.core.scheduler.state.events import Member, Place
+from gpool.core.scheduler.state.events import GangPart, Placement
 from gpool.server.store.protocol import Operation, Relation, Row, Statement
 from gpool.server.store.rows import allocation_text, of_ids, offer_from
 from gpool.server.store.values import Peers
@@ -24,12 +24,12 @@ GRANTED = (
 )
 
 
-def parts_of(place: Place) -> tuple[Member, ...]:
+def parts_of(place: Placement) -> tuple[GangPart, ...]:
     """By rank."""
-    return (Member(place.node, place.allocation), *place.members)
+    return (GangPart(place.node, place.allocation), *place.members)
 
 
-def is_whole(place: Place) -> bool:
+def is_whole(place: Placement) -> bool:
     """One lease for a task of one node; for a gang one task, and as many different nodes as it asks for."""
     if not place.members:
         return place.shape.requirements.nodes <= 1
@@ -40,7 +40,7 @@ def is_whole(place: Place) -> bool:
     )
 
 
-def offers_for(places: Sequence[Place]) -> Operation[dict[int, Offer]]:
+def offers_for(places: Sequence[Placement]) -> Operation[dict[int, Offer]]:
     """What the nodes of these gangs offer now."""
     nodes = of_ids(part.node for place in places if place.members for part in parts_of(place))
     if not nodes.rows:
@@ -51,7 +51,7 @@ def offers_for(places: Sequence[Place]) -> Operation[dict[int, Offer]]:
     return {row[0]: offer_from(row[1]) for row in rows}
 
 
-def can_meet(place: Place, offers: Mapping[int, Offer]) -> bool:
+def can_meet(place: Placement, offers: Mapping[int, Offer]) -> bool:
     """Whether its members reach each other, by what their nodes offer; a task of one node has nobody to meet."""
     if not place.members:
         return True
@@ -63,7 +63,7 @@ def can_meet(place: Place, offers: Mapping[int, Offer]) -> bool:
 
 
 def write_granted(
-    granted: Sequence[Place], offers: Mapping[int, Offer], secrets: Mapping[TaskId, bytes]
+    granted: Sequence[Placement], offers: Mapping[int, Offer], secrets: Mapping[TaskId, bytes]
 ) -> Operation[dict[TaskId, Peers]]:
     """The members of gangs whose tasks were leased just now, and where each is found."""
     peers: dict[TaskId, Peers] = {}

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from gpool.core.gangs import GangOrder, GangStanding, MemberEnd, call
 from gpool.core.ids import NodeId
 from gpool.core.model import Instant, TaskSpec, TaskStatus
-from gpool.core.scheduler.state.events import Member
+from gpool.core.scheduler.state.events import GangPart
 from gpool.server.store.operation import operation
 from gpool.server.store.protocol import Operation, Row, Statement
 from gpool.server.store.rows import REASON, allocation_from, held_lease, of_ids, spec_from
@@ -213,7 +213,7 @@ def pictured() -> Operation[tuple[tuple[HeldGang, Row], ...]]:
         by_task.setdefault(row[0], []).append(row)
     found = []
     for first, *others in by_task.values():
-        members = tuple(Member(NodeId(row[7]), allocation_from(row[5], row[6])) for row in others)
+        members = tuple(GangPart(NodeId(row[7]), allocation_from(row[5], row[6])) for row in others)
         found.append((HeldGang(NodeId(first[7]), held_lease(first), members), first[9:]))
     return tuple(found)
 

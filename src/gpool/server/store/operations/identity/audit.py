@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import msgspec
 
-from gpool.server.identity.audit import Anchor, Entry, Link, appended, facts
+from gpool.server.identity.audit import AuditAnchor, AuditEntry, AuditLink, appended, facts
 from gpool.server.store.operation import operation
 from gpool.server.store.protocol import Operation, Relation, Row, Statement
 from gpool.server.store.rows import storable
@@ -34,7 +34,7 @@ def _plain(text: str) -> str:
     return storable(text.encode("utf-8", "replace").decode())
 
 
-def _storable(entry: Entry, sequence: int) -> Entry:
+def _storable(entry: AuditEntry, sequence: int) -> AuditEntry:
     return replace(
         entry,
         sequence=sequence,
@@ -47,7 +47,7 @@ def _storable(entry: Entry, sequence: int) -> Entry:
     )
 
 
-def append_all(entries: Sequence[Entry]) -> Operation[int]:
+def append_all(entries: Sequence[AuditEntry]) -> Operation[int]:
     """For other operations to include, as their last step. Whatever `sequence` the entries have, they get the next."""
     rows = yield Statement(
         "SELECT number, hash FROM audit_head WHERE id = 1 /*postgresql FOR UPDATE*/"
@@ -58,7 +58,7 @@ def append_all(entries: Sequence[Entry]) -> Operation[int]:
     linked: list[Row] = []
     for entry in entries:
         link = appended(head, _storable(entry, head.sequence + 1 if head else 1))
-        head = Anchor(link.entry.sequence, link.hash)
+        head = AuditAnchor(link.entry.sequence, link.hash)
         linked.append(_row(link))
     yield Statement(
         f"INSERT INTO audit ({COLUMNS}) SELECT {COLUMNS} FROM {{entries}} AS e",  # noqa: S608
@@ -74,13 +74,13 @@ def append_all(entries: Sequence[Entry]) -> Operation[int]:
 
 
 @operation
-def append(entries: Sequence[Entry]) -> Operation[int]:
+def append(entries: Sequence[AuditEntry]) -> Operation[int]:
     """In this order; gives the last number."""
     return (yield from append_all(entries))
 
 
 @operation
-def entries(after: int, limit: int) -> Operation[tuple[Link, ...]]:
+def entries(after: int, limit: int) -> Operation[tuple[AuditLink, ...]]:
     rows = yield Statement(
         f"SELECT {COLUMNS} FROM audit WHERE number > :after ORDER BY number LIMIT :limit",  # noqa: S608
         {"after": after, "limit": limit},
@@ -89,7 +89,7 @@ def entries(after: int, limit: int) -> Operation[tuple[Link, ...]]:
 
 
 @operation
-def newest(before: int | None, limit: int) -> Operation[tuple[Link, ...]]:
+def newest(before: int | None, limit: int) -> Operation[tuple[AuditLink, ...]]:
     """Backwards, for a page."""
     rows = yield Statement(
         f"SELECT {COLUMNS} FROM audit WHERE number < :before ORDER BY number DESC LIMIT :limit",  # noqa: S608
@@ -99,17 +99,17 @@ def newest(before: int | None, limit: int) -> Operation[tuple[Link, ...]]:
 
 
 @operation
-def head() -> Operation[Anchor | None]:
+def head() -> Operation[AuditAnchor | None]:
     """None while the record is empty."""
     rows = yield Statement("SELECT number, hash FROM audit_head WHERE id = 1")
     return _anchor(rows[0])
 
 
-def _anchor(row: Row) -> Anchor | None:
-    return None if row[1] is None else Anchor(row[0], bytes(row[1]))
+def _anchor(row: Row) -> AuditAnchor | None:
+    return None if row[1] is None else AuditAnchor(row[0], bytes(row[1]))
 
 
-def _row(link: Link) -> Row:
+def _row(link: AuditLink) -> Row:
     entry = link.entry
     told = msgspec.json.encode(entry.facts).decode()
     return (
@@ -125,8 +125,8 @@ def _row(link: Link) -> Row:
     )
 
 
-def _link(row: Row) -> Link:
+def _link(row: Row) -> AuditLink:
     told = msgspec.json.decode(row[7], type=tuple[tuple[str, str], ...])
     number, at, actor, action, thing, outcome, address = row[:7]
-    entry = Entry(number, at, actor, action, thing, outcome, address, told)
-    return Link(entry, bytes(row[8]))
+    entry = AuditEntry(number, at, actor, action, thing, outcome, address, told)
+    return AuditLink(entry, bytes(row[8]))

@@ -11,7 +11,7 @@ import msgspec
 from gpool.core.ids import NodeId, SpecId, TaskId, UserId
 from gpool.core.lifecycle import Move, sources
 from gpool.core.model import Allocation, InputFile, Instant, Span, TaskSpec
-from gpool.core.scheduler.state.events import Member, Place
+from gpool.core.scheduler.state.events import GangPart, Placement
 from gpool.server.store.operation import operation
 from gpool.server.store.operations.gangs import members
 from gpool.server.store.operations.gangs.grants import can_meet, is_whole, offers_for, write_granted
@@ -45,7 +45,7 @@ GRANTABLE = ", ".join(f"'{status.value}'" for status in sources(Move.GRANTED))
 
 @operation
 def apply_plan(
-    places: Sequence[Place],
+    places: Sequence[Placement],
     term: int,
     at: Instant,
     with_secrets: Collection[SpecId] = (),
@@ -135,7 +135,7 @@ def apply_plan(
     return AppliedPlan(tuple(lines), tuple(refused), secrets=(yield from secrets_to_open(secret)))
 
 
-def _takes(part: Member, takes: set[int], flagged: set[tuple[int, int]]) -> bool:
+def _takes(part: GangPart, takes: set[int], flagged: set[tuple[int, int]]) -> bool:
     disputed = any((part.node, each.gpu_index) in flagged for each in part.allocation.slices)
     return part.node in takes and not disputed
 

@@ -12,7 +12,7 @@ from gpool.core.ids import NodeId, TaskId
 from gpool.core.model import Audience, Instant, Span
 from gpool.core.scheduler.order.limits import Holder
 from gpool.core.scheduler.place.portfolio import Learnt
-from gpool.core.scheduler.state.operator_rules import PolicyChange, Reservation, Rules
+from gpool.core.scheduler.state.operator_rules import OperatorRules, PolicyChange, Reservation
 from gpool.server.store.operation import operation
 from gpool.server.store.protocol import Operation, Statement
 
@@ -39,7 +39,7 @@ class _Reservation(msgspec.Struct, frozen=True):
 
 
 @operation
-def rules() -> Operation[Rules]:
+def rules() -> Operation[OperatorRules]:
     """All of them."""
     rows = yield Statement("SELECT kind, id, value FROM rules ORDER BY kind, id", {})
     policy, cordons, reservations, learnt = PolicyChange(), {}, [], None
@@ -52,7 +52,7 @@ def rules() -> Operation[Rules]:
             reservations.append(_reservation(id_, value))
         elif kind == "learnt":
             learnt = learnt_from(value)
-    return Rules(policy, cordons, tuple(reservations), learnt)
+    return OperatorRules(policy, cordons, tuple(reservations), learnt)
 
 
 @operation

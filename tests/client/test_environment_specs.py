@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from gpool.client.environment_specs import recipe_of
+from gpool.client.environment_specs import environment_spec
 from gpool.core.errors import Invalid
 from gpool.core.model import Recipe
 
@@ -19,19 +19,19 @@ def script(folder: Path, text: str) -> Path:
 
 
 def test_asking_for_nothing_is_no_recipe() -> None:
-    assert recipe_of() is None
+    assert environment_spec() is None
 
 
 def test_words_become_a_recipe_in_normal_form() -> None:
-    assert recipe_of(python="3.12", pip=["Torch >= 2", "numpy"]) == Recipe(
+    assert environment_spec(python="3.12", pip=["Torch >= 2", "numpy"]) == Recipe(
         "3.12", ("numpy", "torch>=2")
     )
 
 
-def test_an_image_is_a_recipe_of_its_own() -> None:
-    assert recipe_of(image="debian:12") == Recipe(image="debian:12")
+def test_an_image_is_a_environment_spec_its_own() -> None:
+    assert environment_spec(image="debian:12") == Recipe(image="debian:12")
     with pytest.raises(Invalid, match="image brings its own Python"):
-        recipe_of(image="debian:12", pip=["numpy"])
+        environment_spec(image="debian:12", pip=["numpy"])
 
 
 def test_a_requirements_file_is_read_with_comments_continuations_and_others(tmp_path: Path) -> None:
@@ -50,7 +50,7 @@ def test_a_requirements_file_is_read_with_comments_continuations_and_others(tmp_
         "--requirement=more/base.txt\n"
         "-rmore/base.txt\n"
     )
-    recipe = recipe_of(requirements=file)
+    recipe = environment_spec(requirements=file)
     assert recipe is not None
     assert recipe.packages == (
         "attrs",
@@ -63,10 +63,10 @@ def test_a_requirements_file_is_read_with_comments_continuations_and_others(tmp_
 @pytest.mark.parametrize(
     ("line", "says"),
     [
-        ("--index-url https://example.test/simple", r"all\.txt:2: '--index-url' is an option"),
-        ("-e .", "'-e' is an option"),
-        ("-c limits.txt", "'-c' is an option"),
-        ("numpy==2.0 --hash=sha256:00", "'--hash=sha256:00' is an option"),
+        ("--index-url https://example.test/simple", r"all\.txt:2: '--index-url' is a pip option"),
+        ("-e .", "'-e' is a pip option"),
+        ("-c limits.txt", "'-c' is a pip option"),
+        ("numpy==2.0 --hash=sha256:00", "'--hash=sha256:00' is a pip option"),
         ("https://example.test/a.whl", r"all\.txt:2: .* names an address"),
         ("thing @ https://example.test/a.whl", "names an address"),
         ("./here", r"all\.txt:2"),
@@ -79,27 +79,27 @@ def test_options_and_addresses_are_refused_with_their_place(
     file = tmp_path / "all.txt"
     file.write_text(f"numpy\n{line}\n")
     with pytest.raises(Invalid, match=says):
-        recipe_of(requirements=file)
+        environment_spec(requirements=file)
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     with pytest.raises(Invalid, match=r"nowhere\.txt' cannot be read"):
-        recipe_of(requirements=tmp_path / "nowhere.txt")
+        environment_spec(requirements=tmp_path / "nowhere.txt")
     (tmp_path / "binary.txt").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(Invalid, match="not UTF-8"):
-        recipe_of(requirements=tmp_path / "binary.txt")
+        environment_spec(requirements=tmp_path / "binary.txt")
 
 
 def test_files_nested_without_end_are_refused(tmp_path: Path) -> None:
     for number in range(40):
         (tmp_path / f"{number}.txt").write_text(f"-r {number + 1}.txt\n")
     (tmp_path / "40.txt").write_text("numpy\n")
-    with pytest.raises(Invalid, match="others deep"):
-        recipe_of(requirements=tmp_path / "0.txt")
+    with pytest.raises(Invalid, match="files deep"):
+        environment_spec(requirements=tmp_path / "0.txt")
 
 
 def test_a_script_without_a_block_asks_for_nothing(tmp_path: Path) -> None:
-    assert recipe_of(script=script(tmp_path, "print(1)\n")) is None
+    assert environment_spec(script=script(tmp_path, "print(1)\n")) is None
 
 
 def test_a_scripts_block_is_read(tmp_path: Path) -> None:
@@ -107,20 +107,20 @@ def test_a_scripts_block_is_read(tmp_path: Path) -> None:
         tmp_path,
         "#!/usr/bin/env python\n# /// script\n# dependencies = [\n#   'numpy',\n#\n#   'Rich>=14',\n# ]\n# ///\nprint(1)\n",
     )
-    assert recipe_of(script=file) == Recipe(None, ("numpy", "rich>=14"))
-    assert recipe_of(script=file, pip=["attrs"], python="3.12") == Recipe(
+    assert environment_spec(script=file) == Recipe(None, ("numpy", "rich>=14"))
+    assert environment_spec(script=file, pip=["attrs"], python="3.12") == Recipe(
         "3.12", ("attrs", "numpy", "rich>=14")
     )
 
 
 def test_a_block_that_is_never_closed_is_a_comment(tmp_path: Path) -> None:
     text = "# /// script\n# dependencies = ['numpy']\n\n# ///\n"
-    assert recipe_of(script=script(tmp_path, text)) is None
+    assert environment_spec(script=script(tmp_path, text)) is None
 
 
 def test_the_last_close_of_a_run_of_comments_ends_the_block(tmp_path: Path) -> None:
     text = "# /// script\n# dependencies = ['numpy']\n# [tool.x]\n# y = '''\n# ///\n# '''\n# ///\nprint(1)\n"
-    assert recipe_of(script=script(tmp_path, text)) == Recipe(None, ("numpy",))
+    assert environment_spec(script=script(tmp_path, text)) == Recipe(None, ("numpy",))
 
 
 @pytest.mark.parametrize(
@@ -137,13 +137,13 @@ def test_the_last_close_of_a_run_of_comments_ends_the_block(tmp_path: Path) -> N
 )
 def test_a_bad_block_is_refused(tmp_path: Path, content: str, says: str) -> None:
     with pytest.raises(Invalid, match=says):
-        recipe_of(script=script(tmp_path, f"# /// script\n# {content}\n# ///\n"))
+        environment_spec(script=script(tmp_path, f"# /// script\n# {content}\n# ///\n"))
 
 
 def test_two_blocks_are_refused(tmp_path: Path) -> None:
     block = "# /// script\n# dependencies = []\n# ///\n\n"
     with pytest.raises(Invalid, match="2 blocks"):
-        recipe_of(script=script(tmp_path, block + block))
+        environment_spec(script=script(tmp_path, block + block))
 
 
 OWN = f"3.{sys.version_info.minor}"
@@ -170,4 +170,4 @@ def test_the_python_a_script_requires_is_asked_for_only_when_not_every_node_has_
     tmp_path: Path, wanted: str, python: str | None
 ) -> None:
     text = f"# /// script\n# requires-python = '{wanted}'\n# dependencies = ['numpy']\n# ///\n"
-    assert recipe_of(script=script(tmp_path, text)) == Recipe(python, ("numpy",))
+    assert environment_spec(script=script(tmp_path, text)) == Recipe(python, ("numpy",))
