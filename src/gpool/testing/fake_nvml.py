@@ -62,7 +62,7 @@ class FakeCard:
 
 
 class FakeNvml:
-    """`cards` may be changed at any time; `root` says whether cards may be."""
+    """`cards` may be changed at any time; `root`: whether settings of cards may be changed."""
 
     def __init__(self, *cards: Card, root: bool = True, driver: str = "580.95.05") -> None:
         self.cards = {card.uuid: FakeCard(card) for card in cards}

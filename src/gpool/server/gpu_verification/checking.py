@@ -36,7 +36,7 @@ class Claimed:
 def check_openings(
     claimed: Claimed, asked: Sequence[int], openings: Sequence[Opening], dice: bytes
 ) -> GpuVerdict:
-    """GpuVerdict on the opened tiles. `dice` is a fresh secret from which the vectors of Freivalds' check are drawn."""
+    """Judge the opened tiles. `dice` is a fresh secret from which the vectors of Freivalds' check are drawn."""
     if tuple(asked) != tuple(opening.tile for opening in openings):
         return GpuVerdict.MALFORMED
     size, roots = claimed.size, (claimed.root, *claimed.answer)

@@ -161,7 +161,6 @@ class GpuVerifier:
             return await self._store.write(operation)
 
     async def take(self, node: NodeId, frame: FromGpu) -> None:
-        """Process a frame about a GPU of the node."""
         now = self._now()
         if isinstance(frame, GpuMeasured):
             await self._store_measurement(node, frame)
@@ -295,7 +294,6 @@ class GpuVerifier:
                 self._send(record.node, MeasureGpu(record.uuid))
 
     def _end_measuring(self, key: tuple[NodeId, str]) -> bool:
-        """End a measurement, so that a verification can follow at once; whether one was running."""
         self._selected_at = Instant(0)
         self.wake.call()
         self._measured.add(key)

@@ -88,7 +88,6 @@ class NodeChannel:
             await self._server.examiner.take(self.node, frame)
 
     async def greet(self, hello: Hello) -> None:
-        """Register the node's offer and reconcile its leases."""
         server, registry = self._server, self._server.nodes
         wrong = _hello_problem(hello, greeted=self._greeted, is_local=server.settings.is_local)
         if wrong is not None:
@@ -166,7 +165,6 @@ class NodeChannel:
     def _grant_again(
         self, missing: Sequence[HeldLease], stored: StoredLeases
     ) -> Sequence[HeldLease]:
-        """Send leases that the agent never received; return those whose secrets cannot be decrypted."""
         sealer = self._server.sealer
         unstarted = [lease for lease in missing if lease.status is TaskStatus.LEASED]
         secrets, bad_specs = sealer.opened(stored.secrets)
@@ -194,7 +192,6 @@ class NodeChannel:
         )
 
     def _is_blocked(self) -> bool:
-        """Refuse a blocked node (see `registry`)."""
         if not self._server.nodes.is_blocked(self.node):
             return False
         self.refuse(

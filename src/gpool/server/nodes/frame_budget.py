@@ -37,7 +37,6 @@ FLOODING = (
 
 
 def cost_of(frame: FromAgent) -> float:
-    """Cost of a frame, in frames of reports."""
     if type(frame) is Reports:
         return 1.0 + len(frame.items) / ITEMS_FOR_ONE
     if type(frame) is Beat:
@@ -60,11 +59,9 @@ class FrameBudget:
         self._blocked_until_s = now_s
 
     def block(self, now_s: float) -> None:
-        """Refuse the node's connections for `BLOCKED_S`."""
         self._blocked_until_s = now_s + BLOCKED_S
 
     def blocked_for_s(self, now_s: float) -> float:
-        """Seconds for which the node is still refused."""
         return max(0.0, self._blocked_until_s - now_s)
 
     def spend(self, frames: float, size_bytes: int, now_s: float) -> float:
@@ -96,8 +93,6 @@ class FrameBudget:
 
 
 class FrameBudgets:
-    """Budgets of all nodes that connected lately."""
-
     def __init__(self, frames_per_s: float, most: int = 10_000) -> None:
         self._frames_per_s, self._most = frames_per_s, most
         self._of: dict[NodeId, FrameBudget] = {}

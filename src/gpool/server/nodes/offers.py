@@ -27,13 +27,11 @@ def at_own_site(offer: Offer, owner: UserId, shared: Collection[str]) -> Offer:
 
 
 def site_name(site: str) -> str | None:
-    """A stored site as its owner named it."""
     return site.rpartition("/")[2] or None
 
 
 @operation
 def take(node: NodeId, offer: Offer, gpu_ids: Sequence[int], at: Instant) -> Operation[NodeRow]:
-    """Write the offer, bind its GPUs and return the node's row."""
     yield from nodes.greet(node, offer, gpu_ids, at)
     return (yield from bind(node, offer, at))
 
@@ -60,7 +58,6 @@ def bind(node: NodeId, offer: Offer, at: Instant) -> Operation[NodeRow]:
 
 
 def rows_with(uuids: Sequence[str]) -> Operation[tuple[NodeRow, ...]]:
-    """Rows of the nodes with such a GPU."""
     found = []
     for id_ in (yield from gpu_bindings.nodes_with(uuids)):
         row = yield from nodes.node(id_)

@@ -51,7 +51,6 @@ def register(
 
 @operation
 def stored_leases(node: NodeId) -> Operation[StoredLeases | None]:
-    """Read a node's leases; None if the node was removed."""
     row = yield from nodes.node(node)
     return None if row is None else (yield from _leases_of(node, row))
 

@@ -1,9 +1,9 @@
 """Registry of nodes: connections, heartbeats, lease deadlines, losses, backoff. In memory; it writes and plans nothing.
 
-**Lease expiry.** All leases of a node end together, at the node's deadline: the last heartbeat the server received plus
-the lease time `ttl_s`. The agent uses a stricter deadline, by its own clock: the time at which it *sent* the last
-heartbeat that the server confirmed, plus `ttl_s` minus `margin_s`. At that deadline it kills its tasks. So the agent
-stops before the server reassigns, whatever the network delay, as long as both clocks run at about the same rate.
+**Lease expiry.** All leases of a node end at its deadline: the last heartbeat the server received plus `ttl_s`. The
+agent has an earlier deadline, by its own clock: the time it *sent* the last confirmed heartbeat plus `ttl_s` minus
+`margin_s`. Then it kills its tasks. So the agent stops before the server reassigns, whatever the network delay, if
+both clocks run at about the same rate.
 
 Example with the default `ttl_s` = 30, `margin_s` = 5 and `beat_s` = 8; the network breaks at 12:00:10:
 
@@ -66,8 +66,6 @@ class NodeConnection(Protocol):
 
 
 class HeartbeatNumber(NamedTuple):
-    """Position of a heartbeat among all of its node."""
-
     boot: str
     number: int
 
@@ -144,7 +142,6 @@ class NodeRegistry:
         return now if self._elapsed is None else self._elapsed()
 
     def expired(self, now: Instant) -> Sequence[NodeId]:
-        """Nodes whose deadline has passed."""
         at = self._lease_time(now)
         return [node for node, deadline in self._deadlines.items() if deadline < at]
 
@@ -175,7 +172,6 @@ class NodeRegistry:
         self._losses[node] = self._losses.get(node, 0) + 1
 
     def take_losses(self) -> Mapping[NodeId, int]:
-        """Losses of nodes with leases since the last call."""
         losses, self._losses = self._losses, {}
         return losses
 
@@ -206,7 +202,6 @@ class NodeRegistry:
         return replace(node, connected=connected, merit=merit, resting=resting)
 
     def forget(self, node: NodeId) -> None:
-        """Drop a node that was removed."""
         self._deadlines.pop(node, None)
         self._heartbeats.pop(node, None)
         self._blocked.discard(node)

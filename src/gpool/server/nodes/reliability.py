@@ -27,8 +27,6 @@ MAX_ROWS = 500  # of one write, so that other writes are not delayed
 
 
 class UpdateReliability:
-    """Loop that counts time and losses since its last run."""
-
     name = "merits"
 
     def __init__(self, server: Server) -> None:
@@ -56,7 +54,6 @@ class UpdateReliability:
             await self._write(self._records)
 
     def _count(self, records: dict[NodeId, ReliabilityRecord], passed: Span, now: Instant) -> bool:
-        """Count connected time and losses since the last run; whether a node was lost."""
         server = self._server
         lost = server.nodes.take_losses()
         found: dict[NodeId, Merit] = {}

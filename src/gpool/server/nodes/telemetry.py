@@ -65,8 +65,6 @@ class _Rings:
 
 
 class Telemetry:
-    """Readings of every GPU and running task of the last quarter of an hour."""
-
     def __init__(self) -> None:
         self._gpus = _Rings()
         self._tasks = _Rings()
@@ -89,14 +87,12 @@ class Telemetry:
                 self._tasks.add(TaskId(told.task), at, told)
 
     def gpu(self, node: NodeId, index: int) -> tuple[Point, ...]:
-        """Readings of a GPU, oldest first."""
         return self._gpus.history(GpuKey(node, index))
 
     def task(self, task: TaskId) -> tuple[Point, ...]:
         return self._tasks.history(task)
 
     def now_of(self, node: NodeId, index: int, now: Instant) -> Point | None:
-        """The last reading, unless it is stale."""
         return self._gpus.latest(GpuKey(node, index), now)
 
 

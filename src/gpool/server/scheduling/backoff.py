@@ -52,8 +52,6 @@ LONGEST_PAUSE = Span(60 * SECOND)
 
 
 class NodeBackoff:
-    """Nodes that get no new leases until an instant, with the reason."""
-
     def __init__(self) -> None:
         self._returns: dict[NodeId, int] = {}  # allocations returned minus attempts ended
         self._faults: dict[NodeId, int] = {}  # failed starts minus attempts that succeeded
@@ -61,11 +59,9 @@ class NodeBackoff:
 
     @property
     def is_any(self) -> bool:
-        """Whether any counter is above 0."""
         return bool(self._returns or self._faults)
 
     def reason(self, node: NodeId) -> str:
-        """Why the node is in backoff; empty if it is not."""
         return self._until[node][1] if node in self._until else ""
 
     def __contains__(self, node: NodeId) -> bool:
@@ -115,7 +111,6 @@ class NodeBackoff:
             self._until[node] = (until, why)
 
     def end_expired(self, now: Instant) -> Sequence[NodeId]:
-        """End the backoffs that are over; return their nodes."""
         found = [node for node, (until, _) in self._until.items() if until <= now]
         for node in found:
             del self._until[node]
@@ -152,11 +147,9 @@ class FailedStarts:
 
     @property
     def is_any(self) -> bool:
-        """Whether any open task failed to start, or evidence against any node is kept."""
         return bool(self._tried) or self._evidence.is_any
 
     def tried(self, task: TaskId) -> tuple[NodeId, ...]:
-        """Nodes on which the task failed to start."""
         return self._tried.get(task, ())
 
     def shape_for(self, task: TaskId, shape: Shape) -> Shape:
@@ -227,7 +220,6 @@ class FailedStarts:
         return list(found.items())
 
     def forget(self, tasks: Iterable[TaskId]) -> None:
-        """Drop tasks that ended."""
         if self.is_any:
             gone = list(tasks)
             self._evidence.ended(gone)
@@ -253,23 +245,18 @@ def pause_after(rejections: int) -> Span:
 
 
 class RejectedPlans:
-    """Tasks whose planned starts the store rejected, and those out of the queue for it."""
-
     def __init__(self) -> None:
         self._counts: dict[TaskId, int] = {}  # rejections in a row
         self._paused: dict[TaskId, _PausedTask] = {}
         self.total = 0  # rejections since the server started
 
     def __contains__(self, task: TaskId) -> bool:
-        """Whether the task is out of the queue."""
         return task in self._paused
 
     def __len__(self) -> int:
-        """Number of tasks out of the queue."""
         return len(self._paused)
 
     def explanation(self, task: TaskId, now: Instant) -> Explanation | None:
-        """Why a task that is out of the queue waits; None if it is not."""
         paused = self._paused.get(task)
         if paused is None:
             return None
@@ -282,7 +269,6 @@ class RejectedPlans:
         )
 
     def forget(self, tasks: Collection[TaskId]) -> None:
-        """Drop tasks that were granted or withdrawn."""
         if self._counts:
             for task in tasks:
                 self._counts.pop(task, None)
@@ -303,7 +289,6 @@ class RejectedPlans:
         return any(self._counts[task] == REBUILD_AFTER for task in rejected)
 
     def pause(self, state: State, rejected: Collection[TaskId], now: Instant) -> None:
-        """Take tasks out of the queue whose pause begins."""
         for task in rejected:
             pause = pause_after(self._counts[task])
             if pause or state.queue_of(task) is None:  # cancelled meanwhile: it is forgotten
@@ -321,7 +306,6 @@ class RejectedPlans:
         state.fold(TasksWithdrawn((task,)))
 
     def end_expired(self, now: Instant) -> list[TasksQueued]:
-        """End the pauses that are over; return the events that queue their tasks again."""
         over = [paused for paused in self._paused.values() if paused.until <= now]
         for paused in over:
             del self._paused[paused.task.id]

@@ -70,7 +70,6 @@ def opened_gang_secrets(
 
 
 def undecryptable_secret(task: int, epoch: int) -> Finished:
-    """End of a task whose secrets were changed in the store, or whose key is lost."""
     return Finished(
         task,
         epoch,
@@ -135,7 +134,6 @@ def _member_line(
 
 
 def weight(line: Line) -> int:
-    """Bytes of a line's leases in a frame, as far as they can be many."""
     return sum(map(_lease_weight, line.leases))
 
 

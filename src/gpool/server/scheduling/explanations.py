@@ -52,7 +52,6 @@ class Explainer:
 
     @contextmanager
     def admitted(self) -> Iterator[None]:
-        """Count a request while it runs; raise `TooMany` past `MAX_REQUESTS`."""
         if self._requests >= MAX_REQUESTS:
             raise TooMany(
                 f"{MAX_REQUESTS} explanations are being computed; try again in a few seconds"
@@ -64,7 +63,6 @@ class Explainer:
             self._requests -= 1
 
     async def why(self, inputs: PlannerInputs, task: TaskId, now: Instant) -> Explanation:
-        """Explain why a task waits."""
         async with self._explaining:
             policy = inputs.policy
             steps = in_steps(inputs.state, task, now, policy.current, policy.orders)
@@ -75,7 +73,6 @@ class Explainer:
                 await asyncio.sleep(0)  # let other requests run
 
     async def suggestions(self, inputs: PlannerInputs, task: TaskId, now: Instant) -> Suggested:
-        """Changes to a task that would start it now."""
         batch = self._next
         # With the lock free, all requests of a full batch were cancelled: it is taken over.
         is_full = len(batch.tasks) >= MAX_TASKS and self._trying.locked()

@@ -79,7 +79,6 @@ class Forecasts:
             self.times.observe(shape, Span(duration))
 
     def started(self, tasks: Sequence[TaskId], now: Instant) -> None:
-        """Compare the forecasts of these tasks with their start."""
         if self._open:
             for task in tasks:
                 told = self._open.pop(task, None)

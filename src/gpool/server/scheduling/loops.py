@@ -149,7 +149,6 @@ class PruneStore:
         await policy.refresh(server)
 
     async def _seal_logs(self, now: Instant) -> None:
-        """Move the log rows of tasks that ended into one artifact each."""
         server = self._server
         before = Instant(now - span(server.settings.seal_logs_after_s))
         for task in await server.store.read(logs.finished_with_logs(before, PRUNE_ROWS)):
@@ -197,8 +196,6 @@ async def _yield_to_others() -> None:
 
 
 class MaintainIdentity:
-    """Rotates signing keys, records used API keys, deletes old nonces and sessions."""
-
     name = "identity"
 
     def __init__(self, server: Server) -> None:

@@ -65,7 +65,6 @@ class _Validity:
 
     @property
     def is_new(self) -> bool:
-        """Whether the picture was never built."""
         return not self._answered
 
     def invalidate(self) -> None:
@@ -107,7 +106,6 @@ class StatePicture:
         return self._validity.is_stale
 
     def invalidate(self) -> None:
-        """Stop folding; the next pass rebuilds the picture."""
         self._validity.invalidate()
         self.changed.call()
 
@@ -257,7 +255,6 @@ class StatePicture:
     # ---- nodes
 
     def node_changed(self, node: Node) -> None:
-        """Fold a node's committed row."""
         self.fold(NodeChanged(self.effective_node(node)))
         self._hub.publish((node.id,))
         self.changed.call()
@@ -284,7 +281,6 @@ class StatePicture:
             self.nodes.add_loss(node)
 
     def use_reliability(self, reliability: Mapping[NodeId, Merit]) -> None:
-        """Set the nodes' reliability, from the next pass on."""
         self.nodes.set_reliability(reliability)
         for id_, merit in reliability.items():
             entry = self.state.nodes.get(id_)
@@ -294,12 +290,10 @@ class StatePicture:
     # ---- policy and time
 
     def use_limits(self, limits: GpuLimits) -> None:
-        """Set the GPU limits of users and teams, from the next pass on."""
         if self.policy.use_limits(limits):
             self.changed.call()
 
     def use_rules(self, rules: OperatorRules, now: Instant) -> None:
-        """Set the operators' rules, from the next pass on."""
         if self.policy.use_rules(rules, now):
             self.state.shares.weights = self.policy.current.weights
             self._apply_rules(now)
@@ -325,11 +319,9 @@ class StatePicture:
 
     @property
     def waiting(self) -> int:
-        """Number of queued tasks, including those out of the queue after rejected plans."""
         return self.state.queued_count + len(self.rejected)
 
     def add_arriving(self, count: int) -> None:
-        """Add tasks whose submission begins, or subtract those folded or refused."""
         self.arriving += count
 
 
@@ -340,7 +332,6 @@ def _queued_task(row: QueuedRow, shape: Shape, ran: Mapping[TaskId, Span]) -> Qu
 
 
 def _attained(state: State, recording: Recording) -> dict[TaskId, Span]:
-    """Attained service of requeued tasks, where their order counts it."""
     found = {}
     for task in recording.requeued:
         line = state.held.get(task.task)
@@ -351,7 +342,6 @@ def _attained(state: State, recording: Recording) -> dict[TaskId, Span]:
 
 
 def _topics(recording: Recording) -> set[int]:
-    """Tasks and batches that changed."""
     topics: set[int] = set(recording.started)
     topics.update(recording.logged, recording.released, recording.withdrawn, recording.noted)
     for ended in recording.ended:

@@ -35,8 +35,6 @@ def _order(name: str, loaded: object) -> Order:
 
 
 class ActivePolicy:
-    """Policy, rules and queue orders that the next pass uses."""
-
     def __init__(self, configured: Policy, orders: Mapping[str, Order] = ORDERS) -> None:
         self.configured = configured  # before operators changed it
         self.current = configured
@@ -61,13 +59,10 @@ class ActivePolicy:
         return True
 
     def apply_rules_at(self, now: Instant) -> None:
-        """Set the instant at which reservations are evaluated."""
         self._applied_at = now
 
     def has_due_changes(self, now: Instant) -> bool:
-        """Whether a reservation began or ended since the rules were last applied."""
         return self.rules.changes_between(self._applied_at, now)
 
     def ruled(self, node: Node) -> Node:
-        """The node with its cordon and reservations."""
         return self.rules.upon(node, self._applied_at)

@@ -57,8 +57,6 @@ class TrainingSet(msgspec.Struct, frozen=True):
 
 
 class TrainingRequests:
-    """An operator's request to train now."""
-
     def __init__(self) -> None:
         self.wake = Wake()
         self._is_open = False
@@ -68,7 +66,6 @@ class TrainingRequests:
         self.wake.call()
 
     def take(self) -> bool:
-        """Whether training was requested since the last call."""
         is_open, self._is_open = self._is_open, False
         return is_open
 
@@ -82,7 +79,6 @@ def set_metrics(metrics: Metrics, learnt: Learnt | None) -> None:
 
 
 def sentence(learnt: Learnt) -> str:
-    """A trained pricing in words, for the log and for operators."""
     plain = learnt.of(PLAIN)
     beside = "" if plain is None else f", plain fragmentation gradient descent {plain:.2f} %"
     weights = learnt.pricing.weights

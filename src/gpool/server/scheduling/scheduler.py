@@ -64,7 +64,6 @@ class Scheduler:
         return decided
 
     async def _start(self, places: Sequence[Placement], term: int, now: Instant) -> int:
-        """Write planned starts, fold those granted and deliver them; return their number."""
         picture = self._picture
         asked = sum(len(place.grants) for place in places)
         shared, sealed = await delivery.new_gang_secrets(self._sealer, places)

@@ -33,14 +33,12 @@ class SpecCache:
     def rebuild(
         self, rows: Iterable[tuple[SpecId, UserId, TaskSpec]], teams: Mapping[SpecId, int]
     ) -> None:
-        """Replace all specs by the stored ones of open tasks."""
         self.with_secrets, self.with_checkpoints, self._known = set(), set(), {}
         for id_, user, spec in rows:
             self._add(id_, user, spec, teams.get(id_))
         self._names = 0
 
     def add(self, id_: SpecId, submission: Submission) -> Shape:
-        """Keep the spec of a submission; return its shape."""
         known = self._known.get(id_)
         if known is None:
             spec = submission.spec
@@ -68,5 +66,4 @@ class SpecCache:
         return None if known is None else known.spec
 
     def is_oversized(self, in_use: int) -> bool:
-        """Whether many more specs than those in use are kept, or too many names."""
         return len(self._known) > MAX_SPECS + in_use or self._names > MAX_NAMES

@@ -22,8 +22,6 @@ _FRACTION = 50
 
 
 class StoreUsage:
-    """Loop that writes changed usage."""
-
     name = "usage"
 
     def __init__(self, server: Server) -> None:

@@ -21,8 +21,6 @@ CHUNK = 25
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Outcomes of the seeds that one process ran, and the seconds it took."""
-
     outcomes: list[WorldOutcome]
     seconds: float
 

@@ -26,8 +26,6 @@ UPLOAD_PATIENCE_US = 1_500 * MS
 
 @dataclass(frozen=True, slots=True)
 class AgentEnvironment:
-    """Components shared by all agents."""
-
     loop: VirtualLoop
     network: SimulatedNetwork
     oracle: Oracle
@@ -39,8 +37,6 @@ class AgentEnvironment:
 
 @dataclass(slots=True)
 class BootClock:
-    """The machine's monotonic clock, in microseconds."""
-
     offset_us: int
     rate: float
 
@@ -53,8 +49,6 @@ class BootClock:
 
 @dataclass(slots=True)
 class _AgentProcess:
-    """One process of the agent, from start to exit."""
-
     number: int
     state: AgentState
     machine: SimulatedMachine
@@ -118,7 +112,6 @@ class Agent:
         self._dial(self._boot)
 
     def crash(self) -> None:
-        """Kill the process (SIGKILL); its sandboxes die soon after."""
         boot, self._boot = self._boot, None
         self._thaw_quietly()
         self._backlog = []
@@ -137,14 +130,12 @@ class Agent:
             self._happened(say.ShutdownAsked())
 
     def start_again(self) -> None:
-        """Start again as soon as the shutdown is over."""
         if self._boot is not None and self._boot.stopping:
             self._around.loop.after_us(100 * MS, self.start_again)
         else:
             self.start()
 
     def reclaim(self) -> None:
-        """Let the owner reclaim the machine at once."""
         self._lent = replace(self._offer, closed="its owner is using it")
         self._happened(say.OfferDetected(self._lent))
         self._happened(say.ReclaimAsked(None, "its owner took the machine back"))

@@ -38,8 +38,6 @@ Work = Callable[[Server], Coroutine[Any, Any, T]]
 
 @dataclass(frozen=True, slots=True)
 class ConsumerEnvironment:
-    """Components shared by all consumers."""
-
     loop: VirtualLoop
     network: SimulatedNetwork
     host: Host
@@ -50,8 +48,6 @@ class ConsumerEnvironment:
 
 @dataclass(frozen=True, slots=True)
 class PlannedSubmission:
-    """One submission, and what its consumer does afterwards."""
-
     name: str
     count: int
     request: TaskRequest
@@ -112,7 +108,6 @@ def _request(dice: Dice, name: str, count: int) -> TaskRequest:
 
 
 def draw_gang(dice: Dice, name: str, until_us: int) -> PlannedSubmission:
-    """A submission of tasks that need several nodes at once."""
     nodes = dice.pick((2, 2, 3))
     request = TaskRequest(
         name=name,
@@ -243,7 +238,7 @@ class Consumer:
         await cancel.cancel_task(server, self._user, task, once)
 
     async def _read_results(self, batch: BatchId, after: int, server: Server) -> bytes:
-        """The first piece of the stream; the rest is asked for from there, as after a broken connection."""
+        """Read the first piece of the stream; the next request resumes there, as after a broken connection."""
         stream = await query.batch_results(server, self._user, batch, after)
         try:
             async for chunk in stream:
@@ -255,7 +250,7 @@ class Consumer:
     # ---- the network
 
     async def _persist(self, work: Work[T]) -> T:
-        """Asks until there is an answer; what is asked for must be safe to repeat."""
+        """Repeat an idempotent request until it is answered."""
         pause_s = 0.05
         while True:
             try:
@@ -265,7 +260,6 @@ class Consumer:
                 pause_s = min(2 * pause_s, 1.0)
 
     async def _ask(self, work: Work[T], *, repeatable: bool) -> T:
-        """One request over the network."""
         network, dice, conditions = (
             self._around.network,
             self._dice,

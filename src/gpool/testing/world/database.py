@@ -43,7 +43,7 @@ class DatabaseReader:
         self._log = 0
 
     def rows(self) -> Mapping[int, TaskSnapshot]:
-        """Every task; a row that did not change is the same object as before."""
+        """All tasks; an unchanged row is the same object as before."""
         found: dict[int, TaskSnapshot] = {}
         members = self._members()
         for raw in self._raw.execute(TASKS):
@@ -56,7 +56,6 @@ class DatabaseReader:
         return found
 
     def _members(self) -> dict[tuple[int, int], tuple[MemberSnapshot, ...]]:
-        """By task and epoch."""
         found: dict[tuple[int, int], tuple[MemberSnapshot, ...]] = {}
         for task, epoch, rank, node, holding, number, text in self._raw.execute(MEMBERS):
             where = _allocation(number, text)
@@ -65,7 +64,7 @@ class DatabaseReader:
         return found
 
     def progress(self) -> Mapping[int, int]:
-        """How far each task's checkpoint is: the one file of its manifest is named by a number."""
+        """Progress in each task's checkpoint: the hash of its only file is that number."""
         found: dict[int, int] = {}
         for task, _, manifest in self._raw.execute(CHECKPOINTS):
             (file,) = json.loads(manifest)
@@ -73,7 +72,7 @@ class DatabaseReader:
         return found
 
     def new_logs(self) -> Iterator[tuple[int, str]]:
-        """(task, what the attempt printed), each once."""
+        """New output as (task, line)."""
         for number, task, data in self._raw.execute(LOGS, (self._log,)).fetchall():
             self._log = number
             for line in data.decode().splitlines():
@@ -139,7 +138,7 @@ def rebuilt(picture: StatePicture, rows: Picture) -> State:
 
 @lru_cache(maxsize=1)
 def empty_database() -> bytes:
-    """A migrated file: made once, copied for every run."""
+    """A migrated file, made once and copied for every run."""
     with tempfile.TemporaryDirectory(dir=fast_folder()) as folder:
         path = Path(folder) / "empty.db"
         open_inline(path, synchronous="OFF").close()
@@ -147,5 +146,5 @@ def empty_database() -> bytes:
 
 
 def fast_folder() -> str | None:
-    """Memory, where the machine has such a folder: nothing here has to outlive the run."""
+    """A folder in memory, if the machine has one: no file outlives the run."""
     return "/dev/shm" if Path("/dev/shm").is_dir() else None

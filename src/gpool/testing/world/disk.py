@@ -24,8 +24,6 @@ MAX_GROUP = 256
 
 @dataclass(slots=True)
 class PendingOperation:
-    """A submitted operation and its outcome."""
-
     operation: Operation[Any]
     future: asyncio.Future[Any]
     value: Any = None
@@ -42,8 +40,6 @@ class PendingOperation:
 
 @dataclass(slots=True)
 class DiskSpeed:
-    """Durations of the disk's operations, in microseconds."""
-
     commit_us: tuple[int, int] = (100, 3 * MS)
     answer_us: tuple[int, int] = (10, 500)
     stuck_until_us: int = 0
@@ -156,7 +152,6 @@ class SimulatedDisk:
 
     @property
     def is_quiet(self) -> bool:
-        """Whether no operation is pending or was answered at this instant."""
         return not self.unanswered and self.last_answer_us < self._loop.us
 
     def crash(self) -> bool:

@@ -104,8 +104,6 @@ class FaultPlan:
 
 @dataclass(slots=True)
 class FaultLimits:
-    """Limits of a fault plan, for tests that need a certain kind."""
-
     until_us: int = 24 * S
     most: int = 14
     always: tuple[FaultKind, ...] = field(default=())
@@ -136,8 +134,6 @@ def draw(dice: Dice, nodes: int, limits: FaultLimits) -> FaultPlan:
 
 
 class FaultInjector:
-    """Carries out planned faults, and ends all of them for the calm end of a run."""
-
     def __init__(
         self,
         loop: VirtualLoop,

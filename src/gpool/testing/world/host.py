@@ -83,8 +83,6 @@ class WallClock:
 
 @dataclass(frozen=True, slots=True)
 class HostEnvironment:
-    """Components that outlive a server process."""
-
     loop: VirtualLoop
     dice: Dice
     trace: Trace
@@ -99,8 +97,6 @@ class HostEnvironment:
 
 
 class ServerProcess:
-    """One process of the server."""
-
     def __init__(self, site: HostEnvironment, number: int) -> None:
         self._site = site
         self.process = SimulatedProcess(f"server-{number}", self._task_ended)
@@ -222,7 +218,6 @@ class Host:
             self._site.trace.say("server", "crashes", "with a group open" if lost else "")
 
     def stop(self) -> list[asyncio.Task[Any]]:
-        """Kill the process at the end of the run; return its remaining tasks."""
         if self.current is None:
             return []
         self.current.kill()

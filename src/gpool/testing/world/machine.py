@@ -69,7 +69,6 @@ class _Command:
     saving: bool = False
 
     def progress(self, now_us: int) -> int:
-        """Progress in milliseconds of work."""
         return self.restored + (
             max(0, now_us - self.ran_from_us) // MS if self.ran_from_us >= 0 else 0
         )

@@ -17,8 +17,6 @@ MS = 1_000
 
 @dataclass(slots=True)
 class NetworkConditions:
-    """Delays and losses of the network; a run ends with the defaults."""
-
     delay_us: tuple[int, int] = (1 * MS, 30 * MS)
     spike: float = 0.0  # chance that a frame (and all behind it) is late ...
     spike_us: tuple[int, int] = (200 * MS, 3_000 * MS)  # ... by this much
@@ -30,8 +28,6 @@ class NetworkConditions:
 
 @dataclass(slots=True)
 class LinkDirection:
-    """One direction of a link."""
-
     deliver: Callable[[bytes], None]
     free_at_us: int = 0  # later frames do not overtake
     cut: bool = False  # frames sent from now on are lost
@@ -185,12 +181,10 @@ class SimulatedNetwork:
         self.loop.after_us(self.dice.between(1, lasts_us), self._give_up, link)
 
     def _give_up(self, link: SimulatedLink) -> None:
-        """Let the agent consider the link dead before the server does."""
         late = max(0, link.up.free_at_us - self.loop.us) + self.dice.between(1, 500 * MS)
         link.break_off(1, late, lose=False)
 
     def break_links(self, node: str) -> None:
-        """Break all connections of a node; both sides learn of it later."""
         for link in self.links.get(node, ()):
             link.break_off(
                 self.dice.between(1, 300 * MS),

@@ -30,8 +30,6 @@ def mark_of(value: bytes, text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class MemberSnapshot:
-    """A gang's member as stored."""
-
     rank: int
     node: str
     holding: bool
@@ -59,7 +57,6 @@ class TaskSnapshot:
 
     @property
     def places(self) -> dict[str, Allocation]:
-        """Allocations of its current or last lease, by node."""
         if self.members:
             return {member.node: member.allocation for member in self.members}
         if self.node is None or self.allocation is None:
@@ -67,7 +64,6 @@ class TaskSnapshot:
         return {self.node: self.allocation}
 
     def holds_at(self, node: str, epoch: int) -> bool:
-        """Whether the node holds this lease."""
         if not self.holding or self.epoch != epoch:
             return False
         if self.members:
@@ -81,8 +77,6 @@ class TaskSnapshot:
 
 @dataclass(slots=True)
 class MachineTruth:
-    """True state of a machine."""
-
     offer: Offer
     frozen: bool = False
     thawed_us: int = -(10**9)
@@ -162,7 +156,6 @@ class Oracle:
         self._check_room(name, node)
 
     def resumed_from(self, task: int, epoch: int, progress: int) -> None:
-        """Check the progress from which an attempt with a checkpoint starts."""
         self.resumed += progress > 0
         safe = self.acknowledged.get(task, 0)
         if progress < safe:
@@ -171,7 +164,6 @@ class Oracle:
             )
 
     def attempt_preempted(self, name: str, task: int, epoch: int) -> None:
-        """Record that an attempt was ended by a preemption, or by the owner."""
         self.nodes[name].preempted.add((task, epoch))
 
     def attempt_ended(self, name: str, task: int, epoch: int) -> None:
@@ -225,7 +217,6 @@ class Oracle:
     # ---- stored rows
 
     def absorb(self, rows: Mapping[int, TaskSnapshot]) -> None:
-        """Compare the rows after a commit with those before it."""
         before = self.rows
         self.rows = rows
         touched: set[str] = set()
@@ -252,7 +243,6 @@ class Oracle:
             self._check_granted(name)
 
     def checkpointed(self, saved: Mapping[int, int]) -> None:
-        """Check that no checkpoint went back."""
         for task, progress in self.saved.items():
             if saved.get(task, progress) < progress:
                 self._fail(f"the checkpoint of task {task} went from {progress} to {saved[task]}")
@@ -284,14 +274,12 @@ class Oracle:
                 self._fail_if(_mark_problem(old, row))
 
     def logged(self, before: Mapping[int, TaskSnapshot], task: int, line: str) -> None:
-        """Check that stored output is of the lease that was current."""
         of, epoch = _RANK.sub("", line).split(".")[:2]
         rows = [row for row in (before.get(task), self.rows.get(task)) if row is not None]
         if int(of) != task or not any(row.epoch == int(epoch) for row in rows):
             self._fail(f"output of epoch {epoch} of task {of} was accepted for {rows}")
 
     def _check_granted(self, name: str) -> None:
-        """Check that the stored leases of a node fit it."""
         held: dict[int, Allocation] = {}
         for row in self.rows.values():
             mine = row.places.get(name) if row.holding else None

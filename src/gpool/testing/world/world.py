@@ -268,7 +268,6 @@ class World:
             self.oracle.logged(before, task, line)
 
     def _compare(self) -> None:
-        """Compare the server's picture, folded from events, with one built from the file."""
         process = self.host.current
         if process is not None and process.disk.is_quiet:
             picture = process.server.picture
