@@ -307,6 +307,22 @@ class ExplainDocument(Answer):
     suggestions: list[SuggestionDocument] = []
 
 
+class QueueEntry(Answer):
+    """A waiting task with its position, expected start and reason; `explain` holds no suggestions here."""
+
+    task: TaskDocument
+    explain: ExplainDocument
+
+
+class QueuePage(Answer):
+    """Waiting tasks, oldest first. `running`: leased and running tasks, on the first page only."""
+
+    items: list[QueueEntry]
+    next: str | None = None
+    waiting: int  # number of waiting tasks, counted up to a limit
+    running: list[TaskDocument] = []
+
+
 class LogDocument(Answer):
     """A piece of output. `data` (base64) are its bytes, there when they are not `text` in UTF-8: binary, or a character
     cut in two by the piece's end, which `text` has where it is whole."""

@@ -278,7 +278,7 @@ class MemberPatch(Document):
     role: RoleName
 
 
-class MemberDocument(Answer):
+class TeamMemberDocument(Answer):
     user: str
     name: str
     role: RoleName
@@ -286,7 +286,7 @@ class MemberDocument(Answer):
 
 
 class MemberPage(Answer):
-    items: list[MemberDocument]
+    items: list[TeamMemberDocument]
     next: str | None = None
 
 

@@ -10,8 +10,7 @@ import pytest
 
 from gpool.core.ids import NodeId, decode, encode
 from gpool.core.model import Permission
-from gpool.server.actions.tasks.documents import ResultLine
-from gpool.server.actions.tasks.id_text import spell
+from gpool.server.actions.tasks.documents import ResultLine, spell
 from gpool.server.app import ensure_operator
 from gpool.server.scheduling.loops import Expire, Prune
 from gpool.wire.documents import ResultDocument

@@ -17,7 +17,7 @@ from typing import Any
 from gpool.core.ids import GpuId, NodeId, TaskId, UserId
 from gpool.core.model import GIB, Availability, Gpu, Offer, Permission
 from gpool.core.scheduler.order.orders import ORDERS
-from gpool.server.actions.tasks.preempt import make_room
+from gpool.server.actions.tasks.stopping import preempt_tasks
 from gpool.server.settings import Settings
 from gpool.server.store import SqliteStore
 from gpool.server.store.operations.identity import users
@@ -357,7 +357,7 @@ class World:
             return
         chosen = self.dice.sample(held, self.dice.between(1, len(held)))
         self.trace.say("world", "preempts", chosen)
-        incarnation.spawn(make_room(incarnation.server, [TaskId(task) for task in chosen]))
+        incarnation.spawn(preempt_tasks(incarnation.server, [TaskId(task) for task in chosen]))
 
     def _set_availability(self, node: int, availability: Availability) -> None:
         incarnation = self.host.current

@@ -1,4 +1,4 @@
-"""API keys: made, listed, ended. A key never does more than its scopes, and none of what only a sign-in may."""
+"""API keys: creation, listing, revocation. A key is limited to its scopes and to actions open to API keys."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from gpool.wire.documents import instant_to_datetime
 from gpool.wire.identity import KeyDocument, KeyMade, KeyRequest
 
 USUAL_SCOPES = frozenset(Scope) - {Scope.ADMIN}
-"""What a key may do unless its maker says: `admin` has to be named."""
+"""Default scopes of a key; `admin` must be named explicitly."""
 
 
-class _Saved(msgspec.Struct, frozen=True):
-    """The answer as it is kept under its Idempotency-Key: without the key, which is derived again."""
+class _SavedKey(msgspec.Struct, frozen=True):
+    """Answer stored under its Idempotency-Key: without the key itself, which is derived again."""
 
     id: int
 
@@ -36,7 +36,7 @@ async def listed(server: Server, who: Caller) -> list[KeyDocument]:
 
 
 async def make(server: Server, who: Caller, request: KeyRequest, once: Once | None) -> KeyMade:
-    """The key is in the answer and nowhere else."""
+    """Create a key; only the answer contains it, the store keeps a hash."""
     permit(who, Action.KEY_MAKE, own(who))
     scopes = (
         USUAL_SCOPES
@@ -44,7 +44,7 @@ async def make(server: Server, who: Caller, request: KeyRequest, once: Once | No
         else frozenset(Scope(word) for word in request.scopes)
     )
     if Scope.ADMIN in scopes and Permission.OPERATOR not in who.user.permissions:
-        raise Forbidden("the scope 'admin' is for operators' keys")
+        raise Forbidden("the scope 'admin' is only for keys of operators")
     team = None if request.team is None else TeamId(decode("team", request.team))
     if team is not None:
         is_member = Thing(Kind.TEAM, team=team) if team in who.teams else missing(Kind.TEAM)
@@ -76,9 +76,9 @@ async def make(server: Server, who: Caller, request: KeyRequest, once: Once | No
         who.user,
         once,
         audited(_add(made, credentials.hashed(key)), [noted]),
-        lambda id_: msgspec.json.encode(_Saved(id_)),
+        lambda id_: msgspec.json.encode(_SavedKey(id_)),
     )
-    saved = msgspec.json.decode(answered.body, type=_Saved)
+    saved = msgspec.json.decode(answered.body, type=_SavedKey)
     found = await server.store.read(operations.key(saved.id))
     return KeyMade(**_document(found or made).model_dump(), key=key)
 
@@ -99,7 +99,7 @@ def _add(key: ApiKey, hashed: str) -> Operation[int]:
 
 
 async def end(server: Server, who: Caller, id_: int, once: Once | None) -> None:
-    """Ending what has ended changes nothing and is no error."""
+    """Revoke a key; a revoked key stays so."""
     noted = entry(server.now, who, "key.end", encode("key", id_))
     ending = audited(_end(id_, who, server.now), [noted])
     await server.write_once(who.user, once, ending, lambda _: b"")

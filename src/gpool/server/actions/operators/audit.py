@@ -1,6 +1,6 @@
-"""The audit record: what is written into it, in the transaction of its effect, and how it is read and checked.
+"""Audit log: entries written in the transaction of their effect, pages of it, verification of its hash chain.
 
-An entry names who, what, on what, from where and whether it went well. It holds no secrets: names, ids, scopes.
+An entry names actor, action, object, address and outcome. It contains names, ids and scopes, never secrets.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from gpool.server.store.values import NodeCredentials, User
 
 T = TypeVar("T")
 
-Actor = User | Caller | NodeCredentials | None
-"""Who did it; None: nobody we know."""
+AuditActor = User | Caller | NodeCredentials | None
+"""None: an anonymous caller."""
 
 OK, REFUSED = "ok", "refused"
 PAGE = 1000
@@ -32,7 +32,7 @@ DAY = 86_400 * SECOND
 
 def entry(
     at: Instant,
-    actor: Actor,
+    actor: AuditActor,
     action: str,
     thing: str = "",
     *,
@@ -40,12 +40,12 @@ def entry(
     address: str = "",
     **told: str,
 ) -> Entry:
-    """An entry to be appended; the record gives it its number."""
+    """An entry to append; appending numbers it."""
     where = address or (actor.address if isinstance(actor, Caller) else "")
     return Entry(0, at, named(actor), action, thing, outcome, where, facts(told))
 
 
-def named(actor: Actor) -> str:
+def named(actor: AuditActor) -> str:
     match actor:
         case None:
             return ""
@@ -61,9 +61,9 @@ def named(actor: Actor) -> str:
 def audited(
     op: Operation[T], entries: Sequence[Entry] | Callable[[T], Iterable[Entry]]
 ) -> Operation[T]:
-    """The operation and its entries, in one transaction. `entries` may look at what the operation gave.
+    """The operation and its audit entries in one transaction. `entries` may be a function of the operation's value.
 
-    Appending locks the record's head until the commit, so it comes last.
+    Appending locks the head of the log until the commit, so it comes last.
     """
     value = yield from again(op)
     found = entries(value) if callable(entries) else entries
@@ -75,7 +75,7 @@ def audited(
 
 @operation
 def keys_used(used: Sequence[tuple[int, Instant]]) -> Operation[None]:
-    """When API keys were last used; the first use of each in a day is noted."""
+    """Store when API keys were last used; each key's first use of a day is logged."""
     rows = yield Statement(
         "SELECT k.id, k.user_id, k.name, k.last_used_at FROM {used} AS u JOIN api_keys k ON k.id = u.id",
         {},
@@ -102,7 +102,7 @@ def keys_used(used: Sequence[tuple[int, Instant]]) -> Operation[None]:
 
 
 async def note(server: Server, *entries: Entry) -> None:
-    """What has no effect of its own: a sign-in that went wrong, say."""
+    """Append entries of events without another effect, such as a refused sign-in."""
     await server.store.write(operations.append(entries))
 
 
@@ -112,7 +112,7 @@ async def page(server: Server, before: int | None, limit: int) -> tuple[Link, ..
 
 
 async def verify(server: Server, anchors: Iterable[Anchor] = ()) -> Whole | Broken:
-    """Walks the whole record, a page at a time, up to where its head was when it began."""
+    """Verify the hash chain page by page, up to its head at the start, and against the anchors."""
     head = await server.store.read(operations.head())
     pinned = [*anchors, *([head] if head else [])]
     start: Anchor | None = None

@@ -1,7 +1,7 @@
-"""What operators do to the pool while it runs: another policy (tried first, if they like), cordons and draining, reservations.
+"""Operator changes to the running pool: policy, cordons, reservations, key rotation. Routes check the permission.
 
-Stored and audited in one transaction, then laid upon the scheduler; other replicas take it up with their next look. Who may
-is decided before.
+A change is stored and audited in one transaction and then applied to the scheduler; other replicas apply it at their
+next refresh.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from gpool.core.scheduler.order.orders import Policy
 from gpool.core.scheduler.place.portfolio import Learnt
 from gpool.core.scheduler.predict.dry_run import DryRun, compare
 from gpool.core.scheduler.state.operator_rules import PolicyChange, Reservation, Rules
-from gpool.server.actions.operators.audit import audited, entry
-from gpool.server.actions.tasks.preempt import make_room
+from gpool.server.actions.operators.audit import AuditActor, audited, entry, note
+from gpool.server.actions.tasks.stopping import preempt_tasks
+from gpool.server.identity.secrets.sealer import KeyStatus
 from gpool.server.scheduling.gangs import lines_on
 from gpool.server.server import Once, Server
 from gpool.server.store.identity_values import Caller
@@ -34,7 +35,7 @@ MAX_RESERVATIONS = 1000
 
 
 async def refresh(server: Server) -> None:
-    """Lays upon the scheduler what is stored, by this replica or another."""
+    """Apply the stored rules to the scheduler."""
     server.scheduler.use_rules(await server.store.read(operations.rules()), server.now)
 
 
@@ -46,12 +47,12 @@ async def _write(
     return answered.body
 
 
-# ---- the policy
+# ---- policy
 
 
 @dataclass(frozen=True, slots=True)
-class Operated:
-    """What holds, what of it was changed, and what a change would do."""
+class PolicyState:
+    """The policy in force, its stored changes, and the effect of a dry run."""
 
     policy: Policy
     change: PolicyChange
@@ -60,30 +61,28 @@ class Operated:
     learnt: Learnt | None = None
 
 
-def policy(server: Server) -> Operated:
+def policy(server: Server) -> PolicyState:
     scheduler = server.scheduler
     rules, orders = scheduler.rules, tuple(sorted(scheduler.orders))
-    return Operated(scheduler.policy, rules.policy, orders, learnt=rules.learnt)
+    return PolicyState(scheduler.policy, rules.policy, orders, learnt=rules.learnt)
 
 
-async def try_policy(server: Server, changes: dict[str, object]) -> Operated:
-    """What the change would do to those who wait; nothing is changed."""
+async def try_policy(server: Server, changes: dict[str, object]) -> PolicyState:
+    """Compare the waiting tasks' starts under the current and the changed policy; changes nothing."""
     scheduler = server.scheduler
     change = _merged(scheduler.rules.policy, changes)
     configured = replace(scheduler.configured, limits=scheduler.policy.limits)
     wanted = replace(scheduler.rules, policy=change).policy_upon(configured, scheduler.orders)
-    asked = await scheduler.forecasts.question(scheduler, server.now)
-    found = await asyncio.to_thread(compare, asked, scheduler.policy, wanted, scheduler.orders)
-    return Operated(wanted, change, tuple(sorted(scheduler.orders)), found)
+    question = await scheduler.forecasts.question(scheduler, server.now)
+    found = await asyncio.to_thread(compare, question, scheduler.policy, wanted, scheduler.orders)
+    return PolicyState(wanted, change, tuple(sorted(scheduler.orders)), found)
 
 
 async def change_policy(
     server: Server, who: Caller, changes: dict[str, object], once: Once | None
-) -> Operated:
+) -> PolicyState:
     change = _merged(server.scheduler.rules.policy, changes)
-    change.applied(
-        server.scheduler.configured, server.scheduler.orders
-    )  # refuses what makes no sense
+    change.applied(server.scheduler.configured, server.scheduler.orders)  # raises `Invalid`
     told = {name: "configured" if value is None else str(value) for name, value in changes.items()}
     noted = entry(server.now, who, "policy.change", **told)
     await _write(server, who, once, audited(operations.put_policy(change, server.now), [noted]))
@@ -91,7 +90,7 @@ async def change_policy(
 
 
 async def learn(server: Server, who: Caller, once: Once | None) -> None:
-    """How room is priced is learnt anew, soon and beside everything else; the policy says when and what."""
+    """Start a training of the placement prices in the background; `policy` reports its result."""
     noted = entry(server.now, who, "policy.learn")
     await server.write_once(who.user, once, audited(_nothing(), [noted]), lambda _: b"")
     server.learning.ask()
@@ -103,7 +102,7 @@ def _nothing() -> Operation[None]:
 
 
 def weights_with(server: Server, given: Mapping[Holder, float | None]) -> dict[Holder, int]:
-    """Those set so far with these; None: as configured again."""
+    """The stored weights with these changes; None removes a weight."""
     found = dict(server.scheduler.rules.policy.weights)
     for holder, weight in given.items():
         if weight is None:
@@ -128,7 +127,7 @@ class NewCordon:
 
 
 @dataclass(frozen=True, slots=True)
-class Cordoned:
+class CordonState:
     node: NodeId
     is_cordoned: bool
     why: str
@@ -136,16 +135,16 @@ class Cordoned:
     preempted: int = 0
 
 
-async def cordon(server: Server, who: Caller, wanted: NewCordon, once: Once | None) -> Cordoned:
-    """Nothing new starts there. To drain it, what may be preempted is asked to go; the rest ends by itself."""
+async def cordon(server: Server, who: Caller, wanted: NewCordon, once: Once | None) -> CordonState:
+    """Cordon a node; with `drain`, preempt its preemptible tasks. The others finish."""
     node, why = wanted.node, wanted.why
     action = "node.drain" if wanted.drain else "node.cordon"
     noted = entry(server.now, who, action, encode("node", node), why=why)
     await _write(server, who, once, audited(_cordon(node, why, server.now), [noted]))
     asked = _preemptible_on(server, node) if wanted.drain else []
-    recording = await make_room(server, asked) if asked else None
+    recording = await preempt_tasks(server, asked) if asked else None
     preempted = len({hold.task for _, hold in recording.to_preempt}) if recording else 0
-    return Cordoned(node, True, why, _running(server, node), preempted)
+    return CordonState(node, True, why, _running(server, node), preempted)
 
 
 async def uncordon(server: Server, who: Caller, node: NodeId, once: Once | None) -> None:
@@ -186,9 +185,7 @@ def _running(server: Server, node: NodeId) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
-    """A reservation somebody asks for."""
-
+class NewReservation:
     nodes: Sequence[NodeId]
     users: Sequence[UserId]
     teams: Sequence[TeamId]
@@ -201,14 +198,16 @@ def reservations(server: Server) -> tuple[Reservation, ...]:
     return server.scheduler.rules.reservations
 
 
-async def reserve(server: Server, who: Caller, wanted: Wanted, once: Once | None) -> Reservation:
-    """Under a key already used: the reservation made then."""
+async def reserve(
+    server: Server, who: Caller, wanted: NewReservation, once: Once | None
+) -> Reservation:
+    """Create a reservation; a repeated Idempotency-Key returns the first one."""
     if not wanted.users and not wanted.teams:
-        raise Invalid("say for whom: 'users' or 'teams'")
+        raise Invalid("a reservation needs 'users' or 'teams'")
     if not wanted.first < wanted.last:
-        raise Invalid("'last' is after 'first'")
+        raise Invalid("'last' must be after 'first'")
     if wanted.last <= server.now:
-        raise Invalid("'last' has passed already")
+        raise Invalid("'last' must be in the future")
     audience = Audience(frozenset(wanted.users), frozenset(wanted.teams))
     one = Reservation(
         server.ids.next(), frozenset(wanted.nodes), audience, wanted.first, wanted.last, wanted.why
@@ -230,7 +229,7 @@ async def reserve(server: Server, who: Caller, wanted: Wanted, once: Once | None
     for known in reservations(server):
         if known.id == id_:
             return known
-    raise NotFound(f"reservation {encode('reservation', id_)} was made and has ended since")
+    raise NotFound(f"reservation {encode('reservation', id_)} was created and has ended since")
 
 
 async def unreserve(server: Server, who: Caller, id_: int, once: Once | None) -> None:
@@ -243,11 +242,13 @@ async def unreserve(server: Server, who: Caller, id_: int, once: Once | None) ->
 @operation
 def _reserve(one: Reservation, at: Instant) -> Operation[None]:
     there: Rules = yield from operations.rules()
-    for old in there.reservations:  # what is over is of no use
+    for old in there.reservations:  # ended reservations are deleted here
         if old.last <= at:
             yield from operations.drop("reservation", old.id)
     if len(there.reservations) >= MAX_RESERVATIONS:
-        raise Invalid(f"there are {MAX_RESERVATIONS} reservations already; end some first")
+        raise Invalid(
+            f"there are {MAX_RESERVATIONS} reservations already, the limit; delete some first"
+        )
     for node in sorted(one.nodes):
         yield from _known_node(node)
     for user in sorted(one.audience.users):
@@ -257,3 +258,21 @@ def _reserve(one: Reservation, at: Instant) -> Operation[None]:
         if (yield from teams.team(TeamId(team))) is None:
             raise NotFound(f"no team {encode('team', team)}")
     yield from operations.put_reservation(one, at)
+
+
+# ---- server keys
+
+
+async def rotate_keys(
+    server: Server, actor: AuditActor, *, master: bool, address: str = ""
+) -> KeyStatus:
+    """Retire every data key; sealed fields move to a new one in the background. `master` rotates the master key first."""
+    if master:
+        wrapped = await server.sealer.rotate_master()
+        rotated = {"address": address, "wrapped": str(wrapped)}
+        await note(server, entry(server.now, actor, "keys.rotate_master", **rotated))
+    noted = entry(server.now, actor, "keys.rotate", address=address)
+    await server.write(audited(server.sealer.rotation(server.now), [noted]))
+    await server.sealer.look_again()
+    server.sealer.wake.call()
+    return await server.sealer.status()

@@ -1,7 +1,7 @@
-"""Quotas: what users and teams may have at once, set by operators, kept to at submission, upload and planning.
+"""Quotas of users and teams, set by operators and enforced at submission, upload and planning.
 
-Running GPUs are a limit of the planner (`core.scheduling.limits`): tasks over it wait; guaranteed ones are its concern too. Queued tasks and storage are
-compared with what is stored, in the transaction that adds to it, behind a lock on the account.
+The planner enforces running and guaranteed GPUs (`core.scheduler.order.limits`): tasks over the quota wait. Queued tasks
+and storage are compared with the stored amounts in the transaction that adds to them, under a lock on the account.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from gpool.core.model import Instant
 from gpool.core.permissions import TeamId
 from gpool.core.quotas import Quota
 from gpool.core.scheduler.order.limits import GpuLimits, Holder
-from gpool.server.actions.operators.audit import Actor, audited, entry
+from gpool.server.actions.operators.audit import AuditActor, audited, entry
 from gpool.server.server import Server
 from gpool.server.settings import Settings
 from gpool.server.store.identity_values import GivenQuota
@@ -28,7 +28,7 @@ from gpool.wire.frames import Hold
 
 
 def effective(settings: Settings, holder: Holder, given: GivenQuota) -> Quota:
-    """What holds: what was given, else the default for users or for teams."""
+    """The quota in force: the given values, with the defaults for users or teams."""
     default = _usual(settings, holder)
     return Quota(
         *(
@@ -46,13 +46,13 @@ def _usual(settings: Settings, holder: Holder) -> Quota:
     return settings.user_quota if holder[0] == "user" else settings.team_quota
 
 
-# ---- setting them
+# ---- changes
 
 
 async def set_quota(
-    server: Server, actor: Actor, holder: Holder, quota: GivenQuota, address: str = ""
+    server: Server, actor: AuditActor, holder: Holder, quota: GivenQuota, address: str = ""
 ) -> None:
-    """For operators; who may is decided before. `NotFound` when there is no such user or team."""
+    """Set a quota; raises `NotFound` without such a user or team. The caller has checked the permission."""
     kind, number = holder
     sound(quota, _usual(server.settings, holder))
     thing = encode(kind, number)
@@ -79,12 +79,12 @@ def _set(holder: Holder, quota: GivenQuota) -> Operation[None]:
         else (yield from teams.team(TeamId(number)))
     )
     if there is None:
-        raise NotFound(f"there is no such {kind}")
+        raise NotFound(f"no {kind} {encode(kind, number)} on this server")
     yield from teams.set_quota(kind, number, quota)
 
 
 async def refresh(server: Server) -> None:
-    """Tells the planner what was set, here or on another replica."""
+    """Apply the stored quotas to the planner."""
     given = await server.store.read(teams.quotas())
     server.scheduler.use_limits(limits_of(server.settings, given))
 
@@ -107,7 +107,7 @@ def limits_of(settings: Settings, given: dict[Holder, GivenQuota]) -> GpuLimits:
 
 
 def sound(quota: GivenQuota, usual: Quota) -> GivenQuota:
-    """`Invalid` when more is guaranteed than may run at once; `usual`: what holds where nothing is given."""
+    """Raise `Invalid` if more is guaranteed than may run at once; `usual` holds the defaults."""
     most = (
         quota.running_gpu_milli if quota.running_gpu_milli is not None else usual.running_gpu_milli
     )
@@ -124,10 +124,10 @@ def sound(quota: GivenQuota, usual: Quota) -> GivenQuota:
 
 
 def most_queued(server: Server) -> int | None:
-    """No user and no team can have more queued than this when what is asked for now is written; None: that is not known.
+    """Upper bound of the tasks any user or team has queued when the next write commits; None: unknown.
 
-    To be asked in the loop, right before the write is handed to the store: what is written before it is folded (waits, or
-    is held and may come back) or is still arriving. What other servers write into the same database we do not see.
+    Must be called on the event loop right before the write is passed to the store: every earlier write is then folded
+    (waiting, or held and able to return) or still arriving. Writes of other servers to the same database are not seen.
     """
     scheduler = server.scheduler
     if scheduler.in_doubt or server.settings.is_shared:
@@ -138,9 +138,9 @@ def most_queued(server: Server) -> int | None:
 def room_in_queue(
     server: Server, submission: Submission, most: int | None
 ) -> Operation[TooMany | None]:
-    """For the submission's transaction: what to say when it would queue more than its user or team may.
+    """The error if the submission exceeds the queue quota of its user or team; part of its transaction.
 
-    Counting costs as much as is queued, so it is left out where `most` (of `most_queued`) is within the quota.
+    Counting costs time in proportion to the queue, so it is skipped if `most` (of `most_queued`) is within the quota.
     """
     [why] = yield from rooms_in_queue(server, [submission], most)
     return why
@@ -149,7 +149,7 @@ def room_in_queue(
 def rooms_in_queue(
     server: Server, submissions: Sequence[Submission], most: int | None
 ) -> Operation[list[TooMany | None]]:
-    """The same for many that are written together, as if they came one after the other."""
+    """`room_in_queue` for submissions that are written together, as if they came one after the other."""
     theirs = [_holders(each.user, each.team) for each in submissions]
     asked = {holder for holders in theirs for holder in holders}
     given = yield from teams.quotas_of(asked)
@@ -168,7 +168,7 @@ def rooms_in_queue(
 def _taken(
     holders: Sequence[Holder], count: int, limits: Mapping[Holder, int], used: dict[Holder, int]
 ) -> TooMany | None:
-    """Counts it in, unless it does not fit."""
+    """Add `count` to the used amounts, or return the error if it does not fit."""
     for holder in holders:
         if holder in limits and used[holder] + count > limits[holder]:
             return TooMany(
@@ -185,8 +185,8 @@ def _taken(
 
 
 @dataclass(frozen=True, slots=True)
-class Upload:
-    """An artifact on its way, brought by a user or by a node under a lease."""
+class StoredUpload:
+    """An upload as the storage quota sees it: by a user, or by a node under a lease."""
 
     sha256: str
     user: UserId | None
@@ -195,14 +195,14 @@ class Upload:
 
 
 async def body_within(
-    server: Server, upload: Upload, told_bytes: int, body: AsyncIterator[bytes]
+    server: Server, upload: StoredUpload, declared_bytes: int, body: AsyncIterator[bytes]
 ) -> AsyncIterator[bytes]:
-    """The body, as long as it fits what its owner may store; refused before the first byte when it says its size."""
+    """The body, limited to the owner's free storage; a declared size is refused before the first byte is read."""
     room = await server.store.read(storage_room(server.settings, upload))
     if room is None:
         return body
-    if told_bytes > room[1]:
-        raise _full(*room, told_bytes)
+    if declared_bytes > room[1]:
+        raise _full(*room, declared_bytes)
     return _counted(body, *room)
 
 
@@ -216,8 +216,8 @@ async def _counted(body: AsyncIterator[bytes], holder: Holder, room: int) -> Asy
 
 
 @operation
-def storage_room(settings: Settings, upload: Upload) -> Operation[tuple[Holder, int] | None]:
-    """Whose storage it takes and how much is left; None: there is no limit, or it is stored for them already."""
+def storage_room(settings: Settings, upload: StoredUpload) -> Operation[tuple[Holder, int] | None]:
+    """Account charged for the upload and its free bytes; None: no limit, or stored for that account already."""
     holder = yield from _keeper(upload)
     if holder is None:
         return None
@@ -236,9 +236,9 @@ def storage_room(settings: Settings, upload: Upload) -> Operation[tuple[Holder, 
 
 @operation
 def add_within(
-    settings: Settings, upload: Upload, size: int, at: Instant
+    settings: Settings, upload: StoredUpload, size: int, at: Instant
 ) -> Operation[bool | Forbidden]:
-    """`artifacts.add_artifact`, if it fits. What does not is left without a reference, to be forgotten in time."""
+    """`artifacts.add_artifact` within the quota; otherwise the artifact stays without a reference and is pruned later."""
     lease = upload.lease
     if upload.user is not None:
         yield from teams.hold_account("user", upload.user)
@@ -253,8 +253,8 @@ def add_within(
     return (yield from add)
 
 
-def _keeper(upload: Upload) -> Operation[Holder | None]:
-    """A person's upload is the person's; a node's that of the task it has a lease of."""
+def _keeper(upload: StoredUpload) -> Operation[Holder | None]:
+    """The account charged: the uploading user, or the owner of the task whose lease the node holds."""
     if upload.user is not None:
         return "user", upload.user
     if upload.lease is None:
@@ -275,7 +275,7 @@ def _full(holder: Holder, room: int, size: int) -> Forbidden:
     )
 
 
-# ---- both
+# ---- accounts
 
 
 def _holders(user: UserId, team: int | None) -> tuple[Holder, ...]:
@@ -287,5 +287,5 @@ def _whose(holder: Holder) -> str:
 
 
 def merged(before: GivenQuota, changes: dict[str, int | None]) -> GivenQuota:
-    """For `PATCH`: what is named changes, the rest stays."""
+    """The quota with the named values changed."""
     return replace(before, **changes)

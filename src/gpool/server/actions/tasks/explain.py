@@ -1,4 +1,7 @@
-"""Why a task is where it is, when it will start, and what would start it now. It only reads; the long part is `explaining`'s."""
+"""Explanation of one task: why it waits or how it ended, its expected start, and changes that would start it now.
+
+Only reads. The search for changes runs in `scheduling.explaining`.
+"""
 
 from __future__ import annotations
 
@@ -23,30 +26,30 @@ from gpool.wire.documents import (
 )
 
 HOPELESS = frozenset({"over_quota", "flagged"})
-"""Codes under which the task never starts as it is, whatever ends."""
+"""Codes of tasks that never start unless they or their quota change; they get no estimate."""
 
 _NOT_ITS_OWN = frozenset(
     {EndReason.LOST, EndReason.HANDED_BACK, EndReason.PREEMPTED, EndReason.NODE_FAILED}
 )
 _UNSTARTED = frozenset({EndReason.SANDBOX_FAILED, EndReason.NODE_FAILED})
-
-
-_UNTRIED = " What would start it now was not all tried, because many ask at once: ask again later."
+_UNTRIED = " Not all changes that might start it now were tried, because of many requests; ask again later."
 
 
 async def explain(server: Server, who: Caller, id_: TaskId) -> ExplainDocument:
-    """`TooMany` when very many ask at once."""
+    """Explain a task to `who`; raises `TooMany` past the limit of concurrent explanations."""
     view = await query.task(server, who, id_)
     row = view.row
     if row.status.is_final:
-        return _document(view, Explanation("ended", _end_of(view)))
+        return explanation_document(view, Explanation("ended", _end_of(view)))
     refused = server.scheduler.refused.explanation(id_, server.now)
     if refused is not None:
-        return _document(view, refused)
+        return explanation_document(view, refused)
     if row.status is TaskStatus.RUNNING or view.note is not None:
         noted = view.note if row.status is not TaskStatus.RUNNING else None
         doing = documents.NOTED[noted or documents.phase_of(view) or Phase.RUN.value]
-        return _document(view, Explanation("running", f"It {doing} on {_place(view) or 'a node'}."))
+        return explanation_document(
+            view, Explanation("running", f"It {doing} on {_place(view) or 'a node'}.")
+        )
     with server.explaining.admitted():
         return await _explain(server, view, id_)
 
@@ -55,7 +58,7 @@ async def _explain(server: Server, view: TaskView, id_: TaskId) -> ExplainDocume
     scheduler, explaining, now = server.scheduler, server.explaining, server.now
     told = await explaining.why(scheduler, id_, now)
     if scheduler.state.queue_of(id_) is None:
-        return _document(view, told)
+        return explanation_document(view, told)
     told = with_story(told, await _story(server, view.row))
     estimate = None
     if told.position is not None and told.code not in HOPELESS:
@@ -65,11 +68,10 @@ async def _explain(server: Server, view: TaskView, id_: TaskId) -> ExplainDocume
         tried = await explaining.suggestions(scheduler, id_, now)
     if not tried.is_complete and not tried.found:
         told = replace(told, sentence=told.sentence + _UNTRIED)
-    return _document(view, told, estimate, tried.found)
+    return explanation_document(view, told, estimate, tried.found)
 
 
 async def _story(server: Server, row: TaskRow) -> Story:
-    """How its earlier attempts ended."""
     if not row.epoch:
         return Story()
     told = await server.store.read(operations.story(row.id, None))
@@ -103,7 +105,7 @@ def _where(server: Server, attempt: AttemptRow) -> str:
     return encode("node", attempt.node) if known is None else known.name
 
 
-def _document(
+def explanation_document(
     view: TaskView,
     told: Explanation,
     estimate: Estimate | None = None,
@@ -134,7 +136,7 @@ def _document(
 
 
 def _change(view: TaskView, one: Suggestion) -> str:
-    """What to say instead; on one node there is no gang, of which the rest could be said."""
+    """Options of the suggested task; on one node the options of gangs do not apply."""
     spec, left_out = view.spec, []
     if one.requirements.nodes == 1 < spec.requirements.nodes:
         left_out += ["--engine"] * (spec.engine is not Engine.NONE)
@@ -143,7 +145,7 @@ def _change(view: TaskView, one: Suggestion) -> str:
 
 
 def _place(view: TaskView) -> str:
-    """The node; of a gang all of them, with their ranks."""
+    """Name of the task's node; of a gang, all node names with their ranks."""
     if len(view.members) < 2:
         return view.node_name or ""
     return list_of([ranked(each.node_name or "a node", each.rank) for each in view.members])

@@ -1,4 +1,4 @@
-"""Submitting tasks: one spec, one or many tasks, one commit. Makes no model per task."""
+"""Submission of tasks: one spec, one or many tasks, one commit. Builds no pydantic model per task."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from gpool.core.ids import BatchId, SpecId, TaskId, UserId, decode, encode
 from gpool.core.model import INLINE_LIMIT_BYTES, KIB
 from gpool.core.permissions import Action, TeamId
 from gpool.server.actions.operators.quotas import most_queued, room_in_queue, rooms_in_queue
-from gpool.server.actions.tasks.id_text import spell
-from gpool.server.actions.tasks.query import in_the_name_of
+from gpool.server.actions.tasks.documents import spell
+from gpool.server.actions.tasks.query import acting_account
 from gpool.server.actions.tasks.specs import secrets_of, spec_of
 from gpool.server.identity.authorization import batch_thing, permit
 from gpool.server.identity.secrets.sealer import secret_place
@@ -31,8 +31,8 @@ from gpool.wire.documents import MAX_BATCH, TaskRequest
 from gpool.wire.frames import weight_of
 
 
-class _Answer(msgspec.Struct, frozen=True):
-    """`wire.documents.SubmittedDocument`, as fast as it has to be."""
+class _SubmittedAnswer(msgspec.Struct, frozen=True):
+    """`wire.documents.SubmittedDocument` without pydantic."""
 
     batch: str
     first_position: int
@@ -40,27 +40,27 @@ class _Answer(msgspec.Struct, frozen=True):
 
 
 _encode = msgspec.json.Encoder().encode
-_decode = msgspec.json.Decoder(_Answer).decode
+_decode = msgspec.json.Decoder(_SubmittedAnswer).decode
 _MAX_BASE64 = (INLINE_LIMIT_BYTES + 2) // 3 * 4
 
 
 GATHERED_TASKS = 100
-"""A submission of more tasks is worth a write of its own."""
+"""Submissions of more tasks are written alone."""
 
 GATHERED_BYTES = 128 * KIB
-"""And so is a heavier one: PostgreSQL takes no statement past a gigabyte, however many came together."""
+"""Larger submissions are written alone: PostgreSQL limits a statement to 1 GB, however many are written together."""
 
 
 @dataclass(slots=True, eq=False)
-class _Entry:
-    """A submission on its way into the store. It counts as arriving until it is folded or refused."""
+class _Pending:
+    """A submission before its commit. Its tasks count as arriving until the scheduler has folded or refused them."""
 
     server: Server
     who: Caller
     submission: Submission
     once: Once | None
     is_counted: bool = False
-    is_in_group: bool = False  # being written with others, whatever becomes of who asked
+    is_in_group: bool = False  # written with others, even if its request is cancelled
 
     def arrives(self) -> None:
         if not self.is_counted:
@@ -79,7 +79,7 @@ class _Entry:
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """Durable. `body` is the document; `batch` and `tasks` are what it names; not `fresh`: it happened before."""
+    """A committed submission. `body` is the encoded answer; `fresh` is false for a repetition."""
 
     body: bytes
     batch: BatchId
@@ -88,22 +88,22 @@ class Accepted:
 
 
 async def submit(server: Server, who: Caller, request: TaskRequest, once: Once | None) -> Accepted:
-    """Checks, commits, and lets the scheduler know. Under a repeated key: the first answer."""
+    """Check and commit a submission and tell the scheduler. A repeated Idempotency-Key gets the first answer."""
     team = None if request.team is None else TeamId(decode("team", request.team))
-    thing = await in_the_name_of(server, who, team)
+    thing = await acting_account(server, who, team)
     permit(who, Action.TASK_SUBMIT, thing, f"team {request.team}")
     submission = await _submission(server, who, request, team)
-    entry = _Entry(server, who, submission, once)
+    entry = _Pending(server, who, submission, once)
     answered = None
     if _is_light(submission) and submissions.is_plain(submission):
-        _let_in(entry)
+        _admit(entry)
         try:
             answered = await server.submitting.take(entry)
         finally:
             if not entry.is_in_group:
                 entry.arrived()
     if answered is None:
-        _let_in(entry)
+        _admit(entry)
         answered = await _alone(entry)
     submitted, body = answered.value, answered.body
     if submitted is None:
@@ -115,21 +115,21 @@ async def submit(server: Server, who: Caller, request: TaskRequest, once: Once |
             fresh=False,
         )
     if not submitted.tasks:
-        server.hub.publish((submitted.batch,))  # closed: those who stream its results may be done
+        server.hub.publish((submitted.batch,))  # closed: streams of its results may end
     ids = tuple([task.id for task in submitted.tasks])
     return Accepted(body, submitted.batch, ids, fresh=True)
 
 
-def _let_in(entry: _Entry) -> None:
-    """No more than the queue takes, with all that is on its way into it."""
+def _admit(entry: _Pending) -> None:
+    """Raise `TooMany` if the queue, with all arriving tasks, has no room for the submission."""
     scheduler, most = entry.server.scheduler, entry.server.settings.max_queued
     waiting = scheduler.waiting + scheduler.arriving
     if waiting + len(entry.submission.tasks) > most:
-        raise TooMany(f"{waiting} tasks wait already, the queue is full; try again later")
+        raise TooMany(f"the queue is full with {waiting} waiting tasks; try again later")
     entry.arrives()
 
 
-# ---- writing them, alone or together
+# ---- commits, of one submission or of several
 
 
 def _is_light(s: Submission) -> bool:
@@ -139,16 +139,16 @@ def _is_light(s: Submission) -> bool:
 
 
 _Written = Answered[Submitted] | None
-"""None: it could not be written with the others, and is to be written alone."""
+"""None: it could not be written with the others and must be written alone."""
 
 
-def gathering() -> Gathering[_Entry, list[_Written], _Written]:
-    """What each server has one of: small submissions that come while some are written are written together."""
+def gathering() -> Gathering[_Pending, list[_Written], _Written]:
+    """Group commit of a server: small submissions that arrive during a write are written together by the next."""
     return Gathering(_alone, _together, _fold)
 
 
-async def _alone(entry: _Entry) -> Answered[Submitted]:
-    """Who is called off here leaves the scheduler in doubt (`Server.write`): then everything is counted."""
+async def _alone(entry: _Pending) -> Answered[Submitted]:
+    """Commit one submission. A cancelled request leaves the scheduler in doubt (`Server.write`), which rereads the store."""
     server, submission = entry.server, entry.submission
     entry.arrives()
     try:
@@ -162,7 +162,7 @@ async def _alone(entry: _Entry) -> Answered[Submitted]:
     return answered
 
 
-async def _together(group: Sequence[_Entry]) -> list[_Written]:
+async def _together(group: Sequence[_Pending]) -> list[_Written]:
     server, is_written = group[0].server, False
     for entry in group:
         entry.is_in_group = True
@@ -177,7 +177,7 @@ async def _together(group: Sequence[_Entry]) -> list[_Written]:
             _leave(group)
 
 
-def _fold(group: Sequence[_Entry], answers: list[_Written]) -> list[_Written]:
+def _fold(group: Sequence[_Pending], answers: list[_Written]) -> list[_Written]:
     scheduler, is_folded = group[0].server.scheduler, False
     try:
         for entry, answered in zip(group, answers, strict=True):
@@ -187,11 +187,11 @@ def _fold(group: Sequence[_Entry], answers: list[_Written]) -> list[_Written]:
     finally:
         _leave(group)
         if not is_folded:
-            scheduler.doubt()  # those behind it are committed too
+            scheduler.doubt()  # the rest of the group is committed too
     return answers
 
 
-def _leave(group: Sequence[_Entry]) -> None:
+def _leave(group: Sequence[_Pending]) -> None:
     for entry in group:
         entry.is_in_group = False
         entry.arrived()
@@ -225,7 +225,7 @@ async def _submission(
 async def _sealed(
     server: Server, user: UserId, spec: SpecId, request: TaskRequest
 ) -> tuple[tuple[tuple[str, bytes], ...], str]:
-    """The secrets, each sealed for its place; and their mark, equal for equal secrets of this user."""
+    """Each secret sealed for its spec, and a fingerprint that is equal for equal secrets of this user."""
     given = sorted(secrets_of(request).items())
     await server.sealer.prepare()
     sealed = tuple(
@@ -242,9 +242,9 @@ def _tasks(server: Server, request: TaskRequest) -> list[NewTask]:
         return [NewTask(TaskId(id_), position) for position, id_ in enumerate(ids)]
     calls = request.calls
     if calls is None:
-        raise Invalid("a function needs 'calls': one entry of pickled arguments for each run")
+        raise Invalid("a function needs 'calls': one entry of pickled arguments per run")
     if not calls and request.batch is None:
-        raise Invalid("'calls' is empty; give at least one call, or the 'batch' this closes")
+        raise Invalid("'calls' is empty; give at least one call, or the 'batch' to close")
     if len(calls) > MAX_BATCH:
         raise TooLarge(f"{len(calls)} calls; at most {MAX_BATCH} in one request, more with 'batch'")
     new = []
@@ -260,7 +260,7 @@ def _tasks(server: Server, request: TaskRequest) -> list[NewTask]:
                 )
         if len(text) > _MAX_BASE64:
             raise TooLarge(
-                f"calls[{position}] holds more than {INLINE_LIMIT_BYTES} bytes; "
+                f"calls[{position}] has more than {INLINE_LIMIT_BYTES} bytes; "
                 "upload it as an artifact and give 'payload_sha256'"
             )
         try:
@@ -268,11 +268,9 @@ def _tasks(server: Server, request: TaskRequest) -> list[NewTask]:
         except (binascii.Error, ValueError):
             raise Invalid(f"calls[{position}] is not base64") from None
         if len(payload) > INLINE_LIMIT_BYTES:
-            raise TooLarge(
-                f"calls[{position}] holds {len(payload)} bytes; upload it as an artifact"
-            )
+            raise TooLarge(f"calls[{position}] has {len(payload)} bytes; upload it as an artifact")
         if not payload and not sha256:
-            raise Invalid(f"calls[{position}] is empty; it holds the pickled (args, kwargs)")
+            raise Invalid(f"calls[{position}] is empty; it must be the pickled (args, kwargs)")
         new.append(NewTask(TaskId(id_), position, payload, sha256))
     return new
 
@@ -290,7 +288,7 @@ def _submit(
     outcome = yield from operations.submit(submission)
     if isinstance(outcome, MissingArtifacts):
         raise Unprocessable(
-            f"{len(outcome.sha256s)} artifact(s) named here are not yours to see, "
+            f"{len(outcome.sha256s)} artifact(s) named here are missing or not yours, "
             f"e.g. {outcome.sha256s[0]}; upload them first (PUT /v1/artifacts/SHA256)",
             missing=list(outcome.sha256s[:100]),
         )
@@ -298,8 +296,8 @@ def _submit(
 
 
 @operation
-def _submit_together(group: Sequence[_Entry], most: int | None) -> Operation[list[_Written]]:
-    """Those that nothing stands in the way of. The others are left out, and meet what it is when they are written alone."""
+def _submit_together(group: Sequence[_Pending], most: int | None) -> Operation[list[_Written]]:
+    """Commit those without an obstacle; the others get None and raise their error when written alone."""
     server = group[0].server
     seen = yield from idempotency.used({entry.key for entry in group if entry.key is not None})
     new: list[int] = []
@@ -307,7 +305,7 @@ def _submit_together(group: Sequence[_Entry], most: int | None) -> Operation[lis
         if entry.key not in seen:
             new.append(place)
             if entry.key is not None:
-                seen.add(entry.key)  # once among these too
+                seen.add(entry.key)  # a key counts once within the group too
     asked = [group[place].submission for place in new]
     full = yield from rooms_in_queue(server, asked, most)
     plain = [place for place, why in zip(new, full, strict=True) if why is None]
@@ -332,7 +330,7 @@ def _batch(id_: BatchId) -> str:
 
 def _document(submitted: Submitted) -> bytes:
     return _encode(
-        _Answer(
+        _SubmittedAnswer(
             encode("batch", submitted.batch),
             submitted.first_position,
             spell("task", [task.id for task in submitted.tasks]),

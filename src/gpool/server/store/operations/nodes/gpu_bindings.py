@@ -13,7 +13,7 @@ from gpool.core.model import Instant
 from gpool.server.store.identity_values import Binding, GpuRow
 from gpool.server.store.operation import operation
 from gpool.server.store.protocol import Operation, Row, Statement
-from gpool.server.store.rows import of_names
+from gpool.server.store.rows import of_ids, of_names
 
 TAKEN = "this GPU's uuid is bound to another owner, who claimed it first; an operator can decide otherwise"
 ANOTHERS = "an operator decided that this GPU is another owner's"
@@ -176,3 +176,17 @@ def gpu_rows(owner: UserId | None = None) -> Operation[tuple[GpuRow, ...]]:
 def flagged() -> Operation[tuple[GpuRow, ...]]:
     """For operators, those that are gone too."""
     return (yield from _gpus("g.flagged IS NOT NULL"))
+
+
+@operation
+def gpus_of_nodes(nodes: Collection[NodeId]) -> Operation[tuple[GpuRow, ...]]:
+    """GPUs that these nodes have now, by node and position."""
+    if not nodes:
+        return ()
+    rows = yield Statement(
+        f"SELECT {GPU} FROM {{wanted}} AS w JOIN gpus g ON g.node_id = w.id JOIN nodes n ON n.id = g.node_id "  # noqa: S608
+        "WHERE g.gone = 0 ORDER BY g.node_id, g.position",
+        {},
+        {"wanted": of_ids(nodes)},
+    )
+    return tuple(_gpu(row) for row in rows)
