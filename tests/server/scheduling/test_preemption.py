@@ -152,7 +152,7 @@ async def test_what_has_no_place_cannot_be_preempted(desk: Desk) -> None:
     task = await desk.command()
     answer = await desk.post(f"/v1/tasks/{task}/preempt")
     assert answer.status_code == 409
-    assert "waits already" in answer.json()["detail"]
+    assert "is waiting already" in answer.json()["detail"]
     agent = await desk.agent()
     await desk.schedule()
     await agent.report(exited(agent.leases()[0]))

@@ -93,7 +93,6 @@ async def caller_if_any(connection: HTTPConnection) -> Caller | NodeCredentials 
 
 
 async def _node_of(connection: HTTPConnection, token: str, proof: str) -> NodeCredentials:
-    """The node with this token; its proof must be for this request."""
     scope = connection.scope
     path = (scope.get("raw_path") or scope["path"].encode()).decode("ascii", "replace")
     if scope["query_string"]:

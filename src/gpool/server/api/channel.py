@@ -46,8 +46,6 @@ PROVE_WITHIN_S = 10.0
 
 
 class _Outbox:
-    """Unsent frames to one agent."""
-
     def __init__(self, socket: WebSocket) -> None:
         self._socket = socket
         self._waiting: deque[bytes | None] = deque()
@@ -63,7 +61,6 @@ class _Outbox:
         self._more.set()
 
     async def send_all(self) -> None:
-        """Send frames until the channel closes."""
         while True:
             while self._waiting:
                 data = self._waiting.popleft()
@@ -192,7 +189,6 @@ async def _listen(inbox: _Inbox, handshake: Handshake, channel: Channel) -> None
 async def _receive(
     message: Message, most: int, inbox: _Inbox, handshake: Handshake, channel: Channel
 ) -> None:
-    """Check one message and pass its frame to the handshake or the channel."""
     if message["type"] == "websocket.disconnect":
         raise WebSocketDisconnect(message.get("code", 1005))
     data = message.get("bytes")

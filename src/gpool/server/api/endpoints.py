@@ -74,7 +74,6 @@ class Endpoint:
 
     @property
     def is_open(self) -> bool:
-        """Whether no credentials are ever needed."""
         return all(Standing.ANYONE in RULES[action].may for action in self.actions)
 
     @property
@@ -91,7 +90,6 @@ class Endpoint:
 
     @property
     def problem_statuses(self) -> list[int]:
-        """Statuses of the problem documents that this endpoint may answer with, ascending."""
         changes = any(RULES[action].changes for action in self.actions)
         found = {429, *self.problems}
         if changes or "{" in self.path:

@@ -23,8 +23,6 @@ TASKS_PATH = "/v1/tasks"
 
 
 class FastPaths:
-    """ASGI middleware."""
-
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 

@@ -82,7 +82,6 @@ def parsed(model: type[M], raw: bytes) -> M:
 async def document_of(
     request: Request, model: type[M], limit: int = MAX_SMALL_BODY_BYTES
 ) -> tuple[M, Once | None]:
-    """The body as a document, with the request's Idempotency-Key."""
     content = await body_of(request, limit)
     return parsed(model, content), once_of(request, content)
 
@@ -158,7 +157,6 @@ def no_content() -> Response:
 
 
 def uncached(document: BaseModel, status: int = 200) -> Response:
-    """A document with a secret, which no cache may store."""
     response = answer(document, status)
     response.headers["Cache-Control"] = "no-store"
     return response
@@ -176,5 +174,4 @@ def tagged(request: Request, document: BaseModel | bytes) -> Response:
 
 
 def stream(pieces: AsyncIterator[bytes], media_type: str) -> Response:
-    """A streamed response that proxies do not buffer."""
     return StreamingResponse(pieces, headers=_STREAM_HEADERS, media_type=media_type)

@@ -38,8 +38,6 @@ _SECURITY_SCHEMES = {
 
 
 def describe(app: FastAPI, version: str, endpoints: Sequence[Endpoint]) -> None:
-    """Install the document as the application's `openapi()`; it is built on first use."""
-
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
             app.openapi_schema = _document(app, version, endpoints)

@@ -27,7 +27,6 @@ _CODES = {405: "method_not_allowed", 404: NotFound.code, 400: Invalid.code}
 
 
 def problem(error: GpoolError, instance: str = "") -> Response:
-    """The response for a gpool error, with its extra members."""
     headers = {}
     offset = error.members.get("offset")
     if isinstance(offset, int):

@@ -51,8 +51,6 @@ class RateClasses:
 
 
 class RateLimiter:
-    """ASGI middleware."""
-
     def __init__(self, app: ASGIApp, guard: Guard, endpoints: Iterable[Endpoint]) -> None:
         self._app = app
         self._guard = guard

@@ -57,7 +57,6 @@ async def register(server: Server, request: UserRequest) -> UserDocument:
 
 
 async def create(server: Server, name: str, first: FirstCredential, invite: str | None) -> User:
-    """Create an account; raises `Conflict` if the name or the credential is taken."""
     now = server.now
     user = User(UserId(server.ids.next()), name, server.settings.new_users_may, now)
     invite_hash = None if invite is None else credentials.hashed(invite)

@@ -99,7 +99,6 @@ def _add(key: ApiKey, hashed: str) -> Operation[int]:
 
 
 async def end(server: Server, who: Caller, id_: int, once: Once | None) -> None:
-    """Revoke a key; a revoked key stays so."""
     noted = entry(server.now, who, "key.end", encode("key", id_))
     ending = audited(_end(id_, who, server.now), [noted])
     await server.write_once(who.user, once, ending, lambda _: b"")

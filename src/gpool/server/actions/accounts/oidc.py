@@ -94,7 +94,6 @@ async def finish(
 async def _identity(
     server: Server, configured: OidcProvider, flow: _OidcFlow, code: str
 ) -> Identity:
-    """Exchange the code for an ID token and verify the token."""
     provider = await _discovered(server, configured)
     form = {
         "grant_type": "authorization_code",

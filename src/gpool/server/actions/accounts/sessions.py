@@ -69,7 +69,6 @@ async def by_password(
 async def begin(
     server: Server, account: Account, label: str, address: str = "", via: str = ""
 ) -> TokensDocument:
-    """Open a session for an account whose credential was verified."""
     if account.disabled:
         raise Forbidden(DISABLED)
     family, token = refresh.begin(

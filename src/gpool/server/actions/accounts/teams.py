@@ -73,7 +73,6 @@ async def members(server: Server, who: Caller, id_: TeamId) -> list[TeamMemberDo
 
 @operation
 def _permitted(id_: TeamId, who: Caller, action: Action) -> Operation[tuple[Team, GivenQuota]]:
-    """The team and its quota, if the caller may do this to it."""
     team = yield from operations.team(id_)
     permit(who, action, _thing(team), named(id_))
     assert team is not None
@@ -98,7 +97,6 @@ def named(id_: TeamId) -> str:
 
 
 async def make(server: Server, who: Caller, name: str, once: Once | None) -> TeamDocument:
-    """Create a team with the caller as its owner."""
     permit(who, Action.TEAM_MAKE, own(who))
     team = Team(TeamId(server.ids.next()), name, server.now)
     answered = await server.write_once(
@@ -119,7 +117,6 @@ def _make(team: Team, owner: UserId) -> Operation[int]:
 async def change(
     server: Server, who: Caller, id_: TeamId, wanted: TeamPatch, once: Once | None
 ) -> TeamDocument:
-    """Change the name (owners) or the quota (operators)."""
     if wanted.name is None and wanted.quota is None:
         raise Invalid("nothing to change; send 'name' or 'quota'")
     told = {

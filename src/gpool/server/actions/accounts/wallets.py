@@ -128,7 +128,6 @@ async def proven(server: Server, signed: SignedMessage) -> Address:
 
 
 async def _contract_accepts(server: Server, at: Address, text: bytes, signature: str) -> bool:
-    """Verify by EIP-1271 at the configured chain endpoint."""
     assert server.settings.chain_url is not None
     data = contracts.call_data(signing.personal_hash(text), contracts.parse_signature(signature))
     call = {"to": at, "data": "0x" + data.hex()}
@@ -234,7 +233,6 @@ def _unlink(who: Caller, address: str) -> Operation[bool]:
 async def set_payout(
     server: Server, who: Caller, address: str, payout: bool, once: Once | None
 ) -> WalletDocument:
-    """Set or clear the payout wallet; bindings of the owner's GPUs follow."""
     permit(who, Action.PAYOUT_WALLET_SET, own(who))
     wanted = _parsed(address)
     noted = entry(server.now, who, "wallet.payout", wanted, payout=str(payout))
@@ -264,7 +262,6 @@ async def _one(server: Server, who: Caller, address: str) -> WalletDocument:
 
 
 def _parsed(address: str) -> str:
-    """The address in lower case, from either spelling."""
     lower = address.lower()
     if not _ADDRESS.fullmatch(lower):
         raise Invalid(f"{address[:80]!r} is not an address: 0x and 40 hexadecimal digits")

@@ -73,7 +73,6 @@ def _backoff(server: Server, node: NodeId) -> tuple[str, ...]:
 
 
 def gpu_documents(server: Server, gpus: GpuRows, row: NodeRow) -> list[tuple[int, GpuDocument]]:
-    """Documents of the node's GPUs that have a stored row, with their indexes."""
     here = row.node
     entry = _entry(server, here.id)
     found = []
@@ -125,7 +124,6 @@ def measured_document(text: str | None) -> MeasuredDocument | None:
 
 
 def cpu_document(server: Server, row: NodeRow) -> GpuDocument:
-    """The CPUs that a node lends, as a resource under the node's id."""
     here = row.node
     entry = _entry(server, here.id)
     whole = here.offer.cpu_milli

@@ -38,8 +38,6 @@ from gpool.wire.documents import (
 
 
 class _SavedNode(msgspec.Struct, frozen=True):
-    """Answer to a join, stored under its Idempotency-Key."""
-
     id: str
     name: str
 
@@ -97,7 +95,6 @@ async def join(
 
 
 async def register(server: Server, who: NodeCredentials, request: NodeRequest) -> NodeJoined:
-    """Replace the offer of a node that has joined before."""
     permit(who, Action.NODE_OFFER, Thing(Kind.NODE, owner=who.owner, holder=who.node))
     offer = _offer(request)
     row = await server.write(

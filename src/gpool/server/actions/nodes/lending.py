@@ -51,7 +51,6 @@ async def unflag(server: Server, who: Caller, id_: GpuId, once: Once | None) -> 
 
 
 async def remove(server: Server, who: Caller, id_: NodeId, once: Once | None) -> None:
-    """Remove a node; raises `Conflict` while it holds leases."""
     removal = entry(server.now, who, "node.remove", encode("node", id_))
     removing = audited(_remove(id_, who), [removal])
     answered = await server.write_once(who.user, once, removing, lambda _: b"")

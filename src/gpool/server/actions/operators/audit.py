@@ -40,7 +40,6 @@ def entry(
     address: str = "",
     **told: str,
 ) -> Entry:
-    """An entry to append; appending numbers it."""
     where = address or (actor.address if isinstance(actor, Caller) else "")
     return Entry(0, at, named(actor), action, thing, outcome, where, facts(told))
 

@@ -35,7 +35,6 @@ MAX_RESERVATIONS = 1000
 
 
 async def refresh(server: Server) -> None:
-    """Apply the stored rules to the scheduler."""
     server.scheduler.use_rules(await server.store.read(operations.rules()), server.now)
 
 
@@ -52,8 +51,6 @@ async def _write(
 
 @dataclass(frozen=True, slots=True)
 class PolicyState:
-    """The policy in force, its stored changes, and the effect of a dry run."""
-
     policy: Policy
     change: PolicyChange
     orders: tuple[str, ...]
@@ -201,7 +198,6 @@ def reservations(server: Server) -> tuple[Reservation, ...]:
 async def reserve(
     server: Server, who: Caller, wanted: NewReservation, once: Once | None
 ) -> Reservation:
-    """Create a reservation; a repeated Idempotency-Key returns the first one."""
     if not wanted.users and not wanted.teams:
         raise Invalid("a reservation needs 'users' or 'teams'")
     if not wanted.first < wanted.last:

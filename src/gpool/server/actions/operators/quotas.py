@@ -28,7 +28,6 @@ from gpool.wire.frames import Hold
 
 
 def effective(settings: Settings, holder: Holder, given: GivenQuota) -> Quota:
-    """The quota in force: the given values, with the defaults for users or teams."""
     default = _usual(settings, holder)
     return Quota(
         *(
@@ -84,7 +83,6 @@ def _set(holder: Holder, quota: GivenQuota) -> Operation[None]:
 
 
 async def refresh(server: Server) -> None:
-    """Apply the stored quotas to the planner."""
     given = await server.store.read(teams.quotas())
     server.scheduler.use_limits(limits_of(server.settings, given))
 
@@ -168,7 +166,6 @@ def rooms_in_queue(
 def _taken(
     holders: Sequence[Holder], count: int, limits: Mapping[Holder, int], used: dict[Holder, int]
 ) -> TooMany | None:
-    """Add `count` to the used amounts, or return the error if it does not fit."""
     for holder in holders:
         if holder in limits and used[holder] + count > limits[holder]:
             return TooMany(
@@ -186,8 +183,6 @@ def _taken(
 
 @dataclass(frozen=True, slots=True)
 class StoredUpload:
-    """An upload as the storage quota sees it: by a user, or by a node under a lease."""
-
     sha256: str
     user: UserId | None
     node: NodeId | None = None
@@ -254,7 +249,6 @@ def add_within(
 
 
 def _keeper(upload: StoredUpload) -> Operation[Holder | None]:
-    """The account charged: the uploading user, or the owner of the task whose lease the node holds."""
     if upload.user is not None:
         return "user", upload.user
     if upload.lease is None:
@@ -287,5 +281,4 @@ def _whose(holder: Holder) -> str:
 
 
 def merged(before: GivenQuota, changes: dict[str, int | None]) -> GivenQuota:
-    """The quota with the named values changed."""
     return replace(before, **changes)

@@ -40,7 +40,6 @@ async def one(server: Server, who: Caller, id_: UserId) -> UserDocument:
 def _permitted(
     id_: UserId, who: Caller, actions: tuple[Action, ...]
 ) -> Operation[tuple[Account, GivenQuota]]:
-    """The account and its quota, if the caller may do all of these actions to it."""
     account = yield from operations.account(id_)
     for action in actions:
         permit(who, action, account_of(None if account is None else id_), named(id_))

@@ -136,7 +136,6 @@ def _results(results: Iterable[BatchResult], reader: UserId) -> list[ResultLine]
 
 
 def result(view: TaskView, reader: UserId) -> bytes:
-    """Result of one ended task, with its outputs."""
     row = view.row
     return _encoder.encode(
         ResultLine(
@@ -158,7 +157,6 @@ def result(view: TaskView, reader: UserId) -> bytes:
 
 
 def _outputs(view: TaskView) -> tuple[OutputFile, ...]:
-    """Outputs reported by the node that the task asked for."""
     if not view.outputs:
         return ()
     is_asked_for = paths.asked_for(view.spec.outputs)
@@ -275,7 +273,6 @@ def batch(value: Batch) -> BatchDocument:
 
 
 def events(story: TaskStory) -> list[EventDocument]:
-    """Events of the task, oldest first."""
     row = story.row
     found = [_event(row.created_at, "queued", 0, None, "submitted; waiting for a node")]
     for attempt in sorted(story.attempts, key=lambda attempt: attempt.epoch):
@@ -286,7 +283,6 @@ def events(story: TaskStory) -> list[EventDocument]:
 
 
 def _noted(story: TaskStory) -> list[EventDocument]:
-    """Recorded phases, preemption orders and the newest checkpoint."""
     nodes: dict[int, NodeId] = {attempt.epoch: attempt.node for attempt in story.attempts}
     if story.row.node is not None:
         nodes.setdefault(story.row.epoch, story.row.node)

@@ -136,7 +136,6 @@ def explanation_document(
 
 
 def _change(view: TaskView, one: Suggestion) -> str:
-    """Options of the suggested task; on one node the options of gangs do not apply."""
     spec, left_out = view.spec, []
     if one.requirements.nodes == 1 < spec.requirements.nodes:
         left_out += ["--engine"] * (spec.engine is not Engine.NONE)
@@ -145,7 +144,6 @@ def _change(view: TaskView, one: Suggestion) -> str:
 
 
 def _place(view: TaskView) -> str:
-    """Name of the task's node; of a gang, all node names with their ranks."""
     if len(view.members) < 2:
         return view.node_name or ""
     return list_of([ranked(each.node_name or "a node", each.rank) for each in view.members])

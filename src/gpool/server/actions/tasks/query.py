@@ -38,7 +38,6 @@ class Listing:
 async def task(
     server: Server, who: Caller, id_: TaskId, action: Action = Action.TASK_READ
 ) -> TaskView:
-    """The task, if `who` may do this to it."""
     view = await server.store.read(brief(operations.task(id_, None)))
     permit(who, action, task_thing(view), named(id_))
     assert view is not None
@@ -87,7 +86,6 @@ def _team(team: TeamId | None) -> str:
 
 
 async def wait_for_task(server: Server, who: Caller, id_: TaskId, seconds: float) -> TaskView:
-    """The task when it has ended, or as it is after `seconds`."""
     clock = asyncio.get_running_loop().time
     ends = clock() + seconds
     with server.hub.subscription(id_) as changed:
@@ -136,7 +134,6 @@ async def wait_for_results(
 async def batch(
     server: Server, who: Caller, id_: BatchId, action: Action = Action.BATCH_READ
 ) -> Batch:
-    """The batch, if `who` may do this to it."""
     found = await server.store.read(operations.batch(id_, None))
     permit(who, action, batch_thing(found), f"batch {encode('batch', id_)}")
     assert found is not None
@@ -144,7 +141,6 @@ async def batch(
 
 
 async def batch_again(server: Server, id_: BatchId) -> Batch:
-    """The batch as it is now, for a caller whose permission was asked before in the same request."""
     found = await server.store.read(operations.batch(id_, None))
     if found is None:
         raise NotFound(f"no batch {encode('batch', id_)} of yours")

@@ -101,7 +101,6 @@ async def _explained(server: Server, views: Iterable[TaskView]) -> dict[TaskId, 
 
 
 async def _reasons(server: Server, group: list[TaskView]) -> list[Explanation]:
-    """Reasons of tasks of one shape, in their order."""
     first = await _reason(server, group[0].row.id)
     if len(group) == 1 or first.position is None:
         return [first] * len(group)

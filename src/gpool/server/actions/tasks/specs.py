@@ -81,7 +81,6 @@ def spec_of(request: TaskRequest) -> TaskSpec:
 
 
 def _check_gang(request: TaskRequest, command: tuple[str, ...]) -> None:
-    """Refuse combinations of `nodes`, `engine`, `on_loss` and command that cannot run."""
     nodes, engine = request.nodes, Engine(request.engine)
     if nodes == 1:
         if engine is not Engine.NONE:
@@ -137,7 +136,6 @@ def _default_name(command: tuple[str, ...]) -> str:
 
 
 def _recipe(request: TaskRequest) -> Recipe | None:
-    """The requested environment spec in normal form; None: the node's default environment suffices."""
     given, function = request.recipe, request.function
     if given is None:
         kind = environment.kind_of(request.environment)
@@ -172,7 +170,6 @@ def _preload(modules: list[str]) -> tuple[str, ...]:
 
 
 def _checkpoint(request: TaskRequest) -> str:
-    """The checkpoint directory, with a trailing slash; empty without one."""
     if request.checkpoint is None:
         return ""
     if request.function is not None:
@@ -211,7 +208,6 @@ def _requirements(request: TaskRequest, recipe: Recipe | None) -> Requirements:
 
 
 def _python(request: TaskRequest, recipe: Recipe | None) -> str | None:
-    """Python version that the node must have; None with an image, which contains its own."""
     if recipe is not None and recipe.image:
         return None
     if request.function is not None:

@@ -37,7 +37,6 @@ async def cancel_task(server: Server, who: Caller, id_: TaskId, once: Once | Non
 
 
 async def cancel_batch(server: Server, who: Caller, id_: BatchId, once: Once | None) -> bool:
-    """Cancel all tasks of a batch that have not ended, and close it. False: a repetition, as with `cancel_task`."""
     answered = await server.write_once(
         who.user, once, _cancel_batch(id_, who, server.now), _nothing
     )

@@ -32,8 +32,6 @@ from gpool.wire.frames import weight_of
 
 
 class _SubmittedAnswer(msgspec.Struct, frozen=True):
-    """`wire.documents.SubmittedDocument` without pydantic."""
-
     batch: str
     first_position: int
     ids: list[str]
@@ -88,7 +86,6 @@ class Accepted:
 
 
 async def submit(server: Server, who: Caller, request: TaskRequest, once: Once | None) -> Accepted:
-    """Check and commit a submission and tell the scheduler. A repeated Idempotency-Key gets the first answer."""
     team = None if request.team is None else TeamId(decode("team", request.team))
     thing = await acting_account(server, who, team)
     permit(who, Action.TASK_SUBMIT, thing, f"team {request.team}")
@@ -121,7 +118,6 @@ async def submit(server: Server, who: Caller, request: TaskRequest, once: Once |
 
 
 def _admit(entry: _Pending) -> None:
-    """Raise `TooMany` if the queue, with all arriving tasks, has no room for the submission."""
     scheduler, most = entry.server.scheduler, entry.server.settings.max_queued
     waiting = scheduler.waiting + scheduler.arriving
     if waiting + len(entry.submission.tasks) > most:
