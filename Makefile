@@ -7,7 +7,9 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS)
-TWICE := $(BIN)/python -m tests.second_look
+RETRY := $(BIN)/python -m tests.retries
+# Tests marked `slow` run in CI and in `make soak`; on a laptop `make test` leaves them out.
+NOT_SLOW := $(if $(filter true,$(CI)),, and not slow)
 
 COMPILE = uv pip compile --universal --python-version 3.11 --generate-hashes \
 	--no-emit-index-url --no-annotate --custom-compile-command 'make lock' --quiet
@@ -43,16 +45,16 @@ up: $(VENV)/.installed      ## start a pool on this machine: server, agent, embe
 # ---- checking
 
 test: system setup engines check  ## lint, types, contracts, then every test
-	$(TWICE) -n $(WORKERS) -m 'not alone' --ignore tests/core --ignore tests/world
+	$(RETRY) -n $(WORKERS) -m 'not alone$(NOT_SLOW)' --ignore tests/core --ignore tests/world
 	@echo 'the last part takes some five minutes, and is shown when it is done'
 	@$(MAKE) --no-print-directory --jobs 2 --output-sync=target alone pure
 
 # What looks at the whole host runs while nothing else touches it; beside it, what only computes.
 alone: setup
-	$(TWICE) -m alone
+	$(RETRY) -m 'alone$(NOT_SLOW)'
 
 pure: setup
-	$(BIN)/python -m pytest tests/core tests/world
+	$(BIN)/python -m pytest -m 'not alone$(NOT_SLOW)' tests/core tests/world
 
 check: setup                ## lint, types, import contracts, structure, generated pages
 	$(BIN)/ruff check .
@@ -64,6 +66,8 @@ check: setup                ## lint, types, import contracts, structure, generat
 		|| { echo 'a route has no row in the matrix of who gets what'; exit 1; }
 	$(BIN)/python -m gpool.core.lifecycle | diff -u docs/lifecycle.md - \
 		|| { echo 'docs/lifecycle.md is stale: run make docs'; exit 1; }
+	$(BIN)/python -m gpool.agent.state_machine.transitions | diff -u docs/agent-lifecycle.md - \
+		|| { echo 'docs/agent-lifecycle.md is stale: run make docs'; exit 1; }
 
 # In CI, as root, what requirements/apt.txt lists is installed, so that nothing has to be skipped.
 system:
@@ -91,6 +95,7 @@ bench: setup                ## every benchmark that needs nothing but gpool; tab
 
 docs: setup                 ## write the generated pages again
 	$(BIN)/python -m gpool.core.lifecycle > docs/lifecycle.md
+	$(BIN)/python -m gpool.agent.state_machine.transitions > docs/agent-lifecycle.md
 
 lock: $(VENV)/pyvenv.cfg    ## resolve requirements/*.txt again
 	@command -v uv >/dev/null || $(PIP) install uv

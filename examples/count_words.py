@@ -1,4 +1,4 @@
-"""A command with a file to send along and one to bring back."""
+"""Run a command with one input file and one output folder."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if __name__ == "__main__":
     folder = Path(tempfile.mkdtemp(prefix="words-", dir=Path.cwd())).relative_to(Path.cwd())
     text = folder / "text.txt"
     text.write_text("to be or not to be")
-    # Inputs keep their names relative to the current folder, so the program is told where to look.
+    # An input keeps its path relative to the current folder: the program must use that path.
     program = PROGRAM.replace("text.txt", text.as_posix())
     done = gpool.run(
         ["python", "-c", program], inputs=[text], outputs=["counts/"], into=folder, check=True

@@ -1,4 +1,4 @@
-"""An exception in the pool is the same exception here, with the traceback from there."""
+"""Catch an exception that a function raised in the pool; its cause is the traceback from the node."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import gpool
 
 
 class OutOfStock(Exception):
-    """Yours, and known on both sides: your own modules travel with the function."""
+    """An exception of this script: local modules are sent with the function."""
 
 
 @gpool.task

@@ -1,4 +1,4 @@
-"""A function in the pool: start one with `gpool up`, then run this."""
+"""Run one function in the pool. Start a pool first: `gpool up`."""
 
 from __future__ import annotations
 

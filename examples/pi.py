@@ -1,4 +1,4 @@
-"""Many calls at once: values come in order, while later ones are still computed."""
+"""Map a function over many inputs; values arrive in order while later calls still run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ SAMPLES = 20_000
 
 @gpool.task(timeout="5m", retries=1)
 def hits(seed: int) -> int:
-    """How many of the points drawn with this seed fall into the quarter circle."""
+    """Number of random points, drawn with this seed, inside the quarter circle."""
     draw = random.Random(seed)
     return sum(draw.random() ** 2 + draw.random() ** 2 <= 1 for _ in range(SAMPLES))
 

@@ -1,8 +1,9 @@
-"""What every test may ask for."""
+"""Fixtures and scheduling shared by all tests."""
 
 from __future__ import annotations
 
 import functools
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,15 +15,21 @@ from xdist.scheduler import LoadScopeScheduling
 
 from tests.tools import components
 
-# Properties are judged by what they find, not by how busy the machine is. Where CI=true, hypothesis tries the same
-# examples in every run; elsewhere always new ones.
-settings.register_profile("gpool", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("gpool")
+pytest_plugins = ("tests.host_speed",)
+
+# No deadlines: a property is judged by its result, not by the host's load. With CI=true hypothesis
+# derandomizes; `make soak` explores with fresh seeds, also in CI.
+NO_DEADLINE = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("gpool", NO_DEADLINE)
+settings.register_profile(
+    "soak", NO_DEADLINE, derandomize=False, max_examples=1000, print_blob=True
+)
+settings.load_profile("soak" if os.environ.get("GPOOL_SOAK") else "gpool")
 
 
 @pytest.fixture(scope="session")
 def require() -> Callable[[str], None]:
-    """`require("postgres")` skips the test where the component is missing, saying why; in CI it fails it."""
+    """Return `require(component)`: skips the test with the reason if it is missing; fails it in CI."""
 
     def check(component: str) -> None:
         reason = components.missing(component)
@@ -40,15 +47,15 @@ ROOT = Path(__file__).parents[1]
 
 @functools.cache
 def shares(file: str) -> bool:
-    """Whether the tests of a file share what the first of them made."""
+    """Return whether the tests of a file share module-scoped fixtures."""
     return 'scope="module"' in (ROOT / file).read_text()
 
 
-class TogetherOnOneWorker(LoadScopeScheduling):
-    """What would stand in its own way on two workers, or be made twice, is run by one; all else test by test.
+class SharedFixtureScheduling(LoadScopeScheduling):
+    """Run tests that share fixtures, pools or guest disks on one worker; all others one by one.
 
-    Whole pools share two cores badly. Guests wait for their disks, which the first of them builds.
-    Not `--dist loadgroup`: pytest 9.2 has no longer what pytest-xdist 3.8 writes its groups into, and nothing is said.
+    Not `--dist loadgroup`: pytest 9.2 lacks the attribute that pytest-xdist 3.8 writes its groups
+    into, so the groups are ignored without a warning.
     """
 
     def _split_scope(self, nodeid: str) -> str:
@@ -62,10 +69,10 @@ class TogetherOnOneWorker(LoadScopeScheduling):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadScopeScheduling:
-    return TogetherOnOneWorker(config, log)
+    return SharedFixtureScheduling(config, log)
 
 
 def pytest_sessionfinish() -> None:
-    """Container engines that tests shared end with their session."""
+    """Stop container engines shared by the tests of this process."""
     if engines := sys.modules.get("tests.tools.engines"):
         engines.end_shared()

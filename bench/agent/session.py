@@ -1,4 +1,4 @@
-"""What one call task costs in the agent's session: granted, handed over, answered, reported, recorded.
+"""What one call task costs in the agent's state machine: granted, handed over, answered, reported, recorded.
 
 python -m bench.session [--tasks 50000] [--quick] [--json FILE]
 """
@@ -10,6 +10,7 @@ import json
 import time
 from pathlib import Path
 
+from gpool.agent.state_machine.agent_state import AgentState
 from gpool.agent.state_machine.instructions import (
     CallAnswered,
     CallsAnswered,
@@ -21,7 +22,6 @@ from gpool.agent.state_machine.instructions import (
     SendCalls,
     StartRunner,
 )
-from gpool.agent.state_machine.session import Session
 from gpool.core.model import Allocation, Offer, Requirements, TaskKind, TaskSpec
 from gpool.wire.frames import Grants, Lease, Line, Recorded, Reports, Welcome
 
@@ -30,10 +30,10 @@ PAYLOAD = b"x" * 40
 
 
 class Bench:
-    """Feeds a session and obeys it; only processor time inside the session counts."""
+    """Feeds a state machine and obeys it; only processor time inside it counts."""
 
     def __init__(self, lines: int, answered: int) -> None:
-        self.session = Session("bench", Offer(2000, 1 << 30, 1 << 30))
+        self.state = AgentState("bench", Offer(2000, 1 << 30, 1 << 30))
         self.lines, self.answered = lines, answered
         self.spent = 0.0
         self.finished = 0
@@ -44,8 +44,8 @@ class Bench:
 
     def feed(self, event: object) -> None:
         begun = time.thread_time()
-        instructions = self.session.handle(self.now, event)  # type: ignore[arg-type]
-        _ = self.session.wakes_at
+        instructions = self.state.handle(self.now, event)  # type: ignore[arg-type]
+        _ = self.state.wakes_at
         self.spent += time.thread_time() - begun
         for instruction in instructions:
             self.obey(instruction)
@@ -65,7 +65,7 @@ class Bench:
                 self.feed(FrameArrived(Recorded(reports.sequence)))
 
     def run(self, tasks: int, granted: int = 500) -> float:
-        """Microseconds per task inside the session."""
+        """Microseconds per task inside the state machine."""
         next_task = 1
         while self.finished < tasks:
             for number in range(self.lines):
@@ -94,7 +94,7 @@ def main() -> None:
         f"lines={lines} answers={answered}": round(Bench(lines, answered).run(tasks), 2)
         for lines, answered in ((1, 1), (2, 8), (2, 64), (64, 32))
     }
-    print("| in the session | µs a call (limit 20) |\n|---|---|")
+    print("| in the state machine | µs a call (limit 20) |\n|---|---|")
     for name, cost in figures.items():
         print(f"| {name} | {cost} |")
     if chosen.json:

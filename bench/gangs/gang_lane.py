@@ -26,7 +26,7 @@ import uvloop
 from gpool.agent.network.policy import EgressPolicy, Gang
 from gpool.agent.network.root_networks import RootNetworks
 from gpool.agent.network.sandbox_network import OpenLane
-from gpool.core.rendezvous import address_of
+from gpool.core.gangs import address_of
 
 CLONE_NEWNET = 0x40000000
 PR_SET_PDEATHSIG = 1

@@ -15,7 +15,7 @@ from pathlib import Path
 from time import perf_counter
 
 from gpool.agent.machine.detection.gpus import Detector
-from gpool.agent.machine.detection.nvml import RealNvml
+from gpool.agent.machine.detection.real_nvml import RealNvml
 
 nvml = RealNvml()
 nvml.open()

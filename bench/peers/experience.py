@@ -45,7 +45,7 @@ from gpool.core.scheduler.state.events import (
 )
 from gpool.core.scheduler.state.state import State
 from gpool.core.specs import gpu as gpuspec
-from gpool.core.trust.reliability import Record
+from gpool.core.trust.reliability import ReliabilityRecord
 
 POLICY = Policy(order="fcfs")
 PLAIN = Shape(UserId(1), Requirements(gpuspec.parse("1")), 0, TaskKind.COMMAND, "default", "python")
@@ -205,7 +205,7 @@ def flaky(seed: int, *, knows: bool, told: Flaky = Flaky()) -> Row:  # noqa: B00
         while at < hours * HOUR:
             losses, at = losses + 1, at + dice.expovariate(1 / mean)
         at_end = Instant(round(hours * HOUR * SECOND))
-        record = Record(at=at_end).later(at_end, Span(at_end), losses)
+        record = ReliabilityRecord(at=at_end).later(at_end, Span(at_end), losses)
         nodes.append(replace(a_node(id_), merit=Merit(record.mtbf) if knows else Merit()))
     pool, now = Pool(nodes, run), 0.0
     shape = replace(PLAIN, checkpoint_every=Span(round(told.checkpoint_s * SECOND)))

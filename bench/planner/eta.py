@@ -26,8 +26,8 @@ from gpool.core.ids import TaskId
 from gpool.core.model import SECOND, Instant, Shape, Span
 from gpool.core.scheduler.order.orders import Policy
 from gpool.core.scheduler.passes.plan import plan
-from gpool.core.scheduler.predict.calibration import Calibration, Told
-from gpool.core.scheduler.predict.forecast import Bounds, Question, courses, waits
+from gpool.core.scheduler.predict.calibration import Calibration, StatedForecast
+from gpool.core.scheduler.predict.forecast import Bounds, ForecastQuestion, courses, waits
 from gpool.core.scheduler.predict.run_times import RunTimes
 from gpool.core.scheduler.state.events import (
     NodeChanged,
@@ -54,7 +54,7 @@ class Job:
 @dataclass(frozen=True, slots=True)
 class Stated:
     job: Job
-    told: Told
+    told: StatedForecast
     simulated: tuple[Span, Span]
 
 
@@ -146,7 +146,9 @@ class Trial:
     def forecast(self, now: Instant) -> None:
         begun = process_time()
         wanted = frozenset(self.untold)
-        asked = Question(take(self.state), now, self.times, self.since, tuple(self.lately), wanted)
+        asked = ForecastQuestion(
+            take(self.state), now, self.times, self.since, tuple(self.lately), wanted
+        )
         found = courses(asked, self.policy, bounds=self.bounds)
         for job in self.untold.values():
             told = waits(found, job.id, self.state.queued_count, now)

@@ -36,7 +36,7 @@ from bench.doors import Door
 from bench.growth import postgres
 from bench.openb import Machine, Pod, as_nodes, read_machines, read_pods
 
-from gpool.agent.credentials import Badge, Identity
+from gpool.agent.credentials import AgentCredentials, NodeIdentity
 from gpool.agent.daemon import boot_clock
 from gpool.core.ids import NodeId, UserId, decode, encode
 from gpool.core.model import GIB, GpuRequest, Offer, Permission, Requirements, Shape, TaskKind
@@ -164,7 +164,10 @@ async def _stand_in(stand: Stand, count: Any, pipe: Connection) -> None:
     crowd = Crowd(address, script)
     running = asyncio.create_task(crowd.run())
     await crowd.connect(
-        [(Badge(NodeKey(m.seed), Identity(m.node, m.server), boot_clock), m.offer) for m in members]
+        [
+            (AgentCredentials(NodeKey(m.seed), NodeIdentity(m.node, m.server), boot_clock), m.offer)
+            for m in members
+        ]
     )
     pipe.send("ready")
     asked = asyncio.Event()

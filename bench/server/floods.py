@@ -30,7 +30,7 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.frames import Frame, Opcode
 from websockets.sync.client import ClientConnection, connect
 
-from gpool.agent.credentials import Badge, Identity
+from gpool.agent.credentials import AgentCredentials, NodeIdentity
 from gpool.agent.daemon import boot_clock
 from gpool.core.model import GIB, Offer
 from gpool.transfer.node_proofs import NodeKey
@@ -58,7 +58,7 @@ KINDS = ("beats", "reports", "offers")
 
 
 @contextmanager
-def greeted(address: str, badge: Badge, beat: int) -> Iterator[ClientConnection]:
+def greeted(address: str, badge: AgentCredentials, beat: int) -> Iterator[ClientConnection]:
     url = address.replace("http", "ws", 1) + CHANNEL_PATH
     head = {NODE_HEADER: badge.identity.node}
     with connect(url, additional_headers=head, max_size=None) as socket:
@@ -86,7 +86,7 @@ def heard(socket: ClientConnection) -> object:
 class Flooding:
     address: str
     kind: str
-    members: list[tuple[bytes, Identity]]
+    members: list[tuple[bytes, NodeIdentity]]
 
 
 def flood(asked: Flooding, over: Event) -> None:
@@ -97,9 +97,9 @@ def flood(asked: Flooding, over: Event) -> None:
         each.join()
 
 
-def _flood(asked: Flooding, seed: bytes, identity: Identity, over: Event) -> None:
+def _flood(asked: Flooding, seed: bytes, identity: NodeIdentity, over: Event) -> None:
     """Past the client's own library: it would be the slower of the two."""
-    badge, hellos = Badge(NodeKey(seed), identity, boot_clock), 0
+    badge, hellos = AgentCredentials(NodeKey(seed), identity, boot_clock), 0
     while not over.is_set():
         hellos += 1
         try:
@@ -114,7 +114,7 @@ def _flood(asked: Flooding, seed: bytes, identity: Identity, over: Event) -> Non
             continue
 
 
-def _frame(kind: str, badge: Badge) -> bytes:
+def _frame(kind: str, badge: AgentCredentials) -> bytes:
     if kind == "beats":
         return encode(Beat(1, ()))
     if kind == "offers":

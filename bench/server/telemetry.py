@@ -17,12 +17,13 @@ from pathlib import Path
 
 from gpool.agent.daemon import boot_clock, wall_clock
 from gpool.agent.machine.detection.gpus import Detector
-from gpool.agent.machine.detection.nvml import Nvml, RealNvml
+from gpool.agent.machine.detection.nvml import Nvml
 from gpool.agent.machine.detection.owner import LoadMeter, facts_now
-from gpool.agent.machine.detection.processes import Kin, Programs
-from gpool.agent.machine.detection.vendors import Parsed
-from gpool.agent.machine.gpu_monitor import Watch
-from gpool.agent.machine.monitor import Lookout, Rulebook, glimpser
+from gpool.agent.machine.detection.processes import AgentProcesses, ForeignPrograms
+from gpool.agent.machine.detection.real_nvml import RealNvml
+from gpool.agent.machine.detection.vendors import ParsedGpus
+from gpool.agent.machine.gpu_monitor import GpuMonitor
+from gpool.agent.machine.monitor import MachineMonitor, PolicyFile, sampler
 from gpool.core.model import GIB, Offer
 from gpool.testing.fake_nvml import FakeNvml, h200
 
@@ -34,24 +35,24 @@ def spent_s() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def lookouts(count: int, rules: Path | None) -> tuple[str, list[Lookout]]:
+def lookouts(count: int, rules: Path | None) -> tuple[str, list[MachineMonitor]]:
     """As many as it takes to look at that many GPUs."""
     has_driver = Path("/dev/nvidiactl").exists()
-    made: list[Lookout] = []
+    made: list[MachineMonitor] = []
     seen = 0
     while seen < count:
         nvml: Nvml = RealNvml() if has_driver else FakeNvml(*map(h200, range(count)))
-        detector = Detector(None, nvml, Parsed)
+        detector = Detector(None, nvml, ParsedGpus)
         seen += max(1, len(detector.survey().gpus))
-        book, meter = Rulebook(rules), LoadMeter(os.getpid())
-        kin = Kin(os.getpid())
-        watch, programs = Watch(nvml, kin), Programs(kin)
+        book, meter = PolicyFile(rules), LoadMeter(os.getpid())
+        kin = AgentProcesses(os.getpid())
+        watch, programs = GpuMonitor(nvml, kin), ForeignPrograms(kin)
         made.append(
-            Lookout(
+            MachineMonitor(
                 book,
                 lambda d=detector: Offer(1000, GIB, GIB, d.survey().gpus),  # type: ignore[misc]
                 lambda m=meter: facts_now(wall_clock(), m, lambda: None),  # type: ignore[misc]
-                glimpser(book, watch, programs, wall_clock, boot_clock),
+                sampler(book, watch, programs, wall_clock, boot_clock),
             )
         )
     return ("NVML on the real card" if has_driver else "without a card: our part only"), made
@@ -66,16 +67,16 @@ def main() -> None:
     asked = parser.parse_args()
     how, made = lookouts(asked.gpus, asked.policy)
     for one in made:
-        one.look()
+        one.survey()
     costs: list[float] = []
     began, before = time.monotonic(), spent_s()
     for second in range(asked.seconds):
         at = spent_s()
         for one in made:
             if second % LOOK_EVERY == LOOK_EVERY - 1 and one is made[0]:
-                one.look()  # the whole look once: the machine is one, however many cards
+                one.survey()  # the whole look once: the machine is one, however many cards
             else:
-                one.glance()
+                one.poll()
         costs.append(spent_s() - at)
         time.sleep(max(0.0, began + second + 1 - time.monotonic()))  # noqa: TID251 - real seconds
     share = (spent_s() - before) / (time.monotonic() - began)

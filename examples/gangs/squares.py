@@ -1,4 +1,4 @@
-"""A Ray program on several nodes: gpool starts the cluster, the program finds it and has a worker on every node.
+"""Run a Ray program with one worker per node; gpool starts the cluster that `ray.init()` finds.
 
 gpool run --nodes 2 --engine ray --memory 2GB --pip ray examples/gangs/squares.py
 """
@@ -18,7 +18,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 @ray.remote(num_cpus=1)
 class Worker:
     def square(self, number: int, pause_s: float) -> tuple[str, int]:
-        """Where it was computed, and what it is."""
+        """Id of the Ray node that computed the square, and the square."""
         threading.Event().wait(pause_s)  # stands for work
         return ray.get_runtime_context().get_node_id(), number * number
 

@@ -1,8 +1,8 @@
-"""Data-parallel training on several nodes, which goes on where it was when a node is lost.
+"""Train data-parallel on several nodes; resume from the checkpoint after the loss of a node.
 
     gpool run --nodes 2 --engine torchrun --pip torch --checkpoint state/ examples/gangs/train.py
 
-Each node works on its own part of the data; gradients are summed over all of them. Without a GPU it uses gloo.
+Each node processes its own part of the data, and gradients are averaged. Without a GPU it uses gloo.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def main(steps: int, pause_s: float) -> None:
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if gpu else torch.device("cpu")
     weight = torch.zeros(4, dtype=torch.float64, device=device)
     first = 0
-    if os.path.exists(STATE):  # every node finds what the first one saved
+    if os.path.exists(STATE):  # every member finds the checkpoint of rank 0
         saved = torch.load(STATE, map_location=device)
         first, weight = saved["step"], saved["weight"]
         print(f"rank {rank} goes on at step {first}", flush=True)
@@ -35,7 +35,7 @@ def main(steps: int, pause_s: float) -> None:
         if rank == 0:
             os.makedirs("state", exist_ok=True)
             torch.save({"step": step + 1, "weight": weight}, STATE + ".tmp")
-            os.replace(STATE + ".tmp", STATE)  # never half a file
+            os.replace(STATE + ".tmp", STATE)  # atomic: a checkpoint never has half a file
             print(f"step {step + 1} of {steps}", flush=True)
         threading.Event().wait(pause_s)  # stands for work
     print(f"rank {rank} of {world} has {weight.sum().item():g}", flush=True)

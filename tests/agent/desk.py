@@ -16,10 +16,10 @@ from gpool.agent.settings import AgentSettings
 from gpool.core.model import Allocation, Offer, Slice, TaskSpec
 from gpool.transfer.node_proofs import (
     PROOF_HEADER,
+    ChallengeStatement,
     NodeKey,
     Purpose,
     RequestStatement,
-    Statement,
     parse_request_proof,
 )
 from gpool.transfer.private_files import write_private
@@ -165,7 +165,7 @@ class Desk:
     async def judge(self, frame: Prove) -> None:
         self.proofs.append(frame)
         purpose = self.asked
-        statement = Statement(purpose, SERVER, NODE, KEY.public, frame.nonce)
+        statement = ChallengeStatement(purpose, SERVER, NODE, KEY.public, frame.nonce)
         if frame.signature != KEY.sign(statement):
             await self.say(Refused("not_signed_in", "join again with a new link", False))
         else:

@@ -12,8 +12,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 from gpool.cli.main import cli
-from gpool.cli.signing import tidy
-from gpool.wallet.signing import Key
+from gpool.cli.signing import normalised_signature
+from gpool.wallet.signing import WalletKey
 from tests.server.server_desk import Live, serving
 
 PASSWORD = "a long enough password"
@@ -99,17 +99,17 @@ def test_an_ended_sign_in_is_exit_code_3(ada: Terminal, live: Live, tmp_path: Pa
     assert "gpool login" in told.output
 
 
-def test_keys_are_made_listed_and_ended(ada: Terminal) -> None:
+def test_keys_are_created_listed_and_revoked(ada: Terminal) -> None:
     ada("register", "ada")
-    made = ada.json("keys", "make", "ci", "--scope", "tasks:read", "--expires", "30d")
+    made = ada.json("keys", "create", "ci", "--scope", "tasks:read", "--expires", "30d")
     assert [key["name"] for key in ada.json("keys", "ls")] == ["ci"]
-    team = ada.json("team", "make", "lab")["id"]
-    ours = ada.json("keys", "make", "ours", "--team", "lab")
+    team = ada.json("team", "create", "lab")["id"]
+    ours = ada.json("keys", "create", "ours", "--team", "lab")
     assert ours["team"] == team
-    ada("keys", "end", ours["id"])
+    ada("keys", "revoke", ours["id"])
     assert ada.json("ps", GPOOL_KEY=made["key"]) == []
     ada("whoami", code=3, GPOOL_KEY=made["key"])  # its scope does not reach that far
-    ada("keys", "end", made["id"])
+    ada("keys", "revoke", made["id"])
     ada("ps", code=3, GPOOL_KEY=made["key"])
     assert ada.json("keys", "ls") == []
 
@@ -120,7 +120,7 @@ def test_a_wallet_signs_in_from_a_key_file_with_a_warning(ada: Terminal, tmp_pat
     file.chmod(0o600)
     result = ada("login", "--wallet-key", str(file))
     assert "not encrypted" in result.stderr
-    address = Key((5).to_bytes(32, "big")).address
+    address = WalletKey((5).to_bytes(32, "big")).address
     assert ada.json("whoami")["wallets"] == [address]
     assert [one["address"] for one in ada.json("wallet", "ls")] == [address]
 
@@ -140,13 +140,13 @@ def test_a_wallet_is_linked_and_unlinked(ada: Terminal, tmp_path: Path) -> None:
     ["0xABcd", "ABcd", " 0xabcd \n", "'0xabcd'", '"0XABCD"', "0xab\n  cd"],
 )
 def test_pasted_signatures_are_tidied(pasted: str) -> None:
-    assert tidy(pasted) == "0xabcd"
+    assert normalised_signature(pasted) == "0xabcd"
 
 
-def test_a_team_is_made_and_shared(ada: Terminal, bob: Terminal) -> None:
+def test_a_team_is_created_and_shared(ada: Terminal, bob: Terminal) -> None:
     ada("register", "ada")
     bob("register", "bob")
-    ada("team", "make", "lab")
+    ada("team", "create", "lab")
     token = ada.json("team", "invite", "lab", "--role", "viewer")["token"]
     assert bob.json("team", "join", token)["role"] == "viewer"
     assert [one["name"] for one in bob.json("team", "members", "lab")] == ["ada", "bob"]
@@ -175,7 +175,7 @@ def test_operators_administer_users(ada: Terminal, live: Live) -> None:
 
 def test_operators_guarantee_gpus_to_teams(ada: Terminal, live: Live) -> None:
     ada("register", "ada")
-    ada("team", "make", "lab")
+    ada("team", "create", "lab")
     key = {"GPOOL_KEY": live.key}
     assert [one["name"] for one in ada.json("admin", "teams", "ls", **key)] == ["lab"]
     changed = ada.json("admin", "teams", "set", "lab", "--guaranteed", "8", "--gpus", "32", **key)

@@ -9,14 +9,14 @@ import pytest
 from click.testing import CliRunner
 from pydantic import ValidationError
 
-from gpool.agent.app import Means
 from gpool.agent.machine.detection import Level
-from gpool.agent.machine.policy import GANG_PORT, Gangs
+from gpool.agent.machine.policy import GANG_PORT, GangRules
+from gpool.agent.offer import machine_offer, refreshed
+from gpool.agent.services import NetworkSupport, NodeServices
 from gpool.agent.settings import AgentSettings
-from gpool.cli.lend import Reach, offer_of, renewed
 from gpool.cli.lending.doctor import gangs_finding
-from gpool.cli.lending.enrolment import Identity
-from gpool.cli.lending.terms import Terms, agent_variables, lending
+from gpool.cli.lending.enrolment import EnrolledNode
+from gpool.cli.lending.terms import LendingTerms, agent_variables, lending
 from gpool.core.model import Network
 from gpool.testing.fake_runtime import FakeRuntime
 from gpool.transfer.requests import Address
@@ -24,12 +24,12 @@ from gpool.transfer.requests import Address
 SERVER = "https://127.0.0.1:8443"
 
 
-def said(*args: str) -> Terms | str:
-    heard: list[Terms] = []
+def said(*args: str) -> LendingTerms | str:
+    heard: list[LendingTerms] = []
 
     @click.command()
     @lending
-    def verb(terms: Terms) -> None:
+    def verb(terms: LendingTerms) -> None:
         heard.append(terms)
 
     done = CliRunner().invoke(verb, args)
@@ -38,8 +38,8 @@ def said(*args: str) -> Terms | str:
 
 def settings(monkeypatch: pytest.MonkeyPatch, folder: Path, *args: str) -> AgentSettings:
     terms = said(*args)
-    assert isinstance(terms, Terms)
-    identity = Identity(Address(SERVER, "a" * 64), "n-1", "node", "pool-x", folder / "node.key")
+    assert isinstance(terms, LendingTerms)
+    identity = EnrolledNode(Address(SERVER, "a" * 64), "n-1", "node", "pool-x", folder / "node.key")
     for name, value in agent_variables(identity, folder, terms).items():
         monkeypatch.setenv(name, value)
     return AgentSettings()  # type: ignore[call-arg]  # from the environment
@@ -51,10 +51,10 @@ def test_the_flags_reach_the_offer_where_a_lane_can_be_opened(
     told = settings(
         monkeypatch, tmp_path, "--site", "lab", "--address", "10.0.0.7", "--gang-port", "50000"
     )
-    policy = Gangs(site="attic", address="10.9.9.9", port=40000)
-    offer = offer_of(told, (), Means([]), Reach(gangs=True), policy)
+    policy = GangRules(site="attic", address="10.9.9.9", port=40000)
+    offer = machine_offer(told, (), NodeServices([]), NetworkSupport(gangs=True), policy)
     assert (offer.site, offer.address, offer.gang_port) == ("lab", "10.0.0.7", 50000)
-    offer = offer_of(told, (), Means([]), Reach(), policy)
+    offer = machine_offer(told, (), NodeServices([]), NetworkSupport(), policy)
     assert (offer.site, offer.address, offer.gang_port) == ("", "", 0)
 
 
@@ -62,17 +62,17 @@ def test_what_the_flags_leave_out_the_policy_says_and_then_the_machine(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     told = settings(monkeypatch, tmp_path)
-    policy = Gangs(address="10.9.9.9", port=40000)
-    offer = offer_of(told, (), Means([]), Reach(gangs=True), policy)
+    policy = GangRules(address="10.9.9.9", port=40000)
+    offer = machine_offer(told, (), NodeServices([]), NetworkSupport(gangs=True), policy)
     assert (offer.site, offer.address, offer.gang_port) == ("", "10.9.9.9", 40000)
-    offer = offer_of(told, (), Means([]), Reach(gangs=True))
+    offer = machine_offer(told, (), NodeServices([]), NetworkSupport(gangs=True))
     assert offer.address
     assert offer.gang_port == GANG_PORT
 
 
 def test_gangs_alone_never_offer_egress(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     told = settings(monkeypatch, tmp_path, "--site", "lab")
-    offer = offer_of(told, (), Means([]), Reach(gangs=True))
+    offer = machine_offer(told, (), NodeServices([]), NetworkSupport(gangs=True))
     assert Network.EGRESS not in offer.networks
 
 
@@ -83,10 +83,12 @@ def test_a_runtime_that_enters_lanes_no_more_or_again_is_offered_so(
     told = settings(monkeypatch, tmp_path)
     runtime = FakeRuntime(tmp_path)
     both, neither = frozenset({Network.NONE, Network.EGRESS}), frozenset({Network.NONE})
-    first = offer_of(told, (), Means([runtime]), Reach(egress=True))
+    first = machine_offer(told, (), NodeServices([runtime]), NetworkSupport(egress=True))
     for networks in (both, neither, both):
         runtime.networks = networks
-        offer = renewed(first, offer_of(told, (), Means([runtime]), Reach(egress=True)))
+        offer = refreshed(
+            first, machine_offer(told, (), NodeServices([runtime]), NetworkSupport(egress=True))
+        )
         assert [one.networks for one in offer.runtimes] == [networks]
         assert offer.networks == networks
 
@@ -116,9 +118,9 @@ def test_a_variable_that_makes_no_sense_is_refused(
 
 
 def test_the_doctor_says_why_a_machine_takes_no_part(tmp_path: Path) -> None:
-    refused = gangs_finding(Gangs(offered=False, site="lab"), tmp_path, SERVER)
+    refused = gangs_finding(GangRules(offered=False, site="lab"), tmp_path, SERVER)
     assert refused.level is Level.OK
     assert "refuses" in refused.text
-    unnamed = gangs_finding(Gangs(), tmp_path, SERVER)
+    unnamed = gangs_finding(GangRules(), tmp_path, SERVER)
     assert unnamed.level is Level.NOTE
     assert "--site" in unnamed.fix

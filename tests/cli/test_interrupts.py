@@ -20,9 +20,9 @@ import pytest
 from click.testing import Result as Done
 
 from gpool.cli.main import INTERRUPTED, NOT_FOUND
-from gpool.cli.output.following import show_documents
 from gpool.cli.output.interrupts import HELD, Reading
-from gpool.cli.run import attend
+from gpool.cli.output.progress import show_documents
+from gpool.cli.run import follow_run
 from gpool.client.client import Client
 from gpool.client.logs import Printed
 from gpool.client.results import Result
@@ -81,7 +81,7 @@ def test_a_press_that_is_dropped_elsewhere_still_detaches(
 ) -> None:
     task = Dropping()
     nobody = cast(Client, None)  # it is asked for outputs only
-    assert attend(nobody, cast(Run, task), tmp_path, quiet=False) == INTERRUPTED
+    assert follow_run(nobody, cast(Run, task), tmp_path, quiet=False) == INTERRUPTED
     task.over.set()
     assert "gpool logs -f task_1" in capfd.readouterr().err
     assert not task.cancelled
@@ -252,7 +252,7 @@ def test_whoever_reads_no_further_is_told_that_the_task_goes_on(
         os.fdopen(writer, "w") as broken,
         contextlib.redirect_stdout(broken),
     ):
-        attend(nobody, cast(Run, task), tmp_path, quiet=False)
+        follow_run(nobody, cast(Run, task), tmp_path, quiet=False)
     task.over.set()
     assert "gpool cancel task_1" in capfd.readouterr().err
 

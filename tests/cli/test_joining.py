@@ -10,8 +10,8 @@ import pytest
 
 from gpool import Invalid
 from gpool.cli.lending.enrolment import enrol, identity_file, load_identity, parse_link
-from gpool.cli.lending.join import must_be_the_same
-from gpool.cli.lending.terms import Terms, agent_variables
+from gpool.cli.lending.join import require_same_certificate
+from gpool.cli.lending.terms import LendingTerms, agent_variables
 from gpool.client.connection.transport import Door
 from gpool.core.errors import Conflict, Forbidden
 from gpool.transfer.requests import Address
@@ -88,7 +88,7 @@ def test_an_identity_is_kept_and_found_again(tmp_path: Path) -> None:
     made = enrol(door, file, name="first", token="t")
     assert load_identity(file) == made
     assert made.key_file.stat().st_mode & 0o777 == 0o600
-    told = agent_variables(made, tmp_path / "d", Terms(2, "H100"))
+    told = agent_variables(made, tmp_path / "d", LendingTerms(2, "H100"))
     assert made.key_file.read_text().strip() not in str(told)
 
 
@@ -113,8 +113,8 @@ def test_who_joined_before_nodes_had_keys_joins_anew(tmp_path: Path) -> None:
 def test_a_link_with_another_certificate_is_refused(tmp_path: Path) -> None:
     known, linked = Address("https://a", PRINT), Address("https://a", "b" * 64)
     with pytest.raises(Forbidden, match="another certificate"):
-        must_be_the_same(known, linked, tmp_path)
-    must_be_the_same(known, known, tmp_path)
+        require_same_certificate(known, linked, tmp_path)
+    require_same_certificate(known, known, tmp_path)
 
 
 def test_a_taken_host_name_gets_a_number_and_a_chosen_one_does_not(tmp_path: Path) -> None:

@@ -75,12 +75,12 @@ def test_an_operator_who_names_two_nodes_at_once_is_told_their_ids_and_nothing_h
     two: Two,
 ) -> None:
     said = two.operator("admin", "cordon", "vm", code=2)
-    assert "2 nodes are called 'vm'" in said
+    assert "2 nodes have the name 'vm'" in said
     assert two.first in said
     assert two.second in said
     assert not two.operator.cordoned(two.first)
     assert not two.operator.cordoned(two.second)
-    two.operator("admin", "reservations", "make", "vm", "--user", "ada", "--to", "23:59", code=2)
+    two.operator("admin", "reservations", "create", "vm", "--user", "ada", "--to", "23:59", code=2)
     two.operator("admin", "cordon", two.second)
     assert not two.operator.cordoned(two.first)
     assert two.operator.cordoned(two.second)
@@ -115,7 +115,7 @@ def test_operators_see_everybodys_tasks_and_whose_they_are(two: Two) -> None:
 def test_a_node_is_removed_by_its_owner_who_is_asked_first(two: Two) -> None:
     two.ada("node", "remove", "vm", code=1)  # nobody said yes
     two.ada("node", "remove", two.first, "--yes", code=4)  # somebody else's
-    assert two.ada("node", "remove", "vm", "--yes") == "vm is gone\n"
+    assert two.ada("node", "remove", "vm", "--yes") == "vm removed\n"
     assert [one["id"] for one in json.loads(two.ada("node", "ls", "--json"))] == [two.first]
     assert two.ada.ask("/v1/nodes", NODE)["id"] != two.second  # its name is free again
     assert "gpool whoami" in two.ada("admin", "policy", code=3)
@@ -147,11 +147,11 @@ def test_a_key_that_may_do_little_reads_ids_where_names_are_kept_from_it(two: Tw
         return Person(who.url, made["key"], who.home)
 
     owner = with_key(two.ada, "nodes:read", "nodes:write")
-    assert "say which by its id" in owner("node", "pause", "vm", code=2)
+    assert "use an id instead" in owner("node", "pause", "vm", code=2)
     owner("node", "pause", two.second)
     two.operator("node", "remove", two.first, "--yes")
     owner("node", "resume", "vm")
-    two.operator("admin", "reservations", "make", "vm", "--user", "ada", "--to", "1h")
+    two.operator("admin", "reservations", "create", "vm", "--user", "ada", "--to", "1h")
     two.operator("admin", "policy", "--weight", "ada=2")
     two.operator("admin", "users", "set", "ada", "--permission", "operator")
     watcher = with_key(two.ada, "admin")

@@ -76,23 +76,23 @@ def test_a_node_is_cordoned_drained_and_reserved_by_its_name(gpool: Operator, li
     assert made.status_code == 201, made.text
     assert gpool.json("node", "show", "bench")["cordoned"] is None
     said = gpool("admin", "cordon", "bench", "--why", "new fans")
-    assert "takes nothing new; 0 still run there" in said
+    assert "takes no new tasks; 0 still running" in said
     assert "cordoned" in gpool("node", "ls").partition("\n")[2]
     assert "new fans" in gpool("node", "show", "bench")
     assert gpool.json("admin", "drain", "bench")["preempted"] == 0
     gpool("admin", "uncordon", "bench")
     gpool("admin", "uncordon", "bench", code=4)
     me = gpool.json("whoami")["id"]
-    id_ = gpool("admin", "reservations", "make", "bench", "--user", me, *TIMES).split()[0]
+    id_ = gpool("admin", "reservations", "create", "bench", "--user", me, *TIMES).split()[0]
     [listed] = gpool.json("admin", "reservations", "ls")
     assert (listed["id"], listed["holds"]) == (id_, True)
-    gpool("admin", "reservations", "end", id_)
+    gpool("admin", "reservations", "delete", id_)
     assert gpool.json("admin", "reservations", "ls") == []
 
 
 def test_nobody_gets_a_weight_by_calling_a_team_as_somebody_is_called(gpool: Operator) -> None:
     me = gpool.json("whoami")
-    team = gpool.json("team", "make", me["name"])["id"]
+    team = gpool.json("team", "create", me["name"])["id"]
     told = gpool("admin", "policy", "--weight", f"{me['name']}=3", code=2)
     assert f"{team} or {me['id']}" in told
     assert gpool.json("admin", "policy", "--weight", f"{team}=2")["weights"] == {team: 2}
@@ -103,20 +103,20 @@ def test_teams_and_users_are_named_and_times_are_local_where_no_zone_is_said(
 ) -> None:
     made = httpx2.post(f"{live.url}/v1/nodes", json=NODE, headers=live.headers, timeout=PATIENCE_S)
     assert made.status_code == 201, made.text
-    team = gpool.json("team", "make", "lab")["id"]
+    team = gpool.json("team", "create", "lab")["id"]
     me = gpool.json("whoami")
     told = gpool.json("admin", "policy", "--weight", "lab=2", "--weight", f"{me['name']}=3")
     assert told["weights"] == {team: 2, me["id"]: 3}
     assert "gpool admin users ls" in gpool("admin", "policy", "--weight", "nobody=2", code=4)
     times = ("--from", "2001-01-01T00:00", "--to", "2999-01-01T00:00")
     people = ("--team", "lab", "--user", me["name"])
-    gpool("admin", "reservations", "make", "bench", *people, *times)
+    gpool("admin", "reservations", "create", "bench", *people, *times)
     [listed] = gpool.json("admin", "reservations", "ls")
     assert (listed["teams"], listed["users"]) == ([team], [me["id"]])
 
 
 def test_the_tasks_of_a_team_are_run_and_listed_by_its_name(gpool: Operator) -> None:
-    gpool("team", "make", "lab")
+    gpool("team", "create", "lab")
     id_ = gpool("run", "--team", "lab", "-d", "--", "true").strip()
     assert [one["id"] for one in gpool.json("ps", "--team", "lab")] == [id_]
     assert gpool.json("ps") == []
@@ -190,7 +190,7 @@ def test_a_drained_node_moves_a_whole_gang_away_and_a_cordon_holds_it_back(
         lease = agent.granted(1)[-1]
         agent.report(Started(lease.task, lease.epoch))
     told = gpool("admin", "drain", "two", "--why", "new disks")
-    assert "two takes nothing new; 1 still run there" in told
+    assert "two takes no new tasks; 1 still running" in told
     for agent in agents_by_name.values():
         assert agent.awaited(Stop).reason is StopReason.PREEMPTED
         lease = agent.granted(1)[-1]
@@ -216,8 +216,8 @@ def test_reserved_nodes_are_kept_from_others_gangs(
         timeout=PATIENCE_S,
     )
     assert made.status_code == 201, made.text
-    team = gpool.json("team", "make", "class")["id"]
-    id_ = gpool("admin", "reservations", "make", "two", "--team", team, *TIMES).split()[0]
+    team = gpool.json("team", "create", "class")["id"]
+    id_ = gpool("admin", "reservations", "create", "two", "--team", team, *TIMES).split()[0]
     gpool("admin", "reservations", "ls")
     session = httpx2.post(
         f"{live.url}/v1/auth/password",
@@ -238,7 +238,7 @@ def test_reserved_nodes_are_kept_from_others_gangs(
     ).json()
     assert found["code"] == "reserved"
     assert found["sentence"] == "two could run it, but is reserved for others just now."
-    gpool("admin", "reservations", "end", id_)
+    gpool("admin", "reservations", "delete", id_)
     assert httpx2.get(
         f"{live.url}/v1/tasks/{task}/explain", headers=headers, timeout=PATIENCE_S
     ).json()["code"] in (
@@ -261,12 +261,12 @@ def test_what_learning_needs_is_said_where_nothing_was_learnt(gpool: Operator) -
 def test_a_quota_is_told_in_words_and_can_be_set_back(gpool: Operator) -> None:
     me = gpool.json("whoami")["name"]
     said = gpool("admin", "users", "set", me, "--gpus", "2.5", "--queued", "9", "--storage", "1GB")
-    assert "at most 2.5 GPU(s) at once, 9 task(s) waiting, 1.0 GB stored" in said
+    assert "at most 2.5 GPU(s), at most 9 waiting task(s), at most 1.0 GB stored" in said
     said = gpool("admin", "users", "set", me, "--gpus", "configured", "--storage", "configured")
-    assert "quota        9 task(s) waiting\n" in said
+    assert "quota        at most 9 waiting task(s)\n" in said
     assert gpool.json("admin", "users", "show", me)["quota"]["running_gpus"] is None
     said = gpool("admin", "users", "set", me, "--queued", "configured")
-    assert "as configured for everybody" in said
+    assert "server default" in said
     for words in (
         ("--gpus", "all"),
         ("--gpus", "-1"),
@@ -276,7 +276,7 @@ def test_a_quota_is_told_in_words_and_can_be_set_back(gpool: Operator) -> None:
         ("--storage", "10"),
     ):
         said = gpool("admin", "users", "set", me, *words, code=2)
-        assert said.startswith(f"gpool: {words[0]} is '{words[1]}'; write ")
+        assert said.startswith(f"gpool: {words[0]} '{words[1]}' is ")
         assert said.endswith("or configured\n")
 
 
@@ -285,24 +285,24 @@ def test_a_reservation_ends_after_it_begins_and_is_listed_by_names(
 ) -> None:
     made = httpx2.post(f"{live.url}/v1/nodes", json=NODE, headers=live.headers, timeout=PATIENCE_S)
     assert made.status_code == 201, made.text
-    team = gpool.json("team", "make", "lab")["id"]
-    make = ("admin", "reservations", "make", "bench")
+    team = gpool.json("team", "create", "lab")["id"]
+    create = ("admin", "reservations", "create", "bench")
     for first, last in (("09:00", "18:00"), ("18:00", "09:00")):  # one of them across midnight
-        one = gpool.json(*make, "--team", "lab", "--from", first, "--to", last)
+        one = gpool.json(*create, "--team", "lab", "--from", first, "--to", last)
         begins, ends = (
             datetime.fromisoformat(one[name]).astimezone() for name in ("first", "last")
         )
         assert (f"{begins:%H:%M}", f"{ends:%H:%M}") == (first, last)
         assert timedelta(0) < ends - begins < timedelta(hours=20)
-    one = gpool.json(*make, "--team", "lab", "--to", "3h", "--why", "class")
+    one = gpool.json(*create, "--team", "lab", "--to", "3h", "--why", "class")
     assert one["holds"]
     listed = gpool("admin", "reservations", "ls")
     assert " bench " in listed
     assert " lab " in listed
     assert team not in listed
-    said = gpool(*make, "--team", "lab", "--from", "2030-01-02T00:00", "--to", "2030-01-01T00:00", code=2)  # fmt: skip
+    said = gpool(*create, "--team", "lab", "--from", "2030-01-02T00:00", "--to", "2030-01-01T00:00", code=2)  # fmt: skip
     assert "--to 2030-01-01T00:00 is not after --from 2030-01-02T00:00" in said
-    assert "--team" in gpool(*make, "--to", "3h", code=2)
+    assert "--team" in gpool(*create, "--to", "3h", code=2)
     gpool("admin", "policy", "--weight", "lab=2")
     shown = gpool("admin", "policy")
     assert "lab=2" in shown

@@ -12,8 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from gpool.cli.lending.children import Child, Program
-from gpool.cli.lending.up import data_folder, must_be_free, only_one, typed, within_reach
+from gpool.cli.lending.children import ChildProcess, Program
+from gpool.cli.lending.up import (
+    command_name,
+    data_folder,
+    locked_folder,
+    loopback_note,
+    require_free_port,
+)
 from gpool.core.errors import Conflict, Invalid
 from tests.tools.processes import PATIENCE_S, eventually, free_port
 
@@ -44,7 +50,7 @@ def test_an_absent_server_is_one_helpful_line_and_code_5(tmp_path: Path) -> None
 
 
 def test_two_pools_never_share_a_folder(tmp_path: Path) -> None:
-    with only_one(tmp_path), pytest.raises(Conflict, match="already"), only_one(tmp_path):
+    with locked_folder(tmp_path), pytest.raises(Conflict, match="already"), locked_folder(tmp_path):
         pass
 
 
@@ -54,15 +60,15 @@ def test_a_port_that_is_taken_is_said_before_anything_starts() -> None:
         socket.create_server(("127.0.0.1", port)),
         pytest.raises(Conflict, match=f"port {port}.*--port"),
     ):
-        must_be_free("127.0.0.1", port)
-    must_be_free("127.0.0.1", port)
+        require_free_port("127.0.0.1", port)
+    require_free_port("127.0.0.1", port)
     with pytest.raises(Conflict, match="--host"):
-        must_be_free("203.0.113.7", port)
+        require_free_port("203.0.113.7", port)
 
 
 def test_a_child_that_dies_is_started_again_and_stops_when_told(tmp_path: Path) -> None:
     (tmp_path / "sleeper.py").write_text("import signal\nprint('up', flush=True)\nsignal.pause()\n")
-    child = Child(
+    child = ChildProcess(
         Program("sleeper", "sleeper", {"PYTHONPATH": str(tmp_path)}, tmp_path / "sleeper.log")
     )
     child.start()
@@ -82,7 +88,7 @@ def test_a_child_that_dies_is_started_again_and_stops_when_told(tmp_path: Path) 
     assert child.exit_code() is not None
 
 
-def started(child: Child, times: int) -> bool:
+def started(child: ChildProcess, times: int) -> bool:
     child.keep_alive()
     return child._starts >= times
 
@@ -101,19 +107,19 @@ def on_a_terminal(code: str) -> bytes:
     return said
 
 
-def ended(child: Child) -> Child:
+def ended(child: ChildProcess) -> ChildProcess:
     child.start()
     assert child._process is not None
     child._process.wait(PATIENCE_S)
     return child
 
 
-def told_to_exit(tmp_path: Path, code: int) -> Child:
+def told_to_exit(tmp_path: Path, code: int) -> ChildProcess:
     said = f"import sys; print('gpool: what was wrong', file=sys.stderr); sys.exit({code})"
     (tmp_path / "ends.py").write_text(said)
     log = tmp_path / "log"
     log.write_text("gpool: an older story\n")
-    return Child(Program("agent", "ends", {"PYTHONPATH": str(tmp_path)}, log))
+    return ChildProcess(Program("agent", "ends", {"PYTHONPATH": str(tmp_path)}, log))
 
 
 def test_a_mistake_in_how_a_child_was_started_ends_the_first_start(tmp_path: Path) -> None:
@@ -128,7 +134,7 @@ def test_a_child_that_ran_before_is_started_again_whatever_is_wrong_now(tmp_path
     child = ended(told_to_exit(tmp_path, 1))
     told = child.keep_alive()
     assert told is not None
-    assert "It said: what was wrong" in told
+    assert "(code 1): what was wrong. " in told
     assert "older" not in told
     (tmp_path / "ends.py").write_text("import sys; sys.exit(2)")
     eventually("it is started again", lambda: started(child, 2), PATIENCE_S)
@@ -150,7 +156,7 @@ def test_what_was_wrong_is_said_and_not_the_advice_beneath_it(tmp_path: Path, co
         with pytest.raises(Invalid, match=r"the agent does not start: no bwrap\Z"):
             child.keep_alive()
     else:
-        assert "It said: no bwrap Its log" in str(child.keep_alive())
+        assert "(code 1): no bwrap. " in str(child.keep_alive())
     child.stop()
 
 
@@ -181,20 +187,20 @@ def test_what_to_try_first_can_be_typed_as_it_is_printed(tmp_path: Path) -> None
     for file in (this, other):
         file.parent.mkdir(parents=True)
         file.touch()
-    assert typed(this, None, here) == ".venv/bin/gpool"
-    assert typed(this, str(other), here) == ".venv/bin/gpool"
-    assert typed(this, str(this), here) == "gpool"
-    assert typed(this, None, elsewhere) == str(this)
-    assert typed(this, str(other), this.parent) == "./gpool"
-    assert typed(tmp_path / "my gpus" / "gpool", None, tmp_path) == "'my gpus/gpool'"
-    assert typed(here / "__main__.py", None, here) == "gpool"
+    assert command_name(this, None, here) == ".venv/bin/gpool"
+    assert command_name(this, str(other), here) == ".venv/bin/gpool"
+    assert command_name(this, str(this), here) == "gpool"
+    assert command_name(this, None, elsewhere) == str(this)
+    assert command_name(this, str(other), this.parent) == "./gpool"
+    assert command_name(tmp_path / "my gpus" / "gpool", None, tmp_path) == "'my gpus/gpool'"
+    assert command_name(here / "__main__.py", None, here) == "gpool"
 
 
 def test_a_link_that_no_other_machine_reaches_is_said_to_be_one() -> None:
     for link in ("gpool://127.0.0.1:8642/join/x", "gpool://[::1]:8642/join/x"):
-        assert "--host" in within_reach(link)
-    assert within_reach("gpool://10.0.0.7:8642/join/x#sha256=00") == ""
-    assert within_reach("gpool://pool.example:443/join/x") == ""
+        assert "--host" in loopback_note(link)
+    assert loopback_note("gpool://10.0.0.7:8642/join/x#sha256=00") == ""
+    assert loopback_note("gpool://pool.example:443/join/x") == ""
 
 
 def test_where_nobody_can_be_asked_for_a_password_it_is_said_how_to_give_it() -> None:

@@ -203,10 +203,10 @@ def test_whoever_waits_for_long_is_told_why_once(gpool: Gpool, pool: Pool) -> No
     pool.silences = 3
     done = gpool("run", "--", "true")
     assert done.exit_code == 0
-    assert done.stderr.startswith("gpool: it waits. No node has a GPU.\n  When it starts, ")
+    assert done.stderr.startswith("gpool: waiting. No node has a GPU.\n  For the expected start ")
     assert done.stderr.count("No node has a GPU.") == 1
     task = gpool("run", "-d", "--", "true").stdout.strip()
-    assert "gpool: it waits. No node has a GPU." in gpool("logs", "-f", task).stderr
+    assert "gpool: waiting. No node has a GPU." in gpool("logs", "-f", task).stderr
     assert gpool("logs", task).stderr == ""
     pool.progress = [{"epoch": 1, "status": "running", "phase": "run"}]
     assert gpool("run", "--", "true").stderr == ""
@@ -240,7 +240,7 @@ def test_status_shows_phase_and_checkpoint(gpool: Gpool, pool: Pool) -> None:
 def test_an_operator_makes_tasks_give_up_their_places(gpool: Gpool, pool: Pool) -> None:
     task = gpool("run", "-d", "--", "true").stdout.strip()
     done = gpool("admin", "preempt", task)
-    assert (done.exit_code, done.stdout) == (0, f"{task} was asked to make room\n")
+    assert (done.exit_code, done.stdout) == (0, f"{task} is being preempted\n")
     assert pool.preempted == [task]
     assert gpool("admin", "preempt", "t-0000000000000").exit_code == 4
 
@@ -271,7 +271,7 @@ def test_a_work_folder_whose_files_all_stay_here_is_said(gpool: Gpool, tmp_path:
 
 def test_a_script_that_is_not_here_is_said_to_be_missing_at_once(gpool: Gpool) -> None:
     """Not only by a node, after it has waited for one."""
-    assert "no trian.py here" in gpool("run", "-d", "trian.py", "--lr", "1").stderr
+    assert "no local file trian.py" in gpool("run", "-d", "trian.py", "--lr", "1").stderr
     for brings_its_own in (["--image", "x"], ["--pip", "x"]):
         assert gpool("run", "-d", *brings_its_own, "tool.py").stderr == ""
     assert gpool("run", "-d", "/opt/tool.py").stderr == ""

@@ -9,32 +9,32 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from gpool.agent.machine.monitor import Rulebook
-from gpool.agent.machine.policy import shaped
+from gpool.agent.machine.monitor import PolicyFile
+from gpool.agent.machine.policy import apply_policy
 from gpool.agent.machine.policy_file import parse
 from gpool.agent.network.policy import Egress, HostFacts, reaches
+from gpool.agent.services import available_runtimes, egress_policy
 from gpool.agent.settings import AgentSettings
-from gpool.cli.lend import egress_of, runtimes_of
-from gpool.cli.lending.enrolment import Identity
-from gpool.cli.lending.terms import Terms, agent_variables, lending
+from gpool.cli.lending.enrolment import EnrolledNode
+from gpool.cli.lending.terms import LendingTerms, agent_variables, lending
 from gpool.core.model import GIB, Offer, Tier
 from gpool.transfer.requests import Address
 
 
-def said(*args: str) -> Terms:
-    heard: list[Terms] = []
+def said(*args: str) -> LendingTerms:
+    heard: list[LendingTerms] = []
 
     @click.command()
     @lending
-    def verb(terms: Terms) -> None:
+    def verb(terms: LendingTerms) -> None:
         heard.append(terms)
 
     assert CliRunner().invoke(verb, args).exit_code == 0
     return heard[0]
 
 
-def settings(monkeypatch: pytest.MonkeyPatch, folder: Path, terms: Terms) -> AgentSettings:
-    identity = Identity(
+def settings(monkeypatch: pytest.MonkeyPatch, folder: Path, terms: LendingTerms) -> AgentSettings:
+    identity = EnrolledNode(
         Address("https://pool.test", "a" * 64), "n-1", "node", "pool-x", folder / "node.key"
     )
     for name, value in agent_variables(identity, folder, terms).items():
@@ -46,8 +46,8 @@ def test_without_a_word_of_the_owner_nothing_runs_without_isolation(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("GPOOL_AGENT_ALLOW_PROCESS", "1")  # of an outer agent: told to nobody
-    told = settings(monkeypatch, tmp_path, Terms())
-    tiers = [one.tier for one in runtimes_of(told, ())]
+    told = settings(monkeypatch, tmp_path, LendingTerms())
+    tiers = [one.tier for one in available_runtimes(told, ())]
     assert tiers[0] is Tier.CONTAINER
     assert Tier.NONE not in tiers
 
@@ -56,9 +56,9 @@ def test_an_owner_who_asks_for_it_offers_the_tier_none(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     terms = said("--allow-process", "--slots", "3")
-    assert terms == Terms(3, None, allow_process=True)
+    assert terms == LendingTerms(3, None, allow_process=True)
     told = settings(monkeypatch, tmp_path, terms)
-    tiers = [one.tier for one in runtimes_of(told, ())]
+    tiers = [one.tier for one in available_runtimes(told, ())]
     assert (tiers[0], tiers[-1]) == (Tier.CONTAINER, Tier.NONE)
     assert told.slots == 3
 
@@ -68,12 +68,12 @@ def test_an_owner_s_rules_reach_the_agent(monkeypatch: pytest.MonkeyPatch, tmp_p
     file.write_text("tiers = ['vm']")
     told = settings(monkeypatch, tmp_path, said("--policy", str(file)))
     assert told.policy == file
-    assert Rulebook(told.policy).policy.tiers == {Tier.VM}
+    assert PolicyFile(told.policy).policy.tiers == {Tier.VM}
 
 
 def test_what_an_owner_denies_comes_on_top_of_what_is_denied_anyway() -> None:
     mail = ip_address("9.9.9.9")
-    policy = egress_of(parse("[egress]\ndeny = ['198.51.100.0/24']"))
+    policy = egress_policy(parse("[egress]\ndeny = ['198.51.100.0/24']"))
     assert not reaches(policy, HostFacts(), Egress(), mail, 25)
     assert reaches(policy, HostFacts(), Egress(), mail, 443)
 
@@ -85,10 +85,12 @@ def test_labels_and_a_price_of_the_command_line_come_before_those_of_the_policy(
     assert (terms.labels, terms.price) == (("ssd", "zone=a"), "0.31/h")
     told = settings(monkeypatch, tmp_path, terms)
     own = Offer(1000, GIB, GIB, labels=told.own_labels, price_microcredits=told.price_microcredits)
-    lent = shaped(parse('labels = ["quiet"]\nprice = "2/h"'), own)
+    lent = apply_policy(parse('labels = ["quiet"]\nprice = "2/h"'), own)
     assert lent.labels == {"ssd", "zone=a", "quiet"}
     assert lent.price_microcredits == 310_000
-    assert shaped(parse('price = "2/h"'), Offer(1000, GIB, GIB)).price_microcredits == 2_000_000
+    assert (
+        apply_policy(parse('price = "2/h"'), Offer(1000, GIB, GIB)).price_microcredits == 2_000_000
+    )
 
 
 @pytest.mark.parametrize("words", [("--label", "Fast Disk"), ("--price", "cheap")])
@@ -97,7 +99,7 @@ def test_a_label_or_price_that_cannot_be_is_refused_where_it_is_said(
 ) -> None:
     @click.command()
     @lending
-    def verb(terms: Terms) -> None:
+    def verb(terms: LendingTerms) -> None:
         raise AssertionError(terms)
 
     result = CliRunner().invoke(verb, words)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,74 @@ def test_the_lines_in_help_are_those_of_the_verbs() -> None:
         assert command is not None
         assert (command.help or "").splitlines()[0] == line
         assert command.name == verb
+
+
+def groups(group: click.Group, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    context = click.Context(group)
+    yield path
+    for name in group.list_commands(context):
+        command = group.get_command(context, name)
+        if isinstance(command, click.Group):
+            yield from groups(command, (*path, name))
+
+
+RENAMED = [
+    (("keys",), "make", "create"),
+    (("keys",), "end", "revoke"),
+    (("team",), "make", "create"),
+    (("admin", "reservations"), "make", "create"),
+    (("admin", "reservations"), "end", "delete"),
+]
+
+
+@pytest.mark.parametrize(("group", "old", "new"), RENAMED)
+def test_a_renamed_verb_works_as_a_hidden_alias_with_a_note(
+    gpool: Gpool, group: tuple[str, ...], old: str, new: str
+) -> None:
+    listed = gpool(*group, "--help").stdout
+    assert f"\n  {new} " in listed
+    assert f"\n  {old} " not in listed
+    now, before = gpool(*group, new, "--help"), gpool(*group, old, "--help")
+    assert (before.exit_code, before.stdout, now.stderr) == (0, now.stdout, "")
+    path = f"cli {' '.join(group)}"
+    assert before.stderr == f"gpool: `{path} {old}` is deprecated; use `{path} {new}`\n"
+
+
+def test_every_renamed_verb_is_listed_above() -> None:
+    found = []
+    for path in groups(cli):
+        command: click.Command | None = cli
+        for name in path:
+            assert isinstance(command, click.Group)
+            command = command.get_command(click.Context(command), name)
+        assert isinstance(command, click.Group)
+        found += [(path, *pair) for pair in getattr(command, "renamed", {}).items()]
+    assert found == RENAMED
+
+
+def test_every_command_and_option_has_a_help_line() -> None:
+    def missing(command: click.Command, path: str) -> Iterator[str]:
+        if not (command.help or "").strip():
+            yield path
+        for param in command.params:
+            if isinstance(param, click.Option) and not (param.help or "").strip():
+                yield f"{path} {param.opts[-1]}"
+        if isinstance(command, click.Group):
+            for name in command.list_commands(click.Context(command)):
+                member = command.get_command(click.Context(command), name)
+                assert member is not None
+                yield from missing(member, f"{path} {name}")
+
+    assert list(missing(cli, "gpool")) == []
+
+
+def test_help_lists_options_by_section_and_examples_one_per_line(gpool: Gpool) -> None:
+    lines = gpool("run", "--help").stdout.splitlines()
+    titles = [line for line in lines if line.endswith(":") and not line.startswith(" ")]
+    assert titles[0] == "Resources:"
+    assert titles[-1] == "Options:"
+    examples = lines[lines.index("  Examples:") + 1 :]
+    assert all(line.startswith("    gpool run ") for line in examples)
 
 
 def test_run_prints_what_the_task_prints_and_exits_as_it_does(gpool: Gpool, pool: Pool) -> None:
@@ -103,9 +171,9 @@ def test_outputs_that_cannot_be_written_can_be_fetched_again(
     (tmp_path / "model").write_text("in the way")
     done = gpool("run", "--output", "model/", "--", "train")
     assert done.exit_code == 125
-    assert "may go on" not in done.stderr
+    assert "may still run" not in done.stderr
     [task] = pool.tasks
-    assert f"gpool result {task} --into FOLDER" in done.stderr
+    assert f"gpool result {task} --into DIR" in done.stderr
     assert gpool("result", task, "--into", "elsewhere").exit_code == 0
     assert (tmp_path / "elsewhere" / "model" / "w").read_bytes() == b"weights"
 
@@ -291,7 +359,7 @@ def test_the_queue_says_what_runs_then_what_waits_and_why(gpool: Gpool, pool: Po
         (newest, True),
         (oldest, False),
     ]
-    assert "1 others wait behind" in gpool("queue", "--limit", "1").stderr
+    assert "1 more tasks wait" in gpool("queue", "--limit", "1").stderr
     assert "exclude each other" in gpool("queue", "--everybody", "--team", "lab").stderr
 
 
@@ -309,7 +377,7 @@ def test_the_queue_shows_what_runs_and_what_waits_longest_however_many_wait(
     lines = [line.split() for line in done.stdout.splitlines()[1:]]
     assert [line[0] for line in lines] == [first, oldest]
     assert "n-1" in lines[0]  # by its id: its name is like another's
-    assert "3000 others wait behind" in done.stderr
+    assert "3000 more tasks wait" in done.stderr
 
 
 def test_a_timeout_of_a_month_is_shown_in_whole_seconds(gpool: Gpool, pool: Pool) -> None:
@@ -346,7 +414,7 @@ def test_several_are_waited_for_and_the_first_that_failed_decides(gpool: Gpool, 
     done = gpool("wait", tasks[0], waits, "--timeout", "0.05s")
     assert (done.exit_code, done.stderr) == (
         1,
-        f"gpool: task {waits} has not ended within 0.05s; it goes on\n",
+        f"gpool: task {waits} has not ended within 0.05s; it continues\n",
     )
 
 

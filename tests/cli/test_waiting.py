@@ -11,7 +11,7 @@ import pytest
 from click.testing import Result
 
 from gpool import Client
-from gpool.cli.wait_targets import MOST_TOLD
+from gpool.cli.wait_targets import MOST_REPORTED
 from tests.client.standin import Pool
 from tests.tools.processes import PATIENCE_S
 
@@ -63,7 +63,7 @@ def test_within_a_batch_the_first_in_order_decides_whichever_ended_first(
 def test_of_many_that_failed_only_some_are_told(gpool: Gpool, client: Client, pool: Pool) -> None:
     batch = mapped(client, pool, *[3] * 50)
     said = gpool("wait", batch).stderr
-    assert said.count("gpool: task ") == MOST_TOLD
+    assert said.count("gpool: task ") == MOST_REPORTED
     assert f"50 of the 50 tasks of {batch} did not succeed" in said
 
 
@@ -75,7 +75,7 @@ def test_a_batch_that_does_not_end_in_time_is_said_to_go_on(
     [batch] = pool.batches
     done = gpool("wait", batch, "--timeout", "0.05s")
     assert (done.exit_code, done.stdout) == (1, "")
-    assert done.stderr == f"gpool: batch {batch} has not ended within 0.05s; it goes on\n"
+    assert done.stderr == f"gpool: batch {batch} has not ended within 0.05s; it continues\n"
 
 
 class Late(Pool):

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpool.core.gangs import Call, MemberEnd, Standing, Verdict, call, marked, verdict
+from gpool.core.gangs import GangOrder, GangStanding, GangVerdict, MemberEnd, call, marked, verdict
 from gpool.core.model import EndReason, Engine, OnLoss
 
 NO_FAULT = {EndReason.LOST, EndReason.PREEMPTED, EndReason.HANDED_BACK}
@@ -16,7 +16,7 @@ REASONS = sorted(set(EndReason) - {EndReason.RETURNED, EndReason.RAISED, EndReas
 
 
 @st.composite
-def endings(draw: st.DrawFn) -> Standing:
+def endings(draw: st.DrawFn) -> GangStanding:
     """A gang all of whose members have ended, in some order."""
     nodes = draw(st.integers(2, 5))
     ends = []
@@ -24,7 +24,7 @@ def endings(draw: st.DrawFn) -> Standing:
         reason = draw(st.sampled_from([EndReason.EXITED, *REASONS]))
         code = draw(st.sampled_from([0, 0, 1, 137])) if reason is EndReason.EXITED else None
         ends.append(MemberEnd(rank, place, reason, code))
-    return Standing(
+    return GangStanding(
         nodes,
         draw(st.sampled_from(Engine)),
         draw(st.sampled_from(OnLoss)),
@@ -33,14 +33,14 @@ def endings(draw: st.DrawFn) -> Standing:
     )
 
 
-def first(gang: Standing, count: int) -> Standing:
+def first(gang: GangStanding, count: int) -> GangStanding:
     """As it stood after so many ends."""
     ends = tuple(end for end in gang.ends if end.place <= count)
-    return Standing(gang.nodes, gang.engine, gang.on_loss, ends, gang.making_room)
+    return GangStanding(gang.nodes, gang.engine, gang.on_loss, ends, gang.making_room)
 
 
 @given(endings())
-def test_a_gang_always_ends_once_all_have_let_go_and_never_before(gang: Standing) -> None:
+def test_a_gang_always_ends_once_all_have_let_go_and_never_before(gang: GangStanding) -> None:
     for count in range(gang.nodes):
         assert verdict(first(gang, count)) is None
     assert verdict(gang) is not None
@@ -50,12 +50,14 @@ def test_a_gang_always_ends_once_all_have_let_go_and_never_before(gang: Standing
 def test_one_member_alone_never_makes_it_a_success(engine: Engine) -> None:
     """By a word that only functions end with, say: it is one of several owners' nodes that says it."""
     ends = (MemberEnd(1, 1, EndReason.RETURNED), MemberEnd(0, 2, EndReason.EXITED, 1))
-    assert call(Standing(2, engine, OnLoss.REFORM, ends[:1])) is None
-    assert verdict(Standing(2, engine, OnLoss.REFORM, ends)) == Verdict(0, EndReason.EXITED, 1)
+    assert call(GangStanding(2, engine, OnLoss.REFORM, ends[:1])) is None
+    assert verdict(GangStanding(2, engine, OnLoss.REFORM, ends)) == GangVerdict(
+        0, EndReason.EXITED, 1
+    )
 
 
 @given(endings())
-def test_a_call_is_never_taken_back(gang: Standing) -> None:
+def test_a_call_is_never_taken_back(gang: GangStanding) -> None:
     calls = [call(first(gang, count)) for count in range(gang.nodes + 1)]
     made = [each for each in calls if each is not None]
     assert len(set(made)) <= 1
@@ -63,16 +65,16 @@ def test_a_call_is_never_taken_back(gang: Standing) -> None:
 
 
 @given(endings(), st.randoms(use_true_random=False))
-def test_the_order_in_which_rows_are_read_never_matters(gang: Standing, dice: object) -> None:
+def test_the_order_in_which_rows_are_read_never_matters(gang: GangStanding, dice: object) -> None:
     ends = list(gang.ends)
     dice.shuffle(ends)  # type: ignore[attr-defined]
-    again = Standing(gang.nodes, gang.engine, gang.on_loss, tuple(ends), gang.making_room)
+    again = GangStanding(gang.nodes, gang.engine, gang.on_loss, tuple(ends), gang.making_room)
     assert verdict(again) == verdict(gang)
     assert call(again) == call(gang)
 
 
 @given(endings())
-def test_a_success_is_always_a_success_of_all_that_count(gang: Standing) -> None:
+def test_a_success_is_always_a_success_of_all_that_count(gang: GangStanding) -> None:
     found = verdict(gang)
     assert found is not None
     counting = [end for end in gang.ends if gang.engine is not Engine.RAY or end.rank == 0]
@@ -81,7 +83,7 @@ def test_a_success_is_always_a_success_of_all_that_count(gang: Standing) -> None
 
 
 @given(endings())
-def test_a_gang_never_fails_for_what_was_nobodys_fault(gang: Standing) -> None:
+def test_a_gang_never_fails_for_what_was_nobodys_fault(gang: GangStanding) -> None:
     found = verdict(gang)
     assert found is not None
     blameless = gang.making_room or any(end.reason in NO_FAULT for end in gang.ends)
@@ -92,7 +94,7 @@ def test_a_gang_never_fails_for_what_was_nobodys_fault(gang: Standing) -> None:
 
 
 @given(endings())
-def test_what_is_blamed_is_always_an_end_of_that_rank(gang: Standing) -> None:
+def test_what_is_blamed_is_always_an_end_of_that_rank(gang: GangStanding) -> None:
     found = verdict(gang)
     assert found is not None
     (end,) = [end for end in gang.ends if end.rank == found.rank]
@@ -100,50 +102,56 @@ def test_what_is_blamed_is_always_an_end_of_that_rank(gang: Standing) -> None:
 
 
 @given(endings())
-def test_if_all_ended_well_no_order_ever_makes_a_difference(gang: Standing) -> None:
+def test_if_all_ended_well_no_order_ever_makes_a_difference(gang: GangStanding) -> None:
     ends = tuple(MemberEnd(end.rank, end.place, EndReason.EXITED, 0) for end in gang.ends)
-    well = Standing(gang.nodes, gang.engine, gang.on_loss, ends, gang.making_room)
-    assert verdict(well) == Verdict(0, EndReason.EXITED, 0)
+    well = GangStanding(gang.nodes, gang.engine, gang.on_loss, ends, gang.making_room)
+    assert verdict(well) == GangVerdict(0, EndReason.EXITED, 0)
 
 
 TWO = [
     # of rank 0, of rank 1, whichever came first -> verdict
-    ((EndReason.EXITED, 0), (EndReason.EXITED, 3), Verdict(1, EndReason.EXITED, 3)),
-    ((EndReason.EXITED, 1), (EndReason.LOST, None), Verdict(1, EndReason.LOST)),
-    ((EndReason.EXITED, 0), (EndReason.LOST, None), Verdict(1, EndReason.LOST)),
-    ((EndReason.LOST, None), (EndReason.PREEMPTED, None), Verdict(0, EndReason.LOST)),
-    ((EndReason.EXITED, 1), (EndReason.PREEMPTED, None), Verdict(1, EndReason.PREEMPTED)),
-    ((EndReason.TIMED_OUT, None), (EndReason.EXITED, 0), Verdict(0, EndReason.TIMED_OUT)),
+    ((EndReason.EXITED, 0), (EndReason.EXITED, 3), GangVerdict(1, EndReason.EXITED, 3)),
+    ((EndReason.EXITED, 1), (EndReason.LOST, None), GangVerdict(1, EndReason.LOST)),
+    ((EndReason.EXITED, 0), (EndReason.LOST, None), GangVerdict(1, EndReason.LOST)),
+    ((EndReason.LOST, None), (EndReason.PREEMPTED, None), GangVerdict(0, EndReason.LOST)),
+    ((EndReason.EXITED, 1), (EndReason.PREEMPTED, None), GangVerdict(1, EndReason.PREEMPTED)),
+    ((EndReason.TIMED_OUT, None), (EndReason.EXITED, 0), GangVerdict(0, EndReason.TIMED_OUT)),
 ]
 
 
 @pytest.mark.parametrize(("one", "other", "becomes"), TWO)
 def test_these_ends_of_two_come_to_the_same_in_either_order(
-    one: tuple[EndReason, int | None], other: tuple[EndReason, int | None], becomes: Verdict
+    one: tuple[EndReason, int | None], other: tuple[EndReason, int | None], becomes: GangVerdict
 ) -> None:
     for places in permutations((1, 2)):
         ends = (MemberEnd(0, places[0], *one), MemberEnd(1, places[1], *other))
-        assert verdict(Standing(2, Engine.TORCHRUN, OnLoss.REFORM, ends)) == becomes
+        assert verdict(GangStanding(2, Engine.TORCHRUN, OnLoss.REFORM, ends)) == becomes
 
 
 def test_of_two_failures_the_first_is_told() -> None:
     ends = (MemberEnd(0, 2, EndReason.EXITED, 1), MemberEnd(1, 1, EndReason.EXITED, 2))
-    assert verdict(Standing(2, Engine.NONE, OnLoss.REFORM, ends)) == Verdict(1, EndReason.EXITED, 2)
+    assert verdict(GangStanding(2, Engine.NONE, OnLoss.REFORM, ends)) == GangVerdict(
+        1, EndReason.EXITED, 2
+    )
 
 
 def test_of_a_cluster_rank_0_decides_whatever_its_helpers_exit_with() -> None:
     helper = MemberEnd(1, 1, EndReason.EXITED, 1)
-    assert call(Standing(2, Engine.RAY, OnLoss.REFORM, (helper,))) is None
-    done = Standing(2, Engine.RAY, OnLoss.REFORM, (helper, MemberEnd(0, 2, EndReason.EXITED, 0)))
-    assert verdict(done) == Verdict(0, EndReason.EXITED, 0)
+    assert call(GangStanding(2, Engine.RAY, OnLoss.REFORM, (helper,))) is None
+    done = GangStanding(
+        2, Engine.RAY, OnLoss.REFORM, (helper, MemberEnd(0, 2, EndReason.EXITED, 0))
+    )
+    assert verdict(done) == GangVerdict(0, EndReason.EXITED, 0)
     head = MemberEnd(0, 1, EndReason.EXITED, 0)
-    assert call(Standing(2, Engine.RAY, OnLoss.REFORM, (head,))) is Call.END
+    assert call(GangStanding(2, Engine.RAY, OnLoss.REFORM, (head,))) is GangOrder.END
 
 
-@pytest.mark.parametrize(("on_loss", "told"), [(OnLoss.REFORM, Call.BACK), (OnLoss.END, Call.END)])
-def test_who_stays_behind_is_told_what_the_task_asks_for(on_loss: OnLoss, told: Call) -> None:
+@pytest.mark.parametrize(
+    ("on_loss", "told"), [(OnLoss.REFORM, GangOrder.BACK), (OnLoss.END, GangOrder.END)]
+)
+def test_who_stays_behind_is_told_what_the_task_asks_for(on_loss: OnLoss, told: GangOrder) -> None:
     ends = (MemberEnd(1, 1, EndReason.LOST),)
-    assert call(Standing(2, Engine.TORCHRUN, on_loss, ends)) is told
+    assert call(GangStanding(2, Engine.TORCHRUN, on_loss, ends)) is told
 
 
 @given(st.binary(), st.integers(1, 9), st.lists(st.integers(0, 40), max_size=5))

@@ -16,17 +16,17 @@ from gpool.core.permissions import (
     HIDDEN,
     POOL,
     RULES,
+    AccessOutcome,
     Action,
     Actor,
-    Kind,
-    Machine,
     Nobody,
-    Outcome,
+    NodeActor,
+    ObjectKind,
+    PermissionRule,
     Person,
+    Relation,
     Role,
-    Rule,
     Scope,
-    Standing,
     TeamId,
     Thing,
     as_markdown,
@@ -49,7 +49,7 @@ nodes = st.sampled_from([NodeId(20), NodeId(21)])
 people = st.builds(
     Person, users, permissions, st.dictionaries(teams, st.sampled_from(list(Role))), scopes
 )
-actors: st.SearchStrategy[Actor] = st.one_of(st.just(Nobody()), people, st.builds(Machine, nodes))
+actors: st.SearchStrategy[Actor] = st.one_of(st.just(Nobody()), people, st.builds(NodeActor, nodes))
 
 
 @st.composite
@@ -57,7 +57,7 @@ def asked(draw: st.DrawFn) -> tuple[Action, Thing]:
     """An action, and a thing of its kind."""
     action = draw(actions)
     kind = RULES[action].kind
-    if kind is Kind.SERVER:
+    if kind is ObjectKind.SERVER:
         return action, POOL
     return action, Thing(
         kind,
@@ -84,7 +84,7 @@ def test_every_question_has_an_answer_with_a_reason_unless_allowed(
     actor: Actor, question: tuple[Action, Thing]
 ) -> None:
     decision = may(actor, *question)
-    assert decision.allowed == (decision.outcome is Outcome.ALLOWED)
+    assert decision.allowed == (decision.outcome is AccessOutcome.ALLOWED)
     assert decision.allowed or decision.reason
 
 
@@ -97,7 +97,7 @@ def test_a_stranger_is_never_allowed_anything_that_is_not_for_everybody(
     stranger = replace(
         who, id=UserId(99), permissions=who.permissions - {Permission.OPERATOR}, teams={}
     )
-    if not rule.may & {Standing.ANYONE, Standing.SIGNED_IN}:
+    if not rule.may & {Relation.ANYONE, Relation.SIGNED_IN}:
         assert not may(stranger, action, thing).allowed
 
 
@@ -107,7 +107,7 @@ def test_a_strangers_thing_and_a_missing_one_always_answer_alike(
 ) -> None:
     """Whoever the actor is, but for operators, who see everything, and for what everybody may see."""
     rule = RULES[action]
-    if rule.kind is Kind.SERVER or Standing.SIGNED_IN in rule.may:
+    if rule.kind is ObjectKind.SERVER or Relation.SIGNED_IN in rule.may:
         return
     if isinstance(actor, Person):
         actor = replace(actor, permissions=actor.permissions - {Permission.OPERATOR}, scopes=held)
@@ -130,7 +130,7 @@ def test_a_viewer_never_changes_what_belongs_to_the_team(
     viewer = replace(
         who, permissions=who.permissions - {Permission.OPERATOR}, teams={MY_TEAM: Role.VIEWER}
     )
-    if rule.changes and rule.kind is not Kind.SERVER:
+    if rule.changes and rule.kind is not ObjectKind.SERVER:
         assert not may(viewer, action, replace(thing, team=MY_TEAM)).allowed
 
 
@@ -161,17 +161,17 @@ def test_a_key_never_does_what_only_a_sign_in_may(
     action: Action, held: frozenset[Permission], roles: dict[TeamId, Role]
 ) -> None:
     rule = RULES[action]
-    if rule.scope is None and Standing.ANYONE not in rule.may:
+    if rule.scope is None and Relation.ANYONE not in rule.may:
         key = Person(ME, held, roles, frozenset(Scope))
-        thing = POOL if rule.kind is Kind.SERVER else Thing(rule.kind, owner=ME)
-        assert may(key, action, thing).outcome is Outcome.REFUSED
+        thing = POOL if rule.kind is ObjectKind.SERVER else Thing(rule.kind, owner=ME)
+        assert may(key, action, thing).outcome is AccessOutcome.REFUSED
 
 
 @given(asked())
 def test_nobody_is_asked_to_sign_in_whatever_the_thing_is(question: tuple[Action, Thing]) -> None:
     action, thing = question
-    if Standing.ANYONE not in RULES[action].may:
-        assert may(Nobody(), action, thing).outcome is Outcome.SIGN_IN
+    if Relation.ANYONE not in RULES[action].may:
+        assert may(Nobody(), action, thing).outcome is AccessOutcome.SIGN_IN
 
 
 @given(actions, asked(), nodes)
@@ -179,8 +179,8 @@ def test_a_node_never_acts_for_its_owner(
     action: Action, question: tuple[Action, Thing], node: NodeId
 ) -> None:
     action, thing = question
-    decision = may(Machine(node), action, replace(thing, holder=None))
-    assert not decision.allowed or Standing.ANYONE in RULES[action].may
+    decision = may(NodeActor(node), action, replace(thing, holder=None))
+    assert not decision.allowed or Relation.ANYONE in RULES[action].may
 
 
 @pytest.mark.parametrize(
@@ -207,16 +207,16 @@ def test_an_operator_never_acts_in_somebody_elses_name(action: Action) -> None:
     assert not may(operator, action, of(action, owner=OTHER)).allowed
 
 
-@pytest.mark.parametrize("action", [a for a in Action if RULES[a].may == {Standing.OPERATOR}])
+@pytest.mark.parametrize("action", [a for a in Action if RULES[a].may == {Relation.OPERATOR}])
 def test_what_is_for_operators_is_refused_to_everybody_else(action: Action) -> None:
-    thing = POOL if RULES[action].kind is Kind.SERVER else of(action, owner=ME)
-    assert may(person(), action, thing).outcome is Outcome.REFUSED
+    thing = POOL if RULES[action].kind is ObjectKind.SERVER else of(action, owner=ME)
+    assert may(person(), action, thing).outcome is AccessOutcome.REFUSED
     assert may(Person(ME, EVERYTHING), action, thing) == ALLOWED
 
 
-REFUSED = Outcome.REFUSED
-OK = Outcome.ALLOWED
-GONE = Outcome.HIDDEN
+REFUSED = AccessOutcome.REFUSED
+OK = AccessOutcome.ALLOWED
+GONE = AccessOutcome.HIDDEN
 TEAMS_TASK = {"owner": OTHER, "team": MY_TEAM}
 
 
@@ -255,15 +255,15 @@ TEAMS_TASK = {"owner": OTHER, "team": MY_TEAM}
             {"owner": OTHER},
             REFUSED,
         ),
-        (Machine(NodeId(20)), Action.NODE_REPORT, {"owner": ME, "holder": NodeId(20)}, OK),
-        (Machine(NodeId(20)), Action.NODE_REPORT, {"owner": ME, "holder": NodeId(21)}, GONE),
-        (Machine(NodeId(20)), Action.ARTIFACT_READ, {"owner": ME, "holder": NodeId(20)}, OK),
-        (Machine(NodeId(20)), Action.ARTIFACT_READ, {"owner": ME}, GONE),
-        (Machine(NodeId(20)), Action.TASK_CANCEL, {"owner": ME, "holder": NodeId(20)}, REFUSED),
+        (NodeActor(NodeId(20)), Action.NODE_REPORT, {"owner": ME, "holder": NodeId(20)}, OK),
+        (NodeActor(NodeId(20)), Action.NODE_REPORT, {"owner": ME, "holder": NodeId(21)}, GONE),
+        (NodeActor(NodeId(20)), Action.ARTIFACT_READ, {"owner": ME, "holder": NodeId(20)}, OK),
+        (NodeActor(NodeId(20)), Action.ARTIFACT_READ, {"owner": ME}, GONE),
+        (NodeActor(NodeId(20)), Action.TASK_CANCEL, {"owner": ME, "holder": NodeId(20)}, REFUSED),
     ],
 )
 def test_worked_examples(
-    who: Actor, action: Action, facts: dict[str, object], outcome: Outcome
+    who: Actor, action: Action, facts: dict[str, object], outcome: AccessOutcome
 ) -> None:
     assert may(who, action, of(action, **facts)).outcome is outcome
 
@@ -277,28 +277,34 @@ def test_an_action_without_a_row_stops_the_import() -> None:
 @pytest.mark.parametrize(
     ("rule", "complaint"),
     [
-        (Rule(Kind.TASK, frozenset(), None, True), "nobody may"),
-        (Rule(Kind.TASK, frozenset({Standing.TEAM_VIEWER}), None, True), "a viewer could"),
-        (Rule(Kind.TASK, frozenset({Standing.ANYONE}), None, False), "anyone could"),
+        (PermissionRule(ObjectKind.TASK, frozenset(), None, True), "nobody may"),
+        (
+            PermissionRule(ObjectKind.TASK, frozenset({Relation.TEAM_VIEWER}), None, True),
+            "a viewer could",
+        ),
+        (
+            PermissionRule(ObjectKind.TASK, frozenset({Relation.ANYONE}), None, False),
+            "anyone could",
+        ),
     ],
 )
-def test_a_row_that_makes_no_sense_stops_the_import(rule: Rule, complaint: str) -> None:
+def test_a_row_that_makes_no_sense_stops_the_import(rule: PermissionRule, complaint: str) -> None:
     with pytest.raises(AssertionError, match=complaint):
         whole({**RULES, Action.TASK_READ: rule})
 
 
 def test_asking_about_a_thing_of_another_kind_is_a_bug_and_says_so() -> None:
-    with pytest.raises(AssertionError, match="asked of a task, not of a node"):
-        may(person(), Action.TASK_READ, Thing(Kind.NODE, owner=ME))
+    with pytest.raises(AssertionError, match="acts on a task, not on a node"):
+        may(person(), Action.TASK_READ, Thing(ObjectKind.NODE, owner=ME))
 
 
 def test_a_missing_thing_is_hidden_even_from_operators() -> None:
-    assert may(Person(ME, EVERYTHING), Action.TASK_READ, missing(Kind.TASK)) == HIDDEN
+    assert may(Person(ME, EVERYTHING), Action.TASK_READ, missing(ObjectKind.TASK)) == HIDDEN
 
 
 def test_a_naive_rule_without_standing_would_let_strangers_in() -> None:
     """The control: with `signed in` in the row the very same question is allowed."""
-    careless = replace(RULES[Action.TASK_READ], may=frozenset({Standing.SIGNED_IN}))
+    careless = replace(RULES[Action.TASK_READ], may=frozenset({Relation.SIGNED_IN}))
     assert whole({**RULES, Action.TASK_READ: careless})
     assert may(person(), Action.NODE_READ, of(Action.NODE_READ, owner=OTHER)).allowed
     assert not may(person(), Action.TASK_READ, of(Action.TASK_READ, owner=OTHER)).allowed

@@ -20,7 +20,7 @@ from gpool.core.retries import (
     given_up,
     unstarted_move,
 )
-from gpool.core.trust.reliability import LONGEST_REST, SHORTEST_REST, rest_for_fault
+from gpool.core.trust.reliability import LONGEST_BACKOFF, SHORTEST_BACKOFF, backoff_for_fault
 
 FAULTS = st.sampled_from(Fault)
 
@@ -150,7 +150,7 @@ def test_nothing_is_kept_of_tasks_that_are_over_and_nodes_that_are_gone(
 
 
 def test_rests_for_a_fault_grow_up_to_the_longest() -> None:
-    rests = [rest_for_fault(times) for times in range(40)]
-    assert rests[:2] == [0, SHORTEST_REST]
+    rests = [backoff_for_fault(times) for times in range(40)]
+    assert rests[:2] == [0, SHORTEST_BACKOFF]
     assert rests == sorted(rests)
-    assert rests[-1] == LONGEST_REST
+    assert rests[-1] == LONGEST_BACKOFF

@@ -14,7 +14,7 @@ import pytest
 from gpool.agent.gpu_verification.benchmark import measure
 from gpool.agent.gpu_verification.cuda import Device
 from gpool.agent.gpu_verification.prover import DeviceProver
-from gpool.core.trust.gpu_verification import Size, Verdict, keys_of
+from gpool.core.trust.gpu_verification import GpuVerdict, Size, keys_of
 from gpool.server.gpu_verification.checking import Claimed, check_openings
 from tests.tools.gpu_prover import NumpyProver
 
@@ -43,7 +43,7 @@ def device_and_reference_agree() -> None:
         openings = here.open([5, 40, 0])
         assert openings == there.open([5, 40, 0])
         claimed = Claimed(SIZE, KEYS, b"n" * 32, root, answer)
-        assert check_openings(claimed, [5, 40, 0], openings, b"d") is Verdict.PASSED
+        assert check_openings(claimed, [5, 40, 0], openings, b"d") is GpuVerdict.PASSED
 
 
 def test_every_rate_is_measured(require: Callable[[str], None]) -> None:

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from gpool.agent.machine.detection.nvml import NvmlError, RealNvml
+from gpool.agent.machine.detection.nvml import NvmlError
+from gpool.agent.machine.detection.real_nvml import RealNvml
 from gpool.agent.runtime.bubblewrap.runtime import BubblewrapRuntime
 from gpool.agent.runtime.devices import CONTROL_NODES, capability_nodes, device_nodes
 from gpool.agent.runtime.protocol import GpuSeat

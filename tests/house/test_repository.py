@@ -100,16 +100,41 @@ def test_the_lifecycle_page_is_what_the_table_says() -> None:
     assert (ROOT / "docs" / "lifecycle.md").read_text() == lifecycle.as_markdown()
 
 
-@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "docs"])
-def test_links_between_pages_lead_somewhere(page: str) -> None:
-    pages = sorted((ROOT / page).rglob("*.md")) if (ROOT / page).is_dir() else [ROOT / page]
+def pages(place: str) -> list[Path]:
+    return sorted((ROOT / place).rglob("*.md")) if (ROOT / place).is_dir() else [ROOT / place]
+
+
+@pytest.mark.parametrize("place", ["README.md", "CONTRIBUTING.md", "docs", "bench/README.md"])
+def test_links_between_pages_lead_somewhere(place: str) -> None:
     dead = [
-        f"{file.relative_to(ROOT)} -> {target}"
-        for file in pages
-        for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", file.read_text())
-        if not (file.parent / target).exists()
+        f"{file.relative_to(ROOT)} -> {target}{anchor}"
+        for file in pages(place)
+        for target, anchor in re.findall(r"\]\(([^)#:]*)(#[^)]*)?\)", file.read_text())
+        if not leads_somewhere(file.parent / target if target else file, anchor)
     ]
     assert dead == []
+
+
+def leads_somewhere(target: Path, anchor: str) -> bool:
+    if not target.exists() or not anchor:
+        return target.exists()
+    headings = re.findall(r"(?m)^#+ (.*)$", target.read_text())
+    plain = (re.sub(r"[^\w\- ]", "", heading.lower()) for heading in headings)
+    return anchor[1:] in {heading.strip().replace(" ", "-") for heading in plain}
+
+
+@pytest.mark.parametrize("place", ["README.md", "CONTRIBUTING.md", "docs", "bench/README.md"])
+def test_prose_lines_have_at_most_100_characters(place: str) -> None:
+    """Longer lines make diffs unreadable. Tables and code blocks are exempt."""
+    long = []
+    for file in pages(place):
+        prose = re.sub(r"(?ms)^ *```.*?^ *```", "", file.read_text())
+        long += [
+            f"{file.relative_to(ROOT)}: {line[:60]}"
+            for line in prose.splitlines()
+            if len(line) > 100 and not line.startswith(("|", "    "))
+        ]
+    assert long == []
 
 
 @pytest.mark.parametrize("lock", ["base", "all", "build", "dev"])

@@ -19,7 +19,7 @@ import uvicorn
 import uvloop
 from fastapi import FastAPI
 
-from gpool.agent.credentials import Badge, Identity
+from gpool.agent.credentials import AgentCredentials, NodeIdentity
 from gpool.core.ids import NodeId, UserId, decode
 from gpool.core.model import EndReason, Gpu, Instant, Offer, Permission, Tier
 from gpool.server.app import ensure_operator, make_app, open_server
@@ -99,7 +99,7 @@ class Agent:
     server: Server
     credentials: NodeCredentials
     offer: Offer
-    badge: Badge
+    badge: AgentCredentials
     sent: list[ServerFrame] = field(default_factory=list)
     beat: int = 1
     sequence: int = 0
@@ -215,8 +215,8 @@ class Desk:
         assert answer.status_code == 201, answer.text
         who = await self.server.gate.node(NodeId(decode("node", answer.json()["id"])))
         assert who is not None
-        told = Identity(answer.json()["id"], answer.json()["server"])
-        return Agent(self.server, who, offer, Badge(key, told, self.clock.now))
+        told = NodeIdentity(answer.json()["id"], answer.json()["server"])
+        return Agent(self.server, who, offer, AgentCredentials(key, told, self.clock.now))
 
     def http_of(self, agent: Agent, lease: str = "") -> httpx2.AsyncClient:
         """Sends requests as the agent does: each with its own proof, over a token it has proved itself for."""

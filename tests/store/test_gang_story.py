@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
-from gpool.core.gangs import Call, MemberEnd, Standing, call, verdict
+from gpool.core.gangs import GangOrder, GangStanding, MemberEnd, call, verdict
 from gpool.core.ids import NodeId, TaskId
 from gpool.core.model import EndReason, Engine, OnLoss, TaskStatus
 from gpool.server.store.operation import operation
@@ -50,8 +50,8 @@ class Known:
     released: int = 0
 
     @property
-    def standing(self) -> Standing:
-        return Standing(SIZE, self.engine, self.on_loss, tuple(self.ends), self.making_room)
+    def standing(self) -> GangStanding:
+        return GangStanding(SIZE, self.engine, self.on_loss, tuple(self.ends), self.making_room)
 
     @property
     def holding(self) -> list[NodeId]:
@@ -145,7 +145,7 @@ class GangsAgainstModel(RuleBasedStateMachine):
         if what == "lost":
             reason = EndReason.LOST
         elif code is None:
-            told = known.status is TaskStatus.CANCELLED or call(known.standing) is Call.END
+            told = known.status is TaskStatus.CANCELLED or call(known.standing) is GangOrder.END
             begun = EndReason.PREEMPTED if rank in known.started else EndReason.HANDED_BACK
             reason = EndReason.CANCELLED if told else begun
         self.ends(task, known, MemberEnd(rank, len(known.ends) + 1, reason, code), done)

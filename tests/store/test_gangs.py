@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from gpool.core.errors import Conflict
-from gpool.core.gangs import Call
+from gpool.core.gangs import GangOrder
 from gpool.core.ids import TaskId
 from gpool.core.model import (
     Availability,
@@ -366,7 +366,7 @@ def test_all_members_are_asked_to_make_room_and_then_it_waits_again(site: Site) 
     assert site.pool.read(leases.picture()).preempting == (task,)
     (lease,) = site.pool.read(leases.held(site.nodes[0]))
     assert lease.gang is not None
-    assert lease.gang.call is Call.BACK
+    assert lease.gang.call is GangOrder.BACK
     assert site.say(1, Finished(task, 1, EndReason.PREEMPTED)).to_preempt == ()
     done = site.ends(0, task, 1)  # its peer was gone
     assert [each.reason for each in done.requeued] == [EndReason.PREEMPTED]
@@ -393,7 +393,7 @@ def test_a_member_that_connects_late_is_told_what_was_called(site: Site) -> None
     held = {each.task: each for each in site.pool.read(leases.held(site.nodes[0]))}
     assert held[back].status is TaskStatus.RUNNING
     assert held[back].gang is not None
-    assert held[back].gang.call is Call.BACK
+    assert held[back].gang.call is GangOrder.BACK
     assert held[task].status is TaskStatus.CANCELLED
 
 

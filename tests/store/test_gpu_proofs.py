@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from gpool.core.ids import NodeId
 from gpool.core.model import Gpu, Offer
-from gpool.core.trust.gpu_verification import Verdict
+from gpool.core.trust.gpu_verification import GpuVerdict
 from gpool.server.store.operations.nodes import gpu_bindings, gpu_verification, nodes
 from tests.store.store_pool import Pool
 
@@ -32,21 +32,21 @@ def test_a_gpu_is_kept_back_until_it_passes_and_again_when_it_fails(pool: Pool) 
     row = pool.write(gpu_verification.keep_back(box, ["G0", "G1"], "its trial comes"))
     assert row.node.gpus_flagged == {0, 1}
     at = pool.now()
-    pool.write(gpu_verification.judge(box, "G1", Verdict.PASSED, at))
+    pool.write(gpu_verification.judge(box, "G1", GpuVerdict.PASSED, at))
     assert kept_back(pool, box) == {0}
     assert kept_back(pool, other) == set()  # another node's, whatever its uuid
-    pool.write(gpu_verification.judge(box, "G1", Verdict.WRONG_PRODUCT, at))
+    pool.write(gpu_verification.judge(box, "G1", GpuVerdict.WRONG_PRODUCT, at))
     assert kept_back(pool, box) == {0, 1}
     first, second = pool.read(gpu_verification.records(box))
     assert (first.verdict, first.unproven) == (None, "its trial comes")
-    assert (second.verdict, second.judged_at) == (Verdict.WRONG_PRODUCT, at)
+    assert (second.verdict, second.judged_at) == (GpuVerdict.WRONG_PRODUCT, at)
     assert "wrong results" in str(second.unproven)
     assert len(pool.read(gpu_verification.records())) == 3
 
 
 def test_an_unproven_gpu_is_no_dispute_between_owners(pool: Pool) -> None:
     box = joined(pool, "box", "G0")
-    pool.write(gpu_verification.judge(box, "G0", Verdict.LATE_COMMIT, pool.now()))
+    pool.write(gpu_verification.judge(box, "G0", GpuVerdict.LATE_COMMIT, pool.now()))
     assert pool.write(gpu_bindings.bind(box, pool.ann, None, ["G0"], pool.now())) == ()
     (row,) = [each for each in pool.read(gpu_bindings.gpu_rows()) if each.node == box]
     assert row.flagged is None

@@ -204,7 +204,7 @@ from tests.store.store_pool import COMMAND
 from gpool.core.ids import BatchId, SpecId, TaskId, UserId
 from gpool.core.model import Instant
 from gpool.server.store import open_store
-from gpool.server.store.operations import tasks
+from gpool.server.store.operations.tasks import tasks
 from gpool.server.store.values import NewTask, Submission
 
 async def main():

@@ -17,7 +17,7 @@ from sqlalchemy.pool import NullPool
 
 from gpool.core.ids import NodeId, TaskId, UserId
 from gpool.core.model import Instant, Offer, Permission, Phase
-from gpool.core.quotas import Usage
+from gpool.core.quotas import QuotaUsage
 from gpool.server.store.migrations.upgrade import config
 from gpool.server.store.operations.identity import accounts, audit, teams, users
 from gpool.server.store.operations.leases import leases
@@ -133,7 +133,7 @@ def test_a_database_of_an_old_schema_keeps_its_rows_and_takes_new_ones(
     listed = upgraded.read(tasks.tasks(ann, None, 10))
     assert [(view.row.id, view.row.team) for view in listed] == [(9, None), (8, None)]
     assert upgraded.read(tasks.batch(7, ann)).team is None
-    assert upgraded.read(teams.usage_of("user", ann)) == Usage(500, 1, 100)
+    assert upgraded.read(teams.usage_of("user", ann)) == QuotaUsage(500, 1, 100)
     assert upgraded.read(artifacts.visible("aa", ann)) == 100
     assert upgraded.read(audit.head()) is None
     upgraded.write(artifacts.add_artifact("aa", 100, ann, None, None, Instant(9)))
@@ -141,4 +141,4 @@ def test_a_database_of_an_old_schema_keeps_its_rows_and_takes_new_ones(
     assert upgraded.read(teams.usage_of("user", ann)).storage_bytes == 107
     upgraded.write(tasks.cancel([TaskId(8)], ann, Instant(9)))
     upgraded.reopen()
-    assert upgraded.read(teams.usage_of("user", ann)) == Usage(500, 0, 107)
+    assert upgraded.read(teams.usage_of("user", ann)) == QuotaUsage(500, 0, 107)

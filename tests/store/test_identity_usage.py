@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gpool.core.model import Instant, Slice
-from gpool.core.quotas import Usage
+from gpool.core.quotas import QuotaUsage
 from gpool.server.store.identity_values import GivenQuota
 from gpool.server.store.operation import operation
 from gpool.server.store.operations.identity import teams
@@ -15,7 +15,7 @@ from tests.store.store_pool import Database, Pool, race, returned
 HALF, WHOLE = Slice(0, 40 << 30, 500), Slice(1, 80 << 30, 1000)
 
 
-def used(pool: Pool, kind: str = "user", id: int | None = None) -> Usage:
+def used(pool: Pool, kind: str = "user", id: int | None = None) -> QuotaUsage:
     return pool.read(teams.usage_of(kind, pool.ann if id is None else id))
 
 
@@ -39,17 +39,17 @@ def test_queued_tasks_and_held_gpus_are_counted_for_user_and_team(pool: Pool) ->
     pool.grant(node, mine[:3], number=0, slices=(HALF, WHOLE))  # a line: one allocation
     pool.grant(node, ours[:1], number=1, slices=(HALF,))
     pool.grant(node, bobs[:1], number=2, slices=(WHOLE,))
-    assert used(pool) == Usage(2000, 3, 0)
-    assert used(pool, "team", lab) == Usage(500, 2, 0)
-    assert used(pool, id=bob) == Usage(1000, 4, 0)
+    assert used(pool) == QuotaUsage(2000, 3, 0)
+    assert used(pool, "team", lab) == QuotaUsage(500, 2, 0)
+    assert used(pool, id=bob) == QuotaUsage(1000, 4, 0)
     pool.record(node, returned(mine[0]))
     assert used(pool).running_gpu_milli == 2000
     pool.record(node, returned(mine[1]), Released(mine[2], 1))
-    assert used(pool) == Usage(500, 4, 0)
+    assert used(pool) == QuotaUsage(500, 4, 0)
     pool.cancel(ours[0])
-    assert used(pool, "team", lab) == Usage(500, 2, 0)  # held until the node lets go
+    assert used(pool, "team", lab) == QuotaUsage(500, 2, 0)  # held until the node lets go
     pool.expire(node)
-    assert used(pool, "team", lab) == Usage(0, 2, 0)
+    assert used(pool, "team", lab) == QuotaUsage(0, 2, 0)
 
 
 def test_an_artifact_is_counted_once_for_each_who_stores_it(pool: Pool) -> None:

@@ -11,10 +11,10 @@ from gpool.core.trust.gpu_verification import (
     GROUP,
     TILE,
     TILE_BYTES,
-    Keys,
     Opening,
     Path,
     Size,
+    VerificationKeys,
     parent,
     round_key,
 )
@@ -83,7 +83,7 @@ def path_in(tree: Tree, digests: Words, tile: int) -> Path:
 class NumpyProver:
     """The same steps as the device's prover. `words` is what it keeps; a cheat keeps something else."""
 
-    def __init__(self, size: Size, keys: Keys, words: Words | None = None) -> None:
+    def __init__(self, size: Size, keys: VerificationKeys, words: Words | None = None) -> None:
         self.size, self.keys = size, keys
         self.words = words if words is not None else all_kept(size, keys.stream)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from gpool.agent.credentials import Badge, Identity
+from gpool.agent.credentials import AgentCredentials, NodeIdentity
 from gpool.agent.daemon import boot_clock
-from gpool.transfer.node_proofs import NodeKey, Purpose, Statement, public_text
+from gpool.transfer.node_proofs import ChallengeStatement, NodeKey, Purpose, public_text
 
 
 def a_key(number: int = 1) -> NodeKey:
@@ -17,7 +17,7 @@ def a_key(number: int = 1) -> NodeKey:
 def join_request(key: NodeKey, challenge: dict[str, Any], **members: Any) -> dict[str, Any]:
     """What `POST /v1/nodes` takes of a node that holds this key."""
     nonce = challenge["nonce"]
-    statement = Statement(Purpose.JOIN, challenge["server"], "", key.public, nonce)
+    statement = ChallengeStatement(Purpose.JOIN, challenge["server"], "", key.public, nonce)
     proof = {"nonce": nonce, "signature": key.sign(statement)}
     return {**members, "public_key": public_text(key.public), "proof": proof}
 
@@ -27,8 +27,8 @@ def joined(
     key: NodeKey,
     clock: Callable[[], int] = boot_clock,
     **members: Any,
-) -> Badge:
+) -> AgentCredentials:
     """A node that has joined. `ask` posts a document and gives the answer's."""
     challenge = ask("/v1/nodes/challenges", {})
     answer = ask("/v1/nodes", join_request(key, challenge, **members))
-    return Badge(key, Identity(answer["id"], answer["server"]), clock)
+    return AgentCredentials(key, NodeIdentity(answer["id"], answer["server"]), clock)

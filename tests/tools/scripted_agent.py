@@ -13,7 +13,7 @@ from typing import TypeVar
 import httpx2
 from websockets.sync.client import ClientConnection, connect
 
-from gpool.agent.credentials import Badge
+from gpool.agent.credentials import AgentCredentials
 from gpool.core.model import GIB, Offer, Tier
 from gpool.transfer.artifacts import LEASE_HEADER, LeaseRef, path_of
 from gpool.transfer.requests import Request
@@ -65,7 +65,7 @@ class ScriptedAgent:
     """One node. Frames that come while it waits for another kind are kept in `heard`."""
 
     address: str
-    badge: Badge
+    badge: AgentCredentials
     cpus: int = 1
     site: str = ""  # named: it takes members of gangs
     heard: list[ServerFrame] = field(default_factory=list)

@@ -20,7 +20,7 @@ from websockets.frames import Frame, Opcode
 from websockets.http11 import Response
 from websockets.uri import parse_uri
 
-from gpool.agent.credentials import Badge
+from gpool.agent.credentials import AgentCredentials
 from gpool.core.model import EndReason, Offer
 from gpool.wire.frames import (
     CHANNEL_PATH,
@@ -69,17 +69,19 @@ class Crowd:
         self._count = 0
         self.nodes: list[CrowdNode] = []
 
-    async def connect(self, members: Sequence[tuple[Badge, Offer]], at_once: int = 32) -> None:
+    async def connect(
+        self, members: Sequence[tuple[AgentCredentials, Offer]], at_once: int = 32
+    ) -> None:
         """Returns once the server has welcomed all of them."""
         gate = asyncio.Semaphore(at_once)
 
-        async def one(badge: Badge, offer: Offer) -> None:
+        async def one(badge: AgentCredentials, offer: Offer) -> None:
             async with gate:
                 self.nodes.append(await self._connected(badge, offer))
 
         await asyncio.gather(*(one(badge, offer) for badge, offer in members))
 
-    async def _connected(self, badge: Badge, offer: Offer) -> CrowdNode:
+    async def _connected(self, badge: AgentCredentials, offer: Offer) -> CrowdNode:
         loop = asyncio.get_running_loop()
         place = urlsplit(self._address)
         url = self._address.replace("http", "ws", 1) + CHANNEL_PATH
@@ -139,7 +141,7 @@ class CrowdNode(asyncio.Protocol):
     def __init__(
         self,
         url: str,
-        badge: Badge,
+        badge: AgentCredentials,
         offer: Offer,
         take: Callable[[CrowdNode, Grants], None],
     ) -> None:

@@ -23,8 +23,7 @@ from gpool.transfer.artifacts import (
     patiently,
     upload,
 )
-from gpool.transfer.partial_file import Landing
-from gpool.transfer.requests import Address, Patience, Reply, Request, error_from
+from gpool.transfer.requests import Address, Landing, Patience, Reply, Request, error_from
 from gpool.transfer.senders import AsyncSender, Sender
 
 ADDRESS = Address("http://pool.test")

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from gpool.wallet import keyfile, keystore
 from gpool.wallet.errors import BadKeyFile, WrongPassword
 from gpool.wallet.keystore import Keystore
-from gpool.wallet.signing import Key
+from gpool.wallet.signing import WalletKey
 
 # The two examples of the Web3 Secret Storage definition, password "testpassword".
 SECRET = "7a28b5ba57c53603b0b07b56bba752f7784bf506fa95edc395f5cf6c7514fe9d"
@@ -71,7 +71,7 @@ def changed(file: dict[str, Any], **values: Any) -> bytes:
 
 @pytest.mark.parametrize("file", [PBKDF2, SCRYPT])
 def test_the_published_examples_open(file: dict[str, Any]) -> None:
-    assert keystore.parse(written(file)).decrypt("testpassword") == Key.parse(SECRET)
+    assert keystore.parse(written(file)).decrypt("testpassword") == WalletKey.parse(SECRET)
 
 
 def test_a_wrong_password_is_said_to_be_one() -> None:
@@ -87,7 +87,7 @@ def test_a_changed_file_does_not_open_with_the_right_password() -> None:
 
 
 def test_a_file_that_names_another_address_is_refused() -> None:
-    right = Key.parse(SECRET).address
+    right = WalletKey.parse(SECRET).address
     for spelled in (right, right[2:].lower(), ""):
         opened = keystore.parse(written(PBKDF2 | {"address": spelled})).decrypt("testpassword")
         assert opened.address == right
@@ -184,7 +184,7 @@ def test_a_bare_key_is_read_with_a_warning(tmp_path: Path, text: str) -> None:
     path.write_text(text)
     path.chmod(0o600)
     found = keyfile.read(path)
-    assert found.content == Key.parse(SECRET)
+    assert found.content == WalletKey.parse(SECRET)
     assert [warning for warning in found.warnings if "not encrypted" in warning]
     assert len(found.warnings) == 1
 

@@ -28,7 +28,6 @@ def loaded_by(code: str) -> set[str]:
         ("gpool.wallet.contracts", set()),
         ("gpool.wallet.signin", {"Crypto"}),
         ("gpool.wallet.merkle", {"Crypto"}),
-        ("gpool.wallet.login", {"Crypto", "coincurve"}),
         ("gpool.wallet.keyfile", {"Crypto", "coincurve", "msgspec"}),
     ],
 )

@@ -21,13 +21,14 @@ from coincurve import PublicKey
 
 from gpool.core.errors import Invalid
 from gpool.core.model import Instant
-from gpool.wallet import address, login, signin, signing
+from gpool.wallet import address, signin, signing
 from gpool.wallet.curve import ORDER
 from gpool.wallet.errors import BadSignature, BadSignIn
 from gpool.wallet.keccak import keccak256
 from gpool.wallet.moments import Moment
 from gpool.wallet.signin import SignIn
-from gpool.wallet.signing import Key, Signature
+from gpool.wallet.signing import Signature, WalletKey
+from tests.wallet import login
 
 MINUTE = 60_000_000
 NOW = Moment("2026-03-01T12:00:00Z").at
@@ -45,7 +46,7 @@ LOOKING_LIKE = {other: letter for letter, other in LOOKALIKES.items()}
 class Signed:
     text: str
     signature: str
-    key: Key
+    key: WalletKey
 
     def again(self, text: str) -> Signed:
         """The right key signs the changed text."""
@@ -58,7 +59,7 @@ Change = Callable[[Signed, random.Random], Signed]
 
 def sign_in(dice: random.Random) -> Signed:
     """A valid one: any key, any of the optional fields."""
-    key = Key(keccak256(dice.randbytes(8)))
+    key = WalletKey(keccak256(dice.randbytes(8)))
 
     def at(seconds: int) -> Moment:
         return Moment.of(Instant(NOW + dice.randrange(seconds * 1000) * 1000))
@@ -163,7 +164,7 @@ def other_statement(case: Signed, dice: random.Random) -> Signed:
 
 def other_account(case: Signed, dice: random.Random) -> Signed:
     """Somebody else's address over one's own signature."""
-    victim = Key(keccak256(dice.randbytes(8))).address
+    victim = WalletKey(keccak256(dice.randbytes(8))).address
     return dataclasses.replace(case, text=case.text.replace(case.key.address, victim))
 
 

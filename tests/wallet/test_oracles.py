@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from gpool.wallet import address, contracts, keystore, signing
 from gpool.wallet.curve import ORDER
 from gpool.wallet.errors import BadSignature
-from gpool.wallet.signing import Key, Signature
+from gpool.wallet.signing import Signature, WalletKey
 
 with warnings.catch_warnings():  # theirs, about each other
     warnings.simplefilter("ignore")
@@ -23,7 +23,7 @@ with warnings.catch_warnings():  # theirs, about each other
     eth_utils = import_module("eth_utils")
     from eth_account.messages import encode_defunct
 
-keys = st.integers(1, ORDER - 1).map(lambda number: Key(number.to_bytes(32, "big")))
+keys = st.integers(1, ORDER - 1).map(lambda number: WalletKey(number.to_bytes(32, "big")))
 
 
 @given(st.binary(min_size=20, max_size=20))
@@ -32,7 +32,7 @@ def test_addresses_are_spelled_as_eth_utils_spells_them(raw: bytes) -> None:
 
 
 @given(keys, st.binary(max_size=500))
-def test_signatures_are_eth_accounts_own(key: Key, message: bytes) -> None:
+def test_signatures_are_eth_accounts_own(key: WalletKey, message: bytes) -> None:
     account = eth_account.Account.from_key(key.secret)
     theirs = account.sign_message(encode_defunct(message))
     assert key.address == account.address
@@ -42,7 +42,7 @@ def test_signatures_are_eth_accounts_own(key: Key, message: bytes) -> None:
 
 @given(keys, st.binary(max_size=60), st.integers(0, 64), st.integers(0, 7))
 def test_whoever_we_recover_eth_account_recovers_too(
-    key: Key, message: bytes, at: int, bit: int
+    key: WalletKey, message: bytes, at: int, bit: int
 ) -> None:
     """Over damaged signatures: we refuse more, and never name another signer."""
     raw = bytearray(key.sign(message).to_bytes())
@@ -58,7 +58,7 @@ def test_whoever_we_recover_eth_account_recovers_too(
 @pytest.mark.parametrize("kdf", ["scrypt", "pbkdf2"])
 @settings(max_examples=8)
 @given(key=keys, password=st.text(min_size=1, max_size=20))
-def test_key_files_of_eth_keyfile_open(kdf: str, key: Key, password: str) -> None:
+def test_key_files_of_eth_keyfile_open(kdf: str, key: WalletKey, password: str) -> None:
     file = eth_keyfile.create_keyfile_json(
         key.secret, password.encode("utf-8", "surrogatepass"), kdf=kdf, iterations=8
     )

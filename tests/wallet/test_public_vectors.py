@@ -15,12 +15,13 @@ from typing import Any
 import pytest
 
 from gpool.core.errors import Invalid
-from gpool.wallet import contracts, login, signin, signing
+from gpool.wallet import contracts, signin, signing
 from gpool.wallet.address import Address
 from gpool.wallet.errors import BadMoment, BadSignature, BadSignIn
 from gpool.wallet.moments import Moment
-from gpool.wallet.signin import Problem, Reason, SignIn
+from gpool.wallet.signin import SignIn, SignInProblem, SignInReason
 from gpool.wallet.signing import Signature
+from tests.wallet import login
 
 Vectors = Callable[[str], dict[str, Any]]
 USUAL_TIME = "2026-11-15T00:00:00Z"
@@ -119,7 +120,7 @@ def test_a_whole_sign_in_of_the_vectors_is_taken_and_one_from_the_future_is_not(
 ) -> None:
     vectors = public("verification_positive")
 
-    def verified(fields: dict[str, Any], time: str) -> SignIn | Problem:
+    def verified(fields: dict[str, Any], time: str) -> SignIn | SignInProblem:
         return login.verify(
             signin.format(built(fields)),
             fields["signature"],
@@ -132,8 +133,8 @@ def test_a_whole_sign_in_of_the_vectors_is_taken_and_one_from_the_future_is_not(
 
     assert isinstance(verified(vectors["example message"], USUAL_TIME), SignIn)
     early = verified(vectors["expired message"], vectors["expired message"]["time"])
-    assert isinstance(early, Problem)
-    assert early.reason is Reason.ISSUED_AHEAD
+    assert isinstance(early, SignInProblem)
+    assert early.reason is SignInReason.ISSUED_AHEAD
 
 
 def test_a_contract_wallets_sign_in_is_left_to_its_contract(public: Vectors) -> None:

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from gpool.wallet import address, signing
 from gpool.wallet.curve import ORDER
 from gpool.wallet.errors import BadKey, BadSignature
-from gpool.wallet.signing import Key, Signature
+from gpool.wallet.signing import Signature, WalletKey
 
 # From the documentation of web3.js, `eth.accounts.sign("Some data", …)`.
-KEY = Key.parse("0x4c0883a69102937d6231471b5dbb6204fe5129617082792ae468d01a3f362318")
+KEY = WalletKey.parse("0x4c0883a69102937d6231471b5dbb6204fe5129617082792ae468d01a3f362318")
 ADDRESS = "0x2c7536E3605D9C16a7a3D7b1898e529396a65c23"
 SIGNED = (
     "0xb91467e570a6466aa9e9876cbcd013baba02900b8979d43fe208a4a4f339f5fd"
@@ -21,7 +21,7 @@ SIGNED = (
 )
 DIGEST = "1da44b586eb0729ff70a73c326926f6ed5a25f5b056e7f47fbc6e58d86871655"
 
-keys = st.integers(1, ORDER - 1).map(lambda number: Key(number.to_bytes(32, "big")))
+keys = st.integers(1, ORDER - 1).map(lambda number: WalletKey(number.to_bytes(32, "big")))
 
 
 def bare_recover(raw: bytes, message: bytes) -> str:
@@ -47,7 +47,9 @@ def test_a_known_key_signs_as_web3_does() -> None:
 
 
 @given(keys, st.binary(max_size=300))
-def test_what_a_key_signs_is_always_recovered_to_its_address(key: Key, message: bytes) -> None:
+def test_what_a_key_signs_is_always_recovered_to_its_address(
+    key: WalletKey, message: bytes
+) -> None:
     signature = key.sign(message)
     assert signing.recover(message, signature) == key.address
     assert signing.verify(message, Signature.parse(str(signature)), key.address)
@@ -55,7 +57,7 @@ def test_what_a_key_signs_is_always_recovered_to_its_address(key: Key, message: 
 
 
 @given(keys, st.binary(max_size=64))
-def test_the_mirrored_signature_is_never_taken(key: Key, message: bytes) -> None:
+def test_the_mirrored_signature_is_never_taken(key: WalletKey, message: bytes) -> None:
     twin = mirrored(key.sign(message))
     assert bare_recover(twin, message) == key.address
     with pytest.raises(BadSignature, match="upper half"):
@@ -139,13 +141,13 @@ def test_only_32_bytes_are_a_digest() -> None:
 @pytest.mark.parametrize("number", [0, ORDER, 2**256 - 1])
 def test_a_key_is_a_scalar_of_the_curve(number: int) -> None:
     with pytest.raises(BadKey):
-        Key(number.to_bytes(32, "big"))
+        WalletKey(number.to_bytes(32, "big"))
 
 
 @pytest.mark.parametrize("text", ["", "0x", "12" * 31, "12" * 33, "zz" * 32, " " + "12" * 32])
 def test_a_key_that_does_not_parse_is_never_repeated(text: str) -> None:
     with pytest.raises(BadKey) as caught:
-        Key.parse(text)
+        WalletKey.parse(text)
     assert len(text) < 4 or text not in str(caught.value)
 
 

@@ -18,8 +18,8 @@ from gpool.wallet import address, signin, signing
 from gpool.wallet.curve import ORDER
 from gpool.wallet.errors import BadSignIn
 from gpool.wallet.moments import Moment
-from gpool.wallet.signin import Reason, SignIn
-from gpool.wallet.signing import Key, Signature
+from gpool.wallet.signin import SignIn, SignInReason
+from gpool.wallet.signing import Signature, WalletKey
 
 STRICTER = {
     "leading zeros": "two texts would mean one chain",
@@ -75,7 +75,7 @@ live = pytest.mark.skipif(
     siwe is None, reason="siwe is not here; its recorded answers are held above"
 )
 
-keys = st.integers(1, ORDER - 1).map(lambda number: Key(number.to_bytes(32, "big")))
+keys = st.integers(1, ORDER - 1).map(lambda number: WalletKey(number.to_bytes(32, "big")))
 instants = st.integers(Moment("1971-01-01T00:00:00Z").at, Moment("9000-01-01T00:00:00Z").at)
 moments = instants.map(lambda at: Moment.of(Instant(at // 1000 * 1000)))
 uri_texts = st.sampled_from(
@@ -158,7 +158,7 @@ def test_siwe_reads_whatever_we_read_of_damaged_messages(
 @live
 @settings(max_examples=40)
 @given(keys, messages)
-def test_siwe_verifies_what_we_sign(key: Key, message: SignIn) -> None:
+def test_siwe_verifies_what_we_sign(key: WalletKey, message: SignIn) -> None:
     text = signin.format(message).replace(message.address, key.address)
     when = Instant((message.not_before or message.issued_at).at + 1000)
     theirs = siwe.SiweMessage.from_message(text)
@@ -171,6 +171,6 @@ def test_siwe_verifies_what_we_sign(key: Key, message: SignIn) -> None:
     except siwe.ExpiredMessage:
         problem = signin.check_times(message, now=when)
         assert problem is not None
-        assert problem.reason is Reason.EXPIRED
+        assert problem.reason is SignInReason.EXPIRED
     else:
         assert signin.check_times(message, now=when) is None

@@ -1,29 +1,47 @@
-"""The agent put together: key, channel, cache, sandboxes, session, signals. Decides nothing itself."""
+"""The wiring of the agent: settings, services, monitor, channel, state machine, executors and signals.
+
+`lend` builds everything from `GPOOL_AGENT_*` variables and runs until it is stopped. Decides nothing itself.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from random import Random, SystemRandom
 
 import structlog
 
-from gpool.agent.boot_counter import next_boot
-from gpool.agent.channel import Channel
-from gpool.agent.credentials import Badge, Identity
-from gpool.agent.daemon import Daemon, boot_clock
+from gpool.agent.channel import AgentChannel
+from gpool.agent.credentials import AgentCredentials, NodeIdentity, next_boot
+from gpool.agent.daemon import Daemon, boot_clock, wall_clock
 from gpool.agent.gpu_verification.service import GpuDesk
+from gpool.agent.machine.detection.gpus import Detector
+from gpool.agent.machine.detection.owner import LoadMeter, facts_now
+from gpool.agent.machine.detection.processes import AgentProcesses, ForeignPrograms
+from gpool.agent.machine.gpu_monitor import GpuMonitor
+from gpool.agent.machine.monitor import MachineMonitor, PolicyFile, sampler
+from gpool.agent.offer import machine_offer, refreshed
 from gpool.agent.running.artifact_cache import ArtifactCache
-from gpool.agent.running.sandboxes import Allowed, Environments, Equipment, Networks, Seats
-from gpool.agent.running.self_check import Checkup
-from gpool.agent.running.warm_sandboxes import WarmKeeper
-from gpool.agent.runtime.protocol import Runtime
+from gpool.agent.running.sandboxes import ExecutorContext
+from gpool.agent.running.self_check import RuntimeSelfCheck
+from gpool.agent.running.warm_sandboxes import WarmPoolManager
+from gpool.agent.runtime.bubblewrap.runtime import BubblewrapRuntime
+from gpool.agent.services import (
+    GpuRuntime,
+    NodeServices,
+    available_runtimes,
+    environment_provider,
+    network_support,
+)
 from gpool.agent.settings import AgentSettings
+from gpool.agent.sharing.plan import parse_modes
+from gpool.agent.sharing.setup import sharing_for
+from gpool.agent.state_machine.agent_state import AgentState
 from gpool.agent.state_machine.instructions import Disconnected, Event, FrameArrived
-from gpool.agent.state_machine.session import Session
-from gpool.core.model import Offer
+from gpool.core.errors import Invalid
+from gpool.core.model import Gpu, Offer
 from gpool.transfer.senders import AsyncSender
 from gpool.wire.frames import AgentFrame, ToGpu
 
@@ -38,110 +56,126 @@ except ImportError:  # not on every platform
 log = structlog.get_logger(__name__)
 
 
-Look = Callable[[], Sequence[Event]]
-"""Looks at the machine again: what it lends now, and what its owner wants. Runs in a thread, may take its time."""
+Check = Callable[[], Sequence[Event]]
+"""Examine the machine and the owner's policy; return the changes as events. Runs in a thread and may block."""
 
-LOOK_EVERY_S = 10.0
-LOOK_WITHIN_S = 5.0
-"""How long a report waits for a look."""
-GLANCE_EVERY_S = 1.0
-"""How soon it is noticed that a rule changed, a GPU ails or its owner wants it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Means:
-    """What a machine has to run tasks with; see `gpool.agent.running.sandboxes` for the doors."""
-
-    runtimes: Sequence[Runtime]
-    networks: Networks | None = None
-    environments: Environments | None = None
-    allowed: Callable[[], Allowed] = Allowed
-    seats: Seats | None = None
-
-    async def take_up(self) -> None:
-        """Sweep away what an earlier agent left, and get ready."""
-        for runtime in self.runtimes:
-            await runtime.sweep()
-        if self.networks is not None:
-            await self.networks.start()
-        if self.environments is not None:
-            await self.environments.sweep()
-        if self.seats is not None:
-            await self.seats.start()
-
-    async def lay_down(self) -> None:
-        if self.seats is not None:
-            await self.seats.close()
-        for runtime in self.runtimes:
-            await runtime.close()
-        if self.environments is not None:
-            await self.environments.close()
-        if self.networks is not None:
-            await self.networks.close()
+SURVEY_EVERY_S = 10.0
+SURVEY_WITHIN_S = 5.0
+"""Longest time a report waits for a survey that was requested before it."""
+POLL_EVERY_S = 1.0
+"""Delay until a changed policy, an unhealthy GPU or an owner's program is noticed."""
 
 
-def serve(
-    settings: AgentSettings,
-    means: Means,
-    offer: Offer,
-    look: Look,
-    glance: Look | None = None,
-) -> None:
-    """Be an agent until SIGTERM or Ctrl-C, on the fastest loop there is."""
+def lend() -> None:
+    """Lend this machine until a signal stops the agent; raise `GpoolError` or `SandboxFailed` if it cannot or may not."""
+    settings = AgentSettings()  # type: ignore[call-arg]  # from the environment
+    settings.data_dir.mkdir(parents=True, exist_ok=True)
+    policy_file = PolicyFile(settings.policy)
+    policy = policy_file.policy
+    detector = Detector(settings.simulate_gpus)
+    gpus = detector.survey().gpus
+    runtimes = available_runtimes(settings, _real(gpus), policy.registries)
+    tiers = {one.tier for one in runtimes}
+    if not tiers & policy.tiers:
+        raise Invalid(
+            f"the policy's tiers leave no runtime; this machine can do {', '.join(sorted(tiers))}"
+        )
+    support = network_support(settings, policy)
+    builders = [one for one in runtimes if isinstance(one, BubblewrapRuntime)]
+    environments = environment_provider(settings, builders[0], support) if builders else None
+    sharing = None
+    if builders and not settings.simulate_gpus:
+        sharing = sharing_for(settings.data_dir, builders[0], parse_modes(settings.sharing))
+    seats = None if sharing is None else sharing.seats
+    services = NodeServices(runtimes, support.networks, environments, policy_file.limits, seats)
+    meter = LoadMeter(os.getpid())
+
+    def offer() -> Offer:
+        found = detector.survey().gpus
+        if sharing is not None:
+            found = sharing.describe(found)
+        for runtime in runtimes:
+            runtime.use_gpus(_real(found))
+        return refreshed(first, machine_offer(settings, found, services, support, policy.gangs))
+
+    first = machine_offer(settings, gpus, services, support, policy.gangs)
+    own = AgentProcesses(os.getpid(), groups=lambda: _containers(runtimes))
+    gpu_monitor = GpuMonitor(detector.nvml, own)
+    sample = sampler(policy_file, gpu_monitor, ForeignPrograms(own), wall_clock, boot_clock)
+    monitor = MachineMonitor(policy_file, offer, lambda: facts_now(wall_clock(), meter), sample)
     with asyncio.Runner(loop_factory=new_loop) as runner:
-        runner.run(run_agent(settings, means, offer, look=look, glance=glance))
+        runner.run(
+            run_agent(
+                settings,
+                services,
+                monitor.first_offer(),
+                survey=monitor.survey,
+                poll=monitor.poll,
+            )
+        )
+
+
+def _containers(runtimes: Sequence[GpuRuntime]) -> list[str]:
+    """Return the ids of running containers: their processes descend from the engine, not from the agent."""
+    return [id_ for one in runtimes for id_ in getattr(one, "containers", ())]
+
+
+def _real(gpus: Sequence[Gpu]) -> list[Gpu]:
+    return [gpu for gpu in gpus if not gpu.simulated]
 
 
 async def run_agent(
     settings: AgentSettings,
-    means: Means,
+    services: NodeServices,
     offer: Offer,
     *,
     stop: asyncio.Event | None = None,
     random: Random | None = None,
-    look: Look | None = None,
-    look_every_s: float = LOOK_EVERY_S,
-    glance: Look | None = None,
+    survey: Check | None = None,
+    survey_every_s: float = SURVEY_EVERY_S,
+    poll: Check | None = None,
 ) -> None:
-    """Serve until told to stop: by `stop`, or (without one) by SIGTERM or Ctrl-C; a second signal does not wait.
+    """Run until `stop` is set, or (without one) until SIGTERM or SIGINT; a second signal stops without waiting.
 
-    `glance` is a cheaper look, taken every second between two others. Raises a `GpoolError` when the server will not
-    have this node.
+    `survey` examines everything every `survey_every_s`, `poll` the cheap part every second in between. Raises a
+    `GpoolError` when the server refuses this node for good.
     """
-    dice = random if random is not None else SystemRandom()
+    random = random if random is not None else SystemRandom()
     address = settings.address
-    badge = Badge(settings.read_key(), Identity(settings.node, settings.server_name), boot_clock)
+    identity = NodeIdentity(settings.node, settings.server_name)
+    credentials = AgentCredentials(settings.read_key(), identity, boot_clock)
     scratch = settings.data_dir / "scratch"
     scratch.mkdir(parents=True, exist_ok=True)
-    await means.take_up()
-    sender = AsyncSender(address, None, dice, vouch=badge.vouch)
+    await services.start()
+    sender = AsyncSender(address, None, random, vouch=credentials.vouch)
     cache = ArtifactCache(settings.data_dir / "artifacts", sender.download, settings.cache_bytes)
 
-    warm = WarmKeeper(means.runtimes, means.environments, boot_clock)
+    warm = WarmPoolManager(services.runtimes, services.environments, boot_clock)
     warm.offered(offer)
 
     def send(frame: AgentFrame) -> None:
         channel.send(frame)
 
-    def equip(feed: Callable[[Event], None]) -> Equipment:
-        return Equipment(
-            means.runtimes,
+    def context(feed: Callable[[Event], None]) -> ExecutorContext:
+        return ExecutorContext(
+            services.runtimes,
             cache,
             sender,
             scratch,
             feed,
             boot_clock,
-            means.networks,
-            means.environments,
-            means.allowed,
+            services.networks,
+            services.environments,
+            services.allowed,
             warm,
-            seats=means.seats,
-            checkup=Checkup(boot_clock),
-            look_again=looking_at.now,
+            seats=services.seats,
+            self_check=RuntimeSelfCheck(boot_clock),
+            survey=monitoring.survey_now,
         )
 
-    looking_at = _Looks(look, glance)
-    daemon = looking_at.daemon = Daemon(Session(next_boot(settings.data_dir), offer), send, equip)
+    monitoring = MonitorLoop(survey, poll)
+    state = AgentState(next_boot(settings.data_dir), offer)
+    daemon = monitoring.daemon = Daemon(state, send, context)
     gpus = GpuDesk(send)
 
     def feed(event: Event) -> None:
@@ -152,40 +186,40 @@ async def run_agent(
             gpus.end_all()
         daemon.feed(event)
 
-    channel = Channel(address, badge, feed, dice)
+    channel = AgentChannel(address, credentials, feed, random)
     log.info("agent_starts", server=address.url, cpu_milli=offer.cpu_milli, gpus=len(offer.gpus))
-    dialling = asyncio.create_task(channel.keep())
+    connecting = asyncio.create_task(channel.run())
     serving = asyncio.create_task(daemon.run())
     stopping = asyncio.create_task(_stopped(stop, daemon))
-    warming = asyncio.create_task(warm.keep())
-    looking = asyncio.create_task(looking_at.now_and_then(look_every_s))
+    warming = asyncio.create_task(warm.run())
+    checking = asyncio.create_task(monitoring.run(survey_every_s))
     try:
-        await asyncio.wait([dialling, serving], return_when=asyncio.FIRST_COMPLETED)
-        if dialling.done() and not serving.done():
-            daemon.ask_to_stop()  # refused for good: nothing we say will be heard
-            daemon.ask_to_stop()
+        await asyncio.wait([connecting, serving], return_when=asyncio.FIRST_COMPLETED)
+        if connecting.done() and not serving.done():
+            daemon.request_stop()  # refused for good: no report would be received
+            daemon.request_stop()
         await serving
-        if dialling.done():
-            dialling.result()
+        if connecting.done():
+            connecting.result()
     finally:
-        tasks = (stopping, looking, dialling, serving, warming)
+        tasks = (stopping, checking, connecting, serving, warming)
         for task in tasks:
             task.cancel()
         await asyncio.wait(tasks)
         await gpus.close()
         await sender.close()
-        await means.lay_down()
+        await services.close()
         log.info("agent_ends")
 
 
 async def _stopped(stop: asyncio.Event | None, daemon: Daemon) -> None:
     if stop is not None:
         await stop.wait()
-        daemon.ask_to_stop()
+        daemon.request_stop()
         return
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, daemon.ask_to_stop)
+        loop.add_signal_handler(number, daemon.request_stop)
     try:
         await loop.create_future()
     finally:
@@ -193,48 +227,46 @@ async def _stopped(stop: asyncio.Event | None, daemon: Daemon) -> None:
             loop.remove_signal_handler(number)
 
 
-class _Looks:
-    """Tells the session what the machine has; whether that is news, the session knows. One look at a time."""
+class MonitorLoop:
+    """Run the machine checks in a thread, one at a time, and feed their events to the daemon."""
 
-    def __init__(self, look: Look | None, glance: Look | None) -> None:
-        self._look, self._glance = look, glance
-        self._looking = asyncio.Lock()
-        self._asked: set[asyncio.Task[None]] = set()
-        self._next: asyncio.Task[None] | None = (
-            None  # asked for and not begun: whoever asks meanwhile shares it
-        )
-        self.daemon: Daemon | None = None  # whoever is told
+    def __init__(self, survey: Check | None, poll: Check | None) -> None:
+        self._survey, self._poll = survey, poll
+        self._lock = asyncio.Lock()
+        self._requested: set[asyncio.Task[None]] = set()
+        self._next: asyncio.Task[None] | None = None  # requested, not begun: requests share it
+        self.daemon: Daemon | None = None  # receives the events
 
-    async def now(self) -> None:
-        """Once the session has been told, or it took too long: then it is told later."""
-        looking = self._next
-        if looking is None:
-            looking = self._next = asyncio.create_task(self._tell(self._look, asked=True))
-            self._asked.add(looking)
-            looking.add_done_callback(self._asked.discard)
-        await asyncio.wait([looking], timeout=LOOK_WITHIN_S)
+    async def survey_now(self) -> None:
+        """Return once the daemon has the events of a new survey, or after `SURVEY_WITHIN_S`."""
+        surveying = self._next
+        if surveying is None:
+            surveying = self._next = asyncio.create_task(self._run(self._survey, requested=True))
+            self._requested.add(surveying)
+            surveying.add_done_callback(self._requested.discard)
+        await asyncio.wait([surveying], timeout=SURVEY_WITHIN_S)
 
-    async def _tell(self, look: Look | None, *, asked: bool = False) -> None:
-        if look is None:
+    async def _run(self, check: Check | None, *, requested: bool = False) -> None:
+        if check is None:
             return
-        async with self._looking:
-            if asked:
+        async with self._lock:
+            if requested:
                 self._next = None
-            events = await asyncio.to_thread(look)
+            events = await asyncio.to_thread(check)
         if self.daemon is not None:
             for event in events:
                 self.daemon.feed(event)
 
-    async def now_and_then(self, every_s: float) -> None:
+    async def run(self, survey_every_s: float) -> None:
         try:
-            while self._look is not None:
-                await self._tell(self._look)
-                left_s = every_s
+            while self._survey is not None:
+                await self._run(self._survey)
+                left_s = survey_every_s
                 while left_s > 0:
-                    await asyncio.sleep(min(left_s, GLANCE_EVERY_S))
-                    left_s -= GLANCE_EVERY_S
+                    await asyncio.sleep(min(left_s, POLL_EVERY_S))
+                    left_s -= POLL_EVERY_S
                     if left_s > 0:
-                        await self._tell(self._glance)
+                        await self._run(self._poll)
         finally:
-            for each in self._asked:
-                each.cancel()
+            for task in self._requested:
+                task.cancel()

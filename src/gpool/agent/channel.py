@@ -1,6 +1,6 @@
-"""The agent's one WebSocket to the server: dials, proves who it is, dials again, passes frames.
+"""The agent's WebSocket to the server: connects, authenticates, reconnects with backoff, passes frames on.
 
-Of the frames it knows those of the proof, and `Refused`; it puts the node's token on the reports.
+It reads the frames of the authentication and `Refused`, and puts the node's token on reports; nothing else.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import structlog
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import InvalidStatus, WebSocketException
 
-from gpool.agent.credentials import Badge
+from gpool.agent.credentials import AgentCredentials
 from gpool.agent.state_machine.instructions import Connected, Disconnected, Event, FrameArrived
 from gpool.core.errors import (
     BY_CODE,
@@ -60,21 +60,25 @@ def channel_url(address: Address) -> str:
 
 
 def _tls(address: Address) -> ssl.SSLContext | bool | None:
-    """How the server is known: by its pinned certificate, by an authority, or (None) not at all."""
+    """Authenticate the server by its pinned certificate or by an authority; None: plain HTTP."""
     if not address.url.startswith("https://"):
         return None
     return True if address.fingerprint is None else pinned_context(address.fingerprint)
 
 
-class Channel:
-    """`feed` gets `Connected`, `FrameArrived` and `Disconnected`, in that order for each connection."""
+class AgentChannel:
+    """`feed` receives `Connected`, `FrameArrived` and `Disconnected`, in this order for each connection."""
 
     def __init__(
-        self, address: Address, badge: Badge, feed: Callable[[Event], None], random: Random
+        self,
+        address: Address,
+        credentials: AgentCredentials,
+        feed: Callable[[Event], None],
+        random: Random,
     ) -> None:
         address.refuse_if_open()
         self._address = address
-        self._badge = badge
+        self._credentials = credentials
         self._tls = _tls(address)
         self._feed = feed
         self._random = random
@@ -84,22 +88,22 @@ class Channel:
         self._welcomed = False
 
     def send(self, frame: AgentFrame) -> None:
-        """Leaves in order as soon as the socket takes it; dropped when the channel is down."""
+        """Queue a frame; it is dropped while the channel is closed."""
         if self._open:
             self._outgoing.append(frame)
             self._wake.set()
 
-    async def keep(self) -> None:
-        """Stay connected until cancelled; raises when the server will not have this agent."""
+    async def run(self) -> None:
+        """Stay connected until cancelled; raise a `GpoolError` when the server refuses this node for good."""
         delay = FIRST_DELAY_S
         while True:
             try:
-                await self._converse()
+                await self._connect()
             except InvalidStatus as error:
                 status = error.response.status_code
                 if status in (401, 403):
                     raise NotSignedIn(
-                        f"{self._address.url} does not know this node by its key; join again with a new link"
+                        f"{self._address.url} does not know this node's key; join again with a new link: gpool join LINK"
                     ) from error
                 log.warning("channel_refused", status=status, retry_s=round(delay, 2))
             except ssl.SSLError as error:
@@ -114,10 +118,10 @@ class Channel:
             await asyncio.sleep(delay * self._random.uniform(0.5, 1.0))
             delay = min(LONGEST_DELAY_S, delay * 2)
 
-    async def _converse(self) -> None:
+    async def _connect(self) -> None:
         connection = await connect(
             channel_url(self._address),
-            additional_headers={NODE_HEADER: self._badge.identity.node},
+            additional_headers={NODE_HEADER: self._credentials.identity.node},
             ssl=self._tls,
             compression=None,
             max_size=MAX_FRAME_BYTES,
@@ -129,30 +133,30 @@ class Channel:
         )
         try:
             async with asyncio.timeout(ANSWER_WITHIN_S):
-                await self._prove(connection)
-            await self._talk(connection)
+                await self._authenticate(connection)
+            await self._exchange(connection)
         finally:
             await connection.close()
 
-    async def _prove(self, connection: ClientConnection) -> None:
-        """Until the server has taken our proof."""
+    async def _authenticate(self, connection: ClientConnection) -> None:
+        """Answer the server's challenge and take the token."""
         challenge = _decoded(await connection.recv())
         if isinstance(challenge, Challenge):
             await self._answer(connection, challenge, is_open=False)
             challenge = _decoded(await connection.recv())
         if not isinstance(challenge, Proven):
-            raise OSError("the server did not ask for a proof; it may be another version of gpool")
-        self._badge.take(challenge)
+            raise OSError("the server sent no challenge; it may be another version of gpool")
+        self._credentials.take(challenge)
 
     async def _answer(
         self, connection: ClientConnection, challenge: Challenge, *, is_open: bool
     ) -> None:
-        proof = self._badge.answer(challenge, is_open=is_open)
+        proof = self._credentials.answer(challenge, is_open=is_open)
         if proof is None:
-            raise OSError(f"the server wants a proof for {challenge.purpose[:40]!r} here")
+            raise OSError(f"the server sent an unexpected challenge: {challenge.purpose[:40]!r}")
         await connection.send(encode(proof))
 
-    async def _talk(self, connection: ClientConnection) -> None:
+    async def _exchange(self, connection: ClientConnection) -> None:
         self._outgoing.clear()
         self._open = True
         self._feed(Connected())
@@ -175,30 +179,30 @@ class Channel:
         if isinstance(frame, Challenge):
             await self._answer(connection, frame, is_open=True)
         elif isinstance(frame, Proven):
-            self._badge.take(frame)
+            self._credentials.take(frame)
         else:
             self._feed(FrameArrived(frame))
 
     async def _write(self, connection: ClientConnection) -> None:
-        """A frame that cannot be sent any more is lost with its connection; the reader notices the end."""
+        """Write queued frames; those of a lost connection are dropped, the reader notices its end."""
         try:
             while True:
                 await self._wake.wait()
                 self._wake.clear()
                 while self._outgoing:
-                    frame = self._badge.stamped(self._outgoing.popleft())
+                    frame = self._credentials.stamped(self._outgoing.popleft())
                     await connection.send(encode(frame))
         except WebSocketException:
             return
 
 
 def _decoded(message: str | bytes) -> FromServer:
-    """A refusal is an error: for good, or (`OSError`) for now."""
+    """Decode a frame; raise for a refusal: a `GpoolError` if it is final, else `OSError`."""
     frame = decode_any_from_server(message.encode() if isinstance(message, str) else message)
     if isinstance(frame, Refused):
         if not frame.retry:
             kind = BY_CODE.get(frame.code, GpoolError)
-            if issubclass(kind, Invalid | TooLarge):  # what we said, not what our owner told us
+            if issubclass(kind, Invalid | TooLarge):  # the agent's own mistake, not its owner's
                 kind = InternalFault
             raise kind(f"the server refused: {frame.detail}")
         raise OSError(f"the server refused for now: {frame.detail}")

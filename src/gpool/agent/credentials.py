@@ -1,72 +1,79 @@
-"""How this node shows who it is: its key answers challenges, its token goes on reports, a proof on every request.
+"""The node's credentials: its key answers challenges, its token goes on reports, a signed proof on every request.
 
-Times it states are the server's, counted on by our boot clock from the token's `server_at_us`: a machine whose wall
-clock is wrong is no less itself.
+Times in proofs are the server's, derived from the token's `server_at_us` and the boot clock, so a wrong wall clock on
+this machine does not invalidate them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from gpool.core.errors import Unreachable
 from gpool.transfer.artifacts import LEASE_HEADER
 from gpool.transfer.node_proofs import (
     PROOF_HEADER,
+    ChallengeStatement,
     NodeKey,
     Purpose,
     RequestStatement,
-    Statement,
     new_nonce,
 )
+from gpool.transfer.private_files import write_private
 from gpool.transfer.requests import Request
 from gpool.wire.frames import AgentFrame, Challenge, Prove, Proven, Reports
 
 SECOND_US = 1_000_000
+BOOTS_FILE = "boots"
 
 
 @dataclass(frozen=True, slots=True)
-class Identity:
-    """Who the node is (`n-…`), to whom: `server` is the name told when it joined."""
+class NodeIdentity:
+    """The node's id (`n-…`) and the name of the server that issued it."""
 
     node: str
     server: str
 
 
-class Badge:
-    def __init__(self, key: NodeKey, identity: Identity, clock: Callable[[], int]) -> None:
+class AgentCredentials:
+    def __init__(self, key: NodeKey, identity: NodeIdentity, clock: Callable[[], int]) -> None:
         self._key, self.identity, self._clock = key, identity, clock
         self._token = ""
-        self._server_ahead_us = 0  # the server's time less our boot clock
+        self._server_ahead_us = 0  # the server's time minus our boot clock
         self._expires_at = 0  # by our boot clock
 
     def answer(self, challenge: Challenge, *, is_open: bool) -> Prove | None:
-        """The proof asked for; None for a purpose that has no place here: nothing else is ever signed."""
+        """Sign the challenge; None for a purpose that is not due now, so that nothing else is ever signed."""
         purpose = Purpose.TOKEN if is_open else Purpose.CHANNEL
         if challenge.purpose != purpose:
             return None
-        who = self.identity
-        statement = Statement(purpose, who.server, who.node, self._key.public, challenge.nonce)
+        identity = self.identity
+        statement = ChallengeStatement(
+            purpose, identity.server, identity.node, self._key.public, challenge.nonce
+        )
         return Prove(challenge.nonce, self._key.sign(statement))
 
     def take(self, proven: Proven) -> None:
+        """Store a new token and when it expires."""
         now = self._clock()
         self._token = proven.token
         self._server_ahead_us = proven.server_at_us - now
         self._expires_at = now + proven.lives_us
 
     def stamped(self, frame: AgentFrame) -> AgentFrame:
-        """With our token, where one is wanted."""
+        """Return the frame with the token in it, if it is one that needs a token."""
         if type(frame) is Reports:
             return Reports(frame.sequence, frame.items, self._token)
         return frame
 
     def vouch(self, request: Request) -> Mapping[str, str]:
-        """Headers for one request; `Unreachable` while there is no token that holds."""
+        """Return the authentication headers of one request; raise `Unreachable` while no token is valid."""
         now = self._clock()
         if now >= self._expires_at:
             raise Unreachable(
-                "the channel to the server is down, and this node's token has run out"
+                "the channel to the server is down and this node's token has expired; "
+                "the agent gets a new one when it reconnects"
             )
         statement = RequestStatement(
             self.identity.server,
@@ -81,3 +88,17 @@ class Badge:
             "Authorization": f"Bearer {self._token}",
             PROOF_HEADER: self._key.request_proof(statement),
         }
+
+
+def next_boot(data_dir: Path) -> str:
+    """Count this start on disk and return its name, which sorts after all earlier ones of the same directory.
+
+    The server uses it to ignore frames of an earlier start that arrive late.
+    """
+    file = data_dir / BOOTS_FILE
+    try:
+        started = int(file.read_text(encoding="ascii"))
+    except (FileNotFoundError, ValueError):  # the first start, or a damaged file
+        started = 0
+    write_private(file, str(started + 1).encode("ascii"), replace=True)
+    return f"{started + 1:012d}"

@@ -1,4 +1,4 @@
-"""The agent's body: it tells the session what happens and obeys what it says. The only place that reads the clock.
+"""The agent's event loop: feeds events to the state machine and carries out its instructions. Reads the clocks.
 
 One loop takes every event there is before it sleeps again, so batches form by themselves under load.
 """
@@ -14,15 +14,16 @@ from typing import assert_never
 
 import structlog
 
-from gpool.agent.running.command_executor import CommandKeeper
-from gpool.agent.running.runner_executor import RunnerKeeper
-from gpool.agent.running.sandboxes import Equipment
+from gpool.agent.running.command_executor import CommandExecutor
+from gpool.agent.running.runner_executor import RunnerExecutor
+from gpool.agent.running.sandboxes import ExecutorContext
+from gpool.agent.state_machine.agent_state import AgentState
 from gpool.agent.state_machine.instructions import (
     CommandEnded,
     EndCommand,
     EndRunner,
     Event,
-    Exit,
+    ExitDaemon,
     Instruction,
     OfferDetected,
     RunnerEnded,
@@ -33,66 +34,65 @@ from gpool.agent.state_machine.instructions import (
     StartRunner,
     Ticked,
 )
-from gpool.agent.state_machine.session import Session
 from gpool.wire.frames import AgentFrame
 
 LONGEST_SLEEP_S = 1.0
-"""The loop's timers stand still while the machine sleeps, the boot clock does not: look at it this often."""
+"""The loop's timers stop while the machine is suspended, the boot clock does not: compare it this often."""
 
 log = structlog.get_logger(__name__)
 
 
 def boot_clock() -> int:
-    """Microseconds since boot, counting while the machine sleeps."""
+    """Return microseconds since boot, counted also while the machine is suspended."""
     return time.clock_gettime_ns(time.CLOCK_BOOTTIME) // 1000
 
 
 def wall_clock() -> datetime:
-    """The owner's time of day, with the machine's time zone; for the owner's rules only."""
+    """Return the time of day in the machine's time zone; for the owner's policy only."""
     return datetime.fromtimestamp(time.clock_gettime(time.CLOCK_REALTIME)).astimezone()
 
 
 class Daemon:
-    """`send` puts a frame on the channel; `equip` builds the sandboxes' equipment around our `feed`."""
+    """`send` puts a frame on the channel; `context` builds the executors' context around `feed`."""
 
     def __init__(
         self,
-        session: Session,
+        state: AgentState,
         send: Callable[[AgentFrame], None],
-        equip: Callable[[Callable[[Event], None]], Equipment],
+        context: Callable[[Callable[[Event], None]], ExecutorContext],
         clock: Callable[[], int] = boot_clock,
     ) -> None:
-        self._session = session
+        self._state = state
         self._send = send
         self._clock = clock
-        self._equipment = equip(self.feed)
+        self._context = context(self.feed)
         self._events: deque[Event] = deque()
         self._wake = asyncio.Event()
-        self._commands: dict[tuple[int, int], CommandKeeper] = {}
-        self._runners: dict[int, RunnerKeeper] = {}
-        self._leaving = False
+        self._commands: dict[tuple[int, int], CommandExecutor] = {}
+        self._runners: dict[int, RunnerExecutor] = {}
+        self._stopping = False
         self._over = False
 
     def feed(self, event: Event) -> None:
-        """Something happened; from the loop's own thread only."""
+        """Queue an event; from the loop's own thread only."""
         self._events.append(event)
         self._wake.set()
 
-    def ask_to_stop(self) -> None:
-        """The first time: end in good order. The second time: now."""
-        if self._leaving:
-            log.warning("leaving_at_once")
+    def request_stop(self) -> None:
+        """Stop in order; the second request stops at once."""
+        if self._stopping:
+            log.warning("stopping_at_once")
             self._events.clear()
-            self._obey(Exit())
-        self._leaving = True
+            self._carry_out(ExitDaemon())
+        self._stopping = True
         self.feed(ShutdownAsked())
 
     async def run(self) -> None:
-        """Until the session says `Exit`; whatever still runs then is killed."""
+        """Run until `ExitDaemon`; sandboxes that are left then are killed."""
         try:
             while not self._over:
                 await self._wait()
-                self._take_all()
+                self._handle_events()
         finally:
             await self._end_all()
 
@@ -101,7 +101,7 @@ class Daemon:
             await asyncio.sleep(0)
             return
         self._wake.clear()
-        wakes_at = self._session.wakes_at
+        wakes_at = self._state.wakes_at
         delay = LONGEST_SLEEP_S
         if wakes_at is not None:
             delay = min(delay, max(0.0, (wakes_at - self._clock()) / 1_000_000))
@@ -109,20 +109,20 @@ class Daemon:
         await self._wake.wait()
         timer.cancel()
 
-    def _take_all(self) -> None:
+    def _handle_events(self) -> None:
         now = self._clock()
         events, self._events = self._events, deque()
         for event in events:
-            self._note(event)
-            for instruction in self._session.handle(now, event):
-                self._obey(instruction)
-        wakes_at = self._session.wakes_at
+            self._update_executors(event)
+            for instruction in self._state.handle(now, event):
+                self._carry_out(instruction)
+        wakes_at = self._state.wakes_at
         if wakes_at is not None and wakes_at <= now:
-            for instruction in self._session.handle(now, Ticked()):
-                self._obey(instruction)
+            for instruction in self._state.handle(now, Ticked()):
+                self._carry_out(instruction)
 
-    def _note(self, event: Event) -> None:
-        warm = self._equipment.warm
+    def _update_executors(self, event: Event) -> None:
+        warm = self._context.warm
         if type(event) is CommandEnded:
             self._commands.pop((event.task, event.epoch), None)
             if warm is not None:
@@ -132,7 +132,7 @@ class Daemon:
         elif type(event) is OfferDetected and warm is not None:
             warm.offered(event.offer)
 
-    def _obey(self, instruction: Instruction) -> None:
+    def _carry_out(self, instruction: Instruction) -> None:
         match instruction:
             case Send():
                 self._send(instruction.frame)
@@ -141,33 +141,33 @@ class Daemon:
                     runner.send(instruction.calls)
             case StartCommand():
                 key = (instruction.task, instruction.epoch)
-                self._commands[key] = CommandKeeper(self._equipment, instruction)
-                if (warm := self._equipment.warm) is not None:
+                self._commands[key] = CommandExecutor(self._context, instruction)
+                if (warm := self._context.warm) is not None:
                     warm.lease_began(key, instruction.allocation.memory_bytes)
             case EndCommand():
                 command = self._commands.get((instruction.task, instruction.epoch))
                 if command is not None:
                     command.end(instruction.reason, instruction.grace_us)
             case StartRunner():
-                self._runners[instruction.runner] = RunnerKeeper(self._equipment, instruction)
+                self._runners[instruction.runner] = RunnerExecutor(self._context, instruction)
             case EndRunner():
                 if (runner := self._runners.get(instruction.runner)) is not None:
                     runner.end()
-            case Exit():
+            case ExitDaemon():
                 self._over = True
                 self._wake.set()
             case _:
                 assert_never(instruction)
 
     async def _end_all(self) -> None:
-        keepers: list[CommandKeeper | RunnerKeeper] = [
+        executors: list[CommandExecutor | RunnerExecutor] = [
             *self._commands.values(),
             *self._runners.values(),
         ]
-        tasks = [keeper.task for keeper in keepers if not keeper.task.done()]
+        tasks = [executor.task for executor in executors if not executor.task.done()]
         for task in tasks:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks)
-        if self._equipment.cleaning:
-            await asyncio.wait(list(self._equipment.cleaning))
+        if self._context.cleaning:
+            await asyncio.wait(list(self._context.cleaning))

@@ -1,4 +1,4 @@
-"""What an agent has to be told. Checks form only; nothing is opened here."""
+"""The agent's settings. Validates their form only; opens nothing."""
 
 from __future__ import annotations
 
@@ -18,38 +18,33 @@ from gpool.transfer.requests import Address
 
 
 class AgentSettings(BaseSettings):
-    """From keywords, else from `GPOOL_AGENT_*` variables."""
+    """Values from keywords, else from `GPOOL_AGENT_*` variables."""
 
     model_config = SettingsConfigDict(env_prefix="GPOOL_AGENT_", extra="forbid")
 
     server_url: str
     fingerprint: str | None = None  # of the server's certificate
-    plain_http: bool = False  # the owner's word that nothing need be encrypted
-    node: str  # who it is, to `server_name`; both were told when it joined
+    plain_http: bool = False  # the owner accepts an unencrypted connection
+    node: str  # its id on `server_name`; both were issued when it joined
     server_name: str
     key_file: Path
     data_dir: Path
     slots: int = Field(default_factory=lambda: os.cpu_count() or 1, ge=0, le=1024)
     simulate_gpus: str | None = None
-    allow_process: bool = False  # the owner's own tasks may run without isolation
-    docker: bool = True  # images may run where an engine answers
-    microvm: bool = True  # tasks that ask for it get a machine of their own, where one boots
+    allow_process: bool = False  # offer the tier without isolation, for the owner's own tasks
+    docker: bool = True  # offer images if a container engine answers
+    microvm: bool = True  # offer the tier vm if a guest boots
     sharing: str = (
-        ""  # how GPUs are shared, first choice first: "mig,mps"; empty: as each card is set
+        ""  # ways to share GPUs, first choice first: "mig,mps"; empty: as each card is set
     )
-    policy: Path | None = None  # the owner's rules, a TOML file; see gpool.agent.machine.policy
+    policy: Path | None = None  # the owner's policy, a TOML file; see gpool.agent.machine.policy
     cache_bytes: int = Field(default=10 * GIB, ge=0)
     site: str = (
-        ""  # nodes of one site reach each other directly; named, this one takes members of gangs
+        ""  # nodes of a site reach each other directly; if set, this node accepts gang members
     )
-    gang_address: str = (
-        ""  # by which the others of its site reach it; empty: the one that leads to the server
-    )
-    gang_port: int = Field(
-        default=0, ge=0, le=MOST_GANG_PORT
-    )  # UDP, the first of several; 0: the usual
-
-    labels: str = ""  # what tasks can ask for by name, with those of the policy: "ssd,zone=a"
+    gang_address: str = ""  # address for other nodes of the site; empty: the one towards the server
+    gang_port: int = Field(default=0, ge=0, le=MOST_GANG_PORT)  # first UDP port; 0: the default
+    labels: str = ""  # "ssd,zone=a", in addition to the policy's
     price: str = ""  # "0.31/h", for an hour of a GPU; empty: the policy's
 
     @property
@@ -58,7 +53,7 @@ class AgentSettings(BaseSettings):
 
     @property
     def price_microcredits(self) -> int:
-        return prices.parse(self.price) if self.price else 0
+        return prices.parse_price(self.price) if self.price else 0
 
     @field_validator("site")
     @classmethod
@@ -75,9 +70,9 @@ class AgentSettings(BaseSettings):
         return Address(self.server_url, self.fingerprint, self.plain_http)
 
     def read_key(self) -> NodeKey:
-        """The node's key; `Invalid` says how to get one."""
+        """Return the node's key; raise `Invalid` if there is none."""
         if not self.key_file.exists():
             raise Invalid(
-                f"there is no node's key in {self.key_file}; join again with a new link: gpool join LINK"
+                f"the node key file {self.key_file} does not exist; join again with a new link: gpool join LINK"
             )
         return NodeKey.from_file(self.key_file)

@@ -1,1 +1,1 @@
-"""The command line: parses, calls the client, prints. It holds no logic of its own."""
+"""The command line: parses arguments, calls the client, prints results; starts server and agent."""

@@ -1,4 +1,4 @@
-"""Verbs of one's account: register, login, logout, keys."""
+"""Verbs of the user's account: `register`, `login`, `logout`, `keys`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 import click
 
-from gpool.cli.calling import as_json, client_of
+from gpool.cli.command import VerbGroup, as_json, client_of
 from gpool.cli.output.printing import age, emit_json, table
 from gpool.cli.references import own_team_id, quoted
 from gpool.core.errors import Invalid
@@ -18,37 +18,39 @@ from gpool.core.errors import Invalid
 if TYPE_CHECKING:
     from gpool.client.connection.transport import Door
 
-invite_option = click.option("--invite", metavar="TOKEN", help="An operator's invite.")
+invite_option = click.option("--invite", metavar="TOKEN", help="Invite token from an operator.")
 profile_option = click.option(
-    "--profile", "profile", metavar="NAME", help="Where to keep it (default: the pool's address)."
+    "--profile",
+    "profile",
+    metavar="NAME",
+    help="Profile to save the sign-in to (default: the pool's address).",
 )
 
 
 def password_of(prompt: str, *, confirm: bool = False) -> str:
-    """From GPOOL_PASSWORD, else asked for on the terminal; never an argument, which others could see."""
+    """GPOOL_PASSWORD, else asked for on the terminal; never an argument, which is visible in process lists."""
     given = os.environ.get("GPOOL_PASSWORD")
     if given is not None:
         return given
     try:
         found: str = click.prompt(prompt, hide_input=True, confirmation_prompt=confirm, err=True)
-    except click.Abort as left:
-        if sys.stdin.isatty() or not isinstance(left.__context__, EOFError):  # somebody was there
+    except click.Abort as aborted:
+        if sys.stdin.isatty() or not isinstance(aborted.__context__, EOFError):  # the user aborted
             raise
-        raise Invalid("there is nobody to ask for the password; set GPOOL_PASSWORD") from None
+        raise Invalid("no terminal to ask for the password; set GPOOL_PASSWORD") from None
     return found
 
 
 def anonymous(ctx: click.Context) -> Door:
-    """The pool, as nobody."""
-
+    """The connection without credentials."""
     client = client_of(ctx)
     door: Door = client.door.as_nobody()
     ctx.call_on_close(door.close)
     return door
 
 
-def keep(ctx: click.Context, answer: Any, profile: str | None) -> dict[str, Any]:
-    """The tokens go to disk, their profile is chosen; gives the account."""
+def store_sign_in(ctx: click.Context, answer: Any, profile: str | None) -> dict[str, Any]:
+    """Save the tokens, select their profile, and return the account."""
     from gpool.client.connection.config import home, save_sign_in
     from gpool.client.connection.sign_in import SessionFile, SignedIn, Tokens
 
@@ -81,30 +83,35 @@ def greet(me: dict[str, Any], as_json: bool) -> None:
 def register(
     ctx: click.Context, name: str, invite: str | None, profile: str | None, as_json: bool
 ) -> None:
-    """Make an account, and sign in.
+    """Create an account and sign in.
 
-    A name begins with a small letter; more of them, digits and . _ - follow.
+    A name starts with a lower-case letter and may contain lower-case letters, digits and . _ -
     """
     door = anonymous(ctx)
     password = password_of("Password", confirm=True)
     wanted = {"name": name, "password": password} | ({"invite": invite} if invite else {})
     door.send_json("POST", "/v1/users", wanted)
     answer = door.send_json("POST", "/v1/auth/password", {"name": name, "password": password})
-    greet(keep(ctx, answer, profile), as_json)
+    greet(store_sign_in(ctx, answer, profile), as_json)
 
 
-@click.command(epilog="Example: gpool --url https://pool.example login ada")
+@click.command(
+    epilog="""\b
+Examples:
+  gpool --url https://pool.example login ada
+  gpool login --wallet-key keystore.json"""
+)
 @click.argument("name", required=False)
 @click.option(
     "--wallet-key",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="Sign in with a wallet: its key file, or better an encrypted keystore.",
+    help="Sign in with a wallet: its key file, preferably an encrypted keystore.",
 )
 @click.option(
     "--wallet",
     metavar="ADDRESS",
-    help="Sign in with a wallet elsewhere: prints what to sign, takes the signature.",
+    help="Sign in with an external wallet: prints the message to sign, reads the signature.",
 )
 @invite_option
 @profile_option
@@ -119,11 +126,13 @@ def login(
     profile: str | None,
     as_json: bool,
 ) -> None:
-    """Sign in, with a password or a wallet."""
+    """Sign in with a password or a wallet."""
     from gpool.cli.signing import signed
 
     if sum(way is not None for way in (name, wallet_key, wallet)) > 1:
-        raise Invalid("give one way in: a NAME, --wallet-key FILE or --wallet ADDRESS")
+        raise Invalid(
+            "several ways to sign in; give one of NAME, --wallet-key FILE, --wallet ADDRESS"
+        )
     door = anonymous(ctx)
     if wallet_key is not None or wallet is not None:
         message = signed(door, wallet_key, wallet)
@@ -133,11 +142,11 @@ def login(
         chosen = name or click.prompt("Name", err=True)
         document = {"name": chosen, "password": password_of("Password")}
         answer = door.send_json("POST", "/v1/auth/password", document)
-    greet(keep(ctx, answer, profile), as_json)
+    greet(store_sign_in(ctx, answer, profile), as_json)
 
 
 @click.command()
-@click.option("--everywhere", is_flag=True, help="Every sign-in of the account.")
+@click.option("--everywhere", is_flag=True, help="End all sessions of the account.")
 @click.pass_context
 def logout(ctx: click.Context, everywhere: bool) -> None:
     """Sign out."""
@@ -147,7 +156,7 @@ def logout(ctx: click.Context, everywhere: bool) -> None:
     session = client.session
     tokens = None if session is None else session.file.read()
     if session is None or tokens is None:
-        click.echo("Not signed in: nothing to end.", err=True)
+        click.echo("Not signed in.", err=True)
         return
     wanted = {"refresh_token": tokens.refresh_token, "everywhere": everywhere}
     anonymous(ctx).send_json("POST", "/v1/auth/logout", wanted)
@@ -159,17 +168,17 @@ def logout(ctx: click.Context, everywhere: bool) -> None:
 # ---- API keys
 
 
-@click.group()
+@click.group(cls=VerbGroup, renamed={"make": "create", "end": "revoke"})
 def keys() -> None:
-    """API keys: list, make, end."""
+    """Manage API keys."""
 
 
 @keys.command("ls")
-@click.option("--all", "everything", is_flag=True, help="The ended ones too.")
+@click.option("--all", "everything", is_flag=True, help="Include revoked keys.")
 @as_json
 @click.pass_context
 def keys_ls(ctx: click.Context, everything: bool, as_json: bool) -> None:
-    """List your keys."""
+    """List your API keys."""
     client = client_of(ctx)
     found = client.door.get_json("/v1/keys")["items"]
     shown = [one for one in found if everything or not one["ended_at"]]
@@ -183,25 +192,29 @@ def keys_ls(ctx: click.Context, everything: bool, as_json: bool) -> None:
             one["name"],
             "all" if one["scopes"] is None else " ".join(one["scopes"]),
             one["team"] or "-",
-            "ended" if one["ended_at"] else one["expires_at"] or "never",
+            "revoked" if one["ended_at"] else one["expires_at"] or "never",
             age(one["last_used_at"], date) if one["last_used_at"] else "never",
         )
         for one in shown
     ]
     columns = ("id", "name", "scopes", "team", "expires", "used")
-    table(columns, rows, "No keys yet; make one with: gpool keys make NAME")
+    table(columns, rows, "No API keys yet; create one with: gpool keys create NAME")
 
 
-@keys.command("make")
+@keys.command("create")
 @click.argument("name")
 @click.option(
-    "--scope", "scopes", multiple=True, help="What it may do; may be given several times."
+    "--scope",
+    "scopes",
+    multiple=True,
+    metavar="SCOPE",
+    help="Permission, e.g. tasks:read (repeatable; default: all).",
 )
-@click.option("--expires", metavar="TIME", help="How long it is good, e.g. 30d.")
-@click.option("--team", metavar="TEAM", help="Only for this team of yours.")
+@click.option("--expires", metavar="TIME", help="Validity, e.g. 30d (default: unlimited).")
+@click.option("--team", metavar="TEAM", help="Restrict the key to this team of yours.")
 @as_json
 @click.pass_context
-def keys_make(
+def keys_create(
     ctx: click.Context,
     name: str,
     scopes: tuple[str, ...],
@@ -209,7 +222,12 @@ def keys_make(
     team: str | None,
     as_json: bool,
 ) -> None:
-    """Make a key; it is shown this once."""
+    """Create an API key and print it once.
+
+    \b
+    Example:
+      gpool keys create ci --scope tasks:read --expires 30d
+    """
     from gpool.client.durations import seconds
 
     wanted: dict[str, Any] = {"name": name}
@@ -225,13 +243,13 @@ def keys_make(
         emit_json(made)
         return
     click.echo(made["key"])
-    click.echo(f"  {made['id']}; it is not shown again. Use it as GPOOL_KEY.", err=True)
+    click.echo(f"  {made['id']}; the key is not shown again. Use it as GPOOL_KEY.", err=True)
 
 
-@keys.command("end")
+@keys.command("revoke")
 @click.argument("key", metavar="ID")
 @click.pass_context
-def keys_end(ctx: click.Context, key: str) -> None:
-    """End a key: it opens nothing any more."""
+def keys_revoke(ctx: click.Context, key: str) -> None:
+    """Revoke an API key."""
     client_of(ctx).door.send("DELETE", f"/v1/keys/{quoted(key)}")
-    click.echo(f"{key} ended")
+    click.echo(f"{key} revoked")

@@ -1,4 +1,7 @@
-"""`gpool`: the verbs, loaded when used, and the one place where errors become lines and exit codes."""
+"""The `gpool` command: the table of verbs, and the translation of errors to messages and exit codes.
+
+A verb's module is imported when the verb is used; this module must not import any of them, nor an HTTP library.
+"""
 
 from __future__ import annotations
 
@@ -26,36 +29,45 @@ from gpool.core.errors import (
 FAILED, USAGE, REFUSED, NOT_FOUND, UNREACHABLE = 1, 2, 3, 4, 5
 GPOOL_FAULT, INTERRUPTED = 125, 130
 
-# verb: (module, one line for --help, which must not load the module; a test holds them equal)
-VERBS = {
-    "up": ("gpool.cli.lending.up", "Start a server and an agent on this machine."),
-    "run": ("gpool.cli.run", "Run a command in the pool."),
-    "ps": ("gpool.cli.tasks", "List tasks, newest first."),
-    "queue": ("gpool.cli.queue", "List what runs and waits, with when it starts and why not yet."),
-    "status": ("gpool.cli.tasks", "Show one task."),
-    "logs": ("gpool.cli.tasks", "Print what a task wrote."),
-    "wait": ("gpool.cli.tasks", "Wait for a task; exit with its code."),
-    "cancel": ("gpool.cli.tasks", "Cancel tasks."),
-    "result": ("gpool.cli.tasks", "Fetch a finished task's outputs."),
-    "explain": (
-        "gpool.cli.tasks",
-        "Say why a task waits, when it will start, and what would start it now.",
-    ),
-    "gpus": ("gpool.cli.pool", "List what the pool has, free and busy."),
-    "register": ("gpool.cli.account", "Make an account, and sign in."),
-    "login": ("gpool.cli.account", "Sign in, with a password or a wallet."),
-    "logout": ("gpool.cli.account", "Sign out."),
-    "whoami": ("gpool.cli.pool", "Show the account of the key in use."),
-    "keys": ("gpool.cli.account", "API keys: list, make, end."),
-    "wallet": ("gpool.cli.wallet", "Wallets of your account: list, link, unlink."),
-    "team": ("gpool.cli.team", "Teams: list, make, invite, join, leave."),
-    "node": ("gpool.cli.pool", "For owners: list, pause, resume, drain, invite, remove nodes."),
-    "server": ("gpool.cli.lending.up", "Start a server alone."),
-    "join": ("gpool.cli.lending.join", "Lend this machine to a pool."),
-    "admin": ("gpool.cli.admin.users", "For operators: users, keys, the audit record, the policy."),
-    "completion": ("gpool.cli.completion", "Print the completion script of a shell."),
+SECTIONS = {
+    "Tasks": {
+        "run": ("gpool.cli.run", "Run a command on the pool."),
+        "ps": ("gpool.cli.tasks", "List tasks, newest first."),
+        "queue": (
+            "gpool.cli.queue",
+            "List running and waiting tasks with expected start and reason.",
+        ),
+        "status": ("gpool.cli.tasks", "Show one task."),
+        "logs": ("gpool.cli.tasks", "Print the output of a task."),
+        "wait": ("gpool.cli.tasks", "Wait for tasks to end; exit with their exit code."),
+        "cancel": ("gpool.cli.tasks", "Cancel tasks or batches."),
+        "result": ("gpool.cli.tasks", "Download the output files of a finished task."),
+        "explain": ("gpool.cli.tasks", "Explain why a task waits and estimate its start."),
+    },
+    "Pool and nodes": {
+        "gpus": ("gpool.cli.pool", "List GPUs with their state."),
+        "node": ("gpool.cli.pool", "List and manage nodes."),
+        "up": ("gpool.cli.lending.up", "Start a server and an agent on this machine."),
+        "server": ("gpool.cli.lending.up", "Start a server without an agent."),
+        "join": ("gpool.cli.lending.join", "Join this machine to a pool and run its agent."),
+    },
+    "Account": {
+        "register": ("gpool.cli.account", "Create an account and sign in."),
+        "login": ("gpool.cli.account", "Sign in with a password or a wallet."),
+        "logout": ("gpool.cli.account", "Sign out."),
+        "whoami": ("gpool.cli.pool", "Show the account in use."),
+        "keys": ("gpool.cli.account", "Manage API keys."),
+        "team": ("gpool.cli.team", "Manage teams and their members."),
+        "wallet": ("gpool.cli.wallet", "Manage the wallets of your account."),
+    },
+    "Other": {
+        "admin": ("gpool.cli.admin", "Manage users, quotas, policy and keys (operators)."),
+        "completion": ("gpool.cli.main", "Print a shell completion script."),
+    },
 }
+"""Verbs by section of `gpool --help`: (module, help line). A test compares each line with the verb's own."""
 
+VERBS = {verb: entry for verbs in SECTIONS.values() for verb, entry in verbs.items()}
 
 ELSEWHERE = {
     "attach": "logs -f",
@@ -80,11 +92,11 @@ ELSEWHERE = {
     "teams": "team ls",
     "why": "explain",
 }
-"""What other tools call it, and what it is called here. Suggested, not obeyed: one thing has one name."""
+"""Command names of other tools and the gpool command to suggest for each. They are not aliases."""
 
 
 class LazyVerbs(click.Group):
-    """Loads a verb's module when the verb is used; translates our errors once, here."""
+    """The root group: imports a verb's module when the verb is used, and translates `GpoolError` to an exit code."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 - click's signature
         return list(VERBS)
@@ -100,7 +112,7 @@ class LazyVerbs(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Click, with a suggestion: it knows only the verbs that are loaded, and we load none."""
+        """Resolve as click does, with a suggestion: click compares with loaded verbs only, and none is loaded."""
         word = args[0]
         if word not in VERBS and not word.startswith("-") and not ctx.resilient_parsing:
             like = difflib.get_close_matches(word, VERBS, 1)
@@ -112,8 +124,10 @@ class LazyVerbs(click.Group):
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002 - click's signature
-        with formatter.section("Commands"):
-            formatter.write_dl([(verb, line) for verb, (_, line) in VERBS.items()])
+        width = max(map(len, VERBS))
+        for title, verbs in SECTIONS.items():
+            with formatter.section(title):
+                formatter.write_dl([(verb.ljust(width), line) for verb, (_, line) in verbs.items()])
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -126,7 +140,7 @@ class LazyVerbs(click.Group):
 
 
 def exit_code_of(error: GpoolError) -> int:
-    """DESIGN §7: 1 failed, 2 usage, 3 not signed in or refused, 4 not found, 5 server unreachable."""
+    """1 failed, 2 usage, 3 not signed in or not allowed, 4 not found, 5 server unreachable."""
     if isinstance(error, Invalid | TooLarge):
         return USAGE
     if isinstance(error, NotSignedIn | Forbidden):
@@ -137,7 +151,7 @@ def exit_code_of(error: GpoolError) -> int:
 
 
 def say_error(error: GpoolError) -> None:
-    """One or two lines: what was wrong, and where to look next."""
+    """Print the error and, on a second line, what to do about it."""
     from gpool.cli.output.printing import plain
 
     click.echo(f"gpool: {plain(error.detail)}", err=True)
@@ -145,39 +159,60 @@ def say_error(error: GpoolError) -> None:
         click.echo(f"  {plain(error.text)}\n  {' ' * error.position}^", err=True)
     elif isinstance(error, NotSignedIn):
         click.echo(
-            "  Sign in with: gpool login (new here: gpool register NAME). Or set GPOOL_URL and GPOOL_KEY, "
+            "  Sign in with: gpool login (without an account: gpool register NAME). Or set GPOOL_URL and GPOOL_KEY, "
             "or start a pool: gpool up",
             err=True,
         )
     elif isinstance(error, Forbidden):
-        click.echo("  Who you are here, and what you may: gpool whoami", err=True)
+        click.echo("  Show your account and its permissions: gpool whoami", err=True)
     elif isinstance(error, Unreachable) and "CERTIFICATE_VERIFY_FAILED" in error.detail:
         click.echo(
-            "  No authority that this machine trusts vouches for it. If it has a certificate of its own, take its "
-            "fingerprint from whoever runs it (join links end with it) and set GPOOL_FINGERPRINT",
+            "  The server's certificate is not signed by an authority that this machine trusts. If it is self-signed, "
+            "ask the pool's operator for its fingerprint (join links end with it) and set GPOOL_FINGERPRINT",
             err=True,
         )
     elif isinstance(error, Unreachable):
         click.echo(
-            "  Start one with: gpool up. Another address: gpool --url URL, or GPOOL_URL", err=True
+            "  Start a server with: gpool up. Use another address with: gpool --url URL, or GPOOL_URL",
+            err=True,
         )
 
 
 @click.group(
     cls=LazyVerbs,
-    epilog="Example: gpool run --gpu 24GB --input train.py --output model/ -- python train.py",
+    epilog="""\b
+Examples:
+  gpool run -- python -c 'print(6*7)'
+  gpool run --gpu 24GB --input train.py --output model/ -- python train.py
+  gpool COMMAND --help""",
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
-@click.option("--url", metavar="URL", help="The pool's address (default: from the configuration).")
 @click.option(
-    "--key", metavar="KEY", help="Your API key. It shows in process lists: prefer GPOOL_KEY."
+    "--url", metavar="URL", help="Address of the pool (default: GPOOL_URL, then the profile)."
 )
-@click.version_option(package_name="gpool", prog_name="gpool")
+@click.option("--key", metavar="KEY", help="API key; visible in process lists, prefer GPOOL_KEY.")
+@click.version_option(package_name="gpool", prog_name="gpool", help="Show the version and exit.")
 @click.pass_context
 def cli(ctx: click.Context, url: str | None, key: str | None) -> None:
-    """Pool GPUs: lend idle ones, run code on everyone's."""
+    """Run code on pooled GPUs, and lend your own."""
     if ctx.obj is None:  # a test passes its own
         ctx.obj = {"url": url, "key": key}
+
+
+@click.command(
+    epilog="""\b
+Examples:
+  gpool completion bash >> ~/.bashrc
+  gpool completion fish > ~/.config/fish/completions/gpool.fish"""
+)
+@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
+def completion(shell: str) -> None:
+    """Print a shell completion script."""
+    from click.shell_completion import get_completion_class
+
+    kind = get_completion_class(shell)
+    assert kind is not None
+    click.echo(kind(cli, {}, "gpool", "_GPOOL_COMPLETE").source())
 
 
 def _no_traceback(
@@ -187,12 +222,12 @@ def _no_traceback(
         sys.__excepthook__(kind, error, at)
         return
     click.echo(
-        f"gpool: {kind.__name__}: {error}\n  This is a fault in gpool; GPOOL_DEBUG=1 shows where.",
+        f"gpool: {kind.__name__}: {error}\n  This is a bug in gpool; set GPOOL_DEBUG=1 to print the traceback.",
         err=True,
     )
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """The console script."""
+    """Entry point of the console script."""
     sys.excepthook = _no_traceback
     cli.main(args=args, prog_name="gpool")

@@ -1,4 +1,4 @@
-"""Verbs about the pool: gpus, whoami, and node for owners."""
+"""Verbs about the pool: `gpus`, `whoami`, and `node` for owners of machines."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from gpool.cli.calling import as_json, client_of, listed, listing
+from gpool.cli.command import as_json, client_of, listed, listing
 from gpool.cli.main import FAILED
 from gpool.cli.output.printing import age, emit_json, fields, gib, plain, table
 from gpool.cli.references import node_id, shared_names, shown_as
@@ -23,7 +23,7 @@ _GPU_NAME = re.compile(r"(?:(?P<node>[^/]+)/)?gpu(?P<index>\d{1,4})")
 @listing
 @click.pass_context
 def gpus(ctx: click.Context, as_json: bool, everything: bool, limit: int) -> None:
-    """List what the pool has, free and busy."""
+    """List GPUs with their state."""
     found = listed(client_of(ctx), "resources", everything=everything, limit=limit)
     if as_json:
         emit_json(found)
@@ -59,11 +59,11 @@ def gpus(ctx: click.Context, as_json: bool, everything: bool, limit: int) -> Non
         "price",
         "labels",
     ]
-    table(columns, rows, "The pool has nothing to lend yet; add this machine with: gpool join LINK")
+    table(columns, rows, "No GPUs in the pool yet; add this machine with: gpool join LINK")
     for one in found:
         why = one.get("flagged") or one.get("quarantined") or one.get("closed")
         if why:
-            click.echo(plain(f"{one['id']} takes nothing: {why}."), err=True)
+            click.echo(plain(f"{one['id']} takes no tasks: {why}."), err=True)
         elif one.get("ails"):
             click.echo(plain(f"{one['id']} is {one['health']}: {one['ails']}."), err=True)
 
@@ -71,13 +71,13 @@ def gpus(ctx: click.Context, as_json: bool, everything: bool, limit: int) -> Non
 def _price(microcredits: int) -> str:
     from gpool.core.specs import price
 
-    return price.told(microcredits) if microcredits else "-"
+    return price.format_price(microcredits) if microcredits else "-"
 
 
-def _reading(told: dict[str, Any]) -> tuple[str, str, str, str]:
-    """Busy, memory used, power and temperature, as far as the GPU says."""
-    percent, used = told.get("utilisation_percent"), told.get("memory_used_bytes")
-    watts, celsius = told.get("power_watts"), told.get("temperature_celsius")
+def _reading(reading: dict[str, Any]) -> tuple[str, str, str, str]:
+    """Utilisation, memory used, power and temperature; "-" if the GPU does not report it."""
+    percent, used = reading.get("utilisation_percent"), reading.get("memory_used_bytes")
+    watts, celsius = reading.get("power_watts"), reading.get("temperature_celsius")
     return (
         "-" if percent is None else f"{percent} %",
         "-" if used is None else gib(used),
@@ -90,7 +90,7 @@ def _reading(told: dict[str, Any]) -> tuple[str, str, str, str]:
 @as_json
 @click.pass_context
 def whoami(ctx: click.Context, as_json: bool) -> None:
-    """Show the account of the key in use."""
+    """Show the account in use."""
     client = client_of(ctx)
     document = client.door.get_json("/v1/me")
     if as_json:
@@ -101,7 +101,7 @@ def whoami(ctx: click.Context, as_json: bool) -> None:
 
 @click.group()
 def node() -> None:
-    """For owners: list, pause, resume, drain, invite, remove nodes."""
+    """List and manage nodes."""
 
 
 @node.command("ls")
@@ -129,12 +129,12 @@ def node_ls(ctx: click.Context, as_json: bool, everything: bool, limit: int) -> 
         for one in found
     ]
     columns = ("id", "name", "status", "availability", "cpus free", "gpus", "running", "seen")
-    table(columns, rows, "No nodes yet; make a join link with: gpool node invite")
+    table(columns, rows, "No nodes yet; create a join link with: gpool node invite")
     for one in found:
-        closed = [f"takes nothing new: {one['closed']}"] if one.get("closed") else []
+        closed = [f"takes no new tasks: {one['closed']}"] if one.get("closed") else []
         closed += [f"cordoned: {one['cordoned']}"] if one.get("cordoned") else []
-        for said in (*closed, *(one.get("problems") or [])):
-            click.echo(plain(f"{one['id']} ({one['name']}): {said}"), err=True)
+        for message in (*closed, *(one.get("problems") or [])):
+            click.echo(plain(f"{one['id']} ({one['name']}): {message}"), err=True)
 
 
 @node.command("show")
@@ -142,7 +142,7 @@ def node_ls(ctx: click.Context, as_json: bool, everything: bool, limit: int) -> 
 @as_json
 @click.pass_context
 def node_show(ctx: click.Context, what: str | None, as_json: bool) -> None:
-    """Show one node: what it lends, to whom, and what is wrong with it."""
+    """Show one node: resources, allowed users, problems."""
     client = client_of(ctx)
     document = client.door.get_json(f"/v1/nodes/{node_id(client, what, own=True)}")
     if as_json:
@@ -170,10 +170,14 @@ def _set(
     gpu = _gpu(client, what)
     if gpu is not None:
         if availability == "draining":
-            raise Invalid("a single GPU is paused or resumed; drain works on whole nodes")
+            raise Invalid(
+                f"{what} is a GPU, and drain takes a node; use gpool node pause for a single GPU"
+            )
         document = _set_gpu(client, gpu, availability == "available", now)
     elif now:
-        raise Invalid("--now takes back one GPU, like gpu0; a whole node is stopped with its agent")
+        raise Invalid(
+            "--now reclaims one GPU, e.g. gpu0; to reclaim a whole node at once, stop its agent"
+        )
     else:
         found = node_id(client, what, own=True)
         wanted = {"availability": availability}
@@ -186,7 +190,7 @@ def _set(
 
 
 def _set_gpu(client: Client, gpu: str, available: bool, now: bool) -> dict[str, Any]:
-    """One that is lent again is said to be well; the server refuses while its agent finds it sick."""
+    """Resuming ends a quarantine too; the server refuses this while the agent reports the GPU as unhealthy."""
     path = f"/v1/resources/{gpu}"
     if available and client.door.get_json(path).get("quarantined"):
         client.door.send_json("PATCH", path, {"quarantined": None})
@@ -195,7 +199,7 @@ def _set_gpu(client: Client, gpu: str, available: bool, now: bool) -> dict[str, 
 
 
 def _gpu(client: Client, what: str | None) -> str | None:
-    """A GPU's id, from its id, `gpu0` (of the only node) or `NODE/gpu0`; None: it names no GPU."""
+    """The id of a GPU named by its id, as `gpu0` (of the only node) or `NODE/gpu0`; None: not a GPU."""
     if what is None or what.startswith("g-"):
         return what
     found = _GPU_NAME.fullmatch(what)
@@ -215,13 +219,13 @@ which = click.argument("what", metavar="[NODE|GPU]", required=False)
 
 @node.command()
 @which
-@click.option("--now", is_flag=True, help="A GPU: take it back from what runs there.")
+@click.option("--now", is_flag=True, help="Preempt the tasks on this GPU.")
 @as_json
 @click.pass_context
 def pause(ctx: click.Context, what: str | None, now: bool, as_json: bool) -> None:
-    """Take no new tasks; what runs goes on.
+    """Take no new tasks; running tasks continue.
 
-    With --now what runs on the GPU is warned, saved, ended, and queued again.
+    With --now the tasks on a GPU are preempted: SIGTERM, checkpoint, back into the queue.
 
     \b
     Examples:
@@ -237,29 +241,31 @@ def pause(ctx: click.Context, what: str | None, now: bool, as_json: bool) -> Non
 @as_json
 @click.pass_context
 def resume(ctx: click.Context, what: str | None, as_json: bool) -> None:
-    """Take tasks again; a GPU in quarantine is said to be well."""
+    """Take tasks again; ends the quarantine of a GPU."""
     _set(ctx, what, "available", as_json)
 
 
 @node.command()
-@which
+@click.argument("what", metavar="[NODE]", required=False)
 @as_json
 @click.pass_context
 def drain(ctx: click.Context, what: str | None, as_json: bool) -> None:
-    """Take no new tasks, and be paused once the last one ends."""
+    """Take no new tasks; pause the node when the last one has ended."""
     _set(ctx, what, "draining", as_json)
 
 
 @node.command("remove")
 @click.argument("what", metavar="NODE")
-@click.confirmation_option(prompt="The pool forgets this node; it can only join anew. Go on?")
+@click.confirmation_option(
+    prompt="The node is removed for good and can return only with a new join link. Remove it?"
+)
 @click.pass_context
 def node_remove(ctx: click.Context, what: str) -> None:
-    """Take a machine of yours that runs nothing out of the pool for good."""
+    """Remove an idle node of yours from the pool for good."""
     client = client_of(ctx)
     found = node_id(client, what, own=True)
     client.door.send("DELETE", f"/v1/nodes/{found}")
-    click.echo(f"{plain(what)} is gone")
+    click.echo(f"{plain(what)} removed")
 
 
 @node.command()
@@ -268,12 +274,12 @@ def node_remove(ctx: click.Context, what: str) -> None:
     default="1h",
     show_default=True,
     metavar="TIME",
-    help="How long the link can be used.",
+    help="Validity of the link.",
 )
 @as_json
 @click.pass_context
 def invite(ctx: click.Context, expires: str, as_json: bool) -> None:
-    """Make a link with which one machine can join."""
+    """Create a join link for one machine."""
     from gpool.client.durations import seconds
 
     wanted = {"expires_in_s": int(seconds(expires))}
@@ -282,14 +288,14 @@ def invite(ctx: click.Context, expires: str, as_json: bool) -> None:
         emit_json(document)
     else:
         click.echo(f"gpool join {document['link']}")
-        click.echo(f"  One machine, once, until {document['expires_at']}.", err=True)
+        click.echo(f"  Valid for one machine, once, until {document['expires_at']}.", err=True)
 
 
 @node.command()
 @as_json
 @click.pass_context
 def doctor(ctx: click.Context, as_json: bool) -> None:
-    """Check whether this machine can lend and whether the pool answers."""
+    """Check whether this machine can be a node and reaches the pool."""
     from dataclasses import asdict
 
     from gpool.cli.lending.doctor import examine

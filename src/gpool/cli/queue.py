@@ -7,9 +7,9 @@ from urllib.parse import urlencode
 
 import click
 
-from gpool.cli.calling import as_json, client_of
+from gpool.cli.command import as_json, client_of
 from gpool.cli.output.printing import age, emit_json, local_time, table
-from gpool.cli.references import shared_names, who_is_who
+from gpool.cli.references import principal_names, shared_names
 from gpool.cli.tasks import places, task_status, where, whose, whose_tasks
 
 if TYPE_CHECKING:
@@ -32,14 +32,15 @@ _LAST = "~"
     type=click.IntRange(min=1),
     default=SHOWN,
     show_default=True,
+    metavar="N",
     help="Show at most N waiting tasks, oldest first.",
 )
 @as_json
 @click.pass_context
 def queue(ctx: click.Context, team: str | None, everybody: bool, limit: int, as_json: bool) -> None:
-    """List running and waiting tasks, with expected starts and reasons.
+    """List running and waiting tasks with expected start and reason.
 
-    Running tasks come first, then waiting ones in the order of their expected start.
+    Running tasks come first, then waiting tasks by expected start.
     """
     client = client_of(ctx)
     filters = whose_tasks(client, team, everybody)
@@ -51,7 +52,7 @@ def queue(ctx: click.Context, team: str | None, everybody: bool, limit: int, as_
         emit_json([{**task, "explain": reasons.get(task["id"])} for task in found])
         return
     date, shared = client.door.date, shared_names(places(found))
-    known = who_is_who(client) if everybody else {}
+    known = principal_names(client) if everybody else {}
     rows = []
     for task in found:
         why = reasons.get(task["id"]) or {}
@@ -72,9 +73,7 @@ def queue(ctx: click.Context, team: str | None, everybody: bool, limit: int, as_
     columns = ("id", "name", *(["user"] if everybody else ()), "status", "age", "gpu", "node")
     table((*columns, "starts", "why it waits"), rows, "No running or waiting tasks.")
     if count > len(waiting):
-        click.echo(
-            f"{count - len(waiting)} others wait behind; --limit N shows more of them", err=True
-        )
+        click.echo(f"{count - len(waiting)} more tasks wait; --limit N shows more", err=True)
 
 
 def _read(

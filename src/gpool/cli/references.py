@@ -1,4 +1,4 @@
-"""How things are addressed and told: a name stands for an id where it means one thing. Where it means several, nothing is guessed."""
+"""Ids and names: resolve a name to an id, and choose what to show for an id. An ambiguous name is an error."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ _ID = re.compile(rf"(?:{'|'.join(PREFIXES.values())})-[{ALPHABET}]{{{DIGITS}}}")
 
 
 def quoted(text: str) -> str:
-    """As one part of an address."""
+    """Quote for use as one segment of a URL path."""
     return quote(text, safe="")
 
 
 def own_team_id(client: Client, text: str) -> str:
-    """The id of a team of the caller's, by its name too."""
+    """The id of one of the caller's teams, given by id or name."""
     return quoted(client.team_id(text))
 
 
 def team_id(client: Client, text: str) -> str:
-    """For operators: any team's id, by its name too."""
+    """The id of any team, given by id or name; operators only."""
     return _id(client, text, "tm-", "team", all="true")
 
 
 def user_id(client: Client, text: str) -> str:
-    """For operators: any user's id, by their name too."""
+    """The id of any user, given by id or name; operators only."""
     return _id(client, text, "u-", "user")
 
 
@@ -46,16 +46,16 @@ def _id(client: Client, text: str, prefix: str, kind: str, **filters: str) -> st
     raise NotFound(f"no {kind} {text!r}; `gpool admin {kind}s ls --all` lists them")
 
 
-def who_is_who(client: Client) -> dict[str, str]:
-    """For operators: the name of every user and team, by id."""
+def principal_names(client: Client) -> dict[str, str]:
+    """Names of all users and teams by id; operators only."""
     return names_of(client, "users") | names_of(client, "teams", all="true")
 
 
 def node_id(client: Client, what: str | None, *, own: bool = False) -> str:
-    """A node's id, by its name too; without either, the only one there is.
+    """The id of a node, given by id or name; without either, of the only node.
 
-    `own`: an owner speaks, who means their own nodes as long as they have any. Names differ among one owner's nodes,
-    not among those of several.
+    `own`: prefer the caller's nodes. Names are unique among the nodes of one owner only. `NotFound` or `Invalid`
+    if the name fits no node or several.
     """
     if what is not None and what.startswith("n-"):
         return quoted(what)
@@ -69,12 +69,12 @@ def node_id(client: Client, what: str | None, *, own: bool = False) -> str:
         return str(matching[0]["id"])
     if not matching:
         there = ", ".join(f"{one['id']} ({one['name']})" for one in nodes) or "none"
-        raise NotFound(f"there is no node {what!r}; there are: {there}" if what else "no nodes yet")
+        raise NotFound(f"no node {what!r}; nodes: {there}" if what else "no nodes yet")
     if what is None:
         there = ", ".join(f"{one['id']} ({one['name']})" for one in matching)
-        raise Invalid(f"say which node: {there}")
+        raise Invalid(f"several nodes; name one of: {there}")
     there = ", ".join(f"{one['id']} (of {one['owner']}, {one['status']})" for one in matching)
-    raise Invalid(f"{len(matching)} nodes are called {what!r}; say which by its id: {there}")
+    raise Invalid(f"{len(matching)} nodes have the name {what!r}; use an id instead: {there}")
 
 
 def _called(nodes: list[dict[str, Any]], what: str | None) -> list[dict[str, Any]]:
@@ -82,7 +82,7 @@ def _called(nodes: list[dict[str, Any]], what: str | None) -> list[dict[str, Any
 
 
 def _own(client: Client, nodes: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Those of the caller; none where their key may not know whose it is."""
+    """The caller's nodes; none if the key may not read the account."""
     try:
         me = client.door.get_json("/v1/me")["id"]
     except Forbidden:
@@ -91,7 +91,7 @@ def _own(client: Client, nodes: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def shared_names(nodes: Iterable[tuple[str | None, str | None]]) -> frozenset[str]:
-    """Of (id, name): the names that stand for more than one node there."""
+    """Names that occur with more than one id."""
     ids: dict[str, set[str]] = {}
     for id_, name in nodes:
         if id_ and name:
@@ -100,14 +100,14 @@ def shared_names(nodes: Iterable[tuple[str | None, str | None]]) -> frozenset[st
 
 
 def shown_as(id_: str | None, name: str | None, shared: frozenset[str] = frozenset()) -> str:
-    """A node, user or team as listings show it: by its name; by its id where the name is shared or looks like an id."""
+    """The name of a node, user or team; the id if the name is shared or looks like an id."""
     own_prefix = (id_ or "").partition("-")[0]
     is_like_an_id = bool(name and (name.startswith(f"{own_prefix}-") or _ID.fullmatch(name)))
     return (name if name and name not in shared and not is_like_an_id else id_) or "-"
 
 
 def names_of(client: Client, what: str, **filters: str) -> dict[str, str]:
-    """What to show for each id of a listing; nothing for whoever may not read it."""
+    """Text to show for each id of a listing; empty if the caller may not read the listing."""
     try:
         found = client.listing(what, limit=None, **filters)
     except Forbidden:

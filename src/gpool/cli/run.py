@@ -1,4 +1,4 @@
-"""`gpool run`: submit a command, stream what it prints, fetch what it leaves, exit as it did."""
+"""`gpool run`: submit a command, stream its output, download its output files, exit with its code."""
 
 from __future__ import annotations
 
@@ -12,12 +12,10 @@ from typing import TYPE_CHECKING
 
 import click
 
-from gpool.cli.calling import as_json, client_of, into
-from gpool.cli.due import due
+from gpool.cli.command import SectionedCommand, as_json, client_of, into_option, option_section
 from gpool.cli.main import GPOOL_FAULT, INTERRUPTED, say_error
-from gpool.cli.output.following import say_how_it_ended, show
 from gpool.cli.output.interrupts import Reading, unless_interrupted
-from gpool.cli.output.progress import ProgressLine, on_stderr, progress_bar
+from gpool.cli.output.progress import ProgressLine, on_stderr, print_outcome, progress_bar, show
 from gpool.core.errors import GpoolError, Invalid
 
 if TYPE_CHECKING:
@@ -28,103 +26,136 @@ if TYPE_CHECKING:
     from gpool.client.runs import Run
 
 SECOND_CHANCE_S = 2.0
-"""How long after the first Ctrl-C a second one cancels."""
+"""Seconds after the first Ctrl-C within which a second one cancels the task."""
+
+resources = option_section("Resources")
+placement = option_section("Placement")
+files = option_section("Files")
+environment = option_section("Environment")
+scheduling = option_section("Scheduling")
+gangs = option_section("Several nodes (gangs)")
+
+
+def _deadline(ctx: click.Context, option: click.Parameter, text: str | None) -> str | None:  # noqa: ARG001 - click's signature
+    from gpool.client import moments
+
+    return None if text is None else moments.due(text)
 
 
 @click.command(
+    cls=SectionedCommand,
     context_settings={"allow_interspersed_args": False},
-    epilog="Examples: gpool run -- python -c 'print(6*7)'   "
-    "gpool run --gpu A100 --input train.py --output model/ -- python train.py   "
-    "gpool run --pip torch --workdir . train.py --lr 1   "
-    "gpool run --nodes 2 --gpu 8 --engine torchrun --pip torch train.py",
+    epilog="""\b
+Examples:
+  gpool run -- python -c 'print(6*7)'
+  gpool run --gpu A100 --input train.py --output model/ -- python train.py
+  gpool run --pip torch --workdir . train.py --lr 1
+  gpool run --nodes 2 --gpu 8 --engine torchrun --pip torch train.py""",
 )
-@click.option("--gpu", metavar="SPEC", help="GPUs, e.g. 1, H100:2, 24GB, 0.5 (default: none).")
-@click.option("--vram", metavar="SIZE", help="So much memory of any GPU, shared, e.g. 6GB.")
-@click.option("--cpus", type=float, metavar="N", help="Processors (default 1).")
-@click.option("--memory", metavar="SIZE", help="Memory, e.g. 4GB.")
-@click.option("--disk", metavar="SIZE", help="Disk, e.g. 20GB.")
-@click.option(
+@resources("--gpu", metavar="SPEC", help="GPUs: 1, H100:2, 24GB or 0.5 (default: none).")
+@resources("--vram", metavar="SIZE", help="GPU memory on a GPU that may be shared, e.g. 6GB.")
+@resources("--cpus", type=float, metavar="N", help="CPU cores (default: 1).")
+@resources("--memory", metavar="SIZE", help="Memory, e.g. 4GB.")
+@resources("--disk", metavar="SIZE", help="Disk space, e.g. 20GB.")
+@resources("--timeout", metavar="TIME", help="Time limit, e.g. 2h (default: 24h).")
+@placement(
+    "--label",
+    "labels",
+    multiple=True,
+    metavar="LABEL",
+    help="Only nodes with this label (repeatable).",
+)
+@placement("--max-price", metavar="PRICE", help="Maximum price per node, e.g. 0.40/h.")
+@placement(
     "--tier",
     type=click.Choice(["none", "container", "vm"]),
-    help="The weakest isolation you accept; none: only on a node of your own that allows it.",
+    help="Minimum isolation; none: only nodes of your own that allow it.",
 )
-@click.option("--timeout", metavar="TIME", help="Stop it after, e.g. 2h (default 24h).")
-@click.option("--priority", type=click.IntRange(-100, 100), help="Higher goes first.")
-@click.option("--retries", type=click.IntRange(0, 20), help="Further tries when it fails.")
-@click.option("--env", multiple=True, metavar="K=V", help="A variable; K alone copies yours.")
-@click.option(
-    "--secret",
-    "secret",
+@files(
+    "--input",
+    "inputs",
     multiple=True,
-    metavar="K[=@FILE]",
-    help="A variable that is never shown: yours, or what a file holds.",
+    metavar="PATH",
+    help="File or directory to upload (repeatable).",
 )
-@click.option(
-    "--input", "inputs", multiple=True, metavar="PATH", help="A file or folder to send along."
-)
-@click.option(
+@files(
     "--output",
     "outputs",
     multiple=True,
     metavar="PATH",
-    help="A file or folder (FOLDER/) to bring back.",
+    help="File or directory (DIR/) to download afterwards (repeatable).",
 )
-@into
-@click.option(
+@into_option(files)
+@files(
     "--workdir",
     type=click.Path(path_type=Path, exists=True, file_okay=False),
     metavar="DIR",
-    help="Ship this folder's files (without what .gitignore and .gpoolignore name); the command starts there.",
+    help="Upload this directory, without files in .gitignore and .gpoolignore, and start there.",
 )
-@click.option("--ignore", multiple=True, metavar="PATTERN", help="Leave out of --workdir.")
-@click.option("--python", metavar="MINOR", help="A Python, e.g. 3.12.")
-@click.option("--pip", multiple=True, metavar="PACKAGE", help="A package, e.g. 'numpy>=2'.")
-@click.option(
+@files(
+    "--ignore",
+    multiple=True,
+    metavar="PATTERN",
+    help="Files to leave out of --workdir (repeatable).",
+)
+@files("--checkpoint", metavar="DIR/", help="Directory to save and restore between attempts.")
+@files("--checkpoint-every", metavar="TIME", help="Checkpoint interval (default: 10m).")
+@environment("--python", metavar="MINOR", help="Python version, e.g. 3.12.")
+@environment(
+    "--pip", multiple=True, metavar="PACKAGE", help="Package, e.g. 'numpy>=2' (repeatable)."
+)
+@environment(
     "--requirements",
     type=click.Path(path_type=Path, exists=True, dir_okay=False),
     metavar="FILE",
-    help="A requirements file.",
+    help="Requirements file.",
 )
-@click.option("--image", help="A container image, best with its digest.")
-@click.option(
+@environment("--image", metavar="IMAGE", help="Container image, preferably with its digest.")
+@environment(
+    "--preload",
+    multiple=True,
+    metavar="MODULE",
+    help="Module to import before the task starts (repeatable).",
+)
+@environment(
+    "--env",
+    multiple=True,
+    metavar="K[=V]",
+    help="Variable (repeatable); K alone copies your value.",
+)
+@environment(
+    "--secret",
+    "secret",
+    multiple=True,
+    metavar="K[=@FILE]",
+    help="Variable that is stored encrypted (repeatable); K alone takes your value.",
+)
+@environment(
     "--network",
     type=click.Choice(["none", "egress"]),
-    help="egress: the public internet, never private addresses (default: none).",
+    help="egress: public internet, no private addresses (default: none).",
 )
-@click.option(
-    "--preload", multiple=True, metavar="MODULE", help="A module to have ready before the start."
+@scheduling(
+    "--priority", type=click.IntRange(-100, 100), metavar="N", help="Higher starts earlier."
 )
-@click.option(
-    "--checkpoint", metavar="DIR/", help="A folder that is saved and kept between attempts."
-)
-@click.option("--checkpoint-every", metavar="TIME", help="How often it is saved (default 10m).")
-@click.option(
-    "--grace", metavar="TIME", help="Between SIGTERM and the end when it is stopped (default 10s)."
-)
-@click.option(
-    "--preemptible", is_flag=True, default=None, help="May be stopped for others and begun anew."
-)
-@click.option(
-    "--by", metavar="TIME", callback=due, help="Wanted by then (18:00, or a date with time)."
-)
-@click.option(
-    "--nodes", type=click.IntRange(1, 1024), metavar="N", help="Run on N nodes at once: a gang."
-)
-@click.option(
+@scheduling("--by", metavar="TIME", callback=_deadline, help="Deadline: 18:00, 2h, or a date.")
+@scheduling("--retries", type=click.IntRange(0, 20), metavar="N", help="Attempts after a failure.")
+@scheduling("--preemptible", is_flag=True, default=None, help="Allow preemption and restart.")
+@scheduling("--grace", metavar="TIME", help="Time from SIGTERM to SIGKILL (default: 10s).")
+@scheduling("--team", metavar="TEAM", help="Submit for this team of yours.")
+@gangs("--nodes", type=click.IntRange(1, 1024), metavar="N", help="Run on N nodes at once.")
+@gangs(
     "--engine",
     type=click.Choice(["none", "torchrun", "ray"]),
-    help="What starts a gang's command (default: none, it is told its rank).",
+    help="Launcher on each node (default: none; the rank is in the environment).",
 )
-@click.option(
+@gangs(
     "--on-loss",
     type=click.Choice(["reform", "end"]),
-    help="When a gang loses a node: begin anew on others (default), or fail.",
+    help="After a lost node: restart on other nodes (default), or fail.",
 )
-@click.option("--label", "labels", multiple=True, metavar="L", help="Only on nodes labelled so.")
-@click.option("--max-price", metavar="PRICE", help="At most that on one node, e.g. 0.40/h.")
-@click.option("--team", metavar="TEAM", help="In the name of this team of yours.")
-@click.option("--name", help="A name for listings.")
-@click.option("-d", "--detach", is_flag=True, help="Print the id and do not wait.")
+@click.option("--name", metavar="NAME", help="Name shown in listings.")
+@click.option("-d", "--detach", is_flag=True, help="Print the task id and exit.")
 @as_json
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED, metavar="-- CMD...")
 @click.pass_context
@@ -143,10 +174,11 @@ def run(
     command: tuple[str, ...],
     **wanted: object,
 ) -> None:
-    """Run a command in the pool.
+    """Run a command on the pool.
 
-    Streams its output, fetches its outputs and exits with its code. Ctrl-C detaches; a second one cancels.
-    A Python file as the first word is shipped and run, with the packages its own block (PEP 723) names.
+    Streams the output, downloads output files and exits with the command's exit code. Ctrl-C detaches; a second
+    Ctrl-C cancels the task. A local Python file as first word is uploaded and run with the packages of its inline
+    script metadata (PEP 723).
     """
     from gpool.client.client import shipment
     from gpool.client.options import Options
@@ -159,7 +191,7 @@ def run(
         shipped = [*shipped, script]
         wanted["script"] = script.source
     elif not (wanted["image"] or wanted["pip"] or wanted["requirements"]):
-        _warn_of_a_missing_script(command[0])
+        _warn_missing_script(command[0])
     options = Options.of({**wanted, "env": variables(env), "secrets": secrets(secret)})
     with progress_bar() as progress:
         submitted = unless_interrupted(
@@ -169,7 +201,9 @@ def run(
         )
     if submitted is None:
         click.echo(
-            "\nStopped before the task had an id; whether the pool took it says: gpool ps", err=True
+            "\nInterrupted before the server confirmed the submission. "
+            "Run `gpool ps` to see whether the task exists.",
+            err=True,
         )
         ctx.exit(INTERRUPTED)
     if detach:
@@ -179,7 +213,7 @@ def run(
             click.echo(submitted.id)
         return
     try:
-        code = attend(client, submitted, into, quiet=as_json)
+        code = follow_run(client, submitted, into, quiet=as_json)
         if as_json:
             _print_document(submitted)
     except KeyboardInterrupt:  # between two readings
@@ -188,42 +222,45 @@ def run(
         if os.environ.get("GPOOL_DEBUG"):
             raise
         say_error(error)
-        click.echo(f"  Task {submitted.id} may go on: gpool status {submitted.id}", err=True)
+        click.echo(
+            f"  Task {submitted.id} may still run; check with: gpool status {submitted.id}",
+            err=True,
+        )
         code = GPOOL_FAULT
     ctx.exit(code)
 
 
-def attend(client: Client, submitted: Run, into: Path, *, quiet: bool) -> int:
-    """Stream logs, wait, fetch outputs; the code to exit with."""
+def follow_run(client: Client, submitted: Run, into: Path, *, quiet: bool) -> int:
+    """Stream the output, wait for the end, download outputs; return the exit code."""
 
-    def follow(say: Callable[[Printed | str], None]) -> Result:
-        tell = ProgressLine(say, submitted, phases=sys.stderr.isatty())
-        for piece in submitted.printed(follow=True, on_progress=tell):
-            say(piece)
+    def follow(emit: Callable[[Printed | str], None]) -> Result:
+        on_progress = ProgressLine(emit, submitted, phases=sys.stderr.isatty())
+        for piece in submitted.printed(follow=True, on_progress=on_progress):
+            emit(piece)
         return submitted.wait()
 
     with Reading(follow) as reading:
         try:
             result = reading.show(partial(show, quiet=quiet))
-        except BrokenPipeError:  # `| head`: nobody reads any more
+        except BrokenPipeError:  # `| head`
             on_stderr(
-                f"gpool: nobody reads what task {submitted.id} prints; it goes on. "
+                f"gpool: standard output was closed; task {submitted.id} continues. "
                 f"Stop it with: gpool cancel {submitted.id}"
             )
             raise
         if result is None:
             return detached(submitted, reading.is_pressed_again)
-    say_how_it_ended(result)
+    print_outcome(result)
     from gpool.client.results import exit_code
 
     if not result.outputs:
         return exit_code(result)
-    kept = f"its outputs are kept. Fetch them with: gpool result {submitted.id} --into FOLDER"
+    kept = f"its outputs are kept. Download them with: gpool result {submitted.id} --into DIR"
     try:
         with progress_bar() as progress:
-            told = [progress] if progress else []
+            callbacks = [progress] if progress else []
             fetched = unless_interrupted(
-                lambda: client.artifacts.fetch(result.outputs, into, *told)
+                lambda: client.artifacts.fetch(result.outputs, into, *callbacks)
             )
     except GpoolError as error:
         if os.environ.get("GPOOL_DEBUG"):
@@ -238,9 +275,9 @@ def attend(client: Client, submitted: Run, into: Path, *, quiet: bool) -> int:
 
 
 def script_of(command: tuple[str, ...], workdir: Path | None) -> LocalFile | None:
-    """The Python file that the command begins with, under the name it gets there.
+    """The local Python file that is the first word of the command, with its path on the node; None: there is none.
 
-    Its name may be the one in the shipped folder, where the command starts, or the one here.
+    The word is looked up in `workdir`, where the command starts, and then in the current directory.
     """
     base = Path(os.path.normpath(Path() if workdir is None else workdir)).absolute()
     here = Path(os.path.normpath(Path(command[0]).absolute()))
@@ -256,17 +293,16 @@ def script_of(command: tuple[str, ...], workdir: Path | None) -> LocalFile | Non
     return LocalFile(name, source, about.st_size, bool(about.st_mode & stat.S_IXUSR))
 
 
-def _warn_of_a_missing_script(word: str) -> None:
-    """It may be a program there; most often it is a slip, which a node would say much later."""
+def _warn_missing_script(word: str) -> None:
     if word.endswith(".py") and not Path(word).is_absolute():
-        on_stderr(f"gpool: there is no {word} here to send, so it is taken for a program there")
+        on_stderr(f"gpool: no local file {word} to upload; the node runs it as a program")
 
 
 def detached(submitted: Run, is_pressed_again: Callable[[float], bool]) -> int:
-    """After the first Ctrl-C: say how to come back; a second one cancels."""
+    """Print how to attach again after the first Ctrl-C; a second one cancels the task."""
     click.echo(
-        f"\nDetached; task {submitted.id} goes on. Come back with: gpool logs -f {submitted.id}\n"
-        f"Stop it with: gpool cancel {submitted.id} (or press Ctrl-C again now)",
+        f"\nDetached; task {submitted.id} continues. Attach again with: gpool logs -f {submitted.id}\n"
+        f"Cancel it with: gpool cancel {submitted.id} (or press Ctrl-C again now)",
         err=True,
     )
     if is_pressed_again(SECOND_CHANCE_S):
@@ -276,7 +312,7 @@ def detached(submitted: Run, is_pressed_again: Callable[[float], bool]) -> int:
 
 
 def variables(given: tuple[str, ...]) -> dict[str, str]:
-    """`K=V`, or `K` for the caller's own value of it."""
+    """Variables from `K=V`, or from `K` with the caller's value."""
     found = {}
     for one in given:
         name, equals, value = one.partition("=")
@@ -285,7 +321,7 @@ def variables(given: tuple[str, ...]) -> dict[str, str]:
         if not equals:
             if name not in os.environ:
                 raise Invalid(
-                    f"--env {name}: there is no such variable here; write --env {name}=VALUE"
+                    f"--env {name}: no such variable in your environment; write --env {name}=VALUE"
                 )
             value = os.environ[name]
         found[name] = value
@@ -293,14 +329,14 @@ def variables(given: tuple[str, ...]) -> dict[str, str]:
 
 
 def secrets(given: tuple[str, ...]) -> dict[str, str]:
-    """`K` for the caller's own value of it, `K=@FILE` for a file's. Never `K=VALUE`: others see command lines."""
+    """Secrets from `K` (the caller's variable) or `K=@FILE`; `K=VALUE` is refused: command lines are public."""
     found = {}
     for one in given:
         name, equals, source = one.partition("=")
         if not name or (equals and not source.startswith("@")):
             raise Invalid(
                 f"--secret {name or one[:20]!r}: write --secret NAME (from your environment) or --secret NAME=@FILE; "
-                "a value on the command line is seen by everybody on this machine"
+                "a value on the command line is visible to every user of this machine"
             )
         if equals:
             try:
@@ -311,7 +347,7 @@ def secrets(given: tuple[str, ...]) -> dict[str, str]:
             found[name] = os.environ[name]
         else:
             raise Invalid(
-                f"--secret {name}: there is no such variable here; set it, or write --secret {name}=@FILE"
+                f"--secret {name}: no such variable in your environment; set it, or write --secret {name}=@FILE"
             )
     return found
 

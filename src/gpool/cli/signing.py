@@ -1,4 +1,4 @@
-"""Sign-in messages at the command line: signed with a key from disk, or printed for a wallet elsewhere to sign."""
+"""Sign-in messages (EIP-4361): signed with a key file, or printed for an external wallet to sign."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from gpool.core.errors import Invalid, Unprocessable
 
 if TYPE_CHECKING:
     from gpool.client.connection.transport import Door
-    from gpool.wallet.signing import Key
+    from gpool.wallet.signing import WalletKey
 
 STATEMENT = "Sign in to gpool."
 _ADDRESS = re.compile(r"(?:0x)?([0-9a-fA-F]{40})")
 
 
 def signed(door: Door, key_file: Path | None, address: str | None) -> dict[str, str]:
-    """A fresh message for this pool, and its signature."""
+    """Create a sign-in message for this pool and get its signature; `Invalid` for a malformed address."""
     try:
         from gpool.wallet.address import from_bytes
     except ImportError as exc:
@@ -31,36 +31,38 @@ def signed(door: Door, key_file: Path | None, address: str | None) -> dict[str, 
         return {"message": text, "signature": str(key.sign(text.encode()))}
     match = _ADDRESS.fullmatch((address or "").strip())
     if match is None:
-        raise Invalid(f"{(address or '')[:60]!r} is not an address; one is 0x and 40 hex digits")
+        raise Invalid(
+            f"{(address or '')[:60]!r} is not a wallet address; write 0x and 40 hex digits"
+        )
     text = message_for(door, from_bytes(bytes.fromhex(match[1])))
-    click.echo("Sign this message with your wallet (personal_sign), every line of it:\n", err=True)
+    click.echo("Sign this message with your wallet (personal_sign), all lines:\n", err=True)
     click.echo(text)
     click.echo("", err=True)
     pasted: str = click.prompt("Signature", err=True)
-    return {"message": text, "signature": tidy(pasted)}
+    return {"message": text, "signature": normalised_signature(pasted)}
 
 
 def message_for(door: Door, address: Any) -> str:
     from gpool.wallet import signin
     from gpool.wallet.moments import Moment
 
-    asked = door.send_json("POST", "/v1/auth/wallet/nonce", {})
+    challenge = door.send_json("POST", "/v1/auth/wallet/nonce", {})
     return signin.format(
         signin.SignIn(
-            domain=asked["domain"],
+            domain=challenge["domain"],
             address=address,
-            uri=asked["uri"],
-            chain_id=asked["chain_id"],
-            nonce=asked["nonce"],
+            uri=challenge["uri"],
+            chain_id=challenge["chain_id"],
+            nonce=challenge["nonce"],
             statement=STATEMENT,
-            issued_at=Moment(asked["issued_at"]),
-            expires_at=Moment(asked["expires_at"]),
+            issued_at=Moment(challenge["issued_at"]),
+            expires_at=Moment(challenge["expires_at"]),
         )
     )
 
 
-def key_from(path: Path) -> Key:
-    """A bare key, with a warning, or one behind a password."""
+def key_from(path: Path) -> WalletKey:
+    """Read a key file; asks for the password of a keystore and warns of an unencrypted key."""
     from gpool.wallet.keyfile import read
     from gpool.wallet.keystore import Keystore
 
@@ -73,7 +75,7 @@ def key_from(path: Path) -> Key:
     return found.content.decrypt(password)
 
 
-def tidy(pasted: str) -> str:
-    """A signature as wallets and terminals leave it: blanks, quotes, capitals, a missing 0x."""
+def normalised_signature(pasted: str) -> str:
+    """Normalise a pasted signature: blanks, quotes, capital letters, a missing 0x."""
     text = "".join(pasted.split()).strip("'\"`,;").lower()
     return text if text.startswith("0x") else f"0x{text}"

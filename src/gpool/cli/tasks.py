@@ -13,18 +13,24 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from gpool.cli.calling import as_json, client_of, into, listed, listing
+from gpool.cli.command import as_json, client_of, into_option, listed, listing
 from gpool.cli.main import FAILED, GPOOL_FAULT, INTERRUPTED, exit_code_of, say_error
-from gpool.cli.output.following import say_how_it_ended, show, show_documents
 from gpool.cli.output.interrupts import Reading
 from gpool.cli.output.printing import age, emit_json, fields, local_time, plain, table
-from gpool.cli.output.progress import ProgressLine, on_stderr, progress_bar
-from gpool.cli.references import own_team_id, shared_names, shown_as, who_is_who
+from gpool.cli.output.progress import (
+    ProgressLine,
+    on_stderr,
+    print_outcome,
+    progress_bar,
+    show,
+    show_documents,
+)
+from gpool.cli.references import own_team_id, principal_names, shared_names, shown_as
 from gpool.core.errors import Forbidden, GpoolError, Invalid
 from gpool.core.specs import gpu
 
 if TYPE_CHECKING:
-    from gpool.cli.wait_targets import Ended
+    from gpool.cli.wait_targets import WaitOutcome
     from gpool.client.client import Client
     from gpool.client.results import Result
 
@@ -34,7 +40,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 def _one_task(ctx: click.Context, param: click.Parameter, given: str) -> str:  # noqa: ARG001 - click's signature
     if given.startswith("b-"):
         raise Invalid(
-            f"{given} is a batch, and this is about one task; for all of it: gpool wait {given}, gpool cancel {given}"
+            f"{given} is a batch; this command takes one task. Commands that take batches: gpool wait {given}, "
+            f"gpool cancel {given}"
         )
     return given
 
@@ -43,19 +50,19 @@ task_id = click.argument("task", metavar="ID", callback=_one_task)
 
 
 def whose(function: F) -> F:
-    """`--team TEAM --everybody`, as listings of tasks have them."""
-    function = click.option("--everybody", is_flag=True, help="Everybody's, for operators.")(
+    """Add `--team TEAM --everybody`, the filters of task listings."""
+    function = click.option("--everybody", is_flag=True, help="Tasks of all users (operators).")(
         function
     )
-    return click.option(
-        "--team", metavar="TEAM", help="Those of a team of yours, instead of your own."
-    )(function)
+    return click.option("--team", metavar="TEAM", help="Tasks of this team instead of your own.")(
+        function
+    )
 
 
 def whose_tasks(client: Client, team: str | None, everybody: bool) -> dict[str, str]:
-    """The filters of a listing that those options stand for."""
+    """Query parameters for `--team` and `--everybody`."""
     if everybody and team is not None:
-        raise Invalid("--everybody and --team exclude each other")
+        raise Invalid("--everybody and --team exclude each other; give one of them")
     if everybody:
         return {"all": "true"}
     return {} if team is None else {"team": own_team_id(client, team)}
@@ -63,7 +70,11 @@ def whose_tasks(client: Client, team: str | None, everybody: bool) -> dict[str, 
 
 @click.command()
 @listing
-@click.option("--status", help="Only those: queued, leased, running, succeeded, failed, cancelled.")
+@click.option(
+    "--status",
+    metavar="STATUS",
+    help="Only tasks with this status: queued, leased, running, succeeded, failed or cancelled.",
+)
 @whose
 @click.pass_context
 def ps(
@@ -83,12 +94,12 @@ def ps(
         emit_json(found)
         return
     date, shared = client.door.date, shared_names(places(found))
-    known = who_is_who(client) if everybody else {}
+    names = principal_names(client) if everybody else {}
     rows = [
         (
             task["id"],
             task["name"],
-            *([known.get(task["user"], task["user"])] if everybody else ()),
+            *([names.get(task["user"], task["user"])] if everybody else ()),
             task_status(task),
             age(task["created_at"], date),
             where(task, shared),
@@ -104,20 +115,20 @@ def ps(
 
 
 def task_status(task: dict[str, Any]) -> str:
-    """With the phase, where that says more: before and after the run."""
+    """The status, with the phase unless it is `run`."""
     phase = task.get("phase")
     return task["status"] if phase in (None, "run") else f"{task['status']} ({phase})"
 
 
 def places(tasks: Iterable[dict[str, Any]]) -> Iterator[tuple[str | None, str | None]]:
-    """Ids and names of the nodes they are or were on."""
+    """(id, name) of the node of each task and gang member."""
     for task in tasks:
         for one in (task, *(task.get("members") or ())):
             yield one.get("node"), one.get("node_name")
 
 
 def where(task: dict[str, Any], shared: frozenset[str] = frozenset()) -> str:
-    """Its node, or the nodes of a gang's members; of one that waits, how many it wants."""
+    """The node or the nodes of the gang; for a waiting gang the number of nodes it needs."""
     members = [
         shown_as(member["node"], member.get("node_name"), shared)
         for member in task.get("members") or ()
@@ -133,7 +144,6 @@ def _member(member: dict[str, Any]) -> str:
 
 
 def _node(document: dict[str, Any]) -> str | None:
-    """The node's name and id: the one to read, the other to type."""
     id_, name = document.get("node"), document.get("node_name")
     return f"{name} ({id_})" if id_ and name else id_
 
@@ -169,7 +179,7 @@ def status(ctx: click.Context, task: str, as_json: bool) -> None:
         document["timeout"] = f"{timeout:.12g} s"
     if not document["nodes"]:
         document["engine"] = document["on_loss"] = None
-    if document.get("kind") != "function":  # a command's holds it alone
+    if document.get("kind") != "function":  # the batch of a command has one task
         document["batch"] = None
     document["members"] = [_member(member) for member in document.get("members") or ()]
     names = (
@@ -181,78 +191,87 @@ def status(ctx: click.Context, task: str, as_json: bool) -> None:
 
 @click.command()
 @task_id
-@click.option("-f", "--follow", is_flag=True, help="Stay until it ends.")
+@click.option("-f", "--follow", is_flag=True, help="Follow until the task ends.")
 @as_json
 @click.pass_context
 def logs(ctx: click.Context, task: str, follow: bool, as_json: bool) -> None:
-    """Print what a task wrote."""
+    """Print the output of a task."""
     client = client_of(ctx)
 
-    def read(say: Callable[[Any], None]) -> bool:
+    def read(emit: Callable[[Any], None]) -> bool:
         run = client.get(task)
-        tell = ProgressLine(say, run, phases=sys.stderr.isatty()) if follow else None
+        on_progress = ProgressLine(emit, run, phases=sys.stderr.isatty()) if follow else None
         read_on = run.log_documents if as_json else run.printed
-        for piece in read_on(follow=follow, on_progress=tell):
-            say(piece)
+        for piece in read_on(follow=follow, on_progress=on_progress):
+            emit(piece)
         return True
 
     with Reading(read) as reading:
         is_whole = reading.show(show_documents if as_json else partial(show, quiet=False))
     if not is_whole:
         again = f"gpool logs {'-f ' if follow else ''}{'--json ' if as_json else ''}{task}"
-        click.echo(f"\nThe task is not stopped by this. Come back with: {again}", err=True)
+        click.echo(f"\nThe task continues. Read on with: {again}", err=True)
         ctx.exit(INTERRUPTED)
 
 
 @click.command()
 @click.argument("tasks", metavar="ID...", nargs=-1, required=True)
-@click.option("--timeout", metavar="TIME", help="Give up after, e.g. 10m; the task goes on.")
+@click.option("--timeout", metavar="TIME", help="Stop waiting after this time, e.g. 10m.")
 @as_json
 @click.pass_context
 def wait(ctx: click.Context, tasks: tuple[str, ...], timeout: str | None, as_json: bool) -> None:
-    """Wait for a task; exit with its code.
+    """Wait for tasks to end; exit with their exit code.
 
-    With several ids: for all of them; with the code of the first of them that did not succeed. An id that begins with
-    b- is a batch: all of it, like the calls of one `map`.
+    With several ids, waits for all and exits with the code of the first one that did not succeed. An id that begins
+    with b- is a batch, e.g. the calls of one `map`.
+
+    \b
+    Examples:
+      gpool wait t-0123456789abc
+      gpool wait --timeout 2h $(cat ids)
     """
-    from gpool.cli.wait_targets import Ended, Wait, awaited, is_batch
+    from gpool.cli.wait_targets import Wait, WaitOutcome, awaited, is_batch
     from gpool.client.durations import seconds
 
     ends = None if timeout is None else time.monotonic() + seconds(timeout)
     client = client_of(ctx)
-    waits, found = list[Wait](), list[Ended]()
+    waits, found = list[Wait](), list[WaitOutcome]()
 
-    def read(say: Callable[[Result | Ended | str], None]) -> bool:
+    def read(emit: Callable[[Result | WaitOutcome | str], None]) -> bool:
         waits[:] = [awaited(client, task, as_json=as_json) for task in tasks]
         for wait in waits:
-            say(wait(None if ends is None else max(0.0, ends - time.monotonic()), say))
+            emit(wait(None if ends is None else max(0.0, ends - time.monotonic()), emit))
         return True
 
-    def told(said: Iterator[Result | Ended | str]) -> None:
-        for one in said:
+    def report(pieces: Iterator[Result | WaitOutcome | str]) -> None:
+        for one in pieces:
             if isinstance(one, str):
                 on_stderr(one)
-            elif isinstance(one, Ended):
+            elif isinstance(one, WaitOutcome):
                 found.append(one)
             else:
-                say_how_it_ended(one)
+                print_outcome(one)
 
     try:
         with Reading(read) as reading:
-            is_whole = reading.show(told)
+            is_whole = reading.show(report)
     except TimeoutError:
-        late = tasks[len(found)]
-        what = "batch" if is_batch(late) else "task"
-        click.echo(f"gpool: {what} {late} has not ended within {timeout}; it goes on", err=True)
+        unfinished = tasks[len(found)]
+        what = "batch" if is_batch(unfinished) else "task"
+        click.echo(
+            f"gpool: {what} {unfinished} has not ended within {timeout}; it continues", err=True
+        )
         ctx.exit(FAILED)
     except GpoolError as error:
-        if not waits or os.environ.get("GPOOL_DEBUG"):  # before these answer there is no id
+        if not waits or os.environ.get("GPOOL_DEBUG"):  # no id is known to be valid yet
             raise
         say_error(error)
         ctx.exit(GPOOL_FAULT)
     if not is_whole:
         left = " ".join(("--json", *tasks) if as_json else tasks[len(found) :])
-        click.echo(f"\nWhat you waited for goes on. Wait again with: gpool wait {left}", err=True)
+        click.echo(
+            f"\nInterrupted; the tasks continue. Wait again with: gpool wait {left}", err=True
+        )
         ctx.exit(INTERRUPTED)
     if as_json:
         documents = [one.document for one in found]
@@ -265,9 +284,9 @@ def wait(ctx: click.Context, tasks: tuple[str, ...], timeout: str | None, as_jso
 @as_json
 @click.pass_context
 def cancel(ctx: click.Context, tasks: tuple[str, ...], as_json: bool) -> None:
-    """Cancel tasks.
+    """Cancel tasks or batches.
 
-    An id that begins with b- is a batch: all of it that has not ended, like the calls of one `map`.
+    An id that begins with b- is a batch, e.g. the calls of one `map`; its finished tasks are left as they are.
     """
     client = client_of(ctx)
     found, failed = [], 0
@@ -279,7 +298,7 @@ def cancel(ctx: click.Context, tasks: tuple[str, ...], as_json: bool) -> None:
                 document = {"id": task, "status": "ended" if had_ended else "cancelled"}
             else:
                 document = client.cancel(task)
-        except GpoolError as error:  # the others are cancelled all the same
+        except GpoolError as error:  # the other tasks are cancelled nevertheless
             if len(tasks) == 1:
                 raise
             say_error(error)
@@ -287,15 +306,15 @@ def cancel(ctx: click.Context, tasks: tuple[str, ...], as_json: bool) -> None:
             continue
         found.append(document)
         if not as_json:
-            said = document.get("status", "cancelled")
-            click.echo(f"{task} {'has ended' if said == 'ended' else said}")
+            outcome = document.get("status", "cancelled")
+            click.echo(f"{task} {'has ended' if outcome == 'ended' else outcome}")
     if as_json:
         emit_json(found)
     ctx.exit(failed)
 
 
 def _has_ended(client: Client, batch: str) -> bool:
-    """A key that may cancel it need not be one that may read it."""
+    """Whether all tasks of the batch have ended; False for a key that may cancel but not read."""
     try:
         about = client.batch(batch)
     except Forbidden:
@@ -305,11 +324,11 @@ def _has_ended(client: Client, batch: str) -> bool:
 
 @click.command()
 @task_id
-@into
+@into_option()
 @as_json
 @click.pass_context
 def result(ctx: click.Context, task: str, into: Path, as_json: bool) -> None:
-    """Fetch a finished task's outputs."""
+    """Download the output files of a finished task."""
     import msgspec
 
     client = client_of(ctx)
@@ -329,7 +348,7 @@ def result(ctx: click.Context, task: str, into: Path, as_json: bool) -> None:
             click.echo(str(path))
         if not written:
             click.echo(f"Task {task} left no outputs.", err=True)
-    say_how_it_ended(found, code_too=True)
+    print_outcome(found, code_too=True)
     ctx.exit(0 if found.status == "succeeded" else FAILED)
 
 
@@ -338,7 +357,7 @@ def result(ctx: click.Context, task: str, into: Path, as_json: bool) -> None:
 @as_json
 @click.pass_context
 def explain(ctx: click.Context, task: str, as_json: bool) -> None:
-    """Say why a task waits, when it will start, and what would start it now."""
+    """Explain why a task waits and estimate its start."""
     client = client_of(ctx)
     document = client.explain(task)
     if as_json:
@@ -350,6 +369,6 @@ def explain(ctx: click.Context, task: str, as_json: bool) -> None:
         about, first, last = (
             local_time(estimate[name], client.door.date) for name in ("at", "from", "to")
         )
-        click.echo(f"Starts about {about}; eight times of ten between {first} and {last}.")
+        click.echo(f"Expected start: {about}; with 80 % probability between {first} and {last}.")
     for one in document.get("suggestions") or ():
         click.echo(f"  {plain(one['sentence'])} ({plain(one['change'])})")

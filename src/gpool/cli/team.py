@@ -1,4 +1,4 @@
-"""`gpool team`: people who share tasks and quotas."""
+"""`gpool team`: teams of users, who share tasks and quotas."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from gpool.cli.calling import as_json, client_of
+from gpool.cli.command import VerbGroup, as_json, client_of
 from gpool.cli.output.printing import emit_json, show, table
 from gpool.cli.references import own_team_id
 from gpool.core.errors import NotFound
@@ -16,14 +16,14 @@ role_option = click.option(
     type=click.Choice(["owner", "member", "viewer"]),
     default="member",
     show_default=True,
-    help="What they may do there.",
+    help="Role in the team.",
 )
 the_team = click.argument("team_", metavar="TEAM")
 
 
-@click.group()
+@click.group(cls=VerbGroup, renamed={"make": "create"})
 def team() -> None:
-    """Teams: list, make, invite, join, leave."""
+    """Manage teams and their members."""
 
 
 @team.command("ls")
@@ -36,15 +36,17 @@ def team_ls(ctx: click.Context, as_json: bool) -> None:
         emit_json(found)
         return
     rows = [(one["id"], one["name"], one["role"]) for one in found]
-    table(("id", "name", "role"), rows, "You are in no team; make one with: gpool team make NAME")
+    table(
+        ("id", "name", "role"), rows, "You are in no team; create one with: gpool team create NAME"
+    )
 
 
-@team.command("make")
+@team.command("create")
 @click.argument("name")
 @as_json
 @click.pass_context
-def team_make(ctx: click.Context, name: str, as_json: bool) -> None:
-    """Make a team; you own it."""
+def team_create(ctx: click.Context, name: str, as_json: bool) -> None:
+    """Create a team; you are its owner."""
     made = client_of(ctx).door.send_json("POST", "/v1/teams", {"name": name})
     show(made, as_json, "id name role")
 
@@ -54,7 +56,7 @@ def team_make(ctx: click.Context, name: str, as_json: bool) -> None:
 @as_json
 @click.pass_context
 def team_members(ctx: click.Context, team_: str, as_json: bool) -> None:
-    """List who is in a team."""
+    """List the members of a team."""
     client = client_of(ctx)
     found = client.door.get_json(f"/v1/teams/{own_team_id(client, team_)}/members")["items"]
     if as_json:
@@ -71,7 +73,7 @@ def team_members(ctx: click.Context, team_: str, as_json: bool) -> None:
 @as_json
 @click.pass_context
 def team_add(ctx: click.Context, team_: str, user: str, role: str, as_json: bool) -> None:
-    """Take somebody in, or change their role."""
+    """Add a member, or change their role."""
     client = client_of(ctx)
     path = f"/v1/teams/{own_team_id(client, team_)}/members"
     made = client.door.send_json("POST", path, {"user": user, "role": role})
@@ -83,14 +85,14 @@ def team_add(ctx: click.Context, team_: str, user: str, role: str, as_json: bool
 @click.argument("user")
 @click.pass_context
 def team_remove(ctx: click.Context, team_: str, user: str) -> None:
-    """Send somebody away."""
+    """Remove a member."""
     client = client_of(ctx)
     path = f"/v1/teams/{own_team_id(client, team_)}/members"
     found = [one for one in client.door.get_json(path)["items"] if user in _names(one)]
     if not found:
-        raise NotFound(f"no {user!r} in {team_}; `gpool team members {team_}` lists them")
+        raise NotFound(f"no member {user!r} in {team_}; `gpool team members {team_}` lists them")
     client.door.send("DELETE", f"{path}/{found[0]['user']}")
-    click.echo(f"{user} is no longer in {team_}")
+    click.echo(f"{user} removed from {team_}")
 
 
 def _names(member: dict[str, Any]) -> tuple[str, str]:
@@ -111,11 +113,13 @@ def team_leave(ctx: click.Context, team_: str) -> None:
 @team.command("invite")
 @the_team
 @role_option
-@click.option("--expires", default="7d", show_default=True, metavar="TIME")
+@click.option(
+    "--expires", default="7d", show_default=True, metavar="TIME", help="Validity of the invite."
+)
 @as_json
 @click.pass_context
 def team_invite(ctx: click.Context, team_: str, role: str, expires: str, as_json: bool) -> None:
-    """Make a token with which one person may join."""
+    """Create an invite with which one person can join."""
     from gpool.client.durations import seconds
 
     client = client_of(ctx)
@@ -125,7 +129,7 @@ def team_invite(ctx: click.Context, team_: str, role: str, expires: str, as_json
         emit_json(made)
     else:
         click.echo(f"gpool team join {made['token']}")
-        click.echo(f"  One person, once, until {made['expires_at']}.", err=True)
+        click.echo(f"  Valid for one person, once, until {made['expires_at']}.", err=True)
 
 
 @team.command("join")
@@ -133,7 +137,7 @@ def team_invite(ctx: click.Context, team_: str, role: str, expires: str, as_json
 @as_json
 @click.pass_context
 def team_join(ctx: click.Context, token: str, as_json: bool) -> None:
-    """Join a team with an invite's token."""
+    """Join a team with an invite token."""
     show(
         client_of(ctx).door.send_json("POST", "/v1/teams/join", {"token": token}),
         as_json,
@@ -147,7 +151,7 @@ def team_join(ctx: click.Context, token: str, as_json: bool) -> None:
 @as_json
 @click.pass_context
 def team_rename(ctx: click.Context, team_: str, name: str, as_json: bool) -> None:
-    """Give a team another name."""
+    """Rename a team."""
     client = client_of(ctx)
     changed = client.door.send_json(
         "PATCH", f"/v1/teams/{own_team_id(client, team_)}", {"name": name}
@@ -157,10 +161,10 @@ def team_rename(ctx: click.Context, team_: str, name: str, as_json: bool) -> Non
 
 @team.command("delete")
 @the_team
-@click.confirmation_option(prompt="The team and its memberships will be gone. Go on?")
+@click.confirmation_option(prompt="The team and its memberships will be deleted. Continue?")
 @click.pass_context
 def team_delete(ctx: click.Context, team_: str) -> None:
-    """Delete a team that has nothing open."""
+    """Delete a team without unfinished tasks."""
     client = client_of(ctx)
     client.door.send("DELETE", f"/v1/teams/{own_team_id(client, team_)}")
-    click.echo(f"{team_} is gone")
+    click.echo(f"{team_} deleted")

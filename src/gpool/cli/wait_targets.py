@@ -1,4 +1,4 @@
-"""What `gpool wait` waits for: a task, or a batch as a whole. It prints nothing; whoever reads is told what ended."""
+"""Targets of `gpool wait`: a task, or a whole batch. Prints nothing; results are passed to a callback."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ if TYPE_CHECKING:
     from gpool.client.client import Client
     from gpool.client.results import Result
 
-MOST_TOLD = 10
-"""Tasks of a batch that are named when they did not succeed; of more it is said how many there are."""
+MOST_REPORTED = 10
+"""Failed tasks of a batch that are reported one by one; the total is reported for all."""
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
-    """One of the ids that were given: the code it stands for, and its document where that was asked for."""
+class WaitOutcome:
+    """Exit code for one id, and its document if `--json` was given."""
 
     code: int
     document: dict[str, Any] = field(default_factory=dict)
 
 
-Tell = Callable[["Result | str"], None]
-Wait = Callable[[float | None, Tell], Ended]
-"""Waits so long, tells what ended, and a line about it; `TimeoutError` when it has not by then."""
+Report = Callable[["Result | str"], None]
+Wait = Callable[[float | None, Report], WaitOutcome]
+"""Wait for at most so many seconds and report results and messages; `TimeoutError` if the target has not ended."""
 
 
 def is_batch(id_: str) -> bool:
@@ -32,7 +32,7 @@ def is_batch(id_: str) -> bool:
 
 
 def awaited(client: Client, id_: str, *, as_json: bool) -> Wait:
-    """How to wait for it; `NotFound` when there is nothing to wait for."""
+    """The function that waits for this id; `NotFound` if the id is unknown."""
     return (_batch if is_batch(id_) else _task)(client, id_, as_json)
 
 
@@ -41,10 +41,10 @@ def _task(client: Client, id_: str, as_json: bool) -> Wait:
 
     run = client.get(id_)
 
-    def wait(within_s: float | None, tell: Tell) -> Ended:
+    def wait(within_s: float | None, report: Report) -> WaitOutcome:
         result = run.wait(within_s)
-        tell(result)
-        return Ended(exit_code(result), run.document() if as_json else {})
+        report(result)
+        return WaitOutcome(exit_code(result), run.document() if as_json else {})
 
     return wait
 
@@ -54,18 +54,18 @@ def _batch(client: Client, id_: str, as_json: bool) -> Wait:
 
     client.batch(id_)
 
-    def wait(within_s: float | None, tell: Tell) -> Ended:
+    def wait(within_s: float | None, report: Report) -> WaitOutcome:
         codes: dict[int, int] = {}  # by position, of those that did not succeed
         total = 0
         for result in client.ended(id_, within_s):
             total += 1
             if code := exit_code(result):
                 codes[result.position] = code
-                if len(codes) <= MOST_TOLD:
-                    tell(result)
+                if len(codes) <= MOST_REPORTED:
+                    report(result)
         if codes:
-            tell(f"gpool: {len(codes)} of the {total} tasks of {id_} did not succeed")
+            report(f"gpool: {len(codes)} of the {total} tasks of {id_} did not succeed")
         code = codes[min(codes)] if codes else 0
-        return Ended(code, client.batch(id_) if as_json else {})
+        return WaitOutcome(code, client.batch(id_) if as_json else {})
 
     return wait

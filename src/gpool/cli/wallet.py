@@ -1,4 +1,4 @@
-"""`gpool wallet`: the wallets of one's account. Linking and unlinking prove both the wallet and the account."""
+"""`gpool wallet`: wallets of the user's account. Linking and unlinking require proof of wallet and account."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from gpool.cli.account import anonymous, password_of
-from gpool.cli.calling import as_json, client_of
+from gpool.cli.command import as_json, client_of
 from gpool.cli.output.printing import emit_json, table
 from gpool.cli.references import quoted
 from gpool.cli.signing import signed
@@ -18,19 +18,19 @@ key_option = click.option(
     "--wallet-key",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="The wallet's key file or keystore; without it, a signature is asked for.",
+    help="Key file or keystore of the wallet (default: ask for a signature).",
 )
 proof_option = click.option(
     "--proof-key",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="Prove the account with another wallet of it instead of the password.",
+    help="Authenticate with another linked wallet instead of the password.",
 )
 
 
 @click.group()
 def wallet() -> None:
-    """Wallets of your account: list, link, unlink."""
+    """Manage the wallets of your account."""
 
 
 @wallet.command("ls")
@@ -76,7 +76,7 @@ def wallet_link(
 def wallet_unlink(
     ctx: click.Context, address: str, wallet_key: Path | None, proof_key: Path | None
 ) -> None:
-    """Unlink a wallet; another way in has to stay."""
+    """Unlink a wallet; another way to sign in must remain."""
     import json
 
     document = _proved(ctx, address if wallet_key is None else None, wallet_key, proof_key)
@@ -91,24 +91,26 @@ def wallet_unlink(
 
 @wallet.command("payout")
 @click.argument("address")
-@click.option("--off", is_flag=True, help="No payouts to it any more.")
+@click.option("--off", is_flag=True, help="Stop payouts to this wallet.")
 @as_json
 @click.pass_context
 def wallet_payout(ctx: click.Context, address: str, off: bool, as_json: bool) -> None:
-    """Choose the wallet that earnings go to."""
+    """Select the wallet that receives payouts."""
     path = f"/v1/wallets/{quoted(address)}"
     changed = client_of(ctx).door.send_json("PATCH", path, {"payout": not off})
     if as_json:
         emit_json(changed)
     else:
-        click.echo(f"{changed['address']} {'takes' if changed['payout'] else 'takes no'} payouts.")
+        click.echo(
+            f"{changed['address']} {'receives' if changed['payout'] else 'receives no'} payouts."
+        )
 
 
 def _proved(
     ctx: click.Context, address: str | None, wallet_key: Path | None, proof_key: Path | None
 ) -> dict[str, Any]:
     if (address is None) == (wallet_key is None):
-        raise Invalid("give the wallet's ADDRESS, or --wallet-key FILE")
+        raise Invalid("name the wallet: give either ADDRESS or --wallet-key FILE")
     door = anonymous(ctx)
     document: dict[str, Any] = dict(signed(door, wallet_key, address))
     if proof_key is not None:

@@ -1,1 +1,1 @@
-"""The mind: values, the lifecycle, scheduling. Pure: no clock, no dice, no I/O."""
+"""Values, lifecycle tables and scheduling. Pure: no clock, no randomness, no I/O."""

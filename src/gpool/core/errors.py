@@ -1,24 +1,24 @@
-"""Every error gpool raises on purpose. The `code` crosses the wire; the client raises the same class.
+"""Every error that gpool raises on purpose. `code` crosses the wire; the client raises the same class.
 
 GpoolError
-├── Invalid            400  the request says something that cannot be meant
+├── Invalid            400  a malformed or contradictory request
 │   └── BadGpuSpec     400  a GPU requirement that does not parse; points at the character
-├── NotSignedIn        401  no key, or one we do not know
-├── Forbidden          403  known, and not allowed
+├── NotSignedIn        401  no credentials, or unknown ones
+├── Forbidden          403  authenticated, but not authorized
 │   └── UntrustedResult -   a pickled value from another account's node (raised by the client)
-├── NotFound           404  not there, or not yours
-├── Conflict           409  the thing is in a state that does not allow this
-│   ├── StaleLease     409  an effect under a lease that is not the current one
+├── NotFound           404  missing, or not visible to the caller
+├── Conflict           409  the object's state does not allow the request
+│   ├── StaleLease     409  an effect under a lease that is no longer current
 │   └── KeyReused      409  the same Idempotency-Key with another request
 ├── TooLarge           413  body, batch, artifact or log over its limit
-├── Unprocessable      422  well-formed and impossible here
-├── TooMany            429  slow down, or the queue is full
+├── Unprocessable      422  well-formed, but impossible on this server
+├── TooMany            429  rate limit exceeded, or the queue is full
 ├── TaskFailed         -    the task ended without success (raised by the client)
-│   ├── TimedOut       -    it ran past its time-out
-│   ├── Cancelled      -    somebody cancelled it
+│   ├── TimedOut       -    it exceeded its time-out
+│   ├── Cancelled      -    it was cancelled
 │   └── LosesNodes     -    three different nodes were lost while it ran
-├── Unreachable        503  the server did not answer; the only error that is retried
-└── InternalFault      500  a bug of ours; the detail names a log entry
+├── Unreachable        503  no answer from the server; the only error that is retried
+└── InternalFault      500  a bug in gpool; the detail names the log entry
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from collections.abc import Mapping
 
 
 class GpoolError(Exception):
-    """The root. `detail` is for a person: what was wrong, with the value, and what to do next."""
+    """Base class. `detail` is for people: what is wrong, the value, what to do next."""
 
     code = "error"
     status = 500

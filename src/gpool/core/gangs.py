@@ -1,10 +1,15 @@
-"""How a gang stands, by how its members stand: when the rest is called off, and what became of it. It writes nothing.
+"""Gangs: addresses, variables and engine commands of the members, and the outcome from their ends. Pure.
 
-A gang is one task, and ends once. Nothing final is said before its last member has let go: when a node dies, the programs
-of its peers fail within milliseconds, long before the node's silence is noticed; only then is it known which was the cause.
-So of all ends together: a success stands; else a lost member is the cause, else one that had to make room, else one whose
-node could not start it, else the first that ended otherwise. `call` comes earlier and frees the nodes: with the first end after which the gang cannot go on as it
-is, the others are told to stop. It never changes its mind, since ends are numbered in the order they were written.
+A gang is one task with one end. The end is decided only after the last member has released its
+lease: when a node dies, the programs of its peers fail within milliseconds, long before the
+node's heartbeat is missed, so the cause is known only from all ends together. Precedence: success;
+else a lost member; else a preempted or returned member; else a member that its node could not
+start; else the first other end. `call` frees the nodes earlier: after the first end that stops the
+gang from continuing, the remaining members are told to stop. Its answer never changes, because ends
+are numbered in the order they were committed.
+
+Each member has one address in the gang's own network, which no other task or host is in. The first
+member is the rendezvous. Ports are fixed, since nobody else uses that network.
 """
 
 from __future__ import annotations
@@ -12,16 +17,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from ipaddress import IPv4Address, IPv4Network
 
-from gpool.core.model import EndReason, Engine, OnLoss
+from gpool.core.model import Allocation, EndReason, Engine, OnLoss
 
 YIELDED = frozenset({EndReason.PREEMPTED, EndReason.HANDED_BACK})
-"""It had to go, and is not at fault."""
+"""Ends through no fault of the task."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemberEnd:
-    """How one member ended; `place` is its place among the ends of its gang: 1, 2, …"""
+    """End of one member; `place` is its position among the ends of its gang: 1, 2, …"""
 
     rank: int
     place: int
@@ -30,75 +36,74 @@ class MemberEnd:
 
     @property
     def is_success(self) -> bool:
-        """Also by a function's word, which counts as one: no member alone may make its gang a success by it."""
+        """Exit code 0, or a function's value."""
         exited = self.reason is EndReason.EXITED and self.exit_code == 0
         return exited or self.reason is EndReason.RETURNED
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
-    """All that counts: how many members there are, and the ends of those that have let go."""
+class GangStanding:
+    """Size and policy of a gang, and the ends of the members that have released their leases."""
 
     nodes: int
     engine: Engine
     on_loss: OnLoss
-    ends: tuple[MemberEnd, ...] = ()  # in any order
-    making_room: bool = False  # it was asked to, as a whole, before anything had called it off
+    ends: tuple[MemberEnd, ...] = ()  # unordered
+    making_room: bool = False  # the whole gang was preempted before any member's end
 
 
-class Call(StrEnum):
-    """What those who still run are told."""
+class GangOrder(StrEnum):
+    """Order to the members that still run."""
 
-    END = "end"  # it is over
-    BACK = "back"  # it goes back to the queue: what can be saved is saved
+    END = "end"  # the gang has ended
+    BACK = "back"  # the gang is requeued: save checkpoints first
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
-    """What became of the gang, as the end of one attempt; `rank` is the member that was the cause."""
+class GangVerdict:
+    """Outcome of the gang as the end of one attempt; `rank` is the member that caused it."""
 
     rank: int
     reason: EndReason
     exit_code: int | None = None
 
 
-def call(gang: Standing) -> Call | None:
-    """What the members still there are told; None: they go on."""
+def call(gang: GangStanding) -> GangOrder | None:
+    """Return the order to the members that still run; None: continue."""
     for end in sorted(gang.ends, key=_place):
         if gang.engine is Engine.RAY and end.rank and end.reason is EndReason.EXITED:
-            continue  # a helper's exit: what it means, rank 0 finds out
+            continue  # exit of a Ray worker: rank 0 decides
         if end.is_success and not (gang.engine is Engine.RAY and end.rank == 0):
-            continue  # its part is done
+            continue  # this member is done
         if gang.making_room or end.reason in YIELDED:
-            return Call.BACK
+            return GangOrder.BACK
         if end.reason is EndReason.LOST and gang.on_loss is OnLoss.REFORM:
-            return Call.BACK
-        return Call.END
+            return GangOrder.BACK
+        return GangOrder.END
     return None
 
 
-def verdict(gang: Standing) -> Verdict | None:
-    """What became of it; None while a member has not let go."""
+def verdict(gang: GangStanding) -> GangVerdict | None:
+    """Return the outcome; None while a member holds its lease."""
     if len(gang.ends) < gang.nodes:
         return None
     ends = sorted(gang.ends, key=_place)
     first = next(end for end in ends if end.rank == 0)
     decisive = [first] if gang.engine is Engine.RAY else ends
     if all(end.is_success for end in decisive):
-        return Verdict(0, first.reason, first.exit_code)
+        return GangVerdict(0, first.reason, first.exit_code)
     cause = _first(ends, {EndReason.LOST}) or _first(ends, YIELDED)
     if cause is not None:
-        return Verdict(cause.rank, cause.reason)
+        return GangVerdict(cause.rank, cause.reason)
     own = _first(ends, {EndReason.NODE_FAILED}) or next(
         end for end in _judged(gang.engine, ends) if not end.is_success
     )
     if gang.making_room:
-        return Verdict(own.rank, EndReason.PREEMPTED)
-    return Verdict(own.rank, own.reason, own.exit_code)
+        return GangVerdict(own.rank, EndReason.PREEMPTED)
+    return GangVerdict(own.rank, own.reason, own.exit_code)
 
 
 def _judged(engine: Engine, ends: Sequence[MemberEnd]) -> Iterable[MemberEnd]:
-    """Of a cluster, exits of its helpers count for nothing."""
     if engine is not Engine.RAY:
         return ends
     return (end for end in ends if end.rank == 0 or end.reason is not EndReason.EXITED)
@@ -113,9 +118,98 @@ def _place(end: MemberEnd) -> int:
 
 
 def marked(data: bytes, rank: int, *, in_line: bool) -> bytes:
-    """A member's output with its rank before each line; `in_line`: what it printed last did not end one."""
+    """Prefix each line of a member's output with its rank; `in_line`: the previous chunk ended mid-line."""
     if not rank or not data:
         return data
     mark = b"[%d] " % rank
     body, last = data[:-1].replace(b"\n", b"\n" + mark), data[-1:]
     return (b"" if in_line else mark) + body + last
+
+
+NETWORK = IPv4Network("10.211.0.0/16")
+"""Network of every gang: gangs never see each other, so all use the same addresses."""
+
+INTERFACE = "gang0"
+MAX_NODES = 1024
+
+MEETING_PORT = 29500
+"""Port of torchrun's rendezvous on the first member; `MASTER_PORT` for every engine."""
+RAY_PORT = 6379
+GATE_PORT = 6378
+"""Port on which the workers of a Ray cluster report to the head and notice its end."""
+
+OBJECT_STORE = 3, 10
+"""Fraction of a member's memory for Ray's object store; its files lie in /dev/shm, which gets half."""
+LEAST_OBJECT_STORE_BYTES = 80 * 1024 * 1024  # Ray's minimum
+
+
+def address_of(rank: int) -> IPv4Address:
+    return NETWORK.network_address + rank + 1
+
+
+def variables(rank: int, nodes: int) -> tuple[tuple[str, str], ...]:
+    """Return a member's environment variables, for any engine; the task's own variables take precedence."""
+    head = str(address_of(0))
+    return (
+        ("GPOOL_RANK", str(rank)),
+        ("GPOOL_NODES", str(nodes)),
+        ("GPOOL_ADDRESS", str(address_of(rank))),
+        ("GPOOL_ADDRESSES", ",".join(str(address_of(one)) for one in range(nodes))),
+        ("GPOOL_INTERFACE", INTERFACE),
+        ("MASTER_ADDR", head),
+        ("MASTER_PORT", str(MEETING_PORT)),
+        ("GLOO_SOCKET_IFNAME", INTERFACE),
+        ("NCCL_SOCKET_IFNAME", INTERFACE),
+        ("TP_SOCKET_IFNAME", INTERFACE),
+        ("NCCL_IB_DISABLE", "1"),  # no InfiniBand device in a sandbox; NCCL would wait for it
+        ("UCX_NET_DEVICES", INTERFACE),
+        ("OMPI_MCA_btl_tcp_if_include", INTERFACE),
+    )
+
+
+def hosts(rank: int, nodes: int, own_name: str) -> str:
+    """Return lines for /etc/hosts: members as rank0, rank1, …, and this member under its own name too."""
+    lines = [f"{address_of(one)} rank{one}" for one in range(nodes)]
+    lines[rank] += f" {own_name}"
+    return "".join(f"{line}\n" for line in lines)
+
+
+def engine_words(engine: Engine, rank: int, nodes: int, part: Allocation) -> tuple[str, ...]:
+    """Return the interpreter arguments that start this member of the engine; empty without an engine.
+
+    torchrun's arguments end where the task's command follows; Ray's are complete.
+    """
+    if engine is Engine.TORCHRUN:
+        return (
+            "-m",
+            "torch.distributed.run",
+            f"--nnodes={nodes}",
+            f"--node-rank={rank}",
+            f"--nproc-per-node={max(1, len(part.slices))}",
+            f"--master-addr={address_of(0)}",
+            f"--master-port={MEETING_PORT}",
+            "--no-python",
+        )
+    if engine is Engine.RAY:
+        return ("-m", "ray.scripts.scripts", "start", *_ray_words(rank, part))
+    return ()
+
+
+def _ray_words(rank: int, part: Allocation) -> tuple[str, ...]:
+    times, of = OBJECT_STORE
+    store = max(LEAST_OBJECT_STORE_BYTES, part.memory_bytes * times // of)
+    head = f"{address_of(0)}:{RAY_PORT}"
+    place = ("--head", f"--port={RAY_PORT}", "--include-dashboard=false") if rank == 0 else ()
+    return (
+        *(place or (f"--address={head}",)),
+        f"--node-ip-address={address_of(rank)}",
+        f"--num-cpus={max(1, part.cpu_milli // 1000)}",
+        f"--num-gpus={len(part.slices)}",
+        f"--memory={max(1, part.memory_bytes - store)}",
+        f"--object-store-memory={store}",
+        "--disable-usage-stats",
+    )
+
+
+def ray_address() -> str:
+    return f"{address_of(0)}:{RAY_PORT}"

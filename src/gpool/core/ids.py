@@ -1,4 +1,4 @@
-"""Ids: 63-bit integers inside, short prefixed text outside. This module refuses to make them; an id source does."""
+"""Ids: 63-bit integers inside, prefixed text outside. New ids come from an `IdSource`."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ PREFIXES = {
 
 
 class IdSource(Protocol):
-    """Where new ids come from: increasing, never repeated, safe on many replicas."""
+    """Source of new ids: increasing, never repeated, safe with many replicas."""
 
     def next(self) -> int: ...
 
     def take(self, count: int) -> range | list[int]:
-        """`count` ids at once, increasing."""
+        """Return `count` increasing ids."""
         ...
 
 
 def encode(kind: str, number: int) -> str:
-    """`encode("task", 7)` is `t-0000000000007`: fixed width, so text sorts as the ids do."""
+    """Format an id: `encode("task", 7)` is `t-0000000000007`. Fixed width, so text sorts as the ids do."""
     letters = []
     for _ in range(DIGITS):
         letters.append(ALPHABET[number & 31])
@@ -51,7 +51,7 @@ def encode(kind: str, number: int) -> str:
 
 
 def decode(kind: str, text: str) -> int:
-    """The number behind an id, or `Invalid` saying what an id of this kind looks like."""
+    """Parse an id; raise `Invalid` with an example of an id of this kind."""
     prefix = PREFIXES[kind] + "-"
     body = text.removeprefix(prefix)
     if not text.startswith(prefix) or len(body) != DIGITS:
@@ -60,8 +60,8 @@ def decode(kind: str, text: str) -> int:
     for letter in body:
         value = _VALUE.get(letter)
         if value is None:
-            raise Invalid(f"{text[:40]!r} is not a {kind} id: {letter!r} cannot stand in one")
+            raise Invalid(f"{text[:40]!r} is not a {kind} id: {letter!r} is not a letter of an id")
         number = number << 5 | value
     if number >= 1 << 63:
-        raise Invalid(f"{text[:40]!r} is not a {kind} id: too large")
+        raise Invalid(f"{text[:40]!r} is not a {kind} id: the number is too large")
     return number

@@ -1,4 +1,4 @@
-"""The one table of a task's moves. Whoever changes a status asks here; an illegal move is a bug and says so."""
+"""Transition table of a task's status. Every change of a status is checked here; an illegal one is a bug."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from gpool.core.model import TaskStatus as S
 
 
 class Move(StrEnum):
-    """What happened to a task."""
+    """Event that changes a task's status."""
 
     GRANTED = "granted"  # the scheduler leased it to a node, next epoch
-    STARTED = "started"  # the agent says the sandbox runs
+    STARTED = "started"  # the agent reports that the sandbox runs
     SUCCEEDED = "succeeded"
-    FAILED = "failed"  # of its own: exit code, exception, time-out, memory
-    RETRIED = "retried"  # failed of its own with tries left
+    FAILED = "failed"  # by itself: exit code, exception, time-out, memory
+    RETRIED = "retried"  # failed by itself with retries left
     REQUEUED = "requeued"  # the lease ended through no fault of the task
-    GAVE_UP = "gave_up"  # lost on three different nodes
+    GAVE_UP = "gave_up"  # its nodes were lost three times
     CANCELLED = "cancelled"
 
 
@@ -26,7 +26,7 @@ TABLE: dict[tuple[TaskStatus, Move], TaskStatus] = {
     (S.QUEUED, Move.GRANTED): S.LEASED,
     (S.QUEUED, Move.CANCELLED): S.CANCELLED,
     (S.LEASED, Move.STARTED): S.RUNNING,
-    (S.LEASED, Move.FAILED): S.FAILED,  # an input missing, a sandbox that would not start
+    (S.LEASED, Move.FAILED): S.FAILED,  # a missing input, a sandbox that did not start
     (S.LEASED, Move.RETRIED): S.QUEUED,
     (S.LEASED, Move.REQUEUED): S.QUEUED,
     (S.LEASED, Move.GAVE_UP): S.FAILED,
@@ -40,20 +40,20 @@ TABLE: dict[tuple[TaskStatus, Move], TaskStatus] = {
 }
 
 SUCCESSES = frozenset({EndReason.EXITED, EndReason.RETURNED})
-"""Reasons that can be a success: a command's exit 0, a function's value."""
+"""Reasons that can mean success: a command's exit code 0, a function's value."""
 
 NO_FAULT = frozenset({EndReason.LOST, EndReason.HANDED_BACK, EndReason.PREEMPTED})
-"""Reasons that requeue without counting as a failed try."""
+"""Reasons that requeue the task without using one of its retries."""
 
 MAX_LOSSES = 3
 
 
 class IllegalMove(AssertionError):
-    """A move the table does not have: a bug in the caller, never a user's mistake."""
+    """Transition that the table does not have: a bug in the caller, never a user's mistake."""
 
 
 def after(status: TaskStatus, moves: Iterable[Move], story: object = "") -> TaskStatus:
-    """The status after the moves, in order; raises `IllegalMove` with the task's story."""
+    """Return the status after the moves, in order; raise `IllegalMove` with the task's history."""
     for move in moves:
         try:
             status = TABLE[status, move]
@@ -63,12 +63,12 @@ def after(status: TaskStatus, moves: Iterable[Move], story: object = "") -> Task
 
 
 def sources(move: Move) -> frozenset[TaskStatus]:
-    """The statuses from which the move is legal: what a guarded write compares with."""
+    """Return the statuses from which the move is legal, for the guard of a write."""
     return frozenset(status for (status, m) in TABLE if m is move)
 
 
 def end_move(reason: EndReason, exit_code: int | None, *, tries_left: bool, losses: int) -> Move:
-    """Which move an attempt's end is. `losses` counts different lost nodes, this one included."""
+    """Map the end of an attempt to a move. `losses` counts different lost nodes, this one included."""
     if reason in NO_FAULT:
         return Move.GAVE_UP if reason is EndReason.LOST and losses >= MAX_LOSSES else Move.REQUEUED
     if reason is EndReason.CANCELLED:
@@ -94,11 +94,12 @@ def as_markdown() -> str:
     lines += [
         "",
         "`succeeded`, `failed` and `cancelled` are final: no move leaves them.",
-        "A lease keeps its allocation until the agent confirms the end or the lease expires, even when the task is cancelled.",
+        "A lease keeps its allocation until the agent confirms the end or the lease expires, even if the",
+        "task is cancelled.",
         "",
     ]
     return "\n".join(lines)
 
 
 if __name__ == "__main__":
-    print(as_markdown(), end="")  # noqa: T201 - its output is the page
+    print(as_markdown(), end="")  # noqa: T201 - standard output is the page

@@ -1,4 +1,4 @@
-"""The values everything is said in. They hold what is so; they do nothing."""
+"""Values shared by all packages: tasks, nodes, GPUs, allocations. Frozen, without behaviour."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Span = NewType("Span", int)
 SECOND = Span(1_000_000)
 KIB, MIB, GIB = 1024, 1024**2, 1024**3
 INLINE_LIMIT_BYTES = 64 * KIB
-"""A function's arguments or value up to this size travel in the frame; larger ones as an artifact."""
+"""Largest function argument or value sent inside a frame; larger ones are artifacts."""
 
 
 class Permission(StrEnum):
@@ -28,7 +28,7 @@ class Permission(StrEnum):
 
 
 class Tier(StrEnum):
-    """How strongly a task is kept apart; ordered by `strength`."""
+    """Isolation tier; ordered by `strength`."""
 
     NONE = "none"
     CONTAINER = "container"
@@ -40,40 +40,40 @@ class Tier(StrEnum):
 
 
 class Sharing(StrEnum):
-    """How tasks share one GPU; see `gpool.agent.sharing`."""
+    """Mode in which tasks share one GPU; see `gpool.agent.sharing`."""
 
-    EXCLUSIVE = "exclusive"  # not at all
+    EXCLUSIVE = "exclusive"  # no sharing
     MIG = "mig"  # hardware slices: strangers may be neighbours
     MPS = (
         "mps"  # limits kept by the driver; one's fatal fault ends the others: one user's tasks only
     )
-    TIMESLICE = "timeslice"  # by turns, and who takes more memory than its slice is ended
+    TIMESLICE = "timeslice"  # time slices; a watchdog kills a task that exceeds its memory
 
 
 class Network(StrEnum):
-    """What a task may reach."""
+    """Network access of a task."""
 
-    NONE = "none"  # nothing, not even itself by another name
+    NONE = "none"  # no network at all
     EGRESS = "egress"  # the public internet; never private, link-local or metadata addresses
 
 
 class Engine(StrEnum):
-    """What starts a gang's command on its members."""
+    """Launcher of a gang's command on its members."""
 
-    NONE = "none"  # nothing: the command runs on each as it is, told its rank
+    NONE = "none"  # the command runs on every member, with its rank in a variable
     TORCHRUN = "torchrun"
-    RAY = "ray"  # a cluster of its own; the command runs on rank 0 alone
+    RAY = "ray"  # a private cluster; the command runs on rank 0 only
 
 
 class OnLoss(StrEnum):
-    """What becomes of a gang one of whose members is lost."""
+    """Policy of a gang that loses a member."""
 
-    REFORM = "reform"  # it goes back to the queue as a whole
-    END = "end"  # it has failed
+    REFORM = "reform"  # requeue the whole gang
+    END = "end"  # fail the gang
 
 
 class Phase(StrEnum):
-    """Where an attempt is on its node; the time-out covers them all."""
+    """Phase of an attempt on its node; the time-out covers all phases."""
 
     FETCH = "fetch"  # inputs
     BUILD = "build"  # the environment
@@ -101,7 +101,7 @@ class TaskStatus(StrEnum):
 
     @property
     def text(self) -> str:
-        """The plain word consumers see."""
+        """Status as shown to consumers."""
         return STATUS_TEXT[self]
 
 
@@ -117,10 +117,10 @@ STATUS_TEXT = {
 
 
 class EndReason(StrEnum):
-    """Why an attempt ended. The first group is the task's doing and final; the second requeues it."""
+    """Reason for the end of an attempt. The first group is final; the second requeues the task."""
 
     EXITED = "exited"  # a command's own exit, any code
-    RETURNED = "returned"  # a function gave a value
+    RETURNED = "returned"  # a function returned a value
     RAISED = "raised"  # a function raised
     TIMED_OUT = "timed_out"
     CANCELLED = "cancelled"
@@ -128,35 +128,35 @@ class EndReason(StrEnum):
     BAD_INPUT = "bad_input"  # an input artifact is missing or does not match its hash
     BAD_OUTPUT = "bad_output"  # a named output is missing, special, or over its quota
     LOSES_NODES = "loses_nodes"
-    SANDBOX_FAILED = "sandbox_failed"  # gpool's own fault on that node
+    SANDBOX_FAILED = "sandbox_failed"  # a fault of gpool or the node
 
-    LOST = "lost"  # the node went silent past the lease
+    LOST = "lost"  # the node missed its heartbeats until the lease expired
     HANDED_BACK = "handed_back"  # the agent returned it unstarted
     PREEMPTED = "preempted"
-    NODE_FAILED = "node_failed"  # the node could not start it, and says that this is its own fault
+    NODE_FAILED = "node_failed"  # the node could not start it and blames itself
 
 
 class Fault(StrEnum):
-    """What a node says of itself when it could not start what it was given."""
+    """A node's own diagnosis after a failed start."""
 
-    UNCLEAR = "unclear"  # it finds nothing wrong with itself, or has not looked
-    NODE = "node"  # it cannot start anything of that kind just now
-    PART = "part"  # a part of it is out of order, a GPU for instance, and it lends that no more
+    UNCLEAR = "unclear"  # its self-check found nothing, or did not run
+    NODE = "node"  # it cannot start any sandbox of that kind at present
+    PART = "part"  # a part (for example a GPU) is faulty and no longer offered
 
 
 class Availability(StrEnum):
-    """What the owner allows."""
+    """Owner's setting of a node."""
 
     AVAILABLE = "available"
-    PAUSED = "paused"  # nothing new; what runs goes on
-    DRAINING = "draining"  # nothing new; paused once the last lease ends
+    PAUSED = "paused"  # no new leases; running tasks continue
+    DRAINING = "draining"  # no new leases; paused after the last lease ends
 
 
 @dataclass(frozen=True, slots=True)
 class GpuRequest:
-    """One alternative of a GPU requirement: `count` whole GPUs, or (`count` 1) a slice of one.
+    """Alternative of a GPU requirement: `count` whole GPUs, or (`count` 1) a slice of one.
 
-    A slice is asked for by `share_milli` < 1000 (memory and compute alike) or by `vram_bytes`.
+    A slice is requested by `share_milli` < 1000 (memory and compute alike) or by `vram_bytes`.
     """
 
     count: int = 1
@@ -170,7 +170,7 @@ class GpuRequest:
 
 @dataclass(frozen=True, slots=True)
 class Requirements:
-    """What a task needs. Hashable: equal requirements are one shape."""
+    """Resources a task needs. Hashable: equal requirements are one shape."""
 
     gpu: tuple[GpuRequest, ...] = ()  # alternatives, tried in order; empty: CPU only
     cpu_milli: int = 1000
@@ -186,7 +186,7 @@ class Requirements:
 
 @dataclass(frozen=True, slots=True)
 class InputFile:
-    """A file laid into the work directory before the start."""
+    """File placed into the work directory before the start."""
 
     path: str  # relative, no "..", checked by core.paths
     sha256: str
@@ -196,7 +196,7 @@ class InputFile:
 
 @dataclass(frozen=True, slots=True)
 class OutputFile:
-    """A file found beneath the work directory after the end."""
+    """File found beneath the work directory after the end."""
 
     path: str
     sha256: str
@@ -206,7 +206,7 @@ class OutputFile:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """How an environment is made, in the normal form of `core.environments`: packages, or an image."""
+    """Environment spec in the normal form of `core.specs.environment`: packages, or an image."""
 
     python: str | None = None  # a minor, "3.11"; None: the node's own
     packages: tuple[str, ...] = ()  # PEP 508, sorted
@@ -215,7 +215,7 @@ class Recipe:
 
 @dataclass(frozen=True, slots=True)
 class TaskSpec:
-    """What to run, without the one task's own arguments: one spec serves a whole batch."""
+    """Definition of a task without its own arguments: one spec serves a whole batch."""
 
     kind: TaskKind
     name: str
@@ -243,10 +243,10 @@ class TaskSpec:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Queued tasks of one shape are interchangeable but for age: one entry in the queue.
+    """Class of interchangeable queued tasks: one entry in the queue.
 
-    `group` tells tasks apart whose run times have nothing in common: the function's hash or the command's kind.
-    `level` grows with what a task has run already (`scheduling.levels`): those that come back are not as the fresh ones.
+    `group` separates tasks with unrelated run times: the function's hash or the command's kind.
+    `level` grows with the time a task has already run (`scheduler.order.levels`).
     """
 
     user: UserId
@@ -269,7 +269,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class SliceProfile:
-    """A size in which a GPU can be cut into hardware slices, and where on it such a slice may begin."""
+    """Size of a MIG slice, and the memory slices at which it may start."""
 
     name: str  # "1g.18gb"
     memory_bytes: int
@@ -280,7 +280,7 @@ class SliceProfile:
 
 @dataclass(frozen=True, slots=True)
 class GpuDetails:
-    """What else is known of a device; empty, 0 or None: it does not say."""
+    """Further properties of a device; empty, 0 or None: unknown."""
 
     source: str = ""  # who told: "nvml", "amd-smi", "sysfs" …
     driver: str = ""
@@ -297,7 +297,7 @@ class GpuDetails:
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """One device, as its agent described it and its owner allows it."""
+    """Device as its agent describes it and its owner allows it."""
 
     index: int
     uuid: str
@@ -315,7 +315,7 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class RuntimeOffer:
-    """One way in which a node isolates tasks, and what it can give together."""
+    """Runtime of a node, and the abilities it has in combination."""
 
     name: str
     tier: Tier
@@ -326,7 +326,7 @@ class RuntimeOffer:
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """What a node lends, as its agent says it."""
+    """Resources that a node lends, as its agent reports them."""
 
     cpu_milli: int
     memory_bytes: int
@@ -351,7 +351,7 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class Audience:
-    """Whose tasks an owner takes; its own always."""
+    """Users and teams whose tasks an owner accepts; the owner's own tasks are always accepted."""
 
     users: frozenset[int] = frozenset()
     teams: frozenset[int] = frozenset()
@@ -359,7 +359,7 @@ class Audience:
 
 @dataclass(frozen=True, slots=True)
 class Merit:
-    """What experience says of a node, in coarse steps (`core.merits`); it is never a reason to refuse one."""
+    """Reliability and speed of a node in coarse steps (`core.trust.reliability`); never a reason to reject it."""
 
     mtbf: Span = Span(64 * 3600 * 1_000_000)  # mean time between losses; this much of one not known
     is_proven: bool = False  # every GPU it lends passed its trial
@@ -368,7 +368,7 @@ class Merit:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A provider's machine as the scheduler sees it."""
+    """Provider's machine as the scheduler sees it."""
 
     id: NodeId
     owner: UserId
@@ -389,7 +389,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """The part of one GPU that a lease holds; a whole GPU is a slice too."""
+    """Part of one GPU that a lease holds; a whole GPU is a slice too."""
 
     gpu_index: int
     memory_bytes: int
@@ -400,9 +400,9 @@ class Slice:
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """What leases of one user and shape stand in line for on a node; at most one of them runs.
+    """Resources on one node for leases of one user and shape; at most one of its leases runs, others queue.
 
-    `number` is the smallest free one on its node, so that it can be found again from the store.
+    `number` is the smallest free one on its node, so that it can be rebuilt from the store.
     """
 
     number: int
@@ -414,7 +414,7 @@ class Allocation:
 
 @dataclass(frozen=True, slots=True)
 class TaskRow:
-    """One task as the store holds it."""
+    """Task as stored."""
 
     id: TaskId
     batch: BatchId

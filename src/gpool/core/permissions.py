@@ -1,10 +1,11 @@
-"""The one place that decides who may do what: `may(actor, action, thing)`. Reads one table; loads nothing, asks nobody.
+"""Authorization: `may(actor, action, thing)` decides by one table. Pure; loads nothing.
 
-A decision has two gates. The first looks at actor and action alone (signed in? right permission? scope of the key?), so
-it says nothing about any object. The second looks at how the actor stands to the object. Whoever has no standing gets
-`HIDDEN`, the same answer as for an object that is not there; whoever can see it and may not do this gets `REFUSED`.
+A decision has two checks. The first uses actor and action only (signed in, permission, scope of the
+API key), so it reveals nothing about any object. The second uses the actor's relation to the object.
+Without a relation the outcome is `HIDDEN`, as for a missing object; with a relation that does not
+allow the action it is `REFUSED`.
 
-An object of a team belongs to the team: its maker keeps a say in it only while being an owner or member there.
+An object of a team belongs to the team: its creator keeps rights only as owner or member of the team.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ TeamId = NewType("TeamId", int)
 
 
 class Role(StrEnum):
-    """What somebody is in a team."""
+    """Role of a user in a team."""
 
     OWNER = "owner"
     MEMBER = "member"
@@ -29,7 +30,7 @@ class Role(StrEnum):
 
 
 class Scope(StrEnum):
-    """What an API key was made for. A sign-in by its owner has them all, and more."""
+    """Scope of an API key. A sign-in has all scopes, and more."""
 
     TASKS_READ = "tasks:read"
     TASKS_WRITE = "tasks:write"
@@ -43,10 +44,10 @@ class Scope(StrEnum):
     ADMIN = "admin"
 
 
-class Kind(StrEnum):
-    """What is acted on. `ACCOUNT` is the user or team in whose name something is made or listed."""
+class ObjectKind(StrEnum):
+    """Kind of object. `ACCOUNT` is the user or team in whose name something is created or listed."""
 
-    SERVER = "server"  # the pool itself: nobody's in particular
+    SERVER = "server"  # the pool itself
     ACCOUNT = "account"
     SESSION = "session"
     KEY = "key"
@@ -61,17 +62,17 @@ class Kind(StrEnum):
     RECEIPT = "receipt"
 
 
-# ---- who acts
+# ---- actors
 
 
 @dataclass(frozen=True, slots=True)
 class Nobody:
-    """Not signed in."""
+    """Anonymous caller."""
 
 
 @dataclass(frozen=True, slots=True)
 class Person:
-    """A user. `scopes` is None for a sign-in of their own, else what their API key may do."""
+    """User. `scopes` is None for a sign-in, else the scopes of the API key."""
 
     id: UserId
     permissions: frozenset[Permission] = frozenset()
@@ -80,23 +81,23 @@ class Person:
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
-    """A node, acting for itself and for the leases it holds; never for its owner."""
+class NodeActor:
+    """Node, acting for itself and its leases; never for its owner."""
 
     id: NodeId
 
 
-Actor = Nobody | Person | Machine
+Actor = Nobody | Person | NodeActor
 
 
-# ---- what is acted on
+# ---- objects
 
 
 @dataclass(frozen=True, slots=True)
 class Thing:
-    """The facts about an object that decide. `holder`: the node whose current lease covers it, or the node it is."""
+    """Facts about an object that decide. `holder`: the node whose current lease covers it, or the node itself."""
 
-    kind: Kind
+    kind: ObjectKind
     owner: UserId | None = None
     team: TeamId | None = None
     node_owner: UserId | None = None
@@ -104,50 +105,50 @@ class Thing:
     exists: bool = True
 
 
-POOL = Thing(Kind.SERVER)
+POOL = Thing(ObjectKind.SERVER)
 
 
-def missing(kind: Kind) -> Thing:
-    """What a route asks about when it found nothing: answered like a stranger's."""
+def missing(kind: ObjectKind) -> Thing:
+    """Stand-in for an object that was not found: answered like another user's object."""
     return Thing(kind, exists=False)
 
 
-# ---- how they stand to each other
+# ---- relations
 
 
-class Standing(StrEnum):
+class Relation(StrEnum):
     ANYONE = "anyone"  # signed in or not
     SIGNED_IN = "signed_in"  # any user
-    SELF = "self"  # it is theirs
+    SELF = "self"  # the owner
     TEAM_OWNER = "team_owner"
     TEAM_MEMBER = "team_member"
     TEAM_VIEWER = "team_viewer"
-    HOST = "host"  # it ran on a node of theirs
+    HOST = "host"  # it ran on one of the user's nodes
     OPERATOR = "operator"
-    HOLDER = "holder"  # a node: this is itself, or what its lease covers
+    HOLDER = "holder"  # a node: itself, or an object its lease covers
 
 
 _BY_ROLE = {
-    Role.OWNER: Standing.TEAM_OWNER,
-    Role.MEMBER: Standing.TEAM_MEMBER,
-    Role.VIEWER: Standing.TEAM_VIEWER,
+    Role.OWNER: Relation.TEAM_OWNER,
+    Role.MEMBER: Relation.TEAM_MEMBER,
+    Role.VIEWER: Relation.TEAM_VIEWER,
 }
-_MACHINES = frozenset({Standing.ANYONE, Standing.HOLDER})
-_STRANGERS = frozenset({Standing.ANYONE, Standing.SIGNED_IN})
+_MACHINES = frozenset({Relation.ANYONE, Relation.HOLDER})
+_STRANGERS = frozenset({Relation.ANYONE, Relation.SIGNED_IN})
 
 
 class Action(StrEnum):
-    """Everything a request can ask for. Each has exactly one row in `RULES`."""
+    """Action of a request. Each has exactly one row in `RULES`."""
 
-    # coming in
+    # sign-in
     REGISTER = "account.register"
-    SIGN_IN_BEGIN = "session.begin_sign_in"  # where a provider is to be asked
+    SIGN_IN_BEGIN = "session.begin_sign_in"  # redirect to an identity provider
     SIGN_IN = "session.sign_in"
     REFRESH = "session.refresh"
     SIGN_OUT = "session.sign_out"
     SESSIONS_LIST = "session.list"
     SESSION_END = "session.end"
-    # one's account
+    # account
     ME_READ = "account.read"
     ACCOUNT_CHANGE = "account.change"
     ACCOUNT_DELETE = "account.delete"
@@ -226,47 +227,49 @@ class Action(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
-    """One row: who may, on what kind of thing. `scope` None: never with an API key. `needs`: a permission on top."""
+class PermissionRule:
+    """Relations that allow an action on a kind of object. `scope` None: never with an API key. `needs`: an
+    additional permission.
+    """
 
-    kind: Kind
-    may: frozenset[Standing]
+    kind: ObjectKind
+    may: frozenset[Relation]
     scope: Scope | None
     changes: bool
     needs: Permission | None = None
 
 
-_ANYONE = frozenset({Standing.ANYONE})
-_SIGNED_IN = frozenset({Standing.SIGNED_IN})
-_OPERATOR = frozenset({Standing.OPERATOR})
-_SELF = frozenset({Standing.SELF})
-_NODE = frozenset({Standing.HOLDER})
-_OWN = _SELF | {Standing.TEAM_OWNER}  # what a team's owner does in the team's name
-_WORK = _OWN | {Standing.TEAM_MEMBER}
-_VIEW = _WORK | {Standing.TEAM_VIEWER}
+_ANYONE = frozenset({Relation.ANYONE})
+_SIGNED_IN = frozenset({Relation.SIGNED_IN})
+_OPERATOR = frozenset({Relation.OPERATOR})
+_SELF = frozenset({Relation.SELF})
+_NODE = frozenset({Relation.HOLDER})
+_OWN = _SELF | {Relation.TEAM_OWNER}  # a team's owner acts for the team
+_WORK = _OWN | {Relation.TEAM_MEMBER}
+_VIEW = _WORK | {Relation.TEAM_VIEWER}
 
 
 def _reads(
-    kind: Kind,
-    may: frozenset[Standing],
+    kind: ObjectKind,
+    may: frozenset[Relation],
     scope: Scope | None,
     needs: Permission | None = None,
-) -> Rule:
-    return Rule(kind, may, scope, False, needs)
+) -> PermissionRule:
+    return PermissionRule(kind, may, scope, False, needs)
 
 
 def _changes(
-    kind: Kind,
-    may: frozenset[Standing],
+    kind: ObjectKind,
+    may: frozenset[Relation],
     scope: Scope | None,
     needs: Permission | None = None,
-) -> Rule:
-    return Rule(kind, may, scope, True, needs)
+) -> PermissionRule:
+    return PermissionRule(kind, may, scope, True, needs)
 
 
-_A, _K, _S = Action, Kind, Scope
+_A, _K, _S = Action, ObjectKind, Scope
 
-RULES: Mapping[Action, Rule] = {
+RULES: Mapping[Action, PermissionRule] = {
     _A.REGISTER: _changes(_K.SERVER, _ANYONE, None),
     _A.SIGN_IN_BEGIN: _reads(_K.SERVER, _ANYONE, None),
     _A.SIGN_IN: _changes(_K.SERVER, _ANYONE, None),
@@ -326,7 +329,7 @@ RULES: Mapping[Action, Rule] = {
     _A.WEBHOOK_CHANGE: _changes(_K.WEBHOOK, _OWN, _S.WEBHOOKS),
     _A.WEBHOOK_DELETE: _changes(_K.WEBHOOK, _OWN | _OPERATOR, _S.WEBHOOKS),
     _A.LEDGER_READ: _reads(_K.ACCOUNT, _VIEW | _OPERATOR, _S.MONEY_READ),
-    _A.RECEIPT_READ: _reads(_K.RECEIPT, _VIEW | _OPERATOR | {Standing.HOST}, _S.MONEY_READ),
+    _A.RECEIPT_READ: _reads(_K.RECEIPT, _VIEW | _OPERATOR | {Relation.HOST}, _S.MONEY_READ),
     _A.PAYOUT_ASK: _changes(_K.ACCOUNT, _SELF, None, Permission.PROVIDER),
     _A.CREDIT_GIVE: _changes(_K.SERVER, _OPERATOR, None),
     _A.HEALTH_READ: _reads(_K.SERVER, _ANYONE, None),
@@ -348,56 +351,58 @@ RULES: Mapping[Action, Rule] = {
 
 
 def whole(
-    rules: Mapping[Action, Rule], actions: Iterable[Action] = Action
-) -> Mapping[Kind, frozenset[Standing]]:
-    """Who knows of things of each kind; raises when an action has no row, or a row makes no sense."""
+    rules: Mapping[Action, PermissionRule], actions: Iterable[Action] = Action
+) -> Mapping[ObjectKind, frozenset[Relation]]:
+    """Return the relations that can see each kind of object; raise if an action has no row or a row is invalid."""
     rowless = [action.value for action in actions if action not in rules]
     if rowless:
-        raise AssertionError(f"no rule for {', '.join(rowless)}: say in core/permissions who may")
-    sees: dict[Kind, frozenset[Standing]] = {kind: frozenset() for kind in Kind}
+        raise AssertionError(
+            f"no rule for {', '.join(rowless)}: add a row to RULES in core/permissions"
+        )
+    sees: dict[ObjectKind, frozenset[Relation]] = {kind: frozenset() for kind in ObjectKind}
     for action, rule in rules.items():
         if not rule.may:
             raise AssertionError(f"nobody may {action}")
-        if rule.changes and Standing.TEAM_VIEWER in rule.may:
+        if rule.changes and Relation.TEAM_VIEWER in rule.may:
             raise AssertionError(f"a viewer could {action}")
-        if rule.kind is not Kind.SERVER and Standing.ANYONE in rule.may:
+        if rule.kind is not ObjectKind.SERVER and Relation.ANYONE in rule.may:
             raise AssertionError(f"anyone could {action}, a {rule.kind} of somebody")
-        sees[rule.kind] |= rule.may - _STRANGERS  # whoever may do anything to it knows it is there
+        sees[rule.kind] |= rule.may - _STRANGERS  # any right on an object includes seeing it
     return sees
 
 
 _SEES = whole(RULES)
 
 
-# ---- deciding
+# ---- decisions
 
 
-class Outcome(StrEnum):
+class AccessOutcome(StrEnum):
     ALLOWED = "allowed"
-    HIDDEN = "hidden"  # 404, as if it were not there
+    HIDDEN = "hidden"  # 404, as for a missing object
     REFUSED = "refused"  # 403
     SIGN_IN = "sign_in"  # 401: nobody is signed in
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
-    outcome: Outcome
-    reason: str = ""  # for a person; never tells more than the outcome does
+class AccessDecision:
+    outcome: AccessOutcome
+    reason: str = ""  # for people; reveals no more than the outcome
 
     @property
     def allowed(self) -> bool:
-        return self.outcome is Outcome.ALLOWED
+        return self.outcome is AccessOutcome.ALLOWED
 
 
-ALLOWED = Decision(Outcome.ALLOWED)
-HIDDEN = Decision(Outcome.HIDDEN, "not there, or not yours")
+ALLOWED = AccessDecision(AccessOutcome.ALLOWED)
+HIDDEN = AccessDecision(AccessOutcome.HIDDEN, "not there, or not yours")
 
 
-def may(actor: Actor, action: Action, thing: Thing) -> Decision:
-    """Whether the actor may do this to the thing. Total: only a thing of another kind than the rule's is a bug and raises."""
+def may(actor: Actor, action: Action, thing: Thing) -> AccessDecision:
+    """Decide. A thing of another kind than the rule's is a bug and raises."""
     rule = RULES[action]
     if rule.kind is not thing.kind:
-        raise AssertionError(f"{action} is asked of a {rule.kind}, not of a {thing.kind}")
+        raise AssertionError(f"{action} acts on a {rule.kind}, not on a {thing.kind}")
     refusal = _refused_whatever_it_is(actor, action, rule)
     if refusal is not None:
         return refusal
@@ -406,73 +411,84 @@ def may(actor: Actor, action: Action, thing: Thing) -> Decision:
     has = standings(actor, thing)
     if has & rule.may:
         return ALLOWED
-    if thing.kind is Kind.SERVER:
-        return Decision(Outcome.REFUSED, f"{action} needs {_words(rule.may)}")
+    if thing.kind is ObjectKind.SERVER:
+        return AccessDecision(AccessOutcome.REFUSED, f"{action} needs {_words(rule.may)}")
     if has & _SEES[thing.kind]:
-        return Decision(
-            Outcome.REFUSED, f"you can see this {thing.kind}; {action} needs {_words(rule.may)}"
+        return AccessDecision(
+            AccessOutcome.REFUSED,
+            f"you can see this {thing.kind}; {action} needs {_words(rule.may)}",
         )
     return HIDDEN
 
 
-def _refused_whatever_it_is(actor: Actor, action: Action, rule: Rule) -> Decision | None:
-    """The first gate: actor and action alone."""
-    if Standing.ANYONE in rule.may:
+def _refused_whatever_it_is(
+    actor: Actor, action: Action, rule: PermissionRule
+) -> AccessDecision | None:
+    """First check: actor and action only."""
+    if Relation.ANYONE in rule.may:
         return None
     match actor:
         case Nobody():
-            return Decision(Outcome.SIGN_IN, f"{action} needs somebody who is signed in")
-        case Machine():
+            return AccessDecision(
+                AccessOutcome.SIGN_IN, f"{action} needs somebody who is signed in"
+            )
+        case NodeActor():
             if not rule.may & _MACHINES:
-                return Decision(Outcome.REFUSED, f"{action} is for users, not for nodes")
+                return AccessDecision(
+                    AccessOutcome.REFUSED, f"{action} is for users, not for nodes"
+                )
             return None
         case Person():
             if rule.may <= _NODE:
-                return Decision(Outcome.REFUSED, f"{action} is for nodes, not for users")
+                return AccessDecision(
+                    AccessOutcome.REFUSED, f"{action} is for nodes, not for users"
+                )
             if actor.scopes is not None and rule.scope not in actor.scopes:
                 wanted = (
                     f"an API key with the scope {rule.scope}"
                     if rule.scope
                     else "a sign-in; no API key can do this"
                 )
-                return Decision(Outcome.REFUSED, f"{action} needs {wanted}")
+                return AccessDecision(AccessOutcome.REFUSED, f"{action} needs {wanted}")
             if rule.needs is not None and rule.needs not in actor.permissions:
-                return Decision(Outcome.REFUSED, f"{action} needs the permission {rule.needs}")
+                return AccessDecision(
+                    AccessOutcome.REFUSED, f"{action} needs the permission {rule.needs}"
+                )
             return None
 
 
-def standings(actor: Actor, thing: Thing) -> frozenset[Standing]:
-    """How the actor stands to the thing."""
-    found = {Standing.ANYONE}
+def standings(actor: Actor, thing: Thing) -> frozenset[Relation]:
+    """Return the actor's relations to the thing."""
+    found = {Relation.ANYONE}
     match actor:
         case Nobody():
             pass
-        case Machine():
+        case NodeActor():
             if thing.holder == actor.id:
-                found.add(Standing.HOLDER)
+                found.add(Relation.HOLDER)
         case Person():
-            found.add(Standing.SIGNED_IN)
+            found.add(Relation.SIGNED_IN)
             if Permission.OPERATOR in actor.permissions:
-                found.add(Standing.OPERATOR)
+                found.add(Relation.OPERATOR)
             if thing.node_owner == actor.id:
-                found.add(Standing.HOST)
+                found.add(Relation.HOST)
             role = actor.teams.get(thing.team) if thing.team is not None else None
             if role is not None:
                 found.add(_BY_ROLE[role])
             at_work = thing.team is None or role in (Role.OWNER, Role.MEMBER)
             if thing.owner == actor.id and at_work:
-                found.add(Standing.SELF)
+                found.add(Relation.SELF)
     return frozenset(found)
 
 
-def _words(who: Collection[Standing]) -> str:
+def _words(who: Collection[Relation]) -> str:
     return " or ".join(sorted(standing.value.replace("_", " ") for standing in who))
 
 
 def as_markdown() -> str:
     """docs/permissions.md, generated: `python -m gpool.core.permissions > docs/permissions.md`."""
     lines = [
-        "# Who may do what",
+        "# Permissions",
         "",
         "Generated from `gpool.core.permissions.RULES`; a test fails when it is stale.",
         "",
@@ -480,14 +496,16 @@ def as_markdown() -> str:
         "|---|---|---|---|---|",
     ]
     for action, rule in RULES.items():
-        scope = rule.scope.value if rule.scope else "-" if Standing.ANYONE in rule.may else "none"
-        who = ", ".join(standing.value for standing in Standing if standing in rule.may)
+        scope = rule.scope.value if rule.scope else "-" if Relation.ANYONE in rule.may else "none"
+        who = ", ".join(standing.value for standing in Relation if standing in rule.may)
         needs = rule.needs.value if rule.needs else ""
         lines.append(f"| {action} | {rule.kind} | {who} | {scope} | {needs} |")
     lines += [
         "",
-        "Scope `none`: only a sign-in may, no API key. Whoever has no standing to a thing is told it is not there;",
-        "whoever can see it and may not do this is refused.",
+        "Scope `none`: the action needs a signed-in session; no API key can perform it. A caller without any",
+        "role on an object gets the answer for an object that does not exist; a caller who may see the object",
+        "but not perform the action is refused. The actions of webhooks, ledger, receipts, payouts, credits",
+        "and `server.backup` have no route in this version.",
         "",
     ]
     return "\n".join(lines)

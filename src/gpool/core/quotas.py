@@ -1,4 +1,4 @@
-"""Quotas: whether an ask fits what a user or a team may have at once. Counts nothing itself; usage is given."""
+"""Quotas of a user or team. Pure: usage is an argument."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import dataclass, fields
 
 
 @dataclass(frozen=True, slots=True)
-class Usage:
-    """What is in use, and likewise what is asked for on top. GPUs in thousandths, as slices are."""
+class QuotaUsage:
+    """Amounts in use, or requested. GPUs in thousandths."""
 
     running_gpu_milli: int = 0
     queued_tasks: int = 0
@@ -17,7 +17,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Quota:
-    """The most one may have at once; None: no limit."""
+    """Upper limits; None: no limit."""
 
     running_gpu_milli: int | None = None
     queued_tasks: int | None = None
@@ -33,7 +33,7 @@ _WORDS = {
 
 @dataclass(frozen=True, slots=True)
 class Over:
-    """The first limit an ask would pass."""
+    """First limit that a request exceeds."""
 
     what: str
     used: int
@@ -45,9 +45,11 @@ class Over:
         return f"{self.used} of {self.limit} {_WORDS[self.what]}; {self.asked} more do not fit"
 
 
-def within_quota(usage: Usage, quota: Quota, ask: Usage) -> Over | None:
-    """None when it fits. What is not asked for is not judged: a lowered limit stops nothing but more of the same."""
-    for each in fields(Usage):
+def within_quota(usage: QuotaUsage, quota: Quota, ask: QuotaUsage) -> Over | None:
+    """Return the first exceeded limit, or None. Amounts not requested are not checked: lowering a limit
+    below the present usage only refuses more of the same.
+    """
+    for each in fields(QuotaUsage):
         used, asked = int(getattr(usage, each.name)), int(getattr(ask, each.name))
         limit: int | None = getattr(quota, each.name)
         if limit is not None and asked > 0 and used + asked > limit:
@@ -55,8 +57,8 @@ def within_quota(usage: Usage, quota: Quota, ask: Usage) -> Over | None:
     return None
 
 
-def within_quotas(pairs: Iterable[tuple[Usage, Quota]], ask: Usage) -> Over | None:
-    """The user's own, then the team's: the first that is passed."""
+def within_quotas(pairs: Iterable[tuple[QuotaUsage, Quota]], ask: QuotaUsage) -> Over | None:
+    """Check the user's quota, then the team's; return the first exceeded limit."""
     for usage, quota in pairs:
         over = within_quota(usage, quota, ask)
         if over is not None:

@@ -1,17 +1,18 @@
-"""What becomes of a task that could not be started, and whose fault that was. Arithmetic over what was told; it writes nothing.
+"""Failed starts: what happens to the task, and which node is to blame. Pure.
 
-**The task.** That it did not start is no failure of its own: it waits again, and goes where it was not tried yet, where
-that would do (`Shape.avoids`). But there is an end to it: a task that starts nowhere fails with what the last node said. What
-nodes say of themselves decides how soon: where a node says that the fault is its own, the task is hardly suspect.
+**The task.** A failed start uses no retry: the task is requeued and prefers nodes where it was not
+tried (`Shape.avoids`). It fails with the last node's message after `MAX_UNSTARTED` tries, or
+`MAX_BY_NODE` where nodes blamed themselves.
 
-**The node.** Consumers can bring about that their tasks do not start (an image that does not exist), so that alone says
-nothing against a node: whoever wanted a provider out of the pool would only have to send such tasks. Two things do:
+**The node.** A consumer can cause failed starts (an image that does not exist), so a failed start
+alone is no evidence: otherwise any consumer could take a provider out of the pool. Evidence is:
 
-- its own word: it looked, and cannot start even the simplest thing itself;
-- tasks of `ENOUGH` different users that could not be started there and began elsewhere. What starts nowhere is never held
-  against any node, and one user's tasks never are by themselves, whatever they are made of.
+- the node's own report that it cannot start even the simplest sandbox;
+- tasks of `ENOUGH` different users that could not be started there and started elsewhere. A task
+  that starts nowhere counts against no node, and one user's tasks never suffice.
 
-A node that starts anything is no black hole: what was held against it is forgotten.
+Example: tasks of ann and bob fail to start on n1, then both run on n2: n1 gets a backoff. If both
+tasks were ann's, n1 gets none. A node that starts any task is cleared of its evidence.
 """
 
 from __future__ import annotations
@@ -24,18 +25,18 @@ from gpool.core.lifecycle import Move
 from gpool.core.model import EndReason, Fault
 
 MAX_UNSTARTED = 3
-"""Tries of a task that could not be started, where no node says that the fault was its own; its retries are on top."""
+"""Failed starts of a task before it fails, where no node blames itself; its retries are added."""
 
 MAX_BY_NODE = 5
-"""The same of all tries."""
+"""The same limit for all failed starts together."""
 
 ENOUGH = 2
-"""Users whose tasks could not be started on a node and began elsewhere."""
+"""Users whose tasks could not be started on a node and started elsewhere."""
 
 
 @dataclass(frozen=True, slots=True)
 class Unstarted:
-    """How often a task could not be started so far: `by_node` where the node said that this was its own fault."""
+    """Failed starts of a task so far; `by_node`: those for which the node blamed itself."""
 
     unclear: int = 0
     by_node: int = 0
@@ -51,31 +52,29 @@ class Unstarted:
 
 
 def unstarted_move(tries: Unstarted, retries: int) -> Move:
-    """Whether it waits again; `tries` counts this one too."""
+    """Return whether the task is requeued or fails; `tries` includes the present failure."""
     if tries.unclear >= MAX_UNSTARTED + retries or tries.times >= MAX_BY_NODE + retries:
         return Move.FAILED
     return Move.REQUEUED
 
 
 def archived_as(fault: Fault) -> EndReason:
-    """What the story of the task says of such an attempt."""
+    """Return the end reason recorded for such an attempt."""
     return EndReason.SANDBOX_FAILED if fault is Fault.UNCLEAR else EndReason.NODE_FAILED
 
 
 def given_up(said: str, tries: Unstarted) -> str:
-    """What is told of a task that starts nowhere: first what the last node said."""
+    """Return the error text of a task that starts nowhere; the last node's message comes first."""
     if tries.times < 2:
         return said
     return f"{said} (it was tried {tries.times} times and could not be started)".lstrip()
 
 
 class Evidence:
-    """What speaks against nodes. Folded from what was committed, in its order; it forgets a task with its end."""
+    """Evidence against nodes, folded from committed events in order. A task's evidence ends with it."""
 
     def __init__(self) -> None:
-        self._tried: dict[
-            TaskId, tuple[UserId, set[NodeId]]
-        ] = {}  # where they could not be started
+        self._tried: dict[TaskId, tuple[UserId, set[NodeId]]] = {}  # nodes with failed starts
         self._against: dict[NodeId, set[UserId]] = {}
 
     @property
@@ -84,11 +83,11 @@ class Evidence:
 
     @property
     def against(self) -> Mapping[NodeId, Collection[UserId]]:
-        """Whose tasks could not be started there and began elsewhere."""
+        """Users whose tasks could not be started on the node and started elsewhere."""
         return self._against
 
     def failed(self, task: TaskId, user: UserId, node: NodeId, fault: Fault) -> bool:
-        """It could not be started there; whether that alone is the node's fault."""
+        """Record a failed start; return whether it alone blames the node."""
         if fault is Fault.NODE:
             return True
         if fault is Fault.UNCLEAR:
@@ -96,7 +95,7 @@ class Evidence:
         return False
 
     def began(self, task: TaskId, nodes: Collection[NodeId]) -> list[NodeId]:
-        """It runs there. The nodes whose fault it now seems that it, and others, did not run before."""
+        """Record a start; return the nodes to which the task's earlier failed starts now point."""
         for node in self._against.keys() & set(nodes):
             del self._against[node]
         user, tried = self._tried.pop(task, (None, set[NodeId]()))
@@ -112,7 +111,7 @@ class Evidence:
         return found
 
     def ended(self, tasks: Collection[TaskId]) -> None:
-        """Without having begun: it says nothing against anybody."""
+        """Forget tasks that ended without a start: they are no evidence."""
         if self._tried:
             for task in tasks:
                 self._tried.pop(task, None)

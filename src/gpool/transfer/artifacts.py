@@ -1,7 +1,7 @@
-"""Artifacts up and down, written once: generators that yield requests and are given replies. They touch no network.
+"""Upload and download of artifacts, as generators that yield requests and receive replies. No I/O.
 
-An upload first asks what the server has, then sends the rest in parts; a download goes on where an earlier one stopped.
-Both can be begun anew after any failure, and `patiently` does so.
+An upload first asks which bytes the server has, then sends the rest in parts; a download resumes an earlier one.
+Both can be restarted after any failure, which `patiently` does.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from pathlib import Path
 from gpool.core.errors import Conflict, GpoolError, InternalFault, Unreachable
 from gpool.core.ids import encode
 from gpool.core.model import MIB
-from gpool.transfer.partial_file import Landing
-from gpool.transfer.requests import FilePart, Reply, Request, error_from
+from gpool.transfer.requests import FilePart, Landing, Reply, Request, error_from
 
 PART_BYTES = 8 * MIB
 LEASE_HEADER = "Gpool-Lease"
@@ -25,7 +24,7 @@ Steps = Generator[Request, Reply, None]
 
 @dataclass(frozen=True, slots=True)
 class LeaseRef:
-    """Under which lease an agent uploads: the fence of its artifacts."""
+    """Lease under which an agent uploads: the fence of its artifacts."""
 
     task: int
     epoch: int
@@ -37,7 +36,7 @@ class LeaseRef:
 
 @dataclass(frozen=True, slots=True)
 class Pause:
-    """Wait so long before the next request."""
+    """Wait this long before the next request."""
 
     seconds: float
 
@@ -50,13 +49,13 @@ def path_of(sha256: str) -> str:
 
 
 def hash_of(file: Path) -> tuple[str, int]:
-    """(SHA-256, size) of a file, with flat memory."""
+    """Return (SHA-256, size) of a file, in constant memory."""
     with file.open("rb") as opened:
         return hashlib.file_digest(opened, "sha256").hexdigest(), opened.tell()
 
 
 def upload(source: Path | bytes, sha256: str, size: int, lease: LeaseRef | None = None) -> Steps:
-    """Send what hashes to `sha256`; nothing is sent that the server has."""
+    """Send the content with this hash; bytes that the server has are not sent."""
     headers = {LEASE_HEADER: lease.header} if lease is not None else {}
     reply = yield Request("HEAD", path_of(sha256), headers)
     if reply.status == 200:
@@ -90,29 +89,28 @@ def download(sha256: str, landing: Landing, lease: LeaseRef | None = None) -> St
     """Fetch an artifact; returns once the landing holds all of it, verified."""
     if landing.size and landing.sha256 == sha256:
         return
-    headers = {"Accept-Encoding": "identity"}  # ranges count the bytes that are hashed
+    headers = {"Accept-Encoding": "identity"}  # ranges must count the hashed bytes
     if lease is not None:
         headers[LEASE_HEADER] = lease.header
     had = landing.size
     if had:
         headers["Range"] = f"bytes={had}-"
     reply = yield Request("GET", path_of(sha256), headers, into=landing)
-    if reply.status == 416:  # more is there than there should be
+    if reply.status == 416:  # the file is longer than the artifact
         landing.begin_again()
-        raise Unreachable(f"the fetched part of {sha256} was of no use; trying again")
+        raise Unreachable(f"the fetched part of {sha256} was corrupt; trying again")
     if reply.status not in (200, 206):
         raise error_from(reply)
     if landing.sha256 != sha256:
         landing.begin_again()
-        if had and reply.status == 206:  # what an earlier try left may be at fault
-            raise Unreachable(f"the fetched part of {sha256} was of no use; trying again")
+        if had and reply.status == 206:  # bytes of an earlier try may be corrupt
+            raise Unreachable(f"the fetched part of {sha256} was corrupt; trying again")
         raise InternalFault(f"what the server sent for {sha256} does not match its hash")
 
 
 def patiently(begin: Callable[[], Steps], pauses: Callable[[], Iterator[float]]) -> PatientSteps:
-    """The same steps, begun anew after each `Unreachable`; patience starts over whenever bytes have moved.
-
-    Of an upload that also means: by whoever sends the same, while we wait for them to be through.
+    """Repeat the steps after each `Unreachable`; the patience starts over whenever bytes have moved, also by another
+    sender of the same content.
     """
     left = pauses()
     furthest = 0
@@ -141,7 +139,7 @@ def patiently(begin: Callable[[], Steps], pauses: Callable[[], Iterator[float]])
 
 
 def _refusal(reply: Reply, sha256: str) -> GpoolError:
-    """A part that does not fit on is no refusal: a broken try, or another sender, was further than we thought."""
+    """A part at the wrong offset is no refusal: an earlier try or another sender was further."""
     error = error_from(reply)
     if type(error) is Conflict:
         return Unreachable(f"another upload of {sha256} is not through yet; trying again")

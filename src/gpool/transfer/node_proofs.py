@@ -1,8 +1,8 @@
-"""The node's half of its proofs: an Ed25519 key of its own, and what exactly it signs. Shared, so both sides spell it alike.
+"""Node's side of its proofs: its Ed25519 key and the signed statements. Shared with the server.
 
-Everything a proof is good for is inside the signed bytes: purpose, the server's name *as the node knows it* (never as
-the challenge says it), node, key and nonce; or, for one request, its method, path, lease, token and time. A proof shown
-elsewhere, to another server or for another purpose, is a signature of something else.
+The signed bytes contain everything a proof is good for: purpose, the server's name *as the node knows it* (never as
+the challenge says it), node, key and nonce; or, for one request, its method, path, lease, token and time. A proof
+shown to another server or for another purpose is a signature of something else.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _REQUEST_PROOF = re.compile(r"([0-9]{1,12})\.([A-Za-z0-9_-]{22})\.([A-Za-z0-9_-]
 
 
 class Purpose(StrEnum):
-    JOIN = "join"  # the node's first word: this key is mine
+    JOIN = "join"  # possession of the key while joining
     CHANNEL = "channel"  # opening the channel
     TOKEN = "token"  # a fresh short-lived token
 
 
 @dataclass(frozen=True, slots=True)
-class Statement:
-    """What an answer to a challenge states. `node` is empty while joining: it has no id yet."""
+class ChallengeStatement:
+    """Statement that answers a challenge. `node` is empty while joining: it has no id yet."""
 
     purpose: Purpose
     server: str
@@ -49,7 +49,7 @@ class Statement:
 
 @dataclass(frozen=True, slots=True)
 class RequestStatement:
-    """What a proof for one request states: this request, with this token, now."""
+    """Statement of a proof for one request with this token, now."""
 
     server: str
     method: str
@@ -66,7 +66,7 @@ class RequestStatement:
 
 
 def _message(*parts: str | bytes) -> bytes:
-    """Lengths first: no two lists of parts read alike."""
+    """Encode with lengths first: no two lists of parts encode alike."""
     raw = [
         part if isinstance(part, bytes) else part.encode("utf-8", "surrogatepass") for part in parts
     ]
@@ -74,7 +74,7 @@ def _message(*parts: str | bytes) -> bytes:
 
 
 class NodeKey:
-    """The node's own key. Its private half never leaves the machine."""
+    """Key of the node. Its private half never leaves the machine."""
 
     __slots__ = ("_private", "public")
 
@@ -84,7 +84,7 @@ class NodeKey:
 
     @staticmethod
     def from_file(path: Path) -> NodeKey:
-        """The key in the file, made when it is not there; `Invalid` when others could read it."""
+        """Load the key, creating it if missing; `Invalid` if others could read it."""
         if not path.exists():
             seed = base64.urlsafe_b64encode(secrets.token_bytes(KEY_BYTES)) + b"\n"
             write_private(path, seed, replace=False)
@@ -93,24 +93,24 @@ class NodeKey:
         except (binascii.Error, ValueError):
             raw = b""
         if len(raw) != KEY_BYTES:
-            raise Invalid(f"{path} holds no node's key; move it away and join again")
+            raise Invalid(f"{path} contains no node key; move it away and join again")
         return NodeKey(raw)
 
-    def sign(self, statement: Statement | RequestStatement) -> str:
+    def sign(self, statement: ChallengeStatement | RequestStatement) -> str:
         return _b64(self._private.sign(statement.message()))
 
     def request_proof(self, statement: RequestStatement) -> str:
-        """The value of the `Gpool-Proof` header."""
+        """Return the value of the `Gpool-Proof` header."""
         return f"{statement.at_s}.{statement.nonce}.{self.sign(statement)}"
 
 
 def public_text(public: bytes) -> str:
-    """A public key as documents and the store hold it."""
+    """Format a public key for documents and the store."""
     return _b64(public)
 
 
 def public_from(text: str) -> bytes | None:
-    """The key, when this is its one spelling."""
+    """Parse a public key in its canonical spelling."""
     if len(text) != KEY_LETTERS or not text.isascii():
         return None
     try:
@@ -137,7 +137,7 @@ def parse_request_proof(header: str) -> RequestProof | None:
 
 
 def signature_from(text: str) -> bytes | None:
-    """The 64 bytes, when this is their one spelling."""
+    """Parse a signature in its canonical spelling."""
     if len(text) != SIGNATURE_LETTERS or not text.isascii():
         return None
     try:

@@ -1,7 +1,7 @@
-"""TLS to a server known by its certificate's SHA-256, as the join link names it. No CA and no host name are asked.
+"""TLS to a server identified by its certificate's SHA-256, as in the join link. No CA, no host name check.
 
-The check is part of the handshake, so nothing is sent to a server that shows another certificate: not a request, not a
-key. It works wherever an `ssl.SSLContext` goes: httpx2 in threads and in asyncio, uvloop, websockets.
+The check is part of the handshake, so nothing (no request, no key) is sent to a server with another certificate. It
+works wherever an `ssl.SSLContext` does: httpx2 in threads and asyncio, uvloop, websockets.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ _HEX = re.compile(r"[0-9a-f]{64}")
 
 
 def fingerprint_of(der: bytes) -> str:
-    """64 hexadecimal digits, lower case: how links and profiles hold it."""
+    """Return 64 lower-case hexadecimal digits, as in links and profiles."""
     return hashlib.sha256(der).hexdigest()
 
 
 def spelt_out(fingerprint: str) -> str:
-    """For people to compare: `AB:CD:…`."""
+    """Format for people to compare: `AB:CD:…`."""
     return ":".join(fingerprint[at : at + 2] for at in range(0, len(fingerprint), 2)).upper()
 
 
 def parse_fingerprint(text: str) -> str:
-    """The 64 digits of a fingerprint as people write it: with colons or blanks, in capitals, behind `sha256=`."""
+    """Parse a fingerprint with colons or blanks, in capitals, behind `sha256=`."""
     plain = re.sub(r"[:\s]", "", re.sub(r"^\s*sha-?256\s*[=:]", "", text, flags=re.IGNORECASE))
     plain = plain.lower()
     if not _HEX.fullmatch(plain):
@@ -53,7 +53,7 @@ class WrongCertificate(ssl.SSLError):
 
 
 def pinned_context(fingerprint: str) -> ssl.SSLContext:
-    """A client's context that talks to the one server with this certificate."""
+    """Return a client context for the one server with this certificate."""
     pinned = parse_fingerprint(fingerprint)
 
     def check(der: bytes | None) -> None:
@@ -77,16 +77,16 @@ def pinned_context(fingerprint: str) -> ssl.SSLContext:
 
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
-    context.options |= ssl.OP_NO_RENEGOTIATION  # the certificate that was checked stays the one
-    context.check_hostname = False  # the certificate itself is known; its names add nothing
-    context.verify_mode = ssl.CERT_NONE  # `check` verifies, and a chain to a CA is not needed
+    context.options |= ssl.OP_NO_RENEGOTIATION  # the checked certificate cannot be replaced
+    context.check_hostname = False  # the certificate itself is pinned
+    context.verify_mode = ssl.CERT_NONE  # `check` verifies; no CA chain is needed
     context.sslsocket_class = PinnedSocket
     context.sslobject_class = PinnedObject
     return context
 
 
 def wrong_certificate(error: BaseException) -> WrongCertificate | None:
-    """The refusal of a changed certificate that lies behind an error of whatever library, if one does."""
+    """Return the `WrongCertificate` behind a library's error, if there is one."""
     seen: BaseException | None = error
     while seen is not None:
         if isinstance(seen, WrongCertificate):

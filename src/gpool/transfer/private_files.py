@@ -1,4 +1,4 @@
-"""Files for keys: written whole or not at all, for their owner only, and refused when others could read them."""
+"""Key files: written atomically, readable by their owner only."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gpool.core.errors import Invalid
 
 
 def write_private(path: Path, data: bytes, *, replace: bool) -> None:
-    """Mode 0600, on disk when it returns. Without `replace` a file that is there stays: of two that make it, one wins."""
+    """Write with mode 0600, flushed. Without `replace` an existing file is kept: of two writers one wins."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -36,7 +36,7 @@ def write_private(path: Path, data: bytes, *, replace: bool) -> None:
 
 
 def read_private(path: Path) -> bytes:
-    """Its bytes; `Invalid` when anybody but its owner could have read or written them."""
+    """Return the bytes; `Invalid` if anybody but the owner could have read or written them."""
     with path.open("rb") as file:
         facts = os.fstat(file.fileno())
         mode = stat.S_IMODE(facts.st_mode)

@@ -1,15 +1,16 @@
-"""Requests and replies as plain values, problem documents as errors. Sends nothing."""
+"""Requests and replies as values, problem documents as errors, and the file a download is written to. Sends nothing."""
 
 from __future__ import annotations
 
+import hashlib
 import ipaddress
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, BinaryIO
 from urllib.parse import urlsplit
 
 from gpool.core.errors import (
@@ -27,10 +28,10 @@ from gpool.core.errors import (
     Unprocessable,
     Unreachable,
 )
-from gpool.transfer.partial_file import Landing
+from gpool.core.model import MIB
 
 AWAY = frozenset({502, 503, 504})
-"""What a server that stops, or a proxy before one that is gone, answers."""
+"""Statuses of a stopping server, or of a proxy whose server is down."""
 
 _BY_STATUS: Mapping[int, type[GpoolError]] = {
     400: Invalid,
@@ -47,9 +48,8 @@ _BY_STATUS: Mapping[int, type[GpoolError]] = {
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where a server is. `fingerprint` is that of its certificate, from the join link or the profile.
-
-    `plain` is the word of whoever runs this that keys may travel unencrypted; off loopback nothing does without it.
+    """Server address. `fingerprint`: of its certificate, from the join link or profile. `plain`: the user permits keys over
+    unencrypted HTTP; without it only loopback is unencrypted.
     """
 
     url: str
@@ -57,7 +57,7 @@ class Address:
     plain: bool = False
 
     def refuse_if_open(self) -> None:
-        """`Invalid` when what is sent there could be read on its way."""
+        """Raise `Invalid` if the traffic could be read in transit."""
         parts = urlsplit(self.url)
         if parts.scheme == "https" or self.plain or is_loopback(parts.hostname or ""):
             return
@@ -78,7 +78,7 @@ def is_loopback(host: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class FilePart:
-    """A stretch of a file to be sent as a body."""
+    """Range of a file to be sent as a body."""
 
     file: Path
     offset: int
@@ -91,12 +91,12 @@ class Request:
     path: str
     headers: Mapping[str, str] = field(default_factory=dict)
     body: bytes | FilePart = b""
-    into: Landing | None = None  # takes the body of a 206, or (begun again) that of a 200
+    into: Landing | None = None  # receives the body of a 206, or (restarted) of a 200
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """`headers` answer to lower-case names; `body` is empty when it went into a landing."""
+    """`headers` have lower-case names; `body` is empty if it went into a landing."""
 
     status: int
     headers: Mapping[str, str]
@@ -111,14 +111,14 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """How long to go on trying, and how long to wait between tries: doubling, with jitter, never past the longest."""
+    """Retry policy: total time, and pauses that double with jitter up to a maximum."""
 
     total_s: float = 60.0
     first_s: float = 0.05
     longest_s: float = 2.0
 
     def pauses(self, random: Random) -> Iterator[float]:
-        """One pause before each further try; none are left when the time is over."""
+        """Yield the pause before each further try until the time is over."""
         ends, pause = time.monotonic() + self.total_s, self.first_s
         while (left := ends - time.monotonic()) > 0:
             yield min(pause * random.uniform(0.5, 1.0), left)
@@ -126,7 +126,7 @@ class Patience:
 
 
 def error_from(reply: Reply) -> GpoolError:
-    """The error the server meant: by its code, else by its status."""
+    """Build the error that the server meant: by its code, else by its status."""
     try:
         document = json.loads(reply.body) if reply.body else {}
     except ValueError:
@@ -135,7 +135,7 @@ def error_from(reply: Reply) -> GpoolError:
         document = {}
     by_status = _BY_STATUS.get(reply.status, InternalFault)
     kind = BY_CODE.get(str(document.get("code")), by_status)
-    if by_status is Unreachable and kind is not Unreachable:  # a proxy's words are not ours
+    if by_status is Unreachable and kind is not Unreachable:  # the text is a proxy's
         return Unreachable(f"the answer was {reply.status}: the server is away, or starting")
     detail = str(document.get("detail") or f"the server answered {reply.status}")
     if issubclass(kind, BadGpuSpec):
@@ -148,3 +148,31 @@ def error_from(reply: Reply) -> GpoolError:
     error = kind(detail)
     error.members = {k: v for k, v in document.items() if k not in ("detail", "code", "title")}
     return error
+
+
+class Landing:
+    """Writes to an open, seekable file; bytes of an earlier try are hashed first. `told` receives the size."""
+
+    def __init__(self, file: BinaryIO, told: Callable[[int], None] = lambda _: None) -> None:
+        self._file, self._told = file, told
+        self._digest = hashlib.sha256()
+        self.size = 0
+        while piece := file.read(MIB):
+            self._digest.update(piece)
+            self.size += len(piece)
+
+    @property
+    def sha256(self) -> str:
+        return self._digest.hexdigest()
+
+    def write(self, piece: bytes) -> None:
+        self._file.write(piece)
+        self._digest.update(piece)
+        self.size += len(piece)
+        self._told(self.size)
+
+    def begin_again(self) -> None:
+        """Discard the bytes received so far."""
+        self._file.seek(0)
+        self._file.truncate()
+        self._digest, self.size = hashlib.sha256(), 0

@@ -1,7 +1,7 @@
-"""The two thin senders: one for threads, one for asyncio. What is sent and how replies read is decided elsewhere.
+"""HTTP senders: one for threads, one for asyncio. Requests and the meaning of replies are decided elsewhere.
 
-The one for threads is on the client's hot path: it drives the transport directly, which costs a third of what a whole
-HTTP client does.
+The one for threads is on the client's hot path: it drives the transport directly, at a third of the cost of an HTTP
+client.
 """
 
 from __future__ import annotations
@@ -22,21 +22,20 @@ import httpx2
 from gpool.core.errors import Forbidden, GpoolError, Unreachable
 from gpool.core.model import MIB
 from gpool.transfer.artifacts import LeaseRef, Pause, Steps, download, patiently, upload
-from gpool.transfer.partial_file import Landing
 from gpool.transfer.pinning import pinned_context, wrong_certificate
-from gpool.transfer.requests import AWAY, Address, FilePart, Patience, Reply, Request
+from gpool.transfer.requests import AWAY, Address, FilePart, Landing, Patience, Reply, Request
 
 CONNECT_S, READ_S = 10.0, 60.0
 KEPT_IDLE_S = 60.0
-"""How long a connection is kept for the next request; the server keeps it longer."""
+"""Idle time of a kept connection; the server keeps it longer."""
 CHUNK_BYTES = MIB
 PATIENT = Patience(10.0, 0.1, 5.0)
 FIRST_CONTACT_S = 2.0
-"""Until the server has answered once, it is more likely off than restarting."""
+"""Patience before the first answer: the server is more likely off than restarting."""
 
 
 Vouch = Callable[[Request], Mapping[str, str]]
-"""Headers that say who sends this very request; `Unreachable` while that cannot be said."""
+"""Returns headers that authenticate this request; raises `Unreachable` while it cannot."""
 
 
 def _headers(token: str | None) -> dict[str, str]:
@@ -44,7 +43,7 @@ def _headers(token: str | None) -> dict[str, str]:
 
 
 def _tls(address: Address) -> ssl.SSLContext | bool:
-    """How the server is known: by its pinned certificate, else by the authorities the system trusts."""
+    """Return the TLS context: the pinned certificate, else the system's authorities."""
     address.refuse_if_open()
     return True if address.fingerprint is None else pinned_context(address.fingerprint)
 
@@ -66,7 +65,7 @@ def _unreachable(address: Address, error: httpx2.TransportError) -> GpoolError:
 
 
 def _lands(request: Request, status: int) -> Landing | None:
-    """Where the body goes, made ready for it; None: into memory."""
+    """Prepare and return the landing of the body; None: into memory."""
     into = request.into
     if into is None or status not in (200, 206):
         return None
@@ -77,7 +76,7 @@ def _lands(request: Request, status: int) -> Landing | None:
 
 @contextmanager
 def _part_of(target: Path) -> Iterator[BinaryIO]:
-    """A file beside the target, which replaces it when the block ends well; what came so far is kept when not."""
+    """Yield a file beside the target, which replaces it when the block succeeds and is kept for a resume otherwise."""
     part = target.with_name(target.name + ".part")
     part.touch()
     with part.open("r+b") as file:
@@ -91,7 +90,7 @@ def _part_of(target: Path) -> Iterator[BinaryIO]:
 
 
 class Sender:
-    """Sends from threads; any number of them may share it."""
+    """Sender for threads; any number of threads may share it."""
 
     def __init__(
         self,
@@ -120,23 +119,25 @@ class Sender:
         """The server's clock at its last answer, as HTTP writes it."""
 
     def close(self) -> None:
-        """Connections are closed; a retry that waits gives up."""
+        """Close connections; waiting retries give up."""
         self._closed.set()
         self._transport.close()
 
     def send(self, request: Request, read_s: float = READ_S) -> Reply:
-        """One request, one reply; `Unreachable` when there is none."""
+        """Send one request, return its reply; `Unreachable` without one."""
         with self.open(request, read_s) as answer:
             landing = _lands(request, answer.status_code)
             if landing is None:
                 return Reply(answer.status_code, answer.headers, _read(answer))
-            for piece in answer.iter_bytes():  # unsized: a sized one loses what it holds at a break
+            for (
+                piece
+            ) in answer.iter_bytes():  # unsized: a sized iterator loses its buffer on a break
                 landing.write(piece)
             return Reply(answer.status_code, answer.headers)
 
     @contextmanager
     def open(self, request: Request, read_s: float = READ_S) -> Iterator[httpx2.Response]:
-        """An answer whose body is still to come. Breaks raise `Unreachable`, in the block too."""
+        """Open a streamed response. Broken connections raise `Unreachable`, in the block too."""
         pairs = [*self._headers, *request.headers.items()]
         built = httpx2.Request(
             request.method,
@@ -160,18 +161,18 @@ class Sender:
             raise _unreachable(self._address, error) from error
 
     def pauses(self) -> Iterator[float]:
-        """How long to wait before each further try; at its end, give up."""
+        """Yield the pause before each further try."""
         patience = self._patience
         if not self._answered:
             patience = replace(patience, total_s=min(FIRST_CONTACT_S, patience.total_s))
         return patience.pauses(self._random)
 
     def wait(self, seconds: float) -> bool:
-        """Pause between tries; True when the sender was closed meanwhile."""
+        """Pause between tries; True if the sender was closed meanwhile."""
         return self._closed.wait(seconds)
 
     def carry_out(self, begin: Callable[[], Steps]) -> None:
-        """Send what a transfer asks for, patiently."""
+        """Run a transfer with retries."""
         steps = patiently(begin, self.pauses)
         came: Reply | Unreachable | None = None
         with suppress(StopIteration):
@@ -180,7 +181,7 @@ class Sender:
                 if isinstance(step, Pause):
                     came = None
                     if self.wait(step.seconds):
-                        raise Unreachable(f"the way to {self._address.url} was closed")
+                        raise Unreachable(f"the connection to {self._address.url} was closed")
                     continue
                 try:
                     came = self.send(step)
@@ -191,7 +192,7 @@ class Sender:
         self.carry_out(lambda: upload(file, sha256, size, lease))
 
     def download(self, sha256: str, target: Path, lease: LeaseRef | None = None) -> None:
-        """To `target`: whole and verified, or not there at all."""
+        """Download to `target`: complete and verified, or not at all."""
         with _part_of(target) as file:
             landing = Landing(file)
             self.carry_out(lambda: download(sha256, landing, lease))
@@ -205,8 +206,7 @@ def _read(answer: httpx2.Response) -> bytes:
 
 
 async def _to_its_end(work: Callable[[bytes], None], data: bytes) -> None:
-    """In a thread. One who is cancelled waits for it all the same: what comes next goes behind it, or into another
-    try's file."""
+    """Run in a thread and wait for it despite cancellation: a later write must not overlap."""
     running = asyncio.ensure_future(asyncio.to_thread(work, data))
     try:
         await asyncio.shield(running)
@@ -216,7 +216,7 @@ async def _to_its_end(work: Callable[[bytes], None], data: bytes) -> None:
 
 
 class AsyncSender:
-    """Sends from an event loop, with a token, or vouching for each request."""
+    """Sender for an event loop, with a token or with per-request proofs."""
 
     def __init__(
         self,
@@ -241,7 +241,7 @@ class AsyncSender:
         await self._http.aclose()
 
     async def send(self, request: Request) -> Reply:
-        """One request, one reply; `Unreachable` when there is none."""
+        """Send one request, return its reply; `Unreachable` without one."""
         is_file = isinstance(request.body, FilePart)
         content = await asyncio.to_thread(_body, request) if is_file else _body(request)
         vouched = self._vouch(request) if self._vouch is not None else {}
@@ -252,11 +252,11 @@ class AsyncSender:
             answer = await self._http.send(built, stream=True)
             try:
                 if answer.status_code == 401 and self._vouch is not None:
-                    raise Unreachable(f"{self._address.url} did not take the proof of who we are")
+                    raise Unreachable(f"{self._address.url} rejected the node's proof")
                 landing = _lands(request, answer.status_code)
                 if landing is None:
                     return Reply(answer.status_code, answer.headers, await answer.aread())
-                held = bytearray()  # a thread for each piece would cost more than the writing
+                held = bytearray()  # a thread per piece would cost more than the writes
                 try:
                     async for piece in answer.aiter_bytes():
                         held += piece
@@ -272,7 +272,7 @@ class AsyncSender:
             raise _unreachable(self._address, error) from error
 
     async def carry_out(self, begin: Callable[[], Steps]) -> None:
-        """Send what a transfer asks for, patiently."""
+        """Run a transfer with retries."""
         steps = patiently(begin, lambda: self._patience.pauses(self._random))
         came: Reply | Unreachable | None = None
         with suppress(StopIteration):
@@ -293,7 +293,7 @@ class AsyncSender:
         await self.carry_out(lambda: upload(file, sha256, size, lease))
 
     async def download(self, sha256: str, target: Path, lease: LeaseRef | None = None) -> None:
-        """To `target`: whole and verified, or not there at all."""
+        """Download to `target`: complete and verified, or not at all."""
         with _part_of(target) as file:
-            landing = await asyncio.to_thread(Landing, file)  # hashes what is there
+            landing = await asyncio.to_thread(Landing, file)  # hashes the existing bytes
             await self.carry_out(lambda: download(sha256, landing, lease))

@@ -1,4 +1,4 @@
-"""Wallets: addresses, signatures, sign-in messages, key files, Merkle trees. Pure, and imported one module at a time.
+"""Wallets: addresses, signatures, sign-in messages, key files, Merkle trees. Pure; imported module by module.
 
-`keccak` and `curve` need the `wallet` extra; nothing here is loaded by `import gpool`.
+`keccak` and `curve` need the `wallet` extra; `import gpool` loads nothing of it.
 """

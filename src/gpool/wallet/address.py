@@ -1,4 +1,4 @@
-"""Addresses: 20 bytes inside a contract, EIP-55 text everywhere else. Refuses every other spelling."""
+"""Addresses: 20 bytes in contracts, EIP-55 text elsewhere. Every other spelling is rejected."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from gpool.wallet.errors import BadAddress, shown
 from gpool.wallet.keccak import keccak256
 
 Address = NewType("Address", str)
-"""The one spelling: `0x` and 40 hex digits whose capitals are their checksum."""
+"""Canonical spelling: `0x` and 40 hex digits with EIP-55 capitals."""
 
 LENGTH = 20
 _HEX = re.compile(r"0x[0-9a-fA-F]{40}")
 
 
 def parse(text: str) -> Address:
-    """The address, when it is spelled exactly as EIP-55 says."""
+    """Parse an address in its exact EIP-55 spelling."""
     if not _HEX.fullmatch(text):
         raise BadAddress(f"{shown(text)} is not an address; one is 0x and 40 hex digits")
     right = _spelled(text[2:].lower())
@@ -24,7 +24,7 @@ def parse(text: str) -> Address:
         return right
     if text[2:].islower() or text[2:].isupper():
         raise BadAddress(f"{text} has no checksum (EIP-55); write it as {right}")
-    raise BadAddress(f"{text} has a wrong checksum (EIP-55): there is a typing mistake in it")
+    raise BadAddress(f"{text} has a wrong checksum (EIP-55): check it for a typing error")
 
 
 def from_bytes(raw: bytes) -> Address:
@@ -38,14 +38,13 @@ def to_bytes(address: Address) -> bytes:
 
 
 def of_public_key(point: bytes) -> Address:
-    """The address of an uncompressed public key: x and y, 64 bytes, without the leading 4."""
+    """Return the address of an uncompressed public key: x and y, 64 bytes, without the leading 4."""
     if len(point) != 64:
         raise BadAddress(f"a public key has 64 bytes, not {len(point)}")
     return from_bytes(keccak256(point)[-LENGTH:])
 
 
 def _spelled(digits: str) -> Address:
-    """A letter is a capital where the same digit of the hash of the lower-case text is 8 or more."""
     marks = keccak256(digits.encode()).hex()
     return Address(
         "0x"

@@ -1,6 +1,6 @@
-"""EIP-1271, the pure halves: what to ask a contract wallet, and how to read its answer. Dialling the chain is the server's.
+"""EIP-1271: encoding of the question to a contract wallet and decoding of its answer. No I/O.
 
-The answer counts only from a call that succeeded, at the address in the message, on the message's chain.
+An answer counts only from a successful call, at the message's address, on the message's chain.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import re
 from gpool.wallet.errors import BadSignature, shown
 
 MAGIC = bytes.fromhex("1626ba7e")
-"""Both the selector of `isValidSignature(bytes32,bytes)` and what it answers for yes."""
+"""Selector of `isValidSignature(bytes32,bytes)` and its positive answer."""
 
 MAX_SIGNATURE_BYTES = 8192
 _YES = MAGIC.ljust(32, b"\0")
@@ -18,7 +18,7 @@ _HEX = re.compile(r"0x(?:[0-9a-f]{2})*")
 
 
 def parse_signature(text: str) -> bytes:
-    """A contract's signature is its own affair: any bytes, none included (`0x`), up to a limit."""
+    """Parse a contract's signature: any bytes, also none (`0x`), up to a limit."""
     if len(text) > 2 + 2 * MAX_SIGNATURE_BYTES:
         raise BadSignature(f"the signature has more than {MAX_SIGNATURE_BYTES} bytes")
     if not _HEX.fullmatch(text):
@@ -29,7 +29,7 @@ def parse_signature(text: str) -> bytes:
 
 
 def call_data(digest: bytes, signature: bytes) -> bytes:
-    """The ABI encoding of `isValidSignature(digest, signature)`."""
+    """Return the ABI encoding of `isValidSignature(digest, signature)`."""
     if len(digest) != 32:
         raise BadSignature(f"a digest has 32 bytes, not {len(digest)}")
     if len(signature) > MAX_SIGNATURE_BYTES:
@@ -39,7 +39,7 @@ def call_data(digest: bytes, signature: bytes) -> bytes:
 
 
 def says_yes(answer: bytes) -> bool:
-    """Exactly one word: the magic value, then 28 zero bytes. An address without code answers nothing, which is a no."""
+    """Return whether the answer is exactly the magic value and 28 zero bytes. An address without code answers nothing."""
     return answer == _YES
 
 

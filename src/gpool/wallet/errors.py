@@ -1,4 +1,4 @@
-"""What this room refuses, each a kind of `Invalid`: same code on the wire, a class of its own in the program.
+"""Errors of this package: subclasses of `Invalid` with its wire code.
 
 Invalid
 ├── BadAddress         not a 20-byte address in its EIP-55 spelling
@@ -6,7 +6,7 @@ Invalid
 ├── BadMoment          not an RFC 3339 time
 ├── BadSignIn          not an EIP-4361 message; says which field and line
 ├── BadKey             not a private key of the curve
-│   └── BadKeyFile     a file that holds none, or one that asks for absurd work
+│   └── BadKeyFile     a file without a key, or with an excessive work factor
 │       └── WrongPassword
 └── BadTree            leaves or proofs that cannot belong to a Merkle tree
 """
@@ -31,7 +31,7 @@ class BadMoment(Invalid):
 
 
 class BadSignIn(Invalid):
-    """`field` is the name in `SignIn`; `line` counts from 1 and is 0 where there is no text yet."""
+    """`field` is the name in `SignIn`; `line` counts from 1, 0 if there is no text yet."""
 
     title = "Not a sign-in message"
 
@@ -57,6 +57,6 @@ class BadTree(Invalid):
 
 
 def shown(text: str) -> str:
-    """Foreign text for a message: quoted, escaped, short."""
+    """Quote, escape and shorten untrusted text for a message."""
     cut = text[:SHOWN] + "…" if len(text) > SHOWN else text
     return "'" + cut.encode("unicode_escape").decode().replace("\\u2026", "…") + "'"

@@ -1,4 +1,4 @@
-"""Reads a key from disk for `gpool login`: a bare hex key or an encrypted key file. Warns when others could read it too."""
+"""Key from disk for `gpool login`: a bare hex key or an encrypted key file. Warns if others could read it."""
 
 from __future__ import annotations
 
@@ -10,36 +10,36 @@ from pathlib import Path
 from gpool.wallet import keystore
 from gpool.wallet.errors import BadKey, BadKeyFile
 from gpool.wallet.keystore import Keystore
-from gpool.wallet.signing import Key
+from gpool.wallet.signing import WalletKey
 
 
 @dataclass(frozen=True, slots=True)
 class KeyFile:
-    content: Key | Keystore
+    content: WalletKey | Keystore
     warnings: tuple[str, ...]
-    """For the person at the terminal; empty when there is nothing to say."""
+    """Warnings for the terminal; may be empty."""
 
 
 def read(path: Path) -> KeyFile:
-    """What the file holds, or `BadKeyFile`. No error repeats any of its content."""
+    """Read a key file, or raise `BadKeyFile`. No error repeats its content."""
     data, mode = _load(path)
     content = _content(path, data)
     warnings = []
-    if isinstance(content, Key):
+    if isinstance(content, WalletKey):
         warnings.append(f"{path} holds a key that is not encrypted; a keystore file is safer")
     if mode & 0o077:
         warnings.append(f"{path} can be read by others on this machine; run chmod 600 {path}")
     return KeyFile(content, tuple(warnings))
 
 
-def _content(path: Path, data: bytes) -> Key | Keystore:
+def _content(path: Path, data: bytes) -> WalletKey | Keystore:
     if data.lstrip()[:1] == b"{":
         return keystore.parse(data)
     try:
-        return Key.parse(data.decode("ascii").strip())
+        return WalletKey.parse(data.decode("ascii").strip())
     except (BadKey, UnicodeDecodeError):
         raise BadKeyFile(
-            f"{path} holds neither a private key (64 hex digits) nor an encrypted key file (JSON)"
+            f"{path} contains neither a private key (64 hex digits) nor an encrypted key file (JSON)"
         ) from None
 
 
@@ -58,5 +58,5 @@ def _load(path: Path) -> tuple[bytes, int]:
 
 
 def _without_waiting(path: str, flags: int) -> int:
-    """Opening a named pipe would otherwise wait for a writer."""
+    """Open without blocking: a named pipe would wait for a writer."""
     return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))

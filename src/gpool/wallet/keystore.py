@@ -1,7 +1,7 @@
-"""Encrypted key files: Web3 Secret Storage, version 3 (scrypt or PBKDF2, AES-128-CTR, Keccak MAC). Decrypts only.
+"""Encrypted key files: Web3 Secret Storage version 3 (scrypt or PBKDF2, AES-128-CTR, Keccak MAC). Decrypts only.
 
-The file names its own cost, so a file from a stranger could ask for any amount of memory and time: absurd costs are
-refused before any work is done.
+The file names its own work factor, so an untrusted file could ask for any memory and time: excessive factors are
+rejected before any work.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from Crypto.Protocol.KDF import scrypt
 
 from gpool.wallet.errors import BadKey, BadKeyFile, WrongPassword
 from gpool.wallet.keccak import keccak256
-from gpool.wallet.signing import Key
+from gpool.wallet.signing import WalletKey
 
 MAX_FILE_BYTES = 64 * 1024
 MAX_SCRYPT_MEMORY = 512 * 1024 * 1024
-"""Twice what the costliest common setting takes (n = 262,144, r = 8)."""
+"""Twice the memory of the costliest common setting (n = 262,144, r = 8)."""
 MAX_SCRYPT_WORK = 1 << 25
 """n · r · p; the costliest common setting has 2^21 and takes about a second."""
 MAX_SCRYPT_BLOCKS = 64
-"""r and p, each; common settings have at most 10."""
+"""r and p each; common settings have at most 10."""
 MAX_PBKDF2_ROUNDS = 10_000_000
 MAX_SALT_BYTES = 1024
 KEY_LENGTH = 32
-# Not hashlib's: OpenSSL refuses n = 262,144 with r = 1, which the standard's own example has.
-# The library takes bytes, its stubs say text.
+# Not hashlib's: OpenSSL rejects n = 262,144 with r = 1, the standard's own example.
+# The library takes bytes; its stubs declare text.
 _scrypt = cast("Callable[[bytes, bytes, int, int, int, int], bytes]", scrypt)
 _T = TypeVar("_T")
 _ADDRESS = re.compile(r"(?:0x)?([0-9a-fA-F]{40})")
@@ -82,25 +82,25 @@ class Pbkdf2:
 
 @dataclass(frozen=True, slots=True)
 class Keystore:
-    """A read file whose cost is bounded; `decrypt` does the work."""
+    """Parsed file with a bounded work factor; `decrypt` does the work."""
 
     kdf: Scrypt | Pbkdf2
     iv: bytes
     ciphertext: bytes = field(repr=False)
     mac: bytes = field(repr=False)
     address: str | None
-    """40 lower-case hex digits, where the file names its address."""
+    """40 lower-case hex digits, if the file names its address."""
 
-    def decrypt(self, password: str) -> Key:
-        """The key; `WrongPassword` when the MAC does not hold. Takes about a second by design."""
+    def decrypt(self, password: str) -> WalletKey:
+        """Return the key; `WrongPassword` if the MAC does not match. Takes about a second by design."""
         derived = self.kdf.derive(password.encode("utf-8", "surrogatepass"))
         if not hmac.compare_digest(keccak256(derived[16:32] + self.ciphertext), self.mac):
             raise WrongPassword("the password does not open this key file (or the file is damaged)")
         cipher = AES.new(derived[:16], AES.MODE_CTR, nonce=b"", initial_value=self.iv)
         try:
-            key = Key(cipher.decrypt(self.ciphertext))
+            key = WalletKey(cipher.decrypt(self.ciphertext))
         except BadKey as exc:
-            raise BadKeyFile("the key file opens, but holds no private key") from exc
+            raise BadKeyFile("the key file decrypts, but contains no private key") from exc
         if self.address is not None and key.address[2:].lower() != self.address:
             raise BadKeyFile(f"the key file says 0x{self.address}, but its key is {key.address}'s")
         return key
@@ -144,7 +144,7 @@ class _File(msgspec.Struct):
 
 
 def parse(data: bytes) -> Keystore:
-    """The key file behind this JSON, or `BadKeyFile` naming what is wrong with it."""
+    """Parse a key file, or raise `BadKeyFile` naming the fault."""
     if len(data) > MAX_FILE_BYTES:
         raise BadKeyFile(f"a key file has at most {MAX_FILE_BYTES} bytes, this one {len(data)}")
     file = _decoded(data, _File)

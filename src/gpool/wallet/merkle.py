@@ -1,5 +1,5 @@
-"""Merkle trees as OpenZeppelin's `MerkleProof` and `StandardMerkleTree` have them: Keccak-256, pairs sorted before hashing,
-leaves hashed twice so that no inner node can pass for one. Refuses an empty tree and a value it does not hold.
+"""Merkle trees compatible with OpenZeppelin's `MerkleProof` and `StandardMerkleTree`: Keccak-256, sorted pairs,
+leaves hashed twice so that no inner node can pass for a leaf.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from gpool.wallet.keccak import keccak256
 
 HASH_LENGTH = 32
 MAX_DEPTH = 64
-"""No proof is longer: a tree of more leaves could not be held."""
+"""Longest proof: a larger tree would not fit into memory."""
 
 
 def leaf(value: bytes) -> bytes:
-    """The leaf of a value; for a contract the value is the ABI encoding of what is claimed."""
+    """Hash a value to its leaf; for a contract the value is the ABI encoding of the claim."""
     return keccak256(keccak256(value))
 
 
@@ -25,19 +25,19 @@ def node(one: bytes, other: bytes) -> bytes:
 
 
 @dataclass(frozen=True, slots=True)
-class Tree:
-    """Leaves stand sorted at the end of one list, last first; the parent of entry i is entry (i - 1) // 2, the root entry 0."""
+class MerkleTree:
+    """Leaves are sorted at the end of one list, last first; the parent of entry i is (i - 1) // 2, the root is entry 0."""
 
     nodes: tuple[bytes, ...] = field(repr=False)
     places: dict[bytes, int] = field(repr=False, compare=False)
 
     @classmethod
-    def of(cls, values: Iterable[bytes]) -> Tree:
+    def of(cls, values: Iterable[bytes]) -> MerkleTree:
         return cls.of_leaves([leaf(value) for value in values])
 
     @classmethod
-    def of_leaves(cls, leaves: Sequence[bytes]) -> Tree:
-        """From hashes made by `leaf`. Raw values of 64 bytes here would undo what the double hash is for."""
+    def of_leaves(cls, leaves: Sequence[bytes]) -> MerkleTree:
+        """Build from hashes made by `leaf`. Raw 64-byte values would defeat the double hash."""
         if not leaves:
             raise BadTree("a Merkle tree needs at least one leaf")
         if any(len(each) != HASH_LENGTH for each in leaves):
@@ -55,13 +55,13 @@ class Tree:
         return self.nodes[0]
 
     def proof(self, value: bytes) -> tuple[bytes, ...]:
-        """The siblings from the value's leaf up to the root."""
+        """Return the siblings from the value's leaf to the root."""
         return self.proof_of_leaf(leaf(value))
 
     def proof_of_leaf(self, hashed: bytes) -> tuple[bytes, ...]:
         index = self.places.get(hashed)
         if index is None:
-            raise BadTree("the tree does not hold this value")
+            raise BadTree("the tree does not contain this value")
         proof = []
         while index:
             proof.append(self.nodes[index + 1 if index % 2 else index - 1])
@@ -70,7 +70,7 @@ class Tree:
 
 
 def verify(root: bytes, value: bytes, proof: Sequence[bytes]) -> bool:
-    """Whether a tree with this root holds the value."""
+    """Return whether a tree with this root contains the value."""
     return verify_leaf(root, leaf(value), proof)
 
 

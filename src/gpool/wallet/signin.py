@@ -1,8 +1,8 @@
-"""Sign-In with Ethereum (EIP-4361): build, write, read and check the message. Strict: what does not follow the grammar
-letter by letter is refused with the line it fails on, so a message has one spelling and `format(parse(text)) == text`.
+"""Sign-In with Ethereum (EIP-4361): build, format, parse and check messages. Strict: deviations from the grammar are
+rejected with the line, so `format(parse(text)) == text`.
 
-Stricter than the grammar in three places, where two texts would mean one thing or a time would mean none: the chain id has
-no leading zeros, the host is not empty, there are no leap seconds. Whether the address signed it is `login`'s question.
+Stricter than the grammar where two texts would mean the same: no leading zeros in the chain id, no empty host, no
+leap seconds. The signature is verified by `signing` and `contracts`.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from enum import StrEnum
 
 from gpool.core.model import Instant
 from gpool.wallet import address as addresses
-from gpool.wallet import uris
+from gpool.wallet import moments
 from gpool.wallet.address import Address
 from gpool.wallet.errors import BadAddress, BadMoment, BadSignIn, shown
 from gpool.wallet.moments import Moment
 
 MAX_LENGTH = 8192
 MAX_AHEAD = 5 * 60 * 1_000_000
-"""How far a client's clock may run ahead of ours: five minutes, in microseconds."""
+"""Tolerated lead of a client's clock: five minutes, in microseconds."""
 
 VERSION = "1"
 _HEADER = " wants you to sign in with your Ethereum account:"
@@ -45,9 +45,8 @@ _LABELS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SignIn:
-    """Checked when made: each value of this class can be written, and reads back as itself.
-
-    `request_id` and `resources` may be there and empty, which is another text than being absent.
+    """Message, checked on construction: every value can be formatted and parses back to itself. `request_id` and
+    `resources` may be present and empty, which differs from absent.
     """
 
     domain: str
@@ -70,9 +69,9 @@ class SignIn:
             raise BadSignIn(f"the message has {length} characters; {MAX_LENGTH} are allowed")
 
     def _faults(self) -> Iterator[tuple[str, str]]:
-        if self.scheme is not None and not uris.is_scheme(self.scheme):
+        if self.scheme is not None and not moments.is_scheme(self.scheme):
             yield "scheme", f"{shown(self.scheme)} is not a URI scheme"
-        if not uris.is_authority(self.domain, empty_host=False):
+        if not moments.is_authority(self.domain, empty_host=False):
             yield "domain", f"{shown(self.domain)} is not a domain (RFC 3986 authority)"
         try:
             addresses.parse(self.address)
@@ -83,24 +82,24 @@ class SignIn:
                 "statement",
                 f"the statement {shown(self.statement)} {_statement_fault(self.statement)}",
             )
-        if not uris.is_uri(self.uri):
+        if not moments.is_uri(self.uri):
             yield "uri", f"{shown(self.uri)} is not a URI (RFC 3986)"
         if not 0 <= self.chain_id < 1 << 256:
             yield "chain_id", "the chain id is not a number of 256 bits"
         if not _NONCE.fullmatch(self.nonce):
             yield "nonce", f"the nonce {shown(self.nonce)} is not 8 or more letters and digits"
-        if self.request_id is not None and not uris.is_pchars(self.request_id):
+        if self.request_id is not None and not moments.is_pchars(self.request_id):
             yield (
                 "request_id",
                 f"the request id {shown(self.request_id)} holds more than path characters",
             )
         for number, resource in enumerate(self.resources or ()):
-            if not uris.is_uri(resource):
+            if not moments.is_uri(resource):
                 yield f"resources.{number}", f"{shown(resource)} is not a URI (RFC 3986)"
 
 
 def format(message: SignIn) -> str:
-    """The text a wallet is asked to sign."""
+    """Return the text a wallet signs."""
     lines = [
         (f"{message.scheme}://" if message.scheme is not None else "") + message.domain + _HEADER,
         message.address,
@@ -126,13 +125,13 @@ def format(message: SignIn) -> str:
 
 
 def parse(text: str) -> SignIn:
-    """The message this text is, or `BadSignIn` with the first line that is wrong."""
+    """Parse a message, or raise `BadSignIn` with the first wrong line."""
     _check_letters(text)
     return _Reading(text.split("\n")).message()
 
 
-class Reason(StrEnum):
-    """Why a well-formed message is not the one that was asked for."""
+class SignInReason(StrEnum):
+    """Reason why a well-formed message is not the expected one."""
 
     WRONG_DOMAIN = "wrong_domain"
     WRONG_SCHEME = "wrong_scheme"
@@ -146,51 +145,52 @@ class Reason(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
-    reason: Reason
+class SignInProblem:
+    reason: SignInReason
     detail: str
 
 
 def check(
     message: SignIn, *, domain: str, uri: str, chain_id: int, nonce: str, now: Instant
-) -> Problem | None:
-    """Whether this is the message we asked for, and asked for now. That a nonce works once is the store's to hold."""
+) -> SignInProblem | None:
+    """Check that this is the expected message at this time. The store ensures that a nonce works once."""
     if message.domain != domain:
-        return _problem(Reason.WRONG_DOMAIN, "domain", message.domain, domain)
-    scheme = uris.scheme_of(uri)
+        return _problem(SignInReason.WRONG_DOMAIN, "domain", message.domain, domain)
+    scheme = moments.scheme_of(uri)
     if message.scheme is not None and message.scheme.lower() != scheme:
-        return _problem(Reason.WRONG_SCHEME, "scheme", message.scheme, scheme)
+        return _problem(SignInReason.WRONG_SCHEME, "scheme", message.scheme, scheme)
     if message.uri != uri:
-        return _problem(Reason.WRONG_URI, "URI", message.uri, uri)
+        return _problem(SignInReason.WRONG_URI, "URI", message.uri, uri)
     if message.chain_id != chain_id:
-        return _problem(Reason.WRONG_CHAIN, "chain id", message.chain_id, chain_id)
+        return _problem(SignInReason.WRONG_CHAIN, "chain id", message.chain_id, chain_id)
     if message.nonce != nonce:
-        return Problem(
-            Reason.WRONG_NONCE, "the message holds another nonce; ask for a new one and sign again"
+        return SignInProblem(
+            SignInReason.WRONG_NONCE,
+            "the message holds another nonce; ask for a new one and sign again",
         )
     if message.issued_at.at > now + MAX_AHEAD:
-        return Problem(
-            Reason.ISSUED_AHEAD,
+        return SignInProblem(
+            SignInReason.ISSUED_AHEAD,
             f"the message was issued at {message.issued_at}, ahead of our clock ({Moment.of(now)}); set yours",
         )
     return check_times(message, now=now)
 
 
-def check_times(message: SignIn, *, now: Instant) -> Problem | None:
-    """The standard's own two times, and nothing else: valid from `not_before` on, until just before `expires_at`."""
+def check_times(message: SignIn, *, now: Instant) -> SignInProblem | None:
+    """Check the standard's two times only: valid from `not_before` until just before `expires_at`."""
     if message.expires_at is not None and now >= message.expires_at.at:
-        return Problem(
-            Reason.EXPIRED, f"the message expired at {message.expires_at}; sign a new one"
+        return SignInProblem(
+            SignInReason.EXPIRED, f"the message expired at {message.expires_at}; sign a new one"
         )
     if message.not_before is not None and now < message.not_before.at:
-        return Problem(
-            Reason.NOT_YET_VALID, f"the message is not valid before {message.not_before}"
+        return SignInProblem(
+            SignInReason.NOT_YET_VALID, f"the message is not valid before {message.not_before}"
         )
     return None
 
 
-def _problem(reason: Reason, name: str, found: object, asked: object) -> Problem:
-    return Problem(
+def _problem(reason: SignInReason, name: str, found: object, asked: object) -> SignInProblem:
+    return SignInProblem(
         reason, f"the message is for the {name} {shown(str(found))}, here it is {shown(str(asked))}"
     )
 
@@ -207,7 +207,6 @@ def _statement_fault(statement: str) -> str:
 
 
 def _check_letters(text: str) -> None:
-    """Printable ASCII and line feeds: all the grammar derives, and nothing that only looks like it."""
     if len(text) > MAX_LENGTH:
         raise BadSignIn(f"the message has {len(text)} characters; {MAX_LENGTH} are allowed")
     foreign = _FOREIGN.search(text)
@@ -220,7 +219,7 @@ def _check_letters(text: str) -> None:
 
 
 class _Reading:
-    """One pass over the lines; remembers where each field stood, so that a wrong value is shown with its line."""
+    """One pass over the lines; remembers the line of each field for errors."""
 
     def __init__(self, lines: list[str]) -> None:
         self._lines = lines

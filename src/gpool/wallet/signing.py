@@ -1,7 +1,7 @@
-"""EIP-191 personal messages: hash, sign, recover. Refuses every second spelling of a signature.
+"""EIP-191 personal messages: hash, sign, recover. Non-canonical signatures are rejected.
 
-One message and one key have exactly one signature here, up to how v is counted (0, 1 or 27, 28): s is in the
-lower half (EIP-2), r and s are scalars of the curve, the text is `0x` and 130 lower-case hex digits.
+A message and a key have exactly one signature, up to the counting of v (0, 1 or 27, 28): s is in the lower half
+(EIP-2), r and s are scalars of the curve, the text is `0x` and 130 lower-case hex digits.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _KEY_TEXT = re.compile(r"(?:0x)?([0-9a-fA-F]{64})")
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """Checked when made: a value of this class is a well-formed, low-s signature."""
+    """Well-formed, low-s signature; checked on construction."""
 
     r: int
     s: int
@@ -44,7 +44,7 @@ class Signature:
 
     @classmethod
     def from_bytes(cls, raw: bytes) -> Signature:
-        """r, s (32 bytes each) and v (0, 1, 27 or 28)."""
+        """Parse r, s (32 bytes each) and v (0, 1, 27 or 28)."""
         if len(raw) != LENGTH:
             raise BadSignature(f"a signature has {LENGTH} bytes, not {len(raw)}")
         parity = _PARITY.get(raw[64])
@@ -61,7 +61,7 @@ class Signature:
         return cls.from_bytes(bytes.fromhex(text[2:]))
 
     def to_bytes(self) -> bytes:
-        """As wallets write it: v is 27 or 28."""
+        """Format as wallets do: v is 27 or 28."""
         return self._scalars() + bytes([27 + self.parity])
 
     def __str__(self) -> str:
@@ -71,7 +71,7 @@ class Signature:
         return self.r.to_bytes(32, "big") + self.s.to_bytes(32, "big")
 
     def recover(self, digest: bytes) -> Address:
-        """Who signed this digest; some address comes out of almost every signature, so compare it."""
+        """Return the signer of this digest. Almost every signature yields some address, so compare it."""
         if len(digest) != DIGEST_LENGTH:
             raise BadSignature(f"a digest has {DIGEST_LENGTH} bytes, not {len(digest)}")
         point = curve.recover(self._scalars() + bytes([self.parity]), digest)
@@ -81,8 +81,8 @@ class Signature:
 
 
 @dataclass(frozen=True, slots=True)
-class Key:
-    """A private key. It never shows itself in a repr, an error or a log."""
+class WalletKey:
+    """Private key. Never shown in a repr, an error or a log."""
 
     secret: bytes = field(repr=False)
 
@@ -93,8 +93,8 @@ class Key:
             raise BadKey("the private key is zero or not below the curve's order")
 
     @classmethod
-    def parse(cls, text: str) -> Key:
-        """64 hex digits, with or without 0x. The text is a secret: no error repeats it."""
+    def parse(cls, text: str) -> WalletKey:
+        """Parse 64 hex digits, with or without 0x. No error repeats the text."""
         found = _KEY_TEXT.fullmatch(text)
         if found is None:
             raise BadKey("a private key is 64 hex digits, with or without 0x before them")
@@ -105,12 +105,12 @@ class Key:
         return address.of_public_key(curve.public_key(self.secret))
 
     def sign(self, message: bytes) -> Signature:
-        """What a wallet answers to `personal_sign`."""
+        """Sign as a wallet's `personal_sign`."""
         return Signature.from_bytes(curve.sign(self.secret, personal_hash(message)))
 
 
 def personal_hash(message: bytes) -> bytes:
-    """EIP-191 version 0x45: the prefix keeps a message from ever being a transaction."""
+    """EIP-191 version 0x45: the prefix keeps a message from being a transaction."""
     return keccak256(b"\x19Ethereum Signed Message:\n%d" % len(message) + message)
 
 
@@ -119,7 +119,7 @@ def recover(message: bytes, signature: Signature) -> Address:
 
 
 def verify(message: bytes, signature: Signature, signer: Address) -> bool:
-    """Whether this address signed exactly these bytes."""
+    """Return whether this address signed exactly these bytes."""
     try:
         return recover(message, signature) == signer
     except BadSignature:

@@ -1,1 +1,1 @@
-"""The letterbox: every document that crosses the network. `frames` for the agent's channel, `documents` for REST."""
+"""Documents that cross the network: `frames` of the agent's channel, `documents` of REST."""

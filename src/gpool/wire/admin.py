@@ -1,4 +1,4 @@
-"""REST documents for operators: the server's keys, the audit record, the policy and what is kept for whom."""
+"""REST documents for operators: server keys, audit log, policy, cordons, reservations."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class RotateRequest(Document):
 
 
 class KeysDocument(Answer):
-    """How far a rotation is: done when `left` is 0."""
+    """Progress of a key rotation: done when `left` is 0."""
 
     data_keys: int
     retired: int
@@ -42,36 +42,35 @@ class AuditDocument(Answer):
 
 
 class AuditPage(Answer):
-    """Newest first."""
+    """Audit entries, newest first."""
 
     items: list[AuditDocument]
     next: str | None = None
 
 
 class AuditCheck(Answer):
-    """`GET /v1/audit?verify=true`: whether the record is as it was written; keep `head` where nobody here can change it."""
+    """`GET /v1/audit?verify=true`: whether the log is unmodified; keep `head` where no operator can change it."""
 
     whole: bool
-    entries: int  # up to the first that is wrong
+    entries: int  # up to the first invalid one
     head: str = ""
     why: str = ""
 
 
 class PolicyRequest(Document):
-    """`PATCH /v1/admin/policy`: what is named changes, null goes back to what is configured.
-
-    `weights` are those of users and teams in fair share, by id; 1 where none is given.
+    """`PATCH /v1/admin/policy`: named fields change; null restores the configured value. `weights`: fair-share
+    weights of users and teams by id; default 1.
     """
 
     order: Annotated[str, StringConstraints(max_length=100)] | None = None
     ageing_s: Annotated[float, Field(gt=0, le=_YEAR_S)] | None = None
     patience_s: Annotated[float, Field(ge=0, le=_YEAR_S)] | None = None
     weights: Annotated[dict[str, Weight | None], Field(default_factory=dict, max_length=1000)]
-    dry_run: bool = False  # only say what it would do to those who wait
+    dry_run: bool = False  # only report the effect on waiting tasks
 
 
 class ShiftDocument(Answer):
-    """A task that waits, and for how long by either policy (null: longer than was looked at)."""
+    """Waiting task and its wait under both policies (null: beyond the simulated time)."""
 
     task: str
     before_s: float | None
@@ -88,7 +87,7 @@ class DryRunDocument(Answer):
 
 
 class LearntDocument(Answer):
-    """How room is priced, learnt from earlier tasks, and what that leaves idle on later ones it had not seen."""
+    """Pricing learnt from earlier tasks, and the idle capacity it leaves on later ones."""
 
     at: AwareDatetime
     sentence: str
@@ -98,7 +97,7 @@ class LearntDocument(Answer):
 
 
 class PolicyDocument(Answer):
-    """What holds; `changed` are those an operator changed."""
+    """Policy in force; `changed`: fields changed by an operator."""
 
     order: str
     ageing_s: float
@@ -111,7 +110,7 @@ class PolicyDocument(Answer):
 
 
 class CordonRequest(Document):
-    """`PUT /v1/admin/cordons/{node}`: nothing new starts there; with `drain`, what may be preempted goes at once."""
+    """`PUT /v1/admin/cordons/{node}`: no new task starts there; with `drain`, preemptible tasks are preempted."""
 
     why: Why = ""
     drain: bool = False
@@ -121,12 +120,12 @@ class CordonDocument(Answer):
     node: str
     cordoned: bool
     why: str
-    running: int  # allocations still held there
-    preempted: int  # tasks asked to make room
+    running: int  # allocations still in use there
+    preempted: int  # tasks asked to stop
 
 
 class ReservationRequest(Document):
-    """`POST /v1/admin/reservations`: nodes kept for teams or users between two times."""
+    """`POST /v1/admin/reservations`: nodes reserved for teams or users between two times."""
 
     nodes: Annotated[list[str], Field(min_length=1, max_length=1000)]
     users: Annotated[list[str], Field(default_factory=list, max_length=1000)]
@@ -144,7 +143,7 @@ class ReservationDocument(Answer):
     first: AwareDatetime
     last: AwareDatetime
     why: str
-    holds: bool  # just now
+    holds: bool  # in force now
 
 
 class ReservationPage(Answer):

@@ -1,4 +1,7 @@
-"""The REST documents of `/v1`, each written once. They check form; what is allowed is decided in `server.actions`."""
+"""REST documents of `/v1`. They validate form; `server.actions` decides what is allowed.
+
+One file because requests and responses share their parts.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +10,14 @@ from typing import Annotated, Literal
 
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, SecretStr, StringConstraints
 
-from gpool.core.rendezvous import MAX_NODES
+from gpool.core.gangs import MAX_NODES
 from gpool.core.specs.labels import MAX_LABELS
 
 MAX_BATCH = 10_000
-"""Tasks in one call; more go into the same batch with further calls."""
+"""Tasks per request; further requests add to the same batch."""
 
 MAX_BODY_BYTES = 32 * 1024 * 1024
-"""A batch submission's JSON; every other body is held to `MAX_SMALL_BODY_BYTES`."""
+"""Body of a batch submission; every other body is limited to `MAX_SMALL_BODY_BYTES`."""
 
 MAX_SMALL_BODY_BYTES = 1024 * 1024
 
@@ -24,7 +27,7 @@ Moment = Annotated[
     AwareDatetime,
     Field(ge=datetime(1970, 1, 1, tzinfo=UTC), le=datetime(9999, 1, 1, tzinfo=UTC)),
 ]
-"""A time that somebody sends: one that can be shown again, in every zone."""
+"""Time sent by a client, representable in every time zone."""
 
 
 def instant_to_datetime(instant: int) -> datetime:
@@ -32,13 +35,13 @@ def instant_to_datetime(instant: int) -> datetime:
 
 
 class Document(BaseModel):
-    """Unknown fields are refused: a typing mistake must not pass for a default."""
+    """Request document. Unknown fields are rejected, so that a typing error does not become a default."""
 
     model_config = ConfigDict(extra="forbid")
 
 
 class Answer(BaseModel):
-    """What the server sends: a client ignores fields it does not know, so the server may grow first."""
+    """Response document. Clients ignore unknown fields, so the server may add some."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -56,7 +59,7 @@ class Problem(Answer):
     errors: list[dict[str, object]] = []
 
 
-# ---- submitting
+# ---- submission
 
 
 class InputDocument(Document):
@@ -67,7 +70,7 @@ class InputDocument(Document):
 
 
 class CallDocument(Document):
-    """One function call: its pickled `(args, kwargs)`, inline (base64) or as an artifact."""
+    """Function call: pickled `(args, kwargs)`, inline (base64) or as an artifact."""
 
     payload: str = ""
     payload_sha256: Sha256 | Literal[""] = ""
@@ -79,7 +82,7 @@ class FunctionDocument(Document):
 
 
 class RecipeDocument(Document):
-    """The environment a task wants: packages for a Python (PEP 508, from the node's own index), or an image."""
+    """Environment spec: packages for a Python (PEP 508, from the node's own index), or an image."""
 
     python: Annotated[str, StringConstraints(max_length=20)] | None = None  # a minor, "3.12"
     packages: Annotated[
@@ -91,10 +94,11 @@ class RecipeDocument(Document):
 class TaskRequest(Document):
     """`POST /v1/tasks`: one command, or one function with one or many calls.
 
-    `calls` holds base64 strings (the common case) or `CallDocument`s. `copies` submits the same command many times.
-    `checkpoint` names a directory beneath a command's work directory: saved every `checkpoint_every_s` and when the
-    task has to make room (SIGTERM, then `grace_s`), and laid in again for the next attempt. With `nodes` above 1 the
-    command runs on that many nodes of one site, started by `engine`; `on_loss` says what becomes of it when one is lost.
+    `calls` holds base64 strings (the common case) or `CallDocument`s. `copies` submits the same command
+    many times. `checkpoint` names a directory beneath a command's work directory: saved every
+    `checkpoint_every_s` and on preemption (SIGTERM, then `grace_s`), and restored for the next attempt. With
+    `nodes` above 1 the command runs on that many nodes of one site, started by `engine`; `on_loss` is the
+    policy when one is lost.
     """
 
     name: Name | None = None
@@ -116,28 +120,28 @@ class TaskRequest(Document):
     retries: Annotated[int, Field(ge=0, le=20)] = 0
     priority: Annotated[int, Field(ge=-100, le=100)] = 0
     environment: Name = "default"
-    batch: str | None = None  # add to this open batch of yours
+    batch: str | None = None  # add to this open batch
     more: bool = False  # the batch stays open for further calls
-    team: str | None = None  # in whose name; None: your own
+    team: str | None = None  # submit for this team; None: your own
     recipe: RecipeDocument | None = None
     network: Literal["none", "egress"] = "none"
     preload: Annotated[
         list[Annotated[str, StringConstraints(max_length=200)]], Field(max_length=50)
-    ] = []  # modules to have imported before the start
+    ] = []  # modules to import before the start
     checkpoint: Annotated[str, StringConstraints(min_length=1, max_length=1024)] | None = None
     checkpoint_every_s: Annotated[float, Field(ge=1, le=30 * 86400)] = 600.0
     grace_s: Annotated[float, Field(ge=0, le=3600)] = 10.0
-    preemptible: bool = (
-        False  # may be stopped for others and begun anew; with a checkpoint it always may
+    preemptible: bool = False  # may be preempted and restarted; implied by a checkpoint
+    by: Moment | None = None  # deadline: it precedes your other tasks when near
+    nodes: Annotated[int, Field(ge=1, le=MAX_NODES)] = (
+        1  # simultaneously, each with all requested resources
     )
-    by: Moment | None = None  # wanted by then: it goes before your others when that is near
-    nodes: Annotated[int, Field(ge=1, le=MAX_NODES)] = 1  # at once, each with all that is asked for
     engine: Literal["none", "torchrun", "ray"] = "none"
     on_loss: Literal["reform", "end"] = "reform"
     labels: Annotated[
         list[Annotated[str, StringConstraints(max_length=200)]], Field(max_length=MAX_LABELS)
-    ] = []  # a node must have all of these
-    max_price: str | int | float | None = None  # "0.40/h": credits, for what it gets on one node
+    ] = []  # all required
+    max_price: str | int | float | None = None  # "0.40/h": credits per hour on one node
 
 
 class SubmittedDocument(Answer):
@@ -165,7 +169,7 @@ class OutputDocument(Answer):
 
 
 class CheckpointDocument(Answer):
-    """The newest checkpoint of a task, by the attempt with this epoch."""
+    """Newest checkpoint of a task, saved by the attempt with this epoch."""
 
     saved_at: AwareDatetime
     size_bytes: int
@@ -174,7 +178,7 @@ class CheckpointDocument(Answer):
 
 
 class MemberDocument(Answer):
-    """A gang's part on one node: `leased`, `running`, or why it ended there."""
+    """Member of a gang on one node: `leased`, `running`, or its end reason."""
 
     rank: int
     node: str
@@ -184,8 +188,9 @@ class MemberDocument(Answer):
 
 
 class TaskDocument(Answer):
-    """`phase`: where its attempt is while a node has it (fetch, build, start, run, collect). `cpus` to `on_loss` are what was
-    asked for, `memory_bytes` and `disk_bytes` null where nothing was."""
+    """Task. `phase`: phase of its present attempt (fetch, build, start, run, collect). `cpus` to `on_loss` are as
+    requested; `memory_bytes` and `disk_bytes` are null if not requested.
+    """
 
     id: str
     name: str
@@ -218,8 +223,8 @@ class TaskDocument(Answer):
     preemptible: bool = False
     by: AwareDatetime | None = None
     checkpoint: CheckpointDocument | None = None
-    nodes: int = 1  # that it needs at once
-    members: list[MemberDocument] = []  # of a gang that has been leased; `node` is rank 0's
+    nodes: int = 1  # simultaneous nodes
+    members: list[MemberDocument] = []  # of a leased gang; `node` is rank 0's
     cpus: float = 1.0
     memory_bytes: int | None = None
     disk_bytes: int | None = None
@@ -240,8 +245,8 @@ class TaskPage(Answer):
 class ResultDocument(Answer):
     """`GET /v1/tasks/{id}/result`, and each line of `GET /v1/batches/{id}/results` (NDJSON).
 
-    `node` produced the result. `own_node`: that node belongs to the account that asks, so its owner is trusted with a
-    pickle; false for a node of another account, for a removed node and for a gang.
+    `node` produced the result. `own_node`: that node belongs to the calling account, so its owner is trusted
+    with a pickle; false for a node of another account, for a removed node and for a gang.
     """
 
     id: str
@@ -277,7 +282,7 @@ class EventDocument(Answer):
 
 
 class EstimateDocument(Answer):
-    """When it starts: the middle of what is expected, and the range into which eight of ten starts fall."""
+    """Start estimate: the median, and the range into which 80 % of starts fall."""
 
     model_config = ConfigDict(extra="ignore", serialize_by_alias=True, populate_by_name=True)
 
@@ -287,7 +292,7 @@ class EstimateDocument(Answer):
 
 
 class SuggestionDocument(Answer):
-    """A change that was tried on a copy of the queue and started the task at once."""
+    """Change that started the task at once when planned on a copy of the queue."""
 
     kind: str
     change: str  # to `gpool run`, e.g. "--gpu RTX4090"
@@ -298,11 +303,11 @@ class ExplainDocument(Answer):
     id: str
     status: str
     sentence: str
-    position: int | None = None  # place in line among what waits
+    position: int | None = None  # rank among waiting tasks
     code: str = ""
     ahead: int | None = None
-    tries: int = 0  # failures of its own so far
-    losses: int = 0  # nodes lost under it
+    tries: int = 0  # own failures so far
+    losses: int = 0  # lost nodes
     estimate: EstimateDocument | None = None
     suggestions: list[SuggestionDocument] = []
 
@@ -324,8 +329,9 @@ class QueuePage(Answer):
 
 
 class LogDocument(Answer):
-    """A piece of output. `data` (base64) are its bytes, there when they are not `text` in UTF-8: binary, or a character
-    cut in two by the piece's end, which `text` has where it is whole."""
+    """Chunk of output. `data` (base64): its bytes if they are not UTF-8 `text`: binary output, or a character
+    split by the end of the chunk, which `text` has where it is complete.
+    """
 
     cursor: int
     epoch: int
@@ -335,7 +341,7 @@ class LogDocument(Answer):
 
 
 class ProgressDocument(Answer):
-    """Between the pieces of a followed output (`event: progress`): where the task is now."""
+    """Event in a followed log (`event: progress`): the task's present phase."""
 
     epoch: int
     status: str
@@ -352,7 +358,7 @@ class LogPage(Answer):
 
 
 class MeasuredDocument(Answer):
-    """What a GPU did in its agent's benchmark; 0: it has no such thing."""
+    """Benchmark of a GPU by its agent; 0: not supported."""
 
     fp32_gigaflops: int
     tf32_gigaflops: int
@@ -363,7 +369,7 @@ class MeasuredDocument(Answer):
 
 
 class GpuDetailsDocument(Answer):
-    """What a GPU's driver or tool (`source`) says of it. `links`: NVLinks to other GPUs of the node, by index."""
+    """Properties of a GPU as its driver or tool (`source`) reports them. `links`: NVLinks to other GPUs by index."""
 
     source: str = ""
     driver: str = ""
@@ -379,7 +385,7 @@ class GpuDetailsDocument(Answer):
 
 
 class ReadingDocument(Answer):
-    """What a GPU or a task did at that time. Null: it was not said."""
+    """Telemetry of a GPU or task at one time. Null: not reported."""
 
     at: AwareDatetime
     utilisation_percent: int | None = None
@@ -389,7 +395,7 @@ class ReadingDocument(Answer):
 
 
 class TelemetryDocument(Answer):
-    """A short history, oldest first; what this server has heard since it started."""
+    """Short history, oldest first, since this server started."""
 
     id: str
     every_s: float
@@ -397,10 +403,10 @@ class TelemetryDocument(Answer):
 
 
 class GpuDocument(Answer):
-    """A resource: one GPU, or (kind `cpu`) what a node lends of its processors.
+    """Resource: one GPU, or (kind `cpu`) a node's CPU slots.
 
-    `closed`: why it takes nothing new just now. `health` is its agent's word, `ails` what is wrong; `quarantined`: why
-    it is out of the pool until its owner or an operator says that it is well. `reading`: its last, when there is one.
+    `closed`: why it takes no new task at present. `health`: reported by its agent, `ails`: the cause.
+    `quarantined`: why it is out of the pool until its owner or an operator clears it. `reading`: the latest one.
     """
 
     id: str
@@ -418,7 +424,7 @@ class GpuDocument(Answer):
     status: Literal["free", "shared", "busy", "paused", "quarantined", "offline"]
     available: bool
     tiers: list[str]
-    flagged: str | None = None  # why it is not scheduled, whatever its owner says
+    flagged: str | None = None  # why it is not scheduled, regardless of its owner
     measured: MeasuredDocument | None = None
     closed: str | None = None
     health: Literal["healthy", "degraded", "quarantined"] = "healthy"
@@ -426,7 +432,7 @@ class GpuDocument(Answer):
     quarantined: str | None = None
     details: GpuDetailsDocument | None = None
     reading: ReadingDocument | None = None
-    price_microcredits: int = 0  # an hour of all of it
+    price_microcredits: int = 0  # per hour for all of it
     labels: list[str] = []  # of its node
 
 
@@ -436,10 +442,10 @@ class GpuPage(Answer):
 
 
 class GpuPatch(Document):
-    """Owners say `available`; operators settle a dispute with `flagged: null`: the GPU is its node's owner's.
+    """Owners set `available`; operators resolve a dispute with `flagged: null`.
 
-    `quarantined`: why it is to be out of the pool, or null: it is well again (refused while its agent finds it sick).
-    With `available: false`, `reclaim` takes it from what runs there: warned, saved, ended and queued again.
+    `quarantined`: a reason to take it out of the pool, or null to clear it (refused while its agent reports it
+    sick). With `available: false`, `reclaim` preempts its tasks: warned, checkpointed, stopped and requeued.
     """
 
     available: bool | None = None
@@ -449,10 +455,13 @@ class GpuPatch(Document):
 
 
 class NodeDocument(Answer):
-    """`audience`: whose tasks it takes ("me", "user:NAME", "team:NAME"; empty: anyone's); null where that is the
-    owner's affair. `closed`: why its owner's rules let nothing new in just now. `environments` lie ready, those of the
-    kinds in `builds` can be made. `problems`: what its owner should look at; shown to owners and operators. `cordoned`: why an
-    operator lets nothing new start there, empty where no reason was given; null: none does."""
+    """Node. `audience`: allowed users ("me", "user:NAME", "team:NAME"; empty: anyone); null if not visible to the
+    caller.
+
+    `closed`: why the owner's policy admits no new task at present. `environments` are ready, those of the kinds in
+    `builds` can be built. `problems`: findings for the owner, shown to owners and operators. `cordoned`: an
+    operator's reason to admit no new task, empty if none was given; null: not cordoned.
+    """
 
     id: str
     name: str
@@ -475,10 +484,8 @@ class NodeDocument(Answer):
     builds: list[str] = []
     problems: list[str] = []
     labels: list[str] = []
-    price_microcredits: int = 0  # an hour of a GPU, or of the node where it has none
-    site: str | None = (
-        None  # nodes of one owner and site reach each other; null: it takes no part in gangs
-    )
+    price_microcredits: int = 0  # per hour of a GPU, or of a node without GPUs
+    site: str | None = None  # nodes of one owner and site reach each other; null: no gangs
     cordoned: str | None = None
 
 
@@ -492,7 +499,7 @@ class NodePatch(Document):
 
 
 class InviteRequest(Document):
-    """An owner asks for a join link's token."""
+    """Request of a join token by an owner."""
 
     expires_in_s: Annotated[int, Field(ge=60, le=7 * 86400)] = 3600
 
@@ -513,17 +520,17 @@ class OfferedGpu(Document):
 
 
 class NodeProof(Document):
-    """The answer to a challenge of `POST /v1/nodes/challenges`, signed with the node's key."""
+    """Answer to a challenge of `POST /v1/nodes/challenges`, signed with the node's key."""
 
     nonce: Annotated[str, StringConstraints(max_length=100)]
     signature: Annotated[str, StringConstraints(max_length=100)]
 
 
 class NodeRequest(Document):
-    """`POST /v1/nodes` (and `/v1/resources`, `/register_gpu`): a node joins with an invite's token, or its owner's key.
+    """`POST /v1/nodes` (and `/v1/resources`, `/register_gpu`): a node joins with a token or its owner's key.
 
-    An agent sends the public half of its key (Ed25519, base64url) with a proof that it holds the other one. Without a
-    key a machine is only listed, under its owner's account: nothing can be scheduled there.
+    An agent sends its public key (Ed25519, base64url) with a proof of possession. Without a key a machine is only
+    listed under its owner's account: nothing is scheduled there.
     """
 
     name: Name
@@ -536,7 +543,7 @@ class NodeRequest(Document):
 
 
 class NodeJoined(Answer):
-    """`server` is the name that this server goes by in the node's proofs."""
+    """`server`: the server's name in the node's proofs."""
 
     id: str
     name: str
@@ -544,14 +551,14 @@ class NodeJoined(Answer):
 
 
 class NodeChallenge(Answer):
-    """What a node about to join signs, with `server` as the name it is signed for."""
+    """Challenge that a joining node signs, with `server` as the name it is signed for."""
 
     nonce: str
     server: str
     expires_in_s: int
 
 
-# ---- the rest
+# ---- server
 
 
 class ArtifactDocument(Answer):

@@ -1,12 +1,14 @@
-"""The agent's channel: msgpack frames over one WebSocket, many leases or reports in each.
+"""Frames of the agent's channel: msgpack over one WebSocket, many leases or reports in each.
 
-First the connection itself: the server sends a `Challenge`, the agent answers `Prove`, and is given `Proven` with a
-short-lived token; near the token's end the same three pass again. Whoever carries the frames deals with these and puts
-the token on every `Reports`; behind it nobody sees them.
+Connection: the server sends a `Challenge`, the agent answers `Prove` and gets `Proven` with a short-lived
+token; near its expiry the same three frames pass again. The transport handles these frames and adds the token to
+every `Reports`.
 
-Then the agent speaks first with `Hello`; the server answers `Welcome` or `Refused`. From then on either side sends when
-it has something. Reports are kept by the agent until `Recorded` names their sequence number and sent again after a
-reconnect; the store's fence makes the repetition harmless. Lease time: see `gpool.agent.state_machine.session`.
+Then the agent sends `Hello`; the server answers `Welcome` or `Refused`. From then on either side sends at any time.
+The agent keeps reports until `Recorded` names their sequence number and sends them again after a reconnect; the
+store's fencing makes the repetition harmless.
+
+One file because both directions share their parts.
 """
 
 from __future__ import annotations
@@ -25,43 +27,43 @@ from gpool.core.model import (
     Phase,
     TaskSpec,
 )
-from gpool.core.trust.gpu_verification import Measured, Opening, Size, Verdict
+from gpool.core.trust.gpu_verification import GpuVerdict, MeasuredSpeed, Opening, Size
 
 PROTOCOL = 1
 MAX_FRAME_BYTES = 8 * 1024 * 1024
 MAX_SPEC_BYTES = 3 * 1024 * 1024
-"""One spec on the wire: with a frame's share of payloads it must fit into a frame."""
+"""Largest spec: with a frame's share of payloads it must fit into a frame."""
 MAX_PROOF_BYTES = 1024
-"""A frame from somebody who has proved nothing yet."""
+"""Largest frame from an unauthenticated peer."""
 
 CHANNEL_PATH = "/v1/nodes/channel"
 NODE_HEADER = "Gpool-Node"
-"""Who the dialling agent says it is; the challenge asks it to prove that."""
+"""Node id claimed by the connecting agent; the challenge asks for its proof."""
 
 
 class _Frame(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Positional on the wire: fields are only ever added at the end, with a default."""
+    """Positional on the wire: fields are only added at the end, with a default."""
 
 
 class Hold(msgspec.Struct, frozen=True, array_like=True):
-    """A lease the agent has."""
+    """Lease that the agent holds."""
 
     task: int
     epoch: int
 
 
-# ---- what an agent reports; each item is fenced by (task, epoch)
+# ---- reports of an agent; each item is fenced by (task, epoch)
 
 
 class Started(_Frame, frozen=True):
-    """The sandbox runs. Left out for what ended before the batch was sent: `Finished` implies it."""
+    """The sandbox runs. Omitted if it ended before the batch was sent: `Finished` implies it."""
 
     task: int
     epoch: int
 
 
 class Finished(_Frame, frozen=True):
-    """The attempt ended and its sandbox is gone: the allocation is free for the next in line."""
+    """The attempt ended and its sandbox is gone: the allocation is free for the next queued lease."""
 
     task: int
     epoch: int
@@ -72,18 +74,18 @@ class Finished(_Frame, frozen=True):
     error_text: str = ""  # for people: traceback or message
     duration_us: int = 0  # as the agent measured it; a hint, billing uses the server's times
     outputs: tuple[OutputFile, ...] = ()
-    fault: Fault | None = None  # set where it could not be started; older agents never say it
+    fault: Fault | None = None  # set for a failed start; older agents never send it
 
 
 class Released(_Frame, frozen=True):
-    """A stopped lease (cancelled or stale) is really over: nothing of it runs any more."""
+    """A stopped lease (cancelled or stale) has ended: nothing of it runs any more."""
 
     task: int
     epoch: int
 
 
 class HandedBack(_Frame, frozen=True):
-    """A lease that stood in line and was not started is given back."""
+    """A queued lease is returned unstarted."""
 
     task: int
     epoch: int
@@ -100,7 +102,7 @@ class LogChunk(_Frame, frozen=True):
 
 
 class Reached(_Frame, frozen=True):
-    """The attempt came to a phase that takes its time; `Started` says `run`, short phases are left out."""
+    """The attempt entered a long phase; `Started` means `run`, short phases are omitted."""
 
     task: int
     epoch: int
@@ -108,7 +110,7 @@ class Reached(_Frame, frozen=True):
 
 
 class Checkpointed(_Frame, frozen=True):
-    """The checkpoint directory as it was: uploaded under this lease, for the next attempt to begin with."""
+    """Checkpoint uploaded under this lease, for the next attempt."""
 
     task: int
     epoch: int
@@ -123,14 +125,14 @@ ReportItem = Started | Finished | Released | HandedBack | LogChunk | Reached | C
 
 class Hello(_Frame, frozen=True):
     protocol: int
-    boot: str  # of this start of the agent; sorts after those of its earlier starts
+    boot: str  # id of this start of the agent; sorts after earlier starts
     offer: Offer
-    beat: int  # the hello is a beat too
-    holds: tuple[Hold, ...]  # everything it has, running or in line
+    beat: int  # the hello is a heartbeat too
+    holds: tuple[Hold, ...]  # all its leases, running or queued
 
 
 class GpuReading(msgspec.Struct, frozen=True, array_like=True):
-    """What a GPU did since the last beat. None: it does not say."""
+    """Telemetry of a GPU since the last heartbeat. None: not reported."""
 
     gpu: int  # its index
     utilisation_percent: int | None = None
@@ -140,7 +142,7 @@ class GpuReading(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TaskReading(msgspec.Struct, frozen=True, array_like=True):
-    """The same of one running attempt, over all its GPUs."""
+    """Telemetry of one running attempt, over all its GPUs."""
 
     task: int
     epoch: int
@@ -160,24 +162,24 @@ class Beat(_Frame, frozen=True):
 class Reports(_Frame, frozen=True):
     sequence: int
     items: tuple[ReportItem, ...]
-    token: str = ""  # of `Proven`; put on by the connection
+    token: str = ""  # of `Proven`; added by the transport
 
 
 class OfferChanged(_Frame, frozen=True):
-    """The machine changed: a GPU appeared or fell off, the owner's limits moved."""
+    """The machine changed: a GPU appeared or disappeared, or the owner's limits changed."""
 
     offer: Offer
 
 
 class GpuMeasured(_Frame, frozen=True):
-    """What `MeasureGpu` asked for."""
+    """Response to `MeasureGpu`."""
 
     uuid: str
-    measured: Measured
+    measured: MeasuredSpeed
 
 
 class GpuCommitted(_Frame, frozen=True):
-    """A trial's first step is done; see `gpool.core.trust.gpu_verification`."""
+    """Step 1 of a verification is done; see `gpool.core.trust.gpu_verification`."""
 
     trial: int
     root: bytes
@@ -194,7 +196,7 @@ class GpuOpened(_Frame, frozen=True):
 
 
 class GpuUnable(_Frame, frozen=True):
-    """The agent cannot measure or examine this GPU; `trial` is 0 for a measurement."""
+    """The agent cannot measure or verify this GPU; `trial` is 0 for a measurement."""
 
     trial: int
     uuid: str
@@ -207,7 +209,7 @@ AgentFrame = Hello | Beat | Reports | OfferChanged | FromGpu
 
 
 class Prove(_Frame, frozen=True):
-    """The signature of a challenge's statement; see `gpool.transfer.node_proofs`."""
+    """Signature of a challenge's statement; see `gpool.transfer.node_proofs`."""
 
     nonce: str
     signature: str
@@ -220,16 +222,16 @@ class StopReason(StrEnum):
     CANCELLED = "cancelled"
     STALE = "stale"
     PREEMPTED = "preempted"
-    RECLAIMED = "reclaimed"  # for the owner, who waits for the GPU
+    RECLAIMED = "reclaimed"  # the owner takes the GPU back
 
 
 class Welcome(_Frame, frozen=True):
     node: int
-    beat: int  # the hello's, seen
+    beat: int  # the hello's heartbeat number
     ttl_us: int
     margin_us: int
     beat_every_us: int
-    drop: tuple[Hold, ...]  # of what it holds: not its any more (stop, report nothing)
+    drop: tuple[Hold, ...]  # held leases that are no longer its own: stop, report nothing
 
 
 class BeatSeen(_Frame, frozen=True):
@@ -242,11 +244,11 @@ class Lease(msgspec.Struct, frozen=True, array_like=True):
     epoch: int
     payload: bytes = b""  # the pickled (args, kwargs) of a function, when small
     payload_sha256: str = ""  # ... or the artifact that holds it
-    checkpoint: tuple[InputFile, ...] = ()  # what the last attempt saved, to begin with
+    checkpoint: tuple[InputFile, ...] = ()  # checkpoint of the last attempt
 
 
 class Secret(msgspec.Struct, frozen=True, array_like=True):
-    """A variable of a spec's tasks that is never shown: not in a log, not in an error, not in its own `repr`."""
+    """Secret variable of a spec's tasks: never in a log, an error or its own `repr`."""
 
     spec: int
     name: str
@@ -257,18 +259,18 @@ class Secret(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Rendezvous(msgspec.Struct, frozen=True, array_like=True):
-    """What one member of a gang is told of the whole; see `gpool.core.rendezvous`."""
+    """Facts about the gang for one member; see `gpool.core.gangs`."""
 
     rank: int
-    peers: tuple[tuple[str, int], ...]  # by rank: host and UDP port at which its lane listens
-    secret: bytes  # of this gang under this epoch, the same for all members
+    peers: tuple[tuple[str, int], ...]  # by rank: host and UDP port of its relay
+    secret: bytes  # per gang and epoch, the same for all members
 
     def __repr__(self) -> str:
         return f"Rendezvous({self.rank}, {self.peers}, …)"
 
 
 class Line(msgspec.Struct, frozen=True, array_like=True):
-    """Leases to stand in line, in this order, on one allocation; of a gang just one, its member here."""
+    """Leases to queue, in this order, on one allocation; for a gang one lease, its member here."""
 
     allocation: Allocation
     user: int
@@ -279,9 +281,9 @@ class Line(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Grants(_Frame, frozen=True):
-    """`specs` holds each spec the first time this connection needs it, `secrets` theirs."""
+    """`specs` holds each spec the first time this connection needs it, `secrets` their secrets."""
 
-    beat: int  # the agent's last beat that the server had received
+    beat: int  # last heartbeat received from the agent
     specs: tuple[tuple[int, TaskSpec], ...]
     lines: tuple[Line, ...]
     secrets: tuple[Secret, ...] = ()
@@ -293,14 +295,14 @@ class Stop(_Frame, frozen=True):
 
 
 class Recorded(_Frame, frozen=True):
-    """Reports up to `sequence` are durable; `refused` were under an old lease: drop those."""
+    """Reports up to `sequence` are durable; `refused` were under a stale lease: drop them."""
 
     sequence: int
     refused: tuple[Hold, ...] = ()
 
 
 class Refused(_Frame, frozen=True):
-    """The server will not talk; `code` is an error code, `retry` whether later may go better."""
+    """The server refuses the agent; `code` is an error code, `retry`: whether a later try may succeed."""
 
     code: str
     detail: str
@@ -308,13 +310,13 @@ class Refused(_Frame, frozen=True):
 
 
 class MeasureGpu(_Frame, frozen=True):
-    """Run the benchmark on it; nothing else runs there just now."""
+    """Run the benchmark; nothing else runs on the GPU."""
 
     uuid: str
 
 
 class ExamineGpu(_Frame, frozen=True):
-    """The first step of a proof of GPU: compute, keep, commit. The keys come from seed, node, uuid and trial."""
+    """Step 1 of a verification: compute, keep, commit. Keys derive from seed, node, uuid and trial."""
 
     trial: int
     node: int
@@ -325,7 +327,7 @@ class ExamineGpu(_Frame, frozen=True):
 
 
 class AnswerNow(_Frame, frozen=True):
-    """The second step. The time runs."""
+    """Step 2 of a verification; its deadline runs."""
 
     trial: int
     nonce: bytes
@@ -337,10 +339,10 @@ class OpenTiles(_Frame, frozen=True):
 
 
 class GpuJudged(_Frame, frozen=True):
-    """The trial is over: let the memory go."""
+    """End of a verification: free the memory."""
 
     trial: int
-    verdict: Verdict
+    verdict: GpuVerdict
     text: str
 
 
@@ -350,14 +352,14 @@ ServerFrame = Welcome | BeatSeen | Grants | Stop | Recorded | Refused | ToGpu
 
 
 class Challenge(_Frame, frozen=True):
-    """Prove that you hold your key, for this purpose (`transfer.proving.Purpose`), now."""
+    """Request to prove possession of the node's key for this purpose (`transfer.node_proofs.Purpose`)."""
 
     nonce: str
     purpose: str
 
 
 class Proven(_Frame, frozen=True):
-    """A token bound to the node's key, good for `lives_us` from `server_at_us`, the server's time."""
+    """Token bound to the node's key, valid for `lives_us` from `server_at_us` (the server's time)."""
 
     token: str
     server_at_us: int
@@ -366,7 +368,7 @@ class Proven(_Frame, frozen=True):
 
 FromAgent = AgentFrame | Prove
 FromServer = ServerFrame | Challenge | Proven
-"""What is on the wire; without what concerns the connection alone, it is an `AgentFrame` or a `ServerFrame`."""
+"""All frames on the wire; without those of the connection it is an `AgentFrame` or a `ServerFrame`."""
 
 _encoder = msgspec.msgpack.Encoder()
 _agent_decoder: msgspec.msgpack.Decoder[AgentFrame] = msgspec.msgpack.Decoder(AgentFrame)
@@ -375,7 +377,7 @@ _from_agent: msgspec.msgpack.Decoder[FromAgent] = msgspec.msgpack.Decoder(FromAg
 _from_server: msgspec.msgpack.Decoder[FromServer] = msgspec.msgpack.Decoder(FromServer)
 
 Malformed = msgspec.MsgspecError
-"""What the decoders raise on bytes that are no frame."""
+"""Raised by the decoders for bytes that are not a frame."""
 
 
 def encode(frame: FromAgent | FromServer) -> bytes:
@@ -383,7 +385,7 @@ def encode(frame: FromAgent | FromServer) -> bytes:
 
 
 def weight_of(spec: TaskSpec) -> int:
-    """The bytes a spec takes in a frame."""
+    """Return the bytes a spec takes in a frame."""
     return len(_encoder.encode(spec))
 
 
@@ -396,7 +398,7 @@ def decode_from_server(data: bytes) -> ServerFrame:
 
 
 def decode_any_from_agent(data: bytes) -> FromAgent:
-    """With what concerns the connection."""
+    """Decode including the frames of the connection."""
     return _from_agent.decode(data)
 
 

@@ -1,4 +1,4 @@
-"""The REST documents of accounts, sign-ins, keys, wallets, sessions and teams. They check form; `server.actions` decide."""
+"""REST documents of accounts, sign-ins, keys, wallets, sessions and teams. They validate form only."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pydantic import AwareDatetime, Field, StringConstraints
 from gpool.wire.documents import Answer, Document
 
 USER_NAME = r"^[a-z][a-z0-9._-]{1,62}$"
-"""One spelling per name: lower case, and never mistaken for a wallet's address or an id."""
+"""One spelling per name: lower case, never confusable with a wallet address or an id."""
 
 UserName = Annotated[str, StringConstraints(pattern=USER_NAME)]
 TeamName = Annotated[str, StringConstraints(pattern=USER_NAME)]
@@ -35,7 +35,7 @@ ScopeName = Literal[
 DAY_S = 86_400
 
 
-# ---- coming in
+# ---- sign-in
 
 
 class UserRequest(Document):
@@ -52,7 +52,7 @@ class PasswordSignIn(Document):
 
 
 class NonceDocument(Answer):
-    """What a sign-in message must hold; it works once, until it expires."""
+    """Values for a sign-in message; valid once, until it expires."""
 
     nonce: str
     domain: str
@@ -70,7 +70,7 @@ class SignedMessage(Document):
 
 
 class WalletSignIn(SignedMessage):
-    """The first sign-in of a wallet makes its account, where registration allows it."""
+    """A wallet's first sign-in creates its account if registration allows it."""
 
     invite: Token | None = None
 
@@ -87,14 +87,14 @@ class RefreshRequest(Document):
 
 
 class SignOutRequest(Document):
-    """Of the session of this refresh token, or of the one that asks; `everywhere`: of all sessions of the account."""
+    """Ends the session of this refresh token, or the caller's; `everywhere`: all sessions of the account."""
 
     refresh_token: Token | None = None
     everywhere: bool = False
 
 
 class OidcStarted(Answer):
-    """Open `url` in a browser; it comes back to `redirect_uri` with `code` and `state`, which finish the sign-in."""
+    """Open `url` in a browser; it returns to `redirect_uri` with `code` and `state`, which complete the sign-in."""
 
     url: str
     state: str
@@ -120,7 +120,7 @@ class JwksDocument(Answer):
     keys: list[JwkDocument]
 
 
-# ---- one's account
+# ---- account
 
 
 class OwnTeam(Answer):
@@ -142,21 +142,21 @@ class MeDocument(Answer):
 
 
 class PasswordChange(Document):
-    """`old` is needed where there is one."""
+    """`old` is required if the account has a password."""
 
     old: Password | None = None
     new: Password
 
 
 class WalletLink(SignedMessage):
-    """The new wallet's signature, and one way in that the account has: its password, or a linked wallet's signature."""
+    """Signature of the new wallet, and one existing credential: the password, or a linked wallet's signature."""
 
     password: Password | None = None
     proof: SignedMessage | None = None
 
 
 class WalletUnlink(SignedMessage):
-    """The wallet's own signature, and one way in that stays: the password, or another wallet's signature."""
+    """Signature of the wallet, and one remaining credential: the password, or another wallet's signature."""
 
     password: Password | None = None
     proof: SignedMessage | None = None
@@ -181,7 +181,7 @@ class WalletPage(Answer):
 
 
 class KeyRequest(Document):
-    """Without `scopes`: everything but `admin`. With `team`, the key is good for that team's tasks only."""
+    """Without `scopes`: all but `admin`. With `team`, the key is valid for that team's tasks only."""
 
     name: KeyName
     scopes: Annotated[list[ScopeName], Field(max_length=20)] | None = None
@@ -201,7 +201,7 @@ class KeyDocument(Answer):
 
 
 class KeyMade(KeyDocument):
-    """The key itself is shown this once."""
+    """The key is shown only once."""
 
     key: str
 
@@ -232,9 +232,8 @@ class SessionPage(Answer):
 
 
 class QuotaDocument(Document):
-    """What may be had at once; null: the default of the pool.
-
-    `guaranteed_gpus` is what they are sure of: starts within it go first, and what others borrowed of it is taken back.
+    """Limits; null: the pool's default. `guaranteed_gpus`: starts within it go first, and borrowed GPUs are reclaimed
+    by preemption.
     """
 
     running_gpus: Annotated[float, Field(ge=0, le=1_000_000)] | None = None
@@ -324,14 +323,14 @@ class UserPatch(Document):
 
 
 class UserInviteRequest(Document):
-    permissions: list[PermissionName] | None = None  # null: what new users may
+    permissions: list[PermissionName] | None = None  # null: the default permissions
     team: str | None = None
     role: RoleName | None = None
     expires_in_s: Annotated[int, Field(ge=60, le=30 * DAY_S)] = 7 * DAY_S
 
 
 class UserInviteDocument(Answer):
-    """The token is shown this once."""
+    """The token is shown only once."""
 
     token: str
     expires_at: AwareDatetime

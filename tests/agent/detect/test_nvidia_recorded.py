@@ -11,8 +11,8 @@ import pytest
 
 from gpool.agent.machine.detection.gpus import Detector
 from gpool.agent.machine.detection.nvml import Card, GpuProcess, MigInstance, MigProfile, Vitals
-from gpool.agent.machine.detection.vendors import Parsed
-from gpool.agent.machine.gpu_monitor import Watch
+from gpool.agent.machine.detection.vendors import ParsedGpus
+from gpool.agent.machine.gpu_monitor import GpuMonitor
 from gpool.core.model import Health
 from gpool.testing.fake_nvml import FakeNvml
 
@@ -36,7 +36,7 @@ def replayed(told: dict[str, Any]) -> FakeNvml:
 def test_a_recorded_card_is_described_as_what_it_is(path: Path) -> None:
     told = json.loads(path.read_text())
     assert "aptured live" in told["about"]
-    survey = Detector(None, replayed(told), Parsed).survey()
+    survey = Detector(None, replayed(told), ParsedGpus).survey()
     assert survey.complaints == ()
     assert len(survey.gpus) == len(told["cards"])
     for gpu in survey.gpus:
@@ -55,15 +55,15 @@ def test_a_recorded_card_is_described_as_what_it_is(path: Path) -> None:
 @pytest.mark.parametrize("path", RECORDED, ids=lambda path: path.stem)
 def test_a_recorded_card_is_healthy_and_read_whatever_it_does_not_say(path: Path) -> None:
     nvml = replayed(json.loads(path.read_text()))
-    gpus = Detector(None, nvml, Parsed).survey().gpus
-    for sighting in Watch(nvml).look(gpus, 0):
+    gpus = Detector(None, nvml, ParsedGpus).survey().gpus
+    for sighting in GpuMonitor(nvml).sample(gpus, 0):
         assert sighting.condition.health is Health.HEALTHY
         assert sighting.reading is not None
 
 
 def test_linked_cards_know_one_another() -> None:
     told = json.loads(next(p for p in RECORDED if p.stem == "a100-mig").read_text())
-    first, second = Detector(None, replayed(told), Parsed).survey().gpus
+    first, second = Detector(None, replayed(told), ParsedGpus).survey().gpus
     assert first.details is not None
     assert second.details is not None
     assert (first.details.links, second.details.links) == (((1, 12),), ((0, 12),))

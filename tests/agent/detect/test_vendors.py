@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpool.agent.machine.detection import vendors
-from gpool.agent.machine.detection.vendors import Parsed
+from gpool.agent.machine.detection.vendors import ParsedGpus
 
 RECORDED = sorted((Path(__file__).parent / "recorded").glob("*.json"))
-READERS: Mapping[str, Callable[..., Parsed]] = {
+READERS: Mapping[str, Callable[..., ParsedGpus]] = {
     "amd_smi": vendors.amd_smi,
     "rocm_smi": vendors.rocm_smi,
     "xpu_smi": vendors.xpu_smi,

@@ -157,8 +157,8 @@ def test_another_python_alone_is_laid_without_a_build(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "wanted", "says"),
     [
-        (name_of(A), B, "not the name of its recipe"),
-        ("default", A, "not the name of its recipe"),
+        (name_of(A), B, "not the name of its environment spec"),
+        ("default", A, "not the name of its environment spec"),
         (name_of(A), Recipe(None, ("AAA",)), "normal form"),
         (name_of(A), Recipe(None, ("aaa @ https://example.test/a.whl",)), "names an address"),
         ("image:debian", recipe(image="debian"), "is an image"),

@@ -129,7 +129,7 @@ def test_an_index_that_does_not_answer_is_asked_again_for_the_next_build() -> No
 
 
 def test_an_index_on_the_machines_own_loopback_is_the_nodes_fault() -> None:
-    with pytest.raises(SandboxFailed, match="out of a sandbox's reach"):
+    with pytest.raises(SandboxFailed, match="cannot be reached from a sandbox"):
         opened(lanes(Networks(), Web()), Indexes("http://inner.test:3141/simple"))
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from gpool.agent.gpu_verification.cuda import kernels_for
 from gpool.agent.gpu_verification.service import CHILD, GpuDesk
-from gpool.core.trust.gpu_verification import Size, Verdict, keys_of
+from gpool.core.trust.gpu_verification import GpuVerdict, Size, keys_of
 from gpool.server.gpu_verification.checking import Claimed, check_openings
 from gpool.wire.frames import (
     AgentFrame,
@@ -66,8 +66,8 @@ async def test_a_trial_goes_through_a_child_process_and_passes() -> None:
     heard.desk.take(OpenTiles(7, (3, 1)))
     openings = (await heard.next(GpuOpened)).openings
     claimed = Claimed(SIZE, keys_of(b"s" * 32, 3, "GPU-a", 7), b"n" * 32, root, roots)
-    assert check_openings(claimed, (3, 1), openings, b"d") is Verdict.PASSED
-    heard.desk.take(GpuJudged(7, Verdict.PASSED, "fine"))
+    assert check_openings(claimed, (3, 1), openings, b"d") is GpuVerdict.PASSED
+    heard.desk.take(GpuJudged(7, GpuVerdict.PASSED, "fine"))
     await heard.desk.close()
 
 
@@ -89,7 +89,7 @@ async def test_a_child_that_talks_nonsense_is_reported() -> None:
 async def test_a_verdict_ends_a_child_that_still_computes() -> None:
     heard = Heard((sys.executable, "-c", "import time; time.sleep(600)"))
     heard.desk.take(ASKED)
-    heard.desk.take(GpuJudged(7, Verdict.LATE_COMMIT, "late"))
+    heard.desk.take(GpuJudged(7, GpuVerdict.LATE_COMMIT, "late"))
     assert (await heard.next(GpuUnable)).trial == 7
     heard.desk.take(ASKED)
     heard.desk.end_all()
@@ -100,7 +100,7 @@ async def test_a_verdict_ends_a_child_that_still_computes() -> None:
 async def test_frames_of_no_trial_are_left_alone() -> None:
     heard = Heard(NUMPY_CHILD)
     heard.desk.take(AnswerNow(1, b"n" * 32))
-    heard.desk.take(GpuJudged(1, Verdict.PASSED, ""))
+    heard.desk.take(GpuJudged(1, GpuVerdict.PASSED, ""))
     await heard.desk.close()
     assert heard.frames.empty()
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gpool.agent.machine.detection import Finding, Level, detect, doctor, host_facts, services
+from gpool.agent.machine.detection import Finding, Level, detect, doctor, host_capacity, services
 from gpool.agent.machine.detection.findings import (
     cgroup_kind,
     cgroups_finding,
@@ -57,11 +57,11 @@ def test_a_card_has_the_name_consumers_write(name: str, model: str) -> None:
 def test_the_host_lends_no_more_than_its_group_allows(tmp_path: Path) -> None:
     (tmp_path / "memory.max").write_text("1000000\n")
     (tmp_path / "cpu.max").write_text("50000 100000\n")
-    facts = host_facts(tmp_path / "not" / "yet", tmp_path)
+    facts = host_capacity(tmp_path / "not" / "yet", tmp_path)
     assert (facts.memory_bytes, facts.cpu_milli) == (1_000_000, 500)
     (tmp_path / "memory.max").write_text("max\n")
     (tmp_path / "cpu.max").write_text("max 100000\n")
-    free = host_facts(tmp_path, tmp_path)
+    free = host_capacity(tmp_path, tmp_path)
     assert free.memory_bytes > 1_000_000
     assert free.cpu_milli >= 1000
 
@@ -149,7 +149,7 @@ def test_a_default_route_is_found_in_either_family() -> None:
 
 
 def test_a_socket_that_is_no_engine_is_said_and_harms_nothing(tmp_path: Path) -> None:
-    assert services.docker((str(tmp_path / "none.sock"),)) == services.Engine()
+    assert services.docker((str(tmp_path / "none.sock"),)) == services.ContainerEngine()
     dead = socket.socket(socket.AF_UNIX)
     dead.bind(str(tmp_path / "dead.sock"))
     dead.close()

@@ -12,11 +12,11 @@ import pytest
 from gpool.agent.machine.detection.findings import Level, gpu_findings, health_finding
 from gpool.agent.machine.detection.gpus import LOST, Detector, Survey
 from gpool.agent.machine.detection.nvml import GpuProcess, MigInstance, Xid
-from gpool.agent.machine.detection.processes import Kin, Programs
-from gpool.agent.machine.detection.vendors import Parsed
-from gpool.agent.machine.gpu_monitor import Watch, marked
-from gpool.agent.machine.monitor import Glimpse, Lookout, Rulebook, glimpser
-from gpool.agent.machine.policy import Facts
+from gpool.agent.machine.detection.processes import AgentProcesses, ForeignPrograms
+from gpool.agent.machine.detection.vendors import ParsedGpus
+from gpool.agent.machine.gpu_monitor import GpuMonitor, with_health
+from gpool.agent.machine.monitor import MachineMonitor, MachineSample, PolicyFile, sampler
+from gpool.agent.machine.policy import MachineFacts
 from gpool.agent.state_machine.instructions import Event, OfferDetected, ReadingsTaken, ReclaimAsked
 from gpool.core.model import GIB, Gpu, Health, Offer
 from gpool.core.trust.gpu_health import (
@@ -34,7 +34,7 @@ OURS = 4242
 
 
 class Machine:
-    """A machine with two cards, its owner's rules and an agent's lookout; time is a number of seconds."""
+    """A machine with two cards, its owner's rules and an agent's monitor; time is a number of seconds."""
 
     def __init__(self, folder: Path, rules: str = "") -> None:
         self.nvml = FakeNvml(h200(0), h200(1))
@@ -44,19 +44,19 @@ class Machine:
         self.rules = folder / "policy.toml"
         self.rules.write_text(rules)
         self.seconds = 0.0
-        self.detector = Detector(None, self.nvml, Parsed)
+        self.detector = Detector(None, self.nvml, ParsedGpus)
         self.containers: list[str] = []
-        kin = Kin(OURS, self.proc, lambda: self.containers)
-        self.watch = Watch(self.nvml, kin, self.proc)
-        book = Rulebook(self.rules)
-        self.lookout = Lookout(
+        kin = AgentProcesses(OURS, self.proc, lambda: self.containers)
+        self.watch = GpuMonitor(self.nvml, kin, self.proc)
+        book = PolicyFile(self.rules)
+        self.monitor = MachineMonitor(
             book,
             lambda: Offer(4000, GIB, GIB, self.detector.survey().gpus),
-            lambda: Facts(self.now),
-            glimpser(
+            lambda: MachineFacts(self.now),
+            sampler(
                 book,
                 self.watch,
-                Programs(kin, self.proc),
+                ForeignPrograms(kin, self.proc),
                 lambda: self.now,
                 lambda: int(self.seconds * SECOND_US),
             ),
@@ -94,7 +94,7 @@ class Machine:
 
     def pass_(self, seconds: float = 1.0) -> tuple[Event, ...]:
         self.seconds += seconds
-        return self.lookout.glance()
+        return self.monitor.poll()
 
     def use(self, at: int, *pids: int) -> None:
         card = self.nvml.cards[self.uuids[at]]
@@ -104,13 +104,13 @@ class Machine:
 @pytest.fixture
 def machine(tmp_path: Path) -> Machine:
     made = Machine(tmp_path)
-    made.lookout.look()
+    made.monitor.survey()
     return made
 
 
 def with_rules(folder: Path, rules: str) -> Machine:
     made = Machine(folder, rules)
-    made.lookout.look()
+    made.monitor.survey()
     return made
 
 
@@ -142,15 +142,15 @@ def test_a_card_is_described_with_all_nvml_knows(machine: Machine) -> None:
 
 
 def test_a_machine_without_a_driver_has_no_gpus_and_no_complaint() -> None:
-    assert Detector(None, FakeNvml(driver=""), Parsed).survey() == Survey()
+    assert Detector(None, FakeNvml(driver=""), ParsedGpus).survey() == Survey()
 
 
 def test_other_vendors_cards_come_after_nvidias_and_are_asked_for_seldom(machine: Machine) -> None:
     asked = []
 
-    def others() -> Parsed:
+    def others() -> ParsedGpus:
         asked.append(1)
-        return Parsed((Gpu(0, "AMD-1", "MI300X", "amd", GIB),), ("rocm-smi: no JSON",))
+        return ParsedGpus((Gpu(0, "AMD-1", "MI300X", "amd", GIB),), ("rocm-smi: no JSON",))
 
     detector = Detector(None, machine.nvml, others)
     for _ in range(3):
@@ -258,7 +258,7 @@ def test_the_doctor_tells_a_sick_card_and_how_to_cure_it() -> None:
     assert "2 uncorrectable" in told.text
     assert "gpool node resume gpu0" in told.fix
     assert health_finding(gpu, Condition()).level is Level.OK
-    assert marked(gpu, Condition()) == gpu
+    assert with_health(gpu, Condition()) == gpu
 
 
 # ---- telemetry
@@ -274,8 +274,8 @@ def test_readings_are_taken_of_each_real_card(machine: Machine) -> None:
 
 def test_a_simulated_card_is_never_said_to_do_anything(tmp_path: Path) -> None:
     gpus = Detector("H100:2").survey().gpus
-    watch = Watch(FakeNvml(driver=""))
-    assert [one.reading for one in watch.look(gpus, 0)] == [None, None]
+    watch = GpuMonitor(FakeNvml(driver=""))
+    assert [one.reading for one in watch.sample(gpus, 0)] == [None, None]
     assert not watch.changed
 
 
@@ -366,7 +366,7 @@ def test_a_rule_may_let_what_runs_finish(tmp_path: Path) -> None:
 def test_what_is_closed_from_the_start_is_never_offered_open(tmp_path: Path) -> None:
     machine = Machine(tmp_path, '[[gpu]]\nwhich = [0]\nprograms = ["mygame"]')
     machine.run(91, "mygame", parent=1)
-    assert [gpu.closed != "" for gpu in machine.lookout.first_offer().gpus] == [True, False]
+    assert [gpu.closed != "" for gpu in machine.monitor.first_offer().gpus] == [True, False]
 
 
 def test_hours_hold_for_the_named_cards_only(tmp_path: Path) -> None:
@@ -375,17 +375,17 @@ def test_hours_hold_for_the_named_cards_only(tmp_path: Path) -> None:
     assert [gpu.closed != "" for gpu in offered(machine.pass_())] == [False, True]
 
 
-def test_a_glimpse_needs_no_survey(machine: Machine) -> None:
+def test_a_sample_needs_no_survey(machine: Machine) -> None:
     machine.pass_(6)
-    surveyed = machine.lookout.offer
+    surveyed = machine.monitor.offer
     asked: list[int] = []
 
     def counted() -> Offer:
         asked.append(1)
         return surveyed()
 
-    machine.lookout.offer = counted
+    machine.monitor.offer = counted
     for _ in range(5):
         machine.pass_()
     assert not asked
-    assert isinstance(machine.lookout._seen, Glimpse)
+    assert isinstance(machine.monitor._sample, MachineSample)

@@ -11,18 +11,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpool.agent.machine.detection import owner
-from gpool.agent.machine.monitor import Lookout, Rulebook
+from gpool.agent.machine.monitor import MachineMonitor, PolicyFile
 from gpool.agent.machine.policy import (
     AtClose,
-    Decision,
-    Facts,
+    ClosureState,
     Hours,
-    Kept,
-    Policy,
-    Standing,
+    KeptResources,
+    LendingDecision,
+    MachineFacts,
+    OwnerPolicy,
+    apply_policy,
     decide,
     reason_to_close,
-    shaped,
 )
 from gpool.agent.machine.policy_file import parse
 from gpool.agent.state_machine.instructions import OfferDetected, ReclaimAsked, RunsLimited
@@ -78,8 +78,8 @@ def at(day: int, hour: int, minute: int = 0) -> datetime:
     return MONDAY + timedelta(days=day, hours=hour, minutes=minute)
 
 
-def facts(now: datetime = MONDAY, **changes: object) -> Facts:
-    return replace(Facts(now), **changes)  # type: ignore[arg-type]
+def facts(now: datetime = MONDAY, **changes: object) -> MachineFacts:
+    return replace(MachineFacts(now), **changes)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def facts(now: datetime = MONDAY, **changes: object) -> Facts:
     ],
 )
 def test_hours_hold_across_midnight_by_the_day_they_open(now: datetime, open_: bool) -> None:
-    policy = Policy(hours=parse(FULL).hours)
+    policy = OwnerPolicy(hours=parse(FULL).hours)
     assert (reason_to_close(policy, facts(now)) == "") is open_
 
 
@@ -121,30 +121,34 @@ def test_a_range_and_its_complement_never_both_hold_and_never_both_fail(
 @pytest.mark.parametrize(
     ("policy", "seen", "says"),
     [
-        (Policy(on_mains_only=True), {"on_mains": False}, "battery"),
-        (Policy(on_mains_only=True), {"on_mains": True}, ""),
-        (Policy(on_mains_only=True), {"on_mains": None}, ""),
-        (Policy(least_battery_percent=50), {"battery_percent": 49.0, "on_mains": False}, "49 %"),
-        (Policy(least_battery_percent=50), {"battery_percent": 49.0, "on_mains": True}, ""),
-        (Policy(least_battery_percent=50), {"battery_percent": None}, ""),
-        (Policy(idle_for=timedelta(minutes=5)), {"idle_s": 299.0}, "using it"),
-        (Policy(idle_for=timedelta(minutes=5)), {"idle_s": 300.0}, ""),
-        (Policy(idle_for=timedelta(minutes=5)), {"idle_s": None}, ""),
-        (Policy(most_load=0.5), {"load_of_others": 0.6}, "busy"),
-        (Policy(most_load=0.5), {"load_of_others": None}, ""),
-        (Policy(), {"idle_s": 0.0, "on_mains": False, "battery_percent": 1.0}, ""),
+        (OwnerPolicy(on_mains_only=True), {"on_mains": False}, "battery"),
+        (OwnerPolicy(on_mains_only=True), {"on_mains": True}, ""),
+        (OwnerPolicy(on_mains_only=True), {"on_mains": None}, ""),
+        (
+            OwnerPolicy(least_battery_percent=50),
+            {"battery_percent": 49.0, "on_mains": False},
+            "49 %",
+        ),
+        (OwnerPolicy(least_battery_percent=50), {"battery_percent": 49.0, "on_mains": True}, ""),
+        (OwnerPolicy(least_battery_percent=50), {"battery_percent": None}, ""),
+        (OwnerPolicy(idle_for=timedelta(minutes=5)), {"idle_s": 299.0}, "using it"),
+        (OwnerPolicy(idle_for=timedelta(minutes=5)), {"idle_s": 300.0}, ""),
+        (OwnerPolicy(idle_for=timedelta(minutes=5)), {"idle_s": None}, ""),
+        (OwnerPolicy(most_load=0.5), {"load_of_others": 0.6}, "busy"),
+        (OwnerPolicy(most_load=0.5), {"load_of_others": None}, ""),
+        (OwnerPolicy(), {"idle_s": 0.0, "on_mains": False, "battery_percent": 1.0}, ""),
     ],
 )
 def test_a_rule_closes_the_machine_and_says_why(
-    policy: Policy, seen: dict[str, object], says: str
+    policy: OwnerPolicy, seen: dict[str, object], says: str
 ) -> None:
     reason = reason_to_close(policy, facts(**seen))
     assert (says in reason) if says else reason == ""
 
 
 def test_what_runs_is_reclaimed_once_and_not_before_the_grace() -> None:
-    policy = Policy(on_mains_only=True, at_close=AtClose.RECLAIM, grace=timedelta(minutes=1))
-    standing, told = Standing(), []
+    policy = OwnerPolicy(on_mains_only=True, at_close=AtClose.RECLAIM, grace=timedelta(minutes=1))
+    standing, told = ClosureState(), []
     for second in range(0, 180, 10):
         now = MONDAY + timedelta(seconds=second)
         decision, standing = decide(policy, facts(now, on_mains=False), standing)
@@ -152,7 +156,7 @@ def test_what_runs_is_reclaimed_once_and_not_before_the_grace() -> None:
     assert told.index(True) == 6
     assert sum(told) == 1
     opened, standing = decide(policy, facts(MONDAY, on_mains=True), standing)
-    assert (opened, standing) == (Decision(), Standing())
+    assert (opened, standing) == (LendingDecision(), ClosureState())
 
 
 @given(st.booleans(), st.lists(st.booleans(), max_size=20), st.integers(0, 5))
@@ -160,8 +164,8 @@ def test_an_open_machine_never_reclaims_and_a_patient_owner_never_does(
     patient: bool, mains: list[bool], grace: int
 ) -> None:
     how = AtClose.FINISH if patient else AtClose.RECLAIM
-    policy = Policy(on_mains_only=True, at_close=how, grace=timedelta(seconds=grace))
-    standing = Standing()
+    policy = OwnerPolicy(on_mains_only=True, at_close=how, grace=timedelta(seconds=grace))
+    standing = ClosureState()
     for second, on in enumerate(mains):
         now = MONDAY + timedelta(seconds=second)
         decision, standing = decide(policy, facts(now, on_mains=on), standing)
@@ -170,21 +174,21 @@ def test_an_open_machine_never_reclaims_and_a_patient_owner_never_does(
 
 
 def test_the_offer_is_what_the_owner_leaves() -> None:
-    offered = shaped(parse(FULL), OFFER, Decision("it runs on battery"))
+    offered = apply_policy(parse(FULL), OFFER, LendingDecision("it runs on battery"))
     assert (offered.cpu_milli, offered.memory_bytes) == (2500, 6 * GIB)
     assert [gpu.index for gpu in offered.gpus] == [0]
     assert offered.audience == ("me", "team:lab", "user:ana")
     assert offered.closed == "it runs on battery"
     assert (offered.labels, offered.price_microcredits) == ({"ssd", "zone=a"}, 310_000)
-    assert shaped(Policy(), OFFER) == OFFER
-    everything = Policy(kept=Kept(10**9, 10**15, 10**15, frozenset({0, 1})))
-    nothing = shaped(everything, OFFER)
+    assert apply_policy(OwnerPolicy(), OFFER) == OFFER
+    everything = OwnerPolicy(kept=KeptResources(10**9, 10**15, 10**15, frozenset({0, 1})))
+    nothing = apply_policy(everything, OFFER)
     assert (nothing.cpu_milli, nothing.memory_bytes, nothing.gpus) == (0, 0, ())
 
 
 def test_an_owner_can_refuse_every_network() -> None:
     offer = replace(OFFER, networks=frozenset(Network))
-    assert shaped(parse("[egress]\noffered = false"), offer).networks == {Network.NONE}
+    assert apply_policy(parse("[egress]\noffered = false"), offer).networks == {Network.NONE}
 
 
 @pytest.mark.parametrize(
@@ -206,7 +210,7 @@ def test_an_owner_can_refuse_every_network() -> None:
         ("zone = 'Berlin'", "Europe/Berlin"),
         ("longest_run = 7", "2h"),
         ("labels = 'ssd'", "list"),
-        ("labels = ['Fast disk']", "no label"),
+        ("labels = ['Fast disk']", "not a label"),
         ("price = '-1/h'", "below zero"),
         ("price = true", "0.31/h"),
         ("at_close = 'now'", "now"),
@@ -227,7 +231,7 @@ def test_rules_are_read_again_when_they_change_and_a_mistake_changes_nothing(
 ) -> None:
     file = tmp_path / "policy.toml"
     file.write_text("[keep]\ncpus = 1")
-    rules = Rulebook(file)
+    rules = PolicyFile(file)
     assert not rules.has_changed()
     file.write_text("[keep]\ncpus = 2.0")
     assert rules.has_changed()
@@ -237,27 +241,27 @@ def test_rules_are_read_again_when_they_change_and_a_mistake_changes_nothing(
     assert rules.policy.kept.cpu_milli == 2000
     assert not rules.has_changed()
     with pytest.raises(Invalid, match="cannot be read"):
-        Rulebook(tmp_path / "nowhere.toml")
+        PolicyFile(tmp_path / "nowhere.toml")
 
 
 def test_a_look_tells_the_offer_the_limit_and_the_reclaim(tmp_path: Path) -> None:
     file = tmp_path / "policy.toml"
     file.write_text("longest_run = '2h'\nat_close = 'reclaim'\n[battery]\nmains_only = true")
     seen = [facts(on_mains=True)]
-    lookout = Lookout(Rulebook(file), lambda: OFFER, lambda: seen[-1])
-    limit, offered = lookout.look()
+    monitor = MachineMonitor(PolicyFile(file), lambda: OFFER, lambda: seen[-1])
+    limit, offered = monitor.survey()
     assert limit == RunsLimited(2 * 3600 * 1_000_000)
     assert offered == OfferDetected(OFFER)
     seen.append(facts(on_mains=False))
-    offered, reclaim = lookout.look()
+    offered, reclaim = monitor.survey()
     assert isinstance(offered, OfferDetected)
     assert offered.offer.closed
     assert isinstance(reclaim, ReclaimAsked)
     assert reclaim.gpus is None
-    assert len(lookout.look()) == 1
+    assert len(monitor.survey()) == 1
     seen.append(facts(on_mains=True))
     file.write_text("at_close = 'reclaim'\n[keep]\ngpus = [1]")
-    limit, offered, reclaim = lookout.look()
+    limit, offered, reclaim = monitor.survey()
     assert limit == RunsLimited(None)
     assert isinstance(reclaim, ReclaimAsked)
     assert reclaim.gpus == {1}
@@ -267,22 +271,22 @@ def test_a_tier_that_is_no_longer_lent_takes_its_runtimes_with_it() -> None:
     sandboxes = RuntimeOffer("bubblewrap", Tier.CONTAINER)
     guests = RuntimeOffer("microvm", Tier.VM)
     offer = replace(OFFER, runtimes=(sandboxes, guests))
-    assert shaped(parse("floor = 'vm'"), offer).runtimes == (guests,)
+    assert apply_policy(parse("floor = 'vm'"), offer).runtimes == (guests,)
 
 
 def test_lists_that_change_withdraw_egress_until_the_agent_starts_again(tmp_path: Path) -> None:
     file = tmp_path / "policy.toml"
     file.write_text("[egress]\ndeny = ['198.51.100.0/24']")
-    rules = Rulebook(file)
-    assert rules.allowed().egress
+    rules = PolicyFile(file)
+    assert rules.limits().egress
     file.write_text("[egress]\ndeny = ['198.51.100.0/24', '203.0.113.0/24']")
     assert rules.refresh()
-    assert not rules.allowed().egress
+    assert not rules.limits().egress
     offer = replace(OFFER, networks=frozenset(Network))
-    assert shaped(rules.policy, offer).networks == {Network.NONE}
+    assert apply_policy(rules.policy, offer).networks == {Network.NONE}
     file.write_text("[egress]\ndeny = ['198.51.100.0/24']\noffered = true")
     assert rules.refresh()
-    assert rules.allowed().egress
+    assert rules.limits().egress
 
 
 @pytest.mark.parametrize("said", ["allow = ['10.0.0.0/8']", "deny = ['::1']", "rate = 'fast'"])
@@ -327,7 +331,7 @@ def test_the_load_of_others_leaves_out_what_is_below_us(tmp_path: Path) -> None:
     meter = owner.LoadMeter(10, tmp_path)
     for pid, parent in ((10, 1), (11, 10), (12, 11), (20, 1)):
         spend(pid, parent, 0)
-    assert meter.look(100.0) is None
+    assert meter.measure(100.0) is None
     for pid, parent in ((10, 1), (11, 10), (12, 11), (20, 1)):
         spend(pid, parent, 1000)
-    assert meter.look(110.0) == pytest.approx(1.0)
+    assert meter.measure(110.0) == pytest.approx(1.0)

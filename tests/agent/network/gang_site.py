@@ -28,7 +28,7 @@ from gpool.agent.network.root_networks import RootNetworks
 from gpool.agent.network.rootless_networks import RootlessNetworks
 from gpool.agent.network.sandbox_network import Networks, OpenLane
 from gpool.agent.runtime.protocol import CommandJob, Staged
-from gpool.core.rendezvous import INTERFACE
+from gpool.core.gangs import INTERFACE
 from tests.agent.network.gang_tasks import BLOCK, INSIDE
 from tests.hostile.lanes_world import (
     CLONE_NEWNET,

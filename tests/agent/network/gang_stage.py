@@ -18,7 +18,7 @@ from itertools import permutations
 from pathlib import Path
 from typing import Any
 
-from gpool.core.rendezvous import address_of
+from gpool.core.gangs import address_of
 from tests.agent.network.gang_site import (
     GATEWAY,
     METADATA,

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpool.agent.network.addresses import REFUSED_V4, REFUSED_V6, is_refused
+from gpool.agent.network.policy import REFUSED_V4, REFUSED_V6, is_refused
 
 INSIDE = [
     "0.0.0.0",

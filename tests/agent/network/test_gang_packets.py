@@ -16,7 +16,7 @@ from gpool.agent.network.gang.packets import (
     Window,
     passes,
 )
-from gpool.core.rendezvous import address_of
+from gpool.core.gangs import address_of
 
 numbers = st.one_of(st.integers(0, 20), st.integers(0, 3 * WIDTH), st.integers(0, 2**64 - 1))
 

@@ -19,7 +19,7 @@ import pytest
 from gpool.agent.network.gang.keys import IS_HELLO, Bond
 from gpool.agent.network.gang.relay import MOST_WAITING, Relay
 from gpool.agent.network.gang.relay_client import RELAY
-from gpool.core.rendezvous import address_of
+from gpool.core.gangs import address_of
 from tests.tools.processes import eventually
 
 SECRET = b"s" * 32

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from gpool.agent.network import host
 from gpool.agent.network.host import Route
-from gpool.core import rendezvous
+from gpool.core import gangs
 
 LISTING = """Iface\tDestination\tGateway \tFlags\tRefCnt\tUse\tMetric\tMask\t\tMTU\tWindow\tIRTT
 eth0\t00000000\t014DA8C0\t0003\t0\t0\t0\t00000000\t0\t0\t0
@@ -60,4 +60,4 @@ def test_a_pool_never_overlaps_what_the_host_has_routes_to() -> None:
 
 @given(st.text("0123456789abcdef", min_size=5, max_size=5))
 def test_a_pool_never_overlaps_the_network_of_gangs(tag: str) -> None:
-    assert not host.free_pool(tag, ROUTES).overlaps(rendezvous.NETWORK)
+    assert not host.free_pool(tag, ROUTES).overlaps(gangs.NETWORK)

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpool.agent.network.addresses import is_refused
 from gpool.agent.network.policy import (
     ANY_PORT,
     BadPolicy,
@@ -18,13 +17,14 @@ from gpool.agent.network.policy import (
     HostFacts,
     Only,
     Target,
+    is_refused,
     parse_policy,
     parse_rate,
     parse_target,
     reaches,
 )
 from gpool.agent.network.sandbox_network import NoLane, refuse_wrong
-from gpool.core.rendezvous import MAX_NODES, address_of
+from gpool.core.gangs import MAX_NODES, address_of
 
 NETWORKS = st.builds(
     lambda address, prefix: IPv4Network((int(address), prefix), strict=False),
@@ -50,7 +50,7 @@ def test_a_target_written_out_is_read_back_the_same(target: Target) -> None:
         ("1.2.3.4/24", "host bits"),
         ("1.2.3.4:0", "1 to 65535"),
         ("1.2.3.4:9-8", "smaller one first"),
-        ("1.2.3.4:http", "no port"),
+        ("1.2.3.4:http", "not a port"),
         ("example.com", "does not appear"),
         ("2606:4700::1111", "no IPv6"),
         ("[2606:4700::1111]:443", "no IPv6"),
@@ -94,9 +94,9 @@ def test_nothing_said_is_the_default_and_the_default_denies_mail() -> None:
     [
         ("permit 1.2.3.4", "line 1: 'permit' is none of"),
         ("\nallow 192.168.0.0/16", "line 2: .*no policy opens private"),
-        ("rate fast", "line 1: 'fast' is no rate"),
+        ("rate fast", "line 1: 'fast' is not a rate"),
         ("rate 1B/s", "between 16 kB/s and 4 GB/s"),
-        ("flows 0", "no number between"),
+        ("flows 0", "not a number between"),
     ],
 )
 def test_a_line_that_means_nothing_is_named(text: str, says: str) -> None:

@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 
 import uvloop
 
-from gpool.agent.network.addresses import is_refused
 from gpool.agent.network.dns import messages
 from gpool.agent.network.dns.resolver import (
     BURST,
@@ -24,6 +23,7 @@ from gpool.agent.network.dns.resolver import (
     Server,
     configured_servers,
 )
+from gpool.agent.network.policy import is_refused
 from tests.tools.processes import PATIENCE_S
 
 T = TypeVar("T")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from gpool.agent.boot_counter import FILE, next_boot
+from gpool.agent.credentials import BOOTS_FILE, next_boot
 
 
 def test_a_later_start_always_sorts_behind_an_earlier(tmp_path: Path) -> None:
@@ -13,5 +13,5 @@ def test_a_later_start_always_sorts_behind_an_earlier(tmp_path: Path) -> None:
 
 
 def test_a_broken_count_begins_anew(tmp_path: Path) -> None:
-    (tmp_path / FILE).write_text("what?")
+    (tmp_path / BOOTS_FILE).write_text("what?")
     assert next_boot(tmp_path) == f"{1:012d}"

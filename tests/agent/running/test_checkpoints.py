@@ -16,8 +16,8 @@ import pytest
 from gpool.agent.daemon import boot_clock
 from gpool.agent.network.policy import Egress
 from gpool.agent.running.artifact_cache import ArtifactCache
-from gpool.agent.running.command_executor import CommandKeeper
-from gpool.agent.running.sandboxes import Allowed, Equipment
+from gpool.agent.running.command_executor import CommandExecutor
+from gpool.agent.running.sandboxes import ExecutorContext, PolicyLimits
 from gpool.agent.runtime.process import ProcessRuntime
 from gpool.agent.runtime.protocol import (
     CommandJob,
@@ -92,7 +92,7 @@ class Shelf:
 class Bench:
     """One agent's equipment, and everything its keepers said."""
 
-    equipment: Equipment
+    equipment: ExecutorContext
     shelf: Shelf
     runtime: Runtime
     said: list[Event] = field(default_factory=list)
@@ -107,11 +107,11 @@ class Bench:
                 self.news.clear()
                 await self.news.wait()
 
-    def start(self, spec: TaskSpec, *checkpoint: InputFile, epoch: int = 1) -> CommandKeeper:
+    def start(self, spec: TaskSpec, *checkpoint: InputFile, epoch: int = 1) -> CommandExecutor:
         order = StartCommand(
             1, epoch, spec, Allocation(0, 1000, 1 << 30), True, checkpoint=checkpoint
         )
-        return CommandKeeper(self.equipment, order)
+        return CommandExecutor(self.equipment, order)
 
     async def end(self) -> CommandEnded:
         await self.until(lambda: self.of(CommandEnded))
@@ -147,7 +147,7 @@ async def bench(
         made[0].news.set()
 
     cache = ArtifactCache(folder / "artifacts", shelf.fetch)
-    equipment = Equipment(
+    equipment = ExecutorContext(
         [chosen],
         cache,
         shelf,
@@ -564,7 +564,7 @@ def test_the_weakest_runtime_that_fits_is_taken_and_the_first_of_equals(tmp_path
             with pytest.raises(SandboxFailed, match="image"):
                 chosen(requirements=Requirements(tier=Tier.VM), recipe=Recipe(image="a"))
             # granted before the owner raised the floor
-            equipment = replace(equipment, allowed=lambda: Allowed(frozenset({Tier.VM})))
+            equipment = replace(equipment, allowed=lambda: PolicyLimits(frozenset({Tier.VM})))
             assert chosen() is vm
 
     asyncio.run(story())
@@ -573,7 +573,7 @@ def test_the_weakest_runtime_that_fits_is_taken_and_the_first_of_equals(tmp_path
 def test_egress_that_is_no_longer_given_is_refused_by_the_node_itself(tmp_path: Path) -> None:
     async def story() -> None:
         asks = spec(requirements=Requirements(network=Network.EGRESS))
-        doors = {"networks": Road(), "allowed": lambda: Allowed(egress=False)}
+        doors = {"networks": Road(), "allowed": lambda: PolicyLimits(egress=False)}
         async with bench(tmp_path, runtime=Seeing(tmp_path), **doors) as at:
             at.start(asks)
             assert "no network 'egress'" in (await at.end()).error_text

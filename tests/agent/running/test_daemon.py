@@ -16,7 +16,8 @@ from random import Random
 import cloudpickle
 import pytest
 
-from gpool.agent.app import Means, run_agent
+from gpool.agent.app import run_agent
+from gpool.agent.services import NodeServices
 from gpool.agent.state_machine.instructions import OfferDetected, ReclaimAsked
 from gpool.cli.main import FAILED, exit_code_of
 from gpool.core.errors import Forbidden, GpoolError, Invalid, NotSignedIn
@@ -69,12 +70,12 @@ class Pool:
         self.agent = asyncio.create_task(
             run_agent(
                 settings_for(desk, folder),
-                Means(runtimes),
+                NodeServices(runtimes),
                 OFFER,
                 stop=self.stop,
                 random=Random(1),
-                look=lambda: (OfferDetected(self.offer), *self.reclaim),
-                look_every_s=0.05,
+                survey=lambda: (OfferDetected(self.offer), *self.reclaim),
+                survey_every_s=0.05,
             )
         )
 
@@ -373,7 +374,7 @@ def test_an_unknown_node_ends_the_agent_and_says_what_to_do(tmp_path: Path) -> N
             told = settings_for(desk, tmp_path).model_copy(update={"node": "n-0000000000002"})
             async with asyncio.timeout(PATIENCE_S):
                 with pytest.raises(NotSignedIn, match="join again"):
-                    await run_agent(told, Means([]), OFFER, stop=asyncio.Event())
+                    await run_agent(told, NodeServices([]), OFFER, stop=asyncio.Event())
 
     asyncio.run(live())
 
@@ -384,11 +385,11 @@ def test_a_wrong_key_ends_the_agent_and_a_missing_one_does_not_start_it(tmp_path
             told = settings_for(desk, tmp_path)
             other = told.model_copy(update={"key_file": tmp_path / "other.key"})
             with pytest.raises(Invalid, match="join again"):
-                await run_agent(other, Means([]), OFFER, stop=asyncio.Event())
+                await run_agent(other, NodeServices([]), OFFER, stop=asyncio.Event())
             NodeKey.from_file(other.key_file)
             async with asyncio.timeout(PATIENCE_S):
                 with pytest.raises(NotSignedIn, match="join again"):
-                    await run_agent(other, Means([]), OFFER, stop=asyncio.Event())
+                    await run_agent(other, NodeServices([]), OFFER, stop=asyncio.Event())
 
     asyncio.run(live())
 
@@ -426,7 +427,7 @@ def test_a_signal_stops_the_agent_in_good_order(tmp_path: Path) -> None:
             (tmp_path / "values").mkdir()
             runtime = FakeRuntime(tmp_path / "values", RUNS)
             settings = settings_for(desk, tmp_path)
-            agent = asyncio.create_task(run_agent(settings, Means([runtime]), OFFER))
+            agent = asyncio.create_task(run_agent(settings, NodeServices([runtime]), OFFER))
             await desk.until(lambda: desk.hellos)
             await desk.grant(command("wait"), [Lease(1, 1)])
             await desk.until(lambda: any(i.task == 1 for i in desk.items))

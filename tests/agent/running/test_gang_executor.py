@@ -12,8 +12,8 @@ import pytest
 from gpool.agent.daemon import boot_clock
 from gpool.agent.network.policy import Egress, Gang
 from gpool.agent.running.artifact_cache import ArtifactCache
-from gpool.agent.running.command_executor import CommandKeeper
-from gpool.agent.running.sandboxes import Allowed, Equipment, limits_of
+from gpool.agent.running.command_executor import CommandExecutor
+from gpool.agent.running.sandboxes import ExecutorContext, PolicyLimits, limits_of
 from gpool.agent.runtime.protocol import CommandJob, CommandSandbox, Lane
 from gpool.agent.state_machine.instructions import (
     CommandCheckpointed,
@@ -85,7 +85,7 @@ SPEC = TaskSpec(
 FILES = {"result": b"42", "state/n": b"1"}
 
 
-Meanwhile = Callable[[CommandKeeper], Awaitable[None]]
+Meanwhile = Callable[[CommandExecutor], Awaitable[None]]
 
 
 async def kept(
@@ -93,7 +93,7 @@ async def kept(
     rank: int,
     road: Road | None,
     *,
-    allowed: Allowed | None = None,
+    allowed: PolicyLimits | None = None,
     exit_code: int = 0,
     meanwhile: Meanwhile | None = None,
 ) -> tuple[CommandEnded, Seeing, Shelf, Sequence[Event]]:
@@ -105,7 +105,7 @@ async def kept(
     async def nothing(sha256: str, target: Path, lease: LeaseRef) -> None:
         raise AssertionError("nothing is to be fetched")
 
-    equipment = Equipment(
+    equipment = ExecutorContext(
         [runtime],
         ArtifactCache(folder / "artifacts", nothing),
         shelf,
@@ -113,11 +113,11 @@ async def kept(
         said.append,
         boot_clock,
         road,
-        allowed=lambda: allowed or Allowed(),
+        allowed=lambda: allowed or PolicyLimits(),
     )
     told = Rendezvous(rank, PEERS, SECRET)
     start = StartCommand(1, 1, SPEC, Allocation(0, 1000, 1 << 30), True, gang=told)
-    keeper = CommandKeeper(equipment, start)
+    keeper = CommandExecutor(equipment, start)
     if meanwhile is not None:
         await meanwhile(keeper)
     await asyncio.wait([keeper.task])
@@ -172,9 +172,11 @@ def test_the_checkpoint_is_the_first_members(tmp_path: Path) -> None:
         assert len([event for event in said if isinstance(event, CommandCheckpointed)]) == saves
 
 
-@pytest.mark.parametrize(("road", "allowed"), [(None, Allowed()), (Road(), Allowed(gangs=False))])
+@pytest.mark.parametrize(
+    ("road", "allowed"), [(None, PolicyLimits()), (Road(), PolicyLimits(gangs=False))]
+)
 def test_a_node_that_takes_no_members_says_so_itself(
-    tmp_path: Path, road: Road | None, allowed: Allowed
+    tmp_path: Path, road: Road | None, allowed: PolicyLimits
 ) -> None:
     ended, runtime, _, _ = asyncio.run(kept(tmp_path, 0, road, allowed=allowed))
     assert ended.reason is EndReason.SANDBOX_FAILED
@@ -188,7 +190,7 @@ def test_a_member_stopped_while_it_lets_go_always_closes_its_lane(tmp_path: Path
     async def story() -> tuple[CommandEnded, Road]:
         road = Road(dawdles=asyncio.Event())
 
-        async def stop_twice(keeper: CommandKeeper) -> None:
+        async def stop_twice(keeper: CommandExecutor) -> None:
             await road.closing.wait()
             for reason in (EndReason.CANCELLED, EndReason.LOST):
                 keeper.end(reason)

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpool.agent.machine.monitor import Rulebook
-from gpool.agent.machine.policy import Gangs, Policy, shaped
+from gpool.agent.machine.monitor import PolicyFile
+from gpool.agent.machine.policy import GangRules, OwnerPolicy, apply_policy
 from gpool.agent.machine.policy_file import parse
 from gpool.core.errors import Invalid
 from gpool.core.model import GIB, Offer
@@ -25,19 +25,21 @@ def told(offer: Offer) -> tuple[str, str, int]:
 
 def test_a_site_in_the_policy_is_offered() -> None:
     policy = parse('[gangs]\nsite = "lab"\naddress = "10.0.0.7"\nport = 50000')
-    assert policy.gangs == Gangs(True, "lab", "10.0.0.7", 50000)
-    assert told(shaped(policy, CAN)) == ("lab", "192.168.1.7", 47100)
+    assert policy.gangs == GangRules(True, "lab", "10.0.0.7", 50000)
+    assert told(apply_policy(policy, CAN)) == ("lab", "192.168.1.7", 47100)
 
 
 def test_the_site_of_the_command_line_comes_first() -> None:
-    assert shaped(parse('[gangs]\nsite = "lab"'), replace(CAN, site="attic")).site == "attic"
+    assert apply_policy(parse('[gangs]\nsite = "lab"'), replace(CAN, site="attic")).site == "attic"
 
 
 @given(st.sampled_from(["", "lab"]), st.sampled_from(["", "attic"]), st.booleans(), st.booleans())
 def test_gangs_are_never_offered_without_a_site_a_lane_and_the_owner_s_will(
     said: str, named: str, offered: bool, can: bool
 ) -> None:
-    offer = shaped(Policy(gangs=Gangs(offered, said)), replace(CAN if can else CANNOT, site=named))
+    offer = apply_policy(
+        OwnerPolicy(gangs=GangRules(offered, said)), replace(CAN if can else CANNOT, site=named)
+    )
     if offered and can and (said or named):
         assert told(offer) == (named or said, "192.168.1.7", 47100)
     else:
@@ -47,12 +49,12 @@ def test_gangs_are_never_offered_without_a_site_a_lane_and_the_owner_s_will(
 def test_an_owner_who_changes_their_mind_takes_no_more_members(tmp_path: Path) -> None:
     file = tmp_path / "policy.toml"
     file.write_text('[gangs]\nsite = "lab"')
-    rules = Rulebook(file)
-    assert rules.allowed().gangs
+    rules = PolicyFile(file)
+    assert rules.limits().gangs
     file.write_text('[gangs]\nsite = "lab"\noffered = false')
     assert rules.refresh()
-    assert not rules.allowed().gangs
-    assert told(shaped(rules.policy, CAN)) == ("", "", 0)
+    assert not rules.limits().gangs
+    assert told(apply_policy(rules.policy, CAN)) == ("", "", 0)
 
 
 @pytest.mark.parametrize(

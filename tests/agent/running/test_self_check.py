@@ -13,8 +13,8 @@ from random import Random
 import cloudpickle
 import pytest
 
-from gpool.agent.app import Means, _Looks, run_agent
-from gpool.agent.running.self_check import AGAIN_AFTER_US, Checkup
+from gpool.agent.app import MonitorLoop, run_agent
+from gpool.agent.running.self_check import AGAIN_AFTER_US, RuntimeSelfCheck
 from gpool.agent.runtime.bubblewrap.runtime import BubblewrapRuntime
 from gpool.agent.runtime.protocol import (
     CommandJob,
@@ -25,6 +25,7 @@ from gpool.agent.runtime.protocol import (
     RunnerSandbox,
     SandboxFailed,
 )
+from gpool.agent.services import NodeServices
 from gpool.agent.state_machine.instructions import (
     CommandEnded,
     OfferDetected,
@@ -35,7 +36,7 @@ from gpool.core.model import EndReason, Fault, Gpu, Offer, Requirements, Slice, 
 from gpool.testing.fake_runtime import FakeRun, FakeRuntime
 from gpool.wire.frames import Finished, HandedBack, Lease
 from tests.agent.desk import Desk, settings_for
-from tests.agent.state_machine.session_case import Case, function, of
+from tests.agent.state_machine.state_case import Case, function, of
 from tests.tools.runtimes import PATIENCE_S, using
 
 OWN_PYTHON = f"3.{sys.version_info.minor}"
@@ -91,7 +92,7 @@ def said(
         stop = asyncio.Event()
         async with Desk() as desk:
             settings = settings_for(desk, tmp_path)
-            means = Means([runtime], seats=seats)
+            means = NodeServices([runtime], seats=seats)
             agent = asyncio.create_task(
                 run_agent(settings, means, OFFER, stop=stop, random=Random(1))
             )
@@ -165,12 +166,12 @@ def test_what_a_node_lends_no_more_is_said_before_the_task_that_failed_for_it(
             agent = asyncio.create_task(
                 run_agent(
                     settings_for(desk, tmp_path),
-                    Means([Frail(tmp_path)], seats=Unclean()),
+                    NodeServices([Frail(tmp_path)], seats=Unclean()),
                     OFFER,
                     stop=stop,
                     random=Random(1),
-                    look=look,
-                    look_every_s=3600,
+                    survey=look,
+                    survey_every_s=3600,
                 )
             )
             await desk.until(lambda: desk.hellos)
@@ -200,10 +201,10 @@ def test_all_that_ask_at_once_for_another_look_share_one() -> None:
         return ()
 
     async def live() -> None:
-        looking = _Looks(look, None)
-        await asyncio.gather(*(looking.now() for _ in range(20)))
+        looking = MonitorLoop(look, None)
+        await asyncio.gather(*(looking.survey_now() for _ in range(20)))
         assert len(looks) == 1
-        await looking.now()
+        await looking.survey_now()
         assert len(looks) == 2
 
     asyncio.run(live())
@@ -217,7 +218,7 @@ def test_a_command_that_runs_and_fails_has_no_fault(tmp_path: Path) -> None:
 def test_it_looks_seldom_and_once_for_all_that_ask_at_once(tmp_path: Path) -> None:
     now = [0]
     runtime = Frail(tmp_path)
-    checkup = Checkup(lambda: now[0])
+    checkup = RuntimeSelfCheck(lambda: now[0])
 
     async def ask(count: int) -> set[Fault]:
         return set(await asyncio.gather(*(checkup.fault(runtime) for _ in range(count))))
@@ -230,7 +231,7 @@ def test_it_looks_seldom_and_once_for_all_that_ask_at_once(tmp_path: Path) -> No
         assert await ask(5) == {Fault.UNCLEAR}
         now[0] = AGAIN_AFTER_US
         assert await ask(5) == {Fault.NODE}
-        assert runtime.trials == checkup.looks == 2
+        assert runtime.trials == checkup.checks == 2
 
     asyncio.run(live())
     assert runtime.live == set()
@@ -246,18 +247,18 @@ def test_a_trial_that_takes_long_is_made_once_for_all_that_wait_for_it(tmp_path:
             now[0] += 3 * AGAIN_AFTER_US
             return await super().start_command(job)
 
-    checkup, runtime = Checkup(lambda: now[0]), Slow(tmp_path)
+    checkup, runtime = RuntimeSelfCheck(lambda: now[0]), Slow(tmp_path)
 
     async def live() -> None:
         await asyncio.gather(*(checkup.fault(runtime) for _ in range(5)))
 
     asyncio.run(live())
-    assert checkup.looks == 1
+    assert checkup.checks == 1
 
 
 def test_a_trial_that_takes_too_long_says_nothing_and_leaves_nothing(tmp_path: Path) -> None:
     runtime = FakeRuntime(values_in(tmp_path), {("/bin/true",): FakeRun(waits=True)})
-    checkup = Checkup(lambda: 0, within_s=0.01)
+    checkup = RuntimeSelfCheck(lambda: 0, within_s=0.01)
     assert asyncio.run(checkup.fault(runtime)) is Fault.UNCLEAR
     assert runtime.live == set()
 
@@ -272,12 +273,12 @@ def test_a_start_that_was_given_up_for_taking_too_long_says_nothing_either(tmp_p
             except TimeoutError as silent:
                 raise SandboxFailed("the launcher did not start within 20 s") from silent
 
-    assert asyncio.run(Checkup(lambda: 0).fault(Busy(tmp_path))) is Fault.UNCLEAR
+    assert asyncio.run(RuntimeSelfCheck(lambda: 0).fault(Busy(tmp_path))) is Fault.UNCLEAR
 
 
 def test_a_real_bwrap_is_well_and_one_that_starts_nothing_is_not(tmp_path: Path) -> None:
     async def look(runtime: BubblewrapRuntime) -> Fault:
-        return await Checkup(lambda: 0, within_s=PATIENCE_S).fault(runtime)
+        return await RuntimeSelfCheck(lambda: 0, within_s=PATIENCE_S).fault(runtime)
 
     assert using("bubblewrap", tmp_path / "well", look) is Fault.UNCLEAR
     broken = tmp_path / "bwrap"
@@ -304,7 +305,7 @@ def case() -> Iterator[Case]:
     case = Case()
     case.welcome()
     yield case
-    assert case.session.violations() == []
+    assert case.state.violations() == []
 
 
 @pytest.mark.parametrize("fault", [Fault.NODE, Fault.PART])

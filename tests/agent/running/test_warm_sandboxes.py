@@ -17,9 +17,9 @@ import cloudpickle
 import pytest
 
 from gpool.agent.running.artifact_cache import ArtifactCache
-from gpool.agent.running.runner_executor import RunnerKeeper
-from gpool.agent.running.sandboxes import Equipment, warm_key_of
-from gpool.agent.running.warm_sandboxes import WarmKeeper, available_memory
+from gpool.agent.running.runner_executor import RunnerExecutor
+from gpool.agent.running.sandboxes import ExecutorContext, warm_key_of
+from gpool.agent.running.warm_sandboxes import WarmPoolManager, available_memory
 from gpool.agent.runtime.protocol import Limits, Prepared, RunnerJob, SandboxFailed
 from gpool.agent.runtime.runner_calls import PYTHON
 from gpool.agent.state_machine.instructions import (
@@ -67,9 +67,9 @@ class Stage:
         self.functions: dict[str, bytes] = {}
         self.events: list[Event] = []
         self.numbers = 0
-        self.warm = WarmKeeper([runtime], environments, self.clock, lambda: 64 * GIB)
+        self.warm = WarmPoolManager([runtime], environments, self.clock, lambda: 64 * GIB)
         self.warm.offered(OFFER)
-        self.equipment = Equipment(
+        self.equipment = ExecutorContext(
             [runtime],
             ArtifactCache(folder / "cache", self.download, GIB),
             None,  # type: ignore[arg-type]  # nothing large comes back
@@ -79,7 +79,7 @@ class Stage:
             environments=environments,
             warm=self.warm,
         )
-        self.runners: dict[int, RunnerKeeper] = {}
+        self.runners: dict[int, RunnerExecutor] = {}
 
     def clock(self) -> int:
         return 1_000_000
@@ -92,7 +92,7 @@ class Stage:
     ) -> int:
         self.numbers += 1
         start = StartRunner(self.numbers, user, False, spec, ALLOCATION, secrets)
-        self.runners[self.numbers] = RunnerKeeper(self.equipment, start)
+        self.runners[self.numbers] = RunnerExecutor(self.equipment, start)
         return self.numbers
 
     async def call(
@@ -133,7 +133,7 @@ class Stage:
 @contextlib.asynccontextmanager
 async def stage_of(runtime: Any, folder: Path, environments: Any = None) -> AsyncIterator[Stage]:
     stage = Stage(runtime, folder, environments)
-    keeping = asyncio.create_task(stage.warm.keep())
+    keeping = asyncio.create_task(stage.warm.run())
     try:
         yield stage
     finally:

@@ -14,7 +14,7 @@ CODE = r"""
 import asyncio, json, os, pickle, sys
 from dataclasses import replace
 from pathlib import Path
-from gpool.agent.runtime import landlock
+from gpool.agent.runtime.bubblewrap import landlock
 from gpool.agent.runtime.bubblewrap.runtime import BubblewrapRuntime
 from gpool.agent.runtime.protocol import Limits, Prepared, CommandJob, ENVIRONMENT_AT
 from tests.tools.runtimes import LIMITS, caller, command, left_over

@@ -227,7 +227,7 @@ def test_a_place_on_the_card_that_the_owner_uses_is_refused_and_nothing_left(
     async def taken(house: House) -> None:
         house.nvml.set_mig(house.uuid, True)
         owners = house.nvml.make_mig(house.uuid, 19, 6)
-        with pytest.raises(PartFailed, match="could not be got ready"):
+        with pytest.raises(PartFailed, match="could not be prepared"):
             async with house.seats.seat(1, [CUT[0]]):
                 pytest.fail("two instances in one place")
         assert house.nvml.mig_instances(house.uuid) == (owners,)
@@ -288,7 +288,7 @@ def test_a_tenancy_that_began_for_nobody_ends_by_itself(tmp_path: Path) -> None:
 def test_a_daemon_that_does_not_come_up_leaves_nothing_and_no_reproach(tmp_path: Path) -> None:
     async def failing(house: House) -> None:
         (house.folder / "mps").write_text("#!/bin/sh\nexit 3\n")
-        with pytest.raises(SandboxFailed, match="ended at once"):
+        with pytest.raises(SandboxFailed, match="exited at once"):
             async with house.seats.seat(1, [PART]):
                 pytest.fail("there is no daemon")
         assert house.seats.unclean == {}

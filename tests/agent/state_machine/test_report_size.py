@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from gpool.agent.runtime.work_directory import MAX_NAMES_BYTES, NAME_COST_BYTES
-from gpool.agent.state_machine.ends import of_call
+from gpool.agent.state_machine.end_reports import of_call
 from gpool.agent.state_machine.instructions import CallAnswered
-from gpool.agent.state_machine.lease_queues import Held, Line, Order
+from gpool.agent.state_machine.lease_queues import AgentLease, GrantTerms, LeaseQueue
 from gpool.agent.state_machine.leases import Leases
 from gpool.agent.state_machine.outbox import Outbox
 from gpool.core.model import (
@@ -25,10 +25,10 @@ SPEC = TaskSpec(TaskKind.COMMAND, "x", Requirements(), ("true",), timeout=Span(1
 def reported(*ends: Finished) -> list[int]:
     """The sizes of the frames that carry these ends."""
     outbox = Outbox()
-    leases, line = Leases(outbox), Line(0)
-    order = Order(Allocation(0, 1000, 1 << 30, ()), 1, False, SPEC)
+    leases, line = Leases(outbox), LeaseQueue(0)
+    order = GrantTerms(Allocation(0, 1000, 1 << 30, ()), 1, False, SPEC)
     for end in ends:
-        held = Held(end.task, end.epoch, order, line, b"", "")
+        held = AgentLease(end.task, end.epoch, order, line, b"", "")
         leases.held[end.task] = held
         leases.finish(0, held, end)
     sizes = []

@@ -42,7 +42,7 @@ def test_too_many_labels_are_refused() -> None:
     ],
 )
 def test_a_price_is_read_as_people_write_it(written: str | float, microcredits: int) -> None:
-    assert price.parse(written) == microcredits
+    assert price.parse_price(written) == microcredits
 
 
 @pytest.mark.parametrize(
@@ -63,9 +63,9 @@ def test_a_price_is_read_as_people_write_it(written: str | float, microcredits: 
 )
 def test_a_price_that_is_none_is_refused_with_an_example(wrong: str | float) -> None:
     with pytest.raises(Invalid, match=r"0\.40/h"):
-        price.parse(wrong)
+        price.parse_price(wrong)
 
 
 @given(st.integers(0, price.MAX_PRICE))
 def test_a_price_that_is_told_is_always_read_back_the_same(microcredits: int) -> None:
-    assert price.parse(price.told(microcredits)) == microcredits
+    assert price.parse_price(price.format_price(microcredits)) == microcredits

@@ -15,12 +15,12 @@ from gpool.core.trust.gpu_verification import (
     MAKES,
     RECOMPUTED,
     VERDICT_TEXT,
+    DeviceIdentity,
+    GpuVerdict,
     Path,
-    Place,
-    Seat,
     Size,
-    Terms,
-    Verdict,
+    VerificationTerms,
+    VerifiedGpu,
     could_be_one,
     keys_of,
     leads_to,
@@ -30,7 +30,7 @@ from gpool.core.trust.gpu_verification import (
     terms_for,
 )
 
-TERMS = Terms(Size(1, 256, 1024), 2, 4, Span(1_000), Span(100))
+TERMS = VerificationTerms(Size(1, 256, 1024), 2, 4, Span(1_000), Span(100))
 ROOT, ROOTS = b"r" * 32, (b"a" * 32, b"b" * 32)
 instants = st.integers(0, 5_000).map(Instant)
 
@@ -39,36 +39,36 @@ instants = st.integers(0, 5_000).map(Instant)
 def test_a_step_that_came_too_late_never_counts(
     committed: Instant, asked: Instant, answered: Instant
 ) -> None:
-    seat = Seat(TERMS, Instant(0)).committed(ROOT, committed)
-    assert (seat.verdict is Verdict.LATE_COMMIT) == (committed > 1_000)
+    seat = VerifiedGpu(TERMS, Instant(0)).committed(ROOT, committed)
+    assert (seat.verdict is GpuVerdict.LATE_COMMIT) == (committed > 1_000)
     seat = seat.asked(asked).answered(ROOTS, Instant(asked + answered))
     if committed <= 1_000:
-        assert (seat.verdict is Verdict.LATE_ANSWER) == (answered > 100)
+        assert (seat.verdict is GpuVerdict.LATE_ANSWER) == (answered > 100)
     assert (seat.answer is None) == (seat.verdict is not None)
 
 
 @given(instants, instants)
 def test_nothing_that_comes_after_a_verdict_ever_changes_it(one: Instant, other: Instant) -> None:
-    out = Seat(TERMS, Instant(0)).judged(Verdict.UNABLE)
+    out = VerifiedGpu(TERMS, Instant(0)).judged(GpuVerdict.UNABLE)
     assert out.committed(ROOT, one).asked(one).answered(ROOTS, other).at(other) == out
-    assert out.judged(Verdict.PASSED) == out
+    assert out.judged(GpuVerdict.PASSED) == out
 
 
 @pytest.mark.parametrize("roots", [(), (ROOT,), (ROOT, b"short"), (ROOT, ROOT, ROOT)])
 def test_an_answer_of_another_form_never_counts(roots: tuple[bytes, ...]) -> None:
-    seat = Seat(TERMS, Instant(0)).committed(ROOT, Instant(1)).asked(Instant(2))
-    assert seat.answered(roots, Instant(3)).verdict is Verdict.MALFORMED
+    seat = VerifiedGpu(TERMS, Instant(0)).committed(ROOT, Instant(1)).asked(Instant(2))
+    assert seat.answered(roots, Instant(3)).verdict is GpuVerdict.MALFORMED
 
 
 def test_a_second_commitment_and_an_answer_before_the_nonce_never_count() -> None:
-    seat = Seat(TERMS, Instant(0)).committed(ROOT, Instant(1))
-    assert seat.committed(ROOT, Instant(2)).verdict is Verdict.MALFORMED
-    assert seat.answered(ROOTS, Instant(2)).verdict is Verdict.MALFORMED
+    seat = VerifiedGpu(TERMS, Instant(0)).committed(ROOT, Instant(1))
+    assert seat.committed(ROOT, Instant(2)).verdict is GpuVerdict.MALFORMED
+    assert seat.answered(ROOTS, Instant(2)).verdict is GpuVerdict.MALFORMED
 
 
 def test_no_nonce_leaves_before_everybody_in_the_sitting_has_committed_or_is_out() -> None:
-    waiting = Seat(TERMS, Instant(0))
-    done, out = waiting.committed(ROOT, Instant(1)), waiting.judged(Verdict.LATE_COMMIT)
+    waiting = VerifiedGpu(TERMS, Instant(0))
+    done, out = waiting.committed(ROOT, Instant(1)), waiting.judged(GpuVerdict.LATE_COMMIT)
     assert not may_ask([done, waiting])
     assert may_ask([done, out])
     assert done.due_at is None  # nobody runs out of time while waiting for others
@@ -122,15 +122,17 @@ def test_a_size_that_no_kernel_computes_is_refused(size: tuple[int, int, int]) -
 
 
 def test_gpus_that_could_be_one_device_are_told_from_those_that_cannot() -> None:
-    here = Place(1, "bench", "GPU-a", Instant(0))
+    here = DeviceIdentity(1, "bench", "GPU-a", Instant(0))
     far = Instant(10**13)
-    assert could_be_one(here, Place(1, "other", "GPU-b", far))
-    assert could_be_one(here, Place(2, "bench", "GPU-b", far))
-    assert could_be_one(here, Place(2, "other", "GPU-a", far))
-    assert could_be_one(here, Place(2, "other", "GPU-b", Instant(1)))
-    assert not could_be_one(here, Place(2, "other", "GPU-b", far))
-    assert not could_be_one(Place(1, "", "GPU-a", Instant(0)), Place(2, "", "GPU-b", far))
+    assert could_be_one(here, DeviceIdentity(1, "other", "GPU-b", far))
+    assert could_be_one(here, DeviceIdentity(2, "bench", "GPU-b", far))
+    assert could_be_one(here, DeviceIdentity(2, "other", "GPU-a", far))
+    assert could_be_one(here, DeviceIdentity(2, "other", "GPU-b", Instant(1)))
+    assert not could_be_one(here, DeviceIdentity(2, "other", "GPU-b", far))
+    assert not could_be_one(
+        DeviceIdentity(1, "", "GPU-a", Instant(0)), DeviceIdentity(2, "", "GPU-b", far)
+    )
 
 
 def test_every_verdict_says_something_to_the_owner() -> None:
-    assert set(VERDICT_TEXT) == set(Verdict)
+    assert set(VERDICT_TEXT) == set(GpuVerdict)

@@ -14,7 +14,7 @@ import pytest
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 
-from gpool.agent.credentials import Badge
+from gpool.agent.credentials import AgentCredentials
 from gpool.agent.daemon import boot_clock
 from gpool.core.ids import encode as encode_id
 from gpool.transfer.node_proofs import NodeKey
@@ -44,7 +44,7 @@ from tests.tools.processes import PATIENCE_S
 
 
 @contextmanager
-def bare_socket(live: Live, badge: Badge) -> Iterator[ClientConnection]:
+def bare_socket(live: Live, badge: AgentCredentials) -> Iterator[ClientConnection]:
     """Nothing is proved yet."""
     address = live.url.replace("http", "ws") + CHANNEL_PATH
     headers = {NODE_HEADER: badge.identity.node}
@@ -59,7 +59,7 @@ def bare_socket(live: Live, badge: Badge) -> Iterator[ClientConnection]:
 
 
 @contextmanager
-def agent_socket(live: Live, badge: Badge) -> Iterator[ClientConnection]:
+def agent_socket(live: Live, badge: AgentCredentials) -> Iterator[ClientConnection]:
     with bare_socket(live, badge) as socket:
         challenge = received(socket)
         assert isinstance(challenge, Challenge)
@@ -72,7 +72,7 @@ def agent_socket(live: Live, badge: Badge) -> Iterator[ClientConnection]:
         yield socket
 
 
-def joined(live: Live, name: str = "socket") -> Badge:
+def joined(live: Live, name: str = "socket") -> AgentCredentials:
     def ask(path: str, document: dict[str, Any]) -> dict[str, Any]:
         answer: dict[str, Any] = httpx2.post(
             f"{live.url}{path}", json=document, headers=live.headers, timeout=PATIENCE_S
@@ -151,7 +151,7 @@ def test_the_channel_is_for_nodes(live: Live) -> None:
         assert refused.value.response.status_code == 401
 
 
-def proof_of(badge: Badge, socket: ClientConnection) -> Prove:
+def proof_of(badge: AgentCredentials, socket: ClientConnection) -> Prove:
     challenge = received(socket)
     assert isinstance(challenge, Challenge)
     proof = badge.answer(challenge, is_open=False)
@@ -174,7 +174,7 @@ def test_a_proof_is_good_once_and_by_the_nodes_own_key_only(live: Live) -> None:
         heard = proof_of(alice, socket)
         socket.send(encode(heard))
         assert isinstance(received(socket), Proven)
-    thief = Badge(nodes.a_key(9), alice.identity, boot_clock)
+    thief = AgentCredentials(nodes.a_key(9), alice.identity, boot_clock)
     for who in (thief, bob):
         with bare_socket(live, alice) as socket:
             socket.send(encode(proof_of(who, socket)))

@@ -16,7 +16,8 @@ from typing import Any
 import httpx2
 import pytest
 
-from gpool.agent.app import Means, run_agent
+from gpool.agent.app import run_agent
+from gpool.agent.services import NodeServices
 from gpool.agent.settings import AgentSettings
 from gpool.client.connection.transport import Door
 from gpool.core.errors import Forbidden, Invalid, Unreachable
@@ -175,7 +176,7 @@ def a_task_through(recorder: Recorder, live: Live, folder: Path) -> str:
 
     async def serve() -> str:
         stop = asyncio.Event()
-        agent = asyncio.create_task(run_agent(settings, Means([runtime]), offer, stop=stop))
+        agent = asyncio.create_task(run_agent(settings, NodeServices([runtime]), offer, stop=stop))
         wanted = {"command": ["say"], "outputs": ["o"], "env": {"WORD": MARK.decode()}}
 
         def work() -> str:

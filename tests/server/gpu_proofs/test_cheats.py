@@ -20,10 +20,10 @@ from gpool.core.trust.gpu_verification import (
     MAKES,
     TILE,
     TILE_BYTES,
-    Keys,
-    Seat,
+    GpuVerdict,
     Size,
-    Verdict,
+    VerificationKeys,
+    VerifiedGpu,
     keys_of,
     may_ask,
     terms_for,
@@ -56,11 +56,11 @@ def micro(seconds: float) -> Instant:
     return Instant(int(seconds * 1e6))
 
 
-def fresh(number: int) -> Keys:
+def fresh(number: int) -> VerificationKeys:
     return keys_of(number.to_bytes(32, "little"), 1, "GPU-a", number)
 
 
-def hold(prover: NumpyProver, dice: Random, opened: int = OPENED) -> Verdict:
+def hold(prover: NumpyProver, dice: Random, opened: int = OPENED) -> GpuVerdict:
     """All that is said in one trial, in no time. Tiles are drawn as from very many."""
     nonce, root = dice.randbytes(32), prover.commit()
     answer = prover.answer(nonce, root, 2)
@@ -69,15 +69,15 @@ def hold(prover: NumpyProver, dice: Random, opened: int = OPENED) -> Verdict:
     return check_openings(claimed, tiles, prover.open(tiles), dice.randbytes(16))
 
 
-def timed(commit_s: float, answer_s: float) -> Verdict | None:
+def timed(commit_s: float, answer_s: float) -> GpuVerdict | None:
     """A trial by an H200's terms, whatever is said; None: everything came in time."""
-    seat = Seat(TERMS, Instant(0)).committed(b"r" * 32, micro(commit_s)).asked(micro(100))
+    seat = VerifiedGpu(TERMS, Instant(0)).committed(b"r" * 32, micro(commit_s)).asked(micro(100))
     return seat.answered((b"r" * 32,) * TERMS.rounds, micro(100 + answer_s)).verdict
 
 
 def test_an_honest_gpu_always_passes() -> None:
     dice = Random(1)
-    assert {hold(NumpyProver(SMALL, fresh(n)), dice) for n in range(TRIES)} == {Verdict.PASSED}
+    assert {hold(NumpyProver(SMALL, fresh(n)), dice) for n in range(TRIES)} == {GpuVerdict.PASSED}
     network_s = 0.1
     answer_s = reading_s(1, HONEST_BYTES_PER_S) + network_s
     assert timed(computing_s(1, HONEST_TERAOPS), answer_s) is None
@@ -86,10 +86,12 @@ def test_an_honest_gpu_always_passes() -> None:
 def test_a_processor_is_always_too_late_for_a_gpus_terms() -> None:
     for processors in (1, 2, 10):
         needed = computing_s(1, CPU_TERAOPS * processors)
-        assert timed(needed, 0) is Verdict.LATE_COMMIT
+        assert timed(needed, 0) is GpuVerdict.LATE_COMMIT
     patient = replace(TERMS, commit_within=Span(micro(computing_s(1, CPU_TERAOPS))))
     late = micro(computing_s(1, CPU_TERAOPS) - 1)
-    assert Seat(patient, Instant(0)).committed(b"r" * 32, late).verdict is None  # the control
+    assert (
+        VerifiedGpu(patient, Instant(0)).committed(b"r" * 32, late).verdict is None
+    )  # the control
 
 
 # ---- something else than the product
@@ -97,7 +99,7 @@ def test_a_processor_is_always_too_late_for_a_gpus_terms() -> None:
 Change = Callable[[NDArray[np.int8]], NDArray[np.int64]]
 
 
-def product_with(change: Change, size: Size, keys: Keys, tile: int) -> Sums:
+def product_with(change: Change, size: Size, keys: VerificationKeys, tile: int) -> Sums:
     block, row, column = tile_rows(tile, size.tiles_across)
     a = change(rows_of(keys.stream, 0, block, row, TILE, size.length))
     b = change(rows_of(keys.stream, 1, block, column, TILE, size.length))
@@ -116,7 +118,7 @@ SHORTCUTS: dict[str, Change] = {
 class Shortcut(NumpyProver):
     """Keeps X of another product, and opens that or, computed when asked, the right one."""
 
-    def __init__(self, keys: Keys, change: Change, opens_right: bool) -> None:
+    def __init__(self, keys: VerificationKeys, change: Change, opens_right: bool) -> None:
         self.change, self.opens_right = change, opens_right
         words = [
             kept(product_with(change, SMALL, keys, tile).reshape(-1)) for tile in range(SMALL.tiles)
@@ -134,9 +136,9 @@ def test_a_shortcut_through_another_product_never_passes(name: str) -> None:
     dice, change = Random(name), SHORTCUTS[name]
     for number in range(TRIES // 2):
         # Everything but Freivalds' check is in order here: without it, it would pass.
-        assert hold(Shortcut(fresh(number), change, False), dice) is Verdict.WRONG_PRODUCT
+        assert hold(Shortcut(fresh(number), change, False), dice) is GpuVerdict.WRONG_PRODUCT
         # And here everything but the commitment.
-        assert hold(Shortcut(fresh(number), change, True), dice) is Verdict.WRONG_COMMIT
+        assert hold(Shortcut(fresh(number), change, True), dice) is GpuVerdict.WRONG_COMMIT
 
 
 class OneElementOff(NumpyProver):
@@ -151,7 +153,7 @@ class OneElementOff(NumpyProver):
 def test_a_single_wrong_element_is_always_found() -> None:
     dice = Random(3)
     found = {hold(OneElementOff(SMALL, fresh(n)), dice) for n in range(TRIES)}
-    assert Verdict.PASSED not in found
+    assert GpuVerdict.PASSED not in found
 
 
 # ---- answers to another question
@@ -161,20 +163,20 @@ def test_a_replay_of_another_trial_never_passes() -> None:
     dice = Random(4)
     for number in range(TRIES):
         earlier = NumpyProver(SMALL, fresh(number))
-        assert hold(earlier, dice) is Verdict.PASSED  # the control: the trial it was made for
+        assert hold(earlier, dice) is GpuVerdict.PASSED  # the control: the trial it was made for
         nonce, root = dice.randbytes(32), earlier.commit()
         answer = earlier.answer(nonce, root, 2)
         tiles = dice.sample(range(SMALL.tiles), OPENED)
         openings = earlier.open(tiles)
         later = Claimed(SMALL, fresh(number + TRIES), nonce, root, answer)
-        assert check_openings(later, tiles, openings, b"d") is Verdict.WRONG_COMMIT
+        assert check_openings(later, tiles, openings, b"d") is GpuVerdict.WRONG_COMMIT
         another_nonce = Claimed(SMALL, fresh(number), dice.randbytes(32), root, answer)
-        assert check_openings(another_nonce, tiles, openings, b"d") is Verdict.WRONG_ANSWER
+        assert check_openings(another_nonce, tiles, openings, b"d") is GpuVerdict.WRONG_ANSWER
         other_tiles = [(tile + 1) % SMALL.tiles for tile in tiles]
         same = Claimed(SMALL, fresh(number), nonce, root, answer)
-        assert check_openings(same, other_tiles, openings, b"d") is Verdict.MALFORMED
+        assert check_openings(same, other_tiles, openings, b"d") is GpuVerdict.MALFORMED
         moved = [replace(o, tile=t) for o, t in zip(openings, other_tiles, strict=True)]
-        assert check_openings(same, other_tiles, moved, b"d") is Verdict.WRONG_COMMIT
+        assert check_openings(same, other_tiles, moved, b"d") is GpuVerdict.WRONG_COMMIT
 
 
 # ---- less than the whole
@@ -185,7 +187,7 @@ MANY = Size(8, 256, 64)
 class Partial(NumpyProver):
     """Computed some of the tiles, and computes an opened one when it is asked for."""
 
-    def __init__(self, keys: Keys, words: Words, done: float, dice: Random) -> None:
+    def __init__(self, keys: VerificationKeys, words: Words, done: float, dice: Random) -> None:
         part = words.copy()
         for tile in dice.sample(range(MANY.tiles), round(MANY.tiles * (1 - done))):
             part[tile] = np.frombuffer(dice.randbytes(TILE_BYTES), np.uint64)
@@ -197,16 +199,16 @@ def test_work_done_in_part_never_passes(done: float) -> None:
     keys, dice = fresh(5), Random(done)
     words = all_kept(MANY, keys.stream)
     verdicts = [hold(Partial(keys, words, done, dice), dice, TERMS.opened) for _ in range(TRIES)]
-    assert set(verdicts) == {Verdict.WRONG_COMMIT}
+    assert set(verdicts) == {GpuVerdict.WRONG_COMMIT}
     assert (
-        hold(Partial(keys, words, 1.0, dice), dice, TERMS.opened) is Verdict.PASSED
+        hold(Partial(keys, words, 1.0, dice), dice, TERMS.opened) is GpuVerdict.PASSED
     )  # the control
 
 
 class Forgetful(NumpyProver):
     """Computed everything and had not the memory to keep it."""
 
-    def __init__(self, keys: Keys, words: Words, keeps: float, dice: Random) -> None:
+    def __init__(self, keys: VerificationKeys, words: Words, keeps: float, dice: Random) -> None:
         super().__init__(MANY, keys, words)
         self.lost = dice.sample(range(MANY.tiles), round(MANY.tiles * (1 - keeps)))
 
@@ -221,8 +223,8 @@ def test_results_that_were_not_kept_are_always_missed(keeps: float) -> None:
     keys, dice = fresh(6), Random(keeps)
     words = all_kept(MANY, keys.stream)
     verdicts = [hold(Forgetful(keys, words, keeps, dice), dice, TERMS.opened) for _ in range(TRIES)]
-    assert set(verdicts) == {Verdict.WRONG_ANSWER}
-    assert hold(Forgetful(keys, words, 1.0, dice), dice, TERMS.opened) is Verdict.PASSED
+    assert set(verdicts) == {GpuVerdict.WRONG_ANSWER}
+    assert hold(Forgetful(keys, words, 1.0, dice), dice, TERMS.opened) is GpuVerdict.PASSED
 
 
 def answerable(device_memory: float) -> float:
@@ -239,17 +241,17 @@ def answerable(device_memory: float) -> float:
 def test_less_memory_than_claimed_is_always_too_little(gigabytes: int) -> None:
     assert answerable(gigabytes / 141) < 1
     missing = 1 - gigabytes / 141 / FILLED
-    assert timed(1, computing_s(missing, PEAK_TERAOPS)) is Verdict.LATE_ANSWER
-    assert timed(1, reading_s(missing, HOST_BYTES_PER_S)) is Verdict.LATE_ANSWER
+    assert timed(1, computing_s(missing, PEAK_TERAOPS)) is GpuVerdict.LATE_ANSWER
+    assert timed(1, reading_s(missing, HOST_BYTES_PER_S)) is GpuVerdict.LATE_ANSWER
     assert answerable(1) >= 1  # the control: the claimed memory is enough
 
 
 # ---- two identities on one device
 
 
-def sitting(order: Sequence[tuple[float, int]], together: bool) -> list[Seat]:
+def sitting(order: Sequence[tuple[float, int]], together: bool) -> list[VerifiedGpu]:
     """One device computes for two in turn at the peak rate; its memory holds one X. `order` is (seconds, whose commitment)."""
-    seats = [Seat(TERMS, Instant(0)), Seat(TERMS, Instant(0))]
+    seats = [VerifiedGpu(TERMS, Instant(0)), VerifiedGpu(TERMS, Instant(0))]
     answer_s = reading_s(1, HONEST_BYTES_PER_S)
     roots = (b"r" * 32,) * TERMS.rounds
     for at, who in order:
@@ -268,6 +270,6 @@ def sitting(order: Sequence[tuple[float, int]], together: bool) -> list[Seat]:
 def test_two_identities_on_one_device_never_pass_both() -> None:
     alone_s = computing_s(1, PEAK_TERAOPS)
     order = [(alone_s, 0), (2 * alone_s + 1, 1)]
-    assert [seat.verdict for seat in sitting(order, True)] == [None, Verdict.LATE_ANSWER]
+    assert [seat.verdict for seat in sitting(order, True)] == [None, GpuVerdict.LATE_ANSWER]
     assert [seat.verdict for seat in sitting(order, False)] == [None, None]  # the control
     assert answerable(1 - FILLED) < 1  # nor does the host's memory help the second

@@ -10,7 +10,13 @@ from random import Random
 import pytest
 
 from gpool.core.model import Gpu, Offer, Span
-from gpool.core.trust.gpu_verification import Measured, Size, Terms, Verdict, keys_of
+from gpool.core.trust.gpu_verification import (
+    GpuVerdict,
+    MeasuredSpeed,
+    Size,
+    VerificationTerms,
+    keys_of,
+)
 from gpool.server.app import make_app
 from gpool.server.gpu_verification.verifier import AGAIN_AFTER, TRIES, Examiner, Examining, terms_of
 from gpool.wire.frames import (
@@ -33,7 +39,7 @@ from tests.tools.gpu_prover import NumpyProver
 
 pytestmark = pytest.mark.anyio
 SECOND = 1_000_000
-TERMS = Terms(Size(1, 256, 64), 2, 8, Span(20 * SECOND), Span(SECOND // 2))
+TERMS = VerificationTerms(Size(1, 256, 64), 2, 8, Span(20 * SECOND), Span(SECOND // 2))
 NEVER = Span(10**18)
 
 
@@ -98,7 +104,7 @@ async def prove(agent: Agent) -> None:
     await open_tiles(agent, trial, prover)
 
 
-def verdict(agent: Agent) -> Verdict:
+def verdict(agent: Agent) -> GpuVerdict:
     judged = last(agent, GpuJudged)
     assert isinstance(judged, GpuJudged)
     return judged.verdict
@@ -118,7 +124,7 @@ async def test_a_gpu_gets_a_task_only_once_it_has_proved_what_it_claims(strict: 
     assert "not proved yet" in str(await flag(strict))
     await tick(strict)
     await prove(agent)
-    assert verdict(agent) is Verdict.PASSED
+    assert verdict(agent) is GpuVerdict.PASSED
     assert await flag(strict) is None
     await strict.schedule()
     assert len(agent.leases()) == 1
@@ -146,8 +152,8 @@ async def test_one_that_answers_wrong_is_kept_out_and_told_why_until_it_joins_ag
     await say(agent, GpuCommitted(trial, root))
     await answer(agent, trial, prover, root)
     await open_tiles(agent, trial, prover)
-    assert verdict(agent) is Verdict.WRONG_COMMIT
-    assert Verdict.WRONG_COMMIT.text in str(await flag(strict))
+    assert verdict(agent) is GpuVerdict.WRONG_COMMIT
+    assert GpuVerdict.WRONG_COMMIT.text in str(await flag(strict))
     await strict.command(gpu="1")
     await strict.schedule()
     assert agent.leases() == []
@@ -166,7 +172,7 @@ async def test_an_operator_may_let_it_in_all_the_same(strict: Desk) -> None:
     await tick(strict)
     trial, _ = prover_for(agent)
     await say(agent, GpuUnable(trial, "GPU-a", "out of memory"))
-    assert verdict(agent) is Verdict.UNABLE
+    assert verdict(agent) is GpuVerdict.UNABLE
     gpu = next(
         each["id"]
         for each in (await strict.get("/v1/resources")).json()["items"]
@@ -185,17 +191,17 @@ async def test_one_that_is_late_may_try_again_but_not_for_ever(strict: Desk) -> 
         trial, _ = prover_for(agent)
         strict.clock.advance(21)
         await say(agent, GpuCommitted(trial, b"r" * 32))
-        assert verdict(agent) is Verdict.LATE_COMMIT
+        assert verdict(agent) is GpuVerdict.LATE_COMMIT
     await tick(strict, 6)
     assert len(agent.frames(ExamineGpu)) == TRIES
-    assert Verdict.LATE_COMMIT.text in str(await flag(strict))
+    assert GpuVerdict.LATE_COMMIT.text in str(await flag(strict))
 
 
 async def test_silence_is_lateness(strict: Desk) -> None:
     agent = await strict.agent(offer=with_gpu())
     await tick(strict)
     await tick(strict, 21)
-    assert verdict(agent) is Verdict.LATE_COMMIT
+    assert verdict(agent) is GpuVerdict.LATE_COMMIT
 
 
 async def test_an_answer_half_a_second_late_does_not_count(strict: Desk) -> None:
@@ -206,7 +212,7 @@ async def test_an_answer_half_a_second_late_does_not_count(strict: Desk) -> None
     await say(agent, GpuCommitted(trial, root))
     strict.clock.advance(0.51)
     await answer(agent, trial, prover, root)
-    assert verdict(agent) is Verdict.LATE_ANSWER
+    assert verdict(agent) is GpuVerdict.LATE_ANSWER
     assert agent.frames(OpenTiles) == []
 
 
@@ -223,10 +229,10 @@ async def test_two_that_could_be_one_device_are_asked_only_when_both_have_commit
     await tick(strict, 19)
     assert one.frames(AnswerNow) == []
     await tick(strict, 2)  # the other is out of time
-    assert verdict(two) is Verdict.LATE_COMMIT
+    assert verdict(two) is GpuVerdict.LATE_COMMIT
     await answer(one, trial, prover, root)
     await open_tiles(one, trial, prover)
-    assert verdict(one) is Verdict.PASSED
+    assert verdict(one) is GpuVerdict.PASSED
 
 
 async def test_nobody_answers_for_another_node(strict: Desk) -> None:
@@ -238,7 +244,7 @@ async def test_nobody_answers_for_another_node(strict: Desk) -> None:
     await say(two, GpuUnable(trial, "GPU-a", "not mine to say"))
     assert one.frames(GpuJudged) == []
     await prove_both(one, two)
-    assert (verdict(one), verdict(two)) == (Verdict.PASSED, Verdict.PASSED)
+    assert (verdict(one), verdict(two)) == (GpuVerdict.PASSED, GpuVerdict.PASSED)
 
 
 async def prove_both(*agents: Agent) -> None:
@@ -254,12 +260,12 @@ async def prove_both(*agents: Agent) -> None:
 async def test_frames_out_of_turn_or_out_of_nowhere_are_harmless(strict: Desk) -> None:
     agent = await strict.agent(offer=with_gpu())
     await say(agent, GpuCommitted(77, b"r" * 32))
-    await say(agent, GpuMeasured("GPU-nobodys", Measured(1, 1, 1, 1, 1, 1)))
+    await say(agent, GpuMeasured("GPU-nobodys", MeasuredSpeed(1, 1, 1, 1, 1, 1)))
     await tick(strict)
     trial, prover = prover_for(agent)
     prover.commit()
     await say(agent, GpuOpened(trial, ()))
-    assert verdict(agent) is Verdict.MALFORMED
+    assert verdict(agent) is GpuVerdict.MALFORMED
 
 
 async def test_a_simulated_gpu_never_passes_and_says_so(strict: Desk) -> None:
@@ -283,7 +289,8 @@ async def test_what_a_gpu_measured_is_shown_with_it_and_its_trial_comes_after(st
     assert agent.frames(ExamineGpu) == []  # it would slow the measurement down
     assert agent.frames(MeasureGpu) == [MeasureGpu("GPU-a")]
     await say(
-        agent, GpuMeasured("GPU-a", Measured(40_000, 150_000, 300_000, 650_000, 10**12, 10**10))
+        agent,
+        GpuMeasured("GPU-a", MeasuredSpeed(40_000, 150_000, 300_000, 650_000, 10**12, 10**10)),
     )
     items = (await strict.get("/v1/resources")).json()["items"]
     shown = next(each["measured"] for each in items if each["kind"] == "gpu")
@@ -300,7 +307,7 @@ async def test_without_examining_nothing_is_kept_back(desk: Desk) -> None:
 
 
 def test_models_are_known_by_the_names_that_drivers_give() -> None:
-    def terms(model: str, vendor: str = "nvidia") -> Terms | None:
+    def terms(model: str, vendor: str = "nvidia") -> VerificationTerms | None:
         return terms_of(Gpu(0, "GPU-a", model, vendor, 80 << 30))
 
     sxm, pcie = terms("NVIDIA H100 80GB HBM3"), terms("NVIDIA H100 PCIe")

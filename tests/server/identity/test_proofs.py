@@ -28,10 +28,10 @@ from gpool.server.identity.node_proofs.proofs import (
 )
 from gpool.server.identity.tokens.access import Claims, TokenType, thumbprint
 from gpool.transfer.node_proofs import (
+    ChallengeStatement,
     NodeKey,
     Purpose,
     RequestStatement,
-    Statement,
     new_nonce,
     parse_request_proof,
 )
@@ -46,9 +46,11 @@ def later(span: int) -> Instant:
     return Instant(NOW + span)
 
 
-def statement(proofs: Proofs, *, entropy: bytes = b"e" * 16, now: Instant = NOW) -> Statement:
+def statement(
+    proofs: Proofs, *, entropy: bytes = b"e" * 16, now: Instant = NOW
+) -> ChallengeStatement:
     nonce = proofs.challenge(Purpose.CHANNEL, NODE, entropy, now)
-    return Statement(Purpose.CHANNEL, HOST, NODE, KEY.public, nonce)
+    return ChallengeStatement(Purpose.CHANNEL, HOST, NODE, KEY.public, nonce)
 
 
 def test_the_right_answer_is_taken_once() -> None:
@@ -93,9 +95,9 @@ def test_a_relayed_challenge_of_another_server_is_of_no_use_there() -> None:
     real = Proofs(SECRET, HOST)
     nonce = real.challenge(Purpose.CHANNEL, NODE, b"e" * 16, NOW)
     told_the_false_one = KEY.sign(
-        Statement(Purpose.CHANNEL, "false.example:8642", NODE, KEY.public, nonce)
+        ChallengeStatement(Purpose.CHANNEL, "false.example:8642", NODE, KEY.public, nonce)
     )
-    said = Statement(Purpose.CHANNEL, HOST, NODE, KEY.public, nonce)
+    said = ChallengeStatement(Purpose.CHANNEL, HOST, NODE, KEY.public, nonce)
     assert real.answered(said, told_the_false_one, NOW) is NotProven.SIGNATURE
 
 
@@ -162,7 +164,7 @@ def test_what_is_remembered_is_forgotten_once_it_has_expired_and_a_full_memory_s
 @given(st.text(max_size=120), st.text(max_size=120))
 def test_any_text_has_an_answer(nonce: str, signature: str) -> None:
     proofs = Proofs(SECRET, HOST)
-    said = Statement(Purpose.CHANNEL, HOST, NODE, KEY.public, nonce)
+    said = ChallengeStatement(Purpose.CHANNEL, HOST, NODE, KEY.public, nonce)
     assert isinstance(proofs.answered(said, signature, NOW), NotProven)
 
 

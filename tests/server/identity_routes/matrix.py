@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from gpool.core.permissions import RULES, Action, Kind, Rule, Standing
+from gpool.core.permissions import RULES, Action, ObjectKind, PermissionRule, Relation
 from gpool.server.api.endpoints import Endpoint
 from gpool.server.api.routing import endpoints
 
@@ -70,22 +70,22 @@ class Row:
 # ---- the derived skeleton
 
 _WORDS = {
-    Standing.SIGNED_IN: "user",
-    Standing.SELF: "self",
-    Standing.TEAM_OWNER: "owner",
-    Standing.TEAM_MEMBER: "member",
-    Standing.TEAM_VIEWER: "viewer",
-    Standing.OPERATOR: "operator",
+    Relation.SIGNED_IN: "user",
+    Relation.SELF: "self",
+    Relation.TEAM_OWNER: "owner",
+    Relation.TEAM_MEMBER: "member",
+    Relation.TEAM_VIEWER: "viewer",
+    Relation.OPERATOR: "operator",
 }
 _OBJECTS = {
-    Kind.TASK: ("task:p", "task:t", "task:o", "task:-"),
-    Kind.BATCH: ("batch:p", "batch:t", "batch:o", "batch:-"),
-    Kind.TEAM: ("team:t", "team:-"),
-    Kind.ARTIFACT: ("artifact:p", "artifact:t", "artifact:-"),
-    Kind.NODE: ("node:p", "node:-"),
-    Kind.GPU: ("gpu:p", "gpu:-"),
-    Kind.KEY: ("key:p", "key:-"),
-    Kind.SESSION: ("session:p", "session:-"),
+    ObjectKind.TASK: ("task:p", "task:t", "task:o", "task:-"),
+    ObjectKind.BATCH: ("batch:p", "batch:t", "batch:o", "batch:-"),
+    ObjectKind.TEAM: ("team:t", "team:-"),
+    ObjectKind.ARTIFACT: ("artifact:p", "artifact:t", "artifact:-"),
+    ObjectKind.NODE: ("node:p", "node:-"),
+    ObjectKind.GPU: ("gpu:p", "gpu:-"),
+    ObjectKind.KEY: ("key:p", "key:-"),
+    ObjectKind.SESSION: ("session:p", "session:-"),
 }
 TEAM_KEY_TOO = {Action.ME_READ, Action.ARTIFACT_UPLOAD}
 """Actions on the caller's own account that a key for one team may do."""
@@ -95,9 +95,9 @@ def derived(action: Action) -> Row:
     """The row of a route that does this one action to an object of its kind."""
     rule = RULES[action]
     may = _words(rule.may)
-    if rule.kind is Kind.TEAM:  # belongs to nobody but itself
+    if rule.kind is ObjectKind.TEAM:  # belongs to nobody but itself
         may -= {"self"}
-    is_own = rule.kind is Kind.ACCOUNT and Standing.SELF in rule.may
+    is_own = rule.kind is ObjectKind.ACCOUNT and Relation.SELF in rule.may
     if is_own:  # the object is the caller's account: everybody has one
         may = frozenset({"user"})
     return Row(
@@ -106,18 +106,18 @@ def derived(action: Action) -> Row:
         _seen_by(rule) - may if not is_own else frozenset(),
         None if rule.needs is None else rule.needs.value,
         _OBJECTS.get(rule.kind, ("-",)),
-        HIDDEN if Standing.HOLDER in rule.may else REFUSED,
+        HIDDEN if Relation.HOLDER in rule.may else REFUSED,
         own_account=is_own and action not in TEAM_KEY_TOO,
     )
 
 
-def _words(standings: Collection[Standing]) -> frozenset[str]:
+def _words(standings: Collection[Relation]) -> frozenset[str]:
     return frozenset(_WORDS[each] for each in standings if each in _WORDS)
 
 
-def _seen_by(rule: Rule) -> frozenset[str]:
+def _seen_by(rule: PermissionRule) -> frozenset[str]:
     """Callers who know of objects of this kind, because some action on them is theirs."""
-    if rule.kind is Kind.SERVER:
+    if rule.kind is ObjectKind.SERVER:
         return frozenset({"user"})
     known = (other.may for other in RULES.values() if other.kind is rule.kind)
     return _words({each for may in known for each in may}) - {"user"}

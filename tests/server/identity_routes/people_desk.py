@@ -10,7 +10,7 @@ import httpx2
 from gpool.core.ids import UserId, decode
 from gpool.wallet import signin
 from gpool.wallet.moments import Moment
-from gpool.wallet.signing import Key
+from gpool.wallet.signing import WalletKey
 from tests.server.server_desk import Desk
 
 PASSWORD = "a long enough password"
@@ -71,11 +71,11 @@ async def _somebody(desk: Desk, tokens: dict[str, Any]) -> Somebody:
 # ---- wallets
 
 
-def wallet(number: int) -> Key:
-    return Key(number.to_bytes(32, "big"))
+def wallet(number: int) -> WalletKey:
+    return WalletKey(number.to_bytes(32, "big"))
 
 
-async def signed(desk: Desk, key: Key, **changes: Any) -> dict[str, str]:
+async def signed(desk: Desk, key: WalletKey, **changes: Any) -> dict[str, str]:
     """A fresh sign-in message and its signature."""
     asked = (await desk.bare.post("/v1/auth/wallet/nonce")).json()
     message = signin.SignIn(
@@ -93,7 +93,7 @@ async def signed(desk: Desk, key: Key, **changes: Any) -> dict[str, str]:
     return {"message": text, "signature": str(key.sign(text.encode()))}
 
 
-async def signed_in_by(desk: Desk, key: Key, **more: Any) -> Somebody:
+async def signed_in_by(desk: Desk, key: WalletKey, **more: Any) -> Somebody:
     answer = await desk.bare.post("/v1/auth/wallet", json={**await signed(desk, key), **more})
     assert answer.status_code == 200, answer.text
     return await _somebody(desk, answer.json())

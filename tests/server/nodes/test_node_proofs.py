@@ -12,7 +12,13 @@ import pytest
 from gpool.core.errors import NotSignedIn
 from gpool.server.identity.node_proofs.verifier import LIFE, NodeGate
 from gpool.server.nodes.handshake import Handshake
-from gpool.transfer.node_proofs import NodeKey, Purpose, RequestStatement, Statement, new_nonce
+from gpool.transfer.node_proofs import (
+    ChallengeStatement,
+    NodeKey,
+    Purpose,
+    RequestStatement,
+    new_nonce,
+)
 from gpool.wire.frames import (
     Beat,
     Challenge,
@@ -155,7 +161,7 @@ class Thief:
         server = self.dice.choice((self.gate.name, "pool-elsewhere"))
         purpose = self.dice.choice(tuple(Purpose))
         old_challenge, old_proof = self.dice.choice(self.heard)
-        signed = key.sign(Statement(purpose, server, node, public, nonce))
+        signed = key.sign(ChallengeStatement(purpose, server, node, public, nonce))
         mine = self.mallory.badge.answer(connection.challenge, is_open=False)
         assert mine is not None
         proof = self.dice.choice(

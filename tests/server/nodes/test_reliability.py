@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from gpool.core.errors import Unreachable
-from gpool.core.trust.gpu_verification import Measured, Verdict
+from gpool.core.trust.gpu_verification import GpuVerdict, MeasuredSpeed
 from gpool.core.trust.reliability import PRIOR
 from gpool.server.nodes.reliability import EVERY_S, Merits
 from gpool.server.scheduling.loops import Expire
@@ -98,8 +98,10 @@ async def test_what_gpus_proved_and_measured_is_known_of_their_node(desk: Desk) 
     real = replace(offer, gpus=tuple(replace(gpu, simulated=False) for gpu in offer.gpus))
     agent = await desk.agent(offer=real)
     node = agent.credentials.node
-    rates = msgspec.json.encode(Measured(60_000, 0, 900_000, 0, 1, 1)).decode()
-    await desk.server.write(gpu_verification.judge(node, "GPU-0", Verdict.PASSED, desk.server.now))
+    rates = msgspec.json.encode(MeasuredSpeed(60_000, 0, 900_000, 0, 1, 1)).decode()
+    await desk.server.write(
+        gpu_verification.judge(node, "GPU-0", GpuVerdict.PASSED, desk.server.now)
+    )
     await desk.server.write(gpu_verification.note_measured(node, "GPU-0", rates))
     await Merits(desk.server).run_once(desk.server.now)
     found = desk.server.scheduler.merits[node]
@@ -109,15 +111,15 @@ async def test_what_gpus_proved_and_measured_is_known_of_their_node(desk: Desk) 
 
 @pytest.mark.parametrize(
     ("verdict", "claimed"),
-    [(Verdict.PASSED, 1 << 60), (Verdict.WRONG_PRODUCT, 900_000), (None, 900_000)],
+    [(GpuVerdict.PASSED, 1 << 60), (GpuVerdict.WRONG_PRODUCT, 900_000), (None, 900_000)],
 )
 async def test_a_speed_that_is_only_claimed_is_not_believed(
-    desk: Desk, verdict: Verdict | None, claimed: int
+    desk: Desk, verdict: GpuVerdict | None, claimed: int
 ) -> None:
     offer = an_offer(gpus=1)
     real = replace(offer, gpus=tuple(replace(gpu, simulated=False) for gpu in offer.gpus))
     node = (await desk.agent(offer=real)).credentials.node
-    rates = msgspec.json.encode(Measured(60_000, 0, claimed, 0, 1, 1)).decode()
+    rates = msgspec.json.encode(MeasuredSpeed(60_000, 0, claimed, 0, 1, 1)).decode()
     if verdict is not None:
         await desk.server.write(gpu_verification.judge(node, "GPU-0", verdict, desk.server.now))
     await desk.server.write(gpu_verification.note_measured(node, "GPU-0", rates))

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from gpool.core.model import SECOND, EndReason, OnLoss
-from gpool.core.trust.reliability import FREE, LONGEST_REST, rest_after
+from gpool.core.trust.reliability import FREE, LONGEST_BACKOFF, backoff_after
 from gpool.wire.frames import Finished, HandedBack, Lease, Released, ReportItem, Started
 from tests.server.scheduling.gang_site import gang_spec, open_site
 from tests.server.server_desk import Agent, Desk, an_offer, returned
@@ -138,8 +138,8 @@ async def test_a_new_picture_does_not_end_a_rest(desk: Desk) -> None:
 
 
 def test_rests_grow_up_to_the_longest() -> None:
-    rests = [rest_after(times) for times in range(FREE + 40)]
+    rests = [backoff_after(times) for times in range(FREE + 40)]
     assert rests[: FREE + 1] == [0] * (FREE + 1)
     assert rests[FREE + 1] == SECOND
     assert rests == sorted(rests)
-    assert rests[-1] == LONGEST_REST
+    assert rests[-1] == LONGEST_BACKOFF

@@ -1,4 +1,4 @@
-"""Environments: what tasks find on this node besides the agent's own Python, built in a sandbox and kept by their name."""
+"""Environments of tasks on this node: built in a sandbox, kept by name."""
 
 from gpool.agent.environments.building import UvBuilder, find_uv
 from gpool.agent.environments.environments import Builder, BuildFailed, Environments, Told

@@ -1,8 +1,8 @@
-"""Builds virtual environments with uv inside a sandbox, which reaches the node's package indexes and nothing else.
+"""Builds of virtual environments with uv, in a sandbox that reaches the node's package indexes and nothing else.
 
-Every build begins empty: no cache, no file and no variable of another build or of the agent is there, so the only thing
-that what it runs can spoil is itself. Where an index's address carries a password nothing of a package is run at all:
-its scripts could read the password and leave it in the environment for a task to find.
+Every build starts empty: it sees no cache, file or variable of another build or of the agent, so it
+can spoil only itself. Where an index's address contains a password, no package code is run at all:
+its scripts could read the password and leave it in the environment for a task.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ TAIL_LINES, TAIL_LETTERS = 30, 4000
 LONGEST_LINE = 2000
 
 OpenLane = Callable[[Indexes], AbstractAsyncContextManager[Lane | None]]
-"""A lane that reaches these indexes alone; None where none of them is on the network."""
+"""Opens a network to these indexes only; None if none of them is on the network."""
 
 SCRIPT = f"""
 set -eu
@@ -56,7 +56,7 @@ cd env/lib/python*/site-packages
 env -i LD_LIBRARY_PATH="${{LD_LIBRARY_PATH:-}}" "$BASE" -I -S -m compileall -q -j 0 \
     --invalidation-mode unchecked-hash . > /dev/null 2>&1 || true
 """
-"""Nothing of a recipe stands in it. What is installed is compiled by the bare interpreter, which runs none of it."""
+"""Contains nothing of an environment spec. The bare interpreter compiles the installed files and runs none of them."""
 
 
 _AWAY = re.compile(
@@ -64,7 +64,7 @@ _AWAY = re.compile(
     r"connection (?:reset|closed)|HTTP status server error)",
     re.MULTILINE | re.IGNORECASE,
 )
-"""How uv says that a server is away."""
+"""uv's messages for an unreachable server."""
 
 
 @runtime_checkable
@@ -73,13 +73,13 @@ class Building(CommandSandbox, Protocol):
 
 
 class Sandboxes(Protocol):
-    """The part of a runtime that a build needs."""
+    """Part of a runtime that a build needs."""
 
     async def start_command(self, job: CommandJob) -> CommandSandbox: ...
 
 
 def find_uv() -> Path | None:
-    """The one installed beside us, else one on the path."""
+    """Return the uv installed beside gpool, else one on the path."""
     beside = Path(sysconfig.get_path("scripts")) / "uv"
     for found in (
         str(beside),
@@ -92,7 +92,7 @@ def find_uv() -> Path | None:
 
 
 def _is_program(file: Path) -> bool:
-    """Not a script that looks for one (a shim), which would find nothing inside."""
+    """Return whether it is a binary: a shim script would find nothing inside a sandbox."""
     try:
         with file.open("rb") as opened:
             return opened.read(4) == b"\x7fELF"
@@ -102,12 +102,12 @@ def _is_program(file: Path) -> bool:
 
 @contextlib.asynccontextmanager
 async def no_lane(_indexes: Indexes) -> AsyncIterator[Lane | None]:
-    """For a node whose packages all lie on its disk."""
+    """For nodes whose packages all lie on disk."""
     yield None
 
 
 class UvBuilder:
-    """A `Builder`. `folder` is the agent's own, on the same disk as the runtime's work directories."""
+    """`Builder` by uv. `folder` is the agent's own, on the same disk as the runtime's work directories."""
 
     def __init__(
         self,
@@ -133,12 +133,12 @@ class UvBuilder:
             async with asyncio.timeout(LONGEST_S):
                 await self._run(recipe, interpreter, into, output)
         except TimeoutError as exc:
-            raise BuildFailed(f"the build took more than {LONGEST_S} s\n{output.tail}") from exc
+            raise BuildFailed(f"the build exceeded {LONGEST_S} s\n{output.tail}") from exc
 
     async def _run(
         self, recipe: Recipe, interpreter: Interpreter, into: Path, output: _Listened
     ) -> None:
-        # beside what is built: a killed agent's next one sweeps it away
+        # beside the build: the next agent removes it after a kill
         with tempfile.TemporaryDirectory(dir=into.parent, prefix="recipe-") as folder:
             wanted = Path(folder) / "requirements.txt"
             wanted.write_text("".join(f"{one}\n" for one in recipe.packages))
@@ -188,7 +188,6 @@ class UvBuilder:
 
 
 async def _started(sandboxes: Sandboxes, job: CommandJob) -> CommandSandbox:
-    """A start that is called off half-way is awaited and undone."""
     starting = asyncio.ensure_future(sandboxes.start_command(job))
     try:
         return await asyncio.shield(starting)
@@ -207,7 +206,7 @@ def _judge(ended: Ended, output: _Listened) -> None:
     if ended.reason is EndReason.SANDBOX_FAILED:
         raise SandboxFailed(f"no sandbox for a build: {ended.detail}")
     if ended.reason is not EndReason.EXITED:
-        raise BuildFailed(f"the build ended early: {ended.detail}\n{output.tail}")
+        raise BuildFailed(f"the build was stopped: {ended.detail}\n{output.tail}")
     if ended.exit_code and _AWAY.search(output.tail):
         raise SandboxFailed(f"this node cannot reach its package indexes:\n{output.tail}")
     if ended.exit_code:
@@ -215,7 +214,7 @@ def _judge(ended: Ended, output: _Listened) -> None:
 
 
 class _Listened:
-    """A build's output, line by line, without the passwords of the node's indexes."""
+    """Output of a build, line by line, without the passwords of the node's indexes."""
 
     def __init__(self, told: Told, secrets: Sequence[str]) -> None:
         self._told, self._secrets = told, sorted(secrets, key=len, reverse=True)

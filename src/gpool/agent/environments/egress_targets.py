@@ -1,6 +1,7 @@
-"""Which servers a build may reach: those of the node's indexes and the ones their pages send for files. Nothing a recipe says.
+"""Servers that a build may reach: the node's indexes and the file servers that their pages name.
 
-The addresses are looked up here, by the agent, and the lane permits those alone; in it no other name has an address.
+The agent resolves the addresses and the sandbox network permits those only; no other name resolves
+in it. Nothing in an environment spec adds a target.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from gpool.agent.runtime.protocol import Lane, SandboxFailed
 
 log = structlog.get_logger(__name__)
 
-LOOKED_UP = "pip"  # a package that every index has; where its files lie, others' do
+LOOKED_UP = "pip"  # a package every index has; other packages' files lie on the same servers
 PAGE_BYTES = 8 * 1024 * 1024
 ASK_S = 20.0
 _LINK = re.compile(r"""href\s*=\s*["']([^"']+)""", re.IGNORECASE)
@@ -39,14 +40,14 @@ class Place:
 
 
 Ask = Callable[[str], Awaitable[tuple[str, str]]]
-"""Fetches a page: the address it came from in the end, and its text."""
+"""Fetches a page; returns the final address and the text."""
 
 Choose = Callable[[Iterable[tuple[str, int]]], Awaitable[Only]]
-"""Looks up hosts and makes them the targets of a lane; `BadPolicy` for one that cannot be."""
+"""Resolves hosts to the targets of a network; raises `BadPolicy` for an impossible one."""
 
 
 def place_of(address: str) -> Place | None:
-    """None for what is not on the network."""
+    """Return host and port; None for a local address."""
     parts = urlsplit(address)
     if parts.scheme not in _PORTS or not parts.hostname:
         return None
@@ -54,13 +55,13 @@ def place_of(address: str) -> Place | None:
 
 
 def places_on(page: str, text: str) -> frozenset[Place]:
-    """Where the links of a page lead."""
+    """Return the hosts and ports that a page links to."""
     found = {place_of(urljoin(page, link)) for link in _LINK.findall(text)}
     return frozenset(place for place in found if place is not None)
 
 
 def built_in_index(uv: Path) -> str:
-    """What uv asks when nobody tells it otherwise; "" when it does not say."""
+    """Return uv's default index; "" if unknown."""
     try:
         told = subprocess.run(
             [
@@ -87,7 +88,7 @@ def built_in_index(uv: Path) -> str:
 
 
 def asking(indexes: Indexes) -> Ask:
-    """Asks as uv would: with the node's certificate and proxies."""
+    """Fetch with the node's certificate and proxies, as uv would."""
 
     async def ask(address: str) -> tuple[str, str]:
         certificate = indexes.certificate
@@ -108,7 +109,7 @@ def asking(indexes: Indexes) -> Ask:
 
 
 class IndexLanes:
-    """Opens a build's lane. What an index says about where its files lie is asked once."""
+    """Opens the network of a build. The file servers of an index are looked up once."""
 
     def __init__(self, networks: Networks, built_in: str, ask: Ask, choose: Choose = only) -> None:
         self._networks = networks
@@ -128,7 +129,7 @@ class IndexLanes:
             opened = await self._networks.open(wants)
         except BadPolicy as exc:
             raise SandboxFailed(
-                f"a package index of this node is out of a sandbox's reach: {exc}"
+                f"a package index of this node cannot be reached from a sandbox: {exc}"
             ) from exc
         except NoLane as exc:
             raise SandboxFailed(f"no network for a build: {exc}") from exc
@@ -136,7 +137,7 @@ class IndexLanes:
             yield opened.lane
 
     async def places(self, indexes: Indexes) -> frozenset[Place]:
-        """All that a build may reach; where there is a proxy, that is enough."""
+        """Return all servers that a build may reach; a proxy alone suffices where there is one."""
         proxies = {place_of(value) for name, value in indexes.proxies if name != "NO_PROXY"}
         found = {place for place in proxies if place is not None}
         pages = {address: address for address in indexes.find_links}
@@ -157,6 +158,6 @@ class IndexLanes:
             except (httpx2.HTTPError, httpx2.InvalidURL, OSError, ValueError) as error:
                 shown = urlsplit(page).hostname
                 log.warning("index_not_asked", host=shown, error=type(error).__name__)
-                return frozenset()  # it is asked again for the next build
+                return frozenset()  # retried by the next build
             self._known[page] = known
         return known

@@ -1,7 +1,8 @@
-"""Environments on this node by their name: built once however many ask, kept while in use, the least used removed first.
+"""Environments on this node by name: built once for all requests, kept while in use, evicted least recently used.
 
-An environment is never changed: `forget` makes the next asker's a new one beside it, and the old one goes when its last
-user does. One name means one recipe, so a build can only ever be seen by those who asked for the same packages.
+An environment is never changed: after `forget` the next request gets a new build beside it, and the
+old one is removed after its last user. One name means one environment spec, so a build is only ever
+seen by tasks that requested the same packages.
 """
 
 from __future__ import annotations
@@ -28,24 +29,24 @@ from gpool.core.specs import environment as names
 log = structlog.get_logger(__name__)
 
 REMEMBERED_US = 60 * 1_000_000
-MOST_LINES = 1000  # of a build's output, for those who ask later
-BUILDS_AT_ONCE = 8  # each is asked for by a lease; past that they would only slow each other
+MOST_LINES = 1000  # of a build's output, kept for later requests
+BUILDS_AT_ONCE = 8  # concurrent builds; more only slow each other down
 
 Told = Callable[[str], None]
-"""Hears a build's progress, a line at a time."""
+"""Receives a build's progress, line by line."""
 
 
 class BuildFailed(SandboxFailed):
-    """The environment cannot be made, on this node or any like it; the text says why and goes to the consumer."""
+    """The environment cannot be built on any such node; the text goes to the consumer."""
 
     reason = EndReason.BAD_INPUT
 
 
 class Builder(Protocol):
     async def build(self, recipe: Recipe, interpreter: Interpreter, into: Path, told: Told) -> None:
-        """Make the virtual environment `into`, which does not exist yet: read-only and the agent's own.
+        """Create the virtual environment `into`, which must not exist: read-only, owned by the agent.
 
-        Raises `BuildFailed` when the recipe is at fault, any other `SandboxFailed` when this node is.
+        Raises `BuildFailed` if the spec is at fault, another `SandboxFailed` if this node is.
         """
         ...
 
@@ -55,7 +56,7 @@ class _Entry:
     folder: Path
     manifest: trees.Manifest
     users: int = 0
-    dropped: bool = False  # goes when its last user does
+    dropped: bool = False  # removed after its last user
 
 
 _Key = tuple[str, str]  # name, minor
@@ -63,13 +64,13 @@ _Key = tuple[str, str]  # name, minor
 
 @dataclass(slots=True)
 class _Flight:
-    """A build under way."""
+    """Build in progress."""
 
     task: asyncio.Task[_Entry]
     asking: int = 0
     lines: list[str] = field(default_factory=list)
     listeners: list[Told] = field(default_factory=list)
-    landed: bool = False  # whoever asked is counted as a user
+    landed: bool = False  # all waiters are counted as users
 
 
 def _silent(_line: str) -> None:
@@ -77,7 +78,7 @@ def _silent(_line: str) -> None:
 
 
 class Environments:
-    """`clock` counts microseconds from anywhere. Call `sweep` once before the first `prepare`."""
+    """Store of environments. `clock` counts microseconds. Call `sweep` once before the first `prepare`."""
 
     def __init__(
         self,
@@ -96,8 +97,8 @@ class Environments:
         self._interpreters = dict(interpreters)
         self._own = own
         self._clock = clock
-        self._entries: OrderedDict[_Key, _Entry] = OrderedDict()  # the least recently used first
-        self._total = 0  # bytes on disk, dropped ones in use among them
+        self._entries: OrderedDict[_Key, _Entry] = OrderedDict()  # least recently used first
+        self._total = 0  # bytes on disk, including dropped ones in use
         self._flights: dict[_Key, _Flight] = {}
         self._failed: dict[_Key, tuple[int, str]] = {}
         self._at_once = asyncio.Semaphore(BUILDS_AT_ONCE)
@@ -105,18 +106,18 @@ class Environments:
         for path in (self._ready, self._building):
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
 
-    # ---- what is here
+    # ---- queries
 
     def ready(self) -> frozenset[str]:
-        """The names that need no build. May be asked from any thread."""
+        """Names that need no build. Thread-safe."""
         return frozenset(name for name, _ in tuple(self._entries) if name != names.DEFAULT)
 
     def pythons(self) -> frozenset[str]:
-        """The minors there are on this machine."""
+        """Python minors on this machine."""
         return frozenset(self._interpreters)
 
     def manifest(self, name: str, recipe: Recipe) -> trees.Manifest | None:
-        """What was chosen for it; None while it is not here."""
+        """Manifest of an environment; None if it is not here."""
         entry = self._entries.get((name, recipe.python or self._own))
         return entry.manifest if entry is not None else None
 
@@ -124,16 +125,14 @@ class Environments:
     def size_bytes(self) -> int:
         return self._total
 
-    # ---- the door
+    # ---- interface
 
     @asynccontextmanager
     async def prepare(
         self, name: str, recipe: Recipe | None, told: Told = _silent
     ) -> AsyncIterator[Prepared | None]:
-        """The environment, kept for as long as the block lasts; None: the agent's own Python serves.
-
-        `told` hears a build's progress. Raises `BuildFailed`, `SandboxFailed`, or `Invalid` for a name and a recipe
-        that do not belong together.
+        """Keep an environment while the block lasts; None: the agent's own Python serves. `told` receives a
+        build's progress. Raises `BuildFailed`, `SandboxFailed`, or `Invalid` if name and spec do not match.
         """
         key = self._key_of(name, recipe)
         if key is None or recipe is None:
@@ -155,14 +154,14 @@ class Environments:
             self._release(entry)
 
     def forget(self, name: str) -> None:
-        """The next who asks for it gets a new build: newer versions of what was not pinned."""
+        """Let the next request build anew, with newer versions of unpinned packages."""
         for key in [key for key in self._entries if key[0] == name]:
             self._drop(key)
         for key in [key for key in self._failed if key[0] == name]:
             del self._failed[key]
 
     async def sweep(self) -> None:
-        """Find again what an earlier agent built; remove what it left half-done or no Python here can run."""
+        """Load environments of an earlier agent; remove unfinished ones and those without a Python here."""
         found = await asyncio.to_thread(self._found)
         for entry in found:
             manifest = entry.manifest
@@ -171,24 +170,24 @@ class Environments:
         self._shrink()
 
     async def close(self) -> None:
-        """Builds under way are called off, and what is being removed is gone."""
+        """Cancel builds in progress and finish removals."""
         flights = [flight.task for flight in self._flights.values()]
         for task in flights:
             task.cancel()
         if waiting := {*flights, *self._removing}:
             await asyncio.wait(waiting)
 
-    # ---- how
+    # ---- builds
 
     def _key_of(self, name: str, recipe: Recipe | None) -> _Key | None:
-        """The node does not take the server's word for it that the name is the recipe's."""
+        """Check that the name is that of the spec: the node does not trust the server for it."""
         asked = recipe or Recipe()
         if names.recipe(asked.python, asked.packages, asked.image) != asked:
-            raise Invalid(f"the recipe of {name[:80]} is not in its normal form")
+            raise Invalid(f"the environment spec of {name[:80]} is not in normal form")
         if names.name_of(asked) != name:
-            raise Invalid(f"{name[:80]} is not the name of its recipe")
+            raise Invalid(f"{name[:80]} is not the name of its environment spec")
         if asked.image:
-            raise Invalid(f"{name[:80]} is an image: a runtime for images brings it")
+            raise Invalid(f"{name[:80]} is an image; only a container runtime provides it")
         python = asked.python or self._own
         if python not in self._interpreters:
             there = ", ".join(sorted(self._interpreters))
@@ -219,9 +218,8 @@ class Environments:
         return [entry for _, entry in sorted(entries.values(), key=lambda one: one[0])]
 
     async def _built(self, key: _Key, recipe: Recipe, told: Told) -> _Entry | None:
-        """One build for all who ask; the last one to give up calls it off. The asker is counted as a user.
-
-        None: it was called off just as we came.
+        """Share one build among all requests; the last one to give up cancels it. The caller counts as a user.
+        Returns None if the build was cancelled at this moment.
         """
         failed = self._failed.get(key)
         if failed is not None:
@@ -259,7 +257,7 @@ class Environments:
         return entry
 
     def _landed(self, key: _Key, done: asyncio.Task[_Entry]) -> None:
-        """Before any asker goes on: each of them is a user from now on."""
+        """Runs before any waiter continues: each of them is a user from now on."""
         flight = self._flights.pop(key)
         flight.landed = True
         if done.cancelled():
@@ -298,7 +296,9 @@ class Environments:
                     trees.lay_bare(tree, interpreter)
                 found = await asyncio.to_thread(trees.measured, tree)
                 if found.files > trees.MOST_FILES:
-                    raise BuildFailed(f"the environment holds more than {trees.MOST_FILES} files")
+                    raise BuildFailed(
+                        f"the environment contains more than {trees.MOST_FILES} files"
+                    )
                 if found.size_bytes > self._limit:
                     raise BuildFailed(
                         f"the environment takes {found.size_bytes} bytes; this node keeps at most {self._limit}"
@@ -326,7 +326,7 @@ class Environments:
     def _release(self, entry: _Entry) -> None:
         entry.users -= 1
         if not entry.dropped:
-            with suppress(OSError):  # who was used last is known after a restart
+            with suppress(OSError):  # keeps the order of use over a restart
                 os.utime(entry.folder / trees.MANIFEST)
         elif not entry.users:
             self._remove(entry)
@@ -348,7 +348,7 @@ class Environments:
     def _remove(self, entry: _Entry) -> None:
         self._total -= entry.manifest.size_bytes
         going = self._building / f"gone-{entry.folder.name}"
-        entry.folder.rename(going)  # no name stands for what is half removed
+        entry.folder.rename(going)  # a half-removed folder must not have a valid name
         removing = asyncio.create_task(asyncio.to_thread(trees.remove, going))
         self._removing.add(removing)
         removing.add_done_callback(self._removed)

@@ -1,6 +1,6 @@
-"""Where this node's packages come from: pip's and uv's own configuration, and what of it a build needs. Dials nobody.
+"""Package indexes of this node, from pip's and uv's configuration. Makes no connection.
 
-Only addresses, folders, the certificate and the proxies are taken over; the agent's other variables never are.
+Only addresses, folders, the certificate and the proxies are used; no other variable of the agent is.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _HREF = re.compile(r"""href\s*=\s*["']([^"'#]+)""", re.IGNORECASE)
 
 @dataclass(frozen=True, slots=True)
 class Indexes:
-    """In the order they are asked; an empty `default` is the installer's own."""
+    """Indexes in the order of use; an empty `default` is the installer's own."""
 
     default: str = ""
     extra: tuple[str, ...] = ()
@@ -32,8 +32,8 @@ class Indexes:
     no_index: bool = False
     certificate: Path | None = None
     trusted_hosts: tuple[str, ...] = ()
-    proxies: tuple[tuple[str, str], ...] = ()  # by their variable
-    as_pip: bool = False  # the best version of all indexes, not the first index that has any
+    proxies: tuple[tuple[str, str], ...] = ()  # by variable name
+    as_pip: bool = False  # best version of all indexes, not the first index that has any
 
     @property
     def addresses(self) -> tuple[str, ...]:
@@ -42,17 +42,17 @@ class Indexes:
 
     @property
     def remote(self) -> tuple[str, ...]:
-        """Those that are reached over the network."""
+        """Indexes on the network."""
         return tuple(one for one in self.addresses if _scheme(one) in ("http", "https"))
 
     @property
     def asks_default(self) -> bool:
-        """Whether the installer's built-in index is asked."""
+        """Whether the installer's built-in index is used."""
         return not self.no_index and not self.default
 
     @property
     def secrets(self) -> tuple[str, ...]:
-        """Passwords within the addresses, as they are written there."""
+        """Passwords in the addresses, as written there."""
         found = []
         for address in (*self.addresses, *(value for _, value in self.proxies)):
             user, at, _ = urlsplit(address).netloc.rpartition("@")
@@ -61,7 +61,7 @@ class Indexes:
         return tuple(dict.fromkeys(found))
 
     def reachable(self, *, network: bool) -> Indexes | None:
-        """Without folders that are not there and, where there is no network, without what lies on it; None: none is left."""
+        """Drop missing folders and, without a network, remote indexes; None: none is left."""
 
         def there(address: str) -> bool:
             path = path_of(address)
@@ -81,7 +81,7 @@ class Indexes:
         )
 
     def folders(self) -> tuple[Path, ...]:
-        """What of this machine's disk a build must see."""
+        """Folders of this machine that a build must see."""
         found = []
         for address in self.addresses:
             path = path_of(address)
@@ -93,7 +93,7 @@ class Indexes:
         )
 
     def variables(self) -> tuple[tuple[str, str], ...]:
-        """As uv takes them."""
+        """Environment variables for uv."""
         told: list[tuple[str, str]] = list(self.proxies)
         if self.no_index:
             told.append(("UV_NO_INDEX", "1"))
@@ -112,7 +112,7 @@ class Indexes:
 
 
 def path_of(address: str) -> Path | None:
-    """The place on this machine; None for one on the network."""
+    """Return the local path; None for a remote index."""
     scheme = _scheme(address)
     if scheme == "file":
         return Path(unquote(urlsplit(address).path))
@@ -124,7 +124,6 @@ def _scheme(address: str) -> str:
 
 
 def _with_files(index: Path) -> Path:
-    """An index's folder, or the one it lies in where its pages name files beside it; never more of the disk."""
     if not index.is_dir():
         return index
     for name in sorted(os.listdir(index))[:PAGES_LOOKED_AT]:
@@ -139,7 +138,7 @@ def _with_files(index: Path) -> Path:
 
 
 def configuration_files(environ: Mapping[str, str], home: Path, prefix: Path) -> list[Path]:
-    """pip's and uv's, the weaker first."""
+    """Files of pip and uv, weakest first."""
     config = Path(environ.get("XDG_CONFIG_HOME") or home / ".config")
     files = [
         Path("/etc/xdg/pip/pip.conf"),
@@ -159,7 +158,7 @@ def configuration_files(environ: Mapping[str, str], home: Path, prefix: Path) ->
 
 
 def read_indexes(files: Iterable[Path], environ: Mapping[str, str]) -> Indexes:
-    """What pip and uv would use together. A file that cannot be read is passed over, as they do."""
+    """Return the combined configuration of pip and uv. Unreadable files are skipped, as they do."""
     found = Indexes(as_pip=True)
     for file in files:
         if file.is_file():
@@ -269,5 +268,5 @@ def _with_uv_variables(known: Indexes, environ: Mapping[str, str]) -> Indexes:
 
 
 def _unnamed(index: str) -> str:
-    """uv lets an index have a name: `inner=https://…`."""
+    """Strip the name of a uv index: `inner=https://…`."""
     return re.sub(r"^[A-Za-z0-9._-]+=(?=\w+://)", "", index)

@@ -1,4 +1,4 @@
-"""The Pythons of this machine: which minors there are, and where each lies inside a sandbox. Installs none."""
+"""Python interpreters of this machine: minors, and their paths inside a sandbox. Installs none."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from gpool.agent.runtime.bubblewrap.layout import HOME
 
-OLDEST = (3, 11)  # what the runner is written for
+OLDEST = (3, 11)  # oldest Python the runner supports
 PROBE_S = 20
 _PROBE = """
 import json, sys, sysconfig
@@ -25,21 +25,21 @@ _PROGRAM = re.compile(r"python3\.(\d+)")
 
 @dataclass(frozen=True, slots=True)
 class Interpreter:
-    """One minor: its program inside a sandbox, and what must be shown there for it."""
+    """Python minor: its program inside a sandbox, and the mounts it needs."""
 
     minor: str  # "3.12"
     version: tuple[int, int, int]
     program: str  # inside
-    binds: Mapping[str, Path] = field(default_factory=dict)  # inside -> host; nothing for our own
+    binds: Mapping[str, Path] = field(default_factory=dict)  # inside -> host; empty for our own
 
     @property
     def home(self) -> str:
-        """Where the program lies, inside."""
+        """Directory of the program, inside."""
         return str(Path(self.program).parent)
 
 
 def own_interpreter() -> Interpreter:
-    """The agent's: every sandbox shows it."""
+    """The agent's interpreter: mounted in every sandbox."""
     version = (sys.version_info.major, sys.version_info.minor, sys.version_info.micro)
     base = Path(sys.base_prefix).resolve()
     inside = str(base) if base.is_relative_to("/usr") else f"{HOME}/python"
@@ -48,7 +48,7 @@ def own_interpreter() -> Interpreter:
 
 
 def candidates(environ: Mapping[str, str], home: Path) -> Iterator[Path]:
-    """Where others may lie: the system's, those that uv manages, those of pyenv."""
+    """Candidate paths: the system's, uv's and pyenv's interpreters."""
     managed = Path(
         environ.get("UV_PYTHON_INSTALL_DIR") or home / ".local" / "share" / "uv" / "python"
     )
@@ -64,7 +64,7 @@ def candidates(environ: Mapping[str, str], home: Path) -> Iterator[Path]:
 
 
 def find_interpreters(programs: Iterable[Path]) -> dict[str, Interpreter]:
-    """By minor; our own wins, then the latest. Runs each of them once: call it in a thread."""
+    """Return interpreters by minor; our own first, then the latest. Runs each once (blocking)."""
     own = own_interpreter()
     found: dict[str, Interpreter] = {}
     for program in programs:
@@ -85,7 +85,7 @@ def _listing(folder: Path) -> list[str]:
 
 
 def _probed(program: Path) -> Interpreter | None:
-    """None for what does not run, is no CPython or is a virtual environment."""
+    """Return None for a program that does not run, is not CPython or is a virtual environment."""
     try:
         told = subprocess.run(
             [program, "-I", "-S", "-c", _PROBE],
@@ -105,6 +105,6 @@ def _probed(program: Path) -> Interpreter | None:
     number = (version[0], version[1], version[2])
     if root.is_relative_to("/usr"):
         return Interpreter(minor, number, f"{root}/bin/python{minor}")
-    # one that was linked against its own library finds it only at the path it was built for
+    # a shared libpython is found only at the path it was built for
     inside = str(root) if shared else f"{HOME}/python{minor}"
     return Interpreter(minor, number, f"{inside}/bin/python{minor}", {inside: root})

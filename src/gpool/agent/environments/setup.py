@@ -1,4 +1,4 @@
-"""Environments put together for this machine: its Pythons, its indexes, its uv, the runtime and the networks it has."""
+"""Wiring of the environments of this machine: interpreters, indexes, uv, runtime and networks."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ def environments_for(
     clock: Callable[[], int],
     limit_bytes: int = LIMIT_BYTES,
 ) -> Environments | None:
-    """None without uv or any index in reach: without networks those on disk are. Runs a few programs: blocks.
+    """Make the environments; None without uv or a reachable index. Runs a few programs (blocking).
 
-    `sandboxes` is a runtime whose commands can be `take`n from: bubblewrap. `clock` counts microseconds. Call `sweep` on
-    what you get before the first task, and `close` after the last.
+    `sandboxes` is a runtime whose outputs can be taken: bubblewrap. `clock` counts microseconds. Call
+    `sweep` before the first task and `close` after the last.
     """
     uv = find_uv()
     if uv is None:
@@ -61,7 +61,9 @@ def environments_for(
         open_lane = IndexLanes(networks, built_in, asking(indexes)).open
     found = find_interpreters(candidates(environ, home))
     folder = data_dir / "environments"
-    limits = replace(LIMITS, disk_bytes=2 * limit_bytes)  # while it is built, packages lie twice
+    limits = replace(
+        LIMITS, disk_bytes=2 * limit_bytes
+    )  # packages lie on disk twice during a build
     return Environments(
         folder,
         UvBuilder(sandboxes, folder, uv, indexes, open_lane, limits=limits),

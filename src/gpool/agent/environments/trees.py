@@ -1,4 +1,4 @@
-"""An environment's files on disk: measured, named, written down, removed. Follows no link; runs nothing that lies in one."""
+"""Files of an environment on disk: size, manifest, flush, removal. Follows no link and runs nothing in it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _DISTRIBUTION = re.compile(r"([A-Za-z0-9._]{1,100})-([A-Za-z0-9._+!]{1,100})\.di
 
 
 class Manifest(msgspec.Struct, frozen=True):
-    """What lies beside each environment: which one it is, and what was chosen when it was made."""
+    """Manifest beside each environment: its identity and the versions chosen."""
 
     name: str
     python: str  # minor
@@ -33,12 +33,12 @@ class Manifest(msgspec.Struct, frozen=True):
 @dataclass(frozen=True, slots=True)
 class Measured:
     size_bytes: int
-    files: int  # counted no further than just past the most there may be
+    files: int  # counting stops just past the limit
     chosen: tuple[str, ...]
 
 
 def measured(tree: Path) -> Measured:
-    """Its bytes on disk, and the distributions installed in it by the names of their folders."""
+    """Return bytes on disk and the installed distributions, from their folders' names."""
     size = files = 0
     chosen = []
     seen: set[int] = set()
@@ -68,7 +68,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(folder: Path) -> Manifest | None:
-    """None when it is not whole: then the environment is not either."""
+    """Return None if it is incomplete; then the environment is too."""
     try:
         return msgspec.json.decode((folder / MANIFEST).read_bytes(), type=Manifest)
     except (OSError, msgspec.MsgspecError):
@@ -76,7 +76,7 @@ def read_manifest(folder: Path) -> Manifest | None:
 
 
 def flush(folder: Path) -> None:
-    """Returns once all that was written is on disk: a name must never stand for half an environment."""
+    """Flush to disk: a name must never stand for half an environment."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         if ctypes.CDLL(None, use_errno=True).syncfs(descriptor):
@@ -86,7 +86,7 @@ def flush(folder: Path) -> None:
 
 
 def lay_bare(tree: Path, interpreter: Interpreter) -> None:
-    """A virtual environment without packages, for another Python than the agent's."""
+    """Create a virtual environment without packages, for another Python than the agent's."""
     name = f"python{interpreter.minor}"
     (tree / "lib" / name / "site-packages").mkdir(parents=True)
     (tree / "bin").mkdir()
@@ -102,5 +102,5 @@ def lay_bare(tree: Path, interpreter: Interpreter) -> None:
 
 
 def remove(folder: Path) -> None:
-    """However deep and however its rights are."""
+    """Remove a tree of any depth and with any permissions."""
     Workplace(folder, os.geteuid()).remove()

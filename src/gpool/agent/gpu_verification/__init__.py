@@ -1,0 +1,1 @@
+"""GPU measurement and verification on the agent."""

@@ -1,4 +1,4 @@
-"""Measures what a CUDA device does: matrix products, memory, the way from the host. A second or so; proves nothing to strangers."""
+"""Benchmark of a CUDA device: matrix products, memory, host transfer. About a second; no proof for others."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import ctypes
 
 from gpool.agent.gpu_verification.cuda import Device, Value
 from gpool.core.model import MIB
-from gpool.core.trust.gpu_verification import Measured
+from gpool.core.trust.gpu_verification import MeasuredSpeed
 
 _u32, _u64 = ctypes.c_uint32, ctypes.c_uint64
 _STAGE = (128 + 256) * 64
@@ -16,8 +16,8 @@ _COPIED = 2048 * MIB
 _SENT = 256 * MIB
 
 
-def measure(device: Device) -> Measured:
-    """Takes 4 GiB of the device's memory for a second or less."""
+def measure(device: Device) -> MeasuredSpeed:
+    """Measure; takes 4 GiB of device memory for at most a second."""
     scale = 1 if device.free_and_total[0] > 6 << 30 else 4
     side, length = _SIDE // scale, _LENGTH
     copied = _COPIED // scale
@@ -56,7 +56,7 @@ def measure(device: Device) -> Measured:
     finally:
         device.give_back(into)
         device.give_back(source)
-    return Measured(fp32, floats["multiply_tf32"], floats["multiply_bf16"], int8, moved, sent)
+    return MeasuredSpeed(fp32, floats["multiply_tf32"], floats["multiply_bf16"], int8, moved, sent)
 
 
 def _product(
@@ -83,7 +83,7 @@ def _rate(
     arguments: tuple[Value, ...],
     shared: int,
 ) -> int:
-    """Billions of `work` a second: the best of three runs of three, after one to warm up."""
+    """Return billions of `work` per second: best of three runs of three, after one warm-up."""
     device.launch(name, grid, 256, *arguments, shared=shared)
     best = 0.0
     for _ in range(3):

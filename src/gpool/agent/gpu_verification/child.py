@@ -1,5 +1,6 @@
-"""Measures or examines one GPU in a process of its own: frames in on stdin, frames out on stdout. When it ends, the driver takes
-the memory back, whatever happened."""
+"""Measures or verifies one GPU in its own process: frames on stdin and stdout. When it ends, the driver
+frees the memory in any case.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ MOST_DEVICES = 64
 
 
 def device_with(uuid: str) -> Device:
-    """The device of that uuid; without its kernels' time, which the commitment counts."""
+    """Open the device with that uuid; loading its kernels counts as part of the commitment."""
     for index in range(MOST_DEVICES):
         device = Device(index)
         if device.uuid == uuid:
@@ -43,7 +44,7 @@ def device_with(uuid: str) -> Device:
 
 
 def serve(read: Callable[[], ServerFrame | None], write: Callable[[FromGpu], None]) -> None:
-    """One measurement, or one trial to its end."""
+    """Run one measurement, or one verification to its end."""
     first = read()
     if not isinstance(first, MeasureGpu | ExamineGpu):
         return

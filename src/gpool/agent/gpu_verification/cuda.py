@@ -1,4 +1,4 @@
-"""One CUDA device by the driver's own interface: memory, kernels from PTX, time. Needs nothing but `libcuda`; knows no proof."""
+"""CUDA device through the driver API: memory, kernels from PTX, timing. Needs only `libcuda`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MAJOR, _MINOR = 75, 76
 
 
 class CudaFailed(Exception):
-    """A call of the driver that did not succeed."""
+    """Failed driver call."""
 
     def __init__(self, call: str, code: int, text: str) -> None:
         super().__init__(f"{call}: {text} ({code})")
@@ -22,7 +22,7 @@ class CudaFailed(Exception):
 
 
 class NoCuda(Exception):
-    """There is no CUDA driver here, no such device, or one too old for the kernels."""
+    """No CUDA driver, no such device, or one too old for the kernels."""
 
 
 Value = ctypes.c_uint32 | ctypes.c_uint64
@@ -34,7 +34,7 @@ def _arguments(values: Sequence[Value]) -> ctypes.Array[ctypes.c_void_p]:
 
 
 class Device:
-    """A device with the kernels loaded. Frees what it took when closed."""
+    """Device with the kernels loaded. Frees its memory when closed."""
 
     def __init__(self, index: int = 0, *, ptx: bytes | None = None) -> None:
         try:
@@ -55,7 +55,7 @@ class Device:
         self._taken: list[int] = []
         self._functions: dict[str, ctypes.c_void_p] = {}
         self._ptx = ptx
-        self._module: ctypes.c_void_p | None = None  # loaded for the first kernel
+        self._module: ctypes.c_void_p | None = None  # loaded with the first kernel
 
     def _must(self, call: str, *arguments: object) -> None:
         code = getattr(self._driver, call)(*arguments)
@@ -93,7 +93,7 @@ class Device:
         return free.value, total.value
 
     def take(self, size: int) -> int:
-        """Device memory; its address."""
+        """Allocate device memory; return its address."""
         at = ctypes.c_uint64()
         self._must("cuMemAlloc_v2", ctypes.byref(at), ctypes.c_size_t(size))
         self._taken.append(at.value)
@@ -114,7 +114,7 @@ class Device:
     def launch(
         self, name: str, grid: tuple[int, int], threads: int, *arguments: Value, shared: int = 0
     ) -> None:
-        """Queues a kernel; arguments are ctypes values."""
+        """Queue a kernel; arguments are ctypes values."""
         function = self._function(name, shared)
         self._must(
             "cuLaunchKernel", function, *(ctypes.c_uint(n) for n in (*grid, 1, threads, 1, 1, shared)),
@@ -135,12 +135,12 @@ class Device:
         return self._functions[name]
 
     def finish(self) -> None:
-        """Waits until everything queued is done."""
+        """Wait until all queued work is done."""
         self._must("cuCtxSynchronize")
 
     @contextmanager
     def timed(self) -> Iterator[list[float]]:
-        """Seconds on the device between entry and exit, in a list of one once it is left."""
+        """Measure device seconds between entry and exit; the list holds one value afterwards."""
         first, last = ctypes.c_void_p(), ctypes.c_void_p()
         for event in (first, last):
             self._must("cuEventCreate", ctypes.byref(event), 0)
@@ -156,7 +156,7 @@ class Device:
         seconds.append(spent.value / 1e3)
 
     def send_pinned(self, at: int, size: int, times: int) -> float:
-        """Bytes a second from page-locked memory of the host to the device."""
+        """Measure bytes per second from pinned host memory to the device."""
         host = ctypes.c_void_p()
         self._must("cuMemAllocHost_v2", ctypes.byref(host), ctypes.c_size_t(size))
         try:
@@ -189,6 +189,6 @@ class Device:
 
 
 def kernels_for(capability: tuple[int, int]) -> bytes:
-    """The PTX that suits a compute capability best."""
+    """Return the best PTX for a compute capability."""
     name = "kernels_80.ptx" if capability >= (8, 0) else "kernels_75.ptx"
     return (resources.files("gpool.agent.gpu_verification") / name).read_bytes()

@@ -1,4 +1,4 @@
-"""Answers a proof of GPU on a CUDA device: computes, keeps X in its memory, digests, opens. The theory is `core.gpuproof`."""
+"""Prover of GPU verification on a CUDA device: compute, keep X in memory, digest, open. Theory: `core.trust.gpu_verification`."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from gpool.core.trust.gpu_verification import (
     PRODUCT_BYTES,
     TILE,
     TILE_BYTES,
-    Keys,
     Opening,
     Path,
     Size,
+    VerificationKeys,
     round_key,
 )
 
 _ROWS, _COLS, _STAGE = 128, 256, (128 + 256) * 64
 _AT_ONCE = 16
-"""Tiles opened in one go: 128 rows of `length` bytes each."""
+"""Tiles opened at once: 128 rows of `length` bytes each."""
 
 _u32, _u64 = ctypes.c_uint32, ctypes.c_uint64
 
 
 class DeviceProver:
-    """Holds the device's memory from the start to `close`."""
+    """Holds the device's memory until `close`."""
 
-    def __init__(self, device: Device, size: Size, keys: Keys) -> None:
+    def __init__(self, device: Device, size: Size, keys: VerificationKeys) -> None:
         self._device, self._size, self._keys = device, size, keys
         self._shared = _STAGE * (4 if device.capability >= (8, 0) else 2)
         self._kept = device.take(size.result_bytes)
@@ -42,7 +42,7 @@ class DeviceProver:
         self._round_keys: list[tuple[int, int]] = []
 
     def commit(self) -> bytes:
-        """The first step: everything is computed; the root over it."""
+        """Step 1: compute everything; return the root over it."""
         for block in range(self._size.blocks):
             self._multiply(block)
             if block % 16 == 15:
@@ -50,7 +50,7 @@ class DeviceProver:
         return self._root(self._keys.digest)
 
     def answer(self, nonce: bytes, root: bytes, rounds: int) -> tuple[bytes, ...]:
-        """The second step: the roots over what is kept, keyed by the nonce and one another."""
+        """Step 2: return the roots over the kept data, keyed by the nonce and the previous root."""
         self._round_keys, roots = [self._keys.digest], []
         for _ in range(rounds):
             self._round_keys.append(round_key(nonce, root))
@@ -59,7 +59,7 @@ class DeviceProver:
         return tuple(roots)
 
     def open(self, tiles: Sequence[int]) -> tuple[Opening, ...]:
-        """The third step. The trees are made again one after the other: one buffer serves them all."""
+        """Step 3: open tiles. The trees are rebuilt one after the other in one buffer."""
         assert self._round_keys, "answer comes first"
         paths: list[list[Path]] = [[] for _ in tiles]
         for key in self._round_keys:

@@ -1,4 +1,4 @@
-"""The agent's part in measurements and proofs of GPU: a child process for each, frames passed on. Computes nothing itself."""
+"""GPU measurements and verifications of the agent: a child process each, frames forwarded."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ log = structlog.get_logger(__name__)
 
 
 class GpuDesk:
-    """`send` puts a frame on the channel. One child a trial; a measurement is trial 0 of its GPU."""
+    """`send` puts a frame on the channel. One child per verification; a measurement is number 0 of its GPU."""
 
     def __init__(self, send: Callable[[AgentFrame], None], child: Sequence[str] = CHILD) -> None:
         self._send = send
@@ -43,7 +43,7 @@ class GpuDesk:
         self._running: set[asyncio.Task[None]] = set()
 
     def take(self, frame: ToGpu) -> None:
-        """A frame for a GPU, from the loop's own thread."""
+        """Take a frame for a GPU, in the event loop's thread."""
         match frame:
             case MeasureGpu():
                 self._begin((0, frame.uuid), frame)
@@ -59,7 +59,7 @@ class GpuDesk:
                     self._inboxes[key].put_nowait(None)
 
     def end_all(self) -> None:
-        """The connection is gone, and with it every trial."""
+        """End every verification after the connection is lost."""
         for inbox in self._inboxes.values():
             inbox.put_nowait(None)
 
@@ -103,7 +103,7 @@ class GpuDesk:
             self._send(GpuUnable(trial, uuid, why))
 
     async def _pass_on(self, child: asyncio.subprocess.Process) -> bool:
-        """Whether the child said anything."""
+        """Forward frames; return whether the child sent any."""
         assert child.stdout is not None
         said = False
         while True:
@@ -123,4 +123,4 @@ async def _feed(child: asyncio.subprocess.Process, inbox: asyncio.Queue[ToGpu | 
         child.stdin.write(LENGTH.pack(len(data)) + data)
         await child.stdin.drain()
     if child.returncode is None:
-        child.kill()  # it may be computing still
+        child.kill()  # it may still compute

@@ -1,6 +1,6 @@
-"""Looks at the GPUs every second: how they are, who uses them, what ails them. Ends and closes nothing: it tells.
+"""The GPU monitor: reads sensors, processes and driver errors of each GPU every second and judges its health.
 
-What it sees of a card becomes `core.health` symptoms; the conditions it keeps are one agent's memory of its cards.
+The judgement is `core.trust.gpu_health`; this module keeps the condition of each card between samples. It closes nothing.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from pathlib import Path
 
 import structlog
 
+from gpool.agent.machine.detection.gpus import symptoms_of
 from gpool.agent.machine.detection.nvml import (
     GpuLost,
     GpuProcess,
@@ -20,97 +21,102 @@ from gpool.agent.machine.detection.nvml import (
     NvmlError,
     Vitals,
 )
-from gpool.agent.machine.detection.processes import PROC, Kin, has_card_open, is_dying, name_of
-from gpool.agent.machine.detection.symptoms import symptoms_of
+from gpool.agent.machine.detection.processes import (
+    PROC,
+    AgentProcesses,
+    has_card_open,
+    is_dying,
+    name_of,
+)
 from gpool.core.model import Gpu
 from gpool.core.trust.gpu_health import Condition, Health, examine
 from gpool.wire.frames import GpuReading
 
-UNSEEN = Vitals()
-WELL = Condition()
+UNREAD = Vitals()
+HEALTHY = Condition()
 
 log = structlog.get_logger(__name__)
 
 VITALS_EVERY_US = 1_900_000
-"""Who uses a card is asked at every look, how it is at every second one: some sensors take a millisecond each."""
+"""Processes are read in every sample, sensors in every second one: some take a millisecond each."""
 CARD_EVERY_US = 5_000_000
-"""How often it is asked whether somebody reconfigured a card: within a beat."""
+"""Interval of the check whether a card was reconfigured: shorter than that of heartbeats."""
 
 
 @dataclass(frozen=True, slots=True)
-class Sighting:
-    """One GPU at one look."""
+class GpuSample:
+    """One GPU at one time."""
 
     gpu: Gpu
-    vitals: Vitals = UNSEEN
+    vitals: Vitals = UNREAD
     ours: tuple[GpuProcess, ...] = ()
-    strangers: tuple[str, ...] = ()  # names of others' programs on it
-    condition: Condition = WELL
+    strangers: tuple[str, ...] = ()  # names of foreign programs that use it
+    condition: Condition = HEALTHY
 
     @property
     def reading(self) -> GpuReading | None:
-        """None where the card said nothing."""
-        seen = self.vitals
-        if seen == UNSEEN:
+        """Sensor values for the server; None if none could be read."""
+        vitals = self.vitals
+        if vitals == UNREAD:
             return None
         return GpuReading(
             self.gpu.index,
-            seen.utilisation_percent,
-            seen.memory_used_bytes,
-            seen.power_mw,
-            seen.temperature_c,
+            vitals.utilisation_percent,
+            vitals.memory_used_bytes,
+            vitals.power_mw,
+            vitals.temperature_c,
         )
 
 
-class Watch:
-    """`look` at the GPUs of a survey. Only NVIDIA's real cards say anything; of others nothing is known."""
+class GpuMonitor:
+    """Samples the GPUs of a survey; only real NVIDIA cards give values."""
 
     def __init__(
         self,
         nvml: Nvml,
-        kin: Kin | None = None,
+        own: AgentProcesses | None = None,
         proc: Path = PROC,
     ) -> None:
         self._nvml = nvml
-        self._kin = kin if kin is not None else Kin(os.getpid(), proc)
+        self._own = own if own is not None else AgentProcesses(os.getpid(), proc)
         self._proc = proc
         self._vitals: dict[str, Vitals] = {}
         self._vitals_at: int | None = None
         self._cards: dict[str, tuple[object, ...]] = {}
         self._cards_at: int | None = None
         self._ours: dict[int, bool] = {}
-        self._unread: set[str] = set()  # said once
-        self._killed: dict[int, int] = {}  # pid: when it was first seen dying
+        self._unread: set[str] = set()  # logged once
+        self._killed: dict[int, int] = {}  # pid: when it was first found dying
         self._conditions: dict[str, Condition] = {}
-        self.changed = False  # a card was lost, found or reconfigured: survey again
+        self.changed = False  # a card was lost, found or reconfigured: a survey is due
 
-    def look(self, gpus: Sequence[Gpu], now: int) -> tuple[Sighting, ...]:
-        """`now` is the boot clock's. What a card does not answer is not there."""
+    def sample(self, gpus: Sequence[Gpu], now: int) -> tuple[GpuSample, ...]:
+        """Return one sample per GPU; `now` is the boot clock's. Values a card does not give are None."""
         self.changed = False
         cards = [gpu for gpu in gpus if gpu.vendor == "nvidia" and not gpu.simulated]
         if not cards:
-            return tuple(Sighting(gpu) for gpu in gpus)
-        told = self._xids()
+            return tuple(GpuSample(gpu) for gpu in gpus)
+        xids = self._xids()
         fresh = self._vitals_at is None or now >= self._vitals_at + VITALS_EVERY_US
         if fresh:
             self._vitals_at = now
-        found = {gpu.uuid: self._see(gpu, told.get(gpu.uuid, ()), fresh, now) for gpu in cards}
-        self._notice_changes(cards, now)
+        found = {gpu.uuid: self._sample(gpu, xids.get(gpu.uuid, ()), fresh, now) for gpu in cards}
+        self._detect_changes(cards, now)
         alive = {process.pid for one in found.values() for process in one.ours}
-        self._ours = dict.fromkeys(alive, True)  # a number may come back as another's
+        self._ours = dict.fromkeys(alive, True)  # the kernel reuses process ids
         self._killed = {pid: at for pid, at in self._killed.items() if pid in alive}
-        return tuple(found.get(gpu.uuid, Sighting(gpu)) for gpu in gpus)
+        return tuple(found.get(gpu.uuid, GpuSample(gpu)) for gpu in gpus)
 
-    def _see(self, gpu: Gpu, xids: tuple[int, ...], fresh: bool, now: int) -> Sighting:
+    def _sample(self, gpu: Gpu, xids: tuple[int, ...], fresh: bool, now: int) -> GpuSample:
         uuid, lost = gpu.uuid, False
         processes: tuple[GpuProcess, ...] = ()
-        vitals = self._vitals.get(uuid, UNSEEN)
+        vitals = self._vitals.get(uuid, UNREAD)
         try:
             processes = self._nvml.processes(uuid)
             if fresh:
                 vitals = self._vitals[uuid] = self._nvml.vitals(uuid)
         except (GpuLost, NoDriver):
-            lost, vitals = True, UNSEEN
+            lost, vitals = True, UNREAD
         except NvmlError as error:
             if uuid not in self._unread:
                 log.warning("gpu_not_read", gpu=uuid, error=str(error))
@@ -119,21 +125,21 @@ class Watch:
             self._unread.discard(uuid)
         ours = tuple(process for process in processes if self._is_ours(process.pid))
         others = [process.pid for process in processes if process not in ours]
-        # One that is not where the driver says may be a task of ours, seen from another process namespace.
+        # A process id that has no GPU open here may be a task of ours in another process namespace.
         there = [pid for pid in others if has_card_open(pid, self._proc)]
         strangers = tuple(sorted({name_of(pid, self._proc) or f"process {pid}" for pid in there}))
         symptoms = symptoms_of(gpu, vitals, xids, self._hung_us(ours, now), lost)
-        before = self._conditions.get(uuid, WELL)
+        before = self._conditions.get(uuid, HEALTHY)
         condition = self._conditions[uuid] = examine(symptoms, before, now)
         if condition.health is not before.health:
-            say = log.info if condition.health is Health.HEALTHY else log.warning
-            say("gpu_health", gpu=uuid, health=condition.health.value, why=condition.reason)
-        return Sighting(gpu, vitals, ours, strangers, condition)
+            write = log.info if condition.health is Health.HEALTHY else log.warning
+            write("gpu_health", gpu=uuid, health=condition.health.value, why=condition.reason)
+        return GpuSample(gpu, vitals, ours, strangers, condition)
 
     def _is_ours(self, pid: int) -> bool:
         known = self._ours.get(pid)
         if known is None:
-            known = self._ours[pid] = self._kin.has(pid)
+            known = self._ours[pid] = self._own.has(pid)
         return known
 
     def _hung_us(self, ours: Sequence[GpuProcess], now: int) -> int:
@@ -147,15 +153,15 @@ class Watch:
 
     def _xids(self) -> dict[str, tuple[int, ...]]:
         try:
-            told = self._nvml.xids()
+            events = self._nvml.xids()
         except NvmlError:
             return {}
         found: dict[str, tuple[int, ...]] = {}
-        for one in told:
-            found[one.uuid] = (*found.get(one.uuid, ()), one.code)
+        for event in events:
+            found[event.uuid] = (*found.get(event.uuid, ()), event.code)
         return found
 
-    def _notice_changes(self, cards: Sequence[Gpu], now: int) -> None:
+    def _detect_changes(self, cards: Sequence[Gpu], now: int) -> None:
         if self._cards_at is not None and now < self._cards_at + CARD_EVERY_US:
             return
         self._cards_at = now
@@ -174,8 +180,8 @@ class Watch:
         self._cards = seen
 
 
-def marked(gpu: Gpu, condition: Condition) -> Gpu:
-    """The GPU with its health put in; one in quarantine takes nothing new."""
+def with_health(gpu: Gpu, condition: Condition) -> Gpu:
+    """Return the GPU with its health; one in quarantine is closed."""
     if condition.health is Health.HEALTHY:
         return gpu
     ails = condition.reason[:200]

@@ -1,4 +1,4 @@
-"""Looks at the machine and at the owner's rules, and says what that means as events for the session."""
+"""The machine's monitor: applies the owner's policy to the state of the machine and reports changes as events."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from pathlib import Path
 
 import structlog
 
-from gpool.agent.machine.detection.processes import Programs
-from gpool.agent.machine.gpu_monitor import WELL, Sighting, Watch, marked
+from gpool.agent.machine.detection.processes import ForeignPrograms
+from gpool.agent.machine.gpu_monitor import HEALTHY, GpuMonitor, GpuSample, with_health
 from gpool.agent.machine.policy import (
     AtClose,
-    Decision,
-    Facts,
+    ClosureState,
     GpuFacts,
-    Policy,
-    Standing,
+    LendingDecision,
+    MachineFacts,
+    OwnerPolicy,
+    apply_policy,
     decide,
     decide_gpu,
-    shaped,
 )
 from gpool.agent.machine.policy_file import parse
-from gpool.agent.running.sandboxes import Allowed
+from gpool.agent.running.sandboxes import PolicyLimits
 from gpool.agent.state_machine.instructions import (
     Event,
     OfferDetected,
@@ -38,21 +38,21 @@ from gpool.wire.frames import GpuReading
 log = structlog.get_logger(__name__)
 
 
-class Rulebook:
-    """The owner's file. Read again when it changed; a mistake in it leaves the rules as they were.
+class PolicyFile:
+    """The owner's file, read again when it changes; after a mistake in it the last valid policy stays.
 
-    Lanes are opened by the lists that were there at the start: others withdraw egress until the agent is started again.
+    Sandbox networks filter by the egress lists read at the start: other lists withdraw egress until the agent restarts.
     """
 
     def __init__(self, path: Path | None) -> None:
-        """`Invalid` for a file that cannot be read or understood: an owner who wrote rules means them."""
+        """Raise `Invalid` for a file that cannot be read or parsed: an owner who wrote rules means them."""
         self._path = path
         self._seen = self._stamp()
-        self.policy = Policy() if path is None else parse(_text(path))
+        self.policy = OwnerPolicy() if path is None else parse(_text(path))
         self._lists = replace(self.policy.egress, offered=True)
 
     def refresh(self) -> bool:
-        """Whether there are new rules."""
+        """Read the file if it changed; return whether the policy did."""
         stamp = self._stamp()
         if self._path is None or stamp == self._seen:
             return False
@@ -63,14 +63,16 @@ class Rulebook:
             log.warning("policy_not_changed", file=str(self._path), error=error.detail)
             return False
         if replace(policy.egress, offered=True) != self._lists:
-            log.warning("egress_withdrawn", why="its lists changed: start the agent again")
+            log.warning("egress_withdrawn", why="its lists changed: restart the agent")
             policy = replace(policy, egress=replace(policy.egress, offered=False))
         changed, self.policy = policy != self.policy, policy
         return changed
 
-    def allowed(self) -> Allowed:
-        """What may be given just now; for leases that were granted by older rules."""
-        return Allowed(self.policy.tiers, self.policy.egress.offered, self.policy.gangs.offered)
+    def limits(self) -> PolicyLimits:
+        """Return the limits that hold now, also for leases granted under an earlier policy."""
+        return PolicyLimits(
+            self.policy.tiers, self.policy.egress.offered, self.policy.gangs.offered
+        )
 
     def has_changed(self) -> bool:
         """Whether `refresh` has something to read."""
@@ -92,141 +94,143 @@ def _text(path: Path) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Glimpse:
-    """What changes from second to second."""
+class MachineSample:
+    """The facts that change from second to second."""
 
     now: datetime
     programs: frozenset[str] = frozenset()
-    sightings: tuple[Sighting, ...] = ()
-    changed: bool = False  # a card came, went or was reconfigured
+    gpus: tuple[GpuSample, ...] = ()
+    changed: bool = False  # a card was added, removed or reconfigured
 
 
 @dataclass(slots=True)
-class Lookout:
-    """`offer` is what the machine has, `facts` how it is; both may take their time. `glimpse` is cheap."""
+class MachineMonitor:
+    """`offer` and `facts` describe the machine and may take seconds; `sample` is cheap."""
 
-    rules: Rulebook
+    rules: PolicyFile
     offer: Callable[[], Offer]
-    facts: Callable[[], Facts]
-    glimpse: Callable[[Sequence[Gpu]], Glimpse] | None = None
-    standing: Standing = field(default_factory=Standing)
-    kept: frozenset[int] | None = None  # GPUs, at the look before
+    facts: Callable[[], MachineFacts]
+    sample: Callable[[Sequence[Gpu]], MachineSample] | None = None
+    closure: ClosureState = field(default_factory=ClosureState)
+    kept: frozenset[int] | None = None  # GPUs the owner kept at the last check
     longest_us: int | None = None
-    _has: Offer | None = None  # what the machine had at the last look
-    _was: Facts | None = None
-    _seen: Glimpse | None = None
-    _gpus: dict[int, Standing] = field(default_factory=dict)
-    _ailing: frozenset[int] = frozenset()  # in quarantine, at the look before
+    _offer: Offer | None = None  # at the last survey
+    _facts: MachineFacts | None = None
+    _sample: MachineSample | None = None
+    _gpu_closures: dict[int, ClosureState] = field(default_factory=dict)
+    _quarantined: frozenset[int] = frozenset()  # at the last check
 
     def first_offer(self) -> Offer:
-        """What is offered before the first look has been told."""
-        policy, has, facts = self.rules.policy, self.offer(), self.facts()
-        if self.glimpse is not None:
-            has, facts = _joined(has, facts, self.glimpse(has.gpus))
-        decision, _ = decide(policy, facts, self.standing)
-        gpus = {g.index: decide_gpu(policy, g.index, facts, Standing())[0] for g in has.gpus}
-        return shaped(policy, has, decision, gpus)
+        """Return the offer to start with, before the first survey."""
+        policy, offer, facts = self.rules.policy, self.offer(), self.facts()
+        if self.sample is not None:
+            offer, facts = _with_sample(offer, facts, self.sample(offer.gpus))
+        decision, _ = decide(policy, facts, self.closure)
+        gpus = {g.index: decide_gpu(policy, g.index, facts, ClosureState())[0] for g in offer.gpus}
+        return apply_policy(policy, offer, decision, gpus)
 
-    def look(self) -> tuple[Event, ...]:
-        """Everything, anew."""
+    def survey(self) -> tuple[Event, ...]:
+        """Examine everything anew."""
         self.rules.refresh()
-        self._has, self._was = self.offer(), self.facts()
-        if self.glimpse is not None:
-            self._seen = self.glimpse(self._has.gpus)
-        return self._judge()
+        self._offer, self._facts = self.offer(), self.facts()
+        if self.sample is not None:
+            self._sample = self.sample(self._offer.gpus)
+        return self._judge(self._offer, self._facts)
 
-    def glance(self) -> tuple[Event, ...]:
-        """Every second: what is cheap to see, and everything when that shows a change."""
-        if self.glimpse is None or self._has is None or self._was is None:
-            return self.look() if self.rules.has_changed() else ()
+    def poll(self) -> tuple[Event, ...]:
+        """Take a sample; survey if it or the policy file shows a change."""
         if self.rules.has_changed():
-            return self.look()
-        self._seen = self.glimpse(self._has.gpus)
-        if self._seen.changed:
-            return self.look()
-        return self._judge()
+            return self.survey()
+        if self.sample is None or self._offer is None or self._facts is None:
+            return ()
+        self._sample = self.sample(self._offer.gpus)
+        if self._sample.changed:
+            return self.survey()
+        return self._judge(self._offer, self._facts)
 
-    def _judge(self) -> tuple[Event, ...]:
-        assert self._has is not None
-        assert self._was is not None
-        policy, has, facts, seen = self.rules.policy, self._has, self._was, self._seen
-        if seen is not None:
-            has, facts = _joined(has, facts, seen)
-        decision, self.standing = decide(policy, facts, self.standing)
-        gpus = self._judge_gpus(policy, has, facts)
+    def _judge(self, offer: Offer, facts: MachineFacts) -> tuple[Event, ...]:
+        policy, sample = self.rules.policy, self._sample
+        if sample is not None:
+            offer, facts = _with_sample(offer, facts, sample)
+        decision, self.closure = decide(policy, facts, self.closure)
+        gpus = self._judge_gpus(policy, offer, facts)
         events: list[Event] = []
         longest = policy.longest_run
         longest_us = None if longest is None else int(longest.total_seconds() * 1_000_000)
         if longest_us != self.longest_us:
             self.longest_us = longest_us
             events.append(RunsLimited(longest_us))
-        events.append(OfferDetected(shaped(policy, has, decision, gpus)))
-        if seen is not None and (readings := _readings(seen)):
+        events.append(OfferDetected(apply_policy(policy, offer, decision, gpus)))
+        if sample is not None and (readings := _readings(sample)):
             events.append(ReadingsTaken(readings))
-        return (*events, *self._reclaims(policy, has, decision, gpus))
+        return (*events, *self._reclaims(policy, offer, decision, gpus))
 
-    def _judge_gpus(self, policy: Policy, has: Offer, facts: Facts) -> dict[int, Decision]:
-        found: dict[int, Decision] = {}
-        standings: dict[int, Standing] = {}
-        for gpu in has.gpus if policy.gpus else ():
-            before = self._gpus.get(gpu.index, Standing())
-            found[gpu.index], standings[gpu.index] = decide_gpu(policy, gpu.index, facts, before)
-        self._gpus = standings
+    def _judge_gpus(
+        self, policy: OwnerPolicy, offer: Offer, facts: MachineFacts
+    ) -> dict[int, LendingDecision]:
+        found: dict[int, LendingDecision] = {}
+        closures: dict[int, ClosureState] = {}
+        for gpu in offer.gpus if policy.gpus else ():
+            before = self._gpu_closures.get(gpu.index, ClosureState())
+            found[gpu.index], closures[gpu.index] = decide_gpu(policy, gpu.index, facts, before)
+        self._gpu_closures = closures
         return found
 
     def _reclaims(
-        self, policy: Policy, has: Offer, decision: Decision, gpus: Mapping[int, Decision]
+        self,
+        policy: OwnerPolicy,
+        offer: Offer,
+        decision: LendingDecision,
+        gpus: Mapping[int, LendingDecision],
     ) -> Iterator[Event]:
         wanted = frozenset() if self.kept is None else policy.kept.gpus - self.kept
         self.kept = policy.kept.gpus
-        ill = {gpu.index: gpu.ails for gpu in has.gpus if gpu.health is Health.QUARANTINED}
-        fallen, self._ailing = ill.keys() - self._ailing, frozenset(ill)
+        ill = {gpu.index: gpu.ails for gpu in offer.gpus if gpu.health is Health.QUARANTINED}
+        newly_ill, self._quarantined = ill.keys() - self._quarantined, frozenset(ill)
         if decision.reclaims:
             yield ReclaimAsked(None, f"its owner took the machine back: {decision.closed}")
             return
         if wanted and policy.at_close is AtClose.RECLAIM:
             yield ReclaimAsked(wanted, "its owner took the GPU back")
-        for index, told in gpus.items():
-            if told.reclaims:
-                why = f"its owner took the GPU back: {told.closed}"
+        for index, of_gpu in gpus.items():
+            if of_gpu.reclaims:
+                why = f"its owner took the GPU back: {of_gpu.closed}"
                 yield ReclaimAsked(frozenset({index}), why)
-        for index in sorted(fallen):
+        for index in sorted(newly_ill):
             yield ReclaimAsked(frozenset({index}), f"its GPU is in quarantine: {ill[index]}")
 
 
-def _joined(has: Offer, facts: Facts, seen: Glimpse) -> tuple[Offer, Facts]:
-    """Offer and facts with what a glimpse adds to them."""
-    conditions = {one.gpu.uuid: one.condition for one in seen.sightings}
-    gpus = tuple(marked(gpu, conditions.get(gpu.uuid, WELL)) for gpu in has.gpus)
-    facts = replace(facts, now=seen.now, programs=seen.programs, gpus=_facts_of(seen))
-    return replace(has, gpus=gpus), facts
-
-
-def _facts_of(seen: Glimpse) -> dict[int, GpuFacts]:
-    return {
+def _with_sample(
+    offer: Offer, facts: MachineFacts, sample: MachineSample
+) -> tuple[Offer, MachineFacts]:
+    conditions = {one.gpu.uuid: one.condition for one in sample.gpus}
+    gpus = tuple(with_health(gpu, conditions.get(gpu.uuid, HEALTHY)) for gpu in offer.gpus)
+    gpu_facts = {
         one.gpu.index: GpuFacts(one.strangers, one.vitals.power_mw, one.vitals.temperature_c)
-        for one in seen.sightings
+        for one in sample.gpus
     }
+    facts = replace(facts, now=sample.now, programs=sample.programs, gpus=gpu_facts)
+    return replace(offer, gpus=gpus), facts
 
 
-def _readings(seen: Glimpse) -> tuple[GpuReading, ...]:
-    return tuple(reading for one in seen.sightings if (reading := one.reading) is not None)
+def _readings(sample: MachineSample) -> tuple[GpuReading, ...]:
+    return tuple(reading for one in sample.gpus if (reading := one.reading) is not None)
 
 
-def glimpser(
-    rules: Rulebook,
-    watch: Watch,
-    programs: Programs,
+def sampler(
+    rules: PolicyFile,
+    gpu_monitor: GpuMonitor,
+    programs: ForeignPrograms,
     wall: Callable[[], datetime],
     boot: Callable[[], int],
-) -> Callable[[Sequence[Gpu]], Glimpse]:
-    """Looks at the GPUs, and for programs only while a rule names one."""
+) -> Callable[[Sequence[Gpu]], MachineSample]:
+    """Return a function that samples the GPUs, and the running programs only while a rule names one."""
 
-    def glimpse(gpus: Sequence[Gpu]) -> Glimpse:
+    def sample(gpus: Sequence[Gpu]) -> MachineSample:
         now = wall()
         wanted = any(rule.programs for rule in rules.policy.gpus)
-        named = programs.look(now.timestamp()) if wanted else frozenset[str]()
-        sightings = watch.look(gpus, boot())
-        return Glimpse(now, named, sightings, watch.changed)
+        named = programs.names(now.timestamp()) if wanted else frozenset[str]()
+        samples = gpu_monitor.sample(gpus, boot())
+        return MachineSample(now, named, samples, gpu_monitor.changed)
 
-    return glimpse
+    return sample

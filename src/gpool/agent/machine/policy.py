@@ -1,6 +1,6 @@
-"""The owner's rules, pure: facts about the machine in, what it lends now out. It looks at nothing itself.
+"""The owner's policy: facts about the machine in, the part that is lent now out. Pure.
 
-A rule that needs a fact nobody knows (no battery, no keyboard) does not apply. See docs/policy.md for the file's form.
+A rule about an unknown fact (no battery, no keyboard) does not apply. docs/policy.md describes the file.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ DAYS = ("mon", "tue", "wed", "thu", "fri", "sat", "sun")
 EVERY_DAY = frozenset(range(7))
 _SITE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 COOLER_C, CALMER = 5.0, 0.9
-"""A GPU closed for heat or power opens again well below the cap ..."""
+"""A GPU closed for heat or power opens again well below its limit ..."""
 CLOSED_AT_LEAST = timedelta(seconds=60)
-"""... and not at once: the next task would heat it again."""
+"""... and not at once, or the next task would heat it again."""
 
 
 class AtClose(StrEnum):
-    """What becomes of what runs when a rule closes the machine."""
+    """Treatment of running tasks when a rule closes the machine."""
 
     FINISH = "finish"
     RECLAIM = "reclaim"
@@ -32,7 +32,7 @@ class AtClose(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Hours:
-    """From `opens` until `closes` by the wall's clock, on `days` (by the day on which it opens; 0 is Monday)."""
+    """From `opens` to `closes` in local time, on `days` (the day on which it opens; 0 is Monday)."""
 
     opens: time
     closes: time
@@ -55,8 +55,8 @@ class Hours:
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
-    """What the owner keeps back."""
+class KeptResources:
+    """Resources the owner does not lend."""
 
     cpu_milli: int = 0
     memory_bytes: int = 0
@@ -65,8 +65,8 @@ class Kept:
 
 
 @dataclass(frozen=True, slots=True)
-class Egress:
-    """For tasks that ask for a network; the words are those of whoever opens lanes."""
+class EgressRules:
+    """Egress of tasks, in the notation of `gpool.agent.network.policy`."""
 
     allow: tuple[str, ...] = ()
     deny: tuple[str, ...] = ()
@@ -75,45 +75,45 @@ class Egress:
 
 
 GANG_PORT = 47_100
-"""UDP; the member with allocation number n listens at this + n."""
+"""UDP port; the gang member with allocation number n listens at this + n."""
 MOST_GANG_PORT = 60_000
 
 
 @dataclass(frozen=True, slots=True)
-class Gangs:
-    """For tasks that run on several nodes of one site at once. What the command line says comes first."""
+class GangRules:
+    """Gang tasks on nodes of one site. The command line overrides it."""
 
     offered: bool = True
-    site: str = ""  # empty: none, so no gangs
-    address: str = ""  # by which the others reach this machine
+    site: str = ""  # empty: no gangs
+    address: str = ""  # for the other nodes of the site
     port: int = 0
 
 
 def site_name(text: str) -> str:
-    """`ValueError` for one that is no plain word."""
+    """Return the text; raise `ValueError` if it is not a plain word."""
     if text and not _SITE.fullmatch(text):
         raise ValueError("a site is a word of up to 63 letters, digits and . _ -")
     return text
 
 
 def site_address(text: str) -> str:
-    """`ValueError` for anything but an IPv4 address of one machine."""
+    """Return the text; raise `ValueError` if it is not the IPv4 address of one machine."""
     if text:
         found = IPv4Address(text)
         if found.is_multicast or found.is_unspecified or found.is_reserved:
-            raise ValueError(f"{text} is no machine's address")
+            raise ValueError(f"{text} is not the address of one machine")
     return text
 
 
 @dataclass(frozen=True, slots=True)
 class GpuRule:
-    """When the owner wants GPUs for themselves. What a rule does not name never closes."""
+    """When the owner wants GPUs for themselves. A condition that is not set never closes a GPU."""
 
-    gpus: frozenset[int] = frozenset()  # none: every one
-    hours: tuple[Hours, ...] = ()  # in which they are lent; none: always
+    gpus: frozenset[int] = frozenset()  # empty: all
+    hours: tuple[Hours, ...] = ()  # in which they are lent; empty: always
     idle_for: timedelta = timedelta(0)
-    programs: frozenset[str] = frozenset()  # while one of these runs: a game, say
-    yields: bool = False  # while somebody else's program uses the GPU
+    programs: frozenset[str] = frozenset()  # closed while one of these runs
+    yields: bool = False  # closed while a foreign program uses the GPU
     most_watts: float | None = None
     most_celsius: float | None = None
     at_close: AtClose = AtClose.RECLAIM
@@ -124,34 +124,34 @@ class GpuRule:
 
 
 @dataclass(frozen=True, slots=True)
-class Policy:
-    """Without a word of the owner: everything, always, for anyone."""
+class OwnerPolicy:
+    """The default lends everything, always, to anyone."""
 
-    audience: tuple[str, ...] = ()
+    audience: tuple[str, ...] = ()  # allowed users; empty: anyone
     tiers: frozenset[Tier] = frozenset(Tier)
-    hours: tuple[Hours, ...] = ()  # none: always
+    hours: tuple[Hours, ...] = ()  # empty: always
     zone: tzinfo | None = None  # None: the machine's own
-    kept: Kept = Kept()
+    kept: KeptResources = KeptResources()
     least_battery_percent: float = 0.0
     on_mains_only: bool = False
-    idle_for: timedelta = timedelta(0)  # since somebody touched keyboard, mouse or terminal
-    most_load: float | None = None  # processors that others keep busy
+    idle_for: timedelta = timedelta(0)  # since the last input at keyboard, mouse or terminal
+    most_load: float | None = None  # processors that other programs keep busy
     longest_run: timedelta | None = None
     at_close: AtClose = AtClose.FINISH
     grace: timedelta = timedelta(0)  # between closing and reclaiming
-    egress: Egress = Egress()
-    gangs: Gangs = Gangs()
+    egress: EgressRules = EgressRules()
+    gangs: GangRules = GangRules()
     registries: tuple[str, ...] = ()  # of images, on private addresses
-    labels: frozenset[str] = frozenset()  # what tasks can ask for by name
+    labels: frozenset[str] = frozenset()  # that tasks can ask for
     price_microcredits: int = 0  # an hour of a GPU, or of the machine where it has none
     gpus: tuple[GpuRule, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class GpuFacts:
-    """One GPU as it is."""
+    """Current facts of one GPU."""
 
-    strangers: tuple[str, ...] = ()  # others' programs on it
+    strangers: tuple[str, ...] = ()  # foreign programs that use it
     power_mw: int | None = None
     temperature_c: int | None = None
 
@@ -160,35 +160,35 @@ NOTHING = GpuFacts()
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
-    """The machine as it is. None: nobody knows."""
+class MachineFacts:
+    """Current facts of the machine. None: unknown."""
 
     now: datetime  # with its time zone
     battery_percent: float | None = None
     on_mains: bool | None = None
     idle_s: float | None = None
     load_of_others: float | None = None
-    programs: frozenset[str] = frozenset()  # that run and are not ours
+    programs: frozenset[str] = frozenset()  # running foreign programs
     gpus: Mapping[int, GpuFacts] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
-    """What has to be remembered between two looks."""
+class ClosureState:
+    """Memory of a closure between two checks."""
 
     closed_at: datetime | None = None
     reclaimed: bool = False
-    capped: str = ""  # closed for heat or power, in these words
+    capped: str = ""  # text of the closure if it is for heat or power
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
-    closed: str = ""  # why nothing new is taken
-    reclaims: bool = False  # what runs is to go now
+class LendingDecision:
+    closed: str = ""  # why nothing new is accepted; empty: open
+    reclaims: bool = False  # running tasks are to be preempted now
 
 
-def reason_to_close(policy: Policy, facts: Facts) -> str:
-    """The first rule that speaks against lending just now, in the consumer's words; or nothing."""
+def reason_to_close(policy: OwnerPolicy, facts: MachineFacts) -> str:
+    """Return the text of the first rule that closes the machine now, written for users of the pool; or empty."""
     now = facts.now.astimezone(policy.zone)
     if policy.hours and not any(one.cover(now) for one in policy.hours):
         return f"outside its owner's hours: {'; '.join(map(str, policy.hours))}"
@@ -209,41 +209,43 @@ def reason_to_close(policy: Policy, facts: Facts) -> str:
     return ""
 
 
-def decide(policy: Policy, facts: Facts, before: Standing) -> tuple[Decision, Standing]:
-    """What is so now, and what to remember. Reclaims once, the grace after closing; open again, all is forgotten."""
+def decide(
+    policy: OwnerPolicy, facts: MachineFacts, before: ClosureState
+) -> tuple[LendingDecision, ClosureState]:
+    """Return the decision and the new closure state. Reclaims once per closure, after the grace."""
     closed = reason_to_close(policy, facts)
-    return _stand(closed, policy.at_close, policy.grace, facts.now, before)
+    return _close(closed, policy.at_close, policy.grace, facts.now, before)
 
 
-def _stand(
-    closed: str, at_close: AtClose, grace: timedelta, now: datetime, before: Standing
-) -> tuple[Decision, Standing]:
+def _close(
+    closed: str, at_close: AtClose, grace: timedelta, now: datetime, before: ClosureState
+) -> tuple[LendingDecision, ClosureState]:
     if not closed:
-        return Decision(), Standing()
+        return LendingDecision(), ClosureState()
     since = before.closed_at or now
     due = at_close is AtClose.RECLAIM and now >= since + grace
     reclaims = due and not before.reclaimed
-    return Decision(closed, reclaims), Standing(since, before.reclaimed or reclaims)
+    return LendingDecision(closed, reclaims), ClosureState(since, before.reclaimed or reclaims)
 
 
 def decide_gpu(
-    policy: Policy, gpu: int, facts: Facts, before: Standing
-) -> tuple[Decision, Standing]:
-    """The same for one GPU, by the first of its rules that speaks against lending it."""
+    policy: OwnerPolicy, gpu: int, facts: MachineFacts, before: ClosureState
+) -> tuple[LendingDecision, ClosureState]:
+    """Return the same for one GPU, by the first rule that closes it."""
     for rule in policy.gpus:
         if not rule.covers(gpu):
             continue
         wanted = _why_wanted(policy, rule, gpu, facts)
         capped = "" if wanted else _over_a_cap(rule, gpu, facts, before)
         if wanted or capped:
-            decision, standing = _stand(
+            decision, closure = _close(
                 wanted or capped, rule.at_close, rule.grace, facts.now, before
             )
-            return decision, replace(standing, capped=capped)
-    return Decision(), Standing()
+            return decision, replace(closure, capped=capped)
+    return LendingDecision(), ClosureState()
 
 
-def _why_wanted(policy: Policy, rule: GpuRule, gpu: int, facts: Facts) -> str:
+def _why_wanted(policy: OwnerPolicy, rule: GpuRule, gpu: int, facts: MachineFacts) -> str:
     now = facts.now.astimezone(policy.zone)
     if rule.hours and not any(one.cover(now) for one in rule.hours):
         return f"outside its owner's hours: {'; '.join(map(str, rule.hours))}"
@@ -256,7 +258,7 @@ def _why_wanted(policy: Policy, rule: GpuRule, gpu: int, facts: Facts) -> str:
     return ""
 
 
-def _over_a_cap(rule: GpuRule, gpu: int, facts: Facts, before: Standing) -> str:
+def _over_a_cap(rule: GpuRule, gpu: int, facts: MachineFacts, before: ClosureState) -> str:
     seen = facts.gpus.get(gpu, NOTHING)
     leeway_c, part = (COOLER_C, CALMER) if before.capped else (0.0, 1.0)
     heat, celsius = seen.temperature_c, rule.most_celsius
@@ -270,14 +272,14 @@ def _over_a_cap(rule: GpuRule, gpu: int, facts: Facts, before: Standing) -> str:
     return before.capped if waits else ""
 
 
-def shaped(
-    policy: Policy,
+def apply_policy(
+    policy: OwnerPolicy,
     offer: Offer,
-    decision: Decision = Decision(),  # noqa: B008 - frozen
-    gpus: Mapping[int, Decision] | None = None,
+    decision: LendingDecision = LendingDecision(),  # noqa: B008 - frozen
+    gpus: Mapping[int, LendingDecision] | None = None,
 ) -> Offer:
-    """The offer with the owner's share taken out and the rules put in."""
-    told = gpus or {}
+    """Return the offer without the owner's resources and with the policy's restrictions."""
+    decisions = gpus or {}
     kept = policy.kept
     site = offer.site or policy.gangs.site
     joins = policy.gangs.offered and bool(site and offer.gang_port)
@@ -286,7 +288,9 @@ def shaped(
         cpu_milli=max(0, offer.cpu_milli - kept.cpu_milli),
         memory_bytes=max(0, offer.memory_bytes - kept.memory_bytes),
         disk_bytes=max(0, offer.disk_bytes - kept.disk_bytes),
-        gpus=tuple(_shut(g, told.get(g.index)) for g in offer.gpus if g.index not in kept.gpus),
+        gpus=tuple(
+            _closed(g, decisions.get(g.index)) for g in offer.gpus if g.index not in kept.gpus
+        ),
         tiers=offer.tiers & policy.tiers,
         runtimes=tuple(one for one in offer.runtimes if one.tier in policy.tiers),
         networks=offer.networks if policy.egress.offered else offer.networks & {Network.NONE},
@@ -300,8 +304,8 @@ def shaped(
     )
 
 
-def _shut(gpu: Gpu, decision: Decision | None) -> Gpu:
-    """One that is closed already, for its health, says that."""
+def _closed(gpu: Gpu, decision: LendingDecision | None) -> Gpu:
+    """Keep the text of a GPU that is closed already, for its health."""
     if decision is None or not decision.closed or gpu.closed:
         return gpu
     return replace(gpu, closed=decision.closed)

@@ -1,4 +1,4 @@
-"""The owner's file, TOML, as a `Policy`. A key it does not know, or a value that makes no sense, is named and refused."""
+"""Parser of the owner's policy file (TOML). An unknown key or an invalid value is refused with its name."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from gpool.agent.machine.policy import (
     EVERY_DAY,
     MOST_GANG_PORT,
     AtClose,
-    Egress,
-    Gangs,
+    EgressRules,
+    GangRules,
     GpuRule,
     Hours,
-    Kept,
-    Policy,
+    KeptResources,
+    OwnerPolicy,
     site_address,
     site_name,
 )
@@ -34,12 +34,12 @@ _SPAN = re.compile(r"(\d+(?:\.\d+)?)(s|m|h|d)")
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 
 
-def parse(text: str) -> Policy:
-    """The owner's file, TOML; `Invalid` names the key that is wrong and what it may be."""
+def parse(text: str) -> OwnerPolicy:
+    """Parse the policy; raise `Invalid` with the wrong key and the allowed values."""
     try:
         told = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise Invalid(f"the policy is no TOML: {error}") from error
+        raise Invalid(f"the policy is not valid TOML: {error}") from error
     top = _Table(told, "")
     keep, battery, idle, egress, gangs, images = (
         top.table(name) for name in ("keep", "battery", "idle", "egress", "gangs", "images")
@@ -47,13 +47,13 @@ def parse(text: str) -> Policy:
     floor = top.take("floor", _tier, Tier.NONE)
     tiers = top.take("tiers", _each(_tier), list(Tier))
     longest = top.take("longest_run", _span, None)
-    policy = Policy(
+    policy = OwnerPolicy(
         audience=top.take("whose", _audience, ()),
         tiers=frozenset(tier for tier in tiers if tier.strength >= floor.strength),
         hours=tuple(_hours(one) for one in top.tables("hours")),
         zone=top.take("zone", _zone, None),
         gpus=tuple(_gpu_rule(one) for one in top.tables("gpu")),
-        kept=Kept(
+        kept=KeptResources(
             int(keep.take("cpus", _number, 0.0) * 1000),
             keep.take("memory", _size, 0),
             keep.take("disk", _size, 0),
@@ -66,13 +66,13 @@ def parse(text: str) -> Policy:
         longest_run=longest,
         at_close=top.take("at_close", AtClose, AtClose.FINISH),
         grace=top.take("grace", _span, timedelta(0)),
-        egress=Egress(
+        egress=EgressRules(
             tuple(egress.take("allow", _each(_allowed), [])),
             tuple(egress.take("deny", _each(_target), [])),
             egress.take("rate", _rate, ""),
             egress.take("offered", _flag, True),
         ),
-        gangs=Gangs(
+        gangs=GangRules(
             gangs.take("offered", _flag, True),
             gangs.take("site", _site, ""),
             gangs.take("address", _address, ""),
@@ -90,7 +90,7 @@ def parse(text: str) -> Policy:
 
 
 class _Table:
-    """One table of the file; what was not asked for is a mistake of the owner's, and is named."""
+    """One table of the file; `finish` refuses keys that were not taken."""
 
     def __init__(self, told: Mapping[str, Any], name: str) -> None:
         self._told = dict(told)
@@ -117,7 +117,7 @@ class _Table:
     def finish(self) -> None:
         for key in sorted(self._told.keys() - self._known):
             known = ", ".join(sorted(self._known))
-            raise Invalid(f"policy: there is no '{self._name}{key}'; there are {known}")
+            raise Invalid(f"policy: unknown key '{self._name}{key}'; known keys: {known}")
 
 
 def _hours(table: _Table) -> Hours:
@@ -167,7 +167,7 @@ def _audience(value: Any) -> tuple[str, ...]:
         raise ValueError('write "anyone", or a list like ["me", "team:lab", "user:ana"]')
     for one in value:
         if not isinstance(one, str) or not _WHOSE.fullmatch(one):
-            raise ValueError(f'{one!r} is nobody; write "me", "team:NAME" or "user:NAME"')
+            raise ValueError(f'{one!r} names no user; write "me", "team:NAME" or "user:NAME"')
     return tuple(dict.fromkeys(value))
 
 
@@ -182,7 +182,7 @@ def _price(value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         raise TypeError('write it like "0.31/h"')
     try:
-        return price.parse(value)
+        return price.parse_price(value)
     except Invalid as error:
         raise ValueError(error.detail) from error
 

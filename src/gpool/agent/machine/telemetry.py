@@ -1,4 +1,4 @@
-"""Readings between two beats become one: what goes on the wire stays small. Pure."""
+"""Aggregation of GPU readings between two heartbeats, for GPUs and for tasks. Pure."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from gpool.core.model import Slice
 from gpool.wire.frames import GpuReading, TaskReading
 
 
-class Gathering:
-    """The readings of all GPUs since the last beat."""
+class ReadingAverages:
+    """The readings of all GPUs since the last heartbeat."""
 
     def __init__(self) -> None:
-        self._seen: dict[int, list[GpuReading]] = {}
+        self._readings: dict[int, list[GpuReading]] = {}
 
     def add(self, readings: Iterable[GpuReading]) -> None:
         for reading in readings:
-            self._seen.setdefault(reading.gpu, []).append(reading)
+            self._readings.setdefault(reading.gpu, []).append(reading)
 
     def take(self) -> tuple[GpuReading, ...]:
-        """One for each GPU; utilisation and power on average, memory and temperature at their highest."""
-        seen, self._seen = self._seen, {}
+        """Return one reading for each GPU: mean utilisation and power, highest memory and temperature."""
+        readings, self._readings = self._readings, {}
         return tuple(
             GpuReading(
                 gpu,
@@ -29,22 +29,22 @@ class Gathering:
                 _mean([one.power_mw for one in many]),
                 _most([one.temperature_c for one in many]),
             )
-            for gpu, many in sorted(seen.items())
+            for gpu, many in sorted(readings.items())
         )
 
 
 def by_task(
     readings: Sequence[GpuReading], running: Mapping[tuple[int, int], tuple[Slice, ...]]
 ) -> tuple[TaskReading, ...]:
-    """What each running task (task, epoch) takes of its GPUs: told where it has them to itself, else unknown."""
-    told = {reading.gpu: reading for reading in readings}
+    """Return one reading for each running (task, epoch) that has its GPUs to itself; for shared ones none is known."""
+    by_gpu = {reading.gpu: reading for reading in readings}
     users: dict[int, int] = {}
     for slices in running.values():
         for part in slices:
             users[part.gpu_index] = users.get(part.gpu_index, 0) + 1
     found = []
     for (task, epoch), slices in running.items():
-        mine = [told[part.gpu_index] for part in slices if part.gpu_index in told]
+        mine = [by_gpu[part.gpu_index] for part in slices if part.gpu_index in by_gpu]
         if len(mine) < len(slices) or any(users[part.gpu_index] > 1 for part in slices) or not mine:
             continue
         found.append(

@@ -1,1 +1,1 @@
-"""Networks for sandboxes: a lane each, that reaches the public internet or a given list, and nothing else."""
+"""Sandbox networks: one per sandbox, reaching the public internet or a given list, nothing else."""

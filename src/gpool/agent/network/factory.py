@@ -1,4 +1,4 @@
-"""Which kind of lanes this agent can open, whether any at all, and why not. The only module the rest of the agent needs."""
+"""Choice and probe of the kind of sandbox network this agent can open. The agent's entry point."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ TUN_FIX = "as root: modprobe tun; chmod 666 /dev/net/tun"
 
 
 def networks_for(policy: EgressPolicy, place: Path) -> Networks:
-    """`place`: the agent's own directory; what is left on the host by a killed agent is found again by it."""
+    """Make the sandbox networks of this agent. `place`: its own directory; leftovers of a killed agent are
+    found by it.
+    """
     if os.geteuid() == 0:
         return RootNetworks(policy, tag_for(place))
     return RootlessNetworks(policy)
@@ -31,7 +33,7 @@ def networks_for(policy: EgressPolicy, place: Path) -> Networks:
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """One thing lanes need: whether it is there, and what to do when not."""
+    """Requirement of sandbox networks: whether it is met, and the fix if not."""
 
     name: str
     ok: bool
@@ -39,7 +41,7 @@ class Fact:
 
 
 def facts() -> tuple[Fact, ...]:
-    """What can be seen without trying."""
+    """Check the requirements that need no trial."""
     found = [
         Fact("nft", nft.program("nft") is not None, "install nftables (apt-get install nftables)")
     ]
@@ -56,23 +58,23 @@ def facts() -> tuple[Fact, ...]:
 
 
 async def probe(place: Path) -> tuple[bool, str]:
-    """Whether a lane can be opened: it opens one, under a tag of its own, and closes it. The text is for the owner."""
+    """Open and close a sandbox network under a tag of its own; return success and a text for the owner."""
     why = await _why_not(Egress(), place, facts())
     if not why and not _leads_out():
         why = "this host has no IPv4 route out"
     if why:
         return False, f"egress is not offered: {why}"
-    return True, "egress is offered: a lane was opened and closed"
+    return True, "egress is offered: a sandbox network was opened and closed"
 
 
 async def probe_gangs(place: Path) -> tuple[bool, str]:
-    """The same for a lane of a gang, here of one member only: it needs no way out."""
+    """Probe a gang network of one member; it needs no route out."""
     tun = Fact("/dev/net/tun", os.access("/dev/net/tun", os.R_OK | os.W_OK), TUN_FIX)
     lane = Gang(0, (("127.0.0.1", 0),), secrets.token_bytes(32))
     why = await _why_not(lane, place, (*facts(), tun))
     if why:
         return False, f"gangs are not offered: {why}"
-    return True, "gangs are offered: a lane was opened and closed"
+    return True, "gangs are offered: a gang network was opened and closed"
 
 
 async def _why_not(wants: Wants, place: Path, needed: Sequence[Fact]) -> str:
@@ -87,13 +89,15 @@ async def _why_not(wants: Wants, place: Path, needed: Sequence[Fact]) -> str:
     except NoLane as failure:
         return str(failure)
     finally:
-        with contextlib.suppress(nft.NftFailed):  # then `start` failed by it, and said so
+        with contextlib.suppress(
+            nft.NftFailed
+        ):  # `start` failed for the same reason and reported it
             await networks.close()
     return ""
 
 
 def _leads_out() -> bool:
-    """Whether the kernel knows a way to a public address; nothing is sent."""
+    """Return whether the kernel has a route to a public address; sends nothing."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
         try:
             asking.connect(("8.8.8.8", 53))
@@ -103,9 +107,9 @@ def _leads_out() -> bool:
 
 
 async def only(hosts: Iterable[tuple[str, int]]) -> Only:
-    """A lane to these servers alone, by name or address: resolved here and now, as this host resolves them.
+    """Make a network to these servers only, by name or address, resolved now as this host resolves them.
 
-    Raises `BadPolicy` for one that has no IPv4 address a list may hold.
+    Raises `BadPolicy` for a host without an IPv4 address that a list may contain.
     """
     loop = asyncio.get_running_loop()
     targets: list[Target] = []
@@ -117,7 +121,7 @@ async def only(hosts: Iterable[tuple[str, int]]) -> Only:
                     host, port, family=socket.AF_INET, type=socket.SOCK_STREAM
                 )
         except (OSError, TimeoutError) as failure:
-            raise BadPolicy(f"{host}: no IPv4 address was found for it: {failure}") from failure
+            raise BadPolicy(f"{host}: no IPv4 address found: {failure}") from failure
         addresses = tuple(dict.fromkeys(IPv4Address(each[4][0]) for each in found))
         targets += [Target(IPv4Network(address), (port, port)) for address in addresses]
         if not _is_address(host):

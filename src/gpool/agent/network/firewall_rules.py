@@ -1,8 +1,8 @@
-"""The firewall of the lanes as nftables text. Pure: policy and facts in, rules out; what no rule lets through is refused.
+"""Firewall of the sandbox networks as nftables text. Pure: policy and host facts in, rules out; default refuse.
 
-A root agent's lanes end on interfaces of the host, so they are judged where packets come in from there, before routing, NAT
-and connection tracking have seen them: one place for what is forwarded and what is for the host itself. A rootless agent's
-lane is judged as packets leave its namespace, in which the task holds no capability. The judging chain is the same text.
+A root agent's networks end on interfaces of the host: their packets are filtered at ingress, before
+routing, NAT and connection tracking, at one place for forwarded and local destinations. A rootless
+agent's packets are filtered as they leave the namespace. Both use the same filter chain.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from ipaddress import IPv4Address, IPv4Network, collapse_addresses
 from itertools import pairwise
 
-from gpool.agent.network.addresses import REFUSED_V4
 from gpool.agent.network.policy import (
     ANY_PORT,
+    REFUSED_V4,
     Egress,
     EgressPolicy,
     Gang,
@@ -23,7 +23,7 @@ from gpool.agent.network.policy import (
     Target,
     Wants,
 )
-from gpool.core.rendezvous import INTERFACE
+from gpool.core.gangs import INTERFACE
 
 FAMILY = "inet"
 PREFIX = "gpool"
@@ -31,13 +31,13 @@ MAX_LANES = 1024
 KINDS: tuple[Wants, ...] = (Egress(), Only(()))
 BURST_BYTES = (
     128 * 1024
-)  # beside a second's worth, which the kernel adds: two of the largest packets
-TAG_LETTERS = 5  # interface names have 15: the prefix, the tag, the kind, four digits
+)  # two of the largest packets, besides the second's worth that the kernel adds
+TAG_LETTERS = 5  # interface names have 15 characters: prefix, tag, kind, four digits
 
 
 @dataclass(frozen=True, slots=True)
 class Naming:
-    """What one agent calls its things on a host that others share."""
+    """Names of one agent's objects on a shared host."""
 
     tag: str  # five hexadecimal digits, the same after a restart
 
@@ -50,12 +50,12 @@ class Naming:
         return f"{PREFIX}{self.tag}"
 
     def interface(self, wants: Wants, number: int) -> str:
-        """The kind is in the name, so that the rules for each kind can stand before the lane does."""
+        """Name of an interface. It contains the kind, so that rules per kind can be loaded before the network."""
         return f"{self.interfaces}{'e' if not isinstance(wants, Only) else 'o'}{number}"
 
 
 def lane_address(pool: IPv4Network, number: int) -> IPv4Address:
-    """Address 1 of the pool is the gateway, the same on every lane."""
+    """Address of a network; address 1 of the pool is the gateway of every network."""
     return pool.network_address + 2 + number
 
 
@@ -70,7 +70,7 @@ def host_ruleset(
     host: HostFacts,
     lent: Sequence[str],
 ) -> str:
-    """The table of a root agent. `lent`: interfaces on which we switched forwarding on; they forward for lanes only."""
+    """Table of a root agent. `lent`: interfaces on which forwarding was enabled; they forward for sandboxes only."""
     kinds = ((naming.interface(kind, n), n) for kind in KINDS for n in range(MAX_LANES))
     addresses = (f'"{name}" . {lane_address(pool, n)}' for name, n in kinds)
     ours = f'"{naming.interfaces}*"'
@@ -130,8 +130,9 @@ table {FAMILY} {naming.table} {{
 
 
 def inner_ruleset(policy: EgressPolicy, host: HostFacts, wants: Wants, tap: str) -> str:
-    """The table inside a rootless agent's lane, set before anything can enter it. A gang's interface leads to its relay,
-    which judges by itself."""
+    """Table inside a rootless agent's network, loaded before anything can enter it. A gang's interface
+    leads to its relay, which filters by itself.
+    """
     free = f'{{ "lo", "{INTERFACE}" }}' if isinstance(wants, Gang) else '"lo"'
     if isinstance(wants, Gang) and not wants.egress:
         judging = "goto refuse"
@@ -182,7 +183,7 @@ table {FAMILY} {PREFIX} {{
 
 
 def permit(naming: Naming, interface: str, only: Only) -> str:
-    """Add one lane's list to the standing table."""
+    """Add one network's list of targets to the table."""
     elements = ", ".join(f'"{interface}" . {each}' for each in _permitted(only.targets))
     if not elements:
         return ""
@@ -190,7 +191,7 @@ def permit(naming: Naming, interface: str, only: Only) -> str:
 
 
 def refresh(table: str, host: HostFacts) -> str:
-    """What the host is now, instead of what it was."""
+    """Replace the host's addresses in the table."""
     listed = ", ".join(_merged((*REFUSED_V4, *host.networks)))
     return f"flush set {table} refused\nadd element {table} refused {{ {listed} }}\n"
 
@@ -211,8 +212,8 @@ def _ports(target: Target) -> str:
 
 
 def _judging(policy: EgressPolicy) -> str:
-    """Ends in `refuse` unless a rule returns, so that a packet whose ports can't be read is refused too."""
-    # An echo asks nobody's port: it may go wherever some port may.
+    """Filter chain. Ends in `refuse` unless a rule returns, so packets with unreadable ports are refused."""
+    # ICMP echo has no port: permitted where any port is.
     echo = " ip daddr @allowed_hosts" if policy.allow else ""
     last = "ip daddr . th dport @allowed return" if policy.allow else "th dport 0-65535 return"
     return f"""ip daddr @refused goto refuse
@@ -248,7 +249,7 @@ def _pairs(targets: Iterable[Target]) -> Iterable[str]:
 
 
 def disjoint(targets: Iterable[Target]) -> list[Target]:
-    """The same address and port pairs, none of them twice: the kernel's sets refuse elements that overlap."""
+    """Return the same address and port pairs without overlaps, which kernel sets reject."""
     given = list(targets)
     edges = sorted({edge for t in given for edge in (t.ports[0], t.ports[1] + 1)})
     found: list[tuple[tuple[int, int], tuple[IPv4Network, ...]]] = []

@@ -1,4 +1,4 @@
-"""What the host's network looks like: its addresses, gateways, neighbours, the interfaces that lead out. Reads, changes nothing."""
+"""The host's own addresses, gateways, neighbours and uplinks. Read-only."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from pathlib import Path
 import psutil  # type: ignore[import-untyped]
 
 from gpool.agent.network.policy import HostFacts
-from gpool.core import rendezvous
+from gpool.core import gangs
 
 ROUTES = Path("/proc/net/route")
 RTF_UP, RTF_GATEWAY, RTF_REJECT = 1, 2, 0x200
-SHORTEST_NEIGHBOURHOOD = 8  # a shorter prefix is a provider's way to say "everywhere", not a LAN
+SHORTEST_NEIGHBOURHOOD = 8  # a shorter prefix is a provider's "everywhere", not a LAN
 POOLS = tuple(
     IPv4Network(text)
     for text in ("10.128.0.0/9", "172.16.0.0/12", "100.64.0.0/10", "198.18.0.0/15")
@@ -27,7 +27,7 @@ POOL_PREFIX = 20
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """One line of the host's main table."""
+    """Entry of the host's main routing table."""
 
     interface: str
     network: IPv4Network
@@ -35,7 +35,7 @@ class Route:
 
 
 def parse_routes(text: str) -> tuple[Route, ...]:
-    """The kernel's own listing: numbers in hexadecimal, in the order of this machine's bytes."""
+    """Parse /proc/net/route: hexadecimal numbers in native byte order."""
     found = []
     for line in text.splitlines()[1:]:
         words = line.split()
@@ -62,7 +62,7 @@ def routes(path: Path = ROUTES) -> tuple[Route, ...]:
 
 
 def own_addresses(without: str = "") -> tuple[IPv4Interface, ...]:
-    """All interfaces of the namespace we are in, those that are down too; but for lanes, whose names start with `without`."""
+    """Return the addresses of all interfaces, up or down, except sandbox networks (names starting with `without`)."""
     return tuple(
         IPv4Interface((each.address, each.netmask or 32))
         for name, several in psutil.net_if_addrs().items()
@@ -72,7 +72,7 @@ def own_addresses(without: str = "") -> tuple[IPv4Interface, ...]:
 
 
 def facts(found: Sequence[Route], own: Sequence[IPv4Interface]) -> HostFacts:
-    """Itself, its gateways, and what lies on its own links: with public addresses these are in no fixed list."""
+    """Return this host, its gateways and its links: with public addresses they are in no fixed list."""
     networks = {IPv4Network(each.ip) for each in own}
     networks |= {each.network for each in own if each.network.prefixlen >= SHORTEST_NEIGHBOURHOOD}
     for route in found:
@@ -96,7 +96,7 @@ def uplinks(found: Sequence[Route], towards: Iterable[IPv4Network] = ()) -> tupl
 def free_pool(tag: str, found: Sequence[Route]) -> IPv4Network:
     """A private network that nothing on this host uses; the search starts at a place of the agent's own."""
     busy = [r.network for r in found if r.network.prefixlen > 0]
-    busy.append(rendezvous.NETWORK)  # a gang with egress has both
+    busy.append(gangs.NETWORK)  # a gang with egress has both
     for whole in POOLS:
         pools = list(whole.subnets(new_prefix=POOL_PREFIX))
         first = int.from_bytes(hashlib.sha256(tag.encode()).digest()[:4]) % len(pools)

@@ -1,9 +1,9 @@
-"""Holds a rootless agent's lane: a small process in a user and a network namespace of its own. Stdlib only; run as a script.
+"""Namespace holder of a rootless agent: a process in its own user and network namespace. Stdlib only; run as a script.
 
-It sets the firewall before anybody else can know of the namespace, hands out descriptors, counts when asked, and ends with
-the agent. It never runs anything but nft.
+It loads the firewall before any other process knows the namespace, sends descriptors, counts on
+request and ends with the agent. It runs nothing but nft.
 
-Words on the socket (one JSON document a message, descriptors beside it):
+Messages on the socket (one JSON document each, descriptors as ancillary data):
   in   {"nft": path, "rules": text, "gang": {"name", "address", "netmask", "mtu"} or null}   ·   {"count": table}
   out  {"ready": true} with user namespace, network namespace, the resolver's two sockets and, for a gang, the interface
        {"failed": text}
@@ -58,7 +58,7 @@ def raise_interface(name: bytes = b"lo") -> None:
 
 
 def make_interface(name: str, address: str, netmask: str, mtu: int) -> int:
-    """One whose packets are read from the descriptor, in the namespace of the calling thread; gone when that is closed."""
+    """Create a TUN interface in the thread's namespace; it disappears when the descriptor is closed."""
     device = os.open("/dev/net/tun", os.O_RDWR | os.O_CLOEXEC)
     named = name.encode()
     try:
@@ -104,7 +104,9 @@ def prepare(order: dict[str, Any]) -> list[int]:
 
 def main() -> int:
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # for the agent; we end when it does
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # SIGINT is for the agent; this process ends with it
     channel = socket.socket(fileno=0)
     order = json.loads(channel.recv(MESSAGE_BYTES))
     try:

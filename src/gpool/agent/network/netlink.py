@@ -1,6 +1,6 @@
-"""Links, addresses and routes by rtnetlink, without starting a program. Speaks to the namespace its socket was made in.
+"""Links, addresses and routes by rtnetlink. Acts in the namespace its socket was created in.
 
-Only what lanes need: a pair of virtual interfaces, an address, a route, up, away.
+Only the requests that sandbox networks need: a veth pair, an address, a route, up, remove.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Netlink:
         self._socket.close()
 
     def add_pair(self, name: str, peer: str, peer_namespace: int, mtu: int) -> None:
-        """Two virtual interfaces joined; the peer lies in the other namespace (a descriptor)."""
+        """Create a veth pair; the peer lies in the other namespace (a descriptor)."""
         other = (
             LINK.pack(0, 0, 0, 0, 0, 0)
             + _text(IFLA_IFNAME, peer)

@@ -1,4 +1,4 @@
-"""The `nft` program, started and read. Knows nothing of what the rules are for."""
+"""Calls of the `nft` program."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ WITHIN_S = 60.0
 
 
 class NftFailed(Exception):
-    """What nft said against it."""
+    """First line of nft's error output."""
 
 
 def program(name: str) -> str | None:
-    """Where it is, in the directories of administrators too."""
+    """Find a program, in the directories of administrators too."""
     return shutil.which(name) or shutil.which(name, path=SYSTEM_PATH)
 
 
 async def nft(*arguments: str, text: str = "") -> str:
     path = program("nft")
     if path is None:
-        raise NftFailed("there is no nft here (Debian: apt-get install nftables)")
+        raise NftFailed("nft is not installed (Debian: apt-get install nftables)")
     given = _enclosed(text)
     try:
         child = await asyncio.create_subprocess_exec(
@@ -45,13 +45,13 @@ async def nft(*arguments: str, text: str = "") -> str:
         await child.wait()
         raise NftFailed(f"nft did not answer within {WITHIN_S:g} s") from silent
     if child.returncode != 0:
-        said = err.decode(errors="replace").strip().splitlines() or ["it said nothing"]
+        said = err.decode(errors="replace").strip().splitlines() or ["no error output"]
         raise NftFailed(said[0])
     return out.decode()
 
 
 def _enclosed(text: str) -> int:
-    """As a file: a pipe would have to be fed while the child reads, and may be closed before it is."""
+    """Return the text as a memory file: a pipe would have to be fed while the child reads."""
     descriptor = os.memfd_create("rules")
     with os.fdopen(os.dup(descriptor), "wb") as file:
         file.write(text.encode())
@@ -60,12 +60,12 @@ def _enclosed(text: str) -> int:
 
 
 async def load(text: str) -> None:
-    """All of it or nothing: nft commits a file as one transaction."""
+    """Load rules; nft commits a file as one transaction."""
     await nft("-f", "-", text=text)
 
 
 async def listed(*what: str) -> list[dict[str, Any]]:
-    """Objects of a listing, without nft's own preamble."""
+    """Return the objects of a listing without nft's preamble."""
     document = json.loads(await nft("-j", "list", *what))
     return [each for each in document["nftables"] if "metainfo" not in each]
 

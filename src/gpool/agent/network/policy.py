@@ -1,6 +1,7 @@
-"""The owner's word on what tasks may reach, and what one lane is opened for. Pure; a line it does not understand is an error.
+"""Addresses no task may reach, the owner's egress policy, and the purposes of a sandbox network. Pure.
 
-The owner's `allow` narrows, never widens: private, link-local and metadata addresses stay refused whatever it says.
+`allow` narrows, never widens: private, link-local and metadata addresses stay refused. The address lists are written
+out because the meaning of `ipaddress`'s "global" differs between Python releases; a property test compares the two.
 """
 
 from __future__ import annotations
@@ -8,26 +9,25 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from ipaddress import IPv4Address, IPv4Network, IPv6Address, ip_network
+from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_network
 
-from gpool.agent.network.addresses import NEVER_LISTED, Address, is_refused
-from gpool.core.rendezvous import MAX_NODES, NETWORK, address_of
+from gpool.core.gangs import MAX_NODES, NETWORK, address_of
 
 ANY_PORT = (0, 65535)
 UNITS = {"B": 1, "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 RATE = re.compile(r"(\d+(?:\.\d+)?)\s*(B|[kKMG]B)/s")
 COUNT = re.compile(r"(\d+)(?:/s)?")
 LEAST_SECRET_BYTES = 16
-MIN_RATE_BYTES_PER_S = 16 * 1024  # below it not even a handshake gets through
+MIN_RATE_BYTES_PER_S = 16 * 1024  # below this rate TLS handshakes time out
 
 
 class BadPolicy(ValueError):
-    """A policy that cannot be read; the text says what was wrong and what would be right."""
+    """Unreadable policy; the text says what is wrong and what would be right."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Target:
-    """Addresses with ports of TCP and UDP. Lanes carry IPv4 only, so nothing else can be a target."""
+    """Addresses with TCP and UDP ports. IPv4 only, as sandbox networks are."""
 
     network: IPv4Network
     ports: tuple[int, int] = ANY_PORT  # first and last
@@ -45,23 +45,27 @@ class Target:
 
 
 def parse_target(text: str) -> Target:
-    """`1.2.3.4`, `1.2.3.0/24`, `1.2.3.4:443`, `1.2.3.0/24:8000-8010`, `*:25`."""
+    """Parse `1.2.3.4`, `1.2.3.0/24`, `1.2.3.4:443`, `1.2.3.0/24:8000-8010` or `*:25`."""
     where, colon, ports = text.strip().partition(":")
     if ":" in ports or where.startswith("["):
-        raise BadPolicy(f"{text!r}: lanes carry no IPv6, every such address is refused already")
+        raise BadPolicy(
+            f"{text!r}: sandbox networks carry no IPv6; every IPv6 address is refused already"
+        )
     try:
         network = ip_network("0.0.0.0/0" if where == "*" else where)
     except ValueError as wrong:
         raise BadPolicy(f"{text!r}: {wrong}; write 1.2.3.4, 1.2.3.0/24 or *") from wrong
     if not isinstance(network, IPv4Network):
-        raise BadPolicy(f"{text!r}: lanes carry no IPv6, every such address is refused already")
+        raise BadPolicy(
+            f"{text!r}: sandbox networks carry no IPv6; every IPv6 address is refused already"
+        )
     return Target(network, _ports(text, ports) if colon else ANY_PORT)
 
 
 def _ports(text: str, ports: str) -> tuple[int, int]:
     match = re.fullmatch(r"(\d{1,5})(?:-(\d{1,5}))?", ports)
     if match is None:
-        raise BadPolicy(f"{text!r}: {ports!r} is no port; write 443 or 8000-8010")
+        raise BadPolicy(f"{text!r}: {ports!r} is not a port; write 443 or 8000-8010")
     first, last = int(match[1]), int(match[2] or match[1])
     if not 1 <= first <= last <= 65535:
         raise BadPolicy(f"{text!r}: ports go from 1 to 65535, the smaller one first")
@@ -70,19 +74,21 @@ def _ports(text: str, ports: str) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class EgressPolicy:
-    """What the owner lets tasks reach. Rates and counts are per lane, so per sandbox."""
+    """Destinations that the owner permits. Rates and counts are per sandbox."""
 
     allow: tuple[Target, ...] = ()  # empty: every public address
-    deny: tuple[Target, ...] = (Target(IPv4Network("0.0.0.0/0"), (25, 25)),)  # no mail by default
+    deny: tuple[Target, ...] = (
+        Target(IPv4Network("0.0.0.0/0"), (25, 25)),
+    )  # SMTP is denied by default
     rate_bytes_per_s: int | None = None  # each way
-    flows: int = 1024  # open at once; they take room in a table that the whole host shares
-    queries_per_s: int = 20  # names asked; bursts of ten times that
+    flows: int = 1024  # concurrent connections; they share the host's conntrack table
+    queries_per_s: int = 20  # DNS queries; bursts of ten times that
 
 
 def parse_policy(text: str) -> EgressPolicy:
-    """One word and its value a line: `allow TARGET`, `deny TARGET`, `rate 10MB/s`, `flows 1024`, `queries 20/s`.
+    """Parse lines `allow TARGET`, `deny TARGET`, `rate 10MB/s`, `flows 1024`, `queries 20/s`.
 
-    Lines that start with # are for people. A policy that says `deny nothing` drops the default.
+    Lines that start with # are comments. `deny nothing` removes the default deny rule.
     """
     allow: list[Target] = []
     deny: list[Target] = []
@@ -117,7 +123,7 @@ def parse_policy(text: str) -> EgressPolicy:
 
 
 def worth_allowing(target: Target) -> Target:
-    """Refuses what would open nothing: an owner who writes it expects something else."""
+    """Reject a target that would permit nothing: its owner expects something else."""
     ends = (target.network.network_address, target.network.broadcast_address)
     if all(is_refused(end) for end in ends) and target.network.prefixlen >= 8:
         raise BadPolicy(f"{target}: no policy opens private, link-local or reserved addresses")
@@ -125,14 +131,14 @@ def worth_allowing(target: Target) -> Target:
 
 
 def parse_rate(text: str) -> int | None:
-    """`10MB/s`, `500 kB/s`, `none`."""
+    """Parse `10MB/s`, `500 kB/s` or `none` to bytes per second."""
     if text == "none":
         return None
     match = RATE.fullmatch(text)
     if match is None:
-        raise BadPolicy(f"{text!r} is no rate; write 10MB/s, 500kB/s or none")
+        raise BadPolicy(f"{text!r} is not a rate; write 10MB/s, 500kB/s or none")
     rate = int(float(match[1]) * UNITS[match[2]])
-    if not MIN_RATE_BYTES_PER_S <= rate < 2**32:  # the upper end: what the kernel counts with
+    if not MIN_RATE_BYTES_PER_S <= rate < 2**32:  # upper bound: the kernel's 32-bit counter
         raise BadPolicy(f"{text!r}: a rate lies between 16 kB/s and 4 GB/s")
     return rate
 
@@ -140,20 +146,21 @@ def parse_rate(text: str) -> int | None:
 def _count(text: str) -> int:
     match = COUNT.fullmatch(text)
     if match is None or not 1 <= int(match[1]) <= 100_000:
-        raise BadPolicy(f"{text!r} is no number between 1 and 100000")
+        raise BadPolicy(f"{text!r} is not a number between 1 and 100000")
     return int(match[1])
 
 
 @dataclass(frozen=True, slots=True)
 class Egress:
-    """A lane to the public internet, as the owner's policy has it."""
+    """Network to the public internet under the owner's policy."""
 
 
 @dataclass(frozen=True, slots=True)
 class Only:
-    """A lane to these targets alone, private ones too: an index's servers.
+    """Network to these targets only, private ones included: the servers of a package index.
 
-    Never made from a consumer's words. `names` is all that resolves in it, each to what the agent resolved and allowed.
+    Never made from a consumer's input. `names` is all that resolves in it, to the addresses the agent
+    resolved and allowed.
     """
 
     targets: tuple[Target, ...]
@@ -169,10 +176,10 @@ class Only:
 
 @dataclass(frozen=True, slots=True)
 class Gang:
-    """A lane to the other members of a gang, and with `egress` to the public internet too.
+    """Network to the other members of a gang, with `egress` to the public internet too.
 
-    Inside, rank n has the address `gpool.core.rendezvous.address_of(n)`; whatever it sends to another member's goes to that
-    one's lane and nowhere else, enciphered by `secret`. `peers`: by rank, where each member's lane listens (UDP).
+    Rank n has the address `gpool.core.gangs.address_of(n)`; packets to another member go to that
+    member only, encrypted under `secret`. `peers`: by rank, the UDP address each member listens on.
     """
 
     rank: int
@@ -182,7 +189,7 @@ class Gang:
 
     @property
     def wrong(self) -> str:
-        """Why there can be no lane for it; empty: there can."""
+        """Reason why the network cannot exist; empty if it can."""
         if not 0 <= self.rank < len(self.peers) <= MAX_NODES:
             return f"rank {self.rank} of {len(self.peers)}: there is no such member"
         if len(self.secret) < LEAST_SECRET_BYTES:
@@ -191,7 +198,7 @@ class Gang:
 
     @property
     def names(self) -> dict[str, tuple[IPv4Address, ...]]:
-        """By which members find each other: rank0, rank1, …"""
+        """Host names of the members: rank0, rank1, …"""
         return {f"rank{rank}": (address_of(rank),) for rank in range(len(self.peers))}
 
 
@@ -200,7 +207,7 @@ Wants = Egress | Only | Gang
 
 @dataclass(frozen=True, slots=True)
 class HostFacts:
-    """What is refused beside the fixed ranges: this host, its gateways, its neighbours."""
+    """Networks refused besides the fixed ranges: this host, its gateways, its neighbours."""
 
     networks: tuple[IPv4Network, ...] = ()
 
@@ -208,7 +215,7 @@ class HostFacts:
 def reaches(
     policy: EgressPolicy, host: HostFacts, wants: Wants, address: Address, port: int | None = None
 ) -> bool:
-    """Whether a packet to it would leave. The firewall's rules say the same; port None: to any port at all."""
+    """Return whether a packet to the address would leave, as the firewall's rules decide; port None: any port."""
     if isinstance(address, IPv6Address):
         return False
     if isinstance(wants, Only):
@@ -230,3 +237,62 @@ def _any_covers(targets: Iterable[Target], address: IPv4Address, port: int | Non
         address in target.network if port is None else target.covers(address, port)
         for target in targets
     )
+
+
+Address = IPv4Address | IPv6Address
+AnyNetwork = IPv4Network | IPv6Network
+
+REFUSED_V4: tuple[IPv4Network, ...] = tuple(
+    IPv4Network(text)
+    for text in (
+        "0.0.0.0/8",  # this host
+        "10.0.0.0/8",  # private
+        "100.64.0.0/10",  # carrier NAT; one cloud keeps its metadata here
+        "127.0.0.0/8",  # loopback
+        "168.63.129.16/32",  # a cloud's metadata under a public-looking address
+        "169.254.0.0/16",  # link-local, metadata
+        "172.16.0.0/12",  # private
+        "192.0.0.0/24",  # protocol assignments; one cloud keeps its metadata here
+        "192.0.2.0/24",  # documentation
+        "192.88.99.0/24",  # 6to4 relays
+        "192.168.0.0/16",  # private
+        "198.18.0.0/15",  # benchmarks
+        "198.51.100.0/24",  # documentation
+        "203.0.113.0/24",  # documentation
+        "224.0.0.0/4",  # multicast
+        "240.0.0.0/4",  # reserved, broadcast
+    )
+)
+
+PUBLIC_V6 = IPv6Network("2000::/3")
+"""Addresses outside are refused: loopback, mapped and translated IPv4, unique-local (fd00:ec2::254
+included), link-local, multicast.
+"""
+
+REFUSED_V6: tuple[IPv6Network, ...] = tuple(
+    IPv6Network(text)
+    for text in (
+        "2001::/23",  # protocol assignments, Teredo among them
+        "2001:db8::/32",  # documentation
+        "2002::/16",  # 6to4: carries an IPv4 address
+        "3fff::/20",  # documentation
+    )
+)
+
+NEVER_LISTED: tuple[AnyNetwork, ...] = (
+    IPv4Network("0.0.0.0/8"),
+    IPv4Network("127.0.0.0/8"),
+    IPv4Network("168.63.129.16/32"),
+    IPv4Network("169.254.0.0/16"),
+    IPv4Network("192.0.0.0/24"),
+    IPv4Network("224.0.0.0/4"),
+    IPv4Network("240.0.0.0/4"),
+)
+"""Addresses that not even a list of permitted targets may contain: other machines inside, or credentials."""
+
+
+def is_refused(address: Address) -> bool:
+    """Return whether the address is anything but a plain public one."""
+    if isinstance(address, IPv4Address):
+        return any(address in network for network in REFUSED_V4)
+    return address not in PUBLIC_V6 or any(address in network for network in REFUSED_V6)

@@ -1,11 +1,13 @@
-"""Lanes of a root agent: a network namespace each, joined to the host by a pair of virtual interfaces, with NAT and our firewall.
+"""Sandbox networks of a root agent: a network namespace each, joined to the host by veth, with NAT and nftables.
 
-What it changes on the host, all of it undone by `close` (or by the next agent's `start`, when this one is killed):
+Changes on the host, undone by `close` (or by the next agent's `start` after a kill):
 - one nftables table, `inet gpool_TAG`;
-- interfaces `gpoolTAG…`, one a lane, gone with it;
-- `net.ipv4.conf.UPLINK.forwarding` of the interfaces that lead out, where it was off. Our table then drops what they would
-  forward for others, so that the host does not become a router. `ip_forward` itself and every IPv6 setting stay untouched;
-- where another table drops what is forwarded by default (Docker's does), two accepting rules in that chain, marked as ours.
+- interfaces `gpoolTAG…`, one per network, removed with it;
+- `net.ipv4.conf.UPLINK.forwarding` of the uplinks, where it was off. The table then drops packets
+  that uplinks would forward for others, so that the host does not become a router. `ip_forward` and
+  all IPv6 settings stay untouched;
+- where another table drops forwarded packets by default (Docker's does), two accepting rules in that
+  chain, marked as ours.
 """
 
 from __future__ import annotations
@@ -57,7 +59,7 @@ libc = ctypes.CDLL(None, use_errno=True)
 
 @dataclass(slots=True)
 class Inside:
-    """A namespace that nobody is in: what keeps it, and the sockets that speak in it."""
+    """Empty network namespace: the descriptor that keeps it alive, and the sockets opened in it."""
 
     namespace: int
     netlink: Netlink
@@ -78,7 +80,7 @@ class Inside:
 
 
 def make_inside(wants: Wants) -> Inside:
-    """In a thread that ends afterwards: it moves into the new namespace and never comes back."""
+    """Create the namespace; runs in a thread that ends afterwards, since a thread cannot leave it."""
     if libc.unshare(CLONE_NEWNET) != 0:
         code = ctypes.get_errno()
         raise OSError(code, f"a network namespace: {os.strerror(code)}")
@@ -128,7 +130,7 @@ def read_sysctl(name: str) -> str | None:
 
 
 def write_sysctl(name: str, value: str) -> None:
-    """A setting that this kernel does not have needs no changing."""
+    """Write a setting; ignored where the kernel does not have it."""
     with contextlib.suppress(FileNotFoundError):
         (SYSCTLS / name).write_text(value)
 
@@ -138,7 +140,7 @@ def forwarding(interface: str) -> str:
 
 
 class RootNetworks:
-    """Opens lanes in namespaces of the host. One of them a tag; not to be used before `start`."""
+    """Sandbox networks in namespaces of the host. One object per tag; call `start` first."""
 
     def __init__(
         self,
@@ -181,11 +183,9 @@ class RootNetworks:
             self._lend(lent)
             await self._pass_droppers()
         except (OSError, nft.NftFailed) as failure:
-            with contextlib.suppress(
-                OSError, nft.NftFailed
-            ):  # the first failure is the one to tell
+            with contextlib.suppress(OSError, nft.NftFailed):  # report the first failure
                 await self._undo()
-            raise NoLane(f"lanes cannot be opened on this node: {failure}") from failure
+            raise NoLane(f"sandbox networks cannot be opened on this node: {failure}") from failure
         await self._fill()
 
     async def open(self, wants: Wants) -> OpenLane:
@@ -197,7 +197,7 @@ class RootNetworks:
             else:
                 opened = await opened_whole(self._make(wants))
         except (OSError, nft.NftFailed) as failure:
-            raise NoLane(f"a lane could not be opened: {failure}") from failure
+            raise NoLane(f"a sandbox network could not be opened: {failure}") from failure
         self._fill_behind()
         return opened
 
@@ -206,7 +206,7 @@ class RootNetworks:
         return nft.packets(counters, "refused") + await self._relays.refused()
 
     async def close(self) -> None:
-        """Lanes still open lose their way out; each is still its opener's to close."""
+        """Remove the table: open networks lose their uplink, and their openers still close them."""
         self._closing = True
         if self._filling is not None:
             await self._filling
@@ -216,7 +216,7 @@ class RootNetworks:
         await self._undo()
 
     async def sweep(self) -> None:
-        """What an agent with this tag left when it was killed. Namespaces went with it; this is the rest."""
+        """Remove leftovers of a killed agent with this tag. Its namespaces ended with it."""
         for _, name in socket.if_nameindex():
             if name.startswith(self._naming.interfaces):
                 await self._remove(name)
@@ -224,7 +224,7 @@ class RootNetworks:
             self._lent = await _lent_by(self._naming.table)
         await self._undo()
 
-    # what stands as long as the agent does
+    # ---- state that lives as long as the agent
 
     async def _undo(self) -> None:
         others = [await _lent_by(t) for t in await _our_tables() if t != self._naming.table]
@@ -236,19 +236,17 @@ class RootNetworks:
             await nft.load(f"delete table {FAMILY} {self._naming.table}\n")
 
     async def _to_lend(self, interfaces: Sequence[str]) -> list[str]:
-        """Those where forwarding is off, or on for the sake of another agent's lanes only."""
         others = [await _lent_by(t) for t in await _our_tables() if t != self._naming.table]
         already = set().union(*others)
         return [i for i in interfaces if i in already or read_sysctl(forwarding(i)) == "0"]
 
     def _lend(self, interfaces: Sequence[str]) -> None:
-        """After the table says so: a killed agent's successor reads there what to take back."""
+        """Enable forwarding after the table records it, so that a killed agent's successor can undo it."""
         self._lent.update(interfaces)
         for interface in interfaces:
             write_sysctl(forwarding(interface), "1")
 
     async def _pass_droppers(self) -> None:
-        """Another table's default for what is forwarded would drop our lanes' packets whatever ours says."""
         ours = self._naming.interfaces
         mark = f'comment "{self._naming.table}"'
         text = ""
@@ -270,7 +268,7 @@ class RootNetworks:
             await nft.load(text)
 
     async def _keep_up(self, wants: Wants) -> None:
-        """The host's own network may have changed since: what it is now is refused, the way out lent."""
+        """Follow changes of the host's own network: refuse its present addresses, enable its present uplinks."""
         found = self._routes()
         seen = self._seen(found)
         towards = [t.network for t in wants.targets] if isinstance(wants, Only) else []
@@ -301,7 +299,7 @@ class RootNetworks:
 
     async def _make(self, wants: Wants) -> OpenLane:
         if not self._free:
-            raise NoLane(f"{firewall_rules.MAX_LANES} lanes are open: that is all there are")
+            raise NoLane(f"{firewall_rules.MAX_LANES} sandbox networks are open, the maximum")
         number = self._free.popleft()
         name = self._naming.interface(wants, number)
         inside: Inside | None = None
@@ -328,7 +326,7 @@ class RootNetworks:
                 await self._relays.end(relay)
             await self._remove(name)
             if isinstance(wants, Only) and wants.targets:
-                with contextlib.suppress(nft.NftFailed):  # the table went before the lane
+                with contextlib.suppress(nft.NftFailed):  # the table was removed first
                     await nft.load(firewall_rules.revoke(self._naming, name, wants))
             self._free.append(number)
 
@@ -338,13 +336,14 @@ class RootNetworks:
         return OpenLane(Lane((inside.namespace,), RESOLVER), resolver, undo)
 
     def _join(self, inside: Inside, name: str, number: int) -> None:
-        """The pair, with everything that vanishes with it. Judged by its name before it is up."""
         gateway = firewall_rules.gateway_address(self._pool)
         address = firewall_rules.lane_address(self._pool, number)
         with Netlink() as outside, inside.netlink:
             outside.add_pair(name, INSIDE, inside.namespace, self._mtu)
             write_sysctl(f"ipv6/conf/{name}/disable_ipv6", "1")
-            write_sysctl(f"ipv4/conf/{name}/arp_ignore", "1")  # it says nothing of other interfaces
+            write_sysctl(
+                f"ipv4/conf/{name}/arp_ignore", "1"
+            )  # answer ARP for this interface's address only
             write_sysctl(f"ipv4/conf/{name}/send_redirects", "0")
             write_sysctl(forwarding(name), "1")
             index = socket.if_nametoindex(name)
@@ -369,7 +368,6 @@ class RootNetworks:
             self._filling = asyncio.ensure_future(self._fill())
 
     async def _fill(self) -> None:
-        """Lanes for tasks to come. A failure here shows again, with its reason, when one is opened."""
         with contextlib.suppress(OSError, nft.NftFailed, NoLane):
             while len(self._prepared) < self._ahead and not self._closing:
                 self._prepared.append(await self._make(Egress()))
@@ -383,7 +381,7 @@ async def _our_tables() -> list[str]:
 async def _lent_by(table: str) -> set[str]:
     try:
         found = await nft.listed("set", FAMILY, table, "lent")
-    except nft.NftFailed:  # it went meanwhile
+    except nft.NftFailed:  # removed meanwhile
         return set()
     return {name for each in found for name in each.get("set", {}).get("elem", [])}
 

@@ -1,7 +1,7 @@
-"""Lanes of an agent without privileges: a user and a network namespace each, kept by a holder, with slirp4netns as the way out.
+"""Sandbox networks of an unprivileged agent: a user and network namespace each, kept by a namespace holder, with slirp4netns.
 
-Nothing on the host is changed. The firewall stands inside the namespace, where the task holds no capability, before the
-task can enter it; slirp4netns speaks to the world as the agent's own user, so whatever the rules let out is let out as him.
+The host is not changed. The firewall is loaded inside the namespace before the task can enter, and
+the task has no capability there; slirp4netns connects as the agent's own user.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ MESSAGE_BYTES = 1 << 18
 
 
 def slirp_arguments(holder: int, ready: int, ending: int) -> list[str]:
-    """No way to the host's loopback, no name server of its own, nothing it does not need."""
+    """Arguments without access to the host's loopback and without a DNS server."""
     return [
         "--configure",
         "--mtu=65520",
@@ -50,20 +50,20 @@ def slirp_arguments(holder: int, ready: int, ending: int) -> list[str]:
         "--enable-seccomp",
         f"--ready-fd={ready}",
         f"--exit-fd={ending}",
-        str(holder),  # by its pid, which is our child's: given paths it cannot make its sandbox
+        str(holder),  # by pid of our child: with paths it cannot create its sandbox
         TAP,
     ]
 
 
 @dataclass(slots=True)
 class Held:
-    """A holder and, once attached, the slirp4netns that serves it."""
+    """Namespace holder and, once attached, its slirp4netns."""
 
     holder: asyncio.subprocess.Process
     channel: socket.socket
     slirp: asyncio.subprocess.Process | None = None
-    ending: int = -1  # slirp4netns ends when this does
-    said: int = -1  # what it complains of
+    ending: int = -1  # slirp4netns ends when this is closed
+    said: int = -1  # its error output
 
     async def refused(self) -> int:
         loop = asyncio.get_running_loop()
@@ -89,7 +89,7 @@ class Held:
 
 
 class RootlessNetworks:
-    """Opens lanes in user namespaces. Needs nft, slirp4netns and a /dev/net/tun that everybody may open."""
+    """Sandbox networks in user namespaces. Needs nft, slirp4netns and an accessible /dev/net/tun."""
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ class RootlessNetworks:
         self._arguments = attach
         self._facts = HostFacts()
         self._live: dict[int, Held] = {}
-        self._gone = 0  # packets refused by lanes that are closed
+        self._gone = 0  # packets refused by networks closed since
         self._prepared: list[OpenLane] = []
         self._filling: asyncio.Task[None] | None = None
         self._closing = False
@@ -114,19 +114,19 @@ class RootlessNetworks:
         self._relays = Relays(relay)
 
     async def start(self) -> None:
-        """Nothing of an earlier agent can be left: holders and slirp4netns end with the agent that started them."""
+        """Nothing to clean up: holders and slirp4netns end with the agent that started them."""
         self._facts = self._seen()
         for name, package in (("nft", "nftables"), ("slirp4netns", "slirp4netns")):
             if nft.program(name) is None:
-                raise NoLane(f"there is no {name} here (Debian: apt-get install {package})")
+                raise NoLane(f"{name} is not installed (Debian: apt-get install {package})")
         if not os.access("/dev/net/tun", os.R_OK | os.W_OK):
-            raise NoLane("/dev/net/tun can't be opened (as root: chmod 666 /dev/net/tun)")
+            raise NoLane("/dev/net/tun cannot be opened (as root: chmod 666 /dev/net/tun)")
         await self._fill()
 
     async def open(self, wants: Wants) -> OpenLane:
         refuse_wrong(wants)
         seen = self._seen()
-        if seen != self._facts:  # prepared lanes refuse what the host was, not what it is
+        if seen != self._facts:  # prepared networks refuse the host's former addresses
             self._facts = seen
             stale, self._prepared = self._prepared, []
             for each in stale:
@@ -180,7 +180,7 @@ class RootlessNetworks:
                 os.close(descriptor)
             await held.end()
             if isinstance(failure, (OSError, TimeoutError)):
-                raise NoLane(f"a lane could not be opened: {failure}") from failure
+                raise NoLane(f"a sandbox network could not be opened: {failure}") from failure
             raise
         self._live[id(held)] = held
 
@@ -188,7 +188,7 @@ class RootlessNetworks:
             if relay is not None:
                 await self._relays.end(relay)
             async with self._counting:
-                with contextlib.suppress(OSError, ValueError):  # a holder that was killed
+                with contextlib.suppress(OSError, ValueError):  # the holder was killed
                     self._gone += await held.refused()
                 self._live.pop(id(held), None)
             await held.end()
@@ -223,20 +223,21 @@ class RootlessNetworks:
         if "failed" in said or len(descriptors) != 4 + (gang is not None):
             for descriptor in descriptors:
                 os.close(descriptor)
-            raise NoLane(f"a lane could not be opened: {said.get('failed', 'its holder ended')}")
+            raise NoLane(
+                f"a sandbox network could not be opened: {said.get('failed', 'its namespace holder ended')}"
+            )
         return descriptors
 
     async def _attach(self, held: Held) -> None:
-        """slirp4netns makes the tap and says when it is up."""
         path = nft.program("slirp4netns")
         if path is None:
-            raise NoLane("there is no slirp4netns here (Debian: apt-get install slirp4netns)")
+            raise NoLane("slirp4netns is not installed (Debian: apt-get install slirp4netns)")
         ready_out, ready_in = os.pipe()
         end_out, held.ending = os.pipe()
         held.said, said_in = os.pipe()
         os.set_blocking(
             said_in, False
-        )  # past what fits, what it says is lost: it must not wait for us
+        )  # output past the pipe's capacity is lost; it must not block
         try:
             held.slirp = await asyncio.create_subprocess_exec(
                 path,

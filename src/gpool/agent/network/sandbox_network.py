@@ -1,4 +1,4 @@
-"""What opening a lane gives, and the door that both kinds of agent open them through."""
+"""Open sandbox networks, and the protocol of the two kinds (root, rootless) that open them."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from gpool.agent.runtime.protocol import Lane, SandboxFailed
 
 
 class NoLane(SandboxFailed):
-    """A lane could not be opened: this node's fault, not the task's."""
+    """A sandbox network could not be opened: the node's fault, not the task's."""
 
 
 def refuse_wrong(wants: Wants) -> None:
-    """Before anything is made for it."""
+    """Reject an impossible request before anything is created for it."""
     if isinstance(wants, Gang) and wants.wrong:
-        raise NoLane(f"a lane could not be opened: {wants.wrong}")
+        raise NoLane(f"a sandbox network could not be opened:  {wants.wrong}")
 
 
 def tag_for(place: Path) -> str:
-    """The same for the same agent after a restart, so that it finds what it left; another for another."""
+    """Return a tag that is the same after a restart of this agent, and differs between agents."""
     return hashlib.sha256(os.fsencode(place.absolute())).hexdigest()[:TAG_LETTERS]
 
 
 @dataclass(slots=True)
 class OpenLane:
-    """A lane in use. Close it when the sandbox is gone; a second close does nothing."""
+    """Sandbox network in use. Close it after the sandbox has ended; a second close does nothing."""
 
     lane: Lane
     resolver: Resolver
@@ -66,21 +66,21 @@ class OpenLane:
 
 
 class Networks(Protocol):
-    """Opens lanes. `start` comes first, and sweeps what an earlier agent left; `close` leaves the host as it was."""
+    """Opens sandbox networks. `start` first removes leftovers of an earlier agent; `close` restores the host."""
 
     async def start(self) -> None: ...
 
     async def open(self, wants: Wants) -> OpenLane: ...
 
     async def refused_packets(self) -> int:
-        """Packets that lanes sent and the firewall dropped, since `start`."""
+        """Packets sent by sandboxes and dropped by the firewall since `start`."""
         ...
 
     async def close(self) -> None: ...
 
 
 async def opened_whole(making: Coroutine[Any, Any, OpenLane]) -> OpenLane:
-    """A lane that is called off half-way is made to its end and closed: neither threads nor nft stop in between."""
+    """Finish and close a network whose opening was cancelled: neither threads nor nft stop half-way."""
     work = asyncio.ensure_future(making)
     try:
         return await asyncio.shield(work)
@@ -92,7 +92,7 @@ async def opened_whole(making: Coroutine[Any, Any, OpenLane]) -> OpenLane:
 
 
 def name_sockets() -> tuple[socket.socket, socket.socket]:
-    """The resolver's two ends, in the namespace of the calling thread; its loopback must be up."""
+    """Return the resolver's two sockets, in the thread's namespace; its loopback must be up."""
     datagrams = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
     streams = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     for each in (datagrams, streams):

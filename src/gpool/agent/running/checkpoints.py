@@ -1,15 +1,15 @@
-"""Checkpoints of a command: what its directory held at one moment, uploaded under the lease, and told when it changed.
+"""Checkpoints of a command: consistent snapshots of its checkpoint directory, uploaded under the lease when it changed.
 
 The contract with a task that names `checkpoint="state/"`:
-- Write a file under another name that ends in `.tmp`, then rename it; such files are never part of a checkpoint. Files
-  that belong together are best renamed as one directory, or named by their step with a small index renamed last.
-- After SIGTERM finish writing and end; the kill comes after the task's `grace`. An exit code after the warning says
-  nothing: the task is queued again and finds the directory as it was saved.
-- An attempt that failed, timed out or was preempted is saved once more after its last process has gone.
+- Write a file under a name that ends in `.tmp`, then rename it; `.tmp` files are never part of a checkpoint. Files that
+  belong together are best renamed as one directory, or named by their step with a small index renamed last.
+- After SIGTERM finish writing and exit; SIGKILL follows after the task's `grace`. The exit code after SIGTERM is
+  ignored: the task is queued again and finds the directory as it was saved.
+- An attempt that failed, timed out or was preempted is saved once more after its last process is gone.
 
-While the task runs its directory is read twice. Only if both readings agree, file by file, was there a moment, between
-the two, at which it held exactly that; else it is read once more, and then the previous checkpoint stays the last. An
-empty or missing directory never replaces one that held something.
+While the task runs, its directory is read twice. Only if both readings agree, file by file, did the directory hold
+exactly that at some moment between the two; else it is read once more, and if that differs too the previous checkpoint
+stays. An empty or missing directory never replaces a checkpoint.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ READINGS = 3  # two that agree, and one more try
 log = structlog.get_logger(__name__)
 
 
-async def unhurried(work: Awaitable[T]) -> T:
-    """Called off, it still waits for the thread behind it: nobody writes into a folder that is being removed."""
+async def uninterrupted(work: Awaitable[T]) -> T:
+    """Await work in a thread; if cancelled, wait for the thread first, so that it does not write into a removed folder."""
     working = asyncio.ensure_future(work)
     try:
         return await asyncio.shield(working)
@@ -47,8 +47,8 @@ async def unhurried(work: Awaitable[T]) -> T:
         raise
 
 
-class Saver:
-    """Saves one attempt's checkpoint, again and again. `tell` gets each new one, `complain` why there is none."""
+class CheckpointSaver:
+    """Saves the checkpoints of one attempt. `report` receives each new one, `complain` the reason for a missing one."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class Saver:
         lease: LeaseRef,
         directory: str,
         restored: tuple[InputFile, ...],
-        tell: Callable[[tuple[OutputFile, ...]], None],
+        report: Callable[[tuple[OutputFile, ...]], None],
         complain: Callable[[str], None],
     ) -> None:
         self._uploader = uploader
@@ -68,13 +68,13 @@ class Saver:
             OutputFile(file.path, file.sha256, file.size_bytes, file.executable)
             for file in restored
         )
-        self._sent: set[str] = set()  # what the last one told is made of; older ones may be pruned
-        self._tell = tell
+        self._sent: set[str] = set()  # artifacts of the last checkpoint; older ones may be pruned
+        self._report = report
         self._complain = complain
         self._complained = ""
 
     async def save(self, sandbox: CommandSandbox, *, running: bool) -> bool:
-        """Whether the server now has what the directory held; what stands in the way is said, not raised."""
+        """Save the directory; return whether the server now has it. Errors go to `complain`."""
         try:
             with tempfile.TemporaryDirectory(dir=self._scratch) as folder:
                 return await self._save(sandbox, Path(folder), running)
@@ -96,7 +96,11 @@ class Saver:
         return False
 
     async def _save(self, sandbox: CommandSandbox, into: Path, running: bool) -> bool:
-        found = await self._moment(sandbox, into) if running else await self._read(sandbox, into)
+        found = (
+            await self._stable_reading(sandbox, into)
+            if running
+            else await self._read(sandbox, into)
+        )
         if found is None:
             return self._failed("its files change all the time; write to .tmp names and rename")
         if not found or frozenset(found) == self._last:
@@ -107,16 +111,18 @@ class Saver:
         self._sent = {file.sha256 for file in found}
         self._last = frozenset(found)
         self._complained = ""
-        self._tell(found)
+        self._report(found)
         return True
 
-    async def _moment(self, sandbox: CommandSandbox, into: Path) -> tuple[OutputFile, ...] | None:
-        """What two readings in a row agree on; None: it never stood still."""
+    async def _stable_reading(
+        self, sandbox: CommandSandbox, into: Path
+    ) -> tuple[OutputFile, ...] | None:
+        """Return a reading that equals the one before it; None if the files keep changing."""
         before: tuple[OutputFile, ...] | None = None
         for _ in range(READINGS):
             try:
                 now = await self._read(sandbox, into)
-            except FileNotFoundError:  # it went while we looked
+            except FileNotFoundError:  # removed during the reading
                 before = None
                 continue
             if now == before:
@@ -125,9 +131,9 @@ class Saver:
         return None
 
     async def _read(self, sandbox: CommandSandbox, into: Path) -> tuple[OutputFile, ...]:
-        """Nothing where the directory was not made yet."""
+        """Return the files; empty if the directory does not exist yet."""
         try:
-            found = await unhurried(sandbox.collect([self._directory], into))
+            found = await uninterrupted(sandbox.collect([self._directory], into))
         except BadOutput as bad:
             if "was not written" in str(bad):
                 return ()

@@ -1,4 +1,4 @@
-"""A command at work: from its inputs to its outputs, and its checkpoint on the way. Obeys the session and tells it."""
+"""The executor of one command: inputs, sandbox, output, checkpoints, outputs. Decides nothing about leases."""
 
 from __future__ import annotations
 
@@ -8,8 +8,15 @@ import tempfile
 from pathlib import Path
 
 from gpool.agent.running import gangs
-from gpool.agent.running.checkpoints import Saver, unhurried
-from gpool.agent.running.sandboxes import KILLED, Equipment, fault_of, image_of, limits_of, started
+from gpool.agent.running.checkpoints import CheckpointSaver, uninterrupted
+from gpool.agent.running.sandboxes import (
+    KILLED,
+    ExecutorContext,
+    executor_failure,
+    image_of,
+    limits_of,
+    start_sandbox,
+)
 from gpool.agent.runtime.protocol import (
     BadOutput,
     CommandJob,
@@ -33,60 +40,58 @@ from gpool.transfer.artifacts import LeaseRef
 
 SAVING = frozenset({EndReason.PREEMPTED, EndReason.TIMED_OUT})
 LAST_SAVE_S = 600.0
-"""How long the last save of a checkpoint may take; its sandbox is dead by then."""
+"""Longest time of the last checkpoint; its sandbox is dead by then."""
 SOONER = 10
-"""A save that did not come about is tried again after this part of the interval."""
+"""A failed save is tried again after this fraction of the interval."""
 
 Outcome = tuple[Ended, tuple[OutputFile, ...]]
 
 
-class CommandKeeper:
-    """One command, from its inputs to its outputs."""
-
-    def __init__(self, equipment: Equipment, start: StartCommand) -> None:
-        self._with = equipment
+class CommandExecutor:
+    def __init__(self, context: ExecutorContext, start: StartCommand) -> None:
+        self._context = context
         self._start = start
         self._lease = LeaseRef(start.task, start.epoch)
         self._outcome = Ended(KILLED, EndReason.LOST)
         self._outputs: tuple[OutputFile, ...] = ()
-        self._began = equipment.clock()
+        self._began = context.clock()
         self._sandbox: CommandSandbox | None = None  # while the command runs
         self._has_begun = False  # ... or has run
         self._runtime: Runtime | None = None  # once it is chosen
         self._exited = False  # by itself
-        self._left: EndReason | None = None  # why it was asked to go
-        self._parting: asyncio.Task[None] | None = None
-        self._saver: Saver | None = None
-        self._keeps = start.gang is None or start.gang.rank == 0
-        """Whether outputs and checkpoint are this one's: of a gang, they are the first member's."""
-        if start.spec.checkpoint and self._keeps:
-            self._saver = Saver(
-                equipment.uploader,
-                equipment.scratch,
+        self._end_asked: EndReason | None = None  # set while it ends with SIGTERM and grace
+        self._ending: asyncio.Task[None] | None = None
+        self._saver: CheckpointSaver | None = None
+        # Outputs and checkpoint of a gang are the first member's.
+        self._collects = start.gang is None or start.gang.rank == 0
+        if start.spec.checkpoint and self._collects:
+            self._saver = CheckpointSaver(
+                context.uploader,
+                context.scratch,
                 self._lease,
                 start.spec.checkpoint,
                 start.checkpoint,
                 self._checkpointed,
                 lambda why: self._note(f"the checkpoint was not saved: {why}"),
             )
-        self.task = asyncio.create_task(self._keep())
+        self.task = asyncio.create_task(self._execute())
         self.task.add_done_callback(self._report)
 
     def end(self, reason: EndReason, grace_us: int = 0) -> None:
-        """With a farewell where one is due and something runs; else at once."""
-        if reason in SAVING and self._left is not None:
+        """End it: with SIGTERM, grace and checkpoint if the reason asks for it and the command runs, else at once."""
+        if reason in SAVING and self._end_asked is not None:
             return
         if reason in SAVING and self._sandbox is not None:
-            self._left = reason
-            self._parting = asyncio.create_task(self._part(self._sandbox, grace_us))
+            self._end_asked = reason
+            self._ending = asyncio.create_task(self._terminate(self._sandbox, grace_us))
             return
         if reason is EndReason.PREEMPTED and self._exited:
-            return  # it has ended by itself: its outputs are on their way
+            return  # it exited by itself: its outputs are being uploaded
         self._outcome = Ended(KILLED, reason)
         self.task.cancel()
 
-    async def _part(self, sandbox: CommandSandbox, grace_us: int) -> None:
-        """Warn, wait, kill; what the main task does then, it does by itself. It is killed whatever happens."""
+    async def _terminate(self, sandbox: CommandSandbox, grace_us: int) -> None:
+        """Send SIGTERM, wait for the grace, kill in any case; the main task then sees the end."""
         try:
             if grace_us:
                 with contextlib.suppress(TimeoutError, SandboxFailed, OSError):
@@ -97,11 +102,11 @@ class CommandKeeper:
             await sandbox.kill()
 
     def _report(self, task: asyncio.Task[None]) -> None:
-        """However it came to an end, even before its first step."""
-        ended = fault_of(task) or self._outcome
+        """Feed the end, also if the task was cancelled before its first step."""
+        ended = executor_failure(task) or self._outcome
         start = self._start
-        took = self._with.clock() - self._began
-        self._with.feed(
+        took = self._context.clock() - self._began
+        self._context.feed(
             CommandEnded(
                 start.task,
                 start.epoch,
@@ -115,21 +120,21 @@ class CommandKeeper:
         )
 
     def _reach(self, phase: Phase) -> None:
-        self._with.feed(CommandReached(self._start.task, self._start.epoch, phase))
+        self._context.feed(CommandReached(self._start.task, self._start.epoch, phase))
 
     def _checkpointed(self, files: tuple[OutputFile, ...]) -> None:
-        self._with.feed(CommandCheckpointed(self._start.task, self._start.epoch, files))
+        self._context.feed(CommandCheckpointed(self._start.task, self._start.epoch, files))
 
     def _note(self, text: str) -> None:
-        """A word of ours among what the task prints."""
+        """Add a line of the agent to the task's output."""
         data = f"[gpool: {text}]\n".encode()
-        self._with.feed(CommandPrinted(self._start.task, self._start.epoch, 2, data))
+        self._context.feed(CommandPrinted(self._start.task, self._start.epoch, 2, data))
 
-    async def _keep(self) -> None:
-        await self._carry_out()
-        self._outcome = await self._with.told(self._outcome, self._runtime)
+    async def _execute(self) -> None:
+        await self._run_and_catch()
+        self._outcome = await self._context.with_fault(self._outcome, self._runtime)
 
-    async def _carry_out(self) -> None:
+    async def _run_and_catch(self) -> None:
         try:
             self._outcome, self._outputs = await self._run()
         except SandboxFailed as error:
@@ -144,24 +149,24 @@ class CommandKeeper:
 
     async def _run(self) -> Outcome:
         start, spec = self._start, self._start.spec
-        runtime = self._runtime = self._with.runtime_for(spec, start.owner)
+        runtime = self._runtime = self._context.runtime_for(spec, start.owner)
         async with contextlib.AsyncExitStack() as stack:
             staged = await self._fetch(stack)
             if isinstance(staged, Ended):
                 return staged, ()
             gang = start.gang
             lane_wanted = None if gang is None else gangs.lane_of(spec, gang)
-            place = self._with.place_for(spec, self._reach, self._note, lane_wanted)
-            environment, lane = await stack.enter_async_context(place)
-            sitting = self._with.seat_for(runtime, start.user, start.allocation.slices)
-            seat = await stack.enter_async_context(sitting)
-            command, told = spec.command, spec.env
+            prepared = self._context.prepare(spec, self._reach, self._note, lane_wanted)
+            environment, lane = await stack.enter_async_context(prepared)
+            share = self._context.gpu_share_for(runtime, start.user, start.allocation.slices)
+            seat = await stack.enter_async_context(share)
+            command, variables = spec.command, spec.env
             if gang is not None:
                 command = gangs.command_of(spec, gang, start.allocation)
-                told = (*gangs.variables_of(spec, gang), *told)
+                variables = (*gangs.variables_of(spec, gang), *variables)
             job = CommandJob(
                 command,
-                (*told, *start.secrets),
+                (*variables, *start.secrets),
                 staged,
                 start.allocation.slices,
                 limits_of(spec, start.allocation),
@@ -171,17 +176,17 @@ class CommandKeeper:
                 self._note,
                 seat,
             )
-            sandbox = await started(runtime, runtime.start_command(job))
-            self._began = self._with.clock()
+            sandbox = await start_sandbox(runtime, runtime.start_command(job))
+            self._began = self._context.clock()
             try:
                 return await self._watch(sandbox)
             finally:
-                if self._parting is not None:
-                    self._parting.cancel()
-                await self._with.clear_away(sandbox)
+                if self._ending is not None:
+                    self._ending.cancel()
+                await self._context.remove_sandbox(sandbox)
 
     async def _fetch(self, stack: contextlib.AsyncExitStack) -> tuple[Staged, ...] | Ended:
-        """The inputs, and over them what an earlier attempt saved; or why they cannot be had."""
+        """Fetch the inputs, and over them the checkpoint of an earlier attempt; return the end if one is not available."""
         spec, checkpoint = self._start.spec, self._start.checkpoint
         if spec.inputs or checkpoint:
             self._reach(Phase.FETCH)
@@ -190,7 +195,7 @@ class CommandKeeper:
         named += [("checkpoint", file) for file in checkpoint]
         for what, wanted in named:
             try:
-                held = self._with.cache.held(wanted.sha256, self._lease)
+                held = self._context.cache.held(wanted.sha256, self._lease)
                 source = await stack.enter_async_context(held)
             except Unreachable:
                 raise
@@ -200,31 +205,31 @@ class CommandKeeper:
         return tuple(staged.values())
 
     async def _watch(self, sandbox: CommandSandbox) -> Outcome:
-        """While it runs, and what becomes of it."""
+        """Follow the running command to its end, then collect checkpoint and outputs."""
         start = self._start
         self._sandbox = sandbox
         self._has_begun = True
-        self._with.feed(CommandStarted(start.task, start.epoch))
+        self._context.feed(CommandStarted(start.task, start.epoch))
         saving = None
         if self._saver is not None:
-            saving = asyncio.create_task(self._save_now_and_then(sandbox, self._saver))
+            saving = asyncio.create_task(self._save_periodically(sandbox, self._saver))
         try:
             async for stream, data in sandbox.output():
-                self._with.feed(CommandPrinted(start.task, start.epoch, stream, data))
+                self._context.feed(CommandPrinted(start.task, start.epoch, stream, data))
             ended = await sandbox.ended()
         finally:
             self._sandbox = None
             if saving is not None or self._wanted:
-                await sandbox.kill()  # first: nothing may run, or change what is collected
+                await sandbox.kill()  # first: no process may change what is collected
             if saving is not None:
                 saving.cancel()
                 await asyncio.wait([saving])
-        if self._left is not None:
-            ended = Ended(KILLED, self._left)
+        if self._end_asked is not None:
+            ended = Ended(KILLED, self._end_asked)
         else:
             self._exited = True
         if self._saver is not None and (ended.reason is not EndReason.EXITED or ended.exit_code):
-            await self._save_at_last(sandbox, self._saver)
+            await self._save_last(sandbox, self._saver)
         if not self._wanted or ended.reason is not EndReason.EXITED:
             return ended, ()
         self._reach(Phase.COLLECT)
@@ -232,14 +237,14 @@ class CommandKeeper:
 
     # ---- checkpoints
 
-    async def _save_now_and_then(self, sandbox: CommandSandbox, saver: Saver) -> None:
+    async def _save_periodically(self, sandbox: CommandSandbox, saver: CheckpointSaver) -> None:
         every_s = max(self._start.spec.checkpoint_every, 1) / 1_000_000
         saved = True
         while True:
             await asyncio.sleep(every_s if saved else every_s / SOONER)
             saved = await saver.save(sandbox, running=True)
 
-    async def _save_at_last(self, sandbox: CommandSandbox, saver: Saver) -> None:
+    async def _save_last(self, sandbox: CommandSandbox, saver: CheckpointSaver) -> None:
         self._reach(Phase.COLLECT)
         try:
             async with asyncio.timeout(LAST_SAVE_S):
@@ -251,16 +256,16 @@ class CommandKeeper:
 
     @property
     def _wanted(self) -> tuple[str, ...]:
-        return self._start.spec.outputs if self._keeps else ()
+        return self._start.spec.outputs if self._collects else ()
 
     async def _collect(self, sandbox: CommandSandbox, ended: Ended) -> Outcome:
-        """Outputs of a command that failed are fetched as far as they are there."""
-        with tempfile.TemporaryDirectory(dir=self._with.scratch) as folder:
+        """Upload the outputs; those of a failed command as far as they exist."""
+        with tempfile.TemporaryDirectory(dir=self._context.scratch) as folder:
             into = Path(folder)
             found: list[OutputFile] = []
             for wanted in self._wanted:
                 try:
-                    found += await unhurried(sandbox.collect([wanted], into))
+                    found += await uninterrupted(sandbox.collect([wanted], into))
                 except BadOutput:
                     if ended.exit_code == 0:
                         raise
@@ -269,7 +274,7 @@ class CommandKeeper:
                 if output.sha256 not in sent:
                     sent.add(output.sha256)
                     file = into / output.sha256
-                    await self._with.uploader.upload(
+                    await self._context.uploader.upload(
                         file, output.sha256, output.size_bytes, self._lease
                     )
         return ended, tuple(found)

@@ -1,4 +1,4 @@
-"""A member of a gang as a command: what runs in its sandbox, with which variables, over which lane. Decides nothing."""
+"""A gang member as a command: its command line, variables and sandbox network. Decides nothing."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from gpool.agent.network.policy import Gang
 from gpool.agent.runner import gang as starter
-from gpool.core import rendezvous
+from gpool.core import gangs
 from gpool.core.model import Allocation, Engine, Network, TaskSpec
 from gpool.wire.frames import Rendezvous
 
@@ -16,7 +16,7 @@ INTERPRETER = (
     "python=$(command -v python || command -v python3) || { echo \"gpool: engine $1 needs a Python in the task's "
     'environment, and there is none; choose another --image" >&2; exit 127; }; shift; exec "$python" -c "$0" "$@"'
 )
-"""For a shell: images have one or the other, or none. `$0` is the starter's text, `$1` the engine."""
+"""Shell script that finds a Python in an image: `$0` is the starter's text, `$1` the engine."""
 
 
 @cache
@@ -25,13 +25,13 @@ def starter_text() -> str:
 
 
 def lane_of(spec: TaskSpec, told: Rendezvous) -> Gang:
-    """The network its sandbox is to be in."""
+    """Return the network of the member's sandbox."""
     egress = spec.requirements.network is Network.EGRESS
     return Gang(told.rank, told.peers, told.secret, egress)
 
 
 def command_of(spec: TaskSpec, told: Rendezvous, part: Allocation) -> tuple[str, ...]:
-    """What its sandbox is to run: the task's command, by its engine."""
+    """Return the command line of the member: the task's command, started by its engine."""
     if spec.engine is Engine.NONE:
         return spec.command
     nodes = len(told.peers)
@@ -39,19 +39,19 @@ def command_of(spec: TaskSpec, told: Rendezvous, part: Allocation) -> tuple[str,
         "engine": spec.engine.value,
         "rank": told.rank,
         "nodes": nodes,
-        "head": str(rendezvous.address_of(0)),
-        "gate": rendezvous.GATE_PORT,
-        "ray": rendezvous.ray_address(),
-        "words": rendezvous.engine_words(spec.engine, told.rank, nodes, part),
+        "head": str(gangs.address_of(0)),
+        "gate": gangs.GATE_PORT,
+        "ray": gangs.ray_address(),
+        "words": gangs.engine_words(spec.engine, told.rank, nodes, part),
     }
     engine, said = spec.engine.value, json.dumps(plan)
     return ("/bin/sh", "-c", INTERPRETER, starter_text(), engine, said, *spec.command)
 
 
 def variables_of(spec: TaskSpec, told: Rendezvous) -> tuple[tuple[str, str], ...]:
-    """Before the task's own, which win."""
-    return (*rendezvous.variables(told.rank, len(told.peers)), *SILENT.get(spec.engine, ()))
+    """Return the variables of the member; the task's own override them."""
+    return (*gangs.variables(told.rank, len(told.peers)), *QUIET.get(spec.engine, ()))
 
 
-SILENT = {Engine.RAY: (("RAY_USAGE_STATS_ENABLED", "0"), ("RAY_DISABLE_IMPORT_WARNING", "1"))}
-"""No engine may look for the internet."""
+QUIET = {Engine.RAY: (("RAY_USAGE_STATS_ENABLED", "0"), ("RAY_DISABLE_IMPORT_WARNING", "1"))}
+"""Switch off the engines' own traffic to the internet."""

@@ -1,4 +1,4 @@
-"""A runner at work: hands calls over, passes answers on, tells the session what became of them. Decides nothing."""
+"""The executor of one runner: sends calls to its sandbox and feeds the answers. Decides nothing about leases."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import structlog
 
 from gpool.agent.running.sandboxes import (
     KILLED,
-    Equipment,
-    Warmed,
-    fault_of,
+    ExecutorContext,
+    WarmedSandbox,
+    executor_failure,
     image_of,
     limits_of,
-    started,
+    start_sandbox,
     warm_key_of,
 )
 from gpool.agent.runtime.protocol import (
@@ -35,7 +35,7 @@ from gpool.agent.runtime.protocol import (
     SandboxFailed,
 )
 from gpool.agent.runtime.runner_calls import PYTHON
-from gpool.agent.state_machine.ends import why_it_died
+from gpool.agent.state_machine.end_reports import why_it_died
 from gpool.agent.state_machine.instructions import (
     CallAnswered,
     CallPrinted,
@@ -53,11 +53,9 @@ from gpool.transfer.artifacts import LeaseRef, hash_of
 log = structlog.get_logger(__name__)
 
 
-class RunnerKeeper:
-    """One runner: hands over calls, passes on answers."""
-
-    def __init__(self, equipment: Equipment, start: StartRunner) -> None:
-        self._with = equipment
+class RunnerExecutor:
+    def __init__(self, context: ExecutorContext, start: StartRunner) -> None:
+        self._context = context
         self._start = start
         self._queue: deque[RunnerCall] = deque()
         self._wake = asyncio.Event()
@@ -67,41 +65,41 @@ class RunnerKeeper:
         self._files: dict[int, contextlib.AsyncExitStack] = {}  # large arguments in use
         self._outcome = Ended(KILLED, EndReason.EXITED, "ended by the agent")
         self._runtime: Runtime | None = None  # once it is chosen
-        self._has_begun = False  # it took calls
-        self._begin()
-        self.task = asyncio.create_task(self._keep())
+        self._has_begun = False  # it accepted calls
+        self._count_memory()
+        self.task = asyncio.create_task(self._execute())
         self.task.add_done_callback(self._report)
 
     def end(self) -> None:
         self.task.cancel()
 
-    def _begin(self) -> None:
-        """It serves a lease from now on, and so its memory is somebody's."""
-        if self._with.warm is not None:
-            self._with.warm.lease_began(self, self._start.allocation.memory_bytes)
+    def _count_memory(self) -> None:
+        """Count its memory as leased."""
+        if self._context.warm is not None:
+            self._context.warm.lease_began(self, self._start.allocation.memory_bytes)
 
-    def _rest(self) -> None:
-        if self._with.warm is not None:
-            self._with.warm.lease_ended(self)
+    def _release_memory(self) -> None:
+        if self._context.warm is not None:
+            self._context.warm.lease_ended(self)
 
     def send(self, calls: tuple[RunnerCall, ...]) -> None:
         if not self._leases and not self._queue:
-            self._begin()
+            self._count_memory()
         self._queue.extend(calls)
         self._wake.set()
 
     def _report(self, task: asyncio.Task[None]) -> None:
-        """However it came to an end, even before its first step."""
-        self._rest()
-        ended = fault_of(task) or self._outcome
+        """Feed the end, also if the task was cancelled before its first step."""
+        self._release_memory()
+        ended = executor_failure(task) or self._outcome
         number = self._start.runner
-        self._with.feed(
+        self._context.feed(
             RunnerEnded(
                 number, ended.reason, ended.exit_code, ended.detail, ended.retired, ended.fault
             )
         )
 
-    async def _keep(self) -> None:
+    async def _execute(self) -> None:
         try:
             self._outcome = await self._run()
         except SandboxFailed as error:
@@ -110,30 +108,32 @@ class RunnerKeeper:
         except (GpoolError, OSError) as error:
             fault = None if self._has_begun else Fault.UNCLEAR
             self._outcome = Ended(125, EndReason.SANDBOX_FAILED, f"{error}", fault=fault)
-        self._outcome = await self._with.told(self._outcome, self._runtime)
+        self._outcome = await self._context.with_fault(self._outcome, self._runtime)
 
     async def _run(self) -> Ended:
-        """In a sandbox that was ready before anybody asked, else in one started for it."""
+        """Serve calls in a warm sandbox if there is one, else in a fresh one."""
         start = self._start
-        runtime = self._runtime = self._with.runtime_for(start.spec, start.owner)
-        async with self._with.seat_for(runtime, start.user, start.allocation.slices) as seat:
+        runtime = self._runtime = self._context.runtime_for(start.spec, start.owner)
+        async with self._context.gpu_share_for(
+            runtime, start.user, start.allocation.slices
+        ) as seat:
             warmed = await self._take_warm(runtime, seat)
             if warmed is not None:
-                async with warmed.standing:
+                async with warmed.resources:
                     return await self._serve(warmed.sandbox)
-            place = self._with.place_for(start.spec, self._reach, self._said)
-            async with place as (environment, lane):
+            prepared = self._context.prepare(start.spec, self._reach, self._said)
+            async with prepared as (environment, lane):
                 job = self._job(environment, lane, seat)
-                return await self._serve(await started(runtime, runtime.start_runner(job)))
+                return await self._serve(await start_sandbox(runtime, runtime.start_runner(job)))
 
-    async def _take_warm(self, runtime: Runtime, seat: GpuSeat | None) -> Warmed | None:
+    async def _take_warm(self, runtime: Runtime, seat: GpuSeat | None) -> WarmedSandbox | None:
         start = self._start
         key = warm_key_of(runtime, start.spec, start.allocation)
-        if key is None or self._with.warm is None:
+        if key is None or self._context.warm is None:
             return None
         if seat is not None and seat.binds:
-            return None  # it would have had to be there from the start
-        warmed = self._with.warm.take(key)
+            return None  # its mounts must be there from the start of the sandbox
+        warmed = self._context.warm.take(key)
         if warmed is None:
             return None
         given = seat.variables if seat is not None else ()
@@ -148,7 +148,7 @@ class RunnerKeeper:
         return warmed
 
     def _reach(self, phase: Phase) -> None:
-        self._with.feed(RunnerReached(self._start.runner, phase))
+        self._context.feed(RunnerReached(self._start.runner, phase))
 
     def _said(self, line: str) -> None:
         log.info("environment", runner=self._start.runner, said=line)
@@ -174,14 +174,14 @@ class RunnerKeeper:
         writer = asyncio.create_task(self._write(sandbox))
         try:
             self._has_begun = True
-            self._with.feed(RunnerReady(self._start.runner))
+            self._context.feed(RunnerReady(self._start.runner))
             async for batch in sandbox.events():
-                await self._pass_on(batch)
+                await self._feed_batch(batch)
             return await sandbox.ended()
         finally:
             writer.cancel()
             await asyncio.wait([writer])
-            await self._with.clear_away(sandbox)
+            await self._context.remove_sandbox(sandbox)
             for stack in self._files.values():
                 await stack.aclose()
 
@@ -193,12 +193,12 @@ class RunnerKeeper:
                 await self._wake.wait()
                 self._wake.clear()
                 while self._queue:
-                    await self._hand_over(sandbox)
+                    await self._send_queued(sandbox)
         except (OSError, SandboxFailed):
-            return  # the sandbox is gone; its events end and say so
+            return  # the sandbox is gone; its event stream ends too
 
-    async def _hand_over(self, sandbox: RunnerSandbox) -> None:
-        """All that wait, in order; functions and large arguments are fetched on the way."""
+    async def _send_queued(self, sandbox: RunnerSandbox) -> None:
+        """Send all queued calls in order; fetch functions and large arguments before their call."""
         ready: list[Call] = []
         while self._queue:
             call = self._queue.popleft()
@@ -211,16 +211,16 @@ class RunnerKeeper:
                 lease = LeaseRef(call.task, call.epoch)
                 try:
                     if sha256 not in self._defined:
-                        pickled = await self._with.cache.read(sha256, lease)
+                        pickled = await self._context.cache.read(sha256, lease)
                         await sandbox.define(sha256, pickled)
                         self._defined.add(sha256)
                     if payload:
                         stack = contextlib.AsyncExitStack()
-                        held = self._with.cache.held(payload, lease)
+                        held = self._context.cache.held(payload, lease)
                         file = await stack.enter_async_context(held)
                         self._files[self._number + 1] = stack
                 except GpoolError as error:
-                    self._give_up(call, error)
+                    self._fail(call, error)
                     continue
             self._number += 1
             self._leases[self._number] = (call.task, call.epoch)
@@ -228,18 +228,18 @@ class RunnerKeeper:
         if ready:
             await sandbox.send(ready)
 
-    def _give_up(self, call: RunnerCall, error: GpoolError) -> None:
+    def _fail(self, call: RunnerCall, error: GpoolError) -> None:
         reason = EndReason.SANDBOX_FAILED if isinstance(error, Unreachable) else EndReason.BAD_INPUT
         text = f"the function or its arguments could not be fetched: {error.detail}"
         fault = Fault.UNCLEAR if reason is EndReason.SANDBOX_FAILED else None
         failed = CallAnswered(
             call.task, call.epoch, True, b"", "", text, 0, (), reason, fault=fault
         )
-        self._with.feed(CallsAnswered(self._start.runner, (failed,)))
+        self._context.feed(CallsAnswered(self._start.runner, (failed,)))
 
     # ---- answers out
 
-    async def _pass_on(self, batch: Sequence[Answer | Output]) -> None:
+    async def _feed_batch(self, batch: Sequence[Answer | Output]) -> None:
         runner = self._start.runner
         answers: list[CallAnswered] = []
         leases = self._leases
@@ -270,16 +270,16 @@ class RunnerKeeper:
                 )
             elif isinstance(event, Output) and (running := leases.get(event.number)):
                 if answers:
-                    self._with.feed(CallsAnswered(runner, tuple(answers)))
+                    self._context.feed(CallsAnswered(runner, tuple(answers)))
                     answers = []
-                self._with.feed(CallPrinted(runner, *running, event.stream, event.data))
+                self._context.feed(CallPrinted(runner, *running, event.stream, event.data))
         if answers:
-            self._with.feed(CallsAnswered(runner, tuple(answers)))
+            self._context.feed(CallsAnswered(runner, tuple(answers)))
             if not leases and not self._queue:
-                self._rest()
+                self._release_memory()
 
     async def _large(self, lease: tuple[int, int], answer: Answer, file: Path) -> CallAnswered:
-        """A value too large for a frame travels as an artifact, under its lease."""
+        """Upload a value that is too large for a frame as an artifact of its lease."""
         answered = CallAnswered(
             *lease,
             answer.raised,
@@ -291,13 +291,13 @@ class RunnerKeeper:
         )
         try:
             sha256, size = await asyncio.to_thread(hash_of, file)
-            await self._with.uploader.upload(file, sha256, size, LeaseRef(*lease))
+            await self._context.uploader.upload(file, sha256, size, LeaseRef(*lease))
             return replace(answered, value_sha256=sha256)
         except StaleLease as error:
             log.info("value_refused", task=lease[0], epoch=lease[1], error=error.detail)
             return replace(answered, reason=EndReason.SANDBOX_FAILED, error_text=error.detail)
         except (GpoolError, OSError) as error:
-            text = f"the value could not be kept: {error}"
+            text = f"the value could not be uploaded: {error}"
             return replace(answered, reason=EndReason.SANDBOX_FAILED, error_text=text)
         finally:
             await asyncio.to_thread(file.unlink, missing_ok=True)

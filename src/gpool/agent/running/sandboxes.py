@@ -1,6 +1,6 @@
-"""What every keeper of a sandbox needs, and how the place for one is got ready: runtime, environment, network.
+"""The context of the executors: chooses the runtime of a sandbox and prepares its environment, network and GPU share.
 
-The doors through which environments and networks come are here; whoever builds them lies behind. Decides nothing.
+Defines the protocols of the services behind it (networks, environments, GPU shares); implements none of them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from gpool.agent.runtime.protocol import (
 from gpool.agent.runtime.runner_calls import PYTHON
 from gpool.agent.state_machine.instructions import Event
 from gpool.agent.state_machine.warm_plan import WarmKey
-from gpool.core import rendezvous
+from gpool.core import gangs as rendezvous
 from gpool.core.model import (
     Allocation,
     EndReason,
@@ -52,11 +52,11 @@ from gpool.transfer.artifacts import LeaseRef
 S = TypeVar("S", CommandSandbox, RunnerSandbox, WarmRunner)
 KILLED = 137
 HOSTNAME = "sandbox"
-"""Every sandbox's own; in a gang it resolves to the member's address."""
+"""Hostname of every sandbox; in a gang it resolves to the member's address."""
 OPEN_FILES_OF_GANGS = 8192
-"""A member may have connections to all others, several times."""
+"""A member may have several connections to each other member."""
 PROCESSES_A_CPU = 128
-"""For a gang's member, threads counted too: Ray starts a worker of some twenty threads for each processor."""
+"""For a gang member, threads included: Ray starts a worker of about twenty threads for each processor."""
 
 log = structlog.get_logger(__name__)
 
@@ -67,8 +67,8 @@ class Uploader(Protocol):
     ) -> None: ...
 
 
-class OpenLane(Protocol):
-    """A lane somebody opened; `close` it once nothing runs in it any more."""
+class OpenNetwork(Protocol):
+    """An open sandbox network; to be closed once nothing runs in it."""
 
     @property
     def lane(self) -> Lane: ...
@@ -76,23 +76,23 @@ class OpenLane(Protocol):
     async def close(self) -> None: ...
 
 
-class Networks(Protocol):
-    """Opens a private network for one sandbox, by the owner's rules. Cancelled half-way, it leaves nothing behind.
+class NetworkProvider(Protocol):
+    """Opens a private network for one sandbox under the owner's policy; leaves nothing behind if cancelled.
 
-    `start` comes first and sweeps what an earlier agent left; `close` leaves the host as it was.
+    `start` comes first and removes the leftovers of an earlier agent; `close` restores the host.
     """
 
     async def start(self) -> None: ...
 
     async def close(self) -> None: ...
 
-    async def open(self, wants: Egress | Gang, /) -> OpenLane:
+    async def open(self, wants: Egress | Gang, /) -> OpenNetwork:
         """Raises `SandboxFailed`."""
         ...
 
 
-class Environments(Protocol):
-    """Makes environments, or finds them ready. `sweep` comes first: it finds what an earlier agent made."""
+class EnvironmentProvider(Protocol):
+    """Builds environments or returns cached ones. `sweep` comes first: it finds those of an earlier agent."""
 
     async def sweep(self) -> None: ...
 
@@ -101,23 +101,23 @@ class Environments(Protocol):
     def prepare(
         self, name: str, recipe: Recipe | None, said: Callable[[str], None], /
     ) -> contextlib.AbstractAsyncContextManager[Prepared | None]:
-        """Kept for as long as the block lasts; None: the agent's own Python serves.
+        """Yield the environment, kept while the block lasts; None: the agent's own Python is enough.
 
-        `said` is told of progress, a line at a time. Raises `SandboxFailed` where it cannot be made.
+        `said` receives progress, a line at a time. Raises `SandboxFailed` if it cannot be built.
         """
         ...
 
     def ready(self) -> frozenset[str]:
-        """The names of those that lie ready."""
+        """Return the names of cached environments."""
         ...
 
     def pythons(self) -> frozenset[str]:
-        """The minors there are on this machine."""
+        """Return the Python versions ("3.12") on this machine."""
         ...
 
 
-class Seats(Protocol):
-    """Shares out real GPUs. `start` comes first and sets back what an earlier agent left; `close` does so at the end."""
+class GpuShareProvider(Protocol):
+    """Divides real GPUs among sandboxes. `start` and `close` restore the settings an agent has changed."""
 
     async def start(self) -> None: ...
 
@@ -126,7 +126,7 @@ class Seats(Protocol):
     def seat(
         self, user: int, slices: Sequence[Slice], /
     ) -> contextlib.AbstractAsyncContextManager[GpuSeat | None]:
-        """For one sandbox, kept for as long as the block lasts; None: the slices are of no real GPU.
+        """Yield the GPU share of one sandbox, kept while the block lasts; None: the slices are of no real GPU.
 
         Raises `SandboxFailed`.
         """
@@ -134,42 +134,42 @@ class Seats(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Warmed:
-    """A warm sandbox and what it stands on, which stays for as long as it lives."""
+class WarmedSandbox:
+    """A warm sandbox, and the resources to close after it."""
 
     sandbox: WarmRunner
-    standing: contextlib.AsyncExitStack
+    resources: contextlib.AsyncExitStack
 
     async def remove(self) -> None:
         await self.sandbox.remove()
-        await self.standing.aclose()
+        await self.resources.aclose()
 
 
 class WarmSandboxes(Protocol):
-    """Has sandboxes ready that are nobody's yet, as far as memory is idle."""
+    """Keeps unassigned sandboxes ready as far as memory is idle."""
 
-    def take(self, key: WarmKey, /) -> Warmed | None:
-        """One for work with this key, yours from now on; None: start one."""
+    def take(self, key: WarmKey, /) -> WarmedSandbox | None:
+        """Return a sandbox for this key, now the caller's; None: start one."""
         ...
 
     def offered(self, offer: Offer, /) -> None: ...
 
     def lease_began(self, holder: object, memory_bytes: int, /) -> None:
-        """Memory that was idle is somebody's now; a runner that waits for its user's next call holds no lease."""
+        """Count memory as leased; a runner that waits for its user's next call holds no lease."""
         ...
 
     def lease_ended(self, holder: object, /) -> None: ...
 
 
 class SelfCheck(Protocol):
-    """Finds out whether the fault is this node's when something could not be started; see `gpool.agent.running.self_check`."""
+    """Finds whether a failed start is this node's fault, see `gpool.agent.running.self_check`."""
 
     async def fault(self, runtime: Runtime, /) -> Fault: ...
 
 
 @dataclass(frozen=True, slots=True)
-class Allowed:
-    """What the owner's rules let a node give."""
+class PolicyLimits:
+    """The services that the owner's policy allows."""
 
     tiers: frozenset[Tier] = frozenset(Tier)
     egress: bool = True
@@ -177,8 +177,8 @@ class Allowed:
 
 
 @dataclass(frozen=True, slots=True)
-class Equipment:
-    """What every sandbox's keeper needs. `runtimes` are in the order of preference within a tier."""
+class ExecutorContext:
+    """The services of all executors. `runtimes` are in order of preference within a tier."""
 
     runtimes: Sequence[Runtime]
     cache: ArtifactCache
@@ -186,56 +186,58 @@ class Equipment:
     scratch: Path
     feed: Callable[[Event], None]
     clock: Callable[[], int]
-    networks: Networks | None = None
-    environments: Environments | None = None
-    allowed: Callable[[], Allowed] = Allowed
+    networks: NetworkProvider | None = None
+    environments: EnvironmentProvider | None = None
+    allowed: Callable[[], PolicyLimits] = PolicyLimits
     warm: WarmSandboxes | None = None
     cleaning: set[asyncio.Task[None]] = field(default_factory=set)
-    seats: Seats | None = None
-    checkup: SelfCheck | None = None
-    look_again: Callable[[], Awaitable[None]] | None = None  # at what the machine lends now
+    seats: GpuShareProvider | None = None
+    self_check: SelfCheck | None = None
+    survey: Callable[[], Awaitable[None]] | None = None  # returns once the current offer was sent
 
-    async def told(self, ended: Ended, runtime: Runtime | None) -> Ended:
-        """With what this node finds out about itself, where nothing of the task ran. What it lends no more, it says first."""
-        if ended.fault is Fault.PART and self.look_again is not None:
-            await self.look_again()
+    async def with_fault(self, ended: Ended, runtime: Runtime | None) -> Ended:
+        """Return the end with the fault that a self-check finds, if nothing of the task ran.
+
+        Where a part of the node failed, the offer without that part is sent before the end is.
+        """
+        if ended.fault is Fault.PART and self.survey is not None:
+            await self.survey()
         if ended.fault is not Fault.UNCLEAR or ended.reason is not EndReason.SANDBOX_FAILED:
             return ended
-        if runtime is None or self.checkup is None:
+        if runtime is None or self.self_check is None:
             return ended
-        return replace(ended, fault=await self.checkup.fault(runtime))
+        return replace(ended, fault=await self.self_check.fault(runtime))
 
     @contextlib.asynccontextmanager
-    async def seat_for(
+    async def gpu_share_for(
         self, runtime: Runtime, user: int, slices: Sequence[Slice]
     ) -> AsyncIterator[GpuSeat | None]:
-        """GPUs ready for one sandbox; without isolation, where only owners are, they are as they are."""
+        """Yield the GPU share of one sandbox; the tier without isolation, for owners only, uses GPUs directly."""
         if self.seats is None or not slices or runtime.tier is Tier.NONE:
             yield None
             return
         async with self.seats.seat(user, slices) as seat:
             yield seat
 
-    async def clear_away(self, sandbox: CommandSandbox | RunnerSandbox) -> None:
-        """Returns once nothing of it runs; its files go while the next one starts."""
+    async def remove_sandbox(self, sandbox: CommandSandbox | RunnerSandbox) -> None:
+        """Return once nothing of it runs; its files are removed in the background."""
         try:
-            await to_its_end(sandbox.kill)
+            await run_to_completion(sandbox.kill)
         finally:
             cleaner = asyncio.create_task(sandbox.remove())
             self.cleaning.add(cleaner)
-            cleaner.add_done_callback(self._cleared)
+            cleaner.add_done_callback(self._removed)
 
-    def _cleared(self, cleaner: asyncio.Task[None]) -> None:
+    def _removed(self, cleaner: asyncio.Task[None]) -> None:
         self.cleaning.discard(cleaner)
         if not cleaner.cancelled() and (error := cleaner.exception()) is not None:
             log.error("sandbox_not_removed", exc_info=error)
 
     def runtime_for(self, spec: TaskSpec, owner: bool) -> Runtime:
-        """The weakest runtime here that is strong enough and gives what is asked for: network, image. A gang needs a
-        lane, which those enter that give a way out.
+        """Return the weakest runtime that has the task's tier, network and image support.
 
-        Without isolation only for the owner, who must ask for it. The scheduler sees to all that as well; a node does
-        not take its word for it.
+        A gang needs a runtime with egress, because such a one can join a sandbox network. The tier without isolation is
+        for tasks of the owner that ask for it. The scheduler checks all this too; a node does not rely on it.
         """
         needs = spec.requirements
         floor = needs.tier
@@ -261,14 +263,14 @@ class Equipment:
         return min(fitting, key=lambda one: one.tier.strength)  # the first of equals
 
     @contextlib.asynccontextmanager
-    async def place_for(
+    async def prepare(
         self,
         spec: TaskSpec,
         reach: Callable[[Phase], None],
         said: Callable[[str], None],
         gang: Gang | None = None,
     ) -> AsyncIterator[tuple[Prepared | None, Lane | None]]:
-        """Environment and lane of one sandbox, kept while the block lasts; `reach` is told of each phase."""
+        """Yield environment and network of one sandbox, kept while the block lasts; `reach` receives each phase."""
         async with contextlib.AsyncExitStack() as stack:
             prepared = None
             named = environment_of(spec)
@@ -287,7 +289,7 @@ class Equipment:
                 raise PartFailed("this node takes no members of gangs")
             if self.networks is not None and (outward or gang is not None):
                 opened = await self.networks.open(Egress() if gang is None else gang)
-                stack.push_async_callback(to_its_end, opened.close)
+                stack.push_async_callback(run_to_completion, opened.close)
                 lane = opened.lane
                 if gang is not None:
                     names = rendezvous.hosts(gang.rank, len(gang.peers), HOSTNAME)
@@ -300,7 +302,7 @@ def image_of(spec: TaskSpec) -> str:
 
 
 def environment_of(spec: TaskSpec) -> tuple[str, Recipe | None] | None:
-    """By name and recipe; None: the agent's own Python serves, or an image."""
+    """Return name and recipe of the environment; None: the agent's own Python, or an image."""
     recipe = spec.recipe
     minor = spec.requirements.python
     if recipe is None and minor not in (None, PYTHON):
@@ -311,9 +313,11 @@ def environment_of(spec: TaskSpec) -> tuple[str, Recipe | None] | None:
 
 
 def warm_key_of(runtime: Runtime, spec: TaskSpec, allocation: Allocation) -> WarmKey | None:
-    """What a warm sandbox would have to be prepared for; None: none could be."""
+    """Return the key of warm sandboxes for this task; None if a warm one cannot serve it."""
     isolated = spec.requirements.network is Network.NONE
-    whole = all(part.share_milli == 1000 for part in allocation.slices)  # others need a seat first
+    whole = all(
+        part.share_milli == 1000 for part in allocation.slices
+    )  # a part needs a GPU share first
     if not spec.preload or not isolated or not whole:
         return None
     if image_of(spec) or not isinstance(runtime, Warming):
@@ -337,8 +341,8 @@ def limits_of(spec: TaskSpec, allocation: Allocation) -> Limits:
     return limits if disk is None else replace(limits, disk_bytes=disk)
 
 
-async def started(runtime: Runtime, start: Awaitable[S]) -> S:
-    """A start that is called off half-way ends, and is undone: no sandbox is left without a keeper."""
+async def start_sandbox(runtime: Runtime, start: Awaitable[S]) -> S:
+    """Await a start; if cancelled, let it end and remove the sandbox, so that none is left without an executor."""
     starting = asyncio.ensure_future(start)
     try:
         return await asyncio.shield(starting)
@@ -352,23 +356,23 @@ async def started(runtime: Runtime, start: Awaitable[S]) -> S:
         raise
 
 
-async def to_its_end(work: Callable[[], Awaitable[None]]) -> None:
-    """Whoever is called off while it clears away still does: nobody else would, and its port or its uid stays taken."""
+async def run_to_completion(work: Callable[[], Awaitable[None]]) -> None:
+    """Finish the clean-up even if cancelled: otherwise its port or uid would stay taken."""
     working = asyncio.ensure_future(work())
-    called_off: asyncio.CancelledError | None = None
+    cancelled: asyncio.CancelledError | None = None
     while not working.done():
         try:
             await asyncio.shield(working)
         except asyncio.CancelledError as error:
-            called_off = error
-    if called_off is not None:
-        raise called_off
+            cancelled = error
+    if cancelled is not None:
+        raise cancelled
     working.result()
 
 
-def fault_of(task: asyncio.Task[None]) -> Ended | None:
-    """A bug of ours must not leave the session waiting for an end."""
+def executor_failure(task: asyncio.Task[None]) -> Ended | None:
+    """Return an end for a bug in the executor: the state machine must not wait forever."""
     if task.cancelled() or (error := task.exception()) is None:
         return None
-    log.error("keeper_failed", exc_info=error)
+    log.error("executor_failed", exc_info=error)
     return Ended(125, EndReason.SANDBOX_FAILED, f"a fault in the agent: {error!r}")

@@ -1,4 +1,4 @@
-"""Keeps the warm sandboxes that the pool wants: prepares them, hands each out once, ends the rest. Decides nothing."""
+"""The manager of the node's warm sandboxes: prepares and ends them as `warm_plan` decides, hands each out once."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from typing import assert_never
 
 import structlog
 
-from gpool.agent.running.sandboxes import Environments, Warmed, started
+from gpool.agent.running.sandboxes import EnvironmentProvider, WarmedSandbox, start_sandbox
 from gpool.agent.runtime.protocol import RunnerJob, Runtime, SandboxFailed, Warming
 from gpool.agent.state_machine.warm_plan import Discard, Prepare, WarmKey, WarmPool, room_for_warm
 from gpool.core.errors import GpoolError
 from gpool.core.model import Offer
 
-LOOK_EVERY_S = 5.0
-REFILL_AFTER_S = 0.25  # whoever asked comes first
-MOST_CPU_MILLI = 500  # while it imports: the processors are for tasks
+SETTLE_EVERY_S = 5.0
+REFILL_AFTER_S = 0.25  # the sandbox just asked for starts first
+MOST_CPU_MILLI = 500  # during the imports: the processors are for tasks
 
 log = structlog.get_logger(__name__)
 
 
 def available_memory(meminfo: Path = Path("/proc/meminfo")) -> int:
-    """Bytes that could be had without taking them from anybody."""
+    """Return the bytes that are free without swapping."""
     for line in meminfo.read_text().splitlines():
         name, _, rest = line.partition(":")
         if name == "MemAvailable":
@@ -33,13 +33,13 @@ def available_memory(meminfo: Path = Path("/proc/meminfo")) -> int:
     return 0
 
 
-class WarmKeeper:
-    """`keep` runs for as long as the agent does; whatever is still warm then is ended."""
+class WarmPoolManager:
+    """`run` lasts as long as the agent; sandboxes still warm then are ended."""
 
     def __init__(
         self,
         runtimes: Sequence[Runtime],
-        environments: Environments | None,
+        environments: EnvironmentProvider | None,
         clock: Callable[[], int],
         available: Callable[[], int] = available_memory,
     ) -> None:
@@ -50,29 +50,31 @@ class WarmKeeper:
         self._pool = WarmPool()
         self._offered_bytes = 0
         self._leased: dict[object, int] = {}
-        self._ready: dict[int, Warmed] = {}
-        self._tending: dict[int, asyncio.Task[None]] = {}  # preparing, then watching, one an entry
-        self._ending: set[asyncio.Task[None]] = set()  # not to be disturbed any more
+        self._ready: dict[int, WarmedSandbox] = {}
+        self._tasks: dict[
+            int, asyncio.Task[None]
+        ] = {}  # one per entry: prepares it, then waits for its end
+        self._ending: set[asyncio.Task[None]] = set()  # not to be cancelled again
         self._wake = asyncio.Event()
 
-    # ---- told by others
+    # ---- called by executors and the daemon
 
-    def take(self, key: WarmKey) -> Warmed | None:
-        """A sandbox for work with this key, yours from now on; None: start one. Either way more may be prepared."""
+    def take(self, key: WarmKey) -> WarmedSandbox | None:
+        """Return a sandbox for this key, now the caller's; None: start one. Either way another may be prepared."""
         asyncio.get_running_loop().call_later(REFILL_AFTER_S, self._wake.set)
         number = self._pool.ask(self._clock(), key)
         if number is None:
             return None
-        self._tending.pop(number).cancel()
+        self._tasks.pop(number).cancel()
         return self._ready.pop(number)
 
     def offered(self, offer: Offer) -> None:
-        """What the owner lends now; of a machine that is closed, nothing."""
+        """Set the memory that is lent; none of a closed machine."""
         self._offered_bytes = 0 if offer.closed else offer.memory_bytes
         self._wake.set()
 
     def lease_began(self, holder: object, memory_bytes: int) -> None:
-        """Memory that was idle is somebody's now: the pool gives way."""
+        """Count leased memory; warm sandboxes are ended for it if need be."""
         self._leased[holder] = memory_bytes
         if self._pool.entries:
             self._wake.set()
@@ -81,14 +83,14 @@ class WarmKeeper:
         if self._leased.pop(holder, None) is not None and self._pool.demands:
             self._wake.set()
 
-    # ---- keeping
+    # ---- the loop
 
-    async def keep(self) -> None:
+    async def run(self) -> None:
         try:
             while True:
                 self._wake.clear()
                 self._settle()
-                timer = asyncio.get_running_loop().call_later(LOOK_EVERY_S, self._wake.set)
+                timer = asyncio.get_running_loop().call_later(SETTLE_EVERY_S, self._wake.set)
                 await self._wake.wait()
                 timer.cancel()
         finally:
@@ -101,20 +103,20 @@ class WarmKeeper:
         for order in self._pool.settle(self._clock(), room):
             match order:
                 case Prepare():
-                    self._tending[order.number] = asyncio.create_task(self._tend(order))
+                    self._tasks[order.number] = asyncio.create_task(self._prepare(order))
                 case Discard():
-                    self._let_end(order.number).cancel()
+                    self._detach(order.number).cancel()
                 case _:
                     assert_never(order)
 
-    async def _tend(self, order: Prepare) -> None:
-        """Prepares one and watches over it, until it ends or is handed out."""
+    async def _prepare(self, order: Prepare) -> None:
+        """Prepare one sandbox, then wait until it ends or is handed out."""
         number = order.number
         try:
             warmed = await self._make(order)
         except (SandboxFailed, GpoolError, OSError) as error:
             log.info("not_warmed", preload=order.key.preload, why=str(error))
-            self._tending.pop(number, None)
+            self._tasks.pop(number, None)
             self._pool.failed(self._clock(), number)
             return
         except asyncio.CancelledError:
@@ -128,7 +130,7 @@ class WarmKeeper:
         self._wake.set()
         try:
             await warmed.sandbox.ended()
-            self._let_end(number)
+            self._detach(number)
             self._pool.gone(number)
         except asyncio.CancelledError:
             if number not in self._ready:
@@ -138,8 +140,8 @@ class WarmKeeper:
         self._pool.gone(number)
         self._wake.set()
 
-    def _let_end(self, number: int) -> asyncio.Task[None]:
-        task = self._tending.pop(number)
+    def _detach(self, number: int) -> asyncio.Task[None]:
+        task = self._tasks.pop(number)
         self._ending.add(task)
         task.add_done_callback(self._ended)
         return task
@@ -149,7 +151,7 @@ class WarmKeeper:
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("warm_sandbox_not_removed", exc_info=error)
 
-    async def _make(self, order: Prepare) -> Warmed:
+    async def _make(self, order: Prepare) -> WarmedSandbox:
         key = order.key
         runtime = self._warming[key.runtime]
         async with contextlib.AsyncExitStack() as stack:
@@ -167,18 +169,18 @@ class WarmKeeper:
                 cpu_milli=min(MOST_CPU_MILLI, key.limits.cpu_milli),
                 memory_bytes=order.most_bytes,
             )
-            sandbox = await started(runtime, runtime.warm_runner(job, meanwhile))
+            sandbox = await start_sandbox(runtime, runtime.warm_runner(job, meanwhile))
             if not sandbox.forks:
                 await sandbox.remove()
-                raise SandboxFailed("one of its modules takes hold of a GPU when it is imported")
-            return Warmed(sandbox, stack.pop_all())
+                raise SandboxFailed("one of its modules opens a GPU when it is imported")
+            return WarmedSandbox(sandbox, stack.pop_all())
 
     async def _end_all(self) -> None:
-        for number in list(self._tending):
-            self._let_end(number).cancel()
+        for number in list(self._tasks):
+            self._detach(number).cancel()
         if self._ending:
             await asyncio.wait(list(self._ending))
 
 
 def _unheard(line: str) -> None:
-    """What is built before anybody asked for it is told to nobody."""
+    """Drop build output: no task has asked for this environment yet."""

@@ -1,12 +1,12 @@
-"""How tasks share GPUs on this machine, with limits that hold. Who gets which slice was decided by the scheduler.
+"""GPU sharing with enforced limits. The scheduler has decided which task gets which slice.
 
-| mode | who may be neighbours | memory | compute |
+| mode | neighbours | memory | compute |
 |---|---|---|---|
-| `exclusive` | nobody | the card | the card |
-| `mig` | anybody: the hardware keeps them apart | the instance | the instance |
-| `mps` | one user's tasks | the driver refuses more, the watchdog ends who got around it | a share of the processors |
-| `timeslice` | one user's tasks | the watchdog ends the one over its slice | by turns |
+| `exclusive` | none | the card | the card |
+| `mig` | anybody: separated by hardware | the instance | the instance |
+| `mps` | one user's tasks | limited by the driver; a watchdog ends evaders | a share of the processors |
+| `timeslice` | one user's tasks | a watchdog ends tasks over their slice | time slices |
 
-A **tenancy** is one user's time on a GPU, or on one MIG instance of it. When it ends, what the user left is overwritten
-and checked, and the card is set back as it was; only then the next one begins.
+A **tenancy** is one user's time on a GPU or on one MIG instance. At its end the memory is overwritten
+and checked, and the card's settings are restored; only then the next tenancy begins.
 """

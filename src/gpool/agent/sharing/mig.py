@@ -1,4 +1,4 @@
-"""Makes and unmakes MIG instances for leases. Blocks for as long as the driver does; ask from a thread."""
+"""Creation and removal of MIG instances. Blocks as long as the driver does; call it in a thread."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from gpool.agent.sharing.plan import Tenancy
 
 @dataclass(frozen=True, slots=True)
 class Instance:
-    """One that was made, and how it is opened."""
+    """MIG instance and how it is opened."""
 
     made: MigInstance
     nodes: tuple[str, ...]  # /dev/nvidia-caps
 
 
 NodesOf = Callable[[int, int, int], tuple[str, ...]]
-"""The device nodes of (card's minor, GPU instance, compute instance)."""
+"""Device nodes of (card's minor, GPU instance, compute instance)."""
 
 
 def make(nvml: Nvml, wanted: Tenancy, nodes_of: NodesOf) -> Instance:
-    """Switches the card to MIG first where it is not. Raises `NvmlError` when there is no room, or no such profile."""
+    """Create an instance, enabling MIG first if needed. Raises `NvmlError` if it does not fit or the profile is unknown."""
     card = nvml.card(wanted.gpu)
     if not card.mig:
         nvml.set_mig(wanted.gpu, True)

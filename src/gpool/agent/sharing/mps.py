@@ -1,8 +1,8 @@
-"""One MPS daemon for one user on one GPU. It runs as nobody in particular, and so does the server it starts for clients.
+"""MPS daemon of one user on one GPU. Daemon and server run as an unused uid.
 
-What a client reaches of it is the socket `control`. The limits are the daemon's, and it takes orders only from who
-started it: nobody a task can be. To itself it is root in a user namespace of its own, which is what lets it serve
-sandboxes of several uids; to the host it is a uid that nothing else uses.
+Clients reach only the socket `control`. The limits are the daemon's, and it obeys only the user that
+started it, which no task is. In its own user namespace it is root, which lets it serve sandboxes of
+several uids; on the host it is a uid that nothing else uses.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ log = structlog.get_logger(__name__)
 
 
 def find_program(name: str = PROGRAM) -> str:
-    """Empty: it is not installed."""
+    """Return the path; empty if MPS is not installed."""
     return shutil.which(name, path=PLACES) or ""
 
 
 @dataclass(frozen=True, slots=True)
 class Means:
-    """What daemons are started with."""
+    """Programs and folder that daemons are started with."""
 
     program: str
-    unshare: str  # makes it root to itself; unused where no uid is dropped
+    unshare: str  # creates the user namespace; unused if no uid is dropped
     launcher: Launcher
-    folder: Path  # for pipes and logs; any uid may walk it
+    folder: Path  # for pipes and logs; traversable by any uid
 
 
 class MpsDaemon:
-    """`uid`: who it is on the host; None: who we are."""
+    """`uid`: its user on the host; None: the agent's."""
 
     def __init__(self, means: Means, gpu: str, uid: int | None) -> None:
         self._means = means
@@ -64,7 +64,7 @@ class MpsDaemon:
         return self._folder / "pipe" / SOCKET
 
     async def start(self) -> None:
-        """Raises `SandboxFailed`; leaves nothing behind then."""
+        """Start the daemon; raises `SandboxFailed` and then leaves nothing behind."""
         self._means.folder.mkdir(mode=0o711, parents=True, exist_ok=True)
         self._folder = Path(tempfile.mkdtemp(dir=self._means.folder))
         self._folder.chmod(0o711)
@@ -94,7 +94,7 @@ class MpsDaemon:
         async def appeared() -> None:
             while not _is_socket(self.socket):
                 if started.is_over:
-                    raise SandboxFailed(f"the MPS daemon ended at once: {self._last_words()}")
+                    raise SandboxFailed(f"the MPS daemon exited at once: {self._last_words()}")
                 await asyncio.sleep(GLANCE_S)
 
         try:
@@ -106,7 +106,7 @@ class MpsDaemon:
             ) from silent
 
     async def limit(self, limits: MpsLimits) -> None:
-        """For clients to come, of the server that runs and of one to come."""
+        """Set the limits of future clients, for the running server and later ones."""
         memory = f"{max(1, limits.memory_bytes // MIB)}M"
         await self._tell(
             f"set_default_device_pinned_mem_limit 0 {memory}",
@@ -120,7 +120,7 @@ class MpsDaemon:
                 )
 
     async def stop(self) -> None:
-        """Nothing of it is left afterwards. Idempotent."""
+        """Stop the daemon and remove its files. Idempotent."""
         started, self._started = self._started, None
         if started is not None:
             if not started.is_over:
@@ -143,7 +143,7 @@ class MpsDaemon:
         return answer
 
     def _ask(self, text: str) -> subprocess.CompletedProcess[bytes] | None:
-        """In a thread: uvloop's own subprocesses cannot change their uid. None: no answer in time."""
+        """Send commands in a thread (uvloop cannot change a child's uid). None: no answer in time."""
         try:
             return subprocess.run(
                 [*self._lead(), self._means.program],
@@ -162,7 +162,7 @@ class MpsDaemon:
             return None
 
     def _lead(self) -> list[str]:
-        """Root to itself only; the host's processes stay in sight, for clients are known by their ids there."""
+        """Command prefix: root in a user namespace only. It shares the host's PID namespace to identify clients."""
         return [] if self._uid is None else [self._means.unshare, "--map-root-user", "--"]
 
     def _options(self) -> list[str]:

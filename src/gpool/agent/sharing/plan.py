@@ -1,4 +1,4 @@
-"""Which mode a GPU is shared by, which tenancy a slice belongs to, and who must leave before it begins. Pure."""
+"""Choice of a GPU's sharing mode, the tenancy of a slice, and the tenancies that must end first. Pure."""
 
 from __future__ import annotations
 
@@ -11,38 +11,38 @@ from gpool.core.errors import Invalid
 from gpool.core.model import MIB, Gpu, Sharing, Slice, SliceProfile
 
 SOFT = frozenset({Sharing.MPS, Sharing.TIMESLICE})
-"""Modes in which a watchdog looks after each one's memory."""
+"""Modes in which a watchdog enforces memory limits."""
 FIRST_WITH_MPS = (7, 0)
-"""The compute capability from which on MPS keeps its clients' memory apart and limits it."""
+"""First compute capability on which MPS isolates and limits its clients' memory."""
 
 S = TypeVar("S")
 
 
 @dataclass(frozen=True, slots=True)
 class Abilities:
-    """What this agent can do about sharing."""
+    """Sharing abilities of this agent."""
 
-    root: bool  # it may change cards
-    mps: bool  # the daemon's program is there
-    tells_apart: bool  # it knows which sandbox a process belongs to
+    root: bool  # may change card settings
+    mps: bool  # the MPS daemon is installed
+    tells_apart: bool  # can map a process to its sandbox
 
 
 def parse_modes(text: str) -> tuple[Sharing, ...] | None:
-    """The owner's word, first choice first: "mig,mps"; empty: None, what the card is set to decides."""
+    """Parse the owner's setting, first choice first: "mig,mps"; empty: None, the card's own setting decides."""
     if not text.strip():
         return None
     words = [word.strip() for word in text.split(",")]
     known = {mode.value for mode in Sharing}
     for word in words:
         if word not in known:
-            raise Invalid(f"sharing {word!r} is not known; there are: {', '.join(sorted(known))}")
+            raise Invalid(f"sharing {word!r} is not known; known modes: {', '.join(sorted(known))}")
     return tuple(Sharing(word) for word in words)
 
 
 def choose(
     card: Card, profiles: Sequence[SliceProfile], can: Abilities, modes: Sequence[Sharing] | None
 ) -> Sharing:
-    """The first mode that owner, card and agent allow. MIG is chosen only by an owner: by a word, or on the card."""
+    """Return the first mode that owner, card and agent allow. MIG needs the owner's setting or a card in MIG mode."""
     if modes is None:
         modes = (Sharing.MIG,) if card.mig else (Sharing.MPS, Sharing.TIMESLICE)
     for mode in modes:
@@ -70,7 +70,7 @@ def _version(capability: str) -> tuple[int, ...]:
 
 
 def profiles_of(listed: Iterable[MigProfile]) -> tuple[SliceProfile, ...]:
-    """What slices can be made of: plain ones, smallest first; those with media engines of their own are not lent."""
+    """Return the plain slice profiles, smallest first; profiles with media engines are not lent."""
     plain = [
         SliceProfile(one.name, one.memory_bytes, one.compute_slices, one.size, one.starts)
         for one in listed
@@ -80,7 +80,7 @@ def profiles_of(listed: Iterable[MigProfile]) -> tuple[SliceProfile, ...]:
 
 
 def mode_of(gpu: Gpu, part: Slice) -> Sharing:
-    """How this slice of this GPU is held."""
+    """Return the mode of this slice."""
     if part.profile:
         return Sharing.MIG
     if part.memory_bytes >= gpu.memory_bytes and part.share_milli >= 1000:
@@ -90,7 +90,7 @@ def mode_of(gpu: Gpu, part: Slice) -> Sharing:
 
 @dataclass(frozen=True, slots=True)
 class Tenancy:
-    """One user's time on a GPU or on one instance of it."""
+    """One user's time on a GPU or on one MIG instance of it."""
 
     gpu: str  # its uuid
     mode: Sharing
@@ -109,7 +109,7 @@ def tenancy_of(gpu: Gpu, part: Slice, user: int) -> Tenancy:
 
 
 def conflicts(there: Collection[Tenancy], wanted: Tenancy) -> list[Tenancy]:
-    """Those that must have ended before `wanted` begins: all on its GPU but itself and hardware neighbours."""
+    """Return the tenancies that must end before `wanted`: all on its GPU except itself and other MIG instances."""
     return [
         one for one in there if one.gpu == wanted.gpu and one != wanted and not _beside(one, wanted)
     ]
@@ -126,7 +126,7 @@ def _beside(one: Tenancy, other: Tenancy) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class MpsLimits:
-    """What a server lets any client have: those of the largest slice; smaller ones are told their own beside."""
+    """Limits of an MPS server: those of the largest slice; smaller slices get their own besides."""
 
     memory_bytes: int
     percentage: int
@@ -144,7 +144,7 @@ def percentage(part: Slice) -> int:
 def overdrawn(
     processes: Iterable[GpuProcess], owner_of: Mapping[int, S], limits: Mapping[S, int]
 ) -> dict[S, int]:
-    """Who holds more GPU memory than its slice, and how much: all its processes together count."""
+    """Return the sandboxes over their slice and by how much: all processes of a sandbox count together."""
     used: dict[S, int] = {}
     for process in processes:
         owner = owner_of.get(process.pid)

@@ -1,4 +1,4 @@
-"""Cleans a GPU's memory between users: runs the scrubber in a sandbox of its own and judges what it says."""
+"""Scrub of a GPU's memory between users: runs the scrubber in its own sandbox and checks its report."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from gpool.core.model import GIB
 SCRIPT = Path(__file__).with_name("scrubber.py")
 WITHIN_S = 30.0
 LEAST_PART = 0.95
-"""Of the free memory; the driver keeps a little of it for itself once a program starts."""
+"""Least part of the free memory to overwrite; the driver keeps some once a program starts."""
 LIMITS = Limits(cpu_milli=2000, memory_bytes=8 * GIB)
 MOST_SAID = 64 * 1024
 
 
 @dataclass(frozen=True, slots=True)
 class Scrubbed:
-    """What the scrubber says it did."""
+    """Report of the scrubber."""
 
     free: int = 0
     scrubbed: int = 0
@@ -30,7 +30,7 @@ class Scrubbed:
 
 
 def fault(told: Scrubbed) -> str:
-    """Why the memory does not count as clean; empty: it does."""
+    """Return why the memory is not clean; empty if it is."""
     if told.refused:
         return told.refused
     if told.wrong:
@@ -41,7 +41,7 @@ def fault(told: Scrubbed) -> str:
 
 
 def read(said: bytes) -> Scrubbed:
-    """Its last line; whatever else it printed is the reason it did not get so far."""
+    """Parse the last line; any other output is the reason for a failure."""
     lines = said.strip().splitlines()
     try:
         return msgspec.json.decode(lines[-1] if lines else b"", type=Scrubbed)
@@ -50,7 +50,7 @@ def read(said: bytes) -> Scrubbed:
 
 
 async def scrub(runtime: Runtime, seat: GpuSeat) -> Scrubbed:
-    """Everything that is free on the GPU the seat shows. Never raises for what can go wrong on the card."""
+    """Overwrite all free memory of the share's GPU. Never raises for faults of the card."""
     argv = ("python3", "-I", "-c", SCRIPT.read_text())
     said = b""
     try:

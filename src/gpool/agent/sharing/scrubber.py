@@ -1,7 +1,7 @@
-"""Overwrites all free memory of the GPU that CUDA shows, and checks it. Stdlib only; run as a script, as nobody in particular.
+"""Overwrites all free memory of the visible CUDA GPU, and checks it. Stdlib only; run as a script without privileges.
 
-Prints one JSON line: {"free", "scrubbed", "wrong"}: bytes that were free, that were overwritten, and samples that did not
-hold what was written. Over the driver's own library, so that it needs nothing installed.
+Prints one JSON line {"free", "scrubbed", "wrong"}: free bytes, overwritten bytes, samples with a wrong
+value. Uses the driver's library only, so nothing needs installing.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ import json
 import sys
 
 CHUNK = 4 << 30
-LEAST = 2 << 20  # the driver hands out no less
+LEAST = 2 << 20  # the driver's smallest allocation
 SAMPLE = 4096
-SAMPLES = 64  # of each chunk
+SAMPLES = 64  # per chunk
 MARK, CLEAN = 0x5C, 0
 
 
 class Refused(Exception):
-    """CUDA's word for why."""
+    """Error text of CUDA."""
 
 
 def open_driver() -> ctypes.CDLL:
@@ -40,7 +40,7 @@ def call(cuda: ctypes.CDLL, name: str, *arguments: object) -> None:
 
 
 def take_all(cuda: ctypes.CDLL) -> list[tuple[int, int]]:
-    """(address, size), until nothing is left to take."""
+    """Allocate (address, size) blocks until nothing is left."""
     held, size = [], CHUNK
     while size >= LEAST:
         place = ctypes.c_uint64()
@@ -54,7 +54,7 @@ def take_all(cuda: ctypes.CDLL) -> list[tuple[int, int]]:
 
 
 def overwrite(cuda: ctypes.CDLL, held: list[tuple[int, int]], value: int) -> int:
-    """How many samples do not hold what was written."""
+    """Overwrite, and return the number of wrong samples."""
     for place, size in held:
         call(cuda, "cuMemsetD8_v2", ctypes.c_uint64(place), value, ctypes.c_size_t(size))
     call(cuda, "cuCtxSynchronize")

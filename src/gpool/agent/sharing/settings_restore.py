@@ -1,4 +1,4 @@
-"""How a card was set before tasks came, and setting it back. Knows nothing of tasks; a file survives a killed agent."""
+"""Record and restore of a card's settings. The record is a file, so it survives a killed agent."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class CardSettings:
-    """What a task or we might change. None: the card does not say."""
+    """Settings that a task or the agent might change. None: the card does not report it."""
 
     mig: bool | None
-    instances: tuple[str, ...]  # uuids of MIG instances that are the owner's
+    instances: tuple[str, ...]  # uuids of the owner's MIG instances
     compute_mode: str
     power_limit_mw: int | None
     clocks: tuple[int, int] | None
@@ -37,7 +37,7 @@ def record(nvml: Nvml, uuid: str) -> CardSettings:
 
 
 def restore(nvml: Nvml, uuid: str, wanted: CardSettings) -> tuple[str, ...]:
-    """Sets back what differs and says what that was; raises `NvmlError` when the card refuses."""
+    """Restore differing settings and return them; raises `NvmlError` if the card refuses."""
     now, changed = record(nvml, uuid), []
     for instance in nvml.mig_instances(uuid):
         if instance.uuid not in wanted.instances:
@@ -59,7 +59,7 @@ def restore(nvml: Nvml, uuid: str, wanted: CardSettings) -> tuple[str, ...]:
 
 
 class Records:
-    """One file for each card that is not as its owner left it."""
+    """One file per card whose settings differ from its owner's."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -74,7 +74,7 @@ class Records:
         (self._folder / f"{uuid}.json").unlink(missing_ok=True)
 
     def left(self) -> Iterator[tuple[str, CardSettings]]:
-        """What an agent that was killed did not set back."""
+        """Records that a killed agent left."""
         for file in sorted(self._folder.glob("*.json")):
             try:
                 yield file.stem, msgspec.json.decode(file.read_bytes(), type=CardSettings)
@@ -84,7 +84,7 @@ class Records:
 
 
 def recover(nvml: Nvml, records: Records) -> None:
-    """Sets back every card an earlier agent left otherwise; one that refuses is tried again at the next start."""
+    """Restore all cards that an earlier agent left changed; a refusal is retried at the next start."""
     for uuid, settings in list(records.left()):
         try:
             changed = restore(nvml, uuid, settings)

@@ -1,4 +1,4 @@
-"""Puts sharing together on this machine, and says of each GPU how slices of it are kept apart."""
+"""Wiring of GPU sharing on this machine, and each GPU's sharing mode."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from pathlib import Path
 
 import structlog
 
-from gpool.agent.machine.detection.nvml import NoDriver, Nvml, NvmlError, RealNvml
+from gpool.agent.machine.detection.nvml import NoDriver, Nvml, NvmlError
+from gpool.agent.machine.detection.real_nvml import RealNvml
 from gpool.agent.runtime.bubblewrap.launcher_client import Launcher
 from gpool.agent.runtime.bubblewrap.runtime import RUN, BubblewrapRuntime
 from gpool.agent.sharing import mps, plan
@@ -19,13 +20,13 @@ from gpool.agent.sharing.settings_restore import Records
 from gpool.agent.sharing.shares import GpuSeats
 from gpool.core.model import Gpu, Sharing
 
-LONGEST_PATH = 60  # a socket's name has 108 letters at most
+LONGEST_PATH = 60  # socket paths have at most 108 characters
 
 log = structlog.get_logger(__name__)
 
 
 class GpuSharing:
-    """`modes`: the owner's word, first choice first; None: what each card is set to decides."""
+    """`modes`: the owner's setting, first choice first; None: each card's own setting decides."""
 
     def __init__(
         self,
@@ -40,7 +41,7 @@ class GpuSharing:
         self.seats = seats
 
     def describe(self, gpus: Sequence[Gpu]) -> tuple[Gpu, ...]:
-        """What each is shared by, and why one takes nothing new."""
+        """Return the GPUs with their modes and the reason why one is closed."""
         described = tuple(self._described(gpu) for gpu in gpus)
         self.seats.use_gpus(described)
         return described
@@ -68,7 +69,7 @@ class GpuSharing:
 def sharing_for(
     data_dir: Path, sandboxes: BubblewrapRuntime, modes: Sequence[Sharing] | None
 ) -> GpuSharing | None:
-    """None: there is no NVIDIA driver."""
+    """Make it; None without an NVIDIA driver."""
     nvml = RealNvml()
     try:
         nvml.open()
@@ -92,7 +93,6 @@ def sharing_for(
 
 
 def _pipes(data_dir: Path, root: bool) -> Path:
-    """Ours alone: what lies there at the start is of an agent before us on the same data."""
     if root:
         return RUN / f"mps-{hashlib.sha256(bytes(data_dir.resolve())).hexdigest()[:12]}"
     near = data_dir.resolve() / "mps"

@@ -1,9 +1,9 @@
-"""Shares out this machine's GPUs: begins and ends tenancies, one after another on each card. Decides nothing that `plan` does not.
+"""GPU shares of this machine: begin and end tenancies, one after another on each card. `plan` decides.
 
-A tenancy begins with its first sandbox. It lasts a moment longer than its last one, so that one user's tasks that follow
-each other find the daemon, the instance and the memory as they were; a stranger's task ends it at once. Its end is: the
-MPS daemon ended, the memory overwritten and checked, the instance unmade, the card set back. A card whose memory could
-not be cleaned takes nobody else: `unclean` says why.
+A tenancy begins with its first sandbox and outlives the last one briefly, so that consecutive tasks of
+one user find daemon, instance and memory as they were; another user's task ends it at once. Its end:
+stop the MPS daemon, overwrite and check the memory, remove the instance, restore the settings. A card
+whose memory could not be cleaned takes no other user: `unclean` says why.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ log = structlog.get_logger(__name__)
 
 
 class _House:
-    """A tenancy that has begun."""
+    """Tenancy in progress."""
 
     __slots__ = ("daemon", "held", "instance", "leaving", "tenancy")
 
@@ -52,7 +52,7 @@ class _House:
 
 
 class GpuSeats:
-    """`sandboxes` runs the scrubber; without it (None) memory is not cleaned, and none but the owner's tasks run anyway."""
+    """`sandboxes` runs the scrubber; None: memory is not cleaned, and only the owner's tasks run."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class GpuSeats:
         """By uuid: why a card takes nobody new."""
 
     def use_gpus(self, gpus: Sequence[Gpu]) -> None:
-        """What the machine has now."""
+        """Set the GPUs the machine has now."""
         self._gpus = {gpu.index: gpu for gpu in gpus}
 
     @property
@@ -90,17 +90,17 @@ class GpuSeats:
         return frozenset(self._houses)
 
     async def start(self) -> None:
-        """Cards that an agent before us did not leave in good order are set back, and cleaned before anybody gets them."""
+        """Restore and clean cards that an earlier agent left in use, before anybody gets them."""
         left = list(self._records.left())
         await asyncio.to_thread(settings_restore.recover, self._nvml, self._records)
         if self._mps is not None:
             await asyncio.to_thread(shutil.rmtree, self._mps.folder, ignore_errors=True)
         for uuid, settings in left:
-            self._records.keep(uuid, settings)  # until it is clean
+            self._records.keep(uuid, settings)  # kept until the card is clean
             self._set_aside(uuid, "an agent ended before it had cleaned it", first_s=0.0)
 
     async def close(self) -> None:
-        """After the last sandbox: every tenancy ends now."""
+        """End every tenancy, after the last sandbox."""
         for house in list(self._houses.values()):
             if house.leaving is not None:
                 house.leaving.cancel()
@@ -115,10 +115,10 @@ class GpuSeats:
             await self._mps.launcher.close()
 
     def settings_before(self, uuid: str) -> settings_restore.CardSettings | None:
-        """How the owner left a card that is in use now."""
+        """Return the owner's settings of a card in use."""
         return self._before.get(uuid)
 
-    # ---- the door
+    # ---- interface
 
     @contextlib.asynccontextmanager
     async def seat(self, user: int, slices: Sequence[Slice], /) -> AsyncIterator[GpuSeat | None]:
@@ -146,7 +146,7 @@ class GpuSeats:
         gpu = self._gpus.get(index)
         return gpu is not None and not gpu.simulated and gpu.vendor == "nvidia"
 
-    # ---- coming and going
+    # ---- sandboxes join and leave
 
     async def _enter(self, gpu: Gpu, part: Slice, user: int) -> _House:
         wanted = plan.tenancy_of(gpu, part, user)
@@ -162,7 +162,7 @@ class GpuSeats:
             try:
                 house = known if known is not None else await undisturbed(self._begin(wanted))
             except asyncio.CancelledError:
-                if wanted in self._houses:  # it has begun, for nobody
+                if wanted in self._houses:  # begun, but its sandbox is gone
                     self._leave_empty(self._houses[wanted])
                 raise
             if house.leaving is not None:
@@ -198,7 +198,7 @@ class GpuSeats:
     def _lock(self, uuid: str) -> asyncio.Lock:
         return self._locks.setdefault(uuid, asyncio.Lock())
 
-    # ---- a tenancy begins
+    # ---- begin of a tenancy
 
     async def _begin(self, wanted: Tenancy) -> _House:
         house = _House(wanted)
@@ -209,8 +209,8 @@ class GpuSeats:
                 await self._start_mps(house)
         except (NvmlError, SandboxFailed) as error:
             await self._end(house, used=False)
-            raise PartFailed(f"the GPU could not be got ready: {error}") from error
-        except BaseException:  # a fault of ours: the card must not stay as it is
+            raise PartFailed(f"the GPU could not be prepared: {error}") from error
+        except BaseException:  # our own fault: restore the card
             await self._end(house, used=False)
             raise
         return house
@@ -230,16 +230,15 @@ class GpuSeats:
         if self._mps is None:
             raise SandboxFailed("this node has no MPS")
         gpu = house.tenancy.gpu
-        with contextlib.suppress(NotPermitted):  # then who goes around MPS is left to the watchdog
+        with contextlib.suppress(NotPermitted):  # the watchdog still catches evaders of MPS
             await asyncio.to_thread(self._nvml.set_compute_mode, gpu, ONE_PROCESS)
         index = next((one.index for one in self._gpus.values() if one.uuid == gpu), 0)
         house.daemon = MpsDaemon(self._mps, gpu, self._shared_uid(index))
         await house.daemon.start()
 
-    # ---- and ends
+    # ---- end of a tenancy
 
     async def _end(self, house: _House, *, used: bool = True) -> None:
-        """Whatever goes wrong, the card is then as its owner left it, or it takes nobody any more."""
         tenancy = house.tenancy
         gpu = tenancy.gpu
         why = ""
@@ -268,7 +267,7 @@ class GpuSeats:
         return await self._clean(house.tenancy.gpu, self._whole_seat(house))
 
     async def _clean(self, gpu: str, seat: GpuSeat) -> str:
-        """Why it is not clean; empty: it is."""
+        """Return why it is not clean; empty if it is."""
         if self._sandboxes is None:
             return ""
         told = await scrub(self._sandboxes, seat)
@@ -277,7 +276,6 @@ class GpuSeats:
         return f"its memory could not be cleaned: {why}" if why else ""
 
     def _set_aside(self, gpu: str, why: str, first_s: float = AGAIN_AFTER_S) -> None:
-        """Nobody gets it until it has been cleaned after all."""
         log.error("gpu_unclean", gpu=gpu, why=why)
         is_known, self.unclean[gpu] = gpu in self.unclean, why
         if is_known:
@@ -292,7 +290,7 @@ class GpuSeats:
             pause_s = AGAIN_AFTER_S
             async with self._lock(gpu):
                 if any(other.gpu == gpu for other in self._houses):
-                    continue  # neighbours on the rest of it are still there
+                    continue  # other instances of the card are in use
                 why = await self._restore(gpu)
                 why = why or await self._clean(gpu, self._card_seat(gpu))
                 if not why:
@@ -308,7 +306,7 @@ class GpuSeats:
                 self._nvml.set_compute_mode(gpu, before.compute_mode)
 
     async def _restore(self, gpu: str) -> str:
-        """Why it could not be; empty: it is as it was."""
+        """Return why the settings could not be restored; empty if they are."""
         before = self._before.get(gpu)
         if before is None:
             return ""
@@ -321,7 +319,7 @@ class GpuSeats:
             log.info("card_restored", gpu=gpu, changed=changed)
         return ""
 
-    # ---- what a sandbox gets
+    # ---- the share of a sandbox
 
     def _furnish(self, houses: Sequence[_House], real: Sequence[tuple[Gpu, Slice]]) -> GpuSeat:
         nodes: list[str] = []
@@ -342,7 +340,6 @@ class GpuSeats:
         )
 
     def _whole_seat(self, house: _House) -> GpuSeat:
-        """All of a tenancy, without limits."""
         if house.instance is None:
             return self._card_seat(house.tenancy.gpu)
         nodes = self._card_seat(house.tenancy.gpu).nodes
@@ -355,7 +352,7 @@ class GpuSeats:
 
 
 async def undisturbed(work: Coroutine[object, object, T]) -> T:
-    """Called off, it is done nevertheless: half of it would leave a card that nobody knows the state of."""
+    """Finish despite cancellation: half of it would leave a card in an unknown state."""
     task = asyncio.ensure_future(work)
     try:
         return await asyncio.shield(task)
@@ -365,7 +362,7 @@ async def undisturbed(work: Coroutine[object, object, T]) -> T:
 
 
 async def patiently(call: Callable[[], T]) -> T:
-    """In a thread. A card counts a program that has just ended as a user for a moment longer."""
+    """Retry in a thread: a card counts a process that has just ended as a user for a moment longer."""
     for _ in range(TRIES):
         try:
             return await asyncio.to_thread(call)
@@ -377,7 +374,7 @@ async def patiently(call: Callable[[], T]) -> T:
 
 
 def mps_variables(part: Slice) -> list[tuple[str, str]]:
-    """A slice smaller than its server's limits is told its own; it can only ask for less."""
+    """Variables for a slice smaller than the server's limits; a client can only ask for less."""
     return [
         ("CUDA_MPS_PIPE_DIRECTORY", INSIDE),
         ("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT", f"0={max(1, part.memory_bytes // MIB)}M"),

@@ -1,6 +1,6 @@
-"""The watchdog: looks at each process's GPU memory and ends the sandbox that holds more than its slice, no other.
+"""Memory watchdog: ends a sandbox whose processes hold more GPU memory than its slice, and no other.
 
-It stands behind MPS too, whose limit is each process's own: a task's processes count together here.
+It also runs behind MPS, whose limit is per process: here a task's processes count together.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ log = structlog.get_logger(__name__)
 
 
 class Watched:
-    """One sandbox's slice of one GPU."""
+    """Slice of one sandbox on one GPU."""
 
     __slots__ = ("gpu", "limit_bytes", "seat")
 
@@ -30,7 +30,7 @@ class Watched:
 
 
 class Watchdog:
-    """Looks only while there is something to look after."""
+    """Polls only while there are slices to watch."""
 
     def __init__(self, nvml: Nvml, every_s: float = EVERY_S) -> None:
         self._nvml = nvml
@@ -61,7 +61,7 @@ class Watchdog:
             await asyncio.sleep(self._every_s)
 
     async def look(self) -> None:
-        """Once, at every GPU that has slices."""
+        """Check every GPU with slices once."""
         try:
             found = await asyncio.to_thread(self._find, tuple(self._watched))
         except NvmlError as error:

@@ -1,16 +1,17 @@
-"""Gives each line's allocation something to do: starts, fills, rests and ends runners, starts and ends commands.
+"""Dispatch of leases to sandboxes: starts, fills, idles and ends runners, starts and ends commands. Pure.
 
-The leases of an allocation stand in one line; one of them runs. A command runs alone in a fresh sandbox. Calls are
-handed to a runner in a window worth about `WINDOW_US` of work. A call cannot be taken back out of a runner: it may begin
-there at any moment. So what waits behind a long call in a runner is not handed back, it would run here and elsewhere at
-once; and one that is stopped or dropped while it waits there is only marked: when it would be the next to run, the runner
-is ended and the unmarked rest goes to a fresh one.
+The leases of an allocation wait in one lease queue; one of them runs. A command runs alone in a fresh sandbox. Calls go to
+a runner in a window worth about `WINDOW_US` of work. A call in a runner may begin at any moment and cannot be taken back:
+calls behind a long one are therefore not returned to the server (they could run here and elsewhere at once), and a call
+that is stopped or dropped there only changes its state. When it would be the next to run, the runner is ended and the
+remaining calls go to a fresh one.
 """
 
 from __future__ import annotations
 
-from gpool.agent.state_machine import ends
+from gpool.agent.state_machine import end_reports
 from gpool.agent.state_machine.instructions import (
+    NEVER,
     EndCommand,
     EndRunner,
     Instruction,
@@ -20,130 +21,146 @@ from gpool.agent.state_machine.instructions import (
     StartRunner,
 )
 from gpool.agent.state_machine.lease_queues import (
-    NEVER,
+    AgentLease,
     Ending,
-    Fate,
-    Held,
-    Line,
-    Order,
-    Place,
-    Runner,
+    GrantTerms,
+    LeaseQueue,
+    RunnerRecord,
     RunnerState,
 )
 from gpool.agent.state_machine.leases import Leases
+from gpool.agent.state_machine.transitions import LeaseMove
 from gpool.core.model import EndReason, Phase
 
 MAX_WINDOW = 128
-FIRST_WINDOW = 8  # while nothing is known of how long a call takes
+FIRST_WINDOW = 8  # until the duration of a call is known
 WINDOW_US = 50_000
-ANNOUNCE_AFTER_US = 10_000  # what ends sooner is reported by its end alone
-HAND_BACK_AFTER_US = 2_000_000
-REACHED_AFTER_US = 200_000  # a phase that is over sooner is not told
+ANNOUNCE_AFTER_US = 10_000  # of a shorter attempt only the end is reported
+RETURN_AFTER_US = 2_000_000  # waiting leases are returned when the one before them runs this long
+PHASE_AFTER_US = 200_000  # shorter phases are not reported
 IDLE_RUNNER_US = 60_000_000
 MAX_IDLE_RUNNERS = 8
 
 
 class Dispatch:
-    """Every line and runner of one agent. Instructions are appended to `out`."""
+    """Every queue and runner of one agent. Instructions are appended to `out`."""
 
     def __init__(self, leases: Leases) -> None:
         self._leases = leases
-        self.lines: dict[int, Line] = {}
-        self.runners: dict[int, Runner] = {}
-        self.idle: dict[int, Runner] = {}
-        self.blocked: set[int] = set()  # lines that wait for somebody else's sandbox to be gone
+        self.queues: dict[int, LeaseQueue] = {}
+        self.runners: dict[int, RunnerRecord] = {}
+        self.idle: dict[int, RunnerRecord] = {}
+        self.blocked: set[int] = set()  # queues that wait for the end of another sandbox
         self._last_runner = 0
-        self.longest_us = NEVER  # what the owner lets anything run for
+        self._longest_us = NEVER  # the owner's limit for any run
 
-    def advance(self, now: int, line: Line, out: list[Instruction]) -> None:
-        """Give the line's allocation something to do, if it can be."""
-        runner = line.runner
-        if runner is not None and runner.sent and runner.sent[0].fate:
+    @property
+    def next_at(self) -> int:
+        """When `tick` has something to do."""
+        return min((queue.next_at for queue in self.queues.values()), default=NEVER)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no sandbox is left."""
+        return not self.runners and all(queue.command is None for queue in self.queues.values())
+
+    def limit_runs(self, longest_us: int) -> None:
+        """Preempt every run that takes longer than the owner's limit."""
+        self._longest_us = longest_us
+        for queue in list(self.queues.values()):
+            self.settle(queue)
+
+    def advance(self, now: int, queue: LeaseQueue, out: list[Instruction]) -> None:
+        """Start, fill, idle or end the queue's sandbox as its leases need it."""
+        runner = queue.runner
+        if runner is not None and runner.sent and runner.sent[0].is_ending:
             self.end_runner(runner, out)
-        if line.waiting and line.command is None:
-            order = line.waiting[0].order
+        if queue.waiting and queue.command is None:
+            terms = queue.waiting[0].terms
             if runner is None:
-                self._start(now, line, out)
-                runner = line.runner
-            elif not runner.sent and not (order.is_function and runner.key == order.key):
+                self._start(now, queue, out)
+                runner = queue.runner
+            elif not runner.sent and not (terms.is_function and runner.key == terms.key):
                 self.end_runner(runner, out)
             if runner is not None and runner.state is RunnerState.READY:
-                self._fill(now, line, runner, out)
+                self._fill(now, queue, runner, out)
         elif runner is not None and runner.state is RunnerState.READY and not runner.sent:
-            self._rest(now, runner, out)
-        self.settle(line)
+            self._idle(now, runner, out)
+        self.settle(queue)
 
-    def _start(self, now: int, line: Line, out: list[Instruction]) -> None:
-        """Nothing runs here: start what the first in line needs, unless another sandbox is in its way."""
-        held = line.waiting[0]
-        order = held.order
-        if held.task in self._leases.outlived or self._is_in_the_way(order, line, out):
-            self.blocked.add(line.number)
+    def _start(self, now: int, queue: LeaseQueue, out: list[Instruction]) -> None:
+        """Start a sandbox for the first lease, or take over an idle runner, unless another sandbox is still on its GPUs."""
+        lease = queue.waiting[0]
+        terms = lease.terms
+        if lease.task in self._leases.outlived or self._is_blocked(terms, queue, out):
+            self.blocked.add(queue.number)
             return
-        if not order.is_function:
-            line.waiting.popleft()
-            held.place = Place.COMMAND
-            line.command, line.command_ending, line.announced = held, Ending.NO, False
-            line.command_begun, line.command_since = now, NEVER
-            line.reach(now, Phase.START)
+        if not terms.is_function:
+            queue.waiting.popleft()
+            lease.move(now, LeaseMove.STARTED)
+            queue.command, queue.command_ending, queue.announced = lease, Ending.NO, False
+            queue.command_begun, queue.command_since = now, NEVER
+            queue.reach(now, Phase.START)
             out.append(
                 StartCommand(
-                    held.task,
-                    held.epoch,
-                    order.spec,
-                    order.allocation,
-                    order.owner,
-                    order.secrets,
-                    held.checkpoint,
-                    order.user,
-                    order.gang,
+                    lease.task,
+                    lease.epoch,
+                    terms.spec,
+                    terms.allocation,
+                    terms.owner,
+                    terms.secrets,
+                    lease.checkpoint,
+                    terms.user,
+                    terms.gang,
                 )
             )
             return
         for runner in self.idle.values():
-            if runner.key == order.key and runner.state is RunnerState.READY:
-                former = runner.line
-                former.runner, runner.line, line.runner = None, line, runner
+            if runner.key == terms.key and runner.state is RunnerState.READY:
+                former = runner.queue
+                former.runner, runner.queue, queue.runner = None, queue, runner
                 self.settle(former)
                 return
         self._last_runner += 1
-        runner = Runner(self._last_runner, order.key, line)
-        self.runners[runner.number] = line.runner = runner
+        runner = RunnerRecord(self._last_runner, terms.key, queue)
+        self.runners[runner.number] = queue.runner = runner
         runner.head_begun = now
-        line.reach(now, Phase.START)
+        queue.reach(now, Phase.START)
         out.append(
             StartRunner(
                 runner.number,
-                order.user,
-                order.owner,
-                order.spec,
-                order.allocation,
-                order.secrets,
+                terms.user,
+                terms.owner,
+                terms.spec,
+                terms.allocation,
+                terms.secrets,
             )
         )
 
-    def _is_in_the_way(self, order: Order, line: Line, out: list[Instruction]) -> bool:
-        """Whether a sandbox without a live lease still sits on one of the GPUs; idle ones are ended."""
-        gpus = {part.gpu_index for part in order.allocation.slices}
+    def _is_blocked(self, terms: GrantTerms, queue: LeaseQueue, out: list[Instruction]) -> bool:
+        """Return whether a sandbox that is being ended is on one of the GPUs; end idle runners there."""
+        gpus = {part.gpu_index for part in terms.allocation.slices}
         if not gpus:
             return False
         found = False
         for runner in self.runners.values():
-            if runner.line is line or not gpus & {s.gpu_index for s in runner.key.slices}:
+            if runner.queue is queue or not gpus & {s.gpu_index for s in runner.key.slices}:
                 continue
-            taken_over = runner.number in self.idle and runner.serves(order)
+            taken_over = runner.number in self.idle and runner.serves(terms)
             if not runner.is_wanted and not taken_over:
                 self.end_runner(runner, out)
             found = found or runner.state is RunnerState.ENDING
-        for other in self.lines.values():
-            if other is not line and other.command is not None and other.command_ending:
-                slices = other.command.order.allocation.slices
+        for other in self.queues.values():
+            if other is not queue and other.command is not None and other.command_ending:
+                slices = other.command.terms.allocation.slices
                 found = found or bool(gpus & {s.gpu_index for s in slices})
         return found
 
-    def _fill(self, now: int, line: Line, runner: Runner, out: list[Instruction]) -> None:
-        """Hand calls to the runner up to its window, but in portions: half of it must have run dry."""
-        sent, waiting, mean = runner.sent, line.waiting, runner.mean_us
+    def _fill(
+        self, now: int, queue: LeaseQueue, runner: RunnerRecord, out: list[Instruction]
+    ) -> None:
+        """Hand calls to the runner up to its window; in portions, once half of the window is free."""
+        sent, waiting, mean = runner.sent, queue.waiting, runner.mean_us
         window = FIRST_WINDOW if mean < 0 else min(MAX_WINDOW, max(1, WINDOW_US // (mean + 1)))
         room = window - len(sent)
         if room <= 0 or len(sent) > window // 2:
@@ -152,26 +169,26 @@ class Dispatch:
         calls: list[RunnerCall] = []
         was_empty = not sent
         while waiting and room:
-            held = waiting[0]
-            order = held.order
-            if order is not last:
-                if not order.is_function or order.key != key:
+            lease = waiting[0]
+            terms = lease.terms
+            if terms is not last:
+                if not terms.is_function or terms.key != key:
                     break
-                last = order
-            if outlived and held.task in outlived:
-                self.blocked.add(line.number)
+                last = terms
+            if outlived and lease.task in outlived:
+                self.blocked.add(queue.number)
                 break
             waiting.popleft()
-            held.place = Place.SENT
-            sent.append(held)
+            lease.move(now, LeaseMove.SENT)
+            sent.append(lease)
             room -= 1
             calls.append(
                 RunnerCall(
-                    held.task,
-                    held.epoch,
-                    order.spec.function_sha256,
-                    held.payload,
-                    held.payload_sha256,
+                    lease.task,
+                    lease.epoch,
+                    terms.spec.function_sha256,
+                    lease.payload,
+                    lease.payload_sha256,
                 )
             )
         if calls:
@@ -183,7 +200,7 @@ class Dispatch:
                 runner.idle_since = NEVER
             out.append(SendCalls(runner.number, tuple(calls)))
 
-    def _rest(self, now: int, runner: Runner, out: list[Instruction]) -> None:
+    def _idle(self, now: int, runner: RunnerRecord, out: list[Instruction]) -> None:
         if runner.number in self.idle:
             return
         runner.idle_since = now
@@ -191,7 +208,7 @@ class Dispatch:
         while len(self.idle) > MAX_IDLE_RUNNERS:
             self.end_runner(next(iter(self.idle.values())), out)
 
-    def end_runner(self, runner: Runner, out: list[Instruction]) -> None:
+    def end_runner(self, runner: RunnerRecord, out: list[Instruction]) -> None:
         if runner.state is not RunnerState.ENDING:
             runner.state = RunnerState.ENDING
             runner.idle_since = NEVER
@@ -199,156 +216,163 @@ class Dispatch:
             out.append(EndRunner(runner.number))
 
     def end_command(
-        self, line: Line, reason: EndReason, out: list[Instruction], grace_us: int = 0
+        self, queue: LeaseQueue, reason: EndReason, out: list[Instruction], grace_us: int = 0
     ) -> None:
-        held = line.command
+        lease = queue.command
         saves = reason is EndReason.PREEMPTED or reason is EndReason.TIMED_OUT
         how = Ending.SAVING if saves else Ending.AT_ONCE
-        if held is not None and line.command_ending < how:
-            line.command_ending = how
-            out.append(EndCommand(held.task, held.epoch, reason, grace_us))
+        if lease is not None and queue.command_ending < how:
+            queue.command_ending = how
+            out.append(EndCommand(lease.task, lease.epoch, reason, grace_us))
 
-    def settle(self, line: Line) -> None:
-        """Note when the line wants its next tick; a line with nothing left is dropped."""
-        if line.is_spent:
-            self.lines.pop(line.number, None)
-            self.blocked.discard(line.number)
+    def settle(self, queue: LeaseQueue) -> None:
+        """Set the time of the queue's next tick; remove a spent queue."""
+        if queue.is_spent:
+            self.queues.pop(queue.number, None)
+            self.blocked.discard(queue.number)
             return
         at = NEVER
-        runner, held = line.runner, line.command
-        if held is not None:
-            at = self._command_at(line, held)
+        runner, lease = queue.runner, queue.command
+        if lease is not None:
+            at = self._command_at(queue, lease)
         elif runner is not None:
             if runner.state is RunnerState.READY:
                 if runner.sent:
-                    at = self._call_at(line, runner, runner.sent[0])
+                    at = self._call_at(queue, runner, runner.sent[0])
                 elif runner.idle_since != NEVER:
                     at = runner.idle_since + IDLE_RUNNER_US
-            elif runner.state is RunnerState.STARTING and line.waiting:
-                at = runner.head_begun + line.waiting[0].order.spec.timeout
-                if not line.phase_told:
-                    at = min(at, line.phase_since + REACHED_AFTER_US)
-                if len(line.waiting) > 1:
-                    at = min(at, max(runner.head_begun, line.granted_at) + HAND_BACK_AFTER_US)
-        line.next_at = at
+            elif runner.state is RunnerState.STARTING and queue.waiting:
+                at = runner.head_begun + queue.waiting[0].terms.spec.timeout
+                if not queue.phase_reported:
+                    at = min(at, queue.phase_since + PHASE_AFTER_US)
+                if len(queue.waiting) > 1:
+                    at = min(at, max(runner.head_begun, queue.granted_at) + RETURN_AFTER_US)
+        queue.next_at = at
 
-    def _command_at(self, line: Line, held: Held) -> int:
-        at = NEVER if held.log is None or held.log.due_at is None else held.log.due_at
-        if line.command_ending is not Ending.NO:
-            return at if line.command_ending is Ending.SAVING else NEVER
-        at = min(at, line.command_begun + held.order.spec.timeout)
-        if line.command_since != NEVER:
-            at = min(at, line.command_since + self.longest_us)
-            if not line.announced:
-                at = min(at, line.command_since + ANNOUNCE_AFTER_US)
-        if not line.phase_told:
-            at = min(at, line.phase_since + REACHED_AFTER_US)
-        if line.waiting:
-            at = min(at, max(line.command_begun, line.granted_at) + HAND_BACK_AFTER_US)
+    def _command_at(self, queue: LeaseQueue, lease: AgentLease) -> int:
+        at = NEVER if lease.log is None or lease.log.due_at is None else lease.log.due_at
+        if queue.command_ending is not Ending.NO:
+            return at if queue.command_ending is Ending.SAVING else NEVER
+        at = min(at, queue.command_begun + lease.terms.spec.timeout)
+        if queue.command_since != NEVER:
+            at = min(at, queue.command_since + self._longest_us)
+            if not queue.announced:
+                at = min(at, queue.command_since + ANNOUNCE_AFTER_US)
+        if not queue.phase_reported:
+            at = min(at, queue.phase_since + PHASE_AFTER_US)
+        if queue.waiting:
+            at = min(at, max(queue.command_begun, queue.granted_at) + RETURN_AFTER_US)
         return at
 
-    def _call_at(self, line: Line, runner: Runner, held: Held) -> int:
+    def _call_at(self, queue: LeaseQueue, runner: RunnerRecord, lease: AgentLease) -> int:
         since = runner.head_since
         if runner.announced:
-            at = runner.head_begun + held.order.spec.timeout
-            if self.longest_us != NEVER:
-                at = min(at, since + self.longest_us)
+            at = runner.head_begun + lease.terms.spec.timeout
+            if self._longest_us != NEVER:
+                at = min(at, since + self._longest_us)
         else:
-            at = min(runner.head_begun + held.order.spec.timeout, since + ANNOUNCE_AFTER_US)
-        if held.log is not None and held.log.due_at is not None:
-            at = min(at, held.log.due_at)
-        if line.waiting:
-            at = min(at, max(since, line.granted_at) + HAND_BACK_AFTER_US)
+            at = min(runner.head_begun + lease.terms.spec.timeout, since + ANNOUNCE_AFTER_US)
+        if lease.log is not None and lease.log.due_at is not None:
+            at = min(at, lease.log.due_at)
+        if queue.waiting:
+            at = min(at, max(since, queue.granted_at) + RETURN_AFTER_US)
         return at
 
     def tick(self, now: int, out: list[Instruction]) -> None:
-        for line in list(self.lines.values()):
-            if line.next_at <= now:
-                self._tick(now, line, out)
+        for queue in list(self.queues.values()):
+            if queue.next_at <= now:
+                self._tick(now, queue, out)
 
-    def _tick(self, now: int, line: Line, out: list[Instruction]) -> None:
-        runner = line.runner
-        if line.command is not None:
-            self._tick_command(now, line, line.command, out)
+    def _tick(self, now: int, queue: LeaseQueue, out: list[Instruction]) -> None:
+        runner = queue.runner
+        if queue.command is not None:
+            self._tick_command(now, queue, queue.command, out)
         elif runner is not None and runner.sent:
-            self._tick_call(now, line, runner, runner.sent[0])
-        elif runner is not None and runner.state is RunnerState.STARTING and line.waiting:
-            self._tick_start(now, line, runner, out)
+            self._tick_call(now, queue, runner, runner.sent[0])
+        elif runner is not None and runner.state is RunnerState.STARTING and queue.waiting:
+            self._tick_start(now, queue, runner, out)
         elif runner is not None and now >= runner.idle_since + IDLE_RUNNER_US:
             self.end_runner(runner, out)
-        self.advance(now, line, out)
+        self.advance(now, queue, out)
 
-    def _tick_command(self, now: int, line: Line, held: Held, out: list[Instruction]) -> None:
-        if held.log is not None and held.log.due_at is not None and now >= held.log.due_at:
-            self._leases.flush_log(now, held)
-        if held.fate:
+    def _tick_command(
+        self, now: int, queue: LeaseQueue, lease: AgentLease, out: list[Instruction]
+    ) -> None:
+        if lease.log is not None and lease.log.due_at is not None and now >= lease.log.due_at:
+            self._leases.flush_log(now, lease)
+        if lease.is_ending:
             return
-        since = line.command_since
-        if since != NEVER and not line.announced and now >= since + ANNOUNCE_AFTER_US:
-            self._leases.announce(now, held)
-            line.announced = True
-        if not line.phase_told and now >= line.phase_since + REACHED_AFTER_US:
-            self._tell_phase(now, line, held)
-        spec = held.order.spec
-        if now >= line.command_begun + spec.timeout:
-            self._leases.condemn(held, Fate.TIMED_OUT, ends.timed_out_in(line.phase, spec))
-            self.end_command(line, EndReason.TIMED_OUT, out)
-        elif since != NEVER and now >= since + self.longest_us:
-            self._leases.condemn(held, Fate.PREEMPTED, self._too_long())
-            self.end_command(line, EndReason.PREEMPTED, out, spec.grace)
-        if now >= max(line.command_begun, line.granted_at) + HAND_BACK_AFTER_US:
-            self._hand_back(now, line)
+        since = queue.command_since
+        if since != NEVER and not queue.announced and now >= since + ANNOUNCE_AFTER_US:
+            self._leases.announce(now, lease)
+            queue.announced = True
+        if not queue.phase_reported and now >= queue.phase_since + PHASE_AFTER_US:
+            self._report_phase(now, queue, lease)
+        spec = lease.terms.spec
+        if now >= queue.command_begun + spec.timeout:
+            text = end_reports.timed_out_in(queue.phase, spec)
+            lease.move(now, LeaseMove.TIMED_OUT, text)
+            self.end_command(queue, EndReason.TIMED_OUT, out)
+        elif since != NEVER and now >= since + self._longest_us:
+            lease.move(now, LeaseMove.PREEMPTED, self._too_long())
+            self.end_command(queue, EndReason.PREEMPTED, out, spec.grace)
+        if now >= max(queue.command_begun, queue.granted_at) + RETURN_AFTER_US:
+            self._return_waiting(now, queue)
 
-    def _tick_call(self, now: int, line: Line, runner: Runner, held: Held) -> None:
-        if held.fate:
+    def _tick_call(
+        self, now: int, queue: LeaseQueue, runner: RunnerRecord, lease: AgentLease
+    ) -> None:
+        if lease.is_ending:
             return
         since = runner.head_since
         if not runner.announced and now >= since + ANNOUNCE_AFTER_US:
-            self._leases.announce(now, held)
+            self._leases.announce(now, lease)
             runner.announced = True
-        if held.log is not None and held.log.due_at is not None and now >= held.log.due_at:
-            self._leases.flush_log(now, held)
-        spec = held.order.spec
+        if lease.log is not None and lease.log.due_at is not None and now >= lease.log.due_at:
+            self._leases.flush_log(now, lease)
+        spec = lease.terms.spec
         if now >= runner.head_begun + spec.timeout:
-            self._leases.condemn(held, Fate.TIMED_OUT, ends.timed_out_in(Phase.RUN, spec))
-        elif now >= since + self.longest_us:
-            self._leases.condemn(held, Fate.PREEMPTED, self._too_long())
-        if now >= max(since, line.granted_at) + HAND_BACK_AFTER_US:
-            self._hand_back(now, line)
+            lease.move(now, LeaseMove.TIMED_OUT, end_reports.timed_out_in(Phase.RUN, spec))
+        elif now >= since + self._longest_us:
+            lease.move(now, LeaseMove.PREEMPTED, self._too_long())
+        if now >= max(since, queue.granted_at) + RETURN_AFTER_US:
+            self._return_waiting(now, queue)
 
-    def _tick_start(self, now: int, line: Line, runner: Runner, out: list[Instruction]) -> None:
-        """The first in line waits for a runner that starts: that is part of its time."""
-        head = line.waiting[0]
-        if not line.phase_told and now >= line.phase_since + REACHED_AFTER_US:
-            self._tell_phase(now, line, head)
-        if len(line.waiting) > 1 and (
-            now >= max(runner.head_begun, line.granted_at) + HAND_BACK_AFTER_US
+    def _tick_start(
+        self, now: int, queue: LeaseQueue, runner: RunnerRecord, out: list[Instruction]
+    ) -> None:
+        """The wait for a starting runner counts for the time-out of the first lease."""
+        head = queue.waiting[0]
+        if not queue.phase_reported and now >= queue.phase_since + PHASE_AFTER_US:
+            self._report_phase(now, queue, head)
+        if len(queue.waiting) > 1 and (
+            now >= max(runner.head_begun, queue.granted_at) + RETURN_AFTER_US
         ):
-            line.waiting.popleft()
-            self._hand_back(now, line)
-            line.waiting.append(head)
-        if now >= runner.head_begun + head.order.spec.timeout:
-            line.waiting.popleft()
-            text = ends.timed_out_in(line.phase, head.order.spec)
-            self._leases.finish(now, head, ends.timed_out(head, text))
-            runner.head_begun = now  # whoever is next has its own time
-            line.phase_told = False
-            if not line.waiting:
+            queue.waiting.popleft()
+            self._return_waiting(now, queue)
+            queue.waiting.append(head)
+        if now >= runner.head_begun + head.terms.spec.timeout:
+            queue.waiting.popleft()
+            text = end_reports.timed_out_in(queue.phase, head.terms.spec)
+            self._leases.finish(now, head, end_reports.timed_out(head, text))
+            runner.head_begun = now  # the next lease has its own time-out
+            queue.phase_reported = False
+            if not queue.waiting:
                 self.end_runner(runner, out)
 
-    def _tell_phase(self, now: int, line: Line, held: Held) -> None:
-        line.phase_told = True
-        self._leases.reached(now, held, line.phase)
+    def _report_phase(self, now: int, queue: LeaseQueue, lease: AgentLease) -> None:
+        queue.phase_reported = True
+        self._leases.reached(now, lease, queue.phase)
 
     def _too_long(self) -> str:
-        return f"this node's owner lets nothing run past {self.longest_us / 1_000_000:g} s"
+        return f"this node's owner lets nothing run past {self._longest_us / 1_000_000:g} s"
 
-    def _hand_back(self, now: int, line: Line) -> None:
-        self._leases.hand_back(now, list(line.waiting))
-        line.waiting.clear()
+    def _return_waiting(self, now: int, queue: LeaseQueue) -> None:
+        self._leases.return_unstarted(now, list(queue.waiting))
+        queue.waiting.clear()
 
     def unblock(self, now: int, out: list[Instruction]) -> None:
         blocked, self.blocked = self.blocked, set()
         for number in sorted(blocked):
-            if (line := self.lines.get(number)) is not None:
-                self.advance(now, line, out)
+            if (queue := self.queues.get(number)) is not None:
+                self.advance(now, queue, out)

@@ -1,7 +1,7 @@
-"""The agent's vocabulary: events go into the session, instructions come out. The daemon obeys them in order.
+"""The events that go into the state machine and the instructions that come out; the daemon carries them out in order.
 
-Events are past participles, instructions imperatives; all carry plain values, so a test is a list in and a list out.
-Times are microseconds of the agent's own boot clock (counts while the machine sleeps), never the server's.
+Events are past participles, instructions imperatives; all are plain values, so a test is a list in and a list out.
+Times are microseconds of the agent's own boot clock (which counts while the machine is suspended), never the server's.
 """
 
 from __future__ import annotations
@@ -20,17 +20,20 @@ from gpool.core.model import (
 )
 from gpool.wire.frames import AgentFrame, GpuReading, Rendezvous, ServerFrame
 
+NEVER = 1 << 62
+"""Later than any boot clock."""
+
 # ---- events
 
 
 @dataclass(frozen=True, slots=True)
 class Connected:
-    """The channel is open; nothing was said yet."""
+    """The channel is open; no frame was exchanged yet."""
 
 
 @dataclass(frozen=True, slots=True)
 class Disconnected:
-    """The channel is gone; the daemon dials again by itself."""
+    """The channel is closed; it reconnects by itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,26 +43,26 @@ class FrameArrived:
 
 @dataclass(frozen=True, slots=True)
 class Ticked:
-    """Time passed: `session.wakes_at` had come."""
+    """`AgentState.wakes_at` was reached."""
 
 
 @dataclass(frozen=True, slots=True)
 class OfferDetected:
-    """The machine was looked at again."""
+    """The machine was surveyed again."""
 
     offer: Offer
 
 
 @dataclass(frozen=True, slots=True)
 class ReadingsTaken:
-    """The GPUs' sensors were read; the next beat tells."""
+    """The GPUs' sensors were read; the next heartbeat reports them."""
 
     readings: tuple[GpuReading, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class CommandReached:
-    """The attempt came to this phase (`CommandStarted` says `run`)."""
+    """The attempt reached this phase (`CommandStarted` stands for `run`)."""
 
     task: int
     epoch: int
@@ -77,7 +80,7 @@ class CommandCheckpointed:
 
 @dataclass(frozen=True, slots=True)
 class ReclaimAsked:
-    """The owner wants these GPUs back (None: the whole machine); what runs there is warned, saved and ended."""
+    """The owner takes these GPUs back (None: the whole machine); tasks there are preempted."""
 
     gpus: frozenset[int] | None
     why: str
@@ -85,7 +88,7 @@ class ReclaimAsked:
 
 @dataclass(frozen=True, slots=True)
 class RunsLimited:
-    """The owner lets nothing run longer than this (None: as long as it likes); what does is preempted."""
+    """The owner's limit for the duration of a run (None: no limit); a longer one is preempted."""
 
     longest_us: int | None
 
@@ -106,7 +109,7 @@ class CommandPrinted:
 
 @dataclass(frozen=True, slots=True)
 class CommandEnded:
-    """The attempt is over and its sandbox gone; outputs are uploaded when it exited by itself."""
+    """The attempt is over and its sandbox gone; if it exited by itself, its outputs are uploaded."""
 
     task: int
     epoch: int
@@ -115,12 +118,12 @@ class CommandEnded:
     error_text: str
     duration_us: int
     outputs: tuple[OutputFile, ...] = ()
-    fault: Fault | None = None  # set: it could not be started
+    fault: Fault | None = None  # set if the command was never started
 
 
 @dataclass(frozen=True, slots=True)
 class RunnerReached:
-    """A starting runner came to this phase: its environment is built, or its sandbox started."""
+    """A starting runner reached this phase: its environment is being built, or its sandbox started."""
 
     runner: int
     phase: Phase
@@ -128,7 +131,7 @@ class RunnerReached:
 
 @dataclass(frozen=True, slots=True)
 class RunnerReady:
-    """The runner of an allocation takes calls."""
+    """The runner accepts calls."""
 
     runner: int
 
@@ -144,15 +147,15 @@ class CallAnswered:
     duration_us: int
     output: tuple[tuple[int, bytes], ...]
     reason: EndReason | None = (
-        None  # set when the call did not answer: an input missing, a value lost, its process gone
+        None  # set if there is no answer: input missing, value or process lost
     )
     exit_code: int | None = None
-    fault: Fault | None = None  # set: it could not be begun
+    fault: Fault | None = None  # set if the call was never begun
 
 
 @dataclass(frozen=True, slots=True)
 class CallsAnswered:
-    """Answers of one runner, in the order they were given."""
+    """Answers of one runner, in order."""
 
     runner: int
     answers: tuple[CallAnswered, ...]
@@ -169,9 +172,9 @@ class CallPrinted:
 
 @dataclass(frozen=True, slots=True)
 class RunnerEnded:
-    """The runner is gone, asked for or not; calls sent and unanswered did not answer.
+    """The runner is gone, by instruction or not; its unanswered calls have no result.
 
-    `retired`: it ended by its own intent, between two calls; none of the unanswered had begun.
+    `retired`: it ended itself as planned between two calls; none of the unanswered had begun.
     """
 
     runner: int
@@ -179,12 +182,12 @@ class RunnerEnded:
     exit_code: int
     detail: str
     retired: bool = False
-    fault: Fault | None = None  # of one that could not be started
+    fault: Fault | None = None  # set if the runner never became ready
 
 
 @dataclass(frozen=True, slots=True)
 class ShutdownAsked:
-    """The owner stops the agent: hand back what is in line, end what runs."""
+    """The owner stops the agent: return queued leases, end running ones."""
 
 
 Event = (
@@ -215,14 +218,14 @@ Event = (
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Put the frame on the channel; when it is down, drop it: the session sends again what matters."""
+    """Put the frame on the channel, or drop it if that is closed: the state machine repeats what matters."""
 
     frame: AgentFrame
 
 
 @dataclass(frozen=True, slots=True)
 class StartCommand:
-    """Fetch the inputs, start a fresh sandbox, stream its output, collect and upload outputs, report each step."""
+    """Fetch the inputs, start a fresh sandbox, stream its output, upload its outputs; report each step."""
 
     task: int
     epoch: int
@@ -230,7 +233,7 @@ class StartCommand:
     allocation: Allocation
     owner: bool
     secrets: tuple[tuple[str, str], ...] = field(default=(), repr=False)
-    checkpoint: tuple[InputFile, ...] = ()  # laid in after the inputs
+    checkpoint: tuple[InputFile, ...] = ()  # placed over the inputs
     user: int = 0
     gang: Rendezvous | None = None
 
@@ -239,9 +242,9 @@ class StartCommand:
 class EndCommand:
     """Kill the attempt's sandbox and remove it; `CommandEnded` follows with this reason.
 
-    Preempted with a `grace_us`, it is sent SIGTERM first and has that long. Preempted or timed out, its checkpoint is
-    saved before the end is told, and one that had exited by itself before tells that end. Any other reason is carried
-    out at once, and so calls off a farewell that has begun.
+    Preempted with a `grace_us`, it gets SIGTERM first and that much time. If it is preempted or timed out, its
+    checkpoint is saved before the end is reported, and an earlier exit of its own is reported instead. Any other reason
+    is carried out at once and cancels a grace that has begun.
     """
 
     task: int
@@ -254,7 +257,7 @@ class EndCommand:
 class StartRunner:
     """`RunnerReady` or `RunnerEnded` follows."""
 
-    runner: int  # the session's number for it, never used again
+    runner: int  # a number that is never used again
     user: int
     owner: bool
     spec: TaskSpec  # for environment, variables, python
@@ -287,8 +290,8 @@ class EndRunner:
 
 
 @dataclass(frozen=True, slots=True)
-class Exit:
-    """Everything has ended: the daemon may go."""
+class ExitDaemon:
+    """Everything has ended: the daemon stops."""
 
 
-Instruction = Send | StartCommand | EndCommand | StartRunner | SendCalls | EndRunner | Exit
+Instruction = Send | StartCommand | EndCommand | StartRunner | SendCalls | EndRunner | ExitDaemon

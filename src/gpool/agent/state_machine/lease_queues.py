@@ -1,6 +1,6 @@
-"""What the session remembers: leases, the lines they stand in, and the runners that serve the lines.
+"""The records of the state machine: held leases, the lease queues of allocations, the runners that serve them.
 
-Plain mutable records without behaviour towards the world; only `gpool.agent.state_machine.session` moves leases between them.
+Plain mutable records; `dispatch`, `leases`, `lease_control` and `sandbox_events` change them, nobody outside.
 """
 
 from __future__ import annotations
@@ -11,72 +11,61 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum, IntEnum
 
-from gpool.agent.state_machine.log_buffer import LogBuffer
+from gpool.agent.state_machine.instructions import NEVER
+from gpool.agent.state_machine.outbox import LogBuffer
+from gpool.agent.state_machine.transitions import (
+    LIVE,
+    STORY_LENGTH,
+    TABLE,
+    IllegalTransition,
+    LeaseMove,
+    LeaseState,
+    LeaseTransition,
+)
 from gpool.core.model import Allocation, InputFile, Network, Phase, Slice, TaskKind, TaskSpec, Tier
 from gpool.wire.frames import Rendezvous
 
-NEVER = 1 << 62
-"""Later than any boot clock."""
-
 REMEMBERED = 50_000
-"""Past leases remembered at least (and at most twice as many)."""
-
-
-class Fate(IntEnum):
-    """What is to become of a lease once its run is over; `NONE` (false) while nobody interfered."""
-
-    NONE = 0
-    STOPPED = 1  # the server asked: `Released` once nothing of it runs
-    TIMED_OUT = 2
-    SHUTDOWN = 3  # the owner stops the agent: requeued by the server
-    FORGOTTEN = 4  # dropped or handed back: never reported again
-    LET_GO = 5  # the lease time was over: `Finished` as lost once nothing of it runs
-    PREEMPTED = 6  # for others, or for the owner: saved, ended, requeued by the server
+"""Ended leases remembered at least (and at most twice as many)."""
 
 
 class Ending(IntEnum):
-    """How a command is being ended; what is stronger overrides."""
+    """How a command's sandbox is being ended; a higher value overrides a lower one."""
 
     NO = 0
-    SAVING = 1  # with a farewell: it may be warned, its checkpoint is saved
+    SAVING = 1  # SIGTERM and grace, then a last checkpoint
     AT_ONCE = 2
-
-
-class Place(IntEnum):
-    WAITING = 0  # in its line
-    SENT = 1  # with a runner
-    COMMAND = 2  # its line's command
 
 
 Variables = tuple[tuple[str, str], ...]
 
 
 def digest_of(secrets: Variables) -> str:
-    """Tells secrets apart without holding them."""
-    told = "".join(f"{len(word)}:{word}" for pair in secrets for word in pair)
-    return hashlib.sha256(told.encode("utf-8", "surrogatepass")).hexdigest()
+    """Return a hash that tells two sets of secrets apart without keeping them."""
+    text = "".join(f"{len(word)}:{word}" for pair in secrets for word in pair)
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
 class RunnerKey:
-    """Calls with equal keys may share a runner, one after another."""
+    """Calls with equal keys may use the same runner, one after another."""
 
     user: int
     owner: bool
     environment: str
     env: tuple[tuple[str, str], ...]
-    secrets: str  # a hash of them, or nothing
+    secrets: str  # their digest, or empty
     python: str | None
     tier: Tier
     cpu_milli: int
     memory_bytes: int
     slices: tuple[Slice, ...]
     network: Network = Network.NONE
-    preload: tuple[str, ...] = ()  # with it, each function has a process of its own
+    preload: tuple[str, ...] = ()  # if set, each call runs in a process of its own
 
 
-class Order:
-    """What the leases of one granted line have in common."""
+class GrantTerms:
+    """The part that all leases of one grant share: spec, allocation, user, secrets, gang."""
 
     __slots__ = ("allocation", "gang", "is_function", "key", "owner", "secrets", "spec", "user")
 
@@ -112,45 +101,70 @@ class Order:
         )
 
 
-class Held:
-    """One lease this agent has."""
+class AgentLease:
+    """One lease of this agent. `move` is the only way to change its state."""
 
     __slots__ = (
+        "_story",
         "checkpoint",
         "epoch",
-        "fate",
-        "line",
         "log",
-        "order",
         "payload",
         "payload_sha256",
-        "place",
+        "queue",
+        "state",
         "task",
+        "terms",
     )
 
     def __init__(
         self,
         task: int,
         epoch: int,
-        order: Order,
-        line: Line,
+        terms: GrantTerms,
+        queue: LeaseQueue,
         payload: bytes,
         payload_sha256: str,
         checkpoint: tuple[InputFile, ...] = (),
     ) -> None:
         self.task = task
         self.epoch = epoch
-        self.order = order
-        self.line = line
+        self.terms = terms
+        self.queue = queue
         self.payload = payload
         self.payload_sha256 = payload_sha256
         self.checkpoint = checkpoint
-        self.place = Place.WAITING
-        self.fate = Fate.NONE
+        self.state = LeaseState.QUEUED
         self.log: LogBuffer | None = None
+        self._story: list[tuple[int, LeaseState, LeaseMove, LeaseState, str]] = []
 
     def __repr__(self) -> str:
-        return f"{self.task}:{self.epoch} ({self.place.name.lower()}, {self.fate.name.lower()})"
+        return f"lease {self.task}:{self.epoch} ({self.state})"
+
+    def move(self, now: int, move: LeaseMove, reason: str = "") -> None:
+        """Change the state as `transitions.TABLE` says; raise `IllegalTransition` for a move it does not have."""
+        target = TABLE.get((self.state, move))
+        if target is None:
+            steps = "; ".join(map(str, self.story())) or "granted, no transition yet"
+            raise IllegalTransition(f"{self!r} cannot be {move} at {now}; its story: {steps}")
+        if len(self._story) == STORY_LENGTH:
+            del self._story[0]
+        self._story.append((now, self.state, move, target, reason))
+        self.state = target
+
+    def story(self) -> list[LeaseTransition]:
+        """Return its last transitions, oldest first."""
+        return [LeaseTransition(*step) for step in self._story]
+
+    @property
+    def reason(self) -> str:
+        """Reason of the last transition."""
+        return self._story[-1][4] if self._story else ""
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether something else than its own end has ended it, or is about to."""
+        return self.state not in LIVE
 
 
 class RunnerState(Enum):
@@ -159,7 +173,7 @@ class RunnerState(Enum):
     ENDING = "ending"
 
 
-class Runner:
+class RunnerRecord:
     """One runner sandbox. `sent` are the calls it has, in order; the first is the one that runs."""
 
     __slots__ = (
@@ -168,39 +182,39 @@ class Runner:
         "head_since",
         "idle_since",
         "key",
-        "line",
         "mean_us",
         "number",
+        "queue",
         "sent",
         "state",
     )
 
-    def __init__(self, number: int, key: RunnerKey, line: Line) -> None:
+    def __init__(self, number: int, key: RunnerKey, queue: LeaseQueue) -> None:
         self.number = number
         self.key = key
-        self.line = line
+        self.queue = queue
         self.state = RunnerState.STARTING
-        self.sent: deque[Held] = deque()
+        self.sent: deque[AgentLease] = deque()
         self.head_since = 0  # when the first call was handed over
         self.head_begun = 0  # ... or the runner was started for it: its time-out counts from here
-        self.announced = False  # the head's `Started` was said
-        self.idle_since = NEVER  # since when it has nothing to do
-        self.mean_us = -1  # of a call; -1: not known yet
+        self.announced = False  # the first call's `Started` was reported
+        self.idle_since = NEVER
+        self.mean_us = -1  # mean duration of a call; -1: not known yet
 
-    def serves(self, order: Order) -> bool:
-        return order.is_function and order.key == self.key
+    def serves(self, terms: GrantTerms) -> bool:
+        return terms.is_function and terms.key == self.key
 
     @property
     def is_wanted(self) -> bool:
-        """It has calls, or the next in its line is one for it. A runner can start, or idle, for nobody any more."""
-        waiting = self.line.waiting
-        return bool(self.sent) or (bool(waiting) and self.serves(waiting[0].order))
+        """Whether it has calls, or the next lease in its queue is a call for it."""
+        waiting = self.queue.waiting
+        return bool(self.sent) or (bool(waiting) and self.serves(waiting[0].terms))
 
 
-class Line:
-    """The leases of one allocation: at most one of them runs.
+class LeaseQueue:
+    """The leases of one allocation, prefetched by the server; at most one of them runs.
 
-    `runner` and `command` stay until their sandbox is really gone, so nothing starts beside a dying one.
+    `runner` and `command` stay set until their sandbox is gone, so nothing starts beside a dying one.
     """
 
     __slots__ = (
@@ -214,38 +228,55 @@ class Line:
         "next_at",
         "number",
         "phase",
+        "phase_reported",
         "phase_since",
-        "phase_told",
         "runner",
         "waiting",
     )
 
     def __init__(self, number: int) -> None:
-        self.number = number
-        self.waiting: deque[Held] = deque()
-        self.runner: Runner | None = None
-        self.command: Held | None = None
+        self.number = number  # of the allocation
+        self.waiting: deque[AgentLease] = deque()
+        self.runner: RunnerRecord | None = None
+        self.command: AgentLease | None = None
         self.command_begun = NEVER  # its time-out counts from here, whatever the phase
-        self.command_since = NEVER  # when it really started
+        self.command_since = NEVER  # when its process started
         self.command_ending = Ending.NO
-        self.announced = False
+        self.announced = False  # the command's `Started` was reported
         self.phase = Phase.START  # of the command, or of the runner that starts
         self.phase_since = 0
-        self.phase_told = False
+        self.phase_reported = False
         self.failures = 0  # runners in a row that never became ready
-        self.granted_at = 0  # when a lease last joined
+        self.granted_at = 0  # when a lease was last added
         self.next_at = NEVER  # when `Ticked` has something to do here
 
     def reach(self, now: int, phase: Phase) -> None:
-        self.phase, self.phase_since, self.phase_told = phase, now, phase is Phase.RUN
+        self.phase, self.phase_since, self.phase_reported = phase, now, phase is Phase.RUN
 
     @property
     def is_spent(self) -> bool:
         return not self.waiting and self.runner is None and self.command is None
 
+    @property
+    def current(self) -> AgentLease | None:
+        """The lease that runs: the command, or the runner's first call."""
+        if self.command is None and self.runner is not None and self.runner.sent:
+            return self.runner.sent[0]
+        return self.command
 
-class Past:
-    """The latest epoch of each task that is over here: a late copy of its grant must not start it again."""
+    def uses(self, gpus: frozenset[int] | None) -> bool:
+        """Whether its allocation has one of the GPUs (None: any queue)."""
+        if gpus is None:
+            return True
+        lease = self.command or next(iter(self.waiting), None)
+        slices = lease.terms.allocation.slices if lease is not None else ()
+        if self.runner is not None:
+            slices = self.runner.key.slices
+        return any(part.gpu_index in gpus for part in slices)
+
+
+class EndedLeases:
+    """The latest epoch of each task that ended here: a late copy of its grant must not start it again."""
 
     __slots__ = ("_newer", "_older")
 
@@ -263,29 +294,31 @@ class Past:
         return self._newer.get(task, 0) >= epoch or self._older.get(task, 0) >= epoch
 
 
-def wrongs(
-    held: Mapping[int, Held], lines: Mapping[int, Line], runners: Mapping[int, Runner]
+def invariant_violations(
+    held: Mapping[int, AgentLease],
+    queues: Mapping[int, LeaseQueue],
+    runners: Mapping[int, RunnerRecord],
 ) -> list[str]:
-    """What must never be so and is, in sentences."""
+    """Return one message per violated invariant of the records."""
     found: list[str] = []
-    stands: dict[int, int] = {}
-    for line in lines.values():
-        runner, command = line.runner, line.command
+    positions: dict[int, int] = {}
+    for queue in queues.values():
+        runner, command = queue.runner, queue.command
         if command is not None and runner is not None:
-            found.append(f"line {line.number} runs a command and a runner")
-        if line.is_spent:
-            found.append(f"line {line.number} has nothing left and is still there")
+            found.append(f"queue {queue.number} has a command and a runner")
+        if queue.is_spent:
+            found.append(f"queue {queue.number} is spent and was not removed")
         if runner is not None and runners.get(runner.number) is not runner:
-            found.append(f"line {line.number} has a runner that is not known")
+            found.append(f"queue {queue.number} has an unregistered runner")
         sent = runner.sent if runner is not None else ()
-        for lease in (*line.waiting, *sent, *([command] if command else [])):
-            stands[id(lease)] = stands.get(id(lease), 0) + 1
-            if lease.fate is not Fate.FORGOTTEN and held.get(lease.task) is not lease:
-                found.append(f"{lease} stands in line {line.number} and is not held")
+        for lease in (*queue.waiting, *sent, *([command] if command else [])):
+            positions[id(lease)] = positions.get(id(lease), 0) + 1
+            if lease.state is not LeaseState.DROPPED and held.get(lease.task) is not lease:
+                found.append(f"{lease} is in queue {queue.number} and is not held: {lease.story()}")
     for lease in held.values():
-        if stands.get(id(lease), 0) != 1:
-            found.append(f"{lease} stands in {stands.get(id(lease), 0)} places")
+        if positions.get(id(lease), 0) != 1:
+            found.append(f"{lease} is in {positions.get(id(lease), 0)} queues: {lease.story()}")
     for runner in runners.values():
-        if runner.line.runner is not runner:
-            found.append(f"runner {runner.number} serves no line")
+        if runner.queue.runner is not runner:
+            found.append(f"runner {runner.number} serves no queue")
     return found

@@ -1,17 +1,17 @@
-"""The leases an agent has, and what it says of them: output, ends, what was handed back. Starts and ends nothing."""
+"""The leases an agent holds, and the reports about them: output, progress, end, return. Starts and ends no sandbox."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from gpool.agent.state_machine import ends
-from gpool.agent.state_machine.lease_queues import Fate, Held, Past, Place
-from gpool.agent.state_machine.log_buffer import LogBuffer
-from gpool.agent.state_machine.outbox import Outbox
+from gpool.agent.state_machine import end_reports
+from gpool.agent.state_machine.lease_queues import AgentLease, EndedLeases
+from gpool.agent.state_machine.outbox import LogBuffer, Outbox
+from gpool.agent.state_machine.transitions import LeaseMove, LeaseState
 from gpool.core.model import OutputFile, Phase
 from gpool.wire.frames import Checkpointed, Finished, HandedBack, Released
 
-OUTPUT_BYTES = 100  # what an output costs a report beside its name
+OUTPUT_BYTES = 100  # of an output in a report, without its name
 
 
 class Leases:
@@ -19,78 +19,94 @@ class Leases:
 
     def __init__(self, outbox: Outbox) -> None:
         self._outbox = outbox
-        self.held: dict[int, Held] = {}
-        self.outlived: dict[int, Held] = {}  # forgotten ones whose sandbox is still being ended
-        self.past = Past()
-        self._whys: dict[int, str] = {}  # what is said of those with a fate, by task
+        self.held: dict[int, AgentLease] = {}  # by task
+        self.outlived: dict[int, AgentLease] = {}  # dropped ones whose sandbox is still being ended
+        self.ended = EndedLeases()
 
-    def condemn(self, held: Held, fate: Fate, why: str) -> None:
-        """Its run is to be ended; when it has, this is why."""
-        held.fate = fate
-        self._whys[held.task] = why
+    def ids(self) -> list[tuple[int, int]]:
+        """Return (task, epoch) of every held lease."""
+        return [(lease.task, lease.epoch) for lease in self.held.values()]
 
-    def announce(self, now: int, held: Held) -> None:
-        """It runs long enough to be worth saying."""
-        self._outbox.add_started(now, held.task, held.epoch)
+    def get(self, task: int, epoch: int) -> AgentLease | None:
+        lease = self.held.get(task)
+        return lease if lease is not None and lease.epoch == epoch else None
 
-    def reached(self, now: int, held: Held, phase: Phase) -> None:
-        """It is in this phase for long enough to be worth saying."""
-        self._outbox.add_reached(now, held.task, held.epoch, phase)
+    # ---- progress
 
-    def checkpointed(self, now: int, held: Held, files: tuple[OutputFile, ...]) -> None:
-        self._outbox.add(now, Checkpointed(held.task, held.epoch, files), _names_bytes(files))
+    def announce(self, now: int, lease: AgentLease) -> None:
+        """Report that it runs."""
+        self._outbox.add_started(now, lease.task, lease.epoch)
 
-    def forget(self, held: Held) -> None:
-        held.fate = Fate.FORGOTTEN
-        if held.place is not Place.WAITING:
-            self.outlived[held.task] = held
-        self.leave(held)
+    def reached(self, now: int, lease: AgentLease, phase: Phase) -> None:
+        self._outbox.add_reached(now, lease.task, lease.epoch, phase)
 
-    def leave(self, held: Held) -> None:
-        del self.held[held.task]
-        self.past.add(held.task, held.epoch)
-        if self._whys:
-            self._whys.pop(held.task, None)
+    def checkpointed(self, now: int, lease: AgentLease, files: tuple[OutputFile, ...]) -> None:
+        self._outbox.add(now, Checkpointed(lease.task, lease.epoch, files), _names_bytes(files))
 
-    def hand_back(self, now: int, leases: Iterable[Held]) -> None:
-        for held in leases:
-            self.forget(held)
-            self._outbox.add(now, HandedBack(held.task, held.epoch))
+    def print(self, now: int, lease: AgentLease, stream: int, data: bytes) -> None:
+        """Gather output."""
+        if lease.log is None:
+            lease.log = LogBuffer(lease.task, lease.epoch)
+        lease.log.append(now, stream, data)
 
-    def finish(self, now: int, held: Held, finished: Finished) -> None:
-        """The attempt is over: its log, then its end."""
-        if held.log is not None:
-            self.flush_log(now, held)
-        self.leave(held)
+    def flush_log(self, now: int, lease: AgentLease) -> None:
+        if lease.log is not None:
+            for chunk in lease.log.take():
+                self._outbox.add(now, chunk, len(chunk.data))
+
+    # ---- ends
+
+    def finish(self, now: int, lease: AgentLease, finished: Finished) -> None:
+        """Report the end of the attempt, after its output."""
+        if lease.log is not None:
+            self.flush_log(now, lease)
+        lease.move(now, LeaseMove.FINISHED, finished.reason)
+        self._remove(lease)
         data = len(finished.value) + len(finished.error_text.encode("utf-8", "replace"))
         if finished.outputs:
             data += _names_bytes(finished.outputs)
         self._outbox.add(now, finished, data)
 
-    def conclude(self, now: int, held: Held) -> None:
-        """The run of a lease with a fate is over."""
-        if self.outlived.get(held.task) is held:
-            del self.outlived[held.task]
-        if held.fate is Fate.STOPPED:
-            self.leave(held)
-            self._outbox.add(now, Released(held.task, held.epoch))
-        elif held.fate is Fate.TIMED_OUT:
-            self.finish(now, held, ends.timed_out(held, self._whys.get(held.task, "")))
-        elif held.fate in (Fate.SHUTDOWN, Fate.PREEMPTED):
-            self.finish(now, held, ends.preempted(held, self._whys.get(held.task, "")))
-        elif held.fate is Fate.LET_GO:
-            held.log = None
-            self.finish(now, held, ends.lost(held))
+    def release(self, now: int, lease: AgentLease) -> None:
+        """Report that nothing of a stopped lease runs."""
+        lease.move(now, LeaseMove.RELEASED)
+        self._remove(lease)
+        self._outbox.add(now, Released(lease.task, lease.epoch))
 
-    def note(self, now: int, held: Held, stream: int, data: bytes) -> None:
-        if held.log is None:
-            held.log = LogBuffer(held.task, held.epoch)
-        held.log.append(now, stream, data)
+    def return_unstarted(self, now: int, leases: Iterable[AgentLease], why: str = "") -> None:
+        """Return leases that never began to the server."""
+        for lease in leases:
+            lease.move(now, LeaseMove.RETURNED, why)
+            self._remove(lease)
+            self._outbox.add(now, HandedBack(lease.task, lease.epoch))
 
-    def flush_log(self, now: int, held: Held) -> None:
-        if held.log is not None:
-            for chunk in held.log.take():
-                self._outbox.add(now, chunk, len(chunk.data))
+    def drop(self, now: int, lease: AgentLease) -> None:
+        """Forget a lease that is not this node's any more; one in a sandbox stays in `outlived` until that is gone."""
+        lease.move(now, LeaseMove.DROPPED)
+        if lease.state is LeaseState.DROPPED:
+            self.outlived[lease.task] = lease
+        self._remove(lease)
+
+    def conclude(self, now: int, lease: AgentLease) -> None:
+        """Report the end of a lease in an ending state, now that nothing of it runs."""
+        match lease.state:
+            case LeaseState.STOPPING:
+                self.release(now, lease)
+            case LeaseState.TIMING_OUT:
+                self.finish(now, lease, end_reports.timed_out(lease, lease.reason))
+            case LeaseState.SHUTTING_DOWN | LeaseState.PREEMPTING:
+                self.finish(now, lease, end_reports.preempted(lease, lease.reason))
+            case LeaseState.EXPIRED:
+                lease.log = None
+                self.finish(now, lease, end_reports.lost(lease))
+            case _:
+                if self.outlived.get(lease.task) is lease:
+                    del self.outlived[lease.task]
+                lease.move(now, LeaseMove.CLEARED)
+
+    def _remove(self, lease: AgentLease) -> None:
+        del self.held[lease.task]
+        self.ended.add(lease.task, lease.epoch)
 
 
 def _names_bytes(files: tuple[OutputFile, ...]) -> int:

@@ -1,15 +1,16 @@
-"""Reports on their way: gathered into numbered batches, kept until `Recorded`, sent again after a reconnect.
+"""Reports on their way to the server: output gathered into chunks, reports into numbered batches, kept until `Recorded`.
 
-Batches size themselves. With nothing in flight a report leaves at once; while one is in flight, further ones gather
-until it is recorded, `LINGER_US` has passed or `FULL` items wait. At most `MAX_IN_FLIGHT` batches are unrecorded.
+Batches size themselves. With nothing in flight a report leaves at once; while a batch is in flight, further reports
+gather until it is recorded, `LINGER_US` has passed or `FULL` items wait. At most `MAX_IN_FLIGHT` batches are
+unrecorded; after a reconnect they are sent again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from gpool.agent.state_machine.lease_queues import NEVER
-from gpool.core.model import MIB, EndReason, Phase
+from gpool.agent.state_machine.instructions import NEVER
+from gpool.core.model import KIB, MIB, EndReason, Phase
 from gpool.wire.frames import (
     Checkpointed,
     Finished,
@@ -23,14 +24,65 @@ from gpool.wire.frames import (
 LINGER_US = 5_000
 FULL = 500
 MAX_ITEMS = 2_000
-MAX_BYTES = 4 * MIB  # half of what a frame may be: sizes below are estimates
+MAX_BYTES = 4 * MIB  # half of a frame's limit: the sizes below are estimates
 MAX_IN_FLIGHT = 4
-ITEM_BYTES = 64  # what an item costs beside its data
-GOES_ON = frozenset({LogChunk, Checkpointed})  # what is said of an attempt that is not over
+ITEM_BYTES = 64  # of an item without its data
+GOES_ON = frozenset({LogChunk, Checkpointed})  # reports of an attempt that is not over
+
+LOG_CHUNK_BYTES = 64 * KIB
+LOG_CAP_BYTES = 16 * MIB
+LOG_EVERY_US = 100_000
+"""Shortest time between two reports of a task's output."""
+
+
+class LogBuffer:
+    """Output of one attempt that is not yet reported, at most `LOG_CAP_BYTES` over its life. `due_at`: when to report it."""
+
+    __slots__ = ("_epoch", "_full", "_parts", "_sequence", "_taken", "_task", "due_at")
+
+    def __init__(self, task: int, epoch: int) -> None:
+        self._task = task
+        self._epoch = epoch
+        self._parts: list[tuple[int, bytearray]] = []
+        self._sequence = 0
+        self._taken = 0
+        self._full = False
+        self.due_at: int | None = None
+
+    def append(self, now: int, stream: int, data: bytes) -> None:
+        if self._full or not data:
+            return
+        left = LOG_CAP_BYTES - self._taken
+        if len(data) > left:
+            data = data[:left]
+            self._full = True
+        self._taken += len(data)
+        parts = self._parts
+        if parts and parts[-1][0] == stream:
+            parts[-1][1].extend(data)
+        elif data:
+            parts.append((stream, bytearray(data)))
+        if self._full:
+            note = f"\n[gpool: output past {LOG_CAP_BYTES // MIB} MiB is not kept]\n"
+            parts.append((2, bytearray(note.encode())))
+        if self.due_at is None:
+            self.due_at = now + LOG_EVERY_US
+
+    def take(self) -> list[LogChunk]:
+        """Return everything gathered as chunks, numbered on from the last ones."""
+        chunks = []
+        for stream, data in self._parts:
+            for start in range(0, len(data), LOG_CHUNK_BYTES):
+                piece = bytes(data[start : start + LOG_CHUNK_BYTES])
+                chunks.append(LogChunk(self._task, self._epoch, self._sequence, stream, piece))
+                self._sequence += 1
+        self._parts = []
+        self.due_at = None
+        return chunks
 
 
 def _failed_running(item: ReportItem) -> bool:
-    """Without a word of its start, the server would take this for one that could not be started, and try it elsewhere."""
+    """Without the report of its start, the server would count this as a failed start and retry it elsewhere."""
     return type(item) is Finished and item.reason is EndReason.SANDBOX_FAILED and item.fault is None
 
 
@@ -65,20 +117,20 @@ class Outbox:
         self._sizes.append(ITEM_BYTES + data_bytes)
 
     def add_started(self, now: int, task: int, epoch: int) -> None:
-        """Said only if nothing ends the attempt before the batch leaves, or only its sandbox's end does."""
+        """Report the start, unless the attempt ends before the batch leaves (and not by a failure of its sandbox)."""
         if self._since == NEVER:
             self._since = now
         self._started[task] = Started(task, epoch)
         self._reached.pop(task, None)
 
     def add_reached(self, now: int, task: int, epoch: int, phase: Phase) -> None:
-        """Said only if it came to no later phase before the batch leaves."""
+        """Report the phase, unless the attempt reaches a later one before the batch leaves."""
         if self._since == NEVER:
             self._since = now
         self._reached[task] = Reached(task, epoch, phase)
 
     def _supersede(self, task: int) -> None:
-        """An older checkpoint is never said again after a newer one: that would take progress back."""
+        """Drop older checkpoints: sent again after a newer one, they would take progress back."""
 
         def is_older(item: ReportItem) -> bool:
             return type(item) is Checkpointed and item.task == task
@@ -90,8 +142,8 @@ class Outbox:
         for number in [n for n in self._batches if n <= sequence]:
             del self._batches[number]
 
-    def begin_again(self, now: int) -> None:
-        """A new connection: what was sent and not recorded waits again, ahead of the rest."""
+    def resend(self, now: int) -> None:
+        """Queue unrecorded batches again, ahead of newer reports; for a new connection."""
         if not self._batches:
             return
         items: list[ReportItem] = []
@@ -102,11 +154,11 @@ class Outbox:
         self._batches.clear()
         self._items = items + self._items
         self._sizes = sizes + self._sizes
-        if self._items:  # they may all have been forgotten meanwhile
+        if self._items:  # all of them may have been dropped meanwhile
             self._since = min(self._since, now)
 
-    def forget(self, gone: set[tuple[int, int]]) -> None:
-        """Drop every item of leases that are `gone`."""
+    def drop(self, gone: set[tuple[int, int]]) -> None:
+        """Drop every report of these leases, (task, epoch)."""
 
         def is_gone(item: ReportItem) -> bool:
             return (item.task, item.epoch) in gone
@@ -121,7 +173,7 @@ class Outbox:
             self._since = NEVER
 
     def ended_leases(self) -> set[tuple[int, int]]:
-        """Leases whose end is not yet recorded: still stated as held, so that the server keeps them for us."""
+        """Return the leases whose end is not yet recorded: heartbeats still state them, so that the server keeps them."""
         found = {(i.task, i.epoch) for i in self._items if type(i) is Finished}
         for items, _ in self._batches.values():
             found |= {(i.task, i.epoch) for i in items if type(i) is Finished}

@@ -1,9 +1,13 @@
-"""Which warm sandboxes a node keeps, pure: demand and room come in, orders to prepare or discard go out.
+"""The plan of warm sandboxes: demand and idle memory in, instructions to prepare or discard sandboxes out. Pure.
 
-A warm sandbox has imported the modules of one key and is nobody's. It is handed out once, to one user's work, and is
-then no longer the pool's. How many are kept follows the demand seen for each key, which halves every two minutes, and
-the room there is: memory that nobody leased. Every sandbox that could be kept is a *unit* with a strength; the
-strongest that fit are kept, the others are not, whatever made the difference: expiry, pressure, another key.
+A warm sandbox has imported the modules of one key and belongs to no user. It is handed out once and then leaves the
+pool. The number kept for a key follows its demand, a count of requests that halves every two minutes, and the memory
+that is not leased. Each sandbox that could be kept is a *candidate* with a weight (demand / position); the heaviest
+that fit into memory are kept, the others discarded, for whatever reason: faded demand, less memory, another key.
+
+Example: 40 requests for a key within seconds are a demand of 40, or 0.23 requests a second. During the 5 s in which one
+sandbox is prepared 1.2 requests are expected, so 2 are wanted, with weights 40 and 20. Two minutes later the demand is
+20 and one is wanted. A single request keeps one sandbox for six minutes, until the demand is below 0.12.
 """
 
 from __future__ import annotations
@@ -17,40 +21,40 @@ from gpool.agent.runtime.protocol import Limits
 from gpool.core.model import GIB, Recipe, Slice
 
 HALF_LIFE_US = 120 * 1_000_000
-REFILL_S = 5.0  # about how long it takes to prepare one
-FAINT = 0.12  # below this nobody asks for it any more: six minutes after a single question
+REFILL_S = 5.0  # rough time to prepare a sandbox
+LEAST_DEMAND = 0.12  # below it none is kept: six minutes after a single request
 MOST_ENTRIES = 8
 MOST_A_KEY = 4
 MOST_KEYS = 256
-AT_ONCE = 1  # prepared at the same time: the processors are for tasks
+AT_ONCE = 1  # prepared at the same time, because the processors are for tasks
 FIRST_GUESS_BYTES = GIB
-KEPT_IS_WORTH = 2.0  # against throwing one away for an equal
+KEPT_WEIGHT = 2.0  # factor for existing ones: none is discarded for an equal one
 FIRST_PAUSE_US = 30 * 1_000_000
 LONGEST_PAUSE_US = 600 * 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
 class WarmKey:
-    """What a sandbox is prepared for: work with an equal key finds everything as if started for it."""
+    """Everything a warm sandbox is prepared for; a task with an equal key can use it."""
 
     runtime: str
     environment: tuple[str, Recipe | None] | None  # None: the agent's own Python
     python: str
     preload: tuple[str, ...]
-    slices: tuple[Slice, ...]  # the device nodes it has; a context on them it has not
+    slices: tuple[Slice, ...]  # its device nodes; it has no context on them
     limits: Limits
 
 
 @dataclass(frozen=True, slots=True)
 class Prepare:
-    number: int  # never used again
+    number: int  # a number that is never used again
     key: WarmKey
-    most_bytes: int  # it may use until it is assigned
+    most_bytes: int  # memory limit until it is assigned
 
 
 @dataclass(frozen=True, slots=True)
 class Discard:
-    """End it; `gone` follows."""
+    """End the sandbox; `gone` follows."""
 
     number: int
 
@@ -62,19 +66,19 @@ class Stage(Enum):
 
 
 @dataclass(slots=True)
-class Entry:
+class WarmEntry:
     key: WarmKey
-    bytes_held: int  # at most; once it is ready, as measured
+    bytes_held: int  # its limit; once it is ready, the measured use
     stage: Stage = Stage.PREPARING
 
 
 @dataclass(slots=True)
 class Demand:
-    """How much one key is asked for: a count that fades."""
+    """Demand for one key: a count of requests that halves every `HALF_LIFE_US`."""
 
     count: float = 0.0
     at: int = 0
-    used_bytes: int = 0  # by the last one that got ready
+    used_bytes: int = 0  # by the last sandbox that became ready
     failures: int = 0
     not_before: int = 0
 
@@ -85,32 +89,32 @@ class Demand:
         self.count, self.at = self.now(now) + 1, now
 
     def wanted(self, now: int) -> int:
-        """Enough for those who come while the next one is prepared."""
+        """Return the number to keep: the requests expected while one is prepared, at least one."""
         count = self.now(now)
-        if count < FAINT:
+        if count < LEAST_DEMAND:
             return 0
         a_second = count * math.log(2) / (HALF_LIFE_US / 1_000_000)
         return min(MOST_A_KEY, max(1, math.ceil(a_second * REFILL_S)))
 
 
 @dataclass(frozen=True, slots=True)
-class _Unit:
-    strength: float
+class _Candidate:
+    weight: float
     key: WarmKey
-    number: int | None  # of the entry that is there already
+    number: int | None  # of an existing entry
     bytes_held: int
 
 
 @dataclass(slots=True)
 class WarmPool:
-    entries: dict[int, Entry] = field(default_factory=dict)
+    entries: dict[int, WarmEntry] = field(default_factory=dict)
     demands: dict[WarmKey, Demand] = field(default_factory=dict)
     last_number: int = 0
 
-    # ---- what happens
+    # ---- events
 
     def ask(self, now: int, key: WarmKey) -> int | None:
-        """Work with this key starts: the number of the sandbox it gets, which leaves the pool, or None."""
+        """Count a request; return the number of a ready sandbox, which leaves the pool, or None."""
         self.demands.setdefault(key, Demand(at=now)).ask(now)
         for number, entry in self.entries.items():
             if entry.key == key and entry.stage is Stage.READY:
@@ -119,7 +123,7 @@ class WarmPool:
         return None
 
     def prepared(self, number: int, used_bytes: int) -> None:
-        """It is ready and holds so much; 0: nobody counts. Nothing changes for one that is to be ended."""
+        """Mark it ready with its measured memory (0: unknown); no effect on one that is being discarded."""
         entry = self.entries.get(number)
         if entry is None or entry.stage is not Stage.PREPARING:
             return
@@ -130,7 +134,7 @@ class WarmPool:
             demand.used_bytes, demand.failures = used_bytes, 0
 
     def failed(self, now: int, number: int) -> None:
-        """It could not be prepared: not again for a while."""
+        """Back off: 30 s after the first failure, doubled up to 10 minutes."""
         entry = self.entries.pop(number, None)
         demand = self.demands.get(entry.key) if entry is not None else None
         if demand is not None:
@@ -142,14 +146,14 @@ class WarmPool:
     def gone(self, number: int) -> None:
         self.entries.pop(number, None)
 
-    # ---- what to do
+    # ---- decisions
 
     @property
     def bytes_held(self) -> int:
         return sum(entry.bytes_held for entry in self.entries.values())
 
     def settle(self, now: int, room_bytes: int) -> list[Prepare | Discard]:
-        """Bring what is kept to what is wanted and has room."""
+        """Return the instructions that bring the pool to what is wanted and fits into `room_bytes`."""
         self._forget(now)
         kept, missing = self._choose(now, room_bytes)
         orders: list[Prepare | Discard] = []
@@ -159,55 +163,57 @@ class WarmPool:
                 orders.append(Discard(number))
         preparing = sum(entry.stage is Stage.PREPARING for entry in self.entries.values())
         while missing and preparing < AT_ONCE:
-            unit = missing.popleft()
-            room_left = room_bytes - self.bytes_held  # what leaves still holds its memory
-            if unit.bytes_held > room_left or len(self.entries) >= MOST_ENTRIES:
+            next_one = missing.popleft()
+            room_left = (
+                room_bytes - self.bytes_held
+            )  # discarded ones hold their memory until they are gone
+            if next_one.bytes_held > room_left or len(self.entries) >= MOST_ENTRIES:
                 break
             self.last_number += 1
-            self.entries[self.last_number] = Entry(unit.key, unit.bytes_held)
-            orders.append(Prepare(self.last_number, unit.key, unit.bytes_held))
+            self.entries[self.last_number] = WarmEntry(next_one.key, next_one.bytes_held)
+            orders.append(Prepare(self.last_number, next_one.key, next_one.bytes_held))
             preparing += 1
         return orders
 
-    def _choose(self, now: int, room_bytes: int) -> tuple[set[int], deque[_Unit]]:
-        """The strongest units that fit together: those there are, by number, and those to prepare."""
+    def _choose(self, now: int, room_bytes: int) -> tuple[set[int], deque[_Candidate]]:
+        """Return the heaviest candidates that fit together: numbers of existing ones, and those to prepare."""
         kept: set[int] = set()
-        missing: deque[_Unit] = deque()
+        missing: deque[_Candidate] = deque()
         left = room_bytes
-        for unit in sorted(self._units(now), key=lambda unit: -unit.strength):
-            if unit.bytes_held > left or len(kept) + len(missing) >= MOST_ENTRIES:
+        for one in sorted(self._candidates(now), key=lambda one: -one.weight):
+            if one.bytes_held > left or len(kept) + len(missing) >= MOST_ENTRIES:
                 continue
-            left -= unit.bytes_held
-            if unit.number is not None:
-                kept.add(unit.number)
+            left -= one.bytes_held
+            if one.number is not None:
+                kept.add(one.number)
             else:
-                missing.append(unit)
+                missing.append(one)
         return kept, missing
 
-    def _units(self, now: int) -> list[_Unit]:
+    def _candidates(self, now: int) -> list[_Candidate]:
         there: dict[WarmKey, list[int]] = {}
         for number, entry in self.entries.items():
             if entry.stage is not Stage.LEAVING:
                 there.setdefault(entry.key, []).append(number)
-        units = []
+        found = []
         for key, demand in self.demands.items():
             count = demand.now(now)
             numbers = there.get(key, [])
             numbers.sort(key=lambda number: self.entries[number].stage is not Stage.READY)
             for at in range(demand.wanted(now)):
-                strength = count / (at + 1)
+                weight = count / (at + 1)
                 if at < len(numbers):
                     number = numbers[at]
                     held = self.entries[number].bytes_held
-                    units.append(_Unit(strength * KEPT_IS_WORTH, key, number, held))
+                    found.append(_Candidate(weight * KEPT_WEIGHT, key, number, held))
                 elif now >= demand.not_before:
-                    units.append(_Unit(strength, key, None, _guess(key, demand)))
-        return units
+                    found.append(_Candidate(weight, key, None, _guess(key, demand)))
+        return found
 
     def _forget(self, now: int) -> None:
-        """Keys that nobody asks for; and the faintest when there are too many."""
-        faint = [key for key, demand in self.demands.items() if demand.now(now) < FAINT]
-        for key in faint:
+        """Forget keys without demand, and those with the least if there are too many."""
+        faded = [key for key, demand in self.demands.items() if demand.now(now) < LEAST_DEMAND]
+        for key in faded:
             del self.demands[key]
         spare = len(self.demands) - MOST_KEYS
         if spare > 0:
@@ -222,5 +228,5 @@ def _guess(key: WarmKey, demand: Demand) -> int:
 
 
 def room_for_warm(offered_bytes: int, leased_bytes: int, available_bytes: int, held: int) -> int:
-    """Half of what is idle: neither leased nor kept back by the owner, nor used by anything else on the machine."""
+    """Return half of the idle memory: lent, not leased, and not used by other programs on the machine."""
     return max(0, min(offered_bytes - leased_bytes, available_bytes + held)) // 2

@@ -1,0 +1,28 @@
+"""`gpool admin`: the group of the operators' verbs. A verb of a module here is added to the list below."""
+
+from __future__ import annotations
+
+import click
+
+from gpool.cli.admin import keys_and_audit, policy, quotas, users
+
+
+@click.group()
+def admin() -> None:
+    """Manage users, quotas, policy and keys (operators)."""
+
+
+for _verb in (
+    users.users,
+    users.invite,
+    quotas.teams,
+    keys_and_audit.keys,
+    keys_and_audit.audit,
+    policy.policy,
+    policy.cordon,
+    policy.uncordon,
+    policy.drain,
+    policy.preempt,
+    policy.reservations,
+):
+    admin.add_command(_verb)

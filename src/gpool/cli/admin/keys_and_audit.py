@@ -1,4 +1,4 @@
-"""`gpool admin keys` and `gpool admin audit`."""
+"""`gpool admin keys`: encryption keys of the server; `gpool admin audit`: the audit record."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from gpool.cli.calling import as_json, client_of, listed, listing
+from gpool.cli.command import as_json, client_of, listed, listing
 from gpool.cli.main import FAILED
 from gpool.cli.output.printing import emit_json, fields, table
 
@@ -16,52 +16,52 @@ LOOK_EVERY_S = 0.5
 
 @click.group()
 def keys() -> None:
-    """The keys that seal what is secret on the server."""
+    """Show and rotate the server's encryption keys."""
 
 
 @keys.command("ls")
 @as_json
 @click.pass_context
 def keys_ls(ctx: click.Context, as_json: bool) -> None:
-    """Show the keys, and how far a rotation is."""
+    """List encryption keys and the progress of a rotation."""
     _show(client_of(ctx).door.get_json("/v1/admin/keys"), as_json)
 
 
 @keys.command("rotate")
-@click.option("--master", is_flag=True, help="A new master key too.")
-@click.option("-d", "--detach", is_flag=True, help="Do not wait until it is done.")
+@click.option("--master", is_flag=True, help="Create a new master key too.")
+@click.option("-d", "--detach", is_flag=True, help="Do not wait for the end.")
 @as_json
 @click.pass_context
 def keys_rotate(ctx: click.Context, master: bool, detach: bool, as_json: bool) -> None:
-    """Seal everything anew with a new key, while the server serves."""
+    """Encrypt all secrets with a new key; the server stays available."""
     door = client_of(ctx).door
-    told = door.send_json("POST", "/v1/admin/keys/rotate", {"master": master})
+    progress = door.send_json("POST", "/v1/admin/keys/rotate", {"master": master})
     pause = threading.Event()
-    while told["left"] and not detach:
+    while progress["left"] and not detach:
         if not as_json:
-            done = told["fields"] - told["left"]
-            click.echo(f"  {done} of {told['fields']} fields", err=True)
+            done = progress["fields"] - progress["left"]
+            click.echo(f"  {done} of {progress['fields']} fields encrypted", err=True)
         pause.wait(LOOK_EVERY_S)
-        told = door.get_json("/v1/admin/keys")
-    _show(told, as_json)
+        progress = door.get_json("/v1/admin/keys")
+    _show(progress, as_json)
 
 
-def _show(told: dict[str, Any], as_json: bool) -> None:
+def _show(progress: dict[str, Any], as_json: bool) -> None:
     if as_json:
-        emit_json(told)
+        emit_json(progress)
     else:
-        fields(told, ("data_keys", "retired", "fields", "left", "masters"))
+        fields(progress, ("data_keys", "retired", "fields", "left", "masters"))
 
 
 @click.command()
 @listing
-@click.option("--verify", is_flag=True, help="Check that the record is as it was written.")
+@click.option("--verify", is_flag=True, help="Verify the hash chain of the record.")
 @click.option(
     "--anchor",
     "anchors",
     multiple=True,
     metavar="NUMBER:HASH",
-    help="A head that --verify told you earlier and you kept.",
+    help="Head printed by an earlier --verify, to compare with (repeatable).",
 )
 @click.pass_context
 def audit(
@@ -72,7 +72,13 @@ def audit(
     verify: bool,
     anchors: tuple[str, ...],
 ) -> None:
-    """Show who did what, newest first."""
+    """List audit entries, newest first, or verify them.
+
+    \b
+    Examples:
+      gpool admin audit --limit 20
+      gpool admin audit --verify --anchor 1234:HASH
+    """
     client = client_of(ctx)
     if verify:
         query = "".join(f"&anchor={anchor}" for anchor in anchors)
@@ -80,10 +86,12 @@ def audit(
         if as_json:
             emit_json(found)
         elif found["whole"]:
-            click.echo(f"{found['entries']} entries, all as they were written.")
-            click.echo(f"  Keep this where nobody here can change it: {found['head']}", err=True)
+            click.echo(f"{found['entries']} entries verified; none was changed.")
+            click.echo(
+                f"  Keep this head outside the server, for --anchor: {found['head']}", err=True
+            )
         else:
-            click.echo(f"The record is broken after {found['entries']}: {found['why']}")
+            click.echo(f"The record is damaged after entry {found['entries']}: {found['why']}")
         ctx.exit(0 if found["whole"] else FAILED)
     items = listed(client, "audit", everything=everything, limit=limit)
     if as_json:
@@ -103,4 +111,4 @@ def audit(
         for one in items
     ]
     columns = ("number", "at", "actor", "action", "thing", "outcome", "address", "facts")
-    table(columns, rows, "Nothing was noted yet.")
+    table(columns, rows, "No audit entries yet.")

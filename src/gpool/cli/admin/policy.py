@@ -1,4 +1,4 @@
-"""`gpool admin policy`, `cordon`, `drain` and `reservations`: how operators steer the pool while it runs."""
+"""`gpool admin policy`, `cordon`, `uncordon`, `drain`, `preempt` and `reservations`: control of the scheduler."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from gpool.cli.calling import as_json, client_of
+from gpool.cli.command import VerbGroup, as_json, client_of
 from gpool.cli.output.printing import emit_json, fields, local_time, plain, table
-from gpool.cli.references import names_of, node_id, quoted, team_id, user_id, who_is_who
+from gpool.cli.references import names_of, node_id, principal_names, quoted, team_id, user_id
 from gpool.client.moments import moment, now
 from gpool.core.errors import Invalid, NotFound
 
@@ -19,18 +19,22 @@ if TYPE_CHECKING:
 the_node = click.argument("node")
 _POLICY = ("order", "orders", "ageing_s", "patience_s", "weights", "changed", "pricing")
 
-NOT_LEARNT = "not learnt yet: it takes 200 tasks that asked for GPUs, 50 of one batch at most"
+NOT_LEARNT = "not learnt yet: needs 200 tasks with GPUs, of which 50 per batch count"
 
 
 @click.command()
-@click.option("--order", metavar="NAME", help="Who comes first; `configured` goes back.")
-@click.option("--ageing", metavar="TIME", help="Waiting this long is worth a point of priority.")
-@click.option("--patience", metavar="TIME", help="Then a node is kept clear for a large task.")
-@click.option("--weight", "weights", multiple=True, metavar="WHO=N", help="Of a user or team.")
-@click.option("--dry-run", is_flag=True, help="Only say what it would do to those who wait.")
+@click.option("--order", metavar="NAME", help="Queue order.")
+@click.option("--ageing", metavar="TIME", help="Waiting time worth one point of priority.")
+@click.option("--patience", metavar="TIME", help="Waiting time after which a node is kept clear.")
 @click.option(
-    "--learn", is_flag=True, help="Learn anew what free room is worth, from earlier tasks."
+    "--weight",
+    "weights",
+    multiple=True,
+    metavar="WHO=N",
+    help="Fair-share weight of a user or team (repeatable).",
 )
+@click.option("--dry-run", is_flag=True, help="Show the effect on waiting tasks; change nothing.")
+@click.option("--learn", is_flag=True, help="Learn the value of free capacity from past tasks now.")
 @as_json
 @click.pass_context
 def policy(
@@ -43,10 +47,15 @@ def policy(
     learn: bool,
     as_json: bool,
 ) -> None:
-    """Show or change by which rules tasks are started.
+    """Show or change the scheduling policy.
+
+    The value `configured` restores the setting of the server.
 
     \b
-    gpool admin policy --order round_robin --dry-run
+    Examples:
+      gpool admin policy
+      gpool admin policy --order round_robin --dry-run
+      gpool admin policy --weight lab=2 --ageing configured
     """
     wanted: dict[str, Any] = {}
     if order is not None:
@@ -60,25 +69,25 @@ def policy(
         wanted["weights"] = dict(_weight(client, text) for text in weights)
     if learn:
         door.send("POST", "/v1/admin/policy/learn")
-        click.echo("learning begins; `gpool admin policy` shows what came of it", err=True)
+        click.echo("learning started; `gpool admin policy` shows the result", err=True)
     if wanted or dry_run:
-        told = door.send_json("PATCH", "/v1/admin/policy", {**wanted, "dry_run": dry_run})
+        answer = door.send_json("PATCH", "/v1/admin/policy", {**wanted, "dry_run": dry_run})
     else:
-        told = door.get_json("/v1/admin/policy")
+        answer = door.get_json("/v1/admin/policy")
     if as_json:
-        emit_json(told)
+        emit_json(answer)
         return
-    found = told.get("dry_run")
+    found = answer.get("dry_run")
     if found is None:
-        known = who_is_who(client) if told["weights"] else {}
-        heavy = " ".join(
-            f"{known.get(who, who)}={weight:g}" for who, weight in told["weights"].items()
+        names = principal_names(client) if answer["weights"] else {}
+        weight_list = " ".join(
+            f"{names.get(who, who)}={weight:g}" for who, weight in answer["weights"].items()
         )
-        changed = ", ".join(told["changed"])
-        learnt = told.get("learnt")
+        changed = ", ".join(answer["changed"])
+        learnt = answer.get("learnt")
         priced = f"{learnt['sentence']} ({learnt['at']})" if learnt else NOT_LEARNT
-        shown = {"weights": heavy or "-", "changed": changed or "-", "pricing": priced}
-        fields({**told, **shown}, _POLICY)
+        shown = {"weights": weight_list or "-", "changed": changed or "-", "pricing": priced}
+        fields({**answer, **shown}, _POLICY)
         return
     click.echo(plain(found["sentence"]))
     rows = [(one["task"], _wait(one["before_s"]), _wait(one["after_s"])) for one in found["moved"]]
@@ -88,21 +97,21 @@ def policy(
 
 @click.command()
 @the_node
-@click.option("--why", default="", help="For those who ask.")
+@click.option("--why", default="", metavar="TEXT", help="Reason shown to users.")
 @as_json
 @click.pass_context
 def cordon(ctx: click.Context, node: str, why: str, as_json: bool) -> None:
-    """Let nothing new start on a node, whatever its owner allows."""
+    """Start no new tasks on a node."""
     _cordon(ctx, node, {"why": why}, as_json)
 
 
 @click.command()
 @the_node
-@click.option("--why", default="", help="For those who ask.")
+@click.option("--why", default="", metavar="TEXT", help="Reason shown to users.")
 @as_json
 @click.pass_context
 def drain(ctx: click.Context, node: str, why: str, as_json: bool) -> None:
-    """Cordon a node and move away what may be preempted."""
+    """Cordon a node and preempt its preemptible tasks."""
     _cordon(ctx, node, {"why": why, "drain": True}, as_json)
 
 
@@ -110,15 +119,30 @@ def drain(ctx: click.Context, node: str, why: str, as_json: bool) -> None:
 @the_node
 @click.pass_context
 def uncordon(ctx: click.Context, node: str) -> None:
-    """Let a node take tasks again."""
+    """Remove the cordon of a node."""
     client = client_of(ctx)
     client.door.send("DELETE", f"/v1/admin/cordons/{node_id(client, node)}")
-    click.echo(f"{plain(node)} takes tasks again, if its owner lends it")
+    click.echo(f"{plain(node)} is no longer cordoned; it takes tasks if its owner's policy allows")
 
 
-@click.group()
+@click.command()
+@click.argument("tasks", metavar="ID...", nargs=-1, required=True)
+@as_json
+@click.pass_context
+def preempt(ctx: click.Context, tasks: tuple[str, ...], as_json: bool) -> None:
+    """Preempt tasks: SIGTERM, checkpoint, back into the queue."""
+    client = client_of(ctx)
+    found = [client.preempt(task) for task in tasks]
+    if as_json:
+        emit_json(found)
+        return
+    for task in tasks:
+        click.echo(f"{task} is being preempted")
+
+
+@click.group(cls=VerbGroup, renamed={"make": "create", "end": "delete"})
 def reservations() -> None:
-    """Keep nodes for a class or an event."""
+    """Reserve nodes for teams or users."""
 
 
 @reservations.command("ls")
@@ -131,43 +155,47 @@ def reservations_ls(ctx: click.Context, as_json: bool) -> None:
     if as_json:
         emit_json(items)
         return
-    known = names_of(client, "nodes") | who_is_who(client) if items else {}
+    names = names_of(client, "nodes") | principal_names(client) if items else {}
     rows = [
         (
             one["id"],
-            "now" if one["holds"] else "",
+            "active" if one["holds"] else "",
             _minute(one["first"]),
             _minute(one["last"]),
-            ",".join(known.get(node, node) for node in one["nodes"]),
-            ",".join(known.get(who, who) for who in one["teams"] + one["users"]),
+            ",".join(names.get(node, node) for node in one["nodes"]),
+            ",".join(names.get(who, who) for who in one["teams"] + one["users"]),
             one["why"],
         )
         for one in items
     ]
-    table(("id", "", "from", "to", "nodes", "for", "why"), rows, "Nothing is reserved.")
+    table(("id", "", "from", "to", "nodes", "for", "why"), rows, "No reservations.")
 
 
-@reservations.command("make")
+@reservations.command("create")
 @click.argument("nodes", metavar="NODE...", nargs=-1, required=True)
-@click.option("--team", "teams", multiple=True, metavar="TEAM")
-@click.option("--user", "users", multiple=True, metavar="USER")
+@click.option(
+    "--team", "teams", multiple=True, metavar="TEAM", help="Team to reserve for (repeatable)."
+)
+@click.option(
+    "--user", "users", multiple=True, metavar="USER", help="User to reserve for (repeatable)."
+)
 @click.option(
     "--from",
     "first",
     metavar="TIME",
-    help="09:00 (the next), 2026-11-20T09:00, or 2026-11-20T09:00+01:00 (default: now).",
+    help="Start: 09:00 (the next one), 2026-11-20T09:00 or 2026-11-20T09:00+01:00 (default: now).",
 )
 @click.option(
     "--to",
     "last",
     required=True,
     metavar="TIME",
-    help="Likewise, as seen from then: 18:00 is the next after --from, 3h so much later.",
+    help="End: a time as for --from (18:00: the first one after --from), or a duration, e.g. 3h.",
 )
-@click.option("--why", default="")
+@click.option("--why", default="", metavar="TEXT", help="Reason shown to users.")
 @as_json
 @click.pass_context
-def reservations_make(
+def reservations_create(
     ctx: click.Context,
     nodes: tuple[str, ...],
     teams: tuple[str, ...],
@@ -177,17 +205,20 @@ def reservations_make(
     why: str,
     as_json: bool,
 ) -> None:
-    """Keep nodes for teams or users between two times.
+    """Reserve nodes for teams or users between two times.
 
     \b
-    gpool admin reservations make lab1 lab2 --team class --from 09:00 --to 11:30
+    Example:
+      gpool admin reservations create lab1 lab2 --team class --from 09:00 --to 11:30
     """
     if not teams and not users:
-        raise Invalid("say for whom: --team TEAM or --user USER")
+        raise Invalid("a reservation needs a team or a user; give --team TEAM or --user USER")
     begins = now() if first is None else moment(first)
     ends = moment(last, begins)
     if ends <= begins:
-        raise Invalid(f"--to {last} is not after --from {first or begins.isoformat()}")
+        raise Invalid(
+            f"--to {last} is not after --from {first or begins.isoformat()}; give a later time or a duration"
+        )
     client = client_of(ctx)
     wanted = {
         "nodes": [node_id(client, node) for node in nodes],
@@ -205,33 +236,33 @@ def reservations_make(
         click.echo(f"  from {_minute(made['first'])} to {_minute(made['last'])}", err=True)
 
 
-@reservations.command("end")
+@reservations.command("delete")
 @click.argument("reservation", metavar="ID")
 @click.pass_context
-def reservations_end(ctx: click.Context, reservation: str) -> None:
-    """Give the nodes back to everybody."""
+def reservations_delete(ctx: click.Context, reservation: str) -> None:
+    """Delete a reservation; its nodes are free for all users again."""
     client_of(ctx).door.send("DELETE", f"/v1/admin/reservations/{quoted(reservation)}")
-    click.echo(f"{plain(reservation)} is over")
+    click.echo(f"{plain(reservation)} deleted")
 
 
 def _cordon(ctx: click.Context, node: str, wanted: dict[str, Any], as_json: bool) -> None:
     client = client_of(ctx)
-    told = client.door.send_json("PUT", f"/v1/admin/cordons/{node_id(client, node)}", wanted)
+    answer = client.door.send_json("PUT", f"/v1/admin/cordons/{node_id(client, node)}", wanted)
     if as_json:
-        emit_json(told)
+        emit_json(answer)
         return
-    click.echo(f"{plain(node)} takes nothing new; {told['running']} still run there")
-    if told["preempted"]:
-        click.echo(f"  {told['preempted']} were asked to make room", err=True)
+    click.echo(f"{plain(node)} takes no new tasks; {answer['running']} still running")
+    if answer["preempted"]:
+        click.echo(f"  {answer['preempted']} being preempted", err=True)
 
 
 def _weight(client: Client, text: str) -> tuple[str, float | None]:
-    """Of a team or a user: anybody may call a team as somebody else is called, so a name of both is refused."""
+    """Parse `WHO=N`. A name shared by a team and a user is refused: team names are free to choose."""
     who, _, value = text.rpartition("=")
     try:
         weight = None if value == "configured" else float(value)
     except ValueError:
-        raise Invalid(f"{text!r} is not WHO=N, as in lab=2 or tm-0000000000001=2") from None
+        raise Invalid(f"{text!r} is not WHO=N; write lab=2 or tm-0000000000001=2") from None
     if who.startswith(("tm-", "u-")):
         return who, weight
     found = []
@@ -239,11 +270,11 @@ def _weight(client: Client, text: str) -> tuple[str, float | None]:
         with suppress(NotFound):
             found.append(look(client, who))
     if not found:
-        lists = "`gpool admin teams ls --all` and `gpool admin users ls --all` list them"
-        raise NotFound(f"no team and no user is called {who!r}; {lists}")
+        hint = "`gpool admin teams ls --all` and `gpool admin users ls --all` list them"
+        raise NotFound(f"no team or user {who!r}; {hint}")
     if len(found) > 1:
         raise Invalid(
-            f"a team and a user are called {who!r}; say which by its id: {' or '.join(found)}"
+            f"a team and a user have the name {who!r}; use an id instead: {' or '.join(found)}"
         )
     return found[0], weight
 
@@ -255,7 +286,7 @@ def _seconds(text: str) -> float:
 
 
 def _minute(at: str) -> str:
-    """Here and to the minute, with the date."""
+    """Date and local time, to the minute."""
     return local_time(at)[:-3]
 
 

@@ -1,4 +1,4 @@
-"""What users and teams may have at once and are sure of, as operators say it on the command line."""
+"""`gpool admin teams`, and the quota options that users and teams share."""
 
 from __future__ import annotations
 
@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from gpool.cli.calling import as_json, client_of, listed, listing
+from gpool.cli.command import (
+    SectionedCommand,
+    as_json,
+    client_of,
+    listed,
+    listing,
+    option_section,
+)
 from gpool.cli.output.printing import emit_json, show, table
 from gpool.cli.references import team_id
 from gpool.core.errors import Invalid
@@ -21,23 +28,21 @@ _FIELDS = "id name quota created_at"
 
 
 USUAL = "configured"
-"""Said in place of a number: what the server gives everybody."""
+"""Value of a quota option that removes the own limit: the server's default applies."""
+
+quota_option = option_section(f"Quota (N, or `{USUAL}` for the server's default)")
 
 
 def quota_options(command: Callable[..., None]) -> Callable[..., None]:
     for option in (
-        click.option("--storage", metavar="SIZE", help="Bytes stored, e.g. 10GB."),
-        click.option("--queued", metavar="N", help="Tasks waiting at once."),
-        click.option(
+        quota_option("--storage", metavar="SIZE", help="Maximum storage, e.g. 10GB."),
+        quota_option("--queued", metavar="N", help="Maximum number of waiting tasks."),
+        quota_option(
             "--guaranteed",
             metavar="N",
-            help="GPUs they are sure of; others borrow what they leave idle. 0: none.",
+            help="Guaranteed GPUs; others borrow idle ones until they are needed. 0: none.",
         ),
-        click.option(
-            "--gpus",
-            metavar="N",
-            help=f"GPUs at once. For each of these: {USUAL} goes back to what the server gives everybody.",
-        ),
+        quota_option("--gpus", metavar="N", help="Maximum number of GPUs in use."),
     ):
         command = option(command)
     return command
@@ -51,8 +56,8 @@ def quota_of(
     queued: str | None,
     storage: str | None,
 ) -> dict[str, Any]:
-    """What they have, with what is given in its place."""
-    asked = {
+    """The present quota at `path`, changed by the given options."""
+    parsed = {
         "running_gpus": _limit("--gpus", gpus, float, "4, or 0.5"),
         "guaranteed_gpus": _limit("--guaranteed", guaranteed, float, "8, or 0"),
         "queued_tasks": _limit("--queued", queued, int, "1000"),
@@ -61,46 +66,46 @@ def quota_of(
     given = {"running_gpus": gpus, "guaranteed_gpus": guaranteed}
     given |= {"queued_tasks": queued, "storage_bytes": storage}
     before = client.door.get_json(path).get("quota") or {}
-    return {**before, **{name: asked[name] for name, said in given.items() if said is not None}}
+    return {**before, **{name: parsed[name] for name, text in given.items() if text is not None}}
 
 
 def _limit(
-    option: str, said: str | None, read: Callable[[str], float | int], like: str
+    option: str, text: str | None, read: Callable[[str], float | int], example: str
 ) -> float | int | None:
-    if said is None or said == USUAL:
+    if text is None or text == USUAL:
         return None
     try:
-        found = read(said)
+        found = read(text)
     except (ValueError, Invalid):
-        raise Invalid(f"{option} is {said!r}; write {like}, or {USUAL}") from None
+        raise Invalid(f"{option} {text!r} is not a quota; write {example}, or {USUAL}") from None
     if not 0 <= found < math.inf:
-        raise Invalid(f"{option} is {said!r}; write 0 or more, or {USUAL}")
+        raise Invalid(f"{option} {text!r} is out of range; write 0 or more, or {USUAL}")
     return found
 
 
-def quota_told(document: dict[str, Any]) -> dict[str, Any]:
-    """The document with its quota in words."""
+def with_quota_text(document: dict[str, Any]) -> dict[str, Any]:
+    """The document with its quota as text."""
     from gpool.client.files.local_files import shown_size
 
     quota = document.get("quota") or {}
-    gpus, sure = quota.get("running_gpus"), quota.get("guaranteed_gpus")
+    gpus, guaranteed_gpus = quota.get("running_gpus"), quota.get("guaranteed_gpus")
     queued, storage = quota.get("queued_tasks"), quota.get("storage_bytes")
-    told = [
-        *([f"at most {gpus:g} GPU(s) at once"] if gpus is not None else ()),
-        *([f"sure of {sure:g}"] if sure else ()),
-        *([f"{queued} task(s) waiting"] if queued is not None else ()),
-        *([f"{shown_size(storage)} stored"] if storage is not None else ()),
+    parts = [
+        *([f"at most {gpus:g} GPU(s)"] if gpus is not None else ()),
+        *([f"{guaranteed_gpus:g} guaranteed"] if guaranteed_gpus else ()),
+        *([f"at most {queued} waiting task(s)"] if queued is not None else ()),
+        *([f"at most {shown_size(storage)} stored"] if storage is not None else ()),
     ]
-    return {**document, "quota": ", ".join(told) or f"as {USUAL} for everybody"}
+    return {**document, "quota": ", ".join(parts) or "server default"}
 
 
 def show_quota(document: dict[str, Any], as_json: bool, names: str) -> None:
-    show(document if as_json else quota_told(document), as_json, names)
+    show(document if as_json else with_quota_text(document), as_json, names)
 
 
 @click.group()
 def teams() -> None:
-    """List all teams, and say what they may have."""
+    """Manage the quotas of teams."""
 
 
 @teams.command("ls")
@@ -113,7 +118,7 @@ def teams_ls(ctx: click.Context, as_json: bool, everything: bool, limit: int) ->
         emit_json(found)
         return
     rows = [(one["id"], one["name"], one["created_at"]) for one in found]
-    table(("id", "name", "created"), rows, "No teams.")
+    table(("id", "name", "created"), rows, "No teams yet.")
 
 
 @teams.command("show")
@@ -126,15 +131,20 @@ def teams_show(ctx: click.Context, team_: str, as_json: bool) -> None:
     show_quota(client.door.get_json(f"/v1/teams/{team_id(client, team_)}"), as_json, _FIELDS)
 
 
-@teams.command("set")
+@teams.command("set", cls=SectionedCommand)
 @click.argument("team_", metavar="TEAM")
 @quota_options
 @as_json
 @click.pass_context
 def teams_set(ctx: click.Context, /, team_: str, as_json: bool, **quota: Any) -> None:
-    """Say what a team may have, e.g. `gpool admin teams set lab --guaranteed 8 --gpus 32`."""
+    """Set the quota of a team.
+
+    \b
+    Example:
+      gpool admin teams set lab --guaranteed 8 --gpus 32
+    """
     if all(value is None for value in quota.values()):
-        raise Invalid("say what is to change: --gpus, --guaranteed, --queued or --storage")
+        raise Invalid("nothing to change; give --gpus, --guaranteed, --queued or --storage")
     client = client_of(ctx)
     path = f"/v1/teams/{team_id(client, team_)}"
     wanted = {"quota": quota_of(client, path, **quota)}

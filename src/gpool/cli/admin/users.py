@@ -1,4 +1,4 @@
-"""`gpool admin`: what operators do."""
+"""`gpool admin users` and `gpool admin invite`."""
 
 from __future__ import annotations
 
@@ -6,10 +6,15 @@ from typing import Any
 
 import click
 
-from gpool.cli.admin.keys_and_audit import audit, keys
-from gpool.cli.admin.policy import cordon, drain, policy, reservations, uncordon
-from gpool.cli.admin.quotas import quota_of, quota_options, show_quota, teams
-from gpool.cli.calling import as_json, client_of, listed, listing
+from gpool.cli.admin.quotas import quota_of, quota_options, show_quota
+from gpool.cli.command import (
+    SectionedCommand,
+    as_json,
+    client_of,
+    listed,
+    listing,
+    option_section,
+)
 from gpool.cli.output.printing import emit_json, table
 from gpool.cli.references import user_id
 from gpool.core.errors import Invalid
@@ -20,17 +25,8 @@ _FIELDS = "id name permissions disabled_at quota created_at"
 
 
 @click.group()
-def admin() -> None:
-    """For operators: users, keys, the audit record, the policy."""
-
-
-for _verb in (keys, audit, policy, cordon, uncordon, drain, reservations, teams):
-    admin.add_command(_verb)
-
-
-@admin.group()
 def users() -> None:
-    """List users, and say what they may."""
+    """Manage users, their permissions and quotas."""
 
 
 @users.command("ls")
@@ -52,7 +48,7 @@ def users_ls(ctx: click.Context, as_json: bool, everything: bool, limit: int) ->
         )
         for one in found
     ]
-    table(("id", "name", "permissions", "", "created"), rows, "No users.")
+    table(("id", "name", "permissions", "", "created"), rows, "No users yet.")
 
 
 @users.command("show")
@@ -65,14 +61,14 @@ def users_show(ctx: click.Context, user: str, as_json: bool) -> None:
     show_quota(client.door.get_json(f"/v1/users/{user_id(client, user)}"), as_json, _FIELDS)
 
 
-@users.command("set")
+@users.command("set", cls=SectionedCommand)
 @the_user
-@click.option(
+@option_section("Permissions")(
     "--permission",
     "permissions",
     multiple=True,
     type=click.Choice([*PERMISSIONS, "none"]),
-    help="All they may from now on; may be given several times.",
+    help="Replace the present permissions (repeatable).",
 )
 @quota_options
 @as_json
@@ -85,7 +81,13 @@ def users_set(
     as_json: bool,
     **quota: Any,
 ) -> None:
-    """Say what a user may do and have."""
+    """Set permissions and quota of a user.
+
+    \b
+    Examples:
+      gpool admin users set ada --permission consumer --permission provider
+      gpool admin users set ada --gpus 2 --queued configured
+    """
     client = client_of(ctx)
     path = f"/v1/users/{user_id(client, user)}"
     wanted: dict[str, Any] = {}
@@ -95,7 +97,7 @@ def users_set(
         wanted["quota"] = quota_of(client, path, **quota)
     if not wanted:
         raise Invalid(
-            "say what is to change: --permission, --gpus, --guaranteed, --queued or --storage"
+            "nothing to change; give --permission, --gpus, --guaranteed, --queued or --storage"
         )
     show_quota(client.door.send_json("PATCH", path, wanted), as_json, _FIELDS)
 
@@ -105,7 +107,7 @@ def users_set(
 @as_json
 @click.pass_context
 def users_disable(ctx: click.Context, user: str, as_json: bool) -> None:
-    """Sign a user out everywhere and let them in no more."""
+    """Disable an account and end its sessions."""
     _disable(ctx, user, True, as_json)
 
 
@@ -114,7 +116,7 @@ def users_disable(ctx: click.Context, user: str, as_json: bool) -> None:
 @as_json
 @click.pass_context
 def users_enable(ctx: click.Context, user: str, as_json: bool) -> None:
-    """Let a disabled user in again."""
+    """Enable a disabled account."""
     _disable(ctx, user, False, as_json)
 
 
@@ -124,19 +126,21 @@ def _disable(ctx: click.Context, user: str, disabled: bool, as_json: bool) -> No
     show_quota(client.door.send_json("PATCH", path, {"disabled": disabled}), as_json, _FIELDS)
 
 
-@admin.command()
+@click.command()
 @click.option(
     "--permission",
     "permissions",
     multiple=True,
     type=click.Choice(PERMISSIONS),
-    help="What the new user may (default: what new users may here).",
+    help="Permission of the new user (repeatable; default: as configured for new users).",
 )
-@click.option("--expires", default="7d", show_default=True, metavar="TIME")
+@click.option(
+    "--expires", default="7d", show_default=True, metavar="TIME", help="Validity of the invite."
+)
 @as_json
 @click.pass_context
 def invite(ctx: click.Context, permissions: tuple[str, ...], expires: str, as_json: bool) -> None:
-    """Make a token with which one person may register."""
+    """Create an invite with which one person can register."""
     from gpool.client.durations import seconds
 
     wanted: dict[str, Any] = {"expires_in_s": int(seconds(expires))}
@@ -148,21 +152,6 @@ def invite(ctx: click.Context, permissions: tuple[str, ...], expires: str, as_js
         emit_json(made)
     else:
         pinned = client.door.address.fingerprint
-        known = "" if pinned is None else f"GPOOL_FINGERPRINT={pinned} "
-        click.echo(f"{known}gpool --url {client.url} register NAME --invite {made['token']}")
-        click.echo(f"  One person, once, until {made['expires_at']}.", err=True)
-
-
-@admin.command()
-@click.argument("tasks", metavar="ID...", nargs=-1, required=True)
-@as_json
-@click.pass_context
-def preempt(ctx: click.Context, tasks: tuple[str, ...], as_json: bool) -> None:
-    """Make tasks give up their places: each is warned, saved and queued again."""
-    client = client_of(ctx)
-    found = [client.preempt(task) for task in tasks]
-    if as_json:
-        emit_json(found)
-        return
-    for task in tasks:
-        click.echo(f"{task} was asked to make room")
+        prefix = "" if pinned is None else f"GPOOL_FINGERPRINT={pinned} "
+        click.echo(f"{prefix}gpool --url {client.url} register NAME --invite {made['token']}")
+        click.echo(f"  Valid for one person, once, until {made['expires_at']}.", err=True)

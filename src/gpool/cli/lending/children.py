@@ -1,6 +1,6 @@
-"""Server and agent as child processes: started, watched, started again when they die, stopped in order.
+"""Server and agent as child processes: start, restart after a crash, stop in order.
 
-A child never outlives its parent: the kernel sends it SIGTERM when the parent is gone.
+A child never outlives its parent: the kernel sends it SIGTERM when the parent dies.
 """
 
 from __future__ import annotations
@@ -20,18 +20,17 @@ from gpool.cli.main import USAGE
 from gpool.core.errors import Invalid
 
 SERVER_MODULE = "gpool.server"
-AGENT_MODULE = "gpool.cli.lend"
+AGENT_MODULE = "gpool.agent"
 
 _STOP_S = 15.0
 _BRIEF_S = 2.0
-"""A child that lived shorter than this is started again with growing pauses."""
+"""A child that ran for less is restarted with growing pauses."""
 
 _FIRST_STEPS_S = 60.0
-"""How long a first start may take to find that it was told something impossible."""
+"""A usage error within this time of the first start is reported instead of retried."""
 
 _LONGEST_PAUSE_S = 5.0
-_SPEAKS = "gpool: "
-"""How a line of an error begins."""
+_ERROR_PREFIX = "gpool: "
 
 _KEPT_LOG_BYTES = 16 * 1024 * 1024
 _PR_SET_PDEATHSIG = 1
@@ -39,7 +38,7 @@ _PR_SET_PDEATHSIG = 1
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """What a child runs, and where what it says goes."""
+    """Module and environment of a child, and its log file."""
 
     name: str
     module: str
@@ -50,14 +49,14 @@ class Program:
         return {**os.environ, **self.env}
 
 
-def become(module: str, env: Mapping[str, str]) -> None:
-    """Replace this process by the program, so that signals reach it and its exit code is ours."""
+def exec_module(module: str, env: Mapping[str, str]) -> None:
+    """Replace this process by the program, which then gets our signals and returns our exit code."""
     argv = [sys.executable, "-m", module]
     os.execve(argv[0], argv, {**os.environ, **env})
 
 
-class Child:
-    """One program that is to run."""
+class ChildProcess:
+    """A program that is kept running."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
@@ -66,7 +65,7 @@ class Child:
         self._pause_s = 0.0
         self._next_at = 0.0
         self._starts = 0
-        self._said_before = 0  # bytes of the log that earlier starts wrote
+        self._log_start = 0  # bytes of the log written by earlier starts
 
     @property
     def pid(self) -> int | None:
@@ -78,15 +77,15 @@ class Child:
         if log.exists() and log.stat().st_size > _KEPT_LOG_BYTES:
             log.replace(log.with_suffix(".old.log"))
         self._starts += 1
-        with log.open("ab") as said:
-            self._said_before = said.tell()
+        with log.open("ab") as output:
+            self._log_start = output.tell()
             self._process = subprocess.Popen(
                 [sys.executable, "-m", self.program.module],
                 env=self.program.environment(),
                 stdin=subprocess.DEVNULL,
-                stdout=said,
-                stderr=said,
-                start_new_session=True,  # Ctrl-C is ours to pass on, in order
+                stdout=output,
+                stderr=output,
+                start_new_session=True,  # we pass Ctrl-C on, in order
                 preexec_fn=_die_with_parent if sys.platform == "linux" else None,
             )
         self._started_at = time.monotonic()
@@ -96,9 +95,9 @@ class Child:
         return self._process.poll() if self._process is not None else None
 
     def keep_alive(self) -> str | None:
-        """Start it again when it died and its pause is over; what to tell the user, if anything.
+        """Restart the program if it ended and its pause is over; return a message for the user, or None.
 
-        `Invalid` when its first start ended at once because of how it was started: the next would end so too.
+        `Invalid` if its first start ended at once with a usage error: a restart would end in the same way.
         """
         code = self.exit_code()
         if code is None:
@@ -113,17 +112,17 @@ class Child:
             if code == USAGE and self._starts == 1 and lived_s < _FIRST_STEPS_S:
                 raise Invalid(f"the {self.program.name} does not start: {words}")
             how = f"signal {-code}" if code < 0 else f"code {code}"
-            said = f" It said: {words}" if code > 0 and words else ""
-            told = f"The {self.program.name} ended ({how}); starting it again.{said} Its log: {self.program.log}"
+            error = f": {words}" if code > 0 and words else ""
+            message = f"The {self.program.name} ended ({how}){error}. Restarting it. Log: {self.program.log}"
         else:
-            told = None
+            message = None
         if now >= self._next_at:
             self._next_at = 0.0
             self.start()
-        return told
+        return message
 
     def stop(self) -> None:
-        """Ask it to end, wait, then insist."""
+        """Terminate the program; kill it after 15 seconds."""
         if self._process is None or self._process.poll() is not None:
             return
         self._process.terminate()
@@ -134,15 +133,15 @@ class Child:
             self._process.wait()
 
     def _reason(self) -> str:
-        """The line in which it said what was wrong, else its last one: advice may stand beneath."""
+        """Its last error line without the prefix, else its last line; advice may follow an error line."""
         lines = self.last_words().splitlines()
-        told = [line for line in lines if line.startswith(_SPEAKS)]
-        return (told or lines or [""])[-1].removeprefix(_SPEAKS)
+        errors = [line for line in lines if line.startswith(_ERROR_PREFIX)]
+        return (errors or lines or [""])[-1].removeprefix(_ERROR_PREFIX)
 
     def last_words(self, lines: int = 5) -> str:
-        """The end of its log, as far as it wrote that itself since it was started."""
+        """The last lines of its log since its start."""
         try:
-            text = self.program.log.read_bytes()[self._said_before :].decode(errors="replace")
+            text = self.program.log.read_bytes()[self._log_start :].decode(errors="replace")
         except FileNotFoundError:
             return ""
         return "\n".join(text.strip().splitlines()[-lines:])
@@ -153,7 +152,7 @@ def _die_with_parent() -> None:
 
 
 def stop_signals() -> threading.Event:
-    """An event that SIGINT, SIGTERM and SIGHUP set."""
+    """An event set by SIGINT, SIGTERM and SIGHUP."""
     stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: stop.set())

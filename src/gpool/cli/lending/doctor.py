@@ -1,4 +1,4 @@
-"""`gpool node doctor`: what this machine has and lacks for lending, what its owner's rules say, and whether the pool answers."""
+"""`gpool node doctor`: checks of this machine as a node, of the owner's policy, and of the pool."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from gpool.agent.machine.detection import Finding, Level, doctor
 from gpool.agent.machine.detection.findings import clock_finding
 from gpool.agent.machine.detection.host import site_address
 from gpool.agent.machine.detection.owner import LoadMeter, facts_now
-from gpool.agent.machine.monitor import Rulebook
-from gpool.agent.machine.policy import GANG_PORT, Gangs, reason_to_close
+from gpool.agent.machine.monitor import PolicyFile
+from gpool.agent.machine.policy import GANG_PORT, GangRules, reason_to_close
 from gpool.agent.network.factory import probe_gangs
 from gpool.core.errors import GpoolError, Invalid
 
@@ -29,7 +29,7 @@ SITE, ADDRESS, PORT = "GPOOL_AGENT_SITE", "GPOOL_AGENT_GANG_ADDRESS", "GPOOL_AGE
 
 
 def examine(client: Client, data: Path, now: datetime | None = None) -> list[Finding]:
-    """This machine, then the pool it would lend to."""
+    """Check this machine, then the pool it would join."""
     at = now if now is not None else wall_clock()
     named = os.environ.get(POLICY)
     file = Path(named) if named else None
@@ -43,43 +43,43 @@ def examine(client: Client, data: Path, now: datetime | None = None) -> list[Fin
 
 def policy_finding(file: Path | None, now: datetime) -> Finding:
     if file is None:
-        return Finding("policy", Level.OK, f"none; everything is lent, always ({POLICY})")
+        return Finding("policy", Level.OK, f"none; all resources are lent at any time ({POLICY})")
     try:
-        rules = Rulebook(file)
+        rules = PolicyFile(file)
     except Invalid as error:
         return Finding("policy", Level.PROBLEM, error.detail, f"edit {file}")
     closed = reason_to_close(rules.policy, facts_now(now, LoadMeter(os.getpid())))
-    said = f"just now it would take nothing: {closed}" if closed else "it would take tasks now"
-    return Finding("policy", Level.OK, f"{file}; {said}")
+    state = f"takes no tasks now: {closed}" if closed else "takes tasks now"
+    return Finding("policy", Level.OK, f"{file}; {state}")
 
 
 def _gangs(file: Path | None, data: Path, server: str) -> list[Finding]:
     try:
-        said = Rulebook(file).policy.gangs
+        gangs = PolicyFile(file).policy.gangs
     except Invalid:
-        return []  # said already
-    site = os.environ.get(SITE, "") or said.site
-    return [gangs_finding(replace(said, site=site), data, server)]
+        return []  # reported by policy_finding
+    site = os.environ.get(SITE, "") or gangs.site
+    return [gangs_finding(replace(gangs, site=site), data, server)]
 
 
-def gangs_finding(said: Gangs, data: Path, server: str) -> Finding:
-    """Whether this machine takes part in tasks on several nodes, and why not; opens a lane to see."""
-    if not said.offered:
-        return Finding("gangs", Level.OK, "its policy refuses tasks on several nodes")
-    if not said.site:
-        text = "no site is named: tasks on several nodes never run here"
+def gangs_finding(gangs: GangRules, data: Path, server: str) -> Finding:
+    """Check whether this machine can run members of gangs; opens a sandbox network to find out."""
+    if not gangs.offered:
+        return Finding("gangs", Level.OK, "the policy refuses tasks on several nodes")
+    if not gangs.site:
+        text = "no site is set: tasks on several nodes never run here"
         return Finding(
             "gangs", Level.NOTE, text, "gpool join … --site NAME, the same on nodes of one network"
         )
     works, why = asyncio.run(probe_gangs(data))
     if not works:
         return Finding("gangs", Level.WARNING, why)
-    address = os.environ.get(ADDRESS, "") or said.address or site_address(server)
-    port = int(os.environ.get(PORT, "0")) or said.port or GANG_PORT
+    address = os.environ.get(ADDRESS, "") or gangs.address or site_address(server)
+    port = int(os.environ.get(PORT, "0")) or gangs.port or GANG_PORT
     if IPv4Address(address).is_loopback:
-        text = f"site {said.site}, but by {address} no other machine reaches this one"
+        text = f"site {gangs.site}, but no other machine reaches this one at {address}"
         return Finding("gangs", Level.WARNING, text, "gpool join … --address IP")
-    text = f"site {said.site}; its others reach this machine at {address}, UDP ports from {port} on"
+    text = f"site {gangs.site}; other nodes reach this machine at {address}, UDP ports from {port}"
     return Finding("gangs", Level.OK, text)
 
 
@@ -99,25 +99,28 @@ def _pool(client: Client, now: datetime) -> list[Finding]:
             *reached,
             Finding("key", Level.PROBLEM, error.detail, "gpool login, or set GPOOL_KEY"),
         ]
-    return [*reached, Finding("key", Level.OK, f"you are {who['name']}"), *_lent(client, who["id"])]
+    return [
+        *reached,
+        Finding("key", Level.OK, f"signed in as {who['name']}"),
+        *_node_problems(client, who["id"]),
+    ]
 
 
-def _lent(client: Client, user: str) -> list[Finding]:
-    """What the pool says of this account's nodes."""
+def _node_problems(client: Client, user: str) -> list[Finding]:
     try:
         nodes = client.listing("nodes")
     except GpoolError:
         return []
     return [
-        Finding(f"node {one['name']}", Level.WARNING, said, "gpool node show, gpool gpus")
+        Finding(f"node {one['name']}", Level.WARNING, problem, "gpool node show, gpool gpus")
         for one in nodes
         if one["owner"] == user
-        for said in one.get("problems") or []
+        for problem in one.get("problems") or []
     ]
 
 
 def date_of(header: str | None) -> datetime | None:
-    """The time an HTTP answer says it was made."""
+    """The time in an HTTP Date header; None if it is absent or malformed."""
     try:
         return None if header is None else parsedate_to_datetime(header)
     except ValueError:

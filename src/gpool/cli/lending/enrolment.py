@@ -1,4 +1,4 @@
-"""A node's identity: its own key, and a name got once with an invite's token or the owner's key; used ever after."""
+"""Enrolment of a node: create its key, register it with an invite token or the owner's key, keep its identity."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 from gpool.client.connection.config import write_private
 from gpool.client.connection.transport import Door
 from gpool.core.errors import Conflict, Invalid, Unreachable
-from gpool.transfer.node_proofs import NodeKey, Purpose, Statement, public_text
+from gpool.transfer.node_proofs import ChallengeStatement, NodeKey, Purpose, public_text
 from gpool.transfer.pinning import parse_fingerprint
 from gpool.transfer.requests import Address, is_loopback
 
@@ -21,45 +21,46 @@ _EXAMPLE = "gpool://HOST:PORT/join/TOKEN#sha256=FINGERPRINT"
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
-    """A join link, taken apart."""
+class JoinLink:
+    """A parsed join link."""
 
     address: Address
     token: str = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True)
-class Identity:
-    """Who this node is to a server, and how it knows that server; its key lies in a file beside it."""
+class EnrolledNode:
+    """Identity of this node at a server, and the server's address; the private key is in `key_file`."""
 
     address: Address
     id: str
     name: str
-    server: str  # the name this server goes by in proofs
+    server: str  # name of the server in proofs
     key_file: Path
 
 
-def parse_link(text: str, *, plain: bool = False) -> Link:
-    """A link says how its server is known: by a fingerprint, by `#tls` or (off loopback) by an authority.
+def parse_link(text: str, *, plain: bool = False) -> JoinLink:
+    """Parse a join link; `Invalid` if it is malformed.
 
-    Unencrypted it is joined on this machine only, or (`plain`) at its owner's word; never because a link says so.
+    Its fragment is the fingerprint of the server's certificate; `#tls`, or none for a remote host, means a
+    certificate signed by an authority. Plain HTTP is used on loopback or with `plain` only, never because of a link.
     """
     parts = urlsplit(text)
     found = re.fullmatch(r"/join/([A-Za-z0-9_\-.~]+)", parts.path)
     if parts.scheme != "gpool" or not parts.hostname or parts.username or found is None:
         raise Invalid(
-            f"{text[:60]!r} is not a join link; one looks like {_EXAMPLE}. Make one with: gpool node invite"
+            f"{text[:60]!r} is not a join link; expected {_EXAMPLE}. Create one with: gpool node invite"
         )
     if parts.fragment not in ("", "tls"):
         fingerprint = parse_fingerprint(parts.fragment)
-        return Link(Address(f"https://{parts.netloc}", fingerprint), found.group(1))
+        return JoinLink(Address(f"https://{parts.netloc}", fingerprint), found.group(1))
     open_ = not parts.fragment and (plain or is_loopback(parts.hostname))
     scheme = "http" if open_ else "https"
-    return Link(Address(f"{scheme}://{parts.netloc}", plain=plain), found.group(1))
+    return JoinLink(Address(f"{scheme}://{parts.netloc}", plain=plain), found.group(1))
 
 
 def identity_file(folder: Path, url: str) -> Path:
-    """One file a server, so that a machine can serve several."""
+    """The identity file for a server; a machine can join several pools."""
     place = re.sub(r"[^A-Za-z0-9.-]", "_", url.partition("://")[2])
     return folder / "nodes" / f"{place}.json"
 
@@ -68,14 +69,14 @@ def key_file(file: Path) -> Path:
     return file.with_suffix(".key")
 
 
-def load_identity(file: Path) -> Identity | None:
-    """None: it has not joined; nor has one that joined before nodes had keys."""
+def load_identity(file: Path) -> EnrolledNode | None:
+    """Read the identity; None if this machine has not joined, or joined with a version without node keys."""
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
         if "server" not in found:
             return None
         address = Address(found["url"], found.get("fingerprint"), bool(found.get("plain")))
-        return Identity(address, found["id"], found["name"], found["server"], key_file(file))
+        return EnrolledNode(address, found["id"], found["name"], found["server"], key_file(file))
     except FileNotFoundError:
         return None
     except (ValueError, KeyError, TypeError, OSError) as exc:
@@ -84,8 +85,8 @@ def load_identity(file: Path) -> Identity | None:
         ) from exc
 
 
-def enrol(door: Door, file: Path, *, name: str | None, token: str | None) -> Identity:
-    """Make a key and a name with the server, and keep both; with a token, or by the key the door carries."""
+def enrol(door: Door, file: Path, *, name: str | None, token: str | None) -> EnrolledNode:
+    """Create a key, register it under a name and save both; authorised by the token, or by the door's API key."""
     key = NodeKey.from_file(key_file(file))
     answer = _joined(door, key, name or platform.node() or "node", token, choose=name is None)
     address = door.address
@@ -97,14 +98,16 @@ def enrol(door: Door, file: Path, *, name: str | None, token: str | None) -> Ide
         "name": answer["name"],
         "server": answer["server"],
     }
-    write_private(file, json.dumps(content).encode())  # last: with it, the identity is whole
-    return Identity(address, answer["id"], answer["name"], answer["server"], key_file(file))
+    write_private(
+        file, json.dumps(content).encode()
+    )  # last: its presence means that enrolment is complete
+    return EnrolledNode(address, answer["id"], answer["name"], answer["server"], key_file(file))
 
 
 def _joined(
     door: Door, key: NodeKey, name: str, token: str | None, *, choose: bool
 ) -> dict[str, str]:
-    """The server's answer; a host name that is taken gets a number, a name the owner chose does not."""
+    """Register; a host name in use gets a number, a name chosen by the owner (`choose` false) raises `Conflict`."""
     number = 1
     while True:
         wanted: dict[str, object] = {"name": name if number == 1 else f"{name}-{number}"}
@@ -119,15 +122,17 @@ def _joined(
 
 
 def _proving(door: Door, key: NodeKey, wanted: dict[str, object]) -> dict[str, str]:
-    """Each try with a challenge of its own: a proof is good once. The server knows us again by our key."""
+    """Register with a new challenge per attempt: a proof is valid once. Retries are idempotent by the node's key."""
     pauses = None
     while True:
         challenge = door.send_json("POST", "/v1/nodes/challenges", {})
-        statement = Statement(Purpose.JOIN, challenge["server"], "", key.public, challenge["nonce"])
+        statement = ChallengeStatement(
+            Purpose.JOIN, challenge["server"], "", key.public, challenge["nonce"]
+        )
         proof = {"nonce": challenge["nonce"], "signature": key.sign(statement)}
-        asked = {**wanted, "public_key": public_text(key.public), "proof": proof}
+        request = {**wanted, "public_key": public_text(key.public), "proof": proof}
         try:
-            answer: dict[str, str] = door.send_json_once("POST", "/v1/nodes", asked)
+            answer: dict[str, str] = door.send_json_once("POST", "/v1/nodes", request)
         except Unreachable:
             pauses = door.pauses() if pauses is None else pauses
             pause = next(pauses, None)

@@ -1,4 +1,4 @@
-"""`gpool join LINK`: lend this machine. Joining again with the same home is the same node."""
+"""`gpool join LINK`: enrol this machine and run its agent. With the same home directory it stays the same node."""
 
 from __future__ import annotations
 
@@ -6,24 +6,31 @@ from pathlib import Path
 
 import click
 
-from gpool.cli.lending.children import AGENT_MODULE, become
-from gpool.cli.lending.terms import Terms, agent_variables, lending
+from gpool.cli.command import SectionedCommand
+from gpool.cli.lending.children import AGENT_MODULE, exec_module
+from gpool.cli.lending.terms import LendingTerms, agent_variables, lending
 from gpool.core.errors import Forbidden
 from gpool.transfer.requests import Address
 
 
-@click.command(epilog="Example: gpool join gpool://pool.example:8642/join/TOKEN#sha256=FINGERPRINT")
+@click.command(
+    cls=SectionedCommand,
+    epilog="""\b
+Examples:
+  gpool join gpool://pool.example:8642/join/TOKEN#sha256=FINGERPRINT
+  gpool join LINK --policy rules.toml --label ssd --price 0.31/h""",
+)
 @click.argument("link")
-@click.option("--name", help="What to call this machine (default: its host name).")
+@click.option("--name", metavar="NAME", help="Name of the node (default: the host name).")
 @click.option(
     "--plain-http",
     is_flag=True,
     envvar="GPOOL_PLAIN_HTTP",
-    help="Join without encryption, through a network where everybody may read along.",
+    help="Join without encryption; the network can read and change everything.",
 )
 @lending
-def join(link: str, name: str | None, plain_http: bool, terms: Terms) -> None:
-    """Lend this machine to a pool."""
+def join(link: str, name: str | None, plain_http: bool, terms: LendingTerms) -> None:
+    """Join this machine to a pool and run its agent."""
     from gpool.cli.lending.enrolment import enrol, identity_file, load_identity, parse_link
     from gpool.client.connection.config import home
     from gpool.client.connection.transport import Door
@@ -33,23 +40,25 @@ def join(link: str, name: str | None, plain_http: bool, terms: Terms) -> None:
     file = identity_file(home(), url)
     identity = load_identity(file)
     if identity is not None:
-        must_be_the_same(identity.address, wanted.address, file)
-        click.echo(f"Already part of {url} as {identity.name} ({identity.id}).", err=True)
+        require_same_certificate(identity.address, wanted.address, file)
+        click.echo(f"Already a node of {url}: {identity.name} ({identity.id}).", err=True)
     else:
         if file.exists():
-            click.echo("This machine joined before nodes had keys; joining anew.", err=True)
+            click.echo(
+                "This machine joined with a version without node keys; joining again.", err=True
+            )
         door = Door(wanted.address, "")
         identity = enrol(door, file, name=name, token=wanted.token)
         door.close()
         click.echo(f"Joined {url} as {identity.name} ({identity.id}).", err=True)
-    click.echo("Lending until Ctrl-C.", err=True)
-    become(AGENT_MODULE, agent_variables(identity, file.with_suffix(""), terms))
+    click.echo("The agent runs until Ctrl-C.", err=True)
+    exec_module(AGENT_MODULE, agent_variables(identity, file.with_suffix(""), terms))
 
 
-def must_be_the_same(known: Address, linked: Address, file: Path) -> None:
-    """A link that names another certificate than the one this machine knows its server by."""
+def require_same_certificate(known: Address, linked: Address, file: Path) -> None:
+    """`Forbidden` if the link names another certificate than the one saved for this server."""
     if known.fingerprint != linked.fingerprint:
         raise Forbidden(
-            f"this link names another certificate for {linked.url} than the one this machine joined with. "
-            f"If the pool's operator changed it, remove {file} and join with the new link"
+            f"the link has another certificate fingerprint for {linked.url} than the one saved here. "
+            f"If the pool's operator changed it, remove {file} and join again"
         )

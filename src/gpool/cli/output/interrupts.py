@@ -1,8 +1,8 @@
-"""Ctrl-C while something is read for hours: a press is counted and wakes whoever waits, so that none can be lost.
+"""Ctrl-C during long reads: each press is counted and wakes the waiting thread, so that none is lost.
 
-As an exception it may land in a destructor, a callback or a library's clean-up, and be dropped there. So the reading
-is done in a thread, where no signal comes, and the main thread only waits and prints. Refuses to hear Ctrl-C where
-the process was started with it ignored (a script's `gpool run … &`): it is not meant for us then.
+KeyboardInterrupt may be raised inside a destructor, a callback or a library's clean-up, and be dropped there. So a
+thread, which gets no signals, reads, and the main thread only waits and prints. Ctrl-C stays ignored in a process
+that was started with it ignored (a script's `gpool run … &`).
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 R = TypeVar("R")
-HELD = 64  # pieces read and not yet printed; then the reading waits
+HELD = 64  # pieces read but not yet printed; then the thread waits
 LONGEST_SLEEP_S = 0.5
-"""A Ctrl-C in the moment before the wait begins does not end it, and on Windows none does: it is seen this late."""
+"""Longest wait in seconds: a Ctrl-C just before a wait, or on Windows, does not end the wait."""
 
 TICK_S, TICKS = 0.1, 10
-"""How long after a Ctrl-C what is being printed may be finished, so that a list of JSON is closed; then nobody reads it.
+"""Time after a Ctrl-C to finish printing, e.g. to close a JSON list, before the write is interrupted.
 
-In ticks, because those that come while the whole process stands still are one.
+Counted in ticks: ticks during a suspension of the process count as one.
 """
 
 
@@ -36,16 +36,18 @@ class _Note(Enum):
 
 
 class Reading(Generic[T, R]):
-    """`work` runs in a thread and says things; `said()` gives them to the main thread, until the end or a Ctrl-C.
+    """Runs `work` in a thread and passes its pieces to the main thread, until the end or a Ctrl-C.
 
-    Enter it in the main thread: Ctrl-C is ours until it is left. Whoever leaves early leaves the thread to the
-    process's end.
+    Enter it in the main thread: it handles SIGINT until it is left. Left early, the thread runs until the process
+    ends.
     """
 
     def __init__(self, work: Callable[[Callable[[T], None]], R]) -> None:
         self._work = work
-        self._queue: SimpleQueue[T | _Note] = SimpleQueue()  # whose put may come from a signal
-        self._room = threading.Semaphore(HELD)
+        self._queue: SimpleQueue[T | _Note] = (
+            SimpleQueue()
+        )  # put() may be called in a signal handler
+        self._capacity = threading.Semaphore(HELD)
         self._presses = 0
         self._shows = False
         self._before: Any = None
@@ -69,13 +71,13 @@ class Reading(Generic[T, R]):
     def was_interrupted(self) -> bool:
         return self._presses > 0
 
-    def show(self, shown: Callable[[Iterator[T]], None]) -> R | None:
-        """`shown` prints what it is given; what the work returned, or None after a Ctrl-C."""
+    def show(self, show_pieces: Callable[[Iterator[T]], None]) -> R | None:
+        """Print the pieces with `show_pieces`; return the result of `work`, or None after a Ctrl-C."""
         try:
             self._shows = True
-            shown(self._said())
+            show_pieces(self._pieces())
             self._shows = False
-        except KeyboardInterrupt:  # out of a write that nobody read; the press is counted
+        except KeyboardInterrupt:  # from a blocked write; the press is counted
             self._shows = False
         finally:
             self._disarm()
@@ -91,8 +93,8 @@ class Reading(Generic[T, R]):
             self._next(left)
         return self._presses >= 2
 
-    def _said(self) -> Iterator[T]:
-        """Work that failed before its first word raises here: whoever shows it has nothing to end."""
+    def _pieces(self) -> Iterator[T]:
+        """Pieces of the work; raises its error here if it failed before the first piece."""
         is_silent = True
         while not self.was_interrupted:
             match self._next(LONGEST_SLEEP_S):
@@ -104,7 +106,7 @@ class Reading(Generic[T, R]):
                     continue
                 case piece:
                     is_silent = False
-                    self._room.release()
+                    self._capacity.release()
                     yield piece
 
     def _next(self, within_s: float) -> T | _Note:
@@ -116,14 +118,14 @@ class Reading(Generic[T, R]):
     def _press(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002 - Python's signature
         self._presses += 1
         self._queue.put(_Note.WAKE)
-        if self._presses > 2:  # who presses on wants out
+        if self._presses > 2:  # a third press ends the process
             raise KeyboardInterrupt
-        if self._shows and self._presses == 1:  # perhaps in a write that never ends
+        if self._shows and self._presses == 1:  # perhaps in a blocked write
             self._arm()
 
     def _arm(self) -> None:
         if not hasattr(signal, "setitimer"):
-            return  # Windows, where no signal breaks off a write
+            return  # Windows, where no signal interrupts a write
         self._alarm = signal.signal(signal.SIGALRM, self._tick)
         signal.setitimer(signal.ITIMER_REAL, TICK_S, TICK_S)
 
@@ -141,12 +143,12 @@ class Reading(Generic[T, R]):
     # ---- in the thread
 
     def _read(self) -> None:
-        with _Carried(self._carry):
-            self._result.append(self._work(self._say))
+        with _PassErrors(self._carry):
+            self._result.append(self._work(self._emit))
         self._queue.put(_Note.END)
 
-    def _say(self, piece: T) -> None:
-        self._room.acquire()
+    def _emit(self, piece: T) -> None:
+        self._capacity.acquire()
         self._queue.put(piece)
 
     def _carry(self, error: BaseException) -> None:
@@ -154,16 +156,16 @@ class Reading(Generic[T, R]):
 
 
 def unless_interrupted(work: Callable[[], R]) -> R | None:
-    """What `work` gives, which has nothing to say meanwhile; None after a Ctrl-C."""
+    """Run `work`, which reports no pieces; return its result, or None after a Ctrl-C."""
     with Reading[None, R](lambda _: work()) as reading:
-        return reading.show(lambda said: deque(said, 0).clear())
+        return reading.show(lambda pieces: deque(pieces, 0).clear())
 
 
-class _Carried:
-    """What is raised within is told to `tell` instead: the thread that asked for the work raises it."""
+class _PassErrors:
+    """Passes an exception raised inside to `report`, to be raised in the main thread."""
 
-    def __init__(self, tell: Callable[[BaseException], None]) -> None:
-        self._tell = tell
+    def __init__(self, report: Callable[[BaseException], None]) -> None:
+        self._report = report
 
     def __enter__(self) -> None:
         pass
@@ -175,5 +177,5 @@ class _Carried:
         at: TracebackType | None,
     ) -> bool:
         if error is not None:
-            self._tell(error)
+            self._report(error)
         return True

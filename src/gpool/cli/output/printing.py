@@ -1,4 +1,4 @@
-"""How things are printed: tables for people, JSON for programs, a task's bytes unchanged unless a terminal would obey them."""
+"""Printing: tables, JSON, and output of tasks; control sequences from tasks never reach a terminal."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from gpool.core.specs import gpu
 _ALLOWED = re.compile(r"\x1b\[[0-9;:]{0,32}m")
 _UNFINISHED = re.compile(r"\x1b(?:\[[0-9;:]{0,32})?\Z")
 _CONTROLS = re.compile(r"\x1b\[[0-9;:]{0,32}m|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")
-_UNSAID = re.compile("[\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
-_TURNS = re.compile(
+_JSON_ESCAPED = re.compile("[\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+_DIRECTION = re.compile(
     "[\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]"
-)  # line ends and turns of direction
+)  # line separators and direction marks
 
 
 class TerminalText:
-    """Makes a task's output harmless for a terminal: colours, tabs and line ends pass, all else is shown, not obeyed.
+    """Filters a task's output for a terminal: colours, tabs and line ends pass, other control characters are shown.
 
-    A sequence cut in two by the stream is put together first.
+    A sequence that was split by the stream is joined first.
     """
 
     def __init__(self) -> None:
@@ -47,13 +47,13 @@ class TerminalText:
 
 
 def neutral(text: str) -> str:
-    """Text in which nothing but colour is an instruction to a terminal."""
+    """Replace all control sequences except colours by visible characters."""
     return _CONTROLS.sub(_shown, text.encode("utf-8", "replace").decode())
 
 
 def plain(text: str) -> str:
-    """A sentence that holds names or texts of strangers: nothing in it colours, overwrites or turns around what is shown."""
-    return neutral(_TURNS.sub("\ufffd", text.replace("\r", " ").replace("\x1b", "\u241b")))
+    """Make a message with untrusted text safe: no colours, no overwriting, no change of direction."""
+    return neutral(_DIRECTION.sub("\ufffd", text.replace("\r", " ").replace("\x1b", "\u241b")))
 
 
 def _shown(match: re.Match[str]) -> str:
@@ -65,7 +65,7 @@ def _shown(match: re.Match[str]) -> str:
 
 
 class LogPrinter:
-    """Standard output to standard output, standard error to standard error."""
+    """Writes a task's standard output and error to ours."""
 
     def __init__(self, *, all_to_stderr: bool = False) -> None:
         out = "stderr" if all_to_stderr else "stdout"
@@ -106,7 +106,7 @@ def emit_json(document: object) -> None:
 
 
 def emit_json_list(documents: Iterable[object]) -> None:
-    """What `emit_json` prints for a list, piece by piece as its members come."""
+    """Print a JSON list like `emit_json`, each member as it arrives."""
     before = "["
     for document in documents:
         click.echo(f"{before}\n{indent(_json(document), '  ')}", nl=False)
@@ -116,11 +116,11 @@ def emit_json_list(documents: Iterable[object]) -> None:
 
 def _json(document: object) -> str:
     text = json.dumps(document, indent=2, ensure_ascii=False)
-    return _UNSAID.sub(lambda found: f"\\u{ord(found.group()):04x}", text)
+    return _JSON_ESCAPED.sub(lambda found: f"\\u{ord(found.group()):04x}", text)
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]], empty: str) -> None:
-    """A plain table on standard output; on a terminal the header is bold."""
+    """Print a table on standard output, or `empty` on standard error if there are no rows."""
     cells = [[_cell(value) for value in row] for row in rows]
     if not cells:
         click.echo(empty, err=True)
@@ -136,7 +136,7 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[object]], empty: str) 
 
 
 def _width(text: str) -> int:
-    """Places on a terminal: two for a letter of Chinese, Japanese or Korean, none for an accent of its own."""
+    """Columns on a terminal: two for a wide character (Chinese, Japanese, Korean), none for a combining one."""
     if text.isascii():
         return len(text)
     wide = sum(unicodedata.east_asian_width(letter) in "WF" for letter in text)
@@ -144,7 +144,7 @@ def _width(text: str) -> int:
 
 
 def fields(document: Mapping[str, Any], names: Sequence[str]) -> None:
-    """Name and value, one a line, empty ones left out."""
+    """Print one `name  value` per line; empty values are left out."""
     shown = [(name, document.get(name)) for name in names]
     shown = [(name, value) for name, value in shown if value not in (None, "", [], {})]
     width = max((len(name) for name, _ in shown), default=0)
@@ -153,7 +153,7 @@ def fields(document: Mapping[str, Any], names: Sequence[str]) -> None:
 
 
 def show(document: Mapping[str, Any], as_json: bool, names: str) -> None:
-    """A document whole as JSON, or those of its members that `names` lists."""
+    """Print the document as JSON, or the members listed in `names`."""
     if as_json:
         emit_json(document)
     else:
@@ -170,7 +170,7 @@ def _cell(value: object) -> str:
 
 
 def styled(text: str, *, bold: bool = False, colour: str | None = None) -> str:
-    """Styled where a terminal wants it; click drops it elsewhere, NO_COLOR drops it everywhere."""
+    """Styled text, plain if NO_COLOR is set; click removes styles where there is no terminal."""
     import os
 
     if os.environ.get("NO_COLOR"):
@@ -179,7 +179,7 @@ def styled(text: str, *, bold: bool = False, colour: str | None = None) -> str:
 
 
 def age(created_at: str, server_date: str | None) -> str:
-    """How long ago, by the server's own clock: `42s`, `3m`, `5h`, `2d`."""
+    """Age by the server's clock: `42s`, `3m`, `5h`, `2d`."""
     if server_date is None:
         return created_at
     now = parsedate_to_datetime(server_date)
@@ -191,7 +191,7 @@ def age(created_at: str, server_date: str | None) -> str:
 
 
 def local_time(at: str, server_date: str | None = None) -> str:
-    """A moment of the server's as the clock on the wall here shows it: today without the date, soon with seconds."""
+    """Local time: without the date for today, with seconds within ten minutes of now."""
     then = datetime.fromisoformat(at).astimezone()
     if server_date is None:
         return then.strftime("%Y-%m-%d %H:%M:%S")

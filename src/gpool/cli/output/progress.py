@@ -1,11 +1,11 @@
-"""What whoever waits for a task or for files on their way is told meanwhile. It asks the server why a task waits, and nothing else."""
+"""Display of a task that is followed: its output, its phases, its end; progress bars of transfers."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
@@ -13,8 +13,11 @@ from gpool.core.errors import GpoolError
 
 if TYPE_CHECKING:
     from gpool.client.files.artifacts import Progress as UploadProgress
-    from gpool.client.logs import Progress
+    from gpool.client.logs import Printed, Progress
+    from gpool.client.results import Result
     from gpool.client.runs import Run
+
+T = TypeVar("T")
 
 DOING = {
     "queued": "waiting for a node…",
@@ -23,7 +26,7 @@ DOING = {
     "start": "starting the sandbox…",
     "collect": "collecting the outputs…",
 }
-"""What a task does, by its phase or its status; what is not here says nothing."""
+"""Message for a phase or status; other phases and statuses have none."""
 
 
 def on_stderr(line: str) -> None:
@@ -31,19 +34,19 @@ def on_stderr(line: str) -> None:
 
 
 class ProgressLine:
-    """Says, for a terminal (`phases`), what a task does before it runs, and when it has to wait again.
+    """Prints the phases of a task before it runs, on a terminal (`phases`), and the reason for a long wait anywhere.
 
-    Anywhere, once it has waited for a while: why. Else somebody whose task can never start would wait with it.
+    Without the reason a user whose task can never start would wait for ever.
     """
 
     def __init__(
         self,
-        say: Callable[[str], None] = on_stderr,
+        print_line: Callable[[str], None] = on_stderr,
         run: Run | None = None,
         *,
         phases: bool = True,
     ) -> None:
-        self._say, self._run, self._phases = say, run, phases
+        self._print, self._run, self._phases = print_line, run, phases
         self._seen: Progress | None = None
         self._last = ""
         self._is_explained = False
@@ -51,17 +54,17 @@ class ProgressLine:
     def __call__(self, progress: Progress) -> None:
         from gpool.cli.output.printing import styled
 
-        if progress == self._seen:  # nothing has happened since
+        if progress == self._seen:  # unchanged
             if progress.status == "queued":
                 self._explain()
             return
         self._seen, self._is_explained = progress, False
-        said = DOING.get(progress.phase or progress.status, "")
+        message = DOING.get(progress.phase or progress.status, "")
         if progress.status == "queued" and progress.epoch:
-            said = "waiting for a node again…"
-        if said and said != self._last and self._phases:
-            self._say(styled(f"gpool: {said}", colour="cyan"))
-        self._last = said
+            message = "waiting for a node again…"
+        if message and message != self._last and self._phases:
+            self._print(styled(f"gpool: {message}", colour="cyan"))
+        self._last = message
 
     def _explain(self) -> None:
         from gpool.cli.output.printing import plain
@@ -70,18 +73,49 @@ class ProgressLine:
             return
         try:
             sentence = self._run.explain()
-        except GpoolError:  # it can wait: the task is what was asked for
+        except GpoolError:  # not essential; the task is still followed
             return
         self._is_explained = True
-        self._say(
-            f"gpool: it waits. {plain(sentence)}\n"
-            f"  When it starts, and what would start it now: gpool explain {self._run.id}"
+        self._print(
+            f"gpool: waiting. {plain(sentence)}\n"
+            f"  For the expected start and alternatives: gpool explain {self._run.id}"
         )
+
+
+def show(pieces: Iterator[Printed | str], *, quiet: bool) -> None:
+    """Print the output of a task; messages (`str`) go to standard error."""
+    from gpool.cli.output.printing import LogPrinter
+
+    LogPrinter(all_to_stderr=quiet).show(_without_messages(pieces))
+
+
+def show_documents(pieces: Iterator[dict[str, Any] | str]) -> None:
+    """Print log documents as one JSON list as they arrive; the list is closed even after Ctrl-C."""
+    from gpool.cli.output.printing import emit_json_list
+
+    emit_json_list(_without_messages(pieces))
+
+
+def _without_messages(pieces: Iterator[T | str]) -> Iterator[T]:
+    for one in pieces:
+        if isinstance(one, str):
+            on_stderr(one)
+        else:
+            yield one
+
+
+def print_outcome(result: Result, *, code_too: bool = False) -> None:
+    """Print the reason unless the task succeeded or exited by itself; `code_too`: also for an exit code."""
+    from gpool.cli.output.printing import plain
+    from gpool.client.results import failure
+
+    if result.status != "succeeded" and (code_too or result.reason != "exited"):
+        click.echo(f"gpool: {plain(failure(result).detail)}", err=True)
 
 
 @contextmanager
 def progress_bar() -> Iterator[UploadProgress | None]:
-    """A bar for each file on its way, on a terminal only."""
+    """Progress bars of file transfers, on a terminal only."""
     if not sys.stderr.isatty():
         yield None
         return
@@ -99,7 +133,7 @@ def progress_bar() -> Iterator[UploadProgress | None]:
     ended: dict[str, int] = {}
 
     def show(path: str, done: int, total: int) -> None:
-        if not known:  # not before: where nothing is moved, the terminal is left alone
+        if not known:  # no bars if nothing is transferred
             bars.start()
             known[""] = bars.add_task("", total=None, visible=False)
         if done < total and path not in known:
@@ -110,9 +144,9 @@ def progress_bar() -> Iterator[UploadProgress | None]:
         ended[path] = total
         if path in known:
             bars.remove_task(known.pop(path))
-        told = f"{len(ended)} files"
+        summary = f"{len(ended)} files"
         bars.update(
-            known[""], description=told, completed=sum(ended.values()), visible=len(ended) > 1
+            known[""], description=summary, completed=sum(ended.values()), visible=len(ended) > 1
         )
 
     try:

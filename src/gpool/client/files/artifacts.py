@@ -17,8 +17,7 @@ from gpool.client.results import Output
 from gpool.core.errors import Conflict, GpoolError, Invalid
 from gpool.core.specs.paths import checked, folded
 from gpool.transfer.artifacts import Steps, download, hash_of, path_of, upload
-from gpool.transfer.partial_file import Landing
-from gpool.transfer.requests import FilePart
+from gpool.transfer.requests import FilePart, Landing
 
 log = logging.getLogger(__name__)
 

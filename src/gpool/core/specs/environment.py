@@ -1,7 +1,8 @@
-"""Environments by name: what a consumer asks for in a normal form, and the name that equal ones share. Builds nothing.
+"""Environment specs in normal form, and the name that equal specs share. Builds nothing.
 
-A name is "default", "pip:<digest>" or "image:<reference>". It goes into the task's shape, so that tasks of one
-environment are interchangeable; a node that can build the kind may run it, one that has it ready runs it sooner.
+A name is "default", "pip:<digest>" or "image:<reference>". It is part of the task's shape, so tasks of
+one environment are interchangeable; a node that can build the kind may run it, one that has it ready
+runs it sooner.
 """
 
 from __future__ import annotations
@@ -27,21 +28,19 @@ _IMAGE = re.compile(r"[a-z0-9][\w./:@-]{0,254}", re.ASCII | re.IGNORECASE)
 
 
 def recipe(python: str | None = None, packages: tuple[str, ...] = (), image: str = "") -> Recipe:
-    """The normal form of what was asked for; `Invalid` names the word that cannot be."""
+    """Return the normal form; `Invalid` names the offending word."""
     if python is not None and not _MINOR.fullmatch(python):
         raise Invalid(f"python {python[:20]!r} is not a minor version; write it like 3.12")
     if image and (python or packages):
         raise Invalid("an image brings its own Python; leave out 'python' and 'pip', or the image")
     if image and not _IMAGE.fullmatch(image):
-        raise Invalid(f"{image[:60]!r} is no image name; write it like debian@sha256:…")
+        raise Invalid(f"{image[:60]!r} is not an image name; write it like debian@sha256:…")
     if len(packages) > MAX_PACKAGES:
         raise Invalid(f"{len(packages)} packages; at most {MAX_PACKAGES}")
     return Recipe(python, tuple(sorted({_normal(one) for one in packages})), image)
 
 
 def _normal(requirement: str) -> str:
-    """One PEP 508 requirement: name folded, spaces closed up, extras and clauses in order. Files, addresses and options
-    of pip are refused."""
     text = " ".join(requirement.split())
     found = _REQUIREMENT.fullmatch(text)
     if found is None or len(text) > 500 or not text.isprintable():
@@ -68,7 +67,7 @@ def _no_requirement(text: str) -> Invalid:
 
 
 def name_of(recipe: Recipe | None) -> str:
-    """Equal recipes have one name; nothing asked for is the default."""
+    """Return the name; equal specs have one name, an empty spec is the default."""
     if recipe is None or recipe == Recipe():
         return DEFAULT
     if recipe.image:
@@ -80,5 +79,5 @@ def name_of(recipe: Recipe | None) -> str:
 
 
 def kind_of(name: str) -> str:
-    """What a node must be able to build for it: "pip", "image", or the name itself."""
+    """Return the kind a node must be able to build: "pip", "image", or the name itself."""
     return name.partition(":")[0]

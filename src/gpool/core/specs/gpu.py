@@ -1,4 +1,4 @@
-"""The grammar of GPU requirements (`--gpu`, `--vram`): text to `GpuRequest`s and back, and whether a GPU is what was asked for.
+"""Grammar of GPU requirements (`--gpu`, `--vram`): parse, format and match.
 
     spec    = "0" | item ("," item)*            alternatives, tried in order; "0": CPU only
     item    = part (":" part)*                  each kind of part at most once
@@ -7,14 +7,14 @@
     fraction= "0.5"                             that part of one GPU, memory and compute
     vendor  = "nvidia" | "amd" | "intel" | "apple"
     memory  = size | size "+" | ">=" size | size ".." [size] | ".." size
-    slice   = "vram=" size                      that much memory of one GPU; what `--vram` says
+    slice   = "vram=" size                      that much memory of one GPU; same as `--vram`
     model   = "A100", "rtx 4090", "4090", …     letters, digits, blanks, dashes; upper or lower case
     size    = number ("GB" | "GiB" | "MB" | …)
 
-A bare size means *at least*, beside a model too. Sizes are meant as cards are sold. A card sold as 24 GB has between 24·10⁹ and
+A bare size means *at least*, beside a model too. Sizes are those cards are sold by: a 24 GB card has between 24·10⁹ and
 24·2³⁰ bytes (an A10G 24.1·10⁹, an RTX 4090 25.8·10⁹), so a lower bound counts in powers of ten and an upper one in powers
 of two: `24GB` takes both, and `40GB..80GB` takes an A100 of 85.9·10⁹ bytes. A slice counts in powers of ten, so four of 6GB
-fit a card sold as 24 GB. `GiB`, `MiB` … are exact. It refuses to know which cards exist.
+fit a card sold as 24 GB. `GiB`, `MiB` … are exact. No list of models is kept.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _NUMBER = re.compile(r"\d+", re.ASCII)
 _FRACTION = re.compile(r"(\d*)\.(\d+)", re.ASCII)
 _TOKEN = re.compile(r"[A-Z0-9]+", re.ASCII)
 
-# Words of a device's name that do not tell its model.
+# Words of a device's name that do not identify its model.
 _MAKERS = {"NVIDIA", "AMD", "INTEL", "APPLE", "GEFORCE", "TESLA", "QUADRO", "RADEON", "INSTINCT"}
 _BRANDS = _MAKERS | {"GPU", "GRAPHICS", "GENERATION", "SERVER", "WORKSTATION", "EDITION"}
 _SERIES = ("RTX", "GTX")
@@ -52,7 +52,7 @@ _FORM = re.compile(r"SXM\d*|PCIE|NVL|OAM|HBM\d*[A-Z]?|PG\d+|BLACKWELL", re.ASCII
 
 
 def parse(gpu: str | int | float | None, vram: str | None = None) -> tuple[GpuRequest, ...]:
-    """The alternatives asked for, first choice first; empty: CPU only. Raises `BadGpuSpec`, and nothing else."""
+    """Parse to alternatives, first choice first; empty: CPU only. Raises `BadGpuSpec` only."""
     if gpu is None and vram is None:
         return ()
     size = None if vram is None else _vram(vram)
@@ -63,39 +63,39 @@ def parse(gpu: str | int | float | None, vram: str | None = None) -> tuple[GpuRe
         return requests
     text = _as_text(gpu)
     if not requests:
-        raise _bad(text, 0, "vram asks for a part of a GPU, gpu says none; leave gpu out")
+        raise _bad(text, 0, "vram requests part of a GPU but gpu is 0; leave gpu out")
     for request in requests:
         if request.count > 1:
-            raise _bad(text, 0, "vram asks for a part of one GPU; leave out the count, or vram")
+            raise _bad(text, 0, "vram requests part of one GPU; leave out the count, or vram")
         if request.vram_bytes is not None:
             raise _bad(text, 0, "the memory of the slice is given twice; leave out one of them")
     return tuple(replace(request, vram_bytes=size) for request in requests)
 
 
 def parse_bytes(text: str) -> int:
-    """`6GB` is 6·10⁹ bytes, `6GiB` 6·2³⁰."""
+    """Parse a size: `6GB` is 6·10⁹ bytes, `6GiB` 6·2³⁰."""
     return _size(text, text, 0)
 
 
 def typed_size(size: int) -> str:
-    """What was asked for, as `parse_bytes` reads it: in whole units, whichever it comes to."""
+    """Format a requested size so that `parse_bytes` reads it back, in the largest whole unit."""
     units = [(f"{unit}B", 1000 ** _POWER[unit]) for unit in "TGM"]
     units += [(f"{unit}iB", 1024 ** _POWER[unit]) for unit in "TGMK"]
     return next((f"{size // scale}{unit}" for unit, scale in units if not size % scale), f"{size}B")
 
 
 def gib(size: int) -> str:
-    """What a card or a machine has, as every listing and sentence says it: `22.5 GiB`."""
+    """Format the memory of a card or machine: `22.5 GiB`."""
     return f"{round(size / GIB, 1):g} GiB"
 
 
 def format(requests: tuple[GpuRequest, ...]) -> str:
-    """The shortest text that `parse` reads as these requests."""
+    """Return the shortest text that `parse` reads as these requests."""
     return ",".join(_item_text(request) for request in requests) or "0"
 
 
 def matches(request: GpuRequest, gpu: Gpu) -> bool:
-    """Is this GPU of the model, vendor and size one alternative asks for?"""
+    """Return whether the GPU has the alternative's model, vendor and size."""
     if request.min_memory_bytes is not None and gpu.memory_bytes < request.min_memory_bytes:
         return False
     if request.max_memory_bytes is not None and gpu.memory_bytes > request.max_memory_bytes:
@@ -107,12 +107,12 @@ def matches(request: GpuRequest, gpu: Gpu) -> bool:
 
 @lru_cache(maxsize=4096)
 def is_model(wanted: str, name: str) -> bool:
-    """Does a device of this name (as its driver says it) answer to this model? `A10` is neither an A100 nor an A10G."""
+    """Return whether a driver's device name matches a model. `A10` is neither an A100 nor an A10G."""
     return _without_series(normalise(wanted)) in _answers_to(name)
 
 
 def normalise(model: str) -> str:
-    """Letters and digits in upper case, brand names left out: `GeForce rtx 4090` and `4090` are `RTX4090`."""
+    """Upper-case letters and digits without brands: `GeForce rtx 4090` and `4090` are `RTX4090`."""
     words = _TOKEN.findall(model.upper())
     joined = "".join(word for word in words if word not in _BRANDS) or "".join(words)
     if re.fullmatch(r"[2-9]0[1-9]0(TI)?(SUPER|D)?", joined):
@@ -124,7 +124,7 @@ def normalise(model: str) -> str:
 
 @lru_cache(maxsize=1024)
 def _answers_to(name: str) -> frozenset[str]:
-    """`A100-SXM4-80GB`: A100 and A100SXM4. Words that tell the model apart (Ti, SUPER, Laptop) are never left out."""
+    """Models of a name: `A100-SXM4-80GB` is A100 and A100SXM4. Words like Ti, SUPER, Laptop are kept."""
     words = [
         word
         for word in _TOKEN.findall(name.upper())
@@ -144,17 +144,17 @@ def _without_series(joined: str) -> str:
     return joined
 
 
-# ---- reading
+# ---- parsing
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
     text: str
-    at: int  # where it stands in the whole
+    at: int  # offset in the whole text
 
 
 def _as_text(gpu: str | int | float) -> str:
-    """A number is a number of GPUs; a model that is one (4090) has to be text."""
+    """Convert to text. A number is a count of GPUs; a model that is a number (4090) must be text."""
     if isinstance(gpu, str):
         return gpu
     if isinstance(gpu, float) and not isfinite(gpu):
@@ -291,7 +291,7 @@ def _vram(text: str) -> int:
 
 
 def _size(text: str, body: str, at: int, *, as_sold: bool = False) -> int:
-    """Bytes. `as_sold`: an upper bound, where GB counts in powers of two (see the module)."""
+    """Return bytes. `as_sold`: an upper bound, where GB counts in powers of two (see the module)."""
     lead = len(body) - len(body.lstrip())
     body, at = body.strip(), at + lead
     found = _SIZE.fullmatch(body)
@@ -311,7 +311,6 @@ def _size(text: str, body: str, at: int, *, as_sold: bool = False) -> int:
 
 
 def _bad(text: str, position: int, reason: str) -> BadGpuSpec:
-    """The error with a caret under the character."""
     shown = "".join(
         letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text
     )
@@ -322,7 +321,7 @@ def _bad(text: str, position: int, reason: str) -> BadGpuSpec:
     return BadGpuSpec(detail, text=text, position=position)
 
 
-# ---- writing
+# ---- formatting
 
 
 def _item_text(request: GpuRequest) -> str:

@@ -1,8 +1,8 @@
-"""Where hardware slices fit on a GPU. Pure geometry: it knows neither users nor drivers.
+"""Placement of MIG slices on a GPU. Pure geometry.
 
-A GPU has a row of memory slices; a profile takes `size` of them from one of its `starts`, and so many of the compute
-slices. NVIDIA's profiles form a chain: wherever a larger one fits, every smaller one does. Hence what is free of a GPU
-is said by one profile, the largest that can still be made, and amounts can be compared as on any other GPU.
+A GPU has a row of memory slices; a profile takes `size` of them from one of its `starts`, and some
+compute slices. NVIDIA's profiles form a chain: where a larger one fits, every smaller one does. So
+the free capacity of a GPU is described by the largest profile that can still be created.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from collections.abc import Iterable
 from gpool.core.model import Gpu, Slice, SliceProfile
 
 Held = Iterable[tuple[int, int]]
-"""(start, size) of the slices that are taken."""
+"""(start, size) of the slices in use."""
 
 
 def smallest(gpu: Gpu, memory_bytes: int, share_milli: int) -> SliceProfile | None:
-    """The smallest profile that has as much memory and as large a share."""
+    """Return the smallest profile with at least this much memory and share."""
     fitting = [
         profile
         for profile in gpu.profiles
@@ -26,7 +26,7 @@ def smallest(gpu: Gpu, memory_bytes: int, share_milli: int) -> SliceProfile | No
 
 
 def share_of(gpu: Gpu, profile: SliceProfile) -> int:
-    """In thousandths of the GPU's compute slices."""
+    """Return the profile's part of the GPU's compute slices, in thousandths."""
     return 1000 * profile.compute // max(each.compute for each in gpu.profiles)
 
 
@@ -37,7 +37,7 @@ def named(gpu: Gpu, name: str) -> SliceProfile | None:
 
 
 def slice_by(gpu: Gpu, profile: SliceProfile) -> Slice:
-    """Not yet anywhere; see `start_for`."""
+    """Return a slice of this profile without a start; see `start_for`."""
     return Slice(gpu.index, profile.memory_bytes, share_of(gpu, profile), profile.name)
 
 
@@ -49,14 +49,14 @@ def free_starts(profile: SliceProfile, held: Held) -> tuple[int, ...]:
 
 
 def largest(gpu: Gpu, held: Held) -> SliceProfile | None:
-    """The largest slice that can still be made."""
+    """Return the largest profile that can still be created."""
     held = tuple(held)
     fitting = [profile for profile in gpu.profiles if free_starts(profile, held)]
     return max(fitting, key=lambda each: (each.memory_bytes, each.compute), default=None)
 
 
 def start_for(gpu: Gpu, profile: SliceProfile, held: Held) -> int | None:
-    """Where to make it so that the largest slice, then the most slices, can be made beside it; None: nowhere."""
+    """Return the start that leaves the largest slice, then the most slices; None: the profile does not fit."""
     held = tuple(held)
 
     def worth(start: int) -> tuple[int, int, int, int]:

@@ -1,4 +1,4 @@
-"""Names of inputs and outputs: relative, plain, and the same on every machine. Refuses everything else."""
+"""Names of input and output files: relative, printable, the same on every machine."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ _INVISIBLE = {"Cc", "Cf", "Cs", "Zl", "Zp"}  # controls, bidi marks, surrogates,
 
 
 def checked(path: str, *, directory: bool = False) -> str:
-    """The path itself when it is safe beneath a work directory; `Invalid` with the reason otherwise."""
+    """Return the path if it is safe beneath a work directory; raise `Invalid` with the reason otherwise."""
     body = path.removesuffix("/") if directory else path
     shown = path[:80].encode("unicode_escape").decode()
     if not body:
         raise Invalid("an empty path; name a file beneath the work directory")
     if body.startswith("/"):
         raise Invalid(f"path '{shown}' is absolute; give it relative to the work directory")
-    # `isprintable` first: it is stricter, and a hundred times faster for the thousands of names one task may have
+    # isprintable() first: stricter, and 100 times faster for tasks with thousands of files
     if not body.isprintable() and any(unicodedata.category(c) in _INVISIBLE for c in body):
-        raise Invalid(f"path '{shown}' holds a control or invisible character")
+        raise Invalid(f"path '{shown}' contains a control or invisible character")
     encoded = body.encode()
     if len(encoded) > MAX_PATH_BYTES:
         raise Invalid(f"path '{shown}…' is longer than {MAX_PATH_BYTES} bytes")
     for name in body.split("/"):
         if name in ("", ".", ".."):
-            raise Invalid(f"path '{shown}' holds {name!r}; use plain names joined by '/'")
+            raise Invalid(f"path '{shown}' contains {name!r}; use plain names joined by '/'")
         if len(name.encode()) > MAX_NAME_BYTES:
             raise Invalid(f"a name in path '{shown}…' is longer than {MAX_NAME_BYTES} bytes")
     return path
 
 
 def asked_for(outputs: Iterable[str]) -> Callable[[str], bool]:
-    """Tells whether a path is one of the outputs that were named, or lies in one.
+    """Return a predicate: whether a path is a requested output or lies in a requested directory.
 
-    No node chooses where a consumer writes: what it names besides is not theirs to fetch.
+    A node must not choose where a consumer writes files, so other outputs are never fetched.
     """
     names = {name.removesuffix("/") for name in outputs}
 
@@ -49,5 +49,5 @@ def asked_for(outputs: Iterable[str]) -> Callable[[str], bool]:
 
 
 def folded(path: str) -> str:
-    """What a case-insensitive file system takes the path for: two outputs must not fold alike."""
+    """Return the name a case-insensitive file system would use: two outputs must not fold to the same name."""
     return unicodedata.normalize("NFC", path).casefold()

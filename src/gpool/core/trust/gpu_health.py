@@ -1,9 +1,10 @@
-"""Whether a GPU is fit to lend, from what was seen of it. Pure: symptoms in, a condition out; `now` is an argument.
+"""Health of a GPU from its symptoms. Pure: symptoms in, a condition out; `now` is an argument.
 
-Each rule names a *cause*. A cause that is seen begins; one that is no longer seen ends after its quiet time, so that a card at
-the edge does not flicker. The condition is the worst cause's: `degraded` is told and still lent, `quarantined` takes nothing
-new, and what runs there moves elsewhere. Here a quarantine ends with its cause; that it is lifted only by a person as well is
-the server's law (`store.operations.bindings`).
+Each rule names a *cause*. A cause begins when it is seen and ends after a quiet time without it, so
+that a card at a threshold does not flap. The condition is that of the worst cause: `degraded` is
+reported and still lent; `quarantined` takes no new task, and running tasks move elsewhere. Here a
+quarantine ends with its cause; that a person must lift it too is a rule of the server
+(`store.operations.nodes.gpu_bindings`).
 """
 
 from __future__ import annotations
@@ -14,16 +15,16 @@ from enum import StrEnum
 
 SECOND_US = 1_000_000
 HOT_FOR_US = 60 * SECOND_US
-"""A card slows itself down when hot; one that stays there is not cooled."""
+"""A hot card throttles itself; one that stays hot is not cooled."""
 COOLER_C = 5
 HUNG_AFTER_US = 10 * SECOND_US
-"""A process that was killed ends in milliseconds, unless the driver holds it."""
+"""A killed process ends in milliseconds unless the driver blocks it."""
 QUIET_US = 30 * SECOND_US
 QUIET_AFTER_XID_US = 600 * SECOND_US
-OVER_LIMIT = 1.2  # a card above its power limit by this much has lost hold of it
+OVER_LIMIT = 1.2  # ratio of power draw to limit that means the limit has failed
 
 TASKS_OWN = frozenset({13, 31, 43, 45, 68, 69})
-"""XIDs that a task's own program causes: a bad address, a channel torn down with its process."""
+"""XIDs caused by a task's own program: a bad address, a channel torn down with its process."""
 DEADLY = {
     46: "the GPU stopped processing",
     48: "an uncorrectable memory error",
@@ -57,7 +58,7 @@ _WEIGHT = {Health.HEALTHY: 0, Health.DEGRADED: 1, Health.QUARANTINED: 2}
 
 @dataclass(frozen=True, slots=True)
 class Symptoms:
-    """One look at a GPU. None: it does not say."""
+    """One reading of a GPU. None: not reported."""
 
     temperature_c: int | None = None
     slowdown_c: int | None = None
@@ -68,14 +69,14 @@ class Symptoms:
     ecc_uncorrected: int | None = None
     remap_pending: bool = False
     remap_failed: bool = False
-    xids: tuple[int, ...] = ()  # since the look before
-    hung_us: int = 0  # how long a killed task's process has been there
+    xids: tuple[int, ...] = ()  # since the previous reading
+    hung_us: int = 0  # age of a killed task's remaining process
     lost: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """What is wrong, since when, and when it was last seen."""
+    """Cause, its start, and when it was last seen."""
 
     name: str
     health: Health
@@ -87,7 +88,7 @@ class Cause:
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """What is known of one GPU's health; `causes` are the worst first."""
+    """Health of one GPU; `causes` are sorted worst first."""
 
     causes: tuple[Cause, ...] = ()
 
@@ -97,7 +98,7 @@ class Condition:
 
     @property
     def reason(self) -> str:
-        """All that is wrong, in words; nothing for a healthy one."""
+        """All causes in words; empty for a healthy GPU."""
         return "; ".join(cause.text for cause in self.causes)
 
 
@@ -110,7 +111,7 @@ class _Seen:
 
 
 def examine(symptoms: Symptoms, before: Condition, now: int) -> Condition:
-    """The condition now, from this look and what was known before."""
+    """Return the condition from this reading and the previous condition."""
     known = {cause.name: cause for cause in before.causes}
     found: dict[str, Cause] = {}
     for seen in _seen(symptoms, known, now):

@@ -1,25 +1,29 @@
-"""Proof of GPU: what is asked of a GPU, by when, and how an answer is bound to its question. Pure; multiplies nothing.
+"""GPU verification: challenge, deadlines, and binding of answers to challenges. Pure; multiplies nothing.
 
-The claim to prove: this node has a device of its own with so much memory and so fast. The steps, timed by the server:
+The claim: this node has its own device with this much memory and this speed. Steps, timed by the server:
 
-1. *commit*: from a fresh seed come pairs of matrices A, B (n × K and K × n bytes of a keyed stream). The node computes every
-   C = A·B exactly, keeps X = bits 8..11 of each element in the GPU's memory (most of it is full then), and sends the Merkle root
-   over the digests of all tiles (64 × 64 elements) of X, within `commit_within`.
-2. *answer*: the server sends a nonce; the node goes over all of X in `rounds`, each giving the root over the digests of the same
-   tiles keyed by the nonce and the root before, within `answer_within`. A digest takes in every element, so X must be there:
-   sampling would not do, since a single element is cheap to compute again. The rounds follow one another and together read as
-   much as the claimed memory can deliver: X kept elsewhere (in the host's memory, say) comes too slowly.
-3. *open*: the server names tiles by chance; the node sends their C with the paths to all roots. The server checks C·r = A·(B·r)
-   for a random r (Freivalds), so the whole tile is right or it knows; then every digest and path.
+1. *commit*: pairs of matrices A, B (n × K and K × n bytes of a keyed stream) come from a fresh seed.
+   The node computes every C = A·B exactly, keeps X = bits 8..11 of each element in GPU memory (which
+   fills most of it) and sends, within `commit_within`, the Merkle root over the digests of all tiles
+   (64 × 64 elements) of X.
+2. *answer*: the server sends a nonce; the node passes over all of X in `rounds`, each giving the root
+   over the tiles' digests keyed by the nonce and the previous root, within `answer_within`. A digest
+   covers every element, so X must be present: sampling would not do, since a single element is cheap
+   to recompute. The rounds are sequential and together read as much as the claimed memory can deliver:
+   X kept elsewhere (in host memory) arrives too slowly.
+3. *open*: the server picks random tiles; the node sends their C with the paths to all roots. The
+   server checks C·r = A·(B·r) for a random r (Freivalds), then every digest and path.
 
-Why it holds. The middle bits of C depend on every bit of a row and a column, so there is nothing to save by fewer bits, and a
-digest is not linear, so nothing commutes with the product. X of a tile has one right value: a cheap digest suffices, as there is
-nothing to choose; the tree above must be SHA-256, since siblings could be chosen. `length` is set so that even at the peak rate of
-the claimed model, no more than `RECOMPUTED` of X can be computed again within `answer_within`. Those who may sit on one device are
-asked together: nobody gets a nonce before all have committed or run out of time, so one memory would have to hold both X at once.
-A tile that was not computed is found if it is opened: with `opened` tiles, work done to 95 % passes once in 3,700 trials.
+Why it holds. The middle bits of C depend on every bit of a row and a column, so fewer bits save
+nothing, and a digest is not linear, so nothing commutes with the product. X of a tile has one right
+value, so a cheap digest suffices; the tree above must be SHA-256, since siblings could be chosen.
+`length` is set so that even at the peak rate of the claimed model no more than `RECOMPUTED` of X can
+be recomputed within `answer_within`. GPUs that may be one device are verified in one batch: nobody
+gets a nonce before all have committed or timed out, so one memory would have to hold both X at once. A
+tile that was not computed is found if it is opened: with 160 opened tiles, work done to 95 % passes
+once in 3,700 verifications.
 
-What it does not show: that the device is of the claimed make, when another is as fast and as large.
+Not shown: that the device is of the claimed model if another is as fast and as large.
 """
 
 from __future__ import annotations
@@ -34,7 +38,7 @@ from gpool.core.model import Instant, Span
 TILE = 64
 TILE_BYTES = TILE * TILE // 2
 GROUP = 8
-"""Digests of eight bytes under one leaf of the tree: SHA-256 takes 64 bytes."""
+"""Eight-byte digests per leaf of the tree: SHA-256 takes 64 bytes."""
 HASH_BYTES = 32
 STEP = 64
 MAX_LENGTH = 65_536
@@ -42,25 +46,25 @@ MAX_LENGTH = 65_536
 PROBE_BITS = 15
 RECOMPUTED = 0.1
 FILLED = 0.88
-"""Of the claimed memory; the rest is for the tree, two matrices, and what the driver and a desktop hold."""
+"""Part of the claimed memory; the rest is for the tree, two matrices, the driver and a desktop."""
 OPENED = 160
 ANSWER_WITHIN = Span(500_000)
 START_ALLOWANCE = Span(3_000_000)
-"""For taking the memory and compiling the kernels."""
+"""For allocating the memory and compiling the kernels."""
 ROUNDS_SHARE = 0.36
-"""Of `answer_within` at the memory's peak rate: kernels reach 60 % of it, and take 60 % of the time."""
+"""Part of `answer_within` at the memory's peak rate: kernels reach 60 % of it and take 60 % of the time."""
 MAX_ROUNDS = 8
 OPEN_WITHIN = Span(30_000_000)
-"""For the opened tiles, some megabytes, over the owner's line; nothing rests on this time."""
+"""For a few megabytes of opened tiles over the owner's uplink; not security-relevant."""
 JOINED_TOGETHER = Span(3_600_000_000)
 EFFICIENCY = 0.25
-"""Of the peak; the slowest that an honest agent's kernels may be."""
+"""Part of the peak that the slowest honest kernels reach."""
 MASK = (1 << 64) - 1
 
 
 @dataclass(frozen=True, slots=True)
 class Make:
-    """Of a model, by its maker's figures: the fastest that anybody could answer with it."""
+    """Data sheet of a model: the fastest possible answer."""
 
     teraops: int  # dense int8 operations a second
     gigabytes_per_s: int  # of its memory
@@ -94,12 +98,12 @@ MAKES: Mapping[str, Make] = {
     "RTXA6000": Make(310, 768),
     "RTX6000ADA": Make(728, 960),
 }
-"""By normalised model (`core.gpuspec`)."""
+"""By normalised model (`core.specs.gpu`)."""
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
-    """Operations and bytes a second, as an agent measured them; 0: this device has no such thing."""
+class MeasuredSpeed:
+    """Operations and bytes per second as an agent measured them; 0: not supported."""
 
     fp32_gigaflops: int
     tf32_gigaflops: int
@@ -111,7 +115,7 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """How much is computed: `blocks` products of side × length by length × side."""
+    """Amount of work: `blocks` products of side × length by length × side."""
 
     blocks: int
     side: int
@@ -139,7 +143,7 @@ class Size:
 
     @property
     def leaves(self) -> int:
-        """Of the tree: a power of two, filled up with digests of zero."""
+        """Leaves of the tree: a power of two, padded with zero digests."""
         return 1 << max(0, (-(-self.tiles // GROUP) - 1).bit_length())
 
     @property
@@ -156,18 +160,18 @@ class Size:
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
-    """What one GPU must do, and by when."""
+class VerificationTerms:
+    """Work and deadlines of one GPU."""
 
     size: Size
-    rounds: int  # of the second step
+    rounds: int  # of step 2
     opened: int
     commit_within: Span
     answer_within: Span
 
 
-def terms_for(memory_bytes: int, make: Make) -> Terms:
-    """For a claimed memory and what the claimed model can do at best."""
+def terms_for(memory_bytes: int, make: Make) -> VerificationTerms:
+    """Return the terms for a claimed memory and the claimed model's peak rates."""
     filled = int(memory_bytes * FILLED)
     side = 8192 if filled >= 1 << 34 else 4096 if filled >= 1 << 30 else 256
     blocks = max(1, filled // (side * side // 2))
@@ -179,38 +183,38 @@ def terms_for(memory_bytes: int, make: Make) -> Terms:
     read = ROUNDS_SHARE * seconds * make.gigabytes_per_s * 1e9 / kept_bytes
     rounds = min(MAX_ROUNDS, max(1, int(read)))
     commit = Span(int(size.operations / (peak * EFFICIENCY) * 1e6) + START_ALLOWANCE)
-    return Terms(size, rounds, OPENED, commit, ANSWER_WITHIN)
+    return VerificationTerms(size, rounds, OPENED, commit, ANSWER_WITHIN)
 
 
 @dataclass(frozen=True, slots=True)
-class Keys:
-    """Of the stream that the matrices come from, and of the digests of the first step."""
+class VerificationKeys:
+    """Keys of the matrix stream and of the digests of step 1."""
 
     stream: tuple[int, int]
     digest: tuple[int, int]
 
 
-def keys_of(seed: bytes, node: int, uuid: str, number: int) -> Keys:
-    """Bound to the node, its GPU and the number of the challenge: nobody's answer serves another."""
+def keys_of(seed: bytes, node: int, uuid: str, number: int) -> VerificationKeys:
+    """Derive keys bound to the node, its GPU and the challenge number: no answer serves another node."""
     return _keys(b"gpool gpu proof\n%d\n%s\n%d\n" % (node, uuid.encode(), number) + seed)
 
 
 def round_key(nonce: bytes, before: bytes) -> tuple[int, int]:
-    """Of the digests of a round in the second step: `before` is the last round's root, at first the commitment's."""
+    """Key of a round's digests in step 2: `before` is the previous round's root, at first the commitment."""
     return _keys(b"gpool gpu round\n" + nonce + before).digest
 
 
-def _keys(material: bytes) -> Keys:
+def _keys(material: bytes) -> VerificationKeys:
     drawn = hashlib.sha256(material).digest()
     first, second, third, fourth = (
         int.from_bytes(drawn[at : at + 8], "little") for at in (0, 8, 16, 24)
     )
-    return Keys((first, second), (third, fourth))
+    return VerificationKeys((first, second), (third, fourth))
 
 
 @dataclass(frozen=True, slots=True)
 class Path:
-    """From one tile's digest to a root: the eight digests of its leaf, and the siblings upwards."""
+    """Merkle path of a tile's digest: the eight digests of its leaf, and the siblings upwards."""
 
     group: bytes
     siblings: tuple[bytes, ...]
@@ -218,7 +222,7 @@ class Path:
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """One tile: C as 64 × 64 little-endian int32, row after row, and its place under every root, the commitment's first."""
+    """Opened tile: C as 64 × 64 little-endian int32 in row order, and its paths, the commitment's first."""
 
     tile: int
     product: bytes
@@ -233,7 +237,7 @@ def parent(left: bytes, right: bytes) -> bytes:
 
 
 def leads_to(root: bytes, tile: int, digest: int, path: Path, depth: int) -> bool:
-    """Whether the path takes this tile's digest to the root."""
+    """Return whether the path connects this tile's digest to the root."""
     if len(path.group) != GROUP * 8 or len(path.siblings) != depth:
         return False
     if any(len(each) != HASH_BYTES for each in path.siblings):
@@ -248,7 +252,7 @@ def leads_to(root: bytes, tile: int, digest: int, path: Path, depth: int) -> boo
     return hashed == root
 
 
-class Verdict(StrEnum):
+class GpuVerdict(StrEnum):
     PASSED = "passed"
     SIMULATED = "simulated"
     UNABLE = "unable"
@@ -262,8 +266,8 @@ class Verdict(StrEnum):
 
     @property
     def is_late(self) -> bool:
-        """The network may have been slow: worth another sitting."""
-        return self in (Verdict.LATE_COMMIT, Verdict.LATE_ANSWER, Verdict.LATE_OPENING)
+        """Whether a slow network may be the cause: worth another batch."""
+        return self in (GpuVerdict.LATE_COMMIT, GpuVerdict.LATE_ANSWER, GpuVerdict.LATE_OPENING)
 
     @property
     def text(self) -> str:
@@ -271,43 +275,43 @@ class Verdict(StrEnum):
         return VERDICT_TEXT[self]
 
 
-VERDICT_TEXT: Mapping[Verdict, str] = {
-    Verdict.PASSED: "it did what it claims",
-    Verdict.SIMULATED: "it is simulated, and proves nothing",
-    Verdict.UNABLE: "its agent could not run the proof; see the agent's log, free the GPU and let it join again",
-    Verdict.LATE_COMMIT: "it computes slower than its model; end what else runs on it and let it join again",
-    Verdict.LATE_ANSWER: "it did not hold its results in memory of its own: less memory than claimed, or a shared device",
-    Verdict.LATE_OPENING: "it did not show the results that were asked for in time",
-    Verdict.MALFORMED: "its answer was not of the agreed form; install the same gpool version",
-    Verdict.WRONG_PRODUCT: "it computed wrong results",
-    Verdict.WRONG_COMMIT: "it had not computed what it committed to",
-    Verdict.WRONG_ANSWER: "it did not hold its results in memory when asked",
+VERDICT_TEXT: Mapping[GpuVerdict, str] = {
+    GpuVerdict.PASSED: "it did what it claims",
+    GpuVerdict.SIMULATED: "it is simulated, and proves nothing",
+    GpuVerdict.UNABLE: "its agent could not run the proof; see the agent's log, free the GPU and let it join again",
+    GpuVerdict.LATE_COMMIT: "it computes slower than its model; end what else runs on it and let it join again",
+    GpuVerdict.LATE_ANSWER: "it did not hold its results in memory of its own: less memory than claimed, or a shared device",
+    GpuVerdict.LATE_OPENING: "it did not show the results that were asked for in time",
+    GpuVerdict.MALFORMED: "its answer was not of the agreed form; install the same gpool version",
+    GpuVerdict.WRONG_PRODUCT: "it computed wrong results",
+    GpuVerdict.WRONG_COMMIT: "it had not computed what it committed to",
+    GpuVerdict.WRONG_ANSWER: "it did not hold its results in memory when asked",
 }
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
-    """One GPU in a sitting: what it was asked, and what came when."""
+class VerifiedGpu:
+    """One GPU in a verification batch: its challenge, and the answers with their times."""
 
-    terms: Terms
+    terms: VerificationTerms
     began_at: Instant
     root: bytes | None = None
-    asked_at: Instant | None = None  # the nonce left
-    answer: tuple[bytes, ...] | None = None  # a root for each round
+    asked_at: Instant | None = None  # the nonce was sent
+    answer: tuple[bytes, ...] | None = None  # a root per round
     opened_by: Instant | None = None
-    verdict: Verdict | None = None
+    verdict: GpuVerdict | None = None
 
-    def committed(self, root: bytes, at: Instant) -> Seat:
+    def committed(self, root: bytes, at: Instant) -> VerifiedGpu:
         if self.verdict is not None:
             return self
         if self.root is not None or len(root) != HASH_BYTES:
-            return replace(self, verdict=Verdict.MALFORMED)
+            return replace(self, verdict=GpuVerdict.MALFORMED)
         return replace(self, root=root).at(at) if self._in_time(at) else self.at(at)
 
-    def asked(self, at: Instant) -> Seat:
+    def asked(self, at: Instant) -> VerifiedGpu:
         return self if self.verdict is not None else replace(self, asked_at=at)
 
-    def answered(self, answer: tuple[bytes, ...], at: Instant) -> Seat:
+    def answered(self, answer: tuple[bytes, ...], at: Instant) -> VerifiedGpu:
         if self.verdict is not None:
             return self
         if (
@@ -315,17 +319,17 @@ class Seat:
             or self.answer is not None
             or [len(each) for each in answer] != [HASH_BYTES] * self.terms.rounds
         ):
-            return replace(self, verdict=Verdict.MALFORMED)
+            return replace(self, verdict=GpuVerdict.MALFORMED)
         if not self._in_time(at):
             return self.at(at)
         return replace(self, answer=answer, opened_by=Instant(at + OPEN_WITHIN))
 
-    def judged(self, verdict: Verdict) -> Seat:
+    def judged(self, verdict: GpuVerdict) -> VerifiedGpu:
         return self if self.verdict is not None else replace(self, verdict=verdict)
 
     @property
     def due_at(self) -> Instant | None:
-        """When the next thing must have come; None while it waits for others, or is done."""
+        """Next deadline; None while it waits for others or is done."""
         if self.verdict is not None:
             return None
         if self.root is None:
@@ -334,16 +338,16 @@ class Seat:
             return None
         return self.opened_by or Instant(self.asked_at + self.terms.answer_within)
 
-    def at(self, now: Instant) -> Seat:
-        """As it stands by then: too late is too late, whatever comes after."""
+    def at(self, now: Instant) -> VerifiedGpu:
+        """State at `now`: a passed deadline is final."""
         if self._in_time(now):
             return self
         late = (
-            Verdict.LATE_COMMIT
+            GpuVerdict.LATE_COMMIT
             if self.root is None
-            else Verdict.LATE_ANSWER
+            else GpuVerdict.LATE_ANSWER
             if self.answer is None
-            else Verdict.LATE_OPENING
+            else GpuVerdict.LATE_OPENING
         )
         return replace(self, verdict=late)
 
@@ -351,14 +355,16 @@ class Seat:
         return (due := self.due_at) is None or now <= due
 
 
-def may_ask(seats: Iterable[Seat]) -> bool:
-    """Nonces leave together, once everybody in the sitting has committed or is out: one memory cannot serve two in turn."""
+def may_ask(seats: Iterable[VerifiedGpu]) -> bool:
+    """Return whether nonces may be sent: once all in the batch have committed or failed, so that one memory
+    cannot serve two in turn.
+    """
     return all(seat.root is not None or seat.verdict is not None for seat in seats)
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """What tells devices apart, as far as the server knows."""
+class DeviceIdentity:
+    """Identity of a device as far as the server knows it."""
 
     owner: int
     hostname: str
@@ -366,8 +372,8 @@ class Place:
     joined_at: Instant
 
 
-def could_be_one(a: Place, b: Place) -> bool:
-    """Whether two GPUs may be one device under two names: then they are examined in one sitting."""
+def could_be_one(a: DeviceIdentity, b: DeviceIdentity) -> bool:
+    """Return whether two GPUs may be one device under two names: then they share a batch."""
     return (
         a.owner == b.owner
         or a.uuid == b.uuid

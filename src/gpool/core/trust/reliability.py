@@ -1,14 +1,15 @@
-"""What experience says of a node: how often it goes away, whether its GPUs were proven, how fast they are. Arithmetic over what was seen.
+"""Reliability of a node from its history: losses, backoff, verified and measured GPUs. Pure arithmetic.
 
-**Losses.** A node's record is the time it was there and how often it went away with leases, both worn off by half in
-`HALF_LIFE`: what it was like lately counts. The mean time between losses is told as if it had also been watched for `PRIOR`
-and had gone away once: a new node counts as one that goes away once in so long, and only a record moves it from there.
+**Losses.** The record is the node's connected time and the number of times it was lost with leases,
+both decaying with `HALF_LIFE`. The mean time between losses is estimated as if the node had also been
+observed for `PRIOR` with one loss: a new node has an MTBF of `PRIOR`, and only a record changes it.
 
-**Rests.** A node that gives back what it is given, and carries nothing to its end, would be given the same again at once, for
-ever: nobody is at fault, so nothing counts. After `FREE` times more than it carried anything to its end it is left alone, each
-time twice as long. One whose fault it is that tasks could not be started (`core.retries`) is left alone from the first time.
+**Backoff.** A node that returns every lease unstarted would get the same again at once. After `FREE`
+returns more than completions it gets a backoff that doubles each time. A node to blame for failed
+starts (`core.retries`) gets one from the first time. Example: 9 returns without a completion: 1 s,
+10: 2 s, 11: 4 s, up to 600 s.
 
-What is told is rounded to coarse steps, so that a node seldom changes and nodes that are hardly different are equal.
+Results are rounded to coarse steps, so that a node's value seldom changes and similar nodes are equal.
 """
 
 from __future__ import annotations
@@ -24,22 +25,22 @@ _NONE, _NEVER = Span(0), Instant(0)
 PRIOR = Merit().mtbf
 HALF_LIFE = Span(14 * 24 * _HOUR)
 LOSS = 1000
-"""One loss; they wear off, so they are counted in thousandths."""
+"""Weight of one loss: losses decay, so they are counted in thousandths."""
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
-    """Up to `at`."""
+class ReliabilityRecord:
+    """Record up to `at`."""
 
     up: Span = _NONE
     losses_milli: int = 0
     at: Instant = _NEVER
 
-    def later(self, at: Instant, up: Span = _NONE, losses: int = 0) -> Record:
-        """With what was seen since."""
+    def later(self, at: Instant, up: Span = _NONE, losses: int = 0) -> ReliabilityRecord:
+        """Return the record with the observations since."""
         passed = max(0, at - self.at)
         kept = 0.5 ** (passed / HALF_LIFE)
-        return Record(
+        return ReliabilityRecord(
             Span(round(self.up * kept) + up),
             round(self.losses_milli * kept) + LOSS * losses,
             Instant(max(at, self.at)),
@@ -47,33 +48,32 @@ class Record:
 
     @property
     def mtbf(self) -> Span:
-        """To the nearest of the steps that are a factor of two apart, from an hour up."""
+        """Mean time between losses, rounded to powers of two of an hour."""
         mean = LOSS * (self.up + PRIOR) / (self.losses_milli + LOSS)
         return Span(_HOUR << min(16, max(0, round(log2(mean / _HOUR)))))
 
 
 FREE = 8
-LONGEST_REST = Span(600 * SECOND)
-SHORTEST_REST = Span(2 * SECOND)
+LONGEST_BACKOFF = Span(600 * SECOND)
+SHORTEST_BACKOFF = Span(2 * SECOND)
 
 
-def rest_after(times: int) -> Span:
-    """How long a node is given nothing, by how much oftener it gave back than carried something to its end."""
+def backoff_after(times: int) -> Span:
+    """Return the backoff after `times` more returns than completions."""
     if times <= FREE:
         return _NONE
-    return Span(min(LONGEST_REST, SECOND << min(times - FREE - 1, 20)))
+    return Span(min(LONGEST_BACKOFF, SECOND << min(times - FREE - 1, 20)))
 
 
-def rest_for_fault(times: int) -> Span:
-    """The same of a node at fault that tasks could not be started: at once, by how much oftener than it carried something
-    to its end."""
+def backoff_for_fault(times: int) -> Span:
+    """Return the backoff of a node to blame for failed starts, `times` more often than completions."""
     if times <= 0:
         return _NONE
-    return Span(min(LONGEST_REST, SHORTEST_REST << min(times - 1, 20)))
+    return Span(min(LONGEST_BACKOFF, SHORTEST_BACKOFF << min(times - 1, 20)))
 
 
 def gigaflops_of(measured: Iterable[int]) -> int:
-    """Of the slowest, to the nearest half octave below; 0 where one was not measured."""
+    """Return the slowest GPU's rate, rounded down to half an octave; 0 if one was not measured."""
     slowest = min(measured, default=0)
     if slowest <= 0:
         return 0

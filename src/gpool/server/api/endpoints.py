@@ -16,7 +16,7 @@ from pydantic import BaseModel
 from starlette.requests import HTTPConnection, Request
 from starlette.responses import Response
 
-from gpool.core.permissions import RULES, Action, Kind, Standing
+from gpool.core.permissions import RULES, Action, ObjectKind, Relation
 from gpool.server.identity.throttle import RouteClass
 
 H = TypeVar("H", bound=Callable[..., Awaitable[Any]])
@@ -74,16 +74,16 @@ class Endpoint:
 
     @property
     def is_open(self) -> bool:
-        return all(Standing.ANYONE in RULES[action].may for action in self.actions)
+        return all(Relation.ANYONE in RULES[action].may for action in self.actions)
 
     @property
     def security(self) -> list[dict[str, list[str]]]:
         """OpenAPI security requirements, any of which suffices: `key` names the scope that an API key needs."""
         found: list[dict[str, list[str]]] = []
         for rule in (RULES[action] for action in self.actions):
-            if Standing.ANYONE in rule.may:
+            if Relation.ANYONE in rule.may:
                 found.append({})
-            elif rule.may != {Standing.HOLDER}:
+            elif rule.may != {Relation.HOLDER}:
                 found += [{"key": [rule.scope.value]}] if rule.scope else []
                 found.append({"session": []})
         return [each for place, each in enumerate(found) if each not in found[:place]]
@@ -96,7 +96,7 @@ class Endpoint:
             found.add(400)
         if not self.is_open:
             found |= {401, 403}
-        if any(RULES[action].kind is not Kind.SERVER for action in self.actions):
+        if any(RULES[action].kind is not ObjectKind.SERVER for action in self.actions):
             found.add(404)
         if changes and not self.is_open:
             found.add(409)  # of the object's state, or of a reused Idempotency-Key

@@ -12,10 +12,10 @@ from gpool.core.trust.gpu_verification import (
     PROBE_BITS,
     PRODUCT_BYTES,
     TILE,
-    Keys,
+    GpuVerdict,
     Opening,
     Size,
-    Verdict,
+    VerificationKeys,
     leads_to,
     round_key,
 )
@@ -27,7 +27,7 @@ class Claimed:
     """What a node has committed itself to before tiles were named."""
 
     size: Size
-    keys: Keys
+    keys: VerificationKeys
     nonce: bytes
     root: bytes
     answer: tuple[bytes, ...]
@@ -35,28 +35,28 @@ class Claimed:
 
 def check_openings(
     claimed: Claimed, asked: Sequence[int], openings: Sequence[Opening], dice: bytes
-) -> Verdict:
+) -> GpuVerdict:
     """`dice` is fresh and secret: the vectors of Freivalds' check come from it."""
     if tuple(asked) != tuple(opening.tile for opening in openings):
-        return Verdict.MALFORMED
+        return GpuVerdict.MALFORMED
     size, roots = claimed.size, (claimed.root, *claimed.answer)
     keys = (claimed.keys.digest, *(round_key(claimed.nonce, root) for root in roots[:-1]))
     rows = SomeRows(size.length)
     for place, opening in enumerate(openings):
         if len(opening.product) != PRODUCT_BYTES or len(opening.paths) != len(roots):
-            return Verdict.MALFORMED
+            return GpuVerdict.MALFORMED
         product: Sums = np.frombuffer(opening.product, dtype="<i4").reshape(TILE, TILE)
         words = kept(product.reshape(-1))
         for root, key, path in zip(roots, keys, opening.paths, strict=True):
             digest = digest_of(words, key, opening.tile)
             if not leads_to(root, opening.tile, digest, path, size.depth):
                 first = root is claimed.root
-                return Verdict.WRONG_COMMIT if first else Verdict.WRONG_ANSWER
+                return GpuVerdict.WRONG_COMMIT if first else GpuVerdict.WRONG_ANSWER
         if not is_product(
             product, size, claimed.keys.stream, opening.tile, probe_from(dice, place), rows
         ):
-            return Verdict.WRONG_PRODUCT
-    return Verdict.PASSED
+            return GpuVerdict.WRONG_PRODUCT
+    return GpuVerdict.PASSED
 
 
 def is_product(

@@ -21,12 +21,12 @@ from gpool.core.model import Gpu, Instant, Span
 from gpool.core.specs.gpu import is_model
 from gpool.core.trust.gpu_verification import (
     MAKES,
-    Keys,
+    DeviceIdentity,
+    GpuVerdict,
     Opening,
-    Place,
-    Seat,
-    Terms,
-    Verdict,
+    VerificationKeys,
+    VerificationTerms,
+    VerifiedGpu,
     could_be_one,
     keys_of,
     may_ask,
@@ -69,7 +69,7 @@ MEASURED_WITHIN = Span(60_000_000)
 """A trial waits no longer for a measurement."""
 
 
-def terms_of(gpu: Gpu) -> Terms | None:
+def terms_of(gpu: Gpu) -> VerificationTerms | None:
     """What a GPU is asked; None: of this make there is nothing to ask."""
     makes = [name for name in MAKES if is_model(name, gpu.model)]
     if gpu.vendor != "nvidia" or not makes:
@@ -84,7 +84,7 @@ class Examining:
     examine: bool
     measure: bool
     again_every: Span
-    terms: Callable[[Gpu], Terms | None] = terms_of
+    terms: Callable[[Gpu], VerificationTerms | None] = terms_of
 
     @classmethod
     def of(cls, settings: Settings) -> Examining:
@@ -96,8 +96,8 @@ class _Trial:
     number: int
     node: NodeId
     uuid: str
-    keys: Keys
-    seat: Seat
+    keys: VerificationKeys
+    seat: VerifiedGpu
     nonce: bytes = b""
     tiles: tuple[int, ...] = ()
     checking: bool = False
@@ -106,8 +106,8 @@ class _Trial:
 @dataclass(frozen=True, slots=True)
 class _Candidate:
     record: Record
-    place: Place
-    terms: Terms
+    place: DeviceIdentity
+    terms: VerificationTerms
 
 
 class Examiner:
@@ -145,8 +145,8 @@ class Examiner:
         now = self._now()
         for record in await self._store.read(gpu_verification.records(row.node.id)):
             gpu = devices.get(record.uuid)
-            if gpu is not None and gpu.simulated and record.verdict is not Verdict.SIMULATED:
-                done = gpu_verification.judge(row.node.id, record.uuid, Verdict.SIMULATED, now)
+            if gpu is not None and gpu.simulated and record.verdict is not GpuVerdict.SIMULATED:
+                done = gpu_verification.judge(row.node.id, record.uuid, GpuVerdict.SIMULATED, now)
                 row = await self._written(done, row)
             elif gpu is not None and _is_to_wait(record, now) and self._wanted.terms(gpu):
                 kept = gpu_verification.keep_back(row.node.id, [record.uuid], WAITS)
@@ -190,7 +190,7 @@ class Examiner:
             case GpuOpened():
                 await self._check(trial, frame.openings)
             case GpuUnable():
-                trial.seat = trial.seat.judged(Verdict.UNABLE)
+                trial.seat = trial.seat.judged(GpuVerdict.UNABLE)
         await self._go_on(now)
 
     async def run_once(self, now: Instant) -> None:
@@ -238,7 +238,7 @@ class Examiner:
         if trial.checking or seat.verdict is not None:
             return
         if seat.root is None or seat.answer is None or not trial.tiles:
-            trial.seat = seat.judged(Verdict.MALFORMED)
+            trial.seat = seat.judged(GpuVerdict.MALFORMED)
             return
         trial.checking = True
         claimed = Claimed(seat.terms.size, trial.keys, trial.nonce, seat.root, seat.answer)
@@ -308,7 +308,7 @@ class Examiner:
         """At moments nobody knows, a GPU that passed is tried again."""
         chance = LOOK_EVERY / self._wanted.again_every
         for record in records:
-            if record.verdict is not Verdict.PASSED or self._dice.random() >= chance:
+            if record.verdict is not GpuVerdict.PASSED or self._dice.random() >= chance:
                 continue
             if self._idle(record) is not None:
                 kept = gpu_verification.keep_back(record.node, [record.uuid], WAITS)
@@ -334,7 +334,7 @@ class Examiner:
             terms = self._wanted.terms(gpu) if gpu is not None else None
             if terms is not None:
                 here = self._scheduler.state.nodes[record.node].node
-                place = Place(
+                place = DeviceIdentity(
                     record.owner,
                     here.offer.hostname if here is not None else "",
                     record.uuid,
@@ -352,7 +352,7 @@ class Examiner:
             record, size = each.record, each.terms.size
             seed = secrets.token_bytes(32)
             keys = keys_of(seed, record.node, record.uuid, self._number)
-            seat = Seat(each.terms, now)
+            seat = VerifiedGpu(each.terms, now)
             sitting[self._number] = _Trial(self._number, record.node, record.uuid, keys, seat)
             self._tell(
                 record.node,
@@ -377,7 +377,7 @@ class Examiner:
 def _is_to_wait(record: Record, now: Instant) -> bool:
     if record.verdict is None:
         return record.unproven != WAITS
-    failed = record.verdict is not Verdict.PASSED and record.unproven is not None
+    failed = record.verdict is not GpuVerdict.PASSED and record.unproven is not None
     return failed and now - (record.judged_at or 0) >= AGAIN_AFTER
 
 

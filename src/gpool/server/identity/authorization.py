@@ -11,12 +11,12 @@ from gpool.core.model import Permission
 from gpool.core.permissions import (
     POOL,
     RULES,
+    AccessOutcome,
     Action,
     Actor,
-    Kind,
-    Machine,
     Nobody,
-    Outcome,
+    NodeActor,
+    ObjectKind,
     Person,
     TeamId,
     Thing,
@@ -42,7 +42,7 @@ def actor_of(who: Who) -> Actor:
         case None:
             return Nobody()
         case NodeCredentials():
-            return Machine(who.node)
+            return NodeActor(who.node)
         case Caller():
             permissions = who.user.permissions
             if who.key_team is not None:
@@ -56,32 +56,34 @@ def permit(who: Who, action: Action, thing: Thing, what: str = "") -> None:
         thing = missing(thing.kind)
     decision = may(actor_of(who), action, thing)
     match decision.outcome:
-        case Outcome.ALLOWED:
+        case AccessOutcome.ALLOWED:
             return
-        case Outcome.SIGN_IN:
+        case AccessOutcome.SIGN_IN:
             raise NotSignedIn(SIGN_IN)
-        case Outcome.REFUSED:
+        case AccessOutcome.REFUSED:
             raise Forbidden(f"not allowed: {decision.reason}")
-        case Outcome.HIDDEN:
+        case AccessOutcome.HIDDEN:
             raise NotFound(f"no {what or thing.kind.value} of yours")
 
 
 def gate(who: Who, action: Action) -> None:
     """As much as can be decided before the object is known: raises for whoever may do this to no object at all."""
     kind = RULES[action].kind
-    if kind is Kind.SERVER:
+    if kind is ObjectKind.SERVER:
         permit(who, action, POOL)
         return
     decision = may(actor_of(who), action, missing(kind))
-    if decision.outcome is Outcome.SIGN_IN:
+    if decision.outcome is AccessOutcome.SIGN_IN:
         raise NotSignedIn(SIGN_IN)
-    if decision.outcome is Outcome.REFUSED:
+    if decision.outcome is AccessOutcome.REFUSED:
         raise Forbidden(f"not allowed: {decision.reason}")
 
 
 def _is_beyond(who: Caller, action: Action, thing: Thing) -> bool:
     return (
-        thing.kind is not Kind.SERVER and thing.team != who.key_team and action not in _TEAM_KEY_TOO
+        thing.kind is not ObjectKind.SERVER
+        and thing.team != who.key_team
+        and action not in _TEAM_KEY_TOO
     )
 
 
@@ -90,19 +92,19 @@ def _is_beyond(who: Caller, action: Action, thing: Thing) -> bool:
 
 def own(who: Caller) -> Thing:
     """The account in whose name the caller acts."""
-    return Thing(Kind.ACCOUNT, owner=who.user.id)
+    return Thing(ObjectKind.ACCOUNT, owner=who.user.id)
 
 
 def account_of(user: UserId | None) -> Thing:
-    return missing(Kind.ACCOUNT) if user is None else Thing(Kind.ACCOUNT, owner=user)
+    return missing(ObjectKind.ACCOUNT) if user is None else Thing(ObjectKind.ACCOUNT, owner=user)
 
 
 def task_thing(view: TaskView | TaskStory | None) -> Thing:
     if view is None:
-        return missing(Kind.TASK)
+        return missing(ObjectKind.TASK)
     row = view.row
     return Thing(
-        Kind.TASK,
+        ObjectKind.TASK,
         owner=row.user,
         team=None if row.team is None else TeamId(row.team),
         holder=row.node if row.holding else None,
@@ -111,13 +113,13 @@ def task_thing(view: TaskView | TaskStory | None) -> Thing:
 
 def batch_thing(batch: Batch | None) -> Thing:
     if batch is None:
-        return missing(Kind.BATCH)
+        return missing(ObjectKind.BATCH)
     return Thing(
-        Kind.BATCH, owner=batch.user, team=None if batch.team is None else TeamId(batch.team)
+        ObjectKind.BATCH, owner=batch.user, team=None if batch.team is None else TeamId(batch.team)
     )
 
 
 def node_thing(row: NodeRow | None) -> Thing:
     if row is None:
-        return missing(Kind.NODE)
-    return Thing(Kind.NODE, owner=row.node.owner, holder=row.node.id)
+        return missing(ObjectKind.NODE)
+    return Thing(ObjectKind.NODE, owner=row.node.owner, holder=row.node.id)

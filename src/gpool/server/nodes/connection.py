@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from gpool.core.errors import NotFound
-from gpool.core.gangs import Call
+from gpool.core.gangs import GangOrder
 from gpool.core.ids import NodeId, SpecId, TaskId
 from gpool.core.model import EndReason, InputFile, Instant, Offer, TaskSpec, TaskStatus
 from gpool.server.nodes import offers
@@ -405,7 +405,9 @@ def _leases_of(node: NodeId, row: NodeRow) -> Operation[_Greeted]:
     preempting += tuple(
         Hold(each.task, each.epoch)
         for each in members
-        if each.status is not TaskStatus.CANCELLED and each.gang and each.gang.call is Call.BACK
+        if each.status is not TaskStatus.CANCELLED
+        and each.gang
+        and each.gang.call is GangOrder.BACK
     )
     keys = (yield from data_keys()) if members else ()
     return _Greeted(row, held, specs, secrets, begun, preempting, keys)

@@ -12,8 +12,8 @@ import msgspec
 
 from gpool.core.ids import NodeId
 from gpool.core.model import SECOND, Instant, Merit, Node, Span
-from gpool.core.trust.gpu_verification import Measured, Verdict
-from gpool.core.trust.reliability import Record, gigaflops_of
+from gpool.core.trust.gpu_verification import GpuVerdict, MeasuredSpeed
+from gpool.core.trust.reliability import ReliabilityRecord, gigaflops_of
 from gpool.server.server import Server
 from gpool.server.store.operations.nodes import gpu_verification, reliability
 from gpool.server.wakeups import Wake
@@ -34,7 +34,7 @@ class Merits:
         self.wake = Wake()
         self.every_s = EVERY_S
         self._server = server
-        self._records: dict[NodeId, Record] | None = None  # None: not yet read
+        self._records: dict[NodeId, ReliabilityRecord] | None = None  # None: not yet read
         self._unwritten: set[NodeId] = set()
         self._ran_at = self._wrote_at = self._looked_at = Instant(0)
         self._proven: dict[NodeId, tuple[bool, int]] = {}
@@ -54,7 +54,7 @@ class Merits:
             self._wrote_at = now
             await self._write(self._records)
 
-    def _count(self, records: dict[NodeId, Record], passed: Span, now: Instant) -> bool:
+    def _count(self, records: dict[NodeId, ReliabilityRecord], passed: Span, now: Instant) -> bool:
         """Takes in what was seen since the last time; whether a node was lost."""
         scheduler = self._server.scheduler
         lost, scheduler.lost = scheduler.lost, {}
@@ -65,17 +65,17 @@ class Merits:
                 continue
             if (node.connected and passed) or losses:
                 up = passed if node.connected else Span(0)
-                records[id_] = records.get(id_, Record(at=now)).later(now, up, losses)
+                records[id_] = records.get(id_, ReliabilityRecord(at=now)).later(now, up, losses)
                 self._unwritten.add(id_)
-            merits[id_] = self._merit(records.get(id_, Record()), node)
+            merits[id_] = self._merit(records.get(id_, ReliabilityRecord()), node)
         scheduler.use_merits(merits)
         return bool(lost)
 
-    def _merit(self, record: Record, node: Node) -> Merit:
+    def _merit(self, record: ReliabilityRecord, node: Node) -> Merit:
         is_proven, gigaflops = self._proven.get(node.id, (False, 0))
         return Merit(record.mtbf, is_proven, gigaflops)
 
-    async def _write(self, records: dict[NodeId, Record]) -> None:
+    async def _write(self, records: dict[NodeId, ReliabilityRecord]) -> None:
         unwritten, self._unwritten = sorted(self._unwritten), set()
         for first in range(0, len(unwritten), MOST_ROWS):
             some = unwritten[first : first + MOST_ROWS]
@@ -92,7 +92,7 @@ def _proven(found: Iterable[gpu_verification.Record]) -> dict[NodeId, tuple[bool
         by_node.setdefault(each.node, []).append(each)
     proven: dict[NodeId, tuple[bool, int]] = {}
     for node, gpus in by_node.items():
-        passed = all(each.verdict is Verdict.PASSED for each in gpus)
+        passed = all(each.verdict is GpuVerdict.PASSED for each in gpus)
         speed = gigaflops_of(_gigaflops(each.measured) for each in gpus) if passed else 0
         proven[node] = (passed, speed)
     return proven
@@ -103,7 +103,7 @@ def _gigaflops(measured: str | None) -> int:
     if measured is None:
         return 0
     try:
-        told = msgspec.json.decode(measured, type=Measured)
+        told = msgspec.json.decode(measured, type=MeasuredSpeed)
     except msgspec.MsgspecError:
         return 0
     found = told.bf16_gigaflops or told.fp32_gigaflops

@@ -13,7 +13,7 @@ from gpool.core.ids import NodeId, TaskId
 from gpool.core.lifecycle import NO_FAULT
 from gpool.core.model import Instant, TaskStatus
 from gpool.core.scheduler.state.state import Line
-from gpool.core.trust.reliability import rest_after, rest_for_fault
+from gpool.core.trust.reliability import backoff_after, backoff_for_fault
 from gpool.server.store.values import Recording
 
 GIVES_BACK = "gave back what it was given again and again"
@@ -67,7 +67,7 @@ class Rests:
         resting = []
         for node in nodes:
             times = self._times[node] = self._times.get(node, 0) + 1
-            rest = rest_after(times)
+            rest = backoff_after(times)
             if rest:
                 self._rest(node, Instant(now + rest), GIVES_BACK)
                 resting.append(node)
@@ -78,7 +78,7 @@ class Rests:
         for node in nodes:
             if node not in self._until:
                 times = self._faults[node] = self._faults.get(node, 0) + 1
-                self._rest(node, Instant(now + rest_for_fault(times)), why)
+                self._rest(node, Instant(now + backoff_for_fault(times)), why)
 
     def _rest(self, node: NodeId, until: Instant, why: str) -> None:
         if node not in self._until or self._until[node][0] < until:

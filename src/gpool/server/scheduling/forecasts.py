@@ -15,8 +15,13 @@ from typing import Protocol
 from gpool.core.ids import TaskId
 from gpool.core.model import SECOND, Instant, Shape, Span
 from gpool.core.scheduler.order.orders import Order, Policy
-from gpool.core.scheduler.predict.calibration import Calibration, Range, Told
-from gpool.core.scheduler.predict.forecast import Course, Question, courses, waits
+from gpool.core.scheduler.predict.calibration import Calibration, Range, StatedForecast
+from gpool.core.scheduler.predict.forecast import (
+    ForecastQuestion,
+    SimulatedSchedule,
+    courses,
+    waits,
+)
 from gpool.core.scheduler.predict.run_times import RunTimes
 from gpool.core.scheduler.state.snapshot import take
 from gpool.core.scheduler.state.state import State
@@ -49,7 +54,7 @@ class Estimate:
 class _Made:
     at: Instant
     policy: Policy
-    courses: Sequence[Course]
+    courses: Sequence[SimulatedSchedule]
 
 
 class Forecasts:
@@ -57,7 +62,7 @@ class Forecasts:
         self.times = RunTimes()
         self._arrived: deque[tuple[Instant, Shape]] = deque(maxlen=_LATELY)
         self._calibration = Calibration()
-        self._open: dict[TaskId, Told] = {}
+        self._open: dict[TaskId, StatedForecast] = {}
         self._made: _Made | None = None
         self._busy = asyncio.Lock()
 
@@ -85,11 +90,11 @@ class Forecasts:
 
     # ---- what is asked
 
-    async def question(self, scheduled: Scheduled, now: Instant) -> Question:
+    async def question(self, scheduled: Scheduled, now: Instant) -> ForecastQuestion:
         """Frozen: fit for another thread."""
         since = await scheduled.since()
         snapshot = take(scheduled.state)
-        return Question(snapshot, now, self.times.copy(), since, tuple(self._arrived))
+        return ForecastQuestion(snapshot, now, self.times.copy(), since, tuple(self._arrived))
 
     async def estimate(
         self, scheduled: Scheduled, now: Instant, task: TaskId, ahead: int

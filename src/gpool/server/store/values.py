@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from gpool.core.gangs import Call
+from gpool.core.gangs import GangOrder
 from gpool.core.ids import BatchId, NodeId, SpecId, TaskId, UserId
 from gpool.core.model import (
     Allocation,
@@ -158,7 +158,7 @@ class HeldMember:
     rank: int
     peers: Peers
     secret_sealed: bytes = field(repr=False)
-    call: Call | None = None
+    call: GangOrder | None = None
 
 
 @dataclass(frozen=True, slots=True)

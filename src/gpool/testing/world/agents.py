@@ -1,4 +1,4 @@
-"""An agent: the real session, with a daemon made of virtual time. It obeys, dials again, freezes, crashes and boots.
+"""An agent: the real state machine, with a daemon made of virtual time. It obeys, dials again, freezes, crashes and boots.
 
 Its boot clock is its own: set off at random and running a little fast or slow.
 """
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from gpool.agent.state_machine import instructions as say
-from gpool.agent.state_machine.session import Session
+from gpool.agent.state_machine.agent_state import AgentState
 from gpool.core.model import Offer
 from gpool.testing.dice import Dice
 from gpool.testing.loop import VirtualLoop
@@ -69,7 +69,7 @@ class _Boot:
     """One life of the agent's process."""
 
     number: int
-    session: Session
+    state: AgentState
     machine: Machine
     link: Link | None = None
     dialling: bool = False
@@ -116,7 +116,7 @@ class Agent:
         self._boots += 1
         self.truth.booted()
         number = self._boots
-        session = self._around.parts.session(f"{self.name}-boot-{number:06d}", self._lent)
+        state = self._around.parts.agent_state(f"{self.name}-boot-{number:06d}", self._lent)
         machine = self._around.parts.machine(
             self._around.loop,
             self._dice.branch(f"machine-{number}"),
@@ -126,7 +126,7 @@ class Agent:
             self._happened,
             self._upload,
         )
-        self._boot = _Boot(number, session, machine)
+        self._boot = _Boot(number, state, machine)
         self._around.trace.say(self.name, "boots", number)
         self._dial(self._boot)
 
@@ -207,11 +207,11 @@ class Agent:
         if boot is None:
             return
         now = self._clock.at(self._around.loop.us)
-        for instruction in boot.session.handle(now, event):
+        for instruction in boot.state.handle(now, event):
             if self._boot is not boot:
                 return
             self._obey(boot, instruction)
-        wrong = boot.session.violations()
+        wrong = boot.state.violations()
         if wrong:
             self._around.fail(f"{self.name}: {wrong[0]} after {event}")
         self._set_alarm(boot)
@@ -219,7 +219,7 @@ class Agent:
     def _set_alarm(self, boot: _Boot) -> None:
         if self._boot is not boot:
             return
-        wakes_at = boot.session.wakes_at
+        wakes_at = boot.state.wakes_at
         if wakes_at is None:
             return
         at_us = max(self._clock.world_us(wakes_at), self._around.loop.us)
@@ -253,7 +253,7 @@ class Agent:
             case say.EndRunner():
                 self._tell("ends runner", instruction.runner)
                 boot.machine.end_runner(instruction)
-            case say.Exit():
+            case say.ExitDaemon():
                 self._tell("exits")
                 self.crash()
 

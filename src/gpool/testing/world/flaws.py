@@ -12,7 +12,9 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from gpool.agent.state_machine.agent_state import AgentState
 from gpool.agent.state_machine.instructions import (
+    NEVER,
     CommandCheckpointed,
     CommandEnded,
     Event,
@@ -20,8 +22,7 @@ from gpool.agent.state_machine.instructions import (
     Instruction,
     StartCommand,
 )
-from gpool.agent.state_machine.lease_queues import NEVER, Past
-from gpool.agent.state_machine.session import Session
+from gpool.agent.state_machine.lease_queues import EndedLeases
 from gpool.core.ids import NodeId, TaskId
 from gpool.core.model import EndReason, Instant, Offer, Span, TaskSpec
 from gpool.core.scheduler.state.events import Event as SchedulingEvent
@@ -333,72 +334,73 @@ class ForgetfulOfMembers(Scheduler):
 # ---- the agent
 
 
-class ClingingSession(Session):
+class ClingingAgentState(AgentState):
     """Never lets go."""
 
-    def _let_go(self, now: int, out: list[Instruction]) -> None:  # noqa: ARG002
-        self._deadline = NEVER
+    def _expire(self, now: int, out: list[Instruction]) -> None:  # noqa: ARG002
+        self._timer.deadline = NEVER
 
 
-class SilentSession(Session):
+class SilentAgentState(AgentState):
     """Lets go of its leases and tells nobody."""
 
-    def _let_go(self, now: int, out: list[Instruction]) -> None:
-        leases = self._work.leases
-        super()._let_go(now, out)
-        self._work.drop(now, leases, out)
+    def _expire(self, now: int, out: list[Instruction]) -> None:
+        leases = self._leases.ids()
+        super()._expire(now, out)
+        self._control.drop(now, leases, out)
 
 
-class ReceiptSession(Session):
+class ReceiptAgentState(AgentState):
     """Counts its lease time from when the confirmation came, not from when the beat went."""
 
     def handle(self, now: int, event: Event) -> list[Instruction]:
-        before = self._confirmed_at
+        timer = self._timer
+        before = timer.confirmed_at
         out = super().handle(now, event)
-        if self._confirmed_at is not None and self._confirmed_at != before:
-            self._confirmed_at = now
-            self._deadline = now + self._term
+        if timer.confirmed_at is not None and timer.confirmed_at != before:
+            timer.confirmed_at = now
+            timer.deadline = now + timer.term
         return out
 
 
-class RestartingSession(Session):
+class RestartingAgentState(AgentState):
     """Forgets which leases are over: a late copy of their grant starts them again."""
 
     def handle(self, now: int, event: Event) -> list[Instruction]:
         if isinstance(event, FrameArrived) and isinstance(event.frame, Grants):
-            self._work._leases.past = Past()
+            self._leases.ended = EndedLeases()
         return super().handle(now, event)
 
 
-class LyingSession(Session):
+class LyingAgentState(AgentState):
     """Says `Released` as soon as it is asked to stop, and kills afterwards."""
 
     def handle(self, now: int, event: Event) -> list[Instruction]:
         if isinstance(event, FrameArrived) and isinstance(event.frame, Stop):
             for hold in event.frame.holds:
-                if (hold.task, hold.epoch) in self._work.leases:
+                if (hold.task, hold.epoch) in self._leases.ids():
                     self._outbox.add(now, Released(hold.task, hold.epoch))
         return super().handle(now, event)
 
 
-class OnceSession(Session):
+class OnceAgentState(AgentState):
     """Does not repeat, after a reconnect, what was not recorded."""
 
     def handle(self, now: int, event: Event) -> list[Instruction]:
-        if isinstance(event, FrameArrived) and not self._welcomed:
+        if isinstance(event, FrameArrived) and not self._connection.welcomed:
             self._outbox._batches.clear()
         return super().handle(now, event)
 
 
-class DeafToOwner(Session):
+class DeafToOwner(AgentState):
     """An offer that changes between hello and welcome is taken for said."""
 
-    def _say_offer(self, out: list[Instruction]) -> None:
-        super()._say_offer(out)
-        self._said = self._offer
+    def _send_offer(self, out: list[Instruction]) -> None:
+        super()._send_offer(out)
+        self._connection.sent_offer = self._offer
 
 
-class BlamingSession(Session):
+class BlamingAgentState(AgentState):
     """Reports what was preempted as killed: a failure of its own."""
 
     def handle(self, now: int, event: Event) -> list[Instruction]:
@@ -407,21 +409,21 @@ class BlamingSession(Session):
         return super().handle(now, event)
 
 
-class HastySession(Session):
+class HastyAgentState(AgentState):
     """Says that a preempted attempt has ended, and ends it afterwards."""
 
     def handle(self, now: int, event: Event) -> list[Instruction]:
         match event:
             case FrameArrived(Stop(holds, StopReason.PREEMPTED)):
                 for hold in holds:
-                    if (hold.task, hold.epoch) in self._work.leases:
+                    if (hold.task, hold.epoch) in self._leases.ids():
                         self._outbox.add(now, HandedBack(hold.task, hold.epoch))
             case _:
                 pass
         return super().handle(now, event)
 
 
-class RepeatingSession(Session):
+class RepeatingAgentState(AgentState):
     """Says the first checkpoint of a lease again with the second."""
 
     def __init__(self, node_boot: str, offer: Offer) -> None:
@@ -472,24 +474,24 @@ _PARTS: dict[Flaw, dict[str, Any]] = {
     Flaw.GRANT_BEFORE_COMMIT: {"disk": EarlyGrants},
     Flaw.REPORT_ACKNOWLEDGED_BEFORE_RECORDED: {"channel": HastyChannel},
     Flaw.KEY_SAVED_AFTER_EFFECT: {"server": ForgetfulServer},
-    Flaw.AGENT_NEVER_LETS_GO: {"session": ClingingSession},
-    Flaw.LEASE_COUNTED_FROM_RECEIPT: {"session": ReceiptSession},
+    Flaw.AGENT_NEVER_LETS_GO: {"agent_state": ClingingAgentState},
+    Flaw.LEASE_COUNTED_FROM_RECEIPT: {"agent_state": ReceiptAgentState},
     Flaw.SERVER_EXPIRES_EARLY: {"scheduler": ImpatientScheduler},
     Flaw.RESTART_FORGETS_TTL: {"scheduler": AmnesiacScheduler},
     Flaw.FREED_AT_CANCEL: {"disk": FreesAtCancel, "scheduler": FreeingScheduler},
-    Flaw.RELEASED_BEFORE_DEAD: {"session": LyingSession},
-    Flaw.GRANT_STARTS_TWICE: {"session": RestartingSession},
-    Flaw.REPORTS_NOT_REPEATED: {"session": OnceSession},
+    Flaw.RELEASED_BEFORE_DEAD: {"agent_state": LyingAgentState},
+    Flaw.GRANT_STARTS_TWICE: {"agent_state": RestartingAgentState},
+    Flaw.REPORTS_NOT_REPEATED: {"agent_state": OnceAgentState},
     Flaw.LOST_GRANTS_NOT_REPEATED: {"channel": DeafChannel},
     Flaw.REQUEUE_NOT_FOLDED: {"scheduler": LosingScheduler},
     Flaw.SANDBOX_OUTLIVES_AGENT: {"machine": UndeadMachine},
-    Flaw.LETS_GO_IN_SILENCE: {"session": SilentSession},
-    Flaw.OFFER_SAID_TOO_EARLY: {"session": DeafToOwner},
+    Flaw.LETS_GO_IN_SILENCE: {"agent_state": SilentAgentState},
+    Flaw.OFFER_SAID_TOO_EARLY: {"agent_state": DeafToOwner},
     Flaw.CHECKPOINT_NOT_RESTORED: {"machine": BlankMachine},
     Flaw.CHECKPOINT_ACKNOWLEDGED_AND_LOST: {"channel": CarelessChannel},
-    Flaw.OLD_CHECKPOINT_SAID_AGAIN: {"session": RepeatingSession},
-    Flaw.PREEMPTION_COUNTED_AS_FAILURE: {"session": BlamingSession},
-    Flaw.PREEMPTED_BEFORE_DEAD: {"session": HastySession},
+    Flaw.OLD_CHECKPOINT_SAID_AGAIN: {"agent_state": RepeatingAgentState},
+    Flaw.PREEMPTION_COUNTED_AS_FAILURE: {"agent_state": BlamingAgentState},
+    Flaw.PREEMPTED_BEFORE_DEAD: {"agent_state": HastyAgentState},
     Flaw.GANG_WRITTEN_IN_PART: {"disk": WritesInPart},
     Flaw.GANG_COUNTED_ON_ONE_NODE: {"scheduler": ForgetfulOfMembers},
     Flaw.GANG_OVER_WITH_ONE_MEMBER: {"disk": OverWithOne},

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from gpool.agent.state_machine.session import Session
+from gpool.agent.state_machine.agent_state import AgentState
 from gpool.core.model import Offer
 from gpool.server.nodes.connection import Channel
 from gpool.server.scheduling.scheduler import Scheduler
@@ -18,7 +18,7 @@ from gpool.testing.world.machine import Machine
 class Parts:
     """The real ones."""
 
-    session: Callable[[str, Offer], Session] = Session
+    agent_state: Callable[[str, Offer], AgentState] = AgentState
     disk: Callable[..., Disk] = Disk
     channel: Callable[..., Channel] = Channel
     scheduler: Callable[..., Scheduler] = Scheduler

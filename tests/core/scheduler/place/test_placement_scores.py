@@ -37,7 +37,7 @@ from gpool.core.scheduler.state.shapes import LEAST_DATA, shape_of
 from gpool.core.scheduler.state.snapshot import take
 from gpool.core.scheduler.state.state import State
 from gpool.core.specs import gpu
-from gpool.core.trust.reliability import HALF_LIFE, PRIOR, Record, gigaflops_of
+from gpool.core.trust.reliability import HALF_LIFE, PRIOR, ReliabilityRecord, gigaflops_of
 from tests.core.scheduler.state.builders import NOW, a_node, a_shape, a_state, apply, enqueue
 
 HOUR = 3600 * SECOND
@@ -192,10 +192,10 @@ def test_stakes_never_shrink_when_a_run_grows(run: int, more: int) -> None:
 
 
 def test_a_node_nobody_knows_counts_as_the_prior_and_a_record_moves_it() -> None:
-    assert Record().mtbf == PRIOR == Merit().mtbf
+    assert ReliabilityRecord().mtbf == PRIOR == Merit().mtbf
     week = Span(7 * 24 * HOUR)
-    steady = Record().later(Instant(week), up=week)
-    flaky = Record().later(Instant(week), up=week, losses=20)
+    steady = ReliabilityRecord().later(Instant(week), up=week)
+    flaky = ReliabilityRecord().later(Instant(week), up=week, losses=20)
     assert flaky.mtbf < PRIOR < steady.mtbf
 
 
@@ -207,7 +207,7 @@ def test_what_a_node_was_like_always_wears_off_and_losses_never_help(
     days: list[tuple[int, int]], away: int
 ) -> None:
     day = 24 * HOUR
-    good = bad = Record()
+    good = bad = ReliabilityRecord()
     at = 0
     for up, losses in days:
         at += 30 * day

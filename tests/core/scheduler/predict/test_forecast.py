@@ -18,7 +18,7 @@ from gpool.core.scheduler.passes.plan import plan
 from gpool.core.scheduler.place.fit import Unfit, is_open, unfit
 from gpool.core.scheduler.predict.calibration import Calibration
 from gpool.core.scheduler.predict.dry_run import compare
-from gpool.core.scheduler.predict.forecast import Bounds, Question, courses, waits
+from gpool.core.scheduler.predict.forecast import Bounds, ForecastQuestion, courses, waits
 from gpool.core.scheduler.predict.run_times import RunTimes
 from gpool.core.scheduler.state.events import NodeChanged
 from gpool.core.scheduler.state.operator_rules import PolicyChange, Reservation, Rules
@@ -37,9 +37,11 @@ def known(shape: Shape, *seconds: float) -> RunTimes:
     return times
 
 
-def a_question(state: State, times: RunTimes, since: dict[int, int] | None = None) -> Question:
+def a_question(
+    state: State, times: RunTimes, since: dict[int, int] | None = None
+) -> ForecastQuestion:
     held = {TaskId(task): Instant(at) for task, at in (since or {}).items()}
-    return Question(take(state), NOW, times, held)
+    return ForecastQuestion(take(state), NOW, times, held)
 
 
 def busy_pool(count: int = 5) -> tuple[State, Shape]:

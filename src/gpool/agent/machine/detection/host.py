@@ -1,4 +1,4 @@
-"""How much processor, memory and disk this machine can lend, as far as its own limits let it."""
+"""Detection of the processors, memory and disk that affinity and control groups leave the agent."""
 
 from __future__ import annotations
 
@@ -12,19 +12,18 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 CGROUP = Path("/sys/fs/cgroup")
-PUBLIC = "8.8.8.8"  # any that is not on this machine
+PUBLIC = "8.8.8.8"  # any address outside this machine
 
 
 @dataclass(frozen=True, slots=True)
-class HostFacts:
+class HostCapacity:
     hostname: str
     cpu_milli: int
     memory_bytes: int
-    disk_bytes: int  # free where the work directories lie
+    disk_bytes: int  # free on the file system of the data directory
 
 
-def host_facts(data_dir: Path, cgroup: Path = CGROUP) -> HostFacts:
-    """Never more than affinity and control groups leave us."""
+def host_capacity(data_dir: Path, cgroup: Path = CGROUP) -> HostCapacity:
     place = data_dir
     while not place.exists():
         place = place.parent
@@ -37,23 +36,23 @@ def host_facts(data_dir: Path, cgroup: Path = CGROUP) -> HostFacts:
     quota = _cpu_quota_milli(cgroup)
     if quota is not None:
         cpu = min(cpu, quota)
-    return HostFacts(socket.gethostname(), cpu, memory, shutil.disk_usage(place).free)
+    return HostCapacity(socket.gethostname(), cpu, memory, shutil.disk_usage(place).free)
 
 
 def site_address(towards: str) -> str:
-    """The address by which others are likely to reach this machine: the one packets to the pool's server (a URL) leave by.
+    """Return the address by which others are likely to reach this machine: the source address of packets to the server (a URL).
 
-    Where the server is this machine itself, the one that leads out of it; where nothing does, loopback. Nothing is sent.
+    If the server is on this machine, the source address of the default route; without one, loopback. Sends nothing.
     """
     parts = urlsplit(towards)
     hosts = [parts.hostname, PUBLIC] if parts.hostname else [PUBLIC]
     for host in hosts:
         with (
             contextlib.suppress(OSError),
-            socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking,
+            socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe,
         ):
-            asking.connect((host, parts.port or 443))
-            found = str(asking.getsockname()[0])
+            probe.connect((host, parts.port or 443))
+            found = str(probe.getsockname()[0])
             if not IPv4Address(found).is_loopback:
                 return found
     return "127.0.0.1"

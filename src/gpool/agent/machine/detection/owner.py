@@ -1,4 +1,4 @@
-"""What the owner's rules ask about: battery, the last touch of a key, what other programs take. Reads, changes nothing."""
+"""Facts for the owner's policy: battery, time since the last input, load of other programs. Reads only."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from collections.abc import Callable, Mapping
 from datetime import datetime
 from pathlib import Path
 
-from gpool.agent.machine.policy import Facts
+from gpool.agent.machine.policy import MachineFacts
 
 SUPPLIES = Path("/sys/class/power_supply")
 DEV = Path("/dev")
 PROC = Path("/proc")
 ASK_S = 2.0
-SHORTEST_S = 1.0  # processor time is counted in hundredths of a second: less says little
+SHORTEST_S = 1.0  # processor time is counted in hundredths of a second: shorter is inexact
 
 
 def power(supplies: Path = SUPPLIES) -> tuple[float | None, bool | None]:
-    """(battery in percent, on mains); None for what the machine does not have or say."""
+    """Return (battery in percent, on mains); None for what the machine does not have or report."""
     battery: float | None = None
     mains: bool | None = None
     discharging = False
@@ -40,9 +40,9 @@ def power(supplies: Path = SUPPLIES) -> tuple[float | None, bool | None]:
 
 
 def idle_s(now_s: float, dev: Path = DEV, sessions: str | None = None) -> float | None:
-    """Seconds since somebody typed at a terminal or moved something in a session; None: nobody could have.
+    """Return seconds since the last input at a terminal or a graphical login; None if there is neither.
 
-    `sessions` is what logind says (`ask_logind`), a block of KEY=value lines for each.
+    `sessions` is logind's answer (`ask_logind`): a block of KEY=value lines for each login session.
     """
     found: list[float] = []
     for terminal in (*dev.glob("pts/[0-9]*"), *dev.glob("tty[0-9]*")):
@@ -50,19 +50,23 @@ def idle_s(now_s: float, dev: Path = DEV, sessions: str | None = None) -> float 
             facts = terminal.stat()
             if facts.st_uid != 0 or terminal.parent.name == "pts":  # an unused console is root's
                 found.append(max(0.0, now_s - facts.st_atime))
-    for session in (sessions or "").split("\n\n"):
-        told = dict(line.split("=", 1) for line in session.splitlines() if "=" in line)
-        if told.get("Class") != "user" or told.get("Type") not in ("x11", "wayland", "mir"):
+    for block in (sessions or "").split("\n\n"):
+        properties = dict(line.split("=", 1) for line in block.splitlines() if "=" in line)
+        if properties.get("Class") != "user" or properties.get("Type") not in (
+            "x11",
+            "wayland",
+            "mir",
+        ):
             continue
-        if told.get("IdleHint") == "no":
+        if properties.get("IdleHint") == "no":
             found.append(0.0)
-        elif told.get("IdleSinceHint", "").isdecimal():
-            found.append(max(0.0, now_s - int(told["IdleSinceHint"]) / 1_000_000))
+        elif properties.get("IdleSinceHint", "").isdecimal():
+            found.append(max(0.0, now_s - int(properties["IdleSinceHint"]) / 1_000_000))
     return min(found, default=None)
 
 
 def ask_logind() -> str | None:
-    """Every session's properties, or None without logind."""
+    """Return the properties of every login session, or None without logind."""
     asked = shutil.which("loginctl")
     if asked is None or not Path("/run/systemd/seats").is_dir():
         return None
@@ -81,15 +85,15 @@ def _answer(argv: list[str]) -> str:
 
 
 class LoadMeter:
-    """Processors that programs other than ours keep busy, between two looks."""
+    """Measures the processors that programs other than the agent's keep busy."""
 
     def __init__(self, own: int, proc: Path = PROC) -> None:
         self._own = own
         self._proc = proc
         self._before: tuple[float, Mapping[int, int]] | None = None
 
-    def look(self, now_s: float) -> float | None:
-        """None at the first look, and for a while after: there is nothing to compare with."""
+    def measure(self, now_s: float) -> float | None:
+        """Return busy processors since the last call; None for the first call and within `SHORTEST_S` of it."""
         parents: dict[int, int] = {}
         spent: dict[int, int] = {}
         for name in os.listdir(self._proc):
@@ -124,10 +128,10 @@ def _below(top: int, parents: Mapping[int, int]) -> set[int]:
 
 def facts_now(
     now: datetime, meter: LoadMeter, logind: Callable[[], str | None] = ask_logind
-) -> Facts:
+) -> MachineFacts:
     battery, mains = power()
     idle = idle_s(now.timestamp(), sessions=logind())
-    return Facts(now, battery, mains, idle, meter.look(now.timestamp()))
+    return MachineFacts(now, battery, mains, idle, meter.measure(now.timestamp()))
 
 
 def _word(path: Path) -> str:

@@ -1,4 +1,4 @@
-"""Which programs run on this machine, which of them are ours, and which were killed and are still there. Reads /proc, changes nothing."""
+"""Processes of the machine: foreign programs, the agent's own, and killed ones that are still there. Reads /proc only."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from pathlib import Path
 
 PROC = Path("/proc")
 YOUNG_S = 3.0
-"""A process that young may still become another program."""
+"""Age until which a process may still exec another program."""
 DEEPEST = 64
-KILL_BIT = 1 << 8  # SIGKILL, as /proc counts signals
+KILL_BIT = 1 << 8  # SIGKILL in a signal mask of /proc
 
 
-class Programs:
-    """The names of programs that run and are not ours; each process's is read once, when it has settled."""
+class ForeignPrograms:
+    """Names of running programs that are not the agent's; each process is read until it is `YOUNG_S` old."""
 
-    def __init__(self, kin: Kin, proc: Path = PROC) -> None:
-        self._kin = kin
+    def __init__(self, own: AgentProcesses, proc: Path = PROC) -> None:
+        self._own = own
         self._proc = proc
         self._known: dict[int, tuple[str, float]] = {}  # pid: name ("" for ours), first seen at
 
-    def look(self, now_s: float) -> frozenset[str]:
+    def names(self, now_s: float) -> frozenset[str]:
         try:
             pids = {int(name) for name in os.listdir(self._proc) if name.isdecimal()}
         except OSError:
@@ -31,7 +31,7 @@ class Programs:
         for pid in pids:
             name, since = self._known.get(pid, ("", now_s))
             if now_s < since + YOUNG_S:
-                name = "" if self._kin.has(pid) else name_of(pid, self._proc)
+                name = "" if self._own.has(pid) else name_of(pid, self._proc)
             known[pid] = name, since
         self._known = known
         return frozenset(name for name, _ in known.values() if name)
@@ -41,10 +41,10 @@ def _no_groups() -> Iterable[str]:
     return ()
 
 
-class Kin:
-    """Whether a process is the agent's doing: it descends from it, or lives in a control group of a sandbox.
+class AgentProcesses:
+    """The agent's own processes: its descendants, and those in a control group of one of its containers.
 
-    `groups` gives words that the names of such groups hold: the ids of containers, whose parent is their engine.
+    `groups` returns words in the names of such groups: container ids, because a container's parent is its engine.
     """
 
     def __init__(
@@ -65,8 +65,8 @@ class Kin:
         with contextlib.suppress(OSError, UnicodeDecodeError):
             words = tuple(self._groups())
             if words:
-                told = (self._proc / str(pid) / "cgroup").read_text()
-                return any(word in told for word in words)
+                text = (self._proc / str(pid) / "cgroup").read_text()
+                return any(word in text for word in words)
         return False
 
     def _parent(self, pid: int) -> int:
@@ -77,7 +77,7 @@ class Kin:
 
 
 def name_of(pid: int, proc: Path = PROC) -> str:
-    """The program's file name where it can be read, else the kernel's short name for it."""
+    """Return the program's file name if it can be read, else the kernel's short name of the process."""
     with contextlib.suppress(OSError):
         program = os.path.basename(os.readlink(proc / str(pid) / "exe"))
         if program:
@@ -88,7 +88,7 @@ def name_of(pid: int, proc: Path = PROC) -> str:
 
 
 def is_dying(pid: int, proc: Path = PROC) -> bool:
-    """Killed and still there: the kernel has the signal, and cannot deliver it yet."""
+    """Return whether SIGKILL is pending: the kernel cannot deliver it yet."""
     with contextlib.suppress(OSError, ValueError, UnicodeDecodeError):
         for line in (proc / str(pid) / "status").read_text().splitlines():
             name, _, value = line.partition(":")
@@ -98,9 +98,9 @@ def is_dying(pid: int, proc: Path = PROC) -> bool:
 
 
 def has_card_open(pid: int, proc: Path = PROC) -> bool:
-    """Whether it is the process the driver means: in another process namespace the number would be somebody else's.
+    """Return whether this is the process the driver means: in another process namespace the id may be another's.
 
-    One whose files we may not see is taken at the driver's word.
+    A process whose descriptors cannot be listed counts as the driver's.
     """
     folder = proc / str(pid) / "fd"
     try:

@@ -1,4 +1,4 @@
-"""What else is installed that a node can use: uv, Docker or Podman, QEMU, a way out. Asks, starts nothing."""
+"""Detection of installed tools: container engines, uv, QEMU, a default route. Starts nothing."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ UP_AND_GATEWAY = 0x3
 
 
 @dataclass(frozen=True, slots=True)
-class Engine:
-    """A container engine's socket: what answers there, or why nothing does."""
+class ContainerEngine:
+    """A container engine's socket, with the engine that answers there or the error."""
 
     socket: str = ""
     engine: str = ""
@@ -27,13 +27,13 @@ class Engine:
     refused: str = ""
 
 
-def docker(sockets: tuple[str, ...] | None = None) -> Engine:
-    """The first engine that answers; else the first socket that is there and refuses us."""
-    found = Engine()
+def docker(sockets: tuple[str, ...] | None = None) -> ContainerEngine:
+    """Return the first engine that answers, else the first socket that exists with its error."""
+    found = ContainerEngine()
     for path in sockets if sockets is not None else _sockets():
         if not Path(path).exists():
             continue
-        engine = _asked(path)
+        engine = _probe(path)
         if engine.version:
             return engine
         if not found.socket:
@@ -54,17 +54,17 @@ def _sockets() -> tuple[str, ...]:
     )
 
 
-def _asked(path: str) -> Engine:
+def _probe(path: str) -> ContainerEngine:
     try:
-        with socket.socket(socket.AF_UNIX) as knock:  # httpx2 leaves one open where nobody answers
-            knock.settimeout(ASK_S)
-            knock.connect(path)
+        with socket.socket(socket.AF_UNIX) as test:  # httpx2 leaves a refused socket open
+            test.settimeout(ASK_S)
+            test.connect(path)
         with httpx2.Client(transport=httpx2.HTTPTransport(uds=path), timeout=ASK_S) as client:
-            told = client.get("http://localhost/version").json()
-        parts = told.get("Components") or [{}]
-        return Engine(path, str(parts[0].get("Name", "Docker")), str(told["Version"]))
+            version = client.get("http://localhost/version").json()
+        parts = version.get("Components") or [{}]
+        return ContainerEngine(path, str(parts[0].get("Name", "Docker")), str(version["Version"]))
     except (OSError, httpx2.HTTPError, ValueError, LookupError, AttributeError) as error:
-        return Engine(path, refused=f"{type(error).__name__}: {error}")
+        return ContainerEngine(path, refused=f"{type(error).__name__}: {error}")
 
 
 def find_uv() -> str:
@@ -77,7 +77,7 @@ def find_qemu() -> str:
 
 
 def has_default_route(v4: str, v6: str) -> bool:
-    """From the text of `/proc/net/route` and `/proc/net/ipv6_route`."""
+    """Parse `/proc/net/route` and `/proc/net/ipv6_route`."""
     for line in v4.splitlines()[1:]:
         words = line.split()
         if len(words) > 3 and words[1] == "00000000" and int(words[3], 16) & UP_AND_GATEWAY:

@@ -1,4 +1,4 @@
-"""Asks other vendors' tools and the kernel for GPUs, and hands what they print to `vendors`. Changes nothing; waits seconds at most."""
+"""GPUs of AMD, Intel and Apple: runs their tools and reads the kernel; `vendors` parses the output. Changes nothing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from gpool.agent.machine.detection import vendors
-from gpool.agent.machine.detection.vendors import Parsed
+from gpool.agent.machine.detection.vendors import ParsedGpus
 
 DRM = Path("/sys/class/drm")
 ASK_S = 10.0
@@ -27,7 +27,7 @@ ROCM = [
 ]
 
 Ask = Callable[[list[str]], str | None]
-"""Runs a program and gives what it printed; None: there is no such program."""
+"""Run a program and return its output; None if it is not installed."""
 
 
 def ask(argv: list[str]) -> str | None:
@@ -43,25 +43,25 @@ def ask(argv: list[str]) -> str | None:
             timeout=ASK_S,
         )
     except (OSError, subprocess.SubprocessError) as error:
-        return f"{argv[0]}: {error}"  # no tool's format: the parser complains of it in these words
+        return f"{argv[0]}: {error}"  # not the tool's format: the parser reports this text
     return done.stdout[:MOST_BYTES].decode("utf-8", "replace")
 
 
-def others(ask: Ask = ask, root: Path = DRM) -> Parsed:
-    """GPUs that are not NVIDIA's. The kernel is asked about a vendor whose tool is not there or tells of nothing."""
+def others(ask: Ask = ask, root: Path = DRM) -> ParsedGpus:
+    """Return GPUs that are not NVIDIA's; from the kernel where a vendor's tool is missing or reports none."""
     found = [_amd(ask), _intel(ask), _apple(ask)]
-    told = {gpu.vendor for parsed in found for gpu in parsed.gpus}
+    known = {gpu.vendor for parsed in found for gpu in parsed.gpus}
     kernel = vendors.drm(_cards(root))
     found.append(
-        Parsed(tuple(gpu for gpu in kernel.gpus if gpu.vendor not in told), kernel.complaints)
+        ParsedGpus(tuple(gpu for gpu in kernel.gpus if gpu.vendor not in known), kernel.complaints)
     )
-    return Parsed(
+    return ParsedGpus(
         tuple(gpu for parsed in found for gpu in parsed.gpus),
         tuple(text for parsed in found for text in parsed.complaints),
     )
 
 
-def _amd(ask: Ask) -> Parsed:
+def _amd(ask: Ask) -> ParsedGpus:
     static = ask(["amd-smi", "static", "--json"])
     if static is not None:
         parsed = vendors.amd_smi(static, ask(["amd-smi", "list", "--json"]) or "")
@@ -70,29 +70,29 @@ def _amd(ask: Ask) -> Parsed:
     older = ask(["rocm-smi", *ROCM])
     if older is not None:
         return vendors.rocm_smi(older)
-    return parsed if static is not None else Parsed()
+    return parsed if static is not None else ParsedGpus()
 
 
-def _intel(ask: Ask) -> Parsed:
+def _intel(ask: Ask) -> ParsedGpus:
     listing = ask(["xpu-smi", "discovery", "-j"])
     if listing is None:
-        return Parsed()
+        return ParsedGpus()
     ids = vendors.xpu_ids(listing)[:MOST_DEVICES]
     details = {one: ask(["xpu-smi", "discovery", "-d", one, "-j"]) or "" for one in ids}
     return vendors.xpu_smi(listing, details)
 
 
-def _apple(ask: Ask) -> Parsed:
+def _apple(ask: Ask) -> ParsedGpus:
     kinds = ["SPDisplaysDataType", "SPHardwareDataType"]
-    told = ask(["system_profiler", "-json", *kinds])
-    return Parsed() if told is None else vendors.apple(told)
+    text = ask(["system_profiler", "-json", *kinds])
+    return ParsedGpus() if text is None else vendors.apple(text)
 
 
 def _cards(root: Path) -> Mapping[str, Mapping[str, str]]:
     cards = {}
     for card in sorted(root.glob("card[0-9]*")) if root.is_dir() else ():
         device = card / "device"
-        if "-" in card.name or not device.is_dir():  # card0-HDMI-A-1 is a plug
+        if "-" in card.name or not device.is_dir():  # card0-HDMI-A-1 is a connector
             continue
         files = {
             "vendor": _word(device / "vendor"),

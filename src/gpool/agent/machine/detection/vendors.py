@@ -1,8 +1,7 @@
-"""GPUs of AMD, Intel and Apple, from what their tools and the kernel say. Pure over text; runs nothing.
+"""Parsers of GPU listings: amd-smi, rocm-smi, xpu-smi, system_profiler and the kernel's DRM files. Pure.
 
-Whatever a tool prints, a parser answers: devices it is sure of, and a complaint in words for what it could not read. None of
-these was tried on its hardware (`tests/agent/detect/recorded` says where each format comes from); NVIDIA's cards come through
-NVML, which was.
+A parser returns the devices it understands and a message for each part it does not; it never raises. None was tested on
+its hardware (`tests/agent/detect/recorded` names the source of each format); NVIDIA's cards are read through NVML.
 """
 
 from __future__ import annotations
@@ -37,57 +36,57 @@ _PCIE_GENERATIONS = {2.5: 1, 5.0: 2, 8.0: 3, 16.0: 4, 32.0: 5, 64.0: 6}
 
 
 @dataclass(frozen=True, slots=True)
-class Parsed:
-    """What a source tells: devices, and what was wrong with what it said."""
+class ParsedGpus:
+    """Devices of one source, and messages about what could not be parsed."""
 
     gpus: tuple[Gpu, ...] = ()
     complaints: tuple[str, ...] = ()
 
 
 class _Unread(Exception):
-    """A device or document that makes no sense; the text says what."""
+    """A device or document that cannot be parsed; the text says why."""
 
 
 def normalised(name: str) -> str:
-    """`NVIDIA A100-SXM4-80GB` is A100, `AMD Radeon RX 7900 XTX` is RX7900XTX: what consumers write."""
+    """Return the name users write: A100 for `NVIDIA A100-SXM4-80GB`, RX7900XTX for `AMD Radeon RX 7900 XTX`."""
     words = re.findall(r"[A-Z0-9]+", name.upper())
     kept = [word for word in words if not _DECORATION.fullmatch(word)]
     return "".join(kept or words)
 
 
-def amd_smi(static: str, listing: str = "") -> Parsed:
-    """From `amd-smi static --json`, with uuids of `amd-smi list --json` where they are not in the first."""
+def amd_smi(static: str, listing: str = "") -> ParsedGpus:
+    """Parse `amd-smi static --json`, with uuids of `amd-smi list --json` if the first has none."""
     uuids: dict[object, str] = {}
     complaints = []
     try:
-        for told in _rows(_json(listing, "amd-smi list")) if listing.strip() else ():
-            if isinstance(told, Mapping) and isinstance(told.get("uuid"), str):
-                uuids[_key(told.get("gpu"))] = told["uuid"]
+        for row in _rows(_json(listing, "amd-smi list")) if listing.strip() else ():
+            if isinstance(row, Mapping) and isinstance(row.get("uuid"), str):
+                uuids[_key(row.get("gpu"))] = row["uuid"]
     except _Unread as error:
         complaints.append(str(error))
-    parsed = _each(static, "amd-smi static", lambda told, at: _amd_device(told, at, uuids))
-    return Parsed(parsed.gpus, (*complaints, *parsed.complaints))
+    parsed = _each(static, "amd-smi static", lambda row, at: _amd_device(row, at, uuids))
+    return ParsedGpus(parsed.gpus, (*complaints, *parsed.complaints))
 
 
-def _amd_device(told: Any, at: int, uuids: Mapping[object, str]) -> Gpu:
-    asic, bus, vram = (_table(told, name) for name in ("asic", "bus", "vram"))
+def _amd_device(row: Any, at: int, uuids: Mapping[object, str]) -> Gpu:
+    asic, bus, vram = (_table(row, name) for name in ("asic", "bus", "vram"))
     name = _word(asic, "market_name")
-    if _AMD_NUMBER.fullmatch(name.lower()):  # an old tool that knows the card by number only
-        name = _word(_table(told, "board"), "product_name")
+    if _AMD_NUMBER.fullmatch(name.lower()):  # an old tool that has only the number of the card
+        name = _word(_table(row, "board"), "product_name")
     serial = asic.get("asic_serial")
     bdf = _text(bus.get("bdf")).lower()
-    uuid = uuids.get(_key(told.get("gpu"))) or (f"AMD-{serial}" if _is_said(serial) else "")
-    power = _table(told, "limit", required=False)
+    uuid = uuids.get(_key(row.get("gpu"))) or (f"AMD-{serial}" if _has_value(serial) else "")
+    power = _table(row, "limit", required=False)
     speed, width = bus.get("max_pcie_speed"), bus.get("max_pcie_width")
     return _device(
         at,
-        uuid or _placed("AMD", bdf),
+        uuid or _id_by_bus("AMD", bdf),
         name,
         "amd",
         _quantity(vram.get("size"), MIB),
         GpuDetails(
             "amd-smi",
-            _text(_table(told, "driver", required=False).get("version")),
+            _text(_table(row, "driver", required=False).get("version")),
             _text(asic.get("target_graphics_version")),
             bdf,
             _pcie(speed, width),
@@ -99,8 +98,8 @@ def _amd_device(told: Any, at: int, uuids: Mapping[object, str]) -> Gpu:
 _AMD_NUMBER = re.compile(r"n/a|0x[0-9a-f]+|")
 
 
-def rocm_smi(text: str) -> Parsed:
-    """From `rocm-smi --showproductname --showmeminfo vram --showuniqueid --showbus --showdriverversion --json`."""
+def rocm_smi(text: str) -> ParsedGpus:
+    """Parse `rocm-smi --showproductname --showmeminfo vram --showuniqueid --showbus --showdriverversion --json`."""
     complaints: list[str] = []
     found: list[Gpu] = []
     try:
@@ -119,20 +118,20 @@ def rocm_smi(text: str) -> Parsed:
                 )
     except _Unread as error:
         complaints.append(str(error))
-    return Parsed(tuple(found), tuple(complaints))
+    return ParsedGpus(tuple(found), tuple(complaints))
 
 
-def _rocm_device(told: Any, at: int, driver: str) -> Gpu:
-    if not isinstance(told, Mapping):
+def _rocm_device(row: Any, at: int, driver: str) -> Gpu:
+    if not isinstance(row, Mapping):
         raise _Unread("not an object")
     folded = {
-        str(key).lower(): value for key, value in told.items()
-    }  # spellings changed over releases
+        str(key).lower(): value for key, value in row.items()
+    }  # the spelling differs between releases
     name = next(
         (
             _text(folded[key])
             for key in ("card series", "card model", "card sku")
-            if _is_said(folded.get(key)) and not _AMD_NUMBER.fullmatch(_text(folded[key]).lower())
+            if _has_value(folded.get(key)) and not _AMD_NUMBER.fullmatch(_text(folded[key]).lower())
         ),
         "",
     )
@@ -140,48 +139,46 @@ def _rocm_device(told: Any, at: int, driver: str) -> Gpu:
         raise _Unread("no name")
     bus = _text(folded.get("pci bus")).lower()
     serial = folded.get("unique id")
-    uuid = f"AMD-{serial}" if _is_said(serial) else _placed("AMD", bus)
+    uuid = f"AMD-{serial}" if _has_value(serial) else _id_by_bus("AMD", bus)
     memory = _quantity(folded.get("vram total memory (b)"), 1)
     gfx = _text(folded.get("gfx version"))
     return _device(at, uuid, name, "amd", memory, GpuDetails("rocm-smi", driver, gfx, bus))
 
 
 def xpu_ids(listing: str) -> list[str]:
-    """The devices that `xpu-smi discovery -j` names; none when it makes no sense."""
+    """Return the device ids in `xpu-smi discovery -j`; none if it cannot be parsed."""
     try:
         document = _json(listing, "xpu-smi")
     except _Unread:
         return []
     rows = document.get("device_list") if isinstance(document, Mapping) else None
-    told = (
+    row = (
         [one.get("device_id") for one in rows or () if isinstance(one, Mapping)]
         if isinstance(rows, list)
         else []
     )
-    return [str(one) for one in told if isinstance(one, int) and not isinstance(one, bool)]
+    return [str(one) for one in row if isinstance(one, int) and not isinstance(one, bool)]
 
 
-def xpu_smi(listing: str, devices: Mapping[str, str]) -> Parsed:
-    """From `xpu-smi discovery -j`, and `xpu-smi discovery -d ID -j` for each of its devices, by id."""
-    return _each(
-        listing, "xpu-smi", lambda told, at: _intel_device(told, at, devices), "device_list"
-    )
+def xpu_smi(listing: str, devices: Mapping[str, str]) -> ParsedGpus:
+    """Parse `xpu-smi discovery -j`, and `xpu-smi discovery -d ID -j` for each of its devices, by id."""
+    return _each(listing, "xpu-smi", lambda row, at: _intel_device(row, at, devices), "device_list")
 
 
-def _intel_device(told: Any, at: int, devices: Mapping[str, str]) -> Gpu:
-    if not isinstance(told, Mapping):
+def _intel_device(row: Any, at: int, devices: Mapping[str, str]) -> Gpu:
+    if not isinstance(row, Mapping):
         raise _Unread("not an object")
-    detail = devices.get(str(told.get("device_id")), "")
-    more = _json(detail, f"xpu-smi -d {told.get('device_id')}") if detail.strip() else {}
+    detail = devices.get(str(row.get("device_id")), "")
+    more = _json(detail, f"xpu-smi -d {row.get('device_id')}") if detail.strip() else {}
     if not isinstance(more, Mapping):
         raise _Unread("its details are no object")
-    both = {**told, **more}
+    both = {**row, **more}
     bus = _text(both.get("pci_bdf_address")).lower()
     uuid = both.get("uuid")
     width, gen = both.get("pcie_max_link_width"), both.get("pcie_generation")
     return _device(
         at,
-        f"INTEL-{uuid}" if _is_said(uuid) else _placed("INTEL", bus),
+        f"INTEL-{uuid}" if _has_value(uuid) else _id_by_bus("INTEL", bus),
         _word(both, "device_name"),
         "intel",
         _quantity(both.get("memory_physical_size_byte"), 1),
@@ -189,16 +186,16 @@ def _intel_device(told: Any, at: int, devices: Mapping[str, str]) -> Gpu:
             "xpu-smi",
             _text(both.get("driver_version")),
             bus=bus,
-            pcie=f"gen{gen} x{width}" if _is_said(gen) and _is_said(width) else "",
+            pcie=f"gen{gen} x{width}" if _has_value(gen) and _has_value(width) else "",
             clock_mhz=int(_number(both.get("core_clock_rate_mhz")) or 0),
         ),
     )
 
 
-def drm(cards: Mapping[str, Mapping[str, str]]) -> Parsed:
-    """From the kernel: for each `card0` its files' texts by name (`vendor`, `device`, `vram`, `unique_id`, `bus`, `name`).
+def drm(cards: Mapping[str, Mapping[str, str]]) -> ParsedGpus:
+    """Parse the kernel's files of each card, by name (`vendor`, `device`, `vram`, `unique_id`, `bus`, `name`).
 
-    Only cards with memory of their own: one that borrows the machine's is not lent.
+    Only cards with memory of their own: integrated ones are not lent.
     """
     found: list[Gpu] = []
     complaints: list[str] = []
@@ -213,22 +210,22 @@ def drm(cards: Mapping[str, Mapping[str, str]]) -> Parsed:
             found,
             lambda f=files, v=vendor: _drm_device(f, len(found), v),
         )
-    return Parsed(tuple(found), tuple(complaints))
+    return ParsedGpus(tuple(found), tuple(complaints))
 
 
 def _drm_device(files: Mapping[str, str], at: int, vendor: str) -> Gpu:
     bus = files.get("bus", "").strip().lower()
     serial = files.get("unique_id", "").strip()
     number = files.get("device", "").strip().lower().removeprefix("0x")
-    uuid = f"{vendor.upper()}-{serial}" if serial else _placed(vendor.upper(), bus)
+    uuid = f"{vendor.upper()}-{serial}" if serial else _id_by_bus(vendor.upper(), bus)
     name = files.get("name", "").strip() or f"{vendor} {number}"
     return _device(
         at, uuid, name, vendor, _quantity(files["vram"], 1), GpuDetails("sysfs", bus=bus)
     )
 
 
-def apple(text: str) -> Parsed:
-    """From `system_profiler -json SPDisplaysDataType SPHardwareDataType`; the memory is the machine's own."""
+def apple(text: str) -> ParsedGpus:
+    """Parse `system_profiler -json SPDisplaysDataType SPHardwareDataType`; the memory is the machine's."""
     try:
         document = _json(text, "system_profiler")
         if not isinstance(document, Mapping):
@@ -238,32 +235,32 @@ def apple(text: str) -> Parsed:
             raise _Unread("system_profiler: SPHardwareDataType holds no object")
         displays = document.get("SPDisplaysDataType")
     except _Unread as error:
-        return Parsed(complaints=(str(error),))
+        return ParsedGpus(complaints=(str(error),))
     apples = [
         one
         for one in _rows(displays)
         if not isinstance(one, Mapping) or "apple" in _text(one.get("spdisplays_vendor")).lower()
     ]
-    return _each(apples, "system_profiler", lambda told, at: _apple_device(told, at, machine))
+    return _each(apples, "system_profiler", lambda row, at: _apple_device(row, at, machine))
 
 
-def _apple_device(told: Any, at: int, machine: Mapping[str, Any]) -> Gpu:
-    if not isinstance(told, Mapping):
+def _apple_device(row: Any, at: int, machine: Mapping[str, Any]) -> Gpu:
+    if not isinstance(row, Mapping):
         raise _Unread("not an object")
     memory = _quantity(machine.get("physical_memory"), GIB)
     uuid = machine.get("platform_UUID")
-    if not _is_said(uuid):
+    if not _has_value(uuid):
         raise _Unread("the machine has no UUID")
-    metal = _text(told.get("spdisplays_mtlgpufamilysupport")).removeprefix("spdisplays_")
+    metal = _text(row.get("spdisplays_mtlgpufamilysupport")).removeprefix("spdisplays_")
     details = GpuDetails("system_profiler", capability=metal)
-    return _device(at, f"APPLE-{uuid}-{at}", _word(told, "sppci_model"), "apple", memory, details)
+    return _device(at, f"APPLE-{uuid}-{at}", _word(row, "sppci_model"), "apple", memory, details)
 
 
-# ---- reading what tools print
+# ---- parsing of values
 
 
-def _each(source: object, name: str, read: Any, list_name: str = "gpu_data") -> Parsed:
-    """Every row of a list, or of an object's list; a bad row costs itself only."""
+def _each(source: object, name: str, read: Any, list_name: str = "gpu_data") -> ParsedGpus:
+    """Parse each row of a list, or of an object's list; an invalid row is skipped with a message."""
     complaints: list[str] = []
     found: list[Gpu] = []
     try:
@@ -272,11 +269,11 @@ def _each(source: object, name: str, read: Any, list_name: str = "gpu_data") -> 
             document = document[list_name]
         if not isinstance(document, list):
             raise _Unread(f"{name}: no list of devices")
-        for at, told in enumerate(document):
-            _try(f"{name}, device {at}", complaints, found, lambda t=told: read(t, len(found)))
+        for at, row in enumerate(document):
+            _try(f"{name}, device {at}", complaints, found, lambda t=row: read(t, len(found)))
     except _Unread as error:
         complaints.append(str(error))
-    return Parsed(tuple(found), tuple(complaints))
+    return ParsedGpus(tuple(found), tuple(complaints))
 
 
 def _try(name: str, complaints: list[str], found: list[Gpu], read: Any) -> None:
@@ -316,8 +313,8 @@ def _rows(document: object) -> Iterator[Any]:
         yield from document
 
 
-def _table(told: Any, name: str, *, required: bool = True) -> Mapping[str, Any]:
-    part = told.get(name) if isinstance(told, Mapping) else None
+def _table(row: Any, name: str, *, required: bool = True) -> Mapping[str, Any]:
+    part = row.get(name) if isinstance(row, Mapping) else None
     if isinstance(part, Mapping):
         return part
     if required:
@@ -327,20 +324,20 @@ def _table(told: Any, name: str, *, required: bool = True) -> Mapping[str, Any]:
 
 def _word(table: Mapping[str, Any], key: str) -> str:
     value = table.get(key)
-    if not _is_said(value):
+    if not _has_value(value):
         raise _Unread(f"no '{key}'")
     return _text(value)
 
 
 def _text(value: object) -> str:
-    """A short word, or nothing: what a tool says goes to the server and to people."""
+    """Return a short printable text, or empty: it is sent to the server and shown to users."""
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         return ""
     text = "".join(letter for letter in str(value) if letter.isprintable()).strip()
     return "" if text.upper() == "N/A" else text[:100]
 
 
-def _is_said(value: object) -> bool:
+def _has_value(value: object) -> bool:
     return bool(_text(value))
 
 
@@ -354,10 +351,10 @@ def _number(value: object) -> float | None:
 
 
 def _quantity(value: object, unit: int) -> int:
-    """Bytes, from a number, a text with a unit, or {"value": …, "unit": …}."""
+    """Return bytes from a number, a text with a unit, or {"value": …, "unit": …}."""
     if isinstance(value, Mapping):
         value = f"{_text(value.get('value'))} {_text(value.get('unit'))}"
-    found = _SIZE.fullmatch(_text(value)) if _is_said(value) else None
+    found = _SIZE.fullmatch(_text(value)) if _has_value(value) else None
     if found is None:
         raise _Unread(f"its memory is {value!r:.60}")
     named = found[2]
@@ -382,10 +379,10 @@ def _pcie(speed: object, width: object) -> str:
     return f"gen{generation} x{lanes:.0f}" if generation and lanes and lanes <= 64 else ""
 
 
-def _placed(vendor: str, bus: str) -> str:
-    """A name for a device without one: where it sits."""
+def _id_by_bus(vendor: str, bus: str) -> str:
+    """Return an id for a device without one: its bus address."""
     if not bus:
-        raise _Unread("neither a uuid nor a place on the bus")
+        raise _Unread("neither a uuid nor a bus address")
     return f"{vendor}-{bus}"
 
 

@@ -1,6 +1,6 @@
-"""The little of DNS that lanes need: one question in, IPv4 addresses out. Pure; every byte it reads was written by a stranger.
+"""DNS messages: one question in, IPv4 addresses out. Pure; every byte read is untrusted.
 
-Answers are made anew from the addresses alone: no record, name or text of an upstream server reaches a lane.
+Answers are built from the addresses alone: no upstream record, name or text reaches a sandbox.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ RESPONSE, TRUNCATED, WANTED, AVAILABLE = 0x8000, 0x0200, 0x0100, 0x0080
 MAX_MESSAGE_BYTES = 4096
 MAX_ADDRESSES = 16
 MAX_TTL_S = 300
-UPSTREAM_BYTES = 1232  # what fits any path, as resolvers agreed
+UPSTREAM_BYTES = 1232  # fits any path (DNS flag day 2020)
 LONG_LABEL = 20
-BITS_A_LETTER = 3.6  # random hexadecimal has 4, words of people about 3
+BITS_A_LETTER = 3.6  # random hexadecimal has 4, natural words about 3
 DEAR = 8
 
 
 class BadMessage(ValueError):
-    """Bytes that are no message we answer."""
+    """Message that is not answered."""
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What was asked. `name` is lower case, without the last dot."""
+    """DNS question. `name` is lower case, without the trailing dot."""
 
     number: int
     name: str
     kind: int
-    asked: bytes  # as it came, to be repeated in the answer
+    asked: bytes  # verbatim, repeated in the answer
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What an upstream server said."""
+    """Response of an upstream server."""
 
     code: int
     addresses: tuple[IPv4Address, ...]
@@ -60,12 +60,12 @@ def read_question(message: bytes) -> Question:
         raise BadMessage("ends in the question")
     kind, family = struct.unpack_from("!HH", message, at)
     if family != IN:
-        raise BadMessage("not of the internet")
+        raise BadMessage("class is not IN")
     return Question(number, name, kind, message[HEADER.size : at + 4])
 
 
 def write_question(number: int, name: str) -> bytes:
-    """What goes upstream: nothing of the lane's message but the name."""
+    """Build the upstream query: only the name is taken from the sandbox's message."""
     labels = b"".join(bytes((len(part),)) + part for part in name.encode("ascii").split(b"."))
     extension = b"\0" + struct.pack("!HHIH", OPT, UPSTREAM_BYTES, 0, 0)
     head = HEADER.pack(number, WANTED, 1, 0, 0, 1)
@@ -73,7 +73,7 @@ def write_question(number: int, name: str) -> bytes:
 
 
 def read_answer(message: bytes, number: int, name: str) -> Answer:
-    """Every IPv4 address in the answer section, whatever chain of names led to it; it must answer our question."""
+    """Return every IPv4 address of the answer section, through any CNAME chain; it must answer our question."""
     if len(message) < HEADER.size:
         raise BadMessage("too short")
     said, flags, questions, answers, _, _ = HEADER.unpack_from(message)
@@ -113,9 +113,9 @@ def write_answer(
 
 
 def cost(name: str) -> int:
-    """What asking for it takes from a lane's allowance: its letters, and long random-looking labels eightfold.
+    """Return the cost of a query against the sandbox's allowance: letters, and eightfold for long random labels.
 
-    Data can be carried in names; this makes it slow, it does not make it impossible.
+    Names can carry data out; this makes it slow, not impossible.
     """
     return sum(
         len(label) * (DEAR if len(label) >= LONG_LABEL and _bits(label) > BITS_A_LETTER else 1)
@@ -124,13 +124,12 @@ def cost(name: str) -> int:
 
 
 def _bits(label: str) -> float:
-    """Shannon's entropy of its letters, in bits a letter."""
     shares = (count / len(label) for count in Counter(label).values())
     return -sum(share * math.log2(share) for share in shares)
 
 
 def _name(message: bytes, at: int) -> tuple[str, int]:
-    """The name at a place, and the place after it. Pointers lead backwards only, so that it ends."""
+    """Read the name at an offset; return it and the next offset. Pointers must lead backwards, so it ends."""
     labels: list[str] = []
     total = 0
     after = -1
@@ -158,6 +157,6 @@ def _name(message: bytes, at: int) -> tuple[str, int]:
         if len(label) < length or total > 254:
             raise BadMessage("a name too long")
         if not all(33 <= byte < 127 and byte != 46 for byte in label):
-            raise BadMessage("letters no name of a host has")
+            raise BadMessage("letters that no host name has")
         labels.append(label.decode("ascii").lower())
         at += length

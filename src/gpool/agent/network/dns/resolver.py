@@ -1,7 +1,8 @@
-"""The name server of the lanes: its sockets lie inside each lane's namespace, so nobody else can reach it, and it asks
-the host's own servers from outside. It answers with addresses the lane may reach and with nothing else; it never blocks.
+"""DNS resolver of the sandbox networks. Its sockets lie inside each network's namespace, so no other process
+can reach it; it queries the host's servers from outside. It answers with addresses the sandbox may reach,
+nothing else, and never blocks.
 
-What it does about data carried in names is a cap on how much a lane may ask, no proof that none is carried.
+The cap on queries limits data carried in names; it does not prevent it.
 """
 
 from __future__ import annotations
@@ -22,18 +23,18 @@ RESOLVER = "127.0.0.53"
 PORT = 53
 UPSTREAM_WITHIN_S = 3.0
 STREAM_WITHIN_S = 5.0
-MAX_WAITING = 64  # questions of one lane on their way at once
+MAX_WAITING = 64  # concurrent upstream queries per sandbox
 MAX_STREAMS = 8
 BURST = 10
-HEARD = 10  # messages listened to for each query allowed; past it the lane is not listened to for a while
+HEARD = 10  # messages read per permitted query; past it reading pauses
 DEAF_S = 0.1
-LETTERS_A_QUERY = 24  # an allowance of letters grows with that of queries
+LETTERS_A_QUERY = 24  # the allowance of letters grows with that of queries
 
 Server = tuple[str, int]
 
 
 def configured_servers(path: Path = Path("/etc/resolv.conf")) -> tuple[Server, ...]:
-    """The host's name servers, as its own programs ask them."""
+    """Return the host's own name servers."""
     try:
         lines = path.read_text().splitlines()
     except OSError:
@@ -43,7 +44,7 @@ def configured_servers(path: Path = Path("/etc/resolv.conf")) -> tuple[Server, .
 
 
 class Allowance:
-    """A bucket that fills with time; what does not fit is refused."""
+    """Token bucket; what does not fit is refused."""
 
     def __init__(self, per_s: float, most: float, now: float) -> None:
         self._per_s = per_s
@@ -62,30 +63,30 @@ class Allowance:
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """What one lane's resolver goes by."""
+    """Configuration of one network's resolver."""
 
     may_reach: Callable[[IPv4Address], bool]
     queries_per_s: int
     servers: Sequence[Server]
     known: Mapping[str, tuple[IPv4Address, ...]] = field(default_factory=dict)
-    asks: bool = True  # the servers for what is not known
-    within_s: float = UPSTREAM_WITHIN_S  # each server has that long
+    asks: bool = True  # query upstream for unknown names
+    within_s: float = UPSTREAM_WITHIN_S  # per server
 
 
 @dataclass(slots=True)
 class Tally:
-    """What became of a lane's questions."""
+    """Counts of one network's queries by outcome."""
 
     answered: int = 0
-    stripped: int = 0  # addresses that the lane may not reach, left out
-    refused: int = 0  # over its allowance, or nothing we answer
+    stripped: int = 0  # addresses removed because the sandbox may not reach them
+    refused: int = 0  # over the allowance, or not answered
     forwarded: int = 0
     failed: int = 0
 
 
 @dataclass(slots=True)
 class Resolver:
-    """One lane's name server. Takes over the two sockets it is given: a datagram one and a listening one."""
+    """DNS server of one network. Takes ownership of its datagram socket and its listening socket."""
 
     datagrams: socket.socket
     streams: socket.socket
@@ -115,7 +116,7 @@ class Resolver:
         loop.add_reader(self.streams.fileno(), self._hear_stream)
 
     def _is_too_loud(self) -> bool:
-        """Whether to stop listening for a while: a flood costs the agent nothing while the kernel drops it."""
+        """Return whether to stop reading for a while: the kernel drops a flood at no cost to the agent."""
         loop = asyncio.get_running_loop()
         if self._heard.take(1, loop.time()):
             return False
@@ -136,7 +137,7 @@ class Resolver:
             task.cancel()
 
     def _hear_datagram(self) -> None:
-        """One a turn: whoever floods it waits behind the rest of the agent, not before it."""
+        """Read one message per loop iteration, so that a flood does not delay the rest of the agent."""
         if self._is_too_loud():
             return
         try:
@@ -148,7 +149,7 @@ class Resolver:
     async def _answer_datagram(self, message: bytes, sender: tuple[str, int]) -> None:
         answer = await self._answer(message)
         if answer is not None:
-            with contextlib.suppress(OSError):  # full or gone: it asks again
+            with contextlib.suppress(OSError):  # full or closed: the client retries
                 self.datagrams.sendto(answer, sender)
 
     def _hear_stream(self) -> None:
@@ -166,7 +167,6 @@ class Resolver:
         self._spawn(self._serve_stream(stream))
 
     async def _serve_stream(self, stream: socket.socket) -> None:
-        """One question, one answer, then it ends: what a client falls back to, no more."""
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(STREAM_WITHIN_S):
@@ -191,9 +191,9 @@ class Resolver:
             question = messages.read_question(message)
         except messages.BadMessage:
             self.tally.refused += 1
-            return None  # says nothing that could be used against others
+            return None  # no answer: it could be used for amplification
         if question.kind != messages.A:
-            # A lane carries no IPv6, and the rest carries texts.
+            # Sandbox networks carry no IPv6; other record types carry text.
             self.tally.answered += 1
             return messages.write_answer(question, messages.NO_ERROR)
         known = self.names.known.get(question.name)
@@ -215,7 +215,7 @@ class Resolver:
         return self._say(question, said.addresses, said.ttl_s)
 
     def _say(self, question: messages.Question, found: Sequence[IPv4Address], ttl_s: int) -> bytes:
-        """A name with no address left is one that is not there: whether it exists inside is nobody's business."""
+        """Answer; a name without a permitted address is reported as missing, also if it exists inside."""
         reachable = [address for address in found if self.names.may_reach(address)]
         self.tally.answered += 1
         self.tally.stripped += len(found) - len(reachable)
@@ -241,7 +241,7 @@ def _family(server: Server) -> socket.AddressFamily:
 
 
 async def _ask_by_datagram(server: Server, name: str) -> messages.Answer:
-    """A fresh port and number for each, so that nobody off the path can guess an answer."""
+    """Query with a fresh port and id, so that nobody off the path can forge an answer."""
     loop = asyncio.get_running_loop()
     number = secrets.randbelow(1 << 16)
     with socket.socket(_family(server), socket.SOCK_DGRAM) as asking:

@@ -1,1 +1,1 @@
-"""The private network of a gang: a relay a lane carries IP packets, enciphered, between the members and to nobody else."""
+"""Private network of a gang: a relay per member carries IP packets, encrypted, between the members only."""

@@ -1,12 +1,14 @@
-"""What two members of a gang know of each other, and the keys that follow from it. No I/O: datagrams in, datagrams out.
+"""Key agreement between two members of a gang. No I/O: datagrams in, datagrams out.
 
-Every relay has a session, later than those before it by the clock and else drawn by chance. The key of what A sends to B is derived from the gang's secret, both ranks in that
-order, and both sessions: a relay that is started again never uses a nonce twice under one key, what was recorded in an
-earlier session of either opens nothing, and a datagram sent back to its sender opens nothing either.
+Every relay has a session number that grows with the clock and is otherwise random. The key for
+packets from A to B is derived from the gang's secret, both ranks in order, and both sessions: a
+restarted relay never repeats a nonce under one key, a recording from an earlier session decrypts to
+nothing, and so does a datagram reflected to its sender.
 
-Sessions are told by hellos, sealed by the secret. A member takes another's session from a hello only where that repeats the
-member's own, which an old recording cannot, and only a later one: what was replaced never comes back. `asks`: whoever sent
-it has not taken the session it repeats, so it wants an answer. One that asks for none ends it: three datagrams at the most.
+Sessions are announced by hellos, sealed under the secret. A member accepts another's session only
+from a hello that repeats the member's own session (an old recording cannot) and only a later one, so
+a replaced session never returns. `asks`: the sender has not accepted the session that it repeats and
+wants an answer. Three datagrams at most.
 """
 
 from __future__ import annotations
@@ -22,9 +24,9 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from gpool.agent.network.gang.packets import HEAD, MAX_PIECES, SEAL_BYTES, Joiner, Piece, Window
 
-IS_HELLO = 0x8000  # in the place of the sender's rank
+IS_HELLO = 0x8000  # flag in the field of the sender's rank
 SESSION_BYTES = 16
-NOBODY = bytes(SESSION_BYTES)  # before every session
+NOBODY = bytes(SESSION_BYTES)  # before any session
 HELLO = struct.Struct(
     f">HHB{SESSION_BYTES}s{SESSION_BYTES}s"
 )  # sender, receiver, asks, mine, yours
@@ -37,7 +39,7 @@ def _derived(secret: bytes, salt: bytes, *words: object) -> bytes:
 
 
 class Bond:
-    """One member as another sees it."""
+    """Peer as one member sees it."""
 
     __slots__ = (
         "_from_them",
@@ -67,7 +69,7 @@ class Bond:
         self._number = 0
         self._window = Window()
         self._joiner = Joiner()
-        self.refused = 0  # datagrams in that one's name that were not, or came twice
+        self.refused = 0  # forged or repeated datagrams in the peer's name
 
     @property
     def is_made(self) -> bool:
@@ -81,7 +83,7 @@ class Bond:
         return said + hmac.digest(self._says, said, "sha256")[:SEAL_BYTES]
 
     def hear(self, datagram: bytes) -> bytes | None:
-        """A hello in its name: the answer, if it gets one."""
+        """Process a hello in the peer's name; return the answer, if any."""
         said, seal = datagram[: HELLO.size], datagram[HELLO.size :]
         expected = hmac.digest(self._hears, said, "sha256")[:SEAL_BYTES]
         if len(said) != HELLO.size or not hmac.compare_digest(seal, expected):
@@ -111,7 +113,7 @@ class Bond:
         self._joiner = Joiner()
 
     def seal(self, packet: memoryview, piece_bytes: int) -> Iterator[list[bytes]]:
-        """The datagrams that carry it, each as its two parts. Only over a bond that is made."""
+        """Return the datagrams that carry the packet, each as two parts. The bond must be established."""
         assert self._to_them is not None
         encrypt, pack, rank = self._to_them.encrypt, HEAD.pack, self._own
         size = len(packet)
@@ -126,7 +128,7 @@ class Bond:
             yield [head, encrypt(head, packet[at : at + piece_bytes], None)]
 
     def open(self, datagrams: Iterable[memoryview]) -> Iterator[list[Piece]]:
-        """Packets that these complete, in pieces; what is not authentic, or came before, is counted and dropped."""
+        """Return the packets that these pieces complete; forged and repeated pieces are counted and dropped."""
         if self._from_them is None:
             self.refused += sum(1 for _ in datagrams)
             return

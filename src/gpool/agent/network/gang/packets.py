@@ -1,10 +1,10 @@
-"""Packets of a gang as they cross the site: cut into datagrams, joined again, each number once. Pure; what is odd is dropped.
+"""Fragments of a gang's packets: split into datagrams, reassembled, replay window. Pure; odd input is dropped.
 
-A packet of a lane may be far longer than what the site's links carry, so it travels as pieces, each a datagram that is
-sealed by itself: nothing is kept of a datagram that was not authentic, and none is cut up on its way. Pieces of one packet
-bear consecutive numbers, so that a piece's number less its index names the packet.
+A packet may be longer than the site's links carry, so it travels as pieces, each a datagram sealed by
+itself: nothing is kept of a forged datagram, and no router fragments one. Pieces of one packet have
+consecutive numbers, so a piece's number minus its index identifies the packet.
 
-The twelve bytes before a piece are the nonce it is sealed with, so they cannot be changed either:
+The twelve bytes before a piece are the nonce it is sealed with, so they are authenticated too:
   sender's rank (2) · index of the piece (1) · index of the last one (1) · number (8)
 """
 
@@ -17,7 +17,7 @@ HEAD = struct.Struct(">HBBQ")
 SEAL_BYTES = 16
 AROUND_BYTES = HEAD.size + SEAL_BYTES
 WIDTH = 4096
-"""How far behind the newest a number may come: more than two of the longest packets that overtook each other."""
+"""Replay window: more than two of the longest packets overtaking each other."""
 MAX_PIECES = 256
 MAX_PACKET_BYTES = 65535
 MOST_PARTIAL = 32
@@ -27,13 +27,13 @@ Piece = bytes | memoryview
 
 
 class Window:
-    """Which numbers of one sender have come: each is admitted once, and none that is older than `WIDTH`."""
+    """Replay window of one sender: each number is admitted once, none older than `WIDTH`."""
 
     __slots__ = ("_newest", "_seen")
 
     def __init__(self) -> None:
         self._newest = -1
-        self._seen = 0  # bit n: the newest less n
+        self._seen = 0  # bit n: newest number minus n
 
     def admits(self, number: int) -> bool:
         behind = self._newest - number
@@ -42,7 +42,7 @@ class Window:
         return behind < WIDTH and not self._seen >> behind & 1
 
     def take(self, number: int) -> None:
-        """Only what was admitted and is authentic: else a forged number would push the true ones out."""
+        """Record an admitted and authenticated number; a forged one would push true ones out."""
         ahead = number - self._newest
         if ahead <= 0:
             self._seen |= 1 << -ahead
@@ -55,7 +55,7 @@ class Window:
 
 
 class Partial:
-    """A packet some of whose pieces have come."""
+    """Incomplete packet."""
 
     __slots__ = ("left", "pieces", "size")
 
@@ -66,7 +66,7 @@ class Partial:
 
 
 class Joiner:
-    """Pieces of one sender in, whole packets out. It keeps few: of what is lost on the way the rest goes too."""
+    """Reassembly for one sender. Keeps few packets: the rest of a packet with a lost piece is dropped."""
 
     __slots__ = ("_partial",)
 
@@ -77,7 +77,7 @@ class Joiner:
         return len(self._partial)
 
     def add(self, number: int, index: int, last: int, body: Piece) -> list[Piece] | None:
-        """All pieces of a packet when this was the one that lacked. Each number comes once: a `Window` stands before."""
+        """Return all pieces when this one completed the packet. Each number comes once (see `Window`)."""
         if last == 0 and index == 0:
             return [body]
         first = number - index
@@ -90,7 +90,7 @@ class Joiner:
                 self._partial.popitem(last=False)
         pieces = partial.pieces
         if len(pieces) != last + 1 or index > last or pieces[index] is not None:
-            del self._partial[first]  # a sender that contradicts itself
+            del self._partial[first]  # contradictory pieces
             return None
         pieces[index] = body
         partial.left -= 1
@@ -101,12 +101,13 @@ class Joiner:
         if partial.left:
             return None
         del self._partial[first]
-        return pieces  # type: ignore[return-value]  # none of them lacks
+        return pieces  # type: ignore[return-value]  # complete
 
 
 def passes(packet: Piece, size: int, source: bytes, destination: bytes) -> bool:
-    """Whether it is an IPv4 packet of `size` bytes from the one address to the other, without options. It may be the first
-    piece of one."""
+    """Return whether it is an IPv4 packet of `size` bytes between the two addresses, without options; it may be
+    the first piece of one.
+    """
     return (
         len(packet) >= IP_HEADER_BYTES
         and packet[0] == 0x45

@@ -1,9 +1,10 @@
-"""Carries one gang lane's packets between its interface and the other members' nodes: a small process without privileges.
+"""Relay of one gang member: carries packets between its interface and the other members' nodes. An unprivileged process.
 
-It is given the interface and the socket, both open, and the gang's secret over its control socket; it opens nothing itself
-and ends with the agent. What is no packet from its own member to another, or back, is dropped and counted.
+It receives the interface and the socket open, and the gang's secret over its control socket; it opens
+nothing itself and ends with the agent. Packets that are not between its own member and another are
+dropped and counted.
 
-Words on the control socket (one JSON document a message):
+Messages on the control socket (one JSON document each):
   in   {"tun", "udp": descriptors, "rank", "peers": [[host, port], …], "secret", "session": hexadecimal, "uid"}   ·   {"count"}
   out  {"ready": true}   ·   {"counts": {…}}
 """
@@ -29,7 +30,7 @@ from typing import Any
 
 from gpool.agent.network.gang.keys import HELLO_BYTES, IS_HELLO, Bond
 from gpool.agent.network.gang.packets import AROUND_BYTES, IP_HEADER_BYTES, Piece, passes
-from gpool.core.rendezvous import address_of
+from gpool.core.gangs import address_of
 
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_NO_NEW_PRIVS = 1, 4, 38
 IP_MTU_DISCOVER, IP_PMTUDISC_DONT, IP_MTU = 10, 0, 14
@@ -41,11 +42,11 @@ MESSAGE_BYTES = 1 << 18
 UDP_OVER_IP_BYTES = 28
 LEAST_MTU = 576
 MOST_SENT_BYTES = 65507
-MOST_SENT_PIECES = 64  # what kernels cut up at once
-TURN = 32  # packets of one side before the other is looked at
+MOST_SENT_PIECES = 64  # kernel limit of segments per call
+TURN = 32  # packets of one direction before the other is served
 ASK_EVERY_S = 0.2
-MOST_WAITING = 32  # packets for one member whose relay has not answered yet
-MOST_WAITING_BYTES = 16 << 20  # for all of them together
+MOST_WAITING = 32  # packets for a member whose relay has not answered
+MOST_WAITING_BYTES = 16 << 20  # for all members together
 
 libc = ctypes.CDLL(None, use_errno=True)
 
@@ -54,16 +55,14 @@ libc = ctypes.CDLL(None, use_errno=True)
 class Counts:
     sent: int = 0
     received: int = 0
-    strays: int = (
-        0  # packets of the lane that were for nobody in the gang, or not from its own address
-    )
-    forged: int = 0  # authentic datagrams with a packet that was not the sender's to send
+    strays: int = 0  # packets to no member, or not from the own address
+    forged: int = 0  # authentic datagrams with a packet from another address
     unsent: int = 0
-    refused: int = 0  # datagrams that were not authentic
+    refused: int = 0  # datagrams that failed authentication
 
 
 class Member:
-    """Another member: where it is, what is known of it, what waits for it."""
+    """Peer: its address, its bond, packets waiting for it."""
 
     __slots__ = ("asked_at", "bond", "inside", "piece_bytes", "rank", "waiting", "where")
 
@@ -78,7 +77,7 @@ class Member:
 
 
 def piece_bytes(where: tuple[str, int]) -> int:
-    """What a datagram on the way there may carry without being cut up."""
+    """Return the largest datagram that the path carries unfragmented."""
     mtu = LEAST_MTU
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking, contextlib.suppress(OSError):
         asking.connect(where)
@@ -87,7 +86,7 @@ def piece_bytes(where: tuple[str, int]) -> int:
 
 
 class Relay:
-    """`now` is the boot's clock; the sockets are the caller's."""
+    """Relay loop. `now` is the boot clock; the caller owns the sockets."""
 
     bond = Bond
 
@@ -107,18 +106,19 @@ class Relay:
         self._waiting: set[int] = set()
         self._waiting_bytes = 0
         self._cuts = True
-        self._to: Member | None = None  # whom the parts are for, each two of them `_size` bytes
+        self._to: Member | None = (
+            None  # receiver of the queued parts, each two of them `_size` bytes
+        )
         self._parts: list[bytes] = []
         self._size = 0
         self._counts = Counts()
         self._packet = bytearray(BUFFER_BYTES)
         self._arrived = bytearray(BUFFER_BYTES)
         os.set_blocking(self._tun, False)
-        self._udp.setblocking(True)  # to send; receiving does not wait
+        self._udp.setblocking(True)  # blocking sends; receives do not block
         self._tune()
 
     def _tune(self) -> None:
-        """Room for bursts, and batches where the kernel knows them."""
         for forced, plain in (
             (SO_RCVBUFFORCE, socket.SO_RCVBUF),
             (SO_SNDBUFFORCE, socket.SO_SNDBUF),
@@ -132,7 +132,7 @@ class Relay:
             self._udp.setsockopt(socket.IPPROTO_UDP, UDP_GRO, 1)
 
     def serve(self, control: socket.socket) -> None:
-        """Until the control socket ends."""
+        """Run until the control socket closes."""
         with select.epoll() as ready:
             self._serve(ready, control)
 
@@ -182,7 +182,7 @@ class Relay:
         self._flush()
 
     def _keep(self, member: Member, packet: bytes) -> None:
-        """Until the other's relay is there: gangs do not start at one instant."""
+        """Keep packets until the peer's relay is up: members do not start at one instant."""
         if len(member.waiting) >= MOST_WAITING:
             self._waiting_bytes -= len(member.waiting.popleft())
             self._counts.unsent += 1
@@ -209,11 +209,11 @@ class Relay:
             self._say(member, member.bond.hello(asks=True))
 
     def _say(self, member: Member, datagram: bytes) -> None:
-        with contextlib.suppress(OSError):  # asked again while anything waits
+        with contextlib.suppress(OSError):  # repeated while packets wait
             self._udp.sendto(datagram, member.where)
 
     def _send(self, member: Member, packet: memoryview) -> None:
-        """In pieces of one length, so that the kernel takes many at once, of several packets too; `_flush` comes last."""
+        """Send pieces of one length, so that the kernel takes many at once; `_flush` comes last."""
         count = -(-len(packet) // member.piece_bytes)
         body = -(-len(packet) // count)
         size = body + AROUND_BYTES
@@ -243,9 +243,9 @@ class Relay:
         except OSError as failure:
             self._counts.unsent += 1
             if failure.errno in (errno.EINVAL, errno.EMSGSIZE):
-                member.piece_bytes = piece_bytes(member.where)  # the way there has changed
+                member.piece_bytes = piece_bytes(member.where)  # the path MTU has changed
             elif failure.errno in (errno.EIO, errno.ENOPROTOOPT):
-                self._cuts = False  # a link that computes no checksums
+                self._cuts = False  # the link has no checksum offload
 
     # into the lane
 
@@ -267,7 +267,6 @@ class Relay:
                 self._take(view[:size], each)
 
     def _take(self, arrived: memoryview, each: int) -> None:
-        """Datagrams of one length, the last may be shorter; all from one place, so from one member or from nobody."""
         if each == HELLO_BYTES < len(arrived):  # some may be hellos
             for one in _cut(arrived, each):
                 self._take(one, len(one))
@@ -286,7 +285,7 @@ class Relay:
         for packet in member.bond.open(_cut(arrived, each)):
             self._deliver(member, packet)
         if member.bond.refused > before:
-            self._ask(member)  # it may not know that we were started again
+            self._ask(member)  # the peer may not know our new session
 
     def _meet(self, member: Member, datagram: bytes) -> None:
         answer = member.bond.hear(datagram)
@@ -311,7 +310,7 @@ def _cut(arrived: memoryview, each: int) -> Iterator[memoryview]:
 
 
 def give_up_privileges(uid: int) -> None:
-    """Nothing is opened from here on. Not to be traced, nor its memory read, by others of that uid."""
+    """Drop privileges; nothing is opened afterwards. Other processes of that uid can neither trace nor read it."""
     if os.geteuid() == 0:
         os.setgroups([])
         os.setresgid(uid, uid, uid)
@@ -323,16 +322,18 @@ def give_up_privileges(uid: int) -> None:
 
 
 def main(kind: type[Relay] = Relay) -> int:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # for the agent; we end when it does
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # SIGINT is for the agent; this process ends with it
     control = socket.socket(fileno=0)
     said = control.recv(MESSAGE_BYTES)
-    if not said:  # called off before it began
+    if not said:  # cancelled before the start
         return 0
     order = json.loads(said)
     relay = kind(order, time.monotonic)
     give_up_privileges(order["uid"])
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # a change of uid clears it
-    with contextlib.suppress(BrokenPipeError):  # called off meanwhile
+    with contextlib.suppress(BrokenPipeError):  # cancelled meanwhile
         control.send(b'{"ready": true}')
         relay.serve(control)
     return 0

@@ -1,4 +1,4 @@
-"""A gang lane's relay as the agent sees it: started, started again if it ends, counted, ended. It sees no packet itself."""
+"""The agent's side of a gang relay: start, restart, count, stop. It sees no packets."""
 
 from __future__ import annotations
 
@@ -21,28 +21,29 @@ import structlog
 
 from gpool.agent.network.policy import Gang
 from gpool.agent.runtime.descriptor_wait import readable
-from gpool.core.rendezvous import INTERFACE, NETWORK, address_of
+from gpool.core.gangs import INTERFACE, NETWORK, address_of
 
 log = structlog.get_logger(__name__)
 
 ROOT = Path(__file__).parents[4]
 BOOT = "import sys; sys.path.insert(0, sys.argv[1]); from gpool.agent.network.gang.relay import main; sys.exit(main())"
 RELAY = ("-c", BOOT, str(ROOT))
-MTU = 15_840  # eleven pieces of one length on usual links, two on those of 9,000 bytes
-"""Longer packets cost less each (bench/gang_lane.py: over links of 1500 bytes a core carries 1.8 Gbit/s with 9,000, 2.5 with
-16,000, 3.4 with 60,000) but are lost with any of their pieces: where one datagram in a hundred is, 60,000 get through at a
-fifth of their pace and 16,000 at four fifths."""
+MTU = 15_840  # eleven equal pieces on 1500-byte links, two on 9000-byte links
+"""Long packets cost less each (bench.gang_lane: over links of 1500 bytes one core carries 1.8 Gbit/s
+with 9,000 bytes, 2.5 with 16,000, 3.4 with 60,000) but are lost with any of their pieces: at 1 %
+loss, 60,000 get through at a fifth of their rate and 16,000 at four fifths.
+"""
 LEAST_PORT = 1024
 WITHIN_S = 60.0
 ENDS_WITHIN_S = 2.0
 MESSAGE_BYTES = 1 << 18
 UID = 1_999_999_999
-"""Of a root agent's relays: nobody else's, and just below the sandboxes'."""
+"""Uid of a root agent's relays: used by nothing else, just below the sandboxes'."""
 MOST_STARTS = 100
 
 
 def listening(gang: Gang) -> socket.socket:
-    """Where this member's peers look for it: at the address it was told, or at all where that is another's (a NAT's)."""
+    """Bind the UDP socket to the address peers use, or to all addresses if it is not this host's (NAT)."""
     made = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
     host, port = gang.peers[gang.rank]
     try:
@@ -61,14 +62,15 @@ def listening(gang: Gang) -> socket.socket:
 
 
 def session_after(last: bytes) -> bytes:
-    """Later than it, and than those of other lanes by the clock; a clock that was set back changes nothing."""
+    """Return a session later than this one and than the clock; a clock set back changes nothing."""
     count = max(time.time_ns(), int.from_bytes(last[:8]) + 1)
     return count.to_bytes(8) + secrets.token_bytes(8)
 
 
 async def resolved(gang: Gang) -> list[tuple[str, int]]:
-    """Addresses of all; a relay asks no name server. Other nodes' owners named them: none may point it at a service of
-    this host's, or at many hosts at once."""
+    """Resolve all peers; a relay sends no DNS queries. Other owners chose the names: none may point at a
+    service of this host or at a multicast address.
+    """
     loop = asyncio.get_running_loop()
     found = []
     for rank, (host, port) in enumerate(gang.peers):
@@ -85,7 +87,7 @@ async def resolved(gang: Gang) -> list[tuple[str, int]]:
 
 
 def interface_of(gang: Gang) -> dict[str, Any]:
-    """What `make_interface` is told."""
+    """Arguments of `make_interface`."""
     return {
         "name": INTERFACE,
         "address": str(address_of(gang.rank)),
@@ -102,7 +104,7 @@ class Running:
 
 @dataclass(slots=True)
 class Relaying:
-    """Takes over the interface (a descriptor) and the socket; both stay open while relays come and go."""
+    """Running relay. Takes ownership of the interface (a descriptor) and the socket over restarts."""
 
     gang: Gang
     peers: list[tuple[str, int]]
@@ -112,7 +114,7 @@ class Relaying:
     _running: Running | None = None
     _watching: asyncio.Task[None] | None = None
     _asking: asyncio.Lock = field(default_factory=asyncio.Lock)
-    _gone: int = 0  # refused by relays that have ended, as far as they were asked
+    _gone: int = 0  # refused by ended relays, as last read
     _last: int = 0
     _session: bytes = b""
 
@@ -136,13 +138,13 @@ class Relaying:
                     start_new_session=True,
                 )
         except BaseException:
-            ours.close()  # one that began all the same ends by that
+            ours.close()  # a relay that started anyway ends by this
             raise
         begun = Running(process, ours)
         try:
             async with asyncio.timeout(WITHIN_S):
                 if "ready" not in await self._ask(begun, self._order(passed)):
-                    raise OSError("a gang's relay ended as soon as it began")
+                    raise OSError("a gang's relay exited right after its start")
         except BaseException:
             await _end(begun)
             raise
@@ -168,7 +170,7 @@ class Relaying:
         return json.loads(said) if said else {}
 
     async def _watch(self) -> None:
-        """One that ends while its lane is open is started again: the members take up its new session."""
+        """Restart a relay that ends while its network is open; the members accept its new session."""
         for _ in range(MOST_STARTS):
             assert self._running is not None
             code = await self._running.process.wait()
@@ -182,7 +184,7 @@ class Relaying:
                 return
 
     async def counts(self) -> dict[str, int]:
-        """What its relay has counted since it began; nothing while there is none."""
+        """Counters of the running relay; zeros while there is none."""
         async with self._asking:
             if self._running is None:
                 return {}
@@ -196,7 +198,7 @@ class Relaying:
             return counts
 
     async def refused(self) -> int:
-        """Packets and datagrams that were dropped, of all its relays."""
+        """Packets and datagrams dropped by all its relays so far."""
         await self.counts()
         return self._gone + self._last
 
@@ -215,7 +217,7 @@ class Relaying:
 
 
 class Relays:
-    """Those of all gang lanes that are open, and what the others refused while they were."""
+    """Relays of all open gang networks, and the counts of closed ones."""
 
     def __init__(self, program: Sequence[str] = RELAY) -> None:
         self._program = program
@@ -223,14 +225,14 @@ class Relays:
         self._gone = 0
 
     async def begin(self, gang: Gang, tun: int) -> Relaying:
-        """The interface becomes the relay's; on a failure it stays the caller's."""
+        """Start a relay, which takes ownership of the interface; on failure the caller keeps it."""
         relay = Relaying(gang, await resolved(gang), tun, listening(gang), self._program)
         try:
             await relay.start()
         except BaseException as failure:
             relay.udp.close()
             if isinstance(failure, TimeoutError):
-                raise OSError("a gang's relay did not begin in time") from failure
+                raise OSError("a gang's relay did not start in time") from failure
             raise
         self._open[id(relay)] = relay
         return relay

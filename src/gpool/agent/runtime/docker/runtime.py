@@ -30,7 +30,7 @@ import cloudpickle  # type: ignore[import-untyped]
 import structlog
 
 from gpool.agent import runner as runner_package
-from gpool.agent.network.addresses import is_refused
+from gpool.agent.network.policy import is_refused
 from gpool.agent.runtime import cgroups
 from gpool.agent.runtime.bubblewrap.launcher_client import Exit, Started
 from gpool.agent.runtime.bubblewrap.runtime import NOT_EXECUTABLE, NOT_FOUND, UIDS_A_BLOCK, Uids

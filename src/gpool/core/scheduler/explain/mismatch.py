@@ -1,4 +1,4 @@
-"""Why no node could run a task, however idle: in one sentence, of the nodes that come nearest. It looks and decides nothing."""
+"""Reason why no node could run a task even if idle: one sentence about the nearest nodes. Read-only."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gpool.core.specs import gpu as gpuspec
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """`position` is the place among the tasks that wait for the same nodes (1: next), None where nothing can run it."""
+    """`position`: rank among tasks waiting for the same nodes (1: next); None if no node can run it."""
 
     code: str
     sentence: str
@@ -25,7 +25,7 @@ class Explanation:
 
 
 def nothing_can(nodes: list[Node], shape: Shape) -> Explanation:
-    """Speaks of the nodes that come nearest: those which fail at the latest step. Each of them must be unfit."""
+    """Explain by the nearest nodes: those that fail the latest check. Each of them must be unfit."""
     steps = list(Unfit)
     reasons = {node.id: unfit(node, shape) or Unfit.GPU for node in nodes}
     last = max(reasons.values(), key=steps.index)
@@ -48,8 +48,8 @@ def nothing_can(nodes: list[Node], shape: Shape) -> Explanation:
             return _no_such_label(nodes, needs.labels)
         case Unfit.PRICE:
             least = min(min(possible_prices(node, needs)) for node in near)
-            cap = price.told(needs.max_price_microcredits or 0)
-            said = f"It may cost {cap}; the cheapest that could run it costs {price.told(least)}."
+            cap = price.format_price(needs.max_price_microcredits or 0)
+            said = f"It may cost {cap}; the cheapest that could run it costs {price.format_price(least)}."
             return Explanation("over_price", said)
         case Unfit.NETWORK:
             said = f"No node gives the network {needs.network.value!r}; its owners can allow it."
@@ -119,7 +119,6 @@ def _no_such_label(nodes: list[Node], wanted: tuple[str, ...]) -> Explanation:
 
 
 def _only_elsewhere(able: list[Node], shape: Shape, *, is_gpu: bool) -> Explanation:
-    """Nodes have the labels, and others all else."""
     needs = shape.requirements
     lacked = [each for each in needs.labels if any(each not in n.offer.labels for n in able)]
     what = f"with such a GPU ({gpuspec.format(needs.gpu)})" if is_gpu else "that could run it"
@@ -170,7 +169,7 @@ def _no_such_gpu(nodes: list[Node], wanted: tuple[GpuRequest, ...]) -> Explanati
     return Explanation("no_such_gpu", f"No node lends such a GPU ({asked}); there are: {there}.")
 
 
-# ---- words
+# ---- phrases
 
 
 def those(nodes: list[Node]) -> str:
@@ -189,7 +188,7 @@ def list_of(names: list[str]) -> str:
 
 
 def ranked(name: str, rank: int) -> str:
-    """A member of a gang."""
+    """Name a member of a gang."""
     return f"{name} (rank {rank})"
 
 

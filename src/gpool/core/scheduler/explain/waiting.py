@@ -1,4 +1,4 @@
-"""Why a task waits, in one sentence a person understands. It looks at the same state and rules as the planner and decides nothing."""
+"""Reason why a task waits, as one sentence. Uses the planner's state and rules; decides nothing."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from gpool.core.scheduler.place.gangs import most_together
 from gpool.core.scheduler.place.input_affinity import loading, may_wait, ready_soon
 from gpool.core.scheduler.state.state import ShapeState, State
 
-# ---- what happened to it before
+# ---- history of the task
 
 ADVICE: Mapping[EndReason, str] = {
     EndReason.OUT_OF_MEMORY: "Ask for more memory (--memory), or for less work at once.",
@@ -33,12 +33,12 @@ ADVICE: Mapping[EndReason, str] = {
     EndReason.BAD_OUTPUT: "Look at the outputs it names (--output) and at their sizes.",
     EndReason.SANDBOX_FAILED: "That is the node's fault: its owner's `gpool node doctor` says more.",
 }
-"""What helps against an end; the rest is in the task's own log."""
+"""Remedy for an end reason; others are in the task's log."""
 
 
 @dataclass(frozen=True, slots=True)
 class Story:
-    """How often it came back, and for what; `last` and `why` are of its last failure of its own, `lost` of its last loss."""
+    """Requeues of a task and their reasons; `last` and `why`: its last own failure, `lost`: its last loss."""
 
     tries: int = 0
     losses: int = 0
@@ -46,13 +46,13 @@ class Story:
     last: str = ""
     why: EndReason | None = None
     lost: str = ""
-    log: str = ""  # the command that shows what it wrote
-    unstarted: tuple[str, ...] = ()  # the nodes on which it could not be started
-    said: str = ""  # by the last of them
+    log: str = ""  # command that prints its output
+    unstarted: tuple[str, ...] = ()  # nodes with failed starts
+    said: str = ""  # message of the last of them
 
 
 def with_story(told: Explanation, story: Story) -> Explanation:
-    """Tells "no room" from "keeps crashing": a task that came back says so first, what helps, and what it waits for now."""
+    """Distinguish "no capacity" from "keeps failing": a requeued task first states its failure and the remedy."""
     parts, advice, code = [], "", told.code
     if story.preempted:
         parts.append(f"made room for others {counted(story.preempted, 'time', 'times')}")
@@ -79,7 +79,7 @@ def with_story(told: Explanation, story: Story) -> Explanation:
     return Explanation(code, said, told.position)
 
 
-# ---- what it waits for
+# ---- reasons
 
 
 def explain(
@@ -89,7 +89,7 @@ def explain(
     policy: Policy = DEFAULT,
     orders: Mapping[str, Order] = ORDERS,
 ) -> Explanation:
-    """Costs shapes x nodes at worst; the length of the queues hardly matters."""
+    """Explain one task. Cost: shapes × nodes at worst; hardly depends on the queue's length."""
     steps = in_steps(state, task, now, policy, orders)
     while (told := step(steps)) is None:
         pass
@@ -97,7 +97,7 @@ def explain(
 
 
 def step(steps: Generator[None, None, Explanation]) -> Explanation | None:
-    """One more of `in_steps`; None: that was not the last."""
+    """Run one step of `in_steps`; None: there are more."""
     try:
         next(steps)
     except StopIteration as end:
@@ -109,7 +109,7 @@ def step(steps: Generator[None, None, Explanation]) -> Explanation | None:
 def in_steps(
     state: State, task: TaskId, now: Instant, policy: Policy, orders: Mapping[str, Order]
 ) -> Generator[None, None, Explanation]:
-    """The same a little at a time. What happens to the state between steps is seen or not, and harms nothing."""
+    """Explain in small steps. Changes of the state between steps are harmless."""
     waiting = state.queue_of(task)
     if waiting is None:
         return _not_waiting(state, task)
@@ -149,7 +149,7 @@ def in_steps(
 
 
 def _not_tried(capable: list[Node], shape: Shape) -> list[Node]:
-    """Without those on which it could not be started, where others would do: as the planner sees it."""
+    """Drop nodes with failed starts of the task where others would do, as the planner does."""
     if not shape.avoids:
         return capable
     others = [node for node in capable if node.id not in shape.avoids]
@@ -184,7 +184,7 @@ def _waits_for_inputs(
 
 
 def _are_enough(nodes: list[Node], shape: Shape) -> bool:
-    """Enough of them at once: of one site, for a gang."""
+    """Return whether enough nodes are free at once: of one site, for a gang."""
     wanted = shape.requirements.nodes
     return bool(nodes) if wanted == 1 else most_together(nodes) >= wanted
 
@@ -259,7 +259,7 @@ def _not_waiting(state: State, task: TaskId) -> Explanation:
     return Explanation("leased", f"{names[0]} has it, in one line with {others}.")
 
 
-# ---- something can, but not now
+# ---- a node could run it, but not now
 
 
 def _busy(
@@ -307,7 +307,7 @@ def _busy(
 def _has_room(state: State, node: Node, gpu: Gpu, shape: Shape) -> bool:
     room = state.nodes[node.id].room.gpus.get(gpu.index)
     if room is None:
-        return False  # the node lost it meanwhile
+        return False  # the GPU has disappeared meanwhile
     if not room.holders:
         return True
     return may_join(room, shape.user) and any(
@@ -319,7 +319,6 @@ def _has_room(state: State, node: Node, gpu: Gpu, shape: Shape) -> bool:
 
 
 def _besides(connected: list[Node], capable: list[Node], shape: Shape) -> str:
-    """Of nodes that could run it too, but for what an operator laid upon them."""
     cordoned = [node for node in capable if node.cordoned]
     reserved = _reserved(connected, shape)
     told = ""
@@ -331,7 +330,6 @@ def _besides(connected: list[Node], capable: list[Node], shape: Shape) -> str:
 
 
 def _reserved(nodes: list[Node], shape: Shape) -> list[Node]:
-    """Those that could run it if they were not kept for others."""
     return [
         node
         for node in nodes

@@ -1,7 +1,9 @@
-"""The nearest changes that would start a waiting task now. Each is planned on a copy before it is said: it is true, or it is not told.
+"""Nearest changes that would start a waiting task now. Each is planned on a copy first, so every suggestion is true.
 
-A person applies a change by submitting the task again, so it is planned as a new task at the end of the line; and once more
-with its old age, for whoever changes it in place. Only a change under which both start in this very pass is told.
+A user applies a change by submitting the task again, so it is planned as the newest task; and once more
+with its old age, for a change in place. Only a change under which both start in this pass is suggested.
+
+One file because every kind of change uses the same trial plan.
 """
 
 from __future__ import annotations
@@ -33,18 +35,17 @@ from gpool.core.specs import gpu as gpuspec
 from gpool.core.specs import price as prices
 
 MOST_PLANS = 60
-"""Passes tried for one question."""
+"""Passes tried per question."""
 
-_TRIES = 6  # values tried of one kind of change, nearest first
+_TRIES = 6  # values tried per kind of change, nearest first
 _GB = 1000**3
-_NEW = TaskId((1 << 62) - 1)  # younger than every task there is
+_NEW = TaskId((1 << 62) - 1)  # newer than every real task
 
 
 @dataclass(frozen=True, slots=True)
 class Suggestion:
-    """`change` is what to say to `gpool run` ("--gpu RTX4090"), `requirements` what the task asks for then.
-
-    `price_microcredits` is what an hour costs on each node where it would start.
+    """`change`: options of `gpool run` ("--gpu RTX4090"); `requirements`: the changed ones.
+    `price_microcredits`: price per hour on each node where it would start.
     """
 
     kind: str
@@ -63,7 +64,7 @@ class _Change:
 
 @dataclass(frozen=True, slots=True)
 class Suggested:
-    """`is_complete`: all that could help was tried."""
+    """`is_complete`: all possible changes were tried."""
 
     found: tuple[Suggestion, ...] = ()
     is_complete: bool = True
@@ -80,12 +81,12 @@ def suggest(
     policy: Policy,
     orders: Mapping[str, Order] = ORDERS,
 ) -> tuple[Suggestion, ...]:
-    """One of each kind at most, the nearest; nothing when the task starts as it is, or does not wait."""
+    """Return at most one change of each kind, the nearest; empty if the task starts unchanged or does not wait."""
     return Asking(snapshot, now, policy, orders).of(task).found
 
 
 class Asking:
-    """Tries changes of one task after another on a state of its own, made of the snapshot."""
+    """Tries changes of one task after another on its own state, made from the snapshot."""
 
     def __init__(
         self, snapshot: Snapshot, now: Instant, policy: Policy, orders: Mapping[str, Order] = ORDERS
@@ -94,7 +95,7 @@ class Asking:
         self.now, self.policy, self.orders = now, policy, orders
 
     def of(self, task: TaskId, is_late: Callable[[], bool] = _never) -> Suggested:
-        """`is_late`: asked before each try; once it says so, what was found by then is all."""
+        """Suggest changes. `is_late` is called before each try; once true, the results so far are returned."""
         self.state.take_hints(self.snapshot.hints)
         asked = _Asked(self, task, is_late)
         return Suggested(tuple(asked.found()), asked.is_complete)
@@ -132,13 +133,13 @@ class _Asked:
 
     def _suggestion(self, kind: str, change: _Change, place: Place) -> Suggestion:
         price = cost_of(self.state, place)
-        at = f" at {prices.told(price)}" if price else ""
+        at = f" at {prices.format_price(price)}" if price else ""
         several = " for each node" if price and place.members else ""
         said = f"It starts now{' ' * bool(change.words)}{change.words}{at}{several}."
         return Suggestion(kind, change.change, said, change.requirements, price)
 
     def _place(self, shape: Shape) -> Place | None:
-        """Where it would start if it were submitted now; None: there or in its old place in line it would not."""
+        """Return where it would start if submitted now; None if it would not, as new or with its old age."""
         assert self.task is not None
         assert self.shape is not None
         again = QueuedTask(_NEW, 0, self.now)
@@ -150,7 +151,7 @@ class _Asked:
             self.state.fold(TasksQueued(self.shape, (self.task,)))
 
     def _start_of(self, shape: Shape, task: QueuedTask) -> Place | None:
-        self.state.take_hints(self.hints)  # trying moves them
+        self.state.take_hints(self.hints)  # trials change them
         self.state.fold(TasksQueued(shape, (task,)))
         try:
             return self._started(task.id)
@@ -158,7 +159,7 @@ class _Asked:
             self.state.fold(TasksWithdrawn((task.id,)))
 
     def _started(self, task: TaskId) -> Place | None:
-        """At the head of a line of its own: waiting behind another is no start."""
+        """Return its allocation if it starts at once; queueing behind another lease is no start."""
         self.plans += 1
         for place in plan(self.state, self.now, self.policy, self.orders).places:
             if place.grants[0].task == task:
@@ -168,7 +169,7 @@ class _Asked:
 
 
 def cost_of(state: State, place: Place) -> int:
-    """What an hour of it costs, on the dearest node of a gang."""
+    """Return the price per hour, on the most expensive node of a gang."""
     parts = [(place.node, place.allocation)]
     parts += [(member.node, member.allocation) for member in place.members]
     known = [(state.nodes[id_].node, allocation) for id_, allocation in parts]
@@ -176,7 +177,7 @@ def cost_of(state: State, place: Place) -> int:
 
 
 class _Free:
-    """What the nodes that take new tasks have free, for one person."""
+    """Free capacity of open nodes, for one user."""
 
     def __init__(self, state: State, shape: Shape) -> None:
         self.state = state
@@ -188,19 +189,19 @@ class _Free:
         ]
 
     def has_room(self, shape: Shape) -> bool:
-        """For a start, if nobody came before it."""
+        """Whether it could start if it were the only task."""
         wanted = shape.requirements.nodes
         fitting = self.fitting(shape)
         return any(fitting) if wanted == 1 else most_together(fitting) >= wanted
 
     def fitting(self, shape: Shape) -> Iterator[Node]:
-        """Nodes with room for it, or for one member of it."""
+        """Nodes with capacity for it, or for one member."""
         for node in self.nodes:
             if unfit(node, shape) is None and fit(node, self.state.nodes[node.id].room, shape):
                 yield node
 
     def most_idle(self, request: GpuRequest) -> int:
-        """How many idle GPUs that would do one node has at most."""
+        """Largest number of suitable idle GPUs on one node."""
         counts = Counter(
             node.id
             for node, room in self.gpus()
@@ -209,7 +210,7 @@ class _Free:
         return max(counts.values(), default=0)
 
     def gpus(self) -> Iterator[tuple[Node, GpuRoom]]:
-        """Those this person may have some of."""
+        """GPUs that this user may use in part."""
         for node in self.nodes:
             for room in self.state.nodes[node.id].room.gpus.values():
                 is_theirs = not room.holders or room.user == self.shape.user
@@ -217,7 +218,7 @@ class _Free:
                     yield node, room
 
     def idle(self) -> dict[str, tuple[Gpu, int]]:
-        """By model: one of its idle GPUs, and the most on one node."""
+        """By model: one idle GPU, and the largest number on one node."""
         counts: dict[tuple[int, str], int] = {}
         found: dict[str, tuple[Gpu, int]] = {}
         for node, room in self.gpus():
@@ -290,7 +291,6 @@ def _fewer_nodes(shape: Shape, free: _Free) -> Iterator[_Change]:
 
 
 def _other_models(shape: Shape, free: _Free) -> Iterator[_Change]:
-    """Idle GPUs of a model that was not asked for; those with most memory first."""
     wanted = shape.requirements.gpu
     if not wanted or any(is_slice(request) for request in wanted):
         return
@@ -305,7 +305,7 @@ def _other_models(shape: Shape, free: _Free) -> Iterator[_Change]:
 
 
 def _higher_prices(shape: Shape, free: _Free) -> Iterator[_Change]:
-    """What the nodes cost that would do otherwise, the cheapest first."""
+    """Prices of otherwise suitable nodes, cheapest first."""
     cap = shape.requirements.max_price_microcredits
     if cap is None:
         return
@@ -319,7 +319,9 @@ def _higher_prices(shape: Shape, free: _Free) -> Iterator[_Change]:
     for cost in sorted(costs):
         if cost > cap:
             needs = replace(shape.requirements, max_price_microcredits=cost)
-            yield _Change(f"--max-price {prices.told(cost)}", "", needs)  # its price is told anyway
+            yield _Change(
+                f"--max-price {prices.format_price(cost)}", "", needs
+            )  # the price is in the suggestion
 
 
 def _fewer_labels(shape: Shape) -> Iterator[_Change]:
@@ -334,7 +336,6 @@ def _fewer_labels(shape: Shape) -> Iterator[_Change]:
 
 
 def _a_slice(shape: Shape, free: _Free) -> Iterator[_Change]:
-    """Part of a GPU that the same person holds the rest of, instead of a whole one."""
     asked = _only(shape)
     if asked is None or is_slice(asked) or asked.count > 1:
         return
@@ -386,7 +387,7 @@ def _lower_tiers(shape: Shape) -> Iterator[_Change]:
     asked = shape.requirements.tier
     for tier in (Tier.CONTAINER, Tier.NONE):
         if tier is Tier.NONE and shape.requirements.nodes > 1:
-            continue  # a gang has a network of its own, which takes a sandbox
+            continue  # a gang's network needs a sandbox
         if tier.strength < asked.strength:
             needs = replace(shape.requirements, tier=tier)
             whose = ", on a node of your own" if tier is Tier.NONE else ""
@@ -400,7 +401,7 @@ def _no_network(shape: Shape) -> Iterator[_Change]:
 
 
 def _model_of(gpu: Gpu) -> str:
-    """The shortest name it answers to: `A100` for `NVIDIA A100-SXM4-80GB`."""
+    """Return the shortest model name: `A100` for `NVIDIA A100-SXM4-80GB`."""
     words = gpu.model.replace("-", " ").split()
     for count in range(1, len(words)):
         name = gpuspec.normalise(" ".join(words[:count]))
@@ -410,7 +411,6 @@ def _model_of(gpu: Gpu) -> str:
 
 
 def _only(shape: Shape) -> GpuRequest | None:
-    """The GPU requirement, when it leaves no choice."""
     wanted = shape.requirements.gpu
     return wanted[0] if len(wanted) == 1 else None
 

@@ -1,13 +1,12 @@
-"""How far earlier forecasts were off, and the range that follows: eight of ten starts are to fall into it. It knows nothing of tasks.
+"""Calibration of forecasts: the range into which 80 % of starts fall. Knows nothing of tasks.
 
-Forecast and truth are compared as ratios of waits. A new forecast's range is what the ratios of the recent forecasts most
-like it (of about as long a wait) leave when the lowest and the highest tenth are cut off: conformal prediction, which needs
-no model of why a forecast errs, only that it goes on erring alike.
+Forecast and actual wait are compared as ratios. The range of a new forecast is the middle 80 % of the
+ratios of the most similar recent forecasts (of about the same wait): conformal prediction, which needs
+no model of the errors, only that they continue alike.
 
-Two things are not alike. What was told at one moment errs together, so only a few of each moment count (`_OF_A_MOMENT`), or
-one lucky hour would make everything look certain. And pools change: each side of the range is stretched a little by every
-start that falls outside and drawn in by every one inside, so that in the long run one of ten is outside on each side
-whatever happens.
+Two corrections. Forecasts of one moment err together, so only a few of each moment count
+(`_OF_A_MOMENT`). And pools change: each end of the range is widened a little by every start outside
+and narrowed by every start inside, so that in the long run 10 % fall outside on each side.
 """
 
 from __future__ import annotations
@@ -19,20 +18,20 @@ from math import ceil, exp, log
 from gpool.core.model import SECOND, Instant, Span
 
 KEPT = 300
-_ALIKE = 150  # forecasts compared with
+_ALIKE = 150  # similar forecasts used
 _OF_A_MOMENT = 2
 _ENOUGH = 20
-_CUT = 0.1  # off each end: what is left is the 80 % range
+_CUT = 0.1  # cut from each end, which leaves 80 %
 _STRETCH = 0.01
 _LEAST_STRETCH, _MOST_STRETCH = 0.3, 8.0
 _LEAST_WIDTH = 0.02  # two per cent, each side
-_GROUND = 30 * SECOND  # waits are told apart beyond this only
-_UNKNOWN = log(4)  # the range before anything was compared: a quarter to four times
+_GROUND = 30 * SECOND  # shorter waits count as equal
+_UNKNOWN = log(4)  # range without data: a quarter to four times
 
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """A wait: the middle of what is expected, and where eight of ten fall."""
+    """Expected wait: the median, and the range of 80 %."""
 
     middle: Span
     low: Span
@@ -40,8 +39,8 @@ class Range:
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
-    """What was said at one moment: the wait as the courses had it, and the range made of it."""
+class StatedForecast:
+    """Forecast of one moment: the simulated wait and the stated range."""
 
     at: Instant
     forecast: Span
@@ -53,20 +52,20 @@ class Calibration:
         self._seen: deque[tuple[float, float, Instant]] = deque(maxlen=KEPT)
         self._below = self._above = 1.0
 
-    def note(self, told: Told, truth: Span) -> None:
-        """It turned out to be this long."""
+    def note(self, told: StatedForecast, truth: Span) -> None:
+        """Record the actual wait."""
         self._below = _held(self._below, truth < told.range.low)
         self._above = _held(self._above, truth > told.range.high)
         if sum(at == told.at for _, _, at in self._seen) < _OF_A_MOMENT:
             forecast = log(told.forecast + _GROUND)
             self._seen.append((forecast, log(truth + _GROUND) - forecast, told.at))
 
-    def told(self, forecast: Span, now: Instant) -> Told:
-        """The range to state for a wait that the courses forecast."""
+    def told(self, forecast: Span, now: Instant) -> StatedForecast:
+        """Return the range to state for a simulated wait."""
         said = log(forecast + _GROUND)
         alike = sorted(self._seen, key=lambda one: abs(one[0] - said))[:_ALIKE]
         if len(alike) < _ENOUGH:
-            return Told(now, forecast, _range(said, -_UNKNOWN, 0.0, _UNKNOWN))
+            return StatedForecast(now, forecast, _range(said, -_UNKNOWN, 0.0, _UNKNOWN))
         ratios = sorted(ratio for _, ratio, _ in alike)
         count = len(ratios)
         middle = ratios[count // 2]
@@ -74,7 +73,7 @@ class Calibration:
         high = ratios[min(count, ceil((1 - _CUT) * (count + 1))) - 1]
         low = middle - (middle - low) * self._below - _LEAST_WIDTH
         high = middle + (high - middle) * self._above + _LEAST_WIDTH
-        return Told(now, forecast, _range(said, low, middle, high))
+        return StatedForecast(now, forecast, _range(said, low, middle, high))
 
 
 def _held(stretch: float, is_outside: bool) -> float:

@@ -1,8 +1,9 @@
-"""What kind of command it is, to tell run times apart: its program and script. It runs nothing and knows no files.
+"""Kind of a command (program and script), to separate run times. Runs nothing and reads no files.
 
-`python train.py --lr 1` and `/opt/bin/python3.12 -u src/train.py` are one kind, `python eval.py` is another. What only starts
-another program (`env`, `nice`, `uv run`, `bash -c`) is looked through; options are left out. A guess by names: where one does not
-fit, a kind is only wider than it could be. Long numbers in a script's name tell nothing (`job_0017.py`).
+`python train.py --lr 1` and `/opt/bin/python3.12 -u src/train.py` are one kind, `python eval.py` is
+another. Launchers (`env`, `nice`, `uv run`, `bash -c`) are skipped; options are ignored. A guess by
+names: where it fails, a kind is wider than necessary. Long numbers in a script's name are removed
+(`job_0017.py`).
 """
 
 from __future__ import annotations
@@ -12,22 +13,22 @@ import shlex
 from collections.abc import Sequence
 
 MAX_LETTERS = 120
-"""Of a kind."""
+"""Length of a kind."""
 
-_MAX_WORDS = 256  # of a command that are looked at
+_MAX_WORDS = 256  # words of a command that are examined
 _MAX_TEXT, _MAX_IN_TEXT = (
     1000,
     32,
-)  # letters of a shell's text that are looked at, words of a command in it
-_MAX_DEPTH = 8  # programs that start programs
+)  # letters of a shell text, words of a command in it
+_MAX_DEPTH = 8  # nested launchers
 _NUMBER = re.compile(r"\d{3,}")
-_VERSION = "0123456789."  # letters of one
+_VERSION = "0123456789."  # letters of a version
 _ASSIGNED = re.compile(r"\w+=")
 _ENDS = frozenset(("&&", "||", ";", "|", "&", "(", ")", "{", "}"))
 _SHELLS = frozenset(("sh", "bash", "dash", "zsh", "ksh", "ash"))
 _PREPARES = frozenset(("cd", "export", "source", ".", "set", "ulimit", "umask", "mkdir", "echo"))
 
-_INTERPRETERS = {  # and those of their options that take a word
+_INTERPRETERS = {  # with their options that take a value
     "python": frozenset(("-W", "-X", "--check-hash-based-pycs")),
     "pypy": frozenset(("-W", "-X")),
     "bash": frozenset(("-o", "-O")),
@@ -44,7 +45,7 @@ _INTERPRETERS = {  # and those of their options that take a word
 }
 _LAUNCHERS = frozenset(("torchrun", "deepspeed", "accelerate", "horovodrun", "mpirun", "mpiexec"))
 _LAUNCHING_MODULES = frozenset(("torch.distributed.run", "torch.distributed.launch"))
-_PASSES_ON = {  # they start what follows; those of their options that take a word
+_PASSES_ON = {  # launchers, with their options that take a value
     "env": frozenset(("-u", "--unset", "-C", "--chdir")),
     "nice": frozenset(("-n", "--adjustment")),
     "ionice": frozenset(("-c", "-n", "--class", "--classdata")),
@@ -57,7 +58,7 @@ _PASSES_ON = {  # they start what follows; those of their options that take a wo
     "numactl": frozenset[str](),
     "xvfb-run": frozenset(("-s", "-n")),
 }
-_RUNS = {  # `uv run` and its like
+_RUNS = {  # launchers with a subcommand, like `uv run`
     "uv": frozenset(
         [
             "-p",
@@ -89,12 +90,12 @@ _RUNS = {  # `uv run` and its like
 
 
 def kind_of(command: Sequence[str]) -> str:
-    """`program`, or `program script`; the first word alone is the wider kind (`program_of`)."""
+    """Return `program` or `program script`; the first word alone is the wider kind (`program_of`)."""
     return _kind(list(command[:_MAX_WORDS]), _MAX_DEPTH)[:MAX_LETTERS]
 
 
 def program_of(kind: str) -> str:
-    """The wider kind: of all scripts of one program."""
+    """Return the wider kind: all scripts of one program."""
     return kind.partition(" ")[0]
 
 
@@ -117,7 +118,6 @@ def _kind(words: list[str], depth: int) -> str:
 
 
 def _started(name: str, rest: list[str]) -> list[str]:
-    """The command that this one starts, if it only starts another."""
     if name in _PASSES_ON:
         after = _after_options(rest, _PASSES_ON[name])
         while name == "env" and after and _ASSIGNED.match(after[0]):
@@ -141,7 +141,6 @@ def _after_options(words: list[str], with_word: frozenset[str]) -> list[str]:
 
 
 def _text_of(rest: list[str]) -> str:
-    """What follows `-c`, alone or among other letters (`-lc`)."""
     for place, word in enumerate(rest):
         if not word.startswith("-"):
             return ""
@@ -155,7 +154,7 @@ def _has_text(option: str) -> bool:
 
 
 def _first_in(text: str) -> list[str]:
-    """The first command of a shell's text that does more than prepare; nothing where it cannot be read."""
+    """Return the first command of a shell text that does more than prepare; empty if unreadable."""
     reader = shlex.shlex(text[:_MAX_TEXT].replace("\n", " ; "), posix=True, punctuation_chars=True)
     reader.commenters = ""
     found: list[str] = []
@@ -200,7 +199,6 @@ def _script(name: str, rest: list[str]) -> str:
 
 
 def _script_among(rest: list[str]) -> str:
-    """Where it cannot be told which options take a word: the first that looks like a script, or a module."""
     for place, word in enumerate(rest):
         if word in ("-m", "--module") and place + 1 < len(rest):
             return f"-m {_plain(rest[place + 1])}"
@@ -210,7 +208,6 @@ def _script_among(rest: list[str]) -> str:
 
 
 def _name(word: str) -> str:
-    """Of a program, without its folder; of an interpreter without its version."""
     name = _plain_word(word.rpartition("/")[2] or word)
     bare = name.rstrip(_VERSION)
     return bare if bare in _INTERPRETERS else name

@@ -1,4 +1,4 @@
-"""What another policy would do to those who wait: both are run forward over the same futures and compared. Nothing is changed."""
+"""Dry run of another policy: both policies are simulated over the same futures and compared."""
 
 from __future__ import annotations
 
@@ -8,16 +8,21 @@ from dataclasses import dataclass
 from gpool.core.ids import TaskId
 from gpool.core.model import SECOND, Instant, Span
 from gpool.core.scheduler.order.orders import ORDERS, Order, Policy
-from gpool.core.scheduler.predict.forecast import Bounds, Course, Question, courses
+from gpool.core.scheduler.predict.forecast import (
+    Bounds,
+    ForecastQuestion,
+    SimulatedSchedule,
+    courses,
+)
 
 COURSES = 3
-_SAME = 0.05  # of the wait, and a second: nearer than this is no difference
+_SAME = 0.05  # of the wait, plus a second: smaller differences are ignored
 _SHOWN = 20
 
 
 @dataclass(frozen=True, slots=True)
 class Shift:
-    """How long a task would wait, by the present policy and by the other; None: longer than was looked at."""
+    """Wait of a task under the present and the other policy; None: beyond the simulated time."""
 
     task: TaskId
     before: Span | None
@@ -26,7 +31,7 @@ class Shift:
 
 @dataclass(frozen=True, slots=True)
 class DryRun:
-    """Tasks that wait, by what would become of them; `moved` are those it changes most, first the greatest."""
+    """Waiting tasks by the effect on them; `moved`: the largest changes first."""
 
     waiting: int
     sooner: int
@@ -47,13 +52,13 @@ class DryRun:
 
 
 def compare(
-    asked: Question,
+    asked: ForecastQuestion,
     before: Policy,
     after: Policy,
     orders: Mapping[str, Order] = ORDERS,
     bounds: Bounds = Bounds(),  # noqa: B008 - frozen
 ) -> DryRun:
-    """`Invalid` when a policy names an order that is not in the table."""
+    """Compare two policies. Raises `Invalid` if a policy names an unknown order."""
     old = courses(asked, before, orders, COURSES, bounds)
     new = courses(asked, after, orders, COURSES, bounds)
     shifts = [
@@ -68,7 +73,7 @@ def compare(
     return DryRun(len(shifts), len(sooner), len(later), same, tuple(moved))
 
 
-def _middle(found: list[Course], task: TaskId, now: Instant) -> Span | None:
+def _middle(found: list[SimulatedSchedule], task: TaskId, now: Instant) -> Span | None:
     at = sorted(course.starts[task] for course in found if task in course.starts)
     return Span(at[len(found) // 2] - now) if len(at) > len(found) // 2 else None
 

@@ -1,11 +1,12 @@
-"""When waiting tasks will start: the planner itself is run forward on a copy of the state, with run times drawn from what was seen.
+"""Forecast of start times: the planner runs forward on a copy of the state, with sampled run times.
 
-A **course** is one such future. Tasks that run end after a drawn time, the planner is asked again, new tasks may arrive as
-they did lately, and so on, until everything that waits has started or the bounds are reached. Several courses together give
-a median and a spread. Draws depend on task and course only, so two policies can be compared on the same futures.
+A **simulated schedule** is one such future: running tasks end after a sampled time, the planner runs
+again, new tasks may arrive as they did lately, until everything waiting has started or the bounds are
+reached. Several schedules give a median and a spread. Samples depend on task and schedule only, so two
+policies can be compared over the same futures.
 
-Time moves in steps that grow with the time already passed (`_GRAIN`), so a far future costs hardly more than a near one:
-nobody needs the minute of a start that is two days away.
+Time advances in steps that grow with the time already simulated (`_GRAIN`), so a distant future costs
+hardly more than a near one.
 """
 
 from __future__ import annotations
@@ -30,37 +31,41 @@ from gpool.core.scheduler.state.events import (
 from gpool.core.scheduler.state.snapshot import Snapshot
 
 COURSES = 5
-_GRAIN = 0.03  # of the time passed: ends so close together are seen by one pass
-_MAX_ARRIVALS = 2000  # in one course
+_GRAIN = 0.03  # of the simulated time: ends this close share one pass
+_MAX_ARRIVALS = 2000  # per schedule
 _GOLDEN = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
 _HORIZON = Span(30 * 24 * 3600 * 1_000_000)
-_NEW_IDS = 1 << 61  # beyond those of real tasks
+_NEW_IDS = 1 << 61  # above the ids of real tasks
 
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """What one course may cost."""
+    """Limits of one simulated schedule."""
 
     passes: int = 200
     horizon: Span = _HORIZON
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
-    """What is known at `now`, and of whom a start is asked. `arrivals` are what came lately and when, oldest first; none: nothing more comes."""
+class ForecastQuestion:
+    """Known facts at `now`, and the tasks whose start is asked. `arrivals`: recent arrivals and their times,
+    oldest first; empty: nothing more arrives.
+    """
 
     snapshot: Snapshot
     now: Instant
     times: RunTimes
     since: Mapping[TaskId, Instant] = field(default_factory=dict)  # when held tasks were leased
     arrivals: Sequence[tuple[Instant, Shape]] = ()
-    wanted: frozenset[TaskId] | None = None  # whose starts end a course; None: of all that wait
+    wanted: frozenset[TaskId] | None = (
+        None  # the schedule ends when these have started; None: all waiting tasks
+    )
 
 
 @dataclass(frozen=True, slots=True)
-class Course:
-    """One future: when each task started, up to `until`. `is_over`: after that nothing would ever change."""
+class SimulatedSchedule:
+    """One simulated schedule: start times up to `until`. `is_over`: nothing would change afterwards."""
 
     starts: Mapping[TaskId, Instant]
     until: Instant
@@ -68,19 +73,20 @@ class Course:
 
 
 def courses(
-    asked: Question,
+    asked: ForecastQuestion,
     policy: Policy,
     orders: Mapping[str, Order] = ORDERS,
     count: int = COURSES,
     bounds: Bounds = Bounds(),  # noqa: B008 - frozen
-) -> list[Course]:
+) -> list[SimulatedSchedule]:
     return [_Run(asked, policy, orders, number / count).run(bounds) for number in range(count)]
 
 
-def waits(found: Sequence[Course], task: TaskId, ahead: int, now: Instant) -> list[Span] | None:
-    """How long a task waits in each course, ascending; None: it never starts as things are.
-
-    Where a course ended first, the rate at which tasks started until then is taken to go on.
+def waits(
+    found: Sequence[SimulatedSchedule], task: TaskId, ahead: int, now: Instant
+) -> list[Span] | None:
+    """Return the task's wait in each schedule, ascending; None: it never starts. Where a schedule ended
+    first, the rate of starts until then is extrapolated.
     """
     told: list[Span] = []
     for course in found:
@@ -97,14 +103,14 @@ def waits(found: Sequence[Course], task: TaskId, ahead: int, now: Instant) -> li
 
 class _Run:
     def __init__(
-        self, asked: Question, policy: Policy, orders: Mapping[str, Order], offset: float
+        self, asked: ForecastQuestion, policy: Policy, orders: Mapping[str, Order], offset: float
     ) -> None:
         self.asked, self.policy, self.orders, self.offset = asked, policy, orders, offset
         self.state = asked.snapshot.state()
         self.targets = {task.id for event in asked.snapshot.queued for task in event.tasks}
         self.awaited = self.targets.copy() if asked.wanted is None else self.targets & asked.wanted
-        self.ending: dict[TaskId, int] = {}  # what is in `ends` otherwise was stopped
-        self.left: dict[TaskId, Span] = {}  # of those that were stopped
+        self.ending: dict[TaskId, int] = {}  # entries of `ends` not in here were preempted
+        self.left: dict[TaskId, Span] = {}  # remaining work of preempted tasks
         self.ends: list[tuple[int, TaskId]] = []
         self.lines: dict[tuple[NodeId, int], deque[tuple[TaskId, Shape]]] = {}
         self.line_of: dict[TaskId, tuple[NodeId, int]] = {}
@@ -112,7 +118,7 @@ class _Run:
         self.new: set[TaskId] = set()
         self.coming = deque(self._arrivals())
 
-    def run(self, bounds: Bounds) -> Course:
+    def run(self, bounds: Bounds) -> SimulatedSchedule:
         now = first = self.asked.now
         self._take_up()
         is_over = False
@@ -129,10 +135,10 @@ class _Run:
                 break
             upcoming = max(now, upcoming)
             now = self._advance(now, Instant(upcoming + round(_GRAIN * (upcoming - first))))
-        return Course(self.starts, now, is_over)
+        return SimulatedSchedule(self.starts, now, is_over)
 
     def _take_up(self) -> None:
-        """What is held now. Of a line the first runs; the rest follow."""
+        """Take over the present leases. The first lease of a queue runs; the others follow."""
         now, since = self.asked.now, self.asked.since
         for held in self.asked.snapshot.held:
             key = (held.node, held.allocation.number)
@@ -159,7 +165,7 @@ class _Run:
                 self._stand(place, now)
 
     def _stop(self, task: TaskId, gainer: TaskId, now: Instant) -> None:
-        """It makes room at once and waits again for what it has left to do."""
+        """Preempt: it frees its resources at once and waits for its remaining work."""
         held, ends_at = self.state.held.get(task), self.ending.pop(task, None)
         if held is None or ends_at is None or task not in held.leases:
             return
@@ -199,13 +205,13 @@ class _Run:
         heappush(self.ends, (at, task))
 
     def _advance(self, before: Instant, until: Instant) -> Instant:
-        """All that happens until then, as if at one moment: the middle of it, so that nothing is late on average."""
+        """Apply all events of the step at its midpoint, so that times are unbiased on average."""
         ended: list[TaskId] = []
         total = happened = 0
         while self.ends and self.ends[0][0] <= until:
             at, task = heappop(self.ends)
             if self.ending.get(task) != at:
-                continue  # it was stopped before
+                continue  # it was preempted
             del self.ending[task]
             total, happened = total + at, happened + 1
             key = self.line_of.pop(task)
@@ -227,7 +233,7 @@ class _Run:
         return Instant(max(before, total // happened)) if happened else until
 
     def _arrivals(self) -> list[tuple[int, Shape]]:
-        """What came lately comes again: the same tasks in the same rhythm, begun elsewhere in each course."""
+        """Repeat recent arrivals: the same tasks and intervals, with another offset in each schedule."""
         lately = self.asked.arrivals
         if len(lately) < 2:
             return []
@@ -247,7 +253,6 @@ class _Run:
 
 
 def _fraction(number: int) -> float:
-    """Evenly spread over [0, 1), and the same for the same number always."""
     mixed = (number * _GOLDEN) & _MASK
     mixed = ((mixed ^ (mixed >> 32)) * 0xBF58476D1CE4E5B9) & _MASK
     return ((mixed ^ (mixed >> 29)) >> 11) / (1 << 53)

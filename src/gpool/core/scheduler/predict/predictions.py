@@ -1,8 +1,9 @@
-"""How long a task will run, from those that ended: a guess to order and to backfill by, never needed for correctness.
+"""Predicted run times from ended tasks. A hint for ordering and backfill, never needed for correctness.
 
-The mean of the last ones of the same user, kind (function, or program and script), requirements and GPU model; with fewer than
-three of them, of any model, then of the user's other scripts of that program, then of anybody's with the same requirements, then of all. A mean, not a median: run times have heavy tails, and what counts for those
-who wait behind a task is how long it will keep its GPUs on average, not what is usual. A hint: lost in a rebuild.
+The mean of recent run times of the same user, kind (function, or program and script), requirements and
+GPU model; with fewer than three of them: any model, then the user's other scripts of that program, then
+anybody's with the same requirements, then all. A mean and not a median, since run times have heavy tails
+and waiting tasks care how long GPUs stay occupied on average. Lost in a rebuild.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ Kind = tuple[object, ...]
 
 
 def model_of(node: Node | None, allocation: Allocation) -> str:
-    """The model of the GPUs that a task had there; empty without any, or when it is not known any more."""
+    """Return the model of the allocation's GPUs; empty without GPUs or if it is unknown."""
     if node is None or not allocation.slices:
         return ""
     index = allocation.slices[0].gpu_index
@@ -28,7 +29,7 @@ def model_of(node: Node | None, allocation: Allocation) -> str:
 
 
 class _Lately:
-    """The last durations of one kind."""
+    """Recent durations of one kind."""
 
     __slots__ = ("kept", "total")
 
@@ -45,7 +46,7 @@ class _Lately:
 
 
 class _Asked:
-    """Requirements that are hashed once: it is asked for them with every task."""
+    """Requirements hashed once: they are looked up with every task."""
 
     __slots__ = ("_hash", "needs")
 
@@ -68,7 +69,6 @@ class Predictions:
         self._asked: dict[int, _Asked] = {}  # by identity
 
     def _kinds(self, shape: Shape, model: str) -> tuple[Kind, ...]:
-        """From the nearest to the widest."""
         needs, own = self._needs(shape.requirements), (shape.user, shape.group)
         program = program_of(shape.group)
         wider: tuple[Kind, ...] = ((shape.user, program, needs),) if program != own[1] else ()
@@ -85,16 +85,16 @@ class Predictions:
         return known
 
     def observe(self, shape: Shape, count: int, total: Span, model: str = "") -> None:
-        """`count` of them ended on this model after `total` together."""
+        """Record `count` ended tasks on this model with `total` run time."""
         for kind in self._kinds(shape, model):
             seen = self._seen.pop(kind, None) or _Lately()
-            self._seen[kind] = seen  # the newest last: the oldest is forgotten first
+            self._seen[kind] = seen  # newest last; the oldest is evicted first
             seen.add(total // count, count)
         while len(self._seen) > MAX_KEYS:
             del self._seen[next(iter(self._seen))]
 
     def of(self, shape: Shape, model: str = "") -> Span | None:
-        """How long one runs on this model, or wherever it may be; None: nothing is known."""
+        """Return the predicted run time on this model or any; None: no data."""
         if not self._seen:
             return None
         for kind in self._kinds(shape, model):

@@ -1,4 +1,4 @@
-"""Plays arrivals through the planner itself, one by one, as the server would. For choosing a pricing and for measurements; it keeps no time."""
+"""Replay of arrivals through the planner, one by one. For choosing a pricing and for measurements; has no clock."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from gpool.core.scheduler.state.state import State
 
 
 class Replay:
-    """An idle pool of these nodes. A task that does not start at once is withdrawn."""
+    """Idle pool of these nodes. A task that does not start at once is withdrawn."""
 
     def __init__(self, nodes: Iterable[Node], policy: Policy) -> None:
         self.state = State()
@@ -37,7 +37,7 @@ class Replay:
             self.capacity_milli += 1000 * len(lent)
 
     def arrive(self, shape: Shape, now: Instant) -> Place | None:
-        """One task of this shape comes: where it starts, or None."""
+        """Submit one task of this shape; return its allocation, or None."""
         self._last += 1
         task = TaskId(self._last)
         self.state.fold(TasksQueued(shape, (QueuedTask(task, 0, now),)))
@@ -57,5 +57,5 @@ class Replay:
 
     @property
     def unallocated_pct(self) -> float:
-        """GPUs that no task holds, of all that are lent."""
+        """Unallocated GPUs in per cent of all lent."""
         return 100 * (1 - self.taken_milli / self.capacity_milli) if self.capacity_milli else 0.0

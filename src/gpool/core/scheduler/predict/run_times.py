@@ -1,7 +1,7 @@
-"""How long tasks take, learnt from those that ended: whole distributions, not means. A hint: nothing needs it to be right.
+"""Distributions of run times from ended tasks. A hint: nothing depends on its accuracy.
 
-Looked up from the nearest to the widest: the same shape, the same person asking for the same GPUs, anybody asking for them,
-everything. Of a task that runs already only those count that took longer than it has so far.
+Looked up from the narrowest to the widest: same shape, same user and GPUs, same GPUs, everything. For a
+running task only durations longer than its age count.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from collections import deque
 from gpool.core.model import Shape, Span
 
 MAX_KINDS = 10_000
-_WINDOWS = (50, 200, 500, 2000)  # durations kept, nearest kind first
-_ENOUGH = 8  # durations longer than the age, for a kind to be believed
-_MOST_TIMES = 20.0  # its age again that a task older than all others is given at most
+_WINDOWS = (50, 200, 500, 2000)  # durations kept, narrowest kind first
+_ENOUGH = 8  # longer durations needed to use a kind
+_MOST_TIMES = 20.0  # times its age, for a task older than all known ones
 
 Kind = tuple[object, ...]
 
@@ -36,7 +36,7 @@ class _Window:
 
 
 class RunTimes:
-    """Durations of the last attempts that ended, by kind of task."""
+    """Durations of recent attempts by kind of task."""
 
     def __init__(self) -> None:
         self._kinds: dict[Kind, _Window] = {}
@@ -54,7 +54,7 @@ class RunTimes:
         return not self._kinds
 
     def left(self, shape: Shape, age: Span, fraction: float) -> Span:
-        """How much longer a task of this age takes: the `fraction` quantile (0 <= fraction < 1) of what was seen."""
+        """Return the remaining run time of a task of this age: the `fraction` quantile (0 <= fraction < 1)."""
         last: list[int] = []
         for kind in _kinds(shape):
             window = self._kinds.get(kind)
@@ -71,7 +71,7 @@ class RunTimes:
         return Span(round(max(age, 1) * min(_MOST_TIMES, fraction / (1 - fraction))) + 1)
 
     def copy(self) -> RunTimes:
-        """For a thread of its own."""
+        """Copy for use in another thread."""
         twin = RunTimes()
         for kind, window in self._kinds.items():
             alike = twin._kinds[kind] = _Window(0)

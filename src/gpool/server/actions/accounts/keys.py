@@ -7,7 +7,7 @@ import msgspec
 from gpool.core.errors import Forbidden
 from gpool.core.ids import decode, encode
 from gpool.core.model import Instant, Permission
-from gpool.core.permissions import Action, Kind, Scope, TeamId, Thing, missing
+from gpool.core.permissions import Action, ObjectKind, Scope, TeamId, Thing, missing
 from gpool.server.actions.operators.audit import audited, entry
 from gpool.server.identity import credentials
 from gpool.server.identity.authorization import own, permit
@@ -47,7 +47,9 @@ async def make(server: Server, who: Caller, request: KeyRequest, once: Once | No
         raise Forbidden("the scope 'admin' is only for keys of operators")
     team = None if request.team is None else TeamId(decode("team", request.team))
     if team is not None:
-        is_member = Thing(Kind.TEAM, team=team) if team in who.teams else missing(Kind.TEAM)
+        is_member = (
+            Thing(ObjectKind.TEAM, team=team) if team in who.teams else missing(ObjectKind.TEAM)
+        )
         permit(who, Action.TEAM_READ, is_member, f"team {request.team}")
     if once is None:
         key = credentials.fresh(credentials.USER_PREFIX)
@@ -108,7 +110,7 @@ async def end(server: Server, who: Caller, id_: int, once: Once | None) -> None:
 @operation
 def _end(id_: int, who: Caller, at: Instant) -> Operation[bool]:
     found = yield from operations.key(id_)
-    thing = missing(Kind.KEY) if found is None else Thing(Kind.KEY, owner=found.user)
+    thing = missing(ObjectKind.KEY) if found is None else Thing(ObjectKind.KEY, owner=found.user)
     permit(who, Action.KEY_END, thing, f"key {encode('key', id_)}")
     yield from operations.end_key(id_, None, at)
     return True

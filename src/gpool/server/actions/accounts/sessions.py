@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from gpool.core.errors import Forbidden, Invalid, NotSignedIn
 from gpool.core.ids import encode
 from gpool.core.model import Instant
-from gpool.core.permissions import Action, Kind, Thing, missing
+from gpool.core.permissions import Action, ObjectKind, Thing, missing
 from gpool.server.actions.operators.audit import REFUSED, audited, entry, note
 from gpool.server.identity.authorization import own, permit
 from gpool.server.identity.passwords import Match
@@ -205,7 +205,7 @@ async def sign_out(server: Server, who: Caller | None, token: str | None, everyw
             return  # an unknown token, or one of a removed or disabled user: no session to end
     assert who is not None, "checked by the route"
     owner = who.user.id if session is None else session.user
-    permit(who, Action.SIGN_OUT, Thing(Kind.SESSION, owner=owner), "session")
+    permit(who, Action.SIGN_OUT, Thing(ObjectKind.SESSION, owner=owner), "session")
     name = session.id if session is not None else who.session
     why = refresh.End.SIGNED_OUT.value
     noted = entry(server.now, who, "sign_out", "everywhere" if everywhere else f"session {name}")
@@ -262,7 +262,11 @@ async def end(server: Server, who: Caller, id_: str, once: Once | None) -> None:
 @operation
 def _end(id_: str, who: Caller, at: Instant) -> Operation[bool]:
     found = yield from operations.session(id_)
-    thing = missing(Kind.SESSION) if found is None else Thing(Kind.SESSION, owner=found.user)
+    thing = (
+        missing(ObjectKind.SESSION)
+        if found is None
+        else Thing(ObjectKind.SESSION, owner=found.user)
+    )
     permit(who, Action.SESSION_END, thing, f"session {id_[:64]}")
     yield from operations.end_session(id_, refresh.End.REVOKED.value, at)
     return True

@@ -9,7 +9,7 @@ import msgspec
 from gpool.core.errors import Invalid, NotFound
 from gpool.core.ids import UserId, decode, encode
 from gpool.core.model import Instant, Permission
-from gpool.core.permissions import Action, Kind, Role, TeamId, Thing, missing
+from gpool.core.permissions import Action, ObjectKind, Role, TeamId, Thing, missing
 from gpool.core.quotas import Quota
 from gpool.server.actions.accounts.accounts import USER_INVITE_PREFIX
 from gpool.server.actions.operators import quotas
@@ -86,7 +86,7 @@ def _members(id_: TeamId, who: Caller) -> Operation[tuple[Member, ...]]:
 
 
 def _thing(team: Team | None) -> Thing:
-    return missing(Kind.TEAM) if team is None else Thing(Kind.TEAM, team=team.id)
+    return missing(ObjectKind.TEAM) if team is None else Thing(ObjectKind.TEAM, team=team.id)
 
 
 def named(id_: TeamId) -> str:
@@ -141,7 +141,7 @@ def _change(
 ) -> Operation[tuple[Team, GivenQuota]]:
     team, quota = yield from _permitted(id_, who, Action.TEAM_CHANGE)
     if wanted.quota is not None:
-        permit(who, Action.QUOTA_SET, Thing(Kind.ACCOUNT, team=id_), named(id_))
+        permit(who, Action.QUOTA_SET, Thing(ObjectKind.ACCOUNT, team=id_), named(id_))
         quotas.sound(given(wanted.quota), usual)
     if wanted.name is not None:
         yield from operations.rename_team(id_, wanted.name)  # may refuse, so before other writes
@@ -245,7 +245,9 @@ async def remove_member(
 def _remove_member(id_: TeamId, who: Caller, user: UserId) -> Operation[bool]:
     if user == who.user.id:
         member = id_ in (yield from operations.teams_of(user))
-        membership = Thing(Kind.MEMBERSHIP, owner=user) if member else missing(Kind.MEMBERSHIP)
+        membership = (
+            Thing(ObjectKind.MEMBERSHIP, owner=user) if member else missing(ObjectKind.MEMBERSHIP)
+        )
         permit(who, Action.TEAM_LEAVE, membership, named(id_))
     else:
         yield from _permitted(id_, who, Action.TEAM_ROLE_SET)

@@ -12,7 +12,7 @@ import msgspec
 from gpool.core.errors import Forbidden, Invalid
 from gpool.core.ids import NodeId, UserId, encode
 from gpool.core.model import SECOND, Gpu, Instant, Offer
-from gpool.core.permissions import Action, Kind, Thing
+from gpool.core.permissions import Action, ObjectKind, Thing
 from gpool.server.actions.operators.audit import audited, entry
 from gpool.server.identity import credentials
 from gpool.server.identity.authorization import own, permit
@@ -95,7 +95,7 @@ async def join(
 
 
 async def register(server: Server, who: NodeCredentials, request: NodeRequest) -> NodeJoined:
-    permit(who, Action.NODE_OFFER, Thing(Kind.NODE, owner=who.owner, holder=who.node))
+    permit(who, Action.NODE_OFFER, Thing(ObjectKind.NODE, owner=who.owner, holder=who.node))
     offer = _offer(request)
     row = await server.write(
         offers.take(who.node, offer, server.ids.take(len(offer.gpus)), server.now)

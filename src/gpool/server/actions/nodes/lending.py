@@ -5,7 +5,7 @@ from __future__ import annotations
 from gpool.core.errors import NotFound
 from gpool.core.ids import GpuId, NodeId, encode
 from gpool.core.model import Availability, Instant
-from gpool.core.permissions import Action, Kind, Thing, missing
+from gpool.core.permissions import Action, ObjectKind, Thing, missing
 from gpool.server.actions.nodes.listing import gpu, no_gpu, no_node, node
 from gpool.server.actions.operators.audit import audited, entry
 from gpool.server.identity.authorization import node_thing, permit
@@ -83,8 +83,8 @@ def _set_gpu_available(id_: GpuId, who: Caller, available: bool) -> Operation[No
 
 def gpu_thing(row: GpuRow | None) -> Thing:
     if row is None or row.gone:
-        return missing(Kind.GPU)
-    return Thing(Kind.GPU, owner=row.owner, holder=row.node)
+        return missing(ObjectKind.GPU)
+    return Thing(ObjectKind.GPU, owner=row.owner, holder=row.node)
 
 
 @operation

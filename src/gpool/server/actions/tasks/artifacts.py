@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from gpool.core.errors import Forbidden, Invalid, NotFound, StaleLease
 from gpool.core.ids import TaskId
 from gpool.core.model import Permission
-from gpool.core.permissions import Action, Kind, Thing, missing
+from gpool.core.permissions import Action, ObjectKind, Thing, missing
 from gpool.server.actions.operators import quotas
 from gpool.server.blobs import Part
 from gpool.server.identity.authorization import own, permit
@@ -89,7 +89,7 @@ async def size_of(
     """
     size, thing = await _seen(server, who, sha256, lease)
     if to_name and isinstance(who, Caller) and thing.owner is None and thing.team is None:
-        thing = missing(Kind.ARTIFACT)
+        thing = missing(ObjectKind.ARTIFACT)
     try:
         permit(who, Action.ARTIFACT_READ, thing, f"artifact {sha256}")
     except NotFound as hidden:
@@ -108,17 +108,19 @@ async def _seen(
     if isinstance(who, NodeCredentials):
         task = None if lease is None else TaskId(lease.task)
         size = await server.store.read(operations.visible_to_node(sha256, who.node, task))
-        return size, missing(Kind.ARTIFACT) if size is None else Thing(
-            Kind.ARTIFACT, holder=who.node
+        return size, missing(ObjectKind.ARTIFACT) if size is None else Thing(
+            ObjectKind.ARTIFACT, holder=who.node
         )
     size = await server.store.read(operations.visible(sha256, who.user.id, tuple(who.teams)))
     if size is not None:
         return size, Thing(
-            Kind.ARTIFACT, owner=who.user.id if who.key_team is None else None, team=who.key_team
+            ObjectKind.ARTIFACT,
+            owner=who.user.id if who.key_team is None else None,
+            team=who.key_team,
         )
     if Permission.OPERATOR in who.user.permissions:
         size = await server.store.read(operations.size_of(sha256))
-    return size, missing(Kind.ARTIFACT) if size is None else Thing(Kind.ARTIFACT)
+    return size, missing(ObjectKind.ARTIFACT) if size is None else Thing(ObjectKind.ARTIFACT)
 
 
 def _uploader(who: Caller | NodeCredentials) -> str:

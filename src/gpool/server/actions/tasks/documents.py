@@ -209,7 +209,7 @@ def task(view: TaskView) -> TaskDocument:
         labels=list(asked.labels),
         max_price=None
         if asked.max_price_microcredits is None
-        else price.told(asked.max_price_microcredits),
+        else price.format_price(asked.max_price_microcredits),
         engine=spec.engine.value,
         on_loss=spec.on_loss.value,
     )

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from gpool.core.errors import NotFound
 from gpool.core.ids import BatchId, TaskId, UserId, encode
 from gpool.core.model import TaskStatus
-from gpool.core.permissions import Action, Kind, TeamId, Thing, missing
+from gpool.core.permissions import Action, ObjectKind, TeamId, Thing, missing
 from gpool.server.actions.tasks import documents
 from gpool.server.identity.authorization import batch_thing, own, permit, task_thing
 from gpool.server.server import Server
@@ -77,8 +77,8 @@ async def acting_account(server: Server, who: Caller, team: TeamId | None) -> Th
     if team is None:
         return own(who)
     if team not in who.teams and await server.store.read(teams_operations.team(team)) is None:
-        return missing(Kind.ACCOUNT)
-    return Thing(Kind.ACCOUNT, team=team)
+        return missing(ObjectKind.ACCOUNT)
+    return Thing(ObjectKind.ACCOUNT, team=team)
 
 
 def _team(team: TeamId | None) -> str:

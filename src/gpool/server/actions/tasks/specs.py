@@ -203,7 +203,7 @@ def _requirements(request: TaskRequest, recipe: Recipe | None) -> Requirements:
         labels=labels.normal(request.labels),
         max_price_microcredits=None
         if request.max_price is None
-        else price.parse(request.max_price),
+        else price.parse_price(request.max_price),
     )
 
 

@@ -24,8 +24,8 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from gpool.core.model import SECOND, Instant, Span
 from gpool.server.identity.tokens.access import Claims, thumbprint
 from gpool.transfer.node_proofs import (
+    ChallengeStatement,
     RequestStatement,
-    Statement,
     parse_request_proof,
     signature_from,
 )
@@ -109,7 +109,9 @@ class Proofs:
         raw = body + self._tag(body, purpose, node)
         return base64.urlsafe_b64encode(raw).decode().rstrip("=")
 
-    def answered(self, statement: Statement, signature: str, now: Instant) -> Proven | NotProven:
+    def answered(
+        self, statement: ChallengeStatement, signature: str, now: Instant
+    ) -> Proven | NotProven:
         """Whether the answer proves possession of `statement.public`, here, for this, and for the first time.
 
         The statement is the server's own: node and key from its store, purpose from the route, the nonce as it came.

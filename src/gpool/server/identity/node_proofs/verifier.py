@@ -33,9 +33,9 @@ from gpool.server.store.operations.nodes import nodes
 from gpool.server.store.protocol import Store
 from gpool.server.store.values import NodeCredentials
 from gpool.transfer.node_proofs import (
+    ChallengeStatement,
     Purpose,
     RequestStatement,
-    Statement,
     parse_request_proof,
     public_from,
 )
@@ -133,7 +133,7 @@ class NodeGate:
         public = public_from(public_key)
         if public is None:
             return NotProven.KEY
-        statement = Statement(purpose, self.name, _spelt(node), public, nonce)
+        statement = ChallengeStatement(purpose, self.name, _spelt(node), public, nonce)
         return self._proofs.answered(statement, signature, self._now())
 
     # ---- tokens

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from gpool.core.gangs import Call, Verdict, call, marked, verdict
+from gpool.core.gangs import GangOrder, GangVerdict, call, marked, verdict
 from gpool.core.ids import NodeId, SpecId, TaskId, UserId
 from gpool.core.lifecycle import Move, sources
 from gpool.core.model import EndReason, Fault, Instant, OnLoss, TaskStatus
@@ -255,11 +255,11 @@ def _settle(heard: Sequence[_Heard], at: Instant, taken: Taken) -> Operation[Non
     yield from _forsake([one.task for one, gang in closing if gang.parts[0].outputs], taken)
 
 
-def _end_of(one: _Heard, told: Call | None) -> Finished:
+def _end_of(one: _Heard, told: GangOrder | None) -> Finished:
     """How it ended. One that only let go was told to, or had to."""
     if one.end is not None:
         return one.end
-    if one.row[5] == CANCELLED or told is Call.END:
+    if one.row[5] == CANCELLED or told is GangOrder.END:
         reason = EndReason.CANCELLED
     else:
         reason = EndReason.HANDED_BACK if one.started_at is None else EndReason.PREEMPTED
@@ -290,7 +290,7 @@ def _call_off(one: _Heard, gang: Gang, taken: Taken) -> None:
     told = call(gang.standing)
     if told is not None:
         hold = Hold(one.task, one.epoch)
-        to = taken.to_stop if told is Call.END else taken.to_preempt
+        to = taken.to_stop if told is GangOrder.END else taken.to_preempt
         to += [(node, hold) for node in gang.holding]
 
 
@@ -360,7 +360,7 @@ def _close(one: _Heard, gang: Gang, at: Instant, taken: Taken) -> Operation[Ends
     return ends
 
 
-def _told(found: Verdict, cause: Part) -> str:
+def _told(found: GangVerdict, cause: Part) -> str:
     """What the cause said; of others than rank 0, with its rank."""
     if found.reason is EndReason.LOST:
         return f"rank {found.rank} was lost with its node"

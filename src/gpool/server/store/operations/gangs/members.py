@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from gpool.core.gangs import Call, MemberEnd, Standing, call
+from gpool.core.gangs import GangOrder, GangStanding, MemberEnd, call
 from gpool.core.ids import NodeId
 from gpool.core.model import Instant, TaskSpec, TaskStatus
 from gpool.core.scheduler.state.events import Member
@@ -59,8 +59,8 @@ class Gang:
     making_room: bool
 
     @property
-    def standing(self) -> Standing:
-        return Standing(
+    def standing(self) -> GangStanding:
+        return GangStanding(
             len(self.parts),
             self.spec.engine,
             self.spec.on_loss,
@@ -163,8 +163,8 @@ def _held(row: Row, gang: Gang) -> HeldLease:
     lease = held_lease(row, row[9], row[10])
     told = call(gang.standing)
     if told is None and gang.making_room:
-        told = Call.BACK
-    if lease.status is TaskStatus.CANCELLED or told is Call.END:
+        told = GangOrder.BACK
+    if lease.status is TaskStatus.CANCELLED or told is GangOrder.END:
         status = TaskStatus.CANCELLED
     else:
         status = TaskStatus.LEASED if row[8] is None else TaskStatus.RUNNING
@@ -194,9 +194,9 @@ def overdue(before: Instant) -> Operation[tuple[NodeId, ...]]:
     )
 
 
-def _is_over(task: int, gang: Standing, by_then: set[tuple[int, int]]) -> bool:
+def _is_over(task: int, gang: GangStanding, by_then: set[tuple[int, int]]) -> bool:
     ends = tuple(end for end in gang.ends if (task, end.rank) in by_then)
-    return call(replace(gang, ends=ends)) is Call.END
+    return call(replace(gang, ends=ends)) is GangOrder.END
 
 
 def pictured() -> Operation[tuple[tuple[HeldGang, Row], ...]]:

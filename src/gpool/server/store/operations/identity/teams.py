@@ -1,6 +1,6 @@
 """Teams and who is in them, quotas, and what is in use. A team never loses its last owner while it has members.
 
-Whoever changes a team locks its row first. Usage is read from what is open: queued tasks and held leases by partial
+Whoever changes a team locks its row first. QuotaUsage is read from what is open: queued tasks and held leases by partial
 indexes, storage from a counter that `storage` keeps.
 """
 
@@ -12,7 +12,7 @@ from gpool.core.errors import Conflict, NotFound
 from gpool.core.ids import UserId
 from gpool.core.model import Instant
 from gpool.core.permissions import Role, TeamId
-from gpool.core.quotas import Usage
+from gpool.core.quotas import QuotaUsage
 from gpool.server.store.identity_values import GivenQuota, Holder, Member, Team
 from gpool.server.store.operation import operation
 from gpool.server.store.protocol import Operation, Relation, Statement
@@ -241,7 +241,7 @@ def quotas() -> Operation[dict[tuple[Holder, int], GivenQuota]]:
 
 
 @operation
-def usage_of(kind: Holder, id: int) -> Operation[Usage]:
+def usage_of(kind: Holder, id: int) -> Operation[QuotaUsage]:
     """A user's tasks count for the user, whoever they are for; a team's for the team too. Storage counts for its owner."""
     whose = "team_id" if kind == "team" else "user_id"
     lines = yield Statement(
@@ -264,7 +264,7 @@ def usage_of(kind: Holder, id: int) -> Operation[Usage]:
         for _, number, text in lines
         for part in allocation_from(number, text).slices
     )
-    return Usage(running, queued[0][0], int(stored[0][0]))
+    return QuotaUsage(running, queued[0][0], int(stored[0][0]))
 
 
 @operation

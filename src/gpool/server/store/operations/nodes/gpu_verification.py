@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from gpool.core.ids import NodeId, UserId
 from gpool.core.model import Instant
-from gpool.core.trust.gpu_verification import Verdict
+from gpool.core.trust.gpu_verification import GpuVerdict
 from gpool.server.store.operation import operation
 from gpool.server.store.operations.nodes import nodes
 from gpool.server.store.protocol import Operation, Statement
@@ -25,7 +25,7 @@ class Record:
     position: int
     joined_at: Instant  # its node
     unproven: str | None
-    verdict: Verdict | None
+    verdict: GpuVerdict | None
     judged_at: Instant | None
     measured: str | None
 
@@ -47,7 +47,7 @@ def records(node: NodeId | None = None) -> Operation[tuple[Record, ...]]:
             row[3],
             Instant(row[4]),
             row[5],
-            None if row[6] is None else Verdict(row[6]),
+            None if row[6] is None else GpuVerdict(row[6]),
             row[7],
             row[8],
         )
@@ -68,8 +68,8 @@ def keep_back(node: NodeId, uuids: Sequence[str], why: str) -> Operation[NodeRow
 
 
 @operation
-def judge(node: NodeId, uuid: str, verdict: Verdict, at: Instant) -> Operation[NodeRow | None]:
-    why = None if verdict is Verdict.PASSED else f"proof of GPU: {verdict.text}"
+def judge(node: NodeId, uuid: str, verdict: GpuVerdict, at: Instant) -> Operation[NodeRow | None]:
+    why = None if verdict is GpuVerdict.PASSED else f"proof of GPU: {verdict.text}"
     yield Statement(
         "UPDATE gpus SET unproven = :why, verdict = :verdict, judged_at = :at WHERE node_id = :node AND uuid = :uuid",
         {"why": why, "verdict": verdict.value, "at": at, "node": node, "uuid": uuid},

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from gpool.core.ids import NodeId
 from gpool.core.model import Instant, Span
-from gpool.core.trust.reliability import Record
+from gpool.core.trust.reliability import ReliabilityRecord
 from gpool.server.store.operation import operation
 from gpool.server.store.protocol import Operation, Relation, Statement
 
@@ -14,13 +14,15 @@ COLUMNS = (("node", "int"), ("up", "int"), ("losses", "int"), ("at", "int"))
 
 
 @operation
-def records() -> Operation[Mapping[NodeId, Record]]:
+def records() -> Operation[Mapping[NodeId, ReliabilityRecord]]:
     rows = yield Statement("SELECT node_id, up_us, losses, at FROM node_records", {})
-    return {NodeId(row[0]): Record(Span(row[1]), row[2], Instant(row[3])) for row in rows}
+    return {
+        NodeId(row[0]): ReliabilityRecord(Span(row[1]), row[2], Instant(row[3])) for row in rows
+    }
 
 
 @operation
-def put_records(found: Mapping[NodeId, Record]) -> Operation[None]:
+def put_records(found: Mapping[NodeId, ReliabilityRecord]) -> Operation[None]:
     """Of nodes that are still there; what was written later stays."""
     rows = [(id_, each.up, each.losses_milli, each.at) for id_, each in sorted(found.items())]
     yield Statement(

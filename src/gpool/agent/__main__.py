@@ -1,0 +1,54 @@
+"""`python -m gpool.agent`: run the agent with the settings in the `GPOOL_AGENT_*` variables.
+
+Exit codes as for the CLI (DESIGN §7): 1 failed, 2 usage, 3 refused by the server, 4 not found, 5 server unreachable.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+
+from gpool.agent.app import lend
+from gpool.agent.runtime.protocol import SandboxFailed
+from gpool.core.errors import (
+    Forbidden,
+    GpoolError,
+    Invalid,
+    NotFound,
+    NotSignedIn,
+    TooLarge,
+    Unreachable,
+)
+
+FAILED = 1
+EXIT_CODES: tuple[tuple[type[GpoolError], int], ...] = (
+    (Invalid, 2),
+    (TooLarge, 2),
+    (NotSignedIn, 3),
+    (Forbidden, 3),
+    (NotFound, 4),
+    (Unreachable, 5),
+)
+
+
+def main() -> None:
+    try:
+        lend()
+    except KeyboardInterrupt:  # before the signal handlers were installed
+        sys.exit(128 + signal.SIGINT)
+    except GpoolError as error:
+        _print(f"gpool: {error.detail}")
+        sys.exit(next((code for kind, code in EXIT_CODES if isinstance(error, kind)), FAILED))
+    except SandboxFailed as error:
+        _print(f"gpool: this machine cannot isolate tasks: {error}")
+        _print("  Find the cause with: gpool node doctor")
+        sys.exit(FAILED)
+
+
+def _print(text: str) -> None:
+    """Write a line to stderr; characters of the server's text that could control a terminal are replaced."""
+    sys.stderr.write("".join(c if c.isprintable() else "\ufffd" for c in text) + "\n")
+
+
+if __name__ == "__main__":
+    main()
