@@ -40,12 +40,12 @@ class SuccessReply:
 
     @property
     def openapi(self) -> dict[str, Any]:
-        told: dict[str, Any] = {"description": self.description}
+        response: dict[str, Any] = {"description": self.description}
         if self.document is not None:
-            told["model"] = self.document
+            response["model"] = self.document
         if self.media_types:
-            told["content"] = {kind: {"schema": _schema(kind)} for kind in self.media_types}
-        return told
+            response["content"] = {kind: {"schema": _schema(kind)} for kind in self.media_types}
+        return response
 
 
 def _schema(media_type: str) -> dict[str, str]:

@@ -68,8 +68,8 @@ async def create(server: Server, name: str, first: FirstCredential, invite: str 
         now,
         first.identity,
     )
-    noted = entry(now, user, "register", encode("user", user.id), name=name)
-    return await server.write(audited(registering, [noted]))
+    audit_entry = entry(now, user, "register", encode("user", user.id), name=name)
+    return await server.write(audited(registering, [audit_entry]))
 
 
 # ---- the caller's account
@@ -90,11 +90,11 @@ async def me(server: Server, who: Caller) -> MeDocument:
     return MeDocument(
         id=encode("user", who.user.id),
         name=who.user.name,
-        wallets=[spelled(wallet.address) for wallet in found.wallets],
+        wallets=[checksummed(wallet.address) for wallet in found.wallets],
         permissions=sorted(permission.value for permission in who.user.permissions),
         has_password=found.account is not None and found.account.password_hash is not None,
         identities=[issuer for issuer, _ in found.identities],
-        payout_wallet=None if payout is None else spelled(payout),
+        payout_wallet=None if payout is None else checksummed(payout),
         teams=[
             OwnTeam(id=encode("team", team.id), name=team.name, role=role.value)
             for team, role in found.teams
@@ -130,8 +130,8 @@ async def change_password(
             raise Forbidden("'old' is not the current password")
     hashed = await server.identity.passwords.hash(who.user.name, new)
     change = _change_password(who, stored, hashed, server.now)
-    noted = entry(server.now, who, "password.set", encode("user", who.user.id))
-    await server.write_once(who.user, once, audited(change, [noted]), lambda _: b"")
+    audit_entry = entry(server.now, who, "password.set", encode("user", who.user.id))
+    await server.write_once(who.user, once, audited(change, [audit_entry]), lambda _: b"")
     server.credentials.forget()
 
 
@@ -147,7 +147,7 @@ def _change_password(who: Caller, before: str | None, after: str, at: Instant) -
     return True
 
 
-def spelled(address: str) -> str:
+def checksummed(address: str) -> str:
     """The address with an EIP-55 checksum; the store keeps it in lower case."""
     return from_bytes(bytes.fromhex(address.removeprefix("0x")))
 

@@ -30,12 +30,14 @@ class _SavedKey(msgspec.Struct, frozen=True):
     id: int
 
 
-async def listed(server: Server, who: Caller) -> list[KeyDocument]:
+async def list_keys(server: Server, who: Caller) -> list[KeyDocument]:
     permit(who, Action.KEYS_LIST, own(who))
     return [_document(key) for key in await server.store.read(operations.keys_of(who.user.id))]
 
 
-async def make(server: Server, who: Caller, request: KeyRequest, once: Once | None) -> KeyMade:
+async def create_key(
+    server: Server, who: Caller, request: KeyRequest, once: Once | None
+) -> KeyMade:
     """Create a key; only the answer contains it, the store keeps a hash."""
     permit(who, Action.KEY_MAKE, own(who))
     scopes = (
@@ -71,13 +73,13 @@ async def make(server: Server, who: Caller, request: KeyRequest, once: Once | No
         last_used_at=None,
     )
     words = None if scopes is None else " ".join(sorted(scope.value for scope in scopes))
-    noted = entry(
+    audit_entry = entry(
         now, who, "key.make", encode("key", made.id), name=made.name, scopes=words or "all"
     )
     answered = await server.write_once(
         who.user,
         once,
-        audited(_add(made, credentials.hashed(key)), [noted]),
+        audited(_add(made, credentials.hashed(key)), [audit_entry]),
         lambda id_: msgspec.json.encode(_SavedKey(id_)),
     )
     saved = msgspec.json.decode(answered.body, type=_SavedKey)
@@ -100,9 +102,9 @@ def _add(key: ApiKey, hashed: str) -> Operation[int]:
     return key.id
 
 
-async def end(server: Server, who: Caller, id_: int, once: Once | None) -> None:
-    noted = entry(server.now, who, "key.end", encode("key", id_))
-    ending = audited(_end(id_, who, server.now), [noted])
+async def revoke_key(server: Server, who: Caller, id_: int, once: Once | None) -> None:
+    audit_entry = entry(server.now, who, "key.end", encode("key", id_))
+    ending = audited(_end(id_, who, server.now), [audit_entry])
     await server.write_once(who.user, once, ending, lambda _: b"")
     server.credentials.forget()
 

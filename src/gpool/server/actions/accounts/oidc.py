@@ -88,7 +88,7 @@ async def finish(
     if account is None:
         accounts.may_register(server, request.invite)
         account = await _first(server, configured, identity, request.invite)
-    return await sessions.begin(server, account, label, address, f"oidc {configured.name}")
+    return await sessions.open_session(server, account, label, address, f"oidc {configured.name}")
 
 
 async def _identity(

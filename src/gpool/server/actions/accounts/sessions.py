@@ -43,7 +43,7 @@ DISABLED = "this account was disabled by an operator; contact an operator"
 # ---- sign-in
 
 
-async def by_password(
+async def sign_in_with_password(
     server: Server, name: str, password: str, label: str, address: str = ""
 ) -> TokensDocument:
     """Open a session. An unknown name, an account without a password and a wrong password get the same answer in
@@ -56,17 +56,17 @@ async def by_password(
         if isinstance(found, Match):
             guess.succeeded()
     if not isinstance(found, Match) or account is None or stored is None:
-        told = {"outcome": REFUSED, "address": address, "via": "password"}
-        await note(server, entry(server.now, None, "sign_in", f"name {name[:64]}", **told))
+        facts = {"outcome": REFUSED, "address": address, "via": "password"}
+        await note(server, entry(server.now, None, "sign_in", f"name {name[:64]}", **facts))
         raise NotSignedIn(NO_MATCH)
     if found.rehash is not None:
         await server.write(
             account_operations.rehash_password(account.user.id, stored, found.rehash)
         )
-    return await begin(server, account, label, address, "password")
+    return await open_session(server, account, label, address, "password")
 
 
-async def begin(
+async def open_session(
     server: Server, account: Account, label: str, address: str = "", via: str = ""
 ) -> TokensDocument:
     if account.disabled:
@@ -88,10 +88,10 @@ async def begin(
             label=_label(label),
         )
     )
-    noted = entry(
+    audit_entry = entry(
         server.now, account.user, "sign_in", f"session {family.id}", address=address, via=via
     )
-    await server.write(audited(opened, [noted]))
+    await server.write(audited(opened, [audit_entry]))
     return _tokens(server, account.user, family.id, token)
 
 
@@ -119,7 +119,7 @@ class _StoredSession:
     user: User | None
 
 
-async def refreshed(server: Server, token: str) -> TokensDocument:
+async def refresh_tokens(server: Server, token: str) -> TokensDocument:
     """The next pair of tokens, or the same pair for a client that lost the answer. Reuse of an older token ends the session."""
     presented = refresh.parse(token)
     if presented is None:
@@ -148,10 +148,10 @@ async def refreshed(server: Server, token: str) -> TokensDocument:
                 ending = operations.end_session(
                     row.id, row.end_reason.value, server.now, generation=row.generation
                 )
-                noted = entry(
+                audit_entry = entry(
                     server.now, user, "session.end", f"session {row.id}", why=row.end_reason.value
                 )
-                ended = await server.write(audited(ending, [noted]))
+                ended = await server.write(audited(ending, [audit_entry]))
                 server.credentials.forget()
                 if ended:
                     raise NotSignedIn(
@@ -208,12 +208,14 @@ async def sign_out(server: Server, who: Caller | None, token: str | None, everyw
     permit(who, Action.SIGN_OUT, Thing(ObjectKind.SESSION, owner=owner), "session")
     name = session.id if session is not None else who.session
     why = refresh.End.SIGNED_OUT.value
-    noted = entry(server.now, who, "sign_out", "everywhere" if everywhere else f"session {name}")
+    audit_entry = entry(
+        server.now, who, "sign_out", "everywhere" if everywhere else f"session {name}"
+    )
     if everywhere:
         ending = operations.end_sessions_of(who.user.id, why, server.now)
-        await server.write(audited(ending, [noted]))
+        await server.write(audited(ending, [audit_entry]))
     elif name is not None:
-        await server.write(audited(operations.end_session(name, why, server.now), [noted]))
+        await server.write(audited(operations.end_session(name, why, server.now), [audit_entry]))
     else:
         raise Invalid("an API key has no session; revoke the key with DELETE /v1/keys/{id}")
     server.credentials.forget()
@@ -236,7 +238,7 @@ async def _of_token(server: Server, token: str) -> Session | None:
 # ---- sessions of the caller
 
 
-async def listed(server: Server, who: Caller) -> list[SessionDocument]:
+async def list_sessions(server: Server, who: Caller) -> list[SessionDocument]:
     permit(who, Action.SESSIONS_LIST, own(who))
     found = await server.store.read(operations.sessions_of(who.user.id, server.now))
     return [
@@ -252,9 +254,9 @@ async def listed(server: Server, who: Caller) -> list[SessionDocument]:
     ]
 
 
-async def end(server: Server, who: Caller, id_: str, once: Once | None) -> None:
-    noted = entry(server.now, who, "session.end", f"session {id_[:64]}", why="revoked")
-    ending = audited(_end(id_, who, server.now), [noted])
+async def end_session(server: Server, who: Caller, id_: str, once: Once | None) -> None:
+    audit_entry = entry(server.now, who, "session.end", f"session {id_[:64]}", why="revoked")
+    ending = audited(_end(id_, who, server.now), [audit_entry])
     await server.write_once(who.user, once, ending, lambda _: b"")
     server.credentials.forget()
 

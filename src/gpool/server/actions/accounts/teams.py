@@ -49,19 +49,21 @@ class SavedInvite(msgspec.Struct, frozen=True):
 # ---- reading
 
 
-async def listed(server: Server, who: Caller) -> list[TeamDocument]:
+async def list_teams(server: Server, who: Caller) -> list[TeamDocument]:
     permit(who, Action.TEAMS_LIST, own(who))
     found = await server.store.read(operations.named_teams_of(who.user.id))
     return [document(team, role) for team, role in found if team.id in who.teams]
 
 
-async def list_all(server: Server, who: Caller, after: TeamId, limit: int) -> list[TeamDocument]:
+async def list_all_teams(
+    server: Server, who: Caller, after: TeamId, limit: int
+) -> list[TeamDocument]:
     """All teams past `after`, the oldest first. The route has checked USERS_LIST."""
     found = await server.store.read(operations.teams(after, limit))
     return [document(team, who.teams.get(team.id)) for team in found]
 
 
-async def one(server: Server, who: Caller, id_: TeamId) -> TeamDocument:
+async def get_team(server: Server, who: Caller, id_: TeamId) -> TeamDocument:
     team, quota = await server.store.read(_permitted(id_, who, Action.TEAM_READ))
     return document(team, who.teams.get(id_), quota)
 
@@ -96,7 +98,7 @@ def named(id_: TeamId) -> str:
 # ---- changes
 
 
-async def make(server: Server, who: Caller, name: str, once: Once | None) -> TeamDocument:
+async def create_team(server: Server, who: Caller, name: str, once: Once | None) -> TeamDocument:
     permit(who, Action.TEAM_MAKE, own(who))
     team = Team(TeamId(server.ids.next()), name, server.now)
     answered = await server.write_once(
@@ -119,12 +121,12 @@ async def change(
 ) -> TeamDocument:
     if wanted.name is None and wanted.quota is None:
         raise Invalid("nothing to change; send 'name' or 'quota'")
-    told = {
+    facts = {
         name: str(value)
         for name, value in wanted.model_dump(exclude_none=True, mode="json").items()
     }
-    noted = entry(server.now, who, "team.change", encode("team", id_), **told)
-    change = audited(_change(id_, who, wanted, server.settings.team_quota), [noted])
+    audit_entry = entry(server.now, who, "team.change", encode("team", id_), **facts)
+    change = audited(_change(id_, who, wanted, server.settings.team_quota), [audit_entry])
     answered = await server.write_once(who.user, once, change, lambda _: b"")
     if answered.value is None:  # a repetition, for which no permission was asked
         team, quota = await server.store.read(_permitted(id_, who, Action.TEAM_CHANGE))
@@ -142,7 +144,7 @@ def _change(
     team, quota = yield from _permitted(id_, who, Action.TEAM_CHANGE)
     if wanted.quota is not None:
         permit(who, Action.QUOTA_SET, Thing(ObjectKind.ACCOUNT, team=id_), named(id_))
-        quotas.sound(given(wanted.quota), usual)
+        quotas.check(given(wanted.quota), usual)
     if wanted.name is not None:
         yield from operations.rename_team(id_, wanted.name)  # may refuse, so before other writes
         team = replace(team, name=wanted.name)
@@ -208,9 +210,9 @@ def _set_member(id_: TeamId, who: Caller, user: str, role: Role, at: Instant) ->
 async def change_role(
     server: Server, who: Caller, id_: TeamId, user: UserId, role: Role, once: Once | None
 ) -> TeamMemberDocument:
-    told = {"user": encode("user", user), "role": role.value}
-    noted = entry(server.now, who, "team.role", encode("team", id_), **told)
-    change = audited(_change_role(id_, who, user, role, server.now), [noted])
+    facts = {"user": encode("user", user), "role": role.value}
+    audit_entry = entry(server.now, who, "team.role", encode("team", id_), **facts)
+    change = audited(_change_role(id_, who, user, role, server.now), [audit_entry])
     await server.write_once(who.user, once, change, lambda _: b"")
     server.credentials.forget()
     for member in await server.store.read(operations.members(id_)):
@@ -234,9 +236,9 @@ async def remove_member(
     server: Server, who: Caller, id_: TeamId, user: UserId, once: Once | None
 ) -> None:
     """Remove a member (owners), or leave the team (the member)."""
-    told = {"user": encode("user", user), "role": "none"}
-    noted = entry(server.now, who, "team.role", encode("team", id_), **told)
-    change = audited(_remove_member(id_, who, user), [noted])
+    facts = {"user": encode("user", user), "role": "none"}
+    audit_entry = entry(server.now, who, "team.role", encode("team", id_), **facts)
+    change = audited(_remove_member(id_, who, user), [audit_entry])
     await server.write_once(who.user, once, change, lambda _: b"")
     server.credentials.forget()
 
@@ -276,7 +278,7 @@ def _no_member(id_: TeamId, user: UserId) -> NotFound:
 async def invite(
     server: Server, who: Caller, id_: TeamId, wanted: TeamInviteRequest, once: Once | None
 ) -> UserInviteDocument:
-    token = fresh_invite(server, who, TEAM_INVITE_PREFIX, once)
+    token = new_invite_token(server, who, TEAM_INVITE_PREFIX, once)
     expires_at = Instant(server.now + span(wanted.expires_in_s))
     made = UserInvite(
         credentials.hashed(token),
@@ -303,7 +305,7 @@ def _invite(id_: TeamId, who: Caller, made: UserInvite) -> Operation[int]:
     return made.expires_at
 
 
-def fresh_invite(server: Server, who: Caller, prefix: str, once: Once | None) -> str:
+def new_invite_token(server: Server, who: Caller, prefix: str, once: Once | None) -> str:
     if once is None:
         return credentials.fresh(prefix)
     parts = ("invite", str(who.user.id), once.key, once.fingerprint)

@@ -12,7 +12,7 @@ from gpool.core.errors import Conflict, Forbidden, Invalid, NotFound, NotSignedI
 from gpool.core.model import Instant
 from gpool.core.permissions import Action
 from gpool.server.actions.accounts import accounts, sessions
-from gpool.server.actions.accounts.accounts import FirstCredential, spelled
+from gpool.server.actions.accounts.accounts import FirstCredential, checksummed
 from gpool.server.actions.operators.audit import REFUSED, audited, entry, note
 from gpool.server.identity.authorization import own, permit
 from gpool.server.identity.passwords import Match
@@ -64,16 +64,16 @@ async def sign_in(
 ) -> TokensDocument:
     """Open a session for the wallet's account; the first sign-in creates it. `origin` is the client's address."""
     try:
-        address = (await proven(server, request)).lower()
+        address = (await verified_wallet(server, request)).lower()
     except NotSignedIn:
-        told = {"outcome": REFUSED, "address": origin, "via": "wallet"}
-        await note(server, entry(server.now, None, "sign_in", **told))
+        facts = {"outcome": REFUSED, "address": origin, "via": "wallet"}
+        await note(server, entry(server.now, None, "sign_in", **facts))
         raise
     account = await server.store.read(operations.user_by_wallet(address))
     if account is None:
         accounts.may_register(server, request.invite)
         account = await _first(server, address, request.invite)
-    return await sessions.begin(server, account, label, origin, "wallet")
+    return await sessions.open_session(server, account, label, origin, "wallet")
 
 
 async def _first(server: Server, address: str, invite: str | None) -> Account:
@@ -95,7 +95,7 @@ async def _first(server: Server, address: str, invite: str | None) -> Account:
 # ---- verification
 
 
-async def proven(server: Server, signed: SignedMessage) -> Address:
+async def verified_wallet(server: Server, signed: SignedMessage) -> Address:
     """Verify a signed sign-in message and return its wallet. The nonce is used up."""
     message = signin.parse(signed.message)
     settings = server.settings
@@ -161,7 +161,7 @@ async def _prove_account(
         return
     if request.proof is None:
         raise Invalid("'password' or 'proof' is required: a credential the account already has")
-    address = (await proven(server, request.proof)).lower()
+    address = (await verified_wallet(server, request.proof)).lower()
     linked = await server.store.read(operations.wallets_of(who.user.id))
     if address == other_than or address not in {wallet.address for wallet in linked}:
         raise Forbidden("the proof is not signed by another wallet of this account")
@@ -170,7 +170,7 @@ async def _prove_account(
 # ---- wallets of the caller
 
 
-async def listed(server: Server, who: Caller) -> list[WalletDocument]:
+async def list_wallets(server: Server, who: Caller) -> list[WalletDocument]:
     permit(who, Action.ME_READ, own(who))
     found = await server.store.read(operations.wallets_of(who.user.id))
     return [_document(wallet) for wallet in found]
@@ -178,7 +178,7 @@ async def listed(server: Server, who: Caller) -> list[WalletDocument]:
 
 def _document(wallet: LinkedWallet) -> WalletDocument:
     return WalletDocument(
-        address=spelled(wallet.address),
+        address=checksummed(wallet.address),
         linked_at=instant_to_datetime(wallet.linked_at),
         payout=wallet.payout,
     )
@@ -189,10 +189,10 @@ async def link(
 ) -> WalletDocument:
     """Link a wallet. Verifies the wallet by its signature and the account by a credential it already has."""
     permit(who, Action.WALLET_LINK, own(who))
-    address = (await proven(server, request)).lower()
+    address = (await verified_wallet(server, request)).lower()
     await _prove_account(server, who, request, address)
-    noted = entry(server.now, who, "wallet.link", address)
-    linking = audited(_link(who, address, server.now), [noted])
+    audit_entry = entry(server.now, who, "wallet.link", address)
+    linking = audited(_link(who, address, server.now), [audit_entry])
     await server.write_once(who.user, once, linking, lambda _: b"")
     return await _one(server, who, address)
 
@@ -212,11 +212,11 @@ async def unlink(
     """Unlink a wallet. Verifies two credentials, so that neither a stolen wallet nor a stolen password can remove the other."""
     permit(who, Action.WALLET_UNLINK, own(who))
     wanted = _parsed(address)
-    if (await proven(server, request)).lower() != wanted:
+    if (await verified_wallet(server, request)).lower() != wanted:
         raise Forbidden("the message is not signed by the wallet to be unlinked")
     await _prove_account(server, who, request, wanted)
-    noted = entry(server.now, who, "wallet.unlink", wanted)
-    unlinking = audited(_unlink(who, wanted), [noted])
+    audit_entry = entry(server.now, who, "wallet.unlink", wanted)
+    unlinking = audited(_unlink(who, wanted), [audit_entry])
     await server.write_once(who.user, once, unlinking, lambda _: b"")
 
 
@@ -235,8 +235,8 @@ async def set_payout(
 ) -> WalletDocument:
     permit(who, Action.PAYOUT_WALLET_SET, own(who))
     wanted = _parsed(address)
-    noted = entry(server.now, who, "wallet.payout", wanted, payout=str(payout))
-    change = audited(_set_payout(who, wanted, payout), [noted])
+    audit_entry = entry(server.now, who, "wallet.payout", wanted, payout=str(payout))
+    change = audited(_set_payout(who, wanted, payout), [audit_entry])
     await server.write_once(who.user, once, change, lambda _: b"")
     return await _one(server, who, wanted)
 
@@ -244,8 +244,8 @@ async def set_payout(
 @operation
 def _set_payout(who: Caller, address: str, payout: bool) -> Operation[bool]:
     now = yield from operations.payout_wallet(who.user.id)
-    mine = yield from operations.wallets_of(who.user.id)
-    if address not in {wallet.address for wallet in mine}:
+    linked = yield from operations.wallets_of(who.user.id)
+    if address not in {wallet.address for wallet in linked}:
         raise _no_wallet(address)
     if payout or now == address:
         wanted = address if payout else None

@@ -33,8 +33,10 @@ async def quarantine(
 ) -> GpuDocument:
     """Quarantine a GPU, or with None end its quarantine; raises `Conflict` while its agent reports it unhealthy."""
     action = "gpu.quarantine" if why else "gpu.clear"
-    noted = [entry(server.now, who, action, encode("gpu", id_), **({"why": why} if why else {}))]
-    setting = audited(_quarantine(id_, who, why), noted)
+    audit_entries = [
+        entry(server.now, who, action, encode("gpu", id_), **({"why": why} if why else {}))
+    ]
+    setting = audited(_quarantine(id_, who, why), audit_entries)
     answered = await server.write_once(who.user, once, setting, lambda _: b"")
     if answered.value is not None:
         server.scheduler.node_changed(answered.value.node)

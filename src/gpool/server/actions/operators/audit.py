@@ -38,10 +38,10 @@ def entry(
     *,
     outcome: str = OK,
     address: str = "",
-    **told: str,
+    **members: str,
 ) -> Entry:
     where = address or (actor.address if isinstance(actor, Caller) else "")
-    return Entry(0, at, named(actor), action, thing, outcome, where, facts(told))
+    return Entry(0, at, named(actor), action, thing, outcome, where, facts(members))
 
 
 def named(actor: AuditActor) -> str:
@@ -66,9 +66,9 @@ def audited(
     """
     value = yield from again(op)
     found = entries(value) if callable(entries) else entries
-    told = tuple(found)
-    if told:
-        yield from operations.append_all(told)
+    appended = tuple(found)
+    if appended:
+        yield from operations.append_all(appended)
     return value
 
 
@@ -81,7 +81,7 @@ def keys_used(used: Sequence[tuple[int, Instant]]) -> Operation[None]:
         {"used": of_ids(number for number, _ in used)},
     )
     latest = dict(used)
-    noted = [
+    first_uses = [
         Entry(
             0,
             latest[number],
@@ -96,8 +96,8 @@ def keys_used(used: Sequence[tuple[int, Instant]]) -> Operation[None]:
         if last is None or last // DAY < latest[number] // DAY
     ]
     yield from users.touch_keys(used)
-    if noted:
-        yield from operations.append_all(noted)
+    if first_uses:
+        yield from operations.append_all(first_uses)
 
 
 async def note(server: Server, *entries: Entry) -> None:

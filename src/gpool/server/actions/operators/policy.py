@@ -39,9 +39,9 @@ async def refresh(server: Server) -> None:
 
 
 async def _write(
-    server: Server, who: Caller, once: Once | None, change: Operation[None], told: bytes = b""
+    server: Server, who: Caller, once: Once | None, change: Operation[None], facts: bytes = b""
 ) -> bytes:
-    answered = await server.write_once(who.user, once, change, lambda _: told)
+    answered = await server.write_once(who.user, once, change, lambda _: facts)
     await refresh(server)
     return answered.body
 
@@ -80,16 +80,18 @@ async def change_policy(
 ) -> PolicyState:
     change = _merged(server.scheduler.rules.policy, changes)
     change.applied(server.scheduler.configured, server.scheduler.orders)  # raises `Invalid`
-    told = {name: "configured" if value is None else str(value) for name, value in changes.items()}
-    noted = entry(server.now, who, "policy.change", **told)
-    await _write(server, who, once, audited(operations.put_policy(change, server.now), [noted]))
+    facts = {name: "configured" if value is None else str(value) for name, value in changes.items()}
+    audit_entry = entry(server.now, who, "policy.change", **facts)
+    await _write(
+        server, who, once, audited(operations.put_policy(change, server.now), [audit_entry])
+    )
     return policy(server)
 
 
 async def learn(server: Server, who: Caller, once: Once | None) -> None:
     """Start a training of the placement prices in the background; `policy` reports its result."""
-    noted = entry(server.now, who, "policy.learn")
-    await server.write_once(who.user, once, audited(_nothing(), [noted]), lambda _: b"")
+    audit_entry = entry(server.now, who, "policy.learn")
+    await server.write_once(who.user, once, audited(_nothing(), [audit_entry]), lambda _: b"")
     server.learning.ask()
 
 
@@ -136,8 +138,8 @@ async def cordon(server: Server, who: Caller, wanted: NewCordon, once: Once | No
     """Cordon a node; with `drain`, preempt its preemptible tasks. The others finish."""
     node, why = wanted.node, wanted.why
     action = "node.drain" if wanted.drain else "node.cordon"
-    noted = entry(server.now, who, action, encode("node", node), why=why)
-    await _write(server, who, once, audited(_cordon(node, why, server.now), [noted]))
+    audit_entry = entry(server.now, who, action, encode("node", node), why=why)
+    await _write(server, who, once, audited(_cordon(node, why, server.now), [audit_entry]))
     asked = _preemptible_on(server, node) if wanted.drain else []
     recording = await preempt_tasks(server, asked) if asked else None
     preempted = len({hold.task for _, hold in recording.to_preempt}) if recording else 0
@@ -146,9 +148,9 @@ async def cordon(server: Server, who: Caller, wanted: NewCordon, once: Once | No
 
 async def uncordon(server: Server, who: Caller, node: NodeId, once: Once | None) -> None:
     thing = encode("node", node)
-    noted = entry(server.now, who, "node.uncordon", thing)
+    audit_entry = entry(server.now, who, "node.uncordon", thing)
     dropping = _dropped("cordon", node, f"{thing} is not cordoned")
-    await _write(server, who, once, audited(dropping, [noted]))
+    await _write(server, who, once, audited(dropping, [audit_entry]))
 
 
 @operation
@@ -208,7 +210,7 @@ async def reserve(
     one = Reservation(
         server.ids.next(), frozenset(wanted.nodes), audience, wanted.first, wanted.last, wanted.why
     )
-    noted = entry(
+    audit_entry = entry(
         server.now,
         who,
         "reservation.make",
@@ -218,7 +220,7 @@ async def reserve(
         teams=" ".join(encode("team", team) for team in sorted(audience.teams))[:500],
         why=wanted.why,
     )
-    reserving = audited(_reserve(one, server.now), [noted])
+    reserving = audited(_reserve(one, server.now), [audit_entry])
     id_ = int(await _write(server, who, once, reserving, str(one.id).encode()))
     if id_ == one.id:
         return one
@@ -230,9 +232,9 @@ async def reserve(
 
 async def unreserve(server: Server, who: Caller, id_: int, once: Once | None) -> None:
     thing = encode("reservation", id_)
-    noted = entry(server.now, who, "reservation.end", thing)
+    audit_entry = entry(server.now, who, "reservation.end", thing)
     dropping = _dropped("reservation", id_, f"no reservation {thing}")
-    await _write(server, who, once, audited(dropping, [noted]))
+    await _write(server, who, once, audited(dropping, [audit_entry]))
 
 
 @operation
@@ -267,8 +269,8 @@ async def rotate_keys(
         wrapped = await server.sealer.rotate_master()
         rotated = {"address": address, "wrapped": str(wrapped)}
         await note(server, entry(server.now, actor, "keys.rotate_master", **rotated))
-    noted = entry(server.now, actor, "keys.rotate", address=address)
-    await server.write(audited(server.sealer.rotation(server.now), [noted]))
+    audit_entry = entry(server.now, actor, "keys.rotate", address=address)
+    await server.write(audited(server.sealer.rotation(server.now), [audit_entry]))
     await server.sealer.look_again()
     server.sealer.wake.call()
     return await server.sealer.status()

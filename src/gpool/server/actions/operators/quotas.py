@@ -31,8 +31,8 @@ def effective(settings: Settings, holder: Holder, given: GivenQuota) -> Quota:
     default = _usual(settings, holder)
     return Quota(
         *(
-            said if said is not None else usual
-            for said, usual in (
+            given_value if given_value is not None else usual
+            for given_value, usual in (
                 (given.running_gpu_milli, default.running_gpu_milli),
                 (given.queued_tasks, default.queued_tasks),
                 (given.storage_bytes, default.storage_bytes),
@@ -53,9 +53,9 @@ async def set_quota(
 ) -> None:
     """Set a quota; raises `NotFound` without such a user or team. The caller has checked the permission."""
     kind, number = holder
-    sound(quota, _usual(server.settings, holder))
+    check(quota, _usual(server.settings, holder))
     thing = encode(kind, number)
-    told = {
+    facts = {
         name: "default" if value is None else str(value)
         for name, value in (
             ("running_gpu_milli", quota.running_gpu_milli),
@@ -64,8 +64,8 @@ async def set_quota(
             ("guaranteed_gpu_milli", quota.guaranteed_gpu_milli),
         )
     }
-    noted = entry(server.now, actor, "quota.set", thing, address=address, **told)
-    await server.write(audited(_set(holder, quota), [noted]))
+    audit_entry = entry(server.now, actor, "quota.set", thing, address=address, **facts)
+    await server.write(audited(_set(holder, quota), [audit_entry]))
     await refresh(server)
 
 
@@ -104,15 +104,15 @@ def limits_of(settings: Settings, given: dict[Holder, GivenQuota]) -> GpuLimits:
     )
 
 
-def sound(quota: GivenQuota, usual: Quota) -> GivenQuota:
+def check(quota: GivenQuota, usual: Quota) -> GivenQuota:
     """Raise `Invalid` if more is guaranteed than may run at once; `usual` holds the defaults."""
     most = (
         quota.running_gpu_milli if quota.running_gpu_milli is not None else usual.running_gpu_milli
     )
-    sure = quota.guaranteed_gpu_milli
-    if sure is not None and most is not None and sure > most:
+    guaranteed = quota.guaranteed_gpu_milli
+    if guaranteed is not None and most is not None and guaranteed > most:
         raise Invalid(
-            f"{sure / 1000:g} GPUs cannot be guaranteed where at most {most / 1000:g} may run at once; "
+            f"{guaranteed / 1000:g} GPUs cannot be guaranteed where at most {most / 1000:g} may run at once; "
             "raise 'running_gpus' as well"
         )
     return quota
@@ -133,23 +133,23 @@ def most_queued(server: Server) -> int | None:
     return scheduler.waiting + len(scheduler.state.held) + scheduler.arriving
 
 
-def room_in_queue(
+def queue_quota_error(
     server: Server, submission: Submission, most: int | None
 ) -> Operation[TooMany | None]:
     """The error if the submission exceeds the queue quota of its user or team; part of its transaction.
 
     Counting costs time in proportion to the queue, so it is skipped if `most` (of `most_queued`) is within the quota.
     """
-    [why] = yield from rooms_in_queue(server, [submission], most)
+    [why] = yield from queue_quota_errors(server, [submission], most)
     return why
 
 
-def rooms_in_queue(
+def queue_quota_errors(
     server: Server, submissions: Sequence[Submission], most: int | None
 ) -> Operation[list[TooMany | None]]:
-    """`room_in_queue` for submissions that are written together, as if they came one after the other."""
-    theirs = [_holders(each.user, each.team) for each in submissions]
-    asked = {holder for holders in theirs for holder in holders}
+    """`queue_quota_error` for submissions that are written together, as if they came one after the other."""
+    holders_of_each = [_holders(each.user, each.team) for each in submissions]
+    asked = {holder for holders in holders_of_each for holder in holders}
     given = yield from teams.quotas_of(asked)
     limits: dict[Holder, int] = {}
     for holder in asked:
@@ -158,12 +158,12 @@ def rooms_in_queue(
             limits[holder] = limit
     used = (yield from teams.queued_of(limits)) if limits else {}
     return [
-        _taken(holders, len(each.tasks), limits, used)
-        for holders, each in zip(theirs, submissions, strict=True)
+        _charge(holders, len(each.tasks), limits, used)
+        for holders, each in zip(holders_of_each, submissions, strict=True)
     ]
 
 
-def _taken(
+def _charge(
     holders: Sequence[Holder], count: int, limits: Mapping[Holder, int], used: dict[Holder, int]
 ) -> TooMany | None:
     for holder in holders:
@@ -189,11 +189,11 @@ class StoredUpload:
     lease: Hold | None = None
 
 
-async def body_within(
+async def body_within_quota(
     server: Server, upload: StoredUpload, declared_bytes: int, body: AsyncIterator[bytes]
 ) -> AsyncIterator[bytes]:
     """The body, limited to the owner's free storage; a declared size is refused before the first byte is read."""
-    room = await server.store.read(storage_room(server.settings, upload))
+    room = await server.store.read(free_storage(server.settings, upload))
     if room is None:
         return body
     if declared_bytes > room[1]:
@@ -211,9 +211,9 @@ async def _counted(body: AsyncIterator[bytes], holder: Holder, room: int) -> Asy
 
 
 @operation
-def storage_room(settings: Settings, upload: StoredUpload) -> Operation[tuple[Holder, int] | None]:
+def free_storage(settings: Settings, upload: StoredUpload) -> Operation[tuple[Holder, int] | None]:
     """Account charged for the upload and its free bytes; None: no limit, or stored for that account already."""
-    holder = yield from _keeper(upload)
+    holder = yield from _charged_account(upload)
     if holder is None:
         return None
     given = yield from teams.quota_of(*holder)
@@ -230,14 +230,14 @@ def storage_room(settings: Settings, upload: StoredUpload) -> Operation[tuple[Ho
 
 
 @operation
-def add_within(
+def add_within_quota(
     settings: Settings, upload: StoredUpload, size: int, at: Instant
 ) -> Operation[bool | Forbidden]:
     """`artifacts.add_artifact` within the quota; otherwise the artifact stays without a reference and is pruned later."""
     lease = upload.lease
     if upload.user is not None:
         yield from teams.hold_account("user", upload.user)
-    room = yield from storage_room(settings, upload)
+    room = yield from free_storage(settings, upload)
     if room is not None and size > room[1]:
         yield from artifacts.put_artifact(upload.sha256, size, at)
         return _full(*room, size)
@@ -248,7 +248,7 @@ def add_within(
     return (yield from add)
 
 
-def _keeper(upload: StoredUpload) -> Operation[Holder | None]:
+def _charged_account(upload: StoredUpload) -> Operation[Holder | None]:
     if upload.user is not None:
         return "user", upload.user
     if upload.lease is None:

@@ -9,7 +9,7 @@ from gpool.core.ids import UserId, decode, encode
 from gpool.core.model import Instant, Permission
 from gpool.core.permissions import Action, Role, TeamId
 from gpool.server.actions.accounts.accounts import USER_INVITE_PREFIX, user_document
-from gpool.server.actions.accounts.teams import SavedInvite, fresh_invite, given, quota_document
+from gpool.server.actions.accounts.teams import SavedInvite, given, new_invite_token, quota_document
 from gpool.server.actions.operators import quotas
 from gpool.server.actions.operators.audit import audited, entry
 from gpool.server.identity import credentials
@@ -25,13 +25,13 @@ from gpool.wire.documents import instant_to_datetime
 from gpool.wire.identity import UserDocument, UserInviteDocument, UserInviteRequest, UserPatch
 
 
-async def listed(server: Server, after: UserId, limit: int) -> list[UserDocument]:
+async def list_users(server: Server, after: UserId, limit: int) -> list[UserDocument]:
     """Users past `after`, the oldest account first. The route has checked USERS_LIST."""
     found = await server.store.read(operations.users(after, limit))
     return [user_document(account) for account in found]
 
 
-async def one(server: Server, who: Caller, id_: UserId) -> UserDocument:
+async def get_user(server: Server, who: Caller, id_: UserId) -> UserDocument:
     account, quota = await server.store.read(_permitted(id_, who, (Action.USER_READ,)))
     return user_document(account).model_copy(update={"quota": quota_document(quota)})
 
@@ -58,12 +58,12 @@ async def change(
     actions = asked_for(wanted)
     if not actions:
         raise Invalid("nothing to change; send 'permissions', 'disabled' or 'quota'")
-    told = {
+    facts = {
         name: str(value)
         for name, value in wanted.model_dump(exclude_none=True, mode="json").items()
     }
-    noted = entry(server.now, who, "user.change", encode("user", id_), **told)
-    change = audited(_change(server.settings, id_, who, wanted, server.now), [noted])
+    audit_entry = entry(server.now, who, "user.change", encode("user", id_), **facts)
+    change = audited(_change(server.settings, id_, who, wanted, server.now), [audit_entry])
     answered = await server.write_once(who.user, once, change, lambda _: b"")
     server.credentials.forget()
     if wanted.quota is not None:
@@ -89,7 +89,7 @@ def _change(
 ) -> Operation[bool]:
     yield from _permitted(id_, who, asked_for(wanted))
     if wanted.quota is not None:
-        quotas.sound(given(wanted.quota), settings.user_quota)
+        quotas.check(given(wanted.quota), settings.user_quota)
     # Statements that may refuse come before the others: the last operator can be neither disabled nor demoted.
     if wanted.disabled is not None:
         yield from operations.set_disabled(id_, wanted.disabled, at)
@@ -114,7 +114,7 @@ async def invite(
     )
     if Permission.OPERATOR in granted and who.scopes is not None:
         raise Forbidden("not allowed: inviting operators needs a sign-in; no API key can do this")
-    token = fresh_invite(server, who, USER_INVITE_PREFIX, once)
+    token = new_invite_token(server, who, USER_INVITE_PREFIX, once)
     made = UserInvite(
         credentials.hashed(token),
         who.user.id,

@@ -42,7 +42,7 @@ async def put(
         task, epoch = TaskId(upload.lease.task), upload.lease.epoch
         if not await server.store.read(operations.may_upload(who.node, task, epoch)):
             raise _stale()
-    coming = (
+    charged = (
         quotas.StoredUpload(upload.sha256, who.user.id)
         if isinstance(who, Caller)
         else quotas.StoredUpload(upload.sha256, None, who.node, upload.lease)
@@ -51,23 +51,23 @@ async def put(
     if (
         declared <= server.settings.max_artifact_bytes
     ):  # larger ones are refused for that reason below
-        body = await quotas.body_within(server, coming, declared, body)
+        body = await quotas.body_within_quota(server, charged, declared, body)
     with server.blobs.pinned(upload.sha256):
         if upload.part is None:
             size: int | None = await server.blobs.store(upload.sha256, body)
         else:
             size = await server.blobs.store_part(upload.sha256, _uploader(who), upload.part, body)
         if size is not None:
-            await _refer(server, coming, size)
+            await _refer(server, charged, size)
     return size
 
 
-async def _refer(server: Server, coming: quotas.StoredUpload, size: int) -> None:
-    done = await server.write(quotas.add_within(server.settings, coming, size, server.now))
+async def _refer(server: Server, charged: quotas.StoredUpload, size: int) -> None:
+    done = await server.write(quotas.add_within_quota(server.settings, charged, size, server.now))
     if isinstance(done, Forbidden):
         raise done
     if not done:
-        await server.write(operations.leave_to_prune(coming.sha256, size, server.now))
+        await server.write(operations.leave_to_prune(charged.sha256, size, server.now))
         raise _stale()
 
 

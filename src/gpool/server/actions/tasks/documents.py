@@ -92,16 +92,16 @@ LAST = len(_ORDER)
 """Rank of an end: the last of events with the same time and epoch."""
 
 
-def spell(kind: str, numbers: Iterable[int]) -> list[str]:
+def encode_many(kind: str, numbers: Iterable[int]) -> list[str]:
     """Like `core.ids.encode` for many numbers; neighbours share all but the last two letters."""
-    spelled = []
+    encoded = []
     stem, stem_of = "", -1
     for number in numbers:
         high = number >> 10
         if high != stem_of:
             stem_of, stem = high, encode(kind, number)[:-2]
-        spelled.append(stem + _LAST_TWO[number & 1023])
-    return spelled
+        encoded.append(stem + _LAST_TWO[number & 1023])
+    return encoded
 
 
 def result_lines(results: Iterable[BatchResult], reader: UserId) -> bytes:
@@ -131,7 +131,7 @@ def _results(results: Iterable[BatchResult], reader: UserId) -> list[ResultLine]
             row.node_name,
             row.node_owner == reader,
         )
-        for name, row in zip(spell("task", [row.task for row in rows]), rows, strict=True)
+        for name, row in zip(encode_many("task", [row.task for row in rows]), rows, strict=True)
     ]
 
 

@@ -45,8 +45,8 @@ async def explain(server: Server, who: Caller, id_: TaskId) -> ExplainDocument:
     if refused is not None:
         return explanation_document(view, refused)
     if row.status is TaskStatus.RUNNING or view.note is not None:
-        noted = view.note if row.status is not TaskStatus.RUNNING else None
-        doing = documents.NOTED[noted or documents.phase_of(view) or Phase.RUN.value]
+        audit_entry = view.note if row.status is not TaskStatus.RUNNING else None
+        doing = documents.NOTED[audit_entry or documents.phase_of(view) or Phase.RUN.value]
         return explanation_document(
             view, Explanation("running", f"It {doing} on {_place(view) or 'a node'}.")
         )
@@ -56,26 +56,26 @@ async def explain(server: Server, who: Caller, id_: TaskId) -> ExplainDocument:
 
 async def _explain(server: Server, view: TaskView, id_: TaskId) -> ExplainDocument:
     scheduler, explaining, now = server.scheduler, server.explaining, server.now
-    told = await explaining.why(scheduler, id_, now)
+    reason = await explaining.why(scheduler, id_, now)
     if scheduler.state.queue_of(id_) is None:
-        return explanation_document(view, told)
-    told = with_story(told, await _story(server, view.row))
+        return explanation_document(view, reason)
+    reason = with_story(reason, await _story(server, view.row))
     estimate = None
-    if told.position is not None and told.code not in HOPELESS:
-        estimate = await scheduler.forecasts.estimate(scheduler, now, id_, told.ahead)
+    if reason.position is not None and reason.code not in HOPELESS:
+        estimate = await scheduler.forecasts.estimate(scheduler, now, id_, reason.ahead)
     tried = Suggested()
-    if told.code != "next":
+    if reason.code != "next":
         tried = await explaining.suggestions(scheduler, id_, now)
     if not tried.is_complete and not tried.found:
-        told = replace(told, sentence=told.sentence + _UNTRIED)
-    return explanation_document(view, told, estimate, tried.found)
+        reason = replace(reason, sentence=reason.sentence + _UNTRIED)
+    return explanation_document(view, reason, estimate, tried.found)
 
 
 async def _story(server: Server, row: TaskRow) -> Story:
     if not row.epoch:
         return Story()
-    told = await server.store.read(operations.story(row.id, None))
-    attempts = () if told is None else told.attempts
+    story = await server.store.read(operations.story(row.id, None))
+    attempts = () if story is None else story.attempts
     tried = [each for each in attempts if each.started_at is None and each.reason in _UNSTARTED]
     own = [each for each in attempts if each.reason not in _NOT_ITS_OWN and each not in tried]
     lost = [each for each in attempts if each.reason is EndReason.LOST]
@@ -107,7 +107,7 @@ def _where(server: Server, attempt: AttemptRow) -> str:
 
 def explanation_document(
     view: TaskView,
-    told: Explanation,
+    reason: Explanation,
     estimate: Estimate | None = None,
     found: tuple[Suggestion, ...] = (),
 ) -> ExplainDocument:
@@ -115,10 +115,10 @@ def explanation_document(
     return ExplainDocument(
         id=encode("task", row.id),
         status=row.status.value,
-        sentence=told.sentence,
-        position=told.position,
-        code=told.code,
-        ahead=None if told.position is None else told.ahead,
+        sentence=reason.sentence,
+        position=reason.position,
+        code=reason.code,
+        ahead=None if reason.position is None else reason.ahead,
         tries=row.tries,
         losses=row.losses,
         estimate=None
@@ -155,6 +155,6 @@ def _end_of(view: TaskView) -> str:
     reason = row.reason.value.replace("_", " ") if row.reason else ""
     why = f": {reason}" if reason not in ("", row.status.text) else ""
     code = f" with code {row.exit_code}" if row.exit_code is not None else ""
-    said = (row.error_text or "").strip().rpartition("\n")[2][:300]
+    last_line = (row.error_text or "").strip().rpartition("\n")[2][:300]
     ended = "was cancelled" if row.status is TaskStatus.CANCELLED else row.status.text
-    return f"It {ended}{where}{why}{code}." + (f" {said}" if said else "")
+    return f"It {ended}{where}{why}{code}." + (f" {last_line}" if last_line else "")

@@ -89,14 +89,14 @@ async def _explained(server: Server, views: Iterable[TaskView]) -> dict[TaskId, 
         alike.setdefault(shape, []).append(view)
     for group in alike.values():
         for view, reason in zip(group, await _reasons(server, group), strict=True):
-            row, told = view.row, reason
+            row = view.row
             if scheduler.state.queue_of(row.id) is not None:
                 log = f"gpool logs {encode('task', row.id)}"
-                told = with_story(told, Story(row.tries, row.losses, log=log))
+                reason = with_story(reason, Story(row.tries, row.losses, log=log))
             estimate = None
-            if told.position is not None and told.code not in HOPELESS:
-                estimate = await scheduler.forecasts.estimate(scheduler, now, row.id, told.ahead)
-            found[row.id] = explanation_document(view, told, estimate)
+            if reason.position is not None and reason.code not in HOPELESS:
+                estimate = await scheduler.forecasts.estimate(scheduler, now, row.id, reason.ahead)
+            found[row.id] = explanation_document(view, reason, estimate)
     return found
 
 
@@ -106,14 +106,9 @@ async def _reasons(server: Server, group: list[TaskView]) -> list[Explanation]:
         return [first] * len(group)
     last = await _reason(server, group[-1].row.id)
     steps = len(group) - 1
-    return [
-        first,
-        *(
-            _ahead(first.ahead + (last.ahead - first.ahead) * place // steps)
-            for place in range(1, steps)
-        ),
-        last,
-    ]
+    more = max(last.ahead - first.ahead, steps)  # also if the last one was leased meanwhile
+    between = [_ahead(first.ahead + more * place // steps) for place in range(1, steps)]
+    return [first, *between, last]
 
 
 async def _reason(server: Server, id_: TaskId) -> Explanation:

@@ -227,9 +227,9 @@ def _size(field: str, text: str | None) -> int | None:
     try:
         size = gpuspec.parse_bytes(text)
     except BadGpuSpec as error:
-        said = error.detail.partition("\n")[0].removeprefix("GPU requirement ")
-        said = said.replace("any GPU", "any machine")
-        raise Invalid(f"'{field}' is {said}") from None
+        problem = error.detail.partition("\n")[0].removeprefix("GPU requirement ")
+        problem = problem.replace("any GPU", "any machine")
+        raise Invalid(f"'{field}' is {problem}") from None
     if size <= 0:
         raise Invalid(f"'{field}' is {text[:40]!r}; give a size above 0, or leave it out")
     if size > MAX_BYTES:

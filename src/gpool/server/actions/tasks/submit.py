@@ -13,8 +13,8 @@ from gpool.core.errors import Invalid, TooLarge, TooMany, Unprocessable
 from gpool.core.ids import BatchId, SpecId, TaskId, UserId, decode, encode
 from gpool.core.model import INLINE_LIMIT_BYTES, KIB
 from gpool.core.permissions import Action, TeamId
-from gpool.server.actions.operators.quotas import most_queued, room_in_queue, rooms_in_queue
-from gpool.server.actions.tasks.documents import spell
+from gpool.server.actions.operators.quotas import most_queued, queue_quota_error, queue_quota_errors
+from gpool.server.actions.tasks.documents import encode_many
 from gpool.server.actions.tasks.query import acting_account
 from gpool.server.actions.tasks.specs import secrets_of, spec_of
 from gpool.server.identity.authorization import batch_thing, permit
@@ -278,7 +278,7 @@ def _submit(
     if not submission.is_new_batch:
         found = yield from operations.batch(submission.batch, None)
         permit(who, Action.BATCH_EXTEND, batch_thing(found), _batch(submission.batch))
-    full = yield from room_in_queue(server, submission, most)
+    full = yield from queue_quota_error(server, submission, most)
     if full is not None:
         raise full
     outcome = yield from operations.submit(submission)
@@ -303,7 +303,7 @@ def _submit_together(group: Sequence[_Pending], most: int | None) -> Operation[l
             if entry.key is not None:
                 seen.add(entry.key)  # a key counts once within the group too
     asked = [group[place].submission for place in new]
-    full = yield from rooms_in_queue(server, asked, most)
+    full = yield from queue_quota_errors(server, asked, most)
     plain = [place for place, why in zip(new, full, strict=True) if why is None]
     written = yield from submissions.submit_together([group[place].submission for place in plain])
     answers: list[_Written] = [None] * len(group)
@@ -329,6 +329,6 @@ def _document(submitted: Submitted) -> bytes:
         _SubmittedAnswer(
             encode("batch", submitted.batch),
             submitted.first_position,
-            spell("task", [task.id for task in submitted.tasks]),
+            encode_many("task", [task.id for task in submitted.tasks]),
         )
     )

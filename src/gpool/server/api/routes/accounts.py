@@ -87,7 +87,7 @@ async def register_user(request: Request) -> Response:
 async def sign_in_with_password(request: Request) -> Response:
     """Sign in with name and password."""
     wanted, _ = await document_of(request, PasswordSignIn)
-    found = await sessions.by_password(
+    found = await sessions.sign_in_with_password(
         server_of(request), wanted.name, wanted.password, _label(request), address_of(request)
     )
     return uncached(found)
@@ -156,7 +156,7 @@ async def finish_oidc(request: Request) -> Response:
 async def refresh_tokens(request: Request) -> Response:
     """Exchange a refresh token for the next pair of tokens; it can be used once."""
     wanted, _ = await document_of(request, RefreshRequest)
-    return uncached(await sessions.refreshed(server_of(request), wanted.refresh_token))
+    return uncached(await sessions.refresh_tokens(server_of(request), wanted.refresh_token))
 
 
 @routes.post(
@@ -209,14 +209,14 @@ async def change_password(request: Request) -> Response:
 async def list_sessions(request: Request) -> Response:
     """List your sessions, the last used first."""
     who = await user_of(request)
-    return answer(SessionPage(items=await sessions.listed(server_of(request), who)))
+    return answer(SessionPage(items=await sessions.list_sessions(server_of(request), who)))
 
 
 @routes.delete("/v1/sessions/{id}", Action.SESSION_END, returns=NO_CONTENT)
 async def end_session(request: Request, id: SESSION) -> Response:
     """End a session; its tokens stop working within seconds."""
     who = await user_of(request)
-    await sessions.end(server_of(request), who, id, once_of(request))
+    await sessions.end_session(server_of(request), who, id, once_of(request))
     return no_content()
 
 
@@ -227,7 +227,7 @@ async def end_session(request: Request, id: SESSION) -> Response:
 async def list_wallets(request: Request) -> Response:
     """List the wallets linked to your account."""
     who = await user_of(request)
-    return answer(WalletPage(items=await wallets.listed(server_of(request), who)))
+    return answer(WalletPage(items=await wallets.list_wallets(server_of(request), who)))
 
 
 @routes.post(
@@ -276,7 +276,7 @@ async def unlink_wallet(request: Request, address: WALLET) -> Response:
 async def list_keys(request: Request) -> Response:
     """List your API keys, newest first, revoked keys included."""
     who = await user_of(request)
-    return answer(KeyPage(items=await keys.listed(server_of(request), who)))
+    return answer(KeyPage(items=await keys.list_keys(server_of(request), who)))
 
 
 @routes.post(
@@ -289,12 +289,12 @@ async def create_key(request: Request) -> Response:
     """Create an API key with a name, scopes and an expiry. Needs a sign-in."""
     who = await user_of(request)
     wanted, once = await document_of(request, KeyRequest)
-    return uncached(await keys.make(server_of(request), who, wanted, once), 201)
+    return uncached(await keys.create_key(server_of(request), who, wanted, once), 201)
 
 
 @routes.delete("/v1/keys/{id}", Action.KEY_END, returns=NO_CONTENT)
 async def revoke_key(request: Request, id: KEY) -> Response:
     """Revoke an API key; it stops working within seconds."""
     who = await user_of(request)
-    await keys.end(server_of(request), who, decode("key", id), once_of(request))
+    await keys.revoke_key(server_of(request), who, decode("key", id), once_of(request))
     return no_content()

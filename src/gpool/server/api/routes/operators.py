@@ -278,8 +278,8 @@ def _entry(link: Link) -> AuditDocument:
     )
 
 
-def _policy(told: policy.PolicyState) -> PolicyDocument:
-    change = told.change
+def _policy(state: policy.PolicyState) -> PolicyDocument:
+    change = state.change
     by_name = {
         "order": change.order,
         "ageing_s": change.ageing,
@@ -287,16 +287,16 @@ def _policy(told: policy.PolicyState) -> PolicyDocument:
         "weights": change.weights,
     }
     return PolicyDocument(
-        order=told.policy.order,
-        ageing_s=told.policy.ageing / SECOND,
-        patience_s=told.policy.patience / SECOND,
+        order=state.policy.order,
+        ageing_s=state.policy.ageing / SECOND,
+        patience_s=state.policy.patience / SECOND,
         weights={
-            encode(kind, id_): weight / 1000 for (kind, id_), weight in told.policy.weights.items()
+            encode(kind, id_): weight / 1000 for (kind, id_), weight in state.policy.weights.items()
         },
-        orders=list(told.orders),
+        orders=list(state.orders),
         changed=[name for name, value in by_name.items() if value],
-        dry_run=None if told.dry_run is None else _dry_run(told.dry_run),
-        learnt=None if told.learnt is None else _learnt(told.learnt),
+        dry_run=None if state.dry_run is None else _dry_run(state.dry_run),
+        learnt=None if state.learnt is None else _learnt(state.learnt),
     )
 
 

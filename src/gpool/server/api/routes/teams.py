@@ -53,10 +53,10 @@ async def list_teams(
     server = server_of(request)
     if not all:
         who = await user_of(request, Action.TEAMS_LIST)
-        return answer(TeamPage(items=await teams.listed(server, who)))
+        return answer(TeamPage(items=await teams.list_teams(server, who)))
     who = await user_of(request, Action.USERS_LIST)
     after = TeamId(decode("team", cursor)) if cursor else TeamId(0)
-    found = await teams.list_all(server, who, after, limit)
+    found = await teams.list_all_teams(server, who, after, limit)
     return answer(TeamPage(items=found, next=found[-1].id if len(found) == limit else None))
 
 
@@ -65,7 +65,7 @@ async def create_team(request: Request) -> Response:
     """Create a team; you become its owner."""
     who = await user_of(request)
     wanted, once = await document_of(request, TeamRequest)
-    return answer(await teams.make(server_of(request), who, wanted.name, once), 201)
+    return answer(await teams.create_team(server_of(request), who, wanted.name, once), 201)
 
 
 @routes.post(
@@ -87,7 +87,7 @@ async def join_team(request: Request) -> Response:
 async def get_team(request: Request, id: TEAM) -> Response:
     """Read one team."""
     who = await user_of(request)
-    return answer(await teams.one(server_of(request), who, _team(id)))
+    return answer(await teams.get_team(server_of(request), who, _team(id)))
 
 
 @routes.patch(

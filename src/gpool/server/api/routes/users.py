@@ -27,7 +27,7 @@ async def list_users(request: Request, limit: Limit = 50, cursor: Cursor = None)
     """List all users, the oldest account first."""
     await user_of(request)
     after = UserId(decode("user", cursor)) if cursor else UserId(0)
-    found = await users.listed(server_of(request), after, limit)
+    found = await users.list_users(server_of(request), after, limit)
     return answer(UserPage(items=found, next=found[-1].id if len(found) == limit else None))
 
 
@@ -49,7 +49,7 @@ async def create_user_invite(request: Request) -> Response:
 async def get_user(request: Request, id: USER) -> Response:
     """Read your own account; operators read any account."""
     who = await user_of(request)
-    return answer(await users.one(server_of(request), who, UserId(decode("user", id))))
+    return answer(await users.get_user(server_of(request), who, UserId(decode("user", id))))
 
 
 @routes.patch(
